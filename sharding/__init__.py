@@ -1,3 +1,7 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""To be written."""
+"""Where arrays live and how they move: meshes, rules, islands, dispatch."""
+
+from sharding.mesh import MeshConfig as MeshConfig
+from sharding.mesh import abstract_mesh as abstract_mesh
+from sharding.mesh import make_mesh as make_mesh

@@ -1,0 +1,73 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""`ExecutionConfig`: where and how a model is computed. It never changes the loss beyond rounding.
+
+What is computed is `ModelConfig`. The two meet in `Transformer(model, execution)` and nowhere else,
+which is why a checkpoint restores on any mesh.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+from jaxmoe.precision import PrecisionPolicy
+from pallas_kernels.backend import Implementation
+from sharding.constrain import Placement
+from sharding.expert_parallel import DispatcherConfig, LocalConfig
+from sharding.mesh import MeshConfig
+from sharding.rules import RULES, LogicalAxisRules
+from sharding.sequence_parallel import NoSequenceParallelConfig, SequenceParallelConfig
+
+Remat = Literal["none", "full", "dots"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class KernelsConfig:
+    """Which implementation of each kernel runs; None picks one that works and says which."""
+
+    attention: Implementation | None = None
+    """Of `pallas_kernels.flash_attention`."""
+    grouped_matmul: Implementation | None = None
+    """Of `pallas_kernels.grouped_matmul`."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ExecutionConfig:
+    """Mesh, layout rules, dispatcher, kernels, precision and rematerialisation."""
+
+    mesh: MeshConfig = MeshConfig(data=-1)
+    """Sizes of the mesh axes; the training commands make this mesh and set it."""
+    rules: Literal["data_parallel", "fully_sharded"] = "fully_sharded"
+    """Layout of parameters and activations: a table of sharding/rules.py."""
+    dispatcher: DispatcherConfig = LocalConfig()
+    """How rows reach their experts."""
+    sequence_parallel: SequenceParallelConfig = NoSequenceParallelConfig()
+    """How attention spreads the positions of a sequence."""
+    kernels: KernelsConfig = KernelsConfig()
+    """Implementations of the kernels."""
+    precision: PrecisionPolicy = PrecisionPolicy()
+    """Dtypes."""
+    remat: Remat = "none"
+    """What the backward pass recomputes: nothing; each whole block; or all but matrix products."""
+    loss_chunk: int = 0
+    """Positions whose logits exist at a time in the loss; 0: all at once."""
+
+    def __post_init__(self):
+        if isinstance(self.sequence_parallel, NoSequenceParallelConfig) and self.mesh.seq != 1:
+            raise ValueError(
+                f"mesh.seq={self.mesh.seq} needs a sequence-parallel attention, and"
+                " sequence_parallel is 'none': set mesh.seq to 1"
+            )
+        if self.loss_chunk < 0:
+            raise ValueError(f"loss_chunk={self.loss_chunk} must be 0 (whole) or positive")
+
+    @property
+    def axis_rules(self) -> LogicalAxisRules:
+        """The rule table by name."""
+        return RULES[self.rules]
+
+    @property
+    def placement(self) -> Placement:
+        """The operations that place arrays by these rules."""
+        return Placement(self.axis_rules)

@@ -1,0 +1,171 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Grouped-query causal attention with rotary positions, QK-norm and an optional gate per head.
+
+    q, k, v = x Wq, x Wk, x Wv;  q, k normed, then turned by RoPE
+    o_n     = softmax(scale * q_n k_m^T + causal) v_m          m = n // (N / M)
+    o_n    *= sigmoid(x Wg)_n                                  if is_gated
+    y       = concat_n(o_n) Wo
+
+Where the arithmetic of the softmax runs is the business of `sharding.sequence_parallel`.
+Sources: GQA arXiv 2305.13245, QK-norm arXiv 2302.05442, head gate arXiv 2505.06708.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from flax import struct
+from jaxtyping import Array, Float, Int
+
+from jaxmoe.execution import ExecutionConfig
+from jaxmoe.layers.norms import rms_norm
+from jaxmoe.layers.rotary import rotate
+from jaxmoe.models.config import ModelConfig
+from jaxmoe.parameters import Declaration, Role, declare
+from sharding import axes as ax
+from sharding.sequence_parallel import attend_whole_sequences
+
+
+@struct.dataclass
+class KVCache:
+    """Keys and values of the tokens seen so far; stacked over layers it has a leading L."""
+
+    k: Float[Array, "*L B U M H"]
+    v: Float[Array, "*L B U M H"]
+    length: Int[Array, "*L"]
+    """Positions filled."""
+
+
+class Attention(nn.Module):
+    """One attention layer."""
+
+    model: ModelConfig
+    execution: ExecutionConfig
+
+    @nn.compact
+    def __call__(
+        self,
+        x: Float[Array, "B S D"],
+        positions: Int[Array, "B S"] | None,
+        segment_ids: Int[Array, "B S"] | None,
+        cache: KVCache | None,
+    ) -> tuple[Float[Array, "B S D"], KVCache | None]:
+        """Attends.
+
+        Args:
+            x: normed input.
+            positions: of the tokens; arange when None.
+            segment_ids: tokens see only their own segment.
+            cache: of this layer; the new keys and values are written at its length.
+
+        Returns:
+            The output and the cache with the new entries.
+        """
+        config, placement = self.model.attention, self.execution.placement
+        dtype = self.execution.precision.compute_dtype
+        sizes = {"q": config.num_heads, "k": config.num_kv_heads, "v": config.num_kv_heads}
+        x = x.astype(dtype)
+        heads = {name: self._project(name, x, size) for name, size in sizes.items()}
+        q, k, v = self._norm("q_norm", heads["q"]), self._norm("k_norm", heads["k"]), heads["v"]
+
+        rope_positions = _positions(positions, x.shape[1])
+        q = rotate(q, rope_positions, config.rope_theta)
+        k = rotate(k, rope_positions, config.rope_theta)
+        kv_positions = None
+        if cache is not None:
+            if positions is None or segment_ids is not None:
+                raise ValueError("a cache needs positions, and cannot hold packed segments")
+            k, v, cache = _extend(cache, k, v)
+            kv_positions = jnp.broadcast_to(
+                jnp.arange(k.shape[1], dtype=jnp.int32)[None, :], k.shape[:2]
+            )
+        out = attend_whole_sequences(
+            q,
+            k.astype(dtype),
+            v.astype(dtype),
+            placement=placement,
+            positions=positions,
+            segment_ids=segment_ids,
+            kv_positions=kv_positions,
+            window=config.window,
+            softcap=config.softcap,
+            scale=self.model.multipliers.attention_scale,
+            implementation=self.execution.kernels.attention,
+        )
+        if config.is_gated:
+            out = out * self._gate(x)
+        weight = self._declare(
+            "o",
+            (config.num_heads, config.head_dim, self.model.embed_dim),
+            (ax.HEADS, ax.HEAD_DIM, ax.EMBED),
+            "attention_out",
+            ((-3, -2), (-1,)),
+        )
+        axes = (ax.ACT_BATCH, ax.ACT_SEQ, ax.ACT_EMBED)
+        return placement.einsum("bsnh,nhd->bsd", out, weight.astype(dtype), axes=axes), cache
+
+    def _declare(self, name, shape, axes, role: Role, matrix) -> Array:
+        return declare(self, name, Declaration(shape=shape, axes=axes, role=role, matrix=matrix))
+
+    def _project(self, name: str, x: Array, num_heads: int) -> Float[Array, "B S N H"]:
+        """Queries, keys or values."""
+        heads = ax.HEADS if name == "q" else ax.KV_HEADS
+        act_heads = ax.ACT_HEADS if name == "q" else ax.ACT_KV_HEADS
+        weight = self._declare(
+            name,
+            (self.model.embed_dim, num_heads, self.model.attention.head_dim),
+            (ax.EMBED, heads, ax.HEAD_DIM),
+            "attention_in",
+            ((-3,), (-2, -1)),
+        )
+        axes = (ax.ACT_BATCH, ax.ACT_SEQ, act_heads, None)
+        return self.execution.placement.einsum(
+            "bsd,dnh->bsnh", x, weight.astype(x.dtype), axes=axes
+        )
+
+    def _norm(self, name: str, heads: Float[Array, "B S N H"]) -> Float[Array, "B S N H"]:
+        """QK-norm: over each head, over all heads of a token, or none."""
+        kind, epsilon = self.model.attention.qk_norm, self.model.norm_epsilon
+        if kind == "none":
+            return heads
+        dim = heads.shape[-1] if kind == "head" else heads.shape[-2] * heads.shape[-1]
+        gains = Declaration(shape=(dim,), axes=(ax.NORM,), role="norm", matrix=None, init="ones")
+        gain = declare(self, name, gains)
+        if kind == "head":
+            return rms_norm(heads, gain, epsilon)
+        # Heads may be spread over devices; the norm over all of them needs a token's heads whole.
+        act_heads = ax.ACT_HEADS if name == "q_norm" else ax.ACT_KV_HEADS
+        whole = self.execution.placement.place(heads, (ax.ACT_BATCH, ax.ACT_SEQ, None, None))
+        flat = whole.reshape(*heads.shape[:2], dim)  # B, S, N*H
+        normed = rms_norm(flat, gain, epsilon).reshape(heads.shape)
+        axes = (ax.ACT_BATCH, ax.ACT_SEQ, act_heads, None)
+        return self.execution.placement.place(normed, axes)
+
+    def _gate(self, x: Float[Array, "B S D"]) -> Float[Array, "B S N 1"]:
+        """Sigmoid gate of each head."""
+        weight = self._declare(
+            "gate",
+            (self.model.embed_dim, self.model.attention.num_heads),
+            (ax.EMBED, ax.HEADS),
+            "attention_gate",
+            ((-2,), (-1,)),
+        )
+        axes = (ax.ACT_BATCH, ax.ACT_SEQ, ax.ACT_HEADS)
+        logits = self.execution.placement.einsum(
+            "bsd,dn->bsn", x, weight.astype(x.dtype), axes=axes, dtype=jnp.float32
+        )
+        return jax.nn.sigmoid(logits)[..., None].astype(x.dtype)
+
+
+def _positions(positions: Array | None, length: int) -> Int[Array, "B S"]:
+    return jnp.arange(length, dtype=jnp.int32)[None, :] if positions is None else positions
+
+
+def _extend(cache: KVCache, k: Array, v: Array) -> tuple[Array, Array, KVCache]:
+    """Writes new keys and values at the cache's length."""
+    start = (0, cache.length, 0, 0)
+    keys = jax.lax.dynamic_update_slice(cache.k, k.astype(cache.k.dtype), start)
+    values = jax.lax.dynamic_update_slice(cache.v, v.astype(cache.v.dtype), start)
+    return keys, values, KVCache(k=keys, v=values, length=cache.length + jnp.int32(k.shape[1]))

@@ -1,0 +1,119 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""A pre-norm block, and a stack of equal blocks as one scan.
+
+    x = x + m * attention(norm(x))
+    x = x + m * feed_forward(norm(x))          m: the residual multiplier
+
+What a layer reports is returned, never logged from inside: under rematerialisation the inside runs
+twice.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from flax import struct
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxmoe.execution import ExecutionConfig
+from jaxmoe.layers.attention import Attention, KVCache
+from jaxmoe.layers.feed_forward import FeedForward
+from jaxmoe.layers.moe import MoE
+from jaxmoe.layers.norms import RMSNorm
+from jaxmoe.models.config import ModelConfig, Stack
+from jaxmoe.routing import RouterStatistics
+from sharding import axes as ax
+
+
+@struct.dataclass
+class TokenInputs:
+    """What every layer is told of the tokens."""
+
+    positions: Int[Array, "B S"] | None
+    """arange when None."""
+    segment_ids: Int[Array, "B S"] | None
+    """One segment a row when None; 0 is padding."""
+    token_mask: Bool[Array, "B S"]
+    """False for padding."""
+
+
+@struct.dataclass
+class LayerInputs:
+    """What differs from layer to layer; stacked, with a leading L."""
+
+    router_state: Any
+    cache: KVCache | None
+    key: Array | None
+
+
+@struct.dataclass
+class LayerOutputs:
+    """What a layer returns beside the residual stream; stacked, with a leading L."""
+
+    statistics: RouterStatistics | None
+    cache: KVCache | None
+
+
+class Block(nn.Module):
+    """Attention and feed-forward, each behind a norm."""
+
+    model: ModelConfig
+    execution: ExecutionConfig
+    is_moe: bool
+    train: bool
+
+    @nn.compact
+    def __call__(
+        self, x: Float[Array, "B S D"], layer: LayerInputs, tokens: TokenInputs
+    ) -> tuple[Float[Array, "B S D"], LayerOutputs]:
+        """One block; the signature is that of a scan's body."""
+        model, execution = self.model, self.execution
+        multiplier = jnp.asarray(model.multipliers.residual, x.dtype)
+
+        def norm(name: str, x: Array) -> Array:
+            return RMSNorm(model.embed_dim, model.norm_epsilon, name=name)(x)
+
+        attention = Attention(model, execution, name="attention")
+        y, cache = attention(
+            norm("attention_norm", x), tokens.positions, tokens.segment_ids, layer.cache
+        )
+        x = x + multiplier * y.astype(x.dtype)
+        y, statistics = norm("feed_forward_norm", x), None
+        if self.is_moe and model.moe is not None:
+            moe = MoE(model, model.moe, execution, self.train, name="moe")
+            segments = tokens.segment_ids
+            if segments is None:
+                segments = tokens.token_mask.astype(jnp.int32)
+            y, statistics = moe(y, tokens.token_mask, segments, layer.router_state, layer.key)
+        else:
+            y = FeedForward(model.embed_dim, model.dense_dim, execution, name="feed_forward")(y)
+        x = x + multiplier * y.astype(x.dtype)
+        return x, LayerOutputs(statistics=statistics, cache=cache)
+
+
+def stack_of_blocks(
+    model: ModelConfig, execution: ExecutionConfig, stack: Stack, *, train: bool
+) -> nn.Module:
+    """The blocks of one stack as a scan over their stacked parameters, rematerialised as asked."""
+    body = Block
+    if execution.remat != "none":
+        policies = jax.checkpoint_policies
+        policy = {
+            "full": policies.nothing_saveable,
+            "dots": policies.dots_with_no_batch_dims_saveable,
+        }[execution.remat]
+        body = nn.remat(Block, policy=policy, prevent_cse=False)
+    scanned = nn.scan(
+        body,
+        variable_axes={"params": 0},
+        split_rngs={"params": True},
+        in_axes=(0, nn.broadcast),
+        out_axes=0,
+        length=stack.num_layers,
+        metadata_params={nn.PARTITION_NAME: ax.LAYERS, "size": stack.num_layers},
+    )
+    return scanned(model, execution, stack.is_moe, train, name=stack.name)

@@ -1,0 +1,81 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Tokens to vectors, and vectors to logits.
+
+The head is a plain function of its weight, so that the loss can apply it to a few positions at a
+time without the whole [B S V] ever existing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from flax import linen as nn
+from jaxtyping import Array, Float
+
+from jaxmoe.execution import ExecutionConfig
+from jaxmoe.models.config import ModelConfig
+from jaxmoe.parameters import Declaration, declare
+from sharding import axes as ax
+
+
+class Embedding(nn.Module):
+    """The table of token embeddings."""
+
+    model: ModelConfig
+
+    @nn.compact
+    def __call__(self) -> Float[Array, "V D"]:
+        """The table itself, f32."""
+        table = Declaration(
+            shape=(self.model.vocab_size, self.model.embed_dim),
+            axes=(ax.VOCAB, ax.EMBED),
+            role="embedding",
+        )
+        return declare(self, "weight", table)
+
+
+class Head(nn.Module):
+    """The matrix from the residual stream to the logits."""
+
+    model: ModelConfig
+
+    @nn.compact
+    def __call__(self) -> Float[Array, "D V"]:
+        """The matrix itself, f32."""
+        matrix = Declaration(
+            shape=(self.model.embed_dim, self.model.vocab_size),
+            axes=(ax.EMBED, ax.VOCAB),
+            role="head",
+        )
+        return declare(self, "weight", matrix)
+
+
+def head_weight(params: dict[str, Any], model: ModelConfig) -> Float[Array, "D V"]:
+    """The head's matrix among the parameters: its own, or the transposed embedding."""
+    if model.has_tied_embeddings:
+        return params["embedding"]["weight"].T
+    return params["head"]["weight"]
+
+
+def output_logits(
+    hidden: Float[Array, "B S D"],
+    weight: Float[Array, "D V"],
+    model: ModelConfig,
+    execution: ExecutionConfig,
+) -> Float[Array, "B S V"]:
+    """Logits in f32.
+
+    Args:
+        hidden: after the final norm.
+        weight: from `head_weight`.
+        model: for the logit multiplier.
+        execution: for dtype and placement.
+    """
+    dtype = execution.precision.compute_dtype
+    axes = (ax.ACT_BATCH, ax.ACT_SEQ, None)
+    logits = execution.placement.einsum(
+        "bsd,dv->bsv", hidden.astype(dtype), weight.astype(dtype), axes=axes, dtype=jnp.float32
+    )
+    return logits * jnp.float32(model.multipliers.logits)

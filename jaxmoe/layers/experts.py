@@ -1,0 +1,65 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""The routed experts: E SwiGLUs as stacked weights, applied to rows sorted by expert.
+
+The weights are declared here and used inside the MoE island, where rows are local.
+"""
+
+from __future__ import annotations
+
+import jax
+from flax import linen as nn
+from jaxtyping import Array, Float, Int
+
+from jaxmoe.models.config import MoEConfig
+from jaxmoe.parameters import Declaration, declare
+from pallas_kernels import grouped_matmul
+from pallas_kernels.backend import Implementation
+from sharding import axes as ax
+
+
+class Experts(nn.Module):
+    """The weights of E experts."""
+
+    embed_dim: int
+    moe: MoEConfig
+
+    @nn.compact
+    def __call__(self) -> dict[str, Array]:
+        """`gate_up [E D 2 F]` and `down [E F D]`, f32."""
+        num_experts, hidden = self.moe.num_experts, self.moe.expert_dim
+        gate_up = Declaration(
+            shape=(num_experts, self.embed_dim, 2, hidden),
+            axes=(ax.EXPERTS, ax.EMBED, ax.GATE_UP, ax.EXPERT_MLP),
+            role="expert_in",
+            matrix=((-3,), (-2, -1)),
+        )
+        down = Declaration(
+            shape=(num_experts, hidden, self.embed_dim),
+            axes=(ax.EXPERTS, ax.EXPERT_MLP, ax.EMBED),
+            role="expert_out",
+        )
+        return {"gate_up": declare(self, "gate_up", gate_up), "down": declare(self, "down", down)}
+
+
+def apply_experts(
+    rows: Float[Array, "R D"],
+    group_sizes: Int[Array, " e"],
+    weights: dict[str, Array],
+    implementation: Implementation | None,
+) -> Float[Array, "R D"]:
+    """Each row through its expert.
+
+    Args:
+        rows: sorted by expert, in the compute dtype.
+        group_sizes: rows of each expert; rows past their sum give 0.
+        weights: of the e experts held here, as from `Experts`.
+        implementation: of `grouped_matmul`.
+    """
+    gate_up = weights["gate_up"].astype(rows.dtype)
+    experts, width, _, hidden = gate_up.shape
+    gate_up = gate_up.reshape(experts, width, 2 * hidden)
+    both = grouped_matmul(rows, gate_up, group_sizes, implementation=implementation)
+    inner = jax.nn.silu(both[:, :hidden]) * both[:, hidden:]
+    down = weights["down"].astype(rows.dtype)
+    return grouped_matmul(inner, down, group_sizes, implementation=implementation)

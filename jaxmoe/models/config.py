@@ -1,0 +1,181 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""What is computed: `ModelConfig` and its parts. Nothing here speaks of devices.
+
+A dimension shared by siblings belongs to their parent: E and K to the MoE layer, D to the model.
+The forward multipliers of a parameterisation are mathematics and are saved with the model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+from jaxmoe.routing import (
+    BalancerConfig,
+    CapacityConfig,
+    GateConfig,
+    LoadBalanceConfig,
+    RenormalizedGateConfig,
+    RouterConfig,
+    RouterZConfig,
+    SoftmaxTopKConfig,
+)
+
+
+def _positive(config: object, *fields: str) -> None:
+    section = type(config).__name__.removesuffix("Config").lower()
+    for field in fields:
+        if not getattr(config, field) > 0:
+            raise ValueError(f"{section}.{field}={getattr(config, field)} must be above 0")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionConfig:
+    """Grouped-query attention with rotary positions."""
+
+    num_heads: int = 4
+    """N, query heads."""
+    num_kv_heads: int = 4
+    """M, key and value heads; divides num_heads."""
+    head_dim: int = 32
+    """H, width of one head."""
+    qk_norm: Literal["none", "head", "full"] = "head"
+    """RMSNorm of queries and keys: none, over each head, or over all heads together (OLMoE)."""
+    is_gated: bool = False
+    """Multiply each head's output by a sigmoid of the layer's input."""
+    rope_theta: float = 10_000.0
+    """Base of the rotary wavelengths."""
+    window: int | None = None
+    """Positions a query sees, itself included; all earlier ones when None."""
+    softcap: float | None = None
+    """Logits become softcap * tanh(logits / softcap); off when None."""
+
+    def __post_init__(self):
+        _positive(self, "num_heads", "num_kv_heads", "head_dim", "rope_theta")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"attention.num_heads={self.num_heads} must be a multiple of"
+                f" attention.num_kv_heads={self.num_kv_heads}"
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"attention.head_dim={self.head_dim} must be even: RoPE turns pairs")
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"attention.window={self.window} must be at least 1, or None for all")
+        if self.softcap is not None and self.softcap <= 0:
+            raise ValueError(f"attention.softcap={self.softcap} must be above 0, or None for off")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class MoEConfig:
+    """A Mixture-of-Experts feed-forward layer: router, gate, balancers, capacity, experts."""
+
+    num_experts: int = 8
+    """E, routed experts."""
+    top_k: int = 2
+    """K, routed experts per token; shared experts are not counted."""
+    expert_dim: int = 128
+    """F, hidden units of one expert."""
+    num_shared_experts: int = 0
+    """Experts that every token meets; together one SwiGLU of num_shared_experts * expert_dim."""
+    router: RouterConfig = SoftmaxTopKConfig()
+    """How experts are chosen."""
+    gate: GateConfig = RenormalizedGateConfig()
+    """What multiplies their outputs."""
+    balancers: tuple[BalancerConfig, ...] = (LoadBalanceConfig(), RouterZConfig())
+    """Losses that keep the load even and the logits small."""
+    capacity: CapacityConfig | None = None
+    """Limit per expert; dropless when None."""
+
+    def __post_init__(self):
+        _positive(self, "num_experts", "top_k", "expert_dim")
+        if self.top_k > self.num_experts:
+            raise ValueError(
+                f"moe.top_k={self.top_k} must not exceed moe.num_experts={self.num_experts}"
+            )
+        if self.num_shared_experts < 0:
+            raise ValueError(f"moe.num_shared_experts={self.num_shared_experts} must be 0 or more")
+        names = [balancer.name for balancer in self.balancers]
+        if len(set(names)) != len(names):
+            raise ValueError(f"moe.balancers names one balancer twice: {', '.join(names)}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ForwardMultipliers:
+    """Constant factors in the forward pass, filled in by a parameterisation."""
+
+    embedding: float = 1.0
+    """Of the embedded tokens."""
+    residual: float = 1.0
+    """Of each attention and feed-forward output before it is added to the residual stream."""
+    logits: float = 1.0
+    """Of the output logits."""
+    router: float = 1.0
+    """Of the router logits."""
+    attention_scale: float | None = None
+    """Of the attention logits; 1 / sqrt(head_dim) when None."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ModelConfig:
+    """A decoder-only transformer."""
+
+    vocab_size: int = 256
+    """V; token ids lie in [0, V)."""
+    num_layers: int = 4
+    """L."""
+    embed_dim: int = 128
+    """D, width of the residual stream."""
+    attention: AttentionConfig = AttentionConfig()
+    """Of every layer."""
+    moe: MoEConfig | None = MoEConfig()
+    """Of every layer that is not dense; None: all layers are dense."""
+    dense_layers: tuple[int, ...] = ()
+    """Layers (from 0) with a dense feed-forward instead of experts."""
+    dense_dim: int = 512
+    """Hidden units of a dense feed-forward layer."""
+    norm_epsilon: float = 1e-6
+    """Added to the mean square in RMSNorm."""
+    has_tied_embeddings: bool = False
+    """The output head is the transposed embedding."""
+    multipliers: ForwardMultipliers = ForwardMultipliers()
+    """Forward multipliers of the parameterisation."""
+
+    def __post_init__(self):
+        _positive(self, "vocab_size", "num_layers", "embed_dim", "dense_dim", "norm_epsilon")
+        wrong = [layer for layer in self.dense_layers if not 0 <= layer < self.num_layers]
+        if wrong:
+            raise ValueError(
+                f"model.dense_layers={wrong}: layers are numbered 0 to {self.num_layers - 1}"
+            )
+        if tuple(sorted(set(self.dense_layers))) != self.dense_layers:
+            raise ValueError(f"model.dense_layers={self.dense_layers} must ascend without repeats")
+
+    @property
+    def stacks(self) -> tuple[Stack, ...]:
+        """Runs of equal consecutive layers; each is one scan, named for its kind and first layer."""
+        kinds = [
+            "dense" if self.moe is None or layer in self.dense_layers else "moe"
+            for layer in range(self.num_layers)
+        ]
+        starts = [i for i in range(self.num_layers) if i == 0 or kinds[i] != kinds[i - 1]]
+        ends = [*starts[1:], self.num_layers]
+        return tuple(
+            Stack(f"{kinds[start]}_blocks_{start}", kinds[start] == "moe", start, end - start)
+            for start, end in zip(starts, ends, strict=True)
+        )
+
+    @property
+    def num_moe_layers(self) -> int:
+        """Layers with routed experts."""
+        return sum(stack.num_layers for stack in self.stacks if stack.is_moe)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Stack:
+    """Consecutive layers of one kind."""
+
+    name: str
+    is_moe: bool
+    first_layer: int
+    num_layers: int

@@ -1,0 +1,165 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""The decoder-only transformer: embedding, stacks of blocks, norm, head.
+
+    Transformer(model, execution).apply({"params": params}, tokens) -> Output
+
+The same call runs with no mesh, inside a user's Auto mesh, and on a mesh of `sharding.make_mesh`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from flax import struct
+from jaxtyping import Array, Float, Int
+
+from jaxmoe.execution import ExecutionConfig
+from jaxmoe.layers.attention import KVCache
+from jaxmoe.layers.block import LayerInputs, TokenInputs, stack_of_blocks
+from jaxmoe.layers.embedding import Embedding, Head, output_logits
+from jaxmoe.layers.moe import build_router
+from jaxmoe.layers.norms import RMSNorm
+from jaxmoe.models.config import ModelConfig, Stack
+from jaxmoe.routing import RouterStatistics
+from sharding import axes as ax
+
+
+@struct.dataclass
+class Output:
+    """What the transformer returns."""
+
+    logits: Float[Array, "B S V"] | None
+    """f32; None when not asked for."""
+    losses: dict[str, Float[Array, ""]]
+    """Balancers' losses, weighted and summed over layers: add them to the cross-entropy."""
+    statistics: RouterStatistics | None
+    """Of the global batch, stacked over MoE layers; None for a dense model."""
+    router_state: Any
+    """As given; routers change it in `update`, once per optimiser step."""
+    hidden: Float[Array, "B S D"]
+    """After the final norm."""
+    cache: KVCache | None
+    """With the new keys and values, when one was given."""
+
+
+class Transformer(nn.Module):
+    """A decoder-only language model with Mixture-of-Experts layers."""
+
+    model: ModelConfig
+    execution: ExecutionConfig = ExecutionConfig()
+
+    @nn.compact
+    def __call__(
+        self,
+        tokens: Int[Array, "B S"],
+        *,
+        positions: Int[Array, "B S"] | None = None,
+        segment_ids: Int[Array, "B S"] | None = None,
+        router_state: Any = None,
+        cache: KVCache | None = None,
+        train: bool = False,
+        key: Array | None = None,
+        has_logits: bool = True,
+    ) -> Output:
+        """Logits of the next token at every position.
+
+        Args:
+            tokens: ids in [0, V); validated on the host by `jaxmoe.data.batch`.
+            positions: of each token in its document; arange when None.
+            segment_ids: document of each token, 0 for padding: tokens see only their own document,
+                and padding is neither routed nor counted.
+            router_state: stacked over MoE layers; fresh when None.
+            cache: keys and values of earlier tokens; needs `positions`.
+            train: routers may behave otherwise in training.
+            key: for routers with noise.
+            has_logits: False leaves the logits out, for a loss that applies the head itself.
+        """
+        model, execution = self.model, self.execution
+        placement, dtype = execution.placement, execution.precision.compute_dtype
+        stream = (ax.ACT_BATCH, ax.ACT_SEQ, ax.ACT_EMBED)
+        table = Embedding(model, name="embedding")()
+        x = placement.take_rows(table.astype(dtype), tokens, axes=stream)
+        x = x * jnp.asarray(model.multipliers.embedding, dtype)
+
+        mask = jnp.ones_like(tokens, dtype=bool) if segment_ids is None else segment_ids != 0
+        about = TokenInputs(positions=positions, segment_ids=segment_ids, token_mask=mask)
+        if router_state is None:
+            router_state = initial_router_state(model)
+        statistics, caches = [], []
+        for stack in model.stacks:
+            given = _layer_inputs(model, stack, router_state, cache, key)
+            x, outputs = stack_of_blocks(model, execution, stack, train=train)(x, given, about)
+            statistics.append(outputs.statistics)
+            caches.append(outputs.cache)
+        x = RMSNorm(model.embed_dim, model.norm_epsilon, name="final_norm")(x)
+        weight = table.T if model.has_tied_embeddings else Head(model, name="head")()
+        summed = _concatenate([part for part in statistics if part is not None])
+        return Output(
+            logits=output_logits(x, weight, model, execution) if has_logits else None,
+            losses=balance_losses(model, summed),
+            statistics=summed,
+            router_state=router_state,
+            hidden=x,
+            cache=None if cache is None else _concatenate(caches),
+        )
+
+
+def balance_losses(
+    model: ModelConfig, statistics: RouterStatistics | None
+) -> dict[str, Float[Array, ""]]:
+    """The weighted loss of each balancer; none for a dense model.
+
+    Args:
+        model: whose balancers are meant.
+        statistics: of the batch in question, stacked over MoE layers.
+    """
+    if model.moe is None or statistics is None:
+        return {}
+    return {balancer.name: balancer.loss(statistics) for balancer in model.moe.balancers}
+
+
+def initial_router_state(model: ModelConfig) -> Any:
+    """Fresh state of all routers, stacked over MoE layers; an empty dict where they keep none."""
+    if model.moe is None:
+        return {}
+    _, state = build_router(model, model.moe).init(jax.random.key(0))
+    layers = model.num_moe_layers
+    return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf[None], (layers, *leaf.shape)), state)
+
+
+def initial_cache(
+    model: ModelConfig, execution: ExecutionConfig, *, batch: int, length: int
+) -> KVCache:
+    """An empty cache for `length` positions of `batch` sequences."""
+    attention = model.attention
+    shape = (model.num_layers, batch, length, attention.num_kv_heads, attention.head_dim)
+    empty = jnp.zeros(shape, execution.precision.compute_dtype)
+    return KVCache(k=empty, v=empty, length=jnp.zeros((model.num_layers,), jnp.int32))
+
+
+def _layer_inputs(
+    model: ModelConfig, stack: Stack, router_state: Any, cache: KVCache | None, key: Array | None
+) -> LayerInputs:
+    """The slices of stacked state that belong to one stack."""
+    first, last = stack.first_layer, stack.first_layer + stack.num_layers
+    before = sum(s.num_layers for s in model.stacks if s.is_moe and s.first_layer < first)
+    state = {}
+    if stack.is_moe:
+        end = before + stack.num_layers
+        state = jax.tree.map(lambda leaf: leaf[before:end], router_state)
+    keys = None if key is None else jax.random.split(key, model.num_layers)[first:last]
+    part = jax.tree.map(lambda leaf: leaf[first:last], cache)
+    return LayerInputs(router_state=state, cache=part, key=keys)
+
+
+def _concatenate(parts: list[Any]) -> Any:
+    """Stacks of layers end to end; None when there are none."""
+    if not parts:
+        return None
+    if len(parts) == 1:
+        return parts[0]
+    return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts)

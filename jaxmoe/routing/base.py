@@ -1,0 +1,175 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""The records and the protocol of routing.
+
+A router is three pure functions: `init`, `route`, `update`. It chooses experts (`Selection`) and
+says how much it liked them (`scores`, in the log domain); a gate turns scores into weights; a
+balancer turns the summed statistics into a loss or into state; a dispatcher moves rows. None of the
+five knows another.
+
+Scores are logarithms, so that every gate is a softmax or a power of one without underflow: the
+square root of a softmax probability is `exp(0.5 * log_softmax)`, finite in value and slope.
+
+To add a router: see `jaxmoe/routing/__init__.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxmoe.parameters import Declaration
+
+
+@struct.dataclass
+class Selection:
+    """Chosen pairs of token and expert."""
+
+    token_ids: Int[Array, " A"]
+    """Row of the token."""
+    expert_ids: Int[Array, " A"]
+    """Expert, or E where the slot is empty."""
+    scores: Float[Array, " A"]
+    """Logarithm of the router's score of this pair, unbiased, f32; -inf where empty."""
+    top_k: int | None = struct.field(pytree_node=False, default=None)
+    """K when token-major (A = T*K, token t owns slots t*K to t*K+K-1), else None."""
+
+
+@struct.dataclass
+class RouterInputs:
+    """What a router may look at."""
+
+    x: Float[Array, "T D"]
+    """Normed activations; the router casts to f32."""
+    token_mask: Bool[Array, " T"]
+    """False for padding, which is routed nowhere and counted nowhere."""
+    segment_ids: Int[Array, " T"]
+    """Document of each token."""
+    previous_logits: Float[Array, "T E"] | None = None
+    """Logits of the previous MoE layer, for routers that carry them."""
+    context: dict[str, Array] = struct.field(default_factory=dict)
+    """Anything else, by name (step, layer, mask ratio)."""
+
+
+@struct.dataclass
+class RouterStatistics:
+    """Sums over tokens, additive over devices and micro-batches: one psum gives the global batch.
+
+    Stacked over layers, every field has a leading L.
+    """
+
+    num_tokens: Float[Array, "*L"]
+    """Real tokens."""
+    counts: Float[Array, "*L E"]
+    """Assignments per expert before any drop, no gradient."""
+    kept: Float[Array, "*L E"]
+    """Assignments per expert that are computed."""
+    prob_sum: Float[Array, "*L E"]
+    """Sum of the probabilities over all experts; differentiable."""
+    z_sum: Float[Array, "*L"]
+    """Sum of the squared logsumexp of the logits; differentiable."""
+    entropy_sum: Float[Array, "*L"]
+    """Sum of the entropy of the probabilities, nats; no gradient."""
+
+    def __add__(self, other: RouterStatistics) -> RouterStatistics:
+        return jax.tree.map(jnp.add, self, other)
+
+
+@struct.dataclass
+class RouterOutput:
+    """What `route` returns."""
+
+    selection: Selection
+    logits: Float[Array, "T E"]
+    """Raw and unbiased, f32."""
+    probs: Float[Array, "T E"]
+    """What losses use: sums to 1 over E, f32."""
+    statistics: RouterStatistics
+    """Sums over the tokens given, this device's only."""
+    carry: Float[Array, "T E"] | None = None
+    """What the next MoE layer receives as `previous_logits`."""
+
+
+class Router(Protocol):
+    """A router with its sizes filled in."""
+
+    num_experts: int
+    top_k: int
+
+    def declarations(self) -> dict[str, Declaration]:
+        """Its parameters by name."""
+        ...
+
+    def init(self, key: Array) -> tuple[dict[str, Array], Any]:
+        """Parameters and state of one layer."""
+        ...
+
+    def route(
+        self,
+        params: dict[str, Array],
+        state: Any,
+        inputs: RouterInputs,
+        *,
+        train: bool,
+        key: Array | None,
+    ) -> RouterOutput:
+        """Chooses experts; pure, differentiable through scores, probs and statistics."""
+        ...
+
+    def update(self, state: Any, statistics: RouterStatistics, step: Array) -> Any:
+        """New state after one optimiser step, from the statistics of its whole global batch."""
+        ...
+
+
+def sum_statistics(
+    logits: Float[Array, "T E"],
+    probs: Float[Array, "T E"],
+    expert_ids: Int[Array, " A"],
+    token_mask: Bool[Array, " T"],
+) -> RouterStatistics:
+    """The additive statistics of one set of tokens; padding counts nowhere.
+
+    Args:
+        logits: f32.
+        probs: sums to 1 over E, f32.
+        expert_ids: in [0, E], E where empty (padding must be empty already).
+        token_mask: False for padding.
+    """
+    weight = token_mask.astype(jnp.float32)
+    experts = jnp.arange(logits.shape[1], dtype=expert_ids.dtype)
+    counts = (expert_ids[:, None] == experts[None, :]).astype(jnp.float32).sum(0)
+    z = jax.nn.logsumexp(logits, axis=-1) ** 2
+    still = jax.lax.stop_gradient(probs)
+    entropy = -jnp.sum(jax.scipy.special.xlogy(still, still), axis=-1)
+    return RouterStatistics(
+        num_tokens=weight.sum(),
+        counts=counts,
+        kept=counts,
+        prob_sum=jnp.sum(probs * weight[:, None], axis=0),
+        z_sum=jnp.sum(z * weight),
+        entropy_sum=jnp.sum(entropy * weight),
+    )
+
+
+def token_major(
+    expert_ids: Int[Array, "T K"],
+    scores: Float[Array, "T K"],
+    token_mask: Bool[Array, " T"],
+    num_experts: int,
+) -> Selection:
+    """A selection of K experts for each token, with the slots of padding emptied."""
+    num_tokens, top_k = expert_ids.shape
+    is_real = token_mask[:, None]
+    ids_TK = jnp.where(is_real, expert_ids, num_experts).astype(jnp.int32)
+    scores_TK = jnp.where(is_real, scores, -jnp.inf)
+    tokens = jnp.repeat(jnp.arange(num_tokens, dtype=jnp.int32), top_k)
+    return Selection(
+        token_ids=tokens,
+        expert_ids=ids_TK.reshape(-1),  # A = T*K
+        scores=scores_TK.reshape(-1),  # A = T*K
+        top_k=top_k,
+    )

@@ -1,0 +1,85 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Capacity: an upper limit on an expert's assignments, within a stated scope.
+
+    C = ceil(factor * S * K / E)      per row of the batch (scope "sequence") and expert
+
+What exceeds C is dropped: its gate becomes 0, its slot empty, and it is counted. The remaining
+gates are not renormalized. The scope is a row of the batch, so neither the mesh nor the number of
+micro-batches changes what is dropped. Without a capacity (the default) nothing is dropped.
+
+Source: GShard (arXiv 2006.16668, section 2.2) for `position`; Megatron-LM's "probs" for `gate`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from sharding.assignments import Assignments
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class CapacityConfig:
+    """Limits the assignments of an expert within one sequence; what exceeds it is dropped."""
+
+    factor: float = 1.25
+    """Capacity over the fair load; E / top_k and above drops nothing."""
+    keep: Literal["gate", "position"] = "gate"
+    """Which assignments an overfull expert keeps: those of largest gate, or the first."""
+    scope: Literal["sequence"] = "sequence"
+    """Assignments that compete for one capacity: those of one row of the batch."""
+
+    def __post_init__(self):
+        if not 0.0 < self.factor < float("inf"):
+            raise ValueError(f"capacity.factor={self.factor} must be finite and above 0")
+
+    def rows(self, sequence_length: int, top_k: int, num_experts: int) -> int:
+        """C, the capacity of one expert in one sequence."""
+        return math.ceil(self.factor * sequence_length * top_k / num_experts)
+
+
+def limit(
+    assignments: Assignments, config: CapacityConfig, *, sequence_length: int, num_experts: int
+) -> Assignments:
+    """Empties the slots that exceed the capacity of their expert in their sequence.
+
+    Args:
+        assignments: token-major, whole sequences one after the other.
+        config: factor and policy.
+        sequence_length: S, tokens of a sequence.
+        num_experts: E.
+
+    Raises:
+        ValueError: the assignments are not token-major.
+    """
+    if assignments.top_k is None:
+        raise ValueError("capacity needs token-major assignments: this router sets its own load")
+    slots = sequence_length * assignments.top_k
+    capacity = config.rows(sequence_length, assignments.top_k, num_experts)
+    ids = assignments.expert_ids.reshape(-1, slots)  # sequences, S*K
+    if config.keep == "gate":
+        order = -jax.lax.stop_gradient(assignments.gates).reshape(-1, slots)
+    else:
+        order = jnp.zeros_like(assignments.gates).reshape(-1, slots)
+    is_kept = jax.vmap(lambda i, o: _first(i, o, capacity))(ids, order).reshape(-1)
+    return assignments.replace(
+        expert_ids=jnp.where(is_kept, assignments.expert_ids, num_experts),
+        gates=jnp.where(is_kept, assignments.gates, 0.0),
+    )
+
+
+def _first(
+    expert_ids: Int[Array, " A"], order: Float[Array, " A"], capacity: int
+) -> Bool[Array, " A"]:
+    """Whether each slot is among the first `capacity` of its expert by `order`, ties by slot."""
+    slots = jnp.arange(expert_ids.shape[0], dtype=jnp.int32)
+    sorted_ids, _, by_expert = jax.lax.sort((expert_ids, order, slots), num_keys=2, is_stable=True)
+    first_of_expert = jnp.searchsorted(sorted_ids, sorted_ids, side="left").astype(jnp.int32)
+    rank = slots - first_of_expert
+    return (rank < capacity)[jnp.argsort(by_expert)]

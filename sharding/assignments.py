@@ -1,0 +1,55 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""`Assignments`: which token goes to which expert with what weight.
+
+The only thing that dispatch, experts and combine know of a router and its gate. A slot whose
+expert id is E (the number of experts) is empty: nothing is sent, and its gate is exactly 0.
+"""
+
+from __future__ import annotations
+
+import jax
+from flax import struct
+from jaxtyping import Array, Float, Int
+
+
+@struct.dataclass
+class Assignments:
+    """A pairs of token and expert."""
+
+    token_ids: Int[Array, " A"]
+    """Row of the token in the batch the router saw."""
+    expert_ids: Int[Array, " A"]
+    """Expert, or E where the slot is empty."""
+    gates: Float[Array, " A"]
+    """What multiplies the expert's output, f32; exactly 0 where empty."""
+    top_k: int | None = struct.field(pytree_node=False, default=None)
+    """K when token-major (A = T*K, token t owns slots t*K to t*K+K-1): combine is then a gather
+    and a sum over K. None for any other order."""
+
+    @property
+    def num_assignments(self) -> int:
+        """A."""
+        return self.expert_ids.shape[0]
+
+
+def combine(
+    rows: Float[Array, "A D"], assignments: Assignments, num_tokens: int
+) -> Float[Array, "T D"]:
+    """Sums the experts' outputs per token, weighted by the gates.
+
+    Args:
+        rows: output of each assignment, in the order of the assignments; any finite value where
+            the slot is empty.
+        assignments: whose gates weigh the rows.
+        num_tokens: T.
+
+    Returns:
+        In the dtype of `rows`; the sum is taken in f32.
+    """
+    weighted = rows.astype("float32") * assignments.gates[:, None]
+    if assignments.top_k is not None:
+        by_token = weighted.reshape(num_tokens, assignments.top_k, rows.shape[1])
+        return by_token.sum(1).astype(rows.dtype)
+    summed = jax.ops.segment_sum(weighted, assignments.token_ids, num_segments=num_tokens)
+    return summed.astype(rows.dtype)

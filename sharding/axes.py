@@ -1,0 +1,68 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""The names: mesh axes (how devices are laid out) and logical axes (what a dimension means).
+
+Nothing else in the library spells an axis name. A mesh axis is never called a dimension, and a
+dimension never an axis of the mesh.
+
+To add a logical axis: a constant here, a row in every rule set of `sharding/rules.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+REPLICA: Final = "replica"  # copies of the whole model, across slices: only gradients travel
+STAGE: Final = "stage"  # pipeline stages
+DATA: Final = "data"  # sequences, and the shards of fully sharded parameters
+EXPERT: Final = "expert"  # routed experts; for dense layers these devices hold sequences too
+SEQ: Final = "seq"  # positions of one sequence
+TENSOR: Final = "tensor"  # heads and hidden units of one layer
+
+MESH_AXES: Final = (REPLICA, STAGE, DATA, EXPERT, SEQ, TENSOR)
+BATCH_AXES: Final = (REPLICA, DATA, EXPERT)  # the axes over which sequences are spread
+
+# Dimensions of parameters.
+LAYERS: Final = "layers"  # the layers of one scanned stack
+EMBED: Final = "embed"  # D, model width
+VOCAB: Final = "vocab"  # V
+HEADS: Final = "heads"  # N, query heads
+KV_HEADS: Final = "kv_heads"  # M, key and value heads
+HEAD_DIM: Final = "head_dim"  # H
+MLP: Final = "mlp"  # hidden units of a dense feed-forward layer or of the shared experts
+GATE_UP: Final = "gate_up"  # the two projections into a SwiGLU
+EXPERTS: Final = "experts"  # E
+EXPERT_MLP: Final = "expert_mlp"  # F, hidden units of one routed expert
+ROUTER_OUT: Final = "router_out"  # E as the outputs of the router, which every device needs whole
+NORM: Final = "norm"  # the gains of a norm
+
+# Dimensions of activations.
+ACT_BATCH: Final = "act_batch"  # B or T
+ACT_SEQ: Final = "act_seq"  # S
+ACT_EMBED: Final = "act_embed"  # D
+ACT_HEADS: Final = "act_heads"  # N
+ACT_KV_HEADS: Final = "act_kv_heads"  # M
+ACT_MLP: Final = "act_mlp"  # F
+ACT_VOCAB: Final = "act_vocab"  # V
+
+LOGICAL_AXES: Final = (
+    LAYERS,
+    EMBED,
+    VOCAB,
+    HEADS,
+    KV_HEADS,
+    HEAD_DIM,
+    MLP,
+    GATE_UP,
+    EXPERTS,
+    EXPERT_MLP,
+    ROUTER_OUT,
+    NORM,
+    ACT_BATCH,
+    ACT_SEQ,
+    ACT_EMBED,
+    ACT_HEADS,
+    ACT_KV_HEADS,
+    ACT_MLP,
+    ACT_VOCAB,
+)

@@ -1,0 +1,153 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""The only room that spells an output sharding, a reshard or a sharding constraint.
+
+One model runs in three surroundings, told apart while tracing by the current abstract mesh:
+
+  none      no mesh, or inside somebody's shard_map: arrays are local, nothing is said.
+  auto      a user's mesh with Auto axes, whatever they are called: the compiler lays out, nothing
+            is said.
+  explicit  a mesh from `sharding.mesh.make_mesh`: shardings are part of the types, and the
+            functions here state the ones that JAX cannot infer.
+
+`Placement` carries the rules and offers the operations a layer needs. `island` runs a function on
+local shards: routing, sorting, dispatch and kernels live there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, AxisType
+from jaxtyping import Array, Float, Int
+
+from sharding.axes import BATCH_AXES, MESH_AXES
+from sharding.rules import LogicalAxisRules
+
+Surroundings = Literal["none", "auto", "explicit"]
+LogicalAxes = tuple[str | None, ...]
+
+
+def surroundings() -> Surroundings:
+    """Which of the three cases the code being traced is in.
+
+    Raises:
+        ValueError: an Explicit mesh whose axes are not ours, or a mixture of Auto and Explicit.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    types = set(mesh.axis_types) if not mesh.empty else set()
+    if not types or AxisType.Manual in types:
+        return "none"
+    if types == {AxisType.Auto}:
+        return "auto"
+    if types == {AxisType.Explicit} and mesh.axis_names == MESH_AXES:
+        return "explicit"
+    raise ValueError(
+        f"the current mesh has axes {mesh.axis_names} of types"
+        f" {tuple(t.name for t in mesh.axis_types)}: jaxmoe needs either a mesh from"
+        " sharding.make_mesh(MeshConfig(...)), or one whose axes are all Auto"
+    )
+
+
+def without_mesh():
+    """A context in which no mesh is current: for `jax.eval_shape` of whole models."""
+    return jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Placement:
+    """The operations whose result needs to be told where it lies."""
+
+    rules: LogicalAxisRules
+
+    def einsum(
+        self, subscripts: str, *operands: Array, axes: LogicalAxes, dtype: Any = None
+    ) -> Array:
+        """`jnp.einsum` whose result has these logical axes.
+
+        Args:
+            subscripts: as for `jnp.einsum`.
+            *operands: arrays of one dtype.
+            axes: logical axes of the result.
+            dtype: dtype of the result and of the accumulation; that of the operands when None.
+        """
+        dtype = dtype or operands[0].dtype
+        if surroundings() != "explicit":
+            return jnp.einsum(subscripts, *operands, preferred_element_type=dtype)
+        spec = self.rules.resolve(axes)
+        return jnp.einsum(subscripts, *operands, preferred_element_type=dtype, out_sharding=spec)
+
+    def take_rows(
+        self, table: Float[Array, "V D"], ids: Int[Array, "B S"], *, axes: LogicalAxes
+    ) -> Float[Array, "B S D"]:
+        """Rows of a table by id; the table is gathered whole first.
+
+        Args:
+            table: one row per id.
+            ids: must lie in [0, V); the caller has checked.
+            axes: logical axes of the result.
+        """
+        if surroundings() != "explicit":
+            return table.at[ids].get(mode="clip")
+        whole = jax.sharding.reshard(table, self.rules.resolve((None, None)))
+        spec = self.rules.resolve(axes)
+        return whole.at[ids].get(mode="clip", out_sharding=spec)
+
+    def place(self, x: Array, axes: LogicalAxes) -> Array:
+        """The same array, laid out by these logical axes."""
+        if surroundings() != "explicit":
+            return x
+        return jax.sharding.reshard(x, self.rules.resolve(axes))
+
+    def island(
+        self,
+        function: Callable[..., Any],
+        *,
+        in_axes: Sequence[Any],
+        out_axes: Any,
+    ) -> Callable[..., Any]:
+        """`function` on the local shards of its arguments, under `shard_map` on an Explicit mesh.
+
+        Args:
+            function: called as `function(*local_arguments, batch_axes=names)`; `names` are the
+                mesh axes over which a sum over the batch needs a psum, and () where arrays are
+                whole. An output without batch axis must have been summed over `names`.
+            in_axes: per argument a tree of logical axes (tuples, as leaves) of the same structure;
+                an absent argument is an empty dict, never None.
+            out_axes: the same for the result.
+
+        Returns:
+            A function of the global arrays. Arguments are laid out by `in_axes` first: an axis
+            named None is gathered, and the gradient is scattered back.
+        """
+        if surroundings() != "explicit":
+            return lambda *arguments: function(*arguments, batch_axes=())
+
+        def spec(tree):
+            return jax.tree.map(self.rules.resolve, tree, is_leaf=_is_axes)
+
+        in_specs = tuple(spec(tree) for tree in in_axes)
+
+        def run(*arguments):
+            placed = jax.tree.map(
+                lambda axes, x: jax.sharding.reshard(x, self.rules.resolve(axes)),
+                tuple(in_axes),
+                arguments,
+                is_leaf=_is_axes,
+            )
+            body = jax.shard_map(
+                lambda *local: function(*local, batch_axes=BATCH_AXES),
+                in_specs=in_specs,
+                out_specs=spec(out_axes),
+            )
+            return body(*placed)
+
+        return run
+
+
+def _is_axes(node: Any) -> bool:
+    return isinstance(node, tuple) and all(isinstance(name, str | None) for name in node)

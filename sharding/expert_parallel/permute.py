@@ -1,0 +1,78 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Sorting assignments by expert: pure index arithmetic on one device, no communication.
+
+With E = 3 experts and token-major assignments of T = 3 tokens, K = 2:
+
+    slot        0 1 2 3 4 5
+    expert_ids  2 0 1 3 0 2      (3 = E: empty)
+    order       1 4 2 0 5 3      slots by expert, ties in slot order, empty ones last
+    inverse     3 0 2 5 1 4      where each slot went
+    group_sizes 2 1 2            rows of experts 0, 1, 2; the last row belongs to none
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Float, Int
+
+
+@struct.dataclass
+class Permutation:
+    """An order of the A assignment slots in which every expert's rows are contiguous."""
+
+    order: Int[Array, " A"]
+    """Slot found at each sorted position."""
+    inverse: Int[Array, " A"]
+    """Sorted position of each slot."""
+    group_sizes: Int[Array, " E"]
+    """Rows of each expert."""
+
+
+def sort_by_expert(expert_ids: Int[Array, " A"], num_experts: int) -> Permutation:
+    """The stable order by expert; empty slots (id E) come last and belong to no group.
+
+    Args:
+        expert_ids: in [0, E].
+        num_experts: E.
+    """
+    slots = jnp.arange(expert_ids.shape[0], dtype=jnp.int32)
+    _, order = jax.lax.sort((expert_ids.astype(jnp.int32), slots), num_keys=1, is_stable=True)
+    inverse = jnp.argsort(order).astype(jnp.int32)
+    return Permutation(order=order, inverse=inverse, group_sizes=loads(expert_ids, num_experts))
+
+
+def loads(expert_ids: Int[Array, " A"], num_experts: int) -> Int[Array, " E"]:
+    """Assignments per expert; empty slots count nowhere."""
+    is_expert = expert_ids[:, None] == jnp.arange(num_experts, dtype=expert_ids.dtype)[None, :]
+    return is_expert.sum(0, dtype=jnp.int32)
+
+
+@jax.custom_vjp
+def permute_rows(
+    rows: Float[Array, "A D"], order: Int[Array, " A"], inverse: Int[Array, " A"]
+) -> Float[Array, "A D"]:
+    """`rows[order]` whose gradient is a gather as well: for a permutation, `inverse` undoes it.
+
+    A scatter-add, which JAX would derive, is slow on accelerators and on the CPU alike.
+    """
+    return rows[order]
+
+
+def _permute_forward(rows, order, inverse):
+    return rows[order], inverse
+
+
+def _permute_backward(inverse, gradient):
+    return gradient[inverse], None, None
+
+
+permute_rows.defvjp(_permute_forward, _permute_backward)
+
+
+def repeat_tokens(x: Float[Array, "T D"], top_k: int) -> Float[Array, "A D"]:
+    """One row per token-major assignment: each token K times, its gradients summed over K."""
+    rows_TKD = jnp.broadcast_to(x[:, None, :], (x.shape[0], top_k, x.shape[1]))
+    return rows_TKD.reshape(-1, x.shape[1])  # A = T*K rows

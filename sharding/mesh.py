@@ -1,0 +1,109 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""`MeshConfig` and the one place where meshes are made.
+
+Every mesh has all six axes, in the order of `sharding.axes.MESH_AXES`; an axis of size 1 stays, so
+that one device and a pod run the same code. Axes are Explicit: the sharding of every array is part
+of its type, and a layout that would need an unplanned collective is an error while tracing.
+
+A mesh becomes current with `jax.set_mesh(mesh)`; the model reads the current one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, Mesh
+
+from sharding.axes import MESH_AXES
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class MeshConfig:
+    """Sizes of the mesh axes. One of them may be -1: all devices that the others leave."""
+
+    replica: int = 1
+    """Copies of the model, across slices; only gradients travel between them."""
+    stage: int = 1
+    """Pipeline stages; more than 1 is refused until there are pipelines."""
+    data: int = 1
+    """Devices that share the sequences of a batch and, fully sharded, the parameters."""
+    expert: int = 1
+    """Devices that share the routed experts; for dense layers they share the batch as well."""
+    seq: int = 1
+    """Devices that share the positions of one sequence."""
+    tensor: int = 1
+    """Devices that share the heads and hidden units of a layer."""
+
+    def __post_init__(self):
+        sizes = self.sizes
+        for axis, size in zip(MESH_AXES, sizes, strict=True):
+            if size != -1 and size < 1:
+                raise ValueError(
+                    f"mesh.{axis}={size} must be at least 1, or -1 for the remaining devices"
+                )
+        if sizes.count(-1) > 1:
+            raise ValueError("only one mesh axis may be -1 (the remaining devices)")
+        if self.stage != 1:
+            raise ValueError(
+                f"mesh.stage={self.stage}: there are no pipelines yet; set mesh.stage to 1"
+            )
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Sizes in the order of MESH_AXES."""
+        return tuple(getattr(self, axis) for axis in MESH_AXES)
+
+    def resolve(self, num_devices: int) -> MeshConfig:
+        """The same mesh with -1 filled in.
+
+        Args:
+            num_devices: devices to be laid out.
+
+        Raises:
+            ValueError: the sizes do not multiply to `num_devices`.
+        """
+        known = math.prod(size for size in self.sizes if size != -1)
+        text = " x ".join(f"{a}={s}" for a, s in zip(MESH_AXES, self.sizes, strict=True) if s != 1)
+        if num_devices % known or (-1 not in self.sizes and known != num_devices):
+            raise ValueError(
+                f"mesh ({text or 'one device'}) needs {'a multiple of ' * (-1 in self.sizes)}"
+                f"{known} devices, there are {num_devices}: choose sizes whose product is"
+                f" {num_devices}, or set one axis to -1"
+            )
+        free = {axis: num_devices // known for axis in MESH_AXES if getattr(self, axis) == -1}
+        return dataclasses.replace(self, **free)
+
+    @property
+    def batch_shards(self) -> int:
+        """Parts into which the sequences of a batch are divided."""
+        return self.replica * self.data * self.expert
+
+
+def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """Lays devices out on Explicit axes.
+
+    Args:
+        config: sizes; -1 is resolved here.
+        devices: all devices of all processes when None.
+
+    Raises:
+        ValueError: the sizes do not fit the number of devices.
+    """
+    devices = list(jax.devices() if devices is None else devices)
+    sizes = config.resolve(len(devices)).sizes
+    return jax.make_mesh(
+        sizes, MESH_AXES, axis_types=(AxisType.Explicit,) * len(MESH_AXES), devices=devices
+    )
+
+
+def abstract_mesh(config: MeshConfig) -> AbstractMesh:
+    """A mesh without devices, for shapes, lowering and plans; no axis may be -1."""
+    if -1 in config.sizes:
+        raise ValueError("an abstract mesh has no devices to count: give every axis its size")
+    return AbstractMesh(
+        config.sizes, MESH_AXES, axis_types=(AxisType.Explicit,) * len(MESH_AXES)
+    )

@@ -1,0 +1,150 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Rules from logical axes to mesh axes: the whole layout of a model is one of these tables.
+
+`resolve(("embed", "mlp"))` looks each name up and gives a PartitionSpec. Two dimensions of one
+array may not land on the same mesh axis, and a dimension must divide by the devices it is spread
+over; both are errors in words, before anything is compiled.
+
+To add a layout: an entry in RULES.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+from collections.abc import Mapping, Sequence
+
+from jax.sharding import PartitionSpec
+
+from sharding import axes as ax
+
+Rule = tuple[str, tuple[str, ...]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class LogicalAxisRules:
+    """One row per logical axis: the mesh axes over which such a dimension is spread."""
+
+    rules: tuple[Rule, ...]
+    """(logical axis, mesh axes); no mesh axes: every device holds the whole dimension."""
+
+    def __post_init__(self):
+        names = [name for name, _ in self.rules]
+        if missing := sorted(set(ax.LOGICAL_AXES) - set(names)):
+            raise ValueError(f"rules say nothing of the logical axes {', '.join(missing)}")
+        for name, mesh_axes in self.rules:
+            for axis in mesh_axes:
+                if axis not in ax.MESH_AXES:
+                    raise ValueError(
+                        f"rule {name}={mesh_axes}: {axis!r} is no mesh axis"
+                        f" (there are {', '.join(ax.MESH_AXES)})"
+                    )
+
+    def mesh_axes(self, name: str | None) -> tuple[str, ...]:
+        """Mesh axes of one logical axis; None is a dimension that is never spread.
+
+        Raises:
+            ValueError: unknown name.
+        """
+        if name is None:
+            return ()
+        table = dict(self.rules)
+        if name not in table:
+            near = difflib.get_close_matches(name, table, 1)
+            hint = f": did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"{name!r} is no logical axis{hint}")
+        return table[name]
+
+    def resolve(self, logical: Sequence[str | None]) -> PartitionSpec:
+        """The PartitionSpec of an array with these logical axes.
+
+        Raises:
+            ValueError: unknown name, or one mesh axis used for two dimensions.
+        """
+        entries = [self.mesh_axes(name) for name in logical]
+        seen: dict[str, str | None] = {}
+        for name, mesh_axes in zip(logical, entries, strict=True):
+            for axis in mesh_axes:
+                if axis in seen:
+                    raise ValueError(
+                        f"logical axes {seen[axis]!r} and {name!r} of one array both lie on the"
+                        f" mesh axis {axis!r}: give one of them another rule"
+                    )
+                seen[axis] = name
+        return PartitionSpec(*(_entry(mesh_axes) for mesh_axes in entries))
+
+    def check_divides(
+        self,
+        path: str,
+        shape: Sequence[int],
+        logical: Sequence[str | None],
+        mesh_shape: Mapping[str, int],
+    ) -> None:
+        """Refuses a dimension that does not divide by the devices it is spread over.
+
+        Args:
+            path: what to call the array in the error.
+            shape: its shape.
+            logical: its logical axes.
+            mesh_shape: {mesh axis: size}.
+
+        Raises:
+            ValueError: naming the array, the dimension, both sizes and the way out.
+        """
+        for size, name in zip(shape, logical, strict=True):
+            mesh_axes = self.mesh_axes(name)
+            shards = math.prod(mesh_shape[axis] for axis in mesh_axes)
+            if size % shards:
+                where = " x ".join(f"mesh.{a}={mesh_shape[a]}" for a in mesh_axes)
+                raise ValueError(
+                    f"{path}: the dimension {name!r} of size {size} must be divisible by {where}:"
+                    f" choose a multiple of {shards}, another mesh, or rules that do not spread"
+                    f" {name!r}"
+                )
+
+    def replace(self, **changes: tuple[str, ...]) -> LogicalAxisRules:
+        """The same rules with some rows changed."""
+        for name in changes:
+            self.mesh_axes(name)
+        return LogicalAxisRules(
+            rules=tuple((name, changes.get(name, axes)) for name, axes in self.rules)
+        )
+
+
+def _entry(mesh_axes: tuple[str, ...]) -> str | tuple[str, ...] | None:
+    if not mesh_axes:
+        return None
+    return mesh_axes[0] if len(mesh_axes) == 1 else mesh_axes
+
+
+DATA_PARALLEL = LogicalAxisRules(
+    rules=(
+        (ax.LAYERS, ()),
+        (ax.EMBED, ()),
+        (ax.VOCAB, (ax.TENSOR,)),
+        (ax.HEADS, (ax.TENSOR,)),
+        (ax.KV_HEADS, (ax.TENSOR,)),
+        (ax.HEAD_DIM, ()),
+        (ax.MLP, (ax.TENSOR,)),
+        (ax.GATE_UP, ()),
+        (ax.EXPERTS, (ax.EXPERT,)),
+        (ax.EXPERT_MLP, (ax.TENSOR,)),
+        (ax.ROUTER_OUT, ()),
+        (ax.NORM, ()),
+        (ax.ACT_BATCH, ax.BATCH_AXES),
+        (ax.ACT_SEQ, (ax.SEQ,)),
+        (ax.ACT_EMBED, ()),
+        (ax.ACT_HEADS, (ax.TENSOR,)),
+        (ax.ACT_KV_HEADS, (ax.TENSOR,)),
+        (ax.ACT_MLP, (ax.TENSOR,)),
+        (ax.ACT_VOCAB, (ax.TENSOR,)),
+    )
+)
+"""Parameters whole on every device of the data axis; batch and heads spread."""
+
+FULLY_SHARDED = DATA_PARALLEL.replace(embed=(ax.DATA,))
+"""ZeRO-3: every matrix, its gradient and its optimiser state spread over the data axis as well."""
+
+RULES = {"data_parallel": DATA_PARALLEL, "fully_sharded": FULLY_SHARDED}
