@@ -81,6 +81,10 @@ class Transformer(nn.Module):
         model, execution = self.model, self.execution
         placement, dtype = execution.placement, execution.precision.compute_dtype
         stream = (ax.ACT_BATCH, ax.ACT_SEQ, ax.ACT_EMBED)
+        tokens, positions, segment_ids = (
+            None if ids is None else placement.place(ids, stream[:2])
+            for ids in (tokens, positions, segment_ids)
+        )
         table = Embedding(model, name="embedding")()
         x = placement.take_rows(table.astype(dtype), tokens, axes=stream)
         x = x * jnp.asarray(model.multipliers.embedding, dtype)

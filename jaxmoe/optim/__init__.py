@@ -1,3 +1,16 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""To be written."""
+"""Optimisers as optax transformations, their groups by role, and schedules."""
+
+from jaxmoe.configs import registry_of
+from jaxmoe.optim.adamw import adamw as adamw
+from jaxmoe.optim.groups import AdamWConfig as AdamWConfig
+from jaxmoe.optim.schedules import SCHEDULES as SCHEDULES
+from jaxmoe.optim.schedules import CosineConfig as CosineConfig
+from jaxmoe.optim.schedules import LinearConfig as LinearConfig
+from jaxmoe.optim.schedules import ScheduleConfig as ScheduleConfig
+from jaxmoe.optim.schedules import WarmupStableDecayConfig as WarmupStableDecayConfig
+
+OptimizerConfig = AdamWConfig
+
+OPTIMIZERS = registry_of(OptimizerConfig)

@@ -1,0 +1,129 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""What a checkpoint says of itself: schema, step, arrays, config, data position, versions.
+
+It is committed together with the arrays, and read before any of them: a restore compares names,
+shapes and dtypes first and lists everything that differs at once, because the store itself would
+cast a dtype in silence.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib.metadata
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from jaxmoe.checkpoint.tree import flatten, is_key
+
+SCHEMA = 1
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be used as asked."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointManifest:
+    """The description committed with a state."""
+
+    step: int
+    arrays: dict[str, dict[str, Any]]
+    """{path: {"shape": [...], "dtype": "..."}}"""
+    config: dict[str, Any]
+    """The run's config as JSON."""
+    data: dict[str, Any]
+    """Data position and fingerprint; empty when the saver gave none."""
+    schema: int = SCHEMA
+    versions: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any], where: str) -> CheckpointManifest:
+        """The inverse of `to_json`.
+
+        Raises:
+            CheckpointError: written by a newer jaxmoe, or not a manifest.
+        """
+        schema = data.get("schema")
+        if not isinstance(schema, int):
+            raise CheckpointError(f"{where} has no jaxmoe manifest: it was written by another tool")
+        if schema > SCHEMA:
+            raise CheckpointError(
+                f"{where} has schema {schema}, this jaxmoe knows {SCHEMA}: install a newer jaxmoe"
+            )
+        return cls(**data)
+
+
+def describe(state: Any) -> dict[str, dict[str, Any]]:
+    """Shape and dtype of every array of a state, by path."""
+    return {path: _describe(leaf) for path, leaf in sorted(flatten(state).items())}
+
+
+def _describe(leaf: Any) -> dict[str, Any]:
+    if is_key(leaf):
+        data = jax.eval_shape(jax.random.key_data, leaf)
+        return {"shape": list(data.shape), "dtype": "key"}
+    return {"shape": list(leaf.shape), "dtype": str(leaf.dtype)}
+
+
+def make_manifest(
+    state: Any, *, step: int, config: Mapping[str, Any], data: Mapping[str, Any]
+) -> CheckpointManifest:
+    """The manifest of a state about to be saved."""
+    packages = ("jaxmoe", "jax", "flax", "optax", "orbax-checkpoint")
+    versions = {name: _version(name) for name in packages}
+    return CheckpointManifest(
+        step=step,
+        arrays=describe(state),
+        config=dict(config),
+        data=dict(data),
+        versions=versions,
+    )
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def check_target(manifest: CheckpointManifest, target: Any, where: str) -> None:
+    """Refuses a target whose arrays are not those of the checkpoint.
+
+    Args:
+        manifest: of the checkpoint.
+        target: arrays or `jax.ShapeDtypeStruct`.
+        where: what to call the checkpoint.
+
+    Raises:
+        CheckpointError: with one line per array that is missing, left over or different.
+    """
+    saved, wanted = manifest.arrays, describe(target)
+    lines = []
+    for path in sorted(saved.keys() | wanted.keys()):
+        if path not in saved:
+            near = difflib.get_close_matches(path, saved.keys() - wanted.keys(), 1)
+            hint = f" (it has {near[0]})" if near else ""
+            lines.append(f"{path}: not in the checkpoint{hint}")
+        elif path not in wanted:
+            lines.append(f"{path}: in the checkpoint, not wanted")
+        elif saved[path] != wanted[path]:
+            lines.append(f"{path}: saved {_spell(saved[path])}, wanted {_spell(wanted[path])}")
+    if lines:
+        shown = "\n  ".join(lines[:20]) + ("\n  ..." if len(lines) > 20 else "")
+        raise CheckpointError(
+            f"{where} holds another state than the one wanted ({len(lines)} arrays differ):\n"
+            f"  {shown}\nrestore it with the model and optimizer it was saved with"
+        )
+
+
+def _spell(array: Mapping[str, Any]) -> str:
+    return f"{array['dtype']}[{','.join(map(str, array['shape']))}]"

@@ -1,0 +1,87 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Held-out loss: the same batches in the same order give the same number, bit for bit."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from jaxmoe.data.batch import Batch
+from jaxmoe.execution import ExecutionConfig
+from jaxmoe.layers.embedding import head_weight
+from jaxmoe.models.config import ModelConfig
+from jaxmoe.models.transformer import Transformer
+from jaxmoe.training.loss import summed_nll
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Evaluation:
+    """Held-out loss."""
+
+    nats_per_token: float
+    num_tokens: int
+
+    @property
+    def bits_per_token(self) -> float:
+        """The same in bits."""
+        return self.nats_per_token / math.log(2.0)
+
+
+def make_eval_step(
+    model: ModelConfig, *, execution: ExecutionConfig | None = None
+) -> Callable[[Any, Any, Batch], tuple[Array, Array]]:
+    """A jitted function (params, router_state, batch) -> (sum of nll in nats, sum of weights)."""
+    execution = execution or ExecutionConfig()
+
+    def step(params: Any, router_state: Any, batch: Batch) -> tuple[Array, Array]:
+        output = Transformer(model, execution).apply(
+            {"params": params},
+            batch.tokens,
+            positions=batch.positions,
+            segment_ids=batch.segment_ids,
+            router_state=router_state,
+            has_logits=False,
+        )
+        nll = summed_nll(
+            output.hidden,
+            head_weight(params, model),
+            batch.targets,
+            batch.loss_weights,
+            model=model,
+            execution=execution,
+        )
+        return nll, jnp.sum(batch.loss_weights)
+
+    return jax.jit(step)
+
+
+def evaluate(
+    eval_step: Callable[[Any, Any, Batch], tuple[Array, Array]],
+    params: Any,
+    router_state: Any,
+    batches: Iterable[Batch],
+) -> Evaluation:
+    """Mean held-out loss over some batches.
+
+    Args:
+        eval_step: from `make_eval_step`.
+        params: of the model.
+        router_state: stacked over MoE layers.
+        batches: on the devices.
+
+    Raises:
+        ValueError: no token has a weight above 0.
+    """
+    sums = [eval_step(params, router_state, batch) for batch in batches]
+    nll = math.fsum(float(part) for part, _ in sums)
+    weight = math.fsum(float(part) for _, part in sums)
+    if weight <= 0.0:
+        raise ValueError("there is nothing to evaluate: no held-out token has a loss weight")
+    return Evaluation(nats_per_token=nll / weight, num_tokens=round(weight))

@@ -1,0 +1,83 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Cross-entropy of the next token, in nats, a few positions at a time.
+
+    nll = logsumexp(z) - z[target]
+
+The sums are returned, not the mean: micro-batches and devices add up exactly. With `loss_chunk` the
+logits of only that many positions exist at a time, forward and backward.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxmoe.execution import ExecutionConfig
+from jaxmoe.layers.embedding import output_logits
+from jaxmoe.models.config import ModelConfig
+from sharding import axes as ax
+
+
+def token_nll(
+    logits: Float[Array, "B S V"], targets: Int[Array, "B S"]
+) -> Float[Array, "B S"]:
+    """Negative log-likelihood of each target, nats, f32.
+
+    Args:
+        logits: f32.
+        targets: ids in [0, V).
+    """
+    ids = jnp.arange(logits.shape[-1], dtype=targets.dtype)
+    # A masked sum instead of a gather: its gradient is elementwise, and V may be spread.
+    is_target = ids[None, None, :] == targets[:, :, None]
+    chosen = jnp.sum(jnp.where(is_target, logits, 0.0), axis=-1)
+    return jax.nn.logsumexp(logits, axis=-1) - chosen
+
+
+def summed_nll(
+    hidden: Float[Array, "B S D"],
+    weight: Float[Array, "D V"],
+    targets: Int[Array, "B S"],
+    loss_weights: Float[Array, "B S"],
+    *,
+    model: ModelConfig,
+    execution: ExecutionConfig,
+) -> Float[Array, ""]:
+    """Sum over tokens of loss weight times negative log-likelihood, nats.
+
+    Args:
+        hidden: after the final norm.
+        weight: of the head.
+        targets: ids in [0, V).
+        loss_weights: 0 leaves a token out.
+        model: for the logit multiplier.
+        execution: for `loss_chunk`, dtype and placement.
+    """
+
+    def chunk_sum(hidden: Array, targets: Array, loss_weights: Array) -> Float[Array, ""]:
+        logits = output_logits(hidden, weight, model, execution)
+        return jnp.sum(token_nll(logits, targets) * loss_weights)
+
+    length, chunk = hidden.shape[1], execution.loss_chunk
+    if not chunk or chunk >= length:
+        return chunk_sum(hidden, targets, loss_weights)
+
+    def body(total: Array, part: tuple[Array, Array, Array]) -> tuple[Array, None]:
+        return total + jax.checkpoint(chunk_sum)(*part), None
+
+    arrays = (hidden, targets, loss_weights)
+    whole = (execution.placement.place(a, (ax.ACT_BATCH, None) + (None,) * (a.ndim - 2)) for a in arrays)
+    parts = tuple(_chunks(array, chunk) for array in whole)
+    total, _ = jax.lax.scan(body, jnp.zeros((), jnp.float32), parts)
+    return total
+
+
+def _chunks(array: Array, chunk: int) -> Array:
+    """[B S ...] as [S/chunk B chunk ...]; the last chunk is filled with zeros, of weight 0."""
+    batch, length, *rest = array.shape
+    missing = -length % chunk
+    padded = jnp.pad(array, ((0, 0), (0, missing)) + ((0, 0),) * len(rest))
+    split = padded.reshape(batch, (length + missing) // chunk, chunk, *rest)
+    return jnp.moveaxis(split, 1, 0)

@@ -1,0 +1,84 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""`TrainState`: everything a run carries from step to step, as one pytree."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import struct
+from jax.sharding import Mesh
+from jaxtyping import Array, Int, Key
+
+from jaxmoe.execution import ExecutionConfig
+from jaxmoe.models.config import ModelConfig
+from jaxmoe.models.initialize import init_params
+from jaxmoe.models.transformer import initial_router_state
+from jaxmoe.scaling.parameterization import Parameterization
+
+
+@struct.dataclass
+class TrainState:
+    """What a step reads and writes."""
+
+    step: Int[Array, ""]
+    """Batches consumed, skipped ones included: the data position."""
+    params: Any
+    opt_state: Any
+    router_state: Any
+    """Stacked over MoE layers; an empty dict for routers that keep none."""
+    rng: Key[Array, ""]
+    """Never changes: a step folds its number into it."""
+    skipped: Int[Array, ""]
+    """Steps that the guard refused, in all."""
+    skipped_in_a_row: Int[Array, ""]
+    """Steps that the guard refused since the last good one."""
+
+
+def init_state(
+    model: ModelConfig,
+    optimizer: optax.GradientTransformation,
+    key: Key[Array, ""],
+    *,
+    execution: ExecutionConfig | None = None,
+    parameterization: Parameterization | None = None,
+    mesh: Mesh | None = None,
+) -> TrainState:
+    """The state before the first step.
+
+    Args:
+        model: what is trained.
+        optimizer: whose state follows the parameters' layout.
+        key: for the initial values and, folded apart, for the run's own randomness.
+        execution: rules and dtype of the parameters.
+        parameterization: initial scale per role; standard when None.
+        mesh: from `sharding.make_mesh`, current when the state is used; one device when None.
+    """
+    execution = execution or ExecutionConfig()
+    params = init_params(
+        model,
+        jax.random.fold_in(key, 0),
+        parameterization=parameterization,
+        mesh=mesh,
+        rules=execution.axis_rules,
+        dtype=execution.precision.parameter_dtype,
+    )
+
+    def rest(params: Any) -> TrainState:
+        return TrainState(
+            step=jnp.zeros((), jnp.int32),
+            params=params,
+            opt_state=optimizer.init(params),
+            router_state=initial_router_state(model),
+            rng=jax.random.fold_in(key, 1),
+            skipped=jnp.zeros((), jnp.int32),
+            skipped_in_a_row=jnp.zeros((), jnp.int32),
+        )
+
+    if mesh is None:
+        return jax.jit(rest)(params)
+    with jax.set_mesh(mesh):
+        return jax.jit(rest)(params)
