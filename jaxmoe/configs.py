@@ -1,11 +1,39 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Unions of configs as registries."""
+"""Configs as data: unions as registries, JSON, differences and fingerprints.
+
+A config is a frozen, keyword-only dataclass whose fields are numbers, strings, booleans, None,
+`Literal`s, tuples, other configs, or unions of them. A class that stands in a union carries
+`name: ClassVar[str]`, its key in the registry. In JSON a config is an object with one key per
+field, a tuple is a list, and a class that carries a registry name is tagged with it under `kind`
+(which is therefore no name for a field):
+
+    Model(moe=MoE(top_k=2, router=SoftmaxTopK(order="before")))
+    {"moe": {"top_k": 2, "router": {"kind": "softmax_topk", "order": "before"}}}
+
+Reading is strict: every field must be there and no other, with the type of its annotation. A
+config saved by another version is a matter for `jaxmoe/checkpoint/migrate.py`, not for guesses
+here. The command line is in `experiments/cli.py`.
+
+To add a kind of field value: teach `_encode` and `_decode` about it, and nothing else.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
+import functools
+import hashlib
+import json
+import types
 import typing
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Literal, TypeVar
+
+Config = TypeVar("Config")
+
+TAG = "kind"
+"""The JSON key that holds the registry name of a class."""
 
 
 def registry_of(union: Any) -> dict[str, type]:
@@ -19,3 +47,202 @@ def registry_of(union: Any) -> dict[str, type]:
     """
     members = typing.get_args(union) or (union,)
     return {member.name: member for member in members}
+
+
+def registry_name(cls: Any) -> str | None:
+    """The key under which a config class stands in its registry; None if it carries none."""
+    if "name" in (field.name for field in dataclasses.fields(cls)):
+        return None  # an ordinary field, as in a config of a run
+    return getattr(cls, "name", None)
+
+
+def alternatives(hint: Any) -> tuple[Any, ...]:
+    """The members of a union annotation; of any other annotation, the annotation alone."""
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return typing.get_args(hint)
+    return (hint,)
+
+
+def closest(word: str, candidates: Iterable[str]) -> str:
+    """`: did you mean X?` for the candidate nearest to a mistyped word, or nothing."""
+    near = difflib.get_close_matches(word, list(candidates), n=1, cutoff=0.5)
+    return f": did you mean {near[0]!r}?" if near else ""
+
+
+def to_json(config: Any) -> dict[str, Any]:
+    """The config as an object that `json.dumps` takes; `from_json` is the inverse.
+
+    A whole number in a float field becomes a float, so that equal configs give equal JSON.
+
+    Raises:
+        ValueError: If a field holds what a config must not hold (an array, a callable, a dict).
+    """
+    name = registry_name(type(config))
+    tag = {} if name is None else {TAG: name}
+    hints = field_types(type(config))
+    return tag | {key: _encode(getattr(config, key), hint, key) for key, hint in hints.items()}
+
+
+def from_json(cls: type[Config], data: Any) -> Config:
+    """The config that `to_json` wrote.
+
+    Args:
+        cls: Its class.
+        data: The parsed JSON.
+
+    Raises:
+        ValueError: If a field is unknown, missing or of another type, or if the class refuses
+            the values; with the dotted path of the field and the nearest name that exists.
+    """
+    return _decode_config((cls,), data, "")
+
+
+def differences(saved: Any, given: Any, free: tuple[str, ...] = ()) -> list[str]:
+    """What differs between two configs, one line per field.
+
+    Args:
+        saved: A config or its JSON.
+        given: A config or its JSON.
+        free: Dotted paths that may differ; each stands for everything beneath it as well.
+
+    Returns:
+        Lines such as `model.moe.top_k: saved 2, given 4`. Where another member of a union was
+        chosen, there is one line for the choice and none for its fields.
+    """
+    pair = [value if isinstance(value, Mapping) else to_json(value) for value in (saved, given)]
+    return [
+        f"{path}: saved {before}, given {after}"
+        for path, before, after in _differing(*pair, path="")
+        if not any(path == prefix or path.startswith(f"{prefix}.") for prefix in free)
+    ]
+
+
+def fingerprint(config: Any) -> str:
+    """The sha256, in hexadecimal, of the config's canonical JSON (sorted keys, no spaces)."""
+    canonical = json.dumps(to_json(config), sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+@functools.cache
+def field_types(cls: type) -> dict[str, Any]:
+    """`{field: resolved annotation}` of a config class, in the order of the class."""
+    hints = typing.get_type_hints(cls)
+    if TAG in hints:
+        raise TypeError(f"{cls.__name__}.{TAG}: rename the field, {TAG!r} is the tag of unions")
+    return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
+
+
+def _encode(value: Any, hint: Any, path: str) -> Any:
+    if type(value) is int and float in alternatives(hint) and int not in alternatives(hint):
+        return float(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return to_json(value)
+    if isinstance(value, tuple):
+        items = _item_types(hint, len(value))
+        return [
+            _encode(item, items[i] if items else Any, f"{path}.{i}") for i, item in enumerate(value)
+        ]
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    raise ValueError(f"{path} holds a {type(value).__name__}, which a config cannot: {value!r}")
+
+
+def _decode(hint: Any, data: Any, path: str) -> Any:
+    options = alternatives(hint)
+    classes = tuple(option for option in options if dataclasses.is_dataclass(option))
+    if classes and isinstance(data, Mapping):
+        return _decode_config(classes, data, path)
+    if isinstance(data, list) and (items := _item_types(hint, len(data))):
+        return tuple(
+            _decode(item, value, f"{path}.{i}")
+            for i, (item, value) in enumerate(zip(items, data, strict=True))
+        )
+    if isinstance(data, list) and not data and _tuple_option(hint) is not None:
+        return ()
+    for option in options:
+        if option is float and isinstance(data, int | float) and not isinstance(data, bool):
+            return float(data)
+        if option is type(data):
+            return data
+        if typing.get_origin(option) is Literal and data in typing.get_args(option):
+            return data
+    wanted = " or ".join(_spell(option) for option in options)
+    raise ValueError(f"{path}={json.dumps(data)} must be {wanted}")
+
+
+def _decode_config(classes: tuple[Any, ...], data: Any, path: str) -> Any:
+    where = path or "the config"
+    if not isinstance(data, Mapping):
+        raise ValueError(f"{where} must be an object, not {json.dumps(data)}")
+    registry = {registry_name(cls): cls for cls in classes}
+    tag = data.get(TAG) if None not in registry else None
+    if tag not in registry:
+        names = [name for name in registry if name is not None]
+        raise ValueError(
+            f"{where} has {TAG} {tag!r}{closest(str(tag), names)} (there is {', '.join(names)})"
+        )
+    cls = registry[tag]
+    hints = field_types(cls)
+    prefix = f"{path}." if path else ""
+    for key in data:
+        if key not in hints and not (key == TAG and tag is not None):
+            near = closest(key, hints) or f": it has {', '.join(hints)}"
+            raise ValueError(f"{prefix}{key} is not a field of {cls.__name__}{near}")
+    missing = [prefix + key for key in hints if key not in data]
+    if missing:
+        raise ValueError(f"{cls.__name__} misses {', '.join(missing)}")
+    values = {key: _decode(hint, data[key], prefix + key) for key, hint in hints.items()}
+    try:
+        return cls(**values)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}" if path else str(error)) from error
+
+
+def _tuple_option(hint: Any) -> Any:
+    """The tuple among the alternatives of an annotation, or None."""
+    return next((o for o in alternatives(hint) if typing.get_origin(o) is tuple), None)
+
+
+def _item_types(hint: Any, length: int) -> tuple[Any, ...]:
+    """The annotations of the items of a tuple of this length; nothing if it may not have it."""
+    items = typing.get_args(_tuple_option(hint))
+    if len(items) == 2 and items[1] is Ellipsis:
+        return items[:1] * length
+    return items if len(items) == length else ()
+
+
+def _spell(hint: Any) -> str:
+    if typing.get_origin(hint) is Literal:
+        return " or ".join(json.dumps(value) for value in typing.get_args(hint))
+    if hint is type(None):
+        return "null"
+    return getattr(hint, "__name__", str(hint)) if not typing.get_args(hint) else str(hint)
+
+
+def _differing(saved: Any, given: Any, path: str) -> Iterator[tuple[str, str, str]]:
+    """The differing leaves of two JSON values: dotted path and both values, spelled."""
+    prefix = f"{path}." if path else ""
+    if isinstance(saved, Mapping) and isinstance(given, Mapping):
+        if path and saved.get(TAG) != given.get(TAG):
+            yield path, _value(saved), _value(given)
+            return
+        for key in [*saved, *(key for key in given if key not in saved)]:
+            yield from _differing(saved.get(key, _ABSENT), given.get(key, _ABSENT), prefix + key)
+    elif isinstance(saved, list) and isinstance(given, list) and len(saved) == len(given):
+        for index, pair in enumerate(zip(saved, given, strict=True)):
+            yield from _differing(*pair, f"{prefix}{index}")
+    elif saved != given:
+        yield path, _value(saved), _value(given)
+
+
+_ABSENT = object()
+
+
+def _value(data: Any) -> str:
+    if data is _ABSENT:
+        return "nothing"
+    if isinstance(data, Mapping) and isinstance(data.get(TAG), str):
+        return data[TAG]
+    if isinstance(data, list):
+        return f"[{', '.join(map(_value, data))}]"
+    return json.dumps(data)

@@ -1,3 +1,34 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""To be written."""
+"""Device code: arrays in, arrays out. It knows no mesh object, no module and no config.
+
+    flash_attention  exact attention that never stores the matrix of scores; returns (out, lse)
+    grouped_matmul   rows sorted by group, each group times its own matrix (the experts of a MoE)
+
+`OPERATIONS` holds both with the table of their implementations:
+`OPERATIONS["flash_attention"].choose(None)` says which one runs on this machine, and why.
+
+The functions carry the names of the packages that hold them. To reach inside such a package,
+import from it: `from pallas_kernels.flash_attention import reference`.
+
+To add an operation: a package with api.py and reference.py, its `OPERATION` in the table below.
+"""
+
+from pallas_kernels.backend import Choice, Implementation, Operation
+from pallas_kernels.flash_attention import OPERATION as _FLASH_ATTENTION
+from pallas_kernels.flash_attention import flash_attention
+from pallas_kernels.grouped_matmul import OPERATION as _GROUPED_MATMUL
+from pallas_kernels.grouped_matmul import grouped_matmul
+
+OPERATIONS: dict[str, Operation] = {
+    operation.name: operation for operation in (_FLASH_ATTENTION, _GROUPED_MATMUL)
+}
+
+__all__ = [
+    "OPERATIONS",
+    "Choice",
+    "Implementation",
+    "Operation",
+    "flash_attention",
+    "grouped_matmul",
+]

@@ -8,12 +8,14 @@ expert id is E (the number of experts) is empty: nothing is sent, and its gate i
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
-from flax import struct
 from jaxtyping import Array, Float, Int
 
 
-@struct.dataclass
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class Assignments:
     """A pairs of token and expert."""
 
@@ -23,7 +25,7 @@ class Assignments:
     """Expert, or E where the slot is empty."""
     gates: Float[Array, " A"]
     """What multiplies the expert's output, f32; exactly 0 where empty."""
-    top_k: int | None = struct.field(pytree_node=False, default=None)
+    top_k: int | None = dataclasses.field(default=None, metadata={"static": True})
     """K when token-major (A = T*K, token t owns slots t*K to t*K+K-1): combine is then a gather
     and a sum over K. None for any other order."""
 

@@ -9,6 +9,7 @@ from typing import TypeVar
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from sharding.axes import BATCH_AXES
@@ -45,3 +46,15 @@ def global_batch(rows: Tree, mesh: Mesh) -> Tree:
         return jax.make_array_from_process_local_data(NamedSharding(mesh, spec), array)
 
     return jax.tree.map(place, rows)
+
+
+def agree(code: int) -> int:
+    """The largest of the processes' numbers, on all of them; each must call this.
+
+    Args:
+        code: of this process.
+    """
+    if jax.process_count() == 1:
+        return code
+    codes = multihost_utils.process_allgather(np.asarray([code], np.int32))
+    return int(np.max(codes))

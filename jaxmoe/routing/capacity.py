@@ -68,7 +68,8 @@ def limit(
     else:
         order = jnp.zeros_like(assignments.gates).reshape(-1, slots)
     is_kept = jax.vmap(lambda i, o: _first(i, o, capacity))(ids, order).reshape(-1)
-    return assignments.replace(
+    return dataclasses.replace(
+        assignments,
         expert_ids=jnp.where(is_kept, assignments.expert_ids, num_experts),
         gates=jnp.where(is_kept, assignments.gates, 0.0),
     )

@@ -1,3 +1,7 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""To be written."""
+"""Exact softmax attention without the matrix of scores; returns (out, lse)."""
+
+from pallas_kernels.flash_attention.api import OPERATION, flash_attention
+
+__all__ = ["OPERATION", "flash_attention"]

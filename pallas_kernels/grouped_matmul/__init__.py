@@ -1,3 +1,7 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""To be written."""
+"""Rows sorted by group, each group times its own matrix: the experts of a dropless MoE."""
+
+from pallas_kernels.grouped_matmul.api import OPERATION, grouped_matmul
+
+__all__ = ["OPERATION", "grouped_matmul"]

@@ -13,13 +13,15 @@ With E = 3 experts and token-major assignments of T = 3 tokens, K = 2:
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jaxtyping import Array, Float, Int
 
 
-@struct.dataclass
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class Permutation:
     """An order of the A assignment slots in which every expert's rows are contiguous."""
 

@@ -1,0 +1,162 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""From a config to the things a run needs, with every check that can be made before compiling."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import Mesh
+
+from experiments.config import PretrainConfig
+from jaxmoe.data import Batch, Loader, Source, evaluation_batches
+from jaxmoe.execution import ExecutionConfig
+from jaxmoe.models.config import ModelConfig
+from jaxmoe.models.initialize import parameter_table
+from jaxmoe.optim.schedules import Schedule
+from jaxmoe.parameters import ParameterTable
+from jaxmoe.scaling import BasePoint, Budget, Parameterization
+from jaxmoe.training.state import TrainState, init_state
+from sharding.distributed import global_batch
+from sharding.mesh import make_mesh
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What a config decides without any device: model, table, optimiser."""
+
+    config: PretrainConfig
+    model: ModelConfig
+    """With the forward multipliers of the parameterisation."""
+    parameterization: Parameterization
+    table: ParameterTable
+    schedule: Schedule
+    optimizer: optax.GradientTransformation
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Assembly:
+    """A plan on devices, with its data."""
+
+    plan: Plan
+    execution: ExecutionConfig
+    """With the mesh resolved."""
+    mesh: Mesh
+    source: Source
+    loader: Loader
+
+    def new_state(self) -> TrainState:
+        """The state before the first step."""
+        key = jax.random.key(self.plan.config.training.seed)
+        return init_state(
+            self.plan.model,
+            self.plan.optimizer,
+            key,
+            execution=self.execution,
+            parameterization=self.plan.parameterization,
+            mesh=self.mesh,
+        )
+
+    def batches(self, first_step: int) -> Iterator[Batch]:
+        """Training batches on the devices, from a step on."""
+        rows = self.loader.iterate(
+            first_step,
+            self.plan.config.training.steps,
+            process_index=jax.process_index(),
+            process_count=jax.process_count(),
+        )
+        return (global_batch(batch, self.mesh) for batch in rows)
+
+    def held_out(self) -> Iterator[Batch]:
+        """The held-out batches on the devices, the same ones every time."""
+        rows = evaluation_batches(
+            self.source,
+            batch_size=self.plan.config.training.batch_size,
+            sequence_length=self.plan.config.training.sequence_length,
+            num_batches=self.plan.config.evaluation.batches,
+            process_index=jax.process_index(),
+            process_count=jax.process_count(),
+        )
+        return (global_batch(batch, self.mesh) for batch in rows)
+
+
+def make_plan(config: PretrainConfig) -> Plan:
+    """Model, parameter table and optimiser of a config; touches no device.
+
+    Raises:
+        ValueError: a choice that does not fit another.
+    """
+    training = config.training
+    batch_tokens = training.batch_size * training.sequence_length
+    budget = Budget(tokens=training.steps * batch_tokens, batch_tokens=batch_tokens)
+    parameterization = config.parameterization.build(config.model, budget, BasePoint())
+    table = parameter_table(
+        parameterization.model, parameterization, config.execution.axis_rules
+    )
+    schedule = config.schedule.build(training.steps)
+    return Plan(
+        config=config,
+        model=parameterization.model,
+        parameterization=parameterization,
+        table=table,
+        schedule=schedule,
+        optimizer=config.optimizer.build(table, schedule),
+    )
+
+
+def assemble(config: PretrainConfig) -> Assembly:
+    """Everything a run needs, checked.
+
+    Raises:
+        ValueError: sizes that do not divide, a vocabulary too small for the data, too little data.
+    """
+    plan = make_plan(config)
+    mesh_config = config.execution.mesh.resolve(jax.device_count())
+    execution = dataclasses.replace(config.execution, mesh=mesh_config)
+    mesh = make_mesh(mesh_config)
+    plan.table.check_divides(execution.axis_rules, dict(mesh.shape))
+    training = config.training
+    parts = mesh_config.batch_shards * training.accumulation
+    if training.batch_size % parts:
+        raise ValueError(
+            f"training.batch_size={training.batch_size} must be divisible by the"
+            f" {mesh_config.batch_shards} devices that share a batch (mesh replica x data x"
+            f" expert) times training.accumulation={training.accumulation}: choose a multiple of"
+            f" {parts}"
+        )
+    source = config.data.build(training.seed)
+    if source.vocab_size > config.model.vocab_size:
+        raise ValueError(
+            f"model.vocab_size={config.model.vocab_size} is smaller than the vocabulary of the data"
+            f" ({source.vocab_size} token ids): set model.vocab_size to at least"
+            f" {source.vocab_size}"
+        )
+    loader = Loader(
+        source,
+        batch_size=training.batch_size,
+        sequence_length=training.sequence_length,
+        seed=training.seed,
+    )
+    assembly = Assembly(plan=plan, execution=execution, mesh=mesh, source=source, loader=loader)
+    next(iter(assembly.held_out()))
+    return assembly
+
+
+def entropy_floor(assembly: Assembly) -> float | None:
+    """Exact bits per token that no model can beat, where the data's entropy is known."""
+    return assembly.source.entropy_bits_per_token(assembly.plan.config.training.sequence_length)
+
+
+def devices_in_words(mesh: Mesh) -> list[str]:
+    """The devices of a mesh as strings, for environment.json."""
+    return [f"{device.platform}:{device.id} {device.device_kind}" for device in mesh.devices.flat]
+
+
+def mesh_in_words(mesh: Mesh) -> dict[str, Any]:
+    """Axes of the mesh that are larger than 1; all of size 1: {"devices": 1}."""
+    large = {axis: size for axis, size in mesh.shape.items() if size > 1}
+    return large or {"devices": 1}

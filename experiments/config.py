@@ -1,0 +1,142 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""`PretrainConfig`: everything that decides a run, as one tree.
+
+What is computed (`model`), from what (`data`), with what rule (`optimizer`, `schedule`,
+`parameterization`), how long (`training`), where and how (`execution`), and what is kept of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from jaxmoe.data import CorpusConfig, DataConfig
+from jaxmoe.execution import ExecutionConfig
+from jaxmoe.models.config import ModelConfig
+from jaxmoe.optim import AdamWConfig, LinearConfig, OptimizerConfig, ScheduleConfig
+from jaxmoe.scaling import ParameterizationConfig, StandardConfig
+
+FREE_FIELDS = ("run", "execution", "checkpoint", "tracking")
+"""May change when a run is resumed: none of them changes the loss beyond rounding."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class RunConfig:
+    """Where the run lives."""
+
+    directory: str | None = None
+    """Run directory; runs/pretrain/<name> when None."""
+    name: str | None = None
+    """Name of the run; the recipe's when None. The same name continues the same run."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class TrainingConfig:
+    """How long, on how much at a time."""
+
+    seed: int = 0
+    """Of the initial values and the order of the data."""
+    steps: int = 600
+    """Optimiser steps of the whole run."""
+    batch_size: int = 16
+    """Sequences of one step, over all devices and micro-batches."""
+    sequence_length: int = 128
+    """Tokens of one sequence."""
+    accumulation: int = 1
+    """Micro-batches of one step."""
+    clip: float | None = 1.0
+    """Largest global gradient norm; None does not clip."""
+    max_skipped: int = 5
+    """Steps in a row that are refused (not finite) before the run ends as diverged."""
+
+    def __post_init__(self):
+        for field in ("steps", "batch_size", "accumulation", "max_skipped"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"training.{field}={getattr(self, field)} must be at least 1")
+        if not 0 <= self.seed < 2**31:
+            raise ValueError(f"training.seed={self.seed} must lie in [0, 2^31)")
+        if self.sequence_length < 2:
+            raise ValueError(f"training.sequence_length={self.sequence_length} must be at least 2")
+        if self.clip is not None and not self.clip > 0:
+            raise ValueError(f"training.clip={self.clip} must be above 0, or None not to clip")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class EvaluationConfig:
+    """Held-out loss."""
+
+    every: int = 100
+    """Steps between evaluations; 0: only at the end."""
+    batches: int = 8
+    """Held-out batches, of the size of a training batch; the same ones every time."""
+
+    def __post_init__(self):
+        if self.every < 0 or self.batches < 1:
+            raise ValueError(
+                f"evaluation.every={self.every} must be 0 or more, and"
+                f" evaluation.batches={self.batches} at least 1"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointConfig:
+    """What is saved."""
+
+    every: int = 200
+    """Steps between checkpoints; 0: only at the end."""
+    keep: int = 3
+    """Newest checkpoints that are kept; at least 2."""
+
+    def __post_init__(self):
+        if self.every < 0:
+            raise ValueError(f"checkpoint.every={self.every} must be 0 or more")
+        if self.keep < 2:
+            raise ValueError(
+                f"checkpoint.keep={self.keep} must be at least 2: the last may be in flight"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class TrackingConfig:
+    """What is shown and written on the way."""
+
+    print_every: int = 20
+    """Steps between progress lines."""
+    has_tensorboard: bool = True
+    """Also write TensorBoard event files."""
+    sample_length: int = 400
+    """Tokens of text generated at the end; 0: none."""
+
+    def __post_init__(self):
+        if self.print_every < 1:
+            raise ValueError(f"tracking.print_every={self.print_every} must be at least 1")
+        if self.sample_length < 0:
+            raise ValueError(f"tracking.sample_length={self.sample_length} must be 0 or more")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class PretrainConfig:
+    """A pre-training run."""
+
+    run: RunConfig = RunConfig()
+    """Where the run lives."""
+    model: ModelConfig = ModelConfig()
+    """What is computed."""
+    data: DataConfig = CorpusConfig()
+    """What is read."""
+    training: TrainingConfig = TrainingConfig()
+    """How long, on how much at a time."""
+    optimizer: OptimizerConfig = AdamWConfig()
+    """The rule of the update."""
+    schedule: ScheduleConfig = LinearConfig()
+    """The learning rate by step."""
+    parameterization: ParameterizationConfig = StandardConfig()
+    """Initial scale, learning-rate multipliers and forward multipliers by role."""
+    execution: ExecutionConfig = ExecutionConfig()
+    """Where and how."""
+    evaluation: EvaluationConfig = EvaluationConfig()
+    """Held-out loss."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """What is saved."""
+    tracking: TrackingConfig = TrackingConfig()
+    """What is shown."""

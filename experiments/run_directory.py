@@ -1,0 +1,300 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""The directory of one run: where its files are, who may write them, and for which config.
+
+    runs/<experiment>/<name>/
+        config.json        the config, resolved; a later start with another one is refused
+        environment.json   versions, devices, commit, command line of the latest start
+        metrics.jsonl      one object per logged step
+        tensorboard/       the same, for TensorBoard
+        router.npz         load per step, layer and expert
+        plots/             PNG files
+        report.html        everything on one page, self-contained
+        samples.txt        generated text
+        checkpoints/       what a restart continues from
+        summary.json       the numbers of the finished (or stopped) run
+        run.lock           process and host that hold the directory
+
+The lock is the kernel's (`flock`), so that it ends with the process, however that ends; the text
+in the file only serves the message to the second process. It reaches as far as the file system's
+`flock` does: over hosts on most shared ones, not on all. JSON files are replaced in one rename.
+
+To add a file: a property here and a line above.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import errno
+import fcntl
+import importlib.metadata
+import json
+import math
+import os
+import pathlib
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+from jaxmoe.configs import differences, from_json, to_json
+from jaxmoe.tracking.disk import replace_file
+
+Config = TypeVar("Config")
+
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "chex", "numpy")
+VARIABLES = ("JAX_PLATFORMS", "XLA_FLAGS", "LIBTPU_INIT_ARGS")
+"""The environment variables that change what a run computes; no others are recorded."""
+
+
+class RunDirectory:
+    """The files of one run.
+
+    Args:
+        path: The directory; relative to the working directory. It is made by `acquire`.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]):
+        self.path = pathlib.Path(path)
+        self._lock: int | None = None
+
+    @property
+    def config_file(self) -> pathlib.Path:
+        """The resolved config, as `jaxmoe.configs.to_json` writes it."""
+        return self.path / "config.json"
+
+    @property
+    def environment_file(self) -> pathlib.Path:
+        """Versions, devices, commit and command line of the latest start."""
+        return self.path / "environment.json"
+
+    @property
+    def metrics_file(self) -> pathlib.Path:
+        """One JSON object per logged step."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def tensorboard_directory(self) -> pathlib.Path:
+        """The event files of TensorBoard."""
+        return self.path / "tensorboard"
+
+    @property
+    def router_file(self) -> pathlib.Path:
+        """Load per step, layer and expert."""
+        return self.path / "router.npz"
+
+    @property
+    def plots_directory(self) -> pathlib.Path:
+        """PNG files."""
+        return self.path / "plots"
+
+    @property
+    def report_file(self) -> pathlib.Path:
+        """The self-contained page about the run."""
+        return self.path / "report.html"
+
+    @property
+    def samples_file(self) -> pathlib.Path:
+        """Generated text."""
+        return self.path / "samples.txt"
+
+    @property
+    def checkpoints_directory(self) -> pathlib.Path:
+        """One directory per saved step."""
+        return self.path / "checkpoints"
+
+    @property
+    def summary_file(self) -> pathlib.Path:
+        """The numbers of the finished or stopped run."""
+        return self.path / "summary.json"
+
+    @property
+    def lock_file(self) -> pathlib.Path:
+        """Process and host that hold the directory, while they do."""
+        return self.path / "run.lock"
+
+    def acquire(self) -> None:
+        """Make the directory and hold it until `release` or the end of the process.
+
+        Raises:
+            ValueError: If it cannot be made or written, or if another process holds it.
+        """
+        with self._in_words():
+            self.path.mkdir(parents=True, exist_ok=True)
+            lock = os.open(self.lock_file, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(lock)
+            raise ValueError(self._held_by()) from error
+        self._lock = lock
+        owner = {"pid": os.getpid(), "host": platform.node(), "since": _now()}
+        with self._in_words():
+            os.ftruncate(lock, 0)
+            os.pwrite(lock, json.dumps(owner).encode(), 0)
+            os.fsync(lock)
+
+    def release(self) -> None:
+        """Let go of the directory."""
+        if self._lock is not None:
+            os.ftruncate(self._lock, 0)
+            os.close(self._lock)
+            self._lock = None
+
+    def check_config(self, config: Any, free: tuple[str, ...] = ()) -> None:
+        """Record the config of a new run; refuse another one for an old run.
+
+        Args:
+            config: The config of this start.
+            free: Dotted paths (each with all beneath it) that may change from start to start;
+                the file then follows the new config.
+
+        Raises:
+            ValueError: If another field differs; with one line per field.
+        """
+        given = to_json(config)
+        if self.config_file.exists():
+            saved = self._read(self.config_file)
+            if lines := differences(saved, given, free):
+                raise ValueError(
+                    f"run.directory={self.path} belongs to a run with another config:\n  "
+                    + "\n  ".join(lines)
+                    + "\nrepeat the saved values, or choose another directory with "
+                    "--run.directory"
+                )
+            if saved == given:
+                return
+        self._write(self.config_file, given)
+
+    def load_config(self, cls: type[Config]) -> Config:
+        """The config of the run that was started here.
+
+        Args:
+            cls: Its class.
+
+        Raises:
+            ValueError: If no run was started here, or one whose config `cls` does not know.
+        """
+        if not self.config_file.exists():
+            raise ValueError(
+                f"run.directory={self.path} holds no run ({self.config_file.name} is missing): "
+                "give the directory of a run with --run.directory"
+            )
+        try:
+            return from_json(cls, self._read(self.config_file))
+        except ValueError as error:
+            raise ValueError(f"{self.config_file}: {error}") from error
+
+    def write_environment(self, devices: Sequence[str]) -> None:
+        """Record what this start runs on.
+
+        Args:
+            devices: The devices, in words; the caller asks jax for them, not this file.
+
+        Raises:
+            ValueError: If the file cannot be written.
+        """
+        environment = {
+            "started": _now(),
+            "command": shlex.join(sys.orig_argv),
+            "working_directory": os.getcwd(),
+            "host": platform.node(),
+            "platform": platform.platform(),
+            "processors": os.cpu_count(),
+            "python": platform.python_version(),
+            "packages": {name: _version(name) for name in PACKAGES},
+            "devices": list(devices),
+            "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
+            "commit": _commit(),
+        }
+        self._write(self.environment_file, environment)
+
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        """Write `summary.json`.
+
+        Args:
+            summary: Numbers and strings by name; NaN and infinity become null.
+
+        Raises:
+            ValueError: If the file cannot be written.
+        """
+        self._write(self.summary_file, _finite(summary))
+
+    def _write(self, file: pathlib.Path, data: Any) -> None:
+        with self._in_words():
+            replace_file(file, json.dumps(data, indent=2) + "\n")
+
+    def _read(self, file: pathlib.Path) -> Any:
+        try:
+            with self._in_words():
+                return json.loads(file.read_text())
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{file} is not JSON ({error}): restore or remove it") from error
+
+    def _held_by(self) -> str:
+        try:
+            owner = json.loads(self.lock_file.read_text())
+            who = f"process {owner['pid']} on {owner['host']} (since {owner['since']})"
+        except (OSError, ValueError, KeyError):
+            who = "another process"  # it holds the lock and has not yet said who it is
+        return (
+            f"run.directory={self.path} is in use by {who}: wait until it ends, stop it, or "
+            "choose another directory with --run.directory"
+        )
+
+    @contextlib.contextmanager
+    def _in_words(self) -> Iterator[None]:
+        """What the operating system refuses, as a ValueError that a user can act on."""
+        try:
+            yield
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                rule = "has no space left: free some"
+            elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+                rule = "is not writable: change its permissions"
+            else:
+                rule = f"cannot be used ({error.strerror}: {error.filename}): mend it"
+            raise ValueError(
+                f"run.directory={self.path} {rule}, or choose another directory with "
+                "--run.directory"
+            ) from error
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _commit() -> str | None:
+    """The commit of this checkout, `+changes` if files differ from it; None outside of one."""
+    root = pathlib.Path(__file__).resolve().parents[1]
+    if not (root / ".git").exists():
+        return None
+    try:
+        run = ["git", "-C", str(root), "describe", "--always", "--abbrev=40", "--exclude=*"]
+        described = subprocess.run(
+            [*run, "--dirty=+changes"], capture_output=True, text=True, check=True, timeout=10
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return described.stdout.strip()
+
+
+def _finite(value: Any) -> Any:
+    """The value with null for NaN and infinity, which JSON does not have."""
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

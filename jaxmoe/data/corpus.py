@@ -1,0 +1,154 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""The embedded corpus: real text that is on every machine, the running Python's own library.
+
+About 10 MB of source code, read as bytes (vocabulary 256). Documents are the `.py` files of the
+modules that the interpreter itself lists (`sys.stdlib_module_names`; generated and added files are
+not among them), without tests, in sorted order, joined by one byte 0, which no Python source holds.
+A file's own sha256 decides its split, one in `VALIDATION_EVERY` to validation, so that adding a
+file moves no other and equal files stay together. A row is a window of S + 1 bytes that starts
+where the last prediction of the row before ended: every byte but the first is predicted once, and
+the few after the last whole row never. Rows run across document borders.
+
+The text differs a little between Python versions. The fingerprint therefore holds the sha256 of
+both splits: numbers of two runs compare where these agree, and golden numbers belong to the
+synthetic languages. Reading your own files is another source.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import pathlib
+import sys
+import sysconfig
+from typing import Any, ClassVar
+
+import numpy as np
+
+from jaxmoe.data.batch import DataError
+from jaxmoe.data.source import Split
+from pallas_kernels.array_types import Int, Shaped
+
+SEPARATOR = 0
+"""The byte between two documents."""
+VALIDATION_EVERY = 20
+"""One file in so many is held out."""
+SMALLEST_USEFUL_BYTES = 2_000_000
+"""Below this the library's source has been stripped."""
+_EXCLUDED = frozenset({"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages"})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class CorpusConfig:
+    """The source code of the running Python's standard library, byte level, no download."""
+
+    name: ClassVar[str] = "corpus"
+
+    def build(self, seed: int = 0) -> Corpus:
+        """Reads the library.
+
+        Args:
+            seed: Changes nothing here: the text is what it is. Other sources draw their rows by it.
+
+        Raises:
+            DataError: The library's source is missing, stripped or unreadable.
+        """
+        del seed
+        documents: dict[Split, list[bytes]] = {"train": [], "validation": []}
+        for document in _read_documents():
+            digest = hashlib.sha256(document).digest()
+            held_out = int.from_bytes(digest[:8], "big") % VALIDATION_EVERY == 0
+            documents["validation" if held_out else "train"].append(document)
+        joined: dict[Split, bytes] = {
+            split: bytes([SEPARATOR]).join(parts) for split, parts in documents.items()
+        }
+        return Corpus(
+            text={split: np.frombuffer(part, np.uint8) for split, part in joined.items()},
+            num_documents={split: len(parts) for split, parts in documents.items()},
+            sha256={split: hashlib.sha256(part).hexdigest() for split, part in joined.items()},
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Corpus:
+    """Bytes in two splits, cut into rows."""
+
+    vocab_size: ClassVar[int] = 256
+    bytes_per_token: ClassVar[float] = 1.0
+
+    text: dict[Split, Shaped[np.ndarray, " length"]]
+    num_documents: dict[Split, int]
+    sha256: dict[Split, str]
+
+    def num_rows(self, split: Split, sequence_length: int) -> int:
+        """Whole windows of a split."""
+        return max(0, (len(self.text[split]) - 1) // sequence_length)
+
+    def row(self, split: Split, index: int, sequence_length: int) -> Int[np.ndarray, " row"]:
+        """The window of S + 1 bytes that starts at index * S."""
+        num_rows = self.num_rows(split, sequence_length)
+        if not 0 <= index < num_rows:
+            raise DataError(
+                f"row {index} is not in the {split} split of the corpus, which has {num_rows} rows "
+                f"of sequence_length={sequence_length}"
+            )
+        start = index * sequence_length
+        return self.text[split][start : start + sequence_length + 1].astype(np.int32)
+
+    def entropy_bits_per_token(self, sequence_length: int) -> None:
+        """Nobody knows it for real text."""
+        del sequence_length
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Kind, and for each split its documents, bytes and sha256."""
+        return {
+            "kind": CorpusConfig.name,
+            **{
+                split: {
+                    "documents": self.num_documents[split],
+                    "bytes": len(text),
+                    "sha256": self.sha256[split],
+                }
+                for split, text in self.text.items()
+            },
+        }
+
+    def encode(self, text: str) -> Int[np.ndarray, " S"]:
+        """The bytes of the text in UTF-8."""
+        return np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int32)
+
+    def decode(self, tokens: Int[np.ndarray, " S"]) -> str:
+        """The text of the bytes; what is not UTF-8 becomes U+FFFD."""
+        return bytes(np.asarray(tokens).tolist()).decode("utf-8", errors="replace")
+
+
+def _read_documents() -> list[bytes]:
+    """The library's files that are not empty, in the order of their paths."""
+    root = pathlib.Path(sysconfig.get_path("stdlib"))
+    relative = (path.relative_to(root) for path in root.rglob("*.py"))
+    chosen = sorted(
+        path.as_posix()
+        for path in relative
+        if path.parts[0].removesuffix(".py") in sys.stdlib_module_names
+        and _EXCLUDED.isdisjoint(path.parts)
+    )
+    documents = []
+    for path in chosen:
+        try:
+            documents.append((root / path).read_bytes())
+        except OSError as error:
+            raise DataError(
+                f"the embedded corpus cannot read {root / path} ({error.strerror}): make it "
+                "readable, or train on a synthetic language (data:markov)"
+            ) from error
+    documents = [document for document in documents if document]
+    size = sum(len(document) for document in documents)
+    if size < SMALLEST_USEFUL_BYTES:
+        raise DataError(
+            f"the embedded corpus is the source of Python's standard library, and {root} holds "
+            f"only {size} bytes of it in {len(documents)} files (at least {SMALLEST_USEFUL_BYTES} "
+            "are needed): this distribution strips it. Use a Python from python.org, uv, pyenv or "
+            "conda, or train on a synthetic language (data:markov)"
+        )
+    return documents

@@ -1,0 +1,247 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""The loader: a batch is a pure function of (seed, global step), on any number of hosts.
+
+Step t of batch size B holds the rows numbered t*B to t*B + B - 1 of an endless sequence: each epoch
+visits every row of the split once, in an order of its own; a source without end is read straight
+through. Hosts take consecutive, equal parts of the batch, so that the parts of 1, 2 or 4 hosts laid
+end to end are the same batch. There is no state, hence nothing to restore: a checkpoint keeps the
+step and the fingerprint (`position`), and `check_position` refuses to continue on other data.
+
+The validation split is never shuffled and never repeated: its step t is the same for every seed.
+
+What it does not do: pack several documents into a row with masks between them (each row is one
+segment here), mix sources, or move a batch to devices.
+"""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from jaxmoe.data.batch import Batch, DataError, validate_batch
+from jaxmoe.data.permutation import permuted
+from jaxmoe.data.source import Source, Split
+
+_PREFETCH = 2
+"""Batches that the background thread makes ahead of the consumer."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Loader:
+    """Batches of a source by step."""
+
+    source: Source
+    _: dataclasses.KW_ONLY
+    batch_size: int
+    """Rows of one step, over all hosts."""
+    sequence_length: int
+    """Predictions of one row, S."""
+    seed: int
+    """Chooses the order of the rows in each epoch."""
+    split: Split = "train"
+
+    def __post_init__(self):
+        if self.sequence_length < 2:
+            raise DataError(f"sequence_length={self.sequence_length} must be at least 2")
+        if self.batch_size < 1:
+            raise DataError(f"batch_size={self.batch_size} must be at least 1")
+        if self.seed < 0:
+            raise DataError(f"seed={self.seed} must not be negative")
+        num_rows = self._num_rows()
+        if num_rows is not None and num_rows < self.batch_size:
+            raise DataError(
+                f"the {self.split} split has {num_rows} rows of sequence_length="
+                f"{self.sequence_length}, fewer than batch_size={self.batch_size}: lower one of "
+                "them, or bring more data"
+            )
+
+    @property
+    def num_batches(self) -> int | None:
+        """Whole batches of one pass over the split; None where there is no end."""
+        num_rows = self._num_rows()
+        return None if num_rows is None else num_rows // self.batch_size
+
+    def batch(self, step: int, *, process_index: int = 0, process_count: int = 1) -> Batch:
+        """The rows of one host at one step.
+
+        Args:
+            step: Global step, from 0.
+            process_index: Which part of the batch; hosts that hold the same rows (for instance
+                because they share sequences) pass the same number.
+            process_count: Number of equal parts.
+
+        Returns:
+            Rows [B / process_count, S], as numpy arrays.
+
+        Raises:
+            DataError: The parts are not equal, the step is negative or past the end of the
+                validation split, or the source gave a token outside its vocabulary.
+        """
+        if self.batch_size % process_count:
+            raise DataError(
+                f"batch_size={self.batch_size} must be divisible by the number of hosts "
+                f"({process_count}): choose a multiple of {process_count}"
+            )
+        if not 0 <= process_index < process_count:
+            raise DataError(f"process_index={process_index} must be in [0, {process_count})")
+        part = self.batch_size // process_count
+        first = step * self.batch_size + process_index * part
+        indices = self._row_indices(step, np.arange(first, first + part))
+        rows = np.stack(
+            [self.source.row(self.split, int(i), self.sequence_length) for i in indices]
+        )
+        tokens = np.ascontiguousarray(rows[:, :-1])
+        batch = Batch(
+            tokens=tokens,
+            targets=np.ascontiguousarray(rows[:, 1:]),
+            loss_weights=np.ones(tokens.shape, np.float32),
+            segment_ids=np.ones(tokens.shape, np.int32),
+            positions=np.tile(np.arange(self.sequence_length, dtype=np.int32), (part, 1)),
+        )
+        validate_batch(batch, self.source.vocab_size)
+        return batch
+
+    def iterate(
+        self, start_step: int, stop_step: int, *, process_index: int = 0, process_count: int = 1
+    ) -> Iterator[Batch]:
+        """The batches of steps [start_step, stop_step), made ahead in one background thread.
+
+        An error in the thread is raised here, at the step it belongs to. Closing the iterator (or
+        dropping it) drops what was made ahead and ends the thread.
+        """
+        steps = iter(range(start_step, stop_step))
+        with concurrent.futures.ThreadPoolExecutor(1, "jaxmoe-data") as executor:
+
+            def submit(count: int) -> None:
+                for step in itertools.islice(steps, count):
+                    pending.append(
+                        executor.submit(
+                            self.batch,
+                            step,
+                            process_index=process_index,
+                            process_count=process_count,
+                        )
+                    )
+
+            pending: collections.deque[concurrent.futures.Future[Batch]] = collections.deque()
+            submit(_PREFETCH)
+            while pending:
+                batch = pending.popleft().result()
+                submit(1)
+                yield batch
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What decides every batch, in values that JSON holds."""
+        return {
+            "source": self.source.fingerprint(),
+            "split": self.split,
+            "seed": self.seed,
+            "batch_size": self.batch_size,
+            "sequence_length": self.sequence_length,
+        }
+
+    def position(self, step: int) -> dict[str, Any]:
+        """What a checkpoint keeps: the fingerprint, and the first step that was not taken."""
+        return {**self.fingerprint(), "step": step}
+
+    def _num_rows(self) -> int | None:
+        return self.source.num_rows(self.split, self.sequence_length)
+
+    def _row_indices(self, step: int, numbers: np.ndarray) -> np.ndarray:
+        """Turns places in the endless sequence of a split into indices of rows."""
+        if step < 0:
+            raise DataError(f"step={step} must not be negative")
+        num_rows = self._num_rows()
+        if num_rows is None:
+            return numbers
+        if self.split == "validation":
+            if step >= num_rows // self.batch_size:
+                raise DataError(
+                    f"validation batch {step} does not exist: the split has {num_rows} rows of "
+                    f"sequence_length={self.sequence_length}, {num_rows // self.batch_size} "
+                    f"batches of {self.batch_size}. Ask for fewer batches or smaller ones"
+                )
+            return numbers
+        epochs, offsets = np.divmod(numbers, num_rows)
+        indices = np.empty_like(numbers)
+        for epoch in np.unique(epochs):
+            here = epochs == epoch
+            indices[here] = permuted(offsets[here], size=num_rows, seed=(self.seed, int(epoch)))
+        return indices
+
+
+def evaluation_batches(
+    source: Source,
+    *,
+    batch_size: int,
+    sequence_length: int,
+    num_batches: int,
+    process_index: int = 0,
+    process_count: int = 1,
+) -> Iterator[Batch]:
+    """The first `num_batches` validation batches, the same ones in the same order every time.
+
+    Raises:
+        DataError: At once, if the validation split has fewer.
+    """
+    loader = Loader(
+        source,
+        batch_size=batch_size,
+        sequence_length=sequence_length,
+        seed=0,
+        split="validation",
+    )
+    if num_batches < 1:
+        raise DataError(f"num_batches={num_batches} must be at least 1")
+    if loader.num_batches is not None and num_batches > loader.num_batches:
+        raise DataError(
+            f"num_batches={num_batches} of batch_size={batch_size} and sequence_length="
+            f"{sequence_length} are more than the validation split holds "
+            f"({loader.num_batches}): ask for at most {loader.num_batches}"
+        )
+    return loader.iterate(0, num_batches, process_index=process_index, process_count=process_count)
+
+
+def check_position(saved: dict[str, Any], current: dict[str, Any]) -> None:
+    """Refuses to continue a run on data other than that it was trained on.
+
+    Args:
+        saved: The `position` in the checkpoint.
+        current: The `position` of the loader that is to continue.
+
+    Raises:
+        DataError: One line for each field that differs, with both values.
+    """
+    before, now = _flat(saved), _flat(current)
+    values = {
+        field: (before.get(field, "absent"), now.get(field, "absent")) for field in before | now
+    }
+    differing = [
+        f"  {field}: {was} in the checkpoint, {is_now} now"
+        for field, (was, is_now) in values.items()
+        if was != is_now
+    ]
+    if differing:
+        raise DataError(
+            "the checkpoint was trained on other data:\n"
+            + "\n".join(differing)
+            + "\nGive the same data, seed, batch size and length, or start a new run directory"
+        )
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested dictionaries as one, with dotted names."""
+    flat = {}
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            flat |= _flat(value, f"{prefix}{name}.")
+        else:
+            flat[prefix + name] = value
+    return flat

@@ -1,0 +1,310 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Languages whose entropy is known exactly, so that a loss can be read as bits above the floor.
+
+`markov`: the next of V symbols depends on the k before it, p(x_t | x_{t-k}, ..., x_{t-1}), each
+context's distribution drawn once from a symmetric Dirichlet (plus a floor, so that every symbol may
+follow every context and the chain has one stationary distribution). A row starts in that
+distribution, hence every window of a row has the same law, and the S predictions of a row of S + 1
+tokens cost in the mean
+
+    (H_j - H_1 + max(0, S + 1 - k) h) / S   bits,   j = min(S + 1, k)
+
+with H_j the entropy of j successive symbols and h the entropy rate. This is the minimum over all
+predictors that see the row's own tokens (Cover and Thomas, "Elements of Information Theory", chain
+rule and section 4.2).
+
+`language_mixture`: M such languages over disjoint slices of the vocabulary, one language per row,
+all equally likely. The first token of a row reveals the language, so nothing is paid for it. The
+right expert of every token is known, and `normalized_mutual_information` says how well a router
+found it.
+
+Rows come from counters (Philox), keyed by seed, split and index, and from numpy's `RandomState`,
+whose streams numpy has frozen: they stay the same across versions of numpy. The validation rows do
+not depend on the seed, so that runs with different seeds are measured on the same rows.
+
+To add a language: here, with its exact entropy and the brute-force test that proves it.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import hashlib
+from typing import Any, ClassVar
+
+import numpy as np
+
+from jaxmoe.data.batch import DataError
+from jaxmoe.data.source import Split
+from pallas_kernels.array_types import Float, Int, Shaped
+
+_FLOOR = 0.01
+"""Share of every context's distribution that is uniform."""
+_LARGEST_TABLE = 2**20
+"""Most entries of a transition table; the sampler holds them as Python floats."""
+_SPLIT_KEYS: dict[Split, int] = {"train": 1, "validation": 2}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class MarkovConfig:
+    """A Markov chain of order k: a language with exactly known entropy."""
+
+    name: ClassVar[str] = "markov"
+
+    order: int = 2
+    """Number of tokens that the next one depends on, from 1."""
+    vocab_size: int = 16
+    """Number of symbols, from 2."""
+    concentration: float = 0.3
+    """Of the Dirichlet that draws each context's distribution: lower is more predictable."""
+    language_seed: int = 0
+    """Chooses the language; the training seed chooses the rows."""
+
+    def __post_init__(self):
+        _check_chain(self, self.vocab_size, "vocab_size")
+
+    def build(self, seed: int = 0) -> SyntheticSource:
+        """Draws the language; `seed` chooses the rows of the train split."""
+        chain = _draw_chain(self, self.vocab_size, language=0)
+        return SyntheticSource(config=self, seed=seed, chains=(chain,))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class LanguageMixtureConfig:
+    """Disjoint languages, one per row: the right expert of every token is known."""
+
+    name: ClassVar[str] = "language_mixture"
+
+    num_languages: int = 4
+    """Languages, each with symbols of its own; the vocabulary has their product."""
+    symbols_per_language: int = 8
+    """Number of symbols of one language, from 2."""
+    order: int = 1
+    """Number of tokens that the next one depends on, from 1."""
+    concentration: float = 0.3
+    """Of the Dirichlet that draws each context's distribution: lower is more predictable."""
+    language_seed: int = 0
+    """Chooses the languages; the training seed chooses the rows."""
+
+    def __post_init__(self):
+        if self.num_languages < 1:
+            raise ValueError(f"num_languages={self.num_languages} must be at least 1")
+        _check_chain(self, self.symbols_per_language, "symbols_per_language")
+
+    def build(self, seed: int = 0) -> SyntheticSource:
+        """Draws the languages; `seed` chooses the rows of the train split."""
+        chains = tuple(
+            _draw_chain(self, self.symbols_per_language, language=language)
+            for language in range(self.num_languages)
+        )
+        return SyntheticSource(config=self, seed=seed, chains=chains)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Chain:
+    """One language: its law, and what is needed to draw from it.
+
+    Contexts are numbered in base V, the oldest symbol first, so that symbol s after context c leads
+    to context (c * V + s) mod V**k.
+    """
+
+    order: int
+    transitions: Float[np.ndarray, "contexts V"]
+    stationary: Float[np.ndarray, " contexts"]
+    cumulative_transitions: tuple[float, ...]
+    cumulative_stationary: tuple[float, ...]
+
+    def entropy_rate(self) -> float:
+        """Bits per symbol, once k symbols are known."""
+        return float(self.stationary @ _entropy_bits(self.transitions))
+
+    def entropy_bits_per_token(self, sequence_length: int) -> float:
+        """Mean bits of the S predictions of a row, those with short contexts included."""
+        known = min(sequence_length + 1, self.order)
+        first = self._block_entropy(known) - self._block_entropy(1)
+        rest = max(0, sequence_length + 1 - self.order) * self.entropy_rate()
+        return (first + rest) / sequence_length
+
+    def sample(self, uniforms: Float[np.ndarray, " row"]) -> Int[np.ndarray, " row"]:
+        """A row of symbols that starts in the stationary distribution.
+
+        Args:
+            uniforms: Numbers in [0, 1); the first chooses k symbols, number t >= k the t-th symbol.
+        """
+        contexts, vocab = self.transitions.shape
+        context = bisect.bisect_right(self.cumulative_stationary, uniforms[0], 0, contexts - 1)
+        symbols = [context // vocab**power % vocab for power in reversed(range(self.order))]
+        for uniform in uniforms[self.order :].tolist():
+            # The table is flat, so the index found is context * V + symbol.
+            low = context * vocab
+            index = bisect.bisect_right(self.cumulative_transitions, uniform, low, low + vocab - 1)
+            symbols.append(index - low)
+            context = index % contexts
+        return np.array(symbols[: len(uniforms)], np.int32)
+
+    def _block_entropy(self, length: int) -> float:
+        """Bits of `length` successive symbols, at most k."""
+        vocab = self.transitions.shape[1]
+        marginal = self.stationary.reshape(vocab**length, -1).sum(axis=1)
+        return float(_entropy_bits(marginal))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class SyntheticSource:
+    """Rows of one language each, drawn by counter; as text, the numbers of the tokens."""
+
+    bytes_per_token: ClassVar[None] = None
+
+    config: MarkovConfig | LanguageMixtureConfig
+    seed: int
+    chains: tuple[Chain, ...]
+
+    @property
+    def vocab_size(self) -> int:
+        """Symbols of all languages."""
+        return sum(chain.transitions.shape[1] for chain in self.chains)
+
+    def num_rows(self, split: Split, sequence_length: int) -> None:
+        """No end."""
+        del split, sequence_length
+
+    def row(self, split: Split, index: int, sequence_length: int) -> Int[np.ndarray, " row"]:
+        """Row `index`: its language first, then S + 1 of its symbols."""
+        seed = self.seed if split == "train" else 0
+        generator = _frozen_generator(self.config.language_seed, _SPLIT_KEYS[split], seed, index)
+        uniforms = generator.random_sample(sequence_length + 2)
+        language = int(uniforms[0] * len(self.chains))
+        symbols = self.chains[language].sample(uniforms[1:])
+        return symbols + np.int32(language * self.chains[0].transitions.shape[1])
+
+    def entropy_bits_per_token(self, sequence_length: int) -> float:
+        """Exact mean bits per predicted token: the floor of the loss."""
+        return float(
+            np.mean([chain.entropy_bits_per_token(sequence_length) for chain in self.chains])
+        )
+
+    def fingerprint(self) -> dict[str, Any]:
+        """The config, the seed of the rows, and the sha256 of the transition tables."""
+        digest = hashlib.sha256()
+        for chain in self.chains:
+            # Rounded, so that the last bit of another machine's logarithm does not count.
+            digest.update(np.round(chain.transitions * 1e9).astype("<i8").tobytes())
+        return {
+            "kind": self.config.name,
+            **dataclasses.asdict(self.config),
+            "seed": self.seed,
+            "sha256": digest.hexdigest(),
+        }
+
+    def language_of(self, tokens: Int[np.ndarray, "*shape"]) -> Int[np.ndarray, "*shape"]:
+        """The language of each token, in [0, M): the expert that a perfect router gives it."""
+        return tokens // self.chains[0].transitions.shape[1]
+
+    def encode(self, text: str) -> Int[np.ndarray, " S"]:
+        """Numbers separated by spaces, as `decode` writes them."""
+        words = text.split()
+        wrong = [word for word in words if not word.isdecimal() or int(word) >= self.vocab_size]
+        if wrong:
+            raise DataError(
+                f"{wrong[0]!r} is not a token of this language: write numbers from 0 to "
+                f"{self.vocab_size - 1}, separated by spaces"
+            )
+        return np.array([int(word) for word in words], np.int32)
+
+    def decode(self, tokens: Int[np.ndarray, " S"]) -> str:
+        """The token ids, separated by spaces."""
+        return " ".join(str(token) for token in np.asarray(tokens).tolist())
+
+
+def normalized_mutual_information(counts: Shaped[np.ndarray, "M E"]) -> float:
+    """How well experts tell languages apart: 2 I(language; expert) / (H(language) + H(expert)).
+
+    Args:
+        counts: Tokens of each language (row) that went to each expert (column).
+
+    Returns:
+        0 where the expert says nothing of the language, 1 where each determines the other. With
+        more experts than languages it stays below 1 unless as many experts as languages are used.
+        0 where there is only one language and one expert, since nothing can be told apart.
+
+    Source: Strehl and Ghosh, "Cluster ensembles" (JMLR 2002), with the arithmetic mean.
+    """
+    total = counts.sum()
+    if total <= 0 or (counts < 0).any():
+        raise DataError("counts must not be negative and must hold at least one token")
+    joint = counts / total
+    language, expert = _entropy_bits(joint.sum(axis=1)), _entropy_bits(joint.sum(axis=0))
+    mutual = language + expert - _entropy_bits(joint.ravel())
+    return float(np.clip(2 * mutual / (language + expert), 0, 1)) if language + expert > 0 else 0.0
+
+
+def _check_chain(
+    config: MarkovConfig | LanguageMixtureConfig, num_symbols: int, field: str
+) -> None:
+    """Raises a ValueError for a chain that cannot be drawn."""
+    if config.order < 1:
+        raise ValueError(f"order={config.order} must be at least 1")
+    if num_symbols < 2:
+        raise ValueError(f"{field}={num_symbols} must be at least 2")
+    if num_symbols ** (config.order + 1) > _LARGEST_TABLE:
+        raise ValueError(
+            f"{field}={num_symbols} with order={config.order} needs a table of "
+            f"{num_symbols ** (config.order + 1)} probabilities, more than {_LARGEST_TABLE}: "
+            "lower one of them"
+        )
+    if not 0.05 <= config.concentration <= 1000:
+        raise ValueError(
+            f"concentration={config.concentration} must be between 0.05 (almost deterministic) "
+            "and 1000 (almost uniform)"
+        )
+    if config.language_seed < 0:
+        raise ValueError(f"language_seed={config.language_seed} must not be negative")
+
+
+def _draw_chain(
+    config: MarkovConfig | LanguageMixtureConfig, num_symbols: int, *, language: int
+) -> Chain:
+    """Draws the distributions of all contexts and solves for the stationary one."""
+    generator = _frozen_generator(config.language_seed, 0, language)
+    drawn = generator.dirichlet(
+        np.full(num_symbols, config.concentration), size=num_symbols**config.order
+    )
+    transitions = (1 - _FLOOR) * drawn + _FLOOR / num_symbols
+    stationary = _stationary(transitions)
+    return Chain(
+        order=config.order,
+        transitions=transitions,
+        stationary=stationary,
+        cumulative_transitions=tuple(transitions.cumsum(axis=1).ravel().tolist()),
+        cumulative_stationary=tuple(stationary.cumsum().tolist()),
+    )
+
+
+def _stationary(transitions: np.ndarray) -> np.ndarray:
+    """The distribution of contexts that one step leaves as it is, by power iteration."""
+    contexts, vocab = transitions.shape
+    current = np.full(contexts, 1 / contexts)
+    for _ in range(10_000):
+        # [contexts V] flat is context * V + symbol; its value mod V**k is the next context.
+        following = (current[:, None] * transitions).reshape(vocab, contexts).sum(axis=0)
+        following /= following.sum()
+        change = np.abs(following - current).sum()
+        current = following
+        if change < 1e-14:
+            return current
+    raise DataError(
+        f"the stationary distribution did not settle (last change {change:.1e}): raise "
+        "concentration, or take another language_seed"
+    )
+
+
+def _entropy_bits(probabilities: np.ndarray) -> np.ndarray:
+    """Entropy over the last axis, with 0 log 0 = 0."""
+    logs = np.log2(probabilities, where=probabilities > 0, out=np.zeros_like(probabilities))
+    return -(probabilities * logs).sum(axis=-1)
+
+
+def _frozen_generator(*key: int) -> np.random.RandomState:
+    """A generator whose stream depends on the key alone, and on no version of numpy."""
+    return np.random.RandomState(np.random.Philox(np.random.SeedSequence(key)))

@@ -1,0 +1,92 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Generation with a key-value cache: the prompt in one pass, then one token at a time."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int, Key
+
+from jaxmoe.execution import ExecutionConfig
+from jaxmoe.layers.attention import KVCache
+from jaxmoe.models.config import ModelConfig
+from jaxmoe.models.transformer import Transformer, initial_cache
+
+
+def generate(
+    model: ModelConfig,
+    params: Any,
+    prompt: Int[Array, "B S"],
+    *,
+    num_tokens: int,
+    key: Key[Array, ""],
+    temperature: float = 1.0,
+    router_state: Any = None,
+    execution: ExecutionConfig | None = None,
+) -> Int[Array, "B num_tokens"]:
+    """Continues prompts of one length.
+
+    Args:
+        model: of the parameters.
+        params: of the model, on one device.
+        prompt: at least one token each.
+        num_tokens: to generate.
+        key: of the sampling.
+        temperature: divides the logits; 0 takes the most likely token.
+        router_state: stacked over MoE layers.
+        execution: how it is computed.
+
+    Raises:
+        ValueError: an empty prompt, nothing to generate, or a negative temperature.
+    """
+    if prompt.shape[1] < 1 or num_tokens < 1:
+        raise ValueError("generation needs a prompt of at least one token, and a token to generate")
+    if temperature < 0.0:
+        raise ValueError(f"temperature={temperature} must be 0 (greedy) or above")
+    execution = execution or ExecutionConfig()
+    run = _compiled(model, execution, num_tokens, temperature == 0.0)
+    return run(params, prompt, router_state, key, jnp.float32(temperature))
+
+
+@functools.lru_cache(maxsize=8)
+def _compiled(model: ModelConfig, execution: ExecutionConfig, num_tokens: int, is_greedy: bool):
+    """The jitted generator for one model and length."""
+
+    def decode(params: Any, tokens: Array, cache: KVCache, router_state: Any) -> tuple[Any, Any]:
+        batch, length = tokens.shape
+        positions = cache.length[0] + jnp.arange(length, dtype=jnp.int32)[None, :]
+        output = Transformer(model, execution).apply(
+            {"params": params},
+            tokens,
+            positions=jnp.broadcast_to(positions, (batch, length)),
+            router_state=router_state,
+            cache=cache,
+        )
+        return output.logits[:, -1], output.cache
+
+    def choose(logits: Array, key: Array, temperature: Array) -> Array:
+        if is_greedy:
+            return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        return jax.random.categorical(key, logits / temperature, axis=-1).astype(jnp.int32)
+
+    def run(params: Any, prompt: Array, router_state: Any, key: Array, temperature: Array) -> Array:
+        batch, length = prompt.shape
+        cache = initial_cache(model, execution, batch=batch, length=length + num_tokens)
+        logits, cache = decode(params, prompt, cache, router_state)
+        keys = jax.random.split(key, num_tokens)
+        token = choose(logits, keys[0], temperature)
+
+        def body(carry: tuple[Array, KVCache], key: Array) -> tuple[Any, Array]:
+            token, cache = carry
+            logits, cache = decode(params, token[:, None], cache, router_state)
+            new = choose(logits, key, temperature)
+            return (new, cache), new
+
+        _, rest = jax.lax.scan(body, (token, cache), keys[1:])
+        return jnp.concatenate([token[:, None], rest.T], axis=1)
+
+    return jax.jit(run)

@@ -1,0 +1,106 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""The progress line.
+
+    step=120/300 loss=3.2141 bpb=1.823 lr=8.10e-03 grad_norm=0.412 tokens/s=12.4k ... eta=0:58
+
+Plain `key=value` pairs in a fixed order, one line per logged step, the same on a terminal and in
+a log file; a pair whose number is not known is left out. The time left is reckoned from the steps
+of this process after its first line, so that compilation does not count.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import TextIO
+
+from jaxmoe.tracking.tracker import (
+    BITS_PER_BYTE,
+    GRADIENT_NORM,
+    LEARNING_RATE,
+    LOSS,
+    MAX_VIOLATION,
+    TOKENS_PER_SECOND,
+)
+
+
+def format_count(value: float) -> str:
+    """A number in three or four digits: 987, 12.4k, 3.91M, 1.07B."""
+    for size, letter in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= size * 0.9995:
+            return f"{value / size:.3g}{letter}"
+    return f"{value:.3g}"
+
+
+def format_duration(seconds: float) -> str:
+    """A time as `m:ss` or `h:mm:ss`."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+
+
+FIELDS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
+    ("loss", LOSS, "{:.4f}".format),
+    ("bpb", BITS_PER_BYTE, "{:.4f}".format),
+    ("lr", LEARNING_RATE, "{:.2e}".format),
+    ("grad_norm", GRADIENT_NORM, "{:.3g}".format),
+    ("tokens/s", TOKENS_PER_SECOND, format_count),
+    ("max_violation", MAX_VIOLATION, "{:.2f}".format),
+)
+
+
+class ConsoleTracker:
+    """Writes the progress line.
+
+    Args:
+        total_steps: Of the whole run, for `step=n/total` and the time left.
+        stream: Where to; standard output if None.
+        clock: Seconds, rising; tests bring their own.
+    """
+
+    def __init__(
+        self,
+        total_steps: int,
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._total_steps = total_steps
+        self._stream = stream
+        self._clock = clock
+        self._start: tuple[int, float] | None = None
+        self._held_out: dict[str, float] = {}
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write the line; the latest held-out result is repeated until the next one."""
+        if BITS_PER_BYTE in metrics:
+            self._held_out = {BITS_PER_BYTE: metrics[BITS_PER_BYTE]}
+        known = self._held_out | dict(metrics)
+        width = len(f"step={self._total_steps}/{self._total_steps}")
+        pairs = [f"step={step}/{self._total_steps}".ljust(width)]
+        pairs += [f"{key}={spell(known[name])}" for key, name, spell in FIELDS if name in known]
+        if (left := self._seconds_left(step)) is not None:
+            pairs.append(f"eta={format_duration(left)}")
+        self._write_line(" ".join(pairs))
+
+    def log_text(self, step: int, name: str, text: str) -> None:
+        """Write the text with its name above it."""
+        self._write_line(f"{name} at step {step}:\n{text}")
+
+    def close(self) -> None:
+        """Nothing is pending."""
+
+    def _seconds_left(self, step: int) -> float | None:
+        now = self._clock()
+        if self._start is None:
+            self._start = (step, now)
+        first_step, first_time = self._start
+        if step <= first_step or step >= self._total_steps:
+            return None
+        return (now - first_time) / (step - first_step) * (self._total_steps - step)
+
+    def _write_line(self, line: str) -> None:
+        stream = self._stream or sys.stdout
+        stream.write(line + "\n")
+        stream.flush()

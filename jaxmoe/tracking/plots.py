@@ -1,0 +1,273 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Pictures of a run: PNG files, drawn with matplotlib's object-oriented interface.
+
+    loss.png           training and held-out loss in bits per byte, with reference lines
+    router_load.png    load of every expert over the run, one panel per layer, 1.0 = fair
+    optimizer.png      learning rate and gradient norm
+
+No pyplot: no global state, no display, safe in a thread. Each function draws one file from arrays;
+`plot_run` draws all that the files of a run allow. To add a picture: a function here, a line in
+`plot_run`; the report shows every PNG of the directory.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from jaxmoe.tracking.disk import replace_file
+from jaxmoe.tracking.jsonl import read_metrics
+from jaxmoe.tracking.optional import require
+from jaxmoe.tracking.router_load import read_router_load
+from jaxmoe.tracking.tracker import BITS_PER_BYTE, GRADIENT_NORM, LEARNING_RATE, LOSS
+
+DPI = 110
+BLUE, ORANGE, GRAY = "#2563a8", "#d1571f", "#6b7280"
+MAX_COLUMNS = 240  # of a load panel; more steps are averaged into as many bins
+
+
+def plot_run(
+    metrics_file: str | os.PathLike[str],
+    router_file: str | os.PathLike[str],
+    directory: str | os.PathLike[str],
+    *,
+    references: Mapping[str, float] | None = None,
+    bytes_per_token: float = 1.0,
+) -> list[pathlib.Path]:
+    """Draw all pictures of a run.
+
+    Args:
+        metrics_file: `metrics.jsonl`.
+        router_file: `router.npz`; need not exist.
+        directory: Where the PNG files go.
+        references: Bits per byte of other predictors by label, drawn as lines into the loss.
+        bytes_per_token: Of the tokenizer, to draw the training loss in bits per byte.
+
+    Returns:
+        The files, in the order of the report.
+
+    Raises:
+        MissingPackageError: If matplotlib is not installed.
+        OSError: If a file cannot be written.
+    """
+    directory = pathlib.Path(directory)
+    series = read_metrics(metrics_file)
+    written = []
+    if LOSS in series:
+        written.append(directory / "loss.png")
+        plot_loss(
+            written[-1],
+            series[LOSS],
+            series.get(BITS_PER_BYTE),
+            references=references,
+            bytes_per_token=bytes_per_token,
+        )
+    if pathlib.Path(router_file).exists():
+        steps, load = read_router_load(router_file)
+        if load.size:
+            written.append(directory / "router_load.png")
+            plot_router_load(written[-1], steps, load)
+    if LEARNING_RATE in series and GRADIENT_NORM in series:
+        written.append(directory / "optimizer.png")
+        plot_optimizer(written[-1], series[LEARNING_RATE], series[GRADIENT_NORM])
+    return written
+
+
+def plot_loss(
+    path: str | os.PathLike[str],
+    training: tuple[np.ndarray, np.ndarray],
+    held_out: tuple[np.ndarray, np.ndarray] | None = None,
+    *,
+    references: Mapping[str, float] | None = None,
+    bytes_per_token: float = 1.0,
+) -> None:
+    """Draw training and held-out loss on one axis, bits per byte.
+
+    Args:
+        path: The PNG file.
+        training: Steps [n] and cross-entropy [n] in nats per token.
+        held_out: Steps [m] and bits per byte [m].
+        references: Bits per byte by label: horizontal lines.
+        bytes_per_token: Converts the one unit into the other.
+    """
+    figure, (axes,) = _figure(width=9.5, height=5.0)
+    nats_per_bit = math.log(2.0) * bytes_per_token
+    steps, loss = training
+    bits = loss / nats_per_bit
+    axes.plot(steps, bits, color=BLUE, alpha=0.3, linewidth=1.0)
+    axes.plot(steps, _smooth(bits), color=BLUE, linewidth=1.8, label="training (smoothed)")
+    points = [bits]
+    if held_out is not None:
+        axes.plot(*held_out, color=ORANGE, linewidth=1.8, marker="o", ms=4, label="held out")
+        points.append(held_out[1])
+    references = references or {}
+    values = np.concatenate([*points, np.array(list(references.values()))])
+    values = values[np.isfinite(values)]
+    if values.size:
+        low, high = values.min(), values.max()
+        margin = 0.06 * (high - low) or 0.1
+        axes.set_ylim(low - margin, high + margin)
+    axes.margins(x=0.01)
+    _draw_references(axes, references)
+    axes.set_xlabel("step")
+    axes.set_ylabel("bits per byte")
+    nats = axes.secondary_yaxis("right", functions=(_times(nats_per_bit), _times(1 / nats_per_bit)))
+    nats.set_ylabel("nats per token", color=GRAY)
+    nats.tick_params(colors=GRAY)
+    axes.legend(loc="upper right", frameon=False)
+    _save(figure, path)
+
+
+def plot_router_load(path: str | os.PathLike[str], steps: np.ndarray, load: np.ndarray) -> None:
+    """Draw the load of every expert over the run, one panel per layer, on one colour scale.
+
+    Args:
+        path: The PNG file.
+        steps: [n], rising.
+        load: [n L E] shares of the assignments; drawn as multiples of the fair share 1/E.
+    """
+    colors = require("matplotlib.colors")
+    _, layers, experts = load.shape
+    edges, ratio = _binned(steps, load * experts)
+    columns = min(layers, max(2, math.ceil(math.sqrt(layers / 2))), 6)
+    rows = math.ceil(layers / columns)
+    width = 2.6 + (9.0 if columns == 1 else 4.2 if columns == 2 else 3.0) * columns
+    panel = min(3.0, 1.2 + 0.02 * experts + (0.6 if rows <= 2 else 0.0))
+    figure, panels = _figure(width=width, height=1.4 + panel * rows, rows=rows, columns=columns)
+    top = math.ceil(2.0 * float(np.clip(np.quantile(ratio, 0.995), 1.5, 6.0))) / 2.0
+    norm = colors.TwoSlopeNorm(vcenter=1.0, vmin=0.0, vmax=top)
+    image = None
+    for layer, axes in enumerate(panels):
+        if layer >= layers:
+            axes.set_visible(False)
+            continue
+        image = axes.imshow(
+            ratio[:, layer].T,
+            extent=(edges[0], edges[-1], experts - 0.5, -0.5),
+            aspect="auto",
+            interpolation="nearest",
+            cmap="RdBu_r",
+            norm=norm,
+        )
+        worst = ratio[-1, layer].max()
+        axes.set_title(f"layer {layer}   busiest at the end: {worst:.2f}x", fontsize=9, loc="left")
+        axes.grid(visible=False)
+        axes.yaxis.get_major_locator().set_params(integer=True, nbins=5)
+        axes.xaxis.get_major_locator().set_params(integer=True, nbins=5)
+        if layer % columns == 0:
+            axes.set_ylabel("expert")
+        if layer + columns >= layers:
+            axes.set_xlabel("step")
+        else:
+            axes.tick_params(labelbottom=False)
+    bar = figure.colorbar(
+        image, ax=panels[:layers], location="top", extend="max", aspect=50, shrink=0.5
+    )
+    bar.set_ticks([0.0, 0.5, 1.0, (1.0 + top) / 2.0, top])
+    bar.ax.xaxis.set_major_formatter("{x:g}")
+    bar.set_label("load / fair share   (1 = fair, 0 = dead)", fontsize=9)
+    figure.suptitle(f"Router load (layers: {layers}, experts: {experts})", fontsize=11)
+    _save(figure, path)
+
+
+def plot_optimizer(
+    path: str | os.PathLike[str],
+    learning_rate: tuple[np.ndarray, np.ndarray],
+    gradient_norm: tuple[np.ndarray, np.ndarray],
+) -> None:
+    """Draw learning rate and gradient norm above each other.
+
+    Args:
+        path: The PNG file.
+        learning_rate: Steps and values.
+        gradient_norm: Steps and values, before clipping.
+    """
+    figure, (above, below) = _figure(width=9.5, height=5.0, rows=2)
+    above.plot(*learning_rate, color=BLUE, linewidth=1.8)
+    above.set_ylabel("learning rate")
+    above.set_ylim(bottom=0.0)
+    above.tick_params(labelbottom=False)
+    steps, norm = gradient_norm
+    below.plot(steps, norm, color=BLUE, alpha=0.3, linewidth=1.0)
+    below.plot(steps, _smooth(norm), color=BLUE, linewidth=1.8)
+    if np.any(norm > 0):
+        below.set_yscale("log")
+        below.yaxis.set_major_formatter("{x:g}")
+        below.yaxis.set_minor_locator(require("matplotlib.ticker").LogLocator(subs=(2.0, 5.0)))
+        below.yaxis.set_minor_formatter("{x:g}")
+    below.set_ylabel("gradient norm")
+    below.set_xlabel("step")
+    for axes in (above, below):
+        axes.margins(x=0.01)
+    _save(figure, path)
+
+
+def _figure(width: float, height: float, rows: int = 1, columns: int = 1) -> tuple[Any, list[Any]]:
+    figure = require("matplotlib.figure").Figure(figsize=(width, height), layout="constrained")
+    panels = list(figure.subplots(rows, columns, squeeze=False).flat)
+    for axes in panels:
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(color="#e5e7eb", linewidth=0.8)
+        axes.set_axisbelow(True)
+    return figure, panels
+
+
+def _save(figure: Any, path: str | os.PathLike[str]) -> None:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=DPI)
+    replace_file(path, buffer.getvalue())
+
+
+def _draw_references(axes: Any, references: Mapping[str, float]) -> None:
+    """Horizontal lines with labels where the falling curve is not: low ones left, high right."""
+    low, high = axes.get_ylim()
+    least = 0.045 * (high - low)
+    label_at = -math.inf
+    for label, value in sorted(references.items(), key=lambda pair: pair[1]):
+        axes.axhline(value, color=GRAY, linewidth=1.0, linestyle=(0, (4, 3)))
+        label_at = max(value, label_at + least)  # labels of close lines move apart
+        is_low = value < 0.5 * (low + high)
+        axes.annotate(
+            f"{label}  {value:.2f}",
+            xy=(0.008 if is_low else 0.992, label_at),
+            xycoords=("axes fraction", "data"),
+            xytext=(0, 2),
+            textcoords="offset points",
+            horizontalalignment="left" if is_low else "right",
+            color=GRAY,
+            fontsize=8,
+        )
+
+
+def _smooth(values: np.ndarray) -> np.ndarray:
+    """A centred mean over a fiftieth of the run; NaN is left out."""
+    half = max(1, len(values) // 100)
+    finite = np.isfinite(values)
+    window = np.ones(2 * half + 1)
+    sums = np.convolve(np.where(finite, values, 0.0), window, mode="full")[half : -half or None]
+    counts = np.convolve(finite.astype(float), window, mode="full")[half : -half or None]
+    return np.divide(sums, counts, out=np.full(len(values), np.nan), where=counts > 0)
+
+
+def _binned(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Values [n ...] averaged in bins of equal length in steps; an empty bin repeats the last."""
+    bins = min(len(steps), MAX_COLUMNS)
+    first, last = float(steps[0]), float(max(steps[-1], steps[0] + 1))
+    edges = np.linspace(first, last, bins + 1)
+    index = np.clip(np.searchsorted(edges, steps, side="right") - 1, 0, bins - 1)
+    means = np.empty((bins, *values.shape[1:]))
+    for bin_id in range(bins):
+        inside = index == bin_id
+        means[bin_id] = values[inside].mean(axis=0) if inside.any() else means[bin_id - 1]
+    return edges, means
+
+
+def _times(factor: float) -> Any:
+    return lambda value: value * factor

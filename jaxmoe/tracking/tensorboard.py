@@ -1,0 +1,66 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Metrics for TensorBoard, as event files written by tensorboardX (no TensorFlow).
+
+Its `SummaryWriter` hands events to a thread through a queue of ten; when the disk is full the
+thread dies, the queue fills and training hangs. So events are written here from the calling
+thread, and a full disk costs points and not the run.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from jaxmoe.tracking.disk import DiskGuard
+from jaxmoe.tracking.optional import require
+
+
+class TensorBoardTracker:
+    """Writes scalars and texts for `tensorboard --logdir`.
+
+    Args:
+        directory: Of the event files; every start of a run adds one.
+        resume_step: The restored step; TensorBoard hides what was logged after it. 0 begins anew.
+
+    Raises:
+        MissingPackageError: If tensorboardX is not installed.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], resume_step: int = 0):
+        self._events = require("tensorboardX.proto.event_pb2")
+        self._summary = require("tensorboardX.summary")
+        files = require("tensorboardX.event_file_writer")
+        os.makedirs(directory, exist_ok=True)
+        # The name has whole seconds only: two starts within one must not share a file.
+        self._writer = files.EventsWriter(os.path.join(directory, "events"), f".{time.time_ns()}")
+        self._guard = DiskGuard(directory)
+        start = self._events.SessionLog(status=self._events.SessionLog.START)
+        self._write(resume_step + 1, session_log=start)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write one scalar per number."""
+        values = [
+            value
+            for name, number in metrics.items()
+            for value in self._summary.scalar(name, float(number)).value
+        ]
+        self._write(step, summary=self._summary.Summary(value=values))
+
+    def log_text(self, step: int, name: str, text: str) -> None:
+        """Write a text, set as code."""
+        indented = "\n".join(f"    {line}" for line in text.splitlines())
+        self._write(step, summary=self._summary.text(name, indented))
+
+    def close(self) -> None:
+        """Close the file."""
+        with self._guard.going_on():
+            self._writer.close()
+
+    def _write(self, step: int, **content: Any) -> None:
+        event = self._events.Event(wall_time=time.time(), step=int(step), **content)
+        with self._guard.going_on():
+            self._writer.write_event(event)
+            self._writer.flush()

@@ -1,0 +1,95 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Where the numbers of a run go: the interface, its two trivial forms, and the names of metrics.
+
+A tracker takes what the training loop has computed anyway. It never decides anything, and on
+several processes only the first one has trackers (the others have a `NullTracker`).
+
+To add a tracker: a file beside this one with a class of these three methods, and a line where
+`experiments/pretrain.py` puts the composite together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+# The metrics that the console line, the plots and the report know; any others may be logged.
+LOSS = "train/loss"
+"""Cross-entropy of the training batch, nats per token."""
+LEARNING_RATE = "train/learning_rate"
+"""Base learning rate of the step."""
+GRADIENT_NORM = "train/grad_norm"
+"""Norm of all gradients before clipping."""
+BITS_PER_BYTE = "eval/bits_per_byte"
+"""Cross-entropy of the held-out text, bits per byte."""
+TOKENS_PER_SECOND = "perf/tokens_per_second"
+"""Tokens trained on per second of wall time, all devices together."""
+MAX_VIOLATION = "router/max_violation"
+"""Largest load of an expert over the fair load, minus 1, in the worst layer."""
+
+
+class Tracker(Protocol):
+    """A place where metrics and texts go."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Record numbers.
+
+        Args:
+            step: Optimiser steps done.
+            metrics: Numbers by name, such as `{LOSS: 3.2}`.
+        """
+        ...
+
+    def log_text(self, step: int, name: str, text: str) -> None:
+        """Record a text, such as a sample of the model.
+
+        Args:
+            step: Optimiser steps done.
+            name: What it is.
+            text: The text.
+        """
+        ...
+
+    def close(self) -> None:
+        """Write what is pending; nothing is logged afterwards."""
+        ...
+
+
+class NullTracker:
+    """Records nothing."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Do nothing."""
+
+    def log_text(self, step: int, name: str, text: str) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+class CompositeTracker:
+    """Passes everything on to several trackers.
+
+    Args:
+        trackers: In the order in which they are called.
+    """
+
+    def __init__(self, *trackers: Tracker):
+        self._trackers = trackers
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Log to each."""
+        for tracker in self._trackers:
+            tracker.log(step, metrics)
+
+    def log_text(self, step: int, name: str, text: str) -> None:
+        """Log to each."""
+        for tracker in self._trackers:
+            tracker.log_text(step, name, text)
+
+    def close(self) -> None:
+        """Close each."""
+        for tracker in self._trackers:
+            tracker.close()

@@ -1,0 +1,113 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""The loop: batches in, steps, hooks. It knows no mathematics and no file.
+
+Metrics stay on the device and are fetched every `report_every` steps, before a hook runs, and at
+the end, so that the host runs ahead of the device. Time spent in hooks is not training time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal
+
+import jax
+
+from jaxmoe.data.batch import Batch
+from jaxmoe.training.hooks import Hook
+from jaxmoe.training.state import TrainState
+from jaxmoe.training.step import StepMetrics
+from jaxmoe.training.stop import StopRequest
+
+Status = Literal["done", "preempted", "interrupted", "diverged"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Report:
+    """Metrics of consecutive steps, on the host."""
+
+    steps: tuple[int, ...]
+    metrics: tuple[StepMetrics, ...]
+    seconds: float
+    """Training time of these steps."""
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of these steps."""
+        tokens = sum(float(metrics.num_tokens) for metrics in self.metrics)
+        return tokens / max(self.seconds, 1e-9)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoopResult:
+    """How the loop ended."""
+
+    state: TrainState
+    step: int
+    status: Status
+
+
+def run_loop(
+    state: TrainState,
+    step_function: Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]],
+    batches: Iterator[Batch],
+    *,
+    first_step: int,
+    last_step: int,
+    hooks: Sequence[Hook],
+    report: Callable[[Report], None],
+    report_every: int,
+    max_skipped: int,
+    stop: StopRequest,
+) -> LoopResult:
+    """Trains until the last step, a signal, or too many bad steps in a row.
+
+    Args:
+        state: donated.
+        step_function: from `make_train_step`.
+        batches: on the devices, from `first_step` on.
+        first_step: steps already done.
+        last_step: steps to do in all.
+        hooks: run after the steps at which they are due, in this order.
+        report: receives the metrics.
+        report_every: steps between reports.
+        max_skipped: steps refused in a row that end the run.
+        stop: asked after every step; by several processes every `report_every` steps.
+    """
+    waiting: list[tuple[int, Any]] = []
+    step, status, since = first_step, "done", time.perf_counter()
+
+    def flush() -> bool:
+        """Reports what waits; whether the run may go on."""
+        nonlocal since
+        if not waiting:
+            return True
+        steps = tuple(number for number, _ in waiting)
+        metrics = tuple(jax.device_get([metric for _, metric in waiting]))
+        seconds = time.perf_counter() - since
+        report(Report(steps=steps, metrics=metrics, seconds=seconds))
+        waiting.clear()
+        since = time.perf_counter()
+        return all(int(metric.skipped_in_a_row) < max_skipped for metric in metrics)
+
+    # One process can stop at any step; several must ask one another, which costs a collective.
+    asks_alone = jax.process_count() == 1
+    while step < last_step and status == "done":
+        state, metrics = step_function(state, next(batches))
+        step += 1
+        waiting.append((step, metrics))
+        due = [hook for hook in hooks if hook.is_due(step)]
+        reason = stop.agreed() if asks_alone or step % report_every == 0 else None
+        if due or reason or step % report_every == 0 or step == last_step:
+            if not flush():
+                status = "diverged"
+                break
+        for hook in due:
+            hook.run(step, state)
+        if due:
+            since = time.perf_counter()
+        if reason and step < last_step:
+            status = reason
+    return LoopResult(state=state, step=step, status=status)

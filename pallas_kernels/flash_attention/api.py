@@ -1,0 +1,142 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""The door of flash_attention: checks, the choice of an implementation, and the table of them.
+
+    out = softmax(scale * q k^T over the keys that a query sees) v,   lse = log of the sum beneath
+
+See mask.py for who sees whom. Next to `out` it returns the log-sum-exp of every query, with
+gradients through both, so that attention over parts of the keys can be merged (online_softmax.py).
+Grouped-query attention: query head n reads key head n // (N / M). Fast implementations follow
+FlashAttention-2 (arXiv 2307.08691): memory linear in S, scores computed again in the backward pass.
+
+No dropout, no bias matrix, no forward-mode differentiation (but by `reference`). It knows no mesh:
+ring_attention carries it over one.
+
+To add an implementation: a file beside this one with the function of reference.py, a line in
+`OPERATION`, and a line in the table of the tests.
+"""
+
+import jax.numpy as jnp
+
+from pallas_kernels.array_types import Array, Float, Float32, Int
+from pallas_kernels.backend import Implementation, Operation
+from pallas_kernels.flash_attention import reference, xla
+from pallas_kernels.flash_attention.mask import Rules, Tokens
+from pallas_kernels.jax_versions import match_varying
+
+OPERATION = Operation(
+    name="flash_attention",
+    implementations={"reference": reference.flash_attention, "xla": xla.flash_attention},
+)
+
+
+def flash_attention(
+    q: Float[Array, "B S N H"],
+    k: Float[Array, "B U M H"],
+    v: Float[Array, "B U M Hv"],
+    *,
+    causal: bool = True,
+    q_positions: Int[Array, " S"] | Int[Array, "B S"] | None = None,
+    kv_positions: Int[Array, " U"] | Int[Array, "B U"] | None = None,
+    q_segment_ids: Int[Array, "B S"] | None = None,
+    kv_segment_ids: Int[Array, "B U"] | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+    implementation: Implementation | None = None,
+) -> tuple[Float[Array, "B S N Hv"], Float32[Array, "B N S"]]:
+    """Attention of queries over keys and values, exact, with the log-sum-exp of every query.
+
+    Args:
+        q: Queries, N heads.
+        k: Keys, M heads; M divides N.
+        v: Values, M heads.
+        causal: A query sees no key of a later position.
+        q_positions: Positions of the queries; None counts from 0.
+        kv_positions: Positions of the keys; None counts from 0. With a cache, decoding gives
+            q_positions, and slots that are not filled yet count as the future.
+        q_segment_ids: Documents packed in one sequence see only themselves.
+        kv_segment_ids: Given together with q_segment_ids.
+        window: A query sees keys less than `window` positions away.
+        softcap: Squashes the logits to (-softcap, softcap) by tanh.
+        scale: Multiplies the logits; None is 1 / sqrt(H).
+        implementation: Which implementation runs; None picks the fastest that runs here.
+
+    Returns:
+        out, in the dtype of q, and lse in float32. A query that sees nothing has out 0, lse -inf
+        and gradients 0.
+
+    Raises:
+        ValueError: Shapes or options that do not fit, or an implementation that cannot run here.
+    """
+    _check(q, k, v)
+    _check_tokens("q", q, q_positions, q_segment_ids)
+    _check_tokens("kv", k, kv_positions, kv_segment_ids)
+    if (q_segment_ids is None) != (kv_segment_ids is None):
+        raise ValueError(
+            "flash_attention: q_segment_ids and kv_segment_ids come together, and only one of "
+            "them was given: give both, the same array twice for self-attention."
+        )
+    if window is not None and window < 1:
+        raise ValueError(
+            f"flash_attention: window={window} must be at least 1 (the query's own position), "
+            "or None for no window."
+        )
+    if softcap is not None and softcap <= 0:
+        raise ValueError(f"flash_attention: softcap={softcap} must be above 0, or None for no cap.")
+
+    tokens = Tokens(q_positions, kv_positions, q_segment_ids, kv_segment_ids)
+    given = [x for x in (q, k, v, *tokens) if x is not None]
+    q, k, v = (match_varying(x, *given) for x in (q, k, v))
+    tokens = Tokens(*(None if x is None else match_varying(x, *given) for x in tokens))
+    rules = Rules(
+        causal=causal,
+        window=window,
+        softcap=softcap,
+        scale=q.shape[-1] ** -0.5 if scale is None else scale,
+    )
+    return OPERATION.function(implementation)(q, k, v, tokens, rules)
+
+
+def _check(q: Array, k: Array, v: Array) -> None:
+    shapes = f"q {q.shape}, k {k.shape}, v {v.shape}"
+    if (q.ndim, k.ndim, v.ndim) != (4, 4, 4):
+        raise ValueError(
+            f"flash_attention takes q [B S N H], k [B U M H] and v [B U M Hv], not {shapes}."
+        )
+    if not q.shape[0] == k.shape[0] == v.shape[0]:
+        raise ValueError(f"flash_attention: q, k and v must have the same batch, not {shapes}.")
+    if q.shape[3] != k.shape[3]:
+        raise ValueError(
+            f"flash_attention: heads of q ({q.shape[3]} wide) and of k ({k.shape[3]}) must have "
+            f"the same width, in {shapes}."
+        )
+    if k.shape[1:3] != v.shape[1:3]:
+        raise ValueError(
+            f"flash_attention: k and v must have the same length and heads, not {shapes}."
+        )
+    if q.shape[2] % k.shape[2]:
+        raise ValueError(
+            f"flash_attention: the {q.shape[2]} heads of q must be a multiple of the "
+            f"{k.shape[2]} heads of k, in {shapes}."
+        )
+    if not (q.dtype == k.dtype == v.dtype and jnp.issubdtype(q.dtype, jnp.floating)):
+        raise ValueError(
+            "flash_attention: q, k and v must have the same floating dtype, not "
+            f"{q.dtype}, {k.dtype} and {v.dtype}: cast with .astype."
+        )
+
+
+def _check_tokens(
+    side: str, heads: Array, positions: Array | None, segment_ids: Array | None
+) -> None:
+    b, length = heads.shape[:2]
+    if positions is not None and positions.shape not in ((length,), (b, length)):
+        raise ValueError(
+            f"flash_attention: {side}_positions {positions.shape} must be ({length},), the same "
+            f"for every sequence, or ({b}, {length})."
+        )
+    if segment_ids is not None and segment_ids.shape != (b, length):
+        raise ValueError(
+            f"flash_attention: {side}_segment_ids {segment_ids.shape} must be ({b}, {length})."
+        )

@@ -1,0 +1,64 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Who sees whom: the one definition of the attention mask, and the record that carries it.
+
+A query at position p of segment s sees a key at position t of segment r exactly when
+
+    s == r                      if there are segments
+    t <= p                      if causal
+    abs(p - t) < window         if there is a window (with causal: the last `window` keys, its own
+                                included; Hugging Face's sliding_window, and
+                                local_window_size=(window - 1, 0) of jax.nn.dot_product_attention)
+
+Positions are compared within a segment only, so they may restart at every document.
+
+To add a rule (a prefix, sinks), add a field to `Rules`, a line to `visible` and one to the tests.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax.numpy as jnp
+
+from pallas_kernels.array_types import Array, Bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Rules:
+    """The static part of attention: hashable, fixed at trace time."""
+
+    causal: bool
+    window: int | None
+    softcap: float | None
+    scale: float
+
+
+class Tokens(NamedTuple):
+    """Where queries and keys stand: a pytree of [S], [U], [B S] or [B U] i32 arrays.
+
+    Positions that are None count from 0; segment ids are both None or both there.
+    """
+
+    q_positions: Array | None
+    kv_positions: Array | None
+    q_segment_ids: Array | None
+    kv_segment_ids: Array | None
+
+
+def visible(
+    rules: Rules,
+    q_positions: Array,
+    kv_positions: Array,
+    q_segment_ids: Array | None,
+    kv_segment_ids: Array | None,
+) -> Bool[Array, "*B S U"]:
+    """The mask, from positions and segment ids whose last dimension is S or U."""
+    distance = q_positions[..., :, None] - kv_positions[..., None, :]
+    is_visible = jnp.ones(distance.shape, bool)
+    if rules.causal:
+        is_visible &= distance >= 0
+    if rules.window is not None:
+        is_visible &= jnp.abs(distance) < rules.window
+    if q_segment_ids is not None and kv_segment_ids is not None:
+        is_visible = is_visible & (q_segment_ids[..., :, None] == kv_segment_ids[..., None, :])
+    return is_visible

@@ -1,0 +1,284 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""flash_attention without a kernel: blocks of queries, each against all the keys it may see.
+
+FlashAttention-2 (arXiv 2307.08691, section 3.1) with one loop instead of two: a block of queries
+meets its keys in one product, so that the softmax is the plain one, and memory is linear in S. The
+backward pass computes the scores again from the log-sum-exp of every query:
+
+    P = exp(S - lse)       dV = P^T dO        dP = dO V^T        delta = sum(dO * O) - d lse
+    dS = P * (dP - delta)  dQ = scale dS K    dK = scale dS^T Q
+
+It runs per sequence and key head; the g = N / M query heads that share a key head are stacked into
+the rows of one block, r = g * block. Several key heads go together while their scores fit a cache.
+
+Where positions count from 0, what a block can see at all is known at trace time. Consecutive blocks
+form at most `TIERS` tiers; all blocks of a tier take the same slice of keys, so that the program
+stays small and at most a 16th of the scores is computed in vain. With positions or segment ids of
+their own, all blocks take all keys, and only the mask differs.
+
+Batch and heads are looped over: call it on local arrays, in a `jax.shard_map`, rather than on
+arrays sharded by the compiler. It is tuned on the CPU and runs everywhere.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.array_types import Array, Float
+from pallas_kernels.flash_attention.mask import Rules, Tokens, visible
+from pallas_kernels.jax_versions import match_varying
+
+BLOCK = 128
+TIERS = 8
+# Scores that are worked on at once: 2 MiB in float32, which stay in a cache.
+MAX_SCORES = 2**19
+
+
+class _Tier(NamedTuple):
+    """Blocks of queries that take the same keys."""
+
+    blocks: slice
+    keys: slice
+
+
+class _Queries(NamedTuple):
+    """What belongs to blocks of queries: [blocks r ...] arrays."""
+
+    q: Array
+    positions: Array
+    segment_ids: Array | None
+
+
+class _Results(NamedTuple):
+    """What the backward pass needs of the blocks' results: [blocks r ...] arrays."""
+
+    d_out: Array
+    lse: Array
+    delta: Array
+
+
+class _Keys(NamedTuple):
+    """What belongs to keys: [U ...] arrays."""
+
+    k: Array
+    v: Array
+    positions: Array
+    segment_ids: Array | None
+
+
+class _Sizes(NamedTuple):
+    b: int  # sequences
+    s: int  # queries
+    m: int  # key heads
+    g: int  # query heads of one key head
+    blocks: int
+    block: int  # queries in a block
+
+    @classmethod
+    def of(cls, q: Array, k: Array) -> "_Sizes":
+        (b, s, n, _), m = q.shape, k.shape[2]
+        blocks = -(-s // BLOCK)
+        return cls(b, s, m, n // m, blocks, -(-s // blocks))
+
+    def split(self, x: Array) -> Array:
+        """[B S N ...] to [B*M blocks g*block ...], padded with zeros."""
+        pad = self.blocks * self.block - self.s
+        x = jnp.pad(x, [(0, 0), (0, pad)] + [(0, 0)] * (x.ndim - 2))
+        x = x.reshape(self.b, self.blocks, self.block, self.m, self.g, *x.shape[3:])
+        x = jnp.moveaxis(x, (3, 1, 4, 2), (1, 2, 3, 4))
+        return x.reshape(self.b * self.m, self.blocks, self.g * self.block, *x.shape[5:])
+
+    def join(self, x: Array) -> Array:
+        """The inverse of `split`."""
+        x = x.reshape(self.b, self.m, self.blocks, self.g, self.block, *x.shape[3:])
+        x = jnp.moveaxis(x, (1, 2, 3, 4), (3, 1, 4, 2))
+        x = x.reshape(self.b, self.blocks * self.block, self.m * self.g, *x.shape[5:])
+        return x[:, : self.s]
+
+
+def _tiers(sizes: _Sizes, num_keys: int, tokens: Tokens, rules: Rules) -> list[_Tier]:
+    counts_from_0 = tokens.q_positions is None and tokens.kv_positions is None
+    if not counts_from_0 or (not rules.causal and rules.window is None):
+        return [_Tier(slice(0, sizes.blocks), slice(0, num_keys))]
+    per_tier = -(-sizes.blocks // TIERS)
+    tiers = []
+    for first in range(0, sizes.blocks, per_tier):
+        last = min(first + per_tier, sizes.blocks)
+        reach = num_keys if rules.window is None else rules.window - 1
+        end = min(num_keys, last * sizes.block + (0 if rules.causal else reach))
+        start = max(0, min(first * sizes.block - reach, end - 1))
+        tiers.append(_Tier(slice(first, last), slice(start, end)))
+    return tiers
+
+
+def _prepare(q: Array, k: Array, v: Array, tokens: Tokens) -> tuple[_Sizes, _Queries, _Keys]:
+    sizes, num_keys = _Sizes.of(q, k), k.shape[1]
+
+    def by_query(x: Array) -> Array:
+        x = jnp.broadcast_to(x, (sizes.b, sizes.s))[:, :, None]
+        return sizes.split(jnp.broadcast_to(x, (sizes.b, sizes.s, sizes.m * sizes.g)))
+
+    def by_key(x: Array) -> Array:
+        return jnp.repeat(jnp.broadcast_to(x, (sizes.b, num_keys)), sizes.m, axis=0)
+
+    def heads_first(x: Array) -> Array:
+        return x.swapaxes(1, 2).reshape(sizes.b * sizes.m, num_keys, x.shape[-1])
+
+    q_positions, kv_positions, q_segment_ids, kv_segment_ids = tokens
+    queries = _Queries(
+        q=sizes.split(q),
+        positions=by_query(jnp.arange(sizes.s) if q_positions is None else q_positions),
+        segment_ids=None if q_segment_ids is None else by_query(q_segment_ids),
+    )
+    keys = _Keys(
+        k=heads_first(k),
+        v=heads_first(v),
+        positions=by_key(jnp.arange(num_keys) if kv_positions is None else kv_positions),
+        segment_ids=None if kv_segment_ids is None else by_key(kv_segment_ids),
+    )
+    return sizes, queries, keys
+
+
+def _per_head(function: Callable[..., Any], sizes: _Sizes, keys: _Keys, *queries: Any) -> Any:
+    """Maps function(keys, *queries) over the first dimension, a few key heads at a time."""
+    heads = sizes.b * sizes.m
+    fitting = MAX_SCORES // (sizes.g * sizes.block * keys.k.shape[1])
+    together = max(c for c in range(1, heads + 1) if heads % c == 0 and c <= max(1, fitting))
+    return jax.lax.map(lambda xs: function(*xs), (keys, *queries), batch_size=together)
+
+
+def _pick(part: slice, record: Any) -> Any:
+    return jax.tree.map(lambda x: x[part], record)
+
+
+def _is_visible(queries: _Queries, keys: _Keys, rules: Rules) -> Array:
+    return visible(rules, queries.positions, keys.positions, queries.segment_ids, keys.segment_ids)
+
+
+def _cap(scores: Array, rules: Rules) -> Array:
+    scores = rules.scale * scores
+    return scores if rules.softcap is None else rules.softcap * jnp.tanh(scores / rules.softcap)
+
+
+def _forward_block(block: _Queries, keys: _Keys, rules: Rules) -> tuple[Array, Array]:
+    scores = jnp.einsum("rh,uh->ru", block.q, keys.k, preferred_element_type=jnp.float32)
+    scores = jnp.where(_is_visible(block, keys, rules), _cap(scores, rules), -jnp.inf)
+    top = jnp.max(scores, axis=-1, keepdims=True)
+    top = jnp.where(jnp.isfinite(top), top, 0.0)
+    weights = jnp.exp(scores - top)
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    lse = (top + jnp.log(total))[:, 0]  # log(0) = -inf where a query sees nothing
+    weights = weights.astype(keys.v.dtype)
+    out = jnp.einsum("ru,uh->rh", weights, keys.v, preferred_element_type=jnp.float32)
+    return (out / jnp.where(total > 0, total, 1.0)).astype(block.q.dtype), lse
+
+
+def _backward_block(
+    block: _Queries, results: _Results, keys: _Keys, rules: Rules
+) -> tuple[Array, Array, Array]:
+    """Gradients of one block of queries, and what it adds to those of its keys, all in float32.
+
+    Scores stand as [U r] here: four of the five products then take them as they lie, which halves
+    the time of these products on the CPU.
+    """
+    dot = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+    dtype = block.q.dtype
+    scores = _cap(dot("uh,rh->ur", keys.k, block.q), rules)
+    weights = jnp.exp(
+        jnp.where(_is_visible(block, keys, rules).T, scores - results.lse[None], -jnp.inf)
+    )
+    d_scores = weights * (dot("uh,rh->ur", keys.v, results.d_out) - results.delta[None])
+    if rules.softcap is not None:
+        d_scores = d_scores * (1.0 - jnp.square(scores / rules.softcap))
+    d_scores = (rules.scale * d_scores).astype(dtype)
+    d_q = dot("hu,ur->hr", keys.k.T, d_scores).T
+    d_k = dot("ur,rh->uh", d_scores, block.q)
+    d_v = dot("ur,rh->uh", weights.astype(dtype), results.d_out)
+    return d_q, d_k, d_v
+
+
+def _attend(q: Array, k: Array, v: Array, tokens: Tokens, rules: Rules) -> tuple[Array, Array]:
+    sizes, queries, keys = _prepare(q, k, v, tokens)
+    tiers = _tiers(sizes, k.shape[1], tokens, rules)
+
+    def one_head(keys: _Keys, queries: _Queries) -> tuple[Array, Array]:
+        outs, lses = [], []
+        for tier in tiers:
+            seen = _pick(tier.keys, keys)
+            out, lse = jax.lax.map(
+                lambda block, seen=seen: _forward_block(block, seen, rules),
+                _pick(tier.blocks, queries),
+            )
+            outs.append(out)
+            lses.append(lse)
+        return jnp.concatenate(outs), jnp.concatenate(lses)
+
+    out, lse = map(sizes.join, _per_head(one_head, sizes, keys, queries))
+    return out, lse.swapaxes(1, 2)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def flash_attention(
+    q: Float[Array, "B S N H"],
+    k: Float[Array, "B U M H"],
+    v: Float[Array, "B U M Hv"],
+    tokens: Tokens,
+    rules: Rules,
+) -> tuple[Float[Array, "B S N Hv"], Float[Array, "B N S"]]:
+    """See `pallas_kernels.flash_attention`."""
+    return _attend(q, k, v, tokens, rules)
+
+
+def _forward(q, k, v, tokens, rules):
+    out, lse = _attend(q, k, v, tokens, rules)
+    return (out, lse), (q, k, v, tokens, out, lse)
+
+
+def _backward(rules, residuals, gradients):
+    q, k, v, tokens, out, lse = residuals
+    d_out, d_lse = gradients
+    sizes, queries, keys = _prepare(q, k, v, tokens)
+    tiers = _tiers(sizes, k.shape[1], tokens, rules)
+
+    # A query that sees nothing: its weights are 0, and nothing that meets them may be infinite.
+    sees_any = jnp.isfinite(lse)
+    lse, d_lse = (jnp.where(sees_any, x, 0.0).swapaxes(1, 2) for x in (lse, d_lse))
+    delta = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1) - d_lse
+    results = _Results(sizes.split(d_out), sizes.split(lse), sizes.split(delta))
+
+    def one_head(keys: _Keys, queries: _Queries, results: _Results) -> tuple[Array, Array, Array]:
+        d_qs = []
+        d_k, d_v = (match_varying(jnp.zeros(x.shape), x) for x in (keys.k, keys.v))
+        for tier in tiers:
+            seen = _pick(tier.keys, keys)
+
+            def step(sums, block, seen=seen):
+                d_q, d_k, d_v = _backward_block(block[0], block[1], seen, rules)
+                return (sums[0] + d_k, sums[1] + d_v), d_q
+
+            blocks = _pick(tier.blocks, (queries, results))
+            zeros = tuple(match_varying(jnp.zeros(x.shape), x) for x in (seen.k, seen.v))
+            (tier_d_k, tier_d_v), d_q = jax.lax.scan(step, zeros, blocks)
+            d_qs.append(d_q)
+            d_k = d_k.at[tier.keys].add(tier_d_k)
+            d_v = d_v.at[tier.keys].add(tier_d_v)
+        return jnp.concatenate(d_qs), d_k, d_v
+
+    d_q, d_k, d_v = _per_head(one_head, sizes, keys, queries, results)
+
+    def heads_last(x: Array) -> Array:
+        return x.reshape(sizes.b, sizes.m, *x.shape[1:]).swapaxes(1, 2)
+
+    return (
+        sizes.join(d_q).astype(q.dtype),
+        heads_last(d_k).astype(k.dtype),
+        heads_last(d_v).astype(v.dtype),
+        None,
+    )
+
+
+flash_attention.defvjp(_forward, _backward)

@@ -1,0 +1,342 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""The command line: recipes, fields, unions, tuples, and what is said of mistakes."""
+
+import dataclasses
+import subprocess
+import sys
+from typing import ClassVar, Literal
+
+import pytest
+
+from experiments.cli import ExitCode, exit_on_bad_configuration, fail, parse, parse_flags
+from jaxmoe.tracking import MissingPackageError
+
+
+def config(cls):
+    return dataclasses.dataclass(frozen=True, kw_only=True, slots=True)(cls)
+
+
+@config
+class SoftmaxTopK:
+    """Softmax, then the largest."""
+
+    name: ClassVar[str] = "softmax_topk"
+    softmax: Literal["before", "after"] = "before"
+    """Before or after the choice."""
+    jitter: float = 0.0
+    """Width of the noise."""
+
+    def __post_init__(self):
+        if self.jitter < 0:
+            raise ValueError(f"router.jitter={self.jitter} must be 0 (off) or more")
+
+
+@config
+class SigmoidTopK:
+    """Sigmoid scores."""
+
+    name: ClassVar[str] = "sigmoid_topk"
+    num_groups: int = 1
+    """Groups of experts."""
+
+
+@config
+class SqrtGate:
+    """Square root."""
+
+    name: ClassVar[str] = "sqrt"
+
+
+@config
+class LoadBalance:
+    """Load-balancing loss."""
+
+    name: ClassVar[str] = "load_balance"
+    coefficient: float = 0.01
+    """Its weight."""
+
+
+@config
+class ExpertBias:
+    """Bias without a loss."""
+
+    name: ClassVar[str] = "expert_bias"
+    rate: float = 1e-3
+    """Step of the bias."""
+
+
+@config
+class MoE:
+    """Experts."""
+
+    num_experts: int = 8
+    """Routed experts."""
+    top_k: int = 2
+    """Experts per token."""
+    router: SoftmaxTopK | SigmoidTopK = SoftmaxTopK()
+    """How experts are chosen."""
+    gate: SqrtGate = SqrtGate()
+    """A union with one member so far."""
+    balancers: tuple[LoadBalance | ExpertBias, ...] = (LoadBalance(),)
+    """What keeps the load even."""
+
+    def __post_init__(self):
+        if self.top_k > self.num_experts:
+            raise ValueError(
+                f"moe.top_k={self.top_k} must not exceed moe.num_experts={self.num_experts}"
+            )
+        if len(self.balancers) == 2 and isinstance(self.router, SoftmaxTopK):
+            raise ValueError("two balancers need the sigmoid router")
+
+
+@config
+class Model:
+    """A model."""
+
+    moe: MoE | None = MoE()
+    """Its experts."""
+    dense_layers: tuple[int, ...] = ()
+    """Layers without experts."""
+    window: int | None = None
+    """Positions seen."""
+    is_tied: bool = True
+    """One matrix for both ends."""
+
+
+@config
+class Pretrain:
+    """Everything."""
+
+    model: Model = Model()
+    """What is computed."""
+    steps: int = 100
+    """Optimiser steps."""
+
+
+def tiny():
+    """A small model.
+
+    More about it.
+    """
+    return Pretrain()
+
+
+def noisy_router():
+    """Another start."""
+    router = SoftmaxTopK(jitter=0.5)
+    return Pretrain(model=Model(moe=MoE(router=router, balancers=(LoadBalance(coefficient=0.7),))))
+
+
+RECIPES = {"tiny": tiny, "noisy_router": noisy_router}
+
+
+def run(*argv):
+    return parse(RECIPES, "tiny", argv, "python -m experiments.pretrain", "Trains a model.")
+
+
+def moe(*argv):
+    return run(*argv)[1].model.moe
+
+
+@pytest.fixture(autouse=True)
+def terminal(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("NO_COLOR", "1")
+
+
+def refused(capsys, *argv):
+    """What is written to stderr when a command line is refused."""
+    with pytest.raises(SystemExit) as stop:
+        run(*argv)
+    assert stop.value.code == 2
+    output = capsys.readouterr()
+    assert "Traceback" not in output.err and not output.out
+    assert len(output.err.splitlines()) <= 24  # one screen
+    return output.err
+
+
+def test_no_arguments_run_the_default_recipe():
+    assert run() == ("tiny", Pretrain())
+
+
+def test_the_recipe_comes_first():
+    assert run("noisy_router") == ("noisy_router", noisy_router())
+    assert run("noisy-router", "--steps", "7") == (
+        "noisy_router",
+        dataclasses.replace(noisy_router(), steps=7),
+    )
+
+
+@pytest.mark.parametrize("flag", ["--model.moe.top_k", "--model.moe.top-k"])
+def test_fields_in_both_spellings(flag):
+    assert moe(flag, "1") == MoE(top_k=1)
+    assert moe(f"{flag}=1") == MoE(top_k=1)
+
+
+def test_fields_of_every_kind():
+    _, given = run(
+        *("--model.dense_layers", "0", "2", "--model.window", "16", "--model.is_tied", "False")
+    )
+    assert given.model == Model(dense_layers=(0, 2), window=16, is_tied=False)
+    assert run("--model.window", "None")[1] == Pretrain()
+
+
+def test_members_by_their_name_in_the_registry_with_flags_anywhere():
+    expected = MoE(router=SigmoidTopK(num_groups=4), top_k=1)
+    for name in ("sigmoid_topk", "sigmoid-topk"):
+        choice = f"model.moe.router:{name}"
+        groups = ("--model.moe.router.num_groups", "4")
+        assert moe(choice, *groups, "--model.moe.top_k", "1") == expected
+        assert moe("--model.moe.top_k", "1", choice, *groups) == expected
+
+
+def test_the_default_member_need_not_be_named():
+    assert moe("--model.moe.router.jitter", "0.1") == MoE(router=SoftmaxTopK(jitter=0.1))
+
+
+def test_naming_the_member_of_the_recipe_keeps_its_values():
+    given = moe("noisy_router", "model.moe.router:softmax_topk")
+    assert given == noisy_router().model.moe
+
+
+def test_the_only_member_may_be_named():
+    assert moe("model.moe.gate:sqrt", "--model.moe.top_k", "1") == MoE(top_k=1)
+
+
+def test_none_is_a_choice():
+    assert run("model.moe:none")[1].model == Model(moe=None)
+
+
+def test_fields_of_tuple_items():
+    given = moe("--model.moe.balancers.0.coefficient", "0.2")
+    assert given.balancers == (LoadBalance(coefficient=0.2),)
+    assert moe("model.moe.balancers.0:expert_bias").balancers == (ExpertBias(),)
+
+
+def test_tuples_by_name():
+    flag = "--model.moe.balancers"
+    assert moe(flag, "expert-bias").balancers == (ExpertBias(),)
+    assert moe(flag, "--steps", "3").balancers == ()
+    assert moe(flag).balancers == ()
+    given = moe(flag, "expert_bias", "--model.moe.balancers.0.rate", "0.5")
+    assert given.balancers == (ExpertBias(rate=0.5),)
+
+
+def test_tuples_keep_the_items_of_the_recipe_and_are_judged_with_everything_else():
+    # Two balancers are an error until the router is read: it comes later on the line.
+    given = moe(
+        *("noisy_router", "--model.moe.balancers", "expert_bias", "load_balance"),
+        "model.moe.router:sigmoid_topk",
+    )
+    assert given.balancers == (ExpertBias(), LoadBalance(coefficient=0.7))
+
+
+def test_help_shows_recipes_fields_and_registry_names(capsys):
+    with pytest.raises(SystemExit) as stop:
+        run("--help")
+    assert stop.value.code == 0
+    text = capsys.readouterr().out
+    for line in (
+        "  tiny  A small model.",
+        "  noisy_router  Another start.",
+        "  model.moe.router:softmax_topk | sigmoid_topk",
+        "  model.moe.gate:sqrt",
+        "  --model.moe.balancers load_balance | expert_bias",
+        "  model.moe:moe | none",
+        "--model.moe.top_k INT",
+        "Experts per token. (default: 2)",
+    ):
+        assert line in text
+
+
+def test_unknown_recipe(capsys):
+    assert refused(capsys, "tinny") == (
+        "error: unknown recipe 'tinny': did you mean 'tiny'?\nrecipes: tiny, noisy_router\n"
+    )
+
+
+def test_unknown_member(capsys):
+    assert refused(capsys, "model.moe.router:sigmod_topk") == (
+        "error: model.moe.router: has no 'sigmod_topk': did you mean 'sigmoid_topk'?\n"
+        "choices: softmax_topk, sigmoid_topk\n"
+    )
+    assert "did you mean 'sqrt'?" in refused(capsys, "model.moe.gate:sqr")
+    assert "did you mean 'expert_bias'?" in refused(capsys, "--model.moe.balancers", "expert_bais")
+
+
+def test_unknown_field(capsys):
+    text = refused(capsys, "--model.moe.topk", "3")
+    assert "Unrecognized options: --model.moe.topk" in text
+    assert "Perhaps you meant:" in text and "--model.moe.top_k INT" in text
+
+
+def test_a_value_of_the_wrong_type(capsys):
+    assert "--model.moe.top_k: invalid literal for int()" in refused(
+        capsys, "--model.moe.top_k", "two"
+    )
+
+
+def test_what_a_config_refuses_comes_with_its_path(capsys):
+    text = refused(capsys, "--model.moe.top_k", "9")
+    assert "Error parsing model.moe: moe.top_k=9 must not exceed moe.num_experts=8" in text
+    text = refused(capsys, "--model.moe.router.jitter", "-1")
+    assert "Error parsing model.moe.router: router.jitter=-1.0 must be 0 (off) or more" in text
+
+
+def test_commands_without_recipes():
+    @config
+    class Evaluate:
+        directory: str = "runs/pretrain/tiny"
+
+    given = parse_flags(Evaluate(), ["--directory", "x"], "python -m experiments.evaluate", "E.")
+    assert given == Evaluate(directory="x")
+
+
+@pytest.mark.parametrize("error", [ValueError("batch=6"), MissingPackageError("no tyro")])
+def test_bad_configurations_end_with_one_line(capsys, error):
+    with pytest.raises(SystemExit) as stop, exit_on_bad_configuration():
+        raise error
+    assert stop.value.code == ExitCode.BAD_CONFIGURATION == 2
+    assert capsys.readouterr().err == f"error: {error}\n"
+
+
+def test_other_errors_are_not_hidden():
+    with pytest.raises(KeyError), exit_on_bad_configuration():
+        raise KeyError("a bug")
+
+
+def test_a_recipe_that_is_refused(capsys):
+    def wrong():
+        return Pretrain(model=Model(moe=MoE(top_k=9)))
+
+    with pytest.raises(SystemExit) as stop:
+        parse({"wrong": wrong}, "wrong", [], "prog", "d")
+    assert stop.value.code == 2
+    assert capsys.readouterr().err.startswith("error: moe.top_k=9 must not exceed")
+
+
+def test_exit_codes_are_those_of_the_contract():
+    assert [(code.name, code.value) for code in ExitCode] == [
+        ("DONE", 0),
+        ("BAD_CONFIGURATION", 2),
+        ("DIVERGED", 3),
+        ("PREEMPTED", 75),
+        ("INTERRUPTED", 130),
+    ]
+    with pytest.raises(SystemExit) as stop:
+        fail("x")
+    assert type(stop.value.code) is int
+
+
+def test_without_tyro_the_way_out_is_named():
+    script = (
+        "import sys; sys.modules['tyro'] = None\n"
+        "import dataclasses\n"
+        "from experiments.cli import parse_flags\n"
+        "C = dataclasses.make_dataclass('C', [('x', int, 1)])\n"
+        "parse_flags(C(), [], 'p', 'd')\n"
+    )
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert result.returncode == 2
+    assert result.stderr == "error: tyro is not installed: pip install 'jaxmoe[train]'\n"

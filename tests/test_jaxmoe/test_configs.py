@@ -1,0 +1,205 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Configs as JSON: round trips, strictness, differences, fingerprints."""
+
+import dataclasses
+import json
+from typing import ClassVar, Literal
+
+import pytest
+
+from jaxmoe.configs import differences, fingerprint, from_json, registry_of, to_json
+
+
+def config(cls):
+    return dataclasses.dataclass(frozen=True, kw_only=True, slots=True)(cls)
+
+
+@config
+class Softmax:
+    name: ClassVar[str] = "softmax"
+    order: Literal["before", "after"] = "before"
+
+
+@config
+class Sigmoid:
+    name: ClassVar[str] = "sigmoid"
+    groups: int = 1
+
+
+@config
+class Balance:
+    name: ClassVar[str] = "balance"
+    coefficient: float = 0.01
+
+
+@config
+class Bias:
+    name: ClassVar[str] = "bias"
+    rate: float = 1e-3
+
+
+@config
+class MoE:
+    num_experts: int = 8
+    top_k: int = 2
+    router: Softmax | Sigmoid = Softmax()
+    balancers: tuple[Balance | Bias, ...] = (Balance(),)
+
+    def __post_init__(self):
+        if self.top_k > self.num_experts:
+            raise ValueError(f"moe.top_k={self.top_k} exceeds moe.num_experts={self.num_experts}")
+
+
+@config
+class Model:
+    moe: MoE | None = MoE()
+    layers: tuple[int, ...] = ()
+    pair: tuple[int, float] = (1, 2.0)
+    window: int | None = None
+    decay: float | None = None
+    is_tied: bool = False
+
+
+@config
+class Run:
+    name: str = "first"
+    model: Model = Model()
+    learning_rate: float = 1e-3
+
+
+RUNS = [
+    Run(),
+    Run(name="sigmoid", learning_rate=2, model=Model(layers=(1, 2), window=3, decay=0)),
+    Run(model=Model(moe=None)),
+    Run(model=Model(moe=MoE(router=Sigmoid(groups=2), balancers=()), is_tied=True)),
+    Run(model=Model(moe=MoE(balancers=(Bias(), Balance(coefficient=0.5))), pair=(3, 4))),
+]
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_json_round_trip(run):
+    text = json.dumps(to_json(run), allow_nan=False)
+    assert from_json(Run, json.loads(text)) == run
+
+
+def test_json_is_tagged_with_the_name_in_the_registry():
+    assert to_json(MoE()) == {
+        "num_experts": 8,
+        "top_k": 2,
+        "router": {"kind": "softmax", "order": "before"},
+        "balancers": [{"kind": "balance", "coefficient": 0.01}],
+    }
+    # A field called name is an ordinary field, not a tag.
+    assert list(to_json(Run())) == ["name", "model", "learning_rate"]
+
+
+def test_registry_keeps_the_order_of_the_union():
+    assert list(registry_of(Softmax | Sigmoid).items()) == [
+        ("softmax", Softmax),
+        ("sigmoid", Sigmoid),
+    ]
+    assert registry_of(Softmax) == {"softmax": Softmax}
+
+
+def changed(path, value):
+    data = to_json(Run())
+    inner = data
+    *parents, last = path.split(".")
+    for key in parents:
+        inner = inner[int(key) if isinstance(inner, list) else key]
+    if value is KeyError:
+        del inner[last]
+    else:
+        inner[last] = value
+    return data
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ("model.moe.topk", 3, "model.moe.topk is not a field of MoE: did you mean 'top_k'?"),
+        ("model.moe.top_k", KeyError, "MoE misses model.moe.top_k"),
+        ("model.moe.top_k", "2", 'model.moe.top_k="2" must be int'),
+        ("model.moe.top_k", True, "model.moe.top_k=true must be int"),
+        ("model.moe.top_k", 9, "model.moe: moe.top_k=9 exceeds moe.num_experts=8"),
+        ("model.moe", 3, "model.moe=3 must be MoE or null"),
+        (
+            "model.moe.router.kind",
+            "sofmax",
+            "model.moe.router has kind 'sofmax': did you mean 'softmax'? "
+            "(there is softmax, sigmoid)",
+        ),
+        (
+            "model.moe.router.order",
+            "first",
+            'model.moe.router.order="first" must be "before" or "after"',
+        ),
+        ("model.moe.balancers.0.rate", 1.0, "model.moe.balancers.0.rate is not a field of Balance"),
+        ("model.layers", [1, 2.5], "model.layers.1=2.5 must be int"),
+        ("model.pair", [1], "model.pair=[1] must be"),
+        ("model.window", 1.5, "model.window=1.5 must be int or null"),
+        ("model.is_tied", 1, "model.is_tied=1 must be bool"),
+        ("learning_rate", False, "learning_rate=false must be float"),
+    ],
+)
+def test_reading_is_strict_and_says_where(path, value, message):
+    with pytest.raises(ValueError) as error:
+        from_json(Run, changed(path, value))
+    assert message in str(error.value)
+
+
+def test_what_is_no_config_value_is_refused():
+    with pytest.raises(ValueError, match="layers.0 holds a list"):
+        to_json(Model(layers=([1],)))
+
+
+def test_the_tag_is_no_field_name():
+    @config
+    class Wrong:
+        kind: str = "x"
+
+    with pytest.raises(TypeError, match="Wrong.kind: rename the field"):
+        to_json(Wrong())
+
+
+def test_differences_name_each_field_once():
+    saved = Run(name="a")
+    model = Model(moe=MoE(top_k=4, router=Sigmoid(groups=7), balancers=(Balance(coefficient=1.0),)))
+    given = Run(name="b", model=dataclasses.replace(model, window=3))
+    expected = [
+        'name: saved "a", given "b"',
+        "model.moe.top_k: saved 2, given 4",
+        "model.moe.router: saved softmax, given sigmoid",
+        "model.moe.balancers.0.coefficient: saved 0.01, given 1.0",
+        "model.window: saved null, given 3",
+    ]
+    assert differences(saved, given) == expected
+    assert differences(to_json(saved), given) == expected
+    assert differences(saved, given, free=("name", "model.moe")) == expected[4:]
+    assert differences(saved, given, free=("model.mo",)) == expected
+    assert differences(saved, saved) == []
+
+
+def test_differences_of_unequal_lengths_and_unknown_fields():
+    given = Run(model=Model(moe=MoE(balancers=(Balance(), Bias()))))
+    assert differences(Run(), given) == [
+        "model.moe.balancers: saved [balance], given [balance, bias]"
+    ]
+    old = to_json(Run())
+    old["tokens"] = 5
+    del old["learning_rate"]
+    assert differences(old, Run()) == [
+        "tokens: saved 5, given nothing",
+        "learning_rate: saved nothing, given 0.001",
+    ]
+
+
+def test_fingerprint_is_of_the_values():
+    assert fingerprint(Run()) == fingerprint(from_json(Run, to_json(Run())))
+    assert fingerprint(Run(learning_rate=1)) == fingerprint(Run(learning_rate=1.0))
+    assert len({fingerprint(run) for run in RUNS}) == len(RUNS)
+    # Stable across versions of Python: it is written into checkpoints.
+    assert fingerprint(Softmax()) == (
+        "50532ff9a04780ced75af51617b2c5a33c3e53964450b83dc5060e4d505f3a71"
+    )

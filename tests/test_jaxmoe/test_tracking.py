@@ -1,0 +1,388 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Trackers, the router's load, pictures and the report; and what a full disk does to them."""
+
+import base64
+import errno
+import io
+import json
+import logging
+import math
+import os
+import re
+import struct
+import sys
+
+import numpy as np
+import pytest
+
+from jaxmoe.tracking import (
+    BITS_PER_BYTE,
+    GRADIENT_NORM,
+    LEARNING_RATE,
+    LOSS,
+    MAX_VIOLATION,
+    TOKENS_PER_SECOND,
+    CompositeTracker,
+    ConsoleTracker,
+    JsonlTracker,
+    MissingPackageError,
+    NullTracker,
+    RouterLoadRecorder,
+    TensorBoardTracker,
+    plot_run,
+    read_metrics,
+    read_router_load,
+    router_load,
+    write_report,
+)
+from jaxmoe.tracking.console import format_count, format_duration
+from jaxmoe.tracking.disk import replace_file
+from jaxmoe.tracking.plots import _binned, _smooth, plot_router_load
+
+
+def full_disk(*_):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def png_size(path):
+    data = path.read_bytes()
+    assert data.startswith(b"\x89PNG\r\n\x1a\n")
+    return struct.unpack(">II", data[16:24])
+
+
+class Recording(NullTracker):
+    def __init__(self):
+        self.calls = []
+
+    def log(self, step, metrics):
+        self.calls.append(("log", step, dict(metrics)))
+
+    def log_text(self, step, name, text):
+        self.calls.append(("text", step, name, text))
+
+    def close(self):
+        self.calls.append(("close",))
+
+
+def test_composite_passes_everything_on():
+    trackers = [Recording(), Recording()]
+    composite = CompositeTracker(*trackers, NullTracker())
+    composite.log(1, {LOSS: 2.0})
+    composite.log_text(2, "sample", "abc")
+    composite.close()
+    expected = [("log", 1, {LOSS: 2.0}), ("text", 2, "sample", "abc"), ("close",)]
+    assert [tracker.calls for tracker in trackers] == [expected, expected]
+
+
+# --- metrics.jsonl ---
+
+
+def test_jsonl_lines_are_on_disk_at_once(tmp_path):
+    path = tmp_path / "new" / "metrics.jsonl"
+    tracker = JsonlTracker(path)
+    tracker.log(1, {LOSS: np.float32(2.5), "bad": math.nan, "worse": math.inf})
+    tracker.log_text(1, "sample", 'a "b"\n')
+    lines = path.read_text().splitlines()
+    assert [json.loads(line, parse_constant=pytest.fail) for line in lines] == [
+        {"step": 1, LOSS: 2.5, "bad": None, "worse": None},
+        {"step": 1, "text": {"sample": 'a "b"\n'}},
+    ]
+    tracker.close()
+
+
+# Killed in the middle of a line, and just before its end.
+@pytest.mark.parametrize("cut", ['{"step": 6, "train/lo', '{"step": 6, "train/loss": 1.0}'])
+@pytest.mark.parametrize("resume_step", [0, 3, 5, 9])
+def test_jsonl_resumes_at_the_restored_step(tmp_path, resume_step, cut):
+    path = tmp_path / "metrics.jsonl"
+    tracker = JsonlTracker(path)
+    for step in range(1, 6):
+        tracker.log(step, {LOSS: 1.0 / step})
+        tracker.log_text(step, "sample", "x")
+    tracker.close()
+    with path.open("a") as file:
+        file.write(cut)
+    tracker = JsonlTracker(path, resume_step)
+    tracker.log(resume_step + 1, {LOSS: 7.0})
+    tracker.close()
+    steps, values = read_metrics(path)[LOSS]
+    kept = min(resume_step, 5)
+    assert steps.tolist() == [*range(1, kept + 1), resume_step + 1]
+    assert values.tolist() == [*(1.0 / step for step in range(1, kept + 1)), 7.0]
+    assert len(path.read_text().splitlines()) == 2 * kept + 1
+
+
+def test_jsonl_values_are_read_back_bitwise(tmp_path):
+    values = np.random.default_rng(0).normal(size=50)
+    tracker = JsonlTracker(tmp_path / "m")
+    for step, value in enumerate(values):
+        tracker.log(step, {LOSS: value})
+    tracker.close()
+    np.testing.assert_array_equal(read_metrics(tmp_path / "m")[LOSS][1], values)
+
+
+def test_jsonl_on_a_full_disk_warns_once_and_leaves_no_half_line(tmp_path, monkeypatch, caplog):
+    path = tmp_path / "metrics.jsonl"
+    tracker = JsonlTracker(path)
+    tracker.log(1, {LOSS: 1.0})
+    write = os.write
+
+    def write_five_bytes(file, data):
+        return write(file, data[:5]) if data.startswith(b"{") else full_disk()
+
+    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
+        patch.setattr(os, "write", write_five_bytes)
+        tracker.log(2, {LOSS: 2.0})
+        tracker.log(3, {LOSS: 3.0})
+    tracker.log(4, {LOSS: 4.0})
+    tracker.close()
+    assert read_metrics(path)[LOSS][0].tolist() == [1, 4]
+    assert len(path.read_text().splitlines()) == 2
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        f"{path} cannot be written (No space left on device): the run goes on, this record has gaps"
+    )
+
+
+# --- TensorBoard ---
+
+
+def events(directory):
+    pb = pytest.importorskip("tensorboardX.proto.event_pb2")
+    for file in sorted(directory.iterdir(), key=lambda file: file.stat().st_mtime_ns):
+        data = file.read_bytes()
+        while data:
+            (length,) = struct.unpack("<Q", data[:8])
+            yield pb.Event.FromString(data[12 : 12 + length])
+            data = data[16 + length :]
+
+
+def test_tensorboard_events_are_written_at_once_and_purged_on_resume(tmp_path):
+    tracker = TensorBoardTracker(tmp_path / "tb")
+    tracker.log(3, {LOSS: 2.5, GRADIENT_NORM: 0.5})
+    tracker.log_text(3, "sample", "a\nb")
+    _, start, numbers, text = events(tmp_path / "tb")  # before close
+    assert (start.step, start.session_log.status) == (1, 1)
+    assert numbers.step == text.step == 3
+    assert {v.tag: v.simple_value for v in numbers.summary.value} == {LOSS: 2.5, GRADIENT_NORM: 0.5}
+    assert text.summary.value[0].tensor.string_val[0] == b"    a\n    b"
+    tracker.close()
+    tracker = TensorBoardTracker(tmp_path / "tb", resume_step=2)
+    tracker.close()
+    starts = [e.step for e in events(tmp_path / "tb") if e.HasField("session_log")]
+    assert sorted(starts) == [1, 3]
+
+
+def test_tensorboard_on_a_full_disk_does_not_hang(tmp_path, monkeypatch, caplog):
+    tracker = TensorBoardTracker(tmp_path)
+    monkeypatch.setattr(os, "fsync", full_disk)
+    for step in range(50):
+        tracker.log(step, {LOSS: 1.0})
+    monkeypatch.undo()
+    tracker.close()
+    assert len(caplog.records) == 1
+
+
+def test_a_missing_package_is_named_with_its_extra(tmp_path, monkeypatch):
+    for name in [name for name in sys.modules if name.partition(".")[0] == "tensorboardX"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    with pytest.raises(MissingPackageError) as error:
+        TensorBoardTracker(tmp_path)
+    assert str(error.value) == "tensorboardX is not installed: pip install 'jaxmoe[train]'"
+
+
+# --- the progress line ---
+
+
+def test_the_progress_line():
+    stream, times = io.StringIO(), iter([100.0, 110.0, 120.0, 130.0])
+    tracker = ConsoleTracker(300, stream, clock=lambda: next(times))
+    numbers = {
+        TOKENS_PER_SECOND: 12_449.0,
+        LOSS: 3.21406,
+        LEARNING_RATE: 8.1e-3,
+        GRADIENT_NORM: 0.41234,
+        MAX_VIOLATION: 0.314,
+        "train/other": 1.0,
+    }
+    tracker.log(100, numbers)
+    tracker.log(200, {**numbers, BITS_PER_BYTE: 1.8231})
+    tracker.log(250, {LOSS: 3.0})
+    tracker.log(300, {LOSS: 2.0})
+    rest = "lr=8.10e-03 grad_norm=0.412 tokens/s=12.4k max_violation=0.31"
+    assert stream.getvalue().splitlines() == [
+        f"step=100/300 loss=3.2141 {rest}",
+        f"step=200/300 loss=3.2141 bpb=1.8231 {rest} eta=0:10",
+        "step=250/300 loss=3.0000 bpb=1.8231 eta=0:07",
+        "step=300/300 loss=2.0000 bpb=1.8231",
+    ]
+
+
+def test_the_progress_line_can_be_read_by_a_program():
+    stream = io.StringIO()
+    ConsoleTracker(1000, stream).log(7, {LOSS: 1.0})
+    assert dict(pair.split("=") for pair in stream.getvalue().split()) == {
+        "step": "7/1000",
+        "loss": "1.0000",
+    }
+
+
+def test_counts_and_durations():
+    spelled = [format_count(x) for x in (0.5, 987.0, 999.9, 12_449.0, 3.912e6, 1.07e9)]
+    assert spelled == ["0.5", "987", "1k", "12.4k", "3.91M", "1.07B"]
+    assert [format_duration(x) for x in (0.4, 59.6, 61, 3600, 86_399)] == [
+        *("0:00", "1:00", "1:01", "1:00:00", "23:59:59")
+    ]
+
+
+# --- router.npz ---
+
+
+def test_router_load_is_a_share_and_resumes(tmp_path):
+    path = tmp_path / "router.npz"
+    recorder = RouterLoadRecorder(path)
+    recorder.save()
+    assert not path.exists()  # nothing to say yet
+    counts = np.array([[3, 1, 0, 4], [2, 2, 2, 2], [0, 0, 0, 0]])
+    for step in (10, 20, 30):
+        recorder.record(step, counts * step)
+    recorder.save()
+    steps, load = read_router_load(path)
+    assert steps.tolist() == [10, 20, 30]
+    assert load.shape == (3, 3, 4) and load.dtype == np.float32
+    expected = np.array([[0.375, 0.125, 0.0, 0.5], [0.25] * 4, [0.0] * 4], np.float32)
+    for value in load:
+        np.testing.assert_array_equal(value, expected)
+    recorder = RouterLoadRecorder(path, resume_step=20)
+    recorder.record(21, counts)
+    recorder.save()
+    assert read_router_load(path)[0].tolist() == [10, 20, 21]
+    recorder = RouterLoadRecorder(path)  # a new run
+    recorder.record(1, counts)
+    recorder.save()
+    assert read_router_load(path)[0].tolist() == [1]
+
+
+def test_router_load_stays_small(tmp_path, monkeypatch):
+    monkeypatch.setattr(router_load, "MAX_RECORDS", 8)
+    recorder = RouterLoadRecorder(tmp_path / "r.npz")
+    for step in range(1, 101):
+        recorder.record(step, np.full((1, 2), step))
+    recorder.save()
+    steps, load = read_router_load(tmp_path / "r.npz")
+    assert len(steps) == len(load) <= 8
+    assert steps[0] == 1 and steps[-1] >= 99 and np.all(np.diff(steps) > 0)
+
+
+def test_router_load_survives_a_full_disk_and_a_damaged_file(tmp_path, monkeypatch, caplog):
+    path = tmp_path / "router.npz"
+    recorder = RouterLoadRecorder(path)
+    recorder.record(1, np.ones((1, 2)))
+    recorder.save()
+    before = path.read_bytes()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full_disk)
+        recorder.save()
+        recorder.save()
+    assert path.read_bytes() == before and [p.name for p in tmp_path.iterdir()] == ["router.npz"]
+    assert len(caplog.records) == 1
+    path.write_bytes(before[: len(before) // 2])
+    recorder = RouterLoadRecorder(path, resume_step=1)
+    assert "begins anew" in caplog.records[-1].getMessage()
+    recorder.record(2, np.ones((1, 2)))
+    recorder.save()
+    assert read_router_load(path)[0].tolist() == [2]
+
+
+def test_replace_file_is_all_or_nothing(tmp_path, monkeypatch):
+    path = tmp_path / "deep" / "file"
+    replace_file(path, "old")
+    monkeypatch.setattr(os, "replace", full_disk)
+    with pytest.raises(OSError, match="No space left"):
+        replace_file(path, b"new")
+    assert path.read_text() == "old" and len(list(path.parent.iterdir())) == 1
+
+
+# --- pictures and the report ---
+
+
+@pytest.fixture
+def made_up_run(tmp_path):
+    tracker = JsonlTracker(tmp_path / "metrics.jsonl")
+    recorder = RouterLoadRecorder(tmp_path / "router.npz")
+    rng = np.random.default_rng(0)
+    for step in range(1, 41):
+        loss = math.nan if step == 5 else 1.5 + 4.0 * math.exp(-step / 10)
+        numbers = {LOSS: loss, LEARNING_RATE: 1e-2, GRADIENT_NORM: 0.1 + 1 / step}
+        if step % 20 == 0:
+            numbers[BITS_PER_BYTE] = 2.0
+        tracker.log(step, numbers)
+        recorder.record(step, rng.integers(1, 9, size=(2, 4)))
+    tracker.close()
+    recorder.save()
+    return tmp_path
+
+
+def test_all_pictures_of_a_run(made_up_run):
+    written = plot_run(
+        made_up_run / "metrics.jsonl",
+        made_up_run / "router.npz",
+        made_up_run / "plots",
+        references={"order 1": 3.53, "order 2": 2.43, "order 2, again": 2.44},
+    )
+    assert [path.name for path in written] == ["loss.png", "router_load.png", "optimizer.png"]
+    for path in written:
+        width, height = png_size(path)
+        assert 600 <= width <= 2000 and 300 <= height <= 2000
+    # No router, no optimiser: only the loss.
+    lines = (made_up_run / "metrics.jsonl").read_text().splitlines()
+    short = [{k: v for k, v in json.loads(x).items() if k in ("step", LOSS)} for x in lines]
+    (made_up_run / "short.jsonl").write_text("".join(json.dumps(x) + "\n" for x in short))
+    written = plot_run(made_up_run / "short.jsonl", made_up_run / "none.npz", made_up_run / "p")
+    assert [path.name for path in written] == ["loss.png"]
+
+
+@pytest.mark.parametrize(("steps", "layers", "experts"), [(1, 1, 4), (3, 5, 8), (600, 32, 128)])
+def test_router_pictures_of_any_size(tmp_path, steps, layers, experts):
+    load = np.random.default_rng(0).dirichlet(np.ones(experts), size=(steps, layers))
+    plot_router_load(tmp_path / "r.png", np.arange(steps), load)
+    width, height = png_size(tmp_path / "r.png")
+    assert 600 <= width <= 2400 and 300 <= height <= 3200
+
+
+def test_bins_are_means_and_empty_ones_repeat():
+    steps = np.array([0, 1, 2, 100])
+    edges, means = _binned(steps, np.array([[1.0], [2.0], [6.0], [8.0]]))
+    assert edges.tolist() == [0, 25, 50, 75, 100]
+    assert means[:, 0].tolist() == [3.0, 3.0, 3.0, 8.0]
+
+
+def test_smoothing_keeps_lines_and_leaves_out_nan():
+    line = np.arange(300.0)
+    np.testing.assert_allclose(_smooth(line)[3:-3], line[3:-3])
+    line[7] = np.nan
+    assert np.isfinite(_smooth(line)).all()
+    np.testing.assert_allclose(_smooth(np.array([1.0])), [1.0])
+
+
+def test_the_report_is_one_page_by_itself(tmp_path):
+    picture = tmp_path / "router_load.png"
+    picture.write_bytes(b"\x89PNG picture")
+    write_report(
+        tmp_path / "report.html",
+        title="tiny <1>",
+        summary={"status": "done", "tokens": 1_638_400, "final_loss": 1.36112, "mesh": {"data": 8}},
+        plots=[picture],
+        samples="if a < b & c:",
+        config={"model": {"top_k": 2}},
+    )
+    page = (tmp_path / "report.html").read_text()
+    assert "<title>tiny &lt;1&gt;</title>" in page
+    assert base64.b64encode(b"\x89PNG picture").decode() in page
+    assert "if a &lt; b &amp; c:" in page and "&quot;top_k&quot;: 2" in page
+    for value in ("1,638,400", "1.361", "data 8", "Router load"):
+        assert value in page
+    assert "prefers-color-scheme: dark" in page and "<script" not in page
+    assert not re.search(r'(src|href)="(?!data:)|url\(|@import', page)
