@@ -38,6 +38,8 @@ class ExitCode(enum.IntEnum):
     DONE = 0
     BAD_CONFIGURATION = 2
     DIVERGED = 3
+    NOT_SAVED = 74
+    """Ended as it should, but its last state could not be written (EX_IOERR)."""
     PREEMPTED = 75
     """Saved after SIGTERM; a scheduler should start the same command again (EX_TEMPFAIL)."""
     INTERRUPTED = 130

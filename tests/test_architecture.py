@@ -27,7 +27,8 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 PACKAGES = ("pallas_kernels", "sharding", "jaxmoe", "experiments")
 
 # What a module may import at its top, beside the standard library and the packages above.
-_OWNERS = {"jax", "flax", "optax", "orbax", "chex", "numpy", "jaxtyping"}
+# etils comes with orbax-checkpoint, whose paths it is.
+_OWNERS = {"etils", "jax", "flax", "optax", "orbax", "chex", "numpy", "jaxtyping"}
 TOP_LEVEL_IMPORTS = {
     "pallas_kernels": {"jax", "numpy", "jaxtyping"},
     "sharding": {"jax", "numpy", "jaxtyping"},

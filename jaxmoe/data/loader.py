@@ -20,7 +20,7 @@ import collections
 import concurrent.futures
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Any
 
 import numpy as np
@@ -110,7 +110,7 @@ class Loader:
 
     def iterate(
         self, start_step: int, stop_step: int, *, process_index: int = 0, process_count: int = 1
-    ) -> Iterator[Batch]:
+    ) -> Generator[Batch, None, None]:
         """The batches of steps [start_step, stop_step), made ahead in one background thread.
 
         An error in the thread is raised here, at the step it belongs to. Closing the iterator (or
@@ -185,7 +185,7 @@ def evaluation_batches(
     num_batches: int,
     process_index: int = 0,
     process_count: int = 1,
-) -> Iterator[Batch]:
+) -> Generator[Batch, None, None]:
     """The first `num_batches` validation batches, the same ones in the same order every time.
 
     Raises:

@@ -54,9 +54,9 @@ class MarkovConfig:
 
     order: int = 2
     """Number of tokens that the next one depends on, from 1."""
-    vocab_size: int = 16
+    vocab_size: int = 8
     """Number of symbols, from 2."""
-    concentration: float = 0.3
+    concentration: float = 0.15
     """Of the Dirichlet that draws each context's distribution: lower is more predictable."""
     language_seed: int = 0
     """Chooses the language; the training seed chooses the rows."""
@@ -299,7 +299,7 @@ def _stationary(transitions: np.ndarray) -> np.ndarray:
     )
 
 
-def _entropy_bits(probabilities: np.ndarray) -> np.ndarray:
+def _entropy_bits(probabilities: np.ndarray) -> np.ndarray | np.floating:
     """Entropy over the last axis, with 0 log 0 = 0."""
     logs = np.log2(probabilities, where=probabilities > 0, out=np.zeros_like(probabilities))
     return -(probabilities * logs).sum(axis=-1)

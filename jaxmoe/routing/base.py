@@ -15,7 +15,7 @@ To add a router: see `jaxmoe/routing/__init__.py`.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -94,6 +94,7 @@ class RouterOutput:
     """What the next MoE layer receives as `previous_logits`."""
 
 
+@runtime_checkable
 class Router(Protocol):
     """A router with its sizes filled in."""
 

@@ -1,0 +1,206 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""What a run leaves behind when its loop ends: samples, pictures, report, summary, last words."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from experiments.assembly import Assembly, entropy_floor, mesh_in_words
+from experiments.reporting import BITS_PER_TOKEN, Reporter
+from experiments.run_directory import RunDirectory
+from jaxmoe.configs import to_json
+from jaxmoe.data import Source, ngram_bits_per_byte, xz_bits_per_byte
+from jaxmoe.data.corpus import Corpus
+from jaxmoe.models.config import ModelConfig
+from jaxmoe.models.decode import generate
+from jaxmoe.routing.balancers import conversions
+from jaxmoe.tracking.disk import DiskGuard, replace_file
+from jaxmoe.tracking.plots import plot_run
+from jaxmoe.tracking.report import write_report
+from jaxmoe.tracking.tracker import BITS_PER_BYTE, LOSS, MAX_VIOLATION
+from jaxmoe.training.loop import LoopResult
+from pallas_kernels import OPERATIONS
+
+logger = logging.getLogger(__name__)
+
+
+def leave(
+    name: str,
+    directory: RunDirectory,
+    assembly: Assembly,
+    reporter: Reporter,
+    result: LoopResult,
+    facts: Mapping[str, Any],
+) -> None:
+    """Writes the run's last files and prints its last words; a full disk is a warning.
+
+    Args:
+        name: of the run.
+        directory: where to.
+        assembly: what ran.
+        reporter: with the last metrics; closed here.
+        result: how the loop ended.
+        facts: status, steps, times and checkpoint step.
+    """
+    reporter.close()
+    if jax.process_index() != 0:
+        return
+    references = reference_lines(assembly)
+    summary = summarise(assembly, reporter, facts, references)
+    samples = ""
+    length = assembly.plan.config.tracking.sample_length
+    if result.status == "done" and length and jax.process_count() == 1:
+        samples = sample_text(assembly, result, length)
+        with DiskGuard(directory.samples_file).going_on():
+            replace_file(directory.samples_file, samples)
+    with DiskGuard(directory.report_file).going_on():
+        bytes_per_token = assembly.source.bytes_per_token
+        plots = plot_run(
+            directory.metrics_file,
+            directory.router_file,
+            directory.plots_directory,
+            references=references,
+            bytes_per_token=bytes_per_token or 1.0,
+        )
+        config = to_json(assembly.plan.config)
+        write_report(
+            directory.report_file,
+            title=f"jaxmoe: {name}",
+            summary=summary,
+            plots=plots,
+            samples=samples,
+            config=config,
+        )
+    try:
+        directory.write_summary(summary)
+    except ValueError as error:
+        logger.warning("%s", error)
+    print(last_words(directory, summary, references), flush=True)
+
+
+def reference_lines(assembly: Assembly) -> dict[str, float]:
+    """Bits per byte (or token) of predictors that everybody knows, by label."""
+    floor, source = entropy_floor(assembly), assembly.source
+    if floor is not None:
+        return {"exact entropy": floor}
+    if not isinstance(source, Corpus):
+        return {}
+    orders = ngram_bits_per_byte(source.text["train"], source.text["validation"], orders=(1, 2, 3))
+    lines = {f"{order}-byte context counts": bits for order, bits in orders.items()}
+    return {**lines, "xz": xz_bits_per_byte(source.text["validation"])}
+
+
+def summarise(
+    assembly: Assembly,
+    reporter: Reporter,
+    facts: Mapping[str, Any],
+    references: Mapping[str, float],
+) -> dict[str, Any]:
+    """The numbers of summary.json."""
+    plan, last = assembly.plan, reporter.last
+    training, moe = plan.config.training, plan.model.moe
+    active = plan.table.active(moe.top_k, moe.num_experts) if moe else plan.table.total
+    balance = last.get("router/load_balance")
+    return {
+        "status": facts["status"],
+        "steps": facts["steps"],
+        "tokens": facts["steps"] * training.batch_size * training.sequence_length,
+        "final_loss": last.get(LOSS),
+        "eval_bits_per_byte": last.get(BITS_PER_BYTE),
+        "eval_bits_per_token": last.get(BITS_PER_TOKEN),
+        "tokens_per_second": reporter.tokens_per_second,
+        "parameters_total": plan.table.total,
+        "parameters_active": active,
+        "compile_seconds": facts["compile_seconds"],
+        "wall_seconds": facts["wall_seconds"],
+        "router_max_violation": last.get(MAX_VIOLATION),
+        "router_dropped_fraction": last.get("router/dropped_fraction"),
+        "checkpoint_step": facts["checkpoint_step"],
+        "skipped_steps": reporter.skipped,
+        "mesh": mesh_in_words(assembly.mesh),
+        "implementations": implementations(assembly),
+        "references_bits": dict(references),
+        "load_balance_units": conversions(balance, top_k=moe.top_k) if moe and balance else {},
+        "data": assembly.source.fingerprint(),
+    }
+
+
+def implementations(assembly: Assembly) -> dict[str, str]:
+    """Which implementation of each kernel the run used."""
+    kernels = assembly.execution.kernels
+    asked = {"flash_attention": kernels.attention, "grouped_matmul": kernels.grouped_matmul}
+    return {name: OPERATIONS[name].choose(asked[name]).implementation for name in asked}
+
+
+def sample_text(assembly: Assembly, result: LoopResult, length: int) -> str:
+    """Text that the trained model writes after the first tokens of held-out rows."""
+    training, source = assembly.plan.config.training, assembly.source
+    prompt_length = min(64, training.sequence_length)
+    rows = [source.row("validation", row, prompt_length)[:prompt_length] for row in (0, 1)]
+    params = jax.device_get(result.state.params)
+    router_state = jax.device_get(result.state.router_state)
+    return continue_rows(
+        assembly.plan.model, source, params, router_state, np.stack(rows), length, temperature=0.8
+    )
+
+
+def continue_rows(
+    model: ModelConfig,
+    source: Source,
+    params: Any,
+    router_state: Any,
+    prompts: np.ndarray,
+    length: int,
+    *,
+    temperature: float,
+    seed: int = 0,
+) -> str:
+    """Prompts and their continuations as text, on one device.
+
+    Args:
+        model: of the parameters.
+        source: that decodes tokens.
+        params: on the host.
+        router_state: on the host.
+        prompts: [rows, tokens].
+        length: tokens to write.
+        temperature: of the sampling; 0 is greedy.
+        seed: of the sampling.
+    """
+    written = generate(
+        model,
+        params,
+        jax.numpy.asarray(prompts),
+        num_tokens=length,
+        key=jax.random.key(seed),
+        temperature=temperature,
+        router_state=router_state,
+    )
+    texts = (
+        f"--- prompt\n{source.decode(prompt)}\n--- continued\n{source.decode(row)}\n"
+        for prompt, row in zip(prompts, np.asarray(written), strict=True)
+    )
+    return "\n".join(texts)
+
+
+def last_words(
+    directory: RunDirectory, summary: Mapping[str, Any], references: Mapping[str, float]
+) -> str:
+    """The end of the run in a few lines."""
+    lines = [f"{summary['status']} at step {summary['steps']}"]
+    if summary["checkpoint_step"] is not None and summary["status"] != "done":
+        lines[0] += f"; the same command continues from step {summary['checkpoint_step']}"
+    bits, unit = summary["eval_bits_per_byte"], "bits/byte"
+    if bits is None:
+        bits, unit = summary["eval_bits_per_token"], "bits/token"
+    if bits is not None:
+        beside = ", ".join(f"{label} {value:.3f}" for label, value in references.items())
+        lines.append(f"held out {bits:.4f} {unit}" + (f"   ({beside})" if beside else ""))
+    lines.append(f"see {directory.report_file}")
+    return "\n".join(lines)

@@ -1,0 +1,209 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Trains a model; the same command continues.
+
+    python -m experiments.pretrain [recipe] [--dotted.field value ...]
+
+A finished run started again says so. Exit codes: 0 done, 2 bad configuration, 3 diverged, 74 the
+last state could not be saved, 75 saved after SIGTERM, 130 saved after Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from experiments import aftermath, cli
+from experiments.assembly import (
+    Assembly,
+    assemble,
+    devices_in_words,
+    entropy_floor,
+    mesh_in_words,
+)
+from experiments.config import FREE_FIELDS, PretrainConfig
+from experiments.process import start_process
+from experiments.recipes import DEFAULT, RECIPES
+from experiments.reporting import Reporter
+from experiments.run_directory import RunDirectory
+from jaxmoe.checkpoint import CheckpointManager
+from jaxmoe.configs import to_json
+from jaxmoe.data import check_position
+from jaxmoe.models.flops import flops_per_token
+from jaxmoe.tracking.console import format_count, format_duration
+from jaxmoe.training.evaluate import make_eval_step
+from jaxmoe.training.hooks import CheckpointHook, EvaluateHook
+from jaxmoe.training.loop import LoopResult, run_loop
+from jaxmoe.training.state import TrainState
+from jaxmoe.training.step import make_train_step
+from jaxmoe.training.stop import StopRequest
+
+_EXIT_CODES = {
+    "done": cli.ExitCode.DONE,
+    "diverged": cli.ExitCode.DIVERGED,
+    "preempted": cli.ExitCode.PREEMPTED,
+    "interrupted": cli.ExitCode.INTERRUPTED,
+}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command; returns the exit code."""
+    recipe, config = cli.parse(RECIPES, DEFAULT, argv, "python -m experiments.pretrain", __doc__)
+    start_process()
+    name = config.run.name or recipe
+    directory = RunDirectory(config.run.directory or f"runs/pretrain/{name}")
+    with StopRequest() as stop:
+        with cli.exit_on_bad_configuration():
+            assembly = assemble(config)
+            directory.acquire()
+            directory.check_config(config, free=FREE_FIELDS)
+            checkpoints = CheckpointManager(
+                directory.checkpoints_directory, keep=config.checkpoint.keep
+            )
+            first_step, state = _restore_or_start(assembly, checkpoints)
+            directory.write_environment(devices_in_words(assembly.mesh))
+        try:
+            if first_step >= config.training.steps:
+                print(_already_done(directory, first_step, config))
+                return int(cli.ExitCode.DONE)
+            _print_header(name, directory, assembly, first_step)
+            return _train(name, directory, assembly, checkpoints, first_step, state, stop)
+        finally:
+            checkpoints.close()
+            directory.release()
+
+
+def _restore_or_start(
+    assembly: Assembly, checkpoints: CheckpointManager
+) -> tuple[int, TrainState]:
+    """The newest checkpoint, checked against the data, or a new state."""
+    step = checkpoints.latest_step()
+    state = assembly.new_state()
+    if step is None:
+        return 0, state
+    check_position(checkpoints.manifest(step).data, assembly.loader.position(step))
+    return step, checkpoints.restore(step, state)
+
+
+def _train(
+    name: str,
+    directory: RunDirectory,
+    assembly: Assembly,
+    checkpoints: CheckpointManager,
+    first_step: int,
+    state: TrainState,
+    stop: StopRequest,
+) -> int:
+    """Compiles, trains, and leaves the run's files behind."""
+    plan, config, last_step = assembly.plan, assembly.plan.config, assembly.plan.config.training.steps
+    started = time.perf_counter()
+    with jax.set_mesh(assembly.mesh):
+        reporter = Reporter(directory, assembly, first_step)
+        step_function = make_train_step(
+            plan.model,
+            plan.optimizer,
+            execution=assembly.execution,
+            accumulation=config.training.accumulation,
+            clip=config.training.clip,
+        )
+        example = next(assembly.batches(first_step))
+        compiled = step_function.lower(state, example).compile()
+        compile_seconds = time.perf_counter() - started
+        print(f"compiled in {compile_seconds:.1f} s", flush=True)
+        evaluation = EvaluateHook(
+            make_eval_step(plan.model, execution=assembly.execution),
+            assembly.held_out,
+            every=config.evaluation.every,
+            last_step=last_step,
+            report=reporter.evaluated,
+        )
+        saving = CheckpointHook(
+            checkpoints,
+            config=to_json(config),
+            position=assembly.loader.position,
+            every=config.checkpoint.every,
+            last_step=last_step,
+            before=reporter.flush,
+        )
+        result = run_loop(
+            state,
+            compiled,
+            assembly.batches(first_step),
+            first_step=first_step,
+            last_step=last_step,
+            hooks=(evaluation, saving),
+            report=reporter.trained,
+            report_every=config.tracking.print_every,
+            max_skipped=config.training.max_skipped,
+            stop=stop,
+        )
+        is_saved = _save_last(result, saving, checkpoints)
+    facts = {
+        "status": result.status,
+        "steps": result.step,
+        "compile_seconds": compile_seconds,
+        "wall_seconds": time.perf_counter() - started,
+        "checkpoint_step": checkpoints.latest_step(),
+    }
+    aftermath.leave(name, directory, assembly, reporter, result, facts)
+    if result.status != "diverged" and not is_saved:
+        print("error: the last state could not be saved; the run can continue from"
+              f" step {facts['checkpoint_step']}", file=sys.stderr)
+        return int(cli.ExitCode.NOT_SAVED)
+    return int(_EXIT_CODES[result.status])
+
+
+def _save_last(
+    result: LoopResult, saving: CheckpointHook, checkpoints: CheckpointManager
+) -> bool:
+    """Saves the state that the loop ended with, unless it diverged; whether it is on disk."""
+    if result.status == "diverged":
+        return checkpoints.finish()
+    for _ in range(2):
+        if not checkpoints.finish() or saving.saved_step != result.step:
+            saving.run(result.step, result.state)
+    return checkpoints.finish() and checkpoints.latest_step() == result.step
+
+
+def _print_header(name: str, directory: RunDirectory, assembly: Assembly, first_step: int) -> None:
+    """What is about to run, before the first step."""
+    plan, training = assembly.plan, assembly.plan.config.training
+    model, moe = plan.model, plan.model.moe
+    active = plan.table.active(moe.top_k, moe.num_experts) if moe else plan.table.total
+    experts = f"{moe.num_experts} experts, top-{moe.top_k}" if moe else "dense"
+    flops = flops_per_token(model, plan.table, training.sequence_length)
+    tokens = training.batch_size * training.sequence_length
+    floor = entropy_floor(assembly)
+    known = "" if floor is None else f", exact entropy {floor:.4f} bits/token"
+    resumed = f"continuing after step {first_step}" if first_step else "new run"
+    lines = (
+        f"jaxmoe pretrain  {name}  {directory.path}  ({resumed})",
+        f"devices  {_mesh_text(assembly)}",
+        f"model    {model.num_layers} layers, width {model.embed_dim}, {experts};"
+        f" {format_count(plan.table.total)} parameters, {format_count(active)} active",
+        f"data     {assembly.source.fingerprint()['kind']}{known}",
+        f"plan     {training.steps} steps of {tokens} tokens,"
+        f" {format_count(flops * tokens)}FLOP a step",
+    )
+    print("\n".join(lines), flush=True)
+
+
+def _mesh_text(assembly: Assembly) -> str:
+    mesh = mesh_in_words(assembly.mesh)
+    platform = assembly.mesh.devices.flat[0].platform
+    return f"{assembly.mesh.size} x {platform}, mesh " + " ".join(f"{a}={n}" for a, n in mesh.items())
+
+
+def _already_done(directory: RunDirectory, step: int, config: PretrainConfig) -> str:
+    return (
+        f"nothing to do: {directory.path} has done step {step} of {config.training.steps}."
+        " See its report.html, or give another --run.name"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

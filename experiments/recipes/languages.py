@@ -1,0 +1,20 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Several languages with disjoint vocabularies: the right expert of each token is known."""
+
+import dataclasses
+
+from experiments.config import PretrainConfig
+from experiments.recipes.markov import markov
+from jaxmoe.data import LanguageMixtureConfig
+
+
+def languages() -> PretrainConfig:
+    """A mixture of disjoint languages with exactly known entropy.
+
+    python -m experiments.pretrain languages
+    """
+    data = LanguageMixtureConfig()
+    config = markov()
+    model = dataclasses.replace(config.model, vocab_size=data.build().vocab_size)
+    return dataclasses.replace(config, model=model, data=data)

@@ -1,0 +1,30 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""A language whose entropy is known exactly: how far above the floor does training end?"""
+
+from experiments.config import EvaluationConfig, PretrainConfig, TrackingConfig, TrainingConfig
+from jaxmoe.data import MarkovConfig
+from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
+from jaxmoe.optim import AdamWConfig, LinearConfig
+
+
+def markov() -> PretrainConfig:
+    """A Markov chain of order 2 with exactly known entropy.
+
+    python -m experiments.pretrain markov
+    """
+    return PretrainConfig(
+        model=ModelConfig(
+            vocab_size=16,
+            num_layers=2,
+            embed_dim=64,
+            attention=AttentionConfig(num_heads=2, num_kv_heads=2, head_dim=32),
+            moe=MoEConfig(num_experts=4, top_k=2, expert_dim=64),
+        ),
+        data=MarkovConfig(),
+        training=TrainingConfig(steps=400, batch_size=16, sequence_length=64),
+        optimizer=AdamWConfig(learning_rate=5e-3),
+        schedule=LinearConfig(warmup_steps=20, floor=0.02),
+        evaluation=EvaluationConfig(every=100, batches=16),
+        tracking=TrackingConfig(sample_length=0),
+    )

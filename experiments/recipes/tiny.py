@@ -1,0 +1,29 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""A small byte-level MoE on the source of Python's standard library."""
+
+from experiments.config import EvaluationConfig, PretrainConfig, TrainingConfig
+from jaxmoe.data import CorpusConfig
+from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
+from jaxmoe.optim import AdamWConfig, LinearConfig
+
+
+def tiny() -> PretrainConfig:
+    """The source of Python's standard library, byte level, on a laptop's CPU.
+
+    python -m experiments.pretrain
+    """
+    return PretrainConfig(
+        model=ModelConfig(
+            vocab_size=256,
+            num_layers=4,
+            embed_dim=128,
+            attention=AttentionConfig(num_heads=4, num_kv_heads=4, head_dim=32),
+            moe=MoEConfig(num_experts=8, top_k=2, expert_dim=192),
+        ),
+        data=CorpusConfig(),
+        training=TrainingConfig(steps=500, batch_size=16, sequence_length=256),
+        optimizer=AdamWConfig(learning_rate=4e-3, weight_decay=0.1),
+        schedule=LinearConfig(warmup_steps=30, floor=0.05),
+        evaluation=EvaluationConfig(every=100, batches=8),
+    )

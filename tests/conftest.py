@@ -1,0 +1,148 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""The ground the tests stand on: devices, strictness, seeds, golden files, an honest summary.
+
+    pytest                       what is not slow and needs no accelerator
+    pytest --slow                the long proofs as well
+    pytest -m slow               any other choice; then nothing is left out behind your back
+    pytest --regenerate-golden   writes tests/golden anew, to be reviewed as a diff
+
+Everything runs on 8 devices of the CPU. The environment is set before JAX is imported and reaches
+the commands that tests start; strictness is for this process alone.
+
+To add an exception to "warnings are errors": a line in WARNINGS, with its reason.
+"""
+
+import os
+import pathlib
+import sys
+import zlib
+
+import hypothesis
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+GOLDEN = ROOT / "tests" / "golden"
+NUM_DEVICES = 8
+
+if "jax" in sys.modules:
+    raise pytest.UsageError("a plugin imported jax before tests/conftest.py could choose devices")
+
+_FLAGS = {
+    "xla_force_host_platform_device_count": NUM_DEVICES,
+    # Eight devices on two busy cores meet late in a collective; the default gives up after 40 s.
+    "xla_cpu_collective_call_warn_stuck_timeout_seconds": 120,
+    "xla_cpu_collective_call_terminate_timeout_seconds": 600,
+}
+os.environ["XLA_FLAGS"] = " ".join(
+    [os.environ.get("XLA_FLAGS", ""), *(f"--{name}={value}" for name, value in _FLAGS.items())]
+).strip()
+_ENVIRONMENT = {
+    "JAX_PLATFORMS": "cpu",  # accelerator tests: JAX_PLATFORMS=cuda,cpu pytest -m accelerator
+    "NPROC": "32",  # threads: kernels in TPU interpret mode hang with fewer than devices
+    "TF_CPP_MIN_LOG_LEVEL": "1",
+    # JAX's key holds its version, the program, the flags and the devices, so that Pythons and
+    # workers may share one directory; for the race between workers see WARNINGS.
+    "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".cache" / "jax"),
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+}
+for _name, _value in _ENVIRONMENT.items():
+    os.environ.setdefault(_name, _value)
+
+import jax  # noqa: E402  (after the environment that it reads)
+import jaxtyping  # noqa: E402
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+PACKAGES = ("pallas_kernels", "sharding", "jaxmoe", "experiments")
+"""Their annotations are checked at every call, shapes and all."""
+
+jaxtyping.install_import_hook(PACKAGES, "beartype.beartype")
+
+pytest.register_assert_rewrite("tests.support")
+
+# The same examples on every run: a failure is the change's, not the dice's.
+hypothesis.settings.register_profile("jaxmoe", derandomize=True, deadline=None, database=None)
+hypothesis.settings.load_profile("jaxmoe")
+
+WARNINGS = (
+    "error",
+    # Two workers compile the same program at once and one reads what the other has half written:
+    # it does not decompress, and JAX compiles.
+    "ignore:Error reading persistent compilation cache entry:UserWarning",
+)
+
+
+def pytest_addoption(parser):
+    parser.addoption("--slow", action="store_true", help="run the long proofs as well")
+    parser.addoption(
+        "--regenerate-golden", action="store_true", help="write tests/golden instead of comparing"
+    )
+
+
+def pytest_configure(config):
+    for line in WARNINGS:
+        config.addinivalue_line("filterwarnings", line)
+    if not config.option.markexpr:
+        is_slow = config.getoption("--slow")
+        config.option.markexpr = "not accelerator" if is_slow else "not slow and not accelerator"
+
+
+@pytest.fixture
+def key(request):
+    """A random key that depends on the name of the test, parameters included, alone."""
+    return jax.random.key(zlib.crc32(request.node.name.encode()))
+
+
+@pytest.fixture
+def golden(request):
+    """`golden(name, text)`: the text must be that of the file tests/golden/name."""
+
+    def check(name: str, text: str) -> None:
+        __tracebackhide__ = True
+        path = GOLDEN / name
+        if request.config.getoption("--regenerate-golden"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="ascii")
+        assert path.exists(), f"{path} is missing: run pytest --regenerate-golden"
+        assert text == path.read_text(encoding="ascii"), "pytest --regenerate-golden, and review"
+
+    return check
+
+
+# With xdist the tests are chosen in the workers, and the summary is written where they report to.
+_deselected: dict[str, int] = {}
+
+
+def pytest_deselected(items):
+    _deselected["here"] = _deselected.get("here", 0) + len(items)
+
+
+def pytest_sessionfinish(session):
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["deselected"] = _deselected.get("here", 0)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node):
+    # Every worker collects, and leaves out, the same tests.
+    _deselected["here"] = getattr(node, "workeroutput", {}).get("deselected", 0)
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    """How many ran, and what did not and why."""
+    stats = terminalreporter.stats
+    outcomes = ("passed", "failed", "xfailed", "xpassed")
+    ran = sum(len(stats.get(outcome, ())) for outcome in outcomes)
+    reasons: dict[str, int] = {}
+    for report in stats.get("skipped", ()):
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        reason = reason.removeprefix("Skipped: ")
+        reasons[reason] = reasons.get(reason, 0) + 1
+    parts = [f"{ran} tests ran", f"{sum(reasons.values())} were skipped"]
+    parts += [f"{count} because: {reason}" for reason, count in sorted(reasons.items())]
+    if left_out := _deselected.get("here", 0):
+        parts.append(f"{left_out} left out by -m '{config.option.markexpr}' or -k")
+    terminalreporter.write_line("; ".join(parts))
