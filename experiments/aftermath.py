@@ -25,7 +25,7 @@ from jaxmoe.tracking.plots import plot_run
 from jaxmoe.tracking.report import write_report
 from jaxmoe.tracking.tracker import BITS_PER_BYTE, LOSS, MAX_VIOLATION
 from jaxmoe.training.loop import LoopResult
-from pallas_kernels import OPERATIONS
+from pallas_kernels import OPERATIONS, Implementation
 
 logger = logging.getLogger(__name__)
 
@@ -134,6 +134,7 @@ def summarise(
 def implementations(assembly: Assembly) -> dict[str, str]:
     """Which implementation of each kernel the run used."""
     kernels = assembly.execution.kernels
+    asked: dict[str, Implementation | None]
     asked = {"flash_attention": kernels.attention, "grouped_matmul": kernels.grouped_matmul}
     return {name: OPERATIONS[name].choose(asked[name]).implementation for name in asked}
 

@@ -4,8 +4,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import jax
@@ -61,15 +62,24 @@ class Assembly:
             mesh=self.mesh,
         )
 
-    def batches(self, first_step: int) -> Iterator[Batch]:
-        """Training batches on the devices, from a step on."""
+    def batch(self, step: int) -> Batch:
+        """The training batch of one step, on the devices."""
+        rows = self.loader.batch(
+            step, process_index=jax.process_index(), process_count=jax.process_count()
+        )
+        return global_batch(rows, self.mesh)
+
+    def batches(self, first_step: int) -> Generator[Batch, None, None]:
+        """Training batches on the devices, from a step on, read ahead."""
         rows = self.loader.iterate(
             first_step,
             self.plan.config.training.steps,
             process_index=jax.process_index(),
             process_count=jax.process_count(),
         )
-        return (global_batch(batch, self.mesh) for batch in rows)
+        with contextlib.closing(rows):
+            for batch in rows:
+                yield global_batch(batch, self.mesh)
 
     def held_out(self) -> Iterator[Batch]:
         """The held-out batches on the devices, the same ones every time."""
@@ -94,9 +104,7 @@ def make_plan(config: PretrainConfig) -> Plan:
     batch_tokens = training.batch_size * training.sequence_length
     budget = Budget(tokens=training.steps * batch_tokens, batch_tokens=batch_tokens)
     parameterization = config.parameterization.build(config.model, budget, BasePoint())
-    table = parameter_table(
-        parameterization.model, parameterization, config.execution.axis_rules
-    )
+    table = parameter_table(parameterization.model, parameterization, config.execution.axis_rules)
     schedule = config.schedule.build(training.steps)
     return Plan(
         config=config,
@@ -128,7 +136,7 @@ def assemble(config: PretrainConfig) -> Assembly:
             f" expert) times training.accumulation={training.accumulation}: choose a multiple of"
             f" {parts}"
         )
-    source = config.data.build(training.seed)
+    source: Source = config.data.build(training.seed)
     if source.vocab_size > config.model.vocab_size:
         raise ValueError(
             f"model.vocab_size={config.model.vocab_size} is smaller than the vocabulary of the data"
@@ -142,7 +150,7 @@ def assemble(config: PretrainConfig) -> Assembly:
         seed=training.seed,
     )
     assembly = Assembly(plan=plan, execution=execution, mesh=mesh, source=source, loader=loader)
-    next(iter(assembly.held_out()))
+    assembly.held_out()  # too little held-out data is an error here
     return assembly
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 
@@ -34,7 +33,7 @@ from jaxmoe.checkpoint import CheckpointManager
 from jaxmoe.configs import to_json
 from jaxmoe.data import check_position
 from jaxmoe.models.flops import flops_per_token
-from jaxmoe.tracking.console import format_count, format_duration
+from jaxmoe.tracking.console import format_count
 from jaxmoe.training.evaluate import make_eval_step
 from jaxmoe.training.hooks import CheckpointHook, EvaluateHook
 from jaxmoe.training.loop import LoopResult, run_loop
@@ -52,7 +51,8 @@ _EXIT_CODES = {
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command; returns the exit code."""
-    recipe, config = cli.parse(RECIPES, DEFAULT, argv, "python -m experiments.pretrain", __doc__)
+    prog, about = "python -m experiments.pretrain", __doc__ or ""
+    recipe, config = cli.parse(RECIPES, DEFAULT, argv, prog, about)
     start_process()
     name = config.run.name or recipe
     directory = RunDirectory(config.run.directory or f"runs/pretrain/{name}")
@@ -77,9 +77,7 @@ def main(argv: Sequence[str]) -> int:
             directory.release()
 
 
-def _restore_or_start(
-    assembly: Assembly, checkpoints: CheckpointManager
-) -> tuple[int, TrainState]:
+def _restore_or_start(assembly: Assembly, checkpoints: CheckpointManager) -> tuple[int, TrainState]:
     """The newest checkpoint, checked against the data, or a new state."""
     step = checkpoints.latest_step()
     state = assembly.new_state()
@@ -99,7 +97,11 @@ def _train(
     stop: StopRequest,
 ) -> int:
     """Compiles, trains, and leaves the run's files behind."""
-    plan, config, last_step = assembly.plan, assembly.plan.config, assembly.plan.config.training.steps
+    plan, config, last_step = (
+        assembly.plan,
+        assembly.plan.config,
+        assembly.plan.config.training.steps,
+    )
     started = time.perf_counter()
     with jax.set_mesh(assembly.mesh):
         reporter = Reporter(directory, assembly, first_step)
@@ -110,8 +112,7 @@ def _train(
             accumulation=config.training.accumulation,
             clip=config.training.clip,
         )
-        example = next(assembly.batches(first_step))
-        compiled = step_function.lower(state, example).compile()
+        compiled = step_function.lower(state, assembly.batch(first_step)).compile()
         compile_seconds = time.perf_counter() - started
         print(f"compiled in {compile_seconds:.1f} s", flush=True)
         evaluation = EvaluateHook(
@@ -129,10 +130,11 @@ def _train(
             last_step=last_step,
             before=reporter.flush,
         )
+        batches = assembly.batches(first_step)
         result = run_loop(
             state,
             compiled,
-            assembly.batches(first_step),
+            batches,
             first_step=first_step,
             last_step=last_step,
             hooks=(evaluation, saving),
@@ -141,6 +143,7 @@ def _train(
             max_skipped=config.training.max_skipped,
             stop=stop,
         )
+        batches.close()
         is_saved = _save_last(result, saving, checkpoints)
     facts = {
         "status": result.status,
@@ -151,15 +154,16 @@ def _train(
     }
     aftermath.leave(name, directory, assembly, reporter, result, facts)
     if result.status != "diverged" and not is_saved:
-        print("error: the last state could not be saved; the run can continue from"
-              f" step {facts['checkpoint_step']}", file=sys.stderr)
+        print(
+            "error: the last state could not be saved; the run can continue from"
+            f" step {facts['checkpoint_step']}",
+            file=sys.stderr,
+        )
         return int(cli.ExitCode.NOT_SAVED)
     return int(_EXIT_CODES[result.status])
 
 
-def _save_last(
-    result: LoopResult, saving: CheckpointHook, checkpoints: CheckpointManager
-) -> bool:
+def _save_last(result: LoopResult, saving: CheckpointHook, checkpoints: CheckpointManager) -> bool:
     """Saves the state that the loop ended with, unless it diverged; whether it is on disk."""
     if result.status == "diverged":
         return checkpoints.finish()
@@ -195,7 +199,9 @@ def _print_header(name: str, directory: RunDirectory, assembly: Assembly, first_
 def _mesh_text(assembly: Assembly) -> str:
     mesh = mesh_in_words(assembly.mesh)
     platform = assembly.mesh.devices.flat[0].platform
-    return f"{assembly.mesh.size} x {platform}, mesh " + " ".join(f"{a}={n}" for a, n in mesh.items())
+    return f"{assembly.mesh.size} x {platform}, mesh " + " ".join(
+        f"{a}={n}" for a, n in mesh.items()
+    )
 
 
 def _already_done(directory: RunDirectory, step: int, config: PretrainConfig) -> str:

@@ -32,7 +32,7 @@ def start_process() -> None:
     logging.getLogger("jax").setLevel(logging.ERROR)
     if sys.platform == "linux" and not os.environ.get("MALLOC_ARENA_MAX"):
         keep_freed_memory()
-    if jax.config.jax_compilation_cache_dir is None:
+    if getattr(jax.config, "jax_compilation_cache_dir", None) is None:
         jax.config.update("jax_compilation_cache_dir", str(cache_directory() / "compilation"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
     start_processes()

@@ -25,6 +25,7 @@ from jaxmoe.tracking.tracker import (
     TOKENS_PER_SECOND,
     CompositeTracker,
     NullTracker,
+    Tracker,
 )
 from jaxmoe.training.evaluate import Evaluation
 from jaxmoe.training.loop import Report
@@ -49,7 +50,7 @@ class Reporter:
         self._files = self._console = NullTracker()
         self._loads: RouterLoadRecorder | None = None
         if self._is_first_process:
-            trackers = [JsonlTracker(directory.metrics_file, first_step)]
+            trackers: list[Tracker] = [JsonlTracker(directory.metrics_file, first_step)]
             if config.tracking.has_tensorboard:
                 trackers.append(TensorBoardTracker(directory.tensorboard_directory, first_step))
             self._files = CompositeTracker(*trackers)
@@ -109,7 +110,7 @@ class Reporter:
     def _values(self, step: int, metrics: StepMetrics) -> dict[str, float]:
         """One step's metrics by the trackers' names."""
         plan = self._assembly.plan
-        factor = float(plan.schedule(np.asarray(step - 1, np.int32)))
+        factor = float(plan.schedule(jax.numpy.int32(step - 1)))
         router: Mapping[str, float] = {
             f"router/{name}": float(value) for name, value in metrics.router.items()
         }

@@ -18,7 +18,7 @@ import dataclasses
 import math
 import zlib
 from collections.abc import Iterator, Mapping
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, cast
 
 import jax
 import jax.numpy as jnp
@@ -85,7 +85,7 @@ class Declared(nn.meta.AxisMetadata[Any]):
 
     def replace_boxed(self, val: Any) -> Declared:
         """The same box round another value."""
-        return self.replace(value=val)
+        return dataclasses.replace(self, value=val)
 
     def add_axis(self, index: int, params: dict[Any, Any]) -> Declared:
         """Notes the dimension that a scan over layers puts in front."""
@@ -94,7 +94,7 @@ class Declared(nn.meta.AxisMetadata[Any]):
         shape = list(self.declaration.shape)
         shape.insert(index, params["size"])
         stacked = dataclasses.replace(self.declaration, axes=tuple(axes), shape=tuple(shape))
-        return self.replace(declaration=stacked)
+        return dataclasses.replace(self, declaration=stacked)
 
     def remove_axis(self, index: int, params: dict[Any, Any]) -> Declared:
         """The inverse of `add_axis`."""
@@ -102,7 +102,7 @@ class Declared(nn.meta.AxisMetadata[Any]):
         axes, shape = list(self.declaration.axes), list(self.declaration.shape)
         del axes[index], shape[index]
         single = dataclasses.replace(self.declaration, axes=tuple(axes), shape=tuple(shape))
-        return self.replace(declaration=single)
+        return dataclasses.replace(self, declaration=single)
 
 
 def declare(module: nn.Module, name: str, declaration: Declaration) -> Array:
@@ -117,7 +117,7 @@ def declare(module: nn.Module, name: str, declaration: Declaration) -> Array:
     def initialise(key: Array) -> Declared:
         return Declared(value=_draw_one(declaration, key), declaration=declaration)
 
-    return module.param(name, initialise)
+    return cast(Array, module.param(name, initialise))
 
 
 def draw(declarations: Mapping[str, Declaration], key: Array) -> dict[str, Array]:

@@ -104,6 +104,4 @@ def abstract_mesh(config: MeshConfig) -> AbstractMesh:
     """A mesh without devices, for shapes, lowering and plans; no axis may be -1."""
     if -1 in config.sizes:
         raise ValueError("an abstract mesh has no devices to count: give every axis its size")
-    return AbstractMesh(
-        config.sizes, MESH_AXES, axis_types=(AxisType.Explicit,) * len(MESH_AXES)
-    )
+    return AbstractMesh(config.sizes, MESH_AXES, axis_types=(AxisType.Explicit,) * len(MESH_AXES))

@@ -48,7 +48,9 @@ class CheckpointManager:
 
     def __init__(self, directory: Any, *, keep: int = 3, is_writer: bool = True):
         if keep < 2:
-            raise ValueError(f"checkpoint.keep={keep} must be at least 2: the last may be in flight")
+            raise ValueError(
+                f"checkpoint.keep={keep} must be at least 2: the last may be in flight"
+            )
         self.directory = epath.Path(directory).expanduser().absolute()
         if not is_writer and not self.directory.exists():
             raise CheckpointError(f"{directory} holds no checkpoints: the directory does not exist")
@@ -137,7 +139,9 @@ class CheckpointManager:
         """
         if step not in self.steps():
             have = ", ".join(map(str, self.steps())) or "none"
-            raise CheckpointError(f"{self.directory} has no checkpoint of step {step} (has: {have})")
+            raise CheckpointError(
+                f"{self.directory} has no checkpoint of step {step} (has: {have})"
+            )
         items = ocp.args.Composite(manifest=ocp.args.JsonRestore())
         restored = self._manager.restore(step, args=items)
         return CheckpointManifest.from_json(restored["manifest"], f"{self.directory}/{step}")

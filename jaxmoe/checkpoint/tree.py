@@ -62,7 +62,9 @@ def unpack(packed: dict[str, Any], target: Any) -> Any:
     flat = traverse_util.flatten_dict(packed, sep=SEPARATOR)
     for path, leaf in flatten(target).items():
         if is_key(leaf):
-            flat[path] = jax.random.wrap_key_data(flat[path], impl=_implementation(leaf))
+            flat[path] = jax.random.wrap_key_data(
+                jnp.asarray(flat[path]), impl=_implementation(leaf)
+            )
     nested = traverse_util.unflatten_dict(flat, sep=SEPARATOR)
     return serialization.from_state_dict(target, _with_empties(nested, target))
 

@@ -39,10 +39,11 @@ class Batch:
     """What it should predict: the token that follows each of `tokens`."""
     loss_weights: Float[HostOrDeviceArray, "B S"]
     """Weight of each prediction in the mean loss; 0 leaves it out."""
-    segment_ids: Int[HostOrDeviceArray, "B S"]
-    """0 for padding, otherwise the document within the row, counted from 1."""
-    positions: Int[HostOrDeviceArray, "B S"]
-    """Position within the document, from 0."""
+    segment_ids: Int[HostOrDeviceArray, "B S"] | None = None
+    """0 for padding, otherwise the document within the row, counted from 1. None: each row is one
+    document without padding, which attention computes faster."""
+    positions: Int[HostOrDeviceArray, "B S"] | None = None
+    """Position within the document, from 0. None: 0 to S - 1 in every row."""
 
 
 def validate_batch(batch: Batch, vocab_size: int) -> None:
@@ -56,7 +57,8 @@ def validate_batch(batch: Batch, vocab_size: int) -> None:
         DataError: Shapes differ, a dtype is not an integer (or, for the weights, a float), a token
             id is outside the vocabulary, or a loss weight is negative or not finite.
     """
-    fields = {name: np.asarray(getattr(batch, name)) for name in Batch.__dataclass_fields__}
+    given = {name: getattr(batch, name) for name in Batch.__dataclass_fields__}
+    fields = {name: np.asarray(values) for name, values in given.items() if values is not None}
     wanted = fields["tokens"].shape
     if len(wanted) != 2:
         raise DataError(f"batch.tokens has shape {wanted}, which must be [rows, positions]")

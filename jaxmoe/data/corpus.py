@@ -74,12 +74,19 @@ class CorpusConfig:
 class Corpus:
     """Bytes in two splits, cut into rows."""
 
-    vocab_size: ClassVar[int] = 256
-    bytes_per_token: ClassVar[float] = 1.0
-
     text: dict[Split, Shaped[np.ndarray, " length"]]
     num_documents: dict[Split, int]
     sha256: dict[Split, str]
+
+    @property
+    def vocab_size(self) -> int:
+        """Every byte is a token."""
+        return 256
+
+    @property
+    def bytes_per_token(self) -> float:
+        """A token is a byte."""
+        return 1.0
 
     def num_rows(self, split: Split, sequence_length: int) -> int:
         """Whole windows of a split."""

@@ -78,7 +78,7 @@ class Loader:
             process_count: Number of equal parts.
 
         Returns:
-            Rows [B / process_count, S], as numpy arrays.
+            Rows [B / process_count, S], as numpy arrays; each row is one segment.
 
         Raises:
             DataError: The parts are not equal, the step is negative or past the end of the
@@ -102,8 +102,6 @@ class Loader:
             tokens=tokens,
             targets=np.ascontiguousarray(rows[:, 1:]),
             loss_weights=np.ones(tokens.shape, np.float32),
-            segment_ids=np.ones(tokens.shape, np.int32),
-            positions=np.tile(np.arange(self.sequence_length, dtype=np.int32), (part, 1)),
         )
         validate_batch(batch, self.source.vocab_size)
         return batch

@@ -111,7 +111,7 @@ def stack_of_blocks(
         body,
         variable_axes={"params": 0},
         split_rngs={"params": True},
-        in_axes=(0, nn.broadcast),
+        in_axes=(0, nn.broadcast),  # pyright: ignore[reportArgumentType]
         out_axes=0,
         length=stack.num_layers,
         metadata_params={nn.PARTITION_NAME: ax.LAYERS, "size": stack.num_layers},

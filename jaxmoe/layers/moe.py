@@ -13,6 +13,7 @@ summed over devices there and returned, so that a loss of them is that of the gl
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
 from typing import Any
 
@@ -116,9 +117,7 @@ class MoE(nn.Module):
 
 def build_router(model: ModelConfig, moe: MoEConfig) -> Router:
     """The router of this model's sizes."""
-    return moe.router.build(
-        num_experts=moe.num_experts, top_k=moe.top_k, embed_dim=model.embed_dim
-    )
+    return moe.router.build(num_experts=moe.num_experts, top_k=moe.top_k, embed_dim=model.embed_dim)
 
 
 def _whole(array: Array) -> tuple[None, ...]:
@@ -156,7 +155,7 @@ def _route_and_compute(
             assignments, moe.capacity, sequence_length=length, num_experts=moe.num_experts
         )
         kept = loads(assignments.expert_ids, moe.num_experts).astype(jnp.float32)
-        statistics = statistics.replace(kept=kept)
+        statistics = dataclasses.replace(statistics, kept=kept)
 
     def experts(rows: Array, group_sizes: Array) -> Array:
         kernel = layer.execution.kernels.grouped_matmul

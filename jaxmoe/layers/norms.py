@@ -39,5 +39,7 @@ class RMSNorm(nn.Module):
     @nn.compact
     def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
         """Normalised `x`."""
-        gains = Declaration(shape=(self.dim,), axes=(ax.NORM,), role="norm", matrix=None, init="ones")
+        gains = Declaration(
+            shape=(self.dim,), axes=(ax.NORM,), role="norm", matrix=None, init="ones"
+        )
         return rms_norm(x, declare(self, "gain", gains), self.epsilon)

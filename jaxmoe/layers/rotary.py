@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 
 
 def rotate(
-    x: Float[Array, "B S N H"], positions: Int[Array, "B S"], theta: float
+    x: Float[Array, "B S N H"], positions: Int[Array, "#B S"], theta: float
 ) -> Float[Array, "B S N H"]:
     """Turns queries or keys by their positions.
 

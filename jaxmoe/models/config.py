@@ -153,7 +153,7 @@ class ModelConfig:
 
     @property
     def stacks(self) -> tuple[Stack, ...]:
-        """Runs of equal consecutive layers; each is one scan, named for its kind and first layer."""
+        """Runs of equal consecutive layers: each is one scan, named for its kind and start."""
         kinds = [
             "dense" if self.moe is None or layer in self.dense_layers else "moe"
             for layer in range(self.num_layers)

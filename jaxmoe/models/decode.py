@@ -14,7 +14,7 @@ from jaxtyping import Array, Int, Key
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.attention import KVCache
 from jaxmoe.models.config import ModelConfig
-from jaxmoe.models.transformer import Transformer, initial_cache
+from jaxmoe.models.transformer import forward, initial_cache
 
 
 def generate(
@@ -59,13 +59,16 @@ def _compiled(model: ModelConfig, execution: ExecutionConfig, num_tokens: int, i
     def decode(params: Any, tokens: Array, cache: KVCache, router_state: Any) -> tuple[Any, Any]:
         batch, length = tokens.shape
         positions = cache.length[0] + jnp.arange(length, dtype=jnp.int32)[None, :]
-        output = Transformer(model, execution).apply(
-            {"params": params},
+        output = forward(
+            model,
+            execution,
+            params,
             tokens,
             positions=jnp.broadcast_to(positions, (batch, length)),
             router_state=router_state,
             cache=cache,
         )
+        assert output.logits is not None  # asked for by default
         return output.logits[:, -1], output.cache
 
     def choose(logits: Array, key: Array, temperature: Array) -> Array:

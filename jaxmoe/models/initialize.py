@@ -17,14 +17,22 @@ from flax import traverse_util
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array
 
+from jaxmoe.execution import ExecutionConfig, KernelsConfig
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.models.transformer import Transformer
 from jaxmoe.parameters import Declared, ParameterSpec, ParameterTable
+from jaxmoe.precision import PrecisionPolicy
 from jaxmoe.scaling.parameterization import Parameterization
 from jaxmoe.scaling.standard import standard
 from sharding.axes import MESH_AXES
 from sharding.constrain import without_mesh
 from sharding.rules import FULLY_SHARDED, LogicalAxisRules
+
+# Shapes need no device, so nothing here may ask which one there is.
+_SHAPES_ONLY = ExecutionConfig(
+    precision=PrecisionPolicy(compute="float32"),
+    kernels=KernelsConfig(attention="reference", grouped_matmul="reference"),
+)
 
 
 @functools.lru_cache(maxsize=64)
@@ -44,7 +52,7 @@ def parameter_table(
     tokens = jax.ShapeDtypeStruct((1, 2), jnp.int32)
     with without_mesh():
         key = jax.eval_shape(lambda: jax.random.key(0))
-        boxed = jax.eval_shape(Transformer(model).init, key, tokens)["params"]
+        boxed = jax.eval_shape(Transformer(model, _SHAPES_ONLY).init, key, tokens)["params"]
     flat = traverse_util.flatten_dict(boxed, sep="/", is_leaf=lambda _, n: isinstance(n, Declared))
     rows = []
     for path, leaf in sorted(flat.items()):

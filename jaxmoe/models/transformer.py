@@ -9,7 +9,7 @@ The same call runs with no mesh, inside a user's Auto mesh, and on a mesh of `sh
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -81,10 +81,9 @@ class Transformer(nn.Module):
         model, execution = self.model, self.execution
         placement, dtype = execution.placement, execution.precision.compute_dtype
         stream = (ax.ACT_BATCH, ax.ACT_SEQ, ax.ACT_EMBED)
-        tokens, positions, segment_ids = (
-            None if ids is None else placement.place(ids, stream[:2])
-            for ids in (tokens, positions, segment_ids)
-        )
+        tokens = placement.place(tokens, stream[:2])
+        positions = None if positions is None else placement.place(positions, stream[:2])
+        segment_ids = None if segment_ids is None else placement.place(segment_ids, stream[:2])
         table = Embedding(model, name="embedding")()
         x = placement.take_rows(table.astype(dtype), tokens, axes=stream)
         x = x * jnp.asarray(model.multipliers.embedding, dtype)
@@ -110,6 +109,18 @@ class Transformer(nn.Module):
             hidden=x,
             cache=None if cache is None else _concatenate(caches),
         )
+
+
+def forward(
+    model: ModelConfig,
+    execution: ExecutionConfig,
+    params: Any,
+    tokens: Int[Array, "B S"],
+    **given: Any,
+) -> Output:
+    """`Transformer(model, execution).apply({"params": params}, tokens, **given)`, typed."""
+    output = Transformer(model, execution).apply({"params": params}, tokens, **given)
+    return cast(Output, output)
 
 
 def balance_losses(

@@ -64,13 +64,17 @@ class AdamWConfig:
         strangers = sorted({row.hyper.group for row in table} - {"adamw"})
         if strangers:
             raise ValueError(f"the optimizer 'adamw' has no group {', '.join(strangers)}")
+
+        def rate(count: Any) -> Any:
+            return self.learning_rate * schedule(jnp.asarray(count))
+
         chain = optax.chain(
             optax.scale_by_adam(
                 b1=self.beta1, b2=self.beta2, eps=self.epsilon, mu_dtype=jnp.float32
             ),
             _decay(table, self.weight_decay),
             _scale_by_role(table),
-            optax.scale_by_learning_rate(lambda count: self.learning_rate * schedule(count)),
+            optax.scale_by_learning_rate(rate),
         )
         return standard_promotion(chain)
 

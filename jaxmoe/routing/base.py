@@ -98,8 +98,15 @@ class RouterOutput:
 class Router(Protocol):
     """A router with its sizes filled in."""
 
-    num_experts: int
-    top_k: int
+    @property
+    def num_experts(self) -> int:
+        """E."""
+        ...
+
+    @property
+    def top_k(self) -> int:
+        """K."""
+        ...
 
     def declarations(self) -> dict[str, Declaration]:
         """Its parameters by name."""

@@ -9,7 +9,8 @@
 SqrtGate keeps the size of the mixture: for uncorrelated expert outputs of RMS r, the sum has RMS
 r * |g|_2, which is r for sqrt whatever K and temperature, and r/sqrt(K) for renormalized gates of a
 uniform router. A shared expert is mixed in with both branches times 1/sqrt(2) (`mix_shared`).
-It is computed as exp(0.5 * log_softmax(s)): finite in value and slope where a probability underflows.
+It is computed as exp(0.5 * log_softmax(s)), finite in value and slope where a probability
+underflows.
 
 Source: HyperP (arXiv 2603.28743; ArchScale adds the 1/sqrt(2) for shared experts).
 

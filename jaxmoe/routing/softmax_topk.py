@@ -10,7 +10,8 @@ The chosen experts are the same; ties go to the lower expert id. Renormalising `
 is `after` exactly, and is the business of the gate. With K = 1 `after` is the constant 1 and the
 language-model loss gives the router no gradient.
 
-Sources: Switch Transformers (arXiv 2101.03961, section 2.1), Mixtral (arXiv 2401.04088, section 2.1).
+Sources: Switch Transformers (arXiv 2101.03961, section 2.1), Mixtral (arXiv 2401.04088, section
+2.1).
 """
 
 from __future__ import annotations

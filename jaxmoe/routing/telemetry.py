@@ -2,12 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What to watch of a router, from its additive statistics alone.
 
-    load            counts / sum(counts); 1/E is fair
-    max violation   max(counts) / mean(counts) - 1; 0 is balanced
-    load entropy    H(load) / log E; 1 is balanced
-    router entropy  mean over tokens of H(p) / log E
-    dropped         1 - sum(kept) / sum(counts)
-    dead            share of experts without a token
+load            counts / sum(counts); 1/E is fair
+max violation   max(counts) / mean(counts) - 1; 0 is balanced
+load entropy    H(load) / log E; 1 is balanced
+router entropy  mean over tokens of H(p) / log E
+dropped         1 - sum(kept) / sum(counts)
+dead            share of experts without a token
 """
 
 from __future__ import annotations

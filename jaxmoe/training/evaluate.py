@@ -17,7 +17,7 @@ from jaxmoe.data.batch import Batch
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.embedding import head_weight
 from jaxmoe.models.config import ModelConfig
-from jaxmoe.models.transformer import Transformer
+from jaxmoe.models.transformer import forward
 from jaxmoe.training.loss import summed_nll
 
 
@@ -41,9 +41,11 @@ def make_eval_step(
     execution = execution or ExecutionConfig()
 
     def step(params: Any, router_state: Any, batch: Batch) -> tuple[Array, Array]:
-        output = Transformer(model, execution).apply(
-            {"params": params},
-            batch.tokens,
+        output = forward(
+            model,
+            execution,
+            params,
+            jnp.asarray(batch.tokens),
             positions=batch.positions,
             segment_ids=batch.segment_ids,
             router_state=router_state,
@@ -52,8 +54,8 @@ def make_eval_step(
         nll = summed_nll(
             output.hidden,
             head_weight(params, model),
-            batch.targets,
-            batch.loss_weights,
+            jnp.asarray(batch.targets),
+            jnp.asarray(batch.loss_weights),
             model=model,
             execution=execution,
         )

@@ -20,9 +20,7 @@ from jaxmoe.models.config import ModelConfig
 from sharding import axes as ax
 
 
-def token_nll(
-    logits: Float[Array, "B S V"], targets: Int[Array, "B S"]
-) -> Float[Array, "B S"]:
+def token_nll(logits: Float[Array, "B S V"], targets: Int[Array, "B S"]) -> Float[Array, "B S"]:
     """Negative log-likelihood of each target, nats, f32.
 
     Args:
@@ -64,11 +62,15 @@ def summed_nll(
     if not chunk or chunk >= length:
         return chunk_sum(hidden, targets, loss_weights)
 
-    def body(total: Array, part: tuple[Array, Array, Array]) -> tuple[Array, None]:
+    def body(total: Array, part: tuple[Array, ...]) -> tuple[Array, None]:
         return total + jax.checkpoint(chunk_sum)(*part), None
 
-    arrays = (hidden, targets, loss_weights)
-    whole = (execution.placement.place(a, (ax.ACT_BATCH, None) + (None,) * (a.ndim - 2)) for a in arrays)
+    rows = (ax.ACT_BATCH, None)
+    whole = (
+        execution.placement.place(hidden, (*rows, None)),
+        execution.placement.place(targets, rows),
+        execution.placement.place(loss_weights, rows),
+    )
     parts = tuple(_chunks(array, chunk) for array in whole)
     total, _ = jax.lax.scan(body, jnp.zeros((), jnp.float32), parts)
     return total

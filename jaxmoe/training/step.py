@@ -15,6 +15,7 @@ mean over micro-batches, each over all devices.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -30,7 +31,7 @@ from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.embedding import head_weight
 from jaxmoe.layers.moe import build_router
 from jaxmoe.models.config import ModelConfig
-from jaxmoe.models.transformer import Transformer
+from jaxmoe.models.transformer import forward
 from jaxmoe.routing import RouterStatistics, telemetry
 from jaxmoe.training.loss import summed_nll
 from jaxmoe.training.state import TrainState
@@ -121,7 +122,8 @@ def make_train_step(
         is_good = jnp.isfinite(summed.loss) & jnp.isfinite(grad_norm) & _all_finite(new)
         kept = jax.tree.map(lambda n, o: jnp.where(is_good, n, o), new, old)
         in_a_row = jnp.where(is_good, 0, state.skipped_in_a_row + 1)
-        state = state.replace(
+        state = dataclasses.replace(
+            state,
             step=state.step + 1,
             params=kept[0],
             opt_state=kept[1],
@@ -166,9 +168,11 @@ def compute_gradients(
     key = jax.random.fold_in(state.rng, state.step)
 
     def loss_of(params: Any) -> tuple[Array, tuple[Array, dict[str, Array], Any]]:
-        output = Transformer(model, execution).apply(
-            {"params": params},
-            batch.tokens,
+        output = forward(
+            model,
+            execution,
+            params,
+            jnp.asarray(batch.tokens),
             positions=batch.positions,
             segment_ids=batch.segment_ids,
             router_state=state.router_state,
@@ -179,8 +183,8 @@ def compute_gradients(
         nll = summed_nll(
             output.hidden,
             head_weight(params, model),
-            batch.targets,
-            batch.loss_weights,
+            jnp.asarray(batch.targets),
+            jnp.asarray(batch.loss_weights),
             model=model,
             execution=execution,
         )
@@ -234,7 +238,7 @@ def update_routers(
     model: ModelConfig, state: TrainState, statistics: RouterStatistics | None
 ) -> Any:
     """New router state of every MoE layer from the statistics of the whole step."""
-    if model.moe is None or not jax.tree.leaves(state.router_state):
+    if model.moe is None or statistics is None or not jax.tree.leaves(state.router_state):
         return state.router_state
     router = build_router(model, model.moe)
     return jax.vmap(router.update, in_axes=(0, 0, None))(state.router_state, statistics, state.step)

@@ -108,9 +108,11 @@ def _tiers(sizes: _Sizes, num_keys: int, tokens: Tokens, rules: Rules) -> list[_
     tiers = []
     for first in range(0, sizes.blocks, per_tier):
         last = min(first + per_tier, sizes.blocks)
-        reach = num_keys if rules.window is None else rules.window - 1
-        end = min(num_keys, last * sizes.block + (0 if rules.causal else reach))
-        start = max(0, min(first * sizes.block - reach, end - 1))
+        # A window without causality reaches as far ahead as it does back.
+        ahead = 0 if rules.causal or rules.window is None else rules.window - 1
+        end = min(num_keys, last * sizes.block + ahead)
+        back = 0 if rules.window is None else first * sizes.block - rules.window + 1
+        start = max(0, min(back, end - 1))
         tiers.append(_Tier(slice(first, last), slice(start, end)))
     return tiers
 

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import flash_attention
+from pallas_kernels import Implementation, flash_attention
 from sharding import axes as ax
 from sharding.constrain import Placement
 
@@ -33,7 +33,7 @@ def attend_whole_sequences(
     window: int | None,
     softcap: float | None,
     scale: float | None,
-    implementation: str | None,
+    implementation: Implementation | None,
 ) -> Float[Array, "B S N H"]:
     """Causal attention on the local shards of batch and heads.
 

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import OPERATIONS, flash_attention
 from pallas_kernels.flash_attention import xla
-from pallas_kernels.flash_attention.mask import Rules, Tokens, visible
+from pallas_kernels.flash_attention.mask import Rules, Tokens
 
 IMPLEMENTATIONS = ("xla",)
 
@@ -97,7 +97,7 @@ CASES = {
 def small_blocks(monkeypatch):
     """Constants so small that these shapes have several blocks, tiers and steps over heads."""
     monkeypatch.setattr(xla, "BLOCK", 16)
-    monkeypatch.setattr(xla, "TIERS", 3)
+    monkeypatch.setattr(xla, "TIERS", 2)
     monkeypatch.setattr(xla, "MAX_SCORES", 3000)
 
 
@@ -117,7 +117,10 @@ def _inputs(case):
     return q, k, v, d_out, d_lse
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
+# Most of the time goes into compiling 50 small programs; the other tests optimise as users do.
+@functools.partial(
+    jax.jit, static_argnums=(0, 1), compiler_options={"xla_backend_optimization_level": 0}
+)
 def _value_and_gradients(case, implementation, q, k, v, d_out, d_lse):
     tokens = {name: jnp.array(ids, jnp.int32) for name, ids in case.tokens}
 
@@ -201,7 +204,7 @@ def test_lse_is_the_logsumexp():
         )
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=300)
 @given(
     s=st.integers(1, 90),
     u=st.integers(1, 90),
@@ -210,23 +213,25 @@ def test_lse_is_the_logsumexp():
     window=st.none() | st.integers(1, 50),
 )
 def test_tiers_hold_every_visible_key(s, u, block, causal, window):
-    rules = Rules(causal=causal, window=window, softcap=None, scale=1.0)
-    is_visible = np.asarray(visible(rules, np.arange(s), np.arange(u), None, None))
+    distance = np.arange(s)[:, None] - np.arange(u)[None, :]
+    is_visible = (distance >= 0) | (not causal)
+    is_visible &= (window is None) or (np.abs(distance) < window)
     blocks = -(-s // block)
     sizes = xla._Sizes(1, s, 1, 1, blocks, -(-s // blocks))
     is_covered = np.zeros((s, u), bool)
+    rules = Rules(causal=causal, window=window, softcap=None, scale=1.0)
     tiers = xla._tiers(sizes, u, Tokens(None, None, None, None), rules)
     for tier in tiers:
         assert tier.keys.stop > tier.keys.start
         first, last = tier.blocks.start * sizes.block, tier.blocks.stop * sizes.block
         is_covered[first:last, tier.keys] = True
     assert [t.blocks.stop for t in tiers] == [t.blocks.start for t in tiers[1:]] + [blocks]
-    assert len(tiers) <= 3
+    assert len(tiers) <= xla.TIERS
     assert not np.any(is_visible & ~is_covered)
 
 
 def test_memory_is_linear_in_length(monkeypatch):
-    monkeypatch.undo()
+    monkeypatch.setattr(xla, "BLOCK", 128)
 
     def temporary_bytes(length):
         x = jax.ShapeDtypeStruct((1, length, 2, 16), jnp.float32)

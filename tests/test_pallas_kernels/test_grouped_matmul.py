@@ -76,7 +76,10 @@ def _value_and_gradients(rows, weights, group_sizes, d_out, implementation):
     return _compiled(rows, weights, group_sizes, d_out, implementation, constants)
 
 
-@functools.partial(jax.jit, static_argnums=(4, 5))
+# Most of the time goes into compiling small programs; the other tests optimise as users do.
+@functools.partial(
+    jax.jit, static_argnums=(4, 5), compiler_options={"xla_backend_optimization_level": 0}
+)
 def _compiled(rows, weights, group_sizes, d_out, implementation, constants):
     """`constants` is unread: it keeps programs of other constants apart."""
     del constants
@@ -95,8 +98,8 @@ def test_the_table_is_complete():
 @pytest.mark.parametrize("case", CASES)
 def test_oracle_against_numpy(case):
     num_rows, sizes = CASES[case]
-    rows, weights, group_sizes, _ = _inputs(num_rows, sizes)
-    out = grouped_matmul(rows, weights, group_sizes, implementation="reference")
+    rows, weights, group_sizes, d_out = _inputs(num_rows, sizes)
+    out, *_ = _value_and_gradients(rows, weights, group_sizes, d_out, "reference")
     expected = np.zeros((num_rows, 10), np.float32)
     for row, group in enumerate(np.repeat(np.arange(len(sizes)), sizes)):
         expected[row] = np.asarray(rows[row]) @ np.asarray(weights[group])
@@ -136,7 +139,7 @@ def test_against_ragged_dot(implementation):
         np.testing.assert_allclose(x, y, **TOLERANCES["float32"])
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60)
 @given(sizes=st.lists(st.integers(0, 40), min_size=5, max_size=5))
 def test_any_sizes(sizes):
     """One compiled function for all of them: nothing depends on the sizes at trace time."""

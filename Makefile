@@ -1,0 +1,65 @@
+# make demo        set up and train the default recipe; the same command resumes
+# make test        set up and run the tests (under 15 minutes on 2 cores)
+# make test-slow   the long proofs
+# make lint        ruff, pyright, codespell
+# make bench       not yet: comes with the kernels
+#
+# PYTHON=python3.12 chooses the interpreter, JAX=0.12 another jax, VENV=dir another place.
+
+PYTHON ?= python3
+VENV ?= .venv
+JAX ?=
+WORKERS ?= 2
+
+BIN := $(VENV)/bin
+# One stamp per interpreter, jax and pins: whatever changes, the environment is made anew.
+KEY := $(shell ($(PYTHON) -VV; echo "$(JAX)"; cat constraints.txt pyproject.toml) | cksum | cut -d' ' -f1)
+BASE := $(VENV)/.base-$(KEY)
+TRAIN := $(VENV)/.train-$(KEY)
+DEV := $(VENV)/.dev-$(KEY)
+INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt
+
+.PHONY: demo test test-slow lint format clean
+
+demo: $(TRAIN)
+	$(BIN)/python -m experiments.pretrain
+
+test: $(DEV)
+	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow and not accelerator"
+
+test-slow: $(DEV)
+	$(BIN)/python -m pytest -n $(WORKERS) -m "slow and not accelerator"
+
+lint: $(DEV)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/codespell jaxmoe sharding pallas_kernels experiments tests README.md CHANGELOG.md
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+format: $(DEV)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) .cache .pytest_cache .ruff_cache
+
+$(BASE):
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "error: jaxmoe needs Python 3.11 or newer, $(PYTHON) is older: set PYTHON=..."; exit 2; }
+	@echo "setting up $(VENV) (once)"
+	rm -rf $(VENV)
+	$(PYTHON) -m venv $(VENV)
+	@if [ -n "$(JAX)" ]; then \
+		grep -Ev '^jax(lib)?==' constraints.txt > $(VENV)/constraints.txt; \
+		printf 'jax==%s.*\njaxlib==%s.*\n' "$(JAX)" "$(JAX)" >> $(VENV)/constraints.txt; \
+	else \
+		cp constraints.txt $(VENV)/constraints.txt; \
+	fi
+	@touch $@
+
+$(TRAIN): $(BASE)
+	$(INSTALL) -e '.[train]'
+	@touch $@
+
+$(DEV): $(TRAIN)
+	$(INSTALL) -e '.[train,dev]'
+	@touch $@

@@ -1,0 +1,91 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""What a recipe is, without touching a device: parameter table, sizes, FLOPs, memory.
+
+python -m experiments.describe [recipe] [--dotted.field value ...]
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+
+from experiments import cli
+from experiments.assembly import Plan, make_plan
+from experiments.recipes import DEFAULT, RECIPES
+from jaxmoe.models.flops import flops_per_token
+from jaxmoe.tracking.console import format_count
+from sharding.axes import MESH_AXES
+
+_ADAM_COPIES = 3  # parameters and two moments
+_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command; returns the exit code."""
+    prog, about = "python -m experiments.describe", __doc__ or ""
+    recipe, config = cli.parse(RECIPES, DEFAULT, argv, prog, about)
+    with cli.exit_on_bad_configuration():
+        plan = make_plan(config)
+        mesh = config.execution.mesh
+        if -1 not in mesh.sizes:
+            sizes: dict[str, int] = dict(zip(MESH_AXES, mesh.sizes, strict=True))
+            plan.table.check_divides(config.execution.axis_rules, sizes)
+        print(describe(recipe, plan))
+    return int(cli.ExitCode.DONE)
+
+
+def describe(recipe: str, plan: Plan) -> str:
+    """The whole page.
+
+    Args:
+        recipe: its name.
+        plan: model and table.
+    """
+    config, model, table = plan.config, plan.model, plan.table
+    training, moe = config.training, model.moe
+    active = table.active(moe.top_k, moe.num_experts) if moe else table.total
+    flops = flops_per_token(model, table, training.sequence_length)
+    tokens = training.batch_size * training.sequence_length
+    width = _BYTES[config.execution.precision.parameters]
+    shards = _shards(plan)
+    state = sum(row.size * width * _ADAM_COPIES / shards[row.path] for row in table)
+    gradients = sum(row.size * width / shards[row.path] for row in table)
+    mesh = " ".join(
+        f"{axis}={'the rest' if size == -1 else size}"
+        for axis, size in zip(MESH_AXES, config.execution.mesh.sizes, strict=True)
+        if size != 1
+    )
+    lines = (
+        f"recipe               {recipe}",
+        f"parameters           {table.total:,} total, {active:,} active",
+        f"FLOPs                {format_count(flops)} per token, {format_count(flops * tokens)} per"
+        f" step of {tokens} tokens, {format_count(flops * tokens * training.steps)} in"
+        f" {training.steps} steps",
+        f"mesh                 {mesh or 'one device'}, rules {config.execution.rules}",
+        f"memory per device    {state / 1e6:.1f} MB parameters and optimizer,"
+        f" {gradients / 1e6:.1f} MB gradients; activations not counted"
+        + ("; on one device" if -1 in config.execution.mesh.sizes else ""),
+        "",
+        table.text(),
+    )
+    return "\n".join(lines)
+
+
+def _shards(plan: Plan) -> dict[str, int]:
+    """Parts into which each parameter is divided; 1 on an axis whose size is left open."""
+    config = plan.config.execution
+    sizes = {a: max(s, 1) for a, s in zip(MESH_AXES, config.mesh.sizes, strict=True)}
+    return {
+        row.path: math.prod(
+            sizes[axis]
+            for name in row.declaration.axes
+            for axis in config.axis_rules.mesh_axes(name)
+        )
+        for row in plan.table
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,62 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Held-out loss of a run, the same number that training logged.
+
+python -m experiments.evaluate --run.directory runs/pretrain/tiny
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+
+import jax
+
+from experiments import cli
+from experiments.finished import open_run
+from experiments.process import start_process
+from jaxmoe.training.evaluate import evaluate, make_eval_step
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class FinishedRunConfig:
+    """Which run, at which step."""
+
+    directory: str = "runs/pretrain/tiny"
+    """Run directory."""
+    step: int | None = None
+    """Of the checkpoint; the newest when None."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class EvaluateConfig:
+    """What to evaluate."""
+
+    run: FinishedRunConfig = FinishedRunConfig()
+    """The run."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command; returns the exit code."""
+    prog = "python -m experiments.evaluate"
+    config = cli.parse_flags(EvaluateConfig(), argv, prog, __doc__ or "")
+    start_process()
+    with cli.exit_on_bad_configuration():
+        assembly, state, step = open_run(config.run.directory, config.run.step)
+    with jax.set_mesh(assembly.mesh):
+        eval_step = make_eval_step(assembly.plan.model, execution=assembly.execution)
+        result = evaluate(eval_step, state.params, state.router_state, assembly.held_out())
+    bytes_per_token = assembly.source.bytes_per_token
+    per_byte = ""
+    if bytes_per_token is not None:
+        per_byte = f" eval/bits_per_byte={result.bits_per_token / bytes_per_token!r}"
+    print(
+        f"step={step} tokens={result.num_tokens}"
+        f" eval/bits_per_token={result.bits_per_token!r}{per_byte}"
+    )
+    return int(cli.ExitCode.DONE)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

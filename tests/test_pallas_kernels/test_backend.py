@@ -1,0 +1,108 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Which implementation runs: names that cannot run are refused at once, with the reason."""
+
+import inspect
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import pallas_kernels
+from pallas_kernels.backend import Choice, Operation
+from pallas_kernels.jax_versions import match_varying
+
+TOY = Operation(
+    name="toy",
+    implementations={"reference": lambda: 1, "xla": lambda: 2, "pallas_tpu": lambda: 3},
+)
+
+
+def test_none_picks_the_best_that_runs():
+    assert TOY.choose() == Choice(
+        implementation="xla", reason="the fastest one that runs on this platform"
+    )
+    assert TOY.function()() == 2
+
+
+def test_a_name_is_obeyed():
+    assert TOY.choose("reference") == Choice(implementation="reference", reason="asked for by name")
+    assert TOY.function("reference")() == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("cuda", "is not the name of an implementation"),
+        ("pallas_gpu", "does not exist for toy"),
+        ("pallas_tpu", "needs a tpu and this process has a cpu"),
+    ],
+)
+def test_a_name_that_cannot_run_is_refused(name, reason):
+    with pytest.raises(ValueError) as error:
+        # As users call it: without the annotations being checked, as they are in tests.
+        inspect.unwrap(Operation.choose)(TOY, name)
+    assert str(error.value) == (
+        f"toy: implementation={name!r} {reason}. "
+        "Choose one of 'xla', 'reference', or None for the best of them."
+    )
+
+
+def test_every_operation_has_an_oracle():
+    for name, operation in pallas_kernels.OPERATIONS.items():
+        assert operation.name == name
+        assert "reference" in operation.implementations
+        assert getattr(pallas_kernels, name) is not None
+
+
+def test_describing_starts_no_backend():
+    """Choosing, and the shapes of a result, without a device: for plans and descriptions."""
+    program = """
+import jax, jax.numpy as jnp
+from jax._src import xla_bridge
+from pallas_kernels import OPERATIONS, flash_attention, grouped_matmul
+x = jax.ShapeDtypeStruct((1, 300, 2, 8), jnp.float32)
+jax.eval_shape(flash_attention, x, x, x)
+jax.eval_shape(
+    grouped_matmul,
+    jax.ShapeDtypeStruct((9, 4), jnp.float32),
+    jax.ShapeDtypeStruct((2, 4, 5), jnp.float32),
+    jax.ShapeDtypeStruct((2,), jnp.int32),
+)
+OPERATIONS["flash_attention"].choose()
+assert not xla_bridge._backends, xla_bridge._backends
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, env=dict(os.environ), timeout=120)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_match_varying(check_vma):
+    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+    seen = []
+
+    def body(a, b):
+        zeros = jnp.zeros(3)
+        seen.extend(
+            jax.typeof(match_varying(zeros, *like)).mat.varying for like in ((), (a,), (a, b))
+        )
+        # A carry of zeros fits a body whose result varies.
+        carry = match_varying(jnp.zeros(a.shape), a, b)
+        return jax.lax.scan(lambda c, x: (c + a * x, None), carry, b)[0]
+
+    run = jax.shard_map(
+        body, mesh=mesh, in_specs=(P("x"), P("y")), out_specs=P(("x", "y")), check_vma=check_vma
+    )
+    jax.jit(run)(jnp.ones(4), jnp.ones(4))
+    expected = [set(), {"x"}, {"x", "y"}] if check_vma else [set(), set(), set()]
+    assert seen == expected
+
+
+def test_match_varying_outside_is_the_identity():
+    x = jnp.zeros(3)
+    assert match_varying(x, jnp.ones(2)) is x
+    assert match_varying(x) is x
