@@ -154,11 +154,14 @@ class Chain:
 class SyntheticSource:
     """Rows of one language each, drawn by counter; as text, the numbers of the tokens."""
 
-    bytes_per_token: ClassVar[None] = None
-
     config: MarkovConfig | LanguageMixtureConfig
     seed: int
     chains: tuple[Chain, ...]
+
+    @property
+    def bytes_per_token(self) -> float | None:
+        """Symbols are not bytes: losses are in bits per token."""
+        return None
 
     @property
     def vocab_size(self) -> int:

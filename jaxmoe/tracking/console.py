@@ -28,7 +28,7 @@ from jaxmoe.tracking.tracker import (
 SIZES = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
 
 
-def format_count(value: float) -> str:
+def format_count(value: int | float) -> str:
     """A number in three or four digits: 987, 12.4k, 3.91M, 1.07B."""
     for size, letter in SIZES:
         if abs(value) >= size * 0.9995:

@@ -12,7 +12,7 @@ To add a tracker: a file beside this one with a class of these three methods, an
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 # The metrics that the console line, the plots and the report know; any others may be logged.
 LOSS = "train/loss"
@@ -29,6 +29,7 @@ MAX_VIOLATION = "router/max_violation"
 """Largest load of an expert over the fair load, minus 1, in the worst layer."""
 
 
+@runtime_checkable
 class Tracker(Protocol):
     """A place where metrics and texts go."""
 

@@ -9,7 +9,7 @@ To add one: a class with `is_due` and `run`, and a line where the hooks are put 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from jaxmoe.checkpoint import CheckpointManager
 from jaxmoe.data.batch import Batch
@@ -17,6 +17,7 @@ from jaxmoe.training.evaluate import Evaluation, evaluate
 from jaxmoe.training.state import TrainState
 
 
+@runtime_checkable
 class Hook(Protocol):
     """Something done after certain steps."""
 

@@ -1,0 +1,268 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""The main job from end to end, on a model so small that compiling takes longer than training."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from experiments import evaluate, generate, pretrain
+from experiments.cli import ExitCode
+from experiments.run_directory import RunDirectory
+from jaxmoe import load_checkpoint
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+
+SMALL = (
+    *("markov", "--model.num_layers", "1", "--model.embed_dim", "16"),
+    *("--model.attention.num_heads", "1", "--model.attention.num_kv_heads", "1"),
+    *("--model.attention.head_dim", "16", "--model.moe.expert_dim", "16"),
+    *("--training.batch_size", "8", "--training.sequence_length", "16"),
+    *("--schedule.warmup_steps", "2", "--evaluation.batches", "2"),
+    *("--tracking.has_tensorboard", "False"),
+)
+
+
+def _arguments(directory: pathlib.Path, steps: int, *more: str) -> list[str]:
+    where = ("--run.directory", str(directory), "--training.steps", str(steps))
+    return [*SMALL, *where, *more]
+
+
+def _start(arguments: list[str]) -> subprocess.Popen[str]:
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "PYTHONPATH": str(ROOT)}
+    environment["JAX_COMPILATION_CACHE_DIR"] = str(ROOT / ".cache" / "jax")
+    return subprocess.Popen(
+        [sys.executable, "-m", "experiments.pretrain", *arguments],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def _leaves(directory: pathlib.Path, step: int) -> dict[str, np.ndarray]:
+    tree = load_checkpoint(directory / "checkpoints", step=step)
+    tree["rng"] = jax.random.key_data(tree["rng"])
+    paths = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in paths}
+
+
+def _losses(directory: pathlib.Path) -> dict[int, float]:
+    lines = map(json.loads, (directory / "metrics.jsonl").read_text().splitlines())
+    return {line["step"]: line["train/loss"] for line in lines if "train/loss" in line}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> pathlib.Path:
+    """A run of 6 steps, evaluated every 3."""
+    directory = tmp_path_factory.mktemp("runs") / "finished"
+    arguments = _arguments(directory, 6, "--evaluation.every", "3", "--tracking.sample_length", "5")
+    assert pretrain.main(arguments) == ExitCode.DONE
+    return directory
+
+
+def test_a_run_leaves_every_file(finished):
+    summary = json.loads((finished / "summary.json").read_text())
+    wanted = (
+        *("status", "steps", "tokens", "final_loss", "eval_bits_per_byte", "tokens_per_second"),
+        *("parameters_total", "parameters_active", "compile_seconds", "wall_seconds"),
+        *("router_max_violation", "router_dropped_fraction", "checkpoint_step", "mesh"),
+        "implementations",
+    )
+    assert set(wanted) <= summary.keys()
+    assert summary["status"] == "done" and summary["steps"] == summary["checkpoint_step"] == 6
+    assert summary["tokens"] == 6 * 8 * 16 and summary["router_dropped_fraction"] == 0.0
+    assert summary["tokens_per_second"] > 0 and summary["mesh"] == {"data": 8}
+    for name in ("config.json", "environment.json", "metrics.jsonl", "report.html", "samples.txt"):
+        assert (finished / name).stat().st_size > 0
+    for name in ("loss.png", "router_load.png"):
+        assert (finished / "plots" / name).read_bytes().startswith(b"\x89PNG")
+    with np.load(finished / "router.npz") as router:
+        assert router["load"].shape == (6, 1, 4)
+        np.testing.assert_allclose(router["load"].sum(-1), 1.0, rtol=1e-6)
+    assert sorted(_losses(finished)) == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_finished_run_says_so_and_exits_with_0(finished, capsys):
+    before = (finished / "summary.json").read_bytes()
+    arguments = _arguments(finished, 6, "--evaluation.every", "3", "--tracking.sample_length", "5")
+    assert pretrain.main(arguments) == ExitCode.DONE
+    assert "nothing to do" in capsys.readouterr().out
+    assert (finished / "summary.json").read_bytes() == before
+
+
+def test_evaluate_gives_the_number_that_training_logged(finished, capsys):
+    lines = map(json.loads, (finished / "metrics.jsonl").read_text().splitlines())
+    logged = {x["step"]: x["eval/bits_per_token"] for x in lines if "eval/bits_per_token" in x}
+    assert sorted(logged) == [3, 6]
+    assert evaluate.main(["--run.directory", str(finished)]) == ExitCode.DONE
+    printed = capsys.readouterr().out
+    assert f"step=6 tokens=256 eval/bits_per_token={logged[6]!r}" in printed
+
+
+def test_generate_writes_text(finished, capsys):
+    arguments = ["--run.directory", str(finished), "--prompt", "1 2", "--length", "4"]
+    assert generate.main([*arguments, "--temperature", "0"]) == ExitCode.DONE
+    first = capsys.readouterr().out
+    continued = first.split("--- continued\n")[1].split()
+    assert len(continued) == 4 and all(0 <= int(word) < 8 for word in continued)
+    assert generate.main([*arguments, "--temperature", "0"]) == ExitCode.DONE
+    assert capsys.readouterr().out == first
+
+
+def test_killed_at_any_moment_and_resumed_equals_never_stopped(tmp_path):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    more = ("--checkpoint.every", "20", "--evaluation.every", "0", "--tracking.sample_length", "0")
+    process = _start(_arguments(whole, 40, *more))
+    assert process.wait() == 0, process.stdout and process.stdout.read()
+
+    # The victim trains for long, so that it is certainly past step 20 and not yet done when killed.
+    process = _start(_arguments(parts, 40, *more, "--tracking.print_every", "1"))
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("step=2") and (parts / "checkpoints" / "20").exists():
+            break
+    process.kill()
+    process.wait()
+    assert (parts / "checkpoints" / "20").exists()
+    assert not (parts / "checkpoints" / "40").exists(), "the victim was too fast to be killed"
+    process = _start(_arguments(parts, 40, *more))
+    output, _ = process.communicate()
+    assert process.returncode == 0, output
+    assert "continuing after step 20" in output
+
+    expected, found = _leaves(whole, 40), _leaves(parts, 40)
+    assert expected.keys() == found.keys()
+    for path in expected:
+        np.testing.assert_array_equal(found[path], expected[path], err_msg=path)
+    assert _losses(parts) == _losses(whole)
+    manifests = [
+        json.loads((run / "checkpoints" / "40" / "manifest" / "metadata").read_text())
+        for run in (whole, parts)
+    ]
+    assert manifests[0]["data"] == manifests[1]["data"] and manifests[0]["data"]["step"] == 40
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, ExitCode.PREEMPTED), (signal.SIGINT, ExitCode.INTERRUPTED)]
+)
+def test_a_signal_saves_and_stops(tmp_path, number, code):
+    more = ("--checkpoint.every", "0", "--evaluation.every", "0", "--tracking.print_every", "1")
+    process = _start(_arguments(tmp_path / "run", 100_000, *more))
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("step=3/"):
+            break
+    asked = time.monotonic()
+    process.send_signal(number)
+    output, _ = process.communicate()
+    assert process.returncode == code, output
+    assert time.monotonic() - asked < 60.0
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["checkpoint_step"] == summary["steps"] >= 3
+    assert summary["status"] in output and "the same command continues from step" in output
+    assert (tmp_path / "run" / "checkpoints" / str(summary["steps"])).exists()
+
+
+def test_a_diverged_run_ends_with_its_own_code_and_keeps_the_last_good_state(tmp_path, capsys):
+    arguments = _arguments(tmp_path / "run", 50, "--optimizer.learning_rate", "1e38")
+    more = ("--training.max_skipped", "3", "--tracking.print_every", "1")
+    assert pretrain.main([*arguments, *more]) == ExitCode.DIVERGED
+    output = capsys.readouterr().out
+    assert "is not finite" in output and "this step changed nothing (3 in a row)" in output
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "diverged"
+
+
+def _refused(arguments: list[str], capsys) -> str:
+    """What a bad command prints: one screen, exit code 2."""
+    with pytest.raises(SystemExit) as stopped:
+        pretrain.main(arguments)
+    assert stopped.value.code == ExitCode.BAD_CONFIGURATION
+    text = "".join(capsys.readouterr())
+    assert len(text.splitlines()) <= 24, text
+    assert "Traceback" not in text
+    return text
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (("--model.moe.top_k", "5"), "moe.top_k=5 must not exceed moe.num_experts=4"),
+        (("--training.batch_size", "9"), "training.batch_size=9 must be divisible by the 8 devices"),
+        (("--model.embed_dim", "12"), "'embed' of size 12 must be divisible by mesh.data=8"),
+        (("--execution.mesh.data", "3"), "needs 3 devices, there are 8"),
+        (("--model.vocab_size", "4"), "model.vocab_size=4 is smaller than the vocabulary"),
+        (("--model.moe.num_expert", "4"), "num_experts"),
+        (("--schedule.warmup_steps", "6"), "schedule.warmup_steps=6 must be below the number"),
+        (("--training.clip", "-1"), "training.clip=-1.0 must be above 0"),
+    ],
+)
+def test_bad_input_is_refused_in_words(tmp_path, capsys, more, message):
+    text = _refused(_arguments(tmp_path / "run", 6, *more), capsys)
+    assert message in " ".join(text.split())
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_unknown_recipe_is_refused_with_a_suggestion(capsys):
+    assert "did you mean" in _refused(["markow"], capsys)
+
+
+def test_a_changed_config_is_refused_with_the_difference(finished, capsys):
+    arguments = _arguments(finished, 6, "--evaluation.every", "3", "--tracking.sample_length", "5")
+    text = _refused([*arguments, "--optimizer.learning_rate", "0.1"], capsys)
+    assert "optimizer.learning_rate" in text and "0.1" in text and "0.005" in text
+
+
+def test_a_directory_in_use_is_refused(tmp_path, capsys):
+    holder = RunDirectory(tmp_path / "run")
+    holder.acquire()
+    try:
+        text = _refused(_arguments(tmp_path / "run", 6), capsys)
+    finally:
+        holder.release()
+    assert str(os.getpid()) in text
+
+
+def test_a_full_disk_in_mid_run_is_said_and_the_run_goes_on(tmp_path, capsys, caplog, monkeypatch):
+    checks = iter([0, 0])  # two saves find the disk full, the later ones do not
+
+    class Usage:
+        def __init__(self, free: int):
+            self.free = free
+
+    monkeypatch.setattr(
+        "jaxmoe.checkpoint.manager.shutil.disk_usage", lambda _: Usage(next(checks, 10**12))
+    )
+    arguments = _arguments(tmp_path / "run", 6, "--checkpoint.every", "2")
+    assert pretrain.main(arguments) == ExitCode.DONE
+    assert "was not saved, the run goes on" in caplog.text
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["checkpoint_step"] == 6
+    assert not (tmp_path / "run" / "checkpoints" / "2").exists()
+
+
+def test_a_last_state_that_cannot_be_saved_has_its_own_code(tmp_path, capsys, monkeypatch):
+    class Full:
+        free = 0
+
+    monkeypatch.setattr("jaxmoe.checkpoint.manager.shutil.disk_usage", lambda _: Full)
+    assert pretrain.main(_arguments(tmp_path / "run", 4)) == ExitCode.NOT_SAVED
+    assert "could not be saved" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_markov_language_is_learned_to_its_entropy(tmp_path):
+    assert pretrain.main(["markov", "--run.directory", str(tmp_path / "run")]) == ExitCode.DONE
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    excess = summary["eval_bits_per_token"] - summary["references_bits"]["exact entropy"]
+    assert 0.0 < excess <= 0.05

@@ -1,0 +1,123 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Decoding with a cache against the whole forward pass, and sampling against its probabilities."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxmoe.execution import ExecutionConfig
+from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
+from jaxmoe.models.decode import generate
+from jaxmoe.models.initialize import parameter_table
+from jaxmoe.models.transformer import Transformer, initial_cache
+from tests.support.tolerances import assert_close
+
+BATCH, PROMPT, NEW, VOCAB = 3, 5, 7, 24
+
+# A dense layer, shared experts, grouped heads, and a window shorter than what is generated.
+MODEL = ModelConfig(
+    vocab_size=VOCAB,
+    num_layers=2,
+    embed_dim=16,
+    attention=AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=4, window=4, is_gated=True),
+    moe=MoEConfig(num_experts=4, top_k=2, expert_dim=8, num_shared_experts=1),
+    dense_layers=(0,),
+    dense_dim=16,
+)
+
+
+@pytest.fixture(scope="module")
+def params():
+    """Larger than initial values: with those, one token would win everywhere."""
+    rng = np.random.default_rng(0)
+
+    def value(row):
+        return jnp.asarray(2.0 * rng.standard_normal(row.shape) / row.declaration.fan(0) ** 0.5)
+
+    return jax.tree.map(lambda w: w.astype(jnp.float32), parameter_table(MODEL).tree(value))
+
+
+@pytest.fixture(scope="module")
+def prompt():
+    rng = np.random.default_rng(1)
+    return jnp.asarray(rng.integers(0, VOCAB, (BATCH, PROMPT)), jnp.int32)
+
+
+@pytest.fixture(scope="module")
+def whole():
+    """(params, tokens [B PROMPT+NEW]) -> logits."""
+    return jax.jit(lambda params, tokens: Transformer(MODEL).apply({"params": params}, tokens).logits)
+
+
+@pytest.fixture(scope="module")
+def greedy(params, prompt):
+    key = jax.random.key(0)
+    return generate(MODEL, params, prompt, num_tokens=NEW, key=key, temperature=0.0)
+
+
+def test_greedy_equals_the_whole_forward(params, prompt, whole, greedy):
+    assert greedy.shape == (BATCH, NEW) and greedy.dtype == jnp.int32
+    logits = whole(params, jnp.concatenate([prompt, greedy], axis=1))
+    np.testing.assert_array_equal(jnp.argmax(logits[:, PROMPT - 1 : -1], axis=-1), greedy)
+    assert len(np.unique(greedy)) > 2, "one token for ever would prove little"
+
+
+def test_cached_logits_equal_the_whole_forward(params, prompt, whole, greedy):
+    """One token after the other from an empty cache, past the window."""
+    execution = ExecutionConfig()
+    tokens = jnp.concatenate([prompt, greedy], axis=1)
+
+    @jax.jit
+    def one(tokens, position, cache):
+        positions = jnp.broadcast_to(position, (BATCH, 1))
+        output = Transformer(MODEL, execution).apply(
+            {"params": params}, tokens, positions=positions, cache=cache
+        )
+        return output.logits[:, 0], output.cache
+
+    cache, logits = initial_cache(MODEL, execution, batch=BATCH, length=PROMPT + NEW), []
+    for position in range(PROMPT + NEW):
+        now = tokens[:, position : position + 1]
+        step, cache = one(now, jnp.full((1, 1), position, jnp.int32), cache)
+        logits.append(step)
+        np.testing.assert_array_equal(cache.length, [position + 1] * MODEL.num_layers)
+    assert_close(jnp.stack(logits, axis=1), whole(params, tokens), kind="end_to_end")
+
+
+def test_temperature_divides_the_logits(params, prompt, whole):
+    """The first sampled token of many equal prompts has the frequencies of softmax(logits / t)."""
+    rows = 4000
+    tokens = jnp.pad(prompt[:1], ((0, 0), (0, NEW)))
+    logits = np.asarray(whole(params, jnp.tile(tokens, (BATCH, 1)))[0, PROMPT - 1], np.float64)
+    many = jnp.tile(prompt[:1], (rows, 1))
+
+    def sample(temperature: float, seed: int = 0):
+        key = jax.random.key(seed)
+        return np.asarray(
+            generate(MODEL, params, many, num_tokens=2, key=key, temperature=temperature)
+        )
+
+    for temperature in (0.5, 2.0):
+        wanted = np.exp(logits / temperature - np.logaddexp.reduce(logits / temperature))
+        sampled = np.bincount(sample(temperature)[:, 0], minlength=VOCAB) / rows
+        variance = np.maximum(wanted * (1 - wanted), 1 / rows)
+        deviations = (sampled - wanted) / np.sqrt(variance / rows)
+        assert np.abs(deviations).max() < 5, deviations
+    assert (sample(1e-4)[:, 0] == logits.argmax()).all()
+    np.testing.assert_array_equal(sample(1.0), sample(1.0))
+    assert (sample(1.0) != sample(1.0, seed=1)).any()
+
+
+def test_bad_requests_are_refused(params, prompt):
+    key = jax.random.key(0)
+    for text, changes in {
+        "a prompt of at least one token, and a token to generate": {"prompt": prompt[:, :0]},
+        "generation needs a prompt": {"num_tokens": 0},
+        "temperature=-0.5 must be 0 (greedy) or above": {"temperature": -0.5},
+    }.items():
+        arguments = {"prompt": prompt, "num_tokens": 2, "temperature": 1.0, "key": key} | changes
+        with pytest.raises(ValueError) as error:
+            generate(MODEL, params, **arguments)
+        assert text in str(error.value)

@@ -1,0 +1,109 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Cross-entropy against optax, whole and in chunks, in value and gradient."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxmoe.execution import ExecutionConfig
+from jaxmoe.models.config import ForwardMultipliers, ModelConfig
+from jaxmoe.precision import PrecisionPolicy
+from jaxmoe.training.loss import summed_nll, token_nll
+from tests.support.tolerances import assert_close
+
+BATCH, LENGTH, WIDTH, VOCAB = 3, 10, 8, 13
+MODEL = ModelConfig(
+    vocab_size=VOCAB, embed_dim=WIDTH, multipliers=ForwardMultipliers(logits=0.7)
+)
+
+
+def _normal(seed: int, *shape: int) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+
+
+HIDDEN_SHAPE = (BATCH, LENGTH, WIDTH)
+TARGETS = np.random.default_rng(0).integers(0, VOCAB, (BATCH, LENGTH)).astype(np.int32)
+WEIGHTS = np.random.default_rng(1).choice([0.0, 1.0, 2.5], (BATCH, LENGTH)).astype(np.float32)
+
+
+def _value_and_grad(chunk: int, weights=WEIGHTS, targets=TARGETS, **fields):
+    execution = ExecutionConfig(loss_chunk=chunk, **fields)
+
+    def loss(hidden, weight):
+        given = (jnp.asarray(targets), jnp.asarray(weights))
+        return summed_nll(hidden, weight, *given, model=MODEL, execution=execution)
+
+    arguments = (_normal(2, *HIDDEN_SHAPE), _normal(3, WIDTH, VOCAB))
+    return jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(*arguments)
+
+
+@pytest.fixture(scope="module")
+def whole():
+    return _value_and_grad(0)
+
+
+def test_equals_optax(whole):
+    def theirs(hidden, weight):
+        logits = 0.7 * hidden @ weight
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            nll = optax.softmax_cross_entropy_with_integer_labels(logits, TARGETS)
+        return jnp.sum(nll * WEIGHTS)
+
+    arguments = (_normal(2, *HIDDEN_SHAPE), _normal(3, WIDTH, VOCAB))
+    assert_close(whole, jax.value_and_grad(theirs, argnums=(0, 1))(*arguments), kind="matmul")
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 5, 10, 64])
+def test_chunks_equal_the_whole(chunk, whole):
+    """3 does not divide the 10 positions, 64 exceeds them."""
+    assert_close(_value_and_grad(chunk), whole, kind="matmul")
+
+
+@pytest.mark.parametrize("chunk", [0, 4])
+def test_a_weight_of_0_leaves_a_token_out(chunk):
+    """Whatever its target, it moves neither the loss nor a gradient."""
+    others = np.where(WEIGHTS == 0, (TARGETS + 1) % VOCAB, TARGETS)
+    before, after = _value_and_grad(chunk), _value_and_grad(chunk, targets=others)
+    jax.tree.map(np.testing.assert_array_equal, before, after)
+    assert not np.asarray(before[1][0])[WEIGHTS == 0].any()
+    assert np.asarray(before[1][0])[WEIGHTS != 0].all(-1).any()
+
+
+def test_nothing_weighs_nothing():
+    value, grads = _value_and_grad(4, weights=np.zeros_like(WEIGHTS))
+    assert value == 0.0 and not any(leaf.any() for leaf in jax.tree.leaves(grads))
+
+
+def test_uniform_logits_cost_the_log_of_the_vocabulary():
+    nll = token_nll(jnp.zeros((BATCH, LENGTH, VOCAB)), jnp.asarray(TARGETS))
+    np.testing.assert_allclose(nll, math.log(VOCAB), rtol=1e-6)
+
+
+def test_large_logits_are_finite():
+    logits = jnp.zeros((1, 2, VOCAB)).at[..., 4].set(1e30)
+    targets = jnp.asarray([[4, 5]], jnp.int32)
+    nll, slope = jax.value_and_grad(lambda z: token_nll(z, targets)[0, 0])(logits)
+    assert nll == 0.0 and bool(jnp.isfinite(slope).all())
+    assert token_nll(logits, targets)[0, 1] == 1e30
+
+
+@pytest.mark.parametrize("chunk", [0, 3])
+def test_bfloat16_is_close(chunk, whole):
+    """Eight bits of mantissa in the products, f32 in all sums."""
+    precision = PrecisionPolicy(compute="bfloat16")
+    value, grads = _value_and_grad(chunk, precision=precision)
+    assert value.dtype == jnp.float32 and {g.dtype for g in grads} == {jnp.dtype("float32")}
+    np.testing.assert_allclose(value, whole[0], rtol=2**-8)
+    for grad, wanted in zip(grads, whole[1], strict=True):
+        np.testing.assert_allclose(grad, wanted, atol=2**-6 * np.abs(wanted).max(), rtol=0)
+
+
+def test_a_negative_chunk_is_refused():
+    with pytest.raises(ValueError, match=r"loss_chunk=-1 must be 0 \(whole\) or positive"):
+        dataclasses.replace(ExecutionConfig(), loss_chunk=-1)
