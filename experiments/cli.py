@@ -31,6 +31,8 @@ Config = TypeVar("Config")
 
 logger = logging.getLogger(__name__)
 
+_LONGEST_TUPLE = 16
+
 
 class ExitCode(enum.IntEnum):
     """What the exit status of every entry point means."""
@@ -100,7 +102,7 @@ def parse_flags(config: Config, argv: Sequence[str], prog: str, description: str
     with exit_on_bad_configuration():
         tyro = require("tyro")
     config, words = _choose_tuples(config, list(argv))
-    words = _check_choices(config, words)
+    words = _last_of_each(_check_flags(config, _check_choices(config, words), prog))
     if listing := _listing(config):
         heading = "Choices, as dotted.field:NAME (of a tuple: --dotted.field NAME ...):"
         description += f"\n\n{heading}\n{listing}"
@@ -262,6 +264,44 @@ def _check_choices(config: Any, words: list[str]) -> list[str]:
         elif not choice.is_settled:
             rest.append(f"{path}:{name}")
     return rest
+
+
+def _check_flags(config: Any, words: list[str], prog: str) -> list[str]:
+    """Refuse a flag that no config beneath this one has; the others as they are."""
+    known = {path.replace("_", "-"): path for path in _field_paths(type(config))}
+    for word in words:
+        name = word[2:].partition("=")[0]
+        if word.startswith("--") and name != "help" and name.replace("_", "-") not in known:
+            near = closest(name, known.values())
+            fail(f"there is no field --{name}{near}\nsee {prog} --help for all of them")
+    return words
+
+
+def _field_paths(cls: type, prefix: str = "") -> Iterator[str]:
+    """The dotted names of all fields, whichever members the unions have."""
+    for key, hint in field_types(cls).items():
+        yield prefix + key
+        for option in alternatives(hint):
+            if get_origin(option) is tuple:
+                for member in filter(dataclasses.is_dataclass, alternatives(get_args(option)[0])):
+                    for index in range(_LONGEST_TUPLE):
+                        yield from _field_paths(member, f"{prefix}{key}.{index}.")
+            elif dataclasses.is_dataclass(option):
+                yield from _field_paths(option, f"{prefix}{key}.")
+
+
+def _last_of_each(words: list[str]) -> list[str]:
+    """The words without the flags that are given again later: the last one counts."""
+    groups: dict[str, list[str]] = {}
+    name = ""
+    for word in words:
+        if word.startswith("--"):
+            name = word.partition("=")[0].replace("_", "-")
+            groups.pop(name, None)
+        elif ":" in word:
+            name = word
+        groups.setdefault(name, []).append(word)
+    return [word for group in groups.values() for word in group]
 
 
 def _listing(config: Any) -> str:

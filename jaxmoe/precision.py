@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which dtype holds what. Casts happen at a room's door, never in the middle of its arithmetic.
 
-Router logits, softmaxes, norms, losses and reductions are always float32 and are not a choice.
+Router logits, softmaxes, norms, losses, optimiser state and reductions are always float32 and are
+not a choice.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ class PrecisionPolicy:
     """Dtypes of stored parameters and of matrix products."""
 
     parameters: DtypeName = "float32"
-    """Stored parameters and optimiser state."""
+    """Stored parameters; the optimiser's moments are float32."""
     compute: Literal["auto", "float32", "bfloat16"] = "auto"
     """Operands of matrix products; auto: bfloat16 on accelerators, float32 on the CPU."""
 

@@ -13,6 +13,7 @@ the commands that tests start; strictness is for this process alone.
 To add an exception to "warnings are errors": a line in WARNINGS, with its reason.
 """
 
+import importlib
 import os
 import pathlib
 import sys
@@ -56,12 +57,15 @@ import jaxtyping  # noqa: E402
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
-PACKAGES = ("pallas_kernels", "sharding", "jaxmoe", "experiments")
-"""Their annotations are checked at every call, shapes and all."""
-
-jaxtyping.install_import_hook(PACKAGES, "beartype.beartype")
-
+# Annotations are checked at every call, shapes and all. Not in the trackers: they hold no arrays,
+# take numpy's numbers for floats, and any stream for a text file.
+_rooms = sorted(path.stem for path in (ROOT / "jaxmoe").iterdir() if path.stem[0] not in "_.")
+CHECKED = ("pallas_kernels", "sharding", "experiments") + tuple(
+    f"jaxmoe.{room}" for room in _rooms if room != "tracking"
+)
 pytest.register_assert_rewrite("tests.support")
+importlib.import_module("tests.support.checked_calls")  # the hook looks it up, and imports nothing
+jaxtyping.install_import_hook(CHECKED, "tests.support.checked_calls.check")
 
 # The same examples on every run: a failure is the change's, not the dice's.
 hypothesis.settings.register_profile("jaxmoe", derandomize=True, deadline=None, database=None)
@@ -72,6 +76,9 @@ WARNINGS = (
     # Two workers compile the same program at once and one reads what the other has half written:
     # it does not decompress, and JAX compiles.
     "ignore:Error reading persistent compilation cache entry:UserWarning",
+    # The collector finds a file left open in whichever test runs then: shown, not an error there.
+    "default::ResourceWarning",
+    "default::pytest.PytestUnraisableExceptionWarning",
 )
 
 

@@ -13,6 +13,8 @@ Sources: GQA arXiv 2305.13245, QK-norm arXiv 2302.05442, head gate arXiv 2505.06
 
 from __future__ import annotations
 
+import typing
+
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
@@ -28,6 +30,8 @@ from sharding import axes as ax
 from sharding.sequence_parallel import attend_whole_sequences
 
 
+# Not checked at run time: tree functions also fill records with shapes, specs and tracers.
+@typing.no_type_check
 @struct.dataclass
 class KVCache:
     """Keys and values of the tokens seen so far; stacked over layers it has a leading L."""

@@ -11,6 +11,7 @@ twice.
 
 from __future__ import annotations
 
+import typing
 from typing import Any
 
 import jax
@@ -29,6 +30,8 @@ from jaxmoe.routing import RouterStatistics
 from sharding import axes as ax
 
 
+# Records are not checked at run time: tree functions also fill them with shapes and specs.
+@typing.no_type_check
 @struct.dataclass
 class TokenInputs:
     """What every layer is told of the tokens."""
@@ -41,6 +44,7 @@ class TokenInputs:
     """False for padding."""
 
 
+@typing.no_type_check
 @struct.dataclass
 class LayerInputs:
     """What differs from layer to layer; stacked, with a leading L."""
@@ -50,6 +54,7 @@ class LayerInputs:
     key: Array | None
 
 
+@typing.no_type_check
 @struct.dataclass
 class LayerOutputs:
     """What a layer returns beside the residual stream; stacked, with a leading L."""

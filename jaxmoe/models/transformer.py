@@ -9,6 +9,7 @@ The same call runs with no mesh, inside a user's Auto mesh, and on a mesh of `sh
 
 from __future__ import annotations
 
+import typing
 from typing import Any, cast
 
 import jax
@@ -28,6 +29,8 @@ from jaxmoe.routing import RouterStatistics
 from sharding import axes as ax
 
 
+# Not checked at run time: tree functions also fill records with shapes, specs and tracers.
+@typing.no_type_check
 @struct.dataclass
 class Output:
     """What the transformer returns."""

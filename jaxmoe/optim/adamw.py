@@ -19,21 +19,26 @@ import optax
 
 
 def standard_promotion(inner: optax.GradientTransformation) -> optax.GradientTransformation:
-    """The same transformation under JAX's standard dtype promotion.
+    """The same transformation under JAX's standard dtype promotion, with its state in f32.
 
     optax multiplies Python scalars, strongly typed counters and arrays of other dtypes, which
-    strict promotion (the setting of our tests, and of some users) refuses.
+    strict promotion (the setting of our tests, and of some users) refuses; and it would keep the
+    second moment of a bfloat16 parameter in bfloat16.
     """
 
     def init(params: Any) -> Any:
         with jax.numpy_dtype_promotion("standard"):
-            return inner.init(params)
+            return inner.init(_widen(params))
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         with jax.numpy_dtype_promotion("standard"):
-            return inner.update(updates, state, params)
+            return inner.update(_widen(updates), state, params)
 
     return optax.GradientTransformation(init, update)
+
+
+def _widen(tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), tree)
 
 
 def adamw(
@@ -77,7 +82,7 @@ def adamw(
         )
 
     chain = optax.chain(
-        optax.scale_by_adam(b1=beta1, b2=beta2, eps=epsilon, mu_dtype=jnp.float32),
+        optax.scale_by_adam(b1=beta1, b2=beta2, eps=epsilon),
         optax.add_decayed_weights(weight_decay, mask=mask),
         optax.scale_by_learning_rate(learning_rate),
     )

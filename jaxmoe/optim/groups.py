@@ -69,9 +69,7 @@ class AdamWConfig:
             return self.learning_rate * schedule(jnp.asarray(count))
 
         chain = optax.chain(
-            optax.scale_by_adam(
-                b1=self.beta1, b2=self.beta2, eps=self.epsilon, mu_dtype=jnp.float32
-            ),
+            optax.scale_by_adam(b1=self.beta1, b2=self.beta2, eps=self.epsilon),
             _decay(table, self.weight_decay),
             _scale_by_role(table),
             optax.scale_by_learning_rate(rate),

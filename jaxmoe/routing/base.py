@@ -15,6 +15,7 @@ To add a router: see `jaxmoe/routing/__init__.py`.
 
 from __future__ import annotations
 
+import typing
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -25,6 +26,8 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxmoe.parameters import Declaration
 
 
+# Records are not checked at run time: tree functions also fill them with shapes and specs.
+@typing.no_type_check
 @struct.dataclass
 class Selection:
     """Chosen pairs of token and expert."""
@@ -39,6 +42,7 @@ class Selection:
     """K when token-major (A = T*K, token t owns slots t*K to t*K+K-1), else None."""
 
 
+@typing.no_type_check
 @struct.dataclass
 class RouterInputs:
     """What a router may look at."""
@@ -55,6 +59,7 @@ class RouterInputs:
     """Anything else, by name (step, layer, mask ratio)."""
 
 
+@typing.no_type_check
 @struct.dataclass
 class RouterStatistics:
     """Sums over tokens, additive over devices and micro-batches: one psum gives the global batch.
@@ -79,6 +84,7 @@ class RouterStatistics:
         return jax.tree.map(jnp.add, self, other)
 
 
+@typing.no_type_check
 @struct.dataclass
 class RouterOutput:
     """What `route` returns."""

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import typing
 from typing import Any
 
 import jax
@@ -20,6 +21,8 @@ from jaxmoe.models.transformer import initial_router_state
 from jaxmoe.scaling.parameterization import Parameterization
 
 
+# Not checked at run time: tree functions also fill records with shapes, specs and tracers.
+@typing.no_type_check
 @struct.dataclass
 class TrainState:
     """What a step reads and writes."""

@@ -157,6 +157,12 @@ def _pick(part: slice, record: Any) -> Any:
     return jax.tree.map(lambda x: x[part], record)
 
 
+def _add_to(part: slice, total: Array, x: Array) -> Array:
+    # Not total.at[part].add(x): that is a scatter, and it holds an empty array of indices, which
+    # crashes XLA (jaxlib 0.11.2) when it travels into a manual region as a residual.
+    return jax.lax.dynamic_update_slice_in_dim(total, total[part] + x, part.start, 0)
+
+
 def _is_visible(queries: _Queries, keys: _Keys, rules: Rules) -> Array:
     return visible(rules, queries.positions, keys.positions, queries.segment_ids, keys.segment_ids)
 
@@ -266,8 +272,8 @@ def _backward(rules, residuals, gradients):
             zeros = tuple(match_varying(jnp.zeros(x.shape), x) for x in (seen.k, seen.v))
             (tier_d_k, tier_d_v), d_q = jax.lax.scan(step, zeros, blocks)
             d_qs.append(d_q)
-            d_k = d_k.at[tier.keys].add(tier_d_k)
-            d_v = d_v.at[tier.keys].add(tier_d_v)
+            d_k = _add_to(tier.keys, d_k, tier_d_k)
+            d_v = _add_to(tier.keys, d_v, tier_d_v)
         return jnp.concatenate(d_qs), d_k, d_v
 
     d_q, d_k, d_v = _per_head(one_head, sizes, keys, queries, results)

@@ -266,9 +266,15 @@ def test_unknown_member(capsys):
 
 
 def test_unknown_field(capsys):
-    text = refused(capsys, "--model.moe.topk", "3")
-    assert "Unrecognized options: --model.moe.topk" in text
-    assert "Perhaps you meant:" in text and "--model.moe.top_k INT" in text
+    assert refused(capsys, "--model.moe.topk", "3") == (
+        "error: there is no field --model.moe.topk: did you mean 'model.moe.top_k'?\n"
+        "see python -m experiments.pretrain --help for all of them\n"
+    )
+
+
+def test_the_last_of_a_repeated_flag_counts():
+    words = ("--model.moe.top_k", "1", "model.moe.gate:sqrt", "--model.moe.top-k", "3")
+    assert run(*words)[1].model.moe.top_k == 3
 
 
 def test_a_value_of_the_wrong_type(capsys):
@@ -321,6 +327,7 @@ def test_exit_codes_are_those_of_the_contract():
         ("DONE", 0),
         ("BAD_CONFIGURATION", 2),
         ("DIVERGED", 3),
+        ("NOT_SAVED", 74),
         ("PREEMPTED", 75),
         ("INTERRUPTED", 130),
     ]

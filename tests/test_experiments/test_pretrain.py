@@ -38,11 +38,36 @@ def _arguments(directory: pathlib.Path, steps: int, *more: str) -> list[str]:
     return [*SMALL, *where, *more]
 
 
-def _start(arguments: list[str]) -> subprocess.Popen[str]:
+# Kills itself, as the kernel would, after step 27 and once the checkpoint of step 20 is written.
+VICTIM = """
+import os, pathlib, signal, sys, time
+from experiments import pretrain
+from experiments.reporting import Reporter
+
+directory = pathlib.Path(sys.argv[sys.argv.index("--run.directory") + 1])
+trained = Reporter.trained
+
+def trained_and_killed(self, report):
+    trained(self, report)
+    if report.steps[-1] == 27:
+        while not (directory / "checkpoints" / "20").exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+Reporter.trained = trained_and_killed
+pretrain.main(sys.argv[1:])
+"""
+
+
+def _start(arguments: list[str], script: str | None = None) -> subprocess.Popen[str]:
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "PYTHONPATH": str(ROOT)}
     environment["JAX_COMPILATION_CACHE_DIR"] = str(ROOT / ".cache" / "jax")
     return subprocess.Popen(
-        [sys.executable, "-m", "experiments.pretrain", *arguments],
+        [
+            sys.executable,
+            *(["-c", script] if script else ["-m", "experiments.pretrain"]),
+            *arguments,
+        ],
         cwd=ROOT,
         env=environment,
         stdout=subprocess.PIPE,
@@ -125,18 +150,15 @@ def test_killed_at_any_moment_and_resumed_equals_never_stopped(tmp_path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     more = ("--checkpoint.every", "20", "--evaluation.every", "0", "--tracking.sample_length", "0")
     process = _start(_arguments(whole, 40, *more))
-    assert process.wait() == 0, process.stdout and process.stdout.read()
+    output, _ = process.communicate()
+    assert process.returncode == 0, output
 
-    # The victim trains for long, so that it is certainly past step 20 and not yet done when killed.
-    process = _start(_arguments(parts, 40, *more, "--tracking.print_every", "1"))
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith("step=2") and (parts / "checkpoints" / "20").exists():
-            break
-    process.kill()
-    process.wait()
+    process = _start(_arguments(parts, 40, *more, "--tracking.print_every", "1"), VICTIM)
+    output, _ = process.communicate()
+    assert process.returncode == -signal.SIGKILL, output
     assert (parts / "checkpoints" / "20").exists()
-    assert not (parts / "checkpoints" / "40").exists(), "the victim was too fast to be killed"
+    assert not (parts / "checkpoints" / "40").exists()
+    assert max(_losses(parts)) == 27  # seven steps are lost, and their records with them
     process = _start(_arguments(parts, 40, *more))
     output, _ = process.communicate()
     assert process.returncode == 0, output
@@ -155,7 +177,8 @@ def test_killed_at_any_moment_and_resumed_equals_never_stopped(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGTERM, ExitCode.PREEMPTED), (signal.SIGINT, ExitCode.INTERRUPTED)]
+    ("number", "code"),
+    [(signal.SIGTERM, ExitCode.PREEMPTED), (signal.SIGINT, ExitCode.INTERRUPTED)],
 )
 def test_a_signal_saves_and_stops(tmp_path, number, code):
     more = ("--checkpoint.every", "0", "--evaluation.every", "0", "--tracking.print_every", "1")
@@ -199,7 +222,10 @@ def _refused(arguments: list[str], capsys) -> str:
     ("more", "message"),
     [
         (("--model.moe.top_k", "5"), "moe.top_k=5 must not exceed moe.num_experts=4"),
-        (("--training.batch_size", "9"), "training.batch_size=9 must be divisible by the 8 devices"),
+        (
+            ("--training.batch_size", "9"),
+            "batch_size=9 must be divisible by the 8 devices",
+        ),
         (("--model.embed_dim", "12"), "'embed' of size 12 must be divisible by mesh.data=8"),
         (("--execution.mesh.data", "3"), "needs 3 devices, there are 8"),
         (("--model.vocab_size", "4"), "model.vocab_size=4 is smaller than the vocabulary"),

@@ -48,7 +48,9 @@ def prompt():
 @pytest.fixture(scope="module")
 def whole():
     """(params, tokens [B PROMPT+NEW]) -> logits."""
-    return jax.jit(lambda params, tokens: Transformer(MODEL).apply({"params": params}, tokens).logits)
+    return jax.jit(
+        lambda params, tokens: Transformer(MODEL).apply({"params": params}, tokens).logits
+    )
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,43 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Models so small that a test compiles them in seconds, yet with every part that may go wrong.
+
+Widths divide every mesh of tests/support/meshes.py, and no two dimensions that could be mistaken
+for one another are equal.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
+from jaxmoe.routing import SqrtGateConfig
+
+BATCH, LENGTH = 8, 6
+
+ATTENTION = AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=6)
+MOE = MoEConfig(num_experts=4, top_k=2, expert_dim=10)
+
+TINY = ModelConfig(vocab_size=32, num_layers=2, embed_dim=16, attention=ATTENTION, moe=MOE)
+"""Two MoE layers and nothing optional."""
+
+FULL = ModelConfig(
+    vocab_size=32,
+    num_layers=3,
+    embed_dim=16,
+    attention=AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=6, is_gated=True),
+    moe=MoEConfig(
+        num_experts=4, top_k=2, expert_dim=10, num_shared_experts=1, gate=SqrtGateConfig()
+    ),
+    dense_layers=(0,),
+    dense_dim=24,
+    has_tied_embeddings=True,
+)
+"""A dense layer before two MoE layers, shared experts, SqrtGate, gated heads, tied embeddings."""
+
+
+def tokens_for(model: ModelConfig, seed: int = 0) -> tuple[jax.Array, jax.Array]:
+    """Tokens and targets [BATCH LENGTH] of a model's vocabulary, uncommitted."""
+    drawn = np.random.default_rng(seed).integers(model.vocab_size, size=(BATCH, LENGTH + 1))
+    ids = jnp.asarray(drawn, jnp.int32)
+    return ids[:, :-1], ids[:, 1:]

@@ -1,0 +1,47 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""THE table of tolerances, by dtype and kind of computation. A test writes no number of its own
+without a reason beside it.
+
+    elementwise   a few operations per value, no long sum
+    matmul        one sum of up to some hundred products of order 1
+    attention     two matrix products with a softmax between them
+    end_to_end    loss or gradients of a whole small model, sums taken in another order
+
+A value passes where |actual - desired| <= absolute + relative * |desired|.
+"""
+
+from typing import Any
+
+import jax
+import numpy as np
+
+TOLERANCES = {
+    ("float32", "elementwise"): {"rtol": 2e-6, "atol": 1e-6},
+    ("float32", "matmul"): {"rtol": 1e-5, "atol": 1e-5},
+    ("float32", "attention"): {"rtol": 1e-5, "atol": 1e-5},
+    ("float32", "end_to_end"): {"rtol": 1e-4, "atol": 1e-5},
+    ("bfloat16", "elementwise"): {"rtol": 1e-2, "atol": 1e-2},
+    ("bfloat16", "matmul"): {"rtol": 2e-2, "atol": 2e-2},
+    ("bfloat16", "attention"): {"rtol": 2e-2, "atol": 2e-2},
+    ("bfloat16", "end_to_end"): {"rtol": 5e-2, "atol": 5e-2},
+}
+
+
+def assert_close(actual: Any, desired: Any, kind: str, dtype: str = "float32") -> None:
+    """Two trees have the same structure, and close values.
+
+    Args:
+        actual: arrays.
+        desired: arrays.
+        kind: a row of the table.
+        dtype: of the computation, which may be narrower than that of its result.
+    """
+    __tracebackhide__ = True
+    bounds = TOLERANCES[dtype, kind]
+    ours, structure = jax.tree.flatten_with_path(actual)
+    theirs, wanted = jax.tree.flatten(desired)
+    assert structure == wanted, f"{structure} is not {wanted}"
+    for (path, value), other in zip(ours, theirs, strict=True):
+        value, other = (np.asarray(array, dtype=np.float64) for array in (value, other))
+        np.testing.assert_allclose(value, other, err_msg=jax.tree_util.keystr(path), **bounds)
