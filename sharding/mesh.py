@@ -68,11 +68,15 @@ class MeshConfig:
         """
         known = math.prod(size for size in self.sizes if size != -1)
         text = " x ".join(f"{a}={s}" for a, s in zip(MESH_AXES, self.sizes, strict=True) if s != 1)
-        if num_devices % known or (-1 not in self.sizes and known != num_devices):
+        has_free = -1 in self.sizes
+        if num_devices % known or (known != num_devices and not has_free):
+            need = f"{'a multiple of ' * has_free}{known} device{'s' * (known > 1)}"
+            if has_free:
+                way = f"sizes that divide {num_devices}"
+            else:
+                way = f"sizes whose product is {num_devices}, or set one axis to -1"
             raise ValueError(
-                f"mesh ({text or 'one device'}) needs {'a multiple of ' * (-1 in self.sizes)}"
-                f"{known} devices, there are {num_devices}: choose sizes whose product is"
-                f" {num_devices}, or set one axis to -1"
+                f"mesh ({text or 'one device'}) needs {need}, there are {num_devices}: choose {way}"
             )
         free = {axis: num_devices // known for axis in MESH_AXES if getattr(self, axis) == -1}
         return dataclasses.replace(self, **free)

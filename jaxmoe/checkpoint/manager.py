@@ -54,8 +54,8 @@ class CheckpointManager:
         self.directory = epath.Path(directory).expanduser().absolute()
         if not is_writer and not self.directory.exists():
             raise CheckpointError(f"{directory} holds no checkpoints: the directory does not exist")
-        if is_writer and (self.directory / _TRASH).exists():
-            (self.directory / _TRASH).rmtree()
+        self._is_writer = is_writer
+        self._empty_trash()
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep if is_writer else None,
             create=is_writer,
@@ -94,9 +94,9 @@ class CheckpointManager:
             False when this save, or the one before it that was still being written, failed; the
             reason has been logged.
         """
-        if step in self.steps():
-            return True
         is_good = self.finish()
+        if step in self.steps():
+            return is_good
         needed = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(pack(state)))
         try:
             free = shutil.disk_usage(self.directory).free
@@ -122,11 +122,18 @@ class CheckpointManager:
         except _SAVE_ERRORS as error:
             self._report(None, error)
             return False
+        finally:
+            self._empty_trash()
         return True
+
+    def _empty_trash(self) -> None:
+        """Deletes the steps that Orbax has renamed away, which it leaves to others."""
+        if self._is_writer and jax.process_index() == 0:
+            (self.directory / _TRASH).rmtree(missing_ok=True)
 
     def _report(self, step: int | None, error: BaseException) -> None:
         which = "a checkpoint" if step is None else f"the checkpoint of step {step}"
-        reason = str(error).strip().splitlines()[0][:300]
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
         logger.warning("%s was not saved, the run goes on: %s", which, reason)
         for leftover in self.directory.glob("*.orbax-checkpoint-tmp*"):
             leftover.rmtree(missing_ok=True)

@@ -153,19 +153,18 @@ def sum_statistics(
         expert_ids: in [0, E], E where empty (padding must be empty already).
         token_mask: False for padding.
     """
-    weight = token_mask.astype(jnp.float32)
     experts = jnp.arange(logits.shape[1], dtype=expert_ids.dtype)
     counts = (expert_ids[:, None] == experts[None, :]).astype(jnp.float32).sum(0)
     z = jax.nn.logsumexp(logits, axis=-1) ** 2
     still = jax.lax.stop_gradient(probs)
     entropy = -jnp.sum(jax.scipy.special.xlogy(still, still), axis=-1)
     return RouterStatistics(
-        num_tokens=weight.sum(),
+        num_tokens=token_mask.sum(dtype=jnp.float32),
         counts=counts,
         kept=counts,
-        prob_sum=jnp.sum(probs * weight[:, None], axis=0),
-        z_sum=jnp.sum(z * weight),
-        entropy_sum=jnp.sum(entropy * weight),
+        prob_sum=jnp.sum(probs, axis=0, where=token_mask[:, None]),
+        z_sum=jnp.sum(z, where=token_mask),
+        entropy_sum=jnp.sum(entropy, where=token_mask),
     )
 
 

@@ -46,6 +46,7 @@ def flash_attention(
     # A query that sees nothing divides 0 by 1; the inner `where` keeps its gradient finite.
     sees_any = total > 0
     total = jnp.where(sees_any, total, 1.0)
-    out = jnp.einsum("bnsu,bunh->bsnh", weights / total, v.astype(jnp.float32))
+    v = v.astype(jnp.float32)
+    out = jnp.einsum("bnsu,bunh->bsnh", weights / total, v, preferred_element_type=jnp.float32)
     lse = jnp.where(sees_any, jnp.log(total) + top, -jnp.inf)
     return out.astype(q.dtype), lse[..., 0]

@@ -14,8 +14,8 @@ the rows of one block, r = g * block. Several key heads go together while their 
 
 Where positions count from 0, what a block can see at all is known at trace time. Consecutive blocks
 form at most `TIERS` tiers; all blocks of a tier take the same slice of keys, so that the program
-stays small and at most a 16th of the scores is computed in vain. With positions or segment ids of
-their own, all blocks take all keys, and only the mask differs.
+stays small and at most a 16th of the S x S scores is computed in vain. Where the caller gives
+positions, all blocks take all keys, and only the mask differs.
 
 Batch and heads are looped over: call it on local arrays, in a `jax.shard_map`, rather than on
 arrays sharded by the compiler. It is tuned on the CPU and runs everywhere.
@@ -190,8 +190,8 @@ def _backward_block(
 ) -> tuple[Array, Array, Array]:
     """Gradients of one block of queries, and what it adds to those of its keys, all in float32.
 
-    Scores stand as [U r] here: four of the five products then take them as they lie, which halves
-    the time of these products on the CPU.
+    Scores stand as [U r] here: all five products then take them as they lie, where dK and dV would
+    have to turn [r U] and take twice the time on the CPU.
     """
     dot = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
     dtype = block.q.dtype

@@ -17,8 +17,11 @@ group. Every shape is static, and nothing is scattered.
     out = rows @ W[g]    d rows = d out @ W[g]^T    d W[g] = sum over the rows of g of rows^T d out
 
 The gradient of the rows is the same product with the matrices turned; that of the weights adds the
-blocks of the overflow to the batched product in place. It is tuned on the CPU (experiments.bench
-measures it there), where the batched product runs at the dense rate; it runs everywhere.
+blocks of the overflow to the batched product in place. It runs everywhere and is tuned on the CPU,
+where the batched product has the dense rate and a block of overflow about half of it: balanced
+groups are fast, and one group that holds everything takes about twice the dense time.
+
+To tune it for another machine, measure SLACK and BLOCKS anew, with balanced and with skewed groups.
 """
 
 from typing import NamedTuple
@@ -31,8 +34,8 @@ from pallas_kernels.array_types import Array, Float, Int
 # Rows beyond R / G in the head, as a fraction: a router's counts scatter by a few percent around
 # the mean, and a block of overflow costs more than the head's extra rows.
 SLACK = 1 / 16
-# Rows in one block of overflow. The large ones carry most rows of a large group, the small ones the
-# rest: a block costs about 70 rows of overhead, because the matrix is packed again.
+# Rows in one block of overflow. Large blocks carry most rows of a large group, small ones the rest:
+# whatever its size, a block costs about 70 rows more, because the matrix is packed again.
 BLOCKS = (512, 128)
 # A head smaller than this would leave small, uneven groups to the loop.
 MIN_HEAD = 32

@@ -159,8 +159,12 @@ def test_parity(implementation, name):
 
 @pytest.mark.parametrize("implementation", ("reference", *IMPLEMENTATIONS))
 def test_nothing_to_see(implementation):
+    """Not even an infinite gradient of their lse, which is -inf, makes anything else infinite."""
     case = CASES["some_see_nothing"]
-    out, lse, d_q, _, _ = _value_and_gradients(case, implementation, *_inputs(case))
+    q, k, v, d_out, d_lse = _inputs(case)
+    d_lse = d_lse.at[:, :, :30].set(jnp.inf)
+    out, lse, d_q, d_k, d_v = _value_and_gradients(case, implementation, q, k, v, d_out, d_lse)
+    assert all(np.all(np.isfinite(x)) for x in (d_q, d_k, d_v))
     assert not np.any(out[:, :30])
     assert np.all(lse[:, :, :30] == -np.inf)
     assert not np.any(d_q[:, :30])
@@ -183,22 +187,30 @@ def test_nothing_to_see(implementation):
 def test_against_jax(implementation, name, options):
     """jax.nn.dot_product_attention, code that we did not write."""
     q, k, v, d_out, d_lse = _inputs(CASES[name])
-    theirs, pull = jax.vjp(
-        lambda q, k, v: jax.nn.dot_product_attention(q, k, v, **options), q, k, v
-    )
+    expected = _theirs(tuple(options.items()), q, k, v, d_out)
     out, _, *gradients = _value_and_gradients(
         CASES[name], implementation, q, k, v, d_out, jnp.zeros_like(d_lse)
     )
-    for x, y in zip((out, *gradients), (theirs, *pull(d_out)), strict=True):
+    for x, y in zip((out, *gradients), expected, strict=True):
         np.testing.assert_allclose(x, y, **TOLERANCES["float32"])
+
+
+@functools.partial(
+    jax.jit, static_argnums=0, compiler_options={"xla_backend_optimization_level": 0}
+)
+def _theirs(options, q, k, v, d_out):
+    out, pull = jax.vjp(
+        lambda q, k, v: jax.nn.dot_product_attention(q, k, v, **dict(options)), q, k, v
+    )
+    return out, *pull(d_out)
 
 
 def test_lse_is_the_logsumexp():
     case = CASES["full"]
-    q, k, v, *_ = _inputs(case)
+    q, k, *_ = inputs = _inputs(case)
     logits = jnp.einsum("bsnh,bunh->bnsu", q, jnp.repeat(k, 2, axis=2)) / np.sqrt(case.h)
     for implementation in ("reference", *IMPLEMENTATIONS):
-        _, lse = flash_attention(q, k, v, causal=False, implementation=implementation)
+        _, lse, *_ = _value_and_gradients(case, implementation, *inputs)
         np.testing.assert_allclose(
             lse, jax.scipy.special.logsumexp(logits, axis=-1), **TOLERANCES["float32"]
         )

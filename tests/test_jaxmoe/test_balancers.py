@@ -1,0 +1,307 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Balancers and what is watched of a router: oracles, units, gradients, and the global batch.
+
+To add a balancer: a row in BALANCER_CASES.
+"""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxmoe.routing import BALANCERS, RouterInputs, RouterStatistics, SoftmaxTopKConfig
+from jaxmoe.routing import telemetry
+from jaxmoe.routing.balancers import conversions, load_balance, router_z
+from jaxmoe.routing.base import sum_statistics
+from tests.support.dense_moe import choose
+from tests.support.tolerances import assert_close
+
+TOKENS, EXPERTS, TOP_K = 24, 6, 2
+
+
+def softmax(logits):
+    shares = np.exp(logits - logits.max(-1, keepdims=True))
+    return shares / shares.sum(-1, keepdims=True)
+
+
+def plain_load_balance(logits):
+    """E * sum_i f_i P_i."""
+    chosen = choose(logits, TOP_K, np.ones(len(logits), bool))
+    return EXPERTS * np.sum(chosen.mean(0) / TOP_K * softmax(logits).mean(0))
+
+
+def plain_router_z(logits):
+    return np.mean(np.log(np.exp(logits).sum(-1)) ** 2)
+
+
+# The unweighted loss of one layer from its logits [T E].
+BALANCER_CASES = {"load_balance": plain_load_balance, "router_z": plain_router_z}
+
+
+def test_the_table_is_the_registry():
+    assert set(BALANCER_CASES) == set(BALANCERS)
+
+
+def statistics_of(logits) -> RouterStatistics:
+    return _statistics(jnp.asarray(logits, jnp.float32))
+
+
+@jax.jit
+def _statistics(logits):
+    _, ids = jax.lax.top_k(logits, TOP_K)
+    mask = jnp.ones(logits.shape[0], bool)
+    probs = jax.nn.softmax(logits, axis=-1)
+    return sum_statistics(logits, probs, ids.reshape(-1).astype(jnp.int32), mask)
+
+
+def statistics_from(counts, prob_sum, num_tokens) -> RouterStatistics:
+    """Statistics of which only the loads and probabilities matter."""
+    counts, zero = jnp.asarray(counts, jnp.float32), jnp.zeros(np.shape(num_tokens))
+    return RouterStatistics(
+        num_tokens=jnp.asarray(num_tokens, jnp.float32),
+        counts=counts,
+        kept=counts,
+        prob_sum=jnp.asarray(prob_sum, jnp.float32),
+        z_sum=zero,
+        entropy_sum=zero,
+    )
+
+
+def drawn(seed, tokens=TOKENS):
+    """Logits of an uneven router."""
+    rng = np.random.default_rng(seed)
+    return rng.normal(size=(tokens, EXPERTS)) + np.linspace(0.0, 1.5, EXPERTS)
+
+
+@pytest.mark.parametrize("name", BALANCERS)
+def test_against_numpy(name):
+    wanted = BALANCER_CASES[name](drawn(0))
+    loss = BALANCERS[name](coefficient=0.5).loss(statistics_of(drawn(0)))
+    assert_close(loss, 0.5 * wanted, "matmul")
+
+
+@pytest.mark.parametrize("name", BALANCERS)
+def test_layers_are_added(name):
+    layers = [statistics_of(drawn(seed)) for seed in range(3)]
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
+    balancer = BALANCERS[name]()
+    wanted = sum(float(balancer.loss(layer)) for layer in layers)
+    assert_close(balancer.loss(stacked), wanted, "elementwise")
+
+
+@pytest.mark.parametrize("name", BALANCERS)
+@settings(max_examples=20)
+@given(seed=st.integers(0, 2**16))
+def test_statistics_of_parts_add_up(name, seed):
+    logits, cut = drawn(seed), TOKENS // 3
+    added = statistics_of(logits[:cut]) + statistics_of(logits[cut:])
+    balancer = BALANCERS[name]()
+    assert_close(balancer.loss(added), balancer.loss(statistics_of(logits)), "elementwise")
+
+
+@pytest.mark.parametrize("name", BALANCERS)
+def test_no_token_costs_nothing(name):
+    nothing = jax.tree.map(jnp.zeros_like, statistics_of(drawn(0)))
+    value, gradient = jax.value_and_grad(BALANCERS[name]().loss)(nothing)
+    assert value == 0.0
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradient))
+
+
+@pytest.mark.parametrize("name", BALANCERS)
+@pytest.mark.parametrize("coefficient", [-0.1, float("nan"), float("inf")])
+def test_coefficients_are_finite_and_not_negative(name, coefficient):
+    text = f"coefficient={coefficient} of {name} must be finite and not negative"
+    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+        BALANCERS[name](coefficient=coefficient)
+
+
+# The unit of the load-balancing loss.
+
+
+def test_1_for_uniform_probabilities_whatever_the_load():
+    fair = np.full(EXPERTS, TOKENS / EXPERTS)
+    loads = np.array([TOKENS, TOKENS, 0, 0, 0, 0])
+    assert_close(load_balance(statistics_from(loads, fair, TOKENS)), 1.0, "elementwise")
+
+
+def test_1_for_a_uniform_load_whatever_the_probabilities():
+    probs = np.array([TOKENS, 0, 0, 0, 0, 0])
+    fair = np.full(EXPERTS, TOKENS * TOP_K / EXPERTS)
+    assert_close(load_balance(statistics_from(fair, probs, TOKENS)), 1.0, "elementwise")
+
+
+def test_e_for_a_collapsed_router():
+    """One expert has all the load and all the probability."""
+    one = np.array([TOKENS, 0, 0, 0, 0, 0])
+    assert_close(load_balance(statistics_from(one, one, TOKENS)), float(EXPERTS), "elementwise")
+
+
+def test_it_may_be_below_1():
+    """Every token just prefers one of three experts, yet another has the larger mean."""
+    statistics = statistics_from([3, 3, 0], [1.5, 1.5, 3.0], 6)
+    assert_close(load_balance(statistics), 0.75, "elementwise")
+
+
+def test_its_gradient_is_that_of_the_probabilities_alone():
+    statistics = statistics_of(drawn(1))
+    gradient = jax.grad(lambda s: load_balance(s))(statistics)
+    assert not gradient.counts.any() and not gradient.kept.any()
+    share = np.asarray(statistics.counts) / (TOKENS * TOP_K)
+    assert_close(gradient.prob_sum, EXPERTS * share / TOKENS, "elementwise")
+
+    def frozen(logits):
+        """E / T * sum over tokens of p . f, with f a constant."""
+        return EXPERTS * jnp.mean(jax.nn.softmax(logits, axis=-1) @ jnp.asarray(share))
+
+    logits = jnp.asarray(drawn(1), jnp.float32)
+    ours = jax.grad(lambda z: load_balance(statistics_of(z)))(logits)
+    assert_close(ours, jax.grad(frozen)(logits), "elementwise")
+
+
+def test_z_loss_of_zero_logits_is_the_squared_logarithm_of_e():
+    logits = np.zeros((TOKENS, EXPERTS))
+    assert_close(router_z(statistics_of(logits)), np.log(EXPERTS) ** 2, "elementwise")
+    shifted = router_z(statistics_of(logits - np.log(EXPERTS)))
+    assert_close(shifted, 0.0, "elementwise")  # unlike a softmax, it sees a shift of all logits
+
+
+def test_z_loss_gradient():
+    """d/dz_tj = 2 lse_t p_tj / T."""
+    logits = drawn(2)
+    ours = jax.grad(lambda z: router_z(statistics_of(z)))(jnp.asarray(logits, jnp.float32))
+    lse = np.log(np.exp(logits).sum(-1, keepdims=True))
+    assert_close(ours, 2.0 * lse * softmax(logits) / TOKENS, "elementwise")
+
+
+# The units of others, each after its own published definition.
+
+
+def huggingface(logits):
+    """Per choice k the share of tokens, times the mean probability, summed over k and E, times E:
+    every token counts K times, so a uniform router has K."""
+    order = np.argsort(-logits, axis=-1, kind="stable")[:, :TOP_K]
+    one_hot = np.eye(EXPERTS)[order]  # T, K, E
+    return EXPERTS * np.sum(one_hot.mean(0) * softmax(logits).mean(0)[None, :])
+
+
+def megatron(logits):
+    """sum_i (sum of probabilities)_i * count_i, times E / (T^2 K)."""
+    counts = choose(logits, TOP_K, np.ones(len(logits), bool)).sum(0)
+    return np.sum(softmax(logits).sum(0) * counts) * EXPERTS / (len(logits) ** 2 * TOP_K)
+
+
+def megablocks(logits):
+    """count . (mean of probabilities), times E / (layers T K); here one layer."""
+    counts = choose(logits, TOP_K, np.ones(len(logits), bool)).sum(0)
+    return np.dot(counts, softmax(logits).mean(0)) * EXPERTS / (len(logits) * TOP_K)
+
+
+UNITS = {"huggingface": huggingface, "megatron": megatron, "megablocks": megablocks}
+
+
+@pytest.mark.parametrize("unit", UNITS)
+def test_conversions(unit):
+    ours = float(load_balance(statistics_of(drawn(3))))
+    assert set(conversions(ours, top_k=TOP_K)) == {"jaxmoe", *UNITS}
+    assert conversions(ours, top_k=TOP_K)["jaxmoe"] == ours
+    assert_close(conversions(ours, top_k=TOP_K)[unit], UNITS[unit](drawn(3)), "matmul")
+
+
+def test_conversion_against_transformers():
+    mixtral = pytest.importorskip(
+        "transformers.models.mixtral.modeling_mixtral", reason="transformers is not installed"
+    )
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    logits = torch.tensor(drawn(3))
+    theirs = mixtral.load_balancing_loss_func((logits,), EXPERTS, TOP_K)
+    ours = float(load_balance(statistics_of(drawn(3))))
+    assert_close(conversions(ours, top_k=TOP_K)["huggingface"], float(theirs), "matmul")
+
+
+# The global batch.
+
+
+@pytest.fixture(scope="module")
+def uneven_batch():
+    """Tokens of which every eighth goes its own way, and a router that follows them."""
+    rng = np.random.default_rng(4)
+    directions = np.repeat(rng.normal(size=(8, 5)) * 2.0, 16, axis=0)
+    x = jnp.asarray(directions + rng.normal(size=(128, 5)), jnp.float32)
+    return jnp.asarray(rng.normal(size=(5, EXPERTS)), jnp.float32), x
+
+
+def losses_of(statistics):
+    return sum(config(coefficient=1.0).loss(statistics) for config in BALANCERS.values())
+
+
+def routed_statistics(weight, x):
+    router = SoftmaxTopKConfig().build(num_experts=EXPERTS, top_k=TOP_K, embed_dim=5)
+    inputs = RouterInputs(
+        x=x, token_mask=jnp.ones(x.shape[0], bool), segment_ids=jnp.ones(x.shape[0], jnp.int32)
+    )
+    return router.route({"weight": weight}, {}, inputs, train=True, key=None).statistics
+
+
+def test_one_psum_makes_eight_devices_one(uneven_batch):
+    """In value and in gradient; the mean of the devices' own losses is another number."""
+    mesh = jax.make_mesh((8,), ("data",))
+    specs = (PartitionSpec(), PartitionSpec("data"))
+
+    def sharded(scope):
+        def body(weight, x):
+            statistics = routed_statistics(weight, x)
+            if scope == "global":
+                return losses_of(jax.lax.psum(statistics, "data"))
+            return jax.lax.pmean(losses_of(statistics), "data")
+
+        run = jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=PartitionSpec())
+        return jax.jit(jax.value_and_grad(run, argnums=(0, 1)))
+
+    def whole(weight, x):
+        return losses_of(routed_statistics(weight, x))
+
+    value, gradients = jax.jit(jax.value_and_grad(whole, argnums=(0, 1)))(*uneven_batch)
+    placed = [
+        jax.device_put(array, NamedSharding(mesh, spec))
+        for array, spec in zip(uneven_batch, specs, strict=True)
+    ]
+    assert_close(sharded("global")(*placed), (value, gradients), "matmul")
+    local, _ = sharded("local")(*placed)
+    assert local > value + 0.1
+
+
+# What is watched.
+
+
+def test_telemetry_of_a_fair_and_of_a_collapsed_layer():
+    fair = statistics_from([4] * 6, [4] * 6, 12)
+    one = statistics_from([12, 12, 0, 0, 0, 0], [12, 0, 0, 0, 0, 0], 12)
+    one = one.replace(kept=jnp.asarray([6.0, 6.0, 0, 0, 0, 0]))
+    both = jax.tree.map(lambda *leaves: jnp.stack(leaves), fair, one)
+    assert_close(telemetry.max_violation(both), np.array([0.0, 2.0]), "elementwise")
+    assert_close(telemetry.dropped_fraction(both), np.array([0.0, 0.5]), "elementwise")
+    assert_close(telemetry.load(both).sum(-1), np.ones(2), "elementwise")
+    summary = telemetry.summarise(both)
+    wanted = {
+        "load_balance": (1.0 + 3.0) / 2,
+        "router_z": 0.0,
+        "max_violation": 1.0,
+        "max_violation_worst": 2.0,
+        "load_entropy": (1.0 + np.log(2) / np.log(6)) / 2,
+        "router_entropy": 0.0,
+        "dropped_fraction": 0.25,
+        "dead_fraction": 4 / 12,
+    }
+    assert_close(summary, wanted, "elementwise")
+
+
+def test_telemetry_of_a_router_that_cannot_decide():
+    summary = telemetry.summarise(statistics_of(np.zeros((TOKENS, EXPERTS))))
+    assert_close(summary["router_entropy"], 1.0, "elementwise")
+    assert_close(summary["load_balance"], 1.0, "elementwise")

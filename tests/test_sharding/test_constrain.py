@@ -1,0 +1,155 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""The three surroundings, and the operations that must give the same in each of them."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from sharding import axes as ax
+from sharding.constrain import Placement, surroundings, without_mesh
+from sharding.rules import RULES
+from tests.support.meshes import LAYOUTS, mesh_named
+from tests.support.tolerances import assert_close
+
+BATCH = (ax.REPLICA, ax.DATA, ax.EXPERT)
+AUTO, EXPLICIT, MANUAL = AxisType.Auto, AxisType.Explicit, AxisType.Manual
+
+
+def user_mesh(*types):
+    return jax.make_mesh((4, 2), ("fsdp", "tp"), axis_types=types)
+
+
+def test_the_three_surroundings():
+    assert surroundings() == "none"
+    with jax.set_mesh(user_mesh(AUTO, AUTO)):
+        assert surroundings() == "auto"
+    with jax.set_mesh(mesh_named("data8")):
+        assert surroundings() == "explicit"
+        with without_mesh():
+            assert surroundings() == "none"
+
+
+@pytest.mark.parametrize("types", [(AUTO, AUTO), (EXPLICIT, EXPLICIT)], ids=["auto", "explicit"])
+def test_inside_a_shard_map_arrays_are_local(types):
+    spec = PartitionSpec(None, None)
+    seen = []
+
+    def body(x):
+        seen.append(surroundings())
+        return x
+
+    with jax.set_mesh(user_mesh(*types)):
+        jax.eval_shape(jax.shard_map(body, in_specs=spec, out_specs=spec), jnp.zeros((4, 2)))
+    assert set(seen) == {"none"}
+
+
+@pytest.mark.parametrize("types", [(EXPLICIT, EXPLICIT), (AUTO, EXPLICIT)])
+def test_other_meshes_are_refused_in_words(types):
+    text = (
+        f"the current mesh has axes ('fsdp', 'tp') of types {tuple(t.name for t in types)}: jaxmoe"
+        " needs either a mesh from sharding.make_mesh(MeshConfig(...)), or one whose axes are all"
+        " Auto"
+    )
+    with jax.set_mesh(user_mesh(*types)):
+        with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+            Placement(RULES["fully_sharded"]).place(jnp.zeros((4, 2)), (None, None))
+
+
+def einsum(placement, x, w):
+    axes = (ax.ACT_BATCH, ax.ACT_SEQ, ax.ACT_MLP)
+    return placement.einsum("bsd,df->bsf", x, w, axes=axes)
+
+
+def take_rows(placement, x, w):
+    ids = jnp.asarray(jnp.abs(x[:, :, 0]) * 4.0, jnp.int32) % 16
+    return placement.take_rows(w, ids, axes=(ax.ACT_BATCH, ax.ACT_SEQ, ax.ACT_EMBED))
+
+
+def place(placement, x, w):
+    whole = placement.place(x, (None, None, None)) * 2.0
+    axes = (ax.ACT_BATCH, ax.ACT_SEQ, ax.ACT_EMBED)
+    return placement.place(whole, axes) * placement.place(w, (None, None))[:6][None]
+
+
+def island(placement, x, w):
+    """Every device sees its rows and the whole of w; the total over the batch is summed there."""
+
+    def body(x, given, *, batch_axes):
+        y = jnp.sin(x) @ given["w"]
+        total = jnp.sum(y * y)
+        return y, jax.lax.psum(total, batch_axes) if batch_axes else total
+
+    rows = (ax.ACT_BATCH, None, None)
+    run = placement.island(
+        body, in_axes=(rows, {"w": (None, None), "absent": {}}), out_axes=(rows, ())
+    )
+    y, total = run(x, {"w": w, "absent": {}})
+    return placement.place(y / jnp.sqrt(total), (ax.ACT_BATCH, ax.ACT_SEQ, ax.ACT_EMBED))
+
+
+OPERATIONS = {function.__name__: function for function in (einsum, take_rows, place, island)}
+RESULTS = dict.fromkeys(OPERATIONS, PartitionSpec(BATCH, ax.SEQ, None))
+RESULTS["einsum"] = PartitionSpec(BATCH, ax.SEQ, ax.TENSOR)
+
+
+def value_and_gradients(operation, placement):
+    def run(x, w):
+        result, back = jax.vjp(lambda x, w: OPERATIONS[operation](placement, x, w), x, w)
+        return result, back(jnp.cos(result))
+
+    return jax.jit(run)
+
+
+@pytest.fixture(scope="module")
+def arrays():
+    x, w = jax.random.split(jax.random.key(0))
+    return jax.random.normal(x, (8, 6, 16)), jax.random.normal(w, (16, 16))
+
+
+@pytest.mark.parametrize(("mesh", "rules"), LAYOUTS)
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_the_same_on_every_mesh(operation, mesh, rules, arrays):
+    placement = Placement(RULES[rules])
+    wanted = value_and_gradients(operation, placement)(*arrays)
+    specs = [placement.rules.resolve(axes) for axes in ((ax.ACT_BATCH, ax.ACT_SEQ, None),)]
+    specs.append(placement.rules.resolve((ax.EMBED, ax.MLP)))
+    mesh = mesh_named(mesh)
+    placed = [jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(arrays, specs, strict=True)]
+    with jax.set_mesh(mesh):
+        result, gradients = value_and_gradients(operation, placement)(*placed)
+    assert_close((result, gradients), wanted, "matmul")
+    assert result.sharding.spec == RESULTS[operation]
+    assert [gradient.sharding.spec for gradient in gradients] == specs
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_the_same_in_a_mesh_of_the_user(operation, arrays):
+    placement = Placement(RULES["fully_sharded"])
+    wanted = value_and_gradients(operation, placement)(*arrays)
+    mesh = user_mesh(AUTO, AUTO)
+    specs = [PartitionSpec("fsdp"), PartitionSpec("fsdp", "tp")]
+    placed = [jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(arrays, specs, strict=True)]
+    with jax.set_mesh(mesh):
+        result = value_and_gradients(operation, placement)(*placed)
+    assert_close(result, wanted, "matmul")
+
+
+def test_einsum_accumulates_and_returns_the_dtype_asked_for():
+    placement = Placement(RULES["fully_sharded"])
+    x, w = jnp.ones((1, 1, 512), jnp.bfloat16), jnp.full((512, 1), 1.0 + 2**-7, jnp.bfloat16)
+    axes = (ax.ACT_BATCH, ax.ACT_SEQ, None)
+    assert placement.einsum("bsd,df->bsf", x, w, axes=axes).dtype == jnp.bfloat16
+    wide = placement.einsum("bsd,df->bsf", x, w, axes=axes, dtype=jnp.float32)
+    assert wide.dtype == jnp.float32 and wide.item() == 516.0  # bfloat16 would round to 516 or 512
+
+
+def test_take_rows_has_the_gradient_of_a_gather():
+    table, ids = jnp.ones((4, 2)), jnp.asarray([[1, 1, 3]], jnp.int32)
+    placement = Placement(RULES["fully_sharded"])
+    axes = (ax.ACT_BATCH, ax.ACT_SEQ, ax.ACT_EMBED)
+    gradient = jax.grad(lambda t: placement.take_rows(t, ids, axes=axes).sum())(table)
+    assert gradient[:, 0].tolist() == [0.0, 2.0, 0.0, 1.0]

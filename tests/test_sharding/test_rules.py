@@ -1,0 +1,84 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Rules: from logical axes to specs, and what is said of mistakes."""
+
+import re
+
+import pytest
+from jax.sharding import PartitionSpec
+
+from sharding.axes import BATCH_AXES, LOGICAL_AXES
+from sharding.rules import DATA_PARALLEL, FULLY_SHARDED, RULES, LogicalAxisRules
+
+
+def refusal(text):
+    return pytest.raises(ValueError, match=f"^{re.escape(text)}$")
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_rule_set_speaks_of_every_logical_axis_once(name):
+    assert sorted(axis for axis, _ in RULES[name].rules) == sorted(LOGICAL_AXES)
+    assert isinstance(hash(RULES[name]), int)
+
+
+def test_resolve():
+    assert DATA_PARALLEL.resolve(("embed", "mlp")) == PartitionSpec(None, "tensor")
+    assert FULLY_SHARDED.resolve(("embed", "mlp")) == PartitionSpec("data", "tensor")
+    assert FULLY_SHARDED.resolve(("experts", "embed", "gate_up", "expert_mlp")) == PartitionSpec(
+        "expert", "data", None, "tensor"
+    )
+    assert DATA_PARALLEL.resolve(("act_batch", None)) == PartitionSpec(BATCH_AXES, None)
+    assert DATA_PARALLEL.resolve(()) == PartitionSpec()
+
+
+def test_an_unknown_name_gets_a_suggestion():
+    with refusal("'embedd' is no logical axis: did you mean 'embed'?"):
+        DATA_PARALLEL.resolve(("embedd",))
+    with refusal("'zzz' is no logical axis"):
+        DATA_PARALLEL.resolve(("zzz",))
+    with refusal("'hedas' is no logical axis: did you mean 'heads'?"):
+        DATA_PARALLEL.replace(hedas=())
+
+
+def test_one_mesh_axis_for_two_dimensions_is_refused():
+    text = (
+        "logical axes 'heads' and 'mlp' of one array both lie on the mesh axis 'tensor':"
+        " give one of them another rule"
+    )
+    with refusal(text):
+        DATA_PARALLEL.resolve(("heads", "mlp"))
+
+
+def test_a_dimension_that_does_not_divide_is_refused():
+    shape = {"replica": 1, "stage": 1, "data": 4, "expert": 1, "seq": 1, "tensor": 2}
+    FULLY_SHARDED.check_divides("x", (8, 6), ("embed", "mlp"), shape)
+    text = (
+        "blocks/down: the dimension 'mlp' of size 7 must be divisible by mesh.tensor=2: choose a"
+        " multiple of 2, another mesh, or rules that do not spread 'mlp'"
+    )
+    with refusal(text):
+        FULLY_SHARDED.check_divides("blocks/down", (7, 8), ("mlp", "embed"), shape)
+    text = (
+        "tokens: the dimension 'act_batch' of size 6 must be divisible by mesh.replica=1 x"
+        " mesh.data=4 x mesh.expert=1: choose a multiple of 4, another mesh, or rules that do not"
+        " spread 'act_batch'"
+    )
+    with refusal(text):
+        FULLY_SHARDED.check_divides("tokens", (6, 5), ("act_batch", None), shape)
+
+
+def test_incomplete_and_impossible_rules_are_refused():
+    rules = DATA_PARALLEL.rules
+    with refusal("rules say nothing of the logical axes layers"):
+        LogicalAxisRules(rules=rules[1:])
+    with refusal(
+        "rule embed=('dat',): 'dat' is no mesh axis (there are replica, stage, data, expert, seq,"
+        " tensor)"
+    ):
+        DATA_PARALLEL.replace(embed=("dat",))
+
+
+def test_replace_changes_one_row():
+    changed = dict(DATA_PARALLEL.replace(embed=("data",)).rules)
+    assert changed.pop("embed") == ("data",)
+    assert changed.items() <= dict(DATA_PARALLEL.rules).items()
