@@ -280,7 +280,7 @@ def test_one_psum_makes_eight_devices_one(uneven_batch):
 
 
 def test_telemetry_of_a_fair_and_of_a_collapsed_layer():
-    fair = statistics_from([4] * 6, [4] * 6, 12)
+    fair = statistics_from([4] * 6, [2] * 6, 12)
     one = statistics_from([12, 12, 0, 0, 0, 0], [12, 0, 0, 0, 0, 0], 12)
     one = one.replace(kept=jnp.asarray([6.0, 6.0, 0, 0, 0, 0]))
     both = jax.tree.map(lambda *leaves: jnp.stack(leaves), fair, one)
