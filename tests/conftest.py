@@ -152,8 +152,8 @@ def pytest_terminal_summary(terminalreporter, config):
         reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
         reason = reason.removeprefix("Skipped: ")
         reasons[reason] = reasons.get(reason, 0) + 1
-    parts = [f"{ran} tests ran", f"{sum(reasons.values())} were skipped"]
-    parts += [f"{count} because: {reason}" for reason, count in sorted(reasons.items())]
+    parts = [f"{ran} ran, {sum(reasons.values())} skipped"]
+    parts += [f"{count} skipped: {reason}" for reason, count in sorted(reasons.items())]
     if left_out := _deselected.get("here", 0):
         parts.append(f"{left_out} left out by -m '{config.option.markexpr}' or -k")
-    terminalreporter.write_line("; ".join(parts))
+    terminalreporter.write_line("tests: " + "; ".join(parts))

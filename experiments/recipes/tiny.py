@@ -2,7 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """A small byte-level MoE on the source of Python's standard library."""
 
-from experiments.config import EvaluationConfig, PretrainConfig, TrainingConfig
+from experiments.config import (
+    CheckpointConfig,
+    EvaluationConfig,
+    PretrainConfig,
+    TrainingConfig,
+)
 from jaxmoe.data import CorpusConfig
 from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
 from jaxmoe.optim import AdamWConfig, LinearConfig
@@ -22,8 +27,9 @@ def tiny() -> PretrainConfig:
             moe=MoEConfig(num_experts=8, top_k=2, expert_dim=192),
         ),
         data=CorpusConfig(),
-        training=TrainingConfig(steps=500, batch_size=16, sequence_length=256),
+        training=TrainingConfig(steps=260, batch_size=16, sequence_length=256),
         optimizer=AdamWConfig(learning_rate=4e-3, weight_decay=0.1),
-        schedule=LinearConfig(warmup_steps=30, floor=0.05),
-        evaluation=EvaluationConfig(every=100, batches=8),
+        schedule=LinearConfig(warmup_steps=20, floor=0.05),
+        evaluation=EvaluationConfig(every=65, batches=8),
+        checkpoint=CheckpointConfig(every=100),
     )

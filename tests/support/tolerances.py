@@ -8,7 +8,8 @@ without a reason beside it.
     attention     two matrix products with a softmax between them
     end_to_end    loss or gradients of a whole small model, sums taken in another order
 
-A value passes where |actual - desired| <= absolute + relative * |desired|.
+A value passes where |actual - desired| <= atol * scale + rtol * |desired|, with `scale` the largest
+|desired| of its array, at least 1: what cancels to nearly 0 keeps the rounding of its terms.
 """
 
 from typing import Any
@@ -38,10 +39,13 @@ def assert_close(actual: Any, desired: Any, kind: str, dtype: str = "float32") -
         dtype: of the computation, which may be narrower than that of its result.
     """
     __tracebackhide__ = True
-    bounds = TOLERANCES[dtype, kind]
+    rtol, atol = TOLERANCES[dtype, kind].values()
     ours, structure = jax.tree.flatten_with_path(actual)
     theirs, wanted = jax.tree.flatten(desired)
     assert structure == wanted, f"{structure} is not {wanted}"
     for (path, value), other in zip(ours, theirs, strict=True):
         value, other = (np.asarray(array, dtype=np.float64) for array in (value, other))
-        np.testing.assert_allclose(value, other, err_msg=jax.tree_util.keystr(path), **bounds)
+        scale = max(1.0, np.abs(other).max(initial=0.0, where=np.isfinite(other)))
+        where = jax.tree_util.keystr(path)
+        assert value.shape == other.shape, f"{where}: {value.shape} is not {other.shape}"
+        np.testing.assert_allclose(value, other, rtol=rtol, atol=atol * scale, err_msg=where)

@@ -15,8 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxmoe.routing import BALANCERS, RouterInputs, RouterStatistics, SoftmaxTopKConfig
-from jaxmoe.routing import telemetry
+from jaxmoe.routing import BALANCERS, RouterInputs, RouterStatistics, SoftmaxTopKConfig, telemetry
 from jaxmoe.routing.balancers import conversions, load_balance, router_z
 from jaxmoe.routing.base import sum_statistics
 from tests.support.dense_moe import choose
