@@ -277,7 +277,7 @@ def _check_flags(config: Any, words: list[str], prog: str) -> list[str]:
     return words
 
 
-def _field_paths(cls: type, prefix: str = "") -> Iterator[str]:
+def _field_paths(cls: Any, prefix: str = "") -> Iterator[str]:
     """The dotted names of all fields, whichever members the unions have."""
     for key, hint in field_types(cls).items():
         yield prefix + key

@@ -27,9 +27,9 @@ def tiny() -> PretrainConfig:
             moe=MoEConfig(num_experts=8, top_k=2, expert_dim=192),
         ),
         data=CorpusConfig(),
-        training=TrainingConfig(steps=260, batch_size=16, sequence_length=256),
+        training=TrainingConfig(steps=200, batch_size=16, sequence_length=256),
         optimizer=AdamWConfig(learning_rate=4e-3, weight_decay=0.1),
         schedule=LinearConfig(warmup_steps=20, floor=0.05),
-        evaluation=EvaluationConfig(every=65, batches=8),
+        evaluation=EvaluationConfig(every=50, batches=8),
         checkpoint=CheckpointConfig(every=100),
     )

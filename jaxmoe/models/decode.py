@@ -45,7 +45,7 @@ def generate(
     """
     if prompt.shape[1] < 1 or num_tokens < 1:
         raise ValueError("generation needs a prompt of at least one token, and a token to generate")
-    if temperature < 0.0:
+    if not temperature >= 0.0:
         raise ValueError(f"temperature={temperature} must be 0 (greedy) or above")
     execution = execution or ExecutionConfig()
     run = _compiled(model, execution, num_tokens, temperature == 0.0)

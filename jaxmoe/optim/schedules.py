@@ -120,6 +120,11 @@ class WarmupStableDecayConfig:
         """The factor at each of `steps` steps."""
         _check_steps(self.warmup_steps, steps)
         first = steps - round(self.decay_fraction * steps)
+        if first < self.warmup_steps:
+            raise ValueError(
+                f"schedule.decay_fraction={self.decay_fraction} of {steps} steps begins at step"
+                f" {first}, before schedule.warmup_steps={self.warmup_steps} have passed: lower one"
+            )
 
         def factor(step: Array) -> Float[Array, ""]:
             fallen = _progress(step, first, steps)

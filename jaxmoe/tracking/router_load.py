@@ -80,7 +80,7 @@ def read_router_load(path: str | os.PathLike[str]) -> tuple[np.ndarray, np.ndarr
         steps [n] and load [n L E]. Both are empty, with a warning, for a file that is damaged.
     """
     try:
-        with np.load(path, allow_pickle=False) as arrays:
+        with open(path, "rb") as file, np.load(file, allow_pickle=False) as arrays:
             return arrays["steps"], arrays["load"]
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
         logger.warning("%s is not readable (%s): the router's history begins anew", path, error)

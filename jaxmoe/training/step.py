@@ -105,7 +105,8 @@ def make_train_step(
     execution = execution or ExecutionConfig()
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
-        total_weight = jnp.maximum(jnp.sum(batch.loss_weights), 1.0)
+        weight = jnp.sum(batch.loss_weights)
+        total_weight = jnp.where(weight > 0.0, weight, 1.0)
         summed = accumulate(
             partial(compute_gradients, model=model, execution=execution),
             state,

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import platform
+import shlex
 import signal
 import subprocess
 import sys
@@ -74,7 +75,7 @@ def test_a_second_process_is_told_who_holds_the_directory(tmp_path):
     assert text.endswith("choose another directory with --run.directory")
     # kill -9: the kernel lets go.
     holder.send_signal(signal.SIGKILL)
-    holder.wait()
+    holder.communicate()
     run = RunDirectory(path)
     run.acquire()
     assert json.loads(run.lock_file.read_text())["pid"] == os.getpid()
@@ -174,7 +175,7 @@ def test_the_environment_is_recorded_without_secrets(tmp_path, monkeypatch):
     assert environment["packages"].keys() >= {"jax", "jaxlib", "flax", "optax", "numpy"}
     assert all(environment["packages"].values())
     assert environment["variables"]["XLA_FLAGS"] == "--xla_x=1"
-    assert "pytest" in environment["command"]
+    assert environment["command"] == shlex.join(sys.orig_argv)
     assert "secret" not in text
 
 

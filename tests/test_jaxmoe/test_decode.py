@@ -108,6 +108,8 @@ def test_temperature_divides_the_logits(params, prompt, whole):
         deviations = (sampled - wanted) / np.sqrt(variance / rows)
         assert np.abs(deviations).max() < 5, deviations
     assert (sample(1e-4)[:, 0] == logits.argmax()).all()
+    first, second = sample(1e9).T  # uniform, and the second token knows nothing of the first
+    assert abs((first == second).mean() - 1 / VOCAB) < 5 / np.sqrt(VOCAB * rows)
     np.testing.assert_array_equal(sample(1.0), sample(1.0))
     assert (sample(1.0) != sample(1.0, seed=1)).any()
 

@@ -19,13 +19,13 @@ from tests.support.tolerances import assert_close
 
 
 def _batch(seed: int, scale: float) -> Batch:
-    """With weights from 0 to `scale`, and padding at the end of the first row."""
+    """Weights from 0 to 2 `scale`, two documents in every row, padding at the end of the first."""
     tokens, targets = tokens_for(TINY, seed)
     weights = scale * np.random.default_rng(seed).integers(0, 3, tokens.shape)
     weights[0, 4:] = 0
-    segment_ids = np.ones(tokens.shape, np.int32)
+    segment_ids = np.tile(np.array([1, 1, 1, 2, 2, 2], np.int32), (len(tokens), 1))
     segment_ids[0, 4:] = 0
-    positions = np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape)
+    positions = np.tile(np.arange(3), (len(tokens), 2))
     return Batch(
         tokens=tokens,
         targets=targets,

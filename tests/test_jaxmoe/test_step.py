@@ -3,7 +3,7 @@
 """The training step: descent, accumulation, clipping, donation, the guard, router state, meshes.
 
 One compiled step serves most tests. A fault to be injected is written in the words of the state's
-random key, which no router here reads: (index in FAULTS, step).
+random key, which no router here reads: (row of FAULTS, step).
 """
 
 import dataclasses
@@ -32,7 +32,14 @@ from tests.support.meshes import mesh_named
 from tests.support.tolerances import assert_close
 
 ROWS, LENGTH, VOCAB = 8, 12, 32
-FAULTS = {"none": 0.0, "nan": math.nan, "inf": math.inf, "1e30": 1e30}
+# Added to one element of a gradient, and to the loss.
+FAULTS = {
+    "none": (0.0, 0.0),
+    "nan": (math.nan, 0.0),
+    "inf": (math.inf, 0.0),
+    "1e30": (1e30, 0.0),
+    "loss": (0.0, math.nan),
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,7 +67,7 @@ MODEL = ModelConfig(
     num_layers=2,
     embed_dim=16,
     attention=AttentionConfig(num_heads=2, num_kv_heads=1, head_dim=8),
-    moe=MoEConfig(num_experts=4, top_k=2, expert_dim=8, router=CountingConfig(), balancers=()),
+    moe=MoEConfig(num_experts=4, top_k=2, expert_dim=8, router=CountingConfig()),
 )
 DENSE = dataclasses.replace(MODEL, num_layers=1, moe=None, dense_dim=16)
 # A large epsilon keeps Adam's division from blowing rounding up.
@@ -119,11 +126,11 @@ def step():
     def faulty(state, *arguments, **options):
         gradients = compute(state, *arguments, **options)
         fault, at = jax.random.key_data(state.rng)
-        value = jnp.asarray(list(FAULTS.values()), jnp.float32)[fault]
-        value = jnp.where(state.step == at.astype(jnp.int32), value, 0.0)
-        down = gradients.grads["moe_blocks_0"]["moe"]["experts"]
-        down["down"] = down["down"].at[1, 2, 3, 4].add(value)
-        return gradients
+        values = jnp.asarray(list(FAULTS.values()), jnp.float32)[fault]
+        element, loss = jnp.where(state.step == at.astype(jnp.int32), values, 0.0)
+        experts = gradients.grads["moe_blocks_0"]["moe"]["experts"]
+        experts["down"] = experts["down"].at[1, 2, 3, 4].add(element)
+        return dataclasses.replace(gradients, loss=gradients.loss + loss)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(step_module, "compute_gradients", faulty)
@@ -153,7 +160,7 @@ def test_the_loss_decreases(step):
         losses.append(float(metrics.loss))
     assert losses[0] == pytest.approx(math.log(VOCAB), rel=0.2)
     assert losses[-1] < 0.3 * losses[0]
-    assert state.step == 40 and state.skipped == 0
+    assert state.step == 40 and state.skipped == 0 and state.opt_state[0].count == 40
     assert metrics.num_tokens == pytest.approx(BATCH.loss_weights.sum())
     np.testing.assert_array_equal(jax.random.key_data(state.rng), [0, 0])
 
@@ -178,16 +185,18 @@ def test_the_state_is_donated(step):
 
 
 @pytest.mark.parametrize("at", [3, 30])
-@pytest.mark.parametrize("fault", ["nan", "inf", "1e30"])
-def test_a_fault_in_one_gradient_element_changes_nothing(step, fault, at):
+@pytest.mark.parametrize("fault", ["nan", "inf", "1e30", "loss"])
+def test_a_fault_changes_nothing(step, fault, at):
+    """In one element of one gradient, or in the loss alone."""
     state = _state(fault=fault, at=at)
     for _ in range(at):
         state, metrics = step(state, BATCH)
         assert not metrics.is_skipped
     before = _kept(state)
     state, metrics = step(state, BATCH)
-    assert metrics.is_skipped and not np.isfinite(metrics.grad_norm)
-    assert np.isfinite(metrics.loss)
+    assert metrics.is_skipped
+    assert bool(np.isfinite(metrics.loss)) == (fault != "loss")
+    assert bool(np.isfinite(metrics.grad_norm)) == (fault == "loss")
     _assert_same(_kept(state), before)
     assert (int(state.step), int(state.skipped), int(state.skipped_in_a_row)) == (at + 1, 1, 1)
     state, metrics = step(state, BATCH)
@@ -207,7 +216,17 @@ def test_a_fault_costs_one_step_and_nothing_else(step):
     _assert_same(_kept(faulty), _kept(clean))
 
 
-def test_losses_that_are_not_finite_are_counted(step):
+def test_a_new_state_that_is_not_finite_is_refused():
+    """Finite loss and gradients, and an update that is not."""
+    optimizer = optax.sgd(math.inf)
+    state = _state(DENSE, optimizer)
+    before = _kept(state)
+    state, metrics = make_train_step(DENSE, optimizer)(state, BATCH)
+    assert metrics.is_skipped and np.isfinite(metrics.loss) and np.isfinite(metrics.grad_norm)
+    _assert_same(_kept(state), before)
+
+
+def test_steps_refused_in_a_row_are_counted(step):
     weights = BATCH.loss_weights.copy()
     weights[0, 0] = math.nan
     bad, state = _batch(weights), _state()
@@ -224,22 +243,26 @@ def test_losses_that_are_not_finite_are_counted(step):
 
 def test_a_batch_without_weight_is_no_fault(step):
     state, metrics = step(_state(), _batch(np.zeros((ROWS, LENGTH))))
-    assert metrics.loss == 0.0 and metrics.grad_norm == 0.0 and not metrics.is_skipped
+    assert metrics.loss == 0.0 and not metrics.is_skipped and metrics.num_tokens == 0.0
 
 
 def test_accumulation_is_the_whole_batch(step):
-    """Rows of unequal weight: the mean is over the whole batch, not over means of its parts."""
-    state, metrics = make_train_step(MODEL, OPTIMIZER, accumulation=4)(_state(), BATCH)
-    whole, wanted = step(_state(), BATCH)
+    """Balance losses included: here they are the same in every micro-batch, rows i and i + 4."""
+    batch = jax.tree.map(lambda rows: rows[[0, 0, 0, 0, 1, 1, 1, 1]], BATCH)
+    state, metrics = make_train_step(MODEL, OPTIMIZER, accumulation=4)(_state(), batch)
+    whole, wanted = step(_state(), batch)
     assert_close(metrics.loss, wanted.loss, kind="end_to_end")
+    assert_close(metrics.losses, wanted.losses, kind="end_to_end")
     assert_close(metrics.grad_norm, wanted.grad_norm, kind="end_to_end")
     assert_close(_gradients(state), _gradients(whole), kind="end_to_end")
+    assert optax.tree.norm(_gradients(state)) == pytest.approx(min(1, wanted.grad_norm), rel=1e-4)
     _assert_same(state.router_state, whole.router_state)
     _assert_same(metrics.load, wanted.load)
 
 
 @pytest.mark.parametrize("accumulation", [2, 8])
-def test_accumulation_of_a_dense_model(accumulation):
+def test_accumulation_weighs_tokens(accumulation):
+    """Rows of unequal weight: the mean is over the whole batch, not over means of its parts."""
     ends = [
         make_train_step(DENSE, SGD, accumulation=parts, clip=None)(_state(DENSE, SGD), BATCH)[0]
         for parts in (1, accumulation)
@@ -321,22 +344,11 @@ def test_accumulation_must_divide_the_batch():
 # Meshes.
 
 
-@pytest.fixture(scope="module")
-def single():
-    """Two steps on one device, with all losses: (state, [metrics of each step])."""
-    return _two_steps(None, ExecutionConfig())
-
-
-BALANCED = dataclasses.replace(
-    MODEL, moe=MoEConfig(num_experts=4, top_k=2, expert_dim=8, router=CountingConfig())
-)
-
-
-def _two_steps(mesh, execution):
-    state = init_state(BALANCED, OPTIMIZER, jax.random.key(2), execution=execution, mesh=mesh)
+def _two_steps(step, mesh, execution):
+    """The state after two steps, which keeps its layout, and what they reported."""
+    state = init_state(MODEL, OPTIMIZER, jax.random.key(2), execution=execution, mesh=mesh)
     laid_out = jax.tree.map(lambda leaf: leaf.sharding, state)
-    step, history = make_train_step(BALANCED, OPTIMIZER, execution=execution), []
-    batch = BATCH if mesh is None else global_batch(BATCH, mesh)
+    batch, history = BATCH if mesh is None else global_batch(BATCH, mesh), []
     for _ in range(2):
         state, metrics = step(state, batch)
         history.append(metrics)
@@ -344,12 +356,18 @@ def _two_steps(mesh, execution):
     return state, history
 
 
+@pytest.fixture(scope="module")
+def single(step):
+    return _two_steps(step, None, ExecutionConfig())
+
+
 @pytest.mark.parametrize("rules", ["data_parallel", "fully_sharded"])
 def test_eight_devices_equal_one(rules, single):
     mesh = mesh_named("data8")
     execution = ExecutionConfig(rules=rules)
     with jax.set_mesh(mesh):
-        state, history = _two_steps(mesh, execution)
+        step = make_train_step(MODEL, OPTIMIZER, execution=execution)
+        state, history = _two_steps(step, mesh, execution)
     wanted_state, wanted = single
     for metrics, wanted_metrics in zip(history, wanted, strict=True):
         assert_close(metrics.loss, wanted_metrics.loss, kind="end_to_end")
@@ -359,8 +377,11 @@ def test_eight_devices_equal_one(rules, single):
     assert_close(state.params, wanted_state.params, kind="end_to_end")
     assert_close(_gradients(state), _gradients(wanted_state), kind="end_to_end")
     _assert_same(state.router_state, wanted_state.router_state)
+    words = [jax.random.key_data(key) for key in (state.rng, wanted_state.rng, jax.random.key(2))]
+    np.testing.assert_array_equal(words[0], words[1])
+    assert (words[1] != words[2]).any(), "the key of the initial values is not used again"
 
-    specs = parameter_table(BALANCED, rules=execution.axis_rules).tree(lambda row: row.spec)
+    specs = parameter_table(MODEL, rules=execution.axis_rules).tree(lambda row: row.spec)
     for tree in (state.params, state.opt_state[0].mu, state.opt_state[0].nu):
         assert jax.tree.map(lambda leaf: leaf.sharding.spec, tree) == specs
     experts = state.params["moe_blocks_0"]["moe"]["experts"]["gate_up"]
