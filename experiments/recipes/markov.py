@@ -22,9 +22,9 @@ def markov() -> PretrainConfig:
             moe=MoEConfig(num_experts=4, top_k=2, expert_dim=64),
         ),
         data=MarkovConfig(),
-        training=TrainingConfig(steps=400, batch_size=16, sequence_length=64),
-        optimizer=AdamWConfig(learning_rate=5e-3),
+        training=TrainingConfig(steps=450, batch_size=32, sequence_length=64),
+        optimizer=AdamWConfig(learning_rate=1e-2),
         schedule=LinearConfig(warmup_steps=20, floor=0.02),
-        evaluation=EvaluationConfig(every=100, batches=16),
+        evaluation=EvaluationConfig(every=150, batches=16),
         tracking=TrackingConfig(sample_length=0),
     )
