@@ -27,9 +27,9 @@ def tiny() -> PretrainConfig:
             moe=MoEConfig(num_experts=8, top_k=2, expert_dim=192),
         ),
         data=CorpusConfig(),
-        training=TrainingConfig(steps=360, batch_size=8, sequence_length=256),
+        training=TrainingConfig(steps=400, batch_size=8, sequence_length=256),
         optimizer=AdamWConfig(learning_rate=4e-3, weight_decay=0.1),
         schedule=LinearConfig(warmup_steps=20, floor=0.05),
-        evaluation=EvaluationConfig(every=60, batches=16),
+        evaluation=EvaluationConfig(every=80, batches=16),
         checkpoint=CheckpointConfig(every=120),
     )
