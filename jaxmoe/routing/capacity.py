@@ -14,6 +14,7 @@ Source: GShard (arXiv 2006.16668, section 2.2) for `position`; Megatron-LM's "pr
 from __future__ import annotations
 
 import dataclasses
+import fractions
 import math
 from typing import Literal
 
@@ -41,7 +42,9 @@ class CapacityConfig:
 
     def rows(self, sequence_length: int, top_k: int, num_experts: int) -> int:
         """C, the capacity of one expert in one sequence."""
-        return math.ceil(self.factor * sequence_length * top_k / num_experts)
+        # The factor as it was written: 1.1 in binary is a little more, and would round up.
+        factor = fractions.Fraction(repr(self.factor))
+        return math.ceil(factor * sequence_length * top_k / num_experts)
 
 
 def limit(
