@@ -10,7 +10,7 @@ from experiments.config import (
 )
 from jaxmoe.data import CorpusConfig
 from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
-from jaxmoe.optim import AdamWConfig, LinearConfig
+from jaxmoe.optim import AdamWConfig, WarmupStableDecayConfig
 
 
 def tiny() -> PretrainConfig:
@@ -29,7 +29,7 @@ def tiny() -> PretrainConfig:
         data=CorpusConfig(),
         training=TrainingConfig(steps=400, batch_size=8, sequence_length=256),
         optimizer=AdamWConfig(learning_rate=4e-3, weight_decay=0.1),
-        schedule=LinearConfig(warmup_steps=20, floor=0.05),
+        schedule=WarmupStableDecayConfig(warmup_steps=20, decay_fraction=0.4, floor=0.05),
         evaluation=EvaluationConfig(every=80, batches=16),
         checkpoint=CheckpointConfig(every=120),
     )

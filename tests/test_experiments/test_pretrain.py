@@ -29,6 +29,7 @@ SMALL = (
     *("--model.attention.head_dim", "16", "--model.moe.expert_dim", "16"),
     *("--training.batch_size", "8", "--training.sequence_length", "16"),
     *("--schedule.warmup_steps", "2", "--evaluation.batches", "2"),
+    *("--optimizer.learning_rate", "0.005"),
     *("--tracking.has_tensorboard", "False"),
 )
 
