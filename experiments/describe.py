@@ -15,7 +15,7 @@ from experiments import cli
 from experiments.assembly import Plan, make_plan
 from experiments.recipes import DEFAULT, RECIPES
 from jaxmoe.models.flops import flops_per_token
-from jaxmoe.tracking.console import format_count
+from jaxmoe.tracking.console import format_flops
 from sharding.axes import MESH_AXES
 
 _ADAM_COPIES = 3  # parameters and two moments
@@ -60,8 +60,8 @@ def describe(recipe: str, plan: Plan) -> str:
     lines = (
         f"recipe               {recipe}",
         f"parameters           {table.total:,} total, {active:,} active",
-        f"FLOPs                {format_count(flops)} per token, {format_count(flops * tokens)} per"
-        f" step of {tokens} tokens, {format_count(flops * tokens * training.steps)} in"
+        f"FLOPs                {format_flops(flops)} per token, {format_flops(flops * tokens)} per"
+        f" step of {tokens} tokens, {format_flops(flops * tokens * training.steps)} in"
         f" {training.steps} steps",
         f"mesh                 {mesh or 'one device'}, rules {config.execution.rules}",
         f"memory per device    {state / 1e6:.1f} MB parameters and optimizer,"

@@ -33,7 +33,7 @@ from jaxmoe.checkpoint import CheckpointManager
 from jaxmoe.configs import to_json
 from jaxmoe.data import check_position
 from jaxmoe.models.flops import flops_per_token
-from jaxmoe.tracking.console import format_count
+from jaxmoe.tracking.console import format_count, format_flops
 from jaxmoe.training.evaluate import make_eval_step
 from jaxmoe.training.hooks import CheckpointHook, EvaluateHook
 from jaxmoe.training.loop import LoopResult, run_loop
@@ -191,7 +191,7 @@ def _print_header(name: str, directory: RunDirectory, assembly: Assembly, first_
         f" {format_count(plan.table.total)} parameters, {format_count(active)} active",
         f"data     {assembly.source.fingerprint()['kind']}{known}",
         f"plan     {training.steps} steps of {tokens} tokens,"
-        f" {format_count(flops * tokens)}FLOP a step",
+        f" {format_flops(flops * tokens)} a step",
     )
     print("\n".join(lines), flush=True)
 

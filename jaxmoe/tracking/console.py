@@ -36,6 +36,12 @@ def format_count(value: int | float) -> str:
     return f"{value:.3g}"
 
 
+def format_flops(value: int | float) -> str:
+    """Operations with the prefixes of units: 12.5 GFLOP."""
+    number = format_count(value).replace("B", "G")
+    return f"{number} FLOP" if number[-1].isdigit() else f"{number[:-1]} {number[-1]}FLOP"
+
+
 def format_duration(seconds: float) -> str:
     """A time as `m:ss` or `h:mm:ss`."""
     minutes, seconds = divmod(round(seconds), 60)
