@@ -29,11 +29,6 @@ class Assignments:
     """K when token-major (A = T*K, token t owns slots t*K to t*K+K-1): combine is then a gather
     and a sum over K. None for any other order."""
 
-    @property
-    def num_assignments(self) -> int:
-        """A."""
-        return self.expert_ids.shape[0]
-
 
 def combine(
     rows: Float[Array, "A D"], assignments: Assignments, num_tokens: int

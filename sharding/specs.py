@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Shardings of whole trees, from the types that their leaves already carry."""
+"""Shardings of whole trees."""
 
 from __future__ import annotations
 
@@ -22,20 +22,3 @@ def named_shardings(specs: Any, mesh: Mesh) -> Any:
         specs,
         is_leaf=lambda node: isinstance(node, PartitionSpec),
     )
-
-
-def abstract(tree: Any, mesh: Mesh | None = None) -> Any:
-    """`jax.ShapeDtypeStruct` leaves with the shardings of concrete or traced arrays.
-
-    Args:
-        tree: arrays, or the result of `jax.eval_shape` under a current Explicit mesh.
-        mesh: the concrete mesh to put in place of an abstract one.
-    """
-
-    def describe(leaf):
-        placed = leaf.sharding
-        if mesh is not None and isinstance(placed, NamedSharding):
-            placed = NamedSharding(mesh, placed.spec)
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placed)
-
-    return jax.tree.map(describe, tree)

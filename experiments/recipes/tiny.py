@@ -17,6 +17,8 @@ def tiny() -> PretrainConfig:
     """The source of Python's standard library, byte level, on a laptop's CPU.
 
     python -m experiments.pretrain
+
+    2 CPU cores: about two minutes, 2.23 bits per byte held out.
     """
     return PretrainConfig(
         model=ModelConfig(

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import traverse_util
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from jaxtyping import Array
 
 from jaxmoe.execution import ExecutionConfig, KernelsConfig
@@ -27,6 +27,7 @@ from jaxmoe.scaling.standard import standard
 from sharding.axes import MESH_AXES
 from sharding.constrain import without_mesh
 from sharding.rules import FULLY_SHARDED, LogicalAxisRules
+from sharding.specs import named_shardings
 
 # Shapes need no device, so nothing here may ask which one there is.
 _SHAPES_ONLY = ExecutionConfig(
@@ -104,4 +105,5 @@ def init_params(
             " and place the parameters with jax.device_put"
         )
     table.check_divides(rules, dict(mesh.shape))
-    return jax.jit(build, out_shardings=table.tree(lambda row: NamedSharding(mesh, row.spec)))(key)
+    shardings = named_shardings(table.tree(lambda row: row.spec), mesh)
+    return jax.jit(build, out_shardings=shardings)(key)

@@ -70,7 +70,9 @@ class EvaluateHook:
 
 
 class CheckpointHook:
-    """Saves every so many steps and at the end; the loop also calls it when asked to stop.
+    """Saves every so many steps and at the end.
+
+    A loop that was stopped leaves its last state to whoever runs it, who calls this once more.
 
     Args:
         manager: where to.

@@ -149,7 +149,8 @@ def test_jsonl_on_a_full_disk_warns_once_and_leaves_no_half_line(tmp_path, monke
 
 
 def events(directory):
-    pb = pytest.importorskip("tensorboardX.proto.event_pb2")
+    from tensorboardX.proto import event_pb2 as pb
+
     for file in sorted(directory.iterdir(), key=lambda file: file.stat().st_mtime_ns):
         data = file.read_bytes()
         while data:

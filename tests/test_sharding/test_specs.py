@@ -2,15 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shardings of trees, and global arrays from the rows that a process read."""
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from sharding.axes import BATCH_AXES
 from sharding.distributed import agree, global_batch
-from sharding.specs import abstract, named_shardings
+from sharding.specs import named_shardings
 from tests.support.meshes import MESHES, mesh_named
 
 
@@ -19,23 +17,6 @@ def test_named_shardings():
     tree = {"a": PartitionSpec("data", "tensor"), "b": [PartitionSpec()]}
     wanted = {"a": NamedSharding(mesh, tree["a"]), "b": [NamedSharding(mesh, PartitionSpec())]}
     assert named_shardings(tree, mesh) == wanted
-
-
-def test_abstract_keeps_what_the_arrays_say_of_themselves():
-    mesh = mesh_named("data8")
-    placed = NamedSharding(mesh, PartitionSpec("data"))
-    (leaf,) = jax.tree.leaves(abstract([jax.device_put(jnp.zeros((8, 3)), placed)]))
-    assert (leaf.shape, leaf.dtype, leaf.sharding) == ((8, 3), jnp.float32, placed)
-
-
-def test_abstract_puts_a_concrete_mesh_in_place_of_an_abstract_one():
-    mesh = mesh_named("data8")
-    spec = PartitionSpec("data")
-    with jax.set_mesh(mesh):
-        shape = jax.eval_shape(
-            lambda x: x * 2.0, jax.device_put(jnp.zeros((8,)), NamedSharding(mesh, spec))
-        )
-    assert abstract(shape, mesh).sharding == NamedSharding(mesh, spec)
 
 
 @pytest.mark.parametrize("name", MESHES)
