@@ -8,6 +8,7 @@ python -m experiments.describe [recipe] [--dotted.field value ...]
 from __future__ import annotations
 
 import math
+import os
 import sys
 from collections.abc import Sequence
 
@@ -18,8 +19,8 @@ from jaxmoe.models.flops import flops_per_token
 from jaxmoe.tracking.console import format_flops
 from sharding.axes import MESH_AXES
 
-_ADAM_COPIES = 3  # parameters and two moments
 _BYTES = {"float32": 4, "bfloat16": 2}
+_MOMENT_BYTES = 2 * _BYTES["float32"]  # Adam's two, whatever the dtype of the parameters
 
 
 def main(argv: Sequence[str]) -> int:
@@ -32,7 +33,12 @@ def main(argv: Sequence[str]) -> int:
         if -1 not in mesh.sizes:
             sizes: dict[str, int] = dict(zip(MESH_AXES, mesh.sizes, strict=True))
             plan.table.check_divides(config.execution.axis_rules, sizes)
-        print(describe(recipe, plan))
+        page = describe(recipe, plan)
+    try:
+        print(page, flush=True)
+    except BrokenPipeError:
+        # The reader has seen enough (`describe | head`); nor may the interpreter flush at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return int(cli.ExitCode.DONE)
 
 
@@ -50,7 +56,7 @@ def describe(recipe: str, plan: Plan) -> str:
     tokens = training.batch_size * training.sequence_length
     width = _BYTES[config.execution.precision.parameters]
     shards = _shards(plan)
-    state = sum(row.size * width * _ADAM_COPIES / shards[row.path] for row in table)
+    state = sum(row.size * (width + _MOMENT_BYTES) / shards[row.path] for row in table)
     gradients = sum(row.size * width / shards[row.path] for row in table)
     mesh = " ".join(
         f"{axis}={'the rest' if size == -1 else size}"
@@ -64,13 +70,17 @@ def describe(recipe: str, plan: Plan) -> str:
         f" step of {tokens} tokens, {format_flops(flops * tokens * training.steps)} in"
         f" {training.steps} steps",
         f"mesh                 {mesh or 'one device'}, rules {config.execution.rules}",
-        f"memory per device    {state / 1e6:.1f} MB parameters and optimizer,"
-        f" {gradients / 1e6:.1f} MB gradients; activations not counted"
+        f"memory per device    {_size(state)} parameters and optimizer, {_size(gradients)}"
+        " gradients; activations not counted"
         + ("; on one device" if -1 in config.execution.mesh.sizes else ""),
         "",
         table.text(),
     )
     return "\n".join(lines)
+
+
+def _size(num_bytes: float) -> str:
+    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
 
 
 def _shards(plan: Plan) -> dict[str, int]:

@@ -6,10 +6,16 @@ To add one: a file with a function whose docstring says command, hardware, time 
 expect, and a line in RECIPES.
 """
 
+from experiments.recipes.ladder import d8, d12, d16, d20, d24
 from experiments.recipes.languages import languages
 from experiments.recipes.markov import markov
+from experiments.recipes.published import mixtral_8x7b, olmoe_1b_7b, qwen3_30b_a3b
 from experiments.recipes.tiny import tiny
 
 DEFAULT = "tiny"
 
-RECIPES = {"tiny": tiny, "markov": markov, "languages": languages}
+_ALL = (
+    *(tiny, markov, languages, d8, d12, d16, d20, d24),
+    *(olmoe_1b_7b, mixtral_8x7b, qwen3_30b_a3b),
+)
+RECIPES = {recipe.__name__: recipe for recipe in _ALL}

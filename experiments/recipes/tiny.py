@@ -9,7 +9,7 @@ from experiments.config import (
     TrainingConfig,
 )
 from jaxmoe.data import CorpusConfig
-from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
+from jaxmoe.models import presets
 from jaxmoe.optim import AdamWConfig, WarmupStableDecayConfig
 
 
@@ -21,13 +21,7 @@ def tiny() -> PretrainConfig:
     2 CPU cores: about two minutes, 2.23 bits per byte held out.
     """
     return PretrainConfig(
-        model=ModelConfig(
-            vocab_size=256,
-            num_layers=4,
-            embed_dim=128,
-            attention=AttentionConfig(num_heads=4, num_kv_heads=4, head_dim=32),
-            moe=MoEConfig(num_experts=8, top_k=2, expert_dim=192),
-        ),
+        model=presets.tiny(),
         data=CorpusConfig(),
         training=TrainingConfig(steps=400, batch_size=8, sequence_length=256),
         optimizer=AdamWConfig(learning_rate=4e-3, weight_decay=0.1),

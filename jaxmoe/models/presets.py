@@ -1,0 +1,156 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Models by name, at exactly the sizes published: `PRESETS["qwen3_30b_a3b"]()`.
+
+    tiny              a laptop's CPU
+    d8 d12 ... d24    the ladder of HyperP: one number, the depth, sets every other
+    olmoe_1b_7b       arXiv 2409.02060
+    mixtral_8x7b      arXiv 2401.04088
+    qwen3_30b_a3b     arXiv 2505.09388
+
+The ladder (arXiv 2603.28743, the configuration of its mixture-of-experts runs), for depth d:
+
+    width 128 d, 2 d query heads and 4 key-value heads of 128, a gate per head, QK-norm per head
+    dense hidden width 4 * 128 d, divided by granularity k = 8: the width of one expert
+    k experts of a pool of k * 8 are active (sparsity 8), one of them shared
+    tokens: 50 per parameter of the dense model of the same width
+
+There the shared expert is counted: 8 of 64. Here it is not: top_k 7 of 63 routed experts, and
+num_shared_experts 1. The published models have none, so their numbers are their papers'.
+
+Balance losses and router come from `jaxmoe.routing.METHODS`, in this library's unit. Sizes of
+published models are those of their config.json, which `jaxmoe.checkpoint.huggingface` reads.
+
+To add a preset: a function and a line in PRESETS, and its published parameter counts in
+tests/test_jaxmoe/test_presets.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Final
+
+from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
+from jaxmoe.routing import METHODS
+
+LADDER_DEPTHS: Final = (8, 12, 16, 20, 24)
+LADDER_TOKENS_AT_8: Final = 10_400_000_000
+_LADDER_VOCAB: Final = 32_000
+_GRANULARITY: Final = 8
+_SPARSITY: Final = 8
+
+
+def tiny() -> ModelConfig:
+    """Four layers of eight experts on bytes; 2.7 million parameters, 0.9 million active."""
+    return ModelConfig(
+        vocab_size=256,
+        num_layers=4,
+        embed_dim=128,
+        attention=AttentionConfig(num_heads=4, num_kv_heads=4, head_dim=32),
+        moe=MoEConfig(num_experts=8, top_k=2, expert_dim=192),
+    )
+
+
+def ladder(depth: int) -> ModelConfig:
+    """A rung of the HyperP ladder.
+
+    Args:
+        depth: layers; even, because 4 key-value heads must divide 2 * depth query heads.
+
+    Raises:
+        ValueError: a depth that is odd or below 2.
+    """
+    if depth < 2 or depth % 2:
+        raise ValueError(
+            f"the ladder has even depths from 2 on, not {depth}: 4 key-value heads divide its"
+            " 2 * depth query heads"
+        )
+    width = 128 * depth
+    return ModelConfig(
+        vocab_size=_LADDER_VOCAB,
+        num_layers=depth,
+        embed_dim=width,
+        attention=AttentionConfig(
+            num_heads=2 * depth, num_kv_heads=4, head_dim=128, qk_norm="head", is_gated=True
+        ),
+        moe=MoEConfig(
+            num_experts=_GRANULARITY * _SPARSITY - 1,
+            top_k=_GRANULARITY - 1,
+            expert_dim=4 * width // _GRANULARITY,
+            num_shared_experts=1,
+            **METHODS["hyperp"].parts(),
+        ),
+        dense_dim=4 * width,
+        norm_epsilon=1e-5,
+    )
+
+
+def ladder_parameters(depth: int) -> int:
+    """Parameters of the dense model of a rung, by which its tokens and FLOPs are reckoned.
+
+    Its SwiGLUs, attention projections, embedding and head; router, gates and norms are left out,
+    as in the paper. A rung's active parameters, counted so, are the same number.
+    """
+    model = ladder(depth)
+    attention, width = model.attention, model.embed_dim
+    heads = 2 * attention.num_heads + 2 * attention.num_kv_heads  # q and o, k and v
+    per_layer = 3 * width * model.dense_dim + width * heads * attention.head_dim
+    return depth * per_layer + 2 * model.vocab_size * width
+
+
+def ladder_tokens(depth: int) -> int:
+    """Training tokens of a rung: 10.4e9 at depth 8, in proportion to `ladder_parameters`."""
+    return LADDER_TOKENS_AT_8 * ladder_parameters(depth) // ladder_parameters(8)
+
+
+def olmoe_1b_7b() -> ModelConfig:
+    """OLMoE-1B-7B-0924: 6.92e9 parameters, 1.28e9 active; 8 of 64 experts."""
+    return ModelConfig(
+        vocab_size=50_304,
+        num_layers=16,
+        embed_dim=2048,
+        attention=AttentionConfig(num_heads=16, num_kv_heads=16, head_dim=128, qk_norm="full"),
+        moe=MoEConfig(num_experts=64, top_k=8, expert_dim=1024, **METHODS["olmoe"].parts()),
+        dense_dim=1024,
+        norm_epsilon=1e-5,
+    )
+
+
+def mixtral_8x7b() -> ModelConfig:
+    """Mixtral-8x7B-v0.1: 46.7e9 parameters, 12.9e9 active; 2 of 8 experts."""
+    return ModelConfig(
+        vocab_size=32_000,
+        num_layers=32,
+        embed_dim=4096,
+        attention=AttentionConfig(
+            num_heads=32, num_kv_heads=8, head_dim=128, qk_norm="none", rope_theta=1e6
+        ),
+        moe=MoEConfig(num_experts=8, top_k=2, expert_dim=14_336, **METHODS["mixtral"].parts()),
+        dense_dim=14_336,
+        norm_epsilon=1e-5,
+    )
+
+
+def qwen3_30b_a3b() -> ModelConfig:
+    """Qwen3-30B-A3B: 30.5e9 parameters, 3.3e9 active; 8 of 128 experts."""
+    return ModelConfig(
+        vocab_size=151_936,
+        num_layers=48,
+        embed_dim=2048,
+        attention=AttentionConfig(
+            num_heads=32, num_kv_heads=4, head_dim=128, qk_norm="head", rope_theta=1e6
+        ),
+        moe=MoEConfig(num_experts=128, top_k=8, expert_dim=768, **METHODS["qwen3"].parts()),
+        dense_dim=6144,
+        norm_epsilon=1e-6,
+    )
+
+
+PRESETS: Final[dict[str, Callable[[], ModelConfig]]] = {
+    "tiny": tiny,
+    **{f"d{depth}": partial(ladder, depth) for depth in LADDER_DEPTHS},
+    "olmoe_1b_7b": olmoe_1b_7b,
+    "mixtral_8x7b": mixtral_8x7b,
+    "qwen3_30b_a3b": qwen3_30b_a3b,
+}
