@@ -106,7 +106,8 @@ def summarise(
     plan, last = assembly.plan, reporter.last
     training, moe = plan.config.training, plan.model.moe
     active = plan.table.active(moe.top_k, moe.num_experts) if moe else plan.table.total
-    balance = last.get("router/load_balance")
+    balance, pooled = last.get("router/load_balance"), last.get("router/load_balance_pooled")
+    units = conversions(balance, top_k=moe.top_k, pooled=pooled) if moe and balance else {}
     return {
         "status": facts["status"],
         "steps": facts["steps"],
@@ -126,7 +127,7 @@ def summarise(
         "mesh": mesh_in_words(assembly.mesh),
         "implementations": implementations(assembly),
         "references_bits": dict(references),
-        "load_balance_units": conversions(balance, top_k=moe.top_k) if moe and balance else {},
+        "load_balance_units": units,
         "data": assembly.source.fingerprint(),
     }
 

@@ -92,20 +92,34 @@ def router_z(statistics: RouterStatistics) -> Float[Array, "*L"]:
     return statistics.z_sum / jnp.maximum(statistics.num_tokens, 1.0)
 
 
-def conversions(value: float, *, top_k: int) -> dict[str, float]:
-    """One layer's balance loss in other projects' units, before their coefficients.
+def pool_layers(statistics: RouterStatistics) -> RouterStatistics:
+    """The statistics of all layers as if they were one, for losses that do not tell them apart.
 
     Args:
-        value: ours, 1.0 for a uniform router.
+        statistics: summed over the batch in question; may be stacked over layers.
+    """
+    layers = tuple(range(statistics.num_tokens.ndim))
+    return jax.tree.map(lambda leaf: leaf.sum(layers), statistics)
+
+
+def conversions(value: float, *, top_k: int, pooled: float | None = None) -> dict[str, float]:
+    """The balance loss in other projects' units, before their coefficients.
+
+    Args:
+        value: ours, 1.0 for a uniform router: of one layer, or the mean over layers.
         top_k: K.
+        pooled: ours of all layers taken as one, `load_balance(pool_layers(statistics))`; needed
+            for `huggingface` where there are several, and the same as `value` where there is one.
 
     Returns:
-        `megatron` and `megablocks` count assignments as we do (MegaBlocks then averages over
-        layers where we add); `huggingface` counts tokens, so that a uniform router has K.
+        `megatron` and `megablocks` count assignments as we do; Megatron adds the layers, as we do
+        in the loss, and MegaBlocks averages them. `huggingface` (transformers 5.23) takes the
+        tokens of all layers together, so that layers with opposite preferences look balanced, and
+        counts tokens, so that a uniform router has K: K * pooled.
     """
     return {
         "jaxmoe": value,
         "megatron": value,
         "megablocks": value,
-        "huggingface": value * top_k,
+        "huggingface": (value if pooled is None else pooled) * top_k,
     }

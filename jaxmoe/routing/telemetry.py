@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxmoe.routing.balancers import load_balance, router_z
+from jaxmoe.routing.balancers import load_balance, pool_layers, router_z
 from jaxmoe.routing.base import RouterStatistics
 
 
@@ -49,6 +49,7 @@ def summarise(statistics: RouterStatistics) -> dict[str, Float[Array, ""]]:
     violation = max_violation(statistics)
     return {
         "load_balance": load_balance(statistics).mean(),
+        "load_balance_pooled": load_balance(pool_layers(statistics)),
         "router_z": router_z(statistics).mean(),
         "max_violation": violation.mean(),
         "max_violation_worst": violation.max(),

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxmoe.routing import BALANCERS, RouterInputs, RouterStatistics, SoftmaxTopKConfig, telemetry
-from jaxmoe.routing.balancers import conversions, load_balance, router_z
+from jaxmoe.routing.balancers import conversions, load_balance, pool_layers, router_z
 from jaxmoe.routing.base import sum_statistics
 from tests.support.dense_moe import choose
 from tests.support.tolerances import assert_close
@@ -212,15 +212,23 @@ def test_conversions(unit):
     assert_close(conversions(ours, top_k=TOP_K)[unit], UNITS[unit](drawn(3)), "matmul")
 
 
-def test_conversion_against_transformers():
-    mixtral = pytest.importorskip(
-        "transformers.models.mixtral.modeling_mixtral", reason="transformers is not installed"
-    )
-    torch = pytest.importorskip("torch", reason="torch is not installed")
-    logits = torch.tensor(drawn(3))
-    theirs = mixtral.load_balancing_loss_func((logits,), EXPERTS, TOP_K)
-    ours = float(load_balance(statistics_of(drawn(3))))
-    assert_close(conversions(ours, top_k=TOP_K)["huggingface"], float(theirs), "matmul")
+def test_hugging_face_pools_layers():
+    """Two layers that prefer opposite experts, each as uneven as can be, look uniform together.
+
+    The comparison with transformers itself is in test_huggingface_parity.py.
+    """
+    counts = np.array([[TOKENS, 0, 0, 0, 0, 0], [0, TOKENS, 0, 0, 0, 0]]) * 1.0
+    layers = statistics_from(counts, counts, np.full(2, float(TOKENS)))
+    values = load_balance(layers)
+    assert_close(values, np.full(2, float(EXPERTS)), "elementwise")
+    pooled = float(load_balance(pool_layers(layers)))
+    assert_close(pooled, EXPERTS / 2, "elementwise")
+    units = conversions(float(values.mean()), top_k=TOP_K, pooled=pooled)
+    assert units == {
+        **{"jaxmoe": 6.0, "megatron": 6.0, "megablocks": 6.0, "huggingface": TOP_K * pooled}
+    }
+    one = jax.tree.map(lambda leaf: leaf[0], layers)
+    jax.tree.map(np.testing.assert_array_equal, pool_layers(one), one)
 
 
 # The global batch.
@@ -289,6 +297,7 @@ def test_telemetry_of_a_fair_and_of_a_collapsed_layer():
     summary = telemetry.summarise(both)
     wanted = {
         "load_balance": (1.0 + 3.0) / 2,
+        "load_balance_pooled": 6 * (16 * 14 + 16 * 2 + 4 * 4 * 2) / (48 * 24),
         "router_z": 0.0,
         "max_violation": 1.0,
         "max_violation_worst": 2.0,

@@ -1,0 +1,98 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Weights from Hugging Face: a config and tensors in, `ModelConfig` and parameters out.
+
+    import jax.numpy as jnp
+    from jaxmoe import Transformer
+    from jaxmoe.checkpoint import from_huggingface
+
+    model, params = from_huggingface("OLMoE-1B-7B-0924")         # a directory with safetensors
+    tokens = jnp.asarray([[510, 5347, 273, 6181, 310]])
+    logits = Transformer(model).apply({"params": params}, tokens).logits
+
+    hf = transformers.OlmoeForCausalLM.from_pretrained(...)      # or a model in memory
+    model, params = from_huggingface(hf.config.to_dict(), hf.state_dict())
+
+    families.py   what each family's config means, and where each of its tensors belongs
+    weights.py    tensors into parameters by those rules, every one checked
+    files.py      a directory of safetensors as a mapping
+
+Nothing is guessed: a config that asks for what this library does not compute, and every tensor that
+is missing, left over or of another shape, is an error that names it. Parity with `transformers` is
+tested in logits, balance loss and gradients. Writing such files, and DeepSeek-V3, are not here yet.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+from jax.sharding import Mesh
+
+from jaxmoe.checkpoint.huggingface.families import family_of
+from jaxmoe.checkpoint.huggingface.files import open_tensors
+from jaxmoe.checkpoint.huggingface.weights import load_params
+from jaxmoe.checkpoint.manifest import CheckpointError
+from jaxmoe.models.config import ModelConfig
+from sharding.rules import FULLY_SHARDED, LogicalAxisRules
+
+CONFIG = "config.json"
+
+
+def from_huggingface(
+    config: Mapping[str, Any] | str | os.PathLike[str],
+    state_dict: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    *,
+    mesh: Mesh | None = None,
+    rules: LogicalAxisRules = FULLY_SHARDED,
+) -> tuple[ModelConfig, dict[str, Any]]:
+    """A model of `transformers`, as a model of this library.
+
+    The layouts of versions 4 and 5 are read, on disk (a tensor per expert) and in memory (experts
+    stacked). `transformers` and PyTorch are not imported; reading files needs safetensors.
+
+    Args:
+        config: the fields of config.json, that file, or its directory.
+        state_dict: tensors by name (numpy, or PyTorch on any device), a safetensors file, or a
+            directory of them; the config's directory when None.
+        mesh: from `sharding.make_mesh`: parameters are placed on it by `rules`, one at a time. One
+            device when None.
+        rules: from logical axes to mesh axes.
+
+    Returns:
+        The model, and parameters of the structure, shapes and dtype (f32) of
+        `init_params(model, key)`. The load-balancing coefficient is that of the config in this
+        library's unit for a balanced router: there the loss is K times ours, and counts the tokens
+        of all layers together, where ours are added.
+
+    Raises:
+        CheckpointError: a ValueError, for a family or a choice that is not supported, and for
+            tensors that are missing, left over, of another shape or not of floating point.
+    """
+    if state_dict is None and isinstance(config, Mapping):
+        raise CheckpointError("from_huggingface needs tensors: give the model's state_dict")
+    fields = config if isinstance(config, Mapping) else _read_config(pathlib.Path(config))
+    family = family_of(fields)
+    model = family.model(fields)
+    if state_dict is None:
+        path = pathlib.Path(str(config))
+        state_dict = path if path.is_dir() else path.parent
+    tensors = state_dict if isinstance(state_dict, Mapping) else open_tensors(state_dict)
+    return model, load_params(model, family.rules, tensors, mesh=mesh, axis_rules=rules)
+
+
+def _read_config(path: pathlib.Path) -> dict[str, Any]:
+    """The fields of a config.json, given by itself or by its directory."""
+    file = path / CONFIG if path.is_dir() else path
+    try:
+        fields = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"cannot read {file} ({error.strerror})") from error
+    except ValueError as error:
+        raise CheckpointError(f"{file} is not JSON ({error})") from error
+    if not isinstance(fields, dict):
+        raise CheckpointError(f"{file} holds no object of fields")
+    return fields

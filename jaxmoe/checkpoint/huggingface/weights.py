@@ -1,0 +1,216 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Tensors of `transformers` into parameters of this library, by the rules of a family.
+
+    theirs [out, in]                ours [in..., out...]           transposed, then reshaped
+    theirs gate [F D], up [F D]     ours gate_up [D 2 F]           each is a half
+    theirs per layer and expert     ours stacked: [L E ...]
+
+What is in and what is out stands in each parameter's declaration, so that no rule repeats a shape.
+Heads need no permutation: RoPE turns the same halves in both (`jaxmoe/layers/rotary.py`).
+
+All names and shapes are compared before any value is read, and everything wrong is said at once.
+One parameter is in memory at a time beside those already placed.
+
+To convert the other way: the same pieces, read instead of written.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxmoe.checkpoint.manifest import CheckpointError
+from jaxmoe.models.config import ModelConfig
+from jaxmoe.models.initialize import parameter_table
+from jaxmoe.parameters import ParameterSpec
+from sharding import axes as ax
+from sharding.rules import LogicalAxisRules
+from sharding.specs import named_shardings
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_FLOATS = ("float16", "bfloat16", "float32", "float64")
+_SHOWN = 20
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Rule:
+    """Where one of our parameters, or half of one, comes from."""
+
+    path: str
+    """Ours: from the root, or from the block."""
+    keys: tuple[str, ...]
+    """Theirs: on disk, then as it may be called otherwise. `{layer}` and `{expert}` are numbers; a
+    key without {expert} for a parameter of experts is a tensor of all of them, [E, out, in], in
+    which the two halves of gate_up follow one another."""
+    half: int | None = None
+    """Of gate_up: 0 the gate, 1 up."""
+    is_transposed: bool = True
+    """Theirs is [out, in]; False for tables of rows."""
+
+
+class Piece(NamedTuple):
+    """A part of a parameter and the part of a tensor that fills it."""
+
+    key: str
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    part: tuple[Any, ...]
+    """Of the tensor; () is all of it."""
+    target: tuple[Any, ...]
+    """Of the parameter."""
+    is_transposed: bool
+
+
+def load_params(
+    model: ModelConfig,
+    rules: Sequence[Rule],
+    tensors: Mapping[str, Any],
+    *,
+    mesh: Mesh | None,
+    axis_rules: LogicalAxisRules,
+) -> dict[str, Any]:
+    """The parameters of a model, f32.
+
+    Args:
+        model: whose parameters.
+        rules: of its family.
+        tensors: by their names; numpy's, PyTorch's, or any with shape and dtype that numpy reads.
+        mesh: to place them on; one device when None.
+        axis_rules: from logical axes to mesh axes.
+
+    Raises:
+        CheckpointError: tensors that are missing, left over, of another shape or not floats.
+    """
+    table = parameter_table(model, rules=axis_rules)
+    if mesh is not None:
+        table.check_divides(axis_rules, dict(mesh.shape))
+    pieces = {row.path: list(_pieces(model, row, rules, tensors)) for row in table}
+    wanted = {piece.key: piece.shape for some in pieces.values() for piece in some}
+    if model.has_tied_embeddings and HEAD in tensors:  # a model in memory names it twice
+        wanted[HEAD] = wanted[EMBEDDING]
+    _check(wanted, tensors)
+    if HEAD in wanted and model.has_tied_embeddings:
+        if not np.array_equal(_values(tensors[HEAD]), _values(tensors[EMBEDDING])):
+            raise CheckpointError(f"tie_word_embeddings is set, but {HEAD} is not {EMBEDDING}")
+
+    def build(row: ParameterSpec) -> jax.Array:
+        values = _fill(row, pieces[row.path], tensors)
+        if mesh is None:
+            return jnp.asarray(values)
+        return jax.device_put(values, named_shardings(row.spec, mesh))
+
+    return table.tree(build)
+
+
+def _pieces(
+    model: ModelConfig, row: ParameterSpec, rules: Sequence[Rule], tensors: Mapping[str, Any]
+) -> Iterator[Piece]:
+    """The pieces of one stacked parameter, layer by layer."""
+    path, layers = row.path, None
+    for stack in model.stacks:
+        if path.startswith(f"{stack.name}/"):
+            path = path.removeprefix(f"{stack.name}/")
+            layers = range(stack.first_layer, stack.first_layer + stack.num_layers)
+    for rule in (rule for rule in rules if rule.path == path):
+        if layers is None:
+            yield from _of_layer(row, rule, (), rule.keys, tensors)
+            continue
+        for offset, layer in enumerate(layers):
+            keys = [key.replace("{layer}", str(layer)) for key in rule.keys]
+            yield from _of_layer(row, rule, (offset,), keys, tensors)
+
+
+def _of_layer(
+    row: ParameterSpec,
+    rule: Rule,
+    where: tuple[int, ...],
+    keys: Sequence[str],
+    tensors: Mapping[str, Any],
+) -> Iterator[Piece]:
+    """The pieces of one layer: one, or one for each expert."""
+    declaration = row.declaration
+    known = [key for key in keys if key.replace("{expert}", "0") in tensors]
+    key = known[0] if known else keys[0]
+    halves = 1 if rule.half is None else 2
+    fan_in, out = declaration.fan(0), declaration.fan(1) // halves
+    inside = () if rule.half is None else (..., rule.half, slice(None))
+    if declaration.matrix is None:
+        yield Piece(key, row.shape[len(where) :], (), where, rule.is_transposed)
+    elif ax.EXPERTS not in declaration.axes:
+        shape = (out, fan_in) if rule.is_transposed else (fan_in, out)
+        yield Piece(key, shape, (), (*where, *inside), rule.is_transposed)
+    else:
+        num_experts = row.shape[declaration.axes.index(ax.EXPERTS)]
+        first = out * (rule.half or 0)
+        for expert in range(num_experts):
+            name, shape, part = key.replace("{expert}", str(expert)), (out, fan_in), ()
+            if "{expert}" not in key:
+                shape = (num_experts, out * halves, fan_in)
+                part = (expert, slice(first, first + out))
+            yield Piece(name, shape, part, (*where, expert, *inside), rule.is_transposed)
+
+
+def _check(wanted: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Any]) -> None:
+    """Refuses whatever is not exactly what is wanted.
+
+    Raises:
+        CheckpointError: one line for each tensor, with what was found and what was expected.
+    """
+    left_over = [name for name in tensors if name not in wanted]
+    missing = [name for name in wanted if name not in tensors]
+    lines = []
+    for name in missing[:_SHOWN]:
+        lines.append(f"{name}: missing, expected {list(wanted[name])}{_near(name, left_over)}")
+    for name in left_over[:_SHOWN]:
+        found = list(tensors[name].shape)
+        lines.append(f"{name}: found {found}, not in this model{_near(name, missing)}")
+    wrong = []
+    for name in wanted.keys() - set(missing):
+        found, dtype = tuple(tensors[name].shape), str(tensors[name].dtype).removeprefix("torch.")
+        if found != wanted[name]:
+            wrong.append(f"{name}: found {list(found)}, expected {list(wanted[name])}")
+        elif dtype not in _FLOATS:
+            wrong.append(f"{name}: found {dtype}, expected one of {', '.join(_FLOATS)}")
+    lines += sorted(wrong)
+    if lines:
+        count = len(missing) + len(left_over) + len(wrong)
+        shown = "\n  ".join(lines[:_SHOWN]) + ("\n  ..." if count > _SHOWN else "")
+        raise CheckpointError(
+            f"the tensors are not those of the config ({count} differ):\n  {shown}\n"
+            "give the config.json that was saved with them"
+        )
+
+
+def _near(name: str, candidates: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name, candidates, n=2, cutoff=0.8)
+    return f" (near: {', '.join(near)})" if near else ""
+
+
+def _fill(row: ParameterSpec, pieces: Sequence[Piece], tensors: Mapping[str, Any]) -> np.ndarray:
+    """One parameter, f32; each tensor is read once."""
+    parameter = np.empty(row.shape, np.float32)
+    filled, last, values = 0, "", np.empty(0)
+    for piece in sorted(pieces, key=lambda piece: piece.key):
+        if piece.key != last:
+            last, values = piece.key, _values(tensors[piece.key])
+        source, view = values[piece.part], parameter[piece.target]
+        view[...] = (source.T if piece.is_transposed else source).reshape(view.shape)
+        filled += view.size
+    if filled != row.size:
+        raise CheckpointError(f"{row.path}: the family's rules fill {filled} of {row.size} values")
+    return parameter
+
+
+def _values(tensor: Any) -> np.ndarray:
+    """The values of a tensor, floats of any width."""
+    if hasattr(tensor, "detach"):  # PyTorch: on a device, with a gradient, or bfloat16, which it
+        tensor = tensor.detach().cpu().float().numpy()  # does not hand to numpy
+    return np.asarray(tensor)

@@ -1,0 +1,158 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Tiny models of `transformers`: their configs, their golden arrays, and the models themselves.
+
+No two widths are equal or powers of two, and none is what it would be by default. Every parameter
+is random, gains included, of a size at which RoPE, norms and gates matter, and exact in float16, as
+which the golden files hold it.
+
+`transformers` and PyTorch are imported by `build` alone. To add a case: a row in CONFIGS, and
+`pytest -m slow --regenerate-golden tests/test_jaxmoe/test_huggingface_parity.py`.
+"""
+
+import json
+import pathlib
+import re
+from typing import Any, NamedTuple
+
+import numpy as np
+
+GOLDEN = pathlib.Path(__file__).resolve().parents[1] / "golden" / "huggingface"
+BATCH, LENGTH = 2, 9
+
+_SIZES = {
+    "vocab_size": 26,
+    "hidden_size": 36,
+    "intermediate_size": 10,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 1,
+    "num_experts_per_tok": 2,
+    "rms_norm_eps": 1e-3,
+    "hidden_act": "silu",
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+
+
+def _rope(theta: float) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": theta}}
+
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "olmoe": {
+        **_SIZES,
+        **_rope(70.0),
+        "model_type": "olmoe",
+        "num_experts": 5,
+        "norm_topk_prob": False,
+        "router_aux_loss_coef": 0.3,
+    },
+    "mixtral": {
+        **_SIZES,
+        **_rope(300.0),
+        "model_type": "mixtral",
+        "num_local_experts": 5,
+        "head_dim": 8,  # not 36 / 3
+        "sliding_window": 4,
+        "router_aux_loss_coef": 0.2,
+    },
+    "qwen3_moe": {
+        **_SIZES,
+        **_rope(50.0),
+        "model_type": "qwen3_moe",
+        "num_hidden_layers": 3,
+        "num_local_experts": 5,
+        "moe_intermediate_size": 10,
+        "intermediate_size": 14,
+        "mlp_only_layers": [1],
+        "head_dim": 8,
+        "norm_topk_prob": True,
+        "tie_word_embeddings": True,
+        "router_aux_loss_coef": 0.1,
+    },
+}
+
+
+class Golden(NamedTuple):
+    """What `transformers` computed, and from what."""
+
+    config: dict[str, Any]
+    state: dict[str, np.ndarray]
+    """As on disk: a tensor for every expert."""
+    tokens: np.ndarray
+    logits: np.ndarray
+    balance: float
+    """Its load-balancing loss, without coefficient."""
+
+
+def tokens_of(config: dict[str, Any]) -> np.ndarray:
+    """Tokens [BATCH LENGTH]."""
+    drawn = np.random.default_rng(1).integers(config["vocab_size"], size=(BATCH, LENGTH))
+    return drawn.astype(np.int32)
+
+
+def read(name: str) -> Golden:
+    """The golden arrays of a case."""
+    with np.load(GOLDEN / f"{name}.npz") as arrays:
+        state = {
+            key.removeprefix("state/"): arrays[key].astype(np.float32)
+            for key in arrays.files
+            if key.startswith("state/")
+        }
+        config = json.loads(str(arrays["config"]))
+        return Golden(config, state, arrays["tokens"], arrays["logits"], float(arrays["balance"]))
+
+
+def write(name: str, golden: Golden) -> None:
+    """Writes them."""
+    GOLDEN.mkdir(parents=True, exist_ok=True)
+    state = {f"state/{key}": value.astype(np.float16) for key, value in golden.state.items()}
+    about = {"tokens": golden.tokens, "logits": golden.logits, "balance": golden.balance}
+    config = np.asarray(json.dumps(golden.config))
+    np.savez_compressed(GOLDEN / f"{name}.npz", config=config, **about, **state)
+
+
+_EXPERT = re.compile(r"(.*)\.experts\.0\.(?:gate_proj|w1)\.weight")
+
+
+def stacked(state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The layout in memory of transformers 5: experts stacked, gate before up."""
+    state, names = dict(state), ("gate_proj", "up_proj", "down_proj")
+    for block in [match[1] for key in list(state) if (match := _EXPERT.fullmatch(key))]:
+        if block.endswith("block_sparse_moe"):
+            names = ("w1", "w3", "w2")
+        experts: dict[str, list[np.ndarray]] = {name: [] for name in names}
+        expert = 0
+        while f"{block}.experts.{expert}.{names[0]}.weight" in state:
+            for name in names:
+                experts[name].append(state.pop(f"{block}.experts.{expert}.{name}.weight"))
+            expert += 1
+        gate, up, down = (np.stack(experts[name]) for name in names)
+        mlp = block.replace("block_sparse_moe", "mlp")
+        state[f"{mlp}.experts.gate_up_proj"] = np.concatenate([gate, up], axis=1)
+        state[f"{mlp}.experts.down_proj"] = down
+        state[f"{mlp}.gate.weight"] = state.pop(f"{block}.gate.weight")
+    return state
+
+
+def build(config: dict[str, Any]) -> Any:
+    """The model of `transformers`, with random weights; the same ones every time."""
+    import torch
+    import transformers
+
+    fields = {key: value for key, value in config.items() if key != "model_type"}
+    # Its faster experts want rows of whole multiples of 16 bytes.
+    eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    made = transformers.AutoConfig.for_model(config["model_type"], **eager, **fields)
+    model = transformers.AutoModelForCausalLM.from_config(made).eval()
+    rng = np.random.default_rng(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            is_gain = parameter.ndim == 1
+            values = rng.normal(size=parameter.shape) * (0.3 if is_gain else 0.4) + is_gain
+            if "gate.weight" in name:
+                values *= 0.3  # an uneven router, yet one without certainty
+            parameter.copy_(torch.tensor(values.astype(np.float16).astype(np.float32)))
+    return model

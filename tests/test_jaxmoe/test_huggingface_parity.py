@@ -1,0 +1,176 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Against `transformers` itself: logits, balance loss, gradients, in every layout it writes.
+
+Needs the extra `hf` (PyTorch 2.13.0 for the CPU, on Python 3.11); the golden arrays that these
+models leave behind are compared in test_huggingface.py without it. To write them anew:
+
+    pytest -m slow --regenerate-golden tests/test_jaxmoe/test_huggingface_parity.py
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxmoe import Transformer
+from jaxmoe.checkpoint import from_huggingface
+from jaxmoe.routing.balancers import conversions, load_balance, pool_layers
+from tests.support import huggingface_models
+from tests.support.huggingface_models import CONFIGS, Golden, build, tokens_of
+from tests.support.tolerances import assert_close
+
+pytestmark = [
+    pytest.mark.slow,
+    # Of PyTorch and transformers, about themselves.
+    pytest.mark.filterwarnings("default"),
+]
+
+# Variants of the golden cases, larger and otherwise set.
+VARIANTS = {
+    **{name: (name, {}) for name in CONFIGS},
+    "olmoe renormalised": (
+        "olmoe",
+        {"norm_topk_prob": True, "intermediate_size": 20, "num_key_value_heads": 3},
+    ),
+    "mixtral, no window, tied": (
+        "mixtral",
+        {"sliding_window": None, "tie_word_embeddings": True, "intermediate_size": 20},
+    ),
+    "qwen3, every second layer, windows": (
+        "qwen3_moe",
+        {
+            **{"mlp_only_layers": [], "decoder_sparse_step": 2, "num_hidden_layers": 4},
+            **{"use_sliding_window": True, "sliding_window": 3, "norm_topk_prob": False},
+            **{"num_attention_heads": 6, "num_key_value_heads": 2, "tie_word_embeddings": False},
+        },
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def torch():
+    pytest.importorskip("transformers", reason="transformers is not installed: extra hf")
+    return pytest.importorskip("torch", reason="PyTorch is not installed: extra hf")
+
+
+@pytest.fixture(params=VARIANTS)
+def case(request, torch):
+    """The model of transformers, and tokens."""
+    name, changes = VARIANTS[request.param]
+    config = {**CONFIGS[name], **changes}
+    return build(config), tokens_of(config)
+
+
+def apply(model, params, tokens):
+    return jax.jit(lambda p, t: Transformer(model).apply({"params": p}, t))(params, tokens)
+
+
+def balance_of(model, statistics):
+    """Our loss in the unit of transformers."""
+    value = float(load_balance(pool_layers(statistics)))
+    return conversions(value, top_k=model.moe.top_k)["huggingface"]
+
+
+def test_logits_and_balance_loss(case, torch):
+    theirs, tokens = case
+    with torch.no_grad():
+        wanted = theirs(torch.tensor(tokens).long(), output_router_logits=True)
+    model, params = from_huggingface(theirs.config.to_dict(), theirs.state_dict())
+    ours = apply(model, params, jnp.asarray(tokens))
+    assert_close(ours.logits, wanted.logits.numpy(), "matmul")
+    assert_close(balance_of(model, ours.statistics), float(wanted.aux_loss), "matmul")
+
+
+def test_what_it_saves(case, torch, tmp_path):
+    """On disk every expert has tensors of its own, and Mixtral's names are others."""
+    theirs, _ = case
+    wanted = from_huggingface(theirs.config.to_dict(), theirs.state_dict())
+    theirs.save_pretrained(tmp_path / "whole")
+    theirs.save_pretrained(tmp_path / "shards", max_shard_size="20KB")
+    assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 1
+    for place in ("whole", "shards"):
+        model, params = from_huggingface(tmp_path / place)
+        assert model == wanted[0]
+        jax.tree.map(np.testing.assert_array_equal, params, wanted[1])
+
+
+def test_bfloat16(torch):
+    theirs = build(CONFIGS["olmoe"]).to(torch.bfloat16)
+    _, params = from_huggingface(theirs.config.to_dict(), theirs.state_dict())
+    wanted = theirs.state_dict()["model.layers.1.self_attn.o_proj.weight"].float().numpy().T
+    np.testing.assert_array_equal(
+        params["moe_blocks_0"]["attention"]["o"][1].reshape(36, 36), wanted
+    )
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_gradients(name, torch):
+    """Of the whole loss, balance included: router, attention and experts of the first layer."""
+    theirs, tokens = build(CONFIGS[name]), tokens_of(CONFIGS[name])
+    ids = torch.tensor(tokens).long()
+    loss = theirs(ids, labels=ids, output_router_logits=True).loss
+    loss.backward()
+    gradients = {key: p.grad.numpy() for key, p in theirs.named_parameters()}
+    if theirs.config.tie_word_embeddings:
+        gradients["lm_head.weight"] = gradients["model.embed_tokens.weight"]
+    _, wanted = from_huggingface(theirs.config.to_dict(), gradients)
+    model, params = from_huggingface(theirs.config.to_dict(), theirs.state_dict())
+    coefficient = CONFIGS[name]["router_aux_loss_coef"] * model.moe.top_k
+
+    def loss_of(params, tokens):
+        output = Transformer(model).apply({"params": params}, tokens)
+        log_probs = jax.nn.log_softmax(output.logits[:, :-1])
+        chosen = jnp.take_along_axis(log_probs, tokens[:, 1:, None], axis=-1)
+        return coefficient * load_balance(pool_layers(output.statistics)) - chosen.mean()
+
+    value, ours = jax.jit(jax.value_and_grad(loss_of))(params, jnp.asarray(tokens))
+    assert_close(value, loss.detach().numpy(), "matmul")
+    assert_close(ours, wanted, "end_to_end")
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_golden_arrays_are_what_it_computes(name, torch, tmp_path, request):
+    from safetensors.numpy import load_file
+
+    theirs, tokens = build(CONFIGS[name]), tokens_of(CONFIGS[name])
+    with torch.no_grad():
+        output = theirs(torch.tensor(tokens).long(), output_router_logits=True)
+    theirs.save_pretrained(tmp_path)
+    live = Golden(
+        config=CONFIGS[name],
+        state=load_file(tmp_path / "model.safetensors"),
+        tokens=tokens,
+        logits=output.logits.numpy(),
+        balance=float(output.aux_loss),
+    )
+    if request.config.getoption("--regenerate-golden"):
+        huggingface_models.write(name, live)
+    golden = huggingface_models.read(name)
+    assert golden.config == live.config
+    assert golden.state.keys() == live.state.keys()
+    assert_close(golden._replace(config={}), live._replace(config={}), "matmul")
+
+
+def test_its_balance_loss_of_one_and_of_several_layers(torch):
+    """One layer: K times ours. Several: K times ours of all their tokens, which is no function of
+    the layers' own losses."""
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    from jaxmoe.routing.base import sum_statistics
+
+    rng = np.random.default_rng(3)
+    layers = rng.normal(size=(3, 24, 6)) + rng.normal(size=(3, 1, 6)) * 2.0
+
+    def statistics_of(logits):
+        _, ids = jax.lax.top_k(logits, 2)
+        mask, probs = jnp.ones(24, bool), jax.nn.softmax(logits, axis=-1)
+        return sum_statistics(logits, probs, ids.reshape(-1).astype(jnp.int32), mask)
+
+    statistics = jax.jit(jax.vmap(statistics_of))(jnp.asarray(layers, jnp.float32))
+    for chosen in ([0], [0, 1, 2]):
+        gates = tuple(torch.tensor(layers[i]) for i in chosen)
+        theirs = float(load_balancing_loss_func(gates, 6, 2))
+        ours = jax.tree.map(lambda leaf, rows=chosen: leaf[np.asarray(rows)], statistics)
+        assert_close(2.0 * load_balance(pool_layers(ours)), theirs, "matmul")
+    assert abs(2.0 * load_balance(statistics).mean() - theirs) > 0.1
