@@ -1,0 +1,393 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Weights of transformers: golden logits, both layouts, files, published configs, and mistakes.
+
+The golden arrays come from test_huggingface_parity.py, which compares with transformers itself.
+"""
+
+import copy
+import dataclasses
+import json
+import logging
+import re
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from jaxmoe import Transformer, init_params
+from jaxmoe.checkpoint import CheckpointError, from_huggingface
+from jaxmoe.checkpoint.huggingface.families import FAMILIES, family_of
+from jaxmoe.models.presets import PRESETS
+from jaxmoe.routing.balancers import conversions, load_balance, pool_layers
+from sharding import MeshConfig, make_mesh
+from tests.support.huggingface_models import CONFIGS, read, stacked
+from tests.support.tolerances import assert_close
+
+
+@pytest.fixture(params=CONFIGS)
+def golden(request):
+    return read(request.param)
+
+
+@pytest.fixture
+def mixtral():
+    """Config and tensors to be spoilt."""
+    found = read("mixtral")
+    return copy.deepcopy(found.config), dict(found.state)
+
+
+def assert_same(actual, desired):
+    jax.tree.map(np.testing.assert_array_equal, actual, desired)
+
+
+def test_every_family_has_golden_arrays():
+    assert set(CONFIGS) == set(FAMILIES)
+
+
+def test_logits_and_balance_loss(golden):
+    model, params = from_huggingface(golden.config, golden.state)
+    forward = jax.jit(lambda p, t: Transformer(model).apply({"params": p}, t))
+    output = forward(params, jnp.asarray(golden.tokens))
+    assert_close(output.logits, golden.logits, "matmul")
+    pooled = float(load_balance(pool_layers(output.statistics)))
+    ours = conversions(float(load_balance(output.statistics).mean()), top_k=2, pooled=pooled)
+    assert_close(ours["huggingface"], golden.balance, "matmul")
+    assert abs(golden.balance - 2.0) > 0.05  # the uniform router's value would prove nothing
+
+
+def test_the_tree_is_that_of_init_params(golden, key):
+    model, params = from_huggingface(golden.config, golden.state)
+    wanted = jax.eval_shape(lambda k: init_params(model, k), key)
+    found = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
+    assert found == wanted
+    assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(params))
+
+
+def test_the_layout_in_memory(golden):
+    """Experts stacked, gate before up; Mixtral's router under another name."""
+    state = stacked(golden.state)
+    assert len(state) < len(golden.state)
+    assert_same(
+        from_huggingface(golden.config, state), from_huggingface(golden.config, golden.state)
+    )
+
+
+def test_on_a_mesh(golden):
+    # 36, 26 and 5 divide by little: two devices hold a half each.
+    mesh = make_mesh(MeshConfig(data=2), devices=jax.devices()[:2])
+    _, placed = from_huggingface(golden.config, golden.state, mesh=mesh)
+    table = placed["embedding"]["weight"]
+    assert table.sharding.mesh == mesh and table.addressable_shards[0].data.size * 2 == table.size
+    _, params = from_huggingface(golden.config, golden.state)
+    assert_same(jax.device_get(placed), jax.device_get(params))
+
+
+class Torch:
+    """What is used of a PyTorch tensor; numpy cannot read one with a gradient or in bfloat16."""
+
+    def __init__(self, values):
+        self.values, self.shape, self.dtype = values, values.shape, "torch.bfloat16"
+
+    def detach(self):
+        return self
+
+    cpu = detach
+
+    def float(self):
+        return self
+
+    def numpy(self):
+        return self.values
+
+    def __array__(self):
+        raise TypeError("unsupported ScalarType BFloat16")
+
+
+def test_tensors_of_pytorch(golden):
+    state = {name: Torch(values) for name, values in golden.state.items()}
+    assert_same(
+        from_huggingface(golden.config, state), from_huggingface(golden.config, golden.state)
+    )
+
+
+# Files.
+
+
+def save(directory, config, shards):
+    """Tensors as `save_pretrained` writes them: one file, or several and an index."""
+    from safetensors.numpy import save_file
+
+    directory.mkdir(exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config))
+    names = [f"model-{i}.safetensors" for i in range(len(shards))]
+    if len(shards) == 1:
+        names = ["model.safetensors"]
+    else:
+        places = {key: name for name, part in zip(names, shards, strict=True) for key in part}
+        index = {"metadata": {}, "weight_map": places}
+        (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    for name, part in zip(names, shards, strict=True):
+        contiguous = {key: np.ascontiguousarray(values) for key, values in part.items()}
+        save_file(contiguous, directory / name)
+    return directory
+
+
+def halves(state):
+    names = sorted(state)
+    return [{name: state[name] for name in part} for part in (names[::2], names[1::2])]
+
+
+@pytest.mark.parametrize("num_files", [1, 2])
+def test_a_directory(golden, tmp_path, num_files):
+    """In bfloat16, as most weights are published; halves of float16 lose bits in it."""
+    state = {name: values.astype(ml_dtypes.bfloat16) for name, values in golden.state.items()}
+    place = save(tmp_path / "it", golden.config, [state] if num_files == 1 else halves(state))
+    wanted = from_huggingface(golden.config, state)
+    assert_same(from_huggingface(place), wanted)
+    assert_same(from_huggingface(place / "config.json"), wanted)
+    assert_same(from_huggingface(golden.config, place), wanted)
+    if num_files == 1:
+        assert_same(from_huggingface(place, place / "model.safetensors"), wanted)
+
+
+def broken(path, error):
+    with pytest.raises(CheckpointError) as caught:
+        from_huggingface(path)
+    text = str(caught.value)
+    assert re.search(error, text), text
+
+
+def test_damaged_directories(mixtral, tmp_path):
+    config, state = mixtral
+    broken(tmp_path / "nothing", r"^cannot read .*nothing \(No such file or directory\)$")
+    place = tmp_path / "it"
+    save(place, config, halves(state))
+    whole = (place / "model-1.safetensors").read_bytes()
+    (place / "model-1.safetensors").write_bytes(whole[:-5])
+    broken(place, r"model-1\.safetensors is no whole safetensors file \(.*\): download it again$")
+    (place / "model-1.safetensors").unlink()
+    broken(place, r"^cannot read .*model-1\.safetensors: No such file or directory")
+    index = place / "model.safetensors.index.json"
+    fields = json.loads(index.read_text())
+    fields["weight_map"] = {name: "model-0.safetensors" for name in fields["weight_map"]}
+    index.write_text(json.dumps(fields))
+    broken(place, r"index\.json names \d+ tensors that no file holds, model\..* first: download")
+    index.write_text("{}")
+    broken(place, r"index\.json is no index of safetensors: KeyError\('weight_map'\)$")
+    index.unlink()
+    (place / "model-0.safetensors").rename(place / "pytorch_model.bin")
+    broken(place, r"no safetensors file but pytorch_model\.bin: save it again with safe_serial")
+    (place / "config.json").write_text("{")
+    broken(place, r"config\.json is not JSON \(Expecting property name")
+
+
+# Tensors that do not fit.
+
+
+def refused(config, state):
+    with pytest.raises(CheckpointError) as caught:
+        from_huggingface(config, state)
+    return str(caught.value)
+
+
+LAYER = "model.layers.1."
+
+
+def test_everything_wrong_is_said_at_once(mixtral):
+    config, state = mixtral
+    state[LAYER + "self_attn.query.weight"] = state.pop(LAYER + "self_attn.q_proj.weight")
+    state[LAYER + "self_attn.q_proj.bias"] = np.zeros(24, np.float32)
+    state["model.norm.weight"] = np.ones(35, np.float32)
+    expert = LAYER + "block_sparse_moe.experts.4.w3.weight"
+    state[expert] = state[expert].T
+    codes = state["lm_head.weight"].astype(np.int8)
+    state["lm_head.weight"] = codes
+    bias = LAYER + "self_attn.q_proj.bias"
+    query, wanted = LAYER + "self_attn.query.weight", LAYER + "self_attn.q_proj.weight"
+    assert refused(config, state).splitlines() == [
+        "the tensors are not those of the config (6 differ):",
+        f"  {wanted}: missing, expected [24, 36] (near: {query}, {bias})",
+        f"  {query}: found [24, 36], not in this model (near: {wanted})",
+        f"  {bias}: found [24], not in this model (near: {wanted})",
+        "  lm_head.weight: found int8, expected one of float16, bfloat16, float32, float64",
+        f"  {expert}: found [36, 10], expected [10, 36]",
+        "  model.norm.weight: found [35], expected [36]",
+        "give the config.json that was saved with them",
+    ]
+
+
+def test_long_lists_are_cut(mixtral):
+    config, state = mixtral
+    lines = refused(config, {"a": state["lm_head.weight"]}).splitlines()
+    assert lines[0] == f"the tensors are not those of the config ({len(state) + 1} differ):"
+    assert len(lines) == 23 and lines[-2] == "  ..."
+
+
+def test_a_missing_expert_of_many(mixtral):
+    config, state = mixtral
+    del state["model.layers.0.block_sparse_moe.experts.3.w2.weight"]
+    assert "experts.3.w2.weight: missing, expected [36, 10]" in refused(config, state)
+
+
+def test_more_experts_than_the_config_says(mixtral):
+    """Reading only the first would be a model that nobody trained."""
+    config, state = mixtral
+    text = refused({**config, "num_local_experts": 4}, state)
+    assert "(8 differ)" in text  # three matrices and one router in each of two layers
+    assert "experts.4.w1.weight: found [10, 36], not in this model" in text
+    assert "gate.weight: found [5, 36], expected [4, 36]" in text
+    text = refused({**config, "num_local_experts": 4}, stacked(state))
+    assert "gate_up_proj: found [5, 20, 36], expected [4, 20, 36]" in text
+
+
+def test_both_layouts_at_once(mixtral):
+    config, state = mixtral
+    both = {**stacked(state), **state}
+    assert "mlp.experts.down_proj: found [5, 36, 10], not in this model" in refused(config, both)
+
+
+def test_a_head_that_is_tied(mixtral):
+    config, state = mixtral
+    tied = {**config, "tie_word_embeddings": True}
+    text = "^tie_word_embeddings is set, but lm_head.weight is not model.embed_tokens.weight$"
+    assert re.match(text, refused(tied, state))
+    state["lm_head.weight"] = state["model.embed_tokens.weight"]
+    twice = from_huggingface(tied, state)
+    del state["lm_head.weight"]
+    assert_same(from_huggingface(tied, state), twice)
+    assert "lm_head.weight: missing, expected [26, 36]" in refused(config, state)
+
+
+def test_no_tensors(mixtral):
+    with pytest.raises(CheckpointError, match="^from_huggingface needs tensors: give the model's "):
+        from_huggingface(mixtral[0])
+
+
+# Configs. Published ones, shortened by what changes nothing.
+
+PUBLISHED = {
+    "olmoe_1b_7b": {
+        **{"model_type": "olmoe", "vocab_size": 50304, "hidden_size": 2048, "hidden_act": "silu"},
+        **{"intermediate_size": 1024, "num_hidden_layers": 16, "num_attention_heads": 16},
+        **{"num_key_value_heads": 16, "num_experts": 64, "num_experts_per_tok": 8},
+        **{"rms_norm_eps": 1e-5, "rope_theta": 10000.0, "rope_scaling": None, "clip_qkv": None},
+        **{"norm_topk_prob": False, "tie_word_embeddings": False, "router_aux_loss_coef": 0.01},
+    },
+    "mixtral_8x7b": {
+        **{"model_type": "mixtral", "vocab_size": 32000, "hidden_size": 4096},
+        **{"intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32},
+        **{"num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2},
+        **{"rms_norm_eps": 1e-5, "rope_theta": 1000000.0, "sliding_window": None},
+        **{"router_aux_loss_coef": 0.02, "hidden_act": "silu", "torch_dtype": "bfloat16"},
+    },
+    "qwen3_30b_a3b": {
+        **{"model_type": "qwen3_moe", "vocab_size": 151936, "hidden_size": 2048, "head_dim": 128},
+        **{"intermediate_size": 6144, "moe_intermediate_size": 768, "num_hidden_layers": 48},
+        **{"num_attention_heads": 32, "num_key_value_heads": 4, "num_experts": 128},
+        **{"num_experts_per_tok": 8, "rms_norm_eps": 1e-6, "rope_theta": 1000000.0},
+        **{"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []},
+        **{"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 48},
+        **{"router_aux_loss_coef": 0.001, "rope_scaling": None, "attention_bias": False},
+    },
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configs_are_the_presets(name, caplog):
+    """All but the balance losses, which presets take from the papers."""
+    config = PUBLISHED[name]
+    model, preset = family_of(config).model(config), PRESETS[name]()
+    coefficient = model.moe.balancers[0].coefficient
+    wanted = config["router_aux_loss_coef"] * preset.moe.top_k / preset.num_layers
+    assert coefficient == pytest.approx(wanted)
+    moe = dataclasses.replace(model.moe, balancers=preset.moe.balancers)
+    assert dataclasses.replace(model, moe=moe) == preset
+    assert not caplog.records
+
+
+def variant(name, **changes):
+    config = {key: value for key, value in {**CONFIGS[name], **changes}.items() if value != ...}
+    return FAMILIES[name].model(config)
+
+
+def test_spellings_of_versions_4_and_5():
+    for name in CONFIGS:
+        wanted = variant(name)
+        theta = CONFIGS[name]["rope_parameters"]["rope_theta"]
+        assert variant(name, rope_parameters=..., rope_theta=theta, rope_scaling=None) == wanted
+        assert variant(name, num_experts=5, num_local_experts=...) == wanted
+        assert variant(name, num_experts=..., num_local_experts=5) == wanted
+    defaults = {"olmoe": 1e4, "mixtral": 1e6, "qwen3_moe": 1e4}
+    for name, theta in defaults.items():
+        assert variant(name, rope_parameters=...).attention.rope_theta == theta
+
+
+def test_sizes_that_may_be_left_out():
+    assert variant("olmoe").attention.head_dim == 12
+    assert variant("mixtral", head_dim=None).attention.head_dim == 12
+    assert variant("mixtral", num_key_value_heads=None).attention.num_kv_heads == 3
+
+
+def test_dense_layers():
+    four = {"num_hidden_layers": 4, "mlp_only_layers": None}
+    assert variant("qwen3_moe", **four, decoder_sparse_step=2).dense_layers == (0, 2)
+    assert variant("qwen3_moe", **four, decoder_sparse_step=1).dense_layers == ()
+    dense = variant("qwen3_moe", num_hidden_layers=2, mlp_only_layers=[0, 1])
+    assert dense.moe is None and dense.dense_layers == ()
+
+
+def test_windows():
+    assert variant("mixtral").attention.window == 4
+    assert variant("mixtral", sliding_window=None).attention.window is None
+    assert variant("qwen3_moe", sliding_window=3).attention.window is None
+    windowed = variant("qwen3_moe", sliding_window=3, use_sliding_window=True)
+    assert windowed.attention.window == 3
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0}
+REFUSED = [
+    ("olmoe", {"model_type": "llama"}, "config.model_type='llama' is not among olmoe, mixtral, qw"),
+    ("olmoe", {"model_type": "qwen3"}, "qwen3_moe: did you mean 'qwen3_moe'?"),
+    ("olmoe", {"clip_qkv": 8.0}, "config.clip_qkv=8.0 is not supported, only None: queries, keys"),
+    ("mixtral", {"hidden_act": "gelu"}, "config.hidden_act='gelu' is not supported, only 'silu'"),
+    ("olmoe", {"attention_bias": True}, "config.attention_bias=True is not supported, only False"),
+    (
+        "qwen3_moe",
+        {"rope_scaling": YARN},
+        f"config.rope_scaling={YARN} is not supported: RoPE here",
+    ),
+    ("mixtral", {"rope_parameters": {"full": {}}}, "of type 'default', the same in all layers"),
+    ("mixtral", {"rope_theta": 5.0}, "the config has several rope_theta: [5.0, 300.0]"),
+    ("mixtral", {"num_experts": 6}, "the config has num_local_experts=5 and num_experts=6, two "),
+    (
+        "olmoe",
+        {"num_experts": ..., "num_expert": 5},
+        "no num_local_experts or num_experts: did you",
+    ),
+    ("olmoe", {"hidden_size": 36.5}, "config.hidden_size=36.5 must be a whole number above 0"),
+    ("olmoe", {"sliding_window": 5}, "config.sliding_window=5 is not supported, only None"),
+    (
+        "olmoe",
+        {"num_attention_heads": 5},
+        "hidden_size=36 does not divide by num_attention_heads=5",
+    ),
+    ("mixtral", {"head_dim": 9}, "attention.head_dim=9 must be even"),
+    ("mixtral", {"router_jitter_noise": 0.1}, "config.router_jitter_noise=0.1 is not supported"),
+    ("mixtral", {"quantization_config": {"bits": 4}}, "quantised weights are not read: convert"),
+]
+
+
+@pytest.mark.parametrize(("name", "changes", "text"), REFUSED)
+def test_configs_that_are_refused(name, changes, text):
+    config = {key: value for key, value in {**CONFIGS[name], **changes}.items() if value != ...}
+    with pytest.raises(ValueError, match=re.escape(text)):
+        from_huggingface(config, {})
+
+
+def test_unknown_fields_are_named(caplog):
+    with caplog.at_level(logging.WARNING):
+        variant("olmoe", logit_soft_cap=30.0, use_cache=True)
+    assert caplog.messages == ["config fields unknown to jaxmoe, ignored: logit_soft_cap"]
