@@ -20,7 +20,7 @@ your own, the paper's budget is `ladder_tokens(depth)` tokens in batches of 2^21
 A parameter, its two moments and its gradient take 16 bytes, and 4 more while micro-batches are
 added up: 18 GB for d8, 459 GB for d24, spread over all devices. The optimiser is AdamW under the
 standard parameterisation until HyperP and MuonH are there; its learning rate is not tuned. None of
-these runs was made: tested are shapes and counts, and that a shrunken one trains.
+these runs was made: tested are shapes and counts, and d8 shrunken to 2 layers of width 32 ran.
 
 To add a rung: its depth in LADDER_DEPTHS of `jaxmoe/models/presets.py`, and a function here.
 """

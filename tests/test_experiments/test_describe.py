@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Recipes fit their data and their own rules, and are described without a device."""
+"""`experiments.describe`: the page, and that it needs neither a device nor a patient reader."""
 
 from __future__ import annotations
 
@@ -9,37 +9,9 @@ import pathlib
 import subprocess
 import sys
 
-import pytest
-
 from experiments import describe
-from experiments.assembly import make_plan
-from experiments.recipes import RECIPES
-from jaxmoe.data import evaluation_batches
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-
-
-@pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_fits_its_data(name):
-    config = RECIPES[name]()
-    plan = make_plan(config)
-    source = config.data.build(config.training.seed)
-    assert source.vocab_size <= plan.model.vocab_size
-    assert config.training.batch_size % config.training.accumulation == 0
-    evaluation_batches(  # too little held-out data is an error here
-        source,
-        batch_size=config.training.batch_size,
-        sequence_length=config.training.sequence_length,
-        num_batches=config.evaluation.batches,
-    ).close()
-
-
-@pytest.mark.parametrize("name", RECIPES)
-def test_every_recipe_says_how_it_is_run(name):
-    text = RECIPES[name].__doc__
-    assert text.splitlines()[0].endswith(".")
-    command = "python -m experiments.pretrain" + ("" if name == "tiny" else f" {name}")
-    assert command in [line.strip() for line in text.splitlines()]
 
 
 def page(capsys, *argv):

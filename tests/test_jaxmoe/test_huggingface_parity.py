@@ -82,7 +82,22 @@ def test_logits_and_balance_loss(case, torch):
     assert_close(balance_of(model, ours.statistics), float(wanted.aux_loss), "matmul")
 
 
-def test_what_it_saves(case, torch, tmp_path):
+def test_padding(torch):
+    """Rows of different length: what is padding is neither seen, nor routed, nor counted."""
+    theirs, tokens = build(CONFIGS["olmoe"]), tokens_of(CONFIGS["olmoe"])
+    is_real = np.arange(tokens.shape[1])[None, :] < np.array([[9], [5]])
+    mask = torch.tensor(is_real).long()
+    with torch.no_grad():
+        wanted = theirs(torch.tensor(tokens).long(), mask, output_router_logits=True)
+    model, params = from_huggingface(theirs.config.to_dict(), theirs.state_dict())
+    ours = Transformer(model).apply(
+        {"params": params}, jnp.asarray(tokens), segment_ids=jnp.asarray(is_real, jnp.int32)
+    )
+    assert_close(ours.logits[is_real], wanted.logits.numpy()[is_real], "matmul")
+    assert_close(balance_of(model, ours.statistics), float(wanted.aux_loss), "matmul")
+
+
+def test_what_it_saves(case, torch, tmp_path, caplog):
     """On disk every expert has tensors of its own, and Mixtral's names are others."""
     theirs, _ = case
     wanted = from_huggingface(theirs.config.to_dict(), theirs.state_dict())
@@ -93,6 +108,8 @@ def test_what_it_saves(case, torch, tmp_path):
         model, params = from_huggingface(tmp_path / place)
         assert model == wanted[0]
         jax.tree.map(np.testing.assert_array_equal, params, wanted[1])
+    # Every field that it writes is known here.
+    assert not [record for record in caplog.records if record.name.startswith("jaxmoe")]
 
 
 def test_bfloat16(torch):
