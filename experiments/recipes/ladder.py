@@ -8,9 +8,10 @@
 Shapes, vocabulary and sequence length are the paper's. Data is the embedded corpus, 10 MB of bytes,
 so that the command runs as it stands: 305 steps of 2^17 tokens pass over it four times, and use 256
 of the 32,000 token ids. That shows speed and routing, not what the model can learn. With data of
-your own, the paper's budget is `ladder_tokens(depth)` tokens in batches of 2^21 (512 sequences):
+your own, the paper's budget is `ladder_tokens(depth)` tokens in batches of 2^21
+(--training.batch_size 512 --training.accumulation 64):
 
-    rung   parameters   active   tokens    --training.steps at --training.batch_size 512
+    rung   parameters   active   tokens    --training.steps
     d8         0.91e9   0.21e9    10.4e9    4960
     d12        2.95e9   0.57e9    28.5e9   13585
     d16        6.88e9   1.24e9    61.9e9   29505

@@ -10,6 +10,8 @@ import dataclasses
 import json
 import logging
 import re
+import textwrap
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +20,7 @@ import numpy as np
 import pytest
 
 from jaxmoe import Transformer, init_params
-from jaxmoe.checkpoint import CheckpointError, from_huggingface
+from jaxmoe.checkpoint import CheckpointError, from_huggingface, huggingface
 from jaxmoe.checkpoint.huggingface.families import FAMILIES, family_of
 from jaxmoe.models.presets import PRESETS
 from jaxmoe.routing.balancers import conversions, load_balance, pool_layers
@@ -151,6 +153,19 @@ def test_a_directory(golden, tmp_path, num_files):
     assert_same(from_huggingface(golden.config, place), wanted)
     if num_files == 1:
         assert_same(from_huggingface(place, place / "model.safetensors"), wanted)
+
+
+def test_the_example_in_the_docstring(golden, tmp_path):
+    place = save(tmp_path / "it", golden.config, [golden.state])
+    theirs = SimpleNamespace(
+        config=SimpleNamespace(to_dict=lambda: golden.config), state_dict=lambda: golden.state
+    )
+    olmoe = SimpleNamespace(from_pretrained=lambda _: theirs)
+    names = {"transformers": SimpleNamespace(OlmoeForCausalLM=olmoe)}
+    block = huggingface.__doc__.partition("\n\n")[2].partition("    families.py")[0]
+    exec(textwrap.dedent(block).replace("OLMoE-1B-7B-0924", str(place)), names)
+    assert names["logits"].shape == (1, 3, 26)
+    assert_same((names["model"], names["params"]), from_huggingface(place))
 
 
 def broken(path, error):

@@ -7,7 +7,7 @@
     from jaxmoe.checkpoint import from_huggingface
 
     model, params = from_huggingface("OLMoE-1B-7B-0924")         # a directory with safetensors
-    tokens = jnp.asarray([[510, 5347, 273, 6181, 310]])
+    tokens = jnp.asarray([[1, 2, 3]])
     logits = Transformer(model).apply({"params": params}, tokens).logits
 
     hf = transformers.OlmoeForCausalLM.from_pretrained(...)      # or a model in memory
