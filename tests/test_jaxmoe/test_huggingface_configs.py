@@ -55,6 +55,17 @@ def test_published_configs_are_the_presets(name, caplog):
     assert not caplog.records
 
 
+TENSORS = {"olmoe_1b_7b": 3219, "mixtral_8x7b": 995, "qwen3_30b_a3b": 18_867}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_as_many_tensors_as_were_published(name):
+    """Norms, attention, router and three matrices for every expert of every layer."""
+    text = f"the tensors are not those of the config ({TENSORS[name]} differ)"
+    with pytest.raises(ValueError, match=re.escape(text)):
+        from_huggingface(PUBLISHED[name], {})
+
+
 def variant(name, **changes):
     config = {key: value for key, value in {**CONFIGS[name], **changes}.items() if value != ...}
     return FAMILIES[name].model(config)

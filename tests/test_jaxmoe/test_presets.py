@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Presets against published parameter counts.
 
-Totals of the published models are those of their safetensors index on the Hub; active ones are
-worked out beside them. To add a preset: a row in COUNTS.
+Totals of the published models are the parameter counts of their repositories on the Hub; they and
+the active ones are worked out beside them. To add a preset: a row in COUNTS.
 """
 
 import pytest
