@@ -136,7 +136,7 @@ def implementations(assembly: Assembly) -> dict[str, str]:
     """Which implementation of each kernel the run used."""
     kernels = assembly.execution.kernels
     asked: dict[str, Implementation | None]
-    asked = {"flash_attention": kernels.attention, "grouped_matmul": kernels.grouped_matmul}
+    asked = {"flash_attention": kernels.attention, "grouped_swiglu": kernels.grouped_swiglu}
     return {name: OPERATIONS[name].choose(asked[name]).implementation for name in asked}
 
 

@@ -17,7 +17,7 @@ import jax
 
 from sharding.distributed import start_processes
 
-_MALLOPT = {-1: 2**30, -2: 64 * 2**20, -3: 2**30, -8: 1}
+_MALLOPT = {-1: -1, -2: 64 * 2**20, -4: 0, -8: 1}
 """glibc's M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD, M_ARENA_MAX.
 
 XLA on the CPU frees its temporary buffer after every step; glibc would give it back to the kernel

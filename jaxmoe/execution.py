@@ -28,8 +28,8 @@ class KernelsConfig:
 
     attention: Implementation | None = None
     """Of `pallas_kernels.flash_attention`."""
-    grouped_matmul: Implementation | None = None
-    """Of `pallas_kernels.grouped_matmul`."""
+    grouped_swiglu: Implementation | None = None
+    """Of `pallas_kernels.grouped_swiglu`, the experts."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,6 +50,9 @@ class ExecutionConfig:
     """Dtypes."""
     remat: Remat = "none"
     """What the backward pass recomputes: nothing; each whole block; or all but matrix products."""
+    unroll: int = 1
+    """Layers in one iteration of the loop over equal layers: more compile longer and run faster on
+    a CPU, where the loop copies what it carries."""
     loss_chunk: int = 0
     """Positions whose logits exist at a time in the loss; 0: all at once."""
 
@@ -59,6 +62,8 @@ class ExecutionConfig:
                 f"mesh.seq={self.mesh.seq} needs a sequence-parallel attention, and"
                 " sequence_parallel is 'none': set mesh.seq to 1"
             )
+        if self.unroll < 1:
+            raise ValueError(f"execution.unroll={self.unroll} must be at least 1")
         if self.loss_chunk < 0:
             raise ValueError(f"loss_chunk={self.loss_chunk} must be 0 (whole) or positive")
 

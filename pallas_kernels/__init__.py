@@ -3,9 +3,10 @@
 """Device code: arrays in, arrays out. It knows no mesh object, no module and no config.
 
     flash_attention  exact attention that never stores the matrix of scores; returns (out, lse)
-    grouped_matmul   rows sorted by group, each group times its own matrix (the experts of a MoE)
+    grouped_matmul   rows sorted by group, each group times its own matrix
+    grouped_swiglu   rows sorted by group, each through its group's SwiGLU (the experts of a MoE)
 
-`OPERATIONS` holds both with the table of their implementations:
+`OPERATIONS` holds them with the table of their implementations:
 `OPERATIONS["flash_attention"].choose(None)` says which one runs on this machine, and why.
 
 The functions carry the names of the packages that hold them. To reach inside such a package,
@@ -19,9 +20,11 @@ from pallas_kernels.flash_attention import OPERATION as _FLASH_ATTENTION
 from pallas_kernels.flash_attention import flash_attention
 from pallas_kernels.grouped_matmul import OPERATION as _GROUPED_MATMUL
 from pallas_kernels.grouped_matmul import grouped_matmul
+from pallas_kernels.grouped_swiglu import OPERATION as _GROUPED_SWIGLU
+from pallas_kernels.grouped_swiglu import grouped_swiglu
 
 OPERATIONS: dict[str, Operation] = {
-    operation.name: operation for operation in (_FLASH_ATTENTION, _GROUPED_MATMUL)
+    operation.name: operation for operation in (_FLASH_ATTENTION, _GROUPED_MATMUL, _GROUPED_SWIGLU)
 }
 
 __all__ = [
@@ -31,4 +34,5 @@ __all__ = [
     "Operation",
     "flash_attention",
     "grouped_matmul",
+    "grouped_swiglu",
 ]

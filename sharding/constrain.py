@@ -25,6 +25,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.jax_versions import match_varying
 from sharding.axes import BATCH_AXES, MESH_AXES
 from sharding.rules import LogicalAxisRules
 
@@ -65,21 +66,22 @@ class Placement:
     rules: LogicalAxisRules
 
     def einsum(
-        self, subscripts: str, *operands: Array, axes: LogicalAxes, dtype: Any = None
+        self, subscripts: str, x: Array, weight: Array, *, axes: LogicalAxes, dtype: Any = None
     ) -> Array:
-        """`jnp.einsum` whose result has these logical axes.
+        """`jnp.einsum` of activations and a weight, whose result has these logical axes.
 
         Args:
-            subscripts: as for `jnp.einsum`.
-            *operands: arrays of one dtype.
+            subscripts: as for `jnp.einsum`; each letter stands in two of the three terms.
+            x: activations.
+            weight: of the same dtype.
             axes: logical axes of the result.
             dtype: dtype of the result and of the accumulation; that of the operands when None.
         """
-        dtype = dtype or operands[0].dtype
+        dtype = dtype or x.dtype
         if surroundings() != "explicit":
-            return jnp.einsum(subscripts, *operands, preferred_element_type=dtype)
+            return _local_einsum(subscripts, x, weight, dtype)
         spec = self.rules.resolve(axes)
-        return jnp.einsum(subscripts, *operands, preferred_element_type=dtype, out_sharding=spec)
+        return jnp.einsum(subscripts, x, weight, preferred_element_type=dtype, out_sharding=spec)
 
     def take_rows(
         self, table: Float[Array, "V D"], ids: Int[Array, "B S"], *, axes: LogicalAxes
@@ -147,6 +149,33 @@ class Placement:
             return body(*placed)
 
         return run
+
+
+def _local_einsum(subscripts: str, x: Array, weight: Array, dtype: Any) -> Array:
+    """`jnp.einsum` of activations and a weight, whose gradients are products of the same kind.
+
+    JAX would derive the weight's gradient with the result's first; XLA on the CPU then lays the
+    latter out by columns, together with all that computes it. Here the activations come first.
+    """
+    left, result = subscripts.split("->")
+    first, second = left.split(",")
+
+    def product(subscripts: str, one: Array, other: Array, dtype: Any) -> Array:
+        wide = one.dtype if one.dtype == other.dtype else jnp.float32
+        one, other = one.astype(wide), other.astype(wide)
+        return jnp.einsum(subscripts, one, other, preferred_element_type=dtype)
+
+    @jax.custom_vjp
+    def project(x: Array, weight: Array) -> Array:
+        return product(subscripts, x, weight, dtype)
+
+    def backward(operands: tuple[Array, Array], gradient: Array) -> tuple[Array, Array]:
+        x, weight = operands
+        d_x = product(f"{result},{second}->{first}", gradient, weight, x.dtype)
+        return d_x, product(f"{first},{result}->{second}", x, gradient, weight.dtype)
+
+    project.defvjp(lambda x, weight: (project(x, weight), (x, weight)), backward)
+    return project(match_varying(x, weight), match_varying(weight, x))
 
 
 def _is_axes(node: Any) -> bool:

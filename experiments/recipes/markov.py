@@ -4,6 +4,7 @@
 
 from experiments.config import EvaluationConfig, PretrainConfig, TrackingConfig, TrainingConfig
 from jaxmoe.data import MarkovConfig
+from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
 from jaxmoe.optim import AdamWConfig, LinearConfig
 
@@ -27,6 +28,7 @@ def markov() -> PretrainConfig:
         training=TrainingConfig(steps=450, batch_size=32, sequence_length=64),
         optimizer=AdamWConfig(learning_rate=1e-2),
         schedule=LinearConfig(warmup_steps=20, floor=0.02),
+        execution=ExecutionConfig(unroll=2),
         evaluation=EvaluationConfig(every=150, batches=16),
         tracking=TrackingConfig(sample_length=0),
     )

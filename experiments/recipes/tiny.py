@@ -9,6 +9,7 @@ from experiments.config import (
     TrainingConfig,
 )
 from jaxmoe.data import CorpusConfig
+from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models import presets
 from jaxmoe.optim import AdamWConfig, WarmupStableDecayConfig
 
@@ -26,6 +27,7 @@ def tiny() -> PretrainConfig:
         training=TrainingConfig(steps=400, batch_size=8, sequence_length=256),
         optimizer=AdamWConfig(learning_rate=4e-3, weight_decay=0.1),
         schedule=WarmupStableDecayConfig(warmup_steps=20, decay_fraction=0.4, floor=0.05),
+        execution=ExecutionConfig(unroll=4),
         evaluation=EvaluationConfig(every=80, batches=16),
         checkpoint=CheckpointConfig(every=120),
     )

@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.norms import rms_norm
-from jaxmoe.layers.rotary import rotate
+from jaxmoe.layers.rotary import rotary_angles, rotate
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.parameters import Declaration, Role, declare
 from sharding import axes as ax
@@ -60,7 +60,7 @@ class Attention(nn.Module):
 
         Args:
             x: normed input.
-            positions: of the tokens; arange when None.
+            positions: of the tokens; arange when None. Within a segment they rise with the row.
             segment_ids: tokens see only their own segment.
             cache: of this layer; the new keys and values are written at its length.
 
@@ -74,9 +74,10 @@ class Attention(nn.Module):
         heads = {name: self._project(name, x, size) for name, size in sizes.items()}
         q, k, v = self._norm("q_norm", heads["q"]), self._norm("k_norm", heads["k"]), heads["v"]
 
-        rope_positions = _positions(positions, x.shape[1])
-        q = rotate(q, rope_positions, config.rope_theta)
-        k = rotate(k, rope_positions, config.rope_theta)
+        angles = rotary_angles(
+            _positions(positions, x.shape[1]), config.head_dim, config.rope_theta
+        )
+        q, k = rotate(q, angles), rotate(k, angles)
         kv_positions = None
         if cache is not None:
             if positions is None or segment_ids is not None:
@@ -90,7 +91,9 @@ class Attention(nn.Module):
             k.astype(dtype),
             v.astype(dtype),
             placement=placement,
-            positions=positions,
+            # Within a segment positions rise with the row: a mask that is known at trace time says
+            # the same, and lets the kernel skip what it hides.
+            positions=positions if segment_ids is None else None,
             segment_ids=segment_ids,
             kv_positions=kv_positions,
             window=config.window,

@@ -119,6 +119,7 @@ def stack_of_blocks(
         in_axes=(0, nn.broadcast),  # pyright: ignore[reportArgumentType]
         out_axes=0,
         length=stack.num_layers,
+        unroll=min(execution.unroll, stack.num_layers),
         metadata_params={nn.PARTITION_NAME: ax.LAYERS, "size": stack.num_layers},
     )
     return scanned(model, execution, stack.is_moe, train, name=stack.name)

@@ -7,13 +7,12 @@ The weights are declared here and used inside the MoE island, where rows are loc
 
 from __future__ import annotations
 
-import jax
 from flax import linen as nn
 from jaxtyping import Array, Float, Int
 
 from jaxmoe.models.config import MoEConfig
 from jaxmoe.parameters import Declaration, declare
-from pallas_kernels import grouped_matmul
+from pallas_kernels import grouped_swiglu
 from pallas_kernels.backend import Implementation
 from sharding import axes as ax
 
@@ -54,12 +53,7 @@ def apply_experts(
         rows: sorted by expert, in the compute dtype.
         group_sizes: rows of each expert; rows past their sum give 0.
         weights: of the e experts held here, as from `Experts`.
-        implementation: of `grouped_matmul`.
+        implementation: of `grouped_swiglu`.
     """
-    gate_up = weights["gate_up"].astype(rows.dtype)
-    experts, width, _, hidden = gate_up.shape
-    gate_up = gate_up.reshape(experts, width, 2 * hidden)
-    both = grouped_matmul(rows, gate_up, group_sizes, implementation=implementation)
-    inner = jax.nn.silu(both[:, :hidden]) * both[:, hidden:]
-    down = weights["down"].astype(rows.dtype)
-    return grouped_matmul(inner, down, group_sizes, implementation=implementation)
+    gate_up, down = (weights[name].astype(rows.dtype) for name in ("gate_up", "down"))
+    return grouped_swiglu(rows, gate_up, down, group_sizes, implementation=implementation)

@@ -158,7 +158,7 @@ def _route_and_compute(
         statistics = dataclasses.replace(statistics, kept=kept)
 
     def experts(rows: Array, group_sizes: Array) -> Array:
-        kernel = layer.execution.kernels.grouped_matmul
+        kernel = layer.execution.kernels.grouped_swiglu
         return apply_experts(rows, group_sizes, given["weights"], kernel)
 
     y = expert_parallel(

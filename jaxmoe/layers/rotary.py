@@ -8,28 +8,43 @@ Face checkpoints), and turns by position * theta^(-2h/H). Angles are computed in
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 
+def rotary_angles(
+    positions: Int[Array, "#B S"], head_dim: int, theta: float
+) -> tuple[Float[Array, "#B S 1 h"], Float[Array, "#B S 1 h"]]:
+    """Cosine and sine of every angle, f32; h = H/2.
+
+    Args:
+        positions: B may be 1, for positions shared by all rows.
+        head_dim: H, even.
+        theta: base of the wavelengths.
+    """
+    half = head_dim // 2
+    exponents = jnp.arange(half, dtype=jnp.float32) / half
+    frequencies = jnp.float32(theta) ** -exponents
+    angles = positions.astype(jnp.float32)[:, :, None, None] * frequencies[None, None, None, :]
+    # Kept apart from what it meets: merged into it, it would be computed anew for every head.
+    return jax.lax.optimization_barrier((jnp.cos(angles), jnp.sin(angles)))
+
+
 def rotate(
-    x: Float[Array, "B S N H"], positions: Int[Array, "#B S"], theta: float
+    x: Float[Array, "B S N H"], angles: tuple[Float[Array, "#B S 1 h"], Float[Array, "#B S 1 h"]]
 ) -> Float[Array, "B S N H"]:
     """Turns queries or keys by their positions.
 
     Args:
         x: heads; H is even.
-        positions: B may be 1, for positions shared by all rows.
-        theta: base of the wavelengths.
+        angles: from `rotary_angles`.
 
     Returns:
         In the dtype of `x`.
     """
-    half = x.shape[-1] // 2
-    exponents = jnp.arange(half, dtype=jnp.float32) / half
-    frequencies = jnp.float32(theta) ** -exponents
-    angles = positions.astype(jnp.float32)[:, :, None, None] * frequencies[None, None, None, :]
-    cos, sin = jnp.cos(angles), jnp.sin(angles)
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return turned.astype(x.dtype)
+    cos, sin = angles
+    cos, sin = jnp.concatenate([cos, cos], axis=-1), jnp.concatenate([-sin, sin], axis=-1)
+    wide = x.astype(jnp.float32)
+    partner = jnp.roll(wide, x.shape[-1] // 2, axis=-1)
+    return (wide * cos + partner * sin).astype(x.dtype)

@@ -32,7 +32,7 @@ from sharding.specs import named_shardings
 # Shapes need no device, so nothing here may ask which one there is.
 _SHAPES_ONLY = ExecutionConfig(
     precision=PrecisionPolicy(compute="float32"),
-    kernels=KernelsConfig(attention="reference", grouped_matmul="reference"),
+    kernels=KernelsConfig(attention="reference", grouped_swiglu="reference"),
 )
 
 

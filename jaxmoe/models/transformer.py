@@ -74,7 +74,7 @@ class Transformer(nn.Module):
             tokens: ids in [0, V); validated on the host by `jaxmoe.data.batch`.
             positions: of each token in its document; arange when None.
             segment_ids: document of each token, 0 for padding: tokens see only their own document,
-                and padding is neither routed nor counted.
+                and padding is neither routed nor counted. A document's tokens stand in order.
             router_state: stacked over MoE layers; fresh when None.
             cache: keys and values of earlier tokens; needs `positions`.
             train: routers may behave otherwise in training.

@@ -250,9 +250,10 @@ def update_routers(
 
 
 def _all_finite(tree: Any) -> Bool[Array, ""]:
-    checks = [
-        jnp.all(jnp.isfinite(leaf))
+    # 0 * x is 0, or NaN where x is not finite: a sum is several times as fast as `all(isfinite)`.
+    sums = [
+        jnp.sum(leaf * jnp.zeros((), leaf.dtype))
         for leaf in jax.tree.leaves(tree)
         if jnp.issubdtype(leaf.dtype, jnp.floating)
     ]
-    return jnp.all(jnp.stack(checks))
+    return jnp.all(jnp.isfinite(jnp.stack([total.astype(jnp.float32) for total in sums])))

@@ -10,7 +10,7 @@ from flax import linen as nn
 
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.attention import Attention, KVCache
-from jaxmoe.layers.rotary import rotate
+from jaxmoe.layers.rotary import rotary_angles, rotate
 from jaxmoe.models.config import AttentionConfig, ForwardMultipliers, ModelConfig
 from tests.support.tolerances import assert_close
 
@@ -130,7 +130,8 @@ def test_equals_jax_nn(window):
     params = _random_params(module, x, None, None, None)
     positions = jnp.arange(LENGTH, dtype=jnp.int32)[None, :]
     q, k, v = (jnp.einsum("bsd,dnh->bsnh", x, params[name]) for name in ("q", "k", "v"))
-    q, k = rotate(q, positions, config.rope_theta), rotate(k, positions, config.rope_theta)
+    angles = rotary_angles(positions, HEAD, config.rope_theta)
+    q, k = rotate(q, angles), rotate(k, angles)
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         seen = None if window is None else (window - 1, 0)
         out = jax.nn.dot_product_attention(q, k, v, is_causal=True, local_window_size=seen)
@@ -141,7 +142,7 @@ def test_equals_jax_nn(window):
 def test_rotation_equals_complex_numbers():
     x = _normal(4, BATCH, LENGTH, 3, 8)
     positions = jnp.asarray(POSITIONS) + 20
-    turned = rotate(x, positions, 500.0)
+    turned = rotate(x, rotary_angles(positions, 8, 500.0))
     for head in range(3):
         wanted = turn(x[:, :, head], positions, 500.0)
         assert_close(turned[:, :, head], wanted, kind="attention")
@@ -152,8 +153,8 @@ def test_rotation_sees_only_distances():
     q, k = _normal(5, 1, LENGTH, 1, 8), _normal(6, 1, LENGTH, 1, 8)
 
     def products(shift: int):
-        positions = jnp.asarray(POSITIONS[:1]) + shift
-        turned = rotate(q, positions, 100.0), rotate(k, positions, 100.0)
+        angles = rotary_angles(jnp.asarray(POSITIONS[:1]) + shift, 8, 100.0)
+        turned = rotate(q, angles), rotate(k, angles)
         return jnp.einsum("bsnh,bunh->bsu", *turned)
 
     assert_close(products(0), products(57), kind="attention")
@@ -162,7 +163,7 @@ def test_rotation_sees_only_distances():
 
 def test_rotation_keeps_lengths_and_the_dtype():
     x = _normal(7, BATCH, LENGTH, 2, 8).astype(jnp.bfloat16)
-    turned = rotate(x, jnp.asarray(POSITIONS), 10_000.0)
+    turned = rotate(x, rotary_angles(jnp.asarray(POSITIONS), 8, 10_000.0))
     assert turned.dtype == jnp.bfloat16
     lengths = [np.linalg.norm(np.asarray(side, np.float32), axis=-1) for side in (x, turned)]
     np.testing.assert_allclose(*lengths, rtol=2**-7)  # half a step of bfloat16 in each component

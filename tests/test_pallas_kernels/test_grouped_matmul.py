@@ -18,7 +18,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import OPERATIONS, grouped_matmul
-from pallas_kernels.grouped_matmul import xla
+from pallas_kernels.grouped_matmul import layout
 
 IMPLEMENTATIONS = ("xla",)
 
@@ -55,8 +55,8 @@ CASES = {
 def small_blocks(request, monkeypatch):
     """Constants so small that these shapes reach every branch."""
     if request.param:
-        monkeypatch.setattr(xla, "BLOCKS", (8, 4))
-        monkeypatch.setattr(xla, "MIN_HEAD", 4)
+        monkeypatch.setattr(layout, "BLOCKS", (8, 4))
+        monkeypatch.setattr(layout, "MIN_HEAD", 4)
 
 
 def _inputs(num_rows, sizes, dtype="float32"):
@@ -72,7 +72,7 @@ def _inputs(num_rows, sizes, dtype="float32"):
 
 
 def _value_and_gradients(rows, weights, group_sizes, d_out, implementation):
-    constants = (xla.BLOCKS, xla.MIN_HEAD, xla.SLACK)
+    constants = (layout.BLOCKS, layout.MIN_HEAD, layout.SLACK)
     return _compiled(rows, weights, group_sizes, d_out, implementation, constants)
 
 
@@ -146,8 +146,8 @@ def test_any_sizes(sizes):
     rows, weights, _, d_out = _inputs(40, [40, 0, 0, 0, 0])
     group_sizes = jnp.array(np.diff(np.minimum(np.cumsum([0, *sizes]), 40)), jnp.int32)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(xla, "BLOCKS", (8, 4))
-        patch.setattr(xla, "MIN_HEAD", 4)
+        patch.setattr(layout, "BLOCKS", (8, 4))
+        patch.setattr(layout, "MIN_HEAD", 4)
         actual, expected = (
             _value_and_gradients(rows, weights, group_sizes, d_out, name)
             for name in ("xla", "reference")

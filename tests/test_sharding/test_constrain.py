@@ -153,3 +153,49 @@ def test_take_rows_has_the_gradient_of_a_gather():
     axes = (ax.ACT_BATCH, ax.ACT_SEQ, ax.ACT_EMBED)
     gradient = jax.grad(lambda t: placement.take_rows(t, ids, axes=axes).sum())(table)
     assert gradient[:, 0].tolist() == [0.0, 2.0, 0.0, 1.0]
+
+
+@pytest.mark.parametrize("dtype", [None, jnp.float32])
+@pytest.mark.parametrize("subscripts", ["bsd,dnh->bsnh", "bsnh,nhd->bsd", "bsd,dcf->bscf"])
+def test_einsum_has_the_gradients_of_jnp(subscripts, dtype):
+    """The gradients written by hand against those that jax derives, in bfloat16."""
+    sizes = {"b": 2, "s": 3, "d": 8, "n": 2, "h": 4, "c": 2, "f": 4}
+    shapes = [[sizes[letter] for letter in term] for term in subscripts.split("->")[0].split(",")]
+    keys = jax.random.split(jax.random.key(1))
+    x, w = (jax.random.normal(k, s, jnp.bfloat16) for k, s in zip(keys, shapes, strict=True))
+    placement = Placement(RULES["fully_sharded"])
+    axes = (None,) * len(subscripts.split("->")[1])
+
+    def ours(x, w):
+        return placement.einsum(subscripts, x, w, axes=axes, dtype=dtype)
+
+    def theirs(x, w):
+        return jnp.einsum(subscripts, x, w, preferred_element_type=dtype or x.dtype)
+
+    out, pull = jax.vjp(ours, x, w)
+    wanted, wanted_pull = jax.vjp(theirs, x, w)
+    cotangent = jnp.cos(wanted)
+    gradients, wanted_gradients = pull(cotangent), wanted_pull(cotangent)
+    assert [g.dtype for g in gradients] == [jnp.bfloat16, jnp.bfloat16]
+    assert_close((out, gradients), (wanted, wanted_gradients), "matmul", "bfloat16")
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_einsum_in_a_shard_map_sums_the_gradient_of_a_whole_weight(check_vma, arrays):
+    placement = Placement(RULES["fully_sharded"])
+    rows = PartitionSpec("fsdp")
+
+    def product(x, w):
+        return placement.einsum("bsd,df->bsf", x, w, axes=(ax.ACT_BATCH, ax.ACT_SEQ, None))
+
+    def value_and_gradients(function, *arrays):
+        out, pull = jax.vjp(function, *arrays)
+        return out, pull(jnp.cos(out))
+
+    wanted = value_and_gradients(product, *arrays)
+    with jax.set_mesh(user_mesh(AUTO, AUTO)):
+        spread = jax.shard_map(
+            product, in_specs=(rows, PartitionSpec()), out_specs=rows, check_vma=check_vma
+        )
+        result = jax.jit(lambda *arrays: value_and_gradients(spread, *arrays))(*arrays)
+    assert_close(result, wanted, "matmul")

@@ -1,0 +1,89 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""The door of grouped_swiglu: checks, the choice of an implementation, and the table of them.
+
+    a, b   = rows[r] @ gate_up[g, :, 0], rows[r] @ gate_up[g, :, 1]
+    out[r] = (silu(a) * b) @ down[g]        and 0 past the last group
+
+for the rows of group g, which stand together as in `grouped_matmul`; the promises are the same:
+rows past the last group may hold anything, NaN included, and no backend multiplies every row by
+every group's matrix. It is the whole of an expert, so that an implementation can keep the rows in
+its own layout from the first product to the last.
+
+To add an implementation: a file beside this one with the same function (without
+`implementation`), a line in `OPERATION`, and a line in the table of the tests.
+"""
+
+import jax.numpy as jnp
+
+from pallas_kernels.array_types import Array, Float, Int
+from pallas_kernels.backend import Implementation, Operation
+from pallas_kernels.grouped_swiglu import reference, xla
+from pallas_kernels.jax_versions import match_varying
+
+OPERATION = Operation(
+    name="grouped_swiglu",
+    implementations={"reference": reference.grouped_swiglu, "xla": xla.grouped_swiglu},
+)
+
+
+def grouped_swiglu(
+    rows: Float[Array, "R k"],
+    gate_up: Float[Array, "G k 2 n"],
+    down: Float[Array, "G n k"],
+    group_sizes: Int[Array, " G"],
+    *,
+    implementation: Implementation | None = None,
+) -> Float[Array, "R k"]:
+    """Puts each group of consecutive rows through the group's own SwiGLU (arXiv 2002.05202).
+
+    Args:
+        rows: Sorted by group; what stands past the last group is never read.
+        gate_up: Of each group the gate's matrix and the other one, in the dtype of `rows`.
+        down: Of each group the matrix back, in the dtype of `rows`.
+        group_sizes: How many rows each group has, 0 allowed, their sum at most R.
+        implementation: Which implementation runs; None picks the fastest that runs here.
+
+    Returns:
+        In the dtype of `rows`, products accumulated in float32; exactly 0 past the last group,
+        whose rows contribute nothing to the gradients either.
+
+    Raises:
+        ValueError: Shapes or dtypes that do not fit, or an implementation that cannot run here.
+    """
+    arrays = (rows, gate_up, down, group_sizes)
+    _check(*arrays)
+    if rows.size == 0 or gate_up.size == 0:
+        return match_varying(jnp.zeros_like(rows), *arrays)
+    return OPERATION.function(implementation)(*(match_varying(x, *arrays) for x in arrays))
+
+
+def _check(rows: Array, gate_up: Array, down: Array, group_sizes: Array) -> None:
+    shapes = (
+        f"rows {rows.shape}, gate_up {gate_up.shape}, down {down.shape}, "
+        f"group_sizes {group_sizes.shape}"
+    )
+    if (rows.ndim, gate_up.ndim, down.ndim, group_sizes.ndim) != (2, 4, 3, 1):
+        raise ValueError(
+            "grouped_swiglu takes rows [R k], gate_up [G k 2 n], down [G n k] and group_sizes [G], "
+            f"not {shapes}."
+        )
+    groups, hidden = down.shape[:2]
+    if gate_up.shape != (groups, rows.shape[1], 2, hidden) or down.shape[2] != rows.shape[1]:
+        raise ValueError(
+            "grouped_swiglu: gate_up must be [G k 2 n] and down [G n k], with k the width of rows "
+            f"({rows.shape[1]}): {shapes}."
+        )
+    if group_sizes.shape[0] != groups:
+        raise ValueError(
+            f"grouped_swiglu: there are matrices for {groups} groups, and {group_sizes.shape[0]} "
+            f"group_sizes, in {shapes}: give one size for each group, 0 included."
+        )
+    dtypes = {str(x.dtype) for x in (rows, gate_up, down)}
+    if len(dtypes) > 1 or not jnp.issubdtype(rows.dtype, jnp.floating):
+        raise ValueError(
+            f"grouped_swiglu: rows ({rows.dtype}), gate_up ({gate_up.dtype}) and down "
+            f"({down.dtype}) must have the same floating dtype: cast them with .astype."
+        )
+    if not jnp.issubdtype(group_sizes.dtype, jnp.integer):
+        raise ValueError(f"grouped_swiglu: group_sizes must be integers, not {group_sizes.dtype}.")

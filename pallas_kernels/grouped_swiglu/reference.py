@@ -1,0 +1,26 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""The oracle of grouped_swiglu: the three products of SwiGLU, each by the oracle of grouped_matmul.
+
+The gradients are those that jax derives from these lines.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.array_types import Array, Float, Int
+from pallas_kernels.grouped_matmul.reference import grouped_matmul
+
+
+def grouped_swiglu(
+    rows: Float[Array, "R k"],
+    gate_up: Float[Array, "G k 2 n"],
+    down: Float[Array, "G n k"],
+    group_sizes: Int[Array, " G"],
+) -> Float[Array, "R k"]:
+    """See `pallas_kernels.grouped_swiglu`."""
+    has_group = jnp.arange(rows.shape[0]) < jnp.sum(group_sizes)
+    rows = jnp.where(has_group[:, None], rows, jnp.zeros_like(rows))
+    gate = grouped_matmul(rows, gate_up[:, :, 0], group_sizes)
+    up = grouped_matmul(rows, gate_up[:, :, 1], group_sizes)
+    return grouped_matmul(jax.nn.silu(gate) * up, down, group_sizes)

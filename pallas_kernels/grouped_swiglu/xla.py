@@ -1,0 +1,109 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""grouped_swiglu without a kernel: the rows are laid out once, and all products take them so.
+
+    z = rows @ W_in[g] = [a | b]      h = silu(a) * b      out = h @ W_out[g]
+
+    dh = d out @ W_out^T    da = dh * b * s * (1 + a * (1 - s))    db = dh * a * s    s = sigmoid(a)
+    dz = [da | db]          d rows = dz @ W_in^T     dW_in = rows^T dz     dW_out = h^T d out
+
+Two calls of `grouped_matmul` with the activation between them would take the rows to their layout
+and back for each product, and keep five arrays of the size of h for the backward pass. Here the
+layout (`pallas_kernels/grouped_matmul/layout.py`) is made once, only z is kept, and only of the
+head; the overflow computes its z again.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.array_types import Array, Float, Int
+from pallas_kernels.grouped_matmul.layout import (
+    Block,
+    add_to_matrix,
+    lay_out,
+    matrix_of,
+    over_blocks,
+)
+
+
+def _dot(equation: str, x: Array, y: Array) -> Array:
+    return jnp.einsum(equation, x, y, preferred_element_type=jnp.float32)
+
+
+def _activate(z: Array) -> Array:
+    gate, up = jnp.split(z, 2, axis=-1)
+    return jax.nn.silu(gate) * up
+
+
+def _gradients(
+    rows: Float[Array, "G C k"],
+    z: Array,
+    d_out: Float[Array, "G C k"],
+    w_in: Float[Array, "G k z"],
+    w_out: Float[Array, "G n k"],
+) -> tuple[Array, Array, Array]:
+    """Of the rows (in their dtype), of the two weights (f32)."""
+    gate, up = jnp.split(z, 2, axis=-1)
+    sigmoid = jax.nn.sigmoid(gate)
+    silu = gate * sigmoid
+    d_inner = _dot("crk,cnk->crn", d_out, w_out).astype(z.dtype)
+    d_gate = d_inner * up * (sigmoid + silu * (1.0 - sigmoid))
+    d_z = jnp.concatenate([d_gate, d_inner * silu], axis=-1)
+    d_rows = _dot("crz,ckz->crk", d_z, w_in).astype(z.dtype)
+    return d_rows, _dot("crk,crz->ckz", rows, d_z), _dot("crn,crk->cnk", silu * up, d_out)
+
+
+def _flat(gate_up: Array) -> Array:
+    return gate_up.reshape(*gate_up.shape[:2], -1)  # [G k 2 n] to [G k 2n]
+
+
+@jax.custom_vjp
+def grouped_swiglu(
+    rows: Float[Array, "R k"],
+    gate_up: Float[Array, "G k 2 n"],
+    down: Float[Array, "G n k"],
+    group_sizes: Int[Array, " G"],
+) -> Float[Array, "R k"]:
+    """See `pallas_kernels.grouped_swiglu`."""
+    return _forward(rows, gate_up, down, group_sizes)[0]
+
+
+def _forward(rows, gate_up, down, group_sizes):
+    layout, w_in = lay_out(rows.shape[0], group_sizes), _flat(gate_up)
+
+    def project(x: Array, matrices: Array) -> Array:
+        return _dot("crk,ckz->crz", x, matrices).astype(rows.dtype)
+
+    def add_block(out: Array, group: Array, block: Block) -> Array:
+        z = project(block.of(rows)[None], matrix_of(w_in, group))
+        return block.put(out, project(_activate(z), matrix_of(down, group))[0])
+
+    z = project(layout.head_of(rows), w_in)
+    out = layout.rows_of(project(_activate(z), down))
+    return over_blocks(layout, add_block, out), (rows, z, gate_up, down, group_sizes)
+
+
+def _backward(residuals, d_out):
+    rows, z, gate_up, down, group_sizes = residuals
+    layout, w_in = lay_out(rows.shape[0], group_sizes), _flat(gate_up)
+
+    def add_block(sums: tuple[Array, ...], group: Array, block: Block) -> tuple[Array, ...]:
+        own, matrices = block.of(rows)[None], (matrix_of(w_in, group), matrix_of(down, group))
+        z = _dot("crk,ckz->crz", own, matrices[0]).astype(rows.dtype)
+        d_own, *d_matrices = _gradients(own, z, block.new_of(d_out)[None], *matrices)
+        # Rows that were seen before have their gradient already.
+        is_new = (jnp.arange(block.size) >= block.num_seen)[:, None]
+        d_own = jnp.where(is_new, d_own[0], block.of(sums[0]))
+        return (
+            block.put(sums[0], d_own),
+            *(add_to_matrix(s, group, d) for s, d in zip(sums[1:], d_matrices, strict=True)),
+        )
+
+    # Both heads are masked: what stands past the last group may be NaN.
+    d_rows, *d_weights = _gradients(layout.head_of(rows), z, layout.head_of(d_out), w_in, down)
+    sums = over_blocks(layout, add_block, (layout.rows_of(d_rows), *d_weights))
+    d_gate_up = sums[1].reshape(gate_up.shape).astype(gate_up.dtype)
+    return sums[0], d_gate_up, sums[2].astype(down.dtype), None
+
+
+grouped_swiglu.defvjp(_forward, _backward)
