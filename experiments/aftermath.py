@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from experiments.assembly import Assembly, entropy_floor, mesh_in_words
+from experiments.output import say
 from experiments.reporting import BITS_PER_TOKEN, Reporter
 from experiments.run_directory import RunDirectory
 from jaxmoe.configs import to_json
@@ -23,8 +24,15 @@ from jaxmoe.routing.balancers import conversions
 from jaxmoe.tracking.disk import DiskGuard, replace_file
 from jaxmoe.tracking.plots import plot_run
 from jaxmoe.tracking.report import write_report
-from jaxmoe.tracking.tracker import BITS_PER_BYTE, LOSS, MAX_VIOLATION
+from jaxmoe.tracking.tracker import (
+    BITS_PER_BYTE,
+    DROPPED_FRACTION,
+    LOAD_BALANCE,
+    LOSS,
+    MAX_VIOLATION,
+)
 from jaxmoe.training.loop import LoopResult
+from jaxmoe.training.throughput import peak_memory
 from pallas_kernels import OPERATIONS, Implementation
 
 logger = logging.getLogger(__name__)
@@ -81,7 +89,7 @@ def leave(
         directory.write_summary(summary)
     except ValueError as error:
         logger.warning("%s", error)
-    print(last_words(directory, summary, references), flush=True)
+    say(last_words(directory, summary, references))
 
 
 def reference_lines(assembly: Assembly) -> dict[str, float]:
@@ -106,7 +114,8 @@ def summarise(
     plan, last = assembly.plan, reporter.last
     training, moe = plan.config.training, plan.model.moe
     active = plan.table.active(moe.top_k, moe.num_experts) if moe else plan.table.total
-    balance = last.get("router/load_balance")
+    balance = last.get(LOAD_BALANCE)
+    memory, measured_on = peak_memory(jax.local_devices())
     return {
         "status": facts["status"],
         "steps": facts["steps"],
@@ -119,8 +128,13 @@ def summarise(
         "parameters_active": active,
         "compile_seconds": facts["compile_seconds"],
         "wall_seconds": facts["wall_seconds"],
+        "trained_seconds": reporter.trained_seconds,
+        "mfu": reporter.mfu,
+        "model_flops_per_token": reporter.flops_per_token,
+        "peak_memory_bytes": memory,
+        "peak_memory_of": measured_on,
         "router_max_violation": last.get(MAX_VIOLATION),
-        "router_dropped_fraction": last.get("router/dropped_fraction"),
+        "router_dropped_fraction": last.get(DROPPED_FRACTION),
         "checkpoint_step": facts["checkpoint_step"],
         "skipped_steps": reporter.skipped,
         "mesh": mesh_in_words(assembly.mesh),
@@ -128,6 +142,7 @@ def summarise(
         "references_bits": dict(references),
         "load_balance_units": conversions(balance, top_k=moe.top_k) if moe and balance else {},
         "data": assembly.source.fingerprint(),
+        "profile": facts.get("profile"),
     }
 
 
@@ -203,5 +218,10 @@ def last_words(
     if bits is not None:
         beside = ", ".join(f"{label} {value:.3f}" for label, value in references.items())
         lines.append(f"held out {bits:.4f} {unit}" + (f"   ({beside})" if beside else ""))
+    if summary["profile"] is not None:
+        lines.append(
+            f"trace in {summary['profile']}: open it with `xprof --logdir {summary['profile']}`"
+            " (pip install xprof), or its *.trace.json.gz at https://ui.perfetto.dev"
+        )
     lines.append(f"see {directory.report_file}")
     return "\n".join(lines)

@@ -13,6 +13,7 @@
         samples.txt        generated text
         checkpoints/       what a restart continues from
         summary.json       the numbers of the finished (or stopped) run
+        profile/           the trace of --profile.steps
         run.lock           process and host that hold the directory
 
 The lock is the kernel's (`flock`), so that it ends with the process, however that ends; the text
@@ -110,6 +111,11 @@ class RunDirectory:
     def summary_file(self) -> pathlib.Path:
         """The numbers of the finished or stopped run."""
         return self.path / "summary.json"
+
+    @property
+    def profile_directory(self) -> pathlib.Path:
+        """The trace of `--profile.steps`."""
+        return self.path / "profile"
 
     @property
     def lock_file(self) -> pathlib.Path:

@@ -30,7 +30,7 @@ SMALL = (
     *("--training.batch_size", "8", "--training.sequence_length", "16"),
     *("--schedule.warmup_steps", "2", "--evaluation.batches", "2"),
     *("--optimizer.learning_rate", "0.005"),
-    *("--tracking.has_tensorboard", "False"),
+    "--tracking.trackers",
 )
 
 
