@@ -13,7 +13,7 @@ import numpy as np
 
 from experiments.assembly import Assembly, entropy_floor, mesh_in_words
 from experiments.output import say
-from experiments.reporting import BITS_PER_TOKEN, Reporter
+from experiments.reporting import Reporter
 from experiments.run_directory import RunDirectory
 from jaxmoe.configs import to_json
 from jaxmoe.data import Source, ngram_bits_per_byte, xz_bits_per_byte
@@ -22,10 +22,13 @@ from jaxmoe.models.config import ModelConfig
 from jaxmoe.models.decode import generate
 from jaxmoe.routing.balancers import conversions
 from jaxmoe.tracking.disk import DiskGuard, replace_file
+from jaxmoe.tracking.jsonl import read_metrics
 from jaxmoe.tracking.plots import plot_run
 from jaxmoe.tracking.report import write_report
+from jaxmoe.tracking.router_load import read_router_load
 from jaxmoe.tracking.tracker import (
     BITS_PER_BYTE,
+    BITS_PER_TOKEN,
     DROPPED_FRACTION,
     LOAD_BALANCE,
     LOSS,
@@ -69,7 +72,7 @@ def leave(
             replace_file(directory.samples_file, samples)
     with DiskGuard(directory.report_file).going_on():
         bytes_per_token = assembly.source.bytes_per_token
-        plots = plot_run(
+        plot_run(
             directory.metrics_file,
             directory.router_file,
             directory.plots_directory,
@@ -77,19 +80,43 @@ def leave(
             bytes_per_token=bytes_per_token or 1.0,
         )
         config = to_json(assembly.plan.config)
-        write_report(
-            directory.report_file,
-            title=f"jaxmoe: {name}",
-            summary=summary,
-            plots=plots,
-            samples=samples,
-            config=config,
-        )
+        write_run_report(directory, name, summary, samples, config)
     try:
         directory.write_summary(summary)
     except ValueError as error:
         logger.warning("%s", error)
     say(last_words(directory, summary, references))
+
+
+def write_run_report(
+    directory: RunDirectory,
+    name: str,
+    summary: Mapping[str, Any],
+    samples: str,
+    config: Mapping[str, Any],
+) -> None:
+    """Writes the page about a run from its files and its summary.
+
+    Args:
+        directory: of the run.
+        name: of the run.
+        summary: the content of summary.json.
+        samples: generated text, or nothing.
+        config: as JSON.
+
+    Raises:
+        OSError: the page cannot be written.
+    """
+    has_loads = directory.router_file.exists()
+    write_report(
+        directory.report_file,
+        title=f"jaxmoe: {name}",
+        summary=summary,
+        metrics=read_metrics(directory.metrics_file),
+        load=read_router_load(directory.router_file) if has_loads else None,
+        samples=samples,
+        config=config,
+    )
 
 
 def reference_lines(assembly: Assembly) -> dict[str, float]:
@@ -140,6 +167,7 @@ def summarise(
         "mesh": mesh_in_words(assembly.mesh),
         "implementations": implementations(assembly),
         "references_bits": dict(references),
+        "bytes_per_token": assembly.source.bytes_per_token,
         "load_balance_units": conversions(balance, top_k=moe.top_k) if moe and balance else {},
         "data": assembly.source.fingerprint(),
         "profile": facts.get("profile"),

@@ -21,6 +21,7 @@ from jaxmoe.tracking.router_load import RouterLoadRecorder
 from jaxmoe.tracking.terminal import Console, LiveTracker, SilentConsole, open_console
 from jaxmoe.tracking.tracker import (
     BITS_PER_BYTE,
+    BITS_PER_TOKEN,
     GRADIENT_NORM,
     LEARNING_RATE,
     LOSS,
@@ -38,8 +39,6 @@ from jaxmoe.training.evaluate import Evaluation
 from jaxmoe.training.loop import Report
 from jaxmoe.training.step import StepMetrics
 from jaxmoe.training.throughput import model_flops_utilization
-
-BITS_PER_TOKEN = "eval/bits_per_token"
 
 
 def check_packages(tracking: TrackingConfig) -> None:
@@ -131,8 +130,7 @@ class Reporter:
             if self._loads is not None and metrics.load is not None:
                 load = np.asarray(metrics.load)
                 self._loads.record(step, load)
-        if load is not None:
-            self._console.show_load(load)
+        self._console.show({}, load)
         self._console.log(report.steps[-1], self.last)
 
     def evaluated(self, step: int, evaluation: Evaluation) -> None:
@@ -144,6 +142,7 @@ class Reporter:
             )
         self.last.update(values)
         self._files.log(step, values)
+        self._console.show(values)
         shown = " ".join(f"{name}={value:.4f}" for name, value in values.items())
         self._console.log_text(step, "held out", shown)
 

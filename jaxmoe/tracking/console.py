@@ -130,8 +130,8 @@ class ConsoleTracker:
     def start(self, step: int) -> None:
         """The steps begin; a line has nothing to prepare."""
 
-    def show_load(self, load: np.ndarray) -> None:
-        """The load [L E] of the step that is logged next; a line has no room for it."""
+    def show(self, metrics: Mapping[str, float], load: np.ndarray | None = None) -> None:
+        """Nothing: a number has to wait for the next line, which has no room for the load."""
 
     def close(self) -> None:
         """Nothing is pending."""

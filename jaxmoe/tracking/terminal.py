@@ -37,6 +37,7 @@ from jaxmoe.tracking.console import (
 from jaxmoe.tracking.optional import MissingPackageError, require
 from jaxmoe.tracking.tracker import (
     BITS_PER_BYTE,
+    BITS_PER_TOKEN,
     DEAD_FRACTION,
     DROPPED_FRACTION,
     GRADIENT_NORM,
@@ -68,8 +69,8 @@ class Console(Tracker, Protocol):
         """The steps begin, after this many."""
         ...
 
-    def show_load(self, load: np.ndarray) -> None:
-        """The load [L E] of the step that is logged next."""
+    def show(self, metrics: Mapping[str, float], load: np.ndarray | None = None) -> None:
+        """Numbers, and the load [L E], that need no line of their own."""
         ...
 
 
@@ -79,7 +80,7 @@ class SilentConsole(NullTracker):
     def start(self, step: int) -> None:
         """Do nothing."""
 
-    def show_load(self, load: np.ndarray) -> None:
+    def show(self, metrics: Mapping[str, float], load: np.ndarray | None = None) -> None:
         """Do nothing."""
 
 
@@ -180,9 +181,11 @@ class LiveTracker:
                     self._moved.append((handler, handler.setStream(sys.stderr)))
         self._draw()
 
-    def show_load(self, load: np.ndarray) -> None:
-        """The load [L E] of the step that is logged next."""
-        self._view.load = np.asarray(load)
+    def show(self, metrics: Mapping[str, float], load: np.ndarray | None = None) -> None:
+        """Take numbers, and the load [L E], into the next drawing."""
+        self._view.metrics.update(metrics)
+        if load is not None:
+            self._view.load = np.asarray(load)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Redraw; what is not among the numbers keeps its last value."""
@@ -259,9 +262,12 @@ class View:
         known = self.metrics
         if LOSS not in known:
             return [[("compiled; the first steps are under way", "bright_black")]]
+        held_out, unit = BITS_PER_BYTE, " bits/byte"
+        if held_out not in known:
+            held_out, unit = BITS_PER_TOKEN, " bits/token"
         spelled = [
             ("loss", LOSS, "{:.4f}".format, ""),
-            ("held out", BITS_PER_BYTE, "{:.4f}".format, " bits/byte"),
+            ("held out", held_out, "{:.4f}".format, unit),
             ("lr", LEARNING_RATE, "{:.2e}".format, ""),
             ("grad norm", GRADIENT_NORM, "{:.3g}".format, ""),
             ("", TOKENS_PER_SECOND, format_count, " tokens/s"),

@@ -38,7 +38,8 @@ from jaxmoe.tracking import (
 )
 from jaxmoe.tracking.console import format_count, format_duration
 from jaxmoe.tracking.disk import replace_file
-from jaxmoe.tracking.plots import _binned, _smooth, plot_router_load
+from jaxmoe.tracking.plots import plot_router_load
+from jaxmoe.tracking.smoothing import binned, smooth
 
 
 def full_disk(*_):
@@ -355,17 +356,17 @@ def test_router_pictures_of_any_size(tmp_path, steps, layers, experts):
 
 def test_bins_are_means_and_empty_ones_repeat():
     steps = np.array([0, 1, 2, 100])
-    edges, means = _binned(steps, np.array([[1.0], [2.0], [6.0], [8.0]]))
+    edges, means = binned(steps, np.array([[1.0], [2.0], [6.0], [8.0]]))
     assert edges.tolist() == [0, 25, 50, 75, 100]
     assert means[:, 0].tolist() == [3.0, 3.0, 3.0, 8.0]
 
 
 def test_smoothing_keeps_lines_and_leaves_out_nan():
     line = np.arange(300.0)
-    np.testing.assert_allclose(_smooth(line)[3:-3], line[3:-3])
+    np.testing.assert_allclose(smooth(line)[3:-3], line[3:-3])
     line[7] = np.nan
-    assert np.isfinite(_smooth(line)).all()
-    np.testing.assert_allclose(_smooth(np.array([1.0])), [1.0])
+    assert np.isfinite(smooth(line)).all()
+    np.testing.assert_allclose(smooth(np.array([1.0])), [1.0])
 
 
 def test_the_report_is_one_page_by_itself(tmp_path):
