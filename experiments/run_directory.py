@@ -194,6 +194,27 @@ class RunDirectory:
         except ValueError as error:
             raise ValueError(f"{self.config_file}: {error}") from error
 
+    def config_json(self) -> dict[str, Any]:
+        """The config as it was written, whichever version wrote it.
+
+        Raises:
+            ValueError: If no run was started here, or the file is damaged.
+        """
+        if not self.config_file.exists():
+            raise ValueError(
+                f"run.directory={self.path} holds no run ({self.config_file.name} is missing): "
+                "give the directory of a run"
+            )
+        return self._read(self.config_file)
+
+    def summary(self) -> dict[str, Any] | None:
+        """The content of `summary.json`; None while the run has not ended.
+
+        Raises:
+            ValueError: If the file is damaged.
+        """
+        return self._read(self.summary_file) if self.summary_file.exists() else None
+
     def write_environment(self, devices: Sequence[str]) -> None:
         """Record what this start runs on.
 

@@ -48,10 +48,10 @@ def with_smoothed(label: str, x: np.ndarray, y: np.ndarray, color: int = 0) -> l
 
 def plain_number(value: float) -> str:
     """A number on an axis, as short as it can be."""
-    if value != 0.0 and not 1e-3 <= abs(value) < 1e5:
+    if value != 0.0 and not 1e-3 <= abs(value) < 1e6:
         mantissa, _, exponent = f"{value:.2e}".partition("e")
         return f"{float(mantissa):g}e{int(exponent)}"
-    return f"{value:.6g}"
+    return f"{value:,.6g}"
 
 
 def line_chart(
@@ -151,7 +151,9 @@ class _Frame:
             parts.append(f'<path class="grid" d="M{_LEFT} {y:.1f}H{width - _RIGHT}"/>')
             parts.append(_text(_LEFT - 7, y + 3.5, plain_number(tick), "end"))
         for tick in _ticks(*self.x_range, max(3, (width - 100) // 90)):
-            parts.append(_text(self.x(tick), base + 16, spell_x(tick), "middle"))
+            x = self.x(tick)
+            anchor = "end" if x > width - _RIGHT - 20 else "middle"  # no label out of the picture
+            parts.append(_text(x + 12 * (anchor == "end"), base + 16, spell_x(tick), anchor))
         parts.append(f'<path class="axis" d="M{_LEFT} {base}H{width - _RIGHT}"/>')
         middle = (_LEFT + width - _RIGHT) / 2
         parts.append(_text(middle, height - 6, x_label, "middle"))

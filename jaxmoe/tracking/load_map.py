@@ -198,19 +198,35 @@ def load_strips(steps: np.ndarray, load: np.ndarray) -> str:
     _, layers, experts = load.shape
     bins = max(8, min(240, MAX_STRIP_BYTES // (layers * experts)))
     _, ratio = binned(steps, load * experts, bins)
-    height = min(9.0, max(3.0, experts * 0.3))
+    height = min(9.0 if layers <= 8 else 5.0, max(3.0, experts * 0.3))
     strips = []
     for layer in range(layers):
         values = ratio[:, layer].T
         worst = float(values[:, -1].max())
         strips.append(
-            f"<div><h3>layer {layer} <span class='soft small'>busiest at the end:"
-            f" {worst:.2f}</span></h3>"
+            f"<div><h3>layer {layer} <span class='soft small'>busiest {worst:.2f}</span></h3>"
             f'<div class="strip" style="height:{height:.1f}rem"><img alt="layer {layer}: experts'
             f' from top to bottom, steps from left to right" src="{png(levels(values))}"></div>'
             "</div>"
         )
     return f'<div class="strips">{"".join(strips)}</div>'
+
+
+def load_picture(load: np.ndarray) -> str:
+    """One step without a slider, as HTML.
+
+    Args:
+        load: [L E] shares of the assignments.
+    """
+    layers, experts = load.shape
+    height = min(20.0, max(3.0, layers * (1.4 if layers <= 8 else 0.6)))
+    return (
+        f'<div class="loads"><div class="layers"><span>L0</span>'
+        f"<span>{f'L{layers - 1}' if layers > 1 else ''}</span></div>"
+        f'<div class="cells" style="height:{height:.1f}rem"><img alt="load of every expert by'
+        f' layer" src="{png(levels(load * experts))}"></div>'
+        f'<div class="experts"><span>expert 0</span><span>expert {experts - 1}</span></div></div>'
+    )
 
 
 def load_style(layers: int) -> str:

@@ -4,8 +4,8 @@
 
 Self-contained: charts and pictures are inside, nothing is fetched, and the only script moves the
 slider of the load map. Cards first; then loss, learning rate and gradient norm; the router;
-samples; every number; the config. What it shows is given to it; the files are read by `experiments/`.
-To add a section: one more in `write_report`.
+samples; every number; the config. What it shows is given to it; the files are read by
+`experiments/`. To add a section: one more in `write_report`.
 """
 
 from __future__ import annotations
