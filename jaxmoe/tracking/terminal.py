@@ -315,7 +315,7 @@ def strip(load: np.ndarray, width: int) -> list[list[Span]]:
         width: Columns.
 
     Returns:
-        At most `MAX_LINES` lines of pieces, and one more if layers were left out.
+        At most `MAX_LINES` lines of pieces, and below them what was left out or put together.
     """
     layers, experts = load.shape
     ratio = worst_of_groups(load * experts, min(MAX_CELLS, max(1, width - 6)))
@@ -338,9 +338,7 @@ def strip(load: np.ndarray, width: int) -> list[list[Span]]:
         notes.append(f"{len(shown)} of {layers} layers")
     if ratio.shape[1] < experts:
         notes.append(f"{experts} experts, a cell is the worst of {-(-experts // ratio.shape[1])}")
-    if notes:
-        lines.append([(", ".join(notes), "bright_black")])
-    return lines
+    return lines + _wrapped([[(note, "bright_black")] for note in notes], width)
 
 
 def worst_of_groups(ratio: np.ndarray, cells: int) -> np.ndarray:
