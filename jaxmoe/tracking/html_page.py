@@ -44,6 +44,7 @@ dl.fields { display: grid; grid-template-columns: repeat(auto-fill, minmax(15rem
 .fields dt { color: var(--soft); font-size: 0.82rem; }
 .fields dd { margin: 0; font-variant-numeric: tabular-nums; overflow-wrap: anywhere; }
 figure { margin: 0; } svg { display: block; width: 100%; height: auto; }
+figure svg[viewBox^="0 0 960"] { min-width: 38rem; }
 svg text { fill: var(--soft); font: 11px system-ui, sans-serif; }
 svg text.reference { stroke: var(--card); stroke-width: 3px; stroke-dasharray: none;
                      paint-order: stroke; }
