@@ -54,6 +54,8 @@ def main(argv: Sequence[str]) -> int:
     prog = "python -m experiments.doctor"
     config = cli.parse_flags(DoctorConfig(), argv, prog, __doc__ or "")
     directory = RunDirectory(config.run.directory)
+    with cli.exit_on_bad_configuration():
+        directory.check_free_of_runs()
     findings = examine_software(directory.path, os.environ)
     write("\n".join(map(in_words, findings)))
     # Processes that cannot meet would wait for minutes here, and fail without a reason.

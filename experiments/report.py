@@ -181,6 +181,7 @@ def _compare(found: Sequence[FoundRun], paths: Sequence[str], where: str | None)
     names = run_names(paths)
     default = "_".join(name.replace(os.sep, "-") for name in names)[:80]
     directory = RunDirectory(where or f"runs/report/{default}")
+    directory.check_free_of_runs()
     notes = [note for run in found for note in run.notes]
     runs = []
     for name, run in zip(names, found, strict=True):

@@ -122,6 +122,18 @@ class RunDirectory:
         """Process and host that hold the directory, while they do."""
         return self.path / "run.lock"
 
+    def check_free_of_runs(self) -> None:
+        """For commands that write a `summary.json` of their own.
+
+        Raises:
+            ValueError: If a run lives here, whose summary would be lost.
+        """
+        if self.config_file.exists():
+            raise ValueError(
+                f"run.directory={self.path} holds a run, whose summary.json would be lost: choose"
+                " another directory with --run.directory"
+            )
+
     def acquire(self) -> None:
         """Make the directory and hold it until `release` or the end of the process.
 

@@ -22,7 +22,7 @@ import numpy as np
 
 from jaxmoe.tracking import html_page
 from jaxmoe.tracking.charts import Line, line_chart, plain_number
-from jaxmoe.tracking.console import format_count, format_duration, format_flops
+from jaxmoe.tracking.console import format_bytes, format_count, format_duration, format_flops
 from jaxmoe.tracking.disk import replace_file
 from jaxmoe.tracking.jsonl import Series
 from jaxmoe.tracking.load_map import load_picture, load_style
@@ -207,7 +207,7 @@ def final_numbers(runs: Sequence[ComparedRun]) -> list[tuple[str, ...]]:
         row("model FLOPs per token", known("model_flops_per_token", format_flops)),
         row("training time", known("trained_seconds", format_duration)),
         row("compiling", known("compile_seconds", "{:.1f} s".format)),
-        row("peak memory", known("peak_memory_bytes", lambda x: f"{x / 1e9:.2f} GB")),
+        row("peak memory", known("peak_memory_bytes", format_bytes)),
         row("max violation", known("router_max_violation", "{:.2f}".format)),
         row("dropped", known("router_dropped_fraction", "{:.1%}".format)),
         row("mesh", known("mesh", dict)),

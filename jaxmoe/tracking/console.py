@@ -49,6 +49,12 @@ def format_flops(value: int | float) -> str:
     return f"{number} FLOP" if number[-1].isdigit() else f"{number[:-1]} {number[-1]}FLOP"
 
 
+def format_bytes(value: int | float) -> str:
+    """Bytes with the prefixes of units, of a thousand each: 1.63 GB."""
+    number = format_count(value).replace("B", "G")
+    return f"{number} B" if number[-1].isdigit() else f"{number[:-1]} {number[-1]}B"
+
+
 def format_duration(seconds: float) -> str:
     """A time as `m:ss` or `h:mm:ss`."""
     minutes, seconds = divmod(round(seconds), 60)

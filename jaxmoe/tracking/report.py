@@ -22,7 +22,7 @@ import numpy as np
 
 from jaxmoe.tracking import html_page
 from jaxmoe.tracking.charts import Line, line_chart, with_smoothed
-from jaxmoe.tracking.console import format_count, format_duration, format_flops
+from jaxmoe.tracking.console import format_bytes, format_count, format_duration, format_flops
 from jaxmoe.tracking.disk import replace_file
 from jaxmoe.tracking.jsonl import Series
 from jaxmoe.tracking.load_map import load_map, load_strips, load_style
@@ -151,11 +151,11 @@ def headline(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
         cards.append(("time of the last start", format_duration(summary["wall_seconds"]), note))
     if summary.get("peak_memory_bytes"):
         note = f"peak of the {summary.get('peak_memory_of', 'device')}"
-        cards.append(("memory", f"{format_count(summary['peak_memory_bytes'])}B", note))
+        cards.append(("memory", format_bytes(summary["peak_memory_bytes"]), note))
     if summary.get("router_max_violation") is not None:
         note = f"dropped {summary.get('router_dropped_fraction') or 0.0:.1%} of the assignments"
         cards.append(("max violation", f"{summary['router_max_violation']:.2f}", note))
-    return [(label, value.replace("BB", " GB"), note) for label, value, note in cards]
+    return cards
 
 
 def bits_of_training(series: Series, summary: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import pathlib
@@ -19,7 +20,7 @@ import pytest
 from experiments import evaluate, generate, pretrain
 from experiments.assembly import make_plan
 from experiments.cli import ExitCode
-from experiments.config import PretrainConfig
+from experiments.config import PretrainConfig, ProfileConfig
 from experiments.run_directory import RunDirectory
 from jaxmoe import load_checkpoint
 from jaxmoe.models.flops import flops_per_token
@@ -150,6 +151,16 @@ def test_chosen_steps_are_traced(tmp_path, capsys):
     assert "step=" not in printed  # console none
     assert len(list((directory / "profile").rglob("*.xplane.pb"))) == 1
     assert json.loads((directory / "summary.json").read_text())["profile"] is not None
+
+
+def test_a_run_that_is_past_its_trace_says_so(tmp_path, capsys):
+    profile = ProfileConfig(steps="3:4")
+    config = dataclasses.replace(PretrainConfig(), profile=profile)
+    directory = RunDirectory(tmp_path)
+    assert pretrain._trace(directory, config, 2) is not None
+    assert capsys.readouterr().out == ""
+    assert pretrain._trace(directory, config, 3) is None
+    assert "no trace: step 3 is done, and profile.steps=3:4" in capsys.readouterr().out
 
 
 def test_a_tracker_that_is_not_installed_is_refused_at_once(tmp_path, capsys, monkeypatch):

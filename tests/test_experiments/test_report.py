@@ -134,6 +134,16 @@ def test_what_is_no_run_is_refused_in_words(tmp_path, capsys):
     assert "is not JSON" in refused([str(damaged)], capsys)
 
 
+def test_a_run_is_not_written_over(tmp_path, capsys):
+    path = make_run(tmp_path / "run")
+    text = refused([str(path), "--run.directory", str(path)], capsys)
+    assert "holds a run, whose summary.json would be lost" in text
+    # One run, somewhere else: a comparison of one.
+    out = tmp_path / "out"
+    assert report.main([str(path), "--run.directory", str(out)]) == ExitCode.DONE
+    assert set(json.loads((out / "summary.json").read_text())["runs"]) == {"run"}
+
+
 def test_a_config_of_another_version_costs_only_the_flops(tmp_path, capsys):
     paths = [make_run(tmp_path / name) for name in "ab"]
     config = json.loads((paths[0] / "config.json").read_text())

@@ -36,7 +36,7 @@ from jaxmoe.tracking import (
     router_load,
     write_report,
 )
-from jaxmoe.tracking.console import format_count, format_duration
+from jaxmoe.tracking.console import format_bytes, format_count, format_duration
 from jaxmoe.tracking.disk import replace_file
 from jaxmoe.tracking.plots import plot_router_load
 from jaxmoe.tracking.smoothing import binned, smooth
@@ -234,6 +234,7 @@ def test_the_progress_line_can_be_read_by_a_program():
 def test_counts_and_durations():
     spelled = [format_count(x) for x in (0.5, 987.0, 999.9, 12_449.0, 3.912e6, 1.07e9)]
     assert spelled == ["0.5", "987", "1k", "12.4k", "3.91M", "1.07B"]
+    assert [format_bytes(x) for x in (12, 5e6, 1.63e9)] == ["12 B", "5 MB", "1.63 GB"]
     assert [format_duration(x) for x in (0.4, 59.6, 61, 3600, 86_399)] == [
         *("0:00", "1:00", "1:01", "1:00:00", "23:59:59")
     ]
