@@ -65,14 +65,16 @@ def main(argv: Sequence[str]) -> int:
         is_first = True
     else:
         with _answer_within(config.timeout):
-            start_process()
-            found = examine_devices()
+            found = _join_and_examine()
         has_devices = not any(f.level == "problem" and f.what == "devices" for f in found)
         is_first = not has_devices or jax.process_index() == 0
     findings += found
     problems = sum(finding.level == "problem" for finding in findings)
     warnings = sum(finding.level == "warning" for finding in findings)
     if not is_first:
+        for finding in found:
+            if finding.level != "ok":  # the rest is what the first process says
+                write(in_words(finding))
         return _exit_code(problems)
     write("\n".join(map(in_words, found)))
     write(f"{_count(problems, 'problem')}, {_count(warnings, 'warning')}")
@@ -90,6 +92,23 @@ def main(argv: Sequence[str]) -> int:
         )
         directory.release()
     return _exit_code(problems)
+
+
+def _join_and_examine() -> list[Finding]:
+    """Meets the other processes of the job, then looks at the devices."""
+    try:
+        start_process()
+    except (RuntimeError, ValueError) as error:
+        return [
+            Finding(
+                level="problem",
+                what="devices",
+                text=f"the processes of this job cannot join: {error}",
+                remedy="start it with srun or on every host of the pod, or unset the variables"
+                " of a job that it is not part of (JAX_COORDINATOR_ADDRESS, SLURM_*)",
+            )
+        ]
+    return examine_devices()
 
 
 _BEFORE_DEVICES = ("coordinator", "packages", "XLA_FLAGS")

@@ -60,19 +60,21 @@ def main(argv: Sequence[str]) -> int:
     recipe, config = cli.parse(RECIPES, DEFAULT, argv, prog, about)
     with cli.exit_on_bad_configuration():
         check_packages(config.tracking)
-    start_process()
+        start_process()
     name = config.run.name or recipe
     directory = RunDirectory(config.run.directory or f"runs/pretrain/{name}")
     with StopRequest() as stop:
         with cli.exit_on_bad_configuration():
             assembly = assemble(config)
-            directory.acquire()
-            directory.check_config(config, free=FREE_FIELDS)
+            if jax.process_index() == 0:  # for all of them
+                directory.acquire()
+                directory.check_config(config, free=FREE_FIELDS)
             checkpoints = CheckpointManager(
                 directory.checkpoints_directory, keep=config.checkpoint.keep
             )
             first_step, state = _restore_or_start(assembly, checkpoints)
-            directory.write_environment(devices_in_words(assembly.mesh))
+            if jax.process_index() == 0:
+                directory.write_environment(devices_in_words(assembly.mesh))
         try:
             if first_step >= config.training.steps:
                 say(_already_done(directory, first_step, config))

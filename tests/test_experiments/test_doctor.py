@@ -174,6 +174,16 @@ def test_devices_that_do_not_start_are_a_problem(monkeypatch, tmp_path, capsys):
     assert "no backend starts: Unable to initialize" in only_problem(findings).text
 
 
+def test_processes_that_cannot_join_are_a_problem(monkeypatch, tmp_path, capsys):
+    def fail():
+        raise ValueError("Number of processes must be defined.")
+
+    monkeypatch.setattr(doctor, "start_process", fail)
+    code = doctor.main(["--run.directory", str(tmp_path / "d")])
+    assert code == ExitCode.BAD_CONFIGURATION
+    assert "cannot join: Number of processes must be defined." in capsys.readouterr().out
+
+
 def test_devices_that_hang_end_the_process(tmp_path):
     script = (
         "import time; from experiments import doctor\n"
