@@ -12,7 +12,8 @@ import jax
 import numpy as np
 
 from experiments.assembly import Assembly, entropy_floor, mesh_in_words
-from experiments.reporting import BITS_PER_TOKEN, Reporter
+from experiments.output import say
+from experiments.reporting import Reporter
 from experiments.run_directory import RunDirectory
 from jaxmoe.configs import to_json
 from jaxmoe.data import Source, ngram_bits_per_byte, xz_bits_per_byte
@@ -21,10 +22,20 @@ from jaxmoe.models.config import ModelConfig
 from jaxmoe.models.decode import generate
 from jaxmoe.routing.balancers import conversions
 from jaxmoe.tracking.disk import DiskGuard, replace_file
+from jaxmoe.tracking.jsonl import read_metrics
 from jaxmoe.tracking.plots import plot_run
 from jaxmoe.tracking.report import write_report
-from jaxmoe.tracking.tracker import BITS_PER_BYTE, LOSS, MAX_VIOLATION
+from jaxmoe.tracking.router_load import read_router_load
+from jaxmoe.tracking.tracker import (
+    BITS_PER_BYTE,
+    BITS_PER_TOKEN,
+    DROPPED_FRACTION,
+    LOAD_BALANCE,
+    LOSS,
+    MAX_VIOLATION,
+)
 from jaxmoe.training.loop import LoopResult
+from jaxmoe.training.throughput import peak_memory
 from pallas_kernels import OPERATIONS, Implementation
 
 logger = logging.getLogger(__name__)
@@ -61,7 +72,7 @@ def leave(
             replace_file(directory.samples_file, samples)
     with DiskGuard(directory.report_file).going_on():
         bytes_per_token = assembly.source.bytes_per_token
-        plots = plot_run(
+        plot_run(
             directory.metrics_file,
             directory.router_file,
             directory.plots_directory,
@@ -69,19 +80,43 @@ def leave(
             bytes_per_token=bytes_per_token or 1.0,
         )
         config = to_json(assembly.plan.config)
-        write_report(
-            directory.report_file,
-            title=f"jaxmoe: {name}",
-            summary=summary,
-            plots=plots,
-            samples=samples,
-            config=config,
-        )
+        write_run_report(directory, name, summary, samples, config)
     try:
         directory.write_summary(summary)
     except ValueError as error:
         logger.warning("%s", error)
-    print(last_words(directory, summary, references), flush=True)
+    say(last_words(directory, summary, references))
+
+
+def write_run_report(
+    directory: RunDirectory,
+    name: str,
+    summary: Mapping[str, Any],
+    samples: str,
+    config: Mapping[str, Any],
+) -> None:
+    """Writes the page about a run from its files and its summary.
+
+    Args:
+        directory: of the run.
+        name: of the run.
+        summary: the content of summary.json.
+        samples: generated text, or nothing.
+        config: as JSON.
+
+    Raises:
+        OSError: the page cannot be written.
+    """
+    has_loads = directory.router_file.exists()
+    write_report(
+        directory.report_file,
+        title=f"jaxmoe: {name}",
+        summary=summary,
+        metrics=read_metrics(directory.metrics_file),
+        load=read_router_load(directory.router_file) if has_loads else None,
+        samples=samples,
+        config=config,
+    )
 
 
 def reference_lines(assembly: Assembly) -> dict[str, float]:
@@ -106,8 +141,9 @@ def summarise(
     plan, last = assembly.plan, reporter.last
     training, moe = plan.config.training, plan.model.moe
     active = plan.table.active(moe.top_k, moe.num_experts) if moe else plan.table.total
-    balance, pooled = last.get("router/load_balance"), last.get("router/load_balance_pooled")
+    balance, pooled = last.get(LOAD_BALANCE), last.get("router/load_balance_pooled")
     units = conversions(balance, top_k=moe.top_k, pooled=pooled) if moe and balance else {}
+    memory, measured_on = peak_memory(jax.local_devices())
     return {
         "status": facts["status"],
         "steps": facts["steps"],
@@ -120,15 +156,22 @@ def summarise(
         "parameters_active": active,
         "compile_seconds": facts["compile_seconds"],
         "wall_seconds": facts["wall_seconds"],
+        "trained_seconds": reporter.trained_seconds,
+        "mfu": reporter.mfu,
+        "model_flops_per_token": reporter.flops_per_token,
+        "peak_memory_bytes": memory,
+        "peak_memory_of": measured_on,
         "router_max_violation": last.get(MAX_VIOLATION),
-        "router_dropped_fraction": last.get("router/dropped_fraction"),
+        "router_dropped_fraction": last.get(DROPPED_FRACTION),
         "checkpoint_step": facts["checkpoint_step"],
         "skipped_steps": reporter.skipped,
         "mesh": mesh_in_words(assembly.mesh),
         "implementations": implementations(assembly),
         "references_bits": dict(references),
+        "bytes_per_token": assembly.source.bytes_per_token,
         "load_balance_units": units,
         "data": assembly.source.fingerprint(),
+        "profile": facts.get("profile"),
     }
 
 
@@ -204,5 +247,10 @@ def last_words(
     if bits is not None:
         beside = ", ".join(f"{label} {value:.3f}" for label, value in references.items())
         lines.append(f"held out {bits:.4f} {unit}" + (f"   ({beside})" if beside else ""))
+    if summary["profile"] is not None:
+        lines.append(
+            f"trace in {summary['profile']}: open it with `xprof --logdir {summary['profile']}`"
+            " (pip install xprof), or its *.trace.json.gz at https://ui.perfetto.dev"
+        )
     lines.append(f"see {directory.report_file}")
     return "\n".join(lines)

@@ -9,14 +9,17 @@ What is computed (`model`), from what (`data`), with what rule (`optimizer`, `sc
 from __future__ import annotations
 
 import dataclasses
+import re
 
 from jaxmoe.data import CorpusConfig, DataConfig
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.optim import AdamWConfig, LinearConfig, OptimizerConfig, ScheduleConfig
 from jaxmoe.scaling import ParameterizationConfig, StandardConfig
+from jaxmoe.tracking import TensorBoardConfig, TrackerConfig
+from jaxmoe.tracking.terminal import ConsoleKind
 
-FREE_FIELDS = ("run", "execution", "checkpoint", "tracking")
+FREE_FIELDS = ("run", "execution", "checkpoint", "tracking", "profile")
 """May change when a run is resumed: none of them changes the loss beyond rounding."""
 
 
@@ -102,8 +105,10 @@ class TrackingConfig:
 
     print_every: int = 20
     """Steps between progress lines."""
-    has_tensorboard: bool = True
-    """Also write TensorBoard event files."""
+    console: ConsoleKind = "auto"
+    """rich: a live view; plain: a line of key=value; none: neither. auto: rich on a terminal."""
+    trackers: tuple[TrackerConfig, ...] = (TensorBoardConfig(),)
+    """Where the metrics go beside metrics.jsonl; wandb and trackio are extras."""
     sample_length: int = 400
     """Tokens of text generated at the end; 0: none."""
 
@@ -112,6 +117,39 @@ class TrackingConfig:
             raise ValueError(f"tracking.print_every={self.print_every} must be at least 1")
         if self.sample_length < 0:
             raise ValueError(f"tracking.sample_length={self.sample_length} must be 0 or more")
+        names = [tracker.name for tracker in self.trackers]
+        if len(set(names)) < len(names):
+            raise ValueError(f"tracking.trackers={', '.join(names)}: name each at most once")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ProfileConfig:
+    """A trace of a few steps, for xprof or Perfetto."""
+
+    steps: str | None = None
+    """First and last traced step as a:b, both included, from 1; None: no trace."""
+
+    def __post_init__(self):
+        if self.steps is None:
+            return
+        if re.fullmatch(r"\d{1,12}:\d{1,12}", self.steps) is None:
+            raise ValueError(
+                f"profile.steps={self.steps!r} must be two step numbers a:b, such as 10:13"
+            )
+        first, last = map(int, self.steps.split(":"))
+        if not 1 <= first < last:
+            raise ValueError(
+                f"profile.steps={self.steps} must have 1 <= a < b: the first step is 1, and one"
+                " step alone is not worth much"
+            )
+
+    @property
+    def range(self) -> tuple[int, int] | None:
+        """First and last traced step."""
+        if self.steps is None:
+            return None
+        first, last = map(int, self.steps.split(":"))
+        return first, last
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -140,3 +178,12 @@ class PretrainConfig:
     """What is saved."""
     tracking: TrackingConfig = TrackingConfig()
     """What is shown."""
+    profile: ProfileConfig = ProfileConfig()
+    """Which steps are traced."""
+
+    def __post_init__(self):
+        if (traced := self.profile.range) and traced[1] > self.training.steps:
+            raise ValueError(
+                f"profile.steps={self.profile.steps} must end within the run of"
+                f" training.steps={self.training.steps}"
+            )

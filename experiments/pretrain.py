@@ -4,15 +4,19 @@
 
     python -m experiments.pretrain [recipe] [--dotted.field value ...]
 
+On a terminal the progress is a live view, elsewhere a line (`--tracking.console`). A trace of some
+steps is `--profile.steps 10:13`; further trackers are `--tracking.trackers tensorboard wandb`.
 A finished run started again says so. Exit codes: 0 done, 2 bad configuration, 3 diverged, 74 the
 last state could not be saved, 75 saved after SIGTERM, 130 saved after Ctrl-C.
 """
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 
@@ -25,9 +29,10 @@ from experiments.assembly import (
     mesh_in_words,
 )
 from experiments.config import FREE_FIELDS, PretrainConfig
+from experiments.output import say
 from experiments.process import start_process
 from experiments.recipes import DEFAULT, RECIPES
-from experiments.reporting import Reporter
+from experiments.reporting import Reporter, check_packages
 from experiments.run_directory import RunDirectory
 from jaxmoe.checkpoint import CheckpointManager
 from jaxmoe.configs import to_json
@@ -35,7 +40,7 @@ from jaxmoe.data import check_position
 from jaxmoe.models.flops import flops_per_token
 from jaxmoe.tracking.console import format_count, format_flops
 from jaxmoe.training.evaluate import make_eval_step
-from jaxmoe.training.hooks import CheckpointHook, EvaluateHook
+from jaxmoe.training.hooks import CheckpointHook, EvaluateHook, Hook, RefreshHook, Trace
 from jaxmoe.training.loop import LoopResult, run_loop
 from jaxmoe.training.state import TrainState
 from jaxmoe.training.step import make_train_step
@@ -53,22 +58,26 @@ def main(argv: Sequence[str]) -> int:
     """Runs the command; returns the exit code."""
     prog, about = "python -m experiments.pretrain", __doc__ or ""
     recipe, config = cli.parse(RECIPES, DEFAULT, argv, prog, about)
-    start_process()
+    with cli.exit_on_bad_configuration():
+        check_packages(config.tracking)
+        start_process()
     name = config.run.name or recipe
     directory = RunDirectory(config.run.directory or f"runs/pretrain/{name}")
     with StopRequest() as stop:
         with cli.exit_on_bad_configuration():
             assembly = assemble(config)
-            directory.acquire()
-            directory.check_config(config, free=FREE_FIELDS)
+            if jax.process_index() == 0:  # for all of them
+                directory.acquire()
+                directory.check_config(config, free=FREE_FIELDS)
             checkpoints = CheckpointManager(
                 directory.checkpoints_directory, keep=config.checkpoint.keep
             )
             first_step, state = _restore_or_start(assembly, checkpoints)
-            directory.write_environment(devices_in_words(assembly.mesh))
+            if jax.process_index() == 0:
+                directory.write_environment(devices_in_words(assembly.mesh))
         try:
             if first_step >= config.training.steps:
-                print(_already_done(directory, first_step, config))
+                say(_already_done(directory, first_step, config))
                 return int(cli.ExitCode.DONE)
             _print_header(name, directory, assembly, first_step)
             return _train(name, directory, assembly, checkpoints, first_step, state, stop)
@@ -97,53 +106,18 @@ def _train(
     stop: StopRequest,
 ) -> int:
     """Compiles, trains, and leaves the run's files behind."""
-    plan, config, last_step = (
-        assembly.plan,
-        assembly.plan.config,
-        assembly.plan.config.training.steps,
-    )
     started = time.perf_counter()
     with jax.set_mesh(assembly.mesh):
-        reporter = Reporter(directory, assembly, first_step)
-        step_function = make_train_step(
-            plan.model,
-            plan.optimizer,
-            execution=assembly.execution,
-            accumulation=config.training.accumulation,
-            clip=config.training.clip,
-        )
-        compiled = step_function.lower(state, assembly.batch(first_step)).compile()
-        compile_seconds = time.perf_counter() - started
-        print(f"compiled in {compile_seconds:.1f} s", flush=True)
-        evaluation = EvaluateHook(
-            make_eval_step(plan.model, execution=assembly.execution),
-            assembly.held_out,
-            every=config.evaluation.every,
-            last_step=last_step,
-            report=reporter.evaluated,
-        )
-        saving = CheckpointHook(
-            checkpoints,
-            config=to_json(config),
-            position=assembly.loader.position,
-            every=config.checkpoint.every,
-            last_step=last_step,
-            before=reporter.flush,
-        )
-        batches = assembly.batches(first_step)
-        result = run_loop(
-            state,
-            compiled,
-            batches,
-            first_step=first_step,
-            last_step=last_step,
-            hooks=(evaluation, saving),
-            report=reporter.trained,
-            report_every=config.tracking.print_every,
-            max_skipped=config.training.max_skipped,
-            stop=stop,
-        )
-        batches.close()
+        with cli.exit_on_bad_configuration():
+            reporter = Reporter(name, directory, assembly, first_step)
+        with contextlib.closing(reporter):
+            compiling = time.perf_counter()
+            compiled = _compile(assembly, first_step, state)
+            compile_seconds = time.perf_counter() - compiling
+            say(f"compiled in {compile_seconds:.1f} s")
+            saving = _saving(assembly, checkpoints, reporter)
+            trace = _trace(directory, assembly.plan.config, first_step)
+            result = _loop(assembly, reporter, compiled, first_step, state, saving, trace, stop)
         is_saved = _save_last(result, saving, checkpoints)
     facts = {
         "status": result.status,
@@ -151,6 +125,7 @@ def _train(
         "compile_seconds": compile_seconds,
         "wall_seconds": time.perf_counter() - started,
         "checkpoint_step": checkpoints.latest_step(),
+        "profile": str(trace.directory) if trace is not None and trace.is_written else None,
     }
     aftermath.leave(name, directory, assembly, reporter, result, facts)
     if result.status != "diverged" and not is_saved:
@@ -161,6 +136,90 @@ def _train(
         )
         return int(cli.ExitCode.NOT_SAVED)
     return int(_EXIT_CODES[result.status])
+
+
+def _compile(assembly: Assembly, first_step: int, state: TrainState) -> Any:
+    """The train step for the arrays that it will be given."""
+    plan = assembly.plan
+    step_function = make_train_step(
+        plan.model,
+        plan.optimizer,
+        execution=assembly.execution,
+        accumulation=plan.config.training.accumulation,
+        clip=plan.config.training.clip,
+    )
+    return step_function.lower(state, assembly.batch(first_step)).compile()
+
+
+def _saving(
+    assembly: Assembly, checkpoints: CheckpointManager, reporter: Reporter
+) -> CheckpointHook:
+    """Saves in the loop, and once more after a loop that was stopped."""
+    config = assembly.plan.config
+    return CheckpointHook(
+        checkpoints,
+        config=to_json(config),
+        position=assembly.loader.position,
+        every=config.checkpoint.every,
+        last_step=config.training.steps,
+        before=reporter.flush,
+    )
+
+
+def _loop(
+    assembly: Assembly,
+    reporter: Reporter,
+    compiled: Any,
+    first_step: int,
+    state: TrainState,
+    saving: CheckpointHook,
+    trace: Trace | None,
+    stop: StopRequest,
+) -> LoopResult:
+    """The steps, with what happens around them."""
+    config, last_step = assembly.plan.config, assembly.plan.config.training.steps
+    evaluation = EvaluateHook(
+        make_eval_step(assembly.plan.model, execution=assembly.execution),
+        assembly.held_out,
+        every=config.evaluation.every,
+        last_step=last_step,
+        report=reporter.evaluated,
+    )
+    hooks: list[Hook] = [evaluation, saving]
+    if trace is not None:
+        hooks = [trace.stop, *hooks, trace.start]
+    if reporter.is_live:
+        hooks.append(RefreshHook(first_step))
+    with contextlib.ExitStack() as stack:
+        batches = stack.enter_context(contextlib.closing(assembly.batches(first_step)))
+        if trace is not None:
+            stack.callback(trace.close)
+            if trace.start.is_due(first_step):
+                trace.start.run(first_step, state)
+        reporter.start()
+        return run_loop(
+            state,
+            compiled,
+            batches,
+            first_step=first_step,
+            last_step=last_step,
+            hooks=hooks,
+            report=reporter.trained,
+            report_every=config.tracking.print_every,
+            max_skipped=config.training.max_skipped,
+            stop=stop,
+        )
+
+
+def _trace(directory: RunDirectory, config: PretrainConfig, first_step: int) -> Trace | None:
+    """The trace that was asked for, on the first process; a resumed run may be past it."""
+    if config.profile.range is None or jax.process_index() != 0:
+        return None
+    first, last = config.profile.range
+    if first <= first_step:
+        say(f"no trace: step {first_step} is done, and profile.steps={config.profile.steps}")
+        return None
+    return Trace(directory.profile_directory, first, last)
 
 
 def _save_last(result: LoopResult, saving: CheckpointHook, checkpoints: CheckpointManager) -> bool:
@@ -193,7 +252,7 @@ def _print_header(name: str, directory: RunDirectory, assembly: Assembly, first_
         f"plan     {training.steps} steps of {tokens} tokens,"
         f" {format_flops(flops * tokens)} a step",
     )
-    print("\n".join(lines), flush=True)
+    say("\n".join(lines))
 
 
 def _mesh_text(assembly: Assembly) -> str:

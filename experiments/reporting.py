@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""From a run's metrics to its trackers: the progress line, the files, the last numbers."""
+"""From a run's metrics to its trackers: the console, the files, the last numbers."""
 
 from __future__ import annotations
 
@@ -11,72 +11,126 @@ import jax
 import numpy as np
 
 from experiments.assembly import Assembly
+from experiments.config import TrackingConfig
 from experiments.run_directory import RunDirectory
-from jaxmoe.tracking.console import ConsoleTracker
-from jaxmoe.tracking.jsonl import JsonlTracker
+from jaxmoe.configs import to_json
+from jaxmoe.models.flops import flops_per_token
+from jaxmoe.tracking.jsonl import JsonlTracker, read_metrics
+from jaxmoe.tracking.optional import require
 from jaxmoe.tracking.router_load import RouterLoadRecorder
-from jaxmoe.tracking.tensorboard import TensorBoardTracker
+from jaxmoe.tracking.terminal import Console, LiveTracker, SilentConsole, open_console
 from jaxmoe.tracking.tracker import (
     BITS_PER_BYTE,
+    BITS_PER_TOKEN,
     GRADIENT_NORM,
     LEARNING_RATE,
     LOSS,
     MAX_VIOLATION,
+    MFU,
     TOKENS_PER_SECOND,
+    TRAINED_SECONDS,
+    TRAINED_TOKENS,
     CompositeTracker,
     NullTracker,
+    TrackedRun,
     Tracker,
 )
 from jaxmoe.training.evaluate import Evaluation
 from jaxmoe.training.loop import Report
 from jaxmoe.training.step import StepMetrics
+from jaxmoe.training.throughput import model_flops_utilization
 
-BITS_PER_TOKEN = "eval/bits_per_token"
+
+def check_packages(tracking: TrackingConfig) -> None:
+    """What the trackers need is installed.
+
+    Raises:
+        MissingPackageError: with the extra that brings it.
+    """
+    for tracker in tracking.trackers:
+        tracker.check()
+    if tracking.console == "rich":
+        require("rich")
 
 
 class Reporter:
     """Receives what the loop reports and passes it on; only the first process writes.
 
     Args:
+        name: of the run.
         directory: of the run.
         assembly: for the schedule and the data's units.
         first_step: restored; records after it are dropped.
+
+    Raises:
+        MissingPackageError: if a tracker's package is not installed.
+        ValueError: if a tracker cannot start.
     """
 
-    def __init__(self, directory: RunDirectory, assembly: Assembly, first_step: int):
-        config = assembly.plan.config
+    def __init__(self, name: str, directory: RunDirectory, assembly: Assembly, first_step: int):
+        plan = assembly.plan
+        config, training = plan.config, plan.config.training
         self._assembly = assembly
-        self._is_first_process = jax.process_index() == 0
-        self._files = self._console = NullTracker()
+        self._files: Tracker = NullTracker()
+        self._console: Console = SilentConsole()
         self._loads: RouterLoadRecorder | None = None
-        if self._is_first_process:
-            trackers: list[Tracker] = [JsonlTracker(directory.metrics_file, first_step)]
-            if config.tracking.has_tensorboard:
-                trackers.append(TensorBoardTracker(directory.tensorboard_directory, first_step))
-            self._files = CompositeTracker(*trackers)
-            self._console = ConsoleTracker(config.training.steps)
+        self._trained_seconds = 0.0
+        self._tokens_per_step = training.batch_size * training.sequence_length
+        if jax.process_index() == 0:
+            run = TrackedRun(
+                name=name, directory=directory.path, config=to_json(config), resume_step=first_step
+            )
+            self._console = open_console(config.tracking.console, training.steps)
+            trackers: list[Tracker] = [tracker.build(run) for tracker in config.tracking.trackers]
+            record = JsonlTracker(directory.metrics_file, first_step)
+            self._files = CompositeTracker(record, *trackers)
             self._loads = RouterLoadRecorder(directory.router_file, first_step)
+            if first_step:
+                self._trained_seconds = _last_value(directory, TRAINED_SECONDS)
         self.last: dict[str, float] = {}
         """Latest value of every metric."""
         self.skipped = 0
         """Steps refused by the guard since this start."""
+        self.flops_per_token = flops_per_token(plan.model, plan.table, training.sequence_length)
+        """Model FLOPs of a training step per token."""
         self._seconds = self._tokens = 0.0
+        self._is_closed = False
+        self._first_step = first_step
+        # Once, for all steps: a call of the schedule per step would be a wait for the device.
+        remaining = np.arange(first_step, training.steps, dtype=np.int32)
+        factors = jax.vmap(plan.schedule)(jax.numpy.asarray(remaining))
+        self._learning_rates = config.optimizer.learning_rate * np.asarray(factors, np.float64)
+
+    @property
+    def is_live(self) -> bool:
+        """Whether somebody watches a view that wants to be fed."""
+        return isinstance(self._console, LiveTracker)
+
+    def start(self) -> None:
+        """The steps begin."""
+        self._console.start(self._first_step)
 
     def trained(self, report: Report) -> None:
         """Metrics of consecutive training steps."""
         self._seconds += report.seconds
         self._tokens += sum(float(metrics.num_tokens) for metrics in report.metrics)
+        load = None
         for step, metrics in zip(report.steps, report.metrics, strict=True):
+            self._trained_seconds += report.seconds / len(report.steps)
             values = self._values(step, metrics)
             if step == report.steps[-1]:
                 values[TOKENS_PER_SECOND] = report.tokens_per_second
+                if (mfu := self._utilization(report.tokens_per_second)) is not None:
+                    values[MFU] = mfu
             if bool(metrics.is_skipped):
                 self.skipped += 1
                 self._console.log_text(step, "warning", _skip_text(metrics))
             self.last.update(values)
             self._files.log(step, values)
             if self._loads is not None and metrics.load is not None:
-                self._loads.record(step, np.asarray(metrics.load))
+                load = np.asarray(metrics.load)
+                self._loads.record(step, load)
+        self._console.show({}, load)
         self._console.log(report.steps[-1], self.last)
 
     def evaluated(self, step: int, evaluation: Evaluation) -> None:
@@ -88,6 +142,7 @@ class Reporter:
             )
         self.last.update(values)
         self._files.log(step, values)
+        self._console.show(values)
         shown = " ".join(f"{name}={value:.4f}" for name, value in values.items())
         self._console.log_text(step, "held out", shown)
 
@@ -97,20 +152,36 @@ class Reporter:
             self._loads.save()
 
     def close(self) -> None:
-        """Ends the trackers."""
+        """Ends the trackers, and leaves the terminal as it was; once is enough."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._console.close()
         self.flush()
         self._files.close()
-        self._console.close()
 
     @property
     def tokens_per_second(self) -> float:
         """Mean over this start, evaluation and saving left out."""
         return self._tokens / self._seconds if self._seconds else 0.0
 
+    @property
+    def mfu(self) -> float | None:
+        """Mean model FLOPs utilisation over this start; None where the peak is not known."""
+        return self._utilization(self.tokens_per_second)
+
+    @property
+    def trained_seconds(self) -> float:
+        """Of all steps so far, every start of the run together."""
+        return self._trained_seconds
+
+    def _utilization(self, tokens_per_second: float) -> float | None:
+        dtype = self._assembly.execution.precision.compute_dtype.name
+        devices = list(self._assembly.mesh.devices.flat)
+        return model_flops_utilization(tokens_per_second, self.flops_per_token, devices, dtype)
+
     def _values(self, step: int, metrics: StepMetrics) -> dict[str, float]:
         """One step's metrics by the trackers' names."""
-        plan = self._assembly.plan
-        factor = float(plan.schedule(jax.numpy.int32(step - 1)))
         router: Mapping[str, float] = {
             f"router/{name}": float(value) for name, value in metrics.router.items()
         }
@@ -118,12 +189,20 @@ class Reporter:
         worst = router.get("router/max_violation_worst")
         return {
             LOSS: float(metrics.loss),
-            LEARNING_RATE: plan.config.optimizer.learning_rate * factor,
+            LEARNING_RATE: float(self._learning_rates[step - 1 - self._first_step]),
             GRADIENT_NORM: float(metrics.grad_norm),
             **losses,
             **router,
             **({} if worst is None else {MAX_VIOLATION: worst}),
+            TRAINED_TOKENS: float(step * self._tokens_per_step),
+            TRAINED_SECONDS: self._trained_seconds,
         }
+
+
+def _last_value(directory: RunDirectory, name: str) -> float:
+    """The newest record of a metric; 0 if there is none."""
+    _, values = read_metrics(directory.metrics_file).get(name, (np.zeros(0), np.zeros(0)))
+    return float(values[-1]) if len(values) else 0.0
 
 
 def _skip_text(metrics: StepMetrics) -> str:

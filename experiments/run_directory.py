@@ -13,6 +13,7 @@
         samples.txt        generated text
         checkpoints/       what a restart continues from
         summary.json       the numbers of the finished (or stopped) run
+        profile/           the trace of --profile.steps
         run.lock           process and host that hold the directory
 
 The lock is the kernel's (`flock`), so that it ends with the process, however that ends; the text
@@ -112,9 +113,26 @@ class RunDirectory:
         return self.path / "summary.json"
 
     @property
+    def profile_directory(self) -> pathlib.Path:
+        """The trace of `--profile.steps`."""
+        return self.path / "profile"
+
+    @property
     def lock_file(self) -> pathlib.Path:
         """Process and host that hold the directory, while they do."""
         return self.path / "run.lock"
+
+    def check_free_of_runs(self) -> None:
+        """For commands that write a `summary.json` of their own.
+
+        Raises:
+            ValueError: If a run lives here, whose summary would be lost.
+        """
+        if self.config_file.exists():
+            raise ValueError(
+                f"run.directory={self.path} holds a run, whose summary.json would be lost: choose"
+                " another directory with --run.directory"
+            )
 
     def acquire(self) -> None:
         """Make the directory and hold it until `release` or the end of the process.
@@ -187,6 +205,27 @@ class RunDirectory:
             return from_json(cls, self._read(self.config_file))
         except ValueError as error:
             raise ValueError(f"{self.config_file}: {error}") from error
+
+    def config_json(self) -> dict[str, Any]:
+        """The config as it was written, whichever version wrote it.
+
+        Raises:
+            ValueError: If no run was started here, or the file is damaged.
+        """
+        if not self.config_file.exists():
+            raise ValueError(
+                f"run.directory={self.path} holds no run ({self.config_file.name} is missing): "
+                "give the directory of a run"
+            )
+        return self._read(self.config_file)
+
+    def summary(self) -> dict[str, Any] | None:
+        """The content of `summary.json`; None while the run has not ended.
+
+        Raises:
+            ValueError: If the file is damaged.
+        """
+        return self._read(self.summary_file) if self.summary_file.exists() else None
 
     def write_environment(self, devices: Sequence[str]) -> None:
         """Record what this start runs on.

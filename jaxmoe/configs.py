@@ -27,7 +27,7 @@ import hashlib
 import json
 import types
 import typing
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 Config = TypeVar("Config")
@@ -115,6 +115,32 @@ def differences(saved: Any, given: Any, free: tuple[str, ...] = ()) -> list[str]
         for path, before, after in _differing(*pair, path="")
         if not any(path == prefix or path.startswith(f"{prefix}.") for prefix in free)
     ]
+
+
+def varying_fields(configs: Sequence[Any]) -> dict[str, list[str]]:
+    """The fields in which several configs are not all alike.
+
+    Args:
+        configs: Configs or their JSON.
+
+    Returns:
+        The value in each config, spelled, by dotted path. A field that another choice in a union
+        took away has "-".
+    """
+    data = [value if isinstance(value, Mapping) else to_json(value) for value in configs]
+    rows: dict[str, dict[int, str]] = {}
+    for index, other in enumerate(data[1:], 1):
+        for path, before, after in _differing(data[0], other, path=""):
+            rows.setdefault(path, {0: before})[index] = after
+
+    def value(path: str, index: int) -> str:
+        parts = path.split(".")
+        above = (".".join(parts[:length]) for length in range(1, len(parts)))
+        if index not in rows[path] and any(index in rows.get(choice, {}) for choice in above):
+            return "-"
+        return rows[path].get(index, rows[path][0])
+
+    return {path: [value(path, index) for index in range(len(data))] for path in rows}
 
 
 def fingerprint(config: Any) -> str:

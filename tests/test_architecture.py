@@ -36,7 +36,17 @@ TOP_LEVEL_IMPORTS = {
     "experiments": _OWNERS,
 }
 OPTIONAL_PACKAGES = (
-    *("tyro", "grain", "rich", "matplotlib", "tensorboardX", "tokenizers", "scipy", "wandb"),
+    *(
+        "tyro",
+        "grain",
+        "rich",
+        "matplotlib",
+        "tensorboardX",
+        "tokenizers",
+        "scipy",
+        "wandb",
+        "trackio",
+    ),
     *("safetensors", "transformers", "torch", "pytest", "hypothesis", "beartype"),
 )
 
@@ -54,6 +64,7 @@ REGISTRIES = {
     "jaxmoe.routing:GATES": {"softmax", "renormalized", "sqrt"},
     "jaxmoe.routing:METHODS": {"switch", "mixtral", "olmoe", "qwen3", "hyperp"},
     "jaxmoe.routing:ROUTERS": {"softmax_topk"},
+    "jaxmoe.tracking:TRACKERS": {"tensorboard", "wandb", "trackio"},
     "jaxmoe.scaling:PARAMETERIZATIONS": {"standard"},
     "sharding.expert_parallel:DispatcherConfig": {"local"},
     "sharding.sequence_parallel:SequenceParallelConfig": {"none"},

@@ -8,24 +8,34 @@ packages: tensorboardX and matplotlib are imported by the parts that use them. W
 is known to `experiments/run_directory.py` alone.
 """
 
+from jaxmoe.configs import registry_of
 from jaxmoe.tracking.console import ConsoleTracker
 from jaxmoe.tracking.jsonl import JsonlTracker, read_metrics
 from jaxmoe.tracking.optional import MissingPackageError
 from jaxmoe.tracking.plots import plot_run
 from jaxmoe.tracking.report import write_report
 from jaxmoe.tracking.router_load import RouterLoadRecorder, read_router_load
-from jaxmoe.tracking.tensorboard import TensorBoardTracker
+from jaxmoe.tracking.tensorboard import TensorBoardConfig, TensorBoardTracker
 from jaxmoe.tracking.tracker import (
     BITS_PER_BYTE,
     GRADIENT_NORM,
     LEARNING_RATE,
     LOSS,
     MAX_VIOLATION,
+    MFU,
     TOKENS_PER_SECOND,
     CompositeTracker,
     NullTracker,
+    TrackedRun,
     Tracker,
 )
+from jaxmoe.tracking.trackio import TrackioConfig
+from jaxmoe.tracking.wandb import WandbConfig
+
+TrackerConfig = TensorBoardConfig | WandbConfig | TrackioConfig
+"""Where the metrics go beside `metrics.jsonl`, which every run has."""
+
+TRACKERS = registry_of(TrackerConfig)
 
 __all__ = [
     "BITS_PER_BYTE",
@@ -33,15 +43,22 @@ __all__ = [
     "LEARNING_RATE",
     "LOSS",
     "MAX_VIOLATION",
+    "MFU",
     "TOKENS_PER_SECOND",
+    "TRACKERS",
     "CompositeTracker",
     "ConsoleTracker",
     "JsonlTracker",
     "MissingPackageError",
     "NullTracker",
     "RouterLoadRecorder",
+    "TensorBoardConfig",
     "TensorBoardTracker",
+    "TrackedRun",
     "Tracker",
+    "TrackerConfig",
+    "TrackioConfig",
+    "WandbConfig",
     "plot_run",
     "read_metrics",
     "read_router_load",

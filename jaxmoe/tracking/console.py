@@ -6,15 +6,19 @@
 
 Plain `key=value` pairs in a fixed order, one line per logged step, the same on a terminal and in
 a log file; a pair whose number is not known is left out. The time left is reckoned from the steps
-of this process after its first line, so that compilation does not count.
+of this process after its first line, so that compilation does not count. The live view for people
+in front of a terminal is in `terminal.py`, which also chooses between the two.
 """
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from collections.abc import Callable, Mapping
 from typing import TextIO
+
+import numpy as np
 
 from jaxmoe.tracking.tracker import (
     BITS_PER_BYTE,
@@ -22,8 +26,11 @@ from jaxmoe.tracking.tracker import (
     LEARNING_RATE,
     LOSS,
     MAX_VIOLATION,
+    MFU,
     TOKENS_PER_SECOND,
 )
+
+logger = logging.getLogger(__name__)
 
 SIZES = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
 
@@ -42,11 +49,40 @@ def format_flops(value: int | float) -> str:
     return f"{number} FLOP" if number[-1].isdigit() else f"{number[:-1]} {number[-1]}FLOP"
 
 
+def format_bytes(value: int | float) -> str:
+    """Bytes with the prefixes of units, of a thousand each: 1.63 GB."""
+    number = format_count(value).replace("B", "G")
+    return f"{number} B" if number[-1].isdigit() else f"{number[:-1]} {number[-1]}B"
+
+
 def format_duration(seconds: float) -> str:
     """A time as `m:ss` or `h:mm:ss`."""
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+
+
+class TimeLeft:
+    """Seconds until the last step, by the pace since the first report.
+
+    Args:
+        total_steps: Of the whole run.
+        clock: Seconds, rising.
+    """
+
+    def __init__(self, total_steps: int, clock: Callable[[], float]):
+        self._total_steps, self._clock = total_steps, clock
+        self._start: tuple[int, float] | None = None
+
+    def at(self, step: int) -> float | None:
+        """Seconds left after a step; None before there is a pace, and at the end."""
+        now = self._clock()
+        if self._start is None:
+            self._start = (step, now)
+        first_step, first_time = self._start
+        if step <= first_step or step >= self._total_steps:
+            return None
+        return (now - first_time) / (step - first_step) * (self._total_steps - step)
 
 
 FIELDS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
@@ -55,6 +91,7 @@ FIELDS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("lr", LEARNING_RATE, "{:.2e}".format),
     ("grad_norm", GRADIENT_NORM, "{:.3g}".format),
     ("tokens/s", TOKENS_PER_SECOND, format_count),
+    ("mfu", MFU, "{:.1%}".format),
     ("max_violation", MAX_VIOLATION, "{:.2f}".format),
 )
 
@@ -76,9 +113,9 @@ class ConsoleTracker:
     ):
         self._total_steps = total_steps
         self._stream = stream
-        self._clock = clock
-        self._start: tuple[int, float] | None = None
+        self._left = TimeLeft(total_steps, clock)
         self._held_out: dict[str, float] = {}
+        self._is_mute = False
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write the line; the latest held-out result is repeated until the next one."""
@@ -88,7 +125,7 @@ class ConsoleTracker:
         width = len(f"step={self._total_steps}/{self._total_steps}")
         pairs = [f"step={step}/{self._total_steps}".ljust(width)]
         pairs += [f"{key}={spell(known[name])}" for key, name, spell in FIELDS if name in known]
-        if (left := self._seconds_left(step)) is not None:
+        if (left := self._left.at(step)) is not None:
             pairs.append(f"eta={format_duration(left)}")
         self._write_line(" ".join(pairs))
 
@@ -96,19 +133,21 @@ class ConsoleTracker:
         """Write the text with its name above it."""
         self._write_line(f"{name} at step {step}:\n{text}")
 
+    def start(self, step: int) -> None:
+        """The steps begin; a line has nothing to prepare."""
+
+    def show(self, metrics: Mapping[str, float], load: np.ndarray | None = None) -> None:
+        """Nothing: a number has to wait for the next line, which has no room for the load."""
+
     def close(self) -> None:
         """Nothing is pending."""
 
-    def _seconds_left(self, step: int) -> float | None:
-        now = self._clock()
-        if self._start is None:
-            self._start = (step, now)
-        first_step, first_time = self._start
-        if step <= first_step or step >= self._total_steps:
-            return None
-        return (now - first_time) / (step - first_step) * (self._total_steps - step)
-
     def _write_line(self, line: str) -> None:
         stream = self._stream or sys.stdout
-        stream.write(line + "\n")
-        stream.flush()
+        try:
+            stream.write(line + "\n")
+            stream.flush()
+        except BrokenPipeError:  # nobody reads any more: no reason to end a run
+            if not self._is_mute:
+                self._is_mute = True
+                logger.warning("standard output is closed: the run goes on without progress lines")

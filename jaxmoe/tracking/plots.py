@@ -4,11 +4,12 @@
 
     loss.png           training and held-out loss in bits per byte, with reference lines
     router_load.png    load of every expert over the run, one panel per layer, 1.0 = fair
+    router_entropy.png entropy of the router's probabilities and of the load; max violation
     optimizer.png      learning rate and gradient norm
 
 No pyplot: no global state, no display, safe in a thread. Each function draws one file from arrays;
-`plot_run` draws all that the files of a run allow. To add a picture: a function here, a line in
-`plot_run`; the report shows every PNG of the directory.
+`plot_run` draws all that the files of a run allow. The report has its own (`charts.py`). To add a
+picture: a function here, a line in `plot_run`.
 """
 
 from __future__ import annotations
@@ -26,11 +27,19 @@ from jaxmoe.tracking.disk import replace_file
 from jaxmoe.tracking.jsonl import read_metrics
 from jaxmoe.tracking.optional import require
 from jaxmoe.tracking.router_load import read_router_load
-from jaxmoe.tracking.tracker import BITS_PER_BYTE, GRADIENT_NORM, LEARNING_RATE, LOSS
+from jaxmoe.tracking.smoothing import binned, smooth
+from jaxmoe.tracking.tracker import (
+    BITS_PER_BYTE,
+    GRADIENT_NORM,
+    LEARNING_RATE,
+    LOAD_ENTROPY,
+    LOSS,
+    MAX_VIOLATION,
+    ROUTER_ENTROPY,
+)
 
 DPI = 110
 BLUE, ORANGE, GRAY = "#2563a8", "#d1571f", "#6b7280"
-MAX_COLUMNS = 240  # of a load panel; more steps are averaged into as many bins
 
 
 def plot_run(
@@ -74,6 +83,11 @@ def plot_run(
         if load.size:
             written.append(directory / "router_load.png")
             plot_router_load(written[-1], steps, load)
+    if ROUTER_ENTROPY in series and LOAD_ENTROPY in series:
+        written.append(directory / "router_entropy.png")
+        plot_router_entropy(
+            written[-1], series[ROUTER_ENTROPY], series[LOAD_ENTROPY], series.get(MAX_VIOLATION)
+        )
     if LEARNING_RATE in series and GRADIENT_NORM in series:
         written.append(directory / "optimizer.png")
         plot_optimizer(written[-1], series[LEARNING_RATE], series[GRADIENT_NORM])
@@ -102,7 +116,7 @@ def plot_loss(
     steps, loss = training
     bits = loss / nats_per_bit
     axes.plot(steps, bits, color=BLUE, alpha=0.3, linewidth=1.0)
-    axes.plot(steps, _smooth(bits), color=BLUE, linewidth=1.8, label="training (smoothed)")
+    axes.plot(steps, smooth(bits), color=BLUE, linewidth=1.8, label="training (smoothed)")
     points = [bits]
     if held_out is not None:
         axes.plot(*held_out, color=ORANGE, linewidth=1.8, marker="o", ms=4, label="held out")
@@ -135,7 +149,7 @@ def plot_router_load(path: str | os.PathLike[str], steps: np.ndarray, load: np.n
     """
     colors = require("matplotlib.colors")
     _, layers, experts = load.shape
-    edges, ratio = _binned(steps, load * experts)
+    edges, ratio = binned(steps, load * experts)
     columns = min(layers, max(2, math.ceil(math.sqrt(layers / 2))), 6)
     rows = math.ceil(layers / columns)
     width = 2.6 + (9.0 if columns == 1 else 4.2 if columns == 2 else 3.0) * columns
@@ -177,6 +191,43 @@ def plot_router_load(path: str | os.PathLike[str], steps: np.ndarray, load: np.n
     _save(figure, path)
 
 
+def plot_router_entropy(
+    path: str | os.PathLike[str],
+    router_entropy: tuple[np.ndarray, np.ndarray],
+    load_entropy: tuple[np.ndarray, np.ndarray],
+    max_violation: tuple[np.ndarray, np.ndarray] | None = None,
+) -> None:
+    """Draw how decided the router is, and how even the load.
+
+    Args:
+        path: The PNG file.
+        router_entropy: Steps and values over log E: 1 is undecided.
+        load_entropy: Steps and values over log E: 1 is balanced.
+        max_violation: Steps and values, drawn beneath.
+    """
+    rows = 1 if max_violation is None else 2
+    figure, panels = _figure(width=9.5, height=2.6 + 2.4 * (rows - 1), rows=rows)
+    for color, label, (steps, values) in (
+        (BLUE, "router's probabilities (1 = undecided)", router_entropy),
+        (ORANGE, "load (1 = balanced)", load_entropy),
+    ):
+        panels[0].plot(steps, values, color=color, alpha=0.3, linewidth=1.0)
+        panels[0].plot(steps, smooth(values), color=color, linewidth=1.8, label=label)
+    panels[0].set_ylabel("entropy / log E")
+    panels[0].legend(loc="best", frameon=False)
+    if max_violation is not None:
+        steps, values = max_violation
+        panels[0].tick_params(labelbottom=False)
+        panels[1].plot(steps, values, color=BLUE, alpha=0.3, linewidth=1.0)
+        panels[1].plot(steps, smooth(values), color=BLUE, linewidth=1.8)
+        panels[1].set_ylabel("max violation")
+        panels[1].set_ylim(bottom=0.0)
+    panels[-1].set_xlabel("step")
+    for axes in panels:
+        axes.margins(x=0.01)
+    _save(figure, path)
+
+
 def plot_optimizer(
     path: str | os.PathLike[str],
     learning_rate: tuple[np.ndarray, np.ndarray],
@@ -196,7 +247,7 @@ def plot_optimizer(
     above.tick_params(labelbottom=False)
     steps, norm = gradient_norm
     below.plot(steps, norm, color=BLUE, alpha=0.3, linewidth=1.0)
-    below.plot(steps, _smooth(norm), color=BLUE, linewidth=1.8)
+    below.plot(steps, smooth(norm), color=BLUE, linewidth=1.8)
     if np.any(norm > 0):
         below.set_yscale("log")
         below.yaxis.set_major_formatter("{x:g}")
@@ -244,29 +295,6 @@ def _draw_references(axes: Any, references: Mapping[str, float]) -> None:
             color=GRAY,
             fontsize=8,
         )
-
-
-def _smooth(values: np.ndarray) -> np.ndarray:
-    """A centred mean over a fiftieth of the run; NaN is left out."""
-    half = max(1, len(values) // 100)
-    finite = np.isfinite(values)
-    window = np.ones(2 * half + 1)
-    sums = np.convolve(np.where(finite, values, 0.0), window, mode="full")[half : -half or None]
-    counts = np.convolve(finite.astype(float), window, mode="full")[half : -half or None]
-    return np.divide(sums, counts, out=np.full(len(values), np.nan), where=counts > 0)
-
-
-def _binned(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Values [n ...] averaged in bins of equal length in steps; an empty bin repeats the last."""
-    bins = min(len(steps), MAX_COLUMNS)
-    first, last = float(steps[0]), float(max(steps[-1], steps[0] + 1))
-    edges = np.linspace(first, last, bins + 1)
-    index = np.clip(np.searchsorted(edges, steps, side="right") - 1, 0, bins - 1)
-    means = np.empty((bins, *values.shape[1:]))
-    for bin_id in range(bins):
-        inside = index == bin_id
-        means[bin_id] = values[inside].mean(axis=0) if inside.any() else means[bin_id - 1]
-    return edges, means
 
 
 def _times(factor: float) -> Any:

@@ -2,22 +2,43 @@
 # SPDX-License-Identifier: Apache-2.0
 """`report.html`: a run on one page.
 
-Self-contained (the pictures are inside, nothing is fetched, there is no script), readable in a
-light and a dark browser and on paper. What it shows is given to it; the files are read by
-`experiments/pretrain.py`. To add a section: one more `_section` in `write_report`.
+Self-contained: charts and pictures are inside, nothing is fetched, and the only script moves the
+slider of the load map. Cards first; then loss, learning rate and gradient norm; the router;
+samples; every number; the config. What it shows is given to it; the files are read by
+`experiments/`. To add a section: one more in `write_report`.
 """
 
 from __future__ import annotations
 
 import base64
-import html
 import json
+import math
 import os
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
+from jaxmoe.tracking import html_page
+from jaxmoe.tracking.charts import Line, line_chart, with_smoothed
+from jaxmoe.tracking.console import format_bytes, format_count, format_duration, format_flops
 from jaxmoe.tracking.disk import replace_file
+from jaxmoe.tracking.jsonl import Series
+from jaxmoe.tracking.load_map import load_map, load_strips, load_style
+from jaxmoe.tracking.tracker import (
+    BITS_PER_BYTE,
+    BITS_PER_TOKEN,
+    DEAD_FRACTION,
+    DROPPED_FRACTION,
+    GRADIENT_NORM,
+    LEARNING_RATE,
+    LOAD_BALANCE,
+    LOAD_ENTROPY,
+    LOSS,
+    MAX_VIOLATION,
+    ROUTER_ENTROPY,
+)
 
 TITLES = {
     "loss": "Loss",
@@ -26,30 +47,17 @@ TITLES = {
 }
 """Headings of known pictures, by the stem of the file; others go by their file name."""
 
-STYLE = """
-:root { color-scheme: light dark; --text: #1f2937; --soft: #6b7280; --line: #e5e7eb;
-        --page: #f8fafc; --card: #ffffff; --accent: #2563a8; }
-@media (prefers-color-scheme: dark) {
-  :root { --text: #e5e7eb; --soft: #9ca3af; --line: #334155; --page: #0f172a; --card: #1e293b;
-          --accent: #7db4ea; } }
-* { box-sizing: border-box; }
-body { margin: 0 auto; max-width: 68rem; padding: 2rem 1.25rem 4rem; background: var(--page);
-       color: var(--text); font: 16px/1.5 system-ui, sans-serif; }
-h1 { font-size: 1.5rem; margin: 0 0 1.25rem; overflow-wrap: anywhere; }
-h2 { font-size: 1.05rem; margin: 2rem 0 0.6rem; color: var(--accent); }
-.card { background: var(--card); border: 1px solid var(--line); border-radius: 0.6rem;
-        padding: 1rem; }
-dl { display: grid; grid-template-columns: repeat(auto-fill, minmax(15rem, 1fr));
-     gap: 0.9rem 1.5rem; margin: 0; }
-dt { color: var(--soft); font-size: 0.82rem; }
-dd { margin: 0; font-variant-numeric: tabular-nums; overflow-wrap: anywhere; }
-img { display: block; width: 100%; height: auto; background: #ffffff; border-radius: 0.3rem; }
-pre { margin: 0; font: 0.85rem/1.45 ui-monospace, monospace; white-space: pre-wrap;
-      overflow-wrap: anywhere; }
-summary { cursor: pointer; color: var(--accent); }
-details pre { margin-top: 0.8rem; }
-@media print { body { max-width: none; padding: 0; } .card { break-inside: avoid; } }
-"""
+MFU_DEFINITION = (
+    "MFU: tokens/s times model FLOPs per token over the peak FLOP/s of all devices. Model FLOPs are"
+    " forward and backward of what a token meets (top_k of the experts, attention); recomputation,"
+    " padding and dropped rows do not count. Peaks are dense, without sparsity; a device whose peak"
+    " is not known has no MFU."
+)
+UNITS_NOTE = (
+    "The load-balancing loss is 1 for a uniform router here, in Megatron and in MegaBlocks"
+    " (MegaBlocks averages over layers where we add); Hugging Face counts tokens instead of"
+    " assignments, so that a uniform router has top_k. All before their coefficients."
+)
 
 
 def write_report(
@@ -57,6 +65,8 @@ def write_report(
     *,
     title: str,
     summary: Mapping[str, Any],
+    metrics: Series | None = None,
+    load: tuple[np.ndarray, np.ndarray] | None = None,
     plots: Sequence[str | os.PathLike[str]] = (),
     samples: str = "",
     config: Mapping[str, Any] | None = None,
@@ -67,66 +77,164 @@ def write_report(
         path: The HTML file.
         title: Its heading, such as the name of the run.
         summary: The numbers of `summary.json`.
-        plots: PNG files, in the order of the page.
+        metrics: Steps and values by metric, of `metrics.jsonl`.
+        load: Steps [n] and load [n L E], of `router.npz`.
+        plots: Further pictures, PNG files.
         samples: Generated text.
         config: The resolved config, as JSON.
 
     Raises:
         OSError: If the file cannot be written, or a picture read.
     """
-    sections = [_section("Summary", _summary(summary))]
+    sections = [html_page.cards(headline(summary))]
+    series = metrics or {}
+    if LOSS in series:
+        sections.append(_training(series, summary))
+    style = ""
+    if load is not None and load[1].size:
+        style = load_style(load[1].shape[1])
+        sections.append(_router(series, *load))
+    if units := summary.get("load_balance_units"):
+        sections.append(_units(units))
     for plot in map(pathlib.Path, plots):
         image = base64.b64encode(plot.read_bytes()).decode()
         heading = TITLES.get(plot.stem, plot.stem.replace("_", " ").capitalize())
-        picture = f'<img alt="{_escape(heading)}" src="data:image/png;base64,{image}">'
-        sections.append(_section(heading, picture))
+        picture = (
+            f'<img class="plot" alt="{html_page.escape(heading)}"'
+            f' src="data:image/png;base64,{image}">'
+        )
+        sections.append(html_page.section(heading, picture))
     if samples:
-        sections.append(_section("Samples", f"<pre>{_escape(samples)}</pre>"))
+        text = f"<pre>{html_page.escape(samples)}</pre>"
+        sections.append(html_page.section("Samples", text))
+    sections.append(html_page.section("All numbers", html_page.fields(summary)))
     if config is not None:
-        text = _escape(json.dumps(config, indent=2))
-        details = f"<details><summary>All fields</summary><pre>{text}</pre></details>"
-        sections.append(_section("Configuration", details))
-    page = f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{_escape(title)}</title>
-<style>{STYLE}</style>
-</head>
-<body>
-<h1>{_escape(title)}</h1>
-{"".join(sections)}</body>
-</html>
-"""
-    replace_file(path, page)
+        text = f"<pre>{html_page.escape(json.dumps(config, indent=2))}</pre>"
+        folded = html_page.folded("All fields", text)
+        sections.append(html_page.section("Configuration", folded))
+    sections.append(f'<p class="soft small">{html_page.escape(MFU_DEFINITION)}</p>\n')
+    about = _about(summary)
+    replace_file(path, html_page.page(title, sections, about=about, style=style))
 
 
-def _section(heading: str, content: str) -> str:
-    return f'<h2>{_escape(heading)}</h2>\n<div class="card">{content}</div>\n'
+def held_out(summary: Mapping[str, Any]) -> tuple[float | None, str]:
+    """The held-out loss of a summary, and its unit."""
+    if summary.get("eval_bits_per_byte") is not None:
+        return summary["eval_bits_per_byte"], "bits/byte"
+    return summary.get("eval_bits_per_token"), "bits/token"
 
 
-def _summary(summary: Mapping[str, Any]) -> str:
-    pairs = [
-        f"<div><dt>{_escape(name.replace('_', ' '))}</dt><dd>{_escape(_spell(value))}</dd></div>"
-        for name, value in summary.items()
-    ]
-    return f"<dl>{''.join(pairs)}</dl>"
+def headline(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """The cards: label, number and note; what is not known has no card."""
+    cards = []
+    bits, unit = held_out(summary)
+    references = summary.get("references_bits") or {}
+    beside = ", ".join(f"{label} {value:.3f}" for label, value in references.items())
+    if bits is not None:
+        cards.append((f"held-out loss, {unit}", f"{bits:.4f}", beside))
+    elif summary.get("final_loss") is not None:
+        cards.append(("training loss, nats/token", f"{summary['final_loss']:.4f}", beside))
+    if summary.get("tokens_per_second") is not None:
+        mfu = summary.get("mfu")
+        note = "MFU not known: no peak for this device" if mfu is None else f"MFU {mfu:.1%}"
+        cards.append(("tokens per second", format_count(summary["tokens_per_second"]), note))
+    if summary.get("parameters_total") is not None:
+        active = summary.get("parameters_active") or summary["parameters_total"]
+        note = f"{format_count(active)} active per token"
+        cards.append(("parameters", format_count(summary["parameters_total"]), note))
+    if summary.get("tokens") is not None:
+        flops = summary.get("model_flops_per_token")
+        note = f"{format_flops(flops * summary['tokens'])}" if flops else ""
+        cards.append(("tokens", format_count(summary["tokens"]), note))
+    if summary.get("wall_seconds") is not None:
+        note = f"compiling {summary.get('compile_seconds') or 0.0:.1f} s"
+        cards.append(("time of the last start", format_duration(summary["wall_seconds"]), note))
+    if summary.get("peak_memory_bytes"):
+        note = f"peak of the {summary.get('peak_memory_of', 'device')}"
+        cards.append(("memory", format_bytes(summary["peak_memory_bytes"]), note))
+    if summary.get("router_max_violation") is not None:
+        note = f"dropped {summary.get('router_dropped_fraction') or 0.0:.1%} of the assignments"
+        cards.append(("max violation", f"{summary['router_max_violation']:.2f}", note))
+    return cards
 
 
-def _spell(value: Any) -> str:
-    if isinstance(value, bool | str):
-        return str(value)
-    if isinstance(value, int):
-        return f"{value:,}"
-    if isinstance(value, float):
-        return f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:.4g}"
-    if isinstance(value, Mapping):
-        return ", ".join(f"{key} {_spell(item)}" for key, item in value.items())
-    if isinstance(value, list | tuple):
-        return ", ".join(map(_spell, value))
-    return "-" if value is None else str(value)
+def bits_of_training(series: Series, summary: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+    """The training loss in the unit of the held-out loss."""
+    steps, nats = series[LOSS]
+    return steps, nats / (math.log(2.0) * (summary.get("bytes_per_token") or 1.0))
 
 
-def _escape(text: object) -> str:
-    return html.escape(str(text))
+def _about(summary: Mapping[str, Any]) -> str:
+    words = [f"{summary.get('status', 'unfinished')} at step {summary.get('steps', '?')}"]
+    if summary.get("mesh"):
+        words.append(f"mesh {html_page.spell(summary['mesh'])}")
+    if summary.get("implementations"):
+        words.append(", ".join(f"{k}: {v}" for k, v in summary["implementations"].items()))
+    return "; ".join(words)
+
+
+def _training(series: Series, summary: Mapping[str, Any]) -> str:
+    """Loss, learning rate and gradient norm."""
+    unit = held_out(summary)[1]
+    lines = with_smoothed("training, smoothed", *bits_of_training(series, summary))
+    name = BITS_PER_BYTE if BITS_PER_BYTE in series else BITS_PER_TOKEN
+    if name in series:
+        steps, bits = series[name]
+        lines.append(Line(label="held out", x=steps, y=bits, color=1, kind="dots"))
+    loss = line_chart(
+        lines, y_label=unit, references=summary.get("references_bits"), size=(960, 340)
+    )
+    others = []
+    if LEARNING_RATE in series:
+        steps, rates = series[LEARNING_RATE]
+        rate = Line(label="", x=steps, y=rates)
+        others.append(line_chart([rate], y_label="learning rate", from_zero=True))
+    if GRADIENT_NORM in series:
+        norms = with_smoothed("", *series[GRADIENT_NORM])
+        others.append(line_chart(norms, y_label="gradient norm, before clipping", is_log=True))
+    return html_page.section("Training", loss, html_page.pair(*others) if others else "")
+
+
+def _router(series: Series, steps: np.ndarray, load: np.ndarray) -> str:
+    """The load map with its slider, the strips, and the router's scalars."""
+    lines = []
+    for color, (label, name) in enumerate(
+        (("router entropy / log E", ROUTER_ENTROPY), ("load entropy / log E", LOAD_ENTROPY))
+    ):
+        if name in series:
+            lines += with_smoothed(label, *series[name], color=color)
+    charts = [line_chart(lines, y_label="entropy, 1 = uniform")] if lines else []
+    if LOAD_BALANCE in series:
+        balance = with_smoothed("", *series[LOAD_BALANCE])
+        label = "load-balancing loss, 1 = uniform"
+        charts.append(line_chart(balance, y_label=label, references={"uniform": 1.0}))
+    if MAX_VIOLATION in series:
+        violation = with_smoothed("", *series[MAX_VIOLATION])
+        charts.append(line_chart(violation, y_label="max violation, worst layer", from_zero=True))
+    lost = []
+    for color, (label, name) in enumerate(
+        (("experts without a token", DEAD_FRACTION), ("dropped assignments", DROPPED_FRACTION))
+    ):
+        if name in series:
+            lost.append(Line(label=label, x=series[name][0], y=series[name][1], color=color))
+    if lost:
+        charts.append(line_chart(lost, y_label="fraction", from_zero=True))
+    _, layers, experts = load.shape
+    note = (
+        f'<p class="soft small">{layers} layers by {experts} experts: assignments of each expert'
+        " over its fair share, before drops. One batch at a time above; below, means over the"
+        " run, experts from top to bottom, steps from left to right.</p>"
+    )
+    return html_page.section(
+        "Router",
+        load_map(steps, load) + note,
+        load_strips(steps, load),
+        html_page.pair(*charts) if charts else "",
+    )
+
+
+def _units(units: Mapping[str, float]) -> str:
+    rows = [(name, f"{value:.4f}") for name, value in units.items()]
+    text = f'<p class="soft small">{html_page.escape(UNITS_NOTE)}</p>'
+    table = html_page.table(("convention", "balance loss at the end, mean over layers"), rows)
+    return html_page.section("Load balance in other units", table + text)

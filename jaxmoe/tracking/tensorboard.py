@@ -9,13 +9,33 @@ thread, and a full disk costs points and not the run.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from jaxmoe.tracking.disk import DiskGuard
 from jaxmoe.tracking.optional import require
+from jaxmoe.tracking.tracker import TrackedRun, Tracker
+
+DIRECTORY = "tensorboard"
+"""Of the event files, in the directory of the run."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class TensorBoardConfig:
+    """Event files for `tensorboard --logdir runs`."""
+
+    name: ClassVar[str] = "tensorboard"
+
+    def check(self) -> None:
+        """Raises MissingPackageError if tensorboardX is not installed."""
+        require("tensorboardX")
+
+    def build(self, run: TrackedRun) -> Tracker:
+        """The tracker."""
+        return TensorBoardTracker(run.directory / DIRECTORY, run.resume_step)
 
 
 class TensorBoardTracker:

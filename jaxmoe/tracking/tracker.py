@@ -5,14 +5,17 @@
 A tracker takes what the training loop has computed anyway. It never decides anything, and on
 several processes only the first one has trackers (the others have a `NullTracker`).
 
-To add a tracker: a file beside this one with a class of these three methods, and a line where
-`experiments/pretrain.py` puts the composite together.
+To add a tracker: a file beside this one with a class of these three methods and its config (`name`,
+`check`, `build`), which goes into `TrackerConfig` in `jaxmoe/tracking/__init__.py`.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
+import pathlib
 from collections.abc import Mapping
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 # The metrics that the console line, the plots and the report know; any others may be logged.
 LOSS = "train/loss"
@@ -23,10 +26,47 @@ GRADIENT_NORM = "train/grad_norm"
 """Norm of all gradients before clipping."""
 BITS_PER_BYTE = "eval/bits_per_byte"
 """Cross-entropy of the held-out text, bits per byte."""
+BITS_PER_TOKEN = "eval/bits_per_token"
+"""Cross-entropy of the held-out data, bits per token."""
 TOKENS_PER_SECOND = "perf/tokens_per_second"
 """Tokens trained on per second of wall time, all devices together."""
+MFU = "perf/mfu"
+"""Model FLOPs utilisation, a fraction of 1; see `jaxmoe/training/throughput.py`."""
+TRAINED_TOKENS = "progress/tokens"
+"""Tokens of all steps so far."""
+TRAINED_SECONDS = "progress/seconds"
+"""Seconds of all steps so far, every start of the run together; compiling, evaluating and saving
+left out."""
 MAX_VIOLATION = "router/max_violation"
 """Largest load of an expert over the fair load, minus 1, in the worst layer."""
+ROUTER_ENTROPY = "router/router_entropy"
+"""Mean over tokens and layers of the entropy of the router's probabilities, over log E."""
+LOAD_ENTROPY = "router/load_entropy"
+"""Mean over layers of the entropy of the load, over log E; 1 is balanced."""
+LOAD_BALANCE = "router/load_balance"
+"""Load-balancing loss, unweighted, mean over layers; 1.0 for a uniform router."""
+DEAD_FRACTION = "router/dead_fraction"
+"""Share of the experts that no token of the batch was sent to."""
+DROPPED_FRACTION = "router/dropped_fraction"
+"""Share of the assignments that were dropped for lack of capacity."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrackedRun:
+    """What a tracker may want to know of the run."""
+
+    name: str
+    directory: pathlib.Path
+    """Of the run; a tracker keeps its files beneath."""
+    config: Mapping[str, Any]
+    """The resolved config, as JSON."""
+    resume_step: int = 0
+    """The restored step; 0 for a new run."""
+
+    @property
+    def id(self) -> str:
+        """The same for every start in one directory; short enough for a link."""
+        return hashlib.sha256(str(self.directory.resolve()).encode()).hexdigest()[:16]
 
 
 @runtime_checkable

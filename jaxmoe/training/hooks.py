@@ -1,6 +1,7 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""What happens around the steps: reporting, evaluating, saving. The loop calls, hooks decide when.
+"""What happens around the steps: reporting, evaluating, saving, tracing. The loop calls, hooks
+decide when.
 
 To add one: a class with `is_due` and `run`, and a line where the hooks are put together
 (`experiments/pretrain.py`).
@@ -8,8 +9,12 @@ To add one: a class with `is_due` and `run`, and a line where the hooks are put 
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol, runtime_checkable
+
+import jax
 
 from jaxmoe.checkpoint import CheckpointManager
 from jaxmoe.data.batch import Batch
@@ -107,3 +112,81 @@ class CheckpointHook:
         position = self._position(step)
         if self._manager.save(step, state, config=self._config, data=position):
             self.saved_step = step
+
+
+class RefreshHook:
+    """Has the metrics fetched about once a second, for somebody who watches them.
+
+    It does nothing itself: the loop reports before any hook that is due. The pace of the last
+    stretch says how many steps a second has, so that the host still runs ahead of the device.
+
+    Args:
+        first_step: restored.
+        clock: seconds, rising.
+    """
+
+    def __init__(self, first_step: int, clock: Callable[[], float] = time.monotonic):
+        self._clock = clock
+        self._last, self._steps = (first_step, clock()), 1
+
+    def is_due(self, step: int) -> bool:
+        """About once a second."""
+        return step - self._last[0] >= self._steps
+
+    def run(self, step: int, state: TrainState) -> None:
+        """Notes the pace."""
+        last_step, last_time = self._last
+        now = self._clock()
+        seconds = max(now - last_time, 1e-6) / (step - last_step)
+        self._last, self._steps = (step, now), max(1, round(1.0 / seconds))
+
+
+class Trace:
+    """A profile of consecutive steps, by `jax.profiler`, on one process.
+
+    Two hooks, because what else is due at its borders (evaluation, saving) is not to be in it:
+    put `start` after them and `stop` before them.
+
+    Args:
+        directory: where to.
+        first: step of the run, from 1; traced itself.
+        last: step of the run; traced itself.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], first: int, last: int):
+        self.directory = directory
+        self.start = _TraceBorder(first - 1, self._start)
+        self.stop = _TraceBorder(last, self._stop)
+        self._is_running = False
+        self.is_written = False
+        """Whether there is a trace to look at."""
+
+    def close(self) -> None:
+        """Ends the trace of a run that ended within it."""
+        if self._is_running:
+            jax.profiler.stop_trace()
+            self._is_running, self.is_written = False, True
+
+    def _start(self, state: TrainState | None) -> None:
+        jax.block_until_ready(state)
+        jax.profiler.start_trace(os.fspath(self.directory))
+        self._is_running = True
+
+    def _stop(self, state: TrainState | None) -> None:
+        jax.block_until_ready(state)
+        self.close()
+
+
+class _TraceBorder:
+    """Runs a function after one step."""
+
+    def __init__(self, step: int, function: Callable[[TrainState | None], None]):
+        self._step, self._function = step, function
+
+    def is_due(self, step: int) -> bool:
+        """After its step."""
+        return step == self._step
+
+    def run(self, step: int, state: TrainState | None) -> None:
+        """Starts or ends the trace."""
+        self._function(state)

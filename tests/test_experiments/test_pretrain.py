@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import pathlib
@@ -17,9 +18,13 @@ import numpy as np
 import pytest
 
 from experiments import evaluate, generate, pretrain
+from experiments.assembly import make_plan
 from experiments.cli import ExitCode
+from experiments.config import PretrainConfig, ProfileConfig
 from experiments.run_directory import RunDirectory
 from jaxmoe import load_checkpoint
+from jaxmoe.models.flops import flops_per_token
+from jaxmoe.tracking import read_metrics
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
@@ -30,7 +35,7 @@ SMALL = (
     *("--training.batch_size", "8", "--training.sequence_length", "16"),
     *("--schedule.warmup_steps", "2", "--evaluation.batches", "2"),
     *("--optimizer.learning_rate", "0.005"),
-    *("--tracking.has_tensorboard", "False"),
+    "--tracking.trackers",
 )
 
 
@@ -112,12 +117,58 @@ def test_a_run_leaves_every_file(finished):
     assert summary["tokens_per_second"] > 0 and summary["mesh"] == {"data": 8}
     for name in ("config.json", "environment.json", "metrics.jsonl", "report.html", "samples.txt"):
         assert (finished / name).stat().st_size > 0
-    for name in ("loss.png", "router_load.png"):
+    for name in ("loss.png", "router_load.png", "router_entropy.png"):
         assert (finished / "plots" / name).read_bytes().startswith(b"\x89PNG")
     with np.load(finished / "router.npz") as router:
         assert router["load"].shape == (6, 1, 4)
         np.testing.assert_allclose(router["load"].sum(-1), 1.0, rtol=1e-6)
     assert sorted(_losses(finished)) == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_run_says_what_it_used_of_the_machine(finished):
+    summary = json.loads((finished / "summary.json").read_text())
+    assert summary["mfu"] is None  # a CPU has no known peak
+    config = RunDirectory(finished).load_config(PretrainConfig)
+    plan = make_plan(config)
+    assert summary["model_flops_per_token"] == flops_per_token(plan.model, plan.table, 16)
+    assert summary["peak_memory_bytes"] > 10**8 and summary["peak_memory_of"] == "process"
+    series = read_metrics(finished / "metrics.jsonl")
+    steps, tokens = series["progress/tokens"]
+    assert tokens.tolist() == [step * 8 * 16 for step in steps] and len(steps) == 6
+    _, seconds = series["progress/seconds"]
+    assert np.all(np.diff(seconds) > 0) and seconds[-1] == summary["trained_seconds"]
+    schedule = config.schedule.build(6)
+    wanted = [0.005 * float(schedule(jax.numpy.int32(step - 1))) for step in steps]
+    np.testing.assert_allclose(series["train/learning_rate"][1], wanted, rtol=1e-6)
+
+
+def test_chosen_steps_are_traced(tmp_path, capsys):
+    directory = tmp_path / "run"
+    arguments = _arguments(directory, 6, "--profile.steps", "3:4", "--tracking.console", "none")
+    assert pretrain.main(arguments) == ExitCode.DONE
+    printed = capsys.readouterr().out
+    assert f"trace in {directory / 'profile'}: open it with `xprof" in printed
+    assert "step=" not in printed  # console none
+    assert len(list((directory / "profile").rglob("*.xplane.pb"))) == 1
+    assert json.loads((directory / "summary.json").read_text())["profile"] is not None
+
+
+def test_a_run_that_is_past_its_trace_says_so(tmp_path, capsys):
+    profile = ProfileConfig(steps="3:4")
+    config = dataclasses.replace(PretrainConfig(), profile=profile)
+    directory = RunDirectory(tmp_path)
+    assert pretrain._trace(directory, config, 2) is not None
+    assert capsys.readouterr().out == ""
+    assert pretrain._trace(directory, config, 3) is None
+    assert "no trace: step 3 is done, and profile.steps=3:4" in capsys.readouterr().out
+
+
+def test_a_tracker_that_is_not_installed_is_refused_at_once(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    arguments = _arguments(tmp_path / "run", 6)
+    text = _refused([*arguments, "--tracking.trackers", "wandb"], capsys)
+    assert "wandb is not installed: pip install 'jaxmoe[wandb]'" in text
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_finished_run_says_so_and_exits_with_0(finished, capsys):
@@ -170,6 +221,8 @@ def test_killed_at_any_moment_and_resumed_equals_never_stopped(tmp_path):
     for path in expected:
         np.testing.assert_array_equal(found[path], expected[path], err_msg=path)
     assert _losses(parts) == _losses(whole)
+    seconds = read_metrics(parts / "metrics.jsonl")["progress/seconds"][1]
+    assert len(seconds) == 40 and np.all(np.diff(seconds) > 0)  # over both starts together
     manifests = [
         json.loads((run / "checkpoints" / "40" / "manifest" / "metadata").read_text())
         for run in (whole, parts)
@@ -233,6 +286,13 @@ def _refused(arguments: list[str], capsys) -> str:
         (("--model.moe.num_expert", "4"), "num_experts"),
         (("--schedule.warmup_steps", "6"), "schedule.warmup_steps=6 must be below the number"),
         (("--training.clip", "-1"), "training.clip=-1.0 must be above 0"),
+        (("--profile.steps", "3"), "profile.steps='3' must be two step numbers a:b"),
+        (("--profile.steps", "0:3"), "profile.steps=0:3 must have 1 <= a < b"),
+        (("--profile.steps", "4:4"), "profile.steps=4:4 must have 1 <= a < b"),
+        (("--profile.steps", "3:7"), "profile.steps=3:7 must end within the run of"),
+        (("--tracking.trackers", "wandb", "wandb"), "name each at most once"),
+        (("--tracking.trackers", "wandbb"), "did you mean 'wandb'"),
+        (("--tracking.console", "colour"), "colour"),
     ],
 )
 def test_bad_input_is_refused_in_words(tmp_path, capsys, more, message):

@@ -8,7 +8,14 @@ from typing import ClassVar, Literal
 
 import pytest
 
-from jaxmoe.configs import differences, fingerprint, from_json, registry_of, to_json
+from jaxmoe.configs import (
+    differences,
+    fingerprint,
+    from_json,
+    registry_of,
+    to_json,
+    varying_fields,
+)
 
 
 def config(cls):
@@ -203,3 +210,19 @@ def test_fingerprint_is_of_the_values():
     assert fingerprint(Softmax()) == (
         "50532ff9a04780ced75af51617b2c5a33c3e53964450b83dc5060e4d505f3a71"
     )
+
+
+def test_varying_fields_have_a_value_per_config():
+    runs = [
+        Run(),
+        Run(learning_rate=2.0, model=Model(moe=MoE(router=Sigmoid(), top_k=1))),
+        Run(model=Model(moe=MoE(router=Softmax(order="after")))),
+    ]
+    assert varying_fields(runs) == {
+        "model.moe.top_k": ["2", "1", "2"],
+        "model.moe.router": ["softmax", "sigmoid", "softmax"],
+        "learning_rate": ["0.001", "2.0", "0.001"],
+        # The second has another router, and so no order.
+        "model.moe.router.order": ['"before"', "-", '"after"'],
+    }
+    assert varying_fields(runs[:1]) == varying_fields([RUNS[0], RUNS[0]]) == {}

@@ -36,9 +36,10 @@ from jaxmoe.tracking import (
     router_load,
     write_report,
 )
-from jaxmoe.tracking.console import format_count, format_duration
+from jaxmoe.tracking.console import format_bytes, format_count, format_duration
 from jaxmoe.tracking.disk import replace_file
-from jaxmoe.tracking.plots import _binned, _smooth, plot_router_load
+from jaxmoe.tracking.plots import plot_router_load
+from jaxmoe.tracking.smoothing import binned, smooth
 
 
 def full_disk(*_):
@@ -233,6 +234,7 @@ def test_the_progress_line_can_be_read_by_a_program():
 def test_counts_and_durations():
     spelled = [format_count(x) for x in (0.5, 987.0, 999.9, 12_449.0, 3.912e6, 1.07e9)]
     assert spelled == ["0.5", "987", "1k", "12.4k", "3.91M", "1.07B"]
+    assert [format_bytes(x) for x in (12, 5e6, 1.63e9)] == ["12 B", "5 MB", "1.63 GB"]
     assert [format_duration(x) for x in (0.4, 59.6, 61, 3600, 86_399)] == [
         *("0:00", "1:00", "1:01", "1:00:00", "23:59:59")
     ]
@@ -355,17 +357,17 @@ def test_router_pictures_of_any_size(tmp_path, steps, layers, experts):
 
 def test_bins_are_means_and_empty_ones_repeat():
     steps = np.array([0, 1, 2, 100])
-    edges, means = _binned(steps, np.array([[1.0], [2.0], [6.0], [8.0]]))
+    edges, means = binned(steps, np.array([[1.0], [2.0], [6.0], [8.0]]))
     assert edges.tolist() == [0, 25, 50, 75, 100]
     assert means[:, 0].tolist() == [3.0, 3.0, 3.0, 8.0]
 
 
 def test_smoothing_keeps_lines_and_leaves_out_nan():
     line = np.arange(300.0)
-    np.testing.assert_allclose(_smooth(line)[3:-3], line[3:-3])
+    np.testing.assert_allclose(smooth(line)[3:-3], line[3:-3])
     line[7] = np.nan
-    assert np.isfinite(_smooth(line)).all()
-    np.testing.assert_allclose(_smooth(np.array([1.0])), [1.0])
+    assert np.isfinite(smooth(line)).all()
+    np.testing.assert_allclose(smooth(np.array([1.0])), [1.0])
 
 
 def test_the_report_is_one_page_by_itself(tmp_path):

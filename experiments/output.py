@@ -1,0 +1,39 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Standard output of the commands: the first process speaks, and nobody need listen.
+
+`python -m experiments.doctor | head -3` closes the pipe early. The command then goes on in silence
+to its end, so that its files and its exit code are what they would have been.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import jax
+
+
+def say(text: str) -> None:
+    """Prints on the first process, at once.
+
+    Args:
+        text: whole lines.
+    """
+    if jax.process_index() == 0:
+        write(text)
+
+
+def write(text: str) -> None:
+    """Prints on this process, without asking JAX which one it is.
+
+    Args:
+        text: whole lines.
+    """
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        # What is still in the buffer would fail again when the interpreter exits.
+        silence = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(silence, sys.stdout.fileno())
+        os.close(silence)

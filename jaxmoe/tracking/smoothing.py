@@ -1,0 +1,73 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Long series made short enough to look at: smoothed, binned, or thinned with their spikes kept."""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+def smooth(values: np.ndarray) -> np.ndarray:
+    """A centred mean over a fiftieth of the run; NaN is left out.
+
+    Args:
+        values: [n].
+
+    Returns:
+        [n].
+    """
+    half = max(1, len(values) // 100)
+    finite = np.isfinite(values)
+    window = np.ones(2 * half + 1)
+    sums = np.convolve(np.where(finite, values, 0.0), window, mode="full")[half : -half or None]
+    counts = np.convolve(finite.astype(float), window, mode="full")[half : -half or None]
+    return np.divide(sums, counts, out=np.full(len(values), np.nan), where=counts > 0)
+
+
+def binned(
+    steps: np.ndarray, values: np.ndarray, max_bins: int = 240
+) -> tuple[np.ndarray, np.ndarray]:
+    """Means in bins of equal length in steps; an empty bin repeats the one before.
+
+    Args:
+        steps: [n], rising.
+        values: [n ...].
+        max_bins: At most so many, and at most n.
+
+    Returns:
+        Edges [bins + 1] in steps, and means [bins ...].
+    """
+    bins = min(len(steps), max_bins)
+    first, last = float(steps[0]), float(max(steps[-1], steps[0] + 1))
+    edges = np.linspace(first, last, bins + 1)
+    index = np.clip(np.searchsorted(edges, steps, side="right") - 1, 0, bins - 1)
+    means = np.empty((bins, *values.shape[1:]))
+    for bin_id in range(bins):
+        inside = index == bin_id
+        means[bin_id] = values[inside].mean(axis=0) if inside.any() else means[bin_id - 1]
+    return edges, means
+
+
+def thinned(x: np.ndarray, y: np.ndarray, max_points: int = 600) -> tuple[np.ndarray, np.ndarray]:
+    """Fewer points of a curve: of each stretch its lowest and its highest, and both ends.
+
+    Args:
+        x: [n], rising.
+        y: [n].
+        max_points: About so many remain.
+
+    Returns:
+        Points in the order of x; NaN goes, unless nothing else is there.
+    """
+    finite = np.flatnonzero(np.isfinite(y))
+    if len(finite) < len(y) and len(y) > max_points:
+        x, y = x[finite], y[finite]
+    if len(y) <= max_points:
+        return x, y
+    stretches = np.array_split(np.arange(len(y)), max(1, max_points // 2))
+    kept = {0, len(y) - 1}
+    for stretch in stretches:
+        kept.add(int(stretch[y[stretch].argmin()]))
+        kept.add(int(stretch[y[stretch].argmax()]))
+    order = np.array(sorted(kept))
+    return x[order], y[order]

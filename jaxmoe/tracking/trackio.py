@@ -1,0 +1,74 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Metrics for Trackio, a local dashboard: `--tracking.trackers trackio`, then `trackio show`.
+
+Optional (`pip install 'jaxmoe[trackio]'`). Trackio keeps a database of its own, outside of the run
+directory (`TRACKIO_DIR`, by default in the Hugging Face cache), and needs no account. A resumed run
+logs its steps again; Trackio shows the later ones beside the earlier.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from jaxmoe.tracking.optional import require
+from jaxmoe.tracking.tracker import TrackedRun, Tracker
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class TrackioConfig:
+    """Trackio, on this machine or in a Hugging Face space."""
+
+    name: ClassVar[str] = "trackio"
+
+    project: str = "jaxmoe"
+    """Project of the run."""
+    space: str | None = None
+    """A Hugging Face space that holds the dashboard, as user/name; None: this machine."""
+
+    def __post_init__(self):
+        if not self.project:
+            raise ValueError("trackers.trackio.project='' must be a name")
+
+    def check(self) -> None:
+        """Raises MissingPackageError if trackio is not installed."""
+        require("trackio", "trackio")
+
+    def build(self, run: TrackedRun) -> Tracker:
+        """Starts the run, or continues it."""
+        trackio = require("trackio", "trackio")
+        started = trackio.init(
+            project=self.project,
+            name=f"{run.name}-{run.id[:6]}",  # its only key: two runs may share a name
+            space_id=self.space,
+            config=dict(run.config),
+            resume="allow",
+            embed=False,
+        )
+        return TrackioTracker(trackio, started)
+
+
+class TrackioTracker:
+    """Passes numbers and texts on.
+
+    Args:
+        trackio: The package.
+        run: What `trackio.init` returned.
+    """
+
+    def __init__(self, trackio: Any, run: Any):
+        self._trackio, self._run = trackio, run
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """One record."""
+        self._run.log({name: float(v) for name, v in metrics.items()}, step=int(step))
+
+    def log_text(self, step: int, name: str, text: str) -> None:
+        """The text, set as code."""
+        self._run.log({name: self._trackio.Markdown(f"```\n{text}\n```")}, step=int(step))
+
+    def close(self) -> None:
+        """Ends the run; waits for what is still to be written."""
+        self._run.finish()

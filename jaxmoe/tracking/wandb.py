@@ -1,0 +1,96 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Metrics for Weights & Biases: `--tracking.trackers tensorboard wandb`.
+
+Optional (`pip install 'jaxmoe[wandb]'`). Every record carries its own `step`, which is the axis of
+all charts: W&B's internal step may only rise, so that what a run logs again after a restart would
+be lost. A resumed run finds its page by an id made from its directory.
+
+It does not upload files; those are in the run directory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
+
+from jaxmoe.tracking.optional import require
+from jaxmoe.tracking.tracker import TrackedRun, Tracker
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class WandbConfig:
+    """Weights & Biases; the key comes from `wandb login` or WANDB_API_KEY."""
+
+    name: ClassVar[str] = "wandb"
+
+    project: str = "jaxmoe"
+    """Project of the run."""
+    entity: str | None = None
+    """User or team; the account's default when None."""
+    mode: Literal["online", "offline"] = "online"
+    """offline: only files under the run directory, for a later `wandb sync`."""
+
+    def __post_init__(self):
+        if not self.project:
+            raise ValueError("trackers.wandb.project='' must be a name")
+
+    def check(self) -> None:
+        """Raises MissingPackageError if wandb is not installed."""
+        require("wandb", "wandb")
+
+    def build(self, run: TrackedRun) -> Tracker:
+        """Starts the run, or continues it.
+
+        Raises:
+            ValueError: W&B refuses it, for want of a key or of the network.
+        """
+        wandb = require("wandb", "wandb")
+        run.directory.mkdir(parents=True, exist_ok=True)
+        try:
+            started = wandb.init(
+                project=self.project,
+                entity=self.entity,
+                name=run.name,
+                id=run.id,
+                resume="allow",
+                dir=str(run.directory),
+                config=dict(run.config),
+                mode=self.mode,
+                # The terminal is ours: its output is not captured, and no banner is printed.
+                settings=wandb.Settings(console="off", silent=True),
+            )
+        except wandb.Error as error:
+            raise ValueError(
+                f"trackers.wandb: {error}\nlog in with `wandb login`, or set its mode to offline"
+            ) from error
+        started.define_metric("step")
+        started.define_metric("*", step_metric="step")
+        return WandbTracker(wandb, started)
+
+
+class WandbTracker:
+    """Passes numbers and texts on.
+
+    Args:
+        wandb: The package.
+        run: What `wandb.init` returned.
+    """
+
+    def __init__(self, wandb: Any, run: Any):
+        self._wandb, self._run = wandb, run
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """One record."""
+        self._run.log({"step": int(step)} | {name: float(v) for name, v in metrics.items()})
+
+    def log_text(self, step: int, name: str, text: str) -> None:
+        """The text as a small page."""
+        page = self._wandb.Html(f"<pre>{html.escape(text)}</pre>")
+        self._run.log({"step": int(step), name: page})
+
+    def close(self) -> None:
+        """Ends the run; waits for what is still to be sent."""
+        self._run.finish()

@@ -1,0 +1,114 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""How much of the machine a run uses: model FLOPs utilisation, and memory at its peak.
+
+    MFU = tokens per second * model FLOPs per token / (devices * peak FLOP/s of one device)
+
+Model FLOPs are those of `jaxmoe/models/flops.py`: forward and backward of what a token meets
+(top_k of the experts, not all), without recomputation under remat, padding or dropped rows. So a
+run that recomputes has a lower MFU for the same hardware counters (PaLM, arXiv 2204.02311,
+appendix B).
+
+Peaks are dense (no structured sparsity), at boost clock, of one device as JAX counts them:
+
+    TPU v4 275e12, v5e 197e12, v5p 459e12, v6e 918e12 in bfloat16: cloud.google.com/tpu/docs.
+    float32 operands are multiplied in one bfloat16 pass at the default precision of `jax.lax.dot`,
+    so that the bfloat16 peak is the limit of both.
+    NVIDIA A100 312e12, H100 SXM and H200 SXM 989.5e12, H100 NVL
+    and H200 NVL 835.5e12, H100 PCIe 756.5e12, B200 2250e12 in bfloat16, half of it in float32
+    (TensorFloat-32, what XLA uses at the default precision): NVIDIA's data sheets, whose figures
+    "with sparsity" are twice these.
+
+A device that is not in the table, every CPU among them, has no peak and no MFU: None, never a
+guess. To add a device: a row in `PEAKS`, before any row whose key its name also contains.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Sequence
+
+import jax
+
+PEAKS: tuple[tuple[str, float, float], ...] = (
+    ("tpu v4", 275e12, 275e12),
+    ("tpu v5 lite", 197e12, 197e12),
+    ("tpu v5e", 197e12, 197e12),
+    ("tpu v5p", 459e12, 459e12),
+    ("tpu v5", 459e12, 459e12),
+    ("tpu v6 lite", 918e12, 918e12),
+    ("tpu v6e", 918e12, 918e12),
+    ("nvidia a100", 312e12, 156e12),
+    ("nvidia h100 pcie", 756.5e12, 378.0e12),
+    ("nvidia h100 nvl", 835.5e12, 417.5e12),
+    ("nvidia h100", 989.5e12, 494.5e12),
+    ("nvidia h200 nvl", 835.5e12, 417.5e12),
+    ("nvidia h200", 989.5e12, 494.5e12),
+    ("nvidia b200", 2250e12, 1125e12),
+)
+"""Beginning of the device kind in lower case, peak in bfloat16, peak in float32, FLOP/s."""
+
+_EXCEPT = ("tpu v4i", "tpu v4 lite")
+
+
+def peak_flops(device_kind: str, dtype: str) -> float | None:
+    """Peak of one device in matrix products.
+
+    Args:
+        device_kind: As `jax.Device.device_kind` spells it, such as "TPU v5 lite".
+        dtype: Of the operands: "bfloat16" or "float32".
+
+    Returns:
+        FLOP/s, or None where no figure is known.
+    """
+    kind = " ".join(device_kind.lower().split())
+    if kind.startswith(_EXCEPT) or "mig" in kind.split():
+        return None
+    for beginning, bfloat16, float32 in PEAKS:
+        if kind.startswith(beginning):
+            return {"bfloat16": bfloat16, "float32": float32}.get(dtype)
+    return None
+
+
+def model_flops_utilization(
+    tokens_per_second: float,
+    flops_per_token: float,
+    devices: Sequence[jax.Device],
+    dtype: str,
+) -> float | None:
+    """MFU, a fraction of 1; the definition is at the top of this file.
+
+    Args:
+        tokens_per_second: Of all devices together.
+        flops_per_token: Of a training step, from `jaxmoe.models.flops`.
+        devices: All devices of the mesh.
+        dtype: Of the operands of matrix products.
+
+    Returns:
+        The fraction, or None where the peak of a device is not known.
+    """
+    peaks = [peak_flops(device.device_kind, dtype) for device in devices]
+    known = [peak for peak in peaks if peak is not None]
+    if not known or len(known) < len(peaks):
+        return None
+    return tokens_per_second * flops_per_token / sum(known)
+
+
+def peak_memory(devices: Sequence[jax.Device]) -> tuple[int, str]:
+    """The most memory in use so far.
+
+    Args:
+        devices: Of this process.
+
+    Returns:
+        Bytes and what they were measured on: "device" (the fullest one, by the allocator of the
+        backend) or, where the backend keeps no such statistics, "process" (resident set).
+    """
+    statistics = [device.memory_stats() or {} for device in devices]
+    peaks = [stats["peak_bytes_in_use"] for stats in statistics if "peak_bytes_in_use" in stats]
+    if peaks:
+        return int(max(peaks)), "device"
+    # Kilobytes, except on macOS.
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, "process"

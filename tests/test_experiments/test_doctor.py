@@ -1,0 +1,212 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""`experiments.doctor`: a healthy machine, and each illness that it knows."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from experiments import doctor, doctor_devices, doctor_software
+from experiments.cli import ExitCode
+from experiments.doctor_software import Finding, coordinator, plugin_versions, variables, writable
+from experiments.output import write
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+
+
+def levels(findings):
+    return [finding.level for finding in findings]
+
+
+def only_problem(findings) -> Finding:
+    (problem,) = [finding for finding in findings if finding.level == "problem"]
+    assert problem.remedy
+    return problem
+
+
+def test_a_healthy_machine(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(doctor_software, "EXTRAS", {"train": ("numpy",)})
+    monkeypatch.setattr(doctor, "start_process", lambda: None)
+    assert doctor.main(["--run.directory", str(tmp_path / "d")]) == ExitCode.DONE
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1].startswith("no problems")
+    text = "\n".join(lines)
+    for words in (
+        *("8 x cpu", "data=8", "psum, all_gather, all_to_all, ppermute agree with numpy over 8"),
+        *("ragged_all_to_all does not exist on cpu", "flash_attention: xla, the fastest one"),
+        *("grouped_matmul: xla", "a tiny model trains: loss", f"jax {jax.__version__}"),
+    ):
+        assert words in text, words
+    summary = json.loads((tmp_path / "d" / "summary.json").read_text())
+    assert summary["status"] == "done" and summary["problems"] == 0
+    assert len(summary["findings"]) == len(lines) - 1
+    assert (tmp_path / "d" / "environment.json").exists()
+
+
+def test_help_touches_no_device():
+    script = (
+        "import sys; from experiments import doctor\n"
+        "try: doctor.main(['--help'])\n"
+        "except SystemExit as stopped: assert stopped.code == 0\n"
+        "from jax._src import xla_bridge; assert not xla_bridge.backends_are_initialized()"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    run = subprocess.run(
+        [sys.executable, "-c", script], env=environment, cwd=ROOT, capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr
+    assert "--run.directory" in run.stdout
+
+
+def test_problems_before_devices_leave_the_devices_alone(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "127.0.0.1:8476")
+    monkeypatch.setenv("JAX_NUM_PROCESSES", "4")
+    monkeypatch.setattr(doctor, "examine_devices", lambda: pytest.fail("devices were touched"))
+    code = doctor.main(["--run.directory", str(tmp_path / "d")])
+    assert code == ExitCode.BAD_CONFIGURATION
+    printed = capsys.readouterr().out
+    assert "this very host, for 4 processes" in printed and "not examined" in printed
+    assert json.loads((tmp_path / "d" / "summary.json").read_text())["status"] == "problems"
+
+
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        ({}, None),
+        ({"JAX_COORDINATOR_ADDRESS": "localhost:1234"}, None),  # one process may meet itself
+        ({"SLURM_NTASKS": "8"}, None),
+        ({"JAX_COORDINATOR_ADDRESS": "localhost:1234", "SLURM_NTASKS": "2"}, "this very host"),
+        ({"JAX_COORDINATOR_ADDRESS": "[::1]:1234", "JAX_NUM_PROCESSES": "2"}, "this very host"),
+        ({"JAX_COORDINATOR_ADDRESS": "node0"}, "is not host:port"),
+        ({"JAX_COORDINATOR_ADDRESS": "node0:99999"}, "is not host:port"),
+        ({"JAX_COORDINATOR_ADDRESS": "no-such-host.invalid:1234"}, "cannot be resolved"),
+    ],
+)
+def test_coordinators(environment, words):
+    findings = coordinator(environment)
+    if words is None:
+        assert levels(findings) == ["ok"]
+    else:
+        assert words in only_problem(findings).text
+
+
+def test_versions_that_do_not_fit():
+    good = {"jax": "0.10.2", "jaxlib": "0.10.2", "jax-cuda13-plugin": "0.10.2.1"}
+    assert levels(plugin_versions(good, {})).count("problem") == 0
+    newer = only_problem(plugin_versions({"jax": "0.10.1", "jaxlib": "0.10.2"}, {}))
+    assert "jaxlib 0.10.2 is newer than jax 0.10.1" in newer.text
+    older = plugin_versions({"jax": "0.10.2", "jaxlib": "0.10.0"}, {})
+    assert "warning" in levels(older) and "problem" not in levels(older)
+    plugin = only_problem(plugin_versions({**good, "jax-cuda13-pjrt": "0.9.0"}, {}))
+    assert "jax-cuda13-pjrt 0.9.0 does not fit jaxlib 0.10.2" in plugin.text
+    assert plugin.remedy == "pip install 'jax[cuda13]==0.10.2'"
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--xla_a=1 --xla_b", None),
+        ("xla_a=1", "takes 'xla_a=1' for a file"),
+        ("--xla_a = 1", "ends a process whose flags it does not know"),
+    ],
+)
+def test_flags_of_xla(flags, words):
+    findings = variables({"XLA_FLAGS": flags})
+    if words is None:
+        assert levels(findings) == ["ok"]
+    else:
+        assert words in only_problem(findings).text
+    assert levels(variables({"XLA_FLAGS": "--xla_a=1 --xla_a=2"})) == ["ok", "warning"]
+
+
+def test_missing_extras(monkeypatch):
+    extras = {"train": ("no_such_module",), "hf": ("no_such_module",), "plan": ("json",)}
+    monkeypatch.setattr(doctor_software, "EXTRAS", extras)
+    findings = doctor_software.extras()
+    assert levels(findings) == ["problem", "ok", "ok"]
+    assert findings[0].remedy == "pip install 'jaxmoe[train]'"
+
+
+def test_disks(tmp_path, monkeypatch):
+    assert levels(writable(tmp_path / "not" / "yet", "disk"))[0] in ("ok", "warning")
+    assert not (tmp_path / "not").exists()
+
+    class Usage:
+        free = 10**8
+
+    monkeypatch.setattr(doctor_software.shutil, "disk_usage", lambda _: Usage)
+    assert "0.1 GB free" in only_problem(writable(tmp_path, "disk")).text
+
+    def full(**_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(doctor_software.tempfile, "TemporaryFile", full)
+    assert "cannot be written (No space left" in only_problem(writable(tmp_path, "disk")).text
+
+
+def test_a_collective_that_lies_or_fails_is_a_problem():
+    given = np.ones((2, 2), np.float32)
+    assert doctor_devices.compare("psum", jax.numpy.asarray, given, given) is None
+    lie = doctor_devices.compare("psum", lambda x: jax.numpy.zeros(x.shape), given, given)
+    assert lie is not None and "gives other numbers than numpy on 4 places" in lie.text
+
+    def fail(_):
+        raise RuntimeError("UNIMPLEMENTED: no such thing\nand a long story")
+
+    failed = doctor_devices.compare("psum", fail, given, given)
+    assert failed is not None and failed.text == "psum fails: UNIMPLEMENTED: no such thing"
+
+
+def test_devices_that_do_not_start_are_a_problem(monkeypatch, tmp_path, capsys):
+    def fail():
+        raise RuntimeError("Unable to initialize backend 'cuda'")
+
+    monkeypatch.setattr(doctor_devices.jax, "devices", fail)
+    findings = doctor_devices.examine_devices()
+    assert "no backend starts: Unable to initialize" in only_problem(findings).text
+
+
+def test_processes_that_cannot_join_are_a_problem(monkeypatch, tmp_path, capsys):
+    def fail():
+        raise ValueError("Number of processes must be defined.")
+
+    monkeypatch.setattr(doctor, "start_process", fail)
+    code = doctor.main(["--run.directory", str(tmp_path / "d")])
+    assert code == ExitCode.BAD_CONFIGURATION
+    assert "cannot join: Number of processes must be defined." in capsys.readouterr().out
+
+
+def test_devices_that_hang_end_the_process(tmp_path):
+    script = (
+        "import time; from experiments import doctor\n"
+        "with doctor._answer_within(0.2): time.sleep(60)"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    run = subprocess.run(
+        [sys.executable, "-c", script], env=environment, cwd=ROOT, capture_output=True, text=True
+    )
+    assert run.returncode == ExitCode.BAD_CONFIGURATION
+    assert "no answer within 0.2 s" in run.stdout
+
+
+def test_a_closed_pipe_does_not_change_the_exit_code():
+    script = "from experiments.output import write\nfor _ in range(20000): write('x' * 80)"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = f'{sys.executable} -c "{script}" | head -1; exit ${{PIPESTATUS[0]}}'
+    run = subprocess.run(
+        ["bash", "-c", command], env=environment, cwd=ROOT, capture_output=True, text=True
+    )
+    assert (run.returncode, run.stderr) == (0, "")
+
+
+def test_write_prints(capsys):
+    write("a\nb")
+    assert capsys.readouterr().out == "a\nb\n"

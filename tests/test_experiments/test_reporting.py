@@ -1,0 +1,84 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""From reports of the loop to trackers: MFU, tokens and seconds, and who writes at all."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments import reporting
+from experiments.assembly import assemble
+from experiments.config import TrackingConfig
+from experiments.doctor_devices import tiny_config
+from experiments.reporting import Reporter
+from experiments.run_directory import RunDirectory
+from jaxmoe.tracking import MFU, TOKENS_PER_SECOND, read_metrics
+from jaxmoe.tracking.tracker import TRAINED_SECONDS, TRAINED_TOKENS
+from jaxmoe.training.loop import Report
+from jaxmoe.training.step import StepMetrics
+
+
+@pytest.fixture
+def assembly():
+    config = tiny_config(8)
+    training = dataclasses.replace(config.training, steps=20)
+    tracking = TrackingConfig(console="plain", trackers=())
+    return assemble(dataclasses.replace(config, training=training, tracking=tracking))
+
+
+def report(first: int, last: int, seconds: float) -> Report:
+    metrics = StepMetrics(
+        loss=jnp.float32(2.0),
+        losses={},
+        grad_norm=jnp.float32(0.5),
+        num_tokens=jnp.float32(128.0),
+        is_skipped=jnp.bool_(False),
+        skipped_in_a_row=jnp.int32(0),
+        router={},
+        load=jnp.full((1, 4), 0.25),
+    )
+    steps = tuple(range(first, last + 1))
+    return Report(steps=steps, metrics=(jax.device_get(metrics),) * len(steps), seconds=seconds)
+
+
+def test_records_know_tokens_seconds_and_mfu(assembly, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(reporting, "model_flops_utilization", lambda *_: 0.25)
+    directory = RunDirectory(tmp_path)
+    reporter = Reporter("r", directory, assembly, 0)
+    reporter.trained(report(1, 4, 8.0))
+    reporter.trained(report(5, 6, 1.0))
+    reporter.close()
+    reporter.close()
+    assert "mfu=25.0%" in capsys.readouterr().out
+    series = read_metrics(directory.metrics_file)
+    assert series[TRAINED_TOKENS][1].tolist() == [128.0 * step for step in range(1, 7)]
+    assert series[TRAINED_SECONDS][1].tolist() == [2.0, 4.0, 6.0, 8.0, 8.5, 9.0]
+    assert series[MFU][0].tolist() == series[TOKENS_PER_SECOND][0].tolist() == [4, 6]
+    assert reporter.mfu == 0.25 and reporter.trained_seconds == 9.0
+    # Saved at step 4, and started again from there: the seconds of 5 and 6 are spent anew.
+    resumed = Reporter("r", directory, assembly, 4)
+    resumed.trained(report(5, 5, 3.0))
+    resumed.close()
+    series = read_metrics(directory.metrics_file)
+    assert series[TRAINED_SECONDS][1].tolist() == [2.0, 4.0, 6.0, 8.0, 11.0]
+    schedule = assembly.plan.schedule
+    wanted = [float(schedule(jnp.int32(step))) for step in range(5)]
+    rates = series["train/learning_rate"][1] / assembly.plan.config.optimizer.learning_rate
+    np.testing.assert_allclose(rates, wanted, rtol=1e-6)
+
+
+def test_only_the_first_process_writes(assembly, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(jax, "process_index", lambda *_: 1)
+    directory = RunDirectory(tmp_path / "run")
+    reporter = Reporter("r", directory, assembly, 0)
+    reporter.start()
+    reporter.trained(report(1, 2, 1.0))
+    reporter.flush()
+    reporter.close()
+    assert not directory.path.exists() and capsys.readouterr().out == ""
+    assert reporter.last["train/loss"] == 2.0  # but it knows what the others know
