@@ -1,0 +1,61 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Measures speed: a training step beside a peer's, or kernels beside libraries.
+
+    python -m experiments.bench step [--peer none]
+    python -m experiments.bench kernels
+
+Candidates take turns in one run, medians are compared, and the machine's measured limit stands
+beside them. Leave the machine alone meanwhile: a busy one changes even the ratios.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from experiments import bench_kernels, bench_step, cli
+from experiments.bench_kernels import KernelBenchConfig
+from experiments.bench_step import StepBenchConfig
+from experiments.output import say
+from experiments.process import start_process
+from experiments.run_directory import RunDirectory
+
+
+def step() -> StepBenchConfig:
+    """A training step of OLMoE's shape, beside transformers; two minutes."""
+    return StepBenchConfig()
+
+
+def kernels() -> KernelBenchConfig:
+    """Grouped products and attention, beside dense products and jax.nn; three minutes."""
+    return KernelBenchConfig()
+
+
+BENCHES: dict[str, Callable[[], Any]] = {"step": step, "kernels": kernels}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command; returns the exit code."""
+    name, config = cli.parse(BENCHES, "step", argv, "python -m experiments.bench", __doc__ or "")
+    start_process()
+    directory = RunDirectory(config.run.directory or f"runs/bench/{name}")
+    with cli.exit_on_bad_configuration():
+        directory.check_free_of_runs()
+        if isinstance(config, KernelBenchConfig):
+            summary = bench_kernels.bench_kernels(config)
+            text = bench_kernels.in_words(summary)
+        else:
+            summary = bench_step.bench_step(config)
+            text = bench_step.in_words(summary)
+        directory.write_environment([str(device) for device in jax.devices()])
+        directory.write_summary({"status": "done", "bench": name, **summary})
+    say(text)
+    return int(cli.ExitCode.DONE)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
