@@ -12,6 +12,7 @@ from jaxmoe.configs import registry_of
 from jaxmoe.data.batch import Batch, DataError, validate_batch
 from jaxmoe.data.corpus import CorpusConfig
 from jaxmoe.data.files import FilesConfig
+from jaxmoe.data.hosts import check_hosts
 from jaxmoe.data.huggingface import HuggingFaceConfig
 from jaxmoe.data.loader import Loader, check_position, evaluation_batches
 from jaxmoe.data.mixture import Mixture, MixtureConfig
@@ -54,6 +55,7 @@ __all__ = [
     "Source",
     "Split",
     "TokenizerConfig",
+    "check_hosts",
     "check_position",
     "evaluation_batches",
     "ngram_bits_per_byte",

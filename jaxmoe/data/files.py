@@ -148,7 +148,7 @@ def find_files(paths: Sequence[str]) -> list[epath.Path]:
     for path in paths:
         try:
             files = [file for pattern in _without_braces(path) for file in _matches(pattern)]
-        except (OSError, ImportError, ValueError) as error:
+        except (OSError, ImportError, ValueError, NotImplementedError) as error:
             raise DataError(f"data.path={path} cannot be listed: {error}") from error
         if not files:
             what = "holds no text" if epath.Path(path).exists() else "matches no file"
@@ -184,12 +184,7 @@ def _matches(pattern: str) -> list[epath.Path]:
 
 def _text_below(directory: epath.Path) -> list[epath.Path]:
     """The files of a directory that are data, or begin as text does."""
-    files = [
-        path
-        for path in directory.rglob("*")
-        if not any(part.startswith(".") for part in path.relative_to(directory).parts)
-        and not path.is_dir()
-    ]
+    files = list(_walk(directory))
     kept = [path for path in files if path.name.lower().endswith(DATA_SUFFIXES) or _is_text(path)]
     if len(kept) < len(files):
         logger.warning(
@@ -199,6 +194,15 @@ def _text_below(directory: epath.Path) -> list[epath.Path]:
             len(files),
         )
     return kept
+
+
+def _walk(directory: epath.Path) -> Iterator[epath.Path]:
+    """Every file below a directory, hidden ones left out; buckets know no recursive glob."""
+    for path in directory.iterdir():
+        if path.is_dir() and not path.name.startswith("."):
+            yield from _walk(path)
+        elif not path.name.startswith("."):
+            yield path
 
 
 def _is_text(path: epath.Path) -> bool:

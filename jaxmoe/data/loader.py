@@ -96,12 +96,8 @@ class Loader:
             raise DataError(f"process_index={process_index} must be in [0, {process_count})")
         part = self.batch_size // process_count
         first = step * self.batch_size + process_index * part
-        places = self._places(step, np.arange(first, first + part))
-        rows = [
-            self.source.row(self.split, index, self.sequence_length, epoch=epoch)
-            for epoch, index in places
-        ]
-        batch = _batch_of(rows)
+        self._check_step(step)
+        batch = _batch_of([self.row(number) for number in range(first, first + part)])
         validate_batch(batch, self.source.vocab_size)
         if not batch.loss_weights.any():
             raise DataError(
@@ -110,6 +106,17 @@ class Loader:
                 "nothing to learn from it. Pack the rows, or leave such rows out"
             )
         return batch
+
+    def row(self, number: int) -> Row:
+        """The row at a place of the endless sequence of the split.
+
+        Args:
+            number: The place, from 0: step times batch size, and the place in the batch.
+        """
+        num_rows, epoch = self._num_rows(), 0
+        if num_rows is not None and self.split == "train":
+            epoch, number = shuffled(number, size=num_rows, seed=self.seed)
+        return self.source.row(self.split, number, self.sequence_length, epoch=epoch)
 
     def iterate(
         self, start_step: int, stop_step: int, *, process_index: int = 0, process_count: int = 1
@@ -150,22 +157,18 @@ class Loader:
     def _num_rows(self) -> int | None:
         return self.source.num_rows(self.split, self.sequence_length)
 
-    def _places(self, step: int, numbers: np.ndarray) -> list[tuple[int, int]]:
-        """Turns places in the endless sequence of a split into (epoch, index of the row)."""
+    def _check_step(self, step: int) -> None:
+        """Refuses a step before the first, or past the end of the validation split."""
         if step < 0:
             raise DataError(f"step={step} must not be negative")
         num_rows = self._num_rows()
-        if num_rows is None:
-            return [(0, number) for number in numbers.tolist()]
-        if self.split == "validation":
+        if self.split == "validation" and num_rows is not None:
             if step >= num_rows // self.batch_size:
                 raise DataError(
                     f"validation batch {step} does not exist: the split has {num_rows} rows of "
                     f"sequence_length={self.sequence_length}, {num_rows // self.batch_size} "
                     f"batches of {self.batch_size}. Ask for fewer batches or smaller ones"
                 )
-            return [(0, number) for number in numbers.tolist()]
-        return [shuffled(number, size=num_rows, seed=self.seed) for number in numbers.tolist()]
 
 
 @dataclasses.dataclass(frozen=True)

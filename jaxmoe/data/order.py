@@ -3,7 +3,7 @@
 """Order with random access: rows shuffled anew in each epoch, and parts interleaved by weight.
 
 The shuffle is Grain's (`MapDataset.shuffle`): a keyed permutation of the row numbers, an item of
-which costs no memory and a few microseconds. Grain takes the sum of seed and epoch for its key, so
+which costs no memory and some ten microseconds (of n rows below 2**16, some 15 ms / n). Grain takes the sum of seed and epoch for its key, so
 that epoch 1 of seed 0 would be epoch 0 of seed 1; the key here is a hash of both. The order is part
 of what a checkpoint promises, and Grain does not promise it across versions: `order_digest`, kept
 in every position, is the hash of a short order, and a Grain that orders otherwise is refused
