@@ -29,9 +29,9 @@ import hashlib
 import itertools
 import json
 import logging
-import os
 import pathlib
 import shutil
+import uuid
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -41,7 +41,7 @@ from jaxmoe.data.batch import DataError
 from jaxmoe.data.formats import BadRecord, Record
 from jaxmoe.data.source import Split
 from jaxmoe.data.tokenizer import Tokenizer
-from pallas_kernels.array_types import Int
+from pallas_kernels.array_types import Int, Shaped
 
 logger = logging.getLogger(__name__)
 
@@ -76,13 +76,13 @@ class Collection(Protocol):
 class DocumentSet:
     """The documents of one split, as ranges of one array of tokens."""
 
-    tokens: Int[np.ndarray, " tokens"]
+    tokens: Shaped[np.ndarray, " tokens"]
     starts: Int[np.ndarray, " documents"]
     lengths: Int[np.ndarray, " documents"]
     sizes: Int[np.ndarray, " documents"]
     """Bytes of text; -1 where nobody has counted them."""
 
-    def document(self, number: int) -> Int[np.ndarray, " S"]:
+    def document(self, number: int) -> Shaped[np.ndarray, " S"]:
         """The tokens of a document, separators included."""
         start = int(self.starts[number])
         return self.tokens[start : start + int(self.lengths[number])]
@@ -93,9 +93,9 @@ class Store:
     """What the planning pass left in the cache."""
 
     directory: pathlib.Path
-    tokens: Int[np.ndarray, " tokens"]
+    tokens: Shaped[np.ndarray, " tokens"]
     offsets: Int[np.ndarray, " borders"]
-    digests: Int[np.ndarray, " documents"]
+    digests: Shaped[np.ndarray, " documents"]
     sizes: Int[np.ndarray, " documents"]
     facts: dict[str, Any]
 
@@ -140,7 +140,7 @@ def has_whole_documents(num_documents: int, fraction: float) -> bool:
     return num_documents * fraction >= _FEWEST_HELD_OUT
 
 
-def is_chosen(digests: Int[np.ndarray, " documents"], fraction: float) -> np.ndarray:
+def is_chosen(digests: Shaped[np.ndarray, " documents"], fraction: float) -> np.ndarray:
     """Which documents are held out, by their own digests."""
     return digests < np.uint64(int(fraction * 2**64))
 
@@ -184,7 +184,7 @@ def plan_documents(
     directory = cache / key
     if (store := _open(directory)) is not None:
         return store
-    new = cache / f"{key}.{os.getpid()}.new"
+    new = cache / f"{key}.{uuid.uuid4().hex}.new"
     shutil.rmtree(new, ignore_errors=True)
     try:
         new.mkdir(parents=True)
@@ -233,11 +233,10 @@ def _write(
             digests.append(digest)
             sizes.append(size)
     if not lengths:
-        found = f"{len(skipped)} records that cannot be used, the first: {skipped[0]}"
-        raise DataError(
-            f"there is no text in {_spelled(collection.content())}: found "
-            + (found if skipped else "only empty documents")
-        )
+        found = "only empty documents"
+        if skipped:
+            found = f"{len(skipped)} records that cannot be used, the first: {skipped[0]}"
+        raise DataError(f"there is no text in {_spelled(collection.content())}: found {found}")
     for message in skipped[:3]:
         logger.warning("left out: %s", message)
     offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
@@ -285,6 +284,8 @@ def _documents(
 def _tokenized(
     texts: list[tuple[str, bytes]], tokenizer: Tokenizer
 ) -> Iterator[tuple[np.ndarray, int, int]]:
+    if not texts:
+        return
     ends = np.array([tokenizer.separator], np.int32)
     encoded = tokenizer.encode_all([text for text, _ in texts])
     for ids, (_, content) in zip(encoded, texts, strict=True):

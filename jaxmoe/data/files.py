@@ -119,8 +119,12 @@ class Files:
     @functools.cached_property
     def _content(self) -> dict[str, Any]:
         files = self._all_files()
-        root = os.path.commonpath([str(path.parent) for path in files])
-        sizes = {os.path.relpath(path, root): path.stat().length for path in files}
+        names = [_absolute(path) for path in files]
+        root = os.path.commonpath([os.path.dirname(name) for name in names])
+        sizes = {
+            os.path.relpath(name, root): path.stat().length
+            for name, path in zip(names, files, strict=True)
+        }
         digests = [_sha256(path) for path in files]
         if len(files) <= _MOST_NAMES:
             pairs = zip(sizes.items(), digests, strict=True)
@@ -223,6 +227,11 @@ def _without_braces(pattern: str) -> Iterator[str]:
         return
     for choice in group[1].split(","):
         yield from _without_braces(pattern[: group.start()] + choice + pattern[group.end() :])
+
+
+def _absolute(path: epath.Path) -> str:
+    """A path that has a common directory with every other one."""
+    return f"/{path}" if "://" in str(path) else os.path.abspath(path)
 
 
 def _changed(path: epath.Path) -> int:

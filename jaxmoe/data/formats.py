@@ -32,7 +32,7 @@ from etils import epath
 
 from jaxmoe.data.batch import DataError
 from jaxmoe.tracking.optional import require
-from pallas_kernels.array_types import Int
+from pallas_kernels.array_types import Shaped
 
 _CHUNK = 2**20
 _MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
@@ -52,7 +52,7 @@ class Record:
     """A document, and where it was found."""
 
     where: str
-    value: str | Int[np.ndarray, " S"]
+    value: str | Shaped[np.ndarray, " S"]
     first: int = 0
     """Of token ids: the position of the first one in the file."""
 

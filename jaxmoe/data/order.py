@@ -3,11 +3,11 @@
 """Order with random access: rows shuffled anew in each epoch, and parts interleaved by weight.
 
 The shuffle is Grain's (`MapDataset.shuffle`): a keyed permutation of the row numbers, an item of
-which costs no memory and some ten microseconds (of n rows below 2**16, some 15 ms / n). Grain takes the sum of seed and epoch for its key, so
-that epoch 1 of seed 0 would be epoch 0 of seed 1; the key here is a hash of both. The order is part
-of what a checkpoint promises, and Grain does not promise it across versions: `order_digest`, kept
-in every position, is the hash of a short order, and a Grain that orders otherwise is refused
-instead of followed in silence.
+which costs no memory and some ten microseconds (of n rows below 2**16, some 15 ms / n). Grain takes
+the sum of seed and epoch for its key, so that epoch 1 of seed 0 would be epoch 0 of seed 1; the key
+here is a hash of both. The order is part of what a checkpoint promises, and Grain does not promise
+it across versions: `order_digest`, kept in every position, is the hash of a short order, and a
+Grain that orders otherwise is refused instead of followed in silence.
 
 The interleaving is our own. Grain's `mix` rounds every weight to a hundredth of the smallest (0.7
 and 0.3 become 233 and 100), and this one is exact: with whole weights a_1 ... a_n, A_i = a_i + ...

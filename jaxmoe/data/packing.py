@@ -26,6 +26,7 @@ from __future__ import annotations
 import functools
 import os
 import pathlib
+import uuid
 from typing import Literal
 
 import numpy as np
@@ -224,7 +225,7 @@ def _read(file: pathlib.Path | None, num_pieces: int) -> np.ndarray | None:
 def _write(file: pathlib.Path | None, slots: np.ndarray) -> None:
     if file is None:
         return
-    new = file.with_suffix(f".{os.getpid()}.npy")
+    new = file.with_suffix(f".{uuid.uuid4().hex}.npy")
     np.save(new, slots)
     os.replace(new, file)
 

@@ -14,12 +14,14 @@ To add a tokenizer: a config here with `build(texts, directory)`, and its place 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
 import logging
 import os
 import pathlib
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
@@ -28,7 +30,7 @@ import numpy as np
 from jaxmoe.configs import registry_of
 from jaxmoe.data.batch import DataError
 from jaxmoe.tracking.optional import require
-from pallas_kernels.array_types import Int
+from pallas_kernels.array_types import Int, Shaped
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +65,7 @@ class Tokenizer(Protocol):
         """The ids of each text, without separators."""
         ...
 
-    def decode(self, tokens: Int[np.ndarray, " S"]) -> bytes:
+    def decode(self, tokens: Shaped[np.ndarray, " S"]) -> bytes:
         """The text of the ids in UTF-8, without separators."""
         ...
 
@@ -140,7 +142,7 @@ class TrainedConfig:
             )
             bpe.train_from_iterator(iter(texts()), trainer)
             directory.mkdir(parents=True, exist_ok=True)
-            new = path.with_suffix(f".{os.getpid()}.new")
+            new = path.with_suffix(f".{uuid.uuid4().hex}.new")
             bpe.save(str(new))
             os.replace(new, path)
         return SubwordTokenizer(path, _SEPARATOR)
@@ -188,7 +190,7 @@ class ByteTokenizer:
         """The bytes of each text."""
         return [np.frombuffer(text.encode(), np.uint8).astype(np.int32) for text in texts]
 
-    def decode(self, tokens: Int[np.ndarray, " S"]) -> bytes:
+    def decode(self, tokens: Shaped[np.ndarray, " S"]) -> bytes:
         """The bytes that are not separators."""
         tokens = np.asarray(tokens)
         return tokens[tokens != self.separator].astype(np.uint8).tobytes()
@@ -215,7 +217,8 @@ class SubwordTokenizer:
             raise DataError(f"data.tokenizer.path={path} cannot be read: {error}") from error
         _check_json(path, content)
         library = require("tokenizers")
-        self._bpe = library.Tokenizer.from_str(content)
+        with _RustErrors(path):
+            self._bpe = library.Tokenizer.from_str(content)
         self._bpe.encode_special_tokens = True
         self._bpe.no_truncation()
         self._bpe.no_padding()
@@ -236,7 +239,7 @@ class SubwordTokenizer:
         encodings = self._bpe.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, np.int32) for encoding in encodings]
 
-    def decode(self, tokens: Int[np.ndarray, " S"]) -> bytes:
+    def decode(self, tokens: Shaped[np.ndarray, " S"]) -> bytes:
         """The text; bytes cut off from their character become U+FFFD, unknown ids nothing."""
         tokens = np.asarray(tokens)
         return self._bpe.decode(tokens[tokens != self.separator].tolist()).encode()
@@ -258,7 +261,7 @@ class IdTokenizer:
         """The numbers that each text spells."""
         return [np.array([*self._numbers(text)], np.int32) for text in texts]
 
-    def decode(self, tokens: Int[np.ndarray, " S"]) -> bytes:
+    def decode(self, tokens: Shaped[np.ndarray, " S"]) -> bytes:
         """The numbers."""
         return " ".join(map(str, np.asarray(tokens).tolist())).encode()
 
@@ -277,8 +280,27 @@ class IdTokenizer:
             yield int(word)
 
 
+class _RustErrors(contextlib.AbstractContextManager[None]):
+    """Says what `tokenizers` raises: Exception itself, which no narrower class stands for.
+
+    Args:
+        path: Of the file that is read.
+    """
+
+    def __init__(self, path: pathlib.Path):
+        self._path = path
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        """Turns that, and nothing else, into a DataError."""
+        if kind is Exception:
+            raise DataError(
+                f"data.tokenizer.path={self._path} is no tokenizer that this version of "
+                f"`tokenizers` reads: {error}"
+            ) from error
+
+
 def _check_json(path: pathlib.Path, content: str) -> None:
-    """Refuses what is no tokenizer.json before `tokenizers` does so with a Rust message."""
+    """Refuses what is no tokenizer.json."""
     try:
         data = json.loads(content)
     except json.JSONDecodeError as error:

@@ -231,6 +231,28 @@ def test_an_error_in_the_thread_is_raised_at_its_step():
     _assert_threads_end()
 
 
+def test_a_batch_of_which_nothing_counts_is_refused():
+    class Padded(Counting):
+        def row(self, split, index, sequence_length, *, epoch=0):
+            tokens = np.zeros(sequence_length + 1, np.int32)
+            return Row(tokens, np.zeros(sequence_length + 1, np.int32))
+
+    message = "train batch 2 has 12 predictions, and the loss weight of each is 0 (padding, or"
+    with pytest.raises(DataError, match=re.escape(message)):
+        _loader(Padded()).batch(2)
+
+
+def test_another_shuffle_is_refused(monkeypatch):
+    saved = _loader().position(7)
+    monkeypatch.setattr("jaxmoe.data.loader.order_digest", lambda: "00000000")
+    with pytest.raises(DataError, match="order: 6c375f4b in the checkpoint, 00000000 now"):
+        check_position(saved, _loader().position(7))
+
+
+def test_an_endless_source_has_no_order():
+    assert "order" not in _loader(MarkovConfig().build(0)).position(7)
+
+
 def test_ids_outside_the_sources_vocabulary_are_refused():
     with pytest.raises(DataError, match="outside the vocabulary of 5"):
         _loader(Counting(vocab_size=5)).batch(0)
