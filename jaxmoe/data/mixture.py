@@ -6,9 +6,8 @@
 
 Row k of the endless sequence belongs to a part that depends on k and the weights alone, at most one
 row away from its share at any k (see `order.py`); within a part, rows are those of its epochs, each
-shuffled. A part with few rows and a large weight is repeated more often than the others, and
-`describe` says how often in one pass over the largest. Held out are rows of each part in the same
-proportions, none twice, as far as the shortest reaches.
+shuffled: one with few rows and a large weight is repeated more often than the others. Held out are
+rows of each part in the same proportions, none twice, as far as the shortest reaches.
 
 All parts share one tokenizer; a trained one is trained on the train splits of all.
 

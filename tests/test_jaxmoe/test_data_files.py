@@ -143,6 +143,8 @@ def test_of_few_documents_the_end_is_held_out(tmp_path):
     train, held_out = (source.text(split).tobytes() for split in ("train", "validation"))
     assert train + held_out == pathlib.Path("book.txt").read_bytes()
     assert len(held_out) == pytest.approx(400, abs=2)
+    # Its first byte is not predicted, its end is.
+    assert source.bytes_per_token == pytest.approx((len(held_out) - 1) / len(held_out))
 
 
 def test_a_validation_path(tmp_path):
@@ -206,7 +208,8 @@ def test_the_cache_is_read_again_and_a_changed_file_is_not(tmp_path, monkeypatch
     assert second.fingerprint() == first.fingerprint()
     monkeypatch.undo()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    _jsonl("a.jsonl", [*_texts(49), "another"])
+    texts = _texts(50)
+    _jsonl("a.jsonl", [*texts[:49], "another".ljust(len(texts[49]))])  # of the same size
     third = FilesConfig(path=(path,)).build()
     assert b"another" in third.text("train").tobytes() + third.text("validation").tobytes()
     loaders = [Loader(s, batch_size=2, sequence_length=16, seed=0) for s in (first, third)]
