@@ -286,9 +286,9 @@ def _tokenized(
 ) -> Iterator[tuple[np.ndarray, int, int]]:
     if not texts:
         return
-    ends = np.array([tokenizer.separator], np.int32)
     encoded = tokenizer.encode_all([text for text, _ in texts])
     for ids, (_, content) in zip(encoded, texts, strict=True):
+        ends = np.array([tokenizer.separator], ids.dtype)
         yield np.concatenate([ends, ids, ends]), _digest(content), len(content)
 
 

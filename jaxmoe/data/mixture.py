@@ -11,7 +11,8 @@ rows of each part in the same proportions, none twice, as far as the shortest re
 
 All parts share one tokenizer; a trained one is trained on the train splits of all.
 
-To mix sources that are not files: `Mixture` takes any.
+To mix sources that are not files: `Mixture` takes any. All should pack, or none, so that every
+batch has the same fields and one compiled step takes them.
 """
 
 from __future__ import annotations

@@ -258,7 +258,7 @@ class PackedSource:
 
     def encode(self, text: str) -> Int[np.ndarray, " S"]:
         """The ids of a text, after the separator that every document begins with."""
-        ids = self.tokenizer.encode_all([text])[0]
+        ids = self.tokenizer.encode_all([text])[0].astype(np.int32)
         if not self.tokenizer.is_text:
             return ids
         return np.concatenate([np.array([self.tokenizer.separator], np.int32), ids])

@@ -61,8 +61,8 @@ class Tokenizer(Protocol):
         """Tokens stand for text, so that bits per byte mean something."""
         ...
 
-    def encode_all(self, texts: Sequence[str]) -> list[Int[np.ndarray, " S"]]:
-        """The ids of each text, without separators."""
+    def encode_all(self, texts: Sequence[str]) -> list[Shaped[np.ndarray, " S"]]:
+        """The ids of each text, without separators, as integers of any width."""
         ...
 
     def decode(self, tokens: Shaped[np.ndarray, " S"]) -> bytes:
@@ -186,9 +186,9 @@ class ByteTokenizer:
     separator: int | None = 0
     is_text: bool = True
 
-    def encode_all(self, texts: Sequence[str]) -> list[Int[np.ndarray, " S"]]:
+    def encode_all(self, texts: Sequence[str]) -> list[Shaped[np.ndarray, " S"]]:
         """The bytes of each text."""
-        return [np.frombuffer(text.encode(), np.uint8).astype(np.int32) for text in texts]
+        return [np.frombuffer(text.encode(), np.uint8) for text in texts]
 
     def decode(self, tokens: Shaped[np.ndarray, " S"]) -> bytes:
         """The bytes that are not separators."""
