@@ -17,7 +17,8 @@ tokenizer, the fields. The directory appears in one rename, so that what exists 
 processes that make it at once make the same.
 
 A document is held out by its own sha256, so that equal ones stay together and adding one moves no
-other. Where the fraction would be only a few documents, the last part of each is held out instead.
+other. Where that would be fewer than five, as many as the fraction says are taken in the order of
+their sha256; where it would be less than one, the last part of every document.
 
 To add a collection: an object with `identity`, `content` and `records` (see `Collection`).
 """
@@ -29,6 +30,7 @@ import hashlib
 import itertools
 import json
 import logging
+import math
 import pathlib
 import shutil
 import uuid
@@ -47,8 +49,8 @@ logger = logging.getLogger(__name__)
 
 _FORMAT = 1
 """Raised when the files of the cache change their meaning."""
-_FEWEST_HELD_OUT = 5
-"""Documents; where the fraction would be fewer, the end of each document is held out."""
+_FEWEST_BY_DIGEST = 5
+"""Held-out documents; where fewer are to be expected, they are counted off instead."""
 _BATCH_CHARACTERS = 2**20
 _BATCH_TEXTS = 4096
 
@@ -109,8 +111,8 @@ class Store:
         if fraction == 0.0:
             whole = self._where(np.ones(len(lengths), bool))
             return {"train": whole, "validation": self._where(np.zeros(len(lengths), bool))}
-        if has_whole_documents(len(lengths), fraction):
-            is_held_out = is_chosen(self.digests, fraction)
+        is_held_out = held_out(self.digests, fraction)
+        if is_held_out is not None:
             return {"train": self._where(~is_held_out), "validation": self._where(is_held_out)}
         cut = lengths - np.ceil(lengths * fraction).astype(np.int64)
         unknown = np.full(len(lengths), -1)
@@ -135,14 +137,19 @@ class Store:
         )
 
 
-def has_whole_documents(num_documents: int, fraction: float) -> bool:
-    """Enough documents that whole ones are held out."""
-    return num_documents * fraction >= _FEWEST_HELD_OUT
+def held_out(digests: Shaped[np.ndarray, " documents"], fraction: float) -> np.ndarray | None:
+    """Which documents are held out; None: they are too few, and the end of each is.
 
-
-def is_chosen(digests: Shaped[np.ndarray, " documents"], fraction: float) -> np.ndarray:
-    """Which documents are held out, by their own digests."""
-    return digests < np.uint64(int(fraction * 2**64))
+    Args:
+        digests: Of the documents, 64 bits.
+        fraction: Of them.
+    """
+    expected = len(digests) * fraction
+    if expected >= _FEWEST_BY_DIGEST:
+        return digests < np.uint64(int(fraction * 2**64))
+    if expected < 1:
+        return None
+    return digests <= np.sort(digests)[round(expected) - 1]
 
 
 def train_texts(collection: Collection, fraction: float) -> Iterator[str]:
@@ -152,13 +159,17 @@ def train_texts(collection: Collection, fraction: float) -> Iterator[str]:
         for record in collection.records(None)
         if isinstance(record, Record) and isinstance(record.value, str) and record.value
     )
-    enough = int(np.ceil(_FEWEST_HELD_OUT / fraction)) if fraction else 0
-    first = list(itertools.islice(texts, enough))
-    if fraction and not has_whole_documents(len(first), fraction):
+    if not fraction:
+        yield from texts
+        return
+    first = list(itertools.islice(texts, math.ceil(_FEWEST_BY_DIGEST / fraction)))
+    mask = held_out(np.array([_digest(text.encode()) for text in first], np.uint64), fraction)
+    if mask is None:
         yield from (text[: int(len(text) * (1 - fraction))] for text in first)
         return
-    for text in itertools.chain(first, texts):
-        if not fraction or not is_chosen(np.array([_digest(text.encode())]), fraction)[0]:
+    yield from (text for text, is_held_out in zip(first, mask, strict=True) if not is_held_out)
+    for text in texts:  # there are so many that each one's digest decides, whatever the others
+        if _digest(text.encode()) >= int(fraction * 2**64):
             yield text
 
 

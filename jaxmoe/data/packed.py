@@ -53,7 +53,7 @@ class ReadingConfig:
     """best_fit: whole documents side by side, each alone to attention. concatenate: end to end, cut
     at every row, attention across documents; computes faster."""
     validation_fraction: float = 0.05
-    """Of the documents that is held out (of each one's end, where there are few)."""
+    """Of the documents that is held out; of each one's end, where that is less than one."""
     on_bad_record: BadRecords = "stop"
     """stop: a record that is not text ends the run. skip: it is left out, counted and reported."""
     cache: str | None = None
@@ -189,6 +189,11 @@ class PackedSource:
             size if size >= 0 else len(self.tokenizer.decode(documents.document(number)[1:]))
             for number, size in enumerate(documents.sizes.tolist())
         )
+        if not counted:
+            raise DataError(
+                "no byte of the validation split is predicted: its documents are too short. Hold "
+                f"out more (data.validation_fraction={self._config.validation_fraction})"
+            )
         return counted / int(np.maximum(documents.lengths - 1, 0).sum())
 
     def num_rows(self, split: Split, sequence_length: int) -> int:

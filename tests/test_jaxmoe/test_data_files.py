@@ -22,7 +22,7 @@ from jaxmoe.data import (
     evaluation_batches,
 )
 from jaxmoe.data import documents as planning
-from jaxmoe.data.files import find_files
+from jaxmoe.data.files import Files, find_files
 from jaxmoe.data.tokenizer import BytesConfig, IdsConfig, TrainedConfig
 
 
@@ -145,6 +145,31 @@ def test_of_few_documents_the_end_is_held_out(tmp_path):
     assert len(held_out) == pytest.approx(400, abs=2)
     # Its first byte is not predicted, its end is.
     assert source.bytes_per_token == pytest.approx((len(held_out) - 1) / len(held_out))
+
+
+def test_of_some_documents_whole_ones_are_held_out(tmp_path):
+    texts = _texts(50)
+    config = FilesConfig(path=(_jsonl("a.jsonl", texts),), tokenizer=TrainedConfig(vocab_size=400))
+    source = config.build()
+    held_out = set(source.text("validation").tobytes().decode().split("\0"))
+    assert len(held_out) == 2 and held_out < set(texts)
+    # The vocabulary was trained on the others alone.
+    trained_on = planning.train_texts(Files(("a.jsonl",), config), 0.05)
+    assert sorted(trained_on) == sorted(set(texts) - held_out)
+
+
+def test_many_documents_train_without_the_held_out_ones(tmp_path):
+    texts = _texts(150)
+    config = FilesConfig(path=(_jsonl("a.jsonl", texts),))
+    held_out = set(config.build().text("validation").tobytes().decode().split("\0"))
+    trained_on = planning.train_texts(Files(("a.jsonl",), config), 0.05)
+    assert sorted(trained_on) == sorted(set(texts) - held_out)
+
+
+def test_ends_too_short_to_measure_are_refused(tmp_path):
+    path = _jsonl("a.jsonl", ["short"] * 3)
+    with pytest.raises(DataError, match="no byte of the validation split is predicted: its docu"):
+        FilesConfig(path=(path,), validation_fraction=0.2).build().describe(8)
 
 
 def test_a_validation_path(tmp_path):
