@@ -20,7 +20,7 @@ SMALL = (
     *("--model.moe.num_experts", "4", "--training.steps", "4"),
     *("--training.batch_size", "8", "--training.sequence_length", "16"),
     *("--schedule.warmup_steps", "2", "--evaluation.batches", "1", "--checkpoint.every", "2"),
-    *("--tracking.has_tensorboard", "False", "--tracking.sample_length", "4"),
+    *("--tracking.has_tensorboard", "False", "--tracking.sample_length", "0"),
 )
 
 
