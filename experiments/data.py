@@ -137,7 +137,8 @@ def _shown(source: Source, row: Row) -> Iterator[str]:
         places = np.flatnonzero(segments == segment)
         shown = row.tokens[places][:_SHOWN_TOKENS]
         parts = np.split(shown, np.flatnonzero(shown == separator) + 1)
-        text = " | ".join(source.decode(part) for part in parts if len(part))
+        texts = ((source.decode(part), part[-1] == separator) for part in parts if len(part))
+        text = " ".join(text + "|" * bool(is_end) for text, is_end in texts)
         dots = " ..." if len(places) > len(shown) else ""
         yield f"  {places[0]:>6} to {places[-1]:>6}  {text.encode('unicode_escape').decode()}{dots}"
     if padding := int((segments == 0).sum()):

@@ -184,7 +184,7 @@ def test_inspect(tmp_path, capsys):
     assert data.main([*words, "--run.name", "mine"]) == 0
     output = capsys.readouterr().out
     assert "packing efficiency 0." in output and "tokens in a document (train)" in output
-    assert "| document" in output and "(padding)" in output
+    assert "| document" in output and "word |\n" in output and "(padding)" in output
     summary = json.loads((tmp_path / "runs" / "data" / "mine" / "summary.json").read_text())
     assert summary["status"] == "done" and summary["train"]["documents"] > 250
     assert 0.8 < summary["train"]["packing_efficiency"] <= 1
