@@ -6,7 +6,6 @@ import json
 import os
 import pathlib
 import re
-import sys
 import types
 
 import numpy as np
@@ -15,7 +14,6 @@ import pytest
 from jaxmoe.data import (
     DataError,
     FilesConfig,
-    HuggingFaceConfig,
     Loader,
     Source,
     check_position,
@@ -227,12 +225,11 @@ def test_hosts_see_one_batch_whatever_their_number(tmp_path, process_count):
 def test_the_cache_is_read_again_and_a_changed_file_is_not(tmp_path, monkeypatch):
     path = _jsonl("a.jsonl", _texts(50))
     first = FilesConfig(path=(path,)).build()
-    monkeypatch.setattr(planning, "_write", None)  # nothing may be planned again
-    second = FilesConfig(path=(path,)).build()
+    with monkeypatch.context() as patch:
+        patch.setattr(planning, "_write", None)  # nothing may be planned again
+        second = FilesConfig(path=(path,)).build()
     np.testing.assert_array_equal(second.text("train"), first.text("train"))
     assert second.fingerprint() == first.fingerprint()
-    monkeypatch.undo()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     texts = _texts(50)
     _jsonl("a.jsonl", [*texts[:49], "another".ljust(len(texts[49]))])  # of the same size
     third = FilesConfig(path=(path,)).build()
@@ -381,53 +378,3 @@ def test_a_full_disk_is_said(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match=r"the cache .*file.* cannot be written .*--data.cache"):
         FilesConfig(path=("a.txt",), cache=str(tmp_path / "file")).build()
-
-
-class _FakeRows(list):
-    """What of `datasets.Dataset` is used."""
-
-    column_names = ("text", "id")
-    _fingerprint = "0123"
-
-    def select_columns(self, names):
-        return [{name: row[name] for name in names} for row in self]
-
-
-def _install(monkeypatch, **functions):
-    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(**functions))
-
-
-def test_a_hugging_face_data_set(tmp_path, monkeypatch):
-    rows = _FakeRows({"text": text, "id": i} for i, text in enumerate(_texts(30)))
-    calls = []
-
-    def load_dataset(*names, **options):
-        calls.append((names, options))
-        return rows
-
-    _install(monkeypatch, load_dataset=load_dataset, load_from_disk=lambda path: {"train": rows})
-    source = HuggingFaceConfig(dataset="org/stories").build()
-    assert calls == [(("org/stories", None), {"split": "train", "revision": None})]
-    assert source.fingerprint()["train"]["sha256"] == "0123"
-    assert source.fingerprint()["kind"] == "huggingface"
-    (tmp_path / "saved").mkdir()
-    saved = HuggingFaceConfig(dataset=str(tmp_path / "saved")).build()
-    np.testing.assert_array_equal(saved.text("train"), source.text("train"))
-    with pytest.raises(DataError, match="has no split 'dev'; it has 'train': name one"):
-        HuggingFaceConfig(dataset=str(tmp_path / "saved"), dataset_split="dev").build()
-    with pytest.raises(DataError, match="has no column 'body'; it has 'text', 'id': name"):
-        HuggingFaceConfig(dataset="org/stories", text_field="body").build()
-    rows.append({"text": None, "id": 30})
-    with pytest.raises(DataError, match="org/stories row 30: field 'text' must hold a text"):
-        HuggingFaceConfig(dataset="org/stories", cache=str(tmp_path / "new")).build()
-
-
-def test_a_data_set_that_cannot_be_loaded(monkeypatch):
-    def load_dataset(*names, **options):
-        raise FileNotFoundError("Couldn't find the dataset")
-
-    _install(monkeypatch, load_dataset=load_dataset)
-    with pytest.raises(DataError, match="data.dataset=org/x cannot be loaded: Couldn't find"):
-        HuggingFaceConfig(dataset="org/x").build()
-    with pytest.raises(DataError, match="data.dataset is empty"):
-        HuggingFaceConfig().build()
