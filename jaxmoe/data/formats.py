@@ -9,10 +9,10 @@
     .bin                     token ids and nothing else, of the type that the config names
     anything else            UTF-8 text, one document a file
 
-Text and JSON lines may be compressed (.gz; .zst with the extra `zst`). Token ids without borders
-are cut after every separator of the tokenizer. What is wrong with one record (not UTF-8, not an
-object, no text) is yielded as a `BadRecord`, so that the reader can go on; what is wrong with a
-file (cut short, damaged, of another type) is raised.
+Text and JSON lines may be compressed (.gz, .zst). Token ids without borders are cut after every
+separator of the tokenizer. What is wrong with one record (not UTF-8, not an object, no text) is
+yielded as a `BadRecord`, so that the reader can go on; what is wrong with a file (cut short,
+damaged, of another type) is raised.
 
 To add a format: a function that yields records, and its suffix in `read_records`.
 """
@@ -287,7 +287,7 @@ def _chunks(path: epath.Path) -> Iterator[bytes]:
         if path.suffix.lower() == ".gz":
             yield from _decompressed(path, stream, lambda: zlib.decompressobj(wbits=31))
         elif path.suffix.lower() == ".zst":
-            zstd = require("zstandard", "zst")
+            zstd = require("zstandard")
             yield from _decompressed(path, stream, lambda: zstd.ZstdDecompressor().decompressobj())
         else:
             while chunk := stream.read(_CHUNK):
@@ -298,7 +298,7 @@ def _decompressed(path: epath.Path, stream: IO[bytes], make: Any) -> Iterator[by
     """The content of all frames, one after the other; an unfinished one is an error."""
     errors = (zlib.error, gzip.BadGzipFile)
     if path.suffix.lower() == ".zst":
-        errors = (require("zstandard", "zst").ZstdError,)
+        errors = (require("zstandard").ZstdError,)
     frame: Any = None
     offset, given, is_open = 0, 0, False
     while chunk := stream.read(_CHUNK):

@@ -6,13 +6,18 @@ import gzip
 import json
 import re
 import struct
+import sys
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
+import zstandard
 from etils import epath
 
 from jaxmoe.data import DataError
 from jaxmoe.data.formats import BadRecord, Record, read_records
+from jaxmoe.tracking import MissingPackageError
 
 TEXTS = ["one", "two\nlines", "drei \u00e4"]
 LINES = "".join(json.dumps({"id": i, "text": text}) + "\n" for i, text in enumerate(TEXTS))
@@ -37,14 +42,11 @@ def _ids(path, **fields):
 
 
 def _zstd(content):
-    zstandard = pytest.importorskip("zstandard", reason="the extra zst is not installed")
     return zstandard.ZstdCompressor().compress(content)
 
 
 def _parquet(path, columns):
-    arrow = pytest.importorskip("pyarrow", reason="the extra parquet is not installed")
-    parquet = pytest.importorskip("pyarrow.parquet")
-    parquet.write_table(arrow.table(columns), path)
+    pyarrow.parquet.write_table(pyarrow.table(columns), path)
     return path
 
 
@@ -214,3 +216,15 @@ def test_a_damaged_file_is_refused_with_its_place(tmp_path, kind, message):
     path = _damage(tmp_path, kind)
     with pytest.raises(DataError, match=message):
         _read(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "package", "extra"),
+    [("a.parquet", "pyarrow", "parquet"), ("a.txt.zst", "zstandard", "train")],
+)
+def test_a_package_that_is_not_installed_is_named(tmp_path, monkeypatch, name, package, extra):
+    (tmp_path / name).write_bytes(b"x")
+    monkeypatch.setitem(sys.modules, package, None)
+    message = rf"{package} is not installed: pip install 'jaxmoe\[{extra}\]'"
+    with pytest.raises(MissingPackageError, match=message):
+        _read(tmp_path / name)
