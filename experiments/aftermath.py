@@ -17,7 +17,6 @@ from experiments.reporting import Reporter
 from experiments.run_directory import RunDirectory
 from jaxmoe.configs import to_json
 from jaxmoe.data import Source, ngram_bits_per_byte, xz_bits_per_byte
-from jaxmoe.data.corpus import Corpus
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.models.decode import generate
 from jaxmoe.routing.balancers import conversions
@@ -124,11 +123,12 @@ def reference_lines(assembly: Assembly) -> dict[str, float]:
     floor, source = entropy_floor(assembly), assembly.source
     if floor is not None:
         return {"exact entropy": floor}
-    if not isinstance(source, Corpus):
+    train, held_out = source.text("train"), source.text("validation")
+    if train is None or held_out is None:
         return {}
-    orders = ngram_bits_per_byte(source.text["train"], source.text["validation"], orders=(1, 2, 3))
+    orders = ngram_bits_per_byte(train, held_out, orders=(1, 2, 3))
     lines = {f"{order}-byte context counts": bits for order, bits in orders.items()}
-    return {**lines, "xz": xz_bits_per_byte(source.text["validation"])}
+    return {**lines, "xz": xz_bits_per_byte(held_out)}
 
 
 def summarise(
@@ -187,7 +187,7 @@ def sample_text(assembly: Assembly, result: LoopResult, length: int) -> str:
     """Text that the trained model writes after the first tokens of held-out rows."""
     training, source = assembly.plan.config.training, assembly.source
     prompt_length = min(64, training.sequence_length)
-    rows = [source.row("validation", row, prompt_length)[:prompt_length] for row in (0, 1)]
+    rows = [source.row("validation", row, prompt_length).tokens[:prompt_length] for row in (0, 1)]
     params = jax.device_get(result.state.params)
     router_state = jax.device_get(result.state.router_state)
     return continue_rows(

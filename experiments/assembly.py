@@ -14,7 +14,7 @@ import optax
 from jax.sharding import Mesh
 
 from experiments.config import PretrainConfig
-from jaxmoe.data import Batch, Loader, Source, evaluation_batches
+from jaxmoe.data import Batch, Loader, Source, check_hosts, evaluation_batches
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.models.initialize import parameter_table
@@ -140,7 +140,7 @@ def assemble(config: PretrainConfig) -> Assembly:
     if source.vocab_size > config.model.vocab_size:
         raise ValueError(
             f"model.vocab_size={config.model.vocab_size} is smaller than the vocabulary of the data"
-            f" ({source.vocab_size} token ids): set model.vocab_size to at least"
+            f" ({source.vocab_size} token ids): give --model.vocab_size"
             f" {source.vocab_size}"
         )
     loader = Loader(
@@ -149,6 +149,7 @@ def assemble(config: PretrainConfig) -> Assembly:
         sequence_length=training.sequence_length,
         seed=training.seed,
     )
+    check_hosts(loader, process_index=jax.process_index(), process_count=jax.process_count())
     assembly = Assembly(plan=plan, execution=execution, mesh=mesh, source=source, loader=loader)
     assembly.held_out()  # too little held-out data is an error here
     return assembly

@@ -15,23 +15,16 @@ import itertools
 import json
 import sys
 import time
-from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
-
 from experiments.process import keep_freed_memory
-from jaxmoe.data import CorpusConfig
+from jaxmoe.data import CorpusConfig, Loader
 from jaxmoe.tracking.optional import require
 
 
-def training_rows(batch: int, length: int) -> Iterator[np.ndarray]:
-    """Rows [batch, length + 1] of the embedded corpus, the same for both sides."""
-    corpus = CorpusConfig().build()
-    order = np.random.default_rng(0).permutation(corpus.num_rows("train", length))
-    for index in itertools.count():
-        chosen = order[(index * batch + np.arange(batch)) % len(order)]
-        yield np.stack([corpus.row("train", int(row), length) for row in chosen])
+def training_data(batch: int, length: int) -> Loader:
+    """The embedded corpus, the same batches for both sides."""
+    return Loader(CorpusConfig().build(), batch_size=batch, sequence_length=length, seed=0)
 
 
 class Peer:
@@ -58,7 +51,7 @@ class Peer:
         self._model = transformers.OlmoeForCausalLM(config).train()
         self._model.set_experts_implementation("grouped_mm")
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=rate, weight_decay=0.1)
-        self._rows = training_rows(batch, length)
+        self._data, self._steps = training_data(batch, length), itertools.count()
 
     def describe(self) -> dict[str, Any]:
         """What runs."""
@@ -71,7 +64,7 @@ class Peer:
 
     def step(self) -> float:
         """Seconds of one step."""
-        tokens = self._torch.from_numpy(next(self._rows)[:, :-1].astype("int64"))
+        tokens = self._torch.from_numpy(self._data.batch(next(self._steps)).tokens).long()
         started = time.perf_counter()
         self._model(input_ids=tokens, labels=tokens).loss.backward()
         self._torch.nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)

@@ -10,6 +10,7 @@ little from the whole.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import subprocess
 import sys
@@ -19,9 +20,8 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from experiments.bench_peer import training_rows
+from experiments.bench_peer import training_data
 from experiments.measure import Timing, in_turns, matmul_rate, timed
 from jaxmoe.data.batch import Batch
 from jaxmoe.execution import ExecutionConfig
@@ -149,7 +149,8 @@ class _OurStep:
     """Our training step on fresh random tokens."""
 
     def __init__(self, config: StepBenchConfig):
-        self._rows = training_rows(config.batch_size, config.sequence_length)
+        self._data = training_data(config.batch_size, config.sequence_length)
+        self._steps = itertools.count()
         optimizer = adamw(_LEARNING_RATE, weight_decay=0.1)
         self.state: TrainState = init_state(
             config.model, optimizer, jax.random.key(0), execution=config.execution
@@ -173,10 +174,7 @@ class _OurStep:
         return elapsed
 
     def _batch(self) -> Batch:
-        rows = next(self._rows)
-        tokens, targets = rows[:, :-1], rows[:, 1:]
-        weights = np.ones(tokens.shape, np.float32)
-        return Batch(tokens=tokens, targets=targets, loss_weights=weights)
+        return self._data.batch(next(self._steps))
 
 
 class _PeerProcess:

@@ -6,7 +6,8 @@
 
 The recipe comes first and may be left out. A field is `--dotted.field value`; words of its name
 may be joined by `_` or `-`. A member of a union is `dotted.field:NAME`, where NAME is its key in
-the registry; its own fields may follow anywhere. A tuple of members is `--dotted.field NAME ...`
+the registry; its own fields may follow anywhere, and a field that only one member has chooses it
+(`--data.path docs/` means `data:files`). A tuple of members is `--dotted.field NAME ...`
 (none: the empty tuple), and its items are `--dotted.field.0.coefficient 0.02` from then on.
 
 tyro does the parsing; what is added here are the registry's names, the recipes and the tuples.
@@ -19,6 +20,7 @@ import contextlib
 import copy
 import dataclasses
 import enum
+import functools
 import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -102,9 +104,14 @@ def parse_flags(config: Config, argv: Sequence[str], prog: str, description: str
     with exit_on_bad_configuration():
         tyro = require("tyro")
     config, words = _choose_tuples(config, list(argv))
+    with exit_on_bad_configuration():
+        config = _imply_members(config, words)
     words = _last_of_each(_check_flags(config, _check_choices(config, words), prog))
     if listing := _listing(config):
-        heading = "Choices, as dotted.field:NAME (of a tuple: --dotted.field NAME ...):"
+        heading = (
+            "Choices, as dotted.field:NAME (of a tuple: --dotted.field NAME ...); a flag that only"
+            " one NAME has chooses it:"
+        )
         description += f"\n\n{heading}\n{listing}"
     return tyro.cli(
         type(config),
@@ -236,13 +243,78 @@ def _choose_tuples(config: Config, words: list[str]) -> tuple[Config, list[str]]
 
 def _with_items(config: Any, keys: list[str], classes: list[type]) -> Any:
     """A copy in which one tuple holds a member of each class; members that were there stay."""
+    old = functools.reduce(getattr, keys, config)
+    new = tuple(next((item for item in old if type(item) is cls), cls()) for cls in classes)
+    return _with_value(config, keys, new)
+
+
+def _imply_members(config: Config, words: list[str]) -> Config:
+    """A config whose choices have the fields that the words speak of.
+
+    Where the line chooses no member, the one that has all of them; the default where that one does.
+    """
+    named = {}  # as the words spell them, for the messages
+    chosen = {}
+    for word in words:
+        path, colon, name = word.replace("-", "_").partition(":")
+        if word.startswith("--"):
+            flag = word.partition("=")[0]
+            named[flag[2:].replace("-", "_")] = flag
+        elif colon:
+            named[path] = word
+            chosen[path] = name
+    seen: set[str] = set()
+    while choice := next((c for c in _choices(config) if c.path not in seen), None):
+        seen.add(choice.path)
+        keys = choice.path.split(".")
+        if choice.is_tuple or any(key.isdigit() for key in keys):
+            continue
+        fields = {
+            name: set(_field_paths(member, f"{choice.path}."))
+            for name, member in choice.members.items()
+        }
+        wanted = {path for path in named if any(path in paths for paths in fields.values())}
+        value = functools.reduce(getattr, keys, config)
+        current = _member_name(type(value)) if dataclasses.is_dataclass(value) else "none"
+        fitting = [name for name, paths in fields.items() if wanted <= paths]
+        name = chosen.get(choice.path, current)
+        if not wanted <= fields.get(name, set()):
+            if choice.path in chosen or len(fitting) != 1:
+                _fail_implied(choice.path, chosen.get(choice.path), wanted, fields, named)
+            (name,) = fitting
+        if name != current and name in choice.members:
+            config = _with_value(config, keys, choice.members[name]())
+    return config
+
+
+def _fail_implied(
+    path: str,
+    chosen: str | None,
+    wanted: set[str],
+    fields: Mapping[str, set[str]],
+    named: Mapping[str, str],
+) -> NoReturn:
+    """Which member each word belongs to, where they do not agree."""
+    owners = {
+        field: [f"{path}:{name}" for name, paths in fields.items() if field in paths]
+        for field in sorted(wanted)
+        if chosen is None or field not in fields.get(chosen, set())
+    }
+    lines = [f"{named[field]} is of {' or '.join(names)}" for field, names in owners.items()]
+    if chosen is not None:
+        lines.append(f"{path}:{chosen} is chosen: leave out one of them")
+    elif any(wanted <= paths for paths in fields.values()):
+        lines.append("say which")
+    else:
+        lines.append("choose one")
+    fail("; ".join(lines))
+
+
+def _with_value(config: Any, keys: list[str], value: Any) -> Any:
+    """A copy with another value at a dotted place."""
     # Not dataclasses.replace: __post_init__ must not judge before the other flags are read.
     changed = copy.copy(config)
-    old = getattr(config, keys[0])
-    if len(keys) > 1:
-        new = _with_items(old, keys[1:], classes)
-    else:
-        new = tuple(next((item for item in old if type(item) is cls), cls()) for cls in classes)
+    new = value if len(keys) == 1 else _with_value(getattr(config, keys[0]), keys[1:], value)
     object.__setattr__(changed, keys[0], new)
     return changed
 

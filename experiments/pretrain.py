@@ -25,7 +25,6 @@ from experiments.assembly import (
     Assembly,
     assemble,
     devices_in_words,
-    entropy_floor,
     mesh_in_words,
 )
 from experiments.config import FREE_FIELDS, PretrainConfig
@@ -240,15 +239,13 @@ def _print_header(name: str, directory: RunDirectory, assembly: Assembly, first_
     experts = f"{moe.num_experts} experts, top-{moe.top_k}" if moe else "dense"
     flops = flops_per_token(model, plan.table, training.sequence_length)
     tokens = training.batch_size * training.sequence_length
-    floor = entropy_floor(assembly)
-    known = "" if floor is None else f", exact entropy {floor:.4f} bits/token"
     resumed = f"continuing after step {first_step}" if first_step else "new run"
     lines = (
         f"jaxmoe pretrain  {name}  {directory.path}  ({resumed})",
         f"devices  {_mesh_text(assembly)}",
         f"model    {model.num_layers} layers, width {model.embed_dim}, {experts};"
         f" {format_count(plan.table.total)} parameters, {format_count(active)} active",
-        f"data     {assembly.source.fingerprint()['kind']}{known}",
+        f"data     {assembly.source.describe(training.sequence_length)}",
         f"plan     {training.steps} steps of {tokens} tokens,"
         f" {format_flops(flops * tokens)} a step",
     )

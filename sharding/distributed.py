@@ -54,7 +54,15 @@ def agree(code: int) -> int:
     Args:
         code: of this process.
     """
+    return int(np.max(gather(np.asarray([code], np.int32))))
+
+
+def gather(values: np.ndarray) -> np.ndarray:
+    """The values of all processes, `[processes, ...]`, on all of them; each must call this.
+
+    Args:
+        values: of this process, of the same shape and at most 32 bits on each.
+    """
     if jax.process_count() == 1:
-        return code
-    codes = multihost_utils.process_allgather(np.asarray([code], np.int32))
-    return int(np.max(codes))
+        return values[None]
+    return np.asarray(multihost_utils.process_allgather(values))

@@ -57,7 +57,10 @@ EMPTY_NAMES = {"utils", "util", "common", "helpers", "helper", "misc"}
 
 # Every registry, or union of config classes that has none, and the names it must have.
 REGISTRIES = {
-    "jaxmoe.data:DATA_SOURCES": {"corpus", "markov", "language_mixture"},
+    "jaxmoe.data:DATA_SOURCES": {
+        *("corpus", "files", "mixture", "huggingface", "markov", "language_mixture"),
+    },
+    "jaxmoe.data.tokenizer:TOKENIZERS": {"bytes", "file", "trained", "ids"},
     "jaxmoe.optim:OPTIMIZERS": {"adamw"},
     "jaxmoe.optim.schedules:SCHEDULES": {"cosine", "linear", "wsd"},
     "jaxmoe.routing:BALANCERS": {"load_balance", "router_z"},

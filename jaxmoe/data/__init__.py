@@ -2,35 +2,60 @@
 # SPDX-License-Identifier: Apache-2.0
 """Data: sources of rows, and the loader that makes a batch from (seed, global step) alone.
 
+Real text goes file -> record (`formats`) -> document (`documents`, the planning pass) -> row
+(`packing`) -> batch (`loader`).
+
 To add a source: its own file (see `source.py`), and its config here in the union.
 """
 
 from jaxmoe.configs import registry_of
 from jaxmoe.data.batch import Batch, DataError, validate_batch
 from jaxmoe.data.corpus import CorpusConfig
+from jaxmoe.data.files import FilesConfig
+from jaxmoe.data.hosts import check_hosts
+from jaxmoe.data.huggingface import HuggingFaceConfig
 from jaxmoe.data.loader import Loader, check_position, evaluation_batches
+from jaxmoe.data.mixture import Mixture, MixtureConfig
 from jaxmoe.data.ngram import ngram_bits_per_byte, xz_bits_per_byte
-from jaxmoe.data.source import Source, Split
+from jaxmoe.data.packed import PackedSource
+from jaxmoe.data.source import Row, Source, Split
 from jaxmoe.data.synthetic import (
     LanguageMixtureConfig,
     MarkovConfig,
     normalized_mutual_information,
 )
+from jaxmoe.data.tokenizer import TOKENIZERS, TokenizerConfig
 
-DataConfig = CorpusConfig | MarkovConfig | LanguageMixtureConfig
+DataConfig = (
+    CorpusConfig
+    | FilesConfig
+    | MixtureConfig
+    | HuggingFaceConfig
+    | MarkovConfig
+    | LanguageMixtureConfig
+)
 DATA_SOURCES = registry_of(DataConfig)
 
 __all__ = [
     "DATA_SOURCES",
+    "TOKENIZERS",
     "Batch",
     "CorpusConfig",
     "DataConfig",
     "DataError",
+    "FilesConfig",
+    "HuggingFaceConfig",
     "LanguageMixtureConfig",
     "Loader",
     "MarkovConfig",
+    "Mixture",
+    "MixtureConfig",
+    "PackedSource",
+    "Row",
     "Source",
     "Split",
+    "TokenizerConfig",
+    "check_hosts",
     "check_position",
     "evaluation_batches",
     "ngram_bits_per_byte",

@@ -27,7 +27,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from jaxmoe.data.batch import DataError
-from jaxmoe.data.source import Split
+from jaxmoe.data.source import Row, Split
 from pallas_kernels.array_types import Int, Shaped
 
 SEPARATOR = 0
@@ -64,7 +64,7 @@ class CorpusConfig:
             split: bytes([SEPARATOR]).join(parts) for split, parts in documents.items()
         }
         return Corpus(
-            text={split: np.frombuffer(part, np.uint8) for split, part in joined.items()},
+            joined={split: np.frombuffer(part, np.uint8) for split, part in joined.items()},
             num_documents={split: len(parts) for split, parts in documents.items()},
             sha256={split: hashlib.sha256(part).hexdigest() for split, part in joined.items()},
         )
@@ -74,7 +74,7 @@ class CorpusConfig:
 class Corpus:
     """Bytes in two splits, cut into rows."""
 
-    text: dict[Split, Shaped[np.ndarray, " length"]]
+    joined: dict[Split, Shaped[np.ndarray, " length"]]
     num_documents: dict[Split, int]
     sha256: dict[Split, str]
 
@@ -90,10 +90,11 @@ class Corpus:
 
     def num_rows(self, split: Split, sequence_length: int) -> int:
         """Whole windows of a split."""
-        return max(0, (len(self.text[split]) - 1) // sequence_length)
+        return max(0, (len(self.joined[split]) - 1) // sequence_length)
 
-    def row(self, split: Split, index: int, sequence_length: int) -> Int[np.ndarray, " row"]:
-        """The window of S + 1 bytes that starts at index * S."""
+    def row(self, split: Split, index: int, sequence_length: int, *, epoch: int = 0) -> Row:
+        """The window of S + 1 bytes that starts at index * S, the same in every epoch."""
+        del epoch
         num_rows = self.num_rows(split, sequence_length)
         if not 0 <= index < num_rows:
             raise DataError(
@@ -101,7 +102,7 @@ class Corpus:
                 f"of sequence_length={sequence_length}"
             )
         start = index * sequence_length
-        return self.text[split][start : start + sequence_length + 1].astype(np.int32)
+        return Row(self.joined[split][start : start + sequence_length + 1].astype(np.int32))
 
     def entropy_bits_per_token(self, sequence_length: int) -> None:
         """Nobody knows it for real text."""
@@ -117,9 +118,19 @@ class Corpus:
                     "bytes": len(text),
                     "sha256": self.sha256[split],
                 }
-                for split, text in self.text.items()
+                for split, text in self.joined.items()
             },
         }
+
+    def describe(self, sequence_length: int) -> str:
+        """Documents and bytes of both splits together."""
+        del sequence_length
+        size = sum(len(text) for text in self.joined.values()) / 1e6
+        return f"corpus: {sum(self.num_documents.values())} files, {size:.1f} MB, byte level"
+
+    def text(self, split: Split) -> Shaped[np.ndarray, " length"]:
+        """The bytes themselves."""
+        return self.joined[split]
 
     def encode(self, text: str) -> Int[np.ndarray, " S"]:
         """The bytes of the text in UTF-8."""

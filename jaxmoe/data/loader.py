@@ -6,31 +6,33 @@ Step t of batch size B holds the rows numbered t*B to t*B + B - 1 of an endless 
 visits every row of the split once, in an order of its own; a source without end is read straight
 through. Hosts take consecutive, equal parts of the batch, so that the parts of 1, 2 or 4 hosts laid
 end to end are the same batch. There is no state, hence nothing to restore: a checkpoint keeps the
-step and the fingerprint (`position`), and `check_position` refuses to continue on other data.
+step and the fingerprint (`position`), and `check_position` refuses to continue on other data. The
+number of hosts is no part of it.
+
+In a packed row each document is read alone: `positions` start again at its first token, and a
+prediction counts (`loss_weights`) where the target belongs to the document of its token.
 
 The validation split is never shuffled and never repeated: its step t is the same for every seed.
 
-What it does not do: pack several documents into a row with masks between them (each row is one
-segment here), mix sources, or move a batch to devices.
+Reading ahead is Grain's: `iterate` asks it for batches by step. What this room does not do: mix
+sources, or move a batch to devices.
 """
 
 from __future__ import annotations
 
-import collections
-import concurrent.futures
 import dataclasses
-import itertools
 from collections.abc import Generator
 from typing import Any
 
 import numpy as np
 
 from jaxmoe.data.batch import Batch, DataError, validate_batch
-from jaxmoe.data.permutation import permuted
-from jaxmoe.data.source import Source, Split
+from jaxmoe.data.order import order_digest, shuffled
+from jaxmoe.data.source import Row, Source, Split
+from jaxmoe.tracking.optional import require
 
 _PREFETCH = 2
-"""Batches that the background thread makes ahead of the consumer."""
+"""Batches that a thread makes ahead of the consumer."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,11 +80,12 @@ class Loader:
             process_count: Number of equal parts.
 
         Returns:
-            Rows [B / process_count, S], as numpy arrays; each row is one segment.
+            Rows [B / process_count, S], as numpy arrays.
 
         Raises:
             DataError: The parts are not equal, the step is negative or past the end of the
-                validation split, or the source gave a token outside its vocabulary.
+                validation split, the source gave a token outside its vocabulary, or no prediction
+                of the batch counts.
         """
         if self.batch_size % process_count:
             raise DataError(
@@ -93,51 +96,53 @@ class Loader:
             raise DataError(f"process_index={process_index} must be in [0, {process_count})")
         part = self.batch_size // process_count
         first = step * self.batch_size + process_index * part
-        indices = self._row_indices(step, np.arange(first, first + part))
-        rows = np.stack(
-            [self.source.row(self.split, int(i), self.sequence_length) for i in indices]
-        )
-        tokens = np.ascontiguousarray(rows[:, :-1])
-        batch = Batch(
-            tokens=tokens,
-            targets=np.ascontiguousarray(rows[:, 1:]),
-            loss_weights=np.ones(tokens.shape, np.float32),
-        )
+        self._check_step(step)
+        batch = _batch_of([self.row(number) for number in range(first, first + part)])
         validate_batch(batch, self.source.vocab_size)
+        if not batch.loss_weights.any():
+            raise DataError(
+                f"{self.split} batch {step} has {batch.loss_weights.size} predictions, and the "
+                "loss weight of each is 0 (padding, or the first token of a document): there is "
+                "nothing to learn from it. Pack the rows, or leave such rows out"
+            )
         return batch
+
+    def row(self, number: int) -> Row:
+        """The row at a place of the endless sequence of the split.
+
+        Args:
+            number: The place, from 0: step times batch size, and the place in the batch.
+        """
+        num_rows, epoch = self._num_rows(), 0
+        if num_rows is not None and self.split == "train":
+            epoch, number = shuffled(number, size=num_rows, seed=self.seed)
+        return self.source.row(self.split, number, self.sequence_length, epoch=epoch)
 
     def iterate(
         self, start_step: int, stop_step: int, *, process_index: int = 0, process_count: int = 1
     ) -> Generator[Batch, None, None]:
-        """The batches of steps [start_step, stop_step), made ahead in one background thread.
+        """The batches of steps [start_step, stop_step), made ahead by Grain.
 
-        An error in the thread is raised here, at the step it belongs to. Closing the iterator (or
-        dropping it) drops what was made ahead and ends the thread.
+        An error in its thread is raised here, at the step it belongs to. Closing the iterator (or
+        dropping it) drops what was made ahead; the thread ends with the batch in its hands.
+
+        Raises:
+            MissingPackageError: Grain is not installed.
         """
-        steps = iter(range(start_step, stop_step))
-        with concurrent.futures.ThreadPoolExecutor(1, "jaxmoe-data") as executor:
-
-            def submit(count: int) -> None:
-                for step in itertools.islice(steps, count):
-                    pending.append(
-                        executor.submit(
-                            self.batch,
-                            step,
-                            process_index=process_index,
-                            process_count=process_count,
-                        )
-                    )
-
-            pending: collections.deque[concurrent.futures.Future[Batch]] = collections.deque()
-            submit(_PREFETCH)
-            while pending:
-                batch = pending.popleft().result()
-                submit(1)
-                yield batch
+        grain = require("grain")
+        steps = _Steps(self, start_step, stop_step, process_index, process_count)
+        ahead = grain.ReadOptions(num_threads=1, prefetch_buffer_size=_PREFETCH)
+        batches = iter(grain.MapDataset.source(steps).to_iter_dataset(ahead))
+        try:
+            yield from batches
+        finally:
+            batches.close()
 
     def fingerprint(self) -> dict[str, Any]:
         """What decides every batch, in values that JSON holds."""
+        order = {} if self._num_rows() is None else {"order": order_digest()}
         return {
+            **order,
             "source": self.source.fingerprint(),
             "split": self.split,
             "seed": self.seed,
@@ -152,27 +157,60 @@ class Loader:
     def _num_rows(self) -> int | None:
         return self.source.num_rows(self.split, self.sequence_length)
 
-    def _row_indices(self, step: int, numbers: np.ndarray) -> np.ndarray:
-        """Turns places in the endless sequence of a split into indices of rows."""
+    def _check_step(self, step: int) -> None:
+        """Refuses a step before the first, or past the end of the validation split."""
         if step < 0:
             raise DataError(f"step={step} must not be negative")
         num_rows = self._num_rows()
-        if num_rows is None:
-            return numbers
-        if self.split == "validation":
+        if self.split == "validation" and num_rows is not None:
             if step >= num_rows // self.batch_size:
                 raise DataError(
                     f"validation batch {step} does not exist: the split has {num_rows} rows of "
                     f"sequence_length={self.sequence_length}, {num_rows // self.batch_size} "
                     f"batches of {self.batch_size}. Ask for fewer batches or smaller ones"
                 )
-            return numbers
-        epochs, offsets = np.divmod(numbers, num_rows)
-        indices = np.empty_like(numbers)
-        for epoch in np.unique(epochs):
-            here = epochs == epoch
-            indices[here] = permuted(offsets[here], size=num_rows, seed=(self.seed, int(epoch)))
-        return indices
+
+
+@dataclasses.dataclass(frozen=True)
+class _Steps:
+    """The batches of some steps, as Grain reads them: a length, and an item by its index."""
+
+    loader: Loader
+    start: int
+    stop: int
+    process_index: int
+    process_count: int
+
+    def __len__(self) -> int:
+        return max(0, self.stop - self.start)
+
+    def __getitem__(self, index: int) -> Batch:
+        return self.loader.batch(
+            self.start + index, process_index=self.process_index, process_count=self.process_count
+        )
+
+
+def _batch_of(rows: list[Row]) -> Batch:
+    """Tokens and targets; of packed rows also segments, positions and what counts."""
+    tokens = np.stack([row.tokens for row in rows])
+    inputs, targets = (np.ascontiguousarray(part) for part in (tokens[:, :-1], tokens[:, 1:]))
+    if all(row.segment_ids is None for row in rows):
+        ones = np.ones(inputs.shape, np.float32)
+        return Batch(tokens=inputs, targets=targets, loss_weights=ones)
+    whole = np.ones(tokens.shape[1], np.int32)
+    segments = np.stack([whole if row.segment_ids is None else row.segment_ids for row in rows])
+    is_same = segments[:, 1:] == segments[:, :-1]
+    # The place where a token's segment begins is the last place at which the segment changed.
+    places = np.arange(inputs.shape[1], dtype=np.int32)[None, :]
+    is_first = np.concatenate([np.ones_like(is_same[:, :1]), ~is_same[:, :-1]], axis=1)
+    begins = np.maximum.accumulate(np.where(is_first, places, 0), axis=1)
+    return Batch(
+        tokens=inputs,
+        targets=targets,
+        loss_weights=(is_same & (segments[:, 1:] != 0)).astype(np.float32),
+        segment_ids=np.ascontiguousarray(segments[:, :-1]),
+        positions=places - begins,
+    )
 
 
 def evaluation_batches(
@@ -202,7 +240,8 @@ def evaluation_batches(
         raise DataError(
             f"num_batches={num_batches} of batch_size={batch_size} and sequence_length="
             f"{sequence_length} are more than the validation split holds "
-            f"({loader.num_batches}): ask for at most {loader.num_batches}"
+            f"({loader.num_batches}): ask for at most {loader.num_batches} (--evaluation.batches), "
+            "or hold out more"
         )
     return loader.iterate(0, num_batches, process_index=process_index, process_count=process_count)
 

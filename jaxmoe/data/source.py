@@ -2,9 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a source of rows offers, whatever it reads.
 
-A row is S + 1 tokens, a pure function of (split, index, S); the order in which rows are visited is
-the loader's business. A source whose entropy is known says so: it is the lowest loss that any
-model can reach, and the difference to it is the excess.
+A row is S + 1 tokens, a pure function of (split, epoch, index, S); the order in which rows are
+visited is the loader's business. A source that packs several documents into a row tells them apart
+by segment ids; how its rows are composed may change from epoch to epoch, how many there are may
+not, so that a step finds its epoch by a division. A source whose entropy is known says so: it is
+the lowest loss that any model can reach, and the difference to it is the excess.
 
 To add a source: a config class with `name` and `build(seed)` that returns an object with this
 interface, its own file, and a place in the union of `jaxmoe/data/__init__.py`.
@@ -12,13 +14,23 @@ interface, its own file, and a place in the union of `jaxmoe/data/__init__.py`.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 
-from pallas_kernels.array_types import Int
+from pallas_kernels.array_types import Int, Shaped
 
 Split = Literal["train", "validation"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Row:
+    """S + 1 tokens, S of them to be predicted."""
+
+    tokens: Int[np.ndarray, " row"]
+    segment_ids: Int[np.ndarray, " row"] | None = None
+    """0 for padding, otherwise the document within the row, from 1. None: one document."""
 
 
 @runtime_checkable
@@ -39,8 +51,8 @@ class Source(Protocol):
         """Rows of S + 1 tokens in a split; None where there is no end."""
         ...
 
-    def row(self, split: Split, index: int, sequence_length: int) -> Int[np.ndarray, " row"]:
-        """Row `index` of a split: S + 1 tokens, S of them to be predicted."""
+    def row(self, split: Split, index: int, sequence_length: int, *, epoch: int = 0) -> Row:
+        """Row `index` of a split in an epoch (validation has only epoch 0)."""
         ...
 
     def entropy_bits_per_token(self, sequence_length: int) -> float | None:
@@ -49,6 +61,14 @@ class Source(Protocol):
 
     def fingerprint(self) -> dict[str, Any]:
         """What identifies the data, in values that JSON holds: kind, sizes, sha256."""
+        ...
+
+    def describe(self, sequence_length: int) -> str:
+        """The data in one line, for people."""
+        ...
+
+    def text(self, split: Split) -> Shaped[np.ndarray, " length"] | None:
+        """All of a split as bytes; None where it is not text, or too much to count n-grams in."""
         ...
 
     def encode(self, text: str) -> Int[np.ndarray, " S"]:

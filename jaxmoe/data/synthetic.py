@@ -36,7 +36,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from jaxmoe.data.batch import DataError
-from jaxmoe.data.source import Split
+from jaxmoe.data.source import Row, Split
 from pallas_kernels.array_types import Float, Int, Shaped
 
 _FLOOR = 0.01
@@ -172,14 +172,15 @@ class SyntheticSource:
         """No end."""
         del split, sequence_length
 
-    def row(self, split: Split, index: int, sequence_length: int) -> Int[np.ndarray, " row"]:
-        """Row `index`: its language first, then S + 1 of its symbols."""
+    def row(self, split: Split, index: int, sequence_length: int, *, epoch: int = 0) -> Row:
+        """Row `index`: its language is drawn first, then S + 1 of its symbols."""
+        del epoch
         seed = self.seed if split == "train" else 0
         generator = _frozen_generator(self.config.language_seed, _SPLIT_KEYS[split], seed, index)
         uniforms = generator.random_sample(sequence_length + 2)
         language = int(uniforms[0] * len(self.chains))
         symbols = self.chains[language].sample(uniforms[1:])
-        return symbols + np.int32(language * self.chains[0].transitions.shape[1])
+        return Row(symbols + np.int32(language * self.chains[0].transitions.shape[1]))
 
     def entropy_bits_per_token(self, sequence_length: int) -> float:
         """Exact mean bits per predicted token: the floor of the loss."""
@@ -203,6 +204,15 @@ class SyntheticSource:
     def language_of(self, tokens: Int[np.ndarray, "*shape"]) -> Int[np.ndarray, "*shape"]:
         """The language of each token, in [0, M): the expert that a perfect router gives it."""
         return tokens // self.chains[0].transitions.shape[1]
+
+    def describe(self, sequence_length: int) -> str:
+        """The floor of the loss."""
+        floor = self.entropy_bits_per_token(sequence_length)
+        return f"{self.config.name}, exact entropy {floor:.4f} bits/token"
+
+    def text(self, split: Split) -> None:
+        """Symbols are not text."""
+        del split
 
     def encode(self, text: str) -> Int[np.ndarray, " S"]:
         """Numbers separated by spaces, as `decode` writes them."""

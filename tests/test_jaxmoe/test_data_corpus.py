@@ -34,14 +34,14 @@ def small_library(tmp_path, monkeypatch):
 
 
 def test_sizes(corpus):
-    train, validation = len(corpus.text["train"]), len(corpus.text["validation"])
+    train, validation = len(corpus.text("train")), len(corpus.text("validation"))
     assert train + validation > 5_000_000
     assert 0.01 < validation / (train + validation) < 0.12
 
 
 def test_splits_are_disjoint_and_stable(corpus):
     def documents(split):
-        return set(corpus.text[split].tobytes().split(b"\0"))
+        return set(corpus.text(split).tobytes().split(b"\0"))
 
     train, validation = documents("train"), documents("validation")
     assert not train & validation
@@ -53,7 +53,7 @@ def test_splits_are_disjoint_and_stable(corpus):
 def test_fingerprint_is_the_hash_of_the_bytes(corpus):
     fingerprint = json.loads(json.dumps(corpus.fingerprint()))
     for split in ("train", "validation"):
-        text = corpus.text[split].tobytes()
+        text = corpus.text(split).tobytes()
         assert fingerprint[split]["sha256"] == hashlib.sha256(text).hexdigest()
         assert fingerprint[split]["bytes"] == len(text)
         assert fingerprint[split]["documents"] == text.count(b"\0") + 1
@@ -62,9 +62,9 @@ def test_fingerprint_is_the_hash_of_the_bytes(corpus):
 
 @pytest.mark.parametrize("length", [2, 7, 128])
 def test_rows_predict_every_byte_once(corpus, length):
-    text = corpus.text["validation"]
+    text = corpus.text("validation")
     num_rows = corpus.num_rows("validation", length)
-    rows = np.stack([corpus.row("validation", i, length) for i in range(num_rows)])
+    rows = np.stack([corpus.row("validation", i, length).tokens for i in range(num_rows)])
     assert rows.dtype == np.int32 and rows.shape == (num_rows, length + 1)
     np.testing.assert_array_equal(rows[:, 1:].ravel(), text[1 : num_rows * length + 1])
     np.testing.assert_array_equal(rows[1:, 0], rows[:-1, -1])
@@ -97,16 +97,16 @@ def test_which_files_are_read(small_library):
         },
     )
     corpus = CorpusConfig().build(0)
-    read = [part for text in corpus.text.values() for part in text.tobytes().split(b"\0") if part]
+    read = [part for text in corpus.joined.values() for part in text.tobytes().split(b"\0") if part]
     assert sorted(read) == [b"one", b"three three", b"two"]
 
 
 def test_another_file_moves_no_other(small_library):
     files = {f"json/part{i}.py": f"# file number {i}\n" for i in range(60)}
     _library(small_library, files)
-    before = set(CorpusConfig().build(0).text["validation"].tobytes().split(b"\0"))
+    before = set(CorpusConfig().build(0).text("validation").tobytes().split(b"\0"))
     _library(small_library, {"ast.py": "# another file\n"})
-    after = set(CorpusConfig().build(0).text["validation"].tobytes().split(b"\0"))
+    after = set(CorpusConfig().build(0).text("validation").tobytes().split(b"\0"))
     assert before and before <= after <= before | {b"# another file\n"}
 
 

@@ -17,6 +17,7 @@ from jaxmoe.data import (
     DataError,
     Loader,
     MarkovConfig,
+    Row,
     Source,
     check_position,
     evaluation_batches,
@@ -35,10 +36,16 @@ class Counting:
     def num_rows(self, split, sequence_length):
         return self.rows if split == "train" else 5
 
-    def row(self, split, index, sequence_length):
+    def row(self, split, index, sequence_length, *, epoch=0):
         if index == self.fail_at:
             raise OSError("disk on fire")
-        return np.arange(index, index + sequence_length + 1, dtype=np.int32)
+        return Row(np.arange(index, index + sequence_length + 1, dtype=np.int32))
+
+    def describe(self, sequence_length):
+        return "counting"
+
+    def text(self, split):
+        return None
 
     def entropy_bits_per_token(self, sequence_length):
         return None
@@ -176,7 +183,13 @@ def test_other_data_is_refused_field_by_field():
 
 
 def _data_threads():
-    return [thread for thread in threading.enumerate() if thread.name.startswith("jaxmoe-data")]
+    return [t for t in threading.enumerate() if t.name.startswith("grain-prefetch")]
+
+
+def _assert_threads_end():
+    for thread in _data_threads():
+        thread.join(timeout=10)  # it ends with the batch that it has in hand
+    assert not _data_threads()
 
 
 def test_prefetch_gives_the_steps_in_order():
@@ -186,7 +199,7 @@ def test_prefetch_gives_the_steps_in_order():
     for step, batch in enumerate(batches, start=3):
         _assert_same(batch, loader.batch(step, process_index=1, process_count=2))
     assert list(loader.iterate(5, 5)) == []
-    assert not _data_threads()
+    _assert_threads_end()
 
 
 def test_prefetch_is_bounded_and_closes():
@@ -202,7 +215,7 @@ def test_prefetch_is_bounded_and_closes():
     next(iterator)
     assert len(_data_threads()) == 1
     iterator.close()
-    assert not _data_threads()
+    _assert_threads_end()
     assert steps == list(range(len(steps))) and len(steps) <= 4
 
 
@@ -215,7 +228,29 @@ def test_an_error_in_the_thread_is_raised_at_its_step():
         next(iterator)
     with pytest.raises(OSError, match="disk on fire"):
         next(iterator)
-    assert not _data_threads()
+    _assert_threads_end()
+
+
+def test_a_batch_of_which_nothing_counts_is_refused():
+    class Padded(Counting):
+        def row(self, split, index, sequence_length, *, epoch=0):
+            tokens = np.zeros(sequence_length + 1, np.int32)
+            return Row(tokens, np.zeros(sequence_length + 1, np.int32))
+
+    message = "train batch 2 has 12 predictions, and the loss weight of each is 0 (padding, or"
+    with pytest.raises(DataError, match=re.escape(message)):
+        _loader(Padded()).batch(2)
+
+
+def test_another_shuffle_is_refused(monkeypatch):
+    saved = _loader().position(7)
+    monkeypatch.setattr("jaxmoe.data.loader.order_digest", lambda: "00000000")
+    with pytest.raises(DataError, match="order: 6c375f4b in the checkpoint, 00000000 now"):
+        check_position(saved, _loader().position(7))
+
+
+def test_an_endless_source_has_no_order():
+    assert "order" not in _loader(MarkovConfig().build(0)).position(7)
 
 
 def test_ids_outside_the_sources_vocabulary_are_refused():

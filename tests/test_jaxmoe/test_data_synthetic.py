@@ -85,7 +85,7 @@ def test_rows_follow_the_law(split):
     source = config.build(5)
     (chain,) = source.chains
     length, num_rows = 16, 4000
-    rows = np.stack([source.row(split, i, length) for i in range(num_rows)])
+    rows = np.stack([source.row(split, i, length).tokens for i in range(num_rows)])
     assert rows.dtype == np.int32 and rows.shape == (num_rows, length + 1)
 
     # Every window of a row has the stationary law: all triples, and the first ones alone.
@@ -110,24 +110,24 @@ def test_rows_follow_the_law(split):
 @pytest.mark.parametrize("config", [MarkovConfig(), LanguageMixtureConfig()])
 def test_rows_are_a_function_of_seed_split_and_index(config):
     source = config.build(1)
-    row = source.row("train", 7, 32)
-    np.testing.assert_array_equal(row, config.build(1).row("train", 7, 32))
-    assert len(np.unique([source.row("train", i, 32) for i in range(20)], axis=0)) == 20
+    row = source.row("train", 7, 32).tokens
+    np.testing.assert_array_equal(row, config.build(1).row("train", 7, 32).tokens)
+    assert len(np.unique([source.row("train", i, 32).tokens for i in range(20)], axis=0)) == 20
     for other in (
-        source.row("validation", 7, 32),
-        config.build(2).row("train", 7, 32),
+        source.row("validation", 7, 32).tokens,
+        config.build(2).row("train", 7, 32).tokens,
     ):
         assert (row != other).any()
     # Runs with different seeds are measured on the same rows.
     np.testing.assert_array_equal(
-        source.row("validation", 7, 32), config.build(2).row("validation", 7, 32)
+        source.row("validation", 7, 32).tokens, config.build(2).row("validation", 7, 32).tokens
     )
     assert source.num_rows("train", 32) is None
 
 
 def test_the_rows_are_a_promise():
     # Numbers of papers and golden losses hang on these: they may never change.
-    np.testing.assert_array_equal(MarkovConfig().build(0).row("train", 0, 7), GOLDEN_ROW)
+    np.testing.assert_array_equal(MarkovConfig().build(0).row("train", 0, 7).tokens, GOLDEN_ROW)
     np.testing.assert_allclose(
         MarkovConfig().build(0).entropy_bits_per_token(64), GOLDEN_ENTROPY, rtol=1e-9
     )
@@ -145,7 +145,7 @@ def test_mixture_speaks_one_language_per_row_and_all_of_them():
     assert source.vocab_size == 15
     spoken = []
     for index in range(300):
-        languages = source.language_of(source.row("train", index, 12))
+        languages = source.language_of(source.row("train", index, 12).tokens)
         assert (languages == languages[0]).all()
         spoken.append(int(languages[0]))
     counts = np.bincount(spoken, minlength=3)
@@ -159,7 +159,7 @@ def test_mixture_speaks_one_language_per_row_and_all_of_them():
 @pytest.mark.parametrize("name", ["markov", "language_mixture"])
 def test_text_and_fingerprint(name):
     source = DATA_SOURCES[name]().build(0)
-    tokens = source.row("train", 0, 9)
+    tokens = source.row("train", 0, 9).tokens
     np.testing.assert_array_equal(source.encode(source.decode(tokens)), tokens)
     fingerprint = source.fingerprint()
     assert json.loads(json.dumps(fingerprint)) == fingerprint
@@ -225,7 +225,9 @@ def test_impossible_languages_are_refused_in_words(config, fields, message):
 
 
 def test_configs_are_hashable_and_named():
-    assert list(DATA_SOURCES) == ["corpus", "markov", "language_mixture"]
+    assert list(DATA_SOURCES) == [
+        *("corpus", "files", "mixture", "huggingface", "markov", "language_mixture")
+    ]
     for name, config in DATA_SOURCES.items():
         assert config.name == name
         assert hash(config()) == hash(config())

@@ -1,0 +1,149 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Shows the data of a run before it is trained on: documents, lengths, rows and their borders.
+
+    python -m experiments.data inspect [recipe] --data.path docs/ [--training.sequence_length 512]
+
+Takes the recipe and the flags of `experiments.pretrain`, reads, tokenises and packs as that would
+(the cache is the same), and compiles nothing. Writes summary.json into runs/data/<name>.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from experiments import cli
+from experiments.config import PretrainConfig
+from experiments.recipes import DEFAULT, RECIPES
+from experiments.run_directory import RunDirectory
+from jaxmoe.data import Loader, PackedSource, Row, Source, Split
+
+_BAR = 40
+"""Columns of the longest bar."""
+_SHOWN_ROWS = 3
+_SHOWN_TOKENS = 60
+_SPLITS: tuple[Split, Split] = ("train", "validation")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command; returns the exit code."""
+    words = list(argv)
+    prog = "python -m experiments.data inspect"
+    if words[:1] in (["-h"], ["--help"]):
+        words.insert(0, "inspect")
+    if words[:1] != ["inspect"]:
+        given = repr(words[0]) if words else "nothing"
+        cli.fail(f"experiments.data has one command, inspect, and was given {given}: {prog}")
+    recipe, config = cli.parse(RECIPES, DEFAULT, words[1:], prog, __doc__ or "")
+    name = config.run.name or recipe
+    directory = RunDirectory(config.run.directory or f"runs/data/{name}")
+    with cli.exit_on_bad_configuration():
+        if directory.config_file.exists():
+            raise ValueError(
+                f"run.directory={directory.path} is that of a training run, whose summary.json"
+                " would be lost: choose another directory with --run.directory"
+            )
+        directory.acquire()
+        try:
+            source: Source = config.data.build(config.training.seed)
+            summary = summarise(config, source)
+            print(page(config, source))
+            directory.write_summary(summary)
+        finally:
+            directory.release()
+    print(f"\nsee {directory.summary_file}")
+    return int(cli.ExitCode.DONE)
+
+
+def summarise(config: PretrainConfig, source: Source) -> dict[str, Any]:
+    """The numbers of summary.json."""
+    length = config.training.sequence_length
+    return {
+        "status": "done",
+        "sequence_length": length,
+        "vocab_size": source.vocab_size,
+        "bytes_per_token": source.bytes_per_token,
+        **{split: _split_numbers(source, split, length) for split in _SPLITS},
+        "data": source.fingerprint(),
+    }
+
+
+def page(config: PretrainConfig, source: Source) -> str:
+    """What is printed."""
+    training = config.training
+    length, size = training.sequence_length, training.batch_size
+    lines = [source.describe(length), ""]
+    for split in _SPLITS:
+        rows = source.num_rows(split, length)
+        numbers = ", ".join(
+            f"{name.replace('_', ' ')} {value:,.4g}"
+            if isinstance(value, float)
+            else f"{name.replace('_', ' ')} {value:,}"
+            for name, value in _split_numbers(source, split, length).items()
+            if value is not None
+        )
+        lines.append(f"{split:10} {numbers or 'rows without end'}")
+        if rows is not None and split == "train":
+            share = training.steps * size / max(1, rows)
+            lines.append(f"{'':10} {training.steps} steps of {size} rows are {share:.3g} epochs")
+    if isinstance(source, PackedSource):
+        lines += ["", "tokens in a document (train)", *_histogram(_lengths(source, "train"))]
+    loader = Loader(source, batch_size=1, sequence_length=length, seed=training.seed)
+    lines += ["", f"rows of {length} + 1 tokens, as training draws them ('|' is a separator)"]
+    for number in range(_SHOWN_ROWS):
+        lines += [f"row {number}", *_shown(source, loader.row(number))]
+    return "\n".join(lines)
+
+
+def _split_numbers(source: Source, split: Split, length: int) -> dict[str, Any]:
+    numbers: dict[str, Any] = {}
+    if isinstance(source, PackedSource):
+        lengths = _lengths(source, split)
+        numbers = {
+            "documents": len(lengths),
+            "tokens": int(lengths.sum()),
+            "shortest": int(lengths.min()),
+            "median": int(np.median(lengths)),
+            "longest": int(lengths.max()),
+            "packing_efficiency": source.packed(split, length).efficiency(),
+        }
+    return {**numbers, "rows": source.num_rows(split, length)}
+
+
+def _lengths(source: PackedSource, split: Split) -> np.ndarray:
+    return source.documents[split].lengths
+
+
+def _histogram(lengths: np.ndarray) -> Iterator[str]:
+    """Documents by the power of two that their length reaches."""
+    powers = np.array([int(n).bit_length() - 1 for n in lengths.tolist() if n])
+    counts = np.bincount(powers)
+    first = int(powers.min())
+    for power in range(first, len(counts)):
+        bar = "#" * math.ceil(_BAR * counts[power] / counts.max())
+        yield f"{2**power:>10,} to {2 ** (power + 1) - 1:>11,}  {counts[power]:>9,}  {bar}".rstrip()
+
+
+def _shown(source: Source, row: Row) -> Iterator[str]:
+    """The documents of a row: where they lie, and how they begin."""
+    separator = source.tokenizer.separator if isinstance(source, PackedSource) else None
+    segments = np.ones(len(row.tokens), np.int32) if row.segment_ids is None else row.segment_ids
+    for segment in range(1, int(segments.max()) + 1):
+        places = np.flatnonzero(segments == segment)
+        shown = row.tokens[places][:_SHOWN_TOKENS]
+        parts = np.split(shown, np.flatnonzero(shown == separator) + 1)
+        texts = ((source.decode(part), part[-1] == separator) for part in parts if len(part))
+        text = " ".join(text + "|" * bool(is_end) for text, is_end in texts)
+        dots = " ..." if len(places) > len(shown) else ""
+        yield f"  {places[0]:>6} to {places[-1]:>6}  {text.encode('unicode_escape').decode()}{dots}"
+    if padding := int((segments == 0).sum()):
+        yield f"  {len(segments) - padding:>6} to {len(segments) - 1:>6}  (padding)"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

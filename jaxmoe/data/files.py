@@ -1,0 +1,250 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Files of one's own: which ones a path means, and their documents.
+
+    --data.path 'docs/**/*.{md,txt}' more.jsonl.zst shards/ gs://bucket/web-*.parquet
+
+A path is a file, a glob (`**`, braces) or a directory, which means every file below it that is data
+or text (its first bytes are UTF-8; hidden files are left out). Buckets are read through `epath`,
+which needs its own packages for them. The order of files is that of their names.
+
+The fingerprint holds each file's name below their common directory, its size and its sha256 (of
+more than a few files, one sha256 of all), so that data may move, but not change.
+
+To add a format: in `formats.py`. Another place that documents come from is a collection.
+"""
+
+from __future__ import annotations
+
+import codecs
+import dataclasses
+import functools
+import glob
+import hashlib
+import json
+import logging
+import os
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar, Literal
+
+from etils import epath
+
+from jaxmoe.data.batch import DataError
+from jaxmoe.data.formats import DATA_SUFFIXES, BadRecord, Record, index_file, read_records
+from jaxmoe.data.packed import PackedSource, ReadingConfig, build_sources
+from jaxmoe.data.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+_MOST_NAMES = 16
+"""Files that a fingerprint names one by one."""
+_SNIFFED = 4096
+
+BinDtype = Literal["uint8", "uint16", "uint32", "int32", "int64"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class FileReadingConfig(ReadingConfig):
+    """How files are read."""
+
+    bin_dtype: BinDtype = "uint16"
+    """Integers of a .bin file of token ids that has no .idx beside it."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class FilesConfig(FileReadingConfig):
+    """Text, JSON lines, Parquet or token ids from files of your own."""
+
+    name: ClassVar[str] = "files"
+
+    path: tuple[str, ...] = ()
+    """Files, globs or directories, several after each other; local, or gs:// and s3://."""
+    validation_path: tuple[str, ...] = ()
+    """Files that are held out; none: a fraction of the documents of `path`."""
+
+    def build(self, seed: int = 0) -> PackedSource:
+        """Reads, tokenises and plans, or finds that in the cache.
+
+        Args:
+            seed: Of the order of documents.
+
+        Raises:
+            DataError: A path, a file or a record cannot be used.
+        """
+        if not self.path:
+            raise DataError("data.path is empty: give files, globs or directories after it")
+        held_out = Files(self.validation_path, self) if self.validation_path else None
+        train = Files(self.path, self)
+        return build_sources(self, self.name, {"": train}, held_out=held_out, seed=seed)[""]
+
+
+class Files:
+    """The documents of some files: a collection.
+
+    Args:
+        paths: Files, globs or directories.
+        config: How to read them.
+
+    Raises:
+        DataError: A path means no file.
+    """
+
+    def __init__(self, paths: Sequence[str], config: FileReadingConfig):
+        self._config = config
+        self.files = find_files(paths)
+
+    def identity(self) -> Any:
+        """Names, sizes and times of change; the fields that say how to read them."""
+        return {
+            "files": [[str(p), p.stat().length, _changed(p)] for p in self._all_files()],
+            "text_field": self._config.text_field,
+            "bin_dtype": self._config.bin_dtype,
+        }
+
+    def content(self) -> dict[str, Any]:
+        """Sizes and sha256, of each file while they are few."""
+        return self._content
+
+    def records(self, tokenizer: Tokenizer | None) -> Iterator[Record | BadRecord]:
+        """The documents of all files."""
+        for path in self.files:
+            yield from read_records(
+                path,
+                text_field=self._config.text_field,
+                bin_dtype=self._config.bin_dtype,
+                separator=None if tokenizer is None else tokenizer.separator,
+            )
+
+    @functools.cached_property
+    def _content(self) -> dict[str, Any]:
+        files = self._all_files()
+        names = [_absolute(path) for path in files]
+        root = os.path.commonpath([os.path.dirname(name) for name in names])
+        sizes = {
+            os.path.relpath(name, root): path.stat().length
+            for name, path in zip(names, files, strict=True)
+        }
+        digests = [_sha256(path) for path in files]
+        if len(files) <= _MOST_NAMES:
+            pairs = zip(sizes.items(), digests, strict=True)
+            return {"files": {n: f"{size} bytes, sha256 {d}" for (n, size), d in pairs}}
+        listed = json.dumps([[*size, d] for size, d in zip(sizes.items(), digests, strict=True)])
+        return {
+            "num_files": len(files),
+            "bytes": sum(sizes.values()),
+            "sha256": hashlib.sha256(listed.encode()).hexdigest(),
+        }
+
+    def _all_files(self) -> list[epath.Path]:
+        """With the borders of Megatron's files."""
+        indices = (index_file(path) for path in self.files if path.suffix == ".bin")
+        return sorted({*self.files, *(path for path in indices if path.exists())}, key=str)
+
+
+def find_files(paths: Sequence[str]) -> list[epath.Path]:
+    """The files that paths mean, each once, in the order of their names.
+
+    Raises:
+        DataError: A path means no file.
+    """
+    found: dict[str, epath.Path] = {}
+    for path in paths:
+        try:
+            files = [file for pattern in _without_braces(path) for file in _matches(pattern)]
+        except (OSError, ImportError, ValueError, NotImplementedError) as error:
+            raise DataError(f"data.path={path} cannot be listed: {error}") from error
+        if not files:
+            what = "holds no text" if epath.Path(path).exists() else "matches no file"
+            raise DataError(
+                f"data.path={path} {what} (from {os.getcwd()}): check it, and quote globs"
+            )
+        found |= {str(file): file for file in files}
+    data = {str(file): file for file in map(_data_file, found.values())}
+    return [data[name] for name in sorted(data)]
+
+
+def _data_file(path: epath.Path) -> epath.Path:
+    """The .bin of an .idx; any other file as it is."""
+    return path.with_suffix(".bin") if path.suffix == ".idx" else path
+
+
+def _matches(pattern: str) -> list[epath.Path]:
+    """The files of one pattern without braces."""
+    path = epath.Path(pattern).expanduser()
+    if path.is_dir():
+        return _text_below(path)
+    if path.exists():
+        return [path]
+    if "://" in pattern:
+        first = re.search(r"[^/]*[*?\[]", pattern)
+        if first is None:
+            return []
+        root, rest = pattern[: first.start()], pattern[first.start() :]
+        return [match for match in epath.Path(root).glob(rest) if not match.is_dir()]
+    names = glob.glob(str(path), recursive=True)
+    return [epath.Path(name) for name in names if not os.path.isdir(name)]
+
+
+def _text_below(directory: epath.Path) -> list[epath.Path]:
+    """The files of a directory that are data, or begin as text does."""
+    files = list(_walk(directory))
+    kept = [path for path in files if path.name.lower().endswith(DATA_SUFFIXES) or _is_text(path)]
+    if len(kept) < len(files):
+        logger.warning(
+            "%s: %d of %d files are left out, since they are no text",
+            directory,
+            len(files) - len(kept),
+            len(files),
+        )
+    return kept
+
+
+def _walk(directory: epath.Path) -> Iterator[epath.Path]:
+    """Every file below a directory, hidden ones left out; buckets know no recursive glob."""
+    for path in directory.iterdir():
+        if path.is_dir() and not path.name.startswith("."):
+            yield from _walk(path)
+        elif not path.name.startswith("."):
+            yield path
+
+
+def _is_text(path: epath.Path) -> bool:
+    with path.open("rb") as stream:
+        start = stream.read(_SNIFFED)
+    try:
+        codecs.getincrementaldecoder("utf-8")().decode(start)
+    except UnicodeDecodeError:
+        return False
+    return bool(start) and b"\0" not in start
+
+
+def _without_braces(pattern: str) -> Iterator[str]:
+    """Every choice of `{a,b}`, as a shell spells them out."""
+    group = re.search(r"\{([^{}]*)\}", pattern)
+    if group is None:
+        yield pattern
+        return
+    for choice in group[1].split(","):
+        yield from _without_braces(pattern[: group.start()] + choice + pattern[group.end() :])
+
+
+def _absolute(path: epath.Path) -> str:
+    """A path that has a common directory with every other one."""
+    return f"/{path}" if "://" in str(path) else os.path.abspath(path)
+
+
+def _changed(path: epath.Path) -> int:
+    """When a file was last changed; of a local one, to the nanosecond."""
+    return path.stat().mtime if "://" in str(path) else os.stat(path).st_mtime_ns
+
+
+def _sha256(path: epath.Path) -> str:
+    try:
+        with path.open("rb") as stream:
+            digest = hashlib.sha256()
+            while chunk := stream.read(2**20):
+                digest.update(chunk)
+            return digest.hexdigest()
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror or error}") from error

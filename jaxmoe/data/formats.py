@@ -1,0 +1,332 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""File formats: one file in, its records out, and where in the file anything wrong is.
+
+    .jsonl .ndjson           an object a line, the text in one field
+    .parquet                 a row a record, the text in one column (extra `parquet`)
+    .npy                     token ids: [tokens], or [documents, tokens]
+    .bin with .idx           token ids as Megatron-LM writes them, with document borders
+    .bin                     token ids and nothing else, of the type that the config names
+    anything else            UTF-8 text, one document a file
+
+Text and JSON lines may be compressed (.gz, .zst). Token ids without borders are cut after every
+separator of the tokenizer. What is wrong with one record (not UTF-8, not an object, no text) is
+yielded as a `BadRecord`, so that the reader can go on; what is wrong with a file (cut short,
+damaged, of another type) is raised.
+
+To add a format: a function that yields records, and its suffix in `read_records`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gzip
+import json
+import struct
+import zlib
+from collections.abc import Iterator
+from typing import IO, Any
+
+import numpy as np
+from etils import epath
+
+from jaxmoe.data.batch import DataError
+from jaxmoe.tracking.optional import require
+from pallas_kernels.array_types import Shaped
+
+_CHUNK = 2**20
+_MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
+_MEGATRON_DTYPES = {1: "u1", 2: "i1", 3: "i2", 4: "i4", 5: "i8", 6: "f8", 7: "f4", 8: "u2"}
+_JSON_SUFFIXES = (".jsonl", ".ndjson")
+_COMPRESSED = (".gz", ".zst")
+DATA_SUFFIXES = (*_JSON_SUFFIXES, ".parquet", ".npy", ".bin", ".idx", *_COMPRESSED)
+"""Suffixes of files that are data although their first bytes are no text."""
+
+
+class BadRecord(DataError):
+    """One record that cannot be used; the others of its file can."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Record:
+    """A document, and where it was found."""
+
+    where: str
+    value: str | Shaped[np.ndarray, " S"]
+    first: int = 0
+    """Of token ids: the position of the first one in the file."""
+
+
+def read_records(
+    path: epath.Path, *, text_field: str, bin_dtype: str, separator: int | None
+) -> Iterator[Record | BadRecord]:
+    """The records of a file, in order.
+
+    Args:
+        path: Local, or in a bucket.
+        text_field: Field or column of the text.
+        bin_dtype: numpy's name for the integers of a .bin file without .idx.
+        separator: Id that ends a document where token ids have no borders; None: one document.
+
+    Raises:
+        DataError: The file as a whole cannot be used.
+    """
+    name = path.name.lower()
+    for suffix in _COMPRESSED:
+        name = name.removesuffix(suffix)
+    try:
+        if name.endswith(_JSON_SUFFIXES):
+            yield from _json_lines(path, text_field)
+        elif name.endswith(".parquet"):
+            yield from _parquet(path, text_field)
+        elif name.endswith(".npy"):
+            yield from _numpy(path, separator)
+        elif name.endswith(".bin") and index_file(path).exists():
+            yield from _megatron(path)
+        elif name.endswith(".bin"):
+            yield from _plain_ids(path, np.dtype(bin_dtype), separator)
+        else:
+            yield _text(path)
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+def index_file(path: epath.Path) -> epath.Path:
+    """Where Megatron-LM keeps the borders of a .bin file."""
+    return path.with_suffix(".idx")
+
+
+def _text(path: epath.Path) -> Record | BadRecord:
+    try:
+        return Record(str(path), b"".join(_chunks(path)).decode())
+    except UnicodeDecodeError as error:
+        return _not_utf8(str(path), error.start, error.object)
+
+
+def _json_lines(path: epath.Path, field: str) -> Iterator[Record | BadRecord]:
+    offset = 0
+    for number, line in enumerate(_lines(path), start=1):
+        where = f"{path} line {number} (byte {offset})"
+        start, offset = offset, offset + len(line)
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line.decode())
+        except UnicodeDecodeError as error:
+            yield _not_utf8(f"{path} line {number}", start + error.start, error.object, error.start)
+        except json.JSONDecodeError as error:
+            yield BadRecord(f"{where} is not JSON: {error.msg} at column {error.colno}")
+        except (ValueError, RecursionError) as error:
+            yield BadRecord(f"{where} is JSON that cannot be read: {error}")
+        else:
+            yield _field_text(record, field, where)
+
+
+def _field_text(record: Any, field: str, where: str) -> Record | BadRecord:
+    if not isinstance(record, dict):
+        return BadRecord(
+            f"{where}: expected an object with a text in field {field!r}, found a "
+            f"{type(record).__name__}"
+        )
+    if field not in record:
+        there = ", ".join(map(repr, record)) or "none"
+        return BadRecord(
+            f"{where} has no field {field!r}; it has {there}: name the field of the text with "
+            "--data.text_field"
+        )
+    return text_record(record[field], field, where)
+
+
+def text_record(value: Any, field: str, where: str) -> Record | BadRecord:
+    """A record of text, if that is what the value is.
+
+    Args:
+        value: What the field holds.
+        field: Its name.
+        where: File and place.
+    """
+    if isinstance(value, str):
+        return Record(where, value)
+    return BadRecord(
+        f"{where}: field {field!r} must hold a text, found {type(value).__name__} "
+        f"{repr(value)[:40]}"
+    )
+
+
+def _parquet(path: epath.Path, field: str) -> Iterator[Record | BadRecord]:
+    arrow, parquet = require("pyarrow", "parquet"), require("pyarrow.parquet", "parquet")
+    number = 0
+    try:
+        with path.open("rb") as stream:
+            table = parquet.ParquetFile(stream)
+            schema = table.schema_arrow
+            if field not in schema.names:
+                raise DataError(
+                    f"{path} has no column {field!r}; it has {', '.join(map(repr, schema.names))}: "
+                    "name the column of the text with --data.text_field"
+                )
+            kind = schema.field(field).type
+            if not (arrow.types.is_string(kind) or arrow.types.is_large_string(kind)):
+                raise DataError(f"{path}: column {field!r} must hold text, found {kind}")
+            for batch in table.iter_batches(columns=[field]):
+                for value in batch.column(0).to_pylist():
+                    yield text_record(value, field, f"{path} row {number}")
+                    number += 1
+    except (arrow.ArrowException, OSError) as error:
+        raise DataError(
+            f"{path} is damaged or no Parquet file, found after row {number}: {error}"
+        ) from error
+
+
+def _numpy(path: epath.Path, separator: int | None) -> Iterator[Record | BadRecord]:
+    size = path.stat().length
+    with path.open("rb") as stream:
+        try:
+            version = np.lib.format.read_magic(stream)
+            read = np.lib.format.read_array_header_1_0
+            if version != (1, 0):
+                read = np.lib.format.read_array_header_2_0
+            shape, is_fortran, dtype = read(stream)
+        except ValueError as error:
+            raise DataError(
+                f"{path} is no .npy file, or cut in its first bytes: {error}"
+            ) from error
+        start = stream.tell()
+    if len(shape) not in (1, 2) or is_fortran:
+        raise DataError(
+            f"{path} has shape {shape}: expected [tokens] or [documents, tokens] in C order"
+        )
+    ids = _map(path, dtype, int(np.prod(shape)), start, size)
+    if len(shape) == 1:
+        yield from _cut(path, ids, separator)
+        return
+    for number, row in enumerate(ids.reshape(shape)):
+        yield Record(f"{path} row {number}", row, number * shape[1])
+
+
+def _plain_ids(
+    path: epath.Path, dtype: np.dtype, separator: int | None
+) -> Iterator[Record | BadRecord]:
+    size = path.stat().length
+    if size % dtype.itemsize:
+        raise DataError(
+            f"{path} has {size} bytes, not a multiple of the {dtype.itemsize} of {dtype}: it is "
+            "cut short, or of another type (--data.bin_dtype)"
+        )
+    yield from _cut(path, _map(path, dtype, size // dtype.itemsize, 0, size), separator)
+
+
+def _megatron(path: epath.Path) -> Iterator[Record | BadRecord]:
+    index = index_file(path)
+    content = index.read_bytes()
+    head = struct.calcsize("<9sQBQQ")
+    if len(content) < head or not content.startswith(_MEGATRON_MAGIC):
+        raise DataError(
+            f"{index} is no Megatron index: expected {head} bytes or more that begin with "
+            f"{_MEGATRON_MAGIC!r}, found {len(content)} that begin with {content[:9]!r}"
+        )
+    _, version, code, num_sequences, num_borders = struct.unpack_from("<9sQBQQ", content)
+    wanted = head + num_sequences * (4 + 8) + num_borders * 8
+    if version != 1 or code not in _MEGATRON_DTYPES:
+        raise DataError(f"{index} has version {version} and type code {code}: expected 1, 1 to 8")
+    if len(content) < wanted:
+        raise DataError(
+            f"{index} ends at byte {len(content)}: its {num_sequences} sequences and {num_borders} "
+            f"borders need {wanted}"
+        )
+    lengths = np.frombuffer(content, "<i4", num_sequences, head).astype(np.int64)
+    borders = np.frombuffer(content, "<i8", num_borders, head + num_sequences * 12)
+    starts = np.concatenate([[0], np.cumsum(lengths)])
+    if (lengths < 0).any() or (np.diff(borders) < 0).any() or borders.max(initial=0) > len(lengths):
+        raise DataError(f"{index} is damaged: its lengths or borders are not in order")
+    dtype = np.dtype(_MEGATRON_DTYPES[code]).newbyteorder("<")
+    ids = _map(path, dtype, int(starts[-1]), 0, path.stat().length)
+    for number, (begin, end) in enumerate(zip(borders[:-1], borders[1:], strict=True)):
+        first, last = int(starts[begin]), int(starts[end])
+        yield Record(f"{path} document {number}", ids[first:last], first)
+
+
+def _map(path: epath.Path, dtype: np.dtype, count: int, start: int, size: int) -> np.ndarray:
+    """The token ids of a file, mapped where the file is local."""
+    if not np.issubdtype(dtype, np.integer):
+        raise DataError(f"{path} holds {dtype}: expected integers, the ids of tokens")
+    wanted = start + count * dtype.itemsize
+    if size < wanted:
+        raise DataError(
+            f"{path} ends at byte {size}: its {count} ids of {dtype} need {wanted} bytes"
+        )
+    if count == 0:
+        return np.zeros(0, dtype)
+    if "://" in str(path):
+        return np.frombuffer(path.read_bytes(), dtype, count, start)
+    return np.memmap(path, dtype, "r", start, (count,))
+
+
+def _cut(path: epath.Path, ids: np.ndarray, separator: int | None) -> Iterator[Record]:
+    """Documents that end with the separator; all of the file where there is none."""
+    ends = np.zeros(0, np.int64) if separator is None else np.flatnonzero(ids == separator) + 1
+    borders = np.unique(np.concatenate([[0], ends, [len(ids)]]))
+    for begin, end in zip(borders[:-1].tolist(), borders[1:].tolist(), strict=True):
+        yield Record(f"{path} from position {begin}", ids[begin:end], begin)
+
+
+def _lines(path: epath.Path) -> Iterator[bytes]:
+    rest = b""
+    for chunk in _chunks(path):
+        lines = (rest + chunk).split(b"\n")
+        rest = lines.pop()
+        for line in lines:
+            yield line + b"\n"
+    if rest:
+        yield rest
+
+
+def _chunks(path: epath.Path) -> Iterator[bytes]:
+    """The content of a file, decompressed as its suffix says."""
+    with path.open("rb") as stream:
+        if path.suffix.lower() == ".gz":
+            yield from _decompressed(path, stream, lambda: zlib.decompressobj(wbits=31))
+        elif path.suffix.lower() == ".zst":
+            zstd = require("zstandard")
+            yield from _decompressed(path, stream, lambda: zstd.ZstdDecompressor().decompressobj())
+        else:
+            while chunk := stream.read(_CHUNK):
+                yield chunk
+
+
+def _decompressed(path: epath.Path, stream: IO[bytes], make: Any) -> Iterator[bytes]:
+    """The content of all frames, one after the other; an unfinished one is an error."""
+    errors = (zlib.error, gzip.BadGzipFile)
+    if path.suffix.lower() == ".zst":
+        errors = (require("zstandard").ZstdError,)
+    frame: Any = None
+    offset, given, is_open = 0, 0, False
+    while chunk := stream.read(_CHUNK):
+        while chunk:
+            frame = make() if not is_open else frame
+            try:
+                content = frame.decompress(chunk)
+            except errors as error:
+                raise DataError(
+                    f"{path} is damaged near byte {offset} (after {given} bytes of content): "
+                    f"{error}"
+                ) from error
+            is_open = not frame.eof
+            rest = b"" if is_open else frame.unused_data
+            offset, chunk = offset + len(chunk) - len(rest), rest
+            given += len(content)
+            if content:
+                yield content
+    if is_open:
+        raise DataError(
+            f"{path} ends at byte {offset} in the middle of its compressed content (after {given} "
+            "bytes of it): it was cut short, copy it again"
+        )
+
+
+def _not_utf8(where: str, offset: int, content: bytes, at: int | None = None) -> BadRecord:
+    byte = content[offset if at is None else at]
+    return BadRecord(
+        f"{where} is not UTF-8: byte {byte:#04x} at offset {offset}. Convert it to UTF-8, or leave "
+        "such records out with --data.on_bad_record skip"
+    )

@@ -1,0 +1,113 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""A Hugging Face data set as documents (extra `datasets`).
+
+    --data.dataset roneneldan/TinyStories data:huggingface
+
+A name is looked up on the hub, or in its cache where there is no network; a directory is what
+`Dataset.save_to_disk` wrote. The whole split is read once, in the planning pass. Data sets that
+come as files of text, JSON lines or Parquet can be read without this, by `data:files`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+from jaxmoe.data.batch import DataError
+from jaxmoe.data.formats import BadRecord, Record, text_record
+from jaxmoe.data.packed import PackedSource, ReadingConfig, build_sources
+from jaxmoe.data.tokenizer import Tokenizer
+from jaxmoe.tracking.optional import require
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class HuggingFaceConfig(ReadingConfig):
+    """A data set of the Hugging Face hub, or one saved to a directory."""
+
+    name: ClassVar[str] = "huggingface"
+
+    dataset: str = ""
+    """Its name on the hub, or a directory that `save_to_disk` wrote."""
+    subset: str | None = None
+    """Its configuration, where it has several."""
+    dataset_split: str = "train"
+    """The split whose documents are read."""
+    revision: str | None = None
+    """Commit or tag on the hub; None: the newest."""
+
+    def build(self, seed: int = 0) -> PackedSource:
+        """Reads, tokenises and plans, or finds that in the cache.
+
+        Raises:
+            DataError: The data set or a record cannot be used.
+        """
+        if not self.dataset:
+            raise DataError("data.dataset is empty: give a name on the hub, or a directory")
+        return build_sources(self, self.name, {"": Rows(self)}, seed=seed)[""]
+
+
+class Rows:
+    """The documents of a data set: a collection.
+
+    Args:
+        config: Which one.
+
+    Raises:
+        DataError: It cannot be loaded, or has no such split or column.
+    """
+
+    def __init__(self, config: HuggingFaceConfig):
+        self._config = config
+        self._rows = self._load()
+        if config.text_field not in self._rows.column_names:
+            raise DataError(
+                f"data.dataset={config.dataset} has no column {config.text_field!r}; it has "
+                f"{', '.join(map(repr, self._rows.column_names))}: name the column of the text "
+                "with --data.text_field"
+            )
+
+    def identity(self) -> Any:
+        """The library's own fingerprint of the rows, and the column."""
+        return {**self.content(), "text_field": self._config.text_field}
+
+    def content(self) -> dict[str, Any]:
+        """Name, split, number of rows and the library's fingerprint of them."""
+        return {
+            "dataset": self._config.dataset,
+            "subset": self._config.subset,
+            "split": self._config.dataset_split,
+            "rows": len(self._rows),
+            "sha256": self._rows._fingerprint,
+        }
+
+    def records(self, tokenizer: Tokenizer | None) -> Iterator[Record | BadRecord]:
+        """The documents, in the order of the rows."""
+        del tokenizer
+        field = self._config.text_field
+        for number, row in enumerate(self._rows.select_columns([field])):
+            yield text_record(row[field], field, f"{self._config.dataset} row {number}")
+
+    def _load(self) -> Any:
+        datasets, config = require("datasets", "datasets"), self._config
+        try:
+            if not pathlib.Path(config.dataset).is_dir():
+                return datasets.load_dataset(
+                    config.dataset,
+                    config.subset,
+                    split=config.dataset_split,
+                    revision=config.revision,
+                )
+            loaded = datasets.load_from_disk(config.dataset)
+        except (OSError, ValueError) as error:
+            raise DataError(f"data.dataset={config.dataset} cannot be loaded: {error}") from error
+        if not isinstance(loaded, dict):  # one split was saved, without its name
+            return loaded
+        if config.dataset_split not in loaded:
+            raise DataError(
+                f"data.dataset={config.dataset} has no split {config.dataset_split!r}; it has "
+                f"{', '.join(map(repr, loaded))}: name one with --data.dataset_split"
+            )
+        return loaded[config.dataset_split]

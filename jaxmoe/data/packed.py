@@ -1,0 +1,292 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""A source of packed documents: what files and data sets become once they are planned.
+
+Bytes per token are those of the held-out predictions: a document's bits are spent on all of its
+tokens but the first (the separator, which stands for no text), its end among them, and divided by
+its bytes. Where a record was token ids already, or the end of a document was held out, the bytes
+are counted by decoding.
+
+To add a source of documents: a config whose `build` calls `build_sources` with a collection.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from jaxmoe.data.batch import DataError
+from jaxmoe.data.documents import (
+    BadRecords,
+    Collection,
+    DocumentSet,
+    Store,
+    cache_key,
+    plan_documents,
+    train_texts,
+)
+from jaxmoe.data.packing import BestFit, Concatenated, Packing
+from jaxmoe.data.source import Row, Split
+from jaxmoe.data.tokenizer import BytesConfig, Tokenizer, TokenizerConfig
+from pallas_kernels.array_types import Int, Shaped
+
+_MOST_TEXT = 2**25
+"""Bytes of a split beyond which n-grams would take longer to count than a small run to train."""
+_SPLITS: tuple[Split, Split] = ("train", "validation")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ReadingConfig:
+    """How documents are read, whatever they come from."""
+
+    text_field: str = "text"
+    """Field (JSON) or column (Parquet) of the text."""
+    tokenizer: TokenizerConfig = BytesConfig()
+    """Text to token ids. model.vocab_size must not be smaller than its vocabulary."""
+    packing: Packing = "best_fit"
+    """best_fit: whole documents side by side, each alone to attention. concatenate: end to end, cut
+    at every row, attention across documents; computes faster."""
+    validation_fraction: float = 0.05
+    """Of the documents that is held out; of each one's end, where that is less than one."""
+    on_bad_record: BadRecords = "stop"
+    """stop: a record that is not text ends the run. skip: it is left out, counted and reported."""
+    cache: str | None = None
+    """Directory of tokens and plans; $XDG_CACHE_HOME/jaxmoe/data (~/.cache) when None."""
+
+    def __post_init__(self):
+        self.check()
+
+    def check(self) -> None:
+        """Raises a ValueError for values that cannot be."""
+        if not 0.0 < self.validation_fraction < 1.0:
+            raise ValueError(
+                f"data.validation_fraction={self.validation_fraction} must lie between 0 and 1"
+            )
+        if not self.text_field:
+            raise ValueError("data.text_field is empty: name the field that holds the text")
+
+    @property
+    def cache_directory(self) -> pathlib.Path:
+        """Where stores are kept."""
+        if self.cache is not None:
+            return pathlib.Path(self.cache).expanduser()
+        home = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+        return pathlib.Path(home) / "jaxmoe" / "data"
+
+
+def build_sources(
+    config: ReadingConfig,
+    kind: str,
+    collections: Mapping[str, Collection],
+    *,
+    held_out: Collection | None = None,
+    seed: int,
+) -> dict[str, PackedSource]:
+    """Sources of one tokenizer, one for each collection.
+
+    Args:
+        config: How to read.
+        kind: What fingerprints call the sources.
+        collections: By name.
+        held_out: The validation split, where it has documents of its own.
+        seed: Of the order of documents.
+
+    Raises:
+        DataError: Something cannot be read, or leaves a split without documents.
+    """
+    cache = config.cache_directory
+    fraction = config.validation_fraction if held_out is None else 0.0
+    identities = [collection.identity() for collection in collections.values()]
+    tokenizer = config.tokenizer.build(
+        lambda: (text for c in collections.values() for text in train_texts(c, fraction)),
+        cache / cache_key("tokenizer", identities, fraction),
+    )
+
+    def plan(collection: Collection) -> Store:
+        return plan_documents(
+            collection, tokenizer, on_bad_record=config.on_bad_record, cache=cache
+        )
+
+    sources = {}
+    for name, collection in collections.items():
+        store = plan(collection)
+        documents, facts = store.split(fraction), {"train": store.facts}
+        directories: dict[Split, pathlib.Path] = dict.fromkeys(_SPLITS, store.directory)
+        if held_out is not None:
+            other = plan(held_out)
+            documents["validation"] = other.split(0.0)["train"]
+            facts["validation"] = other.facts
+            directories["validation"] = other.directory
+        sources[name] = PackedSource(
+            kind=kind,
+            config=config,
+            tokenizer=tokenizer,
+            documents=documents,
+            facts=facts,
+            directories=directories,
+            seed=seed,
+        )
+    return sources
+
+
+class PackedSource:
+    """Documents of one tokenizer, packed into rows.
+
+    Args:
+        kind: What the fingerprint calls it.
+        config: How it was read.
+        tokenizer: Of all documents.
+        documents: Of each split.
+        facts: Of what was read, by the split that it was read for.
+        directories: Where packings are kept.
+        seed: Of the order of documents.
+    """
+
+    def __init__(
+        self,
+        *,
+        kind: str,
+        config: ReadingConfig,
+        tokenizer: Tokenizer,
+        documents: dict[Split, DocumentSet],
+        facts: dict[str, dict[str, Any]],
+        directories: dict[Split, pathlib.Path],
+        seed: int,
+    ):
+        self._kind, self._config, self.tokenizer = kind, config, tokenizer
+        self.documents, self._facts, self._seed = documents, facts, seed
+        self._directories = directories
+        for split in _SPLITS:
+            if not (documents[split].lengths > 1).any():
+                raise DataError(
+                    f"the {split} split of the data has no text: bring more, or hold out another "
+                    f"part (data.validation_fraction={config.validation_fraction})"
+                )
+        self.packed = functools.lru_cache(maxsize=8)(self._pack)
+
+    @property
+    def vocab_size(self) -> int:
+        """Of the tokenizer."""
+        return self.tokenizer.vocab_size
+
+    @property
+    def bytes_per_token(self) -> float | None:
+        """Bytes of held-out text, over the predictions that they take."""
+        return self._bytes_per_token
+
+    @functools.cached_property
+    def _bytes_per_token(self) -> float | None:
+        if not self.tokenizer.is_text:
+            return None
+        documents = self.documents["validation"]
+        counted = sum(
+            size if size >= 0 else len(self.tokenizer.decode(documents.document(number)[1:]))
+            for number, size in enumerate(documents.sizes.tolist())
+        )
+        if not counted:
+            raise DataError(
+                "no byte of the validation split is predicted: its documents are too short. Hold "
+                f"out more (data.validation_fraction={self._config.validation_fraction})"
+            )
+        return counted / int(np.maximum(documents.lengths - 1, 0).sum())
+
+    def num_rows(self, split: Split, sequence_length: int) -> int:
+        """Rows of an epoch; the same in every one."""
+        return self.packed(split, sequence_length).num_rows
+
+    def row(self, split: Split, index: int, sequence_length: int, *, epoch: int = 0) -> Row:
+        """Row `index` of the plan of an epoch.
+
+        Raises:
+            DataError: There is no such row.
+        """
+        plan = self.packed(split, sequence_length)
+        if not 0 <= index < plan.num_rows:
+            raise DataError(
+                f"row {index} is not in the {split} split, which has {plan.num_rows} rows of "
+                f"sequence_length={sequence_length}"
+            )
+        return plan.row(index, epoch)
+
+    def entropy_bits_per_token(self, sequence_length: int) -> None:
+        """Nobody knows it for real text."""
+        del sequence_length
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What was read, and how it became tokens."""
+        return {
+            "kind": self._kind,
+            **{
+                split: {
+                    **facts["content"],
+                    "documents": facts["documents"],
+                    "tokens": facts["tokens"],
+                    "skipped_records": facts["skipped_records"],
+                }
+                for split, facts in self._facts.items()
+            },
+            "validation_fraction": self._config.validation_fraction,
+            "packing": self._config.packing,
+            "tokenizer": self.tokenizer.fingerprint(),
+        }
+
+    def describe(self, sequence_length: int) -> str:
+        """Documents, tokens, tokenizer and what packing leaves free."""
+        count = sum(facts["documents"] for facts in self._facts.values())
+        tokens = sum(facts["tokens"] for facts in self._facts.values())
+        skipped = sum(facts["skipped_records"] for facts in self._facts.values())
+        ratio = self.bytes_per_token
+        return (
+            f"{self._kind}: {count:,} documents, {tokens:,} tokens"
+            + (f" ({skipped:,} records left out)" if skipped else "")
+            + f", {self.tokenizer.fingerprint()['kind']} tokenizer of {self.vocab_size:,} ids"
+            + ("" if ratio is None else f", {ratio:.2f} bytes/token")
+            + f", {self._config.packing} rows"
+            + f" {self.packed('train', sequence_length).efficiency():.1%} full"
+        )
+
+    def text(self, split: Split) -> Shaped[np.ndarray, " length"] | None:
+        """The documents, separated by byte 0; None beyond 32 MB."""
+        documents = self.documents[split]
+        most = _MOST_TEXT if self.vocab_size <= 256 else _MOST_TEXT // 2
+        if not self.tokenizer.is_text or documents.lengths.sum() > most:
+            return None
+        texts = map(self.tokenizer.decode, map(documents.document, range(len(documents.lengths))))
+        joined = b"\0".join(texts)
+        return np.frombuffer(joined, np.uint8) if len(joined) <= _MOST_TEXT else None
+
+    def encode(self, text: str) -> Int[np.ndarray, " S"]:
+        """The ids of a text, after the separator that every document begins with."""
+        ids = self.tokenizer.encode_all([text])[0].astype(np.int32)
+        if not self.tokenizer.is_text:
+            return ids
+        return np.concatenate([np.array([self.tokenizer.separator], np.int32), ids])
+
+    def decode(self, tokens: Int[np.ndarray, " S"]) -> str:
+        """The text of the tokens; what is not UTF-8 becomes U+FFFD."""
+        return self.tokenizer.decode(np.asarray(tokens)).decode("utf-8", errors="replace")
+
+    def _pack(self, split: Split, sequence_length: int) -> BestFit | Concatenated:
+        documents = self.documents[split]
+        seed = self._seed if split == "train" else None
+        if self._config.packing == "concatenate":
+            return Concatenated(
+                documents,
+                sequence_length=sequence_length,
+                seed=seed,
+                separator=self.tokenizer.separator,
+            )
+        fraction = self._config.validation_fraction if len(self._facts) == 1 else 0.0
+        kept = f"slots-{split}-{fraction}-{sequence_length}.npy"
+        return BestFit(
+            documents,
+            sequence_length=sequence_length,
+            seed=seed,
+            file=self._directories[split] / kept,
+        )

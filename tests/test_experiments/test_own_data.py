@@ -1,0 +1,209 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""A user's own files on the command line: trained on, resumed, evaluated, inspected, refused."""
+
+import json
+
+import numpy as np
+import pytest
+
+from experiments import cli, data, evaluate, generate, pretrain
+from experiments.recipes import RECIPES
+from jaxmoe.data import FilesConfig, HuggingFaceConfig, MixtureConfig
+from jaxmoe.data.tokenizer import FileConfig, TrainedConfig
+from jaxmoe.training.hooks import CheckpointHook
+
+SMALL = (
+    *("--model.num_layers", "1", "--model.embed_dim", "16"),
+    *("--model.attention.num_heads", "1", "--model.attention.num_kv_heads", "1"),
+    *("--model.attention.head_dim", "16", "--model.moe.expert_dim", "16"),
+    *("--model.moe.num_experts", "4", "--training.steps", "4"),
+    *("--training.batch_size", "8", "--training.sequence_length", "16"),
+    *("--schedule.warmup_steps", "2", "--evaluation.batches", "1", "--checkpoint.every", "2"),
+    *("--tracking.trackers", "--tracking.sample_length", "0"),
+)
+
+
+@pytest.fixture(autouse=True)
+def _home(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    texts = [f"document {i} " + "word " * (i % 7) for i in range(300)]
+    (tmp_path / "docs").mkdir()
+    for i, text in enumerate(texts):
+        (tmp_path / "docs" / f"{i}.txt").write_text(text)
+    (tmp_path / "more.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
+
+
+def _parsed(*words):
+    return cli.parse(RECIPES, "tiny", words, "prog", "about")[1].data
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("--data.path docs more.jsonl", FilesConfig(path=("docs", "more.jsonl"))),
+        ("--data.path=docs", FilesConfig(path=("docs",))),
+        ("--training.steps 300 data:files --data.path docs", FilesConfig(path=("docs",))),
+        ("--data.mix a=0.7:x b=0.3:y", MixtureConfig(mix=("a=0.7:x", "b=0.3:y"))),
+        (
+            "--data.packing concatenate --data.mix a=1:x",
+            MixtureConfig(mix=("a=1:x",), packing="concatenate"),
+        ),
+        ("--data.dataset org/x", HuggingFaceConfig(dataset="org/x")),
+        (
+            "data.tokenizer:trained --data.path gs://b/x --data.tokenizer.vocab-size 300",
+            FilesConfig(path=("gs://b/x",), tokenizer=TrainedConfig(vocab_size=300)),
+        ),
+        (
+            "--data.tokenizer.path t.json --data.path x",
+            FilesConfig(path=("x",), tokenizer=FileConfig(path="t.json")),
+        ),
+    ],
+)
+def test_a_flag_chooses_the_member_that_has_it(words, expected):
+    assert _parsed(*words.split()) == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            "--data.path x --data.mix a=1:y",
+            "--data.mix is of data:mixture; --data.path is of data:files; choose one",
+        ),
+        (
+            "data:corpus --data.path x",
+            "--data.path is of data:files; data:corpus is chosen: leave out one of them",
+        ),
+        ("--data.order 3", "--data.order is of data:markov or data:language_mixture; say which"),
+        (
+            "--data.path x --data.tokenizer.vocab_size 300",
+            "--data.tokenizer.vocab_size is of data.tokenizer:trained or data.tokenizer:ids; say",
+        ),
+    ],
+)
+def test_flags_that_choose_no_member_are_refused(capsys, words, message):
+    with pytest.raises(SystemExit) as stop:
+        _parsed(*words.split())
+    assert stop.value.code == 2
+    assert capsys.readouterr().err.startswith(f"error: {message}")
+
+
+def test_help_says_so(capsys):
+    with pytest.raises(SystemExit):
+        _parsed("--help")
+    output = " ".join(capsys.readouterr().out.split())
+    assert "a flag that only one NAME has chooses it" in output
+    assert "data:corpus | files | mixture | huggingface" in output
+
+
+def _batches(monkeypatch):
+    """The tokens of every training step, as they reach the device."""
+    seen = {}
+    original = pretrain.run_loop
+
+    def run_loop(state, step, batches, *, first_step, **rest):
+        def watched():
+            for number, batch in enumerate(batches, start=first_step):
+                seen[number] = np.asarray(batch.tokens).copy()
+                yield batch
+
+        return original(state, step, watched(), first_step=first_step, **rest)
+
+    monkeypatch.setattr(pretrain, "run_loop", run_loop)
+    return seen
+
+
+def test_train_resume_evaluate_and_generate(tmp_path, monkeypatch, capsys):
+    seen = _batches(monkeypatch)
+    words = ("--data.path", "docs/*.txt", "more.jsonl", *SMALL, "--run.directory")
+    assert pretrain.main([*words, "whole"]) == 0
+    whole = dict(seen)
+    output = capsys.readouterr().out
+    assert "data     files: 600 documents" in output and "context counts" in output
+    summary = json.loads((tmp_path / "whole" / "summary.json").read_text())
+    assert summary["eval_bits_per_byte"] > summary["eval_bits_per_token"]  # ends take bits as well
+    assert summary["data"]["train"]["num_files"] == 301
+
+    # The same in two parts: stopped at its checkpoint of step 2, continued by the same command.
+    run = CheckpointHook.run
+
+    def run_and_stop(self, step, state):
+        run(self, step, state)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(CheckpointHook, "run", run_and_stop)
+    with pytest.raises(KeyboardInterrupt):
+        pretrain.main([*words, "parts"])
+    monkeypatch.setattr(CheckpointHook, "run", run)
+    seen.clear()
+    assert pretrain.main([*words, "parts"]) == 0
+    assert sorted(seen) == [2, 3]
+    for step, tokens in seen.items():
+        np.testing.assert_array_equal(tokens, whole[step])
+    parts = json.loads((tmp_path / "parts" / "summary.json").read_text())
+    assert parts["final_loss"] == summary["final_loss"]
+
+    capsys.readouterr()
+    assert evaluate.main(["--run.directory", "whole"]) == 0
+    assert f"eval/bits_per_byte={summary['eval_bits_per_byte']!r}" in capsys.readouterr().out
+    assert generate.main(["--run.directory", "whole", "--prompt", "word", "--length", "4"]) == 0
+    assert "--- prompt\nword\n--- continued\n" in capsys.readouterr().out
+
+    (tmp_path / "docs" / "0.txt").write_text("something else")
+    with pytest.raises(SystemExit) as stop:
+        pretrain.main([*words, "parts"])
+    assert stop.value.code == 2
+    assert "source.train.sha256:" in capsys.readouterr().err
+
+
+def _refused(capsys, *words):
+    with pytest.raises(SystemExit) as stop:
+        pretrain.main([*words, *SMALL, "--run.directory", "run"])
+    assert stop.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_data_that_does_not_fit_is_refused_before_compiling(tmp_path, capsys):
+    text = _refused(capsys, "--data.path", "docs", "data.tokenizer:ids")
+    assert "holds text, and data.tokenizer:ids reads token ids only" in text
+    text = _refused(
+        capsys, *("--data.path", "docs", "data.tokenizer:trained"), "--model.vocab_size", "100"
+    )
+    assert "model.vocab_size=100 is smaller than the vocabulary of the data" in text
+    assert "give --model.vocab_size 550" in text
+    assert "data.path=nowhere matches no file" in _refused(capsys, "--data.path", "nowhere")
+    text = _refused(capsys, "--data.path", "docs/1?.txt")
+    assert "split has" in text and "fewer than batch_size=8" in text
+    assert not (tmp_path / "run").exists()
+
+
+def test_inspect(tmp_path, capsys):
+    words = ["inspect", "--data.path", "docs", "--training.sequence_length", "64"]
+    assert data.main([*words, "--run.name", "mine"]) == 0
+    output = capsys.readouterr().out
+    assert "packing efficiency 0." in output and "tokens in a document (train)" in output
+    assert "| document" in output and "word |\n" in output and "(padding)" in output
+    summary = json.loads((tmp_path / "runs" / "data" / "mine" / "summary.json").read_text())
+    assert summary["status"] == "done" and summary["train"]["documents"] > 250
+    assert 0.8 < summary["train"]["packing_efficiency"] <= 1
+    assert data.main(["inspect", "markov", "--run.directory", "other"]) == 0
+    assert "rows without end" in capsys.readouterr().out
+
+
+def test_inspect_spares_the_summary_of_a_run(tmp_path, capsys):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.json").write_text("{}")
+    with pytest.raises(SystemExit) as stop:
+        data.main(["inspect", "markov", "--run.directory", "run"])
+    assert stop.value.code == 2
+    assert "is that of a training run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [[], ["look"], ["--data.path", "x"]])
+def test_the_command_is_named(capsys, words):
+    with pytest.raises(SystemExit) as stop:
+        data.main(words)
+    assert stop.value.code == 2
+    assert "experiments.data has one command, inspect" in capsys.readouterr().err

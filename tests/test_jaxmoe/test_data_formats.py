@@ -1,0 +1,230 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Every format read back, and every way that a file may be wrong, said with its place."""
+
+import gzip
+import json
+import re
+import struct
+import sys
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+import zstandard
+from etils import epath
+
+from jaxmoe.data import DataError
+from jaxmoe.data.formats import BadRecord, Record, read_records
+from jaxmoe.tracking import MissingPackageError
+
+TEXTS = ["one", "two\nlines", "drei \u00e4"]
+LINES = "".join(json.dumps({"id": i, "text": text}) + "\n" for i, text in enumerate(TEXTS))
+
+
+def _read(path, *, text_field="text", bin_dtype="uint16", separator=None):
+    return list(
+        read_records(
+            epath.Path(path), text_field=text_field, bin_dtype=bin_dtype, separator=separator
+        )
+    )
+
+
+def _texts(path, **fields):
+    return [
+        record.value if isinstance(record, Record) else record for record in _read(path, **fields)
+    ]
+
+
+def _ids(path, **fields):
+    return [np.asarray(value).tolist() for value in _texts(path, **fields)]
+
+
+def _zstd(content):
+    return zstandard.ZstdCompressor().compress(content)
+
+
+def _parquet(path, columns):
+    pyarrow.parquet.write_table(pyarrow.table(columns), path)
+    return path
+
+
+def _megatron(path, documents, *, code=8):
+    lengths = [len(document) for document in documents]
+    ids = np.concatenate([np.array(d, np.uint16) for d in documents])
+    path.write_bytes(ids.tobytes())
+    head = struct.pack("<9sQBQQ", b"MMIDIDX\x00\x00", 1, code, len(lengths), len(lengths) + 1)
+    pointers = 2 * (np.cumsum(lengths) - lengths)
+    path.with_suffix(".idx").write_bytes(
+        head
+        + np.array(lengths, "<i4").tobytes()
+        + pointers.astype("<i8").tobytes()
+        + np.arange(len(lengths) + 1, dtype="<i8").tobytes()
+    )
+    return path
+
+
+def test_text(tmp_path):
+    (tmp_path / "a.txt").write_text("h\u00e9\n", encoding="utf-8")
+    assert _texts(tmp_path / "a.txt") == ["h\u00e9\n"]
+    (tmp_path / "a.py.gz").write_bytes(gzip.compress(b"x = 1"))
+    assert _texts(tmp_path / "a.py.gz") == ["x = 1"]
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
+def test_json_lines(tmp_path, suffix):
+    content = LINES.encode()
+    if suffix == ".gz":
+        content = gzip.compress(content[:20]) + gzip.compress(content[20:])  # two members
+    if suffix == ".zst":
+        content = _zstd(content[:20]) + _zstd(content[20:])
+    path = tmp_path / f"a.jsonl{suffix}"
+    path.write_bytes(content)
+    assert _texts(path) == TEXTS
+
+
+def test_lines_across_chunks_and_without_an_end(tmp_path, monkeypatch):
+    monkeypatch.setattr("jaxmoe.data.formats._CHUNK", 7)
+    (tmp_path / "a.jsonl").write_text(LINES.rstrip("\n").replace("\n", "\n\n"), encoding="utf-8")
+    assert _texts(tmp_path / "a.jsonl") == TEXTS
+
+
+def test_parquet(tmp_path):
+    path = _parquet(tmp_path / "a.parquet", {"body": TEXTS, "n": [1, 2, 3]})
+    assert _texts(path, text_field="body") == TEXTS
+    records = _read(_parquet(tmp_path / "b.parquet", {"text": ["x", None]}))
+    assert isinstance(records[1], BadRecord)
+    assert re.search(
+        r"b.parquet row 1: field 'text' must hold a text, found NoneType", str(records[1])
+    )
+
+
+def test_token_ids(tmp_path):
+    np.save(tmp_path / "a.npy", np.array([5, 6, 0, 7, 0, 8], np.uint16))
+    assert _ids(tmp_path / "a.npy", separator=0) == [[5, 6, 0], [7, 0], [8]]
+    assert _ids(tmp_path / "a.npy") == [[5, 6, 0, 7, 0, 8]]
+    np.save(tmp_path / "b.npy", np.arange(6).reshape(2, 3))
+    assert _ids(tmp_path / "b.npy") == [[0, 1, 2], [3, 4, 5]]
+    (tmp_path / "c.bin").write_bytes(np.array([1, 2, 70000], np.uint32).tobytes())
+    assert _ids(tmp_path / "c.bin", bin_dtype="uint32") == [[1, 2, 70000]]
+    assert _ids(_megatron(tmp_path / "d.bin", [[1, 2], [3], [4, 5, 6]])) == [[1, 2], [3], [4, 5, 6]]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'{"text": "a"}\n[1]\n', r"line 2 \(byte 14\): expected an object .* found a list"),
+        (
+            b'{"text": "a"}\n{"body": 1, "id": 2}\n',
+            r"line 2 \(byte 14\) has no field 'text'; it has 'body', 'id': .*--data.text_field",
+        ),
+        (b'{"text": 3}\n', r"line 1 \(byte 0\): field 'text' must hold a text, found int 3"),
+        (b'{"text": "a"\n', r"line 1 \(byte 0\) is not JSON: .* at column"),
+        (b'{"text": "a"}\n{"text": "\xff"}\n', r"line 2 is not UTF-8: byte 0xff at offset 24"),
+        (b'{"text": ' + b"[" * 100_000 + b"\n", r"line 1 \(byte 0\) is JSON that cannot be read"),
+        (b'{"n": ' + b"1" * 5000 + b"}\n", r"line 1 \(byte 0\) is JSON that cannot be read"),
+    ],
+)
+def test_a_bad_record_says_where_and_the_rest_is_read(tmp_path, content, message):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(content + b'{"text": "good"}\n')
+    *_, bad, good = _read(path)
+    assert isinstance(bad, BadRecord) and re.search(f"a.jsonl {message}", str(bad))
+    assert isinstance(good, Record) and good.value == "good"
+
+
+def test_bytes_that_are_not_utf8(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"good \xc3( bad")
+    (bad,) = _read(tmp_path / "a.txt")
+    assert re.search(r"a.txt is not UTF-8: byte 0xc3 at offset 5\. .*on_bad_record skip", str(bad))
+
+
+def _damage(tmp_path, kind):
+    """A file of some kind that is cut short or damaged."""
+    path = tmp_path / kind
+    if kind == "cut.jsonl.gz":
+        path.write_bytes(gzip.compress(LINES.encode() * 50)[:-20])
+    elif kind == "cut.jsonl.zst":
+        path.write_bytes(_zstd(LINES.encode() * 50)[:-5])
+    elif kind == "no.txt.gz":
+        path.write_bytes(b"plain text")
+    elif kind == "no.txt.zst":
+        _zstd(b"")
+        path.write_bytes(b"plain text")
+    elif kind == "flipped.txt.gz":
+        content = bytearray(gzip.compress(bytes(range(256)) * 8))
+        content[40] ^= 0xFF
+        path.write_bytes(content)
+    elif kind == "cut.parquet":
+        path.write_bytes(_parquet(tmp_path / "whole.parquet", {"text": TEXTS}).read_bytes()[:-9])
+    elif kind == "column.parquet":
+        _parquet(path, {"body": TEXTS, "n": [1, 2, 3]})
+    elif kind == "number.parquet":
+        _parquet(path, {"text": [1, 2, 3]})
+    elif kind == "cut.npy":
+        np.save(path, np.arange(50, dtype=np.int32))
+        path.write_bytes(path.read_bytes()[:-9])
+    elif kind == "head.npy":
+        path.write_bytes(b"\x93NUM")
+    elif kind == "float.npy":
+        np.save(path, np.ones(4, np.float32))
+    elif kind == "cube.npy":
+        np.save(path, np.ones((2, 2, 2), np.int32))
+    elif kind == "odd.bin":
+        path.write_bytes(b"123")
+    elif kind == "cut.bin":
+        _megatron(path, [[1, 2], [3]])
+        path.write_bytes(path.read_bytes()[:-1])
+    elif kind == "index.bin":
+        index = _megatron(path, [[1, 2], [3]]).with_suffix(".idx")
+        index.write_bytes(index.read_bytes()[:-1])
+    elif kind == "head.bin":
+        _megatron(path, [[1, 2], [3]]).with_suffix(".idx").write_bytes(b"text")
+    elif kind == "float.bin":
+        _megatron(path, [[1, 2], [3]], code=7)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("cut.jsonl.gz", r"cut.jsonl.gz ends at byte \d+ in the middle of its compressed content"),
+        (
+            "cut.jsonl.zst",
+            r"cut.jsonl.zst ends at byte \d+ in the middle of its compressed content",
+        ),
+        ("no.txt.gz", r"no.txt.gz is damaged near byte 0"),
+        ("no.txt.zst", r"no.txt.zst is damaged near byte 0"),
+        ("flipped.txt.gz", r"flipped.txt.gz is damaged near byte 0"),
+        ("cut.parquet", r"cut.parquet is damaged or no Parquet file, found after row 0"),
+        ("column.parquet", r"has no column 'text'; it has 'body', 'n': name .*--data.text_field"),
+        ("number.parquet", r"number.parquet: column 'text' must hold text, found int64"),
+        ("cut.npy", r"cut.npy ends at byte 319: its 50 ids of int32 need 328 bytes"),
+        ("head.npy", r"head.npy is no .npy file, or cut"),
+        ("float.npy", r"float.npy holds float32: expected integers"),
+        ("cube.npy", r"cube.npy has shape \(2, 2, 2\): expected \[tokens\] or"),
+        ("odd.bin", r"odd.bin has 3 bytes, not a multiple of the 2 of uint16: .*--data.bin_dtype"),
+        ("cut.bin", r"cut.bin ends at byte 5: its 3 ids of uint16 need 6 bytes"),
+        ("index.bin", r"index.idx ends at byte 81: its 2 sequences and 3 borders need 82"),
+        ("head.bin", r"head.idx is no Megatron index: .* found 4 that begin with b'text'"),
+        ("float.bin", r"float.bin holds float32: expected integers"),
+        ("absent.txt", r"absent.txt cannot be read: No such file"),
+    ],
+)
+def test_a_damaged_file_is_refused_with_its_place(tmp_path, kind, message):
+    path = _damage(tmp_path, kind)
+    with pytest.raises(DataError, match=message):
+        _read(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "package", "extra"),
+    [("a.parquet", "pyarrow", "parquet"), ("a.txt.zst", "zstandard", "train")],
+)
+def test_a_package_that_is_not_installed_is_named(tmp_path, monkeypatch, name, package, extra):
+    (tmp_path / name).write_bytes(b"x")
+    monkeypatch.setitem(sys.modules, package, None)
+    message = rf"{package} is not installed: pip install 'jaxmoe\[{extra}\]'"
+    with pytest.raises(MissingPackageError, match=message):
+        _read(tmp_path / name)

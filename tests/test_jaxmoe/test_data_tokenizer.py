@@ -1,0 +1,132 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Tokenizers: there and back, what separates documents, and what is refused."""
+
+import json
+
+import hypothesis
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import tokenizers
+
+from jaxmoe.data import TOKENIZERS, DataError, FilesConfig
+from jaxmoe.data.tokenizer import ByteTokenizer, FileConfig, IdsConfig, TrainedConfig
+
+TEXTS = [
+    "the cat sat on the mat",
+    "the dog sat on the cat",
+    "h\u00e9llo \U0001f600",
+    "  two\n\nlines",
+]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    return TrainedConfig(vocab_size=280).build(lambda: TEXTS, tmp_path_factory.mktemp("bpe"))
+
+
+def test_configs_are_hashable_and_named():
+    for name, config in TOKENIZERS.items():
+        assert config.name == name and hash(config()) == hash(config())
+
+
+@hypothesis.given(st.text(st.characters(exclude_characters="\0", codec="utf-8")))
+def test_bytes_there_and_back(text):
+    (ids,) = ByteTokenizer().encode_all([text])
+    assert ids.tolist() == list(text.encode())
+    assert ByteTokenizer().decode(ids).decode() == text
+
+
+def test_trained_there_and_back(trained):
+    assert trained.vocab_size <= 280 and trained.separator == 0
+    # Bytes that no training text held, and the separator's own name, are text as well.
+    texts = [*TEXTS, "\x7f\u4f60", "<|endoftext|>"]
+    encoded = trained.encode_all(texts)
+    assert all(0 not in ids for ids in encoded)
+    assert [trained.decode(ids).decode() for ids in encoded] == texts
+    assert len(encoded[0]) < len(TEXTS[0]) / 2
+
+
+def test_training_is_kept(tmp_path):
+    first = TrainedConfig(vocab_size=270).build(lambda: TEXTS, tmp_path)
+
+    def never():
+        raise AssertionError("trained again")
+
+    assert TrainedConfig(vocab_size=270).build(never, tmp_path).fingerprint() == first.fingerprint()
+    assert [path.name for path in tmp_path.iterdir()] == ["bpe-270.json"]
+
+
+def test_only_the_train_split_trains(tmp_path):
+    # The last tenth of the one document holds a word that training must not have seen.
+    path = tmp_path / "book.txt"
+    path.write_text("abc " * 900 + "xyzzy " * 50)
+    source = FilesConfig(
+        path=(str(path),),
+        validation_fraction=0.1,
+        tokenizer=TrainedConfig(vocab_size=300),
+        cache=str(tmp_path / "cache"),
+    ).build()
+    assert len(source.tokenizer.encode_all(["abc"])[0]) == 1
+    assert len(source.tokenizer.encode_all(["xyzzy"])[0]) == 5
+
+
+def _save(path, special=("</s>",)):
+    bpe = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?"))
+    bpe.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    bpe.add_special_tokens(list(special))
+    bpe.save(str(path))
+    return path
+
+
+def test_a_tokenizer_file(tmp_path):
+    path = _save(tmp_path / "tokenizer.json")
+    for given in (path, tmp_path):
+        tokenizer = FileConfig(path=str(given)).build(list, tmp_path)
+        assert tokenizer.separator == 3 and tokenizer.vocab_size == 4
+        assert tokenizer.encode_all(["a b c"])[0].tolist() == [0, 1, 2]
+    named = FileConfig(path=str(path), separator="b").build(list, tmp_path)
+    assert named.separator == 1
+    assert named.fingerprint() == tokenizer.fingerprint()
+    other = _save(tmp_path / "other.json", ("</s>", "<pad>"))
+    assert FileConfig(path=str(other)).build(list, tmp_path).fingerprint() != named.fingerprint()
+
+
+@pytest.mark.parametrize(
+    ("content", "fields", "message"),
+    [
+        (None, {}, "data.tokenizer.path=.*t.json cannot be read: .*No such file"),
+        ("{", {}, "t.json is not JSON: Expecting"),
+        ("[]", {}, "t.json is JSON, but no tokenizer: expected an object with the key 'model'"),
+        ('{"model": {}}', {}, "t.json is no tokenizer that this version of `tokenizers` reads"),
+        ("saved", {"separator": "<x>"}, "has no token <x> to stand between documents: name one"),
+        ("saved without", {}, "has no token .* or </s> or .*: name one of its tokens with --data"),
+    ],
+)
+def test_files_that_are_no_tokenizer(tmp_path, content, fields, message):
+    path = tmp_path / "t.json"
+    if content is not None:
+        path.write_text(content)
+    if content == "saved":
+        _save(path)
+    if content == "saved without":
+        _save(path, ())
+    with pytest.raises(DataError, match=message):
+        FileConfig(path=str(path), **fields).build(list, tmp_path)
+
+
+def test_impossible_configs(tmp_path):
+    with pytest.raises(DataError, match="data.tokenizer.path is empty"):
+        FileConfig().build(list, tmp_path)
+    with pytest.raises(ValueError, match="data.tokenizer.vocab_size=256 must be at least 257"):
+        TrainedConfig(vocab_size=256)
+    with pytest.raises(ValueError, match="data.tokenizer.vocab_size=1 must be at least 2"):
+        IdsConfig(vocab_size=1)
+    with pytest.raises(ValueError, match="data.tokenizer.separator=9 must be an id below"):
+        IdsConfig(vocab_size=9, separator=9)
+
+
+def test_the_model_file_is_json(trained, tmp_path):
+    assert json.loads(json.dumps(trained.fingerprint())) == trained.fingerprint()
+    assert np.asarray(trained.encode_all(["the"])[0]).dtype == np.int32
