@@ -2,7 +2,7 @@
 # make test        set up and run the tests (under 15 minutes on 2 cores)
 # make test-slow   the long proofs
 # make lint        ruff, pyright, codespell
-# make bench       not yet: comes with the kernels
+# make bench       kernels beside libraries, a step beside transformers (five minutes, machine left alone)
 #
 # PYTHON=python3.12 chooses the interpreter, JAX=0.12 another jax, VENV=dir another place.
 
@@ -17,9 +17,12 @@ KEY := $(shell ($(PYTHON) -VV; echo "$(JAX)"; cat constraints.txt pyproject.toml
 BASE := $(VENV)/.base-$(KEY)
 TRAIN := $(VENV)/.train-$(KEY)
 DEV := $(VENV)/.dev-$(KEY)
+HF := $(VENV)/.hf-$(KEY)
+# transformers and PyTorch, as oracles and peers: pinned for Python 3.11, where the CPU build comes.
+HAS_PEERS := $(shell $(PYTHON) -c 'import sys; print("yes" if sys.version_info < (3, 12) else "")' 2>/dev/null)
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt
 
-.PHONY: demo test test-slow lint format clean
+.PHONY: demo test test-slow bench lint format clean
 
 demo: $(TRAIN)
 	$(BIN)/python -m experiments.pretrain
@@ -27,8 +30,12 @@ demo: $(TRAIN)
 test: $(DEV)
 	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow and not accelerator"
 
-test-slow: $(DEV)
+test-slow: $(HF)
 	$(BIN)/python -m pytest -n $(WORKERS) -m "slow and not accelerator"
+
+bench: $(HF)
+	$(BIN)/python -m experiments.bench kernels
+	$(BIN)/python -m experiments.bench step $(if $(HAS_PEERS),,--peer none)
 
 lint: $(DEV)
 	$(BIN)/ruff check .
@@ -62,4 +69,8 @@ $(TRAIN): $(BASE)
 
 $(DEV): $(TRAIN)
 	$(INSTALL) -e '.[train,dev]'
+	@touch $@
+
+$(HF): $(DEV)
+	@if [ -n "$(HAS_PEERS)" ]; then $(INSTALL) -e '.[train,dev,hf]'; fi
 	@touch $@
