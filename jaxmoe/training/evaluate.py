@@ -15,10 +15,8 @@ from jaxtyping import Array
 
 from jaxmoe.data.batch import Batch
 from jaxmoe.execution import ExecutionConfig
-from jaxmoe.layers.embedding import head_weight
 from jaxmoe.models.config import ModelConfig
-from jaxmoe.models.transformer import forward
-from jaxmoe.training.loss import summed_nll
+from jaxmoe.training.loss import forward_and_nll
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,24 +39,7 @@ def make_eval_step(
     execution = execution or ExecutionConfig()
 
     def step(params: Any, router_state: Any, batch: Batch) -> tuple[Array, Array]:
-        output = forward(
-            model,
-            execution,
-            params,
-            jnp.asarray(batch.tokens),
-            positions=batch.positions,
-            segment_ids=batch.segment_ids,
-            router_state=router_state,
-            has_logits=False,
-        )
-        nll = summed_nll(
-            output.hidden,
-            head_weight(params, model),
-            jnp.asarray(batch.targets),
-            jnp.asarray(batch.loss_weights),
-            model=model,
-            execution=execution,
-        )
+        nll, _ = forward_and_nll(model, execution, params, batch, router_state=router_state)
         return nll, jnp.sum(batch.loss_weights)
 
     return jax.jit(step)

@@ -10,13 +10,17 @@ logits of only that many positions exist at a time, forward and backward.
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxmoe.data.batch import Batch
 from jaxmoe.execution import ExecutionConfig
-from jaxmoe.layers.embedding import output_logits
+from jaxmoe.layers.embedding import head_weight, output_logits
 from jaxmoe.models.config import ModelConfig
+from jaxmoe.models.transformer import Output, forward
 from sharding import axes as ax
 
 
@@ -74,6 +78,43 @@ def summed_nll(
     parts = tuple(_chunks(array, chunk) for array in whole)
     total, _ = jax.lax.scan(body, jnp.zeros((), jnp.float32), parts)
     return total
+
+
+def forward_and_nll(
+    model: ModelConfig,
+    execution: ExecutionConfig,
+    params: Any,
+    batch: Batch,
+    **given: Any,
+) -> tuple[Float[Array, ""], Output]:
+    """Sum over a batch of loss weight times negative log-likelihood, nats, and the model's output.
+
+    Args:
+        model: what is computed.
+        execution: how.
+        params: of the model.
+        batch: of which `loss_weights` 0 leaves a token out.
+        **given: further arguments of the transformer.
+    """
+    output = forward(
+        model,
+        execution,
+        params,
+        jnp.asarray(batch.tokens),
+        positions=batch.positions,
+        segment_ids=batch.segment_ids,
+        has_logits=False,
+        **given,
+    )
+    nll = summed_nll(
+        output.hidden,
+        head_weight(params, model),
+        jnp.asarray(batch.targets),
+        jnp.asarray(batch.loss_weights),
+        model=model,
+        execution=execution,
+    )
+    return nll, output
 
 
 def _chunks(array: Array, chunk: int) -> Array:

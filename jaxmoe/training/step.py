@@ -29,12 +29,10 @@ from jaxtyping import Array, Bool, Float
 
 from jaxmoe.data.batch import Batch
 from jaxmoe.execution import ExecutionConfig
-from jaxmoe.layers.embedding import head_weight
 from jaxmoe.layers.moe import build_router
 from jaxmoe.models.config import ModelConfig
-from jaxmoe.models.transformer import forward
 from jaxmoe.routing import RouterStatistics, telemetry
-from jaxmoe.training.loss import summed_nll
+from jaxmoe.training.loss import forward_and_nll
 from jaxmoe.training.state import TrainState
 from sharding import axes as ax
 from sharding.constrain import Placement
@@ -173,25 +171,14 @@ def compute_gradients(
     key = jax.random.fold_in(state.rng, state.step)
 
     def loss_of(params: Any) -> tuple[Array, tuple[Array, dict[str, Array], Any]]:
-        output = forward(
+        nll, output = forward_and_nll(
             model,
             execution,
             params,
-            jnp.asarray(batch.tokens),
-            positions=batch.positions,
-            segment_ids=batch.segment_ids,
+            batch,
             router_state=state.router_state,
             train=True,
             key=key,
-            has_logits=False,
-        )
-        nll = summed_nll(
-            output.hidden,
-            head_weight(params, model),
-            jnp.asarray(batch.targets),
-            jnp.asarray(batch.loss_weights),
-            model=model,
-            execution=execution,
         )
         loss = nll / total_weight
         losses = jax.tree.map(lambda value: value * share, output.losses)
