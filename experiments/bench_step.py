@@ -136,7 +136,11 @@ def in_words(summary: dict[str, Any]) -> str:
             f" {timing['best']:.3f}; {limit / timing['median']:.0%} of the limit"
         )
     if summary["times_the_peer"] is not None:
-        lines.append(f"jaxmoe is {summary['times_the_peer']:.2f} times as fast as the peer")
+        rate = summary["peer"]["matmul_flops_per_second"]
+        lines.append(
+            f"jaxmoe is {summary['times_the_peer']:.2f} times as fast as the peer, whose dense"
+            f" product runs at {rate / 1e9:.0f} GFLOP/s"
+        )
     lines.append(f"fullest expert {1.0 + summary['max_violation']:8.2f} times its fair share")
     lines.append("parts, forward and backward, all layers:")
     for name, part in summary["parts"].items():
