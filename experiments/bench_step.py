@@ -9,6 +9,7 @@ little from the whole.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -211,14 +212,16 @@ class _PeerProcess:
 
     def _say(self, line: str) -> None:
         assert self._process.stdin is not None
-        self._process.stdin.write(line + "\n")
-        self._process.stdin.flush()
+        with contextlib.suppress(BrokenPipeError):  # what it has to say then is heard next
+            self._process.stdin.write(line + "\n")
+            self._process.stdin.flush()
 
     def _hear(self) -> Any:
-        assert self._process.stdout is not None and self._process.stderr is not None
+        assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            last = self._process.stderr.read().strip().splitlines()[-1:]
+            _, complaint = self._process.communicate()
+            last = complaint.strip().splitlines()[-1:]
             raise ValueError(
                 f"the peer (transformers) did not run: {' '.join(last) or 'it ended'}. Install the"
                 " extra hf (Python 3.11), or give --peer none"

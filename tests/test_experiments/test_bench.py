@@ -1,0 +1,128 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""`experiments.bench`: what it counts and writes; never how fast anything is."""
+
+import json
+import sys
+
+import pytest
+
+from experiments import bench, measure
+from experiments.bench_kernels import loads
+
+SMALL_STEP = (
+    *("--model.num_layers", "1", "--model.embed_dim", "8", "--model.moe.expert_dim", "4"),
+    *("--model.attention.num_heads", "1", "--model.attention.num_kv_heads", "1"),
+    *("--model.attention.head_dim", "4", "--model.moe.num_experts", "4"),
+    *("--batch_size", "2", "--sequence_length", "8", "--warm_up", "1", "--rounds", "3"),
+)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    """No pauses, and no large products."""
+    monkeypatch.setattr(measure, "_PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr("experiments.bench_step.matmul_rate", lambda: 1e9)
+    monkeypatch.setattr("experiments.bench_kernels.matmul_rate", lambda: 1e9)
+
+
+def test_candidates_take_turns_and_warm_up_does_not_count():
+    calls = []
+
+    def run(name):
+        calls.append(name)
+        return float(len(calls))
+
+    timings = measure.in_turns({"a": lambda: run("a"), "b": lambda: run("b")}, rounds=3, warm_up=1)
+    assert calls == ["a", "b"] * 4
+    assert timings["a"].seconds == (3.0, 5.0, 7.0)
+    assert (timings["b"].median, timings["b"].best) == (6.0, 4.0)
+
+
+def test_matmul_rate_is_positive():
+    assert 1e6 < measure.matmul_rate() < 1e18
+
+
+@pytest.mark.parametrize(("rows", "groups"), [(8192, 16), (100, 7), (3, 4)])
+def test_loads_hold_all_rows(rows, groups):
+    for case, sizes in loads(rows, groups).items():
+        assert sizes.shape == (groups,), case
+        assert sizes.sum() == rows and sizes.min() >= 0, case
+
+
+def _summary(tmp_path, *arguments):
+    code = bench.main([*arguments, "--run.directory", str(tmp_path / "run")])
+    assert code == 0
+    return json.loads((tmp_path / "run" / "summary.json").read_text())
+
+
+def test_step_alone(tmp_path, capsys):
+    summary = _summary(tmp_path, "step", "--peer", "none", *SMALL_STEP)
+    assert summary["times_the_peer"] is None
+    assert list(summary["seconds"]) == ["jaxmoe"]
+    assert summary["seconds"]["jaxmoe"]["runs"] == 3
+    assert summary["limit_seconds"] == pytest.approx(summary["flops"] / 1e9)
+    median = summary["seconds"]["jaxmoe"]["median"]
+    assert summary["fraction_of_limit"] == pytest.approx(summary["limit_seconds"] / median)
+    assert set(summary["parts"]) == {"attention", "experts and their router", "AdamW"}
+    assert "% of the limit" in capsys.readouterr().out
+
+
+FAKE_PEER = """#!{python}
+import json, sys
+sizes = json.loads(sys.stdin.readline())
+print(json.dumps({{"sizes": sizes}}), flush=True)
+for line in sys.stdin:
+    print(json.dumps({{"rate": 5e9, "step": 1000.0}}[line.strip()]), flush=True)
+"""
+
+
+def test_step_beside_a_peer(tmp_path, monkeypatch, capsys):
+    """A peer that answers 1000 seconds; what it is told are the sizes of our model."""
+    peer = tmp_path / "peer"
+    peer.write_text(FAKE_PEER.format(python=sys.executable))
+    peer.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(peer))
+    summary = _summary(tmp_path, "step", *SMALL_STEP)
+    median = summary["seconds"]["jaxmoe"]["median"]
+    assert summary["times_the_peer"] == pytest.approx(1000.0 / median)
+    sizes = summary["peer"]["sizes"]
+    wanted = {"hidden_size": 8, "intermediate_size": 4, "num_experts": 4, "num_experts_per_tok": 2}
+    assert {name: sizes[name] for name in wanted} == wanted
+    assert "dense product runs at 5 GFLOP/s" in capsys.readouterr().out.replace("\n", " ")
+
+
+def test_a_peer_that_does_not_start_is_said_in_words(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(SystemExit) as stopped:
+        bench.main(["step", *SMALL_STEP, "--run.directory", str(tmp_path / "run")])
+    assert stopped.value.code == 2
+    assert "did not run: it ended. Install the extra hf" in capsys.readouterr().err
+
+
+def test_kernels(tmp_path, capsys):
+    small = ("--rows", "64", "--groups", "4", "--width", "8", "--hidden", "6", "--rounds", "1")
+    lengths = ("--lengths", "16", "--memory_lengths", "16", "32")
+    summary = _summary(tmp_path, "kernels", *small, *lengths)
+    rows = {(row["operation"], row["case"]) for row in summary["rows"]}
+    cases = loads(64, 4)
+    grouped = {(name, case) for name in ("grouped_matmul", "grouped_swiglu") for case in cases}
+    assert rows == {*grouped, ("flash_attention", "256 x 16")}
+    assert [row["length"] for row in summary["attention_temporary_bytes"]] == [16, 32]
+    assert "of dense" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("step", "--rounds", "0"), "rounds=0 must be at least 1"),
+        (("step", "model.moe:none"), "has no peer"),
+        (("step", "--model.vocab_size", "16"), "must be at least 256"),
+        (("kernels", "--groups", "0"), "groups=0 must be at least 1"),
+    ],
+)
+def test_bad_sizes(arguments, message, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        bench.main(arguments)
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
