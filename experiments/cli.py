@@ -22,6 +22,7 @@ import dataclasses
 import enum
 import functools
 import logging
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, NoReturn, TypeVar, Union, get_args, get_origin
@@ -34,6 +35,8 @@ Config = TypeVar("Config")
 logger = logging.getLogger(__name__)
 
 _LONGEST_TUPLE = 16
+_CHOICE = re.compile(r"[\w.-]+:[\w-]+")
+"""`dotted.field:NAME`, which a value such as gs://bucket/file or web=0.7:crawl/ is not."""
 
 
 class ExitCode(enum.IntEnum):
@@ -370,7 +373,7 @@ def _last_of_each(words: list[str]) -> list[str]:
         if word.startswith("--"):
             name = word.partition("=")[0].replace("_", "-")
             groups.pop(name, None)
-        elif ":" in word:
+        elif _CHOICE.fullmatch(word):
             name = word
         groups.setdefault(name, []).append(word)
     return [word for group in groups.values() for word in group]

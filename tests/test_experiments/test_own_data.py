@@ -50,6 +50,11 @@ def _parsed(*words):
             "--data.packing concatenate --data.mix a=1:x",
             MixtureConfig(mix=("a=1:x",), packing="concatenate"),
         ),
+        (
+            "--data.path gs://b/x --data.path gs://b/y s3://c/z",
+            FilesConfig(path=("gs://b/y", "s3://c/z")),
+        ),
+        ("--data.mix a=1:x b=1:y --data.mix c=1:z", MixtureConfig(mix=("c=1:z",))),
         ("--data.dataset org/x", HuggingFaceConfig(dataset="org/x")),
         (
             "data.tokenizer:trained --data.path gs://b/x --data.tokenizer.vocab-size 300",
