@@ -72,7 +72,7 @@ class MixtureConfig(FileReadingConfig):
         parts = [(name, weight, path) for name, weight, path in map(_part, self.mix) if weight]
         if not parts:
             raise DataError("data.mix is empty: give parts as NAME=WEIGHT:PATH after it")
-        collections = {name: Files((path,), self) for name, _, path in parts}
+        collections = {name: Files((path,), self, "data.mix") for name, _, path in parts}
         sources = build_sources(self, "files", collections, seed=seed)
         return Mixture({name: (weight, sources[name]) for name, weight, _ in parts}, seed=seed)
 
