@@ -35,8 +35,7 @@ Config = TypeVar("Config")
 logger = logging.getLogger(__name__)
 
 _LONGEST_TUPLE = 16
-_CHOICE = re.compile(r"[\w.-]+:[\w-]+")
-"""`dotted.field:NAME`, which a value such as gs://bucket/file or web=0.7:crawl/ is not."""
+_CHOICE = re.compile(r"[\w.-]+:[\w-]+")  # not a value such as gs://bucket/x or web=0.7:crawl/
 
 
 class ExitCode(enum.IntEnum):
@@ -74,8 +73,7 @@ def parse(
         The name of the recipe and the config. Exits with 0 after `--help` and with 2, after one
         screen on stderr, for anything that is not understood.
     """
-    words = list(argv)
-    recipe = default
+    words, recipe = list(argv), default
     if words and not words[0].startswith("-") and ":" not in words[0]:
         recipe = _known_spelling(words.pop(0), recipes)
         if recipe not in recipes:
@@ -256,8 +254,7 @@ def _imply_members(config: Config, words: list[str]) -> Config:
 
     Where the line chooses no member, the one that has all of them; the default where that one does.
     """
-    named = {}  # as the words spell them, for the messages
-    chosen = {}
+    named, chosen = {}, {}  # the first as the words spell them, for the messages
     for word in words:
         path, colon, name = word.replace("-", "_").partition(":")
         if word.startswith("--"):
