@@ -104,7 +104,7 @@ class Files:
     def identity(self) -> Any:
         """Names, sizes and times of change; the fields that say how to read them."""
         return {
-            "files": [[_absolute(p), p.stat().length, _changed(p)] for p in self._all_files()],
+            "files": [[_absolute(path), *_stamp(path)] for path in self._all_files()],
             "text_field": self._config.text_field,
             "bin_dtype": self._config.bin_dtype,
         }
@@ -253,9 +253,16 @@ def _absolute(path: epath.Path) -> str:
     return f"/{path}" if "://" in str(path) else os.path.abspath(path)
 
 
-def _changed(path: epath.Path) -> int:
-    """When a file was last changed; of a local one, to the nanosecond."""
-    return path.stat().mtime if "://" in str(path) else os.stat(path).st_mtime_ns
+def _stamp(path: epath.Path) -> tuple[int, int]:
+    """Size and time of change; of a local file, to the nanosecond."""
+    try:
+        if "://" in str(path):
+            remote = path.stat()
+            return remote.length, remote.mtime
+        local = os.stat(path)
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
+    return local.st_size, local.st_mtime_ns
 
 
 def _sha256(path: epath.Path) -> str:

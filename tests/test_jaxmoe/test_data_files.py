@@ -457,5 +457,8 @@ def test_messages_name_the_field_of_a_path(tmp_path):
         FilesConfig(path=("a.txt",), validation_path=("nowhere",)).build()
     with pytest.raises(DataError, match=r"data.mix=nowhere matches no file"):
         MixtureConfig(mix=("a=1:nowhere",)).build()
+    (tmp_path / "broken.md").symlink_to("nowhere")
+    with pytest.raises(DataError, match=r"broken.md cannot be read: No such file"):
+        FilesConfig(path=("*.md",)).build()
     with pytest.raises(DataError, match=r"lone.idx has no lone.bin beside it"):
         FilesConfig(path=("lone.idx",)).build()
