@@ -100,6 +100,11 @@ class Mixture:
             )
 
     @property
+    def parts(self) -> dict[str, Source]:
+        """The sources by name."""
+        return dict(zip(self._names, self._sources, strict=True))
+
+    @property
     def vocab_size(self) -> int:
         """Of all parts."""
         return self._sources[0].vocab_size

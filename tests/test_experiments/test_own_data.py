@@ -193,6 +193,13 @@ def test_inspect(tmp_path, capsys):
     summary = json.loads((tmp_path / "runs" / "data" / "mine" / "summary.json").read_text())
     assert summary["status"] == "done" and summary["train"]["documents"] > 250
     assert 0.8 < summary["train"]["packing_efficiency"] <= 1
+    mix = ("inspect", "--data.mix", "docs=0.5:docs", "lines=0.5:more.jsonl")
+    assert data.main([*mix, "--training.sequence_length", "64", "--run.directory", "mix"]) == 0
+    output = capsys.readouterr().out
+    assert "part docs\ntrain      documents " in output
+    assert "tokens in a document (lines train)" in output and "word |\n" in output
+    parts = json.loads((tmp_path / "mix" / "summary.json").read_text())["parts"]
+    assert parts["docs"]["train"] == summary["train"] and parts["lines"]["validation"]["rows"]
     assert data.main(["inspect", "markov", "--run.directory", "other"]) == 0
     assert "rows without end" in capsys.readouterr().out
 
