@@ -22,6 +22,7 @@ import dataclasses
 import enum
 import functools
 import logging
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, NoReturn, TypeVar, Union, get_args, get_origin
@@ -34,6 +35,7 @@ Config = TypeVar("Config")
 logger = logging.getLogger(__name__)
 
 _LONGEST_TUPLE = 16
+_CHOICE = re.compile(r"[\w.-]+:[\w-]+")  # not a value such as gs://bucket/x or web=0.7:crawl/
 
 
 class ExitCode(enum.IntEnum):
@@ -71,8 +73,7 @@ def parse(
         The name of the recipe and the config. Exits with 0 after `--help` and with 2, after one
         screen on stderr, for anything that is not understood.
     """
-    words = list(argv)
-    recipe = default
+    words, recipe = list(argv), default
     if words and not words[0].startswith("-") and ":" not in words[0]:
         recipe = _known_spelling(words.pop(0), recipes)
         if recipe not in recipes:
@@ -253,8 +254,7 @@ def _imply_members(config: Config, words: list[str]) -> Config:
 
     Where the line chooses no member, the one that has all of them; the default where that one does.
     """
-    named = {}  # as the words spell them, for the messages
-    chosen = {}
+    named, chosen = {}, {}  # the first as the words spell them, for the messages
     for word in words:
         path, colon, name = word.replace("-", "_").partition(":")
         if word.startswith("--"):
@@ -370,7 +370,7 @@ def _last_of_each(words: list[str]) -> list[str]:
         if word.startswith("--"):
             name = word.partition("=")[0].replace("_", "-")
             groups.pop(name, None)
-        elif ":" in word:
+        elif _CHOICE.fullmatch(word):
             name = word
         groups.setdefault(name, []).append(word)
     return [word for group in groups.values() for word in group]

@@ -19,7 +19,7 @@ from jaxmoe.scaling import ParameterizationConfig, StandardConfig
 from jaxmoe.tracking import TensorBoardConfig, TrackerConfig
 from jaxmoe.tracking.terminal import ConsoleKind
 
-FREE_FIELDS = ("run", "execution", "checkpoint", "tracking", "profile")
+FREE_FIELDS = ("run", "execution", "checkpoint", "tracking", "profile", "data.cache")
 """May change when a run is resumed: none of them changes the loss beyond rounding."""
 
 

@@ -21,7 +21,7 @@ from experiments import cli
 from experiments.config import PretrainConfig
 from experiments.recipes import DEFAULT, RECIPES
 from experiments.run_directory import RunDirectory
-from jaxmoe.data import Loader, PackedSource, Row, Source, Split
+from jaxmoe.data import Loader, Mixture, PackedSource, Row, Source, Split
 
 _BAR = 40
 """Columns of the longest bar."""
@@ -69,6 +69,10 @@ def summarise(config: PretrainConfig, source: Source) -> dict[str, Any]:
         "vocab_size": source.vocab_size,
         "bytes_per_token": source.bytes_per_token,
         **{split: _split_numbers(source, split, length) for split in _SPLITS},
+        "parts": {
+            name: {split: _split_numbers(part, split, length) for split in _SPLITS}
+            for name, part in _parts(source).items()
+        },
         "data": source.fingerprint(),
     }
 
@@ -80,24 +84,38 @@ def page(config: PretrainConfig, source: Source) -> str:
     lines = [source.describe(length), ""]
     for split in _SPLITS:
         rows = source.num_rows(split, length)
-        numbers = ", ".join(
-            f"{name.replace('_', ' ')} {value:,.4g}"
-            if isinstance(value, float)
-            else f"{name.replace('_', ' ')} {value:,}"
-            for name, value in _split_numbers(source, split, length).items()
-            if value is not None
-        )
-        lines.append(f"{split:10} {numbers or 'rows without end'}")
+        lines.append(f"{split:10} {_numbers_in_words(source, split, length)}")
         if rows is not None and split == "train":
             share = training.steps * size / max(1, rows)
             lines.append(f"{'':10} {training.steps} steps of {size} rows are {share:.3g} epochs")
-    if isinstance(source, PackedSource):
-        lines += ["", "tokens in a document (train)", *_histogram(_lengths(source, "train"))]
+    for name, part in _parts(source).items():
+        lines += ["", f"part {name}"]
+        lines += [f"{split:10} {_numbers_in_words(part, split, length)}" for split in _SPLITS]
+    for name, part in (_parts(source) or {"": source}).items():
+        if isinstance(part, PackedSource):
+            heading = f"tokens in a document ({f'{name} train'.strip()})"
+            lines += ["", heading, *_histogram(_lengths(part, "train"))]
     loader = Loader(source, batch_size=1, sequence_length=length, seed=training.seed)
     lines += ["", f"rows of {length} + 1 tokens, as training draws them ('|' is a separator)"]
     for number in range(_SHOWN_ROWS):
         lines += [f"row {number}", *_shown(source, loader.row(number))]
     return "\n".join(lines)
+
+
+def _parts(source: Source) -> dict[str, Source]:
+    """The parts of a mixture; nothing else has any."""
+    return source.parts if isinstance(source, Mixture) else {}
+
+
+def _numbers_in_words(source: Source, split: Split, length: int) -> str:
+    numbers = ", ".join(
+        f"{name.replace('_', ' ')} {value:,.4g}"
+        if isinstance(value, float)
+        else f"{name.replace('_', ' ')} {value:,}"
+        for name, value in _split_numbers(source, split, length).items()
+        if value is not None
+    )
+    return numbers or "rows without end"
 
 
 def _split_numbers(source: Source, split: Split, length: int) -> dict[str, Any]:
@@ -131,7 +149,8 @@ def _histogram(lengths: np.ndarray) -> Iterator[str]:
 
 def _shown(source: Source, row: Row) -> Iterator[str]:
     """The documents of a row: where they lie, and how they begin."""
-    separator = source.tokenizer.separator if isinstance(source, PackedSource) else None
+    first = next(iter(_parts(source).values()), source)  # the parts of a mixture share a tokenizer
+    separator = first.tokenizer.separator if isinstance(first, PackedSource) else None
     segments = np.ones(len(row.tokens), np.int32) if row.segment_ids is None else row.segment_ids
     for segment in range(1, int(segments.max()) + 1):
         places = np.flatnonzero(segments == segment)

@@ -25,6 +25,8 @@ To add a collection: an object with `identity`, `content` and `records` (see `Co
 
 from __future__ import annotations
 
+import array
+import contextlib
 import dataclasses
 import hashlib
 import itertools
@@ -34,7 +36,7 @@ import math
 import pathlib
 import shutil
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
@@ -42,7 +44,7 @@ import numpy as np
 from jaxmoe.data.batch import DataError
 from jaxmoe.data.formats import BadRecord, Record
 from jaxmoe.data.source import Split
-from jaxmoe.data.tokenizer import Tokenizer
+from jaxmoe.data.tokenizer import ByteTokenizer, Tokenizer
 from pallas_kernels.array_types import Int, Shaped
 
 logger = logging.getLogger(__name__)
@@ -53,13 +55,14 @@ _FEWEST_BY_DIGEST = 5
 """Held-out documents; where fewer are to be expected, they are counted off instead."""
 _BATCH_CHARACTERS = 2**20
 _BATCH_TEXTS = 4096
+_BATCH_IDS = 2**20
 
 BadRecords = Literal["stop", "skip"]
 
 
 @runtime_checkable
 class Collection(Protocol):
-    """Where documents come from."""
+    """Where documents come from; `str` of it is what the user wrote."""
 
     def identity(self) -> Any:
         """What the cache is found by, cheap to get, in values that JSON holds."""
@@ -196,26 +199,46 @@ def plan_documents(
     if (store := _open(directory)) is not None:
         return store
     new = cache / f"{key}.{uuid.uuid4().hex}.new"
-    shutil.rmtree(new, ignore_errors=True)
-    try:
-        new.mkdir(parents=True)
-        _write(new, collection, tokenizer, on_bad_record)
-        shutil.rmtree(directory, ignore_errors=True)  # a damaged one, which did not open
+    with writing_to(cache):
         try:
-            new.rename(directory)
-        except OSError:
-            if _open(directory) is None:  # otherwise another process was first
-                raise
+            new.mkdir(parents=True)
+            _write(new, collection, tokenizer, on_bad_record)
+            _publish(new, directory)
+        finally:
+            shutil.rmtree(new, ignore_errors=True)
+    store = _open(directory)
+    assert store is not None  # it was written whole
+    return store
+
+
+@contextlib.contextmanager
+def writing_to(cache: pathlib.Path) -> Iterator[None]:
+    """Says in words that the cache cannot be written.
+
+    Raises:
+        DataError: Instead of any OSError.
+    """
+    try:
+        yield
     except OSError as error:
         raise DataError(
             f"the cache {cache} cannot be written ({error.strerror}): free space, or choose "
             "another place with --data.cache"
         ) from error
-    finally:
-        shutil.rmtree(new, ignore_errors=True)
-    store = _open(directory)
-    assert store is not None  # it was written whole
-    return store
+
+
+def _publish(new: pathlib.Path, directory: pathlib.Path) -> None:
+    """Gives a whole store its name, unless another process was first."""
+    try:
+        new.rename(directory)
+    except OSError:
+        if _open(directory) is not None:
+            return
+        # A damaged one. It is moved, not deleted in place: the name must never stand for a part.
+        damaged = new.with_suffix(".damaged")
+        directory.rename(damaged)
+        new.rename(directory)
+        shutil.rmtree(damaged, ignore_errors=True)
 
 
 def cache_key(*parts: Any) -> str:
@@ -235,11 +258,11 @@ def _write(
         for d in (np.uint8, np.uint16, np.uint32)
         if tokenizer.vocab_size <= 2 ** (8 * np.dtype(d).itemsize)
     )
-    lengths, digests, sizes = [], [], []
+    lengths, digests, sizes = array.array("q"), array.array("Q"), array.array("q")
     skipped: list[str] = []
     with (directory / "tokens.bin").open("wb") as stream:
         for ids, digest, size in _documents(collection, tokenizer, on_bad_record, skipped):
-            stream.write(np.asarray(ids, dtype).tobytes())
+            stream.write(np.ascontiguousarray(ids, dtype).data)
             lengths.append(len(ids))
             digests.append(digest)
             sizes.append(size)
@@ -247,7 +270,7 @@ def _write(
         found = "only empty documents"
         if skipped:
             found = f"{len(skipped)} records that cannot be used, the first: {skipped[0]}"
-        raise DataError(f"there is no text in {_spelled(collection.content())}: found {found}")
+        raise DataError(f"{collection} holds no text: found {found}")
     for message in skipped[:3]:
         logger.warning("left out: %s", message)
     offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
@@ -274,7 +297,7 @@ def _documents(
         checked = record if isinstance(record, BadRecord) else _checked(record, tokenizer)
         if isinstance(checked, BadRecord):
             if on_bad_record == "stop":
-                raise checked
+                raise DataError(f"{checked} (--data.on_bad_record skip leaves such records out)")
             skipped.append(str(checked))
         elif isinstance(checked, bytes):
             text = record.value if isinstance(record, Record) else ""
@@ -288,7 +311,7 @@ def _documents(
         elif len(checked):
             yield from _tokenized(waiting, tokenizer)  # so that documents keep their order
             waiting, characters = [], 0
-            yield checked, _digest(checked.astype("<i8").tobytes()), -1
+            yield checked, _digest_of_ids(checked), -1
     yield from _tokenized(waiting, tokenizer)
 
 
@@ -312,19 +335,15 @@ def _checked(record: Record, tokenizer: Tokenizer) -> bytes | np.ndarray | BadRe
                 f"{record.where} holds text, and data.tokenizer:ids reads token ids only: choose "
                 "data.tokenizer:bytes, :file or :trained"
             )
-        try:
-            content = value.encode()
-        except UnicodeEncodeError as error:
-            return BadRecord(f"{record.where}: half a surrogate pair at character {error.start}")
-        if size == 256 and (at := content.find(0)) >= 0:
+        content = value.encode()
+        if isinstance(tokenizer, ByteTokenizer) and (at := content.find(0)) >= 0:
             return BadRecord(
                 f"{record.where}: byte 0 at offset {at} of the text, which is what separates "
                 "documents in data.tokenizer:bytes: take it out, or choose another tokenizer"
             )
         return content
-    is_wrong = (value < 0) | (value >= size)
-    if is_wrong.any():
-        at = int(np.argmax(is_wrong))
+    if len(value) and (value.min() < 0 or value.max() >= size):
+        at = int(np.argmax((value < 0) | (value >= size)))
         raise DataError(
             f"{record.where}: token id {value[at]} at position {record.first + at} of the file is "
             f"outside the vocabulary of {size} (ids 0 to {size - 1}): give the tokenizer that made "
@@ -338,6 +357,14 @@ def _digest(content: bytes) -> int:
     return int.from_bytes(hashlib.sha256(content).digest()[:8], "big")
 
 
+def _digest_of_ids(ids: np.ndarray) -> int:
+    """The same for any type of integer, and in parts: a file may be one document."""
+    digest = hashlib.sha256()
+    for begin in range(0, len(ids), _BATCH_IDS):
+        digest.update(ids[begin : begin + _BATCH_IDS].astype("<i8").data)
+    return int.from_bytes(digest.digest()[:8], "big")
+
+
 def _open(directory: pathlib.Path) -> Store | None:
     """What is there, if it is whole."""
     try:
@@ -346,10 +373,14 @@ def _open(directory: pathlib.Path) -> Store | None:
             np.load(directory / f"{name}.npy") for name in ("offsets", "digests", "sizes")
         )
         dtype = np.dtype(facts["dtype"])
-        if (directory / "tokens.bin").stat().st_size != offsets[-1] * dtype.itemsize:
+        size = (directory / "tokens.bin").stat().st_size
+        if (
+            size != offsets[-1] * dtype.itemsize
+            or not len(digests) == len(sizes) == len(offsets) - 1
+        ):
             return None
         tokens = np.memmap(directory / "tokens.bin", dtype, "r")
-    except (OSError, ValueError, KeyError, IndexError):
+    except (OSError, EOFError, ValueError, KeyError, IndexError):
         return None
     return Store(
         directory=directory,
@@ -359,11 +390,3 @@ def _open(directory: pathlib.Path) -> Store | None:
         sizes=sizes,
         facts=facts,
     )
-
-
-def _spelled(content: dict[str, Any]) -> str:
-    return ", ".join(map(str, itertools.islice(_names(content), 5)))
-
-
-def _names(content: dict[str, Any]) -> Iterable[str]:
-    return content.get("files", content) if isinstance(content.get("files"), dict) else content

@@ -74,7 +74,9 @@ class FilesConfig(FileReadingConfig):
         """
         if not self.path:
             raise DataError("data.path is empty: give files, globs or directories after it")
-        held_out = Files(self.validation_path, self) if self.validation_path else None
+        held_out = None
+        if self.validation_path:
+            held_out = Files(self.validation_path, self, "data.validation_path")
         train = Files(self.path, self)
         return build_sources(self, self.name, {"": train}, held_out=held_out, seed=seed)[""]
 
@@ -85,19 +87,24 @@ class Files:
     Args:
         paths: Files, globs or directories.
         config: How to read them.
+        field: The field that names them, for messages.
 
     Raises:
         DataError: A path means no file.
     """
 
-    def __init__(self, paths: Sequence[str], config: FileReadingConfig):
+    def __init__(self, paths: Sequence[str], config: FileReadingConfig, field: str = "data.path"):
         self._config = config
-        self.files = find_files(paths)
+        self._spelled = f"{field}={' '.join(paths)}"
+        self.files = find_files(paths, field)
+
+    def __str__(self) -> str:
+        return self._spelled
 
     def identity(self) -> Any:
         """Names, sizes and times of change; the fields that say how to read them."""
         return {
-            "files": [[str(p), p.stat().length, _changed(p)] for p in self._all_files()],
+            "files": [[_absolute(path), *_stamp(path)] for path in self._all_files()],
             "text_field": self._config.text_field,
             "bin_dtype": self._config.bin_dtype,
         }
@@ -139,11 +146,15 @@ class Files:
     def _all_files(self) -> list[epath.Path]:
         """With the borders of Megatron's files."""
         indices = (index_file(path) for path in self.files if path.suffix == ".bin")
-        return sorted({*self.files, *(path for path in indices if path.exists())}, key=str)
+        return sorted([*self.files, *(path for path in indices if path.exists())], key=_absolute)
 
 
-def find_files(paths: Sequence[str]) -> list[epath.Path]:
+def find_files(paths: Sequence[str], field: str = "data.path") -> list[epath.Path]:
     """The files that paths mean, each once, in the order of their names.
+
+    Args:
+        paths: Files, globs or directories.
+        field: The field that names them, for messages.
 
     Raises:
         DataError: A path means no file.
@@ -153,20 +164,24 @@ def find_files(paths: Sequence[str]) -> list[epath.Path]:
         try:
             files = [file for pattern in _without_braces(path) for file in _matches(pattern)]
         except (OSError, ImportError, ValueError, NotImplementedError) as error:
-            raise DataError(f"data.path={path} cannot be listed: {error}") from error
+            raise DataError(f"{field}={path} cannot be listed: {error}") from error
         if not files:
             what = "holds no text" if epath.Path(path).exists() else "matches no file"
             raise DataError(
-                f"data.path={path} {what} (from {os.getcwd()}): check it, and quote globs"
+                f"{field}={path} {what} (from {os.getcwd()}): check it, and quote globs"
             )
-        found |= {str(file): file for file in files}
-    data = {str(file): file for file in map(_data_file, found.values())}
-    return [data[name] for name in sorted(data)]
+        found |= {_absolute(file): file for file in map(_data_file, files)}
+    return [found[name] for name in sorted(found)]
 
 
 def _data_file(path: epath.Path) -> epath.Path:
     """The .bin of an .idx; any other file as it is."""
-    return path.with_suffix(".bin") if path.suffix == ".idx" else path
+    if path.suffix != ".idx":
+        return path
+    data = path.with_suffix(".bin")
+    if not data.exists():
+        raise DataError(f"{path} has no {data.name} beside it, which holds its token ids")
+    return data
 
 
 def _matches(pattern: str) -> list[epath.Path]:
@@ -189,13 +204,17 @@ def _matches(pattern: str) -> list[epath.Path]:
 def _text_below(directory: epath.Path) -> list[epath.Path]:
     """The files of a directory that are data, or begin as text does."""
     files = list(_walk(directory))
-    kept = [path for path in files if path.name.lower().endswith(DATA_SUFFIXES) or _is_text(path)]
-    if len(kept) < len(files):
+    kept, left_out = [], []
+    for path in files:
+        is_data = path.name.lower().endswith(DATA_SUFFIXES) or _is_text(path)
+        (kept if is_data else left_out).append(path)
+    if left_out:
         logger.warning(
-            "%s: %d of %d files are left out, since they are no text",
+            "%s: %d of %d files are left out, since they are no text, %s among them",
             directory,
-            len(files) - len(kept),
+            len(left_out),
             len(files),
+            left_out[0],
         )
     return kept
 
@@ -234,9 +253,16 @@ def _absolute(path: epath.Path) -> str:
     return f"/{path}" if "://" in str(path) else os.path.abspath(path)
 
 
-def _changed(path: epath.Path) -> int:
-    """When a file was last changed; of a local one, to the nanosecond."""
-    return path.stat().mtime if "://" in str(path) else os.stat(path).st_mtime_ns
+def _stamp(path: epath.Path) -> tuple[int, int]:
+    """Size and time of change; of a local file, to the nanosecond."""
+    try:
+        if "://" in str(path):
+            remote = path.stat()
+            return remote.length, remote.mtime
+        local = os.stat(path)
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
+    return local.st_size, local.st_mtime_ns
 
 
 def _sha256(path: epath.Path) -> str:

@@ -20,7 +20,6 @@ To add a format: a function that yields records, and its suffix in `read_records
 from __future__ import annotations
 
 import dataclasses
-import gzip
 import json
 import struct
 import zlib
@@ -72,10 +71,11 @@ def read_records(
         DataError: The file as a whole cannot be used.
     """
     name = path.name.lower()
+    plain = name
     for suffix in _COMPRESSED:
-        name = name.removesuffix(suffix)
+        plain = plain.removesuffix(suffix)
     try:
-        if name.endswith(_JSON_SUFFIXES):
+        if plain.endswith(_JSON_SUFFIXES):
             yield from _json_lines(path, text_field)
         elif name.endswith(".parquet"):
             yield from _parquet(path, text_field)
@@ -111,11 +111,11 @@ def _json_lines(path: epath.Path, field: str) -> Iterator[Record | BadRecord]:
         if not line.strip():
             continue
         try:
-            record = json.loads(line.decode())
+            record = json.loads(line.decode().rstrip("\n"))
         except UnicodeDecodeError as error:
             yield _not_utf8(f"{path} line {number}", start + error.start, error.object, error.start)
         except json.JSONDecodeError as error:
-            yield BadRecord(f"{where} is not JSON: {error.msg} at column {error.colno}")
+            yield BadRecord(f"{where} is not JSON: {error.msg} (column {error.colno})")
         except (ValueError, RecursionError) as error:
             yield BadRecord(f"{where} is JSON that cannot be read: {error}")
         else:
@@ -145,12 +145,18 @@ def text_record(value: Any, field: str, where: str) -> Record | BadRecord:
         field: Its name.
         where: File and place.
     """
-    if isinstance(value, str):
-        return Record(where, value)
-    return BadRecord(
-        f"{where}: field {field!r} must hold a text, found {type(value).__name__} "
-        f"{repr(value)[:40]}"
-    )
+    if not isinstance(value, str):
+        return BadRecord(
+            f"{where}: field {field!r} must hold a text, found {type(value).__name__} "
+            f"{repr(value)[:40]}"
+        )
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        return BadRecord(
+            f"{where}: field {field!r} has half a surrogate pair at character {error.start}"
+        )
+    return Record(where, value)
 
 
 def _parquet(path: epath.Path, field: str) -> Iterator[Record | BadRecord]:
@@ -168,14 +174,23 @@ def _parquet(path: epath.Path, field: str) -> Iterator[Record | BadRecord]:
             kind = schema.field(field).type
             if not (arrow.types.is_string(kind) or arrow.types.is_large_string(kind)):
                 raise DataError(f"{path}: column {field!r} must hold text, found {kind}")
+            # Arrow trusts that its text is UTF-8: it is taken as bytes, and decoded here.
+            binary = arrow.binary() if arrow.types.is_string(kind) else arrow.large_binary()
             for batch in table.iter_batches(columns=[field]):
-                for value in batch.column(0).to_pylist():
-                    yield text_record(value, field, f"{path} row {number}")
+                for value in batch.column(0).cast(binary).to_pylist():
+                    yield _parquet_text(value, field, f"{path} row {number}")
                     number += 1
     except (arrow.ArrowException, OSError) as error:
         raise DataError(
             f"{path} is damaged or no Parquet file, found after row {number}: {error}"
         ) from error
+
+
+def _parquet_text(value: bytes | None, field: str, where: str) -> Record | BadRecord:
+    try:
+        return text_record(None if value is None else value.decode(), field, where)
+    except UnicodeDecodeError as error:
+        return _not_utf8(where, error.start, error.object)
 
 
 def _numpy(path: epath.Path, separator: int | None) -> Iterator[Record | BadRecord]:
@@ -237,7 +252,8 @@ def _megatron(path: epath.Path) -> Iterator[Record | BadRecord]:
     lengths = np.frombuffer(content, "<i4", num_sequences, head).astype(np.int64)
     borders = np.frombuffer(content, "<i8", num_borders, head + num_sequences * 12)
     starts = np.concatenate([[0], np.cumsum(lengths)])
-    if (lengths < 0).any() or (np.diff(borders) < 0).any() or borders.max(initial=0) > len(lengths):
+    steps = np.diff(borders, prepend=0, append=len(lengths))
+    if (lengths < 0).any() or (steps < 0).any():
         raise DataError(f"{index} is damaged: its lengths or borders are not in order")
     dtype = np.dtype(_MEGATRON_DTYPES[code]).newbyteorder("<")
     ids = _map(path, dtype, int(starts[-1]), 0, path.stat().length)
@@ -253,7 +269,8 @@ def _map(path: epath.Path, dtype: np.dtype, count: int, start: int, size: int) -
     wanted = start + count * dtype.itemsize
     if size < wanted:
         raise DataError(
-            f"{path} ends at byte {size}: its {count} ids of {dtype} need {wanted} bytes"
+            f"{path} ends at byte {size}: its {count} ids of {dtype} need {wanted} bytes. It was "
+            "cut short, copy it again"
         )
     if count == 0:
         return np.zeros(0, dtype)
@@ -264,21 +281,25 @@ def _map(path: epath.Path, dtype: np.dtype, count: int, start: int, size: int) -
 
 def _cut(path: epath.Path, ids: np.ndarray, separator: int | None) -> Iterator[Record]:
     """Documents that end with the separator; all of the file where there is none."""
-    ends = np.zeros(0, np.int64) if separator is None else np.flatnonzero(ids == separator) + 1
-    borders = np.unique(np.concatenate([[0], ends, [len(ids)]]))
+    ends = [
+        np.flatnonzero(ids[begin : begin + _CHUNK] == separator) + begin + 1
+        for begin in range(0, len(ids) if separator is not None else 0, _CHUNK)
+    ]
+    borders = np.unique(np.concatenate([[0], *ends, [len(ids)]]))
     for begin, end in zip(borders[:-1].tolist(), borders[1:].tolist(), strict=True):
         yield Record(f"{path} from position {begin}", ids[begin:end], begin)
 
 
 def _lines(path: epath.Path) -> Iterator[bytes]:
-    rest = b""
+    begun: list[bytes] = []  # parts of a line, joined once: a line may be the whole file
     for chunk in _chunks(path):
-        lines = (rest + chunk).split(b"\n")
-        rest = lines.pop()
+        *lines, rest = chunk.split(b"\n")
         for line in lines:
-            yield line + b"\n"
-    if rest:
-        yield rest
+            yield b"".join([*begun, line, b"\n"])
+            begun.clear()
+        begun.append(rest)
+    if last := b"".join(begun):
+        yield last
 
 
 def _chunks(path: epath.Path) -> Iterator[bytes]:
@@ -287,8 +308,9 @@ def _chunks(path: epath.Path) -> Iterator[bytes]:
         if path.suffix.lower() == ".gz":
             yield from _decompressed(path, stream, lambda: zlib.decompressobj(wbits=31))
         elif path.suffix.lower() == ".zst":
-            zstd = require("zstandard")
-            yield from _decompressed(path, stream, lambda: zstd.ZstdDecompressor().decompressobj())
+            # Large archives are made with `zstd --long=31`, which asks for a window of 2 GB.
+            zstd = require("zstandard").ZstdDecompressor(max_window_size=2**31)
+            yield from _decompressed(path, stream, zstd.decompressobj)
         else:
             while chunk := stream.read(_CHUNK):
                 yield chunk
@@ -296,9 +318,9 @@ def _chunks(path: epath.Path) -> Iterator[bytes]:
 
 def _decompressed(path: epath.Path, stream: IO[bytes], make: Any) -> Iterator[bytes]:
     """The content of all frames, one after the other; an unfinished one is an error."""
-    errors = (zlib.error, gzip.BadGzipFile)
+    damage = zlib.error
     if path.suffix.lower() == ".zst":
-        errors = (require("zstandard").ZstdError,)
+        damage = require("zstandard").ZstdError
     frame: Any = None
     offset, given, is_open = 0, 0, False
     while chunk := stream.read(_CHUNK):
@@ -306,7 +328,7 @@ def _decompressed(path: epath.Path, stream: IO[bytes], make: Any) -> Iterator[by
             frame = make() if not is_open else frame
             try:
                 content = frame.decompress(chunk)
-            except errors as error:
+            except damage as error:
                 raise DataError(
                     f"{path} is damaged near byte {offset} (after {given} bytes of content): "
                     f"{error}"
@@ -327,6 +349,5 @@ def _decompressed(path: epath.Path, stream: IO[bytes], make: Any) -> Iterator[by
 def _not_utf8(where: str, offset: int, content: bytes, at: int | None = None) -> BadRecord:
     byte = content[offset if at is None else at]
     return BadRecord(
-        f"{where} is not UTF-8: byte {byte:#04x} at offset {offset}. Convert it to UTF-8, or leave "
-        "such records out with --data.on_bad_record skip"
+        f"{where} is not UTF-8: byte {byte:#04x} at offset {offset}. Convert it to UTF-8"
     )

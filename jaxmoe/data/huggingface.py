@@ -69,6 +69,9 @@ class Rows:
                 "with --data.text_field"
             )
 
+    def __str__(self) -> str:
+        return f"data.dataset={self._config.dataset}"
+
     def identity(self) -> Any:
         """The library's own fingerprint of the rows, and the column."""
         return {**self.content(), "text_field": self._config.text_field}

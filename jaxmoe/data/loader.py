@@ -58,10 +58,11 @@ class Loader:
             raise DataError(f"seed={self.seed} must not be negative")
         num_rows = self._num_rows()
         if num_rows is not None and num_rows < self.batch_size:
+            more = "bring more data" if self.split == "train" else "hold out more"
             raise DataError(
                 f"the {self.split} split has {num_rows} rows of sequence_length="
                 f"{self.sequence_length}, fewer than batch_size={self.batch_size}: lower one of "
-                "them, or bring more data"
+                f"them (--training.sequence_length, --training.batch_size), or {more}"
             )
 
     @property

@@ -72,7 +72,7 @@ class MixtureConfig(FileReadingConfig):
         parts = [(name, weight, path) for name, weight, path in map(_part, self.mix) if weight]
         if not parts:
             raise DataError("data.mix is empty: give parts as NAME=WEIGHT:PATH after it")
-        collections = {name: Files((path,), self) for name, _, path in parts}
+        collections = {name: Files((path,), self, "data.mix") for name, _, path in parts}
         sources = build_sources(self, "files", collections, seed=seed)
         return Mixture({name: (weight, sources[name]) for name, weight, _ in parts}, seed=seed)
 
@@ -98,6 +98,11 @@ class Mixture:
                 f"the parts of a mixture must share one tokenizer: {', '.join(parts)} have "
                 f"vocabularies of {sorted(sizes)} ids"
             )
+
+    @property
+    def parts(self) -> dict[str, Source]:
+        """The sources by name."""
+        return dict(zip(self._names, self._sources, strict=True))
 
     @property
     def vocab_size(self) -> int:

@@ -30,6 +30,7 @@ from jaxmoe.data.documents import (
     cache_key,
     plan_documents,
     train_texts,
+    writing_to,
 )
 from jaxmoe.data.packing import BestFit, Concatenated, Packing
 from jaxmoe.data.source import Row, Split
@@ -103,10 +104,11 @@ def build_sources(
     cache = config.cache_directory
     fraction = config.validation_fraction if held_out is None else 0.0
     identities = [collection.identity() for collection in collections.values()]
-    tokenizer = config.tokenizer.build(
-        lambda: (text for c in collections.values() for text in train_texts(c, fraction)),
-        cache / cache_key("tokenizer", identities, fraction),
-    )
+    with writing_to(cache):
+        tokenizer = config.tokenizer.build(
+            lambda: (text for c in collections.values() for text in train_texts(c, fraction)),
+            cache / cache_key("tokenizer", identities, fraction),
+        )
 
     def plan(collection: Collection) -> Store:
         return plan_documents(

@@ -24,6 +24,7 @@ To add a packing: a class with `num_rows`, `row` and `efficiency`, and its name 
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import pathlib
 import uuid
@@ -34,6 +35,8 @@ import numpy as np
 from jaxmoe.data.documents import DocumentSet
 from jaxmoe.data.source import Row
 from pallas_kernels.array_types import Int
+
+logger = logging.getLogger(__name__)
 
 Packing = Literal["best_fit", "concatenate"]
 
@@ -226,8 +229,12 @@ def _write(file: pathlib.Path | None, slots: np.ndarray) -> None:
     if file is None:
         return
     new = file.with_suffix(f".{uuid.uuid4().hex}.npy")
-    np.save(new, slots)
-    os.replace(new, file)
+    try:
+        np.save(new, slots)
+        os.replace(new, file)
+    except OSError as error:  # a cache that others may only read, or a full disk: made again then
+        logger.warning("%s is not kept (%s)", file, error.strerror)
+        new.unlink(missing_ok=True)
 
 
 def _frozen_generator(*key: int) -> np.random.RandomState:

@@ -143,7 +143,7 @@ class TrainedConfig:
             bpe.train_from_iterator(iter(texts()), trainer)
             directory.mkdir(parents=True, exist_ok=True)
             new = path.with_suffix(f".{uuid.uuid4().hex}.new")
-            bpe.save(str(new))
+            new.write_text(bpe.to_str(), encoding="utf-8")
             os.replace(new, path)
         return SubwordTokenizer(path, _SEPARATOR)
 
@@ -245,8 +245,13 @@ class SubwordTokenizer:
         return self._bpe.decode(tokens[tokens != self.separator].tolist()).encode()
 
     def fingerprint(self) -> dict[str, Any]:
-        """The sha256 of the file."""
-        return {"kind": "subword", "vocab_size": self.vocab_size, "sha256": self._sha256}
+        """The sha256 of the file, and which of its ids separates."""
+        return {
+            "kind": "subword",
+            "vocab_size": self.vocab_size,
+            "separator": self.separator,
+            "sha256": self._sha256,
+        }
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

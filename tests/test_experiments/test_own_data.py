@@ -50,6 +50,11 @@ def _parsed(*words):
             "--data.packing concatenate --data.mix a=1:x",
             MixtureConfig(mix=("a=1:x",), packing="concatenate"),
         ),
+        (
+            "--data.path gs://b/x --data.path gs://b/y s3://c/z",
+            FilesConfig(path=("gs://b/y", "s3://c/z")),
+        ),
+        ("--data.mix a=1:x b=1:y --data.mix c=1:z", MixtureConfig(mix=("c=1:z",))),
         ("--data.dataset org/x", HuggingFaceConfig(dataset="org/x")),
         (
             "data.tokenizer:trained --data.path gs://b/x --data.tokenizer.vocab-size 300",
@@ -138,7 +143,7 @@ def test_train_resume_evaluate_and_generate(tmp_path, monkeypatch, capsys):
         pretrain.main([*words, "parts"])
     monkeypatch.setattr(CheckpointHook, "run", run)
     seen.clear()
-    assert pretrain.main([*words, "parts"]) == 0
+    assert pretrain.main([*words, "parts", "--data.cache", "elsewhere"]) == 0  # the same rows
     assert sorted(seen) == [2, 3]
     for step, tokens in seen.items():
         np.testing.assert_array_equal(tokens, whole[step])
@@ -188,6 +193,13 @@ def test_inspect(tmp_path, capsys):
     summary = json.loads((tmp_path / "runs" / "data" / "mine" / "summary.json").read_text())
     assert summary["status"] == "done" and summary["train"]["documents"] > 250
     assert 0.8 < summary["train"]["packing_efficiency"] <= 1
+    mix = ("inspect", "--data.mix", "docs=0.5:docs", "lines=0.5:more.jsonl")
+    assert data.main([*mix, "--training.sequence_length", "64", "--run.directory", "mix"]) == 0
+    output = capsys.readouterr().out
+    assert "part docs\ntrain      documents " in output
+    assert "tokens in a document (lines train)" in output and "word |\n" in output
+    parts = json.loads((tmp_path / "mix" / "summary.json").read_text())["parts"]
+    assert parts["docs"]["train"] == summary["train"] and parts["lines"]["validation"]["rows"]
     assert data.main(["inspect", "markov", "--run.directory", "other"]) == 0
     assert "rows without end" in capsys.readouterr().out
 

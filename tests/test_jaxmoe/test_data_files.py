@@ -15,13 +15,14 @@ from jaxmoe.data import (
     DataError,
     FilesConfig,
     Loader,
+    MixtureConfig,
     Source,
     check_position,
     evaluation_batches,
 )
 from jaxmoe.data import documents as planning
 from jaxmoe.data.files import Files, find_files
-from jaxmoe.data.tokenizer import BytesConfig, IdsConfig, TrainedConfig
+from jaxmoe.data.tokenizer import BytesConfig, FileConfig, IdsConfig, TrainedConfig
 
 
 @pytest.fixture(autouse=True)
@@ -61,8 +62,9 @@ def test_paths(tmp_path, caplog):
     assert _names(f"{root}/**/*.{{txt,jsonl}}") == ["a.txt", "c.txt", "d.jsonl"]
     assert _names(f"{root}/b.md", f"{root}/*.{{md,txt}}") == ["a.txt", "b.md"]  # each once
     assert _names(str(root)) == ["a.txt", "b.md", "shard.bin", "c.txt", "d.jsonl"]
-    assert "1 of 7 files are left out, since they are no text" in caplog.text
+    assert "1 of 7 files are left out, since they are no text, " in caplog.text
     assert _names("tree/shard.idx") == ["shard.bin"]
+    assert _names("tree/a.txt", f"{root}/a.txt") == ["a.txt"]  # however it is spelled
 
 
 def test_a_bucket(tmp_path):
@@ -249,7 +251,59 @@ def test_a_cut_cache_is_made_anew(tmp_path):
     os.truncate(tokens, 100)
     second = FilesConfig(path=(path,), cache=str(tmp_path / "elsewhere")).build()
     assert second.text("validation").tobytes() == held_out
-    assert not list((tmp_path / "elsewhere").glob("*.new"))
+    assert not list((tmp_path / "elsewhere").glob("*.*"))
+    (digests,) = (tmp_path / "elsewhere").glob("*/digests.npy")
+    digests.write_bytes(b"")
+    third = FilesConfig(path=(path,), cache=str(tmp_path / "elsewhere")).build()
+    assert third.text("validation").tobytes() == held_out
+
+
+def test_of_two_processes_the_first_store_stays(tmp_path, monkeypatch):
+    path, write, made = _jsonl("a.jsonl", _texts(50)), planning._write, []
+
+    def overtaken(*arguments):
+        write(*arguments)
+        monkeypatch.setattr(planning, "_write", write)
+        made.append(FilesConfig(path=(path,)).build()._directories["train"])
+        made.append(os.stat(made[0]).st_ino)
+
+    monkeypatch.setattr(planning, "_write", overtaken)
+    source = FilesConfig(path=(path,)).build()
+    assert [source._directories["train"], os.stat(made[0]).st_ino] == made
+    assert [path.name for path in made[0].parent.iterdir()] == [made[0].name]
+
+
+def test_equal_names_elsewhere_are_other_files(tmp_path, monkeypatch):
+    held_out = []
+    for name, word in (("one", "word"), ("two", "cord")):
+        (tmp_path / name).mkdir()
+        monkeypatch.chdir(tmp_path / name)
+        os.utime(_jsonl("a.jsonl", _texts(50, word)), (0, 0))
+        held_out.append(FilesConfig(path=("a.jsonl",)).build().text("validation").tobytes())
+    assert held_out[0] != held_out[1]
+
+
+def test_another_separator_reads_anew(tmp_path):
+    bpe = TrainedConfig(vocab_size=300).build(lambda: ["word word"], tmp_path)
+    (path,) = tmp_path.glob("bpe-*.json")
+    texts = _jsonl("a.jsonl", ["word " * 40] * 3)
+    for separator in (None, "!"):
+        tokenizer = FileConfig(path=str(path), separator=separator)
+        source = FilesConfig(path=(texts,), tokenizer=tokenizer).build()
+        first = source.documents["train"].document(0)[0]
+        assert first == source.tokenizer.separator
+    assert first != bpe.separator
+
+
+def test_a_packing_that_cannot_be_kept_is_made_each_time(tmp_path, monkeypatch, caplog):
+    source = FilesConfig(path=(_jsonl("a.jsonl", _texts(50)),)).build()
+    monkeypatch.setattr("jaxmoe.data.packing.os.replace", _full_disk)
+    assert source.num_rows("train", 8) > 0
+    assert "is not kept (No space left on device)" in caplog.text
+
+
+def _full_disk(*_):
+    raise OSError(28, "No space left on device")
 
 
 @pytest.mark.parametrize(
@@ -286,8 +340,12 @@ def test_skipped_records_are_counted(tmp_path, caplog):
         stream.write(
             b'\n{"text": 3}\n{"text": "\xff"}\n{"text": "a\\u0000b"}\n{"text": "\\ud800"}\n'
         )
-    with pytest.raises(DataError, match=r"a.jsonl line 41 .*field 'text' must hold a text"):
+    message = r"a.jsonl line 41 .*field 'text' must hold a text.*--data.on_bad_record skip"
+    with pytest.raises(DataError, match=message):
         FilesConfig(path=(path,)).build()
+    trained = TrainedConfig(vocab_size=300)
+    other = FilesConfig(path=(path,), tokenizer=trained, on_bad_record="skip").build()
+    assert other.fingerprint()["train"]["skipped_records"] == 3  # byte 0 is a byte there
     source = FilesConfig(path=(path,), on_bad_record="skip").build()
     assert source.fingerprint()["train"]["skipped_records"] == 4
     assert "40 documents" in source.describe(8) and "(4 records left out)" in source.describe(8)
@@ -297,7 +355,7 @@ def test_skipped_records_are_counted(tmp_path, caplog):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "there is no text in a.txt: found only empty documents"),
+        (b"", "data.path=a.txt holds no text: found only empty documents"),
         (b"a\0b", r"a.txt: byte 0 at offset 1 of the text, .* choose another tokenizer"),
         (b"abc\xff", "a.txt is not UTF-8: byte 0xff at offset 3"),
     ],
@@ -378,3 +436,29 @@ def test_a_full_disk_is_said(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match=r"the cache .*file.* cannot be written .*--data.cache"):
         FilesConfig(path=("a.txt",), cache=str(tmp_path / "file")).build()
+    with pytest.raises(DataError, match=r"the cache .*file.* cannot be written .*--data.cache"):
+        FilesConfig(
+            path=("a.txt",), cache=str(tmp_path / "file"), tokenizer=TrainedConfig()
+        ).build()
+
+
+@pytest.mark.parametrize("count", [1, 20])
+def test_empty_files_are_named_as_they_were_given(tmp_path, count):
+    for number in range(count):
+        (tmp_path / f"{number}.txt").write_text("")
+    with pytest.raises(DataError, match=r"data.path=\*.txt holds no text: found only empty"):
+        FilesConfig(path=("*.txt",)).build()
+
+
+def test_messages_name_the_field_of_a_path(tmp_path):
+    (tmp_path / "a.txt").write_text("text " * 100)
+    (tmp_path / "lone.idx").write_bytes(b"\0")
+    with pytest.raises(DataError, match=r"data.validation_path=nowhere matches no file"):
+        FilesConfig(path=("a.txt",), validation_path=("nowhere",)).build()
+    with pytest.raises(DataError, match=r"data.mix=nowhere matches no file"):
+        MixtureConfig(mix=("a=1:nowhere",)).build()
+    (tmp_path / "broken.md").symlink_to("nowhere")
+    with pytest.raises(DataError, match=r"broken.md cannot be read: No such file"):
+        FilesConfig(path=("*.md",)).build()
+    with pytest.raises(DataError, match=r"lone.idx has no lone.bin beside it"):
+        FilesConfig(path=("lone.idx",)).build()

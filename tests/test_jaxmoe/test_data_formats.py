@@ -70,6 +70,8 @@ def test_text(tmp_path):
     assert _texts(tmp_path / "a.txt") == ["h\u00e9\n"]
     (tmp_path / "a.py.gz").write_bytes(gzip.compress(b"x = 1"))
     assert _texts(tmp_path / "a.py.gz") == ["x = 1"]
+    (tmp_path / "a.bin.gz").write_bytes(gzip.compress(b"\1\0"))  # not ids of the compressed bytes
+    assert _texts(tmp_path / "a.bin.gz") == ["\1\0"]
 
 
 @pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
@@ -120,7 +122,7 @@ def test_token_ids(tmp_path):
             r"line 2 \(byte 14\) has no field 'text'; it has 'body', 'id': .*--data.text_field",
         ),
         (b'{"text": 3}\n', r"line 1 \(byte 0\): field 'text' must hold a text, found int 3"),
-        (b'{"text": "a"\n', r"line 1 \(byte 0\) is not JSON: .* at column"),
+        (b'{"text": "a"\n', r"line 1 \(byte 0\) is not JSON: .*column 13\)"),
         (b'{"text": "a"}\n{"text": "\xff"}\n', r"line 2 is not UTF-8: byte 0xff at offset 24"),
         (b'{"text": ' + b"[" * 100_000 + b"\n", r"line 1 \(byte 0\) is JSON that cannot be read"),
         (b'{"n": ' + b"1" * 5000 + b"}\n", r"line 1 \(byte 0\) is JSON that cannot be read"),
@@ -137,7 +139,22 @@ def test_a_bad_record_says_where_and_the_rest_is_read(tmp_path, content, message
 def test_bytes_that_are_not_utf8(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"good \xc3( bad")
     (bad,) = _read(tmp_path / "a.txt")
-    assert re.search(r"a.txt is not UTF-8: byte 0xc3 at offset 5\. .*on_bad_record skip", str(bad))
+    assert re.search(r"a.txt is not UTF-8: byte 0xc3 at offset 5\. Convert it", str(bad))
+
+
+def test_parquet_text_that_is_not_utf8(tmp_path):
+    texts = pyarrow.array([b"good", b"S\xfcd", b"good"], pyarrow.binary()).view(pyarrow.string())
+    first, bad, last = _read(_parquet(tmp_path / "a.parquet", {"text": texts}))
+    assert isinstance(first, Record) and isinstance(last, Record) and last.value == "good"
+    assert isinstance(bad, BadRecord)
+    assert re.search(r"a.parquet row 1 is not UTF-8: byte 0xfc at offset 1\.", str(bad))
+
+
+def test_archives_with_a_large_window(tmp_path):
+    parameters = zstandard.ZstdCompressionParameters(window_log=28, strategy=1, hash_log=6)
+    frame = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
+    (tmp_path / "a.jsonl.zst").write_bytes(frame.compress(LINES.encode()) + frame.flush())
+    assert _texts(tmp_path / "a.jsonl.zst") == TEXTS
 
 
 def _damage(tmp_path, kind):
@@ -181,6 +198,9 @@ def _damage(tmp_path, kind):
         index.write_bytes(index.read_bytes()[:-1])
     elif kind == "head.bin":
         _megatron(path, [[1, 2], [3]]).with_suffix(".idx").write_bytes(b"text")
+    elif kind == "borders.bin":
+        index = _megatron(path, [[1, 2], [3]]).with_suffix(".idx")
+        index.write_bytes(index.read_bytes()[:-24] + np.array([-1, 1, 2], "<i8").tobytes())
     elif kind == "float.bin":
         _megatron(path, [[1, 2], [3]], code=7)
     return path
@@ -200,7 +220,10 @@ def _damage(tmp_path, kind):
         ("cut.parquet", r"cut.parquet is damaged or no Parquet file, found after row 0"),
         ("column.parquet", r"has no column 'text'; it has 'body', 'n': name .*--data.text_field"),
         ("number.parquet", r"number.parquet: column 'text' must hold text, found int64"),
-        ("cut.npy", r"cut.npy ends at byte 319: its 50 ids of int32 need 328 bytes"),
+        (
+            "cut.npy",
+            r"cut.npy ends at byte 319: its 50 ids of int32 need 328 bytes. .* copy it again",
+        ),
         ("head.npy", r"head.npy is no .npy file, or cut"),
         ("float.npy", r"float.npy holds float32: expected integers"),
         ("cube.npy", r"cube.npy has shape \(2, 2, 2\): expected \[tokens\] or"),
@@ -208,6 +231,7 @@ def _damage(tmp_path, kind):
         ("cut.bin", r"cut.bin ends at byte 5: its 3 ids of uint16 need 6 bytes"),
         ("index.bin", r"index.idx ends at byte 81: its 2 sequences and 3 borders need 82"),
         ("head.bin", r"head.idx is no Megatron index: .* found 4 that begin with b'text'"),
+        ("borders.bin", r"borders.idx is damaged: its lengths or borders are not in order"),
         ("float.bin", r"float.bin holds float32: expected integers"),
         ("absent.txt", r"absent.txt cannot be read: No such file"),
     ],

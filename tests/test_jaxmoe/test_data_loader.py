@@ -267,7 +267,7 @@ def test_ids_outside_the_sources_vocabulary_are_refused():
         (
             {"batch_size": 11},
             "the train split has 10 rows of sequence_length=3, fewer than batch_size=11: lower "
-            "one of them, or bring more data",
+            "one of them (--training.sequence_length, --training.batch_size), or bring more data",
         ),
     ],
 )
