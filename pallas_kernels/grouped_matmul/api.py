@@ -54,6 +54,7 @@ def grouped_matmul(
         ValueError: Shapes or dtypes that do not fit, or an implementation that cannot run here.
     """
     _check(rows, weights, group_sizes)
+    group_sizes = group_sizes.astype(jnp.int32)  # the sum of narrower ones would wrap
     if rows.size == 0 or weights.size == 0:
         empty = jnp.zeros((rows.shape[0], weights.shape[2]), rows.dtype)
         return match_varying(empty, rows, weights, group_sizes)

@@ -51,8 +51,9 @@ def grouped_swiglu(
     Raises:
         ValueError: Shapes or dtypes that do not fit, or an implementation that cannot run here.
     """
-    arrays = (rows, gate_up, down, group_sizes)
-    _check(*arrays)
+    _check(rows, gate_up, down, group_sizes)
+    # The sum of narrower sizes would wrap.
+    arrays = (rows, gate_up, down, group_sizes.astype(jnp.int32))
     if rows.size == 0 or gate_up.size == 0:
         return match_varying(jnp.zeros_like(rows), *arrays)
     return OPERATION.function(implementation)(*(match_varying(x, *arrays) for x in arrays))
