@@ -130,8 +130,9 @@ class ConsoleTracker:
         self._write_line(" ".join(pairs))
 
     def log_text(self, step: int, name: str, text: str) -> None:
-        """Write the text with its name above it."""
-        self._write_line(f"{name} at step {step}:\n{text}")
+        """Write the text behind its name, or beneath it where it has several lines."""
+        between = "\n" if "\n" in text else " "
+        self._write_line(f"{name} at step {step}:{between}{text}")
 
     def start(self, step: int) -> None:
         """The steps begin; a line has nothing to prepare."""

@@ -224,11 +224,17 @@ def test_the_progress_line():
 
 def test_the_progress_line_can_be_read_by_a_program():
     stream = io.StringIO()
-    ConsoleTracker(1000, stream).log(7, {LOSS: 1.0})
+    tracker = ConsoleTracker(1000, stream)
+    tracker.log(7, {LOSS: 1.0})
     assert dict(pair.split("=") for pair in stream.getvalue().split()) == {
         "step": "7/1000",
         "loss": "1.0000",
     }
+    tracker.log_text(7, "held out", "bits=1.5")  # one line for what has one
+    tracker.log_text(8, "sample", "a\nb")
+    assert stream.getvalue().splitlines()[1:] == [
+        *("held out at step 7: bits=1.5", "sample at step 8:", "a", "b")
+    ]
 
 
 def test_counts_and_durations():
