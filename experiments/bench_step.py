@@ -77,6 +77,8 @@ class StepBenchConfig:
         for field in ("batch_size", "sequence_length", "rounds"):
             if getattr(self, field) < 1:
                 raise ValueError(f"{field}={getattr(self, field)} must be at least 1")
+        if self.warm_up < 0:
+            raise ValueError(f"warm_up={self.warm_up} must be at least 0")
         if self.model.moe is None:
             raise ValueError("model.moe:none has no peer: the step is that of a mixture of experts")
         if self.model.vocab_size < 256:
