@@ -31,6 +31,7 @@ from jaxmoe.tracking import (
     RouterLoadRecorder,
     TensorBoardTracker,
     plot_run,
+    plots,
     read_metrics,
     read_router_load,
     router_load,
@@ -40,6 +41,7 @@ from jaxmoe.tracking.console import format_bytes, format_count, format_duration
 from jaxmoe.tracking.disk import replace_file
 from jaxmoe.tracking.plots import plot_router_load
 from jaxmoe.tracking.smoothing import binned, smooth
+from jaxmoe.tracking.tracker import BITS_PER_TOKEN
 
 
 def full_disk(*_):
@@ -326,12 +328,34 @@ def made_up_run(tmp_path):
         loss = math.nan if step == 5 else 1.5 + 4.0 * math.exp(-step / 10)
         numbers = {LOSS: loss, LEARNING_RATE: 1e-2, GRADIENT_NORM: 0.1 + 1 / step}
         if step % 20 == 0:
-            numbers[BITS_PER_BYTE] = 2.0
+            numbers |= {BITS_PER_BYTE: 2.0, BITS_PER_TOKEN: 4.0}
         tracker.log(step, numbers)
         recorder.record(step, rng.integers(1, 9, size=(2, 4)))
     tracker.close()
     recorder.save()
     return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("bytes_per_token", "unit", "held_out"),
+    [(2.0, "bits per byte", [2.0, 2.0]), (None, "bits per token", [4.0, 4.0])],
+)
+def test_the_picture_of_the_loss_names_its_unit(
+    bytes_per_token, unit, held_out, made_up_run, monkeypatch
+):
+    figures = []
+    monkeypatch.setattr(plots, "_save", lambda figure, path: figures.append(figure))
+    plot_run(
+        made_up_run / "metrics.jsonl",
+        made_up_run / "none.npz",
+        made_up_run,
+        bytes_per_token=bytes_per_token,
+    )
+    axes = figures[0].axes[0]
+    lines = {line.get_label(): line.get_ydata() for line in axes.lines}
+    assert axes.get_ylabel() == unit and list(lines["held out"]) == held_out
+    last_bits = (1.5 + 4.0 * math.exp(-4.0)) / math.log(2.0) / (bytes_per_token or 1.0)
+    assert axes.lines[0].get_ydata()[-1] == pytest.approx(last_bits)
 
 
 def test_all_pictures_of_a_run(made_up_run):
