@@ -9,6 +9,7 @@ little from the whole.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -209,8 +210,9 @@ class _PeerProcess:
 
     def _say(self, line: str) -> None:
         assert self._process.stdin is not None
-        self._process.stdin.write(line + "\n")
-        self._process.stdin.flush()
+        with contextlib.suppress(BrokenPipeError):  # it has ended: `_hear` says why
+            self._process.stdin.write(line + "\n")
+            self._process.stdin.flush()
 
     def _hear(self) -> Any:
         assert self._process.stdout is not None and self._process.stderr is not None
