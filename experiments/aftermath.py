@@ -70,13 +70,12 @@ def leave(
         with DiskGuard(directory.samples_file).going_on():
             replace_file(directory.samples_file, samples)
     with DiskGuard(directory.report_file).going_on():
-        bytes_per_token = assembly.source.bytes_per_token
         plot_run(
             directory.metrics_file,
             directory.router_file,
             directory.plots_directory,
             references=references,
-            bytes_per_token=bytes_per_token or 1.0,
+            bytes_per_token=assembly.source.bytes_per_token,
         )
         config = to_json(assembly.plan.config)
         write_run_report(directory, name, summary, samples, config)

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.bench_step import BenchRunConfig
-from experiments.measure import in_turns, matmul_rate, timed
+from experiments.measure import in_turns, matmul_rate, timed, with_gradients
 from pallas_kernels import flash_attention, grouped_matmul, grouped_swiglu
 from pallas_kernels.backend import Implementation
 
@@ -156,7 +156,7 @@ def _attention_memory(config: KernelBenchConfig) -> list[dict[str, int]]:
         arrays = (jax.ShapeDtypeStruct((1, length, 4, 64), jnp.float32),) * 3
         sizes = {}
         for name, function in _attentions(config).items():
-            memory = jax.jit(_with_gradients(function)).lower(*arrays).compile().memory_analysis()
+            memory = jax.jit(with_gradients(function)).lower(*arrays).compile().memory_analysis()
             sizes[name.replace(".", "_")] = 0 if memory is None else memory.temp_size_in_bytes
         table.append({"length": length, **sizes})
     return table
@@ -170,7 +170,7 @@ def _row(
     rounds: int,
 ) -> dict[str, Any]:
     """Ours and the other candidate in turns, forward and backward."""
-    runs = {name: timed(_with_gradients(f), *arguments) for name, f in candidates.items()}
+    runs = {name: timed(with_gradients(f), *arguments) for name, f in candidates.items()}
     timings = in_turns(runs, rounds=rounds)
     ours, (beside, other) = timings["ours"], next(t for t in timings.items() if t[0] != "ours")
     return {
@@ -181,11 +181,3 @@ def _row(
         "beside_seconds": other.median,
         "ratio": other.median / ours.median,
     }
-
-
-def _with_gradients(function: Callable[..., Any]) -> Callable[..., Any]:
-    def run(*arguments: Any) -> Any:
-        out, pull = jax.vjp(function, *arguments)
-        return out, pull(jnp.ones_like(out))
-
-    return run

@@ -15,6 +15,7 @@ import itertools
 import json
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from typing import Any, Literal
@@ -23,7 +24,7 @@ import jax
 import jax.numpy as jnp
 
 from experiments.bench_peer import training_data
-from experiments.measure import Timing, in_turns, matmul_rate, timed
+from experiments.measure import Timing, in_turns, matmul_rate, timed, with_gradients
 from jaxmoe.data.batch import Batch
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.attention import Attention
@@ -78,6 +79,8 @@ class StepBenchConfig:
         for field in ("batch_size", "sequence_length", "rounds"):
             if getattr(self, field) < 1:
                 raise ValueError(f"{field}={getattr(self, field)} must be at least 1")
+        if self.warm_up < 0:
+            raise ValueError(f"warm_up={self.warm_up} must be at least 0")
         if self.model.moe is None:
             raise ValueError("model.moe:none has no peer: the step is that of a mixture of experts")
         if self.model.vocab_size < 256:
@@ -190,11 +193,12 @@ class _PeerProcess:
     """
 
     def __init__(self, config: StepBenchConfig):
+        self._complaints = tempfile.TemporaryFile("w+")  # a pipe that nobody reads would fill up
         self._process = subprocess.Popen(
             [sys.executable, "-m", "experiments.bench_peer"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stderr=self._complaints,
             text=True,
         )
         self._say(json.dumps(_olmoe_sizes(config)))
@@ -209,10 +213,11 @@ class _PeerProcess:
         """Ends it."""
         self._process.kill()
         self._process.communicate()
+        self._complaints.close()
 
     def _say(self, line: str) -> None:
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # what it has to say then is heard next
+        with contextlib.suppress(BrokenPipeError):  # it has ended: `_hear` says why
             self._process.stdin.write(line + "\n")
             self._process.stdin.flush()
 
@@ -220,8 +225,10 @@ class _PeerProcess:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            _, complaint = self._process.communicate()
-            last = complaint.strip().splitlines()[-1:]
+            self._process.wait()
+            self._complaints.seek(0)
+            last = self._complaints.read().strip().splitlines()[-1:]
+            self.close()
             raise ValueError(
                 f"the peer (transformers) did not run: {' '.join(last) or 'it ended'}. Install the"
                 " extra hf (Python 3.11), or give --peer none"
@@ -273,8 +280,8 @@ def _parts(
     update = timed(optimizer.update, state.params, state.opt_state, state.params)
     timings = in_turns(
         {
-            "attention": timed(_with_gradients(attend), layer["attention"], x),
-            "experts and their router": timed(_with_gradients(mix), layer["moe"], x),
+            "attention": timed(with_gradients(attend), layer["attention"], x),
+            "experts and their router": timed(with_gradients(mix), layer["moe"], x),
             "AdamW": update,
         },
         rounds=6,
@@ -296,14 +303,6 @@ def _parts(
         }
         for name, timing in timings.items()
     }
-
-
-def _with_gradients(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    def run(params: Any, x: Any) -> Any:
-        out, pull = jax.vjp(function, params, x)
-        return out, pull(x.astype(out.dtype))
-
-    return run
 
 
 def _in_json(timing: Timing) -> dict[str, float]:

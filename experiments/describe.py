@@ -8,12 +8,12 @@ python -m experiments.describe [recipe] [--dotted.field value ...]
 from __future__ import annotations
 
 import math
-import os
 import sys
 from collections.abc import Sequence
 
 from experiments import cli
 from experiments.assembly import Plan, make_plan
+from experiments.output import write
 from experiments.recipes import DEFAULT, RECIPES
 from jaxmoe.models.flops import flops_per_token
 from jaxmoe.tracking.console import format_flops
@@ -34,11 +34,7 @@ def main(argv: Sequence[str]) -> int:
             sizes: dict[str, int] = dict(zip(MESH_AXES, mesh.sizes, strict=True))
             plan.table.check_divides(config.execution.axis_rules, sizes)
         page = describe(recipe, plan)
-    try:
-        print(page, flush=True)
-    except BrokenPipeError:
-        # The reader has seen enough (`describe | head`); nor may the interpreter flush at its end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    write(page)
     return int(cli.ExitCode.DONE)
 
 

@@ -50,6 +50,16 @@ def timed(function: Callable[..., Any], *arguments: Any) -> Callable[[], float]:
     return run
 
 
+def with_gradients(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function's value and, for a cotangent of ones, its gradients in all arguments."""
+
+    def run(*arguments: Any) -> Any:
+        out, pull = jax.vjp(function, *arguments)
+        return out, pull(jnp.ones_like(out))
+
+    return run
+
+
 def in_turns(
     candidates: Mapping[str, Callable[[], float]], *, rounds: int, warm_up: int = 2
 ) -> dict[str, Timing]:

@@ -2,8 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Standard output of the commands: the first process speaks, and nobody need listen.
 
-`python -m experiments.doctor | head -3` closes the pipe early. The command then goes on in silence
-to its end, so that its files and its exit code are what they would have been.
+`python -m experiments.doctor | head -3` closes the pipe early, and a terminal may be closed. The
+command then goes on in silence to its end, so that its files and its exit code are what they would
+have been.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import os
 import sys
 
 import jax
+
+from jaxmoe.tracking.console import is_gone
 
 
 def say(text: str) -> None:
@@ -32,7 +35,9 @@ def write(text: str) -> None:
     """
     try:
         print(text, flush=True)
-    except BrokenPipeError:
+    except OSError as error:
+        if not is_gone(error):
+            raise
         # What is still in the buffer would fail again when the interpreter exits.
         silence = os.open(os.devnull, os.O_WRONLY)
         os.dup2(silence, sys.stdout.fileno())

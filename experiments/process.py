@@ -27,15 +27,24 @@ and fetch it again page by page.
 
 def start_process() -> None:
     """Logging, allocator, compilation cache, and the other processes of the job."""
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
-    logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax: we report its failures in words
-    logging.getLogger("jax").setLevel(logging.ERROR)
+    configure_logging()
     if sys.platform == "linux" and not os.environ.get("MALLOC_ARENA_MAX"):
         keep_freed_memory()
     if getattr(jax.config, "jax_compilation_cache_dir", None) is None:
         jax.config.update("jax_compilation_cache_dir", str(cache_directory() / "compilation"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
     start_processes()
+
+
+def configure_logging() -> None:
+    """Warnings on standard error, in words for a user."""
+    logging.basicConfig(level=logging.WARNING)
+    for handler in logging.root.handlers:
+        # Importing Orbax has put one there (absl's), and a second basicConfig does nothing.
+        if type(handler) is logging.StreamHandler:
+            handler.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
+    logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax: we report its failures in words
+    logging.getLogger("jax").setLevel(logging.ERROR)
 
 
 def keep_freed_memory() -> bool:

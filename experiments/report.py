@@ -164,7 +164,7 @@ def _rebuild(run: FoundRun) -> str:
         directory.router_file,
         directory.plots_directory,
         references=run.summary.get("references_bits"),
-        bytes_per_token=_bytes_per_token(run) or 1.0,
+        bytes_per_token=_bytes_per_token(run),
     )
     write_run_report(
         directory,

@@ -74,7 +74,8 @@ class Reporter:
         self._files: Tracker = NullTracker()
         self._console: Console = SilentConsole()
         self._loads: RouterLoadRecorder | None = None
-        self._trained_seconds = 0.0
+        self.last: dict[str, float] = {}
+        """Latest value of every metric, those of earlier starts among them."""
         self._tokens_per_step = training.batch_size * training.sequence_length
         if jax.process_index() == 0:
             run = TrackedRun(
@@ -86,9 +87,9 @@ class Reporter:
             self._files = CompositeTracker(record, *trackers)
             self._loads = RouterLoadRecorder(directory.router_file, first_step)
             if first_step:
-                self._trained_seconds = _last_value(directory, TRAINED_SECONDS)
-        self.last: dict[str, float] = {}
-        """Latest value of every metric."""
+                recorded = read_metrics(directory.metrics_file)
+                self.last = {name: float(values[-1]) for name, (_, values) in recorded.items()}
+        self._trained_seconds = self.last.get(TRAINED_SECONDS, 0.0)
         self.skipped = 0
         """Steps refused by the guard since this start."""
         self.flops_per_token = flops_per_token(plan.model, plan.table, training.sequence_length)
@@ -197,12 +198,6 @@ class Reporter:
             TRAINED_TOKENS: float(step * self._tokens_per_step),
             TRAINED_SECONDS: self._trained_seconds,
         }
-
-
-def _last_value(directory: RunDirectory, name: str) -> float:
-    """The newest record of a metric; 0 if there is none."""
-    _, values = read_metrics(directory.metrics_file).get(name, (np.zeros(0), np.zeros(0)))
-    return float(values[-1]) if len(values) else 0.0
 
 
 def _skip_text(metrics: StepMetrics) -> str:

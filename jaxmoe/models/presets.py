@@ -18,8 +18,9 @@ The ladder (arXiv 2603.28743, the configuration of its mixture-of-experts runs),
 There the shared expert is counted: 8 of 64. Here it is not: top_k 7 of 63 routed experts, and
 num_shared_experts 1. The published models have none, so their numbers are their papers'.
 
-Balance losses and router come from `jaxmoe.routing.METHODS`, in this library's unit. Sizes of
-published models are those of their config.json, which `jaxmoe.checkpoint.huggingface` reads.
+Router and balance losses come from `jaxmoe.routing.METHODS`, with the papers' coefficients for each
+layer; OLMoE's are those of its training code, which averages over layers. Sizes of published models
+are those of their config.json, which `jaxmoe.checkpoint.huggingface` reads.
 
 To add a preset: a function and a line in PRESETS, and its published parameter counts in
 tests/test_jaxmoe/test_presets.py.
@@ -29,10 +30,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
-from jaxmoe.routing import METHODS
+from jaxmoe.routing import METHODS, LoadBalanceConfig, RouterZConfig
 
 LADDER_DEPTHS: Final = (8, 12, 16, 20, 24)
 LADDER_TOKENS_AT_8: Final = 10_400_000_000
@@ -106,12 +107,20 @@ def ladder_tokens(depth: int) -> int:
 
 def olmoe_1b_7b() -> ModelConfig:
     """OLMoE-1B-7B-0924: 6.92e9 parameters, 1.28e9 active; 8 of 64 experts."""
+    layers, top_k = 16, 8
+    # Its training code (MegaBlocks with pull request 133) divides both losses by the layers, which
+    # are added here, and the z-loss by top_k as well.
+    balancers = (
+        LoadBalanceConfig(coefficient=0.01 / layers),
+        RouterZConfig(coefficient=0.001 / (layers * top_k)),
+    )
+    parts: dict[str, Any] = METHODS["olmoe"].parts() | {"balancers": balancers}
     return ModelConfig(
         vocab_size=50_304,
-        num_layers=16,
+        num_layers=layers,
         embed_dim=2048,
         attention=AttentionConfig(num_heads=16, num_kv_heads=16, head_dim=128, qk_norm="full"),
-        moe=MoEConfig(num_experts=64, top_k=8, expert_dim=1024, **METHODS["olmoe"].parts()),
+        moe=MoEConfig(num_experts=64, top_k=top_k, expert_dim=1024, **parts),
         dense_dim=1024,
         norm_epsilon=1e-5,
     )

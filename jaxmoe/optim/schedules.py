@@ -123,7 +123,8 @@ class WarmupStableDecayConfig:
         if first < self.warmup_steps:
             raise ValueError(
                 f"schedule.decay_fraction={self.decay_fraction} of {steps} steps begins at step"
-                f" {first}, before schedule.warmup_steps={self.warmup_steps} have passed: lower one"
+                f" {first}, before schedule.warmup_steps={self.warmup_steps} have passed:"
+                f" set schedule.warmup_steps to {first} or less, or lower schedule.decay_fraction"
             )
 
         def factor(step: Array) -> Float[Array, ""]:

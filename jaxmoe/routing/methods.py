@@ -4,6 +4,10 @@
 
     dataclasses.replace(moe, **METHODS["mixtral"].parts())
 
+Coefficients are the papers', in the unit of `balancers.py`: of each layer, and layers are added.
+Papers seldom say how theirs are put together. Code that averages over layers (MegaBlocks, which
+trained OLMoE) means this coefficient divided by their number: see `jaxmoe.models.presets`.
+
 To add a method: one entry, with its source.
 """
 

@@ -218,7 +218,7 @@ def _reference_lines(frame: _Frame, references: Mapping[str, float]) -> str:
             continue
         y = frame.y(value)
         is_low = y > middle
-        at[is_low] = min(y - 4, at[is_low] - 12)  # labels of close lines move apart
+        at[is_low] = min(y - 4, at[is_low] - 14)  # labels of close lines move apart
         place, anchor = (_LEFT + 6, "start") if is_low else (width - _RIGHT - 4, "end")
         parts.append(f'<path class="reference" d="M{_LEFT} {y:.1f}H{width - _RIGHT}"/>')
         label = f"{label} {value:.3g}"

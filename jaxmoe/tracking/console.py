@@ -12,11 +12,13 @@ in front of a terminal is in `terminal.py`, which also chooses between the two.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import logging
 import sys
 import time
-from collections.abc import Callable, Mapping
-from typing import TextIO
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TextIO
 
 import numpy as np
 
@@ -85,6 +87,48 @@ class TimeLeft:
         return (now - first_time) / (step - first_step) * (self._total_steps - step)
 
 
+def is_gone(error: OSError) -> bool:
+    """Whether the reader of a pipe has left, or a terminal was closed."""
+    return isinstance(error, BrokenPipeError) or error.errno in (errno.EPIPE, errno.EIO)
+
+
+class LastingStream:
+    """A stream whose reader may leave: no reason to end a run. What comes after goes nowhere.
+
+    Args:
+        stream: Where to; standard output if None.
+    """
+
+    def __init__(self, stream: TextIO | None = None):
+        self._stream = stream or sys.stdout
+        self._is_mute = False
+
+    def write(self, text: str) -> int:
+        """Write, while somebody may read."""
+        with self._while_read():
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush, while somebody may read."""
+        with self._while_read():
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    @contextlib.contextmanager
+    def _while_read(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if not is_gone(error):
+                raise
+            if not self._is_mute:
+                self._is_mute = True
+                logger.warning("nobody reads standard output: the run goes on without progress")
+
+
 FIELDS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("loss", LOSS, "{:.4f}".format),
     ("bpb", BITS_PER_BYTE, "{:.4f}".format),
@@ -112,10 +156,9 @@ class ConsoleTracker:
         clock: Callable[[], float] = time.monotonic,
     ):
         self._total_steps = total_steps
-        self._stream = stream
+        self._stream = LastingStream(stream)
         self._left = TimeLeft(total_steps, clock)
         self._held_out: dict[str, float] = {}
-        self._is_mute = False
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write the line; the latest held-out result is repeated until the next one."""
@@ -130,8 +173,9 @@ class ConsoleTracker:
         self._write_line(" ".join(pairs))
 
     def log_text(self, step: int, name: str, text: str) -> None:
-        """Write the text with its name above it."""
-        self._write_line(f"{name} at step {step}:\n{text}")
+        """Write the text behind its name, or beneath it where it has several lines."""
+        between = "\n" if "\n" in text else " "
+        self._write_line(f"{name} at step {step}:{between}{text}")
 
     def start(self, step: int) -> None:
         """The steps begin; a line has nothing to prepare."""
@@ -143,11 +187,5 @@ class ConsoleTracker:
         """Nothing is pending."""
 
     def _write_line(self, line: str) -> None:
-        stream = self._stream or sys.stdout
-        try:
-            stream.write(line + "\n")
-            stream.flush()
-        except BrokenPipeError:  # nobody reads any more: no reason to end a run
-            if not self._is_mute:
-                self._is_mute = True
-                logger.warning("standard output is closed: the run goes on without progress lines")
+        self._stream.write(line + "\n")
+        self._stream.flush()

@@ -38,6 +38,7 @@ _LOW, _HIGH = (37, 99, 168), (205, 62, 40)
 STYLE = """
 .loads { display: grid; grid-template-columns: auto 1fr; gap: 0.25rem 0.6rem; }
 .loads .layers { display: grid; font-size: 0.72rem; color: var(--soft); text-align: right; }
+.loads .layers.ends { align-content: space-between; }
 .loads .layers span { display: flex; align-items: center; justify-content: flex-end; }
 .loads .experts { grid-column: 2; display: flex; justify-content: space-between;
                   font-size: 0.72rem; color: var(--soft); }
@@ -49,7 +50,7 @@ STYLE = """
   linear-gradient(to bottom, var(--card) 2px, transparent 2px); }
 .slider { display: flex; gap: 0.8rem; align-items: center; margin: 0.2rem 0 0.8rem; }
 .slider[hidden] { display: none; }
-.slider input { flex: 1; accent-color: var(--accent); }
+.slider input { flex: 1; min-width: 0; accent-color: var(--accent); }
 .slider output { min-width: 8.5rem; font-variant-numeric: tabular-nums; }
 .slider button { font: inherit; font-size: 0.85rem; color: var(--text); background: var(--page);
   border: 1px solid var(--line); border-radius: 0.4rem; padding: 0.15rem 0.8rem; cursor: pointer;
@@ -221,7 +222,7 @@ def load_picture(load: np.ndarray) -> str:
     layers, experts = load.shape
     height = min(20.0, max(3.0, layers * (1.4 if layers <= 8 else 0.6)))
     return (
-        f'<div class="loads"><div class="layers"><span>L0</span>'
+        f'<div class="loads"><div class="layers ends"><span>L0</span>'
         f"<span>{f'L{layers - 1}' if layers > 1 else ''}</span></div>"
         f'<div class="cells" style="height:{height:.1f}rem"><img alt="load of every expert by'
         f' layer" src="{png(levels(load * experts))}"></div>'

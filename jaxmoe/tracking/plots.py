@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pictures of a run: PNG files, drawn with matplotlib's object-oriented interface.
 
-    loss.png           training and held-out loss in bits per byte, with reference lines
+    loss.png           training and held-out loss in bits per byte (or token), with reference lines
     router_load.png    load of every expert over the run, one panel per layer, 1.0 = fair
     router_entropy.png entropy of the router's probabilities and of the load; max violation
     optimizer.png      learning rate and gradient norm
@@ -30,6 +30,7 @@ from jaxmoe.tracking.router_load import read_router_load
 from jaxmoe.tracking.smoothing import binned, smooth
 from jaxmoe.tracking.tracker import (
     BITS_PER_BYTE,
+    BITS_PER_TOKEN,
     GRADIENT_NORM,
     LEARNING_RATE,
     LOAD_ENTROPY,
@@ -48,7 +49,7 @@ def plot_run(
     directory: str | os.PathLike[str],
     *,
     references: Mapping[str, float] | None = None,
-    bytes_per_token: float = 1.0,
+    bytes_per_token: float | None = 1.0,
 ) -> list[pathlib.Path]:
     """Draw all pictures of a run.
 
@@ -56,8 +57,9 @@ def plot_run(
         metrics_file: `metrics.jsonl`.
         router_file: `router.npz`; need not exist.
         directory: Where the PNG files go.
-        references: Bits per byte of other predictors by label, drawn as lines into the loss.
-        bytes_per_token: Of the tokenizer, to draw the training loss in bits per byte.
+        references: Loss of other predictors by label, in the same unit, drawn as lines into it.
+        bytes_per_token: Of the tokenizer, to draw the loss in bits per byte; bits per token if
+            None.
 
     Returns:
         The files, in the order of the report.
@@ -74,7 +76,7 @@ def plot_run(
         plot_loss(
             written[-1],
             series[LOSS],
-            series.get(BITS_PER_BYTE),
+            series.get(BITS_PER_TOKEN if bytes_per_token is None else BITS_PER_BYTE),
             references=references,
             bytes_per_token=bytes_per_token,
         )
@@ -100,19 +102,19 @@ def plot_loss(
     held_out: tuple[np.ndarray, np.ndarray] | None = None,
     *,
     references: Mapping[str, float] | None = None,
-    bytes_per_token: float = 1.0,
+    bytes_per_token: float | None = 1.0,
 ) -> None:
-    """Draw training and held-out loss on one axis, bits per byte.
+    """Draw training and held-out loss on one axis, bits per byte or per token.
 
     Args:
         path: The PNG file.
         training: Steps [n] and cross-entropy [n] in nats per token.
-        held_out: Steps [m] and bits per byte [m].
-        references: Bits per byte by label: horizontal lines.
-        bytes_per_token: Converts the one unit into the other.
+        held_out: Steps [m] and loss [m] in the unit of the axis.
+        references: Loss by label in the unit of the axis: horizontal lines.
+        bytes_per_token: Converts the one unit into the other; the axis has bits per token if None.
     """
     figure, (axes,) = _figure(width=9.5, height=5.0)
-    nats_per_bit = math.log(2.0) * bytes_per_token
+    nats_per_bit = math.log(2.0) * (bytes_per_token or 1.0)
     steps, loss = training
     bits = loss / nats_per_bit
     axes.plot(steps, bits, color=BLUE, alpha=0.3, linewidth=1.0)
@@ -131,7 +133,7 @@ def plot_loss(
     axes.margins(x=0.01)
     _draw_references(axes, references)
     axes.set_xlabel("step")
-    axes.set_ylabel("bits per byte")
+    axes.set_ylabel("bits per token" if bytes_per_token is None else "bits per byte")
     nats = axes.secondary_yaxis("right", functions=(_times(nats_per_bit), _times(1 / nats_per_bit)))
     nats.set_ylabel("nats per token", color=GRAY)
     nats.tick_params(colors=GRAY)

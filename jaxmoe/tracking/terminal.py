@@ -30,6 +30,7 @@ import numpy as np
 
 from jaxmoe.tracking.console import (
     ConsoleTracker,
+    LastingStream,
     TimeLeft,
     format_count,
     format_duration,
@@ -152,7 +153,7 @@ class LiveTracker:
         self._text = require("rich.text").Text
         self._group = console.Group
         self._console = console.Console(
-            file=stream, force_terminal=True, width=width, highlight=False
+            file=LastingStream(stream), force_terminal=True, width=width, highlight=False
         )
         self._clock, self._left = clock, TimeLeft(total_steps, clock)
         self._view = View(total_steps=total_steps)

@@ -6,7 +6,7 @@
     out[r] = 0                        for ends[G-1] <= r
 
 It is jax.lax.ragged_dot with two promises more: rows past the end may hold anything, NaN included,
-and no backend multiplies every row by every group's matrix (XLA does, on CPU and GPU, forward or
+and no backend multiplies many rows by every group's matrix (XLA does, on CPU and GPU, forward or
 backward: G times the work). The gradients of rows and weights come with each implementation;
 forward-mode differentiation comes with `reference` only.
 
@@ -54,6 +54,7 @@ def grouped_matmul(
         ValueError: Shapes or dtypes that do not fit, or an implementation that cannot run here.
     """
     _check(rows, weights, group_sizes)
+    group_sizes = group_sizes.astype(jnp.int32)  # the sum of narrower ones would wrap
     if rows.size == 0 or weights.size == 0:
         empty = jnp.zeros((rows.shape[0], weights.shape[2]), rows.dtype)
         return match_varying(empty, rows, weights, group_sizes)

@@ -29,7 +29,8 @@ SLACK = 1 / 16
 # 100 rows, because the matrix is copied and packed anew: what would need two blocks of one size
 # takes one of the next size up, which slides back over rows that were seen.
 BLOCKS = (512, 256, 128)
-# A head smaller than this would leave small, uneven groups to the loop.
+# A head smaller than this would leave small, uneven groups to the loop. So few rows (as when one
+# token is decoded) all go through every group's matrix: that costs the reading of all matrices.
 MIN_HEAD = 32
 
 

@@ -6,7 +6,7 @@
     out[r] = (silu(a) * b) @ down[g]        and 0 past the last group
 
 for the rows of group g, which stand together as in `grouped_matmul`; the promises are the same:
-rows past the last group may hold anything, NaN included, and no backend multiplies every row by
+rows past the last group may hold anything, NaN included, and no backend multiplies many rows by
 every group's matrix. It is the whole of an expert, so that an implementation can keep the rows in
 its own layout from the first product to the last.
 
@@ -51,8 +51,9 @@ def grouped_swiglu(
     Raises:
         ValueError: Shapes or dtypes that do not fit, or an implementation that cannot run here.
     """
-    arrays = (rows, gate_up, down, group_sizes)
-    _check(*arrays)
+    _check(rows, gate_up, down, group_sizes)
+    # The sum of narrower sizes would wrap.
+    arrays = (rows, gate_up, down, group_sizes.astype(jnp.int32))
     if rows.size == 0 or gate_up.size == 0:
         return match_varying(jnp.zeros_like(rows), *arrays)
     return OPERATION.function(implementation)(*(match_varying(x, *arrays) for x in arrays))

@@ -116,6 +116,7 @@ def test_kernels(tmp_path, capsys):
     ("arguments", "message"),
     [
         (("step", "--rounds", "0"), "rounds=0 must be at least 1"),
+        (("step", "--warm_up", "-1"), "warm_up=-1"),
         (("step", "model.moe:none"), "has no peer"),
         (("step", "--model.vocab_size", "16"), "must be at least 256"),
         (("kernels", "--groups", "0"), "groups=0 must be at least 1"),

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,8 @@ from experiments.doctor_devices import tiny_config
 from experiments.reporting import Reporter
 from experiments.run_directory import RunDirectory
 from jaxmoe.tracking import MFU, TOKENS_PER_SECOND, read_metrics
-from jaxmoe.tracking.tracker import TRAINED_SECONDS, TRAINED_TOKENS
+from jaxmoe.tracking.tracker import BITS_PER_TOKEN, TRAINED_SECONDS, TRAINED_TOKENS
+from jaxmoe.training.evaluate import Evaluation
 from jaxmoe.training.loop import Report
 from jaxmoe.training.step import StepMetrics
 
@@ -70,6 +72,20 @@ def test_records_know_tokens_seconds_and_mfu(assembly, tmp_path, monkeypatch, ca
     wanted = [float(schedule(jnp.int32(step))) for step in range(5)]
     rates = series["train/learning_rate"][1] / assembly.plan.config.optimizer.learning_rate
     np.testing.assert_allclose(rates, wanted, rtol=1e-6)
+
+
+def test_a_resumed_run_knows_its_last_held_out_loss(assembly, tmp_path, capsys):
+    directory = RunDirectory(tmp_path)
+    reporter = Reporter("r", directory, assembly, 0)
+    reporter.trained(report(1, 4, 8.0))
+    reporter.evaluated(4, Evaluation(nats_per_token=1.5 * math.log(2.0), num_tokens=64))
+    reporter.trained(report(5, 5, 1.0))
+    reporter.evaluated(5, Evaluation(nats_per_token=1.0, num_tokens=64))
+    reporter.close()
+    resumed = Reporter("r", directory, assembly, 4)
+    resumed.trained(report(5, 5, 3.0))
+    resumed.close()
+    assert resumed.last[BITS_PER_TOKEN] == pytest.approx(1.5)
 
 
 def test_only_the_first_process_writes(assembly, tmp_path, monkeypatch, capsys):

@@ -6,6 +6,7 @@ Totals of the published models are the parameter counts of their repositories on
 the active ones are worked out beside them. To add a preset: a row in COUNTS.
 """
 
+import jax.numpy as jnp
 import pytest
 
 from jaxmoe.models.flops import flops_per_token
@@ -17,6 +18,7 @@ from jaxmoe.models.presets import (
     ladder_parameters,
     ladder_tokens,
 )
+from jaxmoe.routing import RouterStatistics
 
 
 def published(vocab, width, layers, heads, kv_heads, norms, experts, top_k, hidden):
@@ -60,6 +62,22 @@ def test_what_their_names_say():
         "mixtral_8x7b": (46.7, 12.9),
         "qwen3_30b_a3b": (30.5, 3.4),
     }
+
+
+def test_olmoe_weighs_its_balance_losses_as_its_training_code_does():
+    """Of a uniform router 0.01 for all 16 layers together, and 0.001 over top_k of the z-loss."""
+    layers, experts, tokens = 16, 64, 4
+    even = RouterStatistics(
+        num_tokens=jnp.full(layers, float(tokens)),
+        counts=jnp.full((layers, experts), tokens * 8 / experts),
+        kept=jnp.full((layers, experts), tokens * 8 / experts),
+        prob_sum=jnp.full((layers, experts), tokens / experts),
+        z_sum=jnp.full(layers, float(tokens)),
+        entropy_sum=jnp.zeros(layers),
+    )
+    balance, z = PRESETS["olmoe_1b_7b"]().moe.balancers
+    assert float(balance.loss(even)) == pytest.approx(0.01)
+    assert float(z.loss(even)) == pytest.approx(0.001 / 8)
 
 
 # Depth: parameters of the dense model, billions of the mixture and of tokens, and training FLOPs:

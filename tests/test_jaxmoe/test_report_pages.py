@@ -112,6 +112,13 @@ def test_a_chart_puts_points_where_they_belong():
     assert "half 2" in chart and ">a</span>" in chart
 
 
+def test_labels_of_close_references_stand_apart():
+    lines = [Line(label="", x=STEPS, y=10.0 / STEPS)]
+    chart = line_chart(lines, y_label="y", references={"a": 1.0, "b": 1.1, "c": 1.2})
+    heights = re.findall(r'y="([\d.]+)" text-anchor="start" class="reference"', chart)
+    assert np.diff([float(height) for height in heights]).tolist() == pytest.approx([-14.0, -14.0])
+
+
 def test_charts_of_odd_numbers():
     x = np.array([1.0, 2.0, 3.0])
     empty = line_chart([Line(label="a", x=x, y=np.full(3, np.nan))], y_label="loss")

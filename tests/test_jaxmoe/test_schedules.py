@@ -97,6 +97,18 @@ def test_bad_fields_are_refused(name):
     )
 
 
+def test_a_run_too_short_for_its_warm_up_and_decay_is_told_the_way_out():
+    schedule = WarmupStableDecayConfig(warmup_steps=20, decay_fraction=0.4)
+    with pytest.raises(ValueError) as error:
+        schedule.build(30)
+    assert str(error.value) == (
+        "schedule.decay_fraction=0.4 of 30 steps begins at step 18, before"
+        " schedule.warmup_steps=20 have passed: set schedule.warmup_steps to 18 or less, or lower"
+        " schedule.decay_fraction"
+    )
+    WarmupStableDecayConfig(warmup_steps=18, decay_fraction=0.4).build(30)
+
+
 @pytest.mark.parametrize("fraction", [0.0, 1.1])
 def test_a_bad_decay_fraction_is_refused(fraction):
     with pytest.raises(ValueError) as error:

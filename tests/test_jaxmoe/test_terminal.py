@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import logging
 import os
@@ -226,15 +227,20 @@ def test_the_choice_of_a_console(monkeypatch, caplog):
     assert "rich is not installed" in caplog.text and "a line at a time" in caplog.text
 
 
-def test_a_closed_pipe_ends_the_lines_and_not_the_run(caplog):
+@pytest.mark.parametrize("tracker", [ConsoleTracker, LiveTracker])
+@pytest.mark.parametrize("number", [errno.EPIPE, errno.EIO])
+def test_a_closed_pipe_or_terminal_ends_the_lines_and_not_the_run(tracker, number, caplog):
     class Closed(io.StringIO):
         def write(self, text):
-            raise BrokenPipeError
+            raise OSError(number, "nobody is there")
 
-    tracker = ConsoleTracker(10, Closed())
-    tracker.log(1, {LOSS: 1.0})
-    tracker.log(2, {LOSS: 1.0})
-    assert len(caplog.records) == 1 and "goes on without progress lines" in caplog.text
+    console = tracker(10, Closed())
+    console.start(0)
+    console.log(1, {LOSS: 1.0})
+    console.log_text(1, "warning", "careful")
+    console.log(2, {LOSS: 1.0})
+    console.close()
+    assert len(caplog.records) == 1 and "goes on without progress" in caplog.text
 
 
 # Draws under a real terminal and is killed in the middle: `os._exit` is what a second Ctrl-C does.

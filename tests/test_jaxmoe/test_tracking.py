@@ -1,15 +1,13 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Trackers, the router's load, pictures and the report; and what a full disk does to them."""
+"""Trackers and the router's load; and what a full disk does to them."""
 
-import base64
 import errno
 import io
 import json
 import logging
 import math
 import os
-import re
 import struct
 import sys
 
@@ -30,26 +28,16 @@ from jaxmoe.tracking import (
     NullTracker,
     RouterLoadRecorder,
     TensorBoardTracker,
-    plot_run,
     read_metrics,
     read_router_load,
     router_load,
-    write_report,
 )
 from jaxmoe.tracking.console import format_bytes, format_count, format_duration
 from jaxmoe.tracking.disk import replace_file
-from jaxmoe.tracking.plots import plot_router_load
-from jaxmoe.tracking.smoothing import binned, smooth
 
 
 def full_disk(*_):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-def png_size(path):
-    data = path.read_bytes()
-    assert data.startswith(b"\x89PNG\r\n\x1a\n")
-    return struct.unpack(">II", data[16:24])
 
 
 class Recording(NullTracker):
@@ -224,11 +212,17 @@ def test_the_progress_line():
 
 def test_the_progress_line_can_be_read_by_a_program():
     stream = io.StringIO()
-    ConsoleTracker(1000, stream).log(7, {LOSS: 1.0})
+    tracker = ConsoleTracker(1000, stream)
+    tracker.log(7, {LOSS: 1.0})
     assert dict(pair.split("=") for pair in stream.getvalue().split()) == {
         "step": "7/1000",
         "loss": "1.0000",
     }
+    tracker.log_text(7, "held out", "bits=1.5")  # one line for what has one
+    tracker.log_text(8, "sample", "a\nb")
+    assert stream.getvalue().splitlines()[1:] == [
+        *("held out at step 7: bits=1.5", "sample at step 8:", "a", "b")
+    ]
 
 
 def test_counts_and_durations():
@@ -306,86 +300,3 @@ def test_replace_file_is_all_or_nothing(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="No space left"):
         replace_file(path, b"new")
     assert path.read_text() == "old" and len(list(path.parent.iterdir())) == 1
-
-
-# --- pictures and the report ---
-
-
-@pytest.fixture
-def made_up_run(tmp_path):
-    tracker = JsonlTracker(tmp_path / "metrics.jsonl")
-    recorder = RouterLoadRecorder(tmp_path / "router.npz")
-    rng = np.random.default_rng(0)
-    for step in range(1, 41):
-        loss = math.nan if step == 5 else 1.5 + 4.0 * math.exp(-step / 10)
-        numbers = {LOSS: loss, LEARNING_RATE: 1e-2, GRADIENT_NORM: 0.1 + 1 / step}
-        if step % 20 == 0:
-            numbers[BITS_PER_BYTE] = 2.0
-        tracker.log(step, numbers)
-        recorder.record(step, rng.integers(1, 9, size=(2, 4)))
-    tracker.close()
-    recorder.save()
-    return tmp_path
-
-
-def test_all_pictures_of_a_run(made_up_run):
-    written = plot_run(
-        made_up_run / "metrics.jsonl",
-        made_up_run / "router.npz",
-        made_up_run / "plots",
-        references={"order 1": 3.53, "order 2": 2.43, "order 2, again": 2.44},
-    )
-    assert [path.name for path in written] == ["loss.png", "router_load.png", "optimizer.png"]
-    for path in written:
-        width, height = png_size(path)
-        assert 600 <= width <= 2000 and 300 <= height <= 2000
-    # No router, no optimiser: only the loss.
-    lines = (made_up_run / "metrics.jsonl").read_text().splitlines()
-    short = [{k: v for k, v in json.loads(x).items() if k in ("step", LOSS)} for x in lines]
-    (made_up_run / "short.jsonl").write_text("".join(json.dumps(x) + "\n" for x in short))
-    written = plot_run(made_up_run / "short.jsonl", made_up_run / "none.npz", made_up_run / "p")
-    assert [path.name for path in written] == ["loss.png"]
-
-
-@pytest.mark.parametrize(("steps", "layers", "experts"), [(1, 1, 4), (3, 5, 8), (600, 32, 128)])
-def test_router_pictures_of_any_size(tmp_path, steps, layers, experts):
-    load = np.random.default_rng(0).dirichlet(np.ones(experts), size=(steps, layers))
-    plot_router_load(tmp_path / "r.png", np.arange(steps), load)
-    width, height = png_size(tmp_path / "r.png")
-    assert 600 <= width <= 2400 and 300 <= height <= 3200
-
-
-def test_bins_are_means_and_empty_ones_repeat():
-    steps = np.array([0, 1, 2, 100])
-    edges, means = binned(steps, np.array([[1.0], [2.0], [6.0], [8.0]]))
-    assert edges.tolist() == [0, 25, 50, 75, 100]
-    assert means[:, 0].tolist() == [3.0, 3.0, 3.0, 8.0]
-
-
-def test_smoothing_keeps_lines_and_leaves_out_nan():
-    line = np.arange(300.0)
-    np.testing.assert_allclose(smooth(line)[3:-3], line[3:-3])
-    line[7] = np.nan
-    assert np.isfinite(smooth(line)).all()
-    np.testing.assert_allclose(smooth(np.array([1.0])), [1.0])
-
-
-def test_the_report_is_one_page_by_itself(tmp_path):
-    picture = tmp_path / "router_load.png"
-    picture.write_bytes(b"\x89PNG picture")
-    write_report(
-        tmp_path / "report.html",
-        title="tiny <1>",
-        summary={"status": "done", "tokens": 1_638_400, "final_loss": 1.36112, "mesh": {"data": 8}},
-        plots=[picture],
-        samples="if a < b & c:",
-        config={"model": {"top_k": 2}},
-    )
-    page = (tmp_path / "report.html").read_text()
-    assert "<title>tiny &lt;1&gt;</title>" in page
-    assert base64.b64encode(b"\x89PNG picture").decode() in page
-    assert "if a &lt; b &amp; c:" in page and "&quot;top_k&quot;: 2" in page
-    for value in ("1,638,400", "1.361", "data 8", "Router load"):
-        assert value in page
-    assert "prefers-color-scheme: dark" in page and "<script" not in page
-    assert not re.search(r'(src|href)="(?!data:)|url\(|@import', page)

@@ -245,6 +245,17 @@ def test_dtypes_that_do_not_fit():
         _unchecked(rows, weights, group_sizes.astype(jnp.float32))
 
 
+@pytest.mark.parametrize("implementation", ("reference", *IMPLEMENTATIONS))
+def test_sizes_of_narrow_integers(implementation):
+    """Their sum, 280, is past what they can hold."""
+    rows, weights, group_sizes, _ = _inputs(300, [120, 100, 60])
+    actual, expected = (
+        grouped_matmul(rows, weights, sizes, implementation=implementation)
+        for sizes in (group_sizes.astype(jnp.int8), group_sizes)
+    )
+    np.testing.assert_array_equal(actual, expected)
+
+
 def _unchecked(*args):
     """A call as users make it: without the annotations being checked, as they are in tests."""
     return inspect.unwrap(grouped_matmul)(*args)

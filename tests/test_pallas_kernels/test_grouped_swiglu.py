@@ -194,6 +194,16 @@ def test_dtypes_that_do_not_fit():
         _unchecked(rows, gate_up, down, group_sizes.astype(jnp.float32))
 
 
+def test_sizes_of_narrow_integers():
+    """Their sum, 280, is past what they can hold."""
+    rows, gate_up, down, group_sizes, d_out = _inputs(300, [120, 100, 60])
+    actual, expected = (
+        _value_and_gradients(rows, gate_up, down, sizes, d_out, implementation="xla")
+        for sizes in (group_sizes.astype(jnp.int8), group_sizes)
+    )
+    _assert_equal(actual, expected)
+
+
 def _unchecked(*args):
     """A call as users make it: without the annotations being checked, as they are in tests."""
     return inspect.unwrap(grouped_swiglu)(*args)
