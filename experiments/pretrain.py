@@ -117,6 +117,8 @@ def _train(
             saving = _saving(assembly, checkpoints, reporter)
             trace = _trace(directory, assembly.plan.config, first_step)
             result = _loop(assembly, reporter, compiled, first_step, state, saving, trace, stop)
+        if result.status in ("preempted", "interrupted"):
+            say(f"{result.status}: saving step {result.step} (a second signal ends at once)")
         is_saved = _save_last(result, saving, checkpoints)
     facts = {
         "status": result.status,
