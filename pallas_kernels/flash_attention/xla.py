@@ -32,6 +32,8 @@ from pallas_kernels.array_types import Array, Float
 from pallas_kernels.flash_attention.mask import Rules, Tokens, visible
 from pallas_kernels.jax_versions import match_varying
 
+# Queries in a block; twice as many in long rows, where larger products are worth more than the keys
+# that the first queries of a block could have left out.
 BLOCK = 128
 TIERS = 8
 # Scores that are worked on at once: 2 MiB in float32, which stay in a cache.
@@ -81,7 +83,7 @@ class _Sizes(NamedTuple):
     @classmethod
     def of(cls, q: Array, k: Array) -> "_Sizes":
         (b, s, n, _), m = q.shape, k.shape[2]
-        blocks = -(-s // BLOCK)
+        blocks = -(-s // max(BLOCK, min(2 * BLOCK, s // TIERS)))
         return cls(b, s, m, n // m, blocks, -(-s // blocks))
 
     def split(self, x: Array) -> Array:
