@@ -10,6 +10,7 @@ import types
 
 import numpy as np
 import pytest
+from etils.epath import testing
 
 from jaxmoe.data import (
     DataError,
@@ -68,7 +69,6 @@ def test_paths(tmp_path, caplog):
 
 
 def test_a_bucket(tmp_path):
-    testing = pytest.importorskip("etils.epath.testing")
     bucket = tmp_path / "bucket"
     bucket.mkdir()
 
