@@ -10,11 +10,11 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
-import pathlib
 import sys
 
 import jax
 
+from jaxmoe.tracking.disk import cache_directory
 from sharding.distributed import start_processes
 
 _MALLOPT = {-1: -1, -2: 64 * 2**20, -4: 0, -8: 1}
@@ -54,9 +54,3 @@ def keep_freed_memory() -> bool:
     except (OSError, AttributeError):
         return False
     return all(mallopt(option, value) == 1 for option, value in _MALLOPT.items())
-
-
-def cache_directory() -> pathlib.Path:
-    """$XDG_CACHE_HOME/jaxmoe, by default ~/.cache/jaxmoe."""
-    home = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
-    return pathlib.Path(home) / "jaxmoe"

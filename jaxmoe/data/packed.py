@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
 import pathlib
 from collections.abc import Mapping
 from typing import Any
@@ -35,6 +34,7 @@ from jaxmoe.data.documents import (
 from jaxmoe.data.packing import BestFit, Concatenated, Packing
 from jaxmoe.data.source import Row, Split
 from jaxmoe.data.tokenizer import BytesConfig, Tokenizer, TokenizerConfig
+from jaxmoe.tracking.disk import cache_directory
 from pallas_kernels.array_types import Int, Shaped
 
 _MOST_TEXT = 2**25
@@ -77,8 +77,7 @@ class ReadingConfig:
         """Where stores are kept."""
         if self.cache is not None:
             return pathlib.Path(self.cache).expanduser()
-        home = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
-        return pathlib.Path(home) / "jaxmoe" / "data"
+        return cache_directory() / "data"
 
 
 def build_sources(

@@ -8,15 +8,14 @@ Face checkpoints), and turns by position * theta^(-2h/H). Angles are computed in
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 
 def rotary_angles(
     positions: Int[Array, "#B S"], head_dim: int, theta: float
-) -> tuple[Float[Array, "#B S 1 h"], Float[Array, "#B S 1 h"]]:
-    """Cosine and sine of every angle, f32; h = H/2.
+) -> tuple[Float[Array, "#B S 1 H"], Float[Array, "#B S 1 H"]]:
+    """What each feature and its partner are multiplied by, f32: cosines, and sines with a sign.
 
     Args:
         positions: B may be 1, for positions shared by all rows.
@@ -27,12 +26,12 @@ def rotary_angles(
     exponents = jnp.arange(half, dtype=jnp.float32) / half
     frequencies = jnp.float32(theta) ** -exponents
     angles = positions.astype(jnp.float32)[:, :, None, None] * frequencies[None, None, None, :]
-    # Kept apart from what it meets: merged into it, it would be computed anew for every head.
-    return jax.lax.optimization_barrier((jnp.cos(angles), jnp.sin(angles)))
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    return jnp.concatenate([cos, cos], axis=-1), jnp.concatenate([-sin, sin], axis=-1)
 
 
 def rotate(
-    x: Float[Array, "B S N H"], angles: tuple[Float[Array, "#B S 1 h"], Float[Array, "#B S 1 h"]]
+    x: Float[Array, "B S N H"], angles: tuple[Float[Array, "#B S 1 H"], Float[Array, "#B S 1 H"]]
 ) -> Float[Array, "B S N H"]:
     """Turns queries or keys by their positions.
 
@@ -44,7 +43,6 @@ def rotate(
         In the dtype of `x`.
     """
     cos, sin = angles
-    cos, sin = jnp.concatenate([cos, cos], axis=-1), jnp.concatenate([-sin, sin], axis=-1)
     wide = x.astype(jnp.float32)
     partner = jnp.roll(wide, x.shape[-1] // 2, axis=-1)
     return (wide * cos + partner * sin).astype(x.dtype)

@@ -5,7 +5,8 @@
 `replace_file` writes to a temporary file in the same directory, flushes it to the disk and puts
 it in the place of the old one with one rename. `DiskGuard` turns what the disk refuses into one
 warning: a run must not die of its own diary. Checkpoints have their own protocol, and their own
-errors (`jaxmoe/checkpoint/`).
+errors (`jaxmoe/checkpoint/`). What can be made again (compiled programs, tokens) lies in
+`cache_directory`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,12 @@ import pathlib
 from collections.abc import Iterator
 
 logger = logging.getLogger(__name__)
+
+
+def cache_directory() -> pathlib.Path:
+    """$XDG_CACHE_HOME/jaxmoe, by default ~/.cache/jaxmoe."""
+    home = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+    return pathlib.Path(home) / "jaxmoe"
 
 
 def replace_file(path: str | os.PathLike[str], data: bytes | str) -> None:
