@@ -42,6 +42,9 @@ Role = Literal[
     "expert_in",
     "expert_out",
     "router",
+    "router_residual",
+    "constant",
+    "constant_mix",
     "norm",
     "head",
 ]
@@ -61,7 +64,7 @@ class Declaration:
     role: Role
     matrix: MatrixAxes | None = ((-2,), (-1,))
     """Input and output dimensions of the matrix, negative; None for a vector of gains."""
-    init: Literal["normal", "ones"] = "normal"
+    init: Literal["normal", "ones", "zeros"] = "normal"
 
     def __post_init__(self):
         if len(self.axes) != len(self.shape):
@@ -121,7 +124,7 @@ def declare(module: nn.Module, name: str, declaration: Declaration) -> Array:
 
 
 def draw(declarations: Mapping[str, Declaration], key: Array) -> dict[str, Array]:
-    """Values of a few parameters outside a model: normal of variance 1/fan_in, or ones."""
+    """Values of a few parameters outside a model: normal of variance 1/fan_in, ones, or zeros."""
     return {
         name: _draw_one(declaration, fold_path(key, name))
         for name, declaration in declarations.items()
@@ -129,9 +132,14 @@ def draw(declarations: Mapping[str, Declaration], key: Array) -> dict[str, Array
 
 
 def _draw_one(declaration: Declaration, key: Array) -> Array:
-    if declaration.init == "ones":
-        return jnp.ones(declaration.shape, jnp.float32)
+    if declaration.init != "normal":
+        return _constant(declaration, jnp.float32)
     return jax.random.normal(key, declaration.shape, jnp.float32) / math.sqrt(declaration.fan(0))
+
+
+def _constant(declaration: Declaration, dtype: Any) -> Array:
+    fill = jnp.ones if declaration.init == "ones" else jnp.zeros
+    return fill(declaration.shape, dtype)
 
 
 def fold_path(key: Array, path: str) -> Array:
@@ -180,15 +188,15 @@ class ParameterSpec:
 
     @property
     def init_std(self) -> float:
-        """Standard deviation of the initial values; 0 for gains, which start at 1."""
-        if self.declaration.init == "ones":
+        """Standard deviation of the initial values; 0 for those that all start at 1 or 0."""
+        if self.declaration.init != "normal":
             return 0.0
         return self.hyper.init_std * self.declaration.fan(0) ** self.hyper.fan_in_power
 
     def initial_value(self, key: Array, dtype: Any) -> Array:
         """Depends on the path and on nothing else, the mesh least of all."""
-        if self.declaration.init == "ones":
-            return jnp.ones(self.shape, dtype)
+        if self.declaration.init != "normal":
+            return _constant(self.declaration, dtype)
         noise = jax.random.normal(fold_path(key, self.path), self.shape, jnp.float32)
         return (noise * jnp.float32(self.init_std)).astype(dtype)
 
@@ -255,7 +263,7 @@ def _cells(row: ParameterSpec) -> tuple[str, ...]:
         str(declaration.fan(0)),
         str(declaration.fan(1)),
         declaration.role,
-        f"{row.init_std:.6g}" if declaration.init == "normal" else "ones",
+        f"{row.init_std:.6g}" if declaration.init == "normal" else declaration.init,
         f"{hyper.learning_rate_multiplier:g}",
         f"{hyper.weight_decay_multiplier:g}",
         hyper.group,

@@ -34,6 +34,7 @@ GATE_UP: Final = "gate_up"  # the two projections into a SwiGLU
 EXPERTS: Final = "experts"  # E
 EXPERT_MLP: Final = "expert_mlp"  # F, hidden units of one routed expert
 ROUTER_OUT: Final = "router_out"  # E as the outputs of the router, which every device needs whole
+CONSTANTS: Final = "constants"  # the constant experts, which every device has
 NORM: Final = "norm"  # the gains of a norm
 
 # Dimensions of activations.
@@ -57,6 +58,7 @@ LOGICAL_AXES: Final = (
     EXPERTS,
     EXPERT_MLP,
     ROUTER_OUT,
+    CONSTANTS,
     NORM,
     ACT_BATCH,
     ACT_SEQ,

@@ -76,6 +76,8 @@ WARNINGS = (
     # Two workers compile the same program at once and one reads what the other has half written:
     # it does not decompress, and JAX compiles.
     "ignore:Error reading persistent compilation cache entry:UserWarning",
+    # Advice on combinations that tests make on purpose (RoutingWarning; its test asks for it).
+    r"ignore:moe\.:UserWarning",
     # The collector finds a file left open in whichever test runs then: shown, not an error there.
     "default::ResourceWarning",
     "default::pytest.PytestUnraisableExceptionWarning",

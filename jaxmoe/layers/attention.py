@@ -1,9 +1,9 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Grouped-query causal attention with rotary positions, QK-norm and an optional gate per head.
+"""Grouped-query attention with rotary positions, QK-norm and an optional gate per head.
 
     q, k, v = x Wq, x Wk, x Wv;  q, k normed, then turned by RoPE
-    o_n     = softmax(scale * q_n k_m^T + causal) v_m          m = n // (N / M)
+    o_n     = softmax(scale * q_n k_m^T + mask) v_m          m = n // (N / M)
     o_n    *= sigmoid(x Wg)_n                                  if is_gated
     y       = concat_n(o_n) Wo
 
@@ -99,6 +99,7 @@ class Attention(nn.Module):
             window=config.window,
             softcap=config.softcap,
             scale=self.model.multipliers.attention_scale,
+            is_causal=config.is_causal,
             implementation=self.execution.kernels.attention,
         )
         if config.is_gated:

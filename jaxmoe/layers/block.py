@@ -23,7 +23,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.attention import Attention, KVCache
 from jaxmoe.layers.feed_forward import FeedForward
-from jaxmoe.layers.moe import MoE
+from jaxmoe.layers.moe import MoE, RoutingInputs
 from jaxmoe.layers.norms import RMSNorm
 from jaxmoe.models.config import ModelConfig, Stack
 from jaxmoe.routing import RouterStatistics
@@ -42,6 +42,8 @@ class TokenInputs:
     """One segment a row when None; 0 is padding."""
     token_mask: Bool[Array, "B S"]
     """False for padding."""
+    context: dict[str, Array]
+    """Further [B S] arrays for routers; see `jaxmoe.routing.base.RouterInputs`."""
 
 
 @typing.no_type_check
@@ -52,6 +54,19 @@ class LayerInputs:
     router_state: Any
     cache: KVCache | None
     key: Array | None
+    moe_layer: Int[Array, "*L"]
+    """Number among the MoE layers; of no meaning in a dense layer."""
+
+
+@typing.no_type_check
+@struct.dataclass
+class Stream:
+    """What flows from layer to layer."""
+
+    x: Float[Array, "B S D"]
+    """The residual stream."""
+    router_logits: Float[Array, "B S E"] | None = None
+    """Of the last MoE layer, for routers that carry them; zeros before the first."""
 
 
 @typing.no_type_check
@@ -61,6 +76,8 @@ class LayerOutputs:
 
     statistics: RouterStatistics | None
     cache: KVCache | None
+    losses: dict[str, Array]
+    """Of the balancers that look at a layer's weights."""
 
 
 class Block(nn.Module):
@@ -73,10 +90,10 @@ class Block(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: Float[Array, "B S D"], layer: LayerInputs, tokens: TokenInputs
-    ) -> tuple[Float[Array, "B S D"], LayerOutputs]:
+        self, stream: Stream, layer: LayerInputs, tokens: TokenInputs
+    ) -> tuple[Stream, LayerOutputs]:
         """One block; the signature is that of a scan's body."""
-        model, execution = self.model, self.execution
+        model, execution, x = self.model, self.execution, stream.x
         multiplier = jnp.asarray(model.multipliers.residual, x.dtype)
 
         def norm(name: str, x: Array) -> Array:
@@ -87,17 +104,35 @@ class Block(nn.Module):
             norm("attention_norm", x), tokens.positions, tokens.segment_ids, layer.cache
         )
         x = x + multiplier * y.astype(x.dtype)
-        y, statistics = norm("feed_forward_norm", x), None
+        y, routed = norm("feed_forward_norm", x), None
         if self.is_moe and model.moe is not None:
             moe = MoE(model, model.moe, execution, self.train, name="moe")
-            segments = tokens.segment_ids
-            if segments is None:
-                segments = tokens.token_mask.astype(jnp.int32)
-            y, statistics = moe(y, tokens.token_mask, segments, layer.router_state, layer.key)
+            y, routed = moe(y, _routing_inputs(stream, layer, tokens))
         else:
             y = FeedForward(model.embed_dim, model.dense_dim, execution, name="feed_forward")(y)
         x = x + multiplier * y.astype(x.dtype)
-        return x, LayerOutputs(statistics=statistics, cache=cache)
+        logits = stream.router_logits if routed is None else routed.logits
+        outputs = LayerOutputs(
+            statistics=None if routed is None else routed.statistics,
+            cache=cache,
+            losses={} if routed is None else routed.losses,
+        )
+        return Stream(x=x, router_logits=logits), outputs
+
+
+def _routing_inputs(stream: Stream, layer: LayerInputs, tokens: TokenInputs) -> RoutingInputs:
+    segments = tokens.segment_ids
+    if segments is None:
+        segments = tokens.token_mask.astype(jnp.int32)
+    return RoutingInputs(
+        token_mask=tokens.token_mask,
+        segment_ids=segments,
+        router_state=layer.router_state,
+        key=layer.key,
+        previous_logits=stream.router_logits,
+        layer=layer.moe_layer,
+        context=tokens.context,
+    )
 
 
 def stack_of_blocks(

@@ -8,31 +8,71 @@
     y         = gate.mix_shared(y, shared(x))          if there are shared experts
 
 Everything from routing to combining runs in one island, on the tokens of one device. Statistics are
-summed over devices there and returned, so that a loss of them is that of the global batch.
+summed over devices there and returned, so that a loss of them is that of the global batch. Experts
+without computation are applied where their tokens are: nothing of theirs is dispatched.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import typing
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.experts import Experts, apply_experts
 from jaxmoe.layers.feed_forward import FeedForward
+from jaxmoe.layers.zero_computation import ZeroComputationExperts, apply_zero_computation
 from jaxmoe.models.config import ModelConfig, MoEConfig
 from jaxmoe.parameters import declare
-from jaxmoe.routing import Router, RouterInputs, RouterStatistics
+from jaxmoe.routing import Extent, Router, RouterInputs, RouterOutput, RouterStatistics, Slots
+from jaxmoe.routing.balancers import WeightsBalancer, of_statistics, of_weights
 from jaxmoe.routing.capacity import limit
 from sharding import axes as ax
 from sharding.assignments import Assignments
 from sharding.expert_parallel import expert_parallel
 from sharding.expert_parallel.permute import loads
+
+
+# Records are not checked at run time: tree functions also fill them with shapes and specs.
+@typing.no_type_check
+@struct.dataclass
+class RoutingInputs:
+    """What routing is told beside the activations; every field may be a part of one layer's."""
+
+    token_mask: Bool[Array, "B S"]
+    """False for padding."""
+    segment_ids: Int[Array, "B S"]
+    """Document of each token."""
+    router_state: Any
+    """Of this layer."""
+    key: Array | None = None
+    """Of this layer and step, for routers with noise."""
+    previous_logits: Float[Array, "B S E"] | None = None
+    """Of the MoE layer before, for routers that carry them."""
+    layer: Int[Array, ""] | None = None
+    """Counted over MoE layers."""
+    context: dict[str, Array] = struct.field(default_factory=dict)
+    """Further [B S] arrays for `RouterInputs.context`."""
+
+
+@typing.no_type_check
+@struct.dataclass
+class RoutingOutputs:
+    """What routing returns beside the activations."""
+
+    statistics: RouterStatistics
+    """Of the global batch."""
+    logits: Float[Array, "B S E"] | None
+    """For the next MoE layer, from routers that carry them."""
+    losses: dict[str, Float[Array, ""]]
+    """Of the balancers that look at this layer's weights, in training."""
 
 
 class RouterParameters(nn.Module):
@@ -57,53 +97,54 @@ class MoE(nn.Module):
 
     @nn.compact
     def __call__(
-        self,
-        x: Float[Array, "B S D"],
-        token_mask: Bool[Array, "B S"],
-        segment_ids: Int[Array, "B S"],
-        router_state: Any,
-        key: Array | None,
-    ) -> tuple[Float[Array, "B S D"], RouterStatistics]:
+        self, x: Float[Array, "B S D"], routing: RoutingInputs
+    ) -> tuple[Float[Array, "B S D"], RoutingOutputs]:
         """Routes, computes, combines.
 
         Args:
             x: normed input.
-            token_mask: False for padding.
-            segment_ids: document of each token.
-            router_state: of this layer.
-            key: for routers with noise.
-
-        Returns:
-            The output, and the statistics of the global batch.
+            routing: what the router may look at beside it.
         """
         moe, placement = self.moe, self.execution.placement
         router = build_router(self.model, moe)
         params = RouterParameters(router, name="router")()
         weights = Experts(self.model.embed_dim, moe, name="experts")()
+        free = ZeroComputationExperts(self.model.embed_dim, moe, name="zero_computation")()
         x = x.astype(self.execution.precision.compute_dtype)
 
         rows = (ax.ACT_BATCH, None)
         expert_axis = self.execution.dispatcher.expert_axis()
-        arguments = {
+        given = {
             "params": (params, jax.tree.map(_whole, params)),
+            "free": (free, jax.tree.map(_whole, free)),
             "weights": (
                 weights,
                 jax.tree.map(lambda w: (expert_axis,) + (None,) * (w.ndim - 1), weights),
             ),
-            "state": (router_state, jax.tree.map(_whole, router_state)),
-            "keys": ({} if key is None else {"route": key}, {} if key is None else {"route": ()}),
-            "token_mask": (token_mask, rows),
-            "segment_ids": (segment_ids, rows),
+            "state": (routing.router_state, jax.tree.map(_whole, routing.router_state)),
+            "token_mask": (routing.token_mask, rows),
+            "segment_ids": (routing.segment_ids, rows),
+            "context": (routing.context, jax.tree.map(lambda _: rows, routing.context)),
         }
+        optional = {
+            "key": (routing.key, ()),
+            "layer": (routing.layer, ()),
+            "previous_logits": (routing.previous_logits, (*rows, None)),
+        }
+        given |= {name: pair for name, pair in optional.items() if pair[0] is not None}
+        carried = (*rows, None) if self.moe.router.traits.carries_logits else None
+        losses = {balancer.name: () for balancer in self.coupling_balancers()}
         island = placement.island(
             partial(_route_and_compute, router=router, layer=self),
-            in_axes=((ax.ACT_BATCH, None, None), {k: axes for k, (_, axes) in arguments.items()}),
-            out_axes=((ax.ACT_BATCH, None, None), ()),
+            in_axes=((*rows, None), {name: axes for name, (_, axes) in given.items()}),
+            out_axes=((*rows, None), (), {} if carried is None else {"logits": carried}, losses),
         )
-        routed, statistics = island(x, {name: value for name, (value, _) in arguments.items()})
+        arrays = {name: value for name, (value, _) in given.items()}
+        routed, statistics, carry, losses = island(x, arrays)
+        outputs = RoutingOutputs(statistics=statistics, logits=carry.get("logits"), losses=losses)
         routed = placement.place(routed, (ax.ACT_BATCH, ax.ACT_SEQ, ax.ACT_EMBED))
         if not moe.num_shared_experts:
-            return routed, statistics
+            return routed, outputs
         shared = FeedForward(
             self.model.embed_dim,
             moe.num_shared_experts * moe.expert_dim,
@@ -112,12 +153,16 @@ class MoE(nn.Module):
             role_out="shared_out",
             name="shared",
         )(x)
-        return moe.gate.build().mix_shared(routed, shared), statistics
+        return moe.gate.build().mix_shared(routed, shared), outputs
+
+    def coupling_balancers(self) -> tuple[WeightsBalancer, ...]:
+        """Those that look at this layer's weights: they belong to training alone."""
+        return of_weights(self.moe.balancers) if self.train else ()
 
 
 def build_router(model: ModelConfig, moe: MoEConfig) -> Router:
     """The router of this model's sizes."""
-    return moe.router.build(num_experts=moe.num_experts, top_k=moe.top_k, embed_dim=model.embed_dim)
+    return moe.router.build(num_experts=moe.num_routed, top_k=moe.top_k, embed_dim=model.embed_dim)
 
 
 def _whole(array: Array) -> tuple[None, ...]:
@@ -131,18 +176,71 @@ def _route_and_compute(
     batch_axes: tuple[str, ...],
     router: Router,
     layer: MoE,
-) -> tuple[Float[Array, "B S D"], RouterStatistics]:
+) -> tuple[Float[Array, "B S D"], RouterStatistics, dict[str, Array], dict[str, Array]]:
     """The island: local tokens, gathered weights, statistics summed over `batch_axes`."""
     moe, (batch, length, width) = layer.moe, x.shape
     tokens = x.reshape(batch * length, width)  # T, D
-    multiplier = jnp.float32(layer.model.multipliers.router)
-    inputs = RouterInputs(
-        x=tokens.astype(jnp.float32) * multiplier,
+    inputs = _router_inputs(tokens, given, layer.model, length, batch_axes)
+    output = router.route(
+        given["params"], given["state"], inputs, train=layer.train, key=given.get("key")
+    )
+    assignments, statistics = _assign(output, inputs, moe, length)
+
+    def experts(rows: Array, group_sizes: Array) -> Array:
+        kernel = layer.execution.kernels.grouped_swiglu
+        return apply_experts(rows, group_sizes, given["weights"], kernel)
+
+    slots = output.slots
+    read = tokens if slots is None else _read_slots(tokens, slots)
+    y = expert_parallel(
+        read,
+        _with_computation(assignments, moe.num_experts),
+        experts,
+        num_experts=moe.num_experts,
+        config=layer.execution.dispatcher,
+    )
+    if slots is not None:
+        y = _write_slots(y, slots)
+    if moe.zero_computation is not None:
+        y = y + apply_zero_computation(tokens, assignments, given["free"], moe)
+    if batch_axes:
+        statistics = jax.tree.map(lambda leaf: jax.lax.psum(leaf, batch_axes), statistics)
+    carry = {}
+    if moe.router.traits.carries_logits and output.carry is not None:
+        carry = {"logits": output.carry.reshape(batch, length, -1)}
+    losses = {
+        balancer.name: balancer.coupling(given["params"], given["weights"], given.get("key"))
+        for balancer in layer.coupling_balancers()
+    }
+    return y.reshape(batch, length, width), statistics, carry, losses
+
+
+def _router_inputs(
+    tokens: Float[Array, "T D"],
+    given: dict[str, Any],
+    model: ModelConfig,
+    length: int,
+    batch_axes: tuple[str, ...],
+) -> RouterInputs:
+    """The record of `given`, whose [B S] arrays become [T]."""
+    context = {name: array.reshape(-1) for name, array in given["context"].items()}
+    if "layer" in given:
+        context["layer"] = given["layer"]
+    previous = given.get("previous_logits")
+    return RouterInputs(
+        x=tokens.astype(jnp.float32) * jnp.float32(model.multipliers.router),
         token_mask=given["token_mask"].reshape(-1),  # T
         segment_ids=given["segment_ids"].reshape(-1),  # T
+        previous_logits=None if previous is None else previous.reshape(tokens.shape[0], -1),
+        context=context,
+        extent=Extent(sequence_length=length, batch_axes=batch_axes),
     )
-    key = given["keys"].get("route")
-    output = router.route(given["params"], given["state"], inputs, train=layer.train, key=key)
+
+
+def _assign(
+    output: RouterOutput, inputs: RouterInputs, moe: MoEConfig, length: int
+) -> tuple[Assignments, RouterStatistics]:
+    """Gates, capacity and what the balancers want to see."""
     selection, statistics = output.selection, output.statistics
     assignments = Assignments(
         token_ids=selection.token_ids,
@@ -152,22 +250,41 @@ def _route_and_compute(
     )
     if moe.capacity is not None:
         assignments = limit(
-            assignments, moe.capacity, sequence_length=length, num_experts=moe.num_experts
+            assignments,
+            moe.capacity,
+            sequence_length=length,
+            num_experts=moe.num_experts,
+            num_free=moe.num_routed - moe.num_experts,
         )
-        kept = loads(assignments.expert_ids, moe.num_experts).astype(jnp.float32)
+        kept = loads(assignments.expert_ids, moe.num_routed).astype(jnp.float32)
         statistics = dataclasses.replace(statistics, kept=kept)
+    extra = statistics.extra
+    for balancer in of_statistics(moe.balancers):
+        extra = extra | balancer.observe(output, inputs)
+    return assignments, dataclasses.replace(statistics, extra=extra)
 
-    def experts(rows: Array, group_sizes: Array) -> Array:
-        kernel = layer.execution.kernels.grouped_swiglu
-        return apply_experts(rows, group_sizes, given["weights"], kernel)
 
-    y = expert_parallel(
-        tokens,
+def _with_computation(assignments: Assignments, num_experts: int) -> Assignments:
+    """Only those whose expert computes: the others become empty, and never enter dispatch."""
+    is_computed = assignments.expert_ids < num_experts
+    return dataclasses.replace(
         assignments,
-        experts,
-        num_experts=moe.num_experts,
-        config=layer.execution.dispatcher,
+        expert_ids=jnp.where(is_computed, assignments.expert_ids, num_experts),
+        gates=jnp.where(is_computed, assignments.gates, 0.0),
     )
-    if batch_axes:
-        statistics = jax.tree.map(lambda leaf: jax.lax.psum(leaf, batch_axes), statistics)
-    return y.reshape(batch, length, width), statistics
+
+
+def _read_slots(tokens: Float[Array, "T D"], slots: Slots) -> Float[Array, "R D"]:
+    """The mixtures of tokens that the experts read, sequence by sequence."""
+    groups, length, number = slots.dispatch.shape
+    x = tokens.astype(jnp.float32).reshape(groups, length, -1)
+    mixed = jnp.einsum("gsp,gsd->gpd", slots.dispatch, x, preferred_element_type=jnp.float32)
+    return mixed.reshape(groups * number, -1).astype(tokens.dtype)  # G*P, D
+
+
+def _write_slots(rows: Float[Array, "R D"], slots: Slots) -> Float[Array, "T D"]:
+    """The mixtures of the experts' outputs that the tokens receive."""
+    groups, length, number = slots.combine.shape
+    y = rows.astype(jnp.float32).reshape(groups, number, -1)
+    mixed = jnp.einsum("gsp,gpd->gsd", slots.combine, y, preferred_element_type=jnp.float32)
+    return mixed.reshape(groups * length, -1).astype(rows.dtype)  # T, D

@@ -21,6 +21,7 @@ from jaxmoe.routing import (
     RouterZConfig,
     SoftmaxTopKConfig,
 )
+from jaxmoe.routing.composition import check_parts
 
 
 def _positive(config: object, *fields: str) -> None:
@@ -50,6 +51,8 @@ class AttentionConfig:
     """Positions a query sees, itself included; all earlier ones when None."""
     softcap: float | None = None
     """Logits become softcap * tanh(logits / softcap); off when None."""
+    is_causal: bool = True
+    """A token sees no later one; masked diffusion needs it to."""
 
     def __post_init__(self):
         _positive(self, "num_heads", "num_kv_heads", "head_dim", "rope_theta")
@@ -64,6 +67,38 @@ class AttentionConfig:
             raise ValueError(f"attention.window={self.window} must be at least 1, or None for all")
         if self.softcap is not None and self.softcap <= 0:
             raise ValueError(f"attention.softcap={self.softcap} must be above 0, or None for off")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ZeroComputationConfig:
+    """Experts that cost nothing: they return nothing, their input, or a trained vector.
+
+    Source: MoE++ (arXiv 2410.07348, section 3.1).
+    """
+
+    num_zero: int = 1
+    """Return 0."""
+    num_copy: int = 1
+    """Return their input."""
+    num_constant: int = 2
+    """Return a mixture of their input and a vector of their own."""
+
+    def __post_init__(self):
+        for field in ("num_zero", "num_copy", "num_constant"):
+            if getattr(self, field) < 0:
+                raise ValueError(
+                    f"zero_computation.{field}={getattr(self, field)} must be 0 or more"
+                )
+        if not self.total:
+            raise ValueError(
+                "zero_computation without any expert: set it to None, or one of num_zero, num_copy"
+                " and num_constant above 0"
+            )
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.num_zero + self.num_copy + self.num_constant
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,6 +121,8 @@ class MoEConfig:
     """Losses that keep the load even and the logits small."""
     capacity: CapacityConfig | None = None
     """Limit per expert; dropless when None."""
+    zero_computation: ZeroComputationConfig | None = None
+    """Further experts that the router may choose, which compute nothing; not in num_experts."""
 
     def __post_init__(self):
         _positive(self, "num_experts", "top_k", "expert_dim")
@@ -98,6 +135,14 @@ class MoEConfig:
         names = [balancer.name for balancer in self.balancers]
         if len(set(names)) != len(names):
             raise ValueError(f"moe.balancers names one balancer twice: {', '.join(names)}")
+        # Whatever the router has to say of the sizes it says here, and not at the first step.
+        self.router.build(num_experts=self.num_routed, top_k=self.top_k, embed_dim=1)
+        check_parts(self)
+
+    @property
+    def num_routed(self) -> int:
+        """Experts that the router chooses from, those without computation last."""
+        return self.num_experts + (self.zero_computation.total if self.zero_computation else 0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -150,6 +195,12 @@ class ModelConfig:
             )
         if tuple(sorted(set(self.dense_layers))) != self.dense_layers:
             raise ValueError(f"model.dense_layers={self.dense_layers} must ascend without repeats")
+        if self.moe and self.attention.is_causal and not self.moe.router.traits.is_causal:
+            raise ValueError(
+                f"model.moe.router={self.moe.router.name} lets later tokens decide about earlier"
+                " ones, and model.attention.is_causal=True promises that they do not: train it by"
+                " masked diffusion with model.attention.is_causal=False, or take another router"
+            )
 
     @property
     def stacks(self) -> tuple[Stack, ...]:

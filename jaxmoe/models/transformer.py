@@ -10,6 +10,7 @@ The same call runs with no mesh, inside a user's Auto mesh, and on a mesh of `sh
 from __future__ import annotations
 
 import typing
+from collections.abc import Mapping
 from typing import Any, cast
 
 import jax
@@ -20,13 +21,15 @@ from jaxtyping import Array, Float, Int
 
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.attention import KVCache
-from jaxmoe.layers.block import LayerInputs, TokenInputs, stack_of_blocks
+from jaxmoe.layers.block import LayerInputs, Stream, TokenInputs, stack_of_blocks
 from jaxmoe.layers.embedding import Embedding, Head, output_logits
 from jaxmoe.layers.moe import build_router
 from jaxmoe.layers.norms import RMSNorm
 from jaxmoe.models.config import ModelConfig, Stack
 from jaxmoe.routing import RouterStatistics
+from jaxmoe.routing.balancers import of_statistics
 from sharding import axes as ax
+from sharding.constrain import Placement
 
 
 # Not checked at run time: tree functions also fill records with shapes, specs and tracers.
@@ -66,6 +69,8 @@ class Transformer(nn.Module):
         cache: KVCache | None = None,
         train: bool = False,
         key: Array | None = None,
+        row_ids: Int[Array, " B"] | None = None,
+        context: Mapping[str, Array] | None = None,
         has_logits: bool = True,
     ) -> Output:
         """Logits of the next token at every position.
@@ -79,6 +84,9 @@ class Transformer(nn.Module):
             cache: keys and values of earlier tokens; needs `positions`.
             train: routers may behave otherwise in training.
             key: for routers with noise.
+            row_ids: number of each row in the batch of the step, so that a router's noise does not
+                depend on how the batch was cut; arange when None.
+            context: further [B S] arrays for routers, by name (`mask_ratio`).
             has_logits: False leaves the logits out, for a loss that applies the head itself.
         """
         model, execution = self.model, self.execution
@@ -92,25 +100,33 @@ class Transformer(nn.Module):
         x = x * jnp.asarray(model.multipliers.embedding, dtype)
 
         mask = jnp.ones_like(tokens, dtype=bool) if segment_ids is None else segment_ids != 0
-        about = TokenInputs(positions=positions, segment_ids=segment_ids, token_mask=mask)
+        about = TokenInputs(
+            positions=positions,
+            segment_ids=segment_ids,
+            token_mask=mask,
+            context=_router_context(tokens, row_ids, context, placement),
+        )
         if router_state is None:
             router_state = initial_router_state(model)
-        statistics, caches = [], []
+        flow = Stream(x=x, router_logits=_no_router_logits(model, x, placement))
+        outputs = []
         for stack in model.stacks:
             given = _layer_inputs(model, stack, router_state, cache, key)
-            x, outputs = stack_of_blocks(model, execution, stack, train=train)(x, given, about)
-            statistics.append(outputs.statistics)
-            caches.append(outputs.cache)
+            flow, output = stack_of_blocks(model, execution, stack, train=train)(flow, given, about)
+            outputs.append(output)
+        x = flow.x
         x = RMSNorm(model.embed_dim, model.norm_epsilon, name="final_norm")(x)
         weight = table.T if model.has_tied_embeddings else Head(model, name="head")()
-        summed = _concatenate([part for part in statistics if part is not None])
+        summed = _concatenate([o.statistics for o in outputs if o.statistics is not None])
+        coupling = _concatenate([o.losses for o in outputs if o.losses]) or {}
         return Output(
             logits=output_logits(x, weight, model, execution) if has_logits else None,
-            losses=balance_losses(model, summed),
+            losses=balance_losses(model, summed)
+            | {name: jnp.sum(values) for name, values in coupling.items()},
             statistics=summed,
             router_state=router_state,
             hidden=x,
-            cache=None if cache is None else _concatenate(caches),
+            cache=None if cache is None else _concatenate([o.cache for o in outputs]),
         )
 
 
@@ -129,7 +145,7 @@ def forward(
 def balance_losses(
     model: ModelConfig, statistics: RouterStatistics | None
 ) -> dict[str, Float[Array, ""]]:
-    """The weighted loss of each balancer; none for a dense model.
+    """The weighted loss of each balancer of the statistics; none for a dense model.
 
     Args:
         model: whose balancers are meant.
@@ -137,7 +153,11 @@ def balance_losses(
     """
     if model.moe is None or statistics is None:
         return {}
-    return {balancer.name: balancer.loss(statistics) for balancer in model.moe.balancers}
+    num_free = model.moe.num_routed - model.moe.num_experts
+    return {
+        balancer.name: balancer.loss(statistics, num_free=num_free)
+        for balancer in of_statistics(model.moe.balancers)
+    }
 
 
 def initial_router_state(model: ModelConfig) -> Any:
@@ -171,7 +191,32 @@ def _layer_inputs(
         state = jax.tree.map(lambda leaf: leaf[before:end], router_state)
     keys = None if key is None else jax.random.split(key, model.num_layers)[first:last]
     part = jax.tree.map(lambda leaf: leaf[first:last], cache)
-    return LayerInputs(router_state=state, cache=part, key=keys)
+    number = before + jnp.arange(stack.num_layers, dtype=jnp.int32)
+    return LayerInputs(router_state=state, cache=part, key=keys, moe_layer=number)
+
+
+def _router_context(
+    tokens: Int[Array, "B S"],
+    row_ids: Int[Array, " B"] | None,
+    context: Mapping[str, Array] | None,
+    placement: Placement,
+) -> dict[str, Array]:
+    """The [B S] arrays that every router may look at: see `RouterInputs.context`."""
+    rows, length = tokens.shape
+    row_ids = jnp.arange(rows, dtype=jnp.int32) if row_ids is None else row_ids
+    index = row_ids[:, None] * jnp.int32(length) + jnp.arange(length, dtype=jnp.int32)[None, :]
+    arrays = {"tokens": tokens, "index": index, **(context or {})}
+    return {
+        name: placement.place(array, (ax.ACT_BATCH, ax.ACT_SEQ)) for name, array in arrays.items()
+    }
+
+
+def _no_router_logits(model: ModelConfig, x: Array, placement: Placement) -> Array | None:
+    """Zeros before the first MoE layer, for routers that carry logits."""
+    if model.moe is None or not model.moe.router.traits.carries_logits:
+        return None
+    zeros = jnp.zeros((*x.shape[:2], model.moe.num_routed), jnp.float32)
+    return placement.place(zeros, (ax.ACT_BATCH, ax.ACT_SEQ, None))
 
 
 def _concatenate(parts: list[Any]) -> Any:

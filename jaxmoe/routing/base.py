@@ -15,6 +15,7 @@ To add a router: see `jaxmoe/routing/__init__.py`.
 
 from __future__ import annotations
 
+import dataclasses
 import typing
 from typing import Any, Protocol, runtime_checkable
 
@@ -24,6 +25,36 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxmoe.parameters import Declaration
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Traits:
+    """What the rest of the library must know of a router; a property of its config."""
+
+    is_causal: bool = True
+    """In evaluation a token's experts and gates depend on no later token."""
+    sees_others: bool = False
+    """In training they depend on the other tokens of a scope, later ones included."""
+    has_own_gates: bool = False
+    """The scores are the gates: only the gate `softmax`, which takes them as they are, fits."""
+    has_own_load: bool = False
+    """The load is even by construction: capacity and balance losses are refused."""
+    carries_logits: bool = False
+    """Reads the logits of the previous MoE layer and hands its own on."""
+    needs_key: bool = False
+    """Draws random numbers in training."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Extent:
+    """Where the tokens that a router is given stand in the batch; see `scopes.py`."""
+
+    sequence_length: int | None = None
+    """Positions of one sequence held here; None: all tokens given are one sequence."""
+    sequence_axes: tuple[str, ...] = ()
+    """Mesh axes over which the positions of one sequence are spread."""
+    batch_axes: tuple[str, ...] = ()
+    """Mesh axes over which the sequences are spread."""
 
 
 # Records are not checked at run time: tree functions also fill them with shapes and specs.
@@ -56,7 +87,11 @@ class RouterInputs:
     previous_logits: Float[Array, "T E"] | None = None
     """Logits of the previous MoE layer, for routers that carry them."""
     context: dict[str, Array] = struct.field(default_factory=dict)
-    """Anything else, by name (step, layer, mask ratio)."""
+    """Anything else, by name: `tokens [T] i32`, their ids in the vocabulary; `index [T] i32`, the
+    number of each token in the whole batch, the same on every mesh and under accumulation; `layer
+    [] i32`, counted over MoE layers; `mask_ratio [T] f32` in masked diffusion."""
+    extent: Extent = struct.field(pytree_node=False, default=Extent())
+    """Where these tokens stand in the batch."""
 
 
 @typing.no_type_check
@@ -79,9 +114,23 @@ class RouterStatistics:
     """Sum of the squared logsumexp of the logits; differentiable."""
     entropy_sum: Float[Array, "*L"]
     """Sum of the entropy of the probabilities, nats; no gradient."""
+    extra: dict[str, Array] = struct.field(default_factory=dict)
+    """What a router's `update`, a balancer or detailed telemetry needs beyond, by name; additive
+    like the rest."""
 
     def __add__(self, other: RouterStatistics) -> RouterStatistics:
         return jax.tree.map(jnp.add, self, other)
+
+
+@typing.no_type_check
+@struct.dataclass
+class Slots:
+    """Mixtures of tokens that experts read in place of tokens, within each sequence."""
+
+    dispatch: Float[Array, "G S P"]
+    """Weight of token s in slot p of sequence g."""
+    combine: Float[Array, "G S P"]
+    """Weight of slot p's output in token s."""
 
 
 @typing.no_type_check
@@ -98,6 +147,8 @@ class RouterOutput:
     """Sums over the tokens given, this device's only."""
     carry: Float[Array, "T E"] | None = None
     """What the next MoE layer receives as `previous_logits`."""
+    slots: Slots | None = None
+    """For routers whose experts read mixtures of tokens: `selection.token_ids` then are slots."""
 
 
 @runtime_checkable

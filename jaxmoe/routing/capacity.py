@@ -4,11 +4,17 @@
 
     C = ceil(factor * S * K / E)      per row of the batch (scope "sequence") and expert
 
+and with Z experts that compute nothing beside the E that do, whose share is less by tau:
+
+    C = ceil(factor * tau * S * K / (tau * E + Z)),   C_free = ceil(factor * S * K / (tau * E + Z))
+
 What exceeds C is dropped: its gate becomes 0, its slot empty, and it is counted. The remaining
 gates are not renormalized. The scope is a row of the batch, so neither the mesh nor the number of
 micro-batches changes what is dropped. Without a capacity (the default) nothing is dropped.
 
-Source: GShard (arXiv 2006.16668, section 2.2) for `position`; Megatron-LM's "probs" for `gate`.
+Sources: GShard (arXiv 2006.16668, section 2.2) for `position`; Megatron-LM's "probs" for `gate`;
+MoE++ (arXiv 2410.07348, eq. 8) for the second form, whose printed sum holds one assignment of each
+token and not K: K is ours.
 """
 
 from __future__ import annotations
@@ -33,6 +39,9 @@ class CapacityConfig:
     """Capacity over the fair load; E / top_k and above drops nothing."""
     keep: Literal["gate", "position"] = "gate"
     """Which assignments an overfull expert keeps: those of largest gate, or the first."""
+    computing_share: float = 1.0
+    """tau, load meant for an expert that computes over that for one that does not; only where
+    there is zero_computation."""
     scope: Literal["sequence"] = "sequence"
     """Assignments that compete for one capacity: those of one row of the batch."""
 
@@ -40,15 +49,39 @@ class CapacityConfig:
         if not 0.0 < self.factor < float("inf"):
             raise ValueError(f"capacity.factor={self.factor} must be finite and above 0")
 
-    def rows(self, sequence_length: int, top_k: int, num_experts: int) -> int:
-        """C, the capacity of one expert in one sequence."""
-        # The factor as it was written: 1.1 in binary is a little more, and would round up.
-        factor = fractions.Fraction(repr(self.factor))
-        return math.ceil(factor * sequence_length * top_k / num_experts)
+        if not 0.0 < self.computing_share < float("inf"):
+            raise ValueError(
+                f"capacity.computing_share={self.computing_share} must be finite and above 0"
+            )
+
+    def rows(self, sequence_length: int, top_k: int, num_experts: int, *, num_free: int = 0) -> int:
+        """C, the capacity of one expert that computes, in one sequence."""
+        share = self._share(sequence_length, top_k, num_experts, num_free)
+        return math.ceil(share * _as_written(self.computing_share))
+
+    def free_rows(self, sequence_length: int, top_k: int, num_experts: int, num_free: int) -> int:
+        """The capacity of one expert without computation, in one sequence."""
+        return math.ceil(self._share(sequence_length, top_k, num_experts, num_free))
+
+    def _share(
+        self, sequence_length: int, top_k: int, num_experts: int, num_free: int
+    ) -> fractions.Fraction:
+        experts = _as_written(self.computing_share) * num_experts + num_free
+        return _as_written(self.factor) * sequence_length * top_k / experts
+
+
+def _as_written(number: float) -> fractions.Fraction:
+    """1.1 in binary is a little more than 1.1, and would round up."""
+    return fractions.Fraction(repr(number))
 
 
 def limit(
-    assignments: Assignments, config: CapacityConfig, *, sequence_length: int, num_experts: int
+    assignments: Assignments,
+    config: CapacityConfig,
+    *,
+    sequence_length: int,
+    num_experts: int,
+    num_free: int = 0,
 ) -> Assignments:
     """Empties the slots that exceed the capacity of their expert in their sequence.
 
@@ -56,7 +89,8 @@ def limit(
         assignments: token-major, whole sequences one after the other.
         config: factor and policy.
         sequence_length: S, tokens of a sequence.
-        num_experts: E.
+        num_experts: E, experts that compute.
+        num_free: Z, experts after them that do not.
 
     Raises:
         ValueError: the assignments are not token-major.
@@ -64,7 +98,11 @@ def limit(
     if assignments.top_k is None:
         raise ValueError("capacity needs token-major assignments: this router sets its own load")
     slots = sequence_length * assignments.top_k
-    capacity = config.rows(sequence_length, assignments.top_k, num_experts)
+    sizes = (sequence_length, assignments.top_k, num_experts)
+    capacity = jnp.full((num_experts,), config.rows(*sizes, num_free=num_free), jnp.int32)
+    if num_free:
+        free = jnp.full((num_free,), config.free_rows(*sizes, num_free), jnp.int32)
+        capacity = jnp.concatenate([capacity, free])
     ids = assignments.expert_ids.reshape(-1, slots)  # sequences, S*K
     if config.keep == "gate":
         order = -jax.lax.stop_gradient(assignments.gates).reshape(-1, slots)
@@ -73,17 +111,18 @@ def limit(
     is_kept = jax.vmap(lambda i, o: _first(i, o, capacity))(ids, order).reshape(-1)
     return dataclasses.replace(
         assignments,
-        expert_ids=jnp.where(is_kept, assignments.expert_ids, num_experts),
+        expert_ids=jnp.where(is_kept, assignments.expert_ids, num_experts + num_free),
         gates=jnp.where(is_kept, assignments.gates, 0.0),
     )
 
 
 def _first(
-    expert_ids: Int[Array, " A"], order: Float[Array, " A"], capacity: int
+    expert_ids: Int[Array, " A"], order: Float[Array, " A"], capacity: Int[Array, " E"]
 ) -> Bool[Array, " A"]:
-    """Whether each slot is among the first `capacity` of its expert by `order`, ties by slot."""
+    """Whether each slot is among the first of its expert by `order`, ties by slot."""
     slots = jnp.arange(expert_ids.shape[0], dtype=jnp.int32)
     sorted_ids, _, by_expert = jax.lax.sort((expert_ids, order, slots), num_keys=2, is_stable=True)
     first_of_expert = jnp.searchsorted(sorted_ids, sorted_ids, side="left").astype(jnp.int32)
     rank = slots - first_of_expert
-    return (rank < capacity)[jnp.argsort(by_expert)]
+    is_kept = rank < capacity.at[sorted_ids].get(mode="fill", fill_value=0)
+    return is_kept[jnp.argsort(by_expert)]

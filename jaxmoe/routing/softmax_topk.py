@@ -8,7 +8,7 @@
 
 The chosen experts are the same; ties go to the lower expert id. Renormalising `before` over the K
 is `after` exactly, and is the business of the gate. With K = 1 `after` is the constant 1 and the
-language-model loss gives the router no gradient.
+language-model loss gives the router no gradient. A selection bias is added to softmax_E(z).
 
 Sources: Switch Transformers (arXiv 2101.03961, section 2.1), Mixtral (arXiv 2401.04088, section
 2.1).
@@ -17,21 +17,23 @@ Sources: Switch Transformers (arXiv 2101.03961, section 2.1), Mixtral (arXiv 240
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array
 
-from jaxmoe.parameters import Declaration, draw
-from jaxmoe.routing.base import (
-    RouterInputs,
-    RouterOutput,
-    RouterStatistics,
-    sum_statistics,
-    token_major,
+from jaxmoe.parameters import Declaration
+from jaxmoe.routing.base import RouterInputs, Traits
+from jaxmoe.routing.biases import BiasConfig
+from jaxmoe.routing.groups import GroupLimitConfig
+from jaxmoe.routing.token_choice import (
+    Scored,
+    TokenChoice,
+    check_jitter,
+    linear_declarations,
+    linear_logits,
+    traits_of,
 )
-from sharding import axes as ax
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,64 +44,45 @@ class SoftmaxTopKConfig:
 
     softmax: Literal["before", "after"] = "before"
     """Softmax over all experts before the choice, or over the chosen ones after it."""
-
-    def build(self, *, num_experts: int, top_k: int, embed_dim: int) -> SoftmaxTopK:
-        """The router for these sizes."""
-        return SoftmaxTopK(self, num_experts, top_k, embed_dim)
-
-
-@dataclasses.dataclass(frozen=True)
-class SoftmaxTopK:
-    """`SoftmaxTopKConfig` with its sizes."""
-
-    config: SoftmaxTopKConfig
-    num_experts: int
-    top_k: int
-    embed_dim: int
+    bias: BiasConfig | None = None
+    """Added to the probabilities for the choice alone."""
+    groups: GroupLimitConfig | None = None
+    """Limits a token's experts to few groups of neighbours."""
+    jitter: float = 0.0
+    """In training the input is multiplied by uniform numbers in 1 - jitter to 1 + jitter."""
 
     def __post_init__(self):
-        if not 1 <= self.top_k <= self.num_experts:
-            raise ValueError(
-                f"top_k={self.top_k} must lie between 1 and num_experts={self.num_experts}"
-            )
+        check_jitter(self.jitter)
 
-    def declarations(self) -> dict[str, Declaration]:
-        """One matrix, without bias."""
-        weight = Declaration(
-            shape=(self.embed_dim, self.num_experts),
-            axes=(ax.EMBED, ax.ROUTER_OUT),
-            role="router",
-        )
-        return {"weight": weight}
+    @property
+    def traits(self) -> Traits:
+        """Causal; draws numbers only for jitter."""
+        return traits_of(self.bias, self.jitter)
 
-    def init(self, key: Array) -> tuple[dict[str, Array], Any]:
-        """Random weights; no state."""
-        return draw(self.declarations(), key), {}
+    def build(self, *, num_experts: int, top_k: int, embed_dim: int) -> TokenChoice:
+        """The router for these sizes."""
+        return TokenChoice(self, num_experts, top_k, embed_dim)
 
-    def route(
+    def declarations(self, *, num_experts: int, embed_dim: int) -> dict[str, Declaration]:
+        """One matrix."""
+        return linear_declarations(num_experts=num_experts, embed_dim=embed_dim)
+
+    def score(
         self,
         params: dict[str, Array],
-        state: Any,
         inputs: RouterInputs,
         *,
+        top_k: int,
         train: bool,
         key: Array | None,
-    ) -> RouterOutput:
-        """The K best experts of each token; deterministic, so `train` and `key` change nothing."""
-        del state, train, key
-        x, weight = inputs.x.astype(jnp.float32), params["weight"].astype(jnp.float32)
-        logits = jnp.einsum("td,de->te", x, weight, preferred_element_type=jnp.float32)
-        chosen, expert_ids = jax.lax.top_k(logits, self.top_k)
-        if self.config.softmax == "before":
-            scores = chosen - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-        else:
-            scores = jax.nn.log_softmax(chosen, axis=-1)
-        selection = token_major(expert_ids, scores, inputs.token_mask, self.num_experts)
-        probs = jax.nn.softmax(logits, axis=-1)
-        statistics = sum_statistics(logits, probs, selection.expert_ids, inputs.token_mask)
-        return RouterOutput(selection=selection, logits=logits, probs=probs, statistics=statistics)
-
-    def update(self, state: Any, statistics: RouterStatistics, step: Array) -> Any:
-        """Nothing to keep."""
-        del statistics, step
-        return state
+    ) -> Scored:
+        """Softmax over all experts; over the chosen ones once they are."""
+        del top_k
+        logits = linear_logits(params, inputs, jitter=self.jitter, train=train, key=key)
+        return Scored(
+            logits=logits,
+            log_scores=jax.nn.log_softmax(logits, axis=-1),
+            probs=jax.nn.softmax(logits, axis=-1),
+            preference=logits,
+            is_over_chosen=self.softmax == "after",
+        )

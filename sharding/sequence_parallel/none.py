@@ -33,9 +33,10 @@ def attend_whole_sequences(
     window: int | None,
     softcap: float | None,
     scale: float | None,
+    is_causal: bool = True,
     implementation: Implementation | None,
 ) -> Float[Array, "B S N H"]:
-    """Causal attention on the local shards of batch and heads.
+    """Attention on the local shards of batch and heads.
 
     Args:
         q: queries.
@@ -48,6 +49,7 @@ def attend_whole_sequences(
         window: how many positions back a query sees, itself included; None: all.
         softcap: logits become softcap * tanh(logits / softcap).
         scale: factor on the logits; 1/sqrt(H) when None.
+        is_causal: a query sees no later key.
         implementation: of the kernel.
     """
     heads = (ax.ACT_BATCH, None, ax.ACT_HEADS, None)
@@ -62,6 +64,7 @@ def attend_whole_sequences(
             q,
             k,
             v,
+            causal=is_causal,
             q_positions=q_positions,
             kv_positions=given.get("kv_positions", q_positions),
             q_segment_ids=segments,

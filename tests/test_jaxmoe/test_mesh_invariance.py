@@ -18,7 +18,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.embedding import head_weight
-from jaxmoe.layers.moe import MoE
+from jaxmoe.layers.moe import MoE, RoutingInputs
 from jaxmoe.models.initialize import init_params, parameter_table
 from jaxmoe.models.transformer import Transformer
 from jaxmoe.routing import GATES, CapacityConfig, SoftmaxTopKConfig, SqrtGateConfig
@@ -190,7 +190,11 @@ def layer_values(moe):
 def apply_layer(moe, params, x, token_mask, execution=ON_ONE):
     model = dataclasses.replace(TINY, moe=moe, num_layers=1)
     layer = MoE(model, moe, execution, train=True)
-    return layer.apply({"params": params}, x, token_mask, token_mask.astype(jnp.int32), {}, None)
+    routing = RoutingInputs(
+        token_mask=token_mask, segment_ids=token_mask.astype(jnp.int32), router_state={}
+    )
+    y, outputs = layer.apply({"params": params}, x, routing)
+    return y, outputs.statistics
 
 
 @pytest.mark.parametrize("moe", LAYERS.values(), ids=LAYERS)

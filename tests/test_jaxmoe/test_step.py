@@ -23,7 +23,7 @@ from jaxmoe.models.transformer import initial_router_state
 from jaxmoe.optim import AdamWConfig, LinearConfig
 from jaxmoe.precision import PrecisionPolicy
 from jaxmoe.routing import SoftmaxTopKConfig
-from jaxmoe.routing.softmax_topk import SoftmaxTopK
+from jaxmoe.routing.token_choice import TokenChoice
 from jaxmoe.training import step as step_module
 from jaxmoe.training.state import TrainState, init_state
 from jaxmoe.training.step import Gradients, accumulate, make_train_step
@@ -51,7 +51,7 @@ class CountingConfig(SoftmaxTopKConfig):
 
 
 @dataclasses.dataclass(frozen=True)
-class Counting(SoftmaxTopK):
+class Counting(TokenChoice):
     def init(self, key):
         params, _ = super().init(key)
         loads = jnp.zeros((self.num_experts,), jnp.float32)

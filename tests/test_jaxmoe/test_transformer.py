@@ -14,14 +14,14 @@ import numpy as np
 import pytest
 
 from jaxmoe.execution import ExecutionConfig
-from jaxmoe.layers.block import Block, LayerInputs, TokenInputs
+from jaxmoe.layers.block import Block, LayerInputs, Stream, TokenInputs
 from jaxmoe.layers.embedding import output_logits
 from jaxmoe.layers.norms import rms_norm
 from jaxmoe.models.config import AttentionConfig, ForwardMultipliers, ModelConfig, MoEConfig
 from jaxmoe.models.initialize import parameter_table
 from jaxmoe.models.transformer import Transformer, initial_router_state
 from jaxmoe.routing import SoftmaxTopKConfig, SqrtGateConfig
-from jaxmoe.routing.softmax_topk import SoftmaxTopK
+from jaxmoe.routing.token_choice import TokenChoice
 from tests.support.tolerances import assert_close
 
 LENGTH, VOCAB = 8, 32
@@ -279,15 +279,17 @@ def test_scan_equals_a_loop(plain):
         positions=jnp.asarray(POSITIONS),
         segment_ids=jnp.asarray(SEGMENT_IDS),
         token_mask=jnp.asarray(SEGMENT_IDS != 0),
+        context={},
     )
     block = Block(PLAIN, ExecutionConfig(), is_moe=True, train=False)
-    apply = jax.jit(lambda weights, x, about: block.apply({"params": weights}, x, *about))
-    x, counts = jnp.asarray(params["embedding"]["weight"])[TOKENS], []
+    apply = jax.jit(lambda weights, flow, about: block.apply({"params": weights}, flow, *about))
+    flow, counts = Stream(x=jnp.asarray(params["embedding"]["weight"])[TOKENS]), []
     for layer in range(PLAIN.num_layers):
         weights = jax.tree.map(lambda w, i=layer: w[i], params["moe_blocks_0"])
-        x, outputs = apply(weights, x, (LayerInputs(router_state={}, cache=None, key=None), about))
+        given = LayerInputs(router_state={}, cache=None, key=None, moe_layer=jnp.int32(layer))
+        flow, outputs = apply(weights, flow, (given, about))
         counts.append(outputs.statistics.counts)
-    x = rms_norm(x, jnp.asarray(params["final_norm"]["gain"]), PLAIN.norm_epsilon)
+    x = rms_norm(flow.x, jnp.asarray(params["final_norm"]["gain"]), PLAIN.norm_epsilon)
     head = jnp.asarray(params["head"]["weight"])
     wanted = plain(params, TOKENS, POSITIONS, SEGMENT_IDS)[0][1]
     assert_close(output_logits(x, head, PLAIN, ExecutionConfig()), wanted.logits, kind="end_to_end")
@@ -314,7 +316,7 @@ class BiasedConfig(SoftmaxTopKConfig):
 
 
 @dataclasses.dataclass(frozen=True)
-class Biased(SoftmaxTopK):
+class Biased(TokenChoice):
     def init(self, key):
         params, _ = super().init(key)
         return params, {"bias": jnp.zeros((self.num_experts,), jnp.float32)}

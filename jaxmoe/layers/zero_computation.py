@@ -1,0 +1,91 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Experts without computation: they take part in routing and cost (almost) nothing.
+
+    zero        0
+    copy        x
+    constant j  a_1 x + a_2 v_j,   [a_1, a_2] = softmax(W_j x)
+
+They are numbered after the E experts that compute: zero, copy, constant. Every device has them all,
+so that their assignments are served where the token is.
+
+Source: MoE++ (arXiv 2410.07348, section 3.1).
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from jaxtyping import Array, Float
+
+from jaxmoe.models.config import MoEConfig
+from jaxmoe.parameters import Declaration, declare
+from sharding import axes as ax
+from sharding.assignments import Assignments
+
+
+class ZeroComputationExperts(nn.Module):
+    """The parameters of the constant experts."""
+
+    embed_dim: int
+    moe: MoEConfig
+
+    @nn.compact
+    def __call__(self) -> dict[str, Array]:
+        """`constants [Z D]` and `mix [D Z 2]`, f32; nothing where there is no constant expert."""
+        free = self.moe.zero_computation
+        if free is None or not free.num_constant:
+            return {}
+        number = free.num_constant
+        constants = Declaration(
+            shape=(number, self.embed_dim), axes=(ax.CONSTANTS, ax.EMBED), role="constant"
+        )
+        mix = Declaration(
+            shape=(self.embed_dim, number, 2),
+            axes=(ax.EMBED, ax.CONSTANTS, ax.GATE_UP),
+            role="constant_mix",
+            matrix=((-3,), (-2, -1)),
+        )
+        return {
+            "constants": declare(self, "constants", constants),
+            "mix": declare(self, "mix", mix),
+        }
+
+
+def apply_zero_computation(
+    x: Float[Array, "T D"],
+    assignments: Assignments,
+    params: dict[str, Array],
+    moe: MoEConfig,
+) -> Float[Array, "T D"]:
+    """The gated sum of what these experts return for each token.
+
+    Args:
+        x: the tokens.
+        assignments: token-major, of all experts; those with computation are passed over.
+        params: as from `ZeroComputationExperts`.
+        moe: with `zero_computation`.
+
+    Raises:
+        ValueError: the assignments are not token-major.
+    """
+    free = moe.zero_computation
+    if free is None or assignments.top_k is None:
+        raise ValueError("zero_computation needs a router in which tokens choose experts")
+    first = moe.num_experts + free.num_zero
+    ids = assignments.expert_ids.reshape(-1, assignments.top_k, 1)  # T, K
+    wanted = first + jnp.arange(free.num_copy + free.num_constant, dtype=ids.dtype)
+    gates_TK = assignments.gates.reshape(-1, assignments.top_k, 1)
+    gates = jnp.sum(jnp.where(ids == wanted, gates_TK, 0.0), axis=1)  # T, copy and constant
+    wide = x.astype(jnp.float32)
+    of_input = gates[:, : free.num_copy].sum(-1)
+    y = jnp.zeros_like(wide)
+    if free.num_constant:
+        logits = jnp.einsum("td,dzc->tzc", wide, params["mix"], preferred_element_type=jnp.float32)
+        shares = jax.nn.softmax(logits, axis=-1) * gates[:, free.num_copy :, None]
+        of_input = of_input + shares[:, :, 0].sum(-1)
+        y = jnp.einsum(
+            "tz,zd->td", shares[:, :, 1], params["constants"], preferred_element_type=jnp.float32
+        )
+    return (y + of_input[:, None] * wide).astype(x.dtype)

@@ -1,0 +1,134 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Load-balancing loss of one layer, over the tokens whose statistics were summed:
+
+    L = E * sum_i f_i P_i,   f_i = counts_i / sum(counts),   P_i = prob_sum_i / num_tokens
+
+f carries no gradient. L is 1 for a uniform router: the unit of the whole library. It can be less
+where f and P are opposed. `conversions` gives the same number in the units of others.
+
+    global       f over the whole batch: all devices and all micro-batches; where there are several
+                 `jaxmoe.training.balance` says how
+    micro_batch  f over each micro-batch, all devices of it
+    sequence     f over each row of the batch, the mean over rows
+
+Sources: Switch Transformers (arXiv 2101.03961, eq. 4), global batch and why (arXiv 2501.11873),
+sequences DeepSeek-V3 (arXiv 2412.19437, section 2.1.2).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jaxmoe.routing.balancers.base import BalanceScope, check_coefficient
+from jaxmoe.routing.base import RouterInputs, RouterOutput, RouterStatistics
+from jaxmoe.routing.scopes import split_scopes, total
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class LoadBalanceConfig:
+    """Load-balancing loss, over the global batch by default."""
+
+    name: ClassVar[str] = "load_balance"
+    reads: ClassVar[Literal["statistics"]] = "statistics"
+    evens_load: ClassVar[bool] = True
+
+    coefficient: float = 0.01
+    """Weight in the loss; the unweighted value is 1.0 for a uniform router."""
+    scope: BalanceScope = "global"
+    """Tokens whose load is to be even: of the whole batch, of each micro-batch, or of each row."""
+
+    def __post_init__(self):
+        check_coefficient(self.name, self.coefficient)
+
+    def observe(self, output: RouterOutput, inputs: RouterInputs) -> dict[str, Array]:
+        """The loss of each row, summed, where that is the scope."""
+        return sequence_balance(output, inputs) if self.scope == "sequence" else {}
+
+    def loss(self, statistics: RouterStatistics, *, num_free: int = 0) -> Float[Array, ""]:
+        """Weighted, summed over layers."""
+        del num_free
+        if self.scope != "sequence":
+            return self.coefficient * jnp.sum(load_balance(statistics))
+        rows = jnp.maximum(statistics.extra["num_rows"], 1.0)
+        return self.coefficient * jnp.sum(statistics.extra["row_balance_sum"] / rows)
+
+
+def sequence_balance(output: RouterOutput, inputs: RouterInputs) -> dict[str, Array]:
+    """`row_balance_sum`, the loss of each row summed over rows, and `num_rows`, those not empty.
+
+    Args:
+        output: token-major, of these inputs.
+        inputs: whole rows, or rows whose positions are spread over `extent.sequence_axes`.
+    """
+    extent, num_experts = inputs.extent, output.probs.shape[1]
+    axes = extent.sequence_axes
+    mask = inputs.token_mask[:, None]
+    ids = output.selection.expert_ids.reshape(mask.shape[0], -1)  # T, K
+    experts = jnp.arange(num_experts, dtype=ids.dtype)
+    chosen = (ids[:, :, None] == experts).sum(1).astype(jnp.float32)
+    parts = (chosen, jnp.where(mask, output.probs, 0.0), mask.astype(jnp.float32))
+    counts, prob_sum, tokens = (
+        total(split_scopes(part, extent, "sequence").sum(1), axes) for part in parts
+    )
+    share = counts / jnp.maximum(counts.sum(-1, keepdims=True), 1.0)
+    values = num_experts * jnp.sum(
+        jax.lax.stop_gradient(share) * prob_sum / jnp.maximum(tokens, 1.0), axis=-1
+    )
+    # Every device of a row has the whole row's loss, and the statistics are summed over devices.
+    copies = total(jnp.ones((), jnp.float32), axes)
+    is_real = (tokens[:, 0] > 0.0).astype(jnp.float32)
+    return {"row_balance_sum": values.sum() / copies, "num_rows": is_real.sum() / copies}
+
+
+def load_balance(statistics: RouterStatistics) -> Float[Array, "*L"]:
+    """The load-balancing loss per layer, unweighted; 1.0 for a uniform router.
+
+    Args:
+        statistics: summed over the batch in question; may be stacked over layers.
+
+    Returns:
+        One number per layer; 0 when there is no real token.
+    """
+    counts = jax.lax.stop_gradient(statistics.counts)
+    share = counts / jnp.maximum(counts.sum(-1, keepdims=True), 1.0)
+    prob = statistics.prob_sum / jnp.maximum(statistics.num_tokens, 1.0)[..., None]
+    return counts.shape[-1] * jnp.sum(share * prob, axis=-1)
+
+
+def pool_layers(statistics: RouterStatistics) -> RouterStatistics:
+    """The statistics of all layers as if they were one, for losses that do not tell them apart.
+
+    Args:
+        statistics: summed over the batch in question; may be stacked over layers.
+    """
+    layers = tuple(range(statistics.num_tokens.ndim))
+    return jax.tree.map(lambda leaf: leaf.sum(layers), statistics)
+
+
+def conversions(value: float, *, top_k: int, pooled: float | None = None) -> dict[str, float]:
+    """The balance loss in other projects' units, before their coefficients.
+
+    Args:
+        value: ours, 1.0 for a uniform router: of one layer, or the mean over layers.
+        top_k: K.
+        pooled: ours of all layers taken as one, `load_balance(pool_layers(statistics))`; needed
+            for `huggingface` where there are several, and the same as `value` where there is one.
+
+    Returns:
+        `megatron` and `megablocks` count assignments as we do; Megatron adds the layers, as we do
+        in the loss, and MegaBlocks averages them. `huggingface` (transformers 5.23) takes the
+        tokens of all layers together, so that layers with opposite preferences look balanced, and
+        counts tokens, so that a uniform router has K: K * pooled.
+    """
+    return {
+        "jaxmoe": value,
+        "megatron": value,
+        "megablocks": value,
+        "huggingface": (value if pooled is None else pooled) * top_k,
+    }

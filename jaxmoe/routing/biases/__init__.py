@@ -1,0 +1,15 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Selection biases: what is added to the scores before the K best are chosen.
+
+To add a bias: a file with its config (see `base.SelectionBias`), the config into BiasConfig below,
+a row in BIAS_CASES of tests/test_jaxmoe/test_biases.py.
+"""
+
+from jaxmoe.configs import registry_of
+from jaxmoe.routing.biases.base import SelectionBias as SelectionBias
+from jaxmoe.routing.biases.loss_free import LossFreeConfig as LossFreeConfig
+
+BiasConfig = LossFreeConfig
+
+BIASES = registry_of(BiasConfig)

@@ -1,0 +1,63 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Which parts of a MoE layer go together, read off the router's traits.
+
+To add a rule: here, with both fields and the way out in its words, and a row in
+tests/test_jaxmoe/test_composition.py.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+
+class RoutingWarning(UserWarning):
+    """A combination of routing parts that runs, and does not do what one would expect of it."""
+
+
+def check_parts(moe: Any) -> None:
+    """Refuses parts of a MoE layer that contradict one another, and warns of those that idle.
+
+    Args:
+        moe: a `jaxmoe.models.config.MoEConfig`.
+
+    Raises:
+        ValueError: naming both fields and the way out.
+    """
+    router, traits = moe.router, moe.router.traits
+    if traits.has_own_gates and moe.gate.name != "softmax":
+        raise ValueError(
+            f"moe.router={router.name} defines its own gates, and moe.gate={moe.gate.name} would"
+            " replace them: set moe.gate to softmax, which takes the router's scores as they are"
+        )
+    if traits.has_own_load:
+        against = [balancer.name for balancer in moe.balancers if balancer.evens_load]
+        if against:
+            raise ValueError(
+                f"moe.balancers={', '.join(against)}: the router {router.name} evens the load by"
+                " itself, and the loss would pull against it: leave it out of moe.balancers"
+            )
+        if moe.capacity is not None:
+            raise ValueError(
+                f"moe.capacity: the router {router.name} sets the load of each expert itself:"
+                " leave moe.capacity out"
+            )
+    if moe.top_k == 1 and not traits.has_own_gates and not traits.has_own_load:
+        is_after = getattr(router, "softmax", "before") == "after"
+        if is_after or moe.gate.name in ("renormalized", "sqrt"):
+            field = "moe.router.softmax=after" if is_after else f"moe.gate={moe.gate.name}"
+            warnings.warn(
+                f"moe.top_k=1 with {field}: the only gate of a token is always 1, so the language"
+                " model's loss gives the router no gradient; use softmax before the choice with"
+                " moe.gate softmax",
+                RoutingWarning,
+                stacklevel=4,
+            )
+    if moe.capacity is not None and moe.capacity.factor < 1.0:
+        warnings.warn(
+            f"moe.capacity.factor={moe.capacity.factor} is below 1: even a perfectly even load"
+            " cannot be held, and tokens are dropped at every step",
+            RoutingWarning,
+            stacklevel=4,
+        )
