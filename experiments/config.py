@@ -18,6 +18,7 @@ from jaxmoe.optim import AdamWConfig, LinearConfig, OptimizerConfig, ScheduleCon
 from jaxmoe.scaling import ParameterizationConfig, StandardConfig
 from jaxmoe.tracking import TensorBoardConfig, TrackerConfig
 from jaxmoe.tracking.terminal import ConsoleKind
+from jaxmoe.training.balance import AccumulatedBalance
 
 FREE_FIELDS = ("run", "execution", "checkpoint", "tracking", "profile", "data.cache")
 """May change when a run is resumed: none of them changes the loss beyond rounding."""
@@ -47,6 +48,9 @@ class TrainingConfig:
     """Tokens of one sequence."""
     accumulation: int = 1
     """Micro-batches of one step."""
+    accumulated_balance: AccumulatedBalance = "buffer"
+    """Balance loss of the global batch over micro-batches: with the load seen so far, or exactly,
+    at the price of one more forward pass."""
     clip: float | None = 1.0
     """Largest global gradient norm; None does not clip."""
     max_skipped: int = 5

@@ -148,6 +148,7 @@ def _compile(assembly: Assembly, first_step: int, state: TrainState) -> Any:
         execution=assembly.execution,
         accumulation=plan.config.training.accumulation,
         clip=plan.config.training.clip,
+        accumulated_balance=plan.config.training.accumulated_balance,
     )
     return step_function.lower(state, assembly.batch(first_step)).compile()
 

@@ -9,8 +9,8 @@ The guard selects whole states with `where` and never multiplies by zero, so one
 square cannot leak into parameters, moments, optimiser counters or router state: they stay bitwise
 what they were. Only the counters move.
 
-With accumulation the cross-entropy is exactly that of the whole batch; a balancer's loss is the
-mean over micro-batches, each over all devices.
+With accumulation the cross-entropy is exactly that of the whole batch; the balancers' losses have
+two forms, `buffer` and the exact `two_pass` (`jaxmoe.training.balance`).
 """
 
 from __future__ import annotations
@@ -31,11 +31,17 @@ from jaxmoe.data.batch import Batch
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.moe import build_router
 from jaxmoe.models.config import ModelConfig
+from jaxmoe.models.transformer import Output
 from jaxmoe.routing import RouterStatistics, telemetry
+from jaxmoe.training.accumulation import Gradients, MicroBatch, accumulate
+from jaxmoe.training.balance import (
+    AccumulatedBalance,
+    buffered_losses,
+    has_wide_balance,
+    linearized_losses,
+)
 from jaxmoe.training.loss import forward_and_nll
 from jaxmoe.training.state import TrainState
-from sharding import axes as ax
-from sharding.constrain import Placement
 
 
 # Records are not checked at run time: tree functions also fill them with shapes and specs.
@@ -62,20 +68,6 @@ class StepMetrics:
     """Share of the assignments of each expert, per MoE layer."""
 
 
-@typing.no_type_check
-@struct.dataclass
-class Gradients:
-    """Sums over the micro-batches of one step."""
-
-    grads: Any
-    loss: Float[Array, ""]
-    losses: dict[str, Float[Array, ""]]
-    statistics: RouterStatistics | None
-
-    def __add__(self, other: Gradients) -> Gradients:
-        return jax.tree.map(jnp.add, self, other)
-
-
 def make_train_step(
     model: ModelConfig,
     optimizer: optax.GradientTransformation,
@@ -83,6 +75,7 @@ def make_train_step(
     execution: ExecutionConfig | None = None,
     accumulation: int = 1,
     clip: float | None = 1.0,
+    accumulated_balance: AccumulatedBalance = "buffer",
 ) -> Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]:
     """The jitted training step. Its state argument is donated: use only the one returned.
 
@@ -92,6 +85,7 @@ def make_train_step(
         execution: how it is computed; defaults when None.
         accumulation: micro-batches per step; must divide the batch.
         clip: largest global gradient norm; None does not clip.
+        accumulated_balance: how a balance loss of the global batch is taken over micro-batches.
 
     Raises:
         ValueError: `accumulation` below 1 or `clip` not above 0.
@@ -105,13 +99,14 @@ def make_train_step(
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
         weight = jnp.sum(batch.loss_weights)
         total_weight = jnp.where(weight > 0.0, weight, 1.0)
+        given = {"model": model, "execution": execution}
+        has_two_passes = accumulated_balance == "two_pass" and has_wide_balance(model)
         summed = accumulate(
-            partial(compute_gradients, model=model, execution=execution),
-            state,
+            partial(compute_gradients, state, total_weight, is_whole=has_two_passes, **given),
             batch,
-            total_weight,
             accumulation,
             execution.placement,
+            statistics_of=partial(batch_statistics, state, **given) if has_two_passes else None,
         )
         grads, statistics = summed.grads, summed.statistics
         grad_norm = optax.tree.norm(grads)
@@ -151,10 +146,12 @@ def make_train_step(
 
 def compute_gradients(
     state: TrainState,
-    batch: Batch,
     total_weight: Float[Array, ""],
+    micro: MicroBatch,
     share: float,
+    others: RouterStatistics | None,
     *,
+    is_whole: bool,
     model: ModelConfig,
     execution: ExecutionConfig,
 ) -> Gradients:
@@ -162,26 +159,24 @@ def compute_gradients(
 
     Args:
         state: parameters, router state, randomness.
-        batch: of this micro-batch.
         total_weight: sum of the loss weights of the whole batch.
-        share: of this micro-batch in the balancers' losses.
+        micro: the rows.
+        share: of this micro-batch in the step.
+        others: statistics of the micro-batches before this one, or of the whole batch; or None.
+        is_whole: which of the two they are.
         model: what is trained.
         execution: how.
     """
-    key = jax.random.fold_in(state.rng, state.step)
 
     def loss_of(params: Any) -> tuple[Array, tuple[Array, dict[str, Array], Any]]:
-        nll, output = forward_and_nll(
-            model,
-            execution,
-            params,
-            batch,
-            router_state=state.router_state,
-            train=True,
-            key=key,
-        )
-        loss = nll / total_weight
-        losses = jax.tree.map(lambda value: value * share, output.losses)
+        nll, output = _forward(params, state, micro, model, execution)
+        loss, losses = nll / total_weight, output.losses
+        if output.statistics is not None and others is not None and is_whole:
+            wide = linearized_losses(model, output.statistics, others, share)
+            losses = {name: share * value for name, value in losses.items()} | wide
+        elif output.statistics is not None:
+            losses = losses | buffered_losses(model, output.statistics, others)
+            losses = {name: share * value for name, value in losses.items()}
         return loss + sum(losses.values()), (loss, losses, output.statistics)
 
     grads, (loss, losses, statistics) = jax.grad(loss_of, has_aux=True)(state.params)
@@ -189,41 +184,31 @@ def compute_gradients(
     return Gradients(grads=grads, loss=loss, losses=losses, statistics=statistics)
 
 
-def accumulate(
-    gradients_of: Callable[[TrainState, Batch, Array, float], Gradients],
+def batch_statistics(
+    state: TrainState, micro: MicroBatch, *, model: ModelConfig, execution: ExecutionConfig
+) -> RouterStatistics:
+    """The statistics of some rows as training sees them, without a gradient."""
+    _, output = _forward(state.params, state, micro, model, execution)
+    return jax.lax.stop_gradient(output.statistics)
+
+
+def _forward(
+    params: Any,
     state: TrainState,
-    batch: Batch,
-    total_weight: Float[Array, ""],
-    accumulation: int,
-    placement: Placement,
-) -> Gradients:
-    """Sums `gradients_of` over micro-batches; micro-batch i holds rows i, i+accumulation, ...
-
-    Every device then keeps its own rows, and which rows go together does not depend on the mesh.
-
-    Raises:
-        ValueError: `accumulation` does not divide the batch.
-    """
-    if accumulation == 1:
-        return gradients_of(state, batch, total_weight, 1.0)
-    rows = batch.tokens.shape[0]
-    if rows % accumulation:
-        raise ValueError(f"accumulation={accumulation} must divide the batch of {rows} sequences")
-
-    def split(array: Array) -> Array:
-        strided = array.reshape(rows // accumulation, accumulation, *array.shape[1:])
-        micro = jnp.moveaxis(strided, 1, 0)
-        return placement.place(micro, (None, ax.ACT_BATCH) + (None,) * (micro.ndim - 2))
-
-    micro = jax.tree.map(split, batch)
-    share = 1.0 / accumulation
-    first = gradients_of(state, jax.tree.map(lambda a: a[0], micro), total_weight, share)
-
-    def body(total: Gradients, batch: Batch) -> tuple[Gradients, None]:
-        return total + gradients_of(state, batch, total_weight, share), None
-
-    total, _ = jax.lax.scan(body, first, jax.tree.map(lambda a: a[1:], micro))
-    return total
+    micro: MicroBatch,
+    model: ModelConfig,
+    execution: ExecutionConfig,
+) -> tuple[Array, Output]:
+    return forward_and_nll(
+        model,
+        execution,
+        params,
+        micro.batch,
+        router_state=state.router_state,
+        row_ids=micro.row_ids,
+        train=True,
+        key=jax.random.fold_in(state.rng, state.step),
+    )
 
 
 def update_routers(

@@ -25,8 +25,9 @@ from jaxmoe.precision import PrecisionPolicy
 from jaxmoe.routing import SoftmaxTopKConfig
 from jaxmoe.routing.token_choice import TokenChoice
 from jaxmoe.training import step as step_module
+from jaxmoe.training.accumulation import Gradients, accumulate
 from jaxmoe.training.state import TrainState, init_state
-from jaxmoe.training.step import Gradients, accumulate, make_train_step
+from jaxmoe.training.step import make_train_step
 from sharding.distributed import global_batch
 from tests.support.meshes import mesh_named
 from tests.support.tolerances import assert_close
@@ -274,15 +275,16 @@ def test_micro_batches_take_every_nth_row():
     """And a balancer's loss is weighed by a micro-batch's share."""
     seen = []
 
-    def gradients_of(state, batch, total_weight, share):
+    def gradients_of(micro, share, others):
         seen.append(share)
-        rows = jnp.zeros((ROWS, LENGTH), jnp.int32).at[: len(batch.tokens)].set(batch.tokens)
+        assert others is None
+        tokens = micro.batch.tokens[jnp.argsort(micro.row_ids)]
+        rows = jnp.zeros((ROWS, LENGTH), jnp.int32).at[: len(tokens)].set(tokens)
         zero = jnp.zeros((), jnp.float32)
         return Gradients(grads={"rows": rows}, loss=zero, losses={}, statistics=None)
 
     batch = jax.tree.map(jnp.asarray, BATCH)
-    weight, placement = jnp.ones(()), ExecutionConfig().placement
-    total = accumulate(gradients_of, _state(), batch, weight, 4, placement).grads["rows"]
+    total = accumulate(gradients_of, batch, 4, ExecutionConfig().placement).grads["rows"]
     np.testing.assert_array_equal(total[0], BATCH.tokens[:4].sum(0))
     np.testing.assert_array_equal(total[1], BATCH.tokens[4:].sum(0))
     assert set(seen) == {0.25}

@@ -71,7 +71,7 @@ def sequence_balance(output: RouterOutput, inputs: RouterInputs) -> dict[str, Ar
     mask = inputs.token_mask[:, None]
     ids = output.selection.expert_ids.reshape(mask.shape[0], -1)  # T, K
     experts = jnp.arange(num_experts, dtype=ids.dtype)
-    chosen = (ids[:, :, None] == experts).sum(1).astype(jnp.float32)
+    chosen = (ids[:, :, None] == experts[None, None, :]).sum(1).astype(jnp.float32)
     parts = (chosen, jnp.where(mask, output.probs, 0.0), mask.astype(jnp.float32))
     counts, prob_sum, tokens = (
         total(split_scopes(part, extent, "sequence").sum(1), axes) for part in parts

@@ -1,0 +1,93 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""The balancers' losses of a micro-batch when the batch in question is the whole step's.
+
+A loss of the global batch is a function l(S) of statistics S summed over all its tokens. With
+accumulation a micro-batch i knows its own S_i alone. Two forms:
+
+    buffer     l of S_i with the counts of micro-batches 1 to i; the mean over micro-batches. The
+               first ones see less of the batch than the last.
+    two_pass   a pass without gradient finds S = sum_i S_i; then each micro-batch adds the gradient
+               of <dl/dS (S), S_i>. Their sum is dl(S)/dw exactly, for every loss of the statistics:
+               the gradient of one large batch, at the price of one more forward pass.
+
+Losses whose scope is the micro-batch or the sequence are averaged over micro-batches in `buffer`;
+`two_pass` is exact for those of sequences as well.
+
+Source of `buffer`: arXiv 2501.11873, algorithm 1.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jaxmoe.models.config import ModelConfig
+from jaxmoe.routing import RouterStatistics
+from jaxmoe.routing.balancers import StatisticsBalancer, of_statistics
+
+AccumulatedBalance = Literal["buffer", "two_pass"]
+
+Losses = dict[str, Float[Array, ""]]
+
+
+def has_wide_balance(model: ModelConfig) -> bool:
+    """Whether some balancer's loss is not that of each micro-batch by itself."""
+    return any(balancer.scope != "micro_batch" for balancer in _balancers(model))
+
+
+def buffered_losses(
+    model: ModelConfig, statistics: RouterStatistics, before: RouterStatistics | None
+) -> Losses:
+    """Form `buffer`: the losses of one micro-batch, with the counts of those before it.
+
+    Args:
+        model: whose balancers are meant.
+        statistics: of this micro-batch, differentiable.
+        before: summed over the micro-batches before it; None for the first.
+    """
+    wide = statistics
+    if before is not None:
+        wide = dataclasses.replace(statistics, counts=statistics.counts + before.counts)
+    return {
+        balancer.name: _loss(model, balancer, wide if balancer.scope == "global" else statistics)
+        for balancer in _balancers(model)
+    }
+
+
+def linearized_losses(
+    model: ModelConfig, statistics: RouterStatistics, whole: RouterStatistics, share: float
+) -> Losses:
+    """Form `two_pass`: `share` of the whole batch's losses, with this micro-batch's gradient.
+
+    Args:
+        model: whose balancers are meant.
+        statistics: of this micro-batch, differentiable.
+        whole: of the whole batch.
+        share: of this micro-batch in the value, and in losses of micro-batches.
+    """
+    losses = {}
+    for balancer in _balancers(model):
+        if balancer.scope == "micro_batch":
+            losses[balancer.name] = share * _loss(model, balancer, statistics)
+            continue
+        value, slope = jax.value_and_grad(lambda s, b=balancer: _loss(model, b, s))(whole)
+        products = jax.tree.map(lambda g, s: jnp.sum(g * s), slope, statistics)
+        along = sum(jax.tree.leaves(products))
+        losses[balancer.name] = share * value + along - jax.lax.stop_gradient(along)
+    return losses
+
+
+def _balancers(model: ModelConfig) -> tuple[StatisticsBalancer, ...]:
+    return () if model.moe is None else of_statistics(model.moe.balancers)
+
+
+def _loss(
+    model: ModelConfig, balancer: StatisticsBalancer, statistics: RouterStatistics
+) -> Float[Array, ""]:
+    assert model.moe is not None  # it has balancers
+    return balancer.loss(statistics, num_free=model.moe.num_routed - model.moe.num_experts)
