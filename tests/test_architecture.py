@@ -64,10 +64,14 @@ REGISTRIES = {
     "jaxmoe.optim:OPTIMIZERS": {"adamw"},
     "jaxmoe.optim.schedules:SCHEDULES": {"cosine", "linear", "wsd"},
     "jaxmoe.routing:BIASES": {"loss_free"},
-    "jaxmoe.routing:BALANCERS": {"load_balance", "router_z"},
+    "jaxmoe.routing:BALANCERS": {
+        *("load_balance", "router_z", "heterogeneous", "top_one_balance"),
+    },
     "jaxmoe.routing:GATES": {"softmax", "renormalized", "sqrt"},
     "jaxmoe.routing:METHODS": {"switch", "mixtral", "olmoe", "qwen3", "hyperp"},
-    "jaxmoe.routing:ROUTERS": {"softmax_topk"},
+    "jaxmoe.routing:ROUTERS": {
+        *("softmax_topk", "progressive_topk", "moe_plus_plus"),
+    },
     "jaxmoe.tracking:TRACKERS": {"tensorboard", "wandb", "trackio"},
     "jaxmoe.scaling:PARAMETERIZATIONS": {"standard"},
     "sharding.expert_parallel:DispatcherConfig": {"local"},

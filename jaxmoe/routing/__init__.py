@@ -10,10 +10,11 @@ biases: see their packages.
 """
 
 from jaxmoe.configs import registry_of
-from jaxmoe.routing.balancers import BALANCERS as BALANCERS
 from jaxmoe.routing.balancers import BalancerConfig as BalancerConfig
+from jaxmoe.routing.balancers import HeterogeneousBalanceConfig as HeterogeneousBalanceConfig
 from jaxmoe.routing.balancers import LoadBalanceConfig as LoadBalanceConfig
 from jaxmoe.routing.balancers import RouterZConfig as RouterZConfig
+from jaxmoe.routing.balancers import TopOneBalanceConfig as TopOneBalanceConfig
 from jaxmoe.routing.base import Extent as Extent
 from jaxmoe.routing.base import Router as Router
 from jaxmoe.routing.base import RouterInputs as RouterInputs
@@ -22,7 +23,6 @@ from jaxmoe.routing.base import RouterStatistics as RouterStatistics
 from jaxmoe.routing.base import Selection as Selection
 from jaxmoe.routing.base import Slots as Slots
 from jaxmoe.routing.base import Traits as Traits
-from jaxmoe.routing.biases import BIASES as BIASES
 from jaxmoe.routing.biases import BiasConfig as BiasConfig
 from jaxmoe.routing.biases import LossFreeConfig as LossFreeConfig
 from jaxmoe.routing.capacity import CapacityConfig as CapacityConfig
@@ -32,10 +32,14 @@ from jaxmoe.routing.gates import SqrtGateConfig as SqrtGateConfig
 from jaxmoe.routing.groups import GroupLimitConfig as GroupLimitConfig
 from jaxmoe.routing.methods import METHODS as METHODS
 from jaxmoe.routing.methods import Method as Method
+from jaxmoe.routing.moe_plus_plus import MoEPlusPlusConfig as MoEPlusPlusConfig
+from jaxmoe.routing.progressive_topk import ProgressiveTopKConfig as ProgressiveTopKConfig
 from jaxmoe.routing.softmax_topk import SoftmaxTopKConfig as SoftmaxTopKConfig
 
-RouterConfig = SoftmaxTopKConfig
+RouterConfig = SoftmaxTopKConfig | ProgressiveTopKConfig | MoEPlusPlusConfig
 GateConfig = SoftmaxGateConfig | RenormalizedGateConfig | SqrtGateConfig
 
 ROUTERS = registry_of(RouterConfig)
 GATES = registry_of(GateConfig)
+BALANCERS = registry_of(BalancerConfig)
+BIASES = registry_of(BiasConfig)

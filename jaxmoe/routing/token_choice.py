@@ -153,7 +153,11 @@ class TokenChoice:
         )
         statistics = dataclasses.replace(statistics, extra=extra)
         return RouterOutput(
-            selection=selection, logits=scored.logits, probs=scored.probs, statistics=statistics
+            selection=selection,
+            logits=scored.logits,
+            probs=scored.probs,
+            statistics=statistics,
+            carry=scored.logits if config.traits.carries_logits else None,
         )
 
     def update(self, state: Any, statistics: RouterStatistics, step: Array) -> Any:

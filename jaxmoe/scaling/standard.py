@@ -61,7 +61,7 @@ def _hyperparameters(role: Role, num_layers: int) -> Hyperparameters:
             return Hyperparameters(
                 init_std=EMBEDDING_STD, fan_in_power=0.0, weight_decay_multiplier=0.0
             )
-        case "norm":
+        case "norm" | "constant":
             return Hyperparameters(weight_decay_multiplier=0.0)
         case "attention_out" | "mlp_out" | "shared_out" | "expert_out":
             return Hyperparameters(init_std=1.0 / math.sqrt(2 * num_layers))

@@ -189,6 +189,7 @@ def batch_statistics(
 ) -> RouterStatistics:
     """The statistics of some rows as training sees them, without a gradient."""
     _, output = _forward(state.params, state, micro, model, execution)
+    assert output.statistics is not None  # only models with balancers take two passes
     return jax.lax.stop_gradient(output.statistics)
 
 

@@ -6,19 +6,22 @@ To add a balancer: a file with its config (see `base.py`), the config into Balan
 row in BALANCER_CASES of tests/test_jaxmoe/test_balancers.py.
 """
 
-from jaxmoe.configs import registry_of
 from jaxmoe.routing.balancers.base import BalanceScope as BalanceScope
 from jaxmoe.routing.balancers.base import StatisticsBalancer as StatisticsBalancer
 from jaxmoe.routing.balancers.base import WeightsBalancer as WeightsBalancer
 from jaxmoe.routing.balancers.base import of_statistics as of_statistics
 from jaxmoe.routing.balancers.base import of_weights as of_weights
+from jaxmoe.routing.balancers.heterogeneous import (
+    HeterogeneousBalanceConfig as HeterogeneousBalanceConfig,
+)
 from jaxmoe.routing.balancers.load_balance import LoadBalanceConfig as LoadBalanceConfig
 from jaxmoe.routing.balancers.load_balance import conversions as conversions
 from jaxmoe.routing.balancers.load_balance import load_balance as load_balance
 from jaxmoe.routing.balancers.load_balance import pool_layers as pool_layers
 from jaxmoe.routing.balancers.router_z import RouterZConfig as RouterZConfig
 from jaxmoe.routing.balancers.router_z import router_z as router_z
+from jaxmoe.routing.balancers.top_one import TopOneBalanceConfig as TopOneBalanceConfig
 
-BalancerConfig = LoadBalanceConfig | RouterZConfig
-
-BALANCERS = registry_of(BalancerConfig)
+BalancerConfig = (
+    LoadBalanceConfig | RouterZConfig | HeterogeneousBalanceConfig | TopOneBalanceConfig
+)

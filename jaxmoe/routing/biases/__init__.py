@@ -6,10 +6,7 @@ To add a bias: a file with its config (see `base.SelectionBias`), the config int
 a row in BIAS_CASES of tests/test_jaxmoe/test_biases.py.
 """
 
-from jaxmoe.configs import registry_of
 from jaxmoe.routing.biases.base import SelectionBias as SelectionBias
 from jaxmoe.routing.biases.loss_free import LossFreeConfig as LossFreeConfig
 
 BiasConfig = LossFreeConfig
-
-BIASES = registry_of(BiasConfig)

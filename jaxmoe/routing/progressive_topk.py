@@ -1,0 +1,158 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Progressive sparsification: K by layer and phase, down to the few experts wanted at the end.
+
+    k(layer, step) = early_top_k[layer]   before switch_step, in the lowest MoE layers
+                   = final_top_k          otherwise
+
+Scores are softmax over all experts. MoEConfig.top_k is K_max, the number of slots of a token; those
+past k(layer, step) are empty, so nothing is compiled anew at the switch. The step is state: an
+evaluation uses the K of the training that led to it.
+
+Source: Sigma-MoE-Tiny (arXiv 2512.16248): with one expert per token the lowest layers do not learn
+to spread their load from the start. The exact list and the switch are not published in full; a
+switch at 0.9 of the steps is an independent account.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from jaxmoe.parameters import Declaration
+from jaxmoe.routing.base import (
+    RouterInputs,
+    RouterOutput,
+    RouterStatistics,
+    Traits,
+    sum_statistics,
+    token_major,
+)
+from jaxmoe.routing.softmax_topk import SoftmaxTopKConfig
+from jaxmoe.routing.token_choice import TokenChoice
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ProgressiveTopKConfig:
+    """Softmax top-k whose K is larger in the lowest layers until a given step."""
+
+    name: ClassVar[str] = "progressive_topk"
+
+    early_top_k: tuple[int, ...] = ()
+    """K of the first, second, ... MoE layer before the switch; those not named have final_top_k."""
+    final_top_k: int = 1
+    """K of every layer from the switch on."""
+    switch_step: int = 0
+    """First step at which every layer has final_top_k; the paper's is late in training."""
+
+    def __post_init__(self):
+        for field, value in (("final_top_k", self.final_top_k), *self._early()):
+            if value < 1:
+                raise ValueError(f"router.{field}={value} must be at least 1")
+        if self.switch_step < 0:
+            raise ValueError(f"router.switch_step={self.switch_step} must be 0 or more")
+
+    def _early(self) -> list[tuple[str, int]]:
+        return [(f"early_top_k[{i}]", k) for i, k in enumerate(self.early_top_k)]
+
+    @property
+    def traits(self) -> Traits:
+        """Causal."""
+        return Traits()
+
+    def build(self, *, num_experts: int, top_k: int, embed_dim: int) -> ProgressiveTopK:
+        """The router for these sizes.
+
+        Raises:
+            ValueError: some K of the schedule exceeds `top_k`, the slots of a token.
+        """
+        for field, value in (("final_top_k", self.final_top_k), *self._early()):
+            if value > top_k:
+                raise ValueError(
+                    f"router.{field}={value} exceeds top_k={top_k}, the slots of a token: set"
+                    f" moe.top_k to the largest of the schedule,"
+                    f" {max(self.final_top_k, *self.early_top_k, 1)}"
+                )
+        scorer = SoftmaxTopKConfig().build(
+            num_experts=num_experts, top_k=top_k, embed_dim=embed_dim
+        )
+        return ProgressiveTopK(self, scorer)
+
+    def top_k_at(self, layer: int, step: int) -> int:
+        """K of a MoE layer, from 0, at a step."""
+        if step >= self.switch_step or layer >= len(self.early_top_k):
+            return self.final_top_k
+        return self.early_top_k[layer]
+
+
+@dataclasses.dataclass(frozen=True)
+class ProgressiveTopK:
+    """`ProgressiveTopKConfig` with its sizes."""
+
+    config: ProgressiveTopKConfig
+    scorer: TokenChoice
+
+    @property
+    def num_experts(self) -> int:
+        """E."""
+        return self.scorer.num_experts
+
+    @property
+    def top_k(self) -> int:
+        """K_max, slots of a token."""
+        return self.scorer.top_k
+
+    def declarations(self) -> dict[str, Declaration]:
+        """One matrix."""
+        return self.scorer.declarations()
+
+    def init(self, key: Array) -> tuple[dict[str, Array], Any]:
+        """Random weights; the step, which is 0."""
+        return self.scorer.init(key)[0], {"step": jnp.zeros((), jnp.int32)}
+
+    def route(
+        self,
+        params: dict[str, Array],
+        state: Any,
+        inputs: RouterInputs,
+        *,
+        train: bool,
+        key: Array | None,
+    ) -> RouterOutput:
+        """The k best experts of each token; `train` and `key` change nothing."""
+        output = self.scorer.route(params, {}, inputs, train=train, key=key)
+        ids, scores = (
+            flat.reshape(-1, self.top_k)
+            for flat in (output.selection.expert_ids, output.selection.scores)
+        )
+        slot = jnp.arange(self.top_k, dtype=jnp.int32)[None, :]
+        is_used = slot < self._current(state["step"], inputs.context.get("layer"))
+        selection = token_major(
+            jnp.where(is_used, ids, self.num_experts),
+            jnp.where(is_used, scores, -jnp.inf),
+            inputs.token_mask,
+            self.num_experts,
+        )
+        statistics = sum_statistics(
+            output.logits, output.probs, selection.expert_ids, inputs.token_mask
+        )
+        return dataclasses.replace(output, selection=selection, statistics=statistics)
+
+    def update(self, state: Any, statistics: RouterStatistics, step: Array) -> Any:
+        """Counts steps, skipped ones not."""
+        del statistics, step
+        return {"step": state["step"] + 1}
+
+    def _current(self, step: Int[Array, ""], layer: Int[Array, ""] | None) -> Int[Array, ""]:
+        """`top_k_at` of numbers known at run time; without a layer it is the first."""
+        config = self.config
+        layer = jnp.zeros((), jnp.int32) if layer is None else layer
+        final = jnp.full((), config.final_top_k, jnp.int32)
+        if not config.early_top_k:
+            return final
+        table = jnp.asarray(config.early_top_k, jnp.int32)
+        early = table.at[layer].get(mode="fill", fill_value=config.final_top_k)
+        return jnp.where(step < config.switch_step, early, final)

@@ -1,0 +1,235 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""THE table of routers, and what the contract test needs to run one of them.
+
+To add a router: its configs in ROUTER_CASES.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from jaxmoe.routing import (
+    Extent,
+    LossFreeConfig,
+    MoEPlusPlusConfig,
+    ProgressiveTopKConfig,
+    RouterInputs,
+    SoftmaxTopKConfig,
+)
+from jaxmoe.routing.groups import GroupLimitConfig
+
+# No two of these are equal: a dimension of size EXPERTS is one of experts.
+TOKENS, LENGTH, WIDTH, EXPERTS, VOCAB = 16, 4, 5, 6, 11
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """A router config with K, and where it is peculiar."""
+
+    config: Any
+    top_k: int = 2
+    untrained: tuple[str, ...] = ()
+    """Parameters that the gates' gradient does not reach, by definition of the method."""
+    reads_only_x: bool = False
+    """Without parameters, yet differentiable in x."""
+    ties_to_first: bool = True
+    """Among equal scores a token takes the lowest experts."""
+    is_ordered: bool = False
+    """Takes tokens in their order, so that permuting them is another input."""
+    asymmetry: str = ""
+    """Why experts cannot be permuted."""
+
+
+def each_top_k(config: Any, top_ks: tuple[int, ...] = (1, 2), **peculiar: Any) -> tuple[Case, ...]:
+    """One case for each K."""
+    return tuple(Case(config=config, top_k=top_k, **peculiar) for top_k in top_ks)
+
+
+GROUPS = GroupLimitConfig(num_groups=3, top_groups=2)
+
+ROUTER_CASES: dict[str, tuple[Case, ...]] = {
+    "softmax_topk": (
+        *each_top_k(SoftmaxTopKConfig(), (1, 2, EXPERTS)),
+        Case(config=SoftmaxTopKConfig(softmax="after"), top_k=1, untrained=("weight",)),
+        Case(config=SoftmaxTopKConfig(softmax="after")),
+        Case(config=SoftmaxTopKConfig(bias=LossFreeConfig(rate=0.1))),
+        Case(config=SoftmaxTopKConfig(groups=GROUPS), asymmetry="groups are of neighbours"),
+        Case(config=SoftmaxTopKConfig(jitter=0.1)),
+    ),
+    "progressive_topk": (
+        Case(config=ProgressiveTopKConfig(), top_k=1),
+        Case(config=ProgressiveTopKConfig(early_top_k=(3, 2), switch_step=5), top_k=4),
+    ),
+    "moe_plus_plus": each_top_k(MoEPlusPlusConfig(), ties_to_first=False),
+}
+
+CASES = [
+    pytest.param(case, id=f"{name}-{index}-top{case.top_k}")
+    for name, cases in ROUTER_CASES.items()
+    for index, case in enumerate(cases)
+]
+
+
+def build(case: Case) -> Any:
+    """The router."""
+    return case.config.build(num_experts=EXPERTS, top_k=case.top_k, embed_dim=WIDTH)
+
+
+@functools.cache
+def initial(case: Case) -> tuple[dict[str, jax.Array], Any]:
+    """Parameters and state; parameters that start at a constant are moved from it."""
+    params, state = build(case).init(jax.random.key(0))
+    rng = np.random.default_rng(0)
+    moved = {
+        name: leaf + jnp.asarray(0.1 * rng.normal(size=leaf.shape), leaf.dtype)
+        for name, leaf in sorted(params.items())
+    }
+    return moved, state
+
+
+def drawn(seed: int, scale: float = 1.0, tokens: int = TOKENS) -> jax.Array:
+    """Activations [tokens WIDTH]."""
+    values = np.random.default_rng(seed).normal(size=(tokens, WIDTH)) * scale
+    return jnp.asarray(values, jnp.float32)
+
+
+def given(
+    x: jax.Array,
+    *,
+    mask: Any = None,
+    index: Any = None,
+    length: int | None = LENGTH,
+    extent: Extent | None = None,
+    experts: Any = None,
+) -> RouterInputs:
+    """The record of some tokens, whose vocabulary ids, mask ratios and logits go by number.
+
+    Args:
+        x: activations.
+        mask: False for padding.
+        index: number of each token; arange when None.
+        length: of a sequence.
+        extent: in place of `length`.
+        experts: order of the experts, for the logits of the layer before.
+    """
+    index = jnp.arange(x.shape[0], dtype=jnp.int32) if index is None else index
+    frequencies = jnp.arange(1.0, EXPERTS + 1.0)[None, :]
+    if experts is not None:
+        frequencies = frequencies[:, experts]
+    wave = jnp.sin(index[:, None].astype(jnp.float32) * frequencies)
+    return RouterInputs(
+        x=x,
+        token_mask=jnp.ones(x.shape[0], bool) if mask is None else jnp.asarray(mask),
+        segment_ids=jnp.ones(x.shape[0], jnp.int32),
+        previous_logits=wave,
+        context={
+            "tokens": 7 * index % VOCAB,
+            "index": index,
+            "layer": jnp.zeros((), jnp.int32),
+            "mask_ratio": ((index // LENGTH) % 4).astype(jnp.float32) / 4.0,
+        },
+        extent=extent or Extent(sequence_length=length),
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("case", "train", "length", "extent"))
+def _run(case, params, state, x, mask, index, experts=None, *, train, length=LENGTH, extent=None):
+    inputs = given(x, mask=mask, index=index, length=length, extent=extent, experts=experts)
+    key = jax.random.key(3) if train else None
+    output = build(case).route(params, state, inputs, train=train, key=key)
+    gates = _gates(output.selection)
+    return output, _dense(output, gates, x.shape[0]), gates
+
+
+def routed(
+    case: Case,
+    x: jax.Array,
+    *,
+    mask: Any = None,
+    keep: Any = None,
+    length: int | None = LENGTH,
+    train: bool = False,
+    values: Any = None,
+    experts: Any = None,
+) -> tuple[Any, jax.Array, jax.Array]:
+    """(RouterOutput, [T E] what a token gets of each expert, gates [A]).
+
+    Args:
+        case: of the table.
+        x: activations.
+        mask: False for padding.
+        keep: rows to route alone, in this order; they keep their numbers.
+        length: of a sequence.
+        train: with a key then.
+        values: (params, state) if not the initial ones.
+        experts: see `given`.
+    """
+    index = jnp.arange(x.shape[0], dtype=jnp.int32)
+    mask = jnp.ones(x.shape[0], bool) if mask is None else jnp.asarray(mask)
+    if keep is not None:
+        x, index, mask = x[keep], index[keep], mask[keep]
+    params, state = initial(case) if values is None else values
+    return _run(case, params, state, x, mask, index, experts, train=train, length=length)
+
+
+def on_eight_devices(case: Case, x: jax.Array, mask: Any, *, train: bool) -> Any:
+    """(dense [T E], summed statistics, updated state) with rows and positions spread."""
+    mesh = jax.make_mesh(
+        (2, 2, 2), ("data", "expert", "seq"), axis_types=(jax.sharding.AxisType.Auto,) * 3
+    )
+    rows, axes = TOKENS // LENGTH, ("data", "expert", "seq")
+    extent = Extent(
+        sequence_length=LENGTH // 2, sequence_axes=("seq",), batch_axes=("data", "expert")
+    )
+    spread = PartitionSpec(("data", "expert"), "seq")
+
+    def local(params, state, x, mask, index):
+        flat = (x.reshape(-1, WIDTH), mask.reshape(-1), index.reshape(-1))
+        output, dense, _ = _run(case, params, state, *flat, train=train, extent=extent)
+        statistics = jax.tree.map(lambda leaf: jax.lax.psum(leaf, axes), output.statistics)
+        state = build(case).update(state, statistics, jnp.int32(0))
+        return dense.reshape(*index.shape, EXPERTS), statistics, state
+
+    params, state = initial(case)
+    index = jnp.arange(TOKENS, dtype=jnp.int32).reshape(rows, LENGTH)
+    whole = PartitionSpec()
+    with jax.set_mesh(mesh):
+        dense, statistics, state = jax.jit(
+            jax.shard_map(
+                local,
+                in_specs=(whole, whole, spread, spread, spread),
+                out_specs=(spread, whole, whole),
+            )
+        )(
+            params,
+            state,
+            x.reshape(rows, LENGTH, WIDTH),
+            jnp.asarray(mask).reshape(rows, LENGTH),
+            index,
+        )
+    return dense.reshape(TOKENS, EXPERTS), statistics, state
+
+
+def _gates(selection: Any) -> jax.Array:
+    """The router's own scores as gates."""
+    return jnp.exp(selection.scores)
+
+
+def _dense(output: Any, gates: jax.Array, num_tokens: int) -> jax.Array:
+    """[T E]: the weight of each expert in each token; of the experts' slots where it has slots."""
+    selection, slots = output.selection, output.slots
+    is_expert = selection.expert_ids[:, None] == jnp.arange(EXPERTS, dtype=jnp.int32)[None, :]
+    weighted = jnp.where(is_expert, gates[:, None], 0.0)
+    if slots is None:
+        return jax.ops.segment_sum(weighted, selection.token_ids, num_tokens)
+    number = slots.combine.shape[0] * slots.combine.shape[2]
+    by_slot = jax.ops.segment_sum(weighted, selection.token_ids, number)
+    by_slot = by_slot.reshape(slots.combine.shape[0], slots.combine.shape[2], EXPERTS)
+    return jnp.einsum("gsp,gpe->gse", slots.combine, by_slot).reshape(num_tokens, EXPERTS)

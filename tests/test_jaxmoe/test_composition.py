@@ -1,0 +1,93 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Parts that do not go together are refused or warned of, with both fields and the way out."""
+
+import dataclasses
+import re
+
+import pytest
+
+from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
+from jaxmoe.routing import (
+    GATES,
+    METHODS,
+    ROUTERS,
+    CapacityConfig,
+    GroupLimitConfig,
+    MoEPlusPlusConfig,
+    ProgressiveTopKConfig,
+    SoftmaxTopKConfig,
+)
+from jaxmoe.routing.composition import RoutingWarning
+
+REFUSED = {
+    "own gates": (
+        lambda: MoEConfig(router=MoEPlusPlusConfig(), gate=GATES["sqrt"]()),
+        "moe.router=moe_plus_plus defines its own gates, and moe.gate=sqrt would replace them: set"
+        " moe.gate to softmax, which takes the router's scores as they are",
+    ),
+    "schedule above K_max": (
+        lambda: MoEConfig(router=ProgressiveTopKConfig(early_top_k=(4, 3)), top_k=2),
+        "router.early_top_k[0]=4 exceeds top_k=2, the slots of a token: set moe.top_k to the"
+        " largest of the schedule, 4",
+    ),
+    "more groups than there are": (
+        lambda: GroupLimitConfig(num_groups=3),
+        "groups.top_groups=4 must lie between 1 and groups.num_groups=3",
+    ),
+    "groups that do not divide": (
+        lambda: MoEConfig(router=grouped(num_groups=3, top_groups=2)),
+        "groups.num_groups=3 must divide num_experts=8: choose a divisor",
+    ),
+    "groups too small": (
+        lambda: MoEConfig(router=grouped(num_groups=4, top_groups=1), top_k=3),
+        "groups.top_groups=1 groups of 2 experts hold fewer than top_k=3: raise top_groups to 2 or"
+        " lower top_k",
+    ),
+}
+
+
+def grouped(**sizes):
+    return SoftmaxTopKConfig(groups=GroupLimitConfig(**sizes))
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_early_and_in_words(name):
+    make, text = REFUSED[name]
+    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+        make()
+
+
+WARNED = {
+    "top-1 after": (
+        {"top_k": 1, "router": SoftmaxTopKConfig(softmax="after"), "gate": GATES["softmax"]()},
+        "moe.top_k=1 with moe.router.softmax=after: the only gate of a token is always 1",
+    ),
+    "top-1 renormalized": (
+        {"top_k": 1, "gate": GATES["renormalized"]()},
+        "moe.top_k=1 with moe.gate=renormalized: the only gate of a token is always 1",
+    ),
+    "capacity that cannot hold": (
+        {"capacity": CapacityConfig(factor=0.5)},
+        "moe.capacity.factor=0.5 is below 1: even a perfectly even load cannot be held",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WARNED)
+def test_warned_of(name):
+    changes, text = WARNED[name]
+    with pytest.warns(RoutingWarning, match=re.escape(text)):
+        MoEConfig(**changes)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_methods_are_made_of_registered_parts(name):
+    """And their parts go together, in a layer of a size that suits them."""
+    parts = METHODS[name].parts()
+    assert ROUTERS[parts["router"].name] is type(parts["router"])
+    assert GATES[parts["gate"].name] is type(parts["gate"])
+    assert METHODS[name].source.startswith("arXiv ")
+    moe = dataclasses.replace(MoEConfig(num_experts=16, top_k=2), **parts)
+    is_causal = moe.router.traits.is_causal
+    ModelConfig(moe=moe, attention=AttentionConfig(is_causal=is_causal))
