@@ -77,7 +77,9 @@ def apply_zero_computation(
     ids = assignments.expert_ids.reshape(-1, assignments.top_k, 1)  # T, K
     wanted = first + jnp.arange(free.num_copy + free.num_constant, dtype=ids.dtype)
     gates_TK = assignments.gates.reshape(-1, assignments.top_k, 1)
-    gates = jnp.sum(jnp.where(ids == wanted, gates_TK, 0.0), axis=1)  # T, copy and constant
+    gates = jnp.sum(
+        jnp.where(ids == wanted[None, None, :], gates_TK, 0.0), axis=1
+    )  # T, copy and constant
     wide = x.astype(jnp.float32)
     of_input = gates[:, : free.num_copy].sum(-1)
     y = jnp.zeros_like(wide)

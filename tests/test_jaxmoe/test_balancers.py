@@ -5,6 +5,9 @@
 To add a balancer: a row in BALANCER_CASES.
 """
 
+import dataclasses
+import functools
+import operator
 import re
 
 import jax
@@ -15,9 +18,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxmoe.routing import BALANCERS, RouterInputs, RouterStatistics, SoftmaxTopKConfig, telemetry
-from jaxmoe.routing.balancers import conversions, load_balance, pool_layers, router_z
-from jaxmoe.routing.base import sum_statistics
+from jaxmoe.routing import (
+    BALANCERS,
+    Extent,
+    LoadBalanceConfig,
+    RouterInputs,
+    RouterOutput,
+    RouterStatistics,
+    SoftmaxTopKConfig,
+    TopOneBalanceConfig,
+    telemetry,
+)
+from jaxmoe.routing.balancers import (
+    conversions,
+    load_balance,
+    of_statistics,
+    pool_layers,
+    router_z,
+)
+from jaxmoe.routing.base import sum_statistics, token_major
 from tests.support.dense_moe import choose
 from tests.support.tolerances import assert_close
 
@@ -39,8 +58,20 @@ def plain_router_z(logits):
     return np.mean(np.log(np.exp(logits).sum(-1)) ** 2)
 
 
+def plain_top_one(logits):
+    """E * sum_i f_i^2 / p_1."""
+    probs = softmax(logits)
+    return EXPERTS * np.sum(probs.mean(0) ** 2) / probs.max(-1).mean()
+
+
 # The unweighted loss of one layer from its logits [T E].
-BALANCER_CASES = {"load_balance": plain_load_balance, "router_z": plain_router_z}
+BALANCER_CASES = {
+    "load_balance": plain_load_balance,
+    "router_z": plain_router_z,
+    "top_one_balance": plain_top_one,
+    # Of experts that all compute; with others beside them in test_moe_plus_plus.py.
+    "heterogeneous": plain_load_balance,
+}
 
 
 def test_the_table_is_the_registry():
@@ -56,7 +87,19 @@ def _statistics(logits):
     _, ids = jax.lax.top_k(logits, TOP_K)
     mask = jnp.ones(logits.shape[0], bool)
     probs = jax.nn.softmax(logits, axis=-1)
-    return sum_statistics(logits, probs, ids.reshape(-1).astype(jnp.int32), mask)
+    selection = token_major(ids.astype(jnp.int32), jnp.zeros(ids.shape), mask, EXPERTS)
+    statistics = sum_statistics(logits, probs, selection.expert_ids, mask)
+    output = RouterOutput(selection=selection, logits=logits, probs=probs, statistics=statistics)
+    inputs = RouterInputs(
+        x=logits, token_mask=mask, segment_ids=jnp.ones(logits.shape[0], jnp.int32)
+    )
+    return observed(output, inputs)
+
+
+def observed(output, inputs):
+    """The statistics with what every balancer wants to see beyond."""
+    seen = [b.observe(output, inputs) for b in of_statistics(b() for b in BALANCERS.values())]
+    return dataclasses.replace(output.statistics, extra=functools.reduce(operator.or_, seen))
 
 
 def statistics_from(counts, prob_sum, num_tokens) -> RouterStatistics:
@@ -178,6 +221,50 @@ def test_z_loss_gradient():
     assert_close(ours, 2.0 * lse * softmax(logits) / TOKENS, "elementwise")
 
 
+def test_sigma_top1lbl():
+    """1 for an even one-hot router, E for a collapsed one, E for one without an opinion."""
+    sure, balancer = 200.0, TopOneBalanceConfig(coefficient=1.0)
+    even = sure * np.eye(EXPERTS)[np.arange(TOKENS) % EXPERTS]
+    one = sure * np.eye(EXPERTS)[np.zeros(TOKENS, int)]
+    for logits, wanted in ((even, 1.0), (one, EXPERTS), (0.0 * one, EXPERTS)):
+        assert_close(balancer.loss(statistics_of(logits)), float(wanted), "elementwise")
+    warm = TopOneBalanceConfig(coefficient=1.0, temperature=1e3)
+    assert BALANCERS["top_one_balance"] is TopOneBalanceConfig
+    with pytest.raises(ValueError, match="temperature=0"):
+        dataclasses.replace(warm, temperature=0.0)
+
+
+@pytest.mark.parametrize("mask_every", [None, 5])
+def test_the_loss_of_each_row(mask_every):
+    """Scope `sequence`: the mean over rows of each row's own loss, without rows of padding."""
+    logits, length = drawn(7), TOKENS // 4
+    mask = np.ones(TOKENS, bool)
+    if mask_every:
+        mask[::mask_every] = False
+        mask[:length] = False
+    config = LoadBalanceConfig(coefficient=1.0, scope="sequence")
+    router = SoftmaxTopKConfig().build(num_experts=EXPERTS, top_k=TOP_K, embed_dim=EXPERTS)
+    inputs = RouterInputs(
+        x=jnp.asarray(logits, jnp.float32),
+        token_mask=jnp.asarray(mask),
+        segment_ids=jnp.ones(TOKENS, jnp.int32),
+        extent=Extent(sequence_length=length),
+    )
+
+    @jax.jit
+    def loss(x):
+        given = inputs.replace(x=x)
+        output = router.route({"weight": jnp.eye(EXPERTS)}, {}, given, train=True, key=None)
+        statistics = dataclasses.replace(output.statistics, extra=config.observe(output, given))
+        return config.loss(statistics)
+
+    rows = [slice(start, start + length) for start in range(0, TOKENS, length)]
+    values = [plain_load_balance(logits[row][mask[row]]) for row in rows if mask[row].any()]
+    assert_close(loss(inputs.x), np.mean(values), "matmul")
+    gradient = jax.grad(loss)(inputs.x)
+    assert np.isfinite(gradient).all() and not np.asarray(gradient)[~mask].any()
+
+
 # The units of others, each after its own published definition.
 
 
@@ -252,7 +339,7 @@ def routed_statistics(weight, x):
     inputs = RouterInputs(
         x=x, token_mask=jnp.ones(x.shape[0], bool), segment_ids=jnp.ones(x.shape[0], jnp.int32)
     )
-    return router.route({"weight": weight}, {}, inputs, train=True, key=None).statistics
+    return observed(router.route({"weight": weight}, {}, inputs, train=True, key=None), inputs)
 
 
 def test_one_psum_makes_eight_devices_one(uneven_batch):
