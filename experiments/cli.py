@@ -27,6 +27,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, NoReturn, TypeVar, Union, get_args, get_origin
 
+from experiments.output import without_advice
 from jaxmoe.configs import alternatives, closest, field_types, registry_name
 from jaxmoe.tracking.optional import MissingPackageError, require
 
@@ -88,10 +89,9 @@ def parse(
     return recipe, parse_flags(config, words, prog, f"{description}\n\n{listing}")
 
 
+@without_advice()
 def parse_flags(config: Config, argv: Sequence[str], prog: str, description: str) -> Config:
-    """A config with the fields that a command line changes: `parse` for one recipe.
-
-    For the commands that take a finished run: `--run.directory DIR` and little else.
+    """`parse` for one recipe: for the commands that take a finished run and little else.
 
     Args:
         config: The config whose values are the defaults.

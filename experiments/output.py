@@ -9,12 +9,24 @@ have been.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
+import warnings
+from collections.abc import Iterator
 
 import jax
 
+from jaxmoe.routing.composition import RoutingWarning
 from jaxmoe.tracking.console import is_gone
+
+
+@contextlib.contextmanager
+def without_advice() -> Iterator[None]:
+    """No routing advice on configs that are only on their way to the one that is meant."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RoutingWarning)
+        yield
 
 
 def say(text: str) -> None:

@@ -141,7 +141,10 @@ class MoE(nn.Module):
         )
         arrays = {name: value for name, (value, _) in given.items()}
         routed, statistics, carry, losses = island(x, arrays)
-        outputs = RoutingOutputs(statistics=statistics, logits=carry.get("logits"), losses=losses)
+        logits = carry.get("logits")
+        if logits is not None:
+            logits = placement.place(logits, (ax.ACT_BATCH, ax.ACT_SEQ, None))
+        outputs = RoutingOutputs(statistics=statistics, logits=logits, losses=losses)
         routed = placement.place(routed, (ax.ACT_BATCH, ax.ACT_SEQ, ax.ACT_EMBED))
         if not moe.num_shared_experts:
             return routed, outputs

@@ -9,7 +9,7 @@ The forward multipliers of a parameterisation are mathematics and are saved with
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import ClassVar, Literal
 
 from jaxmoe.routing import (
     BalancerConfig,
@@ -75,6 +75,8 @@ class ZeroComputationConfig:
 
     Source: MoE++ (arXiv 2410.07348, section 3.1).
     """
+
+    name: ClassVar[str] = "zero_computation"
 
     num_zero: int = 1
     """Return 0."""

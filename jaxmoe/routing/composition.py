@@ -43,21 +43,29 @@ def check_parts(moe: Any) -> None:
                 f"moe.capacity: the router {router.name} sets the load of each expert itself:"
                 " leave moe.capacity out"
             )
+    for text in advice(moe):
+        warnings.warn(text, RoutingWarning, stacklevel=4)
+
+
+def advice(moe: Any) -> list[str]:
+    """What runs and idles: a line each, with the reason and the way out.
+
+    Args:
+        moe: a `jaxmoe.models.config.MoEConfig`.
+    """
+    router, traits, lines = moe.router, moe.router.traits, []
     if moe.top_k == 1 and not traits.has_own_gates and not traits.has_own_load:
         is_after = getattr(router, "softmax", "before") == "after"
         if is_after or moe.gate.name in ("renormalized", "sqrt"):
             field = "moe.router.softmax=after" if is_after else f"moe.gate={moe.gate.name}"
-            warnings.warn(
+            lines.append(
                 f"moe.top_k=1 with {field}: the only gate of a token is always 1, so the language"
                 " model's loss gives the router no gradient; use softmax before the choice with"
-                " moe.gate softmax",
-                RoutingWarning,
-                stacklevel=4,
+                " moe.gate softmax"
             )
     if moe.capacity is not None and moe.capacity.factor < 1.0:
-        warnings.warn(
+        lines.append(
             f"moe.capacity.factor={moe.capacity.factor} is below 1: even a perfectly even load"
-            " cannot be held, and tokens are dropped at every step",
-            RoutingWarning,
-            stacklevel=4,
+            " cannot be held, and tokens are dropped at every step"
         )
+    return lines

@@ -12,6 +12,7 @@ Sources: DeepSeek-V2 (arXiv 2405.04434, section 2.1.3: m = 1) and V3 (arXiv 2412
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,8 @@ from jaxtyping import Array, Float
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class GroupLimitConfig:
     """The experts of a token come from few groups of neighbouring experts."""
+
+    name: ClassVar[str] = "group_limit"
 
     num_groups: int = 8
     """G, equal groups of consecutive experts."""
