@@ -17,6 +17,7 @@ import dataclasses
 from typing import Any
 
 from jaxmoe.routing.balancers import LoadBalanceConfig, RouterZConfig
+from jaxmoe.routing.capacity import CapacityConfig
 from jaxmoe.routing.gates import RenormalizedGateConfig, SoftmaxGateConfig, SqrtGateConfig
 from jaxmoe.routing.softmax_topk import SoftmaxTopKConfig
 
@@ -26,13 +27,21 @@ class Method:
     """What a paper fixes of a MoE layer's routing."""
 
     router: Any
-    gate: Any
-    balancers: tuple[Any, ...]
+    gate: Any = SoftmaxGateConfig()
+    balancers: tuple[Any, ...] = ()
+    capacity: CapacityConfig | None = None
+    zero_computation: Any = None
     source: str
 
     def parts(self) -> dict[str, Any]:
         """Fields of MoEConfig."""
-        return {"router": self.router, "gate": self.gate, "balancers": self.balancers}
+        return {
+            "router": self.router,
+            "gate": self.gate,
+            "balancers": self.balancers,
+            "capacity": self.capacity,
+            "zero_computation": self.zero_computation,
+        }
 
 
 METHODS = {

@@ -4,7 +4,7 @@
 
     loss.png           training and held-out loss in bits per byte (or token), with reference lines
     router_load.png    load of every expert over the run, one panel per layer, 1.0 = fair
-    router_entropy.png entropy of the router's probabilities and of the load; max violation
+    routing.png        loss, and on the same steps max violation and entropies of the routers
     optimizer.png      learning rate and gradient norm
 
 No pyplot: no global state, no display, safe in a thread. Each function draws one file from arrays;
@@ -85,11 +85,10 @@ def plot_run(
         if load.size:
             written.append(directory / "router_load.png")
             plot_router_load(written[-1], steps, load)
-    if ROUTER_ENTROPY in series and LOAD_ENTROPY in series:
-        written.append(directory / "router_entropy.png")
-        plot_router_entropy(
-            written[-1], series[ROUTER_ENTROPY], series[LOAD_ENTROPY], series.get(MAX_VIOLATION)
-        )
+    if LOSS in series and ROUTER_ENTROPY in series and LOAD_ENTROPY in series:
+        written.append(directory / "routing.png")
+        routing = (series[ROUTER_ENTROPY], series[LOAD_ENTROPY], series.get(MAX_VIOLATION))
+        plot_routing(written[-1], series[LOSS], *routing)
     if LEARNING_RATE in series and GRADIENT_NORM in series:
         written.append(directory / "optimizer.png")
         plot_optimizer(written[-1], series[LEARNING_RATE], series[GRADIENT_NORM])
@@ -193,40 +192,44 @@ def plot_router_load(path: str | os.PathLike[str], steps: np.ndarray, load: np.n
     _save(figure, path)
 
 
-def plot_router_entropy(
+def plot_routing(
     path: str | os.PathLike[str],
+    loss: tuple[np.ndarray, np.ndarray],
     router_entropy: tuple[np.ndarray, np.ndarray],
     load_entropy: tuple[np.ndarray, np.ndarray],
     max_violation: tuple[np.ndarray, np.ndarray] | None = None,
 ) -> None:
-    """Draw how decided the router is, and how even the load.
+    """Draw the loss, and beneath it, step by step, what the routers did meanwhile.
 
     Args:
         path: The PNG file.
+        loss: Steps and training loss, nats per token.
         router_entropy: Steps and values over log E: 1 is undecided.
         load_entropy: Steps and values over log E: 1 is balanced.
-        max_violation: Steps and values, drawn beneath.
+        max_violation: Steps and values, of the worst layer.
     """
-    rows = 1 if max_violation is None else 2
-    figure, panels = _figure(width=9.5, height=2.6 + 2.4 * (rows - 1), rows=rows)
-    for color, label, (steps, values) in (
+    rows = [("loss, nats/token", [(BLUE, "", loss)])]
+    if max_violation is not None:
+        rows.append(("max violation", [(BLUE, "", max_violation)]))
+    entropies = [
         (BLUE, "router's probabilities (1 = undecided)", router_entropy),
         (ORANGE, "load (1 = balanced)", load_entropy),
-    ):
-        panels[0].plot(steps, values, color=color, alpha=0.3, linewidth=1.0)
-        panels[0].plot(steps, smooth(values), color=color, linewidth=1.8, label=label)
-    panels[0].set_ylabel("entropy / log E")
-    panels[0].legend(loc="best", frameon=False)
-    if max_violation is not None:
-        steps, values = max_violation
-        panels[0].tick_params(labelbottom=False)
-        panels[1].plot(steps, values, color=BLUE, alpha=0.3, linewidth=1.0)
-        panels[1].plot(steps, smooth(values), color=BLUE, linewidth=1.8)
-        panels[1].set_ylabel("max violation")
-        panels[1].set_ylim(bottom=0.0)
-    panels[-1].set_xlabel("step")
-    for axes in panels:
+    ]
+    rows.append(("entropy / log E", entropies))
+    figure, panels = _figure(width=9.5, height=0.6 + 2.2 * len(rows), rows=len(rows))
+    for axes, (label, curves) in zip(panels, rows, strict=True):
+        for color, name, (steps, values) in curves:
+            axes.plot(steps, values, color=color, alpha=0.3, linewidth=1.0)
+            axes.plot(steps, smooth(values), color=color, linewidth=1.8, label=name)
+        axes.set_ylabel(label)
         axes.margins(x=0.01)
+        axes.set_xlim(panels[0].get_xlim())
+        axes.tick_params(labelbottom=axes is panels[-1])
+    if max_violation is not None:
+        panels[1].set_ylim(bottom=0.0)
+    panels[-1].legend(loc="best", frameon=False)
+    panels[-1].set_xlabel("step")
+    figure.align_ylabels(panels)
     _save(figure, path)
 
 

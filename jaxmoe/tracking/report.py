@@ -93,7 +93,7 @@ def write_report(
     style = ""
     if load is not None and load[1].size:
         style = load_style(load[1].shape[1])
-        sections.append(_router(series, *load))
+        sections.append(_router(series, summary, *load))
     if units := summary.get("load_balance_units"):
         sections.append(_units(units))
     for plot in map(pathlib.Path, plots):
@@ -195,7 +195,18 @@ def _training(series: Series, summary: Mapping[str, Any]) -> str:
     return html_page.section("Training", loss, html_page.pair(*others) if others else "")
 
 
-def _router(series: Series, steps: np.ndarray, load: np.ndarray) -> str:
+def _beside_loss(series: Series, summary: Mapping[str, Any]) -> str:
+    """Loss and max violation above each other, on the same steps and in the same width."""
+    if LOSS not in series or MAX_VIOLATION not in series:
+        return ""
+    loss = with_smoothed("", *bits_of_training(series, summary))
+    violation = with_smoothed("", *series[MAX_VIOLATION])
+    return line_chart(loss, y_label=f"training loss, {held_out(summary)[1]}", size=(960, 200)) + (
+        line_chart(violation, y_label="max violation, worst layer", from_zero=True, size=(960, 200))
+    )
+
+
+def _router(series: Series, summary: Mapping[str, Any], steps: np.ndarray, load: np.ndarray) -> str:
     """The load map with its slider, the strips, and the router's scalars."""
     lines = []
     for color, (label, name) in enumerate(
@@ -208,9 +219,6 @@ def _router(series: Series, steps: np.ndarray, load: np.ndarray) -> str:
         balance = with_smoothed("", *series[LOAD_BALANCE])
         label = "load-balancing loss, 1 = uniform"
         charts.append(line_chart(balance, y_label=label, references={"uniform": 1.0}))
-    if MAX_VIOLATION in series:
-        violation = with_smoothed("", *series[MAX_VIOLATION])
-        charts.append(line_chart(violation, y_label="max violation, worst layer", from_zero=True))
     lost = []
     for color, (label, name) in enumerate(
         (("experts without a token", DEAD_FRACTION), ("dropped assignments", DROPPED_FRACTION))
@@ -229,6 +237,7 @@ def _router(series: Series, steps: np.ndarray, load: np.ndarray) -> str:
         "Router",
         load_map(steps, load) + note,
         load_strips(steps, load),
+        _beside_loss(series, summary),
         html_page.pair(*charts) if charts else "",
     )
 

@@ -117,7 +117,7 @@ def test_a_run_leaves_every_file(finished):
     assert summary["tokens_per_second"] > 0 and summary["mesh"] == {"data": 8}
     for name in ("config.json", "environment.json", "metrics.jsonl", "report.html", "samples.txt"):
         assert (finished / name).stat().st_size > 0
-    for name in ("loss.png", "router_load.png", "router_entropy.png"):
+    for name in ("loss.png", "router_load.png", "routing.png"):
         assert (finished / "plots" / name).read_bytes().startswith(b"\x89PNG")
     with np.load(finished / "router.npz") as router:
         assert router["load"].shape == (6, 1, 4)

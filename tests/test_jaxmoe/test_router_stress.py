@@ -1,0 +1,82 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Long proofs: 200 steps under what breaks routers, and nothing that is not finite.
+
+All tokens at one expert from the first step; 256 experts of which a token takes 8; 96 experts of
+which it takes 1. Of the last it is also asked that the load gets even, method by method: who fails
+stands in FAILS_96, and fails if it does not.
+"""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxmoe.data import LanguageMixtureConfig
+from jaxmoe.data.loader import Loader
+from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
+from jaxmoe.models.initialize import parameter_table
+from jaxmoe.optim import AdamWConfig, LinearConfig
+from jaxmoe.routing import METHODS
+from jaxmoe.training.state import init_state
+from jaxmoe.training.step import make_train_step
+
+pytestmark = pytest.mark.slow
+
+STEPS, ROWS, LENGTH = 200, 16, 64
+DATA = LanguageMixtureConfig(num_languages=8, symbols_per_language=16)
+CAUSAL = [name for name, method in METHODS.items() if method.router.traits.is_causal]
+
+
+def train(method, *, num_experts, top_k, prepare=lambda params: params):
+    """Loss and load [L E] of every step; asserts that none was refused."""
+    moe = dataclasses.replace(
+        MoEConfig(num_experts=num_experts, top_k=top_k, expert_dim=16), **METHODS[method].parts()
+    )
+    model = ModelConfig(
+        vocab_size=128,
+        num_layers=2,
+        embed_dim=32,
+        attention=AttentionConfig(num_heads=2, num_kv_heads=2, head_dim=16),
+        moe=moe,
+    )
+    schedule = LinearConfig(warmup_steps=10).build(STEPS)
+    optimizer = AdamWConfig(learning_rate=1e-2).build(parameter_table(model), schedule)
+    state = init_state(model, optimizer, jax.random.key(0))
+    state = dataclasses.replace(state, params=prepare(state.params))
+    loader = Loader(DATA.build(0), batch_size=ROWS, sequence_length=LENGTH, seed=0)
+    step = make_train_step(model, optimizer)
+    losses, loads = [], []
+    for number in range(STEPS):
+        state, metrics = step(state, loader.batch(number))
+        assert not metrics.is_skipped, f"step {number}"
+        losses.append(float(metrics.loss))
+        loads.append(np.asarray(metrics.load))
+    assert np.isfinite(losses).all() and losses[-1] < losses[0]
+    return np.array(losses), np.array(loads)
+
+
+def to_one_expert(params):
+    """All activations share one large feature, and one expert reads it."""
+    params = jax.tree.map(lambda leaf: leaf, params)
+    table = params["embedding"]["weight"]
+    params["embedding"]["weight"] = table.at[:, 0].set(20.0 * jnp.abs(table).max())
+    router = params["moe_blocks_0"]["moe"]["router"]
+    for name, leaf in router.items():
+        if name == "weight":
+            router[name] = leaf.at[:, 0, 3].set(20.0)
+    return params
+
+
+@pytest.mark.parametrize("method", CAUSAL)
+def test_all_tokens_to_one_expert(method):
+    _, loads = train(method, num_experts=8, top_k=2, prepare=to_one_expert)
+    assert np.isfinite(loads).all() and math.isclose(loads[-1, 0].sum(), 1.0, rel_tol=1e-5)
+
+
+@pytest.mark.parametrize("method", ["hyperp"])
+def test_256_experts_top_8(method):
+    train(method, num_experts=256, top_k=8)
