@@ -5,6 +5,7 @@
 To add a balancer: a row in BALANCER_CASES.
 """
 
+import dataclasses
 import re
 
 import jax
@@ -39,8 +40,19 @@ def plain_router_z(logits):
     return np.mean(np.log(np.exp(logits).sum(-1)) ** 2)
 
 
+def plain_squared_variation(sums):
+    return np.var(sums) / np.mean(sums) ** 2
+
+
 # The unweighted loss of one layer from its logits [T E].
-BALANCER_CASES = {"load_balance": plain_load_balance, "router_z": plain_router_z}
+BALANCER_CASES = {
+    "load_balance": plain_load_balance,
+    "router_z": plain_router_z,
+    "importance_variation": lambda logits: plain_squared_variation(softmax(logits).sum(0)),
+    "load_variation": lambda logits: plain_squared_variation(
+        choose(logits, TOP_K, np.ones(len(logits), bool)).sum(0)
+    ),
+}
 
 
 def test_the_table_is_the_registry():
@@ -56,7 +68,10 @@ def _statistics(logits):
     _, ids = jax.lax.top_k(logits, TOP_K)
     mask = jnp.ones(logits.shape[0], bool)
     probs = jax.nn.softmax(logits, axis=-1)
-    return sum_statistics(logits, probs, ids.reshape(-1).astype(jnp.int32), mask)
+    statistics = sum_statistics(logits, probs, ids.reshape(-1).astype(jnp.int32), mask)
+    # What balancers observe beyond, and routers hand on for them; any sums will do here.
+    extra = {"importance": statistics.prob_sum, "smooth_load": statistics.counts}
+    return dataclasses.replace(statistics, extra=extra)
 
 
 def statistics_from(counts, prob_sum, num_tokens) -> RouterStatistics:
@@ -252,7 +267,11 @@ def routed_statistics(weight, x):
     inputs = RouterInputs(
         x=x, token_mask=jnp.ones(x.shape[0], bool), segment_ids=jnp.ones(x.shape[0], jnp.int32)
     )
-    return router.route({"weight": weight}, {}, inputs, train=True, key=None).statistics
+    output = router.route({"weight": weight}, {}, inputs, train=True, key=None)
+    extra = {"smooth_load": output.statistics.prob_sum}  # of noisy_topk alone
+    for config in BALANCERS.values():
+        extra |= config().observe(output, inputs)
+    return dataclasses.replace(output.statistics, extra=extra)
 
 
 def test_one_psum_makes_eight_devices_one(uneven_batch):
