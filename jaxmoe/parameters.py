@@ -43,6 +43,7 @@ Role = Literal[
     "expert_out",
     "router",
     "router_residual",
+    "router_noise",
     "constant",
     "constant_mix",
     "norm",

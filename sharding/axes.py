@@ -34,6 +34,7 @@ GATE_UP: Final = "gate_up"  # the two projections into a SwiGLU
 EXPERTS: Final = "experts"  # E
 EXPERT_MLP: Final = "expert_mlp"  # F, hidden units of one routed expert
 ROUTER_OUT: Final = "router_out"  # E as the outputs of the router, which every device needs whole
+ROUTER_DIM: Final = "router_dim"  # inner width of a router of two factors
 CONSTANTS: Final = "constants"  # the constant experts, which every device has
 NORM: Final = "norm"  # the gains of a norm
 
@@ -58,6 +59,7 @@ LOGICAL_AXES: Final = (
     EXPERTS,
     EXPERT_MLP,
     ROUTER_OUT,
+    ROUTER_DIM,
     CONSTANTS,
     NORM,
     ACT_BATCH,

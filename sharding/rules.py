@@ -132,6 +132,7 @@ DATA_PARALLEL = LogicalAxisRules(
         (ax.EXPERTS, (ax.EXPERT,)),
         (ax.EXPERT_MLP, (ax.TENSOR,)),
         (ax.ROUTER_OUT, ()),
+        (ax.ROUTER_DIM, ()),
         (ax.CONSTANTS, ()),
         (ax.NORM, ()),
         (ax.ACT_BATCH, ax.BATCH_AXES),

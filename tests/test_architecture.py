@@ -66,11 +66,15 @@ REGISTRIES = {
     "jaxmoe.routing:BIASES": {"loss_free"},
     "jaxmoe.routing:BALANCERS": {
         *("load_balance", "router_z", "heterogeneous", "top_one_balance"),
+        *("load_balance", "router_z", "importance_variation", "load_variation"),
     },
     "jaxmoe.routing:GATES": {"softmax", "renormalized", "sqrt"},
     "jaxmoe.routing:METHODS": {"switch", "mixtral", "olmoe", "qwen3", "hyperp"},
     "jaxmoe.routing:ROUTERS": {
         *("softmax_topk", "progressive_topk", "moe_plus_plus"),
+        *("softmax_topk", "sigmoid_topk", "sqrt_softplus_topk", "noisy_topk", "gshard"),
+        *("cosine_topk", "base_layer", "sinkhorn", "selective_sinkhorn"),
+        *("hash", "uniform_random", "forced_balance"),
     },
     "jaxmoe.tracking:TRACKERS": {"tensorboard", "wandb", "trackio"},
     "jaxmoe.scaling:PARAMETERIZATIONS": {"standard"},

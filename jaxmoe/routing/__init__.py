@@ -12,7 +12,9 @@ biases: see their packages.
 from jaxmoe.configs import registry_of
 from jaxmoe.routing.balancers import BalancerConfig as BalancerConfig
 from jaxmoe.routing.balancers import HeterogeneousBalanceConfig as HeterogeneousBalanceConfig
+from jaxmoe.routing.balancers import ImportanceVariationConfig as ImportanceVariationConfig
 from jaxmoe.routing.balancers import LoadBalanceConfig as LoadBalanceConfig
+from jaxmoe.routing.balancers import LoadVariationConfig as LoadVariationConfig
 from jaxmoe.routing.balancers import RouterZConfig as RouterZConfig
 from jaxmoe.routing.balancers import TopOneBalanceConfig as TopOneBalanceConfig
 from jaxmoe.routing.base import Extent as Extent
@@ -23,20 +25,46 @@ from jaxmoe.routing.base import RouterStatistics as RouterStatistics
 from jaxmoe.routing.base import Selection as Selection
 from jaxmoe.routing.base import Slots as Slots
 from jaxmoe.routing.base import Traits as Traits
+from jaxmoe.routing.base_layer import BaseLayerConfig as BaseLayerConfig
 from jaxmoe.routing.biases import BiasConfig as BiasConfig
 from jaxmoe.routing.biases import LossFreeConfig as LossFreeConfig
 from jaxmoe.routing.capacity import CapacityConfig as CapacityConfig
+from jaxmoe.routing.cosine_topk import CosineTopKConfig as CosineTopKConfig
+from jaxmoe.routing.forced_balance import ForcedBalanceConfig as ForcedBalanceConfig
 from jaxmoe.routing.gates import RenormalizedGateConfig as RenormalizedGateConfig
 from jaxmoe.routing.gates import SoftmaxGateConfig as SoftmaxGateConfig
 from jaxmoe.routing.gates import SqrtGateConfig as SqrtGateConfig
 from jaxmoe.routing.groups import GroupLimitConfig as GroupLimitConfig
+from jaxmoe.routing.gshard import GShardConfig as GShardConfig
+from jaxmoe.routing.hash_routing import HashConfig as HashConfig
 from jaxmoe.routing.methods import METHODS as METHODS
 from jaxmoe.routing.methods import Method as Method
 from jaxmoe.routing.moe_plus_plus import MoEPlusPlusConfig as MoEPlusPlusConfig
+from jaxmoe.routing.noisy_topk import NoisyTopKConfig as NoisyTopKConfig
 from jaxmoe.routing.progressive_topk import ProgressiveTopKConfig as ProgressiveTopKConfig
+from jaxmoe.routing.selective_sinkhorn import SelectiveSinkhornConfig as SelectiveSinkhornConfig
+from jaxmoe.routing.sigmoid_topk import SigmoidTopKConfig as SigmoidTopKConfig
+from jaxmoe.routing.sinkhorn import SinkhornConfig as SinkhornConfig
 from jaxmoe.routing.softmax_topk import SoftmaxTopKConfig as SoftmaxTopKConfig
+from jaxmoe.routing.sqrt_softplus_topk import SqrtSoftplusTopKConfig as SqrtSoftplusTopKConfig
+from jaxmoe.routing.uniform_random import UniformRandomConfig as UniformRandomConfig
 
-RouterConfig = SoftmaxTopKConfig | ProgressiveTopKConfig | MoEPlusPlusConfig
+RouterConfig = (
+    SoftmaxTopKConfig
+    | SigmoidTopKConfig
+    | SqrtSoftplusTopKConfig
+    | NoisyTopKConfig
+    | GShardConfig
+    | CosineTopKConfig
+    | BaseLayerConfig
+    | SinkhornConfig
+    | SelectiveSinkhornConfig
+    | HashConfig
+    | UniformRandomConfig
+    | ForcedBalanceConfig
+    | ProgressiveTopKConfig
+    | MoEPlusPlusConfig
+)
 GateConfig = SoftmaxGateConfig | RenormalizedGateConfig | SqrtGateConfig
 
 ROUTERS = registry_of(RouterConfig)

@@ -39,6 +39,10 @@ class Traits:
     """The scores are the gates: only the gate `softmax`, which takes them as they are, fits."""
     has_own_load: bool = False
     """The load is even by construction: capacity and balance losses are refused."""
+    evens_load: bool = False
+    """In training the choice itself is evened over the tokens: balance losses are refused."""
+    is_learned: bool = True
+    """The choice or the gates depend on trained parameters."""
     carries_logits: bool = False
     """Reads the logits of the previous MoE layer and hands its own on."""
     needs_key: bool = False
@@ -217,6 +221,17 @@ def sum_statistics(
         z_sum=jnp.sum(z, where=token_mask),
         entropy_sum=jnp.sum(entropy, where=token_mask),
     )
+
+
+def chosen_experts(expert_ids: Int[Array, "*T K"], num_experts: int) -> Bool[Array, "*T E"]:
+    """Whether each expert is among the K of each token.
+
+    Args:
+        expert_ids: E where empty.
+        num_experts: E.
+    """
+    experts = jnp.arange(num_experts, dtype=expert_ids.dtype)
+    return (expert_ids[..., None] == experts.reshape((1,) * expert_ids.ndim + (-1,))).any(-2)
 
 
 def token_major(

@@ -31,18 +31,23 @@ def check_parts(moe: Any) -> None:
             f"moe.router={router.name} defines its own gates, and moe.gate={moe.gate.name} would"
             " replace them: set moe.gate to softmax, which takes the router's scores as they are"
         )
-    if traits.has_own_load:
+    if traits.has_own_load or traits.evens_load:
         against = [balancer.name for balancer in moe.balancers if balancer.evens_load]
         if against:
             raise ValueError(
                 f"moe.balancers={', '.join(against)}: the router {router.name} evens the load by"
                 " itself, and the loss would pull against it: leave it out of moe.balancers"
             )
-        if moe.capacity is not None:
-            raise ValueError(
-                f"moe.capacity: the router {router.name} sets the load of each expert itself:"
-                " leave moe.capacity out"
-            )
+    if traits.has_own_load and moe.capacity is not None:
+        raise ValueError(
+            f"moe.capacity: the router {router.name} sets the load of each expert itself:"
+            " leave moe.capacity out"
+        )
+    if router.name != "noisy_topk" and any(b.name == "load_variation" for b in moe.balancers):
+        raise ValueError(
+            f"moe.balancers=load_variation needs the smooth loads of the router noisy_topk, and"
+            f" moe.router={router.name} has none: use importance_variation or load_balance"
+        )
     for text in advice(moe):
         warnings.warn(text, RoutingWarning, stacklevel=4)
 
@@ -54,7 +59,8 @@ def advice(moe: Any) -> list[str]:
         moe: a `jaxmoe.models.config.MoEConfig`.
     """
     router, traits, lines = moe.router, moe.router.traits, []
-    if moe.top_k == 1 and not traits.has_own_gates and not traits.has_own_load:
+    has_task_gradient = traits.has_own_gates or traits.has_own_load or not traits.is_learned
+    if moe.top_k == 1 and not has_task_gradient:
         is_after = getattr(router, "softmax", "before") == "after"
         if is_after or moe.gate.name in ("renormalized", "sqrt"):
             field = "moe.router.softmax=after" if is_after else f"moe.gate={moe.gate.name}"

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jaxmoe.parameters import Declaration, draw
 from jaxmoe.routing.base import (
@@ -177,6 +177,28 @@ def choose(
     if scored.is_over_chosen:
         chosen = jax.nn.log_softmax(chosen, axis=-1)
     return token_major(expert_ids, chosen, inputs.token_mask, preference.shape[1])
+
+
+def token_output(
+    expert_ids: Int[Array, "T K"],
+    log_scores: Float[Array, "T K"],
+    inputs: RouterInputs,
+    *,
+    logits: Float[Array, "T E"],
+    probs: Float[Array, "T E"],
+) -> RouterOutput:
+    """What a router returns that chose for itself.
+
+    Args:
+        expert_ids: E where a token does without.
+        log_scores: of these pairs, -inf where a token does without.
+        inputs: for the mask.
+        logits: raw, f32.
+        probs: sums to 1 over E, f32.
+    """
+    selection = token_major(expert_ids, log_scores, inputs.token_mask, logits.shape[1])
+    statistics = sum_statistics(logits, probs, selection.expert_ids, inputs.token_mask)
+    return RouterOutput(selection=selection, logits=logits, probs=probs, statistics=statistics)
 
 
 def linear_declarations(*, num_experts: int, embed_dim: int) -> dict[str, Declaration]:

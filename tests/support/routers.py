@@ -16,14 +16,25 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jaxmoe.routing import (
+    BaseLayerConfig,
+    CosineTopKConfig,
     Extent,
+    ForcedBalanceConfig,
+    GroupLimitConfig,
+    GShardConfig,
+    HashConfig,
     LossFreeConfig,
     MoEPlusPlusConfig,
+    NoisyTopKConfig,
     ProgressiveTopKConfig,
     RouterInputs,
+    SelectiveSinkhornConfig,
+    SigmoidTopKConfig,
+    SinkhornConfig,
     SoftmaxTopKConfig,
+    SqrtSoftplusTopKConfig,
+    UniformRandomConfig,
 )
-from jaxmoe.routing.groups import GroupLimitConfig
 
 # No two of these are equal: a dimension of size EXPERTS is one of experts.
 TOKENS, LENGTH, WIDTH, EXPERTS, VOCAB = 16, 4, 5, 6, 11
@@ -43,6 +54,8 @@ class Case:
     """Among equal scores a token takes the lowest experts."""
     is_ordered: bool = False
     """Takes tokens in their order, so that permuting them is another input."""
+    is_wide: bool = False
+    """In training rows are not routed by themselves: a scope wider than a sequence."""
     asymmetry: str = ""
     """Why experts cannot be permuted."""
 
@@ -62,6 +75,37 @@ ROUTER_CASES: dict[str, tuple[Case, ...]] = {
         Case(config=SoftmaxTopKConfig(bias=LossFreeConfig(rate=0.1))),
         Case(config=SoftmaxTopKConfig(groups=GROUPS), asymmetry="groups are of neighbours"),
         Case(config=SoftmaxTopKConfig(jitter=0.1)),
+    ),
+    "sigmoid_topk": (
+        *each_top_k(SigmoidTopKConfig()),
+        Case(
+            config=SigmoidTopKConfig(bias=LossFreeConfig(), groups=GROUPS, jitter=0.1),
+            asymmetry="groups are of neighbours",
+        ),
+    ),
+    "sqrt_softplus_topk": each_top_k(SqrtSoftplusTopKConfig()),
+    "noisy_topk": each_top_k(NoisyTopKConfig(), ties_to_first=False),
+    "gshard": (Case(config=GShardConfig()),),
+    "cosine_topk": each_top_k(CosineTopKConfig(router_dim=3)),
+    "base_layer": each_top_k(BaseLayerConfig(), ties_to_first=False),
+    "sinkhorn": (
+        *each_top_k(SinkhornConfig()),
+        Case(config=SinkhornConfig(scope="batch"), is_wide=True),
+    ),
+    "selective_sinkhorn": (
+        *each_top_k(SelectiveSinkhornConfig(probability=1.0)),
+        Case(
+            config=SelectiveSinkhornConfig(probability=1.0, cost="probs", scope="batch"),
+            is_wide=True,
+        ),
+        Case(config=SelectiveSinkhornConfig(probability=0.0)),
+    ),
+    "hash": each_top_k(HashConfig(), ties_to_first=False, asymmetry="the table names experts"),
+    "uniform_random": each_top_k(
+        UniformRandomConfig(), ties_to_first=False, asymmetry="the dice name experts"
+    ),
+    "forced_balance": each_top_k(
+        ForcedBalanceConfig(), ties_to_first=False, asymmetry="experts take turns"
     ),
     "progressive_topk": (
         Case(config=ProgressiveTopKConfig(), top_k=1),

@@ -64,6 +64,16 @@ def plain_top_one(logits):
     return EXPERTS * np.sum(probs.mean(0) ** 2) / probs.max(-1).mean()
 
 
+def plain_squared_variation(sums):
+    return np.var(sums) / np.mean(sums) ** 2
+
+
+def plain_gates(logits):
+    """Probabilities renormalized over the chosen."""
+    gates = softmax(logits) * choose(logits, TOP_K, np.ones(len(logits), bool))
+    return gates / gates.sum(-1, keepdims=True)
+
+
 # The unweighted loss of one layer from its logits [T E].
 BALANCER_CASES = {
     "load_balance": plain_load_balance,
@@ -71,6 +81,10 @@ BALANCER_CASES = {
     "top_one_balance": plain_top_one,
     # Of experts that all compute; with others beside them in test_moe_plus_plus.py.
     "heterogeneous": plain_load_balance,
+    "importance_variation": lambda logits: plain_squared_variation(plain_gates(logits).sum(0)),
+    "load_variation": lambda logits: plain_squared_variation(
+        choose(logits, TOP_K, np.ones(len(logits), bool)).sum(0)
+    ),
 }
 
 
@@ -87,7 +101,8 @@ def _statistics(logits):
     _, ids = jax.lax.top_k(logits, TOP_K)
     mask = jnp.ones(logits.shape[0], bool)
     probs = jax.nn.softmax(logits, axis=-1)
-    selection = token_major(ids.astype(jnp.int32), jnp.zeros(ids.shape), mask, EXPERTS)
+    scores = jnp.take_along_axis(jax.nn.log_softmax(logits, axis=-1), ids, axis=-1)
+    selection = token_major(ids.astype(jnp.int32), scores, mask, EXPERTS)
     statistics = sum_statistics(logits, probs, selection.expert_ids, mask)
     output = RouterOutput(selection=selection, logits=logits, probs=probs, statistics=statistics)
     inputs = RouterInputs(
@@ -99,7 +114,11 @@ def _statistics(logits):
 def observed(output, inputs):
     """The statistics with what every balancer wants to see beyond."""
     seen = [b.observe(output, inputs) for b in of_statistics(b() for b in BALANCERS.values())]
-    return dataclasses.replace(output.statistics, extra=functools.reduce(operator.or_, seen))
+    # What routers hand on for balancers; any sums will do here.
+    handed = {"smooth_load": output.statistics.counts}
+    return dataclasses.replace(
+        output.statistics, extra=functools.reduce(operator.or_, seen, handed)
+    )
 
 
 def statistics_from(counts, prob_sum, num_tokens) -> RouterStatistics:

@@ -18,10 +18,20 @@ from jaxmoe.routing.balancers.load_balance import LoadBalanceConfig as LoadBalan
 from jaxmoe.routing.balancers.load_balance import conversions as conversions
 from jaxmoe.routing.balancers.load_balance import load_balance as load_balance
 from jaxmoe.routing.balancers.load_balance import pool_layers as pool_layers
+from jaxmoe.routing.balancers.load_variation import (
+    ImportanceVariationConfig as ImportanceVariationConfig,
+)
+from jaxmoe.routing.balancers.load_variation import LoadVariationConfig as LoadVariationConfig
+from jaxmoe.routing.balancers.load_variation import squared_variation as squared_variation
 from jaxmoe.routing.balancers.router_z import RouterZConfig as RouterZConfig
 from jaxmoe.routing.balancers.router_z import router_z as router_z
 from jaxmoe.routing.balancers.top_one import TopOneBalanceConfig as TopOneBalanceConfig
 
 BalancerConfig = (
-    LoadBalanceConfig | RouterZConfig | HeterogeneousBalanceConfig | TopOneBalanceConfig
+    LoadBalanceConfig
+    | RouterZConfig
+    | ImportanceVariationConfig
+    | LoadVariationConfig
+    | HeterogeneousBalanceConfig
+    | TopOneBalanceConfig
 )

@@ -1,0 +1,95 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Entropic optimal transport of tokens to experts, in the log domain.
+
+    maximise  sum_ti plan_ti cost_ti - sum_ti plan_ti log plan_ti
+    rows (tokens) sum to 1,   columns (experts) to n/E
+    plan_ti = exp(cost_ti + row_t + column_i)
+    Sinkhorn:  column_i = log(n/E) - logsumexp_t(cost_ti + row_t)
+               row_t    = -logsumexp_i(cost_ti + column_i)         the last step: rows are exact
+
+The number of iterations is fixed, so that the result depends on no tolerance and a compiled step
+has one cost. A constant added to an expert's costs is absorbed by its column at once; one added to
+a token's costs by its row, at convergence. Each iteration over tokens on several devices costs a
+pmax and a psum of E numbers.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from jaxmoe.routing.base import RouterInputs
+from jaxmoe.routing.scopes import Scope, join_scopes, scope_axes, split_scopes, total
+
+
+def scalings(
+    cost: Float[Array, "T E"], inputs: RouterInputs, *, scope: Scope, iterations: int
+) -> Float[Array, "T E"]:
+    """row_t + column_i after so many iterations: what turns costs into the log of the plan.
+
+    Args:
+        cost: of the tokens held here, divided by the weight of the entropy; f32. No gradient
+            passes.
+        inputs: for mask and extent; padding takes no part.
+        scope: tokens that are spread evenly together.
+        iterations: at least 1.
+    """
+    extent, axes = inputs.extent, scope_axes(inputs.extent, scope)
+    is_real = split_scopes(inputs.token_mask, extent, scope)  # G, n
+    cost = jax.lax.stop_gradient(cost)
+    cost = jnp.where(inputs.token_mask[:, None], cost, 0.0)
+    cost = split_scopes(cost, extent, scope)  # G, n, E
+    row, column = sinkhorn(cost, is_real, axes=axes, iterations=iterations)
+    return join_scopes(row[:, :, None] + column[:, None, :])
+
+
+def sinkhorn(
+    cost: Float[Array, "G n E"],
+    is_real: Bool[Array, "G n"],
+    *,
+    axes: tuple[str, ...],
+    iterations: int,
+) -> tuple[Float[Array, "G n"], Float[Array, "G E"]]:
+    """The logarithms of the rows' and the columns' scalings.
+
+    Args:
+        cost: f32.
+        is_real: False leaves a row out of the columns' sums.
+        axes: mesh axes over which the rows of a group are spread.
+        iterations: at least 1.
+    """
+    count = total(is_real.sum(1, dtype=jnp.float32), axes)
+    target = jnp.log(jnp.maximum(count, 1.0) / cost.shape[2])[:, None]
+    where = is_real[:, :, None]
+
+    def column_of(scaled: Array) -> Array:
+        most = jnp.max(scaled, axis=1, initial=-jnp.inf, where=where)
+        most = jax.lax.pmax(most, axes) if axes else most
+        most = jnp.where(jnp.isfinite(most), most, 0.0)
+        terms = jnp.where(where, jnp.exp(scaled - most[:, None, :]), 0.0)
+        mass = total(terms.sum(1), axes)
+        # A group of padding alone has no mass, and needs no scaling.
+        return jnp.where(mass > 0.0, target - most - jnp.log(mass), 0.0)
+
+    def row_of(column: Array) -> Array:
+        return -jax.nn.logsumexp(cost + column[:, None, :], axis=2)
+
+    column = jax.lax.fori_loop(
+        1,
+        iterations,
+        lambda _, column: column_of(cost + row_of(column)[:, :, None]),
+        column_of(cost),
+    )
+    return row_of(column), column
+
+
+def check_iterations(iterations: int) -> None:
+    """Refuses a number that solves nothing.
+
+    Raises:
+        ValueError: naming the field.
+    """
+    if iterations < 1:
+        raise ValueError(f"router.iterations={iterations} must be at least 1")

@@ -1,0 +1,60 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Uniform random routing: K distinct experts for each token, drawn anew at every step.
+
+The control for everything learned. In evaluation the numbers belong to the seed and to the token's
+number in the batch, so that the same batch gives the same result; another cut of the same text into
+rows, and decoding, draw others.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxmoe.routing.base import RouterInputs, Traits
+from jaxmoe.routing.noise import token_noise
+from jaxmoe.routing.unlearned import Unlearned
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class UniformRandomConfig:
+    """K experts by the dice."""
+
+    name: ClassVar[str] = "uniform_random"
+
+    seed: int = 0
+    """Of the numbers in evaluation; in training they come from the key of the step."""
+
+    @property
+    def traits(self) -> Traits:
+        """Draws numbers; nothing is learned."""
+        return Traits(needs_key=True, is_learned=False)
+
+    def build(self, *, num_experts: int, top_k: int, embed_dim: int) -> Unlearned:
+        """The router for these sizes."""
+        del embed_dim
+        return Unlearned(self, num_experts, top_k)
+
+    def choose(
+        self,
+        inputs: RouterInputs,
+        *,
+        num_experts: int,
+        top_k: int,
+        train: bool,
+        key: Array | None,
+    ) -> Int[Array, "T K"]:
+        """The largest of E uniform numbers."""
+        key = key if train else jax.random.key(self.seed)
+        return jax.lax.top_k(token_noise(key, inputs, num_experts, "uniform"), top_k)[1]
+
+    def probabilities(
+        self, expert_ids: Int[Array, "T K"], *, num_experts: int
+    ) -> Float[Array, "T E"]:
+        """1/E."""
+        return jnp.full((expert_ids.shape[0], num_experts), 1.0 / num_experts, jnp.float32)
