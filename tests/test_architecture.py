@@ -63,7 +63,7 @@ REGISTRIES = {
     "jaxmoe.data.tokenizer:TOKENIZERS": {"bytes", "file", "trained", "ids"},
     "jaxmoe.optim:OPTIMIZERS": {"adamw"},
     "jaxmoe.optim.schedules:SCHEDULES": {"cosine", "linear", "wsd"},
-    "jaxmoe.routing:BIASES": {"loss_free"},
+    "jaxmoe.routing:BIASES": {"loss_free", "bip", "quantile"},
     "jaxmoe.routing:BALANCERS": {"load_balance", "router_z"},
     "jaxmoe.routing:GATES": {"softmax", "renormalized", "sqrt"},
     "jaxmoe.routing:METHODS": {"switch", "mixtral", "olmoe", "qwen3", "hyperp"},

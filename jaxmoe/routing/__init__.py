@@ -24,7 +24,9 @@ from jaxmoe.routing.base import Slots as Slots
 from jaxmoe.routing.base import Traits as Traits
 from jaxmoe.routing.biases import BIASES as BIASES
 from jaxmoe.routing.biases import BiasConfig as BiasConfig
+from jaxmoe.routing.biases import BipConfig as BipConfig
 from jaxmoe.routing.biases import LossFreeConfig as LossFreeConfig
+from jaxmoe.routing.biases import QuantileConfig as QuantileConfig
 from jaxmoe.routing.capacity import CapacityConfig as CapacityConfig
 from jaxmoe.routing.gates import RenormalizedGateConfig as RenormalizedGateConfig
 from jaxmoe.routing.gates import SoftmaxGateConfig as SoftmaxGateConfig

@@ -27,7 +27,7 @@ from jaxtyping import Array, Float
 
 from jaxmoe.routing.balancers.base import BalanceScope, check_coefficient
 from jaxmoe.routing.base import RouterInputs, RouterOutput, RouterStatistics
-from jaxmoe.routing.scopes import split_scopes, total
+from jaxmoe.routing.scopes import is_first, split_scopes, total
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,7 +71,7 @@ def sequence_balance(output: RouterOutput, inputs: RouterInputs) -> dict[str, Ar
     mask = inputs.token_mask[:, None]
     ids = output.selection.expert_ids.reshape(mask.shape[0], -1)  # T, K
     experts = jnp.arange(num_experts, dtype=ids.dtype)
-    chosen = (ids[:, :, None] == experts).sum(1).astype(jnp.float32)
+    chosen = (ids[:, :, None] == experts[None, None, :]).sum(1).astype(jnp.float32)
     parts = (chosen, jnp.where(mask, output.probs, 0.0), mask.astype(jnp.float32))
     counts, prob_sum, tokens = (
         total(split_scopes(part, extent, "sequence").sum(1), axes) for part in parts
@@ -81,9 +81,9 @@ def sequence_balance(output: RouterOutput, inputs: RouterInputs) -> dict[str, Ar
         jax.lax.stop_gradient(share) * prob_sum / jnp.maximum(tokens, 1.0), axis=-1
     )
     # Every device of a row has the whole row's loss, and the statistics are summed over devices.
-    copies = total(jnp.ones((), jnp.float32), axes)
+    once = is_first(axes)
     is_real = (tokens[:, 0] > 0.0).astype(jnp.float32)
-    return {"row_balance_sum": values.sum() / copies, "num_rows": is_real.sum() / copies}
+    return {"row_balance_sum": values.sum() * once, "num_rows": is_real.sum() * once}
 
 
 def load_balance(statistics: RouterStatistics) -> Float[Array, "*L"]:
