@@ -164,9 +164,10 @@ def initial_router_state(model: ModelConfig) -> Any:
     """Fresh state of all routers, stacked over MoE layers; an empty dict where they keep none."""
     if model.moe is None:
         return {}
-    _, state = build_router(model, model.moe).init(jax.random.key(0))
-    layers = model.num_moe_layers
-    return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf[None], (layers, *leaf.shape)), state)
+    router = build_router(model, model.moe)
+    # Each layer has a key of its own, the same on every mesh, for states that start at random.
+    keys = jax.random.split(jax.random.key(0), model.num_moe_layers)
+    return jax.vmap(lambda key: router.init(key)[1])(keys)
 
 
 def initial_cache(

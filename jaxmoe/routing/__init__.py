@@ -12,6 +12,7 @@ biases: see their packages.
 from jaxmoe.configs import registry_of
 from jaxmoe.routing.balancers import BALANCERS as BALANCERS
 from jaxmoe.routing.balancers import BalancerConfig as BalancerConfig
+from jaxmoe.routing.balancers import CouplingConfig as CouplingConfig
 from jaxmoe.routing.balancers import LoadBalanceConfig as LoadBalanceConfig
 from jaxmoe.routing.balancers import RouterZConfig as RouterZConfig
 from jaxmoe.routing.base import Extent as Extent
@@ -32,11 +33,12 @@ from jaxmoe.routing.gates import RenormalizedGateConfig as RenormalizedGateConfi
 from jaxmoe.routing.gates import SoftmaxGateConfig as SoftmaxGateConfig
 from jaxmoe.routing.gates import SqrtGateConfig as SqrtGateConfig
 from jaxmoe.routing.groups import GroupLimitConfig as GroupLimitConfig
+from jaxmoe.routing.kmeans import KMeansConfig as KMeansConfig
 from jaxmoe.routing.methods import METHODS as METHODS
 from jaxmoe.routing.methods import Method as Method
 from jaxmoe.routing.softmax_topk import SoftmaxTopKConfig as SoftmaxTopKConfig
 
-RouterConfig = SoftmaxTopKConfig
+RouterConfig = SoftmaxTopKConfig | KMeansConfig
 GateConfig = SoftmaxGateConfig | RenormalizedGateConfig | SqrtGateConfig
 
 ROUTERS = registry_of(RouterConfig)

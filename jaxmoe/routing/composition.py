@@ -11,6 +11,8 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+from jaxmoe.routing.balancers import of_weights
+
 
 class RoutingWarning(UserWarning):
     """A combination of routing parts that runs, and does not do what one would expect of it."""
@@ -43,6 +45,7 @@ def check_parts(moe: Any) -> None:
                 f"moe.capacity: the router {router.name} sets the load of each expert itself:"
                 " leave moe.capacity out"
             )
+    _check_weights(moe)
     if moe.top_k == 1 and not traits.has_own_gates and not traits.has_own_load:
         is_after = getattr(router, "softmax", "before") == "after"
         if is_after or moe.gate.name in ("renormalized", "sqrt"):
@@ -61,3 +64,18 @@ def check_parts(moe: Any) -> None:
             RoutingWarning,
             stacklevel=4,
         )
+
+
+def _check_weights(moe: Any) -> None:
+    """Refuses a balancer of the router's weights where the router has none of the kind."""
+    sizes = {"num_experts": moe.num_routed, "embed_dim": 1}
+    declared = moe.router.build(top_k=moe.top_k, **sizes).declarations()
+    for balancer in of_weights(moe.balancers):
+        for name in balancer.router_parameters:
+            if name not in declared or declared[name].shape != (1, moe.num_routed):
+                raise ValueError(
+                    f"moe.balancers={balancer.name} compares the rows of the router's matrix"
+                    f" `{name}`, a column for each expert, and moe.router={moe.router.name} has"
+                    f" none: leave {balancer.name} out, or take a router that scores by one matrix"
+                    " (softmax_topk)"
+                )

@@ -12,6 +12,7 @@ from jaxmoe.routing.balancers.base import StatisticsBalancer as StatisticsBalanc
 from jaxmoe.routing.balancers.base import WeightsBalancer as WeightsBalancer
 from jaxmoe.routing.balancers.base import of_statistics as of_statistics
 from jaxmoe.routing.balancers.base import of_weights as of_weights
+from jaxmoe.routing.balancers.coupling import CouplingConfig as CouplingConfig
 from jaxmoe.routing.balancers.load_balance import LoadBalanceConfig as LoadBalanceConfig
 from jaxmoe.routing.balancers.load_balance import conversions as conversions
 from jaxmoe.routing.balancers.load_balance import load_balance as load_balance
@@ -19,6 +20,6 @@ from jaxmoe.routing.balancers.load_balance import pool_layers as pool_layers
 from jaxmoe.routing.balancers.router_z import RouterZConfig as RouterZConfig
 from jaxmoe.routing.balancers.router_z import router_z as router_z
 
-BalancerConfig = LoadBalanceConfig | RouterZConfig
+BalancerConfig = LoadBalanceConfig | RouterZConfig | CouplingConfig
 
 BALANCERS = registry_of(BalancerConfig)
