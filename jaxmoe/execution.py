@@ -53,6 +53,9 @@ class ExecutionConfig:
     unroll: int = 1
     """Layers in one iteration of the loop over equal layers: more compile longer and run faster on
     a CPU, where the loop copies what it carries."""
+    telemetry: Literal["brief", "detailed"] = "brief"
+    """What is measured of the routers: the load, or all of jaxmoe/routing/telemetry_detailed.py as
+    well."""
     loss_chunk: int = 0
     """Positions whose logits exist at a time in the loss; 0: all at once."""
 

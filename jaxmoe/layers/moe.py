@@ -34,6 +34,7 @@ from jaxmoe.parameters import declare
 from jaxmoe.routing import Extent, Router, RouterInputs, RouterOutput, RouterStatistics, Slots
 from jaxmoe.routing.balancers import WeightsBalancer, of_statistics, of_weights
 from jaxmoe.routing.capacity import limit
+from jaxmoe.routing.telemetry_detailed import observe
 from sharding import axes as ax
 from sharding.assignments import Assignments
 from sharding.expert_parallel import expert_parallel
@@ -188,6 +189,9 @@ def _route_and_compute(
         given["params"], given["state"], inputs, train=layer.train, key=given.get("key")
     )
     assignments, statistics = _assign(output, inputs, moe, length)
+    if layer.execution.telemetry == "detailed":
+        extra = statistics.extra | observe(output, inputs)
+        statistics = dataclasses.replace(statistics, extra=extra)
 
     def experts(rows: Array, group_sizes: Array) -> Array:
         kernel = layer.execution.kernels.grouped_swiglu

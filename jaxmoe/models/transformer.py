@@ -162,11 +162,13 @@ def balance_losses(
 
 def initial_router_state(model: ModelConfig) -> Any:
     """Fresh state of all routers, stacked over MoE layers; an empty dict where they keep none."""
-    if model.moe is None:
+    if model.moe is None or not model.num_moe_layers:
         return {}
-    _, state = build_router(model, model.moe).init(jax.random.key(0))
-    layers = model.num_moe_layers
-    return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf[None], (layers, *leaf.shape)), state)
+    router = build_router(model, model.moe)
+    # Each layer has a key of its own, the same on every mesh, for states that start at random.
+    keys = jax.random.split(jax.random.key(0), model.num_moe_layers)
+    states = [router.init(key)[1] for key in keys]
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *states)
 
 
 def initial_cache(

@@ -11,6 +11,7 @@ biases: see their packages.
 
 from jaxmoe.configs import registry_of
 from jaxmoe.routing.balancers import BalancerConfig as BalancerConfig
+from jaxmoe.routing.balancers import CouplingConfig as CouplingConfig
 from jaxmoe.routing.balancers import HeterogeneousBalanceConfig as HeterogeneousBalanceConfig
 from jaxmoe.routing.balancers import ImportanceVariationConfig as ImportanceVariationConfig
 from jaxmoe.routing.balancers import LoadBalanceConfig as LoadBalanceConfig
@@ -27,7 +28,9 @@ from jaxmoe.routing.base import Slots as Slots
 from jaxmoe.routing.base import Traits as Traits
 from jaxmoe.routing.base_layer import BaseLayerConfig as BaseLayerConfig
 from jaxmoe.routing.biases import BiasConfig as BiasConfig
+from jaxmoe.routing.biases import BipConfig as BipConfig
 from jaxmoe.routing.biases import LossFreeConfig as LossFreeConfig
+from jaxmoe.routing.biases import QuantileConfig as QuantileConfig
 from jaxmoe.routing.capacity import CapacityConfig as CapacityConfig
 from jaxmoe.routing.cosine_topk import CosineTopKConfig as CosineTopKConfig
 from jaxmoe.routing.forced_balance import ForcedBalanceConfig as ForcedBalanceConfig
@@ -37,6 +40,7 @@ from jaxmoe.routing.gates import SqrtGateConfig as SqrtGateConfig
 from jaxmoe.routing.groups import GroupLimitConfig as GroupLimitConfig
 from jaxmoe.routing.gshard import GShardConfig as GShardConfig
 from jaxmoe.routing.hash_routing import HashConfig as HashConfig
+from jaxmoe.routing.kmeans import KMeansConfig as KMeansConfig
 from jaxmoe.routing.methods import METHODS as METHODS
 from jaxmoe.routing.methods import Method as Method
 from jaxmoe.routing.moe_plus_plus import MoEPlusPlusConfig as MoEPlusPlusConfig
@@ -64,6 +68,7 @@ RouterConfig = (
     | ForcedBalanceConfig
     | ProgressiveTopKConfig
     | MoEPlusPlusConfig
+    | KMeansConfig
 )
 GateConfig = SoftmaxGateConfig | RenormalizedGateConfig | SqrtGateConfig
 

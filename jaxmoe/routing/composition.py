@@ -11,6 +11,8 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+from jaxmoe.routing.balancers import of_weights
+
 
 class RoutingWarning(UserWarning):
     """A combination of routing parts that runs, and does not do what one would expect of it."""
@@ -48,6 +50,7 @@ def check_parts(moe: Any) -> None:
             f"moe.balancers=load_variation needs the smooth loads of the router noisy_topk, and"
             f" moe.router={router.name} has none: use importance_variation or load_balance"
         )
+    _check_weights(moe)
     for text in advice(moe):
         warnings.warn(text, RoutingWarning, stacklevel=4)
 
@@ -75,3 +78,18 @@ def advice(moe: Any) -> list[str]:
             " cannot be held, and tokens are dropped at every step"
         )
     return lines
+
+
+def _check_weights(moe: Any) -> None:
+    """Refuses a balancer of the router's weights where the router has none of the kind."""
+    sizes = {"num_experts": moe.num_routed, "embed_dim": 1}
+    declared = moe.router.build(top_k=moe.top_k, **sizes).declarations()
+    for balancer in of_weights(moe.balancers):
+        for name in balancer.router_parameters:
+            if name not in declared or declared[name].shape != (1, moe.num_routed):
+                raise ValueError(
+                    f"moe.balancers={balancer.name} compares the rows of the router's matrix"
+                    f" `{name}`, a column for each expert, and moe.router={moe.router.name} has"
+                    f" none: leave {balancer.name} out, or take a router that scores by one matrix"
+                    " (softmax_topk)"
+                )

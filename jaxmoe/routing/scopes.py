@@ -55,6 +55,14 @@ def total(values: Array, axes: tuple[str, ...]) -> Array:
     return jax.lax.psum(values, axes) if axes else values
 
 
+def is_first(axes: tuple[str, ...]) -> Float[Array, ""]:
+    """1 on the first device along these mesh axes, 0 on the others; 1 where there are none.
+
+    What all devices of a scope have alike enters sums over devices once when multiplied by it.
+    """
+    return jnp.float32(1.0) if not axes else (jax.lax.axis_index(axes) == 0).astype(jnp.float32)
+
+
 def kth_largest(
     values: Float[Array, "G n E"],
     k: Int[Array, " G"],

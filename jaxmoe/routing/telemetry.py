@@ -2,22 +2,35 @@
 # SPDX-License-Identifier: Apache-2.0
 """What to watch of a router, from its additive statistics alone.
 
-load            counts / sum(counts); 1/E is fair
-max violation   max(counts) / mean(counts) - 1; 0 is balanced
-load entropy    H(load) / log E; 1 is balanced
-router entropy  mean over tokens of H(p) / log E
-dropped         1 - sum(kept) / sum(counts)
-dead            share of experts without a token
+load               counts / sum(counts); 1/E is fair
+max violation      max(counts) / mean(counts) - 1; 0 is balanced
+min violation      1 - min(counts) / mean(counts); 1 is a dead expert
+avg violation      mean |counts / mean(counts) - 1|
+load entropy       H(load) / log E; 1 is balanced
+effective experts  exp(H(load)); E is balanced
+router entropy     mean over tokens of H(p) / log E
+dropped            1 - sum(kept) / sum(counts)
+dead               share of experts without a token
+
+Over many steps `LoadWindow` adds the loads first: experts that take turns at being crowded are
+balanced in the long run. `watch_state` and `watch_params` look at what is not a statistic. More,
+when asked for, is in `telemetry_detailed.py`; gamma_eff is in `congestion.py`.
 """
 
 from __future__ import annotations
 
+import typing
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jaxtyping import Array, Float
 
 from jaxmoe.routing.balancers import load_balance, pool_layers, router_z
 from jaxmoe.routing.base import RouterStatistics
+from jaxmoe.routing.geometry import row_similarity
+from jaxmoe.routing.telemetry_detailed import summarise_detailed
 
 
 def load(statistics: RouterStatistics) -> Float[Array, "*L E"]:
@@ -44,7 +57,7 @@ def summarise(statistics: RouterStatistics) -> dict[str, Float[Array, ""]]:
     """
     share, num_experts = load(statistics), statistics.counts.shape[-1]
     log_experts = jnp.log(jnp.float32(max(num_experts, 2)))
-    load_entropy = -jnp.sum(jax.scipy.special.xlogy(share, share), axis=-1) / log_experts
+    entropy = -jnp.sum(jax.scipy.special.xlogy(share, share), axis=-1)
     tokens = jnp.maximum(statistics.num_tokens, 1.0)
     violation = max_violation(statistics)
     return {
@@ -53,8 +66,93 @@ def summarise(statistics: RouterStatistics) -> dict[str, Float[Array, ""]]:
         "router_z": router_z(statistics).mean(),
         "max_violation": violation.mean(),
         "max_violation_worst": violation.max(),
-        "load_entropy": load_entropy.mean(),
+        "min_violation": (1.0 - num_experts * share.min(-1)).mean(),
+        "avg_violation": jnp.abs(num_experts * share - 1.0).mean(),
+        "load_entropy": entropy.mean() / log_experts,
+        "effective_experts": jnp.exp(entropy).mean(),
         "router_entropy": (statistics.entropy_sum / tokens).mean() / log_experts,
         "dropped_fraction": dropped_fraction(statistics).mean(),
         "dead_fraction": jnp.mean(statistics.counts == 0.0, dtype=jnp.float32),
+        **summarise_detailed(statistics),
     }
+
+
+def watch_state(router_state: Any) -> dict[str, Float[Array, ""]]:
+    """Of the selection bias: its range and its largest size, in the worst layer; else nothing.
+
+    Args:
+        router_state: stacked over layers; a leaf called `bias` is one.
+    """
+    biases = _leaves_named(router_state, "bias")
+    if not biases:
+        return {}
+    spans = [(bias.max(-1) - bias.min(-1)).max() for bias in biases]
+    sizes = [jnp.abs(bias).max() for bias in biases]
+    return {"bias_range": jnp.stack(spans).max(), "bias_max": jnp.stack(sizes).max()}
+
+
+def watch_params(params: Any) -> dict[str, Float[Array, ""]]:
+    """Mean cosine of two router rows, over all layers whose router has a matrix; else nothing.
+
+    Args:
+        params: of the model; the matrix is the leaf `router/weight`.
+    """
+    rows = _leaves_named(params, "router", "weight")
+    if not rows:
+        return {}
+    similar = [row_similarity(weight.astype(jnp.float32)).reshape(-1) for weight in rows]
+    return {"row_similarity": jnp.concatenate(similar).mean()}
+
+
+# Records are not checked at run time: tree functions also fill them with shapes and specs.
+@typing.no_type_check
+@struct.dataclass
+class LoadWindow:
+    """Loads of many steps, added one by one; works on the host as on the device."""
+
+    num_steps: Float[Array, ""]
+    load_sum: Float[Array, "*L E"]
+    violation_sum: Float[Array, "*L"]
+    violation_sup: Float[Array, "*L"]
+
+    @classmethod
+    def empty(cls, load: Float[Array, "*L E"]) -> LoadWindow:
+        """No step yet, for loads of this shape."""
+        zero = jnp.zeros(load.shape[:-1], jnp.float32)
+        return cls(
+            num_steps=jnp.zeros((), jnp.float32),
+            load_sum=jnp.zeros(load.shape, jnp.float32),
+            violation_sum=zero,
+            violation_sup=zero,
+        )
+
+    def add(self, load: Float[Array, "*L E"]) -> LoadWindow:
+        """With one more step.
+
+        Args:
+            load: share of each expert, `StepMetrics.load`; all steps weigh the same.
+        """
+        violation = load.max(-1) / load.mean(-1) - 1.0
+        return LoadWindow(
+            num_steps=self.num_steps + 1.0,
+            load_sum=self.load_sum + load,
+            violation_sum=self.violation_sum + violation,
+            violation_sup=jnp.maximum(self.violation_sup, violation),
+        )
+
+    def summarise(self) -> dict[str, Float[Array, "*L"]]:
+        """Per layer: max violation of the summed load, and its mean and largest over the steps."""
+        return {
+            "max_violation_window": self.load_sum.max(-1) / self.load_sum.mean(-1) - 1.0,
+            "max_violation_mean": self.violation_sum / self.num_steps,
+            "max_violation_sup": self.violation_sup,
+        }
+
+
+def _leaves_named(tree: Any, *names: str) -> list[Array]:
+    """Leaves whose path ends in these names."""
+    return [
+        leaf
+        for path, leaf in jax.tree.leaves_with_path(tree)
+        if tuple(getattr(key, "key", None) for key in path[-len(names) :]) == names
+    ]

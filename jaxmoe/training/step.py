@@ -63,7 +63,7 @@ class StepMetrics:
     skipped_in_a_row: Array
     """Including this step."""
     router: dict[str, Float[Array, ""]]
-    """`telemetry.summarise` of the whole batch; empty for a dense model."""
+    """`watch_routers` of the whole batch; empty for a dense model."""
     load: Float[Array, "L E"] | None
     """Share of the assignments of each expert, per MoE layer."""
 
@@ -136,7 +136,7 @@ def make_train_step(
             num_tokens=jnp.sum(batch.loss_weights),
             is_skipped=~is_good,
             skipped_in_a_row=in_a_row,
-            router={} if statistics is None else telemetry.summarise(statistics),
+            router=watch_routers(state, statistics, execution),
             load=None if statistics is None else telemetry.load(statistics),
         )
         return state, metrics
@@ -220,6 +220,18 @@ def update_routers(
         return state.router_state
     router = build_router(model, model.moe)
     return jax.vmap(router.update, in_axes=(0, 0, None))(state.router_state, statistics, state.step)
+
+
+def watch_routers(
+    state: TrainState, statistics: RouterStatistics | None, execution: ExecutionConfig
+) -> dict[str, Float[Array, ""]]:
+    """Telemetry of the whole step, of the new state and, when detailed, of the parameters."""
+    if statistics is None:
+        return {}
+    scalars = telemetry.summarise(statistics) | telemetry.watch_state(state.router_state)
+    if execution.telemetry == "detailed":
+        scalars |= telemetry.watch_params(state.params)
+    return scalars
 
 
 def _all_finite(tree: Any) -> Bool[Array, ""]:

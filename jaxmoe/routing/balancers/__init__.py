@@ -11,6 +11,7 @@ from jaxmoe.routing.balancers.base import StatisticsBalancer as StatisticsBalanc
 from jaxmoe.routing.balancers.base import WeightsBalancer as WeightsBalancer
 from jaxmoe.routing.balancers.base import of_statistics as of_statistics
 from jaxmoe.routing.balancers.base import of_weights as of_weights
+from jaxmoe.routing.balancers.coupling import CouplingConfig as CouplingConfig
 from jaxmoe.routing.balancers.heterogeneous import (
     HeterogeneousBalanceConfig as HeterogeneousBalanceConfig,
 )
@@ -34,4 +35,5 @@ BalancerConfig = (
     | LoadVariationConfig
     | HeterogeneousBalanceConfig
     | TopOneBalanceConfig
+    | CouplingConfig
 )

@@ -63,6 +63,8 @@ class WeightsBalancer(Protocol):
     name: ClassVar[str]
     reads: ClassVar[Literal["weights"]]
     evens_load: ClassVar[bool]
+    router_parameters: ClassVar[tuple[str, ...]]
+    """Matrices [D E] that the router must have."""
 
     @property
     def coefficient(self) -> float:

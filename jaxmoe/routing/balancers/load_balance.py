@@ -27,7 +27,7 @@ from jaxtyping import Array, Float
 
 from jaxmoe.routing.balancers.base import BalanceScope, check_coefficient
 from jaxmoe.routing.base import RouterInputs, RouterOutput, RouterStatistics
-from jaxmoe.routing.scopes import split_scopes, total
+from jaxmoe.routing.scopes import is_first, split_scopes, total
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,9 +81,9 @@ def sequence_balance(output: RouterOutput, inputs: RouterInputs) -> dict[str, Ar
         jax.lax.stop_gradient(share) * prob_sum / jnp.maximum(tokens, 1.0), axis=-1
     )
     # Every device of a row has the whole row's loss, and the statistics are summed over devices.
-    copies = total(jnp.ones((), jnp.float32), axes)
+    once = is_first(axes)
     is_real = (tokens[:, 0] > 0.0).astype(jnp.float32)
-    return {"row_balance_sum": values.sum() / copies, "num_rows": is_real.sum() / copies}
+    return {"row_balance_sum": values.sum() * once, "num_rows": is_real.sum() * once}
 
 
 def load_balance(statistics: RouterStatistics) -> Float[Array, "*L"]:

@@ -7,6 +7,8 @@ a row in BIAS_CASES of tests/test_jaxmoe/test_biases.py.
 """
 
 from jaxmoe.routing.biases.base import SelectionBias as SelectionBias
+from jaxmoe.routing.biases.bip import BipConfig as BipConfig
 from jaxmoe.routing.biases.loss_free import LossFreeConfig as LossFreeConfig
+from jaxmoe.routing.biases.quantile import QuantileConfig as QuantileConfig
 
-BiasConfig = LossFreeConfig
+BiasConfig = LossFreeConfig | BipConfig | QuantileConfig

@@ -2,15 +2,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loss-free balancing: each expert's bias follows its load.
 
-    b_i += rate * sign(mean(counts) - counts_i)
+    e_i  = mean(counts) - counts_i            real assignments of the whole step, before drops
+    b_i += rate_n * rule(e)_i
 
-Source: arXiv 2408.15664, algorithm 1.
+    sign          sign(e_i)                   the paper's
+    proportional  e_i / mean(counts)
+    rms           e_i / rms(e)                J. Su's: the size of sign, the direction of the error
+
+This is a subgradient step on the dual of the balanced assignment (`dual.py`), sign is the step of
+SignSGD. rate_n is `rate`, rate / n or rate / sqrt(n) in step n = 1, 2, ...; the last two need a
+larger `rate`, since 1e-3 / n stands still at once. A constant added to all biases changes nothing,
+and the zero-sum form (torchtitan's) takes that drift away by subtracting the mean of the step.
+
+Sources: arXiv 2408.15664, algorithm 1; schedules arXiv 2512.03915, of which only the abstract could
+be read: n is taken to be the optimiser step.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -27,10 +38,25 @@ class LossFreeConfig:
 
     rate: float = 1e-3
     """Step of the bias; tuned by its authors for scores in [0, 1]."""
+    rule: Literal["sign", "proportional", "rms"] = "sign"
+    """How the step follows the error of the load: its sign, its share of the mean load, or itself
+    divided by its root mean square."""
+    is_zero_sum: bool = False
+    """Subtract the mean of each step, so that the biases do not drift together."""
+    schedule: Literal["constant", "inverse", "inverse_sqrt"] = "constant"
+    """The rate in step n: itself, divided by n, or by the square root of n."""
+    stop: int | None = None
+    """Step from which on the biases stand still; None: they never do."""
+    limit: float | None = None
+    """Largest bias, up or down; None: without limit."""
 
     def __post_init__(self):
-        if not self.rate >= 0.0:
-            raise ValueError(f"bias.rate={self.rate} must be 0 or above")
+        if not 0.0 <= self.rate < float("inf"):
+            raise ValueError(f"bias.rate={self.rate} must be 0 or above, and finite")
+        if self.stop is not None and self.stop < 0:
+            raise ValueError(f"bias.stop={self.stop} must be a step from 0 on, or None for never")
+        if self.limit is not None and not self.limit > 0.0:
+            raise ValueError(f"bias.limit={self.limit} must be above 0, or None for no limit")
 
     @property
     def sees_others(self) -> bool:
@@ -58,6 +84,26 @@ class LossFreeConfig:
         self, state: Any, statistics: RouterStatistics, step: Array, *, top_k: int
     ) -> dict[str, Array]:
         """One step towards the even load."""
-        del step, top_k
-        counts = statistics.counts
-        return {"bias": state["bias"] + self.rate * jnp.sign(counts.mean() - counts)}
+        del top_k
+        delta = self.rate_at(step) * self.direction(statistics.counts)
+        if self.is_zero_sum:
+            delta = delta - delta.mean()
+        bias = state["bias"] + delta
+        if self.limit is not None:
+            bias = jnp.clip(bias, -self.limit, self.limit)
+        return {"bias": bias}
+
+    def rate_at(self, step: Array) -> Float[Array, ""]:
+        """The rate of this step, counted from 0."""
+        number = jnp.asarray(step, jnp.float32) + 1.0
+        powers = {"constant": 0.0, "inverse": -1.0, "inverse_sqrt": -0.5}
+        rate = self.rate * number ** powers[self.schedule]
+        return rate if self.stop is None else jnp.where(step < self.stop, rate, 0.0)
+
+    def direction(self, counts: Float[Array, " E"]) -> Float[Array, " E"]:
+        """The step by `rule`, before the rate; 0 where the load is even or there is none."""
+        error = counts.mean() - counts
+        if self.rule == "sign":
+            return jnp.sign(error)
+        size = counts.mean() if self.rule == "proportional" else jnp.sqrt(jnp.mean(error**2))
+        return error / jnp.where(size > 0.0, size, 1.0)

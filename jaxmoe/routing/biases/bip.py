@@ -1,0 +1,195 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""BIP balancing: the biases solve the balanced assignment of the tokens at hand, approximately.
+
+    repeat T times:   p_t = max(0, (K+1)-th largest over i of s_ti - q_i)
+                      q_i = max(0, (c+1)-th largest over t of s_ti - p_t),    c = floor(n K / E)
+    choose the K largest of s_t - q
+
+n counts the real tokens of a scope. Each half-step minimises the dual of `dual.py` exactly in its
+own variables. The bias is -q.
+
+    batch      q is solved for the tokens that are then routed: even from the first step on, and a
+               token's experts depend on later ones
+    histogram  the same, the column statistic read off a histogram of `num_bins` over (0, 1]: one
+               psum for each iteration instead of 32, space that does not grow with the tokens
+    online     causal: routes with the q of the steps before. State is q and a histogram of the
+               surpluses s_ti - p_t in (0, 1] for each expert, fading by `decay` a step; after a
+               step p comes from the q that routed it, its surpluses join the histogram, and q is
+               what the share K/E of all the mass in it exceeds. T, start and scope play no part
+
+In evaluation all three route with the q in state: for the first two that is the mean over the
+scopes of the last step. Scores are taken to lie in [0, 1] (softmax, sigmoid); a histogram counts
+larger surpluses as 1, and exact `batch` takes any. Sigmoid scores converge slowly: the clip only
+pushes crowded experts down, and `quantile` has no clip.
+
+Source: arXiv 2502.15451, through J. Su's analysis (kexue.fm): algorithms 1 to 4 could not be read.
+Readings taken: q starts from zero in each scope unless `start` says otherwise; the token-by-token
+heap of the paper's online form becomes the fading histogram over steps; T = 4.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxmoe.routing.base import RouterInputs, RouterStatistics
+from jaxmoe.routing.biases.dual import capacity_of, expert_prices, token_prices
+from jaxmoe.routing.biases.histogram import histogram, kth_smallest
+from jaxmoe.routing.scopes import Scope, is_first, join_scopes, scope_axes, split_scopes, total
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class BipConfig:
+    """Prices of experts by alternating exact minimisation of the dual of the assignment."""
+
+    name: ClassVar[str] = "bip"
+
+    form: Literal["batch", "histogram", "online"] = "batch"
+    """Prices from the tokens at hand, exact or by histogram, or from the steps before (causal)."""
+    iterations: int = 4
+    """T, rounds over token and expert prices; of batch and histogram."""
+    start: Literal["zero", "state"] = "zero"
+    """Prices before the first round: none, or those of the last step; of batch and histogram."""
+    scope: Scope = "sequence"
+    """Tokens that are solved together; of batch and histogram."""
+    num_bins: int = 1000
+    """Of histogram and online."""
+    decay: float = 0.9
+    """What is left of the histogram after a step; 1 keeps all history. Of online."""
+
+    def __post_init__(self):
+        for field in ("iterations", "num_bins"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"bias.{field}={getattr(self, field)} must be at least 1")
+        if not 0.0 <= self.decay <= 1.0:
+            raise ValueError(
+                f"bias.decay={self.decay} must lie between 0 (the last step alone) and 1 (all)"
+            )
+
+    @property
+    def sees_others(self) -> bool:
+        """All but the online form."""
+        return self.form != "online"
+
+    def init(self, num_experts: int) -> dict[str, Array]:
+        """No price."""
+        state = {"bias": jnp.zeros((num_experts,), jnp.float32)}
+        if self.form == "online":
+            state["histogram"] = jnp.zeros((num_experts, self.num_bins), jnp.float32)
+        return state
+
+    def prefer(
+        self,
+        state: dict[str, Array],
+        scores: Float[Array, "T E"],
+        inputs: RouterInputs,
+        *,
+        top_k: int,
+        train: bool,
+    ) -> tuple[Float[Array, "T E"], dict[str, Array]]:
+        """Scores less prices: of the scope in training, of the state in evaluation."""
+        scores = jax.lax.stop_gradient(scores)
+        known = scores + state["bias"][None, :]
+        if not train:
+            return known, {}
+        if self.form == "online":
+            surplus = scores - jnp.maximum(token_prices(known, top_k=top_k), 0.0)[:, None]
+            mask = inputs.token_mask[None, :] & jnp.ones((1, 1), bool)
+            return known, {"bip_histogram": self._counts(surplus[None], mask)[0]}
+        axes = scope_axes(inputs.extent, self.scope)
+        grouped = split_scopes(scores, inputs.extent, self.scope)  # G, n, E
+        mask = split_scopes(inputs.token_mask, inputs.extent, self.scope)
+        start = state["bias"] if self.start == "state" else jnp.zeros_like(state["bias"])
+        prices = self.solve(grouped, mask, -start, top_k=top_k, axes=axes)
+        num_tokens = total(mask.sum(1, dtype=jnp.int32), axes)
+        # Every device of a scope has all its prices, and statistics are summed over devices.
+        share = (num_tokens > 0).astype(jnp.float32) * is_first(axes)
+        extra = {"bip_price_sum": (prices * share[:, None]).sum(0), "bip_scopes": share.sum()}
+        return join_scopes(grouped - prices[:, None, :]), extra
+
+    def update(
+        self, state: Any, statistics: RouterStatistics, step: Array, *, top_k: int
+    ) -> dict[str, Array]:
+        """The prices of the step, for evaluation and, online, for the next one.
+
+        Statistics of evaluation hold none, and change nothing.
+        """
+        del step
+        extra = statistics.extra
+        if "bip_histogram" in extra:
+            counts = self.decay * state["histogram"] + extra["bip_histogram"].astype(jnp.float32)
+            mass = counts.sum(-1)
+            rank = mass * (1.0 - top_k / counts.shape[0])
+            prices = self._read(counts, rank)
+            return {"bias": jnp.where(mass > 0.0, -prices, state["bias"]), "histogram": counts}
+        if "bip_scopes" not in extra:
+            return state
+        mean = extra["bip_price_sum"] / jnp.maximum(extra["bip_scopes"], 1.0)
+        return {"bias": jnp.where(extra["bip_scopes"] > 0.0, -mean, state["bias"])}
+
+    def solve(
+        self,
+        scores: Float[Array, "G n E"],
+        mask: Bool[Array, "G n"],
+        prices: Float[Array, " E"],
+        *,
+        top_k: int,
+        axes: tuple[str, ...] = (),
+    ) -> Float[Array, "G E"]:
+        """q of each scope after T rounds.
+
+        Args:
+            scores: in [0, 1], f32; the rows held here.
+            mask: False for padding.
+            prices: q before the first round.
+            top_k: K.
+            axes: mesh axes over which the rows of a scope are spread.
+        """
+        num_tokens = total(mask.sum(1, dtype=jnp.int32), axes)
+
+        def once(_: Any, q: Float[Array, "G E"]) -> Float[Array, "G E"]:
+            p = jnp.maximum(token_prices(scores - q[:, None, :], top_k=top_k), 0.0)
+            surplus = scores - p[:, :, None]
+            if self.form == "histogram":
+                q = self._column_prices(surplus, mask, num_tokens, top_k=top_k, axes=axes)
+            else:
+                q = expert_prices(surplus, mask, num_tokens, top_k=top_k, axes=axes)
+            return jnp.maximum(q, 0.0)
+
+        # The first round stands apart: its result varies over the mesh as that of all others does.
+        first = once(0, jnp.broadcast_to(prices[None, :], (scores.shape[0], prices.shape[0])))
+        return jax.lax.fori_loop(1, self.iterations, once, first)
+
+    def _column_prices(
+        self,
+        surplus: Float[Array, "G n E"],
+        mask: Bool[Array, "G n"],
+        num_tokens: Int[Array, " G"],
+        *,
+        top_k: int,
+        axes: tuple[str, ...],
+    ) -> Float[Array, "G E"]:
+        """The (c+1)-th largest of each column off its histogram; 0 where that is not positive."""
+        counts = total(self._counts(surplus, mask), axes)
+        capacity = capacity_of(num_tokens, top_k=top_k, num_experts=surplus.shape[2])
+        rank = jnp.broadcast_to((num_tokens - capacity)[:, None], counts.shape[:2])
+        return self._read(counts, rank)
+
+    def _counts(
+        self, surplus: Float[Array, "G n E"], mask: Bool[Array, "G n"]
+    ) -> Int[Array, "G E bins"]:
+        """Histogram of surpluses over [0, 1]; those that are not positive lie in the first bin."""
+        low, width = jnp.float32(0.0), jnp.float32(1.0 / self.num_bins)
+        return histogram(surplus, mask, low=low, width=width, num_bins=self.num_bins)
+
+    def _read(self, counts: Array, rank: Array) -> Array:
+        """The price that `rank` of the surpluses do not exceed; 0 within the first bin."""
+        width = jnp.float32(1.0 / self.num_bins)
+        rank = jnp.maximum(rank.astype(jnp.float32), 0.0)
+        price = kth_smallest(counts, rank, low=jnp.float32(0.0), width=width)
+        return jnp.where(price < width, 0.0, price)

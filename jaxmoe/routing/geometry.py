@@ -1,0 +1,64 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""How router and experts lie to one another: the geometric coupling of a MoE layer.
+
+For one token the gradients of an expert's gate and up neurons and of its router row are multiples
+of the same x, so both add up the same directions. Three measures of it, of one layer's weights and
+tokens; none is part of a loss (`balancers/coupling.py` is).
+
+    row similarity          mean cosine of two different router rows (a balance loss raises it)
+    direction coupling      cosine of a router row and its expert's mean gate neuron, E of them
+    activation correlation  Pearson's of router score and norm of the gate neurons, over tokens
+
+Source: arXiv 2605.12476, by secondary accounts.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+
+def row_similarity(weight: Float[Array, "*L D E"]) -> Float[Array, "*L"]:
+    """Mean cosine over pairs of different experts; 0 where there is one expert.
+
+    Args:
+        weight: of the router, a column for each expert; may be stacked over layers.
+    """
+    unit = _unit(weight, axis=-2)
+    number = weight.shape[-1]
+    # The sum over all pairs is the squared length of the sum of the rows.
+    pairs = jnp.sum(unit.sum(-1) ** 2, axis=-1) - jnp.sum(unit**2, axis=(-2, -1))
+    return pairs / max(number * (number - 1), 1)
+
+
+def direction_coupling(
+    weight: Float[Array, "D E"], gate_up: Float[Array, "E D 2 F"]
+) -> Float[Array, " E"]:
+    """Cosine of each router row and the mean of its expert's gate neurons."""
+    gate = _unit(gate_up[:, :, 0, :].mean(-1), axis=-1)  # E, D
+    return jnp.sum(_unit(weight, axis=0).T * gate, axis=-1)
+
+
+def activation_correlation(
+    x: Float[Array, "T D"], scores: Float[Array, "T E"], gate_up: Float[Array, "E D 2 F"]
+) -> Float[Array, " E"]:
+    """Correlation over tokens of an expert's router score and the norm of its gate neurons.
+
+    Args:
+        x: normed input of the layer, f32.
+        scores: of the router, any increasing function.
+        gate_up: of the experts, f32; every token meets every expert, so take few tokens.
+
+    Returns:
+        0 where either does not vary.
+    """
+    gate = jnp.einsum("td,edf->tef", x, gate_up[:, :, 0, :], preferred_element_type=jnp.float32)
+    norms = jnp.sqrt(jnp.sum(gate**2, axis=-1))  # T, E
+    score, norm = (values - values.mean(0, keepdims=True) for values in (scores, norms))
+    return jnp.sum(_unit(score, axis=0) * _unit(norm, axis=0), axis=0)
+
+
+def _unit(values: Array, *, axis: int) -> Array:
+    squares = jnp.sum(values**2, axis=axis, keepdims=True)
+    return values / jnp.sqrt(jnp.maximum(squares, 1e-30))

@@ -1,0 +1,160 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""What to watch of a router when asked for detail: `ExecutionConfig(telemetry="detailed")`.
+
+Everything is a sum over tokens that rides in `RouterStatistics.extra` through the same psum and the
+same sum over micro-batches as the rest (M: tokens by experts, 0 or 1; p: probabilities):
+
+    detail_margin         sum of p_(K) - p_(K+1), the K-th and next largest
+    detail_top1           sum of the largest p
+    detail_mass           sum of p over the chosen experts
+    detail_log_prob       sum of log p, per expert: the quality that `congestion.py` fits
+    detail_coactivation   M^T M; its diagonal is the counts, its rows sum to K times them
+    detail_domains        counts per domain, from context["domain"], and all else in the last row
+    detail_z              histogram of |logsumexp| over powers of sqrt(2): a maximum does not add up
+
+and `summarise_detailed` makes scalars of them, with
+
+    mutual information    I(token; expert) = H(P) - mean H(p) >= 0, nats
+    domain information    2 I(domain; expert) / (H(domain) + H(expert))
+
+The margin is that of the probabilities, before any bias. `z_max` is the upper edge of the highest
+bin that is not empty: at most a factor sqrt(2) too large.
+
+To add a statistic: additive, in `observe`, and its scalar in `summarise_detailed`.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Shaped
+
+from jaxmoe.routing.base import RouterInputs, RouterOutput, RouterStatistics
+
+NUM_DOMAINS = 16
+"""Rows of `detail_domains`: domains 0 to 14 by themselves, all others together."""
+Z_BINS, Z_LOWEST = 64, -16
+"""Bins of `detail_z`, and the power of 2 at the upper edge of the first."""
+
+
+def observe(output: RouterOutput, inputs: RouterInputs) -> dict[str, Array]:
+    """The additive statistics of this device's tokens; no gradient, padding counts nowhere.
+
+    Args:
+        output: before capacity.
+        inputs: with `context["domain"] [T] i32` where domains are known.
+    """
+    probs, logits = jax.lax.stop_gradient((output.probs, output.logits))
+    num_experts, is_real = probs.shape[1], inputs.token_mask
+    best, _ = jax.lax.top_k(probs, probs.shape[1])
+    log_probs = jnp.log(jnp.maximum(probs, jnp.finfo(jnp.float32).tiny))
+    size = jnp.abs(jax.nn.logsumexp(logits, axis=-1))
+    place = jnp.ceil(2.0 * jnp.log2(jnp.maximum(size, 1e-30))) - 2.0 * Z_LOWEST
+    sums = {
+        "detail_top1": jnp.sum(best[:, 0], where=is_real),
+        "detail_log_prob": jnp.sum(log_probs, axis=0, where=is_real[:, None]),
+        "detail_z": _count(jnp.clip(place, 0.0, Z_BINS - 1.0), is_real, Z_BINS),
+    }
+    selection = output.selection
+    if output.slots is not None or selection.top_k is None:
+        return sums
+    ids = selection.expert_ids.reshape(-1, selection.top_k, 1)  # T, K
+    experts = jnp.arange(num_experts, dtype=ids.dtype)
+    chosen = (ids == experts[None, None, :]).sum(1).astype(jnp.float32)  # T, E
+    rank = min(selection.top_k, num_experts - 1)
+    margin = best[:, rank - 1] - best[:, rank] if rank else best[:, 0]
+    sums |= {
+        "detail_margin": jnp.sum(margin, where=is_real),
+        "detail_mass": jnp.sum(jnp.where(chosen > 0.0, probs, 0.0)),
+        "detail_coactivation": _products(chosen, chosen),
+    }
+    domain = inputs.context.get("domain")
+    if domain is not None:
+        domain = jnp.where((domain < 0) | (domain >= NUM_DOMAINS), NUM_DOMAINS - 1, domain)
+        rows = domain[:, None] == jnp.arange(NUM_DOMAINS, dtype=domain.dtype)[None, :]
+        sums["detail_domains"] = _products(rows.astype(jnp.float32), chosen)
+    return sums
+
+
+def summarise_detailed(statistics: RouterStatistics) -> dict[str, Float[Array, ""]]:
+    """Scalars over all layers, the mean where nothing else is said; none without `observe`.
+
+    Args:
+        statistics: summed over the batch, stacked over layers.
+    """
+    extra = statistics.extra
+    if "detail_top1" not in extra:
+        return {}
+    tokens = jnp.maximum(statistics.num_tokens, 1.0)
+    scalars = {
+        "top1_probability": (extra["detail_top1"] / tokens).mean(),
+        "mutual_information": mutual_information(statistics).mean(),
+        "z_max": z_max(extra["detail_z"]).max(),
+    }
+    if "detail_margin" in extra:
+        scalars["topk_margin"] = (extra["detail_margin"] / tokens).mean()
+        scalars["topk_mass"] = (extra["detail_mass"] / tokens).mean()
+        scalars["coactivation"] = coactivation(extra["detail_coactivation"]).mean()
+    if "detail_domains" in extra:
+        scalars["domain_information"] = domain_information(extra["detail_domains"]).mean()
+    return scalars
+
+
+def mutual_information(statistics: RouterStatistics) -> Float[Array, "*L"]:
+    """I(token; expert) of the probabilities, nats: H of their mean less the mean of their H."""
+    tokens = jnp.maximum(statistics.num_tokens, 1.0)
+    mean = statistics.prob_sum / tokens[..., None]
+    return _entropy(mean) - statistics.entropy_sum / tokens
+
+
+def coactivation(together: Float[Array, "*L E E"]) -> Float[Array, "*L"]:
+    """Largest share of an expert's tokens that one other expert has as well (1 where all).
+
+    Args:
+        together: `detail_coactivation`.
+    """
+    counts = jnp.diagonal(together, axis1=-2, axis2=-1)
+    others = together - counts[..., None] * jnp.broadcast_to(
+        jnp.eye(together.shape[-1]), together.shape
+    )
+    return (others / jnp.maximum(counts, 1.0)[..., None]).max((-2, -1))
+
+
+def domain_information(domains: Float[Array, "*L M E"]) -> Float[Array, "*L"]:
+    """`jaxmoe.data.synthetic.normalized_mutual_information` of each layer, on the device.
+
+    Args:
+        domains: `detail_domains`.
+
+    Returns:
+        0 where nothing can be told apart.
+    """
+    joint = domains / jnp.maximum(domains.sum((-2, -1), keepdims=True), 1.0)
+    domain, expert = _entropy(joint.sum(-1)), _entropy(joint.sum(-2))
+    whole = domain + expert
+    shared = whole - _entropy(joint.reshape(*joint.shape[:-2], -1))  # M*E
+    return jnp.where(whole > 0.0, 2.0 * shared / jnp.where(whole > 0.0, whole, 1.0), 0.0)
+
+
+def z_max(counts: Shaped[Array, "*L bins"]) -> Float[Array, "*L"]:
+    """Upper edge of the highest bin of `detail_z` that is not empty; 0 where all are."""
+    powers = 0.5 * jnp.arange(counts.shape[-1], dtype=jnp.float32) + Z_LOWEST
+    edges = jnp.exp2(powers).reshape((1,) * (counts.ndim - 1) + powers.shape)
+    return jnp.where(counts > 0, edges, 0.0).max(-1)
+
+
+def _entropy(shares: Float[Array, "*d n"]) -> Float[Array, "*d"]:
+    return -jnp.sum(jax.scipy.special.xlogy(shares, shares), axis=-1)
+
+
+def _products(rows: Float[Array, "T m"], columns: Float[Array, "T n"]) -> Float[Array, "m n"]:
+    """Sum over tokens of the outer products; whole numbers, so exact below 2^24."""
+    return jnp.einsum("tm,tn->mn", rows, columns, preferred_element_type=jnp.float32)
+
+
+def _count(
+    place: Float[Array, " T"], is_real: Shaped[Array, " T"], number: int
+) -> Int[Array, " bins"]:
+    bins = jnp.arange(number, dtype=jnp.float32)
+    return jnp.sum((place[:, None] == bins[None, :]) & is_real[:, None], axis=0, dtype=jnp.int32)

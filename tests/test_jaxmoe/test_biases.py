@@ -1,0 +1,547 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Selection biases: the laws of the dual that they descend on, and the loads that they reach.
+
+To add a bias: its configs in BIAS_CASES.
+"""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.optimize
+import scipy.sparse
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxmoe.routing import (
+    BIASES,
+    BipConfig,
+    Extent,
+    LossFreeConfig,
+    QuantileConfig,
+    RouterInputs,
+    SoftmaxTopKConfig,
+)
+from jaxmoe.routing.biases import SelectionBias
+from jaxmoe.routing.biases.dual import bip_objective, chosen_sum, dual_objective
+from tests.support.tolerances import assert_close
+
+BIAS_CASES = {
+    "loss_free": (
+        LossFreeConfig(rate=0.01),
+        LossFreeConfig(rule="rms", is_zero_sum=True, schedule="inverse_sqrt", limit=0.5),
+    ),
+    "bip": (
+        BipConfig(form="batch"),
+        BipConfig(form="batch", scope="batch", start="state"),
+        BipConfig(form="histogram"),
+        BipConfig(form="online"),
+    ),
+    "quantile": (QuantileConfig(form="histogram"), QuantileConfig(form="exact")),
+}
+EVERY = [
+    pytest.param(config, id=f"{name}-{index}")
+    for name, configs in BIAS_CASES.items()
+    for index, config in enumerate(configs)
+]
+every_bias = pytest.mark.parametrize("config", EVERY)
+
+TOKENS, EXPERTS, TOP_K = 32, 6, 2
+
+
+def test_the_table_is_the_registry():
+    assert set(BIAS_CASES) == set(BIASES)
+    for name, configs in BIAS_CASES.items():
+        assert {type(config) for config in configs} == {BIASES[name]}
+        assert all(isinstance(config, SelectionBias) for config in configs)
+
+
+def skewed(tokens, experts, seed=0, law="softmax"):
+    """Scores in [0, 1] of a router that likes the last experts best."""
+    rng = np.random.default_rng(seed)
+    logits = rng.normal(size=(tokens, experts)) + np.linspace(0.0, 3.0, experts)
+    scores = jax.nn.softmax if law == "softmax" else jax.nn.sigmoid
+    return scores(jnp.asarray(logits, jnp.float32))
+
+
+def inputs_for(scores, mask=None, extent=None):
+    tokens = scores.shape[0]
+    return RouterInputs(
+        x=scores,
+        token_mask=jnp.ones(tokens, bool) if mask is None else jnp.asarray(mask),
+        segment_ids=jnp.ones(tokens, jnp.int32),
+        extent=extent or Extent(),
+    )
+
+
+def loads(preference, top_k, mask=None):
+    _, ids = jax.lax.top_k(preference, top_k)
+    chosen = jax.nn.one_hot(ids, preference.shape[1]).sum(1)
+    return chosen.sum(0) if mask is None else chosen[mask].sum(0)
+
+
+def violation(counts):
+    return float(counts.max() / counts.mean() - 1.0)
+
+
+@functools.partial(jax.jit, static_argnames=("config", "top_k", "train"))
+def one_step(config, state, scores, mask, step, *, top_k, train=True):
+    """`(preference, new state)` of one optimiser step on these scores, through a router's eyes."""
+    router = SoftmaxTopKConfig(bias=config).build(
+        num_experts=scores.shape[1], top_k=top_k, embed_dim=scores.shape[1]
+    )
+    inputs = inputs_for(jnp.log(scores), mask)
+    weight = {"weight": jnp.eye(scores.shape[1])}  # softmax(log s) is s where its rows sum to 1
+    output = router.route(weight, state, inputs, train=train, key=None)
+    preference, _ = config.prefer(state, scores, inputs, top_k=top_k, train=train)
+    return preference, router.update(state, output.statistics, step), output
+
+
+def train_on(config, scores, steps, top_k, mask=None):
+    """The state and the loads after some steps on the same scores."""
+    state = config.init(scores.shape[1])
+    mask = jnp.ones(scores.shape[0], bool) if mask is None else mask
+    for step in range(steps):
+        state = one_step(config, state, scores, mask, jnp.int32(step), top_k=top_k)[1]
+    preference = one_step(config, state, scores, mask, jnp.int32(steps), top_k=top_k)[0]
+    return state, loads(preference, top_k, mask)
+
+
+# What every bias promises.
+
+
+@every_bias
+def test_a_bias_moves_from_its_statistics_and_gives_no_gradient(config):
+    scores, state = skewed(TOKENS, EXPERTS), config.init(EXPERTS)
+    mask = jnp.ones(TOKENS, bool)
+    new = one_step(config, state, scores, mask, jnp.int32(0), top_k=TOP_K)[1]
+    assert jax.tree.structure(new) == jax.tree.structure(state)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(new))
+    assert np.abs(new["bias"]).max() > 0.0
+
+    def preferred(scores, bias):
+        told = {**state, "bias": bias}
+        preference, _ = config.prefer(told, scores, inputs_for(scores), top_k=TOP_K, train=True)
+        return preference.sum()
+
+    by_scores = jax.grad(preferred)(scores, state["bias"])
+    assert not by_scores.any()
+
+
+@every_bias
+def test_gates_see_the_unbiased_score(config):
+    scores = skewed(TOKENS, EXPERTS)
+    state = {**config.init(EXPERTS), "bias": jnp.linspace(1.0, -1.0, EXPERTS)}
+    mask = jnp.ones(TOKENS, bool)
+    _, _, output = one_step(config, state, scores, mask, jnp.int32(0), top_k=TOP_K, train=False)
+    ids = np.asarray(output.selection.expert_ids).reshape(TOKENS, TOP_K)
+    wanted = np.log(np.take_along_axis(np.asarray(scores), ids, axis=1))
+    assert_close(output.selection.scores.reshape(TOKENS, TOP_K), wanted, "elementwise")
+
+
+@every_bias
+def test_padding_moves_nothing(config):
+    """The same real tokens with and without padding among them: the same state, bit by bit."""
+    scores = skewed(TOKENS, EXPERTS)
+    mask = np.arange(TOKENS) % 4 != 1
+    state = config.init(EXPERTS)
+    padded = jnp.where(mask[:, None], scores, 1e-3)
+    ours = one_step(config, state, padded, jnp.asarray(mask), jnp.int32(0), top_k=TOP_K)
+    plain = one_step(
+        config, state, scores[mask], jnp.ones(mask.sum(), bool), jnp.int32(0), top_k=TOP_K
+    )
+    jax.tree.map(np.testing.assert_array_equal, ours[1], plain[1])
+    np.testing.assert_array_equal(np.asarray(ours[0])[mask], plain[0])
+
+
+@every_bias
+@pytest.mark.parametrize(("tokens", "top_k"), [(0, 1), (1, EXPERTS), (TOKENS, EXPERTS)])
+def test_extreme_sizes_stay_finite(config, top_k, tokens):
+    state = config.init(EXPERTS)
+    mask = jnp.ones(tokens, bool)
+    preference, new, _ = one_step(
+        config, state, skewed(tokens, EXPERTS), mask, jnp.int32(0), top_k=top_k
+    )
+    assert np.isfinite(preference).all()
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(new))
+    if not tokens:
+        jax.tree.map(np.testing.assert_array_equal, new, state)
+
+
+@every_bias
+def test_evaluation_is_by_state_alone(config):
+    state = {**config.init(EXPERTS), "bias": jnp.linspace(0.2, -0.2, EXPERTS)}
+    scores, mask = skewed(TOKENS, EXPERTS), jnp.ones(TOKENS, bool)
+    whole, same, _ = one_step(config, state, scores, mask, jnp.int32(0), top_k=TOP_K, train=False)
+    first = one_step(config, state, scores[:3], mask[:3], jnp.int32(0), top_k=TOP_K, train=False)
+    np.testing.assert_array_equal(whole[:3], first[0])
+    if config.name != "loss_free":  # which reads the counts, whoever made them
+        jax.tree.map(np.testing.assert_array_equal, same, state)
+
+
+@every_bias
+def test_eight_devices_are_one(config):
+    """Rows of a batch over (data, expert), positions over seq: the same choice and state."""
+    rows, length = 4, TOKENS // 2
+    mesh = jax.make_mesh((2, 2, 2), ("data", "expert", "seq"))
+    spread = PartitionSpec(("data", "expert"), "seq")
+    scores = skewed(rows * length, EXPERTS, seed=3).reshape(rows, length, EXPERTS)
+    mask = jnp.asarray(np.random.default_rng(0).random((rows, length)) < 0.8)
+    state = {**config.init(EXPERTS), "bias": jnp.linspace(0.02, -0.02, EXPERTS)}
+    router = SoftmaxTopKConfig(bias=config).build(
+        num_experts=EXPERTS, top_k=TOP_K, embed_dim=EXPERTS
+    )
+
+    def route(scores, mask, extent):
+        inputs = inputs_for(jnp.log(scores.reshape(-1, EXPERTS)), mask.reshape(-1), extent)
+        output = router.route({"weight": jnp.eye(EXPERTS)}, state, inputs, train=True, key=None)
+        return output.selection.expert_ids.reshape(*mask.shape, TOP_K), output.statistics
+
+    def local(scores, mask):
+        extent = Extent(
+            sequence_length=length // 2, sequence_axes=("seq",), batch_axes=("data", "expert")
+        )
+        ids, statistics = route(scores, mask, extent)
+        return ids, jax.lax.psum(statistics, ("data", "expert", "seq"))
+
+    spread_route = jax.shard_map(
+        local, mesh=mesh, in_specs=(spread, spread), out_specs=(spread, PartitionSpec())
+    )
+    placed = jax.device_put((scores, mask), NamedSharding(mesh, spread))
+    ids, statistics = jax.jit(spread_route)(*placed)
+    wanted_ids, wanted = jax.jit(lambda s, m: route(s, m, Extent(sequence_length=length)))(
+        scores, mask
+    )
+    np.testing.assert_array_equal(ids, wanted_ids)
+    ours, theirs = (router.update(state, each, jnp.int32(0)) for each in (statistics, wanted))
+    assert_close(ours, theirs, "elementwise")
+    for name in ("quantile_histogram", "bip_histogram"):
+        if name in wanted.extra:
+            np.testing.assert_array_equal(statistics.extra[name], wanted.extra[name])
+            np.testing.assert_array_equal(ours["bias"], theirs["bias"])
+
+
+# Loss-free.
+
+
+def dual(scores, bias, top_k):
+    mask = jnp.ones(scores.shape[0], bool)
+    chosen = chosen_sum(scores, jnp.asarray(bias), mask, top_k=top_k)
+    return float(dual_objective(chosen, jnp.float32(scores.shape[0]), bias, top_k=top_k))
+
+
+@settings(max_examples=20)
+@given(seed=st.integers(0, 2**16), rate=st.sampled_from([1e-3, 1e-2, 0.1]))
+def test_alf_sandwich(seed, rate):
+    """step . (A_old - L) <= D(new) - D(old) <= step . (A_new - L), by convexity."""
+    config, tokens, mean = LossFreeConfig(rate=rate), 128, 128 * TOP_K / EXPERTS
+    scores = skewed(tokens, EXPERTS, seed)
+    old = jnp.asarray(np.random.default_rng(seed).normal(size=EXPERTS) * 0.1, jnp.float32)
+    _, new, output = one_step(
+        config, {"bias": old}, scores, jnp.ones(tokens, bool), jnp.int32(0), top_k=TOP_K
+    )
+    step = new["bias"] - old
+    before, after = output.statistics.counts, loads(scores + new["bias"][None], TOP_K)
+    change = dual(scores, new["bias"], TOP_K) - dual(scores, old, TOP_K)
+    slack = 2e-5 * tokens  # rounding of two sums of 128 numbers of order 1
+    assert float(step @ (before - mean)) - slack <= change <= float(step @ (after - mean)) + slack
+
+
+@settings(max_examples=20)
+@given(seed=st.integers(0, 2**16))
+def test_alf_preference(seed):
+    """No token leaves an expert with too few tokens for one with too many."""
+    config, tokens = LossFreeConfig(rate=0.05), 64
+    scores, state = skewed(tokens, EXPERTS, seed), LossFreeConfig().init(EXPERTS)
+    mask, moves = jnp.ones(tokens, bool), 0
+    for step in range(6):
+        preference, new, output = one_step(
+            config, state, scores, mask, jnp.int32(step), top_k=TOP_K
+        )
+        delta = np.asarray(new["bias"] - state["bias"])
+        _, before = jax.lax.top_k(preference, TOP_K)
+        _, after = jax.lax.top_k(scores + new["bias"][None], TOP_K)
+        assert (before.reshape(-1) == output.selection.expert_ids).all()
+        for left, right in zip(np.asarray(before), np.asarray(after), strict=True):
+            leaving = sorted(delta[list(set(left) - set(right))])
+            entering = sorted(delta[list(set(right) - set(left))])
+            assert all(new >= old for new, old in zip(entering, leaving, strict=True))
+            moves += len(entering)
+        state = new
+    assert moves  # or nothing was tried
+
+
+def test_alf_gauge():
+    """A constant added to all biases changes neither the choice nor the dual."""
+    scores, bias = skewed(TOKENS, EXPERTS), jnp.linspace(0.3, -0.3, EXPERTS)
+    plain, moved = (jax.lax.top_k(scores + b[None], TOP_K)[1] for b in (bias, bias + 0.5))
+    assert plain.tolist() == moved.tolist()
+    assert_close(dual(scores, bias, TOP_K), dual(scores, bias + 0.5, TOP_K), "matmul")
+
+
+def test_alf_fixed_score_balance():
+    """With a rate that is small against the gaps of the scores, a few tokens from even."""
+    tokens, experts = 2048, 8
+    scores, mask = skewed(tokens, experts, seed=1), jnp.ones(tokens, bool)
+    config = LossFreeConfig(rate=1e-4)
+
+    def step(_, state):
+        return one_step(config, state, scores, mask, jnp.int32(0), top_k=TOP_K)[1]
+
+    state = jax.lax.fori_loop(0, 8000, step, config.init(experts))
+    error = loads(scores + state["bias"][None], TOP_K) - tokens * TOP_K / experts
+    assert np.abs(error).max() <= 2 * (experts - 1)
+    assert np.abs(loads(scores, TOP_K) - tokens * TOP_K / experts).max() > 500
+
+
+def moved_by(config, counts, step=0, bias=None):
+    """The change of the bias by one update."""
+    counts = jnp.asarray(counts, jnp.float32)
+    scores = skewed(4, counts.shape[0])
+    _, _, output = one_step(
+        config, config.init(counts.shape[0]), scores, jnp.ones(4, bool), jnp.int32(0), top_k=1
+    )
+    state = {"bias": jnp.zeros_like(counts) if bias is None else jnp.asarray(bias, jnp.float32)}
+    statistics = output.statistics.replace(counts=counts)
+    new = config.update(state, statistics, jnp.int32(step), top_k=1)
+    return np.asarray(new["bias"] - state["bias"])
+
+
+def test_rules_against_numpy():
+    counts = np.array([9.0, 3.0, 0.0, 4.0])
+    error = 4.0 - counts
+    wanted = {
+        "sign": np.array([-1.0, 1.0, 1.0, 0.0]),
+        "proportional": error / 4.0,
+        "rms": error / np.sqrt(np.mean(error**2)),
+    }
+    for rule, direction in wanted.items():
+        ours = moved_by(LossFreeConfig(rate=0.5, rule=rule), counts)
+        assert_close(ours, 0.5 * direction, "elementwise")
+        centred = moved_by(LossFreeConfig(rate=0.5, rule=rule, is_zero_sum=True), counts)
+        assert_close(centred, 0.5 * (direction - direction.mean()), "elementwise")
+        for even in (np.full(4, 5.0), np.zeros(4)):
+            assert not moved_by(LossFreeConfig(rate=0.5, rule=rule), even).any()
+
+
+@pytest.mark.parametrize(
+    ("schedule", "wanted"), [("constant", 1.0), ("inverse", 0.25), ("inverse_sqrt", 0.5)]
+)
+def test_schedules(schedule, wanted):
+    config = LossFreeConfig(rate=1.0, schedule=schedule, stop=5)
+    assert_close(moved_by(config, [0, 2], step=3), wanted * np.array([1.0, -1.0]), "elementwise")
+    assert not moved_by(config, [0, 2], step=5).any()
+
+
+def test_limit():
+    config = LossFreeConfig(rate=1.0, limit=0.25)
+    assert moved_by(config, [0, 2]).tolist() == [0.25, -0.25]
+
+
+# BIP.
+
+
+def lp_optimum(scores, top_k, capacity):
+    """max sum s x over 0 <= x <= 1, rows at most K, columns at most c."""
+    tokens, experts = scores.shape
+    rows = scipy.sparse.kron(scipy.sparse.eye(tokens), np.ones((1, experts)))
+    columns = scipy.sparse.kron(np.ones((1, tokens)), scipy.sparse.eye(experts))
+    solved = scipy.optimize.linprog(
+        -np.asarray(scores, np.float64).ravel(),
+        A_ub=scipy.sparse.vstack([rows, columns]),
+        b_ub=np.concatenate([np.full(tokens, top_k), np.full(experts, capacity)]),
+        bounds=(0, 1),
+    )
+    assert solved.status == 0
+    return -solved.fun
+
+
+@pytest.mark.parametrize("law", ["softmax", "sigmoid"])
+def test_bip_dual_monotone(law):
+    """Every half-step lowers the dual or leaves it, and it stays above the optimum of the LP."""
+    tokens, experts, top_k = 96, 8, 2
+    capacity = tokens * top_k // experts
+    scores = skewed(tokens, experts, seed=2, law=law)
+    optimum = lp_optimum(scores, top_k, capacity)
+    p, q = jnp.zeros(tokens), jnp.zeros(experts)
+    values = [bip_objective(scores, p, q, top_k=top_k, capacity=capacity)]
+    for iterations in range(1, 9):
+        p = jnp.maximum(jnp.sort(scores - q[None], axis=1)[:, -top_k - 1], 0.0)
+        values.append(bip_objective(scores, p, q, top_k=top_k, capacity=capacity))
+        config = BipConfig(iterations=iterations)
+        q = config.solve(
+            scores[None], jnp.ones((1, tokens), bool), jnp.zeros(experts), top_k=top_k
+        )[0]
+        by_sorting = jnp.maximum(jnp.sort(scores - p[:, None], axis=0)[-capacity - 1], 0.0)
+        assert_close(q, by_sorting, "elementwise")
+        values.append(bip_objective(scores, p, q, top_k=top_k, capacity=capacity))
+    values = np.asarray(values, np.float64)
+    rounding = 1e-5 * abs(optimum)
+    assert (np.diff(values) <= rounding).all()
+    assert (values >= optimum - rounding).all()
+    assert values[-1] - optimum < 0.2 * (values[0] - optimum)
+
+
+@pytest.mark.parametrize(("form", "bound"), [("batch", 0.15), ("histogram", 0.15)])
+def test_bip_T8(form, bound):
+    tokens, experts = 4096, 16
+    scores = skewed(tokens, experts, seed=5)
+    assert violation(loads(scores, 2)) > 2.0
+    config = BipConfig(form=form, iterations=8, scope="batch")
+    preference, _ = jax.jit(
+        lambda s: config.prefer(config.init(experts), s, inputs_for(s), top_k=2, train=True)
+    )(scores)
+    assert violation(loads(preference, 2)) <= bound
+
+
+def test_bip_leaves_an_even_load_alone():
+    scores = jnp.asarray(np.tile(np.eye(EXPERTS, dtype=np.float32) * 0.5, (4, 1)))
+    q = BipConfig().solve(
+        scores[None], jnp.ones((1, scores.shape[0]), bool), jnp.zeros(EXPERTS), top_k=1
+    )
+    assert not q.any()
+
+
+def test_bip_in_evaluation_has_the_mean_of_the_scopes():
+    """Two sequences, solved apart in training; the state is the mean of their prices."""
+    config, half = BipConfig(), TOKENS // 2
+    scores = jnp.concatenate([skewed(half, EXPERTS, 1), skewed(half, EXPERTS, 2)[:, ::-1]])
+    inputs = inputs_for(scores, extent=Extent(sequence_length=half))
+    preference, extra = config.prefer(config.init(EXPERTS), scores, inputs, top_k=2, train=True)
+    prices = np.stack([np.asarray(scores - preference)[row] for row in (0, half)])
+    assert_close(extra["bip_price_sum"], prices.sum(0), "elementwise")
+    assert extra["bip_scopes"] == 2.0
+    _, _, output = one_step(
+        config, config.init(EXPERTS), scores, jnp.ones(TOKENS, bool), jnp.int32(0), top_k=2
+    )
+    new = config.update(
+        config.init(EXPERTS), output.statistics.replace(extra=extra), jnp.int32(0), top_k=2
+    )
+    assert_close(new["bias"], -prices.mean(0), "elementwise")
+
+
+def test_bip_online_balances_the_steps_that_follow():
+    """Drawn anew each step: the load of unseen tokens is far more even than without a bias."""
+    config, tokens, experts = BipConfig(form="online", decay=0.5), 1024, 8
+    state, mask = config.init(experts), jnp.ones(tokens, bool)
+    for step in range(40):
+        scores = skewed(tokens, experts, seed=step)
+        preference, state, _ = one_step(config, state, scores, mask, jnp.int32(step), top_k=2)
+    assert violation(loads(preference, 2)) < 0.35 < 1.0 < violation(loads(scores, 2))
+
+
+# Quantile Balancing.
+
+
+@pytest.mark.parametrize(
+    ("form", "tokens", "bound"), [("exact", 4096, 0.05), ("histogram", 512, 0.10)]
+)
+@pytest.mark.parametrize("law", ["softmax", "sigmoid"])
+def test_qb_T8(form, tokens, bound, law):
+    experts, config = 16, QuantileConfig(form=form)
+    scores, mask = skewed(tokens, experts, seed=5, law=law), jnp.ones(tokens, bool)
+
+    @jax.jit
+    def step(state):
+        _, extra = config.prefer(state, scores, inputs_for(scores, mask), top_k=2, train=True)
+        statistics = blank.replace(extra=extra)
+        return config.update(state, statistics, jnp.int32(0), top_k=2)
+
+    blank = one_step(config, config.init(experts), scores, mask, jnp.int32(0), top_k=2)[2]
+    blank, state = blank.statistics, config.init(experts)
+    for _ in range(8):
+        state = step(state)
+    assert_close(state["bias"].mean(), 0.0, "elementwise")
+    preference = scores + state["bias"][None]
+    assert violation(loads(preference, 2)) <= bound < 1.0 < violation(loads(scores, 2))
+
+
+def test_qb_gives_no_expert_more_than_its_share():
+    """With a the old token prices, at most c tokens of a column lie above b's threshold."""
+    config, tokens = QuantileConfig(form="exact"), 128
+    scores = skewed(tokens, EXPERTS)
+    state = config.init(EXPERTS)
+    price = np.sort(scores, axis=1)[:, -TOP_K - 1]
+    _, new, _ = one_step(config, state, scores, jnp.ones(tokens, bool), jnp.int32(0), top_k=TOP_K)
+    _, extra = config.prefer(state, scores, inputs_for(scores), top_k=TOP_K, train=True)
+    above = (price[:, None] - np.asarray(scores) < np.asarray(extra["quantile_sum"])).sum(0)
+    assert above.max() == tokens * TOP_K // EXPERTS
+    shift = np.asarray(new["bias"] - extra["quantile_sum"])
+    assert_close(shift, np.full(EXPERTS, shift[0]), "elementwise")
+
+
+def quantile_counts(config, bias, scores):
+    _, extra = config.prefer({"bias": bias}, scores, inputs_for(scores), top_k=TOP_K, train=True)
+    return extra["quantile_histogram"]
+
+
+def test_qb_hist_shard_exact():
+    """Bit-equal: eight devices whose tokens differ in kind, micro-batches, and one device."""
+    config, bias = QuantileConfig(), jnp.linspace(0.1, -0.1, EXPERTS)
+    scores = jnp.concatenate([skewed(64, EXPERTS, s)[:, :: 1 - 2 * (s % 2)] for s in range(8)])
+    mesh = jax.make_mesh((8,), ("data",))
+
+    def local(scores):
+        return jax.lax.psum(quantile_counts(config, bias, scores), "data")
+
+    spread = jax.jit(
+        jax.shard_map(local, mesh=mesh, in_specs=PartitionSpec("data"), out_specs=PartitionSpec())
+    )(jax.device_put(scores, NamedSharding(mesh, PartitionSpec("data"))))
+    whole = jax.jit(functools.partial(quantile_counts, config, bias))(scores)
+    parts = sum(quantile_counts(config, bias, part) for part in jnp.split(scores, 4))
+    assert whole.dtype == jnp.int32 and whole.sum() == scores.size
+    np.testing.assert_array_equal(spread, whole)
+    np.testing.assert_array_equal(parts, whole)
+
+
+@settings(max_examples=10)
+@given(seed=st.integers(0, 2**16), num_bins=st.sampled_from([50, 1000]))
+def test_qb_hist_err_is_within_one_bin(seed, num_bins):
+    scores = skewed(256, EXPERTS, seed)
+    bias = jnp.asarray(np.random.default_rng(seed).normal(size=EXPERTS) * 0.1, jnp.float32)
+    mask, step = jnp.ones(256, bool), jnp.int32(0)
+    new = []
+    for form in ("histogram", "exact"):
+        config = QuantileConfig(form=form, num_bins=num_bins)
+        new.append(one_step(config, {"bias": bias}, scores, mask, step, top_k=TOP_K)[1]["bias"])
+    width = float(bias.max() - bias.min() + 2.0) / num_bins
+    # Both are less their own mean, which is off by one bin at most as well.
+    assert np.abs((new[0] - new[0][0]) - (new[1] - new[1][0])).max() <= 2.0 * width
+    assert np.abs(new[0] - new[1]).max() <= 1.0 * width
+
+
+# Refusals.
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: LossFreeConfig(rate=-1.0), "bias.rate=-1.0 must be 0 or above, and finite"),
+        (
+            lambda: LossFreeConfig(limit=0.0),
+            "bias.limit=0.0 must be above 0, or None for no limit",
+        ),
+        (
+            lambda: LossFreeConfig(stop=-1),
+            "bias.stop=-1 must be a step from 0 on, or None for never",
+        ),
+        (lambda: BipConfig(iterations=0), "bias.iterations=0 must be at least 1"),
+        (
+            lambda: BipConfig(decay=1.5),
+            "bias.decay=1.5 must lie between 0 (the last step alone) and 1 (all)",
+        ),
+        (lambda: QuantileConfig(num_bins=1), "bias.num_bins=1 must be at least 2"),
+        (
+            lambda: QuantileConfig(decay=1.0),
+            "bias.decay=1.0 must be at least 0 (no memory) and below 1 (no change)",
+        ),
+    ],
+)
+def test_refusals(make, text):
+    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+        make()
