@@ -33,11 +33,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Key, UInt
+from jaxtyping import Array, Float, Int, Key, UInt
 
 from jaxmoe.data.batch import Batch
 from jaxmoe.models.config import ModelConfig
@@ -111,7 +111,7 @@ class MaskedDiffusionConfig:
             placement: where rows lie.
         """
 
-        def law(is_real: Bool[Array, "B S"], rows: Int[Array, " B"], key: Array):
+        def law(is_real: Array, rows: Array, key: Array):
             of_times, of_masks = jax.random.split(key)
             # 32 random bits more turn the strata; integers wrap round as the times should.
             turned = radical_inverse(rows) + jax.random.bits(of_times, dtype=jnp.uint32)
@@ -126,7 +126,8 @@ class MaskedDiffusionConfig:
     ) -> Batch:
         """Trial `index` of a held-out batch: as `prepare`, with a given number of masks a row."""
 
-        def law(is_real: Bool[Array, "B S"], rows: Int[Array, " B"], key: Array):
+        def law(is_real: Array, rows: Array, given: tuple[Array, Array]):
+            key, index = given
             step = (index.astype(jnp.float32) + _fraction(radical_inverse(rows))) / self.eval_times
             length = is_real.sum(1, dtype=jnp.int32)
             number = jnp.minimum(1 + (step * length.astype(jnp.float32)).astype(jnp.int32), length)
@@ -136,7 +137,7 @@ class MaskedDiffusionConfig:
             return (rank < number[:, None]) & is_real, ratio
 
         key = jax.random.fold_in(jax.random.key(_STREAM), index)
-        return _mask(model, batch, key, placement, law)
+        return _mask(model, batch, (key, index), placement, law)
 
 
 def radical_inverse(numbers: Int[Array, " B"]) -> UInt[Array, " B"]:
@@ -166,16 +167,24 @@ def _noise(key: Key[Array, ""], rows: Int[Array, " B"], length: int) -> Float[Ar
 def _mask(
     model: ModelConfig,
     batch: Batch,
-    key: Key[Array, ""],
+    given: Any,
     placement: Placement,
-    law: Callable[[Array, Array, Array], tuple[Array, Array]],
+    law: Callable[[Array, Array, Any], tuple[Array, Array]],
 ) -> Batch:
-    """The batch with tokens masked by a law of (is_real, row numbers, key) -> (masked, ratio)."""
+    """The batch with tokens masked by a law of rows.
+
+    Args:
+        model: whose last id is the mask.
+        batch: of which rows are numbered as they stand.
+        given: scalars that the law is handed.
+        placement: where rows lie.
+        law: (real tokens [b S], row numbers [b], given) -> (masked [b S], ratio [b]).
+    """
     tokens = jnp.asarray(batch.tokens)
 
-    def on_rows(tokens: Array, is_real: Array, rows: Array, key: Array, *, batch_axes):
+    def on_rows(tokens: Array, is_real: Array, rows: Array, given: Any, *, batch_axes):
         del batch_axes
-        is_masked, ratio = law(is_real, rows, key)
+        is_masked, ratio = law(is_real, rows, given)
         mask_token = jnp.asarray(model.vocab_size - 1, tokens.dtype)
         weights = jnp.where(is_masked, 1.0 / ratio[:, None], 0.0)
         ratios = jnp.broadcast_to(ratio[:, None], tokens.shape)
@@ -186,12 +195,11 @@ def _mask(
     is_real = jnp.ones_like(tokens, bool) if segments is None else jnp.asarray(segments) != 0
     island = placement.island(
         on_rows,
-        in_axes=(of_tokens, of_tokens, (ax.ACT_BATCH,), ()),
+        in_axes=(of_tokens, of_tokens, (ax.ACT_BATCH,), jax.tree.map(lambda _: (), given)),
         out_axes=(of_tokens, of_tokens, of_tokens),
     )
-    noisy, weights, ratios = island(
-        tokens, is_real, jnp.arange(tokens.shape[0], dtype=jnp.int32), key
-    )
+    rows = jnp.arange(tokens.shape[0], dtype=jnp.int32)
+    noisy, weights, ratios = island(tokens, is_real, rows, given)
     return dataclasses.replace(
         batch, tokens=noisy, targets=tokens, loss_weights=weights, mask_ratio=ratios
     )

@@ -290,7 +290,9 @@ def test_what_does_not_fit_is_refused():
         "a schedule above K_max: router.k_max=3 must not exceed moe.top_k=2",
         lambda: moe(router=ExpertChoiceConfig(k_max=3)),
     )
-    _refused("a schedule above K_max: router.k_min=3", lambda: moe(router=ExpertChoiceConfig(k_min=3)))
+    _refused(
+        "a schedule above K_max: router.k_min=3", lambda: moe(router=ExpertChoiceConfig(k_min=3))
+    )
     _refused("defines its own gates", lambda: moe(gate=RenormalizedGateConfig()))
     _refused("evens the load by itself", lambda: moe(balancers=(LoadBalanceConfig(),)))
     _refused("leave moe.capacity out", lambda: moe(capacity=CapacityConfig()))

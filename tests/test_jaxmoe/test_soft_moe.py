@@ -18,8 +18,8 @@ from jaxmoe.routing import (
     LoadBalanceConfig,
     RouterInputs,
     RouterZConfig,
-    SoftMoEConfig,
     SoftmaxGateConfig,
+    SoftMoEConfig,
 )
 from tests.support.dense_moe import swiglu
 from tests.support.models import TINY
@@ -59,7 +59,7 @@ def drawn(seed=0):
 
 
 def test_sums_of_the_weights():
-    """A slot's column of `dispatch` sums to 1 over tokens, a token's row of `combine` over slots."""
+    """`dispatch` sums to 1 over the tokens of a slot, `combine` over the slots of a token."""
     output = route(drawn())
     slots = output.slots
     assert slots.dispatch.shape == slots.combine.shape == (ROWS, LENGTH, EXPERTS * SLOTS)
