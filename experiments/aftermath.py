@@ -19,6 +19,7 @@ from jaxmoe.configs import to_json
 from jaxmoe.data import Source, ngram_bits_per_byte, xz_bits_per_byte
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.models.decode import generate
+from jaxmoe.models.diffuse import diffuse
 from jaxmoe.routing.balancers import conversions
 from jaxmoe.tracking.disk import DiskGuard, replace_file
 from jaxmoe.tracking.jsonl import read_metrics
@@ -186,6 +187,10 @@ def sample_text(assembly: Assembly, result: LoopResult, length: int) -> str:
     """Text that the trained model writes after the first tokens of held-out rows."""
     training, source = assembly.plan.config.training, assembly.source
     prompt_length = min(64, training.sequence_length)
+    if not assembly.plan.model.attention.is_causal:
+        # It has learnt to fill rows of one length, and may see no position beyond it.
+        prompt_length = training.sequence_length // 4
+        length = training.sequence_length - prompt_length
     rows = [source.row("validation", row, prompt_length).tokens[:prompt_length] for row in (0, 1)]
     params = jax.device_get(result.state.params)
     router_state = jax.device_get(result.state.router_state)
@@ -217,7 +222,8 @@ def continue_rows(
         temperature: of the sampling; 0 is greedy.
         seed: of the sampling.
     """
-    written = generate(
+    write = generate if model.attention.is_causal else fill_after
+    written = write(
         model,
         params,
         jax.numpy.asarray(prompts),
@@ -231,6 +237,26 @@ def continue_rows(
         for prompt, row in zip(prompts, np.asarray(written), strict=True)
     )
     return "\n".join(texts)
+
+
+def fill_after(
+    model: ModelConfig, params: Any, prompt: jax.Array, *, num_tokens: int, **given: Any
+) -> jax.Array:
+    """What masked diffusion fills in after prompts of one length: [rows, num_tokens].
+
+    Args:
+        model: not causal.
+        params: of the model.
+        prompt: [rows, tokens].
+        num_tokens: to fill in.
+        **given: further arguments of `diffuse`.
+    """
+    room = ((0, 0), (0, num_tokens))
+    is_given = jax.numpy.pad(jax.numpy.ones_like(prompt, bool), room)
+    tokens = jax.numpy.pad(prompt, room)
+    # Twice as many steps as tokens: seldom are two filled in at once.
+    filled = diffuse(model, params, tokens, is_given, num_steps=2 * num_tokens, **given)
+    return filled[:, prompt.shape[1] :]
 
 
 def last_words(

@@ -15,12 +15,14 @@ from jax.sharding import Mesh
 
 from experiments.config import PretrainConfig
 from jaxmoe.data import Batch, Loader, Source, check_hosts, evaluation_batches
+from jaxmoe.data.synthetic import SyntheticSource
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.models.initialize import parameter_table
 from jaxmoe.optim.schedules import Schedule
 from jaxmoe.parameters import ParameterTable
 from jaxmoe.scaling import BasePoint, Budget, Parameterization
+from jaxmoe.training import MaskedDiffusionConfig
 from jaxmoe.training.state import TrainState, init_state
 from sharding.distributed import global_batch
 from sharding.mesh import make_mesh
@@ -137,11 +139,13 @@ def assemble(config: PretrainConfig) -> Assembly:
             f" {parts}"
         )
     source: Source = config.data.build(training.seed)
-    if source.vocab_size > config.model.vocab_size:
+    num_masks = config.model.vocab_size - training.objective.num_predicted(config.model)
+    if source.vocab_size + num_masks > config.model.vocab_size:
+        with_mask = " and the mask" if num_masks else ""
         raise ValueError(
             f"model.vocab_size={config.model.vocab_size} is smaller than the vocabulary of the data"
-            f" ({source.vocab_size} token ids): give --model.vocab_size"
-            f" {source.vocab_size}"
+            f" ({source.vocab_size} token ids){with_mask}: give --model.vocab_size"
+            f" {source.vocab_size + num_masks}"
         )
     loader = Loader(
         source,
@@ -157,7 +161,13 @@ def assemble(config: PretrainConfig) -> Assembly:
 
 def entropy_floor(assembly: Assembly) -> float | None:
     """Exact bits per token that no model can beat, where the data's entropy is known."""
-    return assembly.source.entropy_bits_per_token(assembly.plan.config.training.sequence_length)
+    training, source = assembly.plan.config.training, assembly.source
+    if isinstance(training.objective, MaskedDiffusionConfig):
+        # No token of a row is given, the first is predicted too.
+        if not isinstance(source, SyntheticSource):
+            return None
+        return source.whole_row_bits_per_token(training.sequence_length)
+    return source.entropy_bits_per_token(training.sequence_length)
 
 
 def devices_in_words(mesh: Mesh) -> list[str]:

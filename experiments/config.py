@@ -18,6 +18,7 @@ from jaxmoe.optim import AdamWConfig, LinearConfig, OptimizerConfig, ScheduleCon
 from jaxmoe.scaling import ParameterizationConfig, StandardConfig
 from jaxmoe.tracking import TensorBoardConfig, TrackerConfig
 from jaxmoe.tracking.terminal import ConsoleKind
+from jaxmoe.training import NextTokenConfig, ObjectiveConfig
 from jaxmoe.training.balance import AccumulatedBalance
 
 FREE_FIELDS = ("run", "execution", "checkpoint", "tracking", "profile", "data.cache")
@@ -55,6 +56,8 @@ class TrainingConfig:
     """Largest global gradient norm; None does not clip."""
     max_skipped: int = 5
     """Steps in a row that are refused (not finite) before the run ends as diverged."""
+    objective: ObjectiveConfig = NextTokenConfig()
+    """What is predicted from what."""
 
     def __post_init__(self):
         for field in ("steps", "batch_size", "accumulation", "max_skipped"):
@@ -186,6 +189,7 @@ class PretrainConfig:
     """Which steps are traced."""
 
     def __post_init__(self):
+        self.training.objective.check(self.model)
         if (traced := self.profile.range) and traced[1] > self.training.steps:
             raise ValueError(
                 f"profile.steps={self.profile.steps} must end within the run of"

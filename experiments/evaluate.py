@@ -45,7 +45,11 @@ def main(argv: Sequence[str]) -> int:
     with cli.exit_on_bad_configuration():
         assembly, state, step = open_run(config.run.directory, config.run.step)
     with jax.set_mesh(assembly.mesh):
-        eval_step = make_eval_step(assembly.plan.model, execution=assembly.execution)
+        eval_step = make_eval_step(
+            assembly.plan.model,
+            execution=assembly.execution,
+            objective=assembly.plan.config.training.objective,
+        )
         result = evaluate(eval_step, state.params, state.router_state, assembly.held_out())
     bytes_per_token = assembly.source.bytes_per_token
     per_byte = ""

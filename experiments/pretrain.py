@@ -150,6 +150,7 @@ def _compile(assembly: Assembly, first_step: int, state: TrainState) -> Any:
         accumulation=plan.config.training.accumulation,
         clip=plan.config.training.clip,
         accumulated_balance=plan.config.training.accumulated_balance,
+        objective=plan.config.training.objective,
     )
     return step_function.lower(state, assembly.batch(first_step)).compile()
 
@@ -182,7 +183,11 @@ def _loop(
     """The steps, with what happens around them."""
     config, last_step = assembly.plan.config, assembly.plan.config.training.steps
     evaluation = EvaluateHook(
-        make_eval_step(assembly.plan.model, execution=assembly.execution),
+        make_eval_step(
+            assembly.plan.model,
+            execution=assembly.execution,
+            objective=config.training.objective,
+        ),
         assembly.held_out,
         every=config.evaluation.every,
         last_step=last_step,

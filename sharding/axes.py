@@ -36,6 +36,7 @@ EXPERT_MLP: Final = "expert_mlp"  # F, hidden units of one routed expert
 ROUTER_OUT: Final = "router_out"  # E as the outputs of the router, which every device needs whole
 ROUTER_DIM: Final = "router_dim"  # inner width of a router of two factors
 CONSTANTS: Final = "constants"  # the constant experts, which every device has
+ROUTER_SLOTS: Final = "router_slots"  # P, slots of one expert in a sequence
 NORM: Final = "norm"  # the gains of a norm
 
 # Dimensions of activations.
@@ -61,6 +62,7 @@ LOGICAL_AXES: Final = (
     ROUTER_OUT,
     ROUTER_DIM,
     CONSTANTS,
+    ROUTER_SLOTS,
     NORM,
     ACT_BATCH,
     ACT_SEQ,

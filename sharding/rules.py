@@ -134,6 +134,7 @@ DATA_PARALLEL = LogicalAxisRules(
         (ax.ROUTER_OUT, ()),
         (ax.ROUTER_DIM, ()),
         (ax.CONSTANTS, ()),
+        (ax.ROUTER_SLOTS, ()),
         (ax.NORM, ()),
         (ax.ACT_BATCH, ax.BATCH_AXES),
         (ax.ACT_SEQ, (ax.SEQ,)),

@@ -33,6 +33,7 @@ from jaxmoe.routing.biases import LossFreeConfig as LossFreeConfig
 from jaxmoe.routing.biases import QuantileConfig as QuantileConfig
 from jaxmoe.routing.capacity import CapacityConfig as CapacityConfig
 from jaxmoe.routing.cosine_topk import CosineTopKConfig as CosineTopKConfig
+from jaxmoe.routing.expert_choice import ExpertChoiceConfig as ExpertChoiceConfig
 from jaxmoe.routing.forced_balance import ForcedBalanceConfig as ForcedBalanceConfig
 from jaxmoe.routing.gates import RenormalizedGateConfig as RenormalizedGateConfig
 from jaxmoe.routing.gates import SoftmaxGateConfig as SoftmaxGateConfig
@@ -49,6 +50,7 @@ from jaxmoe.routing.progressive_topk import ProgressiveTopKConfig as Progressive
 from jaxmoe.routing.selective_sinkhorn import SelectiveSinkhornConfig as SelectiveSinkhornConfig
 from jaxmoe.routing.sigmoid_topk import SigmoidTopKConfig as SigmoidTopKConfig
 from jaxmoe.routing.sinkhorn import SinkhornConfig as SinkhornConfig
+from jaxmoe.routing.soft_moe import SoftMoEConfig as SoftMoEConfig
 from jaxmoe.routing.softmax_topk import SoftmaxTopKConfig as SoftmaxTopKConfig
 from jaxmoe.routing.sqrt_softplus_topk import SqrtSoftplusTopKConfig as SqrtSoftplusTopKConfig
 from jaxmoe.routing.uniform_random import UniformRandomConfig as UniformRandomConfig
@@ -69,6 +71,8 @@ RouterConfig = (
     | ProgressiveTopKConfig
     | MoEPlusPlusConfig
     | KMeansConfig
+    | ExpertChoiceConfig
+    | SoftMoEConfig
 )
 GateConfig = SoftmaxGateConfig | RenormalizedGateConfig | SqrtGateConfig
 

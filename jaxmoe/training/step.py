@@ -33,6 +33,7 @@ from jaxmoe.layers.moe import build_router
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.models.transformer import Output
 from jaxmoe.routing import RouterStatistics, telemetry
+from jaxmoe.training import NextTokenConfig, ObjectiveConfig
 from jaxmoe.training.accumulation import Gradients, MicroBatch, accumulate
 from jaxmoe.training.balance import (
     AccumulatedBalance,
@@ -76,6 +77,7 @@ def make_train_step(
     accumulation: int = 1,
     clip: float | None = 1.0,
     accumulated_balance: AccumulatedBalance = "buffer",
+    objective: ObjectiveConfig | None = None,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]:
     """The jitted training step. Its state argument is donated: use only the one returned.
 
@@ -86,20 +88,26 @@ def make_train_step(
         accumulation: micro-batches per step; must divide the batch.
         clip: largest global gradient norm; None does not clip.
         accumulated_balance: how a balance loss of the global batch is taken over micro-batches.
+        objective: what is predicted from what; the next token when None.
 
     Raises:
-        ValueError: `accumulation` below 1 or `clip` not above 0.
+        ValueError: `accumulation` below 1, `clip` not above 0, or a model that does not fit the
+            objective.
     """
     if accumulation < 1:
         raise ValueError(f"accumulation={accumulation} must be at least 1")
     if clip is not None and not clip > 0:
         raise ValueError(f"clip={clip} must be above 0, or None not to clip")
     execution = execution or ExecutionConfig()
+    objective = objective or NextTokenConfig()
+    objective.check(model)
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
-        weight = jnp.sum(batch.loss_weights)
+        weight = objective.num_tokens(batch)
+        key = jax.random.fold_in(state.rng, state.step)
+        batch = objective.prepare(model, batch, key, execution.placement)
         total_weight = jnp.where(weight > 0.0, weight, 1.0)
-        given = {"model": model, "execution": execution}
+        given = {"model": model, "execution": execution, "objective": objective}
         has_two_passes = accumulated_balance == "two_pass" and has_wide_balance(model)
         summed = accumulate(
             partial(compute_gradients, state, total_weight, is_whole=has_two_passes, **given),
@@ -133,7 +141,7 @@ def make_train_step(
             loss=summed.loss,
             losses=summed.losses,
             grad_norm=grad_norm,
-            num_tokens=jnp.sum(batch.loss_weights),
+            num_tokens=weight,
             is_skipped=~is_good,
             skipped_in_a_row=in_a_row,
             router=watch_routers(state, statistics, execution),
@@ -154,6 +162,7 @@ def compute_gradients(
     is_whole: bool,
     model: ModelConfig,
     execution: ExecutionConfig,
+    objective: ObjectiveConfig,
 ) -> Gradients:
     """Gradients of one micro-batch's part of the loss.
 
@@ -166,10 +175,11 @@ def compute_gradients(
         is_whole: which of the two they are.
         model: what is trained.
         execution: how.
+        objective: that prepared the batch.
     """
 
     def loss_of(params: Any) -> tuple[Array, tuple[Array, dict[str, Array], Any]]:
-        nll, output = _forward(params, state, micro, model, execution)
+        nll, output = _forward(params, state, micro, model, execution, objective)
         loss, losses = nll / total_weight, output.losses
         if output.statistics is not None and others is not None and is_whole:
             wide = linearized_losses(model, output.statistics, others, share)
@@ -185,10 +195,15 @@ def compute_gradients(
 
 
 def batch_statistics(
-    state: TrainState, micro: MicroBatch, *, model: ModelConfig, execution: ExecutionConfig
+    state: TrainState,
+    micro: MicroBatch,
+    *,
+    model: ModelConfig,
+    execution: ExecutionConfig,
+    objective: ObjectiveConfig,
 ) -> RouterStatistics:
     """The statistics of some rows as training sees them, without a gradient."""
-    _, output = _forward(state.params, state, micro, model, execution)
+    _, output = _forward(state.params, state, micro, model, execution, objective)
     assert output.statistics is not None  # only models with balancers take two passes
     return jax.lax.stop_gradient(output.statistics)
 
@@ -199,12 +214,14 @@ def _forward(
     micro: MicroBatch,
     model: ModelConfig,
     execution: ExecutionConfig,
+    objective: ObjectiveConfig,
 ) -> tuple[Array, Output]:
     return forward_and_nll(
         model,
         execution,
         params,
         micro.batch,
+        num_predicted=objective.num_predicted(model),
         router_state=state.router_state,
         row_ids=micro.row_ids,
         train=True,

@@ -17,21 +17,26 @@ from jax.sharding import PartitionSpec
 
 from jaxmoe.routing import (
     BaseLayerConfig,
+    BipConfig,
     CosineTopKConfig,
+    ExpertChoiceConfig,
     Extent,
     ForcedBalanceConfig,
     GroupLimitConfig,
     GShardConfig,
     HashConfig,
+    KMeansConfig,
     LossFreeConfig,
     MoEPlusPlusConfig,
     NoisyTopKConfig,
     ProgressiveTopKConfig,
+    QuantileConfig,
     RouterInputs,
     SelectiveSinkhornConfig,
     SigmoidTopKConfig,
     SinkhornConfig,
     SoftmaxTopKConfig,
+    SoftMoEConfig,
     SqrtSoftplusTopKConfig,
     UniformRandomConfig,
 )
@@ -73,6 +78,12 @@ ROUTER_CASES: dict[str, tuple[Case, ...]] = {
         Case(config=SoftmaxTopKConfig(softmax="after"), top_k=1, untrained=("weight",)),
         Case(config=SoftmaxTopKConfig(softmax="after")),
         Case(config=SoftmaxTopKConfig(bias=LossFreeConfig(rate=0.1))),
+        Case(config=SoftmaxTopKConfig(bias=BipConfig(form="batch", start="state"))),
+        Case(config=SoftmaxTopKConfig(bias=BipConfig(form="batch", scope="batch")), is_wide=True),
+        Case(config=SoftmaxTopKConfig(bias=BipConfig(form="histogram", num_bins=50))),
+        Case(config=SoftmaxTopKConfig(bias=BipConfig(form="online", num_bins=50))),
+        Case(config=SoftmaxTopKConfig(bias=QuantileConfig(num_bins=50))),
+        Case(config=SoftmaxTopKConfig(bias=QuantileConfig(form="exact"))),
         Case(config=SoftmaxTopKConfig(groups=GROUPS), asymmetry="groups are of neighbours"),
         Case(config=SoftmaxTopKConfig(jitter=0.1)),
     ),
@@ -100,13 +111,21 @@ ROUTER_CASES: dict[str, tuple[Case, ...]] = {
         ),
         Case(config=SelectiveSinkhornConfig(probability=0.0)),
     ),
-    "hash": each_top_k(HashConfig(), ties_to_first=False, asymmetry="the table names experts"),
-    "uniform_random": each_top_k(
-        UniformRandomConfig(), ties_to_first=False, asymmetry="the dice name experts"
+    **{
+        config.name: each_top_k(config, ties_to_first=False, asymmetry="named, not scored")
+        for config in (HashConfig(), UniformRandomConfig(), ForcedBalanceConfig())
+    },
+    "kmeans": each_top_k(KMeansConfig(), reads_only_x=True, ties_to_first=False),
+    "expert_choice": (
+        *each_top_k(ExpertChoiceConfig(), ties_to_first=False),
+        Case(config=ExpertChoiceConfig(weights="probability"), ties_to_first=False),
+        Case(
+            config=ExpertChoiceConfig(weights="sigmoid", schedule="linear_reverse", k_max=2),
+            ties_to_first=False,
+        ),
+        Case(config=ExpertChoiceConfig(scope="batch"), ties_to_first=False, is_wide=True),
     ),
-    "forced_balance": each_top_k(
-        ForcedBalanceConfig(), ties_to_first=False, asymmetry="experts take turns"
-    ),
+    "soft_moe": each_top_k(SoftMoEConfig(), (1,), ties_to_first=False),
     "progressive_topk": (
         Case(config=ProgressiveTopKConfig(), top_k=1),
         Case(config=ProgressiveTopKConfig(early_top_k=(3, 2), switch_step=5), top_k=4),

@@ -68,6 +68,11 @@ def test_entropy_equals_enumeration(order, sequence_length):
     np.testing.assert_allclose(
         source.entropy_bits_per_token(sequence_length), bits / sequence_length, rtol=1e-11
     )
+    # None is given: all symbols of a row are predicted.
+    bits = -sum(p * np.log2(p) for p in _sequence_probabilities(chain, sequence_length).values())
+    np.testing.assert_allclose(
+        source.whole_row_bits_per_token(sequence_length), bits / sequence_length, rtol=1e-11
+    )
 
 
 @pytest.mark.parametrize("config", [MarkovConfig(), MarkovConfig(order=3, vocab_size=6)])

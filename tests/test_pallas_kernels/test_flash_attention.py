@@ -73,6 +73,10 @@ CASES = {
     "window_full": Case(options=(("window", 5), ("causal", False))),
     "window_beyond_the_keys": Case(u=10, options=(("window", 3),)),
     "segments": Case(tokens=(("q_segment_ids", PACKED), ("kv_segment_ids", PACKED))),
+    "segments_full": Case(
+        tokens=(("q_segment_ids", PACKED), ("kv_segment_ids", PACKED)),
+        options=(("causal", False),),
+    ),
     "packed": Case(
         tokens=(
             ("q_segment_ids", PACKED),
@@ -81,6 +85,15 @@ CASES = {
             ("kv_positions", RESTARTING),
         ),
         options=(("window", 6),),
+    ),
+    "packed_full": Case(
+        tokens=(
+            ("q_segment_ids", PACKED),
+            ("kv_segment_ids", PACKED),
+            ("q_positions", RESTARTING),
+            ("kv_positions", RESTARTING),
+        ),
+        options=(("window", 6), ("causal", False)),
     ),
     "shared_positions": Case(tokens=(("q_positions", RAMP[::-1]), ("kv_positions", RAMP))),
     "decoding": Case(s=1, tokens=(("q_positions", ((11,), (39,))),)),

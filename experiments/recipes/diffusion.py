@@ -1,0 +1,53 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Masked diffusion with expert choice: how near to the entropy does the bound come?"""
+
+from experiments.config import EvaluationConfig, PretrainConfig, TrackingConfig, TrainingConfig
+from jaxmoe.data import MarkovConfig
+from jaxmoe.execution import ExecutionConfig
+from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
+from jaxmoe.optim import AdamWConfig, LinearConfig
+from jaxmoe.routing import ExpertChoiceConfig, RouterZConfig, SoftmaxGateConfig
+from jaxmoe.training import MaskedDiffusionConfig
+
+
+def diffusion() -> PretrainConfig:
+    """Masked diffusion on a Markov chain of order 2, expert choice with linear_reverse capacity.
+
+    python -m experiments.pretrain diffusion
+    """
+    return PretrainConfig(
+        model=ModelConfig(
+            vocab_size=9,
+            num_layers=3,
+            embed_dim=64,
+            attention=AttentionConfig(
+                num_heads=4,
+                num_kv_heads=4,
+                head_dim=16,
+                rope_theta=50.0,
+                window=3,
+                is_causal=False,
+            ),
+            moe=MoEConfig(
+                num_experts=4,
+                top_k=2,
+                expert_dim=64,
+                router=ExpertChoiceConfig(schedule="linear_reverse"),
+                gate=SoftmaxGateConfig(),
+                balancers=(RouterZConfig(),),
+            ),
+        ),
+        data=MarkovConfig(),
+        training=TrainingConfig(
+            steps=1000,
+            batch_size=32,
+            sequence_length=32,
+            objective=MaskedDiffusionConfig(min_time=0.05),
+        ),
+        optimizer=AdamWConfig(learning_rate=5e-3),
+        schedule=LinearConfig(warmup_steps=20, floor=0.02),
+        execution=ExecutionConfig(unroll=3),
+        evaluation=EvaluationConfig(every=250, batches=16),
+        tracking=TrackingConfig(sample_length=24),
+    )
