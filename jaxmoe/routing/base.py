@@ -39,6 +39,8 @@ class Traits:
     """The scores are the gates: only the gate `softmax`, which takes them as they are, fits."""
     has_own_load: bool = False
     """The load is even by construction: capacity and balance losses are refused."""
+    is_token_major: bool = True
+    """Tokens choose experts: experts without computation need it."""
     carries_logits: bool = False
     """Reads the logits of the previous MoE layer and hands its own on."""
     needs_key: bool = False

@@ -43,6 +43,11 @@ def check_parts(moe: Any) -> None:
                 f"moe.capacity: the router {router.name} sets the load of each expert itself:"
                 " leave moe.capacity out"
             )
+    if moe.zero_computation is not None and not traits.is_token_major:
+        raise ValueError(
+            f"moe.zero_computation: with the router {router.name} tokens do not choose experts, and"
+            " could not choose those without computation: leave moe.zero_computation out"
+        )
     if moe.top_k == 1 and not traits.has_own_gates and not traits.has_own_load:
         is_after = getattr(router, "softmax", "before") == "after"
         if is_after or moe.gate.name in ("renormalized", "sqrt"):
