@@ -18,7 +18,7 @@ import pytest
 
 from jaxmoe.data import Batch, MarkovConfig
 from jaxmoe.execution import ExecutionConfig
-from jaxmoe.models.config import MoEConfig
+from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
 from jaxmoe.models.decode import generate
 from jaxmoe.models.diffuse import ancestral, diffuse
 from jaxmoe.models.initialize import init_params, parameter_table
@@ -26,7 +26,7 @@ from jaxmoe.models.transformer import Transformer, initial_cache
 from jaxmoe.optim import AdamWConfig, LinearConfig
 from jaxmoe.routing import ExpertChoiceConfig, RouterZConfig, SoftmaxGateConfig
 from jaxmoe.training import MaskedDiffusionConfig, NextTokenConfig
-from jaxmoe.training.evaluate import make_eval_step
+from jaxmoe.training.evaluate import evaluate, make_eval_step
 from jaxmoe.training.loss import forward_and_nll, token_nll
 from jaxmoe.training.masked_diffusion import radical_inverse
 from jaxmoe.training.state import init_state
@@ -297,7 +297,7 @@ def plain():
     return two_steps()
 
 
-@pytest.mark.parametrize("mesh", ["data8", "replica2_data2_expert2"])
+@pytest.mark.parametrize("mesh", ["replica2_data2_expert2"])
 def test_the_same_on_every_mesh(mesh, plain):
     assert_close(two_steps(mesh), plain, "end_to_end")
 
