@@ -18,27 +18,27 @@ def diffusion() -> PretrainConfig:
     """
     return PretrainConfig(
         model=ModelConfig(
-            vocab_size=9,
-            num_layers=3,
-            embed_dim=64,
+            vocab_size=5,
+            num_layers=2,
+            embed_dim=96,
             attention=AttentionConfig(
-                num_heads=4,
-                num_kv_heads=4,
+                num_heads=6,
+                num_kv_heads=6,
                 head_dim=16,
                 rope_theta=50.0,
-                window=3,
+                window=5,
                 is_causal=False,
             ),
             moe=MoEConfig(
                 num_experts=4,
                 top_k=2,
-                expert_dim=64,
+                expert_dim=192,
                 router=ExpertChoiceConfig(schedule="linear_reverse"),
                 gate=SoftmaxGateConfig(),
                 balancers=(RouterZConfig(),),
             ),
         ),
-        data=MarkovConfig(),
+        data=MarkovConfig(vocab_size=4, concentration=0.5),
         training=TrainingConfig(
             steps=1000,
             batch_size=32,
@@ -47,7 +47,7 @@ def diffusion() -> PretrainConfig:
         ),
         optimizer=AdamWConfig(learning_rate=5e-3),
         schedule=LinearConfig(warmup_steps=20, floor=0.02),
-        execution=ExecutionConfig(unroll=3),
-        evaluation=EvaluationConfig(every=250, batches=16),
+        execution=ExecutionConfig(unroll=2),
+        evaluation=EvaluationConfig(every=200, batches=16),
         tracking=TrackingConfig(sample_length=24),
     )

@@ -43,6 +43,8 @@ class Traits:
     """In training the choice itself is evened over the tokens: balance losses are refused."""
     is_learned: bool = True
     """The choice or the gates depend on trained parameters."""
+    is_token_major: bool = True
+    """Tokens choose experts: experts without computation need it."""
     carries_logits: bool = False
     """Reads the logits of the previous MoE layer and hands its own on."""
     needs_key: bool = False

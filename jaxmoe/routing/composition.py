@@ -45,6 +45,11 @@ def check_parts(moe: Any) -> None:
             f"moe.capacity: the router {router.name} sets the load of each expert itself:"
             " leave moe.capacity out"
         )
+    if moe.zero_computation is not None and not traits.is_token_major:
+        raise ValueError(
+            f"moe.zero_computation: with the router {router.name} tokens do not choose experts, and"
+            " could not choose those without computation: leave moe.zero_computation out"
+        )
     if router.name != "noisy_topk" and any(b.name == "load_variation" for b in moe.balancers):
         raise ValueError(
             f"moe.balancers=load_variation needs the smooth loads of the router noisy_topk, and"

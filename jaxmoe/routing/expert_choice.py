@@ -98,7 +98,13 @@ class ExpertChoiceConfig:
     @property
     def traits(self) -> Traits:
         """Not causal; gates and loads of its own."""
-        return Traits(is_causal=False, sees_others=True, has_own_gates=True, has_own_load=True)
+        return Traits(
+            is_causal=False,
+            sees_others=True,
+            has_own_gates=True,
+            has_own_load=True,
+            is_token_major=False,
+        )
 
     def build(self, *, num_experts: int, top_k: int, embed_dim: int) -> ExpertChoice:
         """The router for these sizes.

@@ -60,7 +60,13 @@ class SoftMoEConfig:
     @property
     def traits(self) -> Traits:
         """Not causal; gates and loads of its own."""
-        return Traits(is_causal=False, sees_others=True, has_own_gates=True, has_own_load=True)
+        return Traits(
+            is_causal=False,
+            sees_others=True,
+            has_own_gates=True,
+            has_own_load=True,
+            is_token_major=False,
+        )
 
     def build(self, *, num_experts: int, top_k: int, embed_dim: int) -> SoftMoE:
         """The router for these sizes."""
@@ -117,7 +123,8 @@ class SoftMoE:
         weight = params["weight"].astype(jnp.float32)
         z_TEP = jnp.einsum("td,dep->tep", x, weight, preferred_element_type=jnp.float32)
         z = split_scopes(z_TEP, inputs.extent, "sequence")
-        z = z.reshape(*z.shape[:2], -1)  # G, S, E*P
+        groups, length, number = *z.shape[:2], z.shape[2] * z.shape[3]
+        z = z.reshape(groups, length, number)  # G, S, E*P
         mask = split_scopes(inputs.token_mask, inputs.extent, "sequence")[:, :, None]
         # A row of padding alone: its softmax over nothing is NaN, which `where` replaces.
         is_seen = mask | ~mask.any(1, keepdims=True)
@@ -125,7 +132,6 @@ class SoftMoE:
         combine = jnp.where(mask, jax.nn.softmax(z, axis=-1), 0.0)
         logits = jax.nn.logsumexp(z_TEP, axis=-1)
         probs = jax.nn.softmax(logits, axis=-1)
-        groups, number = z.shape[0], z.shape[2]
         experts = jnp.arange(number, dtype=jnp.int32) // self.config.slots_per_expert
         is_real = mask.any(1)  # G, 1
         expert_ids = jnp.where(is_real, experts[None, :], self.num_experts)

@@ -61,6 +61,8 @@ class Case:
     """Takes tokens in their order, so that permuting them is another input."""
     is_wide: bool = False
     """In training rows are not routed by themselves: a scope wider than a sequence."""
+    has_whole_rows: bool = False
+    """Needs all positions of a row on one device."""
     asymmetry: str = ""
     """Why experts cannot be permuted."""
 
@@ -125,7 +127,7 @@ ROUTER_CASES: dict[str, tuple[Case, ...]] = {
         ),
         Case(config=ExpertChoiceConfig(scope="batch"), ties_to_first=False, is_wide=True),
     ),
-    "soft_moe": each_top_k(SoftMoEConfig(), (1,), ties_to_first=False),
+    "soft_moe": each_top_k(SoftMoEConfig(), (1,), ties_to_first=False, has_whole_rows=True),
     "progressive_topk": (
         Case(config=ProgressiveTopKConfig(), top_k=1),
         Case(config=ProgressiveTopKConfig(early_top_k=(3, 2), switch_step=5), top_k=4),
@@ -247,11 +249,13 @@ def on_eight_devices(case: Case, x: jax.Array, mask: Any, *, train: bool) -> Any
     mesh = jax.make_mesh(
         (2, 2, 2), ("data", "expert", "seq"), axis_types=(jax.sharding.AxisType.Auto,) * 3
     )
-    rows, axes = TOKENS // LENGTH, ("data", "expert", "seq")
-    extent = Extent(
-        sequence_length=LENGTH // 2, sequence_axes=("seq",), batch_axes=("data", "expert")
-    )
-    spread = PartitionSpec(("data", "expert"), "seq")
+    rows, batch_axes = TOKENS // LENGTH, ("data", "expert")
+    axes, length = (*batch_axes, "seq"), LENGTH // 2
+    if case.has_whole_rows:
+        axes, length = batch_axes, LENGTH
+    sequence_axes = axes[len(batch_axes) :]
+    extent = Extent(sequence_length=length, sequence_axes=sequence_axes, batch_axes=batch_axes)
+    spread = PartitionSpec(batch_axes, *sequence_axes)
 
     def local(params, state, x, mask, index):
         flat = (x.reshape(-1, WIDTH), mask.reshape(-1), index.reshape(-1))

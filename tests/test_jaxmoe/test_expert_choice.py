@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 from jaxmoe.execution import ExecutionConfig
-from jaxmoe.models.config import MoEConfig
+from jaxmoe.models.config import MoEConfig, ZeroComputationConfig
 from jaxmoe.routing import (
     CapacityConfig,
     ExpertChoiceConfig,
@@ -296,6 +296,9 @@ def test_what_does_not_fit_is_refused():
     _refused("defines its own gates", lambda: moe(gate=RenormalizedGateConfig()))
     _refused("evens the load by itself", lambda: moe(balancers=(LoadBalanceConfig(),)))
     _refused("leave moe.capacity out", lambda: moe(capacity=CapacityConfig()))
+    _refused(
+        "leave moe.zero_computation out", lambda: moe(zero_computation=ZeroComputationConfig())
+    )
     router = MOE.router.build(num_experts=4, top_k=2, embed_dim=WIDTH)
     x = jnp.ones((LENGTH, WIDTH))
     inputs = RouterInputs(
