@@ -16,6 +16,8 @@ pmax and a psum of E numbers.
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
@@ -60,9 +62,9 @@ def sinkhorn(
         axes: mesh axes over which the rows of a group are spread.
         iterations: at least 1.
     """
-    count = total(is_real.sum(1, dtype=jnp.float32), axes)
-    target = jnp.log(jnp.maximum(count, 1.0) / cost.shape[2])[:, None]
     where = is_real[:, :, None]
+    # Any constant will do, the rows absorb it: this one keeps both scalings small.
+    constant = math.log(max(cost.shape[1], 1) / cost.shape[2])
 
     def column_of(scaled: Array) -> Array:
         most = jnp.max(scaled, axis=1, initial=-jnp.inf, where=where)
@@ -71,7 +73,7 @@ def sinkhorn(
         terms = jnp.where(where, jnp.exp(scaled - most[:, None, :]), 0.0)
         mass = total(terms.sum(1), axes)
         # A group of padding alone has no mass, and needs no scaling.
-        return jnp.where(mass > 0.0, target - most - jnp.log(mass), 0.0)
+        return jnp.where(mass > 0.0, constant - most - jnp.log(mass), 0.0)
 
     def row_of(column: Array) -> Array:
         return -jax.nn.logsumexp(cost + column[:, None, :], axis=2)

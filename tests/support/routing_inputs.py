@@ -96,14 +96,13 @@ def route_on_eight_devices(
                 local, in_specs=(whole, whole, spread, spread, spread), out_specs=(spread, spread)
             )
         )(params, key, x.reshape(ROWS, LENGTH, -1), mask.reshape(ROWS, LENGTH), index)
-    return (np.asarray(array).reshape(TOKENS, router.top_k) for array in (ids, scores))
+    shape = (TOKENS, router.top_k)
+    return np.asarray(ids).reshape(shape), np.asarray(scores).reshape(shape)
 
 
 def by_token(output: RouterOutput) -> tuple[np.ndarray, np.ndarray]:
     """Expert ids and scores [T K]."""
     selection = output.selection
     assert selection.top_k is not None
-    return tuple(
-        np.asarray(flat).reshape(-1, selection.top_k)
-        for flat in (selection.expert_ids, selection.scores)
-    )
+    ids, scores = np.asarray(selection.expert_ids), np.asarray(selection.scores)
+    return ids.reshape(-1, selection.top_k), scores.reshape(-1, selection.top_k)

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Routers without parameters: hash, uniform random, forced balance."""
 
+import dataclasses
 import re
 
 import jax
@@ -76,7 +77,7 @@ def test_the_hash_table_is_fixed():
     assert other.tolist() != ids.tolist()
     many = jnp.arange(4096, dtype=jnp.int32)
     inputs = inputs_of(jnp.zeros((4096, WIDTH)))
-    inputs = inputs.replace(context={"tokens": many})
+    inputs = dataclasses.replace(inputs, context={"tokens": many})
     counts = router.route({}, {}, inputs, train=False, key=None).statistics.counts
     # Each expert's load is binomial: five standard deviations of 4096 draws with p = 3/8.
     assert np.abs(np.asarray(counts) - 1536.0).max() < 5 * np.sqrt(4096 * 3 / 8 * 5 / 8)
