@@ -5,6 +5,8 @@
 To add a bias: its configs in BIAS_CASES.
 """
 
+import contextlib
+import dataclasses
 import functools
 import re
 
@@ -18,6 +20,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxmoe.execution import ExecutionConfig
+from jaxmoe.models.initialize import init_params
+from jaxmoe.models.transformer import forward
 from jaxmoe.routing import (
     BIASES,
     BipConfig,
@@ -29,6 +34,8 @@ from jaxmoe.routing import (
 )
 from jaxmoe.routing.biases import SelectionBias
 from jaxmoe.routing.biases.dual import bip_objective, chosen_sum, dual_objective
+from sharding import MeshConfig, make_mesh
+from tests.support.models import TINY, tokens_for
 from tests.support.tolerances import assert_close
 
 BIAS_CASES = {
@@ -226,6 +233,23 @@ def test_eight_devices_are_one(config):
             np.testing.assert_array_equal(ours["bias"], theirs["bias"])
 
 
+@pytest.mark.parametrize("config", [BipConfig(scope="batch"), QuantileConfig()], ids=["bip", "qb"])
+def test_on_a_mesh_a_model_routes_as_on_one_device(config):
+    moe = dataclasses.replace(TINY.moe, router=SoftmaxTopKConfig(bias=config))
+    model = dataclasses.replace(TINY, moe=moe)
+    tokens, _ = tokens_for(model)
+
+    def statistics(mesh):
+        def run(params, tokens):
+            return forward(model, ExecutionConfig(), params, tokens, train=True).statistics
+
+        with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
+            return jax.jit(run)(init_params(model, jax.random.key(0), mesh=mesh), tokens)
+
+    mesh = make_mesh(MeshConfig(data=2, expert=2), jax.devices()[:4])
+    assert_close(statistics(mesh), statistics(None), "end_to_end")
+
+
 # Loss-free.
 
 
@@ -374,12 +398,16 @@ def test_bip_dual_monotone(law):
         p = jnp.maximum(jnp.sort(scores - q[None], axis=1)[:, -top_k - 1], 0.0)
         values.append(bip_objective(scores, p, q, top_k=top_k, capacity=capacity))
         config = BipConfig(iterations=iterations)
-        q = config.solve(
+        ours = config.solve(
             scores[None], jnp.ones((1, tokens), bool), jnp.zeros(experts), top_k=top_k
         )[0]
-        by_sorting = jnp.maximum(jnp.sort(scores - p[:, None], axis=0)[-capacity - 1], 0.0)
-        assert_close(q, by_sorting, "elementwise")
+        columns = jnp.sort(scores - p[:, None], axis=0)
+        q = jnp.maximum(columns[-capacity - 1], 0.0)
+        # Ours is the middle of the interval that begins at q, where the dual is flat.
+        assert_close(ours, jnp.where(q > 0.0, 0.5 * (q + columns[-capacity]), 0.0), "elementwise")
         values.append(bip_objective(scores, p, q, top_k=top_k, capacity=capacity))
+        flat = bip_objective(scores, p, ours, top_k=top_k, capacity=capacity)
+        assert_close(flat, values[-1], "matmul")
     values = np.asarray(values, np.float64)
     rounding = 1e-5 * abs(optimum)
     assert (np.diff(values) <= rounding).all()
