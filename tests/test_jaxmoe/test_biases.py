@@ -171,6 +171,7 @@ def test_eight_devices_are_one(config):
         scores, mask
     )
     np.testing.assert_array_equal(ids, wanted_ids)
+    assert_close(statistics.extra, wanted.extra, "matmul")
     ours, theirs = (router.update(state, each, jnp.int32(0)) for each in (statistics, wanted))
     assert_close(ours, theirs, "elementwise")
     for name in ("quantile_histogram", "bip_histogram"):
