@@ -65,6 +65,15 @@ def test_the_nearest_in_direction_are_chosen():
     assert_close(output.selection.scores, chosen, "matmul")
 
 
+def test_permuting_centroids_permutes_the_ids():
+    router, order = build(), np.random.default_rng(1).permutation(EXPERTS)
+    _, state = router.init(jax.random.key(1))
+    moved = jax.tree.map(lambda leaf: leaf[order], state)
+    plain, permuted = (route(router, each, drawn(2)) for each in (state, moved))
+    assert order[permuted.selection.expert_ids].tolist() == plain.selection.expert_ids.tolist()
+    assert_close(permuted.selection.scores, plain.selection.scores, "elementwise")
+
+
 def test_kmeans_ema():
     """The closed form: decay^n of the start, plus what each step's mean still weighs."""
     router, steps, decay = build(KMeansConfig(decay=0.9)), 5, 0.9

@@ -7,7 +7,8 @@
     choose the K largest of s_t - q
 
 n counts the real tokens of a scope. Each half-step minimises the dual of `dual.py` exactly in its
-own variables. The bias is -q.
+own variables. The bias is -q. The last q_i is the middle of the interval on which the dual is flat,
+from the (c+1)-th to the c-th largest: at its end tokens tie, and rounding would choose for them.
 
     batch      q is solved for the tokens that are then routed: even from the first step on, and a
                token's experts depend on later ones
@@ -38,7 +39,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxmoe.routing.base import RouterInputs, RouterStatistics
-from jaxmoe.routing.biases.dual import capacity_of, expert_prices, token_prices
+from jaxmoe.routing.biases.dual import between, capacity_of, expert_prices, token_prices
 from jaxmoe.routing.biases.histogram import histogram, kth_smallest
 from jaxmoe.routing.scopes import Scope, is_first, join_scopes, scope_axes, split_scopes, total
 
@@ -152,18 +153,24 @@ class BipConfig:
         """
         num_tokens = total(mask.sum(1, dtype=jnp.int32), axes)
 
-        def once(_: Any, q: Float[Array, "G E"]) -> Float[Array, "G E"]:
+        def once(_: Any, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+            q, _ = carry
             p = jnp.maximum(token_prices(scores - q[:, None, :], top_k=top_k), 0.0)
             surplus = scores - p[:, :, None]
             if self.form == "histogram":
                 q = self._column_prices(surplus, mask, num_tokens, top_k=top_k, axes=axes)
             else:
                 q = expert_prices(surplus, mask, num_tokens, top_k=top_k, axes=axes)
-            return jnp.maximum(q, 0.0)
+            return jnp.maximum(q, 0.0), surplus
 
         # The first round stands apart: its result varies over the mesh as that of all others does.
-        first = once(0, jnp.broadcast_to(prices[None, :], (scores.shape[0], prices.shape[0])))
-        return jax.lax.fori_loop(1, self.iterations, once, first)
+        start = jnp.broadcast_to(prices[None, :], (scores.shape[0], prices.shape[0]))
+        first = once(0, (start, scores))
+        q, surplus = jax.lax.fori_loop(1, self.iterations, once, first)
+        if self.form == "histogram":
+            return q
+        middle = between(surplus, mask, q, num_tokens, top_k=top_k, axes=axes)
+        return jnp.where(q > 0.0, middle, q)
 
     def _column_prices(
         self,

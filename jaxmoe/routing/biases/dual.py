@@ -29,7 +29,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxmoe.routing.scopes import kth_largest
+from jaxmoe.routing.scopes import kth_largest, total
 
 
 def chosen_sum(
@@ -117,3 +117,37 @@ def expert_prices(
     """
     capacity = capacity_of(num_tokens, top_k=top_k, num_experts=surplus.shape[2])
     return kth_largest(surplus, capacity + 1, mask, axes)
+
+
+def between(
+    surplus: Float[Array, "G n E"],
+    mask: Bool[Array, "G n"],
+    prices: Float[Array, "G E"],
+    num_tokens: Int[Array, " G"],
+    *,
+    top_k: int,
+    axes: tuple[str, ...] = (),
+) -> Float[Array, "G E"]:
+    """The middle of the c-th and the (c+1)-th largest of each column: the dual is flat there.
+
+    At the (c+1)-th itself a token's two best experts tie once the prices have settled, and rounding
+    would say where it goes.
+
+    Args:
+        surplus: as in `expert_prices`.
+        mask: as there.
+        prices: what it returned.
+        num_tokens: as there.
+        top_k: K.
+        axes: as there.
+
+    Returns:
+        `prices` where the two are equal, or where c is 0.
+    """
+    capacity = capacity_of(num_tokens, top_k=top_k, num_experts=surplus.shape[2])
+    is_above = (surplus > prices[:, None, :]) & mask[:, :, None]
+    number = total(is_above.sum(1, dtype=jnp.int32), axes)
+    least = jnp.min(surplus, axis=1, where=is_above, initial=jnp.inf)
+    least = jax.lax.pmin(least, axes) if axes else least
+    has_room = (number == capacity[:, None]) & (number > 0)
+    return jnp.where(has_room, 0.5 * prices + 0.5 * jnp.where(has_room, least, 0.0), prices)
