@@ -6,10 +6,10 @@
 
 Each method is trained at the baseline's active FLOPs with several seeds, paired with those of the
 baseline, on text (held-out bits per byte) and on disjoint languages (bits above their exact
-entropy, and how well experts tell them apart). Only causal methods stand in the autoregressive table; those whose
-tokens decide about others are compared by masked diffusion. Every finished method is a line of
-trials.jsonl: the same command continues after the last one. Exit codes: 0 done, 2 bad
-configuration, 75 and 130 stopped by a signal.
+entropy, and how well experts tell them apart). Only causal methods stand in the autoregressive
+table; those whose tokens decide about others are compared by masked diffusion. Every finished
+method is a line of trials.jsonl: the same command continues after the last one. Exit codes: 0 done,
+2 bad configuration, 75 and 130 stopped by a signal.
 """
 
 from __future__ import annotations
@@ -41,7 +41,6 @@ from experiments.routers_trial import (
     Programs,
     Record,
     StoppedError,
-    compile_programs,
     moe_json,
     run_trial,
 )
@@ -171,7 +170,7 @@ class Comparison:
         if objective not in self._baselines:
             model = model_of(self._config, self._config.baseline, objective)
             batch = self._tasks["corpus"].held_out[0]
-            self._baselines[objective] = compile_programs(self._config, model, objective, batch)
+            self._baselines[objective] = Programs(self._config, model, objective, batch)
         return self._baselines[objective]
 
     def _append(self, record: Record) -> None:

@@ -106,7 +106,7 @@ def _held_out_languages(
     each = max(1, config.evaluation_batches // number)
     rows: list[list[np.ndarray]] = [[] for _ in range(number)]
     for tokens in _validation_rows(source, config.training.sequence_length):
-        mine = rows[int(source.language_of(tokens[0]))]
+        mine = rows[int(source.language_of(tokens[:1])[0])]
         if len(mine) < each * size:
             mine.append(tokens)
         if all(len(row) == each * size for row in rows):

@@ -67,7 +67,8 @@ def _row(record: Mapping[str, Any], reference: Mapping[str, Any] | None, floor: 
         row["difference"], row["half_width"] = paired_interval([a - b for a, b in pairs])
     bits = _mean(languages.get("bits"))
     row["excess_bits"] = None if bits is None else bits - floor
-    row["mutual_information"] = _mean(np.ravel(languages.get("mutual_information", ())).tolist())
+    known = languages.get("mutual_information", ())  # by seed and layer
+    row["mutual_information"] = _mean([value for layers in known for value in layers])
     violation = [v for run in corpus.get("max_violation", ()) for v in run if v is not None]
     last = [run[-1] for run in corpus.get("max_violation", ())]
     row["max_violation"] = {
@@ -83,9 +84,8 @@ def _row(record: Mapping[str, Any], reference: Mapping[str, Any] | None, floor: 
 
 def _mean(values: Sequence[float | None] | None) -> float | None:
     """None if there is none, or one of them is missing."""
-    if not values or any(value is None for value in values):
-        return None
-    return float(np.mean(values))
+    known = [value for value in values or () if value is not None]
+    return float(np.mean(known)) if known and len(known) == len(values or ()) else None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,6 +18,7 @@ To add an objective: a line in OBJECTIVES.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import math
 import time
@@ -26,6 +27,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
@@ -51,7 +53,7 @@ OBJECTIVES: dict[Objective, dict[str, Any]] = {"autoregressive": {}}
 """What `make_train_step` and `make_eval_step` are told; what is not here is not run."""
 
 _EXECUTION = ExecutionConfig(unroll=2)
-_RARE = {"xla_backend_optimization_level": "0"}
+_RARE: dict[str, str | bool] = {"xla_backend_optimization_level": "0"}
 """Of programs that run a few times: they compile twice as fast."""
 _TIMED_STEPS = 4
 
@@ -62,49 +64,70 @@ class StoppedError(Exception):
     """A signal came; the trial is given up."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Programs:
-    """What is compiled of one model."""
+    """What is compiled of one model, each when it is first asked for.
 
-    model: ModelConfig
-    init: Callable[[Array], TrainState]
-    step: Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]
-    evaluate: Callable[[Any, Any, Batch], tuple[Array, Array]]
-    look: Callable[[Any, Any, Batch], tuple[Array, RouterStatistics]]
-    """Evaluation logits and statistics."""
-    compile_seconds: float
+    Args:
+        config: of the comparison.
+        model: of one method.
+        objective: what it is trained by.
+        batch: one like those to come.
+    """
 
+    def __init__(
+        self, config: RoutersConfig, model: ModelConfig, objective: Objective, batch: Batch
+    ):
+        self.model, self.compile_seconds = model, 0.0
+        self._training, self._told, self._batch = config.training, OBJECTIVES[objective], batch
+        schedule = config.schedule.build(config.training.steps)
+        self._optimizer = config.optimizer.build(parameter_table(model), schedule)
 
-def compile_programs(
-    config: RoutersConfig, model: ModelConfig, objective: Objective, batch: Batch
-) -> Programs:
-    """Compiles everything a trial needs, for batches like this one."""
-    started, told = time.perf_counter(), OBJECTIVES[objective]
-    training = config.training
-    optimizer = config.optimizer.build(
-        parameter_table(model), config.schedule.build(training.steps)
-    )
-    first = jax.jit(lambda key: init_state(model, optimizer, key, execution=_EXECUTION))
-    init = first.lower(jax.random.key(0)).compile(compiler_options=_RARE)
-    state = init(jax.random.key(0))
-    step = make_train_step(
-        model,
-        optimizer,
-        execution=_EXECUTION,
-        accumulation=training.accumulation,
-        clip=training.clip,
-        **told,
-    )
-    held_out: Any = make_eval_step(model, execution=_EXECUTION, **told)
-    given = (state.params, state.router_state, batch)
-    return Programs(
-        model=model,
-        init=init,
-        step=step.lower(state, batch).compile(),  # pyright: ignore[reportFunctionMemberAccess]
-        evaluate=held_out.lower(*given).compile(compiler_options=_RARE),
-        look=_look_of(model).lower(*given).compile(compiler_options=_RARE),
-        compile_seconds=time.perf_counter() - started,
-    )
+    @functools.cached_property
+    def init(self) -> Callable[[Array], TrainState]:
+        """A new state for a key."""
+
+        def first(key: Array) -> TrainState:
+            return init_state(self.model, self._optimizer, key, execution=_EXECUTION)
+
+        return self._compiled(jax.jit(first), jax.random.key(0), options=_RARE)
+
+    @functools.cached_property
+    def step(self) -> Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]:
+        """The training step; donates its state."""
+        step = make_train_step(
+            self.model,
+            self._optimizer,
+            execution=_EXECUTION,
+            accumulation=self._training.accumulation,
+            clip=self._training.clip,
+            **self._told,
+        )
+        return self._compiled(step, self._any_state, self._batch)
+
+    @functools.cached_property
+    def evaluate(self) -> Callable[[Any, Any, Batch], tuple[Array, Array]]:
+        """Sum of the held-out nll and of its weights."""
+        step, state = (
+            make_eval_step(self.model, execution=_EXECUTION, **self._told),
+            self._any_state,
+        )
+        return self._compiled(step, state.params, state.router_state, self._batch, options=_RARE)
+
+    @functools.cached_property
+    def look(self) -> Callable[[Any, Any, Batch], tuple[Array, RouterStatistics]]:
+        """Evaluation logits and statistics."""
+        look, state = _look_of(self.model), self._any_state
+        return self._compiled(look, state.params, state.router_state, self._batch, options=_RARE)
+
+    @functools.cached_property
+    def _any_state(self) -> TrainState:
+        return self.init(jax.random.key(0))
+
+    def _compiled(self, function: Any, *given: Any, options: Any = None) -> Any:
+        started = time.perf_counter()
+        compiled = function.lower(*given).compile(compiler_options=options)
+        self.compile_seconds += time.perf_counter() - started
+        return compiled
 
 
 def _look_of(model: ModelConfig) -> Any:
@@ -116,11 +139,12 @@ def _look_of(model: ModelConfig) -> Any:
             model,
             _EXECUTION,
             params,
-            batch.tokens,
+            jnp.asarray(batch.tokens),
             positions=batch.positions,
             segment_ids=batch.segment_ids,
             router_state=router_state,
         )
+        assert output.logits is not None and output.statistics is not None
         return output.logits, output.statistics
 
     return look
@@ -214,12 +238,8 @@ def _fill(
         reason = f"{objective} is no objective of make_train_step yet"
         record |= {"status": "no objective", "reason": reason}
         return None
-    programs = compile_programs(config, model, objective, batch)
-    record |= {
-        "status": "done",
-        "compile_seconds": programs.compile_seconds,
-        "parameters_total": parameter_table(model).total,
-    }
+    programs = Programs(config, model, objective, batch)
+    record |= {"status": "done", "parameters_total": parameter_table(model).total}
     if objective == "autoregressive":
         record["causal"] = _has_ticket(programs, programs.init(_key(config, 0)), batch)
         if not record["causal"]:
@@ -239,6 +259,7 @@ def _fill(
             reason = "once trained, a later token changes earlier logits"
             record |= {"causal": False, "status": "no ticket", "reason": reason}
     record["step_ratio"] = _time_beside(config, programs, baseline(), batch)
+    record["compile_seconds"] = programs.compile_seconds
     return programs
 
 
@@ -246,13 +267,12 @@ def _train(
     config: RoutersConfig, programs: Programs, task: Task, number: int, stop: StopRequest
 ) -> tuple[Record, TrainState]:
     """One seed on one kind of data; `bits` is None where it diverged."""
-    state, metrics, in_a_row = programs.init(_key(config, number)), [], 0
+    state, metrics = programs.init(_key(config, number)), []
     for batch in task.training[number]:
         if stop.reason is not None:
             raise StoppedError
         state, measured = programs.step(state, batch)
         metrics.append(measured)
-        in_a_row = measured.skipped_in_a_row
     metrics = jax.device_get(metrics)
     violation = np.array([m.router["max_violation"] for m in metrics], float)
     dropped = np.array([m.router["dropped_fraction"] for m in metrics], float)
@@ -264,7 +284,8 @@ def _train(
         "loss": _number(metrics[-1].loss),
         **_evaluated(config, programs, task, state),
     }
-    if int(in_a_row) >= config.training.max_skipped:
+    in_a_row = max(int(m.skipped_in_a_row) for m in metrics)
+    if in_a_row >= min(config.training.max_skipped, config.training.steps):
         run["bits"] = None
     return run, state
 
@@ -285,18 +306,17 @@ def _evaluated(config: RoutersConfig, programs: Programs, task: Task, state: Tra
         ),
     }
     if task.languages:
-        counts = np.zeros((max(task.languages) + 1, *sums[0].counts.shape))  # M, L, E
-        for language, statistics in zip(task.languages, sums, strict=True):
-            counts[language] += statistics.counts
+        counts = np.stack([s.counts for s in sums], axis=1)  # L, batches, E
+        is_of = np.eye(max(task.languages) + 1)[:, list(task.languages)]  # M, batches
         result["mutual_information"] = [
-            normalized_mutual_information(counts[:, layer]) for layer in range(counts.shape[1])
+            normalized_mutual_information(is_of @ layer) for layer in counts
         ]
     return result
 
 
 def _has_ticket(programs: Programs, state: TrainState, batch: Batch) -> bool:
     def logits_of(tokens: np.ndarray) -> Array:
-        given = dataclasses.replace(batch, tokens=jax.numpy.asarray(tokens))
+        given = dataclasses.replace(batch, tokens=jnp.asarray(tokens))
         return programs.look(state.params, state.router_state, given)[0]
 
     return earlier_logits_hold(logits_of, batch.tokens, programs.model.vocab_size)
@@ -314,7 +334,7 @@ def _is_causal_at_first(config: RoutersConfig, name: str, batch: Batch) -> bool:
     look = _look_of(model).lower(params, router_state, batch).compile(compiler_options=_RARE)
 
     def logits_of(tokens: np.ndarray) -> Array:
-        given = dataclasses.replace(batch, tokens=jax.numpy.asarray(tokens))
+        given = dataclasses.replace(batch, tokens=jnp.asarray(tokens))
         return look(params, router_state, given)[0]
 
     return earlier_logits_hold(logits_of, batch.tokens, model.vocab_size)

@@ -1,0 +1,237 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""`experiments.routers`: the numbers it puts together, and what a method that fails looks like."""
+
+import dataclasses
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments import measure, routers, routers_trial
+from experiments.routers_config import RoutersConfig, model_of
+from experiments.routers_table import as_markdown, as_text, paired_interval, rows_of
+from experiments.routers_trial import earlier_logits_hold
+from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
+from jaxmoe.routing import METHODS, Method, SoftmaxGateConfig, SoftmaxTopKConfig
+from jaxmoe.routing.methods import LoadBalanceConfig
+
+TINY = (
+    *("--model.num_layers", "1", "--model.embed_dim", "8", "--model.attention.num_heads", "1"),
+    *("--model.attention.num_kv_heads", "1", "--model.attention.head_dim", "8"),
+    *("--model.moe.num_experts", "4", "--model.moe.expert_dim", "8", "--evaluation_batches", "4"),
+    *("--training.steps", "4", "--training.batch_size", "2", "--training.sequence_length", "16"),
+    *("--schedule.warmup_steps", "1", "--timing_rounds", "1"),
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class LeakyConfig(SoftmaxTopKConfig):
+    """Says that it is causal, and lets the mean of all tokens decide."""
+
+    def score(self, params, inputs, **given):
+        x = inputs.x + 8.0 * inputs.x.mean(0, keepdims=True)
+        return SoftmaxTopKConfig.score(self, params, dataclasses.replace(inputs, x=x), **given)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class NotFiniteConfig(SoftmaxTopKConfig):
+    """Its logits are NaN in training."""
+
+    def score(self, params, inputs, **given):
+        scored = SoftmaxTopKConfig.score(self, params, inputs, **given)
+        spoilt = scored.log_scores * (jnp.nan if given["train"] else 1.0)
+        return dataclasses.replace(scored, log_scores=spoilt)
+
+
+def method(router, **parts):
+    return Method(router=router, gate=SoftmaxGateConfig(), balancers=(), source="test", **parts)
+
+
+PARTS = Method.parts
+NAMES = ("mixtral", "switch", "leaky", "spoilt", "wrong")
+
+
+def run(directory, *arguments):
+    code = routers.main([*TINY, *arguments, "--run.directory", str(directory)])
+    return code, json.loads((directory / "summary.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def methods():
+    """Three methods that cannot do what they should, and no pauses between turns."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measure, "_PAUSE_SECONDS", 0.0)
+        wrong = dataclasses.replace(METHODS["mixtral"], source="wrong")
+        added = {
+            "leaky": method(LeakyConfig()),
+            "spoilt": method(NotFiniteConfig()),
+            "wrong": wrong,
+        }
+        for name, row in added.items():
+            patch.setitem(METHODS, name, row)
+        patch.setattr(
+            Method, "parts", lambda self: PARTS(self) | ({"top_k": 9} if self == wrong else {})
+        )
+        yield
+
+
+@pytest.fixture(scope="module")
+def finished(methods, tmp_path_factory):
+    """The directory of a comparison, and its summary."""
+    directory = tmp_path_factory.mktemp("routers") / "run"
+    code, summary = run(directory, "--seeds", "2", "--methods", *NAMES)
+    assert (code, summary["status"]) == (0, "done")
+    return directory, summary
+
+
+def test_table_and_picture(finished):
+    directory, summary = finished
+    rows = {row["method"]: row for row in summary["tables"]["autoregressive"]}
+    for row in (rows["mixtral"], rows["switch"]):
+        assert row["causal"] is True and row["status"] == "done"
+        assert 0.0 < row["bits"] < 9.0 and row["excess_bits"] > 0.0
+        assert 0.0 <= row["mutual_information"] <= 1.0 and row["dropped_fraction"] == 0.0
+        assert row["expert_flops_ratio"] == pytest.approx(1.0) and row["step_ratio"] > 0.0
+        violation = row["max_violation"]
+        assert 0.0 <= violation["last"] <= violation["sup"] <= 3.0
+    assert (rows["mixtral"]["difference"], rows["mixtral"]["half_width"]) == (0.0, 0.0)
+    assert rows["mixtral"]["step_ratio"] == 1.0
+    assert (directory / "plots" / "routers.png").read_bytes().startswith(b"\x89PNG")
+    assert "| mixtral |" in summary["markdown"]
+
+
+def test_what_a_method_cannot_do_is_a_row(finished):
+    rows = {row["method"]: row for row in finished[1]["tables"]["autoregressive"]}
+    assert set(rows) == {"mixtral", "switch", "spoilt", "wrong"}
+    assert finished[1]["without_ticket"] == ["leaky"]
+    assert rows["spoilt"]["status"] == "diverged"
+    assert "4 of 4 steps not finite" in rows["spoilt"]["reason"]
+    assert rows["wrong"]["status"] == "refused"
+    assert "moe.top_k=9 must not exceed" in rows["wrong"]["reason"]
+    other = {row["method"] for row in finished[1]["tables"]["masked_diffusion"]}
+    assert other == {"mixtral", "leaky"}
+
+
+def test_the_same_command_continues(finished, monkeypatch, capsys):
+    directory, summary = finished
+    path, trained = directory / "trials.jsonl", []
+
+    def trial(config, name, objective, *rest):
+        trained.append((name, objective))
+        old = {"method": name, "objective": objective, "source": "", "warnings": [], "seconds": 1.0}
+        return {**old, "moe": None, "status": "failed", "reason": "not today"}, None
+
+    monkeypatch.setattr(routers, "run_trial", trial)
+    monkeypatch.setitem(routers_trial.OBJECTIVES, "masked_diffusion", {})
+    path.write_text(path.read_text() + '{"method": "swi')  # cut by a power failure
+    _, more = run(directory, "--seeds", "2", "--methods", "switch", "olmoe")
+    assert trained == [("olmoe", "autoregressive")]
+    rows = {row["method"]: row for row in more["tables"]["autoregressive"]}
+    before = {row["method"]: row for row in summary["tables"]["autoregressive"]}
+    assert rows["switch"] == before["switch"]
+    assert rows["olmoe"]["reason"] == "not today"
+    # The method is defined otherwise since: its record does not count.
+    monkeypatch.setitem(METHODS, "switch", dataclasses.replace(METHODS["switch"], balancers=()))
+    run(directory, "--seeds", "2", "--methods", "switch")
+    assert trained[1:] == [("switch", "autoregressive")]
+    with pytest.raises(SystemExit) as stopped:
+        run(directory, "--seeds", "1")
+    assert stopped.value.code == 2
+    assert "seeds" in capsys.readouterr().err
+
+
+def test_the_ticket():
+    tokens = np.arange(12, dtype=np.int32).reshape(2, 6) % 5
+    assert earlier_logits_hold(lambda t: jnp.cumsum(jnp.eye(5)[t], axis=1), tokens, 5)
+    assert not earlier_logits_hold(lambda t: jnp.eye(5)[t][:, ::-1], tokens, 5)
+
+    def by_a_hair(tokens):
+        logits = jnp.ones((*tokens.shape, 5))
+        return logits + 1e-7 * jnp.float32(tokens[0, -1] == 0)
+
+    assert not earlier_logits_hold(by_a_hair, tokens * 0, 5)
+
+
+def test_equal_active_flops():
+    moe = MoEConfig(num_experts=8, top_k=2, expert_dim=48)
+    config = RoutersConfig(model=ModelConfig(attention=AttentionConfig(), moe=moe))
+    patched = dataclasses.replace(METHODS["mixtral"])
+    for top_k in (1, 2, 3, 8):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(METHODS, "mixtral", patched)
+            patch.setattr(Method, "parts", lambda self, k=top_k: PARTS(self) | {"top_k": k})
+            layer = model_of(config, "mixtral", "autoregressive").moe
+        assert (layer.top_k, layer.top_k * layer.expert_dim) == (top_k, 96)
+    assert not model_of(config, "mixtral", "masked_diffusion").attention.is_causal
+
+
+def test_initial_values_are_paired(tmp_path):
+    """All but the router's are the same for every method."""
+    config = RoutersConfig()
+    trees = []
+    for name in ("mixtral", "hyperp"):
+        model = model_of(config, name, "autoregressive")
+        trees.append(routers_trial.init_params(model, routers_trial._key(config, 1)))
+    for path, leaf in jax.tree.leaves_with_path(trees[0]):
+        other = dict(jax.tree.leaves_with_path(trees[1]))[path]
+        assert (leaf == other).all(), path
+
+
+def test_paired_interval_is_students():
+    assert paired_interval([0.5]) == (0.5, None)
+    mean, half = paired_interval([1.0, 2.0, 3.0])
+    assert mean == 2.0 and half == pytest.approx(4.303 * 1.0 / math.sqrt(3))
+    assert paired_interval([1.0] * 10) == (1.0, 0.0)
+
+
+def test_rows_are_ranked_and_say_why_not():
+    def record(name, bits, **more):
+        corpus = {"bits": bits, "max_violation": [[1.0, 0.5]], "dropped_fraction": [0.25]}
+        fields = {"method": name, "objective": "autoregressive", "status": "done"}
+        return {**fields, "corpus": corpus, "causal": True, **more}
+
+    records = [
+        record("base", [3.0, 3.2]),
+        record("better", [2.9, 3.0], languages={"bits": [2.0, 2.2], "mutual_information": [[1.0]]}),
+        {"method": "no", "objective": "autoregressive", "status": "refused", "reason": "two|bars"},
+        record("leaky", [0.1, 0.1], status="no ticket"),
+        record("other", [0.1, 0.1], objective="masked_diffusion"),
+    ]
+    rows = rows_of(records, "autoregressive", baseline="base", floor=1.5)
+    assert [row["method"] for row in rows] == ["better", "base", "no"]
+    assert rows[0]["difference"] == pytest.approx(-0.15)
+    assert rows[0]["excess_bits"] == pytest.approx(0.6)
+    assert rows[0]["max_violation"] == {"mean": 0.75, "last": 0.5, "sup": 1.0}
+    text, page = as_text(rows), as_markdown(rows)
+    assert "refused: two|bars" in text and "0.75 / 0.50 / 1.00" in text and "25.0%" in text
+    assert len({line.count("|") - line.count("\\|") for line in page.splitlines()}) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--methods", "mixtrall"), "no method 'mixtrall': did you mean 'mixtral'"),
+        (("--baseline", "nothing"), "baseline: there is no method 'nothing'"),
+        (("--seeds", "0"), "seeds=0 must lie between 1 and 10"),
+        (("--timing_rounds", "0"), "timing_rounds=0 must be at least 1"),
+        (("model.moe:none",), "has no router"),
+        (("--model.vocab_size", "64"), "give --model.vocab_size 256"),
+        (("corpus:markov",), "corpus has no bytes"),
+    ],
+)
+def test_bad_input(arguments, message, tmp_path, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        routers.main([*arguments, "--run.directory", str(tmp_path / "run")])
+    assert stopped.value.code == 2
+    words = " ".join(capsys.readouterr().err.replace("\u2502", " ").split())
+    assert message in words
+
+
+def test_balance_loss_is_part_of_the_baseline():
+    assert any(
+        isinstance(b, LoadBalanceConfig) for b in METHODS[RoutersConfig().baseline].balancers
+    )
