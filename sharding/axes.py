@@ -35,6 +35,7 @@ EXPERTS: Final = "experts"  # E
 EXPERT_MLP: Final = "expert_mlp"  # F, hidden units of one routed expert
 ROUTER_OUT: Final = "router_out"  # E as the outputs of the router, which every device needs whole
 CONSTANTS: Final = "constants"  # the constant experts, which every device has
+ROUTER_SLOTS: Final = "router_slots"  # P, slots of one expert in a sequence
 NORM: Final = "norm"  # the gains of a norm
 
 # Dimensions of activations.
@@ -59,6 +60,7 @@ LOGICAL_AXES: Final = (
     EXPERT_MLP,
     ROUTER_OUT,
     CONSTANTS,
+    ROUTER_SLOTS,
     NORM,
     ACT_BATCH,
     ACT_SEQ,

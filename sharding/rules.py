@@ -133,6 +133,7 @@ DATA_PARALLEL = LogicalAxisRules(
         (ax.EXPERT_MLP, (ax.TENSOR,)),
         (ax.ROUTER_OUT, ()),
         (ax.CONSTANTS, ()),
+        (ax.ROUTER_SLOTS, ()),
         (ax.NORM, ()),
         (ax.ACT_BATCH, ax.BATCH_AXES),
         (ax.ACT_SEQ, (ax.SEQ,)),

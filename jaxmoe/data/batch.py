@@ -44,6 +44,9 @@ class Batch:
     document without padding, which attention computes faster."""
     positions: Int[HostOrDeviceArray, "B S"] | None = None
     """Position within the document, from 0. None: 0 to S - 1 in every row."""
+    mask_ratio: Float[HostOrDeviceArray, "B S"] | None = None
+    """Share of a row's tokens that masked diffusion hides, the same along a row; filled in by
+    `jaxmoe.training.masked_diffusion`, not by loaders."""
 
 
 def validate_batch(batch: Batch, vocab_size: int) -> None:
@@ -69,7 +72,9 @@ def validate_batch(batch: Batch, vocab_size: int) -> None:
                 f"{wanted}"
             )
         kind, kind_name = (
-            (np.floating, "a float") if name == "loss_weights" else (np.integer, "an integer")
+            (np.floating, "a float")
+            if name in ("loss_weights", "mask_ratio")
+            else (np.integer, "an integer")
         )
         if not np.issubdtype(values.dtype, kind):
             raise DataError(

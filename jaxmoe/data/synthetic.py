@@ -10,6 +10,7 @@ tokens cost in the mean
 
     (H_j - H_1 + max(0, S + 1 - k) h) / S   bits,   j = min(S + 1, k)
 
+(and (H_k + (S - k) h) / S where no token is given and all S are predicted, as by masked diffusion)
 with H_j the entropy of j successive symbols and h the entropy rate. This is the minimum over all
 predictors that see the row's own tokens (Cover and Thomas, "Elements of Information Theory", chain
 rule and section 4.2).
@@ -31,6 +32,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import hashlib
+import math
 from typing import Any, ClassVar
 
 import numpy as np
@@ -126,6 +128,12 @@ class Chain:
         rest = max(0, sequence_length + 1 - self.order) * self.entropy_rate()
         return (first + rest) / sequence_length
 
+    def whole_row_bits_per_token(self, sequence_length: int) -> float:
+        """Mean bits of the S symbols of a row of which none is given, the first included."""
+        known = min(sequence_length, self.order)
+        rest = (sequence_length - known) * self.entropy_rate()
+        return (self._block_entropy(known) + rest) / sequence_length
+
     def sample(self, uniforms: Float[np.ndarray, " row"]) -> Int[np.ndarray, " row"]:
         """A row of symbols that starts in the stationary distribution.
 
@@ -187,6 +195,12 @@ class SyntheticSource:
         return float(
             np.mean([chain.entropy_bits_per_token(sequence_length) for chain in self.chains])
         )
+
+    def whole_row_bits_per_token(self, sequence_length: int) -> float:
+        """Exact mean bits per token of S tokens of which none is given: the floor of the bound of
+        masked diffusion. The language is paid for, once a row."""
+        bits = [chain.whole_row_bits_per_token(sequence_length) for chain in self.chains]
+        return float(np.mean(bits)) + math.log2(len(self.chains)) / sequence_length
 
     def fingerprint(self) -> dict[str, Any]:
         """The config, the seed of the rows, and the sha256 of the transition tables."""

@@ -82,6 +82,11 @@ class Attention(nn.Module):
         if cache is not None:
             if positions is None or segment_ids is not None:
                 raise ValueError("a cache needs positions, and cannot hold packed segments")
+            if not config.is_causal:
+                raise ValueError(
+                    "model.attention.is_causal=False: without causality a token's keys and values"
+                    " change with every later token, and a cache of them would be wrong"
+                )
             k, v, cache = _extend(cache, k, v)
             kv_positions = jnp.broadcast_to(
                 jnp.arange(k.shape[1], dtype=jnp.int32)[None, :], k.shape[:2]

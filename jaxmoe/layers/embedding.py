@@ -79,3 +79,9 @@ def output_logits(
         "bsd,dv->bsv", hidden.astype(dtype), weight.astype(dtype), axes=axes, dtype=jnp.float32
     )
     return logits * jnp.float32(model.multipliers.logits)
+
+
+def only_predicted(logits: Float[Array, "B S V"], num_predicted: int) -> Float[Array, "B S V"]:
+    """The logits with -inf for the ids from `num_predicted` on: a mask is never predicted."""
+    ids = jnp.arange(logits.shape[-1], dtype=jnp.int32)
+    return jnp.where(ids[None, None, :] < num_predicted, logits, -jnp.inf)

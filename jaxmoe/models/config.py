@@ -48,7 +48,8 @@ class AttentionConfig:
     rope_theta: float = 10_000.0
     """Base of the rotary wavelengths."""
     window: int | None = None
-    """Positions a query sees, itself included; all earlier ones when None."""
+    """Positions a query sees, itself included, and as many ahead where it is not causal; all when
+    None."""
     softcap: float | None = None
     """Logits become softcap * tanh(logits / softcap); off when None."""
     is_causal: bool = True

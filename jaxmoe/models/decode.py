@@ -41,8 +41,15 @@ def generate(
         execution: how it is computed.
 
     Raises:
-        ValueError: an empty prompt, nothing to generate, or a negative temperature.
+        ValueError: an empty prompt, nothing to generate, a negative temperature, or a model that
+            is not causal.
     """
+    if not model.attention.is_causal:
+        raise ValueError(
+            "model.attention.is_causal=False: this model fills gaps from both sides, and cannot"
+            " write from left to right, where what follows is not there yet: sample it with"
+            " jaxmoe.models.diffuse"
+        )
     if prompt.shape[1] < 1 or num_tokens < 1:
         raise ValueError("generation needs a prompt of at least one token, and a token to generate")
     if not temperature >= 0.0:

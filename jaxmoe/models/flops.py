@@ -4,6 +4,7 @@
 
     per token = 6 * (parameters in matrix products that the token meets)
               + 12 * L * N * H * S / 2         causal attention: half of the S x S logits
+                                                 (all of them where it is not causal)
 
 A multiply-add counts two, backward costs twice the forward. The embedding lookup, norms and the
 router's sorting are not counted; a head tied to the embedding is.
@@ -33,8 +34,9 @@ def matmul_parameters(model: ModelConfig, table: ParameterTable) -> int:
 def flops_per_token(model: ModelConfig, table: ParameterTable, sequence_length: int) -> float:
     """Of one training step, forward and backward, per token."""
     attention = model.attention
-    seen = sequence_length / 2
+    seen = sequence_length / 2 if attention.is_causal else sequence_length
     if attention.window is not None:
-        seen = min(seen, attention.window)
+        # Without causality a window reaches as far ahead as it does back.
+        seen = min(seen, attention.window if attention.is_causal else 2 * attention.window - 1)
     heads = attention.num_heads * attention.head_dim
     return 6.0 * matmul_parameters(model, table) + 12.0 * model.num_layers * heads * seen

@@ -51,9 +51,11 @@ def parameter_table(
     """
     parameterization = parameterization or standard(model)
     tokens = jax.ShapeDtypeStruct((1, 2), jnp.int32)
+    context = {"mask_ratio": jax.ShapeDtypeStruct((1, 2), jnp.float32)}
     with without_mesh():
         key = jax.eval_shape(lambda: jax.random.key(0))
-        boxed = jax.eval_shape(Transformer(model, _SHAPES_ONLY).init, key, tokens)["params"]
+        init = Transformer(model, _SHAPES_ONLY).init
+        boxed = jax.eval_shape(init, key, tokens, context=context)["params"]
     flat = traverse_util.flatten_dict(boxed, sep="/", is_leaf=lambda _, n: isinstance(n, Declared))
     rows = []
     for path, leaf in sorted(flat.items()):

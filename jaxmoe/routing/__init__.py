@@ -26,15 +26,17 @@ from jaxmoe.routing.biases import BIASES as BIASES
 from jaxmoe.routing.biases import BiasConfig as BiasConfig
 from jaxmoe.routing.biases import LossFreeConfig as LossFreeConfig
 from jaxmoe.routing.capacity import CapacityConfig as CapacityConfig
+from jaxmoe.routing.expert_choice import ExpertChoiceConfig as ExpertChoiceConfig
 from jaxmoe.routing.gates import RenormalizedGateConfig as RenormalizedGateConfig
 from jaxmoe.routing.gates import SoftmaxGateConfig as SoftmaxGateConfig
 from jaxmoe.routing.gates import SqrtGateConfig as SqrtGateConfig
 from jaxmoe.routing.groups import GroupLimitConfig as GroupLimitConfig
 from jaxmoe.routing.methods import METHODS as METHODS
 from jaxmoe.routing.methods import Method as Method
+from jaxmoe.routing.soft_moe import SoftMoEConfig as SoftMoEConfig
 from jaxmoe.routing.softmax_topk import SoftmaxTopKConfig as SoftmaxTopKConfig
 
-RouterConfig = SoftmaxTopKConfig
+RouterConfig = SoftmaxTopKConfig | ExpertChoiceConfig | SoftMoEConfig
 GateConfig = SoftmaxGateConfig | RenormalizedGateConfig | SqrtGateConfig
 
 ROUTERS = registry_of(RouterConfig)

@@ -16,6 +16,7 @@ from jaxtyping import Array
 from jaxmoe.data.batch import Batch
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import ModelConfig
+from jaxmoe.training import NextTokenConfig, ObjectiveConfig
 from jaxmoe.training.loss import forward_and_nll
 
 
@@ -33,14 +34,44 @@ class Evaluation:
 
 
 def make_eval_step(
-    model: ModelConfig, *, execution: ExecutionConfig | None = None
+    model: ModelConfig,
+    *,
+    execution: ExecutionConfig | None = None,
+    objective: ObjectiveConfig | None = None,
 ) -> Callable[[Any, Any, Batch], tuple[Array, Array]]:
-    """A jitted function (params, router_state, batch) -> (sum of nll in nats, sum of weights)."""
+    """A jitted function (params, router_state, batch) -> (sum of nll in nats, sum of weights).
+
+    Args:
+        model: what is measured.
+        execution: how it is computed; defaults when None.
+        objective: what is predicted from what; the next token when None. Under masked diffusion
+            the sum is the bound on the nll of whole rows.
+
+    Raises:
+        ValueError: the model does not fit the objective.
+    """
     execution = execution or ExecutionConfig()
+    objective = objective or NextTokenConfig()
+    objective.check(model)
 
     def step(params: Any, router_state: Any, batch: Batch) -> tuple[Array, Array]:
-        nll, _ = forward_and_nll(model, execution, params, batch, router_state=router_state)
-        return nll, jnp.sum(batch.loss_weights)
+        def one(index: Array) -> Array:
+            prepared = objective.examine(model, batch, index, execution.placement)
+            nll, _ = forward_and_nll(
+                model,
+                execution,
+                params,
+                prepared,
+                num_predicted=objective.num_predicted(model),
+                router_state=router_state,
+            )
+            return nll
+
+        number = objective.num_examined
+        if number == 1:
+            return one(jnp.int32(0)), objective.num_tokens(batch)
+        total = jax.lax.map(one, jnp.arange(number, dtype=jnp.int32)).mean()
+        return total, objective.num_tokens(batch)
 
     return jax.jit(step)
 

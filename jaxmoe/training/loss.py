@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxmoe.data.batch import Batch
 from jaxmoe.execution import ExecutionConfig
-from jaxmoe.layers.embedding import head_weight, output_logits
+from jaxmoe.layers.embedding import head_weight, only_predicted, output_logits
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.models.transformer import Output, forward
 from sharding import axes as ax
@@ -46,6 +46,7 @@ def summed_nll(
     *,
     model: ModelConfig,
     execution: ExecutionConfig,
+    num_predicted: int | None = None,
 ) -> Float[Array, ""]:
     """Sum over tokens of loss weight times negative log-likelihood, nats.
 
@@ -56,10 +57,13 @@ def summed_nll(
         loss_weights: 0 leaves a token out.
         model: for the logit multiplier.
         execution: for `loss_chunk`, dtype and placement.
+        num_predicted: ids from this one on have probability 0; None: every id may be predicted.
     """
 
     def chunk_sum(hidden: Array, targets: Array, loss_weights: Array) -> Float[Array, ""]:
         logits = output_logits(hidden, weight, model, execution)
+        if num_predicted is not None and num_predicted < model.vocab_size:
+            logits = only_predicted(logits, num_predicted)
         return jnp.sum(token_nll(logits, targets) * loss_weights)
 
     length, chunk = hidden.shape[1], execution.loss_chunk
@@ -85,6 +89,8 @@ def forward_and_nll(
     execution: ExecutionConfig,
     params: Any,
     batch: Batch,
+    *,
+    num_predicted: int | None = None,
     **given: Any,
 ) -> tuple[Float[Array, ""], Output]:
     """Sum over a batch of loss weight times negative log-likelihood, nats, and the model's output.
@@ -94,6 +100,7 @@ def forward_and_nll(
         execution: how.
         params: of the model.
         batch: of which `loss_weights` 0 leaves a token out.
+        num_predicted: see `summed_nll`.
         **given: further arguments of the transformer.
     """
     output = forward(
@@ -103,6 +110,7 @@ def forward_and_nll(
         jnp.asarray(batch.tokens),
         positions=batch.positions,
         segment_ids=batch.segment_ids,
+        context={} if batch.mask_ratio is None else {"mask_ratio": jnp.asarray(batch.mask_ratio)},
         has_logits=False,
         **given,
     )
@@ -113,6 +121,7 @@ def forward_and_nll(
         jnp.asarray(batch.loss_weights),
         model=model,
         execution=execution,
+        num_predicted=num_predicted,
     )
     return nll, output
 

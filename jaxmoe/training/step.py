@@ -32,6 +32,7 @@ from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.moe import build_router
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.routing import RouterStatistics, telemetry
+from jaxmoe.training import NextTokenConfig, ObjectiveConfig
 from jaxmoe.training.loss import forward_and_nll
 from jaxmoe.training.state import TrainState
 from sharding import axes as ax
@@ -83,6 +84,7 @@ def make_train_step(
     execution: ExecutionConfig | None = None,
     accumulation: int = 1,
     clip: float | None = 1.0,
+    objective: ObjectiveConfig | None = None,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]:
     """The jitted training step. Its state argument is donated: use only the one returned.
 
@@ -92,21 +94,27 @@ def make_train_step(
         execution: how it is computed; defaults when None.
         accumulation: micro-batches per step; must divide the batch.
         clip: largest global gradient norm; None does not clip.
+        objective: what is predicted from what; the next token when None.
 
     Raises:
-        ValueError: `accumulation` below 1 or `clip` not above 0.
+        ValueError: `accumulation` below 1, `clip` not above 0, or a model that does not fit the
+            objective.
     """
     if accumulation < 1:
         raise ValueError(f"accumulation={accumulation} must be at least 1")
     if clip is not None and not clip > 0:
         raise ValueError(f"clip={clip} must be above 0, or None not to clip")
     execution = execution or ExecutionConfig()
+    objective = objective or NextTokenConfig()
+    objective.check(model)
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
-        weight = jnp.sum(batch.loss_weights)
+        weight = objective.num_tokens(batch)
+        key = jax.random.fold_in(state.rng, state.step)
+        batch = objective.prepare(model, batch, key, execution.placement)
         total_weight = jnp.where(weight > 0.0, weight, 1.0)
         summed = accumulate(
-            partial(compute_gradients, model=model, execution=execution),
+            partial(compute_gradients, model=model, execution=execution, objective=objective),
             state,
             batch,
             total_weight,
@@ -138,7 +146,7 @@ def make_train_step(
             loss=summed.loss,
             losses=summed.losses,
             grad_norm=grad_norm,
-            num_tokens=jnp.sum(batch.loss_weights),
+            num_tokens=weight,
             is_skipped=~is_good,
             skipped_in_a_row=in_a_row,
             router={} if statistics is None else telemetry.summarise(statistics),
@@ -157,6 +165,7 @@ def compute_gradients(
     *,
     model: ModelConfig,
     execution: ExecutionConfig,
+    objective: ObjectiveConfig | None = None,
 ) -> Gradients:
     """Gradients of one micro-batch's part of the loss.
 
@@ -167,7 +176,9 @@ def compute_gradients(
         share: of this micro-batch in the balancers' losses.
         model: what is trained.
         execution: how.
+        objective: that prepared the batch; the next token when None.
     """
+    objective = objective or NextTokenConfig()
     key = jax.random.fold_in(state.rng, state.step)
 
     def loss_of(params: Any) -> tuple[Array, tuple[Array, dict[str, Array], Any]]:
@@ -176,6 +187,7 @@ def compute_gradients(
             execution,
             params,
             batch,
+            num_predicted=objective.num_predicted(model),
             router_state=state.router_state,
             train=True,
             key=key,

@@ -1,0 +1,311 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Expert choice: each expert takes the c tokens of a scope that it prefers; every load is c.
+
+    z    = x W                                         [T E], f32
+    c    = max(floor(sum over real tokens t of k_t / E), 1)           per scope
+    N_e  = the c tokens of largest z_te (or probability); ties to the lower token
+    gate = softmax of z_t over the experts that took t                weights "post"
+           softmax of z_t over all experts, not renormalised          weights "probability"
+           sigmoid(z_te) / its sum over the experts that took t       weights "sigmoid"
+
+A token may be taken by many experts or by none, and then passes by in the residual stream. What an
+expert takes depends on all tokens of the scope, later ones included: the router is for masked
+diffusion and encoders, and generation from left to right refuses it. Loads are even by
+construction, so that a balance loss would have nothing to do; the router z-loss may stay.
+
+In masked diffusion the mean number of experts of a token may follow the share r of the row that is
+masked (context["mask_ratio"], the same along a row):
+
+    k(r) = round(k_min + (k_max - k_min) g(r))
+    g    : constant 1;  linear r;  linear_reverse 1 - r;  cosine (1 - cos pi r) / 2;
+           cosine_reverse (1 + cos pi r) / 2;  gaussian, a bell round r = 1/2 of deviation 0.22,
+           shifted and scaled to 0 at r = 0 and 1 and to 1 at 1/2;  gaussian_reverse 1 - that
+
+Shapes stay those of k_max, the tail of each expert's slots is empty. Scope and exactness over a
+mesh: `scopes.py`; where a scope is spread over devices the c-th largest value is found by counting,
+and among equals the lowest `context["index"]`.
+
+Sources: Zhou et al. (arXiv 2202.09368, section 3.2) for the choice, whose weights are
+"probability", chosen by probability too; EC-DLM (arXiv 2604.01622) for weights "post", choice by
+logits, and the schedules, of which linear_reverse was best. Readings taken: k is rounded (to the
+even number where halfway), c is rounded down and at least 1, and padding counts nowhere.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxmoe.parameters import Declaration, draw
+from jaxmoe.routing.base import (
+    Extent,
+    RouterInputs,
+    RouterOutput,
+    RouterStatistics,
+    Selection,
+    Traits,
+    sum_statistics,
+)
+from jaxmoe.routing.scopes import Scope, kth_largest, scope_axes, split_scopes, total
+from jaxmoe.routing.token_choice import check_sizes, linear_declarations, linear_logits
+from pallas_kernels.jax_versions import match_varying
+
+CapacitySchedule = Literal[
+    "constant",
+    "linear",
+    "linear_reverse",
+    "cosine",
+    "cosine_reverse",
+    "gaussian",
+    "gaussian_reverse",
+]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertChoiceConfig:
+    """Each expert takes its best tokens: even loads, not causal."""
+
+    name: ClassVar[str] = "expert_choice"
+
+    weights: Literal["post", "probability", "sigmoid"] = "post"
+    """Softmax over the experts that took the token, softmax over all, or sigmoid normalised over
+    those that took it."""
+    preference: Literal["logits", "probability"] = "logits"
+    """What an expert orders the tokens by."""
+    schedule: CapacitySchedule = "constant"
+    """How the mean number of experts of a token follows the share of masked tokens."""
+    k_min: int = 1
+    """Smallest mean number of experts of a token; the schedule `constant` does not read it."""
+    k_max: int | None = None
+    """Largest; moe.top_k when None, and never above it."""
+    scope: Scope = "sequence"
+    """Tokens that an expert chooses from: a sequence's, or all of a micro-batch's."""
+
+    def __post_init__(self):
+        if self.k_min < 1:
+            raise ValueError(f"router.k_min={self.k_min} must be at least 1")
+        if self.k_max is not None and self.k_max < self.k_min:
+            raise ValueError(
+                f"router.k_max={self.k_max} must not be below router.k_min={self.k_min}"
+            )
+
+    @property
+    def traits(self) -> Traits:
+        """Not causal; gates and loads of its own."""
+        return Traits(is_causal=False, sees_others=True, has_own_gates=True, has_own_load=True)
+
+    def build(self, *, num_experts: int, top_k: int, embed_dim: int) -> ExpertChoice:
+        """The router for these sizes.
+
+        Raises:
+            ValueError: a schedule above K_max.
+        """
+        check_sizes(num_experts=num_experts, top_k=top_k)
+        for field in ("k_max", "k_min"):
+            if (getattr(self, field) or 1) > top_k:
+                raise ValueError(
+                    f"a schedule above K_max: router.{field}={getattr(self, field)} must not exceed"
+                    f" moe.top_k={top_k}, for which the slots are allocated: raise moe.top_k or"
+                    f" lower router.{field}"
+                )
+        return ExpertChoice(self, num_experts, top_k, embed_dim)
+
+
+def scheduled_k(
+    ratio: Float[Array, "*d"], *, schedule: CapacitySchedule, k_min: int, k_max: int
+) -> Int[Array, "*d"]:
+    """k(r), the mean number of experts of a token.
+
+    Args:
+        ratio: r, share of masked tokens, in [0, 1].
+        schedule: see the module.
+        k_min: smallest.
+        k_max: largest.
+    """
+    low, width = math.exp(-0.5 * (0.5 / 0.22) ** 2), 0.22
+    bell = (jnp.exp(-0.5 * ((ratio - 0.5) / width) ** 2) - low) / (1.0 - low)
+    share = {
+        "constant": jnp.ones_like(ratio),
+        "linear": ratio,
+        "linear_reverse": 1.0 - ratio,
+        "cosine": 0.5 * (1.0 - jnp.cos(jnp.pi * ratio)),
+        "cosine_reverse": 0.5 * (1.0 + jnp.cos(jnp.pi * ratio)),
+        "gaussian": bell,
+        "gaussian_reverse": 1.0 - bell,
+    }[schedule]
+    number = jnp.round(k_min + (k_max - k_min) * share).astype(jnp.int32)
+    return jnp.clip(number, k_min, k_max)
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertChoice:
+    """The router with its sizes."""
+
+    config: ExpertChoiceConfig
+    num_experts: int
+    top_k: int
+    embed_dim: int
+
+    def declarations(self) -> dict[str, Declaration]:
+        """One matrix."""
+        return linear_declarations(num_experts=self.num_experts, embed_dim=self.embed_dim)
+
+    def init(self, key: Array) -> tuple[dict[str, Array], Any]:
+        """Random parameters, no state."""
+        return draw(self.declarations(), key), {}
+
+    def route(
+        self,
+        params: dict[str, Array],
+        state: Any,
+        inputs: RouterInputs,
+        *,
+        train: bool,
+        key: Array | None,
+    ) -> RouterOutput:
+        """The tokens that each expert takes."""
+        del state, train, key
+        logits = linear_logits(params, inputs)
+        probs = jax.nn.softmax(logits, axis=-1)
+        by_logits = self.config.preference == "logits"
+        preference = jax.lax.stop_gradient(logits if by_logits else probs)
+        token_ids, is_taken = self._take(preference, inputs)
+        experts = jnp.arange(self.num_experts, dtype=jnp.int32)[:, None, None]
+        expert_ids = jnp.where(is_taken, experts, self.num_experts).reshape(-1)  # A = E*G*C
+        token_ids = token_ids.reshape(-1)
+        # Empty slots go to a column of their own.
+        nothing = jnp.zeros((logits.shape[0], self.num_experts + 1), bool)
+        taken_TE = match_varying(nothing, token_ids, expert_ids)
+        taken_TE = taken_TE.at[token_ids, expert_ids].set(True)[:, :-1]
+        log_gates = jnp.pad(self._log_gates(logits, taken_TE), ((0, 0), (0, 1)))
+        scores = log_gates[token_ids, expert_ids]
+        is_taken = expert_ids < self.num_experts
+        selection = Selection(
+            token_ids=token_ids,
+            expert_ids=expert_ids,
+            scores=jnp.where(is_taken, scores, -jnp.inf),
+        )
+        statistics = sum_statistics(logits, probs, expert_ids, inputs.token_mask)
+        return RouterOutput(selection=selection, logits=logits, probs=probs, statistics=statistics)
+
+    def update(self, state: Any, statistics: RouterStatistics, step: Array) -> Any:
+        """There is no state."""
+        del statistics, step
+        return state
+
+    def capacity(self, inputs: RouterInputs) -> Int[Array, " G"]:
+        """c of each scope, from its real tokens; 0 where there is none.
+
+        Raises:
+            ValueError: the schedule follows the masks, and nobody said what is masked.
+        """
+        config, k_max = self.config, self.config.k_max or self.top_k
+        ratio = inputs.context.get("mask_ratio")
+        if config.schedule == "constant":
+            k = jnp.full(inputs.token_mask.shape, k_max, jnp.int32)
+        elif ratio is None:
+            raise ValueError(
+                f"router.schedule={config.schedule} follows the share of masked tokens, and"
+                " context has no mask_ratio: train by masked diffusion, or set the schedule to"
+                " constant"
+            )
+        else:
+            k = scheduled_k(ratio, schedule=config.schedule, k_min=config.k_min, k_max=k_max)
+        # Sums of integers, so that every mesh rounds the same number down.
+        axes = scope_axes(inputs.extent, config.scope)
+        k = split_scopes(jnp.where(inputs.token_mask, k, 0), inputs.extent, config.scope)
+        sums = total(k.sum(1, dtype=jnp.int32), axes)
+        return jnp.where(sums > 0, jnp.maximum(sums // self.num_experts, 1), 0)
+
+    def _take(
+        self, preference: Float[Array, "T E"], inputs: RouterInputs
+    ) -> tuple[Int[Array, "E G C"], Bool[Array, "E G C"]]:
+        """Rows of the tokens that each expert takes in each scope, and which slots are filled."""
+        extent, scope = inputs.extent, self.config.scope
+        axes = scope_axes(extent, scope)
+        mask = split_scopes(inputs.token_mask, extent, scope)
+        values = split_scopes(preference, extent, scope)
+        # 0 and -0 are equals, but not to every sort.
+        values = jnp.where(values == 0.0, 0.0, values)
+        values = jnp.where(mask[:, :, None], values, -jnp.inf)
+        groups, length = mask.shape
+        capacity = self.capacity(inputs)
+        number = jnp.broadcast_to(capacity[:, None], (groups, self.num_experts))
+        slots = min(length, max(length * self.top_k // self.num_experts, 1))
+        if axes:
+            order = _order(inputs, extent, scope)
+            is_chosen = choose_spread(values, capacity, mask, order, axes)
+            values = jnp.where(is_chosen, values, -jnp.inf)
+            number = is_chosen.sum(1, dtype=jnp.int32)
+            # The best of a scope may all stand on one device.
+            shards = math.prod(jax.lax.axis_size(axis) for axis in axes)
+            slots = min(length, max(shards * length * self.top_k // self.num_experts, 1))
+        _, rows = jax.lax.top_k(values.swapaxes(1, 2), slots)  # G, E, C; of equals the first
+        is_taken = jnp.arange(slots, dtype=jnp.int32)[None, None, :] < number[:, :, None]
+        first = jnp.arange(groups, dtype=jnp.int32)[:, None, None] * length
+        rows = jnp.where(is_taken, rows.astype(jnp.int32), 0) + first
+        return rows.swapaxes(0, 1), is_taken.swapaxes(0, 1)
+
+    def _log_gates(
+        self, logits: Float[Array, "T E"], taken: Bool[Array, "T E"]
+    ) -> Float[Array, "T E"]:
+        """Logarithm of the gate of each pair, where it is taken."""
+        weights = self.config.weights
+        if weights == "probability":
+            return jax.nn.log_softmax(logits, axis=-1)
+        scores = logits if weights == "post" else jax.nn.log_sigmoid(logits)
+        # A token that nobody takes: a finite stand-in keeps its logsumexp free of NaN.
+        is_seen = taken | ~taken.any(-1, keepdims=True)
+        return scores - jax.nn.logsumexp(scores, axis=-1, where=is_seen, keepdims=True)
+
+
+def choose_spread(
+    values: Float[Array, "G n E"],
+    capacity: Int[Array, " G"],
+    mask: Bool[Array, "G n"],
+    order: Int[Array, "G n"],
+    axes: tuple[str, ...],
+) -> Bool[Array, "G n E"]:
+    """The c largest of each column among the unmasked rows of all devices, of equals the first.
+
+    Args:
+        values: the rows held here.
+        capacity: c, at most the unmasked rows of the group.
+        mask: False leaves a row out.
+        order: of the rows of a group, at least 0; different for any two.
+        axes: mesh axes over which the rows of a group are spread.
+    """
+    groups, length, experts = values.shape
+    least = kth_largest(values, capacity, mask, axes)[:, None, :]
+    is_above = (values > least) & mask[:, :, None]
+    is_equal = (values == least) & mask[:, :, None]
+    missing = capacity[:, None] - total(is_above.sum(1, dtype=jnp.int32), axes)
+    # Earlier is larger; as bits of normal numbers, so that f32 tells any two integers apart.
+    early = jax.lax.bitcast_convert_type(jnp.int32(0x7F000000) - order, jnp.float32)
+    by_column = jnp.broadcast_to(early[:, None, :], (groups, experts, length))
+    last = kth_largest(
+        by_column.reshape(groups * experts, length, 1),
+        missing.reshape(-1),
+        is_equal.swapaxes(1, 2).reshape(groups * experts, length),
+        axes,
+    ).reshape(groups, 1, experts)
+    is_wanted = (missing[:, None, :] > 0) & (early[:, :, None] >= last)
+    return is_above | (is_equal & is_wanted)
+
+
+def _order(inputs: RouterInputs, extent: Extent, scope: Scope) -> Int[Array, "G n"]:
+    """The number of each token in the batch; where nobody gives it, device after device."""
+    index = inputs.context.get("index")
+    if index is None:
+        index = jnp.arange(inputs.token_mask.shape[0], dtype=jnp.int32)
+        device = jnp.int32(0)
+        for axis in scope_axes(extent, scope):
+            device = device * jax.lax.axis_size(axis) + jax.lax.axis_index(axis)
+        index = index + device * index.shape[0]
+    return split_scopes(index, extent, scope)
