@@ -114,8 +114,9 @@ class Comparison:
         """summary.json and the picture; the tables in words."""
         config, tables, words, pages = self._config, {}, [], []
         records = [r for r in self._records.values() if r["method"] in config.chosen]
-        floor = self._tasks["languages"].floor or 0.0
+        floors = self._tasks["languages"].floors
         for objective, title in TITLES.items():
+            floor = floors[objective]
             rows = rows_of(records, objective, baseline=config.baseline, floor=floor)
             tables[objective] = rows
             if rows:
@@ -130,7 +131,7 @@ class Comparison:
             "baseline": config.baseline,
             "seeds": config.seeds,
             "steps": config.training.steps,
-            "entropy_floor": floor,
+            "entropy_floors": floors,
             "tables": tables,
             "without_ticket": [r["method"] for r in records if r["status"] == "no ticket"],
             "markdown": "\n\n".join(pages),
@@ -161,7 +162,7 @@ class Comparison:
 
     def _is_current(self, record: Mapping[str, Any]) -> bool:
         """Whether a record is of the method as it is defined now, and is worth keeping."""
-        if record["status"] in ("refused", "failed", "no objective"):
+        if record["status"] in ("refused", "failed"):
             return False
         return record["moe"] == moe_json(self._config, record["method"])
 

@@ -124,6 +124,7 @@ def model_of(config: RoutersConfig, name: str, objective: Objective) -> ModelCon
     parts["expert_dim"] = max(1, round(moe.expert_dim * moe.top_k / top_k))
     changes: dict[str, Any] = {"moe": dataclasses.replace(moe, **parts)}
     if objective == "masked_diffusion":
+        changes["vocab_size"] = config.model.vocab_size + 1  # the mask
         changes["attention"] = dataclasses.replace(config.model.attention, is_causal=False)
     return dataclasses.replace(config.model, **changes)
 

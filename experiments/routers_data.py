@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.routers_config import RoutersConfig
+from experiments.routers_config import Objective, RoutersConfig
 from jaxmoe.data import Batch, Loader, Source, evaluation_batches
 from jaxmoe.data.synthetic import SyntheticSource
 
@@ -37,8 +37,8 @@ class Task:
     """Of each held-out batch; none for text."""
     tokens_per_unit: float = 1.0
     """Tokens per byte of text, or per token."""
-    floor: float | None = None
-    """Exact bits that no model can beat."""
+    floors: dict[Objective, float] = dataclasses.field(default_factory=dict)
+    """Exact bits that no model can beat, where they are known."""
 
 
 def load_tasks(config: RoutersConfig) -> tuple[dict[str, Task], str]:
@@ -79,7 +79,10 @@ def load_tasks(config: RoutersConfig) -> tuple[dict[str, Task], str]:
             training=tuple(map(partial(_training, config), mixtures, seeds)),
             held_out=held_out,
             languages=numbers,
-            floor=mixtures[0].entropy_bits_per_token(length),
+            floors={
+                "autoregressive": mixtures[0].entropy_bits_per_token(length),
+                "masked_diffusion": mixtures[0].whole_row_bits_per_token(length),
+            },
         ),
     }
     prints = [source.fingerprint() for source in (corpus, mixtures[0])]

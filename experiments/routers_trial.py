@@ -10,7 +10,7 @@ logits before j as they are, bit for bit. It is asked for before training and af
 
 What a method cannot do is a record with a status and a reason, and the next one has its turn:
 `done`, `diverged` (steps refused as not finite), `refused` (its parts do not go together here),
-`failed`, `no ticket` (not causal), `no objective` (nothing trains it yet).
+`failed`, `no ticket` (not causal).
 
 To add an objective: a line in OBJECTIVES.
 """
@@ -38,10 +38,11 @@ from jaxmoe.configs import to_json
 from jaxmoe.data import Batch, normalized_mutual_information
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import ModelConfig
-from jaxmoe.models.initialize import init_params, parameter_table
-from jaxmoe.models.transformer import forward, initial_router_state
+from jaxmoe.models.initialize import parameter_table
+from jaxmoe.models.transformer import forward
 from jaxmoe.routing import METHODS, RouterStatistics
 from jaxmoe.routing.composition import RoutingWarning
+from jaxmoe.training import MaskedDiffusionConfig, NextTokenConfig, ObjectiveConfig
 from jaxmoe.training.evaluate import evaluate, make_eval_step
 from jaxmoe.training.state import TrainState, init_state
 from jaxmoe.training.step import StepMetrics, make_train_step
@@ -49,8 +50,10 @@ from jaxmoe.training.stop import StopRequest
 
 Record = dict[str, Any]
 
-OBJECTIVES: dict[Objective, dict[str, Any]] = {"autoregressive": {}}
-"""What `make_train_step` and `make_eval_step` are told; what is not here is not run."""
+OBJECTIVES: dict[Objective, ObjectiveConfig] = {
+    "autoregressive": NextTokenConfig(),
+    "masked_diffusion": MaskedDiffusionConfig(eval_times=4),
+}
 
 _EXECUTION = ExecutionConfig(unroll=2)
 _RARE: dict[str, str | bool] = {"xla_backend_optimization_level": "0"}
@@ -77,8 +80,8 @@ class Programs:
     def __init__(
         self, config: RoutersConfig, model: ModelConfig, objective: Objective, batch: Batch
     ):
-        self.model, self.compile_seconds = model, 0.0
-        self._training, self._told, self._batch = config.training, OBJECTIVES[objective], batch
+        self.model, self.objective, self.compile_seconds = model, OBJECTIVES[objective], 0.0
+        self._training, self._batch = config.training, batch
         schedule = config.schedule.build(config.training.steps)
         self._optimizer = config.optimizer.build(parameter_table(model), schedule)
 
@@ -100,7 +103,7 @@ class Programs:
             execution=_EXECUTION,
             accumulation=self._training.accumulation,
             clip=self._training.clip,
-            **self._told,
+            objective=self.objective,
         )
         return self._compiled(step, self._any_state, self._batch)
 
@@ -108,16 +111,17 @@ class Programs:
     def evaluate(self) -> Callable[[Any, Any, Batch], tuple[Array, Array]]:
         """Sum of the held-out nll and of its weights."""
         step, state = (
-            make_eval_step(self.model, execution=_EXECUTION, **self._told),
+            make_eval_step(self.model, execution=_EXECUTION, objective=self.objective),
             self._any_state,
         )
         return self._compiled(step, state.params, state.router_state, self._batch, options=_RARE)
 
     @functools.cached_property
-    def look(self) -> Callable[[Any, Any, Batch], tuple[Array, RouterStatistics]]:
-        """Evaluation logits and statistics."""
-        look, state = _look_of(self.model), self._any_state
-        return self._compiled(look, state.params, state.router_state, self._batch, options=_RARE)
+    def look(self) -> Callable[[Any, Any, Batch, Array], tuple[Array, RouterStatistics]]:
+        """Evaluation logits and statistics of a held-out batch, in one of its examinations."""
+        look, state = _look_of(self.model, self.objective), self._any_state
+        given = (state.params, state.router_state, self._batch, jnp.int32(0))
+        return self._compiled(look, *given, options=_RARE)
 
     @functools.cached_property
     def _any_state(self) -> TrainState:
@@ -130,11 +134,12 @@ class Programs:
         return compiled
 
 
-def _look_of(model: ModelConfig) -> Any:
-    """A jitted function (params, router_state, batch) -> (logits, statistics) in evaluation."""
+def _look_of(model: ModelConfig, objective: ObjectiveConfig) -> Any:
+    """See `Programs.look`."""
 
     @jax.jit
-    def look(params: Any, router_state: Any, batch: Batch) -> tuple[Array, RouterStatistics]:
+    def look(params: Any, router_state: Any, batch: Batch, index: Array) -> Any:
+        batch = objective.examine(model, batch, index, _EXECUTION.placement)
         output = forward(
             model,
             _EXECUTION,
@@ -143,8 +148,8 @@ def _look_of(model: ModelConfig) -> Any:
             positions=batch.positions,
             segment_ids=batch.segment_ids,
             router_state=router_state,
+            context={} if batch.mask_ratio is None else {"mask_ratio": batch.mask_ratio},
         )
-        assert output.logits is not None and output.statistics is not None
         return output.logits, output.statistics
 
     return look
@@ -234,10 +239,6 @@ def _fill(
     batch = tasks["corpus"].held_out[0]
     if objective == "masked_diffusion":
         record["causal"] = _is_causal_at_first(config, name, batch)
-    if objective not in OBJECTIVES:
-        reason = f"{objective} is no objective of make_train_step yet"
-        record |= {"status": "no objective", "reason": reason}
-        return None
     programs = Programs(config, model, objective, batch)
     record |= {"status": "done", "parameters_total": parameter_table(model).total}
     if objective == "autoregressive":
@@ -294,7 +295,12 @@ def _evaluated(config: RoutersConfig, programs: Programs, task: Task, state: Tra
     """Held-out bits, what the experts know of the language, and the experts' part of the FLOPs."""
     given = (state.params, state.router_state)
     evaluation = evaluate(programs.evaluate, *given, task.held_out)
-    sums = [jax.device_get(programs.look(*given, batch)[1]) for batch in task.held_out]
+    number = programs.objective.num_examined
+    sums = [
+        jax.device_get(programs.look(*given, batch, jnp.int32(index))[1])
+        for batch in task.held_out
+        for index in range(number)
+    ]
     moe, base = programs.model.moe, config.model.moe
     assert moe is not None and base is not None
     computed = sum(float(s.kept[:, : moe.num_experts].sum()) for s in sums)
@@ -306,8 +312,9 @@ def _evaluated(config: RoutersConfig, programs: Programs, task: Task, state: Tra
         ),
     }
     if task.languages:
-        counts = np.stack([s.counts for s in sums], axis=1)  # L, batches, E
-        is_of = np.eye(max(task.languages) + 1)[:, list(task.languages)]  # M, batches
+        counts = np.stack([s.counts for s in sums], axis=1)  # L, looks, E
+        languages = np.repeat(task.languages, number)
+        is_of = np.eye(max(task.languages) + 1)[:, languages]  # M, looks
         result["mutual_information"] = [
             normalized_mutual_information(is_of @ layer) for layer in counts
         ]
@@ -317,7 +324,7 @@ def _evaluated(config: RoutersConfig, programs: Programs, task: Task, state: Tra
 def _has_ticket(programs: Programs, state: TrainState, batch: Batch) -> bool:
     def logits_of(tokens: np.ndarray) -> Array:
         given = dataclasses.replace(batch, tokens=jnp.asarray(tokens))
-        return programs.look(state.params, state.router_state, given)[0]
+        return programs.look(state.params, state.router_state, given, jnp.int32(0))[0]
 
     return earlier_logits_hold(logits_of, batch.tokens, programs.model.vocab_size)
 
@@ -329,15 +336,8 @@ def _is_causal_at_first(config: RoutersConfig, name: str, batch: Batch) -> bool:
     """
     if not METHODS[name].router.traits.is_causal:
         return False
-    model = model_of(config, name, "autoregressive")
-    params, router_state = init_params(model, _key(config, 0)), initial_router_state(model)
-    look = _look_of(model).lower(params, router_state, batch).compile(compiler_options=_RARE)
-
-    def logits_of(tokens: np.ndarray) -> Array:
-        given = dataclasses.replace(batch, tokens=jnp.asarray(tokens))
-        return look(params, router_state, given)[0]
-
-    return earlier_logits_hold(logits_of, batch.tokens, model.vocab_size)
+    programs = Programs(config, model_of(config, name, "autoregressive"), "autoregressive", batch)
+    return _has_ticket(programs, programs.init(_key(config, 0)), batch)
 
 
 def _time_beside(

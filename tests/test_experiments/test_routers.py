@@ -11,11 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import measure, routers, routers_trial
+from experiments import measure, routers
 from experiments.routers_config import RoutersConfig, model_of
 from experiments.routers_table import as_markdown, as_text, paired_interval, rows_of
 from experiments.routers_trial import earlier_logits_hold
 from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
+from jaxmoe.models.initialize import init_params
 from jaxmoe.routing import METHODS, Method, SoftmaxGateConfig, SoftmaxTopKConfig
 from jaxmoe.routing.methods import LoadBalanceConfig
 
@@ -52,7 +53,7 @@ def method(router, **parts):
 
 
 PARTS = Method.parts
-NAMES = ("mixtral", "switch", "leaky", "spoilt", "wrong")
+NAMES = ("mixtral", "leaky", "spoilt", "wrong")
 
 
 def run(directory, *arguments):
@@ -91,8 +92,12 @@ def finished(methods, tmp_path_factory):
 def test_table_and_picture(finished):
     directory, summary = finished
     rows = {row["method"]: row for row in summary["tables"]["autoregressive"]}
-    for row in (rows["mixtral"], rows["switch"]):
-        assert row["causal"] is True and row["status"] == "done"
+    others = {row["method"]: row for row in summary["tables"]["masked_diffusion"]}
+    assert set(others) == {"mixtral", "leaky"}
+    assert rows["mixtral"]["causal"] is others["mixtral"]["causal"] is True
+    assert others["leaky"]["causal"] is False
+    for row in (rows["mixtral"], *others.values()):
+        assert row["status"] == "done"
         assert 0.0 < row["bits"] < 9.0 and row["excess_bits"] > 0.0
         assert 0.0 <= row["mutual_information"] <= 1.0 and row["dropped_fraction"] == 0.0
         assert row["expert_flops_ratio"] == pytest.approx(1.0) and row["step_ratio"] > 0.0
@@ -106,14 +111,12 @@ def test_table_and_picture(finished):
 
 def test_what_a_method_cannot_do_is_a_row(finished):
     rows = {row["method"]: row for row in finished[1]["tables"]["autoregressive"]}
-    assert set(rows) == {"mixtral", "switch", "spoilt", "wrong"}
+    assert set(rows) == {"mixtral", "spoilt", "wrong"}
     assert finished[1]["without_ticket"] == ["leaky"]
     assert rows["spoilt"]["status"] == "diverged"
     assert "4 of 4 steps not finite" in rows["spoilt"]["reason"]
     assert rows["wrong"]["status"] == "refused"
     assert "moe.top_k=9 must not exceed" in rows["wrong"]["reason"]
-    other = {row["method"] for row in finished[1]["tables"]["masked_diffusion"]}
-    assert other == {"mixtral", "leaky"}
 
 
 def test_the_same_command_continues(finished, monkeypatch, capsys):
@@ -126,18 +129,17 @@ def test_the_same_command_continues(finished, monkeypatch, capsys):
         return {**old, "moe": None, "status": "failed", "reason": "not today"}, None
 
     monkeypatch.setattr(routers, "run_trial", trial)
-    monkeypatch.setitem(routers_trial.OBJECTIVES, "masked_diffusion", {})
     path.write_text(path.read_text() + '{"method": "swi')  # cut by a power failure
-    _, more = run(directory, "--seeds", "2", "--methods", "switch", "olmoe")
+    _, more = run(directory, "--seeds", "2", "--methods", "leaky", "olmoe")
     assert trained == [("olmoe", "autoregressive")]
     rows = {row["method"]: row for row in more["tables"]["autoregressive"]}
     before = {row["method"]: row for row in summary["tables"]["autoregressive"]}
-    assert rows["switch"] == before["switch"]
+    assert rows["mixtral"] == before["mixtral"]
     assert rows["olmoe"]["reason"] == "not today"
     # The method is defined otherwise since: its record does not count.
-    monkeypatch.setitem(METHODS, "switch", dataclasses.replace(METHODS["switch"], balancers=()))
-    run(directory, "--seeds", "2", "--methods", "switch")
-    assert trained[1:] == [("switch", "autoregressive")]
+    monkeypatch.setitem(METHODS, "mixtral", dataclasses.replace(METHODS["mixtral"], balancers=()))
+    run(directory, "--seeds", "2", "--methods", "mixtral")
+    assert trained[1:] == [("mixtral", "autoregressive")]
     with pytest.raises(SystemExit) as stopped:
         run(directory, "--seeds", "1")
     assert stopped.value.code == 2
@@ -175,7 +177,7 @@ def test_initial_values_are_paired(tmp_path):
     trees = []
     for name in ("mixtral", "hyperp"):
         model = model_of(config, name, "autoregressive")
-        trees.append(routers_trial.init_params(model, routers_trial._key(config, 1)))
+        trees.append(init_params(model, jax.random.key(1)))
     for path, leaf in jax.tree.leaves_with_path(trees[0]):
         other = dict(jax.tree.leaves_with_path(trees[1]))[path]
         assert (leaf == other).all(), path
