@@ -11,14 +11,26 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import measure, routers
+from experiments import measure, routers, routers_trial
+from experiments.config import TrainingConfig
 from experiments.routers_config import RoutersConfig, model_of
+from experiments.routers_data import Task
 from experiments.routers_table import as_markdown, as_text, paired_interval, rows_of
 from experiments.routers_trial import earlier_logits_hold
+from jaxmoe.data import Batch
 from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
 from jaxmoe.models.initialize import init_params
-from jaxmoe.routing import METHODS, Method, SoftmaxGateConfig, SoftmaxTopKConfig
-from jaxmoe.routing.methods import LoadBalanceConfig
+from jaxmoe.routing import (
+    METHODS,
+    LoadBalanceConfig,
+    Method,
+    RouterStatistics,
+    SoftmaxGateConfig,
+    SoftmaxTopKConfig,
+)
+from jaxmoe.training.state import TrainState
+from jaxmoe.training.step import StepMetrics
+from jaxmoe.training.stop import StopRequest
 
 TINY = (
     *("--model.num_layers", "1", "--model.embed_dim", "8", "--model.attention.num_heads", "1"),
@@ -38,22 +50,12 @@ class LeakyConfig(SoftmaxTopKConfig):
         return SoftmaxTopKConfig.score(self, params, dataclasses.replace(inputs, x=x), **given)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class NotFiniteConfig(SoftmaxTopKConfig):
-    """Its logits are NaN in training."""
-
-    def score(self, params, inputs, **given):
-        scored = SoftmaxTopKConfig.score(self, params, inputs, **given)
-        spoilt = scored.log_scores * (jnp.nan if given["train"] else 1.0)
-        return dataclasses.replace(scored, log_scores=spoilt)
-
-
 def method(router, **parts):
     return Method(router=router, gate=SoftmaxGateConfig(), balancers=(), source="test", **parts)
 
 
 PARTS = Method.parts
-NAMES = ("mixtral", "leaky", "spoilt", "wrong")
+NAMES = ("mixtral", "leaky", "wrong")
 
 
 def run(directory, *arguments):
@@ -63,15 +65,11 @@ def run(directory, *arguments):
 
 @pytest.fixture(scope="module")
 def methods():
-    """Three methods that cannot do what they should, and no pauses between turns."""
+    """Two methods that cannot do what they should, and no pauses between turns."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(measure, "_PAUSE_SECONDS", 0.0)
         wrong = dataclasses.replace(METHODS["mixtral"], source="wrong")
-        added = {
-            "leaky": method(LeakyConfig()),
-            "spoilt": method(NotFiniteConfig()),
-            "wrong": wrong,
-        }
+        added = {"leaky": method(LeakyConfig()), "wrong": wrong}
         for name, row in added.items():
             patch.setitem(METHODS, name, row)
         patch.setattr(
@@ -111,10 +109,8 @@ def test_table_and_picture(finished):
 
 def test_what_a_method_cannot_do_is_a_row(finished):
     rows = {row["method"]: row for row in finished[1]["tables"]["autoregressive"]}
-    assert set(rows) == {"mixtral", "spoilt", "wrong"}
+    assert set(rows) == {"mixtral", "wrong"}
     assert finished[1]["without_ticket"] == ["leaky"]
-    assert rows["spoilt"]["status"] == "diverged"
-    assert "4 of 4 steps not finite" in rows["spoilt"]["reason"]
     assert rows["wrong"]["status"] == "refused"
     assert "moe.top_k=9 must not exceed" in rows["wrong"]["reason"]
 
@@ -144,6 +140,58 @@ def test_the_same_command_continues(finished, monkeypatch, capsys):
         run(directory, "--seeds", "1")
     assert stopped.value.code == 2
     assert "seeds" in capsys.readouterr().err
+
+
+class SpoiltPrograms(routers_trial.Programs):
+    """Every step is refused; nothing is compiled."""
+
+    def __init__(self, config, model, objective, batch):
+        self.model, self.objective = model, routers_trial.OBJECTIVES[objective]
+        self.compile_seconds, counts = 0.0, np.ones((2, 8), np.float32)
+        state = TrainState(0, {}, {}, {}, jax.random.key(0), skipped=0, skipped_in_a_row=0)
+        sums = {"counts": counts, "kept": counts, "num_tokens": np.ones(2, np.float32)}
+        statistics = RouterStatistics(**sums, prob_sum=counts, z_sum=counts, entropy_sum=counts)
+        names = ("max_violation", "dropped_fraction", "dead_fraction")
+
+        def step(state, batch):
+            state = dataclasses.replace(state, skipped=state.skipped + 1)
+            router = dict.fromkeys(names, math.nan)
+            return state, StepMetrics(
+                math.nan, {}, math.nan, 1.0, True, state.skipped, router, load=None
+            )
+
+        self.__dict__ |= {  # in the place of the cached properties
+            "init": lambda key: state,
+            "step": step,
+            "evaluate": lambda *given: (jnp.float32(1.0), jnp.float32(1.0)),
+            "look": lambda *given: (jnp.zeros((16, 64, 2)), statistics),
+        }
+
+
+def test_steps_that_are_not_finite_are_a_row(monkeypatch):
+    config = RoutersConfig(seeds=1, training=TrainingConfig(steps=3, max_skipped=2))
+    batch = Batch(
+        tokens=np.zeros((1, 4), np.int32),
+        targets=np.zeros((1, 4), np.int32),
+        loss_weights=np.ones((1, 4), np.float32),
+    )
+    given = {"training": ((batch,) * 3,), "held_out": (batch,)}
+    tasks = {name: Task(name=name, **given) for name in ("corpus", "languages")}
+    monkeypatch.setattr(routers_trial, "Programs", SpoiltPrograms)
+    monkeypatch.setattr(routers_trial, "_time_beside", lambda *given: 1.0)
+    record, _ = routers_trial.run_trial(
+        config, "switch", "autoregressive", tasks, lambda: None, StopRequest()
+    )
+    assert (record["status"], record["corpus"]["bits"]) == ("diverged", [None])
+    assert record["reason"] == "languages, seed 0: 3 of 3 steps not finite"
+    json.dumps(record, allow_nan=False)
+    (row,) = rows_of([record], "autoregressive", baseline="mixtral", floor=0.0)
+    assert row["bits"] is None and "3 of 3 steps not finite" in as_text([row])
+    # A signal ends the trial, and nothing of it is kept.
+    stop = StopRequest()
+    stop.reason = "preempted"
+    with pytest.raises(routers_trial.StoppedError):
+        routers_trial.run_trial(config, "switch", "autoregressive", tasks, lambda: None, stop)
 
 
 def test_the_ticket():
