@@ -55,11 +55,18 @@ def draw_comparison(
         axes.locator_params(axis="x", nbins=4)
     for (row, color), place in zip(drawn, places, strict=True):
         _draw_row(panels, row, color, place)
+    for objective, color in _COLORS.items():
+        if any(mark == color for _, mark in drawn):
+            label = objective.replace("_", " ")
+            panels[0].plot([], [], color=color, marker="o", ms=4.5, label=label)
+    if drawn:
+        panels[0].legend(loc="best", frameon=False, fontsize=8)
     panels[0].axvline(0.0, color=GRAY, linewidth=1.0, linestyle=(0, (4, 3)))
     panels[0].set_xlabel(f"bits per byte above {baseline}\n(paired, 95% interval over seeds)")
     panels[1].set_xlabel("excess bits per token\n(languages)")
     panels[2].set_xlabel("language-expert MI\n(1: each tells the other)")
     panels[2].set_xlim(0.0, 1.0)
+    panels[2].set_xticks([0.0, 0.5, 1.0])
     panels[3].set_xlabel("max violation over training\n(mean; line to the largest)")
     panels[3].set_xlim(left=0.0)
     panels[4].set_xlabel("time of a step\n(baseline: 1)")
