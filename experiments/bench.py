@@ -1,9 +1,10 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Measures speed: a training step beside a peer's, or kernels beside libraries.
+"""Measures speed: a training step beside a peer's, kernels beside libraries, routers beside top-k.
 
     python -m experiments.bench step [--peer none]
     python -m experiments.bench kernels
+    python -m experiments.bench routers [--methods mixtral ...]
 
 Candidates take turns in one run, medians are compared, and the machine's measured limit stands
 beside them. Leave the machine alone meanwhile: a busy one changes even the ratios.
@@ -17,8 +18,9 @@ from typing import Any
 
 import jax
 
-from experiments import bench_kernels, bench_step, cli
+from experiments import bench_kernels, bench_routers, bench_step, cli
 from experiments.bench_kernels import KernelBenchConfig
+from experiments.bench_routers import RouterBenchConfig
 from experiments.bench_step import StepBenchConfig
 from experiments.output import say
 from experiments.process import start_process
@@ -35,7 +37,12 @@ def kernels() -> KernelBenchConfig:
     return KernelBenchConfig()
 
 
-BENCHES: dict[str, Callable[[], Any]] = {"step": step, "kernels": kernels}
+def routers() -> RouterBenchConfig:
+    """Each routing method beside plain top-k, 16384 tokens, 8 of 64 experts; some minutes."""
+    return RouterBenchConfig()
+
+
+BENCHES: dict[str, Callable[[], Any]] = {"step": step, "kernels": kernels, "routers": routers}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -48,6 +55,9 @@ def main(argv: Sequence[str]) -> int:
         if isinstance(config, KernelBenchConfig):
             summary = bench_kernels.bench_kernels(config)
             text = bench_kernels.in_words(summary)
+        elif isinstance(config, RouterBenchConfig):
+            summary = bench_routers.bench_routers(config)
+            text = bench_routers.in_words(summary)
         else:
             summary = bench_step.bench_step(config)
             text = bench_step.in_words(summary)

@@ -28,7 +28,7 @@ from experiments.measure import Timing, in_turns, matmul_rate, timed, with_gradi
 from jaxmoe.data.batch import Batch
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.attention import Attention
-from jaxmoe.layers.moe import MoE
+from jaxmoe.layers.moe import MoE, RoutingInputs
 from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
 from jaxmoe.models.flops import flops_per_token
 from jaxmoe.models.initialize import parameter_table
@@ -272,8 +272,8 @@ def _parts(
         return out
 
     def mix(params: Any, x: Any) -> Any:
-        given = (mask, mask.astype(jnp.int32), {}, None)
-        out, _ = MoE(model, moe, execution, True).apply({"params": params}, x, *given)
+        given = RoutingInputs(token_mask=mask, segment_ids=mask.astype(jnp.int32), router_state={})
+        out, _ = MoE(model, moe, execution, True).apply({"params": params}, x, given)
         return out
 
     optimizer = adamw(_LEARNING_RATE, weight_decay=0.1)

@@ -14,7 +14,8 @@
         checkpoints/       what a restart continues from
         summary.json       the numbers of the finished (or stopped) run
         profile/           the trace of --profile.steps
-        run.lock           process and host that hold the directory
+        trials.jsonl       of a comparison: one object per finished trial
+    run.lock           process and host that hold the directory
 
 The lock is the kernel's (`flock`), so that it ends with the process, however that ends; the text
 in the file only serves the message to the second process. It reaches as far as the file system's
@@ -116,6 +117,11 @@ class RunDirectory:
     def profile_directory(self) -> pathlib.Path:
         """The trace of `--profile.steps`."""
         return self.path / "profile"
+
+    @property
+    def trials_file(self) -> pathlib.Path:
+        """One JSON object per finished trial of a comparison."""
+        return self.path / "trials.jsonl"
 
     @property
     def lock_file(self) -> pathlib.Path:

@@ -69,7 +69,13 @@ REGISTRIES = {
         *("importance_variation", "load_variation", "coupling"),
     },
     "jaxmoe.routing:GATES": {"softmax", "renormalized", "sqrt"},
-    "jaxmoe.routing:METHODS": {"switch", "mixtral", "olmoe", "qwen3", "hyperp"},
+    "jaxmoe.routing:METHODS": {
+        *("switch", "mixtral", "olmoe", "qwen3", "hyperp", "global_balance", "sequence_balance"),
+        *("noisy_topk", "gshard", "x_moe", "erc", "sigma", "top_one_balance", "moe_plus_plus"),
+        *("deepseek_v3", "deepseek_v4", "loss_free", "loss_free_rms", "bip", "bip_online"),
+        *("quantile", "base", "sinkhorn", "selective_sinkhorn", "kmeans", "hash", "random"),
+        *("forced_balance", "expert_choice", "ec_dlm", "soft_moe"),
+    },
     "jaxmoe.routing:ROUTERS": {
         *("softmax_topk", "sigmoid_topk", "sqrt_softplus_topk", "noisy_topk", "gshard"),
         *("cosine_topk", "base_layer", "sinkhorn", "selective_sinkhorn", "kmeans"),

@@ -9,7 +9,7 @@ The forward multipliers of a parameterisation are mathematics and are saved with
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar, Literal
+from typing import Literal
 
 from jaxmoe.routing import (
     BalancerConfig,
@@ -20,6 +20,7 @@ from jaxmoe.routing import (
     RouterConfig,
     RouterZConfig,
     SoftmaxTopKConfig,
+    ZeroComputationConfig,
 )
 from jaxmoe.routing.composition import check_parts
 
@@ -68,40 +69,6 @@ class AttentionConfig:
             raise ValueError(f"attention.window={self.window} must be at least 1, or None for all")
         if self.softcap is not None and self.softcap <= 0:
             raise ValueError(f"attention.softcap={self.softcap} must be above 0, or None for off")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class ZeroComputationConfig:
-    """Experts that cost nothing: they return nothing, their input, or a trained vector.
-
-    Source: MoE++ (arXiv 2410.07348, section 3.1).
-    """
-
-    name: ClassVar[str] = "zero_computation"
-
-    num_zero: int = 1
-    """Return 0."""
-    num_copy: int = 1
-    """Return their input."""
-    num_constant: int = 2
-    """Return a mixture of their input and a vector of their own."""
-
-    def __post_init__(self):
-        for field in ("num_zero", "num_copy", "num_constant"):
-            if getattr(self, field) < 0:
-                raise ValueError(
-                    f"zero_computation.{field}={getattr(self, field)} must be 0 or more"
-                )
-        if not self.total:
-            raise ValueError(
-                "zero_computation without any expert: set it to None, or one of num_zero, num_copy"
-                " and num_constant above 0"
-            )
-
-    @property
-    def total(self) -> int:
-        """All of them."""
-        return self.num_zero + self.num_copy + self.num_constant
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -54,6 +54,7 @@ from jaxmoe.routing.soft_moe import SoftMoEConfig as SoftMoEConfig
 from jaxmoe.routing.softmax_topk import SoftmaxTopKConfig as SoftmaxTopKConfig
 from jaxmoe.routing.sqrt_softplus_topk import SqrtSoftplusTopKConfig as SqrtSoftplusTopKConfig
 from jaxmoe.routing.uniform_random import UniformRandomConfig as UniformRandomConfig
+from jaxmoe.routing.zero_computation import ZeroComputationConfig as ZeroComputationConfig
 
 RouterConfig = (
     SoftmaxTopKConfig

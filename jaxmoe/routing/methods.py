@@ -1,12 +1,13 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Published methods as named combinations of router, gate and balancers.
+"""Published methods as named combinations of router, gate, balancers and what else they fix.
 
     dataclasses.replace(moe, **METHODS["mixtral"].parts())
 
-Coefficients are the papers', in the unit of `balancers.py`: of each layer, and layers are added.
+Coefficients are the papers', in the unit of `balancers`: of each layer, and layers are added.
 Papers seldom say how theirs are put together. Code that averages over layers (MegaBlocks, which
-trained OLMoE) means this coefficient divided by their number: see `jaxmoe.models.presets`.
+trained OLMoE) means this coefficient divided by their number: see `jaxmoe.models.presets`. Sizes
+(E, K, groups of experts) are the layer's own: DeepSeek's group limit is `router.groups`.
 
 To add a method: one entry, with its source.
 """
@@ -16,10 +17,36 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from jaxmoe.routing.balancers import LoadBalanceConfig, RouterZConfig
+from jaxmoe.routing.balancers import (
+    CouplingConfig,
+    HeterogeneousBalanceConfig,
+    ImportanceVariationConfig,
+    LoadBalanceConfig,
+    LoadVariationConfig,
+    RouterZConfig,
+    TopOneBalanceConfig,
+)
+from jaxmoe.routing.base_layer import BaseLayerConfig
+from jaxmoe.routing.biases import BipConfig, LossFreeConfig, QuantileConfig
 from jaxmoe.routing.capacity import CapacityConfig
+from jaxmoe.routing.cosine_topk import CosineTopKConfig
+from jaxmoe.routing.expert_choice import ExpertChoiceConfig
+from jaxmoe.routing.forced_balance import ForcedBalanceConfig
 from jaxmoe.routing.gates import RenormalizedGateConfig, SoftmaxGateConfig, SqrtGateConfig
+from jaxmoe.routing.gshard import GShardConfig
+from jaxmoe.routing.hash_routing import HashConfig
+from jaxmoe.routing.kmeans import KMeansConfig
+from jaxmoe.routing.moe_plus_plus import MoEPlusPlusConfig
+from jaxmoe.routing.noisy_topk import NoisyTopKConfig
+from jaxmoe.routing.progressive_topk import ProgressiveTopKConfig
+from jaxmoe.routing.selective_sinkhorn import SelectiveSinkhornConfig
+from jaxmoe.routing.sigmoid_topk import SigmoidTopKConfig
+from jaxmoe.routing.sinkhorn import SinkhornConfig
+from jaxmoe.routing.soft_moe import SoftMoEConfig
 from jaxmoe.routing.softmax_topk import SoftmaxTopKConfig
+from jaxmoe.routing.sqrt_softplus_topk import SqrtSoftplusTopKConfig
+from jaxmoe.routing.uniform_random import UniformRandomConfig
+from jaxmoe.routing.zero_computation import ZeroComputationConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,7 +57,7 @@ class Method:
     gate: Any = SoftmaxGateConfig()
     balancers: tuple[Any, ...] = ()
     capacity: CapacityConfig | None = None
-    zero_computation: Any = None
+    zero_computation: ZeroComputationConfig | None = None
     source: str
 
     def parts(self) -> dict[str, Any]:
@@ -44,28 +71,29 @@ class Method:
         }
 
 
+_RENORMALIZED = RenormalizedGateConfig()
+_BALANCE = LoadBalanceConfig(coefficient=0.01)
+
 METHODS = {
+    # Losses of the load.
     "switch": Method(
-        router=SoftmaxTopKConfig(softmax="before"),
-        gate=SoftmaxGateConfig(),
-        balancers=(LoadBalanceConfig(coefficient=0.01),),
-        source="arXiv 2101.03961: top-1, probability as gate",
+        router=SoftmaxTopKConfig(softmax="before", jitter=0.01),
+        balancers=(LoadBalanceConfig(coefficient=0.01, scope="micro_batch"),),
+        source="arXiv 2101.03961: top-1, probability as gate, input jitter",
     ),
     "mixtral": Method(
         router=SoftmaxTopKConfig(softmax="after"),
-        gate=SoftmaxGateConfig(),
         balancers=(LoadBalanceConfig(coefficient=0.02),),
         source="arXiv 2401.04088, section 2.1",
     ),
     "olmoe": Method(
         router=SoftmaxTopKConfig(softmax="before"),
-        gate=SoftmaxGateConfig(),
         balancers=(LoadBalanceConfig(coefficient=0.01), RouterZConfig(coefficient=0.001)),
         source="arXiv 2409.02060",
     ),
     "qwen3": Method(
         router=SoftmaxTopKConfig(softmax="before"),
-        gate=RenormalizedGateConfig(),
+        gate=_RENORMALIZED,
         balancers=(LoadBalanceConfig(coefficient=0.001),),
         source="arXiv 2505.09388, section 2: renormalized top-k, global-batch balance",
     ),
@@ -74,5 +102,132 @@ METHODS = {
         gate=SqrtGateConfig(),
         balancers=(LoadBalanceConfig(coefficient=0.1),),
         source="arXiv 2603.28743: SqrtGate, balance loss 0.1, no z-loss",
+    ),
+    "global_balance": Method(
+        router=SoftmaxTopKConfig(softmax="before"),
+        balancers=(LoadBalanceConfig(coefficient=0.008), RouterZConfig(coefficient=0.001)),
+        source="arXiv 2501.11873: balance over the global batch, weight 0.008",
+    ),
+    "sequence_balance": Method(
+        router=SoftmaxTopKConfig(softmax="before"),
+        balancers=(LoadBalanceConfig(coefficient=0.01, scope="sequence"),),
+        source="arXiv 2501.11873: the scope that the global batch is compared with",
+    ),
+    "noisy_topk": Method(
+        router=NoisyTopKConfig(),
+        balancers=(ImportanceVariationConfig(), LoadVariationConfig()),
+        source="arXiv 1701.06538: learned noise, importance and load losses of weight 0.1",
+    ),
+    "gshard": Method(
+        router=GShardConfig(),
+        balancers=(_BALANCE,),
+        source="arXiv 2006.16668: top-2, the second by chance; capacity is the layer's own",
+    ),
+    "x_moe": Method(
+        router=CosineTopKConfig(),
+        balancers=(_BALANCE,),
+        source="arXiv 2204.09179: cosine of low-rank projections",
+    ),
+    "erc": Method(
+        router=SoftmaxTopKConfig(softmax="before"),
+        balancers=(_BALANCE, CouplingConfig()),
+        source="arXiv 2512.23447: expert-router coupling loss beside the balance loss",
+    ),
+    "sigma": Method(
+        router=ProgressiveTopKConfig(early_top_k=(2,), final_top_k=1, switch_step=100),
+        balancers=(_BALANCE,),
+        source="arXiv 2512.16248: more experts in low layers at first; top_k is then 2 and more",
+    ),
+    "top_one_balance": Method(
+        router=SoftmaxTopKConfig(softmax="before"),
+        balancers=(TopOneBalanceConfig(coefficient=0.01),),
+        source="arXiv 2512.16248, discussion: its loss for one expert per token",
+    ),
+    "moe_plus_plus": Method(
+        router=MoEPlusPlusConfig(),
+        balancers=(HeterogeneousBalanceConfig(),),
+        capacity=CapacityConfig(factor=1.1, computing_share=0.75, keep="position"),
+        zero_computation=ZeroComputationConfig(),
+        source="arXiv 2410.07348: experts without computation, gating residuals",
+    ),
+    # Biases on the choice.
+    "deepseek_v3": Method(
+        router=SigmoidTopKConfig(bias=LossFreeConfig(rate=1e-3)),
+        gate=RenormalizedGateConfig(scale=2.5),
+        balancers=(LoadBalanceConfig(coefficient=1e-4, scope="sequence"),),
+        source="arXiv 2412.19437, section 2.1.2: sigmoid, loss-free bias, routed scaling 2.5",
+    ),
+    "deepseek_v4": Method(
+        router=SqrtSoftplusTopKConfig(bias=LossFreeConfig(rate=1e-3)),
+        gate=_RENORMALIZED,
+        source="arXiv 2408.15664 with the score sqrt(softplus) of later open configurations",
+    ),
+    "loss_free": Method(
+        router=SigmoidTopKConfig(bias=LossFreeConfig(rate=1e-3)),
+        gate=_RENORMALIZED,
+        source="arXiv 2408.15664, algorithm 1",
+    ),
+    "loss_free_rms": Method(
+        router=SigmoidTopKConfig(bias=LossFreeConfig(rate=1e-3, rule="rms", is_zero_sum=True)),
+        gate=_RENORMALIZED,
+        source="arXiv 2408.15664, with the error over its root mean square in place of its sign",
+    ),
+    "bip": Method(
+        router=SoftmaxTopKConfig(bias=BipConfig(form="batch")),
+        gate=_RENORMALIZED,
+        source="arXiv 2502.15451: prices of the rows at hand in training, the last in evaluation",
+    ),
+    "bip_online": Method(
+        router=SoftmaxTopKConfig(bias=BipConfig(form="online")),
+        gate=_RENORMALIZED,
+        source="arXiv 2502.15451: prices of the tokens before",
+    ),
+    "quantile": Method(
+        router=SigmoidTopKConfig(bias=QuantileConfig()),
+        gate=_RENORMALIZED,
+        source="arXiv 2502.15451 without its clips, by histogram, on the bias of the step before",
+    ),
+    # Choices evened in training, by a plan over many tokens.
+    "base": Method(
+        router=BaseLayerConfig(),
+        source="arXiv 2103.16716: sigmoid gate, balanced assignment in training",
+    ),
+    "sinkhorn": Method(
+        router=SinkhornConfig(),
+        source="arXiv 2202.01169: choice by a plan in training, softmax over all as gate",
+    ),
+    "selective_sinkhorn": Method(
+        router=SelectiveSinkhornConfig(),
+        source="arXiv 2511.08972: a plan in few steps, its shares as gates",
+    ),
+    # Without a trained router.
+    "kmeans": Method(
+        router=KMeansConfig(),
+        source="arXiv 2605.12476: centroids of past tokens, loss-free bias",
+    ),
+    "hash": Method(
+        router=HashConfig(),
+        source="arXiv 2106.04426: experts fixed by token, a control",
+    ),
+    "random": Method(
+        router=UniformRandomConfig(),
+        source="arXiv 2110.04260: experts by the dice, a control",
+    ),
+    "forced_balance": Method(
+        router=ForcedBalanceConfig(),
+        source="no paper: experts in turn, a control for benchmarks",
+    ),
+    # Not causal: for masked diffusion.
+    "expert_choice": Method(
+        router=ExpertChoiceConfig(),
+        source="arXiv 2202.09368: each expert takes its best tokens",
+    ),
+    "ec_dlm": Method(
+        router=ExpertChoiceConfig(schedule="linear_reverse"),
+        source="arXiv 2604.01622: more experts where fewer tokens are masked",
+    ),
+    "soft_moe": Method(
+        router=SoftMoEConfig(),
+        source="arXiv 2308.00951: experts read mixtures of tokens",
     ),
 }

@@ -18,7 +18,7 @@ import io
 import math
 import os
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -112,7 +112,7 @@ def plot_loss(
         references: Loss by label in the unit of the axis: horizontal lines.
         bytes_per_token: Converts the one unit into the other; the axis has bits per token if None.
     """
-    figure, (axes,) = _figure(width=9.5, height=5.0)
+    figure, (axes,) = figure_of_panels(width=9.5, height=5.0)
     nats_per_bit = math.log(2.0) * (bytes_per_token or 1.0)
     steps, loss = training
     bits = loss / nats_per_bit
@@ -137,7 +137,7 @@ def plot_loss(
     nats.set_ylabel("nats per token", color=GRAY)
     nats.tick_params(colors=GRAY)
     axes.legend(loc="upper right", frameon=False)
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def plot_router_load(path: str | os.PathLike[str], steps: np.ndarray, load: np.ndarray) -> None:
@@ -155,7 +155,9 @@ def plot_router_load(path: str | os.PathLike[str], steps: np.ndarray, load: np.n
     rows = math.ceil(layers / columns)
     width = 2.6 + (9.0 if columns == 1 else 4.2 if columns == 2 else 3.0) * columns
     panel = min(3.0, 1.2 + 0.02 * experts + (0.6 if rows <= 2 else 0.0))
-    figure, panels = _figure(width=width, height=1.4 + panel * rows, rows=rows, columns=columns)
+    figure, panels = figure_of_panels(
+        width=width, height=1.4 + panel * rows, rows=rows, columns=columns
+    )
     top = math.ceil(2.0 * float(np.clip(np.quantile(ratio, 0.995), 1.5, 6.0))) / 2.0
     norm = colors.TwoSlopeNorm(vcenter=1.0, vmin=0.0, vmax=top)
     image = None
@@ -189,7 +191,7 @@ def plot_router_load(path: str | os.PathLike[str], steps: np.ndarray, load: np.n
     bar.ax.xaxis.set_major_formatter("{x:g}")
     bar.set_label("load / fair share   (1 = fair, 0 = dead)", fontsize=9)
     figure.suptitle(f"Router load (layers: {layers}, experts: {experts})", fontsize=11)
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def plot_routing(
@@ -216,7 +218,7 @@ def plot_routing(
         (ORANGE, "load (1 = balanced)", load_entropy),
     ]
     rows.append(("entropy / log E", entropies))
-    figure, panels = _figure(width=9.5, height=0.6 + 2.2 * len(rows), rows=len(rows))
+    figure, panels = figure_of_panels(width=9.5, height=0.6 + 2.2 * len(rows), rows=len(rows))
     for axes, (label, curves) in zip(panels, rows, strict=True):
         for color, name, (steps, values) in curves:
             axes.plot(steps, values, color=color, alpha=0.3, linewidth=1.0)
@@ -230,7 +232,7 @@ def plot_routing(
     panels[-1].legend(loc="best", frameon=False)
     panels[-1].set_xlabel("step")
     figure.align_ylabels(panels)
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def plot_optimizer(
@@ -245,7 +247,7 @@ def plot_optimizer(
         learning_rate: Steps and values.
         gradient_norm: Steps and values, before clipping.
     """
-    figure, (above, below) = _figure(width=9.5, height=5.0, rows=2)
+    figure, (above, below) = figure_of_panels(width=9.5, height=5.0, rows=2)
     above.plot(*learning_rate, color=BLUE, linewidth=1.8)
     above.set_ylabel("learning rate")
     above.set_ylim(bottom=0.0)
@@ -262,12 +264,27 @@ def plot_optimizer(
     below.set_xlabel("step")
     for axes in (above, below):
         axes.margins(x=0.01)
-    _save(figure, path)
+    save_figure(figure, path)
 
 
-def _figure(width: float, height: float, rows: int = 1, columns: int = 1) -> tuple[Any, list[Any]]:
+def figure_of_panels(
+    width: float,
+    height: float,
+    rows: int = 1,
+    columns: int = 1,
+    widths: Sequence[float] | None = None,
+) -> tuple[Any, list[Any]]:
+    """A figure in the style of the house and its panels, row by row.
+
+    Args:
+        width: Inches.
+        height: Inches.
+        rows: Panels above each other.
+        columns: Panels side by side.
+        widths: Of the columns, relative to each other.
+    """
     figure = require("matplotlib.figure").Figure(figsize=(width, height), layout="constrained")
-    panels = list(figure.subplots(rows, columns, squeeze=False).flat)
+    panels = list(figure.subplots(rows, columns, squeeze=False, width_ratios=widths).flat)
     for axes in panels:
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(color="#e5e7eb", linewidth=0.8)
@@ -275,7 +292,8 @@ def _figure(width: float, height: float, rows: int = 1, columns: int = 1) -> tup
     return figure, panels
 
 
-def _save(figure: Any, path: str | os.PathLike[str]) -> None:
+def save_figure(figure: Any, path: str | os.PathLike[str]) -> None:
+    """Write a figure as a PNG file, whole or not at all."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=DPI)
     replace_file(path, buffer.getvalue())

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`experiments.bench`: what it counts and writes; never how fast anything is."""
 
+import dataclasses
 import json
 import sys
 
@@ -9,6 +10,7 @@ import pytest
 
 from experiments import bench, measure
 from experiments.bench_kernels import loads
+from jaxmoe.routing import METHODS, GroupLimitConfig, SoftmaxTopKConfig
 
 SMALL_STEP = (
     *("--model.num_layers", "1", "--model.embed_dim", "8", "--model.moe.expert_dim", "4"),
@@ -24,6 +26,7 @@ def quick(monkeypatch):
     monkeypatch.setattr(measure, "_PAUSE_SECONDS", 0.0)
     monkeypatch.setattr("experiments.bench_step.matmul_rate", lambda: 1e9)
     monkeypatch.setattr("experiments.bench_kernels.matmul_rate", lambda: 1e9)
+    monkeypatch.setattr("experiments.bench_routers.matmul_rate", lambda: 1e9)
 
 
 def test_candidates_take_turns_and_warm_up_does_not_count():
@@ -112,6 +115,26 @@ def test_kernels(tmp_path, capsys):
     assert "of dense" in capsys.readouterr().out
 
 
+def test_routers(tmp_path, monkeypatch, capsys):
+    """A method that does not fit is a row; the limit is that of one matrix product, or of three."""
+    narrow = dataclasses.replace(
+        METHODS["mixtral"],
+        router=SoftmaxTopKConfig(groups=GroupLimitConfig(num_groups=3, top_groups=2)),
+    )
+    monkeypatch.setitem(METHODS, "narrow", narrow)
+    small = ("--tokens", "32", "--sequence_length", "8", "--num_experts", "4", "--top_k", "2")
+    chosen = ("--width", "8", "--rounds", "1", "--methods", "olmoe", "narrow")
+    summary = _summary(tmp_path, "routers", *small, *chosen)
+    rows = {row["method"]: row for row in summary["rows"]}
+    assert list(rows) == ["plain top-k", "olmoe"]
+    assert rows["plain top-k"]["ratio"] == rows["plain top-k"]["forward_ratio"] == 1.0
+    assert rows["olmoe"]["seconds"] > 0.0 and rows["olmoe"]["forward_seconds"] > 0.0
+    assert summary["limit_seconds"]["forward"] == pytest.approx(2 * 32 * 8 * 4 / 1e9)
+    assert summary["limit_seconds"]["with_gradients"] == pytest.approx(6 * 32 * 8 * 4 / 1e9)
+    assert "narrow" in summary["refused"]
+    assert "narrow" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -120,6 +143,9 @@ def test_kernels(tmp_path, capsys):
         (("step", "model.moe:none"), "has no peer"),
         (("step", "--model.vocab_size", "16"), "must be at least 256"),
         (("kernels", "--groups", "0"), "groups=0 must be at least 1"),
+        (("routers", "--top_k", "0"), "top_k=0 must be at least 1"),
+        (("routers", "--sequence_length", "3"), "must be a multiple of"),
+        (("routers", "--methods", "top1"), "there is no method 'top1'"),
     ],
 )
 def test_bad_sizes(arguments, message, capsys):

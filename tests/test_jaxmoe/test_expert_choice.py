@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 from jaxmoe.execution import ExecutionConfig
-from jaxmoe.models.config import MoEConfig, ZeroComputationConfig
+from jaxmoe.models.config import MoEConfig
 from jaxmoe.routing import (
     CapacityConfig,
     ExpertChoiceConfig,
@@ -23,6 +23,7 @@ from jaxmoe.routing import (
     RouterInputs,
     RouterZConfig,
     SoftmaxGateConfig,
+    ZeroComputationConfig,
 )
 from jaxmoe.routing.expert_choice import CapacitySchedule, scheduled_k
 from tests.support.noncausal_models import gates_by_token, loss_on_mesh, loss_on_one_device

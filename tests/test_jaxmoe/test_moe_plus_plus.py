@@ -13,7 +13,7 @@ from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers import moe as moe_module
 from jaxmoe.layers.moe import MoE, RoutingInputs
 from jaxmoe.layers.zero_computation import apply_zero_computation
-from jaxmoe.models.config import MoEConfig, ZeroComputationConfig
+from jaxmoe.models.config import MoEConfig
 from jaxmoe.models.initialize import init_params
 from jaxmoe.models.transformer import Transformer
 from jaxmoe.routing import (
@@ -22,6 +22,7 @@ from jaxmoe.routing import (
     MoEPlusPlusConfig,
     SoftmaxGateConfig,
     SoftmaxTopKConfig,
+    ZeroComputationConfig,
 )
 from jaxmoe.routing.capacity import limit
 from sharding.assignments import Assignments

@@ -58,7 +58,7 @@ def test_the_picture_of_the_loss_names_its_unit(
     bytes_per_token, unit, held_out, made_up_run, monkeypatch
 ):
     figures = []
-    monkeypatch.setattr(plots, "_save", lambda figure, path: figures.append(figure))
+    monkeypatch.setattr(plots, "save_figure", lambda figure, path: figures.append(figure))
     plot_run(
         made_up_run / "metrics.jsonl",
         made_up_run / "none.npz",

@@ -1,0 +1,213 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Compares routers: every method on the same data and budget, one table and one picture.
+
+    python -m experiments.routers [short | full] [--methods mixtral switch ...]
+
+Each method is trained at the baseline's active FLOPs with several seeds, paired with those of the
+baseline, on text (held-out bits per byte) and on disjoint languages (bits above their exact
+entropy, and how well experts tell them apart). Only causal methods stand in the autoregressive
+table; those whose tokens decide about others are compared by masked diffusion. Every finished
+method is a line of trials.jsonl: the same command continues after the last one. Exit codes: 0 done,
+2 bad configuration, 75 and 130 stopped by a signal.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+from experiments import cli
+from experiments.output import say
+from experiments.process import start_process
+from experiments.routers_config import (
+    FREE_FIELDS,
+    RECIPES,
+    Objective,
+    RoutersConfig,
+    model_of,
+    objective_of,
+)
+from experiments.routers_data import Task, load_tasks
+from experiments.routers_picture import draw_comparison
+from experiments.routers_table import LEGEND, TITLES, as_markdown, as_text, rows_of
+from experiments.routers_trial import (
+    Programs,
+    Record,
+    StoppedError,
+    moe_json,
+    run_trial,
+)
+from experiments.run_directory import RunDirectory
+from jaxmoe.tracking.console import format_duration
+from jaxmoe.tracking.optional import require
+from jaxmoe.training.stop import StopRequest
+
+PICTURE = "routers.png"
+_CODES = {"preempted": cli.ExitCode.PREEMPTED, "interrupted": cli.ExitCode.INTERRUPTED}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command; returns the exit code."""
+    prog = "python -m experiments.routers"
+    recipe, config = cli.parse(RECIPES, "short", argv, prog, __doc__ or "")
+    start_process()
+    directory = RunDirectory(config.run.directory or f"runs/routers/{config.run.name or recipe}")
+    started = time.perf_counter()
+    with StopRequest() as stop:
+        with cli.exit_on_bad_configuration():
+            require("matplotlib.figure")  # now, and not after twenty minutes
+            directory.acquire()
+        try:
+            with cli.exit_on_bad_configuration():
+                directory.check_config(config, free=FREE_FIELDS)
+                tasks, data = load_tasks(config)
+                comparison = Comparison(config, directory, tasks, data)
+                directory.write_environment([str(device) for device in jax.devices()])
+            status = comparison.run(stop)
+            seconds = time.perf_counter() - started
+            with cli.exit_on_bad_configuration():
+                say(comparison.write(status, seconds))
+        finally:
+            directory.release()
+    return int(_CODES.get(status, cli.ExitCode.DONE))
+
+
+class Comparison:
+    """The trials of one directory, those of earlier starts included.
+
+    Raises:
+        ValueError: the trials in the directory were of other data.
+    """
+
+    def __init__(
+        self, config: RoutersConfig, directory: RunDirectory, tasks: dict[str, Task], data: str
+    ):
+        self._config, self._directory, self._tasks, self._data = config, directory, tasks, data
+        self._records = self._read()
+        self._baselines: dict[Objective, Programs] = {}
+
+    def run(self, stop: StopRequest) -> str:
+        """Every trial that is missing; "done", or the reason of a stop."""
+        for name in self._config.chosen:
+            objective = objective_of(name)
+            try:
+                if objective == "masked_diffusion":
+                    self._trial(self._config.baseline, objective, stop)
+                record = self._trial(name, objective, stop)
+                if record["status"] == "no ticket":
+                    self._trial(self._config.baseline, "masked_diffusion", stop)
+                    self._trial(name, "masked_diffusion", stop)
+            except StoppedError:
+                break
+            if stop.reason is not None:
+                break
+        return stop.reason or "done"
+
+    def write(self, status: str, seconds: float) -> str:
+        """summary.json and the picture; the tables in words."""
+        config, tables, words, pages = self._config, {}, [], []
+        records = [r for r in self._records.values() if r["method"] in config.chosen]
+        floors = self._tasks["languages"].floors
+        for objective, title in TITLES.items():
+            floor = floors[objective]
+            rows = rows_of(records, objective, baseline=config.baseline, floor=floor)
+            tables[objective] = rows
+            if rows:
+                words.append(f"{title}\n\n{as_text(rows)}")
+                pages.append(f"### {title[0].upper()}{title[1:]}\n\n{as_markdown(rows)}")
+        words.append(LEGEND)
+        picture = self._directory.plots_directory / PICTURE
+        draw_comparison(picture, tables, baseline=config.baseline)
+        summary = {
+            "status": status,
+            "methods": list(config.chosen),
+            "baseline": config.baseline,
+            "seeds": config.seeds,
+            "steps": config.training.steps,
+            "entropy_floors": floors,
+            "tables": tables,
+            "without_ticket": [r["method"] for r in records if r["status"] == "no ticket"],
+            "markdown": "\n\n".join(pages),
+            "picture": str(picture),
+            "wall_seconds": seconds,
+            "trial_seconds": sum(record["seconds"] for record in records),
+        }
+        self._directory.write_summary(summary)
+        spent = format_duration(summary["trial_seconds"])
+        words.append(f"{picture}; {len(records)} trials took {spent}")
+        return "\n\n".join(words)
+
+    def _trial(self, name: str, objective: Objective, stop: StopRequest) -> Record:
+        """The record of a trial, run now unless it is there."""
+        known = self._records.get((name, objective))
+        if known is not None and self._is_current(known):
+            return known
+        record, programs = run_trial(
+            self._config, name, objective, self._tasks, lambda: self._baseline(objective), stop
+        )
+        if programs is not None and name == self._config.baseline:
+            self._baselines[objective] = programs
+        record["data"] = self._data
+        self._records[name, objective] = record
+        self._append(record)
+        say(_in_words(record))
+        return record
+
+    def _is_current(self, record: Mapping[str, Any]) -> bool:
+        """Whether a record is of the method as it is defined now, and is worth keeping."""
+        if record["status"] in ("refused", "failed"):
+            return False
+        return record["moe"] == moe_json(self._config, record["method"])
+
+    def _baseline(self, objective: Objective) -> Programs:
+        """The baseline's programs, compiled again where its trial was of an earlier start."""
+        if objective not in self._baselines:
+            model = model_of(self._config, self._config.baseline, objective)
+            batch = self._tasks["corpus"].held_out[0]
+            self._baselines[objective] = Programs(self._config, model, objective, batch)
+        return self._baselines[objective]
+
+    def _append(self, record: Record) -> None:
+        with self._directory.trials_file.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record, allow_nan=False) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    def _read(self) -> dict[tuple[str, Objective], Record]:
+        """The newest record of each trial; a line that was cut in half is dropped."""
+        records: dict[tuple[str, Objective], Record] = {}
+        path = self._directory.trials_file
+        if not path.exists():
+            return records
+        lines = path.read_text(encoding="utf-8").split("\n")
+        if lines.pop():
+            path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        for record in map(json.loads, lines):
+            if record["data"] != self._data:
+                raise ValueError(
+                    f"{path} holds trials on other data (another Python has another library, whose"
+                    " source is the corpus): choose another directory with --run.directory"
+                )
+            records[record["method"], record["objective"]] = record
+        return records
+
+
+def _in_words(record: Mapping[str, Any]) -> str:
+    """A line when a trial is done."""
+    name, kind = f"{record['method']:24}", record["objective"].replace("_", " ")
+    if record["status"] != "done":
+        return f"{name} {kind}: {record['status']}: {record['reason']}"
+    bits = " ".join(f"{value:.4f}" for value in record["corpus"]["bits"])
+    seconds = f"{record['seconds']:.0f} s, {record['compile_seconds']:.0f} of them compiling"
+    return f"{name} {kind}: {bits} bits per byte by seed ({seconds})"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
