@@ -266,9 +266,12 @@ def test_the_mask_is_never_predicted():
     assert np.asarray(filled).max() < SYMBOLS
 
 
-# A large epsilon and small steps keep rounding from being blown up into another choice of tokens.
+# Without experts: an untrained model sees all masks much alike, and rounding then decides which of
+# them an expert takes. Routers on meshes have tests of their own.
+DENSE = dataclasses.replace(MODEL, moe=None, dense_dim=24)
+# A large epsilon keeps Adam's division from blowing rounding up.
 OPTIMIZER = AdamWConfig(learning_rate=0.01, epsilon=1e-2).build(
-    parameter_table(MODEL), LinearConfig(floor=1.0).build(1000)
+    parameter_table(DENSE), LinearConfig(floor=1.0).build(1000)
 )
 
 
@@ -280,14 +283,14 @@ def two_steps(mesh_name=None, accumulation=1):
     batch = batch if mesh is None else global_batch(batch, mesh)
     with jax.set_mesh(mesh) if mesh is not None else jax.enable_x64(False):
         step = make_train_step(
-            MODEL, OPTIMIZER, execution=execution, accumulation=accumulation, objective=OBJECTIVE
+            DENSE, OPTIMIZER, execution=execution, accumulation=accumulation, objective=OBJECTIVE
         )
-        state = init_state(MODEL, OPTIMIZER, jax.random.key(2), execution=execution, mesh=mesh)
+        state = init_state(DENSE, OPTIMIZER, jax.random.key(2), execution=execution, mesh=mesh)
         losses = []
         for _ in range(2):
             state, metrics = step(state, batch)
             losses.append((metrics.loss, metrics.num_tokens))
-        held_out = make_eval_step(MODEL, execution=execution, objective=OBJECTIVE)
+        held_out = make_eval_step(DENSE, execution=execution, objective=OBJECTIVE)
         last = held_out(state.params, state.router_state, batch)
     return losses, last, state.params
 
@@ -302,11 +305,9 @@ def test_the_same_on_every_mesh(mesh, plain):
     assert_close(two_steps(mesh), plain, "end_to_end")
 
 
-def test_accumulation_changes_nothing_but_the_z_loss(plain):
-    """Rows keep their times and masks; only the balancers' losses are means over micro-batches."""
-    parts = two_steps(accumulation=2)
-    assert_close(parts[0][0], plain[0][0], "end_to_end")
-    assert_close(parts[0][1][0], plain[0][1][0], "end_to_end")
+def test_accumulation_changes_nothing(plain):
+    """Rows keep their times and masks."""
+    assert_close(two_steps(accumulation=2), plain, "end_to_end")
 
 
 def bigrams(rows, symbols):
