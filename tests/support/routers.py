@@ -96,10 +96,10 @@ ROUTER_CASES: dict[str, tuple[Case, ...]] = {
             asymmetry="groups are of neighbours",
         ),
     ),
-    "sqrt_softplus_topk": each_top_k(SqrtSoftplusTopKConfig()),
+    "sqrt_softplus_topk": (Case(config=SqrtSoftplusTopKConfig()),),
     "noisy_topk": each_top_k(NoisyTopKConfig(), ties_to_first=False),
     "gshard": (Case(config=GShardConfig()),),
-    "cosine_topk": each_top_k(CosineTopKConfig(router_dim=3)),
+    "cosine_topk": (Case(config=CosineTopKConfig(router_dim=3)),),
     "base_layer": each_top_k(BaseLayerConfig(), ties_to_first=False),
     "sinkhorn": (
         *each_top_k(SinkhornConfig()),
@@ -114,10 +114,10 @@ ROUTER_CASES: dict[str, tuple[Case, ...]] = {
         Case(config=SelectiveSinkhornConfig(probability=0.0)),
     ),
     **{
-        config.name: each_top_k(config, ties_to_first=False, asymmetry="named, not scored")
+        config.name: (Case(config=config, ties_to_first=False, asymmetry="named, not scored"),)
         for config in (HashConfig(), UniformRandomConfig(), ForcedBalanceConfig())
     },
-    "kmeans": each_top_k(KMeansConfig(), reads_only_x=True, ties_to_first=False),
+    "kmeans": (Case(config=KMeansConfig(), reads_only_x=True, ties_to_first=False),),
     "expert_choice": (
         *each_top_k(ExpertChoiceConfig(), ties_to_first=False),
         Case(config=ExpertChoiceConfig(weights="probability"), ties_to_first=False),
@@ -132,13 +132,27 @@ ROUTER_CASES: dict[str, tuple[Case, ...]] = {
         Case(config=ProgressiveTopKConfig(), top_k=1),
         Case(config=ProgressiveTopKConfig(early_top_k=(3, 2), switch_step=5), top_k=4),
     ),
-    "moe_plus_plus": each_top_k(MoEPlusPlusConfig(), ties_to_first=False),
+    "moe_plus_plus": (Case(config=MoEPlusPlusConfig(), ties_to_first=False),),
 }
 
 CASES = [
     pytest.param(case, id=f"{name}-{index}-top{case.top_k}")
     for name, cases in ROUTER_CASES.items()
     for index, case in enumerate(cases)
+]
+
+
+def with_modes(case: Case) -> tuple[bool, ...]:
+    """Whether to train: both where training routes otherwise than evaluation, else True alone."""
+    traits = case.config.traits
+    differs = traits.sees_others or traits.evens_load or traits.needs_key
+    return (False, True) if differs else (True,)
+
+
+MODES = [
+    pytest.param(*param.values, train, id=f"{param.id}-{'train' if train else 'eval'}")
+    for param in CASES
+    for train in with_modes(param.values[0])
 ]
 
 

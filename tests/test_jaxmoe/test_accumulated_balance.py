@@ -12,23 +12,16 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
-from jaxmoe.data.batch import Batch
 from jaxmoe.execution import ExecutionConfig
-from jaxmoe.models.initialize import parameter_table
-from jaxmoe.models.transformer import forward, initial_router_state
+from jaxmoe.models.transformer import forward
 from jaxmoe.routing import LoadBalanceConfig, RouterZConfig
-from jaxmoe.training.state import TrainState
-from jaxmoe.training.step import make_train_step
-from sharding.distributed import global_batch
-from tests.support.meshes import MESHES, mesh_named
-from tests.support.models import BATCH, LENGTH, TINY
+from tests.support.models import TINY
+from tests.support.one_step import batch, params_of, step_once
 from tests.support.tolerances import assert_close
 
 PARTS = 4
-SGD = optax.sgd(1.0)
 
 
 def model_with(*balancers):
@@ -40,56 +33,10 @@ MICRO = model_with(LoadBalanceConfig(coefficient=1.0, scope="micro_batch"))
 ROWS = model_with(LoadBalanceConfig(coefficient=1.0, scope="sequence"))
 
 
-@functools.cache
-def params_of(model):
-    rng = np.random.default_rng(0)
-    values = parameter_table(model).tree(
-        lambda row: (
-            2 * row.init_std * rng.standard_normal(row.shape) + (row.declaration.init == "ones")
-        ).astype(np.float32)
-    )
-    return jax.tree.map(jnp.asarray, values)
-
-
-def batch() -> Batch:
-    """Rows that prefer different tokens; one of them is mostly padding."""
-    rng = np.random.default_rng(1)
-    first = 3 * np.arange(BATCH)[:, None]
-    tokens = (first + rng.integers(0, 6, (BATCH, LENGTH))).astype(np.int32)
-    segment_ids = np.ones((BATCH, LENGTH), np.int32)
-    segment_ids[2, 2:] = 0
-    return Batch(
-        tokens=tokens,
-        targets=tokens,
-        loss_weights=np.zeros((BATCH, LENGTH), np.float32),
-        segment_ids=segment_ids,
-    )
-
-
 def one_step(model, parts, form="buffer", mesh=None):
-    """(losses, gradient, load) of one step."""
-    params = params_of(model)
-    state = TrainState(
-        step=jnp.zeros((), jnp.int32),
-        params=jax.tree.map(jnp.array, params),
-        opt_state=SGD.init(params),
-        router_state=initial_router_state(model),
-        rng=jax.random.key(0),
-        skipped=jnp.zeros((), jnp.int32),
-        skipped_in_a_row=jnp.zeros((), jnp.int32),
-    )
-    execution = ExecutionConfig() if mesh is None else ExecutionConfig(mesh=MESHES[mesh])
-    step = make_train_step(
-        model, SGD, execution=execution, accumulation=parts, clip=None, accumulated_balance=form
-    )
-    if mesh is None:
-        state, metrics = step(state, batch())
-    else:
-        with jax.set_mesh(mesh_named(mesh)):
-            placed = jax.device_put(state, jax.sharding.NamedSharding(mesh_named(mesh), jax.P()))
-            state, metrics = step(placed, global_batch(batch(), mesh_named(mesh)))
-    gradient = jax.tree.map(lambda old, new: old - np.asarray(new), params, state.params)
-    return metrics.losses, gradient, metrics.load
+    """(losses, gradient, load) of one step whose tokens have no loss of their own."""
+    done = step_once(model, batch(loss_weight=0.0), parts=parts, form=form, mesh=mesh)
+    return done["losses"], done["gradient"], done["load"]
 
 
 @functools.cache
@@ -110,7 +57,7 @@ def test_two_passes_on_a_mesh(mesh, parts):
 
 def micro_statistics(model, params):
     """Statistics of each micro-batch: rows i, i + PARTS, ..."""
-    whole = batch()
+    whole = batch(loss_weight=0.0)
     for part in range(PARTS):
         rows = slice(part, None, PARTS)
         output = forward(

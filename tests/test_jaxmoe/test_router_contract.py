@@ -9,6 +9,7 @@ Tokens are 4 rows of 4, so that they can be spread over a mesh of (data, expert,
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,7 @@ from tests.support.routers import (
     CASES,
     EXPERTS,
     LENGTH,
+    MODES,
     ROUTER_CASES,
     TOKENS,
     WIDTH,
@@ -35,7 +37,7 @@ from tests.support.routers import (
 from tests.support.tolerances import assert_close
 
 every_router = pytest.mark.parametrize("case", CASES)
-in_both_modes = pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])
+in_every_mode = pytest.mark.parametrize(("case", "train"), MODES)
 
 
 def test_the_table_is_the_registry():
@@ -44,8 +46,7 @@ def test_the_table_is_the_registry():
         assert {type(case.config) for case in cases} == {ROUTERS[name]}
 
 
-@every_router
-@in_both_modes
+@in_every_mode
 @pytest.mark.parametrize("scale", [0.0, 1.0, 1e4])
 def test_the_records_hold_what_they_say(case, train, scale):
     output, dense, gates = routed(case, drawn(1, scale), train=train)
@@ -79,8 +80,7 @@ def test_the_records_hold_what_they_say(case, train, scale):
     assert_close(statistics.entropy_sum, entropy, "matmul")
 
 
-@every_router
-@in_both_modes
+@in_every_mode
 @pytest.mark.parametrize("tokens", [0, 1])
 def test_no_token_and_one_token(case, train, tokens):
     output, dense, gates = routed(case, drawn(1, tokens=tokens), train=train, length=None)
@@ -90,8 +90,7 @@ def test_no_token_and_one_token(case, train, tokens):
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(output.statistics))
 
 
-@every_router
-@in_both_modes
+@in_every_mode
 def test_padding_goes_nowhere_and_is_counted_nowhere(case, train):
     """As if it were not there, whatever stands in it, even where its squares overflow."""
     x = drawn(2)
@@ -106,8 +105,7 @@ def test_padding_goes_nowhere_and_is_counted_nowhere(case, train):
         assert_close(statistics.statistics, compact.statistics, "matmul")
 
 
-@every_router
-@in_both_modes
+@in_every_mode
 def test_ties_are_settled_the_same_way_every_time(case, train):
     """Equal tokens, equal scores: to the lower expert, or to the lower token."""
     first, second = (routed(case, jnp.zeros((TOKENS, WIDTH)), train=train) for _ in range(2))
@@ -118,8 +116,9 @@ def test_ties_are_settled_the_same_way_every_time(case, train):
         assert used.tolist() == [list(range(used.shape[1]))] * TOKENS
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if not case.values[0].is_ordered])
-@in_both_modes
+@pytest.mark.parametrize(
+    ("case", "train"), [mode for mode in MODES if not mode.values[0].is_ordered]
+)
 def test_permuting_tokens_permutes_the_result(case, train):
     """Within each row; a token keeps its number, by which it draws."""
     x, rows = drawn(3), np.arange(TOKENS).reshape(-1, LENGTH)
@@ -153,8 +152,7 @@ def test_permuting_experts_permutes_the_result(case):
     assert other.statistics.counts.sum() > 0
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if not case.values[0].is_wide])
-@in_both_modes
+@pytest.mark.parametrize(("case", "train"), [mode for mode in MODES if not mode.values[0].is_wide])
 def test_statistics_of_two_halves_add_up(case, train):
     """Rows are routed by themselves, so two micro-batches are one batch."""
     x, half = drawn(5), np.arange(TOKENS) < TOKENS // 2
@@ -164,8 +162,7 @@ def test_statistics_of_two_halves_add_up(case, train):
     assert_close(jnp.concatenate([part[1] for part in parts]), dense, "matmul")
 
 
-@every_router
-@in_both_modes
+@in_every_mode
 def test_narrow_inputs_are_widened_first(case, train):
     narrow = drawn(6).astype(jnp.bfloat16)
     wide = routed(case, narrow.astype(jnp.float32), train=train)
@@ -196,23 +193,33 @@ def test_what_draws_numbers_needs_a_key(case):
         router.route(params, state, inputs, train=True, key=None)
 
 
+@functools.cache
+def gradients(case):
+    """Of a weighing of the gates in params, float state and x, jitted."""
+    cotangent = jnp.asarray(np.random.default_rng(2).normal(size=(TOKENS, EXPERTS)), jnp.float32)
+    state = initial(case)[1]
+
+    def loss(params, floats, x):
+        whole = jax.tree.map(
+            lambda old, new: old if new is None else new,
+            state,
+            floats,
+            is_leaf=lambda leaf: leaf is None,
+        )
+        return jnp.sum(cotangent * routed(case, x, values=(params, whole), train=True)[1])
+
+    return jax.jit(jax.grad(loss, argnums=(0, 1, 2)))
+
+
 @every_router
 @pytest.mark.parametrize("scale", [1.0, 1e4])
 def test_the_gradient_reaches_the_router_and_nothing_else(case, scale):
     """Through the gates to every parameter that the method trains, never to the state."""
-    x, (params, state) = drawn(9, scale), initial(case)
-    cotangent = jnp.asarray(np.random.default_rng(2).normal(size=(TOKENS, EXPERTS)), jnp.float32)
-
-    def loss(params, state, x):
-        floats = jax.tree.map(lambda old, new: old if new is None else new, initial(case)[1], state)
-        _, dense, _ = routed(case, x, values=(params, floats), train=True)
-        return jnp.sum(cotangent * dense)
-
-    is_float = lambda leaf: jnp.issubdtype(leaf.dtype, jnp.floating)  # noqa: E731
-    differentiable = jax.tree.map(lambda leaf: leaf if is_float(leaf) else None, state)
-    of_params, of_state, of_x = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(
-        params, differentiable, x
+    params, state = initial(case)
+    floats = jax.tree.map(
+        lambda leaf: leaf if jnp.issubdtype(leaf.dtype, jnp.floating) else None, state
     )
+    of_params, of_state, of_x = gradients(case)(params, floats, drawn(9, scale))
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves((of_params, of_x)))
     assert all((leaf == 0.0).all() for leaf in jax.tree.leaves(of_state))
     reached = {name for name, leaf in of_params.items() if np.abs(leaf).max() > 0.0}
@@ -236,8 +243,7 @@ def test_declarations_and_initial_values_agree(case):
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(after))
 
 
-@every_router
-@in_both_modes
+@in_every_mode
 def test_the_same_on_eight_devices(case, train):
     """Rows over data and expert, positions over seq; the new state is the same on all of them
     (shard_map's check of varying axes refuses an output that is not)."""

@@ -1,0 +1,89 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""One training step by SGD of rate 1 without clipping: what the parameters move is the gradient."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxmoe.data.batch import Batch
+from jaxmoe.execution import ExecutionConfig
+from jaxmoe.models.initialize import parameter_table
+from jaxmoe.models.transformer import initial_router_state
+from jaxmoe.training.state import TrainState
+from jaxmoe.training.step import make_train_step
+from sharding.distributed import global_batch
+from tests.support.meshes import MESHES, mesh_named
+from tests.support.models import BATCH, LENGTH
+
+SGD = optax.sgd(1.0)
+
+
+@functools.cache
+def params_of(model):
+    """Values from numpy, because compiling the initialisation takes longer."""
+    rng = np.random.default_rng(0)
+    values = parameter_table(model).tree(
+        lambda row: (
+            2 * row.init_std * rng.standard_normal(row.shape) + (row.declaration.init == "ones")
+        ).astype(np.float32)
+    )
+    return jax.tree.map(jnp.asarray, values)
+
+
+def batch(loss_weight: float = 1.0) -> Batch:
+    """Rows that prefer different tokens; one of them is mostly padding."""
+    rng = np.random.default_rng(1)
+    first = 3 * np.arange(BATCH)[:, None]
+    tokens = (first + rng.integers(0, 6, (BATCH, LENGTH))).astype(np.int32)
+    segment_ids = np.ones((BATCH, LENGTH), np.int32)
+    segment_ids[2, 2:] = 0
+    return Batch(
+        tokens=tokens,
+        targets=tokens,
+        loss_weights=loss_weight * (segment_ids != 0).astype(np.float32),
+        segment_ids=segment_ids,
+    )
+
+
+def step_once(model, rows, *, parts=1, form="buffer", mesh=None):
+    """Losses, gradient, load and new router state of one step from fresh router state.
+
+    Args:
+        model: what is trained.
+        rows: the batch.
+        parts: micro-batches.
+        form: of the balance loss over them.
+        mesh: a row of tests/support/meshes.py; no mesh when None.
+    """
+    params = params_of(model)
+    state = TrainState(
+        step=jnp.zeros((), jnp.int32),
+        params=jax.tree.map(jnp.array, params),
+        opt_state=SGD.init(params),
+        router_state=initial_router_state(model),
+        rng=jax.random.key(0),
+        skipped=jnp.zeros((), jnp.int32),
+        skipped_in_a_row=jnp.zeros((), jnp.int32),
+    )
+    execution = ExecutionConfig() if mesh is None else ExecutionConfig(mesh=MESHES[mesh])
+    step = make_train_step(
+        model, SGD, execution=execution, accumulation=parts, clip=None, accumulated_balance=form
+    )
+    if mesh is None:
+        state, metrics = step(state, rows)
+    else:
+        with jax.set_mesh(mesh_named(mesh)):
+            placed = jax.device_put(state, jax.sharding.NamedSharding(mesh_named(mesh), jax.P()))
+            state, metrics = step(placed, global_batch(rows, mesh_named(mesh)))
+    assert not metrics.is_skipped
+    return {
+        "loss": metrics.loss,
+        "losses": metrics.losses,
+        "gradient": jax.tree.map(lambda old, new: old - np.asarray(new), params, state.params),
+        "load": metrics.load,
+        "router_state": state.router_state,
+    }

@@ -1,0 +1,68 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Long proofs: whole steps of routers with state, noise, carried logits or losses of their own.
+
+One device without a mesh is the oracle; a mesh over which rows are spread, and micro-batches, give
+the same losses, gradients, loads and new router state. Routers that are not causal have the same in
+test_expert_choice.py and test_soft_moe.py, and `route` alone is in the contract.
+"""
+
+import dataclasses
+import functools
+
+import pytest
+
+from jaxmoe.models.config import MoEConfig
+from jaxmoe.routing import METHODS, BipConfig, CouplingConfig, SinkhornConfig, SoftmaxTopKConfig
+from tests.support.models import TINY
+from tests.support.one_step import batch, step_once
+from tests.support.tolerances import assert_close
+
+pytestmark = pytest.mark.slow
+
+
+def method(name, **changes):
+    moe = MoEConfig(num_experts=4, top_k=2, expert_dim=10)
+    return dataclasses.replace(moe, **(METHODS[name].parts() | changes))
+
+
+LAYERS = {
+    "moe_plus_plus": method("moe_plus_plus"),
+    "erc": method("erc", balancers=(CouplingConfig(coefficient=0.1),)),
+    "noisy_topk": method("noisy_topk"),
+    "switch": method("switch"),
+    "deepseek_v3": method("deepseek_v3"),
+    "quantile": method("quantile"),
+    "kmeans": method("kmeans"),
+    "sigma": method("sigma"),
+    "bip of the batch": method("bip", router=SoftmaxTopKConfig(bias=BipConfig(scope="batch"))),
+    "sinkhorn of the batch": method("sinkhorn", router=SinkhornConfig(scope="batch")),
+}
+BY_ROWS = [name for name in LAYERS if "of the batch" not in name]
+
+
+@functools.cache
+def on_one_device(name):
+    return step_once(model_of(name), batch())
+
+
+def model_of(name):
+    return dataclasses.replace(TINY, moe=LAYERS[name])
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_the_same_on_a_mesh(name):
+    done = step_once(model_of(name), batch(), mesh="replica2_data2_expert2")
+    assert_close(done, on_one_device(name), "end_to_end")
+
+
+@pytest.mark.parametrize("name", BY_ROWS)
+def test_the_same_in_micro_batches(name):
+    """What routes row by row, draws by token and adds up its statistics does not see the cut."""
+    form = "buffer" if name == "switch" else "two_pass"
+    done, whole = step_once(model_of(name), batch(), parts=2, form=form), on_one_device(name)
+    if name == "switch":  # its balance loss is of each micro-batch by definition
+        assert_close(done["load"], whole["load"], "end_to_end")
+        assert_close(done["loss"], whole["loss"], "end_to_end")
+    else:
+        assert_close(done, whole, "end_to_end")
