@@ -2,7 +2,7 @@
 # make test        set up and run the tests (under 15 minutes on 2 cores)
 # make test-slow   the long proofs
 # make lint        ruff, pyright, codespell
-# make bench       kernels beside libraries, a step beside transformers (five minutes, machine left alone)
+# make bench       kernels, routers, a step beside transformers (ten minutes, machine left alone)
 #
 # PYTHON=python3.12 chooses the interpreter, JAX=0.12 another jax, VENV=dir another place.
 
@@ -35,6 +35,7 @@ test-slow: $(HF)
 
 bench: $(HF)
 	$(BIN)/python -m experiments.bench kernels
+	$(BIN)/python -m experiments.bench routers
 	$(BIN)/python -m experiments.bench step $(if $(HAS_PEERS),,--peer none)
 
 lint: $(DEV)

@@ -219,11 +219,12 @@ METHODS = {
     ),
     # Not causal: for masked diffusion.
     "expert_choice": Method(
-        router=ExpertChoiceConfig(),
+        router=ExpertChoiceConfig(weights="probability", preference="probability"),
         source="arXiv 2202.09368: each expert takes its best tokens",
     ),
     "ec_dlm": Method(
         router=ExpertChoiceConfig(schedule="linear_reverse"),
+        balancers=(RouterZConfig(coefficient=0.001),),
         source="arXiv 2604.01622: more experts where fewer tokens are masked",
     ),
     "soft_moe": Method(
