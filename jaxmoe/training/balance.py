@@ -75,9 +75,13 @@ def linearized_losses(
         if balancer.scope == "micro_batch":
             losses[balancer.name] = share * _loss(model, balancer, statistics)
             continue
-        value, slope = jax.value_and_grad(lambda s, b=balancer: _loss(model, b, s))(whole)
-        products = jax.tree.map(lambda g, s: jnp.sum(g * s), slope, statistics)
-        along = sum(jax.tree.leaves(products))
+        # Whole numbers among them, such as histograms, have no slope.
+        value_and_slope = jax.value_and_grad(
+            lambda s, b=balancer: _loss(model, b, s), allow_int=True
+        )
+        value, slope = value_and_slope(whole)
+        pairs = zip(jax.tree.leaves(slope), jax.tree.leaves(statistics), strict=True)
+        along = sum(jnp.sum(g * s) for g, s in pairs if g.dtype != jax.dtypes.float0)
         losses[balancer.name] = share * value + along - jax.lax.stop_gradient(along)
     return losses
 

@@ -16,7 +16,7 @@ import pytest
 
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.transformer import forward
-from jaxmoe.routing import LoadBalanceConfig, RouterZConfig
+from jaxmoe.routing import LoadBalanceConfig, QuantileConfig, RouterZConfig, SoftmaxTopKConfig
 from tests.support.models import TINY
 from tests.support.one_step import batch, params_of, step_once
 from tests.support.tolerances import assert_close
@@ -31,6 +31,11 @@ def model_with(*balancers):
 GLOBAL = model_with(LoadBalanceConfig(coefficient=1.0), RouterZConfig(coefficient=0.1))
 MICRO = model_with(LoadBalanceConfig(coefficient=1.0, scope="micro_batch"))
 ROWS = model_with(LoadBalanceConfig(coefficient=1.0, scope="sequence"))
+COUNTED = dataclasses.replace(
+    GLOBAL,
+    moe=dataclasses.replace(GLOBAL.moe, router=SoftmaxTopKConfig(bias=QuantileConfig(num_bins=20))),
+)
+"""Integer histograms are among its statistics."""
 
 
 def one_step(model, parts, form="buffer", mesh=None):
@@ -44,7 +49,7 @@ def undivided(model):
     return one_step(model, 1)
 
 
-@pytest.mark.parametrize("model", [GLOBAL, ROWS], ids=["global", "sequence"])
+@pytest.mark.parametrize("model", [GLOBAL, ROWS, COUNTED], ids=["global", "sequence", "counted"])
 def test_two_passes_are_one_large_batch(model):
     """Value and gradient, although the micro-batches differ in load and in number of tokens."""
     assert_close(one_step(model, PARTS, "two_pass"), undivided(model), "end_to_end")
