@@ -7,7 +7,8 @@
 
 The logits do not depend on the size of x, and no expert wins by the size of its vector; the narrow
 space keeps the hidden states from collapsing onto the experts' vectors. The paper's R is E / 2. The
-bound on 1/tau, and log_scale in place of tau itself, which keep tau away from 0, are Tutel's.
+bound on 1/tau, and log_scale in place of tau itself, which keep tau away from 0, are Tutel's. A
+group's score is a sum of probabilities.
 
 Source: arXiv 2204.09179, section 3.
 """
@@ -108,11 +109,12 @@ class CosineTopKConfig:
         log_scale = params["log_scale"].astype(jnp.float32) + start
         scale = jnp.exp(jnp.minimum(log_scale, math.log(MAX_INVERSE_TEMPERATURE)))
         logits = cosine * scale[:, None]  # [1 1]
+        probs = jax.nn.softmax(logits, axis=-1)
         return Scored(
             logits=logits,
             log_scores=jax.nn.log_softmax(logits, axis=-1),
-            probs=jax.nn.softmax(logits, axis=-1),
-            preference=logits,
+            probs=probs,
+            preference=logits if self.groups is None else probs,
         )
 
 

@@ -8,7 +8,8 @@
 
 The chosen experts are the same; ties go to the lower expert id. Renormalising `before` over the K
 is `after` exactly, and is the business of the gate. With K = 1 `after` is the constant 1 and the
-language-model loss gives the router no gradient. A selection bias is added to softmax_E(z).
+language-model loss gives the router no gradient. A selection bias is added to softmax_E(z), and a
+group's score is a sum of it; where there is neither, logits are compared, which order the same.
 
 Sources: Switch Transformers (arXiv 2101.03961, section 2.1), Mixtral (arXiv 2401.04088, section
 2.1).
@@ -79,10 +80,11 @@ class SoftmaxTopKConfig:
         """Softmax over all experts; over the chosen ones once they are."""
         del top_k
         logits = linear_logits(params, inputs, jitter=self.jitter, train=train, key=key)
+        probs = jax.nn.softmax(logits, axis=-1)
         return Scored(
             logits=logits,
             log_scores=jax.nn.log_softmax(logits, axis=-1),
-            probs=jax.nn.softmax(logits, axis=-1),
-            preference=logits,
+            probs=probs,
+            preference=logits if self.groups is None else probs,
             is_over_chosen=self.softmax == "after",
         )

@@ -209,6 +209,19 @@ def test_group_limit(name):
     assert used[4] > 2  # or the limit was none
 
 
+def test_a_group_is_scored_by_probabilities():
+    """Not by logits: one expert of probability 0.96 outweighs two of 0.02. A bias of 0 is none."""
+    limit = GroupLimitConfig(num_groups=2, top_groups=1, best_per_group=2)
+    logits = jnp.asarray([[5.0, -10.0, 1.0, 1.0]])
+    for bias in (None, LossFreeConfig()):
+        router = SoftmaxTopKConfig(groups=limit, bias=bias).build(
+            num_experts=4, top_k=2, embed_dim=4
+        )
+        state = router.init(jax.random.key(0))[1]
+        output = route(router, {"weight": jnp.eye(4)}, logits, state=state)
+        assert output.selection.expert_ids.tolist() == [0, 1]
+
+
 # Jitter.
 
 
