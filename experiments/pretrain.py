@@ -37,7 +37,7 @@ from jaxmoe.checkpoint import CheckpointManager
 from jaxmoe.configs import to_json
 from jaxmoe.data import check_position
 from jaxmoe.models.flops import flops_per_token
-from jaxmoe.routing.composition import advice
+from jaxmoe.routing.composition import advice, causal_advice
 from jaxmoe.tracking.console import format_count, format_flops
 from jaxmoe.training.evaluate import make_eval_step
 from jaxmoe.training.hooks import CheckpointHook, EvaluateHook, Hook, RefreshHook, Trace
@@ -259,7 +259,10 @@ def _print_header(name: str, directory: RunDirectory, assembly: Assembly, first_
         f" {format_flops(flops * tokens)} a step",
     )
     say("\n".join(lines))
-    for text in advice(moe) if moe else ():
+    notes = advice(moe) if moe else []
+    if moe and model.attention.is_causal:
+        notes += causal_advice(moe)
+    for text in notes:
         say(f"note     {text}")
 
 

@@ -9,6 +9,7 @@ The forward multipliers of a parameterisation are mathematics and are saved with
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from typing import Literal
 
 from jaxmoe.routing import (
@@ -22,7 +23,7 @@ from jaxmoe.routing import (
     SoftmaxTopKConfig,
     ZeroComputationConfig,
 )
-from jaxmoe.routing.composition import check_parts
+from jaxmoe.routing.composition import RoutingWarning, causal_advice, check_parts
 
 
 def _positive(config: object, *fields: str) -> None:
@@ -171,6 +172,9 @@ class ModelConfig:
                 " ones, and model.attention.is_causal=True promises that they do not: train it by"
                 " masked diffusion with model.attention.is_causal=False, or take another router"
             )
+        if self.moe and self.attention.is_causal:
+            for text in causal_advice(self.moe):
+                warnings.warn(text, RoutingWarning, stacklevel=3)
 
     @property
     def stacks(self) -> tuple[Stack, ...]:

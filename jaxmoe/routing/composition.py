@@ -68,12 +68,14 @@ def advice(moe: Any) -> list[str]:
     """
     router, traits, lines = moe.router, moe.router.traits, []
     has_task_gradient = traits.has_own_gates or traits.has_own_load or not traits.is_learned
-    if moe.top_k == 1 and not has_task_gradient:
+    # A router with a schedule has its own K, of which top_k is the largest.
+    name = "router.final_top_k" if hasattr(router, "final_top_k") else "top_k"
+    if getattr(router, "final_top_k", moe.top_k) == 1 and not has_task_gradient:
         is_after = getattr(router, "softmax", "before") == "after"
         if is_after or moe.gate.name in ("renormalized", "sqrt"):
             field = "moe.router.softmax=after" if is_after else f"moe.gate={moe.gate.name}"
             lines.append(
-                f"moe.top_k=1 with {field}: the only gate of a token is always 1, so the language"
+                f"moe.{name}=1 with {field}: the only gate of a token is always 1, so the language"
                 " model's loss gives the router no gradient; use softmax before the choice with"
                 " moe.gate softmax"
             )
@@ -83,6 +85,24 @@ def advice(moe: Any) -> list[str]:
             " cannot be held, and tokens are dropped at every step"
         )
     return lines
+
+
+def causal_advice(moe: Any) -> list[str]:
+    """What lets later tokens into a causal model, evaluation included: a line each.
+
+    Args:
+        moe: a `jaxmoe.models.config.MoEConfig`.
+    """
+    capacity = moe.capacity
+    if capacity is None or capacity.keep == "position":
+        return []
+    if moe.zero_computation is None and capacity.factor * moe.top_k >= moe.num_experts:
+        return []
+    return [
+        "moe.capacity.keep=gate in a causal model: of the tokens of a row an expert keeps those of"
+        " largest gate, so a later token can push an earlier one out, and held-out losses know"
+        " what comes; set keep to position, or moe.capacity to None"
+    ]
 
 
 def _check_weights(moe: Any) -> None:

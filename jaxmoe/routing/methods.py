@@ -7,7 +7,8 @@
 Coefficients are the papers', in the unit of `balancers`: of each layer, and layers are added.
 Papers seldom say how theirs are put together. Code that averages over layers (MegaBlocks, which
 trained OLMoE) means this coefficient divided by their number: see `jaxmoe.models.presets`. Sizes
-(E, K, groups of experts) are the layer's own: DeepSeek's group limit is `router.groups`.
+(E, K, groups of experts) are the layer's own: DeepSeek's group limit is `router.groups`. The unit
+of MoE++ depends on them, so that its 0.01 is taken over as a number: `balancers/heterogeneous.py`.
 
 To add a method: one entry, with its source.
 """

@@ -4,6 +4,7 @@
 
 import dataclasses
 import re
+import warnings
 
 import pytest
 
@@ -67,6 +68,10 @@ WARNED = {
         {"top_k": 1, "gate": GATES["renormalized"]()},
         "moe.top_k=1 with moe.gate=renormalized: the only gate of a token is always 1",
     ),
+    "top-1 in the end": (
+        {"top_k": 2, "router": ProgressiveTopKConfig(), "gate": GATES["renormalized"]()},
+        "moe.router.final_top_k=1 with moe.gate=renormalized: the only gate of a token is always 1",
+    ),
     "capacity that cannot hold": (
         {"capacity": CapacityConfig(factor=0.5)},
         "moe.capacity.factor=0.5 is below 1: even a perfectly even load cannot be held",
@@ -79,6 +84,26 @@ def test_warned_of(name):
     changes, text = WARNED[name]
     with pytest.warns(RoutingWarning, match=re.escape(text)):
         MoEConfig(**changes)
+
+
+@pytest.mark.parametrize(
+    ("capacity", "is_causal", "is_warned"),
+    [
+        (CapacityConfig(), True, True),
+        (CapacityConfig(), False, False),
+        (CapacityConfig(keep="position"), True, False),
+        (CapacityConfig(factor=4.0), True, False),  # E / K: nothing is dropped
+        (None, True, False),
+    ],
+)
+def test_capacity_by_gate_looks_ahead(capacity, is_causal, is_warned):
+    moe, attention = MoEConfig(capacity=capacity), AttentionConfig(is_causal=is_causal)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", RoutingWarning)
+        ModelConfig(moe=moe, attention=attention)
+    said = [str(warning.message) for warning in caught]
+    assert bool(said) == is_warned
+    assert all(text.startswith("moe.capacity.keep=gate in a causal model") for text in said)
 
 
 @pytest.mark.parametrize("name", METHODS)
