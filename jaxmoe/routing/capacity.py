@@ -12,9 +12,10 @@ What exceeds C is dropped: its gate becomes 0, its slot empty, and it is counted
 gates are not renormalized. The scope is a row of the batch, so neither the mesh nor the number of
 micro-batches changes what is dropped. Without a capacity (the default) nothing is dropped.
 
-S counts the positions of a row, padding too. Evaluation drops as training does. By `gate` a later
-token can push an earlier one out: a causal model needs `position`. Generation with a cache passes
-one token at a time, and one token never exceeds a capacity.
+S counts the positions of a row, padding too, and K is `moe.top_k` even where a schedule uses fewer.
+Evaluation drops as training does. By `gate` a later token can push an earlier one out: a causal
+model needs `position`. Generation with a cache passes one token at a time, and one token never
+exceeds a capacity.
 
 Sources: GShard (arXiv 2006.16668, section 2.2) for `position`; Megatron-LM's "probs" for `gate`;
 MoE++ (arXiv 2410.07348, eq. 8) for the second form, whose printed sum holds one assignment of each

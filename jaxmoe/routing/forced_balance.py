@@ -5,7 +5,8 @@
     experts of token i:  i K, i K + 1, ..., i K + K - 1   modulo E
 
 where i is its number in the batch. Over E consecutive tokens every expert has exactly K. For
-benchmarks: the time of a step without the luck of its routing.
+benchmarks: the time of a step without the luck of its routing. Decoding numbers its tokens anew at
+every pass, and so gives them other experts than the whole text would.
 """
 
 from __future__ import annotations

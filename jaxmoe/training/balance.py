@@ -37,7 +37,8 @@ Losses = dict[str, Float[Array, ""]]
 
 def has_wide_balance(model: ModelConfig) -> bool:
     """Whether some balancer's loss is not that of each micro-batch by itself."""
-    return any(balancer.scope != "micro_batch" for balancer in _balancers(model))
+    wide = any(balancer.scope != "micro_batch" for balancer in _balancers(model))
+    return wide and model.num_moe_layers > 0
 
 
 def buffered_losses(
