@@ -3,7 +3,8 @@
 """What `routers` compares: the config, its recipes, and the model of one method.
 
 Every method gets the same layers, the same experts in number, and the same active FLOPs: where it
-fixes another top_k, the width of an expert changes so that top_k * expert_dim stays.
+fixes another top_k, the width of an expert changes so that top_k * expert_dim stays. A schedule of
+top_k counts with its last, and comes to it at nine tenths of the steps.
 
 To add a recipe: a function below and its name in RECIPES.
 """
@@ -18,7 +19,7 @@ from jaxmoe.configs import closest
 from jaxmoe.data import CorpusConfig, DataConfig, LanguageMixtureConfig
 from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
 from jaxmoe.optim import AdamWConfig, LinearConfig, OptimizerConfig, ScheduleConfig
-from jaxmoe.routing import METHODS, SoftMoEConfig
+from jaxmoe.routing import METHODS, ProgressiveTopKConfig, SoftMoEConfig
 
 Objective = Literal["autoregressive", "masked_diffusion"]
 
@@ -120,9 +121,14 @@ def model_of(config: RoutersConfig, name: str, objective: Objective) -> ModelCon
     """
     moe, parts = config.model.moe, METHODS[name].parts()
     assert moe is not None
-    top_k = parts.get("top_k", moe.top_k)
+    top_k, router = parts.get("top_k", moe.top_k), parts["router"]
+    if isinstance(router, ProgressiveTopKConfig):
+        # A number of steps says nothing: after too many, no step is trained with the last top_k.
+        switch = round(0.9 * config.training.steps)
+        parts["router"] = dataclasses.replace(router, switch_step=switch)
+        top_k = router.final_top_k
     parts["expert_dim"] = max(1, round(moe.expert_dim * moe.top_k / top_k))
-    if isinstance(parts["router"], SoftMoEConfig):
+    if isinstance(router, SoftMoEConfig):
         # As many slots as there would be assignments.
         slots = config.training.sequence_length * moe.top_k / moe.num_experts
         parts["router"] = SoftMoEConfig(slots_per_expert=max(1, round(slots)))

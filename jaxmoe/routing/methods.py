@@ -137,7 +137,7 @@ METHODS = {
     "sigma": Method(
         router=ProgressiveTopKConfig(early_top_k=(2,), final_top_k=1, switch_step=100),
         balancers=(_BALANCE,),
-        source="arXiv 2512.16248: more experts in low layers at first; top_k is then 2 and more",
+        source="arXiv 2512.16248: more experts in low layers until switch_step, the run's own",
     ),
     "top_one_balance": Method(
         router=SoftmaxTopKConfig(softmax="before"),

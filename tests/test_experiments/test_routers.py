@@ -219,6 +219,15 @@ def test_equal_active_flops():
     assert not model_of(config, "mixtral", "masked_diffusion").attention.is_causal
 
 
+def test_a_schedule_of_top_k_ends_before_the_training_does():
+    """And the experts that are left have the FLOPs of the others'."""
+    config = RoutersConfig()
+    layer, base = model_of(config, "sigma", "autoregressive").moe, config.model.moe
+    steps = config.training.steps
+    assert 0.8 * steps < layer.router.switch_step < steps
+    assert layer.router.final_top_k * layer.expert_dim == base.top_k * base.expert_dim
+
+
 def test_initial_values_are_paired(tmp_path):
     """All but the router's are the same for every method."""
     config = RoutersConfig()
