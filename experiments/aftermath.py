@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jaxtyping import Float, Shaped
 
 from experiments.assembly import Assembly, entropy_floor, mesh_in_words
 from experiments.output import say
@@ -21,6 +22,7 @@ from jaxmoe.models.config import ModelConfig
 from jaxmoe.models.decode import generate
 from jaxmoe.models.diffuse import diffuse
 from jaxmoe.routing.balancers import conversions
+from jaxmoe.routing.telemetry import LoadWindow
 from jaxmoe.tracking.disk import DiskGuard, replace_file
 from jaxmoe.tracking.jsonl import read_metrics
 from jaxmoe.tracking.plots import plot_run
@@ -64,6 +66,8 @@ def leave(
         return
     references = reference_lines(assembly)
     summary = summarise(assembly, reporter, facts, references)
+    if directory.router_file.exists():
+        summary["router_load_window"] = load_window(*read_router_load(directory.router_file))
     samples = ""
     length = assembly.plan.config.tracking.sample_length
     if result.status == "done" and length and jax.process_count() == 1:
@@ -85,6 +89,27 @@ def leave(
     except ValueError as error:
         logger.warning("%s", error)
     say(last_words(directory, summary, references))
+
+
+def load_window(
+    steps: Shaped[np.ndarray, " n"], load: Float[np.ndarray, "n L E"], length: int = 100
+) -> dict[str, Any] | None:
+    """The load of the last steps taken together, of the worst layer; None without a step.
+
+    A batch is never quite even by chance: what is uneven over many steps is the router.
+
+    Args:
+        steps: numbers of the steps.
+        load: share of the assignments of each expert.
+        length: steps of the window.
+    """
+    if not load.size:
+        return None
+    window = LoadWindow.empty(jax.numpy.asarray(load[0]))
+    for row in load[-length:]:
+        window = window.add(jax.numpy.asarray(row))
+    worst = {name: float(values.max()) for name, values in window.summarise().items()}
+    return {"steps": [int(steps[-length:][0]), int(steps[-1])], **worst}
 
 
 def write_run_report(

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Held-out loss of a run, the same number that training logged.
 
-python -m experiments.evaluate --run.directory runs/pretrain/tiny
+python -m experiments.evaluate --run.directory runs/pretrain/tiny [--routing detailed]
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Sequence
+from typing import Literal
 
 import jax
 
-from experiments import cli
+from experiments import cli, router_details
 from experiments.finished import open_run
 from experiments.process import start_process
 from jaxmoe.training.evaluate import evaluate, make_eval_step
@@ -35,6 +36,8 @@ class EvaluateConfig:
 
     run: FinishedRunConfig = FinishedRunConfig()
     """The run."""
+    routing: Literal["none", "detailed"] = "none"
+    """Whether to print, layer by layer, what the routers do with the held-out tokens."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -51,6 +54,9 @@ def main(argv: Sequence[str]) -> int:
             objective=assembly.plan.config.training.objective,
         )
         result = evaluate(eval_step, state.params, state.router_state, assembly.held_out())
+        details = None
+        if config.routing == "detailed":
+            details = router_details.router_details(assembly, state)
     bytes_per_token = assembly.source.bytes_per_token
     per_byte = ""
     if bytes_per_token is not None:
@@ -59,6 +65,8 @@ def main(argv: Sequence[str]) -> int:
         f"step={step} tokens={result.num_tokens}"
         f" eval/bits_per_token={result.bits_per_token!r}{per_byte}"
     )
+    if details is not None:
+        print(router_details.in_words(details))
     return int(cli.ExitCode.DONE)
 
 

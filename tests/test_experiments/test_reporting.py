@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from experiments import reporting
+from experiments.aftermath import load_window
 from experiments.assembly import assemble
 from experiments.config import TrackingConfig
 from experiments.doctor_devices import tiny_config
@@ -98,3 +99,18 @@ def test_only_the_first_process_writes(assembly, tmp_path, monkeypatch, capsys):
     reporter.close()
     assert not directory.path.exists() and capsys.readouterr().out == ""
     assert reporter.last["train/loss"] == 2.0  # but it knows what the others know
+
+
+def test_the_load_of_many_steps_together():
+    """Two experts that take turns: uneven in every step, even over all; the worst layer counts."""
+    load = np.zeros((6, 2, 2), np.float32)
+    load[::2, 0, 0] = load[1::2, 0, 1] = 1.0
+    load[:, 1] = 0.75, 0.25
+    window = load_window(np.arange(1, 7), load, length=4)
+    assert window == {
+        "steps": [3, 6],
+        "max_violation_window": 0.5,
+        "max_violation_mean": 1.0,
+        "max_violation_sup": 1.0,
+    }
+    assert load_window(np.zeros(0, int), load[:0]) is None

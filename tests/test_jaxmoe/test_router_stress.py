@@ -3,8 +3,9 @@
 """Long proofs: 200 steps under what breaks routers, and nothing that is not finite.
 
 All tokens at one expert from the first step; 256 experts of which a token takes 8; 96 experts of
-which it takes 1. Of the last it is also asked that the load gets even, method by method: who fails
-stands in FAILS_96, and fails if it does not.
+which it takes 1. Of the last it is also asked that the load gets even: over the last 20 steps
+together, because one batch has 21 tokens for an expert and is uneven by chance. What each method
+does there, in one batch as well, is in experiments/README.md.
 """
 
 import dataclasses
@@ -20,22 +21,21 @@ from jaxmoe.data.loader import Loader
 from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
 from jaxmoe.models.initialize import parameter_table
 from jaxmoe.optim import AdamWConfig, LinearConfig
-from jaxmoe.routing import METHODS
+from jaxmoe.routing import METHODS, LossFreeConfig, SigmoidTopKConfig, SoftmaxGateConfig
 from jaxmoe.training.state import init_state
 from jaxmoe.training.step import make_train_step
 
 pytestmark = pytest.mark.slow
 
-STEPS, ROWS, LENGTH = 200, 16, 64
+STEPS, ROWS, LENGTH, WINDOW = 200, 32, 64, 20
 DATA = LanguageMixtureConfig(num_languages=8, symbols_per_language=16)
 CAUSAL = [name for name, method in METHODS.items() if method.router.traits.is_causal]
 
 
-def train(method, *, num_experts, top_k, prepare=lambda params: params):
+def train(parts, *, num_experts, top_k, prepare=lambda params: params, rows=ROWS):
     """Loss and load [L E] of every step; asserts that none was refused."""
-    moe = dataclasses.replace(
-        MoEConfig(num_experts=num_experts, top_k=top_k, expert_dim=16), **METHODS[method].parts()
-    )
+    moe = MoEConfig(num_experts=num_experts, top_k=top_k, expert_dim=16)
+    moe = dataclasses.replace(moe, **parts)
     model = ModelConfig(
         vocab_size=128,
         num_layers=2,
@@ -47,7 +47,7 @@ def train(method, *, num_experts, top_k, prepare=lambda params: params):
     optimizer = AdamWConfig(learning_rate=1e-2).build(parameter_table(model), schedule)
     state = init_state(model, optimizer, jax.random.key(0))
     state = dataclasses.replace(state, params=prepare(state.params))
-    loader = Loader(DATA.build(0), batch_size=ROWS, sequence_length=LENGTH, seed=0)
+    loader = Loader(DATA.build(0), batch_size=rows, sequence_length=LENGTH, seed=0)
     step = make_train_step(model, optimizer)
     losses, loads = [], []
     for number in range(STEPS):
@@ -73,10 +73,30 @@ def to_one_expert(params):
 
 @pytest.mark.parametrize("method", CAUSAL)
 def test_all_tokens_to_one_expert(method):
-    _, loads = train(method, num_experts=8, top_k=2, prepare=to_one_expert)
+    parts = METHODS[method].parts()
+    _, loads = train(parts, num_experts=8, top_k=2, prepare=to_one_expert, rows=16)
     assert np.isfinite(loads).all() and math.isclose(loads[-1, 0].sum(), 1.0, rel_tol=1e-5)
 
 
-@pytest.mark.parametrize("method", ["hyperp"])
+@pytest.mark.parametrize("method", ["hyperp", "deepseek_v3"])
 def test_256_experts_top_8(method):
-    train(method, num_experts=256, top_k=8)
+    train(METHODS[method].parts(), num_experts=256, top_k=8, rows=8)
+
+
+EVEN_96 = {
+    "quantile": METHODS["quantile"].parts() | {"gate": SoftmaxGateConfig()},
+    "loss_free of rate 0.01": {
+        "router": SigmoidTopKConfig(bias=LossFreeConfig(rate=0.01)),
+        "gate": SoftmaxGateConfig(),
+        "balancers": (),
+    },
+}
+
+
+@pytest.mark.parametrize("name", EVEN_96)
+def test_96_experts_top_1(name):
+    """Max violation below 1 and no dead expert, in both layers."""
+    _, loads = train(EVEN_96[name], num_experts=96, top_k=1)
+    window = loads[-WINDOW:].mean(0)
+    assert (window.max(-1) * 96 - 1.0 < 1.0).all()
+    assert (window > 0.0).all()
