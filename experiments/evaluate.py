@@ -3,6 +3,8 @@
 """Held-out loss of a run, the same number that training logged.
 
 python -m experiments.evaluate --run.directory runs/pretrain/tiny [--routing detailed]
+
+On another number of devices than in training: --run.mesh.data 1.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from experiments import cli, router_details
 from experiments.finished import open_run
 from experiments.process import start_process
 from jaxmoe.training.evaluate import evaluate, make_eval_step
+from sharding.mesh import MeshConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,6 +31,8 @@ class FinishedRunConfig:
     """Run directory."""
     step: int | None = None
     """Of the checkpoint; the newest when None."""
+    mesh: MeshConfig | None = None
+    """Devices to use; as in training when None."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
     config = cli.parse_flags(EvaluateConfig(), argv, prog, __doc__ or "")
     start_process()
     with cli.exit_on_bad_configuration():
-        assembly, state, step = open_run(config.run.directory, config.run.step)
+        assembly, state, step = open_run(config.run.directory, config.run.step, config.run.mesh)
     with jax.set_mesh(assembly.mesh):
         eval_step = make_eval_step(
             assembly.plan.model,

@@ -3,6 +3,8 @@
 """Text from a run.
 
 python -m experiments.generate --run.directory runs/pretrain/tiny --prompt "def main("
+
+On another number of devices than in training: --run.mesh.data 1.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from experiments.aftermath import continue_rows
 from experiments.evaluate import FinishedRunConfig
 from experiments.finished import open_run
 from experiments.process import start_process
+from jaxmoe.data import DataError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,8 +54,11 @@ def main(argv: Sequence[str]) -> int:
     config = cli.parse_flags(GenerateConfig(), argv, prog, __doc__ or "")
     start_process()
     with cli.exit_on_bad_configuration():
-        assembly, state, _ = open_run(config.run.directory, config.run.step)
-        prompt = assembly.source.encode(config.prompt)
+        assembly, state, _ = open_run(config.run.directory, config.run.step, config.run.mesh)
+        try:
+            prompt = assembly.source.encode(config.prompt)
+        except DataError as error:
+            raise ValueError(f"prompt={config.prompt!r}: {error}") from error
     written = continue_rows(
         assembly.plan.model,
         assembly.source,

@@ -25,6 +25,7 @@ from experiments.assembly import (
     Assembly,
     assemble,
     devices_in_words,
+    entropy_floor,
     mesh_in_words,
 )
 from experiments.config import FREE_FIELDS, PretrainConfig
@@ -42,6 +43,7 @@ from jaxmoe.tracking.console import format_count, format_flops
 from jaxmoe.training.evaluate import make_eval_step
 from jaxmoe.training.hooks import CheckpointHook, EvaluateHook, Hook, RefreshHook, Trace
 from jaxmoe.training.loop import LoopResult, run_loop
+from jaxmoe.training.masked_diffusion import MaskedDiffusionConfig
 from jaxmoe.training.state import TrainState
 from jaxmoe.training.step import make_train_step
 from jaxmoe.training.stop import StopRequest
@@ -254,7 +256,7 @@ def _print_header(name: str, directory: RunDirectory, assembly: Assembly, first_
         f"devices  {_mesh_text(assembly)}",
         f"model    {model.num_layers} layers, width {model.embed_dim}, {experts};"
         f" {format_count(plan.table.total)} parameters, {format_count(active)} active",
-        f"data     {assembly.source.describe(training.sequence_length)}",
+        f"data     {_data_text(assembly)}",
         f"plan     {training.steps} steps of {tokens} tokens,"
         f" {format_flops(flops * tokens)} a step",
     )
@@ -264,6 +266,15 @@ def _print_header(name: str, directory: RunDirectory, assembly: Assembly, first_
         notes += causal_advice(moe)
     for text in notes:
         say(f"note     {text}")
+
+
+def _data_text(assembly: Assembly) -> str:
+    """The data, with the floor of masked diffusion where that is another than the next token's."""
+    training, floor = assembly.plan.config.training, entropy_floor(assembly)
+    text = assembly.source.describe(training.sequence_length)
+    if floor is None or not isinstance(training.objective, MaskedDiffusionConfig):
+        return text
+    return f"{text}; {floor:.4f} where no token is given"
 
 
 def _mesh_text(assembly: Assembly) -> str:

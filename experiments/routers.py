@@ -66,6 +66,7 @@ def main(argv: Sequence[str]) -> int:
             directory.acquire()
         try:
             with cli.exit_on_bad_configuration():
+                config.schedule.build(config.training.steps)  # else each method is refused by it
                 directory.check_config(config, free=FREE_FIELDS)
                 tasks, data = load_tasks(config)
                 comparison = Comparison(config, directory, tasks, data)

@@ -95,4 +95,4 @@ def _draw_row(panels: Sequence, row: Row, color: str, place: int) -> None:
     values = (row["excess_bits"], row["mutual_information"], violation["mean"], row["step_ratio"])
     for axes, value in zip(panels[1:], values, strict=True):
         if value is not None:
-            axes.plot(value, place, color=color, marker="o", ms=4.5)
+            axes.plot(value, place, color=color, marker="o", ms=4.5, clip_on=False)

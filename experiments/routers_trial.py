@@ -103,6 +103,7 @@ class Programs:
             execution=_EXECUTION,
             accumulation=self._training.accumulation,
             clip=self._training.clip,
+            accumulated_balance=self._training.accumulated_balance,
             objective=self.objective,
         )
         return self._compiled(step, self._any_state, self._batch)

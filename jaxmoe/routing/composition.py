@@ -79,6 +79,12 @@ def advice(moe: Any) -> list[str]:
                 " model's loss gives the router no gradient; use softmax before the choice with"
                 " moe.gate softmax"
             )
+    if not traits.is_learned and moe.balancers:
+        names = ", ".join(balancer.name for balancer in moe.balancers)
+        lines.append(
+            f"moe.balancers={names}: the router {router.name} has nothing to learn, and a loss"
+            " of its choices changes nothing but the number: leave moe.balancers empty"
+        )
     if moe.capacity is not None and moe.capacity.factor < 1.0:
         lines.append(
             f"moe.capacity.factor={moe.capacity.factor} is below 1: even a perfectly even load"

@@ -196,6 +196,10 @@ def test_generate_writes_text(finished, capsys):
     assert len(continued) == 4 and all(0 <= int(word) < 8 for word in continued)
     assert generate.main([*arguments, "--temperature", "0"]) == ExitCode.DONE
     assert capsys.readouterr().out == first
+    with pytest.raises(SystemExit) as stopped:
+        generate.main([*arguments[:2], "--prompt", "def"])
+    assert stopped.value.code == ExitCode.BAD_CONFIGURATION
+    assert "error: prompt='def': 'def' is not a token of this language" in capsys.readouterr().err
 
 
 def test_killed_at_any_moment_and_resumed_equals_never_stopped(tmp_path):

@@ -280,6 +280,7 @@ def test_rows_are_ranked_and_say_why_not():
         (("model.moe:none",), "has no router"),
         (("--model.vocab_size", "64"), "give --model.vocab_size 256"),
         (("corpus:markov",), "corpus has no bytes"),
+        (("--training.steps", "10"), "schedule.warmup_steps=10 must be below"),
     ],
 )
 def test_bad_input(arguments, message, tmp_path, capsys):

@@ -72,6 +72,10 @@ WARNED = {
         {"top_k": 2, "router": ProgressiveTopKConfig(), "gate": GATES["renormalized"]()},
         "moe.router.final_top_k=1 with moe.gate=renormalized: the only gate of a token is always 1",
     ),
+    "balance losses of a router that learns nothing": (
+        {"router": ROUTERS["hash"]()},
+        "moe.balancers=load_balance, router_z: the router hash has nothing to learn",
+    ),
     "capacity that cannot hold": (
         {"capacity": CapacityConfig(factor=0.5)},
         "moe.capacity.factor=0.5 is below 1: even a perfectly even load cannot be held",

@@ -124,5 +124,5 @@ def test_forced_balance_is_exact(top_k):
 def test_nothing_learned_is_no_reason_to_warn(name, recwarn):
     """A constant gate of one expert is what such a router is meant to have."""
     MoEConfig(router=CONFIGS[name], top_k=1, balancers=())
-    MoEConfig(router=CONFIGS[name], top_k=1, gate=SoftmaxGateConfig())
+    MoEConfig(router=CONFIGS[name], top_k=1, gate=SoftmaxGateConfig(), balancers=())
     assert not recwarn
