@@ -103,6 +103,14 @@ def pytest_configure(config):
         os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0"
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _forget_compiled_programs():
+    """Compiled programs are mapped memory, of which a process may have only so many pieces: with
+    those of all modules in one worker the kernel refuses more, and XLA aborts."""
+    yield
+    jax.clear_caches()
+
+
 @pytest.fixture
 def key(request):
     """A random key that depends on the name of the test, parameters included, alone."""
