@@ -64,7 +64,7 @@ def to_one_expert(params):
     params = jax.tree.map(lambda leaf: leaf, params)
     table = params["embedding"]["weight"]
     params["embedding"]["weight"] = table.at[:, 0].set(20.0 * jnp.abs(table).max())
-    router = params["moe_blocks_0"]["moe"]["router"]
+    router = params["moe_blocks_0"]["moe"].get("router", {})  # some have no parameters
     for name, leaf in router.items():
         if name == "weight":
             router[name] = leaf.at[:, 0, 3].set(20.0)
