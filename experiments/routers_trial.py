@@ -211,7 +211,7 @@ def run_trial(
         try:
             record["moe"] = moe_json(config, name)
             programs = _fill(record, config, name, objective, tasks, baseline, stop)
-        except (ValueError, NotImplementedError) as error:
+        except ValueError as error:
             record |= {"status": "refused", "reason": str(error)}
         except (TypeError, ArithmeticError, RuntimeError) as error:  # JAX's errors are of these
             logger.debug("%s failed", name, exc_info=True)

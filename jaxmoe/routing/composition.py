@@ -113,9 +113,12 @@ def causal_advice(moe: Any) -> list[str]:
 
 def _check_weights(moe: Any) -> None:
     """Refuses a balancer of the router's weights where the router has none of the kind."""
+    balancers = of_weights(moe.balancers)
+    if not balancers:
+        return
     sizes = {"num_experts": moe.num_routed, "embed_dim": 1}
     declared = moe.router.build(top_k=moe.top_k, **sizes).declarations()
-    for balancer in of_weights(moe.balancers):
+    for balancer in balancers:
         for name in balancer.router_parameters:
             if name not in declared or declared[name].shape != (1, moe.num_routed):
                 raise ValueError(

@@ -5,6 +5,8 @@
 Needs the extra `hf` (PyTorch 2.13.0 for the CPU, on Python 3.11).
 """
 
+import importlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -40,9 +42,10 @@ def torch():
 @pytest.mark.parametrize("scale", [1.0, 2.5])
 def test_experts_weights_and_gradients(torch, num_groups, top_groups, is_renormalized, scale):
     """The same experts, weights, and gradients in the weight and in x."""
-    # Imported here, where the test is known not to be skipped.
-    modeling = pytest.importorskip("transformers.models.deepseek_v3.modeling_deepseek_v3")
-    configs = pytest.importorskip("transformers.models.deepseek_v3.configuration_deepseek_v3")
+    # Imported here, where transformers is known to be there: without these two it is a failure.
+    package = "transformers.models.deepseek_v3"
+    modeling = importlib.import_module(f"{package}.modeling_deepseek_v3")
+    configs = importlib.import_module(f"{package}.configuration_deepseek_v3")
     top_k = 8
     theirs = modeling.DeepseekV3TopkRouter(
         configs.DeepseekV3Config(
