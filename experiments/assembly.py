@@ -21,7 +21,7 @@ from jaxmoe.models.config import ModelConfig
 from jaxmoe.models.initialize import parameter_table
 from jaxmoe.optim.schedules import Schedule
 from jaxmoe.parameters import ParameterTable
-from jaxmoe.scaling import BasePoint, Budget, Parameterization
+from jaxmoe.scaling import Budget, Parameterization
 from jaxmoe.training import MaskedDiffusionConfig
 from jaxmoe.training.state import TrainState, init_state
 from sharding.distributed import global_batch
@@ -105,7 +105,7 @@ def make_plan(config: PretrainConfig) -> Plan:
     training = config.training
     batch_tokens = training.batch_size * training.sequence_length
     budget = Budget(tokens=training.steps * batch_tokens, batch_tokens=batch_tokens)
-    parameterization = config.parameterization.build(config.model, budget, BasePoint())
+    parameterization = config.parameterization.build(config.model, budget, config.base)
     table = parameter_table(parameterization.model, parameterization, config.execution.axis_rules)
     schedule = config.schedule.build(training.steps)
     return Plan(

@@ -15,7 +15,7 @@ from jaxmoe.data import CorpusConfig, DataConfig
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.optim import AdamWConfig, LinearConfig, OptimizerConfig, ScheduleConfig
-from jaxmoe.scaling import ParameterizationConfig, StandardConfig
+from jaxmoe.scaling import HYPERP_BASE, BasePoint, ParameterizationConfig, StandardConfig
 from jaxmoe.tracking import TensorBoardConfig, TrackerConfig
 from jaxmoe.tracking.terminal import ConsoleKind
 from jaxmoe.training import NextTokenConfig, ObjectiveConfig
@@ -177,6 +177,8 @@ class PretrainConfig:
     """The learning rate by step."""
     parameterization: ParameterizationConfig = StandardConfig()
     """Initial scale, learning-rate multipliers and forward multipliers by role."""
+    base: BasePoint = HYPERP_BASE
+    """Where optimizer.learning_rate was tuned, for parameterisations that carry it from there."""
     execution: ExecutionConfig = ExecutionConfig()
     """Where and how."""
     evaluation: EvaluationConfig = EvaluationConfig()

@@ -51,6 +51,9 @@ Role = Literal[
 ]
 ROLES: Final[tuple[Role, ...]] = Role.__args__  # pyright: ignore[reportAttributeAccessIssue]
 
+Group = Literal["adamw", "muon", "muonh", "adamh"]
+"""Optimiser groups: those that end in h keep each matrix on its sphere."""
+
 Dims = tuple[int, ...]
 MatrixAxes = tuple[Dims, Dims]
 
@@ -156,11 +159,17 @@ class Hyperparameters:
     """Standard deviation at fan_in 1."""
     fan_in_power: float = -0.5
     """init std = init_std * fan_in ** fan_in_power."""
+    distribution: Literal["normal", "uniform"] = "normal"
+    """Of the initial values; the uniform one reaches from -sqrt(3) to sqrt(3) times init_std."""
     learning_rate_multiplier: float = 1.0
     """Times the schedule."""
     weight_decay_multiplier: float = 1.0
     """Times the optimiser's weight decay."""
-    group: str = "adamw"
+    has_independent_decay: bool = False
+    """The decay follows the schedule alone, w - decay * schedule * w, and not the learning rate."""
+    epsilon_multiplier: float = 1.0
+    """Times the epsilon of AdamW."""
+    group: Group = "adamw"
     """Optimiser group."""
 
 
@@ -198,7 +207,12 @@ class ParameterSpec:
         """Depends on the path and on nothing else, the mesh least of all."""
         if self.declaration.init != "normal":
             return _constant(self.declaration, dtype)
-        noise = jax.random.normal(fold_path(key, self.path), self.shape, jnp.float32)
+        key = fold_path(key, self.path)
+        if self.hyper.distribution == "uniform":
+            edge = math.sqrt(3.0)
+            noise = jax.random.uniform(key, self.shape, jnp.float32, minval=-edge, maxval=edge)
+        else:
+            noise = jax.random.normal(key, self.shape, jnp.float32)
         return (noise * jnp.float32(self.init_std)).astype(dtype)
 
 
@@ -249,6 +263,13 @@ class ParameterTable:
         )
 
 
+def _initial(row: ParameterSpec) -> str:
+    if row.declaration.init != "normal":
+        return row.declaration.init
+    mark = "u" if row.hyper.distribution == "uniform" else ""
+    return f"{mark}{row.init_std:.6g}"
+
+
 def _cells(row: ParameterSpec) -> tuple[str, ...]:
     declaration, hyper = row.declaration, row.hyper
     if declaration.matrix is None:
@@ -264,7 +285,7 @@ def _cells(row: ParameterSpec) -> tuple[str, ...]:
         str(declaration.fan(0)),
         str(declaration.fan(1)),
         declaration.role,
-        f"{row.init_std:.6g}" if declaration.init == "normal" else declaration.init,
+        _initial(row),
         f"{hyper.learning_rate_multiplier:g}",
         f"{hyper.weight_decay_multiplier:g}",
         hyper.group,

@@ -48,6 +48,9 @@ def parameter_table(
         model: whose parameters.
         parameterization: initial scale and learning-rate multiplier per role; standard when None.
         rules: from logical axes to mesh axes.
+
+    Raises:
+        ValueError: the parameterisation says nothing of a parameter's role.
     """
     parameterization = parameterization or standard(model)
     tokens = jax.ShapeDtypeStruct((1, 2), jnp.int32)
@@ -61,7 +64,10 @@ def parameter_table(
     for path, leaf in sorted(flat.items()):
         declaration = leaf.declaration
         spec = rules.resolve(declaration.axes)
-        hyper = parameterization.of(declaration.role)
+        try:
+            hyper = parameterization.of(declaration.role)
+        except ValueError as error:
+            raise ValueError(f"parameter {path}: {error}") from error
         rows.append(ParameterSpec(path=path, declaration=declaration, hyper=hyper, spec=spec))
     return ParameterTable(tuple(rows))
 

@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 import optax
+from jaxtyping import Array, Float
 
 from jaxmoe.optim.adamw import standard_promotion
 from jaxmoe.optim.schedules import Schedule
@@ -51,22 +52,31 @@ class AdamWConfig:
         if self.weight_decay < 0.0:
             raise ValueError(f"optimizer.weight_decay={self.weight_decay} must be 0 or more")
 
-    def build(self, table: ParameterTable, schedule: Schedule) -> optax.GradientTransformation:
+    def build(
+        self,
+        table: ParameterTable,
+        schedule: Schedule,
+        *,
+        learning_rate: Float[Array, ""] | None = None,
+    ) -> optax.GradientTransformation:
         """The optimiser of a model.
 
         Args:
             table: multipliers and groups of its parameters.
             schedule: factor on the learning rate by step.
+            learning_rate: peak, where it is an argument of the compiled step; the config's when
+                None.
 
         Raises:
             ValueError: a parameter belongs to a group that this optimiser does not have.
         """
+        peak = self.learning_rate if learning_rate is None else learning_rate
         strangers = sorted({row.hyper.group for row in table} - {"adamw"})
         if strangers:
             raise ValueError(f"the optimizer 'adamw' has no group {', '.join(strangers)}")
 
         def rate(count: Any) -> Any:
-            return self.learning_rate * schedule(jnp.asarray(count))
+            return peak * schedule(jnp.asarray(count))
 
         chain = optax.chain(
             optax.scale_by_adam(b1=self.beta1, b2=self.beta2, eps=self.epsilon),

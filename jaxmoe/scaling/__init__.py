@@ -7,6 +7,7 @@ which goes into ParameterizationConfig.
 """
 
 from jaxmoe.configs import registry_of
+from jaxmoe.scaling.budget import HYPERP_BASE as HYPERP_BASE
 from jaxmoe.scaling.budget import BasePoint as BasePoint
 from jaxmoe.scaling.budget import Budget as Budget
 from jaxmoe.scaling.parameterization import Parameterization as Parameterization

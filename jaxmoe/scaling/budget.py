@@ -5,6 +5,10 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Final, Literal
+
+BaseField = Literal["num_layers", "embed_dim", "tokens", "batch_tokens"]
+BASE_FIELDS: Final[tuple[BaseField, ...]] = ("num_layers", "embed_dim", "tokens", "batch_tokens")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -19,8 +23,8 @@ class Budget:
     def __post_init__(self):
         if self.tokens < 1 or self.batch_tokens < 1:
             raise ValueError(
-                f"a budget of {self.tokens} tokens in batches of {self.batch_tokens}: both must be"
-                " at least 1"
+                f"a budget of {self.tokens} tokens in batches of {self.batch_tokens}: budget.tokens"
+                " and budget.batch_tokens must both be at least 1"
             )
 
     @property
@@ -31,13 +35,42 @@ class Budget:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class BasePoint:
-    """Where the base learning rate was tuned (defaults: HyperP, arXiv 2603.28743, section 3)."""
+    """Where the base learning rate was tuned. A rule that needs a number asks for it."""
 
-    num_layers: int = 8
+    num_layers: int | None = None
     """Depth."""
-    embed_dim: int = 1024
+    embed_dim: int | None = None
     """Width."""
-    tokens: int = 10_400_000_000
-    """Training tokens."""
-    batch_tokens: int = 2_097_152
+    tokens: int | None = None
+    """Training tokens of the whole run."""
+    batch_tokens: int | None = None
     """Tokens of one step."""
+
+    def __post_init__(self):
+        for field in BASE_FIELDS:
+            value = getattr(self, field)
+            if value is not None and value < 1:
+                raise ValueError(f"base.{field}={value} must be at least 1")
+
+    def number(self, field: BaseField, rule: str) -> int:
+        """One of the numbers, for a rule that cannot do without it.
+
+        Args:
+            field: which.
+            rule: the parameterisation that asks, for the error.
+
+        Raises:
+            ValueError: it is not given.
+        """
+        value = getattr(self, field)
+        if value is None:
+            raise ValueError(
+                f"base.{field} is missing: {rule} carries a learning rate from the point where it"
+                f" was tuned; give --base.{field} N ({getattr(HYPERP_BASE, field)} in HyperP's"
+                " paper)"
+            )
+        return value
+
+
+HYPERP_BASE = BasePoint(num_layers=8, embed_dim=1024, tokens=10_400_000_000, batch_tokens=2_097_152)
+"""The paper's (arXiv 2603.28743, section 3): depth 8, 50 tokens per parameter, 2^21 a step."""

@@ -17,6 +17,14 @@ class Parameterization:
     model: ModelConfig
     roles: tuple[tuple[Role, Hyperparameters], ...]
 
+    def __post_init__(self):
+        names = [role for role, _ in self.roles]
+        if twice := sorted({role for role in names if names.count(role) > 1}):
+            raise ValueError(
+                f"the parameterisation names the role {twice[0]!r} twice in `roles`: a parameter"
+                " follows one rule, so keep one of the two"
+            )
+
     def of(self, role: Role) -> Hyperparameters:
         """Hyperparameters of one role.
 
@@ -25,5 +33,8 @@ class Parameterization:
         """
         table = dict(self.roles)
         if role not in table:
-            raise ValueError(f"the parameterisation says nothing of the role {role!r}")
+            raise ValueError(
+                f"the parameterisation says nothing of the role {role!r}: add it to its `roles`"
+                f" (it knows {', '.join(table)})"
+            )
         return table[role]

@@ -246,19 +246,25 @@ def test_every_role_is_known_to_the_standard_parameterisation(model):
 def test_a_role_without_hyperparameters_is_refused():
     with refusal("the parameterisation says nothing of the role 'norm'"):
         Parameterization(model=TINY, roles=()).of("norm")
-    with refusal("the parameterisation says nothing of the role 'embedding'"):
+    with refusal("parameter embedding/weight: the parameterisation says nothing of the role"):
         parameter_table(TINY, Parameterization(model=TINY, roles=()))
+
+
+def test_a_role_named_twice_is_refused():
+    plain = standard(TINY)
+    with refusal("the parameterisation names the role 'norm' twice in `roles`"):
+        dataclasses.replace(plain, roles=(*plain.roles, ("norm", plain.of("norm"))))
 
 
 def test_a_parameterisation_reaches_the_table_and_the_values(tiny_values):
     plain = standard(TINY)
     roles = tuple(
-        (role, dataclasses.replace(hyper, init_std=3.0 * hyper.init_std, group="other"))
+        (role, dataclasses.replace(hyper, init_std=3.0 * hyper.init_std, group="muon"))
         for role, hyper in plain.roles
     )
     tripled = Parameterization(model=TINY, roles=roles)
     rows = {row.path: row for row in parameter_table(TINY, tripled)}
-    assert {row.hyper.group for row in rows.values()} == {"other"}
+    assert {row.hyper.group for row in rows.values()} == {"muon"}
     values = flat(init_params(TINY, jax.random.key(7), parameterization=tripled))
     np.testing.assert_allclose(
         values["head/weight"], 3.0 * tiny_values["head/weight"], rtol=1e-6
