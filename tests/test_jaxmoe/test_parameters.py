@@ -244,15 +244,24 @@ def test_every_role_is_known_to_the_standard_parameterisation(model):
 
 
 def test_a_role_without_hyperparameters_is_refused():
-    with refusal("the parameterisation says nothing of the role 'norm'"):
-        Parameterization(model=TINY, roles=()).of("norm")
-    with refusal("parameter embedding/weight: the parameterisation says nothing of the role"):
-        parameter_table(TINY, Parameterization(model=TINY, roles=()))
+    plain = standard(TINY)
+    partial = dataclasses.replace(plain, roles=(("head", plain.of("head")),))
+    text = (
+        "the parameterisation says nothing of the role 'embedding': add it to its `roles` (it knows"
+        " head)"
+    )
+    with refusal(text):
+        partial.of("embedding")
+    with refusal(f"parameter embedding/weight: {text}"):
+        parameter_table(TINY, partial)
 
 
 def test_a_role_named_twice_is_refused():
     plain = standard(TINY)
-    with refusal("the parameterisation names the role 'norm' twice in `roles`"):
+    with refusal(
+        "the parameterisation names the role 'norm' twice in `roles`: a parameter follows one rule,"
+        " so keep one of the two"
+    ):
         dataclasses.replace(plain, roles=(*plain.roles, ("norm", plain.of("norm"))))
 
 
