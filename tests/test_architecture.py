@@ -61,7 +61,7 @@ REGISTRIES = {
         *("corpus", "files", "mixture", "huggingface", "markov", "language_mixture"),
     },
     "jaxmoe.data.tokenizer:TOKENIZERS": {"bytes", "file", "trained", "ids"},
-    "jaxmoe.optim:OPTIMIZERS": {"adamw"},
+    "jaxmoe.optim:OPTIMIZERS": {"adamw", "muon", "muonh"},
     "jaxmoe.optim.schedules:SCHEDULES": {"cosine", "linear", "wsd"},
     "jaxmoe.routing:BIASES": {"loss_free", "bip", "quantile"},
     "jaxmoe.routing:BALANCERS": {

@@ -5,12 +5,18 @@
 from jaxmoe.configs import registry_of
 from jaxmoe.optim.adamw import adamw as adamw
 from jaxmoe.optim.groups import AdamWConfig as AdamWConfig
+from jaxmoe.optim.hypersphere import adamh as adamh
+from jaxmoe.optim.hypersphere import muonh as muonh
+from jaxmoe.optim.matrix_groups import MuonConfig as MuonConfig
+from jaxmoe.optim.matrix_groups import MuonHConfig as MuonHConfig
+from jaxmoe.optim.muon import muon as muon
+from jaxmoe.optim.newton_schulz import newton_schulz as newton_schulz
 from jaxmoe.optim.schedules import SCHEDULES as SCHEDULES
 from jaxmoe.optim.schedules import CosineConfig as CosineConfig
 from jaxmoe.optim.schedules import LinearConfig as LinearConfig
 from jaxmoe.optim.schedules import ScheduleConfig as ScheduleConfig
 from jaxmoe.optim.schedules import WarmupStableDecayConfig as WarmupStableDecayConfig
 
-OptimizerConfig = AdamWConfig
+OptimizerConfig = AdamWConfig | MuonConfig | MuonHConfig
 
 OPTIMIZERS = registry_of(OptimizerConfig)

@@ -41,6 +41,19 @@ def _widen(tree: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), tree)
 
 
+def check_moments(**decays: float) -> None:
+    """Refuses what is no decay of a moment."""
+    for name, decay in decays.items():
+        if not 0.0 <= decay < 1.0:
+            raise ValueError(f"{name}={decay} must lie in [0, 1)")
+
+
+def check_weight_decay(weight_decay: float) -> None:
+    """Refuses what is no weight decay."""
+    if not weight_decay >= 0.0:
+        raise ValueError(f"weight_decay={weight_decay} must be 0 or more")
+
+
 def adamw(
     learning_rate: float | Callable[[Any], Any],
     *,
@@ -65,11 +78,8 @@ def adamw(
     Raises:
         ValueError: a moment's decay outside [0, 1), or a negative weight decay.
     """
-    for name, beta in (("beta1", beta1), ("beta2", beta2)):
-        if not 0.0 <= beta < 1.0:
-            raise ValueError(f"{name}={beta} must lie in [0, 1)")
-    if weight_decay < 0.0:
-        raise ValueError(f"weight_decay={weight_decay} must be 0 or more")
+    check_moments(beta1=beta1, beta2=beta2)
+    check_weight_decay(weight_decay)
 
     def mask(params: Any) -> Any:
         if isinstance(matrix_axes, tuple):

@@ -8,12 +8,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import optax.contrib
 import pytest
 
 from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
 from jaxmoe.models.initialize import parameter_table
-from jaxmoe.optim import OPTIMIZERS, AdamWConfig, LinearConfig, adamw
+from jaxmoe.optim import (
+    OPTIMIZERS,
+    AdamWConfig,
+    LinearConfig,
+    MuonConfig,
+    MuonHConfig,
+    adamh,
+    adamw,
+    muonh,
+)
 from jaxmoe.parameters import ROLES
+from jaxmoe.routing import METHODS
 from jaxmoe.scaling import standard
 from tests.support.tolerances import assert_close
 
@@ -83,60 +94,147 @@ def test_moments_are_f32_whatever_the_parameters(name):
     assert len(floats) == 2 * len(table) and {m.dtype for m in floats} == {jnp.dtype("float32")}
 
 
-# One case per optimiser: (a config, the optax optimiser of one parameter).
-CASES = {
-    "adamw": (
-        AdamWConfig(learning_rate=0.05, beta1=0.8, beta2=0.9, epsilon=1e-3, weight_decay=0.3),
-        lambda rate, decay: optax.adamw(rate, b1=0.8, b2=0.9, eps=1e-3, weight_decay=decay),
+MATRICES = {"embedding": "adamw", "norm": "adamw"}
+"""Groups of the roles whose group is neither the optimiser's first nor that of its head."""
+
+
+def _by_role(first: str = "adamw", head: str = "adamw", *, is_scaled=False, **changes):
+    """The standard parameterisation in other groups, and with every role's multipliers its own."""
+    rules = standard(MODEL)
+
+    def rule(i, role):
+        own = {
+            "learning_rate_multiplier": 1.0 + i / 4,
+            "weight_decay_multiplier": (i % 3) / 2,
+            "epsilon_multiplier": 1.0 + i % 2,
+            "has_independent_decay": i % 4 == 1,
+        }
+        group = {**MATRICES, "head": head}.get(role, first)
+        given = (own if is_scaled else {}) | {"group": group} | changes
+        return dataclasses.replace(rules.of(role), **given)
+
+    roles = tuple((role, rule(i, role)) for i, role in enumerate(ROLES))
+    return dataclasses.replace(rules, roles=roles)
+
+
+def _adamw(row, rate, decay, epsilon):
+    return optax.adamw(rate, b1=0.8, b2=0.9, eps=epsilon, weight_decay=decay)
+
+
+def _optax_muon(row, rate, decay, epsilon):
+    if row.hyper.group == "adamw":
+        return _adamw(row, lambda count: 0.5 * rate(count), 2.0 * decay, epsilon)
+    inputs, outputs = (
+        tuple(len(row.shape) + dim for dim in side) for side in row.declaration.matrix
     )
+    numbers = optax.contrib.MuonDimensionNumbers(inputs, outputs)
+    return optax.contrib.muon(
+        rate,
+        beta=0.7,
+        ns_coeffs="dion",
+        eps=1e-3,
+        weight_decay=decay,
+        muon_weight_dimension_numbers=lambda params: jax.tree.map(lambda _: numbers, params),
+    )
+
+
+def _alone_on_its_sphere(row, rate, decay, epsilon):
+    """Ours; test_hypersphere.py has them against the oracle."""
+    axes = row.declaration.matrix
+    match row.hyper.group:
+        case "muonh":
+            return muonh(
+                rate, matrix_axes=axes, momentum=0.7, sphere="stack", epsilon=1e-3,
+                weight_decay=decay,
+            )  # fmt: skip
+        case "adamh":
+            return adamh(
+                rate, matrix_axes=axes, beta1=0.8, beta2=0.9, epsilon=epsilon, sphere="stack",
+                weight_decay=decay,
+            )  # fmt: skip
+    return _adamw(row, rate, decay, epsilon)
+
+
+FIELDS = {"learning_rate": 0.05, "beta1": 0.8, "beta2": 0.9, "epsilon": 1e-3, "weight_decay": 0.3}
+
+# One case per optimiser: a config, the groups of matrices and head, and the optimiser of one
+# parameter alone. The latter's decay is its multiple of the learning rate.
+CASES = {
+    "adamw": (AdamWConfig(**FIELDS), ("adamw", "adamw"), _adamw),
+    "muon": (
+        MuonConfig(**FIELDS, adamw_ratio=0.5, momentum=0.7, form="ema", scale="clip_norm"),
+        ("muon", "adamw"),
+        _optax_muon,
+    ),
+    "muonh": (
+        MuonHConfig(**FIELDS, momentum=0.7, sphere="stack"),
+        ("muonh", "adamh"),
+        _alone_on_its_sphere,
+    ),
 }
 
 
 def test_every_optimizer_has_a_case():
     assert set(CASES) == set(OPTIMIZERS)
-    assert all(type(config) is OPTIMIZERS[name] for name, (config, _) in CASES.items())
-
-
-def _with_multipliers(**changes):
-    """Every role with other multipliers."""
-    rules = standard(MODEL)
-    roles = tuple(
-        (
-            role,
-            dataclasses.replace(
-                rules.of(role),
-                learning_rate_multiplier=1.0 + i / 4,
-                weight_decay_multiplier=(i % 3) / 2,
-                **changes,
-            ),
-        )
-        for i, role in enumerate(ROLES)
-    )
-    return dataclasses.replace(rules, roles=roles)
+    assert all(type(config) is OPTIMIZERS[name] for name, (config, *_) in CASES.items())
 
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("is_scaled", [False, True])
-def test_equals_optax_by_role(name, is_scaled):
-    """Each parameter alone in an optimiser of optax, with its own rate and decay."""
-    config, make = CASES[name]
-    table = parameter_table(MODEL, _with_multipliers() if is_scaled else None)
+def test_equals_the_optimizer_of_each_parameter(name, is_scaled):
+    """Each parameter alone in an optimiser of optax, with its own rate, decay and epsilon."""
+    config, groups, make = CASES[name]
+    table = parameter_table(MODEL, _by_role(*groups, is_scaled=is_scaled))
     schedule = LinearConfig(warmup_steps=2).build(10)
     path = _train(config.build(table, schedule), table.tree(lambda row: row.shape))
 
-    def rate_of(row):
-        return lambda count: (
-            config.learning_rate * row.hyper.learning_rate_multiplier * schedule(count)
-        )
+    def alone(row):
+        hyper = row.hyper
+        peak = config.learning_rate * hyper.learning_rate_multiplier
+        decay = config.weight_decay * hyper.weight_decay_multiplier
+        decay = decay / peak if hyper.has_independent_decay else decay
+        epsilon = config.epsilon * hyper.epsilon_multiplier
+        return make(row, lambda count: peak * schedule(count), decay, epsilon)
 
-    optimizers = {
-        row.path: make(rate_of(row), config.weight_decay * row.hyper.weight_decay_multiplier)
-        for row in table
-    }
     labels = table.tree(lambda row: row.path)
-    theirs = optax.multi_transform(optimizers, labels)
+    theirs = optax.multi_transform({row.path: alone(row) for row in table}, labels)
     wanted = _train(theirs, table.tree(lambda row: row.shape), "standard")
-    assert_close(path, wanted, kind="elementwise")
+    assert_close(path, wanted, kind="elementwise" if name == "adamw" else "matmul")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_rate_may_be_an_argument_of_the_compiled_step(name):
+    config, groups, _ = CASES[name]
+    table = parameter_table(MODEL, _by_role(*groups, is_scaled=True))
+    schedule = LinearConfig().build(10)
+    params = _random(table.tree(lambda row: row.shape), 0)
+    grads = _random(table.tree(lambda row: row.shape), 1)
+
+    @jax.jit
+    def step(rate):
+        optimizer = config.build(table, schedule, learning_rate=rate)
+        return optimizer.update(grads, optimizer.init(params), params)[0]
+
+    for rate in (0.05, 0.2):
+        fixed = dataclasses.replace(config, learning_rate=rate).build(table, schedule)
+        wanted, _ = jax.jit(fixed.update)(grads, fixed.init(params), params)
+        assert_close(step(jnp.float32(rate)), wanted, kind="elementwise")
+
+
+def test_an_independent_decay_does_not_follow_the_learning_rate():
+    table = parameter_table(MODEL, _by_role("muon", has_independent_decay=True))
+    schedule = LinearConfig(floor=0.0).build(4)
+    params = table.tree(lambda row: jnp.ones(row.shape, jnp.float32))
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    for rate in (0.1, 3.0):
+        config = MuonConfig(learning_rate=rate, weight_decay=0.2, adamw_ratio=0.5)
+        optimizer = config.build(table, schedule)
+        state = optimizer.init(params)
+        _, state = jax.jit(optimizer.update)(zeros, state, params)
+        updates, state = jax.jit(optimizer.update)(zeros, state, params)
+        for row, update in zip(table, jax.tree.leaves(updates), strict=True):
+            wanted = -0.2 * 0.75 * row.hyper.weight_decay_multiplier
+            assert_close(update, np.full(row.shape, wanted), kind="elementwise")
 
 
 def test_weight_decay_spares_gains_and_embeddings():
@@ -173,6 +271,23 @@ def test_bad_fields_are_refused(field, value, text):
     assert str(error.value) == text
 
 
+@pytest.mark.parametrize("config", [MuonConfig, MuonHConfig])
+@pytest.mark.parametrize(
+    ("field", "value", "text"),
+    [
+        ("learning_rate", 0.0, "optimizer.learning_rate=0.0 must be above 0"),
+        ("adamw_ratio", 0.0, "optimizer.adamw_ratio=0.0 must be above 0"),
+        ("momentum", 1.0, "optimizer.momentum=1.0 must lie in [0, 1)"),
+        ("beta2", 1.0, "optimizer.beta2=1.0 must lie in [0, 1)"),
+        ("weight_decay", -1.0, "optimizer.weight_decay=-1.0 must be 0 or more"),
+    ],
+)
+def test_bad_fields_of_matrix_optimizers_are_refused(config, field, value, text):
+    with pytest.raises(ValueError) as error:
+        config(**{field: value})
+    assert str(error.value) == text
+
+
 def test_bad_arguments_are_refused():
     with pytest.raises(ValueError, match=r"beta1=1.0 must lie in \[0, 1\)"):
         adamw(0.1, beta1=1.0)
@@ -180,8 +295,70 @@ def test_bad_arguments_are_refused():
         adamw(0.1, weight_decay=-1.0)
 
 
-def test_an_unknown_group_is_refused():
-    table = parameter_table(MODEL, _with_multipliers(group="muon"))
+def _refusal(config, **groups) -> str:
+    table = parameter_table(MODEL, _by_role(**groups))
     with pytest.raises(ValueError) as error:
-        AdamWConfig().build(table, _constant)
-    assert str(error.value) == "the optimizer 'adamw' has no group muon"
+        config.build(table, _constant)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "group", "home"),
+    [
+        (AdamWConfig(), "muon", "muon"),
+        (AdamWConfig(), "adamh", "muonh"),
+        (MuonConfig(), "muonh", "muonh"),
+        (MuonHConfig(), "muon", "muon"),
+    ],
+)
+def test_an_unknown_group_is_refused(config, group, home):
+    assert _refusal(config, first=group) == (
+        f"the optimizer {config.name!r} has no group {group}, where the parameterization puts"
+        f" dense_blocks_0/attention/gate: choose optimizer:{home}, or another parameterization"
+    )
+
+
+@pytest.mark.parametrize(
+    ("config", "others"),
+    [
+        (MuonConfig(), "mup_muon or mup_plus_plus_muon"),
+        (MuonHConfig(), "hyperp or muonh_vanilla"),
+    ],
+)
+def test_an_optimizer_without_its_matrices_is_refused(config, others):
+    name = config.name
+    assert _refusal(config) == (
+        f"the optimizer {name!r} is for parameters of the group {name}, and the parameterization"
+        f" puts none there: choose --parameterization {others}, or optimizer:adamw"
+    )
+
+
+@pytest.mark.parametrize(("config", "group"), [(MuonConfig(), "muon"), (MuonHConfig(), "muonh")])
+def test_a_vector_in_a_group_of_matrices_is_refused(config, group):
+    assert _refusal(config, group=group) == (
+        f"dense_blocks_0/attention/k_norm is a vector, and the group {group} is for matrices: the"
+        " parameterization must put the role 'norm' into adamw"
+    )
+
+
+def test_a_sphere_of_radius_zero_is_refused_at_construction():
+    model = dataclasses.replace(
+        MODEL, moe=dataclasses.replace(MODEL.moe, router=METHODS["noisy_topk"].parts()["router"])
+    )
+    table = parameter_table(model, _by_role("muonh", "adamh"))
+    with pytest.raises(ValueError) as error:
+        MuonHConfig().build(table, _constant)
+    assert str(error.value) == (
+        "moe_blocks_1/moe/router/noise starts at zero, and muonh keeps the norm that a matrix"
+        " begins with, so it would stay zero: the parameterization must put the role"
+        " 'router_noise' into adamw, or start it elsewhere"
+    )
+    text = "head/weight starts at zero, and adamh keeps the norm that a matrix begins with"
+    rules = _by_role("muonh", "adamh")
+    roles = tuple(
+        (role, dataclasses.replace(hyper, init_std=0.0) if role == "head" else hyper)
+        for role, hyper in rules.roles
+    )
+    table = parameter_table(MODEL, dataclasses.replace(rules, roles=roles))
+    with pytest.raises(ValueError, match=f"^{text}"):
+        MuonHConfig().build(table, _constant)

@@ -1,0 +1,95 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Newton-Schulz as a map of singular values: the table that HyperP's code gives, and the shapes."""
+
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxmoe.optim.newton_schulz import COEFFICIENTS, newton_schulz
+from tests.support import muon_oracle
+from tests.support.tolerances import assert_close
+
+
+def mapped(singular, **options):
+    """What becomes of singular values s, each in a 2 x 2 matrix of norm 1."""
+    s = jnp.asarray(singular, jnp.float32)
+    pairs = jnp.stack([s, jnp.sqrt(1.0 - s * s)], axis=-1)
+    out = jax.jit(lambda x: newton_schulz(x, **options))(jax.vmap(jnp.diag)(pairs))
+    return np.asarray(out)[:, 0, 0]
+
+
+def gaussian(*shape):
+    return jnp.asarray(np.random.default_rng(0).standard_normal(shape), jnp.float32)
+
+
+def test_the_table_of_singular_values():
+    got = mapped([1e-4, 1e-3, 3e-3, 1e-2, 0.1, 0.5, 1.0])
+    # The table has three decimals.
+    np.testing.assert_allclose(
+        got, [0.049, 0.475, 1.075, 1.018, 1.019, 0.986, 0.978], rtol=0.0, atol=5e-4
+    )
+
+
+def test_singular_values_from_a_hundredth_on_end_close_to_one():
+    got = mapped(np.geomspace(0.01, 1.0, 4001))
+    np.testing.assert_allclose([got.min(), got.max()], [0.978, 1.032], rtol=0.0, atol=5e-4)
+
+
+def test_the_standard_coefficients_are_optax_s_five_equal_ones():
+    got = mapped(np.geomspace(0.1, 1.0, 1001), coefficients="standard")
+    assert 0.65 < got.min() < 0.75 and 1.1 < got.max() < 1.2
+    assert COEFFICIENTS["standard"] == ((3.4445, -4.7750, 2.0315),) * 5
+
+
+@pytest.mark.parametrize("shape", [(256, 64), (64, 256)])
+def test_a_gaussian_matrix_becomes_nearly_orthogonal(shape):
+    out = np.asarray(newton_schulz(gaussian(*shape)))
+    singular = np.linalg.svd(out, compute_uv=False)
+    assert 0.977 < singular.min() and singular.max() < 1.033
+    assert np.linalg.norm(out) / np.sqrt(64) == pytest.approx(1.0, abs=0.005)  # seen: 1.001
+
+
+def test_the_smallest_directions_of_a_square_matrix_are_not_lifted_wholly():
+    singular = np.linalg.svd(np.asarray(newton_schulz(gaussian(256, 256))), compute_uv=False)
+    assert singular.max() < 1.15 and singular.min() < 0.9
+    assert np.linalg.norm(singular) / 16.0 == pytest.approx(0.995, abs=0.004)
+
+
+def test_a_stack_is_a_loop_over_its_matrices():
+    x = gaussian(2, 3, 6, 4) * jnp.asarray([1e-3, 1.0, 1e3]).reshape(1, 3, 1, 1)
+    whole = newton_schulz(x)
+    for index in np.ndindex(2, 3):
+        assert_close(whole[index], newton_schulz(x[index]), "matmul")
+        assert_close(whole[index], muon_oracle.orthogonal(np.asarray(x[index])), "matmul")
+
+
+def test_a_tall_matrix_is_a_wide_one_on_its_side():
+    x = gaussian(12, 5)
+    assert_close(newton_schulz(x), newton_schulz(x.T).T, "matmul")
+
+
+def test_zeros_stay_zeros_beside_others():
+    x = gaussian(3, 4, 6).at[1].set(0.0)
+    out = newton_schulz(x)
+    assert not np.asarray(out[1]).any() and np.isfinite(np.asarray(out)).all()
+    assert_close(out[2], newton_schulz(x[2]), "matmul")
+
+
+def test_bfloat16_products_come_close():
+    x = gaussian(4, 16, 24)
+    out = newton_schulz(x, dtype=jnp.bfloat16)
+    assert out.dtype == jnp.float32
+    # Five polynomials of slope up to 4 multiply the rounding of the first; seen: 0.03 in norm.
+    error = np.linalg.norm(np.asarray(out - newton_schulz(x))) / np.linalg.norm(np.asarray(out))
+    assert error < 0.06
+
+
+def test_unknown_coefficients_are_refused():
+    with pytest.raises(ValueError) as error:
+        # Unwrapped: the tests' type checker would refuse it first.
+        inspect.unwrap(newton_schulz)(gaussian(2, 2), coefficients="quintic")
+    assert str(error.value) == "coefficients='quintic' must be one of dion, standard"
