@@ -6,12 +6,16 @@ Widths divide every mesh of tests/support/meshes.py, and no two dimensions that 
 for one another are equal.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
+from jaxmoe.parameters import Group
 from jaxmoe.routing import SqrtGateConfig
+from jaxmoe.scaling import Parameterization
 
 BATCH, LENGTH = 8, 6
 
@@ -34,6 +38,22 @@ FULL = ModelConfig(
     has_tied_embeddings=True,
 )
 """A dense layer before two MoE layers, shared experts, SqrtGate, gated heads, tied embeddings."""
+
+
+def in_groups(rules: Parameterization, matrices: Group, head: Group) -> Parameterization:
+    """The same parameterisation with its hidden matrices and its head in other optimiser groups."""
+    stay = ("embedding", "norm", "router_residual", "router_noise")
+    roles = tuple(
+        (
+            role,
+            dataclasses.replace(
+                hyper,
+                group=head if role == "head" else hyper.group if role in stay else matrices,
+            ),
+        )
+        for role, hyper in rules.roles
+    )
+    return dataclasses.replace(rules, roles=roles)
 
 
 def tokens_for(model: ModelConfig, seed: int = 0) -> tuple[jax.Array, jax.Array]:

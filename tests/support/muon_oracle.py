@@ -31,14 +31,16 @@ def _each(stack, function):
     return np.stack(flat).reshape(stack.shape)
 
 
-def _muon_directions(gradients, momentum):
+def muon_directions(gradients, momentum=0.95):
+    """Of the sum form with Nesterov, after every step."""
     buffer = np.zeros_like(gradients[0], dtype=np.float64)
     for gradient in gradients:
         buffer = momentum * buffer + gradient
         yield _each(gradient + momentum * buffer, orthogonal)
 
 
-def _adam_directions(gradients, beta1, beta2, epsilon):
+def adam_directions(gradients, beta1=0.9, beta2=0.95, epsilon=1e-8):
+    """Adam's own, after every step."""
     first = second = np.zeros_like(gradients[0], dtype=np.float64)
     for t, gradient in enumerate(gradients, 1):
         first = beta1 * first + (1 - beta1) * gradient
@@ -73,7 +75,7 @@ def muon(weights, gradients, *, rate, momentum=0.95, decay=0.0):
     """Sum form, Nesterov, scale sqrt(fan_out / fan_in)."""
     path, fan_in, fan_out = [], *weights.shape[-2:]
     weights = weights.astype(np.float64)
-    for direction in _muon_directions(gradients, momentum):
+    for direction in muon_directions(gradients, momentum):
         step = np.sqrt(fan_out / fan_in) * direction + decay * weights
         weights = weights - rate * step
         path.append(weights)
@@ -82,7 +84,7 @@ def muon(weights, gradients, *, rate, momentum=0.95, decay=0.0):
 
 def muonh(weights, gradients, *, rate, momentum=0.95, decay=0.0, sphere="matrix"):
     """Sum form, Nesterov."""
-    directions = _muon_directions(gradients, momentum)
+    directions = muon_directions(gradients, momentum)
     return list(_sphere(weights, directions, rate, decay, spheres_of(weights.shape, sphere)))
 
 
@@ -90,5 +92,5 @@ def adamh(
     weights, gradients, *, rate, beta1=0.9, beta2=0.95, epsilon=1e-8, decay=0.0, sphere="matrix"
 ):
     """Adam's direction on a sphere."""
-    directions = _adam_directions(gradients, beta1, beta2, epsilon)
+    directions = adam_directions(gradients, beta1, beta2, epsilon)
     return list(_sphere(weights, directions, rate, decay, spheres_of(weights.shape, sphere)))

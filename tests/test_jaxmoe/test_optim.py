@@ -123,7 +123,8 @@ def _adamw(row, rate, decay, epsilon):
 
 def _optax_muon(row, rate, decay, epsilon):
     if row.hyper.group == "adamw":
-        return _adamw(row, lambda count: 0.5 * rate(count), 2.0 * decay, epsilon)
+        decay *= 2.0 if row.hyper.has_independent_decay else 1.0
+        return _adamw(row, lambda count: 0.5 * rate(count), decay, epsilon)
     inputs, outputs = (
         tuple(len(row.shape) + dim for dim in side) for side in row.declaration.matrix
     )
@@ -179,8 +180,9 @@ def test_every_optimizer_has_a_case():
     assert all(type(config) is OPTIMIZERS[name] for name, (config, *_) in CASES.items())
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("is_scaled", [False, True])
+@pytest.mark.parametrize(
+    ("name", "is_scaled"), [("adamw", False), ("adamw", True), ("muon", True), ("muonh", True)]
+)
 def test_equals_the_optimizer_of_each_parameter(name, is_scaled):
     """Each parameter alone in an optimiser of optax, with its own rate, decay and epsilon."""
     config, groups, make = CASES[name]
