@@ -13,6 +13,7 @@ last state could not be saved, 75 saved after SIGTERM, 130 saved after Ctrl-C.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import sys
 import time
 from collections.abc import Sequence
@@ -164,7 +165,8 @@ def _saving(
     config = assembly.plan.config
     return CheckpointHook(
         checkpoints,
-        config=to_json(config),
+        # The model with its multipliers: a checkpoint says what it computes, wherever it goes.
+        config=to_json(dataclasses.replace(config, model=assembly.plan.model)),
         position=assembly.loader.position,
         every=config.checkpoint.every,
         last_step=config.training.steps,
