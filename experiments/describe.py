@@ -63,7 +63,7 @@ def describe(recipe: str, plan: Plan) -> str:
         f"recipe               {recipe}",
         f"parameters           {table.total:,} total, {active:,} active",
         f"FLOPs                {format_flops(flops)} per token, {format_flops(flops * tokens)} per"
-        f" step of {tokens} tokens, {format_flops(flops * tokens * training.steps)} in"
+        f" step of {tokens} tokens, {format_flops(flops * training.tokens)} in"
         f" {training.steps} steps",
         f"mesh                 {mesh or 'one device'}, rules {config.execution.rules}",
         f"memory per device    {_size(state)} parameters and optimizer, {_size(gradients)}"
