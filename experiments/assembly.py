@@ -88,7 +88,7 @@ class Assembly:
         """The held-out batches on the devices, the same ones every time."""
         rows = evaluation_batches(
             self.source,
-            batch_size=self.plan.config.training.batch_size,
+            batch_size=self.plan.config.held_out_batch_size,
             sequence_length=self.plan.config.training.sequence_length,
             num_batches=self.plan.config.evaluation.batches,
             process_index=jax.process_index(),
@@ -142,6 +142,12 @@ def assemble(config: PretrainConfig) -> Assembly:
             f" {parts}"
         )
     _check_ramp(training, mesh_config.batch_shards)
+    if config.held_out_batch_size % mesh_config.batch_shards:
+        raise ValueError(
+            f"evaluation.batch_size={config.evaluation.batch_size} must be divisible by the"
+            f" {mesh_config.batch_shards} devices that share a batch (mesh replica x data x"
+            f" expert): choose a multiple of {mesh_config.batch_shards}"
+        )
     source: Source = config.data.build(training.seed)
     num_masks = config.model.vocab_size - training.objective.num_predicted(config.model)
     if source.vocab_size + num_masks > config.model.vocab_size:

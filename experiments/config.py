@@ -99,9 +99,14 @@ class EvaluationConfig:
     every: int = 100
     """Steps between evaluations; 0: only at the end."""
     batches: int = 8
-    """Held-out batches, of the size of a training batch; the same ones every time."""
+    """Held-out batches; the same ones every time."""
+    batch_size: int | None = None
+    """Sequences of a held-out batch, over all devices; as in training when None. It is read whole:
+    no more than a micro-batch fits where that fills a device."""
 
     def __post_init__(self):
+        if self.batch_size is not None and self.batch_size < 1:
+            raise ValueError(f"evaluation.batch_size={self.batch_size} must be at least 1, or None")
         if self.every < 0 or self.batches < 1:
             raise ValueError(
                 f"evaluation.every={self.every} must be 0 or more, and"
@@ -210,6 +215,11 @@ class PretrainConfig:
     """What is shown."""
     profile: ProfileConfig = ProfileConfig()
     """Which steps are traced."""
+
+    @property
+    def held_out_batch_size(self) -> int:
+        """Sequences of a held-out batch."""
+        return self.evaluation.batch_size or self.training.batch_size
 
     def __post_init__(self):
         self.training.objective.check(self.model)

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A run whose batch grows: what it counts, that it resumes in mid-ramp, what it refuses."""
 
+import dataclasses
 import json
 
 import jax
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 from experiments import pretrain
-from experiments.assembly import make_plan
+from experiments.assembly import assemble, make_plan
 from experiments.cli import ExitCode
 from experiments.config import PretrainConfig
 from experiments.run_directory import RunDirectory
@@ -77,6 +78,14 @@ def test_a_run_stopped_in_mid_ramp_continues_exactly(whole, tmp_path, monkeypatc
     for name in ("train/loss", "progress/tokens"):
         both = [read_metrics(run / "metrics.jsonl")[name][1] for run in (whole, directory)]
         np.testing.assert_array_equal(*both)
+
+
+def test_held_out_batches_may_have_a_size_of_their_own(whole):
+    config = RunDirectory(whole).load_config(PretrainConfig)
+    own = dataclasses.replace(config.evaluation, batch_size=8, batches=3)
+    for evaluation, rows in ((config.evaluation, [16]), (own, [8, 8, 8])):
+        assembly = assemble(dataclasses.replace(config, evaluation=evaluation))
+        assert [batch.tokens.shape[0] for batch in assembly.held_out()] == rows
 
 
 def test_devices_that_do_not_divide_a_small_batch(tmp_path, capsys):
