@@ -172,7 +172,7 @@ def summarise(
     return {
         "status": facts["status"],
         "steps": facts["steps"],
-        "tokens": facts["steps"] * training.batch_size * training.sequence_length,
+        "tokens": training.tokens_before(facts["steps"]),
         "final_loss": last.get(LOSS),
         "eval_bits_per_byte": last.get(BITS_PER_BYTE),
         "eval_bits_per_token": last.get(BITS_PER_TOKEN),

@@ -13,7 +13,7 @@ import jax
 import optax
 from jax.sharding import Mesh
 
-from experiments.config import PretrainConfig
+from experiments.config import PretrainConfig, TrainingConfig
 from jaxmoe.data import Batch, Loader, Source, check_hosts, evaluation_batches
 from jaxmoe.data.synthetic import SyntheticSource
 from jaxmoe.execution import ExecutionConfig
@@ -23,6 +23,7 @@ from jaxmoe.optim.schedules import Schedule
 from jaxmoe.parameters import ParameterTable
 from jaxmoe.scaling import Budget, Parameterization
 from jaxmoe.training import MaskedDiffusionConfig
+from jaxmoe.training.batch_ramp import accumulation_of
 from jaxmoe.training.state import TrainState, init_state
 from sharding.distributed import global_batch
 from sharding.mesh import make_mesh
@@ -87,7 +88,7 @@ class Assembly:
         """The held-out batches on the devices, the same ones every time."""
         rows = evaluation_batches(
             self.source,
-            batch_size=self.plan.config.training.batch_size,
+            batch_size=self.plan.config.held_out_batch_size,
             sequence_length=self.plan.config.training.sequence_length,
             num_batches=self.plan.config.evaluation.batches,
             process_index=jax.process_index(),
@@ -104,10 +105,12 @@ def make_plan(config: PretrainConfig) -> Plan:
     """
     training = config.training
     batch_tokens = training.batch_size * training.sequence_length
-    budget = Budget(tokens=training.steps * batch_tokens, batch_tokens=batch_tokens)
+    budget = Budget(tokens=training.tokens, batch_tokens=batch_tokens)
     parameterization = config.parameterization.build(config.model, budget, config.base)
     table = parameter_table(parameterization.model, parameterization, config.execution.axis_rules)
     schedule = config.schedule.build(training.steps)
+    if training.batch_ramp is not None:
+        schedule = training.batch_ramp.scaled(schedule, training.batch_sizes)
     return Plan(
         config=config,
         model=parameterization.model,
@@ -138,6 +141,13 @@ def assemble(config: PretrainConfig) -> Assembly:
             f" expert) times training.accumulation={training.accumulation}: choose a multiple of"
             f" {parts}"
         )
+    _check_ramp(training, mesh_config.batch_shards)
+    if config.held_out_batch_size % mesh_config.batch_shards:
+        raise ValueError(
+            f"evaluation.batch_size={config.evaluation.batch_size} must be divisible by the"
+            f" {mesh_config.batch_shards} devices that share a batch (mesh replica x data x"
+            f" expert): choose a multiple of {mesh_config.batch_shards}"
+        )
     source: Source = config.data.build(training.seed)
     num_masks = config.model.vocab_size - training.objective.num_predicted(config.model)
     if source.vocab_size + num_masks > config.model.vocab_size:
@@ -152,11 +162,25 @@ def assemble(config: PretrainConfig) -> Assembly:
         batch_size=training.batch_size,
         sequence_length=training.sequence_length,
         seed=training.seed,
+        batch_sizes=training.batch_sizes if training.batch_ramp else None,
     )
     check_hosts(loader, process_index=jax.process_index(), process_count=jax.process_count())
     assembly = Assembly(plan=plan, execution=execution, mesh=mesh, source=source, loader=loader)
     assembly.held_out()  # too little held-out data is an error here
     return assembly
+
+
+def _check_ramp(training: TrainingConfig, batch_shards: int) -> None:
+    """Refuses a batch of the ramp that devices and micro-batches do not divide."""
+    for _, rows in training.batch_sizes.stages[:-1]:
+        accumulation = accumulation_of(rows, training.batch_size, training.accumulation)
+        if rows % (batch_shards * accumulation):
+            raise ValueError(
+                f"training.batch_ramp has batches of {rows} sequences (of training.batch_size="
+                f"{training.batch_size}) in {accumulation} micro-batches, which the {batch_shards}"
+                " devices that share a batch must divide: choose fewer training.batch_ramp.stages"
+                " or a larger batch"
+            )
 
 
 def entropy_floor(assembly: Assembly) -> float | None:

@@ -12,6 +12,7 @@ import dataclasses
 import re
 
 from jaxmoe.data import CorpusConfig, DataConfig
+from jaxmoe.data.batch_sizes import BatchSizes
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.optim import AdamWConfig, LinearConfig, OptimizerConfig, ScheduleConfig
@@ -20,6 +21,7 @@ from jaxmoe.tracking import TensorBoardConfig, TrackerConfig
 from jaxmoe.tracking.terminal import ConsoleKind
 from jaxmoe.training import NextTokenConfig, ObjectiveConfig
 from jaxmoe.training.balance import AccumulatedBalance
+from jaxmoe.training.batch_ramp import BatchRampConfig
 
 FREE_FIELDS = ("run", "execution", "checkpoint", "tracking", "profile", "data.cache")
 """May change when a run is resumed: none of them changes the loss beyond rounding."""
@@ -52,6 +54,8 @@ class TrainingConfig:
     accumulated_balance: AccumulatedBalance = "buffer"
     """Balance loss of the global batch over micro-batches: with the load seen so far, or exactly,
     at the price of one more forward pass."""
+    batch_ramp: BatchRampConfig | None = None
+    """Smaller batches in the first steps; None: the same at every step."""
     clip: float | None = 1.0
     """Largest global gradient norm; None does not clip."""
     max_skipped: int = 5
@@ -69,6 +73,23 @@ class TrainingConfig:
             raise ValueError(f"training.sequence_length={self.sequence_length} must be at least 2")
         if self.clip is not None and not self.clip > 0:
             raise ValueError(f"training.clip={self.clip} must be above 0, or None not to clip")
+        _ = self.batch_sizes  # a ramp that does not fit is refused here
+
+    @property
+    def batch_sizes(self) -> BatchSizes:
+        """Sequences of each step."""
+        if self.batch_ramp is None:
+            return BatchSizes(((0, self.batch_size),))
+        return self.batch_ramp.build(self.steps, self.batch_size)
+
+    @property
+    def tokens(self) -> int:
+        """Of all steps."""
+        return self.tokens_before(self.steps)
+
+    def tokens_before(self, step: int) -> int:
+        """Of the steps before this one."""
+        return self.batch_sizes.rows_before(step) * self.sequence_length
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,9 +99,14 @@ class EvaluationConfig:
     every: int = 100
     """Steps between evaluations; 0: only at the end."""
     batches: int = 8
-    """Held-out batches, of the size of a training batch; the same ones every time."""
+    """Held-out batches; the same ones every time."""
+    batch_size: int | None = None
+    """Sequences of a held-out batch, over all devices; as in training when None. It is read whole:
+    no more than a micro-batch fits where that fills a device."""
 
     def __post_init__(self):
+        if self.batch_size is not None and self.batch_size < 1:
+            raise ValueError(f"evaluation.batch_size={self.batch_size} must be at least 1, or None")
         if self.every < 0 or self.batches < 1:
             raise ValueError(
                 f"evaluation.every={self.every} must be 0 or more, and"
@@ -189,6 +215,11 @@ class PretrainConfig:
     """What is shown."""
     profile: ProfileConfig = ProfileConfig()
     """Which steps are traced."""
+
+    @property
+    def held_out_batch_size(self) -> int:
+        """Sequences of a held-out batch."""
+        return self.evaluation.batch_size or self.training.batch_size
 
     def __post_init__(self):
         self.training.objective.check(self.model)

@@ -86,7 +86,7 @@ def page(config: PretrainConfig, source: Source) -> str:
         rows = source.num_rows(split, length)
         lines.append(f"{split:10} {_numbers_in_words(source, split, length)}")
         if rows is not None and split == "train":
-            share = training.steps * size / max(1, rows)
+            share = training.batch_sizes.rows_before(training.steps) / max(1, rows)
             lines.append(f"{'':10} {training.steps} steps of {size} rows are {share:.3g} epochs")
     for name, part in _parts(source).items():
         lines += ["", f"part {name}"]

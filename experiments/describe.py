@@ -20,7 +20,11 @@ from jaxmoe.tracking.console import format_flops
 from sharding.axes import MESH_AXES
 
 _BYTES = {"float32": 4, "bfloat16": 2}
-_MOMENT_BYTES = 2 * _BYTES["float32"]  # Adam's two, whatever the dtype of the parameters
+# Muon keeps one moment, Adam two, whatever the dtype of the parameters.
+_MOMENT_BYTES = {
+    group: number * _BYTES["float32"]
+    for group, number in (("adamw", 2), ("adamh", 2), ("muon", 1), ("muonh", 1))
+}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -52,7 +56,9 @@ def describe(recipe: str, plan: Plan) -> str:
     tokens = training.batch_size * training.sequence_length
     width = _BYTES[config.execution.precision.parameters]
     shards = _shards(plan)
-    state = sum(row.size * (width + _MOMENT_BYTES) / shards[row.path] for row in table)
+    state = sum(
+        row.size * (width + _MOMENT_BYTES[row.hyper.group]) / shards[row.path] for row in table
+    )
     gradients = sum(row.size * width / shards[row.path] for row in table)
     mesh = " ".join(
         f"{axis}={'the rest' if size == -1 else size}"
@@ -63,7 +69,7 @@ def describe(recipe: str, plan: Plan) -> str:
         f"recipe               {recipe}",
         f"parameters           {table.total:,} total, {active:,} active",
         f"FLOPs                {format_flops(flops)} per token, {format_flops(flops * tokens)} per"
-        f" step of {tokens} tokens, {format_flops(flops * tokens * training.steps)} in"
+        f" step of {tokens} tokens, {format_flops(flops * training.tokens)} in"
         f" {training.steps} steps",
         f"mesh                 {mesh or 'one device'}, rules {config.execution.rules}",
         f"memory per device    {_size(state)} parameters and optimizer, {_size(gradients)}"

@@ -13,6 +13,7 @@ last state could not be saved, 75 saved after SIGTERM, 130 saved after Ctrl-C.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import sys
 import time
 from collections.abc import Sequence
@@ -40,6 +41,7 @@ from jaxmoe.data import check_position
 from jaxmoe.models.flops import flops_per_token
 from jaxmoe.routing.composition import advice, causal_advice
 from jaxmoe.tracking.console import format_count, format_flops
+from jaxmoe.training.batch_ramp import accumulation_of
 from jaxmoe.training.evaluate import make_eval_step
 from jaxmoe.training.hooks import CheckpointHook, EvaluateHook, Hook, RefreshHook, Trace
 from jaxmoe.training.loop import LoopResult, run_loop
@@ -143,18 +145,26 @@ def _train(
 
 
 def _compile(assembly: Assembly, first_step: int, state: TrainState) -> Any:
-    """The train step for the arrays that it will be given."""
-    plan = assembly.plan
-    step_function = make_train_step(
-        plan.model,
-        plan.optimizer,
-        execution=assembly.execution,
-        accumulation=plan.config.training.accumulation,
-        clip=plan.config.training.clip,
-        accumulated_balance=plan.config.training.accumulated_balance,
-        objective=plan.config.training.objective,
-    )
-    return step_function.lower(state, assembly.batch(first_step)).compile()
+    """The train step for the arrays that it will be given: one program for each size of batch."""
+    plan, training = assembly.plan, assembly.plan.config.training
+    programs = {}
+    stages = training.batch_sizes.stages
+    ends = [first for first, _ in stages[1:]] + [training.steps]
+    for (first, rows), end in zip(stages, ends, strict=True):
+        if end <= first_step:
+            continue
+        step_function = make_train_step(
+            plan.model,
+            plan.optimizer,
+            execution=assembly.execution,
+            accumulation=accumulation_of(rows, training.batch_size, training.accumulation),
+            clip=training.clip,
+            accumulated_balance=training.accumulated_balance,
+            objective=training.objective,
+        )
+        batch = assembly.batch(max(first, first_step))
+        programs[rows] = step_function.lower(state, batch).compile()
+    return lambda state, batch: programs[batch.tokens.shape[0]](state, batch)
 
 
 def _saving(
@@ -164,7 +174,8 @@ def _saving(
     config = assembly.plan.config
     return CheckpointHook(
         checkpoints,
-        config=to_json(config),
+        # The model with its multipliers: a checkpoint says what it computes, wherever it goes.
+        config=to_json(dataclasses.replace(config, model=assembly.plan.model)),
         position=assembly.loader.position,
         every=config.checkpoint.every,
         last_step=config.training.steps,
@@ -261,6 +272,10 @@ def _print_header(name: str, directory: RunDirectory, assembly: Assembly, first_
         f" {format_flops(flops * tokens)} a step",
     )
     say("\n".join(lines))
+    if training.batch_ramp is not None:
+        sizes = training.batch_sizes
+        small = ", ".join(map(str, sizes.sizes[:-1]))
+        say(f"ramp     batches of {small} sequences before step {sizes.stages[-1][0] + 1}")
     notes = advice(moe) if moe else []
     if moe and model.attention.is_causal:
         notes += causal_advice(moe)

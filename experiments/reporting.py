@@ -76,7 +76,7 @@ class Reporter:
         self._loads: RouterLoadRecorder | None = None
         self.last: dict[str, float] = {}
         """Latest value of every metric, those of earlier starts among them."""
-        self._tokens_per_step = training.batch_size * training.sequence_length
+        self._training = training
         if jax.process_index() == 0:
             run = TrackedRun(
                 name=name, directory=directory.path, config=to_json(config), resume_step=first_step
@@ -195,7 +195,7 @@ class Reporter:
             **losses,
             **router,
             **({} if worst is None else {MAX_VIOLATION: worst}),
-            TRAINED_TOKENS: float(step * self._tokens_per_step),
+            TRAINED_TOKENS: float(self._training.tokens_before(step)),
             TRAINED_SECONDS: self._trained_seconds,
         }
 

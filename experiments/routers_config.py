@@ -89,6 +89,10 @@ class RoutersConfig:
                         f"{field}: there is no method {name!r}{closest(name, METHODS)}\n"
                         f"methods: {', '.join(METHODS)}"
                     )
+        if self.training.batch_ramp is not None:
+            raise ValueError(
+                "training.batch_ramp: methods are compared on batches of one size; leave it out"
+            )
         if self.model.moe is None:
             raise ValueError("model.moe=none has no router: give the model a mixture of experts")
         if objective_of(self.baseline) != "autoregressive":

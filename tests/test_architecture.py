@@ -84,7 +84,10 @@ REGISTRIES = {
     },
     "jaxmoe.training:OBJECTIVES": {"next_token", "masked_diffusion"},
     "jaxmoe.tracking:TRACKERS": {"tensorboard", "wandb", "trackio"},
-    "jaxmoe.scaling:PARAMETERIZATIONS": {"standard"},
+    "jaxmoe.scaling:PARAMETERIZATIONS": {
+        *("standard", "mup", "mup_plus_plus", "completep", "mup_muon", "mup_plus_plus_muon"),
+        *("muonh_vanilla", "hyperp"),
+    },
     "sharding.expert_parallel:DispatcherConfig": {"local"},
     "sharding.sequence_parallel:SequenceParallelConfig": {"none"},
 }

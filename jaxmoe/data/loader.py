@@ -2,12 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The loader: a batch is a pure function of (seed, global step), on any number of hosts.
 
-Step t of batch size B holds the rows numbered t*B to t*B + B - 1 of an endless sequence: each epoch
-visits every row of the split once, in an order of its own; a source without end is read straight
-through. Hosts take consecutive, equal parts of the batch, so that the parts of 1, 2 or 4 hosts laid
-end to end are the same batch. There is no state, hence nothing to restore: a checkpoint keeps the
-step and the fingerprint (`position`), and `check_position` refuses to continue on other data. The
-number of hosts is no part of it.
+Step t of batch size B holds the rows numbered t*B to t*B + B - 1 of an endless sequence (where
+batches grow, those after the rows of all steps before): each epoch visits every row of the split
+once, in an order of its own; a source without end is read straight through. Hosts take consecutive,
+equal parts of the batch, so that the parts of 1, 2 or 4 hosts laid end to end are the same batch.
+There is no state, hence nothing to restore: a checkpoint keeps the step and the fingerprint
+(`position`), and `check_position` refuses to continue on other data. The number of hosts is no part
+of it.
 
 In a packed row each document is read alone: `positions` start again at its first token, and a
 prediction counts (`loss_weights`) where the target belongs to the document of its token.
@@ -27,6 +28,7 @@ from typing import Any
 import numpy as np
 
 from jaxmoe.data.batch import Batch, DataError, validate_batch
+from jaxmoe.data.batch_sizes import BatchSizes
 from jaxmoe.data.order import order_digest, shuffled
 from jaxmoe.data.source import Row, Source, Split
 from jaxmoe.tracking.optional import require
@@ -48,8 +50,15 @@ class Loader:
     seed: int
     """Chooses the order of the rows in each epoch."""
     split: Split = "train"
+    batch_sizes: BatchSizes | None = None
+    """Rows of each step where they grow to `batch_size`; the same at every step when None."""
 
     def __post_init__(self):
+        if self.batch_sizes is not None and self.batch_sizes.stages[-1][1] != self.batch_size:
+            raise DataError(
+                f"batch_sizes ends with {self.batch_sizes.stages[-1][1]} rows, and batch_size is "
+                f"{self.batch_size}: they must be the same"
+            )
         if self.sequence_length < 2:
             raise DataError(f"sequence_length={self.sequence_length} must be at least 2")
         if self.batch_size < 1:
@@ -88,15 +97,16 @@ class Loader:
                 validation split, the source gave a token outside its vocabulary, or no prediction
                 of the batch counts.
         """
-        if self.batch_size % process_count:
+        rows = self._sizes.rows(step)
+        if rows % process_count:
             raise DataError(
-                f"batch_size={self.batch_size} must be divisible by the number of hosts "
+                f"batch_size={rows} must be divisible by the number of hosts "
                 f"({process_count}): choose a multiple of {process_count}"
             )
         if not 0 <= process_index < process_count:
             raise DataError(f"process_index={process_index} must be in [0, {process_count})")
-        part = self.batch_size // process_count
-        first = step * self.batch_size + process_index * part
+        part = rows // process_count
+        first = self._sizes.rows_before(step) + process_index * part
         self._check_step(step)
         batch = _batch_of([self.row(number) for number in range(first, first + part)])
         validate_batch(batch, self.source.vocab_size)
@@ -112,7 +122,7 @@ class Loader:
         """The row at a place of the endless sequence of the split.
 
         Args:
-            number: The place, from 0: step times batch size, and the place in the batch.
+            number: The place, from 0: rows of all steps before, and the place in the batch.
         """
         num_rows, epoch = self._num_rows(), 0
         if num_rows is not None and self.split == "train":
@@ -142,8 +152,10 @@ class Loader:
     def fingerprint(self) -> dict[str, Any]:
         """What decides every batch, in values that JSON holds."""
         order = {} if self._num_rows() is None else {"order": order_digest()}
+        stages = self.batch_sizes and [list(stage) for stage in self.batch_sizes.stages]
         return {
             **order,
+            **({"batch_sizes": stages} if stages else {}),
             "source": self.source.fingerprint(),
             "split": self.split,
             "seed": self.seed,
@@ -154,6 +166,10 @@ class Loader:
     def position(self, step: int) -> dict[str, Any]:
         """What a checkpoint keeps: the fingerprint, and the first step that was not taken."""
         return {**self.fingerprint(), "step": step}
+
+    @property
+    def _sizes(self) -> BatchSizes:
+        return self.batch_sizes or BatchSizes(((0, self.batch_size),))
 
     def _num_rows(self) -> int | None:
         return self.source.num_rows(self.split, self.sequence_length)

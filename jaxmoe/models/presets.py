@@ -11,12 +11,11 @@
 The ladder (arXiv 2603.28743, the configuration of its mixture-of-experts runs), for depth d:
 
     width 128 d, 2 d query heads and 4 key-value heads of 128, a gate per head, QK-norm per head
-    dense hidden width 4 * 128 d, divided by granularity k = 8: the width of one expert
-    k experts of a pool of k * 8 are active (sparsity 8), one of them shared
-    tokens: 50 per parameter of the dense model of the same width
+    dense hidden width 4 * 128 d, granularity 8 and sparsity 8, one expert shared
+    tokens: 50 per parameter of the dense model of the same width (`jaxmoe.models.sizing`)
 
-There the shared expert is counted: 8 of 64. Here it is not: top_k 7 of 63 routed experts, and
-num_shared_experts 1. The published models have none, so their numbers are their papers'.
+The paper counts the shared expert: 8 of 64. Here it is not counted: top_k 7 of 63 routed experts,
+and num_shared_experts 1. The published models have none, so their numbers are their papers'.
 
 Router and balance losses come from `jaxmoe.routing.METHODS`, with the papers' coefficients for each
 layer; OLMoE's are those of its training code, which averages over layers. Sizes of published models
@@ -33,10 +32,10 @@ from functools import partial
 from typing import Any, Final
 
 from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
+from jaxmoe.models.sizing import dense_parameters, moe_sizes, training_tokens
 from jaxmoe.routing import METHODS, LoadBalanceConfig, RouterZConfig
 
 LADDER_DEPTHS: Final = (8, 12, 16, 20, 24)
-LADDER_TOKENS_AT_8: Final = 10_400_000_000
 _LADDER_VOCAB: Final = 32_000
 _GRANULARITY: Final = 8
 _SPARSITY: Final = 8
@@ -76,10 +75,7 @@ def ladder(depth: int) -> ModelConfig:
             num_heads=2 * depth, num_kv_heads=4, head_dim=128, qk_norm="head", is_gated=True
         ),
         moe=MoEConfig(
-            num_experts=_GRANULARITY * _SPARSITY - 1,
-            top_k=_GRANULARITY - 1,
-            expert_dim=4 * width // _GRANULARITY,
-            num_shared_experts=1,
+            **moe_sizes(4 * width, granularity=_GRANULARITY, sparsity=_SPARSITY),
             **METHODS["hyperp"].parts(),
         ),
         dense_dim=4 * width,
@@ -88,21 +84,13 @@ def ladder(depth: int) -> ModelConfig:
 
 
 def ladder_parameters(depth: int) -> int:
-    """Parameters of the dense model of a rung, by which its tokens and FLOPs are reckoned.
-
-    Its SwiGLUs, attention projections, embedding and head; router, gates and norms are left out,
-    as in the paper. A rung's active parameters, counted so, are the same number.
-    """
-    model = ladder(depth)
-    attention, width = model.attention, model.embed_dim
-    heads = 2 * attention.num_heads + 2 * attention.num_kv_heads  # q and o, k and v
-    per_layer = 3 * width * model.dense_dim + width * heads * attention.head_dim
-    return depth * per_layer + 2 * model.vocab_size * width
+    """Parameters of the dense model of a rung: its active ones but for router, gates and norms."""
+    return dense_parameters(ladder(depth))
 
 
 def ladder_tokens(depth: int) -> int:
     """Training tokens of a rung: 10.4e9 at depth 8, in proportion to `ladder_parameters`."""
-    return LADDER_TOKENS_AT_8 * ladder_parameters(depth) // ladder_parameters(8)
+    return training_tokens(ladder(depth))
 
 
 def olmoe_1b_7b() -> ModelConfig:

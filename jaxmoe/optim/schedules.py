@@ -47,6 +47,16 @@ def _progress(step: Array, first: int, last: int) -> Float[Array, ""]:
     return jnp.clip((step.astype(jnp.float32) - first) / max(last - first, 1), 0.0, 1.0)
 
 
+def _falling(warmup_steps: int, first: int, last: int, floor: float) -> Schedule:
+    """Warm-up, then a straight line from `first` to the floor at `last`."""
+
+    def factor(step: Array) -> Float[Array, ""]:
+        fallen = _progress(step, first, last)
+        return _warmup(step, warmup_steps) * (1.0 - (1.0 - floor) * fallen)
+
+    return factor
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class LinearConfig:
     """Warm-up, then a straight line to the floor at the last step."""
@@ -63,12 +73,7 @@ class LinearConfig:
     def build(self, steps: int) -> Schedule:
         """The factor at each of `steps` steps."""
         _check_steps(self.warmup_steps, steps)
-
-        def factor(step: Array) -> Float[Array, ""]:
-            fallen = _progress(step, self.warmup_steps, steps)
-            return _warmup(step, self.warmup_steps) * (1.0 - (1.0 - self.floor) * fallen)
-
-        return factor
+        return _falling(self.warmup_steps, self.warmup_steps, steps, self.floor)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,12 +131,7 @@ class WarmupStableDecayConfig:
                 f" {first}, before schedule.warmup_steps={self.warmup_steps} have passed:"
                 f" set schedule.warmup_steps to {first} or less, or lower schedule.decay_fraction"
             )
-
-        def factor(step: Array) -> Float[Array, ""]:
-            fallen = _progress(step, first, steps)
-            return _warmup(step, self.warmup_steps) * (1.0 - (1.0 - self.floor) * fallen)
-
-        return factor
+        return _falling(self.warmup_steps, first, steps, self.floor)
 
 
 ScheduleConfig = LinearConfig | CosineConfig | WarmupStableDecayConfig

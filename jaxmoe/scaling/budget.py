@@ -21,11 +21,12 @@ class Budget:
     """Tokens of one optimiser step."""
 
     def __post_init__(self):
-        if self.tokens < 1 or self.batch_tokens < 1:
-            raise ValueError(
-                f"a budget of {self.tokens} tokens in batches of {self.batch_tokens}: budget.tokens"
-                " and budget.batch_tokens must both be at least 1"
-            )
+        for field, of_what in (("tokens", "the whole run"), ("batch_tokens", "one step")):
+            if getattr(self, field) < 1:
+                raise ValueError(
+                    f"budget.{field}={getattr(self, field)} must be at least 1: the laws of a"
+                    f" learning rate divide by it; give the tokens of {of_what}"
+                )
 
     @property
     def steps(self) -> int:

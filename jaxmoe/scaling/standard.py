@@ -10,6 +10,14 @@
 One learning rate for every role, no forward multipliers, weight decay on matrices only. A learning
 rate tuned here does not carry over to another width or depth: that is what HyperP is for.
 
+ArchScale's standard one has std 0.02 for every matrix, 1e-4 for the embedding, and the law of the
+batch: matrix_std=0.02, embedding_std=1e-4, batch_exponent=0.5. It decays gains and embedding too,
+which is not to be had here.
+
+`matrices` puts the hidden matrices, experts and router into another group, so that any optimiser
+can be tried under the usual initial values: muon, and muonh, whose head then follows AdamH (unless
+it is the embedding). Those that start at zero stay with AdamW.
+
 Source: GPT-2 (Radford et al. 2019, section 2.3) for the residual factor.
 """
 
@@ -17,12 +25,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from jaxmoe.models.config import ModelConfig
-from jaxmoe.parameters import ROLES, Hyperparameters, Role
+from jaxmoe.parameters import ROLES, Group, Hyperparameters, Role
+from jaxmoe.scaling import laws
 from jaxmoe.scaling.budget import BasePoint, Budget
 from jaxmoe.scaling.parameterization import Parameterization
+from jaxmoe.scaling.tables import ROLE_CLASSES, check_exponents
 
 EMBEDDING_STD = 0.02
 
@@ -33,37 +43,74 @@ class StandardConfig:
 
     name: ClassVar[str] = "standard"
 
+    matrices: Literal["adamw", "muon", "muonh"] = "adamw"
+    """Optimiser group of hidden matrices, experts and router; with muonh the head is AdamH's."""
+    matrix_std: float | None = None
+    """Standard deviation of every initial matrix but the embedding, whatever its size; None:
+    1/sqrt(fan_in), and less into the residual stream."""
+    embedding_std: float = EMBEDDING_STD
+    """Standard deviation of the initial embedding."""
+    batch_exponent: float = 0.0
+    """The rate grows as (batch / base batch) to this power; 0: it does not."""
+
+    def __post_init__(self):
+        check_exponents(self)
+        for field in ("matrix_std", "embedding_std"):
+            value = getattr(self, field)
+            if value is not None and not 0.0 < value < math.inf:
+                raise ValueError(f"parameterization.{field}={value} must be above 0")
+
     def build(self, model: ModelConfig, budget: Budget, base: BasePoint) -> Parameterization:
         """See `standard`."""
-        return standard(model, budget, base)
+        return standard(model, budget, base, self)
 
 
 def standard(
-    model: ModelConfig, budget: Budget | None = None, base: BasePoint | None = None
+    model: ModelConfig,
+    budget: Budget | None = None,
+    base: BasePoint | None = None,
+    options: StandardConfig | None = None,
 ) -> Parameterization:
     """The standard parameterisation of a model.
 
     Args:
-        model: returned unchanged.
-        budget: not used: nothing here depends on tokens or batch.
-        base: not used: nothing here is relative to a base point.
+        model: returned unchanged, with whatever multipliers it has.
+        budget: for the law of the batch alone, which is off unless asked for.
+        base: likewise.
+        options: groups and initial scales; the defaults when None.
+
+    Raises:
+        ValueError: the law of the batch is on and lacks its numbers.
     """
-    del budget, base
+    options, rate = options or StandardConfig(), 1.0
+    if options.batch_exponent != 0.0:
+        if budget is None:
+            raise ValueError("parameterization.batch_exponent needs a budget: give one, or set 0")
+        rate = laws.batch_factor(budget, base or BasePoint(), options.batch_exponent, "standard")
     return Parameterization(
         model=model,
-        roles=tuple((role, _hyperparameters(role, model.num_layers)) for role in ROLES),
+        roles=tuple((role, _row(role, model.num_layers, options, rate)) for role in ROLES),
     )
 
 
-def _hyperparameters(role: Role, num_layers: int) -> Hyperparameters:
+def _row(role: Role, num_layers: int, options: StandardConfig, rate: float) -> Hyperparameters:
+    row = Hyperparameters(learning_rate_multiplier=rate, group=_group(role, options))
     match role:
         case "embedding":
-            return Hyperparameters(
-                init_std=EMBEDDING_STD, fan_in_power=0.0, weight_decay_multiplier=0.0
+            std = options.embedding_std
+            return dataclasses.replace(
+                row, init_std=std, fan_in_power=0.0, weight_decay_multiplier=0.0
             )
         case "norm" | "constant":
-            return Hyperparameters(weight_decay_multiplier=0.0)
-        case "attention_out" | "mlp_out" | "shared_out" | "expert_out":
-            return Hyperparameters(init_std=1.0 / math.sqrt(2 * num_layers))
-        case _:
-            return Hyperparameters()
+            return dataclasses.replace(row, weight_decay_multiplier=0.0)
+    if options.matrix_std is not None:
+        return dataclasses.replace(row, init_std=options.matrix_std, fan_in_power=0.0)
+    if role in ("attention_out", "mlp_out", "shared_out", "expert_out"):
+        return dataclasses.replace(row, init_std=1.0 / math.sqrt(2 * num_layers))
+    return row
+
+
+def _group(role: Role, options: StandardConfig) -> Group:
+    if ROLE_CLASSES[role] in ("hidden", "experts", "router"):
+        return options.matrices
+    return "adamh" if role == "head" and options.matrices == "muonh" else "adamw"

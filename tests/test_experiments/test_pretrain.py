@@ -297,6 +297,22 @@ def _refused(arguments: list[str], capsys) -> str:
         (("--tracking.trackers", "wandb", "wandb"), "name each at most once"),
         (("--tracking.trackers", "wandbb"), "did you mean 'wandb'"),
         (("--tracking.console", "colour"), "colour"),
+        (
+            ("--evaluation.batch_size", "12"),
+            "evaluation.batch_size=12 must be divisible by the 8 devices",
+        ),
+        (
+            ("--base.num_layers", "None", "parameterization:hyperp"),
+            "base.num_layers is missing: hyperp carries a learning rate from the point",
+        ),
+        (
+            ("--model.has_tied_embeddings", "True", "parameterization:hyperp"),
+            "model.has_tied_embeddings=True: hyperp keeps the head on a sphere",
+        ),
+        (
+            ("--model.multipliers.residual", "0.5", "parameterization:hyperp"),
+            "model.multipliers.residual=0.5 would be overwritten",
+        ),
     ],
 )
 def test_bad_input_is_refused_in_words(tmp_path, capsys, more, message):

@@ -20,7 +20,7 @@ def test_a_recipe_fits_its_data(name):
     assert config.training.batch_size % config.training.accumulation == 0
     evaluation_batches(  # too little held-out data is an error here
         source,
-        batch_size=config.training.batch_size,
+        batch_size=config.held_out_batch_size,
         sequence_length=config.training.sequence_length,
         num_batches=config.evaluation.batches,
     ).close()

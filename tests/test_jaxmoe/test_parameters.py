@@ -19,9 +19,10 @@ from jax.sharding import AxisType
 
 from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
 from jaxmoe.models.initialize import init_params, parameter_table
+from jaxmoe.models.presets import ladder, ladder_tokens
 from jaxmoe.models.transformer import Transformer
 from jaxmoe.parameters import ROLES, Declaration, Declared, draw
-from jaxmoe.scaling import Parameterization, standard
+from jaxmoe.scaling import HYPERP_BASE, Budget, Parameterization, hyperp, standard
 from sharding import MeshConfig, make_mesh
 from sharding.rules import RULES
 from tests.support.meshes import LAYOUTS, mesh_named
@@ -53,6 +54,12 @@ def flat(params):
 @pytest.mark.parametrize("name", TABLES)
 def test_the_table_as_text(name, golden):
     golden(f"parameter_tables/{name}.txt", parameter_table(TABLES[name]).text() + "\n")
+
+
+def test_the_table_of_a_rung_under_hyperp_as_text(golden):
+    budget = Budget(tokens=ladder_tokens(12), batch_tokens=2**21)
+    built = hyperp(ladder(12), budget, HYPERP_BASE)
+    golden("parameter_tables/hyperp_d12.txt", parameter_table(built.model, built).text() + "\n")
 
 
 # Inputs and outputs of each matrix of a layer, by role and last name in the path.

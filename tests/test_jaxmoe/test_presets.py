@@ -18,6 +18,7 @@ from jaxmoe.models.presets import (
     ladder_parameters,
     ladder_tokens,
 )
+from jaxmoe.models.sizing import training_flops
 from jaxmoe.routing import RouterStatistics
 
 
@@ -80,14 +81,14 @@ def test_olmoe_weighs_its_balance_losses_as_its_training_code_does():
     assert float(z.loss(even)) == pytest.approx(0.001 / 8)
 
 
-# Depth: parameters of the dense model, billions of the mixture and of tokens, and training FLOPs:
-# the tables of arXiv 2603.28743.
+# Depth: parameters of the dense model, billions of the mixture and of tokens, whole steps of 2^21
+# tokens, and training FLOPs: the tables of arXiv 2603.28743.
 LADDER = {
-    8: (208_142_336, "0.913", "10.400", "2.136e+19"),
-    12: (570_163_200, "2.950", "28.489", "1.491e+20"),
-    16: (1_238_368_256, "6.879", "61.876", "6.591e+20"),
-    20: (2_313_420_800, "13.329", "115.592", "2.186e+21"),
-    24: (3_895_984_128, "22.930", "194.666", "5.961e+21"),
+    8: (208_142_336, "0.913", "10.400", 4_959, "2.136e+19"),
+    12: (570_163_200, "2.950", "28.489", 13_584, "1.491e+20"),
+    16: (1_238_368_256, "6.879", "61.876", 29_504, "6.591e+20"),
+    20: (2_313_420_800, "13.329", "115.592", 55_118, "2.186e+21"),
+    24: (3_895_984_128, "22.930", "194.666", 92_823, "5.961e+21"),
 }
 
 
@@ -98,7 +99,7 @@ def test_the_ladder_has_all_its_rungs():
 
 @pytest.mark.parametrize("depth", LADDER)
 def test_the_ladder(depth):
-    dense, total, tokens, flops = LADDER[depth]
+    dense, total, tokens, steps, flops = LADDER[depth]
     model = ladder(depth)
     table = parameter_table(model)
     assert f"{table.total / 1e9:.3f}" == total
@@ -108,9 +109,9 @@ def test_the_ladder(depth):
     small = sum(row.size for row in table if row.declaration.role in left_out)
     assert ladder_parameters(depth) == dense == table.active(7, 63) - small
     assert f"{ladder_tokens(depth) / 1e9:.3f}" == tokens
+    assert ladder_tokens(depth) // 2**21 == steps
     # The paper counts the embedding among the products, and attention without its causal half.
-    attention = 12 * depth * (2 * depth * 128) * 4096
-    assert f"{(6 * ladder_parameters(depth) + attention) * ladder_tokens(depth):.3e}" == flops
+    assert f"{training_flops(model, ladder_tokens(depth), 4096):.3e}" == flops
 
 
 def test_flops_of_a_rung_by_this_library():

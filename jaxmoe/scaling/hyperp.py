@@ -1,0 +1,142 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""HyperP: one learning rate for every size, with each matrix on its sphere.
+
+    eta = eta0 (B / B0)^0.5 (L0 / L)^0.5 (T / T0)^-0.32         no term of width, experts or top_k
+
+                 initial values          group    learning rate            weight decay
+    embedding    1e-4; 0.02 tied         adamw    1 (or without tokens)    0
+    head         0.02                    adamh    1 (or without tokens)    0
+    hidden       uniform, 1/sqrt(3 fan)  muonh    1                        0
+    experts      uniform, 1/sqrt(3 fan)  muonh    1                        0
+    router       uniform, 1/sqrt(3 fan)  muonh    1                        0
+    vectors      1                       adamw    1 (or without tokens)    0
+    zeros        0                       adamw    1/sqrt(3 D)              0
+
+    residual branches times 1/sqrt(2 L) of their own depth; logits and router logits as they are
+    attention logits times sqrt(H0) / H, with H0 = 128: as usual for heads of 128
+
+Width needs no term because a step turns a matrix by the angle eta whatever its size, and a matrix
+of fixed radius, sqrt(fan_out / 3), keeps the size of what goes through it. eta0 tuned at depth 8,
+2^21 tokens a step and 10.4e9 tokens: 0.014 for mixtures of experts, 0.0155 dense. Schedule: no
+warm-up, linear to a tenth. The radius is what initialisation made it; the sphere of an expert
+(each, or the stack) is an option of the optimiser.
+
+Where paper and code differ, the code's choice is the default, because it made the numbers: the
+token factor on all groups (`token_scaling`), the exponent of the batch 0.5 where the paper measures
+0.558 (`batch_exponent`). Provenance of the exponents: `jaxmoe.scaling.laws`. The scale of attention
+is that of ArchScale's muP; the paper has heads of 128 only.
+
+Decided here: AdamW's embedding and gains have no decay; zero-started router matrices move as far as
+MuonH would move them (`zero_start_rate`); tied embeddings are refused, for the embedding is off the
+sphere and the head on it, and `tied_embeddings=adamw` does what ArchScale does, one matrix of std
+0.02 under AdamW. An embedding of 1e-4 goes with model.norm_epsilon 1e-5: see `embedding_std`.
+
+Not here: SqrtGate and the balance loss (`METHODS["hyperp"]`), sizes (`jaxmoe.models.sizing`), the
+optimiser (`jaxmoe.optim.MuonHConfig`).
+
+Source: arXiv 2603.28743 and ArchScale at c2ec1d6.
+
+To add an option: a field here, and a row in tests/test_jaxmoe/test_scaling.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+from jaxmoe.models.config import ForwardMultipliers, ModelConfig
+from jaxmoe.parameters import Group, Hyperparameters
+from jaxmoe.scaling import laws
+from jaxmoe.scaling.budget import BasePoint, Budget
+from jaxmoe.scaling.parameterization import Parameterization
+from jaxmoe.scaling.tables import (
+    BASE_HEAD_DIM,
+    HEAD_STD,
+    KAIMING,
+    TiedEmbeddings,
+    TokenScaling,
+    attention_scale,
+    check_exponents,
+    check_tied,
+    embedding_std,
+    fixed,
+    table_of,
+    with_multipliers,
+    zero_start_rate,
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class HyperPConfig:
+    """HyperP (for MuonH): one learning rate for every width, depth, length of run and expert."""
+
+    name: ClassVar[str] = "hyperp"
+
+    token_exponent: float = laws.TOKEN_EXPONENT
+    """The rate falls as (tokens / base tokens) to this power; 0: it does not."""
+    batch_exponent: float = laws.BATCH_EXPONENT
+    """The rate grows as (batch / base batch) to this power; the paper measures 0.558."""
+    depth_exponent: float = laws.DEPTH_EXPONENT
+    """The rate falls as (depth / base depth) to this power; 1 - residual_exponent in theory."""
+    residual_exponent: float = laws.RESIDUAL_EXPONENT
+    """Residual branches are multiplied by (2 depth) to minus this power; 0: by 1."""
+    token_scaling: TokenScaling = "all"
+    """Which rates the tokens scale: all, as in the paper's code, or those of hidden matrices alone,
+    as in its Table 1."""
+    base_head_dim: int = BASE_HEAD_DIM
+    """Width of a head at which attention is scaled as usual; that of your heads, to leave it so."""
+    tied_embeddings: TiedEmbeddings = "refuse"
+    """What becomes of a head that is the embedding: an error, or AdamW without a sphere."""
+
+    __post_init__ = check_exponents
+
+    def build(self, model: ModelConfig, budget: Budget, base: BasePoint) -> Parameterization:
+        """See `hyperp`."""
+        return hyperp(model, budget, base, self)
+
+
+def hyperp(
+    model: ModelConfig, budget: Budget, base: BasePoint, options: HyperPConfig | None = None
+) -> Parameterization:
+    """HyperP.
+
+    Args:
+        model: what is trained.
+        budget: tokens of the run and of a step.
+        base: where the learning rate was tuned: depth, tokens and batch; width is not asked for.
+        options: exponents and disputed readings; the defaults when None.
+
+    Raises:
+        ValueError: a number of the base point is missing, the embeddings are tied, or the model has
+            multipliers of its own.
+    """
+    options, rule = options or HyperPConfig(), "hyperp"
+    check_tied(model, options.tied_embeddings, rule)
+    outer = laws.batch_factor(budget, base, options.batch_exponent, rule)
+    outer *= laws.depth_factor(model.num_layers, base, options.depth_exponent, rule)
+    tokens = laws.token_factor(budget, base, options.token_exponent, rule)
+    inner = outer * tokens
+    if options.token_scaling == "all":
+        outer = inner
+    multipliers = ForwardMultipliers(
+        residual=laws.residual_multiplier(model.num_layers, options.residual_exponent),
+        attention_scale=attention_scale(model, options.base_head_dim),
+    )
+
+    def row(start: Hyperparameters, rate: float, group: Group = "adamw") -> Hyperparameters:
+        return dataclasses.replace(
+            start, learning_rate_multiplier=rate, weight_decay_multiplier=0.0, group=group
+        )
+
+    return Parameterization(
+        model=with_multipliers(model, multipliers, rule),
+        roles=table_of(
+            embedding=row(fixed(embedding_std(model)), outer),
+            head=row(fixed(HEAD_STD), outer, "adamh"),
+            hidden=row(KAIMING, inner, "muonh"),
+            router=row(KAIMING, inner, "muonh"),
+            vectors=row(Hyperparameters(), outer),
+            zeros=row(Hyperparameters(), inner * zero_start_rate(model)),
+        ),
+    )

@@ -1,0 +1,85 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""The laws by which a learning rate tuned at a base point is carried to another run.
+
+    eta = eta0 * (B / B0)^b * (L0 / L)^d * (T / T0)^-t        B tokens a step, L layers, T tokens
+    residual multiplier = (2 L)^-r                            of the depth itself, without a base
+
+An exponent of 0 turns a law off, and its number of the base point is then not asked for. There is
+no law of width: what width does to a parameterisation stands in its own table.
+
+Provenance of the defaults (arXiv 2603.28743, its published tables; ArchScale at c2ec1d6):
+
+    tokens t = 0.32   MuonH, depth 8, 10.4e9 to 166.4e9 tokens, five points: eta* = 24.27 T^-0.320
+                      by least squares in eta, error left one out 1.5 %. The same points by least
+                      squares in log eta give 0.3155. Another group's fits of MuonH mixtures, where
+                      width and depth grew together, give 0.395 and 0.346; AdamW 0.32 (arXiv
+                      2409.19913). Table 1 of the paper has the factor for hidden matrices only, the
+                      code for all groups: `token_scaling`.
+    batch  b = 0.5    the code's rule. The paper measures eta* = 4.66e-6 B^0.558 from 2^18 to 2^21
+                      tokens, then keeps B at 2^21; the rule is 10 % above the measured optimum at
+                      2^18. Nothing is known below.
+    depth  d = 0.5    derived (theorem 3: normalised updates and residual branches times L^-r need
+                      L^(r-1)), and swept from depth 8 to 24: the best eta lies between 0.014 and
+                      0.016 with it, and falls from 0.016 to 0.008 without. A worst-case bound, and
+                      one seed. Nothing is known below depth 8.
+
+No sweep of the paper varies width alone: it is 128 L throughout. Below the base point in any number
+every law is an extrapolation; `experiments.transfer` measures it on your machine.
+
+To add a law: a factor here that is 1 at the base point, and its exponent as a field of the
+parameterisations that follow it.
+"""
+
+from __future__ import annotations
+
+from jaxmoe.scaling.budget import BasePoint, Budget
+
+TOKEN_EXPONENT = 0.32
+BATCH_EXPONENT = 0.5
+DEPTH_EXPONENT = 0.5
+RESIDUAL_EXPONENT = 0.5
+
+
+def token_factor(budget: Budget, base: BasePoint, exponent: float, rule: str) -> float:
+    """(T / T0)^-exponent.
+
+    Args:
+        budget: of the run.
+        base: where the rate was tuned.
+        exponent: 0 turns the law off.
+        rule: the parameterisation that asks, for the error.
+
+    Raises:
+        ValueError: `base.tokens` is missing.
+    """
+    if exponent == 0.0:
+        return 1.0
+    return (budget.tokens / base.number("tokens", rule)) ** -exponent
+
+
+def batch_factor(budget: Budget, base: BasePoint, exponent: float, rule: str) -> float:
+    """(B / B0)^exponent, of tokens in one step; see `token_factor`.
+
+    Raises:
+        ValueError: `base.batch_tokens` is missing.
+    """
+    if exponent == 0.0:
+        return 1.0
+    return (budget.batch_tokens / base.number("batch_tokens", rule)) ** exponent
+
+
+def depth_factor(num_layers: int, base: BasePoint, exponent: float, rule: str) -> float:
+    """(L0 / L)^exponent; see `token_factor`.
+
+    Raises:
+        ValueError: `base.num_layers` is missing.
+    """
+    if exponent == 0.0:
+        return 1.0
+    return (base.number("num_layers", rule) / num_layers) ** exponent
+
+
+def residual_multiplier(num_layers: int, exponent: float) -> float:
+    """(2 L)^-exponent: what keeps the residual stream from growing with depth."""
+    return (2 * num_layers) ** -exponent

@@ -1,0 +1,98 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""MuonH without laws of depth and tokens: the sphere alone, HyperP's control.
+
+                 initial values          group    learning rate   weight decay
+    embedding    1e-4; 0.02 tied         adamw    1               0
+    head         0.02                    adamh    1               0
+    hidden       normal, 1/sqrt(fan)     muonh    1               0
+    experts      normal, 1/sqrt(fan)     muonh    1               0
+    router       normal, 1/sqrt(fan)     muonh    1               0
+    vectors      1                       adamw    1               0
+    zeros        0                       adamw    1/sqrt(3 D)     0
+
+    no forward multipliers; the law of the batch multiplies every rate
+
+Tuned in the paper: eta0 0.01. After "Hyperball" (Wen et al.), as arXiv 2603.28743 describes its
+baseline; no switch of the released code makes it, and the absolute radius is not known: 1/sqrt(fan)
+is the paper's wording. Embedding and head are those of the code's other runs. Zero-started router
+matrices and tied embeddings: as in `jaxmoe.scaling.hyperp`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+from jaxmoe.models.config import ModelConfig
+from jaxmoe.parameters import Group, Hyperparameters
+from jaxmoe.scaling import laws
+from jaxmoe.scaling.budget import BasePoint, Budget
+from jaxmoe.scaling.parameterization import Parameterization
+from jaxmoe.scaling.tables import (
+    HEAD_STD,
+    TiedEmbeddings,
+    check_exponents,
+    check_tied,
+    embedding_std,
+    fixed,
+    table_of,
+    zero_start_rate,
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class VanillaMuonHConfig:
+    """MuonH alone, without laws of depth and tokens: HyperP's control."""
+
+    name: ClassVar[str] = "muonh_vanilla"
+
+    batch_exponent: float = laws.BATCH_EXPONENT
+    """The rate grows as (batch / base batch) to this power; 0: it does not."""
+    tied_embeddings: TiedEmbeddings = "refuse"
+    """What becomes of a head that is the embedding: an error, or AdamW without a sphere."""
+
+    __post_init__ = check_exponents
+
+    def build(self, model: ModelConfig, budget: Budget, base: BasePoint) -> Parameterization:
+        """See `muonh_vanilla`."""
+        return muonh_vanilla(model, budget, base, self)
+
+
+def muonh_vanilla(
+    model: ModelConfig, budget: Budget, base: BasePoint, options: VanillaMuonHConfig | None = None
+) -> Parameterization:
+    """MuonH without laws of depth and tokens.
+
+    Args:
+        model: returned unchanged.
+        budget: tokens of a step.
+        base: where the learning rate was tuned: the batch.
+        options: the exponent of the batch; the default when None.
+
+    Raises:
+        ValueError: the batch of the base point is missing, or the embeddings are tied.
+    """
+    options, rule = options or VanillaMuonHConfig(), "muonh_vanilla"
+    check_tied(model, options.tied_embeddings, rule)
+    rate = laws.batch_factor(budget, base, options.batch_exponent, rule)
+
+    def row(start: Hyperparameters, group: Group = "adamw", share: float = 1.0) -> Hyperparameters:
+        return dataclasses.replace(
+            start,
+            learning_rate_multiplier=rate * share,
+            weight_decay_multiplier=0.0,
+            group=group,
+        )
+
+    return Parameterization(
+        model=model,
+        roles=table_of(
+            embedding=row(fixed(embedding_std(model))),
+            head=row(fixed(HEAD_STD), "adamh"),
+            hidden=row(Hyperparameters(), "muonh"),
+            router=row(Hyperparameters(), "muonh"),
+            vectors=row(Hyperparameters()),
+            zeros=row(Hyperparameters(), share=zero_start_rate(model)),
+        ),
+    )

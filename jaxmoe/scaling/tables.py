@@ -1,0 +1,173 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""What the tables of the papers are made of: classes of roles, initial values, multipliers.
+
+    class        roles
+    embedding    embedding
+    head         head
+    hidden       attention_in, attention_out, attention_gate, mlp_*, shared_*
+    experts      expert_in, expert_out
+    router       router, constant_mix
+    vectors      norm, constant
+    zeros        router_residual, router_noise
+
+The papers have rows for the first five and for norms. Decided here: the gate of the attention heads
+is a hidden matrix (as in ArchScale); `constant_mix` of MoE++ is a small matrix of logits, hence a
+router; its `constant` vectors are looked up like embeddings, and follow the gains; matrices that
+start at zero have no radius, and stay with AdamW whatever the others do.
+
+`router` of ForwardMultipliers multiplies the input of the router, which is the same as its logits
+wherever they are linear in it.
+
+To add a class: a keyword of `table_of`, and its roles here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Final, Literal
+
+from jaxmoe.models.config import ForwardMultipliers, ModelConfig
+from jaxmoe.parameters import ROLES, Hyperparameters, Role
+
+RoleTable = tuple[tuple[Role, Hyperparameters], ...]
+TokenScaling = Literal["all", "hidden"]
+TiedEmbeddings = Literal["refuse", "adamw"]
+
+ROLE_CLASSES: Final[dict[Role, str]] = {
+    "embedding": "embedding",
+    "attention_in": "hidden",
+    "attention_out": "hidden",
+    "attention_gate": "hidden",
+    "mlp_in": "hidden",
+    "mlp_out": "hidden",
+    "shared_in": "hidden",
+    "shared_out": "hidden",
+    "expert_in": "experts",
+    "expert_out": "experts",
+    "router": "router",
+    "router_residual": "zeros",
+    "router_noise": "zeros",
+    "constant": "vectors",
+    "constant_mix": "router",
+    "norm": "vectors",
+    "head": "head",
+}
+
+KAIMING: Final = Hyperparameters(init_std=1.0 / math.sqrt(3.0), distribution="uniform")
+"""Uniform in +-1/sqrt(fan_in), what PyTorch draws for a linear layer."""
+HEAD_STD: Final = 0.02
+BASE_HEAD_DIM: Final = 128
+
+
+def table_of(
+    *,
+    embedding: Hyperparameters,
+    head: Hyperparameters,
+    hidden: Hyperparameters,
+    router: Hyperparameters,
+    vectors: Hyperparameters,
+    zeros: Hyperparameters,
+    experts: Hyperparameters | None = None,
+) -> RoleTable:
+    """The rows of all roles from those of the classes.
+
+    Args:
+        embedding: of the table of tokens.
+        head: of the output matrix.
+        hidden: of the matrices of a layer that every token meets.
+        router: of matrices that make router logits.
+        vectors: of gains and looked-up vectors.
+        zeros: of matrices that start at zero.
+        experts: of the routed experts; as `hidden` when None.
+    """
+    rows = {
+        "embedding": embedding,
+        "head": head,
+        "hidden": hidden,
+        "experts": experts or hidden,
+        "router": router,
+        "vectors": vectors,
+        "zeros": zeros,
+    }
+    return tuple((role, rows[ROLE_CLASSES[role]]) for role in ROLES)
+
+
+def fixed(std: float) -> Hyperparameters:
+    """Normal initial values of a standard deviation that no size changes."""
+    return Hyperparameters(init_std=std, fan_in_power=0.0)
+
+
+def embedding_std(model: ModelConfig) -> float:
+    """ArchScale's: 1e-4, and 0.02 where the table is the head as well.
+
+    1e-4 belongs together with model.norm_epsilon 1e-5, as on the ladder: there the first norm gives
+    vectors of RMS 0.03 at first, and with 1e-6 of 0.1.
+    """
+    return HEAD_STD if model.has_tied_embeddings else 1e-4
+
+
+def attention_scale(model: ModelConfig, base_head_dim: int) -> float | None:
+    """sqrt(H0) / H; None, which is 1 / sqrt(H), at the base width of a head."""
+    head_dim = model.attention.head_dim
+    return None if head_dim == base_head_dim else math.sqrt(base_head_dim) / head_dim
+
+
+def zero_start_rate(model: ModelConfig) -> float:
+    """Learning-rate multiplier of a zero-started router matrix beside matrices on the sphere.
+
+    AdamW moves every entry by the whole rate, the sphere a matrix of `KAIMING` by the rate times
+    1 / sqrt(3 D) in the root mean square. A router under AdamW at the sphere's rate collapsed in a
+    port of the method.
+    """
+    return 1.0 / math.sqrt(3.0 * model.embed_dim)
+
+
+def with_multipliers(model: ModelConfig, wanted: ForwardMultipliers, rule: str) -> ModelConfig:
+    """The model with its forward multipliers filled in; filling them in twice changes nothing.
+
+    Args:
+        model: with multipliers of 1, or these.
+        wanted: what the parameterisation says.
+        rule: its name, for the error.
+
+    Raises:
+        ValueError: the model has another value that would be lost.
+    """
+    default = ForwardMultipliers()
+    for field in (field.name for field in dataclasses.fields(ForwardMultipliers)):
+        given, ours = getattr(model.multipliers, field), getattr(wanted, field)
+        if given not in (getattr(default, field), ours):
+            raise ValueError(
+                f"model.multipliers.{field}={given} would be overwritten: the parameterisation"
+                f" {rule} sets it to {ours} for this model; leave model.multipliers.{field} at"
+                f" {getattr(default, field)}, or take the parameterisation standard, which keeps it"
+            )
+    return dataclasses.replace(model, multipliers=wanted)
+
+
+def check_tied(model: ModelConfig, tied: TiedEmbeddings, rule: str) -> None:
+    """Refuses tied embeddings where the head belongs on a sphere.
+
+    Raises:
+        ValueError: naming the field and both ways out.
+    """
+    if model.has_tied_embeddings and tied == "refuse":
+        raise ValueError(
+            f"model.has_tied_embeddings=True: {rule} keeps the head on a sphere and the embedding"
+            " off it, and tied they are one matrix: set model.has_tied_embeddings to False, or"
+            " parameterization.tied_embeddings to adamw, which leaves the one matrix to AdamW"
+        )
+
+
+def check_exponents(config: object) -> None:
+    """Refuses exponents that are no numbers between -2 and 2, and an impossible head width."""
+    for field in (field.name for field in dataclasses.fields(config)):  # pyright: ignore[reportArgumentType]
+        value = getattr(config, field)
+        if field.endswith("_exponent") and not -2.0 <= value <= 2.0:
+            raise ValueError(
+                f"parameterization.{field}={value} must lie between -2 and 2; 0 turns it off"
+            )
+        if field == "base_head_dim" and value < 1:
+            raise ValueError(f"parameterization.base_head_dim={value} must be at least 1")
