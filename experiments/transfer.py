@@ -41,7 +41,7 @@ from experiments.transfer_config import (
     axis_of,
     cells_of,
 )
-from experiments.transfer_fits import Curve, fit_transfer
+from experiments.transfer_fits import Curve, find_optimum, fit_transfer
 from experiments.transfer_picture import draw_transfer
 from experiments.transfer_table import (
     LEGEND,
@@ -213,9 +213,14 @@ class Sweep:
     def _rates(self, cell: Cell) -> Iterator[float]:
         """The rates of a cell, and then those beyond an edge where the best one is."""
         yield from self._config.rates_of(self._config.chosen_arms[cell.arm])
+        points = self._config.chosen_points
         for _ in range(self._config.extend):
-            curve = self._curve(cell.arm, cell.value)
-            beyond = None if curve is None else rate_beyond(curve)
+            curve, needed = self._curve(cell.arm, cell.value), None
+            smallest = self._curve(cell.arm, points[0])
+            if cell.value == points[-1] and smallest is not None:
+                optimum = find_optimum(smallest)
+                needed = None if optimum is None else optimum.rate  # for the regret
+            beyond = None if curve is None else rate_beyond(curve, needed)
             if beyond is None:
                 return
             yield beyond
@@ -289,16 +294,24 @@ def _check_steps(config: TransferConfig, default: TransferConfig) -> None:
         )
 
 
-def rate_beyond(curve: Curve) -> float | None:
-    """The next rate to try where the best one is at an end; None where it is not, or diverges."""
+def rate_beyond(curve: Curve, needed: float | None = None) -> float | None:
+    """The next rate to try where the grid ends too early; None where it does not, or diverges.
+
+    Args:
+        curve: so far.
+        needed: a rate that the grid is to reach, beside the best one and a neighbour.
+    """
     x, losses = curve.known
-    if not len(x):
-        return curve.rates[0] / SPACING
-    best = int(losses.mean(1).argmin())
-    if best == 0:
-        return curve.rates[0] / SPACING if 2 ** x[0] <= curve.rates[0] * 1.001 else None
+    lowest, highest = curve.rates[0], curve.rates[-1]
+    best = int(losses.mean(1).argmin()) if len(x) else 0
+    if best == 0 and (not len(x) or 2 ** x[0] < lowest * 1.001):
+        return lowest / SPACING
     if best == len(x) - 1 and not curve.diverged:
-        return curve.rates[-1] * SPACING
+        return highest * SPACING
+    if needed is not None and needed > highest:
+        return highest * SPACING
+    if needed is not None and needed < lowest:
+        return lowest / SPACING
     return None
 
 

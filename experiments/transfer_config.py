@@ -70,7 +70,8 @@ class TransferConfig:
     """How many rates, a factor of two apart round the arm's (or the optimizer's) own; or, three at
     least, the rates themselves."""
     extend: int = 2
-    """Further rates, one by one, where the best so far is the first or the last."""
+    """Further rates, one by one, where the best so far is the first or the last, or where the
+    largest point has not been given the smallest one's best."""
     seeds: int = 3
     """Runs at each rate; run i of every point has the same key and order of data."""
     budget: float | None = None

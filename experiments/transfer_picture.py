@@ -9,7 +9,7 @@ one is at the edge of its grid. A rate that diverged is a cross at the top.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,8 @@ from jaxmoe.tracking.optional import require
 from jaxmoe.tracking.plots import GRAY, ORANGE, figure_of_panels, save_figure
 
 Row = Mapping[str, Any]
+
+_MOST_TICKS = 10
 
 
 def draw_transfer(
@@ -68,7 +70,7 @@ def draw_transfer(
 
 def _draw_curves(axes: Any, rows: Sequence[Row], colors: Mapping[float, Any], axis: str) -> None:
     axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_formatter(_plain)
+    axes.minorticks_off()
     for row in rows:
         color = colors[row["value"]]
         losses = [np.nan if loss is None else loss for loss in row["losses"]]
@@ -84,7 +86,15 @@ def _draw_curves(axes: Any, rows: Sequence[Row], colors: Mapping[float, Any], ax
     if known:  # a bad rate must not press the good ones together
         worst = max(min(x for x in row["losses"] if x is not None) for row in rows if _has(row))
         axes.set_ylim(bottom, min(top, worst + 1.5 * (worst - min(known)) + 0.3))
+    _ticks_at(axes.set_xticks, {rate for row in rows for rate in row["rates"]})
     axes.legend(loc="best", frameon=False, fontsize=8)
+
+
+def _ticks_at(place: Any, values: Iterable[float]) -> None:
+    """Ticks at the values themselves, if there is room for them."""
+    known = sorted(values)
+    if len(known) <= _MOST_TICKS:
+        place(known, [f"{value:.3g}" for value in known])
 
 
 def _has(row: Row) -> bool:
@@ -95,9 +105,9 @@ def _draw_optima(axes: Any, rows: Sequence[Row], colors: Mapping[float, Any], ar
     found = [row for row in rows if row["best_rate"] is not None]
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
-    axes.xaxis.set_major_formatter(_plain)
+    axes.minorticks_off()
     axes.yaxis.set_major_formatter(_plain)
-    axes.set_xticks([row["value"] for row in rows])
+    _ticks_at(axes.set_xticks, {row["value"] for row in rows})
     for row in found:
         color = colors[row["value"]]
         axes.errorbar(row["value"], row["best_rate"], **_mark(row, "yerr", color))
