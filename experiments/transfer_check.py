@@ -26,6 +26,7 @@ from experiments.coordinates import (
     QUANTITIES,
     Coordinate,
     coordinates_of,
+    initial_logit_scale,
     observe,
     sizes,
 )
@@ -69,7 +70,8 @@ def check_coordinates(config: TransferConfig, data: SweepData, directory: RunDir
     for name, arm in config.chosen_arms.items():
         mine = [cell for cell in cells if cell.arm == name]
         measured = measure(config, mine, data)
-        found = coordinates_of(config.chosen_points, measured)
+        scales = [initial_logit_scale(cell.plan.model, cell.plan.table) for cell in mine]
+        found = coordinates_of(config.chosen_points, measured, scales)
         measured_by_arm[name] = measured
         lines += [_line(name, coordinate) for coordinate in found]
         problems = [f"{c.quantity}: {c.problem}" for c in found if c.problem is not None]
@@ -145,8 +147,13 @@ def _line(arm: str, coordinate: Coordinate) -> list[str]:
         arm,
         coordinate.quantity,
         *(f"{slope:+.2f}" for slope in slopes),
-        coordinate.problem or "passes",
+        coordinate.problem or _passes(coordinate),
     ]
+
+
+def _passes(coordinate: Coordinate) -> str:
+    growth = coordinate.initial_growth
+    return f"passes (^{growth:.2f} by construction)" if growth > 0.01 else "passes"
 
 
 def _verdict(arm: str, axis: str, problems: Sequence[str], is_claimed: bool) -> str:

@@ -104,23 +104,35 @@ def find_optimum(curve: Curve, draws: np.ndarray | None = None) -> Optimum | Non
         edge = "divergence" if any(r > 2 ** x[-1] for r in curve.diverged) else "highest"
     interval = None
     if draws is not None:
-        low, high = np.percentile([_vertex(x, row)[0] for row in draws], (2.5, 97.5))
+        low, high = np.percentile(_vertices(x, draws)[0], (2.5, 97.5))
         interval = (2.0**low, 2.0**high)
     return Optimum(rate=float(2.0**place), loss=float(loss), edge=edge, interval=interval)
 
 
 def _vertex(x: np.ndarray, mean: np.ndarray) -> tuple[float, float]:
-    """Place and loss of the minimum; at an edge those of the edge. Never outside its neighbours."""
-    best = int(mean.argmin())
-    if best in (0, len(x) - 1):
-        return float(x[best]), float(mean[best])
-    near = np.abs(x - x[best]) <= _WINDOW
-    near[best - 1 : best + 2] = True
-    a, b, c = np.polyfit(x[near] - x[best], mean[near], 2)
-    if a <= 0.0:
-        return float(x[best]), float(mean[best])
-    place = float(np.clip(-b / (2 * a), x[best - 1] - x[best], x[best + 1] - x[best]))
-    return float(x[best]) + place, float(a * place**2 + b * place + c)
+    """Place and loss of the minimum of one curve."""
+    places, losses = _vertices(x, mean[None])
+    return float(places[0]), float(losses[0])
+
+
+def _vertices(x: np.ndarray, means: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Places and losses of the minima of curves [n r]; at an edge those of the edge.
+
+    Never outside the best rate's neighbours, which only a parabola of five rates or more could be.
+    """
+    best = means.argmin(1)
+    places, losses = x[best].astype(float), means.min(1)
+    for index in set(best.tolist()) - {0, len(x) - 1}:  # rows of one window are one fit
+        rows = np.flatnonzero(best == index)
+        offset = x - x[index]
+        near = np.abs(offset) <= _WINDOW
+        near[index - 1 : index + 2] = True
+        a, b, c = np.polyfit(offset[near], means[rows][:, near].T, 2)
+        is_convex = a > 0.0
+        a, b, c, rows = a[is_convex], b[is_convex], c[is_convex], rows[is_convex]
+        place = np.clip(-b / (2 * a), offset[index - 1], offset[index + 1])
+        places[rows], losses[rows] = x[index] + place, a * place**2 + b * place + c
+    return places, losses
 
 
 def loss_at(curve_x: np.ndarray, mean: np.ndarray, place: float) -> float | None:
@@ -206,7 +218,7 @@ def fit_transfer(curves: Mapping[float, Curve], *, seed: int = 0) -> Transfer:
     if first is not None and last is not None:
         shift, bound = _shift(first, last)
     places = {  # of the replicates, by value
-        value: np.array([_vertex(curves[value].known[0], row)[0] for row in rows])
+        value: _vertices(curves[value].known[0], rows)[0]
         for value, rows in draws.items()
         if rows is not None and value in optima
     }
@@ -216,7 +228,8 @@ def fit_transfer(curves: Mapping[float, Curve], *, seed: int = 0) -> Transfer:
     slope = _slope(inside, [math.log2(optima[value].rate) for value in inside])
     exponents = None
     if slope is not None and all(value in places for value in inside):
-        exponents = [_slope(inside, row) for row in np.stack([places[v] for v in inside], 1)]
+        rows = np.stack([places[value] for value in inside])
+        exponents = np.polyfit(np.log2(inside), rows, 1)[0]
     regret, regrets = _regrets(curves[values[-1]], first, draws[values[-1]], places.get(values[0]))
     return Transfer(
         optima=optima,
@@ -269,7 +282,7 @@ def _regrets(
     return value, [r for r in all_of_them if r is not None]
 
 
-def _percentiles(values: Sequence[float | None] | np.ndarray | None) -> Interval | None:
+def _percentiles(values: Sequence[float] | np.ndarray | None) -> Interval | None:
     if values is None or not len(values):
         return None
     low, high = np.percentile(np.asarray(values, float), (2.5, 97.5))
