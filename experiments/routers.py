@@ -14,8 +14,6 @@ method is a line of trials.jsonl: the same command continues after the last one.
 
 from __future__ import annotations
 
-import json
-import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -37,14 +35,9 @@ from experiments.routers_config import (
 from experiments.routers_data import Task, load_tasks
 from experiments.routers_picture import draw_comparison
 from experiments.routers_table import LEGEND, TITLES, as_markdown, as_text, rows_of
-from experiments.routers_trial import (
-    Programs,
-    Record,
-    StoppedError,
-    moe_json,
-    run_trial,
-)
+from experiments.routers_trial import Programs, moe_json, run_trial
 from experiments.run_directory import RunDirectory
+from experiments.trials import Record, StoppedError, TrialsFile
 from jaxmoe.tracking.console import format_duration
 from jaxmoe.tracking.optional import require
 from jaxmoe.training.stop import StopRequest
@@ -91,7 +84,9 @@ class Comparison:
         self, config: RoutersConfig, directory: RunDirectory, tasks: dict[str, Task], data: str
     ):
         self._config, self._directory, self._tasks, self._data = config, directory, tasks, data
-        self._records = self._read()
+        self._file = TrialsFile(directory.trials_file)
+        # The newest record of each trial.
+        self._records = {(r["method"], r["objective"]): r for r in self._file.read(data)}
         self._baselines: dict[Objective, Programs] = {}
 
     def run(self, stop: StopRequest) -> str:
@@ -157,7 +152,7 @@ class Comparison:
             self._baselines[objective] = programs
         record["data"] = self._data
         self._records[name, objective] = record
-        self._append(record)
+        self._file.append(record)
         say(_in_words(record))
         return record
 
@@ -174,30 +169,6 @@ class Comparison:
             batch = self._tasks["corpus"].held_out[0]
             self._baselines[objective] = Programs(self._config, model, objective, batch)
         return self._baselines[objective]
-
-    def _append(self, record: Record) -> None:
-        with self._directory.trials_file.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record, allow_nan=False) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-
-    def _read(self) -> dict[tuple[str, Objective], Record]:
-        """The newest record of each trial; a line that was cut in half is dropped."""
-        records: dict[tuple[str, Objective], Record] = {}
-        path = self._directory.trials_file
-        if not path.exists():
-            return records
-        lines = path.read_text(encoding="utf-8").split("\n")
-        if lines.pop():
-            path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-        for record in map(json.loads, lines):
-            if record["data"] != self._data:
-                raise ValueError(
-                    f"{path} holds trials on other data (another Python has another library, whose"
-                    " source is the corpus): choose another directory with --run.directory"
-                )
-            records[record["method"], record["objective"]] = record
-        return records
 
 
 def _in_words(record: Mapping[str, Any]) -> str:

@@ -3,8 +3,8 @@
 """The tables of `routers`: one row per method, as text, as Markdown and as JSON.
 
 The difference to the baseline is paired: seed by seed the two start alike and see the same batches.
-Its interval is Student's, 95%, over seeds:  mean +- t(n - 1) s / sqrt(n).  Thirty methods at 95%
-leave one or two outside by chance alone.
+Its interval is Student's, 95%, over seeds (`experiments.tables`). Thirty methods at 95% leave one
+or two outside by chance alone.
 
 To add a column: a line in COLUMNS.
 """
@@ -19,25 +19,14 @@ from typing import Any
 import numpy as np
 
 from experiments.routers_config import Objective
+from experiments.tables import markdown_table, paired_interval, text_table
 
 Row = dict[str, Any]
-
-_STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
-"""0.975 quantile for 1 to 9 degrees of freedom."""
 
 TITLES: dict[Objective, str] = {
     "autoregressive": "autoregressive: every method here is causal",
     "masked_diffusion": "masked diffusion: tokens may decide about others; bits are bounds",
 }
-
-
-def paired_interval(differences: Sequence[float]) -> tuple[float, float | None]:
-    """Mean and half width of the 95% interval; no width for one pair."""
-    values = np.asarray(differences, float)
-    if len(values) < 2:
-        return float(values.mean()), None
-    spread = float(values.std(ddof=1)) / math.sqrt(len(values))
-    return float(values.mean()), _STUDENT[len(values) - 2] * spread
 
 
 def rows_of(
@@ -144,25 +133,15 @@ def _cells(row: Row) -> list[str]:
     return [column.cell(row) for column in COLUMNS]
 
 
+def _lines(rows: Sequence[Row]) -> list[list[str]]:
+    return [[column.heading for column in COLUMNS], *map(_cells, rows)]
+
+
 def as_text(rows: Sequence[Row]) -> str:
     """Aligned columns for a terminal."""
-    lines = [[column.heading for column in COLUMNS], *map(_cells, rows)]
-    whole = [line for line in lines if len(line) == len(COLUMNS)]
-    widths = [max(len(line[i]) for line in whole) for i in range(len(COLUMNS))]
-    widths[0] = max(len(line[0]) for line in lines)
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if i == 0 else cell.rjust(width) if len(line) > 2 else cell
-            for i, (cell, width) in enumerate(zip(line, widths, strict=False))
-        )
-        for line in lines
-    )
+    return text_table(_lines(rows))
 
 
 def as_markdown(rows: Sequence[Row]) -> str:
     """The same as a Markdown table."""
-    lines = [[column.heading for column in COLUMNS], ["---", *["---:"] * (len(COLUMNS) - 1)]]
-    for row in rows:
-        cells = _cells(row)
-        lines.append([c.replace("|", "\\|") for c in cells] + [""] * (len(COLUMNS) - len(cells)))
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return markdown_table(_lines(rows))

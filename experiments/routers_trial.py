@@ -20,7 +20,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-import math
 import time
 import warnings
 from collections.abc import Callable, Mapping
@@ -31,9 +30,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from experiments import trials
 from experiments.measure import in_turns
 from experiments.routers_config import Objective, RoutersConfig, model_of, objective_of
 from experiments.routers_data import Task
+from experiments.trials import Record, StoppedError, finite
 from jaxmoe.configs import to_json
 from jaxmoe.data import Batch, normalized_mutual_information
 from jaxmoe.execution import ExecutionConfig
@@ -43,12 +44,9 @@ from jaxmoe.models.transformer import forward
 from jaxmoe.routing import METHODS, RouterStatistics
 from jaxmoe.routing.composition import RoutingWarning
 from jaxmoe.training import MaskedDiffusionConfig, NextTokenConfig, ObjectiveConfig
-from jaxmoe.training.evaluate import evaluate, make_eval_step
-from jaxmoe.training.state import TrainState, init_state
-from jaxmoe.training.step import StepMetrics, make_train_step
+from jaxmoe.training.evaluate import evaluate
+from jaxmoe.training.state import TrainState
 from jaxmoe.training.stop import StopRequest
-
-Record = dict[str, Any]
 
 OBJECTIVES: dict[Objective, ObjectiveConfig] = {
     "autoregressive": NextTokenConfig(),
@@ -56,19 +54,13 @@ OBJECTIVES: dict[Objective, ObjectiveConfig] = {
 }
 
 _EXECUTION = ExecutionConfig(unroll=2)
-_RARE: dict[str, str | bool] = {"xla_backend_optimization_level": "0"}
-"""Of programs that run a few times: they compile twice as fast."""
 _TIMED_STEPS = 4
 
 logger = logging.getLogger(__name__)
 
 
-class StoppedError(Exception):
-    """A signal came; the trial is given up."""
-
-
-class Programs:
-    """What is compiled of one model, each when it is first asked for.
+class Programs(trials.Programs):
+    """What is compiled of one method.
 
     Args:
         config: of the comparison.
@@ -80,59 +72,22 @@ class Programs:
     def __init__(
         self, config: RoutersConfig, model: ModelConfig, objective: Objective, batch: Batch
     ):
-        self.model, self.objective, self.compile_seconds = model, OBJECTIVES[objective], 0.0
-        self._training, self._batch = config.training, batch
         schedule = config.schedule.build(config.training.steps)
-        self._optimizer = config.optimizer.build(parameter_table(model), schedule)
-
-    @functools.cached_property
-    def init(self) -> Callable[[Array], TrainState]:
-        """A new state for a key."""
-
-        def first(key: Array) -> TrainState:
-            return init_state(self.model, self._optimizer, key, execution=_EXECUTION)
-
-        return self._compiled(jax.jit(first), jax.random.key(0), options=_RARE)
-
-    @functools.cached_property
-    def step(self) -> Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]:
-        """The training step; donates its state."""
-        step = make_train_step(
-            self.model,
-            self._optimizer,
+        super().__init__(
+            model,
+            config.optimizer.build(parameter_table(model), schedule),
+            batch,
+            training=config.training,
+            objective=OBJECTIVES[objective],
             execution=_EXECUTION,
-            accumulation=self._training.accumulation,
-            clip=self._training.clip,
-            accumulated_balance=self._training.accumulated_balance,
-            objective=self.objective,
         )
-        return self._compiled(step, self._any_state, self._batch)
-
-    @functools.cached_property
-    def evaluate(self) -> Callable[[Any, Any, Batch], tuple[Array, Array]]:
-        """Sum of the held-out nll and of its weights."""
-        step, state = (
-            make_eval_step(self.model, execution=_EXECUTION, objective=self.objective),
-            self._any_state,
-        )
-        return self._compiled(step, state.params, state.router_state, self._batch, options=_RARE)
 
     @functools.cached_property
     def look(self) -> Callable[[Any, Any, Batch, Array], tuple[Array, RouterStatistics]]:
         """Evaluation logits and statistics of a held-out batch, in one of its examinations."""
         look, state = _look_of(self.model, self.objective), self._any_state
         given = (state.params, state.router_state, self._batch, jnp.int32(0))
-        return self._compiled(look, *given, options=_RARE)
-
-    @functools.cached_property
-    def _any_state(self) -> TrainState:
-        return self.init(jax.random.key(0))
-
-    def _compiled(self, function: Any, *given: Any, options: Any = None) -> Any:
-        started = time.perf_counter()
-        compiled = function.lower(*given).compile(compiler_options=options)
-        self.compile_seconds += time.perf_counter() - started
-        return compiled
+        return self._compiled(look, *given, options=trials.RARE)
 
 
 def _look_of(model: ModelConfig, objective: ObjectiveConfig) -> Any:
@@ -280,10 +235,10 @@ def _train(
     dropped = np.array([m.router["dropped_fraction"] for m in metrics], float)
     run: Record = {
         "skipped": int(state.skipped),
-        "max_violation": [_number(value) for value in violation],
-        "dropped_fraction": _number(dropped.mean()),
-        "dead_fraction": _number(metrics[-1].router["dead_fraction"]),
-        "loss": _number(metrics[-1].loss),
+        "max_violation": [finite(value) for value in violation],
+        "dropped_fraction": finite(dropped.mean()),
+        "dead_fraction": finite(metrics[-1].router["dead_fraction"]),
+        "loss": finite(metrics[-1].loss),
         **_evaluated(config, programs, task, state),
     }
     in_a_row = max(int(m.skipped_in_a_row) for m in metrics)
@@ -307,8 +262,8 @@ def _evaluated(config: RoutersConfig, programs: Programs, task: Task, state: Tra
     computed = sum(float(s.kept[:, : moe.num_experts].sum()) for s in sums)
     tokens = sum(float(s.num_tokens.sum()) for s in sums)
     result: Record = {
-        "bits": _number(evaluation.bits_per_token * task.tokens_per_unit),
-        "expert_flops_ratio": _number(
+        "bits": finite(evaluation.bits_per_token * task.tokens_per_unit),
+        "expert_flops_ratio": finite(
             computed * moe.expert_dim / (tokens * base.top_k * base.expert_dim)
         ),
     }
@@ -368,8 +323,3 @@ def _time_beside(
 
 def _key(config: RoutersConfig, number: int) -> Array:
     return jax.random.key(config.training.seed + number)
-
-
-def _number(value: Any) -> float | None:
-    """A float that JSON holds: None where it is not finite."""
-    return float(value) if math.isfinite(value) else None

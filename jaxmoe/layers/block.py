@@ -149,7 +149,7 @@ def stack_of_blocks(
         body = nn.remat(Block, policy=policy, prevent_cse=False)
     scanned = nn.scan(
         body,
-        variable_axes={"params": 0},
+        variable_axes={"params": 0, "intermediates": 0},  # the latter when a caller captures
         split_rngs={"params": True},
         in_axes=(0, nn.broadcast),  # pyright: ignore[reportArgumentType]
         out_axes=0,

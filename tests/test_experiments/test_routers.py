@@ -15,8 +15,10 @@ from experiments import measure, routers, routers_trial
 from experiments.config import TrainingConfig
 from experiments.routers_config import RoutersConfig, model_of
 from experiments.routers_data import Task
-from experiments.routers_table import as_markdown, as_text, paired_interval, rows_of
+from experiments.routers_table import as_markdown, as_text, rows_of
 from experiments.routers_trial import earlier_logits_hold
+from experiments.tables import paired_interval
+from experiments.trials import StoppedError
 from jaxmoe.data import Batch
 from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
 from jaxmoe.models.initialize import init_params
@@ -190,7 +192,7 @@ def test_steps_that_are_not_finite_are_a_row(monkeypatch):
     # A signal ends the trial, and nothing of it is kept.
     stop = StopRequest()
     stop.reason = "preempted"
-    with pytest.raises(routers_trial.StoppedError):
+    with pytest.raises(StoppedError):
         routers_trial.run_trial(config, "switch", "autoregressive", tasks, lambda: None, stop)
 
 

@@ -1,0 +1,180 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""The coordinate check: sizes of activations, and of their changes in a few steps, along an axis.
+
+    value    RMS of the quantity on a fixed batch
+    change   RMS of its difference to the initial one, after 1, 2, ... steps at the same rate
+    slope    of log RMS against log of the axis' value, mean over seeds, least squares
+
+Where a rate transfers, nothing grows with the axis: every slope is at most GROWTH. One exception is
+made by construction: logits of a head whose initial scale grows (HyperP's has std 0.02 at every
+width and no multiplier: logits ~ sqrt(width)) may change in proportion. What falls is judged by its
+change alone, with a bound for the last step: an initial value may fall as it should (logits under
+muP fall as 1 / sqrt(width)), while a change that falls is a part that hardly learns at the larger
+size. Quantities: the embedded tokens, what attention and feed-forward add to the
+stream (root mean square over layers, residual multiplier included), the stream before the last
+norm, the logits.
+
+Source: arXiv 2203.03466, appendix D.1.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import linen as nn
+from jaxtyping import Array, Float, Int
+
+from jaxmoe.execution import ExecutionConfig
+from jaxmoe.layers.attention import Attention
+from jaxmoe.layers.block import Block
+from jaxmoe.models.config import ModelConfig
+from jaxmoe.models.transformer import Transformer
+from jaxmoe.parameters import ParameterTable
+
+QUANTITIES = ("embedding", "attention", "feed_forward", "stream", "logits")
+GROWTH = 0.25
+"""Largest slope of a value or a change: a power of the axis, noise and finite sizes included."""
+FALL = -0.6
+"""Smallest slope of a change at the last step."""
+
+
+def observe(
+    model: ModelConfig,
+    execution: ExecutionConfig,
+    params: Any,
+    router_state: Any,
+    tokens: Int[Array, "B S"],
+) -> dict[str, Float[Array, ...]]:
+    """The quantities of one forward pass, whole.
+
+    Args:
+        model: with its multipliers.
+        execution: how it is computed.
+        params: of the model.
+        router_state: stacked over MoE layers.
+        tokens: of the fixed batch.
+    """
+    output, captured = Transformer(model, execution).apply(
+        {"params": params},
+        tokens,
+        router_state=router_state,
+        capture_intermediates=_is_branch,
+        mutable=["intermediates"],
+    )
+    multipliers = model.multipliers
+    parts: dict[str, list[Array]] = {"attention": [], "feed_forward": []}
+    stream = None
+    for stack in model.stacks:
+        inside: Any = captured["intermediates"][stack.name]
+        ((flow, _),) = inside["__call__"]
+        stream = flow.x[-1]
+        ((attended, _),) = inside["attention"]["__call__"]
+        parts["attention"].append(attended)
+        (fed,) = inside["moe" if stack.is_moe else "feed_forward"]["__call__"]
+        parts["feed_forward"].append(fed[0] if stack.is_moe else fed)
+    assert stream is not None
+    found = {"embedding": params["embedding"]["weight"][tokens] * multipliers.embedding}
+    for name, branches in parts.items():
+        found[name] = jnp.concatenate(branches) * multipliers.residual
+    return found | {"stream": stream, "logits": jnp.asarray(output.logits)}
+
+
+def _is_branch(module: nn.Module, method: str) -> bool:
+    is_branch = isinstance(module, Attention | Block) or module.name in ("moe", "feed_forward")
+    return method == "__call__" and is_branch
+
+
+@jax.jit
+def sizes(
+    now: Mapping[str, Array], first: Mapping[str, Array]
+) -> dict[str, tuple[Float[Array, ""], Float[Array, ""]]]:
+    """RMS of each quantity, and of its change.
+
+    Args:
+        now: of `observe`.
+        first: the same before training.
+    """
+
+    def rms(x: Array) -> Float[Array, ""]:
+        return jnp.sqrt(jnp.mean(jnp.square(x.astype(jnp.float32))))
+
+    return {name: (rms(now[name]), rms(now[name] - first[name])) for name in QUANTITIES}
+
+
+def initial_logit_scale(model: ModelConfig, table: ParameterTable) -> float:
+    """RMS of the initial logits that the head's std and the multiplier make of a normed stream.
+
+    Args:
+        model: with its multipliers.
+        table: of its parameters.
+    """
+    role = "embedding" if model.has_tied_embeddings else "head"
+    (std,) = (row.init_std for row in table if row.declaration.role == role)
+    return std * math.sqrt(model.embed_dim) * model.multipliers.logits
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Coordinate:
+    """One quantity along the axis."""
+
+    quantity: str
+    value_slopes: tuple[float, ...]
+    """By step, the initial one first."""
+    change_slopes: tuple[float, ...]
+    """By step, from the first on."""
+    initial_growth: float = 0.0
+    """Power of the axis with which the parameterisation lets it begin, where that is above 0."""
+
+    @property
+    def problem(self) -> str | None:
+        """What is wrong with it, in words; None if it passes."""
+        changes = self.change_slopes
+        if not np.isfinite([*self.value_slopes, *changes]).all():
+            return "not finite"
+        grown, most = max(changes), GROWTH + self.initial_growth
+        if grown > most:
+            return f"change grows as ^{grown:.2f} after step {changes.index(grown) + 1}"
+        values = self.value_slopes
+        if max(values) > most:
+            return f"grows as ^{max(values):.2f} at step {values.index(max(values))}"
+        if changes[-1] < FALL:
+            return f"change falls as ^{changes[-1]:.2f}"
+        return None
+
+
+def coordinates_of(
+    points: Sequence[float], measured: Mapping[str, np.ndarray], logit_scales: Sequence[float]
+) -> tuple[Coordinate, ...]:
+    """Slopes of every quantity.
+
+    Args:
+        points: values of the axis.
+        measured: by quantity, [points seeds steps+1 2]: value and change, the initial first.
+        logit_scales: RMS of the initial logits by point, of `initial_logit_scale`.
+    """
+    x = np.log(np.asarray(points, float))
+
+    def slopes(column: np.ndarray) -> tuple[float, ...]:
+        with np.errstate(divide="ignore", invalid="ignore"):
+            y = np.log(column).mean(1)  # points, steps
+        if not np.isfinite(y).all():
+            return (float("nan"),) * y.shape[1]
+        return tuple(float(value) for value in np.polyfit(x, y, 1)[0])
+
+    growth = max(0.0, float(np.polyfit(x, np.log(logit_scales), 1)[0]))
+    return tuple(
+        Coordinate(
+            quantity=name,
+            initial_growth=growth if name == "logits" else 0.0,
+            value_slopes=slopes(array[..., 0]),
+            change_slopes=slopes(array[:, :, 1:, 1]),
+        )
+        for name, array in measured.items()
+    )

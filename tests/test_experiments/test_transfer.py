@@ -1,0 +1,362 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""`experiments.transfer`: axes, budget, resumption, one real sweep, one real check, errors."""
+
+import dataclasses
+import json
+import math
+
+import jax
+import numpy as np
+import pytest
+
+from experiments import transfer, trials
+from experiments.config import TrainingConfig
+from experiments.transfer_arms import ARMS
+from experiments.transfer_axes import AXES, Setting
+from experiments.transfer_budget import FEWEST_STEPS, size_of, timing_cells
+from experiments.transfer_config import TransferConfig, cells_of
+from experiments.transfer_trial import (
+    SweepData,
+    SweepPrograms,
+    piece_of,
+    program_key,
+    schedule_factors,
+)
+from experiments.trials import StoppedError
+from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
+from jaxmoe.optim import AdamWConfig, LinearConfig
+from jaxmoe.routing import LoadBalanceConfig
+from jaxmoe.scaling import BasePoint
+from jaxmoe.training.state import TrainState
+from jaxmoe.training.stop import StopRequest
+
+TINY = (
+    *("--model.num_layers", "1", "--model.embed_dim", "8", "--model.attention.num_heads", "1"),
+    *("--model.attention.num_kv_heads", "1", "--model.attention.head_dim", "8"),
+    *("--model.moe.num_experts", "4", "--model.moe.expert_dim", "8", "--evaluation_batches", "2"),
+    *("--training.batch_size", "2", "--training.sequence_length", "16", "--arms", "standard"),
+)
+STEPS = ("--budget", "None", "--training.steps", "6")
+SWEEP = (
+    *(*STEPS, "--rates", "0.002", "0.008", "0.032", "--seeds", "2", "--extend", "0"),
+    *("--points", "8", "16"),
+)
+SETTING = Setting(
+    model=ModelConfig(
+        attention=AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=32),
+        moe=MoEConfig(num_experts=8, top_k=2, expert_dim=48, num_shared_experts=1),
+    ),
+    training=TrainingConfig(steps=96, batch_size=8),
+)
+
+
+def run(directory, *arguments, recipe="short"):
+    code = transfer.main([recipe, *TINY, *arguments, "--run.directory", str(directory)])
+    return code, json.loads((directory / "summary.json").read_text())
+
+
+def records_of(directory):
+    lines = (directory / "trials.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """The directory of a real sweep, its summary, and what was compiled for it."""
+    directory = tmp_path_factory.mktemp("transfer") / "run"
+    compiled = []
+    with pytest.MonkeyPatch.context() as patch:
+        real = trials.Programs._compiled
+
+        def counted(self, function, *given, options=None):
+            compiled.append(getattr(function, "__name__", "?"))
+            return real(self, function, *given, options=options)
+
+        patch.setattr(trials.Programs, "_compiled", counted)
+        code, summary = run(directory, *SWEEP)
+    assert (code, summary["status"]) == (0, "done")
+    return directory, summary, compiled
+
+
+def test_one_compilation_per_shape(finished):
+    """Rates and seeds are arguments: two widths are two programs of each kind."""
+    _, summary, compiled = finished
+    assert summary["programs_compiled"] == 2
+    assert sorted(compiled) == sorted(2 * ["first", "_train", "step"])
+
+
+def test_records_table_and_picture(finished):
+    directory, summary, _ = finished
+    records = records_of(directory)
+    assert len(records) == 2 * 3 * 2 and {r["status"] for r in records} == {"done"}
+    assert {r["seed"] for r in records} == {0, 1} and {r["steps"] for r in records} == {6}
+    assert all(0.0 < r["bits"] < 9.0 and 0.0 <= r["max_violation"] <= 3.0 for r in records)
+    assert len({r["bits"] for r in records}) == len(records)  # the rate does something
+    assert [row["value"] for row in summary["points"]] == [8.0, 16.0]
+    (arm,) = summary["arms"]
+    assert arm["verdict"] in ("transfers", "does not transfer", "undecided")
+    assert "| standard |" in summary["markdown"] and len(summary["verdicts"]) == 1
+    assert (directory / "plots" / "transfer.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_an_interrupted_sweep_equals_an_uninterrupted_one(finished, tmp_path, monkeypatch):
+    real, trained = transfer.train, []
+
+    def stopping(programs, cell, rate, seed, data, stop):
+        record = real(programs, cell, rate, seed, data, stop)
+        trained.append(record)
+        if len(trained) == 7:
+            stop.reason = "interrupted"
+        return record
+
+    monkeypatch.setattr(transfer, "train", stopping)
+    directory = tmp_path / "run"
+    code, summary = run(directory, *SWEEP)
+    assert (code, summary["status"], len(trained)) == (130, "interrupted", 7)
+    path = directory / "trials.jsonl"
+    path.write_text(path.read_text() + '{"arm": "stand')  # cut by a power failure
+    code, summary = run(directory, *SWEEP)
+    assert (code, len(trained)) == (0, 12)
+    assert (summary["points"], summary["arms"]) == (finished[1]["points"], finished[1]["arms"])
+
+
+def parabola(best_of):
+    """A `train` that only looks up a loss."""
+    calls = []
+
+    def train(programs, cell, rate, seed, data, stop):
+        del programs, stop
+        calls.append((cell.arm, cell.value, rate, seed))
+        bits = 3.0 + 0.1 * math.log2(rate / best_of(cell.value)) ** 2 + 0.01 * seed
+        record = {"arm": cell.arm, "value": cell.value, "rate": rate, "seed": seed}
+        more = {"cell": cell.digest, "data": data.digest, "status": "done", "seconds": 1.0}
+        return record | more | {"bits": bits, "max_violation": 0.5}
+
+    return train, calls
+
+
+def test_grids_are_extended_and_nothing_is_trained_twice(tmp_path, monkeypatch, capsys):
+    train, calls = parabola(lambda width: 1.2e-2 * 8 / width)
+    monkeypatch.setattr(transfer, "train", train)
+    more = ("--points", "8", "32", "--rates", "3", "--seeds", "1")
+    # The grid 0.002 0.004 0.008 is too low for 8; 32 is given what was the best of 8.
+    _, summary = run(tmp_path / "run", *STEPS, *more)
+    rates = {value: [c[2] for c in calls if c[1] == value] for value in (8.0, 32.0)}
+    assert rates[8.0] == [0.002, 0.004, 0.008, 0.016, 0.032]
+    assert rates[32.0] == [0.002, 0.004, 0.008, 0.016]
+    (arm,) = summary["arms"]
+    assert arm["shift"] == pytest.approx(-2.0) and arm["verdict"] == "does not transfer"
+    assert summary["points"][0]["best_rate"] == pytest.approx(1.2e-2)
+    assert arm["regret"] == pytest.approx(0.1 * 2**2, abs=0.03)
+    # More seeds and a point join what is there.
+    known = len(calls)
+    run(tmp_path / "run", *STEPS, "--points", "8", "16", "32", "--rates", "3", "--seeds", "2")
+    new = calls[known:]
+    assert len(new) == len(set(new)) and not set(new) & set(calls[:known])
+    assert {c[3] for c in new if c[1] != 16.0} == {1}
+    # Other steps are another sweep.
+    with pytest.raises(SystemExit) as stopped:
+        run(tmp_path / "run", "--budget", "None", "--training.steps", "8", *more)
+    assert stopped.value.code == 2
+    assert "training.steps: saved 6, given 8" in capsys.readouterr().err
+    # Another smallest point is another base point: said, and run anew.
+    run(tmp_path / "run", *STEPS, "--points", "16", "32", "--rates", "3", "--seeds", "1")
+    assert "earlier trials were of other settings" in capsys.readouterr().out
+
+
+def test_a_budget_decides_once(tmp_path, monkeypatch, capsys):
+    train, calls = parabola(lambda width: 4e-3)
+    monkeypatch.setattr(transfer, "train", train)
+    seconds = {8.0: (0.01, 0.1), 16.0: (0.02, 0.1)}
+    monkeypatch.setattr(transfer, "seconds_of", lambda programs, cell, data: seconds[cell.value])
+    more = ("--points", "8", "16", "--rates", "5", "--seeds", "3")
+    _, summary = run(tmp_path / "run", *more, "--budget", "4")
+    # 15 runs of 0.03 s a step and 0.2 s of evaluation in 0.9 * 240 s
+    assert summary["steps"] == int((216 - 3.0) / (15 * 0.03)) // 16 * 16 == 464
+    words = capsys.readouterr().out
+    assert "4 minutes buy 30 trials of 464 steps" in words and "standard 8: 10 ms" in words
+    known = len(calls)
+    seconds[8.0] = (1.0, 0.1)  # a slower machine keeps the steps
+    _, summary = run(tmp_path / "run", *more, "--budget", "4")
+    assert (summary["steps"], len(calls)) == (464, known)
+    with pytest.raises(SystemExit):
+        run(tmp_path / "other", *more, "--budget", "1")
+    words = capsys.readouterr().err
+    assert "budget=1 minutes are 0 steps for each of 30 trials" in words
+    assert "give --budget" in words
+
+
+def test_the_least_budget_that_is_named_is_enough():
+    config = TransferConfig(budget=1.0, arms=("standard",))
+    cells = timing_cells(config)
+    timed = {(cell.arm, cell.value): (0.4, 1.0) for cell in cells}
+    with pytest.raises(ValueError, match="give --budget") as refused:
+        size_of(config, cells, timed, 60.0)
+    least = float(str(refused.value).split("--budget ")[1].split()[0])
+    config = dataclasses.replace(config, budget=least)
+    assert size_of(config, cells, timed, 60.0).steps == FEWEST_STEPS
+
+
+def test_the_check_finds_that_standard_grows(tmp_path):
+    arguments = ("--check", "coordinates", "--points", "16", "64", "--seeds", "1")
+    code, summary = run(tmp_path / "run", *arguments, "--check_steps", "2")
+    assert (code, summary["passes"]) == (0, {"standard": False})  # it does not claim to pass
+    (verdict,) = summary["verdicts"]
+    assert "standard: fails (it does not claim" in verdict and "change grows" in verdict
+    slopes = {c["quantity"]: c for c in summary["arms"]["standard"]["coordinates"]}
+    assert max(slopes["stream"]["change_slopes"]) > 0.25
+    assert abs(slopes["embedding"]["change_slopes"][0]) < 0.05  # AdamW's step is the rate
+    assert (tmp_path / "run" / "plots" / "coordinates.png").exists()
+
+
+@pytest.mark.parametrize("axis", AXES)
+def test_axes_change_what_they_say(axis):
+    """And nothing else: the first default point of each is the setting or a part of it."""
+    points = AXES[axis].points(SETTING)
+    settings = [AXES[axis].apply(SETTING, value) for value in points]
+    moe, attention = settings[-1].model.moe, settings[-1].model.attention
+    assert len(points) == 3 and points[-1] / points[0] >= 4
+    match axis:
+        case "width":
+            assert (settings[-1].model.embed_dim, attention.head_dim) == (512, 32)
+            assert (attention.num_heads, attention.num_kv_heads, moe.expert_dim) == (16, 8, 192)
+        case "depth":
+            assert [s.model.num_layers for s in settings] == [2, 4, 8]
+        case "tokens":
+            assert [s.training.steps for s in settings] == [96, 192, 384]
+        case "batch":
+            tokens = {s.training.steps * s.training.batch_size for s in settings}
+            assert len(tokens) == 1 and settings[-1].training.batch_size == 16
+        case "granularity":
+            for top_k, s in zip((2, 4, 8), settings, strict=True):
+                assert (s.model.moe.top_k, s.model.moe.num_experts) == (top_k, 4 * top_k)
+                assert top_k * s.model.moe.expert_dim == 96
+                assert s.model.moe.num_shared_experts * s.model.moe.expert_dim == 48
+        case "sparsity":
+            assert [s.model.moe.num_experts for s in settings] == [4, 8, 16]
+            assert {s.model.moe.expert_dim for s in settings} == {48}
+        case "balance":
+            assert LoadBalanceConfig(coefficient=0.1) in moe.balancers
+            assert len(moe.balancers) == len(SETTING.model.moe.balancers)
+    kept = settings[-1].model if axis in ("tokens", "batch") else settings[-1].training
+    assert kept == (SETTING.model if axis in ("tokens", "batch") else SETTING.training)
+
+
+def test_the_base_point_is_the_smallest_unless_given():
+    config = TransferConfig(axis="width", base=BasePoint(num_layers=3))
+    bases = {cell.config.base for cell in cells_of(config)}
+    assert bases == {
+        BasePoint(num_layers=3, embed_dim=64, tokens=150 * 1024, batch_tokens=1024),
+    }
+
+
+def test_rate_and_seed_are_no_part_of_a_cell_and_size_is():
+    (cell, other, _) = cells_of(TransferConfig(arms=("standard",)))
+    training = dataclasses.replace(cell.config.training, seed=5)
+    optimizer = dataclasses.replace(cell.config.optimizer, learning_rate=1.0)
+    moved = dataclasses.replace(cell.config, training=training, optimizer=optimizer)
+    assert dataclasses.replace(cell, config=moved).digest == cell.digest != other.digest
+    # The number of steps is not part of the program either, its pieces are.
+    longer = dataclasses.replace(cell.config, training=TrainingConfig(steps=300, batch_size=16))
+    short = dataclasses.replace(cell.config, training=TrainingConfig(steps=150, batch_size=16))
+    keys = {program_key(dataclasses.replace(cell, config=c)) for c in (longer, short)}
+    assert len(keys) == 1
+    assert program_key(cell) != program_key(other)
+
+
+def test_pieces_and_factors():
+    assert [piece_of(steps) for steps in (1, 7, 16, 48, 150, 151)] == [1, 7, 16, 16, 15, 1]
+    config = TransferConfig(schedule=LinearConfig(floor=0.1), arms=("standard",))
+    factors = schedule_factors(cells_of(config)[0])
+    assert factors[0] == 1.0 and factors[149] == pytest.approx(0.1 + 0.9 / 150)
+    assert factors[150] == 0.0
+
+
+def test_rates_round_the_centre_keep_their_places():
+    """So that a grid of seven holds the one of five."""
+    arm = ARMS["standard"]
+    grids = [TransferConfig(rates=(float(n),)).rates_of(arm) for n in (3, 4, 5, 7)]
+    for small, large in zip(grids, grids[1:], strict=False):
+        assert set(small) < set(large)
+    assert grids[2] == tuple(arm.optimizer.learning_rate * 2.0**k for k in (-2, -1, 0, 1, 2))
+
+
+def test_an_arm_of_ones_own():
+    arms = TransferConfig(optimizer=AdamWConfig(learning_rate=0.5)).chosen_arms
+    assert list(arms) == ["own"] and arms["own"].optimizer.learning_rate == 0.5
+    both = TransferConfig(optimizer=AdamWConfig(), arms=("standard",)).chosen_arms
+    assert list(both) == ["own", "standard"]
+    assert "standard" in TransferConfig().chosen_arms and "own" not in TransferConfig().chosen_arms
+
+
+def test_a_run_that_diverges_is_a_record():
+    """Steps that are refused end it; nothing is evaluated."""
+    calls = []
+
+    class Spoilt(SweepPrograms):
+        def __init__(self):
+            state = TrainState(0, {}, {}, {}, jax.random.key(0), skipped=9, skipped_in_a_row=9)
+            self.__dict__["init"] = lambda key: state
+
+        def train_piece(self, state, rate, factors, batches):
+            calls.append(rate)
+            return state, (np.full(4, np.nan), np.arange(4) + 4 * len(calls), np.full(4, np.nan))
+
+    class Endless(SweepData):
+        def __init__(self):
+            self.digest = ""
+
+        def pieces(self, training, piece):
+            return (None,) * 5
+
+    training = TrainingConfig(steps=100, max_skipped=9)
+    (cell, *_) = cells_of(TransferConfig(arms=("standard",), training=training))
+    record = transfer.train(Spoilt(), cell, 0.5, 0, Endless(), StopRequest())
+    assert (record["status"], record["bits"], len(calls)) == ("diverged", None, 2)
+    json.dumps(record, allow_nan=False)
+    stop = StopRequest()
+    stop.reason = "preempted"
+    with pytest.raises(StoppedError):
+        transfer.train(Spoilt(), cell, 0.5, 0, Endless(), stop)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--axis", "widht"), "there is no axis 'widht': did you mean 'width'"),
+        (("--arms", "standart"), "there is no arm 'standart': did you mean 'standard'"),
+        (("--points", "64"), "one point has nothing to transfer to"),
+        (("--points", "64", "64"), "they must differ"),
+        (("--points", "64", "100"), "width 100 must be a multiple of model.attention.head_dim=32"),
+        (("--points", "64.5", "128"), "the axis width (embed_dim) has whole numbers"),
+        (("--rates", "2"), "fewer than 3 rates have no optimum between them"),
+        (("--rates", "0.01"), "fewer than 3 rates"),
+        (("--rates", "0.01", "0.02"), "fewer than 3 rates"),
+        (("--rates", "0.01", "0.01", "0.02"), "they must differ"),
+        (("--seeds", "0"), "seeds=0 must lie between 1 and 16"),
+        (("--budget", "0"), "budget=0 minutes must be above 0"),
+        (("--training.steps", "7"), "budget=30 minutes both decide the steps"),
+        (("model.moe:none", "--axis", "sparsity"), "axis sparsity needs a mixture of experts"),
+        (("--axis", "balance", "--model.moe.balancers", "router_z"), "needs load_balance among"),
+        (("--axis", "granularity", "--points", "2", "3"), "which must be a whole number"),
+        (("--model.vocab_size", "64"), "give --model.vocab_size 256"),
+        (("--base.tokens", "0"), "base.tokens=0 must be at least 1"),
+        (("--extend", "-1"), "extend=-1 must be at least 0"),
+    ],
+)
+def test_bad_input(arguments, message, tmp_path, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        transfer.main([*arguments, "--run.directory", str(tmp_path / "run")])
+    assert stopped.value.code == 2
+    words = " ".join(capsys.readouterr().err.replace("\u2502", " ").split())
+    assert message in words
+
+
+def test_help_is_about_the_command(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        transfer.main(["--help"])
+    assert stopped.value.code == 0
+    words = capsys.readouterr().out
+    for part in ("Does the learning rate transfer", "short", "quick", "--axis", "--check"):
+        assert part in words
