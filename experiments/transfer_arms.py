@@ -20,6 +20,8 @@ from jaxmoe.optim import OPTIMIZERS, OptimizerConfig
 from jaxmoe.scaling import PARAMETERIZATIONS, ParameterizationConfig
 
 _TOKEN_EXPONENT = 0.32
+_PAPERS_BOUND = 20.48
+"""HyperP's std of 0.02 times its base width of 1024."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,7 +40,7 @@ class _Row:
     optimizer: str
     learning_rate: float
     claims: tuple[str, ...] = ()
-    exponents: tuple[tuple[str, float], ...] = ()
+    options: tuple[tuple[str, float], ...] = ()
     """Fields of the parameterisation that differ from its defaults."""
     weight_decay: float | None = None
 
@@ -51,7 +53,7 @@ class _Row:
         if self.weight_decay is not None:
             changes["weight_decay"] = self.weight_decay
         return Arm(
-            parameterization=PARAMETERIZATIONS[self.parameterization](**dict(self.exponents)),
+            parameterization=PARAMETERIZATIONS[self.parameterization](**dict(self.options)),
             optimizer=OPTIMIZERS[self.optimizer](**changes),
             claims=self.claims,
         )
@@ -88,13 +90,20 @@ _ARMS = {
         optimizer="muon",
         learning_rate=2e-2,
         weight_decay=1e-3,
-        exponents=(("token_exponent", _TOKEN_EXPONENT),),
+        options=(("token_exponent", _TOKEN_EXPONENT),),
         claims=("width", "depth", "tokens"),
     ),
     "muonh_vanilla": _Row(
         parameterization="muonh_vanilla", optimizer="muonh", learning_rate=2e-2, claims=("width",)
     ),
-    "hyperp": _Row(parameterization="hyperp", optimizer="muonh", learning_rate=2e-2, claims=_ALL),
+    "hyperp": _Row(parameterization="hyperp", optimizer="muonh", learning_rate=8e-2, claims=_ALL),
+    "hyperp_bounded": _Row(
+        parameterization="hyperp",
+        optimizer="muonh",
+        learning_rate=4e-2,
+        options=(("logit_bound", _PAPERS_BOUND),),
+        claims=_ALL,
+    ),
 }
 ARMS: dict[str, Arm] = {name: row.build() for name, row in _ARMS.items() if row.exists}
 

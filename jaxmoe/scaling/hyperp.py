@@ -6,7 +6,7 @@
 
                  initial values          group    learning rate            weight decay
     embedding    1e-4; 0.02 tied         adamw    1 (or without tokens)    0
-    head         0.02                    adamh    1 (or without tokens)    0
+    head         0.02, or bound / D      adamh    1 (or without tokens)    0
     hidden       uniform, 1/sqrt(3 fan)  muonh    1                        0
     experts      uniform, 1/sqrt(3 fan)  muonh    1                        0
     router       uniform, 1/sqrt(3 fan)  muonh    1                        0
@@ -31,6 +31,12 @@ Decided here: AdamW's embedding and gains have no decay; zero-started router mat
 MuonH would move them (`zero_start_rate`); tied embeddings are refused, for the embedding is off the
 sphere and the head on it, and `tied_embeddings=adamw` does what ArchScale does, one matrix of std
 0.02 under AdamW. An embedding of 1e-4 goes with model.norm_epsilon 1e-5: see `embedding_std`.
+
+The head is the one matrix whose radius depends on width. Behind a norm of gain 1, no logit exceeds
+|row| |h| = (std sqrt(D)) sqrt(D) = std D: 20.5 at the paper's base width of 1024, but 1.3 at 64,
+where a model can say nothing until AdamW has raised the gains, and a turn of the head by eta moves
+logits in proportion to D. The paper never sweeps width alone. `logit_bound` fixes std D instead;
+20.48 is the paper's own at its base width. Measured in experiments/README.md.
 
 Not here: SqrtGate and the balance loss (`METHODS["hyperp"]`), sizes (`jaxmoe.models.sizing`), the
 optimiser (`jaxmoe.optim.MuonHConfig`).
@@ -88,8 +94,17 @@ class HyperPConfig:
     """Width of a head at which attention is scaled as usual; that of your heads, to leave it so."""
     tied_embeddings: TiedEmbeddings = "refuse"
     """What becomes of a head that is the embedding: an error, or AdamW without a sphere."""
+    logit_bound: float | None = None
+    """Largest logit of a head on its sphere, behind a norm of gain 1, the same at every width; None
+    is the paper's fixed std, whose bound grows with width (20.48 at 1024)."""
 
-    __post_init__ = check_exponents
+    def __post_init__(self):
+        check_exponents(self)
+        if self.logit_bound is not None and not self.logit_bound > 0:
+            raise ValueError(
+                f"parameterization.logit_bound={self.logit_bound} must be above 0, or None for the"
+                f" paper's std of {HEAD_STD} at every width"
+            )
 
     def build(self, model: ModelConfig, budget: Budget, base: BasePoint) -> Parameterization:
         """See `hyperp`."""
@@ -133,10 +148,14 @@ def hyperp(
         model=with_multipliers(model, multipliers, rule),
         roles=table_of(
             embedding=row(fixed(embedding_std(model)), outer),
-            head=row(fixed(HEAD_STD), outer, "adamh"),
+            head=row(fixed(_head_std(model, options.logit_bound)), outer, "adamh"),
             hidden=row(KAIMING, inner, "muonh"),
             router=row(KAIMING, inner, "muonh"),
             vectors=row(Hyperparameters(), outer),
             zeros=row(Hyperparameters(), inner * zero_start_rate(model)),
         ),
     )
+
+
+def _head_std(model: ModelConfig, logit_bound: float | None) -> float:
+    return HEAD_STD if logit_bound is None else logit_bound / model.embed_dim

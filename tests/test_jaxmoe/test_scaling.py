@@ -331,6 +331,16 @@ def test_disputed_readings_are_options():
     assert control.of("mlp_in").learning_rate_multiplier == pytest.approx(TOKENS, rel=1e-5)
 
 
+def test_the_largest_logit_of_a_bounded_head_is_that_of_no_width():
+    for width in (64, 1024, 4096):
+        model = dataclasses.replace(MODEL, embed_dim=width)
+        assert build("hyperp", model).of("head").init_std == 0.02
+        bounded = build("hyperp", model, logit_bound=20.48)
+        assert bounded.of("head").init_std * width == pytest.approx(20.48)
+        others = [row for row in bounded.roles if row[0] != "head"]
+        assert others == [row for row in build("hyperp", model).roles if row[0] != "head"]
+
+
 def test_heads_of_another_width():
     attention = AttentionConfig(num_heads=4, num_kv_heads=4, head_dim=32)
     small = dataclasses.replace(MODEL, attention=attention)
@@ -495,6 +505,11 @@ def test_a_budget_of_nothing(field):
         (
             lambda: MuPPlusPlusMuonConfig(base_head_dim=0),
             "parameterization.base_head_dim=0 must be at least 1",
+        ),
+        (
+            lambda: HyperPConfig(logit_bound=0.0),
+            "parameterization.logit_bound=0.0 must be above 0, or None for the paper's std of 0.02"
+            " at every width",
         ),
         (
             lambda: VanillaMuonHConfig(batch_exponent=9.0),
