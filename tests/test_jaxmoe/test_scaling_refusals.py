@@ -5,10 +5,11 @@
 import dataclasses
 import re
 
+import jax
 import pytest
 
 from jaxmoe.models.config import ForwardMultipliers
-from jaxmoe.models.initialize import parameter_table
+from jaxmoe.models.initialize import init_params, parameter_table
 from jaxmoe.models.presets import ladder
 from jaxmoe.scaling import (
     HYPERP_BASE,
@@ -22,6 +23,7 @@ from jaxmoe.scaling import (
     VanillaMuonHConfig,
     standard,
 )
+from tests.support.models import TINY
 
 MODEL = ladder(16)
 BUDGET = Budget(tokens=41_600_000_000, batch_tokens=2**19)
@@ -57,6 +59,22 @@ def test_multipliers_of_ones_own_are_not_overwritten(name, field):
     ):
         build(name, own)
     assert build("standard", own).model == own
+
+
+def test_a_model_without_its_multipliers_is_not_initialised():
+    """Only the model that the parameterisation returns has them."""
+    small = dataclasses.replace(TINY, num_layers=2)
+    built = build("hyperp", small)
+    with refusal(
+        "model.multipliers are not those that its parameterisation fills in, and the forward pass"
+        " would go without them: use the model that the parameterisation returns"
+        " (parameterization.model) everywhere"
+    ):
+        init_params(small, jax.random.key(0), parameterization=built)
+    shapes = jax.eval_shape(
+        lambda key: init_params(built.model, key, parameterization=built), jax.random.key(0)
+    )
+    assert shapes["embedding"]["weight"].shape == (small.vocab_size, small.embed_dim)
 
 
 MISSING = {
