@@ -7,6 +7,7 @@ expect, and a line in RECIPES.
 """
 
 from experiments.recipes.diffusion import diffusion
+from experiments.recipes.hyperp import hyperp
 from experiments.recipes.ladder import d8, d12, d16, d20, d24
 from experiments.recipes.languages import languages
 from experiments.recipes.markov import markov
@@ -16,7 +17,7 @@ from experiments.recipes.tiny import tiny
 DEFAULT = "tiny"
 
 _ALL = (
-    *(tiny, markov, languages, diffusion, d8, d12, d16, d20, d24),
+    *(tiny, hyperp, markov, languages, diffusion, d8, d12, d16, d20, d24),
     *(olmoe_1b_7b, mixtral_8x7b, qwen3_30b_a3b),
 )
 RECIPES = {recipe.__name__: recipe for recipe in _ALL}

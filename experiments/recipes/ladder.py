@@ -3,28 +3,33 @@
 """The HyperP ladder d8 to d24 (`jaxmoe.models.presets.ladder`), to be trained from scratch.
 
     python -m experiments.describe d12
-    python -m experiments.pretrain d8
+    python -m experiments.pretrain d8 --data.path my_texts/ data.tokenizer:trained
 
-Shapes, vocabulary and sequence length are the paper's. Data is the embedded corpus, 10 MB of bytes,
-so that the command runs as it stands: 305 steps of 2^17 tokens pass over it four times, and use 256
-of the 32,000 token ids. That shows speed and routing, not what the model can learn. With data of
-your own, the paper's budget is `ladder_tokens(depth)` tokens in batches of 2^21
-(--training.batch_size 512 --training.accumulation 64):
+One learning rate for all rungs: HyperP with MuonH, eta0 0.014 (the paper's for mixtures, tuned at
+depth 8), no warm-up, linear to a tenth; the laws carry it to each rung. Shapes, vocabulary,
+sequence length, batch and tokens are the paper's: 50 tokens per parameter of the dense model, 2^21
+a step.
 
-    rung   parameters   active   tokens    --training.steps
-    d8         0.91e9   0.21e9    10.4e9    4960
-    d12        2.95e9   0.57e9    28.5e9   13585
-    d16        6.88e9   1.24e9    61.9e9   29505
-    d20       13.33e9   2.32e9   115.6e9   55119
-    d24       22.93e9   3.90e9   194.7e9   92824
+    rung   parameters   active   tokens    steps   learning rate   memory
+    d8         0.91e9   0.21e9    10.4e9    4960         0.01400    15 GB
+    d12        2.95e9   0.57e9    28.5e9   13585         0.00828    48 GB
+    d16        6.88e9   1.24e9    61.9e9   29505         0.00559   111 GB
+    d20       13.33e9   2.32e9   115.6e9   55119         0.00410   214 GB
+    d24       22.93e9   3.90e9   194.7e9   92824         0.00317   368 GB
 
-A parameter, its two moments and its gradient take 16 bytes, and 4 more while micro-batches are
-added up: 18 GB for d8, 459 GB for d24, spread over all devices. The optimiser is AdamW under the
-standard parameterisation until HyperP and MuonH are there; its learning rate is not tuned. None of
-these runs was made: tested are shapes and counts, and d8 shrunken to 2 layers of width 32 ran.
+Memory over all devices: a parameter, its moment and its gradient take 12 bytes (16 under Adam:
+embedding and head), and 4 more while micro-batches are added up; activations come on top. A
+micro-batch of 8 sequences is one for each of 8 devices: on more, accumulate less
+(--training.accumulation 32) and hold out more at a time (--evaluation.batch_size 16).
+
+Bring data of your own: without `data:files` a recipe reads the embedded corpus, 10 MB of bytes,
+about a thousand times over, which shows speed and routing and not what the model can learn. None of
+these runs was made: tested are shapes, counts and rates.
 
 To add a rung: its depth in LADDER_DEPTHS of `jaxmoe/models/presets.py`, and a function here.
 """
+
+import dataclasses
 
 from experiments.config import (
     CheckpointConfig,
@@ -34,8 +39,12 @@ from experiments.config import (
 )
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import ModelConfig
-from jaxmoe.models.presets import ladder
-from jaxmoe.optim import AdamWConfig, CosineConfig
+from jaxmoe.models.presets import ladder, ladder_tokens
+from jaxmoe.optim import AdamWConfig, CosineConfig, LinearConfig, MuonHConfig
+from jaxmoe.scaling import HYPERP_BASE, Budget, HyperPConfig
+
+_SEQUENCE_LENGTH = 4096
+_BATCH_SIZE = 512
 
 
 def large(model: ModelConfig, learning_rate: float) -> PretrainConfig:
@@ -48,13 +57,36 @@ def large(model: ModelConfig, learning_rate: float) -> PretrainConfig:
     return PretrainConfig(
         model=model,
         # 8 devices at most: a micro-batch then is one sequence on each. More: accumulate less.
-        training=TrainingConfig(steps=305, batch_size=32, sequence_length=4096, accumulation=4),
+        training=TrainingConfig(
+            steps=305, batch_size=32, sequence_length=_SEQUENCE_LENGTH, accumulation=4
+        ),
         optimizer=AdamWConfig(learning_rate=learning_rate),
         schedule=CosineConfig(warmup_steps=30),
         # Logits of a whole sequence would outweigh its activations.
         execution=ExecutionConfig(remat="full", loss_chunk=512),
-        evaluation=EvaluationConfig(every=100, batches=2),
+        evaluation=EvaluationConfig(every=100, batches=8, batch_size=8),
         checkpoint=CheckpointConfig(every=100),
+    )
+
+
+def _rung(depth: int) -> PretrainConfig:
+    """HyperP at one depth, with the paper's batch and tokens."""
+    model = ladder(depth)
+    budget = Budget(tokens=ladder_tokens(depth), batch_tokens=_BATCH_SIZE * _SEQUENCE_LENGTH)
+    return dataclasses.replace(
+        large(model, learning_rate=0.014),
+        training=TrainingConfig(
+            steps=budget.steps,
+            batch_size=_BATCH_SIZE,
+            sequence_length=_SEQUENCE_LENGTH,
+            accumulation=64,
+        ),
+        optimizer=MuonHConfig(learning_rate=0.014),
+        schedule=LinearConfig(warmup_steps=0, floor=0.1),
+        parameterization=HyperPConfig(),
+        base=HYPERP_BASE,
+        evaluation=EvaluationConfig(every=500, batches=8, batch_size=8),
+        checkpoint=CheckpointConfig(every=500),
     )
 
 
@@ -65,7 +97,7 @@ def d8() -> PretrainConfig:
 
     One accelerator of 40 GB or more; not run yet.
     """
-    return large(ladder(8), learning_rate=6e-4)
+    return _rung(8)
 
 
 def d12() -> PretrainConfig:
@@ -75,7 +107,7 @@ def d12() -> PretrainConfig:
 
     One accelerator of 80 GB or more; not run yet.
     """
-    return large(ladder(12), learning_rate=4e-4)
+    return _rung(12)
 
 
 def d16() -> PretrainConfig:
@@ -85,7 +117,7 @@ def d16() -> PretrainConfig:
 
     Two accelerators of 140 GB or more; not run yet.
     """
-    return large(ladder(16), learning_rate=3e-4)
+    return _rung(16)
 
 
 def d20() -> PretrainConfig:
@@ -95,7 +127,7 @@ def d20() -> PretrainConfig:
 
     Four accelerators of 140 GB or more; not run yet.
     """
-    return large(ladder(20), learning_rate=3e-4)
+    return _rung(20)
 
 
 def d24() -> PretrainConfig:
@@ -105,4 +137,4 @@ def d24() -> PretrainConfig:
 
     Eight accelerators of 80 GB or more; not run yet.
     """
-    return large(ladder(24), learning_rate=2e-4)
+    return _rung(24)

@@ -4,9 +4,10 @@
 
     python -m experiments.describe qwen3_30b_a3b
 
-Sizes, router and balance losses are the papers' (`jaxmoe.models.presets`); data, batch and
-optimiser are the ladder's (`experiments.recipes.ladder`), not the papers'. Their trained weights
-are read by `jaxmoe.checkpoint.from_huggingface`. None of these runs was made: tested are sizes.
+Sizes, router and balance losses are the papers' (`jaxmoe.models.presets`); data, batch, optimiser
+(AdamW, its rate not tuned) and schedule are those of `large`, not the papers': 305 steps of 2^17
+tokens pass over the embedded corpus four times. Their trained weights are read by
+`jaxmoe.checkpoint.from_huggingface`. None of these runs was made: tested are sizes.
 
 To add a model: a preset, and a function here.
 """

@@ -93,9 +93,15 @@ def init_params(
         dtype: of the parameters.
 
     Raises:
-        ValueError: `key` is not a typed key, the mesh has other axes, or a parameter does not
-            divide by it.
+        ValueError: `key` is not a typed key, the model lacks the multipliers of the
+            parameterisation, the mesh has other axes, or a parameter does not divide by it.
     """
+    if parameterization and parameterization.model.multipliers != model.multipliers:
+        raise ValueError(
+            "model.multipliers are not those that its parameterisation fills in, and the forward"
+            " pass would go without them: use the model that the parameterisation returns"
+            " (parameterization.model) everywhere"
+        )
     if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         raise ValueError("init_params needs a typed key: jax.random.key(seed), not PRNGKey(seed)")
     table = parameter_table(model, parameterization, rules)

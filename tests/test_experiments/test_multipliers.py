@@ -16,6 +16,7 @@ from experiments.finished import open_run
 from experiments.run_directory import RunDirectory
 from jaxmoe.configs import from_json, to_json
 from jaxmoe.models.config import ForwardMultipliers
+from jaxmoe.scaling import StandardConfig
 from jaxmoe.training.evaluate import evaluate as evaluate_batches
 from jaxmoe.training.evaluate import make_eval_step
 
@@ -76,6 +77,21 @@ def test_generation_has_them(run, monkeypatch):
     arguments = ["--run.directory", str(run), "--prompt", "1 2", "--length", "2"]
     assert generate.main(arguments) == ExitCode.DONE
     assert [model.multipliers for model in models] == [WANTED]
+
+
+def test_the_header_says_what_the_rates_become(run):
+    """0.01 at width 8 and depth 4: twice that by depth, and half of it for matrices by width."""
+    config = RunDirectory(run).load_config(PretrainConfig)
+    assert pretrain._rates(make_plan(config)) == (
+        "0.01 at the base point, here 0.02 embedding, head, norm;"
+        " 0.01 attention_in, attention_out, expert_in, expert_out, router"
+    )
+    usual = dataclasses.replace(config, parameterization=StandardConfig())
+    assert pretrain._rates(make_plan(usual)) == ""
+    law = StandardConfig(batch_exponent=1.0)
+    halved = dataclasses.replace(config.base, batch_tokens=256)
+    both = dataclasses.replace(config, parameterization=law, base=halved)
+    assert pretrain._rates(make_plan(both)) == "0.01 at the base point, here 0.005"
 
 
 def test_the_checkpoint_has_them(run):
