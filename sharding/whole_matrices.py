@@ -17,7 +17,8 @@ A stack that does not divide is padded with zero matrices, for which the functio
 "gathered" saves the way back where there are few small matrices; it computes up to A C times as
 much. Gathering the batch dimensions as well would cost B times more of both: it is not offered.
 
-Without a mesh, and on a user's Auto mesh, this is a plain call: there XLA lays out.
+Without a mesh, and on a user's Auto mesh, this is a plain call: there XLA lays out. So it is inside
+somebody's shard_map, where nothing says how arrays were cut: the matrices there must be whole.
 """
 
 from __future__ import annotations

@@ -191,8 +191,8 @@ class MuonHConfig:
 
 _SPHERES: tuple[Group, ...] = ("muonh", "adamh")
 _FOR: dict[Literal["muon", "muonh"], str] = {
-    "muon": "mup_muon or mup_plus_plus_muon",
-    "muonh": "hyperp or muonh_vanilla",
+    "muon": "parameterization:mup_muon or parameterization:mup_plus_plus_muon",
+    "muonh": "parameterization:hyperp or parameterization:muonh_vanilla",
 }
 """The parameterisations that fill the group of the name."""
 
@@ -229,7 +229,7 @@ def _check(
     if all(row.hyper.group != name for row in table):
         raise ValueError(
             f"the optimizer {name!r} is for parameters of the group {name}, and the"
-            f" parameterization puts none there: choose --parameterization {_FOR[name]}, or"
+            f" parameterization puts none there: choose {_FOR[name]}, or"
             " optimizer:adamw"
         )
     for row in table:
