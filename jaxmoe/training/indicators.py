@@ -87,7 +87,8 @@ def update_ratios(
     Returns:
         By `update_ratio/<role>`, NaN for a layer without parameters of that role, or all zero.
     """
-    moved, held = (traverse_util.flatten_dict(tree, sep="/") for tree in (updates, params))
+    moved: dict[str, Any] = traverse_util.flatten_dict(updates, sep="/")
+    held: dict[str, Any] = traverse_util.flatten_dict(params, sep="/")
     first_layers = {stack.name: stack.first_layer for stack in model.stacks}
     squares: dict[str, Array] = {}
     for row in table:
