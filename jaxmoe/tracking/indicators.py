@@ -19,6 +19,7 @@ import os
 import pathlib
 import zipfile
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
@@ -53,7 +54,7 @@ class IndicatorRecorder:
                 self._steps.append(int(steps[index]))
                 self._rows.append({name: values[index] for name, values in series.items()})
 
-    def record(self, step: int, indicators: Mapping[str, np.ndarray]) -> None:
+    def record(self, step: int, indicators: Mapping[str, Any]) -> None:
         """Add those of a step.
 
         Args:
@@ -74,9 +75,10 @@ class IndicatorRecorder:
         """Write the file, in one piece; a full disk is a warning."""
         if not self._rows:
             return
-        series = {name: np.stack([row[name] for row in self._rows]) for name in self._rows[0]}
+        arrays: dict[str, Any] = {"steps": np.array(self._steps)}
+        arrays |= {name: np.stack([row[name] for row in self._rows]) for name in self._rows[0]}
         buffer = io.BytesIO()
-        np.savez_compressed(buffer, steps=np.array(self._steps), **series)
+        np.savez_compressed(buffer, **arrays)
         with self._guard.going_on():
             replace_file(self._path, buffer.getvalue())
 
@@ -119,7 +121,7 @@ def over_layers(name: str, values: np.ndarray) -> np.ndarray:
     return np.where(count > 0, total / np.maximum(count, 1), np.nan)
 
 
-def scalars_of(indicators: Mapping[str, np.ndarray]) -> dict[str, float]:
+def scalars_of(indicators: Mapping[str, Any]) -> dict[str, float]:
     """The indicators of a step as metrics of the run, one number for all layers each."""
     numbers = {name: float(over_layers(name, values)) for name, values in indicators.items()}
     return {f"{PREFIX}{name}": value for name, value in numbers.items() if math.isfinite(value)}

@@ -296,12 +296,11 @@ def plot_indicators(path: str | os.PathLike[str], steps: np.ndarray, series: Map
     )
     for axes in panels[len(series) :]:
         axes.set_visible(False)
-    most = 1
+    most = max(values.shape[1] for values in series.values())
     for axes, (name, values) in zip(panels, series.items(), strict=False):
         layers = values.shape[1]
-        most = max(most, layers)
         for layer in range(layers):
-            color = GRAY if layers == 1 else colors(0.9 * layer / (layers - 1))
+            color = GRAY if layers < most else colors(0.9 * layer / max(layers - 1, 1))
             axes.plot(steps, smooth(values[:, layer]), color=color, linewidth=1.2)
         axes.set_title(name.replace("_", " ").replace("/", ": "), fontsize=9, loc="left")
         axes.margins(x=0.01)
