@@ -24,10 +24,12 @@ from jaxmoe.models.diffuse import diffuse
 from jaxmoe.routing.balancers import conversions
 from jaxmoe.routing.telemetry import LoadWindow
 from jaxmoe.tracking.disk import DiskGuard, replace_file
+from jaxmoe.tracking.indicators import over_layers, read_indicators
 from jaxmoe.tracking.jsonl import read_metrics
 from jaxmoe.tracking.plots import plot_run
 from jaxmoe.tracking.report import write_report
 from jaxmoe.tracking.router_load import read_router_load
+from jaxmoe.tracking.stability import judge_run
 from jaxmoe.tracking.tracker import (
     BITS_PER_BYTE,
     BITS_PER_TOKEN,
@@ -68,6 +70,8 @@ def leave(
     summary = summarise(assembly, reporter, facts, references)
     if directory.router_file.exists():
         summary["router_load_window"] = load_window(*read_router_load(directory.router_file))
+    if stability := judge_indicators(directory):
+        summary["stability"] = stability
     samples = ""
     length = assembly.plan.config.tracking.sample_length
     if result.status == "done" and length and jax.process_count() == 1:
@@ -79,6 +83,7 @@ def leave(
             directory.metrics_file,
             directory.router_file,
             directory.plots_directory,
+            indicators_file=directory.indicators_file,
             references=references,
             bytes_per_token=assembly.source.bytes_per_token,
         )
@@ -132,15 +137,29 @@ def write_run_report(
         OSError: the page cannot be written.
     """
     has_loads = directory.router_file.exists()
+    indicators = directory.plots_directory / "indicators.png"
     write_report(
         directory.report_file,
         title=f"jaxmoe: {name}",
         summary=summary,
         metrics=read_metrics(directory.metrics_file),
         load=read_router_load(directory.router_file) if has_loads else None,
+        plots=[indicators] if indicators.exists() else (),
         samples=samples,
         config=config,
     )
+
+
+def judge_indicators(directory: RunDirectory) -> dict[str, str]:
+    """Which indicators stayed bounded, with the numbers in words; none in a brief run."""
+    if not directory.indicators_file.exists():
+        return {}
+    _, series = read_indicators(directory.indicators_file)
+    means = {name: over_layers(name, values) for name, values in series.items()}
+    return {
+        name: f"{'bounded' if verdict.holds else 'NOT bounded'}: {verdict.words}"
+        for name, verdict in judge_run(means).items()
+    }
 
 
 def reference_lines(assembly: Assembly) -> dict[str, float]:
@@ -297,6 +316,7 @@ def last_words(
     if bits is not None:
         beside = ", ".join(f"{label} {value:.3f}" for label, value in references.items())
         lines.append(f"held out {bits:.4f} {unit}" + (f"   ({beside})" if beside else ""))
+    lines += [f"{name:24} {words}" for name, words in summary.get("stability", {}).items()]
     if summary["profile"] is not None:
         lines.append(
             f"trace in {summary['profile']}: open it with `xprof --logdir {summary['profile']}`"

@@ -163,6 +163,7 @@ def _rebuild(run: FoundRun) -> str:
         directory.metrics_file,
         directory.router_file,
         directory.plots_directory,
+        indicators_file=directory.indicators_file,
         references=run.summary.get("references_bits"),
         bytes_per_token=_bytes_per_token(run),
     )

@@ -15,6 +15,7 @@ from experiments.config import TrackingConfig
 from experiments.run_directory import RunDirectory
 from jaxmoe.configs import to_json
 from jaxmoe.models.flops import flops_per_token
+from jaxmoe.tracking.indicators import IndicatorRecorder, scalars_of
 from jaxmoe.tracking.jsonl import JsonlTracker, read_metrics
 from jaxmoe.tracking.optional import require
 from jaxmoe.tracking.router_load import RouterLoadRecorder
@@ -74,6 +75,7 @@ class Reporter:
         self._files: Tracker = NullTracker()
         self._console: Console = SilentConsole()
         self._loads: RouterLoadRecorder | None = None
+        self._indicators: IndicatorRecorder | None = None
         self.last: dict[str, float] = {}
         """Latest value of every metric, those of earlier starts among them."""
         self._training = training
@@ -86,6 +88,7 @@ class Reporter:
             record = JsonlTracker(directory.metrics_file, first_step)
             self._files = CompositeTracker(record, *trackers)
             self._loads = RouterLoadRecorder(directory.router_file, first_step)
+            self._indicators = IndicatorRecorder(directory.indicators_file, first_step)
             if first_step:
                 recorded = read_metrics(directory.metrics_file)
                 self.last = {name: float(values[-1]) for name, (_, values) in recorded.items()}
@@ -131,6 +134,8 @@ class Reporter:
             if self._loads is not None and metrics.load is not None:
                 load = np.asarray(metrics.load)
                 self._loads.record(step, load)
+            if self._indicators is not None:
+                self._indicators.record(step, metrics.indicators)
         self._console.show({}, load)
         self._console.log(report.steps[-1], self.last)
 
@@ -149,8 +154,9 @@ class Reporter:
 
     def flush(self) -> None:
         """Writes what belongs to the steps so far, before they are saved."""
-        if self._loads is not None:
-            self._loads.save()
+        for recorder in (self._loads, self._indicators):
+            if recorder is not None:
+                recorder.save()
 
     def close(self) -> None:
         """Ends the trackers, and leaves the terminal as it was; once is enough."""
@@ -196,6 +202,7 @@ class Reporter:
             **router,
             **({} if worst is None else {MAX_VIOLATION: worst}),
             TRAINED_TOKENS: float(self._training.tokens_before(step)),
+            **scalars_of(metrics.indicators),
             TRAINED_SECONDS: self._trained_seconds,
         }
 

@@ -8,6 +8,7 @@
         metrics.jsonl      one object per logged step
         tensorboard/       the same, for TensorBoard
         router.npz         load per step, layer and expert
+        indicators.npz     with detailed telemetry: indicators of instability per step and layer
         plots/             PNG files
         report.html        everything on one page, self-contained
         samples.txt        generated text
@@ -87,6 +88,11 @@ class RunDirectory:
     def router_file(self) -> pathlib.Path:
         """Load per step, layer and expert."""
         return self.path / "router.npz"
+
+    @property
+    def indicators_file(self) -> pathlib.Path:
+        """Indicators of instability per step and layer, with detailed telemetry."""
+        return self.path / "indicators.npz"
 
     @property
     def plots_directory(self) -> pathlib.Path:

@@ -11,18 +11,16 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
-
-_STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
-"""0.975 quantile for 1 to 9 degrees of freedom."""
+from scipy.special import stdtrit
 
 
 def student(degrees: int) -> float:
-    """The 0.975 quantile of Student's distribution; beyond 9 degrees to within 0.02.
+    """The 0.975 quantile of Student's distribution.
 
     Args:
         degrees: of freedom, at least 1.
     """
-    return _STUDENT[degrees - 1] if degrees <= len(_STUDENT) else 1.96 + 2.4 / (degrees - 1)
+    return float(stdtrit(degrees, 0.975))
 
 
 def paired_interval(differences: Sequence[float]) -> tuple[float, float | None]:

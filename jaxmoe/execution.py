@@ -54,8 +54,9 @@ class ExecutionConfig:
     """Layers in one iteration of the loop over equal layers: more compile longer and run faster on
     a CPU, where the loop copies what it carries."""
     telemetry: Literal["brief", "detailed"] = "brief"
-    """What is measured of the routers: the load, or all of jaxmoe/routing/telemetry_detailed.py as
-    well."""
+    """What is measured: the load of the routers; or as well all of
+    jaxmoe/routing/telemetry_detailed.py and, per layer, the indicators of instability of
+    jaxmoe/layers/indicators.py, at the price of a second pass of the experts."""
     loss_chunk: int = 0
     """Positions whose logits exist at a time in the loss; 0: all at once."""
 

@@ -42,6 +42,17 @@ class KVCache:
     """Positions filled."""
 
 
+@typing.no_type_check
+@struct.dataclass
+class AttentionOutputs:
+    """What attention returns beside the activations."""
+
+    cache: KVCache | None
+    """With the new entries, if one was given."""
+    logits: dict[str, Float[Array, "B N S"]] = struct.field(default_factory=dict)
+    """Detailed telemetry: of every query the log-sum-exp `lse` and the largest logit `top`."""
+
+
 class Attention(nn.Module):
     """One attention layer."""
 
@@ -55,7 +66,7 @@ class Attention(nn.Module):
         positions: Int[Array, "B S"] | None,
         segment_ids: Int[Array, "B S"] | None,
         cache: KVCache | None,
-    ) -> tuple[Float[Array, "B S D"], KVCache | None]:
+    ) -> tuple[Float[Array, "B S D"], AttentionOutputs]:
         """Attends.
 
         Args:
@@ -65,7 +76,7 @@ class Attention(nn.Module):
             cache: of this layer; the new keys and values are written at its length.
 
         Returns:
-            The output and the cache with the new entries.
+            The output, and what else there is to know.
         """
         config, placement = self.model.attention, self.execution.placement
         dtype = self.execution.precision.compute_dtype
@@ -91,7 +102,7 @@ class Attention(nn.Module):
             kv_positions = jnp.broadcast_to(
                 jnp.arange(k.shape[1], dtype=jnp.int32)[None, :], k.shape[:2]
             )
-        out = attend_whole_sequences(
+        out, logits = attend_whole_sequences(
             q,
             k.astype(dtype),
             v.astype(dtype),
@@ -106,6 +117,7 @@ class Attention(nn.Module):
             scale=self.model.multipliers.attention_scale,
             is_causal=config.is_causal,
             implementation=self.execution.kernels.attention,
+            is_observed=self.execution.telemetry == "detailed",
         )
         if config.is_gated:
             out = out * self._gate(x)
@@ -117,7 +129,8 @@ class Attention(nn.Module):
             ((-3, -2), (-1,)),
         )
         axes = (ax.ACT_BATCH, ax.ACT_SEQ, ax.ACT_EMBED)
-        return placement.einsum("bsnh,nhd->bsd", out, weight.astype(dtype), axes=axes), cache
+        y = placement.einsum("bsnh,nhd->bsd", out, weight.astype(dtype), axes=axes)
+        return y, AttentionOutputs(cache=cache, logits=logits)
 
     def _declare(self, name, shape, axes, role: Role, matrix) -> Array:
         return declare(self, name, Declaration(shape=shape, axes=axes, role=role, matrix=matrix))

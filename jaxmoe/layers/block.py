@@ -11,6 +11,7 @@ twice.
 
 from __future__ import annotations
 
+import dataclasses
 import typing
 from typing import Any
 
@@ -21,9 +22,15 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxmoe.execution import ExecutionConfig
-from jaxmoe.layers.attention import Attention, KVCache
+from jaxmoe.layers.attention import Attention, AttentionOutputs, KVCache
 from jaxmoe.layers.feed_forward import FeedForward
-from jaxmoe.layers.moe import MoE, RoutingInputs
+from jaxmoe.layers.indicators import (
+    Indicators,
+    observe_attention,
+    observe_branch,
+    observe_routing,
+)
+from jaxmoe.layers.moe import MoE, RoutingInputs, RoutingOutputs
 from jaxmoe.layers.norms import RMSNorm
 from jaxmoe.models.config import ModelConfig, Stack
 from jaxmoe.routing import RouterStatistics
@@ -78,6 +85,8 @@ class LayerOutputs:
     cache: KVCache | None
     losses: dict[str, Array]
     """Of the balancers that look at a layer's weights."""
+    indicators: Indicators | None = None
+    """Of the global batch, with detailed telemetry."""
 
 
 class Block(nn.Module):
@@ -100,9 +109,10 @@ class Block(nn.Module):
             return RMSNorm(model.embed_dim, model.norm_epsilon, name=name)(x)
 
         attention = Attention(model, execution, name="attention")
-        y, cache = attention(
+        y, attended = attention(
             norm("attention_norm", x), tokens.positions, tokens.segment_ids, layer.cache
         )
+        attention_output = y
         x = x + multiplier * y.astype(x.dtype)
         y, routed = norm("feed_forward_norm", x), None
         if self.is_moe and model.moe is not None:
@@ -114,10 +124,33 @@ class Block(nn.Module):
         logits = stream.router_logits if routed is None else routed.logits
         outputs = LayerOutputs(
             statistics=None if routed is None else routed.statistics,
-            cache=cache,
+            cache=attended.cache,
             losses={} if routed is None else routed.losses,
         )
+        if execution.telemetry == "detailed":
+            outputs = dataclasses.replace(
+                outputs,
+                indicators=_observe(attention_output, attended, y, routed, tokens.token_mask),
+            )
         return Stream(x=x, router_logits=logits), outputs
+
+
+def _observe(
+    attention_output: Float[Array, "B S D"],
+    attended: AttentionOutputs,
+    feed_forward_output: Float[Array, "B S D"],
+    routed: RoutingOutputs | None,
+    token_mask: Bool[Array, "B S"],
+) -> Indicators:
+    """The indicators of one layer."""
+    found = (
+        observe_attention(attended.logits, token_mask)
+        | observe_branch("attention", attention_output, token_mask)
+        | observe_branch("feed_forward", feed_forward_output, token_mask)
+    )
+    if routed is None:
+        return found
+    return found | observe_routing(routed.statistics, routed.observed, token_mask)
 
 
 def _routing_inputs(stream: Stream, layer: LayerInputs, tokens: TokenInputs) -> RoutingInputs:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import typing
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -28,10 +29,19 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.experts import Experts, apply_experts
 from jaxmoe.layers.feed_forward import FeedForward
+from jaxmoe.layers.indicators import mean_cosine, unit_rows
 from jaxmoe.layers.zero_computation import ZeroComputationExperts, apply_zero_computation
 from jaxmoe.models.config import ModelConfig, MoEConfig
 from jaxmoe.parameters import declare
-from jaxmoe.routing import Extent, Router, RouterInputs, RouterOutput, RouterStatistics, Slots
+from jaxmoe.routing import (
+    Extent,
+    Router,
+    RouterInputs,
+    RouterOutput,
+    RouterStatistics,
+    Slots,
+    SoftMoEConfig,
+)
 from jaxmoe.routing.balancers import WeightsBalancer, of_statistics, of_weights
 from jaxmoe.routing.capacity import limit
 from jaxmoe.routing.telemetry_detailed import observe
@@ -74,6 +84,8 @@ class RoutingOutputs:
     """For the next MoE layer, from routers that carry them."""
     losses: dict[str, Float[Array, ""]]
     """Of the balancers that look at this layer's weights, in training."""
+    observed: dict[str, Float[Array, "B S"]] = struct.field(default_factory=dict)
+    """Detailed telemetry of every token: see `_observe`."""
 
 
 class RouterParameters(nn.Module):
@@ -138,14 +150,22 @@ class MoE(nn.Module):
         island = placement.island(
             partial(_route_and_compute, router=router, layer=self),
             in_axes=((*rows, None), {name: axes for name, (_, axes) in given.items()}),
-            out_axes=((*rows, None), (), {} if carried is None else {"logits": carried}, losses),
+            out_axes=(
+                (*rows, None),
+                (),
+                {} if carried is None else {"logits": carried},
+                losses,
+                dict.fromkeys(self.observed_names(), rows),
+            ),
         )
         arrays = {name: value for name, (value, _) in given.items()}
-        routed, statistics, carry, losses = island(x, arrays)
+        routed, statistics, carry, losses, observed = island(x, arrays)
         logits = carry.get("logits")
         if logits is not None:
             logits = placement.place(logits, (ax.ACT_BATCH, ax.ACT_SEQ, None))
-        outputs = RoutingOutputs(statistics=statistics, logits=logits, losses=losses)
+        outputs = RoutingOutputs(
+            statistics=statistics, logits=logits, losses=losses, observed=observed
+        )
         routed = placement.place(routed, (ax.ACT_BATCH, ax.ACT_SEQ, ax.ACT_EMBED))
         if not moe.num_shared_experts:
             return routed, outputs
@@ -162,6 +182,13 @@ class MoE(nn.Module):
     def coupling_balancers(self) -> tuple[WeightsBalancer, ...]:
         """Those that look at this layer's weights: they belong to training alone."""
         return of_weights(self.moe.balancers) if self.train else ()
+
+    def observed_names(self) -> tuple[str, ...]:
+        """What `_observe` returns: nothing unless telemetry is detailed."""
+        if self.execution.telemetry != "detailed":
+            return ()
+        has_pairs = self.moe.top_k > 1 and not isinstance(self.moe.router, SoftMoEConfig)
+        return ("router_max_logit", *(("cosine", "has_pair") if has_pairs else ()))
 
 
 def build_router(model: ModelConfig, moe: MoEConfig) -> Router:
@@ -180,7 +207,7 @@ def _route_and_compute(
     batch_axes: tuple[str, ...],
     router: Router,
     layer: MoE,
-) -> tuple[Float[Array, "B S D"], RouterStatistics, dict[str, Array], dict[str, Array]]:
+) -> tuple[Float[Array, "B S D"], RouterStatistics, *tuple[dict[str, Array], ...]]:
     """The island: local tokens, gathered weights, statistics summed over `batch_axes`."""
     moe, (batch, length, width) = layer.moe, x.shape
     tokens = x.reshape(batch * length, width)  # T, D
@@ -193,19 +220,17 @@ def _route_and_compute(
         extra = statistics.extra | observe(output, inputs)
         statistics = dataclasses.replace(statistics, extra=extra)
 
-    def experts(rows: Array, group_sizes: Array) -> Array:
-        kernel = layer.execution.kernels.grouped_swiglu
-        return apply_experts(rows, group_sizes, given["weights"], kernel)
-
+    kernel = layer.execution.kernels.grouped_swiglu
+    experts = partial(apply_experts, weights=given["weights"], implementation=kernel)
     slots = output.slots
     read = tokens if slots is None else _read_slots(tokens, slots)
-    y = expert_parallel(
-        read,
-        _with_computation(assignments, moe.num_experts),
-        experts,
-        num_experts=moe.num_experts,
-        config=layer.execution.dispatcher,
+    computed = _with_computation(assignments, moe.num_experts)
+    dispatched = partial(
+        expert_parallel, num_experts=moe.num_experts, config=layer.execution.dispatcher
     )
+    y = dispatched(read, computed, experts)
+    observed = _observe(layer, tokens, output.logits, computed, dispatched, given["weights"])
+    observed = {name: value.reshape(batch, length) for name, value in observed.items()}
     if slots is not None:
         y = _write_slots(y, slots)
     if moe.zero_computation is not None:
@@ -219,7 +244,38 @@ def _route_and_compute(
         balancer.name: balancer.coupling(given["params"], given["weights"], given.get("key"))
         for balancer in layer.coupling_balancers()
     }
-    return y.reshape(batch, length, width), statistics, carry, losses
+    return y.reshape(batch, length, width), statistics, carry, losses, observed
+
+
+def _observe(
+    layer: MoE,
+    tokens: Float[Array, "T D"],
+    logits: Float[Array, "T E"],
+    assignments: Assignments,
+    dispatched: Callable[..., Array],
+    weights: dict[str, Array],
+) -> dict[str, Float[Array, " T"]]:
+    """The largest router logit of each token, and the mean cosine of its experts' outputs.
+
+    `cosine` is 0 where `has_pair` is: see `jaxmoe/layers/indicators.py`.
+    """
+    names = layer.observed_names()
+    if not names:
+        return {}
+    tokens, logits, weights = jax.lax.stop_gradient((tokens, logits, weights))
+    observed = {"router_max_logit": jnp.max(logits, axis=-1)}
+    if "cosine" in names:
+        kernel, number = layer.execution.kernels.grouped_swiglu, layer.moe.num_experts
+        is_kept = (assignments.expert_ids < number).astype(jnp.float32)
+
+        def directions(rows: Array, group_sizes: Array) -> Array:
+            return unit_rows(apply_experts(rows, group_sizes, weights, kernel))
+
+        alike = dataclasses.replace(assignments, gates=is_kept)
+        unit_sum = dispatched(tokens, alike, directions).astype(jnp.float32)
+        rows = jax.ops.segment_sum(is_kept, assignments.token_ids, tokens.shape[0])
+        observed["cosine"], observed["has_pair"] = mean_cosine(unit_sum, rows)
+    return observed
 
 
 def _router_inputs(

@@ -23,6 +23,7 @@ from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.attention import KVCache
 from jaxmoe.layers.block import LayerInputs, Stream, TokenInputs, stack_of_blocks
 from jaxmoe.layers.embedding import Embedding, Head, output_logits
+from jaxmoe.layers.indicators import Indicators, join_stacks
 from jaxmoe.layers.moe import build_router
 from jaxmoe.layers.norms import RMSNorm
 from jaxmoe.models.config import ModelConfig, Stack
@@ -50,6 +51,8 @@ class Output:
     """After the final norm."""
     cache: KVCache | None
     """With the new keys and values, when one was given."""
+    indicators: Indicators | None = None
+    """Of every layer, with detailed telemetry."""
 
 
 class Transformer(nn.Module):
@@ -127,6 +130,7 @@ class Transformer(nn.Module):
             router_state=router_state,
             hidden=x,
             cache=None if cache is None else _concatenate([o.cache for o in outputs]),
+            indicators=_join_indicators(model, [o.indicators for o in outputs]),
         )
 
 
@@ -219,6 +223,13 @@ def _no_router_logits(model: ModelConfig, x: Array, placement: Placement) -> Arr
         return None
     zeros = jnp.zeros((*x.shape[:2], model.moe.num_routed), jnp.float32)
     return placement.place(zeros, (ax.ACT_BATCH, ax.ACT_SEQ, None))
+
+
+def _join_indicators(model: ModelConfig, parts: list[Indicators | None]) -> Indicators | None:
+    """Of all layers, in their order."""
+    layers = [stack.num_layers for stack in model.stacks]
+    known = [(part, n) for part, n in zip(parts, layers, strict=True) if part is not None]
+    return join_stacks(known) if known else None
 
 
 def _concatenate(parts: list[Any]) -> Any:

@@ -6,6 +6,7 @@
     router_load.png    load of every expert over the run, one panel per layer, 1.0 = fair
     routing.png        loss, and on the same steps max violation and entropies of the routers
     optimizer.png      learning rate and gradient norm
+    indicators.png     indicators of instability, a line for each layer
 
 No pyplot: no global state, no display, safe in a thread. Each function draws one file from arrays;
 `plot_run` draws all that the files of a run allow. The report has its own (`charts.py`). To add a
@@ -24,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from jaxmoe.tracking.disk import replace_file
+from jaxmoe.tracking.indicators import read_indicators
 from jaxmoe.tracking.jsonl import read_metrics
 from jaxmoe.tracking.optional import require
 from jaxmoe.tracking.router_load import read_router_load
@@ -48,6 +50,7 @@ def plot_run(
     router_file: str | os.PathLike[str],
     directory: str | os.PathLike[str],
     *,
+    indicators_file: str | os.PathLike[str] | None = None,
     references: Mapping[str, float] | None = None,
     bytes_per_token: float | None = 1.0,
 ) -> list[pathlib.Path]:
@@ -57,6 +60,7 @@ def plot_run(
         metrics_file: `metrics.jsonl`.
         router_file: `router.npz`; need not exist.
         directory: Where the PNG files go.
+        indicators_file: `indicators.npz`; need not exist.
         references: Loss of other predictors by label, in the same unit, drawn as lines into it.
         bytes_per_token: Of the tokenizer, to draw the loss in bits per byte; bits per token if
             None.
@@ -92,6 +96,11 @@ def plot_run(
     if LEARNING_RATE in series and GRADIENT_NORM in series:
         written.append(directory / "optimizer.png")
         plot_optimizer(written[-1], series[LEARNING_RATE], series[GRADIENT_NORM])
+    if indicators_file is not None and pathlib.Path(indicators_file).exists():
+        steps, indicators = read_indicators(indicators_file)
+        if indicators:
+            written.append(directory / "indicators.png")
+            plot_indicators(written[-1], steps, indicators)
     return written
 
 
@@ -264,6 +273,41 @@ def plot_optimizer(
     below.set_xlabel("step")
     for axes in (above, below):
         axes.margins(x=0.01)
+    save_figure(figure, path)
+
+
+def plot_indicators(path: str | os.PathLike[str], steps: np.ndarray, series: Mapping) -> None:
+    """Draw a panel for each indicator, a line for each layer: the first dark, the last light.
+
+    Args:
+        path: The PNG file.
+        steps: [n], rising.
+        series: By name, [n L].
+
+    Raises:
+        MissingPackageError: If matplotlib is not installed.
+        OSError: If the file cannot be written.
+    """
+    colors = require("matplotlib").colormaps["viridis"]
+    columns = 4
+    rows = math.ceil(len(series) / columns)
+    figure, panels = figure_of_panels(
+        width=15.0, height=0.6 + 2.3 * rows, rows=rows, columns=columns
+    )
+    for axes in panels[len(series) :]:
+        axes.set_visible(False)
+    most = max(values.shape[1] for values in series.values())
+    for axes, (name, values) in zip(panels, series.items(), strict=False):
+        layers = values.shape[1]
+        for layer in range(layers):
+            color = GRAY if layers < most else colors(0.9 * layer / max(layers - 1, 1))
+            axes.plot(steps, smooth(values[:, layer]), color=color, linewidth=1.2)
+        axes.set_title(name.replace("_", " ").replace("/", ": "), fontsize=9, loc="left")
+        axes.margins(x=0.01)
+        axes.tick_params(labelsize=8)
+    figure.suptitle(
+        f"Indicators by step; layers 0 (dark) to {most - 1} (light), gray: of no layer", fontsize=11
+    )
     save_figure(figure, path)
 
 

@@ -9,6 +9,7 @@ router draws for its tokens does not depend on the cut.
 
 from __future__ import annotations
 
+import operator
 import typing
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +20,7 @@ from flax import struct
 from jaxtyping import Array, Float, Int
 
 from jaxmoe.data.batch import Batch
+from jaxmoe.layers.indicators import Indicators
 from jaxmoe.routing import RouterStatistics
 from sharding import axes as ax
 from sharding.constrain import Placement
@@ -44,9 +46,16 @@ class Gradients:
     loss: Float[Array, ""]
     losses: dict[str, Float[Array, ""]]
     statistics: RouterStatistics | None
+    indicators: Indicators | None = None
+    """With detailed telemetry."""
 
     def __add__(self, other: Gradients) -> Gradients:
-        return jax.tree.map(jnp.add, self, other)
+        # Some indicators are maxima: the record itself knows how two of them are added.
+        return jax.tree.map(operator.add, self, other, is_leaf=_is_indicators)
+
+
+def _is_indicators(node: Any) -> bool:
+    return isinstance(node, Indicators)
 
 
 GradientsOf = Callable[[MicroBatch, float, RouterStatistics | None], Gradients]

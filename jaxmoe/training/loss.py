@@ -79,7 +79,7 @@ def summed_nll(
         execution.placement.place(targets, rows),
         execution.placement.place(loss_weights, rows),
     )
-    parts = tuple(_chunks(array, chunk) for array in whole)
+    parts = in_chunks(whole, chunk)
     total, _ = jax.lax.scan(body, jnp.zeros((), jnp.float32), parts)
     return total
 
@@ -126,10 +126,19 @@ def forward_and_nll(
     return nll, output
 
 
-def _chunks(array: Array, chunk: int) -> Array:
-    """[B S ...] as [S/chunk B chunk ...]; the last chunk is filled with zeros, of weight 0."""
-    batch, length, *rest = array.shape
-    missing = -length % chunk
-    padded = jnp.pad(array, ((0, 0), (0, missing)) + ((0, 0),) * len(rest))
-    split = padded.reshape(batch, (length + missing) // chunk, chunk, *rest)
-    return jnp.moveaxis(split, 1, 0)
+def in_chunks(arrays: tuple[Array, ...], chunk: int) -> tuple[Array, ...]:
+    """[B S ...] arrays as [S/chunk B chunk ...]; the last chunk is filled with zeros, of weight 0.
+
+    Args:
+        arrays: whose sequences lie whole on a device.
+        chunk: positions.
+    """
+
+    def split(array: Array) -> Array:
+        batch, length, *rest = array.shape
+        missing = -length % chunk
+        padded = jnp.pad(array, ((0, 0), (0, missing)) + ((0, 0),) * len(rest))
+        parts = padded.reshape(batch, (length + missing) // chunk, chunk, *rest)
+        return jnp.moveaxis(parts, 1, 0)
+
+    return tuple(map(split, arrays))

@@ -29,8 +29,10 @@ from jaxtyping import Array, Bool, Float
 
 from jaxmoe.data.batch import Batch
 from jaxmoe.execution import ExecutionConfig
+from jaxmoe.layers.indicators import Indicators, summarise_indicators
 from jaxmoe.layers.moe import build_router
 from jaxmoe.models.config import ModelConfig
+from jaxmoe.models.initialize import parameter_table
 from jaxmoe.models.transformer import Output
 from jaxmoe.routing import RouterStatistics, telemetry
 from jaxmoe.training import NextTokenConfig, ObjectiveConfig
@@ -41,6 +43,7 @@ from jaxmoe.training.balance import (
     has_wide_balance,
     linearized_losses,
 )
+from jaxmoe.training.indicators import observe_head, update_ratios
 from jaxmoe.training.loss import forward_and_nll
 from jaxmoe.training.state import TrainState
 
@@ -67,6 +70,9 @@ class StepMetrics:
     """`watch_routers` of the whole batch; empty for a dense model."""
     load: Float[Array, "L E"] | None
     """Share of the assignments of each expert, per MoE layer."""
+    indicators: dict[str, Float[Array, " L"]] = struct.field(default_factory=dict)
+    """With detailed telemetry, per layer; NaN for a layer that lacks one, and a single number for
+    what no layer has: see `jaxmoe.layers.indicators` and `jaxmoe.training.indicators`."""
 
 
 def make_train_step(
@@ -146,6 +152,7 @@ def make_train_step(
             skipped_in_a_row=in_a_row,
             router=watch_routers(state, statistics, execution),
             load=None if statistics is None else telemetry.load(statistics),
+            indicators=watch_layers(model, summed.indicators, updates, old[0], is_good),
         )
         return state, metrics
 
@@ -178,7 +185,7 @@ def compute_gradients(
         objective: that prepared the batch.
     """
 
-    def loss_of(params: Any) -> tuple[Array, tuple[Array, dict[str, Array], Any]]:
+    def loss_of(params: Any) -> tuple[Array, tuple[Array, dict[str, Array], Any, Any]]:
         nll, output = _forward(params, state, micro, model, execution, objective)
         loss, losses = nll / total_weight, output.losses
         if output.statistics is not None and others is not None and is_whole:
@@ -187,11 +194,16 @@ def compute_gradients(
         elif output.statistics is not None:
             losses = losses | buffered_losses(model, output.statistics, others)
             losses = {name: share * value for name, value in losses.items()}
-        return loss + sum(losses.values()), (loss, losses, output.statistics)
+        indicators = output.indicators
+        if indicators is not None:
+            indicators |= observe_head(params, output.hidden, micro.batch, model, execution)
+        return loss + sum(losses.values()), (loss, losses, output.statistics, indicators)
 
-    grads, (loss, losses, statistics) = jax.grad(loss_of, has_aux=True)(state.params)
-    statistics = jax.lax.stop_gradient(statistics)
-    return Gradients(grads=grads, loss=loss, losses=losses, statistics=statistics)
+    grads, (loss, losses, *aside) = jax.grad(loss_of, has_aux=True)(state.params)
+    statistics, indicators = jax.lax.stop_gradient(aside)
+    return Gradients(
+        grads=grads, loss=loss, losses=losses, statistics=statistics, indicators=indicators
+    )
 
 
 def batch_statistics(
@@ -249,6 +261,30 @@ def watch_routers(
     if execution.telemetry == "detailed":
         scalars |= telemetry.watch_params(state.params)
     return scalars
+
+
+def watch_layers(
+    model: ModelConfig,
+    indicators: Indicators | None,
+    updates: Any,
+    params: Any,
+    is_good: Bool[Array, ""],
+) -> dict[str, Float[Array, " L"]]:
+    """The indicators of a step by name; none unless telemetry is detailed.
+
+    Args:
+        model: of the parameters.
+        indicators: summed over the batch.
+        updates: of the parameters; a step that was refused moves nothing.
+        params: before the step.
+        is_good: whether it was not.
+    """
+    if indicators is None:
+        return {}
+    ratios = update_ratios(parameter_table(model), model, updates, params)
+    return summarise_indicators(indicators, residual_multiplier=model.multipliers.residual) | {
+        name: jnp.where(is_good, ratio, 0.0) for name, ratio in ratios.items()
+    }
 
 
 def _all_finite(tree: Any) -> Bool[Array, ""]:

@@ -3,5 +3,6 @@
 """Exact softmax attention without the matrix of scores; returns (out, lse)."""
 
 from pallas_kernels.flash_attention.api import OPERATION, flash_attention
+from pallas_kernels.flash_attention.largest_logits import largest_logits
 
-__all__ = ["OPERATION", "flash_attention"]
+__all__ = ["OPERATION", "flash_attention", "largest_logits"]

@@ -7,9 +7,11 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
+import jax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import Implementation, flash_attention
+from pallas_kernels.flash_attention import largest_logits
 from sharding import axes as ax
 from sharding.constrain import Placement
 
@@ -35,7 +37,8 @@ def attend_whole_sequences(
     scale: float | None,
     is_causal: bool = True,
     implementation: Implementation | None,
-) -> Float[Array, "B S N H"]:
+    is_observed: bool = False,
+) -> tuple[Float[Array, "B S N H"], dict[str, Float[Array, "B N S"]]]:
     """Attention on the local shards of batch and heads.
 
     Args:
@@ -51,6 +54,11 @@ def attend_whole_sequences(
         scale: factor on the logits; 1/sqrt(H) when None.
         is_causal: a query sees no later key.
         implementation: of the kernel.
+        is_observed: whether somebody watches the logits.
+
+    Returns:
+        The output; and, if observed, of every query the log-sum-exp `lse` and the largest logit
+        `top`, f32, without a gradient.
     """
     heads = (ax.ACT_BATCH, None, ax.ACT_HEADS, None)
     kv_heads = (ax.ACT_BATCH, None, ax.ACT_KV_HEADS, None)
@@ -60,22 +68,23 @@ def attend_whole_sequences(
     def attend(q, k, v, given, *, batch_axes):
         del batch_axes
         q_positions, segments = given.get("positions"), given.get("segment_ids")
-        out, _ = flash_attention(
-            q,
-            k,
-            v,
-            causal=is_causal,
-            q_positions=q_positions,
-            kv_positions=given.get("kv_positions", q_positions),
-            q_segment_ids=segments,
-            kv_segment_ids=segments,
-            window=window,
-            softcap=softcap,
-            scale=scale,
-            implementation=implementation,
-        )
-        return out
+        mask = {
+            "causal": is_causal,
+            "q_positions": q_positions,
+            "kv_positions": given.get("kv_positions", q_positions),
+            "q_segment_ids": segments,
+            "kv_segment_ids": segments,
+            "window": window,
+            "softcap": softcap,
+            "scale": scale,
+        }
+        out, lse = flash_attention(q, k, v, **mask, implementation=implementation)
+        if not is_observed:
+            return out, {}
+        return out, {"lse": jax.lax.stop_gradient(lse), "top": largest_logits(q, k, **mask)}
 
     in_axes = (heads, kv_heads, kv_heads, dict.fromkeys(given, (ax.ACT_BATCH, None)))
-    island = placement.island(attend, in_axes=in_axes, out_axes=heads)
+    seen = ("lse", "top") if is_observed else ()
+    out_axes = (heads, dict.fromkeys(seen, (ax.ACT_BATCH, ax.ACT_HEADS, None)))
+    island = placement.island(attend, in_axes=in_axes, out_axes=out_axes)
     return island(q, k, v, given)

@@ -13,13 +13,14 @@ import numpy as np
 import pytest
 
 from experiments import reporting
-from experiments.aftermath import load_window
+from experiments.aftermath import judge_indicators, load_window
 from experiments.assembly import assemble
 from experiments.config import TrackingConfig
 from experiments.doctor_devices import tiny_config
 from experiments.reporting import Reporter
 from experiments.run_directory import RunDirectory
 from jaxmoe.tracking import MFU, TOKENS_PER_SECOND, read_metrics
+from jaxmoe.tracking.indicators import read_indicators
 from jaxmoe.tracking.tracker import BITS_PER_TOKEN, TRAINED_SECONDS, TRAINED_TOKENS
 from jaxmoe.training.evaluate import Evaluation
 from jaxmoe.training.loop import Report
@@ -114,3 +115,27 @@ def test_the_load_of_many_steps_together():
         "max_violation_sup": 1.0,
     }
     assert load_window(np.zeros(0, int), load[:0]) is None
+
+
+def test_detailed_runs_keep_their_indicators(assembly, tmp_path):
+    directory = RunDirectory(tmp_path)
+    reporter = Reporter("r", directory, assembly, 0)
+    given = report(1, 20, 1.0)
+    layers = {"router_z": np.array([np.nan, 2.0, 4.0]), "head_z": np.array([9.0])}
+    detailed = tuple(dataclasses.replace(m, indicators=layers) for m in given.metrics)
+    reporter.trained(dataclasses.replace(given, metrics=detailed))
+    reporter.close()
+    steps, series = read_indicators(directory.indicators_file)
+    assert steps.tolist() == list(range(1, 21)) and series["router_z"].shape == (20, 3)
+    metrics = read_metrics(directory.metrics_file)
+    assert metrics["indicators/router_z"][1].tolist() == [3.0] * 20
+    said = judge_indicators(directory)
+    assert set(said) == {"router_z", "head_z"} and said["head_z"].startswith("bounded: peak 9")
+
+
+def test_brief_runs_have_no_such_file(assembly, tmp_path):
+    directory = RunDirectory(tmp_path)
+    reporter = Reporter("r", directory, assembly, 0)
+    reporter.trained(report(1, 2, 1.0))
+    reporter.close()
+    assert not directory.indicators_file.exists() and judge_indicators(directory) == {}

@@ -1,0 +1,258 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""The table of `gates`, and what it says about SqrtGate's claim.
+
+    to K=1       RMS of the MoE branch at a point over that of the first point of its axis and gate
+                 (K = 1: of a single expert), means over initial values. The claim "SqrtGate keeps
+                 the RMS" is: every one of these ratios lies in [0.98, 1.02]. The interval (95%) is
+                 that of the two means, taken as independent.
+    neglected    sqrt(1 + rho (K - 1)): what the measured correlation rho adds to the RMS of a
+                 mixture with uniform gates
+    drift        RMS after training over the RMS at initialisation
+
+A claim is decided only where the interval lies on one side of the limit.
+
+To add a column: a line in COLUMNS; to add a claim: a function in VERDICTS.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from experiments.gates_config import COMPARED, Axis, Gate, GatesConfig, Point, points_of
+from experiments.tables import paired_interval
+from experiments.trials import Record
+
+TOLERANCE = 0.02
+"""Of the claim that SqrtGate keeps the RMS at initialisation."""
+
+Row = dict[str, Any]
+TITLES: dict[Axis, str] = {
+    "top_k": "top_k: the same experts throughout",
+    "granularity": "granularity: finer experts, the same active parameters",
+}
+
+
+def rows_of(config: GatesConfig, records: Mapping[Point, Record]) -> list[Row]:
+    """One row per measured point, in the order of the comparison."""
+    rows = []
+    for point in points_of(config):
+        record = records.get(point)
+        if record is None:
+            continue
+        first = config.top_ks[0]
+        reference = records.get(Point(point.axis, point.gate, first))
+        if first == 1:  # where both gates are one and the same
+            reference = records.get(Point(point.axis, "sqrt", 1))
+        rows.append(_row(point, record, reference))
+    return rows
+
+
+def _row(point: Point, record: Record, reference: Record | None) -> Row:
+    initial, trained = record["initial"], record["trained"] or {}
+    rms, half = interval(initial["rms"])
+    rho, rho_half = interval(initial["correlation"])
+    after = interval(trained.get("rms"))[0]
+    row: Row = {
+        "axis": point.axis,
+        "gate": point.gate,
+        "top_k": point.top_k,
+        "num_experts": record["moe"]["num_experts"],
+        "expert_dim": record["moe"]["expert_dim"],
+        "rms": rms,
+        "rms_half_width": half,
+        "correlation": rho,
+        "correlation_half_width": rho_half,
+        "neglected": None if rho is None else math.sqrt(max(1.0 + rho * (point.top_k - 1), 0.0)),
+        "ratio": None,
+        "ratio_half_width": None,
+        "rms_after": after,
+        "drift": None if after is None or not rms else after / rms,
+        "correlation_after": interval(trained.get("correlation"))[0],
+        "bits": interval(trained.get("bits"))[0],
+        "bits_by_seed": trained.get("bits"),
+        "router_z_initial": interval(initial["router_z"])[0],
+        "router_z": interval(trained.get("router_z"))[0],
+        "router_z_peak": max((v for v in trained.get("router_z_peak", ()) if v), default=None),
+        "skipped": sum(trained.get("skipped", ())),
+    }
+    if reference is not None and rms:
+        base, base_half = interval(reference["initial"]["rms"])
+        if base:
+            row["ratio"] = rms / base
+            parts = [(half or 0.0) / rms, (base_half or 0.0) / base]
+            row["ratio_half_width"] = row["ratio"] * math.hypot(*parts)
+            if reference is record:
+                row["ratio_half_width"] = 0.0
+    return row
+
+
+def interval(values: Sequence[float | None] | None) -> tuple[float | None, float | None]:
+    """Mean and half width (95%) of some numbers; None where one of them is missing."""
+    if not values or any(value is None for value in values):
+        return None, None
+    return paired_interval([value for value in values if value is not None])
+
+
+def verdicts(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """What the rows say, one claim at a time: a name, a verdict, and the numbers in words."""
+    found = []
+    for axis in dict.fromkeys(row["axis"] for row in rows):
+        mine = [row for row in rows if row["axis"] == axis]
+        for claim in (_keeps_rms, _shrinks, _drifts, _loses, _grows):
+            if (verdict := claim(axis, mine)) is not None:
+                found.append({"axis": axis, **verdict})
+    return found
+
+
+def _of(rows: Sequence[Row], gate: Gate, key: str) -> list[Row]:
+    return [row for row in rows if row["gate"] == gate and row[key] is not None]
+
+
+def _said(name: str, verdict: str, words: str) -> dict[str, str]:
+    return {"claim": name, "verdict": verdict, "words": words}
+
+
+def _keeps_rms(axis: Axis, rows: Sequence[Row]) -> dict[str, str] | None:
+    """The claim of the issue: within 2% at initialisation."""
+    known = _of(rows, "sqrt", "ratio")
+    if len(known) < 2:
+        return None
+    worst = max(known, key=lambda row: abs(row["ratio"] - 1.0))
+    away, half = abs(worst["ratio"] - 1.0), worst["ratio_half_width"] or 0.0
+    verdict = "holds" if away <= TOLERANCE else "fails" if away - half > TOLERANCE else "undecided"
+    words = (
+        f"RMS at initialisation over that of K={known[0]['top_k']}: farthest from 1 at"
+        f" K={worst['top_k']}, {worst['ratio']:.4f} +- {half:.4f}"
+    )
+    if worst["correlation"] is not None:
+        words += (
+            f"; correlation there {worst['correlation']:+.5f} +-"
+            f" {worst['correlation_half_width'] or 0.0:.5f}, which alone would give"
+            f" {worst['neglected']:.4f}"
+        )
+    return _said(f"SqrtGate keeps the RMS within {TOLERANCE:.0%}", verdict, words)
+
+
+def _shrinks(axis: Axis, rows: Sequence[Row]) -> dict[str, str] | None:
+    """Renormalized gates: RMS falls like a power of K, -1/2 for uniform gates."""
+    known = _of(rows, "renormalized", "rms")
+    if len(known) < 2:
+        return None
+    ks, sizes = (np.log([row[key] for row in known]) for key in ("top_k", "rms"))
+    power = float(np.polyfit(ks, sizes, 1)[0])
+    verdict = "holds" if power < -0.25 else "fails"
+    words = f"RMS at initialisation ~ K^{power:.2f} (uniform gates: K^-0.50)"
+    return _said("softmax gates shrink the branch", verdict, words)
+
+
+def _drifts(axis: Axis, rows: Sequence[Row]) -> dict[str, str] | None:
+    """How unequal the RMS is over K once trained, for either gate."""
+    spreads = {}
+    for gate in COMPARED:
+        sizes = [row["rms_after"] for row in _with_first(rows, gate, "rms_after")]
+        if len(sizes) > 1:
+            spreads[gate] = max(sizes) / min(sizes)
+    if len(spreads) < 2:
+        return None
+    verdict = "holds" if spreads["sqrt"] < spreads["renormalized"] else "fails"
+    words = ", ".join(f"{gate} {spread:.2f}x" for gate, spread in spreads.items())
+    name = "once trained, the RMS differs less over K with SqrtGate"
+    return _said(name, verdict, f"largest over smallest: {words}")
+
+
+def _loses(axis: Axis, rows: Sequence[Row]) -> dict[str, str] | None:
+    """Held-out loss against renormalized gates, paired by point and seed."""
+    pairs = [
+        mine - theirs
+        for row in _of(rows, "sqrt", "bits")
+        for other in _of(rows, "renormalized", "bits")
+        if row["top_k"] == other["top_k"]
+        for mine, theirs in zip(row["bits_by_seed"], other["bits_by_seed"], strict=True)
+    ]
+    if not pairs:
+        return None
+    mean, half = paired_interval(pairs)
+    verdict = "undecided" if half is None or abs(mean) <= half else "holds" if mean < 0 else "fails"
+    width = "" if half is None else f" +- {half:.4f}"
+    words = f"{mean:+.4f}{width} bits per token over {len(pairs)} pairs of one K and seed"
+    return _said("SqrtGate has the lower loss", verdict, words)
+
+
+def _grows(axis: Axis, rows: Sequence[Row]) -> dict[str, str] | None:
+    """Peak of the router Z against renormalized gates."""
+    peaks = {}
+    for gate in COMPARED:
+        known = [row for row in _of(rows, gate, "router_z_peak") if row["top_k"] > 1]
+        if known:
+            peaks[gate] = max(row["router_z_peak"] for row in known)
+    if len(peaks) < 2:
+        return None
+    verdict = "holds" if peaks["sqrt"] < peaks["renormalized"] else "fails"
+    words = ", ".join(f"{gate} {peak:.1f}" for gate, peak in peaks.items())
+    return _said("the router Z peaks lower with SqrtGate", verdict, f"largest peak: {words}")
+
+
+def _with_first(rows: Sequence[Row], gate: Gate, key: str) -> list[Row]:
+    """Of one gate; K = 1 belongs to both."""
+    return [
+        row for row in rows if row[key] is not None and (row["gate"] == gate or row["top_k"] == 1)
+    ]
+
+
+def _plain(key: str, form: str) -> Any:
+    return lambda row: "-" if row[key] is None else form.format(row[key])
+
+
+def _ranged(key: str, form: str) -> Any:
+    def cell(row: Row) -> str:
+        half = row[f"{key}_half_width"]
+        if row[key] is None:
+            return "-"
+        return form.format(row[key]) + ("" if half is None else " +- " + form.format(half))
+
+    return cell
+
+
+COLUMNS = (
+    ("gate", lambda row: "both" if row["top_k"] == 1 else row["gate"]),
+    ("K", _plain("top_k", "{}")),
+    ("experts", lambda row: f"{row['num_experts']} x {row['expert_dim']}"),
+    ("RMS at first", _ranged("rms", "{:.4f}")),
+    ("to K=1", _ranged("ratio", "{:.3f}")),
+    ("correlation", _ranged("correlation", "{:.4f}")),
+    ("neglected", _plain("neglected", "{:.3f}")),
+    ("RMS after", _plain("rms_after", "{:.3f}")),
+    ("drift", _plain("drift", "{:.2f}x")),
+    ("correlation after", _plain("correlation_after", "{:.3f}")),
+    ("bits", _plain("bits", "{:.4f}")),
+    ("router Z", _plain("router_z", "{:.1f}")),
+    ("peak", _plain("router_z_peak", "{:.1f}")),
+)
+
+
+def cells_of(rows: Sequence[Row]) -> list[list[str]]:
+    """The headings, and the words of every row."""
+    return [[name for name, _ in COLUMNS], *([cell(row) for _, cell in COLUMNS] for row in rows)]
+
+
+def as_text(rows: Sequence[Row]) -> str:
+    """Aligned columns for a terminal."""
+    lines = cells_of(rows)
+    widths = [max(len(line[i]) for line in lines) for i in range(len(COLUMNS))]
+    return "\n".join(
+        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
+        for line in lines
+    )
+
+
+def as_markdown(rows: Sequence[Row]) -> str:
+    """The same as a Markdown table."""
+    head, *lines = cells_of(rows)
+    return "\n".join(
+        "| " + " | ".join(line) + " |" for line in [head, ["---:"] * len(head), *lines]
+    )

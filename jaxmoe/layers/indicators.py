@@ -1,0 +1,229 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Indicators of instability, per layer: what to watch while a model trains, and what each means.
+
+    attention_z             mean over tokens and heads of LSE^2, LSE of the scaled, masked logits
+    attention_max_logit     largest of these logits
+    router_z                mean over tokens of (logsumexp of all router logits)^2
+    router_max_logit        largest router logit
+    attention_rms           sqrt(mean h^2) of the branch's output h
+    attention_rms_scaled    the same of m h, as it is added to the residual stream
+    attention_outliers      share of the entries of h with |h - mean| > 5 std, mean and unbiased std
+                            per token over features; no multiplier changes it
+    feed_forward_*          the same three of the feed-forward or MoE branch
+    expert_correlation      mean over tokens of the mean cosine of two of their experts' outputs
+
+With u_i = E_i(x) / |E_i(x)| and the K experts of a token, any dispatcher gives the correlation:
+
+    rho = (|sum_i u_i|^2 - K) / (K (K - 1))          K > 1, after drops
+
+as the experts run once more with gates of 1 and outputs of length 1. With uniform gates and equal
+sizes it is what SqrtGate's argument neglects: RMS of the mixture = r sqrt(1 + rho (K - 1)). There
+is none where K is 1, nor where experts read mixtures of tokens.
+
+Everything is a sum over real tokens and their number, or a maximum: additive over devices and
+micro-batches, returned by the layers and never sown, so that recomputation counts nothing twice;
+without a gradient, and not computed at all unless `ExecutionConfig(telemetry="detailed")`. That
+costs a second pass of the experts and of q k^T.
+
+Source: HyperP (arXiv 2603.28743, section 4 and its code), which takes h after the multiplier. The
+indicators of a step (update over weight, the head's) are in `jaxmoe/training/indicators.py`.
+
+To add one: a value per token, through `token_means`, in the block or in the layer that knows it.
+"""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Bool, Float
+
+from jaxmoe.routing import RouterStatistics
+
+OUTLIER_STDS = 5.0
+"""Standard deviations from the mean beyond which an entry counts as an outlier."""
+
+
+# Not checked at run time: tree functions also fill records with shapes, specs and tracers.
+@typing.no_type_check
+@struct.dataclass
+class Indicators:
+    """Sums over tokens and maxima, by name; stacked over layers they have a leading L."""
+
+    sums: dict[str, Float[Array, "*L"]]
+    counts: dict[str, Float[Array, "*L"]]
+    """Tokens in each sum."""
+    peaks: dict[str, Float[Array, "*L"]]
+    """-inf where there was no token."""
+
+    def __add__(self, other: Indicators) -> Indicators:
+        """Of two micro-batches together."""
+        return Indicators(
+            sums=jax.tree.map(jnp.add, self.sums, other.sums),
+            counts=jax.tree.map(jnp.add, self.counts, other.counts),
+            peaks=jax.tree.map(jnp.maximum, self.peaks, other.peaks),
+        )
+
+    def __or__(self, other: Indicators) -> Indicators:
+        """Of two places, whose names differ."""
+        return Indicators(
+            sums=self.sums | other.sums,
+            counts=self.counts | other.counts,
+            peaks=self.peaks | other.peaks,
+        )
+
+
+def token_means(
+    values: Mapping[str, Float[Array, "B S"]],
+    token_mask: Bool[Array, "B S"],
+    peaks: Mapping[str, Float[Array, "B S"]] | None = None,
+) -> Indicators:
+    """Indicators of values that every token has.
+
+    Args:
+        values: by name; their mean is wanted.
+        token_mask: False leaves a token out.
+        peaks: by name; their largest is wanted.
+    """
+    values, peaks = jax.lax.stop_gradient((dict(values), dict(peaks or {})))
+    number = jnp.sum(token_mask, dtype=jnp.float32)
+    return Indicators(
+        sums={name: jnp.sum(jnp.where(token_mask, v, 0.0)) for name, v in values.items()},
+        counts=dict.fromkeys(values, number),
+        peaks={name: jnp.max(jnp.where(token_mask, v, -jnp.inf)) for name, v in peaks.items()},
+    )
+
+
+def observe_branch(
+    name: str, output: Float[Array, "B S D"], token_mask: Bool[Array, "B S"]
+) -> Indicators:
+    """Size and outliers of what a branch adds to the residual stream.
+
+    Args:
+        name: of the branch.
+        output: before the residual multiplier.
+        token_mask: False for padding.
+    """
+    h = jax.lax.stop_gradient(output).astype(jnp.float32)
+    mean = jnp.mean(h, axis=-1, keepdims=True)
+    distance = (h - mean) ** 2
+    variance = jnp.sum(distance, axis=-1, keepdims=True) / max(h.shape[-1] - 1, 1)
+    is_far = distance > OUTLIER_STDS**2 * variance
+    squares = jnp.mean(h**2, axis=-1)
+    outliers = jnp.mean(is_far, axis=-1, dtype=jnp.float32)
+    return token_means({f"{name}_rms": squares, f"{name}_outliers": outliers}, token_mask)
+
+
+def observe_attention(
+    logits: Mapping[str, Float[Array, "B N S"]], token_mask: Bool[Array, "B S"]
+) -> Indicators:
+    """Size of the attention logits.
+
+    Args:
+        logits: `lse` and `top` of every query, from `AttentionOutputs`.
+        token_mask: False for padding.
+    """
+    return token_means(
+        {"attention_z": jnp.mean(logits["lse"] ** 2, axis=1)},
+        token_mask,
+        peaks={"attention_max_logit": jnp.max(logits["top"], axis=1)},
+    )
+
+
+def observe_routing(
+    statistics: RouterStatistics,
+    observed: Mapping[str, Float[Array, "B S"]],
+    token_mask: Bool[Array, "B S"],
+) -> Indicators:
+    """Size of the router logits, and correlation of the experts.
+
+    Args:
+        statistics: of the global batch.
+        observed: of every token, from `RoutingOutputs`.
+        token_mask: False for padding.
+    """
+    top = {"router_max_logit": observed["router_max_logit"]}
+    found = token_means({}, token_mask, peaks=top)
+    z_sum, number = jax.lax.stop_gradient((statistics.z_sum, statistics.num_tokens))
+    found.sums["router_z"], found.counts["router_z"] = z_sum, number
+    if "cosine" in observed:
+        sums = token_means(observed, token_mask).sums
+        found.sums["expert_correlation"] = sums["cosine"]
+        found.counts["expert_correlation"] = sums["has_pair"]
+    return found
+
+
+def unit_rows(rows: Float[Array, "R D"]) -> Float[Array, "R D"]:
+    """Rows of length 1, f32; a row of zeros stays one."""
+    rows = rows.astype(jnp.float32)
+    squares = jnp.sum(rows**2, axis=-1, keepdims=True)
+    return rows * jax.lax.rsqrt(jnp.where(squares > 0.0, squares, 1.0))
+
+
+def mean_cosine(
+    unit_sum: Float[Array, "T D"], num_rows: Float[Array, " T"]
+) -> tuple[Float[Array, " T"], Float[Array, " T"]]:
+    """Mean cosine of the pairs among some rows of length 1, from their sum.
+
+    Args:
+        unit_sum: sum of the rows of each token.
+        num_rows: how many there were.
+
+    Returns:
+        The mean, 0 where there is no pair; and 1 where there is one.
+    """
+    pairs = num_rows * (num_rows - 1.0)
+    has_pair = pairs > 0.0
+    squares = jnp.sum(unit_sum**2, axis=-1)
+    mean = (squares - num_rows) / jnp.where(has_pair, pairs, 1.0)
+    return jnp.where(has_pair, mean, 0.0), has_pair.astype(jnp.float32)
+
+
+def join_stacks(parts: Sequence[tuple[Indicators, int]]) -> Indicators:
+    """Indicators of all layers from those of consecutive stacks.
+
+    Args:
+        parts: of each stack, and its number of layers. A layer without some indicator has a count
+            of 0, or a peak of -inf.
+    """
+
+    def joined(kind: str, fill: float) -> dict[str, Array]:
+        names = dict.fromkeys(name for part, _ in parts for name in getattr(part, kind))
+        return {
+            name: jnp.concatenate(
+                [
+                    getattr(part, kind).get(name, jnp.full((layers,), fill, jnp.float32))
+                    for part, layers in parts
+                ]
+            )
+            for name in names
+        }
+
+    return Indicators(
+        sums=joined("sums", 0.0), counts=joined("counts", 0.0), peaks=joined("peaks", -jnp.inf)
+    )
+
+
+def summarise_indicators(
+    indicators: Indicators, *, residual_multiplier: float
+) -> dict[str, Float[Array, "*L"]]:
+    """The indicators by name; NaN for a layer that does not have one.
+
+    Args:
+        indicators: of the whole batch.
+        residual_multiplier: of the model.
+    """
+    result = {}
+    for name, total in indicators.sums.items():
+        count = indicators.counts[name]
+        mean = jnp.where(count > 0.0, total / jnp.where(count > 0.0, count, 1.0), jnp.nan)
+        result[name] = jnp.sqrt(mean) if name.endswith("_rms") else mean
+        if name.endswith("_rms"):
+            result[f"{name}_scaled"] = jnp.float32(residual_multiplier) * result[name]
+    for name, peak in indicators.peaks.items():
+        result[name] = jnp.where(jnp.isneginf(peak), jnp.nan, peak)
+    return result

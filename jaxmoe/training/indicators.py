@@ -1,0 +1,119 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Indicators of a training step: those of its layers, and what only a step knows.
+
+    head_z                 mean over predicted tokens of logsumexp(output logits)^2
+    head_max_logit         largest output logit
+    update_ratio/<role>    |W' - W| / |W| (Frobenius) of all parameters of one role in one layer;
+                           of the embedding, the head and the last norm by their own names
+
+On the sphere of MuonH the ratio of a matrix is its learning rate. All are there with
+`ExecutionConfig(telemetry="detailed")` only; the head's cost one more product of the head. Those of
+the layers are defined in `jaxmoe/layers/indicators.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import traverse_util
+from jaxtyping import Array, Float
+
+from jaxmoe.data.batch import Batch
+from jaxmoe.execution import ExecutionConfig
+from jaxmoe.layers.embedding import head_weight, output_logits
+from jaxmoe.layers.indicators import Indicators, token_means
+from jaxmoe.models.config import ModelConfig
+from jaxmoe.parameters import ParameterSpec, ParameterTable
+from jaxmoe.training.loss import in_chunks
+from sharding import axes as ax
+
+
+def observe_head(
+    params: Any,
+    hidden: Float[Array, "B S D"],
+    batch: Batch,
+    model: ModelConfig,
+    execution: ExecutionConfig,
+) -> Indicators:
+    """Size of the output logits, with a leading 1 where the layers' have L.
+
+    Args:
+        params: of the model.
+        hidden: after the final norm.
+        batch: tokens of weight 0 are left out.
+        model: for the logit multiplier.
+        execution: for `loss_chunk`, dtype and placement.
+    """
+    weight, hidden = jax.lax.stop_gradient((head_weight(params, model), hidden))
+
+    def observe(hidden: Array, loss_weights: Array) -> Indicators:
+        logits = output_logits(hidden, weight, model, execution)
+        z = jax.nn.logsumexp(logits, axis=-1) ** 2
+        return token_means(
+            {"head_z": z}, loss_weights > 0.0, peaks={"head_max_logit": jnp.max(logits, axis=-1)}
+        )
+
+    loss_weights = jnp.asarray(batch.loss_weights)
+    length, chunk = hidden.shape[1], execution.loss_chunk
+    if not chunk or chunk >= length:
+        return jax.tree.map(lambda leaf: leaf[None], observe(hidden, loss_weights))
+    rows = (ax.ACT_BATCH, None)
+    whole = (
+        execution.placement.place(hidden, (*rows, None)),
+        execution.placement.place(loss_weights, rows),
+    )
+    parts = jax.lax.map(lambda part: observe(*part), in_chunks(whole, chunk))
+    return Indicators(
+        sums=jax.tree.map(lambda leaf: leaf.sum(keepdims=True), parts.sums),
+        counts=jax.tree.map(lambda leaf: leaf.sum(keepdims=True), parts.counts),
+        peaks=jax.tree.map(lambda leaf: leaf.max(keepdims=True), parts.peaks),
+    )
+
+
+def update_ratios(
+    table: ParameterTable, model: ModelConfig, updates: Any, params: Any
+) -> dict[str, Float[Array, " L"]]:
+    """How far a step moves the parameters of each role, relative to their size.
+
+    Args:
+        table: of the model's parameters.
+        model: whose layers they are.
+        updates: what is added to the parameters.
+        params: before that.
+
+    Returns:
+        By `update_ratio/<role>`, NaN for a layer without parameters of that role, or all zero.
+    """
+    moved: dict[str, Any] = traverse_util.flatten_dict(updates, sep="/")
+    held: dict[str, Any] = traverse_util.flatten_dict(params, sep="/")
+    first_layers = {stack.name: stack.first_layer for stack in model.stacks}
+    squares: dict[str, Array] = {}
+    for row in table:
+        both = jnp.stack([_squares(row, tree[row.path]) for tree in (moved, held)])  # 2, layers
+        top = row.path.partition("/")[0]
+        if not _is_stacked(row):
+            squares[top] = squares.get(top, jnp.zeros((2, 1), jnp.float32)) + both
+            continue
+        name, first = row.declaration.role, first_layers[top]
+        past = squares.get(name, jnp.zeros((2, model.num_layers), jnp.float32))
+        squares[name] = past.at[:, first : first + both.shape[1]].add(both)
+    ratios = {}
+    for name, (step, size) in squares.items():
+        ratio = jnp.sqrt(step / jnp.where(size > 0.0, size, 1.0))
+        ratios[f"update_ratio/{name}"] = jnp.where(size > 0.0, ratio, jnp.nan)
+    return ratios
+
+
+def _is_stacked(row: ParameterSpec) -> bool:
+    return row.declaration.axes[:1] == (ax.LAYERS,)
+
+
+def _squares(row: ParameterSpec, value: Array) -> Float[Array, " layers"]:
+    """Sum of squares of each layer, on every device."""
+    value = value.astype(jnp.float32)
+    if _is_stacked(row):
+        return jnp.sum(value**2, axis=tuple(range(1, value.ndim)))
+    return jnp.sum(value**2)[None]

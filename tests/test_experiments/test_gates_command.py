@@ -1,0 +1,165 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""`experiments.gates`: its numbers, its verdicts, and the proof at initialisation."""
+
+import dataclasses
+import json
+import math
+
+import jax
+import numpy as np
+import pytest
+
+from experiments import gates
+from experiments.gates_config import GatesConfig, Point, model_of, points_of
+from experiments.gates_table import as_markdown, as_text, rows_of, verdicts
+from experiments.gates_trial import Programs, StoppedError, load_task
+from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
+
+TINY = (
+    *("--model.num_layers", "1", "--model.embed_dim", "8", "--model.attention.num_heads", "1"),
+    *("--model.attention.num_kv_heads", "1", "--model.attention.head_dim", "8"),
+    *("--model.moe.num_experts", "4", "--model.moe.expert_dim", "8", "--dense_dim", "16"),
+    *("--sparsity", "2", "--top_ks", "1", "2", "--trained_top_ks", "2", "--initial_seeds", "3"),
+    *("--training.steps", "3", "--training.batch_size", "2", "--training.sequence_length", "16"),
+    *("--schedule.warmup_steps", "1", "--evaluation_batches", "2", "--axes", "granularity"),
+)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("gates") / "run"
+    assert gates.main([*TINY, "--run.directory", str(directory)]) == 0
+    return directory, json.loads((directory / "summary.json").read_text())
+
+
+def test_table_picture_and_verdicts(finished):
+    directory, summary = finished
+    assert (summary["status"], summary["points"]) == ("done", 3)
+    rows = {(row["gate"], row["top_k"]): row for row in summary["rows"]}
+    assert set(rows) == {("sqrt", 1), ("sqrt", 2), ("renormalized", 2)}
+    one, sqrt, softmax = rows["sqrt", 1], rows["sqrt", 2], rows["renormalized", 2]
+    assert (one["ratio"], one["correlation"], one["bits"]) == (1.0, None, None)
+    # The same initial values behind either gate.
+    assert sqrt["correlation"] == pytest.approx(softmax["correlation"], abs=0.02)
+    assert softmax["rms"] < sqrt["rms"]
+    assert 0.0 < sqrt["bits"] < 9.0 and sqrt["drift"] > 0.0 and sqrt["router_z_peak"] > 0.0
+    assert (sqrt["num_experts"], sqrt["expert_dim"]) == (4, 8)
+    claims = {verdict["claim"]: verdict["verdict"] for verdict in summary["verdicts"]}
+    assert set(claims.values()) <= {"holds", "fails", "undecided"} and len(claims) == 3
+    assert (directory / "plots" / "gates.png").read_bytes().startswith(b"\x89PNG")
+    assert "| both | 1 | 2 x 16 |" in summary["markdown"]
+
+
+def test_the_same_command_continues(finished, capsys):
+    directory, summary = finished
+    path = directory / "trials.jsonl"
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join(lines[:-1]) + "\n" + lines[-1][:20])  # cut in half
+    assert gates.main([*TINY, "--run.directory", str(directory)]) == 0
+    assert capsys.readouterr().out.count("of them compiling") == 1
+    again = json.loads((directory / "summary.json").read_text())
+    assert again["rows"] == summary["rows"]
+
+
+def test_a_signal_leaves_a_summary(monkeypatch, tmp_path):
+    def stopped(config, point, task, stop):
+        stop.reason = "preempted"
+        raise StoppedError
+
+    monkeypatch.setattr(gates, "run_trial", stopped)
+    assert gates.main([*TINY, "--run.directory", str(tmp_path / "run")]) == 75
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["status"], summary["points"]) == ("preempted", 0)
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        (("--dense_dim", "15"), "dense_dim=15 must be a multiple of every one of top_ks=(1, 2): 2"),
+        (("--top_ks", "2", "1"), "top_ks=(2, 1) must be numbers from 1 on that rise"),
+        (("--trained_top_ks", "4"), "trained_top_ks=(4,): 4 is not among top_ks=(1, 2)"),
+        (("--initial_seeds", "1"), "initial_seeds=1 must lie between 2 and 1000"),
+        (("--schedule.warmup_steps", "9"), "schedule.warmup_steps=9 must be below the number"),
+    ],
+)
+def test_bad_input_is_one_line(flags, text, tmp_path, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        gates.main([*TINY, *flags, "--run.directory", str(tmp_path / "run")])
+    assert stopped.value.code == 2
+    printed = " ".join(capsys.readouterr().err.replace("\u2502", " ").split())
+    assert text in printed
+
+
+def record(sizes, correlation=0.0, **trained):
+    initial = {"rms": sizes, "correlation": [correlation] * len(sizes), "router_z": [1.0]}
+    moe = {"num_experts": 4, "expert_dim": 8}
+    return {"initial": initial, "moe": moe, "trained": trained or None}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "verdict"),
+    [([1.01, 1.01], "holds"), ([1.05, 1.05], "fails"), ([0.9, 1.16], "undecided")],
+)
+def test_the_claim_of_two_percent(sizes, verdict):
+    config = GatesConfig(axes=("top_k",), top_ks=(1, 4), trained_top_ks=())
+    rows = rows_of(
+        config,
+        {Point("top_k", "sqrt", 1): record([1.0, 1.0]), Point("top_k", "sqrt", 4): record(sizes)},
+    )
+    (claim,) = verdicts(rows)
+    assert (claim["verdict"], claim["axis"]) == (verdict, "top_k")
+    assert as_text(rows).count("\n") == 2 and as_markdown(rows).count("\n") == 3
+
+
+def test_what_is_neglected():
+    config = GatesConfig(axes=("top_k",), top_ks=(4,), trained_top_ks=())
+    (row,) = rows_of(config, {Point("top_k", "sqrt", 4): record([1.0, 1.0], 0.12)})
+    assert row["neglected"] == pytest.approx(math.sqrt(1.36))
+
+
+def test_models_of_either_axis():
+    config = GatesConfig()
+    for point in points_of(config):
+        moe = model_of(config, point).moe
+        assert moe.top_k == point.top_k and moe.gate.name == point.gate
+        if point.axis == "granularity":
+            assert moe.top_k * moe.expert_dim == config.dense_dim
+            assert moe.num_experts == config.sparsity * moe.top_k
+        else:
+            assert (moe.num_experts, moe.expert_dim) == (128, 32)
+
+
+PROOF = GatesConfig(
+    model=ModelConfig(
+        vocab_size=256,
+        num_layers=2,
+        embed_dim=128,
+        attention=AttentionConfig(num_heads=2, num_kv_heads=2, head_dim=32),
+        moe=MoEConfig(num_experts=128, top_k=2, expert_dim=32, balancers=()),
+    ),
+    dense_dim=512,
+    trained_top_ks=(),
+    evaluation_batches=1,
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axis", ["top_k", "granularity"])
+def test_sqrt_gates_keep_the_size_in_the_real_model(axis):
+    """At initialisation, mean of 32 seeds, K from 1 to 64 within 2%; correlation beside it."""
+    task, found = load_task(PROOF), {}
+    for point in points_of(dataclasses.replace(PROOF, axes=(axis,), top_ks=(1, 8, 64))):
+        programs = Programs(PROOF, point, task)
+        states = (programs.init(jax.random.key(seed)) for seed in range(32))
+        measured = [programs.measure(state, task.held_out) for state in states]
+        sizes = np.array([m["rms"] for m in measured])
+        rho = [m["correlation"] for m in measured if m["correlation"] is not None]
+        found[point.gate, point.top_k] = (sizes.mean(), np.mean(rho) if rho else 0.0)
+    single = found["sqrt", 1][0]
+    for (gate, top_k), (size, rho) in found.items():
+        if gate == "sqrt":
+            assert size / single == pytest.approx(1.0, abs=0.02), (top_k, rho)
+            assert abs(rho) * (top_k - 1) < 0.03
+        else:
+            assert size / single < 1.5 / math.sqrt(top_k)
