@@ -159,7 +159,7 @@ class TransferConfig:
         """The rates of an arm before any extension, rising."""
         if len(self.rates) > 1:
             return tuple(sorted(self.rates))
-        number = int(self.rates[0])
+        (number,) = map(int, self.rates)
         steps = range(-(number // 2), number - number // 2)
         return tuple(arm.optimizer.learning_rate * SPACING**step for step in steps)
 
