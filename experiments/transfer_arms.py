@@ -16,8 +16,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from jaxmoe.optim import OPTIMIZERS, OptimizerConfig
-from jaxmoe.scaling import PARAMETERIZATIONS, ParameterizationConfig
+from jaxmoe.optim import OPTIMIZERS, AdamWConfig, OptimizerConfig
+from jaxmoe.scaling import PARAMETERIZATIONS, ParameterizationConfig, StandardConfig
 
 _TOKEN_EXPONENT = 0.32
 
@@ -100,3 +100,20 @@ ARMS: dict[str, Arm] = {name: row.build() for name, row in _ARMS.items() if row.
 
 DEFAULT_ARMS = tuple(name for name in ("standard", "hyperp") if name in ARMS)
 """What a command line compares that names neither arms nor parts."""
+
+
+def own_arm(
+    parameterization: ParameterizationConfig | None, optimizer: OptimizerConfig | None
+) -> Arm:
+    """An arm from its parts.
+
+    Args:
+        parameterization: standard when None.
+        optimizer: when None that of the arm above with this parameterisation.
+    """
+    parameterization = parameterization or StandardConfig()
+    kin = [a for a in ARMS.values() if type(a.parameterization) is type(parameterization)]
+    if optimizer is None:
+        optimizer = kin[0].optimizer if kin else AdamWConfig()
+    claims = next((a.claims for a in kin if type(a.optimizer) is type(optimizer)), ())
+    return Arm(parameterization=parameterization, optimizer=optimizer, claims=claims)

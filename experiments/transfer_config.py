@@ -17,13 +17,13 @@ from typing import Literal
 
 from experiments.assembly import Plan, make_plan
 from experiments.config import EvaluationConfig, PretrainConfig, TrainingConfig
-from experiments.transfer_arms import ARMS, DEFAULT_ARMS, Arm
+from experiments.transfer_arms import ARMS, DEFAULT_ARMS, Arm, own_arm
 from experiments.transfer_axes import AXES, Axis, Setting
 from jaxmoe.configs import closest, fingerprint
 from jaxmoe.data import CorpusConfig, DataConfig
 from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
-from jaxmoe.optim import AdamWConfig, LinearConfig, OptimizerConfig, ScheduleConfig
-from jaxmoe.scaling import BasePoint, ParameterizationConfig, StandardConfig
+from jaxmoe.optim import LinearConfig, OptimizerConfig, ScheduleConfig
+from jaxmoe.scaling import BasePoint, ParameterizationConfig
 
 FREE_FIELDS = ("run", "arms", "points", "rates", "extend", "seeds")
 """May change when the same directory is continued: further trials join those that are there."""
@@ -149,10 +149,7 @@ class TransferConfig:
         """The arms of the sweep by name, an own one first."""
         own = {}
         if self.parameterization is not None or self.optimizer is not None:
-            own[OWN] = Arm(
-                parameterization=self.parameterization or StandardConfig(),
-                optimizer=self.optimizer or AdamWConfig(),
-            )
+            own[OWN] = own_arm(self.parameterization, self.optimizer)
         return own | {name: ARMS[name] for name in self.arms or (() if own else DEFAULT_ARMS)}
 
     def rates_of(self, arm: Arm) -> tuple[float, ...]:

@@ -27,7 +27,7 @@ from experiments.trials import StoppedError
 from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
 from jaxmoe.optim import AdamWConfig, LinearConfig
 from jaxmoe.routing import LoadBalanceConfig
-from jaxmoe.scaling import BasePoint
+from jaxmoe.scaling import BasePoint, StandardConfig
 from jaxmoe.training.state import TrainState
 from jaxmoe.training.stop import StopRequest
 
@@ -302,6 +302,8 @@ def test_an_arm_of_ones_own():
     assert list(arms) == ["own"] and arms["own"].optimizer.learning_rate == 0.5
     both = TransferConfig(optimizer=AdamWConfig(), arms=("standard",)).chosen_arms
     assert list(both) == ["own", "standard"]
+    alone = TransferConfig(parameterization=StandardConfig()).chosen_arms
+    assert alone == {"own": ARMS["standard"]}
     assert "standard" in TransferConfig().chosen_arms and "own" not in TransferConfig().chosen_arms
 
 
@@ -373,5 +375,12 @@ def test_help_is_about_the_command(capsys):
         transfer.main(["--help"])
     assert stopped.value.code == 0
     words = capsys.readouterr().out
-    for part in ("Does the learning rate transfer", "short", "quick", "--axis", "--check"):
+    for part in (
+        "Does the learning rate transfer",
+        "short",
+        "quick",
+        "--axis",
+        "--check",
+        "experts of a token",
+    ):
         assert part in words
