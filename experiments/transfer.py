@@ -84,13 +84,16 @@ def main(argv: Sequence[str]) -> int:
                 directory.check_config(config, free=FREE_FIELDS)
                 data = SweepData(config)
                 directory.write_environment([str(device) for device in jax.devices()])
-                if config.check is not None:
-                    return check_coordinates(config, data, directory)
+            if config.check is not None:
+                return check_coordinates(config, data, directory, stop)
+            with cli.exit_on_bad_configuration():
                 sweep = Sweep(config, directory, data)
                 sweep.choose_sizes(stop)
             status = sweep.run(stop)
             with cli.exit_on_bad_configuration():
                 say(sweep.write(status, time.perf_counter() - started))
+        except StoppedError:
+            status = str(stop.reason)
         finally:
             directory.release()
     return int(_CODES.get(status, cli.ExitCode.DONE))

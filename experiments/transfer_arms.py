@@ -74,27 +74,27 @@ _ARMS = {
         claims=("width", "depth"),
     ),
     "mup_muon": _Row(
-        parameterization="mup_muon", optimizer="muon", learning_rate=2e-2, claims=("width",)
+        parameterization="mup_muon", optimizer="muon", learning_rate=0.05, claims=("width",)
     ),
     "mup_plus_plus_muon": _Row(
         parameterization="mup_plus_plus_muon",
         optimizer="muon",
-        learning_rate=2e-2,
+        learning_rate=0.05,
         weight_decay=1e-3,
         claims=("width", "depth"),
     ),
     "mup_plus_plus_muon_tokens": _Row(
         parameterization="mup_plus_plus_muon",
         optimizer="muon",
-        learning_rate=2e-2,
+        learning_rate=0.05,
         weight_decay=1e-3,
         exponents=(("token_exponent", _TOKEN_EXPONENT),),
         claims=("width", "depth", "tokens"),
     ),
     "muonh_vanilla": _Row(
-        parameterization="muonh_vanilla", optimizer="muonh", learning_rate=2e-2, claims=("width",)
+        parameterization="muonh_vanilla", optimizer="muonh", learning_rate=0.1, claims=("width",)
     ),
-    "hyperp": _Row(parameterization="hyperp", optimizer="muonh", learning_rate=2e-2, claims=_ALL),
+    "hyperp": _Row(parameterization="hyperp", optimizer="muonh", learning_rate=0.1, claims=_ALL),
 }
 ARMS: dict[str, Arm] = {name: row.build() for name, row in _ARMS.items() if row.exists}
 

@@ -35,8 +35,10 @@ from experiments.run_directory import RunDirectory
 from experiments.tables import markdown_table, text_table
 from experiments.transfer_config import Cell, TransferConfig, cells_of
 from experiments.transfer_trial import EXECUTION, SweepData, SweepPrograms
+from experiments.trials import StoppedError
 from jaxmoe.tracking.optional import require
 from jaxmoe.tracking.plots import figure_of_panels, save_figure
+from jaxmoe.training.stop import StopRequest
 
 PICTURE = "coordinates.png"
 FAILED = 1
@@ -49,16 +51,22 @@ LEGEND = (
 )
 
 
-def check_coordinates(config: TransferConfig, data: SweepData, directory: RunDirectory) -> int:
+def check_coordinates(
+    config: TransferConfig, data: SweepData, directory: RunDirectory, stop: StopRequest
+) -> int:
     """Runs the check and writes its files.
 
     Args:
         config: of the sweep.
         data: of the sweep.
         directory: where the files go.
+        stop: asked before every step.
 
     Returns:
         The exit code: 1 where an arm fails that claims to keep its rate along the axis.
+
+    Raises:
+        StoppedError: a signal came; the check is short, and begins anew.
     """
     cells, results, is_bad = cells_of(config), {}, False
     measured_by_arm = {}
@@ -69,7 +77,7 @@ def check_coordinates(config: TransferConfig, data: SweepData, directory: RunDir
     verdicts = []
     for name, arm in config.chosen_arms.items():
         mine = [cell for cell in cells if cell.arm == name]
-        measured = measure(config, mine, data)
+        measured = measure(config, mine, data, stop)
         scales = [initial_logit_scale(cell.plan.model, cell.plan.table) for cell in mine]
         found = coordinates_of(config.chosen_points, measured, scales)
         measured_by_arm[name] = measured
@@ -109,7 +117,7 @@ def check_coordinates(config: TransferConfig, data: SweepData, directory: RunDir
 
 
 def measure(
-    config: TransferConfig, cells: Sequence[Cell], data: SweepData
+    config: TransferConfig, cells: Sequence[Cell], data: SweepData, stop: StopRequest
 ) -> dict[str, np.ndarray]:
     """Value and change of every quantity of one arm, [points seeds steps+1 2].
 
@@ -117,6 +125,10 @@ def measure(
         config: of the sweep.
         cells: of the arm, by point.
         data: of the sweep.
+        stop: asked before every step.
+
+    Raises:
+        StoppedError: a signal came.
     """
     found = np.zeros((len(QUANTITIES), len(cells), config.seeds, config.check_steps + 1, 2))
     for place, cell in enumerate(cells):
@@ -131,6 +143,8 @@ def measure(
             first = look(state.params, state.router_state, tokens)
             rows = [sizes(first, first)]
             for batches in data.pieces(training, 1):
+                if stop.reason is not None:
+                    raise StoppedError
                 # One rate: where the schedule would warm up, nothing would change at first.
                 given = (rate, jnp.ones(_FACTORS, jnp.float32), batches)
                 state, _ = programs.train_piece(state, *given)
