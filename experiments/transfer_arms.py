@@ -38,7 +38,7 @@ class _Row:
     optimizer: str
     learning_rate: float
     claims: tuple[str, ...] = ()
-    exponents: tuple[tuple[str, float], ...] = ()
+    options: tuple[tuple[str, Any], ...] = ()
     """Fields of the parameterisation that differ from its defaults."""
     weight_decay: float | None = None
 
@@ -51,7 +51,7 @@ class _Row:
         if self.weight_decay is not None:
             changes["weight_decay"] = self.weight_decay
         return Arm(
-            parameterization=PARAMETERIZATIONS[self.parameterization](**dict(self.exponents)),
+            parameterization=PARAMETERIZATIONS[self.parameterization](**dict(self.options)),
             optimizer=OPTIMIZERS[self.optimizer](**changes),
             claims=self.claims,
         )
@@ -88,7 +88,7 @@ _ARMS = {
         optimizer="muon",
         learning_rate=0.05,
         weight_decay=1e-3,
-        exponents=(("token_exponent", _TOKEN_EXPONENT),),
+        options=(("token_exponent", _TOKEN_EXPONENT),),
         claims=("width", "depth", "tokens"),
     ),
     "muonh_vanilla": _Row(
