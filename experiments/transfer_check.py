@@ -2,9 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """`transfer --check coordinates`: does anything in the model grow, or stop learning, with size?
 
-Every arm takes a few steps at its own rate (the middle of its grid) at every point, with every
-seed; `experiments.coordinates` measures and judges. It takes a minute where a sweep takes half an
-hour, and says less: a rate may fail to transfer for other reasons.
+Every arm takes a few steps at the lowest rate of its grid (where changes are still small against
+what is there) at every point, with every seed; `experiments.coordinates` measures and judges. It
+takes a minute where a sweep takes half an hour, and says less: a rate may fail to transfer for
+other reasons.
 """
 
 from __future__ import annotations
@@ -85,13 +86,14 @@ def check_coordinates(
         problems = [f"{c.quantity}: {c.problem}" for c in found if c.problem is not None]
         is_claimed = config.axis in arm.claims
         is_bad |= is_claimed and bool(problems)
-        verdict = _verdict(name, config.axis, problems, is_claimed)
+        grown = max(c.initial_growth for c in found)
+        verdict = _verdict(name, config.axis, problems, is_claimed, grown)
         say(verdict)
         verdicts.append(verdict)
         results[name] = {
             "passes": not problems,
             "claims_transfer": is_claimed,
-            "rate": arm.optimizer.learning_rate,
+            "rate": config.rates_of(arm)[0],
             "problems": problems,
             "coordinates": [dataclasses.asdict(coordinate) for coordinate in found],
             "measured": {key: array.tolist() for key, array in measured.items()},
@@ -135,7 +137,7 @@ def measure(
         programs = SweepPrograms(cell, data.held_out[0])
         look = jax.jit(partial(observe, cell.plan.model, EXECUTION))
         tokens = jnp.asarray(data.held_out[0].tokens)
-        rate = jnp.float32(cell.config.optimizer.learning_rate)
+        rate = jnp.float32(config.rates_of(config.chosen_arms[cell.arm])[0])
         for run in range(config.seeds):
             seed = config.training.seed + run
             training = dataclasses.replace(cell.seeded(seed), steps=config.check_steps)
@@ -170,9 +172,10 @@ def _passes(coordinate: Coordinate) -> str:
     return f"passes (^{growth:.2f} by construction)" if growth > 0.01 else "passes"
 
 
-def _verdict(arm: str, axis: str, problems: Sequence[str], is_claimed: bool) -> str:
+def _verdict(arm: str, axis: str, problems: Sequence[str], is_claimed: bool, grown: float) -> str:
     if not problems:
-        return f"{arm}: passes: nothing grows with {axis}"
+        but = f" but the logits, ^{grown:.2f} by construction" if grown > 0.01 else ""
+        return f"{arm}: passes: nothing grows with {axis}{but}"
     expected = "" if is_claimed else f" (it does not claim to keep its rate over {axis})"
     return f"{arm}: fails{expected}: {'; '.join(problems)}"
 
