@@ -342,7 +342,7 @@ def test_a_run_that_diverges_is_a_record():
     ("arguments", "message"),
     [
         (("--axis", "widt"), "there is no axis 'widt': did you mean 'width'"),
-        (("--arms", "stndard"), "there is no arm 'stndard': did you mean 'standard'"),
+        (("--arms", "standard_"), "there is no arm 'standard_': did you mean 'standard'"),
         (("--points", "64"), "one point has nothing to transfer to"),
         (("--points", "64", "64"), "they must differ"),
         (("--points", "64", "100"), "width 100 must be a multiple of model.attention.head_dim=32"),
