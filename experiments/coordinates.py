@@ -6,14 +6,13 @@
     change   RMS of its difference to the initial one, after 1, 2, ... steps at the same rate
     slope    of log RMS against log of the axis' value, mean over seeds, least squares
 
-Where a rate transfers, nothing grows with the axis: every slope is at most GROWTH. One exception is
-made by construction: logits of a head whose initial scale grows (HyperP's has std 0.02 at every
-width and no multiplier: logits ~ sqrt(width)) may change in proportion. What falls is judged by its
-change alone, with a bound for the last step: an initial value may fall as it should (logits under
-muP fall as 1 / sqrt(width)), while a change that falls is a part that hardly learns at the larger
-size. Quantities: the embedded tokens, what attention and feed-forward add to the
-stream (root mean square over layers, residual multiplier included), the stream before the last
-norm, the logits.
+Where a rate transfers, nothing grows with the axis: every slope is at most GROWTH. What falls is
+judged by its change alone, with a bound for the last step: an initial value may fall as it should
+(logits under muP fall as 1 / sqrt(width)), while a change that falls is a part that hardly learns
+at the larger size. HyperP as published fails by its logits, whose head has one std at every width
+(`HyperPConfig.logit_bound` is the way out). Quantities: the embedded tokens, what attention and
+feed-forward add to the stream (root mean square over layers, residual multiplier included), the
+stream before the last norm, the logits.
 
 Source: arXiv 2203.03466, appendix D.1.
 """
@@ -21,7 +20,6 @@ Source: arXiv 2203.03466, appendix D.1.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -36,7 +34,6 @@ from jaxmoe.layers.attention import Attention
 from jaxmoe.layers.block import Block
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.models.transformer import Transformer
-from jaxmoe.parameters import ParameterTable
 
 QUANTITIES = ("embedding", "attention", "feed_forward", "stream", "logits")
 GROWTH = 0.25
@@ -108,18 +105,6 @@ def sizes(
     return {name: (rms(now[name]), rms(now[name] - first[name])) for name in QUANTITIES}
 
 
-def initial_logit_scale(model: ModelConfig, table: ParameterTable) -> float:
-    """RMS of the initial logits that the head's std and the multiplier make of a normed stream.
-
-    Args:
-        model: with its multipliers.
-        table: of its parameters.
-    """
-    role = "embedding" if model.has_tied_embeddings else "head"
-    (std,) = (row.init_std for row in table if row.declaration.role == role)
-    return std * math.sqrt(model.embed_dim) * model.multipliers.logits
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Coordinate:
     """One quantity along the axis."""
@@ -129,8 +114,6 @@ class Coordinate:
     """By step, the initial one first."""
     change_slopes: tuple[float, ...]
     """By step, from the first on."""
-    initial_growth: float = 0.0
-    """Power of the axis with which the parameterisation lets it begin, where that is above 0."""
 
     @property
     def problem(self) -> str | None:
@@ -138,11 +121,11 @@ class Coordinate:
         changes = self.change_slopes
         if not np.isfinite([*self.value_slopes, *changes]).all():
             return "not finite"
-        grown, most = max(changes), GROWTH + self.initial_growth
-        if grown > most:
+        grown = max(changes)
+        if grown > GROWTH:
             return f"change grows as ^{grown:.2f} after step {changes.index(grown) + 1}"
         values = self.value_slopes
-        if max(values) > most:
+        if max(values) > GROWTH:
             return f"grows as ^{max(values):.2f} at step {values.index(max(values))}"
         if changes[-1] < FALL:
             return f"change falls as ^{changes[-1]:.2f}"
@@ -150,14 +133,13 @@ class Coordinate:
 
 
 def coordinates_of(
-    points: Sequence[float], measured: Mapping[str, np.ndarray], logit_scales: Sequence[float]
+    points: Sequence[float], measured: Mapping[str, np.ndarray]
 ) -> tuple[Coordinate, ...]:
     """Slopes of every quantity.
 
     Args:
         points: values of the axis.
         measured: by quantity, [points seeds steps+1 2]: value and change, the initial first.
-        logit_scales: RMS of the initial logits by point, of `initial_logit_scale`.
     """
     x = np.log(np.asarray(points, float))
 
@@ -168,11 +150,9 @@ def coordinates_of(
             return (float("nan"),) * y.shape[1]
         return tuple(float(value) for value in np.polyfit(x, y, 1)[0])
 
-    growth = max(0.0, float(np.polyfit(x, np.log(logit_scales), 1)[0]))
     return tuple(
         Coordinate(
             quantity=name,
-            initial_growth=growth if name == "logits" else 0.0,
             value_slopes=slopes(array[..., 0]),
             change_slopes=slopes(array[:, :, 1:, 1]),
         )

@@ -30,6 +30,8 @@ from experiments.output import say
 from experiments.process import start_process
 from experiments.run_directory import RunDirectory
 from experiments.tables import markdown_table, text_table
+from experiments.transfer_arms import ARMS
+from experiments.transfer_axes import AXES
 from experiments.transfer_budget import SIZES, Sizes, size_of, timing_cells
 from experiments.transfer_check import check_coordinates
 from experiments.transfer_config import (
@@ -65,7 +67,7 @@ _CODES = {"preempted": cli.ExitCode.PREEMPTED, "interrupted": cli.ExitCode.INTER
 def main(argv: Sequence[str]) -> int:
     """Runs the command; returns the exit code."""
     prog = "python -m experiments.transfer"
-    recipe, config = cli.parse(RECIPES, "short", argv, prog, __doc__ or "")
+    recipe, config = cli.parse(RECIPES, "short", argv, prog, f"{__doc__}\n{_names()}")
     start_process()
     kind = "" if config.check is None else f"_{config.check}"
     name = config.run.name or f"{recipe}_{config.axis}{kind}"
@@ -82,13 +84,16 @@ def main(argv: Sequence[str]) -> int:
                 directory.check_config(config, free=FREE_FIELDS)
                 data = SweepData(config)
                 directory.write_environment([str(device) for device in jax.devices()])
-                if config.check is not None:
-                    return check_coordinates(config, data, directory)
+            if config.check is not None:
+                return check_coordinates(config, data, directory, stop)
+            with cli.exit_on_bad_configuration():
                 sweep = Sweep(config, directory, data)
                 sweep.choose_sizes(stop)
             status = sweep.run(stop)
             with cli.exit_on_bad_configuration():
                 say(sweep.write(status, time.perf_counter() - started))
+        except StoppedError:
+            status = str(stop.reason)
         finally:
             directory.release()
     return int(_CODES.get(status, cli.ExitCode.DONE))
@@ -283,6 +288,14 @@ class Sweep:
         rate = curve.rates[int(np.nanargmin(means))]
         found = [self._records[arm, value, rate, s]["max_violation"] for s in self._seeds]
         return None if None in found else float(np.mean(found))
+
+
+def _names() -> str:
+    """Axes and arms, for --help."""
+    lines = [f"  {name}  {axis.words}" for name, axis in AXES.items()]
+    pairs = ((name, arm.parameterization.name, arm.optimizer.name) for name, arm in ARMS.items())
+    arms = [f"  {name}  {parameterization} with {rule}" for name, parameterization, rule in pairs]
+    return "\n".join(["Axes:", *lines, "", "Arms:", *arms])
 
 
 def _check_steps(config: TransferConfig, default: TransferConfig) -> None:

@@ -2,26 +2,34 @@
 # SPDX-License-Identifier: Apache-2.0
 """The arms of `transfer`: named pairs of parameterisation and optimiser.
 
-    standard        one rate for every role, AdamW: what does not transfer
+    standard                    one rate for every role, AdamW: what does not transfer
+    hyperp                      as published: the head's radius grows with width
+    hyperp_bounded              with the same bound on the logits at every width
     mup_plus_plus_muon_tokens   Muon with HyperP's token law: separates the sphere from the law
 
 The rate of an arm is the centre of its grid: where the optimum lies at a small size, within a
 factor of two or so.
 
-To add an arm: a row in _ARMS. It names parts of the registries, and is there as soon as they are.
+To add an arm: a row in ARMS.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
-from jaxmoe.optim import OPTIMIZERS, OptimizerConfig
-from jaxmoe.scaling import PARAMETERIZATIONS, ParameterizationConfig
-
-_TOKEN_EXPONENT = 0.32
-_PAPERS_BOUND = 20.48
-"""HyperP's std of 0.02 times its base width of 1024."""
+from jaxmoe.optim import AdamWConfig, MuonConfig, MuonHConfig, OptimizerConfig
+from jaxmoe.scaling import (
+    CompletePConfig,
+    HyperPConfig,
+    MuPConfig,
+    MuPMuonConfig,
+    MuPPlusPlusConfig,
+    MuPPlusPlusMuonConfig,
+    ParameterizationConfig,
+    StandardConfig,
+    VanillaMuonHConfig,
+)
+from jaxmoe.scaling.laws import TOKEN_EXPONENT
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,78 +42,73 @@ class Arm:
     """Axes over which its rate is said to stay."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class _Row:
-    parameterization: str
-    optimizer: str
-    learning_rate: float
-    claims: tuple[str, ...] = ()
-    options: tuple[tuple[str, float], ...] = ()
-    """Fields of the parameterisation that differ from its defaults."""
-    weight_decay: float | None = None
-
-    @property
-    def exists(self) -> bool:
-        return self.parameterization in PARAMETERIZATIONS and self.optimizer in OPTIMIZERS
-
-    def build(self) -> Arm:
-        changes: dict[str, Any] = {"learning_rate": self.learning_rate}
-        if self.weight_decay is not None:
-            changes["weight_decay"] = self.weight_decay
-        return Arm(
-            parameterization=PARAMETERIZATIONS[self.parameterization](**dict(self.options)),
-            optimizer=OPTIMIZERS[self.optimizer](**changes),
-            claims=self.claims,
-        )
-
-
 _ALL = ("width", "depth", "tokens", "batch", "granularity", "sparsity", "balance")
-_ARMS = {
-    "standard": _Row(parameterization="standard", optimizer="adamw", learning_rate=4e-3),
-    "mup": _Row(parameterization="mup", optimizer="adamw", learning_rate=8e-3, claims=("width",)),
-    "mup_plus_plus": _Row(
-        parameterization="mup_plus_plus",
-        optimizer="adamw",
-        learning_rate=8e-3,
+_PAPERS_BOUND = 20.48
+"""HyperP's std of 0.02 times its base width of 1024."""
+
+ARMS: dict[str, Arm] = {
+    "standard": Arm(parameterization=StandardConfig(), optimizer=AdamWConfig(learning_rate=4e-3)),
+    "mup": Arm(
+        parameterization=MuPConfig(),
+        optimizer=AdamWConfig(learning_rate=8e-3),
+        claims=("width",),
+    ),
+    "mup_plus_plus": Arm(
+        parameterization=MuPPlusPlusConfig(),
+        optimizer=AdamWConfig(learning_rate=8e-3),
         claims=("width", "depth"),
     ),
-    "completep": _Row(
-        parameterization="completep",
-        optimizer="adamw",
-        learning_rate=8e-3,
+    "completep": Arm(
+        parameterization=CompletePConfig(),
+        optimizer=AdamWConfig(learning_rate=8e-3),
         claims=("width", "depth"),
     ),
-    "mup_muon": _Row(
-        parameterization="mup_muon", optimizer="muon", learning_rate=2e-2, claims=("width",)
+    "mup_muon": Arm(
+        parameterization=MuPMuonConfig(),
+        optimizer=MuonConfig(learning_rate=0.05),
+        claims=("width",),
     ),
-    "mup_plus_plus_muon": _Row(
-        parameterization="mup_plus_plus_muon",
-        optimizer="muon",
-        learning_rate=2e-2,
-        weight_decay=1e-3,
+    "mup_plus_plus_muon": Arm(
+        parameterization=MuPPlusPlusMuonConfig(),
+        optimizer=MuonConfig(learning_rate=0.05),
         claims=("width", "depth"),
     ),
-    "mup_plus_plus_muon_tokens": _Row(
-        parameterization="mup_plus_plus_muon",
-        optimizer="muon",
-        learning_rate=2e-2,
-        weight_decay=1e-3,
-        options=(("token_exponent", _TOKEN_EXPONENT),),
+    "mup_plus_plus_muon_tokens": Arm(
+        parameterization=MuPPlusPlusMuonConfig(token_exponent=TOKEN_EXPONENT),
+        optimizer=MuonConfig(learning_rate=0.05),
         claims=("width", "depth", "tokens"),
     ),
-    "muonh_vanilla": _Row(
-        parameterization="muonh_vanilla", optimizer="muonh", learning_rate=2e-2, claims=("width",)
+    "muonh_vanilla": Arm(
+        parameterization=VanillaMuonHConfig(),
+        optimizer=MuonHConfig(learning_rate=0.1),
+        claims=("width",),
     ),
-    "hyperp": _Row(parameterization="hyperp", optimizer="muonh", learning_rate=8e-2, claims=_ALL),
-    "hyperp_bounded": _Row(
-        parameterization="hyperp",
-        optimizer="muonh",
-        learning_rate=4e-2,
-        options=(("logit_bound", _PAPERS_BOUND),),
+    "hyperp": Arm(
+        parameterization=HyperPConfig(), optimizer=MuonHConfig(learning_rate=0.1), claims=_ALL
+    ),
+    "hyperp_bounded": Arm(
+        parameterization=HyperPConfig(logit_bound=_PAPERS_BOUND),
+        optimizer=MuonHConfig(learning_rate=0.04),
         claims=_ALL,
     ),
 }
-ARMS: dict[str, Arm] = {name: row.build() for name, row in _ARMS.items() if row.exists}
 
-DEFAULT_ARMS = tuple(name for name in ("standard", "hyperp") if name in ARMS)
+DEFAULT_ARMS = ("standard", "hyperp_bounded")
 """What a command line compares that names neither arms nor parts."""
+
+
+def own_arm(
+    parameterization: ParameterizationConfig | None, optimizer: OptimizerConfig | None
+) -> Arm:
+    """An arm from its parts.
+
+    Args:
+        parameterization: standard when None.
+        optimizer: when None that of the arm above with this parameterisation.
+    """
+    parameterization = parameterization or StandardConfig()
+    kin = [a for a in ARMS.values() if type(a.parameterization) is type(parameterization)]
+    if optimizer is None:
+        optimizer = kin[0].optimizer if kin else AdamWConfig()
+    claims = next((a.claims for a in kin if type(a.optimizer) is type(optimizer)), ())
+    return Arm(parameterization=parameterization, optimizer=optimizer, claims=claims)

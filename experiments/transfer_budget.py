@@ -62,7 +62,9 @@ def size_of(
     per_step, fixed, number = 0.0, compiling, 0
     for cell in cells:
         step, evaluation = timed[cell.arm, cell.value]
-        runs = len(config.rates_of(arms[cell.arm])) * config.seeds
+        # One rate beyond an edge is likely enough to be counted with the others.
+        rates = len(config.rates_of(arms[cell.arm])) + min(config.extend, 1)
+        runs = rates * config.seeds
         # Along tokens and batch a point has more steps, or fewer.
         per_step += runs * step * cell.config.training.steps / _TIMED_STEPS
         fixed += runs * evaluation
@@ -83,6 +85,7 @@ def size_of(
     minutes = (steps * per_step + fixed) / 60.0
     words = (
         f"a step takes ({each}); {config.budget:g} minutes buy {number} trials of {steps} steps,"
-        f" about {minutes:.0f} minutes (rates beyond an edge come on top)"
+        f" one rate beyond the grid at each point among them,"
+        f" about {minutes:.0f} minutes"
     )
     return Sizes(steps=steps, words=words)

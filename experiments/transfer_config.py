@@ -17,13 +17,14 @@ from typing import Literal
 
 from experiments.assembly import Plan, make_plan
 from experiments.config import EvaluationConfig, PretrainConfig, TrainingConfig
-from experiments.transfer_arms import ARMS, DEFAULT_ARMS, Arm
+from experiments.transfer_arms import ARMS, DEFAULT_ARMS, Arm, own_arm
 from experiments.transfer_axes import AXES, Axis, Setting
 from jaxmoe.configs import closest, fingerprint
 from jaxmoe.data import CorpusConfig, DataConfig
 from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
-from jaxmoe.optim import AdamWConfig, LinearConfig, OptimizerConfig, ScheduleConfig
-from jaxmoe.scaling import BasePoint, ParameterizationConfig, StandardConfig
+from jaxmoe.optim import LinearConfig, OptimizerConfig, ScheduleConfig
+from jaxmoe.routing import METHODS
+from jaxmoe.scaling import BasePoint, ParameterizationConfig
 
 FREE_FIELDS = ("run", "arms", "points", "rates", "extend", "seeds")
 """May change when the same directory is continued: further trials join those that are there."""
@@ -33,13 +34,16 @@ SPACING = 2.0
 OWN = "own"
 """The arm of --parameterization and --optimizer."""
 
+# Few experts: a step of Muon costs as much for an expert with few tokens as for any other.
+_MOE = MoEConfig(num_experts=4, top_k=2, expert_dim=64, **METHODS["hyperp"].parts())
 _MODEL = ModelConfig(
     vocab_size=256,
     num_layers=4,
     embed_dim=64,
     attention=AttentionConfig(num_heads=2, num_kv_heads=2, head_dim=32),
-    moe=MoEConfig(num_experts=8, top_k=2, expert_dim=64),
-    dense_dim=256,
+    moe=_MOE,
+    dense_dim=128,
+    norm_epsilon=1e-5,
 )
 
 
@@ -149,17 +153,14 @@ class TransferConfig:
         """The arms of the sweep by name, an own one first."""
         own = {}
         if self.parameterization is not None or self.optimizer is not None:
-            own[OWN] = Arm(
-                parameterization=self.parameterization or StandardConfig(),
-                optimizer=self.optimizer or AdamWConfig(),
-            )
+            own[OWN] = own_arm(self.parameterization, self.optimizer)
         return own | {name: ARMS[name] for name in self.arms or (() if own else DEFAULT_ARMS)}
 
     def rates_of(self, arm: Arm) -> tuple[float, ...]:
         """The rates of an arm before any extension, rising."""
         if len(self.rates) > 1:
             return tuple(sorted(self.rates))
-        number = int(self.rates[0])
+        (number,) = map(int, self.rates)
         steps = range(-(number // 2), number - number // 2)
         return tuple(arm.optimizer.learning_rate * SPACING**step for step in steps)
 
@@ -280,7 +281,7 @@ def quick() -> TransferConfig:
         num_layers=2,
         embed_dim=32,
         attention=AttentionConfig(num_heads=2, num_kv_heads=2, head_dim=16),
-        moe=MoEConfig(num_experts=8, top_k=2, expert_dim=32),
+        moe=dataclasses.replace(_MOE, expert_dim=32),
     )
     return TransferConfig(budget=6.0, seeds=1, model=model, points=(32.0, 128.0))
 
@@ -296,8 +297,9 @@ def full() -> TransferConfig:
             num_layers=8,
             embed_dim=128,
             attention=AttentionConfig(num_heads=2, num_kv_heads=2, head_dim=64),
-            moe=MoEConfig(num_experts=16, top_k=4, expert_dim=128),
+            moe=MoEConfig(num_experts=16, top_k=4, expert_dim=128, **METHODS["hyperp"].parts()),
             dense_dim=512,
+            norm_epsilon=1e-5,
         ),
         training=TrainingConfig(steps=2000, batch_size=32, sequence_length=256),
         evaluation_batches=32,

@@ -59,8 +59,8 @@ class Curve:
     @property
     def diverged(self) -> tuple[float, ...]:
         """Rates at which a seed diverged."""
-        lost = ~np.isfinite(self.losses).all(1)
-        return tuple(rate for rate, is_lost in zip(self.rates, lost, strict=True) if is_lost)
+        rows = zip(self.rates, self.losses, strict=True)
+        return tuple(rate for rate, row in rows if not np.isfinite(row).all())
 
     @property
     def known(self) -> tuple[np.ndarray, np.ndarray]:

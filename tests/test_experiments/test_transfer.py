@@ -27,7 +27,7 @@ from experiments.trials import StoppedError
 from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
 from jaxmoe.optim import AdamWConfig, LinearConfig
 from jaxmoe.routing import LoadBalanceConfig
-from jaxmoe.scaling import BasePoint
+from jaxmoe.scaling import BasePoint, StandardConfig
 from jaxmoe.training.state import TrainState
 from jaxmoe.training.stop import StopRequest
 
@@ -62,7 +62,18 @@ def records_of(directory):
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory):
+def programs():
+    """Programs by what decides them, so that a second sweep of the same compiles none."""
+    made = {}
+
+    def share(cell, batch):
+        return made.setdefault(program_key(cell), SweepPrograms(cell, batch))
+
+    return share
+
+
+@pytest.fixture(scope="module")
+def finished(programs, tmp_path_factory):
     """The directory of a real sweep, its summary, and what was compiled for it."""
     directory = tmp_path_factory.mktemp("transfer") / "run"
     compiled = []
@@ -74,6 +85,7 @@ def finished(tmp_path_factory):
             return real(self, function, *given, options=options)
 
         patch.setattr(trials.Programs, "_compiled", counted)
+        patch.setattr(transfer, "SweepPrograms", programs)
         code, summary = run(directory, *SWEEP)
     assert (code, summary["status"]) == (0, "done")
     return directory, summary, compiled
@@ -100,7 +112,9 @@ def test_records_table_and_picture(finished):
     assert (directory / "plots" / "transfer.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_an_interrupted_sweep_equals_an_uninterrupted_one(finished, tmp_path, monkeypatch):
+def test_an_interrupted_sweep_equals_an_uninterrupted_one(
+    finished, programs, tmp_path, monkeypatch
+):
     real, trained = transfer.train, []
 
     def stopping(programs, cell, rate, seed, data, stop):
@@ -111,6 +125,7 @@ def test_an_interrupted_sweep_equals_an_uninterrupted_one(finished, tmp_path, mo
         return record
 
     monkeypatch.setattr(transfer, "train", stopping)
+    monkeypatch.setattr(transfer, "SweepPrograms", programs)
     directory = tmp_path / "run"
     code, summary = run(directory, *SWEEP)
     assert (code, summary["status"], len(trained)) == (130, "interrupted", 7)
@@ -172,18 +187,18 @@ def test_a_budget_decides_once(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(transfer, "seconds_of", lambda programs, cell, data: seconds[cell.value])
     more = ("--points", "8", "16", "--rates", "5", "--seeds", "3")
     _, summary = run(tmp_path / "run", *more, "--budget", "4")
-    # 15 runs of 0.03 s a step and 0.2 s of evaluation in 0.9 * 240 s
-    assert summary["steps"] == int((216 - 3.0) / (15 * 0.03)) // 16 * 16 == 464
+    # 0.9 * 240 s; 18 runs (a sixth rate, beyond an edge) of 0.03 s a step and 0.2 s of evaluation
+    assert summary["steps"] == int((216 - 3.6) / (18 * 0.03)) // 16 * 16 == 384
     words = capsys.readouterr().out
-    assert "4 minutes buy 30 trials of 464 steps" in words and "standard 8: 10 ms" in words
+    assert "4 minutes buy 36 trials of 384 steps" in words and "standard 8: 10 ms" in words
     known = len(calls)
     seconds[8.0] = (1.0, 0.1)  # a slower machine keeps the steps
     _, summary = run(tmp_path / "run", *more, "--budget", "4")
-    assert (summary["steps"], len(calls)) == (464, known)
+    assert (summary["steps"], len(calls)) == (384, known)
     with pytest.raises(SystemExit):
         run(tmp_path / "other", *more, "--budget", "1")
     words = capsys.readouterr().err
-    assert "budget=1 minutes are 0 steps for each of 30 trials" in words
+    assert "budget=1 minutes are 0 steps for each of 36 trials" in words
     assert "give --budget" in words
 
 
@@ -287,6 +302,8 @@ def test_an_arm_of_ones_own():
     assert list(arms) == ["own"] and arms["own"].optimizer.learning_rate == 0.5
     both = TransferConfig(optimizer=AdamWConfig(), arms=("standard",)).chosen_arms
     assert list(both) == ["own", "standard"]
+    alone = TransferConfig(parameterization=StandardConfig()).chosen_arms
+    assert alone == {"own": ARMS["standard"]}
     assert "standard" in TransferConfig().chosen_arms and "own" not in TransferConfig().chosen_arms
 
 
@@ -324,8 +341,8 @@ def test_a_run_that_diverges_is_a_record():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--axis", "widht"), "there is no axis 'widht': did you mean 'width'"),
-        (("--arms", "standart"), "there is no arm 'standart': did you mean 'standard'"),
+        (("--axis", "widt"), "there is no axis 'widt': did you mean 'width'"),
+        (("--arms", "standard_"), "there is no arm 'standard_': did you mean 'standard'"),
         (("--points", "64"), "one point has nothing to transfer to"),
         (("--points", "64", "64"), "they must differ"),
         (("--points", "64", "100"), "width 100 must be a multiple of model.attention.head_dim=32"),
@@ -358,5 +375,12 @@ def test_help_is_about_the_command(capsys):
         transfer.main(["--help"])
     assert stopped.value.code == 0
     words = capsys.readouterr().out
-    for part in ("Does the learning rate transfer", "short", "quick", "--axis", "--check"):
+    for part in (
+        "Does the learning rate transfer",
+        "short",
+        "quick",
+        "--axis",
+        "--check",
+        "experts of a token",
+    ):
         assert part in words

@@ -241,7 +241,7 @@ def measured(value_power, change_power, points=(64.0, 128.0, 256.0)):
     ],
 )
 def test_the_rule_of_the_coordinate_check(value, change, problem):
-    (one,) = coordinates_of((64.0, 128.0, 256.0), {"logits": measured(value, change)}, (1.0,) * 3)
+    (one,) = coordinates_of((64.0, 128.0, 256.0), {"logits": measured(value, change)})
     assert one.problem == problem
     assert one.value_slopes == pytest.approx((value,) * 4)
     assert one.change_slopes == pytest.approx((change,) * 3)
@@ -250,18 +250,6 @@ def test_the_rule_of_the_coordinate_check(value, change, problem):
 def test_the_coordinate_check_refuses_what_is_not_finite():
     array = measured(0.0, 0.0)
     array[1, 0, 2, 1] = NAN
-    (one,) = coordinates_of((64.0, 128.0, 256.0), {"stream": array}, (1.0,) * 3)
+    (one,) = coordinates_of((64.0, 128.0, 256.0), {"stream": array})
     assert one.problem == "not finite"
     assert Coordinate(quantity="x", value_slopes=(GROWTH,), change_slopes=(FALL,)).problem is None
-
-
-def test_logits_that_grow_by_construction_may_change_in_proportion():
-    """HyperP's head has one std at every width; a stream has no such excuse."""
-    points = (64.0, 128.0, 256.0)
-    scales = [math.sqrt(width) for width in points]
-    both = {name: measured(0.5, 0.7) for name in ("logits", "stream")}
-    logits, stream = coordinates_of(points, both, scales)
-    assert logits.problem is None and logits.initial_growth == pytest.approx(0.5)
-    assert stream.problem == "change grows as ^0.70 after step 1"
-    (steep,) = coordinates_of(points, {"logits": measured(0.5, 0.9)}, scales)
-    assert steep.problem == "change grows as ^0.90 after step 1"
