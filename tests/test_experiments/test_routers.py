@@ -245,7 +245,7 @@ def test_initial_values_are_paired(tmp_path):
 def test_paired_interval_is_students():
     assert paired_interval([0.5]) == (0.5, None)
     mean, half = paired_interval([1.0, 2.0, 3.0])
-    assert mean == 2.0 and half == pytest.approx(4.303 * 1.0 / math.sqrt(3))
+    assert mean == 2.0 and half == pytest.approx(4.302653 * 1.0 / math.sqrt(3))
     assert paired_interval([1.0] * 10) == (1.0, 0.0)
 
 
