@@ -11,8 +11,8 @@
                  mixture with uniform gates
     drift        RMS after training over the RMS at initialisation
 
-This claim and that about the loss are decided only where intervals lie on one side of the limit. The
-others have no interval and go by the estimate: of one training, a hint.
+This claim and that about the loss are decided only where intervals lie on one side of the limit.
+The others have no interval and go by the estimate: of one training, a hint.
 
 To add a column: a line in COLUMNS; to add a claim: a function in VERDICTS.
 """
