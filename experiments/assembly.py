@@ -19,8 +19,9 @@ from jaxmoe.data.synthetic import SyntheticSource
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.models.initialize import parameter_table
+from jaxmoe.optim import AdamWConfig
 from jaxmoe.optim.schedules import Schedule
-from jaxmoe.parameters import ParameterTable
+from jaxmoe.parameters import ParameterSpec, ParameterTable
 from jaxmoe.scaling import Budget, Parameterization
 from jaxmoe.training import MaskedDiffusionConfig
 from jaxmoe.training.batch_ramp import accumulation_of
@@ -40,6 +41,21 @@ class Plan:
     table: ParameterTable
     schedule: Schedule
     optimizer: optax.GradientTransformation
+
+    def peak_rate(self, row: ParameterSpec) -> float:
+        """What the schedule multiplies for one parameter: its learning rate at the peak."""
+        optimizer = self.config.optimizer
+        rate = optimizer.learning_rate * row.hyper.learning_rate_multiplier
+        if row.hyper.group == "adamw" and not isinstance(optimizer, AdamWConfig):
+            rate *= optimizer.adamw_ratio
+        return rate
+
+    @property
+    def matrix_rate(self) -> float:
+        """The same of the hidden matrices, which all have one multiplier."""
+        return self.peak_rate(
+            next(row for row in self.table if row.declaration.role == "attention_in")
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -290,13 +290,13 @@ def _rates(plan: Plan) -> str:
     """The peak rate of each role, where the parameterisation changes that of the optimiser."""
     rates: dict[float, set[str]] = {}
     for row in plan.table:
-        rates.setdefault(row.hyper.learning_rate_multiplier, set()).add(row.declaration.role)
-    if set(rates) == {1.0}:
-        return ""
+        rates.setdefault(plan.peak_rate(row), set()).add(row.declaration.role)
     peak = plan.config.optimizer.learning_rate
-    each = [f"{peak * rate:.3g} {', '.join(sorted(roles))}" for rate, roles in rates.items()]
+    if set(rates) == {peak}:
+        return ""
+    each = [f"{rate:.3g} {', '.join(sorted(roles))}" for rate, roles in rates.items()]
     carried = f"{peak:g} at the base point, here "
-    return carried + (f"{peak * next(iter(rates)):.3g}" if len(rates) == 1 else "; ".join(each))
+    return carried + (f"{next(iter(rates)):.3g}" if len(rates) == 1 else "; ".join(each))
 
 
 def _data_text(assembly: Assembly) -> str:

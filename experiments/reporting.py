@@ -103,7 +103,7 @@ class Reporter:
         # Once, for all steps: a call of the schedule per step would be a wait for the device.
         remaining = np.arange(first_step, training.steps, dtype=np.int32)
         factors = jax.vmap(plan.schedule)(jax.numpy.asarray(remaining))
-        self._learning_rates = config.optimizer.learning_rate * np.asarray(factors, np.float64)
+        self._learning_rates = plan.matrix_rate * np.asarray(factors, np.float64)
 
     @property
     def is_live(self) -> bool:

@@ -49,6 +49,8 @@ from experiments.transfer_table import (
     LEGEND,
     arm_lines,
     arm_row,
+    balance_rows,
+    balance_sentence,
     curve_of,
     point_lines,
     point_row,
@@ -172,6 +174,8 @@ class Sweep:
         values = [row["value"] for row in points]
         ends = (min(values), max(values)) if values else (1.0, 1.0)
         verdicts = [sentence(row, config.axis, ends, unit) for row in arms]
+        balance = balance_rows(points) if config.axis == "balance" else []
+        verdicts += map(balance_sentence, balance)
         picture = self._directory.plots_directory / PICTURE
         given = {"axis": config.axis, "words": axis.words, "unit": unit}
         draw_transfer(picture, points, arms, **given)
@@ -185,6 +189,7 @@ class Sweep:
                 "steps": self._cells[0].config.training.steps if self._cells else None,
                 "points": points,
                 "arms": arms,
+                "balance": balance,
                 "verdicts": verdicts,
                 "markdown": f"{markdown_table(lines)}\n\n{markdown_table(totals)}",
                 "picture": str(picture),

@@ -124,15 +124,20 @@ def _vertices(x: np.ndarray, means: np.ndarray) -> tuple[np.ndarray, np.ndarray]
     places, losses = x[best].astype(float), means.min(1)
     for index in set(best.tolist()) - {0, len(x) - 1}:  # rows of one window are one fit
         rows = np.flatnonzero(best == index)
-        offset = x - x[index]
-        near = np.abs(offset) <= _WINDOW
-        near[index - 1 : index + 2] = True
+        offset, near = x - x[index], _near(x, index)
         a, b, c = np.polyfit(offset[near], means[rows][:, near].T, 2)
         is_convex = a > 0.0
         a, b, c, rows = a[is_convex], b[is_convex], c[is_convex], rows[is_convex]
         place = np.clip(-b / (2 * a), offset[index - 1], offset[index + 1])
         places[rows], losses[rows] = x[index] + place, a * place**2 + b * place + c
     return places, losses
+
+
+def _near(x: np.ndarray, index: int) -> np.ndarray:
+    """Which rates the parabola round one of them goes through."""
+    near = np.abs(x - x[index]) <= _WINDOW
+    near[index - 1 : index + 2] = True
+    return near
 
 
 def loss_at(curve_x: np.ndarray, mean: np.ndarray, place: float) -> float | None:
@@ -150,8 +155,9 @@ def loss_at(curve_x: np.ndarray, mean: np.ndarray, place: float) -> float | None
     low, high = curve_x[best - 1], curve_x[best + 1]
     if not low <= place <= high:
         return line
-    parabola = np.polyfit(curve_x[best - 1 : best + 2], mean[best - 1 : best + 2], 2)
-    return float(np.polyval(parabola, place))
+    near = _near(curve_x, best)
+    parabola = np.polyfit(curve_x[near] - curve_x[best], mean[near], 2)
+    return float(np.polyval(parabola, place - curve_x[best]))
 
 
 def replicate(curve: Curve, random: np.random.Generator) -> np.ndarray | None:
@@ -185,6 +191,7 @@ class Transfer:
     """Whether `shift` is the shift, a bound on its size, or says nothing (an edge on the wrong
     side)."""
     shift_interval: Interval | None
+    """Of the shift, or of its bound; None where neither says anything."""
     exponent: float | None
     exponent_interval: Interval | None
     regret: float | None
@@ -223,7 +230,7 @@ def fit_transfer(curves: Mapping[float, Curve], *, seed: int = 0) -> Transfer:
         if rows is not None and value in optima
     }
     ends = (values[0], values[-1])
-    has_ends = all(value in places for value in ends)
+    has_ends = bound != "unknown" and all(value in places for value in ends)
     inside = [value for value, optimum in optima.items() if optimum.edge is None]
     slope = _slope(inside, [math.log2(optima[value].rate) for value in inside])
     exponents = None

@@ -3,7 +3,9 @@
 """The tables of `transfer` and its verdicts, as text, as Markdown and as JSON.
 
 One row for each arm and point; one for each arm, with a sentence. Verdicts go by the estimate: the
-interval stands beside it, and the sentence says where it reaches beyond the rule.
+interval stands beside it, and the sentence says where it reaches beyond the rule. On the axis
+balance every arm has a second one: max violation (mean over seeds, at the best rate of each point's
+grid) falls LEAST_FALL times or more from the smallest coefficient to the largest.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ _EDGES = {
     "highest": "at the edge: the highest rate",
     "divergence": "at the edge: higher ones diverge",
 }
+LEAST_FALL = 5.0
 LEGEND = (
     "best rate: vertex of a parabola in log rate, 95% interval by bootstrap; at the edge: a bound,"
     " nothing is extrapolated;\nshift: of the best rate from the smallest to the largest point, in"
@@ -169,6 +172,36 @@ def sentence(row: Mapping[str, Any], axis: str, values: Sequence[float], unit: s
     return (
         f"{words}; using the rate of {first:g} at {last:g} costs {row['regret']:.4f} {unit}"
         f"{_between(row['regret_interval'], '{:.4f}')}"
+    )
+
+
+def balance_rows(points: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """How far max violation falls along the axis balance, by arm, as JSON.
+
+    Args:
+        points: rows of `point_row`; those without a max violation are left out.
+    """
+    found = []
+    for arm in dict.fromkeys(row["arm"] for row in points):
+        known = {row["value"]: row["max_violation"] for row in points if row["arm"] == arm}
+        values = sorted(value for value, violation in known.items() if violation is not None)
+        if len(values) < 2:
+            continue
+        first, last = values[0], values[-1]
+        fall = known[first] / max(known[last], np.finfo(float).tiny)
+        passes = fall >= LEAST_FALL
+        found.append({"arm": arm, "values": [first, last], "fall": fall, "passes": passes})
+    return found
+
+
+def balance_sentence(row: Mapping[str, Any]) -> str:
+    """A row of `balance_rows` in words."""
+    first, last = row["values"]
+    rule = (
+        f"{LEAST_FALL:g}x or more: passes" if row["passes"] else f"less than {LEAST_FALL:g}x: fails"
+    )
+    return (
+        f"{row['arm']}: max violation falls {row['fall']:.1f}x from {first:g} to {last:g} ({rule})"
     )
 
 

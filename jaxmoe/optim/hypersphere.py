@@ -130,7 +130,8 @@ def muonh(
         learning_rate: of the matrix's norm, per step; a number, or a function of the step.
         matrix_axes: which dimensions form the matrix; a pair, or a tree of pairs like the
             parameters. All others count matrices.
-        sphere: one per matrix, or one for all experts of a layer.
+        sphere: one per matrix; or "stack", one over all batch dimensions but the first, which
+            counts layers: it changes nothing in [E in out].
         momentum: of the gradients.
         nesterov: look ahead by one step.
         form: of the momentum, "sum" or "ema".
@@ -180,7 +181,7 @@ def adamh(
     Args:
         learning_rate: of the matrix's norm, per step; a number, or a function of the step.
         matrix_axes: as for `muonh`.
-        sphere: one per matrix, or one for all experts of a layer.
+        sphere: as for `muonh`.
         beta1: decay of the first moment.
         beta2: decay of the second moment.
         epsilon: added to the root of the second moment.

@@ -6,10 +6,10 @@
 
                  initial values          group    learning rate            weight decay
     embedding    1e-4; 0.02 tied         adamw    1 (or without tokens)    0
-    head         0.02, or bound / D      adamh    1 (or without tokens)    0
-    hidden       uniform, 1/sqrt(3 fan)  muonh    1                        0
-    experts      uniform, 1/sqrt(3 fan)  muonh    1                        0
-    router       uniform, 1/sqrt(3 fan)  muonh    1                        0
+    head         0.02, or bound / D      adamh    1 (or without tokens)    1
+    hidden       uniform, 1/sqrt(3 fan)  muonh    1                        1
+    experts      uniform, 1/sqrt(3 fan)  muonh    1                        1
+    router       uniform, 1/sqrt(3 fan)  muonh    1                        1
     vectors      1                       adamw    1 (or without tokens)    0
     zeros        0                       adamw    1/sqrt(3 D)              0
 
@@ -27,16 +27,20 @@ token factor on all groups (`token_scaling`), the exponent of the batch 0.5 wher
 0.558 (`batch_exponent`). Provenance of the exponents: `jaxmoe.scaling.laws`. The scale of attention
 is that of ArchScale's muP; the paper has heads of 128 only.
 
-Decided here: AdamW's embedding and gains have no decay; zero-started router matrices move as far as
-MuonH would move them (`zero_start_rate`); tied embeddings are refused, for the embedding is off the
-sphere and the head on it, and `tied_embeddings=adamw` does what ArchScale does, one matrix of std
-0.02 under AdamW. An embedding of 1e-4 goes with model.norm_epsilon 1e-5: see `embedding_std`.
+Decided here: matrices on a sphere follow optimizer.weight_decay, which is 0 as in the paper unless
+somebody wants to see that it changes nothing; AdamW's embedding and gains have none; zero-started
+router matrices move as far as MuonH would move them (`zero_start_rate`); tied embeddings are
+refused, for the embedding is off the sphere and the head on it, and `tied_embeddings=adamw` does
+what ArchScale does, one matrix of std 0.02 under AdamW. An embedding of 1e-4 goes with
+model.norm_epsilon 1e-5: see `embedding_std`.
 
-The head is the one matrix whose radius depends on width. Behind a norm of gain 1, no logit exceeds
-|row| |h| = (std sqrt(D)) sqrt(D) = std D: 20.5 at the paper's base width of 1024, but 1.3 at 64,
-where a model can say nothing until AdamW has raised the gains, and a turn of the head by eta moves
-logits in proportion to D. The paper never sweeps width alone. `logit_bound` fixes std D instead;
-20.48 is the paper's own at its base width. Measured in experiments/README.md.
+The head is the one matrix whose radius depends on width. Behind a norm of gain 1, no logit of a row
+of mean length exceeds |row| |h| = (std sqrt(D)) sqrt(D) = std D: 20.5 at the paper's base width of
+1024, but 1.3 at 64, where a model can say little until AdamW has raised the gains, and a turn of
+the head by eta moves logits in proportion to D. (One sphere holds all rows: it bounds their root
+mean square, and one may grow at the others' cost.) The paper never sweeps width alone.
+`logit_bound` fixes std D instead; 20.48 is the paper's own at its base width. Measured in
+experiments/README.md.
 
 Not here: SqrtGate and the balance loss (`METHODS["hyperp"]`), sizes (`jaxmoe.models.sizing`), the
 optimiser (`jaxmoe.optim.MuonHConfig`).
@@ -95,8 +99,8 @@ class HyperPConfig:
     tied_embeddings: TiedEmbeddings = "refuse"
     """What becomes of a head that is the embedding: an error, or AdamW without a sphere."""
     logit_bound: float | None = None
-    """Largest logit of a head on its sphere, behind a norm of gain 1, the same at every width; None
-    is the paper's fixed std, whose bound grows with width (20.48 at 1024)."""
+    """Largest logit of a row of mean length of the head, behind a norm of gain 1, the same at every
+    width; None is the paper's fixed std, whose bound grows with width (20.48 at 1024)."""
 
     def __post_init__(self):
         check_exponents(self)
@@ -140,8 +144,9 @@ def hyperp(
     )
 
     def row(start: Hyperparameters, rate: float, group: Group = "adamw") -> Hyperparameters:
+        decay = 0.0 if group == "adamw" else 1.0
         return dataclasses.replace(
-            start, learning_rate_multiplier=rate, weight_decay_multiplier=0.0, group=group
+            start, learning_rate_multiplier=rate, weight_decay_multiplier=decay, group=group
         )
 
     return Parameterization(

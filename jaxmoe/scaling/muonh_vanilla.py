@@ -4,10 +4,10 @@
 
                  initial values          group    learning rate   weight decay
     embedding    1e-4; 0.02 tied         adamw    1               0
-    head         0.02                    adamh    1               0
-    hidden       normal, 1/sqrt(fan)     muonh    1               0
-    experts      normal, 1/sqrt(fan)     muonh    1               0
-    router       normal, 1/sqrt(fan)     muonh    1               0
+    head         0.02                    adamh    1               1
+    hidden       normal, 1/sqrt(fan)     muonh    1               1
+    experts      normal, 1/sqrt(fan)     muonh    1               1
+    router       normal, 1/sqrt(fan)     muonh    1               1
     vectors      1                       adamw    1               0
     zeros        0                       adamw    1/sqrt(3 D)     0
 
@@ -16,7 +16,7 @@
 Tuned in the paper: eta0 0.01. After "Hyperball" (Wen et al.), as arXiv 2603.28743 describes its
 baseline; no switch of the released code makes it, and the absolute radius is not known: 1/sqrt(fan)
 is the paper's wording. Embedding and head are those of the code's other runs. Zero-started router
-matrices and tied embeddings: as in `jaxmoe.scaling.hyperp`.
+matrices, decay and tied embeddings: as in `jaxmoe.scaling.hyperp`.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def muonh_vanilla(
         return dataclasses.replace(
             start,
             learning_rate_multiplier=rate * share,
-            weight_decay_multiplier=0.0,
+            weight_decay_multiplier=0.0 if group == "adamw" else 1.0,
             group=group,
         )
 

@@ -21,7 +21,7 @@ from typing import Any, Protocol, runtime_checkable
 LOSS = "train/loss"
 """Cross-entropy of the training batch, nats per token."""
 LEARNING_RATE = "train/learning_rate"
-"""Base learning rate of the step."""
+"""Learning rate of the hidden matrices in the step, their multiplier included."""
 GRADIENT_NORM = "train/grad_norm"
 """Norm of all gradients before clipping."""
 BITS_PER_BYTE = "eval/bits_per_byte"

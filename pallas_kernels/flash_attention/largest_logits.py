@@ -94,4 +94,6 @@ def largest_logits(
 
     top = jax.lax.map(one_sequence, (queries, keys))  # B, blocks, M, g, block
     top = jnp.moveaxis(top, 1, 3).reshape(b, n, blocks * block)[:, :, :s]
-    return top if softcap is None else softcap * jnp.tanh(top / softcap)
+    if softcap is None:
+        return top
+    return jnp.where(jnp.isneginf(top), top, softcap * jnp.tanh(top / softcap))

@@ -16,6 +16,7 @@ from experiments.finished import open_run
 from experiments.run_directory import RunDirectory
 from jaxmoe.configs import from_json, to_json
 from jaxmoe.models.config import ForwardMultipliers
+from jaxmoe.optim import MuonConfig
 from jaxmoe.scaling import StandardConfig
 from jaxmoe.training.evaluate import evaluate as evaluate_batches
 from jaxmoe.training.evaluate import make_eval_step
@@ -92,6 +93,13 @@ def test_the_header_says_what_the_rates_become(run):
     halved = dataclasses.replace(config.base, batch_tokens=256)
     both = dataclasses.replace(config, parameterization=law, base=halved)
     assert pretrain._rates(make_plan(both)) == "0.01 at the base point, here 0.005"
+    muon = MuonConfig(learning_rate=0.02, adamw_ratio=0.5)
+    rule = StandardConfig(matrices="muon")
+    mixed = dataclasses.replace(config, parameterization=rule, optimizer=muon)
+    assert pretrain._rates(make_plan(mixed)) == (
+        "0.02 at the base point, here 0.01 embedding, head, norm;"
+        " 0.02 attention_in, attention_out, expert_in, expert_out, router"
+    )
 
 
 def test_the_checkpoint_has_them(run):

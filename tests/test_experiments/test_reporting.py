@@ -14,11 +14,12 @@ import pytest
 
 from experiments import reporting
 from experiments.aftermath import judge_indicators, load_window
-from experiments.assembly import assemble
+from experiments.assembly import assemble, make_plan
 from experiments.config import TrackingConfig
 from experiments.doctor_devices import tiny_config
 from experiments.reporting import Reporter
 from experiments.run_directory import RunDirectory
+from jaxmoe.scaling import BasePoint, MuPConfig
 from jaxmoe.tracking import MFU, TOKENS_PER_SECOND, read_metrics
 from jaxmoe.tracking.indicators import read_indicators
 from jaxmoe.tracking.tracker import BITS_PER_TOKEN, TRAINED_SECONDS, TRAINED_TOKENS
@@ -74,6 +75,20 @@ def test_records_know_tokens_seconds_and_mfu(assembly, tmp_path, monkeypatch, ca
     wanted = [float(schedule(jnp.int32(step))) for step in range(5)]
     rates = series["train/learning_rate"][1] / assembly.plan.config.optimizer.learning_rate
     np.testing.assert_allclose(rates, wanted, rtol=1e-6)
+
+
+def test_the_rate_is_that_of_the_hidden_matrices(assembly, tmp_path, capsys):
+    """Half of optimizer.learning_rate under muP at twice the base width."""
+    config = assembly.plan.config
+    rule = MuPConfig(batch_exponent=0.0)
+    base = BasePoint(embed_dim=config.model.embed_dim // 2)
+    plan = make_plan(dataclasses.replace(config, parameterization=rule, base=base))
+    directory = RunDirectory(tmp_path)
+    reporter = Reporter("r", directory, dataclasses.replace(assembly, plan=plan), 0)
+    reporter.trained(report(1, 1, 1.0))
+    reporter.close()
+    wanted = 0.5 * config.optimizer.learning_rate * float(plan.schedule(jnp.int32(0)))
+    assert read_metrics(directory.metrics_file)["train/learning_rate"][1] == pytest.approx([wanted])
 
 
 def test_a_resumed_run_knows_its_last_held_out_loss(assembly, tmp_path, capsys):

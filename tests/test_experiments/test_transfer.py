@@ -136,7 +136,7 @@ def test_an_interrupted_sweep_equals_an_uninterrupted_one(
     assert (summary["points"], summary["arms"]) == (finished[1]["points"], finished[1]["arms"])
 
 
-def parabola(best_of):
+def parabola(best_of, violation_of=lambda value: 0.5):
     """A `train` that only looks up a loss."""
     calls = []
 
@@ -146,7 +146,7 @@ def parabola(best_of):
         bits = 3.0 + 0.1 * math.log2(rate / best_of(cell.value)) ** 2 + 0.01 * seed
         record = {"arm": cell.arm, "value": cell.value, "rate": rate, "seed": seed}
         more = {"cell": cell.digest, "data": data.digest, "status": "done", "seconds": 1.0}
-        return record | more | {"bits": bits, "max_violation": 0.5}
+        return record | more | {"bits": bits, "max_violation": violation_of(cell.value)}
 
     return train, calls
 
@@ -223,6 +223,25 @@ def test_the_check_finds_that_standard_grows(tmp_path):
     assert max(slopes["stream"]["change_slopes"]) > 0.25
     assert abs(slopes["embedding"]["change_slopes"][0]) < 0.05  # AdamW's step is the rate
     assert (tmp_path / "run" / "plots" / "coordinates.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("smallest", "words", "passes"),
+    [
+        (0.6, "6.0x from 0.001 to 0.1 (5x or more: passes)", True),
+        (0.4, "4.0x from 0.001 to 0.1 (less than 5x: fails)", False),
+    ],
+)
+def test_balance_has_a_verdict_of_its_own(smallest, words, passes, tmp_path, monkeypatch, capsys):
+    train, _ = parabola(lambda _: 8e-3, {1e-3: smallest, 1e-2: 0.9, 1e-1: 0.1}.get)
+    monkeypatch.setattr(transfer, "train", train)
+    more = ("--axis", "balance", "--rates", "0.004", "0.008", "0.016", "--seeds", "1")
+    _, summary = run(tmp_path / "run", *STEPS, *more)
+    assert summary["verdicts"][-1] == f"standard: max violation falls {words}"
+    assert summary["verdicts"][-1] in capsys.readouterr().out
+    (row,) = summary["balance"]
+    assert (row["arm"], row["values"], row["passes"]) == ("standard", [1e-3, 1e-1], passes)
+    assert row["fall"] == pytest.approx(smallest / 0.1)
 
 
 @pytest.mark.parametrize("axis", AXES)

@@ -134,6 +134,7 @@ def test_an_edge_on_the_wrong_side_says_nothing():
     low, high = RATES[:3], RATES[2:]
     found = fit_transfer({64.0: curve(8e-3, rates=high), 256.0: curve(1.0, rates=low)})
     assert found.shift < -0.9 and found.verdict == "undecided"
+    assert found.shift_interval is None  # that of two edges would be narrow, and of nothing
 
 
 def test_one_seed_has_no_interval():
@@ -160,6 +161,16 @@ def test_the_loss_between_rates():
     assert loss_at(x, mean, 2.5) == pytest.approx(0.25)  # the parabola
     assert loss_at(x, mean, 3.5) == pytest.approx(2.5)  # a straight line
     assert loss_at(x, mean, 4.1) is None and loss_at(x, mean, -0.1) is None
+
+
+@pytest.mark.parametrize("per_octave", [1, 2, 4])
+def test_the_loss_at_the_best_rate_is_the_best_loss(per_octave):
+    """On finer grids too, where the fit takes more rates than the neighbours."""
+    rates = tuple(1e-3 * 2.0 ** (step / per_octave) for step in range(4 * per_octave + 1))
+    one = curve(4.4e-3, rates=rates, noise=0.02)
+    found, mean = find_optimum(one), one.losses.mean(1)
+    assert found.edge is None
+    assert loss_at(np.log2(rates), mean, math.log2(found.rate)) == pytest.approx(found.loss)
 
 
 def test_rates_that_miss_a_seed_wait():

@@ -124,10 +124,10 @@ CASES = {
     "muonh_vanilla": (
         {
             "embedding": (normal(1e-4), HALF, 0.0, "adamw"),
-            "head": (normal(0.02), HALF, 0.0, "adamh"),
-            "hidden": (FAN_IN, HALF, 0.0, "muonh"),
-            "experts": (FAN_IN, HALF, 0.0, "muonh"),
-            "router": (FAN_IN, HALF, 0.0, "muonh"),
+            "head": (normal(0.02), HALF, 1.0, "adamh"),
+            "hidden": (FAN_IN, HALF, 1.0, "muonh"),
+            "experts": (FAN_IN, HALF, 1.0, "muonh"),
+            "router": (FAN_IN, HALF, 1.0, "muonh"),
             "vectors": (ONES, HALF, 0.0, "adamw"),
             "zeros": (FAN_IN, HALF * ZERO_RATE, 0.0, "adamw"),
         },
@@ -136,10 +136,10 @@ CASES = {
     "hyperp": (
         {
             "embedding": (normal(1e-4), TOKENS, 0.0, "adamw"),
-            "head": (normal(0.02), TOKENS, 0.0, "adamh"),
-            "hidden": (KAIMING, TOKENS, 0.0, "muonh"),
-            "experts": (KAIMING, TOKENS, 0.0, "muonh"),
-            "router": (KAIMING, TOKENS, 0.0, "muonh"),
+            "head": (normal(0.02), TOKENS, 1.0, "adamh"),
+            "hidden": (KAIMING, TOKENS, 1.0, "muonh"),
+            "experts": (KAIMING, TOKENS, 1.0, "muonh"),
+            "router": (KAIMING, TOKENS, 1.0, "muonh"),
             "vectors": (ONES, TOKENS, 0.0, "adamw"),
             "zeros": (FAN_IN, TOKENS * ZERO_RATE, 0.0, "adamw"),
         },
