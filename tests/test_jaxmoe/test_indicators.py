@@ -231,13 +231,15 @@ def test_updates_of_a_role_are_taken_together():
     assert np.isnan(ratios["update_ratio/head"]).all()
 
 
-CASES = {
-    "micro_batches_recomputed_in_chunks": {"parts": 4, "remat": "full", "loss_chunk": 4},
-    "mesh_and_micro_batches": {"mesh": "data4_tensor2", "parts": 2},
-}
-
-
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize(
+    "case",
+    [
+        {"mesh": "data4_tensor2", "parts": 2, "remat": "full", "loss_chunk": 4},
+        pytest.param({"parts": 4, "remat": "full"}, marks=pytest.mark.slow),
+        pytest.param({"mesh": "data4_tensor2", "parts": 2}, marks=pytest.mark.slow),
+    ],
+    ids=["all_at_once", "micro_batches_recomputed", "mesh_and_micro_batches"],
+)
 def test_the_same_however_it_is_computed(case):
     assert_close(one_step(MODEL, **case)[0], plain_step()[0], "end_to_end")
 
