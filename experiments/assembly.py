@@ -19,6 +19,7 @@ from jaxmoe.data.synthetic import SyntheticSource
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.models.initialize import parameter_table
+from jaxmoe.optim import AdamWConfig
 from jaxmoe.optim.schedules import Schedule
 from jaxmoe.parameters import ParameterTable
 from jaxmoe.scaling import Budget, Parameterization
@@ -181,6 +182,22 @@ def _check_ramp(training: TrainingConfig, batch_shards: int) -> None:
                 " devices that share a batch must divide: choose fewer training.batch_ramp.stages"
                 " or a larger batch"
             )
+
+
+def rates_in_words(plan: Plan) -> str:
+    """The peak rate of each role; empty where it is the optimizer's for all."""
+    optimizer, rates = plan.config.optimizer, dict[float, set[str]]()
+    peak = optimizer.learning_rate
+    ratio = 1.0 if isinstance(optimizer, AdamWConfig) else optimizer.adamw_ratio
+    for row in plan.table:
+        rate = peak * row.hyper.learning_rate_multiplier
+        rate *= ratio if row.hyper.group == "adamw" else 1.0
+        rates.setdefault(rate, set()).add(row.declaration.role)
+    if set(rates) == {peak}:
+        return ""
+    each = [f"{rate:.3g} {', '.join(sorted(roles))}" for rate, roles in rates.items()]
+    here = f"{next(iter(rates)):.3g}" if len(rates) == 1 else "; ".join(each)
+    return f"{peak:g} at the base point, here {here}"
 
 
 def entropy_floor(assembly: Assembly) -> float | None:

@@ -9,14 +9,15 @@ import jax
 import pytest
 
 from experiments import evaluate, generate, pretrain
-from experiments.assembly import make_plan
+from experiments.assembly import make_plan, rates_in_words
 from experiments.cli import ExitCode
 from experiments.config import PretrainConfig
 from experiments.finished import open_run
 from experiments.run_directory import RunDirectory
 from jaxmoe.configs import from_json, to_json
 from jaxmoe.models.config import ForwardMultipliers
-from jaxmoe.scaling import StandardConfig
+from jaxmoe.optim import MuonHConfig
+from jaxmoe.scaling import StandardConfig, VanillaMuonHConfig
 from jaxmoe.training.evaluate import evaluate as evaluate_batches
 from jaxmoe.training.evaluate import make_eval_step
 
@@ -82,16 +83,29 @@ def test_generation_has_them(run, monkeypatch):
 def test_the_header_says_what_the_rates_become(run):
     """0.01 at width 8 and depth 4: twice that by depth, and half of it for matrices by width."""
     config = RunDirectory(run).load_config(PretrainConfig)
-    assert pretrain._rates(make_plan(config)) == (
+    assert rates_in_words(make_plan(config)) == (
         "0.01 at the base point, here 0.02 embedding, head, norm;"
         " 0.01 attention_in, attention_out, expert_in, expert_out, router"
     )
     usual = dataclasses.replace(config, parameterization=StandardConfig())
-    assert pretrain._rates(make_plan(usual)) == ""
+    assert rates_in_words(make_plan(usual)) == ""
     law = StandardConfig(batch_exponent=1.0)
     halved = dataclasses.replace(config.base, batch_tokens=256)
     both = dataclasses.replace(config, parameterization=law, base=halved)
-    assert pretrain._rates(make_plan(both)) == "0.01 at the base point, here 0.005"
+    assert rates_in_words(make_plan(both)) == "0.01 at the base point, here 0.005"
+
+
+def test_the_rates_of_muonh_know_its_ratio(run):
+    config = RunDirectory(run).load_config(PretrainConfig)
+    halved = MuonHConfig(learning_rate=0.04, adamw_ratio=0.5)
+    config = dataclasses.replace(config, parameterization=VanillaMuonHConfig(), optimizer=halved)
+    words = rates_in_words(make_plan(config))
+    rates = {
+        role: each.split()[0]
+        for each in words.split("here ")[1].split("; ")
+        for role in each.replace(",", "").split()[1:]
+    }
+    assert (rates["expert_in"], rates["norm"]) == ("0.04", "0.02")
 
 
 def test_the_checkpoint_has_them(run):
