@@ -44,6 +44,9 @@ from pallas_kernels import OPERATIONS, Implementation
 
 logger = logging.getLogger(__name__)
 
+_BOUNDED = {True: "bounded", False: "NOT bounded", None: "not judged"}
+"""By the verdict of an indicator."""
+
 
 def leave(
     name: str,
@@ -151,13 +154,13 @@ def write_run_report(
 
 
 def judge_indicators(directory: RunDirectory) -> dict[str, str]:
-    """Which indicators stayed bounded, with the numbers in words; none in a brief run."""
+    """Which indicators stayed bounded, with the numbers in words."""
     if not directory.indicators_file.exists():
         return {}
     _, series = read_indicators(directory.indicators_file)
     means = {name: over_layers(name, values) for name, values in series.items()}
     return {
-        name: f"{'bounded' if verdict.holds else 'NOT bounded'}: {verdict.words}"
+        name: f"{_BOUNDED[verdict.holds]}: {verdict.words}"
         for name, verdict in judge_run(means).items()
     }
 
@@ -316,7 +319,10 @@ def last_words(
     if bits is not None:
         beside = ", ".join(f"{label} {value:.3f}" for label, value in references.items())
         lines.append(f"held out {bits:.4f} {unit}" + (f"   ({beside})" if beside else ""))
-    lines += [f"{name:24} {words}" for name, words in summary.get("stability", {}).items()]
+    stability = summary.get("stability", {})
+    if len(stability) > 1 and len(set(stability.values())) == 1:  # of a brief run
+        stability = {"indicators": next(iter(stability.values()))}
+    lines += [f"{name:24} {words}" for name, words in stability.items()]
     if summary["profile"] is not None:
         lines.append(
             f"trace in {summary['profile']}: open it with `xprof --logdir {summary['profile']}`"

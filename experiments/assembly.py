@@ -199,6 +199,18 @@ def _check_ramp(training: TrainingConfig, batch_shards: int) -> None:
             )
 
 
+def rates_in_words(plan: Plan) -> str:
+    """The peak rate of each role; empty where it is the optimizer's for all."""
+    peak, rates = plan.config.optimizer.learning_rate, dict[float, set[str]]()
+    for row in plan.table:
+        rates.setdefault(plan.peak_rate(row), set()).add(row.declaration.role)
+    if set(rates) == {peak}:
+        return ""
+    each = [f"{rate:.3g} {', '.join(sorted(roles))}" for rate, roles in rates.items()]
+    here = f"{next(iter(rates)):.3g}" if len(rates) == 1 else "; ".join(each)
+    return f"{peak:g} at the base point, here {here}"
+
+
 def entropy_floor(assembly: Assembly) -> float | None:
     """Exact bits per token that no model can beat, where the data's entropy is known."""
     training, source = assembly.plan.config.training, assembly.source

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from experiments import cli
-from experiments.assembly import Plan, make_plan
+from experiments.assembly import Plan, make_plan, rates_in_words
 from experiments.output import write
 from experiments.recipes import DEFAULT, RECIPES
 from jaxmoe.models.flops import flops_per_token
@@ -71,6 +71,7 @@ def describe(recipe: str, plan: Plan) -> str:
         f"FLOPs                {format_flops(flops)} per token, {format_flops(flops * tokens)} per"
         f" step of {tokens} tokens, {format_flops(flops * training.tokens)} in"
         f" {training.steps} steps",
+        f"learning rate        {rates_in_words(plan) or f'{config.optimizer.learning_rate:g}'}",
         f"mesh                 {mesh or 'one device'}, rules {config.execution.rules}",
         f"memory per device    {_size(state)} parameters and optimizer, {_size(gradients)}"
         " gradients; activations not counted"

@@ -106,11 +106,11 @@ class GatesConfig:
         if not self.top_ks or not self.axes:
             raise ValueError("top_ks and axes must name at least one point")
         if list(self.top_ks) != sorted({*self.top_ks} - {0}) or self.top_ks[0] < 1:
-            raise ValueError(f"top_ks={self.top_ks} must be numbers from 1 on that rise")
+            raise ValueError(f"top_ks={self.top_ks} must be whole numbers from 1 on that rise")
         if strangers := sorted({*self.trained_top_ks} - {*self.top_ks}):
             raise ValueError(
                 f"trained_top_ks={self.trained_top_ks}: {strangers[0]} is not among"
-                f" top_ks={self.top_ks}"
+                f" top_ks={self.top_ks}: give --trained_top_ks some of them"
             )
         if "top_k" in self.axes and self.top_ks[-1] > moe.num_experts:
             raise ValueError(

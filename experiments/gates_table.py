@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from experiments.gates_config import COMPARED, Axis, Gate, GatesConfig, Point, points_of
-from experiments.tables import paired_interval
+from experiments.tables import markdown_table, paired_interval, text_table
 from experiments.trials import Record
 
 TOLERANCE = 0.02
@@ -251,17 +251,9 @@ def cells_of(rows: Sequence[Row]) -> list[list[str]]:
 
 def as_text(rows: Sequence[Row]) -> str:
     """Aligned columns for a terminal."""
-    lines = cells_of(rows)
-    widths = [max(len(line[i]) for line in lines) for i in range(len(COLUMNS))]
-    return "\n".join(
-        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
-        for line in lines
-    )
+    return text_table(cells_of(rows))
 
 
 def as_markdown(rows: Sequence[Row]) -> str:
     """The same as a Markdown table."""
-    head, *lines = cells_of(rows)
-    return "\n".join(
-        "| " + " | ".join(line) + " |" for line in [head, ["---:"] * len(head), *lines]
-    )
+    return markdown_table(cells_of(rows))

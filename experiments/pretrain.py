@@ -24,11 +24,11 @@ import jax
 from experiments import aftermath, cli
 from experiments.assembly import (
     Assembly,
-    Plan,
     assemble,
     devices_in_words,
     entropy_floor,
     mesh_in_words,
+    rates_in_words,
 )
 from experiments.config import FREE_FIELDS, PretrainConfig
 from experiments.output import say
@@ -273,8 +273,8 @@ def _print_header(name: str, directory: RunDirectory, assembly: Assembly, first_
         f" {format_flops(flops * tokens)} a step",
     )
     say("\n".join(lines))
-    if rates := _rates(plan):
-        say(f"rates    {rates}")
+    if rates := rates_in_words(plan):
+        say(f"rates    {rates}; lr= below is that of the hidden matrices")
     if training.batch_ramp is not None:
         sizes = training.batch_sizes
         small = ", ".join(map(str, sizes.sizes[:-1]))
@@ -284,19 +284,6 @@ def _print_header(name: str, directory: RunDirectory, assembly: Assembly, first_
         notes += causal_advice(moe)
     for text in notes:
         say(f"note     {text}")
-
-
-def _rates(plan: Plan) -> str:
-    """The peak rate of each role, where the parameterisation changes that of the optimiser."""
-    rates: dict[float, set[str]] = {}
-    for row in plan.table:
-        rates.setdefault(plan.peak_rate(row), set()).add(row.declaration.role)
-    peak = plan.config.optimizer.learning_rate
-    if set(rates) == {peak}:
-        return ""
-    each = [f"{rate:.3g} {', '.join(sorted(roles))}" for rate, roles in rates.items()]
-    carried = f"{peak:g} at the base point, here "
-    return carried + (f"{next(iter(rates)):.3g}" if len(rates) == 1 else "; ".join(each))
 
 
 def _data_text(assembly: Assembly) -> str:

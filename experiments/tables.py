@@ -11,7 +11,8 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
-from scipy.special import stdtrit
+
+from jaxmoe.tracking.optional import require
 
 
 def student(degrees: int) -> float:
@@ -20,7 +21,7 @@ def student(degrees: int) -> float:
     Args:
         degrees: of freedom, at least 1.
     """
-    return float(stdtrit(degrees, 0.975))
+    return float(require("scipy.special").stdtrit(degrees, 0.975))
 
 
 def paired_interval(differences: Sequence[float]) -> tuple[float, float | None]:

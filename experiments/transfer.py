@@ -96,6 +96,7 @@ def main(argv: Sequence[str]) -> int:
                 say(sweep.write(status, time.perf_counter() - started))
         except StoppedError:
             status = str(stop.reason)
+            say(f"{status}: nothing is kept of a check; the same command begins anew")
         finally:
             directory.release()
     return int(_CODES.get(status, cli.ExitCode.DONE))
@@ -131,6 +132,7 @@ class Sweep:
         if config.budget is not None and self._sizes is None:
             cells = timing_cells(config)
             timed = {}
+            say(f"timing a step at each of {len(cells)} points, which compiles their programs")
             for cell in cells:
                 if stop.reason is not None:
                     return
@@ -203,7 +205,8 @@ class Sweep:
             return f"{status}: no arm has two points yet; the same command continues"
         parts = [text_table(lines), text_table(totals), "\n".join(verdicts), LEGEND]
         took = f"{len(self._records)} trials took {format_duration(spent)}"
-        return "\n" + "\n\n".join([*parts, f"{picture}; {took}"])
+        ending = "" if status == "done" else f"\n{status}: the same command continues"
+        return "\n" + "\n\n".join([*parts, f"{picture}; {took}{ending}"])
 
     def _say_plan(self) -> None:
         config = self._config
@@ -252,7 +255,8 @@ class Sweep:
             found = [self._records[cell.arm, cell.value, rate, seed] for seed in self._seeds]
             bits = " ".join("diverged" if r["bits"] is None else f"{r['bits']:.4f}" for r in found)
             seconds = time.perf_counter() - started
-            where = f"{cell.arm:10} {self._config.axis} {cell.value:<6g} rate {rate:<9.4g}"
+            width = max(map(len, self._config.chosen_arms))
+            where = f"{cell.arm:{width}} {self._config.axis} {cell.value:<6g} rate {rate:<9.4g}"
             say(f"{where} {bits} {self._data.unit} by seed ({seconds:.0f} s)")
 
     @property
@@ -298,8 +302,7 @@ class Sweep:
 def _names() -> str:
     """Axes and arms, for --help."""
     lines = [f"  {name}  {axis.words}" for name, axis in AXES.items()]
-    pairs = ((name, arm.parameterization.name, arm.optimizer.name) for name, arm in ARMS.items())
-    arms = [f"  {name}  {parameterization} with {rule}" for name, parameterization, rule in pairs]
+    arms = [f"  {name}  {arm.words}" for name, arm in ARMS.items()]
     return "\n".join(["Axes:", *lines, "", "Arms:", *arms])
 
 

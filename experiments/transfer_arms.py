@@ -41,6 +41,19 @@ class Arm:
     claims: tuple[str, ...] = ()
     """Axes over which its rate is said to stay."""
 
+    @property
+    def words(self) -> str:
+        """Its parts, with the options that are not the defaults, and the centre of its rates."""
+        usual = type(self.parameterization)()
+        options = [
+            f" {field.name}={getattr(self.parameterization, field.name):g}"
+            for field in dataclasses.fields(usual)
+            if getattr(self.parameterization, field.name) != getattr(usual, field.name)
+        ]
+        rate = self.optimizer.learning_rate
+        parts = f"{self.parameterization.name}{''.join(options)}"
+        return f"{parts} with {self.optimizer.name}, rates round {rate:g}"
+
 
 _ALL = ("width", "depth", "tokens", "batch", "granularity", "sparsity", "balance")
 _PAPERS_BOUND = 20.48

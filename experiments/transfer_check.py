@@ -45,8 +45,8 @@ FAILED = 1
 _FACTORS = 1024
 LEGEND = (
     f"a quantity passes where neither it nor its change grows faster than the axis ^{GROWTH:g}, and"
-    f" its change after the last step\nfalls no faster than ^{FALL:g}; slopes of log RMS, mean over"
-    " seeds"
+    f" its change after the last step\nfalls no faster than ^{FALL:g}; numbers are exponents of the"
+    " axis: slopes of log RMS, mean over seeds"
 )
 
 

@@ -69,7 +69,7 @@ class TransferConfig:
     """Its values, two at least (tokens: multiples of training.steps); by the model when empty."""
     arms: tuple[str, ...] = ()
     """Named pairs of parameterisation and optimiser; when empty, the one of parameterization and
-    optimizer if either is given, else standard and hyperp."""
+    optimizer if either is given, else standard and hyperp_bounded."""
     rates: tuple[float, ...] = (5.0,)
     """How many rates, a factor of two apart round the arm's (or the optimizer's) own; or, three at
     least, the rates themselves."""
@@ -174,7 +174,9 @@ def _check_rates(rates: tuple[float, ...]) -> None:
         raise ValueError("rates: give how many (5), or the rates themselves (0.002 0.004 0.008)")
     is_count = len(rates) == 1
     number = rates[0] if is_count else len(rates)
-    if number != int(number) or number < FEWEST_RATES:
+    if number >= FEWEST_RATES and number != int(number):
+        raise ValueError(f"rates={_spelled(rates)}: one number alone is how many, a whole number")
+    if number < FEWEST_RATES:
         raise ValueError(
             f"rates={_spelled(rates)}: fewer than {FEWEST_RATES} rates have no optimum between"
             " them; give how many (5), or three or more rates (0.002 0.004 0.008)"

@@ -64,7 +64,8 @@ def draw_transfer(
         right.set_ylabel("best rate")
         is_last = index == len(names) - 1
         left.set_xlabel("learning rate" if is_last else "")
-        right.set_xlabel(f"{axis} ({words})" if is_last else "")
+        legend = "hollow: at an edge of the grid; band: a factor of two"
+        right.set_xlabel(f"{axis} ({words})\n{legend}" if is_last else "")
     save_figure(figure, path)
 
 
@@ -116,7 +117,7 @@ def _draw_optima(axes: Any, rows: Sequence[Row], colors: Mapping[float, Any], ar
     first = found[0]["best_rate"]
     axes.axhspan(first / 2, first * 2, color=GRAY, alpha=0.12, linewidth=0)
     axes.axhline(first, color=GRAY, linewidth=1.0, linestyle=(0, (4, 3)))
-    rates = [row["best_rate"] for row in found]
+    rates = [rate for row in found for rate in (row["best_rate"], *(row["interval"] or ()))]
     axes.set_ylim(min(*rates, first / 2) / 1.5, max(*rates, first * 2) * 1.5)
     inside = [row for row in found if row["edge"] is None]
     if arm is None or arm["exponent"] is None or len(inside) < 2:

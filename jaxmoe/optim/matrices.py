@@ -19,6 +19,7 @@ import math
 from typing import Any
 
 import jax
+import optax
 
 from jaxmoe.parameters import Dims
 
@@ -49,17 +50,27 @@ def matrices_of(params: Any, matrix_axes: Any, optimizer: str) -> Any:
         optimizer: who asks, for errors.
 
     Raises:
-        ValueError: a vector, or dimensions that the parameter does not have; names it.
+        ValueError: a vector, or dimensions that the parameter does not have; names it. Or neither
+            a pair nor a tree like the parameters.
     """
     if is_axes(matrix_axes):
         return jax.tree_util.tree_map_with_path(
             lambda path, leaf: _resolve(path, matrix_axes, leaf, optimizer), params
         )
+    known, wanted = (
+        [spelled(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)]
+        for tree, is_leaf in ((matrix_axes, _is_axes_leaf), (params, _is_masked))
+    )
+    if known != wanted:
+        raise ValueError(
+            f"matrix_axes={matrix_axes!r} of {optimizer} is neither a pair of dimensions, as"
+            f" (-2, -1), nor a tree of pairs like the parameters{_difference(known, wanted)}"
+        )
     return jax.tree_util.tree_map_with_path(
         lambda path, axes, leaf: _resolve(path, axes, leaf, optimizer),
         matrix_axes,
         params,
-        is_leaf=lambda node: node is None or is_axes(node),
+        is_leaf=_is_axes_leaf,
     )
 
 
@@ -68,14 +79,31 @@ def spelled(path: Any) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/") or "the parameter"
 
 
+def _is_masked(node: Any) -> bool:
+    return isinstance(node, optax.MaskedNode)
+
+
+def _is_axes_leaf(node: Any) -> bool:
+    return node is None or _is_masked(node) or is_axes(node)
+
+
+def _difference(known: list[str], wanted: list[str]) -> str:
+    """The first parameter of which only one of two trees knows."""
+    if missing := [path for path in wanted if path not in known]:
+        return f": it has no pair for {missing[0]}"
+    return f": there is no parameter {next(path for path in known if path not in wanted)}"
+
+
 def _is_side(side: Any) -> bool:
     dims = side if isinstance(side, tuple) and side else (side,)
     return all(isinstance(dim, int) for dim in dims)
 
 
-def _resolve(path: Any, axes: Any, leaf: Any, optimizer: str) -> Matrix:
+def _resolve(path: Any, axes: Any, leaf: Any, optimizer: str) -> Matrix | optax.MaskedNode:
+    if _is_masked(leaf):
+        return leaf
     shape = leaf.shape
-    if axes is None or len(shape) < 2:
+    if axes is None or _is_masked(axes) or len(shape) < 2:
         raise ValueError(
             f"{optimizer} moves matrices, and {spelled(path)} of shape {shape} is none: give it to"
             " adamw, with optax.partition({'adamw': adamw(...), ...}, labels)"

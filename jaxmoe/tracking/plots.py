@@ -306,7 +306,8 @@ def plot_indicators(path: str | os.PathLike[str], steps: np.ndarray, series: Map
         axes.margins(x=0.01)
         axes.tick_params(labelsize=8)
     figure.suptitle(
-        f"Indicators by step; layers 0 (dark) to {most - 1} (light), gray: of no layer", fontsize=11
+        f"Indicators by step, smoothed; layers 0 (dark) to {most - 1} (light), gray: of no layer",
+        fontsize=11,
     )
     save_figure(figure, path)
 

@@ -35,9 +35,9 @@ JUDGED = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """Whether a claim holds, and the numbers in words."""
+    """Whether a claim holds (None: that cannot be judged), and the numbers in words."""
 
-    holds: bool
+    holds: bool | None
     words: str
 
 
@@ -129,7 +129,7 @@ def is_non_increasing(series: Mapping[str, Sequence[float] | np.ndarray]) -> Ver
 
 
 def judge_run(series: Mapping[str, np.ndarray]) -> dict[str, Verdict]:
-    """The verdicts on the indicators of a run that can be judged.
+    """The verdicts on the indicators of a run.
 
     Args:
         series: values over training by indicator, layers taken together.
@@ -141,5 +141,5 @@ def judge_run(series: Mapping[str, np.ndarray]) -> dict[str, Verdict]:
         try:
             verdicts[name] = is_bounded(series[name])
         except ValueError as error:
-            verdicts[name] = Verdict(holds=False, words=f"not judged: {error}")
+            verdicts[name] = Verdict(holds=None, words=str(error))
     return verdicts

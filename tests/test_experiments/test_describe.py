@@ -33,12 +33,18 @@ def test_the_page_of_a_large_model(capsys):
     assert "366.4 GB parameters and optimizer, 122.1 GB gradients" in lines["memory"]
 
 
+def test_the_rate_that_is_trained_with(capsys):
+    assert page(capsys, "d8")["learning"].endswith("0.014 at the base point, here 0.014")
+    assert page(capsys, "d12")["learning"].endswith("0.014 at the base point, here 0.00828")
+    assert page(capsys, "tiny")["learning"].split()[2:] == ["0.004"]
+
+
 def test_moments_stay_wide_when_parameters_are_narrow(capsys):
-    """2 + 8 bytes and 2 for each of 913,452,032, on 8 devices."""
+    """2 + 4 bytes (8 for embedding and head) and 2 for each of 913,452,032, on 8 devices."""
     flags = ("--execution.precision.parameters", "bfloat16", "--execution.mesh.data", "8")
     memory = page(capsys, "d8", *flags)["memory"]
     # Gains, 1 part in 50,000, are whole on every device.
-    assert "1.1 GB parameters and optimizer, 228.4 MB gradients" in memory
+    assert "718.0 MB parameters and optimizer, 228.4 MB gradients" in memory
 
 
 def test_no_device_and_no_reader():

@@ -77,8 +77,11 @@ def test_a_signal_leaves_a_summary(monkeypatch, tmp_path):
     ("flags", "text"),
     [
         (("--dense_dim", "15"), "dense_dim=15 must be a multiple of every one of top_ks=(1, 2): 2"),
-        (("--top_ks", "2", "1"), "top_ks=(2, 1) must be numbers from 1 on that rise"),
-        (("--trained_top_ks", "4"), "trained_top_ks=(4,): 4 is not among top_ks=(1, 2)"),
+        (("--top_ks", "2", "1"), "top_ks=(2, 1) must be whole numbers from 1 on that rise"),
+        (
+            ("--trained_top_ks", "4"),
+            "trained_top_ks=(4,): 4 is not among top_ks=(1, 2): give --trained_top_ks",
+        ),
         (("--initial_seeds", "1"), "initial_seeds=1 must lie between 2 and 1000"),
         (("--schedule.warmup_steps", "9"), "schedule.warmup_steps=9 must be below the number"),
     ],

@@ -9,7 +9,7 @@ import jax
 import pytest
 
 from experiments import evaluate, generate, pretrain
-from experiments.assembly import make_plan
+from experiments.assembly import make_plan, rates_in_words
 from experiments.cli import ExitCode
 from experiments.config import PretrainConfig
 from experiments.finished import open_run
@@ -83,20 +83,20 @@ def test_generation_has_them(run, monkeypatch):
 def test_the_header_says_what_the_rates_become(run):
     """0.01 at width 8 and depth 4: twice that by depth, and half of it for matrices by width."""
     config = RunDirectory(run).load_config(PretrainConfig)
-    assert pretrain._rates(make_plan(config)) == (
+    assert rates_in_words(make_plan(config)) == (
         "0.01 at the base point, here 0.02 embedding, head, norm;"
         " 0.01 attention_in, attention_out, expert_in, expert_out, router"
     )
     usual = dataclasses.replace(config, parameterization=StandardConfig())
-    assert pretrain._rates(make_plan(usual)) == ""
+    assert rates_in_words(make_plan(usual)) == ""
     law = StandardConfig(batch_exponent=1.0)
     halved = dataclasses.replace(config.base, batch_tokens=256)
     both = dataclasses.replace(config, parameterization=law, base=halved)
-    assert pretrain._rates(make_plan(both)) == "0.01 at the base point, here 0.005"
+    assert rates_in_words(make_plan(both)) == "0.01 at the base point, here 0.005"
     muon = MuonConfig(learning_rate=0.02, adamw_ratio=0.5)
     rule = StandardConfig(matrices="muon")
     mixed = dataclasses.replace(config, parameterization=rule, optimizer=muon)
-    assert pretrain._rates(make_plan(mixed)) == (
+    assert rates_in_words(make_plan(mixed)) == (
         "0.02 at the base point, here 0.01 embedding, head, norm;"
         " 0.02 attention_in, attention_out, expert_in, expert_out, router"
     )

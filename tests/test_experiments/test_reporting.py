@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from experiments import reporting
-from experiments.aftermath import judge_indicators, load_window
+from experiments.aftermath import judge_indicators, last_words, load_window
 from experiments.assembly import assemble, make_plan
 from experiments.config import TrackingConfig
 from experiments.doctor_devices import tiny_config
@@ -146,6 +146,14 @@ def test_detailed_runs_keep_their_indicators(assembly, tmp_path):
     assert metrics["indicators/router_z"][1].tolist() == [3.0] * 20
     said = judge_indicators(directory)
     assert set(said) == {"router_z", "head_z"} and said["head_z"].startswith("bounded: peak 9")
+
+
+def test_a_brief_run_is_told_once_that_it_is_not_judged(tmp_path):
+    summary = dict.fromkeys(("checkpoint_step", "eval_bits_per_byte", "eval_bits_per_token"))
+    summary |= {"status": "done", "steps": 6, "profile": None}
+    summary["stability"] = dict.fromkeys(("router_z", "head_z"), "not judged: too short")
+    words = last_words(RunDirectory(tmp_path), summary, {})
+    assert words.count("not judged") == 1 and "NOT bounded" not in words
 
 
 def test_brief_runs_have_no_such_file(assembly, tmp_path):

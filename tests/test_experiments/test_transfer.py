@@ -368,6 +368,7 @@ def test_a_run_that_diverges_is_a_record():
         (("--points", "64.5", "128"), "the axis width (embed_dim) has whole numbers"),
         (("--rates", "2"), "fewer than 3 rates have no optimum between them"),
         (("--rates", "0.01"), "fewer than 3 rates"),
+        (("--rates", "3.5"), "one number alone is how many, a whole number"),
         (("--rates", "0.01", "0.02"), "fewer than 3 rates"),
         (("--rates", "0.01", "0.01", "0.02"), "they must differ"),
         (("--seeds", "0"), "seeds=0 must lie between 1 and 16"),
@@ -401,5 +402,6 @@ def test_help_is_about_the_command(capsys):
         "--axis",
         "--check",
         "experts of a token",
+        "hyperp_bounded  hyperp logit_bound=20.48 with muonh, rates round 0.04",
     ):
         assert part in words

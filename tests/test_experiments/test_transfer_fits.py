@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 
+from experiments import transfer_picture
 from experiments.coordinates import FALL, GROWTH, Coordinate, coordinates_of
 from experiments.tables import markdown_table, student, text_table
 from experiments.transfer_fits import Curve, find_optimum, fit_transfer, loss_at, replicate
@@ -264,3 +265,18 @@ def test_the_coordinate_check_refuses_what_is_not_finite():
     (one,) = coordinates_of((64.0, 128.0, 256.0), {"stream": array})
     assert one.problem == "not finite"
     assert Coordinate(quantity="x", value_slopes=(GROWTH,), change_slopes=(FALL,)).problem is None
+
+
+def test_the_picture_shows_whole_intervals(monkeypatch, tmp_path):
+    drawn = []
+    monkeypatch.setattr(transfer_picture, "save_figure", lambda figure, path: drawn.append(figure))
+    row = {"arm": "a", "edge": None, "diverged_rates": [], "rates": [1.0, 2.0, 4.0], "loss": 1.0}
+    row |= {"losses": [2.0, 1.0, 2.0], "best_rate": 2.0}
+    points = [
+        {**row, "value": 1.0, "interval": None},
+        {**row, "value": 2.0, "interval": (0.1, 9.0)},
+    ]
+    given = {"axis": "width", "words": "embed_dim", "unit": "bits per byte"}
+    transfer_picture.draw_transfer(tmp_path / "picture.png", points, [], **given)
+    low, high = drawn[0].axes[1].get_ylim()
+    assert low < 0.1 and high > 9.0

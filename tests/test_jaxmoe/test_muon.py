@@ -189,6 +189,35 @@ def test_axes_that_are_not_there_are_refused(axes):
     )
 
 
+@pytest.mark.parametrize(
+    ("axes", "why"),
+    [
+        ((-2, -1, 0), ": it has no pair for w"),
+        ("in", ": it has no pair for w"),
+        ({}, ": it has no pair for w"),
+        ({"w": (0, 1), "v": (0, 1)}, ": there is no parameter v"),
+    ],
+)
+def test_axes_that_are_no_tree_of_pairs_are_refused(axes, why):
+    with pytest.raises(ValueError) as error:
+        matrices_of({"w": jnp.ones((2, 3))}, axes, "muon")
+    assert str(error.value) == (
+        f"matrix_axes={axes!r} of muon is neither a pair of dimensions, as (-2, -1), nor a tree of"
+        f" pairs like the parameters{why}"
+    )
+
+
+def test_a_tree_of_axes_may_know_the_parameters_of_other_groups():
+    params = {"gain": jnp.ones(6), "w": jnp.ones((2, 3))}
+    labels = {"gain": "adamw", "w": "muon"}
+    mine = muon(0.1, matrix_axes={"gain": None, "w": (1, 0)})
+    optimizer = optax.partition({"muon": mine, "adamw": optax.sgd(0.5)}, labels)
+    updates, _ = optimizer.update(params, optimizer.init(params), params)
+    alone, w = muon(0.1, matrix_axes=(1, 0)), {"w": params["w"]}
+    wanted, _ = alone.update(w, alone.init(w), w)
+    assert_close(updates["w"], wanted["w"], "matmul")
+
+
 def test_vectors_go_to_adamw_by_partition():
     params = {"gain": jnp.ones(6), "w": jnp.ones((2, 3))}
     labels = {"gain": "adamw", "w": "muon"}
