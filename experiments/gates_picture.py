@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The picture of `gates`: a row of panels for each axis, both gates over K.
 
-Full lines: at initialisation, with the 95% interval; dashed: trained.
+Full lines: at initialisation, with the 95% interval; dashed lines and hollow marks: trained.
 """
 
 from __future__ import annotations
@@ -48,6 +48,8 @@ def draw_gates(path: str | os.PathLike[str], rows: Sequence[Row]) -> None:
                 _draw(axes, [r for r in mine if r["gate"] == gate or r["top_k"] == 1], gate, first)
                 _draw(axes, [r for r in mine if r["gate"] == gate or r["top_k"] == 1], gate, after)
             axes.set_xscale("log", base=2)
+            places = sorted({row["top_k"] for row in mine})
+            axes.set_xticks(places, [str(place) for place in places])
             axes.set_xlabel("K")
             axes.set_ylabel(label, fontsize=9)
         if any(row["rms"] for row in mine):
@@ -56,7 +58,8 @@ def draw_gates(path: str | os.PathLike[str], rows: Sequence[Row]) -> None:
         beside[0].set_title(TITLES[name], fontsize=9, loc="left")
     for gate in COMPARED:
         panels[0].plot([], [], color=_COLORS[gate], marker="o", ms=4, label=_LABELS[gate])
-    panels[0].plot([], [], color=GRAY, linestyle=(0, (4, 2)), label="trained")
+    trained = {"linestyle": (0, (4, 2)), "marker": "o", "ms": 4, "markerfacecolor": "white"}
+    panels[0].plot([], [], color=GRAY, label="trained", **trained)
     panels[0].legend(loc="best", frameon=False, fontsize=8)
     save_figure(figure, path)
 
@@ -76,6 +79,7 @@ def _draw(axes: Any, rows: Sequence[Row], gate: Gate, key: str | None) -> None:
         ms=4,
         linewidth=1.6,
         linestyle="-" if is_initial else (0, (4, 2)),
+        markerfacecolor=None if is_initial else "white",
     )
     if is_initial:
         halves = [row[f"{key}_half_width"] or 0.0 for row in known]

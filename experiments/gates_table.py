@@ -6,13 +6,14 @@
                  (K = 1: of a single expert), means over initial values. The claim "SqrtGate keeps
                  the RMS" is: every one of these ratios lies in [0.98, 1.02]. It holds where all
                  their intervals do, fails where one of these lies wholly outside, and is undecided
-                 elsewhere. The interval (95%) is that of the two means, taken as independent.
+                 elsewhere. The interval (95%) is that of the ratio of the two means, paired by
+                 seed:  t s(y_i - ratio x_i) / (sqrt(n) mean(x))
     neglected    sqrt(1 + rho (K - 1)): what the measured correlation rho adds to the RMS of a
                  mixture with uniform gates
     drift        RMS after training over the RMS at initialisation
 
-This claim and that about the loss are decided only where intervals lie on one side of the limit.
-The others have no interval and go by the estimate: of one training, a hint.
+This claim and those about the loss and the router Z are decided only where intervals lie on one
+side of the limit. The others have no interval and go by the estimate: of one training, a hint.
 
 To add a column: a line in COLUMNS; to add a claim: a function in VERDICTS.
 """
@@ -80,16 +81,16 @@ def _row(point: Point, record: Record, reference: Record | None) -> Row:
         "router_z_initial": interval(initial["router_z"])[0],
         "router_z": interval(trained.get("router_z"))[0],
         "router_z_peak": max((v for v in trained.get("router_z_peak", ()) if v), default=None),
+        "router_z_peak_by_seed": trained.get("router_z_peak"),
         "skipped": sum(trained.get("skipped", ())),
     }
     if reference is not None and rms:
-        base, base_half = interval(reference["initial"]["rms"])
+        base = interval(reference["initial"]["rms"])[0]
         if base:
             row["ratio"] = rms / base
-            parts = [(half or 0.0) / rms, (base_half or 0.0) / base]
-            row["ratio_half_width"] = row["ratio"] * math.hypot(*parts)
-            if reference is record:
-                row["ratio_half_width"] = 0.0
+            pairs = zip(initial["rms"], reference["initial"]["rms"], strict=True)
+            _, spread = paired_interval([y - row["ratio"] * x for y, x in pairs])
+            row["ratio_half_width"] = None if spread is None else spread / base
     return row
 
 
@@ -127,7 +128,7 @@ def _keeps_rms(axis: Axis, rows: Sequence[Row]) -> dict[str, str] | None:
 
     def off(row: Row, sign: float) -> float:
         """How far from 1 a ratio is at the far end (1) or the near end (-1) of its interval."""
-        return abs(row["ratio"] - 1.0) + sign * row["ratio_half_width"]
+        return abs(row["ratio"] - 1.0) + sign * (row["ratio_half_width"] or 0.0)
 
     worst = max(known, key=lambda row: off(row, -1.0))
     verdict = "fails"
@@ -136,7 +137,7 @@ def _keeps_rms(axis: Axis, rows: Sequence[Row]) -> dict[str, str] | None:
         verdict = "holds" if off(worst, 1.0) <= TOLERANCE else "undecided"
     words = (
         f"RMS at initialisation over that of K={known[0]['top_k']}: farthest from 1 at"
-        f" K={worst['top_k']}, {worst['ratio']:.4f} +- {worst['ratio_half_width']:.4f}"
+        f" K={worst['top_k']}, {worst['ratio']:.4f} +- {worst['ratio_half_width'] or 0.0:.4f}"
     )
     if worst["correlation"] is not None:
         words += (
@@ -175,35 +176,39 @@ def _drifts(axis: Axis, rows: Sequence[Row]) -> dict[str, str] | None:
 
 
 def _loses(axis: Axis, rows: Sequence[Row]) -> dict[str, str] | None:
-    """Held-out loss against renormalized gates, paired by point and seed."""
+    """Held-out loss against renormalized gates."""
+    found = _paired(rows, "bits")
+    if found is None:
+        return None
+    verdict, words = found
+    return _said("SqrtGate has the lower loss", verdict, words.format("bits per token"))
+
+
+def _grows(axis: Axis, rows: Sequence[Row]) -> dict[str, str] | None:
+    """Peak of the router Z against renormalized gates."""
+    found = _paired(rows, "router_z_peak")
+    if found is None:
+        return None
+    verdict, words = found
+    return _said("the router Z peaks lower with SqrtGate", verdict, words.format("at its peak"))
+
+
+def _paired(rows: Sequence[Row], key: str) -> tuple[str, str] | None:
+    """Whether a number is lower with SqrtGate, paired by K and seed; verdict and words."""
     pairs = [
         mine - theirs
-        for row in _of(rows, "sqrt", "bits")
-        for other in _of(rows, "renormalized", "bits")
+        for row in _of(rows, "sqrt", key)
+        for other in _of(rows, "renormalized", key)
         if row["top_k"] == other["top_k"]
-        for mine, theirs in zip(row["bits_by_seed"], other["bits_by_seed"], strict=True)
+        for mine, theirs in zip(row[f"{key}_by_seed"], other[f"{key}_by_seed"], strict=True)
+        if mine is not None and theirs is not None
     ]
     if not pairs:
         return None
     mean, half = paired_interval(pairs)
     verdict = "undecided" if half is None or abs(mean) <= half else "holds" if mean < 0 else "fails"
     width = "" if half is None else f" +- {half:.4f}"
-    words = f"{mean:+.4f}{width} bits per token over {len(pairs)} pairs of one K and seed"
-    return _said("SqrtGate has the lower loss", verdict, words)
-
-
-def _grows(axis: Axis, rows: Sequence[Row]) -> dict[str, str] | None:
-    """Peak of the router Z against renormalized gates."""
-    peaks = {}
-    for gate in COMPARED:
-        known = [row for row in _of(rows, gate, "router_z_peak") if row["top_k"] > 1]
-        if known:
-            peaks[gate] = max(row["router_z_peak"] for row in known)
-    if len(peaks) < 2:
-        return None
-    verdict = "holds" if peaks["sqrt"] < peaks["renormalized"] else "fails"
-    words = ", ".join(f"{gate} {peak:.1f}" for gate, peak in peaks.items())
-    return _said("the router Z peaks lower with SqrtGate", verdict, f"largest peak: {words}")
+    return verdict, f"{mean:+.4f}{width} {{}} over {len(pairs)} pairs of one K and seed"
 
 
 def _with_first(rows: Sequence[Row], gate: Gate, key: str) -> list[Row]:

@@ -120,6 +120,29 @@ def test_the_claim_of_two_percent(sizes, others, verdict):
     assert as_text(rows).count("\n") == 3 and as_markdown(rows).count("\n") == 4
 
 
+def test_sizes_are_compared_seed_by_seed():
+    """What a seed does to all points alike says nothing against the claim."""
+    config = GatesConfig(axes=("top_k",), top_ks=(1, 4), trained_top_ks=())
+    at = {1: [0.5, 1.5], 4: [0.505, 1.515]}
+    rows = rows_of(config, {Point("top_k", "sqrt", k): record(rms) for k, rms in at.items()})
+    assert rows[1]["ratio"] == pytest.approx(1.01)
+    assert rows[1]["ratio_half_width"] == pytest.approx(0.0, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("peaks", "verdict"),
+    [([10.0, 11.0], "holds"), ([30.0, 32.0], "fails"), ([10.0, 30.0], "undecided")],
+)
+def test_the_claim_about_the_router_z_needs_an_interval(peaks, verdict):
+    config = GatesConfig(axes=("top_k",), top_ks=(1, 4), trained_top_ks=(4,))
+    known = {
+        Point("top_k", gate, 4): record([1.0, 1.0], router_z_peak=by_seed)
+        for gate, by_seed in (("sqrt", peaks), ("renormalized", [20.0, 21.0]))
+    }
+    said = {claim["claim"]: claim["verdict"] for claim in verdicts(rows_of(config, known))}
+    assert said["the router Z peaks lower with SqrtGate"] == verdict
+
+
 def test_what_is_neglected():
     config = GatesConfig(axes=("top_k",), top_ks=(4,), trained_top_ks=())
     (row,) = rows_of(config, {Point("top_k", "sqrt", 4): record([1.0, 1.0], 0.12)})
