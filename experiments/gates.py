@@ -40,14 +40,13 @@ from experiments.gates_trial import (
 from experiments.output import say
 from experiments.process import start_process
 from experiments.run_directory import RunDirectory
-from experiments.trials import Record, StoppedError, TrialsFile
+from experiments.trials import STOP_CODES, Record, StoppedError, TrialsFile
 from jaxmoe.tracking.console import format_duration
 from jaxmoe.tracking.optional import require
 from jaxmoe.training.stop import StopRequest
 
 PICTURE = "gates.png"
 Records = dict[Point, Record]
-_CODES = {"preempted": cli.ExitCode.PREEMPTED, "interrupted": cli.ExitCode.INTERRUPTED}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -75,7 +74,7 @@ def main(argv: Sequence[str]) -> int:
                 say(_write(config, directory, records, status, time.perf_counter() - started))
         finally:
             directory.release()
-    return int(_CODES.get(status, cli.ExitCode.DONE))
+    return int(STOP_CODES.get(status, cli.ExitCode.DONE))
 
 
 def _measure(

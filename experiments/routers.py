@@ -37,13 +37,12 @@ from experiments.routers_picture import draw_comparison
 from experiments.routers_table import LEGEND, TITLES, as_markdown, as_text, rows_of
 from experiments.routers_trial import Programs, moe_json, run_trial
 from experiments.run_directory import RunDirectory
-from experiments.trials import Record, StoppedError, TrialsFile
+from experiments.trials import STOP_CODES, Record, StoppedError, TrialsFile
 from jaxmoe.tracking.console import format_duration
 from jaxmoe.tracking.optional import require
 from jaxmoe.training.stop import StopRequest
 
 PICTURE = "routers.png"
-_CODES = {"preempted": cli.ExitCode.PREEMPTED, "interrupted": cli.ExitCode.INTERRUPTED}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -70,7 +69,7 @@ def main(argv: Sequence[str]) -> int:
                 say(comparison.write(status, seconds))
         finally:
             directory.release()
-    return int(_CODES.get(status, cli.ExitCode.DONE))
+    return int(STOP_CODES.get(status, cli.ExitCode.DONE))
 
 
 class Comparison:

@@ -57,13 +57,12 @@ from experiments.transfer_table import (
     sentence,
 )
 from experiments.transfer_trial import SweepData, SweepPrograms, program_key, seconds_of, train
-from experiments.trials import Record, StoppedError, TrialsFile
+from experiments.trials import STOP_CODES, Record, StoppedError, TrialsFile
 from jaxmoe.tracking.console import format_duration
 from jaxmoe.tracking.optional import require
 from jaxmoe.training.stop import StopRequest
 
 PICTURE = "transfer.png"
-_CODES = {"preempted": cli.ExitCode.PREEMPTED, "interrupted": cli.ExitCode.INTERRUPTED}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -99,7 +98,7 @@ def main(argv: Sequence[str]) -> int:
             say(f"{status}: nothing is kept of a check; the same command begins anew")
         finally:
             directory.release()
-    return int(_CODES.get(status, cli.ExitCode.DONE))
+    return int(STOP_CODES.get(status, cli.ExitCode.DONE))
 
 
 class Sweep:

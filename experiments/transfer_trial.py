@@ -247,10 +247,12 @@ def seconds_of(programs: SweepPrograms, cell: Cell, data: SweepData) -> tuple[fl
     piece = piece_of(training.steps)
     (batches,) = data.pieces(dataclasses.replace(training, steps=piece), piece)
     state, factors = programs.init(jax.random.key(0)), schedule_factors(cell)
+    # Its own rate: at 0 an independent decay would be infinite, and every step refused.
+    rate = jnp.float32(cell.config.optimizer.learning_rate)
     steps, evaluations = [], []
     for _ in range(_TIMED):
         started = time.perf_counter()
-        state, _ = programs.train_piece(state, jnp.float32(0.0), factors, batches)
+        state, _ = programs.train_piece(state, rate, factors, batches)
         jax.block_until_ready(state.params)
         steps.append(time.perf_counter() - started)
         started = time.perf_counter()

@@ -24,6 +24,7 @@ import jax
 import optax
 from jaxtyping import Array
 
+from experiments.cli import ExitCode
 from experiments.config import TrainingConfig
 from jaxmoe.data import Batch
 from jaxmoe.execution import ExecutionConfig
@@ -35,6 +36,9 @@ from jaxmoe.training.state import TrainState, init_state
 from jaxmoe.training.step import StepMetrics, make_train_step
 
 Record = dict[str, Any]
+
+STOP_CODES = {"preempted": ExitCode.PREEMPTED, "interrupted": ExitCode.INTERRUPTED}
+"""Exit codes of a comparison that a signal stopped."""
 
 RARE: dict[str, str | bool] = {"xla_backend_optimization_level": "0"}
 """Compiler options of programs that run a few times: they compile twice as fast."""
