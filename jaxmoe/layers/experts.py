@@ -42,17 +42,17 @@ class Experts(nn.Module):
 
 
 def apply_experts(
+    weights: dict[str, Array],
     rows: Float[Array, "R D"],
     group_sizes: Int[Array, " e"],
-    weights: dict[str, Array],
     implementation: Implementation | None,
 ) -> Float[Array, "R D"]:
     """Each row through its expert.
 
     Args:
+        weights: of the e experts held here, as from `Experts`.
         rows: sorted by expert, in the compute dtype.
         group_sizes: rows of each expert; rows past their sum give 0.
-        weights: of the e experts held here, as from `Experts`.
         implementation: of `grouped_swiglu`.
     """
     gate_up, down = (weights[name].astype(rows.dtype) for name in ("gate_up", "down"))

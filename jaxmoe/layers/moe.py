@@ -47,7 +47,7 @@ from jaxmoe.routing.capacity import limit
 from jaxmoe.routing.telemetry_detailed import observe
 from sharding import axes as ax
 from sharding.assignments import Assignments
-from sharding.expert_parallel import expert_parallel
+from sharding.expert_parallel import ExpertAxes, expert_parallel
 from sharding.expert_parallel.permute import loads
 
 
@@ -126,13 +126,12 @@ class MoE(nn.Module):
         x = x.astype(self.execution.precision.compute_dtype)
 
         rows = (ax.ACT_BATCH, None)
-        expert_axis = self.execution.dispatcher.expert_axis()
         given = {
             "params": (params, jax.tree.map(_whole, params)),
             "free": (free, jax.tree.map(_whole, free)),
             "weights": (
                 weights,
-                jax.tree.map(lambda w: (expert_axis,) + (None,) * (w.ndim - 1), weights),
+                jax.tree.map(_whole, weights),
             ),
             "state": (routing.router_state, jax.tree.map(_whole, routing.router_state)),
             "token_mask": (routing.token_mask, rows),
@@ -221,14 +220,19 @@ def _route_and_compute(
         statistics = dataclasses.replace(statistics, extra=extra)
 
     kernel = layer.execution.kernels.grouped_swiglu
-    experts = partial(apply_experts, weights=given["weights"], implementation=kernel)
+    experts = partial(apply_experts, implementation=kernel)
     slots = output.slots
     read = tokens if slots is None else _read_slots(tokens, slots)
     computed = _with_computation(assignments, moe.num_experts)
     dispatched = partial(
-        expert_parallel, num_experts=moe.num_experts, config=layer.execution.dispatcher
+        expert_parallel,
+        num_experts=moe.num_experts,
+        config=layer.execution.dispatcher,
+        axes=ExpertAxes(),
     )
-    y = dispatched(read, computed, experts)
+    y, dropped = dispatched(read, computed, experts, given["weights"])
+    kept = statistics.kept - jnp.pad(dropped, (0, moe.num_routed - moe.num_experts))
+    statistics = dataclasses.replace(statistics, kept=kept)
     observed = _observe(layer, tokens, output.logits, computed, dispatched, given["weights"])
     observed = {name: value.reshape(batch, length) for name, value in observed.items()}
     if slots is not None:
@@ -268,11 +272,11 @@ def _observe(
         kernel, number = layer.execution.kernels.grouped_swiglu, layer.moe.num_experts
         is_kept = (assignments.expert_ids < number).astype(jnp.float32)
 
-        def directions(rows: Array, group_sizes: Array) -> Array:
-            return unit_rows(apply_experts(rows, group_sizes, weights, kernel))
+        def directions(weights: Any, rows: Array, group_sizes: Array) -> Array:
+            return unit_rows(apply_experts(weights, rows, group_sizes, kernel))
 
         alike = dataclasses.replace(assignments, gates=is_kept)
-        unit_sum = dispatched(tokens, alike, directions).astype(jnp.float32)
+        unit_sum = dispatched(tokens, alike, directions, weights)[0].astype(jnp.float32)
         rows = jax.ops.segment_sum(is_kept, assignments.token_ids, tokens.shape[0])
         observed["cosine"], observed["has_pair"] = mean_cosine(unit_sum, rows)
     return observed
