@@ -16,7 +16,7 @@ from jaxtyping import Array, Int, Key
 
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import ModelConfig
-from jaxmoe.models.initialize import init_params
+from jaxmoe.models.initialize import init_params, lay_out
 from jaxmoe.models.transformer import initial_router_state
 from jaxmoe.scaling.parameterization import Parameterization
 
@@ -74,7 +74,9 @@ def init_state(
         return TrainState(
             step=jnp.zeros((), jnp.int32),
             params=params,
-            opt_state=optimizer.init(params),
+            opt_state=optimizer.init(
+                lay_out(model, params, rules=execution.state_layout.optimizer)
+            ),
             router_state=initial_router_state(model),
             rng=jax.random.fold_in(key, 1),
             skipped=jnp.zeros((), jnp.int32),

@@ -52,13 +52,15 @@ def expert_parallel(
         weights: pytree of arrays [e ...] of the experts held here.
         num_experts: E.
         config: which backend.
-        axes: where experts lie.
+        axes: where experts lie; none: all are here, and no backend is needed.
 
     Returns:
         The sums in the dtype of `x`, 0 for a token without assignment; and per expert how many
         assignments of these tokens were dropped, all 0 unless the backend is called dropping.
     """
-    shared = axes.gathered if config.gathers_tokens else axes.expert_tensor
+    if not axes.all:
+        config = LocalConfig()
+    shared = axes.all if config.gathers_tokens else axes.expert_tensor
     if shared:
         x, assignments = _gather_tokens(x, assignments, shared)
     sent = _send(x, assignments, weights, num_experts=num_experts, config=config, axes=axes)
