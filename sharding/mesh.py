@@ -18,7 +18,8 @@ from collections.abc import Sequence
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from sharding.axes import MESH_AXES
+from sharding.axes import MESH_AXES, REPLICA, SEQ
+from sharding.topology import device_array
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,20 +89,19 @@ class MeshConfig:
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """Lays devices out on Explicit axes.
+    """Lays devices out on Explicit axes, rings along links and slices on the axis of replicas.
 
     Args:
         config: sizes; -1 is resolved here.
         devices: all devices of all processes when None.
 
     Raises:
-        ValueError: the sizes do not fit the number of devices.
+        ValueError: the sizes do not fit the number of devices, or the replicas not the slices.
     """
     devices = list(jax.devices() if devices is None else devices)
-    sizes = config.resolve(len(devices)).sizes
-    return jax.make_mesh(
-        sizes, MESH_AXES, axis_types=(AxisType.Explicit,) * len(MESH_AXES), devices=devices
-    )
+    sizes = dict(zip(MESH_AXES, config.resolve(len(devices)).sizes, strict=True))
+    placed = device_array(sizes, devices, slice_axis=REPLICA, ring_axes=(SEQ,))
+    return Mesh(placed, MESH_AXES, axis_types=(AxisType.Explicit,) * len(MESH_AXES))
 
 
 def abstract_mesh(config: MeshConfig) -> AbstractMesh:
