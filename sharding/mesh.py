@@ -99,7 +99,7 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
         ValueError: the sizes do not fit the number of devices, or the replicas not the slices.
     """
     devices = list(jax.devices() if devices is None else devices)
-    sizes = dict(zip(MESH_AXES, config.resolve(len(devices)).sizes, strict=True))
+    sizes: dict[str, int] = dict(zip(MESH_AXES, config.resolve(len(devices)).sizes, strict=True))
     placed = device_array(sizes, devices, slice_axis=REPLICA, ring_axes=(SEQ,))
     return Mesh(placed, MESH_AXES, axis_types=(AxisType.Explicit,) * len(MESH_AXES))
 
