@@ -98,10 +98,32 @@ def fit(
         )
     mesh = foreign_mesh(tensor=tensor, devices=devices)
     _check_sizes(mesh, batch_size, len(train), steps)
-    specs = foreign_specs(params, tensor, overrides=overrides)
-    lies = named_shardings(specs, mesh)
+    lies = named_shardings(foreign_specs(params, tensor, overrides=overrides), mesh)
     rows = NamedSharding(mesh, PartitionSpec(DATA))
-    whole = NamedSharding(mesh, PartitionSpec())
+    # A copy: the caller's arrays may lie where they shall, and would be donated.
+    copy = jax.jit(lambda tree: jax.tree.map(lambda x: x.copy(), tree), out_shardings=lies)
+    params = copy(params)
+    opt_state, update = _make_update(loss, optimizer, params, lies, rows)
+    losses = []
+    for batch in itertools.islice(_batches(train, batch_size, seed), steps):
+        params, opt_state, value = update(params, opt_state, collate(batch))
+        losses.append(value)
+    predictions = None
+    if len(test):
+        run = jax.jit(predict, in_shardings=(lies, rows))
+        predictions = _predictions(run, params, collate, test, batch_size)
+    return Fit(params, [float(value) for value in losses], predictions)
+
+
+def _make_update(
+    loss: Callable[[Any, Any], Any],
+    optimizer: optax.GradientTransformation,
+    params: Any,
+    lies: Any,
+    rows: NamedSharding,
+) -> tuple[Any, Callable[[Any, Any, Any], tuple[Any, Any, Any]]]:
+    """The optimiser's first state, and the jitted step, which donates both trees."""
+    whole = NamedSharding(rows.mesh, PartitionSpec())
     with jax.numpy_dtype_promotion("standard"):
         state_lies = optax.tree_map_params(
             optimizer,
@@ -124,19 +146,7 @@ def fit(
         out_shardings=(lies, state_lies, whole),
         donate_argnums=(0, 1),
     )
-    # A copy: the caller's arrays may lie where they shall, and would be donated.
-    params = jax.jit(lambda tree: jax.tree.map(lambda x: x.copy(), tree), out_shardings=lies)(
-        params
-    )
-    losses = []
-    for batch in itertools.islice(_batches(train, batch_size, seed), steps):
-        params, opt_state, value = update(params, opt_state, collate(batch))
-        losses.append(value)
-    predictions = None
-    if len(test):
-        run = jax.jit(predict, in_shardings=(lies, rows))
-        predictions = _predictions(run, params, collate, test, batch_size)
-    return Fit(params, [float(value) for value in losses], predictions)
+    return opt_state, update
 
 
 def _check_sizes(mesh: Mesh, batch_size: int, num_examples: int, steps: int) -> None:
