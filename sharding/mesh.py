@@ -19,8 +19,9 @@ from collections.abc import Sequence
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from sharding.axes import MESH_AXES
+from sharding.axes import MESH_AXES, REPLICA, SEQ
 from sharding.fold import MoEMesh, refine
+from sharding.topology import device_array
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,7 +101,7 @@ def make_mesh(
     *,
     fold: MoEMesh | None = None,
 ) -> Mesh:
-    """Lays devices out on Explicit axes.
+    """Lays devices out on Explicit axes, rings along links and slices on the axis of replicas.
 
     Args:
         config: sizes; -1 is resolved here.
@@ -108,11 +109,14 @@ def make_mesh(
         fold: another layout of the same devices for the experts.
 
     Raises:
-        ValueError: the sizes do not fit the number of devices or one another.
+        ValueError: the sizes do not fit the number of devices or one another, or the replicas not
+            the slices.
     """
     devices = list(jax.devices() if devices is None else devices)
-    names, sizes = named_sizes(config.resolve(len(devices)), fold)
-    return jax.make_mesh(sizes, names, axis_types=_explicit(names), devices=devices)
+    config = config.resolve(len(devices))
+    placed = device_array(config.by_axis, devices, slice_axis=REPLICA, ring_axes=(SEQ,))
+    names, sizes = named_sizes(config, fold)
+    return Mesh(placed.reshape(sizes), names, axis_types=_explicit(names))
 
 
 def abstract_mesh(config: MeshConfig, *, fold: MoEMesh | None = None) -> AbstractMesh:
