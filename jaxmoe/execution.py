@@ -21,7 +21,7 @@ from sharding.rules import LogicalAxisRules
 from sharding.sequence_parallel import NoSequenceParallelConfig, SequenceParallelConfig
 from sharding.state_layouts import STATE_LAYOUTS, StateLayout, StateLayoutName
 
-Remat = Literal["none", "full", "dots"]
+Remat = Literal["none", "full", "dots", "offload"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,7 +53,10 @@ class ExecutionConfig:
     precision: PrecisionPolicy = PrecisionPolicy()
     """Dtypes."""
     remat: Remat = "none"
-    """What the backward pass recomputes: nothing; each whole block; or all but matrix products."""
+    """What the backward pass recomputes: nothing; each whole block; all but matrix products; or
+    each whole block, from an input that waited in the memory of the host."""
+    optimizer_memory: Literal["device", "host"] = "device"
+    """Where the optimiser's state is between two updates."""
     unroll: int = 1
     """Layers in one iteration of the loop over equal layers: more compile longer and run faster on
     a CPU, where the loop copies what it carries."""

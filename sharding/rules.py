@@ -117,7 +117,7 @@ class LogicalAxisRules:
             ax.EXPERTS: refinement.expert,
             ax.EXPERT_MLP: refinement.expert_tensor,
             # What is spread at all is spread over the devices that have the same experts.
-            ax.EXPERT_EMBED: replicas + refinement.expert_data if embed else (),
+            ax.EXPERT_EMBED: refinement.expert_data + replicas if embed else (),
         }
         return LogicalAxisRules(
             rules=tuple(

@@ -59,9 +59,10 @@ class StateLayout:
 
 
 ACROSS_REPLICAS = FULLY_SHARDED.replace(
-    embed=(ax.REPLICA, ax.DATA, ax.EXPERT, ax.SEQ), expert_embed=(ax.REPLICA, ax.DATA, ax.SEQ)
+    embed=(ax.DATA, ax.EXPERT, ax.SEQ, ax.REPLICA), expert_embed=(ax.DATA, ax.SEQ, ax.REPLICA)
 )
-"""Cut within a replica and across replicas."""
+"""Cut within a replica, and each piece across replicas: in the other order a gathering across
+replicas would have to reorder what it gathers."""
 
 STATE_LAYOUTS: Final[dict[StateLayoutName, StateLayout]] = {
     "data_parallel": StateLayout(parameters=DATA_PARALLEL, optimizer=DATA_PARALLEL),

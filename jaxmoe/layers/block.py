@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from typing import Any
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from flax import struct
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxmoe.execution import ExecutionConfig, Remat
@@ -90,6 +91,10 @@ class LayerOutputs:
     """Of the global batch, with detailed telemetry."""
 
 
+STREAM: Final = "stream"
+"""Name of what flows into a block, for remat policies."""
+
+
 class Block(nn.Module):
     """Attention and feed-forward, each behind a norm."""
 
@@ -103,7 +108,7 @@ class Block(nn.Module):
         self, stream: Stream, layer: LayerInputs, tokens: TokenInputs
     ) -> tuple[Stream, LayerOutputs]:
         """One block; the signature is that of a scan's body."""
-        model, execution, x = self.model, self.execution, stream.x
+        model, execution, x = self.model, self.execution, checkpoint_name(stream.x, STREAM)
         multiplier = jnp.asarray(model.multipliers.residual, x.dtype)
 
         def norm(name: str, x: Array) -> Array:
@@ -217,5 +222,12 @@ def remat_policy(remat: Remat) -> Any:
     secondary = policies.save_only_these_names(SECONDARY)
     if remat == "full":
         return secondary
+    if remat == "offload":
+        return policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=[SECONDARY],
+            names_which_can_be_offloaded=[STREAM],
+            offload_src="device",
+            offload_dst="pinned_host",
+        )
     dots = policies.dots_with_no_batch_dims_saveable
     return policies.save_from_both_policies(dots, secondary)

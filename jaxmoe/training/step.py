@@ -46,7 +46,7 @@ from jaxmoe.training.balance import (
 )
 from jaxmoe.training.indicators import observe_head, update_ratios
 from jaxmoe.training.loss import forward_and_nll
-from jaxmoe.training.state import TrainState
+from jaxmoe.training.state import TrainState, fetch, put_away
 from sharding.constrain import place_like
 
 
@@ -111,6 +111,7 @@ def make_train_step(
     objective.check(model)
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
+        state = dataclasses.replace(state, opt_state=fetch(state.opt_state, execution))
         weight = objective.num_tokens(batch)
         key = jax.random.fold_in(state.rng, state.step)
         batch = objective.prepare(model, batch, key, execution.placement)
@@ -140,7 +141,7 @@ def make_train_step(
             state,
             step=state.step + 1,
             params=kept[0],
-            opt_state=kept[1],
+            opt_state=put_away(kept[1], execution),
             router_state=kept[2],
             skipped=state.skipped + (~is_good).astype(jnp.int32),
             skipped_in_a_row=in_a_row,

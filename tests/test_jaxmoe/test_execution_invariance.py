@@ -92,6 +92,9 @@ STATES = {
     "hierarchical_full": ExecutionConfig(
         mesh=MeshConfig(replica=2, data=2, tensor=2), rules="hierarchical", remat="full"
     ),
+    "optimizer_on_host": ExecutionConfig(
+        mesh=MeshConfig(data=4, tensor=2), optimizer_memory="host", remat="offload"
+    ),
     "hierarchical_fold": ExecutionConfig(
         mesh=MeshConfig(replica=2, data=4), rules="hierarchical", fold=MoEMesh(expert=2)
     ),
@@ -127,7 +130,10 @@ def test_steps_are_the_same_with_every_layout_of_the_state(name):
     assert_close(losses, wanted_losses, "end_to_end")
     assert_close(state.params, wanted.params, "end_to_end")
     assert_close(state.opt_state, wanted.opt_state, "end_to_end")
-    layout = execution.state_layout
+    layout, kinds = execution.state_layout, {"device": "device", "host": "pinned_host"}
+    assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(moments(state))} == {
+        kinds[execution.optimizer_memory]
+    }
     for tree, rules in ((state.params, layout.parameters), (moments(state), layout.optimizer)):
         specs = parameter_table(WIDE, rules=rules).tree(lambda row: row.spec)
         assert jax.tree.map(lambda leaf: leaf.sharding.spec, tree) == specs
