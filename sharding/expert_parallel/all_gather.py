@@ -5,7 +5,7 @@
 The devices of `ExpertAxes.expert` and `expert_tensor`, P in all, share their T tokens before and
 add up their sums afterwards; both are in the seam. Here nothing travels. Each device receives
 
-    (P - 1) T (D values + 3 K numbers)     tokens and assignments, all-gathered
+    (P - 1) T (D values + 2 K numbers)     tokens, ids and gates, all-gathered
     (P - 1) T D values                     sums, reduce-scattered
 
 and as much in the backward pass, whatever the router does: K does not count, nor does imbalance.
