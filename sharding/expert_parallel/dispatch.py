@@ -70,30 +70,22 @@ def expert_parallel(
         The sums in the dtype of `x`, 0 for a token without assignment; and per expert how many
         assignments of these tokens were dropped, all 0 unless the backend is called dropping.
     """
-    chunks = _chunks(x, assignments, config)
-    results = [
-        _send_and_return(
-            *chunk, experts, weights, num_experts=num_experts, config=config, axes=axes
-        )
-        for chunk in chunks
-    ]
-    if len(results) == 1:
-        return results[0]
+    given = {"num_experts": num_experts, "config": config, "axes": axes}
+    number = 1
+    if axes.expert and isinstance(config, AllToAllConfig | AllToAllDroppingConfig):
+        number = config.num_chunks
+    if number == 1:
+        return _send_and_return(x, assignments, experts, weights, **given)
+    chunks = _chunks(x, assignments, number)
+    results = [_send_and_return(*chunk, experts, weights, **given) for chunk in chunks]
     y, dropped = zip(*results, strict=True)
     return jnp.concatenate(y), jnp.stack(dropped).sum(0)
 
 
 def _chunks(
-    x: Float[Array, "T D"], assignments: Assignments, config: DispatcherConfig
+    x: Float[Array, "T D"], assignments: Assignments, number: int
 ) -> list[tuple[Array, Assignments]]:
-    """The tokens in as many parts as the config says, each with its assignments."""
-    match config:
-        case AllToAllConfig() | AllToAllDroppingConfig():
-            number = config.num_chunks
-        case _:
-            number = 1
-    if number == 1:
-        return [(x, assignments)]
+    """The tokens in so many parts, each with its assignments."""
     where, top_k = f"execution.dispatcher.num_chunks={number}", assignments.top_k
     if top_k is None:
         raise ValueError(

@@ -17,8 +17,9 @@ each receiver holds. All devices first share n, an all-gather of (P - 1) E integ
 The way back is the same with sender and receiver exchanged, and the gradient of each way is the
 other one. `C` is the most that may travel between two devices; P C rows have a place on arrival.
 
-Of the two gradients JAX would derive that of the ragged one with two more small exchanges; here
-where the rows came from is known.
+JAX's own gradient of a ragged exchange first asks, in two small ones, where rows came from; here
+that is known. The ragged form has been compiled for TPUs and compared, in value and gradient, on an
+emulation of the primitive; no accelerator has run it.
 """
 
 from __future__ import annotations
