@@ -40,7 +40,7 @@ PARTS = (1, 2, 4, 8)
 """Each operation is measured on all tokens, a half, a quarter, an eighth; so is the layer."""
 
 AXES = ExpertAxes(expert=(ax.EXPERT,), expert_tensor=(ax.TENSOR,))
-TOKENS = PartitionSpec(AXES.gathered)
+TOKENS = PartitionSpec(AXES.all)
 SHARED = PartitionSpec(AXES.expert)  # tokens after the all-gather over expert_tensor
 WEIGHTS = {
     "gate_up": PartitionSpec(ax.EXPERT, None, None, ax.TENSOR),

@@ -16,6 +16,12 @@ from pallas_kernels import grouped_swiglu
 from pallas_kernels.backend import Implementation
 from sharding import axes as ax
 
+WEIGHT_AXES = {
+    "gate_up": (ax.EXPERTS, None, None, ax.EXPERT_MLP),
+    "down": (ax.EXPERTS, ax.EXPERT_MLP, None),
+}
+"""Layout of the weights where they are used, by dispatchers that spread experts."""
+
 
 class Experts(nn.Module):
     """The weights of E experts."""
@@ -29,13 +35,13 @@ class Experts(nn.Module):
         num_experts, hidden = self.moe.num_experts, self.moe.expert_dim
         gate_up = Declaration(
             shape=(num_experts, self.embed_dim, 2, hidden),
-            axes=(ax.EXPERTS, ax.EMBED, ax.GATE_UP, ax.EXPERT_MLP),
+            axes=(ax.EXPERTS, ax.EXPERT_EMBED, ax.GATE_UP, ax.EXPERT_MLP),
             role="expert_in",
             matrix=((-3,), (-2, -1)),
         )
         down = Declaration(
             shape=(num_experts, hidden, self.embed_dim),
-            axes=(ax.EXPERTS, ax.EXPERT_MLP, ax.EMBED),
+            axes=(ax.EXPERTS, ax.EXPERT_MLP, ax.EXPERT_EMBED),
             role="expert_out",
         )
         return {"gate_up": declare(self, "gate_up", gate_up), "down": declare(self, "down", down)}

@@ -324,11 +324,11 @@ def _listed(text: str) -> Groups:
 
 
 def _iota(text: str) -> np.ndarray:
-    """`[2,4]<=[4,2]T(1,0)`: the numbers from 0 in the second shape, transposed, in the first."""
-    form = r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?"
-    shape, sizes, order = _parts(form, text)
+    """`[4,2]T(1,0)`: the numbers from 0 in this shape, transposed; `[8]<=` before it: reshaped."""
+    wanted, sizes, order = _parts(r"(?:\[([\d,]+)\]<=)?\[([\d,]+)\](?:T\(([\d,]+)\))?", text)
     numbers = np.arange(math.prod(_integers(sizes))).reshape(_integers(sizes))
-    return numbers.transpose(_integers(order) if order else None).reshape(_integers(shape))
+    numbers = numbers.transpose(_integers(order) if order else None)
+    return numbers.reshape(_integers(wanted)) if wanted else numbers
 
 
 def _groups(text: str) -> Groups:
@@ -363,7 +363,7 @@ def _mesh_groups(text: str) -> Groups:
             factors.append(after // before)
     devices = np.arange(math.prod(factors))
     if ids:
-        devices = _iota(ids) if "<=" in ids else np.asarray(_integers(ids))
+        devices = _iota(ids) if "]T" in ids else np.asarray(_integers(ids))
     kept = [place[name, before] for name, before, size in chosen if size > 1]
     rest = [i for i in range(len(factors)) if i not in kept]
     width = math.prod(factors[i] for i in kept)

@@ -15,7 +15,7 @@ Gathering T tokens instead of their K T rows costs less there, and sends each ro
 the devices of `expert`. Megatron gathers rows, behind its all-to-all (arXiv 2504.14960, 3).
 
 With chunks, all of this is done for one part of the tokens after the other, and the compiler may
-overlap them. Where no mesh axis holds experts, every backend is the local one.
+overlap them. Where every device has all experts, every backend is the local one.
 
 To add a backend: a file with its config class (`name`, `spreads_experts`, `gathers_tokens`) and a
 function with the signature of `dispatch_locally`, its config into `DispatcherConfig` in
@@ -64,7 +64,7 @@ def expert_parallel(
         weights: pytree of arrays [e ...] of the experts held here.
         num_experts: E.
         config: which backend.
-        axes: where experts lie.
+        axes: where experts lie; none: all are here, and no backend is needed.
 
     Returns:
         The sums in the dtype of `x`, 0 for a token without assignment; and per expert how many
@@ -72,7 +72,7 @@ def expert_parallel(
     """
     given = {"num_experts": num_experts, "config": config, "axes": axes}
     number = 1
-    if axes.expert and isinstance(config, AllToAllConfig | AllToAllDroppingConfig):
+    if _is_spread(axes) and isinstance(config, AllToAllConfig | AllToAllDroppingConfig):
         number = config.num_chunks
     if number == 1:
         return _send_and_return(x, assignments, experts, weights, **given)
@@ -118,7 +118,7 @@ def _send_and_return(
     axes: ExpertAxes,
 ) -> tuple[Float[Array, "T D"], Float[Array, " E"]]:
     """`expert_parallel` of one chunk."""
-    shared = axes.gathered if config.gathers_tokens else axes.expert_tensor
+    shared = axes.all if config.gathers_tokens else axes.expert_tensor
     if shared:
         x, assignments = _gather_tokens(x, assignments, shared)
     sent = _send(x, assignments, weights, num_experts=num_experts, config=config, axes=axes)
@@ -140,7 +140,7 @@ def _send(
     axes: ExpertAxes,
 ) -> Dispatched:
     given = {"num_experts": num_experts, "axes": axes}
-    if not axes.expert:
+    if not _is_spread(axes):
         return dispatch_locally(x, assignments, weights, **given)
     match config:
         case LocalConfig():
@@ -151,6 +151,11 @@ def _send(
             return dispatch_all_to_all(x, assignments, weights, **given, config=config)
         case AllToAllDroppingConfig():
             return dispatch_all_to_all_dropping(x, assignments, weights, **given, config=config)
+
+
+def _is_spread(axes: ExpertAxes) -> bool:
+    """Whether there are experts on other devices."""
+    return jax.lax.axis_size(axes.expert) > 1
 
 
 def _gather_tokens(

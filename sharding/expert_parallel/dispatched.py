@@ -25,7 +25,7 @@ class ExpertAxes:
     """Hidden units of each expert."""
 
     @property
-    def gathered(self) -> tuple[str, ...]:
+    def all(self) -> tuple[str, ...]:
         """All of them."""
         return self.expert + self.expert_tensor
 
