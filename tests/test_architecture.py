@@ -88,7 +88,9 @@ REGISTRIES = {
         *("standard", "mup", "mup_plus_plus", "completep", "mup_muon", "mup_plus_plus_muon"),
         *("muonh_vanilla", "hyperp"),
     },
-    "sharding.expert_parallel:DispatcherConfig": {"local"},
+    "sharding.expert_parallel:DispatcherConfig": {
+        *("local", "all_gather", "all_to_all", "all_to_all_dropping"),
+    },
     "sharding.sequence_parallel:SequenceParallelConfig": {"none"},
 }
 

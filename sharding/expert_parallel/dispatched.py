@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import jax
 from jaxtyping import Array, Float, Int
 
 Experts = Callable[[Any, Float[Array, "R D"], Int[Array, " e"]], Float[Array, "R D"]]
@@ -27,6 +28,23 @@ class ExpertAxes:
     def all(self) -> tuple[str, ...]:
         """All of them."""
         return self.expert + self.expert_tensor
+
+    def experts_held(self, num_experts: int) -> int:
+        """e = E / P, inside an island.
+
+        Args:
+            num_experts: E.
+
+        Raises:
+            ValueError: they do not divide.
+        """
+        devices = jax.lax.axis_size(self.expert)
+        if num_experts % devices:
+            raise ValueError(
+                f"model.moe.num_experts={num_experts} must be divisible by the {devices} devices of"
+                f" the expert axes {self.expert}: choose a multiple, or fewer devices for experts"
+            )
+        return num_experts // devices
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 
 from jaxmoe.execution import ExecutionConfig
 from sharding import MeshConfig, MoEMesh, make_mesh
+from sharding.expert_parallel import AllGatherConfig, AllToAllConfig
 from sharding.rules import RULES
 
 MESHES = {
@@ -47,6 +48,30 @@ EXECUTIONS = {
     ),
     "fold_expert2_tensor2": ExecutionConfig(
         mesh=MeshConfig(replica=2, data=4), fold=MoEMesh(expert=2, expert_tensor=2)
+    ),
+    "expert8_all_gather": ExecutionConfig(mesh=MeshConfig(expert=8), dispatcher=AllGatherConfig()),
+    "expert8_all_to_all": ExecutionConfig(mesh=MeshConfig(expert=8), dispatcher=AllToAllConfig()),
+    "data2_expert4_chunks": ExecutionConfig(
+        mesh=MeshConfig(data=2, expert=4), dispatcher=AllToAllConfig(num_chunks=2)
+    ),
+    "data2_expert2_tensor2_all_to_all": ExecutionConfig(
+        mesh=MeshConfig(data=2, expert=2, tensor=2), dispatcher=AllToAllConfig()
+    ),
+    "fold_expert8_all_to_all": ExecutionConfig(
+        mesh=MeshConfig(data=2, tensor=4), fold=MoEMesh(expert=8), dispatcher=AllToAllConfig()
+    ),
+    "fold_expert4_tensor_all_gather": ExecutionConfig(
+        mesh=MeshConfig(data=4, tensor=2), fold=MoEMesh(expert=4), dispatcher=AllGatherConfig()
+    ),
+    "fold_expert2_tensor2_all_to_all": ExecutionConfig(
+        mesh=MeshConfig(replica=2, data=4),
+        fold=MoEMesh(expert=2, expert_tensor=2),
+        dispatcher=AllToAllConfig(),
+    ),
+    "fold_expert2_tensor2_all_gather": ExecutionConfig(
+        mesh=MeshConfig(replica=2, data=4),
+        fold=MoEMesh(expert=2, expert_tensor=2),
+        dispatcher=AllGatherConfig(),
     ),
 }
 """Further meshes, for the model WIDE: see tests/test_jaxmoe/test_execution_invariance.py."""

@@ -152,19 +152,15 @@ def test_the_local_dispatcher_sends_each_row_to_its_expert(key, is_token_major):
     def experts(weights, rows, group_sizes):
         ends = jnp.cumsum(group_sizes)
         expert = jnp.searchsorted(ends, jnp.arange(rows.shape[0]), side="right")
-        scale = weights.at[expert].get(mode="fill", fill_value=0.0)
+        scale = weights.at[expert].get(mode="fill", fill_value=0)
         return rows * scale[:, None]
 
+    scales = jnp.asarray([1.0, 2.0, 3.0])
+    given = (x, assignments, experts, scales)
     result, dropped = expert_parallel(
-        x,
-        assignments,
-        experts,
-        jnp.arange(1.0, 4.0),
-        num_experts=3,
-        config=LocalConfig(),
-        axes=ExpertAxes(),
+        *given, num_experts=3, config=LocalConfig(), axes=ExpertAxes()
     )
-    assert not dropped.any()
+    assert dropped.tolist() == [0, 0, 0]
     wanted = np.zeros((4, 5), np.float32)
     for slot in range(8):
         token, expert = int(assignments.token_ids[slot]), int(assignments.expert_ids[slot])
