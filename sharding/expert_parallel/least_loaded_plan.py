@@ -36,6 +36,7 @@ one; where it alone is reached, no device has more than `threshold` times the me
 from __future__ import annotations
 
 import dataclasses
+import typing
 from fractions import Fraction
 from typing import Literal, NamedTuple
 
@@ -48,6 +49,8 @@ from pallas_kernels.jax_versions import match_varying
 ThresholdPer = Literal["device", "expert"]
 
 
+# Not checked at run time: JAX also fills it with placeholders, where a gradient has none.
+@typing.no_type_check
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Plan:
