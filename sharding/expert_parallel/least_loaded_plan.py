@@ -20,13 +20,15 @@ at home. So every device computes at most
 
     max(what its own experts have, cap + (P - 2) (min_rows - 1))
 
-rows, and with slots enough (E - e always are) the second alone: all but one of the P - 1 other
-devices together lack less than that many for the rest.
+rows, and with slots enough (E - e always are) the second alone: the rest is no more than the room
+of the other P - 1 devices together, at most min_rows - 1 on each, and one of these rooms is where
+it goes.
 
-Rows of an expert are counted device after device of those that send them. The devices that
-compute take consecutive parts, in order. Every device makes the same plan from the same counts; it
-is of integers and has no gradient. How rows and weights then travel:
-`sharding/expert_parallel/least_loaded.py`.
+Rows of an expert are counted device after device of those that send them. The devices that compute
+take consecutive parts, in the same order: of an expert that all devices like alike, each keeps most
+of the rows it has. Every device makes the same plan from the same counts, in as many steps as
+experts are lent; it is of integers and has no gradient. How rows and weights then travel:
+`sharding/expert_parallel/least_loaded.py`. To add another plan: a function that returns a `Plan`.
 
 Least-Loaded Expert Parallelism, arXiv 2601.17111; the slots and the order of parts are ours. The
 paper's threshold is of experts, its code's of devices. Of experts the ratio is never the smaller

@@ -22,7 +22,7 @@ from sharding.assignments import Assignments
 from sharding.expert_parallel import AllToAllConfig, LeastLoadedConfig
 from sharding.expert_parallel.all_to_all import dispatch_all_to_all
 from sharding.expert_parallel.least_loaded import dispatch_least_loaded, group_of_each_row
-from sharding.expert_parallel.least_loaded_plan import Plan
+from sharding.expert_parallel.least_loaded_plan import Plan, make_plan
 from tests.support.tolerances import assert_close
 from tests.test_sharding.test_expert_parallel import (
     D,
@@ -59,6 +59,14 @@ def test_hand_drawn():
     )
     experts, ranks = ints(0, 1, 1, 4, 1, 2, 1, 1), ints(1, 0, 1, 0, 2, 0, 3, 4)
     assert group_of_each_row(experts, ranks, plan).tolist() == [0, 1, 1, 6, 5, 3, 5, 5]
+
+
+def test_rows_stay_where_they_are_if_they_can():
+    """Three devices with four rows each for expert 1 of three, of which each computes four."""
+    plan = make_plan(ints(0, 12, 0), num_devices=3, slots=1, min_rows=1)
+    assert plan.rows[1].tolist() == [4, 4, 4]
+    groups = group_of_each_row(jnp.full((12,), 1, jnp.int32), jnp.arange(12, dtype=jnp.int32), plan)
+    assert groups.tolist() == [1] * 4 + [2] * 4 + [5] * 4  # a slot, its own expert, a slot
 
 
 def rows_computed(config, expert_ids):
