@@ -62,7 +62,7 @@ class Plan:
     """Rows of each expert on each device."""
     borrowed: Int[Array, "P slots"]
     """Expert in each slot; E where there is none."""
-    lent: Int[Array, " Z"]
+    lent: Int[Array, " E"]
     """Every expert that somebody borrows, once; E behind them."""
     num_lent: Int[Array, ""]
     """How many those are."""
@@ -121,7 +121,7 @@ def make_plan(
         return _with(state, expert, taken, is_home[expert], turns[expert])
 
     borrowed = jnp.full((num_devices, slots), num_experts, jnp.int32)
-    lent = jnp.full((min(num_experts, num_devices * slots),), num_experts, jnp.int32)
+    lent = jnp.full((num_experts,), num_experts, jnp.int32)
     start = _State(
         turn=jnp.where(_is_uneven(rows, threshold, threshold_per), 0, num_experts),
         load=rows.sum(0),

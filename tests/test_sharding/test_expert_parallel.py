@@ -37,6 +37,7 @@ T, K, E, D, F = 32, 3, 8, 4, 6  # tokens of all devices
 
 # Sizes by axis, and where experts lie; tokens are spread over all axes of the mesh.
 LAYOUTS = {
+    "expert1": ({"data": 2, "expert": 1}, ExpertAxes(expert=("expert",))),
     "expert2": ({"data": 4, "expert": 2}, ExpertAxes(expert=("expert",))),
     "expert4": ({"expert": 4}, ExpertAxes(expert=("expert",))),
     "expert8": ({"expert": 8}, ExpertAxes(expert=("expert",))),
@@ -203,8 +204,8 @@ QUICK = {
     *(("expert2", "all_gather"), ("expert8", "all_gather"), ("expert4_tensor2", "all_gather")),
     *(("expert2", "equal"), ("expert2x2_reversed", "equal"), ("expert4_tensor2", "chunks")),
     *(("expert8", "ragged"), ("expert2x2", "ragged"), ("expert4", "dropping_roomy_ragged")),
-    *(("tensor2", "equal"), ("expert2", "least_loaded"), ("expert2x2_reversed", "least_loaded")),
-    *(("expert8", "least_loaded_ragged"), ("expert4_tensor2", "least_loaded")),
+    *(("tensor2", "equal"), ("expert1", "least_loaded"), ("expert8", "least_loaded_ragged")),
+    *(("expert2x2_reversed", "least_loaded"), ("expert4_tensor2", "least_loaded")),
 }
 
 

@@ -54,7 +54,7 @@ def test_hand_drawn():
     plan = Plan(
         rows=ints([2, 0], [2, 3], [0, 1], [0, 0]),
         borrowed=ints([4], [1]),
-        lent=ints(1, 4),
+        lent=ints(1, 4, 4, 4),
         num_lent=jnp.int32(1),
     )
     experts, ranks = ints(0, 1, 1, 4, 1, 2, 1, 1), ints(1, 0, 1, 0, 2, 0, 3, 4)
