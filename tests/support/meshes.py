@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from jaxmoe.execution import ExecutionConfig
 from sharding import MeshConfig, MoEMesh, make_mesh
-from sharding.expert_parallel import AllGatherConfig, AllToAllConfig
+from sharding.expert_parallel import AllGatherConfig, AllToAllConfig, LeastLoadedConfig
 from sharding.rules import RULES
 
 MESHES = {
@@ -68,6 +68,15 @@ EXECUTIONS = {
         fold=MoEMesh(expert=2, expert_tensor=2),
         dispatcher=AllToAllConfig(),
     ),
+    "data2_expert4_least_loaded": ExecutionConfig(
+        mesh=MeshConfig(data=2, expert=4),
+        dispatcher=LeastLoadedConfig(borrowed=2, threshold=1.0, min_rows=1),
+    ),
+    "fold_expert4_tensor_least_loaded": ExecutionConfig(
+        mesh=MeshConfig(data=4, tensor=2),
+        fold=MoEMesh(expert=4),
+        dispatcher=LeastLoadedConfig(borrowed=1, threshold=1.0, min_rows=1),
+    ),
     "fold_expert2_tensor2_all_gather": ExecutionConfig(
         mesh=MeshConfig(replica=2, data=4),
         fold=MoEMesh(expert=2, expert_tensor=2),
@@ -75,6 +84,9 @@ EXECUTIONS = {
     ),
 }
 """Further meshes, for the model WIDE: see tests/test_jaxmoe/test_execution_invariance.py."""
+
+IN_SHORT = ("fold_expert4_tensor_all_gather", "data2_expert2_tensor2_all_to_all")
+"""Those that are no long proofs."""
 
 
 def mesh_of(execution: ExecutionConfig) -> Mesh:

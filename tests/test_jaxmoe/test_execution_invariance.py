@@ -22,7 +22,7 @@ from jaxmoe.training.state import init_state
 from jaxmoe.training.step import make_train_step
 from sharding import MeshConfig, MoEMesh
 from sharding.distributed import global_batch
-from tests.support.meshes import EXECUTIONS, mesh_of
+from tests.support.meshes import EXECUTIONS, IN_SHORT, mesh_of
 from tests.support.models import WIDE, WIDE_LENGTH, tokens_for
 from tests.support.tolerances import assert_close
 
@@ -70,7 +70,13 @@ def on_one_device():
     return loss_and_gradients(ExecutionConfig())(values(), batch())
 
 
-@pytest.mark.parametrize("name", EXECUTIONS)
+def rows_of(table, in_short):
+    """Names for `pytest.mark.parametrize`; those that are not `in_short` are long proofs."""
+    slow = pytest.mark.slow
+    return [pytest.param(name, marks=() if name in in_short else slow) for name in table]
+
+
+@pytest.mark.parametrize("name", rows_of(EXECUTIONS, IN_SHORT))
 def test_the_same_on_every_mesh(name):
     execution = EXECUTIONS[name]
     mesh, table = mesh_of(execution), parameter_table(WIDE, rules=execution.axis_rules)
@@ -121,7 +127,7 @@ def steps_on_one_device():
     return two_steps(ExecutionConfig(), None)
 
 
-@pytest.mark.parametrize("name", STATES)
+@pytest.mark.parametrize("name", rows_of(STATES, ("zero2", "hierarchical_fold")))
 def test_steps_are_the_same_with_every_layout_of_the_state(name):
     """However parameters, gradients and moments are cut; and each lies where its layout says."""
     execution = STATES[name]
