@@ -97,7 +97,7 @@ class Transformer(nn.Module):
         """
         model, execution = self.model, self.execution
         placement, dtype = execution.placement, execution.precision.compute_dtype
-        _check_length(tokens.shape[1], placement)
+        _check_mesh(tokens.shape[1], execution)
         stream = (ax.ACT_BATCH, ax.ACT_SEQ, ax.ACT_EMBED)
         tokens = placement.place(tokens, stream[:2])
         positions = None if positions is None else placement.place(positions, stream[:2])
@@ -220,8 +220,16 @@ def _layer_inputs(
     return LayerInputs(router_state=state, cache=part, key=keys, moe_layer=number)
 
 
-def _check_length(length: int, placement: Placement) -> None:
-    mesh = jax.sharding.get_abstract_mesh()
+def _check_mesh(length: int, execution: ExecutionConfig) -> None:
+    """Refuses a current mesh that is not this execution's, or sequences that it cannot cut."""
+    placement, mesh = execution.placement, jax.sharding.get_abstract_mesh()
+    names = {name for axis in ax.LOGICAL_AXES for name in placement.mesh_axes(axis)}
+    if missing := sorted(names - set(mesh.axis_names)):
+        raise ValueError(
+            f"the current mesh has the axes {', '.join(mesh.axis_names)}, and execution.fold="
+            f"{execution.fold} needs {', '.join(missing)}: make it with"
+            " make_mesh(execution.mesh, fold=execution.fold)"
+        )
     shards = math.prod(mesh.shape[axis] for axis in placement.mesh_axes(ax.ACT_SEQ))
     if length % shards:
         raise ValueError(
