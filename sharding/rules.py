@@ -98,7 +98,8 @@ class LogicalAxisRules:
             mesh_axes = self.mesh_axes(name)
             shards = math.prod(mesh_shape[axis] for axis in mesh_axes)
             if size % shards:
-                where = " x ".join(f"mesh.{a}={mesh_shape[a]}" for a in mesh_axes)
+                cut = [axis for axis in mesh_axes if mesh_shape[axis] > 1]
+                where = " x ".join(f"mesh.{axis}={mesh_shape[axis]}" for axis in cut)
                 raise ValueError(
                     f"{path}: the dimension {name!r} of size {size} must be divisible by {where}:"
                     f" choose a multiple of {shards}, another mesh, or rules that do not spread"

@@ -89,7 +89,7 @@ REGISTRIES = {
         *("muonh_vanilla", "hyperp"),
     },
     "sharding.expert_parallel:DispatcherConfig": {
-        *("local", "all_gather", "all_to_all", "all_to_all_dropping"),
+        *("local", "all_gather", "all_to_all", "all_to_all_dropping", "least_loaded"),
     },
     "sharding.sequence_parallel:SequenceParallelConfig": {"none"},
 }

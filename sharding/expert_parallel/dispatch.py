@@ -39,9 +39,12 @@ from sharding.expert_parallel.all_to_all_dropping import (
     dispatch_all_to_all_dropping,
 )
 from sharding.expert_parallel.dispatched import Dispatched, ExpertAxes, Experts
+from sharding.expert_parallel.least_loaded import LeastLoadedConfig, dispatch_least_loaded
 from sharding.expert_parallel.local import LocalConfig, dispatch_locally
 
-DispatcherConfig = LocalConfig | AllGatherConfig | AllToAllConfig | AllToAllDroppingConfig
+DispatcherConfig = (
+    LocalConfig | AllGatherConfig | AllToAllConfig | AllToAllDroppingConfig | LeastLoadedConfig
+)
 """How rows reach the experts."""
 
 
@@ -151,6 +154,8 @@ def _send(
             return dispatch_all_to_all(x, assignments, weights, **given, config=config)
         case AllToAllDroppingConfig():
             return dispatch_all_to_all_dropping(x, assignments, weights, **given, config=config)
+        case LeastLoadedConfig():
+            return dispatch_least_loaded(x, assignments, weights, **given, config=config)
 
 
 def _is_spread(axes: ExpertAxes) -> bool:

@@ -22,6 +22,7 @@ from sharding.expert_parallel import (
     AllToAllConfig,
     AllToAllDroppingConfig,
     ExpertAxes,
+    LeastLoadedConfig,
     expert_parallel,
     transport,
 )
@@ -36,6 +37,7 @@ T, K, E, D, F = 32, 3, 8, 4, 6  # tokens of all devices
 
 # Sizes by axis, and where experts lie; tokens are spread over all axes of the mesh.
 LAYOUTS = {
+    "expert1": ({"data": 2, "expert": 1}, ExpertAxes(expert=("expert",))),
     "expert2": ({"data": 4, "expert": 2}, ExpertAxes(expert=("expert",))),
     "expert4": ({"expert": 4}, ExpertAxes(expert=("expert",))),
     "expert8": ({"expert": 8}, ExpertAxes(expert=("expert",))),
@@ -55,6 +57,10 @@ CONFIGS = {
     "chunks": AllToAllConfig(num_chunks=2),
     "dropping_roomy": AllToAllDroppingConfig(capacity_factor=8.0),
     "dropping_roomy_ragged": AllToAllDroppingConfig(capacity_factor=8.0, transport="ragged"),
+    "least_loaded": LeastLoadedConfig(threshold=1.0, min_rows=1),
+    "least_loaded_ragged": LeastLoadedConfig(
+        borrowed=1, threshold=1.0, min_rows=1, transport="ragged"
+    ),
 }
 ROUTINGS = ("even", "one_expert", "few_experts", "empty_slots")
 
@@ -198,7 +204,8 @@ QUICK = {
     *(("expert2", "all_gather"), ("expert8", "all_gather"), ("expert4_tensor2", "all_gather")),
     *(("expert2", "equal"), ("expert2x2_reversed", "equal"), ("expert4_tensor2", "chunks")),
     *(("expert8", "ragged"), ("expert2x2", "ragged"), ("expert4", "dropping_roomy_ragged")),
-    *(("tensor2", "equal"),),
+    *(("tensor2", "equal"), ("expert1", "least_loaded"), ("expert8", "least_loaded_ragged")),
+    *(("expert2x2_reversed", "least_loaded"), ("expert4_tensor2", "least_loaded")),
 }
 
 
