@@ -41,7 +41,7 @@ from jaxmoe.tracking.tracker import (
 from jaxmoe.training.loop import LoopResult
 from jaxmoe.training.throughput import peak_memory
 from pallas_kernels import OPERATIONS, Implementation
-from sharding.expert_parallel import AllToAllConfig, AllToAllDroppingConfig
+from sharding.expert_parallel import AllToAllConfig, AllToAllDroppingConfig, LeastLoadedConfig
 from sharding.expert_parallel.transport import choose_transport
 
 logger = logging.getLogger(__name__)
@@ -232,7 +232,7 @@ def implementations(assembly: Assembly) -> dict[str, str]:
     found: dict[str, str]
     found = {name: OPERATIONS[name].choose(asked[name]).implementation for name in asked}
     dispatcher = assembly.execution.dispatcher
-    if isinstance(dispatcher, AllToAllConfig | AllToAllDroppingConfig):
+    if isinstance(dispatcher, AllToAllConfig | AllToAllDroppingConfig | LeastLoadedConfig):
         found["expert_transport"] = choose_transport(dispatcher.transport).transport
     return found
 

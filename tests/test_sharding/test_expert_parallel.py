@@ -48,7 +48,6 @@ LAYOUTS = {
         ExpertAxes(expert=("expert",), expert_tensor=("etp",)),
     ),
     "tensor2": ({"data": 2, "etp": 2}, ExpertAxes(expert_tensor=("etp",))),
-    "expert1": ({"data": 2, "expert": 1}, ExpertAxes(expert=("expert",))),
 }
 CONFIGS = {
     "all_gather": AllGatherConfig(),
