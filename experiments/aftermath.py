@@ -41,6 +41,8 @@ from jaxmoe.tracking.tracker import (
 from jaxmoe.training.loop import LoopResult
 from jaxmoe.training.throughput import peak_memory
 from pallas_kernels import OPERATIONS, Implementation
+from sharding.expert_parallel import AllToAllConfig, AllToAllDroppingConfig, LeastLoadedConfig
+from sharding.expert_parallel.transport import choose_transport
 
 logger = logging.getLogger(__name__)
 
@@ -223,11 +225,16 @@ def summarise(
 
 
 def implementations(assembly: Assembly) -> dict[str, str]:
-    """Which implementation of each kernel the run used."""
+    """Which implementation of each kernel, and of the way to the experts, the run used."""
     kernels = assembly.execution.kernels
     asked: dict[str, Implementation | None]
     asked = {"flash_attention": kernels.attention, "grouped_swiglu": kernels.grouped_swiglu}
-    return {name: OPERATIONS[name].choose(asked[name]).implementation for name in asked}
+    found: dict[str, str]
+    found = {name: OPERATIONS[name].choose(asked[name]).implementation for name in asked}
+    dispatcher = assembly.execution.dispatcher
+    if isinstance(dispatcher, AllToAllConfig | AllToAllDroppingConfig | LeastLoadedConfig):
+        found["expert_transport"] = choose_transport(dispatcher.transport).transport
+    return found
 
 
 def sample_text(assembly: Assembly, result: LoopResult, length: int) -> str:
