@@ -57,7 +57,8 @@ def relocate(model: ModelConfig, state: TrainState, placement: ExpertPlacement) 
         placement: of all MoE layers.
 
     Returns:
-        Arrays that lie where those of `state` do.
+        Arrays that lie where those of `state` do; what does not move is shared with it, so a
+        training step may be given only one of the two.
 
     Raises:
         ValueError: the placement does not fit the model, or its router cannot follow one.

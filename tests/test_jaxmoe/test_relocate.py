@@ -56,7 +56,7 @@ def placement_of(model):
 
 
 def inverse_of(placement):
-    """What brings the experts back: one device for each expert, so that any order is a placement."""
+    """What brings the experts back; with a device for each expert any order is a placement."""
     return ExpertPlacement(placement.order, EXPERTS)
 
 
@@ -180,8 +180,8 @@ def test_training_continues(name):
         skipped_in_a_row=jnp.zeros((), jnp.int32),
     )
     second, _ = step(first, rows)
-    moved = relocate(model, second, placement)
     # A step donates its state.
+    moved = jax.tree.map(jnp.copy, relocate(model, second, placement))
     unmoved = jax.tree.map(jnp.copy, dataclasses.replace(moved, opt_state=second.opt_state))
     after, metrics = step(second, rows)
     after_moved, metrics_moved = step(moved, rows)

@@ -97,14 +97,15 @@ def test_the_same_on_a_mesh_and_no_more_than_asked_for():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: RoutingTrace(np.arange(3), np.zeros((1, 2, 1), int), 4), "3 token ids, and"),
         (
             lambda: RoutingTrace(np.arange(1), np.full((1, 1, 1), 5), 4),
             "expert ids lie in 5 to 5, and must in 0 to 4, where 4 means none",
         ),
         (lambda: load_trace("nowhere.npz"), "nowhere.npz is no routing trace"),
         (
-            lambda: record_trace(dataclasses.replace(TINY, moe=None), *[None] * 3, []),
+            lambda: record_trace(
+                dataclasses.replace(TINY, moe=None), ExecutionConfig(), {}, {}, []
+            ),
             "no MoE layer",
         ),
         *(
@@ -131,3 +132,7 @@ def test_another_file_is_refused(tmp_path):
     (tmp_path / "words.npz").write_text("words")
     with pytest.raises(ValueError, match="words.npz is no routing trace"):
         load_trace(tmp_path / "words.npz")
+    parts = {"token_ids": np.arange(3), "expert_ids": np.zeros((1, 2, 1)), "num_experts": 4}
+    np.savez(tmp_path / "torn.npz", **parts)
+    with pytest.raises(ValueError, match=r"token_ids \(3,\) must be \[T\]"):
+        load_trace(tmp_path / "torn.npz")

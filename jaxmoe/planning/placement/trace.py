@@ -25,6 +25,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import pathlib
+import zipfile
 
 import numpy as np
 from jaxtyping import Int
@@ -35,7 +36,7 @@ class RoutingTrace:
     """Who went where.
 
     Raises:
-        ValueError: parts that do not fit one another.
+        ValueError: an expert that is not one of E.
     """
 
     token_ids: Int[np.ndarray, " T"]
@@ -45,11 +46,6 @@ class RoutingTrace:
     """E."""
 
     def __post_init__(self):
-        if self.expert_ids.shape[1] != len(self.token_ids):
-            raise ValueError(
-                f"trace: {len(self.token_ids)} token ids, and experts of"
-                f" {self.expert_ids.shape[1]} tokens"
-            )
         if self.expert_ids.size and not (
             self.expert_ids.min() >= 0 and self.expert_ids.max() <= self.num_experts
         ):
@@ -135,11 +131,15 @@ def load_trace(path: str | os.PathLike[str]) -> RoutingTrace:
     try:
         with np.load(path, allow_pickle=False) as file:
             parts = {name: file[name] for name in ("token_ids", "expert_ids", "num_experts")}
-    except (OSError, KeyError, AttributeError) as error:
+    except (OSError, KeyError, ValueError, zipfile.BadZipFile) as error:
         raise ValueError(
             f"{path} is no routing trace ({error}): write one with"
             " python -m experiments.routers --trace METHOD"
         ) from error
-    return RoutingTrace(
-        parts["token_ids"], parts["expert_ids"].astype(np.int32), int(parts["num_experts"])
-    )
+    token_ids, expert_ids = parts["token_ids"], parts["expert_ids"].astype(np.int32)
+    if expert_ids.shape[1:2] != token_ids.shape:
+        raise ValueError(
+            f"{path} is no routing trace: token_ids {token_ids.shape} must be [T], and expert_ids"
+            f" {expert_ids.shape} [L T K]"
+        )
+    return RoutingTrace(token_ids, expert_ids, int(parts["num_experts"]))
