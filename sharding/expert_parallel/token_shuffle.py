@@ -21,17 +21,15 @@ Source: Speculative MoE (arXiv 2503.04398): s-TS. The tables come from
 
 from __future__ import annotations
 
-import typing
+import dataclasses
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jaxtyping import Array, Float, Int
 
 
-# Records are not checked at run time: tree functions also fill them with shapes and specs.
-@typing.no_type_check
-@struct.dataclass
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class TokenTables:
     """The likeliest device of a token and its probability, by what is known before routing."""
 
