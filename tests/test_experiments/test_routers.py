@@ -142,6 +142,9 @@ def test_the_same_command_continues(finished, monkeypatch, capsys):
     before = {row["method"]: row for row in summary["tables"]["autoregressive"]}
     assert rows["mixtral"] == before["mixtral"]
     assert rows["olmoe"]["reason"] == "not today"
+    # A trace that is asked for and not there is a reason to train again.
+    run(directory, "--seeds", "2", "--methods", "leaky", "mixtral", "--trace", "leaky", "mixtral")
+    assert trained.pop() == ("leaky", "autoregressive")
     # The method is defined otherwise since: its record does not count.
     monkeypatch.setitem(METHODS, "mixtral", dataclasses.replace(METHODS["mixtral"], balancers=()))
     run(directory, "--seeds", "2", "--methods", "mixtral")
