@@ -36,7 +36,7 @@ NAMED = ("hash", "random", "forced_balance")
 """Experts by number: refused."""
 ROUNDED = tuple(name for name in METHODS if name not in EXACT + NAMED)
 """A sum over all experts, whose order changes."""
-IN_SHORT = ("hyperp", "moe_plus_plus", "kmeans")
+IN_SHORT = ("hyperp", "moe_plus_plus")
 
 
 @functools.cache
@@ -165,7 +165,8 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_training_continues(name):
-    """One step before, then relocating and stepping in either order; with moments and a sphere."""
+    """One step before, then relocating and stepping in either order, bit for bit; with moments and
+    a sphere. Nothing here sums over all experts: no balancer, no clipping, sigmoid scores."""
     model = model_of("loss_free")
     optimizer, (params, router_state) = OPTIMIZERS[name], drawn(model)
     step = make_train_step(model, optimizer, clip=None)
@@ -186,9 +187,9 @@ def test_training_continues(name):
     after, metrics = step(second, rows)
     after_moved, metrics_moved = step(moved, rows)
     expected = relocate(model, after, placement)
-    compared = ("params", "opt_state", "router_state")
-    for part in compared:
-        assert_close(getattr(after_moved, part), getattr(expected, part), "end_to_end")
+    for part in ("params", "opt_state", "router_state"):
+        pair = (getattr(after_moved, part), getattr(expected, part))
+        jax.tree.map(np.testing.assert_array_equal, *pair)
     np.testing.assert_array_equal(metrics.loss, metrics_moved.loss)
     wrong, _ = step(unmoved, rows)
     experts = ("moe_blocks_0", "moe", "experts", "down")
