@@ -1,10 +1,12 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Measures speed: a training step beside a peer's, kernels beside libraries, routers beside top-k.
+"""Measures speed: a training step beside a peer's, kernels beside libraries, routers beside top-k,
+and in how many chunks tokens should go to experts on other devices.
 
     python -m experiments.bench step [--peer none]
     python -m experiments.bench kernels
     python -m experiments.bench routers [--methods mixtral ...]
+    python -m experiments.bench chunks [--expert 8]
 
 Candidates take turns in one run, medians are compared, and the machine's measured limit stands
 beside them. Leave the machine alone meanwhile: a busy one changes even the ratios.
@@ -18,7 +20,8 @@ from typing import Any
 
 import jax
 
-from experiments import bench_kernels, bench_routers, bench_step, cli
+from experiments import bench_chunks, bench_kernels, bench_routers, bench_step, cli
+from experiments.bench_chunks import ChunkBenchConfig
 from experiments.bench_kernels import KernelBenchConfig
 from experiments.bench_routers import RouterBenchConfig
 from experiments.bench_step import StepBenchConfig
@@ -42,7 +45,17 @@ def routers() -> RouterBenchConfig:
     return RouterBenchConfig()
 
 
-BENCHES: dict[str, Callable[[], Any]] = {"step": step, "kernels": kernels, "routers": routers}
+def chunks() -> ChunkBenchConfig:
+    """The operations of a MoE layer whose experts lie on all devices; two minutes."""
+    return ChunkBenchConfig()
+
+
+BENCHES: dict[str, Callable[[], Any]] = {
+    "step": step,
+    "kernels": kernels,
+    "routers": routers,
+    "chunks": chunks,
+}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -58,6 +71,9 @@ def main(argv: Sequence[str]) -> int:
         elif isinstance(config, RouterBenchConfig):
             summary = bench_routers.bench_routers(config)
             text = bench_routers.in_words(summary)
+        elif isinstance(config, ChunkBenchConfig):
+            summary = bench_chunks.bench_chunks(config)
+            text = bench_chunks.in_words(summary)
         else:
             summary = bench_step.bench_step(config)
             text = bench_step.in_words(summary)

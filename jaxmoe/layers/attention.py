@@ -14,6 +14,7 @@ Sources: GQA arXiv 2305.13245, QK-norm arXiv 2302.05442, head gate arXiv 2505.06
 from __future__ import annotations
 
 import typing
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +29,7 @@ from jaxmoe.models.config import ModelConfig
 from jaxmoe.parameters import Declaration, Role, declare
 from sharding import axes as ax
 from sharding.sequence_parallel import attend_whole_sequences
+from sharding.tensor_parallel import Product, into_stream, out_of_stream
 
 
 # Not checked at run time: tree functions also fill records with shapes, specs and tracers.
@@ -80,9 +82,7 @@ class Attention(nn.Module):
         """
         config, placement = self.model.attention, self.execution.placement
         dtype = self.execution.precision.compute_dtype
-        sizes = {"q": config.num_heads, "k": config.num_kv_heads, "v": config.num_kv_heads}
-        x = x.astype(dtype)
-        heads = {name: self._project(name, x, size) for name, size in sizes.items()}
+        heads = out_of_stream(x.astype(dtype), self._projections(dtype), placement)
         q, k, v = self._norm("q_norm", heads["q"]), self._norm("k_norm", heads["k"]), heads["v"]
 
         angles = rotary_angles(
@@ -120,7 +120,7 @@ class Attention(nn.Module):
             is_observed=self.execution.telemetry == "detailed",
         )
         if config.is_gated:
-            out = out * self._gate(x)
+            out = out * jax.nn.sigmoid(heads["gate"])[..., None].astype(dtype)
         weight = self._declare(
             "o",
             (config.num_heads, config.head_dim, self.model.embed_dim),
@@ -128,28 +128,51 @@ class Attention(nn.Module):
             "attention_out",
             ((-3, -2), (-1,)),
         )
-        axes = (ax.ACT_BATCH, ax.ACT_SEQ, ax.ACT_EMBED)
-        y = placement.einsum("bsnh,nhd->bsd", out, weight.astype(dtype), axes=axes)
+        spread = (ax.ACT_BATCH, ax.ACT_SEQ_INNER, ax.ACT_HEADS, None)
+        product = Product("bsnh,nhd->bsd", weight.astype(dtype), (ax.HEADS, None, None), spread)
+        y = into_stream(out, product, placement)
         return y, AttentionOutputs(cache=cache, logits=logits)
 
     def _declare(self, name, shape, axes, role: Role, matrix) -> Array:
         return declare(self, name, Declaration(shape=shape, axes=axes, role=role, matrix=matrix))
 
-    def _project(self, name: str, x: Array, num_heads: int) -> Float[Array, "B S N H"]:
-        """Queries, keys or values."""
-        heads = ax.HEADS if name == "q" else ax.KV_HEADS
-        act_heads = ax.ACT_HEADS if name == "q" else ax.ACT_KV_HEADS
-        weight = self._declare(
-            name,
-            (self.model.embed_dim, num_heads, self.model.attention.head_dim),
-            (ax.EMBED, heads, ax.HEAD_DIM),
-            "attention_in",
-            ((-3,), (-2, -1)),
-        )
-        axes = (ax.ACT_BATCH, ax.ACT_SEQ, act_heads, None)
-        return self.execution.placement.einsum(
-            "bsd,dnh->bsnh", x, weight.astype(x.dtype), axes=axes
-        )
+    def _projections(self, dtype: Any) -> dict[str, Product]:
+        """Queries, keys, values and, if gated, the logits of the gate of each head, f32."""
+        config, found = self.model.attention, {}
+        for name, number in (
+            ("q", config.num_heads),
+            ("k", config.num_kv_heads),
+            ("v", config.num_kv_heads),
+        ):
+            axis, spread = (
+                (ax.HEADS, ax.ACT_HEADS) if name == "q" else (ax.KV_HEADS, ax.ACT_KV_HEADS)
+            )
+            weight = self._declare(
+                name,
+                (self.model.embed_dim, number, config.head_dim),
+                (ax.EMBED, axis, ax.HEAD_DIM),
+                "attention_in",
+                ((-3,), (-2, -1)),
+            )
+            found[name] = Product(
+                "bsd,dnh->bsnh",
+                weight.astype(dtype),
+                (None, axis, None),
+                (ax.ACT_BATCH, ax.ACT_SEQ_INNER, spread, None),
+            )
+        if config.is_gated:
+            weight = self._declare(
+                "gate",
+                (self.model.embed_dim, config.num_heads),
+                (ax.EMBED, ax.HEADS),
+                "attention_gate",
+                ((-2,), (-1,)),
+            )
+            spread = (ax.ACT_BATCH, ax.ACT_SEQ_INNER, ax.ACT_HEADS)
+            found["gate"] = Product(
+                "bsd,dn->bsn", weight.astype(dtype), (None, ax.HEADS), spread, jnp.float32
+            )
+        return found
 
     def _norm(self, name: str, heads: Float[Array, "B S N H"]) -> Float[Array, "B S N H"]:
         """QK-norm: over each head, over all heads of a token, or none."""
@@ -163,26 +186,11 @@ class Attention(nn.Module):
             return rms_norm(heads, gain, epsilon)
         # Heads may be spread over devices; the norm over all of them needs a token's heads whole.
         act_heads = ax.ACT_HEADS if name == "q_norm" else ax.ACT_KV_HEADS
-        whole = self.execution.placement.place(heads, (ax.ACT_BATCH, ax.ACT_SEQ, None, None))
+        whole = self.execution.placement.place(heads, (ax.ACT_BATCH, ax.ACT_SEQ_INNER, None, None))
         flat = whole.reshape(*heads.shape[:2], dim)  # B, S, N*H
         normed = rms_norm(flat, gain, epsilon).reshape(heads.shape)
-        axes = (ax.ACT_BATCH, ax.ACT_SEQ, act_heads, None)
+        axes = (ax.ACT_BATCH, ax.ACT_SEQ_INNER, act_heads, None)
         return self.execution.placement.place(normed, axes)
-
-    def _gate(self, x: Float[Array, "B S D"]) -> Float[Array, "B S N 1"]:
-        """Sigmoid gate of each head."""
-        weight = self._declare(
-            "gate",
-            (self.model.embed_dim, self.model.attention.num_heads),
-            (ax.EMBED, ax.HEADS),
-            "attention_gate",
-            ((-2,), (-1,)),
-        )
-        axes = (ax.ACT_BATCH, ax.ACT_SEQ, ax.ACT_HEADS)
-        logits = self.execution.placement.einsum(
-            "bsd,dn->bsn", x, weight.astype(x.dtype), axes=axes, dtype=jnp.float32
-        )
-        return jax.nn.sigmoid(logits)[..., None].astype(x.dtype)
 
 
 def _positions(positions: Array | None, length: int) -> Int[Array, "B S"]:

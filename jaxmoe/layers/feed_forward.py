@@ -15,6 +15,7 @@ from jaxtyping import Array, Float
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.parameters import Declaration, Role, declare
 from sharding import axes as ax
+from sharding.tensor_parallel import Product, into_stream, out_of_stream
 
 
 class FeedForward(nn.Module):
@@ -39,10 +40,12 @@ class FeedForward(nn.Module):
         down = Declaration(
             shape=(self.hidden_dim, self.embed_dim), axes=(ax.MLP, ax.EMBED), role=self.role_out
         )
+        wide = (ax.ACT_BATCH, ax.ACT_SEQ_INNER, None, ax.ACT_MLP)
         weight = declare(self, "gate_up", gate_up).astype(dtype)
-        axes = (ax.ACT_BATCH, ax.ACT_SEQ, None, ax.ACT_MLP)
-        hidden = placement.einsum("bsd,dcf->bscf", x.astype(dtype), weight, axes=axes)
+        product = Product("bsd,dcf->bscf", weight, (None, None, ax.MLP), wide)
+        hidden = out_of_stream(x.astype(dtype), {"hidden": product}, placement)["hidden"]
         hidden = jax.nn.silu(hidden[:, :, 0]) * hidden[:, :, 1]
         weight = declare(self, "down", down).astype(dtype)
-        axes = (ax.ACT_BATCH, ax.ACT_SEQ, ax.ACT_EMBED)
-        return placement.einsum("bsf,fd->bsd", hidden, weight, axes=axes)
+        wide = (ax.ACT_BATCH, ax.ACT_SEQ_INNER, ax.ACT_MLP)
+        product = Product("bsf,fd->bsd", weight, (ax.MLP, None), wide)
+        return into_stream(hidden, product, placement)

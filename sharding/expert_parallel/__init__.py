@@ -2,7 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """How rows reach the experts: the union of dispatchers, and the seam."""
 
+from sharding.expert_parallel.all_gather import AllGatherConfig as AllGatherConfig
+from sharding.expert_parallel.all_to_all import AllToAllConfig as AllToAllConfig
+from sharding.expert_parallel.all_to_all_dropping import (
+    AllToAllDroppingConfig as AllToAllDroppingConfig,
+)
+from sharding.expert_parallel.dispatch import DispatcherConfig as DispatcherConfig
 from sharding.expert_parallel.dispatch import expert_parallel as expert_parallel
+from sharding.expert_parallel.dispatched import ExpertAxes as ExpertAxes
+from sharding.expert_parallel.least_loaded import LeastLoadedConfig as LeastLoadedConfig
 from sharding.expert_parallel.local import LocalConfig as LocalConfig
-
-DispatcherConfig = LocalConfig

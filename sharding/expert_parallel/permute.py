@@ -74,6 +74,32 @@ def _permute_backward(inverse, gradient):
 permute_rows.defvjp(_permute_forward, _permute_backward)
 
 
+@jax.custom_vjp
+def move_rows(
+    rows: Float[Array, "m D"], sources: Int[Array, " n"], targets: Int[Array, " m"]
+) -> Float[Array, "n D"]:
+    """Moves rows to other places, of which there may be fewer or more; its gradient is a gather.
+
+    Args:
+        rows: each moves to one place at most.
+        sources: the row that comes to each place; m where none does, and the place is 0.
+        targets: the place of each row; n where it has none. `sources` read backwards.
+    """
+    return rows.at[sources].get(mode="fill", fill_value=0)
+
+
+def _move_forward(rows, sources, targets):
+    return move_rows(rows, sources, targets), (sources, targets)
+
+
+def _move_backward(places, gradient):
+    sources, targets = places
+    return move_rows(gradient, targets, sources), None, None
+
+
+move_rows.defvjp(_move_forward, _move_backward)
+
+
 def repeat_tokens(x: Float[Array, "T D"], top_k: int) -> Float[Array, "A D"]:
     """One row per token-major assignment: each token K times, its gradients summed over K."""
     rows_TKD = jnp.broadcast_to(x[:, None, :], (x.shape[0], top_k, x.shape[1]))

@@ -12,7 +12,9 @@ import math
 import jax
 from jax.sharding import Mesh
 
-from sharding import MeshConfig, make_mesh
+from jaxmoe.execution import ExecutionConfig
+from sharding import MeshConfig, MoEMesh, make_mesh
+from sharding.expert_parallel import AllGatherConfig, AllToAllConfig, LeastLoadedConfig
 from sharding.rules import RULES
 
 MESHES = {
@@ -32,3 +34,62 @@ def mesh_named(name: str) -> Mesh:
     """The mesh of this row, on the first devices of the eight."""
     config = MESHES[name]
     return make_mesh(config, jax.devices()[: math.prod(config.sizes)])
+
+
+EXECUTIONS = {
+    "tensor4": ExecutionConfig(mesh=MeshConfig(data=2, tensor=4)),
+    "expert8": ExecutionConfig(mesh=MeshConfig(expert=8)),
+    "data2_expert4": ExecutionConfig(mesh=MeshConfig(data=2, expert=4)),
+    "data2_expert2_tensor2": ExecutionConfig(mesh=MeshConfig(data=2, expert=2, tensor=2)),
+    "fold_expert8": ExecutionConfig(mesh=MeshConfig(data=2, tensor=4), fold=MoEMesh(expert=8)),
+    "fold_expert4": ExecutionConfig(mesh=MeshConfig(data=8), fold=MoEMesh(expert=4)),
+    "fold_expert4_tensor": ExecutionConfig(
+        mesh=MeshConfig(data=4, tensor=2), fold=MoEMesh(expert=4)
+    ),
+    "fold_expert2_tensor2": ExecutionConfig(
+        mesh=MeshConfig(replica=2, data=4), fold=MoEMesh(expert=2, expert_tensor=2)
+    ),
+    "expert8_all_gather": ExecutionConfig(mesh=MeshConfig(expert=8), dispatcher=AllGatherConfig()),
+    "expert8_all_to_all": ExecutionConfig(mesh=MeshConfig(expert=8), dispatcher=AllToAllConfig()),
+    "data2_expert4_chunks": ExecutionConfig(
+        mesh=MeshConfig(data=2, expert=4), dispatcher=AllToAllConfig(num_chunks=2)
+    ),
+    "data2_expert2_tensor2_all_to_all": ExecutionConfig(
+        mesh=MeshConfig(data=2, expert=2, tensor=2), dispatcher=AllToAllConfig()
+    ),
+    "fold_expert8_all_to_all": ExecutionConfig(
+        mesh=MeshConfig(data=2, tensor=4), fold=MoEMesh(expert=8), dispatcher=AllToAllConfig()
+    ),
+    "fold_expert4_tensor_all_gather": ExecutionConfig(
+        mesh=MeshConfig(data=4, tensor=2), fold=MoEMesh(expert=4), dispatcher=AllGatherConfig()
+    ),
+    "fold_expert2_tensor2_all_to_all": ExecutionConfig(
+        mesh=MeshConfig(replica=2, data=4),
+        fold=MoEMesh(expert=2, expert_tensor=2),
+        dispatcher=AllToAllConfig(),
+    ),
+    "data2_expert4_least_loaded": ExecutionConfig(
+        mesh=MeshConfig(data=2, expert=4),
+        dispatcher=LeastLoadedConfig(borrowed=2, threshold=1.0, min_rows=1),
+    ),
+    "fold_expert4_tensor_least_loaded": ExecutionConfig(
+        mesh=MeshConfig(data=4, tensor=2),
+        fold=MoEMesh(expert=4),
+        dispatcher=LeastLoadedConfig(borrowed=1, threshold=1.0, min_rows=1),
+    ),
+    "fold_expert2_tensor2_all_gather": ExecutionConfig(
+        mesh=MeshConfig(replica=2, data=4),
+        fold=MoEMesh(expert=2, expert_tensor=2),
+        dispatcher=AllGatherConfig(),
+    ),
+}
+"""Further meshes, for the model WIDE: see tests/test_jaxmoe/test_execution_invariance.py."""
+
+IN_SHORT = ("fold_expert4_tensor_all_gather", "data2_expert2_tensor2_all_to_all")
+"""Those that are no long proofs."""
+
+
+def mesh_of(execution: ExecutionConfig) -> Mesh:
+    """The mesh of an execution, on the first devices of the eight."""
+    devices = jax.devices()[: math.prod(execution.mesh.sizes)]
+    return make_mesh(execution.mesh, devices, fold=execution.fold)

@@ -16,7 +16,7 @@ from jaxmoe.models.transformer import initial_router_state
 from jaxmoe.training.state import TrainState
 from jaxmoe.training.step import make_train_step
 from sharding.distributed import global_batch
-from tests.support.meshes import MESHES, mesh_named
+from tests.support.meshes import MESHES, mesh_of
 from tests.support.models import BATCH, LENGTH
 
 SGD = optax.sgd(1.0)
@@ -49,7 +49,7 @@ def batch(loss_weight: float = 1.0) -> Batch:
     )
 
 
-def step_once(model, rows, *, parts=1, form="buffer", mesh=None):
+def step_once(model, rows, *, parts=1, form="buffer", mesh=None, execution=None):
     """Losses, gradient, load and new router state of one step from fresh router state.
 
     Args:
@@ -58,6 +58,7 @@ def step_once(model, rows, *, parts=1, form="buffer", mesh=None):
         parts: micro-batches.
         form: of the balance loss over them.
         mesh: a row of tests/support/meshes.py; no mesh when None.
+        execution: in place of such a row, with its mesh.
     """
     params = params_of(model)
     state = TrainState(
@@ -69,16 +70,18 @@ def step_once(model, rows, *, parts=1, form="buffer", mesh=None):
         skipped=jnp.zeros((), jnp.int32),
         skipped_in_a_row=jnp.zeros((), jnp.int32),
     )
-    execution = ExecutionConfig() if mesh is None else ExecutionConfig(mesh=MESHES[mesh])
+    if mesh is not None:
+        execution = ExecutionConfig(mesh=MESHES[mesh])
+    made = None if execution is None else mesh_of(execution)
     step = make_train_step(
         model, SGD, execution=execution, accumulation=parts, clip=None, accumulated_balance=form
     )
-    if mesh is None:
+    if made is None:
         state, metrics = step(state, rows)
     else:
-        with jax.set_mesh(mesh_named(mesh)):
-            placed = jax.device_put(state, jax.sharding.NamedSharding(mesh_named(mesh), jax.P()))
-            state, metrics = step(placed, global_batch(rows, mesh_named(mesh)))
+        with jax.set_mesh(made):
+            placed = jax.device_put(state, jax.sharding.NamedSharding(made, jax.P()))
+            state, metrics = step(placed, global_batch(rows, made))
     assert not metrics.is_skipped
     return {
         "loss": metrics.loss,

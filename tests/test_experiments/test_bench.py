@@ -153,3 +153,35 @@ def test_bad_sizes(arguments, message, capsys):
         bench.main(arguments)
     assert stopped.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_chunks(tmp_path, capsys, monkeypatch):
+    """Operations of a layer on 8 devices, each measured on all of its tokens and on a half."""
+    monkeypatch.setattr("experiments.bench_chunks.PARTS", (1, 2))
+    sizes = ("--tokens", "8", "--num_experts", "8", "--top_k", "2", "--width", "4")
+    more = ("--expert_dim", "4", "--dtype", "float32", "--rounds", "1")
+    summary = _summary(tmp_path, "chunks", *sizes, *more)
+    assert summary["devices"] == {"expert": 8, "expert_tensor": 1}
+    assert list(summary["costs"]) == ["all_to_all", "experts"]  # nothing to gather
+    assert [row["chunks"] for row in summary["rows"]] == [1, 2]
+    assert all(row["measured_seconds"] > 0 for row in summary["rows"])
+    costs = summary["costs"].values()
+    exchanged, computed = (cost["alpha"] + cost["beta"] for cost in costs)
+    assert summary["rows"][0]["predicted_seconds"] == pytest.approx(2 * exchanged + computed)
+    assert 8 % summary["num_chunks"] == 0
+    assert f"--execution.dispatcher.num_chunks {summary['num_chunks']}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--tokens", "12"), "tokens=12 must be a multiple of 8"),
+        (("--top_k", "65"), "top_k=65 must not exceed num_experts=64"),
+        (("--expert_tensor", "3"), "expert_dim=256 must be divisible by expert_tensor=3"),
+        (("--expert", "3"), "mesh (expert=3) needs 3 devices, there are 8"),
+    ],
+)
+def test_chunks_refused_in_words(tmp_path, capsys, arguments, words):
+    with pytest.raises(SystemExit, match="2"):
+        bench.main(["chunks", *arguments, "--run.directory", str(tmp_path / "run")])
+    assert words in " ".join(capsys.readouterr().err.split())  # which has been wrapped

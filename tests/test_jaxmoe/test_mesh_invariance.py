@@ -258,7 +258,7 @@ def test_capacity_drops_the_same_on_every_mesh(mesh):
     with jax.set_mesh(mesh_named(mesh)):
         everywhere = jax.device_put(params, PartitionSpec())
         y, statistics = whole_layer(LIMITED, execution)(everywhere, placed["x"], placed["mask"])
-    assert y.sharding.spec == PartitionSpec(BATCH_AXES, "seq", None)
+    assert y.sharding.spec == PartitionSpec(BATCH_AXES, ("seq", "tensor"), None)
     assert_close((y, statistics), wanted, "end_to_end")
     assert statistics.kept.tolist() == wanted[1].kept.tolist()
 

@@ -12,8 +12,11 @@ import functools
 
 import pytest
 
+from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import MoEConfig
 from jaxmoe.routing import METHODS, BipConfig, CouplingConfig, SinkhornConfig, SoftmaxTopKConfig
+from sharding import MeshConfig, MoEMesh
+from sharding.expert_parallel import AllToAllConfig
 from tests.support.models import TINY
 from tests.support.one_step import batch, step_once
 from tests.support.tolerances import assert_close
@@ -54,6 +57,23 @@ def model_of(name):
 def test_the_same_on_a_mesh(name):
     done = step_once(model_of(name), batch(), mesh="replica2_data2_expert2")
     assert_close(done, on_one_device(name), "end_to_end")
+
+
+FOLDED = ExecutionConfig(
+    mesh=MeshConfig(data=4, tensor=2), fold=MoEMesh(expert=4), dispatcher=AllToAllConfig()
+)
+"""Positions cut in two, experts over parts of both axes, rows in an all-to-all."""
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_is_the_same_on_a_folded_mesh(name):
+    model = dataclasses.replace(TINY, moe=method(name))
+    if name == "soft_moe":
+        with pytest.raises(ValueError, match="^model.moe.router 'soft_moe' mixes whole sequences"):
+            step_once(model, batch(), execution=FOLDED)
+        return
+    done = step_once(model, batch(), execution=FOLDED)
+    assert_close(done, step_once(model, batch()), "end_to_end")
 
 
 @pytest.mark.parametrize("name", BY_ROWS)

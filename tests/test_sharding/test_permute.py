@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sharding.assignments import Assignments, combine
-from sharding.expert_parallel import LocalConfig, expert_parallel
+from sharding.expert_parallel import ExpertAxes, LocalConfig, expert_parallel
 from sharding.expert_parallel.permute import loads, permute_rows, repeat_tokens, sort_by_expert
 from tests.support.tolerances import assert_close
 
@@ -149,13 +149,18 @@ def test_the_local_dispatcher_sends_each_row_to_its_expert(key, is_token_major):
     assignments = assignments_of(key, is_token_major)
     x = jax.random.normal(key, (4, 5))
 
-    def experts(rows, group_sizes):
+    def experts(weights, rows, group_sizes):
         ends = jnp.cumsum(group_sizes)
         expert = jnp.searchsorted(ends, jnp.arange(rows.shape[0]), side="right")
-        scale = jnp.where(expert < 3, expert + 1, 0).astype(jnp.float32)
+        scale = weights.at[expert].get(mode="fill", fill_value=0)
         return rows * scale[:, None]
 
-    result = expert_parallel(x, assignments, experts, num_experts=3, config=LocalConfig())
+    scales = jnp.asarray([1.0, 2.0, 3.0])
+    given = (x, assignments, experts, scales)
+    result, dropped = expert_parallel(
+        *given, num_experts=3, config=LocalConfig(), axes=ExpertAxes()
+    )
+    assert dropped.tolist() == [0, 0, 0]
     wanted = np.zeros((4, 5), np.float32)
     for slot in range(8):
         token, expert = int(assignments.token_ids[slot]), int(assignments.expert_ids[slot])

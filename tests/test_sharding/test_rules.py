@@ -23,10 +23,12 @@ def test_a_rule_set_speaks_of_every_logical_axis_once(name):
 
 def test_resolve():
     assert DATA_PARALLEL.resolve(("embed", "mlp")) == PartitionSpec(None, "tensor")
-    assert FULLY_SHARDED.resolve(("embed", "mlp")) == PartitionSpec("data", "tensor")
-    assert FULLY_SHARDED.resolve(("experts", "embed", "gate_up", "expert_mlp")) == PartitionSpec(
-        "expert", "data", None, "tensor"
+    assert FULLY_SHARDED.resolve(("embed", "mlp")) == PartitionSpec(
+        ("data", "expert", "seq"), "tensor"
     )
+    assert FULLY_SHARDED.resolve(
+        ("experts", "expert_embed", "gate_up", "expert_mlp")
+    ) == PartitionSpec("expert", ("data", "seq"), None, "tensor")
     assert DATA_PARALLEL.resolve(("act_batch", None)) == PartitionSpec(BATCH_AXES, None)
     assert DATA_PARALLEL.resolve(()) == PartitionSpec()
 
@@ -59,9 +61,8 @@ def test_a_dimension_that_does_not_divide_is_refused():
     with refusal(text):
         FULLY_SHARDED.check_divides("blocks/down", (7, 8), ("mlp", "embed"), shape)
     text = (
-        "tokens: the dimension 'act_batch' of size 6 must be divisible by mesh.replica=1 x"
-        " mesh.data=4 x mesh.expert=1: choose a multiple of 4, another mesh, or rules that do not"
-        " spread 'act_batch'"
+        "tokens: the dimension 'act_batch' of size 6 must be divisible by mesh.data=4:"
+        " choose a multiple of 4, another mesh, or rules that do not spread 'act_batch'"
     )
     with refusal(text):
         FULLY_SHARDED.check_divides("tokens", (6, 5), ("act_batch", None), shape)

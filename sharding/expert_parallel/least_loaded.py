@@ -1,0 +1,164 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""The least-loaded dispatcher: full devices lend experts, with the rows for them, to others.
+
+    counts    all-gather of E integers from each device, the same plan on all of them
+    rows      there and back as in `all_to_all`, with e + slots groups on each device
+    weights   of lent experts to those who borrow them, gradients back
+
+Every device then computes the rows of its own experts and of borrowed ones, and by the plan's bound
+none has many more than the mean, however few experts the router likes. Exact: what is computed is
+what `all_to_all` computes, elsewhere. While the busiest device has less than `threshold` times the
+mean nothing is lent, no weights travel, and rows go where `all_to_all` sends them.
+
+    bytes     of rows: those of `sharding/expert_parallel/all_to_all.py`, with C = min(A, T (e +
+              slots)); of counts: (P - 1) E + (P - 1) P (e + slots) integers; of weights:
+              `sharding/expert_parallel/borrowed_weights.py`
+    memory    `slots` experts and their gradients on each device, whether or not they are used
+
+On arrival there is a place for the worst case, as shapes are static: what falls is the time of the
+busiest device, not the size of the buffers. Least-Loaded Expert Parallelism, arXiv 2601.17111.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from sharding.assignments import Assignments
+from sharding.expert_parallel.borrowed_weights import with_borrowed
+from sharding.expert_parallel.dispatched import Dispatched, ExpertAxes
+from sharding.expert_parallel.least_loaded_plan import Plan, ThresholdPer, make_plan
+from sharding.expert_parallel.local import assigned_rows
+from sharding.expert_parallel.permute import sort_by_expert
+from sharding.expert_parallel.transport import Transport, exchange
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class LeastLoadedConfig:
+    """Rows travel to the device of their expert, or to one that borrows it; none is dropped."""
+
+    name: ClassVar[str] = "least_loaded"
+    spreads_experts: ClassVar[bool] = True
+    gathers_tokens: ClassVar[bool] = False
+
+    borrowed: int = 4
+    """Experts that a device may borrow: memory for so many more on each."""
+    threshold: float = 1.3
+    """Largest load over the mean from which on experts are lent."""
+    threshold_per: ThresholdPer = "device"
+    """Whose load that is; of experts the ratio is reached earlier, also where no device is full."""
+    capacity_factor: float = 1.0
+    """Rows that a device is to compute at most, in even shares."""
+    min_rows: int = 1024
+    """The fewest rows worth a copy of an expert's weights, unless no others remain."""
+    transport: Transport | None = None
+    """ragged: nothing but rows, on accelerators; equal: blocks of the worst case, everywhere; None:
+    ragged where it exists."""
+
+    def __post_init__(self):
+        where = "execution.dispatcher"
+        if self.borrowed < 1:
+            raise ValueError(
+                f"{where}.borrowed={self.borrowed} must be at least 1: without borrowed experts"
+                " choose all_to_all"
+            )
+        for field in ("threshold", "capacity_factor"):
+            value = getattr(self, field)
+            if not 1.0 <= value < math.inf:
+                raise ValueError(
+                    f"{where}.{field}={value} must be a number of at least 1, which is the mean"
+                )
+        if self.min_rows < 1:
+            raise ValueError(
+                f"{where}.min_rows={self.min_rows} must be at least 1: any are worth it"
+            )
+
+
+def dispatch_least_loaded(
+    x: Float[Array, "T D"],
+    assignments: Assignments,
+    weights: Any,
+    *,
+    num_experts: int,
+    axes: ExpertAxes,
+    config: LeastLoadedConfig,
+) -> Dispatched:
+    """Sends each row to the device that is to compute it, and borrows what this one lacks.
+
+    Args:
+        x: the tokens of this device.
+        assignments: of these tokens, whose experts differ.
+        weights: of the experts held here.
+        num_experts: E.
+        axes: where experts lie.
+        config: when and how much is lent, and whose transport is taken.
+    """
+    held, devices = axes.experts_held(num_experts), jax.lax.axis_size(axes.expert)
+    order = sort_by_expert(assignments.expert_ids, num_experts)
+    counts = jax.lax.all_gather(order.group_sizes, axes.expert)  # [P E], by sender
+    plan = make_plan(
+        counts.sum(0),
+        num_devices=devices,
+        slots=min(config.borrowed, num_experts - held),
+        capacity_factor=config.capacity_factor,
+        min_rows=config.min_rows,
+        threshold=config.threshold,
+        threshold_per=config.threshold_per,
+    )
+    groups = held + plan.borrowed.shape[1]
+    starts = _first_rows(counts, axes) + order.group_sizes - jnp.cumsum(order.group_sizes)
+    ranks = order.inverse + starts.at[assignments.expert_ids].get(mode="clip")
+    sent = exchange(
+        assigned_rows(x, assignments),
+        group_of_each_row(assignments.expert_ids, ranks, plan),
+        num_experts=devices * groups,
+        most=min(ranks.shape[0], x.shape[0] * groups),
+        axes=axes,
+        transport=config.transport,
+    )
+    return Dispatched(
+        rows=sent.rows,
+        group_sizes=sent.group_sizes,
+        weights=with_borrowed(weights, plan, axes.expert),
+        undo=sent.undo,
+        dropped=jnp.zeros((num_experts,), jnp.float32),
+    )
+
+
+def _first_rows(counts: Int[Array, "P E"], axes: ExpertAxes) -> Int[Array, " E"]:
+    """Rows of each expert that the devices before this one send."""
+    before = jnp.cumsum(counts, 0) - counts
+    return jax.lax.dynamic_index_in_dim(before, jax.lax.axis_index(axes.expert), keepdims=False)
+
+
+def group_of_each_row(
+    expert_ids: Int[Array, " A"], ranks: Int[Array, " A"], plan: Plan
+) -> Int[Array, " A"]:
+    """Where each row is computed: device p has the groups from p (e + slots) on, own experts first.
+
+    Args:
+        expert_ids: in [0, E].
+        ranks: of each row among the rows of its expert, over all devices.
+        plan: the parts, in order of devices.
+
+    Returns:
+        In [0, P (e + slots)], the largest where the slot is empty.
+    """
+    (num_experts, devices), slots = plan.rows.shape, plan.borrowed.shape[1]
+    held = num_experts // devices
+    ends = jnp.cumsum(plan.rows, 1).at[expert_ids].get(mode="clip")  # [A P]
+    device = (ends <= ranks[:, None]).sum(1, dtype=jnp.int32)
+    experts = jnp.arange(num_experts, dtype=jnp.int32)[:, None, None]
+    behind = held + jnp.arange(slots, dtype=jnp.int32)[None, None, :]
+    guests = jnp.where(plan.borrowed[None] == experts, behind, 0).sum(2)  # [E P]
+    is_home = experts[..., 0] // held == jnp.arange(devices, dtype=jnp.int32)[None, :]
+    places = jnp.where(is_home, experts[..., 0] % held, guests)
+    place = places.at[expert_ids, device].get(mode="clip")
+    group = device * (held + slots) + place
+    return jnp.where(expert_ids < num_experts, group, devices * (held + slots))

@@ -1,0 +1,188 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Which rows of an expert are computed where: the plan of least-loaded expert parallelism.
+
+P devices hold e = E / P experts each; n[g] rows are for expert g, N in all. Nothing is planned
+unless the busiest device (or expert) has at least `threshold` times the mean. Then no device is to
+compute more than
+
+    cap = ceil(capacity_factor * N / P)
+
+rows. Experts are looked at from the fullest to the emptiest; one whose device has more than `cap`
+gives up what is too much, or all it has. Of the other devices the least loaded takes what it has
+room for, then the next, until everything is placed; but fewer than `min_rows` rows are not worth
+a copy of the weights unless they are the last, and where only such places are left one device, the
+least loaded, takes all the rest.
+
+A device borrows `slots` experts at most, for the shapes are static; one without a free slot is
+passed over, and the rest goes to one device only within the bound below. What finds no place stays
+at home. So every device computes at most
+
+    max(what its own experts have, cap + (P - 2) (min_rows - 1))
+
+rows, and with slots enough (E - e always are) the second alone: the rest is no more than the room
+of the other P - 1 devices together, at most min_rows - 1 on each, and one of these rooms is where
+it goes.
+
+Rows of an expert are counted device after device of those that send them. The devices that compute
+take consecutive parts, in the same order: of an expert that all devices like alike, each keeps most
+of the rows it has. Every device makes the same plan from the same counts, in as many steps as
+experts are lent; it is of integers and has no gradient. How rows and weights then travel:
+`sharding/expert_parallel/least_loaded.py`. To add another plan: a function that returns a `Plan`.
+
+Least-Loaded Expert Parallelism, arXiv 2601.17111; the slots and the order of parts are ours. The
+paper's threshold is of experts, its code's of devices. Of experts the ratio is never the smaller
+one; where it alone is reached, no device has more than `threshold` times the mean anyway.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from fractions import Fraction
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+from pallas_kernels.jax_versions import match_varying
+
+ThresholdPer = Literal["device", "expert"]
+
+
+# Not checked at run time: JAX also fills it with placeholders, where a gradient has none.
+@typing.no_type_check
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What every device computes, and what it borrows for it."""
+
+    rows: Int[Array, "E P"]
+    """Rows of each expert on each device."""
+    borrowed: Int[Array, "P slots"]
+    """Expert in each slot; E where there is none."""
+    lent: Int[Array, " E"]
+    """Every expert that somebody borrows, once; E behind them."""
+    num_lent: Int[Array, ""]
+    """How many those are."""
+
+
+class _State(NamedTuple):
+    """The plan so far."""
+
+    turn: Int[Array, ""]
+    """Of the next expert to be looked at."""
+    load: Int[Array, " P"]
+    """Rows that each device would compute."""
+    used: Int[Array, " P"]
+    """Slots in use."""
+    plan: Plan
+
+
+def make_plan(
+    loads: Int[Array, " E"],
+    *,
+    num_devices: int,
+    slots: int,
+    capacity_factor: float = 1.0,
+    min_rows: int = 1024,
+    threshold: float = 1.3,
+    threshold_per: ThresholdPer = "device",
+) -> Plan:
+    """Divides the rows of all experts among devices.
+
+    Args:
+        loads: rows of each expert, over all devices.
+        num_devices: P, which divides E.
+        slots: experts that a device may borrow.
+        capacity_factor: at least 1, taken to the nearest thousandth.
+        min_rows: the fewest worth borrowing an expert for, at least 1.
+        threshold: largest load over the mean from which on anything is planned.
+        threshold_per: whose load.
+    """
+    num_experts, held = loads.shape[0], loads.shape[0] // num_devices
+    home = jnp.arange(num_experts, dtype=jnp.int32) // jnp.int32(held)
+    is_home = home[:, None] == jnp.arange(num_devices, dtype=jnp.int32)[None, :]
+    rows = jnp.where(is_home, loads.astype(jnp.int32)[:, None], 0)
+    cap = _cap(rows.sum(), num_devices, capacity_factor)
+    by_load = jnp.argsort(-loads, stable=True)
+    turns = jnp.argsort(by_load).astype(jnp.int32)
+
+    def are_waiting(state: _State) -> Bool[Array, " E"]:
+        return (turns >= state.turn) & (state.load[home] > cap) & (loads > 0)
+
+    def spill(state: _State) -> _State:
+        expert = jnp.argmin(jnp.where(are_waiting(state), turns, num_experts)).astype(jnp.int32)
+        surplus = jnp.minimum(loads[expert], state.load[home[expert]] - cap)
+        is_open = ~is_home[expert] & (state.used < slots)
+        room = jnp.where(is_open, cap - state.load, jnp.iinfo(jnp.int32).min)
+        taken = _place(surplus, room, min_rows)
+        return _with(state, expert, taken, is_home[expert], turns[expert])
+
+    borrowed = jnp.full((num_devices, slots), num_experts, jnp.int32)
+    lent = jnp.full((num_experts,), num_experts, jnp.int32)
+    start = _State(
+        turn=jnp.where(_is_uneven(rows, threshold, threshold_per), 0, num_experts),
+        load=rows.sum(0),
+        used=jnp.zeros((num_devices,), jnp.int32),
+        plan=Plan(rows, borrowed, lent, jnp.int32(0)),
+    )
+    start = jax.tree.map(lambda part: match_varying(part.astype(jnp.int32), rows), start)
+    return jax.lax.while_loop(lambda state: are_waiting(state).any(), spill, start).plan
+
+
+def _place(surplus: Int[Array, ""], room: Int[Array, " P"], min_rows: int) -> Int[Array, " P"]:
+    """How much of the surplus each device takes; where `room` is not positive, none."""
+    order = jnp.argsort(-jnp.maximum(room, 0), stable=True)
+    space = jnp.maximum(room, 0)[order]
+    rest = jnp.maximum(surplus - (jnp.cumsum(space) - space), 0)
+    is_worth_it = (space > 0) & ((space >= rest) | (space >= min_rows))
+    chunks = jnp.where(jnp.cumprod(is_worth_it) > 0, jnp.minimum(space, rest), 0)
+    taken = jnp.zeros_like(room).at[order].set(chunks)
+    rest = surplus - taken.sum()
+    least_loaded = jnp.argmax(room - taken)
+    left = (room - taken)[least_loaded]
+    is_bounded = (left >= 0) & (rest - left <= (room.shape[0] - 2) * (min_rows - 1))
+    return taken.at[least_loaded].add(jnp.where(is_bounded, rest, 0))
+
+
+def _with(
+    state: _State,
+    expert: Int[Array, ""],
+    taken: Int[Array, " P"],
+    is_home: Bool[Array, " P"],
+    turn: Int[Array, ""],
+) -> _State:
+    """The state when these devices have taken so many rows of the expert from its home."""
+    plan, slots = state.plan, state.plan.borrowed.shape[1]
+    moved = taken - jnp.where(is_home, taken.sum(), 0)
+    is_borrower = taken > 0
+    devices = jnp.arange(taken.shape[0], dtype=jnp.int32)
+    slot = jnp.where(is_borrower, state.used, slots)
+    is_lent = is_borrower.any()
+    place = jnp.where(is_lent, plan.num_lent, plan.lent.shape[0])
+    plan = Plan(
+        rows=plan.rows.at[expert].add(moved),
+        borrowed=plan.borrowed.at[devices, slot].set(expert, mode="drop"),
+        lent=plan.lent.at[place].set(expert, mode="drop"),
+        num_lent=plan.num_lent + is_lent.astype(jnp.int32),
+    )
+    used = state.used + is_borrower.astype(jnp.int32)
+    return _State(turn + 1, state.load + moved, used, plan)
+
+
+def _cap(total: Int[Array, ""], num_devices: int, capacity_factor: float) -> Int[Array, ""]:
+    """ceil(capacity_factor * total / num_devices), in integers: floats are short of rows."""
+    factor = Fraction(capacity_factor).limit_denominator(1000)
+    parts = num_devices * factor.denominator
+    whole, rest = total // parts, total % parts
+    return whole * factor.numerator - (-rest * factor.numerator) // parts
+
+
+def _is_uneven(
+    rows: Int[Array, "E P"], threshold: float, threshold_per: ThresholdPer
+) -> Bool[Array, ""]:
+    counts = (rows.sum(0) if threshold_per == "device" else rows.sum(1)).astype(jnp.float32)
+    largest = counts.max() * jnp.float32(counts.shape[0])
+    return largest / jnp.maximum(counts.sum(), 1.0) >= threshold

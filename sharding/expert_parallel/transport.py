@@ -1,0 +1,249 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""How rows travel to their experts and back: two ways through the same door, `exchange`.
+
+P devices, sender s, receiver r; n[s, g] rows of sender s are for expert g of E, e = E / P of which
+each receiver holds. All devices first share n, an all-gather of (P - 1) E integers received. Then
+
+    ragged   jax.lax.ragged_all_to_all, one slice for every pair of sender and expert: a device
+             sends the rows it has for others and nothing else, about (P - 1)/P K T of D values.
+             They land sorted by expert:
+                 row 0 of (s, g) lands at    sum_{h < g, same receiver} sum_q n[q, h]
+                                           + sum_{q < s} n[q, g]
+             On accelerators only.
+    equal    jax.lax.all_to_all of equal blocks of C rows, (P - 1) C D values from each device
+             however few are filled, and a sort by expert on arrival. Everywhere.
+
+The way back is the same with sender and receiver exchanged, and the gradient of each way is the
+other one. `C` is the most that may travel between two devices; P C rows have a place on arrival.
+
+JAX's own gradient of a ragged exchange first asks, in two small ones, where rows came from; here
+that is known. The ragged form has been compiled for TPUs and compared, in value and gradient, on an
+emulation of the primitive; no accelerator has run it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Callable
+from functools import partial
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.jax_versions import match_varying
+from sharding.expert_parallel.dispatched import ExpertAxes
+from sharding.expert_parallel.permute import (
+    Permutation,
+    move_rows,
+    permute_rows,
+    sort_by_expert,
+)
+
+Transport = Literal["ragged", "equal"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class TransportChoice:
+    """A transport and the reason why it was picked."""
+
+    transport: Transport
+    reason: str
+
+
+def choose_transport(requested: Transport | None = None) -> TransportChoice:
+    """The transport that a dispatcher with `transport=requested` uses, and why.
+
+    Inside an island it is the mesh that says for which platform the program is, so that a plan for
+    devices which are not there is the program that will run; without one, this process's devices.
+
+    Args:
+        requested: a name, or None for the one that sends least where it runs.
+
+    Raises:
+        ValueError: it does not run there.
+    """
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    platform = jax.default_backend() if device is None else device.platform
+    if requested is None and platform == "cpu":
+        reason = "a ragged all-to-all does not exist on cpu"
+        return TransportChoice(transport="equal", reason=reason)
+    if requested is None:
+        return TransportChoice(transport="ragged", reason="it sends nothing but rows")
+    if requested == "ragged" and platform == "cpu":
+        raise ValueError(
+            "execution.dispatcher.transport='ragged' does not exist on cpu: set it to 'equal', or"
+            " to None, which picks what runs"
+        )
+    return TransportChoice(transport=requested, reason="asked for by name")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Exchanged:
+    """Rows where their experts are."""
+
+    rows: Float[Array, "R D"]
+    """Sorted by expert."""
+    group_sizes: Int[Array, " e"]
+    """Rows of each expert held here."""
+    undo: Callable[[Float[Array, "R D"]], Float[Array, "A D"]]
+    """Outputs back at their senders, 0 for empty slots."""
+
+
+def exchange(
+    rows: Float[Array, "A D"],
+    expert_ids: Int[Array, " A"],
+    *,
+    num_experts: int,
+    most: int,
+    axes: ExpertAxes,
+    transport: Transport | None,
+) -> Exchanged:
+    """Sends each row to the device of its expert.
+
+    Args:
+        rows: of this device.
+        expert_ids: of the rows, in [0, E]; nothing is sent for E.
+        num_experts: E.
+        most: C, at least what any device has for any other.
+        axes: where experts lie.
+        transport: see above.
+    """
+    held = axes.experts_held(num_experts)
+    order = sort_by_expert(expert_ids, num_experts)
+    sizes = jax.lax.all_gather(order.group_sizes, axes.expert)  # [P E], by sender
+    travel = _ragged if choose_transport(transport).transport == "ragged" else _equal
+    return travel(rows, expert_ids.astype(jnp.int32), order, sizes, held, most, axes.expert)
+
+
+def _ragged(
+    rows: Float[Array, "A D"],
+    expert_ids: Int[Array, " A"],
+    order: Permutation,
+    sizes: Int[Array, "P E"],
+    held: int,
+    most: int,
+    axes: tuple[str, ...],
+) -> Exchanged:
+    del expert_ids
+    devices = sizes.shape[0]
+    by_receiver = sizes.sum(0).reshape(devices, held)
+    # Where the rows of each pair of sender and expert start: at the sender, at the receiver.
+    leaves = _starts(sizes)
+    lands = _starts(by_receiver).reshape(1, -1) + jnp.cumsum(sizes, 0) - sizes
+    (sent, received), (leave_here, left_there), (land_there, landed_here) = (
+        _of_this_device(table, held, axes) for table in (sizes, leaves, lands)
+    )
+    there = _Slices(leave_here, sent, land_there, received, num_rows=devices * most)
+    back = _Slices(landed_here, received, left_there, sent, num_rows=rows.shape[0])
+    return Exchanged(
+        rows=_travel(permute_rows(rows, order.order, order.inverse), there, back, axes),
+        group_sizes=received.reshape(devices, held).sum(0),
+        undo=lambda outputs: permute_rows(
+            _travel(outputs, back, there, axes), order.inverse, order.order
+        ),
+    )
+
+
+def _equal(
+    rows: Float[Array, "A D"],
+    expert_ids: Int[Array, " A"],
+    order: Permutation,
+    sizes: Int[Array, "P E"],
+    held: int,
+    most: int,
+    axes: tuple[str, ...],
+) -> Exchanged:
+    devices, nowhere = sizes.shape[0], sizes.shape[0] * most
+    sent, received = (part.reshape(devices, held) for part in _of_this_device(sizes, held, axes))
+    # Sorted by expert, rows are sorted by receiver: its block holds them from `starts` on.
+    starts = _starts(sent.sum(1)[None])[0]
+    places = jnp.arange(most, dtype=jnp.int32)[None, :]
+    slots = order.order.at[starts[:, None] + places].get(mode="clip")
+    slots = jnp.where(places < sent.sum(1)[:, None], slots, rows.shape[0]).reshape(-1)
+    receiver = jnp.minimum(expert_ids // held, devices - 1)
+    targets = receiver * most + order.inverse - starts[receiver]
+    targets = jnp.where(expert_ids < sizes.shape[1], targets, nowhere)
+
+    # On arrival every block is sorted by expert, and what it lacks of C rows belongs to none.
+    missing = most - received.sum(1, keepdims=True)
+    runs = jnp.concatenate([received, missing], 1).reshape(-1)
+    owners = jnp.tile(jnp.arange(held + 1, dtype=jnp.int32), devices)
+    regroup = sort_by_expert(jnp.repeat(owners, runs, total_repeat_length=nowhere), held)
+
+    def swap(blocks: Array) -> Array:
+        return jax.lax.all_to_all(blocks, axes, split_axis=0, concat_axis=0, tiled=True)
+
+    def undo(outputs: Array) -> Array:
+        return move_rows(
+            swap(permute_rows(outputs, regroup.inverse, regroup.order)), targets, slots
+        )
+
+    arrived = swap(move_rows(rows, slots, targets))
+    return Exchanged(
+        rows=permute_rows(arrived, regroup.order, regroup.inverse),
+        group_sizes=regroup.group_sizes,
+        undo=undo,
+    )
+
+
+def _starts(sizes: Int[Array, "n m"]) -> Int[Array, "n m"]:
+    """Where each of consecutive runs begins, row by row."""
+    return jnp.cumsum(sizes, 1) - sizes
+
+
+def _of_this_device(
+    table: Int[Array, "P E"], held: int, axes: tuple[str, ...]
+) -> tuple[Int[Array, " E"], Int[Array, " n"]]:
+    """Of a table by sender and expert: what this device sends; what it receives, by sender."""
+    device = jax.lax.axis_index(axes).astype(jnp.int32)
+    received = jax.lax.dynamic_slice_in_dim(table, device * jnp.int32(held), held, axis=1)
+    return jax.lax.dynamic_index_in_dim(table, device, keepdims=False), received.reshape(-1)
+
+
+# Not checked at run time: tree functions also fill it with what is no array.
+@typing.no_type_check
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Slices:
+    """What `jax.lax.ragged_all_to_all` is told: slices by receiver, and at the end by sender."""
+
+    input_offsets: Int[Array, " E"]
+    send_sizes: Int[Array, " E"]
+    output_offsets: Int[Array, " E"]
+    recv_sizes: Int[Array, " E"]
+    num_rows: int = dataclasses.field(metadata={"static": True})
+    """On arrival."""
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _travel(
+    rows: Float[Array, "n D"], there: _Slices, back: _Slices, axes: tuple[str, ...]
+) -> Float[Array, "m D"]:
+    """The rows of these slices, and 0 between them; the gradient takes the way back."""
+    del back
+    empty = match_varying(jnp.zeros((there.num_rows, rows.shape[1]), rows.dtype), rows)
+    return jax.lax.ragged_all_to_all(
+        rows,
+        empty,
+        there.input_offsets,
+        there.send_sizes,
+        there.output_offsets,
+        there.recv_sizes,
+        axis_name=axes,
+    )
+
+
+def _travel_forward(rows, there, back, axes):
+    return _travel(rows, there, back, axes), (there, back)
+
+
+def _travel_backward(axes, ways, gradient):
+    there, back = ways
+    return _travel(gradient, back, there, axes), None, None
+
+
+_travel.defvjp(_travel_forward, _travel_backward)

@@ -1,0 +1,162 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Specs for somebody else's parameters: two rules that read names and shapes (Redco, 2310.16355).
+
+A tree of a model that knows nothing of meshes, and a mesh of two Auto axes, (data, tensor). Biases,
+gains and all other vectors are whole on every device. Of a matrix [..., inputs, outputs]
+
+    attention      what makes queries, keys and values is split by its outputs, and what reads their
+                   result by its inputs: between the two, each device has whole heads.
+    other layers   alternately, within one module: by outputs, then by inputs. Names overrule the
+                   turn: up, gate, wi, in by outputs; down, wo, out by inputs.
+
+So a pair of layers needs one sum over the tensor axis, when it has come through the second. Tables
+of embeddings are split by their rows, the vocabulary, and heads over it by their outputs. A
+dimension that does not divide leaves the matrix whole. Optimiser states lie as their parameters.
+
+Redco takes the last dimension that divides. Here arrays of three dimensions in attention, [inputs,
+heads, width] and [heads, width, outputs], are split by heads, where the last one would cut each
+head; and no other dimension than that of the rule is ever taken: it would need a sum of its own.
+Leading dimensions, of a stack of layers or experts, are not split.
+
+It cannot see what names and shapes do not say: how many heads a matrix [inputs, heads * width] has
+(too few for the axis are cut through, which is right but slow), that such matrices are stacked, or
+that a table is none of tokens. Those go into `overrides`.
+
+To add a name: a row in OUTPUTS, INPUTS, ROWS or WHOLE.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, PartitionSpec
+
+from sharding.axes import DATA, TENSOR
+from sharding.topology import device_array
+
+# Words of a module's name, split at underscores, digits kept: "q_proj", "fc_in", "wi_0", "lm_head".
+OUTPUTS = {
+    *("q", "k", "v", "query", "key", "value", "qkv", "up", "gate", "wi", "in", "fc1", "w1", "w3"),
+    "head",
+}
+INPUTS = {"o", "out", "output", "down", "wo", "fc2", "w2"}
+ROWS = {"embed", "embedding", "embeddings", "wte", "shared"}
+WHOLE = {"bias", "position", "positions", "wpe", "router"}
+# What a leaf is called that is a matrix of the module around it.
+_LEAVES = {"kernel", "weight", "w", "embedding"}
+
+
+def foreign_mesh(*, tensor: int = 1, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """An Auto mesh (data, tensor) for a model that states no shardings.
+
+    Args:
+        tensor: devices that share each layer; the others share the batch.
+        devices: all devices of all processes when None.
+
+    Raises:
+        ValueError: the devices do not divide by `tensor`.
+    """
+    devices = list(jax.devices() if devices is None else devices)
+    if tensor < 1 or len(devices) % tensor:
+        divisors = [n for n in range(1, len(devices) + 1) if len(devices) % n == 0]
+        raise ValueError(
+            f"tensor={tensor} must divide the {len(devices)} devices: choose one of"
+            f" {', '.join(map(str, divisors))}"
+        )
+    sizes = {DATA: len(devices) // tensor, TENSOR: tensor}
+    array = device_array(sizes, devices, slice_axis=DATA, ring_axes=())
+    return Mesh(array, (DATA, TENSOR), axis_types=(AxisType.Auto,) * 2)
+
+
+def foreign_specs(
+    params: Any, tensor: int, *, overrides: Mapping[str, PartitionSpec] | None = None
+) -> Any:
+    """A tree of PartitionSpec by the two rules.
+
+    Args:
+        params: tree of arrays, or of anything with a shape.
+        tensor: devices of the tensor axis.
+        overrides: {regular expression: spec}; the first that is found in a path ("layers/0/q/w")
+            decides for it.
+
+    Raises:
+        ValueError: an override that no path matches, or that does not fit the array.
+    """
+    overrides = dict(overrides or {})
+    leaves, structure = jax.tree_util.tree_flatten_with_path(params)
+    paths = [tuple(_word(key) for key in keys) for keys, _ in leaves]
+    unmatched = set(overrides)
+    turns: dict[tuple[str, ...], int] = {}
+    specs = []
+    for path, (_, leaf) in zip(paths, leaves, strict=True):
+        shape = tuple(np.shape(leaf))
+        found = next((e for e in overrides if re.search(e, "/".join(path))), None)
+        if found is None:
+            specs.append(_by_rule(path, shape, tensor, turns))
+        else:
+            unmatched.discard(found)
+            _check_fits("/".join(path), shape, overrides[found], tensor)
+            specs.append(overrides[found])
+    if unmatched:
+        near = ", ".join("/".join(path) for path in paths[:3])
+        raise ValueError(
+            f"overrides[{min(unmatched)!r}] is found in no path of the parameters: they are called"
+            f" {near} and so on"
+        )
+    return jax.tree.unflatten(structure, specs)
+
+
+def _by_rule(
+    path: tuple[str, ...],
+    shape: tuple[int, ...],
+    tensor: int,
+    turns: dict[tuple[str, ...], int],
+) -> PartitionSpec:
+    """The spec of one matrix; `turns` counts the unnamed layers of each module."""
+    module = path[:-1] if path and path[-1].lower() in _LEAVES else path
+    near = [set(re.split(r"[^a-z0-9]+", name.lower())) for name in module[-2:]]
+    words = near[-1] if near else set()
+    if len(shape) < 2 or set().union(*near) & WHOLE:
+        return PartitionSpec()
+    has_heads = len(shape) > 2 and any("att" in name.lower() for name in path)
+    outputs, inputs = (-2, -3) if has_heads else (-1, -2)
+    if words & ROWS or path[-1].lower() == "embedding":
+        dim = 0
+    elif words & INPUTS:
+        dim = inputs
+    elif words & OUTPUTS:
+        dim = outputs
+    else:
+        turn = turns.get(module[:-1], 0)
+        turns[module[:-1]] = turn + 1
+        dim = inputs if turn % 2 else outputs
+    dim %= len(shape)
+    if shape[dim] % tensor:
+        return PartitionSpec()
+    return PartitionSpec(*(TENSOR if d == dim else None for d in range(len(shape))))
+
+
+def _word(key: Any) -> str:
+    """Of a key of a dict, an index, an attribute."""
+    return str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key))))
+
+
+def _check_fits(path: str, shape: tuple[int, ...], spec: PartitionSpec, tensor: int) -> None:
+    if len(spec) > len(shape):
+        raise ValueError(
+            f"overrides: {spec} has {len(spec)} entries, and {path} has {len(shape)} dimensions"
+        )
+    for size, entry in zip(shape, spec, strict=False):
+        names = (entry,) if isinstance(entry, str) else tuple(entry or ())
+        parts = math.prod(tensor if name == TENSOR else 1 for name in names)
+        if size % parts:
+            raise ValueError(
+                f"overrides: {path} has a dimension of {size}, which must be divisible by"
+                f" tensor={tensor} to be split by {spec}"
+            )

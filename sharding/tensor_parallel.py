@@ -1,0 +1,140 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Tensor parallelism: where each activation lies, and the vocabulary in parts.
+
+With t devices on the tensor axis (Megatron-LM, arXiv 1909.08053; sequence-sharded norms, arXiv
+2205.05198) the residual stream is cut by positions, so that norms and additions are done once:
+
+    residual stream     [B S/t D]     norms, additions, routing
+      -> all-gather over t            one for attention, one for the feed-forward layer
+    inside a sublayer   [B S  N/t]    heads, hidden units
+      -> reduce-scatter over t        one each
+
+Each moves (t - 1) / t of B S D values, and the gradient goes the same ways back: what several
+products say of one input is added before it travels. Without rematerialisation the gathered input
+is kept for the backward pass, t times as large as the stream. The embedding and
+the head are cut by vocabulary; the logits [B S V/t] never travel: the loss needs three f32 numbers
+per token (`jaxmoe.training.loss`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from sharding import axes as ax
+from sharding.constrain import Placement
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Product:
+    """A product of activations and a weight."""
+
+    subscripts: str
+    """As for `jnp.einsum`, activations first."""
+    weight: Array
+    """In the dtype of the activations."""
+    weight_axes: tuple[str | None, ...]
+    """Its logical axes where it is used; what is None here and cut elsewhere is gathered first."""
+    spread_axes: tuple[str | None, ...]
+    """Logical axes of the activations that are not the stream."""
+    dtype: Any = None
+    """Of the result; that of the activations when None."""
+
+
+def out_of_stream(
+    x: Float[Array, "B S D"], products: dict[str, Product], placement: Placement
+) -> dict[str, Array]:
+    """Products of the residual stream, which is gathered once for all of them.
+
+    Args:
+        x: the stream, in the compute dtype.
+        products: by name; their results are spread.
+        placement: where arrays lie.
+    """
+    names = _positions(placement)
+
+    def run(x: Array, weights: dict[str, Array], *, batch_axes: tuple[str, ...]) -> Any:
+        del batch_axes
+        if names:
+            x = jax.lax.all_gather(x, names, axis=1, tiled=True)
+        return {
+            name: placement.einsum(p.subscripts, x, weights[name], axes=(), dtype=p.dtype)
+            for name, p in products.items()
+        }
+
+    island = placement.island(
+        run,
+        in_axes=(_STREAM, {name: p.weight_axes for name, p in products.items()}),
+        out_axes={name: p.spread_axes for name, p in products.items()},
+    )
+    return island(x, {name: p.weight for name, p in products.items()})
+
+
+def into_stream(hidden: Array, product: Product, placement: Placement) -> Float[Array, "B S D"]:
+    """A product whose result is the residual stream: parts of the sum are added on their way there.
+
+    Args:
+        hidden: spread.
+        product: over the dimension that is spread.
+        placement: where arrays lie.
+    """
+    names = _positions(placement)
+
+    def run(hidden: Array, weight: Array, *, batch_axes: tuple[str, ...]) -> Array:
+        del batch_axes
+        y = placement.einsum(product.subscripts, hidden, weight, axes=(), dtype=product.dtype)
+        return jax.lax.psum_scatter(y, names, scatter_dimension=1, tiled=True) if names else y
+
+    island = placement.island(
+        run, in_axes=(product.spread_axes, product.weight_axes), out_axes=_STREAM
+    )
+    return island(hidden, product.weight)
+
+
+_STREAM = (ax.ACT_BATCH, ax.ACT_SEQ, ax.ACT_EMBED)
+
+
+def _positions(placement: Placement) -> tuple[str, ...]:
+    """Mesh axes that cut the positions of the stream and nothing of them within a sublayer."""
+    inner = placement.mesh_axes(ax.ACT_SEQ_INNER)
+    return tuple(axis for axis in placement.mesh_axes(ax.ACT_SEQ) if axis not in inner)
+
+
+def look_up(
+    table: Float[Array, "V D"], ids: Int[Array, "B S"], placement: Placement
+) -> Float[Array, "B S D"]:
+    """Rows of a table that may be cut by vocabulary, laid out as the residual stream.
+
+    Each device takes the rows it has, zeros for the others; a reduce-scatter over positions adds
+    them. Other cuts of the table are gathered first.
+
+    Args:
+        table: one row per id.
+        ids: must lie in [0, V); the caller has checked.
+        placement: where arrays lie.
+    """
+    names = placement.mesh_axes(ax.VOCAB)
+    scattered = _positions(placement)
+
+    def take(table: Array, ids: Array, *, batch_axes: tuple[str, ...]) -> Array:
+        del batch_axes
+        if not names:
+            return table.at[ids].get(mode="clip")
+        ids = ids - jax.lax.axis_index(names).astype(ids.dtype) * ids.dtype.type(table.shape[0])
+        is_here = (ids >= 0) & (ids < table.shape[0])
+        rows = jnp.where(is_here[..., None], table.at[ids].get(mode="clip"), 0)
+        if scattered:
+            return jax.lax.psum_scatter(rows, names, scatter_dimension=1, tiled=True)
+        return jax.lax.psum(rows, names)
+
+    island = placement.island(
+        take,
+        in_axes=((ax.VOCAB, None), (ax.ACT_BATCH, ax.ACT_SEQ_INNER)),
+        out_axes=(ax.ACT_BATCH, ax.ACT_SEQ, None),
+    )
+    return island(table, ids)

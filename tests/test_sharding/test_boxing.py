@@ -1,0 +1,203 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Every row of the table of placements: its one collective, its bytes, its value, its gradient."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxmoe.planning.hlo import collectives, counts
+from sharding import MeshConfig, make_mesh
+from sharding.boxing import BROADCAST, PARTIAL, TRANSITIONS, box, placement, split
+
+ROWS = [
+    (split(0), split(1)),
+    (split(1), split(0)),
+    (split(0), BROADCAST),
+    (split(1), PARTIAL),
+    (BROADCAST, split(1)),
+    (BROADCAST, PARTIAL),
+    (PARTIAL, split(0)),
+    (PARTIAL, BROADCAST),
+]
+X = np.random.default_rng(0).normal(size=(8, 12)).astype(np.float32)
+DEVICES = 4
+
+
+@functools.cache
+def mesh():
+    return make_mesh(MeshConfig(data=2, tensor=DEVICES))
+
+
+def spec(to) -> PartitionSpec:
+    if to == PARTIAL:
+        return PartitionSpec(None, None, unreduced={"tensor"})
+    return PartitionSpec(*("tensor" if to == split(dim) else None for dim in range(2)))
+
+
+def placed(to) -> jax.Array:
+    """X, lying so; as a partial sum of random terms, not of zeros."""
+    if to != PARTIAL:
+        return jax.device_put(X, NamedSharding(mesh(), spec(to)))
+    terms = np.random.default_rng(1).normal(size=(DEVICES, *X.shape)).astype(np.float32)
+    terms[-1] = X - terms[:-1].sum(0)
+    terms = jax.device_put(terms, NamedSharding(mesh(), PartitionSpec("tensor")))
+    ones = jax.device_put(
+        np.ones(DEVICES, np.float32), NamedSharding(mesh(), PartitionSpec("tensor"))
+    )
+    return jnp.einsum("nij,n->ij", terms, ones, out_sharding=spec(PARTIAL))
+
+
+def total(x: jax.Array) -> np.ndarray:
+    """The whole array; of a partial one the sum of the terms that the devices hold."""
+    if placement(x, "tensor") != PARTIAL:
+        return np.asarray(x)
+    devices = {shard.device: np.asarray(shard.data) for shard in x.addressable_shards}
+    return sum(devices[device] for device in mesh().devices.reshape(2, DEVICES)[1])
+
+
+def row(before, after):
+    return TRANSITIONS[before.kind, after.kind]
+
+
+def test_every_row_is_here():
+    assert {(before.kind, after.kind) for before, after in ROWS} == set(TRANSITIONS)
+
+
+@pytest.mark.parametrize(("before", "after"), ROWS, ids=str)
+def test_one_collective_with_the_bytes_of_the_formula(before, after):
+    with jax.set_mesh(mesh()):
+        run = jax.jit(lambda x: box(x, "tensor", after))
+        found = collectives(run.lower(placed(before)).compile().as_text())
+    transition = row(before, after)
+    assert [one.kind for one in found] == [transition.on_cpu] * (transition.on_cpu is not None)
+    sent = sum(one.wire_bytes * DEVICES for one in found)
+    expected = transition.bytes(X.nbytes, DEVICES)
+    if transition.on_cpu != transition.collective:  # an all-reduce in place of a reduce-scatter
+        expected *= 2
+    assert sent == expected
+    assert all(len(group) == DEVICES for one in found for group in one.groups)
+
+
+@pytest.mark.parametrize(("before", "after"), ROWS, ids=str)
+def test_the_array_stays_the_same(before, after):
+    with jax.set_mesh(mesh()):
+        x = placed(before)
+        assert placement(x, "tensor") == before
+        np.testing.assert_allclose(total(x), X, atol=2e-6)
+        result = jax.jit(lambda x: box(x, "tensor", after))(x)
+        assert placement(result, "tensor") == after
+        np.testing.assert_allclose(total(result), X, atol=2e-6)
+
+
+@pytest.mark.parametrize(("before", "after"), ROWS, ids=str)
+def test_gradients_pass_unchanged_in_the_collective_of_the_table(before, after):
+    weights = np.random.default_rng(2).normal(size=X.shape).astype(np.float32)
+
+    def loss(x):
+        moved = box(x, "tensor", after)
+        return (box(moved, "tensor", BROADCAST) * weights).sum()
+
+    def pullback(x, cotangent):
+        return jax.vjp(lambda x: box(x, "tensor", after), x)[1](cotangent)
+
+    with jax.set_mesh(mesh()):
+        x = placed(before)
+        gradient = jax.jit(jax.grad(loss))(x)
+        np.testing.assert_array_equal(np.asarray(gradient), weights)
+        lies = BROADCAST if before == PARTIAL else before
+        assert placement(gradient, "tensor") == lies
+        result = box(x, "tensor", after)
+        if after == PARTIAL:  # what flows back to a sum is the same for every term
+            like = PartitionSpec(None, None, reduced={"tensor"})
+        else:
+            like = spec(after)
+        cotangent = jax.ShapeDtypeStruct(
+            result.shape, result.dtype, sharding=NamedSharding(mesh(), like)
+        )
+        text = jax.jit(pullback).lower(x, cotangent).compile().as_text()
+    expected = row(before, after).gradient
+    assert counts(collectives(text)) == ({expected: 1} if expected else {})
+
+
+def test_other_axes_stay_as_they_are():
+    with jax.set_mesh(mesh()):
+        x = jax.device_put(X, NamedSharding(mesh(), PartitionSpec("data", "tensor")))
+        both = box(box(x, "tensor", BROADCAST), "tensor", split(0))
+        assert jax.typeof(both).sharding.spec == PartitionSpec(("data", "tensor"), None)
+        assert placement(box(both, "tensor", PARTIAL), "data") == split(0)
+        text = "mesh axes data, tensor split dimension 0 together, 'tensor' innermost: box that"
+        with pytest.raises(ValueError, match=re.escape(text)):
+            box(both, "data", BROADCAST)
+        np.testing.assert_array_equal(np.asarray(both), X)
+
+
+def test_no_change_is_no_operation():
+    with jax.set_mesh(mesh()):
+        x = placed(split(0))
+        assert box(x, "tensor", split(0)) is x
+
+
+REFUSED = {
+    "S(2) of an array of 2 dimensions: the dimension must be from 0 to 1": ("tensor", split(2)),
+    "dimension 1 of size 6 must be divisible by its 4 parts to be split over 'tensor': choose a"
+    " multiple of 4, or another dimension": ("tensor", split(1)),
+    "booleans cannot be partial on 'tensor', as they do not add up: convert them first": (
+        "tensor",
+        PARTIAL,
+    ),
+    "'tansor' is no Explicit axis of the current mesh (replica, stage, data, expert, seq, tensor):"
+    " placements are read off types; make a mesh with sharding.make_mesh and set it with"
+    " jax.set_mesh": ("tansor", BROADCAST),
+}
+
+
+@pytest.mark.parametrize("text", REFUSED)
+def test_what_cannot_be_is_refused_in_words(text):
+    axis, to = REFUSED[text]
+    with (
+        jax.set_mesh(mesh()),
+        pytest.raises(ValueError, match=f"^{re.escape(text)}$"),
+    ):
+        box(jnp.zeros((8, 6), bool), axis, to)
+
+
+def test_without_a_mesh_it_is_refused():
+    with pytest.raises(ValueError, match="no Explicit axis of the current mesh .there is no such"):
+        box(jnp.zeros((8, 6)), "tensor", BROADCAST)
+
+
+@pytest.mark.parametrize(
+    "function", [jnp.tanh, lambda x: x + 1.0, lambda x: x @ x.T], ids=["tanh", "plus 1", "product"]
+)
+def test_what_is_not_linear_refuses_a_partial_operand(function):
+    with jax.set_mesh(mesh()):
+        x = placed(PARTIAL)
+        with pytest.raises(Exception, match="unreduced"):
+            jax.eval_shape(function, x)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("before", "after"), ROWS, ids=str)
+def test_the_collectives_of_a_described_tpu(before, after, monkeypatch):
+    pytest.importorskip("libtpu", reason="compiling for a TPU needs libtpu (extra [plan])")
+    from jax.experimental import topologies
+
+    monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")
+    monkeypatch.setenv("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x4").devices
+    tpus = make_mesh(MeshConfig(data=2, tensor=4), devices)
+    x = jax.ShapeDtypeStruct((1024, 1024), jnp.float32, sharding=NamedSharding(tpus, spec(before)))
+    with jax.sharding.use_abstract_mesh(tpus.abstract_mesh):
+        lowered = jax.jit(lambda x: box(x, "tensor", after)).lower(x)
+    found = collectives(lowered.compile().as_text())
+    transition = row(before, after)
+    assert [one.kind for one in found] == [transition.collective] * (
+        transition.collective is not None
+    )
+    assert sum(one.wire_bytes * 4 for one in found) == transition.bytes(1024 * 1024 * 4, 4)
