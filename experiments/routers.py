@@ -142,10 +142,20 @@ class Comparison:
     def _trial(self, name: str, objective: Objective, stop: StopRequest) -> Record:
         """The record of a trial, run now unless it is there."""
         known = self._records.get((name, objective))
-        if known is not None and self._is_current(known):
+        trace_file = None
+        if name in self._config.trace and objective == objective_of(name):
+            trace_file = self._directory.traces_directory / f"{name}.npz"
+        is_traced = trace_file is None or trace_file.exists()
+        if known is not None and self._is_current(known) and is_traced:
             return known
         record, programs = run_trial(
-            self._config, name, objective, self._tasks, lambda: self._baseline(objective), stop
+            self._config,
+            name,
+            objective,
+            self._tasks,
+            lambda: self._baseline(objective),
+            stop,
+            trace_file,
         )
         if programs is not None and name == self._config.baseline:
             self._baselines[objective] = programs

@@ -23,7 +23,7 @@ from jaxmoe.routing import METHODS, ProgressiveTopKConfig, SoftMoEConfig
 
 Objective = Literal["autoregressive", "masked_diffusion"]
 
-FREE_FIELDS = ("run", "methods")
+FREE_FIELDS = ("run", "methods", "trace")
 """May change when the same directory is continued: further methods join the table."""
 MOST_SEEDS = 10
 
@@ -75,6 +75,9 @@ class RoutersConfig:
     """Held-out batches of either kind of data."""
     timing_rounds: int = 5
     """Turns in which a method's step is timed beside the baseline's."""
+    trace: tuple[str, ...] = ()
+    """Methods whose routing of the held-out text is written to traces/<method>.npz, from the first
+    seed: `python -m experiments.place --trace` reads it."""
 
     def __post_init__(self):
         for field in ("evaluation_batches", "timing_rounds"):
@@ -82,13 +85,27 @@ class RoutersConfig:
                 raise ValueError(f"{field}={getattr(self, field)} must be at least 1")
         if not 1 <= self.seeds <= MOST_SEEDS:
             raise ValueError(f"seeds={self.seeds} must lie between 1 and {MOST_SEEDS}")
-        for field, names in (("methods", self.methods), ("baseline", (self.baseline,))):
+        asked = (
+            ("methods", self.methods),
+            ("baseline", (self.baseline,)),
+            ("trace", self.trace),
+        )
+        for field, names in asked:
             for name in names:
                 if name not in METHODS:
                     raise ValueError(
                         f"{field}: there is no method {name!r}{closest(name, METHODS)}\n"
                         f"methods: {', '.join(METHODS)}"
                     )
+        for name in self.trace:
+            traits = METHODS[name].router.traits
+            if not traits.is_token_major:
+                raise ValueError(
+                    f"trace: in {name} experts choose tokens, or mix them, and a trace is of tokens"
+                    " that choose experts: leave it out"
+                )
+            if name not in self.chosen:
+                raise ValueError(f"trace: {name} is not among the methods: add it to methods")
         if self.training.batch_ramp is not None:
             raise ValueError(
                 "training.batch_ramp: methods are compared on batches of one size; leave it out"

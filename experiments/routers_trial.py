@@ -20,6 +20,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import pathlib
 import time
 import warnings
 from collections.abc import Callable, Mapping
@@ -32,6 +33,7 @@ from jaxtyping import Array
 
 from experiments import trials
 from experiments.measure import in_turns
+from experiments.router_trace import record_trace
 from experiments.routers_config import Objective, RoutersConfig, model_of, objective_of
 from experiments.routers_data import Task
 from experiments.trials import Record, StoppedError, finite
@@ -41,6 +43,7 @@ from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.models.initialize import parameter_table
 from jaxmoe.models.transformer import forward
+from jaxmoe.planning.placement import save_trace
 from jaxmoe.routing import METHODS, RouterStatistics
 from jaxmoe.routing.composition import RoutingWarning
 from jaxmoe.training import MaskedDiffusionConfig, NextTokenConfig, ObjectiveConfig
@@ -142,6 +145,7 @@ def run_trial(
     tasks: Mapping[str, Task],
     baseline: Callable[[], Programs],
     stop: StopRequest,
+    trace_file: pathlib.Path | None = None,
 ) -> tuple[Record, Programs | None]:
     """Everything about one method.
 
@@ -152,6 +156,7 @@ def run_trial(
         tasks: the data.
         baseline: programs of the baseline, for the time of a step.
         stop: asked at every step.
+        trace_file: where the routing of the held-out text is written, if it is.
 
     Returns:
         The record, which JSON holds, and the programs if there are any.
@@ -165,7 +170,7 @@ def run_trial(
         warnings.simplefilter("always", RoutingWarning)
         try:
             record["moe"] = moe_json(config, name)
-            programs = _fill(record, config, name, objective, tasks, baseline, stop)
+            programs = _fill(record, config, name, objective, tasks, baseline, stop, trace_file)
         except ValueError as error:
             record |= {"status": "refused", "reason": str(error)}
         except (TypeError, ArithmeticError, RuntimeError) as error:  # JAX's errors are of these
@@ -189,6 +194,7 @@ def _fill(
     tasks: Mapping[str, Task],
     baseline: Callable[[], Programs],
     stop: StopRequest,
+    trace_file: pathlib.Path | None,
 ) -> Programs | None:
     """Ticket, training, evaluation, time."""
     model = model_of(config, name, objective)
@@ -207,6 +213,9 @@ def _fill(
         for number in range(config.seeds):
             run, state = _train(config, programs, task, number, stop)
             runs.append(run)
+            if trace_file is not None and task.name == "corpus" and number == 0:
+                given = (model, _EXECUTION, state.params, state.router_state, task.held_out)
+                save_trace(trace_file, record_trace(*given))
             if run["bits"] is None:
                 what = f"{task.name}, seed {config.training.seed + number}"
                 reason = f"{what}: {run['skipped']} of {config.training.steps} steps not finite"

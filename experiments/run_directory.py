@@ -16,6 +16,7 @@
         summary.json       the numbers of the finished (or stopped) run
         profile/           the trace of --profile.steps
         trials.jsonl       of a comparison: one object per finished trial
+        traces/            of a comparison: routing traces by method
     run.lock           process and host that hold the directory
 
 The lock is the kernel's (`flock`), so that it ends with the process, however that ends; the text
@@ -123,6 +124,11 @@ class RunDirectory:
     def profile_directory(self) -> pathlib.Path:
         """The trace of `--profile.steps`."""
         return self.path / "profile"
+
+    @property
+    def traces_directory(self) -> pathlib.Path:
+        """Of a comparison: routing traces by method."""
+        return self.path / "traces"
 
     @property
     def trials_file(self) -> pathlib.Path:

@@ -63,6 +63,7 @@ REGISTRIES = {
     "jaxmoe.data.tokenizer:TOKENIZERS": {"bytes", "file", "trained", "ids"},
     "jaxmoe.optim:OPTIMIZERS": {"adamw", "muon", "muonh"},
     "jaxmoe.optim.schedules:SCHEDULES": {"cosine", "linear", "wsd"},
+    "jaxmoe.planning.placement:PLACERS": {"exflow", "moetuner", "expert_grouping"},
     "jaxmoe.routing:BIASES": {"loss_free", "bip", "quantile"},
     "jaxmoe.routing:BALANCERS": {
         *("load_balance", "router_z", "heterogeneous", "top_one_balance"),

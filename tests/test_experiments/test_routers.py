@@ -22,6 +22,7 @@ from experiments.trials import StoppedError
 from jaxmoe.data import Batch
 from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
 from jaxmoe.models.initialize import init_params
+from jaxmoe.planning.placement import load_trace
 from jaxmoe.routing import (
     METHODS,
     LoadBalanceConfig,
@@ -84,7 +85,7 @@ def methods():
 def finished(methods, tmp_path_factory):
     """The directory of a comparison, and its summary."""
     directory = tmp_path_factory.mktemp("routers") / "run"
-    code, summary = run(directory, "--seeds", "2", "--methods", *NAMES)
+    code, summary = run(directory, "--seeds", "2", "--methods", *NAMES, "--trace", "mixtral")
     assert (code, summary["status"]) == (0, "done")
     return directory, summary
 
@@ -107,6 +108,13 @@ def test_table_and_picture(finished):
     assert rows["mixtral"]["step_ratio"] == 1.0
     assert (directory / "plots" / "routers.png").read_bytes().startswith(b"\x89PNG")
     assert "| mixtral |" in summary["markdown"]
+
+
+def test_the_routing_of_the_held_out_text_is_written_where_asked(finished):
+    trace = load_trace(finished[0] / "traces" / "mixtral.npz")
+    assert trace.expert_ids.shape == (1, 4 * 2 * 16, 2) and trace.num_experts == 4
+    assert trace.loads().sum() == trace.expert_ids.size  # nothing empty without padding
+    assert [path.name for path in (finished[0] / "traces").iterdir()] == ["mixtral.npz"]
 
 
 def test_what_a_method_cannot_do_is_a_row(finished):
@@ -134,6 +142,9 @@ def test_the_same_command_continues(finished, monkeypatch, capsys):
     before = {row["method"]: row for row in summary["tables"]["autoregressive"]}
     assert rows["mixtral"] == before["mixtral"]
     assert rows["olmoe"]["reason"] == "not today"
+    # A trace that is asked for and not there is a reason to train again.
+    run(directory, "--seeds", "2", "--methods", "leaky", "mixtral", "--trace", "leaky", "mixtral")
+    assert trained.pop() == ("leaky", "autoregressive")
     # The method is defined otherwise since: its record does not count.
     monkeypatch.setitem(METHODS, "mixtral", dataclasses.replace(METHODS["mixtral"], balancers=()))
     run(directory, "--seeds", "2", "--methods", "mixtral")

@@ -1,0 +1,216 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+r"""Places the experts of a trained run on devices, from a trace of its routing.
+
+    python -m experiments.place --run.directory runs/pretrain/tiny --devices 4
+    python -m experiments.place --trace runs/routers/short/traces/mixtral.npz --devices 4
+    python -m experiments.place --run.directory runs/pretrain/tiny --devices 4 \
+        --into runs/pretrain/placed placer:exflow
+
+The first two print what each placement is worth, fitted on the first half of the trace, measured on
+the second. The third writes the run anew with its experts, router and optimiser state in the order
+of the chosen placement; `python -m experiments.pretrain` with the run's recipe and flags continues
+it there. On a mesh with that many devices on the axis `expert` each holds what the placement says;
+the model computes what it did.
+
+    crossings  pairs of experts of one token in adjacent layers that are on different devices
+    pair       the most crowded pair of devices over the mean pair (1 is even)
+    load       the busiest device of a layer over the mean device, mean over layers (1 is even)
+    local      assignments whose expert is where speculative shuffling has put the token
+    gap        how far the solver's cost may lie above the least one
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import sys
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments import cli
+from experiments.assembly import Assembly
+from experiments.evaluate import FinishedRunConfig
+from experiments.finished import open_run
+from experiments.output import say
+from experiments.process import start_process
+from experiments.router_trace import record_trace
+from experiments.run_directory import RunDirectory
+from experiments.tables import text_table
+from jaxmoe.checkpoint import save_checkpoint
+from jaxmoe.planning.placement import (
+    PLACERS,
+    ExFlowConfig,
+    PlacerConfig,
+    RoutingTrace,
+    Solution,
+    load_trace,
+    token_tables,
+)
+from jaxmoe.planning.placement.measures import (
+    crossings,
+    device_loads,
+    flows,
+    homes,
+    local_share,
+    pair_traffic,
+)
+from jaxmoe.training.relocate import relocate
+from jaxmoe.training.state import TrainState
+from sharding.expert_parallel.placement import ExpertPlacement
+from sharding.expert_parallel.token_shuffle import predict, shuffle
+
+HEADINGS = ("placement", "crossings", "pair", "load", "local", "seconds", "gap", "found by")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class PlaceConfig:
+    """What to place where."""
+
+    run: FinishedRunConfig = FinishedRunConfig()
+    """The run."""
+    trace: str | None = None
+    """A trace recorded before; in place of a run."""
+    devices: int = 4
+    """Devices that share the experts of a layer."""
+    placer: PlacerConfig = ExFlowConfig()
+    """The placement that `into` gets; the table has all of them."""
+    into: str | None = None
+    """New run directory for the run with its experts placed; nothing is written when None."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command; returns the exit code."""
+    prog = "python -m experiments.place"
+    config = cli.parse_flags(PlaceConfig(), argv, prog, __doc__ or "")
+    start_process()
+    with cli.exit_on_bad_configuration():
+        if config.into is not None and config.trace is not None:
+            raise ValueError("into writes a run anew, and trace names none: leave trace out")
+        if config.into is not None and pathlib.Path(config.into).exists():
+            raise ValueError(f"into={config.into} exists: choose a new directory")
+        run = None
+        if config.trace is None:
+            run = open_run(config.run.directory, config.run.step, config.run.mesh)
+            trace = _record(*run[:2])
+        else:
+            trace = load_trace(config.trace)
+        say(text_table(compare(trace, config.devices)))
+        if run is not None and config.into is not None:
+            assembly, state, step = run
+            solution = config.placer.solve(trace, config.devices)
+            _write(config.into, assembly, state, step, solution.placement)
+            say(f"{config.into}: step {step} with its experts placed by {config.placer.name}")
+    return int(cli.ExitCode.DONE)
+
+
+def compare(trace: RoutingTrace, num_devices: int) -> list[tuple[str, ...]]:
+    """Headings, then a row for identity, for a random placement and for each solver.
+
+    Args:
+        trace: solvers see its first half, the row is measured on the second.
+        num_devices: P.
+
+    Raises:
+        ValueError: P does not divide the experts.
+    """
+    half = trace.num_tokens // 2 // num_devices * num_devices
+    if not half:
+        raise ValueError(
+            f"the trace has {trace.num_tokens} tokens, too few for two halves on {num_devices}"
+            " devices: record more"
+        )
+    seen, unseen = trace.part(0, half), trace.part(half, 2 * half)
+    identity = ExpertPlacement.identity(trace.num_layers, trace.num_experts, num_devices)
+    mixed = np.random.default_rng(0).permuted(identity.device_of, axis=1)
+    rows = [
+        ("identity", *_measured(seen, unseen, identity), "", "", ""),
+        ("random", *_measured(seen, unseen, ExpertPlacement(mixed, num_devices)), "", "", ""),
+    ]
+    for name, placer in PLACERS.items():
+        solution: Solution = placer().solve(seen, num_devices)
+        gap = "" if solution.gap is None else f"{solution.gap:.3f}"
+        facts = (f"{solution.seconds:.2f}", gap, solution.found_by)
+        rows.append((name, *_measured(seen, unseen, solution.placement), *facts))
+    return [HEADINGS, *rows]
+
+
+def speculative_devices(
+    seen: RoutingTrace, unseen: RoutingTrace, placement: ExpertPlacement
+) -> np.ndarray:
+    """[L T] where shuffling by the tables of one trace puts the tokens of another.
+
+    Args:
+        seen: what the tables are made of.
+        unseen: whose tokens are shuffled, all at once; P divides their number.
+        placement: of the experts.
+    """
+    vocab_size = max(seen.vocab_size, unseen.vocab_size)
+    tables = token_tables(seen, placement, vocab_size=vocab_size)
+    ids = jnp.asarray(unseen.token_ids, jnp.int32)
+    known = jnp.asarray(homes(unseen, placement), jnp.int32)
+    devices, below = [], jnp.full_like(ids, -1)
+    for layer in range(unseen.num_layers):
+        guess = predict(jax.tree.map(lambda table, i=layer: table[i], tables), ids, below)
+        _, place = shuffle(*guess, placement.num_devices)
+        devices.append(np.asarray(place) // (len(ids) // placement.num_devices))
+        below = known[layer]
+    return np.stack(devices)
+
+
+def _measured(
+    seen: RoutingTrace, unseen: RoutingTrace, placement: ExpertPlacement
+) -> tuple[str, ...]:
+    devices, number = placement.device_of, placement.num_devices
+    affinity, loads = unseen.affinity(), device_loads(unseen.loads(), placement.device_of, number)
+    share = crossings(affinity, devices) / max(int(affinity.sum()), 1)
+    traffic = pair_traffic(flows(affinity, devices, number))
+    pairs = number * (number - 1) / 2
+    crowding = traffic.max() * pairs / max(traffic.sum(), 1.0)
+    local = local_share(unseen, placement, speculative_devices(seen, unseen, placement))
+    load = (loads.max(1) / loads.mean(1)).mean()
+    return (f"{share:.1%}", f"{crowding:.2f}", f"{load:.3f}", f"{local:.1%}")
+
+
+def _record(assembly: Assembly, state: TrainState) -> RoutingTrace:
+    with jax.set_mesh(assembly.mesh):
+        return record_trace(
+            assembly.plan.model,
+            assembly.execution,
+            state.params,
+            state.router_state,
+            assembly.held_out(),
+        )
+
+
+def _write(
+    into: str, assembly: Assembly, state: TrainState, step: int, placement: ExpertPlacement
+) -> None:
+    """A run directory with the config of the run and one checkpoint."""
+    config = assembly.plan.config
+    placed = relocate(assembly.plan.model, state, placement)
+    directory = RunDirectory(into)
+    directory.acquire()
+    try:
+        directory.check_config(config)
+        save_checkpoint(
+            directory.checkpoints_directory,
+            placed,
+            step=step,
+            config=dataclasses.replace(config, model=assembly.plan.model),
+            data=assembly.loader.position(step),
+        )
+        np.savez(
+            directory.path / "placement.npz",
+            device_of=placement.device_of,
+            num_devices=placement.num_devices,
+        )
+    finally:
+        directory.release()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

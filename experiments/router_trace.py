@@ -1,0 +1,91 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Records a routing trace of a model on held-out batches: what placement solvers read.
+
+The same forward pass as in evaluation, on whatever mesh is current; the file format is in
+`jaxmoe/planning/placement/trace.py`. Batches are taken until there are `MOST_TOKENS` tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmoe.data import Batch
+from jaxmoe.execution import ExecutionConfig
+from jaxmoe.models.config import ModelConfig
+from jaxmoe.models.transformer import forward
+from jaxmoe.planning.placement import RoutingTrace
+from jaxmoe.routing.recording import recorded, recorded_ids
+
+MOST_TOKENS = 65_536
+
+
+def record_trace(
+    model: ModelConfig,
+    execution: ExecutionConfig,
+    params: Any,
+    router_state: Any,
+    batches: Iterable[Batch],
+    *,
+    most_tokens: int = MOST_TOKENS,
+) -> RoutingTrace:
+    """The experts of the batches' real tokens.
+
+    Args:
+        model: that was trained.
+        execution: how it is computed.
+        params: of the model.
+        router_state: stacked over MoE layers.
+        batches: all of one shape, nothing in them masked.
+        most_tokens: batches are no longer taken once there are so many.
+
+    Raises:
+        ValueError: the model has no MoE layer, or a router in which tokens do not choose.
+    """
+    moe = model.moe
+    if moe is None or not model.num_moe_layers:
+        raise ValueError("the model has no MoE layer: there is no routing to record")
+    token_ids, expert_ids = [], []
+    for batch in batches:
+        tokens = np.asarray(batch.tokens)
+        watched = dataclasses.replace(model, moe=recorded(moe, tokens.size))
+        statistics = _look(watched, execution, params, router_state, batch)
+        chosen = recorded_ids(jax.device_get(statistics))
+        is_real = np.ones(tokens.size, bool)
+        if batch.segment_ids is not None:
+            is_real = np.asarray(batch.segment_ids).ravel() != 0
+        token_ids.append(tokens.ravel()[is_real])
+        # Experts without computation are on every device: nothing of theirs travels.
+        expert_ids.append(np.minimum(chosen[:, is_real], moe.num_experts))
+        if sum(map(len, token_ids)) >= most_tokens:
+            break
+    ids = np.concatenate(expert_ids, axis=1)[:, :most_tokens]
+    return RoutingTrace(np.concatenate(token_ids)[:most_tokens], ids, moe.num_experts)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _look(
+    model: ModelConfig, execution: ExecutionConfig, params: Any, router_state: Any, batch: Batch
+) -> Any:
+    """The statistics of a batch, with the record."""
+    tokens = jnp.asarray(batch.tokens)
+    output = forward(
+        model,
+        execution,
+        params,
+        tokens,
+        positions=batch.positions,
+        segment_ids=batch.segment_ids,
+        router_state=router_state,
+        # For schedules that follow the share of masked tokens: nothing is masked.
+        context={"mask_ratio": jnp.zeros(tokens.shape, jnp.float32)},
+        has_logits=False,
+    )
+    return output.statistics

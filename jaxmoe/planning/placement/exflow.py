@@ -1,0 +1,197 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""ExFlow: experts that follow one another on the same device, so that tokens seldom cross.
+
+    x[l, e, c] in {0, 1}     expert e of layer l is on device c
+    sum_c x = 1,   sum_e x[l, e, c] = E/P
+    max sum over l, a, b, c of affinity[l, a, b] z[l, a, b, c],   z <= x[l, a, c], x[l + 1, b, c]
+
+which is the paper's program (a crossing variable for every traced token, layer and device) with
+equal tokens counted together and the pairs that stay counted instead of those that cross. Devices
+are alike, so expert e of the first layer may be only on devices 0 to e.
+
+HiGHS proves the optimum of small cases; its bound is weak (an even spread of every expert over the
+devices has no crossings), and above `integer_program.MOST_ENTRIES` it is not asked. What larger
+cases rest on, and with what HiGHS competes:
+
+    identity   experts as they stand
+    greedy     layer by layer, each the best for the layer before (an assignment problem: exact)
+    grown      device by device: whichever expert has most affinity with those already there
+
+each improved layer by layer, given both neighbours, until no layer gains. The best of all, HiGHS's
+included, is returned: never worse than identity or greedy.
+
+Source: ExFlow (arXiv 2401.08383): affinity, program, equal shares. Not here: its two levels (nodes,
+then devices of a node).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import ClassVar
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from jaxmoe.planning.placement.integer_program import (
+    Rows,
+    assign_evenly,
+    minimise,
+    relative_gap,
+    sums,
+)
+from jaxmoe.planning.placement.measures import Devices, crossings
+from jaxmoe.planning.placement.solution import Solution, check_time_limit
+from jaxmoe.planning.placement.trace import RoutingTrace
+from sharding.expert_parallel.placement import ExpertPlacement, check_devices
+
+Affinity = Int[np.ndarray, "M E E"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ExFlowConfig:
+    """Fewest crossings between adjacent layers."""
+
+    name: ClassVar[str] = "exflow"
+
+    time_limit_s: float = 30.0
+    """For HiGHS, seconds; 0 leaves it out."""
+
+    def __post_init__(self):
+        check_time_limit(self.time_limit_s)
+
+    def solve(self, trace: RoutingTrace, num_devices: int) -> Solution:
+        """A placement.
+
+        Args:
+            trace: whose affinity counts.
+            num_devices: P.
+
+        Raises:
+            ValueError: P does not divide E.
+        """
+        started = time.perf_counter()
+        check_devices(trace.num_experts, num_devices)
+        affinity, layers = trace.affinity(), trace.num_layers
+        identity = ExpertPlacement.identity(layers, trace.num_experts, num_devices).device_of
+        candidates = {
+            "identity": identity,
+            "greedy": _follow_layers(affinity, identity[0], num_devices),
+            "grown": _grow(affinity, trace.loads(), num_devices),
+        }
+        candidates |= {
+            f"{name}, improved": _improve(affinity, devices, num_devices)
+            for name, devices in candidates.items()
+        }
+        found, bound = _program(affinity, layers, num_devices, self.time_limit_s)
+        if found is not None:
+            candidates["highs"] = found
+        costs = {name: crossings(affinity, devices) for name, devices in candidates.items()}
+        best = min(costs, key=lambda name: costs[name])
+        return Solution(
+            placement=ExpertPlacement(candidates[best], num_devices),
+            found_by=best,
+            cost=float(costs[best]),
+            gap=relative_gap(costs[best], bound),
+            seconds=time.perf_counter() - started,
+        )
+
+
+def _follow_layers(
+    affinity: Affinity, first: Int[np.ndarray, " E"], num_devices: int
+) -> Int[np.ndarray, "L E"]:
+    """Each layer the best for the one before it, from a given first layer."""
+    layers, is_on = [first], np.eye(num_devices)
+    for pairs in affinity:
+        layers.append(assign_evenly(pairs.T @ is_on[layers[-1]]))
+    return np.stack(layers)
+
+
+def _grow(
+    affinity: Affinity, loads: Int[np.ndarray, "L E"], num_devices: int
+) -> Int[np.ndarray, "L E"]:
+    """Fills one device after the other, each from the busiest expert of the first layer left."""
+    layers, number = loads.shape
+    device_of, share = np.full((layers, number), -1), number // num_devices
+    for device in range(num_devices):
+        pull, room = np.zeros((layers, number)), np.full(layers, share)
+        layer, expert = 0, int(np.argmax(np.where(device_of[0] < 0, loads[0], -1)))
+        for _ in range(layers * share):
+            device_of[layer, expert] = device
+            room[layer] -= 1
+            if layer > 0:
+                pull[layer - 1] += affinity[layer - 1, :, expert]
+            if layer + 1 < layers:
+                pull[layer + 1] += affinity[layer, expert]
+            is_open = (device_of < 0) & (room > 0)[:, None]
+            best = int(np.argmax(np.where(is_open, pull, -1.0)))
+            layer, expert = divmod(best, number)
+    return device_of
+
+
+def _improve(affinity: Affinity, devices: Devices, num_devices: int) -> Int[np.ndarray, "L E"]:
+    """Every layer the best for its neighbours, until no layer gains."""
+    devices, is_on, is_better = devices.copy(), np.eye(num_devices), True
+    while is_better:
+        is_better = False
+        for layer in range(len(devices)):
+            benefit = np.zeros((devices.shape[1], num_devices))
+            if layer > 0:
+                benefit += affinity[layer - 1].T @ is_on[devices[layer - 1]]
+            if layer + 1 < len(devices):
+                benefit += affinity[layer] @ is_on[devices[layer + 1]]
+            best = assign_evenly(benefit)
+            if _total(benefit, best) > _total(benefit, devices[layer]):
+                devices[layer], is_better = best, True
+    return devices
+
+
+def _total(benefit: Float[np.ndarray, "E P"], devices: Int[np.ndarray, " E"]) -> float:
+    return float(benefit[np.arange(len(devices)), devices].sum())
+
+
+def _program(
+    affinity: Affinity, num_layers: int, num_devices: int, time_limit_s: float
+) -> tuple[Int[np.ndarray, "L E"] | None, float]:
+    """HiGHS's placement, if it has one in time, and a number that no crossings are below."""
+    number, pairs = affinity.shape[1], np.argwhere(affinity > 0)
+    if not len(pairs):
+        return None, 0.0
+    x = np.arange(num_layers * number * num_devices).reshape(num_layers, number, num_devices)
+    z = x.size + np.arange(len(pairs) * num_devices).reshape(len(pairs), num_devices)
+    layer, here, there = pairs.T
+    weight = affinity[layer, here, there].astype(float)
+    cost = np.zeros(x.size + z.size)
+    cost[z] = -weight[:, None]
+    upper = np.ones(len(cost))
+    if num_layers:
+        forbidden = np.arange(num_devices)[None, :] > np.arange(number)[:, None]
+        upper[x[0][forbidden]] = 0.0
+    ends = [x[layer, here], x[layer + 1, there]]
+    row = np.arange(z.size)
+    stays = [
+        Rows(
+            row=np.concatenate([row, row]),
+            column=np.concatenate([z.ravel(), end.ravel()]),
+            value=np.concatenate([np.ones(z.size), -np.ones(z.size)]),
+            low=np.full(z.size, -np.inf),
+            high=np.zeros(z.size),
+        )
+        for end in ends
+    ]
+    shares = x.swapaxes(1, 2).reshape(-1, number)
+    constraints = [
+        *stays,
+        sums(x.reshape(-1, num_devices), 1.0),
+        sums(shares, number / num_devices),
+    ]
+    is_whole = np.arange(len(cost)) < x.size
+    found = minimise(cost, constraints, upper=upper, is_whole=is_whole, time_limit_s=time_limit_s)
+    # Crossings are whole numbers from 0 on.
+    bound = found.bound
+    if np.isfinite(bound):
+        bound = max(float(np.ceil(weight.sum() + bound - 1e-6)), 0.0)
+    if found.values is None:
+        return None, bound
+    return found.values[x].argmax(-1), bound

@@ -1,0 +1,224 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Expert grouping of Speculative MoE: token ids and experts in clusters of their own, together.
+
+    a_j = number of tokens of id j,   C_jk = share of them that have expert k,   load_g = sum a_j
+    min   balance * sum_g |load_g - mean| + (1 - balance) * sum over j, k on different devices of
+          a_j C_jk
+    each id and each expert on one device, E/P experts on each
+
+layer by layer, by turns: ids to devices, the most frequent first and each where it adds least, then
+moved one by one while that helps; experts to devices given the ids (an assignment problem, exact).
+A layer starts from the experts as they stand and from the ids of the layer below, and the better
+ends count, so that it is never worse than identity. Devices are alike: each layer names them so
+that most tokens stay.
+
+`token_tables` are what a step predicts each token's device by (`token_shuffle.py`), of a trace and
+any placement: P(device | token id) and P(device | device in the layer below), of each only the
+likeliest device and its probability.
+
+Source: Speculative MoE (arXiv 2503.04398): s-EG, s-TS. Readings taken: `balance` weighs counts of
+tokens against counts of assignments, 0.5 by default (the paper gives no number); the 2-gram is over
+layers, the only devices before this one that are known when a token is shuffled.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import ClassVar
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float, Int
+
+from jaxmoe.planning.placement.integer_program import assign_evenly
+from jaxmoe.planning.placement.measures import experts_devices, homes
+from jaxmoe.planning.placement.solution import Solution
+from jaxmoe.planning.placement.trace import RoutingTrace
+from sharding.expert_parallel.placement import ExpertPlacement, check_devices
+from sharding.expert_parallel.token_shuffle import TokenTables
+
+Counts = Int[np.ndarray, "V E"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertGroupingConfig:
+    """Experts that the same token ids choose, on the same device."""
+
+    name: ClassVar[str] = "expert_grouping"
+
+    balance: float = 0.5
+    """Weight of equal loads against local experts, in [0, 1]."""
+
+    def __post_init__(self):
+        if not 0.0 <= self.balance <= 1.0:
+            raise ValueError(f"placer.balance={self.balance} must lie between 0 and 1")
+
+    def solve(self, trace: RoutingTrace, num_devices: int) -> Solution:
+        """A placement; its cost is the sum of the layers' objectives.
+
+        Args:
+            trace: whose token ids and experts count.
+            num_devices: P.
+
+        Raises:
+            ValueError: P does not divide E.
+        """
+        started = time.perf_counter()
+        check_devices(trace.num_experts, num_devices)
+        devices, total = [], 0.0
+        share = trace.num_experts // num_devices
+        frequency = np.bincount(trace.token_ids, minlength=trace.vocab_size)
+        ids = None
+        for layer in range(trace.num_layers):
+            counts = trace.by_token(layer, trace.vocab_size)
+            identity = np.arange(trace.num_experts) // share
+            starts = [identity]
+            if ids is not None:
+                starts.append(_experts_for(counts, ids, num_devices))
+            ends = [self._alternate(counts, frequency, start, num_devices) for start in starts]
+            cost, new_ids, experts = min(ends, key=lambda end: end[0])
+            if ids is not None:
+                names = _as_before(ids, new_ids, frequency, num_devices)
+                new_ids, experts = names[new_ids], names[experts]
+            ids = new_ids
+            devices.append(experts)
+            total += cost
+        return Solution(
+            placement=ExpertPlacement(np.stack(devices), num_devices),
+            found_by="alternation",
+            cost=total,
+            gap=None,
+            seconds=time.perf_counter() - started,
+        )
+
+    def _alternate(
+        self,
+        counts: Counts,
+        frequency: Int[np.ndarray, " V"],
+        experts: Int[np.ndarray, " E"],
+        num_devices: int,
+    ) -> tuple[float, Int[np.ndarray, " V"], Int[np.ndarray, " E"]]:
+        """Cost, ids and experts once neither turn helps any more."""
+        best: tuple[float, np.ndarray, np.ndarray] | None = None
+        while True:
+            ids = cluster_ids(counts, frequency, experts, num_devices, self.balance)
+            cost = grouping_cost(counts, frequency, ids, experts, num_devices, self.balance)
+            if best is not None and cost >= best[0]:
+                return best
+            best = (cost, ids, experts)
+            experts = _experts_for(counts, ids, num_devices)
+
+
+def grouping_cost(
+    counts: Counts,
+    frequency: Int[np.ndarray, " V"],
+    ids: Int[np.ndarray, " V"],
+    experts: Int[np.ndarray, " E"],
+    num_devices: int,
+    balance: float,
+) -> float:
+    """The objective of one layer.
+
+    Args:
+        counts: a_j C_jk.
+        frequency: a_j.
+        ids: device of each token id.
+        experts: device of each expert.
+        num_devices: P.
+        balance: weight of equal loads.
+    """
+    held = np.bincount(ids, weights=frequency, minlength=num_devices)
+    uneven = np.abs(held - frequency.sum() / num_devices).sum()
+    remote = np.sum(counts, where=ids[:, None] != experts[None, :])
+    return float(balance * uneven + (1.0 - balance) * remote)
+
+
+def cluster_ids(
+    counts: Counts,
+    frequency: Int[np.ndarray, " V"],
+    experts: Int[np.ndarray, " E"],
+    num_devices: int,
+    balance: float,
+) -> Int[np.ndarray, " V"]:
+    """The device of each token id for given experts; arguments as for `grouping_cost`."""
+    local = counts @ np.eye(num_devices)[experts]  # V, P
+    mean, held = frequency.sum() / num_devices, np.zeros(num_devices)
+    ids, seen = np.full(len(frequency), -1), np.flatnonzero(frequency)
+    order = seen[np.argsort(-frequency[seen], kind="stable")]
+    is_better = True
+    while is_better:
+        is_better = False
+        for j in order:
+            old = ids[j]
+            if old >= 0:
+                held[old] -= frequency[j]
+            added = np.abs(held + frequency[j] - mean) - np.abs(held - mean)
+            price = balance * added - (1.0 - balance) * local[j]
+            new = int(np.argmin(price))
+            # A first place is no gain over one before; after that only a true gain moves.
+            if old >= 0 and price[new] >= price[old] - 1e-9:
+                new = old
+            is_better |= new != old
+            ids[j] = new
+            held[new] += frequency[j]
+    return np.where(ids < 0, 0, ids)
+
+
+def _experts_for(
+    counts: Counts, ids: Int[np.ndarray, " V"], num_devices: int
+) -> Int[np.ndarray, " E"]:
+    """The best device of each expert for given ids."""
+    return assign_evenly(counts.T @ np.eye(num_devices)[ids])
+
+
+def token_tables(
+    trace: RoutingTrace, placement: ExpertPlacement, *, vocab_size: int
+) -> TokenTables:
+    """What a trace says of where tokens will go.
+
+    Args:
+        trace: to count in.
+        placement: of the experts.
+        vocab_size: V; ids that the trace does not have get the confidence 0.
+    """
+    number, layers = placement.num_devices, trace.num_layers
+    devices, before = experts_devices(trace, placement), homes(trace, placement)
+    by_id, by_device = [], []
+    for layer in range(layers):
+        table = np.zeros((vocab_size, number + 1))
+        np.add.at(table, (trace.token_ids[:, None], devices[layer]), 1.0)
+        by_id.append(table[:, :-1])
+        # The last row takes the tokens that had no expert below, and all of the first layer.
+        table = np.zeros((number + 1, number + 1))
+        below = before[layer - 1] if layer else np.full(trace.num_tokens, -1)
+        np.add.at(table, (below[:, None], devices[layer]), 1.0)
+        by_device.append(table[:-1, :-1])
+    (id_device, id_confidence), (next_device, next_confidence) = (
+        _likeliest(np.stack(tables)) for tables in (by_id, by_device)
+    )
+    return TokenTables(
+        id_device=id_device,
+        id_confidence=id_confidence,
+        next_device=next_device,
+        next_confidence=next_confidence,
+    )
+
+
+def _as_before(
+    old: Int[np.ndarray, " V"],
+    new: Int[np.ndarray, " V"],
+    frequency: Int[np.ndarray, " V"],
+    num_devices: int,
+) -> Int[np.ndarray, " P"]:
+    """Other names for the devices of a layer, so that most tokens stay where they were."""
+    stay = np.zeros((num_devices, num_devices))
+    np.add.at(stay, (new, old), frequency)
+    return assign_evenly(stay)
+
+
+def _likeliest(counts: Float[np.ndarray, "L n P"]) -> tuple[jnp.ndarray, jnp.ndarray]:
+    """The device of largest count in each row, and its share; share 0 where there is no count."""
+    share = counts.max(-1) / np.maximum(counts.sum(-1), 1.0)
+    return jnp.asarray(counts.argmax(-1), jnp.int32), jnp.asarray(share, jnp.float32)

@@ -1,0 +1,129 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Integer linear programs by HiGHS, through `scipy.optimize.milp`, and the assignment problem.
+
+    min c . x    low <= A x <= high,    0 <= x <= upper,    some x whole numbers
+
+HiGHS takes no starting point here, so whoever calls keeps the better of its solution and of his own
+(`Found.values` is None where the time was too short for any). `bound` is what no solution can be
+below, also after the time limit; the relative gap is made of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import Bool, Float, Int
+
+from jaxmoe.tracking.optional import require
+
+MOST_ENTRIES = 50_000
+"""Nonzero coefficients above which a program is not tried: HiGHS looks at the clock between its
+steps, and the first one alone then takes minutes (80,000: 14 s, nothing found)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Linear constraints of one kind, as coordinates of their nonzero coefficients."""
+
+    row: Int[np.ndarray, " N"]
+    column: Int[np.ndarray, " N"]
+    value: Float[np.ndarray, " N"]
+    low: Float[np.ndarray, " R"]
+    high: Float[np.ndarray, " R"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """What HiGHS says."""
+
+    values: Float[np.ndarray, " X"] | None
+    """The best solution found; None without any."""
+    bound: float
+    """No solution is below it; -inf where HiGHS knows none."""
+    seconds: float
+
+
+def minimise(
+    cost: Float[np.ndarray, " X"],
+    constraints: Sequence[Rows],
+    *,
+    upper: Float[np.ndarray, " X"],
+    is_whole: Bool[np.ndarray, " X"],
+    time_limit_s: float,
+) -> Found:
+    """The cheapest solution that HiGHS finds in the time.
+
+    Args:
+        cost: of each variable.
+        constraints: all of them hold.
+        upper: of each variable; the lower bound is 0.
+        is_whole: which variables are whole numbers.
+        time_limit_s: seconds; 0 does not try.
+    """
+    started = time.perf_counter()
+    entries = sum(len(rows.value) for rows in constraints)
+    if time_limit_s <= 0.0 or entries > MOST_ENTRIES:
+        return Found(None, -np.inf, 0.0)
+    optimize, sparse = require("scipy.optimize"), require("scipy.sparse")
+    given = [
+        optimize.LinearConstraint(
+            sparse.csr_array(
+                (rows.value, (rows.row, rows.column)), shape=(len(rows.low), len(cost))
+            ),
+            rows.low,
+            rows.high,
+        )
+        for rows in constraints
+    ]
+    result = optimize.milp(
+        cost,
+        integrality=is_whole.astype(int),
+        bounds=optimize.Bounds(np.zeros(len(cost)), upper),
+        constraints=given,
+        options={"time_limit": time_limit_s},
+    )
+    bound = getattr(result, "mip_dual_bound", None)
+    seconds = time.perf_counter() - started
+    return Found(result.x, -np.inf if bound is None else float(bound), seconds)
+
+
+def sums(variables: Int[np.ndarray, "R N"], total: float) -> Rows:
+    """Each row of these variables adds up to a number.
+
+    Args:
+        variables: their columns.
+        total: what each row adds up to.
+    """
+    number, width = variables.shape
+    return Rows(
+        row=np.repeat(np.arange(number), width),
+        column=variables.ravel(),
+        value=np.ones(variables.size),
+        low=np.full(number, total),
+        high=np.full(number, total),
+    )
+
+
+def relative_gap(cost: float, bound: float) -> float | None:
+    """How far a cost may lie above the least one, as a share of it; None without a bound."""
+    if not np.isfinite(bound):
+        return None
+    return max(cost - bound, 0.0) / cost if cost > 0.0 else 0.0
+
+
+def assign_evenly(benefit: Float[np.ndarray, "E P"]) -> Int[np.ndarray, " E"]:
+    """The device of each expert, E/P on every one, of largest total benefit: exact.
+
+    Args:
+        benefit: of each expert on each device.
+    """
+    num_experts, num_devices = benefit.shape
+    slots = np.repeat(benefit, num_experts // num_devices, axis=1)
+    optimize: Any = require("scipy.optimize")
+    _, chosen = optimize.linear_sum_assignment(slots, maximize=True)
+    return chosen // (num_experts // num_devices)

@@ -1,0 +1,93 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""What a placement is worth: traffic between layers, load of the devices, local activation.
+
+    crossings     sum over layers of affinity[l, a, b] where a and b stand on different devices
+    pair traffic  the same for each pair of devices, both directions, divided by its bandwidth
+    imbalance     sum over layers and devices of |load - mean load of the layer's devices|
+    local share   share of assignments whose expert is on the device where its token is
+
+Crossings and pair traffic are for tokens that stay where their experts were (ExFlow); the local
+share is for tokens that are somewhere before they are dispatched (Speculative MoE).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from jaxmoe.planning.placement.trace import RoutingTrace
+from sharding.expert_parallel.placement import ExpertPlacement
+
+Devices = Int[np.ndarray, "L E"]
+
+
+def flows(
+    affinity: Int[np.ndarray, "M E E"], device_of: Devices, num_devices: int
+) -> Int[np.ndarray, "M P P"]:
+    """Pairs of slots that go from each device to each device, between a layer and the next."""
+    is_on = np.eye(num_devices, dtype=affinity.dtype)[device_of]  # L, E, P
+    # Two products of matrices: einsum over three arrays at once would be slow.
+    return is_on[:-1].swapaxes(1, 2) @ affinity @ is_on[1:]
+
+
+def crossings(affinity: Int[np.ndarray, "M E E"], device_of: Devices) -> int:
+    """Pairs of slots whose experts stand on different devices."""
+    is_apart = device_of[:-1, :, None] != device_of[1:, None, :]
+    return int(np.sum(affinity, where=is_apart))
+
+
+def pair_traffic(
+    flow: Int[np.ndarray, "M P P"], bandwidth: Float[np.ndarray, "P P"] | None = None
+) -> Float[np.ndarray, "P P"]:
+    """Traffic of each pair of devices over all layers, over its bandwidth; upper triangle.
+
+    Args:
+        flow: from `flows`.
+        bandwidth: of each pair, symmetric; 1 when None.
+    """
+    total = flow.sum(0).astype(float)
+    both = np.triu(total + total.T, 1)
+    return both if bandwidth is None else both / bandwidth
+
+
+def imbalance(loads: Int[np.ndarray, "L E"], device_of: Devices, num_devices: int) -> float:
+    """Distance of the devices' loads from their mean, summed over devices and layers."""
+    held = device_loads(loads, device_of, num_devices)
+    return float(np.abs(held - held.mean(1, keepdims=True)).sum())
+
+
+def device_loads(
+    loads: Int[np.ndarray, "L E"], device_of: Devices, num_devices: int
+) -> Int[np.ndarray, "L P"]:
+    """Assignments of each layer that each device computes."""
+    is_on = np.eye(num_devices, dtype=loads.dtype)[device_of]
+    return (loads[:, None, :] @ is_on)[:, 0]
+
+
+def experts_devices(trace: RoutingTrace, placement: ExpertPlacement) -> Int[np.ndarray, "L T K"]:
+    """The device of each assignment; P where the slot is empty."""
+    padded = np.pad(placement.device_of, ((0, 0), (0, 1)), constant_values=placement.num_devices)
+    return np.stack([padded[layer][ids] for layer, ids in enumerate(trace.expert_ids)])
+
+
+def homes(trace: RoutingTrace, placement: ExpertPlacement) -> Int[np.ndarray, "L T"]:
+    """The device that has most of a token's experts, the lowest of equals; -1 without experts."""
+    devices = experts_devices(trace, placement)
+    held = np.stack([(devices == c).sum(-1) for c in range(placement.num_devices)])
+    return np.where(held.max(0) > 0, held.argmax(0), -1)
+
+
+def local_share(
+    trace: RoutingTrace, placement: ExpertPlacement, token_devices: Int[np.ndarray, "L T"]
+) -> float:
+    """Share of the assignments that need no travel.
+
+    Args:
+        trace: of the tokens.
+        placement: of the experts.
+        token_devices: where each token is before each layer.
+    """
+    devices = experts_devices(trace, placement)
+    is_real = devices < placement.num_devices
+    return float((devices == token_devices[:, :, None])[is_real].mean())

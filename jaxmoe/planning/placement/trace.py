@@ -1,0 +1,145 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""A routing trace: the experts of every token in every MoE layer, as solvers read them.
+
+The file is a compressed .npz (`numpy.load` opens it):
+
+    token_ids    [T] i32          id of each token in the vocabulary
+    expert_ids   [L T K]          its experts; E where a slot is empty; u8, or u16 from E = 256 on
+    counts       [L E] i64        assignments per expert: those of `expert_ids`, for a reader's use
+    num_experts  [] i64           E
+
+of real tokens alone, in the order of the held-out text: L T K (or 2 L T K) + 4 T bytes before
+compression. What is counted in it:
+
+    loads[l, e]      = number of tokens that have e in layer l
+    affinity[l, a, b] = number of pairs (slot of layer l, slot of layer l + 1) of one token whose
+                       experts are a and b; for K = 1 the tokens that go from a to b
+
+Source of the affinity: ExFlow (arXiv 2401.08383); pairs of slots are our reading for K > 1.
+`experiments/router_trace.py` records it. It holds no text, though token ids can be turned into it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+import zipfile
+
+import numpy as np
+from jaxtyping import Int
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RoutingTrace:
+    """Who went where.
+
+    Raises:
+        ValueError: an expert that is not one of E.
+    """
+
+    token_ids: Int[np.ndarray, " T"]
+    expert_ids: Int[np.ndarray, "L T K"]
+    """E where a slot is empty."""
+    num_experts: int
+    """E."""
+
+    def __post_init__(self):
+        if self.expert_ids.size and not (
+            self.expert_ids.min() >= 0 and self.expert_ids.max() <= self.num_experts
+        ):
+            raise ValueError(
+                f"trace: expert ids lie in {self.expert_ids.min()} to {self.expert_ids.max()}, and"
+                f" must in 0 to {self.num_experts}, where {self.num_experts} means none"
+            )
+
+    @property
+    def num_layers(self) -> int:
+        """L, MoE layers."""
+        return self.expert_ids.shape[0]
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return self.expert_ids.shape[1]
+
+    def part(self, first: int, last: int) -> RoutingTrace:
+        """The tokens from `first` to before `last`."""
+        ids = self.expert_ids[:, first:last]
+        return dataclasses.replace(self, token_ids=self.token_ids[first:last], expert_ids=ids)
+
+    def loads(self) -> Int[np.ndarray, "L E"]:
+        """Assignments per layer and expert."""
+        shape = (self.num_layers, self.num_experts + 1)
+        flat = self.expert_ids.reshape(self.num_layers, -1)
+        return np.stack([np.bincount(layer, minlength=shape[1]) for layer in flat])[:, :-1]
+
+    def affinity(self) -> Int[np.ndarray, "M E E"]:
+        """Pairs of slots between each MoE layer and the next, M = L - 1; see the module."""
+        number, pairs = self.num_experts + 1, []
+        for here, there in zip(self.expert_ids[:-1], self.expert_ids[1:], strict=True):
+            both = here[:, :, None].astype(np.int64) * number + there[:, None, :]
+            table = np.bincount(both.ravel(), minlength=number**2).reshape(number, number)
+            pairs.append(table[:-1, :-1])
+        empty = np.zeros((0, self.num_experts, self.num_experts), np.int64)
+        return np.stack(pairs) if pairs else empty
+
+    def by_token(self, layer: int, vocab_size: int) -> Int[np.ndarray, "V E"]:
+        """Assignments of each token id to each expert of a layer.
+
+        Args:
+            layer: counted over MoE layers.
+            vocab_size: V, above every id of the trace.
+        """
+        number = self.num_experts + 1
+        both = self.token_ids[:, None].astype(np.int64) * number + self.expert_ids[layer]
+        table = np.bincount(both.ravel(), minlength=vocab_size * number)
+        return table.reshape(vocab_size, number)[:, :-1]
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest token id."""
+        return int(self.token_ids.max(initial=-1)) + 1
+
+
+def save_trace(path: str | os.PathLike[str], trace: RoutingTrace) -> None:
+    """Writes a trace; its directory is made.
+
+    Args:
+        path: ends in .npz.
+        trace: what is written.
+    """
+    path = pathlib.Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    narrow = np.uint8 if trace.num_experts < 256 else np.uint16
+    np.savez_compressed(
+        path,
+        token_ids=trace.token_ids.astype(np.int32),
+        expert_ids=trace.expert_ids.astype(narrow),
+        counts=trace.loads(),
+        num_experts=np.int64(trace.num_experts),
+    )
+
+
+def load_trace(path: str | os.PathLike[str]) -> RoutingTrace:
+    """Reads a trace.
+
+    Raises:
+        ValueError: there is no such file, or it is no trace.
+    """
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            parts = {name: file[name] for name in ("token_ids", "expert_ids", "num_experts")}
+    except (OSError, KeyError, ValueError, zipfile.BadZipFile) as error:
+        raise ValueError(
+            f"{path} is no routing trace ({error}): write one with"
+            " python -m experiments.routers --trace METHOD"
+        ) from error
+    token_ids, expert_ids = parts["token_ids"], parts["expert_ids"].astype(np.int32)
+    if expert_ids.shape[1:2] != token_ids.shape:
+        raise ValueError(
+            f"{path} is no routing trace: token_ids {token_ids.shape} must be [T], and expert_ids"
+            f" {expert_ids.shape} [L T K]"
+        )
+    return RoutingTrace(token_ids, expert_ids, int(parts["num_experts"]))

@@ -1,0 +1,88 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Which device holds which expert, layer by layer: the record that placement solvers return.
+
+    device_of[l, e]   the device of expert e of layer l; every device has E/P experts of a layer
+    order[l, i]       the expert that stands at position i: device c holds the positions
+                      c E/P to (c + 1) E/P - 1, ascending by expert
+    position[l, e]    where expert e stands: the inverse of `order`
+
+The weights of a layer are cut over the mesh axis `expert` in the order in which they stand, so a
+placement is applied by putting them into another order: `jaxmoe.training.relocate` does that. Here
+is no search: the solvers are in `jaxmoe/planning/placement/`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+from jaxtyping import Int
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ExpertPlacement:
+    """A device for every expert of every MoE layer.
+
+    Raises:
+        ValueError: a device that does not hold E/P experts of some layer.
+    """
+
+    device_of: Int[np.ndarray, "L E"]
+    num_devices: int
+    """P."""
+
+    def __post_init__(self):
+        check_devices(self.num_experts, self.num_devices)
+        share = self.num_experts // self.num_devices
+        for layer, devices in enumerate(self.device_of):
+            inside = devices[(devices >= 0) & (devices < self.num_devices)]
+            held = np.bincount(inside, minlength=self.num_devices)
+            if (held != share).any():
+                device = int(np.argmax(held != share))
+                raise ValueError(
+                    f"placement: device {device} holds {held[device]} experts of layer {layer}, and"
+                    f" every one of the {self.num_devices} must hold {share} of"
+                    f" {self.num_experts}: the mesh cuts the experts into equal parts"
+                )
+
+    @classmethod
+    def identity(cls, num_layers: int, num_experts: int, num_devices: int) -> ExpertPlacement:
+        """Experts in the order of their numbers, as they stand without a placement."""
+        check_devices(num_experts, num_devices)
+        devices = np.arange(num_experts) // (num_experts // num_devices)
+        return cls(np.tile(devices, (num_layers, 1)), num_devices)
+
+    @property
+    def num_layers(self) -> int:
+        """L, MoE layers."""
+        return self.device_of.shape[0]
+
+    @property
+    def num_experts(self) -> int:
+        """E."""
+        return self.device_of.shape[1]
+
+    @property
+    def order(self) -> Int[np.ndarray, "L E"]:
+        """The expert at each position."""
+        return np.argsort(self.device_of, axis=1, kind="stable")
+
+    @property
+    def position(self) -> Int[np.ndarray, "L E"]:
+        """The position of each expert."""
+        return np.argsort(self.order, axis=1, kind="stable")
+
+
+def check_devices(num_experts: int, num_devices: int) -> None:
+    """Refuses a number of devices that does not divide the experts.
+
+    Raises:
+        ValueError: naming both and the way out.
+    """
+    if num_devices < 1 or num_experts % num_devices:
+        divisors = [n for n in range(1, num_experts + 1) if num_experts % n == 0]
+        raise ValueError(
+            f"placement: {num_devices} devices cannot hold equal parts of {num_experts} experts:"
+            f" choose {', '.join(map(str, divisors))}"
+        )

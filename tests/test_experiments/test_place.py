@@ -1,0 +1,84 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""`experiments.place`: a run written anew with its experts elsewhere is the same run."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from experiments import place
+from experiments.assembly import assemble
+from experiments.doctor_devices import tiny_config
+from experiments.finished import open_run
+from experiments.run_directory import RunDirectory
+from jaxmoe.checkpoint import save_checkpoint
+from jaxmoe.planning.placement import save_trace
+from jaxmoe.training.evaluate import evaluate, make_eval_step
+from tests.support.tolerances import assert_close
+from tests.support.traces import planted
+
+
+@pytest.fixture(scope="module")
+def untrained(tmp_path_factory):
+    """A run directory with the state before the first step, which trains nothing."""
+    path = tmp_path_factory.mktemp("place") / "run"
+    config = tiny_config(len(jax.devices()))
+    model = dataclasses.replace(config.model, num_layers=2)
+    config = dataclasses.replace(config, model=model)
+    assembly = assemble(config)
+    directory = RunDirectory(path)
+    directory.acquire()
+    directory.check_config(config)
+    save_checkpoint(
+        directory.checkpoints_directory,
+        assembly.new_state(),
+        step=0,
+        config=config,
+        data=assembly.loader.position(0),
+    )
+    directory.release()
+    return path
+
+
+def held_out(path):
+    assembly, state, _ = open_run(str(path), None)
+    with jax.set_mesh(assembly.mesh):
+        step = make_eval_step(assembly.plan.model, execution=assembly.execution)
+        result = evaluate(step, state.params, state.router_state, assembly.held_out())
+    return result.nats_per_token, state
+
+
+def test_a_run_is_written_anew(untrained, tmp_path, capsys):
+    into = tmp_path / "placed"
+    arguments = ["--run.directory", str(untrained), "--devices", "2", "--into", str(into)]
+    assert place.main([*arguments, "placer:expert_grouping"]) == 0
+    words = capsys.readouterr().out
+    assert all(name in words for name in ("identity", "random", "exflow", "moetuner"))
+    (before, old), (after, new) = held_out(untrained), held_out(into)
+    assert_close(np.float64(after), np.float64(before), "matmul")
+    with np.load(into / "placement.npz") as file:
+        placement = place.ExpertPlacement(file["device_of"], int(file["num_devices"]))
+    expected = place.relocate(assemble_model(untrained), old, placement)
+    jax.tree.map(np.testing.assert_array_equal, new.params, expected.params)
+    with pytest.raises(SystemExit) as stopped:
+        place.main(arguments)
+    assert stopped.value.code == 2 and "exists: choose a new" in capsys.readouterr().err
+
+
+def assemble_model(path):
+    return open_run(str(path), None)[0].plan.model
+
+
+def test_a_trace_alone_is_compared(tmp_path, capsys):
+    save_trace(tmp_path / "trace.npz", planted(0, num_layers=2, num_experts=8, num_tokens=256))
+    assert place.main(["--trace", str(tmp_path / "trace.npz"), "--devices", "4"]) == 0
+    assert capsys.readouterr().out.count("%") == 10
+    for more, message in (
+        (["--devices", "3"], "3 devices cannot hold equal parts of 8 experts"),
+        (["--into", "x"], "trace names none"),
+    ):
+        with pytest.raises(SystemExit) as stopped:
+            place.main(["--trace", str(tmp_path / "trace.npz"), *more])
+        assert stopped.value.code == 2 and message in capsys.readouterr().err
