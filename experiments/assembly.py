@@ -26,6 +26,7 @@ from jaxmoe.scaling import Budget, Parameterization
 from jaxmoe.training import MaskedDiffusionConfig
 from jaxmoe.training.batch_ramp import accumulation_of
 from jaxmoe.training.state import TrainState, init_state
+from sharding import axes as ax
 from sharding.distributed import global_batch
 from sharding.mesh import make_mesh
 
@@ -143,12 +144,16 @@ def assemble(config: PretrainConfig) -> Assembly:
     Raises:
         ValueError: sizes that do not divide, a vocabulary too small for the data, too little data.
     """
-    plan = make_plan(config)
     mesh_config = config.execution.mesh.resolve(jax.device_count())
     execution = dataclasses.replace(config.execution, mesh=mesh_config)
-    mesh = make_mesh(mesh_config)
-    plan.table.check_divides(execution.axis_rules, dict(mesh.shape))
-    training = config.training
+    if execution.fold is not None:  # its rules need every size
+        config = dataclasses.replace(config, execution=execution)
+    plan = make_plan(config)
+    mesh, training = make_mesh(mesh_config, fold=execution.fold), config.training
+    sizes = dict(mesh.shape)
+    plan.table.check_divides(execution.axis_rules, sizes)
+    length = (training.sequence_length,)
+    execution.axis_rules.check_divides("training.sequence_length", length, (ax.ACT_SEQ,), sizes)
     parts = mesh_config.batch_shards * training.accumulation
     if training.batch_size % parts:
         raise ValueError(

@@ -17,7 +17,7 @@ from experiments.output import write
 from experiments.recipes import DEFAULT, RECIPES
 from jaxmoe.models.flops import flops_per_token
 from jaxmoe.tracking.console import format_flops
-from sharding.axes import MESH_AXES
+from sharding.mesh import named_sizes
 
 _BYTES = {"float32": 4, "bfloat16": 2}
 # Muon keeps one moment, Adam two, whatever the dtype of the parameters.
@@ -35,8 +35,10 @@ def main(argv: Sequence[str]) -> int:
         plan = make_plan(config)
         mesh = config.execution.mesh
         if -1 not in mesh.sizes:
-            sizes: dict[str, int] = dict(zip(MESH_AXES, mesh.sizes, strict=True))
-            plan.table.check_divides(config.execution.axis_rules, sizes)
+            names, sizes = named_sizes(mesh, config.execution.fold)
+            plan.table.check_divides(
+                config.execution.axis_rules, dict(zip(names, sizes, strict=True))
+            )
         page = describe(recipe, plan)
     write(page)
     return int(cli.ExitCode.DONE)
@@ -62,7 +64,7 @@ def describe(recipe: str, plan: Plan) -> str:
     gradients = sum(row.size * width / shards[row.path] for row in table)
     mesh = " ".join(
         f"{axis}={'the rest' if size == -1 else size}"
-        for axis, size in zip(MESH_AXES, config.execution.mesh.sizes, strict=True)
+        for axis, size in config.execution.mesh.by_axis.items()
         if size != 1
     )
     lines = (
@@ -89,7 +91,8 @@ def _size(num_bytes: float) -> str:
 def _shards(plan: Plan) -> dict[str, int]:
     """Parts into which each parameter is divided; 1 on an axis whose size is left open."""
     config = plan.config.execution
-    sizes = {a: max(s, 1) for a, s in zip(MESH_AXES, config.mesh.sizes, strict=True)}
+    names, sizes = named_sizes(config.mesh, config.fold)
+    sizes = {name: max(size, 1) for name, size in zip(names, sizes, strict=True)}
     return {
         row.path: math.prod(
             sizes[axis]

@@ -15,11 +15,13 @@ from jaxmoe.precision import PrecisionPolicy
 from pallas_kernels.backend import Implementation
 from sharding.constrain import Placement
 from sharding.expert_parallel import DispatcherConfig, LocalConfig
+from sharding.fold import MoEMesh, refine
 from sharding.mesh import MeshConfig
-from sharding.rules import RULES, LogicalAxisRules
+from sharding.rules import LogicalAxisRules
 from sharding.sequence_parallel import NoSequenceParallelConfig, SequenceParallelConfig
+from sharding.state_layouts import STATE_LAYOUTS, StateLayout, StateLayoutName
 
-Remat = Literal["none", "full", "dots"]
+Remat = Literal["none", "full", "dots", "offload"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,8 +40,10 @@ class ExecutionConfig:
 
     mesh: MeshConfig = MeshConfig(data=-1)
     """Sizes of the mesh axes; the training commands make this mesh and set it."""
-    rules: Literal["data_parallel", "fully_sharded"] = "fully_sharded"
-    """Layout of parameters and activations: a table of sharding/rules.py."""
+    fold: MoEMesh | None = None
+    """Another layout of the same devices for the experts; mesh.expert is then 1."""
+    rules: StateLayoutName = "fully_sharded"
+    """How parameters, gradients and optimiser state are cut: sharding/state_layouts.py."""
     dispatcher: DispatcherConfig = LocalConfig()
     """How rows reach their experts."""
     sequence_parallel: SequenceParallelConfig = NoSequenceParallelConfig()
@@ -49,7 +53,10 @@ class ExecutionConfig:
     precision: PrecisionPolicy = PrecisionPolicy()
     """Dtypes."""
     remat: Remat = "none"
-    """What the backward pass recomputes: nothing; each whole block; or all but matrix products."""
+    """What the backward pass recomputes: nothing; each whole block; all but matrix products; or
+    each whole block, from an input that waited in the memory of the host."""
+    optimizer_memory: Literal["device", "host"] = "device"
+    """Where the optimiser's state is between two updates."""
     unroll: int = 1
     """Layers in one iteration of the loop over equal layers: more compile longer and run faster on
     a CPU, where the loop copies what it carries."""
@@ -66,15 +73,27 @@ class ExecutionConfig:
                 f"mesh.seq={self.mesh.seq} needs a sequence-parallel attention, and"
                 " sequence_parallel is 'none': set mesh.seq to 1"
             )
+        if self.fold is not None and -1 not in self.mesh.sizes:
+            refine(self.mesh.by_axis, self.fold)
         if self.unroll < 1:
             raise ValueError(f"execution.unroll={self.unroll} must be at least 1")
         if self.loss_chunk < 0:
             raise ValueError(f"loss_chunk={self.loss_chunk} must be 0 (whole) or positive")
 
     @property
+    def state_layout(self) -> StateLayout:
+        """The layout by name, on the axes of the folded mesh if there is a fold.
+
+        Raises:
+            ValueError: the fold does not fit the mesh, or the mesh has an open size.
+        """
+        layout = STATE_LAYOUTS[self.rules]
+        return layout if self.fold is None else layout.folded(refine(self.mesh.by_axis, self.fold))
+
+    @property
     def axis_rules(self) -> LogicalAxisRules:
-        """The rule table by name."""
-        return RULES[self.rules]
+        """The rules of parameters and activations."""
+        return self.state_layout.parameters
 
     @property
     def placement(self) -> Placement:

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where arrays live and how they move: meshes, rules, islands, dispatch."""
 
+from sharding.fold import MoEMesh as MoEMesh
 from sharding.mesh import MeshConfig as MeshConfig
 from sharding.mesh import abstract_mesh as abstract_mesh
 from sharding.mesh import make_mesh as make_mesh

@@ -11,7 +11,8 @@ from __future__ import annotations
 import dataclasses
 
 import jax
-from jaxtyping import Array, Float, Int
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Shaped
 
 
 @jax.tree_util.register_dataclass
@@ -50,3 +51,45 @@ def combine(
         return by_token.sum(1).astype(rows.dtype)
     summed = jax.ops.segment_sum(weighted, assignments.token_ids, num_segments=num_tokens)
     return summed.astype(rows.dtype)
+
+
+def own_positions(
+    rows: Shaped[Array, "T ..."], num_sequences: int, axes: tuple[str, ...]
+) -> Shaped[Array, "t ..."]:
+    """This device's part of the positions of each sequence.
+
+    Args:
+        rows: of whole sequences, one after the other.
+        num_sequences: B.
+        axes: mesh axes over which positions are spread.
+    """
+    by_sequence = rows.reshape(num_sequences, -1, *rows.shape[1:])
+    length = by_sequence.shape[1] // jax.lax.axis_size(axes)
+    first = jax.lax.axis_index(axes) * length
+    own = jax.lax.dynamic_slice_in_dim(by_sequence, first, length, axis=1)
+    return own.reshape(num_sequences * length, *rows.shape[1:])
+
+
+def own_assignments(
+    assignments: Assignments, num_sequences: int, axes: tuple[str, ...]
+) -> Assignments:
+    """The assignments of `own_positions`, which count its rows.
+
+    Args:
+        assignments: token-major, of whole sequences.
+        num_sequences: B.
+        axes: mesh axes over which positions are spread.
+    """
+    top_k = assignments.top_k
+    assert top_k is not None  # only token-major routers have a capacity
+
+    def own(slots: Array) -> Array:
+        return own_positions(slots.reshape(-1, top_k), num_sequences, axes).reshape(-1)
+
+    expert_ids = own(assignments.expert_ids)
+    return Assignments(
+        token_ids=jnp.arange(expert_ids.shape[0], dtype=jnp.int32) // jnp.int32(top_k),
+        expert_ids=expert_ids,
+        gates=own(assignments.gates),
+        top_k=top_k,
+    )

@@ -5,6 +5,9 @@
 Nothing else in the library spells an axis name. A mesh axis is never called a dimension, and a
 dimension never an axis of the mesh.
 
+A folded mesh (`sharding/fold.py`) may have an axis in pieces, the slowest first: `data_0`,
+`data_1`.
+
 To add a logical axis: a constant here, a row in every rule set of `sharding/rules.py`.
 """
 
@@ -32,6 +35,7 @@ HEAD_DIM: Final = "head_dim"  # H
 MLP: Final = "mlp"  # hidden units of a dense feed-forward layer or of the shared experts
 GATE_UP: Final = "gate_up"  # the two projections into a SwiGLU
 EXPERTS: Final = "experts"  # E
+EXPERT_EMBED: Final = "expert_embed"  # D in the weights of the routed experts
 EXPERT_MLP: Final = "expert_mlp"  # F, hidden units of one routed expert
 ROUTER_OUT: Final = "router_out"  # E as the outputs of the router, which every device needs whole
 ROUTER_DIM: Final = "router_dim"  # inner width of a router of two factors
@@ -41,7 +45,8 @@ NORM: Final = "norm"  # the gains of a norm
 
 # Dimensions of activations.
 ACT_BATCH: Final = "act_batch"  # B or T
-ACT_SEQ: Final = "act_seq"  # S
+ACT_SEQ: Final = "act_seq"  # S in the residual stream, between the sublayers
+ACT_SEQ_INNER: Final = "act_seq_inner"  # S within a sublayer, beside spread heads or units
 ACT_EMBED: Final = "act_embed"  # D
 ACT_HEADS: Final = "act_heads"  # N
 ACT_KV_HEADS: Final = "act_kv_heads"  # M
@@ -58,6 +63,7 @@ LOGICAL_AXES: Final = (
     MLP,
     GATE_UP,
     EXPERTS,
+    EXPERT_EMBED,
     EXPERT_MLP,
     ROUTER_OUT,
     ROUTER_DIM,
@@ -66,9 +72,25 @@ LOGICAL_AXES: Final = (
     NORM,
     ACT_BATCH,
     ACT_SEQ,
+    ACT_SEQ_INNER,
     ACT_EMBED,
     ACT_HEADS,
     ACT_KV_HEADS,
     ACT_MLP,
     ACT_VOCAB,
 )
+
+
+def whole_axis(name: str) -> str:
+    """The mesh axis of which this one is a piece, or itself."""
+    return name.split("_")[0]
+
+
+def is_our_mesh(axis_names: tuple[str, ...]) -> bool:
+    """Whether a mesh has all six axes in order, some of them perhaps in pieces."""
+    return tuple(dict.fromkeys(map(whole_axis, axis_names))) == MESH_AXES
+
+
+def pieces(axis_names: tuple[str, ...], axes: tuple[str, ...]) -> tuple[str, ...]:
+    """Those names of a mesh that are one of these axes or a piece of it."""
+    return tuple(name for name in axis_names if whole_axis(name) in axes)

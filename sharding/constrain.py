@@ -22,11 +22,11 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, AxisType
-from jaxtyping import Array, Float, Int
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+from jaxtyping import Array
 
 from pallas_kernels.jax_versions import match_varying
-from sharding.axes import BATCH_AXES, MESH_AXES
+from sharding.axes import ACT_BATCH, is_our_mesh
 from sharding.rules import LogicalAxisRules
 
 Surroundings = Literal["none", "auto", "explicit"]
@@ -45,7 +45,7 @@ def surroundings() -> Surroundings:
         return "none"
     if types == {AxisType.Auto}:
         return "auto"
-    if types == {AxisType.Explicit} and mesh.axis_names == MESH_AXES:
+    if types == {AxisType.Explicit} and is_our_mesh(mesh.axis_names):
         return "explicit"
     raise ValueError(
         f"the current mesh has axes {mesh.axis_names} of types"
@@ -83,21 +83,9 @@ class Placement:
         spec = self.rules.resolve(axes)
         return jnp.einsum(subscripts, x, weight, preferred_element_type=dtype, out_sharding=spec)
 
-    def take_rows(
-        self, table: Float[Array, "V D"], ids: Int[Array, "B S"], *, axes: LogicalAxes
-    ) -> Float[Array, "B S D"]:
-        """Rows of a table by id; the table is gathered whole first.
-
-        Args:
-            table: one row per id.
-            ids: must lie in [0, V); the caller has checked.
-            axes: logical axes of the result.
-        """
-        if surroundings() != "explicit":
-            return table.at[ids].get(mode="clip")
-        whole = jax.sharding.reshard(table, self.rules.resolve((None, None)))
-        spec = self.rules.resolve(axes)
-        return whole.at[ids].get(mode="clip", out_sharding=spec)
+    def mesh_axes(self, name: str) -> tuple[str, ...]:
+        """Mesh axes over which a logical axis is spread here: none outside an Explicit mesh."""
+        return self.rules.mesh_axes(name) if surroundings() == "explicit" else ()
 
     def place(self, x: Array, axes: LogicalAxes) -> Array:
         """The same array, laid out by these logical axes."""
@@ -129,6 +117,8 @@ class Placement:
         if surroundings() != "explicit":
             return lambda *arguments: function(*arguments, batch_axes=())
 
+        names = self.rules.mesh_axes(ACT_BATCH)
+
         def spec(tree):
             return jax.tree.map(self.rules.resolve, tree, is_leaf=_is_axes)
 
@@ -142,13 +132,32 @@ class Placement:
                 is_leaf=_is_axes,
             )
             body = jax.shard_map(
-                lambda *local: function(*local, batch_axes=BATCH_AXES),
+                lambda *local: function(*local, batch_axes=names),
                 in_specs=in_specs,
                 out_specs=spec(out_axes),
             )
             return body(*placed)
 
         return run
+
+
+def place_like(x: Array, other: Array) -> Array:
+    """`x`, laid out as another array of its shape; as it is outside an Explicit mesh."""
+    if surroundings() != "explicit":
+        return x
+    return jax.sharding.reshard(x, jax.typeof(other).sharding.spec)
+
+
+def gather_along(x: Array, axis: str) -> Array:
+    """`x`, no longer cut along one mesh axis; as it is outside an Explicit mesh."""
+    if surroundings() != "explicit":
+        return x
+
+    def left(entry: str | tuple[str, ...] | None) -> tuple[str, ...] | None:
+        names = (entry,) if isinstance(entry, str) else entry or ()
+        return tuple(name for name in names if name != axis) or None
+
+    return jax.sharding.reshard(x, PartitionSpec(*map(left, jax.typeof(x).sharding.spec)))
 
 
 def _local_einsum(subscripts: str, x: Array, weight: Array, dtype: Any) -> Array:

@@ -32,7 +32,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from sharding.axes import BATCH_AXES
+from sharding.axes import BATCH_AXES, pieces
 
 Tree = TypeVar("Tree")
 
@@ -197,7 +197,7 @@ def global_batch(rows: Tree, mesh: Mesh) -> Tree:
     """
 
     def place(array: np.ndarray) -> jax.Array:
-        spec = PartitionSpec(BATCH_AXES, *(None,) * (array.ndim - 1))
+        spec = PartitionSpec(pieces(mesh.axis_names, BATCH_AXES), *(None,) * (array.ndim - 1))
         return jax.make_array_from_process_local_data(NamedSharding(mesh, spec), array)
 
     return jax.tree.map(place, rows)

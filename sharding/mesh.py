@@ -3,8 +3,9 @@
 """`MeshConfig` and the one place where meshes are made.
 
 Every mesh has all six axes, in the order of `sharding.axes.MESH_AXES`; an axis of size 1 stays, so
-that one device and a pod run the same code. Axes are Explicit: the sharding of every array is part
-of its type, and a layout that would need an unplanned collective is an error while tracing.
+that one device and a pod run the same code. Folding (`sharding/fold.py`) may cut some into pieces.
+Axes are Explicit: the sharding of every array is part of its type, and a layout that would need an
+unplanned collective is an error while tracing.
 
 A mesh becomes current with `jax.set_mesh(mesh)`; the model reads the current one.
 """
@@ -19,6 +20,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from sharding.axes import MESH_AXES, REPLICA, SEQ
+from sharding.fold import MoEMesh, refine
 from sharding.topology import device_array
 
 
@@ -58,6 +60,11 @@ class MeshConfig:
         """Sizes in the order of MESH_AXES."""
         return tuple(getattr(self, axis) for axis in MESH_AXES)
 
+    @property
+    def by_axis(self) -> dict[str, int]:
+        """{axis: size}."""
+        return dict(zip(MESH_AXES, self.sizes, strict=True))
+
     def resolve(self, num_devices: int) -> MeshConfig:
         """The same mesh with -1 filled in.
 
@@ -88,24 +95,55 @@ class MeshConfig:
         return self.replica * self.data * self.expert
 
 
-def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
+def make_mesh(
+    config: MeshConfig,
+    devices: Sequence[jax.Device] | None = None,
+    *,
+    fold: MoEMesh | None = None,
+) -> Mesh:
     """Lays devices out on Explicit axes, rings along links and slices on the axis of replicas.
 
     Args:
         config: sizes; -1 is resolved here.
         devices: all devices of all processes when None.
+        fold: another layout of the same devices for the experts.
 
     Raises:
-        ValueError: the sizes do not fit the number of devices, or the replicas not the slices.
+        ValueError: the sizes do not fit the number of devices or one another, or the replicas not
+            the slices.
     """
     devices = list(jax.devices() if devices is None else devices)
-    sizes: dict[str, int] = dict(zip(MESH_AXES, config.resolve(len(devices)).sizes, strict=True))
-    placed = device_array(sizes, devices, slice_axis=REPLICA, ring_axes=(SEQ,))
-    return Mesh(placed, MESH_AXES, axis_types=(AxisType.Explicit,) * len(MESH_AXES))
+    config = config.resolve(len(devices))
+    placed = device_array(config.by_axis, devices, slice_axis=REPLICA, ring_axes=(SEQ,))
+    names, sizes = named_sizes(config, fold)
+    return Mesh(placed.reshape(sizes), names, axis_types=_explicit(names))
 
 
-def abstract_mesh(config: MeshConfig) -> AbstractMesh:
+def abstract_mesh(config: MeshConfig, *, fold: MoEMesh | None = None) -> AbstractMesh:
     """A mesh without devices, for shapes, lowering and plans; no axis may be -1."""
     if -1 in config.sizes:
         raise ValueError("an abstract mesh has no devices to count: give every axis its size")
-    return AbstractMesh(config.sizes, MESH_AXES, axis_types=(AxisType.Explicit,) * len(MESH_AXES))
+    names, sizes = named_sizes(config, fold)
+    return AbstractMesh(sizes, names, axis_types=_explicit(names))
+
+
+def named_sizes(
+    config: MeshConfig, fold: MoEMesh | None
+) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """Names and sizes of the axes of the mesh that is made, cut axes in pieces.
+
+    Args:
+        config: sizes, all known when there is a fold.
+        fold: of the experts.
+    """
+    if fold is None:
+        return MESH_AXES, config.sizes
+    cut = dict(refine(config.by_axis, fold).dense)
+    parts = [
+        part for axis, size in config.by_axis.items() for part in cut.get(axis, ((axis, size),))
+    ]
+    return tuple(name for name, _ in parts), tuple(size for _, size in parts)
+
+
+def _explicit(names: tuple[str, ...]) -> tuple[AxisType, ...]:
+    return (AxisType.Explicit,) * len(names)

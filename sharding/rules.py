@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from jax.sharding import PartitionSpec
 
 from sharding import axes as ax
+from sharding.fold import Refinement
 
 Rule = tuple[str, tuple[str, ...]]
 
@@ -36,7 +37,7 @@ class LogicalAxisRules:
             raise ValueError(f"rules say nothing of the logical axes {', '.join(missing)}")
         for name, mesh_axes in self.rules:
             for axis in mesh_axes:
-                if axis not in ax.MESH_AXES:
+                if ax.whole_axis(axis) not in ax.MESH_AXES:
                     raise ValueError(
                         f"rule {name}={mesh_axes}: {axis!r} is no mesh axis"
                         f" (there are {', '.join(ax.MESH_AXES)})"
@@ -104,6 +105,29 @@ class LogicalAxisRules:
                     f" {name!r}"
                 )
 
+    def folded(self, refinement: Refinement) -> LogicalAxisRules:
+        """The same layout on a mesh whose axes are cut, with the experts in theirs.
+
+        Args:
+            refinement: of `sharding.fold.refine`.
+        """
+        embed = self.mesh_axes(ax.EXPERT_EMBED)
+        replicas = tuple(axis for axis in embed if axis == ax.REPLICA)
+        experts = {
+            ax.EXPERTS: refinement.expert,
+            ax.EXPERT_MLP: refinement.expert_tensor,
+            # What is spread at all is spread over the devices that have the same experts.
+            ax.EXPERT_EMBED: refinement.expert_data + replicas if embed else (),
+        }
+        return LogicalAxisRules(
+            rules=tuple(
+                (name, experts[name])
+                if name in experts
+                else (name, tuple(piece for axis in axes for piece in refinement.names(axis)))
+                for name, axes in self.rules
+            )
+        )
+
     def replace(self, **changes: tuple[str, ...]) -> LogicalAxisRules:
         """The same rules with some rows changed."""
         for name in changes:
@@ -130,6 +154,7 @@ DATA_PARALLEL = LogicalAxisRules(
         (ax.MLP, (ax.TENSOR,)),
         (ax.GATE_UP, ()),
         (ax.EXPERTS, (ax.EXPERT,)),
+        (ax.EXPERT_EMBED, ()),
         (ax.EXPERT_MLP, (ax.TENSOR,)),
         (ax.ROUTER_OUT, ()),
         (ax.ROUTER_DIM, ()),
@@ -137,7 +162,8 @@ DATA_PARALLEL = LogicalAxisRules(
         (ax.ROUTER_SLOTS, ()),
         (ax.NORM, ()),
         (ax.ACT_BATCH, ax.BATCH_AXES),
-        (ax.ACT_SEQ, (ax.SEQ,)),
+        (ax.ACT_SEQ, (ax.SEQ, ax.TENSOR)),
+        (ax.ACT_SEQ_INNER, (ax.SEQ,)),
         (ax.ACT_EMBED, ()),
         (ax.ACT_HEADS, (ax.TENSOR,)),
         (ax.ACT_KV_HEADS, (ax.TENSOR,)),
@@ -147,7 +173,10 @@ DATA_PARALLEL = LogicalAxisRules(
 )
 """Parameters whole on every device of the data axis; batch and heads spread."""
 
-FULLY_SHARDED = DATA_PARALLEL.replace(embed=(ax.DATA,))
-"""ZeRO-3: every matrix, its gradient and its optimiser state spread over the data axis as well."""
+FULLY_SHARDED = DATA_PARALLEL.replace(
+    embed=(ax.DATA, ax.EXPERT, ax.SEQ), expert_embed=(ax.DATA, ax.SEQ)
+)
+"""ZeRO-3: every matrix, its gradient and its optimiser state spread over all devices of a replica
+that would otherwise hold copies."""
 
 RULES = {"data_parallel": DATA_PARALLEL, "fully_sharded": FULLY_SHARDED}

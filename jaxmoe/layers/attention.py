@@ -81,7 +81,7 @@ class Attention(nn.Module):
         config, placement = self.model.attention, self.execution.placement
         dtype = self.execution.precision.compute_dtype
         sizes = {"q": config.num_heads, "k": config.num_kv_heads, "v": config.num_kv_heads}
-        x = x.astype(dtype)
+        x = placement.place(x.astype(dtype), (ax.ACT_BATCH, ax.ACT_SEQ_INNER, None))
         heads = {name: self._project(name, x, size) for name, size in sizes.items()}
         q, k, v = self._norm("q_norm", heads["q"]), self._norm("k_norm", heads["k"]), heads["v"]
 
@@ -146,7 +146,7 @@ class Attention(nn.Module):
             "attention_in",
             ((-3,), (-2, -1)),
         )
-        axes = (ax.ACT_BATCH, ax.ACT_SEQ, act_heads, None)
+        axes = (ax.ACT_BATCH, ax.ACT_SEQ_INNER, act_heads, None)
         return self.execution.placement.einsum(
             "bsd,dnh->bsnh", x, weight.astype(x.dtype), axes=axes
         )
@@ -163,10 +163,10 @@ class Attention(nn.Module):
             return rms_norm(heads, gain, epsilon)
         # Heads may be spread over devices; the norm over all of them needs a token's heads whole.
         act_heads = ax.ACT_HEADS if name == "q_norm" else ax.ACT_KV_HEADS
-        whole = self.execution.placement.place(heads, (ax.ACT_BATCH, ax.ACT_SEQ, None, None))
+        whole = self.execution.placement.place(heads, (ax.ACT_BATCH, ax.ACT_SEQ_INNER, None, None))
         flat = whole.reshape(*heads.shape[:2], dim)  # B, S, N*H
         normed = rms_norm(flat, gain, epsilon).reshape(heads.shape)
-        axes = (ax.ACT_BATCH, ax.ACT_SEQ, act_heads, None)
+        axes = (ax.ACT_BATCH, ax.ACT_SEQ_INNER, act_heads, None)
         return self.execution.placement.place(normed, axes)
 
     def _gate(self, x: Float[Array, "B S D"]) -> Float[Array, "B S N 1"]:
@@ -178,7 +178,7 @@ class Attention(nn.Module):
             "attention_gate",
             ((-2,), (-1,)),
         )
-        axes = (ax.ACT_BATCH, ax.ACT_SEQ, ax.ACT_HEADS)
+        axes = (ax.ACT_BATCH, ax.ACT_SEQ_INNER, ax.ACT_HEADS)
         logits = self.execution.placement.einsum(
             "bsd,dn->bsn", x, weight.astype(x.dtype), axes=axes, dtype=jnp.float32
         )

@@ -13,17 +13,19 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from typing import Any
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from flax import struct
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxmoe.execution import ExecutionConfig
+from jaxmoe.execution import ExecutionConfig, Remat
 from jaxmoe.layers.attention import Attention, AttentionOutputs, KVCache
 from jaxmoe.layers.feed_forward import FeedForward
+from jaxmoe.layers.gather import SECONDARY, WHOLE, gather_across_replicas, use_whole
 from jaxmoe.layers.indicators import (
     Indicators,
     observe_attention,
@@ -89,6 +91,10 @@ class LayerOutputs:
     """Of the global batch, with detailed telemetry."""
 
 
+STREAM: Final = "stream"
+"""Name of what flows into a block, for remat policies."""
+
+
 class Block(nn.Module):
     """Attention and feed-forward, each behind a norm."""
 
@@ -102,7 +108,7 @@ class Block(nn.Module):
         self, stream: Stream, layer: LayerInputs, tokens: TokenInputs
     ) -> tuple[Stream, LayerOutputs]:
         """One block; the signature is that of a scan's body."""
-        model, execution, x = self.model, self.execution, stream.x
+        model, execution, x = self.model, self.execution, checkpoint_name(stream.x, STREAM)
         multiplier = jnp.asarray(model.multipliers.residual, x.dtype)
 
         def norm(name: str, x: Array) -> Array:
@@ -169,20 +175,33 @@ def _routing_inputs(stream: Stream, layer: LayerInputs, tokens: TokenInputs) -> 
 
 
 def stack_of_blocks(
-    model: ModelConfig, execution: ExecutionConfig, stack: Stack, *, train: bool
+    model: ModelConfig,
+    execution: ExecutionConfig,
+    stack: Stack,
+    *,
+    train: bool,
+    is_gathered: bool = False,
 ) -> nn.Module:
-    """The blocks of one stack as a scan over their stacked parameters, rematerialised as asked."""
+    """The blocks of one stack as a scan over their stacked parameters, rematerialised as asked.
+
+    Args:
+        model: what is computed.
+        execution: how.
+        stack: which layers.
+        train: for the routers.
+        is_gathered: there is a collection of gathered parameters beside the cut ones.
+    """
     body = Block
+    if is_gathered:
+        body = use_whole(body)
+    elif execution.state_layout.gathered == "replica":
+        body = gather_across_replicas(body, execution.precision.compute_dtype)
     if execution.remat != "none":
-        policies = jax.checkpoint_policies
-        policy = {
-            "full": policies.nothing_saveable,
-            "dots": policies.dots_with_no_batch_dims_saveable,
-        }[execution.remat]
-        body = nn.remat(Block, policy=policy, prevent_cse=False)
+        body = nn.remat(body, policy=remat_policy(execution.remat), prevent_cse=False)
     scanned = nn.scan(
         body,
-        variable_axes={"params": 0, "intermediates": 0},  # the latter when a caller captures
+        # Intermediates: when a caller captures them.
+        variable_axes={"params": 0, "intermediates": 0, WHOLE: 0},
         split_rngs={"params": True},
         in_axes=(0, nn.broadcast),  # pyright: ignore[reportArgumentType]
         out_axes=0,
@@ -191,3 +210,24 @@ def stack_of_blocks(
         metadata_params={nn.PARTITION_NAME: ax.LAYERS, "size": stack.num_layers},
     )
     return scanned(model, execution, stack.is_moe, train, name=stack.name)
+
+
+def remat_policy(remat: Remat) -> Any:
+    """What the backward pass finds rather than computes; always what was gathered across replicas.
+
+    Args:
+        remat: not "none".
+    """
+    policies = jax.checkpoint_policies
+    secondary = policies.save_only_these_names(SECONDARY)
+    if remat == "full":
+        return secondary
+    if remat == "offload":
+        return policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=[SECONDARY],
+            names_which_can_be_offloaded=[STREAM],
+            offload_src="device",
+            offload_dst="pinned_host",
+        )
+    dots = policies.dots_with_no_batch_dims_saveable
+    return policies.save_from_both_policies(dots, secondary)

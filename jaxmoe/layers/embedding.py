@@ -65,7 +65,7 @@ def output_logits(
     model: ModelConfig,
     execution: ExecutionConfig,
 ) -> Float[Array, "B S V"]:
-    """Logits in f32.
+    """Logits in f32, cut by vocabulary where the head is.
 
     Args:
         hidden: after the final norm.
@@ -74,7 +74,8 @@ def output_logits(
         execution: for dtype and placement.
     """
     dtype = execution.precision.compute_dtype
-    axes = (ax.ACT_BATCH, ax.ACT_SEQ, None)
+    inner = (ax.ACT_BATCH, ax.ACT_SEQ_INNER)
+    hidden, axes = execution.placement.place(hidden, (*inner, None)), (*inner, ax.ACT_VOCAB)
     logits = execution.placement.einsum(
         "bsd,dv->bsv", hidden.astype(dtype), weight.astype(dtype), axes=axes, dtype=jnp.float32
     )

@@ -16,6 +16,12 @@ from pallas_kernels import grouped_swiglu
 from pallas_kernels.backend import Implementation
 from sharding import axes as ax
 
+WEIGHT_AXES = {
+    "gate_up": (ax.EXPERTS, None, None, ax.EXPERT_MLP),
+    "down": (ax.EXPERTS, ax.EXPERT_MLP, None),
+}
+"""Layout of the weights where they are used, by dispatchers that spread experts."""
+
 
 class Experts(nn.Module):
     """The weights of E experts."""
@@ -29,30 +35,30 @@ class Experts(nn.Module):
         num_experts, hidden = self.moe.num_experts, self.moe.expert_dim
         gate_up = Declaration(
             shape=(num_experts, self.embed_dim, 2, hidden),
-            axes=(ax.EXPERTS, ax.EMBED, ax.GATE_UP, ax.EXPERT_MLP),
+            axes=(ax.EXPERTS, ax.EXPERT_EMBED, ax.GATE_UP, ax.EXPERT_MLP),
             role="expert_in",
             matrix=((-3,), (-2, -1)),
         )
         down = Declaration(
             shape=(num_experts, hidden, self.embed_dim),
-            axes=(ax.EXPERTS, ax.EXPERT_MLP, ax.EMBED),
+            axes=(ax.EXPERTS, ax.EXPERT_MLP, ax.EXPERT_EMBED),
             role="expert_out",
         )
         return {"gate_up": declare(self, "gate_up", gate_up), "down": declare(self, "down", down)}
 
 
 def apply_experts(
+    weights: dict[str, Array],
     rows: Float[Array, "R D"],
     group_sizes: Int[Array, " e"],
-    weights: dict[str, Array],
     implementation: Implementation | None,
 ) -> Float[Array, "R D"]:
     """Each row through its expert.
 
     Args:
+        weights: of the e experts held here, as from `Experts`.
         rows: sorted by expert, in the compute dtype.
         group_sizes: rows of each expert; rows past their sum give 0.
-        weights: of the e experts held here, as from `Experts`.
         implementation: of `grouped_swiglu`.
     """
     gate_up, down = (weights[name].astype(rows.dtype) for name in ("gate_up", "down"))

@@ -40,8 +40,9 @@ class FeedForward(nn.Module):
             shape=(self.hidden_dim, self.embed_dim), axes=(ax.MLP, ax.EMBED), role=self.role_out
         )
         weight = declare(self, "gate_up", gate_up).astype(dtype)
-        axes = (ax.ACT_BATCH, ax.ACT_SEQ, None, ax.ACT_MLP)
-        hidden = placement.einsum("bsd,dcf->bscf", x.astype(dtype), weight, axes=axes)
+        inner = (ax.ACT_BATCH, ax.ACT_SEQ_INNER, None)
+        x, axes = placement.place(x.astype(dtype), inner), (*inner, ax.ACT_MLP)
+        hidden = placement.einsum("bsd,dcf->bscf", x, weight, axes=axes)
         hidden = jax.nn.silu(hidden[:, :, 0]) * hidden[:, :, 1]
         weight = declare(self, "down", down).astype(dtype)
         axes = (ax.ACT_BATCH, ax.ACT_SEQ, ax.ACT_EMBED)

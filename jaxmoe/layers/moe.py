@@ -27,9 +27,10 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxmoe.execution import ExecutionConfig
-from jaxmoe.layers.experts import Experts, apply_experts
+from jaxmoe.layers.experts import WEIGHT_AXES, Experts, apply_experts
 from jaxmoe.layers.feed_forward import FeedForward
 from jaxmoe.layers.indicators import mean_cosine, unit_rows
+from jaxmoe.layers.moe_layout import MoELayout, moe_layout
 from jaxmoe.layers.zero_computation import ZeroComputationExperts, apply_zero_computation
 from jaxmoe.models.config import ModelConfig, MoEConfig
 from jaxmoe.parameters import declare
@@ -46,7 +47,7 @@ from jaxmoe.routing.balancers import WeightsBalancer, of_statistics, of_weights
 from jaxmoe.routing.capacity import limit
 from jaxmoe.routing.telemetry_detailed import observe
 from sharding import axes as ax
-from sharding.assignments import Assignments
+from sharding.assignments import Assignments, own_assignments, own_positions
 from sharding.expert_parallel import expert_parallel
 from sharding.expert_parallel.permute import loads
 
@@ -123,16 +124,17 @@ class MoE(nn.Module):
         params = RouterParameters(router, name="router")()
         weights = Experts(self.model.embed_dim, moe, name="experts")()
         free = ZeroComputationExperts(self.model.embed_dim, moe, name="zero_computation")()
-        x = x.astype(self.execution.precision.compute_dtype)
+        dtype = self.execution.precision.compute_dtype
+        x, layout = x.astype(dtype), moe_layout(moe, self.execution)
 
-        rows = (ax.ACT_BATCH, None)
-        expert_axis = self.execution.dispatcher.expert_axis()
+        rows = (ax.ACT_BATCH, ax.ACT_SEQ if layout.sequence_axes else None)
+        results = (ax.ACT_BATCH, ax.ACT_SEQ if layout.is_spread else None)
         given = {
             "params": (params, jax.tree.map(_whole, params)),
             "free": (free, jax.tree.map(_whole, free)),
             "weights": (
-                weights,
-                jax.tree.map(lambda w: (expert_axis,) + (None,) * (w.ndim - 1), weights),
+                jax.tree.map(lambda weight: weight.astype(dtype), weights),
+                WEIGHT_AXES if layout.experts.all else jax.tree.map(_whole, weights),
             ),
             "state": (routing.router_state, jax.tree.map(_whole, routing.router_state)),
             "token_mask": (routing.token_mask, rows),
@@ -145,17 +147,19 @@ class MoE(nn.Module):
             "previous_logits": (routing.previous_logits, (*rows, None)),
         }
         given |= {name: pair for name, pair in optional.items() if pair[0] is not None}
-        carried = (*rows, None) if self.moe.router.traits.carries_logits else None
         losses = {balancer.name: () for balancer in self.coupling_balancers()}
+        if losses:
+            given["coupled"] = (weights, jax.tree.map(_whole, weights))
+        carries = self.moe.router.traits.carries_logits
         island = placement.island(
-            partial(_route_and_compute, router=router, layer=self),
+            partial(_route_and_compute, router=router, layer=self, layout=layout),
             in_axes=((*rows, None), {name: axes for name, (_, axes) in given.items()}),
             out_axes=(
-                (*rows, None),
+                (*results, None),
                 (),
-                {} if carried is None else {"logits": carried},
+                {"logits": (*rows, None)} if carries else {},
                 losses,
-                dict.fromkeys(self.observed_names(), rows),
+                dict.fromkeys(self.observed_names(), results),
             ),
         )
         arrays = {name: value for name, (value, _) in given.items()}
@@ -207,11 +211,15 @@ def _route_and_compute(
     batch_axes: tuple[str, ...],
     router: Router,
     layer: MoE,
-) -> tuple[Float[Array, "B S D"], RouterStatistics, *tuple[dict[str, Array], ...]]:
-    """The island: local tokens, gathered weights, statistics summed over `batch_axes`."""
+    layout: MoELayout,
+) -> tuple[Float[Array, "B s D"], RouterStatistics, *tuple[dict[str, Array], ...]]:
+    """The island: the tokens of one device; statistics are summed over all of them."""
     moe, (batch, length, width) = layer.moe, x.shape
     tokens = x.reshape(batch * length, width)  # T, D
-    inputs = _router_inputs(tokens, given, layer.model, length, batch_axes)
+    extent = Extent(
+        sequence_length=length, sequence_axes=layout.sequence_axes, batch_axes=batch_axes
+    )
+    inputs = _router_inputs(tokens, given, layer.model, extent)
     output = router.route(
         given["params"], given["state"], inputs, train=layer.train, key=given.get("key")
     )
@@ -220,31 +228,41 @@ def _route_and_compute(
         extra = statistics.extra | observe(output, inputs)
         statistics = dataclasses.replace(statistics, extra=extra)
 
-    kernel = layer.execution.kernels.grouped_swiglu
-    experts = partial(apply_experts, weights=given["weights"], implementation=kernel)
-    slots = output.slots
+    logits = output.logits
+    if layout.own_axes:
+        tokens, logits = (own_positions(part, batch, layout.own_axes) for part in (tokens, logits))
+        assignments = own_assignments(assignments, batch, layout.own_axes)
+    dispatched = partial(
+        expert_parallel,
+        num_experts=moe.num_experts,
+        config=layer.execution.dispatcher,
+        axes=layout.experts,
+    )
+    slots, kernel = output.slots, layer.execution.kernels.grouped_swiglu
     read = tokens if slots is None else _read_slots(tokens, slots)
     computed = _with_computation(assignments, moe.num_experts)
-    dispatched = partial(
-        expert_parallel, num_experts=moe.num_experts, config=layer.execution.dispatcher
-    )
-    y = dispatched(read, computed, experts)
-    observed = _observe(layer, tokens, output.logits, computed, dispatched, given["weights"])
-    observed = {name: value.reshape(batch, length) for name, value in observed.items()}
+    experts = partial(apply_experts, implementation=kernel)
+    y, dropped = dispatched(read, computed, experts, given["weights"])
+    if layout.own_axes:
+        dropped = jax.lax.psum(dropped, layout.own_axes)
+    kept = statistics.kept - jnp.pad(dropped, (0, moe.num_routed - moe.num_experts))
+    statistics = dataclasses.replace(statistics, kept=kept)
+    observed = _observe(layer, tokens, logits, computed, dispatched, given["weights"])
+    observed = {name: value.reshape(batch, -1) for name, value in observed.items()}
     if slots is not None:
         y = _write_slots(y, slots)
     if moe.zero_computation is not None:
         y = y + apply_zero_computation(tokens, assignments, given["free"], moe)
-    if batch_axes:
-        statistics = jax.tree.map(lambda leaf: jax.lax.psum(leaf, batch_axes), statistics)
+    if names := batch_axes + layout.sequence_axes:
+        statistics = jax.tree.map(lambda leaf: jax.lax.psum(leaf, names), statistics)
     carry = {}
     if moe.router.traits.carries_logits and output.carry is not None:
         carry = {"logits": output.carry.reshape(batch, length, -1)}
     losses = {
-        balancer.name: balancer.coupling(given["params"], given["weights"], given.get("key"))
+        balancer.name: balancer.coupling(given["params"], given["coupled"], given.get("key"))
         for balancer in layer.coupling_balancers()
     }
-    return y.reshape(batch, length, width), statistics, carry, losses, observed
+    return y.reshape(batch, -1, width), statistics, carry, losses, observed
 
 
 def _observe(
@@ -252,7 +270,7 @@ def _observe(
     tokens: Float[Array, "T D"],
     logits: Float[Array, "T E"],
     assignments: Assignments,
-    dispatched: Callable[..., Array],
+    dispatched: Callable[..., tuple[Array, Array]],
     weights: dict[str, Array],
 ) -> dict[str, Float[Array, " T"]]:
     """The largest router logit of each token, and the mean cosine of its experts' outputs.
@@ -268,11 +286,11 @@ def _observe(
         kernel, number = layer.execution.kernels.grouped_swiglu, layer.moe.num_experts
         is_kept = (assignments.expert_ids < number).astype(jnp.float32)
 
-        def directions(rows: Array, group_sizes: Array) -> Array:
-            return unit_rows(apply_experts(rows, group_sizes, weights, kernel))
+        def directions(weights: Any, rows: Array, group_sizes: Array) -> Array:
+            return unit_rows(apply_experts(weights, rows, group_sizes, kernel))
 
         alike = dataclasses.replace(assignments, gates=is_kept)
-        unit_sum = dispatched(tokens, alike, directions).astype(jnp.float32)
+        unit_sum = dispatched(tokens, alike, directions, weights)[0].astype(jnp.float32)
         rows = jax.ops.segment_sum(is_kept, assignments.token_ids, tokens.shape[0])
         observed["cosine"], observed["has_pair"] = mean_cosine(unit_sum, rows)
     return observed
@@ -282,8 +300,7 @@ def _router_inputs(
     tokens: Float[Array, "T D"],
     given: dict[str, Any],
     model: ModelConfig,
-    length: int,
-    batch_axes: tuple[str, ...],
+    extent: Extent,
 ) -> RouterInputs:
     """The record of `given`, whose [B S] arrays become [T]."""
     context = {name: array.reshape(-1) for name, array in given["context"].items()}
@@ -296,7 +313,7 @@ def _router_inputs(
         segment_ids=given["segment_ids"].reshape(-1),  # T
         previous_logits=None if previous is None else previous.reshape(tokens.shape[0], -1),
         context=context,
-        extent=Extent(sequence_length=length, batch_axes=batch_axes),
+        extent=extent,
     )
 
 

@@ -24,8 +24,8 @@ from jaxmoe.parameters import Declared, ParameterSpec, ParameterTable
 from jaxmoe.precision import PrecisionPolicy
 from jaxmoe.scaling.parameterization import Parameterization
 from jaxmoe.scaling.standard import standard
-from sharding.axes import MESH_AXES
-from sharding.constrain import without_mesh
+from sharding.axes import MESH_AXES, is_our_mesh
+from sharding.constrain import Placement, without_mesh
 from sharding.rules import FULLY_SHARDED, LogicalAxisRules
 from sharding.specs import named_shardings
 
@@ -112,7 +112,7 @@ def init_params(
     if mesh is None:
         with without_mesh():
             return jax.jit(build)(key)
-    if mesh.axis_names != MESH_AXES:
+    if not is_our_mesh(mesh.axis_names):
         raise ValueError(
             f"init_params lays parameters out on a mesh of sharding.make_mesh (axes"
             f" {', '.join(MESH_AXES)}), not on axes {', '.join(mesh.axis_names)}: leave mesh out"
@@ -121,3 +121,15 @@ def init_params(
     table.check_divides(rules, dict(mesh.shape))
     shardings = named_shardings(table.tree(lambda row: row.spec), mesh)
     return jax.jit(build, out_shardings=shardings)(key)
+
+
+def lay_out(model: ModelConfig, params: Any, *, rules: LogicalAxisRules) -> Any:
+    """Parameters, or anything of their structure and shapes, laid out by these rules.
+
+    Args:
+        model: of the parameters.
+        params: a nested dict of arrays.
+        rules: on the axes of the current mesh; without an Explicit one nothing moves.
+    """
+    axes = parameter_table(model).tree(lambda row: row.declaration.axes)
+    return jax.tree.map(Placement(rules).place, params, axes)

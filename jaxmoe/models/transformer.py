@@ -9,6 +9,7 @@ The same call runs with no mesh, inside a user's Auto mesh, and on a mesh of `sh
 
 from __future__ import annotations
 
+import math
 import typing
 from collections.abc import Mapping
 from typing import Any, cast
@@ -23,6 +24,7 @@ from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.attention import KVCache
 from jaxmoe.layers.block import LayerInputs, Stream, TokenInputs, stack_of_blocks
 from jaxmoe.layers.embedding import Embedding, Head, output_logits
+from jaxmoe.layers.gather import WHOLE
 from jaxmoe.layers.indicators import Indicators, join_stacks
 from jaxmoe.layers.moe import build_router
 from jaxmoe.layers.norms import RMSNorm
@@ -31,6 +33,7 @@ from jaxmoe.routing import RouterStatistics
 from jaxmoe.routing.balancers import of_statistics
 from sharding import axes as ax
 from sharding.constrain import Placement
+from sharding.tensor_parallel import look_up
 
 
 # Not checked at run time: tree functions also fill records with shapes, specs and tracers.
@@ -94,12 +97,13 @@ class Transformer(nn.Module):
         """
         model, execution = self.model, self.execution
         placement, dtype = execution.placement, execution.precision.compute_dtype
+        _check_length(tokens.shape[1], placement)
         stream = (ax.ACT_BATCH, ax.ACT_SEQ, ax.ACT_EMBED)
         tokens = placement.place(tokens, stream[:2])
         positions = None if positions is None else placement.place(positions, stream[:2])
         segment_ids = None if segment_ids is None else placement.place(segment_ids, stream[:2])
         table = Embedding(model, name="embedding")()
-        x = placement.take_rows(table.astype(dtype), tokens, axes=stream)
+        x = look_up(table.astype(dtype), tokens, placement)
         x = x * jnp.asarray(model.multipliers.embedding, dtype)
 
         mask = jnp.ones_like(tokens, dtype=bool) if segment_ids is None else segment_ids != 0
@@ -115,7 +119,10 @@ class Transformer(nn.Module):
         outputs = []
         for stack in model.stacks:
             given = _layer_inputs(model, stack, router_state, cache, key)
-            flow, output = stack_of_blocks(model, execution, stack, train=train)(flow, given, about)
+            blocks = stack_of_blocks(
+                model, execution, stack, train=train, is_gathered=WHOLE in self.variables
+            )
+            flow, output = blocks(flow, given, about)
             outputs.append(output)
         x = flow.x
         x = RMSNorm(model.embed_dim, model.norm_epsilon, name="final_norm")(x)
@@ -139,10 +146,22 @@ def forward(
     execution: ExecutionConfig,
     params: Any,
     tokens: Int[Array, "B S"],
+    *,
+    whole: Any = None,
     **given: Any,
 ) -> Output:
-    """`Transformer(model, execution).apply({"params": params}, tokens, **given)`, typed."""
-    output = Transformer(model, execution).apply({"params": params}, tokens, **given)
+    """`Transformer(model, execution).apply({"params": params}, tokens, **given)`, typed.
+
+    Args:
+        model: what is computed.
+        execution: how.
+        params: of the model.
+        tokens: ids.
+        whole: gathered parameters for the layers to use, see `jaxmoe.layers.gather`.
+        **given: see `Transformer`.
+    """
+    variables = {"params": params} | ({} if whole is None else {WHOLE: whole})
+    output = Transformer(model, execution).apply(variables, tokens, **given)
     return cast(Output, output)
 
 
@@ -199,6 +218,16 @@ def _layer_inputs(
     part = jax.tree.map(lambda leaf: leaf[first:last], cache)
     number = before + jnp.arange(stack.num_layers, dtype=jnp.int32)
     return LayerInputs(router_state=state, cache=part, key=keys, moe_layer=number)
+
+
+def _check_length(length: int, placement: Placement) -> None:
+    mesh = jax.sharding.get_abstract_mesh()
+    shards = math.prod(mesh.shape[axis] for axis in placement.mesh_axes(ax.ACT_SEQ))
+    if length % shards:
+        raise ValueError(
+            f"sequences of {length} tokens must be divisible by the {shards} devices that share"
+            " their positions (mesh seq x tensor): choose another length, or set these axes to 1"
+        )
 
 
 def _router_context(

@@ -24,18 +24,28 @@ from jaxmoe.models.transformer import Output, forward
 from sharding import axes as ax
 
 
-def token_nll(logits: Float[Array, "B S V"], targets: Int[Array, "B S"]) -> Float[Array, "B S"]:
+def token_nll(
+    logits: Float[Array, "B S V"], targets: Int[Array, "B S"], *, axes: tuple[str, ...] = ()
+) -> Float[Array, "B S"]:
     """Negative log-likelihood of each target, nats, f32.
 
     Args:
-        logits: f32.
-        targets: ids in [0, V).
+        logits: f32; of the ids held here, where the vocabulary is cut.
+        targets: ids in [0, V) of the whole vocabulary.
+        axes: mesh axes over which the vocabulary is cut; three numbers per token travel there.
     """
     ids = jnp.arange(logits.shape[-1], dtype=targets.dtype)
+    if axes:
+        ids = ids + jax.lax.axis_index(axes).astype(ids.dtype) * ids.dtype.type(logits.shape[-1])
     # A masked sum instead of a gather: its gradient is elementwise, and V may be spread.
     is_target = ids[None, None, :] == targets[:, :, None]
     chosen = jnp.sum(jnp.where(is_target, logits, 0.0), axis=-1)
-    return jax.nn.logsumexp(logits, axis=-1) - chosen
+    if not axes:
+        return jax.nn.logsumexp(logits, axis=-1) - chosen
+    top = jax.lax.pmax(jax.lax.stop_gradient(jnp.max(logits, axis=-1)), axes)
+    total = jnp.sum(jnp.exp(logits - top[:, :, None]), axis=-1)
+    total, chosen = jax.lax.psum((total, chosen), axes)
+    return top + jnp.log(total) - chosen
 
 
 def summed_nll(
@@ -64,8 +74,16 @@ def summed_nll(
         logits = output_logits(hidden, weight, model, execution)
         if num_predicted is not None and num_predicted < model.vocab_size:
             logits = only_predicted(logits, num_predicted)
-        return jnp.sum(token_nll(logits, targets) * loss_weights)
+        nll = island(logits, targets)
+        return jnp.sum(nll * placement.place(loss_weights, rows))
 
+    placement, rows = execution.placement, (ax.ACT_BATCH, ax.ACT_SEQ_INNER)
+    vocab_axes = placement.mesh_axes(ax.ACT_VOCAB)
+    island = placement.island(
+        lambda logits, targets, batch_axes: token_nll(logits, targets, axes=vocab_axes),
+        in_axes=((*rows, ax.ACT_VOCAB), rows),
+        out_axes=rows,
+    )
     length, chunk = hidden.shape[1], execution.loss_chunk
     if not chunk or chunk >= length:
         return chunk_sum(hidden, targets, loss_weights)
@@ -73,11 +91,11 @@ def summed_nll(
     def body(total: Array, part: tuple[Array, ...]) -> tuple[Array, None]:
         return total + jax.checkpoint(chunk_sum)(*part), None
 
-    rows = (ax.ACT_BATCH, None)
+    by_row = (ax.ACT_BATCH, None)
     whole = (
-        execution.placement.place(hidden, (*rows, None)),
-        execution.placement.place(targets, rows),
-        execution.placement.place(loss_weights, rows),
+        placement.place(hidden, (*by_row, None)),
+        placement.place(targets, by_row),
+        placement.place(loss_weights, by_row),
     )
     parts = in_chunks(whole, chunk)
     total, _ = jax.lax.scan(body, jnp.zeros((), jnp.float32), parts)

@@ -16,7 +16,7 @@ from jaxtyping import Array, Int, Key
 
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import ModelConfig
-from jaxmoe.models.initialize import init_params
+from jaxmoe.models.initialize import init_params, lay_out
 from jaxmoe.models.transformer import initial_router_state
 from jaxmoe.scaling.parameterization import Parameterization
 
@@ -71,10 +71,11 @@ def init_state(
     )
 
     def rest(params: Any) -> TrainState:
+        opt_state = optimizer.init(lay_out(model, params, rules=execution.state_layout.optimizer))
         return TrainState(
             step=jnp.zeros((), jnp.int32),
             params=params,
-            opt_state=optimizer.init(params),
+            opt_state=put_away(opt_state, execution),
             router_state=initial_router_state(model),
             rng=jax.random.fold_in(key, 1),
             skipped=jnp.zeros((), jnp.int32),
@@ -85,3 +86,20 @@ def init_state(
         return jax.jit(rest)(params)
     with jax.set_mesh(mesh):
         return jax.jit(rest)(params)
+
+
+def put_away(opt_state: Any, execution: ExecutionConfig) -> Any:
+    """The optimiser's state where it waits: see `ExecutionConfig.optimizer_memory`."""
+    return _moved(opt_state, execution, jax.memory.Space.Host)
+
+
+def fetch(opt_state: Any, execution: ExecutionConfig) -> Any:
+    """The optimiser's state on the device, for an update."""
+    return _moved(opt_state, execution, jax.memory.Space.Device)
+
+
+def _moved(opt_state: Any, execution: ExecutionConfig, where: jax.memory.Space) -> Any:
+    if execution.optimizer_memory == "device":
+        return opt_state
+    # Counters stay: a program can neither branch nor index by what lies in the host's memory.
+    return jax.tree.map(lambda leaf: jax.device_put(leaf, where) if leaf.ndim else leaf, opt_state)

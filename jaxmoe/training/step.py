@@ -29,10 +29,11 @@ from jaxtyping import Array, Bool, Float
 
 from jaxmoe.data.batch import Batch
 from jaxmoe.execution import ExecutionConfig
+from jaxmoe.layers.gather import gather_once, use_outside_layers
 from jaxmoe.layers.indicators import Indicators, summarise_indicators
 from jaxmoe.layers.moe import build_router
 from jaxmoe.models.config import ModelConfig
-from jaxmoe.models.initialize import parameter_table
+from jaxmoe.models.initialize import lay_out, parameter_table
 from jaxmoe.models.transformer import Output
 from jaxmoe.routing import RouterStatistics, telemetry
 from jaxmoe.training import NextTokenConfig, ObjectiveConfig
@@ -45,7 +46,8 @@ from jaxmoe.training.balance import (
 )
 from jaxmoe.training.indicators import observe_head, update_ratios
 from jaxmoe.training.loss import forward_and_nll
-from jaxmoe.training.state import TrainState
+from jaxmoe.training.state import TrainState, fetch, put_away
+from sharding.constrain import place_like
 
 
 # Records are not checked at run time: tree functions also fill them with shapes and specs.
@@ -109,11 +111,13 @@ def make_train_step(
     objective.check(model)
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
+        state = dataclasses.replace(state, opt_state=fetch(state.opt_state, execution))
         weight = objective.num_tokens(batch)
         key = jax.random.fold_in(state.rng, state.step)
         batch = objective.prepare(model, batch, key, execution.placement)
         total_weight = jnp.where(weight > 0.0, weight, 1.0)
         given = {"model": model, "execution": execution, "objective": objective}
+        given["whole"] = _gather_whole(model, state.params, execution)
         has_two_passes = accumulated_balance == "two_pass" and has_wide_balance(model)
         summed = accumulate(
             partial(compute_gradients, state, total_weight, is_whole=has_two_passes, **given),
@@ -127,8 +131,7 @@ def make_train_step(
         if clip is not None:
             scale = jnp.minimum(1.0, clip / jnp.maximum(grad_norm, 1e-12))
             grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        params = jax.tree.map(lambda p, u: p + u.astype(p.dtype), state.params, updates)
+        updates, params, opt_state = update_params(model, optimizer, execution, grads, state)
         new = (params, opt_state, update_routers(model, state, statistics))
         old = (state.params, state.opt_state, state.router_state)
         is_good = jnp.isfinite(summed.loss) & jnp.isfinite(grad_norm) & _all_finite(new)
@@ -138,7 +141,7 @@ def make_train_step(
             state,
             step=state.step + 1,
             params=kept[0],
-            opt_state=kept[1],
+            opt_state=put_away(kept[1], execution),
             router_state=kept[2],
             skipped=state.skipped + (~is_good).astype(jnp.int32),
             skipped_in_a_row=in_a_row,
@@ -170,6 +173,7 @@ def compute_gradients(
     model: ModelConfig,
     execution: ExecutionConfig,
     objective: ObjectiveConfig,
+    whole: Any = None,
 ) -> Gradients:
     """Gradients of one micro-batch's part of the loss.
 
@@ -183,10 +187,11 @@ def compute_gradients(
         model: what is trained.
         execution: how.
         objective: that prepared the batch.
+        whole: gathered parameters, with a layout that gathers them once a step.
     """
 
     def loss_of(params: Any) -> tuple[Array, tuple[Array, dict[str, Array], Any, Any]]:
-        nll, output = _forward(params, state, micro, model, execution, objective)
+        nll, output = _forward(params, state, micro, model, execution, objective, whole)
         loss, losses = nll / total_weight, output.losses
         if output.statistics is not None and others is not None and is_whole:
             wide = linearized_losses(model, output.statistics, others, share)
@@ -213,9 +218,10 @@ def batch_statistics(
     model: ModelConfig,
     execution: ExecutionConfig,
     objective: ObjectiveConfig,
+    whole: Any = None,
 ) -> RouterStatistics:
     """The statistics of some rows as training sees them, without a gradient."""
-    _, output = _forward(state.params, state, micro, model, execution, objective)
+    _, output = _forward(state.params, state, micro, model, execution, objective, whole)
     assert output.statistics is not None  # only models with balancers take two passes
     return jax.lax.stop_gradient(output.statistics)
 
@@ -227,7 +233,10 @@ def _forward(
     model: ModelConfig,
     execution: ExecutionConfig,
     objective: ObjectiveConfig,
+    whole: Any,
 ) -> tuple[Array, Output]:
+    if whole is not None:
+        params, whole = use_outside_layers(params, whole, [stack.name for stack in model.stacks])
     return forward_and_nll(
         model,
         execution,
@@ -238,7 +247,42 @@ def _forward(
         row_ids=micro.row_ids,
         train=True,
         key=jax.random.fold_in(state.rng, state.step),
+        whole=whole,
     )
+
+
+def _gather_whole(model: ModelConfig, params: Any, execution: ExecutionConfig) -> Any:
+    """All parameters gathered, where the layout says so: see `jaxmoe.layers.gather`."""
+    if execution.state_layout.gathered != "step":
+        return None
+    axes = parameter_table(model).tree(lambda row: row.declaration.axes)
+    return gather_once(params, axes, execution)
+
+
+def update_params(
+    model: ModelConfig,
+    optimizer: optax.GradientTransformation,
+    execution: ExecutionConfig,
+    grads: Any,
+    state: TrainState,
+) -> tuple[Any, Any, Any]:
+    """The optimiser's step, on gradients and parameters cut as its state is.
+
+    Args:
+        model: of the parameters.
+        optimizer: an optax transformation.
+        execution: whose layout says how they are cut.
+        grads: laid out as the parameters.
+        state: before the step.
+
+    Returns:
+        What is added to the parameters; the sums, laid out as before; the optimiser's new state.
+    """
+    cut = partial(lay_out, model, rules=execution.state_layout.optimizer)
+    held = cut(state.params)
+    updates, opt_state = optimizer.update(cut(grads), state.opt_state, held)
+    params = jax.tree.map(lambda p, u: p + u.astype(p.dtype), held, updates)
+    return updates, jax.tree.map(place_like, params, state.params), opt_state
 
 
 def update_routers(

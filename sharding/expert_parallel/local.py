@@ -9,15 +9,14 @@ travels. Dropless, and the right choice on one device and for small models.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from sharding.assignments import Assignments, combine
+from sharding.assignments import Assignments
+from sharding.expert_parallel.dispatched import Dispatched, ExpertAxes
 from sharding.expert_parallel.permute import permute_rows, repeat_tokens, sort_by_expert
-
-LocalExperts = Callable[[Float[Array, "R D"], Array], Float[Array, "R D"]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,32 +24,42 @@ class LocalConfig:
     """All experts on every device; tokens stay where they are."""
 
     name: ClassVar[str] = "local"
-
-    def expert_axis(self) -> str | None:
-        """Logical axis of the expert dimension of the weights inside the island."""
-        return None
+    spreads_experts: ClassVar[bool] = False
+    """Whether each device of the expert axes computes its own experts only."""
+    gathers_tokens: ClassVar[bool] = False
+    """Whether the devices of the expert axes first share all their tokens."""
 
 
 def dispatch_locally(
     x: Float[Array, "T D"],
     assignments: Assignments,
-    experts: LocalExperts,
+    weights: Any,
+    *,
     num_experts: int,
-) -> Float[Array, "T D"]:
-    """Sorts the assigned rows by expert, applies the experts, puts them back and combines.
+    axes: ExpertAxes,
+) -> Dispatched:
+    """Sorts the assigned rows by expert.
 
     Args:
         x: the tokens of this device.
         assignments: of these tokens.
-        experts: (rows sorted by expert, group sizes [E]) -> outputs; rows past the groups give 0.
+        weights: of all experts.
         num_experts: E.
+        axes: none.
     """
+    del axes
     order = sort_by_expert(assignments.expert_ids, num_experts)
+    return Dispatched(
+        rows=permute_rows(assigned_rows(x, assignments), order.order, order.inverse),
+        group_sizes=order.group_sizes,
+        weights=weights,
+        undo=lambda outputs: permute_rows(outputs, order.inverse, order.order),
+        dropped=jnp.zeros((num_experts,), jnp.float32),
+    )
+
+
+def assigned_rows(x: Float[Array, "T D"], assignments: Assignments) -> Float[Array, "A D"]:
+    """One row per assignment, in their order."""
     if assignments.top_k is not None:
-        rows = repeat_tokens(x, assignments.top_k)
-    else:
-        rows = x[assignments.token_ids]
-    rows = permute_rows(rows, order.order, order.inverse)
-    outputs = experts(rows, order.group_sizes)
-    outputs = permute_rows(outputs, order.inverse, order.order)
-    return combine(outputs, assignments, x.shape[0])
+        return repeat_tokens(x, assignments.top_k)
+    return x[assignments.token_ids]

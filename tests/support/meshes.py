@@ -12,7 +12,8 @@ import math
 import jax
 from jax.sharding import Mesh
 
-from sharding import MeshConfig, make_mesh
+from jaxmoe.execution import ExecutionConfig
+from sharding import MeshConfig, MoEMesh, make_mesh
 from sharding.rules import RULES
 
 MESHES = {
@@ -32,3 +33,26 @@ def mesh_named(name: str) -> Mesh:
     """The mesh of this row, on the first devices of the eight."""
     config = MESHES[name]
     return make_mesh(config, jax.devices()[: math.prod(config.sizes)])
+
+
+EXECUTIONS = {
+    "tensor4": ExecutionConfig(mesh=MeshConfig(data=2, tensor=4)),
+    "expert8": ExecutionConfig(mesh=MeshConfig(expert=8)),
+    "data2_expert4": ExecutionConfig(mesh=MeshConfig(data=2, expert=4)),
+    "data2_expert2_tensor2": ExecutionConfig(mesh=MeshConfig(data=2, expert=2, tensor=2)),
+    "fold_expert8": ExecutionConfig(mesh=MeshConfig(data=2, tensor=4), fold=MoEMesh(expert=8)),
+    "fold_expert4": ExecutionConfig(mesh=MeshConfig(data=8), fold=MoEMesh(expert=4)),
+    "fold_expert4_tensor": ExecutionConfig(
+        mesh=MeshConfig(data=4, tensor=2), fold=MoEMesh(expert=4)
+    ),
+    "fold_expert2_tensor2": ExecutionConfig(
+        mesh=MeshConfig(replica=2, data=4), fold=MoEMesh(expert=2, expert_tensor=2)
+    ),
+}
+"""Further meshes, for the model WIDE: see tests/test_jaxmoe/test_execution_invariance.py."""
+
+
+def mesh_of(execution: ExecutionConfig) -> Mesh:
+    """The mesh of an execution, on the first devices of the eight."""
+    devices = jax.devices()[: math.prod(execution.mesh.sizes)]
+    return make_mesh(execution.mesh, devices, fold=execution.fold)

@@ -40,6 +40,20 @@ FULL = ModelConfig(
 """A dense layer before two MoE layers, shared experts, SqrtGate, gated heads, tied embeddings."""
 
 
+WIDE_LENGTH = 12
+WIDE = ModelConfig(
+    vocab_size=32,
+    num_layers=2,
+    embed_dim=16,
+    attention=AttentionConfig(num_heads=12, num_kv_heads=4, head_dim=6, is_gated=True),
+    moe=MoEConfig(
+        num_experts=8, top_k=2, expert_dim=20, num_shared_experts=1, gate=SqrtGateConfig()
+    ),
+)
+"""For meshes with 4 devices on the tensor axis or 8 on that of experts; sequences of
+WIDE_LENGTH."""
+
+
 def in_groups(rules: Parameterization, matrices: Group, head: Group) -> Parameterization:
     """The same parameterisation with its hidden matrices and its head in other optimiser groups."""
     stay = ("embedding", "norm", "router_residual", "router_noise")
@@ -56,8 +70,10 @@ def in_groups(rules: Parameterization, matrices: Group, head: Group) -> Paramete
     return dataclasses.replace(rules, roles=roles)
 
 
-def tokens_for(model: ModelConfig, seed: int = 0) -> tuple[jax.Array, jax.Array]:
-    """Tokens and targets [BATCH LENGTH] of a model's vocabulary, uncommitted."""
-    drawn = np.random.default_rng(seed).integers(model.vocab_size, size=(BATCH, LENGTH + 1))
+def tokens_for(
+    model: ModelConfig, seed: int = 0, length: int = LENGTH
+) -> tuple[jax.Array, jax.Array]:
+    """Tokens and targets [BATCH length] of a model's vocabulary, uncommitted."""
+    drawn = np.random.default_rng(seed).integers(model.vocab_size, size=(BATCH, length + 1))
     ids = jnp.asarray(drawn, jnp.int32)
     return ids[:, :-1], ids[:, 1:]

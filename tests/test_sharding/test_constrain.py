@@ -12,6 +12,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from sharding import axes as ax
 from sharding.constrain import Placement, surroundings, without_mesh
 from sharding.rules import RULES
+from sharding.tensor_parallel import look_up
 from tests.support.meshes import LAYOUTS, mesh_named
 from tests.support.tolerances import assert_close
 
@@ -60,13 +61,13 @@ def test_other_meshes_are_refused_in_words(types):
 
 
 def einsum(placement, x, w):
-    axes = (ax.ACT_BATCH, ax.ACT_SEQ, ax.ACT_MLP)
+    axes = (ax.ACT_BATCH, ax.ACT_SEQ_INNER, ax.ACT_MLP)
     return placement.einsum("bsd,df->bsf", x, w, axes=axes)
 
 
-def take_rows(placement, x, w):
+def rows(placement, x, w):
     ids = jnp.asarray(jnp.abs(x[:, :, 0]) * 4.0, jnp.int32) % 16
-    return placement.take_rows(w, ids, axes=(ax.ACT_BATCH, ax.ACT_SEQ, ax.ACT_EMBED))
+    return look_up(w, ids, placement)
 
 
 def place(placement, x, w):
@@ -91,8 +92,8 @@ def island(placement, x, w):
     return placement.place(y / jnp.sqrt(total), (ax.ACT_BATCH, ax.ACT_SEQ, ax.ACT_EMBED))
 
 
-OPERATIONS = {function.__name__: function for function in (einsum, take_rows, place, island)}
-RESULTS = dict.fromkeys(OPERATIONS, PartitionSpec(BATCH, ax.SEQ, None))
+OPERATIONS = {function.__name__: function for function in (einsum, rows, place, island)}
+RESULTS = dict.fromkeys(OPERATIONS, PartitionSpec(BATCH, (ax.SEQ, ax.TENSOR), None))
 RESULTS["einsum"] = PartitionSpec(BATCH, ax.SEQ, ax.TENSOR)
 
 
@@ -116,7 +117,9 @@ def test_the_same_on_every_mesh(operation, mesh, rules, arrays):
     placement = Placement(RULES[rules])
     wanted = value_and_gradients(operation, placement)(*arrays)
     specs = [placement.rules.resolve(axes) for axes in ((ax.ACT_BATCH, ax.ACT_SEQ, None),)]
-    specs.append(placement.rules.resolve((ax.EMBED, ax.MLP)))
+    specs.append(
+        placement.rules.resolve((ax.VOCAB, ax.EMBED) if operation == "rows" else (ax.EMBED, ax.MLP))
+    )
     mesh = mesh_named(mesh)
     placed = [jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(arrays, specs, strict=True)]
     with jax.set_mesh(mesh):
@@ -147,11 +150,10 @@ def test_einsum_accumulates_and_returns_the_dtype_asked_for():
     assert wide.dtype == jnp.float32 and wide.item() == 516.0  # bfloat16 would round to 516 or 512
 
 
-def test_take_rows_has_the_gradient_of_a_gather():
+def test_looking_up_has_the_gradient_of_a_gather():
     table, ids = jnp.ones((4, 2)), jnp.asarray([[1, 1, 3]], jnp.int32)
     placement = Placement(RULES["fully_sharded"])
-    axes = (ax.ACT_BATCH, ax.ACT_SEQ, ax.ACT_EMBED)
-    gradient = jax.grad(lambda t: placement.take_rows(t, ids, axes=axes).sum())(table)
+    gradient = jax.grad(lambda t: look_up(t, ids, placement).sum())(table)
     assert gradient[:, 0].tolist() == [0.0, 2.0, 0.0, 1.0]
 
 

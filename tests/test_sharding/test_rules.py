@@ -23,7 +23,9 @@ def test_a_rule_set_speaks_of_every_logical_axis_once(name):
 
 def test_resolve():
     assert DATA_PARALLEL.resolve(("embed", "mlp")) == PartitionSpec(None, "tensor")
-    assert FULLY_SHARDED.resolve(("embed", "mlp")) == PartitionSpec("data", "tensor")
+    assert FULLY_SHARDED.resolve(("embed", "mlp")) == PartitionSpec(
+        ("data", "expert", "seq"), "tensor"
+    )
     assert FULLY_SHARDED.resolve(("experts", "embed", "gate_up", "expert_mlp")) == PartitionSpec(
         "expert", "data", None, "tensor"
     )

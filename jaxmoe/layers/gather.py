@@ -1,0 +1,114 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""When cut parameters are gathered, for the layouts that do not leave it to each use.
+
+`zero2` gathers all parameters once, before the first layer, and the layers use that copy. Gradients
+are taken of the cut parameters: where a layer uses a copy, its gradient is cut at once, so that no
+device ever holds the gradients of more than one layer whole.
+
+`hierarchical` gathers a layer's parameters across replicas, once: the result, cut within a replica,
+is a name that every remat policy keeps (`SECONDARY`), so that the backward pass gathers within a
+replica only (arXiv 2306.10209, hpZ).
+
+Matrices travel in the compute dtype, in which they are used; routers and gains in their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any, Final
+
+import jax
+from flax import linen as nn
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array
+
+from jaxmoe.execution import ExecutionConfig
+from sharding import axes as ax
+from sharding.constrain import Placement, gather_along, place_like
+
+WHOLE: Final = "whole"
+"""Collection of gathered parameters beside "params"."""
+SECONDARY: Final = "secondary"
+"""Name of what was gathered across replicas."""
+
+Tree = dict[str, Any]
+
+
+def gather_once(params: Tree, axes: Tree, execution: ExecutionConfig) -> Tree:
+    """A copy of all parameters, cut as far as the tensor and expert axes cut them and no further.
+
+    Args:
+        params: as stored.
+        axes: their logical axes.
+        execution: rules and dtype of matrices.
+    """
+    rules = execution.axis_rules.replace(embed=(), expert_embed=())
+    dtype, placement = execution.precision.compute_dtype, Placement(rules)
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf, axes: placement.place(_as_used(path, leaf, dtype), axes), params, axes
+    )
+
+
+def use_outside_layers(params: Tree, whole: Tree, layers: Collection[str]) -> tuple[Tree, Tree]:
+    """Parameters of which those outside the layers are the gathered ones; and the others gathered.
+
+    Args:
+        params: as stored.
+        whole: gathered.
+        layers: names of the stacks of layers, which see to themselves.
+    """
+    used = {
+        name: params[name]
+        if name in layers
+        else jax.tree.map(_use, jax.lax.stop_gradient(whole[name]), params[name])
+        for name in params
+    }
+    return used, {name: whole[name] for name in layers}
+
+
+def use_whole(block: type[nn.Module]) -> type[nn.Module]:
+    """The block with parameters from the collection WHOLE, whose gradients go to "params"."""
+
+    def view(variables: Tree) -> Tree:
+        return {"params": jax.tree.map(_use, variables[WHOLE], variables["params"]), WHOLE: {}}
+
+    return nn.map_variables(block, ["params", WHOLE], trans_in_fn=view)
+
+
+def gather_across_replicas(block: type[nn.Module], dtype: Any) -> type[nn.Module]:
+    """The block with parameters that are cut within a replica only."""
+
+    def gather(path: Any, leaf: Array) -> Array:
+        used = _as_used(path, leaf, dtype)
+        return checkpoint_name(gather_along(used, ax.REPLICA), SECONDARY)
+
+    return nn.map_variables(
+        block,
+        "params",
+        trans_in_fn=lambda variables: jax.tree_util.tree_map_with_path(gather, variables),
+    )
+
+
+def _as_used(path: Any, leaf: Array, dtype: Any) -> Array:
+    names = jax.tree_util.keystr(path)
+    is_matrix = leaf.ndim > 1 and "router" not in names and "zero_computation" not in names
+    return leaf.astype(dtype) if is_matrix else leaf
+
+
+@jax.custom_vjp
+def _use(whole: Array, cut: Array) -> Array:
+    """The whole, whose gradient belongs to the cut."""
+    del cut
+    return whole
+
+
+def _use_forward(whole: Array, cut: Array) -> tuple[Array, Array]:
+    return whole, cut
+
+
+def _use_backward(cut: Array, gradient: Array) -> tuple[None, Array]:
+    return None, place_like(gradient.astype(cut.dtype), cut)
+
+
+_use.defvjp(_use_forward, _use_backward)

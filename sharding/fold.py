@@ -1,0 +1,125 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Folding: attention and experts lay out the same devices in two ways (arXiv 2504.14960).
+
+Within one replica, devices in their order are read twice as a mixed-radix number, tensor and
+expert_tensor being the fastest digits:
+
+    attention   data  x seq    x tensor
+    experts     rest  x expert x expert_tensor        rest: devices with the same experts
+
+The mesh that is made has the common refinement as its axes: a cut wherever either reading has one.
+Cuts must divide one another, as powers of two always do:
+
+    data=8, seq=2, tensor=4 and expert=64      cuts 4, 8, 64      expert = data x seq x tensor
+    data=4, tensor=2 and expert=4              cuts 2, 4, 8       expert = data_1 x tensor
+    data=4, tensor=6 and expert=3, tensor 8    cuts 6, 8: 8 is no multiple of 6, refused
+
+Rules name whole axes or pieces of them, so no array moves between the two readings: a token that
+attention leaves on a device enters the experts' all-to-all there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+
+from sharding.axes import DATA, EXPERT, SEQ, TENSOR
+
+_DENSE = (DATA, SEQ, TENSOR)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class MoEMesh:
+    """How the experts lay out the devices of one replica."""
+
+    expert: int = 1
+    """Devices that share the routed experts."""
+    expert_tensor: int = 1
+    """Devices that share the hidden units of each expert."""
+
+    def __post_init__(self):
+        for name in ("expert", "expert_tensor"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"fold.{name}={getattr(self, name)} must be at least 1")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Refinement:
+    """The common refinement of both readings: names of mesh axes, the slowest first."""
+
+    dense: tuple[tuple[str, tuple[tuple[str, int], ...]], ...]
+    """(axis of attention, the (name, size) of each of its pieces)."""
+    expert: tuple[str, ...]
+    """Pieces over which experts are spread."""
+    expert_tensor: tuple[str, ...]
+    """Pieces over which the hidden units of an expert are spread."""
+    expert_data: tuple[str, ...]
+    """Pieces over which neither is."""
+
+    def names(self, axis: str) -> tuple[str, ...]:
+        """The pieces of a mesh axis, or the axis itself where it is not cut."""
+        parts = dict(self.dense).get(axis)
+        return (axis,) if parts is None else tuple(name for name, _ in parts)
+
+
+def refine(sizes: Mapping[str, int], fold: MoEMesh) -> Refinement:
+    """Cuts the axes of a mesh so that both readings are products of pieces.
+
+    Args:
+        sizes: of the mesh axes of attention.
+        fold: of the experts.
+
+    Raises:
+        ValueError: a size is open, mesh.expert is not 1, the experts' sizes do not divide the
+            devices of a replica, or there is no common refinement.
+    """
+    if -1 in sizes.values():
+        raise ValueError("a folded mesh needs the size of every axis, and one is -1: give it")
+    if sizes[EXPERT] != 1:
+        raise ValueError(
+            f"mesh.expert={sizes[EXPERT]} and fold.expert={fold.expert} both spread experts: set"
+            " mesh.expert to 1"
+        )
+    devices = math.prod(sizes[axis] for axis in _DENSE)
+    moe = fold.expert * fold.expert_tensor
+    if devices % moe:
+        raise ValueError(
+            f"fold.expert={fold.expert} x fold.expert_tensor={fold.expert_tensor} must divide the"
+            f" {devices} devices of a replica (mesh data x seq x tensor): choose divisors of"
+            f" {devices}"
+        )
+    ends = {}  # of each axis of attention: the cuts below and above it
+    below = 1
+    for axis in reversed(_DENSE):
+        ends[axis] = (below, below * sizes[axis])
+        below *= sizes[axis]
+    cuts = sorted({1, fold.expert_tensor, moe, *(cut for pair in ends.values() for cut in pair)})
+    for low, high in zip(cuts, cuts[1:], strict=False):
+        if high % low:
+            raise ValueError(
+                f"fold.expert={fold.expert}, fold.expert_tensor={fold.expert_tensor} and mesh"
+                f" data={sizes[DATA]}, seq={sizes[SEQ]}, tensor={sizes[TENSOR]} have no common"
+                f" refinement: {high} devices do not divide into groups of {low}; choose sizes of"
+                " which each product divides the next, such as powers of two"
+            )
+    dense, starts = [], {}
+    for axis in _DENSE:
+        low, high = ends[axis]
+        inner = [cut for cut in cuts if low <= cut <= high]
+        steps = list(zip(inner, inner[1:], strict=False))[::-1]
+        names = [axis] if len(steps) < 2 else [f"{axis}_{i}" for i in range(len(steps))]
+        starts |= {name: start for name, (start, _) in zip(names, steps, strict=False)}
+        parts = [(name, end // start) for name, (start, end) in zip(names, steps, strict=False)]
+        dense.append((axis, tuple(parts) or ((axis, 1),)))
+
+    def between(low: int, high: int) -> tuple[str, ...]:
+        return tuple(name for name, start in starts.items() if low <= start < high)
+
+    return Refinement(
+        dense=tuple(dense),
+        expert=between(fold.expert_tensor, moe),
+        expert_tensor=between(1, fold.expert_tensor),
+        expert_data=between(moe, devices),
+    )

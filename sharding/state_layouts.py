@@ -1,0 +1,76 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""How the state of training is cut: parameters, gradients and optimiser state, each by its rules.
+
+With P parameters, b bytes per value on the wire, n devices in a replica that share batches and r
+replicas, a step moves per device (ring algorithms: AG all-gather, RS reduce-scatter, AR all-reduce)
+
+    name           parameters   gradients    optimiser    (n - 1) / n P b times
+    data_parallel  whole        whole        whole        2    AR
+    zero1          whole        whole        1/n          2    RS, and AG behind the update
+    zero2          1/n, whole   1/n          1/n          2    RS, and AG before the first layer
+                   in a step
+    fully_sharded  1/n          1/n          1/n          3    AG forward and backward, RS
+    hybrid         1/n          1/n          1/nr         3    and across replicas RS, AG of P / n
+    hierarchical   1/nr         1/nr         1/nr         3    and across replicas RS, one AG of
+                                                               P / n that the backward pass keeps
+
+fully_sharded with replicas keeps r copies of everything and adds an AR of P / n across them. An AR
+is an RS and an AG, so zero1 needs no more than data_parallel once XLA has turned its AR and slice
+into an RS; XLA does that on accelerators, and never on the CPU. Sources: ZeRO, arXiv 1910.02054;
+secondary shards, arXiv 2306.10209; nested levels, arXiv 2501.04266.
+
+To add a layout: an entry in STATE_LAYOUTS, its name in `StateLayoutName`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Final, Literal
+
+from sharding import axes as ax
+from sharding.fold import Refinement
+from sharding.rules import DATA_PARALLEL, FULLY_SHARDED, LogicalAxisRules
+
+StateLayoutName = Literal[
+    "data_parallel", "zero1", "zero2", "fully_sharded", "hybrid", "hierarchical"
+]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class StateLayout:
+    """Rules of what lives from step to step, and when parameters are gathered."""
+
+    parameters: LogicalAxisRules
+    """Of the parameters, and of everything that flows through the model."""
+    optimizer: LogicalAxisRules
+    """Of the optimiser state, and of gradients and parameters during the update."""
+    gathered: Literal["layer", "step", "replica"] = "layer"
+    """Cut parameters are gathered: each where it is used; all of them once a step; or each across
+    replicas, once a step, and within a replica where it is used."""
+
+    def folded(self, refinement: Refinement) -> StateLayout:
+        """The same on a folded mesh."""
+        return dataclasses.replace(
+            self,
+            parameters=self.parameters.folded(refinement),
+            optimizer=self.optimizer.folded(refinement),
+        )
+
+
+ACROSS_REPLICAS = FULLY_SHARDED.replace(
+    embed=(ax.DATA, ax.EXPERT, ax.SEQ, ax.REPLICA), expert_embed=(ax.DATA, ax.SEQ, ax.REPLICA)
+)
+"""Cut within a replica, and each piece across replicas: in the other order a gathering across
+replicas would have to reorder what it gathers."""
+
+STATE_LAYOUTS: Final[dict[StateLayoutName, StateLayout]] = {
+    "data_parallel": StateLayout(parameters=DATA_PARALLEL, optimizer=DATA_PARALLEL),
+    "zero1": StateLayout(parameters=DATA_PARALLEL, optimizer=FULLY_SHARDED),
+    "zero2": StateLayout(parameters=FULLY_SHARDED, optimizer=FULLY_SHARDED, gathered="step"),
+    "fully_sharded": StateLayout(parameters=FULLY_SHARDED, optimizer=FULLY_SHARDED),
+    "hybrid": StateLayout(parameters=FULLY_SHARDED, optimizer=ACROSS_REPLICAS),
+    "hierarchical": StateLayout(
+        parameters=ACROSS_REPLICAS, optimizer=ACROSS_REPLICAS, gathered="replica"
+    ),
+}

@@ -1,0 +1,120 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Long proofs: the collectives of a compiled training step are those of the formulas.
+
+Everything is f32 and compiled for eight CPU devices, where a reduce-scatter of the partitioner is
+an all-reduce followed by a slice: what counts there is which bytes are reduced among how many.
+"""
+
+import collections
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from jaxmoe.data.batch import Batch
+from jaxmoe.execution import ExecutionConfig
+from jaxmoe.models.config import AttentionConfig, ModelConfig
+from jaxmoe.models.initialize import parameter_table
+from jaxmoe.optim import adamw
+from jaxmoe.planning.hlo import collectives
+from jaxmoe.training.state import init_state
+from jaxmoe.training.step import make_train_step
+from sharding import MeshConfig
+from sharding.distributed import global_batch
+from tests.support.meshes import mesh_of
+
+pytestmark = pytest.mark.slow
+
+DENSE = ModelConfig(
+    vocab_size=64,
+    num_layers=4,
+    embed_dim=32,
+    dense_dim=96,
+    moe=None,
+    attention=AttentionConfig(num_heads=4, num_kv_heads=4, head_dim=8, qk_norm="none"),
+)
+TABLE = parameter_table(DENSE)
+BATCH, LENGTH = 8, 16
+
+
+def size(rows):
+    return 4 * sum(row.size for row in rows)
+
+
+ALL = size(TABLE)
+MATRICES = size(row for row in TABLE if row.declaration.matrix)
+IN_LAYERS = size(row for row in TABLE if row.declaration.matrix and "blocks" in row.path)
+
+
+@functools.cache
+def step_collectives(execution):
+    """Of a training step with AdamW."""
+    mesh, optimizer = mesh_of(execution), adamw(1e-3)
+    state = init_state(DENSE, optimizer, jax.random.key(0), execution=execution, mesh=mesh)
+    tokens = np.zeros((BATCH, LENGTH), np.int32)
+    rows = Batch(tokens=tokens, targets=tokens, loss_weights=np.ones((BATCH, LENGTH), np.float32))
+    step = make_train_step(DENSE, optimizer, execution=execution)
+    with jax.set_mesh(mesh):
+        return collectives(step.lower(state, global_batch(rows, mesh)).compile().as_text())
+
+
+def moved(execution):
+    """{(kind, devices in a group): result bytes of all executions}, groups of one left out."""
+    found = collections.Counter()
+    for one in step_collectives(execution):
+        devices = len(one.groups[0]) if one.kind != "collective-permute" else 2
+        if devices > 1:
+            found[one.kind, devices] += one.result_bytes * one.trip_count
+    return dict(found)
+
+
+SCALARS = 4096
+"""Bytes of losses, norms and telemetry, which are reduced as well."""
+
+LAYOUTS = {
+    "data_parallel": (MeshConfig(data=8), {("all-reduce", 8): ALL}),
+    # The moments' parts of the new parameters come back; gains are whole everywhere.
+    "zero1": (MeshConfig(data=8), {("all-reduce", 8): ALL, ("all-gather", 8): MATRICES}),
+    "zero2": (MeshConfig(data=8), {("all-reduce", 8): ALL, ("all-gather", 8): MATRICES}),
+    "fully_sharded": (
+        MeshConfig(data=8),
+        {("all-reduce", 8): ALL, ("all-gather", 8): MATRICES + IN_LAYERS},
+    ),
+}
+
+
+@pytest.mark.parametrize("rules", LAYOUTS)
+def test_bytes_of_the_state_are_those_of_the_formula(rules):
+    """All-gathers exactly; reductions but for scalars."""
+    mesh, wanted = LAYOUTS[rules]
+    found = moved(ExecutionConfig(mesh=mesh, rules=rules, remat="full"))
+    reduced = found.pop(("all-reduce", 8))
+    assert wanted.pop(("all-reduce", 8)) <= reduced <= ALL + SCALARS
+    assert found == wanted
+
+
+def test_hierarchical_gathers_across_replicas_once():
+    """Matrices of layers cross replicas once, are gathered within one twice, and nothing else is
+    moved to get there; their gradients are reduced within a replica and then across."""
+    mesh = MeshConfig(replica=2, data=4)
+    execution = ExecutionConfig(mesh=mesh, rules="hierarchical", remat="full")
+    found = moved(execution)
+    assert found["all-gather", 2] == IN_LAYERS / 4
+    assert found["all-gather", 4] == 2 * IN_LAYERS
+    assert found["all-gather", 8] == MATRICES - IN_LAYERS
+    assert found["all-reduce", 4] == IN_LAYERS
+    assert found["all-reduce", 2] == IN_LAYERS / 4
+    assert not {kind for kind, _ in found} & {"all-to-all", "collective-permute"}
+
+
+def test_no_collective_is_as_large_as_the_logits():
+    """With the vocabulary cut in four the loss moves three numbers per token."""
+    execution = ExecutionConfig(
+        mesh=MeshConfig(data=2, tensor=4), rules="data_parallel", remat="full"
+    )
+    logits = 4 * BATCH // 2 * LENGTH * DENSE.vocab_size
+    in_a_row = [one for one in step_collectives(execution) if len(one.groups[0]) == 4]
+    stream = 4 * BATCH // 2 * LENGTH * DENSE.embed_dim
+    assert max(one.result_bytes for one in in_a_row) == stream < logits
