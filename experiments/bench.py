@@ -61,7 +61,8 @@ BENCHES: dict[str, Callable[[], Any]] = {
 def main(argv: Sequence[str]) -> int:
     """Runs the command; returns the exit code."""
     name, config = cli.parse(BENCHES, "step", argv, "python -m experiments.bench", __doc__ or "")
-    start_process()
+    with cli.exit_on_bad_configuration():
+        start_process()
     directory = RunDirectory(config.run.directory or f"runs/bench/{name}")
     with cli.exit_on_bad_configuration():
         directory.check_free_of_runs()

@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import importlib.util
-import ipaddress
 import os
 import pathlib
 import platform
@@ -25,6 +24,7 @@ from typing import Literal
 
 import jaxmoe
 from experiments.run_directory import PACKAGES
+from sharding.distributed import host_and_port, is_loopback, num_hosts
 
 Level = Literal["ok", "warning", "problem"]
 
@@ -248,9 +248,10 @@ def coordinator(environment: Mapping[str, str]) -> list[Finding]:
         text = f"{processes} processes, by the cluster's own variables"
         text = text if processes > 1 else "one process: none is needed"
         return [Finding(level="ok", what="coordinator", text=text)]
-    match = re.fullmatch(r"\[?(?P<host>[^\]]+?)\]?:(?P<port>\d+)", address)
     where = f"JAX_COORDINATOR_ADDRESS={address}"
-    if match is None or not 0 < int(match["port"]) < 65536:
+    try:
+        host, port = host_and_port(address)
+    except ValueError:
         return [
             Finding(
                 level="problem",
@@ -259,18 +260,20 @@ def coordinator(environment: Mapping[str, str]) -> list[Finding]:
                 remedy="give the first process's host name and a free port, such as node0:8476",
             )
         ]
-    if processes > 1 and _is_loopback(match["host"]):
+    hosts = num_hosts(environment)
+    if processes > 1 and is_loopback(host):
         return [
             Finding(
-                level="problem",
+                level="problem" if hosts > 1 else "warning",
                 what="coordinator",
                 text=f"{where} is this very host, for {processes} processes: those on other hosts"
                 " wait for themselves until they give up",
-                remedy="give a name of the first process's host that the others can resolve",
+                remedy="give a name of the first process's host that the others can resolve"
+                + ("" if hosts > 1 else ", unless all of them run here"),
             )
         ]
     try:
-        socket.getaddrinfo(match["host"], int(match["port"]))
+        socket.getaddrinfo(host, port)
     except OSError as error:
         return [
             Finding(
@@ -312,15 +315,6 @@ def writable(directory: pathlib.Path, what: str) -> list[Finding]:
         remedy = "free some: checkpoints of larger models will not fit"
         return [Finding(level="warning", what=what, text=text, remedy=remedy)]
     return [Finding(level="ok", what=what, text=text)]
-
-
-def _is_loopback(host: str) -> bool:
-    if host.lower() in ("localhost", "localhost.localdomain", "ip6-localhost"):
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _installed() -> dict[str, str]:

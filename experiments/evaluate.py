@@ -49,7 +49,8 @@ def main(argv: Sequence[str]) -> int:
     """Runs the command; returns the exit code."""
     prog = "python -m experiments.evaluate"
     config = cli.parse_flags(EvaluateConfig(), argv, prog, __doc__ or "")
-    start_process()
+    with cli.exit_on_bad_configuration():
+        start_process()
     with cli.exit_on_bad_configuration():
         assembly, state, step = open_run(config.run.directory, config.run.step, config.run.mesh)
     with jax.set_mesh(assembly.mesh):

@@ -52,7 +52,8 @@ def main(argv: Sequence[str]) -> int:
     """Runs the command; returns the exit code."""
     prog = "python -m experiments.generate"
     config = cli.parse_flags(GenerateConfig(), argv, prog, __doc__ or "")
-    start_process()
+    with cli.exit_on_bad_configuration():
+        start_process()
     with cli.exit_on_bad_configuration():
         assembly, state, _ = open_run(config.run.directory, config.run.step, config.run.mesh)
         try:

@@ -49,7 +49,8 @@ def main(argv: Sequence[str]) -> int:
     """Runs the command; returns the exit code."""
     prog = "python -m experiments.routers"
     recipe, config = cli.parse(RECIPES, "short", argv, prog, __doc__ or "")
-    start_process()
+    with cli.exit_on_bad_configuration():
+        start_process()
     directory = RunDirectory(config.run.directory or f"runs/routers/{config.run.name or recipe}")
     started = time.perf_counter()
     with StopRequest() as stop:

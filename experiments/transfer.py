@@ -69,7 +69,8 @@ def main(argv: Sequence[str]) -> int:
     """Runs the command; returns the exit code."""
     prog = "python -m experiments.transfer"
     recipe, config = cli.parse(RECIPES, "short", argv, prog, f"{__doc__}\n{_names()}")
-    start_process()
+    with cli.exit_on_bad_configuration():
+        start_process()
     kind = "" if config.check is None else f"_{config.check}"
     name = config.run.name or f"{recipe}_{config.axis}{kind}"
     directory = RunDirectory(config.run.directory or f"runs/transfer/{name}")

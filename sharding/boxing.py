@@ -38,6 +38,8 @@ import jax
 from jax.sharding import AxisType, PartitionSpec
 from jaxtyping import Array, Shaped
 
+from sharding.constrain import move
+
 Kind = Literal["split", "broadcast", "partial"]
 
 
@@ -150,7 +152,7 @@ def box(x: Shaped[Array, "*dims"], axis: str, to: AxisPlacement) -> Shaped[Array
         entries[to.dim or 0] += (axis,)
     unreduced = spec.unreduced | {axis} if to == PARTIAL else spec.unreduced - {axis}
     target = PartitionSpec(*entries, unreduced=unreduced, reduced=spec.reduced - {axis})
-    return jax.sharding.reshard(x, target)
+    return move(x, target)
 
 
 def _entries(spec: PartitionSpec, ndim: int) -> list[tuple[str, ...]]:

@@ -141,6 +141,11 @@ class Placement:
         return run
 
 
+def move(x: Array, spec: PartitionSpec) -> Array:
+    """`x`, laid out by a spec on any Explicit mesh, whatever its axes are called."""
+    return jax.sharding.reshard(x, spec)
+
+
 def place_like(x: Array, other: Array) -> Array:
     """`x`, laid out as another array of its shape; as it is outside an Explicit mesh."""
     if surroundings() != "explicit":

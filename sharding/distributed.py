@@ -1,10 +1,30 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Processes: starting them, and turning each host's rows into one global array."""
+"""Processes: starting them, and turning each host's rows into one global array.
+
+How a process learns of the others, the first that speaks:
+
+    arguments of `start_processes`, or JAX_COORDINATOR_ADDRESS (host:port), JAX_NUM_PROCESSES and
+    JAX_PROCESS_ID; what is missing of the three comes from the cluster
+    Slurm with several nodes or tasks, TPU_WORKER_HOSTNAMES with several names,
+    MEGASCALE_NUM_SLICES: `jax.distributed` finds the rest
+    nothing: one process
+
+Several processes may meet at a loopback address (localhost, 127.*, ::1) as long as they run on one
+host, which tests and workstations do. They are known to run on several when Slurm says so
+(SLURM_JOB_NUM_NODES), a TPU pod (TPU_WORKER_HOSTNAMES), or an indexed Kubernetes job
+(JOB_COMPLETION_INDEX: a pod per process). Where nobody says, a process that waits in vain at a
+loopback address is told of it, before `jax.distributed` would abort it without a reason.
+"""
 
 from __future__ import annotations
 
+import ipaddress
 import os
+import re
+import socket
+import time
+from collections.abc import Mapping
 from typing import TypeVar
 
 import jax
@@ -16,21 +36,156 @@ from sharding.axes import BATCH_AXES, pieces
 
 Tree = TypeVar("Tree")
 
-_CLUSTER_VARIABLES = ("JAX_COORDINATOR_ADDRESS", "SLURM_JOB_NUM_NODES", "TPU_WORKER_HOSTNAMES")
 
+def start_processes(
+    coordinator: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    *,
+    initialization_timeout: int = 300,
+    heartbeat_timeout: int = 100,
+) -> None:
+    """Joins the other processes of the job, if anything speaks of any.
 
-def start_processes() -> None:
-    """Joins the other processes of the job, if the environment speaks of any.
+    Must run before the first contact with devices.
 
-    Must run before the first contact with devices. Slurm, TPU pods and JAX_COORDINATOR_ADDRESS
-    are recognised by `jax.distributed`; anything else is a single process.
+    Args:
+        coordinator: `host:port` at which process 0 listens; from the environment when None.
+        num_processes: of the whole job; likewise.
+        process_id: of this process, from 0; likewise.
+        initialization_timeout: seconds within which all processes must have come.
+        heartbeat_timeout: seconds of silence after which a process counts as dead, and the others
+            end.
+
+    Raises:
+        ValueError: an address that is none, a loopback address for several hosts, numbers that are
+            none or do not fit together, timeouts that are not positive, a coordinator that does not
+            answer.
     """
-    named = [name for name in _CLUSTER_VARIABLES if os.environ.get(name)]
-    hosts = os.environ.get("TPU_WORKER_HOSTNAMES", "")
-    is_single = named == ["TPU_WORKER_HOSTNAMES"] and "," not in hosts
-    is_single |= named == ["SLURM_JOB_NUM_NODES"] and os.environ["SLURM_JOB_NUM_NODES"] == "1"
-    if named and not is_single:
-        jax.distributed.initialize()
+    environment = os.environ
+    _check_timeouts(initialization_timeout, heartbeat_timeout)
+    coordinator = coordinator or environment.get("JAX_COORDINATOR_ADDRESS") or None
+    num_processes = _number("JAX_NUM_PROCESSES", num_processes, environment)
+    process_id = _number("JAX_PROCESS_ID", process_id, environment)
+    hosts = num_hosts(environment)
+    is_told = coordinator is not None or num_processes is not None
+    if hosts == 1 and (num_processes == 1 or not (is_told or _tasks(environment) > 1)):
+        return
+    if num_processes is not None and process_id is not None and process_id >= num_processes:
+        raise ValueError(
+            f"JAX_PROCESS_ID={process_id} must lie below JAX_NUM_PROCESSES={num_processes}:"
+            " processes count from 0"
+        )
+    if coordinator is not None:
+        host, port = host_and_port(coordinator)
+        if hosts > 1 and is_loopback(host):
+            raise ValueError(
+                f"JAX_COORDINATOR_ADDRESS={coordinator} is this very host, and the job has {hosts}"
+                " hosts: those others would wait for themselves; give a name of the first"
+                " process's host that the others can resolve, such as node0:8476"
+            )
+        if process_id:
+            _await_coordinator(host, port, process_id, initialization_timeout)
+    try:
+        jax.distributed.initialize(
+            coordinator,
+            num_processes,
+            process_id,
+            initialization_timeout=initialization_timeout,
+            heartbeat_timeout_seconds=heartbeat_timeout,
+        )
+    except ValueError as error:  # of JAX, in which the environment is incomplete
+        raise ValueError(
+            f"the processes of this job cannot join ({error}): set JAX_COORDINATOR_ADDRESS,"
+            " JAX_NUM_PROCESSES and JAX_PROCESS_ID, or start it with srun or on a TPU pod"
+        ) from error
+
+
+def num_hosts(environment: Mapping[str, str]) -> int:
+    """Hosts of this job, as far as the variables of a cluster say; 1 where none speaks.
+
+    Args:
+        environment: the environment variables.
+    """
+    names = environment.get("TPU_WORKER_HOSTNAMES", "")
+    told = [
+        environment.get("SLURM_JOB_NUM_NODES", ""),
+        environment.get("MEGASCALE_NUM_SLICES", ""),
+        environment.get("JAX_NUM_PROCESSES", "") if "JOB_COMPLETION_INDEX" in environment else "",
+    ]
+    counts = [int(number) for number in told if number.isdigit()]
+    return max([1, len(names.split(",")), *counts])
+
+
+def host_and_port(address: str) -> tuple[str, int]:
+    """Of `host:port`; an IPv6 address stands in brackets.
+
+    Raises:
+        ValueError: it has no host, or no port from 1 to 65535.
+    """
+    match = re.fullmatch(r"\[?(?P<host>[^\]]+?)\]?:(?P<port>\d+)", address)
+    if match is None or not 0 < int(match["port"]) < 65536:
+        raise ValueError(
+            f"JAX_COORDINATOR_ADDRESS={address} is not host:port: give the first process's host"
+            " name and a free port, such as node0:8476"
+        )
+    return match["host"], int(match["port"])
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a name or an address means the host on which it is used."""
+    if host.lower() in ("localhost", "localhost.localdomain", "ip6-localhost"):
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _tasks(environment: Mapping[str, str]) -> int:
+    """Processes that one srun has started; a shell inside an allocation is one."""
+    tasks = environment.get("SLURM_STEP_NUM_TASKS", "")
+    return int(tasks) if tasks.isdigit() else 1
+
+
+def _number(name: str, given: int | None, environment: Mapping[str, str]) -> int | None:
+    text = str(given) if given is not None else environment.get(name, "")
+    lowest = 0 if name == "JAX_PROCESS_ID" else 1
+    if not text:
+        return None
+    if not text.isdigit() or int(text) < lowest:
+        raise ValueError(f"{name}={text} must be a whole number of at least {lowest}")
+    return int(text)
+
+
+def _check_timeouts(initialization: int, heartbeat: int) -> None:
+    for name, seconds in (
+        ("initialization_timeout", initialization),
+        ("heartbeat_timeout", heartbeat),
+    ):
+        if seconds < 1:
+            raise ValueError(f"{name}={seconds} must be at least 1 second")
+
+
+def _await_coordinator(host: str, port: int, process_id: int, seconds: int) -> None:
+    """Waits until somebody listens there; JAX would abort the process instead of raising."""
+    until = time.monotonic() + seconds
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=5).close()
+            return
+        except OSError as error:
+            reason = error.strerror or str(error)
+        if time.monotonic() > until:
+            where = f"{host}:{port}"
+            if is_loopback(host):
+                where += " (a loopback address: it is looked for on this host only)"
+            raise ValueError(
+                f"process {process_id} found no coordinator at {where} within {seconds} s"
+                f" ({reason}): start process 0 on the host of that name, and see that the port is"
+                " free and not filtered"
+            )
+        time.sleep(0.2)
 
 
 def global_batch(rows: Tree, mesh: Mesh) -> Tree:

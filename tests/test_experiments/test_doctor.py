@@ -69,6 +69,7 @@ def test_help_touches_no_device():
 def test_problems_before_devices_leave_the_devices_alone(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "127.0.0.1:8476")
     monkeypatch.setenv("JAX_NUM_PROCESSES", "4")
+    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")
     monkeypatch.setattr(doctor, "examine_devices", lambda: pytest.fail("devices were touched"))
     code = doctor.main(["--run.directory", str(tmp_path / "d")])
     assert code == ExitCode.BAD_CONFIGURATION
@@ -83,8 +84,18 @@ def test_problems_before_devices_leave_the_devices_alone(tmp_path, capsys, monke
         ({}, None),
         ({"JAX_COORDINATOR_ADDRESS": "localhost:1234"}, None),  # one process may meet itself
         ({"SLURM_NTASKS": "8"}, None),
-        ({"JAX_COORDINATOR_ADDRESS": "localhost:1234", "SLURM_NTASKS": "2"}, "this very host"),
-        ({"JAX_COORDINATOR_ADDRESS": "[::1]:1234", "JAX_NUM_PROCESSES": "2"}, "this very host"),
+        (
+            {"JAX_COORDINATOR_ADDRESS": "localhost:1234", "SLURM_JOB_NUM_NODES": "2"},
+            "this very host",
+        ),
+        (
+            {
+                "JAX_COORDINATOR_ADDRESS": "[::1]:1234",
+                "JAX_NUM_PROCESSES": "2",
+                "TPU_WORKER_HOSTNAMES": "a,b",
+            },
+            "this very host",
+        ),
         ({"JAX_COORDINATOR_ADDRESS": "node0"}, "is not host:port"),
         ({"JAX_COORDINATOR_ADDRESS": "node0:99999"}, "is not host:port"),
         ({"JAX_COORDINATOR_ADDRESS": "no-such-host.invalid:1234"}, "cannot be resolved"),
@@ -96,6 +107,11 @@ def test_coordinators(environment, words):
         assert levels(findings) == ["ok"]
     else:
         assert words in only_problem(findings).text
+
+
+def test_several_processes_may_meet_on_one_host():
+    (finding,) = coordinator({"JAX_COORDINATOR_ADDRESS": "localhost:1234", "SLURM_NTASKS": "2"})
+    assert finding.level == "warning" and "unless all of them run here" in finding.remedy
 
 
 def test_versions_that_do_not_fit():

@@ -1,0 +1,257 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""The files for Slurm, GKE and TPU VMs: as their readers parse them; what is refused."""
+
+import json
+import os
+import pathlib
+import re
+import shlex
+import stat
+import subprocess
+
+import pytest
+
+from experiments import launch
+from experiments.cli import ExitCode
+from experiments.launch_config import CLUSTERS, LaunchConfig, LaunchRunConfig
+from experiments.launch_files import write_files
+
+TRICKY = (
+    "python -m experiments.pretrain d12 --run.directory '/runs/it'\"'\"'s here' --x '$(touch bad)'"
+)
+
+GIVEN = {
+    "slurm": {"nodes": 4, "gpus_per_node": 2},
+    "jobset": {"topology": "4x4", "slices": 2, "image": "a/b:c", "volume_claim": "runs"},
+    "tpu_vm": {"accelerator_type": "v5litepod-16", "zone": "us-central1-a"},
+}
+
+
+def config(cluster: str, command: str = TRICKY, **fields) -> LaunchConfig:
+    where = CLUSTERS[cluster](**{**GIVEN[cluster], **fields})
+    return LaunchConfig(command=command, cluster=where, run=LaunchRunConfig(name="job-1"))
+
+
+def text_of(cluster: str, **options) -> str:
+    files, _ = write_files(config(cluster, **options))
+    (text,) = files.values()
+    return text
+
+
+def fake(directory: pathlib.Path, name: str, body: str) -> None:
+    """A program of that name."""
+    path = directory / name
+    path.write_text(f"#!/bin/bash\n{body}\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+
+
+def run(script: str, tmp_path: pathlib.Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs a script among fake programs, which come first on the PATH."""
+    (tmp_path / "script").write_text(script)
+    return subprocess.run(
+        ["bash", str(tmp_path / "script"), *arguments],
+        env={
+            "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}",
+            "SLURM_SUBMIT_DIR": str(tmp_path),
+            "SLURM_JOB_ID": "77",
+        },
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+PRINTS = r'printf "%s\n" "$@"'
+
+
+def test_every_cluster_is_here():
+    assert set(GIVEN) == set(CLUSTERS)
+
+
+@pytest.mark.parametrize("cluster", ["slurm", "tpu_vm"])
+def test_scripts_are_bash(cluster, tmp_path):
+    (tmp_path / "script").write_text(text_of(cluster))
+    subprocess.run(["bash", "-n", str(tmp_path / "script")], check=True)
+
+
+def test_slurm_runs_the_command_as_it_was_given(tmp_path):
+    fake(tmp_path, "srun", PRINTS)
+    result = run(text_of("slurm", setup="echo ready"), tmp_path)
+    assert result.returncode == 0, result.stderr
+    ready, flag, *words = result.stdout.splitlines()
+    assert (ready, flag) == ("ready", "--kill-on-bad-exit=0")
+    assert words == shlex.split(TRICKY)
+    assert not (tmp_path / "bad").exists()
+
+
+@pytest.mark.parametrize(("code", "requeued"), [(0, ""), (2, ""), (3, ""), (75, "requeue 77")])
+def test_slurm_starts_again_what_was_preempted(code, requeued, tmp_path):
+    fake(tmp_path, "srun", f"exit {code}")
+    fake(tmp_path, "scontrol", 'echo "$@"')
+    result = run(text_of("slurm", setup=""), tmp_path)
+    assert (result.returncode, result.stdout.strip()) == (code, requeued)
+
+
+def test_slurm_options():
+    lines = text_of("slurm", partition="gpu", time="1-00:00:00").splitlines()
+    options = dict(re.findall(r"^#SBATCH --([\w-]+)=(.*)$", "\n".join(lines), re.M))
+    assert options == {
+        "job-name": "job-1",
+        "nodes": "4",
+        "ntasks-per-node": "2",
+        "gpus-per-node": "2",
+        "time": "1-00:00:00",
+        "partition": "gpu",
+        "signal": "TERM@300",
+        "output": "%x-%j.log",
+        "open-mode": "append",
+    }
+    assert "gpus-per-node" not in text_of("slurm", gpus_per_node=0)
+    assert "--ntasks-per-node=1" in text_of("slurm", gpus_per_node=0)
+
+
+def test_jobset_is_the_yaml_it_should_be():
+    import yaml  # comes with flax
+
+    found = yaml.safe_load(text_of("jobset"))
+    assert (found["apiVersion"], found["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
+    assert found["metadata"]["name"] == "job-1"
+    (replicated,) = found["spec"]["replicatedJobs"]
+    assert replicated["replicas"] == 2
+    job = replicated["template"]["spec"]
+    assert (job["parallelism"], job["completions"], job["backoffLimit"]) == (4, 4, 0)
+    (rule,) = job["podFailurePolicy"]["rules"]
+    assert rule["onExitCodes"] == {"operator": "In", "values": [2, 3]}
+    pod = job["template"]["spec"]
+    assert pod["nodeSelector"] == {
+        "cloud.google.com/gke-tpu-accelerator": "tpu-v5-lite-podslice",
+        "cloud.google.com/gke-tpu-topology": "4x4",
+    }
+    (container,) = pod["containers"]
+    assert container["command"] == shlex.split(TRICKY)
+    assert container["resources"]["limits"] == {"google.com/tpu": 4}
+    assert container["volumeMounts"] == [{"name": "runs", "mountPath": "/runs"}]
+    assert pod["volumes"] == [{"name": "runs", "persistentVolumeClaim": {"claimName": "runs"}}]
+
+
+def test_tpu_vm_runs_the_command_on_every_host(tmp_path):
+    fake(tmp_path, "gcloud", PRINTS)
+    result = run(text_of("tpu_vm"), tmp_path, "run")
+    assert result.returncode == 0, result.stderr
+    words = result.stdout.splitlines()
+    assert words[:5] == ["compute", "tpus", "tpu-vm", "ssh", "job-1"]
+    assert "--worker=all" in words and "--zone=us-central1-a" in words
+    remote = words[-1].removeprefix("--command=")
+    # What the shell of the host makes of it.
+    (tmp_path / "job-1").mkdir()
+    fake(tmp_path, "python", f'echo "$JAX_NUM_PROCESSES"; {PRINTS}')
+    there = run(f"cd {tmp_path}; {remote}", tmp_path)
+    assert there.stdout.splitlines() == ["4", *shlex.split(TRICKY)[1:]]
+
+
+def test_tpu_vm_creates_copies_and_says_how_it_is_used(tmp_path):
+    fake(tmp_path, "gcloud", 'echo "$@"')
+    made = run(text_of("tpu_vm", project="p"), tmp_path, "create").stdout.splitlines()
+    assert made[0] == (
+        "compute tpus tpu-vm create job-1 --zone=us-central1-a --project=p"
+        " --accelerator-type=v5litepod-16 --version=v2-alpha-tpuv5-lite"
+    )
+    assert [line.split()[3] for line in made] == ["create", "scp", "ssh"]
+    unknown = run(text_of("tpu_vm"), tmp_path, "start")
+    assert unknown.returncode == 2 and unknown.stdout.startswith("Usage: tpu_vm.sh create | copy")
+
+
+@pytest.mark.parametrize(
+    ("cluster", "fields", "hosts"),
+    [
+        ("slurm", {"nodes": 3}, 3),
+        ("jobset", {"accelerator": "v5p", "topology": "4x4x8", "slices": 1}, 32),
+        ("jobset", {"topology": "2x2", "slices": 3}, 3),
+        ("jobset", {"topology": "1x1", "slices": 1}, 1),
+        ("tpu_vm", {"accelerator_type": "v5litepod-8"}, 1),
+        ("tpu_vm", {"accelerator_type": "v6e-256"}, 64),
+        ("tpu_vm", {"accelerator_type": "v4-32"}, 4),
+        ("tpu_vm", {"accelerator_type": "v4-8"}, 1),
+    ],
+)
+def test_hosts(cluster, fields, hosts):
+    assert config(cluster, **fields).cluster.num_hosts == hosts
+
+
+REFUSED = {
+    "cluster.nodes=0 must be at least 1": ("slurm", {"nodes": 0}),
+    "cluster.time=1 day is not [days-]hours:minutes:seconds, such as 24:00:00": (
+        "slurm",
+        {"time": "1 day"},
+    ),
+    "cluster.partition='a b' is no name that Slurm could have": ("slurm", {"partition": "a b"}),
+    "cluster.topology=4x4 must be 3 sizes for v5p, such as 4x4x4": (
+        "jobset",
+        {"accelerator": "v5p"},
+    ),
+    "cluster.topology=3x3 has 9 chips, which must be divisible by the 4 of a host: choose another"
+    " topology": ("jobset", {"topology": "3x3"}),
+    "cluster.image must be given: the container that holds this repository": (
+        "jobset",
+        {"image": ""},
+    ),
+    "the 8 hosts of cluster.topology=4x4 x cluster.slices=2 write one run directory: give"
+    " cluster.volume_claim, a PersistentVolumeClaim that all can write": (
+        "jobset",
+        {"volume_claim": None},
+    ),
+    "command has --run.directory runs/a, which would lie on each host's own disk: give one beneath"
+    " /runs/, where the volume is mounted": ("jobset", {"command": "c --run.directory=runs/a"}),
+    "command has no --run.directory, which would lie on each host's own disk: give one beneath /,"
+    " that all hosts have mounted": ("tpu_vm", {"command": "python -m experiments.pretrain"}),
+    "cluster.zone must be given, such as us-central1-a": ("tpu_vm", {"zone": ""}),
+    "cluster.accelerator_type=v9-8 is none: give a kind (v2, v3, v4, v5litepod, v5p, v6e) and a"
+    " size, such as v5litepod-16": ("tpu_vm", {"accelerator_type": "v9-8"}),
+    "cluster.accelerator_type=v4-12 has 6 chips, which must be divisible by the 4 of a host": (
+        "tpu_vm",
+        {"accelerator_type": "v4-12"},
+    ),
+    'command is empty: give it, such as "python -m experiments.pretrain"': (
+        "slurm",
+        {"command": " "},
+    ),
+    'command="it\'s" does not end (No closing quotation): quote it': (
+        "slurm",
+        {"command": "it's"},
+    ),
+}
+
+
+@pytest.mark.parametrize("text", REFUSED)
+def test_what_cannot_be_launched_is_refused_in_words(text):
+    cluster, options = REFUSED[text]
+    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+        config(cluster, **options)
+
+
+def test_names_that_no_cluster_takes_are_refused():
+    with pytest.raises(ValueError, match="^run.name='My_Job' must be 1 to 40 lower-case letters"):
+        LaunchRunConfig(name="My_Job")
+
+
+def test_the_command(tmp_path, capsys):
+    directory = tmp_path / "files"
+    arguments = ("--run.directory", str(directory), "cluster:slurm", "--cluster.nodes", "2")
+    assert launch.main([*arguments, "--command", "python -m experiments.pretrain d8"]) == 0
+    printed = capsys.readouterr().out
+    assert f"wrote {directory / 'job.sbatch'}" in printed and "2 hosts, 16 processes" in printed
+    summary = json.loads((directory / "summary.json").read_text())
+    assert (summary["status"], summary["cluster"], summary["hosts"]) == ("done", "slurm", 2)
+    assert summary["start"] == f"sbatch {directory}/job.sbatch"
+    assert (
+        "srun --kill-on-bad-exit=0 python -m experiments.pretrain d8"
+        in (directory / "job.sbatch").read_text()
+    )
+
+
+def test_a_bad_configuration_ends_with_one_line(tmp_path, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        launch.main(["--run.directory", str(tmp_path), "cluster:jobset"])
+    assert stopped.value.code == ExitCode.BAD_CONFIGURATION
+    assert "cluster.image must be given" in capsys.readouterr().err

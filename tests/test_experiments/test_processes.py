@@ -1,0 +1,99 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Several processes train as one does: over loopback, with gloo between them, eight devices in all.
+
+They are started as a user would start them, by the variables that `start_processes` reads.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from experiments.cli import ExitCode
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+STEPS = 6
+DEVICES = 8
+
+SMALL = (
+    *("tiny", "--training.steps", str(STEPS), "--training.batch_size", "16"),
+    *("--training.sequence_length", "32", "--schedule.warmup_steps", "2"),
+    *("--model.num_layers", "2", "--model.embed_dim", "32", "--model.moe.expert_dim", "16"),
+    *("--evaluation.every", "3", "--evaluation.batches", "2", "--checkpoint.every", "3"),
+    *("--tracking.print_every", "1", "--tracking.trackers"),
+)
+MESHES = {
+    "data": ("--execution.mesh.data", "8"),
+    "mixed": ("--execution.mesh.data", "2", "--execution.mesh.expert", "2")
+    + ("--execution.mesh.tensor", "2"),
+}
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def _train(directory: pathlib.Path, mesh: str, processes: int) -> None:
+    """Runs the command in so many processes; each must end well."""
+    port = _free_port()
+
+    def start(index: int) -> subprocess.Popen[str]:
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": f"--xla_force_host_platform_device_count={DEVICES // processes}",
+            "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
+            "JAX_NUM_PROCESSES": str(processes),
+            "JAX_PROCESS_ID": str(index),
+        }
+        command = [sys.executable, "-m", "experiments.pretrain", *SMALL, *MESHES[mesh]]
+        return subprocess.Popen(
+            [*command, "--run.directory", str(directory)],
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    running = [start(index) for index in range(processes)]
+    try:
+        printed = [process.communicate(timeout=600)[0] for process in running]
+    finally:
+        for process in running:
+            process.kill()
+    codes = [process.returncode for process in running]
+    assert codes == [ExitCode.DONE] * processes, "\n".join(printed)
+
+
+def _losses(directory: pathlib.Path) -> dict[int, float]:
+    lines = map(json.loads, (directory / "metrics.jsonl").read_text().splitlines())
+    return {line["step"]: line["train/loss"] for line in lines if "train/loss" in line}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mesh", "processes"), [("data", 2), ("mixed", 4)])
+def test_processes_train_to_the_loss_of_one(mesh, processes, tmp_path):
+    alone = tmp_path / "alone"
+    _train(alone, mesh, 1)
+    _train(tmp_path / "shared", mesh, processes)
+    expected, found = _losses(alone), _losses(tmp_path / "shared")
+    assert list(found) == list(expected) and len(found) == STEPS
+    np.testing.assert_allclose(list(found.values()), list(expected.values()), rtol=1e-5)
+    one, other = (
+        json.loads((directory / "summary.json").read_text())
+        for directory in (alone, tmp_path / "shared")
+    )
+    assert other["status"] == "done" and other["tokens"] == one["tokens"]
+    assert other["mesh"] == one["mesh"]
+    assert other["eval_bits_per_byte"] == pytest.approx(one["eval_bits_per_byte"], rel=1e-5)
