@@ -25,10 +25,12 @@ from jaxmoe.optim.hypersphere import SphereState
 from jaxmoe.scaling import standard
 from jaxmoe.training.state import init_state
 from jaxmoe.training.step import make_train_step
+from sharding import MeshConfig, MoEMesh
 from sharding.distributed import global_batch
+from sharding.expert_parallel import AllToAllConfig
 from sharding.rules import RULES
 from sharding.whole_matrices import map_matrices
-from tests.support.meshes import LAYOUTS, MESHES, mesh_named
+from tests.support.meshes import LAYOUTS, MESHES, mesh_named, mesh_of
 from tests.support.models import FULL, TINY, in_groups
 from tests.support.one_step import batch
 from tests.support.tolerances import assert_close
@@ -186,30 +188,42 @@ OPTIMIZERS = {
 }
 
 
-def begin(name, mesh=None):
+FOLDED = ExecutionConfig(
+    mesh=MeshConfig(replica=2, data=2, tensor=2),
+    fold=MoEMesh(expert=2),
+    rules="hierarchical",
+    dispatcher=AllToAllConfig(),
+)
+
+
+def on_mesh(name):
+    return ExecutionConfig(mesh=MESHES[name])
+
+
+def begin(name, execution=None):
     """State and step of a small model."""
     config, groups = OPTIMIZERS[name]
     rules = in_groups(standard(TINY), *groups)
     optimizer = config.build(parameter_table(TINY, rules), SCHEDULE)
-    execution = ExecutionConfig(mesh=MESHES[mesh or "one"])
     state = init_state(
         TINY,
         optimizer,
         jax.random.key(0),
         execution=execution,
         parameterization=rules,
-        mesh=None if mesh is None else mesh_named(mesh),
+        mesh=None if execution is None else mesh_of(execution),
     )
     return state, make_train_step(TINY, optimizer, execution=execution)
 
 
-def advance(state, step, number, mesh=None):
+def advance(state, step, number, execution=None):
     for _ in range(number):
-        if mesh is None:
+        if execution is None:
             state, metrics = step(state, batch())
         else:
-            with jax.set_mesh(mesh_named(mesh)):
-                state, metrics = step(state, global_batch(batch(), mesh_named(mesh)))
+            mesh = mesh_of(execution)
+            with jax.set_mesh(mesh):
+                state, metrics = step(state, global_batch(batch(), mesh))
         assert not metrics.is_skipped
     return state
 
@@ -226,17 +240,21 @@ def specs_of(tree):
 
 
 @pytest.mark.parametrize(
-    ("name", "mesh"),
+    ("name", "execution"),
     [
-        ("muonh", "replica2_data2_expert2"),
-        pytest.param("muonh", "data8", marks=pytest.mark.slow),
-        pytest.param("muonh", "data4_tensor2", marks=pytest.mark.slow),
-        pytest.param("muonh stack gathered", "replica2_data2_expert2", marks=pytest.mark.slow),
-        pytest.param("muon", "data4_tensor2", marks=pytest.mark.slow),
+        ("muonh", on_mesh("replica2_data2_expert2")),
+        pytest.param("muonh", on_mesh("data8"), marks=pytest.mark.slow),
+        pytest.param("muonh", on_mesh("data4_tensor2"), marks=pytest.mark.slow),
+        pytest.param(
+            "muonh stack gathered", on_mesh("replica2_data2_expert2"), marks=pytest.mark.slow
+        ),
+        pytest.param("muon", on_mesh("data4_tensor2"), marks=pytest.mark.slow),
+        pytest.param("muonh", FOLDED, marks=pytest.mark.slow),
+        pytest.param("muon", FOLDED, marks=pytest.mark.slow),
     ],
 )
-def test_training_is_the_same_on_a_mesh(name, mesh):
-    state = advance(*begin(name, mesh), 2, mesh)
+def test_training_is_the_same_on_a_mesh(name, execution):
+    state = advance(*begin(name, execution), 2, execution)
     params, opt_state = on_one_device(name)
     assert_close(state.params, params, "end_to_end")
     assert_close(state.opt_state, opt_state, "end_to_end")
@@ -250,7 +268,7 @@ def test_training_is_the_same_on_a_mesh(name, mesh):
 @pytest.mark.slow
 def test_training_goes_on_from_a_checkpoint_of_another_mesh(tmp_path):
     """Radii and momentum come back, where the new mesh wants them; then the same step."""
-    state, _ = begin("muonh", "data4_tensor2")
+    state, _ = begin("muonh", on_mesh("data4_tensor2"))
     radii = [
         np.asarray(leaf)
         for leaf in jax.tree.leaves(state.opt_state, is_leaf=lambda n: isinstance(n, SphereState))
@@ -258,7 +276,7 @@ def test_training_goes_on_from_a_checkpoint_of_another_mesh(tmp_path):
         for leaf in jax.tree.leaves(leaf.radius)
     ]
     assert len(radii) == 8 and all((radius > 0.0).all() for radius in radii)
-    state = advance(*begin("muonh", "data4_tensor2"), 1, "data4_tensor2")
+    state = advance(*begin("muonh", on_mesh("data4_tensor2")), 1, on_mesh("data4_tensor2"))
     save_checkpoint(tmp_path, state, step=1, config={})
     target, step = begin("muonh")
     restored = load_checkpoint(tmp_path, target=target)
