@@ -1,0 +1,114 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""The sizes that every formula of a plan is made of: tokens, rows and weights of one device.
+
+All layouts are read from the parameter table and the rules of the execution, none is written down
+here, so that they follow whatever those say:
+
+    T   tokens of one device in one micro-batch       B S / (shards of the batch and the sequence)
+    A   rows of its experts                           T K
+    a parameter, cut over the axes of its spec, is gathered over those of them that its use does not
+    keep: the axes of the batch always (ZeRO-3), the axis of the experts unless the dispatcher sends
+    rows to them, the tensor axis where whole matrices are asked for (the table of embeddings, and
+    local experts)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable
+
+import jax.numpy as jnp
+
+from jaxmoe.parameters import ParameterSpec
+from jaxmoe.planning.abstract_step import StepPlan
+from sharding import axes as ax
+from sharding.mesh import abstract_mesh
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Of one device, in one micro-batch."""
+
+    plan: StepPlan
+    mesh: dict[str, int]
+    """Devices along each axis of the mesh."""
+    sequences: float
+    """B of one device; a fraction where a sequence is cut."""
+    tokens: float
+    """T."""
+    heads: float
+    """N of one device."""
+    kv_heads: float
+    """M of one device."""
+    itemsize: int
+    """Bytes of a value in matrix products."""
+
+    @classmethod
+    def of(cls, plan: StepPlan) -> Sizes:
+        """The sizes of a plan."""
+        execution, attention = plan.execution, plan.model.attention
+        mesh = dict(abstract_mesh(execution.mesh).shape)
+        rules = execution.axis_rules
+
+        def shards(name: str) -> int:
+            return math.prod(mesh[axis] for axis in rules.mesh_axes(name))
+
+        sequences = plan.batch_size / plan.accumulation / shards(ax.ACT_BATCH)
+        return cls(
+            plan=plan,
+            mesh=mesh,
+            sequences=sequences,
+            tokens=sequences * plan.sequence_length / mesh[ax.SEQ],
+            heads=attention.num_heads / shards(ax.ACT_HEADS),
+            kv_heads=attention.num_kv_heads / shards(ax.ACT_KV_HEADS),
+            itemsize=jnp.dtype(execution.precision.compute_dtype).itemsize,
+        )
+
+    @property
+    def rows(self) -> float:
+        """A: rows of the experts in a balanced batch."""
+        moe = self.plan.model.moe
+        return self.tokens * moe.top_k if moe else 0.0
+
+    def axes_of(self, row: ParameterSpec) -> tuple[str, ...]:
+        """The mesh axes larger than 1 over which a parameter is cut."""
+        names = [entry if isinstance(entry, tuple) else (entry,) for entry in row.spec if entry]
+        return tuple(axis for axes in names for axis in axes if self.mesh[axis] > 1)
+
+    def kept_axes(self, row: ParameterSpec) -> tuple[str, ...]:
+        """Those over which its use leaves it cut."""
+        role, rules = row.declaration.role, self.plan.execution.axis_rules
+        if role == "embedding":
+            return ()
+        if ax.EXPERTS in row.declaration.axes:
+            kept = self.plan.execution.dispatcher.expert_axis()
+            return () if kept is None else self._only(row, rules.mesh_axes(kept))
+        return self._only(row, (ax.TENSOR,))
+
+    def _only(self, row: ParameterSpec, axes: Iterable[str]) -> tuple[str, ...]:
+        chosen = set(axes)
+        return tuple(axis for axis in self.axes_of(row) if axis in chosen)
+
+    def gathered_axes(self, row: ParameterSpec) -> tuple[str, ...]:
+        """Those over which it is gathered to be used."""
+        kept = self.kept_axes(row)
+        return tuple(axis for axis in self.axes_of(row) if axis not in kept)
+
+    def local(self, row: ParameterSpec) -> int:
+        """Values of a parameter on one device."""
+        return row.size // self.devices(self.axes_of(row))
+
+    def in_use(self, row: ParameterSpec) -> int:
+        """Values of it on one device while it is used, of all layers."""
+        return row.size // self.devices(self.kept_axes(row))
+
+    def devices(self, axes: Iterable[str]) -> int:
+        """Devices along some axes together."""
+        return math.prod(self.mesh[axis] for axis in axes)
+
+    def layers(self, row: ParameterSpec) -> int:
+        """Layers that are stacked in a parameter; 1 for one that stands alone."""
+        axes = row.declaration.axes
+        return row.shape[axes.index(ax.LAYERS)] if ax.LAYERS in axes else 1
