@@ -39,7 +39,6 @@ from jaxmoe.planning.search import (
     remedies,
     search,
 )
-from sharding.axes import MESH_AXES
 from sharding.mesh import MeshConfig
 
 
@@ -84,10 +83,13 @@ def find(config: PlanConfig, topology: Topology, *, is_fixed: bool) -> Found:
         meshes = [mesh.resolve(number)]
     else:
         meshes = list(enumerate_meshes(number, max(mesh.seq, 1)))
-    plan = step_plan(config.pretrain, topology, MeshConfig())
+    fold = config.execution.fold
+    unfolded = dataclasses.replace(config.execution, mesh=MeshConfig(), fold=None)
+    run = dataclasses.replace(config.pretrain, execution=unfolded)
+    plan = step_plan(run, topology, MeshConfig())
     if is_fixed:
-        on_mesh(plan, meshes[0])  # what does not divide is said as it is
-    found = search(plan, meshes, topology.chip, keep=max(config.compiles, 1))
+        on_mesh(plan, meshes[0], fold)  # what does not divide is said as it is
+    found = search(plan, meshes, topology.chip, keep=max(config.compiles, 1), fold=fold)
     if not found.fitting and found.closest is None:
         examples = "\n  ".join(f"{mesh}: {why}" for mesh, why in list(found.refused.items())[-3:])
         raise ValueError(
@@ -160,11 +162,10 @@ def _summary(
     config: PlanConfig, candidate: Candidate, compiled: dict[str, Any] | None
 ) -> dict[str, Any]:
     execution = dataclasses.replace(config.execution, mesh=candidate.mesh)
-    sizes = zip(MESH_AXES, candidate.mesh.sizes, strict=True)
     memory, seconds = candidate.memory, candidate.time
     return {
         "status": "done",
-        "mesh": {axis: size for axis, size in sizes if size > 1},
+        "mesh": {axis: size for axis, size in candidate.mesh.by_axis.items() if size > 1},
         "flags": mesh_flags(candidate.mesh),
         "execution": to_json(execution),
         "memory": memory.categories(),

@@ -62,7 +62,7 @@ def run_steps(config: PretrainConfig, plan: StepPlan, steps: int) -> dict[str, f
         plan: of the step.
         steps: that are timed, after one that is not.
     """
-    mesh = make_mesh(plan.execution.mesh)
+    mesh = make_mesh(plan.execution.mesh, fold=plan.execution.fold)
     before, _ = peak_memory(jax.local_devices())
     key = jax.random.key(config.training.seed)
     state = init_state(plan.model, plan.optimizer, key, execution=plan.execution, mesh=mesh)

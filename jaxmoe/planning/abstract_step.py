@@ -27,7 +27,7 @@ from jaxmoe.training import ObjectiveConfig
 from jaxmoe.training.balance import AccumulatedBalance
 from jaxmoe.training.state import TrainState, state_around
 from jaxmoe.training.step import make_train_step
-from sharding.axes import BATCH_AXES
+from sharding.axes import BATCH_AXES, pieces
 from sharding.mesh import abstract_mesh
 
 AnyMesh = Mesh | AbstractMesh
@@ -55,6 +55,19 @@ class StepPlan:
         """Of one step."""
         return self.batch_size * self.sequence_length
 
+    @property
+    def mesh(self) -> AbstractMesh:
+        """The mesh without its devices, folded as the execution says."""
+        return abstract_mesh(self.execution.mesh, fold=self.execution.fold)
+
+    def on(self, execution: ExecutionConfig) -> StepPlan:
+        """The same step computed in another way, its parameters laid out anew."""
+        rules = execution.axis_rules
+        rows = (
+            dataclasses.replace(row, spec=rules.resolve(row.declaration.axes)) for row in self.table
+        )
+        return dataclasses.replace(self, execution=execution, table=ParameterTable(tuple(rows)))
+
 
 def abstract_state(plan: StepPlan, mesh: AnyMesh) -> TrainState:
     """The state before the first step, as shapes with shardings on the mesh.
@@ -63,15 +76,17 @@ def abstract_state(plan: StepPlan, mesh: AnyMesh) -> TrainState:
         plan: of the step.
         mesh: of the plan's sizes.
     """
-    shapes = abstract_mesh(plan.execution.mesh)
-    dtype = plan.execution.precision.parameter_dtype
+    shapes, execution = plan.mesh, plan.execution
+    dtype = execution.precision.parameter_dtype
     params = plan.table.tree(
         lambda row: jax.ShapeDtypeStruct(row.shape, dtype, sharding=NamedSharding(shapes, row.spec))
     )
     with jax.sharding.use_abstract_mesh(shapes):
         key = jax.eval_shape(lambda: jax.random.key(0))
         state = jax.eval_shape(
-            lambda params, key: state_around(plan.model, plan.optimizer, params, key), params, key
+            lambda params, key: state_around(plan.model, plan.optimizer, execution, params, key),
+            params,
+            key,
         )
     return jax.tree.map(lambda leaf: _on(mesh, leaf), state)
 
@@ -88,7 +103,7 @@ def abstract_batch(plan: StepPlan, mesh: AnyMesh) -> Batch:
         plan: of the step.
         mesh: of the plan's sizes.
     """
-    rows = NamedSharding(mesh, PartitionSpec(BATCH_AXES, None))
+    rows = NamedSharding(mesh, PartitionSpec(pieces(mesh.axis_names, BATCH_AXES), None))
     shape = (plan.batch_size, plan.sequence_length)
     ids: Any = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=rows)
     weights: Any = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=rows)
@@ -127,5 +142,5 @@ def lower_abstractly(plan: StepPlan, platform: str) -> Any:
         plan: of the step.
         platform: "tpu", "cuda" or "cpu".
     """
-    traced = trace_step(plan, abstract_mesh(plan.execution.mesh))
+    traced = trace_step(plan, plan.mesh)
     return traced.lower(lowering_platforms=(platform,))

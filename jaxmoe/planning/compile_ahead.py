@@ -40,8 +40,7 @@ from jaxmoe.planning.hardware import Topology
 from jaxmoe.planning.hlo import collectives
 from jaxmoe.planning.mesh_axes import AxisBytes, bytes_by_axes
 from jaxmoe.tracking.optional import MissingPackageError
-from sharding.axes import MESH_AXES
-from sharding.mesh import make_mesh
+from sharding.mesh import make_mesh, named_sizes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -186,11 +185,12 @@ def topology_mesh(plan: StepPlan, topology: Topology) -> Mesh:
     """
     devices, config = topology_devices(topology), plan.execution.mesh
     if topology.chip.platform == "cpu":
-        return make_mesh(config, devices)
+        return make_mesh(config, devices, fold=plan.execution.fold)
     # `make_mesh` lays a torus out by the devices' coordinates, which costs nothing but needs
     # devices of a running backend in some versions: in the order of the compiler they do as well.
-    types = (AxisType.Explicit,) * len(MESH_AXES)
-    return Mesh(np.asarray(devices).reshape(config.sizes), MESH_AXES, axis_types=types)
+    names, sizes = named_sizes(config, plan.execution.fold)
+    types = (AxisType.Explicit,) * len(names)
+    return Mesh(np.asarray(devices).reshape(sizes), names, axis_types=types)
 
 
 def compile_step(plan: StepPlan, topology: Topology) -> CompiledStep | DoesNotFit:

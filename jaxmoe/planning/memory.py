@@ -45,7 +45,6 @@ from jaxmoe.planning.device_bytes import device_bytes
 from jaxmoe.planning.hardware import Platform
 from jaxmoe.planning.sizes import Sizes
 from sharding import axes as ax
-from sharding.mesh import abstract_mesh
 
 # Arrays of one shape that live at once in the backward pass of a layer: see the head of this file.
 _HEAD_ARRAYS = 10
@@ -142,7 +141,7 @@ def estimate_memory(plan: StepPlan, platform: Platform) -> MemoryEstimate:
         plan: of the step.
         platform: whose layouts.
     """
-    mesh, sizes = abstract_mesh(plan.execution.mesh), Sizes.of(plan)
+    mesh, sizes = plan.mesh, Sizes.of(plan)
     state = abstract_state(plan, mesh)
 
     def of(tree: object) -> int:
@@ -151,8 +150,9 @@ def estimate_memory(plan: StepPlan, platform: Platform) -> MemoryEstimate:
     parameters, optimizer = of(state.params), of(state.opt_state)
     copies = 0.0
     if sizes.itemsize < jnp.dtype(plan.execution.precision.parameter_dtype).itemsize:
-        stacked = [row for row in plan.table if ax.LAYERS in row.declaration.axes]
-        copies = float(sum(sizes.local(row) for row in stacked) * sizes.itemsize)
+        copies = float(sum(map(sizes.local, _of_layers(plan))) * sizes.itemsize)
+    if plan.execution.state_layout.gathered == "step":
+        copies = float(sum(map(sizes.in_use, plan.table)) * sizes.itemsize)
     return MemoryEstimate(
         parameters=parameters,
         optimizer=optimizer,
@@ -184,24 +184,27 @@ def _gradients(sizes: Sizes, platform: Platform) -> float:
 
 def _saved(sizes: Sizes) -> float:
     plan = sizes.plan
-    model, remat = plan.model, plan.execution.remat
-    attention, moe = model.attention, model.moe
-    token, head_dim = sizes.tokens * sizes.itemsize, attention.head_dim
-    stream = token * model.embed_dim
-    if remat == "full":
-        return model.num_layers * stream
-    tensor = sizes.mesh[ax.TENSOR]
-    projected = token * (sizes.heads + 2 * sizes.kv_heads) * head_dim
-    dense = token * 3 * (model.dense_dim or 0) / tensor
-    num_dense = model.num_layers - model.num_moe_layers
-    if remat == "dots":
-        return model.num_layers * (2 * stream + projected) + num_dense * dense
-    attended = 2 * projected + token * sizes.heads * head_dim + 4 * sizes.tokens * sizes.heads
-    every = model.num_layers * (4 * stream + attended) + num_dense * dense
+    model, execution = plan.model, plan.execution
+    token, inner = sizes.tokens * sizes.itemsize, sizes.inner_tokens * sizes.itemsize
+    stream, moe = token * model.embed_dim, model.moe
+    secondary = 0.0
+    if execution.state_layout.gathered == "replica":
+        copies = sizes.devices(sizes.pieces(ax.REPLICA))
+        secondary = sum(map(sizes.local, _of_layers(plan))) * copies * sizes.itemsize
+    if execution.remat == "full":
+        return model.num_layers * stream + secondary
+    projected = inner * (sizes.heads + 2 * sizes.kv_heads) * model.attention.head_dim
+    dense = 3 * inner * model.dense_dim / sizes.shards(ax.ACT_MLP)
+    dense *= model.num_layers - model.num_moe_layers
+    if execution.remat == "dots":
+        return model.num_layers * (2 * stream + projected) + dense + secondary
+    attended = 2 * projected + inner * sizes.heads * model.attention.head_dim
+    attended += 4 * sizes.inner_tokens * sizes.heads
+    every = model.num_layers * (4 * stream + attended) + dense + secondary
     if moe is None:
         return every
     rows = sizes.rows * sizes.itemsize * (2 * model.embed_dim + 2 * moe.expert_dim)
-    weights = sum(sizes.in_use(row) for row in _of_experts(plan)) * sizes.itemsize
+    weights = sum(map(sizes.in_use, _of_experts(plan))) * sizes.itemsize
     return every + model.num_moe_layers * rows + weights
 
 
@@ -213,9 +216,9 @@ def _masks(sizes: Sizes) -> float:
 
 
 def _layer(sizes: Sizes) -> float:
-    model, token = sizes.plan.model, sizes.tokens * sizes.itemsize
+    model, inner = sizes.plan.model, sizes.inner_tokens * sizes.itemsize
     heads = _HEAD_ARRAYS * sizes.heads * model.attention.head_dim
-    return token * (heads + _STREAM_ARRAYS * model.embed_dim)
+    return inner * (heads + _STREAM_ARRAYS * model.embed_dim)
 
 
 def _experts(sizes: Sizes) -> float:
@@ -232,28 +235,33 @@ def _experts(sizes: Sizes) -> float:
 
 def _logits(sizes: Sizes) -> float:
     plan = sizes.plan
-    model, chunk = plan.model, plan.execution.loss_chunk
-    tokens = sizes.tokens
+    model, chunk, tokens = plan.model, plan.execution.loss_chunk, sizes.inner_tokens
     if chunk:
         tokens = min(tokens, sizes.sequences * chunk)
-    head = [row for row in plan.table if row.declaration.role == "head"]
-    if not head:
-        head = [row for row in plan.table if row.declaration.role == "embedding"]
-    matrix = sum(sizes.in_use(row) for row in head)
-    return _LOGIT_ARRAYS * tokens * model.vocab_size * 4 + matrix * (sizes.itemsize + 4)
+    head = _of_role(plan, "head") or _of_role(plan, "embedding")
+    logits = tokens * model.vocab_size / sizes.shards(ax.ACT_VOCAB)
+    return _LOGIT_ARRAYS * logits * 4 + sum(map(sizes.in_use, head)) * (sizes.itemsize + 4)
 
 
 def _embedding(sizes: Sizes) -> float:
-    rows = [row for row in sizes.plan.table if row.declaration.role == "embedding"]
-    return sum(sizes.in_use(row) for row in rows) * (sizes.itemsize + 4.0)
+    rows = _of_role(sizes.plan, "embedding")
+    return sum(map(sizes.in_use, rows)) * (sizes.itemsize + 4.0)
 
 
 def _update(sizes: Sizes) -> float:
     """Two arrays as the parameters; the matrices of Muon, spread over the devices, four more."""
     rows = list(sizes.plan.table)
     matrices = [row for row in rows if row.hyper.group in ("muon", "muonh")]
-    spread = max((sizes.local(row) for row in matrices), default=0)
+    spread = max(map(sizes.local, matrices), default=0)
     return 4.0 * (2 * sum(map(sizes.local, rows)) + 4 * spread)
+
+
+def _of_role(plan: StepPlan, role: str) -> list[ParameterSpec]:
+    return [row for row in plan.table if row.declaration.role == role]
+
+
+def _of_layers(plan: StepPlan) -> list[ParameterSpec]:
+    return [row for row in plan.table if ax.LAYERS in row.declaration.axes]
 
 
 def _of_experts(plan: StepPlan) -> list[ParameterSpec]:

@@ -27,7 +27,8 @@ from jaxmoe.planning.hardware import Chip
 from jaxmoe.planning.memory import MemoryEstimate, estimate_memory
 from jaxmoe.planning.step_time import StepTime, predict_time
 from jaxmoe.precision import PrecisionPolicy
-from sharding.axes import MESH_AXES
+from sharding import axes as ax
+from sharding.fold import MoEMesh
 from sharding.mesh import MeshConfig
 
 
@@ -80,15 +81,22 @@ def enumerate_meshes(num_devices: int, seq: int = 1) -> Iterator[MeshConfig]:
                 yield MeshConfig(replica=replica, data=data, expert=expert, seq=seq, tensor=tensor)
 
 
-def on_mesh(plan: StepPlan, mesh: MeshConfig) -> StepPlan:
+def on_mesh(plan: StepPlan, mesh: MeshConfig, fold: MoEMesh | None = None) -> StepPlan:
     """The plan on another mesh.
+
+    Args:
+        plan: of the step.
+        mesh: every size filled in.
+        fold: of the experts.
 
     Raises:
         ValueError: a parameter, the heads or the batch do not divide by it.
     """
-    execution = dataclasses.replace(plan.execution, mesh=mesh)
-    sizes: dict[str, int] = dict(zip(MESH_AXES, mesh.sizes, strict=True))
-    plan.table.check_divides(execution.axis_rules, sizes)
+    own = plan.on(dataclasses.replace(plan.execution, mesh=mesh, fold=fold))
+    sizes, rules = dict(own.mesh.shape), own.execution.axis_rules
+    own.table.check_divides(rules, sizes)
+    length = (plan.sequence_length,)
+    rules.check_divides("training.sequence_length", length, (ax.ACT_SEQ,), sizes)
     parts = mesh.batch_shards * plan.accumulation
     if plan.batch_size % parts:
         raise ValueError(
@@ -96,10 +104,17 @@ def on_mesh(plan: StepPlan, mesh: MeshConfig) -> StepPlan:
             " devices that share a batch (mesh replica x data x expert) times"
             f" training.accumulation={plan.accumulation}: choose a multiple of {parts}"
         )
-    return dataclasses.replace(plan, execution=execution)
+    return own
 
 
-def search(plan: StepPlan, meshes: Sequence[MeshConfig], chip: Chip, *, keep: int = 3) -> Found:
+def search(
+    plan: StepPlan,
+    meshes: Sequence[MeshConfig],
+    chip: Chip,
+    *,
+    keep: int = 3,
+    fold: MoEMesh | None = None,
+) -> Found:
     """The fastest meshes that fit, by closed form.
 
     Args:
@@ -107,12 +122,13 @@ def search(plan: StepPlan, meshes: Sequence[MeshConfig], chip: Chip, *, keep: in
         meshes: to choose from.
         chip: what one device can do.
         keep: how many are wanted.
+        fold: of the experts, on each of them.
     """
     refused: dict[str, str] = {}
     timed: list[tuple[float, StepPlan, StepTime]] = []
     for mesh in meshes:
         try:
-            own = on_mesh(plan, mesh)
+            own = on_mesh(plan, mesh, fold)
         except ValueError as error:
             refused[mesh_in_words(mesh)] = str(error)
             continue
@@ -146,9 +162,7 @@ def remedies(candidate: Candidate, chip: Chip) -> dict[str, float]:
     changes: dict[str, StepPlan] = {}
 
     def execute(flag: str, **fields: object) -> None:
-        changes[flag] = dataclasses.replace(
-            plan, execution=dataclasses.replace(execution, **fields)
-        )
+        changes[flag] = plan.on(dataclasses.replace(execution, **fields))
 
     if execution.remat != "full":
         execute("--execution.remat full", remat="full")
@@ -171,14 +185,13 @@ def remedies(candidate: Candidate, chip: Chip) -> dict[str, float]:
 
 def mesh_in_words(mesh: MeshConfig) -> str:
     """`data=16 tensor=2`; `one device` where every axis has size 1."""
-    sizes = zip(MESH_AXES, mesh.sizes, strict=True)
+    sizes = mesh.by_axis.items()
     return " ".join(f"{axis}={size}" for axis, size in sizes if size != 1) or "one device"
 
 
 def mesh_flags(mesh: MeshConfig) -> list[str]:
     """The mesh as words of a command line; every axis, whatever the recipe says."""
-    sizes = dict(zip(MESH_AXES, mesh.sizes, strict=True))
-    named = {axis: size for axis, size in sizes.items() if size != 1 or axis == "data"}
+    named = {axis: size for axis, size in mesh.by_axis.items() if size != 1 or axis == ax.DATA}
     return [
         word for axis, size in named.items() for word in (f"--execution.mesh.{axis}", str(size))
     ]

@@ -5,12 +5,12 @@
 All layouts are read from the parameter table and the rules of the execution, none is written down
 here, so that they follow whatever those say:
 
-    T   tokens of one device in one micro-batch       B S / (shards of the batch and the sequence)
-    A   rows of its experts                           T K
+    T   tokens of the residual stream of one device in one micro-batch: cut by sequence and position
+    T'  tokens inside a layer, where heads or hidden units are cut instead of positions
+    A   rows of its experts, T K: spread evenly, where rows travel
     a parameter, cut over the axes of its spec, is gathered over those of them that its use does not
-    keep: the axes of the batch always (ZeRO-3), the axis of the experts unless the dispatcher sends
-    rows to them, the tensor axis where whole matrices are asked for (the table of embeddings, and
-    local experts)
+    keep: the tensor axis of dense layers, and all the experts' own if the dispatcher sends rows to
+    them
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ import jax.numpy as jnp
 from jaxmoe.parameters import ParameterSpec
 from jaxmoe.planning.abstract_step import StepPlan
 from sharding import axes as ax
-from sharding.mesh import abstract_mesh
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,6 +37,8 @@ class Sizes:
     """B of one device; a fraction where a sequence is cut."""
     tokens: float
     """T."""
+    inner_tokens: float
+    """T'."""
     heads: float
     """N of one device."""
     kv_heads: float
@@ -49,18 +50,19 @@ class Sizes:
     def of(cls, plan: StepPlan) -> Sizes:
         """The sizes of a plan."""
         execution, attention = plan.execution, plan.model.attention
-        mesh = dict(abstract_mesh(execution.mesh).shape)
-        rules = execution.axis_rules
+        mesh, rules = dict(plan.mesh.shape), execution.axis_rules
 
         def shards(name: str) -> int:
             return math.prod(mesh[axis] for axis in rules.mesh_axes(name))
 
         sequences = plan.batch_size / plan.accumulation / shards(ax.ACT_BATCH)
+        tokens = sequences * plan.sequence_length
         return cls(
             plan=plan,
             mesh=mesh,
             sequences=sequences,
-            tokens=sequences * plan.sequence_length / mesh[ax.SEQ],
+            tokens=tokens / shards(ax.ACT_SEQ),
+            inner_tokens=tokens / shards(ax.ACT_SEQ_INNER),
             heads=attention.num_heads / shards(ax.ACT_HEADS),
             kv_heads=attention.num_kv_heads / shards(ax.ACT_KV_HEADS),
             itemsize=jnp.dtype(execution.precision.compute_dtype).itemsize,
@@ -79,13 +81,21 @@ class Sizes:
 
     def kept_axes(self, row: ParameterSpec) -> tuple[str, ...]:
         """Those over which its use leaves it cut."""
-        role, rules = row.declaration.role, self.plan.execution.axis_rules
-        if role == "embedding":
+        execution = self.plan.execution
+        if ax.EXPERTS not in row.declaration.axes:
+            return self._only(row, self.pieces(ax.TENSOR))
+        if not execution.dispatcher.spreads_experts:
             return ()
-        if ax.EXPERTS in row.declaration.axes:
-            kept = self.plan.execution.dispatcher.expert_axis()
-            return () if kept is None else self._only(row, rules.mesh_axes(kept))
-        return self._only(row, (ax.TENSOR,))
+        rules = execution.axis_rules
+        return self._only(row, rules.mesh_axes(ax.EXPERTS) + rules.mesh_axes(ax.EXPERT_MLP))
+
+    def pieces(self, *axes: str) -> tuple[str, ...]:
+        """Those of the mesh's axes larger than 1 that are one of these or a piece of it."""
+        return tuple(axis for axis in ax.pieces(tuple(self.mesh), axes) if self.mesh[axis] > 1)
+
+    def shards(self, name: str) -> int:
+        """Parts into which a logical axis is cut."""
+        return self.devices(self.plan.execution.axis_rules.mesh_axes(name))
 
     def _only(self, row: ParameterSpec, axes: Iterable[str]) -> tuple[str, ...]:
         chosen = set(axes)

@@ -7,10 +7,11 @@ With n devices along the axes, W the bytes of what they share whole and f = (n -
     weights      gathered where they are used            f W          forward and backward
     gradients    scattered where weights were gathered   f W          backward
                  all-reduced over the copies             2 f W        backward
-    tensor       activations of a layer, two of them     2 f W        forward and backward
+    tensor       activations of a layer, in and out      2 f T' D b   forward and backward
     rows         to their experts and back, if sent      2 f A D b    forward and backward
     muon         s whole matrices of a device and back   2 f s m n 4  once a step, the others each
                                                                       micro-batch
+
 The recomputation under remat gathers weights and sends rows once more, unless XLA finds both in the
 backward pass. Messages are counted as rings make them: n - 1 each way. Sources: Megatron-LM (arXiv
 2104.04473), ZeRO (arXiv 1910.02054), sections on communication; sums over routers' statistics and
@@ -93,16 +94,21 @@ def _weights(sizes: Sizes) -> Iterator[Traffic]:
         yield from _traffic(sizes, "gradients", axes, shared, scatters)
         copies = tuple(
             axis
-            for axis in (*ax.BATCH_AXES, ax.SEQ)
-            if sizes.mesh[axis] > 1 and axis not in sizes.axes_of(row)
+            for axis in sizes.pieces(*ax.BATCH_AXES, ax.SEQ, ax.TENSOR)
+            if axis not in sizes.axes_of(row)
         )
         local = sizes.local(row) * sizes.itemsize / layers
         yield from _traffic(sizes, "gradients of copies", copies, local, 2 * turns)
+    if plan.execution.rules == "zero1":
+        inner = sizes.pieces(ax.DATA, ax.EXPERT, ax.SEQ)
+        yield from _traffic(sizes, "updates", inner, 4.0 * sum(map(sizes.local, plan.table)), 1)
 
 
 def _gathers(sizes: Sizes, row: ParameterSpec) -> int:
     """Times that a weight is gathered for one micro-batch."""
     execution = sizes.plan.execution
+    if execution.state_layout.gathered == "step":
+        return 1
     if row.declaration.role == "embedding" and not sizes.plan.model.has_tied_embeddings:
         return 1
     if row.declaration.role in ("head", "embedding") and execution.loss_chunk:
@@ -117,21 +123,20 @@ def _passes(sizes: Sizes) -> int:
 
 def _tensor(sizes: Sizes) -> Iterator[Traffic]:
     model = sizes.plan.model
-    stream = sizes.tokens * model.embed_dim * sizes.itemsize
+    stream = sizes.inner_tokens * model.embed_dim * sizes.itemsize
     dense = model.num_layers - model.num_moe_layers
     # Attention, and the feed-forward where it is dense or has shared experts.
     has_shared = model.moe is not None and model.moe.num_shared_experts > 0
     sums = model.num_layers + dense + (model.num_moe_layers if has_shared else 0)
     times = 2 * sums * _passes(sizes) * sizes.plan.accumulation
-    yield from _traffic(sizes, "tensor", (ax.TENSOR,), stream, times)
+    yield from _traffic(sizes, "tensor", sizes.pieces(ax.TENSOR), stream, times)
 
 
 def _rows(sizes: Sizes) -> Iterator[Traffic]:
     plan = sizes.plan
-    expert = plan.execution.dispatcher.expert_axis()
-    if plan.model.moe is None or expert is None:
+    if plan.model.moe is None or not plan.execution.dispatcher.spreads_experts:
         return
-    axes = tuple(a for a in plan.execution.axis_rules.mesh_axes(expert) if sizes.mesh[a] > 1)
+    axes = plan.execution.axis_rules.mesh_axes(ax.EXPERTS)
     shared = sizes.rows * plan.model.embed_dim * sizes.itemsize
     times = 2 * plan.model.num_moe_layers * _passes(sizes) * plan.accumulation
     yield from _traffic(sizes, "rows", axes, shared, times)
