@@ -138,7 +138,7 @@ def _traffic(candidate: Candidate) -> str:
 
 def _collectives(compiled: Mapping[str, Any]) -> str:
     if compiled["traffic"] is None:
-        return "collectives: the compiler cannot print this program"
+        return "collectives: this jaxlib cannot read the compiled program back"
     rows = [("collectives (compiled)", "executions", "results", "sent")]
     rows += [
         (

@@ -59,7 +59,7 @@ class CompiledStep:
     flops: float | None
     """By its cost analysis, which counts the body of a loop once."""
     traffic: list[AxisBytes] | None
-    """None where the compiler cannot print its program (v5p with asynchronous collectives)."""
+    """None where this jaxlib cannot read the program back (v5p, by a libtpu newer than it)."""
 
     @property
     def total(self) -> int:
@@ -227,7 +227,7 @@ def compile_step(plan: StepPlan, topology: Topology) -> CompiledStep | DoesNotFi
 def _traffic(compiled: Any, mesh: Mesh) -> list[AxisBytes] | None:
     try:
         text = compiled.as_text()
-    except jax.errors.JaxRuntimeError:  # a fault of XLA: an asynchronous operation of many operands
+    except jax.errors.JaxRuntimeError:  # jaxlib does not know what a newer libtpu wrote
         return None
     return bytes_by_axes(collectives(text), dict(mesh.shape))
 

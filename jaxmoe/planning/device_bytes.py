@@ -5,7 +5,7 @@
 A TPU keeps two dimensions of an array in tiles of s x 128, s the least of 1, 2, 4 and 8 that the
 first of them fills (8 from 5 on), and takes the two that waste least; a vector lies in tiles of
 128, 256, 512 or 1024. So [48, 8, 4, 128] takes what it has, [4, 4, 32] in float32 four times as
-much, and a number 512 bytes. Read off compiled programs (libtpu 0.0.42), not taken from a document.
+much, and a number 512 bytes. Read off compiled programs (libtpu 0.0.52), not taken from a document.
 Elsewhere an array takes its values.
 
 It knows only the layouts of a program's arguments and results; inside, the compiler chooses.

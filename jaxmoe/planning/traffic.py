@@ -12,13 +12,13 @@ With n devices along the axes, W the bytes of what they share whole and f = (n -
     muon         s whole matrices of a device and back   2 f s m n 4  once a step, the others each
                                                                       micro-batch
 
-The recomputation under remat gathers weights and sends rows once more, unless XLA finds both in the
+The recomputation under remat sends rows once more; the weights that it gathers XLA shares with the
 backward pass. Messages are counted as rings make them: n - 1 each way. Sources: Megatron-LM (arXiv
 2104.04473), ZeRO (arXiv 1910.02054), sections on communication; sums over routers' statistics and
 norms are left out (kilobytes).
 
-The table of embeddings and the head are gathered once per micro-batch, the head once per chunk of
-the loss and direction.
+The table of embeddings is gathered once per micro-batch; the head, and its gradient scattered, once
+per chunk of the loss and direction.
 
 To add a reason: a function that yields `Traffic`, and its line in `step_traffic`.
 """
@@ -89,7 +89,8 @@ def _weights(sizes: Sizes) -> Iterator[Traffic]:
         axes, layers = sizes.gathered_axes(row), sizes.layers(row)
         shared = sizes.in_use(row) * sizes.itemsize / layers
         turns = plan.accumulation * layers
-        gathers, scatters = turns * _gathers(sizes, row), turns
+        gathers = turns * _gathers(sizes, row)
+        scatters = turns * (_chunks(plan) if row.declaration.role == "head" else 1)
         yield from _traffic(sizes, "weights", axes, shared, gathers)
         yield from _traffic(sizes, "gradients", axes, shared, scatters)
         copies = tuple(
@@ -111,9 +112,12 @@ def _gathers(sizes: Sizes, row: ParameterSpec) -> int:
         return 1
     if row.declaration.role == "embedding" and not sizes.plan.model.has_tied_embeddings:
         return 1
-    if row.declaration.role in ("head", "embedding") and execution.loss_chunk:
-        return 2 * max(1, math.ceil(sizes.plan.sequence_length / execution.loss_chunk))
-    return 3 if execution.remat == "full" else 2
+    return 2 * (_chunks(sizes.plan) if row.declaration.role in ("head", "embedding") else 1)
+
+
+def _chunks(plan: StepPlan) -> int:
+    """Parts of a sequence whose logits are computed one after the other."""
+    return math.ceil(plan.sequence_length / (plan.execution.loss_chunk or plan.sequence_length))
 
 
 def _passes(sizes: Sizes) -> int:

@@ -120,7 +120,7 @@ _NONE = PartitionSpec()
     ],
 )
 def test_tiles_of_a_tpu(shape, values):
-    """As compiled programs of libtpu 0.0.42 have them, in float32."""
+    """As compiled programs of libtpu 0.0.52 have them, in float32."""
     assert padded_bytes(shape, 4) == 4 * values
 
 
