@@ -88,12 +88,19 @@ def abstract_state(plan: StepPlan, mesh: AnyMesh) -> TrainState:
             params,
             key,
         )
-    return jax.tree.map(lambda leaf: _on(mesh, leaf), state)
+    state = jax.tree.map(lambda leaf: _on(mesh, leaf), state)
+    if execution.optimizer_memory == "device":
+        return state
+    waiting = jax.tree.map(
+        lambda leaf: _on(mesh, leaf, "pinned_host") if leaf.ndim else leaf, state.opt_state
+    )
+    return dataclasses.replace(state, opt_state=waiting)
 
 
-def _on(mesh: AnyMesh, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+def _on(mesh: AnyMesh, leaf: Any, memory_kind: str | None = None) -> jax.ShapeDtypeStruct:
     spec = getattr(leaf.sharding, "spec", PartitionSpec())
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
+    placed = NamedSharding(mesh, spec, memory_kind=memory_kind)
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placed)
 
 
 def abstract_batch(plan: StepPlan, mesh: AnyMesh) -> Batch:

@@ -244,7 +244,7 @@ def result_bytes(results: Any, topology: Topology) -> int:
         jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=_known(leaf))
         for leaf in jax.tree.leaves(results)
     ]
-    table = 8 * len(leaves) if platform == "cpu" else -(-4 * len(leaves) // 512) * 512
+    table = 8 * len(leaves) if platform == "cpu" else -(-4 * len(leaves) // 256) * 256
     return device_bytes(leaves, platform) + table
 
 

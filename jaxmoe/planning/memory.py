@@ -60,6 +60,7 @@ class MemoryEstimate:
 
     parameters: int
     optimizer: int
+    """On the device: nothing but counters where it waits in the host's memory."""
     batch: int
     other_state: int
     """Router state, counters, key."""
@@ -147,7 +148,14 @@ def estimate_memory(plan: StepPlan, platform: Platform) -> MemoryEstimate:
     def of(tree: object) -> int:
         return device_bytes(jax.tree.leaves(tree), platform)
 
-    parameters, optimizer = of(state.params), of(state.opt_state)
+    parameters = of(state.params)
+    # What waits in the host's memory takes none of the device's, but for counters.
+    on_device = [
+        leaf
+        for leaf in jax.tree.leaves(state.opt_state)
+        if plan.execution.optimizer_memory == "device" or not leaf.ndim
+    ]
+    optimizer, elsewhere = of(on_device), of(state.opt_state) - of(on_device)
     copies = 0.0
     if sizes.itemsize < jnp.dtype(plan.execution.precision.parameter_dtype).itemsize:
         copies = float(sum(map(sizes.local, _of_layers(plan))) * sizes.itemsize)
@@ -157,7 +165,7 @@ def estimate_memory(plan: StepPlan, platform: Platform) -> MemoryEstimate:
         parameters=parameters,
         optimizer=optimizer,
         batch=of(abstract_batch(plan, mesh)),
-        other_state=of(state) - parameters - optimizer,
+        other_state=of(state) - parameters - optimizer - elsewhere,
         gradients=_gradients(sizes, platform) * (2 if plan.accumulation > 1 else 1),
         copies=copies,
         saved=_saved(sizes),
@@ -203,7 +211,7 @@ def _saved(sizes: Sizes) -> float:
     every = model.num_layers * (4 * stream + attended) + dense + secondary
     if moe is None:
         return every
-    rows = sizes.rows * sizes.itemsize * (2 * model.embed_dim + 2 * moe.expert_dim)
+    rows = sizes.places * sizes.itemsize * (2 * model.embed_dim + 2 * moe.expert_dim)
     weights = sum(map(sizes.in_use, _of_experts(plan))) * sizes.itemsize
     return every + model.num_moe_layers * rows + weights
 
@@ -230,7 +238,7 @@ def _experts(sizes: Sizes) -> float:
         for rows in _by_stack(plan).values()
     )
     width = 4 * plan.model.embed_dim + 4 * plan.model.moe.expert_dim
-    return weights * (sizes.itemsize + 4) + sizes.rows * width * sizes.itemsize
+    return weights * (sizes.itemsize + 4) + sizes.places * width * sizes.itemsize
 
 
 def _logits(sizes: Sizes) -> float:

@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from jaxmoe.parameters import ParameterSpec
 from jaxmoe.planning.abstract_step import StepPlan
 from sharding import axes as ax
+from sharding.expert_parallel import AllToAllConfig, AllToAllDroppingConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,9 +71,31 @@ class Sizes:
 
     @property
     def rows(self) -> float:
-        """A: rows of the experts in a balanced batch."""
+        """A: rows that a device sends, and receives in a balanced batch."""
         moe = self.plan.model.moe
         return self.tokens * moe.top_k if moe else 0.0
+
+    @property
+    def places(self) -> float:
+        """Rows for which the experts of a device have a place: where rows travel the worst case,
+        P T min(K, E / P) in a chunk, or what a capacity leaves of it."""
+        moe, dispatcher = self.plan.model.moe, self.plan.execution.dispatcher
+        if moe is None or not dispatcher.spreads_experts:
+            return self.rows
+        sources = self.devices(self.expert_axes)
+        held = moe.num_experts / self.shards(ax.EXPERTS)
+        worst = sources * self.tokens * min(moe.top_k, held)
+        if isinstance(dispatcher, AllToAllDroppingConfig):
+            worst = min(worst, dispatcher.capacity_factor * self.rows)
+        if isinstance(dispatcher, AllToAllConfig | AllToAllDroppingConfig):
+            worst /= dispatcher.num_chunks
+        return worst
+
+    @property
+    def expert_axes(self) -> tuple[str, ...]:
+        """Mesh axes over which experts and their hidden units are spread, if they are."""
+        rules = self.plan.execution.axis_rules
+        return rules.mesh_axes(ax.EXPERTS) + rules.mesh_axes(ax.EXPERT_MLP)
 
     def axes_of(self, row: ParameterSpec) -> tuple[str, ...]:
         """The mesh axes larger than 1 over which a parameter is cut."""
@@ -86,8 +109,7 @@ class Sizes:
             return self._only(row, self.pieces(ax.TENSOR))
         if not execution.dispatcher.spreads_experts:
             return ()
-        rules = execution.axis_rules
-        return self._only(row, rules.mesh_axes(ax.EXPERTS) + rules.mesh_axes(ax.EXPERT_MLP))
+        return self._only(row, self.expert_axes)
 
     def pieces(self, *axes: str) -> tuple[str, ...]:
         """Those of the mesh's axes larger than 1 that are one of these or a piece of it."""

@@ -9,6 +9,7 @@ With n devices along the axes, W the bytes of what they share whole and f = (n -
                  all-reduced over the copies             2 f W        backward
     tensor       activations of a layer, in and out      2 f T' D b   forward and backward
     rows         to their experts and back, if sent      2 f A D b    forward and backward
+    tokens       gathered to experts, sums scattered     2 f n T D b  forward and backward
     muon         s whole matrices of a device and back   2 f s m n 4  once a step, the others each
                                                                       micro-batch
 
@@ -140,10 +141,14 @@ def _rows(sizes: Sizes) -> Iterator[Traffic]:
     plan = sizes.plan
     if plan.model.moe is None or not plan.execution.dispatcher.spreads_experts:
         return
-    axes = plan.execution.axis_rules.mesh_axes(ax.EXPERTS)
-    shared = sizes.rows * plan.model.embed_dim * sizes.itemsize
+    value = plan.model.embed_dim * sizes.itemsize
     times = 2 * plan.model.num_moe_layers * _passes(sizes) * plan.accumulation
-    yield from _traffic(sizes, "rows", axes, shared, times)
+    rules, shared = plan.execution.axis_rules, sizes.expert_axes
+    if not plan.execution.dispatcher.gathers_tokens:
+        shared = rules.mesh_axes(ax.EXPERT_MLP)
+        yield from _traffic(sizes, "rows", rules.mesh_axes(ax.EXPERTS), sizes.rows * value, times)
+    everyone = sizes.devices(shared) * sizes.tokens
+    yield from _traffic(sizes, "tokens", shared, everyone * value, times)
 
 
 def _muon(sizes: Sizes) -> Iterator[Traffic]:
