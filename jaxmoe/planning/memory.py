@@ -199,8 +199,8 @@ def _saved(sizes: Sizes) -> float:
     if execution.state_layout.gathered == "replica":
         copies = sizes.devices(sizes.pieces(ax.REPLICA))
         secondary = sum(map(sizes.local, _of_layers(plan))) * copies * sizes.itemsize
-    if execution.remat == "full":
-        return model.num_layers * stream + secondary
+    if execution.remat in ("full", "offload"):  # the latter's wait in the host's memory
+        return secondary + (model.num_layers * stream if execution.remat == "full" else 0.0)
     projected = inner * (sizes.heads + 2 * sizes.kv_heads) * model.attention.head_dim
     dense = 3 * inner * model.dense_dim / sizes.shards(ax.ACT_MLP)
     dense *= model.num_layers - model.num_moe_layers

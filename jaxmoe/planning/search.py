@@ -164,8 +164,12 @@ def remedies(candidate: Candidate, chip: Chip) -> dict[str, float]:
     def execute(flag: str, **fields: object) -> None:
         changes[flag] = plan.on(dataclasses.replace(execution, **fields))
 
-    if execution.remat != "full":
+    if execution.remat in ("none", "dots"):
         execute("--execution.remat full", remat="full")
+    if chip.platform != "cpu" and execution.remat != "offload":
+        execute("--execution.remat offload", remat="offload")
+    if chip.platform != "cpu" and execution.optimizer_memory == "device":
+        execute("--execution.optimizer_memory host", optimizer_memory="host")
     if not execution.loss_chunk and plan.sequence_length > 512:
         execute("--execution.loss_chunk 512", loss_chunk=512)
     if execution.rules != "fully_sharded":

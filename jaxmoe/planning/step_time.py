@@ -70,7 +70,7 @@ def predict_time(plan: StepPlan, chip: Chip) -> StepTime:
     """
     sizes = Sizes.of(plan)
     num_devices = math.prod(sizes.mesh.values())
-    again = 4 / 3 if plan.execution.remat == "full" else 1.0
+    again = 4 / 3 if plan.execution.remat in ("full", "offload") else 1.0
     flops = flops_per_token(plan.model, plan.table, plan.sequence_length) * plan.tokens * again
     local = sum(map(sizes.local, plan.table))
     weights = sum(map(sizes.in_use, plan.table)) * sizes.itemsize * plan.accumulation
