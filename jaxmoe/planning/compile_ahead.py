@@ -244,7 +244,11 @@ def result_bytes(results: Any, topology: Topology) -> int:
         jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=_known(leaf))
         for leaf in jax.tree.leaves(results)
     ]
-    table = 8 * len(leaves) if platform == "cpu" else -(-4 * len(leaves) // 256) * 256
+    if platform == "cpu":
+        table = 8 * len(leaves)
+    else:
+        unit = 32 if topology.chip.torus == 3 else 512  # seen on v5p and on v5e
+        table = -(-4 * len(leaves) // unit) * unit
     return device_bytes(leaves, platform) + table
 
 
