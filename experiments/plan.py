@@ -143,7 +143,10 @@ def _compile(config: PlanConfig, topology: Topology, candidate: Candidate) -> di
     planned = dataclasses.replace(config.pretrain, execution=execution)
     steps = config.measured_steps if topology.chip.platform == "cpu" else 0
     job = {"config": to_json(planned), "topology": topology.text, "steps": steps}
-    return in_child("experiments.plan_child", job, topology)
+    result = in_child("experiments.plan_child", job, topology)
+    if "refused" in result:
+        raise ValueError(result["refused"])
+    return result
 
 
 def _fits(compiled: dict[str, Any], topology: Topology) -> bool:

@@ -46,7 +46,11 @@ def main(argv: Sequence[str]) -> int:
     topology = parse_topology(job["topology"])
     config = from_json(PretrainConfig, job["config"])
     plan = step_plan(config, topology, config.execution.mesh)
-    compiled = compile_step(plan, topology)
+    try:
+        compiled = compile_step(plan, topology)
+    except ValueError as error:  # of the topology; said by the parent
+        pathlib.Path(f"{file}.result").write_text(json.dumps({"refused": str(error)}), "utf-8")
+        return 0
     result: dict[str, Any] = {"kind": type(compiled).__name__} | dataclasses.asdict(compiled)
     if isinstance(compiled, CompiledStep) and job["steps"]:
         result["measured"] = run_steps(on_platform(config, "cpu"), plan, job["steps"])

@@ -159,7 +159,7 @@ def topology_devices(topology: Topology) -> Sequence[Any]:
     """The devices of a topology, as the compiler knows them.
 
     Raises:
-        ValueError: the compiler does not know this shape.
+        ValueError: the compiler does not know this shape, or counts its devices otherwise.
     """
     if topology.chip.platform == "cpu":
         return jax.devices("cpu")[: topology.num_devices]
@@ -173,6 +173,12 @@ def topology_devices(topology: Topology) -> Sequence[Any]:
             f"topology={topology.text}: the compiler has no such slice ({first}): choose the shape"
             " of one that can be rented, such as tpu:v5e:16x16 or tpu:v5p:4x4x4"
         ) from error
+    if len(described.devices) != topology.num_devices:
+        raise ValueError(
+            f"topology={topology.text}: the compiler describes {len(described.devices)} devices"
+            f" where a pod has {topology.num_devices} (v4: two cores for each chip):"
+            " --compiles 0 plans in closed form"
+        )
     return described.devices
 
 
