@@ -16,6 +16,8 @@ one device and one execution. What the texts of the backends have in common is r
     tuples               of an all-to-all, a combined all-reduce: summed.
     loops                `known_trip_count`, or a counter that is compared with a constant.
     all-reduce-scatter   a fusion of the TPU: one reduce-scatter, not the all-reduce inside it.
+    async collectives    fused with what they overlap, on the TPU: the fusion that starts one counts
+                         alone, not the dozens that carry it on and end it.
 
 It does not see remote copies of kernels (custom calls), and takes every branch of a conditional.
 Traps in comparing backends: the CPU widens bf16 collectives to f32 and prints an all-reduce where
@@ -177,6 +179,8 @@ class _Module:
                 yield self.collective(kind, instruction, computation, turns)
             elif instruction.opcode == "while":
                 yield from self.loop(instruction, computation, turns)
+            elif instruction.opcode == "fusion" and _is_continued(instruction):
+                continue
             elif instruction.opcode == "fusion" and self.is_reduce_scatter(instruction):
                 yield from self.fused_reduce_scatter(instruction, turns)
             elif not instruction.opcode.endswith(("-done", "-update")):
@@ -256,6 +260,14 @@ class _Module:
         if bound is None or first is None or not by or by < 0:
             return None
         return max(0, math.ceil((bound - first) / by))
+
+
+def _is_continued(fusion: _Instruction) -> bool:
+    """Whether what is inside was started by another fusion."""
+    body = fusion.attribute("calls") or ""
+    return body.startswith("async_collective_fusion") or fusion.name.startswith(
+        "async-collective-done"
+    )
 
 
 def _instruction(name: str, text: str) -> _Instruction:

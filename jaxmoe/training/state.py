@@ -71,21 +71,40 @@ def init_state(
     )
 
     def rest(params: Any) -> TrainState:
-        opt_state = optimizer.init(lay_out(model, params, rules=execution.state_layout.optimizer))
-        return TrainState(
-            step=jnp.zeros((), jnp.int32),
-            params=params,
-            opt_state=put_away(opt_state, execution),
-            router_state=initial_router_state(model),
-            rng=jax.random.fold_in(key, 1),
-            skipped=jnp.zeros((), jnp.int32),
-            skipped_in_a_row=jnp.zeros((), jnp.int32),
-        )
+        return state_around(model, optimizer, execution, params, key)
 
     if mesh is None:
         return jax.jit(rest)(params)
     with jax.set_mesh(mesh):
         return jax.jit(rest)(params)
+
+
+def state_around(
+    model: ModelConfig,
+    optimizer: optax.GradientTransformation,
+    execution: ExecutionConfig,
+    params: Any,
+    key: Key[Array, ""],
+) -> TrainState:
+    """The state before the first step of parameters that are there.
+
+    Args:
+        model: what is trained.
+        optimizer: whose state follows the layout.
+        execution: with the layout.
+        params: of the model.
+        key: as for `init_state`.
+    """
+    opt_state = optimizer.init(lay_out(model, params, rules=execution.state_layout.optimizer))
+    return TrainState(
+        step=jnp.zeros((), jnp.int32),
+        params=params,
+        opt_state=put_away(opt_state, execution),
+        router_state=initial_router_state(model),
+        rng=jax.random.fold_in(key, 1),
+        skipped=jnp.zeros((), jnp.int32),
+        skipped_in_a_row=jnp.zeros((), jnp.int32),
+    )
 
 
 def put_away(opt_state: Any, execution: ExecutionConfig) -> Any:

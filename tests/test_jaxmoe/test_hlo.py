@@ -232,6 +232,25 @@ def test_the_reduce_scatter_of_a_tpu_is_one():
     assert (found.operand_bytes, found.result_bytes) == (576, 64)
 
 
+def test_a_collective_spread_over_fusions_of_a_tpu_is_one():
+    bodies = ("fused_computation.1", "async_collective_fusion.2", "fused_computation.3")
+    computations = "".join(
+        f"""%{body} (p{i}: f32[8,16]) -> f32[64,16] {{
+  %p{i} = f32[8,16] parameter(0)
+  ROOT %g{i} = f32[64,16] all-gather(%p{i}), channel_id=1, replica_groups=[1,8]<=[8]
+}}
+"""
+        for i, body in enumerate(bodies)
+    )
+    names = ("async-collective-start.1", "fusion.2", "async-collective-done.1")
+    lines = [
+        f"%{name} = f32[64,16] fusion(%x), kind=kCustom, calls=%{body}"
+        for name, body in zip(names, bodies, strict=True)
+    ]
+    found = collectives(module(*lines, "ROOT %r = f32[8,16] copy(%x)", computations=computations))
+    assert [one.name for one in found] == ["g0"]
+
+
 @pytest.mark.parametrize(
     ("line", "sent"),
     [

@@ -1,0 +1,277 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""The compiled train step for devices that are not there, and what it says of itself.
+
+    devices    of a TPU topology from libtpu (extra [plan]), or fake ones of this machine's CPU
+    memory     of one device, by the compiler's own account: arguments, results, temporaries
+    traffic    the collectives of the compiled text, by mesh axes
+
+A process can hold libtpu once, and its start-up reads the environment and writes to standard error:
+call this in a process of its own (`in_child`), whose environment `child_environment` makes.
+
+GPUs have no description here: their compiler wants a target configuration that no package brings,
+so that plans for them are in closed form alone.
+
+To add a platform: a case in `topology_devices`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import AxisType, Mesh
+
+from jaxmoe.planning.abstract_step import StepPlan, trace_step
+from jaxmoe.planning.device_bytes import device_bytes
+from jaxmoe.planning.hardware import Topology
+from jaxmoe.planning.hlo import collectives
+from jaxmoe.planning.mesh_axes import AxisBytes, bytes_by_axes
+from jaxmoe.tracking.optional import MissingPackageError
+from sharding.mesh import make_mesh, named_sizes
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class CompiledStep:
+    """What the compiler says of a step; bytes of one device."""
+
+    seconds: float
+    """That it took to trace, lower and compile."""
+    arguments: int
+    results: int
+    aliased: int
+    """Results that take the place of arguments."""
+    temporaries: int
+    expected_results: int
+    """In closed form: `device_bytes` of the results and the table of their addresses."""
+    flops: float | None
+    """By its cost analysis, which counts the body of a loop once."""
+    traffic: list[AxisBytes] | None
+    """None where this jaxlib cannot read the program back (v5p, by a libtpu newer than it)."""
+
+    @property
+    def total(self) -> int:
+        """Arguments, results that are none, temporaries."""
+        return self.arguments + self.results - self.aliased + self.temporaries
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class DoesNotFit:
+    """The compiler refused for lack of memory."""
+
+    needed: float | None
+    """Bytes, if it says."""
+    available: float | None
+    text: str
+    """Its first line."""
+
+
+def check_compiler(topology: Topology) -> None:
+    """Refuses a topology whose compiler is not installed.
+
+    Raises:
+        MissingPackageError: libtpu is not there.
+        ValueError: GPUs, which are planned in closed form only.
+    """
+    platform = topology.chip.platform
+    if platform == "tpu" and importlib.util.find_spec("libtpu") is None:
+        raise MissingPackageError(
+            f"topology={topology.text}: libtpu, which compiles for a TPU that is not there, is not"
+            " installed: pip install 'jaxmoe[plan]'; --compiles 0 plans in closed form"
+        )
+    if platform == "gpu":
+        has = importlib.util.find_spec("jax_plugins") is not None and any(
+            importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)
+        )
+        missing = "" if has else "the CUDA plugin is not installed (extra [cuda]), and "
+        raise ValueError(
+            f"topology={topology.text} cannot be compiled for here: {missing}a GPU that is not"
+            " there needs a description of it, which no package brings: --compiles 0 plans in"
+            " closed form"
+        )
+
+
+def child_environment(topology: Topology) -> dict[str, str]:
+    """The environment of a process that compiles for a topology."""
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    if topology.chip.platform == "cpu":
+        flags = re.sub(
+            r"--xla_force_host_platform_device_count=\d+", "", environment.get("XLA_FLAGS", "")
+        )
+        count = f"--xla_force_host_platform_device_count={topology.num_devices}"
+        environment["XLA_FLAGS"] = f"{flags} {count}".strip()
+    else:
+        environment |= {
+            "TPU_SKIP_MDS_QUERY": "1",  # no metadata server is waited for
+            "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # another plan may run beside this one
+            "TPU_ACCELERATOR_TYPE": f"{topology.kind}-{topology.num_devices}",
+            "TPU_WORKER_HOSTNAMES": "localhost",
+            "TF_CPP_MIN_LOG_LEVEL": "3",
+        }
+    return environment
+
+
+def in_child(module: str, job: dict[str, Any], topology: Topology) -> dict[str, Any]:
+    """Runs `python -m module FILE` on a job, in a process of its own.
+
+    Args:
+        module: that reads the job from `FILE` and writes its result to `FILE.result`, both JSON.
+        job: what to do.
+        topology: for which.
+
+    Returns:
+        The result. What the child writes to its streams is kept back, unless it fails.
+
+    Raises:
+        RuntimeError: it failed, with the end of what it wrote.
+    """
+    with tempfile.TemporaryDirectory() as directory:
+        file = os.path.join(directory, "job.json")
+        with open(file, "w", encoding="utf-8") as stream:
+            json.dump(job, stream)
+        done = subprocess.run(
+            [sys.executable, "-m", module, file],
+            env=child_environment(topology),
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode:
+            last = "\n".join((done.stderr or done.stdout).strip().splitlines()[-15:])
+            raise RuntimeError(f"{module} ended with {done.returncode}:\n{last}")
+        with open(f"{file}.result", encoding="utf-8") as stream:
+            return json.load(stream)
+
+
+def topology_devices(topology: Topology) -> Sequence[Any]:
+    """The devices of a topology, as the compiler knows them.
+
+    Raises:
+        ValueError: the compiler does not know this shape, or counts its devices otherwise.
+    """
+    if topology.chip.platform == "cpu":
+        return jax.devices("cpu")[: topology.num_devices]
+    try:
+        described = topologies.get_topology_desc(
+            platform="tpu", topology_name=topology.compiler_name
+        )
+    except jax.errors.JaxRuntimeError as error:
+        first = str(error).strip().splitlines()[0]
+        raise ValueError(
+            f"topology={topology.text}: the compiler has no such slice ({first}): choose the shape"
+            " of one that can be rented, such as tpu:v5e:16x16 or tpu:v5p:4x4x4"
+        ) from error
+    if len(described.devices) != topology.num_devices:
+        raise ValueError(
+            f"topology={topology.text}: the compiler describes {len(described.devices)} devices"
+            f" where a pod has {topology.num_devices} (v4: two cores for each chip):"
+            " --compiles 0 plans in closed form"
+        )
+    return described.devices
+
+
+def topology_mesh(plan: StepPlan, topology: Topology) -> Mesh:
+    """The plan's mesh on the devices of a topology.
+
+    Args:
+        plan: of the step.
+        topology: with as many devices as the mesh has places.
+    """
+    devices, config = topology_devices(topology), plan.execution.mesh
+    if topology.chip.platform == "cpu":
+        return make_mesh(config, devices, fold=plan.execution.fold)
+    # `make_mesh` lays a torus out by the devices' coordinates, which costs nothing but needs
+    # devices of a running backend in some versions: in the order of the compiler they do as well.
+    names, sizes = named_sizes(config, plan.execution.fold)
+    types = (AxisType.Explicit,) * len(names)
+    return Mesh(np.asarray(devices).reshape(sizes), names, axis_types=types)
+
+
+def compile_step(plan: StepPlan, topology: Topology) -> CompiledStep | DoesNotFit:
+    """Compiles the train step of a plan for a topology.
+
+    Args:
+        plan: of the step.
+        topology: with as many devices as the plan's mesh.
+    """
+    started = time.perf_counter()
+    mesh = topology_mesh(plan, topology)
+    traced = trace_step(plan, mesh)
+    try:
+        compiled = traced.lower().compile()
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        return _out_of_memory(str(error))
+    seconds = time.perf_counter() - started
+    memory, costs = compiled.memory_analysis(), compiled.cost_analysis()
+    assert memory is not None  # both platforms have one
+    return CompiledStep(
+        seconds=seconds,
+        arguments=int(memory.argument_size_in_bytes),
+        results=int(memory.output_size_in_bytes),
+        aliased=int(memory.alias_size_in_bytes),
+        temporaries=int(memory.temp_size_in_bytes),
+        expected_results=result_bytes(traced.out_info, topology),
+        flops=float(costs["flops"]) if costs and "flops" in costs else None,
+        traffic=_traffic(compiled, mesh),
+    )
+
+
+def _traffic(compiled: Any, mesh: Mesh) -> list[AxisBytes] | None:
+    try:
+        text = compiled.as_text()
+    except jax.errors.JaxRuntimeError:  # jaxlib does not know what a newer libtpu wrote
+        return None
+    return bytes_by_axes(collectives(text), dict(mesh.shape))
+
+
+def result_bytes(results: Any, topology: Topology) -> int:
+    """Bytes of a step's results on one device, and of the table of their addresses.
+
+    Args:
+        results: shapes with shardings; metrics without one are whole.
+        topology: whose layouts.
+    """
+    platform = topology.chip.platform
+    leaves = [
+        jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=_known(leaf))
+        for leaf in jax.tree.leaves(results)
+    ]
+    if platform == "cpu":
+        table = 8 * len(leaves)
+    else:
+        unit = 32 if topology.chip.torus == 3 else 512  # seen on v5p and on v5e
+        table = -(-4 * len(leaves) // unit) * unit
+    return device_bytes(leaves, platform) + table
+
+
+def _known(leaf: Any) -> Any:
+    return leaf.sharding if hasattr(leaf.sharding, "spec") else None
+
+
+_SIZES = re.compile(r"Used ([\d.]+)([KMGT]) of ([\d.]+)([KMGT])")
+_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+def _out_of_memory(text: str) -> DoesNotFit:
+    found = _SIZES.search(text)
+    used, limit = (
+        (float(found[1]) * _UNITS[found[2]], float(found[3]) * _UNITS[found[4]])
+        if found
+        else (None, None)
+    )
+    line = next((line for line in text.splitlines() if "Used" in line), text.splitlines()[0])
+    return DoesNotFit(needed=used, available=limit, text=line.strip()[:300])

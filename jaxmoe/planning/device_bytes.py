@@ -1,0 +1,69 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Bytes that an array takes on one device, padding of the TPU's tiles included.
+
+A TPU keeps two dimensions of an array in tiles of s x 128, s the least of 1, 2, 4 and 8 that the
+first of them fills (8 from 5 on), and takes the two that waste least; a vector lies in tiles of
+128, 256, 512 or 1024. So [48, 8, 4, 128] takes what it has, [4, 4, 32] in float32 four times as
+much, and a number 512 bytes. Read off compiled programs (libtpu 0.0.52), not taken from a document.
+Elsewhere an array takes its values.
+
+It knows only the layouts of a program's arguments and results; inside, the compiler chooses.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from fractions import Fraction
+
+import jax
+import jax.numpy as jnp
+
+from jaxmoe.planning.hardware import Platform
+
+_LANES = 128
+
+
+def device_bytes(leaves: Iterable[jax.ShapeDtypeStruct], platform: Platform) -> int:
+    """Bytes on one device of arrays with shardings.
+
+    Args:
+        leaves: shapes whose `sharding` says how they are cut.
+        platform: whose layout.
+    """
+    return sum(_one(leaf, platform) for leaf in leaves)
+
+
+def _one(leaf: jax.ShapeDtypeStruct, platform: Platform) -> int:
+    shape = leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape)
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        shape, itemsize = (*shape, 2), 4
+    else:
+        itemsize = leaf.dtype.itemsize
+    return padded_bytes(shape, itemsize) if platform == "tpu" else math.prod(shape) * itemsize
+
+
+def padded_bytes(shape: Sequence[int], itemsize: int) -> int:
+    """Bytes of an argument on a TPU.
+
+    Args:
+        shape: on one device.
+        itemsize: bytes of a value.
+    """
+    if len(shape) < 2:
+        size = math.prod(shape)
+        # Words of 32 bits: four narrower values share one.
+        tile = min(1024, max(_LANES, 1 << (size - 1).bit_length())) if size > 1 else _LANES
+        tile = max(tile, _LANES * 4 // itemsize)
+        return -(-size // tile) * tile * itemsize
+    tiled = min(_tiled(rows, columns) for rows, columns in itertools.permutations(shape, 2))
+    return int(math.prod(shape) * tiled) * itemsize
+
+
+def _tiled(rows: int, columns: int) -> Fraction:
+    """Values that a tile takes for each one that it holds."""
+    sublanes = min(8, 1 << (rows - 1).bit_length())
+    taken = -(-rows // sublanes) * sublanes * -(-columns // _LANES) * _LANES
+    return Fraction(taken, rows * columns)

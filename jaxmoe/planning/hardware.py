@@ -1,0 +1,192 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""What one device of each kind can do, and the topologies that a plan may be made for.
+
+    tpu:v5e:16x16     a slice of a TPU pod by its torus
+    gpu:h100:8        so many GPUs, eight on each host
+    cpu:8             fake devices of this machine
+
+Sources, read for this table: TPU memory, bandwidth, FLOP/s and bandwidth between chips from
+cloud.google.com/tpu/docs (system architecture, a page for each generation); GPUs from NVIDIA's data
+sheets (dense, SXM form). FLOP/s of the kinds that JAX can name are those of
+`jaxmoe.training.throughput`. Approximate, and marked so in the table: `link_latency` (a few
+microseconds a hop, from common experience and not from a document), `reserved` (what the runtime
+keeps: the compiler of v5e reports 15.75 GiB of 16), the bandwidth of a network card per GPU (one
+400 Gbit/s adapter), and everything of "cpu", which is no accelerator.
+
+Link bandwidth is of one device in one direction along one mesh axis. On a torus an axis that
+spans a ring has two links, one each way round, and both count.
+
+It says nothing of DCN between slices. To add a device: a row in CHIPS.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from typing import Literal
+
+from jaxmoe.configs import closest
+
+Platform = Literal["tpu", "gpu", "cpu"]
+
+GIB = 2**30
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Chip:
+    """One device as JAX counts it."""
+
+    platform: Platform
+    memory: int
+    """Bytes of device memory."""
+    reserved: int
+    """Bytes that the runtime keeps; approximate."""
+    flops: float
+    """Dense bfloat16 peak, FLOP/s."""
+    memory_bandwidth: float
+    """Bytes per second."""
+    link_bandwidth: float
+    """Bytes per second that one device sends along one axis, within the fast network."""
+    far_bandwidth: float
+    """The same between hosts of GPUs; for TPUs, whose torus spans them, that of the link."""
+    link_latency: float = 1e-6
+    """Seconds for one message to the next device; approximate."""
+    domain: int = 0
+    """Devices that the fast network joins; 0: all."""
+    torus: int = 0
+    """Dimensions of the torus of a TPU; 0 for others."""
+
+    @property
+    def available(self) -> int:
+        """Bytes that a program may use."""
+        return self.memory - self.reserved
+
+
+def _tpu(memory: float, flops: float, bandwidth: float, link: float, torus: int) -> Chip:
+    """A TPU: GiB, FLOP/s, bytes/s of memory, bytes/s of one link in one direction."""
+    return Chip(
+        platform="tpu",
+        memory=int(memory * GIB),
+        reserved=GIB // 4,
+        flops=flops,
+        memory_bandwidth=bandwidth,
+        link_bandwidth=2 * link,
+        far_bandwidth=2 * link,
+        torus=torus,
+    )
+
+
+def _gpu(memory: float, flops: float, bandwidth: float, link: float, far: float = 50e9) -> Chip:
+    """An NVIDIA GPU on NVLink: bytes, FLOP/s, bytes/s of memory, of NVLink one way, of its card."""
+    return Chip(
+        platform="gpu",
+        memory=int(memory),
+        reserved=int(memory * 0.08),
+        flops=flops,
+        memory_bandwidth=bandwidth,
+        link_bandwidth=link,
+        far_bandwidth=far,
+        link_latency=5e-6,
+        domain=8,
+    )
+
+
+CHIPS: dict[str, Chip] = {
+    # Inter-chip bandwidth of a chip, both directions: v4 and v5p 6 links, v5e and v6e 4.
+    "v4": _tpu(32, 275e12, 1.2e12, 45e9, 3),
+    "v5e": _tpu(16, 197e12, 0.82e12, 45e9, 2),
+    "v5p": _tpu(95, 459e12, 2.765e12, 90e9, 3),
+    "v6e": _tpu(32, 918e12, 1.64e12, 90e9, 2),
+    # One chip is two devices to JAX: half of 192 GiB, 2307 TFLOP/s and 7.37 TB/s each.
+    "tpu7x": _tpu(96, 1153e12, 3.69e12, 90e9, 3),
+    "a100": _gpu(80e9, 312e12, 2.04e12, 300e9, 25e9),
+    "h100": _gpu(80e9, 989.5e12, 3.35e12, 450e9),
+    "h200": _gpu(141e9, 989.5e12, 4.8e12, 450e9),
+    "b200": _gpu(180e9, 2250e12, 8.0e12, 900e9),
+    # One of several fake devices of a small machine: only relations mean anything.
+    "cpu": Chip(
+        platform="cpu",
+        memory=4 * GIB,
+        reserved=0,
+        flops=10e9,
+        memory_bandwidth=5e9,
+        link_bandwidth=1e9,
+        far_bandwidth=1e9,
+        link_latency=5e-5,
+    ),
+}
+"""By the name that a topology gives them."""
+
+KNOWN = (
+    "tpu:v4:4x4x4, tpu:v5e:16x16, tpu:v5p:4x4x4, tpu:v6e:16x16, tpu:tpu7x:2x2x2,"
+    " gpu:h100:8 (a100, h200, b200), cpu:8"
+)
+"""An example of each kind, for messages."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Topology:
+    """Devices that need not be there."""
+
+    text: str
+    """As the user wrote it."""
+    kind: str
+    """A row of CHIPS."""
+    shape: tuple[int, ...]
+    """Devices along each dimension of the torus; a single number elsewhere."""
+
+    @property
+    def chip(self) -> Chip:
+        """What one device can do."""
+        return CHIPS[self.kind]
+
+    @property
+    def num_devices(self) -> int:
+        """Devices, as JAX counts them."""
+        return math.prod(self.shape) * (2 if self.kind == "tpu7x" else 1)
+
+    @property
+    def compiler_name(self) -> str:
+        """What the TPU compiler calls it: `v5e:16x16`."""
+        return f"{self.kind}:{'x'.join(map(str, self.shape))}"
+
+
+def parse_topology(text: str) -> Topology:
+    """The topology of a word on the command line.
+
+    Args:
+        text: such as `tpu:v5e:16x16`, `gpu:h100:8`, `cpu:8`.
+
+    Raises:
+        ValueError: it is none of those known, with the nearest one.
+    """
+    platform, _, rest = text.partition(":")
+    kind, _, size = rest.rpartition(":") if platform != "cpu" else ("cpu", "", rest)
+    names = [name for name, chip in CHIPS.items() if chip.platform == platform]
+    if not names:
+        raise ValueError(
+            f"topology={text!r}: {platform!r} is no kind of machine"
+            f"{closest(platform, ('tpu', 'gpu', 'cpu'))}; known are {KNOWN}"
+        )
+    if kind not in names:
+        raise ValueError(
+            f"topology={text!r}: {kind!r} is no {platform} that is known"
+            f"{closest(kind, names)}; there are {', '.join(names)}, as in {KNOWN}"
+        )
+    wanted = CHIPS[kind].torus or 1
+    if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", size) or size.count("x") + 1 != wanted:
+        example = {1: "8", 2: "16x16", 3: "4x4x4"}[wanted]
+        raise ValueError(
+            f"topology={text!r}: {size!r} must be {wanted} whole"
+            f" number{'s joined by x' if wanted > 1 else ''}, such as"
+            f" {f'{platform}:{kind}' if kind != platform else kind}:{example}"
+        )
+    shape = tuple(map(int, size.split("x")))
+    if CHIPS[kind].domain and math.prod(shape) > 8 and math.prod(shape) % 8:
+        raise ValueError(
+            f"topology={text!r}: {shape[0]} GPUs do not fill hosts of 8: choose up to 8, or a"
+            " multiple of 8"
+        )
+    return Topology(text=text, kind=kind, shape=shape)

@@ -1,0 +1,284 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Memory of one device in a train step, from the config alone, by category and by phase.
+
+    total       = arguments + results that are not arguments + temporaries
+    arguments   = state and batch, each array by `device_bytes`: exact
+    temporaries = the largest of the phases, each with the gradients (float32, as the parameters
+                  lie) and the parameters in the dtype of products (as they lie, made once)
+
+    layers      what the forward pass saved of all layers, and the working set of one layer's
+                backward pass
+    head        the same savings, the head's matrix and its gradient, the logits of one chunk
+    embedding   the table gathered, and its gradient whole
+    update      the optimiser's directions and, for Muon, the matrices it orthogonalises
+
+Of one layer's backward pass the experts are the largest part: with E' experts on a device and
+A rows, b bytes per value,
+
+    gathered  3 E' D F b      their gradients  3 E' D F * 4      rows  (4 A D + 4 A F) b
+
+and attention without a kernel keeps, once for all layers, a mask of N S^2 * 9/16 bytes for each
+sequence (the compiler hoists it), and about ten arrays [T N H] at a time. What is saved of a layer:
+with remat "full" its input alone; with "dots" the dense products as well; with "none" all that the
+backward pass reads, gathered expert weights included.
+
+The terms are those that were read off compiled programs; the factors in front of them are counts of
+arrays of one shape that live at the same time, and not fitted. Compilers may do better (fusion) or
+worse (padding of narrow cuts, copies between layouts): see the measurements in
+experiments/README.md for how far off it is. It does not know of fragmentation, nor what a routing
+far from balance adds where rows travel.
+
+To add something that takes memory: a term in `_phases`, and its category.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from jaxmoe.parameters import ParameterSpec
+from jaxmoe.planning.abstract_step import StepPlan, abstract_batch, abstract_state
+from jaxmoe.planning.device_bytes import device_bytes
+from jaxmoe.planning.hardware import Platform
+from jaxmoe.planning.sizes import Sizes
+from sharding import axes as ax
+
+# Arrays of one shape that live at once in the backward pass of a layer: see the head of this file.
+_HEAD_ARRAYS = 10
+_STREAM_ARRAYS = 4
+_LOGIT_ARRAYS = 3
+_MASK_SHARE = 9 / 16
+_LANES = 128
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryEstimate:
+    """Bytes of one device."""
+
+    parameters: int
+    optimizer: int
+    """On the device: nothing but counters where it waits in the host's memory."""
+    batch: int
+    other_state: int
+    """Router state, counters, key."""
+    gradients: float
+    """Float32, of the whole step."""
+    copies: float
+    """The parameters in the dtype of products, as they lie."""
+    saved: float
+    """Activations that the forward pass keeps for the backward pass."""
+    masks: float
+    """Of attention without a kernel."""
+    layer: float
+    """Working set of one layer's backward pass without its experts."""
+    experts: float
+    """Expert weights in use, their gradients, and the experts' rows, of one layer."""
+    logits: float
+    """Logits of one chunk, the head's matrix and its gradient."""
+    embedding: float
+    """The table of embeddings in use and its gradient."""
+    update: float
+    """Directions of the optimiser."""
+
+    @property
+    def arguments(self) -> int:
+        """Of the compiled step: exact."""
+        return self.parameters + self.optimizer + self.batch + self.other_state
+
+    @property
+    def phases(self) -> dict[str, float]:
+        """Temporaries in each phase of the step."""
+        held = self.gradients + self.copies
+        return {
+            "layers": held + self.saved + self.masks + self.layer + self.experts,
+            "head": held + self.saved + self.masks + self.logits,
+            "embedding": held + self.embedding,
+            "update": self.gradients + self.update,
+        }
+
+    @property
+    def temporaries(self) -> float:
+        """Of the compiled step, approximately."""
+        return max(self.phases.values())
+
+    @property
+    def peak_phase(self) -> str:
+        """In which phase they are largest."""
+        return max(self.phases, key=self.phases.__getitem__)
+
+    @property
+    def total(self) -> float:
+        """Of the whole step; its few results beside the state are not counted."""
+        return self.arguments + self.temporaries
+
+    def categories(self) -> dict[str, float]:
+        """What is held in the peak phase, by name; they add up to `total`."""
+        state = {
+            "parameters": self.parameters,
+            "optimizer": self.optimizer,
+            "batch and counters": self.batch + self.other_state,
+            "gradients": self.gradients,
+        }
+        held = {"parameters for products": self.copies}
+        saved = {"saved activations": self.saved, "attention masks": self.masks}
+        match self.peak_phase:
+            case "layers":
+                return state | held | saved | {"experts": self.experts, "one layer": self.layer}
+            case "head":
+                return state | held | saved | {"logits and head": self.logits}
+            case "embedding":
+                return state | held | {"embedding": self.embedding}
+            case _:
+                return state | {"update": self.update}
+
+
+def estimate_memory(plan: StepPlan, platform: Platform) -> MemoryEstimate:
+    """The memory of one device in a train step.
+
+    Args:
+        plan: of the step.
+        platform: whose layouts.
+    """
+    mesh, sizes = plan.mesh, Sizes.of(plan)
+    state = abstract_state(plan, mesh)
+
+    def of(tree: object) -> int:
+        return device_bytes(jax.tree.leaves(tree), platform)
+
+    parameters = of(state.params)
+    # What waits in the host's memory takes none of the device's, but for counters.
+    on_device = [
+        leaf
+        for leaf in jax.tree.leaves(state.opt_state)
+        if plan.execution.optimizer_memory == "device" or not leaf.ndim
+    ]
+    optimizer, elsewhere = of(on_device), of(state.opt_state) - of(on_device)
+    copies = 0.0
+    if sizes.itemsize < jnp.dtype(plan.execution.precision.parameter_dtype).itemsize:
+        copies = float(sum(map(sizes.local, _of_layers(plan))) * sizes.itemsize)
+    if plan.execution.state_layout.gathered == "step":
+        copies = float(sum(map(sizes.in_use, plan.table)) * sizes.itemsize)
+    return MemoryEstimate(
+        parameters=parameters,
+        optimizer=optimizer,
+        batch=of(abstract_batch(plan, mesh)),
+        other_state=of(state) - parameters - optimizer - elsewhere,
+        gradients=_gradients(sizes, platform) * (2 if plan.accumulation > 1 else 1),
+        copies=copies,
+        saved=_saved(sizes),
+        masks=_masks(sizes),
+        layer=_layer(sizes),
+        experts=_experts(sizes),
+        logits=_logits(sizes),
+        embedding=_embedding(sizes),
+        update=_update(sizes),
+    )
+
+
+def _gradients(sizes: Sizes, platform: Platform) -> float:
+    """As the parameters lie; a TPU fills narrow cuts of stacked experts up to its 128 lanes."""
+    total = 0
+    for row in sizes.plan.table:
+        values, cut = sizes.local(row), row.spec[-1] if len(row.spec) == len(row.shape) else None
+        if platform == "tpu" and cut is not None and ax.EXPERTS in row.declaration.axes:
+            width = row.shape[-1] // sizes.devices(cut if isinstance(cut, tuple) else (cut,))
+            values = values // width * (-(-width // _LANES) * _LANES)
+        total += values
+    return 4.0 * total
+
+
+def _saved(sizes: Sizes) -> float:
+    plan = sizes.plan
+    model, execution = plan.model, plan.execution
+    token, inner = sizes.tokens * sizes.itemsize, sizes.inner_tokens * sizes.itemsize
+    stream, moe = token * model.embed_dim, model.moe
+    secondary = 0.0
+    if execution.state_layout.gathered == "replica":
+        copies = sizes.devices(sizes.pieces(ax.REPLICA))
+        secondary = sum(map(sizes.local, _of_layers(plan))) * copies * sizes.itemsize
+    if execution.remat in ("full", "offload"):  # the latter's wait in the host's memory
+        return secondary + (model.num_layers * stream if execution.remat == "full" else 0.0)
+    projected = inner * (sizes.heads + 2 * sizes.kv_heads) * model.attention.head_dim
+    dense = 3 * inner * model.dense_dim / sizes.shards(ax.ACT_MLP)
+    dense *= model.num_layers - model.num_moe_layers
+    if execution.remat == "dots":
+        return model.num_layers * (2 * stream + projected) + dense + secondary
+    attended = 2 * projected + inner * sizes.heads * model.attention.head_dim
+    attended += 4 * sizes.inner_tokens * sizes.heads
+    every = model.num_layers * (4 * stream + attended) + dense + secondary
+    if moe is None:
+        return every
+    rows = sizes.places * sizes.itemsize * (2 * model.embed_dim + 2 * moe.expert_dim)
+    weights = sum(map(sizes.in_use, _of_experts(plan))) * sizes.itemsize
+    return every + model.num_moe_layers * rows + weights
+
+
+def _masks(sizes: Sizes) -> float:
+    plan = sizes.plan
+    if plan.execution.kernels.attention not in (None, "xla"):
+        return 0.0
+    return sizes.sequences * sizes.heads * plan.sequence_length**2 * _MASK_SHARE
+
+
+def _layer(sizes: Sizes) -> float:
+    model, inner = sizes.plan.model, sizes.inner_tokens * sizes.itemsize
+    heads = _HEAD_ARRAYS * sizes.heads * model.attention.head_dim
+    return inner * (heads + _STREAM_ARRAYS * model.embed_dim)
+
+
+def _experts(sizes: Sizes) -> float:
+    plan = sizes.plan
+    if plan.model.moe is None:
+        return 0.0
+    weights = max(
+        sum(sizes.in_use(row) / sizes.layers(row) for row in rows)
+        for rows in _by_stack(plan).values()
+    )
+    width = 4 * plan.model.embed_dim + 4 * plan.model.moe.expert_dim
+    return weights * (sizes.itemsize + 4) + sizes.places * width * sizes.itemsize
+
+
+def _logits(sizes: Sizes) -> float:
+    plan = sizes.plan
+    model, chunk, tokens = plan.model, plan.execution.loss_chunk, sizes.inner_tokens
+    if chunk:
+        tokens = min(tokens, sizes.sequences * chunk)
+    head = _of_role(plan, "head") or _of_role(plan, "embedding")
+    logits = tokens * model.vocab_size / sizes.shards(ax.ACT_VOCAB)
+    return _LOGIT_ARRAYS * logits * 4 + sum(map(sizes.in_use, head)) * (sizes.itemsize + 4)
+
+
+def _embedding(sizes: Sizes) -> float:
+    rows = _of_role(sizes.plan, "embedding")
+    return sum(map(sizes.in_use, rows)) * (sizes.itemsize + 4.0)
+
+
+def _update(sizes: Sizes) -> float:
+    """Two arrays as the parameters; the matrices of Muon, spread over the devices, four more."""
+    rows = list(sizes.plan.table)
+    matrices = [row for row in rows if row.hyper.group in ("muon", "muonh")]
+    spread = max(map(sizes.local, matrices), default=0)
+    return 4.0 * (2 * sum(map(sizes.local, rows)) + 4 * spread)
+
+
+def _of_role(plan: StepPlan, role: str) -> list[ParameterSpec]:
+    return [row for row in plan.table if row.declaration.role == role]
+
+
+def _of_layers(plan: StepPlan) -> list[ParameterSpec]:
+    return [row for row in plan.table if ax.LAYERS in row.declaration.axes]
+
+
+def _of_experts(plan: StepPlan) -> list[ParameterSpec]:
+    return [row for row in plan.table if ax.EXPERTS in row.declaration.axes]
+
+
+def _by_stack(plan: StepPlan) -> dict[str, list[ParameterSpec]]:
+    """The experts' parameters by the stack of layers they belong to."""
+    stacks: dict[str, list[ParameterSpec]] = {"": []}
+    for row in _of_experts(plan):
+        stacks.setdefault(row.path.partition("/")[0], []).append(row)
+    return stacks

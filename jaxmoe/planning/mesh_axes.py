@@ -1,0 +1,80 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Along which axes of a mesh the collectives of a compiled program run.
+
+Devices are numbered by their places in the mesh, the last axis the fastest. A set of groups belongs
+to the axes along which the places of one group differ; a permutation to those along which source
+and target differ. `jaxmoe.planning.hlo` reads the groups; this room only names them.
+
+What a compiler puts in groups that are no product of whole axes (a part of an axis, say) is named
+by the axes that it touches.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+
+from jaxmoe.planning.hlo import Collective, Groups
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class AxisBytes:
+    """All collectives of one kind along the same axes, in one run of the program."""
+
+    kind: str
+    axes: tuple[str, ...]
+    """Of the mesh."""
+    count: int
+    """Executions; those in loops of unknown length count once."""
+    result_bytes: int
+    """Of one device, all executions together."""
+    wire_bytes: float
+    """Sent by one device, all executions together."""
+
+
+def axes_of_groups(groups: Groups, mesh: Mapping[str, int]) -> tuple[str, ...]:
+    """The axes along which the devices of a group differ.
+
+    Args:
+        groups: numbers of devices.
+        mesh: {axis: size}, in order.
+    """
+    if not groups:
+        return tuple(axis for axis, size in mesh.items() if size > 1)
+    members = np.asarray([device for group in groups for device in group])
+    firsts = np.repeat([group[0] for group in groups], [len(group) for group in groups])
+    if members.max() >= math.prod(mesh.values()):
+        return ()
+    shape = tuple(mesh.values())
+    places = zip(np.unravel_index(members, shape), np.unravel_index(firsts, shape), strict=True)
+    differs = [bool((own != first).any()) for own, first in places]
+    return tuple(axis for axis, differ in zip(mesh, differs, strict=True) if differ)
+
+
+def bytes_by_axes(found: Iterable[Collective], mesh: Mapping[str, int]) -> list[AxisBytes]:
+    """The collectives of a program summed by kind and axes, the most bytes first.
+
+    Args:
+        found: of `collectives`.
+        mesh: {axis: size}, in the order of the devices.
+    """
+    sums: dict[tuple[str, tuple[str, ...]], list[float]] = collections.defaultdict(lambda: [0] * 3)
+    for one in found:
+        times = 1 if one.trip_count is None else one.trip_count
+        total = sums[one.kind, axes_of_groups(one.groups, mesh)]
+        total[0] += times
+        total[1] += times * one.result_bytes
+        total[2] += times * one.wire_bytes
+    rows = [
+        AxisBytes(
+            kind=kind, axes=axes, count=int(t[0]), result_bytes=int(t[1]), wire_bytes=float(t[2])
+        )
+        for (kind, axes), t in sums.items()
+        if axes
+    ]
+    return sorted(rows, key=lambda row: -row.wire_bytes)

@@ -1,0 +1,206 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Which mesh: all of a number of devices, judged in closed form, the fastest that fit first.
+
+    enumerate   replica x data x expert x tensor = devices (seq as it is)
+    refuse      what does not divide: heads, experts, widths, the batch; with the reason
+    order       by predicted time, then keep the first that fit by predicted memory
+
+Time costs nothing to predict, memory a tenth of a second, so memory is looked at in the order of
+time until enough fit; the first of them is therefore the best of all. Pipette (DATE 2024) and
+Galvatron (arXiv 2211.13878) prune a larger space by the same two estimates. Nothing else is
+changed: remat, chunks, dispatcher and micro-batches are the caller's, and `remedies` says what they
+could do.
+
+To search another axis: a factor in `enumerate_meshes`. To suggest another change: a line in
+`remedies`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+
+from jaxmoe.planning.abstract_step import StepPlan
+from jaxmoe.planning.hardware import Chip
+from jaxmoe.planning.memory import MemoryEstimate, estimate_memory
+from jaxmoe.planning.step_time import StepTime, predict_time
+from jaxmoe.precision import PrecisionPolicy
+from sharding import axes as ax
+from sharding.fold import MoEMesh
+from sharding.mesh import MeshConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A mesh and what it is expected to need."""
+
+    plan: StepPlan
+    time: StepTime
+    memory: MemoryEstimate
+
+    @property
+    def mesh(self) -> MeshConfig:
+        """Sizes of its axes."""
+        return self.plan.execution.mesh
+
+    def excess(self, chip: Chip) -> float:
+        """Bytes that are missing on a device; negative where some are left."""
+        return self.memory.total - chip.available
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Found:
+    """What a search came to."""
+
+    fitting: list[Candidate]
+    """By predicted time; as many as were asked for, if there are."""
+    closest: Candidate | None
+    """Where nothing fits: the mesh that needs least."""
+    refused: dict[str, str]
+    """Meshes that do not divide, and why."""
+    num_meshes: int
+    """That were looked at."""
+
+
+def enumerate_meshes(num_devices: int, seq: int = 1) -> Iterator[MeshConfig]:
+    """Every mesh of so many devices.
+
+    Args:
+        num_devices: that are all used.
+        seq: devices that share a sequence; not searched.
+    """
+    free, rest = divmod(num_devices, seq)
+    if rest:
+        return
+    for data in _divisors(free):
+        for tensor in _divisors(free // data):
+            for expert in _divisors(free // data // tensor):
+                replica = free // data // tensor // expert
+                yield MeshConfig(replica=replica, data=data, expert=expert, seq=seq, tensor=tensor)
+
+
+def on_mesh(plan: StepPlan, mesh: MeshConfig, fold: MoEMesh | None = None) -> StepPlan:
+    """The plan on another mesh.
+
+    Args:
+        plan: of the step.
+        mesh: every size filled in.
+        fold: of the experts.
+
+    Raises:
+        ValueError: a parameter, the heads or the batch do not divide by it.
+    """
+    own = plan.on(dataclasses.replace(plan.execution, mesh=mesh, fold=fold))
+    sizes, rules = dict(own.mesh.shape), own.execution.axis_rules
+    own.table.check_divides(rules, sizes)
+    length = (plan.sequence_length,)
+    rules.check_divides("training.sequence_length", length, (ax.ACT_SEQ,), sizes)
+    parts = mesh.batch_shards * plan.accumulation
+    if plan.batch_size % parts:
+        raise ValueError(
+            f"training.batch_size={plan.batch_size} must be divisible by the {mesh.batch_shards}"
+            " devices that share a batch (mesh replica x data x expert) times"
+            f" training.accumulation={plan.accumulation}: choose a multiple of {parts}"
+        )
+    return own
+
+
+def search(
+    plan: StepPlan,
+    meshes: Sequence[MeshConfig],
+    chip: Chip,
+    *,
+    keep: int = 3,
+    fold: MoEMesh | None = None,
+) -> Found:
+    """The fastest meshes that fit, by closed form.
+
+    Args:
+        plan: of the step; its own mesh is not looked at.
+        meshes: to choose from.
+        chip: what one device can do.
+        keep: how many are wanted.
+        fold: of the experts, on each of them.
+    """
+    refused: dict[str, str] = {}
+    timed: list[tuple[float, StepPlan, StepTime]] = []
+    for mesh in meshes:
+        try:
+            own = on_mesh(plan, mesh, fold)
+        except ValueError as error:
+            refused[mesh_in_words(mesh)] = str(error)
+            continue
+        time = predict_time(own, chip)
+        timed.append((time.step, own, time))
+    timed.sort(key=lambda entry: entry[0])
+    fitting: list[Candidate] = []
+    others: list[Candidate] = []
+    for _, own, time in timed:
+        candidate = Candidate(plan=own, time=time, memory=estimate_memory(own, chip.platform))
+        (fitting if candidate.excess(chip) <= 0 else others).append(candidate)
+        if len(fitting) == keep:
+            break
+    closest = min(others, key=lambda one: one.memory.total, default=None)
+    return Found(
+        fitting=fitting,
+        closest=None if fitting else closest,
+        refused=refused,
+        num_meshes=len(meshes),
+    )
+
+
+def remedies(candidate: Candidate, chip: Chip) -> dict[str, float]:
+    """Changes of one field each that need less memory, as flags, with the bytes they would need.
+
+    Args:
+        candidate: that does not fit.
+        chip: in which it should.
+    """
+    plan, execution = candidate.plan, candidate.plan.execution
+    changes: dict[str, StepPlan] = {}
+
+    def execute(flag: str, **fields: object) -> None:
+        changes[flag] = plan.on(dataclasses.replace(execution, **fields))
+
+    if execution.remat in ("none", "dots"):
+        execute("--execution.remat full", remat="full")
+    if chip.platform != "cpu" and execution.remat != "offload":
+        execute("--execution.remat offload", remat="offload")
+    if chip.platform != "cpu" and execution.optimizer_memory == "device":
+        execute("--execution.optimizer_memory host", optimizer_memory="host")
+    if not execution.loss_chunk and plan.sequence_length > 512:
+        execute("--execution.loss_chunk 512", loss_chunk=512)
+    if execution.rules != "fully_sharded":
+        execute("--execution.rules fully_sharded", rules="fully_sharded")
+    if execution.precision.parameters == "float32":
+        narrow = PrecisionPolicy(parameters="bfloat16", compute=execution.precision.compute)
+        execute("--execution.precision.parameters bfloat16", precision=narrow)
+    most = plan.batch_size // candidate.mesh.batch_shards
+    if more := [a for a in _divisors(most) if a > plan.accumulation]:
+        flag = f"--training.accumulation {more[-1]}"
+        changes[flag] = dataclasses.replace(plan, accumulation=more[-1])
+    needs = {
+        flag: estimate_memory(changed, chip.platform).total for flag, changed in changes.items()
+    }
+    return {flag: need for flag, need in needs.items() if need < candidate.memory.total}
+
+
+def mesh_in_words(mesh: MeshConfig) -> str:
+    """`data=16 tensor=2`; `one device` where every axis has size 1."""
+    sizes = mesh.by_axis.items()
+    return " ".join(f"{axis}={size}" for axis, size in sizes if size != 1) or "one device"
+
+
+def mesh_flags(mesh: MeshConfig) -> list[str]:
+    """The mesh as words of a command line; every axis, whatever the recipe says."""
+    named = {axis: size for axis, size in mesh.by_axis.items() if size != 1 or axis == ax.DATA}
+    return [
+        word for axis, size in named.items() for word in (f"--execution.mesh.{axis}", str(size))
+    ]
+
+
+def _divisors(number: int) -> list[int]:
+    small = [d for d in range(1, math.isqrt(max(number, 1)) + 1) if number % d == 0]
+    return small + [number // d for d in reversed(small) if d * d != number]

@@ -1,0 +1,146 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""The sizes that every formula of a plan is made of: tokens, rows and weights of one device.
+
+All layouts are read from the parameter table and the rules of the execution, none is written down
+here, so that they follow whatever those say:
+
+    T   tokens of the residual stream of one device in one micro-batch: cut by sequence and position
+    T'  tokens inside a layer, where heads or hidden units are cut instead of positions
+    A   rows of its experts, T K: spread evenly, where rows travel
+    a parameter, cut over the axes of its spec, is gathered over those of them that its use does not
+    keep: the tensor axis of dense layers, and all the experts' own if the dispatcher sends rows to
+    them
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable
+
+import jax.numpy as jnp
+
+from jaxmoe.parameters import ParameterSpec
+from jaxmoe.planning.abstract_step import StepPlan
+from sharding import axes as ax
+from sharding.expert_parallel import AllToAllConfig, AllToAllDroppingConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Of one device, in one micro-batch."""
+
+    plan: StepPlan
+    mesh: dict[str, int]
+    """Devices along each axis of the mesh."""
+    sequences: float
+    """B of one device; a fraction where a sequence is cut."""
+    tokens: float
+    """T."""
+    inner_tokens: float
+    """T'."""
+    heads: float
+    """N of one device."""
+    kv_heads: float
+    """M of one device."""
+    itemsize: int
+    """Bytes of a value in matrix products."""
+
+    @classmethod
+    def of(cls, plan: StepPlan) -> Sizes:
+        """The sizes of a plan."""
+        execution, attention = plan.execution, plan.model.attention
+        mesh, rules = dict(plan.mesh.shape), execution.axis_rules
+
+        def shards(name: str) -> int:
+            return math.prod(mesh[axis] for axis in rules.mesh_axes(name))
+
+        sequences = plan.batch_size / plan.accumulation / shards(ax.ACT_BATCH)
+        tokens = sequences * plan.sequence_length
+        return cls(
+            plan=plan,
+            mesh=mesh,
+            sequences=sequences,
+            tokens=tokens / shards(ax.ACT_SEQ),
+            inner_tokens=tokens / shards(ax.ACT_SEQ_INNER),
+            heads=attention.num_heads / shards(ax.ACT_HEADS),
+            kv_heads=attention.num_kv_heads / shards(ax.ACT_KV_HEADS),
+            itemsize=jnp.dtype(execution.precision.compute_dtype).itemsize,
+        )
+
+    @property
+    def rows(self) -> float:
+        """A: rows that a device sends, and receives in a balanced batch."""
+        moe = self.plan.model.moe
+        return self.tokens * moe.top_k if moe else 0.0
+
+    @property
+    def places(self) -> float:
+        """Rows for which the experts of a device have a place: where rows travel the worst case,
+        P T min(K, E / P) in a chunk, or what a capacity leaves of it."""
+        moe, dispatcher = self.plan.model.moe, self.plan.execution.dispatcher
+        if moe is None or not dispatcher.spreads_experts:
+            return self.rows
+        sources = self.devices(self.expert_axes)
+        held = moe.num_experts / self.shards(ax.EXPERTS)
+        worst = sources * self.tokens * min(moe.top_k, held)
+        if isinstance(dispatcher, AllToAllDroppingConfig):
+            worst = min(worst, dispatcher.capacity_factor * self.rows)
+        if isinstance(dispatcher, AllToAllConfig | AllToAllDroppingConfig):
+            worst /= dispatcher.num_chunks
+        return worst
+
+    @property
+    def expert_axes(self) -> tuple[str, ...]:
+        """Mesh axes over which experts and their hidden units are spread, if they are."""
+        rules = self.plan.execution.axis_rules
+        return rules.mesh_axes(ax.EXPERTS) + rules.mesh_axes(ax.EXPERT_MLP)
+
+    def axes_of(self, row: ParameterSpec) -> tuple[str, ...]:
+        """The mesh axes larger than 1 over which a parameter is cut."""
+        names = [entry if isinstance(entry, tuple) else (entry,) for entry in row.spec if entry]
+        return tuple(axis for axes in names for axis in axes if self.mesh[axis] > 1)
+
+    def kept_axes(self, row: ParameterSpec) -> tuple[str, ...]:
+        """Those over which its use leaves it cut."""
+        execution = self.plan.execution
+        if ax.EXPERTS not in row.declaration.axes:
+            return self._only(row, self.pieces(ax.TENSOR))
+        if not execution.dispatcher.spreads_experts:
+            return ()
+        return self._only(row, self.expert_axes)
+
+    def pieces(self, *axes: str) -> tuple[str, ...]:
+        """Those of the mesh's axes larger than 1 that are one of these or a piece of it."""
+        return tuple(axis for axis in ax.pieces(tuple(self.mesh), axes) if self.mesh[axis] > 1)
+
+    def shards(self, name: str) -> int:
+        """Parts into which a logical axis is cut."""
+        return self.devices(self.plan.execution.axis_rules.mesh_axes(name))
+
+    def _only(self, row: ParameterSpec, axes: Iterable[str]) -> tuple[str, ...]:
+        chosen = set(axes)
+        return tuple(axis for axis in self.axes_of(row) if axis in chosen)
+
+    def gathered_axes(self, row: ParameterSpec) -> tuple[str, ...]:
+        """Those over which it is gathered to be used."""
+        kept = self.kept_axes(row)
+        return tuple(axis for axis in self.axes_of(row) if axis not in kept)
+
+    def local(self, row: ParameterSpec) -> int:
+        """Values of a parameter on one device."""
+        return row.size // self.devices(self.axes_of(row))
+
+    def in_use(self, row: ParameterSpec) -> int:
+        """Values of it on one device while it is used, of all layers."""
+        return row.size // self.devices(self.kept_axes(row))
+
+    def devices(self, axes: Iterable[str]) -> int:
+        """Devices along some axes together."""
+        return math.prod(self.mesh[axis] for axis in axes)
+
+    def layers(self, row: ParameterSpec) -> int:
+        """Layers that are stacked in a parameter; 1 for one that stands alone."""
+        axes = row.declaration.axes
+        return row.shape[axes.index(ax.LAYERS)] if ax.LAYERS in axes else 1

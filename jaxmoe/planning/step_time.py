@@ -1,0 +1,110 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""How long a train step takes, from its FLOPs, its memory traffic and its messages.
+
+    compute        (4/3 under remat "full") * model FLOPs / devices / (peak * efficiency)
+    memory         bytes read and written / bandwidth
+    communication  sum over axes of  messages * latency + bytes / bandwidth of the axis
+    step           between max(compute, memory, communication), everything overlapped, and
+                   max(compute, memory) + communication, nothing overlapped
+
+The prediction is the upper end: XLA overlaps some of it, and how much is not known before it runs.
+Memory traffic counts weights in use three times, gradients and optimiser state once each way, and
+about thirty arrays of the size of the residual stream for each layer. EFFICIENCY of matrix products
+is an assumption, not a measurement. So compare meshes by these numbers, and do not promise them.
+
+An axis of a TPU lies along a ring of its torus; an axis of GPUs that spans more than one host is
+bound by the card between hosts. Alpha-beta costs: R. Thakur et al., 2005 (ring algorithms).
+
+To add a cost: a field of `StepTime`, and what it is made of in `predict_time`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable
+
+from jaxmoe.models.flops import flops_per_token
+from jaxmoe.planning.abstract_step import StepPlan
+from jaxmoe.planning.hardware import Chip
+from jaxmoe.planning.sizes import Sizes
+from jaxmoe.planning.traffic import Traffic, step_traffic
+
+EFFICIENCY = 0.6
+"""Share of the peak that large matrix products reach: assumed."""
+_STREAM_PASSES = 30
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class StepTime:
+    """Seconds of one step."""
+
+    compute: float
+    memory: float
+    communication: dict[str, float]
+    """By reason and axes."""
+
+    @property
+    def communicated(self) -> float:
+        """Seconds of all communication, one after the other."""
+        return sum(self.communication.values())
+
+    @property
+    def step(self) -> float:
+        """Nothing overlapped."""
+        return max(self.compute, self.memory) + self.communicated
+
+    @property
+    def overlapped(self) -> float:
+        """Everything overlapped."""
+        return max(self.compute, self.memory, self.communicated)
+
+
+def predict_time(plan: StepPlan, chip: Chip) -> StepTime:
+    """The time of a train step.
+
+    Args:
+        plan: of the step.
+        chip: of which there are as many as the mesh has places.
+    """
+    sizes = Sizes.of(plan)
+    num_devices = math.prod(sizes.mesh.values())
+    again = 4 / 3 if plan.execution.remat in ("full", "offload") else 1.0
+    flops = flops_per_token(plan.model, plan.table, plan.sequence_length) * plan.tokens * again
+    local = sum(map(sizes.local, plan.table))
+    weights = sum(map(sizes.in_use, plan.table)) * sizes.itemsize * plan.accumulation
+    stream = sizes.tokens * plan.model.embed_dim * sizes.itemsize * plan.accumulation
+    moved = 3 * weights + 4 * 8 * local + _STREAM_PASSES * plan.model.num_layers * stream
+    return StepTime(
+        compute=flops / num_devices / (chip.flops * EFFICIENCY),
+        memory=moved / chip.memory_bandwidth,
+        communication={
+            f"{one.reason} over {' x '.join(one.axes)}": seconds_of(one, sizes.mesh, chip)
+            for one in step_traffic(plan)
+        },
+    )
+
+
+def seconds_of(one: Traffic, mesh: dict[str, int], chip: Chip) -> float:
+    """Of the messages of one reason, one after the other.
+
+    Args:
+        one: what is sent.
+        mesh: sizes of the axes.
+        chip: with its links.
+    """
+    bandwidth = chip.link_bandwidth
+    if chip.domain and _reach(one.axes, mesh) > chip.domain:
+        bandwidth = chip.far_bandwidth
+    return one.messages * chip.link_latency + one.bytes / bandwidth
+
+
+def _reach(axes: Iterable[str], mesh: dict[str, int]) -> int:
+    """Devices from the first to the last of a group, in the order in which they are laid out."""
+    names = list(mesh)
+    reach = 1
+    for axis in axes:
+        after = math.prod(mesh[name] for name in names[names.index(axis) + 1 :])
+        reach += (mesh[axis] - 1) * after
+    return reach

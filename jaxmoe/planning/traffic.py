@@ -1,0 +1,163 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Bytes that one device sends in a train step, in closed form, by mesh axes and reason.
+
+With n devices along the axes, W the bytes of what they share whole and f = (n - 1) / n:
+
+    weights      gathered where they are used            f W          forward and backward
+    gradients    scattered where weights were gathered   f W          backward
+                 all-reduced over the copies             2 f W        backward
+    tensor       activations of a layer, in and out      2 f T' D b   forward and backward
+    rows         to their experts and back, if sent      2 f A D b    forward and backward
+    tokens       gathered to experts, sums scattered     2 f n T D b  forward and backward
+    muon         s whole matrices of a device and back   2 f s m n 4  once a step, the others each
+                                                                      micro-batch
+
+The recomputation under remat sends rows once more; the weights that it gathers XLA shares with the
+backward pass. Messages are counted as rings make them: n - 1 each way. Sources: Megatron-LM (arXiv
+2104.04473), ZeRO (arXiv 1910.02054), sections on communication; sums over routers' statistics and
+norms are left out (kilobytes).
+
+The table of embeddings is gathered once per micro-batch; the head, and its gradient scattered, once
+per chunk of the loss and direction.
+
+To add a reason: a function that yields `Traffic`, and its line in `step_traffic`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+
+from jaxmoe.parameters import ParameterSpec
+from jaxmoe.planning.abstract_step import StepPlan
+from jaxmoe.planning.sizes import Sizes
+from sharding import axes as ax
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Traffic:
+    """What one device sends for one reason in one step."""
+
+    reason: str
+    axes: tuple[str, ...]
+    """Mesh axes over which it travels."""
+    num_devices: int
+    """Along them together."""
+    bytes: float
+    messages: float
+
+
+def step_traffic(plan: StepPlan) -> list[Traffic]:
+    """All of a step, summed by reason and axes.
+
+    Args:
+        plan: of the step.
+    """
+    sizes = Sizes.of(plan)
+    found = [*_weights(sizes), *_tensor(sizes), *_rows(sizes), *_muon(sizes)]
+    sums: dict[tuple[str, tuple[str, ...]], Traffic] = {}
+    for one in found:
+        key = one.reason, one.axes
+        if key in sums:
+            one = dataclasses.replace(
+                one,
+                bytes=sums[key].bytes + one.bytes,
+                messages=sums[key].messages + one.messages,
+            )
+        sums[key] = one
+    return list(sums.values())
+
+
+def _traffic(sizes: Sizes, reason: str, axes: tuple[str, ...], shared: float, times: float):
+    """Nothing where the axes hold one device."""
+    axes = tuple(axis for axis in sizes.mesh if axis in axes)  # in one order, to be summed
+    num = sizes.devices(axes)
+    if num > 1:
+        yield Traffic(
+            reason=reason,
+            axes=axes,
+            num_devices=num,
+            bytes=times * shared * (num - 1) / num,
+            messages=times * (num - 1),
+        )
+
+
+def _weights(sizes: Sizes) -> Iterator[Traffic]:
+    plan = sizes.plan
+    for row in plan.table:
+        axes, layers = sizes.gathered_axes(row), sizes.layers(row)
+        shared = sizes.in_use(row) * sizes.itemsize / layers
+        turns = plan.accumulation * layers
+        gathers = turns * _gathers(sizes, row)
+        scatters = turns * (_chunks(plan) if row.declaration.role == "head" else 1)
+        yield from _traffic(sizes, "weights", axes, shared, gathers)
+        yield from _traffic(sizes, "gradients", axes, shared, scatters)
+        copies = tuple(
+            axis
+            for axis in sizes.pieces(*ax.BATCH_AXES, ax.SEQ, ax.TENSOR)
+            if axis not in sizes.axes_of(row)
+        )
+        local = sizes.local(row) * sizes.itemsize / layers
+        yield from _traffic(sizes, "gradients of copies", copies, local, 2 * turns)
+    if plan.execution.rules == "zero1":
+        inner = sizes.pieces(ax.DATA, ax.EXPERT, ax.SEQ)
+        yield from _traffic(sizes, "updates", inner, 4.0 * sum(map(sizes.local, plan.table)), 1)
+
+
+def _gathers(sizes: Sizes, row: ParameterSpec) -> int:
+    """Times that a weight is gathered for one micro-batch."""
+    execution = sizes.plan.execution
+    if execution.state_layout.gathered == "step":
+        return 1
+    if row.declaration.role == "embedding" and not sizes.plan.model.has_tied_embeddings:
+        return 1
+    return 2 * (_chunks(sizes.plan) if row.declaration.role in ("head", "embedding") else 1)
+
+
+def _chunks(plan: StepPlan) -> int:
+    """Parts of a sequence whose logits are computed one after the other."""
+    return math.ceil(plan.sequence_length / (plan.execution.loss_chunk or plan.sequence_length))
+
+
+def _passes(sizes: Sizes) -> int:
+    """Passes of the activations over the layers: forward, backward, and again under remat."""
+    return 2 if sizes.plan.execution.remat == "none" else 3
+
+
+def _tensor(sizes: Sizes) -> Iterator[Traffic]:
+    model = sizes.plan.model
+    stream = sizes.inner_tokens * model.embed_dim * sizes.itemsize
+    dense = model.num_layers - model.num_moe_layers
+    # Attention, and the feed-forward where it is dense or has shared experts.
+    has_shared = model.moe is not None and model.moe.num_shared_experts > 0
+    sums = model.num_layers + dense + (model.num_moe_layers if has_shared else 0)
+    times = 2 * sums * _passes(sizes) * sizes.plan.accumulation
+    yield from _traffic(sizes, "tensor", sizes.pieces(ax.TENSOR), stream, times)
+
+
+def _rows(sizes: Sizes) -> Iterator[Traffic]:
+    plan = sizes.plan
+    if plan.model.moe is None or not plan.execution.dispatcher.spreads_experts:
+        return
+    value = plan.model.embed_dim * sizes.itemsize
+    times = 2 * plan.model.num_moe_layers * _passes(sizes) * plan.accumulation
+    rules, shared = plan.execution.axis_rules, sizes.expert_axes
+    if not plan.execution.dispatcher.gathers_tokens:
+        shared = rules.mesh_axes(ax.EXPERT_MLP)
+        yield from _traffic(sizes, "rows", rules.mesh_axes(ax.EXPERTS), sizes.rows * value, times)
+    everyone = sizes.devices(shared) * sizes.tokens
+    yield from _traffic(sizes, "tokens", shared, everyone * value, times)
+
+
+def _muon(sizes: Sizes) -> Iterator[Traffic]:
+    for row in sizes.plan.table:
+        if row.hyper.group not in ("muon", "muonh") or row.declaration.matrix is None:
+            continue
+        first, second = row.declaration.matrix
+        dims = {d % len(row.shape) for d in (*first, *second)}
+        entries = [row.spec[d] for d in sorted(dims) if d < len(row.spec)]
+        names = [e if isinstance(e, tuple) else (e,) for e in entries if e is not None]
+        axes = tuple(axis for name in names for axis in name if sizes.mesh[axis] > 1)
+        yield from _traffic(sizes, "muon", axes, sizes.local(row) * 4.0, 2)

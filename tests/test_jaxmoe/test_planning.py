@@ -1,0 +1,287 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Plans against what they speak of: real states, brute force, lowered programs."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxmoe.execution import ExecutionConfig
+from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
+from jaxmoe.models.flops import flops_per_token
+from jaxmoe.models.initialize import parameter_table
+from jaxmoe.optim import AdamWConfig
+from jaxmoe.optim.schedules import LinearConfig
+from jaxmoe.planning.abstract_step import (
+    StepPlan,
+    abstract_batch,
+    abstract_state,
+    lower_abstractly,
+)
+from jaxmoe.planning.device_bytes import device_bytes, padded_bytes
+from jaxmoe.planning.hardware import CHIPS, Chip, parse_topology
+from jaxmoe.planning.memory import estimate_memory
+from jaxmoe.planning.mesh_axes import axes_of_groups
+from jaxmoe.planning.search import enumerate_meshes, on_mesh, remedies, search
+from jaxmoe.planning.step_time import predict_time
+from jaxmoe.planning.traffic import step_traffic
+from jaxmoe.precision import PrecisionPolicy
+from jaxmoe.training.state import init_state
+from sharding.axes import MESH_AXES
+from sharding.mesh import MeshConfig, make_mesh
+from tests.support.models import TINY
+
+EIGHT = MeshConfig(data=8)
+WIDE = ModelConfig(
+    vocab_size=512,
+    num_layers=2,
+    embed_dim=256,
+    attention=AttentionConfig(num_heads=8, num_kv_heads=4, head_dim=64),
+    moe=MoEConfig(num_experts=8, top_k=2, expert_dim=128),
+)
+
+
+def plan_of(model=TINY, mesh=EIGHT, *, batch_size=8, length=8, **fields) -> StepPlan:
+    policy = PrecisionPolicy(compute=fields.pop("compute", "float32"))
+    execution = ExecutionConfig(mesh=mesh, precision=policy, **fields)
+    table = parameter_table(model, rules=execution.axis_rules)
+    return StepPlan(
+        model=model,
+        table=table,
+        optimizer=AdamWConfig().build(table, LinearConfig(warmup_steps=0).build(10)),
+        execution=execution,
+        batch_size=batch_size,
+        sequence_length=length,
+    )
+
+
+@pytest.mark.parametrize(
+    "mesh, rules",
+    [
+        (MeshConfig(data=8), "fully_sharded"),
+        (MeshConfig(data=8), "zero1"),
+        (MeshConfig(replica=2, data=2, tensor=2), "hybrid"),
+    ],
+)
+def test_arguments_are_those_of_a_real_state(mesh, rules, key):
+    plan = plan_of(mesh=mesh, rules=rules)
+    real = make_mesh(mesh)
+    state = init_state(plan.model, plan.optimizer, key, execution=plan.execution, mesh=real)
+    leaves = [
+        jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
+        for leaf in jax.tree.leaves(state)
+    ]
+    held = sum(leaf.addressable_shards[0].data.nbytes for leaf in leaves)
+    memory = estimate_memory(plan, "cpu")
+    assert memory.parameters + memory.optimizer + memory.other_state == held
+    # And shape by shape, spec by spec.
+    shapes = jax.tree.map(
+        lambda x: (x.shape, x.dtype, NamedSharding(real, x.sharding.spec)),
+        abstract_state(plan, real),
+    )
+    wanted = jax.tree.map(
+        lambda x: (x.shape, x.dtype, NamedSharding(real, getattr(x.sharding, "spec", _NONE))), state
+    )
+    for mine, other in zip(jax.tree.leaves(shapes), jax.tree.leaves(wanted), strict=True):
+        if isinstance(mine, NamedSharding):
+            assert mine.is_equivalent_to(other, 5)
+        else:
+            assert mine == other
+
+
+_NONE = PartitionSpec()
+
+
+@pytest.mark.parametrize(
+    "shape, values",
+    [
+        ((), 128),
+        ((2,), 128),
+        ((2048,), 2048),
+        ((1, 4096), 4096),
+        ((4, 128), 512),
+        ((4, 32), 512),
+        ((256, 32), 8192),
+        ((48, 8, 4, 128), 48 * 8 * 4 * 128),
+        ((4, 8, 192, 32), 4 * 8 * 32 * 256),
+        ((8, 64, 63), 63 * 8 * 128),
+        ((8, 63, 1, 1), 8 * 128),
+        ((4, 32, 4, 32), 4 * 32 * 4 * 128),
+    ],
+)
+def test_tiles_of_a_tpu(shape, values):
+    """As compiled programs of libtpu 0.0.52 have them, in float32."""
+    assert padded_bytes(shape, 4) == 4 * values
+
+
+def test_bytes_of_sharded_shapes():
+    plan = plan_of(batch_size=16)
+    batch = jax.tree.leaves(abstract_batch(plan, plan.mesh))
+    assert device_bytes(batch, "cpu") == 3 * 2 * 8 * 4
+    assert device_bytes(batch, "tpu") == 3 * 2 * 128 * 4
+
+
+MESHES_OF_8 = list(enumerate_meshes(8))
+
+
+def test_all_meshes_of_a_number():
+    assert len(set(MESHES_OF_8)) == len(MESHES_OF_8) == 20  # 3 factors of 2 in 4 places
+    assert all(math.prod(mesh.sizes) == 8 for mesh in MESHES_OF_8)
+    assert [m.sizes for m in enumerate_meshes(6, seq=4)] == []
+
+
+@hypothesis.settings(max_examples=4)
+@hypothesis.given(
+    memory=st.floats(0.35, 1.5),
+    bandwidth=st.sampled_from([1e6, 1e9]),
+    flops=st.sampled_from([1e9, 1e12]),
+)
+def test_the_search_finds_what_brute_force_finds(memory, bandwidth, flops):
+    plan = plan_of(WIDE, batch_size=8, length=64)
+    everything = _brute_force(plan)
+    chip = dataclasses.replace(
+        CHIPS["cpu"],
+        memory=int(memory * max(need for _, need in everything.values())),
+        link_bandwidth=bandwidth,
+        far_bandwidth=bandwidth,
+        flops=flops,
+    )
+    found = search(plan, MESHES_OF_8, chip, keep=2)
+    times = {
+        mesh: predict_time(own, chip).step
+        for mesh, (own, need) in everything.items()
+        if need <= chip.available
+    }
+    assert len(found.fitting) == min(2, len(times))
+    assert len(found.refused) == len(MESHES_OF_8) - len(everything)
+    if times:
+        assert found.fitting[0].time.step == min(times.values())
+    else:
+        assert found.closest is not None
+        assert found.closest.memory.total == min(need for _, need in everything.values())
+
+
+_KNOWN: dict[MeshConfig, tuple[StepPlan, float]] = {}
+
+
+def _brute_force(plan):
+    if not _KNOWN:
+        for data, tensor, expert in itertools.product((1, 2, 4, 8), repeat=3):
+            replica, rest = divmod(8, data * tensor * expert)
+            if rest or not replica or tensor > 4:
+                continue  # four key and value heads
+            mesh = MeshConfig(replica=replica, data=data, tensor=tensor, expert=expert)
+            own = on_mesh(plan, mesh)
+            _KNOWN[mesh] = own, estimate_memory(own, "cpu").total
+    return _KNOWN
+
+
+def test_what_to_change_when_nothing_fits():
+    plan = plan_of(WIDE, batch_size=16, length=1024)
+    small: Chip = dataclasses.replace(CHIPS["cpu"], memory=1)
+    found = search(plan, [MeshConfig(data=8)], small)
+    assert found.closest is not None and not found.fitting
+    ways = remedies(found.closest, small)
+    assert "--execution.remat full" in ways and "--training.accumulation 2" in ways
+    assert all(need < found.closest.memory.total for need in ways.values())
+
+
+def test_a_mesh_that_does_not_divide_is_said():
+    plan = plan_of(WIDE, batch_size=4, length=64)
+    found = search(plan, [MeshConfig(tensor=8), MeshConfig(data=8)], CHIPS["cpu"])
+    assert "'kv_heads' of size 4 must be divisible by mesh.tensor=8" in found.refused["tensor=8"]
+    assert "training.batch_size=4 must be divisible by the 8" in found.refused["data=8"]
+
+
+def test_flat_from_16_to_256_chips():
+    """At fixed tokens per chip: FLOPs are the same, bytes grow by (n - 1) / n alone."""
+    sent, flops, held = [], [], []
+    for devices in (16, 256):
+        plan = plan_of(WIDE, MeshConfig(data=devices), batch_size=devices, length=64)
+        sent.append(sum(one.bytes for one in step_traffic(plan)))
+        flops.append(predict_time(plan, CHIPS["v5e"]).compute)
+        held.append(estimate_memory(plan, "tpu").experts)
+    assert flops[0] == flops[1] and held[0] == held[1]
+    assert sent[1] == pytest.approx(sent[0] * (255 / 256) / (15 / 16), rel=0.02)
+
+
+def test_bytes_of_fully_sharded_parameters_by_hand():
+    """Gathered forward and backward, scattered once: 3 (n - 1) / n of the values cut."""
+    plan = plan_of(WIDE, MeshConfig(data=8), batch_size=8, length=64)
+    cut = sum(row.size for row in plan.table if any(row.spec))
+    embedding = 512 * 256  # its gradient needs no values of it
+    by_reason = {one.reason: one.bytes for one in step_traffic(plan)}
+    assert by_reason["weights"] == pytest.approx(7 / 8 * 4 * (2 * cut - embedding))
+    assert by_reason["gradients"] == pytest.approx(7 / 8 * 4 * cut)
+    whole = sum(row.size for row in plan.table) - cut
+    assert by_reason["gradients of copies"] == pytest.approx(2 * 7 / 8 * 4 * whole)
+
+
+def test_compute_is_model_flops():
+    plan = plan_of(WIDE, MeshConfig(data=8), batch_size=8, length=64)
+    per_token = flops_per_token(plan.model, plan.table, 64)
+    time = predict_time(plan, dataclasses.replace(CHIPS["cpu"], flops=1.0))
+    assert time.compute * 0.6 == pytest.approx(per_token * 64)
+    assert time.overlapped <= time.step
+
+
+@hypothesis.given(chosen=st.sets(st.sampled_from(MESH_AXES[2:]), min_size=1))
+def test_axes_of_groups(chosen):
+    mesh = dict(zip(MESH_AXES, (1, 1, 2, 3, 2, 4), strict=True))
+    places = np.arange(48).reshape(tuple(mesh.values()))
+    along = [i for i, axis in enumerate(mesh) if axis in chosen]
+    others = [i for i in range(6) if i not in along]
+    groups = places.transpose(others + along).reshape(-1, math.prod(places.shape[i] for i in along))
+    found = axes_of_groups(tuple(map(tuple, groups.tolist())), mesh)
+    assert found == tuple(axis for axis in mesh if axis in chosen)
+
+
+def test_axes_of_a_permutation_and_of_everyone():
+    mesh = {"data": 2, "tensor": 2}
+    assert axes_of_groups(((0, 1), (1, 0), (2, 3), (3, 2)), mesh) == ("tensor",)
+    assert axes_of_groups((), mesh) == ("data", "tensor")
+    assert axes_of_groups(((0, 9),), mesh) == ()
+
+
+def test_a_step_for_4096_devices_lowers():
+    mesh = MeshConfig(replica=16, data=64, tensor=4)
+    plan = plan_of(WIDE, mesh, batch_size=1024, length=64, compute="bfloat16", remat="full")
+    text = lower_abstractly(plan, "tpu").as_text()
+    assert "mhlo.num_partitions = 4096" in text
+
+
+@pytest.mark.parametrize(
+    "text, devices, kind",
+    [("tpu:v5e:16x16", 256, "v5e"), ("gpu:h100:16", 16, "h100"), ("cpu:8", 8, "cpu")],
+)
+def test_topologies(text, devices, kind):
+    topology = parse_topology(text)
+    assert (topology.num_devices, topology.kind) == (devices, kind)
+    assert 0 < topology.chip.available <= topology.chip.memory
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("tpu:v5:16x16", "'v5' is no tpu that is known: did you mean 'v5p'?"),
+        ("tpu:v5p:16x16", "must be 3 whole numbers joined by x, such as tpu:v5p:4x4x4"),
+        ("tup:v5e:4x4", "'tup' is no kind of machine: did you mean 'tpu'?; known are tpu:v4"),
+        ("gpu:h100:12", "12 GPUs do not fill hosts of 8"),
+        ("cpu:0", "must be 1 whole number, such as cpu:8"),
+        ("v5e", "known are tpu:v4:4x4x4"),
+    ],
+)
+def test_an_unknown_topology(text, words):
+    with pytest.raises(ValueError, match="topology=") as caught:
+        parse_topology(text)
+    assert words in str(caught.value)
