@@ -15,7 +15,7 @@ from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.initialize import init_params, parameter_table
 from jaxmoe.training.loss import forward_and_nll
 from sharding.distributed import global_batch
-from tests.support.meshes import MESHES, mesh_named
+from tests.support.meshes import MESHES, mesh_of
 from tests.support.models import BATCH, LENGTH, TINY, tokens_for
 
 
@@ -63,12 +63,12 @@ def loss_on_one_device(moe, execution=None):
     return _gradients(model, execution or ExecutionConfig())(params, _padded(model))
 
 
-def loss_on_mesh(moe, name):
-    """The same on a mesh of tests/support/meshes.py."""
-    model, mesh = bidirectional(moe), mesh_named(name)
-    table = parameter_table(model)
+def loss_on_mesh(moe, name=None, execution=None):
+    """The same on a mesh of tests/support/meshes.py, or of an execution."""
+    execution = execution or ExecutionConfig(mesh=MESHES[name])
+    model, mesh = bidirectional(moe), mesh_of(execution)
+    table = parameter_table(model, rules=execution.axis_rules)
     places = table.tree(lambda row: NamedSharding(mesh, row.spec))
     params = jax.device_put(init_params(model, jax.random.key(0)), places)
-    execution = ExecutionConfig(mesh=MESHES[name])
     with jax.set_mesh(mesh):
         return _gradients(model, execution)(params, global_batch(_padded(model), mesh))
