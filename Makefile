@@ -57,7 +57,7 @@ $(BASE):
 	rm -rf $(VENV)
 	$(PYTHON) -m venv $(VENV)
 	@if [ -n "$(JAX)" ]; then \
-		grep -Ev '^jax(lib)?==' constraints.txt > $(VENV)/constraints.txt; \
+		grep -Ev '^(jax|jaxlib|libtpu)==' constraints.txt > $(VENV)/constraints.txt; \
 		printf 'jax==%s.*\njaxlib==%s.*\n' "$(JAX)" "$(JAX)" >> $(VENV)/constraints.txt; \
 	else \
 		cp constraints.txt $(VENV)/constraints.txt; \

@@ -44,9 +44,7 @@ def _train(name: str, key, **options):
     )
 
 
-@pytest.mark.parametrize(
-    "name", [n if n == "gptj" else pytest.param(n, marks=pytest.mark.slow) for n in FOREIGN]
-)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) for n in FOREIGN])
 def test_foreign_trees_train_to_the_loss_of_one_device(name, key):
     alone = _train(name, key, devices=jax.devices()[:1])
     shared = _train(name, key, tensor=4)

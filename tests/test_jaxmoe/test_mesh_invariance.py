@@ -100,7 +100,13 @@ def on_mesh(model, name, rules):
         return loss_and_gradients(model, execution)(params, batch)
 
 
-CASES = [pytest.param(MODEL, *layout, id="-".join(layout)) for layout in LAYOUTS]
+IN_SHORT = [("data4_tensor2", "fully_sharded"), ("replica2_data2_expert2", "data_parallel")]
+CASES = [
+    pytest.param(
+        MODEL, *layout, id="-".join(layout), marks=() if layout in IN_SHORT else pytest.mark.slow
+    )
+    for layout in LAYOUTS
+]
 CASES += [pytest.param(FULL, "data4_tensor2", "fully_sharded", id="full-data4_tensor2")]
 
 
