@@ -151,7 +151,8 @@ def assemble(config: PretrainConfig) -> Assembly:
     plan = make_plan(config)
     mesh, training = make_mesh(mesh_config, fold=execution.fold), config.training
     sizes = dict(mesh.shape)
-    plan.table.check_divides(execution.axis_rules, sizes)
+    for rules in (execution.axis_rules, execution.state_layout.optimizer):
+        plan.table.check_divides(rules, sizes)
     length = (training.sequence_length,)
     execution.axis_rules.check_divides("training.sequence_length", length, (ax.ACT_SEQ,), sizes)
     parts = mesh_config.batch_shards * training.accumulation

@@ -18,6 +18,7 @@ from experiments.recipes import DEFAULT, RECIPES
 from jaxmoe.models.flops import flops_per_token
 from jaxmoe.tracking.console import format_flops
 from sharding.mesh import named_sizes
+from sharding.rules import LogicalAxisRules
 
 _BYTES = {"float32": 4, "bfloat16": 2}
 # Muon keeps one moment, Adam two, whatever the dtype of the parameters.
@@ -36,9 +37,9 @@ def main(argv: Sequence[str]) -> int:
         mesh = config.execution.mesh
         if -1 not in mesh.sizes:
             names, sizes = named_sizes(mesh, config.execution.fold)
-            plan.table.check_divides(
-                config.execution.axis_rules, dict(zip(names, sizes, strict=True))
-            )
+            layout = config.execution.state_layout
+            for rules in (layout.parameters, layout.optimizer):
+                plan.table.check_divides(rules, dict(zip(names, sizes, strict=True)))
         page = describe(recipe, plan)
     write(page)
     return int(cli.ExitCode.DONE)
@@ -57,9 +58,12 @@ def describe(recipe: str, plan: Plan) -> str:
     flops = flops_per_token(model, table, training.sequence_length)
     tokens = training.batch_size * training.sequence_length
     width = _BYTES[config.execution.precision.parameters]
-    shards = _shards(plan)
+    layout = config.execution.state_layout
+    shards, moment_shards = _shards(plan, layout.parameters), _shards(plan, layout.optimizer)
     state = sum(
-        row.size * (width + _MOMENT_BYTES[row.hyper.group]) / shards[row.path] for row in table
+        row.size * width / shards[row.path]
+        + row.size * _MOMENT_BYTES[row.hyper.group] / moment_shards[row.path]
+        for row in table
     )
     gradients = sum(row.size * width / shards[row.path] for row in table)
     mesh = " ".join(
@@ -88,16 +92,14 @@ def _size(num_bytes: float) -> str:
     return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
 
 
-def _shards(plan: Plan) -> dict[str, int]:
-    """Parts into which each parameter is divided; 1 on an axis whose size is left open."""
+def _shards(plan: Plan, rules: LogicalAxisRules) -> dict[str, int]:
+    """Parts into which these rules divide each parameter; 1 on an axis whose size is left open."""
     config = plan.config.execution
     names, sizes = named_sizes(config.mesh, config.fold)
     sizes = {name: max(size, 1) for name, size in zip(names, sizes, strict=True)}
     return {
         row.path: math.prod(
-            sizes[axis]
-            for name in row.declaration.axes
-            for axis in config.axis_rules.mesh_axes(name)
+            sizes[axis] for name in row.declaration.axes for axis in rules.mesh_axes(name)
         )
         for row in plan.table
     }

@@ -31,7 +31,8 @@ def open_run(
     directory = RunDirectory(path)
     config = directory.load_config(PretrainConfig)
     if mesh is not None:
-        execution = dataclasses.replace(config.execution, mesh=mesh)
+        # A fold belongs to the mesh of the training.
+        execution = dataclasses.replace(config.execution, mesh=mesh, fold=None)
         config = dataclasses.replace(config, execution=execution)
     assembly = assemble(config)
     manager = CheckpointManager(directory.checkpoints_directory, is_writer=False)

@@ -100,6 +100,8 @@ class LogicalAxisRules:
             if size % shards:
                 cut = [axis for axis in mesh_axes if mesh_shape[axis] > 1]
                 where = " x ".join(f"mesh.{axis}={mesh_shape[axis]}" for axis in cut)
+                if any(axis != ax.whole_axis(axis) for axis in cut):
+                    where += " (of the folded mesh)"
                 raise ValueError(
                     f"{path}: the dimension {name!r} of size {size} must be divisible by {where}:"
                     f" choose a multiple of {shards}, another mesh, or rules that do not spread"
