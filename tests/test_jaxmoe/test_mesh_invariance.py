@@ -255,7 +255,7 @@ def whole_layer(moe, execution=ON_ONE):
 LIMITED = LAYERS["capacity_by_gate"]
 
 
-@pytest.mark.parametrize("mesh", ["data8", "replica2_data2_expert2"])
+@pytest.mark.parametrize("mesh", ["data4_tensor2", "replica2_data2_expert2"])
 def test_capacity_drops_the_same_on_every_mesh(mesh):
     params, x, token_mask = layer_values(LIMITED)
     wanted = whole_layer(LIMITED)(params, x, token_mask)
