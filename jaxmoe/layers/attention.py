@@ -85,9 +85,10 @@ class Attention(nn.Module):
         heads = out_of_stream(x.astype(dtype), self._projections(dtype), placement)
         q, k, v = self._norm("q_norm", heads["q"]), self._norm("k_norm", heads["k"]), heads["v"]
 
-        angles = rotary_angles(
-            _positions(positions, x.shape[1]), config.head_dim, config.rope_theta
-        )
+        where = _positions(positions, x.shape[1])
+        if positions is not None:
+            where = placement.place(where, (ax.ACT_BATCH, ax.ACT_SEQ_INNER))
+        angles = rotary_angles(where, config.head_dim, config.rope_theta)
         q, k = rotate(q, angles), rotate(k, angles)
         kv_positions = None
         if cache is not None:

@@ -57,6 +57,7 @@ def test_tokens_and_rates_are_those_of_the_batches(whole):
     assert make_plan(config).config.training.batch_sizes.sizes == (8, 16)
 
 
+@pytest.mark.slow
 def test_a_run_stopped_in_mid_ramp_continues_exactly(whole, tmp_path, monkeypatch):
     """Stopped after step 1, with half of the small batches done."""
     directory, asked = tmp_path / "parts", []

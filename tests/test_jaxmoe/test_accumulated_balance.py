@@ -49,12 +49,21 @@ def undivided(model):
     return one_step(model, 1)
 
 
-@pytest.mark.parametrize("model", [GLOBAL, ROWS, COUNTED], ids=["global", "sequence", "counted"])
+@pytest.mark.parametrize(
+    "model",
+    [
+        GLOBAL,
+        pytest.param(ROWS, marks=pytest.mark.slow),
+        pytest.param(COUNTED, marks=pytest.mark.slow),
+    ],
+    ids=["global", "sequence", "counted"],
+)
 def test_two_passes_are_one_large_batch(model):
     """Value and gradient, although the micro-batches differ in load and in number of tokens."""
     assert_close(one_step(model, PARTS, "two_pass"), undivided(model), "end_to_end")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "parts"), [("data2", PARTS), ("data4_tensor2", 2)])
 def test_two_passes_on_a_mesh(mesh, parts):
     assert_close(one_step(GLOBAL, parts, "two_pass", mesh), undivided(GLOBAL), "end_to_end")

@@ -180,6 +180,7 @@ def test_eight_devices_are_one(config):
             np.testing.assert_array_equal(ours["bias"], theirs["bias"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [BipConfig(scope="batch"), QuantileConfig()], ids=["bip", "qb"])
 def test_on_a_mesh_a_model_routes_as_on_one_device(config):
     moe = dataclasses.replace(TINY.moe, router=SoftmaxTopKConfig(bias=config))

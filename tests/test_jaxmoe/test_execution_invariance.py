@@ -42,13 +42,23 @@ def batch():
     segments = np.ones_like(tokens)
     segments[:, 8:] = 2
     segments[3, 10:] = 0  # padding
-    return {"tokens": tokens, "targets": targets, "segment_ids": segments}
+    positions = np.broadcast_to(np.r_[0:8, 0:4].astype(np.int32), tokens.shape).copy()
+    return {
+        "tokens": tokens,
+        "targets": targets,
+        "segment_ids": segments,
+        "positions": positions,
+    }
 
 
 def loss_and_gradients(execution):
     def loss(params, batch):
         output = Transformer(WIDE, execution).apply(
-            {"params": params}, batch["tokens"], segment_ids=batch["segment_ids"], has_logits=False
+            {"params": params},
+            batch["tokens"],
+            positions=batch["positions"],
+            segment_ids=batch["segment_ids"],
+            has_logits=False,
         )
         counted = (batch["segment_ids"] != 0).astype(jnp.float32)
         nll = summed_nll(

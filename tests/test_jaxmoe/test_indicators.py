@@ -234,7 +234,10 @@ def test_updates_of_a_role_are_taken_together():
 @pytest.mark.parametrize(
     "case",
     [
-        {"mesh": "data4_tensor2", "parts": 2, "remat": "full", "loss_chunk": 4},
+        pytest.param(
+            {"mesh": "data4_tensor2", "parts": 2, "remat": "full", "loss_chunk": 4},
+            marks=pytest.mark.slow,
+        ),
         pytest.param({"parts": 4, "remat": "full"}, marks=pytest.mark.slow),
         pytest.param({"mesh": "data4_tensor2", "parts": 2}, marks=pytest.mark.slow),
     ],

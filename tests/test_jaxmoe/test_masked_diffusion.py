@@ -300,6 +300,7 @@ def plain():
     return two_steps()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["replica2_data2_expert2"])
 def test_the_same_on_every_mesh(mesh, plain):
     assert_close(two_steps(mesh), plain, "end_to_end")

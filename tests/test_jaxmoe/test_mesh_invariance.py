@@ -107,7 +107,11 @@ CASES = [
     )
     for layout in LAYOUTS
 ]
-CASES += [pytest.param(FULL, "data4_tensor2", "fully_sharded", id="full-data4_tensor2")]
+CASES += [
+    pytest.param(
+        *(FULL, "data4_tensor2", "fully_sharded"), id="full-data4_tensor2", marks=pytest.mark.slow
+    )
+]
 
 
 @pytest.mark.parametrize(("model", "mesh", "rules"), CASES)

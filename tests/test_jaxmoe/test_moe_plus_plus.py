@@ -88,9 +88,9 @@ def test_assignments_without_computation_never_enter_dispatch(monkeypatch):
     """Only rows of experts that compute are handed over; all are in the statistics."""
     handed = {}
 
-    def recorded(x, assignments, experts, **given):
+    def recorded(x, assignments, experts, weights, *, num_experts, **given):
         handed["ids"], handed["gates"] = assignments.expert_ids, assignments.gates
-        return jnp.zeros_like(x)
+        return jnp.zeros_like(x), jnp.zeros((num_experts,))
 
     monkeypatch.setattr(moe_module, "expert_parallel", recorded)
     layer = MoE(MODEL, LAYER, ExecutionConfig(), train=True)

@@ -242,7 +242,7 @@ def specs_of(tree):
 @pytest.mark.parametrize(
     ("name", "execution"),
     [
-        ("muonh", on_mesh("replica2_data2_expert2")),
+        pytest.param("muonh", on_mesh("replica2_data2_expert2"), marks=pytest.mark.slow),
         pytest.param("muonh", on_mesh("data8"), marks=pytest.mark.slow),
         pytest.param("muonh", on_mesh("data4_tensor2"), marks=pytest.mark.slow),
         pytest.param(
