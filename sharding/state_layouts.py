@@ -12,8 +12,9 @@ replicas, a step moves per device (ring algorithms: AG all-gather, RS reduce-sca
                    in a step
     fully_sharded  1/n          1/n          1/n          3    AG forward and backward, RS
     hybrid         1/n          1/n          1/nr         3    and across replicas RS, AG of P / n
-    hierarchical   1/nr         1/nr         1/nr         3    and across replicas RS, one AG of
-                                                               P / n that the backward pass keeps
+    hierarchical   1/nr         1/nr         1/nr         3    and across replicas one AG of P / n
+                                                               that the backward pass keeps; the
+                                                               RS is one over all nr devices
 
 fully_sharded with replicas keeps r copies of everything and adds an AR of P / n across them. An AR
 is an RS and an AG, so zero1 needs no more than data_parallel once XLA has turned its AR and slice

@@ -102,16 +102,15 @@ def test_bytes_of_the_state_are_those_of_the_formula(rules):
 
 def test_hierarchical_gathers_across_replicas_once():
     """Matrices of layers cross replicas once, are gathered within one twice, and nothing else is
-    moved to get there; their gradients are reduced within a replica and then across."""
+    moved to get there; gradients are reduced over all devices at once."""
     mesh = MeshConfig(replica=2, data=4)
-    execution = ExecutionConfig(mesh=mesh, rules="hierarchical", remat="full")
-    found = moved(execution)
-    assert found["all-gather", 2] == IN_LAYERS / 4
-    assert found["all-gather", 4] == 2 * IN_LAYERS
-    assert found["all-gather", 8] == MATRICES - IN_LAYERS
-    assert found["all-reduce", 4] == IN_LAYERS
-    assert found["all-reduce", 2] == IN_LAYERS / 4
-    assert not {kind for kind, _ in found} & {"all-to-all", "collective-permute"}
+    found = moved(ExecutionConfig(mesh=mesh, rules="hierarchical", remat="full"))
+    assert ALL <= found.pop(("all-reduce", 8)) <= ALL + SCALARS
+    assert found == {
+        ("all-gather", 2): IN_LAYERS / 4,
+        ("all-gather", 4): 2 * IN_LAYERS,
+        ("all-gather", 8): MATRICES - IN_LAYERS,
+    }
 
 
 def test_no_collective_is_as_large_as_the_logits():
