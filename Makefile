@@ -31,7 +31,8 @@ test: $(DEV)
 	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow and not accelerator"
 
 test-slow: $(HF)
-	$(BIN)/python -m pytest -n $(WORKERS) -m "slow and not accelerator"
+	$(BIN)/python -m pytest -n $(WORKERS) -m "slow and trains and not accelerator"
+	$(BIN)/python -m pytest -n $(WORKERS) -m "slow and not trains and not accelerator"
 
 bench: $(HF)
 	$(BIN)/python -m experiments.bench kernels

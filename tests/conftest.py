@@ -97,8 +97,8 @@ def pytest_configure(config):
     if not config.option.markexpr:
         is_slow = config.getoption("--slow")
         config.option.markexpr = "not accelerator" if is_slow else "not slow and not accelerator"
-    if "not slow" in config.option.markexpr:
-        # Short tests compile much and compute little: this halves the time of a compilation. It
+    if "not slow" in config.option.markexpr or "not trains" in config.option.markexpr:
+        # Most tests compile much and compute little: this halves the time of a compilation. It
         # is read when the first backend starts, and inherited by workers and commands.
         os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0"
 

@@ -176,6 +176,7 @@ PROOF = GatesConfig(
 
 
 @pytest.mark.slow
+@pytest.mark.trains
 @pytest.mark.parametrize("axis", ["top_k", "granularity"])
 def test_sqrt_gates_keep_the_size_in_the_real_model(axis):
     """At initialisation, mean of 32 seeds, K from 1 to 64 within 2%; correlation beside it."""

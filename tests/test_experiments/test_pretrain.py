@@ -367,6 +367,7 @@ def test_a_last_state_that_cannot_be_saved_has_its_own_code(tmp_path, capsys, mo
     assert "could not be saved" in capsys.readouterr().err
 
 
+@pytest.mark.trains
 @pytest.mark.slow
 def test_the_markov_language_is_learned_to_its_entropy(tmp_path):
     assert pretrain.main(["markov", "--run.directory", str(tmp_path / "run")]) == ExitCode.DONE

@@ -25,7 +25,7 @@ from jaxmoe.routing import METHODS, LossFreeConfig, SigmoidTopKConfig, SoftmaxGa
 from jaxmoe.training.state import init_state
 from jaxmoe.training.step import make_train_step
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.trains]
 
 STEPS, ROWS, LENGTH, WINDOW = 200, 32, 64, 20
 DATA = LanguageMixtureConfig(num_languages=8, symbols_per_language=16)
