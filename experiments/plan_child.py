@@ -28,11 +28,10 @@ from experiments.plan_config import on_platform, step_plan
 from experiments.process import configure_logging
 from jaxmoe.configs import from_json
 from jaxmoe.data.batch import Batch
-from jaxmoe.planning.abstract_step import StepPlan
+from jaxmoe.planning.abstract_step import StepPlan, planned_step
 from jaxmoe.planning.compile_ahead import CompiledStep, compile_step
 from jaxmoe.planning.hardware import parse_topology
 from jaxmoe.training.state import init_state
-from jaxmoe.training.step import make_train_step
 from jaxmoe.training.throughput import peak_memory
 from sharding.distributed import global_batch
 from sharding.mesh import make_mesh
@@ -70,15 +69,7 @@ def run_steps(config: PretrainConfig, plan: StepPlan, steps: int) -> dict[str, f
     before, _ = peak_memory(jax.local_devices())
     key = jax.random.key(config.training.seed)
     state = init_state(plan.model, plan.optimizer, key, execution=plan.execution, mesh=mesh)
-    step = make_train_step(
-        plan.model,
-        plan.optimizer,
-        execution=plan.execution,
-        accumulation=plan.accumulation,
-        clip=plan.clip,
-        accumulated_balance=plan.accumulated_balance,
-        objective=plan.objective,
-    )
+    step = planned_step(plan)
     shape = (plan.batch_size, plan.sequence_length + 1)
     tokens = np.random.default_rng(0).integers(plan.model.vocab_size - 1, size=shape, dtype="int32")
     rows = Batch(

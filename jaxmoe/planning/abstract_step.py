@@ -117,15 +117,13 @@ def abstract_batch(plan: StepPlan, mesh: AnyMesh) -> Batch:
     return Batch(tokens=ids, targets=ids, loss_weights=weights)
 
 
-def trace_step(plan: StepPlan, mesh: AnyMesh) -> Any:
-    """The traced step (`jax.stages.Traced`): its `lower()` may be compiled, or its HLO read.
+def planned_step(plan: StepPlan) -> Any:
+    """The jitted training step of a plan.
 
     Args:
-        plan: of the step; `execution.precision.compute` should not be "auto", which asks for the
-            devices of this process.
-        mesh: of the plan's sizes.
+        plan: of the step.
     """
-    step = make_train_step(
+    return make_train_step(
         plan.model,
         plan.optimizer,
         execution=plan.execution,
@@ -134,12 +132,23 @@ def trace_step(plan: StepPlan, mesh: AnyMesh) -> Any:
         accumulated_balance=plan.accumulated_balance,
         objective=plan.objective,
     )
+
+
+def trace_step(plan: StepPlan, mesh: AnyMesh) -> Any:
+    """The traced step (`jax.stages.Traced`): its `lower()` may be compiled, or its HLO read.
+
+    Args:
+        plan: of the step; `execution.precision.compute` should not be "auto", which asks for the
+            devices of this process.
+        mesh: of the plan's sizes.
+    """
+    step = planned_step(plan)
     state, batch = abstract_state(plan, mesh), abstract_batch(plan, mesh)
     # Not `set_mesh`: under a mesh of devices that are not there an eager operation would run on
     # them.
     context = mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh
     with jax.sharding.use_abstract_mesh(context):
-        return step.trace(state, batch)  # pyright: ignore[reportFunctionMemberAccess]
+        return step.trace(state, batch)
 
 
 def lower_abstractly(plan: StepPlan, platform: str) -> Any:

@@ -120,7 +120,7 @@ def test_the_plan_of_this_machine_runs(tmp_path):
     ],
 )
 def test_large_models_compile_within_a_chip(tmp_path, argv):
-    pytest.importorskip("libtpu")
+    pytest.importorskip("libtpu", reason="compiling for a TPU needs libtpu (extra [plan])")
     data = ("--execution.mesh.data", argv[-1], "--training.accumulation", "1")
     done = command(*argv, *data, "--run.directory", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
