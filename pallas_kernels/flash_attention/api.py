@@ -12,21 +12,35 @@ FlashAttention-2 (arXiv 2307.08691): memory linear in S, scores computed again i
 No dropout, no bias matrix, no forward-mode differentiation (but by `reference`). It knows no mesh:
 ring_attention carries it over one.
 
-To add an implementation: a file beside this one with the function of reference.py, a line in
-`OPERATION`, and a line in the table of the tests.
+To add an implementation: a file beside this one with the two functions of kernels.py, a line in
+`KERNELS`, and a line in the table of the tests.
 """
+
+import functools
 
 import jax.numpy as jnp
 
 from pallas_kernels.array_types import Array, Float, Float32, Int
 from pallas_kernels.backend import Implementation, Operation
-from pallas_kernels.flash_attention import reference, xla
+from pallas_kernels.flash_attention import kernels, reference, xla
 from pallas_kernels.flash_attention.mask import Rules, Tokens
 from pallas_kernels.jax_versions import match_varying
 
+KERNELS: dict[Implementation, kernels.Kernels] = {
+    "reference": reference.KERNELS,
+    "xla": xla.KERNELS,
+}
+"""Both passes of every implementation, for attention over a part of the keys."""
+
 OPERATION = Operation(
     name="flash_attention",
-    implementations={"reference": reference.flash_attention, "xla": xla.flash_attention},
+    implementations={
+        # The oracle's gradients are those that jax derives.
+        name: reference.flash_attention
+        if name == "reference"
+        else functools.partial(kernels.flash_attention, kernels=one)
+        for name, one in KERNELS.items()
+    },
 )
 
 

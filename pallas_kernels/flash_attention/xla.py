@@ -4,10 +4,7 @@
 
 FlashAttention-2 (arXiv 2307.08691, section 3.1) with one loop instead of two: a block of queries
 meets its keys in one product, so that the softmax is the plain one, and memory is linear in S. The
-backward pass computes the scores again from the log-sum-exp of every query:
-
-    P = exp(S - lse)       dV = P^T dO        dP = dO V^T        delta = sum(dO * O) - d lse
-    dS = P * (dP - delta)  dQ = scale dS K    dK = scale dS^T Q
+backward pass is that of kernels.py.
 
 It runs per sequence and key head; the g = N / M query heads that share a key head are stacked into
 the rows of one block, r = g * block. Several key heads go together while their scores fit a cache.
@@ -29,6 +26,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.array_types import Array, Float
+from pallas_kernels.flash_attention.kernels import Kernels
 from pallas_kernels.flash_attention.mask import Rules, Tokens, visible
 from pallas_kernels.jax_versions import match_varying
 
@@ -211,7 +209,14 @@ def _backward_block(
     return d_q, d_k, d_v
 
 
-def _attend(q: Array, k: Array, v: Array, tokens: Tokens, rules: Rules) -> tuple[Array, Array]:
+def attend(
+    q: Float[Array, "B S N H"],
+    k: Float[Array, "B U M H"],
+    v: Float[Array, "B U M Hv"],
+    tokens: Tokens,
+    rules: Rules,
+) -> tuple[Float[Array, "B S N Hv"], Float[Array, "B N S"]]:
+    """See `pallas_kernels.flash_attention`."""
     sizes, queries, keys = _prepare(q, k, v, tokens)
     tiers = _tiers(sizes, k.shape[1], tokens, rules)
 
@@ -231,33 +236,23 @@ def _attend(q: Array, k: Array, v: Array, tokens: Tokens, rules: Rules) -> tuple
     return out, lse.swapaxes(1, 2)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def flash_attention(
+def differentiate(
     q: Float[Array, "B S N H"],
     k: Float[Array, "B U M H"],
     v: Float[Array, "B U M Hv"],
     tokens: Tokens,
     rules: Rules,
-) -> tuple[Float[Array, "B S N Hv"], Float[Array, "B N S"]]:
-    """See `pallas_kernels.flash_attention`."""
-    return _attend(q, k, v, tokens, rules)
-
-
-def _forward(q, k, v, tokens, rules):
-    out, lse = _attend(q, k, v, tokens, rules)
-    return (out, lse), (q, k, v, tokens, out, lse)
-
-
-def _backward(rules, residuals, gradients):
-    q, k, v, tokens, out, lse = residuals
-    d_out, d_lse = gradients
+    d_out: Float[Array, "B S N Hv"],
+    lse: Float[Array, "B N S"],
+    delta: Float[Array, "B N S"],
+) -> tuple[Float[Array, "B S N H"], Float[Array, "B U M H"], Float[Array, "B U M Hv"]]:
+    """See `pallas_kernels.flash_attention.kernels`."""
     sizes, queries, keys = _prepare(q, k, v, tokens)
     tiers = _tiers(sizes, k.shape[1], tokens, rules)
 
     # A query that sees nothing: its weights are 0, and nothing that meets them may be infinite.
-    sees_any = jnp.isfinite(lse)
-    lse, d_lse = (jnp.where(sees_any, x, 0.0).swapaxes(1, 2) for x in (lse, d_lse))
-    delta = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1) - d_lse
+    lse = jnp.where(jnp.isfinite(lse), lse, 0.0)
+    lse, delta = (x.swapaxes(1, 2) for x in (lse, delta))
     results = _Results(sizes.split(d_out), sizes.split(lse), sizes.split(delta))
 
     def one_head(keys: _Keys, queries: _Queries, results: _Results) -> tuple[Array, Array, Array]:
@@ -283,12 +278,7 @@ def _backward(rules, residuals, gradients):
     def heads_last(x: Array) -> Array:
         return x.reshape(sizes.b, sizes.m, *x.shape[1:]).swapaxes(1, 2)
 
-    return (
-        sizes.join(d_q).astype(q.dtype),
-        heads_last(d_k).astype(k.dtype),
-        heads_last(d_v).astype(v.dtype),
-        None,
-    )
+    return sizes.join(d_q), heads_last(d_k), heads_last(d_v)
 
 
-flash_attention.defvjp(_forward, _backward)
+KERNELS = Kernels(attend, differentiate)

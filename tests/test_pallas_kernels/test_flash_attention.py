@@ -19,7 +19,9 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import OPERATIONS, flash_attention
-from pallas_kernels.flash_attention import xla
+from pallas_kernels.flash_attention import OPERATION, xla
+from pallas_kernels.flash_attention.api import KERNELS
+from pallas_kernels.flash_attention.kernels import softmax_delta
 from pallas_kernels.flash_attention.mask import Rules, Tokens
 
 IMPLEMENTATIONS = ("xla",)
@@ -351,3 +353,34 @@ def test_dtypes_that_do_not_fit():
     arrays["k"] = arrays["k"].astype(jnp.bfloat16)
     with pytest.raises(ValueError, match="same floating dtype, not float32, bfloat16 and float32"):
         inspect.unwrap(flash_attention)(**arrays)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_parts_of_the_keys_have_parts_of_the_gradient(implementation, key):
+    """With lse and delta of the whole softmax, the gradients of two halves of the keys add up."""
+    keys = jax.random.split(key, 4)
+    q, d_out = (jax.random.normal(k, (2, 12, 4, 8)) for k in keys[:2])
+    k, v = (jax.random.normal(k, (2, 16, 2, 8)) for k in keys[2:])
+    rules = Rules(causal=True, window=None, softcap=3.0, scale=0.4)
+    positions, later = jnp.arange(12) + 2, jnp.arange(16)
+    out, lse = KERNELS["reference"].attend(q, k, v, Tokens(positions, later, None, None), rules)
+    delta = softmax_delta(out, d_out)
+
+    def differentiate(name, part):
+        tokens = Tokens(positions, later[part], None, None)
+        one = KERNELS[name].differentiate
+        return one(q, k[:, part], v[:, part], tokens, rules, d_out, lse, delta)
+
+    def loss(q, k, v):
+        tokens = Tokens(positions, later, None, None)
+        return jnp.vdot(OPERATION.function("reference")(q, k, v, tokens, rules)[0], d_out)
+
+    whole = jax.grad(loss, (0, 1, 2))(q, k, v)
+    for name in ("reference", implementation):
+        first, second = (differentiate(name, part) for part in (slice(0, 8), slice(8, 16)))
+        parts = (
+            first[0] + second[0],
+            *(jnp.concatenate(pair, 1) for pair in zip(first[1:], second[1:], strict=True)),
+        )
+        for ours, theirs in zip(parts, whole, strict=True):
+            np.testing.assert_allclose(ours, theirs, **TOLERANCES["float32"])

@@ -1,0 +1,75 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""What an implementation of flash_attention consists of, and the gradient that all of them share.
+
+    attend          (q, k, v, tokens, rules) -> (out, lse)
+    differentiate   (q, k, v, tokens, rules, d_out, lse, delta) -> (d_q, d_k, d_v), float32
+
+The backward pass (FlashAttention-2, arXiv 2307.08691, section 3.1) computes the scores again from
+the log-sum-exp, and needs of the forward pass two numbers per query:
+
+    P = exp(S - lse)       dV = P^T dO        dP = dO V^T        delta = sum(dO * O) - d lse
+    dS = P * (dP - delta)  dQ = scale dS K    dK = scale dS^T Q
+
+`lse` and `delta` may be those of a softmax over more keys than these: then the result is the part
+of the gradient that these keys have in it, and parts add up. Ring attention lives on that.
+
+To add an implementation: a file with these two functions, and a line in api.py.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.array_types import Array, Float
+from pallas_kernels.flash_attention.mask import Rules, Tokens
+
+
+class Kernels(NamedTuple):
+    """The two passes of one implementation; hashable."""
+
+    attend: Callable[..., tuple[Array, Array]]
+    """Arguments as of `flash_attention` below; out in the dtype of q, lse [B N S] f32."""
+    differentiate: Callable[..., tuple[Array, Array, Array]]
+    """Further d_out [B S N Hv], and lse and delta [B N S] f32; lse is -inf where a query sees
+    nothing, and what it then adds is 0. d_q, d_k and d_v in float32."""
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def flash_attention(
+    q: Float[Array, "B S N H"],
+    k: Float[Array, "B U M H"],
+    v: Float[Array, "B U M Hv"],
+    tokens: Tokens,
+    rules: Rules,
+    kernels: Kernels,
+) -> tuple[Float[Array, "B S N Hv"], Float[Array, "B N S"]]:
+    """See `pallas_kernels.flash_attention`."""
+    return kernels.attend(q, k, v, tokens, rules)
+
+
+def softmax_delta(
+    out: Float[Array, "B S N Hv"], d_out: Float[Array, "B S N Hv"]
+) -> Float[Array, "B N S"]:
+    """Of every query, the sum of dO * O in float32: what the softmax takes off its gradients."""
+    return jnp.einsum("bsnh,bsnh->bns", d_out.astype(jnp.float32), out.astype(jnp.float32))
+
+
+def _forward(q, k, v, tokens, rules, kernels):
+    out, lse = kernels.attend(q, k, v, tokens, rules)
+    return (out, lse), (q, k, v, tokens, out, lse)
+
+
+def _backward(rules, kernels, residuals, gradients):
+    q, k, v, tokens, out, lse = residuals
+    d_out, d_lse = gradients
+    # Of a query that sees nothing lse is a constant.
+    delta = softmax_delta(out, d_out) - jnp.where(jnp.isfinite(lse), d_lse, 0.0)
+    d_q, d_k, d_v = kernels.differentiate(q, k, v, tokens, rules, d_out, lse, delta)
+    return d_q.astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype), None
+
+
+flash_attention.defvjp(_forward, _backward)
