@@ -31,8 +31,16 @@ def match_varying(x: Array, *like: Array) -> Array:
     Returns:
         `x`, unchanged in value. Outside a manual region, or without `check_vma`, `x` itself.
     """
-    varying = jax.typeof(x).mat.varying
-    missing = frozenset().union(*(jax.typeof(other).mat.varying for other in like)) - varying
-    if not missing:
-        return x
-    return jax.lax.pcast(x, tuple(sorted(missing)), to="varying")
+    varying = frozenset().union(*(jax.typeof(other).mat.varying for other in like))
+    return vary_over(x, tuple(sorted(varying)))
+
+
+def vary_over(x: Array, axes: tuple[str, ...]) -> Array:
+    """Lets `x` vary over these manual mesh axes as well.
+
+    Args:
+        x: Any array, in a manual region with `check_vma`.
+        axes: Names of mesh axes.
+    """
+    missing = tuple(axis for axis in axes if axis not in jax.typeof(x).mat.varying)
+    return jax.lax.pcast(x, missing, to="varying") if missing else x

@@ -53,6 +53,17 @@ ACT_KV_HEADS: Final = "act_kv_heads"  # M
 ACT_MLP: Final = "act_mlp"  # F
 ACT_VOCAB: Final = "act_vocab"  # V
 
+ACTIVATION_AXES: Final = (
+    ACT_BATCH,
+    ACT_SEQ,
+    ACT_SEQ_INNER,
+    ACT_EMBED,
+    ACT_HEADS,
+    ACT_KV_HEADS,
+    ACT_MLP,
+    ACT_VOCAB,
+)
+
 LOGICAL_AXES: Final = (
     LAYERS,
     EMBED,
@@ -70,14 +81,7 @@ LOGICAL_AXES: Final = (
     CONSTANTS,
     ROUTER_SLOTS,
     NORM,
-    ACT_BATCH,
-    ACT_SEQ,
-    ACT_SEQ_INNER,
-    ACT_EMBED,
-    ACT_HEADS,
-    ACT_KV_HEADS,
-    ACT_MLP,
-    ACT_VOCAB,
+    *ACTIVATION_AXES,
 )
 
 

@@ -25,8 +25,8 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from jaxtyping import Array
 
-from pallas_kernels.jax_versions import match_varying
-from sharding.axes import ACT_BATCH, is_our_mesh
+from pallas_kernels.jax_versions import match_varying, vary_over
+from sharding.axes import ACT_BATCH, ACTIVATION_AXES, is_our_mesh
 from sharding.rules import LogicalAxisRules
 
 Surroundings = Literal["none", "auto", "explicit"]
@@ -57,6 +57,31 @@ def surroundings() -> Surroundings:
 def without_mesh():
     """A context in which no mesh is current: for `jax.eval_shape` of whole models."""
     return jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Entry:
+    """How an argument enters an island, and what is gathered there."""
+
+    spec: PartitionSpec
+    gathered: tuple[tuple[str, ...], ...]
+    """Per dimension the mesh axes along which it is gathered inside; empty: nothing is."""
+
+    def gather(self, x: Array, varying: tuple[str, ...]) -> Array:
+        """The argument as the island wants it.
+
+        Args:
+            x: local shard.
+            varying: mesh axes over which what it meets varies. It is said before the gathering:
+                so the sum over them is taken of a piece.
+        """
+        if not self.gathered:
+            return x
+        x = vary_over(x, varying)
+        for dimension, names in enumerate(self.gathered):
+            if names:
+                x = jax.lax.all_gather(x, names, axis=dimension, tiled=True)
+        return x
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -112,33 +137,50 @@ class Placement:
 
         Returns:
             A function of the global arrays. Arguments are laid out by `in_axes` first: an axis
-            named None is gathered, and the gradient is scattered back.
+            named None is gathered, and the gradient is scattered back. A weight (an argument
+            without a logical axis of activations) that is cut further enters as it is, and is
+            gathered inside: its gradient is then reduced and scattered over the axes that cut it,
+            and only the piece that is left is added up over the others.
         """
         if surroundings() != "explicit":
             return lambda *arguments: function(*arguments, batch_axes=())
 
         names = self.rules.mesh_axes(ACT_BATCH)
 
-        def spec(tree):
-            return jax.tree.map(self.rules.resolve, tree, is_leaf=_is_axes)
-
-        in_specs = tuple(spec(tree) for tree in in_axes)
-
         def run(*arguments):
+            entries = jax.tree.map(self._entry, tuple(in_axes), arguments, is_leaf=_is_axes)
+            is_entry = lambda node: isinstance(node, _Entry)  # noqa: E731
+            specs = jax.tree.map(lambda entry: entry.spec, entries, is_leaf=is_entry)
             placed = jax.tree.map(
-                lambda axes, x: jax.sharding.reshard(x, self.rules.resolve(axes)),
-                tuple(in_axes),
+                lambda entry, x: jax.sharding.reshard(x, entry.spec),
+                entries,
                 arguments,
-                is_leaf=_is_axes,
+                is_leaf=is_entry,
             )
-            body = jax.shard_map(
-                lambda *local: function(*local, batch_axes=names),
-                in_specs=in_specs,
-                out_specs=spec(out_axes),
-            )
-            return body(*placed)
+            varying = _names_in(specs)
+
+            def body(*local):
+                whole = jax.tree.map(
+                    lambda entry, x: entry.gather(x, varying), entries, local, is_leaf=is_entry
+                )
+                return function(*whole, batch_axes=names)
+
+            out_specs = jax.tree.map(self.rules.resolve, out_axes, is_leaf=_is_axes)
+            return jax.shard_map(body, in_specs=specs, out_specs=out_specs)(*placed)
 
         return run
+
+    def _entry(self, axes: LogicalAxes, x: Array) -> _Entry:
+        """How an argument with these logical axes enters an island."""
+        spec = self.rules.resolve(axes)
+        stored = jax.typeof(x).sharding.spec
+        if any(name in ACTIVATION_AXES for name in axes) or len(stored) != len(spec):
+            return _Entry(spec, ())
+        cuts = [(_axes_of(now), _axes_of(then)) for now, then in zip(stored, spec, strict=True)]
+        if any(now[: len(then)] != then for now, then in cuts):
+            return _Entry(spec, ())
+        further = tuple(now[len(then) :] for now, then in cuts)
+        return _Entry(stored, further) if any(further) else _Entry(spec, ())
 
 
 def move(x: Array, spec: PartitionSpec) -> Array:
@@ -159,8 +201,7 @@ def gather_along(x: Array, axis: str) -> Array:
         return x
 
     def left(entry: str | tuple[str, ...] | None) -> tuple[str, ...] | None:
-        names = (entry,) if isinstance(entry, str) else entry or ()
-        return tuple(name for name in names if name != axis) or None
+        return tuple(name for name in _axes_of(entry) if name != axis) or None
 
     return jax.sharding.reshard(x, PartitionSpec(*map(left, jax.typeof(x).sharding.spec)))
 
@@ -190,6 +231,16 @@ def _local_einsum(subscripts: str, x: Array, weight: Array, dtype: Any) -> Array
 
     project.defvjp(lambda x, weight: (project(x, weight), (x, weight)), backward)
     return project(match_varying(x, weight), match_varying(weight, x))
+
+
+def _axes_of(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    return (entry,) if isinstance(entry, str) else entry or ()
+
+
+def _names_in(specs: Any) -> tuple[str, ...]:
+    """The mesh axes that a tree of specs mentions."""
+    leaves = jax.tree.leaves(specs, is_leaf=lambda node: isinstance(node, PartitionSpec))
+    return tuple({name: None for spec in leaves for entry in spec for name in _axes_of(entry)})
 
 
 def _is_axes(node: Any) -> bool:

@@ -13,12 +13,14 @@ replicas, a step moves per device (ring algorithms: AG all-gather, RS reduce-sca
     fully_sharded  1/n          1/n          1/n          3    AG forward and backward, RS
     hybrid         1/n          1/n          1/nr         3    and across replicas RS, AG of P / n
     hierarchical   1/nr         1/nr         1/nr         3    and across replicas one AG of P / n
-                                                               that the backward pass keeps; the
-                                                               RS is one over all nr devices
+                                                               that the backward pass keeps, RS
 
-fully_sharded with replicas keeps r copies of everything and adds an AR of P / n across them. An AR
-is an RS and an AG, so zero1 needs no more than data_parallel once XLA has turned its AR and slice
-into an RS; XLA does that on accelerators, and never on the CPU. Sources: ZeRO, arXiv 1910.02054;
+fully_sharded with replicas keeps r copies of everything and adds an AR of P / n across them. In all
+layouts that cut parameters within a replica the reduction has two levels: a reduce-scatter within,
+and what is left of each gradient, P / n, across (only what lies outside the layers is reduced over
+all nr devices at once under `hierarchical`). An AR is an RS and an AG, so zero1 needs no more than
+data_parallel once XLA has turned its AR and slice into an RS (as zero2's, and those across
+replicas); XLA does that on accelerators, and never on the CPU. Sources: ZeRO, arXiv 1910.02054;
 secondary shards, arXiv 2306.10209; nested levels, arXiv 2501.04266.
 
 To add a layout: an entry in STATE_LAYOUTS, its name in `StateLayoutName`.

@@ -47,7 +47,11 @@ class Product:
 
 
 def out_of_stream(
-    x: Float[Array, "B S D"], products: dict[str, Product], placement: Placement
+    x: Float[Array, "B S D"],
+    products: dict[str, Product],
+    placement: Placement,
+    *,
+    is_stream: bool = True,
 ) -> dict[str, Array]:
     """Products of the residual stream, which is gathered once for all of them.
 
@@ -55,8 +59,9 @@ def out_of_stream(
         x: the stream, in the compute dtype.
         products: by name; their results are spread.
         placement: where arrays lie.
+        is_stream: False: x has been gathered already.
     """
-    names = _positions(placement)
+    names = _positions(placement) if is_stream else ()
 
     def run(x: Array, weights: dict[str, Array], *, batch_axes: tuple[str, ...]) -> Any:
         del batch_axes
@@ -69,7 +74,10 @@ def out_of_stream(
 
     island = placement.island(
         run,
-        in_axes=(_STREAM, {name: p.weight_axes for name, p in products.items()}),
+        in_axes=(
+            _STREAM if is_stream else _GATHERED,
+            {name: p.weight_axes for name, p in products.items()},
+        ),
         out_axes={name: p.spread_axes for name, p in products.items()},
     )
     return island(x, {name: p.weight for name, p in products.items()})
@@ -97,6 +105,7 @@ def into_stream(hidden: Array, product: Product, placement: Placement) -> Float[
 
 
 _STREAM = (ax.ACT_BATCH, ax.ACT_SEQ, ax.ACT_EMBED)
+_GATHERED = (ax.ACT_BATCH, ax.ACT_SEQ_INNER, ax.ACT_EMBED)
 
 
 def _positions(placement: Placement) -> tuple[str, ...]:

@@ -18,6 +18,7 @@ from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.parameters import Declaration, declare
 from sharding import axes as ax
+from sharding.tensor_parallel import Product, out_of_stream
 
 
 class Embedding(nn.Module):
@@ -64,6 +65,8 @@ def output_logits(
     weight: Float[Array, "D V"],
     model: ModelConfig,
     execution: ExecutionConfig,
+    *,
+    is_stream: bool = True,
 ) -> Float[Array, "B S V"]:
     """Logits in f32, cut by vocabulary where the head is.
 
@@ -72,13 +75,18 @@ def output_logits(
         weight: from `head_weight`.
         model: for the logit multiplier.
         execution: for dtype and placement.
+        is_stream: False: hidden is a part of the stream, its positions cut as within a sublayer.
     """
-    dtype = execution.precision.compute_dtype
-    inner = (ax.ACT_BATCH, ax.ACT_SEQ_INNER)
-    hidden, axes = execution.placement.place(hidden, (*inner, None)), (*inner, ax.ACT_VOCAB)
-    logits = execution.placement.einsum(
-        "bsd,dv->bsv", hidden.astype(dtype), weight.astype(dtype), axes=axes, dtype=jnp.float32
+    dtype, spread = execution.precision.compute_dtype, (ax.ACT_BATCH, ax.ACT_SEQ_INNER)
+    product = Product(
+        "bsd,dv->bsv",
+        weight.astype(dtype),
+        (None, ax.VOCAB),
+        (*spread, ax.ACT_VOCAB),
+        jnp.float32,
     )
+    products, placement = {"logits": product}, execution.placement
+    logits = out_of_stream(hidden.astype(dtype), products, placement, is_stream=is_stream)["logits"]
     return logits * jnp.float32(model.multipliers.logits)
 
 

@@ -50,7 +50,7 @@ def observe_head(
     weight, hidden = jax.lax.stop_gradient((head_weight(params, model), hidden))
 
     def observe(hidden: Array, loss_weights: Array) -> Indicators:
-        logits = output_logits(hidden, weight, model, execution)
+        logits = output_logits(hidden, weight, model, execution, is_stream=is_whole)
         z = jax.nn.logsumexp(logits, axis=-1) ** 2
         return token_means(
             {"head_z": z}, loss_weights > 0.0, peaks={"head_max_logit": jnp.max(logits, axis=-1)}
@@ -58,7 +58,8 @@ def observe_head(
 
     loss_weights = jnp.asarray(batch.loss_weights)
     length, chunk = hidden.shape[1], execution.loss_chunk
-    if not chunk or chunk >= length:
+    is_whole = not chunk or chunk >= length
+    if is_whole:
         return jax.tree.map(lambda leaf: leaf[None], observe(hidden, loss_weights))
     rows = (ax.ACT_BATCH, None)
     whole = (

@@ -71,7 +71,7 @@ def summed_nll(
     """
 
     def chunk_sum(hidden: Array, targets: Array, loss_weights: Array) -> Float[Array, ""]:
-        logits = output_logits(hidden, weight, model, execution)
+        logits = output_logits(hidden, weight, model, execution, is_stream=is_whole)
         if num_predicted is not None and num_predicted < model.vocab_size:
             logits = only_predicted(logits, num_predicted)
         nll = island(logits, targets)
@@ -85,7 +85,8 @@ def summed_nll(
         out_axes=rows,
     )
     length, chunk = hidden.shape[1], execution.loss_chunk
-    if not chunk or chunk >= length:
+    is_whole = not chunk or chunk >= length
+    if is_whole:
         return chunk_sum(hidden, targets, loss_weights)
 
     def body(total: Array, part: tuple[Array, ...]) -> tuple[Array, None]:

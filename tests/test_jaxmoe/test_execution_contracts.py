@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Long proofs: the collectives of a compiled training step are those of the formulas.
 
-Everything is f32 and compiled for eight CPU devices, where a reduce-scatter of the partitioner is
-an all-reduce followed by a slice: what counts there is which bytes are reduced among how many.
+Everything is f32 and compiled for eight CPU devices, where a reduce-scatter of the partitioner
+(zero1, zero2, and the last step across replicas) is an all-reduce followed by a slice.
 """
 
 import collections
@@ -75,42 +75,74 @@ def moved(execution):
     return dict(found)
 
 
+GAINS = ALL - MATRICES
 SCALARS = 4096
 """Bytes of losses, norms and telemetry, which are reduced as well."""
 
+WHOLE, REPLICAS = MeshConfig(data=8), MeshConfig(replica=2, data=4)
+GATHERED = MATRICES + IN_LAYERS
+"""With full rematerialisation the matrices of layers are gathered for the backward pass again."""
+
 LAYOUTS = {
-    "data_parallel": (MeshConfig(data=8), {("all-reduce", 8): ALL}),
+    "data_parallel": (WHOLE, {("all-reduce", 8): ALL}),
     # The moments' parts of the new parameters come back; gains are whole everywhere.
-    "zero1": (MeshConfig(data=8), {("all-reduce", 8): ALL, ("all-gather", 8): MATRICES}),
-    "zero2": (MeshConfig(data=8), {("all-reduce", 8): ALL, ("all-gather", 8): MATRICES}),
+    "zero1": (WHOLE, {("all-reduce", 8): ALL, ("all-gather", 8): MATRICES}),
+    "zero2": (WHOLE, {("all-reduce", 8): ALL, ("all-gather", 8): MATRICES}),
     "fully_sharded": (
-        MeshConfig(data=8),
-        {("all-reduce", 8): ALL, ("all-gather", 8): MATRICES + IN_LAYERS},
+        WHOLE,
+        {
+            ("all-reduce", 8): GAINS,
+            ("all-gather", 8): GATHERED,
+            ("reduce-scatter", 8): MATRICES / 8,
+        },
+    ),
+    # Two levels: a gradient is scattered within a replica, and its piece added across replicas.
+    "fully_sharded_in_replicas": (
+        REPLICAS,
+        {
+            ("all-reduce", 8): GAINS,
+            ("all-gather", 4): GATHERED,
+            ("reduce-scatter", 4): MATRICES / 4,
+            ("all-reduce", 2): MATRICES / 4,
+        },
+    ),
+    # The update is cut across replicas as well, and the new parameters come back.
+    "hybrid": (
+        REPLICAS,
+        {
+            ("all-reduce", 8): GAINS,
+            ("all-gather", 4): GATHERED,
+            ("reduce-scatter", 4): MATRICES / 4,
+            ("all-reduce", 2): MATRICES / 4,
+            ("all-gather", 2): MATRICES / 4,
+        },
+    ),
+    # Matrices of layers cross replicas once, and are gathered within one twice.
+    "hierarchical": (
+        REPLICAS,
+        {
+            ("all-reduce", 8): GAINS,
+            ("all-gather", 2): IN_LAYERS / 4,
+            ("all-gather", 4): 2 * IN_LAYERS,
+            ("reduce-scatter", 4): IN_LAYERS / 4,
+            ("all-reduce", 2): IN_LAYERS / 4,
+            ("all-gather", 8): MATRICES - IN_LAYERS,
+            ("reduce-scatter", 8): (MATRICES - IN_LAYERS) / 8,
+        },
     ),
 }
 
 
-@pytest.mark.parametrize("rules", LAYOUTS)
-def test_bytes_of_the_state_are_those_of_the_formula(rules):
-    """All-gathers exactly; reductions but for scalars."""
-    mesh, wanted = LAYOUTS[rules]
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_bytes_of_the_state_are_those_of_the_formula(name):
+    """Exactly; but for scalars, which are reduced over all devices, or over those of a replica."""
+    mesh, wanted = LAYOUTS[name]
+    rules = name.removesuffix("_in_replicas")
     found = moved(ExecutionConfig(mesh=mesh, rules=rules, remat="full"))
-    reduced = found.pop(("all-reduce", 8))
-    assert wanted.pop(("all-reduce", 8)) <= reduced <= ALL + SCALARS
-    assert found == wanted
-
-
-def test_hierarchical_gathers_across_replicas_once():
-    """Matrices of layers cross replicas once, are gathered within one twice, and nothing else is
-    moved to get there; gradients are reduced over all devices at once."""
-    mesh = MeshConfig(replica=2, data=4)
-    found = moved(ExecutionConfig(mesh=mesh, rules="hierarchical", remat="full"))
-    assert ALL <= found.pop(("all-reduce", 8)) <= ALL + SCALARS
-    assert found == {
-        ("all-gather", 2): IN_LAYERS / 4,
-        ("all-gather", 4): 2 * IN_LAYERS,
-        ("all-gather", 8): MATRICES - IN_LAYERS,
-    }
+    reduced, least = found.pop(("all-reduce", 8)), wanted[("all-reduce", 8)]
+    assert least <= reduced + SCALARS // 8 and reduced <= least + SCALARS
+    found = {key: size for key, size in found.items() if size > SCALARS // 16}
+    assert found == {key: size for key, size in wanted.items() if key != ("all-reduce", 8)}
 
 
 def test_no_collective_is_as_large_as_the_logits():
