@@ -17,7 +17,8 @@ local shards: routing, sorting, dispatch and kernels live there.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import jax
@@ -138,9 +139,9 @@ class Placement:
         Returns:
             A function of the global arrays. Arguments are laid out by `in_axes` first: an axis
             named None is gathered, and the gradient is scattered back. A weight (an argument
-            without a logical axis of activations) that is cut further enters as it is, and is
-            gathered inside: its gradient is then reduced and scattered over the axes that cut it,
-            and only the piece that is left is added up over the others.
+            without a logical axis of activations) that is cut further along axes over which
+            activations are spread enters so and is gathered inside: its gradient is reduced and
+            scattered over these axes, and only the piece that is left is added up over the others.
         """
         if surroundings() != "explicit":
             return lambda *arguments: function(*arguments, batch_axes=())
@@ -148,20 +149,28 @@ class Placement:
         names = self.rules.mesh_axes(ACT_BATCH)
 
         def run(*arguments):
-            entries = jax.tree.map(self._entry, tuple(in_axes), arguments, is_leaf=_is_axes)
-            is_entry = lambda node: isinstance(node, _Entry)  # noqa: E731
-            specs = jax.tree.map(lambda entry: entry.spec, entries, is_leaf=is_entry)
+            spread = _names_in(
+                self.rules.resolve(axes)
+                for axes in jax.tree.leaves(tuple(in_axes), is_leaf=_is_axes)
+                if any(name in ACTIVATION_AXES for name in axes)
+            )
+            entries = jax.tree.map(
+                lambda axes, x: self._entry(axes, x, spread),
+                tuple(in_axes),
+                arguments,
+                is_leaf=_is_axes,
+            )
+            specs = jax.tree.map(lambda entry: entry.spec, entries, is_leaf=_is_entry)
             placed = jax.tree.map(
                 lambda entry, x: jax.sharding.reshard(x, entry.spec),
                 entries,
                 arguments,
-                is_leaf=is_entry,
+                is_leaf=_is_entry,
             )
-            varying = _names_in(specs)
 
             def body(*local):
                 whole = jax.tree.map(
-                    lambda entry, x: entry.gather(x, varying), entries, local, is_leaf=is_entry
+                    lambda entry, x: entry.gather(x, spread), entries, local, is_leaf=_is_entry
                 )
                 return function(*whole, batch_axes=names)
 
@@ -170,8 +179,14 @@ class Placement:
 
         return run
 
-    def _entry(self, axes: LogicalAxes, x: Array) -> _Entry:
-        """How an argument with these logical axes enters an island."""
+    def _entry(self, axes: LogicalAxes, x: Array, spread: tuple[str, ...]) -> _Entry:
+        """How an argument with these logical axes enters an island.
+
+        Args:
+            axes: where it is used.
+            x: the global array.
+            spread: mesh axes over which activations of the island are spread.
+        """
         spec = self.rules.resolve(axes)
         stored = jax.typeof(x).sharding.spec
         if any(name in ACTIVATION_AXES for name in axes) or len(stored) != len(spec):
@@ -179,8 +194,14 @@ class Placement:
         cuts = [(_axes_of(now), _axes_of(then)) for now, then in zip(stored, spec, strict=True)]
         if any(now[: len(then)] != then for now, then in cuts):
             return _Entry(spec, ())
-        further = tuple(now[len(then) :] for now, then in cuts)
-        return _Entry(stored, further) if any(further) else _Entry(spec, ())
+        further = tuple(
+            tuple(itertools.takewhile(lambda axis: axis in spread, now[len(then) :]))
+            for now, then in cuts
+        )
+        if not any(further):
+            return _Entry(spec, ())
+        kept = (then + more for (_, then), more in zip(cuts, further, strict=True))
+        return _Entry(PartitionSpec(*(axes or None for axes in kept)), further)
 
 
 def move(x: Array, spec: PartitionSpec) -> Array:
@@ -237,10 +258,13 @@ def _axes_of(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
     return (entry,) if isinstance(entry, str) else entry or ()
 
 
-def _names_in(specs: Any) -> tuple[str, ...]:
-    """The mesh axes that a tree of specs mentions."""
-    leaves = jax.tree.leaves(specs, is_leaf=lambda node: isinstance(node, PartitionSpec))
-    return tuple({name: None for spec in leaves for entry in spec for name in _axes_of(entry)})
+def _names_in(specs: Iterable[PartitionSpec]) -> tuple[str, ...]:
+    """The mesh axes that these specs mention."""
+    return tuple({name: None for spec in specs for entry in spec for name in _axes_of(entry)})
+
+
+def _is_entry(node: Any) -> bool:
+    return isinstance(node, _Entry)
 
 
 def _is_axes(node: Any) -> bool:
