@@ -4,8 +4,9 @@
 
     grouped_matmul, grouped_swiglu   beside the dense product of as many rows, by load of the groups
     flash_attention                  beside jax.nn.dot_product_attention, with temporary memory
+    attention on a GPU               beside cuDNN, in bfloat16: bench_gpu_attention.py
 
-All in float32, in turns; a speed is the median's, the limit the rate of a large dense product.
+The rest in float32, in turns; a speed is the median's, the limit the rate of a large dense product.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from experiments import bench_gpu_attention
 from experiments.bench_step import BenchRunConfig
 from experiments.measure import in_turns, matmul_rate, timed, with_gradients
 from pallas_kernels import flash_attention, grouped_matmul, grouped_swiglu
@@ -61,6 +63,7 @@ def bench_kernels(config: KernelBenchConfig) -> dict[str, Any]:
         "matmul_flops_per_second": matmul_rate(),
         "rows": [*_grouped(config), *_attention(config)],
         "attention_temporary_bytes": _attention_memory(config),
+        "gpu_attention": bench_gpu_attention.gpu_attention(config.rounds),
     }
 
 
@@ -80,7 +83,7 @@ def in_words(summary: dict[str, Any]) -> str:
             f"attention, temporary memory at S={row['length']}: {row['ours'] / 1e6:.0f} MB,"
             f" jax.nn {row['jax_nn'] / 1e6:.0f} MB"
         )
-    return "\n".join(lines)
+    return "\n".join([*lines, *bench_gpu_attention.in_words(summary["gpu_attention"])])
 
 
 def loads(rows: int, groups: int) -> dict[str, np.ndarray]:

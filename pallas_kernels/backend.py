@@ -12,18 +12,25 @@ implementations of the same signature:
 
 A name given by the caller either runs or is refused at once with the reason. None picks the first
 of `PREFERENCE` that exists and runs here, and `Operation.choose` says which one that is; nothing
-falls back in silence. The device platform is asked for only where the answer depends on it, so
-that planning for devices that are not there, and describing a model, start no backend.
+falls back in silence.
+
+"Here" is the platform that a program is traced for: that of the devices of the mesh in context,
+which need not be there (a topology's, so that a plan for TPUs has the kernels that a run on TPUs
+has), or without one, this process's. It is asked for only where the answer depends on it, so that
+planning, and describing a model, start no backend. TPU kernels also run inside `interpreted()`.
 
 To add an implementation to an operation, add its function to the table in the operation's api.py.
 """
 
+import contextlib
+import contextvars
 import dataclasses
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 import jax
+from jax.experimental.pallas import tpu as pltpu
 
 Implementation = Literal["reference", "xla", "pallas_tpu", "pallas_gpu"]
 
@@ -49,7 +56,7 @@ class Operation:
     implementations: Mapping[Implementation, Callable[..., Any]]
 
     def runnable(self) -> list[Implementation]:
-        """The implementations that run on this process's devices, best first."""
+        """The implementations that run here, best first."""
         return [name for name in PREFERENCE if name in self.implementations and _runs_here(name)]
 
     def choose(self, requested: Implementation | None = None) -> Choice:
@@ -74,7 +81,7 @@ class Operation:
         elif requested not in self.implementations:
             rule = f"does not exist for {self.name}"
         else:
-            rule = f"needs a {PLATFORMS[requested]} and this process has a {jax.default_backend()}"
+            rule = f"needs a {PLATFORMS[requested]} and {_words()}"
         raise ValueError(
             f"{self.name}: implementation={requested!r} {rule}. "
             f"Choose one of {', '.join(map(repr, self.runnable()))}, or None for the best of them."
@@ -85,5 +92,53 @@ class Operation:
         return self.implementations[self.choose(requested).implementation]
 
 
+def platform() -> str:
+    """The platform that a program traced here is for: "cpu", "gpu" or "tpu".
+
+    Inside a jitted function it is the mesh in context at its first call that counts, and JAX traces
+    anew when another mesh is set.
+    """
+    device = _described_device()
+    name = jax.default_backend() if device is None else device.platform
+    return "gpu" if name in ("cuda", "rocm") else name
+
+
+Interpreter = Literal["values", "machine"]
+
+_INTERPRETER: contextvars.ContextVar[Interpreter | None] = contextvars.ContextVar(
+    "interpreter", default=None
+)
+
+
+@contextlib.contextmanager
+def interpreted(interpreter: Interpreter = "machine") -> Iterator[None]:
+    """Lets TPU kernels run on the CPU, to test them: inside, "pallas_tpu" runs and None picks it.
+
+    Args:
+        interpreter: "machine" follows a TPU's memories, copies and semaphores; "values" runs the
+            body of a kernel as any other program, faster, outside manual regions alone.
+    """
+    # What `pallas_call` would be given as `interpret`: True is its plain interpreter.
+    params = pltpu.InterpretParams() if interpreter == "machine" else typing.cast(Any, True)
+    token = _INTERPRETER.set(interpreter)
+    try:
+        with pltpu.force_tpu_interpret_mode(params):
+            yield
+    finally:
+        _INTERPRETER.reset(token)
+
+
 def _runs_here(name: Implementation) -> bool:
-    return name not in PLATFORMS or jax.default_backend() == PLATFORMS[name]
+    if name == "pallas_tpu" and _INTERPRETER.get() is not None:
+        return True
+    return name not in PLATFORMS or platform() == PLATFORMS[name]
+
+
+def _described_device() -> Any:
+    return jax.sharding.get_abstract_mesh().abstract_device
+
+
+def _words() -> str:
+    if _described_device() is None:
+        return f"this process has a {jax.default_backend()}"
+    return f"the mesh is of {platform()} devices"

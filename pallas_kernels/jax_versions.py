@@ -11,7 +11,12 @@ moved most: jax 0.9 still said `aval.vma`, today it is `jax.typeof(x).mat.varyin
 To add a name: import it from here everywhere, and say in one line which versions differ.
 """
 
+import importlib
+import inspect
+from typing import Any
+
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels.array_types import Array
 
@@ -44,3 +49,63 @@ def vary_over(x: Array, axes: tuple[str, ...]) -> Array:
     """
     missing = tuple(axis for axis in axes if axis not in jax.typeof(x).mat.varying)
     return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+
+def shape_varying_like(
+    shape: tuple[int, ...], dtype: jnp.dtype | type, *like: Array
+) -> jax.ShapeDtypeStruct:
+    """The shape of a kernel's result, which varies over the mesh axes of all of `like`.
+
+    `pallas_call` cannot tell by itself inside `jax.shard_map` with `check_vma=True`. jax 0.9 had
+    `vma=`, today it is `manual_axis_type=`.
+
+    Args:
+        shape: of the result.
+        dtype: of the result.
+        like: the kernel's operands.
+    """
+    varying = frozenset().union(*(jax.typeof(x).mat.varying for x in like))
+    if not varying:
+        return jax.ShapeDtypeStruct(shape, dtype)
+    kind = jax.sharding.ManualAxisType(varying=varying)
+    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=kind)
+
+
+class _MosaicGpu:
+    """`jax.experimental.pallas.mosaic_gpu`, imported when something is taken from it: it takes a
+    third of a second, and writes to os.environ."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(importlib.import_module("jax.experimental.pallas.mosaic_gpu"), name)
+
+
+mosaic_gpu: Any = _MosaicGpu()
+
+
+def transposed_ref(ref: Any) -> Any:
+    """A matrix in the shared memory of a GPU, read the other way round: `plgpu.transpose_ref` on
+    0.10, a method from 0.11 on."""
+    if hasattr(ref, "transpose"):
+        return ref.transpose((1, 0))
+    return mosaic_gpu.transpose_ref(ref, (1, 0))
+
+
+def load_arranged(ref: Any, layout: Any) -> Any:
+    """A vector from a GPU's memory in the given layout: on 0.10 `plgpu.load` wants an index."""
+    index = inspect.signature(mosaic_gpu.load).parameters.get("idx")
+    wants_index = index is not None and index.default is inspect.Parameter.empty
+    return mosaic_gpu.load(ref, *([()] if wants_index else []), layout=layout, optimized=False)
+
+
+def interpreted_gpu(**options: Any) -> Any:
+    """What makes `plgpu.kernel(interpret=...)` run on the CPU: public from 0.11 on."""
+    if hasattr(mosaic_gpu, "InterpretGPUParams"):
+        return mosaic_gpu.InterpretGPUParams(**options)
+    private = importlib.import_module("jax._src.pallas.mosaic_gpu.interpret.params")
+    return private.InterpretGPUParams(**options)
+
+
+def cuda_version() -> int | None:
+    """Of the CUDA runtime that JAX has loaded, 12090 for 12.9; None without. No public name yet."""
+    versions = getattr(importlib.import_module("jax._src.lib"), "cuda_versions", None)
+    return None if versions is None else int(versions.cuda_runtime_get_version())

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractDevice, AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxmoe.data.batch import Batch
 from jaxmoe.execution import ExecutionConfig
@@ -31,6 +31,9 @@ from sharding.axes import BATCH_AXES, pieces
 from sharding.mesh import abstract_mesh
 
 AnyMesh = Mesh | AbstractMesh
+
+# One device of each platform that a step may be lowered for; which of them decides nothing yet.
+_KINDS = {"tpu": "TPU v5 lite", "cuda": "NVIDIA H100 80GB HBM3", "cpu": "cpu"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -158,5 +161,7 @@ def lower_abstractly(plan: StepPlan, platform: str) -> Any:
         plan: of the step.
         platform: "tpu", "cuda" or "cpu".
     """
-    traced = trace_step(plan, plan.mesh)
+    # The mesh says for which platform the step is traced: its kernels, and its way to the experts.
+    device = AbstractDevice(_KINDS[platform], None, platform) if platform in _KINDS else None
+    traced = trace_step(plan, plan.mesh.update(abstract_device=device))
     return traced.lower(lowering_platforms=(platform,))

@@ -18,17 +18,18 @@ To add an implementation: a file beside this one with the two functions of kerne
 
 import functools
 
-import jax.numpy as jnp
-
 from pallas_kernels.array_types import Array, Float, Float32, Int
 from pallas_kernels.backend import Implementation, Operation
-from pallas_kernels.flash_attention import kernels, reference, xla
+from pallas_kernels.flash_attention import kernels, pallas_gpu, pallas_tpu, reference, xla
+from pallas_kernels.flash_attention.arguments import check_heads, check_mask, check_tokens
 from pallas_kernels.flash_attention.mask import Rules, Tokens
 from pallas_kernels.jax_versions import match_varying
 
 KERNELS: dict[Implementation, kernels.Kernels] = {
     "reference": reference.KERNELS,
     "xla": xla.KERNELS,
+    "pallas_tpu": pallas_tpu.KERNELS,
+    "pallas_gpu": pallas_gpu.KERNELS,
 }
 """Both passes of every implementation, for attention over a part of the keys."""
 
@@ -83,21 +84,15 @@ def flash_attention(
     Raises:
         ValueError: Shapes or options that do not fit, or an implementation that cannot run here.
     """
-    _check(q, k, v)
-    _check_tokens("q", q, q_positions, q_segment_ids)
-    _check_tokens("kv", k, kv_positions, kv_segment_ids)
+    check_heads("flash_attention", q, k, v)
+    check_tokens("flash_attention", "q_", q, q_positions, q_segment_ids)
+    check_tokens("flash_attention", "kv_", k, kv_positions, kv_segment_ids)
+    check_mask("flash_attention", window, softcap)
     if (q_segment_ids is None) != (kv_segment_ids is None):
         raise ValueError(
             "flash_attention: q_segment_ids and kv_segment_ids come together, and only one of "
             "them was given: give both, the same array twice for self-attention."
         )
-    if window is not None and window < 1:
-        raise ValueError(
-            f"flash_attention: window={window} must be at least 1 (the query's own position), "
-            "or None for no window."
-        )
-    if softcap is not None and softcap <= 0:
-        raise ValueError(f"flash_attention: softcap={softcap} must be above 0, or None for no cap.")
 
     tokens = Tokens(q_positions, kv_positions, q_segment_ids, kv_segment_ids)
     given = [x for x in (q, k, v, *tokens) if x is not None]
@@ -110,47 +105,3 @@ def flash_attention(
         scale=q.shape[-1] ** -0.5 if scale is None else scale,
     )
     return OPERATION.function(implementation)(q, k, v, tokens, rules)
-
-
-def _check(q: Array, k: Array, v: Array) -> None:
-    shapes = f"q {q.shape}, k {k.shape}, v {v.shape}"
-    if (q.ndim, k.ndim, v.ndim) != (4, 4, 4):
-        raise ValueError(
-            f"flash_attention takes q [B S N H], k [B U M H] and v [B U M Hv], not {shapes}."
-        )
-    if not q.shape[0] == k.shape[0] == v.shape[0]:
-        raise ValueError(f"flash_attention: q, k and v must have the same batch, not {shapes}.")
-    if q.shape[3] != k.shape[3]:
-        raise ValueError(
-            f"flash_attention: heads of q ({q.shape[3]} wide) and of k ({k.shape[3]}) must have "
-            f"the same width, in {shapes}."
-        )
-    if k.shape[1:3] != v.shape[1:3]:
-        raise ValueError(
-            f"flash_attention: k and v must have the same length and heads, not {shapes}."
-        )
-    if q.shape[2] % k.shape[2]:
-        raise ValueError(
-            f"flash_attention: the {q.shape[2]} heads of q must be a multiple of the "
-            f"{k.shape[2]} heads of k, in {shapes}."
-        )
-    if not (q.dtype == k.dtype == v.dtype and jnp.issubdtype(q.dtype, jnp.floating)):
-        raise ValueError(
-            "flash_attention: q, k and v must have the same floating dtype, not "
-            f"{q.dtype}, {k.dtype} and {v.dtype}: cast with .astype."
-        )
-
-
-def _check_tokens(
-    side: str, heads: Array, positions: Array | None, segment_ids: Array | None
-) -> None:
-    b, length = heads.shape[:2]
-    if positions is not None and positions.shape not in ((length,), (b, length)):
-        raise ValueError(
-            f"flash_attention: {side}_positions {positions.shape} must be ({length},), the same "
-            f"for every sequence, or ({b}, {length})."
-        )
-    if segment_ids is not None and segment_ids.shape != (b, length):
-        raise ValueError(
-            f"flash_attention: {side}_segment_ids {segment_ids.shape} must be ({b}, {length})."
-        )

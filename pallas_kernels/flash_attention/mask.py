@@ -12,7 +12,8 @@ A query at position p of segment s sees a key at position t of segment r exactly
 
 Positions are compared within a segment only, so they may restart at every document.
 
-To add a rule (a prefix, sinks), add a field to `Rules`, a line to `visible` and one to the tests.
+To add a rule (a prefix, sinks), add a field to `Rules`, its line to `sees`, and to the
+bounds of pallas_tpu_blocks.py and visible_blocks.py, and a case to the tests.
 """
 
 import dataclasses
@@ -53,12 +54,29 @@ def visible(
     kv_segment_ids: Array | None,
 ) -> Bool[Array, "*B S U"]:
     """The mask, from positions and segment ids whose last dimension is S or U."""
-    distance = q_positions[..., :, None] - kv_positions[..., None, :]
+    return sees(
+        rules,
+        q_positions[..., :, None],
+        kv_positions[..., None, :],
+        None if q_segment_ids is None else q_segment_ids[..., :, None],
+        None if kv_segment_ids is None else kv_segment_ids[..., None, :],
+    )
+
+
+def sees(
+    rules: Rules,
+    q_positions: Array,
+    kv_positions: Array,
+    q_segment_ids: Array | None,
+    kv_segment_ids: Array | None,
+) -> Bool[Array, "*shape"]:
+    """The mask, from arrays that broadcast against one another: [S 1] and [1 U], or turned."""
+    distance = q_positions - kv_positions
     is_visible = jnp.ones(distance.shape, bool)
     if rules.causal:
         is_visible &= distance >= 0
     if rules.window is not None:
         is_visible &= jnp.abs(distance) < rules.window
     if q_segment_ids is not None and kv_segment_ids is not None:
-        is_visible = is_visible & (q_segment_ids[..., :, None] == kv_segment_ids[..., None, :])
+        is_visible = is_visible & (q_segment_ids == kv_segment_ids)
     return is_visible

@@ -3,7 +3,8 @@
 """THE table of meshes: on every one of them, with every rule set, the loss is the same.
 
 To add a mesh: a row in MESHES. Its sizes must divide the small models of tests/support/models.py:
-8 sequences, width 16, 4 heads, 2 key and value heads, 4 experts.
+8 sequences, width 16, 4 heads, 2 key and value heads, 4 experts. Executions are run with WIDE; its
+rows divide by seq x tensor, and in zigzag order by twice seq.
 """
 
 import functools
@@ -16,6 +17,13 @@ from jaxmoe.execution import ExecutionConfig
 from sharding import MeshConfig, MoEMesh, make_mesh
 from sharding.expert_parallel import AllGatherConfig, AllToAllConfig, LeastLoadedConfig
 from sharding.rules import RULES
+from sharding.sequence_parallel import (
+    AllGatherKVConfig,
+    RingConfig,
+    TokenRingConfig,
+    UlyssesConfig,
+    UlyssesRingConfig,
+)
 
 MESHES = {
     "one": MeshConfig(),
@@ -76,6 +84,63 @@ EXECUTIONS = {
         mesh=MeshConfig(data=4, tensor=2),
         fold=MoEMesh(expert=4),
         dispatcher=LeastLoadedConfig(borrowed=1, threshold=1.0, min_rows=1),
+    ),
+    "seq2_all_gather": ExecutionConfig(
+        mesh=MeshConfig(data=4, seq=2), sequence_parallel=AllGatherKVConfig()
+    ),
+    "seq4_ulysses": ExecutionConfig(
+        mesh=MeshConfig(data=2, seq=4), sequence_parallel=UlyssesConfig()
+    ),
+    "seq2_tensor2_all_gather": ExecutionConfig(
+        mesh=MeshConfig(data=2, seq=2, tensor=2), sequence_parallel=AllGatherKVConfig()
+    ),
+    "seq2_expert2_tensor2_ulysses": ExecutionConfig(
+        mesh=MeshConfig(expert=2, seq=2, tensor=2),
+        sequence_parallel=UlyssesConfig(),
+        dispatcher=AllToAllConfig(),
+    ),
+    "seq2_ulysses_chunks": ExecutionConfig(
+        mesh=MeshConfig(data=2, seq=2), sequence_parallel=UlyssesConfig(num_chunks=2)
+    ),
+    "seq4_fold_expert8_all_gather": ExecutionConfig(
+        mesh=MeshConfig(data=2, seq=4),
+        fold=MoEMesh(expert=8),
+        sequence_parallel=AllGatherKVConfig(),
+        dispatcher=AllToAllConfig(),
+    ),
+    "seq4_fold_expert2_all_gather": ExecutionConfig(
+        mesh=MeshConfig(seq=4, tensor=2),
+        fold=MoEMesh(expert=2, expert_tensor=2),
+        sequence_parallel=AllGatherKVConfig(layout="contiguous"),
+        dispatcher=AllToAllConfig(),
+    ),
+    "seq4_token_ring": ExecutionConfig(
+        mesh=MeshConfig(data=2, seq=4), sequence_parallel=TokenRingConfig()
+    ),
+    "seq2_tensor2_token_ring_by_document": ExecutionConfig(
+        mesh=MeshConfig(data=2, seq=2, tensor=2),
+        sequence_parallel=TokenRingConfig(layout="document_zigzag", form="co_travelling"),
+    ),
+    "seq4_ring": ExecutionConfig(mesh=MeshConfig(data=2, seq=4), sequence_parallel=RingConfig()),
+    "seq2_tensor2_ring_by_document": ExecutionConfig(
+        mesh=MeshConfig(data=2, seq=2, tensor=2),
+        sequence_parallel=RingConfig(layout="document_zigzag", directions="both"),
+    ),
+    "seq2_expert4_ring_contiguous": ExecutionConfig(
+        mesh=MeshConfig(expert=4, seq=2),
+        sequence_parallel=RingConfig(layout="contiguous"),
+        dispatcher=AllToAllConfig(),
+    ),
+    "seq4_usp": ExecutionConfig(
+        mesh=MeshConfig(data=2, seq=4),
+        fold=MoEMesh(seq_inner=2),
+        sequence_parallel=UlyssesRingConfig(),
+    ),
+    "seq4_usp_fold_expert8": ExecutionConfig(
+        mesh=MeshConfig(data=2, seq=4),
+        fold=MoEMesh(expert=8, seq_inner=2),
+        sequence_parallel=UlyssesRingConfig(layout="document_zigzag"),
+        dispatcher=AllToAllConfig(),
     ),
     "fold_expert2_tensor2_all_gather": ExecutionConfig(
         mesh=MeshConfig(replica=2, data=4),

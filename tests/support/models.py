@@ -40,7 +40,7 @@ FULL = ModelConfig(
 """A dense layer before two MoE layers, shared experts, SqrtGate, gated heads, tied embeddings."""
 
 
-WIDE_LENGTH = 12
+WIDE_LENGTH = 16
 WIDE = ModelConfig(
     vocab_size=32,
     num_layers=2,

@@ -9,12 +9,14 @@ import sys
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
-from jax.sharding import AxisType
+from jax.experimental import pallas as pl
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 import pallas_kernels
-from pallas_kernels.backend import Choice, Operation
+from pallas_kernels.backend import Choice, Operation, interpreted, platform
 from pallas_kernels.jax_versions import match_varying
 
 TOY = Operation(
@@ -53,6 +55,56 @@ def test_a_name_that_cannot_run_is_refused(name, reason):
     )
 
 
+def described_mesh(kind, name):
+    device = AbstractDevice(kind, 1, name)
+    return AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=device)
+
+
+TPU = described_mesh("TPU v5 lite", "tpu")
+
+
+def test_the_mesh_says_which_platform_is_meant():
+    """A program for devices that are not there has the kernels that they would run."""
+    assert platform() == "cpu"
+    with jax.sharding.use_abstract_mesh(TPU):
+        assert platform() == "tpu"
+        assert TOY.choose().implementation == "pallas_tpu"
+        assert TOY.choose("pallas_tpu").reason == "asked for by name"
+    with jax.sharding.use_abstract_mesh(described_mesh("NVIDIA H100 80GB HBM3", "cuda")):
+        assert platform() == "gpu"
+        assert TOY.choose().implementation == "xla"
+        with pytest.raises(ValueError, match="needs a tpu and the mesh is of gpu devices"):
+            TOY.choose("pallas_tpu")
+    with jax.set_mesh(jax.make_mesh((2,), ("x",))):
+        assert TOY.choose().implementation == "xla"
+    assert TOY.choose().implementation == "xla"
+
+
+def test_a_jitted_function_is_traced_anew_for_another_platform():
+    chosen = jax.jit(lambda x: x * TOY.function()())
+    assert chosen(1) == 2
+    with jax.sharding.use_abstract_mesh(TPU):
+        assert "3" in str(chosen.trace(1).jaxpr)
+    assert chosen(1) == 2
+
+
+@pytest.mark.parametrize("interpreter", ["values", "machine"])
+def test_interpreted_kernels_run_on_the_cpu(interpreter):
+    def double(x):
+        def kernel(x, y):
+            y[...] = 2.0 * x[...]
+
+        return pl.pallas_call(kernel, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype))(x)
+
+    with interpreted(interpreter):
+        assert TOY.choose().implementation == "pallas_tpu"
+        assert TOY.choose("xla").implementation == "xla"
+        np.testing.assert_array_equal(jax.jit(double)(jnp.ones(8)), 2.0)
+    assert TOY.choose().implementation == "xla"
+    with pytest.raises(ValueError, match="Only interpret mode is supported on CPU"):
+        jax.jit(double)(jnp.ones(8))
+
+
 def test_every_operation_has_an_oracle():
     for name, operation in pallas_kernels.OPERATIONS.items():
         assert operation.name == name
@@ -63,18 +115,23 @@ def test_every_operation_has_an_oracle():
 def test_describing_starts_no_backend():
     """Choosing, and the shapes of a result, without a device: for plans and descriptions."""
     program = """
+from functools import partial
 import jax, jax.numpy as jnp
+from jax.sharding import AbstractDevice, AbstractMesh
 from jax._src import xla_bridge
 from pallas_kernels import OPERATIONS, flash_attention, grouped_matmul
 x = jax.ShapeDtypeStruct((1, 300, 2, 8), jnp.float32)
-jax.eval_shape(flash_attention, x, x, x)
+jax.eval_shape(partial(flash_attention, implementation="reference"), x, x, x)
 jax.eval_shape(
     grouped_matmul,
     jax.ShapeDtypeStruct((9, 4), jnp.float32),
     jax.ShapeDtypeStruct((2, 4, 5), jnp.float32),
     jax.ShapeDtypeStruct((2,), jnp.int32),
 )
-OPERATIONS["flash_attention"].choose()
+tpu = AbstractMesh((1,), ("x",), abstract_device=AbstractDevice("TPU v5 lite", 1, "tpu"))
+with jax.sharding.use_abstract_mesh(tpu):
+    assert OPERATIONS["flash_attention"].choose().implementation == "pallas_tpu"
+    jax.eval_shape(flash_attention, x, x, x)
 assert not xla_bridge._backends, xla_bridge._backends
 """
     subprocess.run([sys.executable, "-c", program], check=True, env=dict(os.environ), timeout=120)

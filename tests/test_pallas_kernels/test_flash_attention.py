@@ -5,6 +5,7 @@
 To add an implementation: a name in IMPLEMENTATIONS. To add a case: a row in CASES.
 """
 
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -19,12 +20,23 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import OPERATIONS, flash_attention
-from pallas_kernels.flash_attention import OPERATION, xla
+from pallas_kernels.backend import interpreted
+from pallas_kernels.flash_attention import OPERATION, pallas_tpu_blocks, xla
 from pallas_kernels.flash_attention.api import KERNELS
 from pallas_kernels.flash_attention.kernels import softmax_delta
 from pallas_kernels.flash_attention.mask import Rules, Tokens
+from pallas_kernels.flash_attention.pallas_tpu_blocks import BlockSizes
 
-IMPLEMENTATIONS = ("xla",)
+IMPLEMENTATIONS = ("xla", "pallas_tpu")
+
+# How kernels run that do not run on the CPU by themselves. The plain interpreter takes half the
+# time of the machine's, for which there is test_flash_attention_for_tpu.py.
+INTERPRETED = {"pallas_tpu": functools.partial(interpreted, "values")}
+
+
+def on_the_cpu(implementation):
+    return INTERPRETED.get(implementation, contextlib.nullcontext)()
+
 
 # Softmax over at most 64 keys of unit normals; bfloat16 keeps 8 bits, of the weights too.
 TOLERANCES = {
@@ -108,12 +120,27 @@ CASES = {
 }
 
 
+# Two seconds of compiling for each: what is not here is slow.
+QUICK = {
+    "pallas_tpu": (
+        *("full", "multi_query", "wide_values", "softcap", "window", "packed_full", "decoding"),
+        *("some_see_nothing", "bfloat16"),
+    )
+}
+
+
+def case_of(implementation, name, *more):
+    is_quick = name in QUICK.get(implementation, CASES)
+    return pytest.param(implementation, name, *more, marks=() if is_quick else pytest.mark.slow)
+
+
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
     """Constants so small that these shapes have several blocks, tiers and steps over heads."""
     monkeypatch.setattr(xla, "BLOCK", 16)
     monkeypatch.setattr(xla, "TIERS", 2)
     monkeypatch.setattr(xla, "MAX_SCORES", 3000)
+    monkeypatch.setattr(pallas_tpu_blocks, "block_sizes", lambda *_: BlockSizes(16, 16))
 
 
 def _inputs(case):
@@ -132,11 +159,16 @@ def _inputs(case):
     return q, k, v, d_out, d_lse
 
 
+def _value_and_gradients(case, implementation, *inputs):
+    with on_the_cpu(implementation):
+        return _compiled_value_and_gradients(case, implementation, *inputs)
+
+
 # Most of the time goes into compiling 50 small programs; the other tests optimise as users do.
 @functools.partial(
     jax.jit, static_argnums=(0, 1), compiler_options={"xla_backend_optimization_level": 0}
 )
-def _value_and_gradients(case, implementation, q, k, v, d_out, d_lse):
+def _compiled_value_and_gradients(case, implementation, q, k, v, d_out, d_lse):
     tokens = {name: jnp.array(ids, jnp.int32) for name, ids in case.tokens}
 
     def attend(q, k, v):
@@ -157,11 +189,15 @@ def _assert_close(actual, expected, dtype="float32"):
 
 
 def test_the_table_is_complete():
-    assert set(OPERATIONS["flash_attention"].implementations) == {"reference", *IMPLEMENTATIONS}
+    # test_flash_attention_for_gpu.py has the kernels for GPUs.
+    names = {"reference", "pallas_gpu", *IMPLEMENTATIONS}
+    assert set(OPERATIONS["flash_attention"].implementations) == names
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(
+    ("implementation", "name"),
+    [case_of(implementation, name) for implementation in IMPLEMENTATIONS for name in CASES],
+)
 def test_parity(implementation, name):
     case, inputs = CASES[name], _inputs(CASES[name])
     actual = _value_and_gradients(case, implementation, *inputs)
@@ -186,17 +222,23 @@ def test_nothing_to_see(implementation):
     assert np.all(np.isfinite(lse[:, :, 30:]))
 
 
-@pytest.mark.parametrize("implementation", ("reference", *IMPLEMENTATIONS))
+AGAINST_JAX = {
+    "causal": {"is_causal": True},
+    "full": {},
+    "multi_query": {"is_causal": True},
+    "scale": {"is_causal": True, "scale": 0.1},
+    "window": {"is_causal": True, "local_window_size": (4, 0)},
+    "window_full": {"local_window_size": (4, 4)},
+    "fewer_keys_full": {},
+}
+
+
 @pytest.mark.parametrize(
-    ("name", "options"),
+    ("implementation", "name", "options"),
     [
-        ("causal", {"is_causal": True}),
-        ("full", {}),
-        ("multi_query", {"is_causal": True}),
-        ("scale", {"is_causal": True, "scale": 0.1}),
-        ("window", {"is_causal": True, "local_window_size": (4, 0)}),
-        ("window_full", {"local_window_size": (4, 4)}),
-        ("fewer_keys_full", {}),
+        case_of(implementation, name, options)
+        for implementation in ("reference", *IMPLEMENTATIONS)
+        for name, options in AGAINST_JAX.items()
     ],
 )
 def test_against_jax(implementation, name, options):
@@ -268,9 +310,23 @@ def test_memory_is_linear_in_length(monkeypatch):
     assert temporary_bytes(2048) < 2.2 * temporary_bytes(1024)
 
 
-@pytest.mark.parametrize("implementation", ("reference", *IMPLEMENTATIONS))
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize(
+    ("implementation", "check_vma", "axis_type"),
+    [
+        pytest.param(
+            implementation,
+            check_vma,
+            axis_type,
+            # The interpreter of the machine takes six seconds.
+            marks=pytest.mark.slow
+            if implementation in INTERPRETED and check_vma == (axis_type == AxisType.Auto)
+            else (),
+        )
+        for implementation in ("reference", *IMPLEMENTATIONS)
+        for check_vma in (True, False)
+        for axis_type in (AxisType.Auto, AxisType.Explicit)
+    ],
+)
 def test_in_shard_map(implementation, check_vma, axis_type):
     """Queries and positions sharded by position, keys replicated: their gradients are summed."""
     case = dataclasses.replace(
@@ -302,7 +358,8 @@ def test_in_shard_map(implementation, check_vma, axis_type):
             (out, lse), pull = jax.vjp(lambda q, k, v: attend(q, k, v, positions), q, k, v)
             return out, lse, *pull((d_out, d_lse))
 
-        actual = run(*arrays)
+        with interpreted() if implementation == "pallas_tpu" else contextlib.nullcontext():
+            actual = run(*arrays)
     _assert_close(actual, expected)
 
 
@@ -368,8 +425,9 @@ def test_parts_of_the_keys_have_parts_of_the_gradient(implementation, key):
 
     def differentiate(name, part):
         tokens = Tokens(positions, later[part], None, None)
-        one = KERNELS[name].differentiate
-        return one(q, k[:, part], v[:, part], tokens, rules, d_out, lse, delta)
+        one = jax.jit(KERNELS[name].differentiate, static_argnums=4)
+        with on_the_cpu(name):
+            return one(q, k[:, part], v[:, part], tokens, rules, d_out, lse, delta)
 
     def loss(q, k, v):
         tokens = Tokens(positions, later, None, None)

@@ -1,0 +1,91 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""What attention, whole or spread over ranks, refuses: shapes, dtypes and options that do not fit.
+
+Every check takes the name of the operation that the caller called, and says it.
+"""
+
+import jax.numpy as jnp
+
+from pallas_kernels.array_types import Array
+
+
+def check_heads(name: str, q: Array, k: Array, v: Array) -> None:
+    """q [B S N H], k [B U M H] and v [B U M Hv] of one dtype, M dividing N.
+
+    Args:
+        name: of the operation.
+        q: queries.
+        k: keys.
+        v: values.
+
+    Raises:
+        ValueError: they are not.
+    """
+    shapes = f"q {q.shape}, k {k.shape}, v {v.shape}"
+    if (q.ndim, k.ndim, v.ndim) != (4, 4, 4):
+        raise ValueError(f"{name} takes q [B S N H], k [B U M H] and v [B U M Hv], not {shapes}.")
+    if not q.shape[0] == k.shape[0] == v.shape[0]:
+        raise ValueError(f"{name}: q, k and v must have the same batch, not {shapes}.")
+    if q.shape[3] != k.shape[3]:
+        raise ValueError(
+            f"{name}: heads of q ({q.shape[3]} wide) and of k ({k.shape[3]}) must have "
+            f"the same width, in {shapes}."
+        )
+    if k.shape[1:3] != v.shape[1:3]:
+        raise ValueError(f"{name}: k and v must have the same length and heads, not {shapes}.")
+    if q.shape[2] % k.shape[2]:
+        raise ValueError(
+            f"{name}: the {q.shape[2]} heads of q must be a multiple of the "
+            f"{k.shape[2]} heads of k, in {shapes}."
+        )
+    if not (q.dtype == k.dtype == v.dtype and jnp.issubdtype(q.dtype, jnp.floating)):
+        raise ValueError(
+            f"{name}: q, k and v must have the same floating dtype, not "
+            f"{q.dtype}, {k.dtype} and {v.dtype}: cast with .astype."
+        )
+
+
+def check_tokens(
+    name: str, side: str, heads: Array, positions: Array | None, segment_ids: Array | None
+) -> None:
+    """Positions [S] or [B S] and segment ids [B S], of heads [B S ...].
+
+    Args:
+        name: of the operation.
+        side: what the names of the arguments begin with, "q_" or "kv_" or nothing.
+        heads: whose tokens they are.
+        positions: of the tokens.
+        segment_ids: of the tokens.
+
+    Raises:
+        ValueError: they have other shapes.
+    """
+    b, length = heads.shape[:2]
+    if positions is not None and positions.shape not in ((length,), (b, length)):
+        raise ValueError(
+            f"{name}: {side}positions {positions.shape} must be ({length},), the same "
+            f"for every sequence, or ({b}, {length})."
+        )
+    if segment_ids is not None and segment_ids.shape != (b, length):
+        raise ValueError(f"{name}: {side}segment_ids {segment_ids.shape} must be ({b}, {length}).")
+
+
+def check_mask(name: str, window: int | None, softcap: float | None) -> None:
+    """A window holds a position, a cap is above 0.
+
+    Args:
+        name: of the operation.
+        window: as for flash_attention.
+        softcap: as for flash_attention.
+
+    Raises:
+        ValueError: otherwise.
+    """
+    if window is not None and window < 1:
+        raise ValueError(
+            f"{name}: window={window} must be at least 1 (the query's own position), "
+            "or None for no window."
+        )
+    if softcap is not None and softcap <= 0:
+        raise ValueError(f"{name}: softcap={softcap} must be above 0, or None for no cap.")

@@ -1,0 +1,453 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""flash_attention in Pallas through Triton, for any NVIDIA GPU with tensor cores.
+
+FlashAttention-2 (arXiv 2307.08691): three kernels, one program for every block that they write.
+
+    attend        a block of queries of one head against the keys that it meets
+    d_q           the same, with P from lse
+    d_k and d_v   a block of keys of one key head against the queries of all its query heads that
+                  meet it, so that grouped heads are summed in registers
+
+Exponentials are to base 2, as the hardware has them. What a block meets comes from
+visible_blocks.py. Lengths are filled up to whole blocks and heads to powers of two, with zeros: a
+copy where they do not fit. Products of float32 are exact float32 products, not TF32.
+
+It does not run on TPUs, and on the CPU only interpreted (`interpret=True`).
+
+JAX 0.11 calls Pallas through Triton deprecated, and warns once for each program: Mosaic GPU, which
+is to replace it, needs Hopper. When JAX drops it, `choose_kernel` has to send these GPUs to XLA.
+
+To tune it: `_block_sizes`, and `_COMPILER`.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from pallas_kernels.array_types import Array, Float
+from pallas_kernels.flash_attention.kernels import Kernels
+from pallas_kernels.flash_attention.mask import Rules, Tokens, sees
+from pallas_kernels.flash_attention.visible_blocks import BlockLists, kinds_of_blocks, listed
+from pallas_kernels.jax_versions import shape_varying_like
+
+LOG2_E = math.log2(math.e)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Blocks:
+    """Rows of the block that a program writes, and of those that it runs through."""
+
+    kept: int
+    passing: int
+
+
+def _block_sizes(width: int, itemsize: int) -> tuple[_Blocks, _Blocks]:
+    """Of the forward and the backward pass: tiles that fit the 99 KiB of the smaller GPUs.
+
+    Args:
+        width: the wider of a key and a value head.
+        itemsize: bytes of a number.
+    """
+    row = width * itemsize
+    if itemsize == 4 and row <= 512:
+        # Exact products of float32 run on no tensor core, and unroll: small tiles compile.
+        return _Blocks(kept=64, passing=32), _Blocks(kept=32, passing=32)
+    if row <= 128:
+        return _Blocks(kept=128, passing=64), _Blocks(kept=64, passing=64)
+    if row <= 256:
+        return _Blocks(kept=128, passing=64), _Blocks(kept=64, passing=32)
+    if row <= 512:
+        return _Blocks(kept=64, passing=32), _Blocks(kept=32, passing=32)
+    return _Blocks(kept=32, passing=16), _Blocks(kept=16, passing=16)
+
+
+# Warps by the width of a head, copies in flight.
+_COMPILER: Callable[[int], plgpu.CompilerParams] = lambda width: plgpu.CompilerParams(  # noqa: E731
+    num_warps=4 if width <= 64 else 8, num_stages=2
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Sizes:
+    """Of the arrays before they are filled up."""
+
+    b: int
+    s: int
+    u: int
+    n: int
+    m: int
+    h: int
+    hv: int
+
+    @classmethod
+    def of(cls, q: Array, k: Array, v: Array) -> "_Sizes":
+        (b, s, n, h), (_, u, m, hv) = q.shape, v.shape
+        return cls(b=b, s=s, u=u, n=n, m=m, h=h, hv=hv)
+
+
+def _wide(width: int) -> int:
+    return max(16, pl.next_power_of_2(width))
+
+
+def _fill(x: Array, block: int) -> Array:
+    """[B L N H] with L in whole blocks, and H a power of two."""
+    sizes = (0, -x.shape[1] % block, 0, _wide(x.shape[3]) - x.shape[3])
+    return jnp.pad(x, [(0, size) for size in sizes]) if any(sizes) else x
+
+
+def _fill_last(x: Array, block: int) -> Array:
+    """[... L] with L in whole blocks."""
+    more = -x.shape[-1] % block
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, more)]) if more else x
+
+
+def _fill_tokens(tokens: Tokens, block_q: int, block_k: int) -> Tokens:
+    """[1 or B, L] in whole blocks, or None."""
+
+    def filled(x: Array | None, block: int) -> Array | None:
+        if x is None:
+            return None
+        return _fill_last((x if x.ndim == 2 else x[None]).astype(jnp.int32), block)
+
+    blocks = (block_q, block_k, block_q, block_k)
+    return Tokens(*(filled(x, block) for x, block in zip(tokens, blocks, strict=True)))
+
+
+def _batch_index(size: int) -> Callable[[Any], Any]:
+    """Row of a table that may hold one for all sequences."""
+    return (lambda b: 0) if size == 1 else (lambda b: b)
+
+
+def _whole_row(x: Array) -> pl.BlockSpec:
+    """All of a sequence's [L]: kernels take from it what they need."""
+    row = _batch_index(x.shape[0])
+    return pl.BlockSpec((None, x.shape[1]), lambda i, b, n: (row(b), 0))
+
+
+def _token_specs(tokens: Tokens) -> Any:
+    specs: list[Any] = [None if x is None else _whole_row(x) for x in tokens]
+    return Tokens(*specs)
+
+
+def _list_specs(lists: BlockLists) -> Any:
+    row = _batch_index(lists.order.shape[0])
+    others = lists.order.shape[2]
+    specs: list[Any] = [
+        pl.BlockSpec((None, None, others), lambda i, b, n: (row(b), i, 0)),
+        pl.BlockSpec((None, None, 2), lambda i, b, n: (row(b), i, 0)),
+    ]
+    return BlockLists(*specs)
+
+
+def _dot(a: Array, b: Array, axis_a: int, axis_b: int) -> Array:
+    """The product of two matrices over the given dimensions, summed in float32."""
+    return jax.lax.dot_general(
+        a,
+        b,
+        (((axis_a,), (axis_b,)), ((), ())),
+        precision=jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None,
+        preferred_element_type=jnp.float32,
+    )
+
+
+def _logits(products: Array, rules: Rules) -> Array:
+    """Scaled and capped, in units of log 2."""
+    if rules.softcap is None:
+        return products * (rules.scale * LOG2_E)
+    return (rules.softcap * LOG2_E) * jnp.tanh(products * (rules.scale / rules.softcap))
+
+
+def _slope(logits: Array, rules: Rules) -> Array | None:
+    """The derivative of the cap, from capped logits."""
+    if rules.softcap is None:
+        return None
+    return 1.0 - jnp.square(logits * (1.0 / (rules.softcap * LOG2_E)))
+
+
+def _mask(rules: Rules, tokens: Tokens, num_keys: int, q: Any, k: Any, q_axis: int) -> Array:
+    """Who sees whom: queries of `q` along `q_axis`, keys of `k` along the other."""
+
+    def along(x: Array, axis: int) -> Array:
+        return x[:, None] if axis == 0 else x[None, :]
+
+    q_index, k_index = (x.start + jnp.arange(x.size, dtype=jnp.int32) for x in (q, k))
+    q_ref, k_ref, q_segment_ref, k_segment_ref = tokens
+    q_position = q_index if q_ref is None else q_ref[q]
+    k_position = k_index if k_ref is None else k_ref[k]
+    q_segment = None if q_segment_ref is None else along(q_segment_ref[q], q_axis)
+    k_segment = None if k_segment_ref is None else along(k_segment_ref[k], 1 - q_axis)
+    q_position, k_position = along(q_position, q_axis), along(k_position, 1 - q_axis)
+    is_visible = sees(rules, q_position, k_position, q_segment, k_segment)
+    return is_visible & along(k_index < num_keys, 1 - q_axis)
+
+
+def _through(lists: BlockLists, step: Callable[..., Any], carry: Any) -> Any:
+    """Folds step(block, carry, is_masked) over the list: WHOLE blocks, then MASKED ones."""
+    whole, met = lists.counts[0], lists.counts[1]
+    for start, end, is_masked in ((0, whole, False), (whole, met, True)):
+        carry = jax.lax.fori_loop(
+            start,
+            end,
+            lambda at, carry, is_masked=is_masked: step(lists.order[at], carry, is_masked),
+            carry,
+        )
+    return carry
+
+
+def _attend_kernel(q_ref, k_ref, v_ref, lists, tokens, out_ref, lse_ref, *, rules, blocks, u):
+    q = q_ref[...]
+    own = pl.ds(pl.program_id(0) * blocks.kept, blocks.kept)
+
+    def step(block: Array, carry: Any, is_masked: bool) -> Any:
+        out, top, total = carry
+        keys = pl.ds(block * blocks.passing, blocks.passing)
+        logits = _logits(_dot(q, k_ref[keys, :], 1, 1), rules)
+        if is_masked:
+            logits = jnp.where(_mask(rules, tokens, u, own, keys, 0), logits, -jnp.inf)
+        new_top = jnp.maximum(top, jnp.max(logits, axis=1))
+        # Rows that have seen nothing yet: their logits are all -inf, and so must the result be.
+        base = jnp.where(new_top == -jnp.inf, 0.0, new_top) if is_masked else new_top
+        weights = jnp.exp2(logits - base[:, None])
+        shrink = jnp.exp2(top - base)
+        values = v_ref[keys, :]
+        out = out * shrink[:, None] + _dot(weights.astype(values.dtype), values, 1, 0)
+        return out, new_top, total * shrink + jnp.sum(weights, axis=1)
+
+    start = (
+        jnp.zeros((blocks.kept, v_ref.shape[-1]), jnp.float32),
+        jnp.full((blocks.kept,), -jnp.inf, jnp.float32),
+        jnp.zeros((blocks.kept,), jnp.float32),
+    )
+    out, top, total = _through(lists, step, start)
+    total_or_1 = jnp.where(total > 0, total, 1.0)
+    out_ref[...] = (out / total_or_1[:, None]).astype(out_ref.dtype)
+    lse = (top + jnp.log2(total_or_1)) * (1.0 / LOG2_E)
+    lse_ref[...] = jnp.where(total > 0, lse, -jnp.inf)
+
+
+def _d_q_kernel(
+    q_ref, k_ref, v_ref, d_out_ref, lse_ref, delta_ref, lists, tokens, d_q_ref, *, rules, blocks, u
+):
+    q, d_out, lse, delta = q_ref[...], d_out_ref[...], lse_ref[...], delta_ref[...]
+    own = pl.ds(pl.program_id(0) * blocks.kept, blocks.kept)
+
+    def step(block: Array, d_q: Array, is_masked: bool) -> Array:
+        keys = pl.ds(block * blocks.passing, blocks.passing)
+        k = k_ref[keys, :]
+        logits = _logits(_dot(q, k, 1, 1), rules)
+        weights = jnp.exp2(logits - lse[:, None])
+        if is_masked:
+            weights = jnp.where(_mask(rules, tokens, u, own, keys, 0), weights, 0.0)
+        d_logits = weights * (_dot(d_out, v_ref[keys, :], 1, 1) - delta[:, None])
+        slope = _slope(logits, rules)
+        d_logits = d_logits if slope is None else d_logits * slope
+        return d_q + _dot(d_logits.astype(k.dtype), k, 1, 0)
+
+    d_q = _through(lists, step, jnp.zeros(d_q_ref.shape, jnp.float32))
+    d_q_ref[...] = rules.scale * d_q
+
+
+def _d_kv_kernel(
+    q_ref, k_ref, v_ref, d_out_ref, lse_ref, delta_ref, lists, tokens, d_k_ref, d_v_ref,
+    *, rules, blocks, u,
+):  # fmt: skip
+    k, v = k_ref[...], v_ref[...]
+    own = pl.ds(pl.program_id(0) * blocks.kept, blocks.kept)
+
+    def one_head(head: Array, sums: Any) -> Any:
+        def step(block: Array, sums: Any, is_masked: bool) -> Any:
+            d_k, d_v = sums
+            queries = pl.ds(block * blocks.passing, blocks.passing)
+            q, d_out = q_ref[queries, head, :], d_out_ref[queries, head, :]
+            logits = _logits(_dot(k, q, 1, 1), rules)
+            weights = jnp.exp2(logits - lse_ref[head, queries][None, :])
+            if is_masked:
+                weights = jnp.where(_mask(rules, tokens, u, queries, own, 1), weights, 0.0)
+            d_v = d_v + _dot(weights.astype(d_out.dtype), d_out, 1, 0)
+            d_logits = weights * (_dot(v, d_out, 1, 1) - delta_ref[head, queries][None, :])
+            slope = _slope(logits, rules)
+            d_logits = d_logits if slope is None else d_logits * slope
+            return d_k + _dot(d_logits.astype(q.dtype), q, 1, 0), d_v
+
+        return _through(lists, step, sums)
+
+    sums = tuple(jnp.zeros(x.shape, jnp.float32) for x in (d_k_ref, d_v_ref))
+    d_k, d_v = jax.lax.fori_loop(0, q_ref.shape[1], one_head, sums)
+    d_k_ref[...] = rules.scale * d_k
+    d_v_ref[...] = d_v
+
+
+def attend(
+    q: Float[Array, "B S N H"],
+    k: Float[Array, "B U M H"],
+    v: Float[Array, "B U M Hv"],
+    tokens: Tokens,
+    rules: Rules,
+    *,
+    interpret: bool = False,
+) -> tuple[Float[Array, "B S N Hv"], Float[Array, "B N S"]]:
+    """See `pallas_kernels.flash_attention`."""
+    sizes = _Sizes.of(q, k, v)
+    width = _wide(max(sizes.h, sizes.hv))
+    blocks, _ = _block_sizes(width, q.dtype.itemsize)
+    lists = listed(
+        kinds_of_blocks(rules, tokens, (sizes.s, sizes.u), (blocks.kept, blocks.passing))
+    )
+    given = (q, k, v, *(x for x in tokens if x is not None))
+    q, k, v = _fill(q, blocks.kept), _fill(k, blocks.passing), _fill(v, blocks.passing)
+    tokens = _fill_tokens(tokens, blocks.kept, blocks.passing)
+    filled = _Sizes.of(q, k, v)
+    group = sizes.n // sizes.m
+
+    def by_query(width: int) -> pl.BlockSpec:
+        return pl.BlockSpec((None, blocks.kept, None, width), lambda i, b, n: (b, i, n, 0))
+
+    def all_keys(width: int) -> pl.BlockSpec:
+        return pl.BlockSpec((None, filled.u, None, width), lambda i, b, n: (b, 0, n // group, 0))
+
+    out, lse = pl.pallas_call(
+        functools.partial(_attend_kernel, rules=rules, blocks=blocks, u=sizes.u),
+        grid=(filled.s // blocks.kept, sizes.b, sizes.n),
+        in_specs=[
+            by_query(filled.h),
+            all_keys(filled.h),
+            all_keys(filled.hv),
+            _list_specs(lists),
+            _token_specs(tokens),
+        ],
+        out_specs=[
+            by_query(filled.hv),
+            pl.BlockSpec((None, None, blocks.kept), lambda i, b, n: (b, n, i)),
+        ],
+        out_shape=[
+            shape_varying_like((sizes.b, filled.s, sizes.n, filled.hv), q.dtype, *given),
+            shape_varying_like((sizes.b, sizes.n, filled.s), jnp.float32, *given),
+        ],
+        compiler_params=_COMPILER(width),
+        interpret=interpret,
+        name="flash_attention",
+    )(q, k, v, lists, tokens)
+    return out[:, : sizes.s, :, : sizes.hv], lse[:, :, : sizes.s]
+
+
+def differentiate(
+    q: Float[Array, "B S N H"],
+    k: Float[Array, "B U M H"],
+    v: Float[Array, "B U M Hv"],
+    tokens: Tokens,
+    rules: Rules,
+    d_out: Float[Array, "B S N Hv"],
+    lse: Float[Array, "B N S"],
+    delta: Float[Array, "B N S"],
+    *,
+    interpret: bool = False,
+) -> tuple[Float[Array, "B S N H"], Float[Array, "B U M H"], Float[Array, "B U M Hv"]]:
+    """See `pallas_kernels.flash_attention.kernels`."""
+    sizes = _Sizes.of(q, k, v)
+    width = _wide(max(sizes.h, sizes.hv))
+    _, blocks = _block_sizes(width, q.dtype.itemsize)
+    given = (q, k, v, d_out, lse, delta, *(x for x in tokens if x is not None))
+    # A query that sees nothing has weights 0, which must not come from -inf - -inf.
+    lse = jnp.where(jnp.isfinite(lse), lse, 0.0) * LOG2_E
+    d_q = _d_queries(sizes, blocks, (q, k, v, tokens, d_out, lse, delta), rules, given, interpret)
+    d_k, d_v = _d_keys(sizes, blocks, (q, k, v, tokens, d_out, lse, delta), rules, given, interpret)
+    return d_q, d_k, d_v
+
+
+def _d_queries(
+    sizes: _Sizes, blocks: _Blocks, arrays: Any, rules: Rules, given: Any, interpret: bool
+) -> Array:
+    q, k, v, tokens, d_out, lse, delta = arrays
+    lists = listed(
+        kinds_of_blocks(rules, tokens, (sizes.s, sizes.u), (blocks.kept, blocks.passing))
+    )
+    q, d_out = _fill(q, blocks.kept), _fill(d_out, blocks.kept)
+    k, v = _fill(k, blocks.passing), _fill(v, blocks.passing)
+    lse, delta = _fill_last(lse, blocks.kept), _fill_last(delta, blocks.kept)
+    tokens = _fill_tokens(tokens, blocks.kept, blocks.passing)
+    filled = _Sizes.of(q, k, v)
+    group = sizes.n // sizes.m
+
+    def by_query(width: int) -> pl.BlockSpec:
+        return pl.BlockSpec((None, blocks.kept, None, width), lambda i, b, n: (b, i, n, 0))
+
+    def all_keys(width: int) -> pl.BlockSpec:
+        return pl.BlockSpec((None, filled.u, None, width), lambda i, b, n: (b, 0, n // group, 0))
+
+    per_query = pl.BlockSpec((None, None, blocks.kept), lambda i, b, n: (b, n, i))
+    d_q = pl.pallas_call(
+        functools.partial(_d_q_kernel, rules=rules, blocks=blocks, u=sizes.u),
+        grid=(filled.s // blocks.kept, sizes.b, sizes.n),
+        in_specs=[
+            by_query(filled.h),
+            all_keys(filled.h),
+            all_keys(filled.hv),
+            by_query(filled.hv),
+            per_query,
+            per_query,
+            _list_specs(lists),
+            _token_specs(tokens),
+        ],
+        out_specs=by_query(filled.h),
+        out_shape=shape_varying_like(q.shape, jnp.float32, *given),
+        compiler_params=_COMPILER(max(filled.h, filled.hv)),
+        interpret=interpret,
+        name="flash_attention_d_q",
+    )(q, k, v, d_out, lse, delta, lists, tokens)
+    return d_q[:, : sizes.s, :, : sizes.h]
+
+
+def _d_keys(
+    sizes: _Sizes, blocks: _Blocks, arrays: Any, rules: Rules, given: Any, interpret: bool
+) -> tuple[Array, Array]:
+    q, k, v, tokens, d_out, lse, delta = arrays
+    kinds = kinds_of_blocks(rules, tokens, (sizes.s, sizes.u), (blocks.passing, blocks.kept))
+    lists = listed(kinds.swapaxes(1, 2))
+    q, d_out = _fill(q, blocks.passing), _fill(d_out, blocks.passing)
+    k, v = _fill(k, blocks.kept), _fill(v, blocks.kept)
+    lse, delta = _fill_last(lse, blocks.passing), _fill_last(delta, blocks.passing)
+    tokens = _fill_tokens(tokens, blocks.passing, blocks.kept)
+    filled = _Sizes.of(q, k, v)
+    group = sizes.n // sizes.m
+
+    def by_key(width: int) -> pl.BlockSpec:
+        return pl.BlockSpec((None, blocks.kept, None, width), lambda i, b, m: (b, i, m, 0))
+
+    def all_queries(width: int) -> pl.BlockSpec:
+        return pl.BlockSpec((None, filled.s, group, width), lambda i, b, m: (b, 0, m, 0))
+
+    per_query = pl.BlockSpec((None, group, filled.s), lambda i, b, m: (b, m, 0))
+    d_k, d_v = pl.pallas_call(
+        functools.partial(_d_kv_kernel, rules=rules, blocks=blocks, u=sizes.u),
+        grid=(filled.u // blocks.kept, sizes.b, sizes.m),
+        in_specs=[
+            all_queries(filled.h),
+            by_key(filled.h),
+            by_key(filled.hv),
+            all_queries(filled.hv),
+            per_query,
+            per_query,
+            _list_specs(lists),
+            _token_specs(tokens),
+        ],
+        out_specs=[by_key(filled.h), by_key(filled.hv)],
+        out_shape=[
+            shape_varying_like(k.shape, jnp.float32, *given),
+            shape_varying_like(v.shape, jnp.float32, *given),
+        ],
+        compiler_params=_COMPILER(max(filled.h, filled.hv)),
+        interpret=interpret,
+        name="flash_attention_d_kv",
+    )(q, k, v, d_out, lse, delta, lists, tokens)
+    return d_k[:, : sizes.u, :, : sizes.h], d_v[:, : sizes.u, :, : sizes.hv]
+
+
+KERNELS = Kernels(attend, differentiate)

@@ -1,0 +1,110 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Which blocks of keys a block of queries meets, so that kernels skip what the mask hides.
+
+For every pair of blocks the lowest and highest position and segment on both sides decide:
+
+    HIDDEN   no query sees any key               the kernel never loads the block
+    MASKED   some may                            it computes the mask, value by value
+    WHOLE    every query sees every key          it needs no mask at all
+
+The bounds are exact for a causal mask, a window and sorted documents, and safe for any order: a
+pair is at worst called MASKED in vain. `listed` turns the kinds into lists, the WHOLE blocks
+first: a kernel runs through them without a mask, then through the MASKED ones with it. A softmax
+over blocks may take them in any order.
+
+Where no token is jax's, numpy makes the lists at trace time, and they are constants of
+the program. They hold one number per pair of blocks, S U / (block_q block_k), not a score each.
+
+To add a rule of the mask: its two lines in `kinds_of_blocks`, beside the one in mask.py.
+"""
+
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.array_types import Array
+from pallas_kernels.flash_attention.mask import Rules, Tokens
+
+HIDDEN, MASKED, WHOLE = 0, 1, 2
+
+# Larger tables are computed on the device: constants make programs large.
+MAX_CONSTANT = 2**16
+
+
+class BlockLists(NamedTuple):
+    """Of every block on one side, those of the other side that it meets; b is B, or 1 for all."""
+
+    order: Array
+    """[b blocks others] i32: WHOLE ones, then MASKED ones, then the rest."""
+    counts: Array
+    """[b blocks 2] i32: how many are WHOLE, and how many are met at all."""
+
+
+def kinds_of_blocks(
+    rules: Rules, tokens: Tokens, lengths: tuple[int, int], blocks: tuple[int, int]
+) -> Any:
+    """The kind of every pair of blocks.
+
+    Args:
+        rules: of the mask.
+        tokens: positions and segments.
+        lengths: S and U. A last block of keys that is not full is never WHOLE.
+        blocks: queries and keys in a block.
+
+    Returns:
+        [b S/block U/block] i32, rounded up; a numpy array where `tokens` hold none of jax.
+    """
+    counts = tuple(-(-length // block) for length, block in zip(lengths, blocks, strict=True))
+    is_known = all(x is None or isinstance(x, np.ndarray) for x in tokens)
+    is_constant = is_known and counts[0] * counts[1] <= MAX_CONSTANT
+    np_or_jnp = np if is_constant else jnp
+    q_low, q_high = _bounds(tokens.q_positions, lengths[0], blocks[0], np_or_jnp)
+    k_low, k_high = _bounds(tokens.kv_positions, lengths[1], blocks[1], np_or_jnp)
+    q_low, q_high = q_low[:, :, None], q_high[:, :, None]
+    k_low, k_high = k_low[:, None, :], k_high[:, None, :]
+
+    # Of no pair of tokens is the distance q - k smaller than `nearest` or larger than `farthest`.
+    nearest, farthest = q_low - k_high, q_high - k_low
+    is_hidden = np_or_jnp.zeros(nearest.shape, bool)
+    is_whole = np_or_jnp.ones(nearest.shape, bool)
+    if rules.causal:
+        is_hidden = is_hidden | (farthest < 0)
+        is_whole = is_whole & (nearest >= 0)
+    if rules.window is not None:
+        is_hidden = is_hidden | (nearest >= rules.window) | (farthest <= -rules.window)
+        is_whole = is_whole & (farthest < rules.window) & (nearest > -rules.window)
+    if tokens.q_segment_ids is not None and tokens.kv_segment_ids is not None:
+        q_low, q_high = _bounds(tokens.q_segment_ids, lengths[0], blocks[0], np_or_jnp)
+        k_low, k_high = _bounds(tokens.kv_segment_ids, lengths[1], blocks[1], np_or_jnp)
+        q_low, q_high = q_low[:, :, None], q_high[:, :, None]
+        k_low, k_high = k_low[:, None, :], k_high[:, None, :]
+        is_hidden = is_hidden | (q_high < k_low) | (k_high < q_low)
+        is_whole = is_whole & (q_low == k_high) & (q_high == k_low)
+    is_full = (np_or_jnp.arange(counts[1]) + 1) * blocks[1] <= lengths[1]
+    is_whole = is_whole & is_full[None, None, :]
+    kinds = np_or_jnp.where(is_whole, WHOLE, MASKED)
+    return np_or_jnp.where(is_hidden, HIDDEN, kinds).astype(np.int32)
+
+
+def listed(kinds: Any) -> BlockLists:
+    """The lists for the blocks of dimension 1 of `kinds`; swap 1 and 2 for those of the other."""
+    np_or_jnp = np if isinstance(kinds, np.ndarray) else jnp
+    order = np_or_jnp.argsort(-kinds, axis=2, stable=True)
+    is_met = np_or_jnp.stack([kinds == WHOLE, kinds != HIDDEN], axis=-1)
+    counts = np_or_jnp.sum(is_met, axis=2, dtype=np.int32)
+    return BlockLists(jnp.asarray(order, jnp.int32), jnp.asarray(counts))
+
+
+def _bounds(
+    given: Array | np.ndarray | None, length: int, block: int, np_or_jnp: ModuleType
+) -> tuple[Any, Any]:
+    """Lowest and highest value of every block, [b blocks]; None counts from 0."""
+    values: Any = np_or_jnp.arange(length, dtype=np.int32) if given is None else given
+    values = (values[None] if values.ndim == 1 else values).astype(np.int32)
+    # What fills the last block repeats a value of it, and moves no bound.
+    values = np_or_jnp.pad(values, ((0, 0), (0, -length % block)), mode="edge")
+    values = values.reshape(values.shape[0], -1, block)
+    return values.min(axis=2), values.max(axis=2)
