@@ -5,6 +5,10 @@
     flash_attention  exact attention that never stores the matrix of scores; returns (out, lse)
     grouped_matmul   rows sorted by group, each group times its own matrix
     grouped_swiglu   rows sorted by group, each through its group's SwiGLU (the experts of a MoE)
+    ring_attention   attention over a sequence that several devices share, in a jax.shard_map
+    sequence_order   which token stands where when several devices share a sequence
+
+    token_ring_attention  the same; queries travel, their results go home
 
 `OPERATIONS` holds them with the table of their implementations:
 `OPERATIONS["flash_attention"].choose(None)` says which one runs on this machine, and why.
@@ -22,6 +26,9 @@ from pallas_kernels.grouped_matmul import OPERATION as _GROUPED_MATMUL
 from pallas_kernels.grouped_matmul import grouped_matmul
 from pallas_kernels.grouped_swiglu import OPERATION as _GROUPED_SWIGLU
 from pallas_kernels.grouped_swiglu import grouped_swiglu
+from pallas_kernels.ring_attention import ring_attention
+from pallas_kernels.sequence_layout import sequence_order
+from pallas_kernels.token_ring_attention import token_ring_attention
 
 OPERATIONS: dict[str, Operation] = {
     operation.name: operation for operation in (_FLASH_ATTENTION, _GROUPED_MATMUL, _GROUPED_SWIGLU)
@@ -35,4 +42,7 @@ __all__ = [
     "flash_attention",
     "grouped_matmul",
     "grouped_swiglu",
+    "ring_attention",
+    "sequence_order",
+    "token_ring_attention",
 ]

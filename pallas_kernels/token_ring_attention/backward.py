@@ -1,0 +1,103 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""The backward pass, which TokenRing (arXiv 2412.20501) does not have: queries go round once more.
+
+With the log-sum-exp of the whole softmax and delta = sum(dO * O), both known at home, a block of
+keys has a gradient of its own (flash_attention/kernels.py). So (Q, lse) and (dO, delta) take the
+ways of the queries in the forward pass; dK and dV stay and add up where the keys are; dQ, in
+float32, takes the ways of the results and is added at home.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from pallas_kernels.array_types import Array, Float, Float32
+from pallas_kernels.flash_attention.kernels import softmax_delta
+from pallas_kernels.ring_step import Parcel, differentiate_and_send
+from pallas_kernels.token_ring_attention.blocks import Block, Shard
+from pallas_kernels.token_ring_attention.circulate import Results, Ring, circulate
+from pallas_kernels.token_ring_attention.messages import pack, unpack
+
+
+def differentiate(
+    q: Float[Array, "B S N H"],
+    k: Float[Array, "B S M H"],
+    v: Float[Array, "B S M Hv"],
+    shard: Shard,
+    out: Float[Array, "B S N Hv"],
+    lse: Float32[Array, "B N S"],
+    d_out: Float[Array, "B S N Hv"],
+    ring: Ring,
+) -> tuple[Float32[Array, "B S N H"], Float32[Array, "B S M H"], Float32[Array, "B S M Hv"]]:
+    """Gradients of the local shards, in float32.
+
+    Args:
+        q: local queries.
+        k: local keys.
+        v: local values.
+        shard: their positions and segments.
+        out: of the forward pass.
+        lse: of the forward pass.
+        d_out: gradient of out.
+        ring: the static part.
+    """
+    pieces = len(ring.schedule.pieces)
+    length = q.shape[1] // pieces
+    delta = softmax_delta(out, d_out)
+    # A message takes what is of one width.
+    is_joint = q.shape[-1] == d_out.shape[-1]
+
+    def pack_queries(q: Array, lse: Array, d_out: Array, delta: Array) -> tuple[Array, ...]:
+        if not is_joint:
+            return pack(q, lse), pack(d_out, delta)
+        both = jnp.concatenate([q, d_out], axis=1), jnp.concatenate([lse, delta], axis=2)
+        return (pack(*both),)
+
+    def unpack_queries(messages: Sequence[Array]) -> tuple[Array, Array, Array, Array]:
+        if not is_joint:
+            (q_, lse_), (d_out_, delta_) = (unpack(x, length, q.dtype) for x in messages)
+            return q_, lse_, d_out_, delta_
+        heads, numbers = unpack(messages[0], 2 * length, q.dtype)
+        (q_, d_out_), (lse_, delta_) = jnp.split(heads, 2, axis=1), jnp.split(numbers, 2, axis=2)
+        return q_, lse_, d_out_, delta_
+
+    split = [jnp.split(x, pieces, axis=a) for x, a in ((q, 1), (lse, 2), (d_out, 1), (delta, 2))]
+    held = [
+        (*pack_queries(*queries), *tokens.arrays)
+        for queries, tokens in zip(zip(*split, strict=True), shard.split(pieces), strict=True)
+    ]
+    messages = 1 if is_joint else 2
+
+    def work(
+        step: int,
+        held: Sequence[tuple[Array, ...]],
+        kept: Any,
+        parcels: Sequence[Parcel],
+    ):
+        if step == 0:
+            (d_q, *d_keys), arrived = differentiate_and_send(
+                *(q, k, v, shard.tokens, ring.rules, d_out, lse, delta), parcels, **ring.options
+            )
+            return d_q, d_keys, arrived
+        block = Block.at(ring, step)
+        queries = [unpack_queries(x[:messages]) for x in held]
+        q_, lse_, d_out_, delta_ = (block.queries(x) for x in zip(*queries, strict=True))
+        tokens = block.tokens([shard.like(x[messages:]) for x in held], shard)
+        (d_q, *d_keys), arrived = differentiate_and_send(
+            *(q_, block.keys(k), block.keys(v), tokens, block.rules, d_out_, lse_, delta_),
+            parcels,
+            **ring.options,
+        )
+        sums = [a + block.summed_keys(b) for a, b in zip(kept, d_keys, strict=True)]
+        return d_q, sums, arrived
+
+    def by_piece(step: int, d_q: Array) -> list[Array]:
+        if step > 0:
+            return Block.at(ring, step).summed_queries(d_q)
+        return jnp.split(d_q, pieces, axis=1)
+
+    plain = Results(by_piece, jnp.add, pack=lambda x: x, unpack=lambda x, is_reached: x)
+    d_q, (d_k, d_v) = circulate(ring, held, work, plain)
+    return jnp.concatenate(d_q, axis=1), d_k, d_v

@@ -1,0 +1,86 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""The forward pass: queries go round, (out, lse) of every block of keys comes home and is merged.
+
+Blocks give out in the dtype of q. Here they are merged in float32; on the way home, in the direct
+form, they are in the dtype of q again, with lse in float32. The co-travelling form keeps float32.
+"""
+
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+
+from pallas_kernels import half_blocks
+from pallas_kernels.array_types import Array, Bool, Float, Float32
+from pallas_kernels.online_softmax import SoftmaxState, merge
+from pallas_kernels.ring_step import Parcel, attend_and_send
+from pallas_kernels.token_ring_attention.blocks import Block, Shard
+from pallas_kernels.token_ring_attention.circulate import Results, Ring, circulate
+from pallas_kernels.token_ring_attention.messages import pack, unpack
+
+
+def attend(
+    q: Float[Array, "B S N H"],
+    k: Float[Array, "B S M H"],
+    v: Float[Array, "B S M Hv"],
+    shard: Shard,
+    ring: Ring,
+) -> tuple[Float[Array, "B S N Hv"], Float32[Array, "B N S"]]:
+    """Attention of the local queries over the keys of all ranks.
+
+    Args:
+        q: local queries.
+        k: local keys.
+        v: local values.
+        shard: their positions and segments.
+        ring: the static part.
+    """
+    pieces = len(ring.schedule.pieces)
+    held = [
+        (x, *tokens.arrays)
+        for x, tokens in zip(jnp.split(q, pieces, axis=1), shard.split(pieces), strict=True)
+    ]
+
+    def work(step: int, held: Sequence[tuple[Array, ...]], kept: None, parcels: Sequence[Parcel]):
+        if step == 0:
+            state, arrived = attend_and_send(
+                q, k, v, shard.tokens, ring.rules, parcels, **ring.options
+            )
+            return state, kept, arrived
+        block = Block.at(ring, step)
+        state, arrived = attend_and_send(
+            block.queries([x for x, *_ in held]),
+            block.keys(k),
+            block.keys(v),
+            block.tokens([shard.like(rest) for _, *rest in held], shard),
+            block.rules,
+            parcels,
+            **ring.options,
+        )
+        return state, kept, arrived
+
+    states, _ = circulate(ring, held, work, _results(q, ring))
+    out = jnp.concatenate([x.out for x in states], axis=1).astype(q.dtype)
+    return out, jnp.concatenate([x.lse for x in states], axis=2)
+
+
+def _results(q: Array, ring: Ring) -> Results:
+    dtype = q.dtype if ring.schedule.form == "direct" else jnp.dtype(jnp.float32)
+    pieces = len(ring.schedule.pieces)
+
+    def by_piece(step: int, state: SoftmaxState) -> list[SoftmaxState]:
+        if step > 0:
+            return Block.at(ring, step).merged(state)
+        outs = jnp.split(state.out.astype(jnp.float32), pieces, axis=1)
+        lses = jnp.split(state.lse, pieces, axis=2)
+        return [SoftmaxState(*piece) for piece in zip(outs, lses, strict=True)]
+
+    def pack_state(state: SoftmaxState) -> Array:
+        return pack(state.out.astype(dtype), state.lse)
+
+    def unpack_state(message: Array, is_reached: Bool[Array, ""] | None) -> SoftmaxState:
+        out, lse = unpack(message, q.shape[1] // pieces, dtype)
+        state = SoftmaxState(out.astype(jnp.float32), lse)
+        return state if is_reached is None else half_blocks.seen_if(is_reached, state)
+
+    return Results(by_piece, merge, pack_state, unpack_state)

@@ -1,0 +1,61 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""One message for activations [B S N H] and a float32 number per query and head, [B N S].
+
+The numbers follow the activations as further rows [N H], so that the activations lie as they did
+and one transfer takes both. Where activations are narrower than float32, a message is an unsigned
+integer array of their width: as floating-point numbers halves of a float32 might be NaN, and a
+backend that carries bfloat16 as float32 (the CPU's collectives do) would not keep their bits.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.array_types import Array, Float, Float32, Shaped
+from pallas_kernels.token_ring_attention.schedule import statistic_rows
+
+
+def pack(x: Float[Array, "B S N H"], numbers: Float32[Array, "B N S"]) -> Shaped[Array, "B _ N H"]:
+    """S rows of x, and as many as the numbers take.
+
+    Args:
+        x: activations.
+        numbers: float32.
+    """
+    b, s, n, h = x.shape
+    words = max(1, 4 // x.dtype.itemsize)
+    bits = _bits(x)
+    # [B N S], [B S N], and with words last where there are several.
+    numbers = numbers.swapaxes(1, 2)
+    tail = numbers.astype(x.dtype) if words == 1 else _cast(numbers, bits.dtype)
+    tail = jnp.moveaxis(tail.reshape(b, s, n, words), 3, 2).reshape(b, s * words, n)
+    rows = statistic_rows(s, h, x.dtype.itemsize)
+    tail = jnp.pad(tail, ((0, 0), (0, rows * h - s * words), (0, 0)))
+    return jnp.concatenate([bits, tail.reshape(b, rows, h, n).swapaxes(2, 3)], axis=1)
+
+
+def unpack(
+    message: Shaped[Array, "B _ N H"], length: int, dtype: jnp.dtype
+) -> tuple[Float[Array, "B S N H"], Float32[Array, "B N S"]]:
+    """What was packed.
+
+    Args:
+        message: of `pack`.
+        length: S of the activations.
+        dtype: of the activations.
+    """
+    b, _, n, h = message.shape
+    words = max(1, 4 // dtype.itemsize)
+    tail = message[:, length:].swapaxes(2, 3).reshape(b, -1, n)[:, : length * words]
+    tail = jnp.moveaxis(tail.reshape(b, length, words, n), 2, 3)
+    numbers = tail[..., 0].astype(jnp.float32) if words == 1 else _cast(tail, jnp.float32)
+    x = message[:, :length]
+    return x if words == 1 else _cast(x, dtype), numbers.swapaxes(1, 2)
+
+
+def _bits(x: Array) -> Array:
+    return x if x.dtype.itemsize >= 4 else _cast(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
+
+
+def _cast(x: Array, dtype) -> Array:
+    return jax.lax.bitcast_convert_type(x, dtype)
