@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jaxtyping import Float, Shaped
 
-from experiments.assembly import Assembly, entropy_floor, mesh_in_words
+from experiments.assembly import Assembly, entropy_floor, mesh_in_words, sequence_form
 from experiments.output import say
 from experiments.reporting import Reporter
 from experiments.run_directory import RunDirectory
@@ -234,6 +234,8 @@ def implementations(assembly: Assembly) -> dict[str, str]:
     dispatcher = assembly.execution.dispatcher
     if isinstance(dispatcher, AllToAllConfig | AllToAllDroppingConfig | LeastLoadedConfig):
         found["expert_transport"] = choose_transport(dispatcher.transport).transport
+    if assembly.mesh.shape.get("seq", 2) > 1:  # a fold may have cut it in pieces
+        found["sequence_parallel"] = sequence_form(assembly)
     return found
 
 

@@ -17,6 +17,7 @@ from experiments.config import PretrainConfig, TrainingConfig
 from jaxmoe.data import Batch, Loader, Source, check_hosts, evaluation_batches
 from jaxmoe.data.synthetic import SyntheticSource
 from jaxmoe.execution import ExecutionConfig
+from jaxmoe.layers.sequences import check_rows, explain_form
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.models.initialize import parameter_table
 from jaxmoe.optim import AdamWConfig
@@ -155,6 +156,7 @@ def assemble(config: PretrainConfig) -> Assembly:
         plan.table.check_divides(rules, sizes)
     length = (training.sequence_length,)
     execution.axis_rules.check_divides("training.sequence_length", length, (ax.ACT_SEQ,), sizes)
+    check_rows(plan.model, execution, training.sequence_length, sizes)
     parts = mesh_config.batch_shards * training.accumulation
     if training.batch_size % parts:
         raise ValueError(
@@ -215,6 +217,12 @@ def rates_in_words(plan: Plan) -> str:
     each = [f"{rate:.3g} {', '.join(sorted(roles))}" for rate, roles in rates.items()]
     here = f"{next(iter(rates)):.3g}" if len(rates) == 1 else "; ".join(each)
     return f"{peak:g} at the base point, here {here}"
+
+
+def sequence_form(assembly: Assembly) -> str:
+    """How attention spreads the positions of a sequence and, where it was chosen, why."""
+    plan, length = assembly.plan, assembly.plan.config.training.sequence_length
+    return explain_form(plan.model, assembly.execution, length, dict(assembly.mesh.shape))
 
 
 def entropy_floor(assembly: Assembly) -> float | None:

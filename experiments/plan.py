@@ -82,7 +82,10 @@ def find(config: PlanConfig, topology: Topology, *, is_fixed: bool) -> Found:
     if is_fixed:
         meshes = [mesh.resolve(number)]
     else:
-        meshes = list(enumerate_meshes(number, max(mesh.seq, 1)))
+        # One that may cut sequences is free to, unless its recipe says among how many.
+        has_form = config.execution.sequence_parallel.name != "none"
+        seq = None if has_form and mesh.seq == 1 else max(mesh.seq, 1)
+        meshes = list(enumerate_meshes(number, seq))
     fold = config.execution.fold
     unfolded = dataclasses.replace(config.execution, mesh=MeshConfig(), fold=None)
     run = dataclasses.replace(config.pretrain, execution=unfolded)

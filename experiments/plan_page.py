@@ -10,8 +10,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from experiments.tables import text_table
-from jaxmoe.planning.hardware import CHIPS, Topology
+from jaxmoe.layers.sequences import explain_form
+from jaxmoe.planning.attention_links import (
+    by_ratio,
+    crossover,
+    direction_bandwidth,
+    links_of,
+)
+from jaxmoe.planning.hardware import CHIPS, Chip, Topology
 from jaxmoe.planning.search import Candidate, mesh_in_words
+from jaxmoe.planning.sizes import Sizes
 from jaxmoe.planning.step_time import predict_time
 from jaxmoe.planning.traffic import step_traffic
 
@@ -47,6 +55,8 @@ def page_of_plan(
     ]
     parts = ["\n".join(head), _memory(candidate, compiled), _time(candidate)]
     parts.append(_traffic(candidate))
+    if candidate.mesh.seq > 1:
+        parts.append(attention_links(candidate, chip))
     if compiled is not None:
         parts.append(_collectives(compiled))
         if "measured" in compiled:
@@ -134,6 +144,39 @@ def _traffic(candidate: Candidate) -> str:
         for one in step_traffic(candidate.plan)
     ]
     return text_table(rows)
+
+
+def attention_links(candidate: Candidate, chip: Chip) -> str:
+    """The form of attention, and how ring and token ring would load the links of the chip.
+
+    Args:
+        candidate: whose mesh cuts sequences.
+        chip: of the topology.
+    """
+    plan, links = candidate.plan, links_of(chip)
+    sizes, mesh = Sizes.of(plan).attention, dict(plan.mesh.shape)
+    found = by_ratio(sizes, links)
+    rows: list[tuple[str, ...]]
+    rows = [("query heads per key head", "ring", "ring, both ways", "token_ring")]
+    for row in found:
+        numbers = (row.ring, row.both, row.token_ring)
+        mark = " (this model)" if row.ratio == sizes.ratio else ""
+        rows.append((f"  {row.ratio}{mark}", *(_link_time(size, chip) for size in numbers)))
+    turn = crossover(found)
+    ends = "token_ring loads the links less at every ratio"
+    if turn is not None:
+        ends = f"from {turn} query head{'s' * (turn > 1)} per key head on ring loads the links less"
+    return (
+        f"attention over seq   {explain_form(plan.model, plan.execution, sizes.length, mesh)}\n"
+        f"one layer, forward and backward, over the busiest link in its busiest direction ({links},"
+        f" {direction_bandwidth(chip) / 1e9:.0f} GB/s)\n{text_table(rows)}\n{ends}"
+    )
+
+
+def _link_time(size: float | None, chip: Chip) -> str:
+    if size is None:
+        return "-"
+    return f"{size_in_words(size)} {1e3 * size / direction_bandwidth(chip):.3g} ms"
 
 
 def _collectives(compiled: Mapping[str, Any]) -> str:

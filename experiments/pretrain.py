@@ -29,6 +29,7 @@ from experiments.assembly import (
     entropy_floor,
     mesh_in_words,
     rates_in_words,
+    sequence_form,
 )
 from experiments.config import FREE_FIELDS, PretrainConfig
 from experiments.output import say
@@ -273,6 +274,8 @@ def _print_header(name: str, directory: RunDirectory, assembly: Assembly, first_
         f" {format_flops(flops * tokens)} a step",
     )
     say("\n".join(lines))
+    if assembly.execution.mesh.seq > 1:
+        say(f"seq      {sequence_form(assembly)}")
     if rates := rates_in_words(plan):
         say(f"rates    {rates}; lr= below is that of the hidden matrices")
     if training.batch_ramp is not None:

@@ -9,7 +9,7 @@ which is why a checkpoint restores on any mesh.
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 from jaxmoe.precision import PrecisionPolicy
 from pallas_kernels.backend import Implementation
@@ -18,7 +18,11 @@ from sharding.expert_parallel import DispatcherConfig, LocalConfig
 from sharding.fold import MoEMesh, refine
 from sharding.mesh import MeshConfig
 from sharding.rules import LogicalAxisRules
-from sharding.sequence_parallel import NoSequenceParallelConfig, SequenceParallelConfig
+from sharding.sequence_parallel import (
+    NoSequenceParallelConfig,
+    SequenceParallelConfig,
+    UlyssesRingConfig,
+)
 from sharding.state_layouts import STATE_LAYOUTS, StateLayout, StateLayoutName
 
 Remat = Literal["none", "full", "dots", "offload"]
@@ -71,8 +75,18 @@ class ExecutionConfig:
         if isinstance(self.sequence_parallel, NoSequenceParallelConfig) and self.mesh.seq != 1:
             raise ValueError(
                 f"mesh.seq={self.mesh.seq} needs a sequence-parallel attention, and"
-                " sequence_parallel is 'none': set mesh.seq to 1"
+                " sequence_parallel is 'none': set mesh.seq to 1, or execution.sequence_parallel"
+                " to auto"
             )
+        usp = self.sequence_parallel
+        if isinstance(usp, UlyssesRingConfig):
+            inner = 1 if self.fold is None else self.fold.seq_inner
+            if inner != usp.ulysses:
+                raise ValueError(
+                    f"execution.sequence_parallel.ulysses={usp.ulysses} exchanges heads within"
+                    f" pieces of mesh.seq, and execution.fold.seq_inner={inner} says how large they"
+                    f" are: set it to {usp.ulysses}"
+                )
         if self.fold is not None and -1 not in self.mesh.sizes:
             refine(self.mesh.by_axis, self.fold)
         if self.unroll < 1:
@@ -94,6 +108,33 @@ class ExecutionConfig:
     def axis_rules(self) -> LogicalAxisRules:
         """The rules of parameters and activations."""
         return self.state_layout.parameters
+
+    @property
+    def placement(self) -> Placement:
+        """The operations that place arrays by these rules."""
+        return Placement(self.axis_rules)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class WholeRowsConfig(ExecutionConfig):
+    """The same with all tokens of a row on every device that shares it: for few new tokens.
+
+    Only a cache of keys and values is cut over `seq` then. Experts are gathered where their tokens
+    are, which stand on several devices at once.
+    """
+
+    @classmethod
+    def of(cls, execution: ExecutionConfig) -> WholeRowsConfig:
+        """The execution without the cuts of its rows."""
+        fields = dataclasses.fields(ExecutionConfig)
+        given: dict[str, Any] = {field.name: getattr(execution, field.name) for field in fields}
+        given["dispatcher"] = LocalConfig()
+        return cls(**given)
+
+    @property
+    def axis_rules(self) -> LogicalAxisRules:
+        """The rules of parameters and activations."""
+        return self.state_layout.parameters.replace(act_seq=(), act_seq_inner=())
 
     @property
     def placement(self) -> Placement:

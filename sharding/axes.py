@@ -47,6 +47,7 @@ NORM: Final = "norm"  # the gains of a norm
 ACT_BATCH: Final = "act_batch"  # B or T
 ACT_SEQ: Final = "act_seq"  # S in the residual stream, between the sublayers
 ACT_SEQ_INNER: Final = "act_seq_inner"  # S within a sublayer, beside spread heads or units
+ACT_CACHE: Final = "act_cache"  # U, the slots of a cache of keys and values
 ACT_EMBED: Final = "act_embed"  # D
 ACT_HEADS: Final = "act_heads"  # N
 ACT_KV_HEADS: Final = "act_kv_heads"  # M
@@ -57,6 +58,7 @@ ACTIVATION_AXES: Final = (
     ACT_BATCH,
     ACT_SEQ,
     ACT_SEQ_INNER,
+    ACT_CACHE,
     ACT_EMBED,
     ACT_HEADS,
     ACT_KV_HEADS,

@@ -38,9 +38,11 @@ class MoEMesh:
     """Devices that share the routed experts."""
     expert_tensor: int = 1
     """Devices that share the hidden units of each expert."""
+    seq_inner: int = 1
+    """Devices of mesh.seq among which `usp` exchanges heads: another cut, not for experts."""
 
     def __post_init__(self):
-        for name in ("expert", "expert_tensor"):
+        for name in ("expert", "expert_tensor", "seq_inner"):
             if getattr(self, name) < 1:
                 raise ValueError(f"fold.{name}={getattr(self, name)} must be at least 1")
 
@@ -82,6 +84,10 @@ def refine(sizes: Mapping[str, int], fold: MoEMesh) -> Refinement:
             f"mesh.expert={sizes[EXPERT]} and fold.expert={fold.expert} both spread experts: set"
             " mesh.expert to 1"
         )
+    if sizes[SEQ] % fold.seq_inner:
+        raise ValueError(
+            f"fold.seq_inner={fold.seq_inner} must divide mesh.seq={sizes[SEQ]}: choose a divisor"
+        )
     devices = math.prod(sizes[axis] for axis in _DENSE)
     moe = fold.expert * fold.expert_tensor
     if devices % moe:
@@ -95,7 +101,9 @@ def refine(sizes: Mapping[str, int], fold: MoEMesh) -> Refinement:
     for axis in reversed(_DENSE):
         ends[axis] = (below, below * sizes[axis])
         below *= sizes[axis]
-    cuts = sorted({1, fold.expert_tensor, moe, *(cut for pair in ends.values() for cut in pair)})
+    inner = sizes[TENSOR] * fold.seq_inner
+    sides = {cut for pair in ends.values() for cut in pair}
+    cuts = sorted({1, fold.expert_tensor, moe, inner, *sides})
     for low, high in zip(cuts, cuts[1:], strict=False):
         if high % low:
             raise ValueError(
@@ -107,8 +115,8 @@ def refine(sizes: Mapping[str, int], fold: MoEMesh) -> Refinement:
     dense, starts = [], {}
     for axis in _DENSE:
         low, high = ends[axis]
-        inner = [cut for cut in cuts if low <= cut <= high]
-        steps = list(zip(inner, inner[1:], strict=False))[::-1]
+        own = [cut for cut in cuts if low <= cut <= high]
+        steps = list(zip(own, own[1:], strict=False))[::-1]
         names = [axis] if len(steps) < 2 else [f"{axis}_{i}" for i in range(len(steps))]
         starts |= {name: start for name, (start, _) in zip(names, steps, strict=False)}
         parts = [(name, end // start) for name, (start, end) in zip(names, steps, strict=False)]

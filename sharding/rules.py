@@ -167,6 +167,7 @@ DATA_PARALLEL = LogicalAxisRules(
         (ax.ACT_BATCH, ax.BATCH_AXES),
         (ax.ACT_SEQ, (ax.SEQ, ax.TENSOR)),
         (ax.ACT_SEQ_INNER, (ax.SEQ,)),
+        (ax.ACT_CACHE, (ax.SEQ,)),
         (ax.ACT_EMBED, ()),
         (ax.ACT_HEADS, (ax.TENSOR,)),
         (ax.ACT_KV_HEADS, (ax.TENSOR,)),

@@ -92,11 +92,14 @@ def into_stream(hidden: Array, product: Product, placement: Placement) -> Float[
         placement: where arrays lie.
     """
     names = _positions(placement)
+    others = tuple(axis for axis in _spread(product, placement) if axis not in names)
 
     def run(hidden: Array, weight: Array, *, batch_axes: tuple[str, ...]) -> Array:
         del batch_axes
         y = placement.einsum(product.subscripts, hidden, weight, axes=(), dtype=product.dtype)
-        return jax.lax.psum_scatter(y, names, scatter_dimension=1, tiled=True) if names else y
+        if names:
+            y = jax.lax.psum_scatter(y, names, scatter_dimension=1, tiled=True)
+        return jax.lax.psum(y, others) if others else y
 
     island = placement.island(
         run, in_axes=(product.spread_axes, product.weight_axes), out_axes=_STREAM
@@ -112,6 +115,13 @@ def _positions(placement: Placement) -> tuple[str, ...]:
     """Mesh axes that cut the positions of the stream and nothing of them within a sublayer."""
     inner = placement.mesh_axes(ax.ACT_SEQ_INNER)
     return tuple(axis for axis in placement.mesh_axes(ax.ACT_SEQ) if axis not in inner)
+
+
+def _spread(product: Product, placement: Placement) -> tuple[str, ...]:
+    """Mesh axes over which a product's activations are spread, and its result is not."""
+    rows = (ax.ACT_BATCH, ax.ACT_SEQ_INNER)
+    spread = [name for name in product.spread_axes if name is not None and name not in rows]
+    return tuple(axis for name in spread for axis in placement.mesh_axes(name))
 
 
 def look_up(

@@ -25,10 +25,11 @@ from jaxtyping import Array, Float, Int
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.norms import rms_norm
 from jaxmoe.layers.rotary import rotary_angles, rotate
+from jaxmoe.layers.sequences import current_form, current_order, places_of
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.parameters import Declaration, Role, declare
 from sharding import axes as ax
-from sharding.sequence_parallel import attend_whole_sequences
+from sharding.sequence_parallel import AttentionRules, CacheSlots, attend, attend_cached
 from sharding.tensor_parallel import Product, into_stream, out_of_stream
 
 
@@ -68,14 +69,17 @@ class Attention(nn.Module):
         positions: Int[Array, "B S"] | None,
         segment_ids: Int[Array, "B S"] | None,
         cache: KVCache | None,
+        places: Int[Array, "B S"] | None = None,
     ) -> tuple[Float[Array, "B S D"], AttentionOutputs]:
         """Attends.
 
         Args:
             x: normed input.
-            positions: of the tokens; arange when None. Within a segment they rise with the row.
+            positions: of the tokens; their places in the row when None. Within a segment they
+                rise with the row.
             segment_ids: tokens see only their own segment.
             cache: of this layer; the new keys and values are written at its length.
+            places: of the tokens in their rows, where these are laid out each in its own way.
 
         Returns:
             The output, and what else there is to know.
@@ -85,40 +89,16 @@ class Attention(nn.Module):
         heads = out_of_stream(x.astype(dtype), self._projections(dtype), placement)
         q, k, v = self._norm("q_norm", heads["q"]), self._norm("k_norm", heads["k"]), heads["v"]
 
-        where = _positions(positions, x.shape[1])
-        if positions is not None:
+        where = places if positions is None else positions
+        if where is not None:
             where = placement.place(where, (ax.ACT_BATCH, ax.ACT_SEQ_INNER))
+        else:
+            order = current_order(self.model, self.execution, x.shape[1])
+            where = places_of(order, x.shape[1])
         angles = rotary_angles(where, config.head_dim, config.rope_theta)
         q, k = rotate(q, angles), rotate(k, angles)
-        kv_positions = None
-        if cache is not None:
-            if positions is None or segment_ids is not None:
-                raise ValueError("a cache needs positions, and cannot hold packed segments")
-            if not config.is_causal:
-                raise ValueError(
-                    "model.attention.is_causal=False: without causality a token's keys and values"
-                    " change with every later token, and a cache of them would be wrong"
-                )
-            k, v, cache = _extend(cache, k, v)
-            kv_positions = jnp.broadcast_to(
-                jnp.arange(k.shape[1], dtype=jnp.int32)[None, :], k.shape[:2]
-            )
-        out, logits = attend_whole_sequences(
-            q,
-            k.astype(dtype),
-            v.astype(dtype),
-            placement=placement,
-            # Within a segment positions rise with the row: a mask that is known at trace time says
-            # the same, and lets the kernel skip what it hides.
-            positions=positions if segment_ids is None else None,
-            segment_ids=segment_ids,
-            kv_positions=kv_positions,
-            window=config.window,
-            softcap=config.softcap,
-            scale=self.model.multipliers.attention_scale,
-            is_causal=config.is_causal,
-            implementation=self.execution.kernels.attention,
-            is_observed=self.execution.telemetry == "detailed",
+        out, logits, cache = self._attend(
+            q, k, v.astype(dtype), positions, segment_ids, cache, places
         )
         if config.is_gated:
             out = out * jax.nn.sigmoid(heads["gate"])[..., None].astype(dtype)
@@ -133,6 +113,54 @@ class Attention(nn.Module):
         product = Product("bsnh,nhd->bsd", weight.astype(dtype), (ax.HEADS, None, None), spread)
         y = into_stream(out, product, placement)
         return y, AttentionOutputs(cache=cache, logits=logits)
+
+    def _attend(
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        positions: Array | None,
+        segment_ids: Array | None,
+        cache: KVCache | None,
+        places: Array | None,
+    ) -> tuple[Array, dict[str, Array], KVCache | None]:
+        """The softmax, over the tokens themselves or over a cache."""
+        config, placement = self.model.attention, self.execution.placement
+        rules = AttentionRules(
+            is_causal=config.is_causal,
+            window=config.window,
+            softcap=config.softcap,
+            scale=self.model.multipliers.attention_scale,
+            implementation=self.execution.kernels.attention,
+            is_observed=self.execution.telemetry == "detailed",
+        )
+        if cache is None:
+            out, logits = attend(
+                q,
+                k,
+                v,
+                placement=placement,
+                config=current_form(self.model, self.execution, q.shape[1]),
+                # Within a segment positions rise with the row: a mask that is known at trace time
+                # says the same, and lets the kernel skip what it hides.
+                positions=positions if segment_ids is None else None,
+                segment_ids=segment_ids,
+                places=places,
+                rules=rules,
+            )
+            return out, logits, None
+        if positions is None or segment_ids is not None:
+            raise ValueError("a cache needs positions, and cannot hold packed segments")
+        if not config.is_causal:
+            raise ValueError(
+                "model.attention.is_causal=False: without causality a token's keys and values"
+                " change with every later token, and a cache of them would be wrong"
+            )
+        slots = CacheSlots(cache.k, cache.v, cache.length)
+        out, logits, slots = attend_cached(
+            q, k, v, slots, placement=placement, positions=positions, rules=rules
+        )
+        return out, logits, KVCache(k=slots.k, v=slots.v, length=slots.length)
 
     def _declare(self, name, shape, axes, role: Role, matrix) -> Array:
         return declare(self, name, Declaration(shape=shape, axes=axes, role=role, matrix=matrix))
@@ -192,15 +220,3 @@ class Attention(nn.Module):
         normed = rms_norm(flat, gain, epsilon).reshape(heads.shape)
         axes = (ax.ACT_BATCH, ax.ACT_SEQ_INNER, act_heads, None)
         return self.execution.placement.place(normed, axes)
-
-
-def _positions(positions: Array | None, length: int) -> Int[Array, "B S"]:
-    return jnp.arange(length, dtype=jnp.int32)[None, :] if positions is None else positions
-
-
-def _extend(cache: KVCache, k: Array, v: Array) -> tuple[Array, Array, KVCache]:
-    """Writes new keys and values at the cache's length."""
-    start = (0, cache.length, 0, 0)
-    keys = jax.lax.dynamic_update_slice(cache.k, k.astype(cache.k.dtype), start)
-    values = jax.lax.dynamic_update_slice(cache.v, v.astype(cache.v.dtype), start)
-    return keys, values, KVCache(k=keys, v=values, length=cache.length + jnp.int32(k.shape[1]))

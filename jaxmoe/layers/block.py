@@ -53,6 +53,8 @@ class TokenInputs:
     """False for padding."""
     context: dict[str, Array]
     """Further [B S] arrays for routers; see `jaxmoe.routing.base.RouterInputs`."""
+    places: Int[Array, "B S"] | None = None
+    """Of each token in its row, where rows are laid out and each in its own way."""
 
 
 @typing.no_type_check
@@ -116,7 +118,11 @@ class Block(nn.Module):
 
         attention = Attention(model, execution, name="attention")
         y, attended = attention(
-            norm("attention_norm", x), tokens.positions, tokens.segment_ids, layer.cache
+            norm("attention_norm", x),
+            tokens.positions,
+            tokens.segment_ids,
+            layer.cache,
+            tokens.places,
         )
         attention_output = y
         x = x + multiplier * y.astype(x.dtype)

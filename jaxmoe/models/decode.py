@@ -1,6 +1,12 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Generation with a key-value cache: the prompt in one pass, then one token at a time."""
+"""Generation with a key-value cache: the prompt in one pass, then one token at a time.
+
+On a mesh every device that shares a row (seq, tensor) sees all its new tokens, and holds a part of
+the cache: the slots are cut over `seq`, the heads over `tensor`. The tokens are the same as on one
+device. Long prompts are therefore computed `seq` times over, but for their attention; and experts
+are gathered to the tokens, whatever the dispatcher.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +17,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, Key
 
-from jaxmoe.execution import ExecutionConfig
+from jaxmoe.execution import ExecutionConfig, WholeRowsConfig
 from jaxmoe.layers.attention import KVCache
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.models.transformer import forward, initial_cache
+from sharding import axes as ax
 
 
 def generate(
@@ -32,7 +39,7 @@ def generate(
 
     Args:
         model: of the parameters.
-        params: of the model, on one device.
+        params: of the model, on one device or laid out on the current mesh.
         prompt: at least one token each.
         num_tokens: to generate.
         key: of the sampling.
@@ -54,7 +61,10 @@ def generate(
         raise ValueError("generation needs a prompt of at least one token, and a token to generate")
     if not temperature >= 0.0:
         raise ValueError(f"temperature={temperature} must be 0 (greedy) or above")
-    execution = execution or ExecutionConfig()
+    execution = WholeRowsConfig.of(execution or ExecutionConfig())
+    if execution.placement.mesh_axes(ax.ACT_BATCH):
+        sizes = jax.sharding.get_abstract_mesh().shape
+        execution.axis_rules.check_divides("prompt", prompt.shape, (ax.ACT_BATCH, None), sizes)
     run = _compiled(model, execution, num_tokens, temperature == 0.0)
     return run(params, prompt, router_state, key, jnp.float32(temperature))
 
@@ -76,7 +86,8 @@ def _compiled(model: ModelConfig, execution: ExecutionConfig, num_tokens: int, i
             cache=cache,
         )
         assert output.logits is not None  # asked for by default
-        return output.logits[:, -1], output.cache
+        # Whole on every device, so that all of them draw the same tokens as one would.
+        return execution.placement.place(output.logits[:, -1], (None, None)), output.cache
 
     def choose(logits: Array, key: Array, temperature: Array) -> Array:
         if is_greedy:

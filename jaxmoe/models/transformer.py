@@ -28,11 +28,13 @@ from jaxmoe.layers.gather import WHOLE
 from jaxmoe.layers.indicators import Indicators, join_stacks
 from jaxmoe.layers.moe import build_router
 from jaxmoe.layers.norms import RMSNorm
+from jaxmoe.layers.sequences import Order, current_order, lay_back, lay_out, places_of
 from jaxmoe.models.config import ModelConfig, Stack
 from jaxmoe.routing import RouterStatistics
 from jaxmoe.routing.balancers import of_statistics
 from sharding import axes as ax
 from sharding.constrain import Placement
+from sharding.sequence_parallel import CACHE_AXES
 from sharding.tensor_parallel import look_up
 
 
@@ -78,6 +80,7 @@ class Transformer(nn.Module):
         row_ids: Int[Array, " B"] | None = None,
         context: Mapping[str, Array] | None = None,
         has_logits: bool = True,
+        places: Order | None = None,
     ) -> Output:
         """Logits of the next token at every position.
 
@@ -94,24 +97,30 @@ class Transformer(nn.Module):
                 depend on how the batch was cut; arange when None.
             context: further [B S] arrays for routers, by name (`mask_ratio`).
             has_logits: False leaves the logits out, for a loss that applies the head itself.
+            places: of each token in its row, where the [B S] arrays are laid out already as
+                `jaxmoe.layers.sequences` has it: so will the results be. None: both are in the
+                order of the tokens.
         """
         model, execution = self.model, self.execution
         placement, dtype = execution.placement, execution.precision.compute_dtype
         _check_mesh(tokens.shape[1], execution)
-        stream = (ax.ACT_BATCH, ax.ACT_SEQ, ax.ACT_EMBED)
-        tokens = placement.place(tokens, stream[:2])
-        positions = None if positions is None else placement.place(positions, stream[:2])
-        segment_ids = None if segment_ids is None else placement.place(segment_ids, stream[:2])
+        about, order = _given_of_tokens(tokens, positions, segment_ids, context), places
+        if places is None and cache is None:
+            order = current_order(model, execution, tokens.shape[1], segment_ids)
+            about = lay_out(about, order, execution)
+        about = jax.tree.map(lambda x: placement.place(x, (ax.ACT_BATCH, ax.ACT_SEQ)), about)
+        tokens, segment_ids = about["tokens"], about.get("segment_ids")
         table = Embedding(model, name="embedding")()
         x = look_up(table.astype(dtype), tokens, placement)
         x = x * jnp.asarray(model.multipliers.embedding, dtype)
 
         mask = jnp.ones_like(tokens, dtype=bool) if segment_ids is None else segment_ids != 0
         about = TokenInputs(
-            positions=positions,
+            positions=about.get("positions"),
             segment_ids=segment_ids,
             token_mask=mask,
-            context=_router_context(tokens, row_ids, context, placement),
+            places=order if isinstance(order, jax.Array) else None,
+            context=_router_context(tokens, row_ids, about["context"], placement, order),
         )
         if router_state is None:
             router_state = initial_router_state(model)
@@ -119,12 +128,11 @@ class Transformer(nn.Module):
         outputs = []
         for stack in model.stacks:
             given = _layer_inputs(model, stack, router_state, cache, key)
-            blocks = stack_of_blocks(
-                model, execution, stack, train=train, is_gathered=WHOLE in self.variables
-            )
+            whole = WHOLE in self.variables
+            blocks = stack_of_blocks(model, execution, stack, train=train, is_gathered=whole)
             flow, output = blocks(flow, given, about)
             outputs.append(output)
-        x = flow.x
+        x = flow.x if places is not None else lay_back(flow.x, order, execution)
         x = RMSNorm(model.embed_dim, model.norm_epsilon, name="final_norm")(x)
         weight = table.T if model.has_tied_embeddings else Head(model, name="head")()
         summed = _concatenate([o.statistics for o in outputs if o.statistics is not None])
@@ -197,10 +205,13 @@ def initial_router_state(model: ModelConfig) -> Any:
 def initial_cache(
     model: ModelConfig, execution: ExecutionConfig, *, batch: int, length: int
 ) -> KVCache:
-    """An empty cache for `length` positions of `batch` sequences."""
-    attention = model.attention
-    shape = (model.num_layers, batch, length, attention.num_kv_heads, attention.head_dim)
+    """An empty cache for at least `length` positions of `batch` sequences, cut as the mesh is."""
+    attention, placement = model.attention, execution.placement
+    shards = _devices(placement, ax.ACT_CACHE)
+    slots = -(-length // shards) * shards
+    shape = (model.num_layers, batch, slots, attention.num_kv_heads, attention.head_dim)
     empty = jnp.zeros(shape, execution.precision.compute_dtype)
+    empty = placement.place(empty, (None, *CACHE_AXES))
     return KVCache(k=empty, v=empty, length=jnp.zeros((model.num_layers,), jnp.int32))
 
 
@@ -230,7 +241,7 @@ def _check_mesh(length: int, execution: ExecutionConfig) -> None:
             f"{execution.fold} needs {', '.join(missing)}: make it with"
             " make_mesh(execution.mesh, fold=execution.fold)"
         )
-    shards = math.prod(mesh.shape[axis] for axis in placement.mesh_axes(ax.ACT_SEQ))
+    shards = _devices(placement, ax.ACT_SEQ)
     if length % shards:
         raise ValueError(
             f"sequences of {length} tokens must be divisible by the {shards} devices that share"
@@ -238,16 +249,32 @@ def _check_mesh(length: int, execution: ExecutionConfig) -> None:
         )
 
 
+def _devices(placement: Placement, name: str) -> int:
+    """Over which a logical axis is spread on the current mesh."""
+    sizes = jax.sharding.get_abstract_mesh().shape
+    return math.prod(sizes[axis] for axis in placement.mesh_axes(name))
+
+
+def _given_of_tokens(
+    tokens: Array, positions: Array | None, segment_ids: Array | None, context: Any
+) -> dict[str, Any]:
+    """The [B S] arrays that there are."""
+    arrays = {"tokens": tokens, "positions": positions, "segment_ids": segment_ids}
+    given: dict[str, Any] = {name: x for name, x in arrays.items() if x is not None}
+    return given | {"context": dict(context or {})}
+
+
 def _router_context(
     tokens: Int[Array, "B S"],
     row_ids: Int[Array, " B"] | None,
     context: Mapping[str, Array] | None,
     placement: Placement,
+    order: Order | None,
 ) -> dict[str, Array]:
     """The [B S] arrays that every router may look at: see `RouterInputs.context`."""
     rows, length = tokens.shape
     row_ids = jnp.arange(rows, dtype=jnp.int32) if row_ids is None else row_ids
-    index = row_ids[:, None] * jnp.int32(length) + jnp.arange(length, dtype=jnp.int32)[None, :]
+    index = row_ids[:, None] * jnp.int32(length) + places_of(order, length)
     arrays = {"tokens": tokens, "index": index, **(context or {})}
     return {
         name: placement.place(array, (ax.ACT_BATCH, ax.ACT_SEQ)) for name, array in arrays.items()

@@ -169,7 +169,7 @@ def estimate_memory(plan: StepPlan, platform: Platform) -> MemoryEstimate:
         gradients=_gradients(sizes, platform) * (2 if plan.accumulation > 1 else 1),
         copies=copies,
         saved=_saved(sizes),
-        masks=_masks(sizes),
+        masks=_masks(sizes, platform),
         layer=_layer(sizes),
         experts=_experts(sizes),
         logits=_logits(sizes),
@@ -216,11 +216,14 @@ def _saved(sizes: Sizes) -> float:
     return every + model.num_moe_layers * rows + weights
 
 
-def _masks(sizes: Sizes) -> float:
+def _masks(sizes: Sizes, platform: Platform) -> float:
     plan = sizes.plan
-    if plan.execution.kernels.attention not in (None, "xla"):
+    # None is a kernel where there is one: `pallas_kernels.OPERATIONS["flash_attention"]`.
+    without_kernel = ("xla",) if platform == "tpu" else (None, "xla")
+    if plan.execution.kernels.attention not in without_kernel:
         return 0.0
-    return sizes.sequences * sizes.heads * plan.sequence_length**2 * _MASK_SHARE
+    parts = sizes.shards(ax.ACT_SEQ_INNER)  # by queries or by heads
+    return sizes.sequences * sizes.heads * plan.sequence_length**2 * _MASK_SHARE / parts
 
 
 def _layer(sizes: Sizes) -> float:

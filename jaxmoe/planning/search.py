@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which mesh: all of a number of devices, judged in closed form, the fastest that fit first.
 
-    enumerate   replica x data x expert x tensor = devices (seq as it is)
+    enumerate   replica x data x expert x tensor = devices, and seq where it may be above 1
     refuse      what does not divide: heads, experts, widths, the batch; with the reason
     order       by predicted time, then keep the first that fit by predicted memory
 
@@ -22,6 +22,7 @@ import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 
+from jaxmoe.layers.sequences import check_rows
 from jaxmoe.planning.abstract_step import StepPlan
 from jaxmoe.planning.hardware import Chip
 from jaxmoe.planning.memory import MemoryEstimate, estimate_memory
@@ -64,13 +65,17 @@ class Found:
     """That were looked at."""
 
 
-def enumerate_meshes(num_devices: int, seq: int = 1) -> Iterator[MeshConfig]:
+def enumerate_meshes(num_devices: int, seq: int | None = 1) -> Iterator[MeshConfig]:
     """Every mesh of so many devices.
 
     Args:
         num_devices: that are all used.
-        seq: devices that share a sequence; not searched.
+        seq: devices that share a sequence; None: any number.
     """
+    if seq is None:
+        for number in _divisors(num_devices):
+            yield from enumerate_meshes(num_devices, number)
+        return
     free, rest = divmod(num_devices, seq)
     if rest:
         return
@@ -97,6 +102,7 @@ def on_mesh(plan: StepPlan, mesh: MeshConfig, fold: MoEMesh | None = None) -> St
     own.table.check_divides(rules, sizes)
     length = (plan.sequence_length,)
     rules.check_divides("training.sequence_length", length, (ax.ACT_SEQ,), sizes)
+    check_rows(plan.model, own.execution, plan.sequence_length, sizes)
     parts = mesh.batch_shards * plan.accumulation
     if plan.batch_size % parts:
         raise ValueError(

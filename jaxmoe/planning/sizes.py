@@ -21,10 +21,12 @@ from collections.abc import Iterable
 
 import jax.numpy as jnp
 
+from jaxmoe.layers.sequences import attention_sizes
 from jaxmoe.parameters import ParameterSpec
 from jaxmoe.planning.abstract_step import StepPlan
 from sharding import axes as ax
 from sharding.expert_parallel import AllToAllConfig, AllToAllDroppingConfig
+from sharding.sequence_parallel import AttentionSizes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,6 +70,13 @@ class Sizes:
             kv_heads=attention.num_kv_heads / shards(ax.ACT_KV_HEADS),
             itemsize=jnp.dtype(execution.precision.compute_dtype).itemsize,
         )
+
+    @property
+    def attention(self) -> AttentionSizes:
+        """Of one layer, on the sequences of one device."""
+        plan = self.plan
+        found = attention_sizes(plan.model, plan.execution, plan.sequence_length, self.mesh)
+        return dataclasses.replace(found, sequences=self.sequences)
 
     @property
     def rows(self) -> float:

@@ -8,6 +8,7 @@ With n devices along the axes, W the bytes of what they share whole and f = (n -
     gradients    scattered where weights were gathered   f W          backward
                  all-reduced over the copies             2 f W        backward
     tensor       activations of a layer, in and out      2 f T' D b   forward and backward
+    attention    over cut sequences                      by its form  forward and backward
     rows         to their experts and back, if sent      2 f A D b    forward and backward
     tokens       gathered to experts, sums scattered     2 f n T D b  forward and backward
     muon         s whole matrices of a device and back   2 f s m n 4  once a step, the others each
@@ -17,6 +18,8 @@ The recomputation under remat sends rows once more; the weights that it gathers 
 backward pass. Messages are counted as rings make them: n - 1 each way. Sources: Megatron-LM (arXiv
 2104.04473), ZeRO (arXiv 1910.02054), sections on communication; sums over routers' statistics and
 norms are left out (kilobytes).
+
+What each form of attention sends is in `sharding/sequence_parallel/traffic.py`.
 
 The table of embeddings is gathered once per micro-batch; the head, and its gradient scattered, once
 per chunk of the loss and direction.
@@ -30,10 +33,12 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
+from jaxmoe.layers.sequences import form_of
 from jaxmoe.parameters import ParameterSpec
 from jaxmoe.planning.abstract_step import StepPlan
 from jaxmoe.planning.sizes import Sizes
 from sharding import axes as ax
+from sharding.sequence_parallel.traffic import num_messages, sent_bytes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,7 +61,8 @@ def step_traffic(plan: StepPlan) -> list[Traffic]:
         plan: of the step.
     """
     sizes = Sizes.of(plan)
-    found = [*_weights(sizes), *_tensor(sizes), *_rows(sizes), *_muon(sizes)]
+    found = [*_weights(sizes), *_tensor(sizes), *_attention(sizes)]
+    found += [*_rows(sizes), *_muon(sizes)]
     sums: dict[tuple[str, tuple[str, ...]], Traffic] = {}
     for one in found:
         key = one.reason, one.axes
@@ -135,6 +141,23 @@ def _tensor(sizes: Sizes) -> Iterator[Traffic]:
     sums = model.num_layers + dense + (model.num_moe_layers if has_shared else 0)
     times = 2 * sums * _passes(sizes) * sizes.plan.accumulation
     yield from _traffic(sizes, "tensor", sizes.pieces(ax.TENSOR), stream, times)
+
+
+def _attention(sizes: Sizes) -> Iterator[Traffic]:
+    plan, attention = sizes.plan, sizes.attention
+    form = form_of(plan.model, plan.execution, plan.sequence_length, sizes.mesh)
+    forward = (_passes(sizes) - 1) * plan.model.num_layers * plan.accumulation
+    backward = plan.model.num_layers * plan.accumulation
+    if attention.ranks == 1:
+        return
+    total, number = 0.0, 0.0
+    for times, is_backward in ((forward, False), (backward, True)):
+        total += times * sent_bytes(form, attention, is_backward=is_backward)
+        number += times * num_messages(form, attention, is_backward=is_backward)
+    axes = sizes.pieces(ax.SEQ)
+    yield Traffic(
+        reason="attention", axes=axes, num_devices=attention.ranks, bytes=total, messages=number
+    )
 
 
 def _rows(sizes: Sizes) -> Iterator[Traffic]:

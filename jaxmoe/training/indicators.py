@@ -27,7 +27,7 @@ from jaxmoe.layers.embedding import head_weight, output_logits
 from jaxmoe.layers.indicators import Indicators, token_means
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.parameters import ParameterSpec, ParameterTable
-from jaxmoe.training.loss import in_chunks
+from jaxmoe.training.loss import in_chunks, lay_out_batch
 from sharding import axes as ax
 
 
@@ -42,7 +42,7 @@ def observe_head(
 
     Args:
         params: of the model.
-        hidden: after the final norm.
+        hidden: after the final norm, in the order of `lay_out_batch`.
         batch: tokens of weight 0 are left out.
         model: for the logit multiplier.
         execution: for `loss_chunk`, dtype and placement.
@@ -56,7 +56,7 @@ def observe_head(
             {"head_z": z}, loss_weights > 0.0, peaks={"head_max_logit": jnp.max(logits, axis=-1)}
         )
 
-    loss_weights = jnp.asarray(batch.loss_weights)
+    loss_weights = jnp.asarray(lay_out_batch(batch, model, execution)[0].loss_weights)
     length, chunk = hidden.shape[1], execution.loss_chunk
     is_whole = not chunk or chunk >= length
     if is_whole:

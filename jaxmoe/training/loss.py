@@ -19,6 +19,7 @@ from jaxtyping import Array, Float, Int
 from jaxmoe.data.batch import Batch
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.embedding import head_weight, only_predicted, output_logits
+from jaxmoe.layers.sequences import Order, current_order, lay_out
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.models.transformer import Output, forward
 from sharding import axes as ax
@@ -114,6 +115,8 @@ def forward_and_nll(
 ) -> tuple[Float[Array, ""], Output]:
     """Sum over a batch of loss weight times negative log-likelihood, nats, and the model's output.
 
+    The output is in the order of `lay_out_batch`.
+
     Args:
         model: what is computed.
         execution: how.
@@ -122,6 +125,7 @@ def forward_and_nll(
         num_predicted: see `summed_nll`.
         **given: further arguments of the transformer.
     """
+    batch, order = lay_out_batch(batch, model, execution)
     output = forward(
         model,
         execution,
@@ -131,6 +135,7 @@ def forward_and_nll(
         segment_ids=batch.segment_ids,
         context={} if batch.mask_ratio is None else {"mask_ratio": jnp.asarray(batch.mask_ratio)},
         has_logits=False,
+        places=order,
         **given,
     )
     nll = summed_nll(
@@ -143,6 +148,24 @@ def forward_and_nll(
         num_predicted=num_predicted,
     )
     return nll, output
+
+
+def lay_out_batch(
+    batch: Batch, model: ModelConfig, execution: ExecutionConfig
+) -> tuple[Batch, Order | None]:
+    """The batch with the tokens of each row where the devices that share it hold them.
+
+    Args:
+        batch: in the order of its tokens; targets are what follows each.
+        model: what is computed.
+        execution: how.
+
+    Returns:
+        The batch, and of each token the place that it had in its row.
+    """
+    segments = None if batch.segment_ids is None else jnp.asarray(batch.segment_ids)
+    order = current_order(model, execution, batch.tokens.shape[1], segments)
+    return lay_out(batch, order, execution), order
 
 
 def in_chunks(arrays: tuple[Array, ...], chunk: int) -> tuple[Array, ...]:

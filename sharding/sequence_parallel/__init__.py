@@ -2,7 +2,34 @@
 # SPDX-License-Identifier: Apache-2.0
 """How attention spreads the positions of a sequence over devices: the union of choices."""
 
+from sharding.sequence_parallel.all_gather import AllGatherKVConfig as AllGatherKVConfig
+from sharding.sequence_parallel.attend import FixedConfig as FixedConfig
+from sharding.sequence_parallel.attend import attend as attend
+from sharding.sequence_parallel.attend import sequence_ranks as sequence_ranks
+from sharding.sequence_parallel.attend import token_order as token_order
+from sharding.sequence_parallel.auto import (
+    AutoSequenceParallelConfig as AutoSequenceParallelConfig,
+)
+from sharding.sequence_parallel.auto import Choice as Choice
+from sharding.sequence_parallel.auto import choose as choose
+from sharding.sequence_parallel.cached import CACHE_AXES as CACHE_AXES
+from sharding.sequence_parallel.cached import CacheSlots as CacheSlots
+from sharding.sequence_parallel.cached import attend_cached as attend_cached
+from sharding.sequence_parallel.local_attention import AttentionRules as AttentionRules
 from sharding.sequence_parallel.none import NoSequenceParallelConfig as NoSequenceParallelConfig
-from sharding.sequence_parallel.none import attend_whole_sequences as attend_whole_sequences
+from sharding.sequence_parallel.ring import RingConfig as RingConfig
+from sharding.sequence_parallel.sizes import AttentionSizes as AttentionSizes
+from sharding.sequence_parallel.sizes import check_sequences as check_sequences
+from sharding.sequence_parallel.token_ring import TokenRingConfig as TokenRingConfig
+from sharding.sequence_parallel.ulysses import UlyssesConfig as UlyssesConfig
+from sharding.sequence_parallel.usp import UlyssesRingConfig as UlyssesRingConfig
 
-SequenceParallelConfig = NoSequenceParallelConfig
+SequenceParallelConfig = (
+    NoSequenceParallelConfig
+    | AutoSequenceParallelConfig
+    | AllGatherKVConfig
+    | UlyssesConfig
+    | UlyssesRingConfig
+    | RingConfig
+    | TokenRingConfig
+)

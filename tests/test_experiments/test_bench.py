@@ -8,9 +8,10 @@ import sys
 
 import pytest
 
-from experiments import bench, measure
+from experiments import bench, bench_gpu_attention, measure
 from experiments.bench_kernels import loads
 from jaxmoe.routing import METHODS, GroupLimitConfig, SoftmaxTopKConfig
+from pallas_kernels import flash_attention
 
 SMALL_STEP = (
     *("--model.num_layers", "1", "--model.embed_dim", "8", "--model.moe.expert_dim", "4"),
@@ -112,7 +113,28 @@ def test_kernels(tmp_path, capsys):
     grouped = {(name, case) for name in ("grouped_matmul", "grouped_swiglu") for case in cases}
     assert rows == {*grouped, ("flash_attention", "256 x 16")}
     assert [row["length"] for row in summary["attention_temporary_bytes"]] == [16, 32]
-    assert "of dense" in capsys.readouterr().out
+    passes = [(row["pass"], row["candidate"]) for row in summary["gpu_attention"]]
+    assert passes == [(p, c) for p in ("forward", "backward") for c in ("ours", "cuDNN", "XLA")]
+    assert all(row["seconds"] is None for row in summary["gpu_attention"])
+    printed = capsys.readouterr().out
+    assert "of dense" in printed
+    assert printed.count("unmeasured, there is no GPU") == 6
+
+
+def test_attention_on_a_gpu_is_counted():
+    """What a GPU would be asked, of two candidates that run here."""
+    candidates = {
+        name: lambda q, k, v, name=name: flash_attention(q, k, v, implementation=name)[0]
+        for name in ("xla", "reference")
+    }
+    shape = bench_gpu_attention.Shape(batch=2, length=8, heads=1, width=4)
+    rows = bench_gpu_attention.measured(candidates, shape, rounds=1, limit=1e9)
+    assert [row["ratio"] for row in rows if row["candidate"] == "reference"] == [1.0, 1.0]
+    for row in rows:
+        products = 2 * 2 * 1 * 8**2 * 4 * (1.0 if row["pass"] == "forward" else 2.5)
+        assert row["flops_per_second"] == pytest.approx(products / row["seconds"])
+        assert row["fraction_of_limit"] == pytest.approx(row["flops_per_second"] / 1e9)
+    assert bench_gpu_attention.in_words(rows)[0].endswith("of cuDNN")
 
 
 def test_routers(tmp_path, monkeypatch, capsys):

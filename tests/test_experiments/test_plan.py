@@ -55,6 +55,21 @@ def test_only_the_mesh_that_is_named(tmp_path, capsys):
     assert "needs 8 devices, there are 4" in error
 
 
+def test_a_mesh_that_cuts_sequences_explains_itself(tmp_path, capsys):
+    argv = ("--topology", "gpu:h100:8", "--compiles", "0", "--execution.mesh.seq", "8")
+    argv += ("execution.sequence-parallel:auto",)
+    _, page, summary = planned(tmp_path, capsys, "tiny", *argv)
+    assert summary["mesh"] == {"seq": 8}
+    for words in (
+        "attention over seq   ring: mesh.seq=8 does not divide the 4 query and 4 key heads",
+        "busiest link in its busiest direction (switch, 450 GB/s)",
+        "query heads per key head",
+        "1 (this model)",
+        "from 2 query heads per key head on ring loads the links less",
+    ):
+        assert words in page, words
+
+
 def test_nothing_fits(tmp_path, capsys):
     argv = ("--topology", "tpu:v5e:2x2", "--compiles", "0", "--training.batch_size", "4")
     argv += ("--training.accumulation", "1", "--training.sequence_length", "128")

@@ -2,19 +2,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decoding with a cache against the whole forward pass, and sampling against its probabilities."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
 
-from jaxmoe.execution import ExecutionConfig
+from jaxmoe.execution import ExecutionConfig, WholeRowsConfig
 from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
 from jaxmoe.models.decode import generate
 from jaxmoe.models.initialize import parameter_table
 from jaxmoe.models.transformer import Transformer, initial_cache
+from sharding import MeshConfig, make_mesh
+from sharding.sequence_parallel import AllGatherKVConfig
 from tests.support.tolerances import assert_close
 
-BATCH, PROMPT, NEW, VOCAB = 3, 5, 7, 24
+BATCH, PROMPT, NEW, VOCAB = 4, 5, 7, 24
 
 # A dense layer, shared experts, grouped heads, and a window shorter than what is generated.
 MODEL = ModelConfig(
@@ -125,3 +130,81 @@ def test_bad_requests_are_refused(params, prompt):
         with pytest.raises(ValueError) as error:
             generate(MODEL, params, **arguments)
         assert text in str(error.value)
+
+
+MESHES = {
+    "seq4": MeshConfig(seq=4),
+    "seq2_tensor2": MeshConfig(seq=2, tensor=2),
+    "data2_seq2": MeshConfig(data=2, seq=2),
+}
+IN_SHORT = "data2_seq2"
+CASES = [pytest.param(name, marks=() if name == IN_SHORT else pytest.mark.slow) for name in MESHES]
+
+
+def on_mesh(name, params):
+    config = MESHES[name]
+    mesh = make_mesh(config, jax.devices()[: math.prod(config.sizes)])
+    execution = ExecutionConfig(mesh=config, sequence_parallel=AllGatherKVConfig())
+    table = parameter_table(MODEL, rules=execution.axis_rules)
+    spread = jax.device_put(params, table.tree(lambda row: NamedSharding(mesh, row.spec)))
+    return mesh, execution, spread
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_spread_cache_gives_the_same_tokens(name, params, prompt, greedy):
+    mesh, execution, spread = on_mesh(name, params)
+    with jax.set_mesh(mesh):
+        tokens = generate(
+            *(MODEL, spread, prompt),
+            num_tokens=NEW,
+            key=jax.random.key(0),
+            temperature=0.0,
+            execution=execution,
+        )
+    np.testing.assert_array_equal(tokens, greedy)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_spread_cache_gives_the_same_logits(name, params, prompt):
+    """After the prompt, and after a token behind it that lies on another device."""
+
+    def both(execution):
+        def run(params, prompt):
+            length = PROMPT + 2  # divides by no mesh: the cache is longer then
+            cache = initial_cache(MODEL, execution, batch=BATCH, length=length)
+            found = []
+            for tokens in (prompt, prompt[:, :1]):
+                places = cache.length[0] + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
+                output = Transformer(MODEL, execution).apply(
+                    {"params": params},
+                    tokens,
+                    positions=jnp.broadcast_to(places, tokens.shape),
+                    cache=cache,
+                )
+                cache = output.cache
+                found.append(output.logits)
+            return found, cache
+
+        return jax.jit(run)
+
+    wanted, cache = both(ExecutionConfig())(params, prompt)
+    mesh, execution, spread = on_mesh(name, params)
+    with jax.set_mesh(mesh):
+        logits, cut = both(WholeRowsConfig.of(execution))(spread, prompt)
+    assert_close(logits, wanted, kind="end_to_end")
+    assert cut.k.sharding.spec[2] == "seq"
+    held = jax.tree.map(lambda x: np.asarray(x)[:, :, : PROMPT + 2], (cut.k, cut.v))
+    assert_close(held, (cache.k, cache.v), kind="end_to_end")
+    np.testing.assert_array_equal(cut.length, cache.length)
+
+
+def test_prompts_that_do_not_divide_are_refused(params, prompt):
+    mesh, execution, spread = on_mesh("data2_seq2", params)
+    text = "prompt: the dimension 'act_batch' of size 3 must be divisible by mesh.data=2"
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match=text):
+        generate(
+            *(MODEL, spread, prompt[:3]),
+            num_tokens=2,
+            key=jax.random.key(0),
+            execution=execution,
+        )

@@ -41,8 +41,8 @@ def batch():
     tokens, targets = map(np.asarray, tokens_for(WIDE, length=WIDE_LENGTH))
     segments = np.ones_like(tokens)
     segments[:, 8:] = 2
-    segments[3, 10:] = 0  # padding
-    positions = np.broadcast_to(np.r_[0:8, 0:4].astype(np.int32), tokens.shape).copy()
+    segments[3, 12:] = 0  # padding
+    positions = np.broadcast_to(np.r_[0:8, 0:8].astype(np.int32), tokens.shape).copy()
     return {
         "tokens": tokens,
         "targets": targets,

@@ -258,6 +258,8 @@ def test_a_step_for_4096_devices_lowers():
     plan = plan_of(WIDE, mesh, batch_size=1024, length=64, compute="bfloat16", remat="full")
     text = lower_abstractly(plan, "tpu").as_text()
     assert "mhlo.num_partitions = 4096" in text
+    # The kernels of a TPU, chosen on a CPU: attention, and both kernels of its gradient.
+    assert text.count("stablehlo.custom_call @tpu_custom_call") >= 3
 
 
 @pytest.mark.parametrize(

@@ -55,6 +55,15 @@ def test_rules_name_the_pieces():
 POWERS = st.sampled_from([1, 2, 4, 8])
 
 
+def test_a_cut_of_the_sequence_axis_alone():
+    """For attention that works in two ways along it; experts need none."""
+    cut = refine(sizes(data=2, seq=8, tensor=2), MoEMesh(seq_inner=4))
+    assert cut.names("seq") == ("seq_0", "seq_1") and cut.expert == ()
+    assert dict(cut.dense)["seq"] == (("seq_0", 2), ("seq_1", 4))
+    with pytest.raises(ValueError, match="fold.seq_inner=3 must divide mesh.seq=8"):
+        refine(sizes(seq=8), MoEMesh(seq_inner=3))
+
+
 @given(data=POWERS, seq=POWERS, tensor=POWERS, expert=POWERS, expert_tensor=POWERS)
 def test_both_readings_number_the_devices_alike(data, seq, tensor, expert, expert_tensor):
     """Any powers of two: digit by digit, the number of a device is the same in both."""

@@ -1,0 +1,216 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Sequences that are cut over devices: by which form of attention, and which tokens go where.
+
+A form may want the tokens of a row in another order, so that all devices have equal work. Token
+ids and what goes with them are permuted where a batch enters, which costs nothing; activations
+never are, unless somebody wants them in the order of the tokens.
+
+    order       token held at each position of a row that is laid out
+    lay_out     x[:, order]
+    lay_back    its inverse, on activations: the whole row is gathered
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from jaxmoe.execution import ExecutionConfig
+from jaxmoe.models.config import ModelConfig
+from pallas_kernels.sequence_layout import lay_out as in_order
+from sharding import axes as ax
+from sharding.sequence_parallel import (
+    AttentionSizes,
+    AutoSequenceParallelConfig,
+    FixedConfig,
+    check_sequences,
+    choose,
+    sequence_ranks,
+    token_order,
+)
+
+Order = Int[np.ndarray, " S"] | Int[Array, "B S"]
+"""Known while tracing; or of each row, where it depends on its documents."""
+
+
+def attention_sizes(
+    model: ModelConfig, execution: ExecutionConfig, length: int, mesh: Mapping[str, int]
+) -> AttentionSizes:
+    """What forms of attention want to know.
+
+    Args:
+        model: what is computed.
+        execution: how.
+        length: of the rows.
+        mesh: {axis or piece of one: size}.
+    """
+    rules, attention = execution.axis_rules, model.attention
+
+    def devices(name: str) -> int:
+        return math.prod(mesh.get(axis, 1) for axis in rules.mesh_axes(name))
+
+    return AttentionSizes(
+        num_heads=attention.num_heads,
+        num_kv_heads=attention.num_kv_heads,
+        head_dim=attention.head_dim,
+        length=length,
+        ranks=devices(ax.ACT_SEQ_INNER),
+        tensor=devices(ax.ACT_HEADS),
+        itemsize=jnp.dtype(execution.precision.compute_dtype).itemsize,
+        is_causal=attention.is_causal,
+        window=attention.window,
+        keeps_order=model.moe is not None and model.moe.capacity is not None,
+    )
+
+
+def check_rows(
+    model: ModelConfig, execution: ExecutionConfig, length: int, mesh: Mapping[str, int]
+) -> FixedConfig:
+    """The form of attention on a mesh, if it can run there.
+
+    Args:
+        model: what is computed.
+        execution: how.
+        length: of the rows.
+        mesh: {axis or piece of one: size}.
+
+    Raises:
+        ValueError: heads or lengths that the form cannot spread, or a router that wants rows in
+            the order of their tokens.
+    """
+    sizes = attention_sizes(model, execution, length, mesh)
+    form = form_of(model, execution, length, mesh)
+    check_sequences(form, sizes)
+    if sizes.ranks > 1 and form.layout != "contiguous" and sizes.keeps_order:
+        raise ValueError(
+            "model.moe.capacity fills the experts in the order of a sequence's tokens, and"
+            f" execution.sequence_parallel {form.name!r} holds them in {form.layout} order: set"
+            " execution.sequence_parallel.layout to contiguous, take ulysses, or set"
+            " model.moe.capacity to None"
+        )
+    return form
+
+
+def form_of(
+    model: ModelConfig, execution: ExecutionConfig, length: int, mesh: Mapping[str, int]
+) -> FixedConfig:
+    """The form of attention on a mesh, chosen where it is to be chosen, and not checked.
+
+    Args:
+        model: what is computed.
+        execution: how.
+        length: of the rows.
+        mesh: {axis or piece of one: size}.
+    """
+    form = execution.sequence_parallel
+    if not isinstance(form, AutoSequenceParallelConfig):
+        return form
+    return choose(attention_sizes(model, execution, length, mesh), form.links).config
+
+
+def explain_form(
+    model: ModelConfig, execution: ExecutionConfig, length: int, mesh: Mapping[str, int]
+) -> str:
+    """The form of attention on a mesh and, where it was chosen, why.
+
+    Args:
+        model: what is computed.
+        execution: how.
+        length: of the rows.
+        mesh: {axis or piece of one: size}.
+    """
+    form = execution.sequence_parallel
+    if not isinstance(form, AutoSequenceParallelConfig):
+        return form.name
+    return choose(attention_sizes(model, execution, length, mesh), form.links).reason
+
+
+def current_form(model: ModelConfig, execution: ExecutionConfig, length: int) -> FixedConfig:
+    """The form of attention on the current mesh; see `check_rows`."""
+    mesh = jax.sharding.get_abstract_mesh().shape if sequence_ranks(execution.placement) > 1 else {}
+    return check_rows(model, execution, length, mesh)
+
+
+def current_order(
+    model: ModelConfig,
+    execution: ExecutionConfig,
+    length: int,
+    segment_ids: Int[Array, "B S"] | None = None,
+) -> Order | None:
+    """The order of rows on the current mesh; None: as they are.
+
+    Args:
+        model: what is computed.
+        execution: how.
+        length: of the rows.
+        segment_ids: in the order of the tokens.
+    """
+    form, ranks = current_form(model, execution, length), sequence_ranks(execution.placement)
+    if segment_ids is None or form.layout != "document_zigzag" or ranks == 1:
+        return token_order(form, length, ranks)
+
+    def run(segment_ids: Array, *, batch_axes: tuple[str, ...]) -> Array:
+        del batch_axes
+        return jnp.asarray(token_order(form, length, ranks, segment_ids))
+
+    rows = (ax.ACT_BATCH, None)
+    island = execution.placement.island(run, in_axes=(rows,), out_axes=rows)
+    return island(jnp.asarray(segment_ids))
+
+
+def lay_out(arrays: Any, order: Order | None, execution: ExecutionConfig) -> Any:
+    """The arrays of a tree with the tokens of each row in this order.
+
+    Args:
+        arrays: [B S] each.
+        order: None leaves them.
+        execution: where they lie.
+    """
+    if order is None:
+        return arrays
+    arrays = jax.tree.map(jnp.asarray, arrays)
+    axes = jax.tree.map(lambda _: (ax.ACT_BATCH, None), arrays)
+    return _permute(arrays, axes, order, execution)
+
+
+def lay_back(
+    x: Float[Array, "B S D"], order: Order | None, execution: ExecutionConfig
+) -> Float[Array, "B S D"]:
+    """Activations in the order of the tokens.
+
+    Args:
+        x: laid out.
+        order: of `lay_out`.
+        execution: where they lie.
+    """
+    if order is None:
+        return x
+    inverse = np.argsort(order) if isinstance(order, np.ndarray) else jnp.argsort(order, axis=-1)
+    whole = _permute(x, (ax.ACT_BATCH, None, None), inverse, execution)
+    return execution.placement.place(whole, (ax.ACT_BATCH, ax.ACT_SEQ, ax.ACT_EMBED))
+
+
+def places_of(order: Order | None, length: int) -> Int[Array, "#B S"]:
+    """Of each token in its row."""
+    places = jnp.asarray(np.arange(length, dtype=np.int32) if order is None else order)
+    return places if places.ndim == 2 else places[None, :]
+
+
+def _permute(arrays: Any, axes: Any, order: Any, execution: ExecutionConfig) -> Any:
+    """`x[:, order]` of every array of a tree, on whole rows."""
+    by_row = {} if isinstance(order, np.ndarray) else {"order": order}
+
+    def run(arrays: Any, by_row: dict[str, Array], *, batch_axes: tuple[str, ...]) -> Any:
+        del batch_axes
+        return jax.tree.map(lambda x: in_order(x, by_row.get("order", order)), arrays)
+
+    given = dict.fromkeys(by_row, (ax.ACT_BATCH, None))
+    island = execution.placement.island(run, in_axes=(axes, given), out_axes=axes)
+    return island(arrays, by_row)

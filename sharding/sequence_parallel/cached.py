@@ -1,0 +1,147 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Attention over a cache of keys and values, whose slots may be spread over devices.
+
+    rank r of N holds the slots r U/N to (r + 1) U/N - 1
+    every rank attends with all new queries to its own slots       (out_r, lse_r)
+    out = sum_r exp(lse_r - top) out_r / sum_r exp(lse_r - top)    top: the largest lse_r
+
+One all-reduce of the largest lse, one of the sums: S N (H + 2) values per sequence, however long it
+is. A slot that is not filled yet counts as the future, and weighs nothing. The new keys and values
+are known on every rank, and each slot is written by the rank that holds it.
+Source: the merge of online_softmax.py; flash-decoding splits keys so within one device.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from sharding import axes as ax
+from sharding.constrain import Placement
+from sharding.sequence_parallel.local_attention import (
+    AttentionRules,
+    HeldTokens,
+    Seen,
+    attend_locally,
+    attend_part,
+)
+
+
+class CacheSlots(NamedTuple):
+    """Keys and values of one layer, a slot per position."""
+
+    k: Float[Array, "B U M H"]
+    v: Float[Array, "B U M H"]
+    length: Int[Array, ""]
+    """Slots filled."""
+
+
+CACHE_AXES = (ax.ACT_BATCH, ax.ACT_CACHE, ax.ACT_KV_HEADS, None)
+"""Logical axes of the keys and values."""
+
+
+def attend_cached(
+    q: Float[Array, "B S N H"],
+    k: Float[Array, "B S M H"],
+    v: Float[Array, "B S M H"],
+    cache: CacheSlots,
+    *,
+    placement: Placement,
+    positions: Int[Array, "B S"],
+    rules: AttentionRules,
+) -> tuple[Float[Array, "B S N H"], Seen, CacheSlots]:
+    """Writes new keys and values into the cache and attends to all of it.
+
+    Args:
+        q: queries of the new tokens.
+        k: their keys.
+        v: their values.
+        cache: as long as all tokens that will come.
+        placement: where arrays lie.
+        positions: of the new tokens: a token's slot is its position.
+        rules: of the mask.
+
+    Returns:
+        The output, what is watched (see `attend`), and the cache with the new tokens.
+    """
+    heads, kv_heads = ((ax.ACT_BATCH, None, axis, None) for axis in (ax.ACT_HEADS, ax.ACT_KV_HEADS))
+    axes = placement.mesh_axes(ax.ACT_CACHE)
+    slots: Any = CacheSlots(CACHE_AXES, CACHE_AXES, ())  # pyright: ignore[reportArgumentType]
+    seen = ("lse", "top") if rules.is_observed else ()
+
+    def run(q, k, v, cache, positions, *, batch_axes):
+        del batch_axes
+        first = jnp.int32(0)
+        if axes:
+            first = jax.lax.axis_index(axes).astype(jnp.int32) * jnp.int32(cache.k.shape[1])
+        cache = CacheSlots(
+            _write(cache.k, k, cache.length - first, is_cut=bool(axes)),
+            _write(cache.v, v, cache.length - first, is_cut=bool(axes)),
+            cache.length + jnp.int32(k.shape[1]),
+        )
+        held = jnp.arange(cache.k.shape[1], dtype=jnp.int32) + first
+        keys, values = cache.k.astype(q.dtype), cache.v.astype(q.dtype)
+        given = HeldTokens(positions, None), HeldTokens(held, None)
+        out, found = _attend_and_merge(q, keys, values, *given, rules, axes)
+        return out, found, cache
+
+    island = placement.island(
+        run,
+        in_axes=(heads, kv_heads, kv_heads, slots, (ax.ACT_BATCH, None)),
+        out_axes=(heads, dict.fromkeys(seen, (ax.ACT_BATCH, ax.ACT_HEADS, None)), slots),
+    )
+    return island(q, k, v, cache, positions)
+
+
+def _write(held: Array, new: Array, start: Array, *, is_cut: bool) -> Array:
+    """The slots with the new entries from `start` on, which may lie outside of them.
+
+    Args:
+        held: [B u M H], slots of this device.
+        new: [B S M H].
+        start: slot of the first new entry, counted from the first that is held.
+        is_cut: other devices hold other slots.
+    """
+    new, (slots, number) = new.astype(held.dtype), (held.shape[1], new.shape[1])
+    if not is_cut:
+        return jax.lax.dynamic_update_slice_in_dim(held, new, start, axis=1)
+    if number == 1:  # one slot is touched, not all of them
+        at = jnp.clip(start, 0, slots - 1)
+        old = jax.lax.dynamic_slice_in_dim(held, at, 1, axis=1)
+        return jax.lax.dynamic_update_slice_in_dim(
+            held, jnp.where(at == start, new, old), at, axis=1
+        )
+    index = jnp.arange(slots, dtype=jnp.int32) - start
+    is_new = (index >= 0) & (index < number)
+    rows = new.at[:, jnp.clip(index, 0, number - 1)].get(mode="clip")
+    return jnp.where(is_new[None, :, None, None], rows, held)
+
+
+def _attend_and_merge(
+    q: Array,
+    k: Array,
+    v: Array,
+    queries: HeldTokens,
+    keys: HeldTokens,
+    rules: AttentionRules,
+    axes: tuple[str, ...],
+) -> tuple[Array, Seen]:
+    """Attention to the slots of all devices."""
+    if not axes:
+        return attend_locally(q, k, v, queries, keys, rules)
+    out, lse, highest = attend_part(q, k, v, queries, keys, rules)
+    top = jax.lax.pmax(jax.lax.stop_gradient(lse), axes)
+    top = jnp.where(jnp.isfinite(top), top, 0.0)
+    weight = jnp.exp(lse - top)
+    total = jax.lax.psum(weight, axes)
+    by_query = weight.swapaxes(1, 2)[..., None]
+    summed = jax.lax.psum(by_query * out.astype(jnp.float32), axes)
+    divisor = jnp.where(total > 0.0, total, 1.0).swapaxes(1, 2)[..., None]
+    merged = (summed / divisor).astype(q.dtype)
+    if highest is None:
+        return merged, {}
+    return merged, {"lse": top + jnp.log(total), "top": jax.lax.pmax(highest, axes)}

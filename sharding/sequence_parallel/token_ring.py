@@ -1,0 +1,75 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Token ring: keys and values stay, queries travel, and their results go home the other way.
+
+See `pallas_kernels.token_ring_attention` for the schedule and the bytes. It is for models with as
+many key heads as query heads, on links that carry as much both ways at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+from jaxtyping import Array, Float
+
+from pallas_kernels import token_ring_attention
+from pallas_kernels.ring_step import Transport
+from pallas_kernels.sequence_layout import SequenceLayout
+from pallas_kernels.token_ring_attention.schedule import Form
+from sharding.sequence_parallel.local_attention import AttentionRules, HeldTokens
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class TokenRingConfig:
+    """Queries travel one way, their results the other."""
+
+    name: ClassVar[str] = "token_ring"
+
+    layout: SequenceLayout = "zigzag"
+    """Which tokens a device holds: the r-th of N pieces, the first and last of 2N alike, or those
+    of every document."""
+    form: Form = "direct"
+    """How results come home: over several devices at once, for full-mesh links; or from neighbour
+    to neighbour behind the queries, for rings and tori."""
+    transport: Transport = "ppermute"
+    """How they travel."""
+
+
+def attend_token_ring(
+    q: Float[Array, "B s N H"],
+    k: Float[Array, "B s M H"],
+    v: Float[Array, "B s M H"],
+    tokens: HeldTokens,
+    rules: AttentionRules,
+    *,
+    axis: str,
+    config: TokenRingConfig,
+) -> Float[Array, "B s N H"]:
+    """Attention of the queries held here, which visit every device.
+
+    Args:
+        q: queries of this device.
+        k: keys of this device.
+        v: values of this device.
+        tokens: where they stand; positions None: as the layout has it.
+        rules: of the mask.
+        axis: mesh axis over which sequences are cut.
+        config: layout, form and transport.
+    """
+    return token_ring_attention(
+        q,
+        k,
+        v,
+        axis_name=axis,
+        causal=rules.is_causal,
+        layout=config.layout,
+        positions=tokens.positions,
+        segment_ids=tokens.segment_ids,
+        window=rules.window,
+        softcap=rules.softcap,
+        scale=rules.scale,
+        form=config.form,
+        transport=config.transport,
+        implementation=rules.implementation,
+    )
