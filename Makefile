@@ -18,8 +18,10 @@ BASE := $(VENV)/.base-$(KEY)
 TRAIN := $(VENV)/.train-$(KEY)
 DEV := $(VENV)/.dev-$(KEY)
 HF := $(VENV)/.hf-$(KEY)
-# transformers and PyTorch, as oracles and peers: pinned for Python 3.11, where the CPU build comes.
+# libtpu, which compiles for TPUs that are not there; and transformers and PyTorch, as oracles and
+# peers: pinned for Python 3.11, where the CPU build comes.
 HAS_PEERS := $(shell $(PYTHON) -c 'import sys; print("yes" if sys.version_info < (3, 12) else "")' 2>/dev/null)
+comma := ,
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt
 
 .PHONY: demo test test-slow bench lint format clean
@@ -74,5 +76,5 @@ $(DEV): $(TRAIN)
 	@touch $@
 
 $(HF): $(DEV)
-	@if [ -n "$(HAS_PEERS)" ]; then $(INSTALL) -e '.[train,dev,hf]'; fi
+	$(INSTALL) -e '.[train,dev,plan$(if $(HAS_PEERS),$(comma)hf)]'
 	@touch $@
