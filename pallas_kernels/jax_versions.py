@@ -51,6 +51,19 @@ def vary_over(x: Array, axes: tuple[str, ...]) -> Array:
     return jax.lax.pcast(x, missing, to="varying") if missing else x
 
 
+def agreed(x: Array) -> Array:
+    """What every device has computed alike, of arrays whose type says that they may differ.
+
+    Args:
+        x: Of equal value everywhere.
+
+    Returns:
+        Its mean over the axes over which it may vary, which then varies over none.
+    """
+    varying = tuple(sorted(jax.typeof(x).mat.varying))
+    return jax.lax.pmean(x, varying) if varying else x
+
+
 def shape_varying_like(
     shape: tuple[int, ...], dtype: jnp.dtype | type, *like: Array
 ) -> jax.ShapeDtypeStruct:

@@ -46,6 +46,7 @@ from jaxmoe.routing import (
 from jaxmoe.routing.balancers import WeightsBalancer, of_statistics, of_weights
 from jaxmoe.routing.capacity import limit
 from jaxmoe.routing.telemetry_detailed import observe
+from pallas_kernels.jax_versions import agreed
 from sharding import axes as ax
 from sharding.assignments import Assignments, own_assignments, own_positions
 from sharding.expert_parallel import expert_parallel
@@ -258,8 +259,11 @@ def _route_and_compute(
     carry = {}
     if moe.router.traits.carries_logits and output.carry is not None:
         carry = {"logits": output.carry.reshape(batch, length, -1)}
+    # Of weights alone, which are the same everywhere once they are gathered.
     losses = {
-        balancer.name: balancer.coupling(given["params"], given["coupled"], given.get("key"))
+        balancer.name: agreed(
+            balancer.coupling(given["params"], given["coupled"], given.get("key"))
+        )
         for balancer in layer.coupling_balancers()
     }
     return y.reshape(batch, -1, width), statistics, carry, losses, observed
