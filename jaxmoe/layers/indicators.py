@@ -43,6 +43,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Float
 
 from jaxmoe.routing import RouterStatistics
+from sharding.constrain import place_like
 
 OUTLIER_STDS = 5.0
 """Standard deviations from the mean beyond which an entry counts as an outlier."""
@@ -91,10 +92,15 @@ def token_means(
     """
     values, peaks = jax.lax.stop_gradient((dict(values), dict(peaks or {})))
     number = jnp.sum(token_mask, dtype=jnp.float32)
+
+    def masked(value: Array, instead: float) -> Array:
+        # Within a sublayer positions may be cut in fewer parts than in the stream.
+        return jnp.where(place_like(token_mask, value), value, instead)
+
     return Indicators(
-        sums={name: jnp.sum(jnp.where(token_mask, v, 0.0)) for name, v in values.items()},
+        sums={name: jnp.sum(masked(v, 0.0)) for name, v in values.items()},
         counts=dict.fromkeys(values, number),
-        peaks={name: jnp.max(jnp.where(token_mask, v, -jnp.inf)) for name, v in peaks.items()},
+        peaks={name: jnp.max(masked(v, -jnp.inf)) for name, v in peaks.items()},
     )
 
 
