@@ -1,6 +1,7 @@
 # make demo        set up and train the default recipe; the same command resumes
 # make test        set up and run the tests (under 15 minutes on 2 cores)
 # make test-slow   the long proofs
+# make test-large  models of billions compiled for TPU pods, minutes each
 # make lint        ruff, pyright, codespell
 # make bench       kernels, routers, a step beside transformers (ten minutes, machine left alone)
 #
@@ -24,17 +25,20 @@ HAS_PEERS := $(shell $(PYTHON) -c 'import sys; print("yes" if sys.version_info <
 comma := ,
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt
 
-.PHONY: demo test test-slow bench lint format clean
+.PHONY: demo test test-slow test-large bench lint format clean
 
 demo: $(TRAIN)
 	$(BIN)/python -m experiments.pretrain
 
 test: $(DEV)
-	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow and not accelerator"
+	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow and not accelerator and not large"
 
 test-slow: $(HF)
 	$(BIN)/python -m pytest -n $(WORKERS) -m "slow and trains and not accelerator"
 	$(BIN)/python -m pytest -n $(WORKERS) -m "slow and not trains and not accelerator"
+
+test-large: $(HF)
+	$(BIN)/python -m pytest -n $(WORKERS) -m "large"
 
 bench: $(HF)
 	$(BIN)/python -m experiments.bench kernels

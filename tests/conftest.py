@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ground the tests stand on: devices, strictness, seeds, golden files, an honest summary.
 
-    pytest                       what is not slow and needs no accelerator
+    pytest                       what is neither slow nor large and needs no accelerator
     pytest --slow                the long proofs as well
     pytest -m slow               any other choice; then nothing is left out behind your back
     pytest --regenerate-golden   writes tests/golden anew, to be reviewed as a diff
@@ -96,7 +96,7 @@ def pytest_configure(config):
         config.addinivalue_line("filterwarnings", line)
     if not config.option.markexpr:
         is_slow = config.getoption("--slow")
-        config.option.markexpr = "not accelerator" if is_slow else "not slow and not accelerator"
+        config.option.markexpr = "not accelerator and not large" + (not is_slow) * " and not slow"
     if "not slow" in config.option.markexpr or "not trains" in config.option.markexpr:
         # Most tests compile much and compute little: this halves the time of a compilation. It
         # is read when the first backend starts, and inherited by workers and commands.

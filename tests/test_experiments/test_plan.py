@@ -122,7 +122,7 @@ def test_the_plan_of_this_machine_runs(tmp_path):
     assert compiled["measured"]["step_seconds"] > 0 and compiled["traffic"]
 
 
-@pytest.mark.slow
+@pytest.mark.large
 @pytest.mark.timeout(1600)
 @pytest.mark.parametrize(
     "argv",
