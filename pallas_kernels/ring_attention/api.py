@@ -30,6 +30,7 @@ import jax.numpy as jnp
 from pallas_kernels.array_types import Array, Float, Float32, Int
 from pallas_kernels.backend import Implementation
 from pallas_kernels.flash_attention.api import KERNELS, OPERATION
+from pallas_kernels.flash_attention.arguments import check_mask
 from pallas_kernels.flash_attention.mask import Rules
 from pallas_kernels.jax_versions import match_varying
 from pallas_kernels.ring_attention import backward, checks, forward
@@ -146,7 +147,7 @@ def ring_attention_with_lse(
     ranks = checks.num_ranks(NAME, axis_name)
     checks.check_arrays(NAME, q, k, v)
     checks.check_tokens(NAME, q, positions, segment_ids, ranks)
-    checks.check_options(NAME, window, softcap)
+    check_mask(NAME, window, softcap)
     checks.check_layout(NAME, q.shape[1], ranks, layout)
     form, reach = _form(ranks, q.shape[1], layout, causal, window, positions is not None)
     checks.check_directions(NAME, directions, k.shape[2], form)

@@ -6,11 +6,11 @@ To add a rule: a function here, called by the door, and its message in the tests
 """
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
 from pallas_kernels.array_types import Array
+from pallas_kernels.flash_attention.arguments import check_heads
 from pallas_kernels.sequence_layout import SequenceLayout
 
 
@@ -27,27 +27,11 @@ def num_ranks(name: str, axis_name: str) -> int:
 
 def check_arrays(name: str, q: Array, k: Array, v: Array) -> None:
     """Shapes and dtypes of a rank's queries, keys and values."""
-    shapes = f"q {q.shape}, k {k.shape}, v {v.shape}"
-    if (q.ndim, k.ndim, v.ndim) != (4, 4, 4):
-        raise ValueError(f"{name} takes q [B S N H], k [B S M H] and v [B S M Hv], not {shapes}.")
-    if not q.shape[:2] == k.shape[:2] == v.shape[:2]:
+    check_heads(name, q, k, v)
+    if q.shape[1] != k.shape[1]:
         raise ValueError(
-            f"{name}: q, k and v are of the same tokens of this rank and must have the same batch"
-            f" and length, not {shapes}."
-        )
-    if q.shape[3] != k.shape[3] or k.shape[2] != v.shape[2]:
-        raise ValueError(
-            f"{name}: q and k must be equally wide, and k and v have the same heads, not {shapes}."
-        )
-    if q.shape[2] % k.shape[2]:
-        raise ValueError(
-            f"{name}: the {q.shape[2]} heads of q must be a multiple of the {k.shape[2]} heads of"
-            f" k, in {shapes}."
-        )
-    if not (q.dtype == k.dtype == v.dtype and jnp.issubdtype(q.dtype, jnp.floating)):
-        raise ValueError(
-            f"{name}: q, k and v must have the same floating dtype, not {q.dtype}, {k.dtype} and"
-            f" {v.dtype}: cast with .astype."
+            f"{name}: q, k and v are of the same tokens of this rank and must have the same length,"
+            f" not q {q.shape}, k {k.shape}, v {v.shape}."
         )
 
 
@@ -79,17 +63,6 @@ def check_tokens(
                 " like the tokens, so that every rank has its own part; or give segment_ids where"
                 " positions restart."
             )
-
-
-def check_options(name: str, window: int | None, softcap: float | None) -> None:
-    """What does not depend on arrays."""
-    if window is not None and window < 1:
-        raise ValueError(
-            f"{name}: window={window} must be at least 1 (the query's own position), or None for no"
-            " window."
-        )
-    if softcap is not None and softcap <= 0:
-        raise ValueError(f"{name}: softcap={softcap} must be above 0, or None for no cap.")
 
 
 def check_layout(name: str, width: int, ranks: int, layout: SequenceLayout) -> None:

@@ -29,6 +29,7 @@ from pallas_kernels.array_types import Array, Float, Int
 from pallas_kernels.backend import Implementation
 from pallas_kernels.flash_attention.api import KERNELS
 from pallas_kernels.flash_attention.api import OPERATION as FLASH_ATTENTION
+from pallas_kernels.flash_attention.arguments import check_mask
 from pallas_kernels.flash_attention.mask import Rules
 from pallas_kernels.jax_versions import match_varying
 from pallas_kernels.ring_attention import checks
@@ -93,7 +94,7 @@ def token_ring_attention(
     ranks = checks.num_ranks(name, axis_name)
     checks.check_arrays(name, q, k, v)
     checks.check_tokens(name, q, positions, segment_ids, ranks)
-    checks.check_options(name, window, softcap)
+    check_mask(name, window, softcap)
     for option, value, choices in (("layout", layout, SequenceLayout), ("form", form, Form)):
         if value not in typing.get_args(choices):
             names = ", ".join(map(repr, typing.get_args(choices)))

@@ -9,7 +9,9 @@ number of devices.
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+import functools
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 from jaxtyping import Array, Float
 
@@ -56,7 +58,36 @@ def attend_ring(
         axis: mesh axis over which sequences are cut.
         config: layout, directions and transport.
     """
-    return ring_attention(
+    return along_ring(ring_attention, q, k, v, tokens, rules, axis=axis, config=config)(
+        directions=config.directions
+    )
+
+
+def along_ring(
+    operation: Callable[..., Any],
+    q: Float[Array, "B s N H"],
+    k: Float[Array, "B s M H"],
+    v: Float[Array, "B s M H"],
+    tokens: HeldTokens,
+    rules: AttentionRules,
+    *,
+    axis: str,
+    config: Any,
+) -> Callable[..., Any]:
+    """An attention round a ring, with all that is given but what is its own.
+
+    Args:
+        operation: `ring_attention` or `token_ring_attention`.
+        q: queries of this device.
+        k: keys of this device.
+        v: values of this device.
+        tokens: where they stand.
+        rules: of the mask.
+        axis: mesh axis over which sequences are cut.
+        config: with a layout and a transport.
+    """
+    return functools.partial(
+        operation,
         q,
         k,
         v,
@@ -68,7 +99,6 @@ def attend_ring(
         window=rules.window,
         softcap=rules.softcap,
         scale=rules.scale,
-        directions=config.directions,
         transport=config.transport,
         implementation=rules.implementation,
     )

@@ -18,6 +18,7 @@ from pallas_kernels.ring_step import Transport
 from pallas_kernels.sequence_layout import SequenceLayout
 from pallas_kernels.token_ring_attention.schedule import Form
 from sharding.sequence_parallel.local_attention import AttentionRules, HeldTokens
+from sharding.sequence_parallel.ring import along_ring
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,19 +58,6 @@ def attend_token_ring(
         axis: mesh axis over which sequences are cut.
         config: layout, form and transport.
     """
-    return token_ring_attention(
-        q,
-        k,
-        v,
-        axis_name=axis,
-        causal=rules.is_causal,
-        layout=config.layout,
-        positions=tokens.positions,
-        segment_ids=tokens.segment_ids,
-        window=rules.window,
-        softcap=rules.softcap,
-        scale=rules.scale,
-        form=config.form,
-        transport=config.transport,
-        implementation=rules.implementation,
+    return along_ring(token_ring_attention, q, k, v, tokens, rules, axis=axis, config=config)(
+        form=config.form
     )

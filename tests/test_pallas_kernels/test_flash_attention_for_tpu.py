@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.experimental import topologies
 from jax.experimental.pallas.ops.tpu import flash_attention as shipped
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -23,6 +22,7 @@ from pallas_kernels.backend import interpreted
 from pallas_kernels.flash_attention import pallas_tpu_blocks as blocks
 from pallas_kernels.flash_attention.mask import Rules, Tokens
 from tests.support.tolerances import assert_close
+from tests.support.tpus import described_tpus
 
 NOTHING_GIVEN = Tokens(None, None, None, None)
 
@@ -221,15 +221,7 @@ def test_lowered_for_a_tpu():
 @pytest.fixture
 def one_tpu(monkeypatch):
     """A mesh of one device that is not there."""
-    pytest.importorskip("libtpu", reason="libtpu compiles for TPUs: pip install 'jaxmoe[plan]'")
-    for name, value in {
-        "TPU_SKIP_MDS_QUERY": "1",
-        "TPU_ACCELERATOR_TYPE": "v5litepod-4",
-        "TPU_WORKER_HOSTNAMES": "localhost",
-        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-    }.items():
-        monkeypatch.setenv(name, value)
-    devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2").devices
+    devices = described_tpus(monkeypatch, "v5e:2x2")
     return Mesh(np.array(devices[:1]), ("x",), (AxisType.Auto,))
 
 

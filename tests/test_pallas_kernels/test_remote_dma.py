@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from pallas_kernels import ring_attention, token_ring_attention
@@ -32,6 +31,7 @@ from pallas_kernels.ring_step import (
     send,
 )
 from tests.support.remote_dma_cases import CASES, outcome
+from tests.support.tpus import described_tpus
 
 slow = pytest.mark.slow
 
@@ -140,15 +140,7 @@ def test_unknown_transports_are_refused():
 @pytest.fixture(params=["v5e:2x4", "v5e:4x4"])
 def mesh(request, monkeypatch):
     """All chips in a row."""
-    pytest.importorskip("libtpu", reason="libtpu compiles for TPUs: pip install 'jaxmoe[plan]'")
-    for name, value in {
-        "TPU_SKIP_MDS_QUERY": "1",
-        "TPU_ACCELERATOR_TYPE": "v5litepod-8",
-        "TPU_WORKER_HOSTNAMES": "localhost",
-        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-    }.items():
-        monkeypatch.setenv(name, value)
-    devices = topologies.get_topology_desc(platform="tpu", topology_name=request.param).devices
+    devices = described_tpus(monkeypatch, request.param)
     return Mesh(np.array(devices), ("seq",), (AxisType.Auto,))
 
 

@@ -426,7 +426,7 @@ def test_bad_shapes_are_refused_in_words():
         ValueError, match=r"same tokens of this rank .* not q \(1, 12, 4, 8\), k \(1, 6"
     ):
         checks.check_arrays("ring", q, q[:, :6], q[:, :6])
-    with pytest.raises(ValueError, match=r"equally wide"):
+    with pytest.raises(ValueError, match=r"must have the same width"):
         checks.check_arrays("ring", q, q[..., :4], q)
     with pytest.raises(ValueError, match=r"same floating dtype, not int32"):
         checks.check_arrays("ring", *[q.astype(jnp.int32)] * 3)

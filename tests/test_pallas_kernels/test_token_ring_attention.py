@@ -580,7 +580,7 @@ def _refused(shapes, options, dtypes=(), ranks=2):
         (
             {"q": (1, 8, 4, 8)},
             {},
-            r"of the same tokens of this rank and must have the same batch and length",
+            r"of the same tokens of this rank and must have the same length",
         ),
         (
             {name: (1, 5, 2, 8) for name in "qkv"},

@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxmoe.planning.hlo import collectives
 from pallas_kernels import token_ring_attention
 from pallas_kernels.token_ring_attention.schedule import Schedule, Sizes
+from tests.support.tpus import described_tpus
 
 RANKS, WIDTH, HEADS, H = 4, 1024, 4, 128
 SEQ = PartitionSpec(None, "seq")
@@ -23,15 +23,7 @@ SEQ = PartitionSpec(None, "seq")
 @pytest.fixture
 def mesh(monkeypatch):
     """Four ranks."""
-    pytest.importorskip("libtpu", reason="libtpu compiles for TPUs: pip install 'jaxmoe[plan]'")
-    for name, value in {
-        "TPU_SKIP_MDS_QUERY": "1",
-        "TPU_ACCELERATOR_TYPE": "v5litepod-4",
-        "TPU_WORKER_HOSTNAMES": "localhost",
-        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-    }.items():
-        monkeypatch.setenv(name, value)
-    devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2").devices
+    devices = described_tpus(monkeypatch, "v5e:2x2")
     return Mesh(np.array(devices), ("seq",), (AxisType.Auto,))
 
 

@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxmoe.planning.hlo import collectives, counts
 from sharding import MeshConfig, make_mesh
 from sharding.boxing import BROADCAST, PARTIAL, TRANSITIONS, box, placement, split
+from tests.support.tpus import described_tpus
 
 ROWS = [
     (split(0), split(1)),
@@ -185,12 +186,7 @@ def test_what_is_not_linear_refuses_a_partial_operand(function):
 @pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), ROWS, ids=str)
 def test_the_collectives_of_a_described_tpu(before, after, monkeypatch):
-    pytest.importorskip("libtpu", reason="compiling for a TPU needs libtpu (extra [plan])")
-    from jax.experimental import topologies
-
-    monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")
-    monkeypatch.setenv("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-    devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x4").devices
+    devices = described_tpus(monkeypatch, "v5e:2x4")
     tpus = make_mesh(MeshConfig(data=2, tensor=4), devices)
     x = jax.ShapeDtypeStruct((1024, 1024), jnp.float32, sharding=NamedSharding(tpus, spec(before)))
     with jax.sharding.use_abstract_mesh(tpus.abstract_mesh):

@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxmoe.planning.hlo import collectives, counts
 from sharding.assignments import Assignments
 from sharding.expert_parallel import AllToAllConfig, ExpertAxes, expert_parallel
+from tests.support.tpus import described_tpus
 
 T, K, E, D, F = 1024, 4, 16, 256, 128
 AXES = ExpertAxes(expert=("a", "b"), expert_tensor=("t",))
@@ -24,15 +24,7 @@ WEIGHTS = PartitionSpec(("a", "b"), "t", None)
 @pytest.fixture
 def mesh(monkeypatch):
     """Two by two of experts, by two of their hidden units."""
-    pytest.importorskip("libtpu", reason="libtpu compiles for TPUs: pip install 'jaxmoe[plan]'")
-    for name, value in {
-        "TPU_SKIP_MDS_QUERY": "1",
-        "TPU_ACCELERATOR_TYPE": "v5litepod-8",
-        "TPU_WORKER_HOSTNAMES": "localhost",
-        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-    }.items():
-        monkeypatch.setenv(name, value)
-    devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x4").devices
+    devices = described_tpus(monkeypatch, "v5e:2x4")
     return Mesh(np.array(devices).reshape(2, 2, 2), ("a", "b", "t"), (AxisType.Auto,) * 3)
 
 

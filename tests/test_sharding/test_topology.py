@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from sharding import MeshConfig, make_mesh
 from sharding.axes import MESH_AXES, SEQ
 from sharding.topology import device_array, hops, ring_order
+from tests.support.tpus import described_tpus
 
 RING = MESH_AXES.index(SEQ)
 
@@ -196,26 +197,17 @@ TPUS = {
 }
 
 
-def _described(name: str, monkeypatch, **options) -> list:
-    pytest.importorskip("libtpu", reason="describing a TPU needs libtpu (extra [plan])")
-    from jax.experimental import topologies
-
-    monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")
-    monkeypatch.setenv("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-    return topologies.get_topology_desc(platform="tpu", topology_name=name, **options).devices
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TPUS)
 def test_rings_of_described_tpus(name, monkeypatch):
-    devices = _described(name, monkeypatch)
+    devices = described_tpus(monkeypatch, name)
     for ring in rings(make_mesh(MeshConfig(**TPUS[name]), devices).devices):
         assert set(hops(ring)) == {1}
 
 
 @pytest.mark.slow
 def test_replicas_over_two_described_slices(monkeypatch):
-    devices = _described("v5e:2x4", monkeypatch, num_slices=2)
+    devices = described_tpus(monkeypatch, "v5e:2x4", num_slices=2)
     mesh = make_mesh(MeshConfig(replica=2, seq=8), devices)
     assert [{d.slice_index for d in replica.flat} for replica in mesh.devices] == [{0}, {1}]
     for ring in rings(mesh.devices):
