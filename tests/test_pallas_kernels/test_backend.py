@@ -163,3 +163,11 @@ def test_match_varying_outside_is_the_identity():
     x = jnp.zeros(3)
     assert match_varying(x, jnp.ones(2)) is x
     assert match_varying(x) is x
+
+
+def test_kernels_that_never_ran_on_a_gpu_are_asked_for_by_name():
+    """For accelerator tests that passed on one, move pallas_gpu forward in PREFERENCE."""
+    with jax.sharding.use_abstract_mesh(described_mesh("NVIDIA H200", "cuda")):
+        attention = pallas_kernels.OPERATIONS["flash_attention"]
+        assert attention.choose().implementation == "xla"
+        assert attention.choose("pallas_gpu").reason == "asked for by name"
