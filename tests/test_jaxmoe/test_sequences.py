@@ -175,7 +175,8 @@ def test_every_router_sees_the_same_tokens(name):
 
         return jax.jit(run)
 
-    rng = np.random.default_rng(1)
+    # With seed 1 rounding decides an assignment of base_layer, also without a permutation.
+    rng = np.random.default_rng(2)
     params = jax.tree.map(
         lambda x: 2.0 * x + 0.1 * rng.standard_normal(x.shape).astype(np.float32),
         init_params(model, jax.random.key(0)),
