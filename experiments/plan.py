@@ -27,6 +27,7 @@ from experiments.plan_page import page_of_plan, page_of_refusal
 from experiments.recipes import DEFAULT
 from experiments.run_directory import RunDirectory
 from jaxmoe.configs import to_json
+from jaxmoe.execution import ExecutionConfig
 from jaxmoe.planning.compile_ahead import check_compiler, in_child
 from jaxmoe.planning.hardware import Topology, parse_topology
 from jaxmoe.planning.search import (
@@ -164,6 +165,16 @@ def compiled_total(compiled: dict[str, Any]) -> int:
     return sum(parts) + compiled["temporaries"]
 
 
+def _choices(execution: ExecutionConfig) -> list[str]:
+    """The forms that are not the defaults, as a command line has them behind its flags."""
+    usual = ExecutionConfig()
+    return [
+        f"execution.{field}:{getattr(execution, field).name}"
+        for field in ("dispatcher", "sequence_parallel")
+        if type(getattr(execution, field)) is not type(getattr(usual, field))
+    ]
+
+
 def _summary(
     config: PlanConfig, candidate: Candidate, compiled: dict[str, Any] | None
 ) -> dict[str, Any]:
@@ -172,7 +183,7 @@ def _summary(
     return {
         "status": "done",
         "mesh": {axis: size for axis, size in candidate.mesh.by_axis.items() if size > 1},
-        "flags": mesh_flags(candidate.mesh),
+        "flags": [*mesh_flags(candidate.mesh), *_choices(execution)],
         "execution": to_json(execution),
         "memory": memory.categories(),
         "arguments": memory.arguments,

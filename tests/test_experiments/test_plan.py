@@ -66,6 +66,7 @@ def test_a_mesh_that_cuts_sequences_explains_itself(tmp_path, capsys):
         "query heads per key head",
         "1 (this model)",
         "from 2 query heads per key head on ring loads the links less",
+        "--execution.mesh.seq 8 execution.sequence_parallel:auto",
     ):
         assert words in page, words
 
