@@ -17,6 +17,8 @@ Of one layer's backward pass the experts are the largest part: with E' experts o
 A rows, b bytes per value,
 
     gathered  3 E' D F b      their gradients  3 E' D F * 4      rows  (4 A D + 4 A F) b
+    and where products are narrower than parameters, the gradients on their way in b bytes and, as
+    TPUs on a square torus add them up before they cut them, their sum: 2 * 3 E' D F b
 
 and attention without a kernel keeps, once for all layers, a mask of N S^2 * 9/16 bytes for each
 sequence (the compiler hoists it), and about ten arrays [T N H] at a time. What is saved of a layer:
@@ -241,7 +243,9 @@ def _experts(sizes: Sizes) -> float:
         for rows in _by_stack(plan).values()
     )
     width = 4 * plan.model.embed_dim + 4 * plan.model.moe.expert_dim
-    return weights * (sizes.itemsize + 4) + sizes.places * width * sizes.itemsize
+    narrow = sizes.itemsize < jnp.dtype(plan.execution.precision.parameter_dtype).itemsize
+    travelling = 2 * sizes.itemsize if narrow else 0
+    return weights * (sizes.itemsize + 4 + travelling) + sizes.places * width * sizes.itemsize
 
 
 def _logits(sizes: Sizes) -> float:
