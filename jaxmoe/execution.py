@@ -135,8 +135,3 @@ class WholeRowsConfig(ExecutionConfig):
     def axis_rules(self) -> LogicalAxisRules:
         """The rules of parameters and activations."""
         return self.state_layout.parameters.replace(act_seq=(), act_seq_inner=())
-
-    @property
-    def placement(self) -> Placement:
-        """The operations that place arrays by these rules."""
-        return Placement(self.axis_rules)

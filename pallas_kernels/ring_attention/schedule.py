@@ -129,34 +129,6 @@ class Schedule:
         total = itemsize * sum(sent(step.keys) for step in steps)
         return total + (4 * sum(sent(step.gradients) for step in steps) if backward else 0)
 
-    def busiest_link(
-        self, tokens: int, heads: int, width: int, itemsize: int, backward: bool = False
-    ) -> int:
-        """Bytes over the busiest link of a ring of ranks in its busiest direction.
-
-        Messages between ranks that are no neighbours take the shorter way.
-
-        Args:
-            tokens: as all of these for `bytes_sent`.
-            heads: M.
-            width: H + Hv.
-            itemsize: bytes of a number.
-            backward: in the backward pass, not the forward one.
-        """
-        n, numbers = self.ranks, tokens * heads * width // (self.pieces * len(self.routes))
-        load = np.zeros((2, n), np.int64)  # direction, link to the next rank
-        for step in (step for route in self.routes for step in route.steps):
-            hops = [(itemsize, hop) for hop in step.keys]
-            hops += [(4, hop) for hop in step.gradients] if backward else []
-            for size, hop in hops:
-                for source, target in hop.pairs:
-                    ahead = (target - source) % n
-                    goes_back = ahead > n - ahead
-                    first, length = (target, n - ahead) if goes_back else (source, ahead)
-                    links = (first + np.arange(length)) % n
-                    load[int(goes_back), links] += size * numbers
-        return int(load.max(initial=0))
-
     def work(
         self,
         order: Int[np.ndarray, " S"],

@@ -259,13 +259,32 @@ def test_bytes_are_those_of_the_formulas(ranks):
         np.testing.assert_allclose(found, both, rtol=1e-12, err_msg=str(config))
 
 
+def load_by_link(schedule, values, is_backward):
+    """The plain count: every message of a rank's `values` keys and values, over every link that it
+    takes on the shorter way; keys of 2 bytes, gradients of 4."""
+    n = schedule.ranks
+    load = np.zeros((2, n))
+    for step in (step for route in schedule.routes for step in route.steps):
+        sent = [(2, hop) for hop in step.keys]
+        sent += [(4, hop) for hop in step.gradients] if is_backward else []
+        for itemsize, hop in sent:
+            for source, target in hop.pairs:
+                ahead = (target - source) % n
+                goes_back = ahead > n - ahead
+                first, length = (target, n - ahead) if goes_back else (source, ahead)
+                for link in range(first, first + length):
+                    part = values / (schedule.pieces * len(schedule.routes))
+                    load[int(goes_back), link % n] += itemsize * part
+    return load
+
+
 @pytest.mark.parametrize("directions", ["one", "both"])
 @pytest.mark.parametrize("is_backward", [False, True])
 def test_the_busiest_link_of_a_ring_is_that_of_its_schedule(directions, is_backward):
     schedule = make_schedule(5, "halves", directions=directions)
     sizes = dataclasses.replace(SIZES, ranks=5, length=4000)
     config = RingConfig(directions=directions)
-    wanted = schedule.busiest_link(800, 4, 256, 2, backward=is_backward)
+    wanted = load_by_link(schedule, 800 * 4 * 256, is_backward).max()
     assert busiest_link(config, sizes, "torus", is_backward=is_backward) == wanted
 
 
@@ -365,3 +384,19 @@ def test_pieces_that_the_mesh_has_not():
     with pytest.raises(ValueError) as error:
         lowered(UlyssesRingConfig(), has_gradient=False)
     assert text in str(error.value) and "has seq=4: set fold.seq_inner to 2" in str(error.value)
+
+
+def test_both_directions_unload_the_busiest_link():
+    def loads(is_causal):
+        sizes = AttentionSizes(
+            num_heads=4, num_kv_heads=4, head_dim=128, length=512, ranks=8, is_causal=is_causal
+        )
+        return [
+            busiest_link(RingConfig(directions=way), sizes, "torus", is_backward=True)
+            for way in ("one", "both")
+        ]
+
+    one, both = loads(is_causal=True)
+    assert both < 0.65 * one
+    one, both = loads(is_causal=False)
+    assert both == one / 2
