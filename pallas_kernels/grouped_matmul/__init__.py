@@ -2,6 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows sorted by group, each group times its own matrix: the experts of a dropless MoE."""
 
-from pallas_kernels.grouped_matmul.api import OPERATION, grouped_matmul
+from pallas_kernels.grouped_matmul.api import OPERATION, OUTER, grouped_matmul, grouped_outer
 
-__all__ = ["OPERATION", "grouped_matmul"]
+__all__ = ["OPERATION", "OUTER", "grouped_matmul", "grouped_outer"]

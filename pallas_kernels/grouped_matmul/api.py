@@ -10,62 +10,135 @@ and no backend multiplies many rows by every group's matrix (XLA does, on CPU an
 backward: G times the work). The gradients of rows and weights come with each implementation;
 forward-mode differentiation comes with `reference` only.
 
+Weights may be quantised (`pallas_kernels.quantize`, axis=-2), and then rows too (axis=-1): what is
+multiplied is what is given, as in `quantized_matmul`, and gradients go to floating operands alone.
+
+`grouped_outer` is the other product that an expert needs, the gradient of its matrix:
+
+    out[g] = sum over the rows r of g of rows[r]^T others[r]
+
 It knows no mesh. Inside `jax.shard_map`, over sharded rows and replicated weights, the gradient of
 the weights comes back summed over the devices.
 
-To add an implementation: a file beside this one with the same function (without
-`implementation`), a line in `OPERATION`, and a line in the table of the tests.
+To add an implementation: a file beside this one with its two products (products.py), a line in
+`PRODUCTS`, and a line in the table of the tests.
 """
 
+import functools
+from typing import Any
+
+import jax
 import jax.numpy as jnp
 
 from pallas_kernels.array_types import Array, Float, Int
 from pallas_kernels.backend import Implementation, Operation
-from pallas_kernels.grouped_matmul import reference, xla
+from pallas_kernels.grouped_matmul import products, reference, xla
 from pallas_kernels.jax_versions import match_varying
+from pallas_kernels.quantized_array import QuantizedArray
+from pallas_kernels.quantized_factors import check_factors
+
+PRODUCTS: dict[Implementation, products.Products] = {"xla": xla.PRODUCTS}
+"""The two products of every implementation but the oracle."""
 
 OPERATION = Operation(
     name="grouped_matmul",
-    implementations={"reference": reference.grouped_matmul, "xla": xla.grouped_matmul},
+    implementations={
+        # The oracle's gradients are those that jax derives.
+        "reference": reference.grouped_matmul,
+        **{
+            name: functools.partial(products.grouped_matmul, products=one)
+            for name, one in PRODUCTS.items()
+        },
+    },
+)
+
+OUTER = Operation(
+    name="grouped_outer",
+    implementations={
+        "reference": reference.grouped_outer,
+        **{name: one.contract for name, one in PRODUCTS.items()},
+    },
 )
 
 
 def grouped_matmul(
-    rows: Float[Array, "R k"],
-    weights: Float[Array, "G k n"],
+    rows: Float[Array, "R k"] | QuantizedArray,
+    weights: Float[Array, "G k n"] | QuantizedArray,
     group_sizes: Int[Array, " G"],
     *,
     implementation: Implementation | None = None,
+    out_dtype: Any = None,
 ) -> Float[Array, "R n"]:
     """Multiplies each group of consecutive rows by the group's own matrix.
 
     Args:
         rows: Sorted by group: first the rows of group 0, then those of group 1, and so on. What
-            stands past the last group is never read.
-        weights: One matrix per group, of the dtype of `rows`.
+            stands past the last group is never read. Quantised: along -1, or by one scale.
+        weights: One matrix per group, of the dtype of `rows`; or quantised, along -2 or by one
+            scale.
         group_sizes: How many rows each group has, 0 allowed, their sum at most R.
         implementation: Which implementation runs; None picks the fastest that runs here.
+        out_dtype: Of the result; that of `rows` when None, float32 where they are quantised.
 
     Returns:
-        The products, accumulated in float32, in the dtype of `rows`; exactly 0 past the last
-        group. Rows past the last group contribute nothing to the gradients either.
+        The products, accumulated in float32 (int32 for integers); exactly 0 past the last group.
+        Rows past the last group contribute nothing to the gradients either.
 
     Raises:
         ValueError: Shapes or dtypes that do not fit, or an implementation that cannot run here.
     """
     _check(rows, weights, group_sizes)
+    if out_dtype is None:
+        out_dtype = jnp.float32 if isinstance(rows, QuantizedArray) else rows.dtype
     group_sizes = group_sizes.astype(jnp.int32)  # the sum of narrower ones would wrap
-    if rows.size == 0 or weights.size == 0:
-        empty = jnp.zeros((rows.shape[0], weights.shape[2]), rows.dtype)
-        return match_varying(empty, rows, weights, group_sizes)
-    return OPERATION.function(implementation)(
-        match_varying(rows, weights, group_sizes),
-        match_varying(weights, rows, group_sizes),
-        match_varying(group_sizes, rows, weights),
-    )
+    rows, weights, group_sizes = _alike(rows, weights, group_sizes)
+    if 0 in (*rows.shape, *weights.shape):
+        empty = jnp.zeros((rows.shape[0], weights.shape[2]), out_dtype)
+        return match_varying(empty, *jax.tree.leaves((rows, weights, group_sizes)))
+    return OPERATION.function(implementation)(rows, weights, group_sizes, jnp.dtype(out_dtype))
 
 
-def _check(rows: Array, weights: Array, group_sizes: Array) -> None:
+def grouped_outer(
+    rows: Float[Array, "R k"] | QuantizedArray,
+    others: Float[Array, "R n"] | QuantizedArray,
+    group_sizes: Int[Array, " G"],
+    *,
+    implementation: Implementation | None = None,
+    out_dtype: Any = None,
+) -> Float[Array, "G k n"]:
+    """Sums rows^T others over the rows of each group: 0 for a group without rows. No gradient.
+
+    Args:
+        rows: Sorted by group, as in `grouped_matmul`; quantised by one scale.
+        others: As many, sorted alike; quantised by one scale.
+        group_sizes: How many rows each group has, 0 allowed, their sum at most R.
+        implementation: Which implementation runs; None picks the fastest that runs here.
+        out_dtype: Of the result; float32 when None.
+
+    Returns:
+        The sums, accumulated in float32 (int32 for integers).
+
+    Raises:
+        ValueError: Shapes or dtypes that do not fit, or an implementation that cannot run here.
+    """
+    _check_outer(rows, others, group_sizes)
+    group_sizes = group_sizes.astype(jnp.int32)
+    rows, others, group_sizes = _alike(rows, others, group_sizes)
+    out_dtype = jnp.dtype(jnp.float32 if out_dtype is None else out_dtype)
+    if 0 in (*rows.shape, *others.shape, *group_sizes.shape):
+        shape = (group_sizes.shape[0], rows.shape[1], others.shape[1])
+        empty = jnp.zeros(shape, out_dtype)
+        return match_varying(empty, *jax.tree.leaves((rows, others, group_sizes)))
+    return OUTER.function(implementation)(rows, others, group_sizes, out_dtype=out_dtype)
+
+
+def _alike(*operands: Any) -> Any:
+    """The operands, varying over the same manual mesh axes."""
+    leaves = jax.tree.leaves(operands)
+    return jax.tree.map(lambda leaf: match_varying(leaf, *leaves), operands)
+
+
+def _check(rows: Any, weights: Any, group_sizes: Array) -> None:
     shapes = f"rows {rows.shape}, weights {weights.shape}, group_sizes {group_sizes.shape}"
     if (rows.ndim, weights.ndim, group_sizes.ndim) != (2, 3, 1):
         raise ValueError(
@@ -82,10 +155,20 @@ def _check(rows: Array, weights: Array, group_sizes: Array) -> None:
             f"grouped_matmul: weights have {weights.shape[0]} groups and group_sizes "
             f"{group_sizes.shape[0]}, in {shapes}: give one size for each matrix, 0 included."
         )
-    if rows.dtype != weights.dtype or not jnp.issubdtype(rows.dtype, jnp.floating):
+    check_factors("grouped_matmul", {"rows": rows, "weights": weights}, (-1, -2))
+    _check_integers("grouped_matmul", group_sizes)
+
+
+def _check_outer(rows: Any, others: Any, group_sizes: Array) -> None:
+    shapes = f"rows {rows.shape}, others {others.shape}, group_sizes {group_sizes.shape}"
+    if (rows.ndim, others.ndim, group_sizes.ndim) != (2, 2, 1) or rows.shape[0] != others.shape[0]:
         raise ValueError(
-            f"grouped_matmul: rows ({rows.dtype}) and weights ({weights.dtype}) must have the "
-            "same floating dtype: cast one of them with .astype."
+            f"grouped_outer takes rows [R k], others [R n] and group_sizes [G], not {shapes}."
         )
+    check_factors("grouped_outer", {"rows": rows, "others": others}, (None, None))
+    _check_integers("grouped_outer", group_sizes)
+
+
+def _check_integers(operation: str, group_sizes: Array) -> None:
     if not jnp.issubdtype(group_sizes.dtype, jnp.integer):
-        raise ValueError(f"grouped_matmul: group_sizes must be integers, not {group_sizes.dtype}.")
+        raise ValueError(f"{operation}: group_sizes must be integers, not {group_sizes.dtype}.")

@@ -6,20 +6,47 @@ G times the work of the result, and [G R n] of memory: for tests and for small s
 are those that jax derives from these lines.
 """
 
+from typing import Any
+
 import jax.numpy as jnp
 
-from pallas_kernels.array_types import Array, Float, Int
+from pallas_kernels.array_types import Array, Bool, Float, Int
+from pallas_kernels.quantized_array import QuantizedArray, constant
 
 
 def grouped_matmul(
-    rows: Float[Array, "R k"], weights: Float[Array, "G k n"], group_sizes: Int[Array, " G"]
+    rows: Float[Array, "R k"] | QuantizedArray,
+    weights: Float[Array, "G k n"] | QuantizedArray,
+    group_sizes: Int[Array, " G"],
+    out_dtype: Any,
 ) -> Float[Array, "R n"]:
     """See `pallas_kernels.grouped_matmul`."""
-    ends = jnp.cumsum(group_sizes)
-    group_ids = jnp.searchsorted(ends, jnp.arange(rows.shape[0]), side="right")  # G past the end
+    wide, matrices = constant(rows), constant(weights)
+    if isinstance(weights, QuantizedArray):
+        wide = wide.astype(jnp.float32)
+    is_own = _is_own(rows.shape[0], group_sizes)
     # Chosen before the product too: in the gradient of the weights 0 * NaN would be NaN.
-    rows = jnp.where((group_ids < weights.shape[0])[:, None], rows, jnp.zeros_like(rows))
-    products = jnp.einsum("rk,gkn->grn", rows, weights, preferred_element_type=jnp.float32)
-    is_own = group_ids[None] == jnp.arange(weights.shape[0])[:, None]  # [G R]
+    wide = jnp.where(jnp.any(is_own, axis=0)[:, None], wide, jnp.zeros_like(wide))
+    products = jnp.einsum("rk,gkn->grn", wide, matrices, preferred_element_type=jnp.float32)
     out = jnp.sum(jnp.where(is_own[:, :, None], products, jnp.zeros_like(products)), axis=0)
-    return out.astype(rows.dtype)
+    return out.astype(out_dtype)
+
+
+def grouped_outer(
+    rows: Float[Array, "R k"] | QuantizedArray,
+    others: Float[Array, "R n"] | QuantizedArray,
+    group_sizes: Int[Array, " G"],
+    *,
+    out_dtype: Any,
+) -> Float[Array, "G k n"]:
+    """See `pallas_kernels.grouped_outer`."""
+    rows, others = constant(rows), constant(others)
+    is_own = _is_own(rows.shape[0], group_sizes)[:, :, None]
+    rows, others = (jnp.where(is_own, x[None], jnp.zeros_like(x)[None]) for x in (rows, others))
+    out = jnp.einsum("grk,grn->gkn", rows, others, preferred_element_type=jnp.float32)
+    return out.astype(out_dtype)
+
+
+def _is_own(num_rows: int, group_sizes: Int[Array, " G"]) -> Bool[Array, "G R"]:
+    group_ids = jnp.searchsorted(jnp.cumsum(group_sizes), jnp.arange(num_rows), side="right")
+    return group_ids[None] == jnp.arange(group_sizes.shape[0])[:, None]

@@ -14,7 +14,8 @@ where the batched product has the dense rate and a block of overflow about half 
 groups are fast, and one group that holds everything takes about twice the dense time.
 """
 
-import jax
+from typing import Any
+
 import jax.numpy as jnp
 
 from pallas_kernels.array_types import Array, Float, Int
@@ -26,14 +27,16 @@ from pallas_kernels.grouped_matmul.layout import (
     matrix_of,
     over_blocks,
 )
+from pallas_kernels.grouped_matmul.products import Products
+from pallas_kernels.quantized_array import QuantizedArray, constant
 
 
-def _product(rows: Array, weights: Array, layout: Layout, turned: bool) -> Array:
+def _product(rows: Array, weights: Array, layout: Layout, turned: bool, out_dtype: Any) -> Array:
     equation = "crn,ckn->crk" if turned else "crk,ckn->crn"
 
     def multiply(blocks: Array, matrices: Array) -> Array:
         out = jnp.einsum(equation, blocks, matrices, preferred_element_type=jnp.float32)
-        return out.astype(rows.dtype)
+        return out.astype(out_dtype)
 
     def add_block(out: Array, group: Array, block: Block) -> Array:
         product = multiply(block.of(rows)[None], matrix_of(weights, group))[0]
@@ -56,24 +59,29 @@ def _weight_gradient(rows: Array, d_out: Array, layout: Layout) -> Array:
     return over_blocks(layout, add_block, total)
 
 
-@jax.custom_vjp
-def grouped_matmul(
-    rows: Float[Array, "R k"], weights: Float[Array, "G k n"], group_sizes: Int[Array, " G"]
-) -> Float[Array, "R n"]:
-    """See `pallas_kernels.grouped_matmul`."""
-    return _product(rows, weights, lay_out(rows.shape[0], group_sizes), turned=False)
-
-
-def _forward(rows, weights, group_sizes):
-    return grouped_matmul(rows, weights, group_sizes), (rows, weights, group_sizes)
-
-
-def _backward(residuals, d_out):
-    rows, weights, group_sizes = residuals
+def _multiply(
+    rows: Array | QuantizedArray,
+    weights: Array | QuantizedArray,
+    group_sizes: Int[Array, " G"],
+    *,
+    is_turned: bool,
+    out_dtype: Any,
+) -> Array:
+    rows, weights = constant(rows), constant(weights)
+    weights = weights.astype(rows.dtype)
     layout = lay_out(rows.shape[0], group_sizes)
-    d_rows = _product(d_out, weights, layout, turned=True)
-    d_weights = _weight_gradient(rows, d_out, layout)
-    return d_rows, d_weights.astype(weights.dtype), None
+    return _product(rows, weights, layout, is_turned, out_dtype)
 
 
-grouped_matmul.defvjp(_forward, _backward)
+def _contract(
+    rows: Float[Array, "R k"] | QuantizedArray,
+    others: Float[Array, "R n"] | QuantizedArray,
+    group_sizes: Int[Array, " G"],
+    *,
+    out_dtype: Any,
+) -> Float[Array, "G k n"]:
+    rows, others = constant(rows), constant(others)
+    return _weight_gradient(rows, others, lay_out(rows.shape[0], group_sizes)).astype(out_dtype)
+
+
+PRODUCTS = Products(multiply=_multiply, contract=_contract)

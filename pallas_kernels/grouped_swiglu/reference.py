@@ -21,6 +21,6 @@ def grouped_swiglu(
     """See `pallas_kernels.grouped_swiglu`."""
     has_group = jnp.arange(rows.shape[0]) < jnp.sum(group_sizes)
     rows = jnp.where(has_group[:, None], rows, jnp.zeros_like(rows))
-    gate = grouped_matmul(rows, gate_up[:, :, 0], group_sizes)
-    up = grouped_matmul(rows, gate_up[:, :, 1], group_sizes)
-    return grouped_matmul(jax.nn.silu(gate) * up, down, group_sizes)
+    gate = grouped_matmul(rows, gate_up[:, :, 0], group_sizes, rows.dtype)
+    up = grouped_matmul(rows, gate_up[:, :, 1], group_sizes, rows.dtype)
+    return grouped_matmul(jax.nn.silu(gate) * up, down, group_sizes, rows.dtype)
