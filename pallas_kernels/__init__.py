@@ -7,8 +7,11 @@
     grouped_swiglu   rows sorted by group, each through its group's SwiGLU (the experts of a MoE)
     quantize         an array in 8 or 4 bits with scales, a QuantizedArray; dequantize gives it back
     ring_attention   attention over a sequence that several devices share, in a jax.shard_map
+    quantize_mixed   weights of 4 bits that keep activations of 8 where they are large, a MixedArray
     sequence_order   which token stands where when several devices share a sequence
 
+    hadamard              an orthonormal rotation along one axis, which spreads outliers
+    halo                  products of weights and activations in few bits, forward and backward
     grouped_outer         the gradient of the groups' matrices
     quantized_matmul      the product of two matrices of which one or both are quantised
     token_ring_attention  the same as ring_attention; queries travel, their results go home
@@ -30,6 +33,8 @@ from pallas_kernels.grouped_matmul import OUTER as _GROUPED_OUTER
 from pallas_kernels.grouped_matmul import grouped_matmul, grouped_outer
 from pallas_kernels.grouped_swiglu import OPERATION as _GROUPED_SWIGLU
 from pallas_kernels.grouped_swiglu import grouped_swiglu
+from pallas_kernels.hadamard import hadamard
+from pallas_kernels.mixed_array import MixedArray, quantize_mixed
 from pallas_kernels.quantized_array import QuantizedArray, dequantize, quantize
 from pallas_kernels.quantized_matmul import OPERATION as _QUANTIZED_MATMUL
 from pallas_kernels.quantized_matmul import quantized_matmul
@@ -52,6 +57,7 @@ __all__ = [
     "OPERATIONS",
     "Choice",
     "Implementation",
+    "MixedArray",
     "Operation",
     "QuantizedArray",
     "dequantize",
@@ -59,7 +65,9 @@ __all__ = [
     "grouped_matmul",
     "grouped_outer",
     "grouped_swiglu",
+    "hadamard",
     "quantize",
+    "quantize_mixed",
     "quantized_matmul",
     "ring_attention",
     "sequence_order",

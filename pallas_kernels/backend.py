@@ -60,7 +60,10 @@ class Operation:
 
     def runnable(self) -> list[Implementation]:
         """The implementations that run here, best first."""
-        return [name for name in PREFERENCE if name in self.implementations and _runs_here(name)]
+        return [name for name in self._ordered() if _runs_here(name)]
+
+    def _ordered(self) -> list[Implementation]:
+        return [name for name in PREFERENCE if name in self.implementations]
 
     def choose(self, requested: Implementation | None = None) -> Choice:
         """The implementation that a call with `implementation=requested` runs, and why.
@@ -75,7 +78,8 @@ class Operation:
             ValueError: `requested` is no implementation of this operation, or cannot run here.
         """
         if requested is None:
-            best = self.runnable()[0]
+            # The platform is not asked for where a better one runs everywhere.
+            best: Implementation = next(name for name in self._ordered() if _runs_here(name))
             return Choice(implementation=best, reason="the fastest one that runs on this platform")
         if requested in self.implementations and _runs_here(requested):
             return Choice(implementation=requested, reason="asked for by name")
@@ -104,6 +108,12 @@ def platform() -> str:
     device = _described_device()
     name = jax.default_backend() if device is None else device.platform
     return "gpu" if name in ("cuda", "rocm") else name
+
+
+def device_kind() -> str:
+    """What the device is called that a program traced here is for: "TPU v5 lite", "NVIDIA H200"."""
+    device = _described_device()
+    return jax.devices()[0].device_kind if device is None else device.device_kind
 
 
 Interpreter = Literal["values", "machine"]

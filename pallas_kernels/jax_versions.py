@@ -36,8 +36,16 @@ def match_varying(x: Array, *like: Array) -> Array:
     Returns:
         `x`, unchanged in value. Outside a manual region, or without `check_vma`, `x` itself.
     """
-    varying = frozenset().union(*(jax.typeof(other).mat.varying for other in like))
-    return vary_over(x, tuple(sorted(varying)))
+    return vary_over(x, varying_axes(*like))
+
+
+def varying_axes(*arrays: Array) -> tuple[str, ...]:
+    """The manual mesh axes over which one of these arrays varies, in the order of the alphabet.
+
+    Args:
+        arrays: In a manual region with `check_vma`; elsewhere there are none.
+    """
+    return tuple(sorted(frozenset().union(*(jax.typeof(x).mat.varying for x in arrays))))
 
 
 def vary_over(x: Array, axes: tuple[str, ...]) -> Array:
@@ -105,9 +113,19 @@ def transposed_ref(ref: Any) -> Any:
 
 def load_arranged(ref: Any, layout: Any) -> Any:
     """A vector from a GPU's memory in the given layout: on 0.10 `plgpu.load` wants an index."""
+    return _load(ref, layout=layout, optimized=False)
+
+
+def load_tile(ref: Any, layout: Any) -> Array:
+    """A matrix from a GPU's shared memory in the given layout, or an error where the banks of that
+    memory would serve it slowly."""
+    return _load(ref, layout=layout)
+
+
+def _load(ref: Any, **options: Any) -> Array:
     index = inspect.signature(mosaic_gpu.load).parameters.get("idx")
     wants_index = index is not None and index.default is inspect.Parameter.empty
-    return mosaic_gpu.load(ref, *([()] if wants_index else []), layout=layout, optimized=False)
+    return mosaic_gpu.load(ref, *([()] if wants_index else []), **options)
 
 
 def interpreted_gpu(**options: Any) -> Any:

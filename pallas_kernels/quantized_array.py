@@ -19,12 +19,14 @@ To add a dtype: a line in `_FORMATS`.
 
 import dataclasses
 import math
+import typing
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.array_types import Array, Float, Key, Shaped
+from pallas_kernels.jax_versions import match_varying
 
 QuantizedDtype = Literal["int8", "int4", "float8_e4m3fn", "float8_e5m2", "mxfp8"]
 
@@ -53,14 +55,20 @@ _FORMATS: dict[str, _Format] = {
 _SMALLEST_SCALE = float(jnp.finfo(jnp.float32).tiny)
 
 
+# Not checked at run time: tree functions also fill records with shapes, specs and tracers.
+@typing.no_type_check
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class QuantizedArray:
-    """An array in few bits: a pytree of two arrays, which shards, scans and is saved as others."""
+    """An array in few bits: a pytree of two arrays, which shards, scans and is saved as others.
 
-    values: Shaped[Array, "..."]
+    Like any pytree it may for a while hold something else where its arrays are: shapes, partition
+    specs, the axes of a `vmap`, what differentiation puts there.
+    """
+
+    values: Shaped[Array, "..."] | Any
     """int8, int4 or float8, in the shape of the array."""
-    scales: Shaped[Array, "..."]
+    scales: Shaped[Array, "..."] | Any
     """float32 (mxfp8: float8_e8m0fnu), of as many dimensions: along `axis` one per block, along
     others one per index; (1, ..., 1) where `axis` is None."""
     axis: int | None = dataclasses.field(metadata={"static": True})
@@ -83,7 +91,10 @@ class QuantizedArray:
         for name, form in _FORMATS.items():
             if (self.values.dtype, self.scales.dtype) == (form.values, form.scales):
                 return name  # type: ignore[return-value]
-        raise ValueError(f"values {self.values.dtype} with scales {self.scales.dtype}: no format")
+        raise ValueError(
+            f"A QuantizedArray of {self.values.dtype} with scales of {self.scales.dtype} is none "
+            f"of {', '.join(_FORMATS)}: make it with quantize."
+        )
 
     @property
     def num_blocks(self) -> int:
@@ -105,6 +116,7 @@ def quantize(
     axis: int | None,
     block_size: int | None = None,
     key: Key[Array, ""] | None = None,
+    over: tuple[str, ...] = (),
 ) -> QuantizedArray:
     """Rounds to few bits, by scales that fit the largest value exactly.
 
@@ -115,6 +127,8 @@ def quantize(
             one scale for everything (`jax.vmap` gives one for each matrix of a stack).
         block_size: Values along `axis` that share a scale; None: all of them (mxfp8: always 32).
         key: Rounds at random to one of the two neighbours, right in the mean; None: to the nearest.
+        over: Mesh axes of a manual region over which what shares a scale is cut: scales then fit
+            the largest value on any of their devices.
 
     Returns:
         The array in few bits. Its gradient is 0 nearly everywhere: differentiate around it.
@@ -127,7 +141,10 @@ def quantize(
     wide = x.astype(jnp.float32)
     parts = wide if axis is None else _in_blocks(wide, axis, blocks)
     shared = tuple(range(x.ndim)) if axis is None else parts.ndim + axis
-    scales = _scales(jnp.max(jnp.abs(parts), axis=shared, keepdims=True, initial=0.0), form)
+    largest = jnp.max(jnp.abs(parts), axis=shared, keepdims=True, initial=0.0)
+    if over:
+        largest = match_varying(jax.lax.pmax(largest, over), x)
+    scales = _scales(largest, form)
     scaled = jnp.clip(parts / scales.astype(jnp.float32), -form.largest, form.largest)
     if key is not None:
         scaled = _round_at_random(scaled, form.values, key)

@@ -6,9 +6,12 @@
     floating x quantised    the second becomes floating, of the dtype of the first
     quantised x quantised   integers with integers (int8, int4), float8 with float8
 
+Sums of integers are kept in int32, which the largest products fill after `largest_sum` of them.
+
 To let a pair in: here, in the oracles, and in every implementation or its refusal.
 """
 
+import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -27,11 +30,15 @@ def check_factors(
         axes: Of each the axis along which its scales may lie; None: only one scale is taken.
 
     Raises:
-        ValueError: Their dtypes do not go together, or scales lie along another axis.
+        ValueError: Their dtypes do not go together, scales lie along another axis, or a sum of
+            integers would not fit in int32.
     """
     (first, x), (second, w) = factors.items()
     for (name, array), axis in zip(factors.items(), axes, strict=True):
-        if isinstance(array, QuantizedArray) and array.axis not in (None, axis):
+        if not isinstance(array, QuantizedArray):
+            continue
+        _check_scales(operation, name, array)
+        if array.axis not in (None, axis):
             raise ValueError(
                 f"{operation}: {name} has scales along axis {array.axis}, and the product sums over"
                 f" {'rows' if axis is None else f'axis {axis}'}: quantize it with axis={axis}."
@@ -46,6 +53,42 @@ def check_factors(
     if not is_fitting:
         raise ValueError(
             f"{operation}: {first} ({_in_words(x)}) and {second} ({_in_words(w)}) must {rule}."
+        )
+    terms = largest_sum(x, w)
+    if axes[0] is not None and terms is not None:
+        length = x.shape[axes[0]] // math.lcm(x.num_blocks, w.num_blocks)
+        if length > terms:
+            raise ValueError(
+                f"{operation}: {length} products of integers share a scale, and only {terms} are "
+                "sure to fit in int32: quantize with a block_size."
+            )
+
+
+def largest_sum(x: Any, w: Any) -> int | None:
+    """How many products of two factors of integers surely fit in int32; None: no integers."""
+    if not all(isinstance(a, QuantizedArray) and _kind(a) for a in (x, w)):
+        return None
+    largest = math.prod(7 if a.values.dtype == jnp.int4 else 127 for a in (x, w))
+    return (2**31 - 1) // largest
+
+
+def _check_scales(operation: str, name: str, x: QuantizedArray) -> None:
+    """For those that `quantize` has not made."""
+    form, values, scales = x.dtype_name, x.values.shape, x.scales.shape
+    if len(scales) != len(values):
+        is_fitting = False
+    elif x.axis is None:
+        is_fitting = all(s in (1, v) for s, v in zip(scales, values, strict=True))
+        is_fitting = is_fitting and set(scales[-2:]) <= {1}
+    else:
+        axis = len(values) + x.axis
+        others = [i for i in range(len(values)) if i != axis]
+        is_fitting = all(scales[i] == values[i] for i in others)
+        is_fitting = is_fitting and scales[axis] > 0 and values[axis] % scales[axis] == 0
+    if not is_fitting:
+        raise ValueError(
+            f"{operation}: {name} is {form} {values} along axis {x.axis}, and its scales are "
+            f"{scales}: make it with quantize (with jax.vmap for one scale of each matrix)."
         )
 
 

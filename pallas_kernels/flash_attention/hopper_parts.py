@@ -1,9 +1,10 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""What the Hopper kernels of flash_attention share: registers, the mask, the walk over blocks, the
-warpgroup that loads, and the call.
+"""What the Hopper kernels of flash_attention share: the mask, the walk over blocks, the warpgroup
+that loads.
 
-See pallas_gpu_hopper.py for how they work together.
+See pallas_gpu_hopper.py for how they work together, and pallas_kernels/hopper_parts.py for what
+other kernels use too.
 
 To add a rule of the mask: nothing here, see mask.py.
 """
@@ -18,14 +19,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels.array_types import Array
-from pallas_kernels.flash_attention.hopper_tiles import (
-    COMPUTING,
-    KEPT,
-    REGISTERS_LOADING,
-    filled_width,
-)
+from pallas_kernels.flash_attention.hopper_tiles import KEPT, filled_width
 from pallas_kernels.flash_attention.mask import Rules, Tokens, sees
-from pallas_kernels.jax_versions import load_arranged, match_varying, transposed_ref
+from pallas_kernels.hopper_parts import REGISTERS_LOADING, Registers, along, slot_of
 from pallas_kernels.jax_versions import mosaic_gpu as plgpu
 
 LOG2_E = math.log2(math.e)
@@ -47,106 +43,6 @@ def fill_tokens(tokens: Tokens) -> list[Array]:
     """Those that are there, as [1 or B, L]."""
     rows = (x.astype(jnp.int32) for x in tokens if x is not None)
     return [fill_last(x if x.ndim == 2 else x[None]) for x in rows]
-
-
-def shared(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Shared memory in the arrangement that TMA writes and WGMMA reads."""
-    transforms = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
-    return plgpu.SMEM(shape, dtype, transforms=transforms)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Registers:
-    """Arrays in the arrangement of WGMMA's results, and products that add to them.
-
-    The interpreter has no arrangements, and multiplies only what lies in shared memory: there the
-    same is said in plain operations.
-    """
-
-    is_interpreted: bool
-
-    def arranged(self, x: Array) -> Array:
-        """A matrix, or one number per row, as WGMMA would give it."""
-        if self.is_interpreted:
-            return x
-        whole = plgpu.Layout.WGMMA
-        return plgpu.layout_cast(x, whole if x.ndim == 2 else whole.reduce(1))
-
-    def constant(self, shape: tuple[int, ...], value: float) -> Array:
-        """A matrix, or one number per row."""
-        return self.arranged(jnp.full(shape, value, jnp.float32))
-
-    def index(self, shape: tuple[int, int], axis: int) -> Array:
-        """The row or column of every element."""
-        return self.arranged(jax.lax.broadcasted_iota(jnp.int32, shape, axis))
-
-    def load(self, ref: Any, axis: int) -> Array:
-        """A vector that goes along rows (axis 0) or columns (1), from either memory."""
-        if self.is_interpreted:
-            return ref[...]
-        return load_arranged(ref, plgpu.Layout.WGMMA.reduce(1 - axis))
-
-    def products(
-        self, shape: tuple[int, int], *pairs: tuple[Any, Any], started: Any = None
-    ) -> tuple[Array, ...]:
-        """left @ right^T of every pair of matrices in shared memory; `started()` runs meanwhile."""
-
-        def multiply(*sums: Any) -> tuple[Array, ...]:
-            for total, (left, right) in zip(sums, pairs, strict=True):
-                plgpu.wgmma(total, left, transposed_ref(right))
-            if started is not None:
-                started()
-            return tuple(total[...] for total in sums)
-
-        if self.is_interpreted:
-            results = tuple(_dot(left[...], right[...], 1) for left, right in pairs)
-            if started is not None:
-                started()
-            return results
-        return pl.run_scoped(
-            multiply, *(plgpu.WGMMAAccumulatorRef(shape, jnp.float32) for _ in pairs)
-        )
-
-    def add(
-        self, totals: tuple[Array, ...], *pairs: tuple[Array, Any], started: Any = None
-    ) -> tuple[Array, ...]:
-        """total + left @ right of every pair, with `left` in registers, `right` in shared memory;
-        `started()` runs meanwhile."""
-
-        def multiply(sums: tuple[Any, ...]) -> None:
-            for total, (left, right) in zip(sums, pairs, strict=True):
-                plgpu.wgmma(total, left, right)
-            if started is not None:
-                started()
-
-        if self.is_interpreted:
-            if started is not None:
-                started()
-            products = (_dot(left, right[...], 0) for left, right in pairs)
-            return tuple(total + x for total, x in zip(totals, products, strict=True))
-        return tuple(pl.run_state(multiply)(tuple(plgpu.ACC.init(x) for x in totals)))
-
-    def free(self, barrier: Any, *, has_loaded: bool = False) -> None:
-        """Gives a slot back to TMA. WGMMA reads as TMA writes, in the asynchronous order; what was
-        loaded into registers (`has_loaded`), as all is by the interpreter, has to be fenced."""
-        if has_loaded or self.is_interpreted:
-            plgpu.commit_smem()
-        plgpu.barrier_arrive(barrier)
-
-
-def _dot(left: Array, right: Array, axis: int) -> Array:
-    dimensions = (((1,), (axis,)), ((), ()))
-    return jax.lax.dot_general(left, right, dimensions, preferred_element_type=jnp.float32)
-
-
-def along(x: Array, shape: tuple[int, int], axis: int) -> Array:
-    """A vector as a matrix: element i in all of row i (axis 0) or of column i (1)."""
-    return jax.lax.broadcast_in_dim(x, shape, [axis])
-
-
-def slot_of(at: Array, stages: int) -> Array:
-    """Where the block of a step lies."""
-    return jax.lax.rem(at, jnp.int32(stages))
 
 
 def logits_of(products: Array, rules: Rules) -> Array:
@@ -264,34 +160,3 @@ def load_ring(walk: Walk, stages: int, parts: tuple[tuple[Any, Callable[..., Non
     def _drain(step: Array) -> None:
         for free, _ in parts:
             await_free(step, free)
-
-
-def call(
-    kernel: Callable[..., None],
-    arrays: tuple[Array, ...],
-    out_type: tuple[Any, ...],
-    scratch: tuple[Any, ...],
-    grid: tuple[int, int, int],
-    grid_names: tuple[str, str, str],
-    interpret: Any,
-) -> tuple[Array, ...]:
-    """Runs a kernel whose scratch may hold None."""
-    found = [i for i, kind in enumerate(scratch) if kind is not None]
-
-    def body(*refs):
-        named, last = refs[: len(refs) - len(found)], refs[len(refs) - len(found) :]
-        filled = dict(zip(found, last, strict=True))
-        kernel(*named, *(filled.get(i) for i in range(len(scratch))))
-
-    results = plgpu.kernel(
-        body,
-        out_type=list(out_type),
-        scratch_types=[scratch[i] for i in found],
-        grid=grid,
-        grid_names=grid_names,
-        num_threads=COMPUTING + 1,
-        thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(approx_math=True),
-        interpret=interpret,
-    )(*arrays)
-    return tuple(match_varying(x, *arrays) for x in results)

@@ -16,16 +16,9 @@ from typing import Any
 
 import jax.numpy as jnp
 
-COMPUTING = 2
-"""Warpgroups."""
-ROWS = 64
-"""Of a computing warpgroup: what one WGMMA instruction writes."""
-KEPT = COMPUTING * ROWS
+from pallas_kernels.hopper_parts import COMPUTING, ROWS, SHARED
 
-# Bytes of shared memory of a program: 227 KiB, less 1 KiB for barriers and alignment.
-SHARED = 226 * 1024
-# The 64 Ki registers of a multiprocessor: 2 x 128 x 232 + 128 x 40.
-REGISTERS_COMPUTING, REGISTERS_LOADING = 232, 40
+KEPT = COMPUTING * ROWS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

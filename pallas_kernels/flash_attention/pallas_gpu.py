@@ -9,23 +9,21 @@
 The choice is a pure function of the GPU, the dtype and the widths of the heads, made once for each
 pass; heads too wide for the registers of one backward pass may still have the forward pass.
 
-To add a kind of GPU: a file beside the two, a name in `Kernel`, its line in `choose_kernel`. To add
-a model of GPU that is only described and not there: a name in `_CAPABILITIES`.
+To add a kind of GPU: a file beside the two, a name in `Kernel`, its line in `choose_kernel`.
 """
 
 import importlib
 import warnings
 from typing import Any, Literal, NamedTuple
 
-import jax
 import jax.numpy as jnp
 
 from pallas_kernels.array_types import Array, Float
-from pallas_kernels.backend import platform
 from pallas_kernels.flash_attention import xla
 from pallas_kernels.flash_attention.hopper_tiles import reason_against
 from pallas_kernels.flash_attention.kernels import Kernels
 from pallas_kernels.flash_attention.mask import Rules, Tokens
+from pallas_kernels.gpu_capability import device_capability
 from pallas_kernels.jax_versions import cuda_version
 
 Kernel = Literal["hopper", "triton", "xla"]
@@ -83,47 +81,6 @@ def choose_kernel(
     return KernelChoice("triton", against)
 
 
-# Of GPUs that are not there, by what their names contain: for lowering and compiling ahead of time.
-_CAPABILITIES: dict[str, tuple[int, int]] = {
-    "H100": (9, 0),
-    "H200": (9, 0),
-    "H800": (9, 0),
-    "H20": (9, 0),
-    "A100": (8, 0),
-    "A10": (8, 6),
-    "L4": (8, 9),
-    "RTX 6000": (8, 9),
-    "B200": (10, 0),
-    "B300": (10, 3),
-}
-
-
-def device_capability() -> tuple[int, int] | None:
-    """Compute capability of the GPU that the program is for: the one of the mesh in force, which
-    may be only described, else the first of this process.
-
-    Raises:
-        ValueError: A described GPU of unknown name, or no GPU at all.
-    """
-    described = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
-    if described is not None and platform() == "gpu":
-        for name, capability in _CAPABILITIES.items():
-            if name in described.device_kind:
-                return capability
-        raise ValueError(
-            f"flash_attention: the compute capability of a {described.device_kind!r} is not known; "
-            f"describe one of {', '.join(_CAPABILITIES)}, or run on the GPU itself."
-        )
-    if platform() != "gpu":
-        raise ValueError(
-            f"flash_attention: the kernels of 'pallas_gpu' need a gpu, and this program is for a "
-            f"{platform()}: choose 'xla', or describe a GPU by the mesh in context."
-        )
-    words = getattr(jax.devices()[0], "compute_capability", "")
-    major, _, minor = str(words).partition(".")
-    return (int(major), int(minor)) if major.isdecimal() and minor.isdecimal() else None
-
-
 def attend(
     q: Float[Array, "B S N H"],
     k: Float[Array, "B U M H"],
@@ -152,7 +109,7 @@ def differentiate(
 
 def _kernels_for(q: Array, v: Array, *, backward: bool) -> Kernels:
     choice = choose_kernel(
-        device_capability(),
+        device_capability("flash_attention"),
         q.dtype,
         q.shape[-1],
         v.shape[-1],

@@ -21,30 +21,28 @@ from pallas_kernels.array_types import Array, Float
 from pallas_kernels.flash_attention.hopper_parts import (
     LOG2_E,
     Mask,
-    Registers,
     Walk,
-    along,
-    call,
     fill,
     fill_last,
     fill_tokens,
     load_ring,
     logits_of,
-    shared,
     sloped,
-    slot_of,
     split_refs,
 )
-from pallas_kernels.flash_attention.hopper_tiles import (
-    COMPUTING,
-    KEPT,
-    REGISTERS_COMPUTING,
-    ROWS,
-    Tiles,
-    tiles_backward,
-)
+from pallas_kernels.flash_attention.hopper_tiles import KEPT, Tiles, tiles_backward
 from pallas_kernels.flash_attention.mask import Rules, Tokens
 from pallas_kernels.flash_attention.visible_blocks import kinds_of_blocks, listed
+from pallas_kernels.hopper_parts import (
+    COMPUTING,
+    REGISTERS_COMPUTING,
+    ROWS,
+    Registers,
+    along,
+    call,
+    shared,
+    slot_of,
+)
 from pallas_kernels.jax_versions import mosaic_gpu as plgpu
 
 

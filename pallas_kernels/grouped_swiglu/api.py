@@ -10,27 +10,42 @@ rows past the last group may hold anything, NaN included, and no backend multipl
 every group's matrix. It is the whole of an expert, so that an implementation can keep the rows in
 its own layout from the first product to the last.
 
+Either matrix may be quantised (`pallas_kernels.quantize`): gate_up along -3 and down along -2, the
+axes that the products sum over, or by one scale (`jax.vmap`: one for each group). Rows stay as they
+are, and meet the few bits as in `grouped_matmul`; what is quantised is a constant.
+
 To add an implementation: a file beside this one with the same function (without
 `implementation`), a line in `OPERATION`, and a line in the table of the tests.
 """
 
+from typing import Any
+
+import jax
 import jax.numpy as jnp
 
 from pallas_kernels.array_types import Array, Float, Int
 from pallas_kernels.backend import Implementation, Operation
-from pallas_kernels.grouped_swiglu import reference, xla
+from pallas_kernels.grouped_matmul.api import sizes_within
+from pallas_kernels.grouped_swiglu import pallas_gpu, pallas_tpu, reference, xla
 from pallas_kernels.jax_versions import match_varying
+from pallas_kernels.quantized_array import QuantizedArray
+from pallas_kernels.quantized_factors import check_factors
 
 OPERATION = Operation(
     name="grouped_swiglu",
-    implementations={"reference": reference.grouped_swiglu, "xla": xla.grouped_swiglu},
+    implementations={
+        "reference": reference.grouped_swiglu,
+        "xla": xla.grouped_swiglu,
+        "pallas_tpu": pallas_tpu.grouped_swiglu,
+        "pallas_gpu": pallas_gpu.grouped_swiglu,
+    },
 )
 
 
 def grouped_swiglu(
     rows: Float[Array, "R k"],
-    gate_up: Float[Array, "G k 2 n"],
-    down: Float[Array, "G n k"],
+    gate_up: Float[Array, "G k 2 n"] | QuantizedArray,
+    down: Float[Array, "G n k"] | QuantizedArray,
     group_sizes: Int[Array, " G"],
     *,
     implementation: Implementation | None = None,
@@ -39,9 +54,11 @@ def grouped_swiglu(
 
     Args:
         rows: Sorted by group; what stands past the last group is never read.
-        gate_up: Of each group the gate's matrix and the other one, in the dtype of `rows`.
-        down: Of each group the matrix back, in the dtype of `rows`.
-        group_sizes: How many rows each group has, 0 allowed, their sum at most R.
+        gate_up: Of each group the gate's matrix and the other one, in the dtype of `rows`; or
+            quantised, along -3 or by one scale.
+        down: Of each group the matrix back, in the dtype of `rows`; or quantised, along -2 or by
+            one scale.
+        group_sizes: How many rows each group has, 0 allowed; no group reaches past R.
         implementation: Which implementation runs; None picks the fastest that runs here.
 
     Returns:
@@ -52,14 +69,15 @@ def grouped_swiglu(
         ValueError: Shapes or dtypes that do not fit, or an implementation that cannot run here.
     """
     _check(rows, gate_up, down, group_sizes)
-    # The sum of narrower sizes would wrap.
-    arrays = (rows, gate_up, down, group_sizes.astype(jnp.int32))
-    if rows.size == 0 or gate_up.size == 0:
-        return match_varying(jnp.zeros_like(rows), *arrays)
-    return OPERATION.function(implementation)(*(match_varying(x, *arrays) for x in arrays))
+    arrays = (rows, gate_up, down, sizes_within(rows.shape[0], group_sizes))
+    leaves = jax.tree.leaves(arrays)
+    if 0 in (*rows.shape, *gate_up.shape):
+        return match_varying(jnp.zeros_like(rows), *leaves)
+    arrays = jax.tree.map(lambda leaf: match_varying(leaf, *leaves), arrays)
+    return OPERATION.function(implementation)(*arrays)
 
 
-def _check(rows: Array, gate_up: Array, down: Array, group_sizes: Array) -> None:
+def _check(rows: Array, gate_up: Any, down: Any, group_sizes: Array) -> None:
     shapes = (
         f"rows {rows.shape}, gate_up {gate_up.shape}, down {down.shape}, "
         f"group_sizes {group_sizes.shape}"
@@ -80,11 +98,7 @@ def _check(rows: Array, gate_up: Array, down: Array, group_sizes: Array) -> None
             f"grouped_swiglu: there are matrices for {groups} groups, and {group_sizes.shape[0]} "
             f"group_sizes, in {shapes}: give one size for each group, 0 included."
         )
-    dtypes = {str(x.dtype) for x in (rows, gate_up, down)}
-    if len(dtypes) > 1 or not jnp.issubdtype(rows.dtype, jnp.floating):
-        raise ValueError(
-            f"grouped_swiglu: rows ({rows.dtype}), gate_up ({gate_up.dtype}) and down "
-            f"({down.dtype}) must have the same floating dtype: cast them with .astype."
-        )
+    check_factors("grouped_swiglu", {"rows": rows, "gate_up": gate_up}, (-1, -3))
+    check_factors("grouped_swiglu", {"rows": rows, "down": down}, (-1, -2))
     if not jnp.issubdtype(group_sizes.dtype, jnp.integer):
         raise ValueError(f"grouped_swiglu: group_sizes must be integers, not {group_sizes.dtype}.")

@@ -10,17 +10,28 @@ import jax.numpy as jnp
 
 from pallas_kernels.array_types import Array, Float, Int
 from pallas_kernels.grouped_matmul.reference import grouped_matmul
+from pallas_kernels.quantized_array import QuantizedArray
 
 
 def grouped_swiglu(
     rows: Float[Array, "R k"],
-    gate_up: Float[Array, "G k 2 n"],
-    down: Float[Array, "G n k"],
+    gate_up: Float[Array, "G k 2 n"] | QuantizedArray,
+    down: Float[Array, "G n k"] | QuantizedArray,
     group_sizes: Int[Array, " G"],
 ) -> Float[Array, "R k"]:
     """See `pallas_kernels.grouped_swiglu`."""
     has_group = jnp.arange(rows.shape[0]) < jnp.sum(group_sizes)
     rows = jnp.where(has_group[:, None], rows, jnp.zeros_like(rows))
-    gate = grouped_matmul(rows, gate_up[:, :, 0], group_sizes, rows.dtype)
-    up = grouped_matmul(rows, gate_up[:, :, 1], group_sizes, rows.dtype)
+    gate = grouped_matmul(rows, _one_of(gate_up, 0), group_sizes, rows.dtype)
+    up = grouped_matmul(rows, _one_of(gate_up, 1), group_sizes, rows.dtype)
     return grouped_matmul(jax.nn.silu(gate) * up, down, group_sizes, rows.dtype)
+
+
+def _one_of(
+    gate_up: Float[Array, "G k 2 n"] | QuantizedArray, which: int
+) -> Float[Array, "G k n"] | QuantizedArray:
+    if not isinstance(gate_up, QuantizedArray):
+        return gate_up[:, :, which]
+    scales = gate_up.scales[:, :, which if gate_up.scales.shape[2] == 2 else 0]
+    axis = None if gate_up.axis is None else -2
+    return QuantizedArray(values=gate_up.values[:, :, which], scales=scales, axis=axis)

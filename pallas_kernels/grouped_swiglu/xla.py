@@ -11,7 +11,13 @@ Two calls of `grouped_matmul` with the activation between them would take the ro
 and back for each product, and keep five arrays of the size of h for the backward pass. Here the
 layout (`pallas_kernels/grouped_matmul/layout.py`) is made once, only z is kept, and only of the
 head; the overflow computes its z again.
+
+Quantised matrices go through the products of `grouped_matmul`, which turn one of them at a time
+into numbers.
 """
+
+import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +30,9 @@ from pallas_kernels.grouped_matmul.layout import (
     matrix_of,
     over_blocks,
 )
+from pallas_kernels.grouped_matmul.products import grouped_matmul
+from pallas_kernels.grouped_matmul.xla import PRODUCTS
+from pallas_kernels.quantized_array import QuantizedArray
 
 
 def _dot(equation: str, x: Array, y: Array) -> Array:
@@ -57,14 +66,29 @@ def _flat(gate_up: Array) -> Array:
     return gate_up.reshape(*gate_up.shape[:2], -1)  # [G k 2 n] to [G k 2n]
 
 
-@jax.custom_vjp
 def grouped_swiglu(
+    rows: Float[Array, "R k"],
+    gate_up: Float[Array, "G k 2 n"] | QuantizedArray,
+    down: Float[Array, "G n k"] | QuantizedArray,
+    group_sizes: Int[Array, " G"],
+) -> Float[Array, "R k"]:
+    """See `pallas_kernels.grouped_swiglu`."""
+    if not any(isinstance(weights, QuantizedArray) for weights in (gate_up, down)):
+        return _in_one_layout(rows, gate_up, down, group_sizes)
+    w_in = jax.tree.map(_flat, gate_up)
+    if isinstance(w_in, QuantizedArray):
+        w_in = dataclasses.replace(w_in, axis=None if w_in.axis is None else -2)
+    z: Any = grouped_matmul(rows, w_in, group_sizes, rows.dtype, PRODUCTS)
+    return grouped_matmul(_activate(z), down, group_sizes, rows.dtype, PRODUCTS)
+
+
+@jax.custom_vjp
+def _in_one_layout(
     rows: Float[Array, "R k"],
     gate_up: Float[Array, "G k 2 n"],
     down: Float[Array, "G n k"],
     group_sizes: Int[Array, " G"],
 ) -> Float[Array, "R k"]:
-    """See `pallas_kernels.grouped_swiglu`."""
     return _forward(rows, gate_up, down, group_sizes)[0]
 
 
@@ -106,4 +130,4 @@ def _backward(residuals, d_out):
     return sums[0], d_gate_up, sums[2].astype(down.dtype), None
 
 
-grouped_swiglu.defvjp(_forward, _backward)
+_in_one_layout.defvjp(_forward, _backward)

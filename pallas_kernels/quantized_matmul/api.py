@@ -8,12 +8,25 @@ What is multiplied is what is given: an x in bfloat16 stays bfloat16 and meets w
 bits turned into bfloat16 (W8A16, W4A16); an x quantised by the caller meets them in few bits (W8A8,
 W4A8, FP8), and the sums are exact integers, or float32. Scales come in afterwards, per block.
 
-The gradient goes to a floating x alone: d x = d out @ w^T. What is quantised is a constant.
+The gradient goes to what floats, and is the same for all implementations but the oracle, and the
+TPU's, which never unpacks w:
+
+    d x = d out @ w^T        d w = x^T @ d out        What is quantised is a constant.
+
+A `MixedArray` (`pallas_kernels.quantize_mixed`) settles itself how a floating x is rounded, per row
+and block, and is then multiplied as W4A8. That rounding is passed over in the gradient of x.
+
+Sums of integers are exact while they fit in int32: up to 133144 products of two int8 share a scale.
+Where a scale is NaN, what it enters is NaN, and nothing else.
 
 To add an implementation: a file beside this one with the function (x, w, out_dtype), a line in
-`OPERATION`, and a line in the table of the tests.
+`MULTIPLY` (in `OPERATION` where it brings its gradient), and a line in the table of the tests. For
+a kernel of its own for mixed blocks: the function (x rounded, w MixedArray, out_dtype), and a line
+in `MULTIPLY_MIXED`.
 """
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -22,19 +35,66 @@ import jax.numpy as jnp
 from pallas_kernels.array_types import Array, Float
 from pallas_kernels.backend import Implementation, Operation
 from pallas_kernels.jax_versions import match_varying
+from pallas_kernels.mixed_array import MixedArray, dequantize_mixed, round_activations
 from pallas_kernels.quantized_array import QuantizedArray
 from pallas_kernels.quantized_factors import check_factors
-from pallas_kernels.quantized_matmul import reference
+from pallas_kernels.quantized_matmul import pallas_gpu, pallas_tpu, reference, xla
+
+Multiply = Callable[..., Array]
+Quantised = QuantizedArray | MixedArray
+
+MULTIPLY: dict[Implementation, Multiply] = {
+    "xla": xla.quantized_matmul,
+    "pallas_gpu": pallas_gpu.quantized_matmul,
+}
+"""The product of every implementation but the oracle."""
+
+MULTIPLY_MIXED: dict[Implementation, Multiply] = {"pallas_tpu": pallas_tpu.multiply_mixed}
+"""The product with a MixedArray, where it is another one than that of its 4-bit weights."""
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _differentiable(x: Any, w: Any, out_dtype: Any, multiply: Multiply) -> Array:
+    return multiply(x, w, out_dtype)
+
+
+def _forward(x, w, out_dtype, multiply):
+    return _differentiable(x, w, out_dtype, multiply), (x, w)
+
+
+def _backward(out_dtype, multiply, residuals, d_out):
+    del out_dtype, multiply
+    x, w = residuals
+    d_x = d_w = None
+    if not isinstance(x, QuantizedArray):
+        d_out = d_out.astype(x.dtype)
+        matrix = dequantize_mixed(w, x.dtype) if isinstance(w, MixedArray) else w
+        d_x = xla.times_transposed(d_out, matrix, x.dtype)
+        if not isinstance(w, Quantised):
+            d_w = jnp.matmul(x.T, d_out, preferred_element_type=jnp.float32).astype(w.dtype)
+    return d_x, d_w
+
+
+_differentiable.defvjp(_forward, _backward)
 
 OPERATION = Operation(
     name="quantized_matmul",
-    implementations={"reference": reference.quantized_matmul},
+    implementations={
+        # The oracle's gradients are those that jax derives.
+        "reference": reference.quantized_matmul,
+        **{
+            name: functools.partial(_differentiable, multiply=multiply)
+            for name, multiply in MULTIPLY.items()
+        },
+        # With a kernel of its own for the gradient.
+        "pallas_tpu": pallas_tpu.quantized_matmul,
+    },
 )
 
 
 def quantized_matmul(
     x: Float[Array, "m k"] | QuantizedArray,
-    w: Float[Array, "k n"] | QuantizedArray,
+    w: Float[Array, "k n"] | QuantizedArray | MixedArray,
     *,
     implementation: Implementation | None = None,
     out_dtype: Any = None,
@@ -43,7 +103,7 @@ def quantized_matmul(
 
     Args:
         x: Rows; quantised along its last axis (`axis=-1`) or by one scale.
-        w: Columns; quantised along its first axis (`axis=-2`) or by one scale.
+        w: Columns; quantised along its first axis (`axis=-2`) or by one scale, or a MixedArray.
         implementation: Which implementation runs; None picks the fastest that runs here.
         out_dtype: Of the result; that of x when None, float32 where it is quantised.
 
@@ -59,10 +119,33 @@ def quantized_matmul(
         out_dtype = jnp.float32 if isinstance(x, QuantizedArray) else x.dtype
     leaves = jax.tree.leaves((x, w))
     x, w = jax.tree.map(lambda leaf: match_varying(leaf, *leaves), (x, w))
+    if 0 in (*x.shape, *w.shape):
+        return match_varying(jnp.zeros((x.shape[0], w.shape[1]), out_dtype), *leaves)
+    if isinstance(w, MixedArray):
+        multiply = _mixed_product(OPERATION.choose(implementation).implementation)
+        return _differentiable(x, w, jnp.dtype(out_dtype), multiply)
     return OPERATION.function(implementation)(x, w, jnp.dtype(out_dtype))
+
+
+@functools.cache  # one function for each implementation, so that programs are not traced anew
+def _mixed_product(implementation: Implementation) -> Multiply:
+    def multiply(x: Array, w: MixedArray, out_dtype: Any) -> Array:
+        rounded = round_activations(x, w)
+        if implementation in MULTIPLY_MIXED:
+            return MULTIPLY_MIXED[implementation](rounded, w, out_dtype)
+        return OPERATION.implementations[implementation](rounded, w.weights, out_dtype)
+
+    return multiply
 
 
 def _check(x: Any, w: Any) -> None:
     if (x.ndim, w.ndim) != (2, 2) or x.shape[1] != w.shape[0]:
         raise ValueError(f"quantized_matmul takes x [m k] and w [k n], not {x.shape}, {w.shape}.")
+    if isinstance(w, MixedArray):
+        if isinstance(x, QuantizedArray) or not jnp.issubdtype(x.dtype, jnp.floating):
+            raise ValueError(
+                "quantized_matmul: a MixedArray rounds x itself, which must be floating, not "
+                f"{'quantised' if isinstance(x, QuantizedArray) else x.dtype}."
+            )
+        w = w.weights
     check_factors("quantized_matmul", {"x": x, "w": w}, (-1, -2))

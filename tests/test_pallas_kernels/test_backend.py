@@ -123,7 +123,7 @@ from pallas_kernels import OPERATIONS, flash_attention, grouped_matmul
 x = jax.ShapeDtypeStruct((1, 300, 2, 8), jnp.float32)
 jax.eval_shape(partial(flash_attention, implementation="reference"), x, x, x)
 jax.eval_shape(
-    grouped_matmul,
+    partial(grouped_matmul, implementation="xla"),
     jax.ShapeDtypeStruct((9, 4), jnp.float32),
     jax.ShapeDtypeStruct((2, 4, 5), jnp.float32),
     jax.ShapeDtypeStruct((2,), jnp.int32),

@@ -22,9 +22,8 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels import flash_attention
+from pallas_kernels import flash_attention, hopper_parts
 from pallas_kernels.flash_attention import (
-    hopper_parts,
     kernels,
     pallas_gpu,
     pallas_gpu_hopper,

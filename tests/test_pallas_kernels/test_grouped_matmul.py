@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from pallas_kernels import OPERATIONS, grouped_matmul
 from pallas_kernels.grouped_matmul import layout
 
-IMPLEMENTATIONS = ("xla",)
+IMPLEMENTATIONS = ("xla",)  # and those for TPUs and GPUs, in files of their own
 
 # Sums of up to 16 float32 products of unit normals, or of 64 rows in the gradient of the weights;
 # bfloat16 keeps 8 bits.
@@ -92,7 +92,11 @@ def _compiled(rows, weights, group_sizes, d_out, implementation, constants):
 
 
 def test_the_table_is_complete():
-    assert set(OPERATIONS["grouped_matmul"].implementations) == {"reference", *IMPLEMENTATIONS}
+    assert set(OPERATIONS["grouped_matmul"].implementations) == {
+        "reference",
+        *IMPLEMENTATIONS,
+        *("pallas_tpu", "pallas_gpu"),
+    }
 
 
 @pytest.mark.parametrize("case", CASES)

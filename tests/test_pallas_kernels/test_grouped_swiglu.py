@@ -18,11 +18,17 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels import OPERATIONS, grouped_swiglu
+from pallas_kernels import (
+    OPERATIONS,
+    QuantizedArray,
+    dequantize,
+    grouped_swiglu,
+    quantize,
+)
 from pallas_kernels.grouped_matmul import layout
 from tests.test_pallas_kernels.test_grouped_matmul import CASES, TOLERANCES
 
-IMPLEMENTATIONS = ("xla",)
+IMPLEMENTATIONS = ("xla",)  # and those for TPUs and GPUs, in files of their own
 WIDTH, HIDDEN = 6, 5
 
 
@@ -75,7 +81,11 @@ def small_blocks(request, monkeypatch):
 
 
 def test_the_table_is_complete():
-    assert set(OPERATIONS["grouped_swiglu"].implementations) == {"reference", *IMPLEMENTATIONS}
+    assert set(OPERATIONS["grouped_swiglu"].implementations) == {
+        "reference",
+        *IMPLEMENTATIONS,
+        *("pallas_tpu", "pallas_gpu"),
+    }
 
 
 def test_oracle_against_dense_swiglus():
@@ -115,6 +125,43 @@ def test_parity_in_bfloat16(implementation):
     assert {x.dtype for x in actual} == {jnp.dtype(jnp.bfloat16)}
     expected = _value_and_gradients(*inputs, implementation="reference")
     _assert_equal(actual, expected, TOLERANCES["bfloat16"])
+
+
+@pytest.mark.parametrize(
+    ("of_gate_up", "of_down"), [("channel", 4), (2, None), (None, "tensor"), ("tensor", "channel")]
+)
+@pytest.mark.parametrize("implementation", ("reference", *IMPLEMENTATIONS))
+def test_quantised_matrices(implementation, of_gate_up, of_down):
+    """As the matrices in numbers that they stand for; nothing flows to them."""
+    rows, gate_up, down, group_sizes, d_out = _inputs(*CASES["padding"])
+    down = jnp.concatenate([down] * 4, axis=1)[:, :16]
+    gate_up = jnp.concatenate([gate_up] * 4, axis=3)[..., :16]
+    weights = [
+        _quantised(gate_up, "int8", -3, of_gate_up),
+        _quantised(down, "int4", -2, of_down),
+    ]
+
+    def function(rows, weights, name):
+        return grouped_swiglu(rows, *weights, group_sizes, implementation=name)
+
+    def value_and_gradient(weights, name):
+        out, pull = jax.vjp(lambda rows: function(rows, weights, name), rows)
+        return out, *pull(d_out)
+
+    actual = jax.jit(value_and_gradient, static_argnums=1)(weights, implementation)
+    numbers = [dequantize(w) if isinstance(w, QuantizedArray) else w for w in weights]
+    expected = value_and_gradient(numbers, "reference")
+    for x, y in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(x, y, **TOLERANCES["float32"])
+    assert not np.any(actual[0][int(group_sizes.sum()) :])
+
+
+def _quantised(x, dtype, axis, scales):
+    if scales is None:
+        return x
+    if scales == "tensor":
+        return jax.vmap(lambda one: quantize(one, dtype, axis=None))(x)
+    return quantize(x, dtype, axis=axis, block_size=None if scales == "channel" else scales)
 
 
 @settings(max_examples=40)
@@ -188,8 +235,10 @@ def test_shapes_that_do_not_fit(shapes, message):
 
 def test_dtypes_that_do_not_fit():
     rows, gate_up, down, group_sizes, _ = _inputs(4, [2, 2])
-    with pytest.raises(ValueError, match=r"gate_up \(float32\) and down \(bfloat16\) must have"):
+    with pytest.raises(ValueError, match=r"rows \(float32\) and down \(bfloat16\) must have"):
         _unchecked(rows, gate_up, down.astype(jnp.bfloat16), group_sizes)
+    with pytest.raises(ValueError, match=r"gate_up has scales along axis -2, .* axis -3"):
+        _unchecked(rows, quantize(gate_up, "int8", axis=-2), down, group_sizes)
     with pytest.raises(ValueError, match="group_sizes must be integers, not float32"):
         _unchecked(rows, gate_up, down, group_sizes.astype(jnp.float32))
 

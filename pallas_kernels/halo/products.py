@@ -1,0 +1,218 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Products of activations and a weight, of which both are in few bits, forward and backward.
+
+With H orthonormal, Q one scale for a whole tensor, e the gradient of y:
+
+    level 0   y = Q(x) Q(W)            dx = Q(e) Q(W)^T                     dW = Q(x)^T Q(e)
+    level 1   y = Q(x H) Q(H^T W)      dx = Q(e) Q(H^T W)^T H^T             dW = H Q(x H)^T Q(e)
+    level 2   as level 1, but          dx = T^T (Q(T e) Q(H^T W)^T) H^T     T rotates tokens
+
+(HALO, arXiv 2501.02625, section 4; IST-DASLab/HALO.) Without Q all three are x W and its gradients.
+The codes of the forward product are what the backward one multiplies: of activations one byte per
+value waits for it. One large feature would take most steps of a scale away from the others, and one
+token with a large gradient those of dx: H and T spread them. 8-bit integers need level 2; float8,
+whose steps are relative, 0 or 1.
+
+`Halo.block` bounds what is rotated together. The paper rotates whole rows and whole batches; blocks
+of 128 cost a constant number of operations per value, and are the same on every mesh whose pieces
+they divide. In a manual region a scale is that of the tensor on all devices, at the price of one
+number per tensor that all of them agree on. What stands within one block cannot cross to another.
+
+Rows sorted by group are contracted with their own group's matrix, so that a rotation over tokens
+would mix groups: levels 1 and 2 are the same there. Of a stack of matrices each has its own scale.
+
+To add a level: its three lines here, and in the oracle (reference.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.array_types import Array, Float, Int
+from pallas_kernels.backend import Implementation
+from pallas_kernels.grouped_matmul import grouped_matmul, grouped_outer
+from pallas_kernels.hadamard import hadamard, rotated_together
+from pallas_kernels.halo.weights import EncodedWeight, Halo
+from pallas_kernels.jax_versions import match_varying, varying_axes
+from pallas_kernels.quantized_array import QuantizedArray
+from pallas_kernels.quantized_matmul import quantized_matmul
+
+Codes = QuantizedArray | Array
+
+
+def project(
+    x: Float[Array, ...],
+    weight: EncodedWeight,
+    halo: Halo,
+    *,
+    dtype: Any = None,
+    implementation: Implementation | None = None,
+) -> Float[Array, ...]:
+    """A dense product, whose gradients are products in few bits too.
+
+    Args:
+        x: [*tokens, contracted dimensions], these as in the weight.
+        weight: of one matrix.
+        halo: as the weight was encoded.
+        dtype: of the result; that of x when None.
+        implementation: of `quantized_matmul`.
+
+    Returns:
+        [*tokens, *outputs].
+    """
+
+    products = _Products(
+        forward=partial(_dense, implementation=implementation),
+        into_activations=partial(_into_tokens, halo=halo, implementation=implementation),
+        into_weight=partial(_dense, implementation=implementation),
+    )
+    kept, width = x.ndim - weight.contracted, weight.carrier.shape[0]
+    rows = x.reshape(math.prod(x.shape[:kept]), width)
+    y = _multiplied(rows, weight, None, halo, dtype or x.dtype, products)
+    return y.reshape(*x.shape[:kept], *weight.outputs)
+
+
+def project_groups(
+    rows: Float[Array, "R k"],
+    weights: EncodedWeight,
+    group_sizes: Int[Array, " G"],
+    halo: Halo,
+    *,
+    dtype: Any = None,
+    implementation: Implementation | None = None,
+) -> Float[Array, "R ..."]:
+    """Each group of consecutive rows by its own matrix, as `pallas_kernels.grouped_matmul`.
+
+    Args:
+        rows: sorted by group; what stands past the last group is never read.
+        weights: a stack of G matrices.
+        group_sizes: rows of each group.
+        halo: as the weights were encoded.
+        dtype: of the result; that of `rows` when None.
+        implementation: of `grouped_matmul` and `grouped_outer`.
+
+    Returns:
+        [R, *outputs]; 0 past the last group.
+    """
+    products = _Products(
+        forward=partial(_by_group, implementation=implementation),
+        into_activations=partial(_into_rows, halo=halo, implementation=implementation),
+        into_weight=partial(_outer_by_group, implementation=implementation),
+    )
+    sizes = group_sizes.astype(jnp.int32)
+    y = _multiplied(rows, weights, sizes, halo, dtype or rows.dtype, products)
+    return y.reshape(rows.shape[0], *weights.outputs)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Products:
+    """The three products, of which each is also told the sizes of groups, or None."""
+
+    forward: Callable[..., Array]
+    """(codes of x, codes of W, sizes, dtype of the result)."""
+    into_activations: Callable[..., Array]
+    """(e in float32, codes of W, sizes) in float32."""
+    into_weight: Callable[..., Array]
+    """(codes of x, turned where there are no groups, codes of e, sizes, dtype of the result)."""
+
+
+def _multiplied(
+    x: Array,
+    weight: EncodedWeight,
+    sizes: Array | None,
+    halo: Halo,
+    dtype: Any,
+    products: _Products,
+) -> Array:
+    """x times the weight, whose gradients are the other two products."""
+    block, dtypes = weight.block, (x.dtype, weight.carrier.dtype)
+
+    def forward(
+        x: Array, codes: Codes, carrier: Array, sizes: Array | None
+    ) -> tuple[Array, tuple[Codes, Codes, Array | None]]:
+        del carrier
+        rotated = hadamard(_within(x.astype(jnp.float32), sizes), axis=-1, block=block)
+        own = _quantized(rotated, halo)
+        return products.forward(own, codes, sizes, out_dtype=dtype), (own, codes, sizes)
+
+    @jax.custom_vjp
+    def multiply(x: Array, codes: Codes, carrier: Array, sizes: Array | None) -> Array:
+        return forward(x, codes, carrier, sizes)[0]
+
+    def backward(
+        residuals: tuple[Codes, Codes, Array | None], e: Array
+    ) -> tuple[Array, None, Array, None]:
+        own, codes, sizes = residuals
+        e = _within(e.astype(jnp.float32), sizes)
+        d_x = products.into_activations(e, codes, sizes)
+        d_x = hadamard(d_x, axis=-1, block=block, is_inverse=True).astype(dtypes[0])
+        left = own if sizes is not None else _turned(own)
+        d_weight = products.into_weight(left, _quantized(e, halo), sizes, out_dtype=dtypes[1])
+        return d_x, None, d_weight, None
+
+    multiply.defvjp(forward, backward)
+    operands = (x, weight.codes, weight.carrier, sizes)
+    leaves = jax.tree.leaves(operands)
+    return multiply(*jax.tree.map(lambda leaf: match_varying(leaf, *leaves), operands))
+
+
+def _dense(
+    one: Codes, other: Codes, sizes: None, *, out_dtype: Any, implementation: Implementation | None
+) -> Array:
+    del sizes
+    return quantized_matmul(one, other, implementation=implementation, out_dtype=out_dtype)
+
+
+def _into_tokens(
+    e: Array, codes: Codes, sizes: None, *, halo: Halo, implementation: Implementation | None
+) -> Array:
+    block = rotated_together(e.shape[0], halo.block) if halo.level == 2 else 1
+    rotated = _quantized(hadamard(e, axis=0, block=block), halo)
+    product = _dense(
+        rotated, _turned(codes), sizes, out_dtype=jnp.float32, implementation=implementation
+    )
+    return hadamard(product, axis=0, block=block, is_inverse=True)
+
+
+def _by_group(
+    one: Codes, other: Codes, sizes: Array, *, out_dtype: Any, implementation: Implementation | None
+) -> Array:
+    return grouped_matmul(one, other, sizes, implementation=implementation, out_dtype=out_dtype)
+
+
+def _outer_by_group(
+    one: Codes, other: Codes, sizes: Array, *, out_dtype: Any, implementation: Implementation | None
+) -> Array:
+    return grouped_outer(one, other, sizes, implementation=implementation, out_dtype=out_dtype)
+
+
+def _into_rows(
+    e: Array, codes: Codes, sizes: Array, *, halo: Halo, implementation: Implementation | None
+) -> Array:
+    codes_e, dtype = _quantized(e, halo), jnp.float32
+    return _by_group(codes_e, _turned(codes), sizes, out_dtype=dtype, implementation=implementation)
+
+
+def _within(x: Array, sizes: Array | None) -> Array:
+    """Zeros past the last group: what stands there must not decide about a scale."""
+    if sizes is None:
+        return x
+    is_own = jnp.arange(x.shape[0], dtype=jnp.int32) < jnp.sum(sizes, dtype=jnp.int32)
+    return jnp.where(is_own[:, None], x, jnp.zeros_like(x))
+
+
+def _quantized(x: Array, halo: Halo) -> Codes:
+    """With the one scale of all devices."""
+    return halo.quantize(x, varying_axes(x))
+
+
+def _turned(codes: Codes) -> Codes:
+    return jax.tree.map(lambda part: jnp.swapaxes(part, -1, -2), codes)

@@ -1,0 +1,406 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""What kernels for Hopper share, whatever they compute: memory, registers, a ring, the call.
+
+A program has warpgroups that compute and one that loads. The loading one fills a ring of slots in
+shared memory by TMA; a slot has a barrier `full`, at which its copies arrive, and a barrier `free`,
+at which every computing warpgroup does when it has read. WGMMA multiplies out of shared memory and
+adds in registers. See flash_attention/pallas_gpu_hopper.py and grouped_matmul/pallas_gpu_hopper.py.
+
+All of it runs interpreted on the CPU as well (`jax_versions.interpreted_gpu`).
+
+To add a part: here, once two operations need it.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from pallas_kernels.array_types import Array
+from pallas_kernels.backend import platform
+from pallas_kernels.jax_versions import load_arranged, load_tile, match_varying, transposed_ref
+from pallas_kernels.jax_versions import mosaic_gpu as plgpu
+
+COMPUTING = 2
+"""Warpgroups."""
+ROWS = 64
+"""Of a computing warpgroup: what one WGMMA instruction writes."""
+
+# Bytes of shared memory of a program: 227 KiB, less 1 KiB for barriers and alignment.
+SHARED = 226 * 1024
+# The 64 Ki registers of a multiprocessor: 2 x 128 x 232 + 128 x 40.
+REGISTERS_COMPUTING, REGISTERS_LOADING = 232, 40
+MULTIPROCESSORS = 132
+"""Of an H100 or H200 in a server."""
+
+
+def shared(shape: tuple[int, ...], dtype: Any) -> Any:
+    """Shared memory in the arrangement that TMA writes and WGMMA reads."""
+    line = 128 // jnp.dtype(dtype).itemsize
+    transforms = (plgpu.TilingTransform((8, line)), plgpu.SwizzleTransform(128))
+    return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Registers:
+    """Arrays in the arrangement of WGMMA's results, and products that add to them.
+
+    The interpreter has no arrangements, and multiplies only what lies in shared memory: there the
+    same is said in plain operations.
+    """
+
+    is_interpreted: bool
+
+    def arranged(self, x: Array) -> Array:
+        """A matrix, or one number per row, as WGMMA would give it."""
+        if self.is_interpreted:
+            return x
+        whole = plgpu.Layout.WGMMA
+        return plgpu.layout_cast(x, whole if x.ndim == 2 else whole.reduce(1))
+
+    def constant(self, shape: tuple[int, ...], value: float) -> Array:
+        """A matrix, or one number per row."""
+        return self.arranged(jnp.full(shape, value, jnp.float32))
+
+    def index(self, shape: tuple[int, int], axis: int) -> Array:
+        """The row or column of every element."""
+        return self.arranged(jax.lax.broadcasted_iota(jnp.int32, shape, axis))
+
+    def load(self, ref: Any, axis: int) -> Array:
+        """A vector that goes along rows (axis 0) or columns (1), from either memory."""
+        if self.is_interpreted:
+            return ref[...]
+        return load_arranged(ref, plgpu.Layout.WGMMA.reduce(1 - axis))
+
+    def products(
+        self, shape: tuple[int, int], *pairs: tuple[Any, Any], started: Any = None
+    ) -> tuple[Array, ...]:
+        """left @ right^T of every pair of matrices in shared memory; `started()` runs meanwhile."""
+
+        def multiply(*sums: Any) -> tuple[Array, ...]:
+            for total, (left, right) in zip(sums, pairs, strict=True):
+                plgpu.wgmma(total, left, transposed_ref(right))
+            if started is not None:
+                started()
+            return tuple(total[...] for total in sums)
+
+        if self.is_interpreted:
+            results = tuple(_dot(left[...], right[...], 1) for left, right in pairs)
+            if started is not None:
+                started()
+            return results
+        dtypes = (sum_dtype(left.dtype) for left, _ in pairs)
+        return pl.run_scoped(
+            multiply, *(plgpu.WGMMAAccumulatorRef(shape, dtype) for dtype in dtypes)
+        )
+
+    def add(
+        self, totals: tuple[Array, ...], *pairs: tuple[Array, Any], started: Any = None
+    ) -> tuple[Array, ...]:
+        """total + left @ right of every pair, with `left` in registers, `right` in shared memory;
+        `started()` runs meanwhile."""
+
+        def multiply(sums: tuple[Any, ...]) -> None:
+            for total, (left, right) in zip(sums, pairs, strict=True):
+                plgpu.wgmma(total, left, right)
+            if started is not None:
+                started()
+
+        if self.is_interpreted:
+            if started is not None:
+                started()
+            products = (_dot(left, right[...], 0) for left, right in pairs)
+            return tuple(total + x for total, x in zip(totals, products, strict=True))
+        return tuple(pl.run_state(multiply)(tuple(plgpu.ACC.init(x) for x in totals)))
+
+    def widened(self, ref: Any, dtype: Any) -> Array:
+        """A matrix of 8 or 4 bits in shared memory, as floating numbers that it is exactly."""
+        if self.is_interpreted:
+            return ref[...].astype(dtype)
+        # A thread then holds 4 bytes in a row: it loads them at once, and writes 16 or 8.
+        is_int4 = ref.dtype == jnp.int4
+        x = load_tile(
+            ref, plgpu.Layout.WGMMA_UPCAST_4X if is_int4 else plgpu.Layout.WGMMA_UPCAST_2X
+        )
+        if jnp.issubdtype(ref.dtype, jnp.floating):
+            x = x.astype(jnp.float16)
+            if dtype != jnp.float16:
+                x = x.astype(jnp.float32)
+        return x.astype(dtype)
+
+    def add_while(
+        self, total: Array, left: Any, right: Any, meanwhile: Callable[[], None]
+    ) -> Array:
+        """total + left @ right of matrices in shared memory; `meanwhile()` runs beside it."""
+
+        def multiply(sums: Any) -> None:
+            plgpu.wgmma(sums, left, right)
+            meanwhile()
+
+        if self.is_interpreted:
+            meanwhile()
+            return total + _dot(left[...], right[...], 0)
+        return pl.run_state(multiply)(plgpu.ACC.init(total))
+
+    def sum_of(
+        self,
+        shape: tuple[int, int],
+        ring: "Ring",
+        first: Array,
+        last: Array,
+        operands: tuple[tuple[Any, Any], tuple[Any, Any]],
+        is_turned: tuple[bool, bool],
+        before: Callable[[Array, Array], None] | None = None,
+    ) -> Array:
+        """The sum of left @ right over the steps of a ring from `first` to before `last`.
+
+        A slot is given back once the product of the next one is under way.
+
+        Args:
+            shape: of the sum.
+            ring: whose slots are read and given back.
+            first: step.
+            last: step + 1.
+            operands: of the left and the right one its slots in shared memory, and the part of a
+                slot, None where all of it is one.
+            is_turned: which operands are read the other way round.
+            before: `before(step, slot)` runs when a slot is full.
+        """
+
+        def filled(step: Array) -> tuple[Array, Any, Any]:
+            slot = ring.await_full(step)
+            if before is not None:
+                before(step, slot)
+            left, right = (
+                slots.at[slot] if part is None else slots.at[slot, part] for slots, part in operands
+            )
+            return slot, left, right
+
+        dtype = sum_dtype(operands[0][0].dtype)
+        if self.is_interpreted:
+
+            def step(at: Array, total: Array) -> Array:
+                slot, left, right = filled(at)
+                product = _dot(left[...], right[...], int(is_turned[1]), int(not is_turned[0]))
+                self.free(ring.free.at[slot])
+                return total + product
+
+            return jax.lax.fori_loop(first, last, step, jnp.zeros(shape, dtype))
+
+        def multiply(total: Any) -> Array:
+            @pl.loop(first, last)
+            def _step(at: Array) -> None:
+                _, left, right = filled(at)
+                left = transposed_ref(left) if is_turned[0] else left
+                plgpu.wgmma(total, left, transposed_ref(right) if is_turned[1] else right)
+                plgpu.wgmma_wait(1)
+
+                @pl.when(at > first)
+                def _free() -> None:
+                    self.free(ring.free.at[slot_of(at - 1, ring.stages)])
+
+            result = total[...]
+
+            @pl.when(last > first)
+            def _free_last() -> None:
+                self.free(ring.free.at[slot_of(last - 1, ring.stages)])
+
+            return result
+
+        return pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef(shape, dtype))
+
+    def free(self, barrier: Any, *, has_loaded: bool = False) -> None:
+        """Gives a slot back to TMA. WGMMA reads as TMA writes, in the asynchronous order; what was
+        loaded into registers (`has_loaded`), as all is by the interpreter, has to be fenced."""
+        if has_loaded or self.is_interpreted:
+            plgpu.commit_smem()
+        plgpu.barrier_arrive(barrier)
+
+
+def _dot(left: Array, right: Array, axis: int, left_axis: int = 1) -> Array:
+    dimensions = (((left_axis,), (axis,)), ((), ()))
+    dtype = sum_dtype(left.dtype)
+    return jax.lax.dot_general(left, right, dimensions, preferred_element_type=dtype)
+
+
+def sum_dtype(dtype: Any) -> Any:
+    """What WGMMA sums products of such numbers in."""
+    return jnp.int32 if jnp.issubdtype(dtype, jnp.integer) else jnp.float32
+
+
+def along(x: Array, shape: tuple[int, int], axis: int) -> Array:
+    """A vector as a matrix: element i in all of row i (axis 0) or of column i (1)."""
+    return jax.lax.broadcast_in_dim(x, shape, [axis])
+
+
+def slot_of(at: Array, stages: int) -> Array:
+    """Where the block of a step lies."""
+    return jax.lax.rem(at, jnp.int32(stages))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Ring:
+    """Slots that one warpgroup fills and others empty; steps are counted over the whole program."""
+
+    stages: int
+    """Slots."""
+    full: Any
+    """Barriers, one per slot, at which copies arrive."""
+    free: Any
+    """Barriers, one per slot, at which all that read arrive."""
+
+    def acquire(self, at: Array) -> Array:
+        """For the loading warpgroup: the slot of a step, once it is free."""
+        slot = slot_of(at, self.stages)
+
+        @pl.when(at >= self.stages)
+        def _wait() -> None:
+            plgpu.barrier_wait(self.free.at[slot])
+
+        return slot
+
+    def drain(self, steps: Array) -> None:
+        """Awaits what is still in use: every phase of a barrier is seen, also the last."""
+
+        @pl.loop(steps, steps + self.stages)
+        def _drain(at: Array) -> None:
+            self.acquire(at)
+
+    def await_full(self, at: Array) -> Array:
+        """For a computing warpgroup: the slot of a step, once it is filled."""
+        slot = slot_of(at, self.stages)
+        plgpu.barrier_wait(self.full.at[slot])
+        return slot
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Stores:
+    """How a computing warpgroup writes 64 rows of a result, or some of them, through TMA."""
+
+    staged: Any
+    """[2 slots, 64, columns that are 128 bytes], arranged for TMA, of this warpgroup."""
+    cut: Any
+    """[64, as many columns], not arranged, so that copies may begin at any row."""
+
+    def put(
+        self,
+        x: Array,
+        out: Any,
+        place: tuple[Array, Array],
+        some: tuple[Array, Array] | None = None,
+    ) -> None:
+        """Writes x, or rows of it.
+
+        Args:
+            x: [64, columns] in registers.
+            out: [rows, columns] in global memory.
+            place: row and column of `out` where x would begin.
+            some: first row of x that is written, and last + 1, which may lie outside of it.
+        """
+        row, column = place
+        wide = self.cut.shape[-1]
+        parts = [(i, slice(i, i + wide)) for i in range(0, x.shape[1], wide)]
+
+        def whole() -> None:
+            for i, part in parts:
+                slot = self.staged.at[i // wide % 2]
+                # The slots take turns, but for the last of an odd number and the next first one.
+                is_after_itself = i == 0 and len(parts) % 2 == 1
+                plgpu.wait_smem_to_gmem(int(not is_after_itself), wait_read_only=True)
+                slot[...] = x[:, part].astype(out.dtype)
+                plgpu.commit_smem()
+                rows = pl.ds(pl.multiple_of(row, 8), ROWS)
+                plgpu.copy_smem_to_gmem(slot, out.at[rows, pl.ds(column + i, wide)])
+
+        if some is None:
+            return whole()
+        low, high = (jnp.clip(x, 0, ROWS) for x in some)
+        is_whole = high - low == ROWS
+        pl.when(is_whole)(whole)
+
+        @pl.when(jnp.logical_not(is_whole) & (high > low))
+        def _some() -> None:
+            for i, part in parts:
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                self.cut[...] = x[:, part].astype(out.dtype)
+                plgpu.commit_smem()
+                start = low
+                for size in (32, 16, 8, 4, 2, 1):
+                    has_copy = ((high - low) & size) != 0
+
+                    @pl.when(has_copy)
+                    def _copy(start=start, size=size, i=i) -> None:
+                        rows = pl.ds(row + start, size)
+                        source = self.cut.at[pl.ds(start, size)]
+                        plgpu.copy_smem_to_gmem(source, out.at[rows, pl.ds(column + i, wide)])
+
+                    start = start + jnp.where(has_copy, size, 0)
+
+
+def filled(x: Array, *multiples: int) -> Array:
+    """With zeros behind, so that every size is a multiple."""
+    more = [-size % multiple for size, multiple in zip(x.shape, multiples, strict=True)]
+    return jnp.pad(x, [(0, size) for size in more]) if any(more) else x
+
+
+def walk_tiles(total: Array | int, number: int, tile: Callable[[Array, Array], Array]) -> Array:
+    """Goes through every `number`-th of `total` tiles, from the program's own on.
+
+    Args:
+        total: tiles of all programs.
+        number: programs, whose index is the axis "program".
+        tile: tile(index, steps so far) -> steps with its own.
+
+    Returns:
+        The steps of all of them.
+    """
+    own = jax.lax.axis_index("program")
+    turns = jax.lax.div(total - own + (number - 1), jnp.int32(number))
+    return jax.lax.fori_loop(
+        0, turns, lambda turn, steps: tile(own + turn * number, steps), jnp.int32(0)
+    )
+
+
+def programs(interpret: Any) -> int:
+    """How many there are where each has a multiprocessor for itself; two when interpreted."""
+    if interpret is not None:
+        return 2
+    described = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    if described is not None or platform() != "gpu":
+        return getattr(described, "num_cores", None) or MULTIPROCESSORS
+    return getattr(jax.devices()[0], "core_count", MULTIPROCESSORS)
+
+
+def call(
+    kernel: Callable[..., None],
+    arrays: tuple[Array, ...],
+    out_type: tuple[Any, ...],
+    scratch: tuple[Any, ...],
+    grid: tuple[int, ...],
+    grid_names: tuple[str, ...],
+    interpret: Any,
+) -> tuple[Array, ...]:
+    """Runs a kernel whose scratch may hold None."""
+    found = [i for i, kind in enumerate(scratch) if kind is not None]
+
+    def body(*refs):
+        named, last = refs[: len(refs) - len(found)], refs[len(refs) - len(found) :]
+        filled = dict(zip(found, last, strict=True))
+        kernel(*named, *(filled.get(i) for i in range(len(scratch))))
+
+    results = plgpu.kernel(
+        body,
+        out_type=list(out_type),
+        scratch_types=[scratch[i] for i in found],
+        grid=grid,
+        grid_names=grid_names,
+        num_threads=COMPUTING + 1,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=interpret,
+    )(*arrays)
+    return tuple(match_varying(x, *arrays) for x in results)

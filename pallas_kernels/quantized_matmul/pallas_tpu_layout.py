@@ -1,0 +1,270 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""What the TPU kernels of quantized_matmul are given: values cut into tiles, scales beside them.
+
+The contracted dimension k is a row of scale blocks of one size, the same on both sides: where sides
+differ, the common divisor; where neither has blocks, all of k is one. A block is cut or filled with
+zeros until it is 32, 64 or a multiple of 128 up to 1024, so that tiles hold whole blocks:
+
+    values   x [m K], w [K n]                           K = k and what is filled
+    ends     x [1 m], w [1 n]                           scales that hold for all of k
+    parts    x [K / tile, blocks m], w [.. blocks n]    scales of the blocks of a tile
+
+What has no scales of a sort has None. Lengths m and n need no filling: a tile that reaches over the
+edge computes what nobody reads (of m alone, a single tile is filled up to whole registers).
+
+In which dtype the MXU multiplies: floats as they come; integers as int8 where it has integers, else
+as bfloat16, which holds them exactly and sums 1024 products of int8 exactly in float32; float8 as
+it is where the MXU has it, else as bfloat16, which holds it exactly. Blocks of 4 bits on both sides
+(all of w4a4, those of a MixedArray after its wide ones) are int4 where it has integers.
+
+To add a generation of TPUs: its device kind below.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import block_sizes
+from pallas_kernels.array_types import Array
+from pallas_kernels.backend import device_kind
+from pallas_kernels.quantized_array import QuantizedArray
+
+LANES = 128
+EXACT = 1024
+"""So many products of two int8 add up exactly in float32: 1024 * 127^2 < 2^24."""
+INTEGER_UNITS = ("TPU v5 lite", "TPU v5e", "TPU v5", "TPU v5p", "TPU v6 lite", "TPU v6e", "cpu")
+FLOAT8_UNITS = ("TPU7x",)
+MEMORY = 12 * 2**20
+"""Bytes of VMEM that a kernel may count on, of 16 MiB and more."""
+_ROWS = 32
+"""Of int8 in one register tile; fewer rows are filled up to them."""
+
+
+class Layout(NamedTuple):
+    """All static."""
+
+    m: int
+    k: int
+    """With what is filled."""
+    n: int
+    tile_m: int
+    tile_k: int
+    tile_n: int
+    block: int | None
+    """Values along k that share a scale; None: all."""
+    multiplied: Any
+    """The dtype in which the MXU multiplies."""
+    is_integer: bool
+    """Sums are integers, exactly."""
+    narrow_from: int | None
+    """The first block that is multiplied in 4 bits, as are those after it; None: there is none."""
+    filled: tuple[int, int]
+    """The size of a block as given, and filled; of k where there are none."""
+    is_turned: bool
+    """The product is [m n] @ [k n]^T, and its sums are [m k]."""
+    reason: str
+    """Where the sizes of tiles come from."""
+
+    def unfilled(self, out: Array, k: int) -> Array:
+        """[m K] without the columns that fill blocks up: [m k]."""
+        given, filled = self.filled
+        if given < filled:
+            whole = out[:, : out.shape[1] // filled * filled]
+            out = whole.reshape(out.shape[0], -1, filled)[:, :, :given].reshape(out.shape[0], -1)
+        return out[:, :k]
+
+
+class Factor(NamedTuple):
+    """One side of the product; nothing where only a shape was given."""
+
+    values: Array | None
+    ends: Array | None
+    parts: Array | None
+
+
+def lay_out(
+    x: Array | QuantizedArray | jax.ShapeDtypeStruct,
+    w: QuantizedArray,
+    out_dtype: Any,
+    *,
+    num_wide: int | None = None,
+    is_turned: bool = False,
+) -> tuple[Layout, Factor, Factor]:
+    """Cuts a product into tiles.
+
+    Args:
+        x: [m k], with scales along -1 or one.
+        w: [k n], with scales along -2 or one.
+        out_dtype: Of the result.
+        num_wide: So many of w's blocks meet x in 8 bits, and the others in 4; None: in what x has.
+        is_turned: The result is to be of the shape of x, from a factor [m n].
+    """
+    (m, k), n = x.shape, w.shape[1]
+    is_integer = isinstance(x, QuantizedArray) and jnp.issubdtype(x.values.dtype, jnp.integer)
+    given = _common_block(x, w)
+    filled = k if given is None else _whole(given)
+    block = None
+    if given is not None:
+        block = max(b for b in (32, 64, *range(LANES, EXACT + 1, LANES)) if filled % b == 0)
+    if is_integer and _values(x).dtype == jnp.int4 == w.values.dtype:
+        num_wide = 0
+    is_narrow = num_wide is not None and device_kind() in INTEGER_UNITS
+    is_narrow &= block is None or block >= LANES
+    narrow_from = (num_wide or 0) * (filled // (block or filled)) if is_narrow else None
+    layout = Layout(
+        m=_up(m, _ROWS), k=_up(k // (given or k) * filled, LANES), n=n, tile_m=0, tile_k=0,
+        tile_n=0, block=block, multiplied=_multiplied(x), is_integer=is_integer,
+        narrow_from=narrow_from, filled=(given or k, filled), is_turned=is_turned, reason="",
+    )  # fmt: skip
+    layout = _with_tiles(layout, x, w, out_dtype)
+    if layout.tile_m < layout.m:
+        layout = layout._replace(m=m)
+    left = Factor(None, None, None)
+    if not isinstance(x, jax.ShapeDtypeStruct):
+        values = fill(_filled(_values(x), 1, layout), 0, layout.m)
+        left = Factor(values, _ends(x, m, layout.m), _parts(x, layout, layout.m))
+    right = Factor(_filled(w.values, 0, layout), _ends(w, n, n), _parts(w, layout, n))
+    return layout, left, right
+
+
+# Blocks of scales.
+
+
+def _common_block(x: Any, w: Any) -> int | None:
+    sizes = [a.block_size for a in (x, w) if isinstance(a, QuantizedArray)]
+    sizes = [size for size in sizes if size is not None]
+    return math.gcd(*sizes) if sizes else None
+
+
+def _parts(a: Any, layout: Layout, length: int) -> Array | None:
+    """[tiles, blocks of a tile, m or n]: the scales of a side that has blocks."""
+    if layout.block is None or not isinstance(a, QuantizedArray) or a.block_size is None:
+        return None
+    given, filled = layout.filled
+    scales = a.scales.astype(jnp.float32)
+    scales = scales.T if a.axis == -1 else scales
+    # For the blocks in common, then for the pieces into which they are cut.
+    scales = jnp.repeat(scales, a.block_size // given * (filled // layout.block), axis=0)
+    scales = fill(fill(scales, 0, layout.k // layout.block), 1, length)
+    return scales.reshape(layout.k // layout.tile_k, layout.tile_k // layout.block, length)
+
+
+def _ends(a: Any, length: int, filled: int) -> Array | None:
+    """[1 m] or [1 n]: the scales of a side that has no blocks."""
+    if not isinstance(a, QuantizedArray) or a.block_size is not None:
+        return None
+    row = jnp.broadcast_to(a.scales.astype(jnp.float32).reshape(1, -1), (1, length))
+    return fill(row, 1, filled)
+
+
+def _filled(values: Array, axis: int, layout: Layout) -> Array:
+    """The values with every block, and then k, filled up."""
+    given, filled = layout.filled
+    if given < filled:
+        before, after = values.shape[:axis], values.shape[axis + 1 :]
+        parts = fill(values.reshape(*before, -1, given, *after), axis + 1, filled)
+        values = parts.reshape(*before, -1, *after)
+    return fill(values, axis, layout.k)
+
+
+def _whole(block: int) -> int:
+    """The size to which a block is filled."""
+    return next((size for size in (32, 64) if block <= size), _up(block, LANES))
+
+
+def fill(array: Array, axis: int, length: int) -> Array:
+    """The array with zeros behind it up to a length.
+
+    Args:
+        array: Any.
+        axis: Along which.
+        length: In the end.
+    """
+    if array.shape[axis] == length:
+        return array
+    shape = (*array.shape[:axis], length - array.shape[axis], *array.shape[axis + 1 :])
+    return jnp.concatenate([array, jnp.zeros(shape, array.dtype)], axis)
+
+
+def _up(length: int, unit: int) -> int:
+    return -(-length // unit) * unit
+
+
+# Dtypes.
+
+
+def _values(a: Any) -> Any:
+    return a.values if isinstance(a, QuantizedArray) else a
+
+
+def _multiplied(x: Any) -> Any:
+    if not isinstance(x, QuantizedArray):
+        return x.dtype
+    if jnp.issubdtype(x.values.dtype, jnp.integer):
+        return jnp.dtype(jnp.int8 if device_kind() in INTEGER_UNITS else jnp.bfloat16)
+    # Two kinds of float8 may meet: each stays what it is.
+    return None if device_kind() in FLOAT8_UNITS else jnp.dtype(jnp.bfloat16)
+
+
+# Tiles.
+
+
+def _with_tiles(layout: Layout, x: Any, w: Any, out_dtype: Any) -> Layout:
+    widths = tuple(_width(dtype) for dtype in (_values(x).dtype, _values(w).dtype, out_dtype))
+    dtypes = f"{_values(x).dtype} x {_values(w).dtype}"
+    dtypes += "" if layout.block is None else f" by {layout.block}"
+    operation = "quantized_matmul" + "_d_rows" * layout.is_turned
+    shape = {"m": layout.m, "k": layout.k, "n": layout.n}
+
+    def fits(sizes: Mapping[str, int]) -> bool:
+        return _fits(layout, sizes, widths)
+
+    sizes, reason = block_sizes.choose(operation, dtypes, shape, _rule(layout, fits), fits)
+    m, n = min(sizes["m"], layout.m), min(sizes["n"], layout.n)
+    return layout._replace(tile_m=m, tile_k=sizes["k"], tile_n=n, reason=reason)
+
+
+def _width(dtype: Any) -> float:
+    """Bytes of one value."""
+    return 0.5 if dtype == jnp.int4 else jnp.dtype(dtype).itemsize
+
+
+def _rule(layout: Layout, fits: Callable[[Mapping[str, int]], bool]) -> dict[str, int]:
+    """Long tiles of k for few rows, whose time is that of reading w; squarer ones for many."""
+    unit = max(LANES, layout.block or LANES)
+    longest = 2048 if layout.m <= 64 else 1024
+    if layout.is_turned or layout.block in (32, 64):
+        longest = 512
+    lengths = [unit * d for d in range(layout.k // unit, 0, -1) if layout.k % (unit * d) == 0]
+    lengths = [k for k in lengths if k <= max(longest, unit)]
+    sizes = {"m": min(layout.m, 512), "k": lengths[0], "n": min(_up(layout.n, LANES), 512)}
+    while not fits(sizes):
+        name = max(sizes, key=lambda name: sizes[name])
+        shorter = [k for k in lengths if k < sizes["k"]]
+        if name == "k" and shorter:
+            sizes["k"] = shorter[0]
+        else:
+            name = max(("m", "n"), key=lambda name: sizes[name])
+            sizes[name] = _up(sizes[name] // 2, LANES)
+    return sizes
+
+
+def _fits(layout: Layout, sizes: Mapping[str, int], widths: tuple[float, ...]) -> bool:
+    """Whole blocks and registers, and memory for two tiles of all that is copied."""
+    m, k, n = (sizes[name] for name in "mkn")
+    if layout.k % k or k % max(LANES, layout.block or 1):
+        return False
+    if (m % LANES and m < layout.m) or (n % LANES and n < layout.n):
+        return False
+    if m > max(layout.m, LANES) or n > _up(layout.n, LANES):
+        return False  # as the whole
+    m, n = min(m, layout.m), min(n, _up(layout.n, LANES))
+    x, w, out = (m * k, k * n, m * n) if not layout.is_turned else (m * n, k * n, m * k)
+    scales = 8 * -(-k // (8 * (layout.block or k))) * (_up(m, LANES) + n) * 4
+    copied = 2 * (x * widths[0] + w * widths[1] + out * widths[2] + scales)
+    wide = 4 if layout.is_turned or layout.multiplied == jnp.float32 else 2
+    return copied + wide * (x + w) + 3 * 4 * out <= MEMORY
