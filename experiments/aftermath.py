@@ -18,6 +18,7 @@ from experiments.reporting import Reporter
 from experiments.run_directory import RunDirectory
 from jaxmoe.configs import to_json
 from jaxmoe.data import Source, ngram_bits_per_byte, xz_bits_per_byte
+from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.models.decode import generate
 from jaxmoe.models.diffuse import diffuse
@@ -228,7 +229,12 @@ def implementations(assembly: Assembly) -> dict[str, str]:
     """Which implementation of each kernel, and of the way to the experts, the run used."""
     kernels = assembly.execution.kernels
     asked: dict[str, Implementation | None]
-    asked = {"flash_attention": kernels.attention, "grouped_swiglu": kernels.grouped_swiglu}
+    if assembly.execution.halo is None:
+        asked = {"grouped_swiglu": kernels.grouped_swiglu}
+    else:
+        names = ("quantized_matmul", "grouped_matmul")
+        asked = {name: getattr(kernels, name) for name in names}
+    asked["flash_attention"] = kernels.attention
     found: dict[str, str]
     found = {name: OPERATIONS[name].choose(asked[name]).implementation for name in asked}
     dispatcher = assembly.execution.dispatcher
@@ -265,6 +271,7 @@ def continue_rows(
     *,
     temperature: float,
     seed: int = 0,
+    execution: ExecutionConfig | None = None,
 ) -> str:
     """Prompts and their continuations as text, on one device.
 
@@ -277,6 +284,7 @@ def continue_rows(
         length: tokens to write.
         temperature: of the sampling; 0 is greedy.
         seed: of the sampling.
+        execution: how it is computed; defaults when None.
     """
     write = generate if model.attention.is_causal else fill_after
     written = write(
@@ -287,6 +295,7 @@ def continue_rows(
         key=jax.random.key(seed),
         temperature=temperature,
         router_state=router_state,
+        execution=execution,
     )
     texts = (
         f"--- prompt\n{source.decode(prompt)}\n--- continued\n{source.decode(row)}\n"

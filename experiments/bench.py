@@ -1,12 +1,13 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
 """Measures speed: a training step beside a peer's, kernels beside libraries, routers beside top-k,
-and in how many chunks tokens should go to experts on other devices.
+in how many chunks tokens should go to experts on other devices, and sizes of kernels' blocks.
 
     python -m experiments.bench step [--peer none]
     python -m experiments.bench kernels
     python -m experiments.bench routers [--methods mixtral ...]
     python -m experiments.bench chunks [--expert 8]
+    python -m experiments.bench blocks
 
 Candidates take turns in one run, medians are compared, and the machine's measured limit stands
 beside them. Leave the machine alone meanwhile: a busy one changes even the ratios.
@@ -20,7 +21,8 @@ from typing import Any
 
 import jax
 
-from experiments import bench_chunks, bench_kernels, bench_routers, bench_step, cli
+from experiments import bench_blocks, bench_chunks, bench_kernels, bench_routers, bench_step, cli
+from experiments.bench_blocks import BlockBenchConfig
 from experiments.bench_chunks import ChunkBenchConfig
 from experiments.bench_kernels import KernelBenchConfig
 from experiments.bench_routers import RouterBenchConfig
@@ -36,7 +38,7 @@ def step() -> StepBenchConfig:
 
 
 def kernels() -> KernelBenchConfig:
-    """Grouped products and attention, beside dense products and jax.nn; three minutes."""
+    """Products and attention, beside dense products and libraries; six minutes."""
     return KernelBenchConfig()
 
 
@@ -50,11 +52,17 @@ def chunks() -> ChunkBenchConfig:
     return ChunkBenchConfig()
 
 
+def blocks() -> BlockBenchConfig:
+    """The fastest sizes of blocks for the kernels of a GPU or TPU, written into their table."""
+    return BlockBenchConfig()
+
+
 BENCHES: dict[str, Callable[[], Any]] = {
     "step": step,
     "kernels": kernels,
     "routers": routers,
     "chunks": chunks,
+    "blocks": blocks,
 }
 
 
@@ -75,6 +83,9 @@ def main(argv: Sequence[str]) -> int:
         elif isinstance(config, ChunkBenchConfig):
             summary = bench_chunks.bench_chunks(config)
             text = bench_chunks.in_words(summary)
+        elif isinstance(config, BlockBenchConfig):
+            summary = bench_blocks.bench_blocks(config)
+            text = bench_blocks.in_words(summary)
         else:
             summary = bench_step.bench_step(config)
             text = bench_step.in_words(summary)

@@ -5,6 +5,7 @@
     grouped_matmul, grouped_swiglu   beside the dense product of as many rows, by load of the groups
     flash_attention                  beside jax.nn.dot_product_attention, with temporary memory
     attention on a GPU               beside cuDNN, in bfloat16: bench_gpu_attention.py
+    products of few bits, of groups  beside dense ones and libraries: bench_products.py
 
 The rest in float32, in turns; a speed is the median's, the limit the rate of a large dense product.
 """
@@ -17,9 +18,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from experiments import bench_gpu_attention
+from experiments import bench_gpu_attention, bench_products
+from experiments.bench_operands import loads
 from experiments.bench_step import BenchRunConfig
 from experiments.measure import in_turns, matmul_rate, timed, with_gradients
 from pallas_kernels import flash_attention, grouped_matmul, grouped_swiglu
@@ -64,6 +65,7 @@ def bench_kernels(config: KernelBenchConfig) -> dict[str, Any]:
         "rows": [*_grouped(config), *_attention(config)],
         "attention_temporary_bytes": _attention_memory(config),
         "gpu_attention": bench_gpu_attention.gpu_attention(config.rounds),
+        **bench_products.products(config.rounds, config.implementation),
     }
 
 
@@ -83,27 +85,8 @@ def in_words(summary: dict[str, Any]) -> str:
             f"attention, temporary memory at S={row['length']}: {row['ours'] / 1e6:.0f} MB,"
             f" jax.nn {row['jax_nn'] / 1e6:.0f} MB"
         )
-    return "\n".join([*lines, *bench_gpu_attention.in_words(summary["gpu_attention"])])
-
-
-def loads(rows: int, groups: int) -> dict[str, np.ndarray]:
-    """Sizes of groups that sum to `rows`: even, as a router scatters them, and skewed."""
-    random = np.random.default_rng(0)
-    even = np.full(groups, 1.0)
-    scattered = random.multinomial(rows, even / groups).astype(float)
-    by_name = {
-        "even": even,
-        "scattered": scattered,
-        "fresh router": np.exp(random.normal(0.0, 0.6, groups)),
-        "zipf": 1.0 / np.arange(1, groups + 1),
-        "one group": np.eye(groups)[0],
-    }
-    return {name: _whole_sizes(weights, rows) for name, weights in by_name.items()}
-
-
-def _whole_sizes(weights: np.ndarray, rows: int) -> np.ndarray:
-    ends = np.round(np.cumsum(weights) / weights.sum() * rows).astype(np.int32)
-    return np.diff(ends, prepend=0).astype(np.int32)
+    lines += bench_gpu_attention.in_words(summary["gpu_attention"])
+    return "\n".join([*lines, *bench_products.in_words(summary)])
 
 
 def _grouped(config: KernelBenchConfig) -> Iterator[dict[str, Any]]:

@@ -19,7 +19,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import enum
 import functools
 import logging
 import re
@@ -27,6 +26,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, NoReturn, TypeVar, Union, get_args, get_origin
 
+from experiments.exit_codes import ExitCode as ExitCode
 from experiments.output import without_advice
 from jaxmoe.configs import alternatives, closest, field_types, registry_name
 from jaxmoe.tracking.optional import MissingPackageError, require
@@ -37,20 +37,6 @@ logger = logging.getLogger(__name__)
 
 _LONGEST_TUPLE = 16
 _CHOICE = re.compile(r"[\w.-]+:[\w-]+")  # not a value such as gs://bucket/x or web=0.7:crawl/
-
-
-class ExitCode(enum.IntEnum):
-    """What the exit status of every entry point means."""
-
-    DONE = 0
-    BAD_CONFIGURATION = 2
-    DIVERGED = 3
-    NOT_SAVED = 74
-    """Ended as it should, but its last state could not be written (EX_IOERR)."""
-    PREEMPTED = 75
-    """Saved after SIGTERM; a scheduler should start the same command again (EX_TEMPFAIL)."""
-    INTERRUPTED = 130
-    """Saved after Ctrl-C (128 + SIGINT)."""
 
 
 def parse(

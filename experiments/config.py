@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from typing import Literal
 
+from jaxmoe.checkpoint.manager import Verify
 from jaxmoe.data import CorpusConfig, DataConfig
 from jaxmoe.data.batch_sizes import BatchSizes
 from jaxmoe.execution import ExecutionConfig
@@ -25,6 +27,8 @@ from jaxmoe.training.batch_ramp import BatchRampConfig
 
 FREE_FIELDS = ("run", "execution", "checkpoint", "tracking", "profile", "data.cache")
 """May change when a run is resumed: none of them changes the loss beyond rounding."""
+FIXED_FIELDS = ("execution.precision.matmul",)
+"""Among these, what may not: it rounds to 8 bits."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,10 +126,21 @@ class CheckpointConfig:
     """Steps between checkpoints; 0: only at the end."""
     keep: int = 3
     """Newest checkpoints that are kept; at least 2."""
+    verify: Verify = "full"
+    """What a start checks of the checkpoint: checksums of its files and fingerprints of its arrays,
+    the files alone, or nothing."""
+    on_damage: Literal["previous", "stop"] = "previous"
+    """What a start does when the checkpoint is not what was written: it is set aside, and the one
+    before it continues the run; or the run stops and says so."""
+
+    compare_replicas: int = 100
+    """Steps between comparisons of what devices hold of the same arrays, which a defective one
+    makes different; they are compared at every save as well. 0: only then."""
 
     def __post_init__(self):
-        if self.every < 0:
-            raise ValueError(f"checkpoint.every={self.every} must be 0 or more")
+        for field in ("every", "compare_replicas"):
+            if getattr(self, field) < 0:
+                raise ValueError(f"checkpoint.{field}={getattr(self, field)} must be 0 or more")
         if self.keep < 2:
             raise ValueError(
                 f"checkpoint.keep={self.keep} must be at least 2: the last may be in flight"

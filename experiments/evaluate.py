@@ -2,9 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Held-out loss of a run, the same number that training logged.
 
-python -m experiments.evaluate --run.directory runs/pretrain/tiny [--routing detailed]
+    python -m experiments.evaluate --run.directory runs/pretrain/tiny [--routing detailed]
 
-On another number of devices than in training: --run.mesh.data 1.
+With --cache int4 the keys and values are rounded as those of a cache in 4 bits would be, and the
+loss is that of decoding with one. On another number of devices than in training: --run.mesh.data 1.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ from typing import Literal
 import jax
 
 from experiments import cli, router_details
-from experiments.finished import open_run
+from experiments.finished import open_run, precision_in_words
 from experiments.process import start_process
 from jaxmoe.training.evaluate import evaluate, make_eval_step
 from sharding.mesh import MeshConfig
+from sharding.sequence_parallel import CacheFormat
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,6 +45,8 @@ class EvaluateConfig:
     """The run."""
     routing: Literal["none", "detailed"] = "none"
     """Whether to print, layer by layer, what the routers do with the held-out tokens."""
+    cache: CacheFormat = "compute"
+    """What keys and values are rounded to; compute: they are not."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -52,7 +56,9 @@ def main(argv: Sequence[str]) -> int:
     with cli.exit_on_bad_configuration():
         start_process()
     with cli.exit_on_bad_configuration():
-        assembly, state, step = open_run(config.run.directory, config.run.step, config.run.mesh)
+        assembly, state, step = open_run(
+            config.run.directory, config.run.step, config.run.mesh, config.cache
+        )
     with jax.set_mesh(assembly.mesh):
         eval_step = make_eval_step(
             assembly.plan.model,
@@ -67,9 +73,11 @@ def main(argv: Sequence[str]) -> int:
     per_byte = ""
     if bytes_per_token is not None:
         per_byte = f" eval/bits_per_byte={result.bits_per_token / bytes_per_token!r}"
+    quantized = precision_in_words(assembly)
     print(
         f"step={step} tokens={result.num_tokens}"
         f" eval/bits_per_token={result.bits_per_token!r}{per_byte}"
+        + (f" {quantized}" if quantized else "")
     )
     if details is not None:
         print(router_details.in_words(details))

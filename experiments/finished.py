@@ -1,22 +1,31 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""A run that has been trained, opened again: its config, data and newest state."""
+"""A run that has been trained, opened again: its config, data and newest state.
+
+The weights may have been quantised since (`experiments.checkpoint convert`): there is no state of
+an optimiser then, and the run is for inference alone.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 
+import jax
+
 from experiments.assembly import Assembly, assemble
 from experiments.config import PretrainConfig
 from experiments.run_directory import RunDirectory
 from jaxmoe.checkpoint import CheckpointManager
+from jaxmoe.checkpoint.manifest import CheckpointManifest
 from jaxmoe.data import check_position
-from jaxmoe.training.state import TrainState
+from jaxmoe.models.quantize import abstract_params
+from jaxmoe.training.state import TrainState, state_around
 from sharding.mesh import MeshConfig
+from sharding.sequence_parallel import CacheFormat, bytes_per_token
 
 
 def open_run(
-    path: str, step: int | None, mesh: MeshConfig | None = None
+    path: str, step: int | None, mesh: MeshConfig | None = None, cache: CacheFormat = "compute"
 ) -> tuple[Assembly, TrainState, int]:
     """Assembles a run as it was trained and restores one of its checkpoints; writes nothing.
 
@@ -24,23 +33,95 @@ def open_run(
         path: run directory.
         step: of the checkpoint; the newest when None.
         mesh: another mesh than that of the run.
+        cache: what keys and values are rounded to.
 
     Raises:
-        ValueError: no run or no checkpoint there, or other data than it was trained on.
+        ValueError: no run or no checkpoint there, other data than it was trained on, or a cache
+            for a model that has none.
     """
     directory = RunDirectory(path)
     config = directory.load_config(PretrainConfig)
+    if cache != "compute" and not config.model.attention.is_causal:
+        raise ValueError(
+            f"cache={cache}: {path} holds a model that is not causal"
+            " (model.attention.is_causal=False), which is computed without a cache: leave it out"
+        )
+    precision = dataclasses.replace(config.execution.precision, cache=cache)
+    execution = dataclasses.replace(config.execution, precision=precision)
     if mesh is not None:
         # A fold belongs to the mesh of the training.
-        execution = dataclasses.replace(config.execution, mesh=mesh, fold=None)
-        config = dataclasses.replace(config, execution=execution)
-    assembly = assemble(config)
+        execution = dataclasses.replace(execution, mesh=mesh, fold=None)
+    assembly = assemble(dataclasses.replace(config, execution=execution))
     manager = CheckpointManager(directory.checkpoints_directory, is_writer=False)
+
+    def check(manifest: CheckpointManifest) -> None:
+        check_position(manifest.data, assembly.loader.position(manifest.step))
+
     try:
-        step = manager.latest_step() if step is None else step
-        if step is None:
+        if step is not None:
+            check(manager.manifest(step))
+            return assembly, manager.restore(step, _target(assembly)), step
+        found = manager.restore_newest(_target(assembly), check=check)
+        if found is None:
             raise ValueError(f"{path} has no checkpoint yet: train it first, or wait for one")
-        check_position(manager.manifest(step).data, assembly.loader.position(step))
-        return assembly, manager.restore(step, assembly.new_state()), step
+        step, state = found
+        return assembly, state, step
     finally:
         manager.close()
+
+
+def _target(assembly: Assembly) -> TrainState:
+    """What a checkpoint of the run is restored to."""
+    execution, plan = assembly.execution, assembly.plan
+    precision = execution.precision
+    if precision.weights == "floating":
+        return assembly.new_state()
+    key = jax.random.key(plan.config.training.seed)
+    with jax.set_mesh(assembly.mesh):
+        state = jax.jit(lambda: state_around(plan.model, None, execution, {}, key))()
+    params = abstract_params(
+        plan.table,
+        precision.weights,
+        precision.parameter_dtype,
+        execution.axis_rules,
+        assembly.mesh,
+    )
+    return dataclasses.replace(state, params=params)
+
+
+def check_trains(directory: RunDirectory, config: PretrainConfig) -> None:
+    """Refuses to train what is for inference.
+
+    Args:
+        directory: of the run that is to begin or to continue.
+        config: of this start.
+
+    Raises:
+        ValueError: a converted run lives there, or the precision is one for inference.
+    """
+    config.execution.precision.check_trains()
+    if not directory.config_file.exists():
+        return
+    weights = directory.config_json().get("execution", {}).get("precision", {}).get("weights")
+    if weights not in (None, "floating"):
+        raise ValueError(
+            f"run.directory={directory.path} holds a run whose weights were rounded to {weights},"
+            " for inference: train the one that it came from, or choose another directory with"
+            " --run.directory"
+        )
+
+
+def precision_in_words(assembly: Assembly) -> str:
+    """What is quantised, and what the cache then takes; empty where nothing is."""
+    precision, attention = assembly.execution.precision, assembly.plan.model.attention
+    words = [] if precision.weights == "floating" else [f"weights={precision.weights}"]
+    if precision.cache != "compute":
+        taken = bytes_per_token(
+            num_layers=assembly.plan.model.num_layers,
+            num_kv_heads=attention.num_kv_heads,
+            head_dim=attention.head_dim,
+            form=precision.cache,
+            dtype=precision.compute_dtype,
+        )
+        words.append(f"cache={precision.cache} cache_bytes_per_token={taken}")
+    return " ".join(words)

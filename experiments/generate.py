@@ -4,6 +4,7 @@
 
 python -m experiments.generate --run.directory runs/pretrain/tiny --prompt "def main("
 
+Of a run in few bits (experiments.checkpoint convert) too; --cache int4 keeps keys and values in 4.
 On another number of devices than in training: --run.mesh.data 1.
 """
 
@@ -19,9 +20,12 @@ import numpy as np
 from experiments import cli
 from experiments.aftermath import continue_rows
 from experiments.evaluate import FinishedRunConfig
-from experiments.finished import open_run
+from experiments.finished import open_run, precision_in_words
 from experiments.process import start_process
 from jaxmoe.data import DataError
+from jaxmoe.execution import ExecutionConfig
+from jaxmoe.precision import PrecisionPolicy
+from sharding.sequence_parallel import CacheFormat
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,6 +42,8 @@ class GenerateConfig:
     """Divides the logits; 0 takes the most likely token."""
     seed: int = 0
     """Of the sampling."""
+    cache: CacheFormat = "compute"
+    """Keys and values that are kept: in the compute dtype, or in 8 or 4 bits with scales."""
 
     def __post_init__(self):
         if self.length < 1:
@@ -55,7 +61,9 @@ def main(argv: Sequence[str]) -> int:
     with cli.exit_on_bad_configuration():
         start_process()
     with cli.exit_on_bad_configuration():
-        assembly, state, _ = open_run(config.run.directory, config.run.step, config.run.mesh)
+        assembly, state, _ = open_run(
+            config.run.directory, config.run.step, config.run.mesh, config.cache
+        )
         try:
             prompt = assembly.source.encode(config.prompt)
         except DataError as error:
@@ -69,7 +77,14 @@ def main(argv: Sequence[str]) -> int:
         config.length,
         temperature=config.temperature,
         seed=config.seed,
+        execution=ExecutionConfig(
+            precision=PrecisionPolicy(
+                weights=assembly.execution.precision.weights, cache=config.cache
+            )
+        ),
     )
+    if quantized := precision_in_words(assembly):
+        print(quantized)
     print(written)
     return int(cli.ExitCode.DONE)
 

@@ -1,13 +1,15 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Writes what starts the same command on every host of a cluster; starts nothing itself.
+"""Writes what starts the same command on every host of a cluster; or keeps it running on this one.
 
     python -m experiments.launch cluster:slurm --cluster.nodes 4 --command "COMMAND"
     python -m experiments.launch cluster:jobset --cluster.topology 16x16 --cluster.image IMAGE
     python -m experiments.launch cluster:tpu_vm --cluster.accelerator_type v5litepod-64
+    python -m experiments.launch --supervise --processes 4 --command "COMMAND"
 
 A script for sbatch, a JobSet for GKE, or a script around gcloud, and a `summary.json`, in
-`--run.directory`. The processes of JAX find one another by the cluster's own variables.
+`--run.directory`. The processes of JAX find one another by the cluster's own variables. The last
+form starts the processes itself, and again when one is lost: `--supervise --help`.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from experiments import cli
+from experiments import cli, supervise
 from experiments.launch_config import LaunchConfig
 from experiments.launch_files import write_files
 from experiments.output import write
@@ -25,6 +27,8 @@ from jaxmoe.configs import registry_name
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command; returns the exit code."""
+    if "--supervise" in argv:
+        return supervise.main([word for word in argv if word != "--supervise"])
     prog = "python -m experiments.launch"
     with cli.exit_on_bad_configuration():
         config = cli.parse_flags(LaunchConfig(), argv, prog, __doc__ or "")

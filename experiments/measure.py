@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -81,13 +81,32 @@ def in_turns(
     return {name: Timing(tuple(values)) for name, values in seconds.items()}
 
 
-def matmul_rate(dtype: Any = jnp.float32) -> float:
-    """FLOP/s of dense products, the physical limit of the rest: the best of a few shapes."""
+def matmul_rate(dtype: Any = jnp.float32, shapes: Sequence[tuple[int, int, int]] = ()) -> float:
+    """FLOP/s of dense products, the physical limit of the rest: the best of a few shapes.
+
+    Args:
+        dtype: Of both factors; integers are summed in int32, numbers of 8 bits in float32.
+        shapes: (m, k, n) of each; None given: what keeps a CPU busy.
+    """
     best = 0.0
     time.sleep(_PAUSE_SECONDS)
-    for m, k, n in ((2048, 2048, 2048), (4096, 256, 1024), (8192, 512, 512)):
+    sums = dtype
+    if jnp.dtype(dtype).itemsize == 1:
+        sums = jnp.int32 if jnp.issubdtype(dtype, jnp.integer) else jnp.float32
+    for m, k, n in shapes or ((2048, 2048, 2048), (4096, 256, 1024), (8192, 512, 512)):
         x, y = jnp.ones((m, k), dtype), jnp.ones((k, n), dtype)
-        run = timed(lambda x, y: x @ y, x, y)
+        run = timed(lambda x, y: jnp.matmul(x, y, preferred_element_type=sums), x, y)
         timing = in_turns({"": run}, rounds=8)[""]
         best = max(best, 2.0 * m * k * n / timing.best)
     return best
+
+
+def memory_rate(size: int = 2**28) -> float:
+    """Bytes/s between memory and cores, reading and writing: the best of a few runs.
+
+    Args:
+        size: Bytes that are read, and as many that are written: more than caches hold.
+    """
+    x = jnp.ones((size // 4,), jnp.float32)
+    timing = in_turns({"": timed(lambda x: x + 1.0, x)}, rounds=8)[""]
+    return 2.0 * x.nbytes / timing.best

@@ -7,7 +7,8 @@
 On a terminal the progress is a live view, elsewhere a line (`--tracking.console`). A trace of some
 steps is `--profile.steps 10:13`; further trackers are `--tracking.trackers tensorboard wandb`.
 A finished run started again says so. Exit codes: 0 done, 2 bad configuration, 3 diverged, 74 the
-last state could not be saved, 75 saved after SIGTERM, 130 saved after Ctrl-C.
+last state could not be saved, 75 saved after SIGTERM, 76 a device holds other bits than its
+replicas, 130 saved after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ from experiments.assembly import (
     rates_in_words,
     sequence_form,
 )
-from experiments.config import FREE_FIELDS, PretrainConfig
+from experiments.config import FIXED_FIELDS, FREE_FIELDS, PretrainConfig
+from experiments.finished import check_trains
 from experiments.output import say
 from experiments.process import start_process
 from experiments.recipes import DEFAULT, RECIPES
@@ -45,7 +47,14 @@ from jaxmoe.routing.composition import advice, causal_advice
 from jaxmoe.tracking.console import format_count, format_flops
 from jaxmoe.training.batch_ramp import accumulation_of
 from jaxmoe.training.evaluate import make_eval_step
-from jaxmoe.training.hooks import CheckpointHook, EvaluateHook, Hook, RefreshHook, Trace
+from jaxmoe.training.hooks import (
+    CheckpointHook,
+    EvaluateHook,
+    Hook,
+    RefreshHook,
+    ReplicaHook,
+    Trace,
+)
 from jaxmoe.training.loop import LoopResult, run_loop
 from jaxmoe.training.masked_diffusion import MaskedDiffusionConfig
 from jaxmoe.training.state import TrainState
@@ -55,6 +64,7 @@ from jaxmoe.training.stop import StopRequest
 _EXIT_CODES = {
     "done": cli.ExitCode.DONE,
     "diverged": cli.ExitCode.DIVERGED,
+    "corrupted": cli.ExitCode.CORRUPTED,
     "preempted": cli.ExitCode.PREEMPTED,
     "interrupted": cli.ExitCode.INTERRUPTED,
 }
@@ -69,37 +79,41 @@ def main(argv: Sequence[str]) -> int:
         start_process()
     name = config.run.name or recipe
     directory = RunDirectory(config.run.directory or f"runs/pretrain/{name}")
-    with StopRequest() as stop:
+    with StopRequest() as stop, contextlib.ExitStack() as held:
         with cli.exit_on_bad_configuration():
+            check_trains(directory, config)
             assembly = assemble(config)
             if jax.process_index() == 0:  # for all of them
                 directory.acquire()
-                directory.check_config(config, free=FREE_FIELDS)
+                held.callback(directory.release)
+                directory.check_config(config, free=FREE_FIELDS, fixed=FIXED_FIELDS)
             checkpoints = CheckpointManager(
-                directory.checkpoints_directory, keep=config.checkpoint.keep
+                directory.checkpoints_directory,
+                keep=config.checkpoint.keep,
+                verify=config.checkpoint.verify,
             )
+            held.callback(checkpoints.close)
             first_step, state = _restore_or_start(assembly, checkpoints)
             if jax.process_index() == 0:
                 directory.write_environment(devices_in_words(assembly.mesh))
-        try:
-            if first_step >= config.training.steps:
-                say(_already_done(directory, first_step, config))
-                return int(cli.ExitCode.DONE)
-            _print_header(name, directory, assembly, first_step)
-            return _train(name, directory, assembly, checkpoints, first_step, state, stop)
-        finally:
-            checkpoints.close()
-            directory.release()
+        if first_step >= config.training.steps:
+            say(_already_done(directory, first_step, config))
+            return int(cli.ExitCode.DONE)
+        _print_header(name, directory, assembly, first_step)
+        return _train(name, directory, assembly, checkpoints, first_step, state, stop)
 
 
 def _restore_or_start(assembly: Assembly, checkpoints: CheckpointManager) -> tuple[int, TrainState]:
-    """The newest checkpoint, checked against the data, or a new state."""
-    step = checkpoints.latest_step()
+    """The newest checkpoint that is whole, checked against the data, or a new state."""
     state = assembly.new_state()
-    if step is None:
-        return 0, state
-    check_position(checkpoints.manifest(step).data, assembly.loader.position(step))
-    return step, checkpoints.restore(step, state)
+    found = checkpoints.restore_newest(
+        state,
+        check=lambda manifest: check_position(
+            manifest.data, assembly.loader.position(manifest.step)
+        ),
+        is_strict=assembly.plan.config.checkpoint.on_damage == "stop",
+    )
+    return (0, state) if found is None else found
 
 
 def _train(
@@ -136,7 +150,7 @@ def _train(
         "profile": str(trace.directory) if trace is not None and trace.is_written else None,
     }
     aftermath.leave(name, directory, assembly, reporter, result, facts)
-    if result.status != "diverged" and not is_saved:
+    if result.status not in ("diverged", "corrupted") and not is_saved:
         print(
             "error: the last state could not be saved; the run can continue from"
             f" step {facts['checkpoint_step']}",
@@ -209,6 +223,8 @@ def _loop(
         report=reporter.evaluated,
     )
     hooks: list[Hook] = [evaluation, saving]
+    if assembly.mesh.size > 1:
+        hooks.insert(0, ReplicaHook(config.checkpoint.compare_replicas))
     if trace is not None:
         hooks = [trace.stop, *hooks, trace.start]
     if reporter.is_live:
@@ -246,8 +262,8 @@ def _trace(directory: RunDirectory, config: PretrainConfig, first_step: int) -> 
 
 
 def _save_last(result: LoopResult, saving: CheckpointHook, checkpoints: CheckpointManager) -> bool:
-    """Saves the state that the loop ended with, unless it diverged; whether it is on disk."""
-    if result.status == "diverged":
+    """Saves the state that the loop ended with, if it is a good one; whether it is on disk."""
+    if result.status in ("diverged", "corrupted"):
         return checkpoints.finish()
     for _ in range(2):
         if not checkpoints.finish() or saving.saved_step != result.step:

@@ -180,13 +180,16 @@ class RunDirectory:
             os.close(self._lock)
             self._lock = None
 
-    def check_config(self, config: Any, free: tuple[str, ...] = ()) -> None:
+    def check_config(
+        self, config: Any, free: tuple[str, ...] = (), fixed: tuple[str, ...] = ()
+    ) -> None:
         """Record the config of a new run; refuse another one for an old run.
 
         Args:
             config: The config of this start.
             free: Dotted paths (each with all beneath it) that may change from start to start;
                 the file then follows the new config.
+            fixed: Dotted paths beneath those that may not change.
 
         Raises:
             ValueError: If another field differs; with one line per field.
@@ -194,7 +197,7 @@ class RunDirectory:
         given = to_json(config)
         if self.config_file.exists():
             saved = self._read(self.config_file)
-            if lines := differences(saved, given, free):
+            if lines := differences(saved, given, free, fixed):
                 raise ValueError(
                     f"run.directory={self.path} belongs to a run with another config:\n  "
                     + "\n  ".join(lines)

@@ -22,7 +22,7 @@ import dataclasses
 from collections.abc import Callable
 
 from experiments.config import TrainingConfig
-from jaxmoe.models.config import ModelConfig, MoEConfig
+from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
 from jaxmoe.routing import LoadBalanceConfig
 
 
@@ -77,14 +77,14 @@ def _width(setting: Setting, value: float) -> Setting:
     def scaled(field: str, old: int) -> int:
         return _in_proportion(field, old, factor, value, "width")
 
+    heads = {"num_heads": scaled("model.attention.num_heads", attention.num_heads)}
+    if isinstance(attention, AttentionConfig):
+        number = scaled("model.attention.num_kv_heads", attention.num_kv_heads)
+        heads["num_kv_heads"] = number
     changes = {
         "embed_dim": int(value),
         "dense_dim": scaled("model.dense_dim", model.dense_dim),
-        "attention": dataclasses.replace(
-            attention,
-            num_heads=scaled("model.attention.num_heads", attention.num_heads),
-            num_kv_heads=scaled("model.attention.num_kv_heads", attention.num_kv_heads),
-        ),
+        "attention": dataclasses.replace(attention, **heads),
     }
     if model.moe is not None:
         dim = scaled("model.moe.expert_dim", model.moe.expert_dim)

@@ -12,6 +12,7 @@ from jaxmoe.checkpoint import load_checkpoint as load_checkpoint
 from jaxmoe.checkpoint import save_checkpoint as save_checkpoint
 from jaxmoe.execution import ExecutionConfig as ExecutionConfig
 from jaxmoe.models.config import AttentionConfig as AttentionConfig
+from jaxmoe.models.config import LatentAttentionConfig as LatentAttentionConfig
 from jaxmoe.models.config import ModelConfig as ModelConfig
 from jaxmoe.models.config import MoEConfig as MoEConfig
 from jaxmoe.models.decode import generate as generate

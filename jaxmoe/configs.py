@@ -11,7 +11,8 @@ field, a tuple is a list, and a class that carries a registry name is tagged wit
     Model(moe=MoE(top_k=2, router=SoftmaxTopK(order="before")))
     {"moe": {"top_k": 2, "router": {"kind": "softmax_topk", "order": "before"}}}
 
-Reading is strict: every field must be there and no other, with the type of its annotation. A
+Reading is strict: every field must be there and no other, with the type of its annotation. Only the
+tag may be missing where the fields tell the class: what had no choice once may have got one. A
 config saved by another version is a matter for `jaxmoe/checkpoint/migrate.py`, not for guesses
 here. The command line is in `experiments/cli.py`.
 
@@ -97,23 +98,30 @@ def from_json(cls: type[Config], data: Any) -> Config:
     return _decode_config((cls,), data, "")
 
 
-def differences(saved: Any, given: Any, free: tuple[str, ...] = ()) -> list[str]:
+def differences(
+    saved: Any, given: Any, free: tuple[str, ...] = (), fixed: tuple[str, ...] = ()
+) -> list[str]:
     """What differs between two configs, one line per field.
 
     Args:
         saved: A config or its JSON.
         given: A config or its JSON.
         free: Dotted paths that may differ; each stands for everything beneath it as well.
+        fixed: Dotted paths beneath those that may not.
 
     Returns:
         Lines such as `model.moe.top_k: saved 2, given 4`. Where another member of a union was
         chosen, there is one line for the choice and none for its fields.
     """
     pair = [value if isinstance(value, Mapping) else to_json(value) for value in (saved, given)]
+
+    def is_beneath(path: str, prefixes: tuple[str, ...]) -> bool:
+        return any(path == prefix or path.startswith(f"{prefix}.") for prefix in prefixes)
+
     return [
         f"{path}: saved {before}, given {after}"
         for path, before, after in _differing(*pair, path="")
-        if not any(path == prefix or path.startswith(f"{prefix}.") for prefix in free)
+        if is_beneath(path, fixed) or not is_beneath(path, free)
     ]
 
 
@@ -202,6 +210,10 @@ def _decode_config(classes: tuple[Any, ...], data: Any, path: str) -> Any:
         raise ValueError(f"{where} must be an object, not {json.dumps(data)}")
     registry = {registry_name(cls): cls for cls in classes}
     tag = data.get(TAG) if None not in registry else None
+    if tag is None and None not in registry:
+        # Saved when there was no choice: the one member that has just these fields.
+        fitting = [name for name, cls in registry.items() if field_types(cls).keys() == data.keys()]
+        tag = fitting[0] if len(fitting) == 1 and TAG not in data and data else None
     if tag not in registry:
         names = [name for name in registry if name is not None]
         raise ValueError(

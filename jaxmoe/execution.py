@@ -1,6 +1,7 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""`ExecutionConfig`: where and how a model is computed. It never changes the loss beyond rounding.
+"""`ExecutionConfig`: where and how a model is computed. It never changes the loss beyond rounding,
+but for `precision.matmul`, which rounds to 8 bits where it is asked to; a resumed run must keep it.
 
 What is computed is `ModelConfig`. The two meet in `Transformer(model, execution)` and nowhere else,
 which is why a checkpoint restores on any mesh.
@@ -11,11 +12,12 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Literal
 
-from jaxmoe.precision import PrecisionPolicy
+from jaxmoe.precision import FullPrecisionConfig, PrecisionPolicy
 from pallas_kernels.backend import Implementation
 from sharding.constrain import Placement
 from sharding.expert_parallel import DispatcherConfig, LocalConfig
 from sharding.fold import MoEMesh, refine
+from sharding.halo_products import HaloProduct
 from sharding.mesh import MeshConfig
 from sharding.rules import LogicalAxisRules
 from sharding.sequence_parallel import (
@@ -36,6 +38,10 @@ class KernelsConfig:
     """Of `pallas_kernels.flash_attention`."""
     grouped_swiglu: Implementation | None = None
     """Of `pallas_kernels.grouped_swiglu`, the experts."""
+    quantized_matmul: Implementation | None = None
+    """Of `pallas_kernels.quantized_matmul`, dense products in few bits."""
+    grouped_matmul: Implementation | None = None
+    """Of `pallas_kernels.grouped_matmul`, the experts in few bits."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,10 +95,34 @@ class ExecutionConfig:
                 )
         if self.fold is not None and -1 not in self.mesh.sizes:
             refine(self.mesh.by_axis, self.fold)
+        self._check_kernels()
         if self.unroll < 1:
             raise ValueError(f"execution.unroll={self.unroll} must be at least 1")
         if self.loss_chunk < 0:
             raise ValueError(f"loss_chunk={self.loss_chunk} must be 0 (whole) or positive")
+
+    def _check_kernels(self) -> None:
+        """Refuses an implementation that nothing would run."""
+        is_full = isinstance(self.precision.matmul, FullPrecisionConfig)
+        idle = ("quantized_matmul", "grouped_matmul") if is_full else ("grouped_swiglu",)
+        for name in idle:
+            if (asked := getattr(self.kernels, name)) is not None:
+                raise ValueError(
+                    f"execution.kernels.{name}={asked} computes nothing where"
+                    f" execution.precision.matmul is {self.precision.matmul.name!r}: leave it out,"
+                    f" or set execution.precision.matmul to {'halo' if is_full else 'full'}"
+                )
+
+    @property
+    def halo(self) -> HaloProduct | None:
+        """How layers multiply in few bits; None: they do not, or their weights have few bits."""
+        product = self.precision.matmul.build()
+        if product is None or self.precision.weights != "floating":
+            return None
+        kernels = self.kernels
+        return dataclasses.replace(
+            product, dense=kernels.quantized_matmul, grouped=kernels.grouped_matmul
+        )
 
     @property
     def state_layout(self) -> StateLayout:

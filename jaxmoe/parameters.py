@@ -27,6 +27,7 @@ from flax import struct, traverse_util
 from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
+from pallas_kernels import QuantizedArray
 from sharding import axes as ax
 from sharding.rules import LogicalAxisRules
 
@@ -125,6 +126,36 @@ def declare(module: nn.Module, name: str, declaration: Declaration) -> Array:
         return Declared(value=_draw_one(declaration, key), declaration=declaration)
 
     return cast(Array, module.param(name, initialise))
+
+
+def declare_matrix(
+    module: nn.Module, name: str, declaration: Declaration
+) -> Array | QuantizedArray:
+    """`declare` for a matrix that may come quantised: see `jaxmoe.models.quantize`.
+
+    Args:
+        module: the Linen module that owns the parameter.
+        name: its name there.
+        declaration: what it is.
+
+    Raises:
+        ValueError: a quantised matrix of another shape.
+    """
+    given = module.get_variable("params", name) if module.has_variable("params", name) else None
+    if not isinstance(given, QuantizedArray):
+        return declare(module, name, declaration)
+    if given.shape != declaration.shape:
+        where = "/".join((*module.path, name))
+        raise ValueError(
+            f"{where}: a quantised matrix {given.shape} was given for {declaration.shape}: use the"
+            " parameters with the model that they were trained with"
+        )
+    return given
+
+
+def as_factor(matrix: Array | QuantizedArray, dtype: Any) -> Array | QuantizedArray:
+    """A matrix as a product takes it: in the dtype of the activations, or quantised as it is."""
+    return matrix if isinstance(matrix, QuantizedArray) else matrix.astype(dtype)
 
 
 def draw(declarations: Mapping[str, Declaration], key: Array) -> dict[str, Array]:

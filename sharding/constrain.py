@@ -32,6 +32,8 @@ from sharding.rules import LogicalAxisRules
 
 Surroundings = Literal["none", "auto", "explicit"]
 LogicalAxes = tuple[str | None, ...]
+MeshAxes = tuple[tuple[str, ...], ...]
+"""Of each dimension of an array."""
 
 
 def surroundings() -> Surroundings:
@@ -61,14 +63,27 @@ def without_mesh():
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Encoded:
+    """Logical axes of a weight that enters an island in another form, in which it is gathered."""
+
+    axes: LogicalAxes
+    """Where it is used."""
+    encode: Callable[[Array, MeshAxes, MeshAxes], Any]
+    """(a device's piece, of each dimension the mesh axes along which to gather it, of each those
+    over which the piece is one of several): the whole in its form."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class _Entry:
     """How an argument enters an island, and what is gathered there."""
 
     spec: PartitionSpec
-    gathered: tuple[tuple[str, ...], ...]
+    gathered: MeshAxes
     """Per dimension the mesh axes along which it is gathered inside; empty: nothing is."""
+    encode: Callable[[Array, MeshAxes, MeshAxes], Any] | None = None
+    """See `Encoded`."""
 
-    def gather(self, x: Array, varying: tuple[str, ...]) -> Array:
+    def gather(self, x: Array, varying: tuple[str, ...]) -> Any:
         """The argument as the island wants it.
 
         Args:
@@ -76,6 +91,9 @@ class _Entry:
             varying: mesh axes over which what it meets varies. It is said before the gathering:
                 so the sum over them is taken of a piece.
         """
+        if self.encode is not None:
+            cut = tuple(_axes_of(entry) for entry in self.spec)
+            return self.encode(vary_over(x, varying), self.gathered, cut)
         if not self.gathered:
             return x
         x = vary_over(x, varying)
@@ -133,7 +151,7 @@ class Placement:
                 mesh axes over which a sum over the batch needs a psum, and () where arrays are
                 whole. An output without batch axis must have been summed over `names`.
             in_axes: per argument a tree of logical axes (tuples, as leaves) of the same structure;
-                an absent argument is an empty dict, never None.
+                an absent argument is an empty dict, never None. A weight may have `Encoded` axes.
             out_axes: the same for the result.
 
         Returns:
@@ -144,7 +162,12 @@ class Placement:
             scattered over these axes, and only the piece that is left is added up over the others.
         """
         if surroundings() != "explicit":
-            return lambda *arguments: function(*arguments, batch_axes=())
+
+            def run_here(*arguments):
+                whole = jax.tree.map(_encode_whole, tuple(in_axes), arguments, is_leaf=_is_axes)
+                return function(*whole, batch_axes=())
+
+            return run_here
 
         names = self.rules.mesh_axes(ACT_BATCH)
 
@@ -152,7 +175,7 @@ class Placement:
             spread = _names_in(
                 self.rules.resolve(axes)
                 for axes in jax.tree.leaves(tuple(in_axes), is_leaf=_is_axes)
-                if any(name in ACTIVATION_AXES for name in axes)
+                if not isinstance(axes, Encoded) and any(n in ACTIVATION_AXES for n in axes)
             )
             entries = jax.tree.map(
                 lambda axes, x: self._entry(axes, x, spread),
@@ -179,7 +202,7 @@ class Placement:
 
         return run
 
-    def _entry(self, axes: LogicalAxes, x: Array, spread: tuple[str, ...]) -> _Entry:
+    def _entry(self, axes: LogicalAxes | Encoded, x: Array, spread: tuple[str, ...]) -> _Entry:
         """How an argument with these logical axes enters an island.
 
         Args:
@@ -187,6 +210,8 @@ class Placement:
             x: the global array.
             spread: mesh axes over which activations of the island are spread.
         """
+        if isinstance(axes, Encoded):
+            return dataclasses.replace(self._entry(axes.axes, x, spread), encode=axes.encode)
         spec = self.rules.resolve(axes)
         stored = jax.typeof(x).sharding.spec
         if any(name in ACTIVATION_AXES for name in axes) or len(stored) != len(spec):
@@ -252,6 +277,11 @@ def _local_einsum(subscripts: str, x: Array, weight: Array, dtype: Any) -> Array
 
     project.defvjp(lambda x, weight: (project(x, weight), (x, weight)), backward)
     return project(match_varying(x, weight), match_varying(weight, x))
+
+
+def _encode_whole(axes: LogicalAxes | Encoded, x: Any) -> Any:
+    """An argument of an island where nothing is cut."""
+    return axes.encode(x, (), ()) if isinstance(axes, Encoded) else x
 
 
 def _axes_of(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:

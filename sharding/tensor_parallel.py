@@ -20,14 +20,19 @@ per token (`jaxmoe.training.loss`).
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels import QuantizedArray
+from pallas_kernels.quantized_array import QuantizedDtype
 from sharding import axes as ax
-from sharding.constrain import Placement
+from sharding.constrain import Encoded, Placement
+from sharding.halo_products import HaloProduct
+from sharding.quantized_product import logical_axes, quantized_einsum
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -36,14 +41,41 @@ class Product:
 
     subscripts: str
     """As for `jnp.einsum`, activations first."""
-    weight: Array
-    """In the dtype of the activations."""
+    weight: Array | QuantizedArray
+    """In the dtype of the activations, or quantised."""
     weight_axes: tuple[str | None, ...]
     """Its logical axes where it is used; what is None here and cut elsewhere is gathered first."""
     spread_axes: tuple[str | None, ...]
     """Logical axes of the activations that are not the stream."""
     dtype: Any = None
     """Of the result; that of the activations when None."""
+    activations: QuantizedDtype | None = None
+    """What the activations are rounded to before they meet a quantised weight; None: nothing."""
+    halo: HaloProduct | None = None
+    """How both are multiplied in few bits, forward and backward; None: as they are."""
+
+    @property
+    def entry(self) -> Any:
+        """How the weight enters an island."""
+        if self.halo is None:
+            return logical_axes(self.weight, self.weight_axes)
+        contracted = len(set.intersection(*map(set, self.subscripts.partition("->")[0].split(","))))
+        return Encoded(self.weight_axes, partial(self.halo.encode, contracted=contracted))
+
+    def of(self, x: Array, weight: Any, placement: Placement) -> Array:
+        """The product inside an island.
+
+        Args:
+            x: the activations there.
+            weight: as it has entered.
+            placement: where arrays lie.
+        """
+        if self.halo is not None:
+            return self.halo.project(x, weight, self.dtype)
+        if isinstance(weight, QuantizedArray):
+            given = {"activations": self.activations, "dtype": self.dtype or x.dtype}
+            return quantized_einsum(self.subscripts, x, weight, **given)
+        return placement.einsum(self.subscripts, x, weight, axes=(), dtype=self.dtype)
 
 
 def out_of_stream(
@@ -63,10 +95,37 @@ def out_of_stream(
     """
     names = _positions(placement) if is_stream else ()
 
-    def run(x: Array, weights: dict[str, Array], *, batch_axes: tuple[str, ...]) -> Any:
+    def run(x: Array, weights: dict[str, Any], *, batch_axes: tuple[str, ...]) -> Any:
         del batch_axes
         if names:
             x = jax.lax.all_gather(x, names, axis=1, tiled=True)
+        return {name: p.of(x, weights[name], placement) for name, p in products.items()}
+
+    island = placement.island(
+        run,
+        in_axes=(
+            _STREAM if is_stream else _GATHERED,
+            {name: p.entry for name, p in products.items()},
+        ),
+        out_axes={name: p.spread_axes for name, p in products.items()},
+    )
+    return island(x, {name: p.weight for name, p in products.items()})
+
+
+def along_stream(
+    x: Float[Array, "B S D"], products: dict[str, Product], placement: Placement
+) -> dict[str, Float[Array, "B S _"]]:
+    """Products of the residual stream that lie as it does: nothing of it travels.
+
+    Args:
+        x: the stream, in the compute dtype.
+        products: by name, with weights that no device keeps a part of; their results lie as the
+            stream, whatever their `spread_axes` say.
+        placement: where arrays lie.
+    """
+
+    def run(x: Array, weights: dict[str, Array], *, batch_axes: tuple[str, ...]) -> Any:
+        del batch_axes
         return {
             name: placement.einsum(p.subscripts, x, weights[name], axes=(), dtype=p.dtype)
             for name, p in products.items()
@@ -74,11 +133,8 @@ def out_of_stream(
 
     island = placement.island(
         run,
-        in_axes=(
-            _STREAM if is_stream else _GATHERED,
-            {name: p.weight_axes for name, p in products.items()},
-        ),
-        out_axes={name: p.spread_axes for name, p in products.items()},
+        in_axes=(_STREAM, {name: p.weight_axes for name, p in products.items()}),
+        out_axes=dict.fromkeys(products, _STREAM),
     )
     return island(x, {name: p.weight for name, p in products.items()})
 
@@ -94,16 +150,14 @@ def into_stream(hidden: Array, product: Product, placement: Placement) -> Float[
     names = _positions(placement)
     others = tuple(axis for axis in _spread(product, placement) if axis not in names)
 
-    def run(hidden: Array, weight: Array, *, batch_axes: tuple[str, ...]) -> Array:
+    def run(hidden: Array, weight: Any, *, batch_axes: tuple[str, ...]) -> Array:
         del batch_axes
-        y = placement.einsum(product.subscripts, hidden, weight, axes=(), dtype=product.dtype)
+        y = product.of(hidden, weight, placement)
         if names:
             y = jax.lax.psum_scatter(y, names, scatter_dimension=1, tiled=True)
         return jax.lax.psum(y, others) if others else y
 
-    island = placement.island(
-        run, in_axes=(product.spread_axes, product.weight_axes), out_axes=_STREAM
-    )
+    island = placement.island(run, in_axes=(product.spread_axes, product.entry), out_axes=_STREAM)
     return island(hidden, product.weight)
 
 

@@ -62,9 +62,11 @@ REGISTRIES = {
         *("corpus", "files", "mixture", "huggingface", "markov", "language_mixture"),
     },
     "jaxmoe.data.tokenizer:TOKENIZERS": {"bytes", "file", "trained", "ids"},
+    "jaxmoe.models.config:Attentions": {"grouped_query", "latent"},
     "jaxmoe.optim:OPTIMIZERS": {"adamw", "muon", "muonh"},
     "jaxmoe.optim.schedules:SCHEDULES": {"cosine", "linear", "wsd"},
     "jaxmoe.planning.placement:PLACERS": {"exflow", "moetuner", "expert_grouping"},
+    "jaxmoe.precision:MatmulConfig": {"full", "halo"},
     "jaxmoe.routing:BIASES": {"loss_free", "bip", "quantile"},
     "jaxmoe.routing:BALANCERS": {
         *("load_balance", "router_z", "heterogeneous", "top_one_balance"),

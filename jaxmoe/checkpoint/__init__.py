@@ -2,11 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints: one commit of state, config and data position, restored on any mesh.
 
-`from_huggingface` reads the weights of others.
+`from_huggingface` reads the weights of others, `to_huggingface` writes them for others.
 """
 
 from jaxmoe.checkpoint.huggingface import from_huggingface as from_huggingface
+from jaxmoe.checkpoint.huggingface import read_huggingface as read_huggingface
+from jaxmoe.checkpoint.huggingface import to_huggingface as to_huggingface
 from jaxmoe.checkpoint.manager import CheckpointManager as CheckpointManager
 from jaxmoe.checkpoint.manager import load_checkpoint as load_checkpoint
 from jaxmoe.checkpoint.manager import save_checkpoint as save_checkpoint
+from jaxmoe.checkpoint.manifest import CheckpointDamagedError as CheckpointDamagedError
 from jaxmoe.checkpoint.manifest import CheckpointError as CheckpointError

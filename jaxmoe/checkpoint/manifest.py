@@ -4,7 +4,10 @@
 
 It is committed together with the arrays, and read before any of them: a restore compares names,
 shapes and dtypes first and lists everything that differs at once, because the store itself would
-cast a dtype in silence.
+cast a dtype in silence. The fingerprints of the arrays, taken on the devices before they were
+written, are compared with those of what was read (`fingerprint.py`).
+
+Schema 2 added the fingerprints; checkpoints of schema 1 are read and cannot be verified.
 """
 
 from __future__ import annotations
@@ -12,18 +15,26 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import importlib.metadata
+import logging
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 
+from jaxmoe.checkpoint.fingerprint import fingerprints
 from jaxmoe.checkpoint.tree import flatten, is_key
 
-SCHEMA = 1
+logger = logging.getLogger(__name__)
+
+SCHEMA = 2
 
 
 class CheckpointError(ValueError):
     """A checkpoint that cannot be used as asked."""
+
+
+class CheckpointDamagedError(CheckpointError):
+    """A checkpoint that is not what was written."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,6 +48,8 @@ class CheckpointManifest:
     """The run's config as JSON."""
     data: dict[str, Any]
     """Data position and fingerprint; empty when the saver gave none."""
+    fingerprints: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Of the arrays by path; empty in schema 1."""
     schema: int = SCHEMA
     versions: dict[str, str] = dataclasses.field(default_factory=dict)
 
@@ -76,7 +89,7 @@ def _describe(leaf: Any) -> dict[str, Any]:
 def make_manifest(
     state: Any, *, step: int, config: Mapping[str, Any], data: Mapping[str, Any]
 ) -> CheckpointManifest:
-    """The manifest of a state about to be saved."""
+    """The manifest of a state about to be saved; every process must call this."""
     packages = ("jaxmoe", "jax", "flax", "optax", "orbax-checkpoint")
     versions = {name: _version(name) for name in packages}
     return CheckpointManifest(
@@ -84,6 +97,7 @@ def make_manifest(
         arrays=describe(state),
         config=dict(config),
         data=dict(data),
+        fingerprints=fingerprints(state),
         versions=versions,
     )
 
@@ -116,7 +130,7 @@ def check_target(manifest: CheckpointManifest, target: Any, where: str) -> None:
         elif path not in wanted:
             lines.append(f"{path}: in the checkpoint, not wanted")
         elif saved[path] != wanted[path]:
-            lines.append(f"{path}: saved {_spell(saved[path])}, wanted {_spell(wanted[path])}")
+            lines.append(f"{path}: saved {spell(saved[path])}, wanted {spell(wanted[path])}")
     if lines:
         shown = "\n  ".join(lines[:20]) + ("\n  ..." if len(lines) > 20 else "")
         raise CheckpointError(
@@ -125,5 +139,30 @@ def check_target(manifest: CheckpointManifest, target: Any, where: str) -> None:
         )
 
 
-def _spell(array: Mapping[str, Any]) -> str:
+def check_fingerprints(manifest: CheckpointManifest, state: Any, where: str) -> None:
+    """Refuses a restored state that is not the one that was saved; every process must call this.
+
+    Args:
+        manifest: of the checkpoint.
+        state: what was read.
+        where: what to call the checkpoint.
+
+    Raises:
+        CheckpointDamagedError: naming the arrays.
+    """
+    if not manifest.fingerprints:
+        logger.warning("%s was saved by an older jaxmoe, without fingerprints: not verified", where)
+        return
+    found = fingerprints(state)
+    wrong = [path for path, value in found.items() if manifest.fingerprints.get(path) != value]
+    if wrong:
+        shown = ", ".join(wrong[:10]) + (", ..." if len(wrong) > 10 else "")
+        raise CheckpointDamagedError(
+            f"{where} is damaged: {len(wrong)} of {len(found)} arrays are not what was saved: "
+            f"{shown}"
+        )
+
+
+def spell(array: Mapping[str, Any]) -> str:
+    """An array of a manifest in words: `float32[4,8]`."""
     return f"{array['dtype']}[{','.join(map(str, array['shape']))}]"

@@ -2,20 +2,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """A state as nested dicts of plain arrays, which is what a checkpoint holds, and back.
 
-Records, named tuples and lists become dicts by flax's serialization; random keys become their
-words; empty branches are left out and come back from the target. Names with '/' or '.' are refused:
-stores join names with them, and two parameters could become one.
+Records, named tuples and lists become dicts by flax's serialization, quantised arrays their values
+and scales; random keys become their words; empty branches are left out and come back from the
+target. Names with '/' or '.' are refused: stores join names with them, and two parameters could
+become one.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import serialization, traverse_util
 
+from pallas_kernels import QuantizedArray
+
 SEPARATOR = "/"
+
+serialization.register_serialization_state(
+    QuantizedArray,
+    lambda array: {"values": array.values, "scales": array.scales},
+    lambda target, state: dataclasses.replace(target, **state),
+)
 
 
 def is_key(leaf: Any) -> bool:

@@ -26,10 +26,17 @@ from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.norms import rms_norm
 from jaxmoe.layers.rotary import rotary_angles, rotate
 from jaxmoe.layers.sequences import current_form, current_order, places_of
-from jaxmoe.models.config import ModelConfig
-from jaxmoe.parameters import Declaration, Role, declare
+from jaxmoe.models.config import AttentionConfig, ModelConfig
+from jaxmoe.parameters import Declaration, Role, as_factor, declare, declare_matrix
+from pallas_kernels import QuantizedArray
 from sharding import axes as ax
-from sharding.sequence_parallel import AttentionRules, CacheSlots, attend, attend_cached
+from sharding.sequence_parallel import (
+    AttentionRules,
+    CacheSlots,
+    as_cached,
+    attend,
+    attend_cached,
+)
 from sharding.tensor_parallel import Product, into_stream, out_of_stream
 
 
@@ -39,8 +46,8 @@ from sharding.tensor_parallel import Product, into_stream, out_of_stream
 class KVCache:
     """Keys and values of the tokens seen so far; stacked over layers it has a leading L."""
 
-    k: Float[Array, "*L B U M H"]
-    v: Float[Array, "*L B U M H"]
+    k: Float[Array, "*L B U M H"] | QuantizedArray
+    v: Float[Array, "*L B U M H"] | QuantizedArray
     length: Int[Array, "*L"]
     """Positions filled."""
 
@@ -50,8 +57,8 @@ class KVCache:
 class AttentionOutputs:
     """What attention returns beside the activations."""
 
-    cache: KVCache | None
-    """With the new entries, if one was given."""
+    cache: Any
+    """With the new entries, if one was given; of the kind of the layer."""
     logits: dict[str, Float[Array, "B N S"]] = struct.field(default_factory=dict)
     """Detailed telemetry: of every query the log-sum-exp `lse` and the largest logit `top`."""
 
@@ -61,6 +68,11 @@ class Attention(nn.Module):
 
     model: ModelConfig
     execution: ExecutionConfig
+
+    @property
+    def _config(self) -> AttentionConfig:
+        assert isinstance(self.model.attention, AttentionConfig)  # `Block` has chosen by it
+        return self.model.attention
 
     @nn.compact
     def __call__(
@@ -84,7 +96,7 @@ class Attention(nn.Module):
         Returns:
             The output, and what else there is to know.
         """
-        config, placement = self.model.attention, self.execution.placement
+        config, placement = self._config, self.execution.placement
         dtype = self.execution.precision.compute_dtype
         heads = out_of_stream(x.astype(dtype), self._projections(dtype), placement)
         q, k, v = self._norm("q_norm", heads["q"]), self._norm("k_norm", heads["k"]), heads["v"]
@@ -110,7 +122,14 @@ class Attention(nn.Module):
             ((-3, -2), (-1,)),
         )
         spread = (ax.ACT_BATCH, ax.ACT_SEQ_INNER, ax.ACT_HEADS, None)
-        product = Product("bsnh,nhd->bsd", weight.astype(dtype), (ax.HEADS, None, None), spread)
+        product = Product(
+            "bsnh,nhd->bsd",
+            as_factor(weight, dtype),
+            (ax.HEADS, None, None),
+            spread,
+            activations=self.execution.precision.activations,
+            halo=self.execution.halo,
+        )
         y = into_stream(out, product, placement)
         return y, AttentionOutputs(cache=cache, logits=logits)
 
@@ -125,7 +144,7 @@ class Attention(nn.Module):
         places: Array | None,
     ) -> tuple[Array, dict[str, Array], KVCache | None]:
         """The softmax, over the tokens themselves or over a cache."""
-        config, placement = self.model.attention, self.execution.placement
+        config, placement = self._config, self.execution.placement
         rules = AttentionRules(
             is_causal=config.is_causal,
             window=config.window,
@@ -135,6 +154,7 @@ class Attention(nn.Module):
             is_observed=self.execution.telemetry == "detailed",
         )
         if cache is None:
+            k, v = (as_cached(part, self.execution.precision.cache) for part in (k, v))
             out, logits = attend(
                 q,
                 k,
@@ -162,12 +182,13 @@ class Attention(nn.Module):
         )
         return out, logits, KVCache(k=slots.k, v=slots.v, length=slots.length)
 
-    def _declare(self, name, shape, axes, role: Role, matrix) -> Array:
-        return declare(self, name, Declaration(shape=shape, axes=axes, role=role, matrix=matrix))
+    def _declare(self, name, shape, axes, role: Role, matrix) -> Array | QuantizedArray:
+        declaration = Declaration(shape=shape, axes=axes, role=role, matrix=matrix)
+        return declare_matrix(self, name, declaration)
 
     def _projections(self, dtype: Any) -> dict[str, Product]:
         """Queries, keys, values and, if gated, the logits of the gate of each head, f32."""
-        config, found = self.model.attention, {}
+        config, found = self._config, {}
         for name, number in (
             ("q", config.num_heads),
             ("k", config.num_kv_heads),
@@ -185,9 +206,11 @@ class Attention(nn.Module):
             )
             found[name] = Product(
                 "bsd,dnh->bsnh",
-                weight.astype(dtype),
+                as_factor(weight, dtype),
                 (None, axis, None),
                 (ax.ACT_BATCH, ax.ACT_SEQ_INNER, spread, None),
+                activations=self.execution.precision.activations,
+                halo=self.execution.halo,
             )
         if config.is_gated:
             weight = self._declare(
@@ -199,13 +222,13 @@ class Attention(nn.Module):
             )
             spread = (ax.ACT_BATCH, ax.ACT_SEQ_INNER, ax.ACT_HEADS)
             found["gate"] = Product(
-                "bsd,dn->bsn", weight.astype(dtype), (None, ax.HEADS), spread, jnp.float32
+                "bsd,dn->bsn", as_factor(weight, dtype), (None, ax.HEADS), spread, jnp.float32
             )
         return found
 
     def _norm(self, name: str, heads: Float[Array, "B S N H"]) -> Float[Array, "B S N H"]:
         """QK-norm: over each head, over all heads of a token, or none."""
-        kind, epsilon = self.model.attention.qk_norm, self.model.norm_epsilon
+        kind, epsilon = self._config.qk_norm, self.model.norm_epsilon
         if kind == "none":
             return heads
         dim = heads.shape[-1] if kind == "head" else heads.shape[-2] * heads.shape[-1]

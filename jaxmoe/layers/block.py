@@ -23,7 +23,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxmoe.execution import ExecutionConfig, Remat
-from jaxmoe.layers.attention import Attention, AttentionOutputs, KVCache
+from jaxmoe.layers.attention import Attention, AttentionOutputs
 from jaxmoe.layers.feed_forward import FeedForward
 from jaxmoe.layers.gather import SECONDARY, WHOLE, gather_across_replicas, use_whole
 from jaxmoe.layers.indicators import (
@@ -32,9 +32,10 @@ from jaxmoe.layers.indicators import (
     observe_branch,
     observe_routing,
 )
+from jaxmoe.layers.latent_attention import LatentAttention
 from jaxmoe.layers.moe import MoE, RoutingInputs, RoutingOutputs
 from jaxmoe.layers.norms import RMSNorm
-from jaxmoe.models.config import ModelConfig, Stack
+from jaxmoe.models.config import LatentAttentionConfig, ModelConfig, Stack
 from jaxmoe.routing import RouterStatistics
 from sharding import axes as ax
 
@@ -63,7 +64,8 @@ class LayerInputs:
     """What differs from layer to layer; stacked, with a leading L."""
 
     router_state: Any
-    cache: KVCache | None
+    cache: Any
+    """`KVCache` or `LatentCache`, as the attention is; or None."""
     key: Array | None
     moe_layer: Int[Array, "*L"]
     """Number among the MoE layers; of no meaning in a dense layer."""
@@ -86,7 +88,7 @@ class LayerOutputs:
     """What a layer returns beside the residual stream; stacked, with a leading L."""
 
     statistics: RouterStatistics | None
-    cache: KVCache | None
+    cache: Any
     losses: dict[str, Array]
     """Of the balancers that look at a layer's weights."""
     indicators: Indicators | None = None
@@ -116,7 +118,9 @@ class Block(nn.Module):
         def norm(name: str, x: Array) -> Array:
             return RMSNorm(model.embed_dim, model.norm_epsilon, name=name)(x)
 
-        attention = Attention(model, execution, name="attention")
+        is_latent = isinstance(model.attention, LatentAttentionConfig)
+        kind = LatentAttention if is_latent else Attention
+        attention = kind(model, execution, name="attention")
         y, attended = attention(
             norm("attention_norm", x),
             tokens.positions,

@@ -7,14 +7,25 @@ The weights are declared here and used inside the MoE island, where rows are loc
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Array, Float, Int
 
 from jaxmoe.models.config import MoEConfig
-from jaxmoe.parameters import Declaration, declare
-from pallas_kernels import grouped_swiglu
+from jaxmoe.parameters import Declaration, as_factor, declare_matrix
+from pallas_kernels import QuantizedArray, grouped_matmul, grouped_swiglu
 from pallas_kernels.backend import Implementation
+from pallas_kernels.halo import EncodedWeight
+from pallas_kernels.quantized_array import QuantizedDtype
 from sharding import axes as ax
+from sharding.constrain import Encoded
+from sharding.halo_products import HaloProduct
+from sharding.quantized_product import flattened, rounded
 
 WEIGHT_AXES = {
     "gate_up": (ax.EXPERTS, None, None, ax.EXPERT_MLP),
@@ -30,8 +41,8 @@ class Experts(nn.Module):
     moe: MoEConfig
 
     @nn.compact
-    def __call__(self) -> dict[str, Array]:
-        """`gate_up [E D 2 F]` and `down [E F D]`, f32."""
+    def __call__(self) -> dict[str, Array | QuantizedArray]:
+        """`gate_up [E D 2 F]` and `down [E F D]`, f32 or quantised."""
         num_experts, hidden = self.moe.num_experts, self.moe.expert_dim
         gate_up = Declaration(
             shape=(num_experts, self.embed_dim, 2, hidden),
@@ -44,22 +55,70 @@ class Experts(nn.Module):
             axes=(ax.EXPERTS, ax.EXPERT_MLP, ax.EXPERT_EMBED),
             role="expert_out",
         )
-        return {"gate_up": declare(self, "gate_up", gate_up), "down": declare(self, "down", down)}
+        return {
+            name: declare_matrix(self, name, declaration)
+            for name, declaration in {"gate_up": gate_up, "down": down}.items()
+        }
+
+
+def encoded(axes: Mapping[str, tuple[str | None, ...]], halo: HaloProduct) -> dict[str, Encoded]:
+    """How the weights enter the island where they are multiplied in few bits.
+
+    Args:
+        axes: layout of the weights where they are used.
+        halo: how they are multiplied.
+    """
+    encode = partial(halo.encode, is_stack=True)
+    return {name: Encoded(own, encode) for name, own in axes.items()}
 
 
 def apply_experts(
-    weights: dict[str, Array],
+    weights: Mapping[str, Any],
     rows: Float[Array, "R D"],
     group_sizes: Int[Array, " e"],
     implementation: Implementation | None,
+    activations: QuantizedDtype | None = None,
+    halo: HaloProduct | None = None,
+    expert_tensor: tuple[str, ...] = (),
 ) -> Float[Array, "R D"]:
     """Each row through its expert.
 
     Args:
-        weights: of the e experts held here, as from `Experts`.
+        weights: of the e experts held here, as from `Experts`; or encoded.
         rows: sorted by expert, in the compute dtype.
         group_sizes: rows of each expert; rows past their sum give 0.
-        implementation: of `grouped_swiglu`.
+        implementation: of `grouped_swiglu`; of `grouped_matmul` where activations are rounded.
+        activations: what rows are rounded to before they meet a quantised weight; None: nothing.
+        halo: products in few bits instead.
+        expert_tensor: mesh axes over which the hidden units of an expert are cut.
     """
-    gate_up, down = (weights[name].astype(rows.dtype) for name in ("gate_up", "down"))
-    return grouped_swiglu(rows, gate_up, down, group_sizes, implementation=implementation)
+    if halo is not None:
+        return _in_few_bits(weights, rows, group_sizes, halo, expert_tensor)
+    gate_up, down = (as_factor(weights[name], rows.dtype) for name in ("gate_up", "down"))
+    if activations is None or not isinstance(gate_up, QuantizedArray):
+        return grouped_swiglu(rows, gate_up, down, group_sizes, implementation=implementation)
+
+    def multiply(rows: Array, weight: Array | QuantizedArray) -> Array:
+        given = {"implementation": implementation, "out_dtype": rows.dtype}
+        return grouped_matmul(rounded(rows, activations), weight, group_sizes, **given)
+
+    gate, up = jnp.split(multiply(rows, flattened(gate_up, 1, num_batch=1)), 2, axis=-1)
+    return multiply(jax.nn.silu(gate) * up, down)
+
+
+def _in_few_bits(
+    weights: Mapping[str, Any],
+    rows: Float[Array, "R D"],
+    group_sizes: Int[Array, " e"],
+    halo: HaloProduct,
+    expert_tensor: tuple[str, ...],
+) -> Float[Array, "R D"]:
+    """The two products one after the other; the activation between them is as ever."""
+    gate_up, down = (
+        weight
+        if isinstance(weight, EncodedWeight)
+        else halo.encode(weight.astype(rows.dtype), (), ((), expert_tensor), is_stack=True)
+        for weight in (weights["gate_up"], weights["down"])
+    )
+    hidden = halo.project_groups(rows, gate_up, group_sizes)  # R, 2, F
+    return halo.project_groups(jax.nn.silu(hidden[:, 0]) * hidden[:, 1], down, group_sizes)

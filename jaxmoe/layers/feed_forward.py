@@ -13,7 +13,7 @@ from flax import linen as nn
 from jaxtyping import Array, Float
 
 from jaxmoe.execution import ExecutionConfig
-from jaxmoe.parameters import Declaration, Role, declare
+from jaxmoe.parameters import Declaration, Role, as_factor, declare_matrix
 from sharding import axes as ax
 from sharding.tensor_parallel import Product, into_stream, out_of_stream
 
@@ -41,11 +41,13 @@ class FeedForward(nn.Module):
             shape=(self.hidden_dim, self.embed_dim), axes=(ax.MLP, ax.EMBED), role=self.role_out
         )
         wide = (ax.ACT_BATCH, ax.ACT_SEQ_INNER, None, ax.ACT_MLP)
-        weight = declare(self, "gate_up", gate_up).astype(dtype)
-        product = Product("bsd,dcf->bscf", weight, (None, None, ax.MLP), wide)
+        execution = self.execution
+        given = {"activations": execution.precision.activations, "halo": execution.halo}
+        weight = as_factor(declare_matrix(self, "gate_up", gate_up), dtype)
+        product = Product("bsd,dcf->bscf", weight, (None, None, ax.MLP), wide, **given)
         hidden = out_of_stream(x.astype(dtype), {"hidden": product}, placement)["hidden"]
         hidden = jax.nn.silu(hidden[:, :, 0]) * hidden[:, :, 1]
-        weight = declare(self, "down", down).astype(dtype)
+        weight = as_factor(declare_matrix(self, "down", down), dtype)
         wide = (ax.ACT_BATCH, ax.ACT_SEQ_INNER, ax.ACT_MLP)
-        product = Product("bsf,fd->bsd", weight, (ax.MLP, None), wide)
+        product = Product("bsf,fd->bsd", weight, (ax.MLP, None), wide, **given)
         return into_stream(hidden, product, placement)

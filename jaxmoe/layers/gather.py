@@ -24,6 +24,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
 from jaxmoe.execution import ExecutionConfig
+from pallas_kernels import QuantizedArray
 from sharding import axes as ax
 from sharding.constrain import Placement, gather_along, place_like
 
@@ -79,14 +80,18 @@ def use_whole(block: type[nn.Module]) -> type[nn.Module]:
 def gather_across_replicas(block: type[nn.Module], dtype: Any) -> type[nn.Module]:
     """The block with parameters that are cut within a replica only."""
 
-    def gather(path: Any, leaf: Array) -> Array:
+    def gather(path: Any, leaf: Array | QuantizedArray) -> Any:
+        if isinstance(leaf, QuantizedArray):  # in few bits it travels
+            return jax.tree.map(lambda part: gather_along(part, ax.REPLICA), leaf)
         used = _as_used(path, leaf, dtype)
         return checkpoint_name(gather_along(used, ax.REPLICA), SECONDARY)
 
     return nn.map_variables(
         block,
         "params",
-        trans_in_fn=lambda variables: jax.tree_util.tree_map_with_path(gather, variables),
+        trans_in_fn=lambda variables: jax.tree_util.tree_map_with_path(
+            gather, variables, is_leaf=lambda node: isinstance(node, QuantizedArray)
+        ),
     )
 
 

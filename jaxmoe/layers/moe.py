@@ -27,13 +27,13 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxmoe.execution import ExecutionConfig
-from jaxmoe.layers.experts import WEIGHT_AXES, Experts, apply_experts
+from jaxmoe.layers.experts import WEIGHT_AXES, Experts, apply_experts, encoded
 from jaxmoe.layers.feed_forward import FeedForward
 from jaxmoe.layers.indicators import mean_cosine, unit_rows
 from jaxmoe.layers.moe_layout import MoELayout, moe_layout
 from jaxmoe.layers.zero_computation import ZeroComputationExperts, apply_zero_computation
 from jaxmoe.models.config import ModelConfig, MoEConfig
-from jaxmoe.parameters import declare
+from jaxmoe.parameters import as_factor, declare
 from jaxmoe.routing import (
     Extent,
     Router,
@@ -49,8 +49,9 @@ from jaxmoe.routing.telemetry_detailed import observe
 from pallas_kernels.jax_versions import agreed
 from sharding import axes as ax
 from sharding.assignments import Assignments, own_assignments, own_positions
-from sharding.expert_parallel import expert_parallel
+from sharding.expert_parallel import LeastLoadedConfig, expert_parallel
 from sharding.expert_parallel.permute import loads
+from sharding.quantized_product import logical_axes
 
 
 # Records are not checked at run time: tree functions also fill them with shapes and specs.
@@ -134,8 +135,8 @@ class MoE(nn.Module):
             "params": (params, jax.tree.map(_whole, params)),
             "free": (free, jax.tree.map(_whole, free)),
             "weights": (
-                jax.tree.map(lambda weight: weight.astype(dtype), weights),
-                WEIGHT_AXES if layout.experts.all else jax.tree.map(_whole, weights),
+                {name: as_factor(weight, dtype) for name, weight in weights.items()},
+                self._weights_enter(weights, layout),
             ),
             "state": (routing.router_state, jax.tree.map(_whole, routing.router_state)),
             "token_mask": (routing.token_mask, rows),
@@ -183,6 +184,17 @@ class MoE(nn.Module):
             name="shared",
         )(x)
         return moe.gate.build().mix_shared(routed, shared), outputs
+
+    def _weights_enter(self, weights: dict[str, Any], layout: MoELayout) -> dict[str, Any]:
+        """Where the experts' weights lie in the island, and as what."""
+        entered = jax.tree.map(_whole, weights)
+        if layout.experts.all:
+            entered = {name: logical_axes(x, WEIGHT_AXES[name]) for name, x in weights.items()}
+        halo = self.execution.halo
+        # Who borrows an expert is handed its weights, and encodes them.
+        if halo is None or isinstance(self.execution.dispatcher, LeastLoadedConfig):
+            return entered
+        return encoded(entered, halo)
 
     def coupling_balancers(self) -> tuple[WeightsBalancer, ...]:
         """Those that look at this layer's weights: they belong to training alone."""
@@ -239,16 +251,22 @@ def _route_and_compute(
         config=layer.execution.dispatcher,
         axes=layout.experts,
     )
-    slots, kernel = output.slots, layer.execution.kernels.grouped_swiglu
+    slots = output.slots
     read = tokens if slots is None else _read_slots(tokens, slots)
     computed = _with_computation(assignments, moe.num_experts)
-    experts = partial(apply_experts, implementation=kernel)
+    experts = partial(
+        apply_experts,
+        implementation=layer.execution.kernels.grouped_swiglu,
+        activations=layer.execution.precision.activations,
+        halo=layer.execution.halo,
+        expert_tensor=layout.experts.expert_tensor,
+    )
     y, dropped = dispatched(read, computed, experts, given["weights"])
     if layout.own_axes:
         dropped = jax.lax.psum(dropped, layout.own_axes)
     kept = statistics.kept - jnp.pad(dropped, (0, moe.num_routed - moe.num_experts))
     statistics = dataclasses.replace(statistics, kept=kept)
-    observed = _observe(layer, tokens, logits, computed, dispatched, given["weights"])
+    observed = _observe(layer, tokens, logits, computed, dispatched, experts, given["weights"])
     observed = {name: value.reshape(batch, -1) for name, value in observed.items()}
     if slots is not None:
         y = _write_slots(y, slots)
@@ -275,7 +293,8 @@ def _observe(
     logits: Float[Array, "T E"],
     assignments: Assignments,
     dispatched: Callable[..., tuple[Array, Array]],
-    weights: dict[str, Array],
+    experts: Callable[..., Array],
+    weights: dict[str, Any],
 ) -> dict[str, Float[Array, " T"]]:
     """The largest router logit of each token, and the mean cosine of its experts' outputs.
 
@@ -287,11 +306,10 @@ def _observe(
     tokens, logits, weights = jax.lax.stop_gradient((tokens, logits, weights))
     observed = {"router_max_logit": jnp.max(logits, axis=-1)}
     if "cosine" in names:
-        kernel, number = layer.execution.kernels.grouped_swiglu, layer.moe.num_experts
-        is_kept = (assignments.expert_ids < number).astype(jnp.float32)
+        is_kept = (assignments.expert_ids < layer.moe.num_experts).astype(jnp.float32)
 
         def directions(weights: Any, rows: Array, group_sizes: Array) -> Array:
-            return unit_rows(apply_experts(weights, rows, group_sizes, kernel))
+            return unit_rows(experts(weights, rows, group_sizes))
 
         alike = dataclasses.replace(assignments, gates=is_kept)
         unit_sum = dispatched(tokens, alike, directions, weights)[0].astype(jnp.float32)

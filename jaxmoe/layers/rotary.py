@@ -4,16 +4,26 @@
 
 Feature h of the first half is paired with feature h + H/2 of the second (the layout of Hugging
 Face checkpoints), and turns by position * theta^(-2h/H). Angles are computed in f32.
+
+YaRN (arXiv 2309.00071) divides the frequencies of features that turn seldom by a factor s, leaves
+those that turn often, and goes linearly over h from the one to the other. For latent attention
+(DeepSeek-V3) all logits are multiplied by m(a)^2 besides, m(a) = 1 + a log(s) / 10, and turned
+features by m(mscale) / m(a).
 """
 
 from __future__ import annotations
 
+import math
+
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
+
+from jaxmoe.models.config import YarnConfig
 
 
 def rotary_angles(
-    positions: Int[Array, "#B S"], head_dim: int, theta: float
+    positions: Int[Array, "#B S"], head_dim: int, theta: float, yarn: YarnConfig | None = None
 ) -> tuple[Float[Array, "#B S 1 H"], Float[Array, "#B S 1 H"]]:
     """What each feature and its partner are multiplied by, f32: cosines, and sines with a sign.
 
@@ -21,13 +31,37 @@ def rotary_angles(
         positions: B may be 1, for positions shared by all rows.
         head_dim: H, even.
         theta: base of the wavelengths.
+        yarn: for rows longer than those of pretraining.
     """
     half = head_dim // 2
     exponents = jnp.arange(half, dtype=jnp.float32) / half
     frequencies = jnp.float32(theta) ** -exponents
+    if yarn is not None:
+        frequencies = frequencies * _stretched(half, theta, yarn)
     angles = positions.astype(jnp.float32)[:, :, None, None] * frequencies[None, None, None, :]
     cos, sin = jnp.cos(angles), jnp.sin(angles)
+    if yarn is not None:
+        size = jnp.float32(yarn_size(yarn, yarn.mscale) / yarn_size(yarn, yarn.mscale_all_dim))
+        cos, sin = size * cos, size * sin
     return jnp.concatenate([cos, cos], axis=-1), jnp.concatenate([-sin, sin], axis=-1)
+
+
+def yarn_size(yarn: YarnConfig, mscale: float) -> float:
+    """m(mscale), by which YaRN makes up for the entropy of longer rows."""
+    return 1.0 + 0.1 * mscale * math.log(max(1.0, yarn.factor))
+
+
+def _stretched(half: int, theta: float, yarn: YarnConfig) -> Float[Array, " H"]:
+    """What the frequencies of YaRN are divided by, as factors."""
+
+    def feature(turns: float) -> float:
+        """The one that turns as often as this in the original length."""
+        return half * math.log(yarn.original_length / (turns * 2.0 * math.pi)) / math.log(theta)
+
+    first = max(math.floor(feature(yarn.beta_fast)), 0)
+    last = min(math.ceil(feature(yarn.beta_slow)), 2 * half - 1)
+    share = np.clip((np.arange(half) - first) / max(last - first, 1e-3), 0.0, 1.0)
+    return jnp.asarray(share / yarn.factor + 1.0 - share, jnp.float32)
 
 
 def rotate(

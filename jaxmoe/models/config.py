@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from typing import Literal
+from typing import ClassVar, Literal
 
 from jaxmoe.routing import (
     BalancerConfig,
@@ -27,7 +27,7 @@ from jaxmoe.routing.composition import RoutingWarning, causal_advice, check_part
 
 
 def _positive(config: object, *fields: str) -> None:
-    section = type(config).__name__.removesuffix("Config").lower()
+    section = type(config).__name__.removesuffix("Config").removeprefix("Latent").lower()
     for field in fields:
         if not getattr(config, field) > 0:
             raise ValueError(f"{section}.{field}={getattr(config, field)} must be above 0")
@@ -36,6 +36,8 @@ def _positive(config: object, *fields: str) -> None:
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionConfig:
     """Grouped-query attention with rotary positions."""
+
+    name: ClassVar[str] = "grouped_query"
 
     num_heads: int = 4
     """N, query heads."""
@@ -70,6 +72,96 @@ class AttentionConfig:
             raise ValueError(f"attention.window={self.window} must be at least 1, or None for all")
         if self.softcap is not None and self.softcap <= 0:
             raise ValueError(f"attention.softcap={self.softcap} must be above 0, or None for off")
+
+    @property
+    def value_dim(self) -> int:
+        """Width of one head's values."""
+        return self.head_dim
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class YarnConfig:
+    """YaRN: wavelengths of RoPE stretched for rows longer than those of pretraining."""
+
+    factor: float = 40.0
+    """How much longer."""
+    original_length: int = 4096
+    """Positions of pretraining."""
+    beta_fast: float = 32.0
+    """Features that turn more often than this in the original length stay as they are."""
+    beta_slow: float = 1.0
+    """Features that turn less often are stretched by the whole factor."""
+    mscale: float = 1.0
+    """Of the size of turned features, together with mscale_all_dim."""
+    mscale_all_dim: float = 1.0
+    """Of the attention logits: they are multiplied by (1 + mscale_all_dim log(factor) / 10)^2."""
+
+    def __post_init__(self):
+        _positive(self, "factor", "original_length", "beta_fast", "beta_slow")
+        _positive(self, "mscale", "mscale_all_dim")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class LatentAttentionConfig:
+    """Multi-head latent attention: keys and values are made from one short vector per token."""
+
+    name: ClassVar[str] = "latent"
+    window: ClassVar[int | None] = None
+    softcap: ClassVar[float | None] = None
+
+    num_heads: int = 4
+    """N, heads; each has keys and values of its own."""
+    latent_dim: int = 64
+    """Width of the vector from which keys and values are made."""
+    query_latent_dim: int | None = None
+    """Width of the vector from which queries are made; None: from the input itself."""
+    nope_dim: int = 32
+    """Width of the part of a query or key without position."""
+    rope_dim: int = 16
+    """Width of the part that RoPE turns; its key is shared by all heads."""
+    value_dim: int = 32
+    """Width of one head's values."""
+    rope_theta: float = 10_000.0
+    """Base of the rotary wavelengths."""
+    rope_layout: Literal["interleaved", "halves"] = "interleaved"
+    """RoPE turns features 2h and 2h + 1 together (as DeepSeek's weights have it), or h and
+    h + rope_dim / 2."""
+    yarn: YarnConfig | None = None
+    """For rows longer than those of pretraining; None: RoPE as it is."""
+    norm_epsilon: float = 1e-6
+    """Added to the mean square in the norms of the latents."""
+    is_causal: bool = True
+    """A token sees no later one; masked diffusion needs it to."""
+
+    def __post_init__(self):
+        fields = ("num_heads", "latent_dim", "nope_dim", "rope_dim", "value_dim", "rope_theta")
+        _positive(self, *fields, "norm_epsilon")
+        if self.query_latent_dim is not None and self.query_latent_dim < 1:
+            raise ValueError(
+                f"attention.query_latent_dim={self.query_latent_dim} must be above 0, or None for"
+                " queries from the input itself"
+            )
+        if self.rope_dim % 2:
+            raise ValueError(f"attention.rope_dim={self.rope_dim} must be even: RoPE turns pairs")
+
+    @property
+    def num_kv_heads(self) -> int:
+        """M: as many as N."""
+        return self.num_heads
+
+    @property
+    def head_dim(self) -> int:
+        """H, width of one query or key."""
+        return self.nope_dim + self.rope_dim
+
+    @property
+    def cache_dim(self) -> int:
+        """Values that a cache keeps of one token."""
+        return self.latent_dim + self.rope_dim
+
+
+Attentions = AttentionConfig | LatentAttentionConfig
+"""The kinds of attention; each is a module of `jaxmoe/layers/`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -142,7 +234,7 @@ class ModelConfig:
     """L."""
     embed_dim: int = 128
     """D, width of the residual stream."""
-    attention: AttentionConfig = AttentionConfig()
+    attention: Attentions = AttentionConfig()
     """Of every layer."""
     moe: MoEConfig | None = MoEConfig()
     """Of every layer that is not dense; None: all layers are dense."""

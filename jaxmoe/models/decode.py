@@ -6,6 +6,9 @@ On a mesh every device that shares a row (seq, tensor) sees all its new tokens, 
 the cache: the slots are cut over `seq`, the heads over `tensor`. The tokens are the same as on one
 device. Long prompts are therefore computed `seq` times over, but for their attention; and experts
 are gathered to the tokens, whatever the dispatcher.
+
+Weights may be quantised (`jaxmoe.models.quantize`), and so may the cache
+(`execution.precision.cache`), whatever the mesh.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from jaxtyping import Array, Int, Key
 
 from jaxmoe.execution import ExecutionConfig, WholeRowsConfig
 from jaxmoe.layers.attention import KVCache
+from jaxmoe.layers.latent_attention import LatentCache
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.models.transformer import forward, initial_cache
 from sharding import axes as ax
@@ -73,7 +77,9 @@ def generate(
 def _compiled(model: ModelConfig, execution: ExecutionConfig, num_tokens: int, is_greedy: bool):
     """The jitted generator for one model and length."""
 
-    def decode(params: Any, tokens: Array, cache: KVCache, router_state: Any) -> tuple[Any, Any]:
+    def decode(
+        params: Any, tokens: Array, cache: KVCache | LatentCache, router_state: Any
+    ) -> tuple[Any, Any]:
         batch, length = tokens.shape
         positions = cache.length[0] + jnp.arange(length, dtype=jnp.int32)[None, :]
         output = forward(
@@ -101,7 +107,7 @@ def _compiled(model: ModelConfig, execution: ExecutionConfig, num_tokens: int, i
         keys = jax.random.split(key, num_tokens)
         token = choose(logits, keys[0], temperature)
 
-        def body(carry: tuple[Array, KVCache], key: Array) -> tuple[Any, Array]:
+        def body(carry: tuple[Array, KVCache | LatentCache], key: Array) -> tuple[Any, Array]:
             token, cache = carry
             logits, cache = decode(params, token[:, None], cache, router_state)
             new = choose(logits, key, temperature)

@@ -3,7 +3,7 @@
 """Floating-point operations of a training step, from the config alone.
 
     per token = 6 * (parameters in matrix products that the token meets)
-              + 12 * L * N * H * S / 2         causal attention: half of the S x S logits
+              + 6 * L * N * (H + Hv) * S / 2   causal attention: half of the S x S logits
                                                  (all of them where it is not causal)
 
 A multiply-add counts two, backward costs twice the forward. The embedding lookup, norms and the
@@ -38,5 +38,5 @@ def flops_per_token(model: ModelConfig, table: ParameterTable, sequence_length: 
     if attention.window is not None:
         # Without causality a window reaches as far ahead as it does back.
         seen = min(seen, attention.window if attention.is_causal else 2 * attention.window - 1)
-    heads = attention.num_heads * attention.head_dim
-    return 6.0 * matmul_parameters(model, table) + 12.0 * model.num_layers * heads * seen
+    heads = attention.num_heads * (attention.head_dim + attention.value_dim)
+    return 6.0 * matmul_parameters(model, table) + 6.0 * model.num_layers * heads * seen

@@ -26,15 +26,16 @@ from jaxmoe.layers.block import LayerInputs, Stream, TokenInputs, stack_of_block
 from jaxmoe.layers.embedding import Embedding, Head, output_logits
 from jaxmoe.layers.gather import WHOLE
 from jaxmoe.layers.indicators import Indicators, join_stacks
+from jaxmoe.layers.latent_attention import LatentCache
 from jaxmoe.layers.moe import build_router
 from jaxmoe.layers.norms import RMSNorm
 from jaxmoe.layers.sequences import Order, current_order, lay_back, lay_out, places_of
-from jaxmoe.models.config import ModelConfig, Stack
+from jaxmoe.models.config import LatentAttentionConfig, ModelConfig, Stack
 from jaxmoe.routing import RouterStatistics
 from jaxmoe.routing.balancers import of_statistics
 from sharding import axes as ax
 from sharding.constrain import Placement
-from sharding.sequence_parallel import CACHE_AXES
+from sharding.sequence_parallel import CACHE_AXES, LATENT_CACHE_AXES, empty_slots
 from sharding.tensor_parallel import look_up
 
 
@@ -54,7 +55,7 @@ class Output:
     """As given; routers change it in `update`, once per optimiser step."""
     hidden: Float[Array, "B S D"]
     """After the final norm."""
-    cache: KVCache | None
+    cache: KVCache | LatentCache | None
     """With the new keys and values, when one was given."""
     indicators: Indicators | None = None
     """Of every layer, with detailed telemetry."""
@@ -74,7 +75,7 @@ class Transformer(nn.Module):
         positions: Int[Array, "B S"] | None = None,
         segment_ids: Int[Array, "B S"] | None = None,
         router_state: Any = None,
-        cache: KVCache | None = None,
+        cache: KVCache | LatentCache | None = None,
         train: bool = False,
         key: Array | None = None,
         row_ids: Int[Array, " B"] | None = None,
@@ -204,19 +205,29 @@ def initial_router_state(model: ModelConfig) -> Any:
 
 def initial_cache(
     model: ModelConfig, execution: ExecutionConfig, *, batch: int, length: int
-) -> KVCache:
+) -> KVCache | LatentCache:
     """An empty cache for at least `length` positions of `batch` sequences, cut as the mesh is."""
     attention, placement = model.attention, execution.placement
     shards = _devices(placement, ax.ACT_CACHE)
     slots = -(-length // shards) * shards
+    if isinstance(attention, LatentAttentionConfig):
+        dtype = execution.precision.compute_dtype
+        entries = jnp.zeros((model.num_layers, batch, slots, 1, attention.cache_dim), dtype)
+        entries = placement.place(entries, (None, *LATENT_CACHE_AXES))
+        return LatentCache(entries=entries, length=jnp.zeros((model.num_layers,), jnp.int32))
     shape = (model.num_layers, batch, slots, attention.num_kv_heads, attention.head_dim)
-    empty = jnp.zeros(shape, execution.precision.compute_dtype)
-    empty = placement.place(empty, (None, *CACHE_AXES))
+    precision = execution.precision
+    empty = empty_slots(shape, precision.cache, precision.compute_dtype)
+    empty = jax.tree.map(lambda part: placement.place(part, (None, *CACHE_AXES)), empty)
     return KVCache(k=empty, v=empty, length=jnp.zeros((model.num_layers,), jnp.int32))
 
 
 def _layer_inputs(
-    model: ModelConfig, stack: Stack, router_state: Any, cache: KVCache | None, key: Array | None
+    model: ModelConfig,
+    stack: Stack,
+    router_state: Any,
+    cache: KVCache | LatentCache | None,
+    key: Array | None,
 ) -> LayerInputs:
     """The slices of stacked state that belong to one stack."""
     first, last = stack.first_layer, stack.first_layer + stack.num_layers

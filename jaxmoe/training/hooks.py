@@ -17,6 +17,7 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 
 from jaxmoe.checkpoint import CheckpointManager
+from jaxmoe.checkpoint.fingerprint import fingerprints
 from jaxmoe.data.batch import Batch
 from jaxmoe.training.evaluate import Evaluation, evaluate
 from jaxmoe.training.state import TrainState
@@ -112,6 +113,25 @@ class CheckpointHook:
         position = self._position(step)
         if self._manager.save(step, state, config=self._config, data=position):
             self.saved_step = step
+
+
+class ReplicaHook:
+    """Compares what devices hold of the same arrays, every so many steps.
+
+    Args:
+        every: steps; 0: never.
+    """
+
+    def __init__(self, every: int):
+        self._every = every
+
+    def is_due(self, step: int) -> bool:
+        """Every so many steps."""
+        return self._every > 0 and step % self._every == 0
+
+    def run(self, step: int, state: TrainState) -> None:
+        """Raises ReplicasDifferError, naming devices and arrays, where they differ."""
+        fingerprints(state)
 
 
 class RefreshHook:

@@ -9,19 +9,23 @@ the end, so that the host runs ahead of the device. Time spent in hooks is not t
 from __future__ import annotations
 
 import dataclasses
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import jax
 
+from jaxmoe.checkpoint.fingerprint import ReplicasDifferError
 from jaxmoe.data.batch import Batch
 from jaxmoe.training.hooks import Hook
 from jaxmoe.training.state import TrainState
 from jaxmoe.training.step import StepMetrics
 from jaxmoe.training.stop import StopRequest
 
-Status = Literal["done", "preempted", "interrupted", "diverged"]
+logger = logging.getLogger(__name__)
+
+Status = Literal["done", "preempted", "interrupted", "diverged", "corrupted"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,7 +66,7 @@ def run_loop(
     max_skipped: int,
     stop: StopRequest,
 ) -> LoopResult:
-    """Trains until the last step, a signal, or too many bad steps in a row.
+    """Trains until the last step, a signal, too many bad steps in a row, or devices that differ.
 
     Args:
         state: donated.
@@ -104,8 +108,13 @@ def run_loop(
             if not flush():
                 status = "diverged"
                 break
-        for hook in due:
-            hook.run(step, state)
+        try:
+            for hook in due:
+                hook.run(step, state)
+        except ReplicasDifferError as error:
+            logger.error("step %d: %s", step, error)
+            status = "corrupted"
+            break
         if due:
             since = time.perf_counter()
         if reason and step < last_step:

@@ -81,7 +81,7 @@ def init_state(
 
 def state_around(
     model: ModelConfig,
-    optimizer: optax.GradientTransformation,
+    optimizer: optax.GradientTransformation | None,
     execution: ExecutionConfig,
     params: Any,
     key: Key[Array, ""],
@@ -90,12 +90,14 @@ def state_around(
 
     Args:
         model: what is trained.
-        optimizer: whose state follows the layout.
+        optimizer: whose state follows the layout; None: there will be no training.
         execution: with the layout.
         params: of the model.
         key: as for `init_state`.
     """
-    opt_state = optimizer.init(lay_out(model, params, rules=execution.state_layout.optimizer))
+    opt_state = {}
+    if optimizer is not None:
+        opt_state = optimizer.init(lay_out(model, params, rules=execution.state_layout.optimizer))
     return TrainState(
         step=jnp.zeros((), jnp.int32),
         params=params,

@@ -99,14 +99,15 @@ def make_train_step(
         objective: what is predicted from what; the next token when None.
 
     Raises:
-        ValueError: `accumulation` below 1, `clip` not above 0, or a model that does not fit the
-            objective.
+        ValueError: `accumulation` below 1, `clip` not above 0, a precision for inference alone, or
+            a model that does not fit the objective.
     """
     if accumulation < 1:
         raise ValueError(f"accumulation={accumulation} must be at least 1")
     if clip is not None and not clip > 0:
         raise ValueError(f"clip={clip} must be above 0, or None not to clip")
     execution = execution or ExecutionConfig()
+    execution.precision.check_trains()
     objective = objective or NextTokenConfig()
     objective.check(model)
 

@@ -80,7 +80,7 @@ def token_order(
 def attend(
     q: Float[Array, "B S N H"],
     k: Float[Array, "B S M H"],
-    v: Float[Array, "B S M H"],
+    v: Float[Array, "B S M Hv"],
     *,
     placement: Placement,
     config: FixedConfig,
@@ -88,13 +88,13 @@ def attend(
     segment_ids: Int[Array, "B S"] | None,
     places: Int[Array, "B S"] | None = None,
     rules: AttentionRules,
-) -> tuple[Float[Array, "B S N H"], Seen]:
+) -> tuple[Float[Array, "B S N Hv"], Seen]:
     """Self-attention of sequences that are laid out as `config` has it.
 
     Args:
         q: queries.
         k: keys.
-        v: values.
+        v: values; where sequences are cut, as wide as the keys.
         placement: where arrays lie.
         config: how the positions of a sequence are spread.
         positions: of the tokens, rising within a segment before they were laid out; None: each
@@ -132,14 +132,14 @@ def attend(
 def _attend(
     q: Float[Array, "B s N H"],
     k: Float[Array, "B s M H"],
-    v: Float[Array, "B s M H"],
+    v: Float[Array, "B s M Hv"],
     tokens: HeldTokens,
     rules: AttentionRules,
     *,
     config: FixedConfig,
     axes: tuple[str, ...],
     length: int,
-) -> tuple[Float[Array, "B s N H"], Seen]:
+) -> tuple[Float[Array, "B s N Hv"], Seen]:
     """On the tokens and heads of one device."""
     if q.shape[1] == length:
         return attend_whole(q, k, v, tokens, rules)

@@ -8,20 +8,25 @@
 
 One all-reduce of the largest lse, one of the sums: S N (H + 2) values per sequence, however long it
 is. A slot that is not filled yet counts as the future, and weighs nothing. The new keys and values
-are known on every rank, and each slot is written by the rank that holds it.
+are known on every rank, and each slot is written by the rank that holds it. Slots may be quantised
+(cache_formats.py): the new keys and values are rounded as they are written, and attention sees them
+so at once.
 Source: the merge of online_softmax.py; flash-decoding splits keys so within one device.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels import QuantizedArray
 from sharding import axes as ax
 from sharding.constrain import Placement
+from sharding.sequence_parallel.cache_formats import into_cache, out_of_cache
 from sharding.sequence_parallel.local_attention import (
     AttentionRules,
     HeldTokens,
@@ -34,8 +39,8 @@ from sharding.sequence_parallel.local_attention import (
 class CacheSlots(NamedTuple):
     """Keys and values of one layer, a slot per position."""
 
-    k: Float[Array, "B U M H"]
-    v: Float[Array, "B U M H"]
+    k: Float[Array, "B U M H"] | QuantizedArray
+    v: Float[Array, "B U M H"] | QuantizedArray
     length: Int[Array, ""]
     """Slots filled."""
 
@@ -70,7 +75,8 @@ def attend_cached(
     """
     heads, kv_heads = ((ax.ACT_BATCH, None, axis, None) for axis in (ax.ACT_HEADS, ax.ACT_KV_HEADS))
     axes = placement.mesh_axes(ax.ACT_CACHE)
-    slots: Any = CacheSlots(CACHE_AXES, CACHE_AXES, ())  # pyright: ignore[reportArgumentType]
+    # Scales have the dimensions of values.
+    slots: Any = jax.tree.map(lambda part: CACHE_AXES if part.ndim else (), cache)
     seen = ("lse", "top") if rules.is_observed else ()
 
     def run(q, k, v, cache, positions, *, batch_axes):
@@ -78,15 +84,17 @@ def attend_cached(
         first = jnp.int32(0)
         if axes:
             first = jax.lax.axis_index(axes).astype(jnp.int32) * jnp.int32(cache.k.shape[1])
-        cache = CacheSlots(
-            _write(cache.k, k, cache.length - first, is_cut=bool(axes)),
-            _write(cache.v, v, cache.length - first, is_cut=bool(axes)),
-            cache.length + jnp.int32(k.shape[1]),
-        )
+
+        def write(held: Any, new: Array) -> Any:
+            put = functools.partial(write_slots, start=cache.length - first, is_cut=bool(axes))
+            return jax.tree.map(put, held, into_cache(new, held))
+
+        number = jnp.int32(k.shape[1])
+        cache = CacheSlots(write(cache.k, k), write(cache.v, v), cache.length + number)
         held = jnp.arange(cache.k.shape[1], dtype=jnp.int32) + first
-        keys, values = cache.k.astype(q.dtype), cache.v.astype(q.dtype)
+        keys, values = (out_of_cache(part, q.dtype) for part in (cache.k, cache.v))
         given = HeldTokens(positions, None), HeldTokens(held, None)
-        out, found = _attend_and_merge(q, keys, values, *given, rules, axes)
+        out, found = attend_and_merge(q, keys, values, *given, rules, axes)
         return out, found, cache
 
     island = placement.island(
@@ -97,16 +105,16 @@ def attend_cached(
     return island(q, k, v, cache, positions)
 
 
-def _write(held: Array, new: Array, start: Array, *, is_cut: bool) -> Array:
+def write_slots(held: Array, new: Array, start: Array, *, is_cut: bool) -> Array:
     """The slots with the new entries from `start` on, which may lie outside of them.
 
     Args:
-        held: [B u M H], slots of this device.
-        new: [B S M H].
+        held: [B u M H], slots of this device; or their scales.
+        new: [B S M H], of the same dtype.
         start: slot of the first new entry, counted from the first that is held.
         is_cut: other devices hold other slots.
     """
-    new, (slots, number) = new.astype(held.dtype), (held.shape[1], new.shape[1])
+    slots, number = held.shape[1], new.shape[1]
     if not is_cut:
         return jax.lax.dynamic_update_slice_in_dim(held, new, start, axis=1)
     if number == 1:  # one slot is touched, not all of them
@@ -121,7 +129,7 @@ def _write(held: Array, new: Array, start: Array, *, is_cut: bool) -> Array:
     return jnp.where(is_new[None, :, None, None], rows, held)
 
 
-def _attend_and_merge(
+def attend_and_merge(
     q: Array,
     k: Array,
     v: Array,

@@ -51,11 +51,11 @@ class HeldTokens(NamedTuple):
 def attend_locally(
     q: Float[Array, "B S N H"],
     k: Float[Array, "B U M H"],
-    v: Float[Array, "B U M H"],
+    v: Float[Array, "B U M Hv"],
     queries: HeldTokens,
     keys: HeldTokens,
     rules: AttentionRules,
-) -> tuple[Float[Array, "B S N H"], Seen]:
+) -> tuple[Float[Array, "B S N Hv"], Seen]:
     """Attention of the queries at hand over the keys at hand.
 
     Args:
@@ -76,11 +76,11 @@ def attend_locally(
 def attend_part(
     q: Float[Array, "B S N H"],
     k: Float[Array, "B U M H"],
-    v: Float[Array, "B U M H"],
+    v: Float[Array, "B U M Hv"],
     queries: HeldTokens,
     keys: HeldTokens,
     rules: AttentionRules,
-) -> tuple[Float[Array, "B S N H"], Float[Array, "B N S"], Float[Array, "B N S"] | None]:
+) -> tuple[Float[Array, "B S N Hv"], Float[Array, "B N S"], Float[Array, "B N S"] | None]:
     """Attention over keys that are not all there are: output, log-sum-exp, and if observed `top`.
 
     Args:

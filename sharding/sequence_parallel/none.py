@@ -30,10 +30,10 @@ class NoSequenceParallelConfig:
 def attend_whole(
     q: Float[Array, "B S N H"],
     k: Float[Array, "B S M H"],
-    v: Float[Array, "B S M H"],
+    v: Float[Array, "B S M Hv"],
     tokens: HeldTokens,
     rules: AttentionRules,
-) -> tuple[Float[Array, "B S N H"], Seen]:
+) -> tuple[Float[Array, "B S N Hv"], Seen]:
     """Attention over whole sequences.
 
     Args:

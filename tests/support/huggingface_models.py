@@ -72,7 +72,34 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
         "router_aux_loss_coef": 0.1,
     },
+    "deepseek_v3": {
+        **_SIZES,
+        **_rope(40.0),
+        "model_type": "deepseek_v3",
+        "num_hidden_layers": 3,
+        "num_key_value_heads": 3,
+        "n_routed_experts": 6,
+        "n_shared_experts": 2,
+        "moe_intermediate_size": 10,
+        "intermediate_size": 14,
+        "first_k_dense_replace": 1,
+        "n_group": 3,
+        "topk_group": 2,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.7,
+        "kv_lora_rank": 7,
+        "q_lora_rank": 9,
+        "qk_nope_head_dim": 5,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 6,
+        "rope_interleave": True,
+        "num_nextn_predict_layers": 0,
+    },
 }
+
+
+BALANCED = tuple(name for name, config in CONFIGS.items() if "router_aux_loss_coef" in config)
+"""Families with a load-balancing loss."""
 
 
 class Golden(NamedTuple):
@@ -84,13 +111,23 @@ class Golden(NamedTuple):
     tokens: np.ndarray
     logits: np.ndarray
     balance: float
-    """Its load-balancing loss, without coefficient."""
+    """Its load-balancing loss, without coefficient; NaN where the family has none."""
 
 
 def tokens_of(config: dict[str, Any]) -> np.ndarray:
     """Tokens [BATCH LENGTH]."""
     drawn = np.random.default_rng(1).integers(config["vocab_size"], size=(BATCH, LENGTH))
     return drawn.astype(np.int32)
+
+
+def outputs_of(model: Any, tokens: np.ndarray) -> tuple[np.ndarray, float]:
+    """Its logits, and its load-balancing loss (NaN where the family has none)."""
+    import torch
+
+    asked = {"output_router_logits": True} if model.config.model_type in BALANCED else {}
+    with torch.no_grad():
+        output = model(torch.tensor(tokens).long(), **asked)
+    return output.logits.numpy(), float(output.aux_loss) if asked else float("nan")
 
 
 def read(name: str) -> Golden:
@@ -155,4 +192,8 @@ def build(config: dict[str, Any]) -> Any:
             if "gate.weight" in name:
                 values *= 0.3  # an uneven router, yet one without certainty
             parameter.copy_(torch.tensor(values.astype(np.float16).astype(np.float32)))
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):  # of the size of differences of scores
+                values = (0.2 * rng.normal(size=buffer.shape)).astype(np.float16)
+                buffer.copy_(torch.tensor(values.astype(np.float32)))
     return model

@@ -44,6 +44,7 @@ def whole(tmp_path_factory):
     return directory
 
 
+@pytest.mark.slow
 def test_tokens_and_rates_are_those_of_the_batches(whole):
     summary = json.loads((whole / "summary.json").read_text())
     assert summary["tokens"] == sum(ROWS) * 8 and summary["steps"] == 4
@@ -81,6 +82,7 @@ def test_a_run_stopped_in_mid_ramp_continues_exactly(whole, tmp_path, monkeypatc
         np.testing.assert_array_equal(*both)
 
 
+@pytest.mark.slow
 def test_held_out_batches_may_have_a_size_of_their_own(whole):
     config = RunDirectory(whole).load_config(PretrainConfig)
     own = dataclasses.replace(config.evaluation, batch_size=8, batches=3)

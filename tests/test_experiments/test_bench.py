@@ -4,14 +4,17 @@
 
 import dataclasses
 import json
+import subprocess
 import sys
 
 import pytest
 
-from experiments import bench, bench_gpu_attention, measure
+from experiments import bench, bench_blocks, bench_gpu_attention, bench_products, measure
 from experiments.bench_kernels import loads
 from jaxmoe.routing import METHODS, GroupLimitConfig, SoftmaxTopKConfig
-from pallas_kernels import flash_attention
+from pallas_kernels import block_sizes, flash_attention
+from pallas_kernels.backend import interpreted
+from pallas_kernels.block_sizes import Asked
 
 SMALL_STEP = (
     *("--model.num_layers", "1", "--model.embed_dim", "8", "--model.moe.expert_dim", "4"),
@@ -28,6 +31,19 @@ def quick(monkeypatch):
     monkeypatch.setattr("experiments.bench_step.matmul_rate", lambda: 1e9)
     monkeypatch.setattr("experiments.bench_kernels.matmul_rate", lambda: 1e9)
     monkeypatch.setattr("experiments.bench_routers.matmul_rate", lambda: 1e9)
+    monkeypatch.setattr("experiments.bench_products.matmul_rate", lambda *_: 1e9)
+    monkeypatch.setattr("experiments.bench_products.memory_rate", lambda _: 1e9)
+
+
+@pytest.fixture
+def one_of_each(monkeypatch):
+    """Products as small as can be."""
+    small = bench_products.Sizes("small", 16, 8, 2, (2,), (64,), 8, 2, "float32")
+    monkeypatch.setattr(bench_products, "SMALL", small)
+    pairs = {name: bench_products.PAIRS[name] for name in ("w8a8", "w4a16")}
+    monkeypatch.setattr(bench_products, "PAIRS", pairs)
+    monkeypatch.setattr(bench_products, "GROUPED_PAIRS", ("w8a8",))
+    monkeypatch.setattr(bench_products, "LOADS", ("zipf",))
 
 
 def test_candidates_take_turns_and_warm_up_does_not_count():
@@ -104,7 +120,9 @@ def test_a_peer_that_does_not_start_is_said_in_words(tmp_path, monkeypatch, caps
     assert "did not run: it ended. Install the extra hf" in capsys.readouterr().err
 
 
-def test_kernels(tmp_path, capsys):
+def test_kernels(tmp_path, capsys, monkeypatch):
+    unmeasured = {"product_limits": {"memory": 1e9}, "products": bench_products.unmeasured()}
+    monkeypatch.setattr(bench_products, "products", lambda *_: unmeasured)
     small = ("--rows", "64", "--groups", "4", "--width", "8", "--hidden", "6", "--rounds", "1")
     lengths = ("--lengths", "16", "--memory_lengths", "16", "32")
     summary = _summary(tmp_path, "kernels", *small, *lengths)
@@ -118,7 +136,116 @@ def test_kernels(tmp_path, capsys):
     assert all(row["seconds"] is None for row in summary["gpu_attention"])
     printed = capsys.readouterr().out
     assert "of dense" in printed
-    assert printed.count("unmeasured, there is no GPU") == 6
+    assert printed.count("unmeasured, there is no GPU") == 6 + 4
+    assert "unmeasured, there is no GPU (to reach 0.7)" in printed
+
+
+def test_products(one_of_each):
+    """Candidates of every case, limits, and what only a GPU will fill."""
+    summary = bench_products.products(1)
+    cases: dict = {}
+    for row in summary["products"]:
+        cases.setdefault((row["operation"], row["case"], row["pass"]), {})[row["candidate"]] = row
+    operands = {
+        ("quantized_matmul few", "small 2 x 16 x 8"): 2 * 16 + 2 * 16 * 8 + 2 * 2 * 8,
+        ("quantized_matmul many", "small 64 x 16 x 8"): 64 * 16 + 2 * 16 * 8 + 2 * 64 * 8,
+    }
+    for (operation, case), numbers in operands.items():
+        rows = cases[operation, case, "forward"]
+        assert set(rows) == {"dense", "w8a8", "w4a16", "mixed"}
+        products = 2 * 2.0 * (2 if "few" in operation else 64) * 16 * 8
+        limit = max(4 * numbers, products) / 1e9
+        assert rows["dense"]["limit_seconds"] == pytest.approx(limit)
+        assert rows["dense"]["fraction_of_limit"] == pytest.approx(limit / rows["dense"]["seconds"])
+        ratio = rows["dense"]["seconds"] / rows["w8a8"]["seconds"]
+        assert rows["w8a8"]["ratio"] == pytest.approx(ratio)
+    assert cases["quantized_matmul many", "small 64 x 16 x 8", "forward"]["w8a8"]["target"] == 0.9
+    for name in ("forward", "d rows", "d weights"):
+        rows = cases["grouped_matmul", "small zipf 8 x 16 x 8", name]
+        rounded = {"w8a8"} if name == "forward" else set()
+        assert set(rows) == {"dense", "ours", "ragged_dot", "torch", *rounded}
+        assert rows["ours"]["seconds"] > 0.0
+        assert rows["torch"]["seconds"] is None and "PyTorch" in rows["torch"]["reason"]
+    wanted = {row["candidate"]: row["target"] for row in summary["products"][-4:]}
+    assert wanted == {"ours": 0.7, "fp8": 1.5, "w4a16": 2.5, "mixed": 1.5}
+    assert bench_products.in_words(summary)[0].startswith("limits: TFLOP/s float32 0.001")
+
+
+def test_what_a_kernel_cannot_take_is_a_row(monkeypatch, one_of_each):
+    def refuse(*_, **__):
+        raise ValueError("no such product")
+
+    monkeypatch.setattr(bench_products, "quantized_matmul", refuse)
+    limits = bench_products.Limits(dict.fromkeys(("float32", "int8"), 1e9), 1e9)
+    rows = list(bench_products._quantised(bench_products.SMALL, limits, 1, None))
+    assert {row["reason"] for row in rows if row["candidate"] == "w8a8"} == {"no such product"}
+    assert all(row["seconds"] > 0 for row in rows if row["candidate"] == "dense")
+
+
+def test_a_published_model_has_its_widths():
+    olmoe, qwen = bench_products.published()
+    assert (olmoe.width, olmoe.hidden, olmoe.groups) == (2048, 2048, 64)
+    assert (qwen.width, qwen.hidden, qwen.groups) == (2048, 1536, 128)
+
+
+TINY_BLOCKS = ("--presets", "tiny", "--tokens", "256", "--pairs", "w8a8", "--rounds", "1")
+
+
+def _table(path):
+    held: dict = {}
+    exec(compile(path.read_text(), str(path), "exec"), held)
+    return held["BLOCK_SIZES"]
+
+
+def test_blocks(tmp_path, capsys):
+    """Kernels in their interpreter: the file is Python, and holds sizes that the kernel takes."""
+    file = tmp_path / "table.py"
+    with interpreted("values"):
+        arguments = ("--operations", "quantized_matmul", "--file", str(file), "--steps", "1")
+        summary = _summary(tmp_path, "blocks", *TINY_BLOCKS, *arguments)
+    assert [row["bucket"] for row in summary["rows"]] == [
+        "int8 x int8, m=256 k=128 n=512",  # 384 columns
+        "int8 x int8, m=256 k=256 n=128",  # 192 rows of the matrix
+    ]
+    assert all(row["candidates"] > 1 for row in summary["rows"])
+    written = _table(file)["quantized_matmul"]["cpu"]
+    for row in summary["rows"]:
+        assert written[row["bucket"]] == block_sizes.in_words(row["sizes"])
+    assert "block sizes on cpu, written to" in capsys.readouterr().out
+
+
+def test_the_walk_ends_where_nothing_is_faster_by_more_than_the_margin(monkeypatch):
+    """Halving m helps twice, then by 1%; what does not fit is not tried."""
+    times = {64: 1.0, 32: 0.8, 16: 0.6, 8: 0.595, 128: 2.0}
+    asked = Asked("bucket", {"m": 64, "n": 128}, lambda sizes: sizes["n"] == 128)
+    monkeypatch.setattr(
+        bench_blocks, "_run", lambda operation, sizes, workload: lambda: times[sizes["m"]]
+    )
+    config = bench_blocks.BlockBenchConfig(steps=9, rounds=1)
+    row = bench_blocks._fastest("op", asked, bench_blocks.Workload(print, ()), config)
+    assert (row["sizes"], row["default"]) == ({"m": 16, "n": 128}, {"m": 64, "n": 128})
+    assert (row["seconds"], row["default_seconds"]) == (0.6, 1.0)
+
+
+def test_a_table_keeps_other_devices_and_lines_as_the_formatter_has_them(tmp_path):
+    old = {"b": {"TPU v5": {"float32, m=1": "m=8"}}, "a": {"cpu": {"float32, m=2": "m=4"}}}
+    row = {"operation": "a", "bucket": "int8 x int4, m=8 k=4", "sizes": {"m": 8, "k": 4}}
+    new = bench_blocks.table_with(old, "cpu", [row])
+    file = tmp_path / "table.py"
+    bench_blocks._write(file, new)
+    assert _table(file) == {**old, "a": {"cpu": {**old["a"]["cpu"], row["bucket"]: "m=8 k=4"}}}
+    command = [sys.executable, "-m", "ruff", "format", "--isolated", "--line-length", "100"]
+    subprocess.run([*command, "--check", str(file)], check=True)
+
+
+def test_blocks_are_refused_where_there_is_nothing_to_measure(tmp_path, capsys):
+    run = ["blocks", *TINY_BLOCKS, "--run.directory", str(tmp_path / "run")]
+    with pytest.raises(SystemExit, match="2"):
+        bench.main([*run, "--operations", "quantized_matmul"])
+    assert "no kernel of quantized_matmul runs on 'cpu'" in capsys.readouterr().err
+    with interpreted("values"), pytest.raises(SystemExit, match="2"):
+        bench.main([*run, "--operations", "quantized_matmul_d_rows"])
+    assert "there is nothing to measure" in capsys.readouterr().err
 
 
 def test_attention_on_a_gpu_is_counted():
@@ -168,6 +295,8 @@ def test_routers(tmp_path, monkeypatch, capsys):
         (("routers", "--top_k", "0"), "top_k=0 must be at least 1"),
         (("routers", "--sequence_length", "3"), "must be a multiple of"),
         (("routers", "--methods", "top1"), "there is no method 'top1'"),
+        (("blocks", "--steps", "0"), "steps=0 must be at least 1"),
+        (("blocks", "--operations", "attention"), "operations: there is no 'attention': choose"),
     ],
 )
 def test_bad_sizes(arguments, message, capsys):

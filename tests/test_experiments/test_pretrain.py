@@ -9,7 +9,6 @@ import json
 import os
 import pathlib
 import signal
-import subprocess
 import sys
 import time
 
@@ -22,27 +21,11 @@ from experiments.assembly import make_plan
 from experiments.cli import ExitCode
 from experiments.config import PretrainConfig, ProfileConfig
 from experiments.run_directory import RunDirectory
-from jaxmoe import load_checkpoint
 from jaxmoe.models.flops import flops_per_token
 from jaxmoe.tracking import read_metrics
+from tests.support.runs import flags, logged_losses, saved_leaves, start_run
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-
-SMALL = (
-    *("markov", "--model.num_layers", "1", "--model.embed_dim", "16"),
-    *("--model.attention.num_heads", "1", "--model.attention.num_kv_heads", "1"),
-    *("--model.attention.head_dim", "16", "--model.moe.expert_dim", "16"),
-    *("--training.batch_size", "8", "--training.sequence_length", "16"),
-    *("--schedule.warmup_steps", "2", "--evaluation.batches", "2"),
-    *("--optimizer.learning_rate", "0.005"),
-    "--tracking.trackers",
-)
-
-
-def _arguments(directory: pathlib.Path, steps: int, *more: str) -> list[str]:
-    where = ("--run.directory", str(directory), "--training.steps", str(steps))
-    return [*SMALL, *where, *more]
-
 
 # Kills itself, as the kernel would, after step 27 and once the checkpoint of step 20 is written.
 VICTIM = """
@@ -65,40 +48,11 @@ pretrain.main(sys.argv[1:])
 """
 
 
-def _start(arguments: list[str], script: str | None = None) -> subprocess.Popen[str]:
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "PYTHONPATH": str(ROOT)}
-    environment["JAX_COMPILATION_CACHE_DIR"] = str(ROOT / ".cache" / "jax")
-    return subprocess.Popen(
-        [
-            sys.executable,
-            *(["-c", script] if script else ["-m", "experiments.pretrain"]),
-            *arguments,
-        ],
-        cwd=ROOT,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
-def _leaves(directory: pathlib.Path, step: int) -> dict[str, np.ndarray]:
-    tree = load_checkpoint(directory / "checkpoints", step=step)
-    tree["rng"] = jax.random.key_data(tree["rng"])
-    paths = jax.tree_util.tree_leaves_with_path(tree)
-    return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in paths}
-
-
-def _losses(directory: pathlib.Path) -> dict[int, float]:
-    lines = map(json.loads, (directory / "metrics.jsonl").read_text().splitlines())
-    return {line["step"]: line["train/loss"] for line in lines if "train/loss" in line}
-
-
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory) -> pathlib.Path:
     """A run of 6 steps, evaluated every 3."""
     directory = tmp_path_factory.mktemp("runs") / "finished"
-    arguments = _arguments(directory, 6, "--evaluation.every", "3", "--tracking.sample_length", "5")
+    arguments = flags(directory, 6, "--evaluation.every", "3", "--tracking.sample_length", "5")
     assert pretrain.main(arguments) == ExitCode.DONE
     return directory
 
@@ -122,7 +76,7 @@ def test_a_run_leaves_every_file(finished):
     with np.load(finished / "router.npz") as router:
         assert router["load"].shape == (6, 1, 4)
         np.testing.assert_allclose(router["load"].sum(-1), 1.0, rtol=1e-6)
-    assert sorted(_losses(finished)) == [1, 2, 3, 4, 5, 6]
+    assert sorted(logged_losses(finished)) == [1, 2, 3, 4, 5, 6]
 
 
 def test_a_run_says_what_it_used_of_the_machine(finished):
@@ -144,7 +98,7 @@ def test_a_run_says_what_it_used_of_the_machine(finished):
 
 def test_chosen_steps_are_traced(tmp_path, capsys):
     directory = tmp_path / "run"
-    arguments = _arguments(directory, 6, "--profile.steps", "3:4", "--tracking.console", "none")
+    arguments = flags(directory, 6, "--profile.steps", "3:4", "--tracking.console", "none")
     assert pretrain.main(arguments) == ExitCode.DONE
     printed = capsys.readouterr().out
     assert f"trace in {directory / 'profile'}: open it with `xprof" in printed
@@ -165,7 +119,7 @@ def test_a_run_that_is_past_its_trace_says_so(tmp_path, capsys):
 
 def test_a_tracker_that_is_not_installed_is_refused_at_once(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    arguments = _arguments(tmp_path / "run", 6)
+    arguments = flags(tmp_path / "run", 6)
     text = _refused([*arguments, "--tracking.trackers", "wandb"], capsys)
     assert "wandb is not installed: pip install 'jaxmoe[wandb]'" in text
     assert not (tmp_path / "run").exists()
@@ -173,7 +127,7 @@ def test_a_tracker_that_is_not_installed_is_refused_at_once(tmp_path, capsys, mo
 
 def test_a_finished_run_says_so_and_exits_with_0(finished, capsys):
     before = (finished / "summary.json").read_bytes()
-    arguments = _arguments(finished, 6, "--evaluation.every", "3", "--tracking.sample_length", "5")
+    arguments = flags(finished, 6, "--evaluation.every", "3", "--tracking.sample_length", "5")
     assert pretrain.main(arguments) == ExitCode.DONE
     assert "nothing to do" in capsys.readouterr().out
     assert (finished / "summary.json").read_bytes() == before
@@ -205,26 +159,26 @@ def test_generate_writes_text(finished, capsys):
 def test_killed_at_any_moment_and_resumed_equals_never_stopped(tmp_path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     more = ("--checkpoint.every", "20", "--evaluation.every", "0", "--tracking.sample_length", "0")
-    process = _start(_arguments(whole, 40, *more))
+    process = start_run(flags(whole, 40, *more))
     output, _ = process.communicate()
     assert process.returncode == 0, output
 
-    process = _start(_arguments(parts, 40, *more, "--tracking.print_every", "1"), VICTIM)
+    process = start_run(flags(parts, 40, *more, "--tracking.print_every", "1"), VICTIM)
     output, _ = process.communicate()
     assert process.returncode == -signal.SIGKILL, output
     assert (parts / "checkpoints" / "20").exists()
     assert not (parts / "checkpoints" / "40").exists()
-    assert max(_losses(parts)) == 27  # seven steps are lost, and their records with them
-    process = _start(_arguments(parts, 40, *more))
+    assert max(logged_losses(parts)) == 27  # seven steps are lost, and their records with them
+    process = start_run(flags(parts, 40, *more))
     output, _ = process.communicate()
     assert process.returncode == 0, output
     assert "continuing after step 20" in output
 
-    expected, found = _leaves(whole, 40), _leaves(parts, 40)
+    expected, found = saved_leaves(whole, 40), saved_leaves(parts, 40)
     assert expected.keys() == found.keys()
     for path in expected:
         np.testing.assert_array_equal(found[path], expected[path], err_msg=path)
-    assert _losses(parts) == _losses(whole)
+    assert logged_losses(parts) == logged_losses(whole)
     seconds = read_metrics(parts / "metrics.jsonl")["progress/seconds"][1]
     assert len(seconds) == 40 and np.all(np.diff(seconds) > 0)  # over both starts together
     manifests = [
@@ -240,7 +194,7 @@ def test_killed_at_any_moment_and_resumed_equals_never_stopped(tmp_path):
 )
 def test_a_signal_saves_and_stops(tmp_path, number, code):
     more = ("--checkpoint.every", "0", "--evaluation.every", "0", "--tracking.print_every", "1")
-    process = _start(_arguments(tmp_path / "run", 100_000, *more))
+    process = start_run(flags(tmp_path / "run", 100_000, *more))
     assert process.stdout is not None
     for line in process.stdout:
         if line.startswith("step=3/"):
@@ -257,7 +211,7 @@ def test_a_signal_saves_and_stops(tmp_path, number, code):
 
 
 def test_a_diverged_run_ends_with_its_own_code_and_keeps_the_last_good_state(tmp_path, capsys):
-    arguments = _arguments(tmp_path / "run", 50, "--optimizer.learning_rate", "1e38")
+    arguments = flags(tmp_path / "run", 50, "--optimizer.learning_rate", "1e38")
     more = ("--training.max_skipped", "3", "--tracking.print_every", "1")
     assert pretrain.main([*arguments, *more]) == ExitCode.DIVERGED
     output = capsys.readouterr().out
@@ -316,7 +270,7 @@ def _refused(arguments: list[str], capsys) -> str:
     ],
 )
 def test_bad_input_is_refused_in_words(tmp_path, capsys, more, message):
-    text = _refused(_arguments(tmp_path / "run", 6, *more), capsys)
+    text = _refused(flags(tmp_path / "run", 6, *more), capsys)
     assert message in " ".join(text.split())
     assert not (tmp_path / "run").exists()
 
@@ -326,7 +280,7 @@ def test_an_unknown_recipe_is_refused_with_a_suggestion(capsys):
 
 
 def test_a_changed_config_is_refused_with_the_difference(finished, capsys):
-    arguments = _arguments(finished, 6, "--evaluation.every", "3", "--tracking.sample_length", "5")
+    arguments = flags(finished, 6, "--evaluation.every", "3", "--tracking.sample_length", "5")
     text = _refused([*arguments, "--optimizer.learning_rate", "0.1"], capsys)
     assert "optimizer.learning_rate" in text and "0.1" in text and "0.005" in text
 
@@ -335,7 +289,7 @@ def test_a_directory_in_use_is_refused(tmp_path, capsys):
     holder = RunDirectory(tmp_path / "run")
     holder.acquire()
     try:
-        text = _refused(_arguments(tmp_path / "run", 6), capsys)
+        text = _refused(flags(tmp_path / "run", 6), capsys)
     finally:
         holder.release()
     assert str(os.getpid()) in text
@@ -351,7 +305,7 @@ def test_a_full_disk_in_mid_run_is_said_and_the_run_goes_on(tmp_path, capsys, ca
     monkeypatch.setattr(
         "jaxmoe.checkpoint.manager.shutil.disk_usage", lambda _: Usage(next(checks, 10**12))
     )
-    arguments = _arguments(tmp_path / "run", 6, "--checkpoint.every", "2")
+    arguments = flags(tmp_path / "run", 6, "--checkpoint.every", "2")
     assert pretrain.main(arguments) == ExitCode.DONE
     assert "was not saved, the run goes on" in caplog.text
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["checkpoint_step"] == 6
@@ -363,7 +317,7 @@ def test_a_last_state_that_cannot_be_saved_has_its_own_code(tmp_path, capsys, mo
         free = 0
 
     monkeypatch.setattr("jaxmoe.checkpoint.manager.shutil.disk_usage", lambda _: Full)
-    assert pretrain.main(_arguments(tmp_path / "run", 4)) == ExitCode.NOT_SAVED
+    assert pretrain.main(flags(tmp_path / "run", 4)) == ExitCode.NOT_SAVED
     assert "could not be saved" in capsys.readouterr().err
 
 

@@ -22,7 +22,13 @@ import pytest
 from flax import serialization
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxmoe.checkpoint import CheckpointError, CheckpointManager, load_checkpoint, save_checkpoint
+from jaxmoe.checkpoint import (
+    CheckpointError,
+    CheckpointManager,
+    checksums,
+    load_checkpoint,
+    save_checkpoint,
+)
 from jaxmoe.models.initialize import parameter_table
 from jaxmoe.optim import AdamWConfig, LinearConfig
 from jaxmoe.training.state import TrainState
@@ -251,13 +257,14 @@ def test_old_steps_are_deleted(tmp_path):
 def _edit_manifest(directory, **changes):
     path = directory / "manifest" / "metadata"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    checksums.write_list(directory)
 
 
 def test_a_schema_of_the_future_is_refused(tmp_path):
     save_checkpoint(tmp_path, _small(1), step=1, config={})
     _edit_manifest(tmp_path / "1", schema=99)
     assert _message(load_checkpoint, tmp_path) == (
-        f"{tmp_path}/1 has schema 99, this jaxmoe knows 1: install a newer jaxmoe"
+        f"{tmp_path}/1 has schema 99, this jaxmoe knows 2: install a newer jaxmoe"
     )
     _edit_manifest(tmp_path / "1", schema=None)
     assert _message(load_checkpoint, tmp_path) == (

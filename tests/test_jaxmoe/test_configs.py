@@ -16,6 +16,7 @@ from jaxmoe.configs import (
     to_json,
     varying_fields,
 )
+from jaxmoe.models.config import ModelConfig
 
 
 def config(cls):
@@ -159,6 +160,16 @@ def test_reading_is_strict_and_says_where(path, value, message):
 def test_what_is_no_config_value_is_refused():
     with pytest.raises(ValueError, match="layers.0 holds a list"):
         to_json(Model(layers=([1],)))
+
+
+def test_a_tag_that_the_fields_tell():
+    """Configs from before there was a choice; not where two members have the same fields."""
+    saved = to_json(ModelConfig())
+    assert saved["attention"].pop("kind") == "grouped_query"
+    assert from_json(ModelConfig, saved) == ModelConfig()
+    del saved["attention"]["window"]
+    with pytest.raises(ValueError, match="attention has kind None .there is grouped_query, latent"):
+        from_json(ModelConfig, saved)
 
 
 def test_the_tag_is_no_field_name():

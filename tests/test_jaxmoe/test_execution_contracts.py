@@ -23,6 +23,7 @@ from jaxmoe.models.initialize import parameter_table
 from jaxmoe.models.transformer import Transformer
 from jaxmoe.optim import adamw
 from jaxmoe.planning.hlo import collectives
+from jaxmoe.precision import HaloConfig, PrecisionPolicy
 from jaxmoe.training.state import init_state
 from jaxmoe.training.step import make_train_step
 from sharding import MeshConfig, MoEMesh
@@ -143,6 +144,18 @@ def test_bytes_of_the_state_are_those_of_the_formula(name):
     assert least <= reduced + SCALARS // 8 and reduced <= least + SCALARS
     found = {key: size for key, size in found.items() if size > SCALARS // 16}
     assert found == {key: size for key, size in wanted.items() if key != ("all-reduce", 8)}
+
+
+def test_products_in_few_bits_gather_codes():
+    """HQ-FSDP: of the layers' matrices 1 byte per value travels, twice with rematerialisation;
+    gradients are scattered as ever, and scales are numbers."""
+    precision = PrecisionPolicy(matmul=HaloConfig(dtype="int8", level=2))
+    found = moved(ExecutionConfig(mesh=WHOLE, remat="full", precision=precision))
+    assert found.pop(("all-reduce", 8)) <= GAINS + SCALARS
+    assert found == {
+        ("all-gather", 8): MATRICES - IN_LAYERS + 2 * IN_LAYERS // 4,
+        ("reduce-scatter", 8): MATRICES / 8,
+    }
 
 
 def test_no_collective_is_as_large_as_the_logits():

@@ -18,11 +18,17 @@ import numpy as np
 import pytest
 
 from jaxmoe import Transformer, init_params
-from jaxmoe.checkpoint import CheckpointError, from_huggingface, huggingface
+from jaxmoe.checkpoint import (
+    CheckpointError,
+    from_huggingface,
+    huggingface,
+    read_huggingface,
+)
 from jaxmoe.checkpoint.huggingface.families import FAMILIES
+from jaxmoe.models.transformer import initial_router_state
 from jaxmoe.routing.balancers import conversions, load_balance, pool_layers
 from sharding import MeshConfig, make_mesh
-from tests.support.huggingface_models import CONFIGS, read, stacked
+from tests.support.huggingface_models import BALANCED, CONFIGS, read, stacked
 from tests.support.tolerances import assert_close
 
 
@@ -47,10 +53,14 @@ def test_every_family_has_golden_arrays():
 
 
 def test_logits_and_balance_loss(golden):
-    model, params = from_huggingface(golden.config, golden.state)
-    forward = jax.jit(lambda p, t: Transformer(model).apply({"params": p}, t))
+    model, params, state = read_huggingface(golden.config, golden.state)
+    forward = jax.jit(
+        lambda p, t: Transformer(model).apply({"params": p}, t, router_state=state or None)
+    )
     output = forward(params, jnp.asarray(golden.tokens))
     assert_close(output.logits, golden.logits, "matmul")
+    if golden.config["model_type"] not in BALANCED:
+        return
     pooled = float(load_balance(pool_layers(output.statistics)))
     ours = conversions(float(load_balance(output.statistics).mean()), top_k=2, pooled=pooled)
     assert_close(ours["huggingface"], golden.balance, "matmul")
@@ -58,9 +68,9 @@ def test_logits_and_balance_loss(golden):
 
 
 def test_the_tree_is_that_of_init_params(golden, key):
-    model, params = from_huggingface(golden.config, golden.state)
-    wanted = jax.eval_shape(lambda k: init_params(model, k), key)
-    found = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
+    model, params, state = read_huggingface(golden.config, golden.state)
+    wanted = jax.eval_shape(lambda k: (init_params(model, k), initial_router_state(model)), key)
+    found = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (params, state))
     assert found == wanted
     assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(params))
 
@@ -70,17 +80,22 @@ def test_the_layout_in_memory(golden):
     state = stacked(golden.state)
     assert len(state) < len(golden.state)
     assert_same(
-        from_huggingface(golden.config, state), from_huggingface(golden.config, golden.state)
+        read_huggingface(golden.config, state), read_huggingface(golden.config, golden.state)
     )
 
 
 def test_on_a_mesh(golden):
     # 36, 26 and 5 divide by little: two devices hold a half each.
     mesh = make_mesh(MeshConfig(data=2), devices=jax.devices()[:2])
-    _, placed = from_huggingface(golden.config, golden.state, mesh=mesh)
+    if golden.config["model_type"] == "deepseek_v3":  # its latents divide by nothing
+        text = "attention/kv_b: the dimension 'embed' of size 7 must be divisible by mesh.data=2"
+        with pytest.raises(ValueError, match=text):
+            read_huggingface(golden.config, golden.state, mesh=mesh)
+        return
+    placed = read_huggingface(golden.config, golden.state, mesh=mesh).params
     table = placed["embedding"]["weight"]
     assert table.sharding.mesh == mesh and table.addressable_shards[0].data.size * 2 == table.size
-    _, params = from_huggingface(golden.config, golden.state)
+    params = read_huggingface(golden.config, golden.state).params
     assert_same(jax.device_get(placed), jax.device_get(params))
 
 
@@ -108,7 +123,7 @@ class Torch:
 def test_tensors_of_pytorch(golden):
     state = {name: Torch(values) for name, values in golden.state.items()}
     assert_same(
-        from_huggingface(golden.config, state), from_huggingface(golden.config, golden.state)
+        read_huggingface(golden.config, state), read_huggingface(golden.config, golden.state)
     )
 
 
@@ -144,15 +159,18 @@ def test_a_directory(golden, tmp_path, num_files):
     """In bfloat16, as most weights are published; halves of float16 lose bits in it."""
     state = {name: values.astype(ml_dtypes.bfloat16) for name, values in golden.state.items()}
     place = save(tmp_path / "it", golden.config, [state] if num_files == 1 else halves(state))
-    wanted = from_huggingface(golden.config, state)
-    assert_same(from_huggingface(place), wanted)
-    assert_same(from_huggingface(place / "config.json"), wanted)
-    assert_same(from_huggingface(golden.config, place), wanted)
+    wanted = read_huggingface(golden.config, state)
+    assert_same(read_huggingface(place), wanted)
+    assert_same(read_huggingface(place / "config.json"), wanted)
+    assert_same(read_huggingface(golden.config, place), wanted)
     if num_files == 1:
-        assert_same(from_huggingface(place, place / "model.safetensors"), wanted)
+        assert_same(read_huggingface(place, place / "model.safetensors"), wanted)
 
 
-def test_the_example_in_the_docstring(golden, tmp_path):
+def test_the_example_in_the_docstring(tmp_path, monkeypatch):
+    golden = read("olmoe")
+    other = save(tmp_path / "other", read("deepseek_v3").config, [read("deepseek_v3").state])
+    monkeypatch.chdir(tmp_path)
     place = save(tmp_path / "it", golden.config, [golden.state])
     theirs = SimpleNamespace(
         config=SimpleNamespace(to_dict=lambda: golden.config), state_dict=lambda: golden.state
@@ -160,9 +178,11 @@ def test_the_example_in_the_docstring(golden, tmp_path):
     olmoe = SimpleNamespace(from_pretrained=lambda _: theirs)
     names = {"transformers": SimpleNamespace(OlmoeForCausalLM=olmoe)}
     block = huggingface.__doc__.partition("\n\n")[2].partition("    families.py")[0]
-    exec(textwrap.dedent(block).replace("OLMoE-1B-7B-0924", str(place)), names)
+    block = textwrap.dedent(block).replace("OLMoE-1B-7B-0924", str(place))
+    exec(block.replace("Moonlight-16B-A3B", str(other)), names)
     assert names["logits"].shape == (1, 3, 26)
     assert_same((names["model"], names["params"]), from_huggingface(place))
+    assert_same(from_huggingface("mine"), from_huggingface(place))
 
 
 def broken(path, error):
@@ -276,3 +296,33 @@ def test_a_head_that_is_tied(mixtral):
 def test_no_tensors(mixtral):
     with pytest.raises(CheckpointError, match="^from_huggingface needs tensors: give the model's "):
         from_huggingface(mixtral[0])
+
+
+# Router state, and layers that nothing here computes.
+
+
+def test_biases_are_router_state():
+    golden = read("deepseek_v3")
+    model, params, state = read_huggingface(golden.config, golden.state)
+    name = "model.layers.2.mlp.gate.e_score_correction_bias"
+    np.testing.assert_array_equal(state["bias"][1], golden.state[name])
+    with pytest.raises(CheckpointError, match="which are state and not parameters.*read_huggingf"):
+        from_huggingface(golden.config, golden.state)
+    for layer in (1, 2):
+        golden.state[f"model.layers.{layer}.mlp.gate.e_score_correction_bias"][:] = 0.0
+    assert_same(from_huggingface(golden.config, golden.state), (model, params))
+    del golden.state[name]
+    assert f"{name}: missing, expected [6]" in refused(golden.config, golden.state)
+
+
+def test_further_tokens_are_left_out_with_a_warning(caplog):
+    golden = read("deepseek_v3")
+    wanted = read_huggingface(golden.config, golden.state)
+    more = {"model.layers.3.eh_proj.weight": np.zeros((36, 72), np.float32)}
+    assert "eh_proj.weight: found [36, 72]" in refused(golden.config, golden.state | more)
+    config = golden.config | {"num_nextn_predict_layers": 1}
+    assert_same(read_huggingface(config, golden.state | more), wanted)
+    assert caplog.messages == [
+        "1 tensors of layers that predict further tokens are left out,"
+        " model.layers.3.eh_proj.weight first"
+    ]

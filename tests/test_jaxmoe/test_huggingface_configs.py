@@ -10,7 +10,10 @@ import pytest
 
 from jaxmoe.checkpoint import from_huggingface
 from jaxmoe.checkpoint.huggingface.families import FAMILIES, family_of
+from jaxmoe.models.config import LatentAttentionConfig, YarnConfig
+from jaxmoe.models.initialize import parameter_table
 from jaxmoe.models.presets import PRESETS
+from jaxmoe.routing import RenormalizedGateConfig
 from tests.support.huggingface_models import CONFIGS
 
 # Published, shortened by what changes nothing.
@@ -76,9 +79,12 @@ def test_spellings_of_versions_4_and_5():
         wanted = variant(name)
         theta = CONFIGS[name]["rope_parameters"]["rope_theta"]
         assert variant(name, rope_parameters=..., rope_theta=theta, rope_scaling=None) == wanted
+        if name == "deepseek_v3":
+            assert variant(name, n_routed_experts=..., num_local_experts=6) == wanted
+            continue
         assert variant(name, num_experts=5, num_local_experts=...) == wanted
         assert variant(name, num_experts=..., num_local_experts=5) == wanted
-    defaults = {"olmoe": 1e4, "mixtral": 1e6, "qwen3_moe": 1e4}
+    defaults = {"olmoe": 1e4, "mixtral": 1e6, "qwen3_moe": 1e4, "deepseek_v3": 1e4}
     for name, theta in defaults.items():
         assert variant(name, rope_parameters=...).attention.rope_theta == theta
 
@@ -95,6 +101,70 @@ def test_dense_layers():
     assert variant("qwen3_moe", **four, decoder_sparse_step=1).dense_layers == ()
     dense = variant("qwen3_moe", num_hidden_layers=2, mlp_only_layers=[0, 1])
     assert dense.moe is None and dense.dense_layers == ()
+    assert variant("deepseek_v3", first_k_dense_replace=2).dense_layers == (0, 1)
+    assert variant("deepseek_v3", first_k_dense_replace=0).dense_layers == ()
+    assert variant("deepseek_v3", first_k_dense_replace=3).moe is None
+
+
+def test_yarn_as_its_authors_write_it():
+    """DeepSeek-V3's own config, version 4; in the words of version 5 it is the same."""
+    words = {
+        **{"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0},
+        "original_max_position_embeddings": 4096,
+    }
+    old = variant(
+        "deepseek_v3",
+        rope_parameters=...,
+        rope_theta=10000,
+        rope_scaling={"type": "yarn", **words},
+    )
+    assert old.attention.yarn == YarnConfig() and old.attention.rope_theta == 1e4
+    new = {"rope_type": "yarn", "rope_theta": 10000.0, **words}
+    assert variant("deepseek_v3", rope_parameters=new) == old
+    assert FAMILIES["deepseek_v3"].model(FAMILIES["deepseek_v3"].fields(old)) == old
+
+
+def test_deepseek_as_its_authors_write_it():
+    """The config of Moonlight-16B-A3B, of the same architecture: version 4, without YaRN."""
+    config = {
+        **{"model_type": "deepseek_v3", "vocab_size": 163840, "hidden_size": 2048},
+        **{"intermediate_size": 11264, "moe_intermediate_size": 1408, "num_hidden_layers": 27},
+        **{"num_nextn_predict_layers": 0, "num_attention_heads": 16, "num_key_value_heads": 16},
+        **{"n_shared_experts": 2, "n_routed_experts": 64, "routed_scaling_factor": 2.446},
+        **{"kv_lora_rank": 512, "q_lora_rank": None, "qk_rope_head_dim": 64, "v_head_dim": 128},
+        **{"qk_nope_head_dim": 128, "topk_method": "noaux_tc", "n_group": 1, "topk_group": 1},
+        **{"num_experts_per_tok": 6, "moe_layer_freq": 1, "first_k_dense_replace": 1},
+        **{"norm_topk_prob": True, "scoring_func": "sigmoid", "aux_loss_alpha": 0.001},
+        **{"seq_aux": True, "hidden_act": "silu", "max_position_embeddings": 8192, "ep_size": 1},
+        **{"rms_norm_eps": 1e-5, "rope_theta": 50000.0, "rope_scaling": None},
+        **{"attention_bias": False, "attention_dropout": 0.0, "tie_word_embeddings": False},
+    }
+    model = family_of(config).model(config)
+    assert model.attention == LatentAttentionConfig(
+        **{"num_heads": 16, "latent_dim": 512, "nope_dim": 128, "rope_dim": 64},
+        **{"value_dim": 128, "rope_theta": 50000.0},
+    )
+    moe = model.moe
+    assert (moe.num_experts, moe.top_k, moe.num_shared_experts) == (64, 6, 2)
+    assert moe.gate == RenormalizedGateConfig(scale=2.446) and moe.router.groups is None
+    assert model.dense_layers == (0,) and model.dense_dim == 11264
+    assert parameter_table(model).total == pytest.approx(15.96e9, rel=1e-3)
+
+
+def test_deepseek_v3_has_671_billion_parameters():
+    """The sizes of its config.json; 37 billion of them are active (arXiv 2412.19437, abstract)."""
+    config = {
+        **{"model_type": "deepseek_v3", "vocab_size": 129280, "hidden_size": 7168},
+        **{"intermediate_size": 18432, "moe_intermediate_size": 2048, "num_hidden_layers": 61},
+        **{"num_nextn_predict_layers": 1, "num_attention_heads": 128, "num_key_value_heads": 128},
+        **{"n_shared_experts": 1, "n_routed_experts": 256, "routed_scaling_factor": 2.5},
+        **{"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64, "v_head_dim": 128},
+        **{"qk_nope_head_dim": 128, "n_group": 8, "topk_group": 4, "num_experts_per_tok": 8},
+        **{"first_k_dense_replace": 3, "rms_norm_eps": 1e-6, "norm_topk_prob": True},
+    }
+    table = parameter_table(family_of(config).model(config))
+    assert table.total == pytest.approx(671.03e9, rel=1e-4)
+    assert table.active(8, 256) == pytest.approx(37.5e9, rel=0.01)
 
 
 def test_windows():
@@ -108,7 +178,7 @@ def test_windows():
 YARN = {"rope_type": "yarn", "factor": 4.0}
 REFUSED = [
     ("olmoe", {"model_type": "llama"}, "config.model_type='llama' is not among olmoe, mixtral, qw"),
-    ("olmoe", {"model_type": "qwen3"}, "qwen3_moe: did you mean 'qwen3_moe'?"),
+    ("olmoe", {"model_type": "qwen3"}, "deepseek_v3: did you mean 'qwen3_moe'?"),
     ("olmoe", {"clip_qkv": 8.0}, "config.clip_qkv=8.0 is not supported, only None: queries, keys"),
     ("mixtral", {"hidden_act": "gelu"}, "config.hidden_act='gelu' is not supported, only 'silu'"),
     ("olmoe", {"attention_bias": True}, "config.attention_bias=True is not supported, only False"),
@@ -134,6 +204,18 @@ REFUSED = [
     ),
     ("mixtral", {"head_dim": 9}, "attention.head_dim=9 must be even"),
     ("mixtral", {"router_jitter_noise": 0.1}, "config.router_jitter_noise=0.1 is not supported"),
+    ("deepseek_v3", {"scoring_func": "softmax"}, "config.scoring_func='softmax' is not supported"),
+    ("deepseek_v3", {"topk_method": "greedy"}, "DeepSeek-V3 chooses with a bias"),
+    ("deepseek_v3", {"num_key_value_heads": 1}, "every head has keys of its own, from the latent"),
+    ("deepseek_v3", {"q_lora_rank": ...}, "the config has no q_lora_rank: did you mean 'kv_lora_r"),
+    ("deepseek_v3", {"rope_scaling": YARN}, "YaRN here needs factor, original_max_position_embe"),
+    (
+        "deepseek_v3",
+        {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+        "of type 'default' or 'yarn', the same in all layers",
+    ),
+    ("deepseek_v3", {"n_shared_experts": 0}, "n_shared_experts=0 must be a whole number above 0"),
+    ("deepseek_v3", {"n_group": 6}, "groups.best_per_group=2 must not exceed the 1 experts of a"),
     ("mixtral", {"quantization_config": {"bits": 4}}, "quantised weights are not read: convert"),
 ]
 

@@ -8,16 +8,18 @@ models leave behind are compared in test_huggingface.py without it. To write the
     pytest -m slow --regenerate-golden tests/test_jaxmoe/test_huggingface_parity.py
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxmoe import Transformer
-from jaxmoe.checkpoint import from_huggingface
+from jaxmoe.checkpoint import from_huggingface, read_huggingface, to_huggingface
 from jaxmoe.routing.balancers import conversions, load_balance, pool_layers
 from tests.support import huggingface_models
-from tests.support.huggingface_models import CONFIGS, Golden, build, tokens_of
+from tests.support.huggingface_models import BALANCED, CONFIGS, Golden, build, outputs_of, tokens_of
 from tests.support.tolerances import assert_close
 
 pytestmark = [
@@ -45,6 +47,25 @@ VARIANTS = {
             **{"num_attention_heads": 6, "num_key_value_heads": 2, "tie_word_embeddings": False},
         },
     ),
+    "deepseek, one group, queries without latent, halves": (
+        "deepseek_v3",
+        {
+            **{"n_group": 1, "topk_group": 1, "q_lora_rank": None, "rope_interleave": False},
+            **{"norm_topk_prob": False, "first_k_dense_replace": 0, "n_routed_experts": 5},
+            **{"v_head_dim": 11, "tie_word_embeddings": True, "num_hidden_layers": 2},
+        },
+    ),
+    "deepseek, yarn": (
+        "deepseek_v3",
+        {
+            **{"qk_rope_head_dim": 10, "num_hidden_layers": 2},
+            "rope_parameters": {
+                **{"rope_type": "yarn", "rope_theta": 40.0, "factor": 12.0, "mscale": 0.7},
+                **{"mscale_all_dim": 1.3, "original_max_position_embeddings": 16},
+                **{"beta_fast": 3.0, "beta_slow": 0.2},
+            },
+        },
+    ),
 }
 
 
@@ -62,8 +83,11 @@ def case(request, torch):
     return build(config), tokens_of(config)
 
 
-def apply(model, params, tokens):
-    return jax.jit(lambda p, t: Transformer(model).apply({"params": p}, t))(params, tokens)
+def apply(model, params, tokens, router_state=None):
+    def run(params, tokens, state):
+        return Transformer(model).apply({"params": params}, tokens, router_state=state)
+
+    return jax.jit(run)(params, tokens, router_state)
 
 
 def balance_of(model, statistics):
@@ -74,12 +98,12 @@ def balance_of(model, statistics):
 
 def test_logits_and_balance_loss(case, torch):
     theirs, tokens = case
-    with torch.no_grad():
-        wanted = theirs(torch.tensor(tokens).long(), output_router_logits=True)
-    model, params = from_huggingface(theirs.config.to_dict(), theirs.state_dict())
-    ours = apply(model, params, jnp.asarray(tokens))
-    assert_close(ours.logits, wanted.logits.numpy(), "matmul")
-    assert_close(balance_of(model, ours.statistics), float(wanted.aux_loss), "matmul")
+    logits, balance = outputs_of(theirs, tokens)
+    model, params, state = read_huggingface(theirs.config.to_dict(), theirs.state_dict())
+    ours = apply(model, params, jnp.asarray(tokens), state or None)
+    assert_close(ours.logits, logits, "matmul")
+    if theirs.config.model_type in BALANCED:
+        assert_close(balance_of(model, ours.statistics), balance, "matmul")
 
 
 def test_padding(torch):
@@ -100,14 +124,14 @@ def test_padding(torch):
 def test_what_it_saves(case, torch, tmp_path, caplog):
     """On disk every expert has tensors of its own, and Mixtral's names are others."""
     theirs, _ = case
-    wanted = from_huggingface(theirs.config.to_dict(), theirs.state_dict())
+    wanted = read_huggingface(theirs.config.to_dict(), theirs.state_dict())
     theirs.save_pretrained(tmp_path / "whole")
     theirs.save_pretrained(tmp_path / "shards", max_shard_size="20KB")
     assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 1
     for place in ("whole", "shards"):
-        model, params = from_huggingface(tmp_path / place)
-        assert model == wanted[0]
-        jax.tree.map(np.testing.assert_array_equal, params, wanted[1])
+        found = read_huggingface(tmp_path / place)
+        assert found.model == wanted.model
+        jax.tree.map(np.testing.assert_array_equal, found[1:], wanted[1:])
     # Every field that it writes is known here.
     assert not [record for record in caplog.records if record.name.startswith("jaxmoe")]
 
@@ -125,18 +149,20 @@ def test_bfloat16(torch):
 def test_gradients(name, torch):
     """Of the whole loss, balance included: router, attention and experts of the first layer."""
     theirs, tokens = build(CONFIGS[name]), tokens_of(CONFIGS[name])
-    ids = torch.tensor(tokens).long()
-    loss = theirs(ids, labels=ids, output_router_logits=True).loss
+    ids, is_balanced = torch.tensor(tokens).long(), name in BALANCED
+    asked = {"output_router_logits": True} if is_balanced else {}
+    loss = theirs(ids, labels=ids, **asked).loss
     loss.backward()
     gradients = {key: p.grad.numpy() for key, p in theirs.named_parameters()}
+    gradients |= {key: x for key, x in theirs.named_buffers() if key.endswith("_bias")}
     if theirs.config.tie_word_embeddings:
         gradients["lm_head.weight"] = gradients["model.embed_tokens.weight"]
-    _, wanted = from_huggingface(theirs.config.to_dict(), gradients)
-    model, params = from_huggingface(theirs.config.to_dict(), theirs.state_dict())
-    coefficient = CONFIGS[name]["router_aux_loss_coef"] * model.moe.top_k
+    wanted = read_huggingface(theirs.config.to_dict(), gradients).params
+    model, params, state = read_huggingface(theirs.config.to_dict(), theirs.state_dict())
+    coefficient = CONFIGS[name].get("router_aux_loss_coef", 0.0) * model.moe.top_k
 
     def loss_of(params, tokens):
-        output = Transformer(model).apply({"params": params}, tokens)
+        output = Transformer(model).apply({"params": params}, tokens, router_state=state or None)
         log_probs = jax.nn.log_softmax(output.logits[:, :-1])
         chosen = jnp.take_along_axis(log_probs, tokens[:, 1:, None], axis=-1)
         return coefficient * load_balance(pool_layers(output.statistics)) - chosen.mean()
@@ -151,22 +177,58 @@ def test_the_golden_arrays_are_what_it_computes(name, torch, tmp_path, request):
     from safetensors.numpy import load_file
 
     theirs, tokens = build(CONFIGS[name]), tokens_of(CONFIGS[name])
-    with torch.no_grad():
-        output = theirs(torch.tensor(tokens).long(), output_router_logits=True)
+    logits, balance = outputs_of(theirs, tokens)
     theirs.save_pretrained(tmp_path)
     live = Golden(
         config=CONFIGS[name],
         state=load_file(tmp_path / "model.safetensors"),
         tokens=tokens,
-        logits=output.logits.numpy(),
-        balance=float(output.aux_loss),
+        logits=logits,
+        balance=balance,
     )
     if request.config.getoption("--regenerate-golden"):
         huggingface_models.write(name, live)
     golden = huggingface_models.read(name)
     assert golden.config == live.config
     assert golden.state.keys() == live.state.keys()
-    assert_close(golden._replace(config={}), live._replace(config={}), "matmul")
+    rest = {"config": {}} if name in BALANCED else {"config": {}, "balance": 0.0}
+    assert_close(golden._replace(**rest), live._replace(**rest), "matmul")
+
+
+@pytest.mark.parametrize("experts", ["each", "stacked"])
+def test_what_it_reads_of_ours(case, torch, tmp_path, experts):
+    """Random parameters of ours, with which their model computes the same logits: in one file and
+    in several, a tensor for each expert and for all."""
+    import transformers
+
+    theirs, tokens = case
+    found = read_huggingface(theirs.config.to_dict(), theirs.state_dict())
+    params = jax.tree.map(lambda x: x * 0.75 + 0.05, found.params)
+    state = jax.tree.map(lambda x: x * 0.5, found.router_state)
+    ours = apply(found.model, params, jnp.asarray(tokens), state or None)
+    given = {"router_state": state, "experts": experts, "max_length": 64}
+    if theirs.config.model_type == "qwen3_moe":
+        given["max_shard_bytes"] = 20_000
+    place = to_huggingface(found.model, params, tmp_path / "it", **given)
+    is_cut = len(list(place.glob("*.safetensors"))) > 1
+    assert is_cut == (theirs.config.model_type == "qwen3_moe")
+    read, info = transformers.AutoModelForCausalLM.from_pretrained(
+        place,
+        output_loading_info=True,
+        attn_implementation="eager",
+        experts_implementation="eager",
+    )
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert type(read) is type(theirs) and read.dtype == torch.float32
+    logits, _ = outputs_of(read.eval(), tokens)
+    assert_close(logits, ours.logits, "matmul")
+    # And what it saves of that is what we wrote.
+    read.save_pretrained(tmp_path / "again")
+    again = read_huggingface(tmp_path / "again")
+    assert dataclasses.replace(again.model, moe=None, dense_layers=()) == dataclasses.replace(
+        found.model, moe=None, dense_layers=()
+    )
+    jax.tree.map(np.testing.assert_array_equal, again[1:], (params, state))
 
 
 def test_its_balance_loss_of_one_and_of_several_layers(torch):

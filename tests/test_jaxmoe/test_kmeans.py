@@ -185,6 +185,7 @@ def test_a_bias_evens_the_load_of_a_toy_mixture():
     assert violation_of(None) > 0.8
 
 
+@pytest.mark.slow
 def test_it_trains_a_model_and_its_layers_start_apart():
     moe = dataclasses.replace(TINY.moe, router=KMeansConfig(decay=0.5))
     model = dataclasses.replace(TINY, moe=moe)

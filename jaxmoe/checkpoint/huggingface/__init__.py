@@ -1,10 +1,10 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Weights from Hugging Face: a config and tensors in, `ModelConfig` and parameters out.
+"""Weights from and to Hugging Face: config and tensors, `ModelConfig` and parameters.
 
     import jax.numpy as jnp
     from jaxmoe import Transformer
-    from jaxmoe.checkpoint import from_huggingface
+    from jaxmoe.checkpoint import from_huggingface, read_huggingface, to_huggingface
 
     model, params = from_huggingface("OLMoE-1B-7B-0924")         # a directory with safetensors
     tokens = jnp.asarray([[1, 2, 3]])
@@ -13,33 +13,54 @@
     hf = transformers.OlmoeForCausalLM.from_pretrained(...)      # or a model in memory
     model, params = from_huggingface(hf.config.to_dict(), hf.state_dict())
 
+    to_huggingface(model, params, "mine")                        # config.json and safetensors
+
+    read_huggingface("Moonlight-16B-A3B")                        # and router state: DeepSeek-V3
+
     families.py   what each family's config means, and where each of its tensors belongs
+    fields.py     the fields of a config, under their old and new names
+    describe.py   the config of a model, and whether it says all
     weights.py    tensors into parameters by those rules, every one checked
-    files.py      a directory of safetensors as a mapping
+    export.py     parameters into tensors, by the same rules
+    files.py      a directory of safetensors, read and written
 
 Nothing is guessed: a config that asks for what this library does not compute, and every tensor that
-is missing, left over or of another shape, is an error that names it. Parity with `transformers` is
-tested in logits, balance loss and gradients. Writing such files, and DeepSeek-V3, are not here yet.
+is missing, left over or of another shape, is an error that names it; and a model that is not what a
+family computes is never written as one. Parity with `transformers` is tested in logits, balance
+loss and gradients, both ways.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import pathlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 from jax.sharding import Mesh
 
-from jaxmoe.checkpoint.huggingface.families import family_of
+from jaxmoe.checkpoint.huggingface.export import CONFIG
+from jaxmoe.checkpoint.huggingface.export import to_huggingface as to_huggingface
+from jaxmoe.checkpoint.huggingface.families import Family, family_of
 from jaxmoe.checkpoint.huggingface.files import open_tensors
-from jaxmoe.checkpoint.huggingface.weights import load_params
+from jaxmoe.checkpoint.huggingface.weights import load
 from jaxmoe.checkpoint.manifest import CheckpointError
 from jaxmoe.models.config import ModelConfig
 from sharding.rules import FULLY_SHARDED, LogicalAxisRules
 
-CONFIG = "config.json"
+logger = logging.getLogger(__name__)
+
+
+class Imported(NamedTuple):
+    """A model of `transformers`, here."""
+
+    model: ModelConfig
+    params: dict[str, Any]
+    router_state: Any
+    """Stacked over MoE layers, as `Transformer` takes it; empty where routers keep none."""
 
 
 def from_huggingface(
@@ -70,7 +91,30 @@ def from_huggingface(
 
     Raises:
         CheckpointError: a ValueError, for a family or a choice that is not supported, and for
-            tensors that are missing, left over, of another shape or not of floating point.
+            tensors that are missing, left over, of another shape or not of floating point; and
+            for a model whose routers have biases, which are not parameters: `read_huggingface`.
+    """
+    found = read_huggingface(config, state_dict, mesh=mesh, rules=rules)
+    if found.router_state and np.any(found.router_state["bias"]):
+        raise CheckpointError(
+            "the routers of this model have biases (e_score_correction_bias), which are state and"
+            " not parameters, and without them it is another model: take read_huggingface, and give"
+            " its router_state to the Transformer"
+        )
+    return found.model, found.params
+
+
+def read_huggingface(
+    config: Mapping[str, Any] | str | os.PathLike[str],
+    state_dict: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    *,
+    mesh: Mesh | None = None,
+    rules: LogicalAxisRules = FULLY_SHARDED,
+) -> Imported:
+    """`from_huggingface` with the state of routers, which DeepSeek-V3 has.
+
+    Raises:
+        CheckpointError: as there.
     """
     if state_dict is None and isinstance(config, Mapping):
         raise CheckpointError("from_huggingface needs tensors: give the model's state_dict")
@@ -81,7 +125,25 @@ def from_huggingface(
         path = pathlib.Path(str(config))
         state_dict = path if path.is_dir() else path.parent
     tensors = state_dict if isinstance(state_dict, Mapping) else open_tensors(state_dict)
-    return model, load_params(model, family.rules, tensors, mesh=mesh, axis_rules=rules)
+    tensors = _computed(family, fields, tensors)
+    params, state = load(model, family.rules, tensors, mesh=mesh, axis_rules=rules)
+    return Imported(model, params, state)
+
+
+def _computed(
+    family: Family, fields: Mapping[str, Any], tensors: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    """The tensors without those that the family leaves out, which are named in a warning."""
+    prefixes = family.left_out(fields)
+    others = [name for name in tensors if name.startswith(prefixes)] if prefixes else []
+    if not others:
+        return tensors
+    logger.warning(
+        "%d tensors of layers that predict further tokens are left out, %s first",
+        len(others),
+        others[0],
+    )
+    return {name: tensor for name, tensor in tensors.items() if name not in set(others)}
 
 
 def _read_config(path: pathlib.Path) -> dict[str, Any]:

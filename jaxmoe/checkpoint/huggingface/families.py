@@ -6,60 +6,49 @@
     mixtral      softmax over the chosen experts; no QK-norm; on disk block_sparse_moe, w1, w3, w2
     qwen3_moe    softmax over all experts, norm_topk_prob; QK-norm over each head; dense layers by
                  mlp_only_layers and decoder_sparse_step
+    deepseek_v3  latent attention; sigmoid with a bias for the choice alone, in groups of experts,
+                 of which the two best count; shared experts; the first layers dense
 
-Version 4 writes a flat rope_theta, version 5 rope_parameters; Qwen3-MoE's num_experts became
-num_local_experts. Either is read. What this library does not compute is refused, never ignored; a
-field that is not known here at all is named in a warning.
+What this library does not compute is refused, never ignored; a field that is not known here at all
+is named in a warning. The rules of the tensors serve both directions.
+
+DeepSeek-V3's bias is state of the router, not a parameter. The norms of its latents have an epsilon
+of 1e-6 whatever the config says. Its layers for the prediction of further tokens, which come after
+the others, are left out with a warning, as in transformers.
 
 Checked against transformers 5.23.0.
 
-To add a family: a function from fields to ModelConfig, its rules, and a line in FAMILIES. The rules
-are meant to serve both directions; what they cannot say yet (a bias per expert, two tensors for one
-projection as in DeepSeek-V3) belongs into `Rule`, not into a family.
+To add a family: a function from fields to ModelConfig, its inverse in describe.py, its rules, and a
+line in FAMILIES.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections.abc import Callable, Mapping
 from typing import Any, Final, Literal
 
-from jaxmoe.checkpoint.huggingface.weights import EMBEDDING, HEAD, Rule
+from jaxmoe.checkpoint.huggingface import describe, modeling
+from jaxmoe.checkpoint.huggingface.fields import Fields
+from jaxmoe.checkpoint.huggingface.weights import EMBEDDING, HEAD, ROUTER_STATE, Rule
 from jaxmoe.checkpoint.manifest import CheckpointError
 from jaxmoe.configs import closest
-from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
+from jaxmoe.models.config import (
+    AttentionConfig,
+    Attentions,
+    LatentAttentionConfig,
+    ModelConfig,
+    MoEConfig,
+)
 from jaxmoe.routing import (
     METHODS,
+    GroupLimitConfig,
     LoadBalanceConfig,
+    LossFreeConfig,
     RenormalizedGateConfig,
+    SigmoidTopKConfig,
     SoftmaxGateConfig,
     SoftmaxTopKConfig,
-)
-
-logger = logging.getLogger(__name__)
-
-# Fields of which one value is supported, and why no other.
-_ONLY: Final = {
-    "hidden_act": ("silu", "every feed-forward here is a SwiGLU"),
-    "attention_bias": (False, "projections here have no bias"),
-    "mlp_bias": (False, "projections here have no bias"),
-    "clip_qkv": (None, "queries, keys and values are not clipped here"),
-    "attention_dropout": (0.0, "there is no dropout here; set it to 0 if it was used in training"),
-    "router_jitter_noise": (0.0, "this router has no noise; set it to 0 if it was for training"),
-    "partial_rotary_factor": (1.0, "RoPE here turns whole heads"),
-    "quantization_config": (None, "quantised weights are not read: convert them to bfloat16"),
-    "is_encoder_decoder": (False, "models here are decoders"),
-}
-
-# Fields that change neither logits nor loss.
-_IGNORED: Final = frozenset(
-    "architectures _name_or_path transformers_version torch_dtype dtype auto_map use_cache"
-    " _attn_implementation _attn_implementation_autoset attn_implementation"
-    " _experts_implementation experts_implementation initializer_range max_position_embeddings"
-    " max_window_layers output_router_logits output_attentions output_hidden_states return_dict"
-    " pad_token_id bos_token_id eos_token_id chunk_size_feed_forward problem_type id2label label2id"
-    " pretraining_tp rope_parameters rope_scaling rope_theta model_type".split()
 )
 
 
@@ -67,58 +56,15 @@ _IGNORED: Final = frozenset(
 class Family:
     """One architecture of `transformers`."""
 
+    architecture: str
+    """Its class there."""
     model: Callable[[Mapping[str, Any]], ModelConfig]
+    """What a config means."""
+    fields: Callable[[ModelConfig], dict[str, Any]]
+    """A config of a model; means that model, if the family can say it at all."""
     rules: tuple[Rule, ...]
-
-
-class _Fields:
-    """The fields of a config, and which of them were asked for."""
-
-    def __init__(self, fields: Mapping[str, Any]):
-        self._fields = fields
-        self._asked: set[str] = set()
-
-    def get(self, *names: str, default: Any = None) -> Any:
-        """The value of a field that has had several names; `default` where absent or null.
-
-        Raises:
-            CheckpointError: two of the names are there with different values.
-        """
-        self._asked.update(names)
-        given = {name: self._fields[name] for name in names if self._fields.get(name) is not None}
-        if len(set(map(repr, given.values()))) > 1:
-            both = " and ".join(f"{name}={value!r}" for name, value in given.items())
-            raise CheckpointError(f"the config has {both}, two names of one field")
-        return next(iter(given.values()), default)
-
-    def there(self, *names: str) -> Any:
-        """A field that must be there."""
-        value = self.get(*names)
-        if value is None:
-            near = closest(names[0], self._fields)
-            raise CheckpointError(f"the config has no {' or '.join(names)}{near}")
-        return value
-
-    def size(self, *names: str) -> int:
-        """A field that must be there, a whole number above 0."""
-        value = self.there(*names)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise CheckpointError(f"config.{names[0]}={value!r} must be a whole number above 0")
-        return value
-
-    def only(self, name: str, supported: Any, why: str) -> None:
-        """Refuses any value of a field but one (null counts as absent)."""
-        value = self.get(name, default=supported)
-        if value != supported:
-            raise CheckpointError(
-                f"config.{name}={value!r} is not supported, only {supported!r}: {why}"
-            )
-
-    def warn_of_the_rest(self) -> None:
-        """Names the fields that nobody asked for and that are not known to be harmless."""
-        rest = sorted(self._fields.keys() - self._asked - _IGNORED)
-        if rest:
-            logger.warning("config fields unknown to jaxmoe, ignored: %s", ", ".join(rest))
+    left_out: Callable[[Mapping[str, Any]], tuple[str, ...]] = lambda _: ()
+    """Beginnings of the names of tensors that a config speaks of and nothing here computes."""
 
 
 def family_of(fields: Mapping[str, Any]) -> Family:
@@ -128,6 +74,8 @@ def family_of(fields: Mapping[str, Any]) -> Family:
         CheckpointError: none that is known here.
     """
     name = fields.get("model_type")
+    if name == modeling.NAME:
+        return OWN
     if name not in FAMILIES:
         raise CheckpointError(
             f"config.model_type={name!r} is not among {', '.join(FAMILIES)}"
@@ -137,39 +85,88 @@ def family_of(fields: Mapping[str, Any]) -> Family:
 
 
 def _olmoe(config: Mapping[str, Any]) -> ModelConfig:
-    fields = _Fields(config)
+    fields = Fields(config)
     moe = _token_choice(fields, expert_dim=fields.size("intermediate_size"))
     fields.only("sliding_window", None, "OLMoE attends to all earlier tokens")
-    return _model(fields, moe, qk_norm="full", rope_theta=10_000.0, window=None)
+    return _model(fields, moe, _grouped(fields, qk_norm="full"))
 
 
 def _mixtral(config: Mapping[str, Any]) -> ModelConfig:
-    fields = _Fields(config)
+    fields = Fields(config)
     parts = METHODS["mixtral"]
     moe = _moe(fields, fields.size("intermediate_size"), parts.router, parts.gate)
     window = fields.get("sliding_window")
-    return _model(fields, moe, qk_norm="none", rope_theta=1e6, window=window)
+    return _model(fields, moe, _grouped(fields, qk_norm="none", rope_theta=1e6, window=window))
 
 
 def _qwen3_moe(config: Mapping[str, Any]) -> ModelConfig:
-    fields = _Fields(config)
+    fields = Fields(config)
     moe = _token_choice(fields, expert_dim=fields.size("moe_intermediate_size"))
     window = fields.get("sliding_window")  # means nothing without use_sliding_window
     window = window if fields.get("use_sliding_window") else None
     num_layers, step = fields.size("num_hidden_layers"), fields.get("decoder_sparse_step") or 1
     named = fields.get("mlp_only_layers") or ()
     dense = tuple(i for i in range(num_layers) if i in named or (i + 1) % step)
-    return _model(fields, moe, qk_norm="head", rope_theta=10_000.0, window=window, dense=dense)
+    return _model(fields, moe, _grouped(fields, qk_norm="head", window=window), dense=dense)
 
 
-def _token_choice(fields: _Fields, expert_dim: int) -> MoEConfig:
+def _deepseek_v3(config: Mapping[str, Any]) -> ModelConfig:
+    fields = Fields(config)
+    fields.only("scoring_func", "sigmoid", "DeepSeek-V3 scores by sigmoid")
+    fields.only("topk_method", "noaux_tc", "DeepSeek-V3 chooses with a bias")
+    fields.only("moe_layer_freq", 1, "here every layer after the dense ones has experts")
+    heads = fields.size("num_attention_heads")
+    fields.only("num_key_value_heads", heads, "every head has keys of its own, from the latent")
+    # Training's own, of other versions, and what follows from the rest.
+    for name in ("aux_loss_alpha", "seq_aux", "ep_size", "router_aux_loss_coef", "head_dim"):
+        fields.get(name)
+    fields.get("num_nextn_predict_layers", "num_mtp_layers")
+    attention = LatentAttentionConfig(
+        num_heads=heads,
+        latent_dim=fields.size("kv_lora_rank"),
+        query_latent_dim=fields.size_or_null("q_lora_rank"),
+        nope_dim=fields.size("qk_nope_head_dim"),
+        rope_dim=fields.size("qk_rope_head_dim"),
+        value_dim=fields.size("v_head_dim"),
+        rope_theta=fields.rope_theta(10_000.0, has_yarn=True),
+        yarn=fields.yarn(),
+        rope_layout="interleaved" if fields.get("rope_interleave", default=True) else "halves",
+    )
+    fields.only("qk_head_dim", attention.head_dim, "it is qk_nope_head_dim + qk_rope_head_dim")
+    number, chosen = fields.size("n_group"), fields.size("topk_group")
+    groups = GroupLimitConfig(num_groups=number, top_groups=chosen, best_per_group=2)
+    scale = float(fields.there("routed_scaling_factor"))
+    is_renormalized = fields.get("norm_topk_prob", default=True)
+    moe = MoEConfig(
+        num_experts=fields.size("n_routed_experts", "num_local_experts"),
+        top_k=fields.size("num_experts_per_tok"),
+        expert_dim=fields.size("moe_intermediate_size"),
+        num_shared_experts=fields.size("n_shared_experts"),
+        router=SigmoidTopKConfig(bias=LossFreeConfig(), groups=groups if chosen < number else None),
+        gate=(RenormalizedGateConfig if is_renormalized else SoftmaxGateConfig)(scale=scale),
+        balancers=(),
+    )
+    num_layers, first = fields.size("num_hidden_layers"), fields.there("first_k_dense_replace")
+    dense = tuple(range(min(first, num_layers)))
+    return _model(fields, moe, attention, dense=dense, has_balance=False)
+
+
+def _further_tokens(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """The layers after the last one, where DeepSeek-V3 keeps what predicts further tokens."""
+    fields = Fields(config)
+    first = fields.size("num_hidden_layers")
+    number = fields.get("num_nextn_predict_layers", "num_mtp_layers", default=0)
+    return tuple(f"model.layers.{layer}." for layer in range(first, first + number))
+
+
+def _token_choice(fields: Fields, expert_dim: int) -> MoEConfig:
     """Softmax over all experts; norm_topk_prob divides by the sum over the chosen."""
     is_renormalized = fields.get("norm_topk_prob", default=False)
     gate = RenormalizedGateConfig() if is_renormalized else SoftmaxGateConfig()
     return _moe(fields, expert_dim, SoftmaxTopKConfig(softmax="before"), gate)
 
 
-def _moe(fields: _Fields, expert_dim: int, router: Any, gate: Any) -> MoEConfig:
+def _moe(fields: Fields, expert_dim: int, router: Any, gate: Any) -> MoEConfig:
     return MoEConfig(
         num_experts=fields.size("num_local_experts", "num_experts"),
         top_k=fields.size("num_experts_per_tok"),
@@ -180,33 +177,41 @@ def _moe(fields: _Fields, expert_dim: int, router: Any, gate: Any) -> MoEConfig:
     )
 
 
-def _model(
-    fields: _Fields,
-    moe: MoEConfig,
+def _grouped(
+    fields: Fields,
     *,
     qk_norm: Literal["none", "head", "full"],
-    rope_theta: float,
-    window: int | None,
-    dense: tuple[int, ...] = (),
-) -> ModelConfig:
-    """What the families share; `rope_theta` is the default of theirs."""
-    for name, (supported, why) in _ONLY.items():
-        fields.only(name, supported, why)
-    num_layers, width = fields.size("num_hidden_layers"), fields.size("hidden_size")
-    heads = fields.size("num_attention_heads")
+    rope_theta: float = 10_000.0,
+    window: int | None = None,
+) -> AttentionConfig:
+    """Grouped-query attention; `rope_theta` is the default of the family."""
+    heads, width = fields.size("num_attention_heads"), fields.size("hidden_size")
     if fields.get("head_dim") is None and width % heads:
         raise CheckpointError(
             f"config.hidden_size={width} does not divide by num_attention_heads={heads}, and there"
             " is no head_dim"
         )
-    attention = AttentionConfig(
+    return AttentionConfig(
         num_heads=heads,
         num_kv_heads=fields.get("num_key_value_heads", default=heads),
         head_dim=fields.get("head_dim", default=width // heads),
         qk_norm=qk_norm,
-        rope_theta=_rope_theta(fields, rope_theta),
+        rope_theta=fields.rope_theta(rope_theta),
         window=window,
     )
+
+
+def _model(
+    fields: Fields,
+    moe: MoEConfig,
+    attention: Attentions,
+    *,
+    dense: tuple[int, ...] = (),
+    has_balance: bool = True,
+) -> ModelConfig:
+    """What the families share; a family without `has_balance` knows no loss of the load."""
+    fields.check_supported()
+    num_layers, width = fields.size("num_hidden_layers"), fields.size("hidden_size")
     coefficient = fields.get("router_aux_loss_coef", default=0.0)
     model = ModelConfig(
         vocab_size=fields.size("vocab_size"),
@@ -220,35 +225,12 @@ def _model(
         has_tied_embeddings=fields.get("tie_word_embeddings", default=False),
     )
     fields.warn_of_the_rest()
-    if model.moe is None:
+    if model.moe is None or not has_balance:
         return model
     # Theirs is K for a balanced router and one for all layers, ours 1 for each layer.
     unit = moe.top_k / model.num_moe_layers
     balancers = (LoadBalanceConfig(coefficient=coefficient * unit),)
     return dataclasses.replace(model, moe=dataclasses.replace(moe, balancers=balancers))
-
-
-def _rope_theta(fields: _Fields, default: float) -> float:
-    """The base of plain RoPE, wherever the config keeps it.
-
-    Raises:
-        CheckpointError: another kind of RoPE, or two different bases.
-    """
-    bases = {fields.get("rope_theta")}
-    for name in ("rope_parameters", "rope_scaling"):
-        rope = fields.get(name, default={})
-        kind = rope.get("rope_type", rope.get("type", "default"))
-        by_layer = any(isinstance(value, Mapping) for value in rope.values())
-        if kind != "default" or by_layer or rope.get("partial_rotary_factor", 1.0) != 1.0:
-            raise CheckpointError(
-                f"config.{name}={dict(rope)} is not supported: RoPE here is the plain one, of type"
-                " 'default', the same in all layers and for whole heads"
-            )
-        bases.add(rope.get("rope_theta"))
-    bases.discard(None)
-    if len(bases) > 1:
-        raise CheckpointError(f"the config has several rope_theta: {sorted(bases)}")
-    return float(bases.pop()) if bases else default
 
 
 _BLOCK = "model.layers.{layer}."
@@ -263,19 +245,40 @@ _ROOT = (
     Rule(path="final_norm/gain", keys=("model.norm.weight",)),
     Rule(path="head/weight", keys=(HEAD,)),
 )
-_ATTENTION = (
+_NORMS = (
     _rule("attention_norm/gain", "input_layernorm.weight"),
-    *(_rule(f"attention/{name}", f"self_attn.{name}_proj.weight") for name in "qkvo"),
     _rule("feed_forward_norm/gain", "post_attention_layernorm.weight"),
+)
+_ATTENTION = (
+    *_NORMS,
+    *(_rule(f"attention/{name}", f"self_attn.{name}_proj.weight") for name in "qkvo"),
 )
 _QK_NORM = tuple(
     _rule(f"attention/{name}", f"self_attn.{name}.weight") for name in ("q_norm", "k_norm")
 )
-_DENSE = (
-    _rule("feed_forward/gate_up", "mlp.gate_proj.weight", half=0),
-    _rule("feed_forward/gate_up", "mlp.up_proj.weight", half=1),
-    _rule("feed_forward/down", "mlp.down_proj.weight"),
+_LATENT_ATTENTION = (
+    *_NORMS,
+    *(
+        _rule(f"attention/{ours}", f"self_attn.{theirs}.weight")
+        for ours, theirs in {
+            **{"q": "q_proj", "q_a": "q_a_proj", "q_norm": "q_a_layernorm", "q_b": "q_b_proj"},
+            **{"kv_a": "kv_a_proj_with_mqa", "kv_norm": "kv_a_layernorm", "kv_b": "kv_b_proj"},
+            "o": "o_proj",
+        }.items()
+    ),
 )
+
+
+def _swiglu(path: str, block: str) -> tuple[Rule, ...]:
+    return (
+        _rule(f"{path}/gate_up", f"{block}.gate_proj.weight", half=0),
+        _rule(f"{path}/gate_up", f"{block}.up_proj.weight", half=1),
+        _rule(f"{path}/down", f"{block}.down_proj.weight"),
+    )
+
+
+_DENSE, _SHARED = _swiglu("feed_forward", "mlp"), _swiglu("moe/shared", "mlp.shared_experts")
+_BIAS = _rule(f"{ROUTER_STATE}/bias", "mlp.gate.e_score_correction_bias")
 
 
 def _experts(block: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
@@ -294,9 +297,40 @@ _PROJECTIONS = _experts("mlp", "gate_proj", "up_proj", "down_proj")
 _NUMBERED = _experts("block_sparse_moe", "w1", "w3", "w2")
 
 FAMILIES: Final[dict[str, Family]] = {
-    "olmoe": Family(model=_olmoe, rules=(*_ROOT, *_ATTENTION, *_QK_NORM, *_PROJECTIONS)),
-    "mixtral": Family(model=_mixtral, rules=(*_ROOT, *_ATTENTION, *_NUMBERED)),
+    "olmoe": Family(
+        architecture="OlmoeForCausalLM",
+        model=_olmoe,
+        fields=describe.olmoe,
+        rules=(*_ROOT, *_ATTENTION, *_QK_NORM, *_PROJECTIONS),
+    ),
+    "mixtral": Family(
+        architecture="MixtralForCausalLM",
+        model=_mixtral,
+        fields=describe.mixtral,
+        rules=(*_ROOT, *_ATTENTION, *_NUMBERED),
+    ),
     "qwen3_moe": Family(
-        model=_qwen3_moe, rules=(*_ROOT, *_ATTENTION, *_QK_NORM, *_DENSE, *_PROJECTIONS)
+        architecture="Qwen3MoeForCausalLM",
+        model=_qwen3_moe,
+        fields=describe.qwen3_moe,
+        rules=(*_ROOT, *_ATTENTION, *_QK_NORM, *_DENSE, *_PROJECTIONS),
+    ),
+    "deepseek_v3": Family(
+        architecture="DeepseekV3ForCausalLM",
+        model=_deepseek_v3,
+        fields=describe.deepseek_v3,
+        rules=(*_ROOT, *_LATENT_ATTENTION, *_DENSE, *_PROJECTIONS, *_SHARED, _BIAS),
+        left_out=_further_tokens,
     ),
 }
+
+OWN: Final = Family(
+    architecture=modeling.ARCHITECTURE,
+    model=modeling.model_of,
+    fields=modeling.fields_of,
+    rules=(
+        *(*_ROOT, *_ATTENTION, *_QK_NORM, *_DENSE, *_PROJECTIONS, *_SHARED, _BIAS),
+        _rule("attention/gate", "self_attn.gate_proj.weight"),
+    ),
+)
+"""What comes with a modelling file of its own."""

@@ -1,22 +1,28 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Safetensors files as a mapping from names to tensors that are read when asked for.
+"""Safetensors files: a mapping from names to tensors that are read when asked for, and files of
+tensors that are made when it is their turn.
 
     one file          model.safetensors
     shards            model.safetensors.index.json, whose `weight_map` says which file holds what
 
 Headers are read at once, so that names and shapes can be compared before any value is. PyTorch's
-pickled files are not read: they run code.
+pickled files are not read: they run code. Files are written from front to back, one tensor after
+another: a header (its length, 8 bytes; JSON with dtype, shape and place of each tensor), then the
+values.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import pathlib
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 
 from jaxmoe.checkpoint.manifest import CheckpointError
@@ -30,14 +36,17 @@ _DTYPES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float
 class StoredTensor:
     """A tensor on disk: shape and dtype are known, its values are read by `numpy.asarray`."""
 
-    file: Any
-    name: str
+    file: pathlib.Path
+    start: int
+    """Byte of the file at which its values begin."""
     shape: tuple[int, ...]
     dtype: str
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         del copy  # every read is a fresh array
-        values = self.file.get_tensor(self.name)
+        kind, size = jnp.dtype(self.dtype), math.prod(self.shape)
+        # Read, not mapped: what is mapped stays in memory, and in the end all of the file is.
+        values = np.fromfile(self.file, kind, size, offset=self.start).reshape(self.shape)
         return values if dtype is None else values.astype(dtype)
 
 
@@ -94,17 +103,98 @@ def _open(file: pathlib.Path) -> dict[str, StoredTensor]:
     """Names and shapes of one file."""
     safetensors = require("safetensors", extra="hf")
     try:
-        reader = safetensors.safe_open(file, framework="np")
-        found = {}
-        for name in reader.keys():
-            about = reader.get_slice(name)
-            stored = str(about.get_dtype())
-            dtype = _DTYPES.get(stored, stored)
-            found[name] = StoredTensor(reader, name, tuple(about.get_shape()), dtype)
-        return found
+        with safetensors.safe_open(file, framework="np"):  # which checks all that the header says
+            pass
+        with open(file, "rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            header: dict[str, Any] = json.loads(stream.read(length))
+        header.pop("__metadata__", None)
+        return {
+            name: StoredTensor(
+                file,
+                8 + length + about["data_offsets"][0],
+                tuple(about["shape"]),
+                _DTYPES.get(str(about["dtype"]), str(about["dtype"])),
+            )
+            for name, about in header.items()
+        }
     except OSError as error:
         raise CheckpointError(f"cannot read {file}: {error.strerror or error}") from error
     except safetensors.SafetensorError as error:
         raise CheckpointError(
             f"{file} is no whole safetensors file ({error}): download it again"
         ) from error
+
+
+class Planned(NamedTuple):
+    """A tensor that will be written."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def num_bytes(self) -> int:
+        """On disk."""
+        return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
+
+
+def write_tensors(
+    directory: pathlib.Path,
+    planned: Mapping[str, Planned],
+    values: Callable[[str], np.ndarray],
+    *,
+    max_shard_bytes: int,
+) -> None:
+    """Writes tensors into as many files as they need.
+
+    Args:
+        directory: which is there.
+        planned: what will be written, in order.
+        values: of a tensor by its name, in any float dtype; asked for once each, in order.
+        max_shard_bytes: of a file; a tensor larger than that has a file of its own.
+    """
+    shards = _shards(planned, max_shard_bytes)
+    places = {}
+    for number, names in enumerate(shards, 1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        file = file if len(shards) > 1 else "model.safetensors"
+        _write(directory / file, {name: planned[name] for name in names}, values)
+        places |= dict.fromkeys(names, file)
+    if len(shards) > 1:
+        total = sum(tensor.num_bytes for tensor in planned.values())
+        index = {"metadata": {"total_size": total}, "weight_map": places}
+        text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+        (directory / INDEX).write_text(text, encoding="utf-8")
+
+
+def _shards(planned: Mapping[str, Planned], max_shard_bytes: int) -> Sequence[Sequence[str]]:
+    """Names by file, in their order."""
+    shards, held = [[]], 0
+    for name, tensor in planned.items():
+        if shards[-1] and held + tensor.num_bytes > max_shard_bytes:
+            shards.append([])
+            held = 0
+        shards[-1].append(name)
+        held += tensor.num_bytes
+    return shards
+
+
+def _write(
+    file: pathlib.Path, planned: Mapping[str, Planned], values: Callable[[str], np.ndarray]
+) -> None:
+    names = {dtype: name for name, dtype in _DTYPES.items()}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, tensor in planned.items():
+        start, end = end, end + tensor.num_bytes
+        about = {"dtype": names[tensor.dtype], "shape": list(tensor.shape)}
+        header[name] = about | {"data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # values begin at a multiple of 8
+    with open(file, "wb") as stream:
+        stream.write(len(text).to_bytes(8, "little"))
+        stream.write(text)
+        for name, tensor in planned.items():
+            array = np.ascontiguousarray(values(name), dtype=jnp.dtype(tensor.dtype))
+            assert array.shape == tensor.shape, (name, array.shape, tensor.shape)
+            stream.write(array.reshape(-1).view(np.uint8).data)

@@ -5,40 +5,46 @@
     theirs [out, in]                ours [in..., out...]           transposed, then reshaped
     theirs gate [F D], up [F D]     ours gate_up [D 2 F]           each is a half
     theirs per layer and expert     ours stacked: [L E ...]
+    theirs a bias per expert        ours state of the router: [layers with experts, E]
 
 What is in and what is out stands in each parameter's declaration, so that no rule repeats a shape.
-Heads need no permutation: RoPE turns the same halves in both (`jaxmoe/layers/rotary.py`).
+Heads need no permutation: RoPE turns the same halves in both (`jaxmoe/layers/rotary.py`), or is
+told of another layout (`jaxmoe/layers/latent_attention.py`).
 
 All names and shapes are compared before any value is read, and everything wrong is said at once.
 One parameter is in memory at a time beside those already placed.
 
-To convert the other way: the same pieces, read instead of written.
+The other way is export.py: the same pieces, read instead of written.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from flax import traverse_util
+from jax.sharding import Mesh, PartitionSpec
 
 from jaxmoe.checkpoint.manifest import CheckpointError
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.models.initialize import parameter_table
-from jaxmoe.parameters import ParameterSpec
+from jaxmoe.models.transformer import initial_router_state
+from jaxmoe.parameters import Declaration, Hyperparameters, ParameterSpec, ParameterTable
 from sharding import axes as ax
 from sharding.rules import LogicalAxisRules
 from sharding.specs import named_shardings
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+ROUTER_STATE = "router_state"
+"""Where the paths of router state begin, beside those of parameters."""
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
 _SHOWN = 20
 _ROWS = 16
+_ALIGNMENT = 64
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,7 +52,7 @@ class Rule:
     """Where one of our parameters, or half of one, comes from."""
 
     path: str
-    """Ours: from the root, or from the block."""
+    """Ours: from the root, or from the block; of router state from `ROUTER_STATE` on."""
     keys: tuple[str, ...]
     """Theirs: on disk, then as it may be called otherwise. `{layer}` and `{expert}` are numbers; a
     key without {expert} for a parameter of experts is a tensor of all of them, [E, out, in], in
@@ -70,15 +76,15 @@ class Piece(NamedTuple):
     is_transposed: bool
 
 
-def load_params(
+def load(
     model: ModelConfig,
     rules: Sequence[Rule],
     tensors: Mapping[str, Any],
     *,
     mesh: Mesh | None,
     axis_rules: LogicalAxisRules,
-) -> dict[str, Any]:
-    """The parameters of a model, f32.
+) -> tuple[dict[str, Any], Any]:
+    """The parameters and the router state of a model, f32.
 
     Args:
         model: whose parameters.
@@ -90,10 +96,11 @@ def load_params(
     Raises:
         CheckpointError: tensors that are missing, left over, of another shape or not floats.
     """
-    table = parameter_table(model, rules=axis_rules)
+    table, state = parameter_table(model, rules=axis_rules), state_table(model)
     if mesh is not None:
         table.check_divides(axis_rules, dict(mesh.shape))
-    pieces = {row.path: list(_pieces(model, row, rules, tensors)) for row in table}
+    rows = (*table, *state)
+    pieces = {row.path: list(pieces_of(model, row, rules, tensors)) for row in rows}
     wanted = {piece.key: piece.shape for some in pieces.values() for piece in some}
     if model.has_tied_embeddings and HEAD in tensors:  # a model in memory names it twice
         wanted[HEAD] = wanted[EMBEDDING]
@@ -105,28 +112,56 @@ def load_params(
     def build(row: ParameterSpec) -> jax.Array:
         values = _fill(row, pieces[row.path], tensors)
         if mesh is None:
-            return jnp.asarray(values)
+            return jax.device_put(values)  # on the CPU it stays where it is
         return jax.device_put(values, named_shardings(row.spec, mesh))
 
-    return table.tree(build)
+    return table.tree(build), state.tree(build).get(ROUTER_STATE, {})
 
 
-def _pieces(
-    model: ModelConfig, row: ParameterSpec, rules: Sequence[Rule], tensors: Mapping[str, Any]
+def state_table(model: ModelConfig) -> ParameterTable:
+    """A row for each array of router state, as of a parameter; [layers with experts, ...] each."""
+    shapes = jax.eval_shape(lambda: initial_router_state(model))
+    rows = []
+    for path, leaf in sorted(traverse_util.flatten_dict(shapes, sep="/").items()):
+        axes = (ax.LAYERS, *(ax.ROUTER_OUT,) * (len(leaf.shape) - 1))
+        declaration = Declaration(
+            shape=leaf.shape, axes=axes, role="router", matrix=None, init="zeros"
+        )
+        spec = PartitionSpec()
+        path = f"{ROUTER_STATE}/{path}"
+        rows.append(
+            ParameterSpec(path=path, declaration=declaration, hyper=Hyperparameters(), spec=spec)
+        )
+    return ParameterTable(tuple(rows))
+
+
+def pieces_of(
+    model: ModelConfig, row: ParameterSpec, rules: Sequence[Rule], names: Container[str]
 ) -> Iterator[Piece]:
-    """The pieces of one stacked parameter, layer by layer."""
+    """The pieces of one stacked parameter or state, layer by layer.
+
+    Args:
+        model: whose it is.
+        row: of its table.
+        rules: of its family.
+        names: of the tensors that there are, which decide between a rule's keys; those on disk
+            where there are none.
+    """
     path, layers = row.path, None
+    if path.startswith(f"{ROUTER_STATE}/"):
+        dense = model.dense_layers
+        layers = [layer for layer in range(model.num_layers) if layer not in dense]
     for stack in model.stacks:
         if path.startswith(f"{stack.name}/"):
             path = path.removeprefix(f"{stack.name}/")
             layers = range(stack.first_layer, stack.first_layer + stack.num_layers)
     for rule in (rule for rule in rules if rule.path == path):
         if layers is None:
-            yield from _of_layer(row, rule, (), rule.keys, tensors)
+            yield from _of_layer(row, rule, (), rule.keys, names)
             continue
         for offset, layer in enumerate(layers):
             keys = [key.replace("{layer}", str(layer)) for key in rule.keys]
-            yield from _of_layer(row, rule, (offset,), keys, tensors)
+            yield from _of_layer(row, rule, (offset,), keys, names)
 
 
 def _of_layer(
@@ -134,11 +169,11 @@ def _of_layer(
     rule: Rule,
     where: tuple[int, ...],
     keys: Sequence[str],
-    tensors: Mapping[str, Any],
+    names: Container[str],
 ) -> Iterator[Piece]:
     """The pieces of one layer: one, or one for each expert."""
     declaration = row.declaration
-    known = [key for key in keys if key.replace("{expert}", "0") in tensors]
+    known = [key for key in keys if key.replace("{expert}", "0") in names]
     key = known[0] if known else keys[0]
     halves = 1 if rule.half is None else 2
     fan_in, out = declaration.fan(0), declaration.fan(1) // halves
@@ -197,7 +232,7 @@ def _near(name: str, candidates: Sequence[str]) -> str:
 
 def _fill(row: ParameterSpec, pieces: Sequence[Piece], tensors: Mapping[str, Any]) -> np.ndarray:
     """One parameter, f32; each tensor is read once."""
-    parameter = np.empty(row.shape, np.float32)
+    parameter = _aligned(row.size).reshape(row.shape)
     filled, last, values = 0, "", np.empty(0)
     for piece in sorted(pieces, key=lambda piece: piece.key):
         if piece.key != last:
@@ -215,6 +250,13 @@ def _fill(row: ParameterSpec, pieces: Sequence[Piece], tensors: Mapping[str, Any
     if filled != row.size:
         raise CheckpointError(f"{row.path}: the family's rules fill {filled} of {row.size} values")
     return parameter
+
+
+def _aligned(size: int) -> np.ndarray:
+    """Memory that a CPU device takes over as it is; of numpy's own it would make a copy."""
+    raw = np.empty(4 * size + _ALIGNMENT, np.uint8)
+    first = -raw.ctypes.data % _ALIGNMENT
+    return raw[first : first + 4 * size].view(np.float32)
 
 
 def _values(tensor: Any) -> np.ndarray:

@@ -1,0 +1,267 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Starts the processes of a run on this host, and starts them again when one is lost.
+
+    python -m experiments.launch --supervise --processes 4 --command "COMMAND"
+
+A run of JAX is its processes: when one is killed, raises or hangs, the others wait for it in a
+collective. The supervisor sees it end (or all of them silent), says which one and why, ends the
+others, and starts all of them again: the same command continues from the newest checkpoint.
+
+    started again   a signal, a traceback, 74 not saved, 75 preempted after saving, silence
+    not again       0 done, 2 bad configuration, 3 diverged, 65 damaged, 76 corrupted, 130 Ctrl-C
+
+SIGTERM and Ctrl-C go on to all processes, which save and stop; a second one ends them at once. What
+the first process writes is passed on; what each writes is in `--run.directory`, with a summary.json
+of every start. On several hosts the cluster restarts: see `experiments.launch cluster:jobset`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from types import FrameType
+from typing import Any, TextIO
+
+from experiments import cli
+from experiments.exit_codes import ExitCode
+from experiments.launch_config import LaunchRunConfig
+from experiments.output import write
+from experiments.run_directory import RunDirectory
+
+FINAL = frozenset(
+    {
+        *(ExitCode.DONE, ExitCode.BAD_CONFIGURATION, ExitCode.DIVERGED, ExitCode.DAMAGED),
+        *(ExitCode.CORRUPTED, ExitCode.INTERRUPTED),
+    }
+)
+"""Exit codes after which another start would end alike, or is not wanted."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class SuperviseConfig:
+    """What to start, and how often again."""
+
+    run: LaunchRunConfig = LaunchRunConfig()
+    """Where the supervisor's files go: not the directory of the run that it starts."""
+    command: str = "python -m experiments.pretrain"
+    """Command of each process."""
+    processes: int = 1
+    """Processes on this host."""
+    max_restarts: int = 10
+    """Starts after the first; a start that lasted `steady` seconds counts as the first again."""
+    steady: int = 3600
+    """Seconds after which a start counts as good."""
+    silence: int = 900
+    """Seconds without a line of output from any process after which they count as hung."""
+    grace: int = 5
+    """Seconds that the others have to end when one is lost, before they are killed."""
+
+    def __post_init__(self):
+        for field, lowest in (("processes", 1), ("max_restarts", 0), ("steady", 1)):
+            if getattr(self, field) < lowest:
+                raise ValueError(f"{field}={getattr(self, field)} must be at least {lowest}")
+        for field in ("silence", "grace"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"{field}={getattr(self, field)} must be at least 1 second")
+        if not shlex.split(self.command):
+            raise ValueError("command is empty: give what each process runs")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Ended:
+    """How one start ended."""
+
+    code: int
+    """Exit code of the process that ended first with something to say; of a signal 128 + it."""
+    cause: str
+    """In words, with the process."""
+    seconds: float
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command; returns the exit code of the run."""
+    prog = "python -m experiments.launch --supervise"
+    with cli.exit_on_bad_configuration():
+        config = cli.parse_flags(SuperviseConfig(), argv, prog, __doc__ or "")
+        directory = RunDirectory(config.run.directory or f"runs/launch/{config.run.name}")
+        directory.check_free_of_runs()
+        directory.acquire()
+    starts: list[dict[str, Any]] = []
+    restarts = 0
+    with _Signals() as signals:
+        while True:
+            ended = _Start(config, directory.path, len(starts), signals).wait()
+            starts.append(dataclasses.asdict(ended))
+            is_final = ended.code in FINAL or signals.number is not None
+            restarts = 0 if ended.seconds >= config.steady else restarts
+            may_restart = not is_final and restarts < config.max_restarts
+            directory.write_summary(
+                {
+                    "status": "running" if may_restart else "ended",
+                    "command": config.command,
+                    "processes": config.processes,
+                    "code": ended.code,
+                    "starts": starts,
+                }
+            )
+            if not may_restart:
+                break
+            restarts += 1
+            write(f"supervisor: {ended.cause}; start {len(starts) + 1} follows")
+    directory.release()
+    if ended.code != ExitCode.DONE:
+        write(f"supervisor: {ended.cause}; ended after {len(starts)} starts")
+    return ended.code
+
+
+class _Signals:
+    """Notes SIGTERM and Ctrl-C, and passes them on to the processes that run."""
+
+    def __init__(self) -> None:
+        self.number: int | None = None
+        self.running: list[subprocess.Popen[str]] = []
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> _Signals:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._previous[number] = signal.signal(number, self._pass_on)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+        del frame
+        self.number = number
+        for process in self.running:
+            process.send_signal(number)
+
+
+class _Start:
+    """The processes of one start."""
+
+    def __init__(
+        self, config: SuperviseConfig, directory: pathlib.Path, start: int, signals: _Signals
+    ):
+        self._config, self._signals = config, signals
+        self._began = self._heard = time.monotonic()
+        self._readers: list[threading.Thread] = []
+        environment = dict(os.environ)
+        if config.processes > 1:
+            environment |= {
+                "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{_free_port()}",
+                "JAX_NUM_PROCESSES": str(config.processes),
+            }
+        self._running: list[subprocess.Popen[str]] = []
+        for index in range(config.processes):
+            own = environment | ({"JAX_PROCESS_ID": str(index)} if config.processes > 1 else {})
+            process = subprocess.Popen(
+                shlex.split(config.command),
+                env=own,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+                # A signal to the terminal's group comes once, from the supervisor.
+                start_new_session=True,
+            )
+            self._running.append(process)
+            log = directory / f"start{start + 1}-process{index}.log"
+            reader = threading.Thread(target=self._read, args=(process, log, index), daemon=True)
+            reader.start()
+            self._readers.append(reader)
+        signals.running = self._running
+
+    def wait(self) -> Ended:
+        """Until all of them have ended, by themselves or because one of them was lost."""
+        while True:
+            codes = [process.poll() for process in self._running]
+            bad = {index: code for index, code in enumerate(codes) if code}
+            if bad:
+                return self._end(min(bad, key=lambda index: _consequence(bad[index])))
+            if all(code == 0 for code in codes):
+                return self._ended(ExitCode.DONE, "done")
+            silent = time.monotonic() - self._heard
+            if silent > self._config.silence:
+                self._stop(0)
+                cause = f"no process has written anything for {silent:.0f} s: they hang"
+                return self._ended(128 + signal.SIGKILL, cause)
+            time.sleep(0.02)
+
+    def _end(self, first: int) -> Ended:
+        """Ends the others after one has ended badly; if all were asked to stop, they have time."""
+        if self._signals.number is None:
+            self._stop(self._config.grace)
+        for process in self._running:
+            process.wait()
+        code = self._running[first].returncode
+        if code < 0:
+            return self._ended(128 - code, f"process {first} was killed by {_name(-code)}")
+        known = {int(member): member.name.lower().replace("_", " ") for member in ExitCode}
+        words = known.get(code, "a traceback, see its log" if code == 1 else "unknown")
+        return self._ended(code, f"process {first} ended with {code} ({words})")
+
+    def _stop(self, grace: int) -> None:
+        until = time.monotonic() + grace
+        for process in self._running:
+            while process.poll() is None and time.monotonic() < until:
+                time.sleep(0.05)
+            if process.poll() is None:
+                process.kill()
+
+    def _ended(self, code: int, cause: str) -> Ended:
+        for process, reader in zip(self._running, self._readers, strict=True):
+            process.wait()
+            reader.join(timeout=5)
+        self._signals.running = []
+        return Ended(int(code), cause, time.monotonic() - self._began)
+
+    def _read(self, process: subprocess.Popen[str], log: pathlib.Path, index: int) -> None:
+        assert process.stdout is not None
+        with process.stdout, log.open("w", encoding="utf-8") as file:
+            for line in process.stdout:
+                self._heard = time.monotonic()
+                _append(file, line)
+                if index == 0:
+                    write(line.rstrip("\n"))
+
+
+def _consequence(code: int) -> int:
+    """Of several that ended at once, how likely it is that this one only followed another."""
+    if code in FINAL:
+        return 0
+    if code < 0:
+        return 3 if code == -signal.SIGABRT else 1  # JAX aborts where a peer is lost
+    return 2
+
+
+def _append(file: TextIO, line: str) -> None:
+    file.write(line)
+    file.flush()
+
+
+def _name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

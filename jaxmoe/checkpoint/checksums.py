@@ -1,0 +1,98 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""The files of a committed step: size and CRC-32 of each, to find damage without reading an array.
+
+    <step>/files.json    {"files": {name: [size, crc32]}}, and the CRC-32 of that text itself
+
+The list is written last before a step is committed; what the commit itself writes is not in it. A
+CRC finds what disks and copies do by accident (all bursts of up to 32 bits); it is no signature.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+LIST = "files.json"
+# The commit adds the first, and the time to the second; neither is needed to read the step.
+_OF_THE_COMMIT = ("commit_success.txt", "_CHECKPOINT_METADATA")
+_CHUNK = 1 << 22
+
+
+def write_list(step: Any) -> None:
+    """Lists the files of a step that is complete.
+
+    Args:
+        step: its directory.
+    """
+    step = pathlib.Path(step)
+    text = json.dumps({name: _measure(step / name) for name in sorted(_names(step))})
+    content = json.dumps({"crc32": zlib.crc32(text.encode()), "files": text})
+    pending = step / f"{LIST}.tmp"
+    with pending.open("w", encoding="utf-8") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    pending.replace(step / LIST)
+
+
+def damage(step: Any) -> list[str]:
+    """What is wrong with the files of a step, a line each; empty: nothing.
+
+    Args:
+        step: its directory.
+    """
+    step = pathlib.Path(step)
+    if not (step / LIST).exists():
+        return [f"{LIST}: missing, the list of files"]
+    try:
+        outer = json.loads((step / LIST).read_text(encoding="utf-8"))
+        is_whole = zlib.crc32(outer["files"].encode()) == outer["crc32"]
+        listed = json.loads(outer["files"]) if is_whole else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        listed = None
+    if listed is None:
+        return [f"{LIST}: the list of files is damaged itself"]
+    found, lines = set(_names(step)), []
+    for name, (size, crc) in listed.items():
+        if name not in found:
+            lines.append(f"{name}: missing")
+            continue
+        here = (step / name).stat().st_size
+        if here != size:
+            lines.append(f"{name}: {here} bytes, {size} were written")
+        elif _measure(step / name)[1] != crc:
+            lines.append(f"{name}: its content has changed ({size} bytes)")
+    # What is there and was not: nothing that is read, or somebody else's.
+    return [*lines, *(f"{name}: was not written with it" for name in sorted(found - set(listed)))]
+
+
+def links(step: Any) -> list[str]:
+    """Symbolic links within a step: a checkpoint has none, and one could lead anywhere."""
+    step = pathlib.Path(step)
+    return sorted(str(path.relative_to(step)) for path in _walk(step) if path.is_symlink())
+
+
+def _names(step: pathlib.Path) -> Iterator[str]:
+    for path in _walk(step):
+        name = path.relative_to(step).as_posix()
+        if not path.is_dir() and name not in (LIST, f"{LIST}.tmp", *_OF_THE_COMMIT):
+            yield name
+
+
+def _walk(step: pathlib.Path) -> Iterator[pathlib.Path]:
+    for root, directories, files in os.walk(step):
+        yield from (pathlib.Path(root, name) for name in (*directories, *files))
+
+
+def _measure(path: pathlib.Path) -> tuple[int, int]:
+    """Size and CRC-32."""
+    size = crc = 0
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            size, crc = size + len(chunk), zlib.crc32(chunk, crc)
+    return size, crc

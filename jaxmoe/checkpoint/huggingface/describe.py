@@ -1,0 +1,198 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""The config.json of a model: the inverse of what families.py reads.
+
+Each family has a function that says of a model what the family can say, in the words of versions 4
+and 5 of transformers both. Whether that is all there is to say is not judged here: the fields are
+read again, and `check_said` compares what they mean with the model. So nothing that a family does
+not compute can slip through because somebody forgot to ask for it.
+
+What only training knows does not take part: balancers, jitter, and how a bias moves.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+from jaxmoe.checkpoint.huggingface.fields import YARN
+from jaxmoe.checkpoint.manifest import CheckpointError
+from jaxmoe.configs import varying_fields
+from jaxmoe.models.config import LatentAttentionConfig, ModelConfig, MoEConfig
+from jaxmoe.routing import (
+    LoadBalanceConfig,
+    LossFreeConfig,
+    RenormalizedGateConfig,
+    SigmoidTopKConfig,
+)
+
+
+def olmoe(model: ModelConfig) -> dict[str, Any]:
+    """Of `OlmoeForCausalLM`; its heads have the width hidden_size / num_attention_heads."""
+    moe = _moe(model)
+    return _shared(model) | {
+        "intermediate_size": moe.expert_dim,
+        "num_experts": moe.num_experts,
+        "norm_topk_prob": isinstance(moe.gate, RenormalizedGateConfig),
+        "router_aux_loss_coef": _balance(model),
+        "clip_qkv": None,
+    }
+
+
+def mixtral(model: ModelConfig) -> dict[str, Any]:
+    """Of `MixtralForCausalLM`."""
+    moe = _moe(model)
+    return _shared(model) | {
+        "head_dim": model.attention.head_dim,
+        "intermediate_size": moe.expert_dim,
+        "num_local_experts": moe.num_experts,
+        "router_aux_loss_coef": _balance(model),
+        "router_jitter_noise": 0.0,
+        "sliding_window": model.attention.window,
+    }
+
+
+def qwen3_moe(model: ModelConfig) -> dict[str, Any]:
+    """Of `Qwen3MoeForCausalLM`."""
+    moe, window = _moe(model), model.attention.window
+    dense = model.dense_layers if model.moe else range(model.num_layers)
+    return _shared(model) | {
+        "head_dim": model.attention.head_dim,
+        "intermediate_size": model.dense_dim,
+        "moe_intermediate_size": moe.expert_dim,
+        "num_experts": moe.num_experts,
+        "num_local_experts": moe.num_experts,
+        "norm_topk_prob": isinstance(moe.gate, RenormalizedGateConfig),
+        "router_aux_loss_coef": _balance(model),
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": list(dense),
+        "use_sliding_window": window is not None,
+        "sliding_window": window,
+        "max_window_layers": 0 if window is not None else model.num_layers,
+    }
+
+
+def deepseek_v3(model: ModelConfig) -> dict[str, Any]:
+    """Of `DeepseekV3ForCausalLM`."""
+    moe, attention, router = _moe(model), model.attention, _moe(model).router
+    if not isinstance(attention, LatentAttentionConfig):
+        raise CheckpointError("DeepSeek-V3 has latent attention: model.attention is another")
+    groups = router.groups if isinstance(router, SigmoidTopKConfig) else None
+    rope = {}
+    if (yarn := attention.yarn) is not None:
+        stretched = {theirs: getattr(yarn, ours) for ours, theirs in YARN.items()}
+        new = {"rope_type": "yarn", "rope_theta": attention.rope_theta, **stretched}
+        rope = {"rope_parameters": new, "rope_scaling": {"type": "yarn", **stretched}}
+    return (
+        _shared(model)
+        | rope
+        | {
+            "kv_lora_rank": attention.latent_dim,
+            "q_lora_rank": attention.query_latent_dim,
+            "qk_nope_head_dim": attention.nope_dim,
+            "qk_rope_head_dim": attention.rope_dim,
+            "qk_head_dim": attention.head_dim,
+            "head_dim": attention.rope_dim,
+            "v_head_dim": attention.value_dim,
+            "rope_interleave": attention.rope_layout == "interleaved",
+            "intermediate_size": model.dense_dim,
+            "moe_intermediate_size": moe.expert_dim,
+            "n_routed_experts": moe.num_experts,
+            "n_shared_experts": moe.num_shared_experts,
+            "n_group": groups.num_groups if groups else 1,
+            "topk_group": groups.top_groups if groups else 1,
+            "norm_topk_prob": isinstance(moe.gate, RenormalizedGateConfig),
+            "routed_scaling_factor": getattr(moe.gate, "scale", 1.0),
+            "scoring_func": "sigmoid",
+            "topk_method": "noaux_tc",
+            "first_k_dense_replace": len(model.dense_layers) if model.moe else model.num_layers,
+            "moe_layer_freq": 1,
+            "num_nextn_predict_layers": 0,
+        }
+    )
+
+
+def check_said(model: ModelConfig, read: ModelConfig, family: str) -> None:
+    """Refuses a model that is not what its config means to the family.
+
+    Args:
+        model: to be exported.
+        read: what the family reads in the config written for it.
+        family: its name.
+
+    Raises:
+        CheckpointError: one line for each field that differs.
+    """
+    pair = [_of_inference(model), _of_inference(read)]
+    lines = [
+        f"  model.{path}: {ours} here, {theirs} in {family}"
+        for path, (ours, theirs) in varying_fields(pair).items()
+    ]
+    if lines:
+        raise CheckpointError(
+            f"the model is not what {family} of transformers computes, and its logits would be"
+            " others there:\n" + "\n".join(sorted(lines))
+        )
+
+
+def _of_inference(model: ModelConfig) -> ModelConfig:
+    """The same model without what changes no logit outside of training, in one spelling."""
+    scale, usual = model.multipliers.attention_scale, model.attention.head_dim**-0.5
+    if scale is not None and math.isclose(scale, usual, rel_tol=1e-12):
+        multipliers = dataclasses.replace(model.multipliers, attention_scale=None)
+        model = dataclasses.replace(model, multipliers=multipliers)
+    has_dense = model.moe is None or bool(model.dense_layers)
+    if not has_dense:
+        model = dataclasses.replace(model, dense_dim=1)
+    if model.moe is None:
+        return model
+    router: Any = model.moe.router
+    if getattr(router, "jitter", 0.0):
+        router = dataclasses.replace(router, jitter=0.0)
+    if isinstance(router, SigmoidTopKConfig):
+        if router.bias is None or isinstance(router.bias, LossFreeConfig):
+            router = dataclasses.replace(router, bias=LossFreeConfig())
+        groups = router.groups
+        if groups is not None and groups.top_groups == groups.num_groups:
+            router = dataclasses.replace(router, groups=None)
+        elif groups is not None and groups.best_per_group is None:
+            size = model.moe.num_experts // groups.num_groups
+            best = min(max(1, model.moe.top_k // groups.top_groups), size)
+            groups = dataclasses.replace(groups, best_per_group=best)
+            router = dataclasses.replace(router, groups=groups)
+    moe = dataclasses.replace(model.moe, balancers=(), router=router)
+    return dataclasses.replace(model, moe=moe)
+
+
+def _moe(model: ModelConfig) -> MoEConfig:
+    """Of the model; where all layers are dense, one that nobody meets."""
+    return model.moe or MoEConfig(num_shared_experts=1)
+
+
+def _balance(model: ModelConfig) -> float:
+    """router_aux_loss_coef: K for a balanced router and one for all layers, ours 1 for each."""
+    for balancer in _moe(model).balancers if model.num_moe_layers else ():
+        if isinstance(balancer, LoadBalanceConfig):
+            return balancer.coefficient * model.num_moe_layers / _moe(model).top_k
+    return 0.0
+
+
+def _shared(model: ModelConfig) -> dict[str, Any]:
+    """What all families have."""
+    attention = model.attention
+    return {
+        "vocab_size": model.vocab_size,
+        "hidden_size": model.embed_dim,
+        "num_hidden_layers": model.num_layers,
+        "num_attention_heads": attention.num_heads,
+        "num_key_value_heads": attention.num_kv_heads,
+        "num_experts_per_tok": _moe(model).top_k,
+        "hidden_act": "silu",
+        "rms_norm_eps": model.norm_epsilon,
+        "rope_theta": attention.rope_theta,
+        "rope_parameters": {"rope_type": "default", "rope_theta": attention.rope_theta},
+        "tie_word_embeddings": model.has_tied_embeddings,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+    }

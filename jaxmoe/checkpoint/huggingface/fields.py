@@ -1,0 +1,174 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""The fields of a config.json: read under any of their names, refused where their value is one that
+this library does not compute, and named where nobody knows them.
+
+Version 4 of transformers writes a flat rope_theta, version 5 rope_parameters; Qwen3-MoE's
+num_experts became num_local_experts. Either is read.
+
+To add a field that changes no number: a word in _IGNORED.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any, Final
+
+from jaxmoe.checkpoint.manifest import CheckpointError
+from jaxmoe.configs import closest
+from jaxmoe.models.config import YarnConfig
+
+logger = logging.getLogger(__name__)
+
+# Fields of which one value is supported, and why no other.
+_ONLY: Final = {
+    "hidden_act": ("silu", "every feed-forward here is a SwiGLU"),
+    "attention_bias": (False, "projections here have no bias"),
+    "mlp_bias": (False, "projections here have no bias"),
+    "clip_qkv": (None, "queries, keys and values are not clipped here"),
+    "attention_dropout": (0.0, "there is no dropout here; set it to 0 if it was used in training"),
+    "router_jitter_noise": (0.0, "this router has no noise; set it to 0 if it was for training"),
+    "partial_rotary_factor": (1.0, "RoPE here turns whole heads"),
+    "quantization_config": (None, "quantised weights are not read: convert them to bfloat16"),
+    "is_encoder_decoder": (False, "models here are decoders"),
+}
+
+# Fields that change neither logits nor loss.
+_IGNORED: Final = frozenset(
+    "architectures _name_or_path transformers_version torch_dtype dtype auto_map use_cache"
+    " _attn_implementation _attn_implementation_autoset attn_implementation"
+    " _experts_implementation experts_implementation initializer_range max_position_embeddings"
+    " max_window_layers output_router_logits output_attentions output_hidden_states return_dict"
+    " pad_token_id bos_token_id eos_token_id chunk_size_feed_forward problem_type id2label label2id"
+    " pretraining_tp rope_parameters rope_scaling rope_theta model_type".split()
+)
+
+
+YARN: Final = {
+    "factor": "factor",
+    "original_length": "original_max_position_embeddings",
+    "beta_fast": "beta_fast",
+    "beta_slow": "beta_slow",
+    "mscale": "mscale",
+    "mscale_all_dim": "mscale_all_dim",
+}
+"""Fields of `YarnConfig`, and their names there."""
+
+
+class Fields:
+    """The fields of a config, and which of them were asked for."""
+
+    def __init__(self, fields: Mapping[str, Any]):
+        self._fields = fields
+        self._asked: set[str] = set()
+
+    def get(self, *names: str, default: Any = None) -> Any:
+        """The value of a field that has had several names; `default` where absent or null.
+
+        Raises:
+            CheckpointError: two of the names are there with different values.
+        """
+        self._asked.update(names)
+        given = {name: self._fields[name] for name in names if self._fields.get(name) is not None}
+        if len(set(map(repr, given.values()))) > 1:
+            both = " and ".join(f"{name}={value!r}" for name, value in given.items())
+            raise CheckpointError(f"the config has {both}, two names of one field")
+        return next(iter(given.values()), default)
+
+    def there(self, *names: str) -> Any:
+        """A field that must be there."""
+        value = self.get(*names)
+        if value is None:
+            near = closest(names[0], self._fields)
+            raise CheckpointError(f"the config has no {' or '.join(names)}{near}")
+        return value
+
+    def size(self, *names: str) -> int:
+        """A field that must be there, a whole number above 0."""
+        value = self.there(*names)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise CheckpointError(f"config.{names[0]}={value!r} must be a whole number above 0")
+        return value
+
+    def size_or_null(self, name: str) -> int | None:
+        """The same, where null has a meaning of its own and must be written."""
+        if name not in self._fields:
+            raise CheckpointError(
+                f"the config has no {name}{closest(name, self._fields)}: null has a meaning"
+            )
+        return None if self.get(name) is None else self.size(name)
+
+    def only(self, name: str, supported: Any, why: str) -> None:
+        """Refuses any value of a field but one (null counts as absent)."""
+        value = self.get(name, default=supported)
+        if value != supported:
+            raise CheckpointError(
+                f"config.{name}={value!r} is not supported, only {supported!r}: {why}"
+            )
+
+    def check_supported(self) -> None:
+        """Refuses what no family may have here."""
+        for name, (supported, why) in _ONLY.items():
+            self.only(name, supported, why)
+
+    def rope_theta(self, default: float, *, has_yarn: bool = False) -> float:
+        """The base of RoPE, wherever the config keeps it.
+
+        Raises:
+            CheckpointError: another kind of RoPE, or two different bases.
+        """
+        bases = {self.get("rope_theta")}
+        for name, rope in self._ropes():
+            kind = rope.get("rope_type", rope.get("type", "default"))
+            by_layer = any(isinstance(value, Mapping) for value in rope.values())
+            is_known = kind == "default" or (has_yarn and kind == "yarn")
+            if not is_known or by_layer or rope.get("partial_rotary_factor", 1.0) != 1.0:
+                also = " or 'yarn'" if has_yarn else ""
+                raise CheckpointError(
+                    f"config.{name}={dict(rope)} is not supported: RoPE here is the plain one, of"
+                    f" type 'default'{also}, the same in all layers and for whole heads"
+                )
+            bases.add(rope.get("rope_theta"))
+        bases.discard(None)
+        if len(bases) > 1:
+            raise CheckpointError(f"the config has several rope_theta: {sorted(bases)}")
+        return float(bases.pop()) if bases else default
+
+    def yarn(self) -> YarnConfig | None:
+        """What the config says of YaRN, in the words of DeepSeek-V3.
+
+        Raises:
+            CheckpointError: a field is missing, or there is one that is not known here.
+        """
+        found: set[YarnConfig | None] = set()
+        for name, rope in self._ropes():
+            if rope.get("rope_type", rope.get("type", "default")) != "yarn":
+                continue
+            values: dict[str, Any] = {ours: rope.get(theirs) for ours, theirs in YARN.items()}
+            values["beta_fast"] = values["beta_fast"] or 32.0
+            values["beta_slow"] = values["beta_slow"] or 1.0
+            missing = [YARN[ours] for ours, value in values.items() if not value]
+            known = {*YARN.values(), "type", "rope_type", "rope_theta", "partial_rotary_factor"}
+            unknown = sorted(key for key in rope.keys() - known if rope[key] is not None)
+            if missing or unknown:
+                raise CheckpointError(
+                    f"config.{name}={dict(rope)}: YaRN here needs {', '.join(YARN.values())} and"
+                    " has nothing else"
+                )
+            length = int(values.pop("original_length"))
+            floats = {key: float(value) for key, value in values.items()}
+            found.add(YarnConfig(original_length=length, **floats))
+        if len(found) > 1:
+            raise CheckpointError("config.rope_scaling and config.rope_parameters differ")
+        return found.pop() if found else None
+
+    def _ropes(self) -> list[tuple[str, Mapping[str, Any]]]:
+        names = ("rope_parameters", "rope_scaling")
+        return [(name, self.get(name, default={})) for name in names]
+
+    def warn_of_the_rest(self) -> None:
+        """Names the fields that nobody asked for and that are not known to be harmless."""
+        rest = sorted(self._fields.keys() - self._asked - _IGNORED)
+        if rest:
+            logger.warning("config fields unknown to jaxmoe, ignored: %s", ", ".join(rest))

@@ -1,0 +1,200 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Restoring a part of a checkpoint, or another layout than the one that was saved.
+
+    params = restore_part(directory, {"params": shapes})["params"]     # without optimiser state
+    state = restore_part(directory, target, mapping=parse_mapping(text))
+
+Arrays are named as in the manifest (`experiments.checkpoint inspect` shows them), whatever mesh
+they were saved on; each is read straight to where the target has it, and those that are merged by
+way of the host, one target at a time. What the target does not name is not read. What was read is
+compared with its fingerprint. A dtype is cast only where that is asked for.
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+from flax import traverse_util
+from jaxtyping import Array
+
+from jaxmoe.checkpoint.manager import CheckpointManager, Verify, sharding_of
+from jaxmoe.checkpoint.manifest import (
+    CheckpointError,
+    CheckpointManifest,
+    check_fingerprints,
+    describe,
+    spell,
+)
+from jaxmoe.checkpoint.mapping import MappingRule, Merged, plan_mapping
+from jaxmoe.checkpoint.tree import SEPARATOR, flatten, is_key, unpack
+
+logger = logging.getLogger(__name__)
+
+
+def restore_part(
+    directory: Any,
+    target: Any,
+    *,
+    step: int | None = None,
+    mapping: Sequence[MappingRule] = (),
+    is_cast_allowed: bool = False,
+    verify: Verify = "full",
+) -> Any:
+    """The arrays of a target, out of a checkpoint that may hold more, or other ones.
+
+    Args:
+        directory: of the checkpoints of a run.
+        target: a tree of arrays or `jax.ShapeDtypeStruct` with shardings.
+        step: of the checkpoint; the newest whose files are whole when None.
+        mapping: how names of the checkpoint become names of the target; none: they are the same.
+        is_cast_allowed: lets an array have another dtype here than there.
+        verify: what is checked.
+
+    Raises:
+        CheckpointError: arrays that are missing or of another shape or dtype, all of them at once;
+            a mapping that does not fit; a damaged checkpoint.
+    """
+    manager = CheckpointManager(directory, is_writer=False, verify=verify)
+    try:
+        step = manager.newest_whole_step() if step is None else step
+        if step is None:
+            raise CheckpointError(f"{directory} holds no checkpoints")
+        manager.check_files(step)
+        manifest = manager.manifest(step)
+    finally:
+        manager.close()
+    where = f"{manager.directory}/{step}"
+    sources = _sources(manifest, mapping)
+    wanted = dict(sorted(flatten(target).items()))
+    _check(manifest, wanted, sources, where, is_cast_allowed)
+    read = _Reader(manager.directory / str(step) / "state", manifest, where, verify == "full")
+    packed = {}
+    for path, leaf in wanted.items():
+        placed, merged = sharding_of(leaf), sources[path]
+        if merged.rule.merge:
+            array = jax.device_put(merged.build(read, path), placed)
+            _check_shape(path, array, describe({"x": leaf})["x"]["shape"], where)
+        else:
+            (name,) = merged.sources
+            array = read(name, placed)
+        packed[path] = array if is_key(leaf) else array.astype(leaf.dtype)
+    left = sorted({path.split(SEPARATOR)[0] for path in manifest.arrays} - _used(sources, wanted))
+    if left:
+        logger.info("%s: left where it is: %s", where, ", ".join(left))
+    return unpack(traverse_util.unflatten_dict(packed, sep=SEPARATOR), target)
+
+
+def read_mapped(
+    directory: Any, step: int, *, mapping: Sequence[MappingRule] = (), verify: Verify = "full"
+) -> dict[str, Array]:
+    """Every array of a checkpoint by its path, under the names of a mapping, on one device.
+
+    Args:
+        directory: of the checkpoints of a run.
+        step: of the checkpoint.
+        mapping: see `restore_part`.
+        verify: what is checked.
+
+    Raises:
+        CheckpointError: a mapping that does not fit, or a damaged checkpoint.
+    """
+    manager = CheckpointManager(directory, is_writer=False, verify=verify)
+    try:
+        manager.check_files(step)
+        manifest = manager.manifest(step)
+    finally:
+        manager.close()
+    where = f"{manager.directory}/{step}"
+    read = _Reader(manager.directory / str(step) / "state", manifest, where, verify == "full")
+    arrays = {}
+    for path, merged in _sources(manifest, mapping).items():
+        names = merged.sources
+        is_key_array = manifest.arrays[names[0]]["dtype"] == "key"
+        array = jnp.asarray(merged.build(read, path)) if merged.rule.merge else read(names[0])
+        arrays[path] = jax.random.wrap_key_data(array) if is_key_array else array
+    return arrays
+
+
+class _Reader:
+    """Arrays of one step by name, compared with their fingerprints."""
+
+    def __init__(self, state: Any, manifest: CheckpointManifest, where: str, is_verified: bool):
+        self._state, self._manifest, self._where = state, manifest, where
+        self._is_verified = is_verified and bool(manifest.fingerprints)
+        self._checkpointer = ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
+
+    def __call__(self, name: str, placed: Any = None) -> Array:
+        placed = placed or jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        saved = self._manifest.arrays[name]
+        dtype = "uint32" if saved["dtype"] == "key" else saved["dtype"]
+        shape = jax.ShapeDtypeStruct(tuple(saved["shape"]), jnp.dtype(dtype), sharding=placed)
+        item = traverse_util.unflatten_dict({name: shape}, sep=SEPARATOR)
+        arguments = ocp.checkpoint_utils.construct_restore_args(item)
+        restored = self._checkpointer.restore(
+            self._state,
+            args=ocp.args.PyTreeRestore(  # pyright: ignore[reportCallIssue]
+                item=item, restore_args=arguments, partial_restore=True
+            ),
+        )
+        array = cast(Array, traverse_util.flatten_dict(restored, sep=SEPARATOR)[name])
+        if self._is_verified:
+            one = traverse_util.unflatten_dict({name: array}, sep=SEPARATOR)
+            check_fingerprints(self._manifest, one, self._where)
+        return array
+
+
+def _sources(manifest: CheckpointManifest, mapping: Sequence[MappingRule]) -> Mapping[str, Merged]:
+    if mapping:
+        return plan_mapping(mapping, manifest.arrays)
+    same = MappingRule(source="", target="")
+    return {path: Merged(same, (path,)) for path in manifest.arrays}
+
+
+def _used(sources: Mapping[str, Merged], wanted: Mapping[str, Any]) -> set[str]:
+    return {name.split(SEPARATOR)[0] for path in wanted for name in sources[path].sources}
+
+
+def _check(
+    manifest: CheckpointManifest,
+    wanted: Mapping[str, Any],
+    sources: Mapping[str, Merged],
+    where: str,
+    is_cast_allowed: bool,
+) -> None:
+    """Refuses what is missing, or of another shape or dtype, before anything is read."""
+    lines = []
+    for path, leaf in describe(traverse_util.unflatten_dict(dict(wanted), sep=SEPARATOR)).items():
+        if path not in sources:
+            near = difflib.get_close_matches(path, sources, 1)
+            hint = f" (it has {near[0]})" if near else ""
+            lines.append(f"{path}: not in the checkpoint{hint}")
+            continue
+        pieces = [manifest.arrays[name] for name in sources[path].sources]
+        saved = pieces[0]
+        is_merged = sources[path].rule.merge not in ("", "replicated", "average")
+        if not is_merged and saved["shape"] != leaf["shape"]:
+            lines.append(f"{path}: saved {spell(saved)}, wanted {spell(leaf)}")
+        elif saved["dtype"] != leaf["dtype"] and (
+            not is_cast_allowed or "key" in (saved["dtype"], leaf["dtype"])
+        ):
+            lines.append(
+                f"{path}: saved {saved['dtype']}, wanted {leaf['dtype']}, not cast unasked"
+            )
+    if lines:
+        shown = "\n  ".join(lines[:20]) + ("\n  ..." if len(lines) > 20 else "")
+        raise CheckpointError(f"{where} lacks what is wanted ({len(lines)} arrays):\n  {shown}")
+
+
+def _check_shape(path: str, array: np.ndarray | Array, shape: list[int], where: str) -> None:
+    if list(array.shape) != shape:
+        raise CheckpointError(
+            f"{where}: {path} was merged to {list(array.shape)}, and {shape} is wanted"
+        )

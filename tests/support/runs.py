@@ -1,0 +1,66 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Whole runs of the main job, of a model so small that compiling takes longer than training."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import numpy as np
+
+from jaxmoe import load_checkpoint
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+
+SMALL = (
+    *("markov", "--model.num_layers", "1", "--model.embed_dim", "16"),
+    *("--model.attention.num_heads", "1", "--model.attention.num_kv_heads", "1"),
+    *("--model.attention.head_dim", "16", "--model.moe.expert_dim", "16"),
+    *("--training.batch_size", "8", "--training.sequence_length", "16"),
+    *("--schedule.warmup_steps", "2", "--evaluation.batches", "2"),
+    *("--optimizer.learning_rate", "0.005"),
+    "--tracking.trackers",
+)
+
+
+def flags(directory: pathlib.Path, steps: int, *more: str) -> list[str]:
+    """Of a run in this directory."""
+    where = ("--run.directory", str(directory), "--training.steps", str(steps))
+    return [*SMALL, *where, *more]
+
+
+def start_run(arguments: list[str], script: str | None = None) -> subprocess.Popen[str]:
+    """The command, or a script that calls it, as a process of its own."""
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "PYTHONPATH": str(ROOT)}
+    environment["JAX_COMPILATION_CACHE_DIR"] = str(ROOT / ".cache" / "jax")
+    return subprocess.Popen(
+        [
+            sys.executable,
+            *(["-c", script] if script else ["-m", "experiments.pretrain"]),
+            *arguments,
+        ],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def saved_leaves(directory: pathlib.Path, step: int) -> dict[str, np.ndarray]:
+    """The arrays of a checkpoint of a run, by path."""
+    tree = load_checkpoint(directory / "checkpoints", step=step)
+    tree["rng"] = jax.random.key_data(tree["rng"])
+    paths = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in paths}
+
+
+def logged_losses(directory: pathlib.Path) -> dict[int, float]:
+    """By step."""
+    lines = map(json.loads, (directory / "metrics.jsonl").read_text().splitlines())
+    return {line["step"]: line["train/loss"] for line in lines if "train/loss" in line}

@@ -1,0 +1,190 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""`experiments.checkpoint convert`: a run in few bits that evaluate and generate open like any."""
+
+import contextlib
+import dataclasses
+import io
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments import checkpoint, evaluate, generate, pretrain
+from experiments.assembly import assemble
+from experiments.cli import ExitCode
+from experiments.config import EvaluationConfig, TrainingConfig
+from experiments.finished import open_run
+from experiments.recipes.markov import markov
+from experiments.run_directory import RunDirectory
+from jaxmoe.checkpoint import save_checkpoint
+from jaxmoe.models import decode
+from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
+from pallas_kernels import QuantizedArray, dequantize
+
+
+def small_run():
+    """A model that compiles in seconds."""
+    model = ModelConfig(
+        vocab_size=16,
+        num_layers=1,
+        embed_dim=32,
+        attention=AttentionConfig(num_heads=2, num_kv_heads=2, head_dim=16),
+        moe=MoEConfig(num_experts=4, top_k=2, expert_dim=16),
+    )
+    return dataclasses.replace(
+        markov(),
+        model=model,
+        training=TrainingConfig(steps=30, batch_size=8, sequence_length=16),
+        evaluation=EvaluationConfig(batches=1),
+    )
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A finished run that nobody trained: it has its first state."""
+    directory = RunDirectory(tmp_path_factory.mktemp("runs") / "small")
+    config = small_run()
+    directory.acquire()
+    directory.check_config(config)
+    assembly = assemble(config)
+    save_checkpoint(
+        directory.checkpoints_directory,
+        assembly.new_state(),
+        step=1,
+        config=config,
+        data=assembly.loader.position(1),
+    )
+    directory.release()
+    return directory.path
+
+
+def convert(run, form, *more):
+    return checkpoint.main(["convert", "--run.directory", str(run), "--quantise", form, *more])
+
+
+@pytest.fixture(scope="module")
+def converted(run):
+    """The run in few bits, and what was said of it."""
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        assert convert(run, "w4a16") == ExitCode.DONE
+    return run.with_name("small-w4a16"), said.getvalue()
+
+
+def refused(capsys, function, *arguments):
+    with pytest.raises(SystemExit) as stopped:
+        function(*arguments)
+    assert stopped.value.code == ExitCode.BAD_CONFIGURATION
+    return capsys.readouterr().err
+
+
+def test_what_is_written_and_said(run, converted):
+    directory, said = converted
+    summary = json.loads((directory / "summary.json").read_text())
+    assert summary["status"] == "converted" and summary["format"] == "w4a16"
+    before, after = summary["parameter_bytes_before"], summary["parameter_bytes"]
+    assert f"w4a16: parameters {before / 1e6:.2f} MB -> {after / 1e6:.2f} MB" in said
+    _, state, _ = open_run(str(run), None)
+    _, rounded, _ = open_run(str(directory), None)
+    assert before == sum(4 * leaf.size for leaf in jax.tree.leaves(state.params))
+    bits = {"int4": 4, "float32": 32}
+    assert after == sum(x.size * bits[str(x.dtype)] for x in jax.tree.leaves(rounded.params)) / 8
+    assert rounded.opt_state == {} and not list(run.parent.glob("*unfinished*"))
+
+    path = "moe_blocks_0/moe/experts/down"
+    value, held = (s.params["moe_blocks_0"]["moe"]["experts"]["down"] for s in (state, rounded))
+    assert isinstance(held, QuantizedArray) and held.values.dtype == jnp.int4
+    values, scales = (np.asarray(part, np.float32) for part in (held.values, held.scales))
+    error = np.abs(values * scales - np.asarray(value)).max()
+    assert math.isclose(summary["rounded"][path]["largest_error"], error, rel_tol=1e-5)
+    (line,) = (line for line in said.splitlines() if line.startswith(path))
+    assert f"{error:.3g}" in line and "1x4x16x32" in line
+    assert len(summary["rounded"]) == 6
+    assert not [name for name in summary["rounded"] if "head" in name or "router" in name]
+
+
+def test_evaluate_counts_what_a_cache_would_round(converted, capsys):
+    directory, _ = converted
+    assert evaluate.main(["--run.directory", str(directory), "--cache", "int4"]) == ExitCode.DONE
+    line = capsys.readouterr().out
+    # One layer, two heads, keys and values: 16 numbers of 4 bits and a scale.
+    assert line.strip().endswith(f"weights=w4a16 cache=int4 cache_bytes_per_token={4 * (8 + 4)}")
+    bits = float(line.split("eval/bits_per_token=")[1].split()[0])
+    # A fresh model is this much worse than knowing nothing of 16 tokens.
+    assert 4.0 < bits < 5.0
+
+
+def test_generate_writes_the_tokens_of_the_weights_turned_back(converted, capsys):
+    directory, _ = converted
+    assembly, state, _ = open_run(str(directory), None)
+    prompt = jnp.asarray([assembly.source.encode("1 2 3")], jnp.int32)
+    turned = jax.tree.map(
+        lambda leaf: dequantize(leaf) if isinstance(leaf, QuantizedArray) else leaf,
+        jax.tree.map(jnp.asarray, jax.device_get(state.params)),
+        is_leaf=lambda leaf: isinstance(leaf, QuantizedArray),
+    )
+    wanted = decode.generate(
+        *(assembly.plan.model, turned, prompt),
+        num_tokens=8,
+        key=jax.random.key(0),
+        temperature=0.0,
+    )
+    arguments = ("--run.directory", str(directory), "--prompt", "1 2 3", "--length", "8")
+    assert generate.main([*arguments, "--temperature", "0"]) == ExitCode.DONE
+    said = capsys.readouterr().out
+    assert said.startswith("weights=w4a16\n")
+    assert assembly.source.decode(np.asarray(wanted)[0]) in said
+
+
+def test_bad_requests_are_refused_in_words(run, converted, tmp_path, capsys):
+    def words(*arguments):
+        return refused(capsys, checkpoint.main, list(arguments))
+
+    directory, _ = converted
+    here = ("convert", "--run.directory", str(run))
+    again = ("convert", "--run.directory", str(directory), "--quantise", "w8a8")
+    assert f"{directory} is converted already, to w4a16: rounding twice" in words(*again)
+    assert "small-w4a16 exists already: remove it" in words(*here, "--quantise", "w4a16")
+    assert "convert to what? give --quantise w4a8, w8a8" in words(*here)
+    assert "w4a8" in words(*here, "--quantise", "w2a2")
+    empty = ("convert", "--run.directory", str(tmp_path), "--to", str(tmp_path / "new"))
+    assert "holds no run (config.json is missing)" in words(*empty, "--quantise", "w4a8")
+    assert "unknown command 'converts': did you mean 'convert'?" in words("converts")
+    assert checkpoint.main([]) == ExitCode.BAD_CONFIGURATION
+    assert checkpoint.main(["--help"]) == ExitCode.DONE
+    assert "convert  A run with its matrices in 8 or 4 bits" in capsys.readouterr().out
+    assert not (tmp_path / "new").exists()
+
+
+def test_nobody_trains_it(converted, tmp_path, capsys):
+    directory, _ = converted
+    kept = (directory / "config.json").read_text()
+    arguments = ["markov", "--run.directory", str(directory)]
+    said = refused(capsys, pretrain.main, arguments)
+    assert "holds a run whose weights were rounded to w4a16, for inference: train the one" in said
+    assert (directory / "config.json").read_text() == kept
+    arguments = ["markov", "--run.directory", str(tmp_path / "new")]
+    said = refused(capsys, pretrain.main, [*arguments, "--execution.precision.weights", "w4a8"])
+    assert "execution.precision.weights='w4a8' is for inference, and training needs" in said
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.trains
+@pytest.mark.slow
+def test_four_bits_lose_little_of_what_was_learned(tmp_path, capsys):
+    """`tiny`, trained in brief: weights and cache in 4 bits lose at most 0.05 bits per byte."""
+    run = tmp_path / "tiny"
+    brief = ("--training.steps", "100", "--evaluation.every", "0", "--tracking.sample_length", "0")
+    assert pretrain.main(["tiny", "--run.directory", str(run), *brief]) == ExitCode.DONE
+    trained = json.loads((run / "summary.json").read_text())["eval_bits_per_byte"]
+    assert trained < 3.53, "better than counting single bytes"
+    assert convert(run, "w4a8") == ExitCode.DONE
+    capsys.readouterr()
+    in_few = ["--run.directory", str(run.with_name("tiny-w4a8")), "--cache", "int4"]
+    assert evaluate.main(in_few) == ExitCode.DONE
+    found = float(capsys.readouterr().out.split("eval/bits_per_byte=")[1].split()[0])
+    assert 0.0 < abs(found - trained) and found - trained <= 0.05

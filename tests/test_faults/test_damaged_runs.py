@@ -1,0 +1,47 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""A run whose newest checkpoint was damaged while nobody looked."""
+
+import json
+import pathlib
+
+import numpy as np
+
+from experiments import evaluate, pretrain
+from experiments.cli import ExitCode
+from tests.support.runs import flags, logged_losses, saved_leaves
+
+
+def _damage(step: pathlib.Path) -> None:
+    files = [path for path in (step / "state").rglob("*") if path.is_file()]
+    largest = max(files, key=lambda path: path.stat().st_size)
+    data = bytearray(largest.read_bytes())
+    data[len(data) // 2] ^= 1
+    largest.write_bytes(data)
+
+
+def test_the_checkpoint_before_it_continues_the_run(tmp_path, capsys, caplog):
+    """To the same bits as if nothing had happened; a strict start stops, and says why."""
+    run, checkpoints = tmp_path / "run", tmp_path / "run" / "checkpoints"
+    command = flags(run, 6, "--checkpoint.every", "2", "--tracking.sample_length", "0")
+    assert pretrain.main(command) == ExitCode.DONE
+    wanted, losses = saved_leaves(run, 6), logged_losses(run)
+
+    _damage(checkpoints / "6")
+    assert evaluate.main(["--run.directory", str(run)]) == ExitCode.DONE
+    assert "step=4 " in capsys.readouterr().out, "who reads uses the one before it"
+    try:
+        pretrain.main([*command, "--checkpoint.on_damage", "stop"])
+    except SystemExit as stopped:
+        assert stopped.code == ExitCode.BAD_CONFIGURATION
+    assert f"error: {checkpoints}/6 is damaged: state/" in capsys.readouterr().err
+    assert (checkpoints / "6").is_dir()
+
+    assert pretrain.main(command) == ExitCode.DONE
+    assert "continuing after step 4" in capsys.readouterr().out
+    assert f"{checkpoints}/6 is damaged: " in caplog.text
+    assert (checkpoints / "damaged" / "6").is_dir()
+    for path, leaf in saved_leaves(run, 6).items():
+        np.testing.assert_array_equal(leaf, wanted[path], err_msg=path)
+    assert logged_losses(run) == losses
+    assert json.loads((run / "summary.json").read_text())["checkpoint_step"] == 6
