@@ -327,8 +327,10 @@ def test_exit_codes_are_those_of_the_contract():
         ("DONE", 0),
         ("BAD_CONFIGURATION", 2),
         ("DIVERGED", 3),
+        ("DAMAGED", 65),
         ("NOT_SAVED", 74),
         ("PREEMPTED", 75),
+        ("CORRUPTED", 76),
         ("INTERRUPTED", 130),
     ]
     with pytest.raises(SystemExit) as stop:

@@ -105,7 +105,7 @@ def test_experts_with_few_rows_and_none_round_their_products():
 
     @functools.partial(jax.jit, static_argnums=2)
     def run(rows, sizes, halo):
-        return apply_experts(weights, rows, sizes, None, halo)
+        return apply_experts(weights, rows, sizes, None, halo=halo)
 
     full, few = run(rows, sizes, None), run(rows.at[15:].set(jnp.nan), sizes, IN_FEW_BITS.halo)
     assert 1e-3 < error(few, full) < 0.05
