@@ -22,7 +22,7 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels import flash_attention, hopper_parts
+from pallas_kernels import flash_attention
 from pallas_kernels.flash_attention import (
     kernels,
     pallas_gpu,
@@ -33,7 +33,8 @@ from pallas_kernels.flash_attention import (
 from pallas_kernels.flash_attention.hopper_tiles import reason_against, tiles_backward
 from pallas_kernels.flash_attention.mask import Rules, Tokens
 from pallas_kernels.flash_attention.pallas_gpu import choose_kernel
-from pallas_kernels.jax_versions import interpreted_gpu, mosaic_gpu
+from pallas_kernels.jax_versions import interpreted_gpu
+from tests.support import gpus
 from tests.test_pallas_kernels.test_flash_attention import (
     CASES,
     PACKED,
@@ -43,8 +44,7 @@ from tests.test_pallas_kernels.test_flash_attention import (
     _inputs,
 )
 
-# JAX 0.11 says that it will drop Pallas through Triton one day.
-pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
+pytestmark = gpus.triton_may_go
 
 
 def _interpreted(module, interpret):
@@ -186,17 +186,10 @@ def test_hopper_has_no_races(name, capfd):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    not hasattr(mosaic_gpu, "InterpretGPUParams"),
-    reason="the interpreter of JAX 0.10 takes loads and copies by TMA to be in order",
-)
+@gpus.sees_races
 def test_a_planted_race_is_seen(monkeypatch, capfd):
-    """Slots given back before what was read of them is fenced: the watch can fail."""
-
-    def hasty(_, barrier, **__):
-        mosaic_gpu.barrier_arrive(barrier)
-
-    monkeypatch.setattr(hopper_parts.Registers, "free", hasty)
+    """The watch can fail."""
+    gpus.plant_a_race(monkeypatch)
     # Another scale, so that nothing compiled before is used.
     case = dataclasses.replace(WATCHED["heads_that_wrap_the_ring"], options=(("scale", 0.3),))
     try:

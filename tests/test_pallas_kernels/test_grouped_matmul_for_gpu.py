@@ -40,8 +40,8 @@ from pallas_kernels.grouped_matmul.pallas_gpu_schedule import row_groups, row_ti
 from pallas_kernels.grouped_swiglu import pallas_gpu as swiglu_gpu
 from pallas_kernels.grouped_swiglu import reference as swiglu_reference
 from pallas_kernels.hopper_parts import SHARED
-from pallas_kernels.jax_versions import interpreted_gpu, mosaic_gpu
-from tests.support import conformance
+from pallas_kernels.jax_versions import interpreted_gpu
+from tests.support import conformance, gpus
 from tests.support.conformance import (
     GROUPED_PAIRS,
     OUTER_PAIRS,
@@ -55,8 +55,7 @@ from tests.support.conformance import (
 )
 from tests.support.tolerances import assert_close
 
-# JAX 0.11 says that it will drop Pallas through Triton one day.
-pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
+pytestmark = gpus.triton_may_go
 
 
 def _interpreted(module, interpret):
@@ -395,17 +394,10 @@ def test_a_wrong_triton_kernel_is_caught(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    not hasattr(mosaic_gpu, "InterpretGPUParams"),
-    reason="the interpreter of JAX 0.10 takes loads and copies by TMA to be in order",
-)
+@gpus.sees_races
 def test_a_planted_race_is_seen(monkeypatch, capfd):
-    """Slots given back before what was read of them is fenced: the watch can fail."""
-
-    def hasty(_, barrier, **__):
-        mosaic_gpu.barrier_arrive(barrier)
-
-    monkeypatch.setattr(hopper_parts.Registers, "free", hasty)
+    """The watch can fail."""
+    gpus.plant_a_race(monkeypatch)
     rows = jnp.ones((256, 512), jnp.bfloat16)
     weights = jnp.ones((1, 512, 64), jnp.bfloat16)
     try:

@@ -22,8 +22,8 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import QuantizedArray, quantize, quantize_mixed, quantized_matmul
-from pallas_kernels.hopper_parts import COMPUTING, SHARED, Registers
-from pallas_kernels.jax_versions import interpreted_gpu, mosaic_gpu
+from pallas_kernels.hopper_parts import COMPUTING, SHARED
+from pallas_kernels.jax_versions import interpreted_gpu
 from pallas_kernels.quantized_matmul import (
     api,
     pallas_gpu,
@@ -38,11 +38,10 @@ from pallas_kernels.quantized_matmul.pallas_gpu_tiles import (
     tiles_few_bits,
     tiles_widened,
 )
-from tests.support import conformance
+from tests.support import conformance, gpus
 from tests.support.conformance import PAIRS, Dims, Factor
 
-# JAX 0.11 says that it will drop Pallas through Triton one day.
-pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
+pytestmark = gpus.triton_may_go
 
 
 @pytest.fixture(autouse=True)
@@ -165,17 +164,10 @@ def test_hopper_has_no_races(name, monkeypatch, capfd):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    not hasattr(mosaic_gpu, "InterpretGPUParams"),
-    reason="the interpreter of JAX 0.10 takes loads and copies by TMA to be in order",
-)
+@gpus.sees_races
 def test_a_planted_race_is_seen(monkeypatch, capfd):
-    """Slots given back before what was read of them is fenced: the watch can fail."""
-
-    def hasty(_, barrier, **__):
-        mosaic_gpu.barrier_arrive(barrier)
-
-    monkeypatch.setattr(Registers, "free", hasty)
+    """The watch can fail."""
+    gpus.plant_a_race(monkeypatch)
     try:
         _watched("few_bits", monkeypatch)
         said = "".join(capfd.readouterr())
