@@ -71,10 +71,9 @@ def rewrite(config: ReshardConfig) -> str:
         raise ValueError("reshard runs in one process: start it on one host")
     manager, steps = config.run.open()
     step = steps[-1]
-    manager.check_files(step)
+    arrays = read_mapped(manager.directory, step, mapping=_rules(config))
     manifest = manager.manifest(step)
     manager.close()
-    arrays = read_mapped(manager.directory, step, mapping=_rules(config))
     if config.keep == "params":
         arrays = {path: x for path, x in arrays.items() if path.startswith("params/")}
         if not arrays:

@@ -77,10 +77,11 @@ def main(argv: Sequence[str]) -> int:
     code = cli.ExitCode.DONE
     for step in steps:
         try:
-            manager.check_files(step)
-            manifest = manager.manifest(step)
             if config.level == "full":
                 manager.restore(step, None)
+            else:
+                manager.check_files(step)
+            manifest = manager.manifest(step)
             arrays = f"{len(manifest.arrays)} arrays"
             if config.level == "files":
                 arrays += " not read"

@@ -197,6 +197,10 @@ class CheckpointManager:
             CheckpointDamagedError: it is not what was written; names files or arrays.
         """
         self.check_files(step)
+        return self._read(step, target)
+
+    def _read(self, step: int, target: Any) -> Any:
+        """The state of a step whose files have been checked; its arrays are checked here."""
         where, manifest = f"{self.directory}/{step}", self.manifest(step)
         target = _target_of(manifest) if target is None else target
         check_target(manifest, target, where)
@@ -242,7 +246,7 @@ class CheckpointManager:
                 self.check_files(step)
                 if check is not None:
                     check(self.manifest(step))
-                return step, self.restore(step, target)
+                return step, self._read(step, target)
             except CheckpointDamagedError as error:
                 if is_strict:
                     raise

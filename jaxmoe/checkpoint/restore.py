@@ -62,20 +62,11 @@ def restore_part(
         CheckpointError: arrays that are missing or of another shape or dtype, all of them at once;
             a mapping that does not fit; a damaged checkpoint.
     """
-    manager = CheckpointManager(directory, is_writer=False, verify=verify)
-    try:
-        step = manager.newest_whole_step() if step is None else step
-        if step is None:
-            raise CheckpointError(f"{directory} holds no checkpoints")
-        manager.check_files(step)
-        manifest = manager.manifest(step)
-    finally:
-        manager.close()
-    where = f"{manager.directory}/{step}"
+    read = _open(directory, step, verify)
+    manifest, where = read.manifest, read.where
     sources = _sources(manifest, mapping)
     wanted = dict(sorted(flatten(target).items()))
     _check(manifest, wanted, sources, where, is_cast_allowed)
-    read = _Reader(manager.directory / str(step) / "state", manifest, where, verify == "full")
     packed = {}
     for path, leaf in wanted.items():
         placed, merged = sharding_of(leaf), sources[path]
@@ -106,14 +97,8 @@ def read_mapped(
     Raises:
         CheckpointError: a mapping that does not fit, or a damaged checkpoint.
     """
-    manager = CheckpointManager(directory, is_writer=False, verify=verify)
-    try:
-        manager.check_files(step)
-        manifest = manager.manifest(step)
-    finally:
-        manager.close()
-    where = f"{manager.directory}/{step}"
-    read = _Reader(manager.directory / str(step) / "state", manifest, where, verify == "full")
+    read = _open(directory, step, verify)
+    manifest = read.manifest
     arrays = {}
     for path, merged in _sources(manifest, mapping).items():
         names = merged.sources
@@ -123,17 +108,32 @@ def read_mapped(
     return arrays
 
 
+def _open(directory: Any, step: int | None, verify: Verify) -> _Reader:
+    """A step whose files are whole; the newest such one when None."""
+    manager = CheckpointManager(directory, is_writer=False, verify=verify)
+    try:
+        if step is not None:
+            manager.check_files(step)
+        elif (step := manager.newest_whole_step()) is None:
+            raise CheckpointError(f"{directory} holds no checkpoints that are whole")
+        manifest = manager.manifest(step)
+    finally:
+        manager.close()
+    where = f"{manager.directory}/{step}"
+    return _Reader(manager.directory / str(step) / "state", manifest, where, verify == "full")
+
+
 class _Reader:
     """Arrays of one step by name, compared with their fingerprints."""
 
     def __init__(self, state: Any, manifest: CheckpointManifest, where: str, is_verified: bool):
-        self._state, self._manifest, self._where = state, manifest, where
+        self._state, self.manifest, self.where = state, manifest, where
         self._is_verified = is_verified and bool(manifest.fingerprints)
         self._checkpointer = ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
 
     def __call__(self, name: str, placed: Any = None) -> Array:
         placed = placed or jax.sharding.SingleDeviceSharding(jax.devices()[0])
-        saved = self._manifest.arrays[name]
+        saved = self.manifest.arrays[name]
         dtype = "uint32" if saved["dtype"] == "key" else saved["dtype"]
         shape = jax.ShapeDtypeStruct(tuple(saved["shape"]), jnp.dtype(dtype), sharding=placed)
         item = traverse_util.unflatten_dict({name: shape}, sep=SEPARATOR)
@@ -147,7 +147,7 @@ class _Reader:
         array = cast(Array, traverse_util.flatten_dict(restored, sep=SEPARATOR)[name])
         if self._is_verified:
             one = traverse_util.unflatten_dict({name: array}, sep=SEPARATOR)
-            check_fingerprints(self._manifest, one, self._where)
+            check_fingerprints(self.manifest, one, self.where)
         return array
 
 
