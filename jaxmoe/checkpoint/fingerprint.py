@@ -197,6 +197,8 @@ def _place(names: Any, sizes: dict[str, int]) -> Any:
 
 def _sums(shard: Array, starts: Sequence[Any], shape: Sequence[int]) -> UInt32[Array, " 2"]:
     """Both sums of one shard of an array of this shape, which begins at `starts`."""
+    if jax.typeof(shard).memory_space == jax.memory.Space.Host:  # offloaded: one after the other
+        shard = jax.device_put(shard, jax.memory.Space.Device)
     index = jnp.zeros(shard.shape, jnp.uint32)
     for dimension, start in enumerate(starts):
         stride = jnp.uint32(math.prod(shape[dimension + 1 :]) % 2**32)

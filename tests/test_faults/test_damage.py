@@ -251,6 +251,14 @@ def test_fingerprints_are_the_same_on_any_mesh(mesh_name):
     assert len(set(fingerprints(state).values())) == len(state)
 
 
+def test_fingerprints_of_what_is_kept_in_the_memory_of_the_host():
+    """As the optimiser's state with execution.optimizer_memory=host."""
+    mesh, array = mesh_named("data8"), jnp.arange(64.0).reshape(8, 8)
+    place = NamedSharding(mesh, PartitionSpec("data"), memory_kind="pinned_host")
+    offloaded = {"x": jax.device_put(array, place), "count": jnp.int32(3)}
+    assert fingerprints(offloaded) == fingerprints({"x": array, "count": jnp.int32(3)})
+
+
 def test_any_flipped_bit_changes_the_fingerprint():
     rng = np.random.default_rng(0)
     array = rng.standard_normal((16, 16)).astype(np.float32)
