@@ -16,7 +16,7 @@ import jax
 import numpy as np
 import pytest
 
-from experiments import evaluate, generate, pretrain
+from experiments import around_steps, evaluate, generate, pretrain
 from experiments.assembly import make_plan
 from experiments.cli import ExitCode
 from experiments.config import PretrainConfig, ProfileConfig
@@ -111,9 +111,9 @@ def test_a_run_that_is_past_its_trace_says_so(tmp_path, capsys):
     profile = ProfileConfig(steps="3:4")
     config = dataclasses.replace(PretrainConfig(), profile=profile)
     directory = RunDirectory(tmp_path)
-    assert pretrain._trace(directory, config, 2) is not None
+    assert around_steps.make_trace(directory, config, 2) is not None
     assert capsys.readouterr().out == ""
-    assert pretrain._trace(directory, config, 3) is None
+    assert around_steps.make_trace(directory, config, 3) is None
     assert "no trace: step 3 is done, and profile.steps=3:4" in capsys.readouterr().out
 
 
