@@ -140,3 +140,9 @@ def cuda_version() -> int | None:
     """Of the CUDA runtime that JAX has loaded, 12090 for 12.9; None without. No public name yet."""
     versions = getattr(importlib.import_module("jax._src.lib"), "cuda_versions", None)
     return None if versions is None else int(versions.cuda_runtime_get_version())
+
+
+def coordination_client() -> Any:
+    """The client of the coordination service that the processes of a job share; None where there
+    is one process. JAX has it under a private name alone, the same in 0.10 to 0.12."""
+    return importlib.import_module("jax._src.distributed").global_state.client
