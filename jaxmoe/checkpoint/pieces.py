@@ -1,0 +1,134 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""What one process holds of a state, as words of 32 bits, and the state again.
+
+    (pieces, ...) = pieces_of(state, groups) what, where in the whole arrays, where in the words
+    words  = pack_words(state, pieces)       the bits, copied out of the devices
+    state  = place_words([(pieces, words)], target)
+
+A process's devices may hold the same part of an array: it is packed once. Which process packs what
+follows from the shardings alone, so that each knows it of all others as well. Every piece begins at
+a whole word.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import traverse_util
+from jaxtyping import UInt32
+
+from jaxmoe.checkpoint.tree import SEPARATOR, pack, unpack
+
+Index = tuple[tuple[int, int], ...]
+"""First and last index, the latter not included, in every dimension of the whole array."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of an array, and its place among the words."""
+
+    path: str
+    index: Index
+    dtype: str
+    start: int
+    """First word."""
+    stop: int
+    """After the last word."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the part."""
+        return tuple(last - first for first, last in self.index)
+
+
+def pieces_of(
+    state: Any, groups: Sequence[Collection[jax.Device]]
+) -> tuple[tuple[Piece, ...], ...]:
+    """What each group of devices holds of a state, each part once.
+
+    Args:
+        state: named arrays.
+        groups: the devices of each process.
+    """
+    group_of = {device: number for number, group in enumerate(groups) for device in group}
+    found: list[list[Piece]] = [[] for _ in groups]
+    for path, leaf in sorted(_leaves(state).items()):
+        indices: list[set[Index]] = [set() for _ in groups]
+        for device, index in leaf.sharding.devices_indices_map(leaf.shape).items():
+            indices[group_of[device]].add(_index(index, leaf.shape))
+        for pieces, own in zip(found, indices, strict=True):
+            for index in sorted(own):
+                start = num_words(pieces)
+                size = math.prod(last - first for first, last in index) * leaf.dtype.itemsize
+                pieces.append(Piece(path, index, str(leaf.dtype), start, start + -(-size // 4)))
+    return tuple(map(tuple, found))
+
+
+def num_words(pieces: Sequence[Piece]) -> int:
+    """Words of all pieces."""
+    return pieces[-1].stop if pieces else 0
+
+
+def pack_words(state: Any, pieces: Sequence[Piece], size: int) -> UInt32[np.ndarray, " size"]:
+    """The bits of the pieces, copied to the host; zeros behind them.
+
+    Args:
+        state: what the pieces are of.
+        pieces: from `pieces_of`, of devices that this process can read.
+        size: words in all.
+    """
+    leaves = _leaves(state)
+    shards = {}
+    for path in {piece.path for piece in pieces}:
+        for shard in leaves[path].addressable_shards:
+            key = path, _index(shard.index, leaves[path].shape)
+            if key not in shards:
+                shard.data.copy_to_host_async()
+                shards[key] = shard.data
+    words = np.zeros(size, np.uint32)
+    for piece in pieces:
+        data = np.ascontiguousarray(shards[piece.path, piece.index]).reshape(-1).view(np.uint8)
+        words[piece.start : piece.stop].view(np.uint8)[: data.size] = data
+    return words
+
+
+def place_words(
+    parts: Iterable[tuple[Sequence[Piece], UInt32[np.ndarray, " size"]]], target: Any
+) -> Any:
+    """The state whose bits were packed.
+
+    Args:
+        parts: pieces and words of the processes that are here.
+        target: a state with the same arrays in the same places.
+    """
+    found = {}
+    for pieces, words in parts:
+        for piece in pieces:
+            dtype = jnp.dtype(piece.dtype)
+            size = math.prod(piece.shape) * dtype.itemsize
+            data = words[piece.start : piece.stop].view(np.uint8)[:size]
+            found[piece.path, piece.index] = data.view(dtype).reshape(piece.shape)
+    arrays = {}
+    for path, leaf in _leaves(target).items():
+
+        def part(index: Any, path: str = path, shape: tuple[int, ...] = leaf.shape) -> np.ndarray:
+            return found[path, _index(index, shape)]
+
+        arrays[path] = jax.make_array_from_callback(leaf.shape, leaf.sharding, part)
+    return unpack(traverse_util.unflatten_dict(arrays, sep=SEPARATOR), target)
+
+
+def _leaves(state: Any) -> dict[str, jax.Array]:
+    return cast(dict[str, jax.Array], traverse_util.flatten_dict(pack(state), sep=SEPARATOR))
+
+
+def _index(index: Sequence[slice], shape: Sequence[int]) -> Index:
+    parts = (part.indices(size) for part, size in zip(index, shape, strict=True))
+    return tuple((first, last) for first, last, _ in parts)
