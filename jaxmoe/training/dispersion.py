@@ -1,0 +1,287 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Dispersion over workers: what a mean over devices hides (silent inconsistency, arXiv 2602.14462).
+
+A worker is a part of the mesh that has rows of its own: a place on the axes replica x data x
+expert. All train the same weights on rows of the same kind, so that their losses and gradients
+differ by chance alone; a worker that computes something else sticks out, long before the mean does.
+
+    loss_std, loss_range    over workers, of the mean cross-entropy of their rows, at every step
+    grad_norm_std           over workers, of the norm of the gradient of that loss
+    grad_cosine             mean over pairs: (|sum of g_i/|g_i||^2 - N) / (N (N - 1))
+    grad_cosine_from_sums   (N^2 |mean of g_i|^2 - sum |g_i|^2) / (N (N - 1)) / mean |g_i|^2: no
+                            vectors but the mean; the same where all norms are
+
+The losses come with the training step, as sums of rows that it has anyway, and one gather of two
+numbers a row. Gradients of single workers do not exist in it: they are summed where they are made.
+`make_gradient_probe` compiles a program of its own for them: one forward pass over a micro-batch
+and N backward passes on the same mesh and layout, each of which sees the loss of one worker alone.
+So a probe costs about as much as N/1.5 steps of that micro-batch, and memory for two more trees of
+gradients. Only the cross-entropy is compared; the routers' losses are of the whole batch.
+
+`OutlierWatch` finds the worker that sticks out. It needs three workers: of two that differ nobody
+knows which one is right.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import typing
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import struct
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Float
+
+from jaxmoe.data.batch import Batch, HostOrDeviceArray
+from jaxmoe.execution import ExecutionConfig
+from jaxmoe.models.config import ModelConfig
+from jaxmoe.training import NextTokenConfig, ObjectiveConfig
+from jaxmoe.training.accumulation import first_micro_batch
+from jaxmoe.training.loss import forward_and_row_nll
+from jaxmoe.training.state import TrainState
+from sharding.axes import BATCH_AXES, pieces
+from sharding.constrain import Placement
+
+LOSS_STD = "workers/loss_std"
+LOSS_RANGE = "workers/loss_range"
+NORM_STD = "workers/grad_norm_std"
+COSINE = "workers/grad_cosine"
+COSINE_FROM_SUMS = "workers/grad_cosine_from_sums"
+
+
+@typing.no_type_check
+@struct.dataclass
+class WorkerGradients:
+    """What a probe reports."""
+
+    loss: Float[Array, " N"]
+    """Nats per token of each worker; NaN where it has no token."""
+    norm: Float[Array, " N"]
+    """Of the gradient of that loss; 0 where it has no token."""
+    cosine: Float[Array, ""]
+    """Mean over pairs of workers that have a gradient."""
+    cosine_from_sums: Float[Array, ""]
+
+
+def worker_losses(
+    row_nll: Float[Array, " b"] | None,
+    row_tokens: Float[Array, " B"] | None,
+    workers: int,
+    placement: Placement,
+) -> Float[Array, " W"] | None:
+    """Mean loss of each worker's rows, the same array on all devices; None without rows.
+
+    Args:
+        row_nll: sums of rows, over micro-batches (b = B / micro-batches).
+        row_tokens: what each row is divided by.
+        workers: equal parts of the rows, in order.
+        placement: where rows lie.
+    """
+    if row_nll is None or row_tokens is None:
+        return None
+    tokens = row_tokens.reshape(row_nll.shape[0], -1).sum(axis=1)
+    both = placement.place(jnp.stack([row_nll, tokens]), (None, None))
+    nll, tokens = both.reshape(2, workers, -1).sum(axis=2)
+    return jnp.where(tokens > 0.0, nll / jnp.where(tokens > 0.0, tokens, 1.0), jnp.nan)
+
+
+def loss_scalars(worker_loss: Float[HostOrDeviceArray, " W"] | None) -> dict[str, float]:
+    """Standard deviation and range over the workers that have a token; empty without workers.
+
+    Args:
+        worker_loss: of one step.
+    """
+    if worker_loss is None:
+        return {}
+    there = np.asarray(worker_loss, np.float64)
+    there = there[~np.isnan(there)]
+    if not there.size:
+        return {}
+    return {LOSS_STD: float(there.std()), LOSS_RANGE: float(np.ptp(there))}
+
+
+def gradient_scalars(gradients: WorkerGradients) -> dict[str, float]:
+    """What is logged of a probe.
+
+    Args:
+        gradients: on the host.
+    """
+    return {
+        NORM_STD: float(np.std(np.asarray(gradients.norm, np.float64))),
+        COSINE: float(gradients.cosine),
+        COSINE_FROM_SUMS: float(gradients.cosine_from_sums),
+    }
+
+
+def compare_gradients(
+    pull_back: Callable[[Float[Array, " N"]], Any], workers: int
+) -> tuple[Float[Array, " N"], Float[Array, ""], Float[Array, ""]]:
+    """Norms, mean cosine and the one from sums, with two trees in memory beside a gradient.
+
+    Args:
+        pull_back: the gradient of a weighted sum of the workers' losses, by their weights.
+        workers: N.
+    """
+
+    def of_one(weights: Array) -> tuple[tuple[Any, Any], Array]:
+        gradient = jax.tree.map(lambda g: g.astype(jnp.float32), pull_back(weights))
+        norm = optax.tree.norm(gradient)
+        inverse = jnp.where(norm > 0.0, 1.0 / jnp.where(norm > 0.0, norm, 1.0), 0.0)
+        return (gradient, jax.tree.map(lambda g: g * inverse, gradient)), norm
+
+    def body(sums: tuple[Any, Any], weights: Array) -> tuple[tuple[Any, Any], Array]:
+        one, norm = of_one(weights)
+        return jax.tree.map(jnp.add, sums, one), norm
+
+    each = jnp.eye(workers, dtype=jnp.float32)
+    sums, first = of_one(each[0])
+    (total, units), norms = jax.lax.scan(body, sums, each[1:])
+    norms = jnp.concatenate([first[None], norms])
+    number = jnp.sum(norms > 0.0).astype(jnp.float32)
+    pairs = jnp.maximum(number * (number - 1.0), 1.0)
+    squares = jnp.sum(norms**2)
+    cosine = (optax.tree.norm(units) ** 2 - number) / pairs
+    mean_square = squares / jnp.maximum(number, 1.0)
+    from_sums = (optax.tree.norm(total) ** 2 - squares) / pairs
+    return norms, cosine, from_sums / jnp.where(mean_square > 0.0, mean_square, 1.0)
+
+
+def make_gradient_probe(
+    model: ModelConfig,
+    *,
+    workers: int,
+    execution: ExecutionConfig | None = None,
+    accumulation: int = 1,
+    objective: ObjectiveConfig | None = None,
+) -> Callable[[TrainState, Batch], WorkerGradients]:
+    """A jitted function of a state, which is not donated, and the batch of a step.
+
+    Args:
+        model: what is trained.
+        workers: equal parts of the batch, at least 2; as many backward passes.
+        execution: how it is computed; defaults when None.
+        accumulation: micro-batches of a step, of which the first is looked at.
+        objective: what is predicted from what; the next token when None.
+
+    Raises:
+        ValueError: fewer than two workers.
+    """
+    if workers < 2:
+        raise ValueError(f"workers={workers} must be at least 2: one has nobody to differ from")
+    execution = execution or ExecutionConfig()
+    objective = objective or NextTokenConfig()
+
+    def probe(state: TrainState, batch: Batch) -> WorkerGradients:
+        placement = execution.placement
+        key = jax.random.fold_in(state.rng, state.step)
+        tokens = first_micro_batch(objective.row_tokens(batch), accumulation, placement)
+        batch = objective.prepare(model, batch, key, placement)
+        row_ids = jnp.arange(batch.tokens.shape[0], dtype=jnp.int32)
+        batch, row_ids = jax.tree.map(
+            lambda rows: first_micro_batch(rows, accumulation, placement), (batch, row_ids)
+        )
+
+        def losses(params: Any) -> Float[Array, " N"]:
+            _, rows, _ = forward_and_row_nll(
+                model,
+                execution,
+                params,
+                batch,
+                num_predicted=objective.num_predicted(model),
+                router_state=state.router_state,
+                row_ids=row_ids,
+                train=True,
+                key=key,
+            )
+            # Without rows there is no loss; its NaN would reach the gradients of all others.
+            found = worker_losses(rows, tokens, workers, placement)
+            assert found is not None  # rows were asked for
+            return jnp.nan_to_num(found, nan=0.0)
+
+        loss, pull_back = jax.vjp(losses, state.params)
+        norms, cosine, from_sums = compare_gradients(lambda w: pull_back(w)[0], workers)
+        return WorkerGradients(loss=loss, norm=norms, cosine=cosine, cosine_from_sums=from_sums)
+
+    return jax.jit(probe)
+
+
+def worker_devices(mesh: Mesh, workers: int) -> list[list[jax.Device]]:
+    """The devices that hold the rows of each worker.
+
+    Args:
+        mesh: of `sharding.make_mesh`.
+        workers: parts of the batch; a multiple or a divisor of the parts that the mesh makes.
+    """
+    spec = PartitionSpec(pieces(mesh.axis_names, BATCH_AXES))
+    parts = NamedSharding(mesh, spec).num_devices
+    found: list[list[jax.Device]] = [[] for _ in range(workers)]
+    lies = NamedSharding(mesh, spec).devices_indices_map((parts * workers,))
+    for device, (rows,) in lies.items():
+        first, last = rows.start or 0, parts * workers if rows.stop is None else rows.stop
+        for worker in range(first // parts, (last - 1) // parts + 1):
+            found[worker].append(device)
+    return found
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Outlier:
+    """A worker that sticks out."""
+
+    worker: int
+    excess: float
+    """Median over the window of its difference from the median worker."""
+    spreads: float
+    """The same in spreads."""
+
+
+class OutlierWatch:
+    """Differences of workers from the median worker, over a window of steps.
+
+    A worker sticks out when the median of its differences over the window is more than `z` spreads,
+    1.4826 x the median size of all differences in the window: a batch that is odd once moves
+    neither. Each is named once.
+
+    Args:
+        window: steps; nobody is judged before it is full.
+        z: spreads.
+        relative: part of the median that a difference must have at least.
+    """
+
+    def __init__(self, window: int, *, z: float = 4.0, relative: float = 1e-4):
+        self._z, self._relative = z, relative
+        self._rows: collections.deque[np.ndarray] = collections.deque(maxlen=window)
+        self._named: set[int] = set()
+
+    def add(self, values: Float[np.ndarray, " W"]) -> list[Outlier]:
+        """The workers that stick out now and have not been named yet.
+
+        Args:
+            values: one for each worker; a step in which one is not finite is passed over.
+        """
+        values = np.asarray(values, np.float64)
+        if len(values) < 3 or not np.isfinite(values).all():
+            return []
+        self._rows.append(values)
+        if len(self._rows) < (self._rows.maxlen or 0):
+            return []
+        rows = np.stack(self._rows)
+        center = np.median(rows, axis=1, keepdims=True)
+        differences = rows - center
+        spread = 1.4826 * float(np.median(np.abs(differences)))
+        floor = self._relative * float(np.median(np.abs(center)))
+        scale = max(spread, floor / self._z, np.finfo(np.float64).tiny)
+        excess = np.median(differences, axis=0)
+        found = [
+            Outlier(worker=int(w), excess=float(excess[w]), spreads=float(abs(excess[w]) / scale))
+            for w in np.flatnonzero(np.abs(excess) > self._z * scale)
+            if int(w) not in self._named
+        ]
+        self._named.update(outlier.worker for outlier in found)
+        return found

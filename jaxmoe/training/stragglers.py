@@ -1,0 +1,211 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Stragglers: the process for which all others wait, named by its time before the collective.
+
+The duration of a step is the same on all processes, because they meet in its collectives: it names
+nobody. What differs is the time that each spends on its own before it hands a step over (data,
+hooks, reporting, other Python), and that the others spend waiting. The former is compared, window
+by window, with one small gather where all processes meet anyway:
+
+    center  lower median over processes: the smaller one of two, so that the rule holds for 2
+    spread  1.4826 x lower median of |time - center|: 0 for two processes, where the floors decide
+    excess  time - center
+    outlier excess > max(z x spread, absolute floor, relative floor x time of a step), and
+            excess > its own waiting: who waits longer than it is late is late for nobody
+
+A process is named when it has been an outlier in `windows` windows in a row, or in
+`windows_if_large` where the excess was a large part of the step; once, until it has recovered.
+
+What it does not see: a slow device or link. The host of a slow device waits as long as the others
+do, and the time of a device before its first collective is not measurable from outside a profile
+(`--profile.steps`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import Bool, Float
+
+from jaxmoe.training import time_spent as spent_on
+from jaxmoe.training.state import TrainState
+from jaxmoe.training.time_spent import TimeSpent
+from sharding.distributed import gather
+
+BEFORE = (
+    *(spent_on.DATA, spent_on.HOOKS, spent_on.EVALUATE, spent_on.CHECKPOINT, spent_on.REPORT),
+    spent_on.LOOP,
+)
+"""Kinds of time before the collective."""
+WAITING = (spent_on.DISPATCH, spent_on.WAIT)
+
+_WORDS = {
+    spent_on.DATA: "waiting for data",
+    spent_on.HOOKS: "hooks",
+    spent_on.EVALUATE: "evaluation",
+    spent_on.CHECKPOINT: "checkpoints",
+    spent_on.REPORT: "reporting",
+    spent_on.LOOP: "other work of the host",
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class StragglerRule:
+    """When a process is named."""
+
+    z: float = 6.0
+    """Spreads above the center."""
+    absolute: float = 0.005
+    """Seconds per step above the center."""
+    relative: float = 0.1
+    """Part of a step above the center."""
+    windows: int = 3
+    """In a row."""
+    large: float = 0.5
+    """Part of a step above the center that is a large margin."""
+    windows_if_large: int = 2
+    """In a row, with a large margin."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Straggler:
+    """A process that is late."""
+
+    process: int
+    excess: float
+    """Seconds per step above the center."""
+    step_seconds: float
+    """Of a step of the run."""
+    kind: str
+    """What most of the excess goes to."""
+
+    def __str__(self) -> str:
+        return (
+            f"process {self.process} is late: {1e3 * self.excess:.1f} ms before each step more than"
+            f" the others, which wait for it ({self.excess / self.step_seconds:.0%} of the step);"
+            f" most of it in {_WORDS[self.kind]}"
+        )
+
+
+def lower_median(values: np.ndarray) -> Any:
+    """The largest of the smaller half, over the first axis: of two values the smaller one."""
+    return np.sort(values, axis=0)[(len(values) - 1) // 2]
+
+
+def outliers(
+    before: Float[np.ndarray, "P K"], waited: Float[np.ndarray, " P"], rule: StragglerRule
+) -> tuple[Float[np.ndarray, " P"], float]:
+    """How late each process is: seconds per step above the center, 0 for all that are not late.
+
+    Args:
+        before: seconds per step before the collective, by process and kind.
+        waited: seconds per step that each process waited.
+        rule: what counts as late.
+
+    Returns:
+        The excess, and the seconds of a step.
+    """
+    own = before.sum(axis=1)
+    step_seconds = float(lower_median(own + waited))
+    center = lower_median(own)
+    spread = 1.4826 * lower_median(np.abs(own - center))
+    excess = own - center
+    floor = max(rule.z * spread, rule.absolute, rule.relative * step_seconds)
+    return np.where((excess > floor) & (excess > waited), excess, 0.0), step_seconds
+
+
+class StragglerWatch:
+    """Windows of all processes, one after the other; every process comes to the same verdicts.
+
+    Args:
+        rule: what counts as late.
+    """
+
+    def __init__(self, rule: StragglerRule | None = None):
+        self._rule = rule or StragglerRule()
+        self._in_a_row = np.zeros(0, np.int64)
+        self._large_in_a_row = np.zeros(0, np.int64)
+        self._is_named: Bool[np.ndarray, " P"] = np.zeros(0, bool)
+
+    def window(
+        self, before: Float[np.ndarray, "P K"], waited: Float[np.ndarray, " P"]
+    ) -> list[Straggler]:
+        """The processes that this window shows to be late and that have not been named yet.
+
+        Args:
+            before: seconds per step before the collective, by process and kind of `BEFORE`.
+            waited: seconds per step that each process waited.
+        """
+        rule, processes = self._rule, len(before)
+        if len(self._in_a_row) != processes:
+            self._in_a_row = np.zeros(processes, np.int64)
+            self._large_in_a_row = np.zeros(processes, np.int64)
+            self._is_named = np.zeros(processes, bool)
+        excess, step_seconds = outliers(before, waited, rule)
+        is_late = excess > 0.0
+        self._in_a_row = np.where(is_late, self._in_a_row + 1, 0)
+        is_large = excess > rule.large * step_seconds
+        self._large_in_a_row = np.where(is_large, self._large_in_a_row + 1, 0)
+        is_found = (self._in_a_row >= rule.windows) | (
+            self._large_in_a_row >= rule.windows_if_large
+        )
+        named = np.flatnonzero(is_found & ~self._is_named)
+        self._is_named = is_found | (self._is_named & is_late)
+        more = before - lower_median(before)
+        return [
+            Straggler(
+                process=int(process),
+                excess=float(excess[process]),
+                step_seconds=step_seconds,
+                kind=BEFORE[int(more[process].argmax())],
+            )
+            for process in named
+        ]
+
+
+class StragglerHook:
+    """Compares the processes every so many steps; each of them must have it.
+
+    Args:
+        spent: of this process.
+        every: steps of a window.
+        report: called with the step and who is late.
+        rule: what counts as late.
+    """
+
+    def __init__(
+        self,
+        spent: TimeSpent,
+        *,
+        every: int,
+        report: Callable[[int, Straggler], None],
+        rule: StragglerRule | None = None,
+    ):
+        self._spent, self._every, self._report = spent, every, report
+        self._watch = StragglerWatch(rule)
+        self._before = spent.seconds
+        self._steps = 0
+
+    def is_due(self, step: int) -> bool:
+        """Every so many steps."""
+        self._steps += 1
+        return step % self._every == 0
+
+    def run(self, step: int, state: TrainState | None) -> None:
+        """Gathers the window's times and reports who is late."""
+        now = self._spent.seconds
+        with self._spent.on(spent_on.WAIT):
+            found = gather(np.asarray([*self._of(now, BEFORE), *self._of(now, WAITING)]))
+        self._before, self._steps = self._spent.seconds, 0
+        before, waited = found[:, : len(BEFORE)], found[:, len(BEFORE) :].sum(axis=1)
+        for straggler in self._watch.window(before.astype(float), waited.astype(float)):
+            self._report(step, straggler)
+
+    def _of(self, now: dict[str, float], kinds: Sequence[str]) -> list[np.float32]:
+        steps = max(1, self._steps)
+        return [
+            np.float32((now.get(kind, 0.0) - self._before.get(kind, 0.0)) / steps) for kind in kinds
+        ]
