@@ -80,5 +80,5 @@ $(DEV): $(TRAIN)
 	@touch $@
 
 $(HF): $(DEV)
-	$(INSTALL) -e '.[train,dev,plan$(if $(HAS_PEERS),$(comma)hf)]'
+	$(INSTALL) -e '.[train,dev,plan$(if $(HAS_PEERS),$(comma)hf$(comma)lm-eval)]'
 	@touch $@

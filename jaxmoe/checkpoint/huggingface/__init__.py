@@ -46,7 +46,7 @@ from jaxmoe.checkpoint.huggingface.export import CONFIG
 from jaxmoe.checkpoint.huggingface.export import to_huggingface as to_huggingface
 from jaxmoe.checkpoint.huggingface.families import Family, family_of
 from jaxmoe.checkpoint.huggingface.files import open_tensors
-from jaxmoe.checkpoint.huggingface.weights import load
+from jaxmoe.checkpoint.huggingface.weights import Tensors, load
 from jaxmoe.checkpoint.manifest import CheckpointError
 from jaxmoe.models.config import ModelConfig
 from sharding.rules import FULLY_SHARDED, LogicalAxisRules
@@ -116,9 +116,28 @@ def read_huggingface(
     Raises:
         CheckpointError: as there.
     """
+    model, tensors = open_huggingface(config, state_dict, rules=rules)
+    params, state = load(tensors, mesh=mesh, axis_rules=rules)
+    return Imported(model, params, state)
+
+
+def open_huggingface(
+    config: Mapping[str, Any] | str | os.PathLike[str],
+    state_dict: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    *,
+    rules: LogicalAxisRules = FULLY_SHARDED,
+) -> tuple[ModelConfig, Tensors]:
+    """The model, and its parameters as they may be read, one layer at a time.
+
+    All names and shapes have been checked. For models larger than the memory: see
+    `jaxmoe.checkpoint.streaming`.
+
+    Raises:
+        CheckpointError: as `from_huggingface`.
+    """
     if state_dict is None and isinstance(config, Mapping):
         raise CheckpointError("from_huggingface needs tensors: give the model's state_dict")
-    fields = config if isinstance(config, Mapping) else _read_config(pathlib.Path(config))
+    fields = config if isinstance(config, Mapping) else read_fields(config)
     family = family_of(fields)
     model = family.model(fields)
     if state_dict is None:
@@ -126,8 +145,7 @@ def read_huggingface(
         state_dict = path if path.is_dir() else path.parent
     tensors = state_dict if isinstance(state_dict, Mapping) else open_tensors(state_dict)
     tensors = _computed(family, fields, tensors)
-    params, state = load(model, family.rules, tensors, mesh=mesh, axis_rules=rules)
-    return Imported(model, params, state)
+    return model, Tensors(model, family.rules, tensors, axis_rules=rules)
 
 
 def _computed(
@@ -146,9 +164,14 @@ def _computed(
     return {name: tensor for name, tensor in tensors.items() if name not in set(others)}
 
 
-def _read_config(path: pathlib.Path) -> dict[str, Any]:
-    """The fields of a config.json, given by itself or by its directory."""
-    file = path / CONFIG if path.is_dir() else path
+def read_fields(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The fields of a config.json, given by itself or by its directory.
+
+    Raises:
+        CheckpointError: it is not there, or no object.
+    """
+    place = pathlib.Path(path)
+    file = place / CONFIG if place.is_dir() else place
     try:
         fields = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:

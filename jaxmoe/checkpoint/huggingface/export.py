@@ -56,11 +56,12 @@ def to_huggingface(
     max_shard_bytes: int = 5_000_000_000,
     max_length: int = 4096,
     fields: Mapping[str, Any] | None = None,
+    texts: Mapping[str, str] | None = None,
 ) -> pathlib.Path:
     """Writes a model as one of `transformers`, which `from_pretrained` reads.
 
     Neither `transformers` nor PyTorch is needed. `from_huggingface` reads the same parameters back,
-    bit for bit where `dtype` is theirs. The tokenizer's files are not written.
+    bit for bit where `dtype` is theirs. The tokenizer's files are given in `texts`.
 
     Args:
         model: of the parameters.
@@ -76,6 +77,7 @@ def to_huggingface(
         max_shard_bytes: of a file.
         max_length: positions that readers should provide for (max_position_embeddings).
         fields: further fields of config.json, such as bos_token_id.
+        texts: further files by name, such as those of `tokenizer.tokenizer_files`.
 
     Returns:
         The directory.
@@ -106,7 +108,27 @@ def to_huggingface(
             (partial / modeling.FILE).write_text(modeling.MODELING, encoding="utf-8")
             # It keeps no cache, and generation would take one for granted.
             (partial / _GENERATION).write_text('{"use_cache": false}\n', encoding="utf-8")
+        for file, content in (texts or {}).items():
+            with open(partial / file, "x", encoding="utf-8") as stream:  # over none of the above
+                stream.write(content)
     return place
+
+
+def suggest_family(model: ModelConfig) -> tuple[str, str]:
+    """A family that computes the same as a model, and why it is none of transformers' own.
+
+    Args:
+        model: with its forward multipliers.
+
+    Returns:
+        A key of FAMILIES and "", or "jaxmoe" and what the nearest family would say of the model.
+    """
+    name = _family_name(model)
+    try:
+        _config(model, name, FAMILIES[name], "float32", 1)
+    except CheckpointError as error:
+        return modeling.NAME, str(error)
+    return name, ""
 
 
 def _family_name(model: ModelConfig) -> str:
@@ -186,8 +208,9 @@ def _arrays(model: ModelConfig, params: Any, router_state: Any) -> dict[str, Any
     ]
     if elsewhere:
         raise CheckpointError(
-            f"{elsewhere[0]} lies on devices of several processes, and one writes: restore the"
-            " checkpoint in a single process and export there"
+            f"{elsewhere[0]} lies on devices of several processes, and one writes: save a"
+            " checkpoint, which one process converts layer by layer (python -m"
+            " experiments.checkpoint convert --to_huggingface auto)"
         )
     return found
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -76,46 +77,83 @@ class Piece(NamedTuple):
     is_transposed: bool
 
 
-def load(
-    model: ModelConfig,
-    rules: Sequence[Rule],
-    tensors: Mapping[str, Any],
-    *,
-    mesh: Mesh | None,
-    axis_rules: LogicalAxisRules,
-) -> tuple[dict[str, Any], Any]:
-    """The parameters and the router state of a model, f32.
+class Tensors:
+    """The parameters and the router state of a model, read out of tensors when they are asked for.
 
     Args:
         model: whose parameters.
         rules: of its family.
         tensors: by their names; numpy's, PyTorch's, or any with shape and dtype that numpy reads.
-        mesh: to place them on; one device when None.
         axis_rules: from logical axes to mesh axes.
 
     Raises:
         CheckpointError: tensors that are missing, left over, of another shape or not floats.
     """
-    table, state = parameter_table(model, rules=axis_rules), state_table(model)
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        rules: Sequence[Rule],
+        tensors: Mapping[str, Any],
+        *,
+        axis_rules: LogicalAxisRules,
+    ):
+        self.table = parameter_table(model, rules=axis_rules)
+        self.state_table = state_table(model)
+        self._tensors = tensors
+        rows = (*self.table, *self.state_table)
+        self._pieces = {row.path: list(pieces_of(model, row, rules, tensors)) for row in rows}
+        wanted = {piece.key: piece.shape for some in self._pieces.values() for piece in some}
+        if model.has_tied_embeddings and HEAD in tensors:  # a model in memory names it twice
+            wanted[HEAD] = wanted[EMBEDDING]
+        _check(wanted, tensors)
+        if HEAD in wanted and model.has_tied_embeddings:
+            if not np.array_equal(_values(tensors[HEAD]), _values(tensors[EMBEDDING])):
+                raise CheckpointError(f"tie_word_embeddings is set, but {HEAD} is not {EMBEDDING}")
+
+    def is_stacked(self, row: ParameterSpec) -> bool:
+        """Whether its first dimension counts layers, which can be read one at a time."""
+        pieces = self._pieces[row.path]
+        return bool(pieces) and all(piece.target and piece.target[0] != ... for piece in pieces)
+
+    def read(self, row: ParameterSpec, layer: int | None = None) -> np.ndarray:
+        """The values of a parameter or of router state, f32; each tensor is read once.
+
+        Args:
+            row: of one of the tables.
+            layer: of a stacked one, counted from its first; all of it when None.
+        """
+        pieces, shape = self._pieces[row.path], row.shape
+        if layer is not None:
+            shape = shape[1:]
+            pieces = [
+                piece._replace(target=piece.target[1:])
+                for piece in pieces
+                if piece.target[0] == layer
+            ]
+        return _fill(row.path, shape, pieces, self._tensors)
+
+
+def load(
+    tensors: Tensors, *, mesh: Mesh | None, axis_rules: LogicalAxisRules
+) -> tuple[dict[str, Any], Any]:
+    """The parameters and the router state of a model, f32.
+
+    Args:
+        tensors: that hold them.
+        mesh: to place them on; one device when None.
+        axis_rules: from logical axes to mesh axes.
+    """
     if mesh is not None:
-        table.check_divides(axis_rules, dict(mesh.shape))
-    rows = (*table, *state)
-    pieces = {row.path: list(pieces_of(model, row, rules, tensors)) for row in rows}
-    wanted = {piece.key: piece.shape for some in pieces.values() for piece in some}
-    if model.has_tied_embeddings and HEAD in tensors:  # a model in memory names it twice
-        wanted[HEAD] = wanted[EMBEDDING]
-    _check(wanted, tensors)
-    if HEAD in wanted and model.has_tied_embeddings:
-        if not np.array_equal(_values(tensors[HEAD]), _values(tensors[EMBEDDING])):
-            raise CheckpointError(f"tie_word_embeddings is set, but {HEAD} is not {EMBEDDING}")
+        tensors.table.check_divides(axis_rules, dict(mesh.shape))
 
     def build(row: ParameterSpec) -> jax.Array:
-        values = _fill(row, pieces[row.path], tensors)
+        values = tensors.read(row)
         if mesh is None:
             return jax.device_put(values)  # on the CPU it stays where it is
         return jax.device_put(values, named_shardings(row.spec, mesh))
 
-    return table.tree(build), state.tree(build).get(ROUTER_STATE, {})
+    return tensors.table.tree(build), tensors.state_table.tree(build).get(ROUTER_STATE, {})
 
 
 def state_table(model: ModelConfig) -> ParameterTable:
@@ -230,9 +268,12 @@ def _near(name: str, candidates: Sequence[str]) -> str:
     return f" (near: {', '.join(near)})" if near else ""
 
 
-def _fill(row: ParameterSpec, pieces: Sequence[Piece], tensors: Mapping[str, Any]) -> np.ndarray:
-    """One parameter, f32; each tensor is read once."""
-    parameter = _aligned(row.size).reshape(row.shape)
+def _fill(
+    path: str, shape: tuple[int, ...], pieces: Sequence[Piece], tensors: Mapping[str, Any]
+) -> np.ndarray:
+    """One parameter, or one layer of it, f32; each tensor is read once."""
+    size = math.prod(shape)
+    parameter = _aligned(size).reshape(shape)
     filled, last, values = 0, "", np.empty(0)
     for piece in sorted(pieces, key=lambda piece: piece.key):
         if piece.key != last:
@@ -247,8 +288,8 @@ def _fill(row: ParameterSpec, pieces: Sequence[Piece], tensors: Mapping[str, Any
         else:
             view[...] = source
         filled += view.size
-    if filled != row.size:
-        raise CheckpointError(f"{row.path}: the family's rules fill {filled} of {row.size} values")
+    if filled != size:
+        raise CheckpointError(f"{path}: the family's rules fill {filled} of {size} values")
     return parameter
 
 

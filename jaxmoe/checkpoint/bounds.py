@@ -1,0 +1,294 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""What the files of a step may contain: looked at before anything of them is opened in earnest.
+
+A checkpoint may come from anywhere, and its checksums prove nothing against somebody who writes
+them anew. So a step is refused, in words, where it holds
+
+    links and special files      they lead to other files of the machine, or never end
+    JSON that is large or deep   more than MAX_JSON_BYTES, MAX_JSON_VALUES or MAX_JSON_DEPTH
+    other readers than ours      names of classes that Orbax would look up
+    other names than ours        names with dots or slashes, names that the manifest does not have
+    other arrays than it says    shape, dtype or chunks of the store against those of the manifest
+    more than it says            files that are larger than its arrays can explain
+
+A chunk of zstd that expands to more than the description of its array says is given up by
+TensorStore (0.1.86) at the byte where it should have ended, so that the description, which is
+compared here, bounds what is allocated.
+
+To add a bound: lines of `contents`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import os
+import pathlib
+import re
+import stat
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+MAX_JSON_BYTES = 1 << 24
+MAX_JSON_VALUES = 1 << 19
+"""Objects and lists in one file."""
+MAX_JSON_DEPTH = 64
+MAX_ARRAY_BYTES = 1 << 50
+"""Of one array; no machine holds more."""
+
+_MANIFEST = pathlib.PurePath("manifest", "metadata")
+_STORE = pathlib.PurePath("state", "_METADATA")
+_HANDLERS = "_CHECKPOINT_METADATA"
+_JSON = ("files.json", _HANDLERS, "manifest/*", "state/_*", "state/array_metadatas/*")
+_READERS = ("JsonCheckpointHandler", "StandardCheckpointHandler", "PyTreeCheckpointHandler")
+_READERS_ARE_OF = "orbax.checkpoint."
+
+
+def places(step: pathlib.Path) -> list[str]:
+    """What is no plain file or directory within a step, a line each: nothing of it is opened."""
+    lines = []
+    for root, directories, files in os.walk(step):
+        for name in (*directories, *files):
+            path = pathlib.Path(root, name)
+            mode = path.lstat().st_mode
+            shown = path.relative_to(step).as_posix()
+            if stat.S_ISLNK(mode):
+                lines.append(f"{shown}: a link, which no checkpoint has")
+            elif not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+                lines.append(f"{shown}: neither a file nor a directory")
+    return sorted(lines)
+
+
+def read_json(path: pathlib.Path) -> Any:
+    """The content of a file of a checkpoint.
+
+    Raises:
+        ValueError: it is too large or too deep to be one, or no JSON.
+    """
+    size = path.stat().st_size
+    if size > MAX_JSON_BYTES:
+        raise ValueError(f"{size} bytes, and no such file has more than {MAX_JSON_BYTES}")
+    return _parse(path.read_text(encoding="utf-8"))
+
+
+def texts(step: pathlib.Path, patterns: Sequence[str] = _JSON) -> list[str]:
+    """Which JSON files of a step must not be parsed, a line each.
+
+    Args:
+        step: its directory.
+        patterns: of the files that are looked at.
+    """
+    lines = []
+    for pattern in patterns:
+        for path in sorted(step.glob(pattern)):
+            if not path.is_file() or path.name == "commit_success.txt":
+                continue
+            name = path.relative_to(step).as_posix()
+            try:
+                data = read_json(path)
+                if name == "files.json" and isinstance(inner := data.get("files"), str):
+                    _parse(inner)
+            except (OSError, ValueError, AttributeError) as error:
+                lines.append(f"{name}: {str(error)[:200]}")
+    return lines
+
+
+def before_opening(directory: pathlib.Path) -> list[str]:
+    """Steps that cannot even be listed: Orbax parses a file of each as soon as it is opened."""
+    lines = []
+    for path in sorted(directory.glob(f"*/{_HANDLERS}")):
+        name = path.relative_to(directory).as_posix()
+        try:
+            if path.is_symlink() or not path.is_file():
+                raise ValueError("no plain file")
+            read_json(path)
+        except (OSError, ValueError) as error:
+            lines.append(f"{name}: {str(error)[:200]}; move the step away")
+    return lines
+
+
+def contents(step: pathlib.Path) -> list[str]:
+    """What the files of a step hold beyond what its manifest says, a line each.
+
+    Args:
+        step: its directory, of which `places` and `texts` find nothing.
+    """
+    if not (step / _MANIFEST).is_file():
+        return []  # another tool's, which is refused elsewhere
+    manifest = read_json(step / _MANIFEST)
+    if not isinstance(manifest, dict) or not isinstance(manifest.get("schema"), int):
+        return []
+    arrays = manifest.get("arrays")
+    lines = _described(arrays)
+    if lines or not isinstance(arrays, dict):
+        return lines
+    needed = sum(map(_bytes_of, arrays.values()))
+    held = sum(path.stat().st_size for path in step.rglob("*") if path.is_file())
+    if held > 2 * needed + 8 * MAX_JSON_BYTES:
+        return [f"its files have {held} bytes, and its arrays take {needed}"]
+    lines = [*_handlers(step), *_names(step, arrays)]
+    return lines or _store(step, arrays)
+
+
+def beyond_memory(arrays: Mapping[str, Any]) -> str:
+    """Why arrays cannot be read without a target that bounds them; empty where they can.
+
+    Args:
+        arrays: of a manifest that `contents` has nothing against.
+    """
+    needed = sum(map(_bytes_of, arrays.values()))
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed <= memory:
+        return ""
+    return f"its arrays take {needed} bytes, and this host has {memory}: restore it to a target"
+
+
+def _parse(text: str) -> Any:
+    depth = values = 0
+    for match in re.finditer(r'"(?:[^"\\]|\\.)*"|[\[{]|[\]}]', text):
+        if match[0] in "[{":
+            values, depth = values + 1, depth + 1
+            if depth > MAX_JSON_DEPTH or values > MAX_JSON_VALUES:
+                raise ValueError(
+                    f"more than {MAX_JSON_VALUES} objects and lists, or more than {MAX_JSON_DEPTH}"
+                    " deep, which no such file has"
+                )
+        elif match[0] in "]}":
+            depth -= 1
+    return json.loads(text)
+
+
+def _described(arrays: Any) -> list[str]:
+    """What is wrong with the arrays of a manifest."""
+    if not isinstance(arrays, dict):
+        return ["manifest/metadata: its arrays are no table"]
+    lines = []
+    for path, array in arrays.items():
+        parts = path.split("/")
+        if not all(parts) or "." in path or len(parts) > MAX_JSON_DEPTH or "\0" in path:
+            lines.append(f"manifest/metadata: {path[:100]!r} is no name of an array")
+            continue
+        shape = array.get("shape") if isinstance(array, dict) else None
+        is_shape = isinstance(shape, list) and all(
+            type(size) is int and 0 <= size for size in shape
+        )
+        if not is_shape or _dtype(array.get("dtype")) is None:
+            lines.append(f"manifest/metadata: {path} has no shape or no dtype that is known")
+        elif _bytes_of(array) > MAX_ARRAY_BYTES:
+            lines.append(f"manifest/metadata: {path} takes {_bytes_of(array)} bytes")
+    return lines
+
+
+def _dtype(name: Any) -> np.dtype | None:
+    if not isinstance(name, str):
+        return None
+    try:
+        return np.dtype(np.uint32) if name == "key" else jnp.dtype(name)
+    except TypeError:
+        return None
+
+
+def _bytes_of(array: Mapping[str, Any]) -> int:
+    dtype = _dtype(array["dtype"])
+    assert dtype is not None
+    return math.prod(array["shape"]) * dtype.itemsize
+
+
+def _handlers(step: pathlib.Path) -> list[str]:
+    """Readers that Orbax would be asked for; this file is in no list of checksums."""
+    if not (step / _HANDLERS).exists():
+        return []
+    data = read_json(step / _HANDLERS)
+    named = data.get("item_handlers") if isinstance(data, dict) else None
+    if not isinstance(named, dict):
+        return [f"{_HANDLERS}: names no readers"]
+    return [
+        f"{_HANDLERS}: asks for the reader {str(name)[:100]!r} of {item[:100]!r}"
+        for item, name in named.items()
+        if item not in ("state", "manifest")
+        or not isinstance(name, str)
+        or not name.startswith(_READERS_ARE_OF)
+        or name.rpartition(".")[2] not in _READERS
+    ]
+
+
+def _names(step: pathlib.Path, arrays: Mapping[str, Any]) -> list[str]:
+    """Differences between the names in Orbax's metadata and those of the manifest."""
+    name = _STORE.as_posix()
+    if not (step / _STORE).exists():
+        return [f"{name}: missing"]
+    data = read_json(step / _STORE)
+    tree = data.get("tree_metadata") if isinstance(data, dict) else None
+    if not isinstance(tree, dict) or data.get("use_zarr3") or not data.get("use_ocdbt"):
+        return [f"{name}: describes no store that jaxmoe writes"]
+    found = set()
+    for text, entry in tree.items():
+        try:
+            keys = [key["key"] for key in entry["key_metadata"]]
+        except (TypeError, KeyError):
+            keys = []
+        if not keys or not all(isinstance(key, str) for key in keys) or repr(tuple(keys)) != text:
+            return [f"{name}: {text[:100]} is no name of an array"]
+        found.add("/".join(keys))
+    lines = [f"{name}: {path[:100]!r} is not in the manifest" for path in found - arrays.keys()]
+    return sorted(lines + [f"{name}: {path} is missing" for path in arrays.keys() - found])
+
+
+def _store(step: pathlib.Path, arrays: Mapping[str, Any]) -> list[str]:
+    """Differences between the arrays of the store and those of the manifest."""
+    ts = importlib.import_module("tensorstore")  # Orbax's own
+    if not (step / "state" / "manifest.ocdbt").exists():
+        return ["state/manifest.ocdbt: missing"]
+    by_name = {path.replace("/", "."): path for path in arrays}
+    base = {"driver": "file", "path": f"{step}/state/"}
+    lines = list[str]()
+    try:
+        store = ts.KvStore.open({"driver": "ocdbt", "base": base}).result()
+        keys: list[str] = [key.decode(errors="replace") for key in store.list().result()]
+        for name, path in by_name.items():
+            value = store.read(f"{name}/.zarray").result().value
+            if len(value) > 1 << 16:
+                lines.append(f"{path}: its description in the store has {len(value)} bytes")
+                continue
+            wrong = _described_in_store(_parse(value.decode()), arrays[path])
+            lines += [f"{path}: {wrong}"] if wrong else []
+        for key in keys:
+            name, _, chunk = key.rpartition("/")
+            if name not in by_name or not re.fullmatch(r"\.zarray|\d+(\.\d+)*", chunk):
+                lines.append(f"state: {key[:100]!r} belongs to no array of the manifest")
+    except (ValueError, OSError, KeyError, TypeError, AttributeError) as error:
+        lines.append(f"state: cannot be read ({str(error).splitlines()[0][:200]})")
+    return lines
+
+
+def _described_in_store(stored: Mapping[str, Any], array: Mapping[str, Any]) -> str:
+    """What differs from the manifest; empty where nothing does."""
+    dtype = _dtype(array["dtype"])
+    assert dtype is not None
+    shape, chunk = stored["shape"], stored["chunks"]
+    compressor = stored["compressor"]
+    if shape != array["shape"] or _zarr_dtype(stored["dtype"]) != dtype:
+        saved = f"{array['dtype']}{array['shape']}"
+        return f"the store has {stored['dtype']}{shape}, the manifest {saved}"[:300]
+    is_ours = (
+        len(chunk) == len(shape)
+        and all(type(c) is int and 0 < c <= max(1, s) for c, s in zip(chunk, shape, strict=True))
+        and (compressor is None or compressor.get("id") == "zstd")
+        and stored.get("filters") is None
+        and stored["zarr_format"] == 2
+    )
+    if not is_ours:
+        return f"the store has chunks {chunk} for {shape}, by {compressor}"[:300]
+    return ""
+
+
+def _zarr_dtype(name: Any) -> np.dtype | None:
+    """`<f4` or `bfloat16`."""
+    if not isinstance(name, str):
+        return None
+    return np.dtype(name) if re.fullmatch(r"[<|][a-z]\d", name) else _dtype(name)

@@ -1,0 +1,174 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""The tokenizer's files that go with weights: tokenizer.json, and what stands beside it.
+
+    data                        written                             read back as
+    bytes, the corpus           a byte-level tokenizer.json         bytes
+    a tokenizer.json            that file and its companions        that file
+    a vocabulary trained here   its tokenizer.json                  that file
+    ids, synthetic languages    none: there is no text
+
+The byte-level tokenizer has the 256 bytes under the characters that GPT-2 writes for them, no
+merges and no special tokens: the id of a byte is the byte, whatever the text. What separates
+documents here is byte 0, which is no special token there: a special token has a spelling, and a
+text that holds it would have other ids.
+
+Of a subword tokenizer the separator is an ordinary special token: a text that spells it is the
+token to `transformers`, and text to this library, whose sources put it before a prompt, which
+begins a document; tokenizer.json does not.
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from jaxmoe.checkpoint.manifest import CheckpointError
+from jaxmoe.data import CorpusConfig
+from jaxmoe.data.packed import ReadingConfig
+from jaxmoe.data.tokenizer import BytesConfig, FileConfig, IdsConfig, SubwordTokenizer
+
+TOKENIZER = "tokenizer.json"
+_SETTINGS = "tokenizer_config.json"
+_BESIDE = (
+    *(_SETTINGS, "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
+    *("vocab.json", "merges.txt"),
+)
+
+
+class TokenizerFiles(NamedTuple):
+    """What to write beside the weights."""
+
+    texts: dict[str, str]
+    """By file name; none where the data is no text."""
+    separator: int | None
+    """The id that ends a document."""
+    words: str
+    """For people."""
+
+
+def tokenizer_files(data: Any, *, seed: int = 0) -> TokenizerFiles:
+    """The files of the tokenizer of a run's data.
+
+    Args:
+        data: a `DataConfig`.
+        seed: of the run.
+
+    Raises:
+        DataError: the tokenizer cannot be read; or was trained on files that are not there.
+    """
+    is_bytes = isinstance(data, ReadingConfig) and isinstance(data.tokenizer, BytesConfig)
+    if is_bytes or isinstance(data, CorpusConfig):
+        texts = {TOKENIZER: _dump(byte_tokenizer()), _SETTINGS: _dump(_settings())}
+        words = "tokens are the bytes of UTF-8, documents are separated by byte 0"
+        return TokenizerFiles(texts, 0, words)
+    if not isinstance(data, ReadingConfig) or isinstance(data.tokenizer, IdsConfig):
+        return TokenizerFiles({}, None, "there is no tokenizer: the data is no text, but ids")
+    if isinstance(data.tokenizer, FileConfig):
+        read = data.tokenizer.build(lambda: (), pathlib.Path())
+    else:
+        build: Any = getattr(data, "build")  # noqa: B009 (of every source, not of their base)
+        read = build(seed).tokenizer  # the cache holds it, or it is trained once more
+    assert isinstance(read, SubwordTokenizer)  # the others are above
+    texts = {TOKENIZER: read.content}
+    if isinstance(data.tokenizer, FileConfig):
+        texts |= _texts_beside(read.path.parent)
+    texts.setdefault(_SETTINGS, _dump(_settings(eos_token=read.separator_token)))
+    words = f"documents are separated by {read.separator_token!r} (id {read.separator})"
+    return TokenizerFiles(texts, read.separator, words)
+
+
+def read_tokenizer_files(directory: pathlib.Path) -> dict[str, str]:
+    """The tokenizer's files of a directory, by name; empty where there is no tokenizer.json."""
+    if not (directory / TOKENIZER).exists():
+        return {}
+    return {TOKENIZER: _read(directory / TOKENIZER)} | _texts_beside(directory)
+
+
+def is_byte_tokenizer(text: str) -> bool:
+    """Whether a tokenizer.json gives every byte its own value, and nothing else."""
+    try:
+        found = json.loads(text)
+        before = found["pre_tokenizer"]
+        ours = byte_tokenizer()
+        return (
+            found["model"]["vocab"] == ours["model"]["vocab"]
+            and not found["model"]["merges"]
+            and not found.get("added_tokens")
+            and not found.get("normalizer")
+            and before["type"] == "ByteLevel"
+            and not before["add_prefix_space"]
+        )
+    except (ValueError, KeyError, TypeError):
+        return False
+
+
+def separator_token(text: str, token_id: Any) -> str | None:
+    """How a tokenizer.json spells an id, such as the eos_token_id of a config.
+
+    Args:
+        text: of the file.
+        token_id: or several, of which the first is meant.
+    """
+    token_id = token_id[0] if isinstance(token_id, list) and token_id else token_id
+    try:
+        found = json.loads(text)
+        names = {entry["id"]: entry["content"] for entry in found.get("added_tokens") or ()}
+        vocabulary = found["model"]["vocab"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{TOKENIZER} is no tokenizer: {error!r}") from error
+    if isinstance(vocabulary, dict):
+        names = {number: name for name, number in vocabulary.items()} | names
+    return names.get(token_id)
+
+
+def byte_tokenizer() -> dict[str, Any]:
+    """The tokenizer.json of bytes."""
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+    return {
+        "version": "1.0",
+        **dict.fromkeys(("truncation", "padding", "normalizer", "post_processor")),
+        "added_tokens": [],
+        "pre_tokenizer": level | {"use_regex": False},
+        "decoder": level | {"use_regex": False},
+        "model": {
+            "type": "BPE",
+            **dict.fromkeys(("dropout", "unk_token")),
+            **dict.fromkeys(("continuing_subword_prefix", "end_of_word_suffix")),
+            **dict.fromkeys(("fuse_unk", "byte_fallback", "ignore_merges"), False),
+            "vocab": {character: byte for byte, character in enumerate(_characters())},
+            "merges": [],
+        },
+    }
+
+
+def _characters() -> list[str]:
+    """How each byte is written: as itself where that can be seen, else from U+0100 on (GPT-2)."""
+    seen = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    hidden = [byte for byte in range(256) if byte not in seen]
+    return [chr(byte if byte in seen else 0x100 + hidden.index(byte)) for byte in range(256)]
+
+
+def _settings(**tokens: str) -> Mapping[str, Any]:
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        **tokens,
+    }
+
+
+def _texts_beside(directory: pathlib.Path) -> dict[str, str]:
+    return {name: _read(directory / name) for name in _BESIDE if (directory / name).is_file()}
+
+
+def _read(path: pathlib.Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+
+
+def _dump(value: Any) -> str:
+    return json.dumps(value, indent=2, ensure_ascii=False) + "\n"

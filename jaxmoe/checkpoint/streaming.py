@@ -1,0 +1,239 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints written and read a layer at a time: no stacked array is ever whole in memory.
+
+    save_streamed(directory, {"params/head/weight": Streamed((D, V), "float32", read)}, ...)
+    arrays = open_stored(directory, step)          # {path: StoredArray}
+    arrays["params/moe_blocks_0/attention/q"][3]   # layer 3, read from disk now
+
+What is written is what a `CheckpointManager` writes: the same files, verified by the same checksums
+and fingerprints. An array that is stacked is stored in a chunk for each layer, which is why one
+layer can be read alone; a `CheckpointManager` does so with large ones. Of smaller ones a chunk is
+the shard of a device, with all of its layers.
+
+One process reads or writes. The step appears under its name while it is written: give a directory
+that is renamed when all is well.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import pathlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+from flax import traverse_util
+
+from jaxmoe.checkpoint import checksums
+from jaxmoe.checkpoint.fingerprint import RunningFingerprint
+from jaxmoe.checkpoint.manager import CheckpointManager
+from jaxmoe.checkpoint.manifest import CheckpointError, make_manifest
+from jaxmoe.checkpoint.tree import SEPARATOR, flatten, pack
+from jaxmoe.tracking.optional import require
+
+_STATE, _MANIFEST = "state", "manifest"
+_FLAT = "."
+"""Joins names on disk, as Orbax does."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Streamed:
+    """An array that is made when it is its turn."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    read: Callable[[int | None], np.ndarray]
+    """The values of one layer, or (None) all of them."""
+    is_stacked: bool = False
+    """Whether the first dimension counts layers."""
+
+
+def save_streamed(
+    directory: Any,
+    state: Any,
+    streamed: Mapping[str, Streamed],
+    *,
+    step: int,
+    config: dict[str, Any],
+    data: dict[str, Any] | None = None,
+) -> None:
+    """Saves one state, most of which is not there yet.
+
+    Args:
+        directory: of all checkpoints of a run; the state goes to `<directory>/<step>`.
+        state: the arrays that are there, a `TrainState` without parameters for instance.
+        streamed: the others, by their paths.
+        step: names the checkpoint.
+        config: the run's config as JSON.
+        data: data position.
+
+    Raises:
+        CheckpointError: the step exists, or a layer does not have the shape that was promised.
+    """
+    place = pathlib.Path(directory).absolute() / str(step)
+    if place.exists():
+        raise CheckpointError(f"{directory} already has a checkpoint of step {step}")
+    there = {path: np.asarray(leaf) for path, leaf in flatten(pack(state)).items()}
+    writer = _Writer(streamed)
+    items = there | {path: writer.stand_in(path) for path in streamed}
+    stacked = {path for path, array in streamed.items() if array.is_stacked}
+    options = {path: ocp.SaveArgs(shard_axes=(0,) if path in stacked else ()) for path in items}
+    registry = ocp.type_handlers.create_type_handler_registry((np.ndarray, writer))
+    arrays = ocp.Checkpointer(ocp.PyTreeCheckpointHandler(type_handler_registry=registry))
+    arrays.save(
+        place / _STATE,
+        args=ocp.args.PyTreeSave(  # pyright: ignore[reportCallIssue]
+            item=traverse_util.unflatten_dict(items, sep=SEPARATOR),
+            save_args=traverse_util.unflatten_dict(options, sep=SEPARATOR),
+        ),
+    )
+    arrays.close()
+    manifest = make_manifest(state, step=step, config=config, data=data or {})
+    shapes = {
+        path: {"shape": list(array.shape), "dtype": array.dtype} for path, array in streamed.items()
+    }
+    manifest = dataclasses.replace(
+        manifest,
+        arrays=dict(sorted((manifest.arrays | shapes).items())),
+        fingerprints=manifest.fingerprints | writer.fingerprints(),
+    )
+    words = ocp.Checkpointer(ocp.JsonCheckpointHandler())
+    words.save(
+        place / _MANIFEST,
+        args=ocp.args.JsonSave(manifest.to_json()),  # pyright: ignore[reportCallIssue]
+    )
+    words.close()
+    checksums.write_list(place)
+
+
+class _Writer(ocp.type_handlers.NumpyHandler):
+    """Writes arrays that are there as Orbax does, and the others layer by layer.
+
+    Orbax is given stand-ins: of the shape and dtype, and of one element of memory.
+    """
+
+    def __init__(self, streamed: Mapping[str, Streamed]):
+        super().__init__(deepcopy_host_arrays=False)
+        self._streamed = streamed
+        self._paths: dict[int, str] = {}
+        self._stand_ins: list[np.ndarray] = []
+        self._prints = {path: RunningFingerprint(array.shape) for path, array in streamed.items()}
+        self._turn = asyncio.Lock()
+
+    def stand_in(self, path: str) -> np.ndarray:
+        """For one of the arrays."""
+        array = self._streamed[path]
+        made = np.broadcast_to(np.zeros((), jnp.dtype(array.dtype)), array.shape)
+        self._stand_ins.append(made)  # so that its id stays its own
+        self._paths[id(made)] = path
+        return made
+
+    def fingerprints(self) -> dict[str, str]:
+        """Of what was written."""
+        return {path: one.value for path, one in self._prints.items()}
+
+    async def _open_and_write(
+        self, value: np.ndarray, tspec: dict[str, Any], ts_context: Any
+    ) -> None:
+        path = self._paths.get(id(value))
+        if path is None:
+            await super()._open_and_write(value, tspec, ts_context)
+            return
+        array, running = self._streamed[path], self._prints[path]
+        tensorstore = require("tensorstore")  # Orbax brings it
+        store = await tensorstore.open(
+            tensorstore.Spec(tspec), create=True, open=True, context=ts_context
+        )
+        # One layer of one array in memory, which nobody changes: no copy is needed.
+        async with self._turn:
+            if not array.is_stacked:
+                values = _checked(path, array.read(None), array.shape)
+                running.add(values if values.ndim else values[None])
+                await store.write(values, can_reference_source_data_indefinitely=True)
+                return
+            for layer in range(array.shape[0]):
+                values = _checked(path, array.read(layer), array.shape[1:])
+                running.add(values[None], layer)
+                await store[layer].write(values, can_reference_source_data_indefinitely=True)
+
+
+def _checked(path: str, values: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    if values.shape != shape:
+        raise CheckpointError(f"{path}: found {list(values.shape)}, expected {list(shape)}")
+    return values
+
+
+class StoredArray:
+    """An array of a checkpoint: shape and dtype are known, layers are read when they are asked for.
+
+    `array[layer]` reads one layer, `numpy.asarray(array)` all of it.
+    """
+
+    def __init__(self, state: pathlib.Path, path: str, shape: tuple[int, ...], dtype: str):
+        self.shape, self.dtype, self.ndim = shape, jnp.dtype(dtype), len(shape)
+        self.size = int(np.prod(shape))
+        self._state, self._path = state, path
+        self._store: Any = None
+
+    def __getitem__(self, layer: int) -> np.ndarray:
+        return np.asarray(self._opened()[layer].read().result())
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        del copy  # every read is a fresh array
+        values = np.asarray(self._opened().read().result())
+        return values if dtype is None else values.astype(dtype)
+
+    def _opened(self) -> Any:
+        if self._store is None:
+            settings = json.loads((self._state / "_METADATA").read_text(encoding="utf-8"))
+            is_third = bool(settings.get("use_zarr3"))
+            spec = {
+                "driver": "zarr3" if is_third else "zarr",
+                "kvstore": {
+                    "driver": "ocdbt",
+                    "base": f"file://{self._state}/",
+                    "path": self._path.replace(SEPARATOR, _FLAT) + "/",
+                },
+            }
+            self._store = require("tensorstore").open(spec, open=True, read=True).result()
+            if self._store.shape != self.shape or self._store.dtype.numpy_dtype != self.dtype:
+                raise CheckpointError(
+                    f"{self._state.parent}: {self._path} is not what its manifest says"
+                )
+        return self._store
+
+
+def open_stored(directory: Any, step: int | None = None) -> tuple[int, dict[str, StoredArray]]:
+    """The arrays of a checkpoint by their paths, none of which is read yet; keys are left out.
+
+    Args:
+        directory: of the checkpoints of a run.
+        step: of the checkpoint; the newest whose files are whole when None.
+
+    Returns:
+        The step, and its arrays.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged; the files are compared with their
+            checksums here.
+    """
+    manager = CheckpointManager(directory, is_writer=False)
+    try:
+        if step is not None:
+            manager.check_files(step)
+        elif (step := manager.newest_whole_step()) is None:
+            raise CheckpointError(f"{directory} holds no checkpoints that are whole")
+        manifest = manager.manifest(step)
+    finally:
+        manager.close()
+    state = pathlib.Path(manager.directory) / str(step) / _STATE
+    return step, {
+        path: StoredArray(state, path, tuple(array["shape"]), array["dtype"])
+        for path, array in manifest.arrays.items()
+        if array["dtype"] != "key"
+    }

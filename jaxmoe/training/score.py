@@ -1,0 +1,236 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""How likely a model finds given continuations, and which one it would write itself.
+
+    scorer = Scorer(model, params, max_length=2048)
+    [(log_prob, is_greedy)] = scorer.continuations([(context, continuation)])
+    tokens = scorer.greedy(context, 64, lambda written: written[-1] == end)
+
+What evaluation harnesses ask of a model, in token ids. Rows of all lengths are computed in a few
+shapes, so that little is compiled: filled up on the right to max_length, its half, its quarter and
+so on, and told apart from their padding, which is neither seen nor routed. A prompt is read in
+pieces of 1, 8, 64, ... tokens, which need no padding. Log-probabilities are float32, their sums
+double.
+
+Rows longer than `max_length` lose tokens on the left, counted in `num_truncated`; a continuation
+that does not fit by itself is refused. Sampling is in decode.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from jaxmoe.execution import ExecutionConfig, WholeRowsConfig
+from jaxmoe.models.config import ModelConfig
+from jaxmoe.models.transformer import forward, initial_cache
+from jaxmoe.training.loss import token_nll
+from sharding import axes as ax
+
+_SHAPES, _SHORTEST, _PIECE = 4, 32, 8
+
+
+class Scorer:
+    """A model that is asked about token ids.
+
+    Args:
+        model: causal.
+        params: of the model, on one device or laid out on the current mesh.
+        max_length: tokens that it may read at once.
+        batch_size: rows that are computed together.
+        router_state: stacked over MoE layers.
+        execution: how it is computed; its mesh must be current in every call.
+
+    Raises:
+        ValueError: a model that is not causal, sizes below 1, or a batch that the mesh does not
+            divide.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        params: Any,
+        *,
+        max_length: int,
+        batch_size: int = 8,
+        router_state: Any = None,
+        execution: ExecutionConfig | None = None,
+    ):
+        if not model.attention.is_causal:
+            raise ValueError(
+                "model.attention.is_causal=False: this model sees what follows, and has no"
+                " likelihood of a continuation: evaluate its bound with experiments.evaluate"
+            )
+        if max_length < 2 or batch_size < 1:
+            raise ValueError(
+                f"max_length={max_length} must be at least 2, and batch_size={batch_size} at least"
+                " 1"
+            )
+        self.max_length, self.batch_size = max_length, batch_size
+        self.num_truncated = 0
+        """Rows that lost tokens on the left."""
+        self._model, self._params, self._router_state = model, params, router_state
+        self._execution = WholeRowsConfig.of(execution or ExecutionConfig())
+        axes = self._execution.placement.mesh_axes(ax.ACT_BATCH)
+        sizes = jax.sharding.get_abstract_mesh().shape if axes else {}
+        self._shards = math.prod(sizes[axis] for axis in axes)
+        if batch_size % self._shards:
+            raise ValueError(
+                f"batch_size={batch_size} must be divisible by the {self._shards} devices that"
+                f" share a batch: choose a multiple of {self._shards}"
+            )
+
+    def continuations(
+        self, requests: Sequence[tuple[Sequence[int], Sequence[int]]]
+    ) -> list[tuple[float, bool]]:
+        """Of each continuation of its context: log-probability in nats, and whether every token of
+        it is the likeliest.
+
+        Args:
+            requests: context and continuation, at least one token each.
+
+        Raises:
+            ValueError: an empty context or continuation, or one longer than max_length.
+        """
+        rows = [self._row(context, continuation) for context, continuation in requests]
+        order = sorted(range(len(rows)), key=lambda row: -len(rows[row][0]))  # full batches
+        answers: dict[int, tuple[float, bool]] = {}
+        groups: dict[int, list[int]] = {}
+        for row in order:
+            groups.setdefault(self._padded(len(rows[row][0])), []).append(row)
+        for length, members in groups.items():
+            for first in range(0, len(members), self.batch_size):
+                some = members[first : first + self.batch_size]
+                answers |= zip(
+                    some, self._compute([rows[row] for row in some], length), strict=True
+                )
+        return [answers[row] for row in range(len(rows))]
+
+    def greedy(
+        self, context: Sequence[int], max_tokens: int, is_done: Callable[[list[int]], bool]
+    ) -> list[int]:
+        """The likeliest token after another, by what is kept of keys and values.
+
+        Args:
+            context: at least one token; so much of its end is read that all fits.
+            max_tokens: to write at most.
+            is_done: of what has been written, after every token.
+
+        Raises:
+            ValueError: an empty context, or no room for it beside `max_tokens`.
+        """
+        room = self.max_length - max_tokens
+        if not context or max_tokens < 1 or room < 1:
+            raise ValueError(
+                f"a context of {len(context)} and {max_tokens} tokens to write must be at least 1"
+                f" each, and leave room in max_length={self.max_length}"
+            )
+        self.num_truncated += len(context) > room
+        left = [int(token) for token in context[-room:]]
+        cache, token, written = self._empty(), 0, list[int]()
+        while left:
+            piece = max(_PIECE**power for power in range(8) if _PIECE**power <= len(left))
+            token, cache = self._read(left[:piece], cache)
+            left = left[piece:]
+        while True:
+            written.append(token)
+            if len(written) == max_tokens or is_done(written):
+                return written
+            token, cache = self._read([token], cache)
+
+    def _row(
+        self, context: Sequence[int], continuation: Sequence[int]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """What is read, and what follows each token of its end."""
+        if not len(context) or not len(continuation):
+            raise ValueError("a context and its continuation must have a token at least")
+        if len(continuation) > self.max_length:
+            raise ValueError(
+                f"a continuation of {len(continuation)} tokens is longer than the"
+                f" max_length={self.max_length} of the model: set a larger one, or cut it"
+            )
+        whole = np.asarray([*context, *continuation], np.int32)
+        self.num_truncated += len(whole) > self.max_length + 1
+        return whole[-(self.max_length + 1) :][:-1], whole[-len(continuation) :]
+
+    def _padded(self, length: int) -> int:
+        """The smallest of the shapes that holds a row."""
+        shapes = [-(-self.max_length // 2**power) for power in range(_SHAPES)]
+        shapes = [shape for shape in shapes if shape >= _SHORTEST] or shapes[:1]
+        return min(shape for shape in shapes if shape >= length)
+
+    def _compute(
+        self, rows: Sequence[tuple[np.ndarray, np.ndarray]], length: int
+    ) -> list[tuple[float, bool]]:
+        tokens, targets, segments = np.zeros((3, self.batch_size, length), np.int32)
+        for row, (read, predicted) in enumerate(rows):
+            tokens[row, : len(read)], segments[row, : len(read)] = read, 1
+            targets[row, len(read) - len(predicted) : len(read)] = predicted
+        # A batch that is not full repeats its first row: no row is without a token.
+        for row in range(len(rows), self.batch_size):
+            tokens[row], segments[row] = tokens[0], segments[0]
+        nll, is_top = jax.device_get(
+            _scored(self._model, self._execution)(
+                self._params, self._router_state, tokens, targets, segments
+            )
+        )
+        found = []
+        for row, (read, predicted) in enumerate(rows):
+            part = slice(len(read) - len(predicted), len(read))
+            found.append((-math.fsum(nll[row, part].tolist()), bool(is_top[row, part].all())))
+        return found
+
+    def _empty(self) -> Any:
+        empty = initial_cache(
+            self._model, self._execution, batch=self._shards, length=self.max_length
+        )
+        return jax.tree.map(jnp.copy, empty)  # keys and values are one buffer there
+
+    def _read(self, piece: Sequence[int], cache: Any) -> tuple[int, Any]:
+        tokens = np.tile(np.asarray(piece, np.int32), (self._shards, 1))
+        run = _continued(self._model, self._execution)
+        token, cache = run(self._params, self._router_state, tokens, cache)
+        return int(token), cache
+
+
+@functools.lru_cache(maxsize=8)
+def _scored(model: ModelConfig, execution: ExecutionConfig) -> Callable[..., Any]:
+    """Jitted: negative log-likelihoods of targets [B S], and whether each is the likeliest."""
+
+    def run(params: Any, router_state: Any, tokens: Array, targets: Array, segments: Array) -> Any:
+        given = {"segment_ids": segments, "router_state": router_state}
+        output = forward(model, execution, params, tokens, **given)
+        assert output.logits is not None  # asked for by default
+        logits = execution.placement.place(output.logits.astype(jnp.float32), (None, None, None))
+        return token_nll(logits, targets), jnp.argmax(logits, axis=-1) == targets
+
+    return jax.jit(run)
+
+
+@functools.lru_cache(maxsize=8)
+def _continued(model: ModelConfig, execution: ExecutionConfig) -> Callable[..., Any]:
+    """Jitted: the likeliest token after some more, and the cache with them."""
+
+    def run(params: Any, router_state: Any, tokens: Array, cache: Any) -> Any:
+        positions = cache.length[0] + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
+        output = forward(
+            model,
+            execution,
+            params,
+            tokens,
+            positions=jnp.broadcast_to(positions, tokens.shape),
+            router_state=router_state,
+            cache=cache,
+        )
+        assert output.logits is not None  # asked for by default
+        last = execution.placement.place(output.logits[:, -1], (None, None))
+        return jnp.argmax(last[0]), output.cache
+
+    return jax.jit(run, donate_argnums=3)
