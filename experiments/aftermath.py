@@ -39,6 +39,7 @@ from jaxmoe.tracking.tracker import (
     LOSS,
     MAX_VIOLATION,
 )
+from jaxmoe.training import goodput
 from jaxmoe.training.loop import LoopResult
 from jaxmoe.training.throughput import peak_memory
 from pallas_kernels import OPERATIONS, Implementation
@@ -214,7 +215,9 @@ def summarise(
         "router_max_violation": last.get(MAX_VIOLATION),
         "router_dropped_fraction": last.get(DROPPED_FRACTION),
         "checkpoint_step": facts["checkpoint_step"],
+        "restored_from": facts.get("restored_from"),
         "skipped_steps": reporter.skipped,
+        "rollbacks": len(assembly.loader.skipped.windows),
         "mesh": mesh_in_words(assembly.mesh),
         "implementations": implementations(assembly),
         "references_bits": dict(references),
@@ -222,6 +225,8 @@ def summarise(
         "load_balance_units": units,
         "data": assembly.source.fingerprint(),
         "profile": facts.get("profile"),
+        "goodput": facts.get("goodput"),
+        "warnings": facts.get("warnings", []),
     }
 
 
@@ -341,6 +346,8 @@ def last_words(
     if len(stability) > 1 and len(set(stability.values())) == 1:  # of a brief run
         stability = {"indicators": next(iter(stability.values()))}
     lines += [f"{name:24} {words}" for name, words in stability.items()]
+    if summary.get("goodput"):
+        lines.append(goodput.in_words(summary["goodput"]))
     if summary["profile"] is not None:
         lines.append(
             f"trace in {summary['profile']}: open it with `xprof --logdir {summary['profile']}`"

@@ -19,22 +19,25 @@ from experiments.config import PretrainConfig
 from experiments.output import say
 from experiments.reporting import Reporter
 from experiments.run_directory import RunDirectory
-from jaxmoe.checkpoint import CheckpointManager
+from experiments.watching import Watches
+from jaxmoe.checkpoint import CheckpointManager, SavesFailedError
 from jaxmoe.configs import to_json
 from jaxmoe.training.batch_ramp import accumulation_of
 from jaxmoe.training.evaluate import make_eval_step
 from jaxmoe.training.hooks import (
     CheckpointHook,
     EvaluateHook,
-    Hook,
     RefreshHook,
     ReplicaHook,
     Trace,
 )
 from jaxmoe.training.loop import LoopResult, run_loop
+from jaxmoe.training.recompute import RecomputedStep
+from jaxmoe.training.snapshot_hook import SnapshotHook
 from jaxmoe.training.state import TrainState
 from jaxmoe.training.step import make_train_step
 from jaxmoe.training.stop import StopRequest
+from jaxmoe.training.time_spent import CHECKPOINT, EVALUATE, LOOP
 
 
 def compile_steps(assembly: Assembly, first_step: int, state: TrainState) -> Any:
@@ -54,6 +57,8 @@ def compile_steps(assembly: Assembly, first_step: int, state: TrainState) -> Any
             clip=training.clip,
             accumulated_balance=training.accumulated_balance,
             objective=training.objective,
+            max_norm_ratio=training.max_norm_ratio,
+            workers=assembly.execution.mesh.batch_shards,
         )
         batch = assembly.batch(max(first, first_step))
         programs[rows] = step_function.lower(state, batch).compile()
@@ -73,6 +78,8 @@ def make_saving(
         every=config.checkpoint.every,
         last_step=config.training.steps,
         before=reporter.flush,
+        agree_every=config.tracking.print_every,
+        max_failed=config.checkpoint.max_failed_saves,
     )
 
 
@@ -85,6 +92,8 @@ def train(
     saving: CheckpointHook,
     trace: Trace | None,
     stop: StopRequest,
+    watches: Watches,
+    snapshots: SnapshotHook | None = None,
 ) -> LoopResult:
     """The steps, with what happens around them."""
     config, last_step = assembly.plan.config, assembly.plan.config.training.steps
@@ -99,7 +108,10 @@ def train(
         last_step=last_step,
         report=reporter.evaluated,
     )
-    hooks: list[Hook] = [evaluation, saving]
+    hooks = [watches.timed(evaluation, EVALUATE), watches.timed(saving, CHECKPOINT)]
+    if snapshots is not None:
+        hooks.append(watches.timed(snapshots, CHECKPOINT))
+    hooks = [*hooks, *watches.hooks()]
     if assembly.mesh.size > 1:
         hooks.insert(0, ReplicaHook(config.checkpoint.compare_replicas))
     if trace is not None:
@@ -113,17 +125,20 @@ def train(
             if trace.start.is_due(first_step):
                 trace.start.run(first_step, state)
         reporter.start()
+        stack.enter_context(watches.spent.on(LOOP))
         return run_loop(
             state,
-            compiled,
+            RecomputedStep(compiled, config.checkpoint.recompute, first_step),
             batches,
             first_step=first_step,
             last_step=last_step,
             hooks=hooks,
-            report=reporter.trained,
+            report=watches.trained,
             report_every=config.tracking.print_every,
             max_skipped=config.training.max_skipped,
             stop=stop,
+            spent=watches.spent,
+            beat=watches.watchdog.beat,
         )
 
 
@@ -139,10 +154,17 @@ def make_trace(directory: RunDirectory, config: PretrainConfig, first_step: int)
 
 
 def save_last(result: LoopResult, saving: CheckpointHook, checkpoints: CheckpointManager) -> bool:
-    """Saves the state that the loop ended with, if it is a good one; whether it is on disk."""
-    if result.status in ("diverged", "corrupted"):
-        return checkpoints.finish()
+    """Saves the state that the loop ended with, if it is a good one; whether it is on disk.
+
+    Raises:
+        LeaseLostError: another process writes to the run's directory by now.
+    """
+    if result.status in ("diverged", "corrupted", "taken_over", "not_saved"):
+        return checkpoints.finish() and result.status != "not_saved"
     for _ in range(2):
         if not checkpoints.finish() or saving.saved_step != result.step:
-            saving.run(result.step, result.state)
+            try:
+                saving.run(result.step, result.state)
+            except SavesFailedError:  # said already, save by save
+                return False
     return checkpoints.finish() and checkpoints.latest_step() == result.step

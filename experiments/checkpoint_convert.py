@@ -1,31 +1,41 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""A run with its matrices in 8 or 4 bits, for inference.
+"""A run in another form: in 8 or 4 bits, or as Hugging Face files and back.
 
     python -m experiments.checkpoint convert --run.directory runs/pretrain/tiny --quantise w4a8
     python -m experiments.generate --run.directory runs/pretrain/tiny-w4a8 --cache int4
+    python -m experiments.checkpoint convert --run.directory RUN --to_huggingface auto --to DIR
+    python -m experiments.checkpoint convert --from_huggingface DIR --to RUN
 
 What is written is a run directory that evaluate and generate open like any other: config.json, one
-checkpoint without the optimiser's state, summary.json with the bytes and the errors. The run that
-it comes from stays as it is. It appears whole or not at all.
+checkpoint without the optimiser's state, summary.json with the bytes and the errors; or a directory
+that from_pretrained of transformers reads. What it comes from stays as it is. It appears whole or
+not at all.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import os
 import pathlib
-import shutil
 from collections.abc import Sequence
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from experiments import cli
 from experiments.assembly import Assembly, devices_in_words
 from experiments.config import PretrainConfig
+from experiments.convert_huggingface import (
+    ExportConfig,
+    ExportFamily,
+    ImportConfig,
+    export_run,
+    import_run,
+)
+from experiments.converted_run import new_run
 from experiments.evaluate import FinishedRunConfig
 from experiments.finished import open_run
 from experiments.output import say
@@ -39,6 +49,7 @@ from jaxmoe.training.state import TrainState
 from pallas_kernels import QuantizedArray, dequantize
 
 Format = Literal["w4a8", "w8a8", "w4a16", "w8a16", "fp8"]
+_MODES = ("quantise", "to_huggingface", "from_huggingface")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,11 +59,19 @@ class ConvertConfig:
     run: FinishedRunConfig = FinishedRunConfig()
     """The run."""
     to: str | None = None
-    """Directory of the new run, which must not exist; the run's with the format behind it when
-    None."""
+    """Directory to write, which must not exist; the run's with the format behind it when None."""
     quantise: Format | None = None
     """Bits of weights (w) and of the activations that meet them (a; 16: the compute dtype); fp8:
     both in float8_e4m3fn."""
+    to_huggingface: ExportFamily | None = None
+    """Writes the run for transformers, as this family; auto: the one that computes the same, or
+    jaxmoe, which brings a modelling file of its own."""
+    exported: ExportConfig = ExportConfig()
+    """How it is written there."""
+    from_huggingface: str | None = None
+    """Reads this directory of config.json, safetensors and tokenizer.json as a run."""
+    imported: ImportConfig = ImportConfig()
+    """What the run then evaluates on."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,7 +96,7 @@ def main(argv: Sequence[str]) -> int:
     prog = "python -m experiments.checkpoint convert"
     config = cli.parse_flags(ConvertConfig(), argv, prog, __doc__ or "")
     with cli.exit_on_bad_configuration():
-        start_process()
+        start_process(has_steps=False)
     with cli.exit_on_bad_configuration():
         say(convert(config))
     return int(cli.ExitCode.DONE)
@@ -91,13 +110,26 @@ def convert(config: ConvertConfig) -> str:
             finite, or a directory that is in the way.
     """
     form, source = config.quantise, config.run.directory
-    if form is None:
-        raise ValueError("convert to what? give --quantise w4a8, w8a8, w4a16, w8a16 or fp8")
-    target = pathlib.Path(config.to or f"{source.rstrip('/')}-{form}")
-    if target.exists():
-        raise ValueError(f"to={target} exists already: remove it, or choose another with --to")
+    modes = [name for name in _MODES if getattr(config, name) is not None]
+    if not modes:
+        raise ValueError(
+            "convert to what? give --quantise w4a8, w8a8, w4a16, w8a16 or fp8, or --to_huggingface"
+            " auto, or --from_huggingface DIR"
+        )
+    if len(modes) > 1:
+        raise ValueError(f"--{' and --'.join(modes)} are conversions of their own: give one")
     if jax.process_count() > 1:
         raise ValueError("convert runs in one process: start it on one host")
+    if config.from_huggingface is not None:
+        if config.to is None:
+            raise ValueError("--from_huggingface needs --to RUN: the run directory to make")
+        return import_run(config.from_huggingface, _free(config.to), config.imported)
+    suffix = form or "huggingface"
+    target = _free(config.to or f"{source.rstrip('/')}-{suffix}")
+    if config.to_huggingface is not None:
+        run = config.run
+        return export_run(source, run.step, target, config.to_huggingface, config.exported)
+    assert form is not None  # the only one of the three that is left
     given = RunDirectory(source).load_config(PretrainConfig)
     if (weights := given.execution.precision.weights) != "floating":
         raise ValueError(
@@ -114,6 +146,8 @@ def convert(config: ConvertConfig) -> str:
     before, after = stored_bytes(state.params), stored_bytes(params)
     precision = dataclasses.replace(given.execution.precision, weights=form)
     execution = dataclasses.replace(given.execution, precision=precision)
+    # Where the rest of the state lies: a checkpoint is of one mesh.
+    params = jax.device_put(params, NamedSharding(assembly.mesh, PartitionSpec()))
     state = dataclasses.replace(state, params=params, opt_state={})
     summary = {
         "status": "converted",
@@ -185,11 +219,8 @@ def _write(
     assembly: Assembly,
     summary: dict[str, Any],
 ) -> None:
-    """The run directory, beside its place until it is whole."""
-    unfinished = RunDirectory(target.with_name(f"{target.name}.unfinished-{os.getpid()}"))
-    try:
-        unfinished.acquire()
-        unfinished.check_config(config)
+    """The run directory."""
+    with new_run(target, config) as unfinished:
         save_checkpoint(
             unfinished.checkpoints_directory,
             state,
@@ -199,13 +230,14 @@ def _write(
         )
         unfinished.write_environment(devices_in_words(assembly.mesh))
         unfinished.write_summary(summary)
-        unfinished.release()
-        unfinished.lock_file.unlink()
-        if target.exists():
-            raise ValueError(f"to={target} has appeared meanwhile: choose another with --to")
-        unfinished.path.rename(target)
-    finally:
-        shutil.rmtree(unfinished.path, ignore_errors=True)
+
+
+def _free(path: str) -> pathlib.Path:
+    """A path where nothing is yet."""
+    target = pathlib.Path(path)
+    if target.exists():
+        raise ValueError(f"to={target} exists already: remove it, or choose another with --to")
+    return target
 
 
 def _table(rounded: list[Rounded]) -> str:

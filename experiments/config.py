@@ -12,6 +12,7 @@ import dataclasses
 import re
 from typing import Literal
 
+from experiments.processes_config import ProcessesConfig
 from jaxmoe.checkpoint.manager import Verify
 from jaxmoe.data import CorpusConfig, DataConfig
 from jaxmoe.data.batch_sizes import BatchSizes
@@ -24,9 +25,14 @@ from jaxmoe.tracking.terminal import ConsoleKind
 from jaxmoe.training import NextTokenConfig, ObjectiveConfig
 from jaxmoe.training.balance import AccumulatedBalance
 from jaxmoe.training.batch_ramp import BatchRampConfig
+from jaxmoe.training.guard import check_ratio
 
-FREE_FIELDS = ("run", "execution", "checkpoint", "tracking", "profile", "data.cache")
-"""May change when a run is resumed: none of them changes the loss beyond rounding."""
+FREE_FIELDS = (
+    *("run", "execution", "checkpoint", "tracking", "profile", "watch", "processes", "data.cache"),
+    *("training.max_norm_ratio", "training.rollbacks"),
+)
+"""May change when a run is resumed: none of them changes the loss of a good step beyond rounding.
+What is done about bad ones may be set anew where a run has diverged."""
 FIXED_FIELDS = ("execution.precision.matmul",)
 """Among these, what may not: it rounds to 8 bits."""
 
@@ -39,6 +45,15 @@ class RunConfig:
     """Run directory; runs/pretrain/<name> when None."""
     name: str | None = None
     """Name of the run; the recipe's when None. The same name continues the same run."""
+    lock_heartbeat: float = 10.0
+    """Seconds between signs of life in the run directory; after three without one, a process of
+    another host counts as dead."""
+    steal_lock: bool = False
+    """Take the directory from a process that still holds it, which then ends and saves nothing."""
+
+    def __post_init__(self):
+        if not self.lock_heartbeat > 0:
+            raise ValueError(f"run.lock_heartbeat={self.lock_heartbeat} must be above 0 seconds")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,7 +78,14 @@ class TrainingConfig:
     clip: float | None = 1.0
     """Largest global gradient norm; None does not clip."""
     max_skipped: int = 5
-    """Steps in a row that are refused (not finite) before the run ends as diverged."""
+    """Steps in a row that are refused before the run goes back, or ends as diverged."""
+    max_norm_ratio: float | None = 30.0
+    """Largest gradient norm, in medians of the last accepted steps, above which a step is refused
+    like one that is not finite; None: none is. Comparisons of trials accept every finite step. The
+    largest seen in healthy runs was 3 (next token) and 10 (masked diffusion, of small batches)."""
+    rollbacks: int = 1
+    """How often, in all, a run restores the last whole checkpoint after `max_skipped` refused steps
+    and jumps their batches; after that it ends as diverged. 0: it ends at once."""
     objective: ObjectiveConfig = NextTokenConfig()
     """What is predicted from what."""
 
@@ -71,6 +93,9 @@ class TrainingConfig:
         for field in ("steps", "batch_size", "accumulation", "max_skipped"):
             if getattr(self, field) < 1:
                 raise ValueError(f"training.{field}={getattr(self, field)} must be at least 1")
+        if self.rollbacks < 0:
+            raise ValueError(f"training.rollbacks={self.rollbacks} must be 0 or more")
+        check_ratio(self.max_norm_ratio, "training.max_norm_ratio")
         if not 0 <= self.seed < 2**31:
             raise ValueError(f"training.seed={self.seed} must lie in [0, 2^31)")
         if self.sequence_length < 2:
@@ -133,14 +158,42 @@ class CheckpointConfig:
     """What a start does when the checkpoint is not what was written: it is set aside, and the one
     before it continues the run; or the run stops and says so."""
 
+    max_failed_saves: int = 5
+    """Saves in a row that may fail (a failed one is tried again at the next step) before the run
+    ends, with exit code 74."""
     compare_replicas: int = 100
     """Steps between comparisons of what devices hold of the same arrays, which a defective one
     makes different; they are compared at every save as well. 0: only then."""
+    snapshot_every: int = 0
+    """Steps between snapshots in the hosts' memory, with parity: the processes that a supervisor
+    starts again continue from there, though one host be lost. 0: none."""
+    recompute: int = 0
+    """Steps between steps that are computed twice and must give the same bits, which a chip that
+    computes wrongly does not; the state is then in memory twice. 0: never."""
+    initial: str | None = None
+    """Another run, or a directory of checkpoints, whose parameters (and router state, where it
+    fits) a new run begins with; its optimizer's state is left behind. A run that has checkpoints of
+    its own continues from those."""
+    initial_step: int | None = None
+    """Its step; the newest that is whole when None."""
+    initial_mapping: str | None = None
+    """A file of lines `source -> target : merge`, or such lines, where names or layouts differ (see
+    jaxmoe/checkpoint/mapping.py)."""
 
     def __post_init__(self):
-        for field in ("every", "compare_replicas"):
+        for field in ("every", "compare_replicas", "snapshot_every", "recompute"):
             if getattr(self, field) < 0:
                 raise ValueError(f"checkpoint.{field}={getattr(self, field)} must be 0 or more")
+        if self.max_failed_saves < 1:
+            raise ValueError(
+                f"checkpoint.max_failed_saves={self.max_failed_saves} must be at least 1"
+            )
+        for field in ("initial_step", "initial_mapping"):
+            if self.initial is None and getattr(self, field) is not None:
+                raise ValueError(
+                    f"checkpoint.{field}={getattr(self, field)} is of another run: name it with"
+                    " --checkpoint.initial"
+                )
         if self.keep < 2:
             raise ValueError(
                 f"checkpoint.keep={self.keep} must be at least 2: the last may be in flight"
@@ -201,6 +254,23 @@ class ProfileConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class WatchConfig:
+    """How far the devices that share a batch agree; their losses are always compared."""
+
+    gradients_every: int = 0
+    """Steps between comparisons of the gradients of workers (the parts of the batch); each costs a
+    backward pass for every worker. 0: never."""
+    gradient_groups: int = 8
+    """Most parts into which the batch is cut for it; neighboring workers are taken together."""
+
+    def __post_init__(self):
+        if self.gradients_every < 0:
+            raise ValueError(f"watch.gradients_every={self.gradients_every} must be 0 or more")
+        if self.gradient_groups < 2:
+            raise ValueError(f"watch.gradient_groups={self.gradient_groups} must be at least 2")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class PretrainConfig:
     """A pre-training run."""
 
@@ -230,6 +300,10 @@ class PretrainConfig:
     """What is shown."""
     profile: ProfileConfig = ProfileConfig()
     """Which steps are traced."""
+    watch: WatchConfig = WatchConfig()
+    """What is compared between devices."""
+    processes: ProcessesConfig = ProcessesConfig()
+    """How long anything may take before the run ends with the cause."""
 
     @property
     def held_out_batch_size(self) -> int:

@@ -97,7 +97,7 @@ def main(argv: Sequence[str]) -> int:
 def _join_and_examine() -> list[Finding]:
     """Meets the other processes of the job, then looks at the devices."""
     try:
-        start_process()
+        start_process(needs_devices=False)
     except (RuntimeError, ValueError) as error:
         return [
             Finding(

@@ -23,7 +23,7 @@ from collections.abc import Iterator, Mapping
 from typing import Literal
 
 import jaxmoe
-from experiments.run_directory import PACKAGES
+from experiments.environment import PACKAGES
 from sharding.distributed import host_and_port, is_loopback, num_hosts
 
 Level = Literal["ok", "warning", "problem"]

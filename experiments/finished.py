@@ -17,11 +17,39 @@ from experiments.config import PretrainConfig
 from experiments.run_directory import RunDirectory
 from jaxmoe.checkpoint import CheckpointManager
 from jaxmoe.checkpoint.manifest import CheckpointManifest
-from jaxmoe.data import check_position
+from jaxmoe.data import SkippedRows, check_position
 from jaxmoe.models.quantize import abstract_params
 from jaxmoe.training.state import TrainState, state_around
 from sharding.mesh import MeshConfig
 from sharding.sequence_parallel import CacheFormat, bytes_per_token
+from sharding.specs import named_shardings
+
+
+def assemble_run(
+    path: str, mesh: MeshConfig | None = None, cache: CacheFormat = "compute"
+) -> Assembly:
+    """Assembles a run as it was trained; reads no checkpoint and writes nothing.
+
+    Args:
+        path: run directory.
+        mesh: another mesh than that of the run.
+        cache: what keys and values are rounded to.
+
+    Raises:
+        ValueError: no run there, or a cache for a model that has none.
+    """
+    config = RunDirectory(path).load_config(PretrainConfig)
+    if cache != "compute" and not config.model.attention.is_causal:
+        raise ValueError(
+            f"cache={cache}: {path} holds a model that is not causal"
+            " (model.attention.is_causal=False), which is computed without a cache: leave it out"
+        )
+    precision = dataclasses.replace(config.execution.precision, cache=cache)
+    execution = dataclasses.replace(config.execution, precision=precision)
+    if mesh is not None:
+        # A fold belongs to the mesh of the training.
+        execution = dataclasses.replace(execution, mesh=mesh, fold=None)
+    return assemble(dataclasses.replace(config, execution=execution))
 
 
 def open_run(
@@ -39,29 +67,20 @@ def open_run(
         ValueError: no run or no checkpoint there, other data than it was trained on, or a cache
             for a model that has none.
     """
-    directory = RunDirectory(path)
-    config = directory.load_config(PretrainConfig)
-    if cache != "compute" and not config.model.attention.is_causal:
-        raise ValueError(
-            f"cache={cache}: {path} holds a model that is not causal"
-            " (model.attention.is_causal=False), which is computed without a cache: leave it out"
-        )
-    precision = dataclasses.replace(config.execution.precision, cache=cache)
-    execution = dataclasses.replace(config.execution, precision=precision)
-    if mesh is not None:
-        # A fold belongs to the mesh of the training.
-        execution = dataclasses.replace(execution, mesh=mesh, fold=None)
-    assembly = assemble(dataclasses.replace(config, execution=execution))
-    manager = CheckpointManager(directory.checkpoints_directory, is_writer=False)
+    assembly = assemble_run(path, mesh, cache)
+    checkpoints = RunDirectory(path).checkpoints_directory
+    manager = CheckpointManager(checkpoints, is_writer=False)
 
     def check(manifest: CheckpointManifest) -> None:
-        check_position(manifest.data, assembly.loader.position(manifest.step))
+        skipped = SkippedRows.from_json(manifest.data.get("skipped", []))
+        loader = dataclasses.replace(assembly.loader, skipped=skipped)
+        check_position(manifest.data, loader.position(manifest.step))
 
     try:
         if step is not None:
             check(manager.manifest(step))
-            return assembly, manager.restore(step, _target(assembly)), step
-        found = manager.restore_newest(_target(assembly), check=check)
+            return assembly, manager.restore(step, _target(assembly, manager, step)), step
+        found = manager.restore_newest(_target(assembly, manager, None), check=check)
         if found is None:
             raise ValueError(f"{path} has no checkpoint yet: train it first, or wait for one")
         step, state = found
@@ -70,15 +89,23 @@ def open_run(
         manager.close()
 
 
-def _target(assembly: Assembly) -> TrainState:
+def _target(assembly: Assembly, manager: CheckpointManager, step: int | None) -> TrainState:
     """What a checkpoint of the run is restored to."""
     execution, plan = assembly.execution, assembly.plan
     precision = execution.precision
-    if precision.weights == "floating":
+    if precision.weights == "floating" and not _is_imported(manager, step):
         return assembly.new_state()
     key = jax.random.key(plan.config.training.seed)
     with jax.set_mesh(assembly.mesh):
         state = jax.jit(lambda: state_around(plan.model, None, execution, {}, key))()
+    if precision.weights == "floating":
+        dtype = jax.numpy.dtype(precision.parameter_dtype)
+        params = plan.table.tree(
+            lambda row: jax.ShapeDtypeStruct(
+                row.shape, dtype, sharding=named_shardings(row.spec, assembly.mesh)
+            )
+        )
+        return dataclasses.replace(state, params=params)
     params = abstract_params(
         plan.table,
         precision.weights,
@@ -87,6 +114,14 @@ def _target(assembly: Assembly) -> TrainState:
         assembly.mesh,
     )
     return dataclasses.replace(state, params=params)
+
+
+def _is_imported(manager: CheckpointManager, step: int | None) -> bool:
+    """Whether a checkpoint has no state of an optimiser: it came from Hugging Face."""
+    step = manager.latest_step() if step is None else step
+    if step is None:
+        return False
+    return not any(path.startswith("opt_state") for path in manager.manifest(step).arrays)
 
 
 def check_trains(directory: RunDirectory, config: PretrainConfig) -> None:
@@ -102,6 +137,11 @@ def check_trains(directory: RunDirectory, config: PretrainConfig) -> None:
     config.execution.precision.check_trains()
     if not directory.config_file.exists():
         return
+    if (directory.summary() or {}).get("status") == "imported":
+        raise ValueError(
+            f"run.directory={directory.path} holds weights that were imported, without an"
+            " optimiser's state: choose another directory with --run.directory"
+        )
     weights = directory.config_json().get("execution", {}).get("precision", {}).get("weights")
     if weights not in (None, "floating"):
         raise ValueError(

@@ -60,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
     with StopRequest() as stop:
         with cli.exit_on_bad_configuration():
             require("matplotlib.figure")  # now, and not after ten minutes
-            directory.acquire()
+            directory.acquire(on_lost=stop.taken_over)
         try:
             with cli.exit_on_bad_configuration():
                 task = load_task(config)

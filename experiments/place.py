@@ -86,8 +86,8 @@ def main(argv: Sequence[str]) -> int:
     """Runs the command; returns the exit code."""
     prog = "python -m experiments.place"
     config = cli.parse_flags(PlaceConfig(), argv, prog, __doc__ or "")
-    start_process()
     with cli.exit_on_bad_configuration():
+        start_process()
         if config.into is not None and config.trace is not None:
             raise ValueError("into writes a run anew, and trace names none: leave trace out")
         if config.into is not None and pathlib.Path(config.into).exists():

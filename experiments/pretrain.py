@@ -6,9 +6,11 @@
 
 On a terminal the progress is a live view, elsewhere a line (`--tracking.console`). A trace of some
 steps is `--profile.steps 10:13`; further trackers are `--tracking.trackers tensorboard wandb`.
-A finished run started again says so. Exit codes: 0 done, 2 bad configuration, 3 diverged, 74 the
-last state could not be saved, 75 saved after SIGTERM, 76 a device holds other bits than its
-replicas, 130 saved after Ctrl-C.
+A finished run started again says so. After several refused steps in a row it goes back and jumps
+their data (`experiments/rollback.py`). Exit codes: 0 done, 2 bad configuration, 3 diverged, 69
+another process of the run was lost, 74 the last state could not be saved, 75 saved after SIGTERM,
+76 a device holds or computes other bits than it should, 77 another process has taken the run over,
+124 nothing moved for the time allowed by `--processes.watchdog`, 130 saved after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -21,14 +23,9 @@ from collections.abc import Sequence
 import jax
 
 from experiments import aftermath, cli
-from experiments.around_steps import (
-    compile_steps,
-    make_saving,
-    make_trace,
-    save_last,
-    train,
-)
-from experiments.assembly import Assembly, assemble, devices_in_words
+from experiments.agreement import check_agreement
+from experiments.around_steps import compile_steps, save_last
+from experiments.assembly import assemble, devices_in_words
 from experiments.config import FIXED_FIELDS, FREE_FIELDS
 from experiments.finished import check_trains
 from experiments.opening import already_done, print_header
@@ -36,11 +33,24 @@ from experiments.output import say
 from experiments.process import start_process
 from experiments.recipes import DEFAULT, RECIPES
 from experiments.reporting import Reporter, check_packages
+from experiments.restoring import Begun, Lineage, open_snapshots, read_skipped
+from experiments.rollback import train_and_go_back
 from experiments.run_directory import RunDirectory
-from jaxmoe.checkpoint import CheckpointManager
-from jaxmoe.data import check_position
-from jaxmoe.training.state import TrainState
+from experiments.watchdog import JAX_LATER, Watchdog
+from experiments.watching import Watches
+from jaxmoe.checkpoint import CheckpointManager, LeaseLostError
+from jaxmoe.checkpoint.snapshot import SnapshotStore
 from jaxmoe.training.stop import StopRequest
+from jaxmoe.training.time_spent import (
+    AFTERMATH,
+    CHECKPOINT,
+    COMPILE,
+    RESTORE,
+    START,
+    TimeSpent,
+    process_age,
+)
+from sharding.coordination import barrier
 
 _EXIT_CODES = {
     "done": cli.ExitCode.DONE,
@@ -48,89 +58,128 @@ _EXIT_CODES = {
     "corrupted": cli.ExitCode.CORRUPTED,
     "preempted": cli.ExitCode.PREEMPTED,
     "interrupted": cli.ExitCode.INTERRUPTED,
+    "not_saved": cli.ExitCode.NOT_SAVED,
 }
 
 
-def main(argv: Sequence[str]) -> int:
-    """Runs the command; returns the exit code."""
+def main(argv: Sequence[str], *, age: float = 0.0) -> int:
+    """Runs the command; returns the exit code.
+
+    Args:
+        argv: of the command.
+        age: seconds for which the process has been there for this run alone.
+    """
+    spent = TimeSpent(START, already=age)
     prog, about = "python -m experiments.pretrain", __doc__ or ""
     recipe, config = cli.parse(RECIPES, DEFAULT, argv, prog, about)
     with cli.exit_on_bad_configuration():
         check_packages(config.tracking)
-        start_process()
+        # JAX's own end of the others, a stack of C++, is for when the pulse of ours fails.
+        start_process(
+            start=config.processes.start, heartbeat=config.processes.heartbeat + JAX_LATER
+        )
     name = config.run.name or recipe
     directory = RunDirectory(config.run.directory or f"runs/pretrain/{name}")
-    with StopRequest() as stop, contextlib.ExitStack() as held:
+    with (
+        Watchdog(config.processes) as watchdog,
+        StopRequest() as stop,
+        contextlib.ExitStack() as held,
+        watchdog.speaking(),
+    ):
         with cli.exit_on_bad_configuration():
+            check_agreement(config, config.processes.barrier)
             check_trains(directory, config)
             assembly = assemble(config)
             if jax.process_index() == 0:  # for all of them
-                directory.acquire()
+                directory.acquire(
+                    steal=config.run.steal_lock,
+                    heartbeat=config.run.lock_heartbeat,
+                    on_lost=stop.taken_over,
+                )
                 held.callback(directory.release)
-                directory.check_config(config, free=FREE_FIELDS, fixed=FIXED_FIELDS)
+                way_out = f", and begin there with --checkpoint.initial {directory.path}"
+                directory.check_config(config, FREE_FIELDS, FIXED_FIELDS, way_out)
             checkpoints = CheckpointManager(
                 directory.checkpoints_directory,
                 keep=config.checkpoint.keep,
                 verify=config.checkpoint.verify,
+                fence=directory.fence if jax.process_index() == 0 else None,
             )
             held.callback(checkpoints.close)
-            first_step, state = _restore_or_start(assembly, checkpoints)
+            watchdog.beat("restoring")
+            barrier("before restoring", config.processes.barrier)
+            if (snapshots := open_snapshots(assembly, directory)) is not None:
+                held.callback(snapshots.finish)
+            lineage = Lineage(assembly.loader, read_skipped(directory))
+            with spent.on(RESTORE):
+                begun = lineage.restore_or_start(assembly, checkpoints, snapshots=snapshots)
             if jax.process_index() == 0:
                 directory.write_environment(devices_in_words(assembly.mesh))
-        if first_step >= config.training.steps:
-            say(already_done(directory, first_step, config))
+        if begun.step >= config.training.steps:
+            say(already_done(directory, begun.step, config))
             return int(cli.ExitCode.DONE)
-        print_header(name, directory, assembly, first_step)
-        return _train(name, directory, assembly, checkpoints, first_step, state, stop)
-
-
-def _restore_or_start(assembly: Assembly, checkpoints: CheckpointManager) -> tuple[int, TrainState]:
-    """The newest checkpoint that is whole, checked against the data, or a new state."""
-    state = assembly.new_state()
-    found = checkpoints.restore_newest(
-        state,
-        check=lambda manifest: check_position(
-            manifest.data, assembly.loader.position(manifest.step)
-        ),
-        is_strict=assembly.plan.config.checkpoint.on_damage == "stop",
-    )
-    return (0, state) if found is None else found
+        print_header(name, directory, begun.assembly, begun.step)
+        if begun.origin is not None:
+            say(f"restored {begun.origin}")
+        return _train(name, directory, begun, checkpoints, snapshots, stop, spent, watchdog)
 
 
 def _train(
     name: str,
     directory: RunDirectory,
-    assembly: Assembly,
+    begun: Begun,
     checkpoints: CheckpointManager,
-    first_step: int,
-    state: TrainState,
+    snapshots: SnapshotStore | None,
     stop: StopRequest,
+    spent: TimeSpent,
+    watchdog: Watchdog,
 ) -> int:
     """Compiles, trains, and leaves the run's files behind."""
     started = time.perf_counter()
+    assembly = begun.assembly
     with jax.set_mesh(assembly.mesh):
         with cli.exit_on_bad_configuration():
-            reporter = Reporter(name, directory, assembly, first_step)
+            reporter = Reporter(name, directory, assembly, begun.step)
+            watches = Watches(directory, assembly, reporter, spent, begun.step, watchdog)
         with contextlib.closing(reporter):
+            watchdog.beat("compiling")
             compiling = time.perf_counter()
-            compiled = compile_steps(assembly, first_step, state)
+            with spent.on(COMPILE):
+                compiled = compile_steps(assembly, begun.step, begun.state)
             compile_seconds = time.perf_counter() - compiling
             say(f"compiled in {compile_seconds:.1f} s")
-            saving = make_saving(assembly, checkpoints, reporter)
-            trace = make_trace(directory, assembly.plan.config, first_step)
-            result = train(assembly, reporter, compiled, first_step, state, saving, trace, stop)
+            watchdog.beat("waiting for the first step")
+            barrier("before the first step", assembly.plan.config.processes.first)
+            trained = train_and_go_back(
+                directory, begun, checkpoints, snapshots, compiled, stop, watches
+            )
+            assembly, result, trace = trained.assembly, trained.result, trained.trace
+            if result.status == "taken_over":
+                return _taken_over(directory, reporter)
+            watchdog.beat("the last save", result.step)
         if result.status in ("preempted", "interrupted"):
             say(f"{result.status}: saving step {result.step} (a second signal ends at once)")
-        is_saved = save_last(result, saving, checkpoints)
+        try:
+            with spent.on(CHECKPOINT):
+                is_saved = save_last(result, trained.saving, checkpoints)
+        except LeaseLostError:
+            return _taken_over(directory, reporter)
+    watches.note(result.step, result.status)
     facts = {
         "status": result.status,
         "steps": result.step,
         "compile_seconds": compile_seconds,
         "wall_seconds": time.perf_counter() - started,
         "checkpoint_step": checkpoints.latest_step(),
+        "restored_from": begun.origin,
         "profile": str(trace.directory) if trace is not None and trace.is_written else None,
+        "goodput": watches.goodput(),
+        "warnings": watches.warnings,
     }
-    aftermath.leave(name, directory, assembly, reporter, result, facts)
+    watchdog.beat("writing the report")
+    with spent.on(AFTERMATH):
+        aftermath.leave(name, directory, assembly, reporter, result, facts)
+    watches.note(result.step, result.status)
     if result.status not in ("diverged", "corrupted") and not is_saved:
         print(
             "error: the last state could not be saved; the run can continue from"
@@ -141,5 +190,17 @@ def _train(
     return int(_EXIT_CODES[result.status])
 
 
+def _taken_over(directory: RunDirectory, reporter: Reporter) -> int:
+    """Leaves the files of the run alone, which another process writes by now."""
+    reporter.abandon()
+    try:
+        directory.fence()
+        reason = f"run.directory={directory.path} was held by another process for a while"
+    except (LeaseLostError, OSError) as error:
+        reason = str(error)
+    print(f"error: {reason}", file=sys.stderr)
+    return int(cli.ExitCode.TAKEN_OVER)
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(sys.argv[1:], age=process_age()))

@@ -25,15 +25,46 @@ and fetch it again page by page.
 """
 
 
-def start_process() -> None:
-    """Logging, allocator, compilation cache, and the other processes of the job."""
+def start_process(
+    *,
+    has_steps: bool = True,
+    needs_devices: bool = True,
+    start: int = 300,
+    heartbeat: int = 100,
+) -> None:
+    """Logging, allocator, compilation cache, the other processes of the job, and the devices.
+
+    Args:
+        has_steps: the same is computed again and again; False for what should stay small.
+        needs_devices: False leaves them to the caller.
+        start: seconds within which all processes must have come.
+        heartbeat: seconds of silence after which JAX ends the others.
+
+    Raises:
+        ValueError: the environment speaks of a job or of devices that are not there.
+    """
     configure_logging()
-    if sys.platform == "linux" and not os.environ.get("MALLOC_ARENA_MAX"):
+    if has_steps and sys.platform == "linux" and not os.environ.get("MALLOC_ARENA_MAX"):
         keep_freed_memory()
     if getattr(jax.config, "jax_compilation_cache_dir", None) is None:
         jax.config.update("jax_compilation_cache_dir", str(cache_directory() / "compilation"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
-    start_processes()
+    start_processes(initialization_timeout=start, heartbeat_timeout=heartbeat)
+    if needs_devices:
+        _find_devices()
+
+
+def _find_devices() -> None:
+    """The first contact with devices, in words where JAX_PLATFORMS names some that are not here."""
+    try:
+        jax.local_devices()
+    except (RuntimeError, AssertionError) as error:  # of CUDA without a GPU JAX asserts
+        asked = getattr(jax.config, "jax_platforms", None)
+        reason = str(error).strip().partition(" (set ")[0] or "there is no such device here"
+        raise ValueError(
+            f"JAX_PLATFORMS={asked or ''} cannot be used: {reason.rstrip('.')}: set"
+            " JAX_PLATFORMS=cpu, or unset it to take what there is"
+        ) from error
 
 
 def configure_logging() -> None:

@@ -36,6 +36,7 @@ from jaxmoe.tracking.tracker import (
     TrackedRun,
     Tracker,
 )
+from jaxmoe.training.dispersion import loss_scalars
 from jaxmoe.training.evaluate import Evaluation
 from jaxmoe.training.loop import Report
 from jaxmoe.training.step import StepMetrics
@@ -69,21 +70,38 @@ class Reporter:
     """
 
     def __init__(self, name: str, directory: RunDirectory, assembly: Assembly, first_step: int):
-        plan = assembly.plan
-        config, training = plan.config, plan.config.training
-        self._assembly = assembly
+        plan, training = assembly.plan, assembly.plan.config.training
+        self._name, self._directory, self._assembly = name, directory, assembly
+        self.skipped = 0
+        """Steps refused by the guard since this start."""
+        self.flops_per_token = flops_per_token(plan.model, plan.table, training.sequence_length)
+        """Model FLOPs of a training step per token."""
+        self._seconds = self._tokens = 0.0
+        self._training = training
+        # Once, for all steps: a call of the schedule per step would be a wait for the device.
+        steps = np.arange(training.steps, dtype=np.int32)
+        factors = jax.vmap(plan.schedule)(jax.numpy.asarray(steps))
+        self._learning_rates = plan.matrix_rate * np.asarray(factors, np.float64)
+        self._open(first_step)
+
+    def _open(self, first_step: int) -> None:
+        """Opens console and files, which hold what was recorded up to a step."""
+        config = self._assembly.plan.config
         self._files: Tracker = NullTracker()
         self._console: Console = SilentConsole()
         self._loads: RouterLoadRecorder | None = None
         self._indicators: IndicatorRecorder | None = None
         self.last: dict[str, float] = {}
         """Latest value of every metric, those of earlier starts among them."""
-        self._training = training
         if jax.process_index() == 0:
+            directory = self._directory
             run = TrackedRun(
-                name=name, directory=directory.path, config=to_json(config), resume_step=first_step
+                name=self._name,
+                directory=directory.path,
+                config=to_json(config),
+                resume_step=first_step,
             )
-            self._console = open_console(config.tracking.console, training.steps)
+            self._console = open_console(config.tracking.console, self._training.steps)
             trackers: list[Tracker] = [tracker.build(run) for tracker in config.tracking.trackers]
             record = JsonlTracker(directory.metrics_file, first_step)
             self._files = CompositeTracker(record, *trackers)
@@ -93,17 +111,13 @@ class Reporter:
                 recorded = read_metrics(directory.metrics_file)
                 self.last = {name: float(values[-1]) for name, (_, values) in recorded.items()}
         self._trained_seconds = self.last.get(TRAINED_SECONDS, 0.0)
-        self.skipped = 0
-        """Steps refused by the guard since this start."""
-        self.flops_per_token = flops_per_token(plan.model, plan.table, training.sequence_length)
-        """Model FLOPs of a training step per token."""
-        self._seconds = self._tokens = 0.0
         self._is_closed = False
         self._first_step = first_step
-        # Once, for all steps: a call of the schedule per step would be a wait for the device.
-        remaining = np.arange(first_step, training.steps, dtype=np.int32)
-        factors = jax.vmap(plan.schedule)(jax.numpy.asarray(remaining))
-        self._learning_rates = plan.matrix_rate * np.asarray(factors, np.float64)
+
+    def go_back(self, step: int) -> None:
+        """The run goes on after this step once more; records of later ones are dropped."""
+        self.close()
+        self._open(step)
 
     @property
     def is_live(self) -> bool:
@@ -152,11 +166,25 @@ class Reporter:
         shown = " ".join(f"{name}={value:.4f}" for name, value in values.items())
         self._console.log_text(step, "held out", shown)
 
+    def watched(self, step: int, values: Mapping[str, float]) -> None:
+        """Further numbers of a step."""
+        self.last.update(values)
+        self._files.log(step, values)
+
+    def warn(self, step: int, text: str) -> None:
+        """Something that somebody should look at."""
+        self._console.log_text(step, "warning", text)
+
     def flush(self) -> None:
         """Writes what belongs to the steps so far, before they are saved."""
         for recorder in (self._loads, self._indicators):
             if recorder is not None:
                 recorder.save()
+
+    def abandon(self) -> None:
+        """Ends without a word more into files that are another process's by now."""
+        self._loads = self._indicators = None
+        self.close()
 
     def close(self) -> None:
         """Ends the trackers, and leaves the terminal as it was; once is enough."""
@@ -196,21 +224,26 @@ class Reporter:
         worst = router.get("router/max_violation_worst")
         return {
             LOSS: float(metrics.loss),
-            LEARNING_RATE: float(self._learning_rates[step - 1 - self._first_step]),
+            LEARNING_RATE: float(self._learning_rates[step - 1]),
             GRADIENT_NORM: float(metrics.grad_norm),
             **losses,
             **router,
             **({} if worst is None else {MAX_VIOLATION: worst}),
             TRAINED_TOKENS: float(self._training.tokens_before(step)),
             **scalars_of(metrics.indicators),
+            **loss_scalars(metrics.worker_loss),
             TRAINED_SECONDS: self._trained_seconds,
         }
 
 
 def _skip_text(metrics: StepMetrics) -> str:
     loss, norm = float(metrics.loss), float(metrics.grad_norm)
+    limit = math.inf if metrics.norm_limit is None else float(metrics.norm_limit)
     cause = "loss" if not math.isfinite(loss) else "gradient norm or new state"
+    cause = f"the {cause} is not finite"
+    if math.isfinite(loss) and limit < norm < math.inf:
+        cause = f"the gradient norm is above {limit:g}, the bound that recent steps set"
     return (
-        f"the {cause} is not finite (loss {loss:g}, gradient norm {norm:g}); this step changed"
+        f"{cause} (loss {loss:g}, gradient norm {norm:g}); this step changed"
         f" nothing ({int(metrics.skipped_in_a_row)} in a row)"
     )

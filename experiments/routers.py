@@ -56,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
     with StopRequest() as stop:
         with cli.exit_on_bad_configuration():
             require("matplotlib.figure")  # now, and not after twenty minutes
-            directory.acquire()
+            directory.acquire(on_lost=stop.taken_over)
         try:
             with cli.exit_on_bad_configuration():
                 config.schedule.build(config.training.steps)  # else each method is refused by it

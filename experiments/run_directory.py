@@ -13,15 +13,18 @@
         report.html        everything on one page, self-contained
         samples.txt        generated text
         checkpoints/       what a restart continues from
+        skipped.json       rows that the run has jumped, where it went back
+        bad_data/          the batches of refused steps, and what experiments.replay says of them
+        goodput.jsonl      what each start of the run spent its time on
         summary.json       the numbers of the finished (or stopped) run
         profile/           the trace of --profile.steps
         trials.jsonl       of a comparison: one object per finished trial
         traces/            of a comparison: routing traces by method
     run.lock           process and host that hold the directory
+    run.lease          the same with its incarnation; run.heartbeat shows that it lives
 
-The lock is the kernel's (`flock`), so that it ends with the process, however that ends; the text
-in the file only serves the message to the second process. It reaches as far as the file system's
-`flock` does: over hosts on most shared ones, not on all. JSON files are replaced in one rename.
+Who holds the directory, and how it is told from somebody who died holding it, is in `lease.py`.
+JSON files are replaced in one rename.
 
 To add a file: a property here and a line above.
 """
@@ -29,29 +32,22 @@ To add a file: a property here and a line above.
 from __future__ import annotations
 
 import contextlib
-import datetime
 import errno
-import fcntl
-import importlib.metadata
 import json
 import math
 import os
 import pathlib
-import platform
-import shlex
-import subprocess
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
+from experiments.environment import describe_environment
+from experiments.lease import FILES as LEASE_FILES
+from experiments.lease import Lease
+from jaxmoe.checkpoint import LeaseLostError
 from jaxmoe.configs import differences, from_json, to_json
 from jaxmoe.tracking.disk import replace_file
 
 Config = TypeVar("Config")
-
-PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "chex", "numpy")
-VARIABLES = ("JAX_PLATFORMS", "XLA_FLAGS", "LIBTPU_INIT_ARGS")
-"""The environment variables that change what a run computes; no others are recorded."""
 
 
 class RunDirectory:
@@ -63,7 +59,7 @@ class RunDirectory:
 
     def __init__(self, path: str | os.PathLike[str]):
         self.path = pathlib.Path(path)
-        self._lock: int | None = None
+        self._lease: Lease | None = None
 
     @property
     def config_file(self) -> pathlib.Path:
@@ -116,9 +112,24 @@ class RunDirectory:
         return self.path / "checkpoints"
 
     @property
+    def skipped_file(self) -> pathlib.Path:
+        """The rows that the run has jumped: [[step, rows], ...]."""
+        return self.path / "skipped.json"
+
+    @property
+    def bad_data_directory(self) -> pathlib.Path:
+        """The batches of refused steps."""
+        return self.path / "bad_data"
+
+    @property
     def summary_file(self) -> pathlib.Path:
         """The numbers of the finished or stopped run."""
         return self.path / "summary.json"
+
+    @property
+    def goodput_file(self) -> pathlib.Path:
+        """What each start of the run spent its time on."""
+        return self.path / "goodput.jsonl"
 
     @property
     def profile_directory(self) -> pathlib.Path:
@@ -152,36 +163,56 @@ class RunDirectory:
                 " another directory with --run.directory"
             )
 
-    def acquire(self) -> None:
+    def acquire(
+        self,
+        *,
+        steal: bool = False,
+        heartbeat: float = 10.0,
+        on_lost: Callable[[], None] | None = None,
+    ) -> None:
         """Make the directory and hold it until `release` or the end of the process.
+
+        Args:
+            steal: Whether to take it from a process that lives.
+            heartbeat: Seconds between signs of life.
+            on_lost: Called in a thread of its own when another process has taken it.
 
         Raises:
             ValueError: If it cannot be made or written, or if another process holds it.
         """
         with self._in_words():
             self.path.mkdir(parents=True, exist_ok=True)
-            lock = os.open(self.lock_file, os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            os.close(lock)
-            raise ValueError(self._held_by()) from error
-        self._lock = lock
-        owner = {"pid": os.getpid(), "host": platform.node(), "since": _now()}
-        with self._in_words():
-            os.ftruncate(lock, 0)
-            os.pwrite(lock, json.dumps(owner).encode(), 0)
-            os.fsync(lock)
+            lease = Lease(self.path, heartbeat=heartbeat, steal=steal, on_lost=on_lost)
+            lease.acquire()
+        self._lease = lease
+
+    def fence(self) -> None:
+        """Returns while this process holds the directory.
+
+        Raises:
+            LeaseLostError: If it does not, or no longer; says who does.
+        """
+        if self._lease is None:
+            raise LeaseLostError(f"run.directory={self.path} is not held by this process")
+        self._lease.fence()
 
     def release(self) -> None:
         """Let go of the directory."""
-        if self._lock is not None:
-            os.ftruncate(self._lock, 0)
-            os.close(self._lock)
-            self._lock = None
+        if self._lease is not None:
+            self._lease.release()
+            self._lease = None
+
+    def clear_lock(self) -> None:
+        """Removes what says who held the directory, before it becomes another one."""
+        for name in LEASE_FILES:
+            (self.path / name).unlink(missing_ok=True)
 
     def check_config(
-        self, config: Any, free: tuple[str, ...] = (), fixed: tuple[str, ...] = ()
+        self,
+        config: Any,
+        free: tuple[str, ...] = (),
+        fixed: tuple[str, ...] = (),
+        way_out: str = "",
     ) -> None:
         """Record the config of a new run; refuse another one for an old run.
 
@@ -190,6 +221,7 @@ class RunDirectory:
             free: Dotted paths (each with all beneath it) that may change from start to start;
                 the file then follows the new config.
             fixed: Dotted paths beneath those that may not change.
+            way_out: What else can be done, for the message.
 
         Raises:
             ValueError: If another field differs; with one line per field.
@@ -202,7 +234,7 @@ class RunDirectory:
                     f"run.directory={self.path} belongs to a run with another config:\n  "
                     + "\n  ".join(lines)
                     + "\nrepeat the saved values, or choose another directory with "
-                    "--run.directory"
+                    f"--run.directory{way_out}"
                 )
             if saved == given:
                 return
@@ -248,6 +280,25 @@ class RunDirectory:
         """
         return self._read(self.summary_file) if self.summary_file.exists() else None
 
+    def skipped(self) -> Any:
+        """The content of `skipped.json`; nothing in a run that never went back.
+
+        Raises:
+            ValueError: If the file is damaged.
+        """
+        return self._read(self.skipped_file) if self.skipped_file.exists() else []
+
+    def write_skipped(self, windows: list[list[int]]) -> None:
+        """Write `skipped.json`.
+
+        Args:
+            windows: As `jaxmoe.data.SkippedRows.to_json` gives them.
+
+        Raises:
+            ValueError: If the file cannot be written.
+        """
+        self._write(self.skipped_file, windows)
+
     def write_environment(self, devices: Sequence[str]) -> None:
         """Record what this start runs on.
 
@@ -257,20 +308,7 @@ class RunDirectory:
         Raises:
             ValueError: If the file cannot be written.
         """
-        environment = {
-            "started": _now(),
-            "command": shlex.join(sys.orig_argv),
-            "working_directory": os.getcwd(),
-            "host": platform.node(),
-            "platform": platform.platform(),
-            "processors": os.cpu_count(),
-            "python": platform.python_version(),
-            "packages": {name: _version(name) for name in PACKAGES},
-            "devices": list(devices),
-            "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
-            "commit": _commit(),
-        }
-        self._write(self.environment_file, environment)
+        self._write(self.environment_file, describe_environment(devices))
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write `summary.json`.
@@ -285,6 +323,11 @@ class RunDirectory:
 
     def _write(self, file: pathlib.Path, data: Any) -> None:
         with self._in_words():
+            if self._lease is not None:
+                try:
+                    self._lease.fence()
+                except LeaseLostError as error:
+                    raise ValueError(str(error)) from error
             replace_file(file, json.dumps(data, indent=2) + "\n")
 
     def _read(self, file: pathlib.Path) -> Any:
@@ -293,17 +336,6 @@ class RunDirectory:
                 return json.loads(file.read_text())
         except json.JSONDecodeError as error:
             raise ValueError(f"{file} is not JSON ({error}): restore or remove it") from error
-
-    def _held_by(self) -> str:
-        try:
-            owner = json.loads(self.lock_file.read_text())
-            who = f"process {owner['pid']} on {owner['host']} (since {owner['since']})"
-        except (OSError, ValueError, KeyError):
-            who = "another process"  # it holds the lock and has not yet said who it is
-        return (
-            f"run.directory={self.path} is in use by {who}: wait until it ends, stop it, or "
-            "choose another directory with --run.directory"
-        )
 
     @contextlib.contextmanager
     def _in_words(self) -> Iterator[None]:
@@ -321,32 +353,6 @@ class RunDirectory:
                 f"run.directory={self.path} {rule}, or choose another directory with "
                 "--run.directory"
             ) from error
-
-
-def _now() -> str:
-    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _commit() -> str | None:
-    """The commit of this checkout, `+changes` if files differ from it; None outside of one."""
-    root = pathlib.Path(__file__).resolve().parents[1]
-    if not (root / ".git").exists():
-        return None
-    try:
-        run = ["git", "-C", str(root), "describe", "--always", "--abbrev=40", "--exclude=*"]
-        described = subprocess.run(
-            [*run, "--dirty=+changes"], capture_output=True, text=True, check=True, timeout=10
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return described.stdout.strip()
 
 
 def _finite(value: Any) -> Any:

@@ -8,12 +8,21 @@ A run of JAX is its processes: when one is killed, raises or hangs, the others w
 collective. The supervisor sees it end (or all of them silent), says which one and why, ends the
 others, and starts all of them again: the same command continues from the newest checkpoint.
 
-    started again   a signal, a traceback, 74 not saved, 75 preempted after saving, silence
-    not again       0 done, 2 bad configuration, 3 diverged, 65 damaged, 76 corrupted, 130 Ctrl-C
+    started again   a signal, a traceback, 69 a peer was lost, 74 not saved, 75 preempted after
+                    saving, 124 hung, silence
+    not again       0 done, 2 bad configuration, 3 diverged, 65 damaged, 76 corrupted,
+                    77 taken over by another process, 130 Ctrl-C
 
 SIGTERM and Ctrl-C go on to all processes, which save and stop; a second one ends them at once. What
 the first process writes is passed on; what each writes is in `--run.directory`, with a summary.json
-of every start. On several hosts the cluster restarts: see `experiments.launch cluster:jobset`.
+of every start.
+
+With `--command "... --checkpoint.snapshot_every 10"` a start continues from the hosts' memory: the
+supervisor keeps a directory for each process there until the end.
+
+On several hosts the cluster restarts: see `experiments.launch cluster:jobset`. Or a supervisor on
+each, with the same `--coordinator node0:8476` and `--num_processes`, and its own `--first_process`:
+a lost process ends the others, and each host starts its own again.
 """
 
 from __future__ import annotations
@@ -28,7 +37,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import FrameType
 from typing import Any, TextIO
 
@@ -37,11 +46,13 @@ from experiments.exit_codes import ExitCode
 from experiments.launch_config import LaunchRunConfig
 from experiments.output import write
 from experiments.run_directory import RunDirectory
+from experiments.shared_memory import PARENT, SNAPSHOTS, memory_directories
+from sharding.distributed import host_and_port
 
 FINAL = frozenset(
     {
         *(ExitCode.DONE, ExitCode.BAD_CONFIGURATION, ExitCode.DIVERGED, ExitCode.DAMAGED),
-        *(ExitCode.CORRUPTED, ExitCode.INTERRUPTED),
+        *(ExitCode.CORRUPTED, ExitCode.TAKEN_OVER, ExitCode.INTERRUPTED),
     }
 )
 """Exit codes after which another start would end alike, or is not wanted."""
@@ -65,6 +76,15 @@ class SuperviseConfig:
     """Seconds without a line of output from any process after which they count as hung."""
     grace: int = 5
     """Seconds that the others have to end when one is lost, before they are killed."""
+    snapshots: str = PARENT
+    """Directory in memory under which the processes keep their snapshots; all of it is deleted at
+    the end."""
+    coordinator: str | None = None
+    """host:port of process 0, where there are supervisors on several hosts."""
+    num_processes: int | None = None
+    """Processes of all hosts; those of this one when None."""
+    first_process: int = 0
+    """Number of the first process of this host."""
 
     def __post_init__(self):
         for field, lowest in (("processes", 1), ("max_restarts", 0), ("steady", 1)):
@@ -73,8 +93,30 @@ class SuperviseConfig:
         for field in ("silence", "grace"):
             if getattr(self, field) < 1:
                 raise ValueError(f"{field}={getattr(self, field)} must be at least 1 second")
+        if self.total > self.processes and self.coordinator is None:
+            raise ValueError(
+                f"num_processes={self.num_processes} are more than the processes={self.processes}"
+                " of this host: give the --coordinator at which they meet, such as node0:8476"
+            )
+        if not 0 <= self.first_process <= self.total - self.processes:
+            raise ValueError(
+                f"first_process={self.first_process} and processes={self.processes} must lie within"
+                f" num_processes={self.total}: processes count from 0, over all hosts"
+            )
+        if self.coordinator is not None:
+            host_and_port(self.coordinator)
         if not shlex.split(self.command):
             raise ValueError("command is empty: give what each process runs")
+
+    @property
+    def total(self) -> int:
+        """Processes of all hosts."""
+        return self.processes if self.num_processes is None else self.num_processes
+
+    @property
+    def here(self) -> range:
+        """Numbers of the processes of this host."""
+        return range(self.first_process, self.first_process + self.processes)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -98,9 +140,9 @@ def main(argv: Sequence[str]) -> int:
         directory.acquire()
     starts: list[dict[str, Any]] = []
     restarts = 0
-    with _Signals() as signals:
+    with _Signals() as signals, memory_directories(config.snapshots, config.here) as memory:
         while True:
-            ended = _Start(config, directory.path, len(starts), signals).wait()
+            ended = _Start(config, directory.path, memory, len(starts), signals).wait()
             starts.append(dataclasses.asdict(ended))
             is_final = ended.code in FINAL or signals.number is not None
             restarts = 0 if ended.seconds >= config.steady else restarts
@@ -152,20 +194,27 @@ class _Start:
     """The processes of one start."""
 
     def __init__(
-        self, config: SuperviseConfig, directory: pathlib.Path, start: int, signals: _Signals
+        self,
+        config: SuperviseConfig,
+        directory: pathlib.Path,
+        memory: Mapping[int, pathlib.Path],
+        start: int,
+        signals: _Signals,
     ):
         self._config, self._signals = config, signals
         self._began = self._heard = time.monotonic()
         self._readers: list[threading.Thread] = []
         environment = dict(os.environ)
-        if config.processes > 1:
+        if config.total > 1:
             environment |= {
-                "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{_free_port()}",
-                "JAX_NUM_PROCESSES": str(config.processes),
+                "JAX_COORDINATOR_ADDRESS": config.coordinator or f"127.0.0.1:{_free_port()}",
+                "JAX_NUM_PROCESSES": str(config.total),
             }
         self._running: list[subprocess.Popen[str]] = []
-        for index in range(config.processes):
-            own = environment | ({"JAX_PROCESS_ID": str(index)} if config.processes > 1 else {})
+        for index in config.here:
+            own = environment | {SNAPSHOTS: str(memory[index])}
+            if config.total > 1:
+                own["JAX_PROCESS_ID"] = str(index)
             process = subprocess.Popen(
                 shlex.split(config.command),
                 env=own,
@@ -205,12 +254,12 @@ class _Start:
             self._stop(self._config.grace)
         for process in self._running:
             process.wait()
-        code = self._running[first].returncode
+        code, process = self._running[first].returncode, self._config.here[first]
         if code < 0:
-            return self._ended(128 - code, f"process {first} was killed by {_name(-code)}")
+            return self._ended(128 - code, f"process {process} was killed by {_name(-code)}")
         known = {int(member): member.name.lower().replace("_", " ") for member in ExitCode}
         words = known.get(code, "a traceback, see its log" if code == 1 else "unknown")
-        return self._ended(code, f"process {first} ended with {code} ({words})")
+        return self._ended(code, f"process {process} ended with {code} ({words})")
 
     def _stop(self, grace: int) -> None:
         until = time.monotonic() + grace
@@ -233,7 +282,7 @@ class _Start:
             for line in process.stdout:
                 self._heard = time.monotonic()
                 _append(file, line)
-                if index == 0:
+                if index == self._config.first_process:
                     write(line.rstrip("\n"))
 
 
@@ -241,6 +290,8 @@ def _consequence(code: int) -> int:
     """Of several that ended at once, how likely it is that this one only followed another."""
     if code in FINAL:
         return 0
+    if code == ExitCode.LOST:
+        return 3
     if code < 0:
         return 3 if code == -signal.SIGABRT else 1  # JAX aborts where a peer is lost
     return 2

@@ -80,7 +80,7 @@ def main(argv: Sequence[str]) -> int:
             require("matplotlib.figure")  # now, and not after twenty minutes
             _check_steps(config, RECIPES[recipe]())
             cells_of(config)
-            directory.acquire()
+            directory.acquire(on_lost=stop.taken_over)
         try:
             with cli.exit_on_bad_configuration():
                 directory.check_config(config, free=FREE_FIELDS)

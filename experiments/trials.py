@@ -37,8 +37,12 @@ from jaxmoe.training.step import StepMetrics, make_train_step
 
 Record = dict[str, Any]
 
-STOP_CODES = {"preempted": ExitCode.PREEMPTED, "interrupted": ExitCode.INTERRUPTED}
-"""Exit codes of a comparison that a signal stopped."""
+STOP_CODES = {
+    "preempted": ExitCode.PREEMPTED,
+    "interrupted": ExitCode.INTERRUPTED,
+    "taken_over": ExitCode.TAKEN_OVER,
+}
+"""Exit codes of a comparison that was stopped."""
 
 RARE: dict[str, str | bool] = {"xla_backend_optimization_level": "0"}
 """Compiler options of programs that run a few times: they compile twice as fast."""

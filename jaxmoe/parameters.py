@@ -55,6 +55,15 @@ ROLES: Final[tuple[Role, ...]] = Role.__args__  # pyright: ignore[reportAttribut
 Group = Literal["adamw", "muon", "muonh", "adamh"]
 """Optimiser groups: those that end in h keep each matrix on its sphere."""
 
+FIELDS: Final[Mapping[str, str]] = {
+    ax.EXPERTS: "model.moe.num_experts",
+    ax.EXPERT_MLP: "model.moe.expert_dim",
+    ax.HEADS: "model.attention.num_heads",
+    ax.KV_HEADS: "model.attention.num_kv_heads",
+    ax.VOCAB: "model.vocab_size",
+}
+"""The field of the config that decides the size of a logical axis, where there is one."""
+
 Dims = tuple[int, ...]
 MatrixAxes = tuple[Dims, Dims]
 
@@ -270,7 +279,8 @@ class ParameterTable:
             ValueError: naming the parameter, the dimension, both sizes and the way out.
         """
         for row in self:
-            rules.check_divides(row.path, row.shape, row.declaration.axes, mesh_shape)
+            axes = row.declaration.axes
+            rules.check_divides(row.path, row.shape, axes, mesh_shape, FIELDS)
 
     @property
     def total(self) -> int:

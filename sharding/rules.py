@@ -82,6 +82,7 @@ class LogicalAxisRules:
         shape: Sequence[int],
         logical: Sequence[str | None],
         mesh_shape: Mapping[str, int],
+        fields: Mapping[str, str] | None = None,
     ) -> None:
         """Refuses a dimension that does not divide by the devices it is spread over.
 
@@ -90,6 +91,7 @@ class LogicalAxisRules:
             shape: its shape.
             logical: its logical axes.
             mesh_shape: {mesh axis: size}.
+            fields: {logical axis: the field of a config that says how large it is}.
 
         Raises:
             ValueError: naming the array, the dimension, both sizes and the way out.
@@ -102,10 +104,17 @@ class LogicalAxisRules:
                 where = " x ".join(f"mesh.{axis}={mesh_shape[axis]}" for axis in cut)
                 if any(axis != ax.whole_axis(axis) for axis in cut):
                     where += " (of the folded mesh)"
+                way = f"choose a multiple of {shards}, another mesh, or"
+                field = (fields or {}).get(name or "")
+                if field and len(cut) == 1 and cut[0] in ax.MESH_AXES:
+                    fitting = _or([n for n in range(1, shards) if size % n == 0])
+                    way = (
+                        f"set {field} to a multiple of {shards} or mesh.{cut[0]} to"
+                        f" {fitting}, or choose"
+                    )
                 raise ValueError(
                     f"{path}: the dimension {name!r} of size {size} must be divisible by {where}:"
-                    f" choose a multiple of {shards}, another mesh, or rules that do not spread"
-                    f" {name!r}"
+                    f" {way} rules that do not spread {name!r}"
                 )
 
     def folded(self, refinement: Refinement) -> LogicalAxisRules:
@@ -138,6 +147,12 @@ class LogicalAxisRules:
         return LogicalAxisRules(
             rules=tuple((name, changes.get(name, axes)) for name, axes in self.rules)
         )
+
+
+def _or(numbers: Sequence[int]) -> str:
+    """1, 2 or 4."""
+    *some, last = map(str, numbers)
+    return f"{', '.join(some)} or {last}" if some else last
 
 
 def _entry(mesh_axes: tuple[str, ...]) -> str | tuple[str, ...] | None:

@@ -5,11 +5,14 @@
 `from_huggingface` reads the weights of others, `to_huggingface` writes them for others.
 """
 
+from jaxmoe.checkpoint.commit import LeaseLostError as LeaseLostError
+from jaxmoe.checkpoint.commit import SavesFailedError as SavesFailedError
 from jaxmoe.checkpoint.huggingface import from_huggingface as from_huggingface
 from jaxmoe.checkpoint.huggingface import read_huggingface as read_huggingface
 from jaxmoe.checkpoint.huggingface import to_huggingface as to_huggingface
 from jaxmoe.checkpoint.manager import CheckpointManager as CheckpointManager
-from jaxmoe.checkpoint.manager import load_checkpoint as load_checkpoint
-from jaxmoe.checkpoint.manager import save_checkpoint as save_checkpoint
+from jaxmoe.checkpoint.manifest import CheckpointAbandonedError as CheckpointAbandonedError
 from jaxmoe.checkpoint.manifest import CheckpointDamagedError as CheckpointDamagedError
 from jaxmoe.checkpoint.manifest import CheckpointError as CheckpointError
+from jaxmoe.checkpoint.single import load_checkpoint as load_checkpoint
+from jaxmoe.checkpoint.single import save_checkpoint as save_checkpoint

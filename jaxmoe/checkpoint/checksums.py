@@ -19,7 +19,7 @@ from typing import Any
 
 LIST = "files.json"
 # The commit adds the first, and the time to the second; neither is needed to read the step.
-_OF_THE_COMMIT = ("commit_success.txt", "_CHECKPOINT_METADATA")
+OF_THE_COMMIT = ("commit_success.txt", "_CHECKPOINT_METADATA")
 _CHUNK = 1 << 22
 
 
@@ -71,16 +71,10 @@ def damage(step: Any) -> list[str]:
     return [*lines, *(f"{name}: was not written with it" for name in sorted(found - set(listed)))]
 
 
-def links(step: Any) -> list[str]:
-    """Symbolic links within a step: a checkpoint has none, and one could lead anywhere."""
-    step = pathlib.Path(step)
-    return sorted(str(path.relative_to(step)) for path in _walk(step) if path.is_symlink())
-
-
 def _names(step: pathlib.Path) -> Iterator[str]:
     for path in _walk(step):
         name = path.relative_to(step).as_posix()
-        if not path.is_dir() and name not in (LIST, f"{LIST}.tmp", *_OF_THE_COMMIT):
+        if not path.is_dir() and name not in (LIST, f"{LIST}.tmp", *OF_THE_COMMIT):
             yield name
 
 

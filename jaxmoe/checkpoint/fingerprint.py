@@ -11,6 +11,7 @@ memories and chips; it is no signature, and a forger can make another array of t
 
     fingerprints(tree)          {path: 16 hex digits}: what a manifest holds
     shard_fingerprints(tree)    of every device's own shard
+    RunningFingerprint(shape)   of an array that is seen part by part
 
 Devices that should hold the same are compared on the way: JAX computes on with replicas that a
 defective chip or memory has made different, and would save any one of them.
@@ -36,6 +37,8 @@ from jaxmoe.checkpoint.tree import flatten, is_key
 from sharding.distributed import gather
 
 _SEEDS = (0x243F6A88, 0x85A308D3)
+_BLOCK = 1 << 22
+"""Bytes of a part that are summed at once."""
 
 
 class ShardFingerprint(NamedTuple):
@@ -78,6 +81,42 @@ def fingerprints(tree: Any) -> dict[str, str]:
             f" {len(odd)} of {len(found)} arrays: {names}"
         )
     return found
+
+
+class RunningFingerprint:
+    """The fingerprint of an array that is never whole in memory.
+
+    Args:
+        shape: of the whole array.
+    """
+
+    def __init__(self, shape: Sequence[int]):
+        self._shape = tuple(shape)
+        self._sums = np.zeros(2, np.uint32)
+
+    def add(self, part: Any, first: int = 0) -> None:
+        """Takes in a part: of the whole rank, and all but the first dimension whole.
+
+        Args:
+            part: the values.
+            first: where it begins in the first dimension.
+        """
+        # In blocks: the sums of all of it would need several times its memory.
+        axis = next((axis for axis, size in enumerate(part.shape) if size > 1), 0)
+        rows = max(1, _BLOCK * part.shape[axis] // max(part.nbytes, 1))
+        for begin in range(0, part.shape[axis], rows):
+            block = part[(slice(None),) * axis + (slice(begin, begin + rows),)]
+            starts = np.zeros(part.ndim, np.uint32)
+            starts[0] = first
+            starts[axis] += begin
+            sums = _of_part(jnp.asarray(block), jnp.asarray(starts), self._shape)
+            self._sums += np.asarray(sums, np.uint32)
+
+    @property
+    def value(self) -> str:
+        """16 hex digits, as `fingerprints` gives them."""
+        high, low = self._sums.tolist()
+        return f"{high:08x}{low:08x}"
 
 
 def _odd_ones(shards: Sequence[ShardFingerprint]) -> list[int]:
@@ -154,6 +193,11 @@ def _whole(array: Array) -> UInt32[Array, " 2"]:
     return _sums(array, [0] * array.ndim, array.shape)
 
 
+@functools.partial(jax.jit, static_argnames="shape")
+def _of_part(part: Array, starts: Array, shape: tuple[int, ...]) -> UInt32[Array, " 2"]:
+    return _sums(part, list(starts), shape)
+
+
 def _on_a_mesh(arrays: Sequence[Array], mesh: Mesh) -> UInt32[np.ndarray, "devices leaves 2"]:
     specs = tuple(cast(NamedSharding, array.sharding).spec for array in arrays)
     summed = _program(mesh, specs, tuple(array.shape for array in arrays))(*arrays)
@@ -205,8 +249,11 @@ def _sums(shard: Array, starts: Sequence[Any], shape: Sequence[int]) -> UInt32[A
         own = jax.lax.broadcasted_iota(jnp.uint32, shard.shape, dimension)
         index += (own + jnp.asarray(start).astype(jnp.uint32)) * stride
     bits = _bits(shard)
+    terms = tuple(bits * (_mix(index + jnp.uint32(s)) | 1) for s in _SEEDS)
+    # Both sums in one pass: XLA vectorises this one, where two sums take 40 times as long on a CPU.
+    zeros, every = (jnp.uint32(0),) * len(terms), tuple(range(shard.ndim))
     return jnp.stack(
-        [jnp.sum(bits * (_mix(index + jnp.uint32(s)) | 1), dtype=jnp.uint32) for s in _SEEDS]
+        jax.lax.reduce(terms, zeros, lambda left, right: tuple(map(jnp.add, left, right)), every)
     )
 
 

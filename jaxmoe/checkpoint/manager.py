@@ -8,9 +8,10 @@
     <directory>/damaged/<step>    steps that were not what had been written, set aside
 
 Orbax renames the whole step into place when all of it is written: a process killed at any moment
-leaves the previous step. A save that fails (a full disk) is reported and the run goes on; the next
-save is tried as usual. Old steps are renamed away before they are deleted, so that a listed step is
-always whole.
+leaves the previous step. A save that fails (a full disk) is reported and the run goes on; `is_owed`
+says at any step that it must be tried again (`commit.py` has what surrounds a commit). Old steps
+are renamed away before they are deleted, so that a listed step is always whole; they are deleted
+after the commit of the one that takes their place, and steps set aside do not count among `keep`.
 
 What is restored is verified by default: the files by their checksums before anything is read, the
 arrays by their fingerprints afterwards. `restore_newest` sets a damaged step aside and takes the
@@ -22,7 +23,6 @@ from __future__ import annotations
 import json
 import logging
 import pathlib
-import shutil
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -31,25 +31,31 @@ import orbax.checkpoint as ocp
 from etils import epath
 from flax import traverse_util
 
-from jaxmoe.checkpoint import checksums
+from jaxmoe.checkpoint import bounds, checksums
+from jaxmoe.checkpoint.commit import TRASH, Commits, Fence, LeaseLostError
+from jaxmoe.checkpoint.later_arrays import with_later, without_later
 from jaxmoe.checkpoint.manifest import (
+    CheckpointAbandonedError,
     CheckpointDamagedError,
     CheckpointError,
     CheckpointManifest,
+    Reading,
     check_fingerprints,
+    check_global,
     check_target,
     make_manifest,
+    read_manifest,
 )
 from jaxmoe.checkpoint.tree import SEPARATOR, is_key, pack, unpack
-from jaxmoe.configs import to_json
 from sharding.distributed import agree
 
 logger = logging.getLogger(__name__)
 
-_SAVE_ERRORS = (OSError, ValueError, RuntimeError)
-_TRASH = "trash"
+_SAVE_ERRORS = (OSError, ValueError, RuntimeError, LeaseLostError)
 _DAMAGED = "damaged"
-_UNCOMMITTED = "*.orbax-checkpoint-tmp*"
+
+_LARGE = 1 << 26
+"""Bytes of an array from which on its layers are stored apart."""
 
 Verify = Literal["full", "files", "off"]
 """What a restore checks: checksums of files and fingerprints of arrays, files alone, or nothing."""
@@ -63,10 +69,18 @@ class CheckpointManager:
         keep: newest steps that are kept, at least 2 (the last may be damaged or in flight).
         is_writer: False only reads, and makes nothing.
         verify: what a restore checks.
+        fence: raises LeaseLostError once another process writes here; asked before each save and
+            each commit, on the process that has one.
     """
 
     def __init__(
-        self, directory: Any, *, keep: int = 3, is_writer: bool = True, verify: Verify = "full"
+        self,
+        directory: Any,
+        *,
+        keep: int = 3,
+        is_writer: bool = True,
+        verify: Verify = "full",
+        fence: Fence | None = None,
     ):
         if keep < 2:
             raise ValueError(
@@ -75,17 +89,20 @@ class CheckpointManager:
         self.directory = epath.Path(directory).expanduser().absolute()
         if not is_writer and not self.directory.exists():
             raise CheckpointError(f"{directory} holds no checkpoints: the directory does not exist")
+        if lines := bounds.before_opening(pathlib.Path(self.directory)):
+            raise CheckpointDamagedError(f"{directory} is damaged: {'; '.join(lines[:5])}")
         self._is_writer, self._verify = is_writer, verify
-        self._empty_trash()
+        self._commits = Commits(self.directory, fence, is_writer=is_writer)
+        self._commits.empty_trash()
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep if is_writer else None,
             create=is_writer,
             cleanup_tmp_directories=is_writer,
             read_only=not is_writer,
-            todelete_subdir=_TRASH if is_writer else None,
+            todelete_subdir=TRASH if is_writer else None,
             enable_async_checkpointing=is_writer,
             async_options=ocp.AsyncOptions(
-                post_finalization_callback=self._list_files if is_writer else None
+                post_finalization_callback=self._commits.before_commit if is_writer else None
             ),
         )
         self._manager = ocp.CheckpointManager(self.directory, options=options)
@@ -110,63 +127,68 @@ class CheckpointManager:
 
         Args:
             step: names the checkpoint.
-            state: any tree of named arrays.
+            state: any tree of named arrays, all on one mesh.
             config: the run's config as JSON.
             data: data position.
 
         Returns:
             False when this save, or the one before it that was still being written, failed; the
             reason has been logged.
+
+        Raises:
+            LeaseLostError: another process writes to the directory by now; on all processes.
         """
         is_good = self.finish()
-        if step in self.steps():
-            return is_good
+        is_there = step in self.steps()
+        if not is_there:
+            check_global(state)
         needed = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(pack(state)))
+        if not self._commits.may_save(step, 0 if is_there else needed):
+            return False
+        if is_there:
+            return is_good
         try:
-            free = shutil.disk_usage(self.directory).free
-            if free < 1.2 * needed:
-                raise OSError(
-                    f"{free / 1e6:.1f} MB are free, about {1.2 * needed / 1e6:.1f} MB are needed"
-                )
             manifest = make_manifest(state, step=step, config=config, data=data or {})
+            packed = pack(state)
             items = ocp.args.Composite(
-                state=ocp.args.StandardSave(pack(state)),  # pyright: ignore[reportCallIssue]
+                state=ocp.args.StandardSave(  # pyright: ignore[reportCallIssue]
+                    packed, save_args=jax.tree.map(_layout_of, packed)
+                ),
                 manifest=ocp.args.JsonSave(manifest.to_json()),  # pyright: ignore[reportCallIssue]
             )
             self._manager.save(step, args=items, force=True)
+            self._commits.pending = step
         except _SAVE_ERRORS as error:
-            self._report(step, error)
+            self._commits.failed(step, error)
             return False
         return is_good
 
     def finish(self) -> bool:
-        """Waits for the save under way; False when it failed, and the reason has been logged."""
+        """Waits for the save under way; False when it failed, and the reason has been logged.
+
+        True: it is on the disk (see `commit.py` for what that is worth).
+        """
         try:
             self._manager.wait_until_finished()
+            self._commits.done()
         except _SAVE_ERRORS as error:
-            self._report(None, error)
+            self._commits.failed(None, error)
             return False
         finally:
-            self._empty_trash()
+            self._commits.empty_trash()
         return True
 
-    def _list_files(self) -> None:
-        """Notes the files that are about to be committed; Orbax calls it, in its own thread."""
-        if jax.process_index() == 0:
-            for path in pathlib.Path(self.directory).glob(_UNCOMMITTED):
-                checksums.write_list(path)
+    @property
+    def failures(self) -> int:
+        """Saves in a row that failed, as far as is known without waiting."""
+        if self._commits.pending is not None and not self._manager.is_saving_in_progress():
+            self.finish()
+        return self._commits.failures
 
-    def _empty_trash(self) -> None:
-        """Deletes the steps that Orbax has renamed away, which it leaves to others."""
-        if self._is_writer and jax.process_index() == 0:
-            (self.directory / _TRASH).rmtree(missing_ok=True)
-
-    def _report(self, step: int | None, error: BaseException) -> None:
-        which = "a checkpoint" if step is None else f"the checkpoint of step {step}"
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
-        logger.warning("%s was not saved, the run goes on: %s", which, reason)
-        for leftover in self.directory.glob(_UNCOMMITTED):
-            leftover.rmtree(missing_ok=True)
+    def is_owed(self) -> bool:
+        """Whether the last save has failed; does not wait for one that is still being written."""
+        is_bad = self.failures > 0 or self._commits.lost is not None
+        return is_bad and self._commits.pending is None
 
     def manifest(self, step: int) -> CheckpointManifest:
         """What the checkpoint of a step says of itself.
@@ -179,9 +201,7 @@ class CheckpointManager:
             raise CheckpointError(
                 f"{self.directory} has no checkpoint of step {step} (has: {have})"
             )
-        items = ocp.args.Composite(manifest=ocp.args.JsonRestore())
-        restored = self._manager.restore(step, args=items)
-        return CheckpointManifest.from_json(restored["manifest"], f"{self.directory}/{step}")
+        return read_manifest(pathlib.Path(self.directory) / str(step))
 
     def restore(self, step: int, target: Any) -> Any:
         """The state of a step, verified; every process must call this.
@@ -202,7 +222,11 @@ class CheckpointManager:
     def _read(self, step: int, target: Any) -> Any:
         """The state of a step whose files have been checked; its arrays are checked here."""
         where, manifest = f"{self.directory}/{step}", self.manifest(step)
-        target = _target_of(manifest) if target is None else target
+        if target is None:
+            if reason := bounds.beyond_memory(manifest.arrays):
+                raise CheckpointError(f"{where}: {reason}")
+            target = _target_of(manifest)
+        whole, target = target, without_later(manifest, target)
         check_target(manifest, target, where)
         packed = jax.eval_shape(pack, target)
         shardings = pack(jax.tree.map(sharding_of, target, is_leaf=is_key))
@@ -214,11 +238,12 @@ class CheckpointManager:
         items = ocp.args.Composite(
             state=ocp.args.StandardRestore(abstract)  # pyright: ignore[reportCallIssue]
         )
-        restored = self._manager.restore(step, args=items)
+        with Reading(where):
+            restored = self._manager.restore(step, args=items)
         state = unpack(restored["state"], target)
         if self._verify == "full":
             check_fingerprints(manifest, state, where)
-        return state
+        return with_later(manifest, state, whole, where)
 
     def restore_newest(
         self,
@@ -234,24 +259,28 @@ class CheckpointManager:
 
         Args:
             target: see `restore`.
-            check: refuses a manifest with a ValueError of its own.
+            check: refuses a manifest with a ValueError of its own, or sets the step aside with
+                CheckpointAbandonedError.
             is_strict: raises at the first damaged step.
 
         Raises:
             CheckpointError: another state, or no step is whole: never a silent start from nothing.
         """
-        steps = self.steps()
+        steps, abandoned = self.steps(), 0
         for step in reversed(steps):
             try:
                 self.check_files(step)
                 if check is not None:
                     check(self.manifest(step))
                 return step, self._read(step, target)
+            except CheckpointAbandonedError as error:
+                self._set_aside(step, error)
+                abandoned += 1
             except CheckpointDamagedError as error:
                 if is_strict:
                     raise
                 self._set_aside(step, error)
-        if steps:
+        if len(steps) > abandoned:
             raise CheckpointError(
                 f"{self.directory}: none of the steps {', '.join(map(str, steps))} is what was"
                 " written: start in another directory, or restore a copy"
@@ -271,7 +300,7 @@ class CheckpointManager:
     def check_files(self, step: int) -> None:
         """Raises CheckpointDamagedError, on all processes, where files are not what was written."""
         lines: list[str] = []
-        if jax.process_index() == 0 and self._verify != "off" and step in self.steps():
+        if jax.process_index() == 0 and step in self.steps():
             lines = self.damage(step)
         if agree(len(lines)):
             shown = "; ".join(lines[:5]) or "as the first process found"
@@ -283,10 +312,16 @@ class CheckpointManager:
     def damage(self, step: int) -> list[str]:
         """What is wrong with the files of a step, a line each; empty: nothing that can be seen."""
         path = pathlib.Path(self.directory) / str(step)
-        lines = [f"{name}: a link, which no checkpoint has" for name in checksums.links(path)]
-        return lines or ([] if _is_of_schema_1(path) else checksums.damage(path))
+        has_list = (path / checksums.LIST).exists()
+        lines = bounds.places(path) or bounds.texts(path, (checksums.LIST,))
+        if has_list and self._verify != "off":
+            lines = lines or checksums.damage(path)
+        lines = lines or bounds.texts(path)
+        if not has_list and self._verify != "off" and not _is_of_schema_1(path):
+            lines = lines or checksums.damage(path)
+        return lines or bounds.contents(path)
 
-    def _set_aside(self, step: int, error: CheckpointDamagedError) -> None:
+    def _set_aside(self, step: int, error: CheckpointError) -> None:
         logger.warning("%s; the step before it is used", error)
         if not self._is_writer:
             return
@@ -315,64 +350,16 @@ def _is_of_schema_1(step: pathlib.Path) -> bool:
         return False
 
 
+def _layout_of(leaf: Any) -> ocp.SaveArgs:
+    """How an array is stored: a large stack of matrices so that each can be read alone."""
+    is_large = leaf.ndim > 2 and leaf.size * leaf.dtype.itemsize > _LARGE
+    return ocp.SaveArgs(shard_axes=(0,) if is_large else ())
+
+
 def sharding_of(leaf: Any) -> Any:
     """Where a leaf lies; the default device when it does not say."""
     placed = getattr(leaf, "sharding", None)
     return placed or jax.sharding.SingleDeviceSharding(jax.devices()[0])
-
-
-def save_checkpoint(
-    directory: Any, state: Any, *, step: int, config: Any, data: dict[str, Any] | None = None
-) -> None:
-    """Saves one state and waits until it is committed.
-
-    Args:
-        directory: of all checkpoints of a run; the state goes to `<directory>/<step>`.
-        state: any tree of named arrays, a `TrainState` for instance.
-        step: names the checkpoint.
-        config: a config of ours, or a JSON object.
-        data: data position.
-
-    Raises:
-        CheckpointError: the step exists, or it could not be written.
-    """
-    manager = CheckpointManager(directory, keep=1_000_000)
-    try:
-        if step in manager.steps():
-            raise CheckpointError(f"{directory} already has a checkpoint of step {step}")
-        given = config if isinstance(config, dict) else to_json(config)
-        is_saved = manager.save(step, state, config=given, data=data) and manager.finish()
-    finally:
-        manager.close()
-    if not is_saved:
-        raise CheckpointError(f"the checkpoint of step {step} was not saved in {directory}")
-
-
-def load_checkpoint(
-    directory: Any, *, step: int | None = None, target: Any = None, verify: Verify = "full"
-) -> Any:
-    """Restores a state.
-
-    Args:
-        directory: of the checkpoints of a run.
-        step: the newest that is what was written when None.
-        target: the state wanted, see `CheckpointManager.restore`; nested dicts of arrays on the
-            default device when None.
-        verify: what is checked.
-
-    Raises:
-        CheckpointError: nothing to restore, no such step, another state, or a damaged one.
-    """
-    manager = CheckpointManager(directory, is_writer=False, verify=verify)
-    try:
-        if step is not None:
-            return manager.restore(step, target)
-        found = manager.restore_newest(target)
-        if found is None:
-            raise CheckpointError(f"{directory} holds no checkpoints")
-        return found[1]
-    finally:
-        manager.close()
 
 
 def _target_of(manifest: CheckpointManifest) -> dict[str, Any]:

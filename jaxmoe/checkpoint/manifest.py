@@ -16,13 +16,16 @@ import dataclasses
 import difflib
 import importlib.metadata
 import logging
+import pathlib
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 
+from jaxmoe.checkpoint import bounds
 from jaxmoe.checkpoint.fingerprint import fingerprints
-from jaxmoe.checkpoint.tree import flatten, is_key
+from jaxmoe.checkpoint.tree import SEPARATOR, flatten, is_key
+from sharding.distributed import agree
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +38,38 @@ class CheckpointError(ValueError):
 
 class CheckpointDamagedError(CheckpointError):
     """A checkpoint that is not what was written."""
+
+
+class CheckpointAbandonedError(CheckpointError):
+    """A checkpoint that its run has left behind."""
+
+
+class Reading:
+    """What Orbax and TensorStore raise while they read arrays, as a line, on all processes.
+
+    Orbax raises plain `Exception` with pages about the store; the cause has one line. What else is
+    raised, a full memory for instance, passes. Every process must enter and leave.
+
+    Args:
+        where: what to call the checkpoint.
+    """
+
+    def __init__(self, where: str):
+        self._where = where
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: Any) -> None:
+        is_damage = kind is Exception or isinstance(error, ValueError | OSError)
+        if error is not None and not is_damage:
+            return
+        if agree(int(is_damage)):
+            cause = (error and error.__cause__) or error or "as another process found"
+            reason = (str(cause).splitlines() or ["without a reason"])[0][:300]
+            raise CheckpointDamagedError(
+                f"{self._where} is damaged: its arrays cannot be read ({reason})"
+            ) from error
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,14 +99,39 @@ class CheckpointManifest:
         Raises:
             CheckpointError: written by a newer jaxmoe, or not a manifest.
         """
-        schema = data.get("schema")
+        schema = data.get("schema") if isinstance(data, dict) else None
         if not isinstance(schema, int):
             raise CheckpointError(f"{where} has no jaxmoe manifest: it was written by another tool")
         if schema > SCHEMA:
             raise CheckpointError(
                 f"{where} has schema {schema}, this jaxmoe knows {SCHEMA}: install a newer jaxmoe"
             )
+        kinds = {"step": int, "arrays": dict, "config": dict, "data": dict}
+        names = {field.name for field in dataclasses.fields(cls)}
+        wrong = [name for name, kind in kinds.items() if not isinstance(data.get(name), kind)]
+        wrong += sorted(data.keys() - names)
+        wrong += [n for n in ("fingerprints", "versions") if not isinstance(data.get(n, {}), dict)]
+        if wrong:
+            raise CheckpointDamagedError(
+                f"{where} has a manifest that is none: see {', '.join(wrong)[:200]}"
+            )
         return cls(**data)
+
+
+def read_manifest(step: pathlib.Path) -> CheckpointManifest:
+    """What a step says of itself.
+
+    Args:
+        step: its directory.
+
+    Raises:
+        CheckpointError: it has no manifest, or one that is none.
+    """
+    try:
+        data = bounds.read_json(step / "manifest" / "metadata")
+    except (OSError, ValueError) as error:
+        raise CheckpointDamagedError(f"{step} has a manifest that is none: {error}") from error
+    return CheckpointManifest.from_json(data, str(step))
 
 
 def describe(state: Any) -> dict[str, dict[str, Any]]:
@@ -130,12 +190,70 @@ def check_target(manifest: CheckpointManifest, target: Any, where: str) -> None:
         elif path not in wanted:
             lines.append(f"{path}: in the checkpoint, not wanted")
         elif saved[path] != wanted[path]:
-            lines.append(f"{path}: saved {spell(saved[path])}, wanted {spell(wanted[path])}")
+            hint = hint_of(saved[path], wanted[path], manifest.config)
+            both = f"saved {spell(saved[path])}, wanted {spell(wanted[path])}"
+            lines.append(f"{path}: {both}{hint}")
     if lines:
         shown = "\n  ".join(lines[:20]) + ("\n  ..." if len(lines) > 20 else "")
         raise CheckpointError(
             f"{where} holds another state than the one wanted ({len(lines)} arrays differ):\n"
-            f"  {shown}\nrestore it with the model and optimizer it was saved with"
+            f"  {shown}\nrestore it with the model and optimizer it was saved with, or a part of"
+            " it, or under other names (jaxmoe.checkpoint.restore.restore_part)"
+        )
+
+
+def hint_of(saved: Mapping[str, Any], wanted: Mapping[str, Any], config: Mapping[str, Any]) -> str:
+    """What may be behind an array that is not the one wanted, in brackets; empty: who knows.
+
+    Args:
+        saved: shape and dtype of the one.
+        wanted: and of the other.
+        config: that the checkpoint was saved with, of a run or of a model.
+    """
+    one, other = saved["shape"], wanted["shape"]
+    if one == other:
+        return " (not cast unasked: restore_part with is_cast_allowed)"
+    if len(one) != len(other):
+        return " (another number of dimensions)"
+    if sorted(one) == sorted(other):
+        return " (transposed)"
+    model = config.get("model", config)
+    model = model if isinstance(model, dict) else {}
+    moe = model.get("moe")
+    known = {
+        "number of experts": moe.get("num_experts") if isinstance(moe, dict) else None,
+        "vocabulary": model.get("vocab_size"),
+        "number of layers": model.get("num_layers"),
+    }
+    differing = [(a, b) for a, b in zip(one, other, strict=True) if a != b]
+    for name, size in known.items():
+        if len(differing) == 1 and differing[0][0] == size:
+            return f" (another {name}: {size}, and {differing[0][1]} here)"
+    return ""
+
+
+def check_global(state: Any) -> None:
+    """Refuses a state whose arrays do not lie on one mesh; every process must call this.
+
+    An array of one process alone would be saved by none or by all of them; on one process it shows
+    as an array beside the mesh of the others.
+
+    Raises:
+        CheckpointError: naming the arrays.
+    """
+    arrays = {path: x for path, x in flatten(state).items() if isinstance(x, jax.Array)}
+    largest = max((len(x.sharding.device_set) for x in arrays.values()), default=1)
+    is_alone = jax.process_count() == 1
+    local = [
+        f"state.{path.replace(SEPARATOR, '.')}"
+        for path, x in arrays.items()
+        if (len(x.sharding.device_set) < largest if is_alone else x.is_fully_addressable)
+    ]
+    if local:
+        shown = ", ".join(local[:5]) + (", ..." if len(local) > 5 else "")
+        raise CheckpointError(
+            f"{shown}: not a global array, it lies beside the mesh of the others: place it with"
+            " jax.device_put and NamedSharding(mesh, PartitionSpec())"
         )
 
 

@@ -25,12 +25,15 @@ import orbax.checkpoint as ocp
 from flax import traverse_util
 from jaxtyping import Array
 
+from jaxmoe.checkpoint import bounds
 from jaxmoe.checkpoint.manager import CheckpointManager, Verify, sharding_of
 from jaxmoe.checkpoint.manifest import (
     CheckpointError,
     CheckpointManifest,
+    Reading,
     check_fingerprints,
     describe,
+    hint_of,
     spell,
 )
 from jaxmoe.checkpoint.mapping import MappingRule, Merged, plan_mapping
@@ -99,6 +102,8 @@ def read_mapped(
     """
     read = _open(directory, step, verify)
     manifest = read.manifest
+    if reason := bounds.beyond_memory(manifest.arrays):
+        raise CheckpointError(f"{read.where}: {reason}")
     arrays = {}
     for path, merged in _sources(manifest, mapping).items():
         names = merged.sources
@@ -138,12 +143,13 @@ class _Reader:
         shape = jax.ShapeDtypeStruct(tuple(saved["shape"]), jnp.dtype(dtype), sharding=placed)
         item = traverse_util.unflatten_dict({name: shape}, sep=SEPARATOR)
         arguments = ocp.checkpoint_utils.construct_restore_args(item)
-        restored = self._checkpointer.restore(
-            self._state,
-            args=ocp.args.PyTreeRestore(  # pyright: ignore[reportCallIssue]
-                item=item, restore_args=arguments, partial_restore=True
-            ),
-        )
+        with Reading(self.where):
+            restored = self._checkpointer.restore(
+                self._state,
+                args=ocp.args.PyTreeRestore(  # pyright: ignore[reportCallIssue]
+                    item=item, restore_args=arguments, partial_restore=True
+                ),
+            )
         array = cast(Array, traverse_util.flatten_dict(restored, sep=SEPARATOR)[name])
         if self._is_verified:
             one = traverse_util.unflatten_dict({name: array}, sep=SEPARATOR)
@@ -181,7 +187,8 @@ def _check(
         saved = pieces[0]
         is_merged = sources[path].rule.merge not in ("", "replicated", "average")
         if not is_merged and saved["shape"] != leaf["shape"]:
-            lines.append(f"{path}: saved {spell(saved)}, wanted {spell(leaf)}")
+            hint = hint_of(saved, leaf, manifest.config)
+            lines.append(f"{path}: saved {spell(saved)}, wanted {spell(leaf)}{hint}")
         elif saved["dtype"] != leaf["dtype"] and (
             not is_cast_allowed or "key" in (saved["dtype"], leaf["dtype"])
         ):

@@ -18,6 +18,7 @@ from jaxmoe.data.loader import Loader, check_position, evaluation_batches
 from jaxmoe.data.mixture import Mixture, MixtureConfig
 from jaxmoe.data.ngram import ngram_bits_per_byte, xz_bits_per_byte
 from jaxmoe.data.packed import PackedSource
+from jaxmoe.data.skipped import SkippedRows
 from jaxmoe.data.source import Row, Source, Split
 from jaxmoe.data.synthetic import (
     LanguageMixtureConfig,
@@ -52,6 +53,7 @@ __all__ = [
     "MixtureConfig",
     "PackedSource",
     "Row",
+    "SkippedRows",
     "Source",
     "Split",
     "TokenizerConfig",

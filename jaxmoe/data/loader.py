@@ -8,7 +8,7 @@ once, in an order of its own; a source without end is read straight through. Hos
 equal parts of the batch, so that the parts of 1, 2 or 4 hosts laid end to end are the same batch.
 There is no state, hence nothing to restore: a checkpoint keeps the step and the fingerprint
 (`position`), and `check_position` refuses to continue on other data. The number of hosts is no part
-of it.
+of it. Rows that were jumped because nothing could be learned from them (`skipped`) are part of it.
 
 In a packed row each document is read alone: `positions` start again at its first token, and a
 prediction counts (`loss_weights`) where the target belongs to the document of its token.
@@ -30,6 +30,7 @@ import numpy as np
 from jaxmoe.data.batch import Batch, DataError, validate_batch
 from jaxmoe.data.batch_sizes import BatchSizes
 from jaxmoe.data.order import order_digest, shuffled
+from jaxmoe.data.skipped import SkippedRows
 from jaxmoe.data.source import Row, Source, Split
 from jaxmoe.tracking.optional import require
 
@@ -52,6 +53,8 @@ class Loader:
     split: Split = "train"
     batch_sizes: BatchSizes | None = None
     """Rows of each step where they grow to `batch_size`; the same at every step when None."""
+    skipped: SkippedRows = SkippedRows()
+    """Rows that are jumped."""
 
     def __post_init__(self):
         if self.batch_sizes is not None and self.batch_sizes.stages[-1][1] != self.batch_size:
@@ -106,7 +109,7 @@ class Loader:
         if not 0 <= process_index < process_count:
             raise DataError(f"process_index={process_index} must be in [0, {process_count})")
         part = rows // process_count
-        first = self._sizes.rows_before(step) + process_index * part
+        first = self.first_row(step) + process_index * part
         self._check_step(step)
         batch = _batch_of([self.row(number) for number in range(first, first + part)])
         validate_batch(batch, self.source.vocab_size)
@@ -118,11 +121,31 @@ class Loader:
             )
         return batch
 
+    def first_row(self, step: int) -> int:
+        """The number of the first row of a step.
+
+        Args:
+            step: Global step, from 0.
+        """
+        return self._sizes.rows_before(step) + self.skipped.rows_before(step)
+
+    def without_steps(self, first: int, last: int) -> Loader:
+        """The loader that jumps, before step `first`, the rows that this one gives to some steps.
+
+        Args:
+            first: Global step, from 0.
+            last: The last of them.
+        """
+        end = self.first_row(last) + self._sizes.rows(last)
+        return dataclasses.replace(
+            self, skipped=self.skipped.with_window(first, end - self.first_row(first))
+        )
+
     def row(self, number: int) -> Row:
         """The row at a place of the endless sequence of the split.
 
         Args:
-            number: The place, from 0: rows of all steps before, and the place in the batch.
+            number: The place, from 0: `first_row` of the step, and the place in the batch.
         """
         num_rows, epoch = self._num_rows(), 0
         if num_rows is not None and self.split == "train":
@@ -165,7 +188,8 @@ class Loader:
 
     def position(self, step: int) -> dict[str, Any]:
         """What a checkpoint keeps: the fingerprint, and the first step that was not taken."""
-        return {**self.fingerprint(), "step": step}
+        skipped = self.skipped.before(step).to_json()
+        return {**self.fingerprint(), **({"skipped": skipped} if skipped else {}), "step": step}
 
     @property
     def _sizes(self) -> BatchSizes:

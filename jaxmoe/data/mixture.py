@@ -105,6 +105,11 @@ class Mixture:
         return dict(zip(self._names, self._sources, strict=True))
 
     @property
+    def tokenizer(self) -> Any:
+        """Of all parts; None where they have none."""
+        return getattr(self._sources[0], "tokenizer", None)
+
+    @property
     def vocab_size(self) -> int:
         """Of all parts."""
         return self._sources[0].vocab_size

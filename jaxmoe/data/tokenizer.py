@@ -222,6 +222,7 @@ class SubwordTokenizer:
         self._bpe.encode_special_tokens = True
         self._bpe.no_truncation()
         self._bpe.no_padding()
+        self.path, self.content = path, content
         self._sha256 = hashlib.sha256(content.encode()).hexdigest()
         vocabulary = self._bpe.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values()) + 1
@@ -232,6 +233,7 @@ class SubwordTokenizer:
                 f"{path} has no token {' or '.join(candidates)} to stand between documents: name "
                 "one of its tokens with --data.tokenizer.separator"
             )
+        self.separator_token = found
         self.separator: int | None = vocabulary[found]
 
     def encode_all(self, texts: Sequence[str]) -> list[Int[np.ndarray, " S"]]:

@@ -50,8 +50,8 @@ def check_moments(**decays: float) -> None:
 
 def check_weight_decay(weight_decay: float) -> None:
     """Refuses what is no weight decay."""
-    if not weight_decay >= 0.0:
-        raise ValueError(f"weight_decay={weight_decay} must be 0 or more")
+    if not 0.0 <= weight_decay < float("inf"):
+        raise ValueError(f"weight_decay={weight_decay} must be 0 or more, and finite")
 
 
 def adamw(

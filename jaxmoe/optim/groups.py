@@ -93,13 +93,13 @@ def check_fields(config: Any) -> None:
         match field.name:
             case "learning_rate" | "epsilon" | "adamw_ratio":
                 if not 0.0 < value < float("inf"):
-                    raise ValueError(f"{where} must be above 0")
+                    raise ValueError(f"{where} must be above 0, and finite")
             case "beta1" | "beta2" | "momentum":
                 if not 0.0 <= value < 1.0:
                     raise ValueError(f"{where} must lie in [0, 1)")
             case "weight_decay":
-                if not value >= 0.0:
-                    raise ValueError(f"{where} must be 0 or more")
+                if not 0.0 <= value < float("inf"):
+                    raise ValueError(f"{where} must be 0 or more, and finite")
 
 
 def check_groups(table: ParameterTable, name: str, groups: tuple[Group, ...]) -> None:

@@ -34,7 +34,7 @@ def _check_steps(warmup_steps: int, steps: int) -> None:
     if warmup_steps >= steps:
         raise ValueError(
             f"schedule.warmup_steps={warmup_steps} must be below the number of steps ({steps}):"
-            " shorten the warm-up or train longer"
+            " shorten the warm-up, or train longer (training.steps)"
         )
 
 

@@ -96,6 +96,8 @@ def write_report(
         sections.append(_router(series, summary, *load))
     if units := summary.get("load_balance_units"):
         sections.append(_units(units))
+    if goodput := summary.get("goodput"):
+        sections.append(_goodput(goodput))
     for plot in map(pathlib.Path, plots):
         image = base64.b64encode(plot.read_bytes()).decode()
         heading = TITLES.get(plot.stem, plot.stem.replace("_", " ").capitalize())
@@ -247,3 +249,19 @@ def _units(units: Mapping[str, float]) -> str:
     text = f'<p class="soft small">{html_page.escape(UNITS_NOTE)}</p>'
     table = html_page.table(("convention", "balance loss at the end, mean over layers"), rows)
     return html_page.section("Load balance in other units", table + text)
+
+
+def _goodput(goodput: Mapping[str, Any]) -> str:
+    wall = max(goodput["wall_seconds"], 1e-9)
+    rows = [
+        (row, format_duration(seconds), f"{seconds / wall:.1%}")
+        for row, seconds in goodput["seconds"].items()
+    ]
+    rows.append(("all", format_duration(wall), "100.0%"))
+    table = html_page.table(("where the time went", "time", "share"), rows)
+    text = (
+        f"goodput {goodput['share']:.1%}, {goodput['starts']} starts,"
+        f" {goodput['lost_steps']} steps lost"
+    )
+    note = f'<p class="soft small">{html_page.escape(text)}</p>'
+    return html_page.section("Time of all starts", table + note)

@@ -48,6 +48,9 @@ class Gradients:
     statistics: RouterStatistics | None
     indicators: Indicators | None = None
     """With detailed telemetry."""
+    row_nll: Float[Array, " B"] | None = None
+    """Where the losses of workers are watched: row i of each micro-batch together, which one worker
+    holds."""
 
     def __add__(self, other: Gradients) -> Gradients:
         # Some indicators are maxima: the record itself knows how two of them are added.
@@ -89,13 +92,7 @@ def accumulate(
         return gradients_of(whole, 1.0, None)
     if rows % accumulation:
         raise ValueError(f"accumulation={accumulation} must divide the batch of {rows} sequences")
-
-    def split(array: Array) -> Array:
-        strided = array.reshape(rows // accumulation, accumulation, *array.shape[1:])
-        micro = jnp.moveaxis(strided, 1, 0)
-        return placement.place(micro, (None, ax.ACT_BATCH) + (None,) * (micro.ndim - 2))
-
-    parts = jax.tree.map(split, whole)
+    parts = jax.tree.map(lambda rows: _split(rows, accumulation, placement), whole)
     first, rest = jax.tree.map(lambda a: a[0], parts), jax.tree.map(lambda a: a[1:], parts)
     share, summed = 1.0 / accumulation, None
     if statistics_of is not None:
@@ -109,3 +106,20 @@ def accumulate(
 
     total, _ = jax.lax.scan(body, gradients_of(first, share, summed), rest)
     return total
+
+
+def first_micro_batch(rows: Array, accumulation: int, placement: Placement) -> Array:
+    """The rows of an array that the first micro-batch holds.
+
+    Args:
+        rows: [B ...].
+        accumulation: number of micro-batches.
+        placement: where rows lie.
+    """
+    return rows if accumulation == 1 else _split(rows, accumulation, placement)[0]
+
+
+def _split(rows: Array, accumulation: int, placement: Placement) -> Array:
+    strided = rows.reshape(rows.shape[0] // accumulation, accumulation, *rows.shape[1:])
+    micro = jnp.moveaxis(strided, 1, 0)
+    return placement.place(micro, (None, ax.ACT_BATCH) + (None,) * (micro.ndim - 2))

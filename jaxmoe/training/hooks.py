@@ -16,11 +16,12 @@ from typing import Any, Protocol, runtime_checkable
 
 import jax
 
-from jaxmoe.checkpoint import CheckpointManager
+from jaxmoe.checkpoint import CheckpointManager, SavesFailedError
 from jaxmoe.checkpoint.fingerprint import fingerprints
 from jaxmoe.data.batch import Batch
 from jaxmoe.training.evaluate import Evaluation, evaluate
 from jaxmoe.training.state import TrainState
+from sharding.distributed import agree
 
 
 @runtime_checkable
@@ -76,7 +77,7 @@ class EvaluateHook:
 
 
 class CheckpointHook:
-    """Saves every so many steps and at the end.
+    """Saves every so many steps and at the end, and at the next step after a save that failed.
 
     A loop that was stopped leaves its last state to whoever runs it, who calls this once more.
 
@@ -87,6 +88,8 @@ class CheckpointHook:
         every: steps.
         last_step: of the run.
         before: called before each save (to flush what belongs to the steps saved).
+        agree_every: steps after which several processes ask one another whether a save failed.
+        max_failed: saves in a row that fail before the run ends.
     """
 
     def __init__(
@@ -98,17 +101,38 @@ class CheckpointHook:
         every: int,
         last_step: int,
         before: Callable[[], None],
+        agree_every: int = 1,
+        max_failed: int = 5,
     ):
         self._manager, self._config, self._position = manager, config, position
         self._every, self._last_step, self._before = every, last_step, before
+        self._agree_every, self._max_failed = agree_every, max_failed
         self.saved_step: int | None = None
 
     def is_due(self, step: int) -> bool:
-        """Every so many steps and at the end."""
-        return is_every(step, self._every, self._last_step)
+        """Every so many steps, at the end, and when the last save has failed.
+
+        One process sees a failure at the next step; several ask one another every `agree_every`.
+        """
+        if is_every(step, self._every, self._last_step):
+            return True
+        if jax.process_count() > 1 and step % self._agree_every:
+            return False
+        return bool(agree(int(self._manager.is_owed())))
 
     def run(self, step: int, state: TrainState) -> None:
-        """Starts a save; a failed one is reported by the manager and the run goes on."""
+        """Starts a save; a failed one is reported by the manager and the run goes on.
+
+        Raises:
+            SavesFailedError: so many have failed in a row.
+            LeaseLostError: another process writes to the directory by now.
+        """
+        if (failed := agree(self._manager.failures)) >= self._max_failed:
+            raise SavesFailedError(
+                f"{failed} saves in a row have failed (checkpoint.max_failed_saves="
+                f"{self._max_failed}), the last reason is above: free space or mend the disk, then"
+                " give the same command again"
+            )
         self._before()
         position = self._position(step)
         if self._manager.save(step, state, config=self._config, data=position):

@@ -19,13 +19,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import traverse_util
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from jaxmoe.data.batch import Batch
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.embedding import head_weight, output_logits
-from jaxmoe.layers.indicators import Indicators, token_means
+from jaxmoe.layers.indicators import Indicators, summarise_indicators, token_means
 from jaxmoe.models.config import ModelConfig
+from jaxmoe.models.initialize import parameter_table
 from jaxmoe.parameters import ParameterSpec, ParameterTable
 from jaxmoe.training.loss import in_chunks, lay_out_batch
 from sharding import axes as ax
@@ -118,3 +119,27 @@ def _squares(row: ParameterSpec, value: Array) -> Float[Array, " layers"]:
     if _is_stacked(row):
         return jnp.sum(value**2, axis=tuple(range(1, value.ndim)))
     return jnp.sum(value**2)[None]
+
+
+def watch_layers(
+    model: ModelConfig,
+    indicators: Indicators | None,
+    updates: Any,
+    params: Any,
+    is_good: Bool[Array, ""],
+) -> dict[str, Float[Array, " L"]]:
+    """The indicators of a step by name; none unless telemetry is detailed.
+
+    Args:
+        model: of the parameters.
+        indicators: summed over the batch.
+        updates: of the parameters; a step that was refused moves nothing.
+        params: before the step.
+        is_good: whether it was not.
+    """
+    if indicators is None:
+        return {}
+    ratios = update_ratios(parameter_table(model), model, updates, params)
+    return summarise_indicators(indicators, residual_multiplier=model.multipliers.residual) | {
+        name: jnp.where(is_good, ratio, 0.0) for name, ratio in ratios.items()
+    }

@@ -16,16 +16,27 @@ from typing import Any, Literal
 
 import jax
 
+from jaxmoe.checkpoint.commit import LeaseLostError, SavesFailedError
 from jaxmoe.checkpoint.fingerprint import ReplicasDifferError
 from jaxmoe.data.batch import Batch
 from jaxmoe.training.hooks import Hook
 from jaxmoe.training.state import TrainState
 from jaxmoe.training.step import StepMetrics
 from jaxmoe.training.stop import StopRequest
+from jaxmoe.training.time_spent import DATA, DISPATCH, HOOKS, REPORT, WAIT, TimeSpent
 
 logger = logging.getLogger(__name__)
 
-Status = Literal["done", "preempted", "interrupted", "diverged", "corrupted"]
+Status = Literal[
+    "done", "preempted", "interrupted", "diverged", "corrupted", "taken_over", "not_saved"
+]
+
+_ENDINGS: dict[type[Exception], Status] = {
+    ReplicasDifferError: "corrupted",
+    LeaseLostError: "taken_over",
+    SavesFailedError: "not_saved",
+}
+"""What a hook raises to end the run."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,6 +62,9 @@ class LoopResult:
     state: TrainState
     step: int
     status: Status
+    refused: tuple[int, int] | None = None
+    """Of a diverged run: the first and the last of the steps refused in a row that ended it. Later
+    ones, which a loop that reports seldom has done as well, are not among them."""
 
 
 def run_loop(
@@ -65,6 +79,8 @@ def run_loop(
     report_every: int,
     max_skipped: int,
     stop: StopRequest,
+    spent: TimeSpent | None = None,
+    beat: Callable[[str, int], None] = lambda what, step: None,
 ) -> LoopResult:
     """Trains until the last step, a signal, too many bad steps in a row, or devices that differ.
 
@@ -79,44 +95,73 @@ def run_loop(
         report_every: steps between reports.
         max_skipped: steps refused in a row that end the run.
         stop: asked after every step; by several processes every `report_every` steps.
+        spent: told what the loop's time goes to.
+        beat: told what begins, and of which step.
     """
+    spent = spent or TimeSpent()
     waiting: list[tuple[int, Any]] = []
     step, status, since = first_step, "done", time.perf_counter()
+    refused: tuple[int, int] | None = None
 
     def flush() -> bool:
         """Reports what waits; whether the run may go on."""
-        nonlocal since
+        nonlocal since, refused
         if not waiting:
             return True
         steps = tuple(number for number, _ in waiting)
-        metrics = tuple(jax.device_get([metric for _, metric in waiting]))
+        with spent.on(WAIT):
+            for number, metric in waiting:
+                beat("step", number)
+                jax.block_until_ready(metric.loss)
+            metrics = tuple(jax.device_get([metric for _, metric in waiting]))
         seconds = time.perf_counter() - since
-        report(Report(steps=steps, metrics=metrics, seconds=seconds))
+        with spent.on(REPORT):
+            report(Report(steps=steps, metrics=metrics, seconds=seconds))
         waiting.clear()
         since = time.perf_counter()
-        return all(int(metric.skipped_in_a_row) < max_skipped for metric in metrics)
+        for number, metric in zip(steps, metrics, strict=True):
+            if (in_a_row := int(metric.skipped_in_a_row)) >= max_skipped:
+                refused = (number - in_a_row + 1, number)
+                return False
+        return True
 
     # One process can stop at any step; several must ask one another, which costs a collective.
     asks_alone = jax.process_count() == 1
     while step < last_step and status == "done":
-        state, metrics = step_function(state, next(batches))
+        beat("batch", step + 1)
+        with spent.on(DATA):
+            batch = next(batches)
         step += 1
+        beat("step", step)
+        try:
+            with spent.on(DISPATCH):
+                state, metrics = step_function(state, batch)
+        except ReplicasDifferError as error:
+            logger.error("step %d: %s", step, error)
+            step, status = step - 1, "corrupted"
+            break
         waiting.append((step, metrics))
         due = [hook for hook in hooks if hook.is_due(step)]
-        reason = stop.agreed() if asks_alone or step % report_every == 0 else None
+        with spent.on(WAIT):
+            reason = stop.agreed() if asks_alone or step % report_every == 0 else None
+        if reason == "taken_over":  # what waits would be written into another's files
+            status = reason
+            break
         if due or reason or step % report_every == 0 or step == last_step:
             if not flush():
                 status = "diverged"
                 break
         try:
-            for hook in due:
-                hook.run(step, state)
-        except ReplicasDifferError as error:
+            with spent.on(HOOKS):
+                for hook in due:
+                    beat(getattr(hook, "name", type(hook).__name__), step)
+                    hook.run(step, state)
+        except tuple(_ENDINGS) as error:
             logger.error("step %d: %s", step, error)
-            status = "corrupted"
+            status = _ENDINGS[type(error)]
             break
         if due:
             since = time.perf_counter()
         if reason and step < last_step:
             status = reason
-    return LoopResult(state=state, step=step, status=status)
+    return LoopResult(state=state, step=step, status=status, refused=refused)

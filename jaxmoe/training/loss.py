@@ -5,7 +5,8 @@
     nll = logsumexp(z) - z[target]
 
 The sums are returned, not the mean: micro-batches and devices add up exactly. With `loss_chunk` the
-logits of only that many positions exist at a time, forward and backward.
+logits of only that many positions exist at a time, forward and backward. The sums of single rows
+come beside the whole one where somebody asks for them: it stays bitwise what it is without them.
 """
 
 from __future__ import annotations
@@ -70,13 +71,30 @@ def summed_nll(
         execution: for `loss_chunk`, dtype and placement.
         num_predicted: ids from this one on have probability 0; None: every id may be predicted.
     """
+    total, _ = _summed_nll(
+        (hidden, weight, targets, loss_weights), model, execution, num_predicted, has_rows=False
+    )
+    return total
 
-    def chunk_sum(hidden: Array, targets: Array, loss_weights: Array) -> Float[Array, ""]:
+
+def _summed_nll(
+    given: tuple[Array, Array, Array, Array],
+    model: ModelConfig,
+    execution: ExecutionConfig,
+    num_predicted: int | None,
+    *,
+    has_rows: bool,
+) -> tuple[Float[Array, ""], Float[Array, " B"] | None]:
+    """The sum of `summed_nll`, and those of the rows if asked for."""
+    hidden, weight, targets, loss_weights = given
+
+    def chunk_sum(hidden: Array, targets: Array, loss_weights: Array) -> tuple[Array, Array | None]:
         logits = output_logits(hidden, weight, model, execution, is_stream=is_whole)
         if num_predicted is not None and num_predicted < model.vocab_size:
             logits = only_predicted(logits, num_predicted)
         nll = island(logits, targets)
-        return jnp.sum(nll * placement.place(loss_weights, rows))
+        weighted = nll * placement.place(loss_weights, rows)
+        return jnp.sum(weighted), jnp.sum(weighted, axis=1) if has_rows else None
 
     placement, rows = execution.placement, (ax.ACT_BATCH, ax.ACT_SEQ_INNER)
     vocab_axes = placement.mesh_axes(ax.ACT_VOCAB)
@@ -90,8 +108,9 @@ def summed_nll(
     if is_whole:
         return chunk_sum(hidden, targets, loss_weights)
 
-    def body(total: Array, part: tuple[Array, ...]) -> tuple[Array, None]:
-        return total + jax.checkpoint(chunk_sum)(*part), None
+    def body(total: Array, part: tuple[Array, ...]) -> tuple[Array, Array | None]:
+        summed, by_row = jax.checkpoint(chunk_sum)(*part)
+        return total + summed, by_row
 
     by_row = (ax.ACT_BATCH, None)
     whole = (
@@ -100,8 +119,8 @@ def summed_nll(
         placement.place(loss_weights, by_row),
     )
     parts = in_chunks(whole, chunk)
-    total, _ = jax.lax.scan(body, jnp.zeros((), jnp.float32), parts)
-    return total
+    total, by_row = jax.lax.scan(body, jnp.zeros((), jnp.float32), parts)
+    return total, None if by_row is None else jnp.sum(by_row, axis=0)
 
 
 def forward_and_nll(
@@ -125,6 +144,33 @@ def forward_and_nll(
         num_predicted: see `summed_nll`.
         **given: further arguments of the transformer.
     """
+    nll, _, output = forward_and_row_nll(
+        model, execution, params, batch, num_predicted=num_predicted, has_rows=False, **given
+    )
+    return nll, output
+
+
+def forward_and_row_nll(
+    model: ModelConfig,
+    execution: ExecutionConfig,
+    params: Any,
+    batch: Batch,
+    *,
+    num_predicted: int | None = None,
+    has_rows: bool = True,
+    **given: Any,
+) -> tuple[Float[Array, ""], Float[Array, " B"] | None, Output]:
+    """As `forward_and_nll`, with the sum of each row between the two, if asked for.
+
+    Args:
+        model: what is computed.
+        execution: how.
+        params: of the model.
+        batch: of which `loss_weights` 0 leaves a token out.
+        num_predicted: see `summed_nll`.
+        has_rows: whether to sum the rows.
+        **given: further arguments of the transformer.
+    """
     batch, order = lay_out_batch(batch, model, execution)
     output = forward(
         model,
@@ -138,16 +184,14 @@ def forward_and_nll(
         places=order,
         **given,
     )
-    nll = summed_nll(
+    given_to_head = (
         output.hidden,
         head_weight(params, model),
         jnp.asarray(batch.targets),
         jnp.asarray(batch.loss_weights),
-        model=model,
-        execution=execution,
-        num_predicted=num_predicted,
     )
-    return nll, output
+    nll, rows = _summed_nll(given_to_head, model, execution, num_predicted, has_rows=has_rows)
+    return nll, rows, output
 
 
 def lay_out_batch(

@@ -99,6 +99,12 @@ class MaskedDiffusionConfig:
             return jnp.float32(batch.tokens.size)
         return jnp.sum(jnp.asarray(batch.segment_ids) != 0, dtype=jnp.float32)
 
+    def row_tokens(self, batch: Batch) -> Float[Array, " B"]:
+        """The part of each row in `num_tokens`."""
+        if batch.segment_ids is None:
+            return jnp.sum(jnp.ones_like(jnp.asarray(batch.loss_weights)), axis=1)
+        return jnp.sum(jnp.asarray(batch.segment_ids) != 0, axis=1, dtype=jnp.float32)
+
     def prepare(
         self, model: ModelConfig, batch: Batch, key: Key[Array, ""], placement: Placement
     ) -> Batch:

@@ -53,6 +53,10 @@ class NextTokenConfig:
         """What the summed loss is divided by."""
         return jnp.sum(jnp.asarray(batch.loss_weights))
 
+    def row_tokens(self, batch: Batch) -> Float[Array, " B"]:
+        """The part of each row in `num_tokens`."""
+        return jnp.sum(jnp.asarray(batch.loss_weights), axis=1)
+
     def prepare(self, model: ModelConfig, batch: Batch, key: Key[Array, ""], placement: Placement):
         """The batch of a training step, as it is."""
         del model, key, placement

@@ -12,13 +12,14 @@ import jax.numpy as jnp
 import optax
 from flax import struct
 from jax.sharding import Mesh
-from jaxtyping import Array, Int, Key
+from jaxtyping import Array, Float, Int, Key
 
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.models.initialize import init_params, lay_out
 from jaxmoe.models.transformer import initial_router_state
 from jaxmoe.scaling.parameterization import Parameterization
+from jaxmoe.training.guard import no_norms
 
 
 # Not checked at run time: tree functions also fill records with shapes, specs and tracers.
@@ -28,7 +29,8 @@ class TrainState:
     """What a step reads and writes."""
 
     step: Int[Array, ""]
-    """Batches consumed, skipped ones included: the data position."""
+    """Batches consumed, those of refused steps included: the data position, together with the rows
+    that a run has jumped."""
     params: Any
     opt_state: Any
     router_state: Any
@@ -39,6 +41,9 @@ class TrainState:
     """Steps that the guard refused, in all."""
     skipped_in_a_row: Int[Array, ""]
     """Steps that the guard refused since the last good one."""
+    recent_norms: Float[Array, " window"] | None = None
+    """Gradient norms of the last accepted steps, the newest last, 0 where there was none yet; None:
+    not remembered. See `jaxmoe.training.guard`."""
 
 
 def init_state(
@@ -106,6 +111,7 @@ def state_around(
         rng=jax.random.fold_in(key, 1),
         skipped=jnp.zeros((), jnp.int32),
         skipped_in_a_row=jnp.zeros((), jnp.int32),
+        recent_norms=no_norms(),
     )
 
 

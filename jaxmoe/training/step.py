@@ -3,7 +3,8 @@
 """One optimiser step: gradients over micro-batches, clipping, update, guard.
 
     loss  = sum of weighted nll / sum of weights  +  the balancers' losses
-    guard : loss, gradient norm and new state all finite, or else nothing changes
+    guard : loss, gradient norm and new state all finite, the norm not far above those of the steps
+            before (`jaxmoe.training.guard`), or else nothing changes
 
 The guard selects whole states with `where` and never multiplies by zero, so one NaN or an infinite
 square cannot leak into parameters, moments, optimiser counters or router state: they stay bitwise
@@ -30,7 +31,6 @@ from jaxtyping import Array, Bool, Float
 from jaxmoe.data.batch import Batch
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.gather import gather_once, use_outside_layers
-from jaxmoe.layers.indicators import Indicators, summarise_indicators
 from jaxmoe.layers.moe import build_router
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.models.initialize import lay_out, parameter_table
@@ -44,8 +44,10 @@ from jaxmoe.training.balance import (
     has_wide_balance,
     linearized_losses,
 )
-from jaxmoe.training.indicators import observe_head, update_ratios
-from jaxmoe.training.loss import forward_and_nll
+from jaxmoe.training.dispersion import worker_losses
+from jaxmoe.training.guard import all_finite, check_ratio, norm_limit, remember, select
+from jaxmoe.training.indicators import observe_head, watch_layers
+from jaxmoe.training.loss import forward_and_row_nll
 from jaxmoe.training.state import TrainState, fetch, put_away
 from sharding.constrain import place_like
 
@@ -75,6 +77,11 @@ class StepMetrics:
     indicators: dict[str, Float[Array, " L"]] = struct.field(default_factory=dict)
     """With detailed telemetry, per layer; NaN for a layer that lacks one, and a single number for
     what no layer has: see `jaxmoe.layers.indicators` and `jaxmoe.training.indicators`."""
+    norm_limit: Float[Array, ""] | None = None
+    """Above this the guard refuses a gradient norm; infinite where it has no bound."""
+    worker_loss: Float[Array, " W"] | None = None
+    """Cross-entropy of the rows of each worker, nats per token, where workers are watched; NaN
+    where it has no token. See `jaxmoe.training.dispersion`."""
 
 
 def make_train_step(
@@ -86,6 +93,8 @@ def make_train_step(
     clip: float | None = 1.0,
     accumulated_balance: AccumulatedBalance = "buffer",
     objective: ObjectiveConfig | None = None,
+    max_norm_ratio: float | None = None,
+    workers: int = 1,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]:
     """The jitted training step. Its state argument is donated: use only the one returned.
 
@@ -97,15 +106,19 @@ def make_train_step(
         clip: largest global gradient norm; None does not clip.
         accumulated_balance: how a balance loss of the global batch is taken over micro-batches.
         objective: what is predicted from what; the next token when None.
+        max_norm_ratio: largest gradient norm, in medians of the last accepted steps; a step above
+            it is refused. None refuses only what is not finite.
+        workers: equal parts of the batch whose losses are reported apart; 1: none are.
 
     Raises:
-        ValueError: `accumulation` below 1, `clip` not above 0, a precision for inference alone, or
-            a model that does not fit the objective.
+        ValueError: `accumulation` below 1, `clip` not above 0, `max_norm_ratio` not above 1, a
+            precision for inference alone, or a model that does not fit the objective.
     """
     if accumulation < 1:
         raise ValueError(f"accumulation={accumulation} must be at least 1")
     if clip is not None and not clip > 0:
         raise ValueError(f"clip={clip} must be above 0, or None not to clip")
+    check_ratio(max_norm_ratio)
     execution = execution or ExecutionConfig()
     execution.precision.check_trains()
     objective = objective or NextTokenConfig()
@@ -113,19 +126,15 @@ def make_train_step(
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
         state = dataclasses.replace(state, opt_state=fetch(state.opt_state, execution))
-        weight = objective.num_tokens(batch)
-        key = jax.random.fold_in(state.rng, state.step)
-        batch = objective.prepare(model, batch, key, execution.placement)
-        total_weight = jnp.where(weight > 0.0, weight, 1.0)
-        given = {"model": model, "execution": execution, "objective": objective}
-        given["whole"] = _gather_whole(model, state.params, execution)
-        has_two_passes = accumulated_balance == "two_pass" and has_wide_balance(model)
-        summed = accumulate(
-            partial(compute_gradients, state, total_weight, is_whole=has_two_passes, **given),
+        weight, summed, worker_loss = batch_gradients(
+            state,
             batch,
-            accumulation,
-            execution.placement,
-            statistics_of=partial(batch_statistics, state, **given) if has_two_passes else None,
+            model=model,
+            execution=execution,
+            objective=objective,
+            accumulation=accumulation,
+            accumulated_balance=accumulated_balance,
+            workers=workers,
         )
         grads, statistics = summed.grads, summed.statistics
         grad_norm = optax.tree.norm(grads)
@@ -135,8 +144,10 @@ def make_train_step(
         updates, params, opt_state = update_params(model, optimizer, execution, grads, state)
         new = (params, opt_state, update_routers(model, state, statistics))
         old = (state.params, state.opt_state, state.router_state)
-        is_good = jnp.isfinite(summed.loss) & jnp.isfinite(grad_norm) & _all_finite(new)
-        kept = jax.tree.map(lambda n, o: jnp.where(is_good, n, o), new, old)
+        limit = norm_limit(state.recent_norms, max_norm_ratio)
+        is_good = jnp.isfinite(summed.loss) & jnp.isfinite(grad_norm) & all_finite(new)
+        is_good &= grad_norm.astype(limit.dtype) <= limit
+        kept = select(is_good, new, old)
         in_a_row = jnp.where(is_good, 0, state.skipped_in_a_row + 1)
         state = dataclasses.replace(
             state,
@@ -147,6 +158,9 @@ def make_train_step(
             skipped=state.skipped + (~is_good).astype(jnp.int32),
             skipped_in_a_row=in_a_row,
         )
+        if state.recent_norms is not None:
+            recent = remember(state.recent_norms, grad_norm, is_good)
+            state = dataclasses.replace(state, recent_norms=recent)
         metrics = StepMetrics(
             loss=summed.loss,
             losses=summed.losses,
@@ -157,10 +171,65 @@ def make_train_step(
             router=watch_routers(state, statistics, execution),
             load=None if statistics is None else telemetry.load(statistics),
             indicators=watch_layers(model, summed.indicators, updates, old[0], is_good),
+            norm_limit=limit,
+            worker_loss=worker_loss,
         )
         return state, metrics
 
     return jax.jit(step, donate_argnums=0)
+
+
+def batch_gradients(
+    state: TrainState,
+    batch: Batch,
+    *,
+    model: ModelConfig,
+    execution: ExecutionConfig,
+    objective: ObjectiveConfig,
+    accumulation: int = 1,
+    accumulated_balance: AccumulatedBalance = "buffer",
+    workers: int = 1,
+) -> tuple[Float[Array, ""], Gradients, Float[Array, " W"] | None]:
+    """Gradients of the loss of one step, over its micro-batches.
+
+    Args:
+        state: parameters, router state, randomness.
+        batch: of the step.
+        model: what is trained.
+        execution: how.
+        objective: what is predicted from what.
+        accumulation: micro-batches.
+        accumulated_balance: how a balance loss is taken over them.
+        workers: equal parts of the batch whose losses are reported apart; 1: none are.
+
+    Returns:
+        The sum of the loss weights, the sums over the micro-batches, and the workers' losses.
+    """
+    weight = objective.num_tokens(batch)
+    key = jax.random.fold_in(state.rng, state.step)
+    row_tokens = objective.row_tokens(batch) if workers > 1 else None
+    batch = objective.prepare(model, batch, key, execution.placement)
+    total_weight = jnp.where(weight > 0.0, weight, 1.0)
+    given = {"model": model, "execution": execution, "objective": objective}
+    given["whole"] = _gather_whole(model, state.params, execution)
+    has_two_passes = accumulated_balance == "two_pass" and has_wide_balance(model)
+    gradients_of = partial(
+        compute_gradients,
+        state,
+        total_weight,
+        is_whole=has_two_passes,
+        has_rows=workers > 1,
+        **given,
+    )
+    summed = accumulate(
+        gradients_of,
+        batch,
+        accumulation,
+        execution.placement,
+        statistics_of=partial(batch_statistics, state, **given) if has_two_passes else None,
+    )
+    found = worker_losses(summed.row_nll, row_tokens, workers, execution.placement)
+    return weight, summed, found
 
 
 def compute_gradients(
@@ -175,6 +244,7 @@ def compute_gradients(
     execution: ExecutionConfig,
     objective: ObjectiveConfig,
     whole: Any = None,
+    has_rows: bool = False,
 ) -> Gradients:
     """Gradients of one micro-batch's part of the loss.
 
@@ -189,10 +259,13 @@ def compute_gradients(
         execution: how.
         objective: that prepared the batch.
         whole: gathered parameters, with a layout that gathers them once a step.
+        has_rows: whether the cross-entropy of single rows is kept.
     """
 
-    def loss_of(params: Any) -> tuple[Array, tuple[Array, dict[str, Array], Any, Any]]:
-        nll, output = _forward(params, state, micro, model, execution, objective, whole)
+    def loss_of(params: Any) -> tuple[Array, tuple[Array, dict[str, Array], Any, Any, Any]]:
+        nll, rows, output = _forward(
+            params, state, micro, model, execution, objective, whole, has_rows=has_rows
+        )
         loss, losses = nll / total_weight, output.losses
         if output.statistics is not None and others is not None and is_whole:
             wide = linearized_losses(model, output.statistics, others, share)
@@ -203,12 +276,17 @@ def compute_gradients(
         indicators = output.indicators
         if indicators is not None:
             indicators |= observe_head(params, output.hidden, micro.batch, model, execution)
-        return loss + sum(losses.values()), (loss, losses, output.statistics, indicators)
+        return loss + sum(losses.values()), (loss, losses, output.statistics, indicators, rows)
 
     grads, (loss, losses, *aside) = jax.grad(loss_of, has_aux=True)(state.params)
-    statistics, indicators = jax.lax.stop_gradient(aside)
+    statistics, indicators, rows = jax.lax.stop_gradient(aside)
     return Gradients(
-        grads=grads, loss=loss, losses=losses, statistics=statistics, indicators=indicators
+        grads=grads,
+        loss=loss,
+        losses=losses,
+        statistics=statistics,
+        indicators=indicators,
+        row_nll=rows,
     )
 
 
@@ -222,7 +300,7 @@ def batch_statistics(
     whole: Any = None,
 ) -> RouterStatistics:
     """The statistics of some rows as training sees them, without a gradient."""
-    _, output = _forward(state.params, state, micro, model, execution, objective, whole)
+    _, _, output = _forward(state.params, state, micro, model, execution, objective, whole)
     assert output.statistics is not None  # only models with balancers take two passes
     return jax.lax.stop_gradient(output.statistics)
 
@@ -235,14 +313,17 @@ def _forward(
     execution: ExecutionConfig,
     objective: ObjectiveConfig,
     whole: Any,
-) -> tuple[Array, Output]:
+    *,
+    has_rows: bool = False,
+) -> tuple[Array, Array | None, Output]:
     if whole is not None:
         params, whole = use_outside_layers(params, whole, [stack.name for stack in model.stacks])
-    return forward_and_nll(
+    return forward_and_row_nll(
         model,
         execution,
         params,
         micro.batch,
+        has_rows=has_rows,
         num_predicted=objective.num_predicted(model),
         router_state=state.router_state,
         row_ids=micro.row_ids,
@@ -306,37 +387,3 @@ def watch_routers(
     if execution.telemetry == "detailed":
         scalars |= telemetry.watch_params(state.params)
     return scalars
-
-
-def watch_layers(
-    model: ModelConfig,
-    indicators: Indicators | None,
-    updates: Any,
-    params: Any,
-    is_good: Bool[Array, ""],
-) -> dict[str, Float[Array, " L"]]:
-    """The indicators of a step by name; none unless telemetry is detailed.
-
-    Args:
-        model: of the parameters.
-        indicators: summed over the batch.
-        updates: of the parameters; a step that was refused moves nothing.
-        params: before the step.
-        is_good: whether it was not.
-    """
-    if indicators is None:
-        return {}
-    ratios = update_ratios(parameter_table(model), model, updates, params)
-    return summarise_indicators(indicators, residual_multiplier=model.multipliers.residual) | {
-        name: jnp.where(is_good, ratio, 0.0) for name, ratio in ratios.items()
-    }
-
-
-def _all_finite(tree: Any) -> Bool[Array, ""]:
-    # 0 * x is 0, or NaN where x is not finite: a sum is several times as fast as `all(isfinite)`.
-    sums = [
-        jnp.sum(leaf * jnp.zeros((), leaf.dtype))
-        for leaf in jax.tree.leaves(tree)
-        if jnp.issubdtype(leaf.dtype, jnp.floating)
-    ]
-    return jnp.all(jnp.isfinite(jnp.stack([total.astype(jnp.float32) for total in sums])))

@@ -1,6 +1,9 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""SIGTERM and Ctrl-C: the first asks the loop to save and stop, the second ends the process."""
+"""SIGTERM and Ctrl-C: the first asks the loop to save and stop, the second ends the process.
+
+A run that another process has taken over stops as well, without saving.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from typing import Literal
 
 from sharding.distributed import agree
 
-Reason = Literal["preempted", "interrupted"]
+Reason = Literal["preempted", "interrupted", "taken_over"]
 
 _REASONS: dict[int, Reason] = {signal.SIGTERM: "preempted", signal.SIGINT: "interrupted"}
 
@@ -42,8 +45,12 @@ class StopRequest:
 
     def agreed(self) -> Reason | None:
         """The reason that any process was given; every process must ask at the same step."""
-        codes: tuple[Reason | None, ...] = (None, "preempted", "interrupted")
+        codes: tuple[Reason | None, ...] = (None, "preempted", "interrupted", "taken_over")
         return codes[agree(codes.index(self.reason))]
+
+    def taken_over(self) -> None:
+        """Another process writes to the run's directory; may be called in any thread."""
+        self.reason = "taken_over"
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         del frame

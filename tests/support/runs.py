@@ -34,9 +34,14 @@ def flags(directory: pathlib.Path, steps: int, *more: str) -> list[str]:
     return [*SMALL, *where, *more]
 
 
-def start_run(arguments: list[str], script: str | None = None) -> subprocess.Popen[str]:
-    """The command, or a script that calls it, as a process of its own."""
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "PYTHONPATH": str(ROOT)}
+def start_run(
+    arguments: list[str], script: str | None = None, devices: int = 1
+) -> subprocess.Popen[str]:
+    """The command, or a script that calls it, as a process of its own; several devices compile fast
+    rather than well."""
+    flags = f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    environment["XLA_FLAGS"] = flags if devices > 1 else ""
     environment["JAX_COMPILATION_CACHE_DIR"] = str(ROOT / ".cache" / "jax")
     return subprocess.Popen(
         [

@@ -156,7 +156,7 @@ def test_bad_requests_are_refused_in_words(run, converted, tmp_path, capsys):
     assert "unknown command 'converts': did you mean 'convert'?" in words("converts")
     assert checkpoint.main([]) == ExitCode.BAD_CONFIGURATION
     assert checkpoint.main(["--help"]) == ExitCode.DONE
-    assert "convert  A run with its matrices in 8 or 4 bits" in capsys.readouterr().out
+    assert "convert  A run in another form: in 8 or 4 bits" in capsys.readouterr().out
     assert not (tmp_path / "new").exists()
 
 

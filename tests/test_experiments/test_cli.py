@@ -328,9 +328,12 @@ def test_exit_codes_are_those_of_the_contract():
         ("BAD_CONFIGURATION", 2),
         ("DIVERGED", 3),
         ("DAMAGED", 65),
+        ("LOST", 69),
         ("NOT_SAVED", 74),
         ("PREEMPTED", 75),
         ("CORRUPTED", 76),
+        ("TAKEN_OVER", 77),
+        ("HUNG", 124),
         ("INTERRUPTED", 130),
     ]
     with pytest.raises(SystemExit) as stop:

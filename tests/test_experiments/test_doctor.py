@@ -34,7 +34,7 @@ def only_problem(findings) -> Finding:
 
 def test_a_healthy_machine(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(doctor_software, "EXTRAS", {"train": ("numpy",)})
-    monkeypatch.setattr(doctor, "start_process", lambda: None)
+    monkeypatch.setattr(doctor, "start_process", lambda **_: None)
     assert doctor.main(["--run.directory", str(tmp_path / "d")]) == ExitCode.DONE
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1].startswith("no problems")
@@ -191,7 +191,7 @@ def test_devices_that_do_not_start_are_a_problem(monkeypatch, tmp_path, capsys):
 
 
 def test_processes_that_cannot_join_are_a_problem(monkeypatch, tmp_path, capsys):
-    def fail():
+    def fail(**_):
         raise ValueError("Number of processes must be defined.")
 
     monkeypatch.setattr(doctor, "start_process", fail)

@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from experiments import cli, data, evaluate, generate, pretrain
+from experiments import around_steps, cli, data, evaluate, generate, pretrain
 from experiments.recipes import RECIPES
 from jaxmoe.data import FilesConfig, HuggingFaceConfig, MixtureConfig
 from jaxmoe.data.tokenizer import FileConfig, TrainedConfig
@@ -106,7 +106,7 @@ def test_help_says_so(capsys):
 def _batches(monkeypatch):
     """The tokens of every training step, as they reach the device."""
     seen = {}
-    original = pretrain.run_loop
+    original = around_steps.run_loop
 
     def run_loop(state, step, batches, *, first_step, **rest):
         def watched():
@@ -116,7 +116,7 @@ def _batches(monkeypatch):
 
         return original(state, step, watched(), first_step=first_step, **rest)
 
-    monkeypatch.setattr(pretrain, "run_loop", run_loop)
+    monkeypatch.setattr(around_steps, "run_loop", run_loop)
     return seen
 
 

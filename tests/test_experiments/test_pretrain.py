@@ -304,7 +304,7 @@ def test_a_full_disk_in_mid_run_is_said_and_the_run_goes_on(tmp_path, capsys, ca
             self.free = free
 
     monkeypatch.setattr(
-        "jaxmoe.checkpoint.manager.shutil.disk_usage", lambda _: Usage(next(checks, 10**12))
+        "jaxmoe.checkpoint.commit.shutil.disk_usage", lambda _: Usage(next(checks, 10**12))
     )
     arguments = flags(tmp_path / "run", 6, "--checkpoint.every", "2")
     assert pretrain.main(arguments) == ExitCode.DONE
@@ -317,7 +317,7 @@ def test_a_last_state_that_cannot_be_saved_has_its_own_code(tmp_path, capsys, mo
     class Full:
         free = 0
 
-    monkeypatch.setattr("jaxmoe.checkpoint.manager.shutil.disk_usage", lambda _: Full)
+    monkeypatch.setattr("jaxmoe.checkpoint.commit.shutil.disk_usage", lambda _: Full)
     assert pretrain.main(flags(tmp_path / "run", 4)) == ExitCode.NOT_SAVED
     assert "could not be saved" in capsys.readouterr().err
 

@@ -105,6 +105,34 @@ def test_a_resumed_run_knows_its_last_held_out_loss(assembly, tmp_path, capsys):
     assert resumed.last[BITS_PER_TOKEN] == pytest.approx(1.5)
 
 
+def test_a_run_that_goes_back_records_its_steps_anew(assembly, tmp_path, capsys):
+    """What was refused is said with its reason, and counted over all of this start."""
+    directory = RunDirectory(tmp_path)
+    reporter = Reporter("r", directory, assembly, 0)
+    reporter.start()
+    refused = report(3, 3, 1.0)
+    bad = dataclasses.replace(
+        refused.metrics[0],
+        grad_norm=np.float32(90.0),
+        norm_limit=np.float32(15.0),
+        is_skipped=np.bool_(True),
+        skipped_in_a_row=np.int32(1),
+    )
+    reporter.trained(report(1, 2, 1.0))
+    reporter.trained(dataclasses.replace(refused, metrics=(bad,)))
+    text = "the gradient norm is above 15, the bound that recent steps set (loss 2, gradient norm"
+    assert f"warning at step 3: {text} 90)" in capsys.readouterr().out
+    assert read_metrics(directory.metrics_file)["train/loss"][0].tolist() == [1, 2, 3]
+    for step in (2, 0):
+        reporter.go_back(step)
+        done = read_metrics(directory.metrics_file).get("train/loss", ([], []))
+        assert list(done[0]) == list(range(1, step + 1))
+        assert ("train/loss" in reporter.last) == (step > 0) and reporter.skipped == 1
+    reporter.trained(report(1, 2, 1.0))
+    reporter.close()
+    assert reporter.last["train/grad_norm"] == 0.5
+
+
 def test_only_the_first_process_writes(assembly, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(jax, "process_index", lambda *_: 1)
     directory = RunDirectory(tmp_path / "run")

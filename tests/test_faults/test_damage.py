@@ -127,6 +127,7 @@ def test_no_damage_is_silent(saved, tmp_path, caplog):
             fell_back += 1
             assert not is_whole
             assert f"{copy}/2 is damaged: " in caplog.text
+            assert str(path.relative_to(copy / "2")) in caplog.text
             assert len(caplog.text.splitlines()) < 30
             assert (copy / "damaged" / "2").is_dir() and not (copy / "2").exists()
         shutil.rmtree(copy)

@@ -6,6 +6,7 @@ import json
 import pathlib
 
 import numpy as np
+import pytest
 
 from experiments import evaluate, pretrain
 from experiments.cli import ExitCode
@@ -20,6 +21,7 @@ def _damage(step: pathlib.Path) -> None:
     largest.write_bytes(data)
 
 
+@pytest.mark.slow
 def test_the_checkpoint_before_it_continues_the_run(tmp_path, capsys, caplog):
     """To the same bits as if nothing had happened; a strict start stops, and says why."""
     run, checkpoints = tmp_path / "run", tmp_path / "run" / "checkpoints"

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from experiments import pretrain
+from experiments import around_steps, pretrain
 from experiments.cli import ExitCode
 from jaxmoe.checkpoint import CheckpointManager
 from jaxmoe.checkpoint.fingerprint import ReplicasDifferError, fingerprints
@@ -96,7 +96,7 @@ def test_a_run_on_such_a_device_ends(tmp_path, caplog, capsys, monkeypatch):
 
         return plain(state, step_and_flip, *arguments, **options)
 
-    monkeypatch.setattr(pretrain, "run_loop", run_loop)
+    monkeypatch.setattr(around_steps, "run_loop", run_loop)
     mesh = ("--execution.mesh.data", "8", "--execution.rules", "data_parallel")
     saving = ("--checkpoint.every", "2", "--checkpoint.compare_replicas", "3")
     command = flags(tmp_path / "run", 6, *mesh, *saving, "--tracking.sample_length", "0")

@@ -4,19 +4,18 @@
 
 import json
 import os
-import pathlib
 import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 
-import numpy as np
 import pytest
 
 from experiments import launch
 from experiments.cli import ExitCode
-from tests.support.runs import ROOT, flags, logged_losses, saved_leaves
+from tests.support.runs import ROOT
 
 # Process 1 of the first start does what it is told; every other one waits, or is done.
 TOY = """
@@ -94,15 +93,55 @@ def test_signals_go_on_to_the_processes(tmp_path):
     )
     command = [sys.executable, "-m", "experiments.launch", "--supervise", "--run.directory"]
     command += [str(tmp_path / "run"), "--command", shlex.join([sys.executable, "-c", script])]
+    command += ["--snapshots", str(tmp_path)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     with subprocess.Popen(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True
     ) as process:
         assert process.stdout is not None and process.stdout.readline() == "ready\n"
         time.sleep(0.2)  # until its handler is there
+        assert list(tmp_path.glob("jaxmoe-*/process0"))
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=60)
     assert process.returncode == ExitCode.PREEMPTED
+    assert not list(tmp_path.glob("jaxmoe-*")), "the memory is given back"
+
+
+def test_each_of_several_hosts_has_its_own_supervisor(tmp_path):
+    """The numbers of its processes, the common address, a directory in memory for each; which is
+    there until the end, and what an earlier supervisor left when it was killed is not."""
+    memory = tmp_path / "memory"
+    abandoned = memory / "jaxmoe-abandoned"
+    (abandoned / "process0").mkdir(parents=True)
+    (abandoned / "held").touch()
+    script = (
+        "import json, os, pathlib, sys; own = pathlib.Path(os.environ['JAXMOE_SNAPSHOTS']);"
+        "names = ('COORDINATOR_ADDRESS', 'NUM_PROCESSES', 'PROCESS_ID');"
+        "told = [os.environ[f'JAX_{name}'] for name in names];"
+        "is_first = not (own / 'kept').exists(); (own / 'kept').touch();"
+        f"left = os.path.exists({str(abandoned)!r});"
+        "print(json.dumps([*told, own.name, os.listdir(own), left])); sys.exit(75 * is_first)"
+    )
+    given = ["--supervise", "--run.directory", str(tmp_path / "run"), "--processes", "2"]
+    given += ["--coordinator", "node0:8476", "--num_processes", "6", "--first_process", "4"]
+    command = shlex.join([sys.executable, "-c", script])
+    assert launch.main([*given, "--snapshots", str(memory), "--command", command]) == ExitCode.DONE
+    for process in ("4", "5"):
+        log = (tmp_path / "run" / f"start2-process{process}.log").read_text()
+        wanted = ["node0:8476", "6", process, f"process{process}", ["kept"], False]
+        assert json.loads(log) == wanted
+    assert list(memory.iterdir()) == []
+
+
+def test_where_there_is_no_memory_snapshots_go_elsewhere(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    script = "import os; print('in', os.environ['JAXMOE_SNAPSHOTS'])"
+    given = ["--supervise", "--run.directory", str(tmp_path / "run"), "--snapshots", "/nowhere"]
+    command = shlex.join([sys.executable, "-c", script])
+    assert launch.main([*given, "--command", command]) == ExitCode.DONE
+    out = capsys.readouterr().out
+    assert "warning: no directory in /nowhere (No such file or directory): snapshots go to" in out
+    assert f"in {tmp_path}/jaxmoe-" in out and not list(tmp_path.glob("jaxmoe-*"))
 
 
 @pytest.mark.parametrize(
@@ -111,6 +150,12 @@ def test_signals_go_on_to_the_processes(tmp_path):
         (("--processes", "0"), "processes=0 must be at least 1"),
         (("--command", ""), "command is empty: give what each process runs"),
         (("--grace", "0"), "grace=0 must be at least 1 second"),
+        (("--num_processes", "4"), "num_processes=4 are more than the processes=1"),
+        (
+            ("--first_process", "1"),
+            "first_process=1 and processes=1 must lie within",
+        ),
+        (("--coordinator", "node0"), "JAX_COORDINATOR_ADDRESS=node0 is not host:port"),
     ],
 )
 def test_bad_input(tmp_path, capsys, more, message):
@@ -118,51 +163,3 @@ def test_bad_input(tmp_path, capsys, more, message):
         launch.main(["--supervise", "--run.directory", str(tmp_path / "run"), *more])
     assert stopped.value.code == ExitCode.BAD_CONFIGURATION
     assert message in capsys.readouterr().err
-
-
-# Kills process 1 in its first start, after step 5 and once the checkpoint of step 4 is written.
-VICTIM = """
-import os, pathlib, signal, sys, time
-from experiments import pretrain
-from experiments.reporting import Reporter
-
-directory = pathlib.Path(sys.argv[sys.argv.index("--run.directory") + 1])
-mark = directory.with_suffix(".killed")
-trained = Reporter.trained
-
-def trained_and_killed(self, report):
-    trained(self, report)
-    is_victim = os.environ["JAX_PROCESS_ID"] == "1" and not mark.exists()
-    if is_victim and report.steps[-1] >= 5:
-        while not (directory / "checkpoints" / "4").exists():
-            time.sleep(0.01)
-        mark.touch()
-        os.kill(os.getpid(), signal.SIGKILL)
-
-Reporter.trained = trained_and_killed
-sys.exit(pretrain.main(sys.argv[1:]))
-"""
-
-
-@pytest.mark.slow
-def test_one_of_two_processes_of_a_run_is_killed(tmp_path, monkeypatch):
-    """The other is out in time, the restart has the losses of a run that was left alone."""
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
-    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    victim = tmp_path / "victim.py"
-    victim.write_text(VICTIM)
-    more = ("--execution.mesh.data", "4", "--checkpoint.every", "4", "--tracking.print_every", "1")
-    starts = {}
-    for name, script in {"alone": ["-m", "experiments.pretrain"], "killed": [str(victim)]}.items():
-        command = shlex.join([sys.executable, *script, *flags(tmp_path / name, 8, *more)])
-        where = str(tmp_path / f"launch-{name}")
-        given = ["--supervise", "--processes", "2", "--run.directory", where]
-        assert launch.main([*given, "--command", command]) == ExitCode.DONE
-        summary = json.loads((pathlib.Path(where) / "summary.json").read_text())
-        starts[name] = summary["starts"]
-    assert [s["cause"] for s in starts["killed"]] == ["process 1 was killed by SIGKILL", "done"]
-    assert logged_losses(tmp_path / "killed") == logged_losses(tmp_path / "alone")
-    wanted = saved_leaves(tmp_path / "alone", 8)
-    for path, leaf in saved_leaves(tmp_path / "killed", 8).items():
-        np.testing.assert_array_equal(leaf, wanted[path], err_msg=path)

@@ -244,7 +244,7 @@ def test_a_vector_is_refused_by_name():
 def test_bad_arguments_are_refused():
     with pytest.raises(ValueError, match=r"^beta2=1.0 must lie in \[0, 1\)$"):
         adamh(0.1, beta2=1.0)
-    with pytest.raises(ValueError, match=r"^weight_decay=-1.0 must be 0 or more$"):
+    with pytest.raises(ValueError, match=r"^weight_decay=-1.0 must be 0 or more, and finite$"):
         muonh(0.1, weight_decay=-1.0)
     with pytest.raises(ValueError, match=r"^sphere='layer' must be matrix or stack$"):
         inspect.unwrap(on_sphere)(0.1, sphere="layer", name="muonh")

@@ -22,9 +22,9 @@ from jaxmoe.models.config import ForwardMultipliers, ModelConfig, MoEConfig
 from jaxmoe.models.initialize import parameter_table
 from jaxmoe.models.transformer import forward, initial_router_state
 from jaxmoe.routing import ExpertChoiceConfig, SoftmaxGateConfig, SoftMoEConfig
-from jaxmoe.training.indicators import update_ratios
+from jaxmoe.training.indicators import update_ratios, watch_layers
 from jaxmoe.training.state import TrainState
-from jaxmoe.training.step import make_train_step, watch_layers
+from jaxmoe.training.step import make_train_step
 from sharding.distributed import global_batch
 from tests.support.meshes import MESHES, mesh_named
 from tests.support.models import ATTENTION, BATCH, LENGTH, TINY

@@ -206,13 +206,22 @@ def test_too_many_bad_steps_in_a_row_end_the_run(bench):
     """Seen at the next report, and no hook saves what diverged."""
     bench.bad_steps = frozenset({2, 3, 4})
     result = bench.run(bench.hook("a", 5))
-    assert (result.status, result.step) == ("diverged", 5)
+    assert (result.status, result.step, result.refused) == ("diverged", 5, (2, 4))
     assert bench.diary[-1] == "report 1,2,3,4,5 in 10 s"
+
+
+def test_what_is_refused_does_not_depend_on_the_reports(bench):
+    """Further steps, which a loop that reports seldom has done as well, are not counted in."""
+    bench.bad_steps = frozenset({2, 3, 4, 5, 6})
+    assert bench.run(report_every=6).refused == (2, 4)
+    bench.in_a_row = 0
+    assert bench.run(report_every=1).refused == (2, 4)
 
 
 def test_bad_steps_apart_do_not_end_the_run(bench):
     bench.bad_steps = frozenset({1, 2, 4, 5})
-    assert bench.run(report_every=1).status == "done"
+    result = bench.run(report_every=1)
+    assert (result.status, result.refused) == ("done", None)
 
 
 def test_is_every():
@@ -245,8 +254,13 @@ def test_evaluate_hook(bench):
 class FullDisk(CheckpointManager):
     """A manager that cannot save step 4."""
 
+    failures = 0
+
     def __init__(self, diary):
         self.diary = diary
+
+    def is_owed(self):
+        return False
 
     def save(self, step, state, *, config, data=None):
         self.diary.append((step, config, data))

@@ -164,7 +164,7 @@ def test_bad_arguments_are_refused(options, text):
 
 
 def test_a_negative_weight_decay_is_refused():
-    with pytest.raises(ValueError, match=r"^weight_decay=-1.0 must be 0 or more$"):
+    with pytest.raises(ValueError, match=r"^weight_decay=-1.0 must be 0 or more, and finite$"):
         muon(0.1, weight_decay=-1.0)
 
 

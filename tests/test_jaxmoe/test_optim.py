@@ -262,12 +262,12 @@ def test_weight_decay_spares_gains_and_embeddings():
 @pytest.mark.parametrize(
     ("field", "value", "text"),
     [
-        ("learning_rate", 0.0, "optimizer.learning_rate=0.0 must be above 0"),
-        ("learning_rate", float("nan"), "optimizer.learning_rate=nan must be above 0"),
+        ("learning_rate", 0.0, "optimizer.learning_rate=0.0 must be above 0, and finite"),
+        ("learning_rate", float("nan"), "optimizer.learning_rate=nan must be above 0, and finite"),
         ("beta1", 1.0, "optimizer.beta1=1.0 must lie in [0, 1)"),
         ("beta2", -0.1, "optimizer.beta2=-0.1 must lie in [0, 1)"),
-        ("epsilon", 0.0, "optimizer.epsilon=0.0 must be above 0"),
-        ("weight_decay", -1.0, "optimizer.weight_decay=-1.0 must be 0 or more"),
+        ("epsilon", 0.0, "optimizer.epsilon=0.0 must be above 0, and finite"),
+        ("weight_decay", -1.0, "optimizer.weight_decay=-1.0 must be 0 or more, and finite"),
     ],
 )
 def test_bad_fields_are_refused(field, value, text):
@@ -280,11 +280,11 @@ def test_bad_fields_are_refused(field, value, text):
 @pytest.mark.parametrize(
     ("field", "value", "text"),
     [
-        ("learning_rate", 0.0, "optimizer.learning_rate=0.0 must be above 0"),
-        ("adamw_ratio", 0.0, "optimizer.adamw_ratio=0.0 must be above 0"),
+        ("learning_rate", 0.0, "optimizer.learning_rate=0.0 must be above 0, and finite"),
+        ("adamw_ratio", 0.0, "optimizer.adamw_ratio=0.0 must be above 0, and finite"),
         ("momentum", 1.0, "optimizer.momentum=1.0 must lie in [0, 1)"),
         ("beta2", 1.0, "optimizer.beta2=1.0 must lie in [0, 1)"),
-        ("weight_decay", -1.0, "optimizer.weight_decay=-1.0 must be 0 or more"),
+        ("weight_decay", -1.0, "optimizer.weight_decay=-1.0 must be 0 or more, and finite"),
     ],
 )
 def test_bad_fields_of_matrix_optimizers_are_refused(config, field, value, text):

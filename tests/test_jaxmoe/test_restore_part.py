@@ -31,7 +31,8 @@ def saved(tmp_path_factory):
     directory = tmp_path_factory.mktemp("saved")
     mesh = mesh_named("data8")
     params = jax.device_put(_state()["params"], NamedSharding(mesh, PartitionSpec("data")))
-    save_checkpoint(directory, _state() | {"params": params}, step=4, config={})
+    rng = jax.device_put(_state()["rng"], NamedSharding(mesh, PartitionSpec()))
+    save_checkpoint(directory, _state() | {"params": params, "rng": rng}, step=4, config={})
     return directory
 
 

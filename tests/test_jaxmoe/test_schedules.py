@@ -93,7 +93,7 @@ def test_bad_fields_are_refused(name):
         SCHEDULES[name](warmup_steps=20).build(20)
     assert str(error.value) == (
         "schedule.warmup_steps=20 must be below the number of steps (20):"
-        " shorten the warm-up or train longer"
+        " shorten the warm-up, or train longer (training.steps)"
     )
 
 

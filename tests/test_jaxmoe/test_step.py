@@ -3,7 +3,8 @@
 """The training step: descent, accumulation, clipping, donation, the guard, router state, meshes.
 
 One compiled step serves most tests. A fault to be injected is written in the words of the state's
-random key, which no router here reads: (row of FAULTS, step).
+random key, which no router here reads (tests/support/faults.py). What a fault may do to a state:
+tests/test_faults/test_bad_steps.py.
 """
 
 import dataclasses
@@ -24,23 +25,15 @@ from jaxmoe.optim import AdamWConfig, LinearConfig
 from jaxmoe.precision import PrecisionPolicy
 from jaxmoe.routing import SoftmaxTopKConfig
 from jaxmoe.routing.token_choice import TokenChoice
-from jaxmoe.training import step as step_module
 from jaxmoe.training.accumulation import Gradients, accumulate
 from jaxmoe.training.state import TrainState, init_state
 from jaxmoe.training.step import make_train_step
 from sharding.distributed import global_batch
+from tests.support.faults import fault_key, faulty_step
 from tests.support.meshes import mesh_named
 from tests.support.tolerances import assert_close
 
 ROWS, LENGTH, VOCAB = 8, 12, 32
-# Added to one element of a gradient, and to the loss.
-FAULTS = {
-    "none": (0.0, 0.0),
-    "nan": (math.nan, 0.0),
-    "inf": (math.inf, 0.0),
-    "1e30": (1e30, 0.0),
-    "loss": (0.0, math.nan),
-}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,13 +100,12 @@ def _state(model=MODEL, optimizer=OPTIMIZER, fault: str = "none", at: int = 0) -
         return jnp.asarray(noise + (row.declaration.init == "ones"), jnp.float32)
 
     params = parameter_table(model).tree(value)
-    words = jnp.asarray([list(FAULTS).index(fault), at], jnp.uint32)
     return TrainState(
         step=jnp.zeros((), jnp.int32),
         params=params,
         opt_state=optimizer.init(params),
         router_state=initial_router_state(model),
-        rng=jax.random.wrap_key_data(words, impl="threefry2x32"),
+        rng=fault_key(fault, at),
         skipped=jnp.zeros((), jnp.int32),
         skipped_in_a_row=jnp.zeros((), jnp.int32),
     )
@@ -122,22 +114,7 @@ def _state(model=MODEL, optimizer=OPTIMIZER, fault: str = "none", at: int = 0) -
 @pytest.fixture(scope="module")
 def step():
     """The step of MODEL, with faults."""
-    compute = step_module.compute_gradients
-
-    def faulty(state, *arguments, **options):
-        gradients = compute(state, *arguments, **options)
-        fault, at = jax.random.key_data(state.rng)
-        values = jnp.asarray(list(FAULTS.values()), jnp.float32)[fault]
-        element, loss = jnp.where(state.step == at.astype(jnp.int32), values, 0.0)
-        experts = gradients.grads["moe_blocks_0"]["moe"]["experts"]
-        experts["down"] = experts["down"].at[1, 2, 3, 4].add(element)
-        return dataclasses.replace(gradients, loss=gradients.loss + loss)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(step_module, "compute_gradients", faulty)
-        function = make_train_step(MODEL, OPTIMIZER)
-        function(_state(), BATCH)  # traced while the patch holds
-    return function
+    return faulty_step(make_train_step(MODEL, OPTIMIZER), _state(), BATCH)
 
 
 def _kept(state: TrainState):
@@ -183,28 +160,6 @@ def test_the_state_is_donated(step):
     step(state, BATCH)
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves((state.params, state.opt_state)))
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state.router_state))
-
-
-@pytest.mark.parametrize("at", [3, 30])
-@pytest.mark.parametrize("fault", ["nan", "inf", "1e30", "loss"])
-def test_a_fault_changes_nothing(step, fault, at):
-    """In one element of one gradient, or in the loss alone."""
-    state = _state(fault=fault, at=at)
-    for _ in range(at):
-        state, metrics = step(state, BATCH)
-        assert not metrics.is_skipped
-    before = _kept(state)
-    state, metrics = step(state, BATCH)
-    assert metrics.is_skipped
-    assert bool(np.isfinite(metrics.loss)) == (fault != "loss")
-    assert bool(np.isfinite(metrics.grad_norm)) == (fault == "loss")
-    _assert_same(_kept(state), before)
-    assert (int(state.step), int(state.skipped), int(state.skipped_in_a_row)) == (at + 1, 1, 1)
-    state, metrics = step(state, BATCH)
-    assert not metrics.is_skipped and metrics.skipped_in_a_row == 0
-    assert (int(state.skipped), int(state.skipped_in_a_row)) == (1, 0)
-    changed = jax.tree.map(lambda old, new: (old != np.asarray(new)).any(), before[0], state.params)
-    assert all(jax.tree.leaves(changed))
 
 
 def test_a_fault_costs_one_step_and_nothing_else(step):

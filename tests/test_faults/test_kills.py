@@ -1,0 +1,141 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Processes killed while they save or delete: what was acknowledged is there, bit for bit.
+
+The processes are forked from one that has imported everything (`tests/support/killed_saver.py`) and
+killed by SIGKILL at a random moment; all kills of a test hit the same run directory in turn, which
+each start takes over from a dead holder, with what the kill before has left in it.
+"""
+
+import contextlib
+import json
+import os
+import pathlib
+import random
+import signal
+import socket
+import time
+
+import numpy as np
+import pytest
+
+from jaxmoe.checkpoint import CheckpointManager, checksums
+from tests.support.killed_saver import start_server, values
+
+pytestmark = [pytest.mark.slow, pytest.mark.trains]
+
+NUM_KILLS = {"one process": 30, "two processes": 4, "deleting": 6}
+NUM_FILES = 5000
+
+
+@pytest.fixture(scope="module")
+def server():
+    with start_server() as process:
+        yield process
+        process.stdin.close()
+
+
+class Savers:
+    """Processes that save into a directory until they are killed."""
+
+    def __init__(self, server, run: pathlib.Path, processes: int = 1, keep: int = 3):
+        run.mkdir(exist_ok=True)
+        self._server, self._log = server, run / "acknowledged"
+        self.before = self.acknowledged()
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        request = {"run": str(run), "port": port, "processes": processes, "keep": keep}
+        server.stdin.write(json.dumps(request) + "\n")
+        server.stdin.flush()
+        self.pids = json.loads(server.stdout.readline())
+
+    def acknowledged(self) -> int:
+        """The newest step, 0 before any."""
+        lines = self._log.read_text().split("\n") if self._log.exists() else []
+        return max((int(line) for line in lines if line), default=0)
+
+    def wait_for(self, condition, seconds: float = 300) -> None:
+        """Until something is so."""
+        until = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < until, "the processes that save do not get on"
+            time.sleep(0.001)
+
+    def kill(self, *indices: int) -> int:
+        """Kills these, then the others, which wait for them; the newest acknowledged step."""
+        for index in indices:
+            os.kill(self.pids[index], signal.SIGKILL)
+        if len(indices) < len(self.pids):
+            time.sleep(0.2)
+            for pid in self.pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        assert self._server.stdout.readline() == "ended\n"
+        return self.acknowledged()
+
+
+def _assert_whole(checkpoints: pathlib.Path, acknowledged: int) -> None:
+    """Every listed step is what was saved, and the newest is no older than acknowledged."""
+    manager = CheckpointManager(checkpoints, is_writer=False)
+    steps = manager.steps()
+    assert steps and steps[-1] >= acknowledged, "an acknowledged step is lost"
+    for step in steps:
+        np.testing.assert_array_equal(manager.restore(step, None)["w"], values(step))
+    manager.close()
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_killed_in_mid_save(server, tmp_path, processes):
+    """At least a third of the kills hit a save that was being written."""
+    dice, run, was_mid_save = random.Random(0), tmp_path / "run", 0
+    victims = [(0,)] if processes == 1 else [(0,), (1,), (0, 1)]
+    num_kills = NUM_KILLS["one process" if processes == 1 else "two processes"]
+    for trial in range(num_kills):
+        savers = Savers(server, run, processes)
+        savers.wait_for(lambda now=savers: now.acknowledged() > now.before)
+        first, began = savers.acknowledged(), time.monotonic()
+        savers.wait_for(lambda now=savers, first=first: now.acknowledged() > first)
+        saved = time.monotonic() - began
+        time.sleep(dice.uniform(0, 2 * saved))  # of a save's own time, however busy the machine
+        acknowledged = savers.kill(*victims[trial % len(victims)])
+        was_mid_save += bool(list((run / "checkpoints").glob("*.orbax-checkpoint-tmp*")))
+        _assert_whole(run / "checkpoints", acknowledged)
+    assert 3 * was_mid_save >= num_kills, f"{was_mid_save} of {num_kills} were in mid save"
+    lease = json.loads((run / "run.lease").read_text())
+    assert lease["incarnation"] == num_kills, "each start took over from a dead one"
+
+
+def _files_left(trash: pathlib.Path) -> int:
+    """Of those added to the step that is renamed away; all, before it is."""
+    if (trash.parent / "1").exists():
+        return NUM_FILES
+    try:
+        names = os.listdir(next(trash.iterdir()))
+    except (StopIteration, FileNotFoundError):
+        return 0
+    return sum(name.startswith("more") for name in names)
+
+
+def test_killed_in_mid_delete(server, tmp_path):
+    """Of a step of thousands of files, which is no longer listed by then."""
+    dice, was_mid_delete = random.Random(0), 0
+    for trial in range(NUM_KILLS["deleting"]):
+        run = tmp_path / str(trial)
+        checkpoints, trash = run / "checkpoints", run / "checkpoints" / "trash"
+        savers = Savers(server, run, keep=4)
+        savers.wait_for(lambda now=savers: now.acknowledged() > 1)
+        savers.kill(0)
+        for number in range(NUM_FILES):
+            (checkpoints / "1" / f"more{number}").touch()
+        checksums.write_list(checkpoints / "1")
+
+        savers = Savers(server, run, keep=2)
+        savers.wait_for(lambda trash=trash: _files_left(trash) < NUM_FILES)
+        time.sleep(dice.uniform(0, 0.01))
+        acknowledged = savers.kill(0)
+        left = _files_left(trash)
+        was_mid_delete += 0 < left < NUM_FILES
+        _assert_whole(checkpoints, acknowledged)
+        CheckpointManager(checkpoints).close()
+        assert not trash.exists(), "the next start clears it"
+    assert 2 * was_mid_delete >= NUM_KILLS["deleting"], f"{was_mid_delete} were in mid delete"

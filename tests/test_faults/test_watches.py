@@ -1,0 +1,134 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Real runs under the watches: a late process, a worker that differs, a start that is killed."""
+
+import json
+import math
+import socket
+import time
+
+import pytest
+
+from experiments import pretrain
+from experiments.cli import ExitCode
+from experiments.reporting import Reporter
+from jaxmoe.training.dispersion import LOSS_RANGE, LOSS_STD
+from jaxmoe.training.goodput import account, read_ledger
+from tests.support.runs import flags, start_run
+
+CLEAN, STEPS = 40, 80
+# After the clean steps process 1 sleeps 30 ms before each (on a machine so busy that the steps take
+# longer, for two steps), and what its last device learns from is not what follows.
+FAULTY = f"""
+import os, sys, time
+import jax, numpy as np
+from experiments import pretrain
+from experiments.assembly import Assembly
+from sharding.distributed import global_batch
+
+def batches(self, first_step):
+    index, count = jax.process_index(), jax.process_count()
+    rows = self.loader.iterate(first_step, {STEPS}, process_index=index, process_count=count)
+    for step, batch in enumerate(rows, first_step):
+        if step == 10:
+            began = time.perf_counter()
+        if step == {CLEAN}:
+            nap = max(0.03, 2 * (time.perf_counter() - began) / ({CLEAN} - 10))
+        if step >= {CLEAN} and index == 1:
+            time.sleep(nap)
+            half = len(batch.targets) // 2
+            targets = np.array(batch.targets)
+            targets[half:] = (targets[half:] + 3) % self.source.vocab_size
+            batch = batch.replace(targets=targets)
+        yield global_batch(batch, self.mesh)
+
+Assembly.batches = batches
+sys.exit(pretrain.main(sys.argv[1:]))
+"""
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+@pytest.mark.slow
+def test_two_processes_of_which_one_is_late_and_one_device_is_wrong(tmp_path, monkeypatch):
+    """Both are named within 50 steps, with process and device, and nobody before."""
+    directory = tmp_path / "run"
+    more = ("--execution.mesh.data", "4", "--training.batch_size", "32", "--evaluation.every", "0")
+    more += (
+        "--checkpoint.every",
+        "0",
+        "--tracking.print_every",
+        "10",
+        "--tracking.sample_length",
+        "0",
+    )
+    address = f"127.0.0.1:{_free_port()}"
+    running = []
+    try:
+        for index in range(2):
+            monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", address)
+            monkeypatch.setenv("JAX_NUM_PROCESSES", "2")
+            monkeypatch.setenv("JAX_PROCESS_ID", str(index))
+            running.append(start_run(flags(directory, STEPS, *more), FAULTY, devices=2))
+        printed = [process.communicate(timeout=600)[0] for process in running]
+    finally:
+        for process in running:
+            process.kill()
+    assert [process.returncode for process in running] == [ExitCode.DONE] * 2, "\n".join(printed)
+    summary = json.loads((directory / "summary.json").read_text())
+    late, wrong = sorted(summary["warnings"], key=lambda text: "worker" in text)
+    for text in (late, wrong):
+        step = int(text.removeprefix("step ").partition(":")[0])
+        assert CLEAN < step <= CLEAN + 50, text
+        assert text.partition(": ")[2] in printed[0]
+    assert ": process 1 is late: " in late and late.endswith("most of it in waiting for data")
+    assert ": worker 3 of 4 (devices " in wrong
+    assert "; process 1) differs from the others: its loss by +" in wrong
+    records = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    for name, times in ((LOSS_STD, STEPS), (LOSS_RANGE, STEPS)):
+        values = [record[name] for record in records if name in record]
+        assert len(values) == times and all(math.isfinite(value) for value in values)
+
+
+class Killed(BaseException):
+    """Ends a start wherever it is, as SIGKILL does; only that the process goes on."""
+
+
+@pytest.mark.slow
+def test_the_books_of_a_killed_and_resumed_run_are_its_wall_time(tmp_path, monkeypatch, capsys):
+    """Within 1% of a clock beside it; the steps after the checkpoint are lost, the pause is down"""
+    directory, trained = tmp_path / "run", Reporter.trained
+
+    def trained_and_killed(self, report):
+        trained(self, report)
+        if report.steps[-1] >= 28:
+            while not (directory / "checkpoints" / "20").exists():
+                time.sleep(0.01)
+            raise Killed
+
+    more = ("--checkpoint.every", "20", "--tracking.print_every", "4", "--evaluation.every", "10")
+    command = flags(directory, 40, *more, "--tracking.sample_length", "0")
+    began = time.monotonic()
+    with monkeypatch.context() as patch:
+        patch.setattr(Reporter, "trained", trained_and_killed)
+        with pytest.raises(Killed):
+            pretrain.main(command)
+    time.sleep(1.0)
+    assert pretrain.main(command) == ExitCode.DONE
+    wall = time.monotonic() - began
+    books = account(read_ledger(directory / "goodput.jsonl"))
+    assert books.wall_seconds == pytest.approx(wall, rel=0.01)
+    assert books.starts == 2 and books.lost_steps == 4, "as of the last record of the first start"
+    seconds = books.seconds
+    assert 1.0 <= seconds["down"] and seconds["lost"] > 0.0
+    rows = ("train", "data", "evaluate", "checkpoint", "start", "restore", "compile", "aftermath")
+    assert all(seconds[row] > 0.0 for row in rows)
+    summary = json.loads((directory / "summary.json").read_text())["goodput"]
+    assert summary["lost_steps"] == 4 and sum(summary["seconds"].values()) == pytest.approx(
+        summary["wall_seconds"]
+    )
+    assert "in 2 starts, 4 steps lost: " in capsys.readouterr().out
+    assert "Time of all starts" in (directory / "report.html").read_text()

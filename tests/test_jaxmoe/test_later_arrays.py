@@ -1,0 +1,47 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""A checkpoint from before a state had an array: it is read, and the array begins empty."""
+
+import dataclasses
+import logging
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxmoe.checkpoint import CheckpointError, CheckpointManager, load_checkpoint, save_checkpoint
+from jaxmoe.training.guard import no_norms
+from jaxmoe.training.state import TrainState
+from tests.support.meshes import mesh_named
+
+
+def _state(**given) -> TrainState:
+    return TrainState(
+        step=jnp.int32(4),
+        params={"w": jnp.arange(4.0)},
+        opt_state={},
+        router_state={},
+        rng=jax.random.key(0),
+        skipped=jnp.int32(1),
+        skipped_in_a_row=jnp.int32(0),
+        **given,
+    )
+
+
+def test_an_older_checkpoint_is_read(tmp_path, caplog):
+    caplog.set_level(logging.WARNING, "jaxmoe")
+    save_checkpoint(tmp_path, _state(), step=4, config={})
+    whole = NamedSharding(mesh_named("data8"), PartitionSpec())
+    target = jax.device_put(_state(recent_norms=no_norms() + 1), whole)
+    manager = CheckpointManager(tmp_path)
+    step, state = manager.restore_newest(target)
+    manager.close()
+    assert step == 4 and "4 has no recent_norms (gradient norms of the last steps" in caplog.text
+    np.testing.assert_array_equal(state.recent_norms, no_norms())
+    assert state.recent_norms.sharding == whole
+    np.testing.assert_array_equal(state.params["w"], np.arange(4.0))
+    other = dataclasses.replace(target, params={"v": jnp.zeros(2)})
+    with pytest.raises(CheckpointError, match="params/v: not in the checkpoint"):
+        load_checkpoint(tmp_path, step=4, target=other)
