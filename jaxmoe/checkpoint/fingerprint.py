@@ -241,6 +241,8 @@ def _place(names: Any, sizes: dict[str, int]) -> Any:
 
 def _sums(shard: Array, starts: Sequence[Any], shape: Sequence[int]) -> UInt32[Array, " 2"]:
     """Both sums of one shard of an array of this shape, which begins at `starts`."""
+    if shard.size == 0:  # of nothing; XLA of jax 0.11 crashes on such a reduction
+        return jnp.zeros(2, jnp.uint32)
     if jax.typeof(shard).memory_space == jax.memory.Space.Host:  # offloaded: one after the other
         shard = jax.device_put(shard, jax.memory.Space.Device)
     index = jnp.zeros(shard.shape, jnp.uint32)

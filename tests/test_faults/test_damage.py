@@ -260,6 +260,17 @@ def test_fingerprints_of_what_is_kept_in_the_memory_of_the_host():
     assert fingerprints(offloaded) == fingerprints({"x": array, "count": jnp.int32(3)})
 
 
+def test_an_empty_array_has_a_fingerprint():
+    """Beside others on a mesh, where jax 0.11 crashed."""
+    mesh = mesh_named("data8")
+    state = {"none": jnp.zeros((0, 3)), "some": jnp.ones((8, 3))}
+    specs = {"none": PartitionSpec(), "some": PartitionSpec("data")}
+    placed = {
+        name: jax.device_put(x, NamedSharding(mesh, specs[name])) for name, x in state.items()
+    }
+    assert fingerprints(placed) == fingerprints(state)
+
+
 def test_any_flipped_bit_changes_the_fingerprint():
     rng = np.random.default_rng(0)
     array = rng.standard_normal((16, 16)).astype(np.float32)
