@@ -196,6 +196,19 @@ class RunDirectory:
             raise LeaseLostError(f"run.directory={self.path} is not held by this process")
         self._lease.fence()
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether another process has taken the directory from this one, which held it."""
+        if self._lease is None:
+            return False
+        try:
+            self._lease.fence()
+        except LeaseLostError:
+            return True
+        except OSError:
+            return False  # who holds it cannot be known now
+        return False
+
     def release(self) -> None:
         """Let go of the directory."""
         if self._lease is not None:

@@ -124,7 +124,7 @@ class Watches:
         return self._assembly.execution.mesh.batch_shards
 
     def _note(self, step: int, *, is_kept: bool = False) -> None:
-        if self._ledger is not None:
+        if self._ledger is not None and not self._directory.is_lost:
             self._ledger.record(step, is_kept=is_kept)
 
     def _gradient_hook(self) -> Hook:
