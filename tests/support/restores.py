@@ -34,7 +34,7 @@ from jaxmoe.training.step import make_train_step
 from sharding import MeshConfig
 from sharding.distributed import global_batch, start_processes
 from sharding.mesh import make_mesh
-from tests.support.models import ATTENTION, BATCH, LENGTH, MOE, TINY
+from tests.support.models import ATTENTION, BATCH, MOE, TINY
 
 ALONE, TOGETHER = "one", "two processes"
 MESHES = {
@@ -45,7 +45,7 @@ MESHES = {
     "tensor 2": MeshConfig(tensor=2),
     TOGETHER: MeshConfig(data=4, expert=2),
 }
-STEPS = 20
+STEPS, LENGTH = 20, 8
 
 MODEL = dataclasses.replace(
     TINY,

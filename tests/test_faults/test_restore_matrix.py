@@ -62,7 +62,6 @@ def _bits(state):
 
 
 @pytest.mark.slow
-@pytest.mark.trains
 def test_every_mesh_restores_what_every_mesh_saved(tmp_path):
     trainings = {name: Training(name) for name in HERE}
     first, _ = trainings[ALONE].run(trainings[ALONE].new, 3)
