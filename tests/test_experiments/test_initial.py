@@ -24,12 +24,12 @@ def test_another_optimizer_takes_the_parameters(tmp_path, capsys):
     assert pretrain.main(flags(first, 3, *quiet)) == ExitCode.DONE
     capsys.readouterr()
 
-    other = (*quiet, "--optimizer.b1", "0.8")
+    other = (*quiet, "--optimizer.beta1", "0.8")
     with pytest.raises(SystemExit) as stopped:
         pretrain.main(flags(first, 3, *other))
     assert stopped.value.code == ExitCode.BAD_CONFIGURATION
     text = " ".join("".join(capsys.readouterr()).split())
-    assert "optimizer.b1" in text and f"begin there with --checkpoint.initial {first}" in text
+    assert "optimizer.beta1" in text and f"begin there with --checkpoint.initial {first}" in text
 
     # A rate of nothing shows what the run began with.
     still = (*other, "--optimizer.learning_rate", "1e-30", "--checkpoint.initial", str(first))

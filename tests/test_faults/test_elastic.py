@@ -8,35 +8,45 @@ stayed where it was.
 """
 
 import json
+import os
+import signal
 
 import numpy as np
 import pytest
 
 from experiments import pretrain
 from experiments.cli import ExitCode
+from experiments.reporting import Reporter
 from tests.support.faults import read_batches
 from tests.support.runs import flags, logged_losses, start_run
 
 STEPS = 9
-# Asks to be preempted after a step, and leaves what each step has read.
+
+
+def preempt_after(step):
+    """The reporter, which asks to be preempted after this step."""
+    trained = Reporter.trained
+
+    def trained_and_preempted(self, report):
+        trained(self, report)
+        if report.steps[-1] == step:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    return trained_and_preempted
+
+
+# Elsewhere, with other devices; leaves what each step has read.
 SCRIPT = """
-import json, os, pathlib, signal, sys
+import json, pathlib, sys
 from experiments import pretrain
 from experiments.reporting import Reporter
 from tests.support.faults import read_batches
+from tests.test_faults.test_elastic import preempt_after
 
-last, where = int(sys.argv[1]), pathlib.Path(sys.argv[2])
-trained = Reporter.trained
-
-def trained_and_preempted(self, report):
-    trained(self, report)
-    if report.steps[-1] == last:
-        os.kill(os.getpid(), signal.SIGTERM)
-
-Reporter.trained = trained_and_preempted
+Reporter.trained = preempt_after(int(sys.argv[1]))
 with read_batches() as read:
     code = pretrain.main(sys.argv[3:])
-where.write_text(json.dumps(read))
+pathlib.Path(sys.argv[2]).write_text(json.dumps(read))
 sys.exit(code)
 """
 
@@ -47,33 +57,25 @@ def command(run, *mesh):
     return flags(run, STEPS, *mesh, *often, "--tracking.sample_length", "0", *noisy)
 
 
-def data(count, *more):
-    return ("--execution.mesh.data", str(count), *more)
-
-
 @pytest.mark.slow
-def test_a_run_moves_to_fewer_and_to_more_devices(tmp_path):
-    whole = data(4, "--execution.mesh.expert", "2")
-    with read_batches() as read:
-        assert pretrain.main(command(tmp_path / "stays", *whole)) == ExitCode.DONE
-    wanted, found = read, {}
-    stages = [
-        (8, 3, whole, ExitCode.PREEMPTED),
-        (2, 6, data(2, "--execution.rules", "data_parallel"), ExitCode.PREEMPTED),
-        (4, STEPS + 1, data(4), ExitCode.DONE),
-    ]
-    for devices, last, mesh, code in stages:
-        batches = tmp_path / f"{devices}.json"
-        words = [str(last), str(batches), *command(tmp_path / "moves", *mesh)]
-        process = start_run(words, SCRIPT, devices=devices)
+def test_a_run_moves_to_fewer_and_to_more_devices(tmp_path, monkeypatch):
+    eight = ("--execution.mesh.data", "4", "--execution.mesh.expert", "2")
+    two = ("--execution.mesh.data", "2", "--execution.rules", "data_parallel")
+    stays, moves, told = tmp_path / "stays", tmp_path / "moves", tmp_path / "batches.json"
+    with read_batches() as wanted:
+        assert pretrain.main(command(stays, *eight)) == ExitCode.DONE
+    with read_batches() as found:
+        with monkeypatch.context() as patch:
+            patch.setattr(Reporter, "trained", preempt_after(3))
+            assert pretrain.main(command(moves, *eight)) == ExitCode.PREEMPTED
+        process = start_run(["6", str(told), *command(moves, *two)], SCRIPT, devices=2)
         output, _ = process.communicate(timeout=600)
-        assert process.returncode == code, output
-        for step, digest in json.loads(batches.read_text()).items():
-            found.setdefault(int(step), set()).add(digest)
-    # Batches are read ahead of the steps: some are read by two starts, and are the same.
-    assert {step: {digest} for step, digest in wanted.items()} == found
-    stayed, moved = logged_losses(tmp_path / "stays"), logged_losses(tmp_path / "moves")
+        assert process.returncode == ExitCode.PREEMPTED, output
+        assert pretrain.main(command(moves, *eight)) == ExitCode.DONE
+    there = {int(step): digest for step, digest in json.loads(told.read_text()).items()}
+    # Batches are read ahead of the steps: some are read twice, and are the same.
+    assert set(range(4, 7)) <= there.keys() and there.items() <= wanted.items()
+    assert found | there == wanted
+    stayed, moved = logged_losses(stays), logged_losses(moves)
     assert list(moved) == list(stayed) == list(range(1, STEPS + 1))
     np.testing.assert_allclose(list(moved.values()), list(stayed.values()), rtol=1e-5)
-    summary = json.loads((tmp_path / "moves" / "summary.json").read_text())
-    assert summary["mesh"] == {"data": 4} and summary["status"] == "done"
