@@ -263,7 +263,7 @@ def test_transformers_reads_model_and_tokenizer(run, exported, tmp_path):
 
     params = jax.tree.map(jax.numpy.asarray, jax.device_get(state.params))
     ours = Transformer(assembly.plan.model).apply({"params": params}, jax.numpy.asarray(tokens))
-    np.testing.assert_allclose(ours.logits, logits, atol=1e-5)
+    np.testing.assert_allclose(ours.logits, logits, atol=1e-4)
     # What transformers saves of it is read as a run again.
     tokenizer.save_pretrained(tmp_path / "again")
     theirs.save_pretrained(tmp_path / "again")
