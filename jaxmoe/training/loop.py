@@ -141,8 +141,8 @@ def run_loop(
             step, status = step - 1, "corrupted"
             break
         waiting.append((step, metrics))
-        due = [hook for hook in hooks if hook.is_due(step)]
-        with spent.on(WAIT):
+        with spent.on(WAIT):  # some hooks, and signals, ask the other processes
+            due = [hook for hook in hooks if hook.is_due(step)]
             reason = stop.agreed() if asks_alone or step % report_every == 0 else None
         if reason == "taken_over":  # what waits would be written into another's files
             status = reason

@@ -16,9 +16,10 @@ from jaxmoe.training.dispersion import LOSS_RANGE, LOSS_STD
 from jaxmoe.training.goodput import account, read_ledger
 from tests.support.runs import flags, start_run
 
-CLEAN, STEPS = 40, 80
-# After the clean steps process 1 sleeps 30 ms before each (on a machine so busy that a step takes
-# longer, twice as long as the last), and what its last device learns from is not what follows.
+CLEAN, STEPS = 40, 64
+# After the clean steps process 1 sleeps 30 ms before each (on a machine so busy that steps take as
+# long, for four steps: a device that still computes hides what its host does meanwhile), and what
+# its last device learns from is not what follows.
 FAULTY = f"""
 import os, sys, time
 import jax, numpy as np
@@ -29,17 +30,18 @@ from sharding.distributed import global_batch
 def batches(self, first_step):
     index, count = jax.process_index(), jax.process_count()
     rows = self.loader.iterate(first_step, {STEPS}, process_index=index, process_count=count)
-    outside = 0.0
     for step, batch in enumerate(rows, first_step):
+        if step == 10:
+            began = time.perf_counter()
+        if step == {CLEAN}:
+            nap = max(0.03, 4 * (time.perf_counter() - began) / ({CLEAN} - 10))
         if step >= {CLEAN} and index == 1:
-            time.sleep(max(0.03, 2 * outside))
+            time.sleep(nap)
             half = len(batch.targets) // 2
             targets = np.array(batch.targets)
             targets[half:] = (targets[half:] + 3) % self.source.vocab_size
             batch = batch.replace(targets=targets)
-        began = time.perf_counter()
         yield global_batch(batch, self.mesh)
-        outside = time.perf_counter() - began
 
 Assembly.batches = batches
 sys.exit(pretrain.main(sys.argv[1:]))
