@@ -74,7 +74,7 @@ def test_a_run_moves_to_fewer_and_to_more_devices(tmp_path, monkeypatch):
         assert pretrain.main(command(moves, *eight)) == ExitCode.DONE
     there = {int(step): digest for step, digest in json.loads(told.read_text()).items()}
     # Batches are read ahead of the steps: some are read twice, and are the same.
-    assert set(range(4, 7)) <= there.keys() and there.items() <= wanted.items()
+    assert {5, 6} <= there.keys() and there.items() <= wanted.items()
     assert found | there == wanted
     stayed, moved = logged_losses(stays), logged_losses(moves)
     assert list(moved) == list(stayed) == list(range(1, STEPS + 1))
