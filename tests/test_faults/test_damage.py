@@ -219,12 +219,15 @@ def test_orbax_alone_would_not_notice(tmp_path):
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "saved", state)
         checkpointer.wait_until_finished()
-        for trial in range(5):
+        for trial in range(10):
             copy = tmp_path / str(trial)
             shutil.copytree(tmp_path / "saved", copy)
             _flip(max(copy.rglob("d/*"), key=lambda p: p.stat().st_size), rng)
-            silent += _bits(checkpointer.restore(copy, state)) != _bits(state)
-    assert silent >= 4
+            try:
+                silent += _bits(checkpointer.restore(copy, state)) != _bits(state)
+            except ValueError:  # the flip has hit the few bytes that say how the rest is packed
+                continue
+    assert silent >= 8
 
 
 MESHES = ("data8", "data4_tensor2")
