@@ -87,8 +87,8 @@ def worker_losses(
     if row_nll is None or row_tokens is None:
         return None
     tokens = row_tokens.reshape(row_nll.shape[0], -1).sum(axis=1)
-    both = placement.place(jnp.stack([row_nll, tokens]), (None, None))
-    nll, tokens = both.reshape(2, workers, -1).sum(axis=2)
+    rows = (placement.place(of_rows, (None,)) for of_rows in (row_nll, tokens))
+    nll, tokens = (of_rows.reshape(workers, -1).sum(axis=1) for of_rows in rows)
     return jnp.where(tokens > 0.0, nll / jnp.where(tokens > 0.0, tokens, 1.0), jnp.nan)
 
 
