@@ -10,12 +10,14 @@ A finished run started again says so. After several refused steps in a row it go
 their data (`experiments/rollback.py`). Exit codes: 0 done, 2 bad configuration, 3 diverged, 69
 another process of the run was lost, 74 the last state could not be saved, 75 saved after SIGTERM,
 76 a device holds or computes other bits than it should, 77 another process has taken the run over,
-124 nothing moved for the time allowed by `--processes.watchdog`, 130 saved after Ctrl-C.
+124 nothing moved for the time allowed by `--processes.watchdog`, 130 saved after Ctrl-C. Before the
+first step there is nothing to save, and a signal ends the run at once.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import time
 from collections.abc import Sequence
@@ -40,7 +42,7 @@ from experiments.watchdog import JAX_LATER, Watchdog
 from experiments.watching import Watches
 from jaxmoe.checkpoint import CheckpointManager, LeaseLostError
 from jaxmoe.checkpoint.snapshot import SnapshotStore
-from jaxmoe.training.stop import StopRequest
+from jaxmoe.training.stop import Reason, StopRequest
 from jaxmoe.training.time_spent import (
     AFTERMATH,
     CHECKPOINT,
@@ -82,7 +84,7 @@ def main(argv: Sequence[str], *, age: float = 0.0) -> int:
     directory = RunDirectory(config.run.directory or f"runs/pretrain/{name}")
     with (
         Watchdog(config.processes) as watchdog,
-        StopRequest() as stop,
+        StopRequest(functools.partial(_end_before_steps, directory, watchdog)) as stop,
         contextlib.ExitStack() as held,
         watchdog.speaking(),
     ):
@@ -188,6 +190,13 @@ def _train(
         )
         return int(cli.ExitCode.NOT_SAVED)
     return int(_EXIT_CODES[result.status])
+
+
+def _end_before_steps(directory: RunDirectory, watchdog: Watchdog, reason: Reason) -> None:
+    """A signal while the run is being made ready, which may take many minutes."""
+    say(f"{reason} before the first step: nothing to save, the same command goes on")
+    directory.release()
+    watchdog.leave(reason, _EXIT_CODES[reason])
 
 
 def _taken_over(directory: RunDirectory, reporter: Reporter) -> int:

@@ -165,18 +165,32 @@ class Watchdog:
             until = time.monotonic() + self._config.heartbeat + _MARGIN
             while time.monotonic() < until and not isinstance(error, AbsentError):
                 time.sleep(_POLL)  # the watch ends this process
+        code = ExitCode.LOST if isinstance(error, AbsentError) else 1
+        if isinstance(error, SystemExit):
+            code = error.code if isinstance(error.code, int) else 1
         with self._ending:
-            code = ExitCode.LOST if isinstance(error, AbsentError) else 1
             if isinstance(error, AbsentError):
                 print(f"error: {error}", file=sys.stderr, flush=True)
-            elif isinstance(error, SystemExit):
-                code = error.code if isinstance(error.code, int) else 1
-            else:
+            elif not isinstance(error, SystemExit):
                 traceback.print_exception(error)
-            peers.say(f"{type(error).__name__}: ended with {int(code)}")
+            self._say_and_leave(type(error).__name__, int(code))
+
+    def leave(self, why: str, code: ExitCode) -> None:
+        """Ends this process though nothing has failed; the others hear why.
+
+        Args:
+            why: in a word.
+            code: of the exit.
+        """
+        with self._ending:
+            self._say_and_leave(why, int(code))
+
+    def _say_and_leave(self, why: str, code: int) -> None:
+        if self._peers is not None:
+            self._peers.say(f"{why}: ended with {code}")
             if jax.process_index() == 0:  # the service dies with this process
                 time.sleep(_MARGIN)
-            leave_at_once(code)
+        leave_at_once(code)
 
 
 class Speaking:

@@ -125,6 +125,7 @@ def run_loop(
                 return False
         return True
 
+    stop.steps_begin()
     # One process can stop at any step; several must ask one another, which costs a collective.
     asks_alone = jax.process_count() == 1
     while step < last_step and status == "done":

@@ -2,6 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """SIGTERM and Ctrl-C: the first asks the loop to save and stop, the second ends the process.
 
+Before the first step there is nothing to save, and a compilation may take longer than a scheduler
+waits: there the first signal can end the process. Python's own handlers would not run until the
+compiler returns, so that a thread listens.
+
 A run that another process has taken over stops as well, without saving.
 """
 
@@ -9,6 +13,9 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
+import threading
+from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Literal
 
@@ -22,16 +29,28 @@ _REASONS: dict[int, Reason] = {signal.SIGTERM: "preempted", signal.SIGINT: "inte
 class StopRequest:
     """A context in which the two signals are noted instead of obeyed.
 
-    The handler only sets a field, so that a step, a save or a compilation is never torn apart.
+    The handler only sets a field, so that a step or a save is never torn apart.
+
+    Args:
+        before_steps: ends the process, for the reason given; called in a thread of its own, and
+            never once `steps_begin` was. None: a signal waits for the first step.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, before_steps: Callable[[Reason], None] | None = None) -> None:
         self.reason: Reason | None = None
         self._previous: dict[int, signal._HANDLER] = {}
+        self._before_steps = before_steps
+        self._obeying = threading.Lock()
+        self._mouth: socket.socket | None = None
 
     def __enter__(self) -> StopRequest:
         for number in _REASONS:
             self._previous[number] = signal.signal(number, self._note)
+        if self._before_steps is not None:
+            ears, self._mouth = socket.socketpair()
+            self._mouth.setblocking(False)
+            signal.set_wakeup_fd(self._mouth.fileno(), warn_on_full_buffer=False)
+            threading.Thread(target=self._listen, args=(ears,), name="signals", daemon=True).start()
         return self
 
     def __exit__(
@@ -40,8 +59,17 @@ class StopRequest:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self.steps_begin()
         for number, handler in self._previous.items():
             signal.signal(number, handler)
+        if self._mouth is not None:
+            signal.set_wakeup_fd(-1)
+            self._mouth.close()  # the thread hears the end, and ends
+
+    def steps_begin(self) -> None:
+        """From here on a signal is obeyed after a step, and what was computed is saved."""
+        with self._obeying:
+            self._before_steps = None
 
     def agreed(self) -> Reason | None:
         """The reason that any process was given; every process must ask at the same step."""
@@ -57,3 +85,12 @@ class StopRequest:
         if self.reason is not None:
             os._exit(128 + number)
         self.reason = _REASONS[number]
+
+    def _listen(self, ears: socket.socket) -> None:
+        """Python writes the number of each signal here at once, whatever its main thread does."""
+        with ears:
+            while heard := ears.recv(1):
+                reason = _REASONS.get(heard[0])
+                with self._obeying:
+                    if reason is not None and self._before_steps is not None:
+                        self._before_steps(reason)

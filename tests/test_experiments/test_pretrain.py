@@ -10,7 +10,6 @@ import os
 import pathlib
 import signal
 import sys
-import time
 
 import jax
 import numpy as np
@@ -187,28 +186,6 @@ def test_killed_at_any_moment_and_resumed_equals_never_stopped(tmp_path):
         for run in (whole, parts)
     ]
     assert manifests[0]["data"] == manifests[1]["data"] and manifests[0]["data"]["step"] == 40
-
-
-@pytest.mark.parametrize(
-    ("number", "code"),
-    [(signal.SIGTERM, ExitCode.PREEMPTED), (signal.SIGINT, ExitCode.INTERRUPTED)],
-)
-def test_a_signal_saves_and_stops(tmp_path, number, code):
-    more = ("--checkpoint.every", "0", "--evaluation.every", "0", "--tracking.print_every", "1")
-    process = start_run(flags(tmp_path / "run", 100_000, *more))
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith("step=3/"):
-            break
-    asked = time.monotonic()
-    process.send_signal(number)
-    output, _ = process.communicate()
-    assert process.returncode == code, output
-    assert time.monotonic() - asked < 60.0
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert summary["checkpoint_step"] == summary["steps"] >= 3
-    assert summary["status"] in output and "the same command continues from step" in output
-    assert (tmp_path / "run" / "checkpoints" / str(summary["steps"])).exists()
 
 
 def test_a_diverged_run_ends_with_its_own_code_and_keeps_the_last_good_state(tmp_path, capsys):
