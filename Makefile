@@ -1,7 +1,7 @@
 # make demo        set up and train the default recipe; the same command resumes
 # make test        set up and run the tests (under 15 minutes on 2 cores)
-# make test-slow   the long proofs
-# make test-large  models of billions compiled for TPU pods, minutes each
+# make test-slow   the long proofs; of their tables some rows
+# make test-large  the other rows, and models of billions compiled for TPU pods: an hour and more
 # make lint        ruff, pyright, codespell
 # make bench       kernels, routers, a step beside transformers (ten minutes, machine left alone)
 #
@@ -34,11 +34,11 @@ test: $(DEV)
 	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow and not accelerator and not large"
 
 test-slow: $(HF)
-	$(BIN)/python -m pytest -n $(WORKERS) -m "slow and trains and not accelerator"
-	$(BIN)/python -m pytest -n $(WORKERS) -m "slow and not trains and not accelerator"
+	$(BIN)/python -m pytest -n $(WORKERS) -m "slow and trains and not large and not accelerator"
+	$(BIN)/python -m pytest -n $(WORKERS) -m "slow and not trains and not large and not accelerator"
 
 test-large: $(HF)
-	$(BIN)/python -m pytest -n $(WORKERS) -m "large"
+	$(BIN)/python -m pytest -n $(WORKERS) -m "large and not trains and not accelerator"
 
 bench: $(HF)
 	$(BIN)/python -m experiments.bench kernels

@@ -3,12 +3,15 @@
 """The ground the tests stand on: devices, strictness, seeds, golden files, an honest summary.
 
     pytest                       what is neither slow nor large and needs no accelerator
-    pytest --slow                the long proofs as well
+    pytest --slow                the long proofs as well, of their tables some rows
     pytest -m slow               any other choice; then nothing is left out behind your back
     pytest --regenerate-golden   writes tests/golden anew, to be reviewed as a diff
 
 Everything runs on 8 devices of the CPU. The environment is set before JAX is imported and reaches
 the commands that tests start; strictness is for this process alone.
+
+Of a long proof that is a table `make test-slow` runs ROWS rows, from the first to the last; the
+others are large (`make test-large`), unless the test is marked `every_row`.
 
 To add an exception to "warnings are errors": a line in WARNINGS, with its reason.
 """
@@ -57,15 +60,17 @@ import jaxtyping  # noqa: E402
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
-# Annotations are checked at every call, shapes and all. Not in the trackers: they hold no arrays,
-# take numpy's numbers for floats, and any stream for a text file.
+ROWS = 2
+
+# Annotations are checked at every call, shapes and all; the long proofs call the same functions
+# without. Not in the trackers: they hold no arrays, take numpy's numbers for floats, and any stream
+# for a text file.
 _rooms = sorted(path.stem for path in (ROOT / "jaxmoe").iterdir() if path.stem[0] not in "_.")
 CHECKED = ("pallas_kernels", "sharding", "experiments") + tuple(
     f"jaxmoe.{room}" for room in _rooms if room != "tracking"
 )
 pytest.register_assert_rewrite("tests.support")
 importlib.import_module("tests.support.checked_calls")  # the hook looks it up, and imports nothing
-jaxtyping.install_import_hook(CHECKED, "tests.support.checked_calls.check")
 
 # The same examples on every run: a failure is the change's, not the dice's.
 hypothesis.settings.register_profile("jaxmoe", derandomize=True, deadline=None, database=None)
@@ -97,10 +102,25 @@ def pytest_configure(config):
     if not config.option.markexpr:
         is_slow = config.getoption("--slow")
         config.option.markexpr = "not accelerator and not large" + (not is_slow) * " and not slow"
+    if "not slow" in config.option.markexpr:
+        jaxtyping.install_import_hook(CHECKED, "tests.support.checked_calls.check")
     if "not slow" in config.option.markexpr or "not trains" in config.option.markexpr:
         # Most tests compile much and compute little: this halves the time of a compilation. It
         # is read when the first backend starts, and inherited by workers and commands.
         os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    tables: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("slow") and not item.get_closest_marker("every_row"):
+            tables.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for rows in tables.values():
+        kept = {round(number * (len(rows) - 1) / (ROWS - 1)) for number in range(ROWS)}
+        for number, row in enumerate(rows):
+            if number not in kept and len(rows) > ROWS:
+                row.add_marker("large")
 
 
 @pytest.fixture(scope="module", autouse=True)

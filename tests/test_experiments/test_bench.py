@@ -76,6 +76,7 @@ def _summary(tmp_path, *arguments):
     return json.loads((tmp_path / "run" / "summary.json").read_text())
 
 
+@pytest.mark.slow
 def test_step_alone(tmp_path, capsys):
     summary = _summary(tmp_path, "step", "--peer", "none", *SMALL_STEP)
     assert summary["times_the_peer"] is None
@@ -120,6 +121,7 @@ def test_a_peer_that_does_not_start_is_said_in_words(tmp_path, monkeypatch, caps
     assert "did not run: it ended. Install the extra hf" in capsys.readouterr().err
 
 
+@pytest.mark.large
 def test_kernels(tmp_path, capsys, monkeypatch):
     unmeasured = {"product_limits": {"memory": 1e9}, "products": bench_products.unmeasured()}
     monkeypatch.setattr(bench_products, "products", lambda *_: unmeasured)

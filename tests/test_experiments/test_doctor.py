@@ -32,6 +32,7 @@ def only_problem(findings) -> Finding:
     return problem
 
 
+@pytest.mark.large
 def test_a_healthy_machine(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(doctor_software, "EXTRAS", {"train": ("numpy",)})
     monkeypatch.setattr(doctor, "start_process", lambda **_: None)

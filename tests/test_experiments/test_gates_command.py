@@ -33,7 +33,7 @@ def finished(tmp_path_factory):
     return directory, json.loads((directory / "summary.json").read_text())
 
 
-@pytest.mark.slow
+@pytest.mark.large
 def test_table_picture_and_verdicts(finished):
     directory, summary = finished
     assert (summary["status"], summary["points"]) == ("done", 3)
@@ -52,7 +52,7 @@ def test_table_picture_and_verdicts(finished):
     assert "| both | 1 | 2 x 16 |" in summary["markdown"]
 
 
-@pytest.mark.slow
+@pytest.mark.large
 def test_the_same_command_continues(finished, capsys):
     directory, summary = finished
     path = directory / "trials.jsonl"

@@ -120,7 +120,7 @@ def _batches(monkeypatch):
     return seen
 
 
-@pytest.mark.slow
+@pytest.mark.large
 def test_train_resume_evaluate_and_generate(tmp_path, monkeypatch, capsys):
     seen = _batches(monkeypatch)
     words = ("--data.path", "docs/*.txt", "more.jsonl", *SMALL, "--run.directory")

@@ -109,7 +109,7 @@ def command(*argv, timeout=1500):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.large
 @pytest.mark.timeout(1600)
 def test_the_plan_of_this_machine_runs(tmp_path):
     """Arguments and results exactly, temporaries within a quarter, steps that were measured."""

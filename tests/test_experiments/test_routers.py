@@ -90,7 +90,7 @@ def finished(methods, tmp_path_factory):
     return directory, summary
 
 
-@pytest.mark.slow
+@pytest.mark.large
 def test_table_and_picture(finished):
     directory, summary = finished
     rows = {row["method"]: row for row in summary["tables"]["autoregressive"]}
@@ -111,7 +111,7 @@ def test_table_and_picture(finished):
     assert "| mixtral |" in summary["markdown"]
 
 
-@pytest.mark.slow
+@pytest.mark.large
 def test_the_routing_of_the_held_out_text_is_written_where_asked(finished):
     trace = load_trace(finished[0] / "traces" / "mixtral.npz")
     assert trace.expert_ids.shape == (1, 4 * 2 * 16, 2) and trace.num_experts == 4
@@ -119,7 +119,7 @@ def test_the_routing_of_the_held_out_text_is_written_where_asked(finished):
     assert [path.name for path in (finished[0] / "traces").iterdir()] == ["mixtral.npz"]
 
 
-@pytest.mark.slow
+@pytest.mark.large
 def test_what_a_method_cannot_do_is_a_row(finished):
     rows = {row["method"]: row for row in finished[1]["tables"]["autoregressive"]}
     assert set(rows) == {"mixtral", "wrong"}
@@ -128,7 +128,7 @@ def test_what_a_method_cannot_do_is_a_row(finished):
     assert "moe.top_k=9 must not exceed" in rows["wrong"]["reason"]
 
 
-@pytest.mark.slow
+@pytest.mark.large
 def test_the_same_command_continues(finished, monkeypatch, capsys):
     directory, summary = finished
     path, trained = directory / "trials.jsonl", []

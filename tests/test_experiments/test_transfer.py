@@ -213,7 +213,7 @@ def test_the_least_budget_that_is_named_is_enough():
     assert size_of(config, cells, timed, 60.0).steps == FEWEST_STEPS
 
 
-@pytest.mark.slow
+@pytest.mark.large
 def test_the_check_finds_that_standard_grows(tmp_path):
     arguments = ("--check", "coordinates", "--points", "16", "64", "--seeds", "1")
     code, summary = run(tmp_path / "run", *arguments, "--check_steps", "2")

@@ -85,7 +85,9 @@ def micro_statistics(model, params):
         yield output.statistics
 
 
-@pytest.mark.parametrize("model", [GLOBAL, MICRO], ids=["buffer", "micro_batch"])
+@pytest.mark.parametrize(
+    "model", [GLOBAL, pytest.param(MICRO, marks=pytest.mark.slow)], ids=["buffer", "micro_batch"]
+)
 def test_one_pass_by_hand(model):
     """`buffer` takes the load of the micro-batches so far, `micro_batch` that of each alone."""
 
@@ -109,6 +111,7 @@ def test_one_pass_by_hand(model):
     assert_close((got_losses, got_gradient), (losses, gradient), "end_to_end")
 
 
+@pytest.mark.slow
 def test_the_forms_differ():
     """Otherwise the tests above would show nothing."""
     values = [

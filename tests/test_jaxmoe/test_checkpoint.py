@@ -9,10 +9,6 @@ import json
 import logging
 import resource
 import shutil
-import signal
-import subprocess
-import sys
-import time
 import types
 
 import jax
@@ -364,47 +360,3 @@ def test_a_failure_in_the_background_is_told_by_the_next_save(tmp_path, manager,
     assert False in results
     assert manager.finish() and manager.steps() == [1, 4]
     gc.collect()
-
-
-# Processes killed.
-
-_WRITER = """
-import sys
-import numpy as np
-from jaxmoe.checkpoint import CheckpointManager
-
-manager = CheckpointManager(sys.argv[1], keep=2)
-step = manager.latest_step() or 0
-while True:
-    step += 1
-    state = {f"w{i}": np.full((1 << 18,), step, np.float32) for i in range(8)}
-    print(step, flush=True)
-    manager.save(step, state, config={"step": step}, data={"step": step})
-"""
-
-
-def test_kill_9_leaves_whole_steps(tmp_path, request):
-    """Whenever it comes, the steps that are listed restore, and the next process goes on."""
-    last = 0
-    for wait in (0.0, 0.03, 0.1):
-        command = [sys.executable, "-c", _WRITER, str(tmp_path)]
-        root = request.config.rootpath
-        with subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, text=True) as process:
-            for _ in range(4):
-                begun = int(process.stdout.readline())
-            time.sleep(wait)
-            process.send_signal(signal.SIGKILL)
-        reader = CheckpointManager(tmp_path, is_writer=False)
-        steps = reader.steps()
-        assert steps and steps[-1] >= max(begun - 2, last)
-        for step in steps:
-            restored = load_checkpoint(tmp_path, step=step)
-            assert all((np.asarray(leaf) == step).all() for leaf in restored.values())
-            assert reader.manifest(step).data == {"step": step}
-        reader.close()
-        last = steps[-1]
-    manager = CheckpointManager(tmp_path, keep=2)
-    assert manager.save(last + 1, _small(1), config={}) and manager.finish()
-    assert manager.latest_step() == last + 1
-    manager.close()
-    assert all(path.name.isdigit() for path in tmp_path.iterdir())

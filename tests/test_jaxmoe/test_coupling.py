@@ -154,6 +154,7 @@ def coupling_and_gradient(params, tokens, mesh=None):
         return run(params, tokens)
 
 
+@pytest.mark.slow
 def test_in_a_model_neither_the_batch_nor_the_mesh_matters():
     tokens, _ = tokens_for(MODEL)
     params = init_params(MODEL, jax.random.key(1))

@@ -164,7 +164,8 @@ def test_a_spread_cache_gives_the_same_tokens(name, params, prompt, greedy):
     np.testing.assert_array_equal(tokens, greedy)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MESHES)
 def test_a_spread_cache_gives_the_same_logits(name, params, prompt):
     """After the prompt, and after a token behind it that lies on another device."""
 

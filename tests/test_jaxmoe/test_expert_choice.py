@@ -269,6 +269,7 @@ def test_a_model_is_the_same_on_every_mesh(mesh):
     assert_close(loss_on_mesh(MOE, mesh), loss_on_one_device(MOE), "end_to_end")
 
 
+@pytest.mark.large
 def test_rematerialisation_changes_nothing():
     recomputed = loss_on_one_device(MOE, ExecutionConfig(remat="full"))
     assert_close(recomputed, loss_on_one_device(MOE), "end_to_end")

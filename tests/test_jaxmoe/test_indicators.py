@@ -178,6 +178,7 @@ def plain_step():
     return one_step(MODEL)
 
 
+@pytest.mark.slow
 def test_equal_the_oracle():
     indicators, params, _ = plain_step()
     wanted = oracle(params, batch())

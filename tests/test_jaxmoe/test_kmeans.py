@@ -156,6 +156,7 @@ def test_gradients_reach_x_and_not_the_centroids():
     assert np.isfinite(by_x).all() and np.abs(by_x).max() > 1e-3
 
 
+@pytest.mark.slow
 def test_a_bias_evens_the_load_of_a_toy_mixture():
     """Clusters of unequal size: stuck without a bias, even with one."""
     experts, width, tokens = 8, 16, 512

@@ -236,6 +236,7 @@ def test_radical_inverse():
     assert points.tolist() == [0.0, 0.5, 0.25, 0.75, 0.125, 0.625, 0.375, 0.875]
 
 
+@pytest.mark.slow
 def test_the_mask_is_never_predicted():
     """A head that is sure of the mask says nothing else than one that is not, and learns nothing
     of it."""
@@ -306,6 +307,7 @@ def test_the_same_on_every_mesh(mesh, plain):
     assert_close(two_steps(mesh), plain, "end_to_end")
 
 
+@pytest.mark.slow
 def test_accumulation_changes_nothing(plain):
     """Rows keep their times and masks."""
     assert_close(two_steps(accumulation=2), plain, "end_to_end")
