@@ -17,8 +17,9 @@ from experiments.config import PretrainConfig, TrainingConfig
 from jaxmoe.data import Batch, Loader, Source, check_hosts, evaluation_batches
 from jaxmoe.data.synthetic import SyntheticSource
 from jaxmoe.execution import ExecutionConfig
+from jaxmoe.layers.latent_attention import check_precision
 from jaxmoe.layers.sequences import check_rows, explain_form
-from jaxmoe.models.config import ModelConfig
+from jaxmoe.models.config import LatentAttentionConfig, ModelConfig
 from jaxmoe.models.initialize import parameter_table
 from jaxmoe.optim import AdamWConfig
 from jaxmoe.optim.schedules import Schedule
@@ -143,13 +144,16 @@ def assemble(config: PretrainConfig) -> Assembly:
     """Everything a run needs, checked.
 
     Raises:
-        ValueError: sizes that do not divide, a vocabulary too small for the data, too little data.
+        ValueError: sizes that do not divide, a vocabulary too small for the data, too little data,
+            few bits for an attention that has no such form.
     """
     mesh_config = config.execution.mesh.resolve(jax.device_count())
     execution = dataclasses.replace(config.execution, mesh=mesh_config)
     if execution.fold is not None:  # its rules need every size
         config = dataclasses.replace(config, execution=execution)
     plan = make_plan(config)
+    if isinstance(plan.model.attention, LatentAttentionConfig):
+        check_precision(execution.precision)
     mesh, training = make_mesh(mesh_config, fold=execution.fold), config.training
     sizes = dict(mesh.shape)
     for rules in (execution.axis_rules, execution.state_layout.optimizer):

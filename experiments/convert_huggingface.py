@@ -25,7 +25,7 @@ from flax import traverse_util
 
 from experiments.assembly import Assembly, assemble, devices_in_words, make_plan
 from experiments.config import EvaluationConfig, PretrainConfig, RunConfig, TrainingConfig
-from experiments.converted_run import new_run
+from experiments.converted_run import first_token_of, length_of, new_run
 from experiments.run_directory import RunDirectory
 from jaxmoe.checkpoint.huggingface import open_huggingface, read_fields, to_huggingface
 from jaxmoe.checkpoint.huggingface.export import suggest_family
@@ -48,6 +48,11 @@ from jaxmoe.training.state import state_around
 
 ExportFamily = Literal["auto", "olmoe", "mixtral", "qwen3_moe", "deepseek_v3", "jaxmoe"]
 _PARAMS, _FOLDER = "params/", "tokenizer"
+_BYTES = 256
+_HOW_TO_NAME = (
+    "name its tokenizer with --imported.data.tokenizer:file --imported.data.tokenizer.path, or give"
+    " files of token ids"
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,7 +64,8 @@ class ExportConfig:
     experts: Literal["each", "stacked"] = "each"
     """A tensor for each expert, which all readers know, or all of a layer in one."""
     max_length: int | None = None
-    """Positions that readers provide for; those of a training row when None."""
+    """Positions that readers provide for; when None those of a training row, or those that an
+    imported model had."""
     max_shard_bytes: int = 5_000_000_000
     """Of a file."""
 
@@ -113,7 +119,8 @@ def export_run(
     files = tokenizer_files(config.data, seed=config.training.seed)
     step, arrays = open_stored(directory.checkpoints_directory, step)
     params, state = _under(arrays, _PARAMS), _under(arrays, f"{ROUTER_STATE}/")
-    length = given.max_length or config.training.sequence_length
+    length = given.max_length or length_of(directory, config)
+    special = {"eos_token_id": files.separator, "bos_token_id": first_token_of(directory)}
     title = f"Step {step} of the run {config.run.name or pathlib.Path(source).name}"
     to_huggingface(
         model,
@@ -125,7 +132,7 @@ def export_run(
         experts=given.experts,
         max_shard_bytes=given.max_shard_bytes,
         max_length=length,
-        fields={} if files.separator is None else {"eos_token_id": files.separator},
+        fields={name: token for name, token in special.items() if token is not None},
         texts={"README.md": _card(title, name, files), **files.texts},
     )
     size = sum(file.stat().st_size for file in target.iterdir())
@@ -179,6 +186,8 @@ def import_run(source: str, target: pathlib.Path, given: ImportConfig) -> str:
                 "source": source,
                 "checkpoint_step": 0,
                 "parameters_total": tensors.table.total,
+                "max_length": fields.get("max_position_embeddings"),
+                "bos_token_id": fields.get("bos_token_id"),
                 "data": assembly.source.fingerprint(),
             }
         )
@@ -220,6 +229,7 @@ def _data(
         ValueError: it is in others, or nobody says which they are.
     """
     is_bytes = TOKENIZER in texts and is_byte_tokenizer(texts[TOKENIZER])
+    reads_bytes = isinstance(data, ReadingConfig) and data.tokenizer == BytesConfig()
     has_other = TOKENIZER in texts and not is_bytes
     if data is None:
         if is_bytes:
@@ -228,15 +238,22 @@ def _data(
         raise ValueError(
             f"from_huggingface={place} {what}, and the embedded corpus is in bytes: say what the"
             " run evaluates on with imported.data:files --imported.data.path 'docs/**/*.md'"
+            + ("" if has_other else f", and {_HOW_TO_NAME}")
         )
     if not has_other:
+        is_of_bytes = is_bytes or fields["vocab_size"] == _BYTES
+        if not is_of_bytes and (reads_bytes or isinstance(data, CorpusConfig)):
+            raise ValueError(
+                f"from_huggingface={place} has no {TOKENIZER}, and imported.data reads bytes, which"
+                f" are not the {fields['vocab_size']} tokens of this model: {_HOW_TO_NAME}"
+            )
         return data
     if isinstance(data, CorpusConfig):
         raise ValueError(
             f"imported.data:corpus is in bytes, and the tokens of {place} are those of its"
             f" {TOKENIZER}: choose imported.data:files --imported.data.path 'docs/**/*.md'"
         )
-    if isinstance(data, ReadingConfig) and data.tokenizer == BytesConfig():
+    if isinstance(data, ReadingConfig) and reads_bytes:
         eos = separator_token(texts[TOKENIZER], fields.get("eos_token_id"))
         tokenizer = FileConfig(path=str(place / TOKENIZER), separator=eos)
         return dataclasses.replace(data, tokenizer=tokenizer)

@@ -1,6 +1,7 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""A run directory that a conversion makes: it appears whole or not at all."""
+"""A run directory that a conversion makes, which appears whole or not at all; and what it says of
+the model that came from elsewhere."""
 
 from __future__ import annotations
 
@@ -12,6 +13,30 @@ from collections.abc import Iterator
 
 from experiments.config import PretrainConfig
 from experiments.run_directory import RunDirectory
+
+
+def length_of(directory: RunDirectory, config: PretrainConfig) -> int:
+    """Positions that the model of a run is for: what an imported one says, or a training row.
+
+    Args:
+        directory: of the run.
+        config: of the run.
+    """
+    return _imported(directory, "max_length") or config.training.sequence_length
+
+
+def first_token_of(directory: RunDirectory) -> int | None:
+    """The id that begins a text for an imported model which has one.
+
+    Args:
+        directory: of the run.
+    """
+    return _imported(directory, "bos_token_id")
+
+
+def _imported(directory: RunDirectory, field: str) -> int | None:
+    value = (directory.summary() or {}).get(field)
+    return value if isinstance(value, int) else None
 
 
 @contextlib.contextmanager

@@ -22,13 +22,18 @@ from typing import Any
 import jax
 
 from experiments import cli
+from experiments.converted_run import length_of
 from experiments.evaluate import FinishedRunConfig
 from experiments.finished import open_run
 from experiments.harness import harness_model, text_tokens
 from experiments.output import say
 from experiments.process import start_process
+from experiments.run_directory import RunDirectory
 from jaxmoe.tracking.optional import require
 from jaxmoe.training.score import Scorer
+
+_MOST = 4096
+"""Tokens of a request, where nobody says how many: its computation has that length."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,7 +53,8 @@ class EvaluateTasksConfig:
     batch_size: int = 8
     """Rows that are computed together."""
     max_length: int | None = None
-    """Tokens that are read at once; those of a training row when None."""
+    """Tokens that are read at once; when None those of a training row, or what an imported model is
+    for, at most 4096."""
     to: str | None = None
     """A file for the results, as JSON."""
 
@@ -67,11 +73,13 @@ def main(argv: Sequence[str]) -> int:
     with cli.exit_on_bad_configuration():
         start_process()
     with cli.exit_on_bad_configuration():
+        if config.to is not None and not pathlib.Path(config.to).absolute().parent.is_dir():
+            raise ValueError(f"to={config.to}: its directory is not there, make it first")
         results = evaluate_tasks(config)
-        if config.to is not None:
-            text = json.dumps(results, indent=2, default=str) + "\n"
-            pathlib.Path(config.to).write_text(text, encoding="utf-8")
     say(require("lm_eval.utils", extra="lm-eval").make_table(results))
+    if config.to is not None:
+        text = json.dumps(results, indent=2, default=str) + "\n"
+        pathlib.Path(config.to).write_text(text, encoding="utf-8")
     return int(cli.ExitCode.DONE)
 
 
@@ -96,12 +104,13 @@ def evaluate_tasks(config: EvaluateTasksConfig) -> dict[str, Any]:
             " --include DIR reads yours"
         )
     assembly, state, _ = open_run(config.run.directory, config.run.step, config.run.mesh)
+    usual = min(length_of(RunDirectory(config.run.directory), assembly.plan.config), _MOST)
     text = text_tokens(assembly.source)
     with jax.set_mesh(assembly.mesh):
         scorer = Scorer(
             assembly.plan.model,
             state.params,
-            max_length=config.max_length or assembly.plan.config.training.sequence_length,
+            max_length=config.max_length or usual,
             batch_size=config.batch_size,
             router_state=state.router_state,
             execution=assembly.execution,

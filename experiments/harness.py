@@ -172,7 +172,7 @@ def _warn(num_truncated: int, num_requests: int, max_length: int) -> None:
     if num_truncated:
         logger.warning(
             "%d of %d requests are longer than %d tokens: the beginning of their context is not"
-            " read. --max_length reads more, beyond what the model was trained on",
+            " read. --max_length reads more, as far as the model was trained on it",
             *(num_truncated, num_requests, max_length),
         )
 

@@ -189,12 +189,12 @@ def _check(
         if not is_merged and saved["shape"] != leaf["shape"]:
             hint = hint_of(saved, leaf, manifest.config)
             lines.append(f"{path}: saved {spell(saved)}, wanted {spell(leaf)}{hint}")
-        elif saved["dtype"] != leaf["dtype"] and (
-            not is_cast_allowed or "key" in (saved["dtype"], leaf["dtype"])
-        ):
-            lines.append(
-                f"{path}: saved {saved['dtype']}, wanted {leaf['dtype']}, not cast unasked"
-            )
+            continue
+        dtypes = {piece["dtype"] for piece in pieces}
+        is_castable = is_cast_allowed and "key" not in (*dtypes, leaf["dtype"])
+        if dtypes != {leaf["dtype"]} and not is_castable:
+            both = " and ".join(sorted(dtypes))
+            lines.append(f"{path}: saved {both}, wanted {leaf['dtype']}, not cast unasked")
     if lines:
         shown = "\n  ".join(lines[:20]) + ("\n  ..." if len(lines) > 20 else "")
         raise CheckpointError(f"{where} lacks what is wanted ({len(lines)} arrays):\n  {shown}")

@@ -40,6 +40,7 @@ from jaxmoe.layers.rotary import rotary_angles, rotate, yarn_size
 from jaxmoe.layers.sequences import current_form, current_order, places_of
 from jaxmoe.models.config import LatentAttentionConfig, ModelConfig
 from jaxmoe.parameters import Declaration, Role, declare
+from jaxmoe.precision import PrecisionPolicy
 from sharding import axes as ax
 from sharding.sequence_parallel import (
     AttentionRules,
@@ -65,6 +66,25 @@ class LatentCache:
     """Positions filled."""
 
 
+def check_precision(precision: PrecisionPolicy) -> None:
+    """Refuses products and caches in few bits, which stop at this layer so far.
+
+    Args:
+        precision: of the execution.
+    """
+    found = {
+        "weights": (precision.weights, "floating"),
+        "cache": (precision.cache, "compute"),
+        "matmul": (precision.matmul.name, "full"),
+    }
+    for field, (value, only) in found.items():
+        if value != only:
+            raise ValueError(
+                f"execution.precision.{field}={value} is not for latent attention, whose"
+                f" products and cache are in the compute dtype: set it to {only}"
+            )
+
+
 class LatentAttention(nn.Module):
     """One layer of latent attention."""
 
@@ -86,7 +106,7 @@ class LatentAttention(nn.Module):
         places: Int[Array, "B S"] | None = None,
     ) -> tuple[Float[Array, "B S D"], AttentionOutputs]:
         """Attends; see `jaxmoe.layers.attention.Attention`."""
-        self._check_precision()
+        check_precision(self.execution.precision)
         config, placement = self._config, self.execution.placement
         dtype = self.execution.precision.compute_dtype
         q, latent, rope_key = self._into_latents(x.astype(dtype))
@@ -134,21 +154,6 @@ class LatentAttention(nn.Module):
         product = Product("bsnh,nhd->bsd", weight.astype(dtype), (ax.HEADS, None, None), _HEADS)
         y = into_stream(out, product, placement)
         return y, AttentionOutputs(cache=cache, logits=logits)
-
-    def _check_precision(self) -> None:
-        """Refuses products and caches in few bits, which stop at this layer so far."""
-        precision = self.execution.precision
-        found = {
-            "weights": (precision.weights, "floating"),
-            "cache": (precision.cache, "compute"),
-            "matmul": (precision.matmul.name, "full"),
-        }
-        for field, (value, only) in found.items():
-            if value != only:
-                raise ValueError(
-                    f"execution.precision.{field}={value} is not for latent attention, whose"
-                    f" products and cache are in the compute dtype: set it to {only}"
-                )
 
     def _into_latents(self, x: Float[Array, "B S D"]) -> tuple[Array, Array, Array]:
         """Queries [B S N H]; the latent [B S R] and the key for RoPE, which lie as the stream."""

@@ -16,6 +16,7 @@ from experiments import checkpoint, evaluate, generate, pretrain
 from experiments.assembly import assemble
 from experiments.cli import ExitCode
 from experiments.config import EvaluationConfig, PretrainConfig, TrainingConfig
+from experiments.converted_run import length_of
 from experiments.finished import open_run
 from experiments.recipes.markov import markov
 from experiments.run_directory import RunDirectory
@@ -125,6 +126,9 @@ def test_there_and_back(run, exported, imported):
     assert leaf.sharding.mesh.shape == assembly.mesh.shape
     summary = read_json(imported, "summary.json")
     assert summary["status"] == "imported" and summary["format"] == "qwen3_moe"
+    longer = dataclasses.replace(PretrainConfig(), training=TrainingConfig(sequence_length=64))
+    assert length_of(RunDirectory(imported), longer) == 16 == summary["max_length"]
+    assert length_of(RunDirectory(run), longer) == 64
 
 
 @pytest.mark.slow
@@ -207,6 +211,9 @@ def test_what_no_family_computes_brings_its_modelling_file(tmp_path, capsys):
     back = ("convert", "--from_huggingface", str(place), "--to", str(tmp_path / "new"))
     assert "has no tokenizer.json, and the embedded corpus is in bytes" in refused(
         capsys, checkpoint.main, *back
+    )
+    assert "imported.data reads bytes, which are not the 16 tokens of this model" in refused(
+        capsys, checkpoint.main, *back, "imported.data:corpus"
     )
     small = ("--imported.batch_size", "8", "--imported.sequence_length", "16", *ONE)
     convert(*back[1:], "imported.data:markov", *small)

@@ -79,6 +79,10 @@ def test_ids_are_no_text(tmp_path, capsys):
     with pytest.raises(ValueError, match="the data of this run is token ids"):
         text_tokens(markov().data.build())
     assert "tasks is empty" in refused(capsys, evaluate_tasks.main, "--run.directory", "none")
+    nowhere = ("--run.directory", "none", "--to", str(tmp_path / "none" / "results.json"))
+    assert "its directory is not there, make it first" in refused(
+        capsys, evaluate_tasks.main, *nowhere
+    )
 
 
 @pytest.mark.slow

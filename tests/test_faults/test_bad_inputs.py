@@ -94,6 +94,10 @@ COMMANDS = {
         r"'bf61' for argument '--execution\.precision\.compute'\. Expected one of \('auto',"
         r" 'float32', 'bfloat16'\)",
     ),
+    "few bits where there is no such form": (
+        ["markov", "model.attention:latent", "execution.precision.matmul:halo"],
+        r"execution\.precision\.matmul=halo is not for latent attention, .*: set it to full",
+    ),
     "top_k above the experts": (
         ["--model.moe.top_k", "5", "--model.moe.num_experts", "4"],
         r"moe\.top_k=5 must not exceed moe\.num_experts=4",

@@ -74,21 +74,28 @@ class Pair:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_peer_that_is_killed_or_stands_still(tmp_path, number):
-    """The other is out within the heartbeat and 5 s, and names it."""
+@pytest.mark.every_row
+@pytest.mark.parametrize(
+    ("victim", "number"), [(1, signal.SIGKILL), (1, signal.SIGSTOP), (0, signal.SIGKILL)]
+)
+def test_a_peer_that_is_killed_or_stands_still(tmp_path, victim, number):
+    """The other is out within the heartbeat and 5 s, and names it; process 0 takes the service that
+    knows names with it, and JAX says that it has gone."""
     waits = ("--processes.watchdog", "3") if number == signal.SIGSTOP else ()
     with Pair(tmp_path, flags(tmp_path / "run", MANY, *WAITS, *RUN, *waits)) as pair:
         pair.until("step=5/")
-        pair.processes[1].send_signal(number)
+        pair.processes[victim].send_signal(number)
         began = time.monotonic()
-        code = pair.code(0)
+        code = pair.code(1 - victim)
         seconds = time.monotonic() - began
-    assert code in (ExitCode.LOST, ExitCode.HUNG), pair.text(0)
-    assert "process 1 is lost: has been silent" in pair.text(0) or (
-        "process 1 has been silent" in pair.text(0)
-    )
-    assert seconds < HEARTBEAT + 5
+    text = pair.text(1 - victim)
+    assert seconds < HEARTBEAT + 5, text
+    if victim == 0:
+        assert code == -signal.SIGABRT, text
+        assert "the JAX distributed service" in text
+        return
+    assert code in (ExitCode.LOST, ExitCode.HUNG), text
+    assert "process 1 is lost: has been silent" in text or "process 1 has been silent" in text
 
 
 RAISES = """

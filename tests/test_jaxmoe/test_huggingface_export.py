@@ -349,6 +349,10 @@ def test_biases_must_be_given(tmp_path):
     wrong = {"bias": jnp.zeros((3, 6))}
     text = refused(model, params, tmp_path / "it", router_state=wrong)
     assert "router_state/bias: found [3, 6], expected [2, 6]" in text
+    router = dataclasses.replace(model.moe.router, bias=None)
+    without = dataclasses.replace(model, moe=dataclasses.replace(model.moe, router=router))
+    to_huggingface(without, params, tmp_path / "without")  # the family has one: of zeros
+    assert not np.asarray(read_huggingface(tmp_path / "without")[2]["bias"]).any()
 
 
 def test_places(olmoe, tmp_path, monkeypatch):
@@ -387,3 +391,7 @@ def test_fields_of_the_tokenizer(olmoe, tmp_path):
     written = json.loads((place / "config.json").read_text())
     assert (written["bos_token_id"], written["eos_token_id"]) == (3, None)
     assert written["max_position_embeddings"] == 77
+    given = {"fields": {"eos_token_id": 5}, "family": "jaxmoe"}
+    own = to_huggingface(model, params, tmp_path / "own", **given)
+    asked = json.loads((own / "generation_config.json").read_text())
+    assert asked == {"use_cache": False, "eos_token_id": 5}

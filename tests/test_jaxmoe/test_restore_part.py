@@ -105,9 +105,13 @@ def test_another_layout(tmp_path):
     restored = restore_part(tmp_path, target, mapping=parse_mapping(text))["params"]
     np.testing.assert_array_equal(restored["embedding"]["weight"], table)
     np.testing.assert_array_equal(restored["norm"]["scale"], gains)
+    foreign["rank1"]["wte"] = padded[1].astype(np.float16)
+    save_checkpoint(tmp_path, foreign, step=2, config={})
+    with pytest.raises(CheckpointError, match="saved float16 and float32, wanted float32, not"):
+        restore_part(tmp_path, target, step=2, mapping=parse_mapping(text))
     with pytest.raises(CheckpointError, match=r"merged to \[11, 4\], and \[10, 4\] is wanted"):
         wrong = parse_mapping(text.replace("to 10", "to 11"))
-        restore_part(tmp_path, target, mapping=wrong)
+        restore_part(tmp_path, target, step=1, mapping=wrong)
 
 
 def test_damage_is_seen(saved, tmp_path):

@@ -35,10 +35,12 @@ from jaxmoe.checkpoint.manifest import CheckpointError
 from jaxmoe.configs import closest
 from jaxmoe.models.config import LatentAttentionConfig, ModelConfig
 from jaxmoe.models.initialize import parameter_table
+from jaxmoe.models.transformer import initial_router_state
 from jaxmoe.parameters import ParameterSpec
 
 CONFIG = "config.json"
 _GENERATION = "generation_config.json"
+_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _SHOWN = 20
 _BY_NORM = {"full": "olmoe", "none": "mixtral", "head": "qwen3_moe"}
@@ -95,6 +97,10 @@ def to_huggingface(
         )
     chosen, place = OWN if name == modeling.NAME else FAMILIES[name], pathlib.Path(directory)
     config = _config(model, name, chosen, dtype, max_length) | dict(fields or {})
+    if chosen is not OWN and not len(state_table(model)):
+        read = chosen.model(config)
+        if len(state_table(read)):  # a family that always has a bias, of zeros where there is none
+            model, router_state = read, initial_router_state(read)
     arrays = _arrays(model, params, router_state)
     if experts == "stacked" and chosen is OWN:
         raise CheckpointError(f"{modeling.FILE} has a module for each expert: experts='each'")
@@ -106,8 +112,11 @@ def to_huggingface(
         (partial / CONFIG).write_text(text, encoding="utf-8")
         if chosen is OWN:
             (partial / modeling.FILE).write_text(modeling.MODELING, encoding="utf-8")
-            # It keeps no cache, and generation would take one for granted.
-            (partial / _GENERATION).write_text('{"use_cache": false}\n', encoding="utf-8")
+            # It keeps no cache, which generation would take for granted; where there is such a
+            # file generation asks nothing else.
+            asked = {name: config[name] for name in _TOKENS if config[name] is not None}
+            text = json.dumps({"use_cache": False} | asked, indent=2) + "\n"
+            (partial / _GENERATION).write_text(text, encoding="utf-8")
         for file, content in (texts or {}).items():
             with open(partial / file, "x", encoding="utf-8") as stream:  # over none of the above
                 stream.write(content)
@@ -122,11 +131,18 @@ def suggest_family(model: ModelConfig) -> tuple[str, str]:
 
     Returns:
         A key of FAMILIES and "", or "jaxmoe" and what the nearest family would say of the model.
+
+    Raises:
+        CheckpointError: neither computes it.
     """
     name = _family_name(model)
     try:
         _config(model, name, FAMILIES[name], "float32", 1)
     except CheckpointError as error:
+        try:
+            modeling.check_computed(model)
+        except CheckpointError:
+            raise error from None
         return modeling.NAME, str(error)
     return name, ""
 
@@ -147,7 +163,7 @@ def _config(
     Raises:
         CheckpointError: there are none.
     """
-    tokens: dict[str, Any] = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    tokens: dict[str, Any] = dict.fromkeys(_TOKENS)
     config = tokens | {"model_type": name, "max_position_embeddings": max_length}
     config |= {"torch_dtype": dtype, "architectures": [family.architecture], "use_cache": True}
     config |= family.fields(model)
@@ -166,6 +182,10 @@ def _config(
         way = (
             f"family={modeling.NAME!r} writes it with a modelling file of its own ({modeling.FILE})"
         )
+        try:
+            modeling.check_computed(model)
+        except CheckpointError as own:
+            way = str(own)
         raise CheckpointError(f"{error}\n{way}") from error
     return config
 

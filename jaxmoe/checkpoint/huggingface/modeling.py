@@ -213,7 +213,8 @@ class Router(nn.Module):
         logits = (x.float() * self.multiplier) @ self.weight.float().T
         is_softmax = config["kind"] == "softmax_topk"
         log_scores = F.log_softmax(logits, -1) if is_softmax else F.logsigmoid(logits)
-        preference = log_scores.exp()
+        is_plain = not self.has_bias and config["groups"] is None
+        preference = logits if is_plain else log_scores.exp()  # which may round to the same
         if self.has_bias:
             preference = preference + self.e_score_correction_bias.float()
         if config["groups"] is not None:
