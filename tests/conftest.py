@@ -10,8 +10,9 @@
 Everything runs on 8 devices of the CPU. The environment is set before JAX is imported and reaches
 the commands that tests start; strictness is for this process alone.
 
-Of a long proof that is a table `make test-slow` runs ROWS rows, from the first to the last; the
-others are large (`make test-large`), unless the test is marked `every_row`.
+Of a long proof that is a table `make test-slow` runs ROWS rows, the first and the last among them;
+of any table marked `rows(n)` n rows run, all where n is None. The others are large and run by
+`make test-large`.
 
 To add an exception to "warnings are errors": a line in WARNINGS, with its reason.
 """
@@ -112,15 +113,16 @@ def pytest_configure(config):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    tables: dict[str, list[pytest.Item]] = {}
+    tables: dict[tuple[str, int | None], list[pytest.Item]] = {}
     for item in items:
-        if item.get_closest_marker("slow") and not item.get_closest_marker("every_row"):
-            tables.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    for rows in tables.values():
-        kept = {round(number * (len(rows) - 1) / (ROWS - 1)) for number in range(ROWS)}
-        for number, row in enumerate(rows):
-            if number not in kept and len(rows) > ROWS:
-                row.add_marker("large")
+        asked = item.get_closest_marker("rows")
+        most = asked.args[0] if asked else ROWS if item.get_closest_marker("slow") else None
+        tables.setdefault((item.nodeid.partition("[")[0], most), []).append(item)
+    for (_, most), rows in tables.items():
+        if most is not None and len(rows) > most:
+            kept = {round(number * (len(rows) - 1) / (most - 1)) for number in range(most)}
+            for number in {*range(len(rows))} - kept:
+                rows[number].add_marker("large")
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -53,7 +53,6 @@ def logged(run):
     return [line["eval/bits_per_token"] for line in lines if "eval/bits_per_token" in line][-1]
 
 
-@pytest.mark.slow
 def test_evaluation_has_them(run, capsys):
     """The command gives training's number, and without them the number is another."""
     assert evaluate.main(["--run.directory", str(run)]) == ExitCode.DONE

@@ -74,7 +74,7 @@ class Pair:
 
 
 @pytest.mark.slow
-@pytest.mark.every_row
+@pytest.mark.rows(None)
 @pytest.mark.parametrize(
     ("victim", "number"), [(1, signal.SIGKILL), (1, signal.SIGSTOP), (0, signal.SIGKILL)]
 )

@@ -68,6 +68,7 @@ def test_the_table_is_the_registry():
 # What every bias promises.
 
 
+@pytest.mark.rows(4)
 @every_bias
 def test_a_bias_moves_from_its_statistics_and_gives_no_gradient(config):
     scores, state = skewed(TOKENS, EXPERTS), config.init(EXPERTS)
@@ -112,6 +113,7 @@ def test_padding_moves_nothing(config):
     np.testing.assert_array_equal(np.asarray(ours[0])[mask], plain[0])
 
 
+@pytest.mark.rows(12)
 @every_bias
 @pytest.mark.parametrize(("tokens", "top_k"), [(0, 1), (1, EXPERTS), (TOKENS, EXPERTS)])
 def test_extreme_sizes_stay_finite(config, top_k, tokens):
@@ -137,6 +139,7 @@ def test_evaluation_is_by_state_alone(config):
         jax.tree.map(np.testing.assert_array_equal, same, state)
 
 
+@pytest.mark.rows(4)
 @every_bias
 def test_eight_devices_are_one(config):
     """Rows of a batch over (data, expert), positions over seq: the same choice and state."""

@@ -137,7 +137,7 @@ def steps_on_one_device():
     return two_steps(ExecutionConfig(), None)
 
 
-@pytest.mark.parametrize("name", rows_of(STATES, ("hierarchical_fold",)))
+@pytest.mark.parametrize("name", rows_of(STATES, ()))
 def test_steps_are_the_same_with_every_layout_of_the_state(name):
     """However parameters, gradients and moments are cut; and each lies where its layout says."""
     execution = STATES[name]

@@ -207,6 +207,7 @@ def apply_layer(moe, params, x, token_mask, execution=ON_ONE):
     return y, outputs.statistics
 
 
+@pytest.mark.rows(3)
 @pytest.mark.parametrize("moe", LAYERS.values(), ids=LAYERS)
 def test_the_layer_equals_the_plainest_one(moe):
     params, x, token_mask = layer_values(moe)

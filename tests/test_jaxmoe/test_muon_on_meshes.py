@@ -69,6 +69,7 @@ def mapped(matrices, way):
     return jax.jit(run)
 
 
+@pytest.mark.rows(5)
 @pytest.mark.parametrize(
     ("mesh", "rules", "way"),
     [
@@ -102,6 +103,7 @@ SPECS = {
 }
 
 
+@pytest.mark.rows(12)
 @every_way
 @pytest.mark.parametrize("case", SPECS)
 @pytest.mark.parametrize("size", [6, 16])

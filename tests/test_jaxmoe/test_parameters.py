@@ -192,6 +192,7 @@ def tiny_values():
     return flat(init_params(TINY, jax.random.key(7)))
 
 
+@pytest.mark.rows(4)
 @pytest.mark.parametrize(("mesh", "rules"), LAYOUTS)
 def test_values_are_the_same_on_every_mesh(mesh, rules, tiny_values):
     rows = {row.path: row for row in parameter_table(TINY, rules=RULES[rules])}

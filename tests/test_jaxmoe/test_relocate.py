@@ -128,6 +128,7 @@ def test_every_method_has_its_row():
     assert set(EXACT) | set(ROUNDED) | set(NAMED) == set(METHODS)
 
 
+@pytest.mark.rows(14)
 @pytest.mark.parametrize("name", EXACT + ROUNDED)
 def test_there_and_back_bit_for_bit(name):
     """And what moves has moved: every leaf with a dimension of experts, of both trees."""

@@ -46,6 +46,7 @@ def test_the_table_is_the_registry():
         assert {type(case.config) for case in cases} == {ROUTERS[name]}
 
 
+@pytest.mark.rows(51)
 @in_every_mode
 @pytest.mark.parametrize("scale", [0.0, 1.0, 1e4])
 def test_the_records_hold_what_they_say(case, train, scale):
@@ -80,6 +81,7 @@ def test_the_records_hold_what_they_say(case, train, scale):
     assert_close(statistics.entropy_sum, entropy, "matmul")
 
 
+@pytest.mark.rows(34)
 @in_every_mode
 @pytest.mark.parametrize("tokens", [0, 1])
 def test_no_token_and_one_token(case, train, tokens):
@@ -90,6 +92,7 @@ def test_no_token_and_one_token(case, train, tokens):
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(output.statistics))
 
 
+@pytest.mark.rows(34)
 @in_every_mode
 def test_padding_goes_nowhere_and_is_counted_nowhere(case, train):
     """As if it were not there, whatever stands in it, even where its squares overflow."""
@@ -105,6 +108,7 @@ def test_padding_goes_nowhere_and_is_counted_nowhere(case, train):
         assert_close(statistics.statistics, compact.statistics, "matmul")
 
 
+@pytest.mark.rows(34)
 @in_every_mode
 def test_ties_are_settled_the_same_way_every_time(case, train):
     """Equal tokens, equal scores: to the lower expert, or to the lower token."""
@@ -152,6 +156,7 @@ def test_permuting_experts_permutes_the_result(case):
     assert other.statistics.counts.sum() > 0
 
 
+@pytest.mark.rows(24)
 @pytest.mark.parametrize(("case", "train"), [mode for mode in MODES if not mode.values[0].is_wide])
 def test_statistics_of_two_halves_add_up(case, train):
     """Rows are routed by themselves, so two micro-batches are one batch."""
@@ -162,6 +167,7 @@ def test_statistics_of_two_halves_add_up(case, train):
     assert_close(jnp.concatenate([part[1] for part in parts]), dense, "matmul")
 
 
+@pytest.mark.rows(34)
 @in_every_mode
 def test_narrow_inputs_are_widened_first(case, train):
     narrow = drawn(6).astype(jnp.bfloat16)
@@ -182,6 +188,7 @@ def test_evaluation_looks_at_no_later_token(case):
         np.testing.assert_array_equal(dense[LENGTH:], other[LENGTH:])
 
 
+@pytest.mark.rows(22)
 @every_router
 def test_what_draws_numbers_needs_a_key(case):
     router, (params, state) = build(case), initial(case)
@@ -211,6 +218,7 @@ def gradients(case):
     return jax.jit(jax.grad(loss, argnums=(0, 1, 2)))
 
 
+@pytest.mark.rows(44)
 @every_router
 @pytest.mark.parametrize("scale", [1.0, 1e4])
 def test_the_gradient_reaches_the_router_and_nothing_else(case, scale):
@@ -243,6 +251,7 @@ def test_declarations_and_initial_values_agree(case):
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(after))
 
 
+@pytest.mark.rows(24)
 @in_every_mode
 def test_the_same_on_eight_devices(case, train):
     """Rows over data and expert, positions over seq; the new state is the same on all of them

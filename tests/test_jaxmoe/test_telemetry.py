@@ -156,6 +156,7 @@ def test_states_and_parameters_are_found_by_name():
     assert_close(telemetry.watch_params(params), {"row_similarity": 0.5}, "elementwise")
 
 
+@pytest.mark.slow
 def test_detail_reaches_the_metrics_of_a_step():
     """With micro-batches and recomputed layers, which must count nothing twice."""
     moe = dataclasses.replace(TINY.moe, router=SoftmaxTopKConfig(bias=LossFreeConfig(rate=0.1)))

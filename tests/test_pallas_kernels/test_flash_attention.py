@@ -194,6 +194,7 @@ def test_the_table_is_complete():
     assert set(OPERATIONS["flash_attention"].implementations) == names
 
 
+@pytest.mark.rows(10)
 @pytest.mark.parametrize(
     ("implementation", "name"),
     [case_of(implementation, name) for implementation in IMPLEMENTATIONS for name in CASES],
@@ -233,6 +234,7 @@ AGAINST_JAX = {
 }
 
 
+@pytest.mark.rows(8)
 @pytest.mark.parametrize(
     ("implementation", "name", "options"),
     [
@@ -310,6 +312,7 @@ def test_memory_is_linear_in_length(monkeypatch):
     assert temporary_bytes(2048) < 2.2 * temporary_bytes(1024)
 
 
+@pytest.mark.rows(4)
 @pytest.mark.parametrize(
     ("implementation", "check_vma", "axis_type"),
     [

@@ -118,6 +118,7 @@ FAST = (
 )
 
 
+@pytest.mark.rows(5)
 @pytest.mark.parametrize(
     "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
 )

@@ -110,6 +110,7 @@ def test_oracle_against_numpy(case):
     np.testing.assert_allclose(out, expected, **TOLERANCES["float32"])
 
 
+@pytest.mark.rows(12)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_parity(implementation, case, small_blocks):

@@ -106,6 +106,7 @@ def test_oracle_against_dense_swiglus():
     _assert_equal(actual, (out, *pull(d_out)))
 
 
+@pytest.mark.rows(12)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_parity(implementation, case, small_blocks):
@@ -127,6 +128,7 @@ def test_parity_in_bfloat16(implementation):
     _assert_equal(actual, expected, TOLERANCES["bfloat16"])
 
 
+@pytest.mark.rows(4)
 @pytest.mark.parametrize(
     ("of_gate_up", "of_down"), [("channel", 4), (2, None), (None, "tensor"), ("tensor", "channel")]
 )

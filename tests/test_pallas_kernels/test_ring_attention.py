@@ -172,6 +172,7 @@ def _oracle(case, *inputs):
 SLOW = {"both_ways_three_ranks", "contiguous_window_of_one", "documents_xla"}
 
 
+@pytest.mark.rows(6)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in CASES]
 )

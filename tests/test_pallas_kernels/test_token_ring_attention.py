@@ -213,6 +213,7 @@ def _check_parity(case):
     assert_close(actual, expected, "attention", case.dtype)
 
 
+@pytest.mark.rows(6)
 @pytest.mark.parametrize("name", CASES)
 def test_parity(name):
     _check_parity(CASES[name])

@@ -111,6 +111,7 @@ def arrays():
     return jax.random.normal(x, (8, 6, 16)), jax.random.normal(w, (16, 16))
 
 
+@pytest.mark.rows(16)
 @pytest.mark.parametrize(("mesh", "rules"), LAYOUTS)
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_the_same_on_every_mesh(operation, mesh, rules, arrays):

@@ -208,6 +208,7 @@ QUICK = {
 }
 
 
+@pytest.mark.rows(6)
 @pytest.mark.parametrize(
     ("layout", "name"),
     [
