@@ -188,7 +188,7 @@ def with_equal_parameters(programs):
 
 @pytest.mark.slow
 @pytest.mark.trains
-@pytest.mark.parametrize("axis", ["top_k", "granularity"])
+@pytest.mark.parametrize("axis", ["top_k", pytest.param("granularity", marks=pytest.mark.large)])
 def test_sqrt_gates_keep_the_size_in_the_real_model(axis):
     """At initialisation, mean of 32 seeds, K from 1 to 64 within 2%; correlation beside it."""
     task, found = load_task(PROOF), {}

@@ -50,7 +50,7 @@ def held_out(path):
     return result.nats_per_token, state
 
 
-@pytest.mark.slow
+@pytest.mark.large
 def test_a_run_is_written_anew(untrained, tmp_path, capsys):
     into = tmp_path / "placed"
     arguments = ["--run.directory", str(untrained), "--devices", "2", "--into", str(into)]

@@ -155,7 +155,7 @@ def test_generate_writes_text(finished, capsys):
     assert "error: prompt='def': 'def' is not a token of this language" in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.large
 def test_killed_at_any_moment_and_resumed_equals_never_stopped(tmp_path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     more = ("--checkpoint.every", "20", "--evaluation.every", "0", "--tracking.sample_length", "0")

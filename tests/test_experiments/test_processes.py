@@ -81,7 +81,7 @@ def _losses(directory: pathlib.Path) -> dict[int, float]:
     return {line["step"]: line["train/loss"] for line in lines if "train/loss" in line}
 
 
-@pytest.mark.slow
+@pytest.mark.large
 def test_processes_train_to_the_loss_of_one(tmp_path):
     """Four of them; two, fully sharded, are in tests/test_faults/test_restore_matrix.py."""
     alone = tmp_path / "alone"
