@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+from etils import epath
 from flax import traverse_util
 from jaxtyping import Array
 
@@ -113,19 +114,33 @@ def read_mapped(
     return arrays
 
 
-def _open(directory: Any, step: int | None, verify: Verify) -> _Reader:
-    """A step whose files are whole; the newest such one when None."""
+def whole_step(
+    directory: Any, step: int | None, verify: Verify = "full"
+) -> tuple[epath.Path, CheckpointManifest]:
+    """A step whose files are what was written, and what it says of itself.
+
+    Args:
+        directory: of all steps.
+        step: the newest that is whole when None.
+        verify: what is checked.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+    """
     manager = CheckpointManager(directory, is_writer=False, verify=verify)
     try:
         if step is not None:
             manager.check_files(step)
         elif (step := manager.newest_whole_step()) is None:
             raise CheckpointError(f"{directory} holds no checkpoints that are whole")
-        manifest = manager.manifest(step)
+        return manager.directory / str(step), manager.manifest(step)
     finally:
         manager.close()
-    where = f"{manager.directory}/{step}"
-    return _Reader(manager.directory / str(step) / "state", manifest, where, verify == "full")
+
+
+def _open(directory: Any, step: int | None, verify: Verify) -> _Reader:
+    path, manifest = whole_step(directory, step, verify)
+    return _Reader(path / "state", manifest, str(path), verify == "full")
 
 
 class _Reader:

@@ -31,8 +31,8 @@ from flax import traverse_util
 
 from jaxmoe.checkpoint import checksums
 from jaxmoe.checkpoint.fingerprint import RunningFingerprint
-from jaxmoe.checkpoint.manager import CheckpointManager
 from jaxmoe.checkpoint.manifest import CheckpointError, make_manifest
+from jaxmoe.checkpoint.restore import whole_step
 from jaxmoe.checkpoint.tree import SEPARATOR, flatten, pack
 from jaxmoe.tracking.optional import require
 
@@ -222,17 +222,9 @@ def open_stored(directory: Any, step: int | None = None) -> tuple[int, dict[str,
         CheckpointError: there is none, or it is damaged; the files are compared with their
             checksums here.
     """
-    manager = CheckpointManager(directory, is_writer=False)
-    try:
-        if step is not None:
-            manager.check_files(step)
-        elif (step := manager.newest_whole_step()) is None:
-            raise CheckpointError(f"{directory} holds no checkpoints that are whole")
-        manifest = manager.manifest(step)
-    finally:
-        manager.close()
-    state = pathlib.Path(manager.directory) / str(step) / _STATE
-    return step, {
+    path, manifest = whole_step(directory, step)
+    state = pathlib.Path(path) / _STATE
+    return manifest.step, {
         path: StoredArray(state, path, tuple(array["shape"]), array["dtype"])
         for path, array in manifest.arrays.items()
         if array["dtype"] != "key"
