@@ -120,7 +120,8 @@ def pytest_collection_modifyitems(items):
         tables.setdefault((item.nodeid.partition("[")[0], most), []).append(item)
     for (_, most), rows in tables.items():
         if most is not None and len(rows) > most:
-            kept = {round(number * (len(rows) - 1) / (most - 1)) for number in range(most)}
+            apart = (len(rows) - 1) / max(most - 1, 1)
+            kept = {round(number * apart) for number in range(most)}
             for number in {*range(len(rows))} - kept:
                 rows[number].add_marker("large")
 

@@ -54,7 +54,7 @@ def undivided(model):
     [
         GLOBAL,
         pytest.param(ROWS, marks=pytest.mark.slow),
-        pytest.param(COUNTED, marks=pytest.mark.slow),
+        pytest.param(COUNTED, marks=pytest.mark.large),
     ],
     ids=["global", "sequence", "counted"],
 )
@@ -64,7 +64,8 @@ def test_two_passes_are_one_large_batch(model):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("mesh", "parts"), [("data2", PARTS), ("data4_tensor2", 2)])
+@pytest.mark.rows(1)
+@pytest.mark.parametrize(("mesh", "parts"), [("data4_tensor2", 2), ("data2", PARTS)])
 def test_two_passes_on_a_mesh(mesh, parts):
     assert_close(one_step(GLOBAL, parts, "two_pass", mesh), undivided(GLOBAL), "end_to_end")
 

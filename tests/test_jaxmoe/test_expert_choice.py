@@ -264,7 +264,8 @@ MOE = MoEConfig(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", ["data8", "data4_tensor2", "replica2_data2_expert2"])
+@pytest.mark.rows(1)
+@pytest.mark.parametrize("mesh", ["replica2_data2_expert2", "data8", "data4_tensor2"])
 def test_a_model_is_the_same_on_every_mesh(mesh):
     assert_close(loss_on_mesh(MOE, mesh), loss_on_one_device(MOE), "end_to_end")
 

@@ -239,8 +239,8 @@ def test_updates_of_a_role_are_taken_together():
             {"mesh": "data4_tensor2", "parts": 2, "remat": "full", "loss_chunk": 4},
             marks=pytest.mark.slow,
         ),
-        pytest.param({"parts": 4, "remat": "full"}, marks=pytest.mark.slow),
-        pytest.param({"mesh": "data4_tensor2", "parts": 2}, marks=pytest.mark.slow),
+        pytest.param({"parts": 4, "remat": "full"}, marks=pytest.mark.large),
+        pytest.param({"mesh": "data4_tensor2", "parts": 2}, marks=pytest.mark.large),
     ],
     ids=["all_at_once", "micro_batches_recomputed", "mesh_and_micro_batches"],
 )

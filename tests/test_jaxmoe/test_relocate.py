@@ -165,6 +165,7 @@ OPTIMIZERS = {
 
 
 @pytest.mark.slow
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_training_continues(name):
     """One step before, then relocating and stepping in either order, bit for bit; with moments and
