@@ -79,6 +79,7 @@ def test_all_tokens_to_one_expert(method):
     assert np.isfinite(loads).all() and math.isclose(loads[-1, 0].sum(), 1.0, rel_tol=1e-5)
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("method", ["hyperp", "deepseek_v3"])
 def test_256_experts_top_8(method):
     train(METHODS[method].parts(), num_experts=256, top_k=8, rows=8)
@@ -94,6 +95,7 @@ EVEN_96 = {
 }
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("name", EVEN_96)
 def test_96_experts_top_1(name):
     """Max violation below 1 and no dead expert, in both layers."""
