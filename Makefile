@@ -39,6 +39,7 @@ test-slow: $(HF)
 
 test-large: $(HF)
 	$(BIN)/python -m pytest -n $(WORKERS) -m "large and not trains and not accelerator"
+	$(BIN)/python -m pytest -n $(WORKERS) -m "large and trains and not accelerator"
 
 bench: $(HF)
 	$(BIN)/python -m experiments.bench kernels
