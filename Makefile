@@ -1,6 +1,6 @@
 # make demo        set up and train the default recipe; the same command resumes
 # make test        set up and run the tests (under 15 minutes on 2 cores)
-# make test-slow   the long proofs; of their tables some rows
+# make test-slow   the long proofs; of their tables one row
 # make test-large  the other rows, and models of billions compiled for TPU pods: an hour and more
 # make lint        ruff, pyright, codespell
 # make bench       kernels, routers, a step beside transformers (ten minutes, machine left alone)

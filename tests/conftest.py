@@ -10,9 +10,8 @@
 Everything runs on 8 devices of the CPU. The environment is set before JAX is imported and reaches
 the commands that tests start; strictness is for this process alone.
 
-Of a long proof that is a table `make test-slow` runs ROWS rows, the first and the last among them;
-of any table marked `rows(n)` n rows run, all where n is None. The others are large and run by
-`make test-large`.
+Of a long proof that is a table `make test-slow` runs the first row, of a table marked `rows(n)` n
+rows run, evenly spaced; the others are large (`make test-large`). The suite of faults runs whole.
 
 To add an exception to "warnings are errors": a line in WARNINGS, with its reason.
 """
@@ -61,7 +60,8 @@ import jaxtyping  # noqa: E402
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
-ROWS = 2
+ROWS = 1
+FAULTS = ROOT / "tests" / "test_faults"
 
 # Annotations are checked at every call, shapes and all; the long proofs call the same functions
 # without. Not in the trackers: they hold no arrays, take numpy's numbers for floats, and any stream
@@ -115,8 +115,14 @@ def pytest_configure(config):
 def pytest_collection_modifyitems(items):
     tables: dict[tuple[str, int | None], list[pytest.Item]] = {}
     for item in items:
-        asked = item.get_closest_marker("rows")
-        most = asked.args[0] if asked else ROWS if item.get_closest_marker("slow") else None
+        asked, is_slow = item.get_closest_marker("rows"), item.get_closest_marker("slow")
+        most = (
+            asked.args[0]
+            if asked
+            else ROWS
+            if is_slow and FAULTS not in item.path.parents
+            else None
+        )
         tables.setdefault((item.nodeid.partition("[")[0], most), []).append(item)
     for (_, most), rows in tables.items():
         if most is not None and len(rows) > most:

@@ -173,6 +173,7 @@ def test_nobody_trains_it(converted, tmp_path, capsys):
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.large
 @pytest.mark.trains
 @pytest.mark.slow
 def test_four_bits_lose_little_of_what_was_learned(tmp_path, capsys):

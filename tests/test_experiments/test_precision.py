@@ -50,6 +50,7 @@ def test_the_tables_have_a_row_per_arm_and_per_parameter():
     assert "+0.1000  +- 0.0500" in text
 
 
+@pytest.mark.large
 @pytest.mark.slow
 @pytest.mark.trains
 def test_a_short_run_in_few_bits_ends_beside_one_in_full_precision():

@@ -79,7 +79,6 @@ def check_bad_step(step, fault: str, at: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.rows(None)
 @pytest.mark.parametrize("at", [3, LATER])
 @pytest.mark.parametrize("clip", [1.0, None])
 @pytest.mark.parametrize("fault", [name for name in FAULTS if name != "none"])

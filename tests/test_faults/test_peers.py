@@ -74,7 +74,6 @@ class Pair:
 
 
 @pytest.mark.slow
-@pytest.mark.rows(None)
 @pytest.mark.parametrize(
     ("victim", "number"), [(1, signal.SIGKILL), (1, signal.SIGSTOP), (0, signal.SIGKILL)]
 )

@@ -72,7 +72,6 @@ def whole(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.rows(None)
 @pytest.mark.parametrize("seed", range(3))
 def test_two_deaths_change_nothing(whole, tmp_path, seed):
     deaths = sorted(np.random.default_rng(seed).choice(np.arange(1, STEPS), 2, replace=False))

@@ -68,7 +68,6 @@ def _assert_goes_on(directory, alone):
         np.testing.assert_array_equal(leaf, wanted[path], err_msg=path)
 
 
-@pytest.mark.rows(None)
 @pytest.mark.parametrize("moment", LATE)
 def test_a_signal_between_steps(moment, alone, tmp_path, monkeypatch, capsys):
     owner, name, stops, number, code = LATE[moment]

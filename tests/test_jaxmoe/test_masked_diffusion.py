@@ -419,6 +419,7 @@ def test_what_does_not_fit_is_refused():
     )
 
 
+@pytest.mark.large
 @pytest.mark.slow
 def test_a_trained_model_is_near_the_entropy_and_its_samples_have_the_law():
     """Expert choice, capacity linear_reverse, on an order-2 language: symbols alone cost 1.89

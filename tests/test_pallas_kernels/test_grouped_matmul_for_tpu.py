@@ -249,6 +249,7 @@ def test_in_the_machine(operation):
     assert_close(actual, run("reference"), "matmul")
 
 
+@pytest.mark.large
 @pytest.mark.slow
 @pytest.mark.usefixtures("small_tiles")
 def test_in_shard_map():
