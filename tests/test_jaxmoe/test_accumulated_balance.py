@@ -53,7 +53,7 @@ def undivided(model):
     "model",
     [
         GLOBAL,
-        pytest.param(ROWS, marks=pytest.mark.slow),
+        pytest.param(ROWS, marks=pytest.mark.large),
         pytest.param(COUNTED, marks=pytest.mark.large),
     ],
     ids=["global", "sequence", "counted"],
@@ -87,7 +87,7 @@ def micro_statistics(model, params):
 
 
 @pytest.mark.parametrize(
-    "model", [GLOBAL, pytest.param(MICRO, marks=pytest.mark.slow)], ids=["buffer", "micro_batch"]
+    "model", [GLOBAL, pytest.param(MICRO, marks=pytest.mark.large)], ids=["buffer", "micro_batch"]
 )
 def test_one_pass_by_hand(model):
     """`buffer` takes the load of the micro-batches so far, `micro_batch` that of each alone."""

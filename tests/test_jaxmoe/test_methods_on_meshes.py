@@ -55,6 +55,7 @@ def model_of(name):
 
 
 @pytest.mark.parametrize("name", [name for name in LAYERS if name not in METHODS])
+@pytest.mark.large
 def test_the_same_on_a_mesh(name):
     done = step_once(model_of(name), batch(), mesh="replica2_data2_expert2")
     assert_close(done, on_one_device(name), "end_to_end")

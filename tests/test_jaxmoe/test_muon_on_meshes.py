@@ -268,6 +268,7 @@ def test_training_is_the_same_on_a_mesh(name, execution):
 
 
 @pytest.mark.slow
+@pytest.mark.large
 def test_training_goes_on_from_a_checkpoint_of_another_mesh(tmp_path):
     """Radii and momentum come back, where the new mesh wants them; then the same step."""
     state, _ = begin("muonh", on_mesh("data4_tensor2"))

@@ -138,6 +138,7 @@ def start():
         ),
     ],
 )
+@pytest.mark.large
 def test_a_mesh_rounds_as_one_device_does(name, matmul):
     """Scales are those of whole tensors, and blocks of 2 divide every piece: the codes are the
     same, but for values between two steps, which another order of sums may move."""

@@ -167,6 +167,7 @@ OPTIMIZERS = {
 @pytest.mark.slow
 @pytest.mark.rows(1)
 @pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.large
 def test_training_continues(name):
     """One step before, then relocating and stepping in either order, bit for bit; with moments and
     a sphere. Nothing here sums over all experts: no balancer, no clipping, sigmoid scores."""

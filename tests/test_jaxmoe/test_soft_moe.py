@@ -130,6 +130,7 @@ def test_the_layer_is_four_einsums():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["data4_tensor2", "replica2_data2_expert2"])
+@pytest.mark.large
 def test_a_model_is_the_same_on_every_mesh(mesh):
     assert_close(loss_on_mesh(MOE, mesh), loss_on_one_device(MOE), "end_to_end")
 

@@ -28,6 +28,7 @@ def mesh(monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.large
 def test_queries_travel_beside_the_arithmetic(mesh):
     """A hop of the queries lasts as long as a block, in both passes; and neither pass borrows what
     has travelled in the other, though both are in one program."""

@@ -95,6 +95,7 @@ def test_exchanges_of_one_chunk_hide_behind_the_product_of_the_other(two_chunks)
 
 
 @pytest.mark.slow
+@pytest.mark.large
 def test_equal_blocks_on_tpus(mesh):
     found = counts(collectives(compiled(mesh, AllToAllConfig(transport="equal"))))
     assert found["all-to-all"] == 4
