@@ -325,6 +325,7 @@ class CheckpointManager:
         logger.warning("%s; the step before it is used", error)
         if not self._is_writer:
             return
+        agree(0)  # nobody reads it any more
         if jax.process_index() == 0:
             shelf = self.directory / _DAMAGED
             shelf.mkdir(exist_ok=True)

@@ -238,3 +238,24 @@ def test_abandoned_steps_alone_begin_anew(tmp_path, caplog):
     assert manager.restore_newest(state, check=lineage.check) is None
     manager.close()
     assert (tmp_path / "damaged" / "3").is_dir() and "set aside" in caplog.text
+
+
+def test_a_step_moves_when_all_processes_have_read_it(tmp_path, monkeypatch):
+    """The others may come later to the manifest for which the first one gives a step up."""
+    manager = CheckpointManager(tmp_path)
+    state = {"x": np.zeros((2,), np.float32)}
+    assert manager.save(3, state, config={}, data=loader().position(3)) and manager.finish()
+    met = []
+
+    def check(saved):
+        met.clear()
+        raise CheckpointAbandonedError("left behind")
+
+    def agree(value):
+        met.append((tmp_path / "3").exists())
+        return value
+
+    monkeypatch.setattr("jaxmoe.checkpoint.manager.agree", agree)
+    assert manager.restore_newest(state, check=check) is None
+    assert met == [True, False]
+    manager.close()
