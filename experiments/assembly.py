@@ -29,7 +29,7 @@ from jaxmoe.training import MaskedDiffusionConfig
 from jaxmoe.training.batch_ramp import accumulation_of
 from jaxmoe.training.state import TrainState, init_state
 from sharding import axes as ax
-from sharding.distributed import global_batch
+from sharding.distributed import batch_part, global_batch
 from sharding.mesh import make_mesh
 
 
@@ -86,32 +86,29 @@ class Assembly:
 
     def batch(self, step: int) -> Batch:
         """The training batch of one step, on the devices."""
-        rows = self.loader.batch(
-            step, process_index=jax.process_index(), process_count=jax.process_count()
-        )
+        index, count = batch_part(self.mesh)
+        rows = self.loader.batch(step, process_index=index, process_count=count)
         return global_batch(rows, self.mesh)
 
     def batches(self, first_step: int) -> Generator[Batch, None, None]:
         """Training batches on the devices, from a step on, read ahead."""
-        rows = self.loader.iterate(
-            first_step,
-            self.plan.config.training.steps,
-            process_index=jax.process_index(),
-            process_count=jax.process_count(),
-        )
+        index, count = batch_part(self.mesh)
+        last_step = self.plan.config.training.steps
+        rows = self.loader.iterate(first_step, last_step, process_index=index, process_count=count)
         with contextlib.closing(rows):
             for batch in rows:
                 yield global_batch(batch, self.mesh)
 
     def held_out(self) -> Iterator[Batch]:
         """The held-out batches on the devices, the same ones every time."""
+        index, count = batch_part(self.mesh)
         rows = evaluation_batches(
             self.source,
             batch_size=self.plan.config.held_out_batch_size,
             sequence_length=self.plan.config.training.sequence_length,
             num_batches=self.plan.config.evaluation.batches,
-            process_index=jax.process_index(),
-            process_count=jax.process_count(),
+            process_index=index,
+            process_count=count,
         )
         return (global_batch(batch, self.mesh) for batch in rows)
 
@@ -192,7 +189,8 @@ def assemble(config: PretrainConfig) -> Assembly:
         seed=training.seed,
         batch_sizes=training.batch_sizes if training.batch_ramp else None,
     )
-    check_hosts(loader, process_index=jax.process_index(), process_count=jax.process_count())
+    index, count = batch_part(mesh)
+    check_hosts(loader, process_index=index, process_count=count)
     assembly = Assembly(plan=plan, execution=execution, mesh=mesh, source=source, loader=loader)
     assembly.held_out()  # too little held-out data is an error here
     return assembly

@@ -113,8 +113,11 @@ def main(argv: Sequence[str], *, age: float = 0.0) -> int:
             if (snapshots := open_snapshots(assembly, directory)) is not None:
                 held.callback(snapshots.finish)
             lineage = Lineage(assembly.loader, read_skipped(directory))
-            with spent.on(RESTORE):
-                begun = lineage.restore_or_start(assembly, checkpoints, snapshots=snapshots)
+            try:
+                with spent.on(RESTORE):
+                    begun = lineage.restore_or_start(assembly, checkpoints, snapshots=snapshots)
+            except LeaseLostError:
+                return _taken_over(directory)
             if jax.process_index() == 0:
                 directory.write_environment(devices_in_words(assembly.mesh))
         if begun.step >= config.training.steps:
@@ -152,9 +155,12 @@ def _train(
             say(f"compiled in {compile_seconds:.1f} s")
             watchdog.beat("waiting for the first step")
             barrier("before the first step", assembly.plan.config.processes.first)
-            trained = train_and_go_back(
-                directory, begun, checkpoints, snapshots, compiled, stop, watches
-            )
+            try:
+                trained = train_and_go_back(
+                    directory, begun, checkpoints, snapshots, compiled, stop, watches
+                )
+            except LeaseLostError:  # while it went back
+                return _taken_over(directory, reporter)
             assembly, result, trace = trained.assembly, trained.result, trained.trace
             if result.status == "taken_over":
                 return _taken_over(directory, reporter)
@@ -199,9 +205,10 @@ def _end_before_steps(directory: RunDirectory, watchdog: Watchdog, reason: Reaso
     watchdog.leave(reason, _EXIT_CODES[reason])
 
 
-def _taken_over(directory: RunDirectory, reporter: Reporter) -> int:
+def _taken_over(directory: RunDirectory, reporter: Reporter | None = None) -> int:
     """Leaves the files of the run alone, which another process writes by now."""
-    reporter.abandon()
+    if reporter is not None:
+        reporter.abandon()
     try:
         directory.fence()
         reason = f"run.directory={directory.path} was held by another process for a while"

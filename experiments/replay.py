@@ -23,6 +23,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from experiments import cli
 from experiments.assembly import Assembly
@@ -40,7 +41,7 @@ from jaxmoe.training.batch_ramp import accumulation_of
 from jaxmoe.training.guard import norm_limit
 from jaxmoe.training.state import TrainState
 from jaxmoe.training.step import batch_gradients
-from sharding.distributed import global_batch
+from sharding.distributed import batch_part, global_batch
 
 _SHOWN = 8
 """Rows, and arrays, that are printed; summary.json has all of them."""
@@ -95,7 +96,9 @@ def replay(assembly: Assembly, state: TrainState, dumped: DumpedBatch) -> dict[s
     measure = _measured(assembly, dumped.batch.tokens.shape[0])
 
     def measured(batch: Batch) -> tuple[float, dict[str, tuple[float, int]]]:
-        loss, arrays = jax.device_get(measure(state, global_batch(_own(batch), assembly.mesh)))
+        loss, arrays = jax.device_get(
+            measure(state, global_batch(_own(batch, assembly.mesh), assembly.mesh))
+        )
         return float(loss), {path: (float(n), int(bad)) for path, (n, bad) in arrays.items()}
 
     loss, arrays = measured(dumped.batch)
@@ -195,9 +198,9 @@ def _repeated(batch: Batch, place: int) -> Batch:
     return jax.tree.map(lambda array: np.repeat(array[place][None], len(array), 0), batch)
 
 
-def _own(batch: Batch) -> Batch:
+def _own(batch: Batch, mesh: Mesh) -> Batch:
     """The part of a batch that this process gives to the devices."""
-    index, count = jax.process_index(), jax.process_count()
+    index, count = batch_part(mesh)
     return jax.tree.map(lambda array: np.split(array, count)[index], batch)
 
 

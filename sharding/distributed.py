@@ -20,11 +20,12 @@ loopback address is told of it, before `jax.distributed` would abort it without 
 from __future__ import annotations
 
 import ipaddress
+import math
 import os
 import re
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 import jax
@@ -188,11 +189,49 @@ def _await_coordinator(host: str, port: int, process_id: int, seconds: int) -> N
         time.sleep(0.2)
 
 
+def batch_part(mesh: Mesh) -> tuple[int, int]:
+    """Which part of every batch this process reads, of how many: see `batch_parts`.
+
+    Args:
+        mesh: of `sharding.make_mesh`.
+    """
+    return batch_parts(mesh, lambda device: device.process_index)[jax.process_index()]
+
+
+def batch_parts(mesh: Mesh, process_of: Callable[[jax.Device], int]) -> dict[int, tuple[int, int]]:
+    """For each process the part of a batch that its devices hold, and the number of parts.
+
+    Processes whose devices differ along other axes alone (`tensor`, `seq`) hold the same rows, and
+    have the same part.
+
+    Args:
+        mesh: of `sharding.make_mesh`.
+        process_of: the process of a device.
+
+    Raises:
+        ValueError: processes hold rows that overlap, or not equally many.
+    """
+    axes = pieces(mesh.axis_names, BATCH_AXES)
+    shards = math.prod(mesh.shape[axis] for axis in axes)
+    places = NamedSharding(mesh, PartitionSpec(axes)).devices_indices_map((shards,))
+    held: dict[int, set[int]] = {}
+    for device, (rows,) in places.items():
+        held.setdefault(process_of(device), set()).update(range(*rows.indices(shards)))
+    parts = sorted({tuple(sorted(rows)) for rows in held.values()})
+    if len({len(part) for part in parts}) > 1 or sum(map(len, parts)) != shards:
+        shown = "; ".join(f"process {at}: {sorted(rows)}" for at, rows in sorted(held.items())[:4])
+        raise ValueError(
+            f"the processes do not share the {shards} pieces of a batch out ({shown}): choose sizes"
+            " of the mesh that are multiples or divisors of the devices of a process"
+        )
+    return {at: (parts.index(tuple(sorted(rows))), len(parts)) for at, rows in held.items()}
+
+
 def global_batch(rows: Tree, mesh: Mesh) -> Tree:
     """Global arrays from the rows that this process read.
 
     Args:
-        rows: pytree of numpy arrays `[B / processes, ...]`, the same order on every process.
+        rows: pytree of numpy arrays `[B / parts, ...]`: the part of `batch_part`.
         mesh: a mesh of `sharding.make_mesh`; rows are spread over its batch axes.
     """
 

@@ -22,6 +22,7 @@ To add a condition of saving: in `may_save`, where a refusal on one process refu
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import pathlib
@@ -33,13 +34,15 @@ import jax
 import numpy as np
 
 from jaxmoe.checkpoint import checksums
-from sharding.distributed import gather
+from sharding.distributed import agree, gather
 
 logger = logging.getLogger(__name__)
 
 _UNCOMMITTED = "*.orbax-checkpoint-tmp*"
 TRASH = "trash"
 """Where Orbax renames steps that are no longer kept; it deletes none of them."""
+
+_LOST = "the first process has lost the run directory"
 
 Fence = Callable[[], None]
 """Raises LeaseLostError when another process writes to the directory by now."""
@@ -97,10 +100,22 @@ class Commits:
         failures, is_lost, is_refused = np.max(gather(np.asarray(mine, np.int32)), axis=0)
         self.failures = int(failures)
         if is_lost:
-            raise self.lost or LeaseLostError("the first process has lost the run directory")
+            raise self.lost or LeaseLostError(_LOST)
         if is_refused:
             self.failed(step, obstacle or OSError("another process cannot write it"))
         return not is_refused
+
+    def check_held(self) -> None:
+        """That the directory is still ours, before something in it moves; every process must call
+        this, and none returns before all have come.
+
+        Raises:
+            LeaseLostError: on all processes, if any has lost the lease.
+        """
+        with contextlib.suppress(LeaseLostError, OSError):  # the first is noted
+            self._ask_fence()
+        if agree(self.lost is not None):
+            raise self.lost or LeaseLostError(_LOST)
 
     def before_commit(self) -> None:
         """Lists and syncs the files about to be committed; Orbax calls it, in its own thread."""

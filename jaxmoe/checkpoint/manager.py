@@ -69,8 +69,8 @@ class CheckpointManager:
         keep: newest steps that are kept, at least 2 (the last may be damaged or in flight).
         is_writer: False only reads, and makes nothing.
         verify: what a restore checks.
-        fence: raises LeaseLostError once another process writes here; asked before each save and
-            each commit, on the process that has one.
+        fence: raises LeaseLostError once another process writes here; asked before each save, each
+            commit and before a step is set aside, on the process that has one.
     """
 
     def __init__(
@@ -265,6 +265,7 @@ class CheckpointManager:
 
         Raises:
             CheckpointError: another state, or no step is whole: never a silent start from nothing.
+            LeaseLostError: another process writes to the directory by now.
         """
         steps, abandoned = self.steps(), 0
         for step in reversed(steps):
@@ -325,7 +326,7 @@ class CheckpointManager:
         logger.warning("%s; the step before it is used", error)
         if not self._is_writer:
             return
-        agree(0)  # nobody reads it any more
+        self._commits.check_held()  # and nobody reads the step any more
         if jax.process_index() == 0:
             shelf = self.directory / _DAMAGED
             shelf.mkdir(exist_ok=True)

@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Several processes train as one does: over loopback, with gloo between them, eight devices in all.
+"""Several processes train as one does: over loopback, with gloo between them.
 
 They are started as a user would start them, by the variables that `start_processes` reads.
 """
@@ -21,7 +21,6 @@ from experiments.cli import ExitCode
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 STEPS = 6
-DEVICES = 8
 
 SMALL = (
     *("tiny", "--training.steps", str(STEPS), "--training.batch_size", "16"),
@@ -30,10 +29,11 @@ SMALL = (
     *("--evaluation.every", "3", "--evaluation.batches", "2", "--checkpoint.every", "3"),
     *("--tracking.print_every", "1", "--tracking.trackers"),
 )
-MIXED = (
-    *("--execution.mesh.data", "2", "--execution.mesh.expert", "2"),
-    *("--execution.mesh.tensor", "2"),
-)
+# Processes, devices of each, and the mesh. The rows of a process are its own, or those of others.
+LAYOUTS = {
+    "shared": (2, 1, ("--execution.mesh.data=1",)),
+    "own": (4, 2, ("--execution.mesh.data=2", "--execution.mesh.expert=2")),
+}
 
 
 def _free_port() -> int:
@@ -41,8 +41,8 @@ def _free_port() -> int:
         return server.getsockname()[1]
 
 
-def _train(directory: pathlib.Path, processes: int) -> None:
-    """Runs the command in so many processes; each must end well."""
+def _train(directory: pathlib.Path, processes: int, devices: int, mesh: tuple[str, ...]) -> None:
+    """Runs the command in so many processes of so many devices; each must end well."""
     port = _free_port()
 
     def start(index: int) -> subprocess.Popen[str]:
@@ -50,15 +50,15 @@ def _train(directory: pathlib.Path, processes: int) -> None:
             **os.environ,
             "PYTHONPATH": str(ROOT),
             "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": f"--xla_force_host_platform_device_count={DEVICES // processes}"
+            "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"
             " --xla_backend_optimization_level=0",  # most of the time is compilation
             "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
             "JAX_NUM_PROCESSES": str(processes),
             "JAX_PROCESS_ID": str(index),
         }
-        command = [sys.executable, "-m", "experiments.pretrain", *SMALL, *MIXED]
+        command = [sys.executable, "-m", "experiments.pretrain", *SMALL, *mesh]
         return subprocess.Popen(
-            [*command, "--run.directory", str(directory)],
+            [*command, "--execution.mesh.tensor=2", "--run.directory", str(directory)],
             cwd=ROOT,
             env=environment,
             stdout=subprocess.PIPE,
@@ -81,12 +81,13 @@ def _losses(directory: pathlib.Path) -> dict[int, float]:
     return {line["step"]: line["train/loss"] for line in lines if "train/loss" in line}
 
 
-@pytest.mark.large
-def test_processes_train_to_the_loss_of_one(tmp_path):
-    """Four of them; two, fully sharded, are in tests/test_faults/test_restore_matrix.py."""
-    alone = tmp_path / "alone"
-    _train(alone, 1)
-    _train(tmp_path / "shared", 4)
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", ["shared", "own"])
+def test_processes_train_to_the_loss_of_one(tmp_path, rows):
+    """Two that are fully sharded are in tests/test_faults/test_restore_matrix.py."""
+    alone, (processes, devices, mesh) = tmp_path / "alone", LAYOUTS[rows]
+    _train(alone, 1, processes * devices, mesh)
+    _train(tmp_path / "shared", processes, devices, mesh)
     expected, found = _losses(alone), _losses(tmp_path / "shared")
     assert list(found) == list(expected) and len(found) == STEPS
     np.testing.assert_allclose(list(found.values()), list(expected.values()), rtol=1e-5)

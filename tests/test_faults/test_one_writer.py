@@ -22,6 +22,7 @@ from experiments import pretrain
 from experiments.cli import ExitCode
 from experiments.lease import STALE, Host, Lease
 from experiments.reporting import Reporter
+from experiments.restoring import Lineage
 from experiments.run_directory import RunDirectory
 from jaxmoe.checkpoint import CheckpointManager, LeaseLostError, load_checkpoint
 from tests.support.runs import ROOT, flags
@@ -228,6 +229,36 @@ def test_who_was_replaced_commits_nothing(tmp_path, caplog, moment):
         assert not list(checkpoints.glob("*tmp*")), "cleared by whoever took over"
         follower.close()
         two.release()
+
+
+def test_who_was_replaced_sets_nothing_aside(tmp_path):
+    with _held(_lease(tmp_path, "one")) as one, _held(_lease(tmp_path, "two", steal=True)):
+        zombie = CheckpointManager(tmp_path / "checkpoints")
+        assert zombie.save(1, _state(1), config={}) and zombie.finish()
+        zombie.close()
+        os.truncate(tmp_path / "checkpoints" / "1" / "manifest" / "metadata", 3)
+        zombie = CheckpointManager(tmp_path / "checkpoints", fence=one.fence)
+        with pytest.raises(LeaseLostError, match="on two"):
+            zombie.restore_newest(_state(0))
+        assert zombie.steps() == [1]
+        zombie.close()
+
+
+def test_a_run_that_was_taken_over_before_it_begins_ends(tmp_path, capsys, monkeypatch):
+    thief = RunDirectory(tmp_path / "run")
+
+    def restore(*arguments, **more):
+        thief.acquire(steal=True)
+        raise LeaseLostError
+
+    monkeypatch.setattr(Lineage, "restore_or_start", restore)
+    try:
+        command = flags(tmp_path / "run", 3, "--run.lock_heartbeat", "60")
+        assert pretrain.main(command) == ExitCode.TAKEN_OVER
+        assert "this process (incarnation 1) writes nothing more" in capsys.readouterr().err
+        thief.fence()
+    finally:
+        thief.release()
 
 
 @pytest.mark.slow

@@ -255,7 +255,8 @@ def test_a_step_moves_when_all_processes_have_read_it(tmp_path, monkeypatch):
         met.append((tmp_path / "3").exists())
         return value
 
-    monkeypatch.setattr("jaxmoe.checkpoint.manager.agree", agree)
+    for room in ("manager", "commit"):
+        monkeypatch.setattr(f"jaxmoe.checkpoint.{room}.agree", agree)
     assert manager.restore_newest(state, check=check) is None
     assert met == [True, False]
     manager.close()

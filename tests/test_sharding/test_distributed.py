@@ -11,7 +11,8 @@ import socket
 import jax
 import pytest
 
-from sharding.distributed import start_processes
+from sharding.distributed import batch_part, batch_parts, start_processes
+from sharding.mesh import MeshConfig, make_mesh
 
 NAMES = (
     *("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID", "JOB_COMPLETION_INDEX"),
@@ -164,3 +165,34 @@ def test_what_jax_cannot_find_out_has_a_way_out(joined, monkeypatch):
     text = "the processes of this job cannot join (coordinator_address should be defined.): set JAX"
     with pytest.raises(ValueError, match=f"^{re.escape(text)}"):
         start_processes()
+
+
+# What lies on a process: two devices or one, and what the axes between are for.
+PARTS = {
+    "each process a part": (2, {"data": 4, "tensor": 2}, {0: 0, 1: 1, 2: 2, 3: 3}),
+    "experts are batch axes too": (2, {"data": 2, "expert": 4}, {0: 0, 1: 1, 2: 2, 3: 3}),
+    "tensor across processes": (1, {"data": 4, "tensor": 2}, {at: at // 2 for at in range(8)}),
+    "all of tensor": (4, {"tensor": 8}, {0: 0, 1: 0}),
+    "sequences across processes": (2, {"data": 2, "seq": 4}, {0: 0, 1: 0, 2: 1, 3: 1}),
+    "tensor within, data across": (4, {"data": 2, "tensor": 4}, {0: 0, 1: 1}),
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_processes_that_hold_the_same_rows_read_the_same_part(name):
+    devices, sizes, expected = PARTS[name]
+    mesh = make_mesh(MeshConfig(**sizes))
+    first = min(device.id for device in mesh.devices.flat)
+    found = batch_parts(mesh, lambda device: (device.id - first) // devices)
+    count = len(set(expected.values()))
+    assert found == {process: (part, count) for process, part in expected.items()}
+    assert batch_part(mesh) == (0, 1), "one process reads it all"
+
+
+def test_rows_that_overlap_are_refused():
+    mesh = make_mesh(MeshConfig(data=4, tensor=2))
+    first = min(device.id for device in mesh.devices.flat)
+    with pytest.raises(
+        ValueError, match=r"4 pieces of a batch out \(process 0: \[0, 1\]; process 1"
+    ):
+        batch_parts(mesh, lambda device: (device.id - first) // 3)
