@@ -86,11 +86,11 @@ def _assert_whole(checkpoints: pathlib.Path, acknowledged: int) -> None:
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_killed_in_mid_save(server, tmp_path, processes):
-    """At least a third of the kills hit a save that was being written."""
-    dice, run, was_mid_save = random.Random(0), tmp_path / "run", 0
+    """So often that enough of the kills hit a save that was being written."""
+    dice, run, trial, was_mid_save = random.Random(0), tmp_path / "run", 0, 0
     victims = [(0,)] if processes == 1 else [(0,), (1,), (0, 1)]
     num_kills = NUM_KILLS["one process" if processes == 1 else "two processes"]
-    for trial in range(num_kills):
+    while trial < num_kills or (3 * was_mid_save < num_kills and trial < 5 * num_kills):
         savers = Savers(server, run, processes)
         savers.wait_for(lambda now=savers: now.acknowledged() > now.before)
         first, began = savers.acknowledged(), time.monotonic()
@@ -100,29 +100,27 @@ def test_killed_in_mid_save(server, tmp_path, processes):
         acknowledged = savers.kill(*victims[trial % len(victims)])
         was_mid_save += bool(list((run / "checkpoints").glob("*.orbax-checkpoint-tmp*")))
         _assert_whole(run / "checkpoints", acknowledged)
-    assert 3 * was_mid_save >= num_kills, f"{was_mid_save} of {num_kills} were in mid save"
+        trial += 1
+    assert 3 * was_mid_save >= num_kills, f"{was_mid_save} of {trial} were in mid save"
     lease = json.loads((run / "run.lease").read_text())
-    assert lease["incarnation"] == num_kills, "each start took over from a dead one"
+    assert lease["incarnation"] == trial, "each start took over from a dead one"
 
 
 def _files_left(trash: pathlib.Path) -> int:
     """Of those added to the step that is renamed away; all, before it is."""
     if (trash.parent / "1").exists():
         return NUM_FILES
-    try:
-        names = os.listdir(next(trash.iterdir()))
-    except (StopIteration, FileNotFoundError):
-        return 0
-    return sum(name.startswith("more") for name in names)
+    return sum(name.startswith("more") for _, _, names in os.walk(trash) for name in names)
 
 
 def test_killed_in_mid_delete(server, tmp_path):
     """Of a step of thousands of files, which is no longer listed by then."""
-    dice, was_mid_delete = random.Random(0), 0
-    for trial in range(NUM_KILLS["deleting"]):
+    dice, trial, was_mid_delete = random.Random(0), 0, 0
+    num_kills = NUM_KILLS["deleting"]
+    while trial < num_kills or (2 * was_mid_delete < num_kills and trial < 5 * num_kills):
         run = tmp_path / str(trial)
         checkpoints, trash = run / "checkpoints", run / "checkpoints" / "trash"
-        savers = Savers(server, run, keep=4)
+        savers = Savers(server, run, keep=100)  # the first step stays
         savers.wait_for(lambda now=savers: now.acknowledged() > 1)
         savers.kill(0)
         for number in range(NUM_FILES):
@@ -138,4 +136,5 @@ def test_killed_in_mid_delete(server, tmp_path):
         _assert_whole(checkpoints, acknowledged)
         CheckpointManager(checkpoints).close()
         assert not trash.exists(), "the next start clears it"
-    assert 2 * was_mid_delete >= NUM_KILLS["deleting"], f"{was_mid_delete} were in mid delete"
+        trial += 1
+    assert 2 * was_mid_delete >= num_kills, f"{was_mid_delete} of {trial} were in mid delete"
