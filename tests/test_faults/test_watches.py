@@ -16,10 +16,10 @@ from jaxmoe.training.dispersion import LOSS_RANGE, LOSS_STD
 from jaxmoe.training.goodput import account, read_ledger
 from tests.support.runs import flags, start_run
 
-CLEAN, STEPS = 40, 64
-# After the clean steps process 1 sleeps 30 ms before each (on a machine so busy that steps take as
-# long, for four steps: a device that still computes hides what its host does meanwhile), and what
-# its last device learns from is not what follows.
+CLEAN, STEPS = 40, 94
+# After the clean steps process 1 sleeps before each for 0.2 s, or for five steps where they take
+# longer (a device that still computes hides what its host does meanwhile, and a machine may get
+# slower), and what its last device learns from is not what follows.
 FAULTY = f"""
 import os, sys, time
 import jax, numpy as np
@@ -34,7 +34,7 @@ def batches(self, first_step):
         if step == 10:
             began = time.perf_counter()
         if step == {CLEAN}:
-            nap = max(0.03, 4 * (time.perf_counter() - began) / ({CLEAN} - 10))
+            nap = max(0.2, 5 * (time.perf_counter() - began) / ({CLEAN} - 10))
         if step >= {CLEAN} and index == 1:
             time.sleep(nap)
             half = len(batch.targets) // 2
@@ -55,7 +55,10 @@ def _free_port() -> int:
 
 @pytest.mark.slow
 def test_two_processes_of_which_one_is_late_and_one_device_is_wrong(tmp_path, monkeypatch):
-    """Both are named within 50 steps, with process and device, and nobody before."""
+    """Both are named within 50 steps, with process and device, and no device before.
+
+    On a busy machine a process may be late of itself: see test_stragglers.py for who is not named.
+    """
     directory = tmp_path / "run"
     more = ("--execution.mesh.data", "4", "--training.batch_size", "32", "--evaluation.every", "0")
     more += (
@@ -74,18 +77,19 @@ def test_two_processes_of_which_one_is_late_and_one_device_is_wrong(tmp_path, mo
             monkeypatch.setenv("JAX_NUM_PROCESSES", "2")
             monkeypatch.setenv("JAX_PROCESS_ID", str(index))
             running.append(start_run(flags(directory, STEPS, *more), FAULTY, devices=2))
-        printed = [process.communicate(timeout=600)[0] for process in running]
+        printed = [process.communicate(timeout=840)[0] for process in running]
     finally:
         for process in running:
             process.kill()
     assert [process.returncode for process in running] == [ExitCode.DONE] * 2, "\n".join(printed)
     summary = json.loads((directory / "summary.json").read_text())
-    late, wrong = sorted(summary["warnings"], key=lambda text: "worker" in text)
+    (wrong,) = (text for text in summary["warnings"] if "worker" in text)
+    *_, late = (text for text in summary["warnings"] if ": process 1 is late: " in text)
     for text in (late, wrong):
         step = int(text.removeprefix("step ").partition(":")[0])
         assert CLEAN < step <= CLEAN + 50, text
         assert text.partition(": ")[2] in printed[0]
-    assert ": process 1 is late: " in late and late.endswith("most of it in waiting for data")
+    assert late.endswith("most of it in waiting for data")
     assert ": worker 3 of 4 (devices " in wrong
     assert "; process 1) differs from the others: its loss by +" in wrong
     records = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
