@@ -171,7 +171,8 @@ class _Signals:
 
     def __init__(self) -> None:
         self.number: int | None = None
-        self.running: list[subprocess.Popen[str]] = []
+        self._running: list[subprocess.Popen[str]] = []
+        self._reached: list[subprocess.Popen[str]] = []
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> _Signals:
@@ -183,10 +184,25 @@ class _Signals:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
+    def add(self, process: subprocess.Popen[str]) -> None:
+        """A process that has been started; a signal that came before goes on to it now.
+
+        Args:
+            process: to which later ones go on.
+        """
+        self._running.append(process)
+        if self.number is not None and process not in self._reached:
+            process.send_signal(self.number)
+
+    def forget(self) -> None:
+        """The processes of a start have ended."""
+        self._running, self._reached = [], []
+
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
         del frame
         self.number = number
-        for process in self.running:
+        for process in self._running:
+            self._reached.append(process)
             process.send_signal(number)
 
 
@@ -226,11 +242,11 @@ class _Start:
                 start_new_session=True,
             )
             self._running.append(process)
+            signals.add(process)
             log = directory / f"start{start + 1}-process{index}.log"
             reader = threading.Thread(target=self._read, args=(process, log, index), daemon=True)
             reader.start()
             self._readers.append(reader)
-        signals.running = self._running
 
     def wait(self) -> Ended:
         """Until all of them have ended, by themselves or because one of them was lost."""
@@ -250,10 +266,13 @@ class _Start:
 
     def _end(self, first: int) -> Ended:
         """Ends the others after one has ended badly; if all were asked to stop, they have time."""
-        if self._signals.number is None:
-            self._stop(self._config.grace)
+        killed = self._stop(self._config.grace) if self._signals.number is None else set()
         for process in self._running:
             process.wait()
+        codes = {index: process.returncode for index, process in enumerate(self._running)}
+        if _consequence(codes[first]) == _FOLLOWED:  # the one that it followed may have ended since
+            bad = [index for index, code in codes.items() if code and index not in killed]
+            first = min(bad, key=lambda index: (_consequence(codes[index]), index != first))
         code, process = self._running[first].returncode, self._config.here[first]
         if code < 0:
             return self._ended(128 - code, f"process {process} was killed by {_name(-code)}")
@@ -261,19 +280,22 @@ class _Start:
         words = known.get(code, "a traceback, see its log" if code == 1 else "unknown")
         return self._ended(code, f"process {process} ended with {code} ({words})")
 
-    def _stop(self, grace: int) -> None:
-        until = time.monotonic() + grace
-        for process in self._running:
+    def _stop(self, grace: int) -> set[int]:
+        """Waits until they have ended, and kills those that have not, which it returns."""
+        until, killed = time.monotonic() + grace, set[int]()
+        for index, process in enumerate(self._running):
             while process.poll() is None and time.monotonic() < until:
                 time.sleep(0.05)
             if process.poll() is None:
                 process.kill()
+                killed.add(index)
+        return killed
 
     def _ended(self, code: int, cause: str) -> Ended:
         for process, reader in zip(self._running, self._readers, strict=True):
             process.wait()
             reader.join(timeout=5)
-        self._signals.running = []
+        self._signals.forget()
         return Ended(int(code), cause, time.monotonic() - self._began)
 
     def _read(self, process: subprocess.Popen[str], log: pathlib.Path, index: int) -> None:
@@ -286,14 +308,17 @@ class _Start:
                     write(line.rstrip("\n"))
 
 
+_FOLLOWED = 3
+
+
 def _consequence(code: int) -> int:
     """Of several that ended at once, how likely it is that this one only followed another."""
     if code in FINAL:
         return 0
     if code == ExitCode.LOST:
-        return 3
+        return _FOLLOWED
     if code < 0:
-        return 3 if code == -signal.SIGABRT else 1  # JAX aborts where a peer is lost
+        return _FOLLOWED if code == -signal.SIGABRT else 1  # JAX aborts where a peer is lost
     return 2
 
 
