@@ -40,8 +40,12 @@ from sharding.coordination import AbsentError, entries, publish, say_of
 
 _POLL = 0.2
 """Seconds between looks."""
-_MARGIN = 2.0
-"""Seconds that a process which fails gives others to end in their own words."""
+_PULSE = 2.0
+"""Seconds between pulses, at most."""
+_OWN_WORDS = 2.5
+"""Seconds that a process has to end in its own words when a peer did."""
+_MARGIN = _PULSE + _OWN_WORDS + 5 * _POLL
+"""Seconds in which all have heard how a process ended, and have ended as well."""
 _DONE = "done"
 JAX_LATER = 10
 """Seconds after our own heartbeat at which that of JAX ends what is left."""
@@ -162,7 +166,7 @@ class Watchdog:
         if isinstance(error, jax.errors.JaxRuntimeError | AbsentError):
             # A collective that broke: most likely because a peer did, who is about to be named.
             peers.is_suspicious = True
-            until = time.monotonic() + self._config.heartbeat + _MARGIN
+            until = time.monotonic() + self._config.heartbeat + _OWN_WORDS + 1.0
             while time.monotonic() < until and not isinstance(error, AbsentError):
                 time.sleep(_POLL)  # the watch ends this process
         code = ExitCode.LOST if isinstance(error, AbsentError) else 1
@@ -219,7 +223,7 @@ class _Peers:
         self._watchdog = watchdog
         self._own, self._count = jax.process_index(), jax.process_count()
         self._heartbeat = watchdog.config.heartbeat
-        self._interval = min(2.0, max(_POLL, self._heartbeat / 10))
+        self._interval = min(_PULSE, max(_POLL, self._heartbeat / 10))
         self._stop = threading.Event()
         self._answered = time.monotonic()
         self._lost: tuple[str, float] | None = None
@@ -308,7 +312,7 @@ class _Peers:
             if process == self._own or text == _DONE or self._lost is not None:
                 continue
             # One that raised may not be alone: all refuse a bad config, each in its own words.
-            grace = 0.0 if text.startswith("has been") else 1.0
+            grace = 0.0 if text.startswith("has been") else _OWN_WORDS
             self._lost = (f"process {process} is lost: {text}", time.monotonic() + grace)
 
 
