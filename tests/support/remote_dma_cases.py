@@ -20,6 +20,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import threading
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -46,7 +47,7 @@ class Outcome:
         return self.has_passed and not self.is_race and not self.has_left_over
 
 
-def outcome(case: str, modes: str, fault: str = "none", timeout: float = 240) -> Outcome:
+def outcome(case: str, modes: str, fault: str = "none", timeout: float = 800) -> Outcome:
     """Runs one case.
 
     Args:
@@ -292,16 +293,20 @@ def _forget_arrivals() -> None:
 
 
 def _forget_meeting() -> None:
-    """Nobody waits until the others are there, and all but the first rank come late."""
+    """Nobody waits until the others are there, and all but the first rank come when it has had time
+    to send."""
     import jax
 
     from pallas_kernels.jax_versions import shape_varying_like
     from pallas_kernels.remote_dma import transfer as room
 
-    find_place = room.mesh_place
+    find_place, is_there = room.mesh_place, threading.Event()
 
     def come(place: Any) -> Any:
-        time.sleep(2.0 if place.any() else 0.0)
+        if not place.any():
+            is_there.set()
+        elif is_there.wait(60):
+            time.sleep(10)
         return place
 
     def late_place() -> Any:

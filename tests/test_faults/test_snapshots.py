@@ -314,6 +314,7 @@ sys.exit(pretrain.main(sys.argv[1:]))
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(2400)  # four times four processes, one after the other
 def test_a_lost_host_of_four_is_restored_without_the_checkpoints(tmp_path, monkeypatch, capsys):
     """Its memory is gone, and the checkpoint is spoilt, which nobody looks at. Then two memories
     are gone, and a checkpoint continues the run: to the bits of a run that was left alone."""
