@@ -273,7 +273,7 @@ class _Start:
         if _consequence(codes[first]) == _FOLLOWED:  # the one that it followed may have ended since
             bad = [index for index, code in codes.items() if code and index not in killed]
             first = min(bad, key=lambda index: (_consequence(codes[index]), index != first))
-        code, process = self._running[first].returncode, self._config.here[first]
+        code, process = codes[first], self._config.here[first]
         if code < 0:
             return self._ended(128 - code, f"process {process} was killed by {_name(-code)}")
         known = {int(member): member.name.lower().replace("_", " ") for member in ExitCode}

@@ -57,6 +57,15 @@ def start_run(
     )
 
 
+def written_by(*processes: subprocess.Popen[str]) -> list[str]:
+    """What they write until they end; in time, and they do not outlive a test that ends before."""
+    try:
+        return [process.communicate(timeout=600)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+
+
 def saved_leaves(directory: pathlib.Path, step: int) -> dict[str, np.ndarray]:
     """The arrays of a checkpoint of a run, by path."""
     tree = load_checkpoint(directory / "checkpoints", step=step)

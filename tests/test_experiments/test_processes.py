@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import pathlib
-import socket
 import subprocess
 import sys
 
@@ -18,6 +17,7 @@ import numpy as np
 import pytest
 
 from experiments.cli import ExitCode
+from tests.support.ports import free_port
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 STEPS = 6
@@ -36,14 +36,9 @@ LAYOUTS = {
 }
 
 
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
-
-
 def _train(directory: pathlib.Path, processes: int, devices: int, mesh: tuple[str, ...]) -> None:
     """Runs the command in so many processes of so many devices; each must end well."""
-    port = _free_port()
+    port = free_port()
 
     def start(index: int) -> subprocess.Popen[str]:
         environment = {

@@ -18,7 +18,7 @@ from experiments import pretrain
 from experiments.cli import ExitCode
 from experiments.reporting import Reporter
 from tests.support.faults import read_batches
-from tests.support.runs import flags, logged_losses, start_run
+from tests.support.runs import flags, logged_losses, start_run, written_by
 
 STEPS = 9
 
@@ -69,7 +69,7 @@ def test_a_run_moves_to_fewer_and_to_more_devices(tmp_path, monkeypatch):
             patch.setattr(Reporter, "trained", preempt_after(3))
             assert pretrain.main(command(moves, *eight)) == ExitCode.PREEMPTED
         process = start_run(["6", str(told), *command(moves, *two)], SCRIPT, devices=2)
-        output, _ = process.communicate(timeout=600)
+        (output,) = written_by(process)
         assert process.returncode == ExitCode.PREEMPTED, output
         assert pretrain.main(command(moves, *eight)) == ExitCode.DONE
     there = {int(step): digest for step, digest in json.loads(told.read_text()).items()}

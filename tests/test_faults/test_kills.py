@@ -13,7 +13,6 @@ import os
 import pathlib
 import random
 import signal
-import socket
 import time
 
 import numpy as np
@@ -21,6 +20,7 @@ import pytest
 
 from jaxmoe.checkpoint import CheckpointManager, checksums
 from tests.support.killed_saver import start_server, values
+from tests.support.ports import free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.trains]
 
@@ -42,9 +42,7 @@ class Savers:
         run.mkdir(exist_ok=True)
         self._server, self._log = server, run / "acknowledged"
         self.before = self.acknowledged()
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
-        request = {"run": str(run), "port": port, "processes": processes, "keep": keep}
+        request = {"run": str(run), "port": free_port(), "processes": processes, "keep": keep}
         server.stdin.write(json.dumps(request) + "\n")
         server.stdin.flush()
         self.pids = json.loads(server.stdout.readline())

@@ -9,7 +9,6 @@ was. Times are counted from the fault.
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ import time
 import pytest
 
 from experiments.cli import ExitCode
+from tests.support.ports import free_port
 from tests.support.runs import ROOT, flags
 
 HEARTBEAT = 10
@@ -29,8 +29,7 @@ class Pair:
     """Two processes, what they have written, and when."""
 
     def __init__(self, directory, common, own=((), ()), script=None):
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            port = server.getsockname()[1]
+        port = free_port()
         self.logs = [directory / f"process{index}.log" for index in range(2)]
         self.processes = []
         run = ["-c", script] if script else ["-m", "experiments.pretrain"]

@@ -11,7 +11,6 @@ MuonH and its spheres go over meshes in tests/test_jaxmoe/test_muon_on_meshes.py
 
 import json
 import os
-import socket
 import subprocess
 import sys
 
@@ -22,6 +21,7 @@ import pytest
 from jaxmoe.checkpoint import save_checkpoint
 from jaxmoe.checkpoint.fingerprint import fingerprints
 from jaxmoe.checkpoint.tree import flatten, is_key
+from tests.support.ports import free_port
 from tests.support.restores import ALONE, MESHES, STEPS, TOGETHER, Training
 from tests.support.runs import ROOT
 
@@ -30,8 +30,7 @@ HERE = [name for name in MESHES if name != TOGETHER]
 
 def _two_processes(directory):
     """Restores, saves and continues over there; what the first of them tells."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+    port = free_port()
     running = []
     for index in range(2):
         environment = os.environ | {

@@ -18,7 +18,7 @@ from experiments import pretrain
 from experiments.cli import ExitCode
 from experiments.reporting import Reporter
 from tests.support.faults import read_batches
-from tests.support.runs import flags, logged_losses, saved_leaves, start_run
+from tests.support.runs import flags, logged_losses, saved_leaves, start_run, written_by
 
 STEPS = 12
 
@@ -123,7 +123,7 @@ def test_nobody_and_nothing_outlives_a_killed_run(tmp_path):
     """Batches are read ahead by threads of Grain within the process (`Loader.iterate` asks for no
     workers), which end with it: no orphan can hold its memory, its segments or its pipes."""
     process = start_run(command(tmp_path / "run"), VICTIM)
-    output, _ = process.communicate(timeout=600)  # an orphan would keep the pipe open
+    (output,) = written_by(process)  # an orphan would keep the pipe open
     assert process.returncode == -signal.SIGKILL, output
     assert "shared segments: 0" in output
     assert _alive(process.pid) == []

@@ -8,7 +8,6 @@ among them, and the report of step 15 is the first that tells of them.
 
 import contextlib
 import json
-import socket
 
 import numpy as np
 import pytest
@@ -22,7 +21,8 @@ from jaxmoe.checkpoint.manifest import CheckpointManifest
 from jaxmoe.data import DataError, Loader, MarkovConfig, SkippedRows
 from jaxmoe.training import stop
 from tests.support.faults import poisoned, read_batches
-from tests.support.runs import flags, logged_losses, saved_leaves, start_run
+from tests.support.ports import free_port
+from tests.support.runs import flags, logged_losses, saved_leaves, start_run, written_by
 
 STEPS, WINDOW = 20, [8, 24]  # before the step of index 8, the rows of 3 steps
 
@@ -155,15 +155,13 @@ with poisoned(lambda row: 64 <= row < 88):
 @pytest.mark.slow
 def test_two_processes_go_back_together(tmp_path, monkeypatch):
     run = tmp_path / "run"
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        address = f"127.0.0.1:{server.getsockname()[1]}"
-    monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", address)
+    monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", f"127.0.0.1:{free_port()}")
     monkeypatch.setenv("JAX_NUM_PROCESSES", "2")
     running = []
     for index in range(2):
         monkeypatch.setenv("JAX_PROCESS_ID", str(index))
         running.append(start_run(command(run), TWO))
-    printed = [process.communicate(timeout=600)[0] for process in running]
+    printed = written_by(*running)
     assert [process.returncode for process in running] == [ExitCode.DONE] * 2, "\n".join(printed)
     assert printed[0].count("rolled back to the checkpoint of step 5: steps 9 to 11") == 1
     assert summary(run)["rollbacks"] == 1 and read_skipped(RunDirectory(run)).windows == ((8, 24),)

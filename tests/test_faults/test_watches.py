@@ -4,7 +4,6 @@
 
 import json
 import math
-import socket
 import time
 
 import pytest
@@ -14,6 +13,7 @@ from experiments.cli import ExitCode
 from experiments.reporting import Reporter
 from jaxmoe.training.dispersion import LOSS_RANGE, LOSS_STD
 from jaxmoe.training.goodput import Ledger, account, read_ledger
+from tests.support.ports import free_port
 from tests.support.runs import flags, start_run
 
 CLEAN, STEPS = 40, 94
@@ -48,11 +48,6 @@ sys.exit(pretrain.main(sys.argv[1:]))
 """
 
 
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
-
-
 @pytest.mark.slow
 def test_two_processes_of_which_one_is_late_and_one_device_is_wrong(tmp_path, monkeypatch):
     """Both are named within 50 steps, with process and device, and no device before.
@@ -69,7 +64,7 @@ def test_two_processes_of_which_one_is_late_and_one_device_is_wrong(tmp_path, mo
         "--tracking.sample_length",
         "0",
     )
-    address = f"127.0.0.1:{_free_port()}"
+    address = f"127.0.0.1:{free_port()}"
     running = []
     try:
         for index in range(2):

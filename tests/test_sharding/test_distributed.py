@@ -140,20 +140,21 @@ def test_what_cannot_be_is_refused_in_words(environment, arguments, text, joined
 
 
 def test_a_coordinator_that_nobody_is_does_not_abort(joined):
-    with socket.create_server(("127.0.0.1", 0)) as taken:
+    with socket.socket() as taken:  # by one that does not listen
+        taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
-    text = (
-        f"process 1 found no coordinator at 127.0.0.1:{port} (a loopback address: it is looked for"
-        " on this host only) within 1 s (Connection refused): start process 0"
-    )
-    with pytest.raises(ValueError, match=f"^{re.escape(text)}"):
-        joined(
-            {},
-            coordinator=f"127.0.0.1:{port}",
-            num_processes=2,
-            process_id=1,
-            initialization_timeout=1,
+        text = (
+            f"process 1 found no coordinator at 127.0.0.1:{port} (a loopback address: it is looked"
+            " for on this host only) within 1 s (Connection refused): start process 0"
         )
+        with pytest.raises(ValueError, match=f"^{re.escape(text)}"):
+            joined(
+                {},
+                coordinator=f"127.0.0.1:{port}",
+                num_processes=2,
+                process_id=1,
+                initialization_timeout=1,
+            )
 
 
 def test_what_jax_cannot_find_out_has_a_way_out(joined, monkeypatch):
