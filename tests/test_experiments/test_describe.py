@@ -57,5 +57,5 @@ def test_no_device_and_no_reader():
     ) as process:
         os.close(writing)
         os.close(reading)
-        _, errors = process.communicate(timeout=120)
+        _, errors = process.communicate(timeout=600)
     assert (process.returncode, errors) == (0, "")
