@@ -32,6 +32,7 @@ from jaxmoe.routing import LossFreeConfig, SigmoidTopKConfig
 from jaxmoe.training.state import init_state
 from jaxmoe.training.step import make_train_step
 from sharding import MeshConfig
+from sharding.coordination import barrier
 from sharding.distributed import global_batch, start_processes
 from sharding.mesh import make_mesh
 from tests.support.models import ATTENTION, BATCH, MOE, TINY
@@ -73,6 +74,7 @@ class Training:
         )
         with jax.set_mesh(self.mesh):
             self.step = make_train_step(MODEL, self.optimizer, execution=self.execution)
+        self._compiled: Any = None
         self.new = init_state(
             MODEL, self.optimizer, jax.random.key(0), execution=self.execution, mesh=self.mesh
         )
@@ -85,8 +87,14 @@ class Training:
         """The state and the losses after so many more steps; the state given is donated."""
         losses = []
         with jax.set_mesh(self.mesh):
+            rows = global_batch(_rows(int(state.step)), self.mesh)
+            if self._compiled is None:
+                self._compiled = self.step.lower(state, rows).compile()
+            # One that compiles for longer than the other waits in a collective would be given up.
+            barrier("the first step", 600)
             for _ in range(steps):
-                state, metrics = self.step(state, global_batch(_rows(int(state.step)), self.mesh))
+                rows = global_batch(_rows(int(state.step)), self.mesh)
+                state, metrics = self._compiled(state, rows)
                 losses.append(float(metrics.loss))
         return state, losses
 
