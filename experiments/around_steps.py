@@ -38,6 +38,7 @@ from jaxmoe.training.state import TrainState
 from jaxmoe.training.step import make_train_step
 from jaxmoe.training.stop import StopRequest
 from jaxmoe.training.time_spent import CHECKPOINT, EVALUATE, LOOP
+from sharding.distributed import agree
 
 
 def compile_steps(assembly: Assembly, first_step: int, state: TrainState) -> Any:
@@ -162,9 +163,10 @@ def save_last(result: LoopResult, saving: CheckpointHook, checkpoints: Checkpoin
     if result.status in ("diverged", "corrupted", "taken_over", "not_saved"):
         return checkpoints.finish() and result.status != "not_saved"
     for _ in range(2):
-        if not checkpoints.finish() or saving.saved_step != result.step:
+        if agree(not checkpoints.finish() or saving.saved_step != result.step):
             try:
                 saving.run(result.step, result.state)
             except SavesFailedError:  # said already, save by save
                 return False
-    return checkpoints.finish() and checkpoints.latest_step() == result.step
+    is_there = jax.process_index() != 0 or checkpoints.latest_step() == result.step
+    return not agree(not (checkpoints.finish() and is_there))

@@ -78,7 +78,7 @@ def open_run(
 
     try:
         if step is not None:
-            check(manager.manifest(step))
+            check(manager.shared_manifest(step))
             return assembly, manager.restore(step, _target(assembly, manager, step)), step
         found = manager.restore_newest(_target(assembly, manager, None), check=check)
         if found is None:
@@ -118,10 +118,10 @@ def _target(assembly: Assembly, manager: CheckpointManager, step: int | None) ->
 
 def _is_imported(manager: CheckpointManager, step: int | None) -> bool:
     """Whether a checkpoint has no state of an optimiser: it came from Hugging Face."""
-    step = manager.latest_step() if step is None else step
+    step = max(manager.shared_steps(), default=None) if step is None else step
     if step is None:
         return False
-    return not any(path.startswith("opt_state") for path in manager.manifest(step).arrays)
+    return not any(path.startswith("opt_state") for path in manager.shared_manifest(step).arrays)
 
 
 def check_trains(directory: RunDirectory, config: PretrainConfig) -> None:

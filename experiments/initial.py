@@ -100,7 +100,7 @@ def _manifest(directory: pathlib.Path, config: CheckpointConfig) -> CheckpointMa
             raise ValueError(
                 f"checkpoint.initial={config.initial} holds no checkpoint that is whole"
             )
-        return manager.manifest(step)
+        return manager.shared_manifest(step)
     finally:
         manager.close()
 

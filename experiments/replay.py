@@ -163,7 +163,8 @@ def _open(config: ReplayConfig, refused: int) -> tuple[Assembly, TrainState, int
     checkpoints = RunDirectory(run.directory).checkpoints_directory
     if step is None and checkpoints.is_dir():
         manager = CheckpointManager(checkpoints, is_writer=False)
-        step = max((number for number in manager.steps() if number < refused), default=None)
+        before = (number for number in manager.shared_steps() if number < refused)
+        step = max(before, default=None)
         manager.close()
     if step is not None:
         return open_run(run.directory, step, run.mesh)

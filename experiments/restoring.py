@@ -31,7 +31,7 @@ from jaxmoe.configs import fingerprint, to_json
 from jaxmoe.data import Loader, SkippedRows, check_position
 from jaxmoe.training.snapshot_hook import SnapshotHook
 from jaxmoe.training.state import TrainState
-from sharding.distributed import agree, gather
+from sharding.distributed import agree, gather, share
 
 logger = logging.getLogger(__name__)
 
@@ -137,11 +137,8 @@ def read_skipped(directory: RunDirectory) -> SkippedRows:
         raise problem or ValueError(
             f"{directory.skipped_file} is damaged, as the first process saw"
         )
-    count = agree(len(skipped.windows))
-    table = np.zeros((count, 2), np.int32)
-    table[: len(skipped.windows)] = np.reshape(skipped.windows, (-1, 2))
-    windows = gather(table)[0].tolist() if count else []
-    return SkippedRows.from_json(windows)
+    windows = share(np.asarray(skipped.windows, np.int32).ravel(), jax.process_index() == 0)
+    return SkippedRows.from_json(windows.reshape(-1, 2).tolist())
 
 
 def open_snapshots(assembly: Assembly, directory: RunDirectory) -> SnapshotStore | None:

@@ -42,6 +42,7 @@ from jaxmoe.training.hooks import CheckpointHook, Trace
 from jaxmoe.training.loop import LoopResult
 from jaxmoe.training.stop import StopRequest
 from jaxmoe.training.time_spent import COMPILE, RESTORE
+from sharding.coordination import barrier
 from sharding.distributed import agree
 
 logger = logging.getLogger(__name__)
@@ -76,6 +77,9 @@ def train_and_go_back(
         compiled: from `compile_steps`.
         stop: asked after every step.
         watches: of this start; their reporter is left open.
+
+    Raises:
+        LeaseLostError: another process has the run's directory by now.
     """
     reporter, spent = watches.reporter, watches.spent
     assembly, first_step, state = begun.assembly, begun.step, begun.state
@@ -93,6 +97,7 @@ def train_and_go_back(
         ended = Trained(assembly=assembly, result=result, saving=saving, trace=trace)
         if result.refused is None:
             return ended
+        checkpoints.check_held()  # what follows writes
         dump_batches(directory, assembly.loader, result.refused)
         if len(assembly.loader.skipped.windows) >= config.training.rollbacks:
             return ended
@@ -114,6 +119,7 @@ def train_and_go_back(
             with spent.on(COMPILE):
                 compiled = compile_steps(assembly, first_step, state)
             compiled_from = first_step
+            barrier("before the steps that follow", assembly.plan.config.processes.first)
         reporter.go_back(first_step)
         say(_in_words(directory, assembly, refused, first_step))
 

@@ -260,3 +260,18 @@ def gather(values: np.ndarray) -> np.ndarray:
     if jax.process_count() == 1:
         return values[None]
     return np.asarray(multihost_utils.process_allgather(values))
+
+
+def share(values: np.ndarray, is_source: bool) -> np.ndarray:
+    """The values of one process, on all of them; each must call this.
+
+    Args:
+        values: a vector of this process, of at most 32 bits a value; only that of the source
+            matters, but for its dtype.
+        is_source: whether this is the process; true of exactly one.
+    """
+    if jax.process_count() == 1:
+        return values
+    size = int(multihost_utils.broadcast_one_to_all(np.int32(len(values)), is_source))
+    sent = values if is_source else np.zeros(size, values.dtype)
+    return np.asarray(multihost_utils.broadcast_one_to_all(sent, is_source))

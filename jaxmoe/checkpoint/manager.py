@@ -29,7 +29,6 @@ from typing import Any, Literal
 import jax
 import orbax.checkpoint as ocp
 from etils import epath
-from flax import traverse_util
 
 from jaxmoe.checkpoint import bounds, checksums
 from jaxmoe.checkpoint.commit import TRASH, Commits, Fence, LeaseLostError
@@ -39,14 +38,20 @@ from jaxmoe.checkpoint.manifest import (
     CheckpointDamagedError,
     CheckpointError,
     CheckpointManifest,
-    Reading,
     check_fingerprints,
     check_global,
     check_target,
     make_manifest,
     read_manifest,
 )
-from jaxmoe.checkpoint.tree import SEPARATOR, is_key, pack, unpack
+from jaxmoe.checkpoint.reading import (
+    Reading,
+    array_reader,
+    shared_manifest,
+    shared_steps,
+    target_of,
+)
+from jaxmoe.checkpoint.tree import is_key, pack, unpack
 from sharding.distributed import agree
 
 logger = logging.getLogger(__name__)
@@ -56,6 +61,10 @@ _DAMAGED = "damaged"
 
 _LARGE = 1 << 26
 """Bytes of an array from which on its layers are stored apart."""
+
+_PEERS = 600
+"""Seconds that a save waits for the writes of other processes, one of which may have failed: fewer
+than a watchdog allows."""
 
 Verify = Literal["full", "files", "off"]
 """What a restore checks: checksums of files and fingerprints of arrays, files alone, or nothing."""
@@ -102,7 +111,8 @@ class CheckpointManager:
             todelete_subdir=TRASH if is_writer else None,
             enable_async_checkpointing=is_writer,
             async_options=ocp.AsyncOptions(
-                post_finalization_callback=self._commits.before_commit if is_writer else None
+                timeout_secs=_PEERS,
+                post_finalization_callback=self._commits.before_commit if is_writer else None,
             ),
         )
         self._manager = ocp.CheckpointManager(self.directory, options=options)
@@ -115,6 +125,10 @@ class CheckpointManager:
             for step in self._manager.all_steps()
             if (self.directory / str(step) / "manifest").exists()
         )
+
+    def shared_steps(self) -> list[int]:
+        """The same as the first process lists them; every process must call this."""
+        return shared_steps(self.steps)
 
     def latest_step(self) -> int | None:
         """Newest committed step."""
@@ -138,8 +152,8 @@ class CheckpointManager:
         Raises:
             LeaseLostError: another process writes to the directory by now; on all processes.
         """
-        is_good = self.finish()
-        is_there = step in self.steps()
+        is_good = not agree(not self.finish())
+        is_there = step in self.shared_steps()
         if not is_there:
             check_global(state)
         needed = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(pack(state)))
@@ -203,6 +217,10 @@ class CheckpointManager:
             )
         return read_manifest(pathlib.Path(self.directory) / str(step))
 
+    def shared_manifest(self, step: int) -> CheckpointManifest:
+        """The same as the first process reads it; every process must call this."""
+        return shared_manifest(lambda: self.manifest(step))
+
     def restore(self, step: int, target: Any) -> Any:
         """The state of a step, verified; every process must call this.
 
@@ -217,15 +235,15 @@ class CheckpointManager:
             CheckpointDamagedError: it is not what was written; names files or arrays.
         """
         self.check_files(step)
-        return self._read(step, target)
+        return self._read(self.shared_manifest(step), target)
 
-    def _read(self, step: int, target: Any) -> Any:
+    def _read(self, manifest: CheckpointManifest, target: Any) -> Any:
         """The state of a step whose files have been checked; its arrays are checked here."""
-        where, manifest = f"{self.directory}/{step}", self.manifest(step)
+        where = f"{self.directory}/{manifest.step}"
         if target is None:
             if reason := bounds.beyond_memory(manifest.arrays):
                 raise CheckpointError(f"{where}: {reason}")
-            target = _target_of(manifest)
+            target = target_of(manifest)
         whole, target = target, without_later(manifest, target)
         check_target(manifest, target, where)
         packed = jax.eval_shape(pack, target)
@@ -235,12 +253,11 @@ class CheckpointManager:
             packed,
             shardings,
         )
-        items = ocp.args.Composite(
-            state=ocp.args.StandardRestore(abstract)  # pyright: ignore[reportCallIssue]
-        )
+        arguments = ocp.args.StandardRestore(abstract)  # pyright: ignore[reportCallIssue]
         with Reading(where):
-            restored = self._manager.restore(step, args=items)
-        state = unpack(restored["state"], target)
+            reader = array_reader(ocp.StandardCheckpointHandler())
+            restored = reader.restore(f"{where}/state", args=arguments)
+        state = unpack(restored, target)
         if self._verify == "full":
             check_fingerprints(manifest, state, where)
         return with_later(manifest, state, whole, where)
@@ -267,13 +284,14 @@ class CheckpointManager:
             CheckpointError: another state, or no step is whole: never a silent start from nothing.
             LeaseLostError: another process writes to the directory by now.
         """
-        steps, abandoned = self.steps(), 0
+        steps, abandoned = self.shared_steps(), 0
         for step in reversed(steps):
             try:
                 self.check_files(step)
+                manifest = self.shared_manifest(step)
                 if check is not None:
-                    check(self.manifest(step))
-                return step, self._read(step, target)
+                    check(manifest)
+                return step, self._read(manifest, target)
             except CheckpointAbandonedError as error:
                 self._set_aside(step, error)
                 abandoned += 1
@@ -290,7 +308,7 @@ class CheckpointManager:
 
     def newest_whole_step(self) -> int | None:
         """The newest step whose files are what was written; every process must call this."""
-        for step in reversed(self.steps()):
+        for step in reversed(self.shared_steps()):
             try:
                 self.check_files(step)
                 return step
@@ -312,6 +330,12 @@ class CheckpointManager:
 
     def damage(self, step: int) -> list[str]:
         """What is wrong with the files of a step, a line each; empty: nothing that can be seen."""
+        try:
+            return self._damage(step)
+        except OSError as error:  # a bad sector, for instance
+            return [f"{error.filename or step}: cannot be read ({error.strerror or error})"]
+
+    def _damage(self, step: int) -> list[str]:
         path = pathlib.Path(self.directory) / str(step)
         has_list = (path / checksums.LIST).exists()
         lines = bounds.places(path) or bounds.texts(path, (checksums.LIST,))
@@ -335,6 +359,14 @@ class CheckpointManager:
             (self.directory / str(step)).rename(shelf / free)
         agree(0)  # nobody looks before it has moved
         self._manager.reload()
+
+    def check_held(self) -> None:
+        """That no other process writes here by now; every process must call this.
+
+        Raises:
+            LeaseLostError: on all processes.
+        """
+        self._commits.check_held()
 
     def close(self) -> None:
         """Waits, and ends Orbax's threads."""
@@ -362,16 +394,3 @@ def sharding_of(leaf: Any) -> Any:
     """Where a leaf lies; the default device when it does not say."""
     placed = getattr(leaf, "sharding", None)
     return placed or jax.sharding.SingleDeviceSharding(jax.devices()[0])
-
-
-def _target_of(manifest: CheckpointManifest) -> dict[str, Any]:
-    """The tree that a manifest describes; random keys as keys of the default generator."""
-    keys = jax.eval_shape(lambda: jax.random.key(0))
-    flat = {
-        path: jax.ShapeDtypeStruct(
-            tuple(array["shape"][:-1]) if array["dtype"] == "key" else tuple(array["shape"]),
-            keys.dtype if array["dtype"] == "key" else array["dtype"],
-        )
-        for path, array in manifest.arrays.items()
-    }
-    return traverse_util.unflatten_dict(flat, sep=SEPARATOR)

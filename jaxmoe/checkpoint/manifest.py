@@ -25,7 +25,6 @@ import jax
 from jaxmoe.checkpoint import bounds
 from jaxmoe.checkpoint.fingerprint import fingerprints
 from jaxmoe.checkpoint.tree import SEPARATOR, flatten, is_key
-from sharding.distributed import agree
 
 logger = logging.getLogger(__name__)
 
@@ -42,34 +41,6 @@ class CheckpointDamagedError(CheckpointError):
 
 class CheckpointAbandonedError(CheckpointError):
     """A checkpoint that its run has left behind."""
-
-
-class Reading:
-    """What Orbax and TensorStore raise while they read arrays, as a line, on all processes.
-
-    Orbax raises plain `Exception` with pages about the store; the cause has one line. What else is
-    raised, a full memory for instance, passes. Every process must enter and leave.
-
-    Args:
-        where: what to call the checkpoint.
-    """
-
-    def __init__(self, where: str):
-        self._where = where
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: Any) -> None:
-        is_damage = kind is Exception or isinstance(error, ValueError | OSError)
-        if error is not None and not is_damage:
-            return
-        if agree(int(is_damage)):
-            cause = (error and error.__cause__) or error or "as another process found"
-            reason = (str(cause).splitlines() or ["without a reason"])[0][:300]
-            raise CheckpointDamagedError(
-                f"{self._where} is damaged: its arrays cannot be read ({reason})"
-            ) from error
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

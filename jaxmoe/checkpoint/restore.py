@@ -31,13 +31,13 @@ from jaxmoe.checkpoint.manager import CheckpointManager, Verify, sharding_of
 from jaxmoe.checkpoint.manifest import (
     CheckpointError,
     CheckpointManifest,
-    Reading,
     check_fingerprints,
     describe,
     hint_of,
     spell,
 )
 from jaxmoe.checkpoint.mapping import MappingRule, Merged, plan_mapping
+from jaxmoe.checkpoint.reading import Reading, array_reader
 from jaxmoe.checkpoint.tree import SEPARATOR, flatten, is_key, unpack
 
 logger = logging.getLogger(__name__)
@@ -133,7 +133,7 @@ def whole_step(
             manager.check_files(step)
         elif (step := manager.newest_whole_step()) is None:
             raise CheckpointError(f"{directory} holds no checkpoints that are whole")
-        return manager.directory / str(step), manager.manifest(step)
+        return manager.directory / str(step), manager.shared_manifest(step)
     finally:
         manager.close()
 
@@ -149,7 +149,7 @@ class _Reader:
     def __init__(self, state: Any, manifest: CheckpointManifest, where: str, is_verified: bool):
         self._state, self.manifest, self.where = state, manifest, where
         self._is_verified = is_verified and bool(manifest.fingerprints)
-        self._checkpointer = ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
+        self._checkpointer = array_reader(ocp.PyTreeCheckpointHandler())
 
     def __call__(self, name: str, placed: Any = None) -> Array:
         placed = placed or jax.sharding.SingleDeviceSharding(jax.devices()[0])

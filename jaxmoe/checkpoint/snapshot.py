@@ -48,7 +48,7 @@ from jaxmoe.checkpoint.manifest import (
 from jaxmoe.checkpoint.parity import Block, Peers, TooManyLostError, Words, only_lost, padded
 from jaxmoe.checkpoint.pieces import Piece, num_words, pack_words, pieces_of, place_words
 from jaxmoe.checkpoint.tree import flatten
-from sharding.distributed import gather
+from sharding.distributed import gather, share
 
 logger = logging.getLogger(__name__)
 
@@ -275,9 +275,7 @@ class SnapshotStore:
         mine = b""
         if holder in self._directories:
             mine = (self._directories[holder] / str(step) / "manifest.json").read_bytes()
-        size = int(gather(np.asarray([len(mine)], np.int32)).max())
-        sent = np.frombuffer(mine.ljust(size, b"\0"), np.uint8)
-        return gather(sent).max(axis=0).tobytes().decode()
+        return share(np.frombuffer(mine, np.uint8), bool(mine)).tobytes().decode()
 
     def _load(self, own: int, step: int) -> tuple[Words, Block]:
         path = self._directories[own] / str(step)

@@ -26,7 +26,11 @@ from sharding.distributed import agree
 
 @runtime_checkable
 class Hook(Protocol):
-    """Something done after certain steps."""
+    """Something done after certain steps.
+
+    All processes of a run must agree on them; a hook that is due on some processes only says so by
+    an attribute `is_local = True`, and does nothing that concerns the others.
+    """
 
     def is_due(self, step: int) -> bool:
         """Whether to run after this many steps."""
@@ -169,6 +173,8 @@ class RefreshHook:
         clock: seconds, rising.
     """
 
+    is_local = True
+
     def __init__(self, first_step: int, clock: Callable[[], float] = time.monotonic):
         self._clock = clock
         self._last, self._steps = (first_step, clock()), 1
@@ -223,6 +229,8 @@ class Trace:
 
 class _TraceBorder:
     """Runs a function after one step."""
+
+    is_local = True
 
     def __init__(self, step: int, function: Callable[[TrainState | None], None]):
         self._step, self._function = step, function

@@ -103,11 +103,9 @@ def run_loop(
     step, status, since = first_step, "done", time.perf_counter()
     refused: tuple[int, int] | None = None
 
-    def flush() -> bool:
-        """Reports what waits; whether the run may go on."""
+    def flush() -> None:
+        """Reports what waits, and sees whether too much of it was refused."""
         nonlocal since, refused
-        if not waiting:
-            return True
         steps = tuple(number for number, _ in waiting)
         with spent.on(WAIT):
             for number, metric in waiting:
@@ -119,11 +117,7 @@ def run_loop(
             report(Report(steps=steps, metrics=metrics, seconds=seconds))
         waiting.clear()
         since = time.perf_counter()
-        for number, metric in zip(steps, metrics, strict=True):
-            if (in_a_row := int(metric.skipped_in_a_row)) >= max_skipped:
-                refused = (number - in_a_row + 1, number)
-                return False
-        return True
+        refused = refused or _refused(steps, metrics, max_skipped)
 
     stop.steps_begin()
     # One process can stop at any step; several must ask one another, which costs a collective.
@@ -148,8 +142,10 @@ def run_loop(
         if reason == "taken_over":  # what waits would be written into another's files
             status = reason
             break
-        if due or reason or step % report_every == 0 or step == last_step:
-            if not flush():
+        is_shared = bool(reason) or step % report_every == 0 or step == last_step or _shared(due)
+        if due or is_shared:
+            flush()
+            if refused is not None and (is_shared or asks_alone):
                 status = "diverged"
                 break
         try:
@@ -163,6 +159,21 @@ def run_loop(
             break
         if due:
             since = time.perf_counter()
-        if reason and step < last_step:
-            status = reason
-    return LoopResult(state=state, step=step, status=status, refused=refused)
+        status = reason if reason and step < last_step else status
+    known = refused if status == "diverged" else None  # to all processes
+    return LoopResult(state=state, step=step, status=status, refused=known)
+
+
+def _shared(hooks: Sequence[Hook]) -> bool:
+    """Whether one of them is due on all processes, which then report, and all end, or none."""
+    return any(not getattr(hook, "is_local", False) for hook in hooks)
+
+
+def _refused(
+    steps: Sequence[int], metrics: Sequence[StepMetrics], max_skipped: int
+) -> tuple[int, int] | None:
+    """The first and the last of the first so many steps that were refused in a row."""
+    for number, metric in zip(steps, metrics, strict=True):
+        if (in_a_row := int(metric.skipped_in_a_row)) >= max_skipped:
+            return number - in_a_row + 1, number
+    return None

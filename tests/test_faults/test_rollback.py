@@ -12,7 +12,7 @@ import json
 import numpy as np
 import pytest
 
-from experiments import pretrain, replay
+from experiments import pretrain, replay, rollback
 from experiments.cli import ExitCode
 from experiments.restoring import Lineage, read_skipped
 from experiments.run_directory import RunDirectory
@@ -258,3 +258,26 @@ def test_a_step_moves_when_all_processes_have_read_it(tmp_path, monkeypatch):
     assert manager.restore_newest(state, check=check) is None
     assert met == [True, False]
     manager.close()
+
+
+@pytest.mark.slow
+@pytest.mark.trains
+def test_a_run_that_was_taken_over_does_not_go_back(tmp_path, monkeypatch, capsys):
+    thief, train = RunDirectory(tmp_path / "run"), rollback.train
+
+    def trained_and_robbed(*arguments):
+        result = train(*arguments)
+        assert result.refused is not None
+        thief.acquire(steal=True)
+        return result
+
+    monkeypatch.setattr(rollback, "train", trained_and_robbed)
+    try:
+        with poisoned(is_bad):
+            more = ("--run.lock_heartbeat", "60")
+            assert pretrain.main(command(tmp_path / "run", *more)) == ExitCode.TAKEN_OVER
+        assert "this process (incarnation 1) writes nothing more" in capsys.readouterr().err
+    finally:
+        thief.release()
+    left = {path.name for path in (tmp_path / "run").iterdir()}
+    assert not left & {"bad_data", "skipped.json", "summary.json"}

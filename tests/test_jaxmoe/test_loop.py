@@ -172,6 +172,19 @@ def test_a_signal_stops_after_the_step(bench, number, status):
     assert bench.diary == ["step 1", "step 2", "step 3", "report 1,2,3 in 6 s", "a 3"]
 
 
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_hook_of_one_process_does_not_end_the_run_alone(bench, processes):
+    """Where others train on until all of them report, it waits for them."""
+    bench.monkeypatch.setattr(jax, "process_count", lambda: processes)
+    bench.monkeypatch.setattr(StopRequest, "agreed", lambda self: None)
+    bench.bad_steps = frozenset((3, 4, 5))
+    local = bench.hook("own", 1)
+    local.is_local = True
+    result = bench.run(local, last=12, report_every=4)
+    assert (result.status, result.refused) == ("diverged", (3, 5))
+    assert result.step == {1: 5, 2: 8}[processes]
+
+
 def test_a_signal_in_the_last_step_comes_too_late(bench):
     bench.signals = {6: signal.SIGTERM}
     assert bench.run().status == "done"
