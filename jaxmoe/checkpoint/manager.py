@@ -235,11 +235,11 @@ class CheckpointManager:
             CheckpointDamagedError: it is not what was written; names files or arrays.
         """
         self.check_files(step)
-        return self._read(self.shared_manifest(step), target)
+        return self._read(step, self.shared_manifest(step), target)
 
-    def _read(self, manifest: CheckpointManifest, target: Any) -> Any:
+    def _read(self, step: int, manifest: CheckpointManifest, target: Any) -> Any:
         """The state of a step whose files have been checked; its arrays are checked here."""
-        where = f"{self.directory}/{manifest.step}"
+        where = f"{self.directory}/{step}"
         if target is None:
             if reason := bounds.beyond_memory(manifest.arrays):
                 raise CheckpointError(f"{where}: {reason}")
@@ -254,8 +254,7 @@ class CheckpointManager:
             shardings,
         )
         arguments = ocp.args.StandardRestore(abstract)  # pyright: ignore[reportCallIssue]
-        with Reading(where):
-            reader = array_reader(ocp.StandardCheckpointHandler())
+        with Reading(where), array_reader(ocp.StandardCheckpointHandler()) as reader:
             restored = reader.restore(f"{where}/state", args=arguments)
         state = unpack(restored, target)
         if self._verify == "full":
@@ -291,7 +290,7 @@ class CheckpointManager:
                 manifest = self.shared_manifest(step)
                 if check is not None:
                     check(manifest)
-                return step, self._read(manifest, target)
+                return step, self._read(step, manifest, target)
             except CheckpointAbandonedError as error:
                 self._set_aside(step, error)
                 abandoned += 1

@@ -31,8 +31,8 @@ def array_reader(handler: ocp.CheckpointHandler) -> ocp.Checkpointer:
     """Reads arrays in this process alone; its use is to be within `Reading`.
 
     Args:
-        handler: of Orbax, with options of its own: those of this reader would change what all
-            handlers of the process write.
+        handler: of Orbax, made without these options: with them it would change what every other
+            handler of the process writes.
     """
     own = jax.process_index()
     alone = ocp.options.MultiprocessingOptions(primary_host=own, active_processes={own})

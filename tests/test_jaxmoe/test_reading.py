@@ -105,6 +105,14 @@ def test_no_process_waits_for_others_inside_orbax(manager, monkeypatch):
     assert met == [{0}, {0}]
 
 
+def test_a_step_is_read_where_it_lies(manager):
+    """Whatever number its manifest has: somebody may have renamed it."""
+    (manager.directory / "1").rename(manager.directory / "7")
+    step, state = manager.restore_newest(_state(0))
+    assert step == 7
+    np.testing.assert_array_equal(state["w"], 1)
+
+
 def test_a_bad_sector_is_damage(manager, monkeypatch, caplog):
     measure = room.checksums._measure
 
