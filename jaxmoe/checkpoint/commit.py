@@ -92,9 +92,7 @@ class Commits:
             if free < 1.2 * num_bytes:
                 needed = f"{1.2 * num_bytes / 1e6:.1f} MB are needed"
                 obstacle = OSError(f"{free / 1e6:.1f} MB are free, about {needed}")
-        except LeaseLostError:
-            pass  # noted, and raised on all processes below
-        except OSError as error:
+        except (LeaseLostError, OSError) as error:  # a lost lease is noted, and raised on all below
             obstacle = error
         mine = [self.failures, self.lost is not None, obstacle is not None]
         failures, is_lost, is_refused = np.max(gather(np.asarray(mine, np.int32)), axis=0)

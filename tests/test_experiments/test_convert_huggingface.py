@@ -158,7 +158,7 @@ def test_an_imported_run_is_converted_but_not_trained(run, exported, imported, c
 
 def test_bytes_have_their_own_values_as_ids(exported):
     """Whatever the text, special spellings and byte 0 included."""
-    tokenizers = pytest.importorskip("tokenizers")
+    tokenizers = pytest.importorskip("tokenizers", reason="not installed: extra train")
     read = tokenizers.Tokenizer.from_file(f"{exported}/tokenizer.json")
     for text in TEXTS:
         ids = read.encode(text).ids
@@ -254,8 +254,8 @@ def test_bad_requests_are_refused_in_words(run, exported, tmp_path, capsys, monk
 @pytest.mark.slow
 def test_transformers_reads_model_and_tokenizer(run, exported, tmp_path):
     """The auto classes, from the directory alone: the same logits, the same ids."""
-    torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed: extra hf")
+    transformers = pytest.importorskip("transformers", reason="not installed: extra hf")
     tokenizer = transformers.AutoTokenizer.from_pretrained(exported)
     for text in TEXTS:
         assert tokenizer(text)["input_ids"] == list(text.encode())

@@ -57,7 +57,7 @@ def tasks(tmp_path, monkeypatch):
     for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"):
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
-    pytest.importorskip("lm_eval")
+    pytest.importorskip("lm_eval", reason="lm_eval is not installed: extra lm-eval")
     folder = tmp_path / "tasks"
     folder.mkdir()
     lines = "".join(json.dumps(document) + "\n" for document in documents())
@@ -90,8 +90,9 @@ def test_ids_are_no_text(tmp_path, capsys):
 def test_against_the_harness_over_transformers(tasks, tmp_path, caplog, capsys):
     """Log-likelihoods, greedy flags, rolling ones and texts, request by request; then the
     command."""
-    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
-    lm_eval = pytest.importorskip("lm_eval")
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed: extra hf")
+    transformers = pytest.importorskip("transformers", reason="not installed: extra hf")
+    lm_eval = pytest.importorskip("lm_eval", reason="lm_eval is not installed: extra lm-eval")
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 

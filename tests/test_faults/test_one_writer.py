@@ -10,7 +10,6 @@ import errno
 import json
 import os
 import pathlib
-import re
 import signal
 import subprocess
 import sys
@@ -78,8 +77,7 @@ def test_the_heartbeat_decides_where_locks_do_not_reach(tmp_path, capsys, flock,
             _lease(tmp_path, "two", flock=flock).acquire()
         text = str(refused.value)
         assert f"run.directory={tmp_path} is in use by process {os.getpid()} on one" in text
-        assert re.search(r"last sign of life \d+\.\d s ago", text)
-        assert "--run.steal_lock True" in text
+        assert "last sign of life 0." in text and "--run.steal_lock True" in text
         first.fence()
         assert str(os.getpid()) in (tmp_path / "run.lock").read_text(), "who was refused wiped it"
 

@@ -87,8 +87,7 @@ def test_a_peer_that_is_killed_or_stands_still(tmp_path, victim, number):
         code = pair.code(1 - victim)
         seconds = time.monotonic() - began
     text = pair.text(1 - victim)
-    # 5 s more on a machine that has time; what is above them is for one that has none.
-    assert seconds < HEARTBEAT + 20, text
+    assert seconds < HEARTBEAT + 5, text
     if victim == 0:
         assert code == -signal.SIGABRT, text
         assert "the JAX distributed service" in text
@@ -120,7 +119,7 @@ def test_an_error_in_one_process_ends_both_and_is_shown_once(tmp_path):
         assert pair.code(1) == 1, pair.text(1)
         began = time.monotonic()
         assert pair.code(0) == ExitCode.LOST, pair.text(0)
-        assert time.monotonic() - began < 20
+        assert time.monotonic() - began < 10
     assert "process 1 is lost: LookupError: ended with 1" in pair.text(0)
     assert (pair.text(0) + pair.text(1)).count("LookupError: broken on purpose") == 1
 
@@ -130,8 +129,10 @@ def test_a_signal_to_one_process_saves_one_step_of_both(tmp_path):
     with Pair(tmp_path, flags(tmp_path / "run", MANY, *WAITS, *RUN)) as pair:
         pair.until("step=5/")
         pair.processes[1].send_signal(signal.SIGTERM)
+        began = time.monotonic()
         codes = [pair.code(0), pair.code(1)]
         assert codes == [ExitCode.PREEMPTED] * 2, pair.text(0) + pair.text(1)
+        assert time.monotonic() - began < 60
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert 5 <= summary["checkpoint_step"] == summary["steps"] < MANY
     saved = [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()]

@@ -24,8 +24,8 @@ from tests.support.runs import flags, logged_losses, saved_leaves, start_run
 pytestmark = pytest.mark.slow
 
 STEPS = 8
-AT_ONCE, WITH_REPORT = 20, 120
-"""Seconds on a busy machine; a report with its pictures takes two on a quiet one."""
+AT_ONCE, WITH_REPORT = 5, 30
+"""Seconds; a report with its pictures takes two on a quiet machine."""
 MORE = ("--checkpoint.every", "4", "--evaluation.every", "3", "--tracking.print_every", "1")
 
 # What stands for a compiler at work: a computation of half an hour, while no Python runs.

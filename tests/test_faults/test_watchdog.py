@@ -6,6 +6,7 @@ import dataclasses
 import re
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -16,46 +17,41 @@ from experiments.processes_config import ProcessesConfig
 from tests.support.runs import ROOT
 
 # A kind of work that is new may take longer, one that is known may not. Beats are timed here,
-# where no annotation is checked at run time, against looks at the clock.
+# where no annotation is checked at run time.
 HANGING = """
 import time
 from experiments.processes_config import ProcessesConfig
 from experiments.watchdog import Watchdog
 
 def stands_still():
-    time.sleep(3600)
+    time.sleep(60)
 
 with Watchdog(ProcessesConfig(watchdog=1, first=30)) as watchdog:
     watchdog.beat("step", 1)
     time.sleep(2)
     print("still here", flush=True)
-    beats, looks = [], []
+    seconds = []
     for _ in range(50):
         began = time.perf_counter()
         for step in range(1000):
             watchdog.beat("step", step)
-        beats.append(time.perf_counter() - began)
-        began = time.perf_counter()
-        for step in range(1000):
-            time.monotonic()
-        looks.append(time.perf_counter() - began)
-    ratio = min(beats) / min(looks)
-    print("a beat costs", "little" if ratio < 20 else ratio, flush=True)
+        seconds.append((time.perf_counter() - began) / 1000)
+    print("a beat costs", "little" if min(seconds) < 1e-6 else min(seconds), flush=True)
     watchdog.beat("step", 2)
     stands_still()
 """
 
 
 def test_a_process_that_stands_still_ends_with_its_stacks():
+    began = time.monotonic()
     done = subprocess.run(
-        [sys.executable, "-c", HANGING], cwd=ROOT, capture_output=True, text=True, timeout=600
+        [sys.executable, "-c", HANGING], cwd=ROOT, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == ExitCode.HUNG, done.stderr
     assert done.stdout == "still here\na beat costs little\n"
-    assert re.search(
-        r"error: nothing has moved for 1 s: step \(step 2\) for [1-9]\d*\.\d s", done.stderr
-    )
+    assert re.search(r"error: nothing has moved for 1 s: step \(step 2\) for 1\.\d s", done.stderr)
     assert "stands_still" in done.stderr
+    assert time.monotonic() - began < 60
 
 
 @pytest.mark.parametrize(

@@ -188,7 +188,7 @@ def _data_threads():
 
 def _assert_threads_end():
     for thread in _data_threads():
-        thread.join(timeout=60)  # it ends with the batch that it has in hand
+        thread.join(timeout=10)  # it ends with the batch that it has in hand
     assert not _data_threads()
 
 
