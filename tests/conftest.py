@@ -61,7 +61,7 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 ROWS = 1
-FAULTS = ROOT / "tests" / "test_faults"
+FAULTS = ROOT / "tests" / "faults"
 
 # Annotations are checked at every call, shapes and all; the long proofs call the same functions
 # without. Not in the trackers: they hold no arrays, take numpy's numbers for floats, and any stream

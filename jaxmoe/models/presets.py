@@ -22,7 +22,7 @@ layer; OLMoE's are those of its training code, which averages over layers. Sizes
 are those of their config.json, which `jaxmoe.checkpoint.huggingface` reads.
 
 To add a preset: a function and a line in PRESETS, and its published parameter counts in
-tests/test_jaxmoe/test_presets.py.
+tests/jaxmoe/models/test_presets.py.
 """
 
 from __future__ import annotations

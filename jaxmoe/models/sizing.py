@@ -20,7 +20,7 @@ model's loss then gives the router no gradient (`RoutingWarning`, from MoEConfig
 gain there is that of the mixing with the shared expert alone.
 
 To add a rule: a function here, and the table that it must reproduce in
-tests/test_jaxmoe/test_sizing.py.
+tests/jaxmoe/models/test_sizing.py.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 To add a router: a file with its config (`name`, `traits`, `build`) and its class (`declarations`,
 `init`, `route`, `update`; see `base.Router`), which members of the family in `token_choice` have
 already, its config into RouterConfig below, a row in ROUTER_CASES of
-tests/test_jaxmoe/test_router_contract.py. Gates: the same with their union. Balancers and selection
+tests/jaxmoe/routing/test_router_contract.py. Gates: the same with their union. Balancers and selection
 biases: see their packages.
 """
 

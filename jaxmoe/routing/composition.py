@@ -3,7 +3,7 @@
 """Which parts of a MoE layer go together, read off the router's traits.
 
 To add a rule: here, with both fields and the way out in its words, and a row in
-tests/test_jaxmoe/test_composition.py.
+tests/jaxmoe/routing/test_composition.py.
 """
 
 from __future__ import annotations

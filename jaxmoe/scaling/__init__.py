@@ -12,7 +12,7 @@
     hyperp               MuonH with laws of depth, batch and tokens
 
 To add one: a file with a pure function `(model, budget, base, options) -> Parameterization` and its
-config, which goes into ParameterizationConfig, and a row in tests/test_jaxmoe/test_scaling.py.
+config, which goes into ParameterizationConfig, and a row in tests/jaxmoe/scaling/test_scaling.py.
 """
 
 from jaxmoe.configs import registry_of

@@ -26,7 +26,7 @@ are one role, and follow those of the layers, which for a = 1 is the same rate.
 
 Laws of batch and tokens are none of CompleteP's: exponents of 0, to be set for comparisons.
 
-To change a row: `_table`, and its case in tests/test_jaxmoe/test_scaling.py.
+To change a row: `_table`, and its case in tests/jaxmoe/scaling/test_scaling.py.
 """
 
 from __future__ import annotations

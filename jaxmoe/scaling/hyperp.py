@@ -47,7 +47,7 @@ optimiser (`jaxmoe.optim.MuonHConfig`).
 
 Source: arXiv 2603.28743 and ArchScale at c2ec1d6.
 
-To add an option: a field here, and a row in tests/test_jaxmoe/test_scaling.py.
+To add an option: a field here, and a row in tests/jaxmoe/scaling/test_scaling.py.
 """
 
 from __future__ import annotations

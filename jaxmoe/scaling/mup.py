@@ -28,7 +28,7 @@ The decay is coupled (times the learning rate). muP++ has the independent one of
 `v2scale` runs as an option; give a small optimizer.weight_decay with it (1e-3), for each step then
 takes that share of a weight. Weight decay is not scaled with any size.
 
-To add a variant: a config with its own column, and a row in tests/test_jaxmoe/test_scaling.py.
+To add a variant: a config with its own column, and a row in tests/jaxmoe/scaling/test_scaling.py.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ matrices are decided here; see `zero_start_rate`.
 `token_exponent` (0 in the paper) makes the control that it lacks: Muon with the token law, which
 tells the law from the sphere.
 
-To add a variant: a config with its own column, and a row in tests/test_jaxmoe/test_scaling.py.
+To add a variant: a config with its own column, and a row in tests/jaxmoe/scaling/test_scaling.py.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ is random, gains included, of a size at which RoPE, norms and gates matter, and 
 which the golden files hold it.
 
 `transformers` and PyTorch are imported by `build` alone. To add a case: a row in CONFIGS, and
-`pytest -m slow --regenerate-golden tests/test_jaxmoe/test_huggingface_parity.py`.
+`pytest -m slow --regenerate-golden tests/jaxmoe/checkpoint/huggingface/test_parity.py`.
 """
 
 import json

@@ -148,7 +148,7 @@ EXECUTIONS = {
         dispatcher=AllGatherConfig(),
     ),
 }
-"""Further meshes, for the model WIDE: see tests/test_jaxmoe/test_execution_invariance.py."""
+"""Further meshes, for the model WIDE: see tests/jaxmoe/training/test_execution_invariance.py."""
 
 IN_SHORT = ("fold_expert2_tensor2_all_to_all",)
 """What is no long proof."""

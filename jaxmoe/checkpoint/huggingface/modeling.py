@@ -8,7 +8,7 @@ holds `ModelConfig` as JSON, so that it says all there is to say; `check_compute
 text does not compute.
 
 To teach it something: here, in `check_computed`, and a case in
-tests/test_jaxmoe/test_huggingface_modeling.py.
+tests/jaxmoe/checkpoint/huggingface/test_modeling.py.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 """Balancers: losses that keep the experts evenly loaded and the logits small.
 
 To add a balancer: a file with its config (see `base.py`), the config into BalancerConfig below, a
-row in BALANCER_CASES of tests/test_jaxmoe/test_balancers.py.
+row in BALANCER_CASES of tests/jaxmoe/routing/test_balancers.py.
 """
 
 from jaxmoe.routing.balancers.base import BalanceScope as BalanceScope

@@ -3,7 +3,7 @@
 """Selection biases: what is added to the scores before the K best are chosen.
 
 To add a bias: a file with its config (see `base.SelectionBias`), the config into BiasConfig below,
-a row in BIAS_CASES of tests/test_jaxmoe/test_biases.py.
+a row in BIAS_CASES of tests/jaxmoe/routing/test_biases.py.
 """
 
 from jaxmoe.routing.biases.base import SelectionBias as SelectionBias

@@ -1,0 +1,167 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""The lm-evaluation-harness on a run: the same answers as its own model over transformers gives for
+the exported one. Local tasks; nothing is downloaded."""
+
+import json
+
+import pytest
+
+from experiments import checkpoint, evaluate_tasks
+from experiments.cli import ExitCode
+from experiments.finished import open_run
+from experiments.harness import harness_model, text_tokens
+from jaxmoe.data import CorpusConfig, FilesConfig
+from jaxmoe.data.tokenizer import TrainedConfig
+from jaxmoe.training.score import Scorer
+from tests.experiments.test_convert_huggingface import model_of, new_run, refused
+
+TASKS = {
+    "choices": """
+output_type: multiple_choice
+doc_to_text: "{{question}}"
+doc_to_choice: "{{choices}}"
+doc_to_target: "{{answer}}"
+metric_list: [{metric: acc}, {metric: acc_norm}]
+""",
+    "whole": """
+output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: "{{text}}"
+metric_list: [{metric: word_perplexity}, {metric: bits_per_byte}]
+""",
+    "answers": """
+output_type: generate_until
+doc_to_text: "{{question}}"
+doc_to_target: "word3"
+generation_kwargs: {until: [" and "], max_gen_toks: 6, do_sample: false}
+metric_list: [{metric: exact_match}]
+""",
+}
+
+
+def documents():
+    """Of odd lengths, some longer than the model reads."""
+    for number in range(7):
+        yield {
+            "question": "word3 and 5 " * (number * number) + f"word{number % 7}",
+            "choices": [" and 5", " word2 and", " 11 and word1 and 9"],
+            "answer": number % 3,
+            "text": f"word{number % 5} and {number} " * (1 + 6 * number),
+        }
+
+
+@pytest.fixture
+def tasks(tmp_path, monkeypatch):
+    """A directory of tasks."""
+    for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    pytest.importorskip("lm_eval", reason="lm_eval is not installed: extra lm-eval")
+    folder = tmp_path / "tasks"
+    folder.mkdir()
+    lines = "".join(json.dumps(document) + "\n" for document in documents())
+    (folder / "documents.jsonl").write_text(lines)
+    for name, text in TASKS.items():
+        head = f"task: own_{name}\ndataset_path: json\ntest_split: train\n"
+        kwargs = f"dataset_kwargs: {{data_files: {folder / 'documents.jsonl'}}}\n"
+        cache = "dataset_name: null\n"
+        (folder / f"{name}.yaml").write_text(head + cache + kwargs + text)
+    return folder
+
+
+def test_ids_are_no_text(tmp_path, capsys):
+    source = CorpusConfig().build()
+    text = text_tokens(source)
+    assert text.encode("\u00df\n") == [0xC3, 0x9F, 10] and text.decode([0xC3, 0x9F]) == "\u00df"
+    from experiments.recipes.markov import markov
+
+    with pytest.raises(ValueError, match="the data of this run is token ids"):
+        text_tokens(markov().data.build())
+    assert "tasks is empty" in refused(capsys, evaluate_tasks.main, "--run.directory", "none")
+    nowhere = ("--run.directory", "none", "--to", str(tmp_path / "none" / "results.json"))
+    assert "its directory is not there, make it first" in refused(
+        capsys, evaluate_tasks.main, *nowhere
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")  # the harness's own
+def test_against_the_harness_over_transformers(tasks, tmp_path, caplog, capsys):
+    """Log-likelihoods, greedy flags, rolling ones and texts, request by request; then the
+    command."""
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed: extra hf")
+    transformers = pytest.importorskip("transformers", reason="not installed: extra hf")
+    lm_eval = pytest.importorskip("lm_eval", reason="lm_eval is not installed: extra lm-eval")
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
+    (tmp_path / "text").mkdir()
+    for number in range(40):
+        words = " ".join(f"word{i % 7} and {i * number % 13}" for i in range(60))
+        (tmp_path / "text" / f"{number:02}.txt").write_text(words)
+    data = FilesConfig(
+        path=(str(tmp_path / "text"),),
+        tokenizer=TrainedConfig(vocab_size=300),
+        cache=str(tmp_path / "cache"),
+    )
+    run = new_run(tmp_path / "run", data, model_of(300))
+    place = str(tmp_path / "hf")
+    given = ("--to_huggingface", "auto", "--exported.max_length", "48", "--to", place)
+    assert checkpoint.main(["convert", "--run.directory", run, *given]) == ExitCode.DONE
+    eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    theirs = HFLM(
+        pretrained=transformers.AutoModelForCausalLM.from_pretrained(place, **eager),
+        tokenizer=transformers.AutoTokenizer.from_pretrained(place),
+        device="cpu",
+        dtype=torch.float32,
+        batch_size=4,
+        max_length=48,
+    )
+    assembly, state, _ = open_run(run, None)
+    manager = TaskManager(include_path=str(tasks), include_defaults=False)
+    names = [f"own_{name}" for name in TASKS]
+
+    def asked(model):
+        results = lm_eval.simple_evaluate(
+            model=model, tasks=names, task_manager=manager, bootstrap_iters=0, log_samples=True
+        )
+        return results["results"], results["samples"]
+
+    import jax
+
+    with jax.set_mesh(assembly.mesh):
+        scorer = Scorer(
+            assembly.plan.model, state.params, max_length=48, execution=assembly.execution
+        )
+        ours, samples = asked(harness_model(scorer, text_tokens(assembly.source)))
+    wanted, wanted_samples = asked(theirs)
+    assert "the beginning of their context is not read" in caplog.text
+    flags = []
+    for name in names:
+        for one, other in zip(samples[name], wanted_samples[name], strict=True):
+            if name == "own_answers":
+                assert one["resps"] == other["resps"]
+                continue
+            for mine, its in zip(one["resps"], other["resps"], strict=True):
+                mine, its = (x[0] if isinstance(x, list) else x for x in (mine, its))
+                if name == "own_whole":
+                    assert mine == pytest.approx(its, abs=1e-3, rel=1e-6)
+                    continue
+                assert mine[0] == pytest.approx(its[0], abs=1e-4)
+                assert mine[1] == its[1]
+                flags.append(mine[1])
+        numbers = {key: value for key, value in ours[name].items() if isinstance(value, float)}
+        assert numbers and all(
+            value == pytest.approx(wanted[name][key], rel=1e-4) for key, value in numbers.items()
+        )
+    assert flags
+
+    more = ("--include", str(tasks), "--max_length", "48", "--to", str(tmp_path / "found.json"))
+    command = ["--run.directory", run, "--tasks", "own_choices", *more]
+    assert evaluate_tasks.main(command) == ExitCode.DONE
+    assert "own_choices" in capsys.readouterr().out
+    found = json.loads((tmp_path / "found.json").read_text())["results"]["own_choices"]
+    assert found["acc,none"] == ours["own_choices"]["acc,none"]
+    unknown = refused(capsys, evaluate_tasks.main, *command, "--tasks", "own_choicez")
+    assert "the harness has no task own_choicez" in unknown

@@ -1,0 +1,255 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Against `transformers` itself: logits, balance loss, gradients, in every layout it writes.
+
+Needs the extra `hf` (PyTorch 2.13.0 for the CPU, on Python 3.11); the golden arrays that these
+models leave behind are compared in test_huggingface.py without it. To write them anew:
+
+    pytest -m slow --regenerate-golden tests/jaxmoe/checkpoint/huggingface/test_parity.py
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxmoe import Transformer
+from jaxmoe.checkpoint import from_huggingface, read_huggingface, to_huggingface
+from jaxmoe.routing.balancers import conversions, load_balance, pool_layers
+from tests.support import huggingface_models
+from tests.support.huggingface_models import BALANCED, CONFIGS, Golden, build, outputs_of, tokens_of
+from tests.support.tolerances import assert_close
+
+pytestmark = [
+    pytest.mark.slow,
+    # Of PyTorch and transformers, about themselves.
+    pytest.mark.filterwarnings("default"),
+]
+
+# Variants of the golden cases, larger and otherwise set.
+VARIANTS = {
+    **{name: (name, {}) for name in CONFIGS},
+    "olmoe renormalised": (
+        "olmoe",
+        {"norm_topk_prob": True, "intermediate_size": 20, "num_key_value_heads": 3},
+    ),
+    "mixtral, no window, tied": (
+        "mixtral",
+        {"sliding_window": None, "tie_word_embeddings": True, "intermediate_size": 20},
+    ),
+    "qwen3, every second layer, windows": (
+        "qwen3_moe",
+        {
+            **{"mlp_only_layers": [], "decoder_sparse_step": 2, "num_hidden_layers": 4},
+            **{"use_sliding_window": True, "sliding_window": 3, "norm_topk_prob": False},
+            **{"num_attention_heads": 6, "num_key_value_heads": 2, "tie_word_embeddings": False},
+        },
+    ),
+    "deepseek, one group, queries without latent, halves": (
+        "deepseek_v3",
+        {
+            **{"n_group": 1, "topk_group": 1, "q_lora_rank": None, "rope_interleave": False},
+            **{"norm_topk_prob": False, "first_k_dense_replace": 0, "n_routed_experts": 5},
+            **{"v_head_dim": 11, "tie_word_embeddings": True, "num_hidden_layers": 2},
+        },
+    ),
+    "deepseek, yarn": (
+        "deepseek_v3",
+        {
+            **{"qk_rope_head_dim": 10, "num_hidden_layers": 2},
+            "rope_parameters": {
+                **{"rope_type": "yarn", "rope_theta": 40.0, "factor": 12.0, "mscale": 0.7},
+                **{"mscale_all_dim": 1.3, "original_max_position_embeddings": 16},
+                **{"beta_fast": 3.0, "beta_slow": 0.2},
+            },
+        },
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def torch():
+    pytest.importorskip("transformers", reason="transformers is not installed: extra hf")
+    return pytest.importorskip("torch", reason="PyTorch is not installed: extra hf")
+
+
+@pytest.fixture(params=VARIANTS)
+def case(request, torch):
+    """The model of transformers, and tokens."""
+    name, changes = VARIANTS[request.param]
+    config = {**CONFIGS[name], **changes}
+    return build(config), tokens_of(config)
+
+
+def apply(model, params, tokens, router_state=None):
+    def run(params, tokens, state):
+        return Transformer(model).apply({"params": params}, tokens, router_state=state)
+
+    return jax.jit(run)(params, tokens, router_state)
+
+
+def balance_of(model, statistics):
+    """Our loss in the unit of transformers."""
+    value = float(load_balance(pool_layers(statistics)))
+    return conversions(value, top_k=model.moe.top_k)["huggingface"]
+
+
+def test_logits_and_balance_loss(case, torch):
+    theirs, tokens = case
+    logits, balance = outputs_of(theirs, tokens)
+    model, params, state = read_huggingface(theirs.config.to_dict(), theirs.state_dict())
+    ours = apply(model, params, jnp.asarray(tokens), state or None)
+    assert_close(ours.logits, logits, "matmul")
+    if theirs.config.model_type in BALANCED:
+        assert_close(balance_of(model, ours.statistics), balance, "matmul")
+
+
+def test_padding(torch):
+    """Rows of different length: what is padding is neither seen, nor routed, nor counted."""
+    theirs, tokens = build(CONFIGS["olmoe"]), tokens_of(CONFIGS["olmoe"])
+    is_real = np.arange(tokens.shape[1])[None, :] < np.array([[9], [5]])
+    mask = torch.tensor(is_real).long()
+    with torch.no_grad():
+        wanted = theirs(torch.tensor(tokens).long(), mask, output_router_logits=True)
+    model, params = from_huggingface(theirs.config.to_dict(), theirs.state_dict())
+    ours = Transformer(model).apply(
+        {"params": params}, jnp.asarray(tokens), segment_ids=jnp.asarray(is_real, jnp.int32)
+    )
+    assert_close(ours.logits[is_real], wanted.logits.numpy()[is_real], "matmul")
+    assert_close(balance_of(model, ours.statistics), float(wanted.aux_loss), "matmul")
+
+
+def test_what_it_saves(case, torch, tmp_path, caplog):
+    """On disk every expert has tensors of its own, and Mixtral's names are others."""
+    theirs, _ = case
+    wanted = read_huggingface(theirs.config.to_dict(), theirs.state_dict())
+    theirs.save_pretrained(tmp_path / "whole")
+    theirs.save_pretrained(tmp_path / "shards", max_shard_size="20KB")
+    assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 1
+    for place in ("whole", "shards"):
+        found = read_huggingface(tmp_path / place)
+        assert found.model == wanted.model
+        jax.tree.map(np.testing.assert_array_equal, found[1:], wanted[1:])
+    # Every field that it writes is known here.
+    assert not [record for record in caplog.records if record.name.startswith("jaxmoe")]
+
+
+def test_bfloat16(torch):
+    theirs = build(CONFIGS["olmoe"]).to(torch.bfloat16)
+    _, params = from_huggingface(theirs.config.to_dict(), theirs.state_dict())
+    wanted = theirs.state_dict()["model.layers.1.self_attn.o_proj.weight"].float().numpy().T
+    np.testing.assert_array_equal(
+        params["moe_blocks_0"]["attention"]["o"][1].reshape(36, 36), wanted
+    )
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_gradients(name, torch):
+    """Of the whole loss, balance included: router, attention and experts of the first layer."""
+    theirs, tokens = build(CONFIGS[name]), tokens_of(CONFIGS[name])
+    ids, is_balanced = torch.tensor(tokens).long(), name in BALANCED
+    asked = {"output_router_logits": True} if is_balanced else {}
+    loss = theirs(ids, labels=ids, **asked).loss
+    loss.backward()
+    gradients = {key: p.grad.numpy() for key, p in theirs.named_parameters()}
+    gradients |= {key: x for key, x in theirs.named_buffers() if key.endswith("_bias")}
+    if theirs.config.tie_word_embeddings:
+        gradients["lm_head.weight"] = gradients["model.embed_tokens.weight"]
+    wanted = read_huggingface(theirs.config.to_dict(), gradients).params
+    model, params, state = read_huggingface(theirs.config.to_dict(), theirs.state_dict())
+    coefficient = CONFIGS[name].get("router_aux_loss_coef", 0.0) * model.moe.top_k
+
+    def loss_of(params, tokens):
+        output = Transformer(model).apply({"params": params}, tokens, router_state=state or None)
+        log_probs = jax.nn.log_softmax(output.logits[:, :-1])
+        chosen = jnp.take_along_axis(log_probs, tokens[:, 1:, None], axis=-1)
+        return coefficient * load_balance(pool_layers(output.statistics)) - chosen.mean()
+
+    value, ours = jax.jit(jax.value_and_grad(loss_of))(params, jnp.asarray(tokens))
+    assert_close(value, loss.detach().numpy(), "matmul")
+    assert_close(ours, wanted, "end_to_end")
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_golden_arrays_are_what_it_computes(name, torch, tmp_path, request):
+    from safetensors.numpy import load_file
+
+    theirs, tokens = build(CONFIGS[name]), tokens_of(CONFIGS[name])
+    logits, balance = outputs_of(theirs, tokens)
+    theirs.save_pretrained(tmp_path)
+    live = Golden(
+        config=CONFIGS[name],
+        state=load_file(tmp_path / "model.safetensors"),
+        tokens=tokens,
+        logits=logits,
+        balance=balance,
+    )
+    if request.config.getoption("--regenerate-golden"):
+        huggingface_models.write(name, live)
+    golden = huggingface_models.read(name)
+    assert golden.config == live.config
+    assert golden.state.keys() == live.state.keys()
+    rest = {"config": {}} if name in BALANCED else {"config": {}, "balance": 0.0}
+    assert_close(golden._replace(**rest), live._replace(**rest), "matmul")
+
+
+@pytest.mark.parametrize("experts", ["each", "stacked"])
+def test_what_it_reads_of_ours(case, torch, tmp_path, experts):
+    """Random parameters of ours, with which their model computes the same logits: in one file and
+    in several, a tensor for each expert and for all."""
+    import transformers
+
+    theirs, tokens = case
+    found = read_huggingface(theirs.config.to_dict(), theirs.state_dict())
+    params = jax.tree.map(lambda x: x * 0.75 + 0.05, found.params)
+    state = jax.tree.map(lambda x: x * 0.5, found.router_state)
+    ours = apply(found.model, params, jnp.asarray(tokens), state or None)
+    given = {"router_state": state, "experts": experts, "max_length": 64}
+    if theirs.config.model_type == "qwen3_moe":
+        given["max_shard_bytes"] = 20_000
+    place = to_huggingface(found.model, params, tmp_path / "it", **given)
+    is_cut = len(list(place.glob("*.safetensors"))) > 1
+    assert is_cut == (theirs.config.model_type == "qwen3_moe")
+    read, info = transformers.AutoModelForCausalLM.from_pretrained(
+        place,
+        output_loading_info=True,
+        attn_implementation="eager",
+        experts_implementation="eager",
+    )
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert type(read) is type(theirs) and read.dtype == torch.float32
+    logits, _ = outputs_of(read.eval(), tokens)
+    assert_close(logits, ours.logits, "matmul")
+    # And what it saves of that is what we wrote.
+    read.save_pretrained(tmp_path / "again")
+    again = read_huggingface(tmp_path / "again")
+    assert dataclasses.replace(again.model, moe=None, dense_layers=()) == dataclasses.replace(
+        found.model, moe=None, dense_layers=()
+    )
+    jax.tree.map(np.testing.assert_array_equal, again[1:], (params, state))
+
+
+def test_its_balance_loss_of_one_and_of_several_layers(torch):
+    """One layer: K times ours. Several: K times ours of all their tokens, which is no function of
+    the layers' own losses."""
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    from jaxmoe.routing.base import sum_statistics
+
+    rng = np.random.default_rng(3)
+    layers = rng.normal(size=(3, 24, 6)) + rng.normal(size=(3, 1, 6)) * 2.0
+
+    def statistics_of(logits):
+        _, ids = jax.lax.top_k(logits, 2)
+        mask, probs = jnp.ones(24, bool), jax.nn.softmax(logits, axis=-1)
+        return sum_statistics(logits, probs, ids.reshape(-1).astype(jnp.int32), mask)
+
+    statistics = jax.jit(jax.vmap(statistics_of))(jnp.asarray(layers, jnp.float32))
+    for chosen in ([0], [0, 1, 2]):
+        gates = tuple(torch.tensor(layers[i]) for i in chosen)
+        theirs = float(load_balancing_loss_func(gates, 6, 2))
+        ours = jax.tree.map(lambda leaf, rows=chosen: leaf[np.asarray(rows)], statistics)
+        assert_close(2.0 * load_balance(pool_layers(ours)), theirs, "matmul")
+    assert abs(2.0 * load_balance(statistics).mean() - theirs) > 0.1

@@ -1,0 +1,139 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""What several processes must see alike of a step: one decides, and none waits for Orbax alone.
+
+Processes are played one after the other; real ones restore in tests/faults/test_rollback.py.
+"""
+
+import errno
+import inspect
+import os
+import types
+
+import jax
+import numpy as np
+import pytest
+from orbax.checkpoint._src.multihost import multihost
+
+from experiments import around_steps
+from jaxmoe.checkpoint import CheckpointDamagedError, CheckpointError, CheckpointManager, reading
+from jaxmoe.checkpoint import manager as room
+from jaxmoe.checkpoint.manifest import CheckpointManifest
+from jaxmoe.checkpoint.restore import restore_part
+
+
+def _state(step):
+    return {"w": np.full(100, step, np.float32)}
+
+
+@pytest.fixture
+def manager(tmp_path):
+    """Steps 1 and 2."""
+    manager = CheckpointManager(tmp_path / "checkpoints")
+    for step in (1, 2):
+        assert manager.save(step, _state(step), config={}) and manager.finish()
+    yield manager
+    manager.close()
+
+
+@pytest.fixture
+def played(monkeypatch):
+    """`played(function)`: what each of two processes returns or raises, the first one first."""
+    sent, at = [], {}
+
+    def share(values, is_source):
+        if is_source:
+            sent.append(values)
+        at["read"] += 1
+        return sent[at["read"] - 1]
+
+    def run(function):
+        found = []
+        sent.clear()
+        for index in range(2):
+            at["read"] = 0
+            monkeypatch.setattr(jax, "process_index", lambda index=index: index)
+            try:
+                found.append(function(index))
+            except CheckpointError as error:
+                found.append((type(error), str(error)))
+        return found
+
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(reading, "share", share)
+    return run
+
+
+def test_the_first_process_lists_the_steps(played):
+    assert played(lambda index: reading.shared_steps(lambda: [[1, 2], [1]][index])) == [[1, 2]] * 2
+    assert played(lambda index: reading.shared_steps(list)) == [[], []]
+
+
+@pytest.mark.parametrize("kind", [None, CheckpointError, CheckpointDamagedError])
+def test_the_first_process_reads_the_manifest(played, kind):
+    """And what is wrong with it is wrong for all."""
+    manifest = CheckpointManifest(step=3, arrays={"w": {"shape": [2]}}, config={}, data={"a": [1]})
+
+    def read(index):
+        assert index == 0, "the other does not open it"
+        if kind is not None:
+            raise kind("so it is")
+        return manifest
+
+    expected = manifest if kind is None else (kind, "so it is")
+    assert played(lambda index: reading.shared_manifest(lambda: read(index))) == [expected] * 2
+
+
+def test_an_older_listing_of_ones_own_does_not_count(manager, monkeypatch):
+    monkeypatch.setattr(room, "shared_steps", lambda find: [1])
+    assert manager.restore_newest(_state(0))[0] == 1
+    monkeypatch.setattr(room, "shared_steps", lambda find: [1, 2, 3])
+    assert manager.save(3, _state(3), config={}) and manager.finish()
+    assert manager.steps() == [1, 2], "the first process has it already"
+
+
+def test_no_process_waits_for_others_inside_orbax(manager, monkeypatch):
+    met = []
+
+    def meet(name, processes, **more):
+        if "restore" in name:
+            met.append(processes)
+
+    monkeypatch.setattr(multihost, "sync_global_processes", meet)
+    np.testing.assert_array_equal(manager.restore(1, _state(0))["w"], 1)
+    restore_part(manager.directory, _state(0))
+    assert met == [{0}, {0}]
+
+
+def test_a_step_is_read_where_it_lies(manager):
+    """Whatever number its manifest has: somebody may have renamed it."""
+    (manager.directory / "1").rename(manager.directory / "7")
+    step, state = manager.restore_newest(_state(0))
+    assert step == 7
+    np.testing.assert_array_equal(state["w"], 1)
+
+
+def test_a_bad_sector_is_damage(manager, monkeypatch, caplog):
+    measure = room.checksums._measure
+
+    def failing(path, *more):
+        if f"{os.sep}2{os.sep}" in str(path):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return measure(path, *more)
+
+    monkeypatch.setattr(room.checksums, "_measure", failing)
+    assert manager.restore_newest(_state(0))[0] == 1
+    assert "cannot be read (Input/output error)" in caplog.text
+    assert manager.steps() == [1]
+
+
+@pytest.mark.parametrize("is_wrong_elsewhere", [False, True])
+def test_the_last_save_is_tried_again_by_all(monkeypatch, is_wrong_elsewhere):
+    saved = []
+    monkeypatch.setattr(around_steps, "agree", lambda code: int(code or is_wrong_elsewhere))
+    checkpoints = types.SimpleNamespace(finish=lambda: True, latest_step=lambda: 5)
+    saving = types.SimpleNamespace(saved_step=5, run=lambda step, state: saved.append(step))
+    result = types.SimpleNamespace(status="done", step=5, state=None)
+    save_last = inspect.unwrap(around_steps.save_last)  # plain objects will do
+    assert save_last(result, saving, checkpoints) is not is_wrong_elsewhere
+    assert saved == ([5, 5] if is_wrong_elsewhere else [])

@@ -1,0 +1,199 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Which processes meet, where, and what is said when they cannot.
+
+That they then train as one is proved in tests/experiments/test_processes.py.
+"""
+
+import re
+import socket
+
+import jax
+import pytest
+
+from sharding.distributed import batch_part, batch_parts, start_processes
+from sharding.mesh import MeshConfig, make_mesh
+
+NAMES = (
+    *("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID", "JOB_COMPLETION_INDEX"),
+    *("SLURM_JOB_NUM_NODES", "SLURM_STEP_NUM_TASKS", "TPU_WORKER_HOSTNAMES"),
+    "MEGASCALE_NUM_SLICES",
+)
+LOOPBACK = {"JAX_COORDINATOR_ADDRESS": "localhost:8476"}
+
+
+@pytest.fixture
+def joined(monkeypatch):
+    """`joined(environment, ...)`: what JAX is asked for, or None where it is not asked."""
+
+    def run(environment, **arguments):
+        calls = []
+        for name in NAMES:
+            monkeypatch.delenv(name, raising=False)
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(jax.distributed, "initialize", lambda *a, **k: calls.append((a, k)))
+        start_processes(**arguments)
+        return calls[0] if calls else None
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {},
+        {"JAX_NUM_PROCESSES": "1"},
+        {**LOOPBACK, "JAX_NUM_PROCESSES": "1", "JAX_PROCESS_ID": "0"},
+        {"SLURM_JOB_NUM_NODES": "1", "SLURM_STEP_NUM_TASKS": "1"},
+        {"TPU_WORKER_HOSTNAMES": "localhost", "MEGASCALE_NUM_SLICES": "1"},
+    ],
+)
+def test_one_process_meets_nobody(environment, joined):
+    assert joined(environment) is None
+
+
+@pytest.mark.parametrize(
+    ("environment", "asked"),
+    [
+        (
+            {**LOOPBACK, "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "0"},
+            ("localhost:8476", 2, 0),  # on one host, as nobody speaks of another
+        ),
+        (
+            {"JAX_COORDINATOR_ADDRESS": "node0:1", "SLURM_JOB_NUM_NODES": "2"},
+            ("node0:1", None, None),
+        ),
+        ({"SLURM_JOB_NUM_NODES": "2"}, (None, None, None)),
+        ({"SLURM_JOB_NUM_NODES": "1", "SLURM_STEP_NUM_TASKS": "8"}, (None, None, None)),
+        ({"TPU_WORKER_HOSTNAMES": "a,b"}, (None, None, None)),
+        ({"TPU_WORKER_HOSTNAMES": "a", "MEGASCALE_NUM_SLICES": "2"}, (None, None, None)),
+        ({"JAX_NUM_PROCESSES": "4"}, (None, 4, None)),
+    ],
+)
+def test_several_processes_meet(environment, asked, joined):
+    timeouts = {"initialization_timeout": 300, "heartbeat_timeout_seconds": 100}
+    assert joined(environment) == (asked, timeouts)
+
+
+def test_arguments_come_before_the_environment(joined):
+    found = joined(
+        {**LOOPBACK, "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"},
+        coordinator="node0:1",
+        num_processes=4,
+        process_id=0,
+        initialization_timeout=7,
+        heartbeat_timeout=9,
+    )
+    timeouts = {"initialization_timeout": 7, "heartbeat_timeout_seconds": 9}
+    assert found == (("node0:1", 4, 0), timeouts)
+
+
+SEVERAL_HOSTS = [
+    {"SLURM_JOB_NUM_NODES": "2"},
+    {"TPU_WORKER_HOSTNAMES": "10.0.0.1,10.0.0.2"},
+    {"MEGASCALE_NUM_SLICES": "2"},
+    {"JOB_COMPLETION_INDEX": "0", "JAX_NUM_PROCESSES": "2"},
+]
+
+
+@pytest.mark.parametrize("environment", SEVERAL_HOSTS)
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "127.3.4.5", "[::1]", "LocalHost"])
+def test_loopback_is_refused_on_several_hosts(environment, host, joined):
+    address = f"{host}:8476"
+    text = f"JAX_COORDINATOR_ADDRESS={address} is this very host, and the job has 2 hosts: those"
+    with pytest.raises(ValueError, match=f"^{re.escape(text)}"):
+        joined({**environment, "JAX_COORDINATOR_ADDRESS": address})
+
+
+@pytest.mark.parametrize(
+    ("environment", "arguments", "text"),
+    [
+        (
+            {"JAX_COORDINATOR_ADDRESS": "node0"},
+            {},
+            "JAX_COORDINATOR_ADDRESS=node0 is not host",
+        ),
+        ({"JAX_COORDINATOR_ADDRESS": "node0:0"}, {}, "JAX_COORDINATOR_ADDRESS=node0:0 is not host"),
+        (
+            {"JAX_NUM_PROCESSES": "two"},
+            {},
+            "JAX_NUM_PROCESSES=two must be a whole number",
+        ),
+        (
+            {"JAX_NUM_PROCESSES": "0"},
+            {},
+            "JAX_NUM_PROCESSES=0 must be a whole number",
+        ),
+        (
+            {"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "2"},
+            {},
+            "JAX_PROCESS_ID=2 must lie below JAX_NUM_PROCESSES=2: processes count from 0",
+        ),
+        ({}, {"initialization_timeout": 0}, "initialization_timeout=0 must be at least 1 second"),
+        ({}, {"heartbeat_timeout": -1}, "heartbeat_timeout=-1 must be at least 1 second"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_words(environment, arguments, text, joined):
+    with pytest.raises(ValueError, match=f"^{re.escape(text)}"):
+        joined(environment, **arguments)
+
+
+def test_a_coordinator_that_nobody_is_does_not_abort(joined):
+    with socket.socket() as taken:  # by one that does not listen
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+        text = (
+            f"process 1 found no coordinator at 127.0.0.1:{port} (a loopback address: it is looked"
+            " for on this host only) within 1 s (Connection refused): start process 0"
+        )
+        with pytest.raises(ValueError, match=f"^{re.escape(text)}"):
+            joined(
+                {},
+                coordinator=f"127.0.0.1:{port}",
+                num_processes=2,
+                process_id=1,
+                initialization_timeout=1,
+            )
+
+
+def test_what_jax_cannot_find_out_has_a_way_out(joined, monkeypatch):
+    def initialize(*arguments, **options):
+        raise ValueError("coordinator_address should be defined.")
+
+    monkeypatch.setenv("JAX_NUM_PROCESSES", "2")
+    monkeypatch.setattr(jax.distributed, "initialize", initialize)
+    text = "the processes of this job cannot join (coordinator_address should be defined.): set JAX"
+    with pytest.raises(ValueError, match=f"^{re.escape(text)}"):
+        start_processes()
+
+
+# What lies on a process: two devices or one, and what the axes between are for.
+PARTS = {
+    "each process a part": (2, {"data": 4, "tensor": 2}, {0: 0, 1: 1, 2: 2, 3: 3}),
+    "experts are batch axes too": (2, {"data": 2, "expert": 4}, {0: 0, 1: 1, 2: 2, 3: 3}),
+    "tensor across processes": (1, {"data": 4, "tensor": 2}, {at: at // 2 for at in range(8)}),
+    "all of tensor": (4, {"tensor": 8}, {0: 0, 1: 0}),
+    "sequences across processes": (2, {"data": 2, "seq": 4}, {0: 0, 1: 0, 2: 1, 3: 1}),
+    "tensor within, data across": (4, {"data": 2, "tensor": 4}, {0: 0, 1: 1}),
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_processes_that_hold_the_same_rows_read_the_same_part(name):
+    devices, sizes, expected = PARTS[name]
+    mesh = make_mesh(MeshConfig(**sizes))
+    first = min(device.id for device in mesh.devices.flat)
+    found = batch_parts(mesh, lambda device: (device.id - first) // devices)
+    count = len(set(expected.values()))
+    assert found == {process: (part, count) for process, part in expected.items()}
+    assert batch_part(mesh) == (0, 1), "one process reads it all"
+
+
+def test_rows_that_overlap_are_refused():
+    mesh = make_mesh(MeshConfig(data=4, tensor=2))
+    first = min(device.id for device in mesh.devices.flat)
+    with pytest.raises(
+        ValueError, match=r"4 pieces of a batch out \(process 0: \[0, 1\]; process 1"
+    ):
+        batch_parts(mesh, lambda device: (device.id - first) // 3)
