@@ -17,11 +17,11 @@ from typing import Any
 
 import numpy as np
 
-from experiments import cli
-from experiments.config import PretrainConfig
+from experiments.cli import flags as cli
 from experiments.recipes import DEFAULT, RECIPES
-from experiments.run_directory import RunDirectory
 from jaxmoe.data import Loader, Mixture, PackedSource, Row, Source, Split
+from jaxmoe.run.config import PretrainConfig
+from jaxmoe.run.directory import RunDirectory
 
 _BAR = 40
 """Columns of the longest bar."""

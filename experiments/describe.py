@@ -11,11 +11,11 @@ import math
 import sys
 from collections.abc import Sequence
 
-from experiments import cli
-from experiments.assembly import Plan, make_plan, rates_in_words
-from experiments.output import write
+from experiments.cli import flags as cli
+from experiments.cli.output import write
 from experiments.recipes import DEFAULT, RECIPES
 from jaxmoe.models.flops import flops_per_token
+from jaxmoe.run.assemble import Plan, make_plan, rates_in_words
 from jaxmoe.tracking.console import format_flops
 from sharding.mesh import named_sizes
 from sharding.rules import LogicalAxisRules

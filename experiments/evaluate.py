@@ -17,9 +17,10 @@ from typing import Literal
 
 import jax
 
-from experiments import cli, router_details
-from experiments.finished import open_run, precision_in_words
-from experiments.process import start_process
+from experiments.cli import flags as cli
+from experiments.cli.process import start_process
+from jaxmoe.run import router_details
+from jaxmoe.run.reopen import open_run, precision_in_words
 from jaxmoe.training.evaluate import evaluate, make_eval_step
 from sharding.mesh import MeshConfig
 from sharding.sequence_parallel import CacheFormat

@@ -17,14 +17,14 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from experiments import cli
-from experiments.aftermath import continue_rows
+from experiments.cli import flags as cli
+from experiments.cli.process import start_process
 from experiments.evaluate import FinishedRunConfig
-from experiments.finished import open_run, precision_in_words
-from experiments.process import start_process
 from jaxmoe.data import DataError
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.precision import PrecisionPolicy
+from jaxmoe.run.reopen import open_run, precision_in_words
+from jaxmoe.run.summary import continue_rows
 from sharding.sequence_parallel import CacheFormat
 
 

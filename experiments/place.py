@@ -31,15 +31,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments import cli
-from experiments.assembly import Assembly
+from experiments.cli import flags as cli
+from experiments.cli.output import say
+from experiments.cli.process import start_process
+from experiments.cli.tables import text_table
 from experiments.evaluate import FinishedRunConfig
-from experiments.finished import open_run
-from experiments.output import say
-from experiments.process import start_process
-from experiments.router_trace import record_trace
-from experiments.run_directory import RunDirectory
-from experiments.tables import text_table
 from jaxmoe.checkpoint import save_checkpoint
 from jaxmoe.planning.placement import (
     PLACERS,
@@ -58,6 +54,10 @@ from jaxmoe.planning.placement.measures import (
     local_share,
     pair_traffic,
 )
+from jaxmoe.run.assemble import Assembly
+from jaxmoe.run.directory import RunDirectory
+from jaxmoe.run.reopen import open_run
+from jaxmoe.run.router_trace import record_trace
 from jaxmoe.training.relocate import relocate
 from jaxmoe.training.state import TrainState
 from sharding.expert_parallel.placement import ExpertPlacement

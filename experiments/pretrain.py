@@ -7,7 +7,7 @@
 On a terminal the progress is a live view, elsewhere a line (`--tracking.console`). A trace of some
 steps is `--profile.steps 10:13`; further trackers are `--tracking.trackers tensorboard wandb`.
 A finished run started again says so. After several refused steps in a row it goes back and jumps
-their data (`experiments/rollback.py`). Exit codes: 0 done, 2 bad configuration, 3 diverged, 69
+their data (`jaxmoe/run/rollback.py`). Exit codes: 0 done, 2 bad configuration, 3 diverged, 69
 another process of the run was lost, 74 the last state could not be saved, 75 saved after SIGTERM,
 76 a device holds or computes other bits than it should, 77 another process has taken the run over,
 124 nothing moved for the time allowed by `--processes.watchdog`, 130 saved after Ctrl-C. Before the
@@ -24,25 +24,26 @@ from collections.abc import Sequence
 
 import jax
 
-from experiments import aftermath, cli
-from experiments.agreement import check_agreement
-from experiments.around_steps import compile_steps, save_last
-from experiments.assembly import assemble, devices_in_words
-from experiments.config import FIXED_FIELDS, FREE_FIELDS
-from experiments.finished import check_trains
-from experiments.opening import already_done, print_header
-from experiments.output import say
-from experiments.process import start_process
+from experiments.cli import flags as cli
+from experiments.cli.output import say
+from experiments.cli.process import start_process
 from experiments.recipes import DEFAULT, RECIPES
-from experiments.reporting import Reporter, check_packages
-from experiments.restoring import Begun, Lineage, open_snapshots, read_skipped
-from experiments.rollback import train_and_go_back
-from experiments.run_directory import RunDirectory
-from experiments.watchdog import JAX_LATER, Watchdog
-from experiments.watching import Watches
 from jaxmoe.checkpoint import CheckpointManager, LeaseLostError
-from jaxmoe.checkpoint.snapshot import SnapshotStore
-from jaxmoe.training.stop import Reason, StopRequest
+from jaxmoe.resilience.agreement import check_agreement
+from jaxmoe.resilience.snapshot import SnapshotStore
+from jaxmoe.resilience.stop import Reason, StopRequest
+from jaxmoe.resilience.watchdog import JAX_LATER, Watchdog
+from jaxmoe.run import summary as aftermath
+from jaxmoe.run.assemble import assemble, devices_in_words
+from jaxmoe.run.banner import already_done, print_header
+from jaxmoe.run.config import FIXED_FIELDS, FREE_FIELDS
+from jaxmoe.run.directory import RunDirectory
+from jaxmoe.run.loop import compile_steps, save_last
+from jaxmoe.run.monitoring import Watches
+from jaxmoe.run.reopen import check_trains
+from jaxmoe.run.reporter import Reporter, check_packages
+from jaxmoe.run.restore import Begun, Lineage, open_snapshots, read_skipped
+from jaxmoe.run.rollback import train_and_go_back
 from jaxmoe.training.time_spent import (
     AFTERMATH,
     CHECKPOINT,

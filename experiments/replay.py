@@ -25,18 +25,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from experiments import cli
-from experiments.assembly import Assembly
-from experiments.bad_data import DumpedBatch, dumped_steps, read_batch
+from experiments.cli import flags as cli
+from experiments.cli.output import say
+from experiments.cli.process import start_process
+from experiments.cli.tables import text_table
 from experiments.evaluate import FinishedRunConfig
-from experiments.finished import assemble_run, open_run
-from experiments.output import say
-from experiments.process import start_process
-from experiments.run_directory import RunDirectory
-from experiments.tables import text_table
 from jaxmoe.checkpoint import CheckpointManager
 from jaxmoe.checkpoint.tree import flatten
 from jaxmoe.data import Batch
+from jaxmoe.run.assemble import Assembly
+from jaxmoe.run.directory import RunDirectory
+from jaxmoe.run.refused_batches import DumpedBatch, dumped_steps, read_batch
+from jaxmoe.run.reopen import assemble_run, open_run
 from jaxmoe.training.batch_ramp import accumulation_of
 from jaxmoe.training.guard import norm_limit
 from jaxmoe.training.state import TrainState

@@ -20,14 +20,14 @@ from typing import Any
 
 import numpy as np
 
-from experiments import cli
-from experiments.aftermath import write_run_report
-from experiments.assembly import make_plan
-from experiments.config import PretrainConfig
-from experiments.output import write
-from experiments.run_directory import RunDirectory
+from experiments.cli import flags as cli
+from experiments.cli.output import write
 from jaxmoe.configs import from_json, varying_fields
 from jaxmoe.models.flops import flops_per_token
+from jaxmoe.run.assemble import make_plan
+from jaxmoe.run.config import PretrainConfig
+from jaxmoe.run.directory import RunDirectory
+from jaxmoe.run.summary import write_run_report
 from jaxmoe.tracking.comparison import ComparedRun, at_equal_cost, write_comparison
 from jaxmoe.tracking.jsonl import Series, read_metrics
 from jaxmoe.tracking.plots import plot_run

@@ -14,7 +14,7 @@ field, a tuple is a list, and a class that carries a registry name is tagged wit
 Reading is strict: every field must be there and no other, with the type of its annotation. Only the
 tag may be missing where the fields tell the class: what had no choice once may have got one. A
 config saved by another version is a matter for `jaxmoe/checkpoint/migrate.py`, not for guesses
-here. The command line is in `experiments/cli.py`.
+here. The command line is in `experiments/cli/flags.py`.
 
 To add a kind of field value: teach `_encode` and `_decode` about it, and nothing else.
 """

@@ -57,7 +57,7 @@ EMPTY_NAMES = {"utils", "util", "common", "helpers", "helper", "misc"}
 
 # Every registry, or union of config classes that has none, and the names it must have.
 REGISTRIES = {
-    "experiments.launch_config:CLUSTERS": {"slurm", "jobset", "tpu_vm"},
+    "experiments.launch.config:CLUSTERS": {"slurm", "jobset", "tpu_vm"},
     "jaxmoe.data:DATA_SOURCES": {
         *("corpus", "files", "mixture", "huggingface", "markov", "language_mixture"),
     },

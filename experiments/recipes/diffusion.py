@@ -2,12 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Masked diffusion with expert choice: how near to the entropy does the bound come?"""
 
-from experiments.config import EvaluationConfig, PretrainConfig, TrackingConfig, TrainingConfig
 from jaxmoe.data import MarkovConfig
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
 from jaxmoe.optim import AdamWConfig, LinearConfig
 from jaxmoe.routing import ExpertChoiceConfig, RouterZConfig, SoftmaxGateConfig
+from jaxmoe.run.config import EvaluationConfig, PretrainConfig, TrackingConfig, TrainingConfig
 from jaxmoe.training import MaskedDiffusionConfig
 
 

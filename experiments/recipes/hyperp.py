@@ -2,13 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """HyperP at a laptop's size, with a base point of its own from which its rate is carried on."""
 
-from experiments.config import CheckpointConfig, EvaluationConfig, PretrainConfig, TrainingConfig
 from jaxmoe.data import CorpusConfig
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
 from jaxmoe.models.sizing import moe_sizes
 from jaxmoe.optim import LinearConfig, MuonHConfig
 from jaxmoe.routing import METHODS
+from jaxmoe.run.config import CheckpointConfig, EvaluationConfig, PretrainConfig, TrainingConfig
 from jaxmoe.scaling import BasePoint, HyperPConfig
 
 

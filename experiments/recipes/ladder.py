@@ -31,16 +31,16 @@ To add a rung: its depth in LADDER_DEPTHS of `jaxmoe/models/presets.py`, and a f
 
 import dataclasses
 
-from experiments.config import (
+from jaxmoe.execution import ExecutionConfig
+from jaxmoe.models.config import ModelConfig
+from jaxmoe.models.presets import ladder, ladder_tokens
+from jaxmoe.optim import AdamWConfig, CosineConfig, LinearConfig, MuonHConfig
+from jaxmoe.run.config import (
     CheckpointConfig,
     EvaluationConfig,
     PretrainConfig,
     TrainingConfig,
 )
-from jaxmoe.execution import ExecutionConfig
-from jaxmoe.models.config import ModelConfig
-from jaxmoe.models.presets import ladder, ladder_tokens
-from jaxmoe.optim import AdamWConfig, CosineConfig, LinearConfig, MuonHConfig
 from jaxmoe.scaling import HYPERP_BASE, Budget, HyperPConfig
 
 _SEQUENCE_LENGTH = 4096

@@ -4,9 +4,9 @@
 
 import dataclasses
 
-from experiments.config import PretrainConfig
 from experiments.recipes.markov import markov
 from jaxmoe.data import LanguageMixtureConfig
+from jaxmoe.run.config import PretrainConfig
 
 
 def languages() -> PretrainConfig:

@@ -2,11 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """A language whose entropy is known exactly: how far above the floor does training end?"""
 
-from experiments.config import EvaluationConfig, PretrainConfig, TrackingConfig, TrainingConfig
 from jaxmoe.data import MarkovConfig
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
 from jaxmoe.optim import AdamWConfig, LinearConfig
+from jaxmoe.run.config import EvaluationConfig, PretrainConfig, TrackingConfig, TrainingConfig
 
 
 def markov() -> PretrainConfig:

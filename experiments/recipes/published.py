@@ -12,9 +12,9 @@ tokens pass over the embedded corpus four times. Their trained weights are read 
 To add a model: a preset, and a function here.
 """
 
-from experiments.config import PretrainConfig
 from experiments.recipes.ladder import large
 from jaxmoe.models.presets import PRESETS
+from jaxmoe.run.config import PretrainConfig
 
 
 def olmoe_1b_7b() -> PretrainConfig:

@@ -2,16 +2,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """A small byte-level MoE on the source of Python's standard library."""
 
-from experiments.config import (
+from jaxmoe.data import CorpusConfig
+from jaxmoe.execution import ExecutionConfig
+from jaxmoe.models import presets
+from jaxmoe.optim import AdamWConfig, WarmupStableDecayConfig
+from jaxmoe.run.config import (
     CheckpointConfig,
     EvaluationConfig,
     PretrainConfig,
     TrainingConfig,
 )
-from jaxmoe.data import CorpusConfig
-from jaxmoe.execution import ExecutionConfig
-from jaxmoe.models import presets
-from jaxmoe.optim import AdamWConfig, WarmupStableDecayConfig
 
 
 def tiny() -> PretrainConfig:

@@ -34,7 +34,7 @@ from jaxmoe.checkpoint.fingerprint import RunningFingerprint
 from jaxmoe.checkpoint.manifest import CheckpointError, make_manifest
 from jaxmoe.checkpoint.restore import whole_step
 from jaxmoe.checkpoint.tree import SEPARATOR, flatten, pack
-from jaxmoe.tracking.optional import require
+from jaxmoe.optional import require
 
 _STATE, _MANIFEST = "state", "manifest"
 _FLAT = "."

@@ -30,7 +30,7 @@ import numpy as np
 from etils import epath
 
 from jaxmoe.data.batch import DataError
-from jaxmoe.tracking.optional import require
+from jaxmoe.optional import require
 from pallas_kernels.array_types import Shaped
 
 _CHUNK = 2**20

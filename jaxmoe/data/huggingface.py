@@ -20,7 +20,7 @@ from jaxmoe.data.batch import DataError
 from jaxmoe.data.formats import BadRecord, Record, text_record
 from jaxmoe.data.packed import PackedSource, ReadingConfig, build_sources
 from jaxmoe.data.tokenizer import Tokenizer
-from jaxmoe.tracking.optional import require
+from jaxmoe.optional import require
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

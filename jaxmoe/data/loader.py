@@ -32,7 +32,7 @@ from jaxmoe.data.batch_sizes import BatchSizes
 from jaxmoe.data.order import order_digest, shuffled
 from jaxmoe.data.skipped import SkippedRows
 from jaxmoe.data.source import Row, Source, Split
-from jaxmoe.tracking.optional import require
+from jaxmoe.optional import require
 
 _PREFETCH = 2
 """Batches that a thread makes ahead of the consumer."""

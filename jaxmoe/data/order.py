@@ -33,7 +33,7 @@ from typing import Any
 import numpy as np
 
 from jaxmoe.data.batch import DataError
-from jaxmoe.tracking.optional import require
+from jaxmoe.optional import require
 
 _MOST_ROWS = 2**32 - 1
 """Grain permutes 32-bit numbers."""

@@ -34,7 +34,7 @@ from jaxmoe.data.documents import (
 from jaxmoe.data.packing import BestFit, Concatenated, Packing
 from jaxmoe.data.source import Row, Split
 from jaxmoe.data.tokenizer import BytesConfig, Tokenizer, TokenizerConfig
-from jaxmoe.tracking.disk import cache_directory
+from jaxmoe.disk import cache_directory
 from pallas_kernels.array_types import Int, Shaped
 
 _MOST_TEXT = 2**25

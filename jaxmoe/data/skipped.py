@@ -9,7 +9,7 @@ because batches may grow (`batch_sizes`). Two records say what was jumped: each 
 of its data position, the windows before its own step; and a file of the run all of them, because a
 restart may begin at a checkpoint older than the window. `continued` says how they agree.
 
-It does not decide what is jumped: see `experiments/rollback.py`.
+It does not decide what is jumped: see `jaxmoe/run/rollback.py`.
 """
 
 from __future__ import annotations

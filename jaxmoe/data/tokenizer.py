@@ -29,7 +29,7 @@ import numpy as np
 
 from jaxmoe.configs import registry_of
 from jaxmoe.data.batch import DataError
-from jaxmoe.tracking.optional import require
+from jaxmoe.optional import require
 from pallas_kernels.array_types import Int, Shaped
 
 logger = logging.getLogger(__name__)

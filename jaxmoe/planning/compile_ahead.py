@@ -34,12 +34,12 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh
 
+from jaxmoe.optional import MissingPackageError
 from jaxmoe.planning.abstract_step import StepPlan, trace_step
 from jaxmoe.planning.device_bytes import device_bytes
 from jaxmoe.planning.hardware import Topology
 from jaxmoe.planning.hlo import collectives
 from jaxmoe.planning.mesh_axes import AxisBytes, bytes_by_axes
-from jaxmoe.tracking.optional import MissingPackageError
 from sharding.mesh import make_mesh, named_sizes
 
 

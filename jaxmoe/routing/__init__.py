@@ -5,8 +5,8 @@
 To add a router: a file with its config (`name`, `traits`, `build`) and its class (`declarations`,
 `init`, `route`, `update`; see `base.Router`), which members of the family in `token_choice` have
 already, its config into RouterConfig below, a row in ROUTER_CASES of
-tests/jaxmoe/routing/test_router_contract.py. Gates: the same with their union. Balancers and selection
-biases: see their packages.
+tests/jaxmoe/routing/test_router_contract.py. Gates: the same with their union. Balancers and
+selection biases: see their packages.
 """
 
 from jaxmoe.configs import registry_of

@@ -5,13 +5,13 @@
 Trackers take the metrics while the run goes on; the recorder keeps the load of every expert; plots
 and report are drawn from the files afterwards. `import jaxmoe.tracking` needs none of the optional
 packages: tensorboardX and matplotlib are imported by the parts that use them. Where the files are
-is known to `experiments/run_directory.py` alone.
+is known to `jaxmoe/run/directory.py` alone.
 """
 
 from jaxmoe.configs import registry_of
+from jaxmoe.optional import MissingPackageError
 from jaxmoe.tracking.console import ConsoleTracker
 from jaxmoe.tracking.jsonl import JsonlTracker, read_metrics
-from jaxmoe.tracking.optional import MissingPackageError
 from jaxmoe.tracking.plots import plot_run
 from jaxmoe.tracking.report import write_report
 from jaxmoe.tracking.router_load import RouterLoadRecorder, read_router_load

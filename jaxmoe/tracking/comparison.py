@@ -20,10 +20,10 @@ from typing import Any
 
 import numpy as np
 
+from jaxmoe.disk import replace_file
 from jaxmoe.tracking import html_page
 from jaxmoe.tracking.charts import Line, line_chart, plain_number
 from jaxmoe.tracking.console import format_bytes, format_count, format_duration, format_flops
-from jaxmoe.tracking.disk import replace_file
 from jaxmoe.tracking.jsonl import Series
 from jaxmoe.tracking.load_map import load_picture, load_style
 from jaxmoe.tracking.report import MFU_DEFINITION, held_out

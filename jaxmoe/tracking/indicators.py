@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxmoe.tracking.disk import DiskGuard, replace_file
+from jaxmoe.disk import DiskGuard, replace_file
 
 logger = logging.getLogger(__name__)
 

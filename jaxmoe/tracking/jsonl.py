@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxmoe.tracking.disk import DiskGuard
+from jaxmoe.disk import DiskGuard
 
 Series = dict[str, tuple[np.ndarray, np.ndarray]]
 """`{metric: (steps [n], values [n])}`."""

@@ -24,10 +24,10 @@ from typing import Any
 
 import numpy as np
 
-from jaxmoe.tracking.disk import replace_file
+from jaxmoe.disk import replace_file
+from jaxmoe.optional import require
 from jaxmoe.tracking.indicators import read_indicators
 from jaxmoe.tracking.jsonl import read_metrics
-from jaxmoe.tracking.optional import require
 from jaxmoe.tracking.router_load import read_router_load
 from jaxmoe.tracking.smoothing import binned, smooth
 from jaxmoe.tracking.tracker import (

@@ -20,7 +20,7 @@ import zipfile
 
 import numpy as np
 
-from jaxmoe.tracking.disk import DiskGuard, replace_file
+from jaxmoe.disk import DiskGuard, replace_file
 
 logger = logging.getLogger(__name__)
 

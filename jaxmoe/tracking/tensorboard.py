@@ -15,8 +15,8 @@ import time
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from jaxmoe.tracking.disk import DiskGuard
-from jaxmoe.tracking.optional import require
+from jaxmoe.disk import DiskGuard
+from jaxmoe.optional import require
 from jaxmoe.tracking.tracker import TrackedRun, Tracker
 
 DIRECTORY = "tensorboard"

@@ -28,6 +28,7 @@ from typing import Any, Literal, Protocol, TextIO
 
 import numpy as np
 
+from jaxmoe.optional import MissingPackageError, require
 from jaxmoe.tracking.console import (
     ConsoleTracker,
     LastingStream,
@@ -35,7 +36,6 @@ from jaxmoe.tracking.console import (
     format_count,
     format_duration,
 )
-from jaxmoe.tracking.optional import MissingPackageError, require
 from jaxmoe.tracking.tracker import (
     BITS_PER_BYTE,
     BITS_PER_TOKEN,

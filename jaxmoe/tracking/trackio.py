@@ -13,7 +13,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from jaxmoe.tracking.optional import require
+from jaxmoe.optional import require
 from jaxmoe.tracking.tracker import TrackedRun, Tracker
 
 

@@ -16,7 +16,7 @@ import html
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
-from jaxmoe.tracking.optional import require
+from jaxmoe.optional import require
 from jaxmoe.tracking.tracker import TrackedRun, Tracker
 
 

@@ -19,10 +19,10 @@ import jax
 from jaxmoe.checkpoint.commit import LeaseLostError, SavesFailedError
 from jaxmoe.checkpoint.fingerprint import ReplicasDifferError
 from jaxmoe.data.batch import Batch
+from jaxmoe.resilience.stop import StopRequest
 from jaxmoe.training.hooks import Hook
 from jaxmoe.training.state import TrainState
 from jaxmoe.training.step import StepMetrics
-from jaxmoe.training.stop import StopRequest
 from jaxmoe.training.time_spent import DATA, DISPATCH, HOOKS, REPORT, WAIT, TimeSpent
 
 logger = logging.getLogger(__name__)

@@ -9,8 +9,8 @@
 Kinds are nested: the innermost one counts, and what nobody claims is of the kind around it. So the
 seconds of all kinds are the time since it was made, by construction and not by adjustment.
 
-Who reads it: `jaxmoe.training.stragglers` compares processes, `jaxmoe.training.goodput` keeps the
-books of a run. It measures the host: work that the devices do meanwhile shows as `wait`, once
+Readers: `jaxmoe.resilience.stragglers` compares processes, `jaxmoe.resilience.goodput` accounts
+for the time of a run. It measures the host: work that the devices do meanwhile shows as `wait`, once
 somebody waits for it. To add a kind: a constant here, and its row in the books (`goodput.ROWS`).
 """
 

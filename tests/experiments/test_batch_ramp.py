@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from experiments import pretrain
-from experiments.assembly import assemble, make_plan
-from experiments.cli import ExitCode
-from experiments.config import PretrainConfig
-from experiments.run_directory import RunDirectory
+from experiments.cli.flags import ExitCode
 from jaxmoe import load_checkpoint
+from jaxmoe.resilience import stop
+from jaxmoe.run.assemble import assemble, make_plan
+from jaxmoe.run.config import PretrainConfig
+from jaxmoe.run.directory import RunDirectory
 from jaxmoe.tracking import read_metrics
-from jaxmoe.training import stop
 
 # Batches of 8 rows of 8 tokens in steps 1 and 2, and of 16 in two micro-batches in 3 and 4.
 ROWS = [8, 8, 16, 16]

@@ -9,8 +9,12 @@ import sys
 
 import pytest
 
-from experiments import bench, bench_blocks, bench_gpu_attention, bench_products, measure
-from experiments.bench_kernels import loads
+from experiments.bench import __main__ as bench
+from experiments.bench import blocks as bench_blocks
+from experiments.bench import gpu_attention as bench_gpu_attention
+from experiments.bench import measure
+from experiments.bench import products as bench_products
+from experiments.bench.kernels import loads
 from jaxmoe.routing import METHODS, GroupLimitConfig, SoftmaxTopKConfig
 from pallas_kernels import block_sizes, flash_attention
 from pallas_kernels.backend import interpreted
@@ -28,11 +32,11 @@ SMALL_STEP = (
 def quick(monkeypatch):
     """No pauses, and no large products."""
     monkeypatch.setattr(measure, "_PAUSE_SECONDS", 0.0)
-    monkeypatch.setattr("experiments.bench_step.matmul_rate", lambda: 1e9)
-    monkeypatch.setattr("experiments.bench_kernels.matmul_rate", lambda: 1e9)
-    monkeypatch.setattr("experiments.bench_routers.matmul_rate", lambda: 1e9)
-    monkeypatch.setattr("experiments.bench_products.matmul_rate", lambda *_: 1e9)
-    monkeypatch.setattr("experiments.bench_products.memory_rate", lambda _: 1e9)
+    monkeypatch.setattr("experiments.bench.step.matmul_rate", lambda: 1e9)
+    monkeypatch.setattr("experiments.bench.kernels.matmul_rate", lambda: 1e9)
+    monkeypatch.setattr("experiments.bench.routers.matmul_rate", lambda: 1e9)
+    monkeypatch.setattr("experiments.bench.products.matmul_rate", lambda *_: 1e9)
+    monkeypatch.setattr("experiments.bench.products.memory_rate", lambda _: 1e9)
 
 
 @pytest.fixture
@@ -310,7 +314,7 @@ def test_bad_sizes(arguments, message, capsys):
 
 def test_chunks(tmp_path, capsys, monkeypatch):
     """Operations of a layer on 8 devices, each measured on all of its tokens and on a half."""
-    monkeypatch.setattr("experiments.bench_chunks.PARTS", (1, 2))
+    monkeypatch.setattr("experiments.bench.chunks.PARTS", (1, 2))
     sizes = ("--tokens", "8", "--num_experts", "8", "--top_k", "2", "--width", "4")
     more = ("--expert_dim", "4", "--dtype", "float32", "--rounds", "1")
     summary = _summary(tmp_path, "chunks", *sizes, *more)

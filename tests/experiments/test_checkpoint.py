@@ -13,16 +13,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import checkpoint, evaluate, generate, pretrain
-from experiments.assembly import assemble
-from experiments.cli import ExitCode
-from experiments.config import EvaluationConfig, TrainingConfig
-from experiments.finished import open_run
+from experiments import evaluate, generate, pretrain
+from experiments.checkpoint import __main__ as checkpoint
+from experiments.cli.flags import ExitCode
 from experiments.recipes.markov import markov
-from experiments.run_directory import RunDirectory
 from jaxmoe.checkpoint import save_checkpoint
 from jaxmoe.models import decode
 from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
+from jaxmoe.run.assemble import assemble
+from jaxmoe.run.config import EvaluationConfig, TrainingConfig
+from jaxmoe.run.directory import RunDirectory
+from jaxmoe.run.reopen import open_run
 from pallas_kernels import QuantizedArray, dequantize
 
 

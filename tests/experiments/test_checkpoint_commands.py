@@ -7,8 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import checkpoint_inspect, checkpoint_reshard, checkpoint_verify
-from experiments.cli import ExitCode
+from experiments.checkpoint import inspect as checkpoint_inspect
+from experiments.checkpoint import reshard as checkpoint_reshard
+from experiments.checkpoint import verify as checkpoint_verify
+from experiments.cli.flags import ExitCode
 from jaxmoe.checkpoint import load_checkpoint, save_checkpoint
 
 WEIGHT = np.arange(24, dtype=np.float32).reshape(6, 4)

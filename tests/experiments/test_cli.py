@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 
 import pytest
 
-from experiments.cli import ExitCode, exit_on_bad_configuration, fail, parse, parse_flags
+from experiments.cli.flags import ExitCode, exit_on_bad_configuration, fail, parse, parse_flags
 from jaxmoe.tracking import MissingPackageError
 
 
@@ -345,7 +345,7 @@ def test_without_tyro_the_way_out_is_named():
     script = (
         "import sys; sys.modules['tyro'] = None\n"
         "import dataclasses\n"
-        "from experiments.cli import parse_flags\n"
+        "from experiments.cli.flags import parse_flags\n"
         "C = dataclasses.make_dataclass('C', [('x', int, 1)])\n"
         "parse_flags(C(), [], 'p', 'd')\n"
     )

@@ -12,14 +12,10 @@ import jax
 import numpy as np
 import pytest
 
-from experiments import checkpoint, evaluate, generate, pretrain
-from experiments.assembly import assemble
-from experiments.cli import ExitCode
-from experiments.config import EvaluationConfig, PretrainConfig, TrainingConfig
-from experiments.converted_run import length_of
-from experiments.finished import open_run
+from experiments import evaluate, generate, pretrain
+from experiments.checkpoint import __main__ as checkpoint
+from experiments.cli.flags import ExitCode
 from experiments.recipes.markov import markov
-from experiments.run_directory import RunDirectory
 from jaxmoe.checkpoint import save_checkpoint
 from jaxmoe.checkpoint.huggingface.files import open_tensors
 from jaxmoe.checkpoint.huggingface.tokenizer import byte_tokenizer
@@ -27,6 +23,11 @@ from jaxmoe.data import CorpusConfig, FilesConfig
 from jaxmoe.data.tokenizer import TrainedConfig
 from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
 from jaxmoe.routing import SqrtGateConfig
+from jaxmoe.run.assemble import assemble
+from jaxmoe.run.config import EvaluationConfig, PretrainConfig, TrainingConfig
+from jaxmoe.run.conversion import length_of
+from jaxmoe.run.directory import RunDirectory
+from jaxmoe.run.reopen import open_run
 from jaxmoe.training.state import state_around
 
 ONE = ("--imported.batches", "1")

@@ -14,10 +14,12 @@ import jax
 import numpy as np
 import pytest
 
-from experiments import doctor, doctor_devices, doctor_software
-from experiments.cli import ExitCode
-from experiments.doctor_software import Finding, coordinator, plugin_versions, variables, writable
-from experiments.output import write
+from experiments.cli.flags import ExitCode
+from experiments.cli.output import write
+from experiments.doctor import __main__ as doctor
+from experiments.doctor import devices as doctor_devices
+from experiments.doctor import software as doctor_software
+from experiments.doctor.software import Finding, coordinator, plugin_versions, variables, writable
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
@@ -215,7 +217,7 @@ def test_devices_that_hang_end_the_process(tmp_path):
 
 
 def test_a_closed_pipe_does_not_change_the_exit_code():
-    script = "from experiments.output import write\nfor _ in range(20000): write('x' * 80)"
+    script = "from experiments.cli.output import write\nfor _ in range(20000): write('x' * 80)"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = f'{sys.executable} -c "{script}" | head -1; exit ${{PIPESTATUS[0]}}'
     run = subprocess.run(

@@ -7,12 +7,13 @@ import json
 
 import pytest
 
-from experiments import checkpoint, evaluate_tasks
-from experiments.cli import ExitCode
-from experiments.finished import open_run
-from experiments.harness import harness_model, text_tokens
+from experiments.checkpoint import __main__ as checkpoint
+from experiments.cli.flags import ExitCode
+from experiments.evaluate_tasks import __main__ as evaluate_tasks
+from experiments.evaluate_tasks.harness import harness_model, text_tokens
 from jaxmoe.data import CorpusConfig, FilesConfig
 from jaxmoe.data.tokenizer import TrainedConfig
+from jaxmoe.run.reopen import open_run
 from jaxmoe.training.score import Scorer
 from tests.experiments.test_convert_huggingface import model_of, new_run, refused
 

@@ -10,10 +10,10 @@ import jax
 import numpy as np
 import pytest
 
-from experiments import gates
-from experiments.gates_config import GatesConfig, Point, model_of, points_of
-from experiments.gates_table import as_markdown, as_text, rows_of, verdicts
-from experiments.gates_trial import Programs, StoppedError, load_task
+from experiments.studies.gates import command as gates
+from experiments.studies.gates.config import GatesConfig, Point, model_of, points_of
+from experiments.studies.gates.table import as_markdown, as_text, rows_of, verdicts
+from experiments.studies.gates.trial import Programs, StoppedError, load_task
 from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
 
 TINY = (

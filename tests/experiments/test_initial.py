@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from experiments import pretrain
-from experiments.cli import ExitCode
-from experiments.config import CheckpointConfig
+from experiments.cli.flags import ExitCode
+from jaxmoe.run.config import CheckpointConfig
 from tests.support.runs import flags, saved_leaves
 
 

@@ -12,10 +12,10 @@ import subprocess
 
 import pytest
 
-from experiments import launch
-from experiments.cli import ExitCode
-from experiments.launch_config import CLUSTERS, LaunchConfig, LaunchRunConfig
-from experiments.launch_files import write_files
+from experiments.cli.flags import ExitCode
+from experiments.launch import __main__ as launch
+from experiments.launch.config import CLUSTERS, LaunchConfig, LaunchRunConfig
+from experiments.launch.files import write_files
 
 TRICKY = (
     "python -m experiments.pretrain d12 --run.directory '/runs/it'\"'\"'s here' --x '$(touch bad)'"

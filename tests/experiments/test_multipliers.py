@@ -9,14 +9,14 @@ import jax
 import pytest
 
 from experiments import evaluate, generate, pretrain
-from experiments.assembly import make_plan, rates_in_words
-from experiments.cli import ExitCode
-from experiments.config import PretrainConfig
-from experiments.finished import open_run
-from experiments.run_directory import RunDirectory
+from experiments.cli.flags import ExitCode
 from jaxmoe.configs import from_json, to_json
 from jaxmoe.models.config import ForwardMultipliers
 from jaxmoe.optim import MuonConfig
+from jaxmoe.run.assemble import make_plan, rates_in_words
+from jaxmoe.run.config import PretrainConfig
+from jaxmoe.run.directory import RunDirectory
+from jaxmoe.run.reopen import open_run
 from jaxmoe.scaling import StandardConfig
 from jaxmoe.training.evaluate import evaluate as evaluate_batches
 from jaxmoe.training.evaluate import make_eval_step

@@ -7,10 +7,12 @@ import json
 import numpy as np
 import pytest
 
-from experiments import around_steps, cli, data, evaluate, generate, pretrain
+from experiments import data, evaluate, generate, pretrain
+from experiments.cli import flags as cli
 from experiments.recipes import RECIPES
 from jaxmoe.data import FilesConfig, HuggingFaceConfig, MixtureConfig
 from jaxmoe.data.tokenizer import FileConfig, TrainedConfig
+from jaxmoe.run import loop as around_steps
 from jaxmoe.training.hooks import CheckpointHook
 
 SMALL = (

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from experiments import place
-from experiments.assembly import assemble
-from experiments.doctor_devices import tiny_config
-from experiments.finished import open_run
-from experiments.run_directory import RunDirectory
+from experiments.doctor.devices import tiny_config
 from jaxmoe.checkpoint import save_checkpoint
 from jaxmoe.planning.placement import save_trace
+from jaxmoe.run.assemble import assemble
+from jaxmoe.run.directory import RunDirectory
+from jaxmoe.run.reopen import open_run
 from jaxmoe.training.evaluate import evaluate, make_eval_step
 from tests.support.tolerances import assert_close
 from tests.support.traces import planted

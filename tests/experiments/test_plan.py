@@ -13,9 +13,9 @@ import sys
 
 import pytest
 
-from experiments import plan
-from experiments.cli import ExitCode
-from experiments.plan_page import size_in_words
+from experiments.cli.flags import ExitCode
+from experiments.plan import __main__ as plan
+from experiments.plan.page import size_in_words
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 

@@ -7,10 +7,10 @@ import math
 import jax
 import pytest
 
-from experiments import precision
-from experiments.assembly import assemble
-from experiments.precision import ARMS, PrecisionConfig, compare, in_words, recipe
+from experiments.studies import precision
+from experiments.studies.precision import ARMS, PrecisionConfig, compare, in_words, recipe
 from jaxmoe.precision import HaloConfig
+from jaxmoe.run.assemble import assemble
 
 
 @pytest.mark.parametrize(

@@ -15,12 +15,13 @@ import jax
 import numpy as np
 import pytest
 
-from experiments import around_steps, evaluate, generate, pretrain
-from experiments.assembly import make_plan
-from experiments.cli import ExitCode
-from experiments.config import PretrainConfig, ProfileConfig
-from experiments.run_directory import RunDirectory
+from experiments import evaluate, generate, pretrain
+from experiments.cli.flags import ExitCode
 from jaxmoe.models.flops import flops_per_token
+from jaxmoe.run import loop as around_steps
+from jaxmoe.run.assemble import make_plan
+from jaxmoe.run.config import PretrainConfig, ProfileConfig
+from jaxmoe.run.directory import RunDirectory
 from jaxmoe.tracking import read_metrics
 from tests.support.runs import flags, logged_losses, saved_leaves, start_run
 
@@ -30,7 +31,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 VICTIM = """
 import os, pathlib, signal, sys, time
 from experiments import pretrain
-from experiments.reporting import Reporter
+from jaxmoe.run.reporter import Reporter
 
 directory = pathlib.Path(sys.argv[sys.argv.index("--run.directory") + 1])
 trained = Reporter.trained

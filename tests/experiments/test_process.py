@@ -5,7 +5,7 @@
 import io
 import logging
 
-from experiments.process import configure_logging
+from experiments.cli.process import configure_logging
 
 
 def test_warnings_are_plain_words_whoever_was_here_first(monkeypatch):

@@ -16,7 +16,7 @@ import sys
 import numpy as np
 import pytest
 
-from experiments.cli import ExitCode
+from experiments.cli.flags import ExitCode
 from tests.support.ports import free_port
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]

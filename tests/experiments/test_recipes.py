@@ -8,10 +8,10 @@ import dataclasses
 
 import pytest
 
-from experiments.assembly import make_plan
 from experiments.recipes import RECIPES
 from jaxmoe.data import evaluation_batches
 from jaxmoe.models.presets import ladder_tokens
+from jaxmoe.run.assemble import make_plan
 
 
 @pytest.mark.parametrize("name", RECIPES)

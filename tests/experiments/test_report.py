@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from experiments import report
-from experiments.cli import ExitCode
-from experiments.config import PretrainConfig, RunConfig, TrainingConfig
-from experiments.run_directory import RunDirectory
+from experiments.cli.flags import ExitCode
 from jaxmoe.models.config import MoEConfig
+from jaxmoe.run.config import PretrainConfig, RunConfig, TrainingConfig
+from jaxmoe.run.directory import RunDirectory
 from jaxmoe.tracking import LOSS, JsonlTracker, RouterLoadRecorder
 from jaxmoe.tracking.tracker import TRAINED_SECONDS, TRAINED_TOKENS
 

@@ -12,13 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import reporting
-from experiments.aftermath import judge_indicators, last_words, load_window
-from experiments.assembly import assemble, make_plan
-from experiments.config import TrackingConfig
-from experiments.doctor_devices import tiny_config
-from experiments.reporting import Reporter
-from experiments.run_directory import RunDirectory
+from experiments.doctor.devices import tiny_config
+from jaxmoe.run import reporter as reporting
+from jaxmoe.run.assemble import assemble, make_plan
+from jaxmoe.run.config import TrackingConfig
+from jaxmoe.run.directory import RunDirectory
+from jaxmoe.run.reporter import Reporter
+from jaxmoe.run.summary import judge_indicators, last_words, load_window
 from jaxmoe.scaling import BasePoint, MuPConfig
 from jaxmoe.tracking import MFU, TOKENS_PER_SECOND, read_metrics
 from jaxmoe.tracking.indicators import read_indicators

@@ -7,10 +7,10 @@ import dataclasses
 import jax
 import numpy as np
 
-from experiments.assembly import assemble
-from experiments.doctor_devices import tiny_config
-from experiments.router_details import in_words, router_details
+from experiments.doctor.devices import tiny_config
 from jaxmoe.data import LanguageMixtureConfig
+from jaxmoe.run.assemble import assemble
+from jaxmoe.run.router_details import in_words, router_details
 
 
 def test_a_row_for_each_layer():

@@ -11,18 +11,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import measure, routers, routers_trial
-from experiments.config import TrainingConfig
-from experiments.routers_config import RoutersConfig, model_of
-from experiments.routers_data import Task
-from experiments.routers_table import as_markdown, as_text, rows_of
-from experiments.routers_trial import earlier_logits_hold
-from experiments.tables import paired_interval
-from experiments.trials import StoppedError
+from experiments.bench import measure
+from experiments.cli.tables import paired_interval
+from experiments.studies.routers import command as routers
+from experiments.studies.routers import trial as routers_trial
+from experiments.studies.routers.config import RoutersConfig, model_of
+from experiments.studies.routers.data import Task
+from experiments.studies.routers.table import as_markdown, as_text, rows_of
+from experiments.studies.routers.trial import earlier_logits_hold
+from experiments.studies.trials import StoppedError
 from jaxmoe.data import Batch
 from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
 from jaxmoe.models.initialize import init_params
 from jaxmoe.planning.placement import load_trace
+from jaxmoe.resilience.stop import StopRequest
 from jaxmoe.routing import (
     METHODS,
     LoadBalanceConfig,
@@ -31,9 +33,9 @@ from jaxmoe.routing import (
     SoftmaxGateConfig,
     SoftmaxTopKConfig,
 )
+from jaxmoe.run.config import TrainingConfig
 from jaxmoe.training.state import TrainState
 from jaxmoe.training.step import StepMetrics
-from jaxmoe.training.stop import StopRequest
 
 TINY = (
     *("--model.num_layers", "1", "--model.embed_dim", "8", "--model.attention.num_heads", "1"),

@@ -15,7 +15,7 @@ import sys
 
 import pytest
 
-from experiments.run_directory import RunDirectory
+from jaxmoe.run.directory import RunDirectory
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,7 +32,7 @@ class Config:
 
 HOLDER = """
 import sys, time
-from experiments.run_directory import RunDirectory
+from jaxmoe.run.directory import RunDirectory
 run = RunDirectory(sys.argv[1])
 run.acquire()
 print("held", flush=True)

@@ -10,26 +10,27 @@ import jax
 import numpy as np
 import pytest
 
-from experiments import transfer, trials
-from experiments.config import TrainingConfig
-from experiments.transfer_arms import ARMS
-from experiments.transfer_axes import AXES, Setting
-from experiments.transfer_budget import FEWEST_STEPS, size_of, timing_cells
-from experiments.transfer_config import TransferConfig, cells_of
-from experiments.transfer_trial import (
+from experiments.studies import trials
+from experiments.studies.transfer import command as transfer
+from experiments.studies.transfer.arms import ARMS
+from experiments.studies.transfer.axes import AXES, Setting
+from experiments.studies.transfer.budget import FEWEST_STEPS, size_of, timing_cells
+from experiments.studies.transfer.config import TransferConfig, cells_of
+from experiments.studies.transfer.trial import (
     SweepData,
     SweepPrograms,
     piece_of,
     program_key,
     schedule_factors,
 )
-from experiments.trials import StoppedError
+from experiments.studies.trials import StoppedError
 from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
 from jaxmoe.optim import AdamWConfig, LinearConfig
+from jaxmoe.resilience.stop import StopRequest
 from jaxmoe.routing import LoadBalanceConfig
+from jaxmoe.run.config import TrainingConfig
 from jaxmoe.scaling import BasePoint, StandardConfig
 from jaxmoe.training.state import TrainState
-from jaxmoe.training.stop import StopRequest
 
 TINY = (
     *("--model.num_layers", "1", "--model.embed_dim", "8", "--model.attention.num_heads", "1"),

@@ -7,11 +7,11 @@ import math
 import numpy as np
 import pytest
 
-from experiments import transfer_picture
-from experiments.coordinates import FALL, GROWTH, Coordinate, coordinates_of
-from experiments.tables import markdown_table, student, text_table
-from experiments.transfer_fits import Curve, find_optimum, fit_transfer, loss_at, replicate
-from experiments.transfer_table import (
+from experiments.cli.tables import markdown_table, student, text_table
+from experiments.studies.transfer import picture as transfer_picture
+from experiments.studies.transfer.coordinates import FALL, GROWTH, Coordinate, coordinates_of
+from experiments.studies.transfer.fits import Curve, find_optimum, fit_transfer, loss_at, replicate
+from experiments.studies.transfer.table import (
     arm_lines,
     arm_row,
     curve_of,

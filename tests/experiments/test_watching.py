@@ -10,17 +10,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.assembly import assemble
-from experiments.config import TrackingConfig, WatchConfig
-from experiments.doctor_devices import tiny_config
-from experiments.processes_config import ProcessesConfig
-from experiments.reporting import Reporter
-from experiments.run_directory import RunDirectory
-from experiments.watchdog import Watchdog
-from experiments.watching import GradientHook, Watches
+from experiments.doctor.devices import tiny_config
+from jaxmoe.resilience.goodput import read_ledger
+from jaxmoe.resilience.processes_config import ProcessesConfig
+from jaxmoe.resilience.watchdog import Watchdog
+from jaxmoe.run.assemble import assemble
+from jaxmoe.run.config import TrackingConfig, WatchConfig
+from jaxmoe.run.directory import RunDirectory
+from jaxmoe.run.monitoring import GradientHook, Watches
+from jaxmoe.run.reporter import Reporter
 from jaxmoe.tracking import read_metrics
 from jaxmoe.training.dispersion import COSINE, LOSS_RANGE, LOSS_STD, WorkerGradients
-from jaxmoe.training.goodput import read_ledger
 from jaxmoe.training.loop import Report
 from jaxmoe.training.step import StepMetrics
 from jaxmoe.training.time_spent import TimeSpent

@@ -27,10 +27,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import cli, pretrain
+from experiments import pretrain
+from experiments.cli import flags as cli
 from experiments.recipes import DEFAULT, RECIPES
-from experiments.restoring import Lineage
-from experiments.run_directory import RunDirectory
 from jaxmoe import load_checkpoint, save_checkpoint
 from jaxmoe.checkpoint import CheckpointDamagedError, CheckpointError, CheckpointManager
 from jaxmoe.data import Batch, DataError, FilesConfig, Loader, MarkovConfig, Row, check_position
@@ -38,6 +37,8 @@ from jaxmoe.data.batch import validate_batch
 from jaxmoe.data.hosts import check_claims
 from jaxmoe.data.synthetic import SyntheticSource
 from jaxmoe.data.tokenizer import IdsConfig
+from jaxmoe.run.directory import RunDirectory
+from jaxmoe.run.restore import Lineage
 from sharding.rules import DATA_PARALLEL
 from tests.support.runs import ROOT, flags
 

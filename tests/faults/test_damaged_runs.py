@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from experiments import evaluate, pretrain
-from experiments.cli import ExitCode
+from experiments.cli.flags import ExitCode
 from tests.support.runs import flags, logged_losses, saved_leaves
 
 

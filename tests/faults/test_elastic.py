@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from experiments import pretrain
-from experiments.cli import ExitCode
-from experiments.reporting import Reporter
+from experiments.cli.flags import ExitCode
+from jaxmoe.run.reporter import Reporter
 from tests.support.faults import read_batches
 from tests.support.runs import flags, logged_losses, start_run, written_by
 
@@ -39,7 +39,7 @@ def preempt_after(step):
 SCRIPT = """
 import json, pathlib, sys
 from experiments import pretrain
-from experiments.reporting import Reporter
+from jaxmoe.run.reporter import Reporter
 from tests.support.faults import read_batches
 from tests.faults.test_elastic import preempt_after
 

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from experiments import pretrain
-from experiments.cli import ExitCode
+from experiments.cli.flags import ExitCode
 from jaxmoe.checkpoint import CheckpointManager, SavesFailedError, load_checkpoint
 from jaxmoe.checkpoint.commit import Commits
 from jaxmoe.training.hooks import CheckpointHook

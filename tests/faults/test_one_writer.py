@@ -20,12 +20,12 @@ import numpy as np
 import pytest
 
 from experiments import pretrain
-from experiments.cli import ExitCode
-from experiments.lease import STALE, Host, Lease
-from experiments.reporting import Reporter
-from experiments.restoring import Lineage
-from experiments.run_directory import RunDirectory
+from experiments.cli.flags import ExitCode
 from jaxmoe.checkpoint import CheckpointManager, LeaseLostError, load_checkpoint
+from jaxmoe.resilience.lease import STALE, Host, Lease
+from jaxmoe.run.directory import RunDirectory
+from jaxmoe.run.reporter import Reporter
+from jaxmoe.run.restore import Lineage
 from tests.support.runs import ROOT, flags
 
 HEARTBEAT = 0.1
@@ -179,7 +179,7 @@ def test_a_lease_can_be_taken_from_a_live_holder(tmp_path, capsys):
 
 SLEEPER = """
 import sys, threading
-from experiments.lease import Host, Lease
+from jaxmoe.resilience.lease import Host, Lease
 lost = threading.Event()
 host = Host(name="one", boot="one")
 lease = Lease(sys.argv[1], heartbeat=0.2, host=host, flock=lambda *_: None, on_lost=lost.set)

@@ -15,7 +15,7 @@ import time
 
 import pytest
 
-from experiments.cli import ExitCode
+from experiments.cli.flags import ExitCode
 from tests.support.ports import free_port
 from tests.support.runs import ROOT, flags
 
@@ -99,7 +99,7 @@ def test_a_peer_that_is_killed_or_stands_still(tmp_path, victim, number):
 RAISES = """
 import os, sys
 from experiments import pretrain
-from experiments.reporting import Reporter
+from jaxmoe.run.reporter import Reporter
 
 trained = Reporter.trained
 

@@ -8,13 +8,15 @@ import jax
 import numpy as np
 import pytest
 
-from experiments import around_steps, cli, pretrain
-from experiments.assembly import assemble
-from experiments.cli import ExitCode
+from experiments import pretrain
+from experiments.cli import flags as cli
+from experiments.cli.flags import ExitCode
 from experiments.recipes import DEFAULT, RECIPES
 from jaxmoe.checkpoint.fingerprint import ShardFingerprint
 from jaxmoe.checkpoint.tree import is_key
-from jaxmoe.training.recompute import ComputationDiffersError, RecomputedStep, verdict
+from jaxmoe.resilience.recompute import ComputationDiffersError, RecomputedStep, verdict
+from jaxmoe.run import loop as around_steps
+from jaxmoe.run.assemble import assemble
 from tests.support.runs import flags
 
 TRIALS = 20

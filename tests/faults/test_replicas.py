@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from experiments import around_steps, pretrain
-from experiments.cli import ExitCode
+from experiments import pretrain
+from experiments.cli.flags import ExitCode
 from jaxmoe.checkpoint import CheckpointManager
 from jaxmoe.checkpoint.fingerprint import ReplicasDifferError, fingerprints
+from jaxmoe.run import loop as around_steps
 from jaxmoe.training import loop
 from tests.support.meshes import mesh_named
 from tests.support.runs import flags

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from experiments import pretrain
-from experiments.cli import ExitCode
-from experiments.reporting import Reporter
+from experiments.cli.flags import ExitCode
+from jaxmoe.run.reporter import Reporter
 from tests.support.faults import read_batches
 from tests.support.runs import flags, logged_losses, saved_leaves, start_run, written_by
 
@@ -89,7 +89,7 @@ def test_a_resume_that_lost_its_data_position_is_found(whole, tmp_path):
 VICTIM = """
 import os, pathlib, signal, sys
 from experiments import pretrain
-from experiments.reporting import Reporter
+from jaxmoe.run.reporter import Reporter
 
 os.setpgrp()
 trained = Reporter.trained

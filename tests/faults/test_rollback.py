@@ -12,14 +12,15 @@ import json
 import numpy as np
 import pytest
 
-from experiments import pretrain, replay, rollback
-from experiments.cli import ExitCode
-from experiments.restoring import Lineage, read_skipped
-from experiments.run_directory import RunDirectory
+from experiments import pretrain, replay
+from experiments.cli.flags import ExitCode
 from jaxmoe.checkpoint import CheckpointAbandonedError, CheckpointManager
 from jaxmoe.checkpoint.manifest import CheckpointManifest
 from jaxmoe.data import DataError, Loader, MarkovConfig, SkippedRows
-from jaxmoe.training import stop
+from jaxmoe.resilience import stop
+from jaxmoe.run import rollback
+from jaxmoe.run.directory import RunDirectory
+from jaxmoe.run.restore import Lineage, read_skipped
 from tests.support.faults import poisoned, read_batches
 from tests.support.ports import free_port
 from tests.support.runs import flags, logged_losses, saved_leaves, start_run, written_by

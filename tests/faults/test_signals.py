@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from experiments import pretrain
-from experiments.cli import ExitCode
-from experiments.reporting import Reporter
+from experiments.cli.flags import ExitCode
 from jaxmoe.checkpoint import CheckpointManager
+from jaxmoe.run.reporter import Reporter
 from jaxmoe.training.hooks import EvaluateHook
 from tests.support.runs import flags, logged_losses, saved_leaves, start_run
 

@@ -15,17 +15,18 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from experiments import cli, launch
-from experiments.assembly import assemble
-from experiments.cli import ExitCode
+from experiments.cli import flags as cli
+from experiments.cli.flags import ExitCode
+from experiments.launch import __main__ as launch
 from experiments.recipes import DEFAULT, RECIPES
-from experiments.restoring import Begun, Lineage, open_snapshots
-from experiments.run_directory import RunDirectory
-from experiments.shared_memory import SNAPSHOTS
 from jaxmoe.checkpoint import CheckpointManager, checksums
-from jaxmoe.checkpoint.pieces import num_words, pack_words, pieces_of, place_words
-from jaxmoe.checkpoint.snapshot import SnapshotStore
 from jaxmoe.data import DataError, SkippedRows
+from jaxmoe.resilience.pieces import num_words, pack_words, pieces_of, place_words
+from jaxmoe.resilience.shared_memory import SNAPSHOTS
+from jaxmoe.resilience.snapshot import SnapshotStore
+from jaxmoe.run.assemble import assemble
+from jaxmoe.run.directory import RunDirectory
+from jaxmoe.run.restore import Begun, Lineage, open_snapshots
 from sharding import MeshConfig, make_mesh
 from tests.support.runs import ROOT, flags, logged_losses, saved_leaves
 
@@ -278,7 +279,7 @@ def note(event, arguments):
 sys.addaudithook(note)
 
 from experiments import pretrain
-from experiments.reporting import Reporter
+from jaxmoe.run.reporter import Reporter
 
 trained = Reporter.trained
 

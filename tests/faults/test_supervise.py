@@ -13,8 +13,8 @@ import time
 
 import pytest
 
-from experiments import launch
-from experiments.cli import ExitCode
+from experiments.cli.flags import ExitCode
+from experiments.launch import __main__ as launch
 from tests.support.runs import ROOT
 
 # Process 1 of the first start does what it is told; every other one waits, or is done.

@@ -10,18 +10,18 @@ import time
 
 import pytest
 
-from experiments import agreement
-from experiments.cli import ExitCode
-from experiments.config import PretrainConfig
-from experiments.processes_config import ProcessesConfig
+from experiments.cli.flags import ExitCode
+from jaxmoe.resilience import agreement
+from jaxmoe.resilience.processes_config import ProcessesConfig
+from jaxmoe.run.config import PretrainConfig
 from tests.support.runs import ROOT
 
 # A kind of work that is new may take longer, one that is known may not. Beats are timed here,
 # where no annotation is checked at run time.
 HANGING = """
 import time
-from experiments.processes_config import ProcessesConfig
-from experiments.watchdog import Watchdog
+from jaxmoe.resilience.processes_config import ProcessesConfig
+from jaxmoe.resilience.watchdog import Watchdog
 
 def stands_still():
     time.sleep(60)

@@ -9,10 +9,10 @@ import time
 import pytest
 
 from experiments import pretrain
-from experiments.cli import ExitCode
-from experiments.reporting import Reporter
+from experiments.cli.flags import ExitCode
+from jaxmoe.resilience.goodput import Ledger, account, read_ledger
+from jaxmoe.run.reporter import Reporter
 from jaxmoe.training.dispersion import LOSS_RANGE, LOSS_STD
-from jaxmoe.training.goodput import Ledger, account, read_ledger
 from tests.support.ports import free_port
 from tests.support.runs import flags, start_run
 
@@ -24,7 +24,7 @@ FAULTY = f"""
 import os, sys, time
 import jax, numpy as np
 from experiments import pretrain
-from experiments.assembly import Assembly
+from jaxmoe.run.assemble import Assembly
 from sharding.distributed import global_batch
 
 def batches(self, first_step):

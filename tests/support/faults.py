@@ -18,8 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.assembly import Assembly
 from jaxmoe.data import Loader
+from jaxmoe.run.assemble import Assembly
 from jaxmoe.training import step as step_module
 
 # Added to one element of a gradient; added to the loss; times the whole gradient.

@@ -24,8 +24,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from experiments.run_directory import RunDirectory
 from jaxmoe.checkpoint import CheckpointManager
+from jaxmoe.run.directory import RunDirectory
 from sharding.distributed import start_processes
 from tests.support.runs import ROOT
 

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmoe.checkpoint.manifest import CheckpointError
-from jaxmoe.tracking.optional import require
+from jaxmoe.optional import require
 
 INDEX = "model.safetensors.index.json"
 _DTYPES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64"}

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from jaxmoe.tracking.optional import require
+from jaxmoe.optional import require
 
 MOST_ENTRIES = 50_000
 """Nonzero coefficients above which a program is not tried: HiGHS looks at the clock between its

@@ -17,7 +17,7 @@ compression. What is counted in it:
                        experts are a and b; for K = 1 the tokens that go from a to b
 
 Source of the affinity: ExFlow (arXiv 2401.08383); pairs of slots are our reading for K > 1.
-`experiments/router_trace.py` records it. It holds no text, though token ids can be turned into it.
+`jaxmoe/run/router_trace.py` records it. It holds no text, though token ids can be turned into it.
 """
 
 from __future__ import annotations

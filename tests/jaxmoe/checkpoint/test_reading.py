@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 from orbax.checkpoint._src.multihost import multihost
 
-from experiments import around_steps
 from jaxmoe.checkpoint import CheckpointDamagedError, CheckpointError, CheckpointManager, reading
 from jaxmoe.checkpoint import manager as room
 from jaxmoe.checkpoint.manifest import CheckpointManifest
 from jaxmoe.checkpoint.restore import restore_part
+from jaxmoe.run import loop as around_steps
 
 
 def _state(step):

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxmoe.checkpoint.parity import (
+from jaxmoe.resilience.parity import (
     Peers,
     TooManyLostError,
     encode_reference,

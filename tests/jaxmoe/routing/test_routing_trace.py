@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.router_trace import record_trace
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.transformer import initial_router_state
 from jaxmoe.planning.placement import RoutingTrace, load_trace, save_trace
@@ -21,6 +20,7 @@ from jaxmoe.routing import (
     SoftMoEConfig,
 )
 from jaxmoe.routing.recording import recorded
+from jaxmoe.run.router_trace import record_trace
 from sharding.distributed import global_batch
 from tests.support.meshes import MESHES, mesh_named
 from tests.support.models import MOE, TINY

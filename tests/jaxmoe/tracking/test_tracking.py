@@ -14,6 +14,7 @@ import sys
 import numpy as np
 import pytest
 
+from jaxmoe.disk import replace_file
 from jaxmoe.tracking import (
     BITS_PER_BYTE,
     GRADIENT_NORM,
@@ -33,7 +34,6 @@ from jaxmoe.tracking import (
     router_load,
 )
 from jaxmoe.tracking.console import format_bytes, format_count, format_duration
-from jaxmoe.tracking.disk import replace_file
 
 
 def full_disk(*_):

@@ -12,8 +12,9 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 
-from jaxmoe.training import goodput, time_spent
-from jaxmoe.training.goodput import ROWS, Ledger, Record, account, in_words, read_ledger
+from jaxmoe.resilience import goodput
+from jaxmoe.resilience.goodput import ROWS, Ledger, Record, account, in_words, read_ledger
+from jaxmoe.training import time_spent
 from jaxmoe.training.time_spent import TimeSpent, process_age
 
 KINDS = [value for name, value in vars(time_spent).items() if name.isupper()]

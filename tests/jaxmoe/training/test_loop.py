@@ -17,13 +17,13 @@ import pytest
 
 from jaxmoe.checkpoint import CheckpointManager
 from jaxmoe.data.batch import Batch
+from jaxmoe.resilience.stop import StopRequest
 from jaxmoe.training import loop as loop_module
 from jaxmoe.training.evaluate import Evaluation
 from jaxmoe.training.hooks import CheckpointHook, EvaluateHook, is_every
 from jaxmoe.training.loop import run_loop
 from jaxmoe.training.state import TrainState
 from jaxmoe.training.step import StepMetrics
-from jaxmoe.training.stop import StopRequest
 
 
 def _state(step: int) -> TrainState:
@@ -200,7 +200,7 @@ def test_handlers_are_put_back():
 
 _TWO_SIGNALS = """
 import os, signal
-from jaxmoe.training.stop import StopRequest
+from jaxmoe.resilience.stop import StopRequest
 
 with StopRequest() as stop:
     os.kill(os.getpid(), signal.SIGINT)

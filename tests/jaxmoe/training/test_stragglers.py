@@ -10,8 +10,8 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 
-from jaxmoe.training import stragglers
-from jaxmoe.training.stragglers import BEFORE, StragglerHook, StragglerRule, StragglerWatch
+from jaxmoe.resilience import stragglers
+from jaxmoe.resilience.stragglers import BEFORE, StragglerHook, StragglerRule, StragglerWatch
 from jaxmoe.training.time_spent import DATA, DISPATCH, WAIT, TimeSpent
 
 DATA_COLUMN = BEFORE.index(DATA)

@@ -1,0 +1,104 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Measures speed: a training step beside a peer's, kernels beside libraries, routers beside top-k,
+in how many chunks tokens should go to experts on other devices, and sizes of kernels' blocks.
+
+    python -m experiments.bench step [--peer none]
+    python -m experiments.bench kernels
+    python -m experiments.bench routers [--methods mixtral ...]
+    python -m experiments.bench chunks [--expert 8]
+    python -m experiments.bench blocks
+
+Candidates take turns in one run, medians are compared, and the machine's measured limit stands
+beside them. Leave the machine alone meanwhile: a busy one changes even the ratios.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from experiments.bench import blocks as bench_blocks
+from experiments.bench import chunks as bench_chunks
+from experiments.bench import kernels as bench_kernels
+from experiments.bench import routers as bench_routers
+from experiments.bench import step as bench_step
+from experiments.bench.blocks import BlockBenchConfig
+from experiments.bench.chunks import ChunkBenchConfig
+from experiments.bench.kernels import KernelBenchConfig
+from experiments.bench.routers import RouterBenchConfig
+from experiments.bench.step import StepBenchConfig
+from experiments.cli import flags as cli
+from experiments.cli.output import say
+from experiments.cli.process import start_process
+from jaxmoe.run.directory import RunDirectory
+
+
+def step() -> StepBenchConfig:
+    """A training step of OLMoE's shape, beside transformers; two minutes."""
+    return StepBenchConfig()
+
+
+def kernels() -> KernelBenchConfig:
+    """Products and attention, beside dense products and libraries; six minutes."""
+    return KernelBenchConfig()
+
+
+def routers() -> RouterBenchConfig:
+    """Each routing method beside plain top-k, 16384 tokens, 8 of 64 experts; some minutes."""
+    return RouterBenchConfig()
+
+
+def chunks() -> ChunkBenchConfig:
+    """The operations of a MoE layer whose experts lie on all devices; two minutes."""
+    return ChunkBenchConfig()
+
+
+def blocks() -> BlockBenchConfig:
+    """The fastest sizes of blocks for the kernels of a GPU or TPU, written into their table."""
+    return BlockBenchConfig()
+
+
+BENCHES: dict[str, Callable[[], Any]] = {
+    "step": step,
+    "kernels": kernels,
+    "routers": routers,
+    "chunks": chunks,
+    "blocks": blocks,
+}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command; returns the exit code."""
+    name, config = cli.parse(BENCHES, "step", argv, "python -m experiments.bench", __doc__ or "")
+    with cli.exit_on_bad_configuration():
+        start_process()
+    directory = RunDirectory(config.run.directory or f"runs/bench/{name}")
+    with cli.exit_on_bad_configuration():
+        directory.check_free_of_runs()
+        if isinstance(config, KernelBenchConfig):
+            summary = bench_kernels.bench_kernels(config)
+            text = bench_kernels.in_words(summary)
+        elif isinstance(config, RouterBenchConfig):
+            summary = bench_routers.bench_routers(config)
+            text = bench_routers.in_words(summary)
+        elif isinstance(config, ChunkBenchConfig):
+            summary = bench_chunks.bench_chunks(config)
+            text = bench_chunks.in_words(summary)
+        elif isinstance(config, BlockBenchConfig):
+            summary = bench_blocks.bench_blocks(config)
+            text = bench_blocks.in_words(summary)
+        else:
+            summary = bench_step.bench_step(config)
+            text = bench_step.in_words(summary)
+        directory.write_environment([str(device) for device in jax.devices()])
+        directory.write_summary({"status": "done", "bench": name, **summary})
+    say(text)
+    return int(cli.ExitCode.DONE)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

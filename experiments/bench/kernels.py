@@ -1,0 +1,170 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""`bench kernels`: our operations beside libraries and the measured limit, forward and backward.
+
+    grouped_matmul, grouped_swiglu   beside the dense product of as many rows, by load of the groups
+    flash_attention                  beside jax.nn.dot_product_attention, with temporary memory
+    attention on a GPU               beside cuDNN, in bfloat16: bench_gpu_attention.py
+    products of few bits, of groups  beside dense ones and libraries: bench_products.py
+
+The rest in float32, in turns; a speed is the median's, the limit the rate of a large dense product.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from experiments.bench import gpu_attention as bench_gpu_attention
+from experiments.bench import products as bench_products
+from experiments.bench.measure import in_turns, matmul_rate, timed, with_gradients
+from experiments.bench.operands import loads
+from experiments.bench.step import BenchRunConfig
+from pallas_kernels import flash_attention, grouped_matmul, grouped_swiglu
+from pallas_kernels.backend import Implementation
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class KernelBenchConfig:
+    """Our operations beside libraries and the measured limit."""
+
+    run: BenchRunConfig = BenchRunConfig()
+    """Where the numbers go."""
+    rounds: int = 7
+    """Runs of each candidate that count."""
+    rows: int = 8192
+    """Of a grouped product."""
+    groups: int = 16
+    """Groups that share them."""
+    width: int = 256
+    """Width of a row."""
+    hidden: int = 512
+    """Hidden width of a group's SwiGLU, columns of a group's matrix."""
+    lengths: tuple[int, ...] = (512, 2048)
+    """Sequence lengths of attention, 4096 tokens in all, 4 heads of 64."""
+    memory_lengths: tuple[int, ...] = (2048, 4096, 8192)
+    """Lengths of one sequence at which temporary memory is compared."""
+    implementation: Implementation | None = None
+    """Of our operations; None picks the fastest that runs here."""
+
+    def __post_init__(self):
+        for field in ("rounds", "rows", "groups", "width", "hidden"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"{field}={getattr(self, field)} must be at least 1")
+        if min((*self.lengths, *self.memory_lengths), default=1) < 1:
+            raise ValueError("lengths and memory_lengths must be at least 1")
+
+
+def bench_kernels(config: KernelBenchConfig) -> dict[str, Any]:
+    """Measures; the numbers of summary.json."""
+    return {
+        "matmul_flops_per_second": matmul_rate(),
+        "rows": [*_grouped(config), *_attention(config)],
+        "attention_temporary_bytes": _attention_memory(config),
+        "gpu_attention": bench_gpu_attention.gpu_attention(config.rounds),
+        **bench_products.products(config.rounds, config.implementation),
+    }
+
+
+def in_words(summary: dict[str, Any]) -> str:
+    """The numbers as a table."""
+    lines = [
+        f"dense product {summary['matmul_flops_per_second'] / 1e9:.0f} GFLOP/s, float32",
+        f"{'operation':16}{'case':14}{'ours':>10}{'beside':>10}   ratio of speeds",
+    ]
+    for row in summary["rows"]:
+        lines.append(
+            f"{row['operation']:16}{row['case']:14}{row['seconds'] * 1e3:8.1f}ms"
+            f"{row['beside_seconds'] * 1e3:8.1f}ms   {row['ratio']:.2f} of {row['beside']}"
+        )
+    for row in summary["attention_temporary_bytes"]:
+        lines.append(
+            f"attention, temporary memory at S={row['length']}: {row['ours'] / 1e6:.0f} MB,"
+            f" jax.nn {row['jax_nn'] / 1e6:.0f} MB"
+        )
+    lines += bench_gpu_attention.in_words(summary["gpu_attention"])
+    return "\n".join([*lines, *bench_products.in_words(summary)])
+
+
+def _grouped(config: KernelBenchConfig) -> Iterator[dict[str, Any]]:
+    """Both grouped operations under every load, beside the dense product of as many rows."""
+    width, hidden, groups = config.width, config.hidden, config.groups
+    keys = jax.random.split(jax.random.key(0), 3)
+    rows = jax.random.normal(keys[0], (config.rows, width))
+    gate_up = 0.1 * jax.random.normal(keys[1], (groups, width, 2, hidden))
+    down = 0.1 * jax.random.normal(keys[2], (groups, hidden, width))
+    weights, asked = gate_up[:, :, 0], config.implementation
+
+    def dense_swiglu(rows: Any, gate_up: Any, down: Any) -> Any:
+        both = rows @ gate_up[0].reshape(width, 2 * hidden)
+        return (jax.nn.silu(both[:, :hidden]) * both[:, hidden:]) @ down[0]
+
+    for case, group_sizes in loads(config.rows, groups).items():
+        sizes = jnp.asarray(group_sizes)
+        products = {
+            "ours": lambda r, w, sizes=sizes: grouped_matmul(r, w, sizes, implementation=asked),
+            "dense": lambda r, w: r @ w[0],
+        }
+        yield _row("grouped_matmul", case, products, (rows, weights), config.rounds)
+        experts = {
+            "ours": lambda r, u, d, sizes=sizes: grouped_swiglu(
+                r, u, d, sizes, implementation=asked
+            ),
+            "dense": dense_swiglu,
+        }
+        yield _row("grouped_swiglu", case, experts, (rows, gate_up, down), config.rounds)
+
+
+def _attention(config: KernelBenchConfig) -> Iterator[dict[str, Any]]:
+    """flash_attention beside jax.nn, causal."""
+    for length in config.lengths:
+        batch = max(1, 4096 // length)
+        keys = jax.random.split(jax.random.key(1), 3)
+        arrays = tuple(jax.random.normal(key, (batch, length, 4, 64)) for key in keys)
+        case = f"{batch} x {length}"
+        yield _row("flash_attention", case, _attentions(config), arrays, config.rounds)
+
+
+def _attentions(config: KernelBenchConfig) -> dict[str, Callable[..., Any]]:
+    return {
+        "ours": lambda q, k, v: flash_attention(q, k, v, implementation=config.implementation)[0],
+        "jax.nn": lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=True),
+    }
+
+
+def _attention_memory(config: KernelBenchConfig) -> list[dict[str, int]]:
+    """Temporary bytes of forward and backward by length, from the compiler."""
+    table = []
+    for length in config.memory_lengths:
+        arrays = (jax.ShapeDtypeStruct((1, length, 4, 64), jnp.float32),) * 3
+        sizes = {}
+        for name, function in _attentions(config).items():
+            memory = jax.jit(with_gradients(function)).lower(*arrays).compile().memory_analysis()
+            sizes[name.replace(".", "_")] = 0 if memory is None else memory.temp_size_in_bytes
+        table.append({"length": length, **sizes})
+    return table
+
+
+def _row(
+    operation: str,
+    case: str,
+    candidates: dict[str, Callable[..., Any]],
+    arguments: tuple[Any, ...],
+    rounds: int,
+) -> dict[str, Any]:
+    """Ours and the other candidate in turns, forward and backward."""
+    runs = {name: timed(with_gradients(f), *arguments) for name, f in candidates.items()}
+    timings = in_turns(runs, rounds=rounds)
+    ours, (beside, other) = timings["ours"], next(t for t in timings.items() if t[0] != "ours")
+    return {
+        "operation": operation,
+        "case": case,
+        "seconds": ours.median,
+        "beside": beside,
+        "beside_seconds": other.median,
+        "ratio": other.median / ours.median,
+    }

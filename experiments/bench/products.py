@@ -1,0 +1,348 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Products of few bits, and of groups of rows, beside dense ones, libraries and what is possible.
+
+    quantized_matmul   w8a8, w4a8, w4a16, fp8, mixed     beside the dense product of as many numbers
+    grouped_matmul     as it is, w8a8, w4a16, fp8        beside the dense product of as many rows,
+                       forward and both gradients        jax.lax.ragged_dot, torch._grouped_mm
+
+On a GPU or TPU at the widths of OLMoE and Qwen3 in bfloat16, with the kernels for it and with XLA;
+on a CPU at small ones in float32. Numbers are random and rounded beforehand, but for `mixed`, which
+rounds its activations as it goes; an expert's load is even or Zipf's. Candidates take turns,
+medians count. A product of few rows is repeated with as many matrices, so that none stays in a
+cache, and the start of a program is shared by all.
+
+The limit of a product is the longer of two times: of reading and writing all operands at the speed
+of memory, and of its operations at the rate of a large dense product of the same bits. Both are
+measured in the same run. What cannot run here is a row that says why.
+
+To add a candidate: a line in `PAIRS`, or in `_grouped_candidates`. To add a target: in `TARGETS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments.bench import torch_products as bench_torch
+from experiments.bench.measure import in_turns, matmul_rate, memory_rate, timed
+from experiments.bench.operands import PAIRS, loads, rounded
+from jaxmoe.models.presets import PRESETS
+from pallas_kernels import OPERATIONS, grouped_matmul, quantize_mixed, quantized_matmul
+from pallas_kernels.backend import Implementation, platform
+
+NO_GPU = "there is no GPU"
+FEW = 32
+"""Rows up to which a product's time is that of reading its matrix."""
+
+TARGETS: dict[tuple[str, str, str], float] = {
+    ("gpu", "grouped_matmul", "ours"): 0.7,
+    ("gpu", "quantized_matmul many", "fp8"): 1.5,
+    ("gpu", "quantized_matmul few", "w4a16"): 2.5,
+    ("gpu", "quantized_matmul few", "mixed"): 1.5,
+    ("cpu", "quantized_matmul many", "w8a8"): 0.9,
+}
+"""Speeds to reach, in units of the dense product's: of a Hopper GPU, and of a CPU."""
+
+
+class Sizes(NamedTuple):
+    """Of one model's products."""
+
+    name: str
+    width: int
+    hidden: int
+    groups: int
+    few: tuple[int, ...]
+    """Rows of products with one matrix."""
+    many: tuple[int, ...]
+    grouped: int
+    """Rows of grouped products."""
+    repeats: int
+    """Products, with as many matrices, of one measurement."""
+    dtype: str
+
+
+SMALL = Sizes("small", 512, 512, 8, (32,), (1024,), 1024, 1, "float32")
+
+
+def published() -> tuple[Sizes, ...]:
+    """The widths at which a GPU or TPU is measured."""
+    models = {"OLMoE": PRESETS["olmoe_1b_7b"](), "Qwen3": PRESETS["qwen3_30b_a3b"]()}
+    found = []
+    for name, model in models.items():
+        assert model.moe is not None
+        hidden, groups = 2 * model.moe.expert_dim, model.moe.num_experts
+        rows = ((1, 8, 32), (8192,), 131072)
+        found.append(Sizes(name, model.embed_dim, hidden, groups, *rows, 16, "bfloat16"))
+    return tuple(found)
+
+
+class Limits(NamedTuple):
+    """Of the machine, measured."""
+
+    flops: Mapping[str, float]
+    """Per second, by dtype."""
+    memory: float
+    """Bytes per second."""
+
+    def seconds(self, flops: float, dtype: str, size: float) -> float:
+        """The least time of so many operations and bytes."""
+        return max(flops / self.flops[dtype], size / self.memory)
+
+
+LOADS = ("even", "zipf")
+GROUPED_PAIRS = ("w8a8", "w4a16", "fp8")
+
+
+def products(rounds: int, implementation: Implementation | None = None) -> dict[str, Any]:
+    """Measures; the numbers of summary.json.
+
+    Args:
+        rounds: that count.
+        implementation: of our products; None picks the kernels of the device at hand, or XLA.
+    """
+    is_cpu = platform() == "cpu"
+    limits = measured_limits("float32" if is_cpu else "bfloat16", is_large=not is_cpu)
+    rows = []
+    for sizes in (SMALL,) if is_cpu else published():
+        rows += measured(sizes, limits, rounds, implementation)
+    return {
+        "product_limits": {**limits.flops, "memory": limits.memory},
+        "products": rows + ([] if platform() == "gpu" else unmeasured()),
+    }
+
+
+def measured_limits(dtype: str, *, is_large: bool) -> Limits:
+    """Of the machine at hand.
+
+    Args:
+        dtype: Of what is not quantised.
+        is_large: As a GPU or TPU needs it.
+    """
+    shapes = ((8192, 8192, 8192),) if is_large else ()
+    rates = {d: matmul_rate(jnp.dtype(d), shapes) for d in (dtype, "int8", "float8_e4m3fn")}
+    # What a backend does in few bits by way of more is limited by those.
+    rates = {name: max(rate, rates[dtype]) for name, rate in rates.items()}
+    return Limits(rates, memory_rate(2**30 if is_large else 2**27))
+
+
+def unmeasured() -> list[dict[str, Any]]:
+    """The rows that a Hopper GPU is to fill."""
+    return [
+        _row(operation, "OLMoE and Qwen3", "all" if "grouped" in operation else "forward", name)
+        | {"target": target, "reason": NO_GPU}
+        for (device, operation, name), target in TARGETS.items()
+        if device == "gpu"
+    ]
+
+
+def measured(
+    sizes: Sizes, limits: Limits, rounds: int, implementation: Implementation | None = None
+) -> list[dict[str, Any]]:
+    """The rows of one model's sizes.
+
+    Args:
+        sizes: Of operands.
+        limits: Of the machine.
+        rounds: that count.
+        implementation: See `products`.
+    """
+    rows = [
+        *_quantised(sizes, limits, rounds, implementation),
+        *_grouped(sizes, limits, rounds, implementation),
+    ]
+    for row in rows:
+        key = (platform(), row["operation"], row["candidate"])
+        row["target"] = TARGETS.get(key)
+    return rows
+
+
+def in_words(summary: dict[str, Any]) -> list[str]:
+    """A line for each limit and row."""
+    *rates, (_, memory) = summary["product_limits"].items()
+    limits = ", ".join(f"{name} {rate / 1e12:.3g}" for name, rate in rates)
+    lines = [f"limits: TFLOP/s {limits}; memory {memory / 1e9:.0f} GB/s"]
+    for row in summary["products"]:
+        start = f"{row['operation']:22}{row['case']:28}{row['pass']:10}{row['candidate']:14}"
+        target = f" (to reach {row['target']})" if row.get("target") else ""
+        if row["seconds"] is None:
+            lines.append(f"{start}unmeasured, {row['reason']}{target}")
+            continue
+        lines.append(
+            f"{start}{row['seconds'] * 1e3:9.3f} ms, {100 * row['fraction_of_limit']:.0f}% of the"
+            f" limit, {row['ratio']:.2f} of dense{target}"
+        )
+    return lines
+
+
+class _Candidate(NamedTuple):
+    """One way to a product."""
+
+    run: Callable[[], float] | str
+    """Seconds of one run; or why it cannot be."""
+    dtype: str
+    """That names the limit of operations."""
+    size: float = 0.0
+    """Bytes of operands and result."""
+
+
+def _quantised(
+    sizes: Sizes, limits: Limits, rounds: int, asked: Implementation | None
+) -> Iterator[dict[str, Any]]:
+    k, n = sizes.width, sizes.hidden
+    for m in (*sizes.few, *sizes.many):
+        keys = jax.random.split(jax.random.key(m), 1 + sizes.repeats)
+        x = jax.random.normal(keys[0], (m, k)).astype(sizes.dtype)
+        matrices = [jax.random.normal(key, (k, n)).astype(sizes.dtype) for key in keys[1:]]
+
+        def one(multiply: Any, x: Any, matrices: Any, dtype: str, m: int = m) -> _Candidate:
+            def run(x: Any, matrices: Any) -> Any:
+                return sum(multiply(x, w) for w in matrices)
+
+            size = _bytes((x, matrices)) + len(matrices) * m * n * jnp.dtype(sizes.dtype).itemsize
+            return _Candidate(_timed(run, x, matrices), dtype, size)
+
+        candidates = {"dense": one(jnp.matmul, x, matrices, sizes.dtype)}
+        for name, implementation in _implementations("quantized_matmul", asked).items():
+
+            def multiply(x: Any, w: Any, implementation: Any = implementation) -> Any:
+                return quantized_matmul(
+                    x, w, implementation=implementation, out_dtype=jnp.dtype(sizes.dtype)
+                )
+
+            for pair, (left, right, dtype) in PAIRS.items():
+                rounded_matrices = [rounded(w, right, -2) for w in matrices]
+                candidates[pair + name] = one(
+                    multiply, rounded(x, left, -1), rounded_matrices, dtype or sizes.dtype
+                )
+            mixed = _mixed(x, matrices)
+            candidates["mixed" + name] = one(multiply, x, mixed, "int8")
+        operation = f"quantized_matmul {'few' if m <= FEW else 'many'}"
+        case = f"{sizes.name} {m} x {k} x {n}"
+        flops = 2.0 * m * k * n * sizes.repeats
+        yield from _rows(operation, case, "forward", candidates, flops, limits, rounds)
+
+
+def _grouped(
+    sizes: Sizes, limits: Limits, rounds: int, asked: Implementation | None
+) -> Iterator[dict[str, Any]]:
+    r, k, n, g = sizes.grouped, sizes.width, sizes.hidden, sizes.groups
+    keys = jax.random.split(jax.random.key(0), 3)
+    rows = jax.random.normal(keys[0], (r, k)).astype(sizes.dtype)
+    weights = (jax.random.normal(keys[1], (g, k, n)) / 32).astype(sizes.dtype)
+    d_out = jax.random.normal(keys[2], (r, n)).astype(sizes.dtype)
+    by_load = loads(r, g)
+    for load in LOADS:
+        group_sizes = jnp.asarray(by_load[load])
+        case = f"{sizes.name} {load} {r} x {k} x {n}"
+        for name in ("forward", "d rows", "d weights"):
+            candidates = _grouped_candidates(
+                name, (rows, weights, d_out), group_sizes, sizes.dtype, asked
+            )
+            flops = 2.0 * r * k * n
+            yield from _rows("grouped_matmul", case, name, candidates, flops, limits, rounds)
+
+
+def _grouped_candidates(
+    name: str, operands: tuple[Any, Any, Any], group_sizes: Any, dtype: str, asked: Any
+) -> dict[str, _Candidate]:
+    rows, weights, d_out = operands
+
+    def one(multiply: Any, rows: Any, weights: Any, limit: str = dtype) -> _Candidate:
+        def run(rows: Any, weights: Any, d_out: Any) -> Any:
+            if name == "forward":
+                return multiply(rows, weights)
+            of_rows = name == "d rows"
+            function = (lambda a: multiply(a, weights)) if of_rows else lambda a: multiply(rows, a)
+            return jax.vjp(function, rows if of_rows else weights)[1](d_out)[0]
+
+        # Each pass reads two of rows, weights and d out, and writes what is like the third.
+        return _Candidate(_timed(run, rows, weights, d_out), limit, _bytes((rows, weights, d_out)))
+
+    # A dense product of as many rows: with the first group's matrix.
+    candidates = {"dense": one(jnp.matmul, rows, weights[0])}
+    for suffix, implementation in _implementations("grouped_matmul", asked).items():
+
+        def multiply(rows: Any, weights: Any, implementation: Any = implementation) -> Any:
+            return grouped_matmul(
+                rows, weights, group_sizes, implementation=implementation,
+                out_dtype=jnp.dtype(dtype),
+            )  # fmt: skip
+
+        candidates["ours" + suffix] = one(multiply, rows, weights)
+        for pair in GROUPED_PAIRS if name == "forward" else ():
+            left, right, limit = PAIRS[pair]
+            factors = rounded(rows, left, -1), rounded(weights, right, -2)
+            candidates[pair + suffix] = one(multiply, *factors, limit or dtype)
+    candidates["ragged_dot"] = one(
+        lambda rows, weights: jax.lax.ragged_dot(rows, weights, group_sizes), rows, weights
+    )
+    theirs = bench_torch.grouped(name, rows.shape, weights.shape, np.asarray(group_sizes))
+    candidates["torch"] = _Candidate(theirs, dtype, _bytes(operands))
+    return candidates
+
+
+def _implementations(operation: str, asked: Implementation | None) -> dict[str, Any]:
+    """What stands behind a candidate's name, and the implementation: first our kernels."""
+    runnable = OPERATIONS[operation].runnable()
+    kernels = [name for name in runnable if name.startswith("pallas")]
+    if asked is not None or not kernels:
+        return {"": asked}
+    return {"": kernels[0], ", xla": "xla"} if "xla" in runnable else {"": kernels[0]}
+
+
+def _rows(
+    operation: str,
+    case: str,
+    name: str,
+    candidates: Mapping[str, _Candidate],
+    flops: float,
+    limits: Limits,
+    rounds: int,
+) -> Iterator[dict[str, Any]]:
+    """A row for each candidate, the dense product first."""
+    runs = {c: one.run for c, one in candidates.items() if not isinstance(one.run, str)}
+    medians = {c: timing.median for c, timing in in_turns(runs, rounds=rounds).items()}
+    for candidate, one in candidates.items():
+        row = _row(operation, case, name, candidate)
+        if candidate not in medians:
+            yield row | {"reason": one.run}
+            continue
+        limit = limits.seconds(flops, one.dtype, one.size)
+        yield row | {
+            "seconds": medians[candidate],
+            "flops_per_second": flops / medians[candidate],
+            "limit_seconds": limit,
+            "fraction_of_limit": limit / medians[candidate],
+            "ratio": medians["dense"] / medians[candidate],
+        }
+
+
+def _row(operation: str, case: str, name: str, candidate: str) -> dict[str, Any]:
+    start = {"operation": operation, "case": case, "pass": name, "candidate": candidate}
+    return start | {"seconds": None}
+
+
+def _timed(function: Callable[..., Any], *arguments: Any) -> Callable[[], float] | str:
+    """The function to be run, or the words with which kernel or compiler refuse it."""
+    try:
+        return timed(function, *arguments)
+    except (ValueError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
+        return " ".join(str(error).split())[:200]
+
+
+def _mixed(x: Any, matrices: list[Any]) -> list[Any]:
+    """With an eighth of the channels in 8 bits: how many a model needs is not what is measured."""
+    sample, size = x.astype(jnp.float32), min(128, x.shape[1])
+    wide = max(1, x.shape[1] // size // 8)
+    return [quantize_mixed(w, sample, block_size=size, num_wide=wide) for w in matrices]
+
+
+def _bytes(tree: Any) -> float:
+    """Of all arrays, two int4 to a byte."""
+    leaves = jax.tree.leaves(tree)
+    return sum(x.size * (0.5 if x.dtype == jnp.int4 else x.dtype.itemsize) for x in leaves)

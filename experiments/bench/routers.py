@@ -1,0 +1,206 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""`bench routers`: what each routing method costs beside plain top-k.
+
+Measured is `route` in training, the gate, and the losses of the statistics, forward and with the
+gradients in the parameters and the tokens; not the experts, the dispatch, or losses of weights.
+Beside them stands the router's matrix product at the rate measured in the same run:
+2 T D E operations forward, 6 T D E with its gradients.
+
+All methods take turns; medians. A method that does not fit these sizes is a row that says why.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from experiments.bench.measure import in_turns, matmul_rate, timed
+from experiments.bench.step import BenchRunConfig
+from jaxmoe.configs import closest
+from jaxmoe.models.config import MoEConfig
+from jaxmoe.routing import (
+    METHODS,
+    Extent,
+    RenormalizedGateConfig,
+    RouterInputs,
+    SoftmaxTopKConfig,
+)
+from jaxmoe.routing.balancers import of_statistics
+
+PLAIN = "plain top-k"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class RouterBenchConfig:
+    """The cost of each routing method beside plain top-k."""
+
+    run: BenchRunConfig = BenchRunConfig()
+    """Where the numbers go."""
+    methods: tuple[str, ...] = ()
+    """Names in jaxmoe.routing.METHODS; all of them when empty."""
+    tokens: int = 16384
+    """T, tokens of a batch."""
+    sequence_length: int = 2048
+    """Tokens of one sequence, for methods that look at whole sequences; divides tokens."""
+    num_experts: int = 64
+    """E."""
+    top_k: int = 8
+    """K."""
+    width: int = 512
+    """D, width of a token."""
+    rounds: int = 5
+    """Runs of each method that count."""
+
+    def __post_init__(self):
+        for field in ("tokens", "sequence_length", "num_experts", "top_k", "width", "rounds"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"{field}={getattr(self, field)} must be at least 1")
+        if self.tokens % self.sequence_length:
+            raise ValueError(
+                f"tokens={self.tokens} must be a multiple of sequence_length={self.sequence_length}"
+            )
+        for name in self.methods:
+            if name not in METHODS:
+                raise ValueError(
+                    f"methods: there is no method {name!r}{closest(name, METHODS)}\n"
+                    f"methods: {', '.join(METHODS)}"
+                )
+
+
+def bench_routers(config: RouterBenchConfig) -> dict[str, Any]:
+    """Measures; the numbers of summary.json."""
+    plain = MoEConfig(
+        num_experts=config.num_experts,
+        top_k=config.top_k,
+        router=SoftmaxTopKConfig(),
+        gate=RenormalizedGateConfig(),
+        balancers=(),
+    )
+    forward, both = (
+        {PLAIN: _compiled(config, plain, False)},
+        {PLAIN: _compiled(config, plain, True)},
+    )
+    refused = {}
+    for name in config.methods or METHODS:
+        try:
+            moe = dataclasses.replace(plain, **METHODS[name].parts())
+            forward[name] = _compiled(config, moe, False)
+            both[name] = _compiled(config, moe, True)
+        except ValueError as error:
+            refused[name] = str(error)
+            forward.pop(name, None)
+    rate = matmul_rate()
+    timings = [in_turns(runs, rounds=config.rounds, warm_up=1) for runs in (forward, both)]
+    seconds = {name: [timing[name].median for timing in timings] for name in forward}
+    flops = 2.0 * config.tokens * config.width * config.num_experts
+    return {
+        "matmul_flops_per_second": rate,
+        "limit_seconds": {"forward": flops / rate, "with_gradients": 3.0 * flops / rate},
+        "sizes": {
+            "T": config.tokens,
+            "E": config.num_experts,
+            "K": config.top_k,
+            "D": config.width,
+        },
+        "rows": [
+            {
+                "method": name,
+                "forward_seconds": seconds[name][0],
+                "seconds": seconds[name][1],
+                "forward_ratio": seconds[name][0] / seconds[PLAIN][0],
+                "ratio": seconds[name][1] / seconds[PLAIN][1],
+            }
+            for name in forward
+        ],
+        "refused": refused,
+    }
+
+
+def in_words(summary: dict[str, Any]) -> str:
+    """The numbers as a table."""
+    sizes = " ".join(f"{name}={size}" for name, size in summary["sizes"].items())
+    limit = summary["limit_seconds"]
+    names = [row["method"] for row in summary["rows"]] + list(summary["refused"])
+    wide = max(len("its matrix product"), *map(len, names))
+    lines = [
+        f"routing and gate, float32, {sizes}; dense product"
+        f" {summary['matmul_flops_per_second'] / 1e9:.0f} GFLOP/s",
+        f"{'':{wide}}{'forward':>12}{'beside':>8}{'gradients too':>16}{'beside':>8}",
+        f"{'its matrix product':{wide}}{limit['forward'] * 1e3:10.1f}ms{'':8}"
+        f"{limit['with_gradients'] * 1e3:14.1f}ms",
+    ]
+    for row in summary["rows"]:
+        lines.append(
+            f"{row['method']:{wide}}{row['forward_seconds'] * 1e3:10.1f}ms"
+            f"{row['forward_ratio']:7.2f}x{row['seconds'] * 1e3:14.1f}ms{row['ratio']:7.2f}x"
+        )
+    lines += [f"{name:{wide}}  refused: {why}" for name, why in summary["refused"].items()]
+    return "\n".join(lines)
+
+
+def _compiled(
+    config: RouterBenchConfig, moe: MoEConfig, has_gradients: bool
+) -> Callable[[], float]:
+    """A compiled run of one method, which returns its seconds."""
+    router = moe.router.build(num_experts=moe.num_routed, top_k=moe.top_k, embed_dim=config.width)
+    params, state = router.init(jax.random.key(0))
+    key, inputs = jax.random.key(1), _inputs(config, moe)
+
+    def value(params: Any, x: Array, state: Any, inputs: RouterInputs, key: Array) -> Any:
+        inputs = dataclasses.replace(inputs, x=x)
+        output = router.route(params, state, inputs, train=True, key=key)
+        gates = moe.gate.build()(output.selection, output.selection.scores)
+        return {
+            "gates": gates,
+            "slots": output.slots,
+            "losses": _losses(moe, output, inputs),
+            "carry": output.carry,
+        }, (output.selection, output.statistics)
+
+    def run(params: Any, x: Array, state: Any, inputs: RouterInputs, key: Array) -> Any:
+        if not has_gradients:
+            return value(params, x, state, inputs, key)
+        out, pull, rest = jax.vjp(
+            lambda params, x: value(params, x, state, inputs, key), params, x, has_aux=True
+        )
+        return out, rest, pull(jax.tree.map(jnp.ones_like, out))
+
+    return timed(run, params, inputs.x, state, inputs, key)
+
+
+def _inputs(config: RouterBenchConfig, moe: MoEConfig) -> RouterInputs:
+    """Tokens without structure, and all that any router may look at."""
+    tokens = config.tokens
+    previous = None
+    if moe.router.traits.carries_logits:
+        previous = jnp.zeros((tokens, moe.num_routed), jnp.float32)
+    return RouterInputs(
+        x=jax.random.normal(jax.random.key(2), (tokens, config.width), jnp.float32),
+        token_mask=jnp.ones(tokens, bool),
+        segment_ids=jnp.ones(tokens, jnp.int32),
+        previous_logits=previous,
+        context={
+            "tokens": jax.random.randint(jax.random.key(3), (tokens,), 0, 256, jnp.int32),
+            "index": jnp.arange(tokens, dtype=jnp.int32),
+            "layer": jnp.zeros((), jnp.int32),
+            "mask_ratio": jnp.full(tokens, 0.5, jnp.float32),
+        },
+        extent=Extent(sequence_length=config.sequence_length),
+    )
+
+
+def _losses(moe: MoEConfig, output: Any, inputs: RouterInputs) -> list[Array]:
+    """Of the balancers that look at statistics, for one layer."""
+    extra, balancers = output.statistics.extra, of_statistics(moe.balancers)
+    for balancer in balancers:
+        extra = extra | balancer.observe(output, inputs)
+    statistics = dataclasses.replace(output.statistics, extra=extra)
+    stacked = jax.tree.map(lambda leaf: leaf[None], statistics)
+    num_free = moe.num_routed - moe.num_experts
+    return [balancer.loss(stacked, num_free=num_free) for balancer in balancers]

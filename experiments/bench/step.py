@@ -1,0 +1,309 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""`bench step`: a training step beside a peer's, the limit beside both, and where the rest goes.
+
+The limit is the step's floating-point operations at the rate of a dense product measured in the
+same run. The parts are measured one by one, forward and backward, so that their sum differs a
+little from the whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from experiments.bench.measure import Timing, in_turns, matmul_rate, timed, with_gradients
+from experiments.bench.peer import training_data
+from jaxmoe.data.batch import Batch
+from jaxmoe.execution import ExecutionConfig
+from jaxmoe.layers.attention import Attention
+from jaxmoe.layers.moe import MoE, RoutingInputs
+from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
+from jaxmoe.models.flops import flops_per_token
+from jaxmoe.models.initialize import parameter_table
+from jaxmoe.optim import adamw
+from jaxmoe.training.state import TrainState, init_state
+from jaxmoe.training.step import make_train_step
+
+_MODEL = ModelConfig(
+    vocab_size=256,
+    num_layers=4,
+    embed_dim=256,
+    attention=AttentionConfig(num_heads=4, num_kv_heads=4, head_dim=64, qk_norm="full"),
+    moe=MoEConfig(num_experts=16, top_k=2, expert_dim=512),
+)
+_LEARNING_RATE = 3e-4
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class BenchRunConfig:
+    """Where the numbers go."""
+
+    directory: str | None = None
+    """Directory of summary.json; runs/bench/<name> when None."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class StepBenchConfig:
+    """A step of OLMoE's shape, small enough for two cores."""
+
+    run: BenchRunConfig = BenchRunConfig()
+    """Where the numbers go."""
+    model: ModelConfig = _MODEL
+    """What is trained."""
+    execution: ExecutionConfig = ExecutionConfig(unroll=4)
+    """How."""
+    batch_size: int = 8
+    """Sequences of a step."""
+    sequence_length: int = 512
+    """Tokens of a sequence."""
+    warm_up: int = 20
+    """Steps of each before them: a fresh router loads its experts unevenly."""
+    rounds: int = 10
+    """Steps of each that count."""
+    peer: Literal["transformers", "none"] = "transformers"
+    """Beside whom: OLMoE in transformers and PyTorch (extra hf), or nobody."""
+
+    def __post_init__(self):
+        for field in ("batch_size", "sequence_length", "rounds"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"{field}={getattr(self, field)} must be at least 1")
+        if self.warm_up < 0:
+            raise ValueError(f"warm_up={self.warm_up} must be at least 0")
+        if self.model.moe is None:
+            raise ValueError("model.moe:none has no peer: the step is that of a mixture of experts")
+        if self.model.vocab_size < 256:
+            raise ValueError(
+                f"model.vocab_size={self.model.vocab_size} must be at least 256: tokens are bytes"
+            )
+
+
+def bench_step(config: StepBenchConfig) -> dict[str, Any]:
+    """Measures; the numbers of summary.json."""
+    model, moe = config.model, config.model.moe
+    assert moe is not None
+    tokens = config.batch_size * config.sequence_length
+    flops = flops_per_token(model, parameter_table(model), config.sequence_length) * tokens
+    ours = _OurStep(config)
+    candidates: dict[str, Callable[[], float]] = {"jaxmoe": ours.step}
+    peer = _PeerProcess(config) if config.peer != "none" else None
+    try:
+        facts: dict[str, Any] = {} if peer is None else peer.facts
+        if peer is not None:
+            candidates[config.peer] = lambda: peer.ask("step")
+            facts["matmul_flops_per_second"] = peer.ask("rate")
+        rate = matmul_rate()
+        timings = in_turns(candidates, rounds=config.rounds, warm_up=config.warm_up)
+    finally:
+        if peer is not None:
+            peer.close()
+    limit = flops / rate
+    mine = timings["jaxmoe"]
+    theirs = timings.get(config.peer)
+    return {
+        "flops": flops,
+        "matmul_flops_per_second": rate,
+        "limit_seconds": limit,
+        "seconds": {name: _in_json(timing) for name, timing in timings.items()},
+        "times_the_peer": None if theirs is None else theirs.median / mine.median,
+        "fraction_of_limit": limit / mine.median,
+        "tokens_per_second": tokens / mine.median,
+        "compile_seconds": ours.compile_seconds,
+        "temporary_bytes": ours.temporary_bytes,
+        "max_violation": ours.max_violation,
+        "peer": facts,
+        "parts": _parts(config, ours.state, flops_rate=rate),
+    }
+
+
+def in_words(summary: dict[str, Any]) -> str:
+    """The numbers as a table."""
+    limit = summary["limit_seconds"]
+    lines = [
+        f"limit          {limit:8.3f} s   {summary['flops'] / 1e12:.3f} TFLOP at"
+        f" {summary['matmul_flops_per_second'] / 1e9:.0f} GFLOP/s (dense product, this run)"
+    ]
+    for name, timing in summary["seconds"].items():
+        lines.append(
+            f"{name:14} {timing['median']:8.3f} s   median of {timing['runs']}, best"
+            f" {timing['best']:.3f}; {limit / timing['median']:.0%} of the limit"
+        )
+    if summary["times_the_peer"] is not None:
+        rate = summary["peer"]["matmul_flops_per_second"]
+        lines.append(
+            f"jaxmoe is {summary['times_the_peer']:.2f} times as fast as the peer, whose dense"
+            f" product runs at {rate / 1e9:.0f} GFLOP/s"
+        )
+    lines.append(f"fullest expert {1.0 + summary['max_violation']:8.2f} times its fair share")
+    lines.append("parts, forward and backward, all layers:")
+    for name, part in summary["parts"].items():
+        at_limit = f"   limit {part['limit']:.3f}" if part["limit"] else ""
+        lines.append(f"  {name:28} {part['seconds']:8.3f} s{at_limit}")
+    return "\n".join(lines)
+
+
+class _OurStep:
+    """Our training step on fresh random tokens."""
+
+    def __init__(self, config: StepBenchConfig):
+        self._data = training_data(config.batch_size, config.sequence_length)
+        self._steps = itertools.count()
+        optimizer = adamw(_LEARNING_RATE, weight_decay=0.1)
+        self.state: TrainState = init_state(
+            config.model, optimizer, jax.random.key(0), execution=config.execution
+        )
+        started = time.perf_counter()
+        step = make_train_step(config.model, optimizer, execution=config.execution)
+        self._step = step.lower(self.state, self._batch()).compile()
+        self.compile_seconds = time.perf_counter() - started
+        memory = self._step.memory_analysis()
+        self.temporary_bytes = None if memory is None else memory.temp_size_in_bytes
+        self.max_violation = 0.0
+
+    def step(self) -> float:
+        """Seconds of one step."""
+        batch = self._batch()
+        started = time.perf_counter()
+        self.state, metrics = self._step(self.state, batch)
+        jax.block_until_ready(self.state.params)
+        elapsed = time.perf_counter() - started
+        self.max_violation = float(metrics.router["max_violation_worst"])
+        return elapsed
+
+    def _batch(self) -> Batch:
+        return self._data.batch(next(self._steps))
+
+
+class _PeerProcess:
+    """The peer, in its own process.
+
+    Raises:
+        ValueError: it does not start.
+    """
+
+    def __init__(self, config: StepBenchConfig):
+        self._complaints = tempfile.TemporaryFile("w+")  # a pipe that nobody reads would fill up
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "experiments.bench.peer"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._complaints,
+            text=True,
+        )
+        self._say(json.dumps(_olmoe_sizes(config)))
+        self.facts: dict[str, Any] = self._hear()
+
+    def ask(self, request: str) -> Any:
+        """The answer to one request."""
+        self._say(request)
+        return self._hear()
+
+    def close(self) -> None:
+        """Ends it."""
+        self._process.kill()
+        self._process.communicate()
+        self._complaints.close()
+
+    def _say(self, line: str) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it has ended: `_hear` says why
+            self._process.stdin.write(line + "\n")
+            self._process.stdin.flush()
+
+    def _hear(self) -> Any:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            self._process.wait()
+            self._complaints.seek(0)
+            last = self._complaints.read().strip().splitlines()[-1:]
+            self.close()
+            raise ValueError(
+                f"the peer (transformers) did not run: {' '.join(last) or 'it ended'}. Install the"
+                " extra hf (Python 3.11), or give --peer none"
+            )
+        return json.loads(line)
+
+
+def _olmoe_sizes(config: StepBenchConfig) -> dict[str, Any]:
+    model, moe = config.model, config.model.moe
+    assert moe is not None
+    return {
+        "vocab_size": model.vocab_size,
+        "hidden_size": model.embed_dim,
+        "intermediate_size": moe.expert_dim,
+        "num_hidden_layers": model.num_layers,
+        "num_attention_heads": model.attention.num_heads,
+        "num_key_value_heads": model.attention.num_kv_heads,
+        "num_experts": moe.num_experts,
+        "num_experts_per_tok": moe.top_k,
+        "batch": config.batch_size,
+        "length": config.sequence_length,
+        "learning_rate": _LEARNING_RATE,
+    }
+
+
+def _parts(
+    config: StepBenchConfig, state: TrainState, *, flops_rate: float
+) -> dict[str, dict[str, float | None]]:
+    """Attention, experts and optimiser of all layers, each measured alone."""
+    model, execution, moe = config.model, config.execution, config.model.moe
+    assert moe is not None
+    batch, length = config.batch_size, config.sequence_length
+    tokens, layers = batch * length, model.num_layers
+    stack = next(iter(model.stacks))
+    layer = jax.tree.map(lambda leaf: leaf[0], state.params[stack.name])
+    x = jax.random.normal(jax.random.key(1), (batch, length, model.embed_dim))
+    mask = jnp.ones((batch, length), bool)
+
+    def attend(params: Any, x: Any) -> Any:
+        out, _ = Attention(model, execution).apply({"params": params}, x, None, None, None)
+        return out
+
+    def mix(params: Any, x: Any) -> Any:
+        given = RoutingInputs(token_mask=mask, segment_ids=mask.astype(jnp.int32), router_state={})
+        out, _ = MoE(model, moe, execution, True).apply({"params": params}, x, given)
+        return out
+
+    optimizer = adamw(_LEARNING_RATE, weight_decay=0.1)
+    update = timed(optimizer.update, state.params, state.opt_state, state.params)
+    timings = in_turns(
+        {
+            "attention": timed(with_gradients(attend), layer["attention"], x),
+            "experts and their router": timed(with_gradients(mix), layer["moe"], x),
+            "AdamW": update,
+        },
+        rounds=6,
+    )
+    attention = model.attention
+    heads = attention.num_heads * attention.head_dim
+    projections = model.embed_dim * (2 * heads + 2 * attention.num_kv_heads * attention.head_dim)
+    flops = {
+        "attention": 6.0 * tokens * projections + 12.0 * tokens * heads * length / 2,
+        "experts and their router": 6.0
+        * tokens
+        * model.embed_dim
+        * (3 * moe.top_k * moe.expert_dim + moe.num_experts),
+    }
+    return {
+        name: {
+            "seconds": timing.median * (layers if name in flops else 1),
+            "limit": flops[name] * layers / flops_rate if name in flops else None,
+        }
+        for name, timing in timings.items()
+    }
+
+
+def _in_json(timing: Timing) -> dict[str, float]:
+    return {"median": timing.median, "best": timing.best, "runs": len(timing.seconds)}

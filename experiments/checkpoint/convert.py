@@ -1,0 +1,256 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""A run in another form: in 8 or 4 bits, or as Hugging Face files and back.
+
+    python -m experiments.checkpoint convert --run.directory runs/pretrain/tiny --quantise w4a8
+    python -m experiments.generate --run.directory runs/pretrain/tiny-w4a8 --cache int4
+    python -m experiments.checkpoint convert --run.directory RUN --to_huggingface auto --to DIR
+    python -m experiments.checkpoint convert --from_huggingface DIR --to RUN
+
+What is written is a run directory that evaluate and generate open like any other: config.json, one
+checkpoint without the optimiser's state, summary.json with the bytes and the errors; or a directory
+that from_pretrained of transformers reads. What it comes from stays as it is. It appears whole or
+not at all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from experiments.checkpoint.huggingface import (
+    ExportConfig,
+    ExportFamily,
+    ImportConfig,
+    export_run,
+    import_run,
+)
+from experiments.cli import flags as cli
+from experiments.cli.output import say
+from experiments.cli.process import start_process
+from experiments.cli.tables import text_table
+from experiments.evaluate import FinishedRunConfig
+from jaxmoe.checkpoint import save_checkpoint
+from jaxmoe.models.config import LatentAttentionConfig
+from jaxmoe.models.quantize import largest_error, quantize_parameter, stored_bytes
+from jaxmoe.run.assemble import Assembly, devices_in_words
+from jaxmoe.run.config import PretrainConfig
+from jaxmoe.run.conversion import new_run
+from jaxmoe.run.directory import RunDirectory
+from jaxmoe.run.reopen import open_run
+from jaxmoe.training.state import TrainState
+from pallas_kernels import QuantizedArray, dequantize
+
+Format = Literal["w4a8", "w8a8", "w4a16", "w8a16", "fp8"]
+_MODES = ("quantise", "to_huggingface", "from_huggingface")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ConvertConfig:
+    """From which run, to what."""
+
+    run: FinishedRunConfig = FinishedRunConfig()
+    """The run."""
+    to: str | None = None
+    """Directory to write, which must not exist; the run's with the format behind it when None."""
+    quantise: Format | None = None
+    """Bits of weights (w) and of the activations that meet them (a; 16: the compute dtype); fp8:
+    both in float8_e4m3fn."""
+    to_huggingface: ExportFamily | None = None
+    """Writes the run for transformers, as this family; auto: the one that computes the same, or
+    jaxmoe, which brings a modelling file of its own."""
+    exported: ExportConfig = ExportConfig()
+    """How it is written there."""
+    from_huggingface: str | None = None
+    """Reads this directory of config.json, safetensors and tokenizer.json as a run."""
+    imported: ImportConfig = ImportConfig()
+    """What the run then evaluates on."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Rounded:
+    """What became of one matrix."""
+
+    path: str
+    shape: tuple[int, ...]
+    bytes_before: int
+    bytes_after: int
+    largest_error: float
+    largest_value: float
+
+    @property
+    def relative(self) -> float:
+        """The largest error, of the largest value."""
+        return self.largest_error / self.largest_value if self.largest_value else 0.0
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command; returns the exit code."""
+    prog = "python -m experiments.checkpoint convert"
+    config = cli.parse_flags(ConvertConfig(), argv, prog, __doc__ or "")
+    with cli.exit_on_bad_configuration():
+        start_process(has_steps=False)
+    with cli.exit_on_bad_configuration():
+        say(convert(config))
+    return int(cli.ExitCode.DONE)
+
+
+def convert(config: ConvertConfig) -> str:
+    """Writes the converted run; returns what to say of it.
+
+    Raises:
+        ValueError: no format, no such run, one that is converted already, weights that are not
+            finite, or a directory that is in the way.
+    """
+    form, source = config.quantise, config.run.directory
+    modes = [name for name in _MODES if getattr(config, name) is not None]
+    if not modes:
+        raise ValueError(
+            "convert to what? give --quantise w4a8, w8a8, w4a16, w8a16 or fp8, or --to_huggingface"
+            " auto, or --from_huggingface DIR"
+        )
+    if len(modes) > 1:
+        raise ValueError(f"--{' and --'.join(modes)} are conversions of their own: give one")
+    if jax.process_count() > 1:
+        raise ValueError("convert runs in one process: start it on one host")
+    if config.from_huggingface is not None:
+        if config.to is None:
+            raise ValueError("--from_huggingface needs --to RUN: the run directory to make")
+        return import_run(config.from_huggingface, _free(config.to), config.imported)
+    suffix = form or "huggingface"
+    target = _free(config.to or f"{source.rstrip('/')}-{suffix}")
+    if config.to_huggingface is not None:
+        run = config.run
+        return export_run(source, run.step, target, config.to_huggingface, config.exported)
+    assert form is not None  # the only one of the three that is left
+    given = RunDirectory(source).load_config(PretrainConfig)
+    if (weights := given.execution.precision.weights) != "floating":
+        raise ValueError(
+            f"run.directory={source} is converted already, to {weights}: rounding twice loses"
+            " twice; convert the run that it came from"
+        )
+    if isinstance(given.model.attention, LatentAttentionConfig):
+        raise ValueError(
+            f"run.directory={source} holds a model with latent attention, whose matrices have no"
+            " form in few bits so far: convert a model with grouped-query attention"
+        )
+    assembly, state, step = open_run(source, config.run.step, config.run.mesh)
+    params, rounded = _quantise(assembly, state, form)
+    before, after = stored_bytes(state.params), stored_bytes(params)
+    precision = dataclasses.replace(given.execution.precision, weights=form)
+    execution = dataclasses.replace(given.execution, precision=precision)
+    # Where the rest of the state lies: a checkpoint is of one mesh.
+    params = jax.device_put(params, NamedSharding(assembly.mesh, PartitionSpec()))
+    state = dataclasses.replace(state, params=params, opt_state={})
+    summary = {
+        "status": "converted",
+        "format": form,
+        "source": source,
+        "checkpoint_step": step,
+        "parameters_total": assembly.plan.table.total,
+        "parameter_bytes_before": before,
+        "parameter_bytes": after,
+        "rounded": {
+            one.path: {"largest_error": one.largest_error, "largest_value": one.largest_value}
+            for one in rounded
+        },
+    }
+    config_of_run = dataclasses.replace(given, execution=execution)
+    _write(target, state, step, config_of_run, assembly, summary)
+    share = sum(one.bytes_before for one in rounded) / before
+    lines = [
+        _table(rounded),
+        "",
+        f"{form}: parameters {before / 1e6:.2f} MB -> {after / 1e6:.2f} MB"
+        f" ({before / after:.1f} times fewer; {share:.0%} of them rounded, the others as trained)",
+        f"step {step} of {source} is in {target}",
+    ]
+    return "\n".join(lines)
+
+
+def _quantise(assembly: Assembly, state: TrainState, form: Format) -> tuple[Any, list[Rounded]]:
+    """The parameters in few bits, one after the other on one device, and what became of each.
+
+    Raises:
+        ValueError: a matrix that is not finite.
+    """
+    rounded = list[Rounded]()
+
+    def one(row: Any, value: Any) -> Any:
+        held = jnp.asarray(np.asarray(value))
+        new = jax.jit(lambda x: quantize_parameter(row, x, form))(held)
+        if not isinstance(new, QuantizedArray):
+            return new
+        error, largest = jax.jit(lambda x, new: largest_error(x, dequantize(new)))(held, new)
+        if not np.isfinite(largest):
+            raise ValueError(
+                f"parameter {row.path} is not finite, and has no scale: choose an earlier"
+                " checkpoint with --run.step"
+            )
+        rounded.append(
+            Rounded(
+                path=row.path,
+                shape=row.shape,
+                bytes_before=stored_bytes(held),
+                bytes_after=stored_bytes(new),
+                largest_error=float(error),
+                largest_value=float(largest),
+            )
+        )
+        return new
+
+    rows = assembly.plan.table.tree(lambda row: row)
+    params = jax.tree.map(one, rows, state.params)
+    return params, rounded
+
+
+def _write(
+    target: pathlib.Path,
+    state: TrainState,
+    step: int,
+    config: PretrainConfig,
+    assembly: Assembly,
+    summary: dict[str, Any],
+) -> None:
+    """The run directory."""
+    with new_run(target, config) as unfinished:
+        save_checkpoint(
+            unfinished.checkpoints_directory,
+            state,
+            step=step,
+            config=config,
+            data=assembly.loader.position(step),
+        )
+        unfinished.write_environment(devices_in_words(assembly.mesh))
+        unfinished.write_summary(summary)
+
+
+def _free(path: str) -> pathlib.Path:
+    """A path where nothing is yet."""
+    target = pathlib.Path(path)
+    if target.exists():
+        raise ValueError(f"to={target} exists already: remove it, or choose another with --to")
+    return target
+
+
+def _table(rounded: list[Rounded]) -> str:
+    head = ("matrix", "shape", "kB before", "kB after", "largest error", "of the largest value")
+    rows = [
+        (
+            one.path,
+            "x".join(map(str, one.shape)),
+            f"{one.bytes_before / 1e3:.1f}",
+            f"{one.bytes_after / 1e3:.1f}",
+            f"{one.largest_error:.3g}",
+            f"{one.relative:.2%}",
+        )
+        for one in rounded
+    ]
+    return text_table([head, *rows])

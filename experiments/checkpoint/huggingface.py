@@ -1,0 +1,323 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""A run as files for `transformers`, and such files as a run.
+
+Both ways go layer by layer from disk to disk (`jaxmoe.checkpoint.streaming`): no parameter is whole
+in memory, unless the run saved it in one chunk. Every tensor and every parameter is accounted for,
+and all that are not are named at once.
+
+An imported run has parameters and router state at step 0, and no state of an optimiser: evaluate,
+generate and convert open it.
+
+To add a choice of how files are written: a field of `ExportConfig`, and an argument there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import shutil
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import jax
+from flax import traverse_util
+
+from jaxmoe.checkpoint.huggingface import open_huggingface, read_fields, to_huggingface
+from jaxmoe.checkpoint.huggingface.export import suggest_family
+from jaxmoe.checkpoint.huggingface.tokenizer import (
+    TOKENIZER,
+    TokenizerFiles,
+    is_byte_tokenizer,
+    read_tokenizer_files,
+    separator_token,
+    tokenizer_files,
+)
+from jaxmoe.checkpoint.huggingface.weights import ROUTER_STATE, Tensors
+from jaxmoe.checkpoint.streaming import Streamed, open_stored, save_streamed
+from jaxmoe.configs import to_json
+from jaxmoe.data import CorpusConfig, DataConfig
+from jaxmoe.data.packed import ReadingConfig
+from jaxmoe.data.tokenizer import BytesConfig, FileConfig
+from jaxmoe.run.assemble import Assembly, assemble, devices_in_words, make_plan
+from jaxmoe.run.config import EvaluationConfig, PretrainConfig, RunConfig, TrainingConfig
+from jaxmoe.run.conversion import first_token_of, length_of, new_run
+from jaxmoe.run.directory import RunDirectory
+from jaxmoe.tracking.console import format_bytes
+from jaxmoe.training.state import state_around
+
+ExportFamily = Literal["auto", "olmoe", "mixtral", "qwen3_moe", "deepseek_v3", "jaxmoe"]
+_PARAMS, _FOLDER = "params/", "tokenizer"
+_BYTES = 256
+_HOW_TO_NAME = (
+    "name its tokenizer with --imported.data.tokenizer:file --imported.data.tokenizer.path, or give"
+    " files of token ids"
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ExportConfig:
+    """How files for transformers are written."""
+
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Of the tensors; biases of routers stay float32."""
+    experts: Literal["each", "stacked"] = "each"
+    """A tensor for each expert, which all readers know, or all of a layer in one."""
+    max_length: int | None = None
+    """Positions that readers provide for; when None those of a training row, or those that an
+    imported model had."""
+    max_shard_bytes: int = 5_000_000_000
+    """Of a file."""
+
+    def __post_init__(self):
+        if self.max_length is not None and self.max_length < 1:
+            raise ValueError(f"exported.max_length={self.max_length} must be at least 1, or None")
+        if self.max_shard_bytes < 1:
+            raise ValueError(f"exported.max_shard_bytes={self.max_shard_bytes} must be at least 1")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ImportConfig:
+    """What an imported run evaluates on."""
+
+    data: DataConfig | None = None
+    """What is read, in the tokens of the model: files of text take its tokenizer.json. None: the
+    embedded corpus, for a model of bytes."""
+    batches: int = 8
+    """Held-out batches."""
+    batch_size: int = 8
+    """Sequences of one of them."""
+    sequence_length: int = 128
+    """Tokens of one sequence."""
+
+
+def export_run(
+    source: str, step: int | None, target: pathlib.Path, family: ExportFamily, given: ExportConfig
+) -> str:
+    """Writes a step of a run for `transformers`; returns what to say of it.
+
+    Args:
+        source: run directory.
+        step: of the checkpoint; the newest that is whole when None.
+        target: directory to make.
+        family: as in `ConvertConfig`.
+        given: how it is written.
+
+    Raises:
+        ValueError: no run or checkpoint there, weights in few bits, or a model that the family does
+            not compute.
+    """
+    directory = RunDirectory(source)
+    config = directory.load_config(PretrainConfig)
+    if (weights := config.execution.precision.weights) != "floating":
+        raise ValueError(
+            f"run.directory={source} holds weights in few bits ({weights}), which transformers"
+            " would not compute with as this library does: convert the run that it came from"
+        )
+    model = make_plan(config).model
+    name, why = suggest_family(model) if family == "auto" else (family, "")
+    files = tokenizer_files(config.data, seed=config.training.seed)
+    step, arrays = open_stored(directory.checkpoints_directory, step)
+    params, state = _under(arrays, _PARAMS), _under(arrays, f"{ROUTER_STATE}/")
+    length = given.max_length or length_of(directory, config)
+    special = {"eos_token_id": files.separator, "bos_token_id": first_token_of(directory)}
+    title = f"Step {step} of the run {config.run.name or pathlib.Path(source).name}"
+    to_huggingface(
+        model,
+        params,
+        target,
+        router_state=state,
+        family=name,
+        dtype=given.dtype,
+        experts=given.experts,
+        max_shard_bytes=given.max_shard_bytes,
+        max_length=length,
+        fields={name: token for name, token in special.items() if token is not None},
+        texts={"README.md": _card(title, name, files), **files.texts},
+    )
+    size = sum(file.stat().st_size for file in target.iterdir())
+    lines = [
+        f"step {step} of {source} is in {target}: family {name}, {given.dtype},"
+        f" {format_bytes(size)}",
+        f"tokenizer: {files.words}",
+    ]
+    if name == "jaxmoe":
+        lines.append("read it with from_pretrained(..., trust_remote_code=True)")
+    return "\n".join([*([why] if why else ()), *lines])
+
+
+def import_run(source: str, target: pathlib.Path, given: ImportConfig) -> str:
+    """Makes a run of files of `transformers`; returns what to say of it.
+
+    Args:
+        source: directory of config.json, safetensors and, if it has one, tokenizer.json.
+        target: run directory to make.
+        given: what the run evaluates on.
+
+    Raises:
+        ValueError: tensors that are missing, left over or of another shape, a config that this
+            library does not compute, or data in other tokens than the model's.
+    """
+    place = pathlib.Path(source)
+    if not place.is_dir():
+        raise ValueError(
+            f"from_huggingface={source} is no directory: give the one with config.json"
+        )
+    model, tensors = open_huggingface(place)
+    texts, fields = read_tokenizer_files(place), read_fields(place)
+    config = PretrainConfig(
+        run=RunConfig(directory=str(target), name=target.name),
+        model=model,
+        data=_data(given.data, place, texts, fields),
+        training=TrainingConfig(batch_size=given.batch_size, sequence_length=given.sequence_length),
+        evaluation=EvaluationConfig(batches=given.batches),
+    )
+    assembly = assemble(config)
+    _check_disk(target, 4 * (tensors.table.total))
+    config = _with_own_tokenizer(config, place, target)
+    with new_run(target, config) as unfinished:
+        _write_texts(unfinished.path / _FOLDER, texts)
+        _save(unfinished, config, assembly, tensors)
+        unfinished.write_environment(devices_in_words(assembly.mesh))
+        unfinished.write_summary(
+            {
+                "status": "imported",
+                "format": fields["model_type"],
+                "source": source,
+                "checkpoint_step": 0,
+                "parameters_total": tensors.table.total,
+                "max_length": fields.get("max_position_embeddings"),
+                "bos_token_id": fields.get("bos_token_id"),
+                "data": assembly.source.fingerprint(),
+            }
+        )
+    return "\n".join(
+        [
+            f"{source} ({fields['model_type']}, {tensors.table.total:,} parameters) is in {target},"
+            " at step 0, without an optimiser's state",
+            f"held out: {assembly.source.describe(given.sequence_length)}",
+        ]
+    )
+
+
+def _under(arrays: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """The nested dict of the arrays whose paths begin so."""
+    inside = {path.removeprefix(prefix): a for path, a in arrays.items() if path.startswith(prefix)}
+    return traverse_util.unflatten_dict(inside, sep="/")
+
+
+def _card(title: str, family: str, files: TokenizerFiles) -> str:
+    """README.md, for people who find the directory."""
+    trust = ", trust_remote_code=True" if family == "jaxmoe" else ""
+    has = "with" if files.texts else "without"
+    return (
+        f"# {title}\n\nWritten by jaxmoe for transformers, as {family}, {has} a tokenizer:"
+        f" {files.words}.\n\n"
+        f'    AutoModelForCausalLM.from_pretrained("."{trust})\n'
+    )
+
+
+def _data(
+    data: DataConfig | None,
+    place: pathlib.Path,
+    texts: Mapping[str, str],
+    fields: Mapping[str, Any],
+) -> DataConfig:
+    """The data, in the tokens of the model.
+
+    Raises:
+        ValueError: it is in others, or nobody says which they are.
+    """
+    is_bytes = TOKENIZER in texts and is_byte_tokenizer(texts[TOKENIZER])
+    reads_bytes = isinstance(data, ReadingConfig) and data.tokenizer == BytesConfig()
+    has_other = TOKENIZER in texts and not is_bytes
+    if data is None:
+        if is_bytes:
+            return CorpusConfig()
+        what = "has a tokenizer of its own" if has_other else f"has no {TOKENIZER}"
+        raise ValueError(
+            f"from_huggingface={place} {what}, and the embedded corpus is in bytes: say what the"
+            " run evaluates on with imported.data:files --imported.data.path 'docs/**/*.md'"
+            + ("" if has_other else f", and {_HOW_TO_NAME}")
+        )
+    if not has_other:
+        is_of_bytes = is_bytes or fields["vocab_size"] == _BYTES
+        if not is_of_bytes and (reads_bytes or isinstance(data, CorpusConfig)):
+            raise ValueError(
+                f"from_huggingface={place} has no {TOKENIZER}, and imported.data reads bytes, which"
+                f" are not the {fields['vocab_size']} tokens of this model: {_HOW_TO_NAME}"
+            )
+        return data
+    if isinstance(data, CorpusConfig):
+        raise ValueError(
+            f"imported.data:corpus is in bytes, and the tokens of {place} are those of its"
+            f" {TOKENIZER}: choose imported.data:files --imported.data.path 'docs/**/*.md'"
+        )
+    if isinstance(data, ReadingConfig) and reads_bytes:
+        eos = separator_token(texts[TOKENIZER], fields.get("eos_token_id"))
+        tokenizer = FileConfig(path=str(place / TOKENIZER), separator=eos)
+        return dataclasses.replace(data, tokenizer=tokenizer)
+    return data
+
+
+def _with_own_tokenizer(
+    config: PretrainConfig, place: pathlib.Path, target: pathlib.Path
+) -> PretrainConfig:
+    """The config with the run's own copy of the tokenizer, so that the files may go."""
+    data = config.data
+    if not isinstance(data, ReadingConfig) or not isinstance(data.tokenizer, FileConfig):
+        return config
+    if pathlib.Path(data.tokenizer.path) != place / TOKENIZER:
+        return config
+    tokenizer = dataclasses.replace(data.tokenizer, path=str(target / _FOLDER / TOKENIZER))
+    return dataclasses.replace(config, data=dataclasses.replace(data, tokenizer=tokenizer))
+
+
+def _write_texts(folder: pathlib.Path, texts: Mapping[str, str]) -> None:
+    if texts:
+        folder.mkdir()
+    for name, text in texts.items():
+        (folder / name).write_text(text, encoding="utf-8")
+
+
+def _save(
+    unfinished: RunDirectory, config: PretrainConfig, assembly: Assembly, tensors: Tensors
+) -> None:
+    """The checkpoint, layer by layer."""
+    model, execution = assembly.plan.model, assembly.execution
+    dtype = str(jax.numpy.dtype(execution.precision.parameter_dtype))
+    state = state_around(model, None, execution, {}, jax.random.key(config.training.seed))
+    state = dataclasses.replace(state, router_state={})
+
+    def streamed(row: Any) -> Streamed:
+        return Streamed(
+            row.shape,
+            dtype,
+            lambda layer: tensors.read(row, layer).astype(dtype, copy=False),
+            is_stacked=tensors.is_stacked(row),
+        )
+
+    arrays = {f"{_PARAMS}{row.path}": streamed(row) for row in tensors.table}
+    arrays |= {
+        row.path: Streamed(row.shape, "float32", lambda _, row=row: tensors.read(row))
+        for row in tensors.state_table
+    }
+    save_streamed(
+        unfinished.checkpoints_directory,
+        state,
+        arrays,
+        step=0,
+        config=to_json(config),
+        data=assembly.loader.position(0),
+    )
+
+
+def _check_disk(target: pathlib.Path, num_bytes: int) -> None:
+    """Refuses a disk without room, before anything is written."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(target.parent).free
+    if free < 1.1 * num_bytes:
+        raise ValueError(
+            f"to={target} would have {num_bytes / 1e9:.1f} GB and the disk has {free / 1e9:.1f} GB"
+            " free: make room, or choose another disk with --to"
+        )

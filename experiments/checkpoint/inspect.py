@@ -1,0 +1,70 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""What a checkpoint holds.
+
+    python -m experiments.checkpoint inspect --run.directory runs/pretrain/tiny [--run.step 400]
+
+Its steps, and of one step, the newest unless another is named, every array with shape, dtype, bytes
+and fingerprint, and the versions that wrote it. The arrays themselves are not read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+
+from experiments.checkpoint.verify import CheckpointsConfig
+from experiments.cli import flags as cli
+from experiments.cli.output import say
+from experiments.cli.process import start_process
+from experiments.cli.tables import text_table
+from jaxmoe.checkpoint.manifest import CheckpointManifest
+from jaxmoe.tracking.console import format_bytes
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class InspectConfig:
+    """What to look at."""
+
+    run: CheckpointsConfig = CheckpointsConfig()
+    """The checkpoint."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command; returns the exit code."""
+    prog = "python -m experiments.checkpoint inspect"
+    config = cli.parse_flags(InspectConfig(), argv, prog, __doc__ or "")
+    with cli.exit_on_bad_configuration():
+        start_process()
+        manager, steps = config.run.open()
+        text = in_words(manager.manifest(steps[-1]))
+    say(f"{manager.directory}: steps {', '.join(map(str, manager.steps()))}\n\n{text}")
+    manager.close()
+    return int(cli.ExitCode.DONE)
+
+
+def in_words(manifest: CheckpointManifest) -> str:
+    """A manifest as a table and a few lines."""
+    lines = [("array", "shape", "dtype", "bytes", "fingerprint")]
+    for path, array in manifest.arrays.items():
+        shape = "x".join(map(str, array["shape"])) or "-"
+        prints = manifest.fingerprints.get(path, "-")
+        lines.append((path, shape, array["dtype"], format_bytes(_bytes(array)), prints))
+    total = sum(map(_bytes, manifest.arrays.values()))
+    versions = ", ".join(f"{name} {version}" for name, version in manifest.versions.items())
+    return "\n".join(
+        [
+            text_table(lines),
+            f"step {manifest.step}, schema {manifest.schema}: {len(manifest.arrays)} arrays,"
+            f" {format_bytes(total)}",
+            f"written by {versions}",
+        ]
+    )
+
+
+def _bytes(array: dict) -> int:
+    dtype = "uint32" if array["dtype"] == "key" else array["dtype"]
+    return math.prod(array["shape"]) * jnp.dtype(dtype).itemsize

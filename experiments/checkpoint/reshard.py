@@ -1,0 +1,101 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""A checkpoint written anew: a part of it, under other names, in another dtype.
+
+    python -m experiments.checkpoint reshard --run.directory RUN --to DIR --keep params
+    python -m experiments.checkpoint reshard --run.directory RUN --to DIR --mapping names.txt
+
+A checkpoint holds whole arrays and restores on any mesh as it is: nothing needs to be converted for
+that. This is for other layouts: a mapping is a file of lines `source -> target : merge`, as
+jaxmoe/checkpoint/mapping.py describes, and every array must match one of them. What is read is
+verified, and what is written is a directory of checkpoints with one step and the same config.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import traverse_util
+
+from experiments.checkpoint.verify import CheckpointsConfig
+from experiments.cli import flags as cli
+from experiments.cli.output import say
+from experiments.cli.process import start_process
+from jaxmoe.checkpoint import save_checkpoint
+from jaxmoe.checkpoint.mapping import MappingRule, parse_mapping
+from jaxmoe.checkpoint.restore import read_mapped
+from jaxmoe.tracking.console import format_bytes
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ReshardConfig:
+    """From what, to what."""
+
+    run: CheckpointsConfig = CheckpointsConfig()
+    """The checkpoint; the newest step unless one is named."""
+    to: str | None = None
+    """Directory of checkpoints to write; it must not have the step."""
+    keep: Literal["all", "params"] = "all"
+    """Everything, or the parameters alone."""
+    mapping: str | None = None
+    """A file of rules: names and merges."""
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """Of floating parameters; as they are when None."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command; returns the exit code."""
+    prog = "python -m experiments.checkpoint reshard"
+    config = cli.parse_flags(ReshardConfig(), argv, prog, __doc__ or "")
+    with cli.exit_on_bad_configuration():
+        start_process()
+        say(rewrite(config))
+    return int(cli.ExitCode.DONE)
+
+
+def rewrite(config: ReshardConfig) -> str:
+    """Writes the checkpoint anew; returns what to say of it.
+
+    Raises:
+        ValueError: no such checkpoint, a damaged one, a mapping that does not fit, or a directory
+            that has the step.
+    """
+    if config.to is None:
+        raise ValueError("reshard needs --to DIR: where to write")
+    if jax.process_count() > 1:
+        raise ValueError("reshard runs in one process: start it on one host")
+    manager, steps = config.run.open()
+    step = steps[-1]
+    arrays = read_mapped(manager.directory, step, mapping=_rules(config))
+    manifest = manager.manifest(step)
+    manager.close()
+    if config.keep == "params":
+        arrays = {path: x for path, x in arrays.items() if path.startswith("params/")}
+        if not arrays:
+            raise ValueError(f"{manager.directory}/{step} has nothing under params/ to keep")
+    if config.dtype is not None:
+        arrays = {path: _cast(path, x, config.dtype) for path, x in arrays.items()}
+    tree = traverse_util.unflatten_dict(arrays, sep="/")
+    save_checkpoint(config.to, tree, step=step, config=manifest.config, data=manifest.data)
+    total = sum(leaf.nbytes for leaf in arrays.values())
+    return f"{config.to}/{step}: {len(arrays)} arrays, {format_bytes(total)}"
+
+
+def _rules(config: ReshardConfig) -> tuple[MappingRule, ...]:
+    if config.mapping is None:
+        return ()
+    try:
+        text = pathlib.Path(config.mapping).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"mapping={config.mapping} cannot be read: {error}") from error
+    return parse_mapping(text)
+
+
+def _cast(path: str, x: Any, dtype: str) -> Any:
+    is_parameter = path.startswith("params/") and jnp.issubdtype(x.dtype, jnp.floating)
+    return x.astype(dtype) if is_parameter else x

@@ -1,0 +1,156 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Examines this environment: versions, devices, collectives, kernels, disks, a tiny train step.
+
+    python -m experiments.doctor [--run.directory DIR]
+
+A line per finding: ok, warning or problem, and what to do. Exit code 0 if there is no problem, 2
+otherwise. On a pod or cluster run it as the job would be run, on every host.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+
+import jax
+
+from experiments.cli import flags as cli
+from experiments.cli.output import write
+from experiments.cli.process import start_process
+from experiments.doctor.devices import examine_devices
+from experiments.doctor.software import Finding, examine_software
+from jaxmoe.run.directory import RunDirectory
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class DoctorRunConfig:
+    """Where the findings go."""
+
+    directory: str = "runs/doctor"
+    """Directory of summary.json and environment.json."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class DoctorConfig:
+    """What to examine."""
+
+    run: DoctorRunConfig = DoctorRunConfig()
+    """Where the findings go."""
+    timeout: float = 300.0
+    """Seconds after which devices that do not answer are a problem."""
+
+    def __post_init__(self):
+        if not self.timeout > 0:
+            raise ValueError(f"timeout={self.timeout} must be above 0 seconds")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command; returns the exit code."""
+    prog = "python -m experiments.doctor"
+    config = cli.parse_flags(DoctorConfig(), argv, prog, __doc__ or "")
+    directory = RunDirectory(config.run.directory)
+    with cli.exit_on_bad_configuration():
+        directory.check_free_of_runs()
+    findings = examine_software(directory.path, os.environ)
+    write("\n".join(map(in_words, findings)))
+    # Processes that cannot meet would wait for minutes here, and fail without a reason.
+    if any(f.level == "problem" and f.what in _BEFORE_DEVICES for f in findings):
+        text = "not examined, for the problem above"
+        found = [Finding(level="warning", what="devices", text=text, remedy="mend that first")]
+        is_first = True
+    else:
+        with _answer_within(config.timeout):
+            found = _join_and_examine()
+        has_devices = not any(f.level == "problem" and f.what == "devices" for f in found)
+        is_first = not has_devices or jax.process_index() == 0
+    findings += found
+    problems = sum(finding.level == "problem" for finding in findings)
+    warnings = sum(finding.level == "warning" for finding in findings)
+    if not is_first:
+        for finding in found:
+            if finding.level != "ok":  # the rest is what the first process says
+                write(in_words(finding))
+        return _exit_code(problems)
+    write("\n".join(map(in_words, found)))
+    write(f"{_count(problems, 'problem')}, {_count(warnings, 'warning')}")
+    summary = {
+        "status": "done" if not problems else "problems",
+        "problems": problems,
+        "warnings": warnings,
+        "findings": [dataclasses.asdict(finding) for finding in findings],
+    }
+    with cli.exit_on_bad_configuration():
+        directory.acquire()
+        directory.write_summary(summary)
+        directory.write_environment(
+            [finding.text for finding in findings if finding.what == "devices"]
+        )
+        directory.release()
+    return _exit_code(problems)
+
+
+def _join_and_examine() -> list[Finding]:
+    """Meets the other processes of the job, then looks at the devices."""
+    try:
+        start_process(needs_devices=False)
+    except (RuntimeError, ValueError) as error:
+        return [
+            Finding(
+                level="problem",
+                what="devices",
+                text=f"the processes of this job cannot join: {error}",
+                remedy="start it with srun or on every host of the pod, or unset the variables"
+                " of a job that it is not part of (JAX_COORDINATOR_ADDRESS, SLURM_*)",
+            )
+        ]
+    return examine_devices()
+
+
+_BEFORE_DEVICES = ("coordinator", "packages", "XLA_FLAGS")
+"""With a problem in one of these, devices are not touched."""
+
+
+def in_words(finding: Finding) -> str:
+    """The line of a finding, with its way out."""
+    remedy = f" -> {finding.remedy}" if finding.remedy else ""
+    return f"{finding.level:<8} {finding.what:<18} {finding.text}{remedy}"
+
+
+@contextlib.contextmanager
+def _answer_within(seconds: float) -> Iterator[None]:
+    """Ends the process when the block takes too long: a hanging collective cannot be stopped."""
+
+    def give_up() -> None:
+        finding = Finding(
+            level="problem",
+            what="devices",
+            text=f"no answer within {seconds:g} s: a process or a device is missing, or hangs",
+            remedy="see that the same command runs on every host; --timeout waits longer",
+        )
+        write(in_words(finding))
+        os._exit(int(cli.ExitCode.BAD_CONFIGURATION))
+
+    timer = threading.Timer(seconds, give_up)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _exit_code(problems: int) -> int:
+    return int(cli.ExitCode.BAD_CONFIGURATION if problems else cli.ExitCode.DONE)
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number or 'no'} {what}{'' if number == 1 else 's'}"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,275 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""What the doctor tells of the devices: which there are, whether they talk to one another, and
+which kernels they run.
+
+Collectives are run over the devices of this process and compared with numpy. To add a check: a
+function here, into `examine_devices`.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+import os
+import pathlib
+import time
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from experiments.doctor.software import GIGABYTE, Finding, writable
+from jaxmoe.data import MarkovConfig
+from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
+from jaxmoe.optim import LinearConfig
+from jaxmoe.precision import PrecisionPolicy
+from jaxmoe.run.assemble import assemble, mesh_in_words
+from jaxmoe.run.config import EvaluationConfig, PretrainConfig, TrainingConfig
+from jaxmoe.training.step import make_train_step
+from jaxmoe.training.throughput import peak_flops
+from pallas_kernels import OPERATIONS
+from sharding import axes
+from sharding.mesh import MeshConfig, make_mesh
+
+AXIS = axes.DATA
+"""The mesh axis of the collectives."""
+
+
+def examine_devices() -> list[Finding]:
+    """All checks of this file, in the order of what each needs of the others."""
+    findings = [*devices()]
+    if any(finding.level == "problem" for finding in findings):
+        return findings
+    return [
+        *findings,
+        *default_mesh(),
+        *collectives(),
+        *ragged_exchange(),
+        *kernels(),
+        *cache(),
+        *train_step(),
+    ]
+
+
+def devices() -> list[Finding]:
+    """Which devices JAX finds, and their memory."""
+    try:
+        found = jax.devices()
+    except RuntimeError as error:
+        return [
+            Finding(
+                level="problem",
+                what="devices",
+                text=f"no backend starts: {_first_line(error)}",
+                remedy="see the plugins above, or set JAX_PLATFORMS=cpu",
+            )
+        ]
+    kinds = collections.Counter(f"{device.platform} ({device.device_kind})" for device in found)
+    text = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
+    if jax.process_count() > 1:
+        text += f" in {jax.process_count()} processes"
+    findings = [Finding(level="ok", what="devices", text=text)]
+    first = found[0]
+    if first.platform == "cpu":
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        text = f"{memory / GIGABYTE:.1f} GB of the machine, {os.cpu_count()} processors"
+    else:
+        limits = [(device.memory_stats() or {}).get("bytes_limit", 0) for device in found]
+        text = f"{min(limits) / GIGABYTE:.1f} GB that JAX may take on the smallest device"
+    findings.append(Finding(level="ok", what="memory", text=text))
+    dtype = PrecisionPolicy().compute_dtype.name
+    peak = peak_flops(first.device_kind, dtype)
+    text = f"{peak / 1e12:.0f} TFLOP/s a device in {dtype}: MFU will be shown" if peak else ""
+    text = text or f"not known for {first.device_kind}: there will be no MFU"
+    findings.append(Finding(level="ok", what="peak", text=text))
+    return findings
+
+
+def default_mesh() -> list[Finding]:
+    """The mesh of a run that asks for none."""
+    mesh = make_mesh(MeshConfig(data=-1))
+    text = " ".join(f"{axis}={size}" for axis, size in mesh_in_words(mesh).items())
+    return [Finding(level="ok", what="default mesh", text=text)]
+
+
+def collectives() -> list[Finding]:
+    """psum, all_gather, all_to_all and ppermute over the devices of this process."""
+    local = jax.local_devices()
+    mesh = make_mesh(MeshConfig(data=-1), local)
+    n = len(local)
+    # [n n]: row i lives on device i, and no two numbers are equal.
+    given = np.arange(n * n, dtype=np.float32).reshape(n, n)
+    ring = [(i, (i + 1) % n) for i in range(n)]
+    checks: dict[str, tuple[Callable[..., jax.Array], np.ndarray]] = {
+        "psum": (
+            lambda x: jax.lax.psum(x, AXIS) + 0.0 * x,
+            np.broadcast_to(given.sum(0), (n, n)),
+        ),
+        "all_gather": (
+            lambda x: jax.lax.all_gather(x, AXIS, tiled=True).T[jax.lax.axis_index(AXIS)][None],
+            given.T,
+        ),
+        "all_to_all": (
+            lambda x: jax.lax.all_to_all(x, AXIS, split_axis=1, concat_axis=1, tiled=True),
+            given.T,
+        ),
+        "ppermute": (lambda x: jax.lax.ppermute(x, AXIS, ring), np.roll(given, 1, axis=0)),
+    }
+    findings = []
+    for name, (function, wanted) in checks.items():
+        finding = compare(name, _over(mesh, function), given, wanted)
+        if finding is not None:
+            findings.append(finding)
+    if not findings:
+        seen = f"{', '.join(checks)} agree with numpy over {n} device{'s' * (n > 1)}"
+        findings.append(Finding(level="ok", what="collectives", text=seen))
+    return findings
+
+
+def compare(
+    name: str, run: Callable[[np.ndarray], jax.Array], given: np.ndarray, wanted: np.ndarray
+) -> Finding | None:
+    """A problem, if the collective fails or gives something else.
+
+    Args:
+        name: of the collective.
+        run: it, on a host array.
+        given: what to put in.
+        wanted: what must come out.
+    """
+    remedy = "the devices or their connection are faulty, or the driver and the plugin do not fit"
+    try:
+        found = np.asarray(run(given))
+    except (RuntimeError, ValueError) as error:
+        text = f"{name} fails: {_first_line(error)}"
+        return Finding(level="problem", what="collectives", text=text, remedy=remedy)
+    if np.array_equal(found, wanted):
+        return None
+    text = f"{name} gives other numbers than numpy on {int((found != wanted).sum())} places"
+    return Finding(level="problem", what="collectives", text=text, remedy=remedy)
+
+
+def ragged_exchange() -> list[Finding]:
+    """Whether `ragged_all_to_all` runs here; nothing of ours needs it alone."""
+    local = jax.local_devices()
+    mesh, n = make_mesh(MeshConfig(data=-1), local), len(local)
+
+    def exchange(x: jax.Array) -> jax.Array:
+        row = x.reshape(n)
+        ones, places = jnp.ones((n,), jnp.int32), jnp.arange(n, dtype=jnp.int32)
+        here = jnp.full((n,), jax.lax.axis_index(AXIS), jnp.int32)
+        return jax.lax.ragged_all_to_all(
+            row, jnp.zeros_like(row), places, ones, here, ones, axis_name=AXIS
+        )[None]
+
+    given = np.arange(n * n, dtype=np.float32).reshape(n, n)
+    try:
+        found = np.asarray(_over(mesh, exchange)(given))
+    except RuntimeError:  # NotImplementedError is one
+        platform = local[0].platform
+        text = f"ragged_all_to_all does not exist on {platform}: rows travel by all_to_all"
+        return [Finding(level="ok", what="ragged exchange", text=text)]
+    if np.array_equal(found, given.T):
+        return [Finding(level="ok", what="ragged exchange", text="ragged_all_to_all works")]
+    text = "ragged_all_to_all gives wrong numbers"
+    remedy = "do not choose a dispatcher that uses it"
+    return [Finding(level="warning", what="ragged exchange", text=text, remedy=remedy)]
+
+
+def kernels() -> list[Finding]:
+    """Which implementation of each kernel runs, and why."""
+    findings = []
+    for name, operation in OPERATIONS.items():
+        choice = operation.choose(None)
+        others = [other for other in operation.runnable() if other != choice.implementation]
+        text = f"{name}: {choice.implementation}, {choice.reason}"
+        text += f"; also {', '.join(others)}" if others else ""
+        findings.append(Finding(level="ok", what="kernel", text=text))
+    return findings
+
+
+def cache() -> list[Finding]:
+    """Where compiled programs are kept."""
+    where = getattr(jax.config, "jax_compilation_cache_dir", None)
+    if where is None:
+        return [
+            Finding(
+                level="warning",
+                what="compilation cache",
+                text="none: every start compiles anew",
+                remedy="set JAX_COMPILATION_CACHE_DIR",
+            )
+        ]
+    if "://" in where:
+        text = f"{where} (not examined: no local directory)"
+        return [Finding(level="ok", what="compilation cache", text=text)]
+    return writable(pathlib.Path(where), "compilation cache")
+
+
+def train_step() -> list[Finding]:
+    """One step of a tiny model on the default mesh, over all processes."""
+    started = time.perf_counter()
+    try:
+        assembly = assemble(tiny_config(jax.device_count()))
+        plan = assembly.plan
+        with jax.set_mesh(assembly.mesh):
+            step = make_train_step(plan.model, plan.optimizer, execution=assembly.execution)
+            _, metrics = step(assembly.new_state(), assembly.batch(0))
+            loss, is_skipped = float(metrics.loss), bool(metrics.is_skipped)
+    except (RuntimeError, ValueError) as error:
+        return [
+            Finding(
+                level="problem",
+                what="train step",
+                text=f"a tiny model cannot be trained: {_first_line(error)}",
+                remedy="mend the problems above first; otherwise report this as a bug",
+            )
+        ]
+    if not math.isfinite(loss) or is_skipped:
+        return [
+            Finding(
+                level="problem",
+                what="train step",
+                text=f"the first loss of a tiny model is {loss}",
+                remedy="the devices compute wrong numbers: try JAX_PLATFORMS=cpu",
+            )
+        ]
+    seconds = time.perf_counter() - started
+    text = f"a tiny model trains: loss {loss:.3f}, {seconds:.1f} s with compiling"
+    return [Finding(level="ok", what="train step", text=text)]
+
+
+def tiny_config(num_devices: int) -> PretrainConfig:
+    """A run whose sizes divide by the number of devices."""
+    model = ModelConfig(
+        vocab_size=8,
+        num_layers=1,
+        embed_dim=num_devices * math.ceil(16 / num_devices),
+        attention=AttentionConfig(num_heads=1, num_kv_heads=1, head_dim=16),
+        moe=MoEConfig(num_experts=4, top_k=2, expert_dim=16),
+    )
+    return dataclasses.replace(
+        PretrainConfig(),
+        model=model,
+        data=MarkovConfig(vocab_size=8),
+        training=TrainingConfig(steps=1, batch_size=num_devices, sequence_length=16),
+        schedule=LinearConfig(),
+        evaluation=EvaluationConfig(batches=1),
+    )
+
+
+def _over(mesh: Mesh, function: Callable[..., jax.Array]) -> Callable[[np.ndarray], jax.Array]:
+    """A function of local rows, as one of host arrays."""
+    spec = PartitionSpec(AXIS)
+    # check_vma off: whether a result varies over the axis is not the question here.
+    mapped = jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    return lambda given: jax.jit(mapped)(jax.device_put(given, NamedSharding(mesh, spec)))
+
+
+def _first_line(error: BaseException) -> str:
+    lines: Sequence[str] = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0][:300]

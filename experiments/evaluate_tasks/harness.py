@@ -1,0 +1,181 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""A run as a model of the lm-evaluation-harness, in process.
+
+    model = harness_model(scorer, text)
+    lm_eval.simple_evaluate(model, tasks=["arc_easy"])
+
+Texts become tokens by the run's tokenizer, without separators; the separator between documents
+stands before a text that has no context, and ends what is generated. Context and continuation are
+split as the harness does it for its own models, so that numbers compare. Generation is greedy.
+
+The harness (extra `lm-eval`) is imported when a model is made.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxmoe.data import Source
+from jaxmoe.optional import require
+from jaxmoe.training.score import Scorer
+
+logger = logging.getLogger(__name__)
+
+_MAX_WRITTEN = 256
+"""Tokens of an answer where a task does not say: the harness's own number."""
+
+
+class TextTokens(NamedTuple):
+    """Text to token ids and back, without separators."""
+
+    encode: Callable[[str], list[int]]
+    decode: Callable[[Sequence[int]], str]
+    separator: int
+    """Stands before every document, and ends it."""
+
+
+def text_tokens(source: Source) -> TextTokens:
+    """Of the data of a run.
+
+    Raises:
+        ValueError: it is no text.
+    """
+    tokenizer = getattr(source, "tokenizer", None)
+    if tokenizer is not None and tokenizer.is_text and tokenizer.separator is not None:
+        return TextTokens(
+            lambda text: [int(token) for token in tokenizer.encode_all([text])[0]],
+            lambda tokens: source.decode(_array(tokens)),
+            tokenizer.separator,
+        )
+    if tokenizer is None and source.bytes_per_token == 1.0:
+        return TextTokens(
+            lambda text: list(text.encode()), lambda tokens: source.decode(_array(tokens)), 0
+        )
+    raise ValueError(
+        "the tasks of the harness are text, and the data of this run is token ids: evaluate it with"
+        " experiments.evaluate"
+    )
+
+
+def harness_model(scorer: Scorer, text: TextTokens) -> Any:
+    """An `lm_eval.api.model.LM` that answers by a scorer.
+
+    Args:
+        scorer: of the model.
+        text: of its tokens.
+
+    Raises:
+        MissingPackageError: the harness is not installed.
+    """
+    base = require("lm_eval.api.model", extra="lm-eval").TemplateLM
+    tools = require("lm_eval.utils", extra="lm-eval")
+    usual = require("lm_eval.models.utils", extra="lm-eval")
+
+    class HarnessModel(base):
+        """Requests of the harness in token ids."""
+
+        tokenizer_name = "jaxmoe"
+
+        @property
+        def eot_token_id(self) -> int:
+            return text.separator
+
+        @property
+        def max_length(self) -> int:
+            return scorer.max_length
+
+        @property
+        def max_gen_toks(self) -> int:
+            return min(_MAX_WRITTEN, scorer.max_length // 2)
+
+        def tok_encode(
+            self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
+        ) -> list[int]:
+            del add_special_tokens, kwargs  # there are none to add
+            return text.encode(string)
+
+        def _loglikelihood_tokens(
+            self, requests: Sequence[tuple[Any, list[int], list[int]]], **kwargs: Any
+        ) -> list[tuple[float, bool]]:
+            del kwargs
+            before = scorer.num_truncated
+            answers = scorer.continuations([(context, rest) for _, context, rest in requests])
+            for (pair, _, _), answer in zip(requests, answers, strict=True):
+                if pair is not None:
+                    self.cache_hook.add_partial("loglikelihood", pair, answer)
+            _warn(scorer.num_truncated - before, len(requests), scorer.max_length)
+            return answers
+
+        def loglikelihood_rolling(
+            self, requests: Sequence[Any], disable_tqdm: bool = False
+        ) -> list[float]:
+            del disable_tqdm
+            windows = [
+                [
+                    tools.make_disjoint_window(window)
+                    for window in tools.get_rolling_token_windows(
+                        token_list=text.encode(request.args[0]),
+                        prefix_token=self.prefix_token_id,
+                        max_seq_len=scorer.max_length,
+                        context_len=1,
+                    )
+                ]
+                for request in requests
+            ]
+            answers = iter(scorer.continuations([pair for some in windows for pair in some]))
+            return [sum(next(answers)[0] for _ in some) for some in windows]
+
+        def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+            del disable_tqdm
+            before, answers = scorer.num_truncated, []
+            for request in requests:
+                context, asked = request.args
+                answers.append(self._written(context, asked))
+                self.cache_hook.add_partial("generate_until", (context, asked), answers[-1])
+            _warn(scorer.num_truncated - before, len(requests), scorer.max_length)
+            return answers
+
+        def _written(self, context: str, asked: dict[str, Any]) -> str:
+            """The answer up to the first of the texts that end it."""
+            given = usual.normalize_gen_kwargs(asked, self.max_gen_toks)
+            if given.get("do_sample"):
+                raise ValueError(
+                    "a task asks for sampling (do_sample), and generation is greedy here: set"
+                    " do_sample: false in its generation_kwargs"
+                )
+            ends = [end for end in given["until"] if end]
+
+            def is_done(written: list[int]) -> bool:
+                if written[-1] == text.separator:
+                    return True
+                said = text.decode(written)
+                return any(end in said for end in ends)
+
+            tokens = text.encode(context) or [text.separator]
+            written = scorer.greedy(tokens, given["max_gen_toks"], is_done)
+            if text.separator in written:
+                written = written[: written.index(text.separator)]
+            said = text.decode(written)
+            for end in ends:
+                said = said.partition(end)[0]
+            return said
+
+    return HarnessModel()
+
+
+def _warn(num_truncated: int, num_requests: int, max_length: int) -> None:
+    if num_truncated:
+        logger.warning(
+            "%d of %d requests are longer than %d tokens: the beginning of their context is not"
+            " read. --max_length reads more, as far as the model was trained on it",
+            *(num_truncated, num_requests, max_length),
+        )
+
+
+def _array(tokens: Sequence[int]) -> np.ndarray:
+    return np.asarray(tokens, np.int32)

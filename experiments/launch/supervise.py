@@ -1,0 +1,343 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Starts the processes of a run on this host, and starts them again when one is lost.
+
+    python -m experiments.launch --supervise --processes 4 --command "COMMAND"
+
+A run of JAX is its processes: when one is killed, raises or hangs, the others wait for it in a
+collective. The supervisor sees it end (or all of them silent), says which one and why, ends the
+others, and starts all of them again: the same command continues from the newest checkpoint.
+
+    started again   a signal, a traceback, 69 a peer was lost, 74 not saved, 75 preempted after
+                    saving, 124 hung, silence
+    not again       0 done, 2 bad configuration, 3 diverged, 65 damaged, 76 corrupted,
+                    77 taken over by another process, 130 Ctrl-C
+
+SIGTERM and Ctrl-C go on to all processes, which save and stop; a second one ends them at once. What
+the first process writes is passed on; what each writes is in `--run.directory`, with a summary.json
+of every start.
+
+With `--command "... --checkpoint.snapshot_every 10"` a start continues from the hosts' memory: the
+supervisor keeps a directory for each process there until the end.
+
+On several hosts the cluster restarts: see `experiments.launch cluster:jobset`. Or a supervisor on
+each, with the same `--coordinator node0:8476` and `--num_processes`, and its own `--first_process`:
+a lost process ends the others, and each host starts its own again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from types import FrameType
+from typing import Any, TextIO
+
+from experiments.cli import flags as cli
+from experiments.cli.output import write
+from experiments.launch.config import LaunchRunConfig
+from jaxmoe.resilience.exit_codes import ExitCode
+from jaxmoe.resilience.shared_memory import PARENT, SNAPSHOTS, memory_directories
+from jaxmoe.run.directory import RunDirectory
+from sharding.distributed import host_and_port
+
+FINAL = frozenset(
+    {
+        *(ExitCode.DONE, ExitCode.BAD_CONFIGURATION, ExitCode.DIVERGED, ExitCode.DAMAGED),
+        *(ExitCode.CORRUPTED, ExitCode.TAKEN_OVER, ExitCode.INTERRUPTED),
+    }
+)
+"""Exit codes after which another start would end alike, or is not wanted."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class SuperviseConfig:
+    """What to start, and how often again."""
+
+    run: LaunchRunConfig = LaunchRunConfig()
+    """Where the supervisor's files go: not the directory of the run that it starts."""
+    command: str = "python -m experiments.pretrain"
+    """Command of each process."""
+    processes: int = 1
+    """Processes on this host."""
+    max_restarts: int = 10
+    """Starts after the first; a start that lasted `steady` seconds counts as the first again."""
+    steady: int = 3600
+    """Seconds after which a start counts as good."""
+    silence: int = 900
+    """Seconds without a line of output from any process after which they count as hung."""
+    grace: int = 5
+    """Seconds that the others have to end when one is lost, before they are killed."""
+    snapshots: str = PARENT
+    """Directory in memory under which the processes keep their snapshots; all of it is deleted at
+    the end."""
+    coordinator: str | None = None
+    """host:port of process 0, where there are supervisors on several hosts."""
+    num_processes: int | None = None
+    """Processes of all hosts; those of this one when None."""
+    first_process: int = 0
+    """Number of the first process of this host."""
+
+    def __post_init__(self):
+        for field, lowest in (("processes", 1), ("max_restarts", 0), ("steady", 1)):
+            if getattr(self, field) < lowest:
+                raise ValueError(f"{field}={getattr(self, field)} must be at least {lowest}")
+        for field in ("silence", "grace"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"{field}={getattr(self, field)} must be at least 1 second")
+        if self.total > self.processes and self.coordinator is None:
+            raise ValueError(
+                f"num_processes={self.num_processes} are more than the processes={self.processes}"
+                " of this host: give the --coordinator at which they meet, such as node0:8476"
+            )
+        if not 0 <= self.first_process <= self.total - self.processes:
+            raise ValueError(
+                f"first_process={self.first_process} and processes={self.processes} must lie within"
+                f" num_processes={self.total}: processes count from 0, over all hosts"
+            )
+        if self.coordinator is not None:
+            host_and_port(self.coordinator)
+        if not shlex.split(self.command):
+            raise ValueError("command is empty: give what each process runs")
+
+    @property
+    def total(self) -> int:
+        """Processes of all hosts."""
+        return self.processes if self.num_processes is None else self.num_processes
+
+    @property
+    def here(self) -> range:
+        """Numbers of the processes of this host."""
+        return range(self.first_process, self.first_process + self.processes)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Ended:
+    """How one start ended."""
+
+    code: int
+    """Exit code of the process that ended first with something to say; of a signal 128 + it."""
+    cause: str
+    """In words, with the process."""
+    seconds: float
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command; returns the exit code of the run."""
+    prog = "python -m experiments.launch --supervise"
+    with cli.exit_on_bad_configuration():
+        config = cli.parse_flags(SuperviseConfig(), argv, prog, __doc__ or "")
+        directory = RunDirectory(config.run.directory or f"runs/launch/{config.run.name}")
+        directory.check_free_of_runs()
+        directory.acquire()
+    starts: list[dict[str, Any]] = []
+    restarts = 0
+    with _Signals() as signals, memory_directories(config.snapshots, config.here) as memory:
+        while True:
+            ended = _Start(config, directory.path, memory, len(starts), signals).wait()
+            starts.append(dataclasses.asdict(ended))
+            is_final = ended.code in FINAL or signals.number is not None
+            restarts = 0 if ended.seconds >= config.steady else restarts
+            may_restart = not is_final and restarts < config.max_restarts
+            directory.write_summary(
+                {
+                    "status": "running" if may_restart else "ended",
+                    "command": config.command,
+                    "processes": config.processes,
+                    "code": ended.code,
+                    "starts": starts,
+                }
+            )
+            if not may_restart:
+                break
+            restarts += 1
+            write(f"supervisor: {ended.cause}; start {len(starts) + 1} follows")
+    directory.release()
+    if ended.code != ExitCode.DONE:
+        write(f"supervisor: {ended.cause}; ended after {len(starts)} starts")
+    return ended.code
+
+
+class _Signals:
+    """Notes SIGTERM and Ctrl-C, and passes them on to the processes that run."""
+
+    def __init__(self) -> None:
+        self.number: int | None = None
+        self._running: list[subprocess.Popen[str]] = []
+        self._reached: list[subprocess.Popen[str]] = []
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> _Signals:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._previous[number] = signal.signal(number, self._pass_on)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def add(self, process: subprocess.Popen[str]) -> None:
+        """A process that has been started; a signal that came before goes on to it now.
+
+        Args:
+            process: to which later ones go on.
+        """
+        self._running.append(process)
+        if self.number is not None and process not in self._reached:
+            process.send_signal(self.number)
+
+    def forget(self) -> None:
+        """The processes of a start have ended."""
+        self._running, self._reached = [], []
+
+    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+        del frame
+        self.number = number
+        for process in self._running:
+            self._reached.append(process)
+            process.send_signal(number)
+
+
+class _Start:
+    """The processes of one start."""
+
+    def __init__(
+        self,
+        config: SuperviseConfig,
+        directory: pathlib.Path,
+        memory: Mapping[int, pathlib.Path],
+        start: int,
+        signals: _Signals,
+    ):
+        self._config, self._signals = config, signals
+        self._began = self._heard = time.monotonic()
+        self._readers: list[threading.Thread] = []
+        environment = dict(os.environ)
+        if config.total > 1:
+            environment |= {
+                "JAX_COORDINATOR_ADDRESS": config.coordinator or f"127.0.0.1:{_free_port()}",
+                "JAX_NUM_PROCESSES": str(config.total),
+            }
+        self._running: list[subprocess.Popen[str]] = []
+        for index in config.here:
+            own = environment | {SNAPSHOTS: str(memory[index])}
+            if config.total > 1:
+                own["JAX_PROCESS_ID"] = str(index)
+            process = subprocess.Popen(
+                shlex.split(config.command),
+                env=own,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+                # A signal to the terminal's group comes once, from the supervisor.
+                start_new_session=True,
+            )
+            self._running.append(process)
+            signals.add(process)
+            log = directory / f"start{start + 1}-process{index}.log"
+            reader = threading.Thread(target=self._read, args=(process, log, index), daemon=True)
+            reader.start()
+            self._readers.append(reader)
+
+    def wait(self) -> Ended:
+        """Until all of them have ended, by themselves or because one of them was lost."""
+        while True:
+            codes = [process.poll() for process in self._running]
+            bad = {index: code for index, code in enumerate(codes) if code}
+            if bad:
+                return self._end(min(bad, key=lambda index: _consequence(bad[index])))
+            if all(code == 0 for code in codes):
+                return self._ended(ExitCode.DONE, "done")
+            silent = time.monotonic() - self._heard
+            if silent > self._config.silence:
+                self._stop(0)
+                cause = f"no process has written anything for {silent:.0f} s: they hang"
+                return self._ended(128 + signal.SIGKILL, cause)
+            time.sleep(0.02)
+
+    def _end(self, first: int) -> Ended:
+        """Ends the others after one has ended badly; if all were asked to stop, they have time."""
+        killed = self._stop(self._config.grace) if self._signals.number is None else set()
+        for process in self._running:
+            process.wait()
+        codes = {index: process.returncode for index, process in enumerate(self._running)}
+        if _consequence(codes[first]) == _FOLLOWED:  # the one that it followed may have ended since
+            bad = [index for index, code in codes.items() if code and index not in killed]
+            first = min(bad, key=lambda index: (_consequence(codes[index]), index != first))
+        code, process = codes[first], self._config.here[first]
+        if code < 0:
+            return self._ended(128 - code, f"process {process} was killed by {_name(-code)}")
+        known = {int(member): member.name.lower().replace("_", " ") for member in ExitCode}
+        words = known.get(code, "a traceback, see its log" if code == 1 else "unknown")
+        return self._ended(code, f"process {process} ended with {code} ({words})")
+
+    def _stop(self, grace: int) -> set[int]:
+        """Waits until they have ended, and kills those that have not, which it returns."""
+        until, killed = time.monotonic() + grace, set[int]()
+        for index, process in enumerate(self._running):
+            while process.poll() is None and time.monotonic() < until:
+                time.sleep(0.05)
+            if process.poll() is None:
+                process.kill()
+                killed.add(index)
+        return killed
+
+    def _ended(self, code: int, cause: str) -> Ended:
+        for process, reader in zip(self._running, self._readers, strict=True):
+            process.wait()
+            reader.join(timeout=5)
+        self._signals.forget()
+        return Ended(int(code), cause, time.monotonic() - self._began)
+
+    def _read(self, process: subprocess.Popen[str], log: pathlib.Path, index: int) -> None:
+        assert process.stdout is not None
+        with process.stdout, log.open("w", encoding="utf-8") as file:
+            for line in process.stdout:
+                self._heard = time.monotonic()
+                _append(file, line)
+                if index == self._config.first_process:
+                    write(line.rstrip("\n"))
+
+
+_FOLLOWED = 3
+
+
+def _consequence(code: int) -> int:
+    """Of several that ended at once, how likely it is that this one only followed another."""
+    if code in FINAL:
+        return 0
+    if code == ExitCode.LOST:
+        return _FOLLOWED
+    if code < 0:
+        return _FOLLOWED if code == -signal.SIGABRT else 1  # JAX aborts where a peer is lost
+    return 2
+
+
+def _append(file: TextIO, line: str) -> None:
+    file.write(line)
+    file.flush()
+
+
+def _name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

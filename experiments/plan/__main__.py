@@ -1,0 +1,203 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Plans a recipe for devices that are not there: mesh, memory, traffic and time of a step.
+
+    python -m experiments.plan [recipe] --topology tpu:v5e:16x16 [--dotted.field value ...]
+
+Every mesh of the devices is judged in closed form; the fastest that fit are compiled ahead of time
+until the compiler agrees (TPUs: extra [plan]). With --execution.mesh.AXIS only that mesh is
+planned. GPUs are planned in closed form (--compiles 0). With --topology cpu:8 the plan is also run
+for a few steps, and prediction and measurement stand side by side. What is printed is in
+summary.json, with the flags for pretrain. Exit codes: 0 planned, 2 bad configuration, or nothing
+fits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from experiments.cli import flags as cli
+from experiments.cli.output import write
+from experiments.plan.config import RECIPES, PlanConfig, names_mesh, step_plan
+from experiments.plan.page import page_of_plan, page_of_refusal
+from experiments.recipes import DEFAULT
+from jaxmoe.configs import to_json
+from jaxmoe.execution import ExecutionConfig
+from jaxmoe.planning.compile_ahead import check_compiler, in_child
+from jaxmoe.planning.hardware import Topology, parse_topology
+from jaxmoe.planning.search import (
+    Candidate,
+    Found,
+    enumerate_meshes,
+    mesh_flags,
+    mesh_in_words,
+    on_mesh,
+    remedies,
+    search,
+)
+from jaxmoe.run.directory import RunDirectory
+from sharding.mesh import MeshConfig
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command; returns the exit code."""
+    prog, started = "python -m experiments.plan", time.perf_counter()
+    recipe, config = cli.parse(RECIPES, DEFAULT, argv, prog, __doc__ or "")
+    directory = RunDirectory(config.run.directory or f"runs/plan/{config.run.name or recipe}")
+    with cli.exit_on_bad_configuration():
+        topology = parse_topology(config.topology)
+        if config.compiles:
+            check_compiler(topology)
+        directory.check_free_of_runs()
+        directory.acquire()
+        try:
+            found = find(config, topology, is_fixed=names_mesh(argv))
+            summary, page = judge(config, topology, found)
+            summary = {"recipe": recipe} | summary
+            directory.write_environment([f"{topology.num_devices} x {topology.kind}, planned"])
+            directory.write_summary(summary | {"wall_seconds": time.perf_counter() - started})
+        finally:
+            directory.release()
+    write(page)
+    if summary["status"] == "done":
+        return int(cli.ExitCode.DONE)
+    return int(cli.ExitCode.BAD_CONFIGURATION)
+
+
+def find(config: PlanConfig, topology: Topology, *, is_fixed: bool) -> Found:
+    """The fastest meshes that fit, by closed form.
+
+    Args:
+        config: what is planned.
+        topology: for which.
+        is_fixed: only the config's own mesh.
+
+    Raises:
+        ValueError: no mesh of so many devices divides what must be divided.
+    """
+    number, mesh = topology.num_devices, config.execution.mesh
+    if is_fixed:
+        meshes = [mesh.resolve(number)]
+    else:
+        # One that may cut sequences is free to, unless its recipe says among how many.
+        has_form = config.execution.sequence_parallel.name != "none"
+        seq = None if has_form and mesh.seq == 1 else max(mesh.seq, 1)
+        meshes = list(enumerate_meshes(number, seq))
+    fold = config.execution.fold
+    unfolded = dataclasses.replace(config.execution, mesh=MeshConfig(), fold=None)
+    run = dataclasses.replace(config.pretrain, execution=unfolded)
+    plan = step_plan(run, topology, MeshConfig())
+    if is_fixed:
+        on_mesh(plan, meshes[0], fold)  # what does not divide is said as it is
+    found = search(plan, meshes, topology.chip, keep=max(config.compiles, 1), fold=fold)
+    if not found.fitting and found.closest is None:
+        examples = "\n  ".join(f"{mesh}: {why}" for mesh, why in list(found.refused.items())[-3:])
+        raise ValueError(
+            f"topology={topology.text}: none of the {found.num_meshes} meshes of {number} devices"
+            f" divides this model and batch, such as\n  {examples}"
+        )
+    return found
+
+
+def judge(config: PlanConfig, topology: Topology, found: Found) -> tuple[dict[str, Any], str]:
+    """The summary and the page: compiles until one fits.
+
+    Args:
+        config: what is planned.
+        topology: for which.
+        found: by closed form.
+    """
+    about = {
+        "topology": topology.text,
+        "num_devices": topology.num_devices,
+        "meshes": found.num_meshes,
+        "meshes_refused": len(found.refused),
+    }
+    rejected: list[dict[str, Any]] = []
+    for candidate in found.fitting:
+        compiled = None
+        if config.compiles:
+            compiled = _compile(config, topology, candidate)
+            if not _fits(compiled, topology):
+                rejected.append({"mesh": mesh_in_words(candidate.mesh), "compiled": compiled})
+                continue
+        summary = about | _summary(config, candidate, compiled) | {"rejected": rejected}
+        return summary, page_of_plan(topology, candidate, compiled, summary)
+    closest = found.closest or found.fitting[0]
+    ways = remedies(closest, topology.chip)
+    summary = about | {
+        "status": "nothing fits",
+        "closest": mesh_in_words(closest.mesh),
+        "needed": closest.memory.total,
+        "available": topology.chip.available,
+        "remedies": ways,
+        "memory": closest.memory.categories(),
+        "rejected": rejected,
+    }
+    return summary, page_of_refusal(topology, closest, ways, rejected)
+
+
+def _compile(config: PlanConfig, topology: Topology, candidate: Candidate) -> dict[str, Any]:
+    write(f"compiling {mesh_in_words(candidate.mesh)} for {topology.text} (minutes)")
+    execution = dataclasses.replace(config.execution, mesh=candidate.mesh)
+    planned = dataclasses.replace(config.pretrain, execution=execution)
+    steps = config.measured_steps if topology.chip.platform == "cpu" else 0
+    job = {"config": to_json(planned), "topology": topology.text, "steps": steps}
+    result = in_child("experiments.plan.child", job, topology)
+    if "refused" in result:
+        raise ValueError(result["refused"])
+    return result
+
+
+def _fits(compiled: dict[str, Any], topology: Topology) -> bool:
+    if compiled["kind"] != "CompiledStep":
+        return False
+    return compiled_total(compiled) <= topology.chip.available
+
+
+def compiled_total(compiled: dict[str, Any]) -> int:
+    """Bytes of one device that a compiled step takes."""
+    parts = compiled["arguments"], compiled["results"], -compiled["aliased"]
+    return sum(parts) + compiled["temporaries"]
+
+
+def _choices(execution: ExecutionConfig) -> list[str]:
+    """The forms that are not the defaults, as a command line has them behind its flags."""
+    usual = ExecutionConfig()
+    return [
+        f"execution.{field}:{getattr(execution, field).name}"
+        for field in ("dispatcher", "sequence_parallel")
+        if type(getattr(execution, field)) is not type(getattr(usual, field))
+    ]
+
+
+def _summary(
+    config: PlanConfig, candidate: Candidate, compiled: dict[str, Any] | None
+) -> dict[str, Any]:
+    execution = dataclasses.replace(config.execution, mesh=candidate.mesh)
+    memory, seconds = candidate.memory, candidate.time
+    return {
+        "status": "done",
+        "mesh": {axis: size for axis, size in candidate.mesh.by_axis.items() if size > 1},
+        "flags": [*mesh_flags(candidate.mesh), *_choices(execution)],
+        "execution": to_json(execution),
+        "memory": memory.categories(),
+        "arguments": memory.arguments,
+        "temporaries": memory.temporaries,
+        "total": memory.total,
+        "step_seconds": seconds.step,
+        "step_seconds_overlapped": seconds.overlapped,
+        "compute_seconds": seconds.compute,
+        "memory_seconds": seconds.memory,
+        "communication_seconds": seconds.communication,
+        "tokens_per_second": candidate.plan.tokens / seconds.step,
+        "compiled": compiled,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,227 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""What `plan` prints: memory by category, traffic by axis, time by part; or why nothing fits."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from experiments.cli.tables import text_table
+from jaxmoe.layers.sequences import explain_form
+from jaxmoe.planning.attention_links import (
+    by_ratio,
+    crossover,
+    direction_bandwidth,
+    links_of,
+)
+from jaxmoe.planning.hardware import CHIPS, Chip, Topology
+from jaxmoe.planning.search import Candidate, mesh_in_words
+from jaxmoe.planning.sizes import Sizes
+from jaxmoe.planning.step_time import predict_time
+from jaxmoe.planning.traffic import step_traffic
+
+_MOST_COLLECTIVES = 12
+
+
+def page_of_plan(
+    topology: Topology,
+    candidate: Candidate,
+    compiled: Mapping[str, Any] | None,
+    summary: Mapping[str, Any],
+) -> str:
+    """The page of a plan that fits.
+
+    Args:
+        topology: for which.
+        candidate: that was chosen.
+        compiled: what the compiler said; None in closed form.
+        summary: of the plan.
+    """
+    chip, plan, seconds = topology.chip, candidate.plan, candidate.time
+    head = [
+        f"topology             {topology.text}, {topology.num_devices} devices of"
+        f" {size_in_words(chip.available)}",
+        f"mesh                 {mesh_in_words(candidate.mesh)}, of {summary['meshes']} meshes"
+        f" ({summary['meshes_refused']} do not divide)",
+        f"step                 {plan.batch_size} x {plan.sequence_length} tokens,"
+        f" {plan.accumulation} micro-batch{'es' * (plan.accumulation > 1)}",
+    ]
+    head += [
+        f"rejected             {one['mesh']}: {_why(one['compiled'])}"
+        for one in summary["rejected"]
+    ]
+    parts = ["\n".join(head), _memory(candidate, compiled), _time(candidate)]
+    parts.append(_traffic(candidate))
+    if candidate.mesh.seq > 1:
+        parts.append(attention_links(candidate, chip))
+    if compiled is not None:
+        parts.append(_collectives(compiled))
+        if "measured" in compiled:
+            parts.append(_measured(candidate, compiled))
+    spread = f"{seconds.overlapped:.3g} s if all communication were hidden"
+    parts.append(f"predicted step       {seconds.step:.3g} s, {spread}")
+    parts.append(f"flags for pretrain   {' '.join(summary['flags'])}")
+    return "\n\n".join(parts)
+
+
+def page_of_refusal(
+    topology: Topology,
+    closest: Candidate,
+    ways: Mapping[str, float],
+    rejected: Sequence[Mapping[str, Any]],
+) -> str:
+    """Why nothing fits, the closest mesh, by how much, and what would help.
+
+    Args:
+        topology: for which.
+        closest: the mesh that needs least.
+        ways: flags, and the bytes that a device would need with them.
+        rejected: meshes that only the compiler refused.
+    """
+    chip, memory = topology.chip, closest.memory
+    lines = [f"{one['mesh']}: {_why(one['compiled'])}" for one in rejected]
+    missing = memory.total - chip.available
+    if missing > 0:
+        lines.append(
+            f"nothing fits {topology.text}: the closest mesh, {mesh_in_words(closest.mesh)}, needs"
+            f" {size_in_words(memory.total)} of {size_in_words(chip.available)} on a device,"
+            f" {size_in_words(missing)} too much (closed form, nothing was compiled)"
+        )
+    else:
+        lines.append(
+            f"nothing fits {topology.text} by its compiler; in closed form"
+            f" {mesh_in_words(closest.mesh)} needs {size_in_words(memory.total)} of"
+            f" {size_in_words(chip.available)}: raise --compiles to try the next meshes"
+        )
+    lines.append(_memory(closest, None))
+    for flag, need in sorted(ways.items(), key=lambda way: way[1]):
+        verdict = "fits" if need <= chip.available else "still too much"
+        lines.append(f"{flag}: {size_in_words(need)}, {verdict}")
+    if not any(need <= chip.available for need in ways.values()):
+        lines.append("several of these together, or more devices")
+    return "\n".join(lines)
+
+
+def _why(compiled: Mapping[str, Any]) -> str:
+    if compiled["kind"] == "CompiledStep":
+        return "compiles, and needs more than a device has"
+    return str(compiled["text"])
+
+
+def _memory(candidate: Candidate, compiled: Mapping[str, Any] | None) -> str:
+    memory = candidate.memory
+    rows = [("memory per device", "closed form", "compiled")]
+    rows += [(f"  {name}", size_in_words(size), "") for name, size in memory.categories().items()]
+    known = compiled or {}
+    for name, mine in (("arguments", memory.arguments), ("temporaries", memory.temporaries)):
+        other = known.get(name)
+        rows.append((name, size_in_words(mine), "" if other is None else size_in_words(other)))
+    total = None
+    if compiled:
+        total = compiled["arguments"] + compiled["results"] - compiled["aliased"]
+        total += compiled["temporaries"]
+    rows.append(
+        ("total", size_in_words(memory.total), "" if total is None else size_in_words(total))
+    )
+    return text_table(rows) + f"\nlargest in the phase of the {memory.peak_phase}"
+
+
+def _time(candidate: Candidate) -> str:
+    seconds = candidate.time
+    rows = [("time of a step", "seconds")]
+    rows += [("  compute", f"{seconds.compute:.4g}"), ("  memory", f"{seconds.memory:.4g}")]
+    rows += [(f"  {name}", f"{value:.4g}") for name, value in seconds.communication.items()]
+    return text_table(rows)
+
+
+def _traffic(candidate: Candidate) -> str:
+    rows = [("sent per device and step", "closed form")]
+    rows += [
+        (f"  {one.reason} over {' x '.join(one.axes)}", size_in_words(one.bytes))
+        for one in step_traffic(candidate.plan)
+    ]
+    return text_table(rows)
+
+
+def attention_links(candidate: Candidate, chip: Chip) -> str:
+    """The form of attention, and how ring and token ring would load the links of the chip.
+
+    Args:
+        candidate: whose mesh cuts sequences.
+        chip: of the topology.
+    """
+    plan, links = candidate.plan, links_of(chip)
+    sizes, mesh = Sizes.of(plan).attention, dict(plan.mesh.shape)
+    found = by_ratio(sizes, links)
+    rows: list[tuple[str, ...]]
+    rows = [("query heads per key head", "ring", "ring, both ways", "token_ring")]
+    for row in found:
+        numbers = (row.ring, row.both, row.token_ring)
+        mark = " (this model)" if row.ratio == sizes.ratio else ""
+        rows.append((f"  {row.ratio}{mark}", *(_link_time(size, chip) for size in numbers)))
+    turn = crossover(found)
+    ends = "token_ring loads the links less at every ratio"
+    if turn is not None:
+        ends = f"from {turn} query head{'s' * (turn > 1)} per key head on ring loads the links less"
+    return (
+        f"attention over seq   {explain_form(plan.model, plan.execution, sizes.length, mesh)}\n"
+        f"one layer, forward and backward, over the busiest link in its busiest direction ({links},"
+        f" {direction_bandwidth(chip) / 1e9:.0f} GB/s)\n{text_table(rows)}\n{ends}"
+    )
+
+
+def _link_time(size: float | None, chip: Chip) -> str:
+    if size is None:
+        return "-"
+    return f"{size_in_words(size)} {1e3 * size / direction_bandwidth(chip):.3g} ms"
+
+
+def _collectives(compiled: Mapping[str, Any]) -> str:
+    if compiled["traffic"] is None:
+        return "collectives: this jaxlib cannot read the compiled program back"
+    rows = [("collectives (compiled)", "executions", "results", "sent")]
+    rows += [
+        (
+            f"  {one['kind']} over {' x '.join(one['axes'])}",
+            str(one["count"]),
+            size_in_words(one["result_bytes"]),
+            size_in_words(one["wire_bytes"]),
+        )
+        for one in compiled["traffic"][:_MOST_COLLECTIVES]
+    ]
+    return text_table(rows) + f"\ncompiled in {compiled['seconds']:.0f} s"
+
+
+def _measured(candidate: Candidate, compiled: Mapping[str, Any]) -> str:
+    measured = compiled["measured"]
+    rate = measured["matmul_rate"] / math.prod(candidate.mesh.sizes)
+    here = dataclasses.replace(CHIPS["cpu"], flops=rate)
+    rows = [
+        ("predicted and measured", "predicted", "measured"),
+        (
+            "  step, seconds",
+            f"{predict_time(candidate.plan, here).step:.3g}",
+            f"{measured['step_seconds']:.3g}",
+        ),
+        (
+            "  memory per device",
+            size_in_words(candidate.memory.total),
+            size_in_words(measured["memory"]),
+        ),
+    ]
+    note = (
+        "the step by the rate of matrix products measured here; memory is the growth of the process"
+        " at its peak, shared out over the devices"
+    )
+    return text_table(rows) + f"\n{note}"
+
+
+def size_in_words(number: float) -> str:
+    """Bytes with the unit that suits them."""
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if abs(number) >= size:
+            return f"{number / size:.2f} {unit}"
+    return f"{number:.0f} B"

@@ -1,0 +1,264 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""The table of `gates`, and what it says about SqrtGate's claim.
+
+    to K=1       RMS of the MoE branch at a point over that of the first point of its axis and gate
+                 (K = 1: of a single expert), means over initial values. The claim "SqrtGate keeps
+                 the RMS" is: every one of these ratios lies in [0.98, 1.02]. It holds where all
+                 their intervals do, fails where one of these lies wholly outside, and is undecided
+                 elsewhere. The interval (95%) is that of the ratio of the two means, paired by
+                 seed:  t s(y_i - ratio x_i) / (sqrt(n) mean(x))
+    neglected    sqrt(1 + rho (K - 1)): what the measured correlation rho adds to the RMS of a
+                 mixture with uniform gates
+    drift        RMS after training over the RMS at initialisation
+
+This claim and those about the loss and the router Z are decided only where intervals lie on one
+side of the limit. The others have no interval and go by the estimate: of one training, a hint.
+
+To add a column: a line in COLUMNS; to add a claim: a function in VERDICTS.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from experiments.cli.tables import markdown_table, paired_interval, text_table
+from experiments.studies.gates.config import COMPARED, Axis, Gate, GatesConfig, Point, points_of
+from experiments.studies.trials import Record
+
+TOLERANCE = 0.02
+"""Of the claim that SqrtGate keeps the RMS at initialisation."""
+
+Row = dict[str, Any]
+TITLES: dict[Axis, str] = {
+    "top_k": "top_k: the same experts throughout",
+    "granularity": "granularity: finer experts, the same active parameters",
+}
+
+
+def rows_of(config: GatesConfig, records: Mapping[Point, Record]) -> list[Row]:
+    """One row per measured point, in the order of the comparison."""
+    rows = []
+    for point in points_of(config):
+        record = records.get(point)
+        if record is None:
+            continue
+        first = config.top_ks[0]
+        reference = records.get(Point(point.axis, point.gate, first))
+        if first == 1:  # where both gates are one and the same
+            reference = records.get(Point(point.axis, "sqrt", 1))
+        rows.append(_row(point, record, reference))
+    return rows
+
+
+def _row(point: Point, record: Record, reference: Record | None) -> Row:
+    initial, trained = record["initial"], record["trained"] or {}
+    rms, half = interval(initial["rms"])
+    rho, rho_half = interval(initial["correlation"])
+    after = interval(trained.get("rms"))[0]
+    row: Row = {
+        "axis": point.axis,
+        "gate": point.gate,
+        "top_k": point.top_k,
+        "num_experts": record["moe"]["num_experts"],
+        "expert_dim": record["moe"]["expert_dim"],
+        "rms": rms,
+        "rms_half_width": half,
+        "correlation": rho,
+        "correlation_half_width": rho_half,
+        "neglected": None if rho is None else math.sqrt(max(1.0 + rho * (point.top_k - 1), 0.0)),
+        "ratio": None,
+        "ratio_half_width": None,
+        "rms_after": after,
+        "drift": None if after is None or not rms else after / rms,
+        "correlation_after": interval(trained.get("correlation"))[0],
+        "bits": interval(trained.get("bits"))[0],
+        "bits_by_seed": trained.get("bits"),
+        "router_z_initial": interval(initial["router_z"])[0],
+        "router_z": interval(trained.get("router_z"))[0],
+        "router_z_peak": max((v for v in trained.get("router_z_peak", ()) if v), default=None),
+        "router_z_peak_by_seed": trained.get("router_z_peak"),
+        "skipped": sum(trained.get("skipped", ())),
+    }
+    if reference is not None and rms:
+        base = interval(reference["initial"]["rms"])[0]
+        if base:
+            row["ratio"] = rms / base
+            pairs = zip(initial["rms"], reference["initial"]["rms"], strict=True)
+            _, spread = paired_interval([y - row["ratio"] * x for y, x in pairs])
+            row["ratio_half_width"] = None if spread is None else spread / base
+    return row
+
+
+def interval(values: Sequence[float | None] | None) -> tuple[float | None, float | None]:
+    """Mean and half width (95%) of some numbers; None where one of them is missing."""
+    if not values or any(value is None for value in values):
+        return None, None
+    return paired_interval([value for value in values if value is not None])
+
+
+def verdicts(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """What the rows say, one claim at a time: a name, a verdict, and the numbers in words."""
+    found = []
+    for axis in dict.fromkeys(row["axis"] for row in rows):
+        mine = [row for row in rows if row["axis"] == axis]
+        for claim in (_keeps_rms, _shrinks, _drifts, _loses, _grows):
+            if (verdict := claim(axis, mine)) is not None:
+                found.append({"axis": axis, **verdict})
+    return found
+
+
+def _of(rows: Sequence[Row], gate: Gate, key: str) -> list[Row]:
+    return [row for row in rows if row["gate"] == gate and row[key] is not None]
+
+
+def _said(name: str, verdict: str, words: str) -> dict[str, str]:
+    return {"claim": name, "verdict": verdict, "words": words}
+
+
+def _keeps_rms(axis: Axis, rows: Sequence[Row]) -> dict[str, str] | None:
+    """Within 2% at initialisation, intervals included."""
+    known = _of(rows, "sqrt", "ratio")
+    if len(known) < 2:
+        return None
+
+    def off(row: Row, sign: float) -> float:
+        """How far from 1 a ratio is at the far end (1) or the near end (-1) of its interval."""
+        return abs(row["ratio"] - 1.0) + sign * (row["ratio_half_width"] or 0.0)
+
+    worst = max(known, key=lambda row: off(row, -1.0))
+    verdict = "fails"
+    if off(worst, -1.0) <= TOLERANCE:  # none is sure to be outside
+        worst = max(known, key=lambda row: off(row, 1.0))
+        verdict = "holds" if off(worst, 1.0) <= TOLERANCE else "undecided"
+    words = (
+        f"RMS at initialisation over that of K={known[0]['top_k']}: farthest from 1 at"
+        f" K={worst['top_k']}, {worst['ratio']:.4f} +- {worst['ratio_half_width'] or 0.0:.4f}"
+    )
+    if worst["correlation"] is not None:
+        words += (
+            f"; correlation there {worst['correlation']:+.5f} +-"
+            f" {worst['correlation_half_width'] or 0.0:.5f}, which alone would give"
+            f" {worst['neglected']:.4f}"
+        )
+    return _said(f"SqrtGate keeps the RMS within {TOLERANCE:.0%}", verdict, words)
+
+
+def _shrinks(axis: Axis, rows: Sequence[Row]) -> dict[str, str] | None:
+    """Renormalized gates: RMS falls like a power of K, -1/2 for uniform gates."""
+    known = _of(rows, "renormalized", "rms")
+    if len(known) < 2:
+        return None
+    ks, sizes = (np.log([row[key] for row in known]) for key in ("top_k", "rms"))
+    power = float(np.polyfit(ks, sizes, 1)[0])
+    verdict = "holds" if power < -0.25 else "fails"
+    words = f"RMS at initialisation ~ K^{power:.2f} (uniform gates: K^-0.50)"
+    return _said("softmax gates shrink the branch", verdict, words)
+
+
+def _drifts(axis: Axis, rows: Sequence[Row]) -> dict[str, str] | None:
+    """How unequal the RMS is over K once trained, for either gate."""
+    spreads = {}
+    for gate in COMPARED:
+        sizes = [row["rms_after"] for row in _with_first(rows, gate, "rms_after")]
+        if len(sizes) > 1:
+            spreads[gate] = max(sizes) / min(sizes)
+    if len(spreads) < 2:
+        return None
+    verdict = "holds" if spreads["sqrt"] < spreads["renormalized"] else "fails"
+    words = ", ".join(f"{gate} {spread:.2f}x" for gate, spread in spreads.items())
+    name = "once trained, the RMS differs less over K with SqrtGate"
+    return _said(name, verdict, f"largest over smallest: {words}")
+
+
+def _loses(axis: Axis, rows: Sequence[Row]) -> dict[str, str] | None:
+    """Held-out loss against renormalized gates."""
+    found = _paired(rows, "bits")
+    if found is None:
+        return None
+    verdict, words = found
+    return _said("SqrtGate has the lower loss", verdict, words.format("bits per token"))
+
+
+def _grows(axis: Axis, rows: Sequence[Row]) -> dict[str, str] | None:
+    """Peak of the router Z against renormalized gates."""
+    found = _paired(rows, "router_z_peak")
+    if found is None:
+        return None
+    verdict, words = found
+    return _said("the router Z peaks lower with SqrtGate", verdict, words.format("at its peak"))
+
+
+def _paired(rows: Sequence[Row], key: str) -> tuple[str, str] | None:
+    """Whether a number is lower with SqrtGate, paired by K and seed; verdict and words."""
+    pairs = [
+        mine - theirs
+        for row in _of(rows, "sqrt", key)
+        for other in _of(rows, "renormalized", key)
+        if row["top_k"] == other["top_k"]
+        for mine, theirs in zip(row[f"{key}_by_seed"], other[f"{key}_by_seed"], strict=True)
+        if mine is not None and theirs is not None
+    ]
+    if not pairs:
+        return None
+    mean, half = paired_interval(pairs)
+    verdict = "undecided" if half is None or abs(mean) <= half else "holds" if mean < 0 else "fails"
+    width = "" if half is None else f" +- {half:.4f}"
+    return verdict, f"{mean:+.4f}{width} {{}} over {len(pairs)} pairs of one K and seed"
+
+
+def _with_first(rows: Sequence[Row], gate: Gate, key: str) -> list[Row]:
+    """Of one gate; K = 1 belongs to both."""
+    return [
+        row for row in rows if row[key] is not None and (row["gate"] == gate or row["top_k"] == 1)
+    ]
+
+
+def _plain(key: str, form: str) -> Any:
+    return lambda row: "-" if row[key] is None else form.format(row[key])
+
+
+def _ranged(key: str, form: str) -> Any:
+    def cell(row: Row) -> str:
+        half = row[f"{key}_half_width"]
+        if row[key] is None:
+            return "-"
+        return form.format(row[key]) + ("" if half is None else " +- " + form.format(half))
+
+    return cell
+
+
+COLUMNS = (
+    ("gate", lambda row: "both" if row["top_k"] == 1 else row["gate"]),
+    ("K", _plain("top_k", "{}")),
+    ("experts", lambda row: f"{row['num_experts']} x {row['expert_dim']}"),
+    ("RMS at first", _ranged("rms", "{:.4f}")),
+    ("to K=1", _ranged("ratio", "{:.3f}")),
+    ("correlation", _ranged("correlation", "{:.4f}")),
+    ("neglected", _plain("neglected", "{:.3f}")),
+    ("RMS after", _plain("rms_after", "{:.3f}")),
+    ("drift", _plain("drift", "{:.2f}x")),
+    ("correlation after", _plain("correlation_after", "{:.3f}")),
+    ("bits", _plain("bits", "{:.4f}")),
+    ("router Z", _plain("router_z", "{:.1f}")),
+    ("peak", _plain("router_z_peak", "{:.1f}")),
+)
+
+
+def cells_of(rows: Sequence[Row]) -> list[list[str]]:
+    """The headings, and the words of every row."""
+    return [[name for name, _ in COLUMNS], *([cell(row) for _, cell in COLUMNS] for row in rows)]
+
+
+def as_text(rows: Sequence[Row]) -> str:
+    """Aligned columns for a terminal."""
+    return text_table(cells_of(rows))
+
+
+def as_markdown(rows: Sequence[Row]) -> str:
+    """The same as a Markdown table."""
+    return markdown_table(cells_of(rows))

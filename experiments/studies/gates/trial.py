@@ -1,0 +1,215 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""A trial of `gates`: one model at initialisation over many seeds, and some of them trained.
+
+Everything is measured on held-out batches, in evaluation, as a mean over MoE layers:
+
+    rms             sqrt(mean y^2) of the MoE branch's output, before the residual multiplier
+    correlation     mean cosine of two experts' outputs for a token; None for K = 1
+    router_z        mean of (logsumexp of the router logits)^2
+    bits            held-out bits per token
+
+The seed is an argument of the compiled programs: a point compiles three times, whatever the seeds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+import math
+import operator
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from experiments.studies import trials
+from experiments.studies.gates.config import GatesConfig, Point, model_of
+from experiments.studies.trials import Record, StoppedError
+from jaxmoe.configs import to_json
+from jaxmoe.data import Batch, Loader, Source, evaluation_batches
+from jaxmoe.execution import ExecutionConfig
+from jaxmoe.layers.indicators import Indicators, summarise_indicators
+from jaxmoe.models.initialize import parameter_table
+from jaxmoe.resilience.stop import StopRequest
+from jaxmoe.scaling import Budget
+from jaxmoe.training.loss import forward_and_nll
+from jaxmoe.training.state import TrainState
+
+MEASURED = ("rms", "correlation", "router_z", "bits")
+
+_EXECUTION = ExecutionConfig(unroll=2)
+_DETAILED = dataclasses.replace(_EXECUTION, telemetry="detailed")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Task:
+    """What the trials read."""
+
+    source: Source
+    held_out: tuple[Batch, ...]
+    digest: str
+    """Of the data."""
+
+    def training(self, config: GatesConfig, seed: int) -> Loader:
+        """The batches of one training."""
+        return Loader(
+            self.source,
+            batch_size=config.training.batch_size,
+            sequence_length=config.training.sequence_length,
+            seed=seed,
+        )
+
+
+def load_task(config: GatesConfig) -> Task:
+    """The data of every trial.
+
+    Raises:
+        ValueError: too large a vocabulary, or too little data.
+    """
+    source = config.data.build(config.training.seed)
+    if source.vocab_size > config.model.vocab_size:
+        raise ValueError(
+            f"model.vocab_size={config.model.vocab_size} is smaller than the vocabulary of the data"
+            f" ({source.vocab_size}): give --model.vocab_size {source.vocab_size}"
+        )
+    rows = evaluation_batches(
+        source,
+        batch_size=config.training.batch_size,
+        sequence_length=config.training.sequence_length,
+        num_batches=config.evaluation_batches,
+    )
+    held_out = tuple(jax.tree.map(jnp.asarray, batch) for batch in rows)
+    text = json.dumps(source.fingerprint(), sort_keys=True, default=str)
+    return Task(source=source, held_out=held_out, digest=hashlib.sha256(text.encode()).hexdigest())
+
+
+class Programs(trials.Programs):
+    """What is compiled of one point.
+
+    Args:
+        config: of the comparison.
+        point: whose model.
+        task: what it reads.
+    """
+
+    def __init__(self, config: GatesConfig, point: Point, task: Task):
+        training = config.training
+        budget = Budget(
+            tokens=training.tokens, batch_tokens=training.batch_size * training.sequence_length
+        )
+        rules = config.parameterization.build(model_of(config, point), budget, config.base)
+        self.table = parameter_table(rules.model, rules)
+        super().__init__(
+            rules.model,
+            config.optimizer.build(self.table, config.schedule.build(training.steps)),
+            task.held_out[0],
+            training=training,
+            objective=training.objective,
+            execution=_EXECUTION,
+            parameterization=rules,
+        )
+
+    @functools.cached_property
+    def look(self) -> Callable[[Any, Any, Batch], tuple[Array, Array, Indicators]]:
+        """Sum of the nll, of its weights, and the indicators, of one held-out batch."""
+
+        def look(params: Any, router_state: Any, batch: Batch) -> Any:
+            nll, output = forward_and_nll(
+                self.model, _DETAILED, params, batch, router_state=router_state
+            )
+            return nll, jnp.asarray(batch.loss_weights).sum(), output.indicators
+
+        state = self._any_state
+        given = (state.params, state.router_state, self._batch)
+        return self._compiled(jax.jit(look), *given, options=trials.RARE)
+
+    def measure(self, state: TrainState, batches: Sequence[Batch]) -> dict[str, float | None]:
+        """MEASURED of a state on some batches, as JSON holds them."""
+        looks = [self.look(state.params, state.router_state, batch) for batch in batches]
+        nll, weight, indicators = (
+            functools.reduce(operator.add, parts) for parts in zip(*looks, strict=True)
+        )
+        residual = self.model.multipliers.residual
+        found = jax.device_get(summarise_indicators(indicators, residual_multiplier=residual))
+        names = {"rms": "feed_forward_rms", "correlation": "expert_correlation"}
+        layers = np.isfinite(found["router_z"])  # those with experts
+        values = {
+            name: found[source][layers].mean() if source in found else None
+            for name, source in {**names, "router_z": "router_z"}.items()
+        }
+        values["bits"] = nll / weight / math.log(2.0)
+        return {name: _number(values[name]) for name in MEASURED}
+
+
+def point_json(config: GatesConfig, point: Point) -> Any:
+    """The layer of a point; a record of another layer than the present one does not count."""
+    return to_json(model_of(config, point).moe)
+
+
+def run_trial(config: GatesConfig, point: Point, task: Task, stop: StopRequest) -> Record:
+    """Everything about one point, as JSON holds it.
+
+    Raises:
+        StoppedError: a signal came.
+        ValueError: the optimiser and the parameterisation do not go together.
+    """
+    started = time.perf_counter()
+    programs = Programs(config, point, task)
+    record: Record = {**dataclasses.asdict(point), "moe": point_json(config, point)}
+    initial = []
+    for number in range(config.initial_seeds):
+        _check(stop)
+        initial.append(programs.measure(programs.init(_key(config, number)), task.held_out[:1]))
+    record["initial"] = _by_name(initial)
+    record["trained"] = None
+    if point.top_k in config.trained_top_ks:
+        runs = [_train(config, programs, task, n, stop) for n in range(config.seeds)]
+        record["trained"] = _by_name(runs)
+    record["compile_seconds"] = programs.compile_seconds
+    record["seconds"] = time.perf_counter() - started
+    return record
+
+
+def _train(
+    config: GatesConfig, programs: Programs, task: Task, number: int, stop: StopRequest
+) -> dict[str, float | None]:
+    """One training: MEASURED at its end, the largest router Z, and the steps refused."""
+    state, sizes = programs.init(_key(config, number)), []
+    loader = task.training(config, config.training.seed + number)
+    in_a_row = jnp.zeros((), jnp.int32)
+    for step in range(config.training.steps):
+        _check(stop)
+        batch = jax.tree.map(jnp.asarray, loader.batch(step))
+        state, metrics = programs.step(state, batch)
+        sizes.append(metrics.router["router_z"])
+        in_a_row = jnp.maximum(in_a_row, metrics.skipped_in_a_row)
+    measured = programs.measure(state, task.held_out)
+    if int(in_a_row) >= min(config.training.max_skipped, config.training.steps):
+        measured = dict.fromkeys(measured)  # it diverged
+    peak = _number(np.max(jax.device_get(sizes)))
+    return {**measured, "router_z_peak": peak, "skipped": int(state.skipped)}
+
+
+def _by_name(rows: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
+    return {name: [row[name] for row in rows] for name in rows[0]}
+
+
+def _check(stop: StopRequest) -> None:
+    if stop.reason is not None:
+        raise StoppedError
+
+
+def _key(config: GatesConfig, number: int) -> Array:
+    return jax.random.key(config.training.seed + number)
+
+
+def _number(value: Any) -> float | None:
+    """A float that JSON holds: None where it is missing or not finite."""
+    return float(value) if value is not None and math.isfinite(value) else None

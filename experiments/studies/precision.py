@@ -1,0 +1,217 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Trains a small model with products in 8 bits and in full precision, on the same batches.
+
+    python -m experiments.precision [--seeds 8] [--steps 500] [--arms full int8-2 float8-1]
+
+An arm is `full`, or the dtype and the level of HALO (`jaxmoe/precision.py`); level 0 does not
+rotate. Every arm starts from the same values and sees the same batches, seed by seed; what is
+compared is the held-out loss in nats per token, evaluated as it was trained, with the 95% interval
+of the paired difference to `full`. Then the gradient of one batch at the end of the last run in
+full precision: how far each arm's is from it, parameter by parameter, relative to its norm.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments.bench.step import BenchRunConfig
+from experiments.cli import flags as cli
+from experiments.cli.output import say
+from experiments.cli.process import start_process
+from experiments.cli.tables import paired_interval, text_table
+from experiments.studies.trials import Programs
+from jaxmoe.execution import ExecutionConfig
+from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
+from jaxmoe.optim import AdamWConfig, LinearConfig
+from jaxmoe.precision import FullPrecisionConfig, HaloConfig, MatmulConfig, PrecisionPolicy
+from jaxmoe.run.assemble import Assembly, assemble
+from jaxmoe.run.config import EvaluationConfig, PretrainConfig, TrainingConfig
+from jaxmoe.run.directory import RunDirectory
+from jaxmoe.training.evaluate import evaluate
+from jaxmoe.training.loss import forward_and_nll
+
+ARMS: dict[str, MatmulConfig] = {
+    "full": FullPrecisionConfig(),
+    **{f"int8-{level}": HaloConfig(dtype="int8", level=level) for level in (0, 1, 2)},
+    **{f"float8-{level}": HaloConfig(dtype="float8_e4m3fn", level=level) for level in (0, 1, 2)},
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class PrecisionConfig:
+    """Which arms, how long and how often."""
+
+    run: BenchRunConfig = BenchRunConfig()
+    """Where the numbers go; runs/precision when None."""
+    arms: tuple[str, ...] = ("full", "int8-2", "float8-1", "int8-0")
+    """Names of ARMS; the first is what the others are compared to."""
+    seeds: int = 8
+    """Pairs of initial values and order of data."""
+    steps: int = 500
+    """Of each run."""
+    width: int = 64
+    """D; experts are as wide."""
+    batch_size: int = 8
+    """Sequences of a step, of 64 tokens."""
+
+    def __post_init__(self):
+        for field in ("seeds", "steps", "width", "batch_size"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"{field}={getattr(self, field)} must be at least 1")
+        if wrong := [arm for arm in self.arms if arm not in ARMS]:
+            raise ValueError(f"arms: there is no {', '.join(wrong)}; there are {', '.join(ARMS)}")
+        if len(set(self.arms)) != len(self.arms) or len(self.arms) < 2:
+            raise ValueError(f"arms={' '.join(self.arms)}: name two or more, each once")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command; returns the exit code."""
+    config = cli.parse_flags(
+        PrecisionConfig(), argv, "python -m experiments.precision", __doc__ or ""
+    )
+    directory = RunDirectory(config.run.directory or "runs/precision")
+    with cli.exit_on_bad_configuration():
+        start_process()
+        directory.check_free_of_runs()
+        with jax.set_mesh(assemble(recipe(config, 0)).mesh):
+            summary = compare(config)
+        directory.write_environment([str(device) for device in jax.devices()])
+        directory.write_summary({"status": "done", **summary})
+    say(in_words(summary))
+    return int(cli.ExitCode.DONE)
+
+
+def compare(config: PrecisionConfig) -> dict[str, Any]:
+    """Trains every arm on every seed; the numbers of summary.json.
+
+    Args:
+        config: which and how long.
+    """
+    programs: dict[str, Programs] = {}
+    nats: dict[str, list[float]] = {arm: [] for arm in config.arms}
+    params: Any = None
+    for seed in range(config.seeds):
+        run = assemble(recipe(config, seed))
+        for arm in config.arms:
+            programs.setdefault(arm, _programs(run, arm))
+            trained, loss = _train(run, programs[arm])
+            nats[arm].append(loss)
+            params = trained if arm == config.arms[0] else params
+            say(f"seed {seed}  {arm}: {loss:.4f} nats per token")
+    run, first = assemble(recipe(config, config.seeds - 1)), config.arms[0]
+    differences = {
+        arm: paired_interval(np.subtract(nats[arm], nats[first]).tolist())
+        for arm in config.arms[1:]
+    }
+    return {
+        "nats": nats,
+        "differences": {arm: list(pair) for arm, pair in differences.items()},
+        "gradient_errors": {
+            arm: gradient_errors(run, params, first, arm) for arm in config.arms[1:]
+        },
+    }
+
+
+def recipe(config: PrecisionConfig, seed: int) -> PretrainConfig:
+    """The run of one seed, in full precision.
+
+    Args:
+        config: its sizes.
+        seed: of initial values and data.
+    """
+    heads = max(1, config.width // 32)
+    return PretrainConfig(
+        model=ModelConfig(
+            num_layers=2,
+            embed_dim=config.width,
+            attention=AttentionConfig(num_heads=heads, num_kv_heads=heads, head_dim=32),
+            moe=MoEConfig(num_experts=4, top_k=2, expert_dim=config.width),
+        ),
+        training=TrainingConfig(
+            seed=seed, steps=config.steps, batch_size=config.batch_size, sequence_length=64
+        ),
+        optimizer=AdamWConfig(learning_rate=5e-3),
+        schedule=LinearConfig(warmup_steps=min(20, config.steps // 5), floor=0.02),
+        execution=ExecutionConfig(unroll=2),
+        evaluation=EvaluationConfig(batches=32),
+    )
+
+
+def gradient_errors(run: Assembly, params: Any, first: str, arm: str) -> dict[str, float]:
+    """|gradient - that of the first arm| / |that| on the first batch, by parameter.
+
+    Args:
+        run: whose model and data.
+        params: where.
+        first: the arm that is taken for the truth.
+        arm: another.
+    """
+    batch = run.batch(0)
+
+    def gradient(arm: str) -> Any:
+        def loss(params: Any) -> jax.Array:
+            nll, output = forward_and_nll(run.plan.model, _execution(run, arm), params, batch)
+            return nll / jnp.sum(jnp.asarray(batch.loss_weights)) + sum(output.losses.values())
+
+        return jax.tree_util.tree_leaves_with_path(jax.jit(jax.grad(loss))(params))
+
+    errors = {}
+    for (path, ours), (_, theirs) in zip(gradient(arm), gradient(first), strict=True):
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        stacked = "blocks" in name
+        pairs = zip(ours, theirs, strict=True) if stacked else [(ours, theirs)]
+        for layer, (one, other) in enumerate(pairs):
+            error = jnp.linalg.norm(one - other) / jnp.linalg.norm(other)
+            errors[f"{name} [{layer}]" if stacked else name] = float(error)
+    return errors
+
+
+def in_words(summary: dict[str, Any]) -> str:
+    """The numbers as two tables."""
+    first, *others = summary["nats"]
+    lines = [("arm", "nats per token", f"to {first}", "95%")]
+    for arm, values in summary["nats"].items():
+        mean, half = summary["differences"].get(arm, (0.0, None))
+        width = "" if half is None else f"+- {half:.4f}"
+        lines.append((arm, f"{np.mean(values):.4f}", f"{mean:+.4f}", width))
+    errors = summary["gradient_errors"]
+    table = [("error of the gradient", *others)]
+    table += [(name, *(f"{errors[arm][name]:.3f}" for arm in others)) for name in errors[others[0]]]
+    return f"{text_table(lines)}\n\n{text_table(table)}"
+
+
+def _execution(run: Assembly, arm: str) -> ExecutionConfig:
+    return dataclasses.replace(run.execution, precision=PrecisionPolicy(matmul=ARMS[arm]))
+
+
+def _programs(run: Assembly, arm: str) -> Programs:
+    return Programs(
+        run.plan.model,
+        run.plan.optimizer,
+        run.batch(0),
+        training=run.plan.config.training,
+        objective=run.plan.config.training.objective,
+        execution=_execution(run, arm),
+        parameterization=run.plan.parameterization,
+    )
+
+
+def _train(run: Assembly, programs: Programs) -> tuple[Any, float]:
+    """The parameters and the held-out loss at the end."""
+    state = programs.init(jax.random.key(run.plan.config.training.seed))
+    for batch in run.batches(0):
+        state, _ = programs.step(state, batch)
+    held_out = evaluate(programs.evaluate, state.params, state.router_state, run.held_out())
+    return state.params, held_out.nats_per_token
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

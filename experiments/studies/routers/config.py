@@ -1,0 +1,186 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""What `routers` compares: the config, its recipes, and the model of one method.
+
+Every method gets the same layers, the same experts in number, and the same active FLOPs: where it
+fixes another top_k, the width of an expert changes so that top_k * expert_dim stays. A schedule of
+top_k counts with its last, and comes to it at nine tenths of the steps.
+
+To add a recipe: a function below and its name in RECIPES.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+from jaxmoe.configs import closest
+from jaxmoe.data import CorpusConfig, DataConfig, LanguageMixtureConfig
+from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
+from jaxmoe.optim import AdamWConfig, LinearConfig, OptimizerConfig, ScheduleConfig
+from jaxmoe.routing import METHODS, ProgressiveTopKConfig, SoftMoEConfig
+from jaxmoe.run.config import TrainingConfig
+
+Objective = Literal["autoregressive", "masked_diffusion"]
+
+FREE_FIELDS = ("run", "methods", "trace")
+"""May change when the same directory is continued: further methods join the table."""
+MOST_SEEDS = 10
+
+_SHORT_MODEL = ModelConfig(
+    vocab_size=256,
+    num_layers=2,
+    embed_dim=32,
+    attention=AttentionConfig(num_heads=2, num_kv_heads=2, head_dim=16),
+    moe=MoEConfig(num_experts=8, top_k=2, expert_dim=48),
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class RoutersRunConfig:
+    """Where the comparison lives."""
+
+    directory: str | None = None
+    """Run directory; runs/routers/<name> when None."""
+    name: str | None = None
+    """Name of the comparison; the recipe's when None. The same name continues the same one."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class RoutersConfig:
+    """Every routing method on the same data and budget."""
+
+    run: RoutersRunConfig = RoutersRunConfig()
+    """Where the comparison lives."""
+    methods: tuple[str, ...] = ()
+    """Names in jaxmoe.routing.METHODS; all of them when empty."""
+    baseline: str = "mixtral"
+    """The method that the others are paired with: softmax top-k and a global balance loss."""
+    seeds: int = 3
+    """Runs of each method; run i of every method has the same initial values (but for the router)
+    and the same batches."""
+    model: ModelConfig = _SHORT_MODEL
+    """The model; a method replaces parts of model.moe."""
+    corpus: DataConfig = CorpusConfig()
+    """Text, for held-out bits per byte."""
+    languages: LanguageMixtureConfig = LanguageMixtureConfig()
+    """Disjoint languages, for excess bits and what the experts know of the language."""
+    training: TrainingConfig = TrainingConfig(steps=100, batch_size=16, sequence_length=64)
+    """Of each of the two trainings of a method and seed."""
+    optimizer: OptimizerConfig = AdamWConfig(learning_rate=1e-2, weight_decay=0.1)
+    """The rule of the update."""
+    schedule: ScheduleConfig = LinearConfig(warmup_steps=10, floor=0.05)
+    """The learning rate by step."""
+    evaluation_batches: int = 16
+    """Held-out batches of either kind of data."""
+    timing_rounds: int = 5
+    """Turns in which a method's step is timed beside the baseline's."""
+    trace: tuple[str, ...] = ()
+    """Methods whose routing of the held-out text is written to traces/<method>.npz, from the first
+    seed: `python -m experiments.place --trace` reads it."""
+
+    def __post_init__(self):
+        for field in ("evaluation_batches", "timing_rounds"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"{field}={getattr(self, field)} must be at least 1")
+        if not 1 <= self.seeds <= MOST_SEEDS:
+            raise ValueError(f"seeds={self.seeds} must lie between 1 and {MOST_SEEDS}")
+        asked = (
+            ("methods", self.methods),
+            ("baseline", (self.baseline,)),
+            ("trace", self.trace),
+        )
+        for field, names in asked:
+            for name in names:
+                if name not in METHODS:
+                    raise ValueError(
+                        f"{field}: there is no method {name!r}{closest(name, METHODS)}\n"
+                        f"methods: {', '.join(METHODS)}"
+                    )
+        for name in self.trace:
+            traits = METHODS[name].router.traits
+            if not traits.is_token_major:
+                raise ValueError(
+                    f"trace: in {name} experts choose tokens, or mix them, and a trace is of tokens"
+                    " that choose experts: leave it out"
+                )
+            if name not in self.chosen:
+                raise ValueError(f"trace: {name} is not among the methods: add it to methods")
+        if self.training.batch_ramp is not None:
+            raise ValueError(
+                "training.batch_ramp: methods are compared on batches of one size; leave it out"
+            )
+        if self.model.moe is None:
+            raise ValueError("model.moe=none has no router: give the model a mixture of experts")
+        if objective_of(self.baseline) != "autoregressive":
+            raise ValueError(
+                f"baseline={self.baseline} does not fit both tables: a method stands in the"
+                " autoregressive one only if no token decides about another; choose mixtral"
+            )
+
+    @property
+    def chosen(self) -> tuple[str, ...]:
+        """The methods of this comparison, the baseline first."""
+        names = self.methods or tuple(METHODS)
+        return (
+            self.baseline,
+            *(name for name in METHODS if name in names and name != self.baseline),
+        )
+
+
+def objective_of(name: str) -> Objective:
+    """What a method can be trained by, from what its router says of itself."""
+    traits = METHODS[name].router.traits
+    return "masked_diffusion" if traits.sees_others or not traits.is_causal else "autoregressive"
+
+
+def model_of(config: RoutersConfig, name: str, objective: Objective) -> ModelConfig:
+    """The model of one method, at the baseline's active FLOPs.
+
+    Raises:
+        ValueError: the method's parts do not go together at these sizes.
+    """
+    moe, parts = config.model.moe, METHODS[name].parts()
+    assert moe is not None
+    top_k, router = parts.get("top_k", moe.top_k), parts["router"]
+    if isinstance(router, ProgressiveTopKConfig):
+        # A number of steps says nothing: after too many, no step is trained with the last top_k.
+        switch = round(0.9 * config.training.steps)
+        parts["router"] = dataclasses.replace(router, switch_step=switch)
+        top_k = router.final_top_k
+    parts["expert_dim"] = max(1, round(moe.expert_dim * moe.top_k / top_k))
+    if isinstance(router, SoftMoEConfig):
+        # As many slots as there would be assignments.
+        slots = config.training.sequence_length * moe.top_k / moe.num_experts
+        parts["router"] = SoftMoEConfig(slots_per_expert=max(1, round(slots)))
+    changes: dict[str, Any] = {"moe": dataclasses.replace(moe, **parts)}
+    if objective == "masked_diffusion":
+        changes["vocab_size"] = config.model.vocab_size + 1  # the mask
+        changes["attention"] = dataclasses.replace(config.model.attention, is_causal=False)
+    return dataclasses.replace(config.model, **changes)
+
+
+def short() -> RoutersConfig:
+    """Every method on two cores, 20 minutes: two layers of width 32, three seeds."""
+    return RoutersConfig()
+
+
+def full() -> RoutersConfig:
+    """The same with models that learn something: four layers of width 128, five seeds; a GPU."""
+    return RoutersConfig(
+        seeds=5,
+        model=ModelConfig(
+            vocab_size=256,
+            num_layers=4,
+            embed_dim=128,
+            attention=AttentionConfig(num_heads=4, num_kv_heads=4, head_dim=32),
+            moe=MoEConfig(num_experts=16, top_k=2, expert_dim=192),
+        ),
+        training=TrainingConfig(steps=1000, batch_size=32, sequence_length=128),
+        optimizer=AdamWConfig(learning_rate=4e-3, weight_decay=0.1),
+        schedule=LinearConfig(warmup_steps=40, floor=0.05),
+        evaluation_batches=32,
+    )
+
+
+RECIPES = {"short": short, "full": full}

@@ -1,0 +1,131 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""The data of `routers`: the same batches for every method, made once.
+
+The mixture's held-out batches hold one language each, equally many of every language: the counts of
+such a batch are those of its language, and the mean over batches is that of the mixture.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterator
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments.studies.routers.config import Objective, RoutersConfig
+from jaxmoe.data import Batch, Loader, Source, evaluation_batches
+from jaxmoe.data.synthetic import SyntheticSource
+
+Batches = tuple[Batch, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Task:
+    """One kind of data: what each seed is trained on, and what all are evaluated on."""
+
+    name: str
+    training: tuple[Batches, ...]
+    """Of each seed, a batch per step."""
+    held_out: Batches
+    languages: tuple[int, ...] = ()
+    """Of each held-out batch; none for text."""
+    tokens_per_unit: float = 1.0
+    """Tokens per byte of text, or per token."""
+    floors: dict[Objective, float] = dataclasses.field(default_factory=dict)
+    """Exact bits that no model can beat, where they are known."""
+
+
+def load_tasks(config: RoutersConfig) -> tuple[dict[str, Task], str]:
+    """Both tasks by name, and a digest of the data.
+
+    Raises:
+        ValueError: data that has no bytes, too large a vocabulary, or too few rows.
+    """
+    first, length = config.training.seed, config.training.sequence_length
+    seeds = range(first, first + config.seeds)
+    corpus = config.corpus.build(first)
+    mixtures = [config.languages.build(seed) for seed in seeds]
+    for field, source in (("corpus", corpus), ("languages", mixtures[0])):
+        if source.vocab_size > config.model.vocab_size:
+            raise ValueError(
+                f"model.vocab_size={config.model.vocab_size} is smaller than the vocabulary of"
+                f" {field} ({source.vocab_size}): give --model.vocab_size {source.vocab_size}"
+            )
+    bytes_per_token = corpus.bytes_per_token
+    if bytes_per_token is None:
+        raise ValueError("corpus has no bytes, and is to be measured in bits per byte: give text")
+    text = evaluation_batches(
+        corpus,
+        batch_size=config.training.batch_size,
+        sequence_length=length,
+        num_batches=config.evaluation_batches,
+    )
+    numbers, held_out = _held_out_languages(config, mixtures[0])
+    tasks = {
+        "corpus": Task(
+            name="corpus",
+            training=tuple(_training(config, corpus, seed) for seed in seeds),
+            held_out=tuple(jax.tree.map(jnp.asarray, batch) for batch in text),
+            tokens_per_unit=1.0 / bytes_per_token,
+        ),
+        "languages": Task(
+            name="languages",
+            training=tuple(map(partial(_training, config), mixtures, seeds)),
+            held_out=held_out,
+            languages=numbers,
+            floors={
+                "autoregressive": mixtures[0].entropy_bits_per_token(length),
+                "masked_diffusion": mixtures[0].whole_row_bits_per_token(length),
+            },
+        ),
+    }
+    prints = [source.fingerprint() for source in (corpus, mixtures[0])]
+    digest = hashlib.sha256(json.dumps(prints, sort_keys=True, default=str).encode())
+    return tasks, digest.hexdigest()
+
+
+def _training(config: RoutersConfig, source: Source, seed: int) -> Batches:
+    loader = Loader(
+        source,
+        batch_size=config.training.batch_size,
+        sequence_length=config.training.sequence_length,
+        seed=seed,
+    )
+    steps = range(config.training.steps)
+    return tuple(jax.tree.map(jnp.asarray, loader.batch(step)) for step in steps)
+
+
+def _held_out_languages(
+    config: RoutersConfig, source: SyntheticSource
+) -> tuple[tuple[int, ...], Batches]:
+    """Batches of one language each, in turn, and their languages."""
+    number, size = len(source.chains), config.training.batch_size
+    each = max(1, config.evaluation_batches // number)
+    rows: list[list[np.ndarray]] = [[] for _ in range(number)]
+    for tokens in _validation_rows(source, config.training.sequence_length):
+        mine = rows[int(source.language_of(tokens[:1])[0])]
+        if len(mine) < each * size:
+            mine.append(tokens)
+        if all(len(row) == each * size for row in rows):
+            break
+    languages, batches = [], []
+    for language, mine in enumerate(rows):
+        for part in np.stack(mine).reshape(each, size, -1):
+            inputs, targets = jnp.asarray(part[:, :-1]), jnp.asarray(part[:, 1:])
+            ones = jnp.ones(inputs.shape, jnp.float32)
+            batches.append(Batch(tokens=inputs, targets=targets, loss_weights=ones))
+            languages.append(language)
+    return tuple(languages), tuple(batches)
+
+
+def _validation_rows(source: SyntheticSource, length: int) -> Iterator[np.ndarray]:
+    index = 0
+    while True:
+        yield source.row("validation", index, length).tokens
+        index += 1

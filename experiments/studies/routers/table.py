@@ -1,0 +1,147 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""The tables of `routers`: one row per method, as text, as Markdown and as JSON.
+
+The difference to the baseline is paired: seed by seed the two start alike and see the same batches.
+Its interval is Student's, 95%, over seeds (`experiments.cli.tables`). Of thirty methods at 95%, one
+or two lie outside by chance alone.
+
+To add a column: a line in COLUMNS.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from experiments.cli.tables import markdown_table, paired_interval, text_table
+from experiments.studies.routers.config import Objective
+
+Row = dict[str, Any]
+
+TITLES: dict[Objective, str] = {
+    "autoregressive": "autoregressive: every method here is causal",
+    "masked_diffusion": "masked diffusion: tokens may decide about others; bits are bounds",
+}
+
+
+def rows_of(
+    records: Iterable[Mapping[str, Any]], objective: Objective, *, baseline: str, floor: float
+) -> list[Row]:
+    """Rows of one table, the best first; those without a number last.
+
+    Args:
+        records: of trials.
+        objective: which table. A method without a ticket is not in the autoregressive one.
+        baseline: whose records are paired with the others'.
+        floor: exact bits per token of the languages.
+    """
+    mine = [r for r in records if r["objective"] == objective and r["status"] != "no ticket"]
+    reference = next((r for r in mine if r["method"] == baseline), None)
+    rows = [_row(record, reference, floor) for record in mine]
+    return sorted(rows, key=lambda row: math.inf if row["bits"] is None else row["bits"])
+
+
+def _row(record: Mapping[str, Any], reference: Mapping[str, Any] | None, floor: float) -> Row:
+    row: Row = {key: record.get(key) for key in ("method", "status", "reason", "causal", "source")}
+    corpus, languages = record.get("corpus", {}), record.get("languages", {})
+    row["bits"] = _mean(corpus.get("bits"))
+    row["difference"], row["half_width"] = None, None
+    if row["bits"] is not None and reference and _mean(reference["corpus"]["bits"]) is not None:
+        pairs = zip(corpus["bits"], reference["corpus"]["bits"], strict=True)
+        row["difference"], row["half_width"] = paired_interval([a - b for a, b in pairs])
+    bits = _mean(languages.get("bits"))
+    row["excess_bits"] = None if bits is None else bits - floor
+    known = languages.get("mutual_information", ())  # by seed and layer
+    row["mutual_information"] = _mean([value for layers in known for value in layers])
+    violation = [v for run in corpus.get("max_violation", ()) for v in run if v is not None]
+    last = [run[-1] for run in corpus.get("max_violation", ())]
+    row["max_violation"] = {
+        "mean": _mean(violation),
+        "last": _mean(last),
+        "sup": max(violation, default=None),
+    }
+    row["dropped_fraction"] = _mean(corpus.get("dropped_fraction"))
+    row["expert_flops_ratio"] = _mean(corpus.get("expert_flops_ratio"))
+    row["step_ratio"] = record.get("step_ratio")
+    return row
+
+
+def _mean(values: Sequence[float | None] | None) -> float | None:
+    """None if there is none, or one of them is missing."""
+    known = [value for value in values or () if value is not None]
+    return float(np.mean(known)) if known and len(known) == len(values or ()) else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Column:
+    """A column: its heading, and the words of a row's cell."""
+
+    heading: str
+    cell: Callable[[Row], str]
+
+
+def _plain(key: str, form: str) -> Callable[[Row], str]:
+    return lambda row: "-" if row[key] is None else form.format(row[key])
+
+
+def _difference(row: Row) -> str:
+    if row["difference"] is None:
+        return "-"
+    if row["half_width"] is None:
+        return f"{row['difference']:+.4f}"
+    return f"{row['difference']:+.4f} +- {row['half_width']:.4f}"
+
+
+def _violation(row: Row) -> str:
+    values = row["max_violation"].values()
+    return " / ".join("-" if value is None else f"{value:.2f}" for value in values)
+
+
+def _causal(row: Row) -> str:
+    return {True: "yes", False: "no", None: "-"}[row["causal"]]
+
+
+COLUMNS = (
+    Column("method", lambda row: row["method"]),
+    Column("bits/byte", _plain("bits", "{:.4f}")),
+    Column("to baseline", _difference),
+    Column("excess bits", _plain("excess_bits", "{:.4f}")),
+    Column("language MI", _plain("mutual_information", "{:.3f}")),
+    Column("max violation", _violation),
+    Column("dropped", _plain("dropped_fraction", "{:.1%}")),
+    Column("step", _plain("step_ratio", "{:.2f}x")),
+    Column("experts", _plain("expert_flops_ratio", "{:.2f}x")),
+    Column("causal", _causal),
+)
+LEGEND = (
+    "to baseline: paired by seed, 95% interval; excess bits: above the exact entropy of the"
+    " languages;\nlanguage MI: normalized, of language and expert; max violation: mean / last / sup"
+    " over training;\nstep: time over the baseline's; experts: FLOPs over the baseline's"
+)
+
+
+def _cells(row: Row) -> list[str]:
+    """A method that has no numbers says why in their place."""
+    if row["bits"] is None:
+        reason = str(row["reason"] or "").replace("\n", " ")
+        return [row["method"], f"{row['status']}: {reason}"]
+    return [column.cell(row) for column in COLUMNS]
+
+
+def _lines(rows: Sequence[Row]) -> list[list[str]]:
+    return [[column.heading for column in COLUMNS], *map(_cells, rows)]
+
+
+def as_text(rows: Sequence[Row]) -> str:
+    """Aligned columns for a terminal."""
+    return text_table(_lines(rows))
+
+
+def as_markdown(rows: Sequence[Row]) -> str:
+    """The same as a Markdown table."""
+    return markdown_table(_lines(rows))

@@ -1,0 +1,334 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""A trial: one method by one objective, all its seeds on both kinds of data, as numbers.
+
+    same data, same initial values (but for the router), same active FLOPs, one compilation: the
+    seed and the data are arguments of the compiled step
+
+The ticket into the autoregressive table: other tokens from position j on leave the evaluation
+logits before j as they are, bit for bit. It is asked for before training and after it.
+
+What a method cannot do is a record with a status and a reason, and the next one has its turn:
+`done`, `diverged` (steps refused as not finite), `refused` (its parts do not go together here),
+`failed`, `no ticket` (not causal).
+
+To add an objective: a line in OBJECTIVES.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import pathlib
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from experiments.bench.measure import in_turns
+from experiments.studies import trials
+from experiments.studies.routers.config import Objective, RoutersConfig, model_of, objective_of
+from experiments.studies.routers.data import Task
+from experiments.studies.trials import Record, StoppedError, finite
+from jaxmoe.configs import to_json
+from jaxmoe.data import Batch, normalized_mutual_information
+from jaxmoe.execution import ExecutionConfig
+from jaxmoe.models.config import ModelConfig
+from jaxmoe.models.initialize import parameter_table
+from jaxmoe.models.transformer import forward
+from jaxmoe.planning.placement import save_trace
+from jaxmoe.resilience.stop import StopRequest
+from jaxmoe.routing import METHODS, RouterStatistics
+from jaxmoe.routing.composition import RoutingWarning
+from jaxmoe.run.router_trace import record_trace
+from jaxmoe.training import MaskedDiffusionConfig, NextTokenConfig, ObjectiveConfig
+from jaxmoe.training.evaluate import evaluate
+from jaxmoe.training.state import TrainState
+
+OBJECTIVES: dict[Objective, ObjectiveConfig] = {
+    "autoregressive": NextTokenConfig(),
+    "masked_diffusion": MaskedDiffusionConfig(eval_times=4),
+}
+
+_EXECUTION = ExecutionConfig(unroll=2)
+_TIMED_STEPS = 4
+
+logger = logging.getLogger(__name__)
+
+
+class Programs(trials.Programs):
+    """What is compiled of one method.
+
+    Args:
+        config: of the comparison.
+        model: of one method.
+        objective: what it is trained by.
+        batch: one like those to come.
+    """
+
+    def __init__(
+        self, config: RoutersConfig, model: ModelConfig, objective: Objective, batch: Batch
+    ):
+        schedule = config.schedule.build(config.training.steps)
+        super().__init__(
+            model,
+            config.optimizer.build(parameter_table(model), schedule),
+            batch,
+            training=config.training,
+            objective=OBJECTIVES[objective],
+            execution=_EXECUTION,
+        )
+
+    @functools.cached_property
+    def look(self) -> Callable[[Any, Any, Batch, Array], tuple[Array, RouterStatistics]]:
+        """Evaluation logits and statistics of a held-out batch, in one of its examinations."""
+        look, state = _look_of(self.model, self.objective), self._any_state
+        given = (state.params, state.router_state, self._batch, jnp.int32(0))
+        return self._compiled(look, *given, options=trials.RARE)
+
+
+def _look_of(model: ModelConfig, objective: ObjectiveConfig) -> Any:
+    """See `Programs.look`."""
+
+    @jax.jit
+    def look(params: Any, router_state: Any, batch: Batch, index: Array) -> Any:
+        batch = objective.examine(model, batch, index, _EXECUTION.placement)
+        output = forward(
+            model,
+            _EXECUTION,
+            params,
+            jnp.asarray(batch.tokens),
+            positions=batch.positions,
+            segment_ids=batch.segment_ids,
+            router_state=router_state,
+            context={} if batch.mask_ratio is None else {"mask_ratio": batch.mask_ratio},
+        )
+        return output.logits, output.statistics
+
+    return look
+
+
+def earlier_logits_hold(
+    logits_of: Callable[[np.ndarray], Array], tokens: Any, vocab_size: int
+) -> bool:
+    """The ticket: whether no token has an effect on logits before it.
+
+    Args:
+        logits_of: evaluation logits [B S V] of tokens [B S].
+        tokens: [B S], S at least 2.
+        vocab_size: of the tokens.
+    """
+    tokens = np.asarray(tokens)
+    length = tokens.shape[1]
+    random = np.random.default_rng(0)
+    before = np.asarray(logits_of(tokens))
+    for place in sorted({1, length // 2, length - 1}):
+        changed = tokens.copy()
+        shift = random.integers(1, vocab_size, changed[:, place:].shape, dtype=changed.dtype)
+        changed[:, place:] = (changed[:, place:] + shift) % vocab_size
+        after = np.asarray(logits_of(changed))
+        if before[:, :place].tobytes() != after[:, :place].tobytes():
+            return False
+    return True
+
+
+def run_trial(
+    config: RoutersConfig,
+    name: str,
+    objective: Objective,
+    tasks: Mapping[str, Task],
+    baseline: Callable[[], Programs],
+    stop: StopRequest,
+    trace_file: pathlib.Path | None = None,
+) -> tuple[Record, Programs | None]:
+    """Everything about one method.
+
+    Args:
+        config: of the comparison.
+        name: of the method.
+        objective: what it is trained by.
+        tasks: the data.
+        baseline: programs of the baseline, for the time of a step.
+        stop: asked at every step.
+        trace_file: where the routing of the held-out text is written, if it is.
+
+    Returns:
+        The record, which JSON holds, and the programs if there are any.
+
+    Raises:
+        StoppedError: a signal came.
+    """
+    started, programs = time.perf_counter(), None
+    record: Record = {"method": name, "objective": objective, "source": METHODS[name].source}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", RoutingWarning)
+        try:
+            record["moe"] = moe_json(config, name)
+            programs = _fill(record, config, name, objective, tasks, baseline, stop, trace_file)
+        except ValueError as error:
+            record |= {"status": "refused", "reason": str(error)}
+        except (TypeError, ArithmeticError, RuntimeError) as error:  # JAX's errors are of these
+            logger.debug("%s failed", name, exc_info=True)
+            record |= {"status": "failed", "reason": f"{type(error).__name__}: {error}"}
+    said = {str(w.message) for w in caught if issubclass(w.category, RoutingWarning)}
+    record |= {"warnings": sorted(said), "seconds": time.perf_counter() - started}
+    return record, programs
+
+
+def moe_json(config: RoutersConfig, name: str) -> Any:
+    """The layer of a method; a record of another layer than the present one does not count."""
+    return to_json(model_of(config, name, objective_of(name)).moe)
+
+
+def _fill(
+    record: Record,
+    config: RoutersConfig,
+    name: str,
+    objective: Objective,
+    tasks: Mapping[str, Task],
+    baseline: Callable[[], Programs],
+    stop: StopRequest,
+    trace_file: pathlib.Path | None,
+) -> Programs | None:
+    """Ticket, training, evaluation, time."""
+    model = model_of(config, name, objective)
+    batch = tasks["corpus"].held_out[0]
+    if objective == "masked_diffusion":
+        record["causal"] = _is_causal_at_first(config, name, batch)
+    programs = Programs(config, model, objective, batch)
+    record |= {"status": "done", "parameters_total": parameter_table(model).total}
+    if objective == "autoregressive":
+        record["causal"] = _has_ticket(programs, programs.init(_key(config, 0)), batch)
+        if not record["causal"]:
+            record |= {"status": "no ticket", "reason": "a later token changes earlier logits"}
+            return programs
+    for task in tasks.values():
+        runs = []
+        for number in range(config.seeds):
+            run, state = _train(config, programs, task, number, stop)
+            runs.append(run)
+            if trace_file is not None and task.name == "corpus" and number == 0:
+                given = (model, _EXECUTION, state.params, state.router_state, task.held_out)
+                save_trace(trace_file, record_trace(*given))
+            if run["bits"] is None:
+                what = f"{task.name}, seed {config.training.seed + number}"
+                reason = f"{what}: {run['skipped']} of {config.training.steps} steps not finite"
+                record |= {"status": "diverged", "reason": reason}
+        record[task.name] = {key: [run[key] for run in runs] for key in runs[0]}
+        if objective == "autoregressive" and not _has_ticket(programs, state, batch):
+            reason = "once trained, a later token changes earlier logits"
+            record |= {"causal": False, "status": "no ticket", "reason": reason}
+    record["step_ratio"] = _time_beside(config, programs, baseline(), batch)
+    record["compile_seconds"] = programs.compile_seconds
+    return programs
+
+
+def _train(
+    config: RoutersConfig, programs: Programs, task: Task, number: int, stop: StopRequest
+) -> tuple[Record, TrainState]:
+    """One seed on one kind of data; `bits` is None where it diverged."""
+    state, metrics = programs.init(_key(config, number)), []
+    for batch in task.training[number]:
+        if stop.reason is not None:
+            raise StoppedError
+        state, measured = programs.step(state, batch)
+        metrics.append(measured)
+    metrics = jax.device_get(metrics)
+    violation = np.array([m.router["max_violation"] for m in metrics], float)
+    dropped = np.array([m.router["dropped_fraction"] for m in metrics], float)
+    run: Record = {
+        "skipped": int(state.skipped),
+        "max_violation": [finite(value) for value in violation],
+        "dropped_fraction": finite(dropped.mean()),
+        "dead_fraction": finite(metrics[-1].router["dead_fraction"]),
+        "loss": finite(metrics[-1].loss),
+        **_evaluated(config, programs, task, state),
+    }
+    in_a_row = max(int(m.skipped_in_a_row) for m in metrics)
+    if in_a_row >= min(config.training.max_skipped, config.training.steps):
+        run["bits"] = None
+    return run, state
+
+
+def _evaluated(config: RoutersConfig, programs: Programs, task: Task, state: TrainState) -> Record:
+    """Held-out bits, what the experts know of the language, and the experts' part of the FLOPs."""
+    given = (state.params, state.router_state)
+    evaluation = evaluate(programs.evaluate, *given, task.held_out)
+    number = programs.objective.num_examined
+    sums = [
+        jax.device_get(programs.look(*given, batch, jnp.int32(index))[1])
+        for batch in task.held_out
+        for index in range(number)
+    ]
+    moe, base = programs.model.moe, config.model.moe
+    assert moe is not None and base is not None
+    computed = sum(float(s.kept[:, : moe.num_experts].sum()) for s in sums)
+    tokens = sum(float(s.num_tokens.sum()) for s in sums)
+    result: Record = {
+        "bits": finite(evaluation.bits_per_token * task.tokens_per_unit),
+        "expert_flops_ratio": finite(
+            computed * moe.expert_dim / (tokens * base.top_k * base.expert_dim)
+        ),
+    }
+    if task.languages:
+        counts = np.stack([s.counts for s in sums], axis=1)  # L, looks, E
+        languages = np.repeat(task.languages, number)
+        is_of = np.eye(max(task.languages) + 1)[:, languages]  # M, looks
+        result["mutual_information"] = [
+            normalized_mutual_information(is_of @ layer) for layer in counts
+        ]
+    return result
+
+
+def _has_ticket(programs: Programs, state: TrainState, batch: Batch) -> bool:
+    def logits_of(tokens: np.ndarray) -> Array:
+        given = dataclasses.replace(batch, tokens=jnp.asarray(tokens))
+        return programs.look(state.params, state.router_state, given, jnp.int32(0))[0]
+
+    return earlier_logits_hold(logits_of, batch.tokens, programs.model.vocab_size)
+
+
+def _is_causal_at_first(config: RoutersConfig, name: str, batch: Batch) -> bool:
+    """The ticket of a method that is trained otherwise, with initial parameters.
+
+    A router that says it is not causal is not asked: no causal model takes it.
+    """
+    if not METHODS[name].router.traits.is_causal:
+        return False
+    programs = Programs(config, model_of(config, name, "autoregressive"), "autoregressive", batch)
+    return _has_ticket(programs, programs.init(_key(config, 0)), batch)
+
+
+def _time_beside(
+    config: RoutersConfig, programs: Programs, baseline: Programs, batch: Batch
+) -> float | None:
+    """Time of a training step over the baseline's, medians of turns; 1 for itself."""
+    if programs.model == baseline.model:
+        return 1.0
+
+    def turns(programs: Programs) -> Callable[[], float]:
+        state = programs.init(_key(config, 0))
+
+        def run() -> float:
+            nonlocal state
+            started = time.perf_counter()
+            for _ in range(_TIMED_STEPS):
+                state, _ = programs.step(state, batch)
+            jax.block_until_ready(state.params)
+            return time.perf_counter() - started
+
+        return run
+
+    candidates = {"method": turns(programs), "baseline": turns(baseline)}
+    timings = in_turns(candidates, rounds=config.timing_rounds, warm_up=1)
+    return timings["method"].median / timings["baseline"].median
+
+
+def _key(config: RoutersConfig, number: int) -> Array:
+    return jax.random.key(config.training.seed + number)

@@ -1,0 +1,195 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""The axes of `transfer`: what grows from point to point while everything else stays.
+
+    width        embed_dim alone: heads = width / head_dim, hidden widths in proportion
+    depth        layers
+    tokens       steps, as multiples of training.steps
+    batch        sequences of a step, at equal tokens
+    granularity  top_k at equal active parameters: expert_dim ~ 1 / top_k, top_k * S experts
+    sparsity     num_experts / top_k, at equal active parameters
+    balance      coefficient of the load-balancing loss
+
+An axis is a function from a setting (model and training) and a value to another setting. Nothing
+here touches a device.
+
+To add an axis: a function below and its row in AXES.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
+from jaxmoe.routing import LoadBalanceConfig
+from jaxmoe.run.config import TrainingConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Setting:
+    """What an axis changes."""
+
+    model: ModelConfig
+    training: TrainingConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Axis:
+    """One axis."""
+
+    words: str
+    """What the value counts."""
+    apply: Callable[[Setting, float], Setting]
+    """The setting at a value; a ValueError says why there is none."""
+    points: Callable[[Setting], tuple[float, ...]]
+    """Values when none are given."""
+    is_whole: bool = True
+    """Values are whole numbers."""
+
+
+def _moe(setting: Setting, axis: str) -> MoEConfig:
+    if setting.model.moe is None:
+        raise ValueError(f"model.moe=none: the axis {axis} needs a mixture of experts")
+    return setting.model.moe
+
+
+def _in_proportion(field: str, old: int, factor: float, value: float, axis: str) -> int:
+    """A size times a factor, if that is whole."""
+    new = old * factor
+    if new < 1 or abs(new - round(new)) > 1e-9:
+        raise ValueError(
+            f"points: {axis} {value:g} makes {field} {new:g} ({old} * {factor:g}), which must be a"
+            f" whole number: choose other points or another {field}"
+        )
+    return round(new)
+
+
+def _width(setting: Setting, value: float) -> Setting:
+    model, attention = setting.model, setting.model.attention
+    if value % attention.head_dim:
+        raise ValueError(
+            f"points: width {value:g} must be a multiple of"
+            f" model.attention.head_dim={attention.head_dim}: heads are added, not widened"
+        )
+    factor = value / model.embed_dim
+
+    def scaled(field: str, old: int) -> int:
+        return _in_proportion(field, old, factor, value, "width")
+
+    heads = {"num_heads": scaled("model.attention.num_heads", attention.num_heads)}
+    if isinstance(attention, AttentionConfig):
+        number = scaled("model.attention.num_kv_heads", attention.num_kv_heads)
+        heads["num_kv_heads"] = number
+    changes = {
+        "embed_dim": int(value),
+        "dense_dim": scaled("model.dense_dim", model.dense_dim),
+        "attention": dataclasses.replace(attention, **heads),
+    }
+    if model.moe is not None:
+        dim = scaled("model.moe.expert_dim", model.moe.expert_dim)
+        changes["moe"] = dataclasses.replace(model.moe, expert_dim=dim)
+    return dataclasses.replace(setting, model=dataclasses.replace(model, **changes))
+
+
+def _depth(setting: Setting, value: float) -> Setting:
+    number = int(value)
+    dense = tuple(layer for layer in setting.model.dense_layers if layer < number)
+    model = dataclasses.replace(setting.model, num_layers=number, dense_layers=dense)
+    return dataclasses.replace(setting, model=model)
+
+
+def _tokens(setting: Setting, value: float) -> Setting:
+    steps = max(1, round(setting.training.steps * value))
+    return dataclasses.replace(setting, training=dataclasses.replace(setting.training, steps=steps))
+
+
+def _batch(setting: Setting, value: float) -> Setting:
+    training, size = setting.training, int(value)
+    steps = max(1, round(training.steps * training.batch_size / size))
+    training = dataclasses.replace(training, steps=steps, batch_size=size)
+    return dataclasses.replace(setting, training=training)
+
+
+def _granularity(setting: Setting, value: float) -> Setting:
+    moe, top_k = _moe(setting, "granularity"), int(value)
+
+    def scaled(field: str, old: int, factor: float) -> int:
+        return _in_proportion(f"model.moe.{field}", old, factor, value, "granularity")
+
+    shared = moe.num_shared_experts
+    new = dataclasses.replace(
+        moe,
+        top_k=top_k,
+        num_experts=scaled("num_experts", moe.num_experts, top_k / moe.top_k),
+        expert_dim=scaled("expert_dim", moe.expert_dim, moe.top_k / top_k),
+        # Shared experts have the width of the routed ones: their sum stays.
+        num_shared_experts=shared and scaled("num_shared_experts", shared, top_k / moe.top_k),
+    )
+    return dataclasses.replace(setting, model=dataclasses.replace(setting.model, moe=new))
+
+
+def _sparsity(setting: Setting, value: float) -> Setting:
+    moe = _moe(setting, "sparsity")
+    new = dataclasses.replace(moe, num_experts=moe.top_k * int(value))
+    return dataclasses.replace(setting, model=dataclasses.replace(setting.model, moe=new))
+
+
+def _balance(setting: Setting, value: float) -> Setting:
+    moe = _moe(setting, "balance")
+    if not any(isinstance(balancer, LoadBalanceConfig) for balancer in moe.balancers):
+        names = ", ".join(balancer.name for balancer in moe.balancers) or "none"
+        raise ValueError(
+            f"model.moe.balancers={names}: the axis balance needs load_balance among them; give"
+            " --model.moe.balancers load_balance router_z"
+        )
+    balancers = tuple(
+        dataclasses.replace(balancer, coefficient=value)
+        if isinstance(balancer, LoadBalanceConfig)
+        else balancer
+        for balancer in moe.balancers
+    )
+    new = dataclasses.replace(moe, balancers=balancers)
+    return dataclasses.replace(setting, model=dataclasses.replace(setting.model, moe=new))
+
+
+def _times(size: Callable[[Setting], float], *factors: float) -> Callable[[Setting], tuple]:
+    """Multiples of a size of the setting, those that are at least 1."""
+    return lambda setting: tuple(f * size(setting) for f in factors if f * size(setting) >= 1)
+
+
+AXES: dict[str, Axis] = {
+    "width": Axis(
+        words="embed_dim", apply=_width, points=_times(lambda s: s.model.embed_dim, 1, 2, 4)
+    ),
+    "depth": Axis(
+        words="layers", apply=_depth, points=_times(lambda s: s.model.num_layers, 0.5, 1, 2)
+    ),
+    "tokens": Axis(
+        words="times training.steps",
+        apply=_tokens,
+        points=lambda setting: (1.0, 2.0, 4.0),
+        is_whole=False,
+    ),
+    "batch": Axis(
+        words="sequences a step",
+        apply=_batch,
+        points=_times(lambda s: s.training.batch_size, 0.5, 1, 2),
+    ),
+    "granularity": Axis(
+        words="experts of a token",
+        apply=_granularity,
+        points=_times(lambda s: _moe(s, "granularity").top_k, 1, 2, 4),
+    ),
+    "sparsity": Axis(
+        words="num_experts / top_k",
+        apply=_sparsity,
+        points=lambda setting: (2.0, 4.0, 8.0),
+    ),
+    "balance": Axis(
+        words="coefficient of the load-balancing loss",
+        apply=_balance,
+        points=lambda setting: (1e-3, 1e-2, 1e-1),
+        is_whole=False,
+    ),
+}

@@ -1,0 +1,217 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""`transfer --check coordinates`: does anything in the model grow, or stop learning, with size?
+
+Every arm takes a few steps at its own rate (the middle of its grid) at every point, with every
+seed; `experiments/studies/transfer/coordinates.py` measures and judges. It takes a minute where a
+sweep takes half an hour, and says less: a rate may fail to transfer for other reasons.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments.cli import flags as cli
+from experiments.cli.output import say
+from experiments.cli.tables import markdown_table, text_table
+from experiments.studies.transfer.config import Cell, TransferConfig, cells_of
+from experiments.studies.transfer.coordinates import (
+    FALL,
+    GROWTH,
+    QUANTITIES,
+    Coordinate,
+    coordinates_of,
+    observe,
+    sizes,
+)
+from experiments.studies.transfer.trial import EXECUTION, SweepData, SweepPrograms
+from experiments.studies.trials import StoppedError
+from jaxmoe.optional import require
+from jaxmoe.resilience.stop import StopRequest
+from jaxmoe.run.directory import RunDirectory
+from jaxmoe.tracking.plots import figure_of_panels, save_figure
+
+PICTURE = "coordinates.png"
+FAILED = 1
+"""Exit code where an arm fails that claims to pass."""
+_FACTORS = 1024
+LEGEND = (
+    f"a quantity passes where neither it nor its change grows faster than the axis ^{GROWTH:g}, and"
+    f" its change after the last step\nfalls no faster than ^{FALL:g}; numbers are exponents of the"
+    " axis: slopes of log RMS, mean over seeds"
+)
+
+
+def check_coordinates(
+    config: TransferConfig, data: SweepData, directory: RunDirectory, stop: StopRequest
+) -> int:
+    """Runs the check and writes its files.
+
+    Args:
+        config: of the sweep.
+        data: of the sweep.
+        directory: where the files go.
+        stop: asked before every step.
+
+    Returns:
+        The exit code: 1 where an arm fails that claims to keep its rate along the axis.
+
+    Raises:
+        StoppedError: a signal came; the check is short, and begins anew.
+    """
+    cells, results, is_bad = cells_of(config), {}, False
+    measured_by_arm = {}
+    lines = [
+        ["arm", "quantity", "value at 0", "value at the end", "change at 1", "change at the end"]
+    ]
+    lines[0].append("verdict")
+    verdicts = []
+    for name, arm in config.chosen_arms.items():
+        mine = [cell for cell in cells if cell.arm == name]
+        measured = measure(config, mine, data, stop)
+        found = coordinates_of(config.chosen_points, measured)
+        measured_by_arm[name] = measured
+        lines += [_line(name, coordinate) for coordinate in found]
+        problems = [f"{c.quantity}: {c.problem}" for c in found if c.problem is not None]
+        is_claimed = config.axis in arm.claims
+        is_bad |= is_claimed and bool(problems)
+        verdict = _verdict(name, config.axis, problems, is_claimed)
+        say(verdict)
+        verdicts.append(verdict)
+        results[name] = {
+            "passes": not problems,
+            "claims_transfer": is_claimed,
+            "rate": arm.optimizer.learning_rate,
+            "problems": problems,
+            "coordinates": [dataclasses.asdict(coordinate) for coordinate in found],
+            "measured": {key: array.tolist() for key, array in measured.items()},
+        }
+    picture = directory.plots_directory / PICTURE
+    draw_coordinates(picture, measured_by_arm, config.chosen_points, axis=config.axis)
+    summary = {
+        "status": "done",
+        "check": "coordinates",
+        "axis": config.axis,
+        "points": list(config.chosen_points),
+        "seeds": config.seeds,
+        "steps": config.check_steps,
+        "passes": {name: result["passes"] for name, result in results.items()},
+        "arms": results,
+        "verdicts": verdicts,
+        "markdown": markdown_table(lines),
+        "picture": str(picture),
+    }
+    directory.write_summary(summary)
+    say(f"\n{text_table(lines)}\n\n{LEGEND}\n\n{picture}")
+    return FAILED if is_bad else int(cli.ExitCode.DONE)
+
+
+def measure(
+    config: TransferConfig, cells: Sequence[Cell], data: SweepData, stop: StopRequest
+) -> dict[str, np.ndarray]:
+    """Value and change of every quantity of one arm, [points seeds steps+1 2].
+
+    Args:
+        config: of the sweep.
+        cells: of the arm, by point.
+        data: of the sweep.
+        stop: asked before every step.
+
+    Raises:
+        StoppedError: a signal came.
+    """
+    found = np.zeros((len(QUANTITIES), len(cells), config.seeds, config.check_steps + 1, 2))
+    for place, cell in enumerate(cells):
+        programs = SweepPrograms(cell, data.held_out[0])
+        look = jax.jit(partial(observe, cell.plan.model, EXECUTION))
+        tokens = jnp.asarray(data.held_out[0].tokens)
+        rate = jnp.float32(cell.config.optimizer.learning_rate)
+        for run in range(config.seeds):
+            seed = config.training.seed + run
+            training = dataclasses.replace(cell.seeded(seed), steps=config.check_steps)
+            state = programs.init(jax.random.key(seed))
+            first = look(state.params, state.router_state, tokens)
+            rows = [sizes(first, first)]
+            for batches in data.pieces(training, 1):
+                if stop.reason is not None:
+                    raise StoppedError
+                # One rate: where the schedule would warm up, nothing would change at first.
+                given = (rate, jnp.ones(_FACTORS, jnp.float32), batches)
+                state, _ = programs.train_piece(state, *given)
+                rows.append(sizes(look(state.params, state.router_state, tokens), first))
+            for index, name in enumerate(QUANTITIES):
+                found[index, place, run] = jax.device_get([row[name] for row in rows])
+    return dict(zip(QUANTITIES, found, strict=True))
+
+
+def _line(arm: str, coordinate: Coordinate) -> list[str]:
+    values, changes = coordinate.value_slopes, coordinate.change_slopes
+    slopes = (values[0], values[-1], changes[0], changes[-1])
+    return [
+        arm,
+        coordinate.quantity,
+        *(f"{slope:+.2f}" for slope in slopes),
+        coordinate.problem or "passes",
+    ]
+
+
+def _verdict(arm: str, axis: str, problems: Sequence[str], is_claimed: bool) -> str:
+    if not problems:
+        return f"{arm}: passes: nothing grows with {axis}"
+    expected = "" if is_claimed else f" (it does not claim to keep its rate over {axis})"
+    return f"{arm}: fails{expected}: {'; '.join(problems)}"
+
+
+def draw_coordinates(
+    path: str | os.PathLike[str],
+    measured: Mapping[str, Mapping[str, np.ndarray]],
+    points: Sequence[float],
+    *,
+    axis: str,
+) -> None:
+    """Draws one PNG file: a row per arm, a panel per quantity, its change by step.
+
+    Args:
+        path: the file.
+        measured: of `measure`, by arm.
+        points: values of the axis.
+        axis: its name.
+
+    Raises:
+        MissingPackageError: matplotlib is not installed.
+        OSError: the file cannot be written.
+    """
+    colors = require("matplotlib").colormaps["viridis"]
+    figure, panels = figure_of_panels(
+        width=14.0, height=2.6 * len(measured) + 0.4, rows=len(measured), columns=len(QUANTITIES)
+    )
+    places = iter(panels)
+    for arm, quantities in measured.items():
+        for name, array in quantities.items():
+            axes, steps = next(places), array.shape[2] - 1
+            axes.set_xscale("log", base=2)
+            axes.set_yscale("log", base=2)
+            axes.set_xticks(points, [f"{value:g}" for value in points])
+            axes.set_xlabel(axis)
+            axes.set_title(f"{arm}: {name}", fontsize=9, loc="left")
+            _draw_lines(axes, points, array, steps, colors)
+    panels[0].legend(loc="best", frameon=False, fontsize=7)
+    panels[0].set_ylabel("RMS of the change")
+    save_figure(figure, path)
+
+
+def _draw_lines(axes: Any, points: Sequence[float], array: np.ndarray, steps: int, colors: Any):
+    """The initial value, dashed, and the change after each step."""
+    axes.plot(points, array[:, :, 0, 0].mean(1), color="black", ls="--", lw=1, label="at first")
+    for step in range(1, steps + 1):
+        change = array[:, :, step, 1].mean(1)
+        color = colors(0.9 * (1 - step / steps))
+        axes.plot(points, change, color=color, marker="o", ms=3, label=f"change, step {step}")

@@ -1,0 +1,350 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Does the learning rate transfer? Sweeps it at several sizes and says how far the best one moves.
+
+    python -m experiments.transfer                                        width, within 30 minutes
+    python -m experiments.transfer --arms standard hyperp --axis depth
+    python -m experiments.transfer --points 64 256 --rates 0.002 0.004 0.008 --seeds 5
+    python -m experiments.transfer --check coordinates
+
+An arm is a parameterisation with its optimizer. At every point of the axis each arm is trained at
+every rate with every seed, on the same data; a parabola in log rate gives the best one, a bootstrap
+its interval. A trial is a line of trials.jsonl: the same command continues after the last one, and
+more points, rates, seeds or arms join those that are there. Exit codes: 0 done, 1 the check failed
+for an arm that claims to pass, 2 bad configuration, 75 and 130 stopped by a signal.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from experiments.cli import flags as cli
+from experiments.cli.output import say
+from experiments.cli.process import start_process
+from experiments.cli.tables import markdown_table, text_table
+from experiments.studies.transfer.arms import ARMS
+from experiments.studies.transfer.axes import AXES
+from experiments.studies.transfer.budget import SIZES, Sizes, size_of, timing_cells
+from experiments.studies.transfer.check import check_coordinates
+from experiments.studies.transfer.config import (
+    FREE_FIELDS,
+    RECIPES,
+    SPACING,
+    Cell,
+    TransferConfig,
+    axis_of,
+    cells_of,
+)
+from experiments.studies.transfer.fits import Curve, find_optimum, fit_transfer
+from experiments.studies.transfer.picture import draw_transfer
+from experiments.studies.transfer.table import (
+    LEGEND,
+    arm_lines,
+    arm_row,
+    balance_rows,
+    balance_sentence,
+    curve_of,
+    point_lines,
+    point_row,
+    sentence,
+)
+from experiments.studies.transfer.trial import (
+    SweepData,
+    SweepPrograms,
+    program_key,
+    seconds_of,
+    train,
+)
+from experiments.studies.trials import STOP_CODES, Record, StoppedError, TrialsFile
+from jaxmoe.optional import require
+from jaxmoe.resilience.stop import StopRequest
+from jaxmoe.run.directory import RunDirectory
+from jaxmoe.tracking.console import format_duration
+
+PICTURE = "transfer.png"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command; returns the exit code."""
+    prog = "python -m experiments.transfer"
+    recipe, config = cli.parse(RECIPES, "short", argv, prog, f"{__doc__}\n{_names()}")
+    with cli.exit_on_bad_configuration():
+        start_process()
+    kind = "" if config.check is None else f"_{config.check}"
+    name = config.run.name or f"{recipe}_{config.axis}{kind}"
+    directory = RunDirectory(config.run.directory or f"runs/transfer/{name}")
+    started = time.perf_counter()
+    with StopRequest() as stop:
+        with cli.exit_on_bad_configuration():
+            require("matplotlib.figure")  # now, and not after twenty minutes
+            _check_steps(config, RECIPES[recipe]())
+            cells_of(config)
+            directory.acquire(on_lost=stop.taken_over)
+        try:
+            with cli.exit_on_bad_configuration():
+                directory.check_config(config, free=FREE_FIELDS)
+                data = SweepData(config)
+                directory.write_environment([str(device) for device in jax.devices()])
+            if config.check is not None:
+                return check_coordinates(config, data, directory, stop)
+            with cli.exit_on_bad_configuration():
+                sweep = Sweep(config, directory, data)
+                sweep.choose_sizes(stop)
+            status = sweep.run(stop)
+            with cli.exit_on_bad_configuration():
+                say(sweep.write(status, time.perf_counter() - started))
+        except StoppedError:
+            status = str(stop.reason)
+            say(f"{status}: nothing is kept of a check; the same command begins anew")
+        finally:
+            directory.release()
+    return int(STOP_CODES.get(status, cli.ExitCode.DONE))
+
+
+class Sweep:
+    """The trials of one directory, those of earlier starts included.
+
+    Raises:
+        ValueError: the trials in the directory were of other data.
+    """
+
+    def __init__(self, config: TransferConfig, directory: RunDirectory, data: SweepData):
+        self._config, self._directory, self._data = config, directory, data
+        self._file = TrialsFile(directory.trials_file)
+        self._programs: dict[Any, SweepPrograms] = {}
+        self._records: dict[tuple[str, float, float, int], Record] = {}
+        self._sizes: Sizes | None = None
+        for record in self._file.read(data.digest):
+            if record.get("kind") == SIZES:
+                self._sizes = Sizes(**{f.name: record[f.name] for f in dataclasses.fields(Sizes)})
+            else:
+                self._records[_key(record)] = record
+        self._cells: tuple[Cell, ...] = ()
+
+    def choose_sizes(self, stop: StopRequest) -> None:
+        """Decides the steps, where a budget is to, and with them the cells.
+
+        Raises:
+            ValueError: the budget is too small for this machine.
+        """
+        config = self._config
+        if config.budget is not None and self._sizes is None:
+            cells = timing_cells(config)
+            timed = {}
+            say(f"timing a step at each of {len(cells)} points, which compiles their programs")
+            for cell in cells:
+                if stop.reason is not None:
+                    return
+                timed[cell.arm, cell.value] = seconds_of(self._of(cell), cell, self._data)
+            compiling = sum(programs.compile_seconds for programs in self._programs.values())
+            self._sizes = size_of(config, cells, timed, compiling)
+            record = {"kind": SIZES, "data": self._data.digest, **dataclasses.asdict(self._sizes)}
+            self._file.append(record)
+        if config.budget is not None and self._sizes is not None:
+            say(self._sizes.words)
+            training = dataclasses.replace(config.training, steps=self._sizes.steps)
+            config = dataclasses.replace(config, training=training)
+        self._cells = cells_of(config)
+        self._say_plan()
+
+    def run(self, stop: StopRequest) -> str:
+        """Every trial that is missing; "done", or the reason of a stop."""
+        try:
+            for cell in self._cells:
+                for rate in self._rates(cell):
+                    self._run_rate(cell, rate, stop)
+        except StoppedError:
+            pass
+        return stop.reason or "done"
+
+    def write(self, status: str, seconds: float) -> str:
+        """summary.json and the picture; the tables in words."""
+        config, unit, axis = self._config, self._data.unit, axis_of(self._config)
+        points, arms, curves = [], [], self._curves()
+        for name, arm in config.chosen_arms.items():
+            mine = curves.get(name, {})
+            if len(mine) < 2:
+                continue
+            transfer = fit_transfer(mine)
+            for value, curve in mine.items():
+                violation = self._violation(name, value, curve)
+                points.append(point_row(name, value, curve, transfer.optima.get(value), violation))
+            bytes_per_token = 1.0 / self._data.tokens_per_unit
+            arms.append(arm_row(name, transfer, config.axis in arm.claims, bytes_per_token))
+        lines, totals = point_lines(points, config.axis, unit), arm_lines(arms)
+        values = [row["value"] for row in points]
+        ends = (min(values), max(values)) if values else (1.0, 1.0)
+        verdicts = [sentence(row, config.axis, ends, unit) for row in arms]
+        balance = balance_rows(points) if config.axis == "balance" else []
+        verdicts += map(balance_sentence, balance)
+        picture = self._directory.plots_directory / PICTURE
+        given = {"axis": config.axis, "words": axis.words, "unit": unit}
+        draw_transfer(picture, points, arms, **given)
+        spent = sum(self._records[key]["seconds"] for key in self._records)
+        self._directory.write_summary(
+            {
+                "status": status,
+                "axis": config.axis,
+                "unit": unit,
+                "seeds": config.seeds,
+                "steps": self._cells[0].config.training.steps if self._cells else None,
+                "points": points,
+                "arms": arms,
+                "balance": balance,
+                "verdicts": verdicts,
+                "markdown": f"{markdown_table(lines)}\n\n{markdown_table(totals)}",
+                "picture": str(picture),
+                "programs_compiled": len(self._programs),
+                "compile_seconds": sum(p.compile_seconds for p in self._programs.values()),
+                "trial_seconds": spent,
+                "wall_seconds": seconds,
+            }
+        )
+        if not arms:
+            return f"{status}: no arm has two points yet; the same command continues"
+        parts = [text_table(lines), text_table(totals), "\n".join(verdicts), LEGEND]
+        took = f"{len(self._records)} trials took {format_duration(spent)}"
+        ending = "" if status == "done" else f"\n{status}: the same command continues"
+        return "\n" + "\n\n".join([*parts, f"{picture}; {took}{ending}"])
+
+    def _say_plan(self) -> None:
+        config = self._config
+        arms, points = config.chosen_arms, config.chosen_points
+        steps = " ".join(
+            f"{steps}" for steps in dict.fromkeys(c.config.training.steps for c in self._cells)
+        )
+        say(
+            f"{', '.join(arms)}; {config.axis} {' '.join(f'{value:g}' for value in points)};"
+            f" {len(config.rates_of(next(iter(arms.values()))))} rates x {config.seeds} seeds at"
+            f" each of {len(self._cells)} points; {steps} steps each"
+        )
+        stale = sum(not self._is_current(cell, r) for cell in self._cells for r in self._mine(cell))
+        if stale:
+            say(f"{stale} earlier trials were of other settings (steps, base point) and run anew")
+
+    def _rates(self, cell: Cell) -> Iterator[float]:
+        """The rates of a cell, and then those beyond an edge where the best one is."""
+        yield from self._config.rates_of(self._config.chosen_arms[cell.arm])
+        points = self._config.chosen_points
+        for _ in range(self._config.extend):
+            curve, needed = self._curve(cell.arm, cell.value), None
+            smallest = self._curve(cell.arm, points[0])
+            if cell.value == points[-1] and smallest is not None:
+                optimum = find_optimum(smallest)
+                needed = None if optimum is None else optimum.rate  # for the regret
+            beyond = None if curve is None else rate_beyond(curve, needed)
+            if beyond is None:
+                return
+            yield beyond
+
+    def _run_rate(self, cell: Cell, rate: float, stop: StopRequest) -> None:
+        """All seeds at one rate of one cell."""
+        started, is_new = time.perf_counter(), False
+        for seed in self._seeds:
+            known = self._records.get((cell.arm, cell.value, rate, seed))
+            if known is not None and self._is_current(cell, known):
+                continue
+            if stop.reason is not None:
+                raise StoppedError
+            record = train(self._of(cell), cell, rate, seed, self._data, stop)
+            self._records[_key(record)] = record
+            self._file.append(record)
+            is_new = True
+        if is_new:
+            found = [self._records[cell.arm, cell.value, rate, seed] for seed in self._seeds]
+            bits = " ".join("diverged" if r["bits"] is None else f"{r['bits']:.4f}" for r in found)
+            seconds = time.perf_counter() - started
+            width = max(map(len, self._config.chosen_arms))
+            where = f"{cell.arm:{width}} {self._config.axis} {cell.value:<6g} rate {rate:<9.4g}"
+            say(f"{where} {bits} {self._data.unit} by seed ({seconds:.0f} s)")
+
+    @property
+    def _seeds(self) -> range:
+        first = self._config.training.seed
+        return range(first, first + self._config.seeds)
+
+    def _of(self, cell: Cell) -> SweepPrograms:
+        key = program_key(cell)
+        if key not in self._programs:
+            self._programs[key] = SweepPrograms(cell, self._data.held_out[0])
+        return self._programs[key]
+
+    def _is_current(self, cell: Cell, record: Record) -> bool:
+        return record["cell"] == cell.digest
+
+    def _mine(self, cell: Cell) -> list[Record]:
+        return [r for key, r in self._records.items() if key[:2] == (cell.arm, cell.value)]
+
+    def _curve(self, arm: str, value: float) -> Curve | None:
+        cell = next(c for c in self._cells if (c.arm, c.value) == (arm, value))
+        current = [r for r in self._mine(cell) if self._is_current(cell, r)]
+        return curve_of(current, self._seeds)
+
+    def _curves(self) -> dict[str, dict[float, Curve]]:
+        curves: dict[str, dict[float, Curve]] = {}
+        for cell in self._cells:
+            curve = self._curve(cell.arm, cell.value)
+            if curve is not None:
+                curves.setdefault(cell.arm, {})[cell.value] = curve
+        return curves
+
+    def _violation(self, arm: str, value: float, curve: Curve) -> float | None:
+        """Mean over seeds at the best rate of the grid."""
+        means = curve.losses.mean(1)
+        if not np.isfinite(means).any():
+            return None
+        rate = curve.rates[int(np.nanargmin(means))]
+        found = [self._records[arm, value, rate, s]["max_violation"] for s in self._seeds]
+        return None if None in found else float(np.mean(found))
+
+
+def _names() -> str:
+    """Axes and arms, for --help."""
+    lines = [f"  {name}  {axis.words}" for name, axis in AXES.items()]
+    arms = [f"  {name}  {arm.words}" for name, arm in ARMS.items()]
+    return "\n".join(["Axes:", *lines, "", "Arms:", *arms])
+
+
+def _check_steps(config: TransferConfig, default: TransferConfig) -> None:
+    """Refuses a number of steps that a budget would overrule."""
+    if config.budget is not None and config.training.steps != default.training.steps:
+        raise ValueError(
+            f"training.steps={config.training.steps} and budget={config.budget:g} minutes both"
+            " decide the steps: leave one of them out (--budget None)"
+        )
+
+
+def rate_beyond(curve: Curve, needed: float | None = None) -> float | None:
+    """The next rate to try where the grid ends too early; None where it does not, or diverges.
+
+    Args:
+        curve: so far.
+        needed: a rate that the grid is to reach, beside the best one and a neighbour.
+    """
+    x, losses = curve.known
+    lowest, highest = curve.rates[0], curve.rates[-1]
+    best = int(losses.mean(1).argmin()) if len(x) else 0
+    if best == 0 and (not len(x) or 2 ** x[0] < lowest * 1.001):
+        return lowest / SPACING
+    if best == len(x) - 1 and not curve.diverged:
+        return highest * SPACING
+    if needed is not None and needed > highest:
+        return highest * SPACING
+    if needed is not None and needed < lowest:
+        return lowest / SPACING
+    return None
+
+
+def _key(record: Record) -> tuple[str, float, float, int]:
+    return record["arm"], record["value"], record["rate"], record["seed"]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,311 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""What `transfer` sweeps: the config, its recipes, and the run at each point of each arm.
+
+A cell is an arm at a point, as the config of a `pretrain` run: what a trial of it changes are the
+learning rate and the seed, which are arguments of its program. Where no base point is given, a
+cell's is the smallest point of the sweep, so that the rate there is meant as it stands.
+
+To add a recipe: a function below and its name in RECIPES.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Literal
+
+from experiments.studies.transfer.arms import ARMS, DEFAULT_ARMS, Arm, own_arm
+from experiments.studies.transfer.axes import AXES, Axis, Setting
+from jaxmoe.configs import closest, fingerprint
+from jaxmoe.data import CorpusConfig, DataConfig
+from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
+from jaxmoe.optim import LinearConfig, OptimizerConfig, ScheduleConfig
+from jaxmoe.routing import METHODS
+from jaxmoe.run.assemble import Plan, make_plan
+from jaxmoe.run.config import EvaluationConfig, PretrainConfig, TrainingConfig
+from jaxmoe.scaling import BasePoint, ParameterizationConfig
+
+FREE_FIELDS = ("run", "arms", "points", "rates", "extend", "seeds")
+"""May change when the same directory is continued: further trials join those that are there."""
+MOST_SEEDS, FEWEST_RATES, MOST_RATES = 16, 3, 15
+SPACING = 2.0
+"""Between neighbouring rates of a grid that is given as a number."""
+OWN = "own"
+"""The arm of --parameterization and --optimizer."""
+
+# Few experts: a step of Muon costs as much for an expert with few tokens as for any other.
+_MOE = MoEConfig(num_experts=4, top_k=2, expert_dim=64, **METHODS["hyperp"].parts())
+_MODEL = ModelConfig(
+    vocab_size=256,
+    num_layers=4,
+    embed_dim=64,
+    attention=AttentionConfig(num_heads=2, num_kv_heads=2, head_dim=32),
+    moe=_MOE,
+    dense_dim=128,
+    norm_epsilon=1e-5,
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class TransferRunConfig:
+    """Where the sweep lives."""
+
+    directory: str | None = None
+    """Run directory; runs/transfer/<name> when None."""
+    name: str | None = None
+    """Name of the sweep; the recipe's and the axis when None. The same name continues it."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class TransferConfig:
+    """Learning rates at several sizes: does the best one stay?"""
+
+    run: TransferRunConfig = TransferRunConfig()
+    """Where the sweep lives."""
+    axis: str = "width"
+    """What grows: width, depth, tokens, batch, granularity, sparsity or balance."""
+    points: tuple[float, ...] = ()
+    """Its values, two at least (tokens: multiples of training.steps); by the model when empty."""
+    arms: tuple[str, ...] = ()
+    """Named pairs of parameterisation and optimiser; when empty, the one of parameterization and
+    optimizer if either is given, else standard and hyperp_bounded."""
+    rates: tuple[float, ...] = (5.0,)
+    """How many rates, a factor of two apart round the arm's (or the optimizer's) own; or, three at
+    least, the rates themselves."""
+    extend: int = 2
+    """Further rates, one by one, where the best so far is the first or the last, or where the
+    largest point has not been given the smallest one's best."""
+    seeds: int = 3
+    """Runs at each rate; run i of every point has the same key and order of data."""
+    budget: float | None = None
+    """Minutes that all trials together may take on this machine: it decides training.steps, once,
+    from the time of a step at each point; None leaves training.steps as they are."""
+    check: Literal["coordinates"] | None = None
+    """Instead of a sweep: do activations and their changes keep their size along the axis?"""
+    check_steps: int = 4
+    """Steps of the check."""
+    model: ModelConfig = _MODEL
+    """The model; the axis changes a part of it."""
+    data: DataConfig = CorpusConfig()
+    """What is read; held out are bits per byte of text, or per token."""
+    training: TrainingConfig = TrainingConfig(steps=150, batch_size=16, sequence_length=64)
+    """Of each trial."""
+    schedule: ScheduleConfig = LinearConfig()
+    """The learning rate by step."""
+    parameterization: ParameterizationConfig | None = None
+    """Of an arm of your own."""
+    optimizer: OptimizerConfig | None = None
+    """Of an arm of your own; its learning_rate is the centre of the rates."""
+    base: BasePoint = BasePoint()
+    """Where a rate is meant as it stands; the smallest point of the sweep where a number is
+    missing."""
+    evaluation_batches: int = 16
+    """Held-out batches, of training.batch_size."""
+
+    def __post_init__(self):
+        if self.axis not in AXES:
+            raise ValueError(
+                f"axis: there is no axis {self.axis!r}{closest(self.axis, AXES)}\n"
+                f"axes: {', '.join(AXES)}"
+            )
+        for name in self.arms:
+            if name not in ARMS:
+                raise ValueError(
+                    f"arms: there is no arm {name!r}{closest(name, ARMS)}\narms: {', '.join(ARMS)}"
+                )
+        if len(set(self.arms)) < len(self.arms):
+            raise ValueError(f"arms={', '.join(self.arms)}: name each at most once")
+        self._check_points()
+        _check_rates(self.rates)
+        if not 1 <= self.seeds <= MOST_SEEDS:
+            raise ValueError(f"seeds={self.seeds} must lie between 1 and {MOST_SEEDS}")
+        if self.budget is not None and not self.budget > 0:
+            raise ValueError(
+                f"budget={self.budget:g} minutes must be above 0, or None to keep training.steps as"
+                " they are"
+            )
+        for field, least in (("extend", 0), ("check_steps", 1), ("evaluation_batches", 1)):
+            if getattr(self, field) < least:
+                raise ValueError(f"{field}={getattr(self, field)} must be at least {least}")
+
+    def _check_points(self) -> None:
+        points, axis = self.points, AXES[self.axis]
+        if len(points) == 1:
+            raise ValueError(
+                f"points={points[0]:g}: one point has nothing to transfer to; give two or more"
+            )
+        if any(not value > 0 for value in points) or len(set(points)) < len(points):
+            raise ValueError(f"points={_spelled(points)}: they must differ, and all be above 0")
+        if axis.is_whole and any(value != int(value) for value in points):
+            raise ValueError(
+                f"points={_spelled(points)}: the axis {self.axis} ({axis.words}) has whole numbers"
+            )
+
+    @property
+    def chosen_points(self) -> tuple[float, ...]:
+        """The values of the axis, rising."""
+        setting = Setting(model=self.model, training=self.training)
+        return tuple(sorted(self.points or AXES[self.axis].points(setting)))
+
+    @property
+    def chosen_arms(self) -> dict[str, Arm]:
+        """The arms of the sweep by name, an own one first."""
+        own = {}
+        if self.parameterization is not None or self.optimizer is not None:
+            own[OWN] = own_arm(self.parameterization, self.optimizer)
+        return own | {name: ARMS[name] for name in self.arms or (() if own else DEFAULT_ARMS)}
+
+    def rates_of(self, arm: Arm) -> tuple[float, ...]:
+        """The rates of an arm before any extension, rising."""
+        if len(self.rates) > 1:
+            return tuple(sorted(self.rates))
+        (number,) = map(int, self.rates)
+        steps = range(-(number // 2), number - number // 2)
+        return tuple(arm.optimizer.learning_rate * SPACING**step for step in steps)
+
+
+def _spelled(values: tuple[float, ...]) -> str:
+    return " ".join(f"{value:g}" for value in values)
+
+
+def _check_rates(rates: tuple[float, ...]) -> None:
+    if not rates:
+        raise ValueError("rates: give how many (5), or the rates themselves (0.002 0.004 0.008)")
+    is_count = len(rates) == 1
+    number = rates[0] if is_count else len(rates)
+    if number >= FEWEST_RATES and number != int(number):
+        raise ValueError(f"rates={_spelled(rates)}: one number alone is how many, a whole number")
+    if number < FEWEST_RATES:
+        raise ValueError(
+            f"rates={_spelled(rates)}: fewer than {FEWEST_RATES} rates have no optimum between"
+            " them; give how many (5), or three or more rates (0.002 0.004 0.008)"
+        )
+    if number > MOST_RATES:
+        raise ValueError(f"rates={_spelled(rates)}: at most {MOST_RATES} rates")
+    if not is_count and (min(rates) <= 0 or len(set(rates)) < len(rates)):
+        raise ValueError(f"rates={_spelled(rates)}: they must differ, and all be above 0")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cell:
+    """An arm at a point."""
+
+    arm: str
+    value: float
+    config: PretrainConfig
+
+    @functools.cached_property
+    def plan(self) -> Plan:
+        """Model, parameter table, optimiser."""
+        try:
+            return make_plan(self.config)
+        except ValueError as error:
+            raise ValueError(f"arm {self.arm} at {self.value:g}: {error}") from error
+
+    @property
+    def rule(self) -> OptimizerConfig:
+        """The optimiser without its rate."""
+        return dataclasses.replace(self.config.optimizer, learning_rate=1.0)
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """Of everything but rate and seed: a record of another digest does not count."""
+        training = self.seeded(0)
+        return fingerprint(dataclasses.replace(self.config, training=training, optimizer=self.rule))
+
+    def seeded(self, seed: int) -> TrainingConfig:
+        """The training of one seed."""
+        return dataclasses.replace(self.config.training, seed=seed)
+
+
+def cells_of(config: TransferConfig) -> tuple[Cell, ...]:
+    """Every arm at every point, all checked; touches no device.
+
+    Raises:
+        ValueError: sizes that do not divide, or an arm that the model does not fit.
+    """
+    axis, points = AXES[config.axis], config.chosen_points
+    start = Setting(model=config.model, training=config.training)
+    settings = {value: axis.apply(start, value) for value in points}
+    base = _base_of(config, settings[points[0]])
+    cells = tuple(
+        Cell(
+            arm=name,
+            value=value,
+            config=PretrainConfig(
+                model=setting.model,
+                data=config.data,
+                training=setting.training,
+                optimizer=arm.optimizer,
+                schedule=config.schedule,
+                parameterization=arm.parameterization,
+                base=base,
+                evaluation=EvaluationConfig(every=0, batches=config.evaluation_batches),
+            ),
+        )
+        for name, arm in config.chosen_arms.items()
+        for value, setting in settings.items()
+    )
+    for cell in cells:
+        _ = cell.plan
+    return cells
+
+
+def _base_of(config: TransferConfig, smallest: Setting) -> BasePoint:
+    """The base point, where it is not given the smallest point."""
+    training = smallest.training
+    batch_tokens = training.batch_size * training.sequence_length
+    known = {
+        "num_layers": smallest.model.num_layers,
+        "embed_dim": smallest.model.embed_dim,
+        "tokens": training.steps * batch_tokens,
+        "batch_tokens": batch_tokens,
+    }
+    missing = {field: v for field, v in known.items() if getattr(config.base, field) is None}
+    return dataclasses.replace(config.base, **missing)
+
+
+def axis_of(config: TransferConfig) -> Axis:
+    """The axis by its name."""
+    return AXES[config.axis]
+
+
+def short() -> TransferConfig:
+    """Within 30 minutes on two cores: depth 4, widths 64, 128, 256, 5 rates, 3 seeds."""
+    return TransferConfig(budget=30.0)
+
+
+def quick() -> TransferConfig:
+    """Within 6 minutes, to see the command at work: depth 2, widths 32 and 128, one seed."""
+    model = dataclasses.replace(
+        _MODEL,
+        num_layers=2,
+        embed_dim=32,
+        attention=AttentionConfig(num_heads=2, num_kv_heads=2, head_dim=16),
+        moe=dataclasses.replace(_MOE, expert_dim=32),
+    )
+    return TransferConfig(budget=6.0, seeds=1, model=model, points=(32.0, 128.0))
+
+
+def full() -> TransferConfig:
+    """For a GPU: depth 8, widths 128 to 1024, 7 rates, 5 seeds, 2000 steps."""
+    return TransferConfig(
+        points=(128.0, 256.0, 512.0, 1024.0),
+        rates=(7.0,),
+        seeds=5,
+        model=ModelConfig(
+            vocab_size=256,
+            num_layers=8,
+            embed_dim=128,
+            attention=AttentionConfig(num_heads=2, num_kv_heads=2, head_dim=64),
+            moe=MoEConfig(num_experts=16, top_k=4, expert_dim=128, **METHODS["hyperp"].parts()),
+            dense_dim=512,
+            norm_epsilon=1e-5,
+        ),
+        training=TrainingConfig(steps=2000, batch_size=32, sequence_length=256),
+        evaluation_batches=32,
+    )
+
+
+RECIPES = {"short": short, "quick": quick, "full": full}

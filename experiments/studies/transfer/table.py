@@ -1,0 +1,231 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""The tables of `transfer` and its verdicts, as text, as Markdown and as JSON.
+
+One row for each arm and point; one for each arm, with a sentence. Verdicts go by the estimate: the
+interval stands beside it, and the sentence says where it reaches beyond the rule. On the axis
+balance every arm has a second one: max violation (mean over seeds, at the best rate of each point's
+grid) falls LEAST_FALL times or more from the smallest coefficient to the largest.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from experiments.studies.transfer.fits import Curve, Interval, Optimum, Transfer
+
+_EDGES = {
+    "lowest": "at the edge: the lowest rate",
+    "highest": "at the edge: the highest rate",
+    "divergence": "at the edge: higher ones diverge",
+}
+LEAST_FALL = 5.0
+LEGEND = (
+    "best rate: vertex of a parabola in log rate, 95% interval by bootstrap; at the edge: a bound,"
+    " nothing is extrapolated;\nshift: of the best rate from the smallest to the largest point, in"
+    " factors of two, at most 1 transfers;\nexponent: best rate ~ value^exponent; regret: of the"
+    " smallest point's best rate at the largest point"
+)
+
+
+def curve_of(records: Iterable[Mapping[str, Any]], seeds: Sequence[int]) -> Curve | None:
+    """The curve of one arm at one point; rates that miss a seed are left out.
+
+    Args:
+        records: of its trials.
+        seeds: that belong to the sweep.
+    """
+    found = {(r["rate"], r["seed"]): r["bits"] for r in records}
+    rates = tuple(sorted({rate for rate, _ in found}))
+    whole = tuple(rate for rate in rates if all((rate, seed) in found for seed in seeds))
+    if not whole:
+        return None
+    losses = [[found[rate, seed] for seed in seeds] for rate in whole]
+    return Curve(rates=whole, losses=np.array(losses, float))  # None becomes NaN
+
+
+def point_row(
+    arm: str, value: float, curve: Curve, optimum: Optimum | None, violation: float | None
+) -> dict[str, Any]:
+    """One arm at one point, as JSON.
+
+    Args:
+        arm: its name.
+        value: of the axis.
+        curve: of the point.
+        optimum: of the curve.
+        violation: max violation at the best rate of the grid.
+    """
+    means = [float(row.mean()) for row in curve.losses]
+    return {
+        "arm": arm,
+        "value": value,
+        "best_rate": None if optimum is None else optimum.rate,
+        "interval": None if optimum is None else optimum.interval,
+        "loss": None if optimum is None else optimum.loss,
+        "edge": None if optimum is None else optimum.edge,
+        "diverged_rates": list(curve.diverged),
+        "max_violation": violation,
+        "rates": list(curve.rates),
+        "losses": [mean if math.isfinite(mean) else None for mean in means],
+    }
+
+
+def arm_row(arm: str, transfer: Transfer, claims: bool, bytes_per_unit: float) -> dict[str, Any]:
+    """One arm, as JSON.
+
+    Args:
+        arm: its name.
+        transfer: its fits.
+        claims: whether its rate is said to stay along this axis.
+        bytes_per_unit: bits times this are bits per token.
+    """
+    nats = math.log(2.0) * bytes_per_unit
+    return {
+        "arm": arm,
+        "verdict": transfer.verdict,
+        "claims_transfer": claims,
+        "shift": transfer.shift,
+        "shift_bound": transfer.shift_bound,
+        "shift_interval": transfer.shift_interval,
+        "exponent": transfer.exponent,
+        "exponent_interval": transfer.exponent_interval,
+        "regret": transfer.regret,
+        "regret_interval": transfer.regret_interval,
+        "regret_nats_per_token": None if transfer.regret is None else transfer.regret * nats,
+    }
+
+
+def point_lines(rows: Sequence[Mapping[str, Any]], axis: str, unit: str) -> list[list[str]]:
+    """Headings and cells of the points."""
+    lines = [["arm", axis, "best rate", "95% interval", unit, "max violation", "remarks"]]
+    for row in rows:
+        remarks = [] if row["edge"] is None else [_EDGES[row["edge"]]]
+        if row["best_rate"] is None:
+            remarks.append("fewer than three rates ended")
+        if row["diverged_rates"]:
+            remarks.append(f"diverged at {_rates(row['diverged_rates'])}")
+        lines.append(
+            [
+                row["arm"],
+                f"{row['value']:g}",
+                _number(row["best_rate"], "{:.3g}"),
+                _interval(row["interval"], "{:.3g}"),
+                _number(row["loss"], "{:.4f}"),
+                _number(row["max_violation"], "{:.2f}"),
+                "; ".join(remarks) or "-",
+            ]
+        )
+    return lines
+
+
+def arm_lines(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """Headings and cells of the arms."""
+    heads = ["arm", "shift", "95% interval", "exponent", "95% interval", "regret", "95% interval"]
+    lines = [[*heads, "verdict"]]
+    for row in rows:
+        at_least = "at least " if row["shift_bound"] == "at least" else ""
+        lines.append(
+            [
+                row["arm"],
+                "-" if row["shift_bound"] == "unknown" else f"{at_least}{row['shift']:+.2f}",
+                _interval(row["shift_interval"], "{:+.2f}"),
+                _number(row["exponent"], "{:+.2f}"),
+                _interval(row["exponent_interval"], "{:+.2f}"),
+                _number(row["regret"], "{:.4f}"),
+                _interval(row["regret_interval"], "{:.4f}"),
+                row["verdict"],
+            ]
+        )
+    return lines
+
+
+def sentence(row: Mapping[str, Any], axis: str, values: Sequence[float], unit: str) -> str:
+    """The verdict on an arm in words.
+
+    Args:
+        row: of `arm_row`.
+        axis: its name.
+        values: of the points, rising.
+        unit: of the loss.
+    """
+    first, last = values[0], values[-1]
+    where = f"over {axis} {first:g} to {last:g} (a factor of {last / first:g})"
+    if row["verdict"] == "undecided":
+        return (
+            f"{row['arm']}: undecided {where}: a best rate is at the edge of its grid; give more"
+            " --rates, or a larger --extend"
+        )
+    bound = "at least " if row["shift_bound"] == "at least" else ""
+    words = (
+        f"{row['arm']}: {row['verdict']} {where}: the best rate moved by {bound}"
+        f"{row['shift']:+.2f} factor-of-two steps{_between(row['shift_interval'], '{:+.2f}')}"
+    )
+    if _is_doubtful(row["shift"], row["shift_interval"]):
+        words += ", and the interval reaches over the rule of 1"
+    if row["regret"] is None:
+        return f"{words}; the best rate of {first:g} is outside the rates that ended at {last:g}"
+    return (
+        f"{words}; using the rate of {first:g} at {last:g} costs {row['regret']:.4f} {unit}"
+        f"{_between(row['regret_interval'], '{:.4f}')}"
+    )
+
+
+def balance_rows(points: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """How far max violation falls along the axis balance, by arm, as JSON.
+
+    Args:
+        points: rows of `point_row`; those without a max violation are left out.
+    """
+    found = []
+    for arm in dict.fromkeys(row["arm"] for row in points):
+        known = {row["value"]: row["max_violation"] for row in points if row["arm"] == arm}
+        values = sorted(value for value, violation in known.items() if violation is not None)
+        if len(values) < 2:
+            continue
+        first, last = values[0], values[-1]
+        fall = known[first] / max(known[last], np.finfo(float).tiny)
+        passes = fall >= LEAST_FALL
+        found.append({"arm": arm, "values": [first, last], "fall": fall, "passes": passes})
+    return found
+
+
+def balance_sentence(row: Mapping[str, Any]) -> str:
+    """A row of `balance_rows` in words."""
+    first, last = row["values"]
+    rule = (
+        f"{LEAST_FALL:g}x or more: passes" if row["passes"] else f"less than {LEAST_FALL:g}x: fails"
+    )
+    return (
+        f"{row['arm']}: max violation falls {row['fall']:.1f}x from {first:g} to {last:g} ({rule})"
+    )
+
+
+def _is_doubtful(shift: float, interval: Interval | None) -> bool:
+    """Whether some of the interval has the other verdict."""
+    if interval is None:
+        return False
+    low, high = interval
+    if abs(shift) <= 1.0:
+        return low < -1.0 or high > 1.0
+    return low <= 1.0 if shift > 0.0 else high >= -1.0
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else form.format(value)
+
+
+def _interval(value: Sequence[float] | None, form: str) -> str:
+    return "-" if value is None else f"{form.format(value[0])} to {form.format(value[1])}"
+
+
+def _between(value: Sequence[float] | None, form: str) -> str:
+    return "" if value is None else f" (95% {_interval(value, form)})"
+
+
+def _rates(rates: Sequence[float]) -> str:
+    return ", ".join(f"{rate:.3g}" for rate in rates)

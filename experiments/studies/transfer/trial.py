@@ -1,0 +1,261 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""A trial of `transfer`: one training of a cell at a rate with a seed.
+
+    one program per shape: rate, schedule, seed and data are its arguments
+
+The program is several steps at once, a scan, so that a step of a small model does not wait for
+Python; between two such pieces a signal is heard and a run that diverges is given up. The factors
+of the schedule are an array, so that the number of steps is no part of the program either: the
+budget may choose it after the steps have been timed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+import math
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from experiments.studies import trials
+from experiments.studies.transfer.config import Cell, TransferConfig
+from experiments.studies.trials import Record, StoppedError, finite
+from jaxmoe.data import Batch, Loader, Source, evaluation_batches
+from jaxmoe.execution import ExecutionConfig
+from jaxmoe.resilience.stop import StopRequest
+from jaxmoe.run.config import TrainingConfig
+from jaxmoe.training.evaluate import evaluate
+from jaxmoe.training.state import TrainState
+
+EXECUTION = ExecutionConfig(unroll=4)
+MOST_PIECE = 16
+"""Steps in one call of the program, at most."""
+_FEWEST_FACTORS = 2**14
+_TIMED = 3
+_LAST = 0.1
+"""Share of the steps, at the end, over which the load is averaged."""
+
+
+class SweepData:
+    """Training and held-out batches, the same for every arm and point.
+
+    Args:
+        config: of the sweep.
+
+    Raises:
+        ValueError: too large a vocabulary, or too little data.
+    """
+
+    def __init__(self, config: TransferConfig):
+        training, model = config.training, config.model
+        self.source: Source = config.data.build(training.seed)
+        num_masks = model.vocab_size - training.objective.num_predicted(model)
+        needed = self.source.vocab_size + num_masks
+        if needed > model.vocab_size:
+            raise ValueError(
+                f"model.vocab_size={model.vocab_size} is smaller than the vocabulary of the data"
+                f" ({needed} with masks): give --model.vocab_size {needed}"
+            )
+        held_out = evaluation_batches(
+            self.source,
+            batch_size=training.batch_size,
+            sequence_length=training.sequence_length,
+            num_batches=config.evaluation_batches,
+        )
+        self.held_out = tuple(_on_device(batch) for batch in held_out)
+        print_of = json.dumps(self.source.fingerprint(), sort_keys=True, default=str)
+        self.digest = hashlib.sha256(print_of.encode()).hexdigest()
+
+    @property
+    def unit(self) -> str:
+        """Of the held-out loss."""
+        return "bits per token" if self.source.bytes_per_token is None else "bits per byte"
+
+    @property
+    def tokens_per_unit(self) -> float:
+        """Tokens per byte of text; 1 where a token has no bytes."""
+        return 1.0 / (self.source.bytes_per_token or 1.0)
+
+    @functools.lru_cache(maxsize=8)  # noqa: B019 (one object per process)
+    def pieces(self, training: TrainingConfig, piece: int) -> tuple[Batch, ...]:
+        """All batches of a training in its order, `piece` of them stacked at a time."""
+        loader = Loader(
+            self.source,
+            batch_size=training.batch_size,
+            sequence_length=training.sequence_length,
+            seed=training.seed,
+        )
+        return tuple(
+            _on_device(
+                jax.tree.map(
+                    lambda *rows: np.stack(rows), *map(loader.batch, range(first, first + piece))
+                )
+            )
+            for first in range(0, training.steps, piece)
+        )
+
+
+def _on_device(batch: Batch) -> Batch:
+    return jax.tree.map(jnp.asarray, batch)
+
+
+def piece_of(steps: int) -> int:
+    """Steps of one call: the largest divisor that is not too large."""
+    return next(size for size in range(min(steps, MOST_PIECE), 0, -1) if steps % size == 0)
+
+
+class SweepPrograms(trials.Programs):
+    """What is compiled of one cell, and of every other of the same shape.
+
+    Args:
+        cell: one of them.
+        batch: a held-out batch.
+    """
+
+    def __init__(self, cell: Cell, batch: Batch):
+        plan = cell.plan
+        self._table, self._config = plan.table, cell.config.optimizer
+        super().__init__(
+            plan.model,
+            plan.optimizer,
+            batch,
+            training=cell.config.training,
+            objective=cell.config.training.objective,
+            execution=EXECUTION,
+            parameterization=plan.parameterization,
+        )
+        self._piece: Any = None
+
+    def train_piece(
+        self, state: TrainState, rate: Array, factors: Array, batches: Batch
+    ) -> tuple[TrainState, Any]:
+        """Several steps; donates the state.
+
+        Args:
+            state: before them.
+            rate: peak learning rate.
+            factors: of the schedule, by step, from step 0 on.
+            batches: stacked.
+
+        Returns:
+            The state after them; loss, steps refused in a row, and max violation of each.
+        """
+        given = (state, rate, factors, batches)
+        if self._piece is None:
+            self._piece = self._compiled(jax.jit(self._train, donate_argnums=0), *given)
+        return self._piece(*given)
+
+    def _train(self, state: TrainState, rate: Array, factors: Array, batches: Batch) -> Any:
+        optimizer = self._config.build(
+            self._table, lambda count: jnp.take(factors, count), learning_rate=rate
+        )
+        step = self._step(optimizer)
+
+        def one(state: TrainState, batch: Batch) -> Any:
+            state, metrics = step(state, batch)
+            violation = metrics.router.get("max_violation", jnp.float32(jnp.nan))
+            return state, (metrics.loss, metrics.skipped_in_a_row, violation)
+
+        return jax.lax.scan(one, state, batches)
+
+
+def program_key(cell: Cell) -> Any:
+    """Cells of equal keys share their programs."""
+    training = cell.config.training
+    shape = (training.batch_size, training.sequence_length, piece_of(training.steps))
+    rest = (training.accumulation, training.accumulated_balance, training.clip, training.objective)
+    return cell.plan.model, cell.plan.table, cell.rule, shape, rest
+
+
+def schedule_factors(cell: Cell) -> Array:
+    """The factor of every step, with room behind them so that programs are shared."""
+    steps = cell.config.training.steps
+    room = _FEWEST_FACTORS
+    while room < steps:
+        room *= 2
+    factors = jax.vmap(cell.plan.schedule)(jnp.arange(steps, dtype=jnp.int32))
+    return jnp.zeros(room, jnp.float32).at[:steps].set(factors)
+
+
+def train(
+    programs: SweepPrograms, cell: Cell, rate: float, seed: int, data: SweepData, stop: StopRequest
+) -> Record:
+    """The record of one trial: what JSON holds.
+
+    Args:
+        programs: of the cell.
+        cell: what is trained.
+        rate: its learning rate.
+        seed: of the initial values and of the order of the data.
+        data: of the sweep.
+        stop: asked between pieces.
+
+    Raises:
+        StoppedError: a signal came.
+    """
+    started, training = time.perf_counter(), cell.seeded(seed)
+    state, factors = programs.init(jax.random.key(seed)), schedule_factors(cell)
+    measured, has_diverged = [], False
+    for batches in data.pieces(training, piece_of(training.steps)):
+        if stop.reason is not None:
+            raise StoppedError
+        state, metrics = programs.train_piece(state, jnp.float32(rate), factors, batches)
+        measured.append(jax.device_get(metrics))
+        has_diverged = int(measured[-1][1].max()) >= min(training.max_skipped, training.steps)
+        if has_diverged:
+            break
+    loss, _, violation = (np.concatenate(part) for part in zip(*measured, strict=True))
+    bits = math.nan
+    if not has_diverged:
+        found = evaluate(programs.evaluate, state.params, state.router_state, data.held_out)
+        bits = found.bits_per_token * data.tokens_per_unit
+    last = max(1, round(_LAST * training.steps))
+    return {
+        "arm": cell.arm,
+        "value": cell.value,
+        "rate": rate,
+        "seed": seed,
+        "cell": cell.digest,
+        "data": data.digest,
+        "status": "done" if math.isfinite(bits) else "diverged",
+        "bits": finite(bits),
+        "loss": finite(loss[-last:].mean()),
+        "max_violation": finite(violation[-last:].mean()),
+        "skipped": int(state.skipped),
+        "steps": len(loss),
+        "seconds": time.perf_counter() - started,
+    }
+
+
+def seconds_of(programs: SweepPrograms, cell: Cell, data: SweepData) -> tuple[float, float]:
+    """Seconds of a step and of an evaluation, once both have run before.
+
+    Args:
+        programs: of the cell.
+        cell: what is timed.
+        data: of the sweep.
+    """
+    training = cell.seeded(cell.config.training.seed)
+    piece = piece_of(training.steps)
+    (batches,) = data.pieces(dataclasses.replace(training, steps=piece), piece)
+    state, factors = programs.init(jax.random.key(0)), schedule_factors(cell)
+    # Its own rate: at 0 an independent decay would be infinite, and every step refused.
+    rate = jnp.float32(cell.config.optimizer.learning_rate)
+    steps, evaluations = [], []
+    for _ in range(_TIMED):
+        started = time.perf_counter()
+        state, _ = programs.train_piece(state, rate, factors, batches)
+        jax.block_until_ready(state.params)
+        steps.append(time.perf_counter() - started)
+        started = time.perf_counter()
+        evaluate(programs.evaluate, state.params, state.router_state, data.held_out[:1])
+        evaluations.append(time.perf_counter() - started)
+    return min(steps[1:]) / piece, min(evaluations[1:]) * len(data.held_out)

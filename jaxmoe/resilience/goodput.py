@@ -1,0 +1,262 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""The books of a run: where all its wall time went, over all its starts.
+
+    goodput = seconds of training steps that count / (wall time - time after an end that was meant)
+
+Each start keeps `goodput.jsonl` in the run directory: what it had spent (`TimeSpent`) by when it
+was at which step. A line a minute and one for each checkpoint stay; the last one is written over at
+every report, so that a killed start leaves its books as of its last report. `account` adds up:
+
+    train       steps that count: from handing them over to having their metrics
+    lost        training and waiting for data of steps that a later start (or a rollback) repeated
+    data        waiting for batches
+    report evaluate checkpoint hooks    between the steps; what a save does in the background is
+                in none of them
+    start restore compile aftermath     before and after them; restore: the initial state as well
+    down        from the last record of a start that was killed to the start after it
+    preempted   the same after SIGTERM: the time in the queue
+    ended       the same after the end of the run or Ctrl-C: nobody wanted it to run
+
+Every second is in one row: a start's rows add up because `TimeSpent` does, the rows between starts
+are differences of wall clocks. What a start spends before it first writes (it has restored by then)
+is known to it; a start that fails earlier is `down`. Kept by the first process; no cloud is needed.
+Cf. ml-goodput of MaxText. To add a row: here, and in `jaxmoe.training.time_spent`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import pathlib
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from jaxmoe.disk import DiskGuard
+from jaxmoe.training import time_spent as spent_on
+from jaxmoe.training.time_spent import TimeSpent
+
+ROWS: Mapping[str, str] = {
+    spent_on.DISPATCH: "train",
+    spent_on.WAIT: "train",
+    spent_on.LOOP: "train",
+    **{kind: kind for kind in (spent_on.DATA, spent_on.REPORT, spent_on.EVALUATE)},
+    **{kind: kind for kind in (spent_on.CHECKPOINT, spent_on.HOOKS, spent_on.START)},
+    **{kind: kind for kind in (spent_on.RESTORE, spent_on.COMPILE, spent_on.AFTERMATH)},
+}
+"""The row of each kind of time."""
+_BETWEEN = {"preempted": "preempted", "done": "ended", "interrupted": "ended"}
+"""The row of the time after a start, by how that ended; any other: down."""
+_LINE_SECONDS = 60.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Record:
+    """What one start had spent when it was at some step."""
+
+    start: int
+    """Number of the start, from 1."""
+    began: float
+    """Seconds since 1970 at which it began."""
+    first_step: int
+    """Restored."""
+    step: int
+    status: str
+    """running, or how it ended."""
+    seconds: Mapping[str, float]
+    """By row."""
+
+
+class Ledger:
+    """Writes the books of one start; a full disk costs records and not the run.
+
+    Args:
+        path: of the file, new or of the run that is resumed.
+        spent: of this process; counts since the start began.
+        first_step: restored.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], spent: TimeSpent, *, first_step: int):
+        self._path, self._spent, self._first_step = pathlib.Path(path), spent, first_step
+        self._guard = DiskGuard(path)
+        self._began = time.time() - spent.total
+        earlier = read_ledger(self._path)
+        self._start = earlier[-1].start + 1 if earlier else 1
+        self._at = self._path.stat().st_size if self._path.exists() else 0
+        self._length, self._kept = 0, -math.inf
+        self._is_first, self._step = True, first_step
+        self.record(first_step)
+
+    def record(self, step: int, *, status: str = "running", is_kept: bool = False) -> None:
+        """Writes over the last line, or begins a new one.
+
+        Args:
+            step: done.
+            status: running, or how the start ended.
+            is_kept: the line stays, as for a step that a later start may continue from.
+        """
+        if step < self._step:  # rolled back: neither how far it had come nor this is written over
+            self._at, self._length, is_kept = self._at + self._length, 0, True
+        self._step = step
+        seconds: dict[str, float] = {}
+        for kind, value in self._spent.seconds.items():
+            row = ROWS[kind]
+            seconds[row] = seconds.get(row, 0.0) + value
+        record = Record(
+            start=self._start,
+            began=round(self._began, 3),
+            first_step=self._first_step,
+            step=step,
+            status=status,
+            seconds={row: round(value, 4) for row, value in seconds.items()},
+        )
+        with self._guard.going_on():
+            self._write(json.dumps(dataclasses.asdict(record)))
+            total = self._spent.total
+            if is_kept or total - self._kept >= _LINE_SECONDS:
+                self._at, self._length, self._kept = self._at + self._length, 0, total
+
+    def _write(self, text: str) -> None:
+        # A line cut by the end of an earlier start stays alone on its line. In one system call, and
+        # never shorter than what it replaces: whoever kills the process finds one or the other.
+        head = "\n" if self._is_first and self._at else ""
+        line = (head + text.ljust(self._length - 1) + "\n").encode()
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        file = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o644)
+        try:
+            os.pwrite(file, line, self._at)
+        finally:
+            os.close(file)
+        self._at, self._length, self._is_first = self._at + len(head), len(line) - len(head), False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Goodput:
+    """Where the time of a run went."""
+
+    seconds: Mapping[str, float]
+    """By row, largest first."""
+    starts: int
+    lost_steps: int
+
+    @property
+    def wall_seconds(self) -> float:
+        """From the beginning of the first start to the last record."""
+        return sum(self.seconds.values())
+
+    @property
+    def share(self) -> float:
+        """Of the steps that count in the time that somebody wanted the run to run."""
+        wanted = self.wall_seconds - self.seconds.get("ended", 0.0)
+        return self.seconds.get("train", 0.0) / wanted if wanted else 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """For `summary.json`."""
+        return {
+            "share": self.share,
+            "wall_seconds": self.wall_seconds,
+            "starts": self.starts,
+            "lost_steps": self.lost_steps,
+            "seconds": dict(self.seconds),
+        }
+
+
+def read_ledger(path: str | os.PathLike[str]) -> list[Record]:
+    """The records of a run, in order; none where there is no file. Damaged lines are passed over.
+
+    Args:
+        path: of the file.
+    """
+    path = pathlib.Path(path)
+    records = []
+    for line in path.read_bytes().splitlines() if path.exists() else ():
+        try:
+            records.append(Record(**json.loads(line)))
+        except (ValueError, TypeError):
+            continue
+    return records
+
+
+def account(records: Iterable[Record]) -> Goodput:
+    """Adds up the records of a run.
+
+    Args:
+        records: in order, as of `read_ledger`.
+    """
+    starts: dict[int, list[Record]] = {}
+    for record in records:
+        starts.setdefault(record.start, []).append(record)
+    books: dict[str, float] = {}
+
+    def add(row: str, value: float) -> None:
+        books[row] = books.get(row, 0.0) + value
+
+    before: Record | None = None
+    for found in starts.values():
+        last = found[-1]
+        if before is not None:
+            gap = last.began - (before.began + sum(before.seconds.values()))
+            add(_BETWEEN.get(before.status, "down"), max(0.0, gap))
+        for row, value in last.seconds.items():
+            add(row, value)
+        before = last
+    lost, steps = _lost(list(starts.values()))
+    for row, value in lost.items():
+        add(row, -value)
+        add("lost", value)
+    ordered = sorted(books.items(), key=lambda item: -item[1])
+    return Goodput(
+        seconds={row: value for row, value in ordered if value > 0.0},
+        starts=len(starts),
+        lost_steps=round(steps),
+    )
+
+
+def _lost(starts: list[list[Record]]) -> tuple[dict[str, float], float]:
+    """Seconds by row, and steps, of the training that a later one repeated.
+
+    From the end to the beginning, with the lowest step from which anything later went on; between
+    two records the time of the steps is taken to be even.
+    """
+    lost, steps = {"train": 0.0, spent_on.DATA: 0.0}, 0.0
+    continued = math.inf
+    for found in reversed(starts):
+        first = dataclasses.replace(found[0], step=found[0].first_step, seconds={})
+        for one, other in reversed(list(zip([first, *found], found, strict=False))):
+            if other.step < one.step:  # rolled back: what came after `one` is done again as well
+                continued, part = min(continued, other.step), 1.0
+            elif other.step <= continued:
+                continue
+            else:
+                done = other.step - one.step
+                above = other.step - max(one.step, continued)
+                part = above / done if done else 1.0
+                steps += above if done else 0.0
+            for row in lost:
+                lost[row] += part * (other.seconds.get(row, 0.0) - one.seconds.get(row, 0.0))
+        continued = min(continued, found[0].first_step)
+    return lost, steps
+
+
+def in_words(goodput: Mapping[str, Any]) -> str:
+    """One line: the share, and the rows that took at least one percent.
+
+    Args:
+        goodput: as of `Goodput.to_json`.
+    """
+    wall = max(goodput["wall_seconds"], 1e-9)
+    rows = [f"{row} {value / wall:.0%}" for row, value in goodput["seconds"].items()]
+    shown = [
+        text
+        for text, value in zip(rows, goodput["seconds"].values(), strict=True)
+        if value / wall >= 0.01
+    ]
+    starts = f"{goodput['starts']} start" + "s" * (goodput["starts"] != 1)
+    lost = f", {goodput['lost_steps']} steps lost" if goodput["lost_steps"] else ""
+    return (
+        f"goodput {goodput['share']:.1%} of {goodput['wall_seconds']:.1f} s in {starts}{lost}:"
+        f" {', '.join(shown)}"
+    )

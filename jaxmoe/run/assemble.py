@@ -1,0 +1,249 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""From a config to the things a run needs, with every check that can be made before compiling."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Generator, Iterator
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import Mesh
+
+from jaxmoe.data import Batch, Loader, Source, check_hosts, evaluation_batches
+from jaxmoe.data.synthetic import SyntheticSource
+from jaxmoe.execution import ExecutionConfig
+from jaxmoe.layers.latent_attention import check_precision
+from jaxmoe.layers.sequences import check_rows, explain_form
+from jaxmoe.models.config import LatentAttentionConfig, ModelConfig
+from jaxmoe.models.initialize import parameter_table
+from jaxmoe.optim import AdamWConfig
+from jaxmoe.optim.schedules import Schedule
+from jaxmoe.parameters import ParameterSpec, ParameterTable
+from jaxmoe.run.config import PretrainConfig, TrainingConfig
+from jaxmoe.scaling import Budget, Parameterization
+from jaxmoe.training import MaskedDiffusionConfig
+from jaxmoe.training.batch_ramp import accumulation_of
+from jaxmoe.training.state import TrainState, init_state
+from sharding import axes as ax
+from sharding.distributed import batch_part, global_batch
+from sharding.mesh import make_mesh
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What a config decides without any device: model, table, optimiser."""
+
+    config: PretrainConfig
+    model: ModelConfig
+    """With the forward multipliers of the parameterisation."""
+    parameterization: Parameterization
+    table: ParameterTable
+    schedule: Schedule
+    optimizer: optax.GradientTransformation
+
+    def peak_rate(self, row: ParameterSpec) -> float:
+        """What the schedule multiplies for one parameter: its learning rate at the peak."""
+        optimizer = self.config.optimizer
+        rate = optimizer.learning_rate * row.hyper.learning_rate_multiplier
+        if row.hyper.group == "adamw" and not isinstance(optimizer, AdamWConfig):
+            rate *= optimizer.adamw_ratio
+        return rate
+
+    @property
+    def matrix_rate(self) -> float:
+        """The same of the hidden matrices, which all have one multiplier."""
+        return self.peak_rate(
+            next(row for row in self.table if row.declaration.role == "attention_in")
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Assembly:
+    """A plan on devices, with its data."""
+
+    plan: Plan
+    execution: ExecutionConfig
+    """With the mesh resolved."""
+    mesh: Mesh
+    source: Source
+    loader: Loader
+
+    def new_state(self) -> TrainState:
+        """The state before the first step."""
+        key = jax.random.key(self.plan.config.training.seed)
+        return init_state(
+            self.plan.model,
+            self.plan.optimizer,
+            key,
+            execution=self.execution,
+            parameterization=self.plan.parameterization,
+            mesh=self.mesh,
+        )
+
+    def batch(self, step: int) -> Batch:
+        """The training batch of one step, on the devices."""
+        index, count = batch_part(self.mesh)
+        rows = self.loader.batch(step, process_index=index, process_count=count)
+        return global_batch(rows, self.mesh)
+
+    def batches(self, first_step: int) -> Generator[Batch, None, None]:
+        """Training batches on the devices, from a step on, read ahead."""
+        index, count = batch_part(self.mesh)
+        last_step = self.plan.config.training.steps
+        rows = self.loader.iterate(first_step, last_step, process_index=index, process_count=count)
+        with contextlib.closing(rows):
+            for batch in rows:
+                yield global_batch(batch, self.mesh)
+
+    def held_out(self) -> Iterator[Batch]:
+        """The held-out batches on the devices, the same ones every time."""
+        index, count = batch_part(self.mesh)
+        rows = evaluation_batches(
+            self.source,
+            batch_size=self.plan.config.held_out_batch_size,
+            sequence_length=self.plan.config.training.sequence_length,
+            num_batches=self.plan.config.evaluation.batches,
+            process_index=index,
+            process_count=count,
+        )
+        return (global_batch(batch, self.mesh) for batch in rows)
+
+
+def make_plan(config: PretrainConfig) -> Plan:
+    """Model, parameter table and optimiser of a config; touches no device.
+
+    Raises:
+        ValueError: a choice that does not fit another.
+    """
+    training = config.training
+    batch_tokens = training.batch_size * training.sequence_length
+    budget = Budget(tokens=training.tokens, batch_tokens=batch_tokens)
+    parameterization = config.parameterization.build(config.model, budget, config.base)
+    table = parameter_table(parameterization.model, parameterization, config.execution.axis_rules)
+    schedule = config.schedule.build(training.steps)
+    if training.batch_ramp is not None:
+        schedule = training.batch_ramp.scaled(schedule, training.batch_sizes)
+    return Plan(
+        config=config,
+        model=parameterization.model,
+        parameterization=parameterization,
+        table=table,
+        schedule=schedule,
+        optimizer=config.optimizer.build(table, schedule),
+    )
+
+
+def assemble(config: PretrainConfig) -> Assembly:
+    """Everything a run needs, checked.
+
+    Raises:
+        ValueError: sizes that do not divide, a vocabulary too small for the data, too little data,
+            few bits for an attention that has no such form.
+    """
+    mesh_config = config.execution.mesh.resolve(jax.device_count())
+    execution = dataclasses.replace(config.execution, mesh=mesh_config)
+    if execution.fold is not None:  # its rules need every size
+        config = dataclasses.replace(config, execution=execution)
+    plan = make_plan(config)
+    if isinstance(plan.model.attention, LatentAttentionConfig):
+        check_precision(execution.precision)
+    mesh, training = make_mesh(mesh_config, fold=execution.fold), config.training
+    sizes = dict(mesh.shape)
+    for rules in (execution.axis_rules, execution.state_layout.optimizer):
+        plan.table.check_divides(rules, sizes)
+    length = (training.sequence_length,)
+    execution.axis_rules.check_divides("training.sequence_length", length, (ax.ACT_SEQ,), sizes)
+    check_rows(plan.model, execution, training.sequence_length, sizes)
+    parts = mesh_config.batch_shards * training.accumulation
+    if training.batch_size % parts:
+        raise ValueError(
+            f"training.batch_size={training.batch_size} must be divisible by the"
+            f" {mesh_config.batch_shards} devices that share a batch (mesh replica x data x"
+            f" expert) times training.accumulation={training.accumulation}: choose a multiple of"
+            f" {parts}"
+        )
+    _check_ramp(training, mesh_config.batch_shards)
+    if config.held_out_batch_size % mesh_config.batch_shards:
+        raise ValueError(
+            f"evaluation.batch_size={config.evaluation.batch_size} must be divisible by the"
+            f" {mesh_config.batch_shards} devices that share a batch (mesh replica x data x"
+            f" expert): choose a multiple of {mesh_config.batch_shards}"
+        )
+    source: Source = config.data.build(training.seed)
+    num_masks = config.model.vocab_size - training.objective.num_predicted(config.model)
+    if source.vocab_size + num_masks > config.model.vocab_size:
+        with_mask = " and the mask" if num_masks else ""
+        raise ValueError(
+            f"model.vocab_size={config.model.vocab_size} is smaller than the vocabulary of the data"
+            f" ({source.vocab_size} token ids){with_mask}: give --model.vocab_size"
+            f" {source.vocab_size + num_masks}"
+        )
+    loader = Loader(
+        source,
+        batch_size=training.batch_size,
+        sequence_length=training.sequence_length,
+        seed=training.seed,
+        batch_sizes=training.batch_sizes if training.batch_ramp else None,
+    )
+    index, count = batch_part(mesh)
+    check_hosts(loader, process_index=index, process_count=count)
+    assembly = Assembly(plan=plan, execution=execution, mesh=mesh, source=source, loader=loader)
+    assembly.held_out()  # too little held-out data is an error here
+    return assembly
+
+
+def _check_ramp(training: TrainingConfig, batch_shards: int) -> None:
+    """Refuses a batch of the ramp that devices and micro-batches do not divide."""
+    for _, rows in training.batch_sizes.stages[:-1]:
+        accumulation = accumulation_of(rows, training.batch_size, training.accumulation)
+        if rows % (batch_shards * accumulation):
+            raise ValueError(
+                f"training.batch_ramp has batches of {rows} sequences (of training.batch_size="
+                f"{training.batch_size}) in {accumulation} micro-batches, which the {batch_shards}"
+                " devices that share a batch must divide: choose fewer training.batch_ramp.stages"
+                " or a larger batch"
+            )
+
+
+def rates_in_words(plan: Plan) -> str:
+    """The peak rate of each role; empty where it is the optimizer's for all."""
+    peak, rates = plan.config.optimizer.learning_rate, dict[float, set[str]]()
+    for row in plan.table:
+        rates.setdefault(plan.peak_rate(row), set()).add(row.declaration.role)
+    if set(rates) == {peak}:
+        return ""
+    each = [f"{rate:.3g} {', '.join(sorted(roles))}" for rate, roles in rates.items()]
+    here = f"{next(iter(rates)):.3g}" if len(rates) == 1 else "; ".join(each)
+    return f"{peak:g} at the base point, here {here}"
+
+
+def sequence_form(assembly: Assembly) -> str:
+    """How attention spreads the positions of a sequence and, where it was chosen, why."""
+    plan, length = assembly.plan, assembly.plan.config.training.sequence_length
+    return explain_form(plan.model, assembly.execution, length, dict(assembly.mesh.shape))
+
+
+def entropy_floor(assembly: Assembly) -> float | None:
+    """Exact bits per token that no model can beat, where the data's entropy is known."""
+    training, source = assembly.plan.config.training, assembly.source
+    if isinstance(training.objective, MaskedDiffusionConfig):
+        # No token of a row is given, the first is predicted too.
+        if not isinstance(source, SyntheticSource):
+            return None
+        return source.whole_row_bits_per_token(training.sequence_length)
+    return source.entropy_bits_per_token(training.sequence_length)
+
+
+def devices_in_words(mesh: Mesh) -> list[str]:
+    """The devices of a mesh as strings, for environment.json."""
+    return [f"{device.platform}:{device.id} {device.device_kind}" for device in mesh.devices.flat]
+
+
+def mesh_in_words(mesh: Mesh) -> dict[str, Any]:
+    """Axes of the mesh that are larger than 1; all of size 1: {"devices": 1}."""
+    large = {axis: size for axis, size in mesh.shape.items() if size > 1}
+    return large or {"devices": 1}

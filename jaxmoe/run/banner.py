@@ -1,0 +1,79 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""What is printed before the first step."""
+
+from __future__ import annotations
+
+from jaxmoe.messages import say
+from jaxmoe.models.flops import flops_per_token
+from jaxmoe.routing.composition import advice, causal_advice
+from jaxmoe.run.assemble import (
+    Assembly,
+    entropy_floor,
+    mesh_in_words,
+    rates_in_words,
+    sequence_form,
+)
+from jaxmoe.run.config import PretrainConfig
+from jaxmoe.run.directory import RunDirectory
+from jaxmoe.tracking.console import format_count, format_flops
+from jaxmoe.training.masked_diffusion import MaskedDiffusionConfig
+
+
+def print_header(name: str, directory: RunDirectory, assembly: Assembly, first_step: int) -> None:
+    """What is about to run, before the first step."""
+    plan, training = assembly.plan, assembly.plan.config.training
+    model, moe = plan.model, plan.model.moe
+    active = plan.table.active(moe.top_k, moe.num_experts) if moe else plan.table.total
+    experts = f"{moe.num_experts} experts, top-{moe.top_k}" if moe else "dense"
+    flops = flops_per_token(model, plan.table, training.sequence_length)
+    tokens = training.batch_size * training.sequence_length
+    resumed = f"continuing after step {first_step}" if first_step else "new run"
+    lines = (
+        f"jaxmoe pretrain  {name}  {directory.path}  ({resumed})",
+        f"devices  {_mesh_text(assembly)}",
+        f"model    {model.num_layers} layers, width {model.embed_dim}, {experts};"
+        f" {format_count(plan.table.total)} parameters, {format_count(active)} active",
+        f"data     {_data_text(assembly)}",
+        f"plan     {training.steps} steps of {tokens} tokens,"
+        f" {format_flops(flops * tokens)} a step",
+    )
+    say("\n".join(lines))
+    if assembly.execution.mesh.seq > 1:
+        say(f"seq      {sequence_form(assembly)}")
+    if rates := rates_in_words(plan):
+        say(f"rates    {rates}; lr= below is that of the hidden matrices")
+    if training.batch_ramp is not None:
+        sizes = training.batch_sizes
+        small = ", ".join(map(str, sizes.sizes[:-1]))
+        say(f"ramp     batches of {small} sequences before step {sizes.stages[-1][0] + 1}")
+    notes = advice(moe) if moe else []
+    if moe and model.attention.is_causal:
+        notes += causal_advice(moe)
+    for text in notes:
+        say(f"note     {text}")
+
+
+def already_done(directory: RunDirectory, step: int, config: PretrainConfig) -> str:
+    """What is said when there is nothing left to train."""
+    return (
+        f"nothing to do: {directory.path} has done step {step} of {config.training.steps}."
+        " See its report.html, or give another --run.name"
+    )
+
+
+def _data_text(assembly: Assembly) -> str:
+    """The data, with the floor of masked diffusion where that is another than the next token's."""
+    training, floor = assembly.plan.config.training, entropy_floor(assembly)
+    text = assembly.source.describe(training.sequence_length)
+    if floor is None or not isinstance(training.objective, MaskedDiffusionConfig):
+        return text
+    return f"{text}; {floor:.4f} where no token is given"
+
+
+def _mesh_text(assembly: Assembly) -> str:
+    mesh = mesh_in_words(assembly.mesh)
+    platform = assembly.mesh.devices.flat[0].platform
+    return f"{assembly.mesh.size} x {platform}, mesh " + " ".join(
+        f"{a}={n}" for a, n in mesh.items()
+    )

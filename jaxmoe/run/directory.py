@@ -1,0 +1,379 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""The directory of one run: where its files are, who may write them, and for which config.
+
+    runs/<experiment>/<name>/
+        config.json        the config, resolved; a later start with another one is refused
+        environment.json   versions, devices, commit, command line of the latest start
+        metrics.jsonl      one object per logged step
+        tensorboard/       the same, for TensorBoard
+        router.npz         load per step, layer and expert
+        indicators.npz     with detailed telemetry: indicators of instability per step and layer
+        plots/             PNG files
+        report.html        everything on one page, self-contained
+        samples.txt        generated text
+        checkpoints/       what a restart continues from
+        skipped.json       rows that the run has jumped, where it went back
+        bad_data/          the batches of refused steps, and what experiments.replay says of them
+        goodput.jsonl      what each start of the run spent its time on
+        summary.json       the numbers of the finished (or stopped) run
+        profile/           the trace of --profile.steps
+        trials.jsonl       of a comparison: one object per finished trial
+        traces/            of a comparison: routing traces by method
+    run.lock           process and host that hold the directory
+    run.lease          the same with its incarnation; run.heartbeat shows that it lives
+
+Who holds the directory, and how it is told from somebody who died holding it, is in `lease.py`.
+JSON files are replaced in one rename.
+
+To add a file: a property here and a line above.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import math
+import os
+import pathlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+from jaxmoe.checkpoint import LeaseLostError
+from jaxmoe.configs import differences, from_json, to_json
+from jaxmoe.disk import replace_file
+from jaxmoe.resilience.lease import FILES as LEASE_FILES
+from jaxmoe.resilience.lease import Lease
+from jaxmoe.run.environment import describe_environment
+
+Config = TypeVar("Config")
+
+
+class RunDirectory:
+    """The files of one run.
+
+    Args:
+        path: The directory; relative to the working directory. It is made by `acquire`.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]):
+        self.path = pathlib.Path(path)
+        self._lease: Lease | None = None
+
+    @property
+    def config_file(self) -> pathlib.Path:
+        """The resolved config, as `jaxmoe.configs.to_json` writes it."""
+        return self.path / "config.json"
+
+    @property
+    def environment_file(self) -> pathlib.Path:
+        """Versions, devices, commit and command line of the latest start."""
+        return self.path / "environment.json"
+
+    @property
+    def metrics_file(self) -> pathlib.Path:
+        """One JSON object per logged step."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def tensorboard_directory(self) -> pathlib.Path:
+        """The event files of TensorBoard."""
+        return self.path / "tensorboard"
+
+    @property
+    def router_file(self) -> pathlib.Path:
+        """Load per step, layer and expert."""
+        return self.path / "router.npz"
+
+    @property
+    def indicators_file(self) -> pathlib.Path:
+        """Indicators of instability per step and layer, with detailed telemetry."""
+        return self.path / "indicators.npz"
+
+    @property
+    def plots_directory(self) -> pathlib.Path:
+        """PNG files."""
+        return self.path / "plots"
+
+    @property
+    def report_file(self) -> pathlib.Path:
+        """The self-contained page about the run."""
+        return self.path / "report.html"
+
+    @property
+    def samples_file(self) -> pathlib.Path:
+        """Generated text."""
+        return self.path / "samples.txt"
+
+    @property
+    def checkpoints_directory(self) -> pathlib.Path:
+        """One directory per saved step."""
+        return self.path / "checkpoints"
+
+    @property
+    def skipped_file(self) -> pathlib.Path:
+        """The rows that the run has jumped: [[step, rows], ...]."""
+        return self.path / "skipped.json"
+
+    @property
+    def bad_data_directory(self) -> pathlib.Path:
+        """The batches of refused steps."""
+        return self.path / "bad_data"
+
+    @property
+    def summary_file(self) -> pathlib.Path:
+        """The numbers of the finished or stopped run."""
+        return self.path / "summary.json"
+
+    @property
+    def goodput_file(self) -> pathlib.Path:
+        """What each start of the run spent its time on."""
+        return self.path / "goodput.jsonl"
+
+    @property
+    def profile_directory(self) -> pathlib.Path:
+        """The trace of `--profile.steps`."""
+        return self.path / "profile"
+
+    @property
+    def traces_directory(self) -> pathlib.Path:
+        """Of a comparison: routing traces by method."""
+        return self.path / "traces"
+
+    @property
+    def trials_file(self) -> pathlib.Path:
+        """One JSON object per finished trial of a comparison."""
+        return self.path / "trials.jsonl"
+
+    @property
+    def lock_file(self) -> pathlib.Path:
+        """Process and host that hold the directory, while they do."""
+        return self.path / "run.lock"
+
+    def check_free_of_runs(self) -> None:
+        """For commands that write a `summary.json` of their own.
+
+        Raises:
+            ValueError: If a run lives here, whose summary would be lost.
+        """
+        if self.config_file.exists():
+            raise ValueError(
+                f"run.directory={self.path} holds a run, whose summary.json would be lost: choose"
+                " another directory with --run.directory"
+            )
+
+    def acquire(
+        self,
+        *,
+        steal: bool = False,
+        heartbeat: float = 10.0,
+        on_lost: Callable[[], None] | None = None,
+    ) -> None:
+        """Make the directory and hold it until `release` or the end of the process.
+
+        Args:
+            steal: Whether to take it from a process that lives.
+            heartbeat: Seconds between signs of life.
+            on_lost: Called in a thread of its own when another process has taken it.
+
+        Raises:
+            ValueError: If it cannot be made or written, or if another process holds it.
+        """
+        with self._in_words():
+            self.path.mkdir(parents=True, exist_ok=True)
+            lease = Lease(self.path, heartbeat=heartbeat, steal=steal, on_lost=on_lost)
+            lease.acquire()
+        self._lease = lease
+
+    def fence(self) -> None:
+        """Returns while this process holds the directory.
+
+        Raises:
+            LeaseLostError: If it does not, or no longer; says who does.
+        """
+        if self._lease is None:
+            raise LeaseLostError(f"run.directory={self.path} is not held by this process")
+        self._lease.fence()
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether another process has taken the directory from this one, which held it."""
+        if self._lease is None:
+            return False
+        try:
+            self._lease.fence()
+        except LeaseLostError:
+            return True
+        except OSError:
+            return False  # who holds it cannot be known now
+        return False
+
+    def release(self) -> None:
+        """Let go of the directory."""
+        if self._lease is not None:
+            self._lease.release()
+            self._lease = None
+
+    def clear_lock(self) -> None:
+        """Removes what says who held the directory, before it becomes another one."""
+        for name in LEASE_FILES:
+            (self.path / name).unlink(missing_ok=True)
+
+    def check_config(
+        self,
+        config: Any,
+        free: tuple[str, ...] = (),
+        fixed: tuple[str, ...] = (),
+        way_out: str = "",
+    ) -> None:
+        """Record the config of a new run; refuse another one for an old run.
+
+        Args:
+            config: The config of this start.
+            free: Dotted paths (each with all beneath it) that may change from start to start;
+                the file then follows the new config.
+            fixed: Dotted paths beneath those that may not change.
+            way_out: What else can be done, for the message.
+
+        Raises:
+            ValueError: If another field differs; with one line per field.
+        """
+        given = to_json(config)
+        if self.config_file.exists():
+            saved = self._read(self.config_file)
+            if lines := differences(saved, given, free, fixed):
+                raise ValueError(
+                    f"run.directory={self.path} belongs to a run with another config:\n  "
+                    + "\n  ".join(lines)
+                    + "\nrepeat the saved values, or choose another directory with "
+                    f"--run.directory{way_out}"
+                )
+            if saved == given:
+                return
+        self._write(self.config_file, given)
+
+    def load_config(self, cls: type[Config]) -> Config:
+        """The config of the run that was started here.
+
+        Args:
+            cls: Its class.
+
+        Raises:
+            ValueError: If no run was started here, or one whose config `cls` does not know.
+        """
+        if not self.config_file.exists():
+            raise ValueError(
+                f"run.directory={self.path} holds no run ({self.config_file.name} is missing): "
+                "give the directory of a run with --run.directory"
+            )
+        try:
+            return from_json(cls, self._read(self.config_file))
+        except ValueError as error:
+            raise ValueError(f"{self.config_file}: {error}") from error
+
+    def config_json(self) -> dict[str, Any]:
+        """The config as it was written, whichever version wrote it.
+
+        Raises:
+            ValueError: If no run was started here, or the file is damaged.
+        """
+        if not self.config_file.exists():
+            raise ValueError(
+                f"run.directory={self.path} holds no run ({self.config_file.name} is missing): "
+                "give the directory of a run"
+            )
+        return self._read(self.config_file)
+
+    def summary(self) -> dict[str, Any] | None:
+        """The content of `summary.json`; None while the run has not ended.
+
+        Raises:
+            ValueError: If the file is damaged.
+        """
+        return self._read(self.summary_file) if self.summary_file.exists() else None
+
+    def skipped(self) -> Any:
+        """The content of `skipped.json`; nothing in a run that never went back.
+
+        Raises:
+            ValueError: If the file is damaged.
+        """
+        return self._read(self.skipped_file) if self.skipped_file.exists() else []
+
+    def write_skipped(self, windows: list[list[int]]) -> None:
+        """Write `skipped.json`.
+
+        Args:
+            windows: As `jaxmoe.data.SkippedRows.to_json` gives them.
+
+        Raises:
+            ValueError: If the file cannot be written.
+        """
+        self._write(self.skipped_file, windows)
+
+    def write_environment(self, devices: Sequence[str]) -> None:
+        """Record what this start runs on.
+
+        Args:
+            devices: The devices, in words; the caller asks jax for them, not this file.
+
+        Raises:
+            ValueError: If the file cannot be written.
+        """
+        self._write(self.environment_file, describe_environment(devices))
+
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        """Write `summary.json`.
+
+        Args:
+            summary: Numbers and strings by name; NaN and infinity become null.
+
+        Raises:
+            ValueError: If the file cannot be written.
+        """
+        self._write(self.summary_file, _finite(summary))
+
+    def _write(self, file: pathlib.Path, data: Any) -> None:
+        with self._in_words():
+            if self._lease is not None:
+                try:
+                    self._lease.fence()
+                except LeaseLostError as error:
+                    raise ValueError(str(error)) from error
+            replace_file(file, json.dumps(data, indent=2) + "\n")
+
+    def _read(self, file: pathlib.Path) -> Any:
+        try:
+            with self._in_words():
+                return json.loads(file.read_text())
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{file} is not JSON ({error}): restore or remove it") from error
+
+    @contextlib.contextmanager
+    def _in_words(self) -> Iterator[None]:
+        """What the operating system refuses, as a ValueError that a user can act on."""
+        try:
+            yield
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                rule = "has no space left: free some"
+            elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+                rule = "is not writable: change its permissions"
+            else:
+                rule = f"cannot be used ({error.strerror}: {error.filename}): mend it"
+            raise ValueError(
+                f"run.directory={self.path} {rule}, or choose another directory with "
+                "--run.directory"
+            ) from error
+
+
+def _finite(value: Any) -> Any:
+    """The value with null for NaN and infinity, which JSON does not have."""
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

@@ -1,0 +1,221 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""What is watched beside the loss: late processes, workers that differ, and the books of the time.
+
+The rules are in `jaxmoe.training.{stragglers,dispersion,goodput}`; here they meet a run. To add a
+watch: its rule there, its hook in `Watches.hooks`, what it says through `Watches.warn`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxmoe.data.batch import Batch
+from jaxmoe.resilience.goodput import Ledger, account, read_ledger
+from jaxmoe.resilience.stragglers import StragglerHook
+from jaxmoe.resilience.watchdog import Watchdog
+from jaxmoe.run.assemble import Assembly
+from jaxmoe.run.directory import RunDirectory
+from jaxmoe.run.reporter import Reporter
+from jaxmoe.training.batch_ramp import accumulation_of
+from jaxmoe.training.dispersion import (
+    Outlier,
+    OutlierWatch,
+    WorkerGradients,
+    gradient_scalars,
+    make_gradient_probe,
+    worker_devices,
+)
+from jaxmoe.training.hooks import Hook
+from jaxmoe.training.loop import Report
+from jaxmoe.training.state import TrainState
+from jaxmoe.training.time_spent import CHECKPOINT, TimeSpent
+
+_LOSSES, _PROBES = 16, 4
+"""Steps, and probes, over which a worker must stick out."""
+
+
+class Watches:
+    """Everything that is watched in one start of a run.
+
+    Args:
+        directory: of the run.
+        assembly: what runs.
+        reporter: to whom warnings and numbers go.
+        spent: of this process, since it began.
+        first_step: restored.
+        watchdog: told what begins.
+    """
+
+    def __init__(
+        self,
+        directory: RunDirectory,
+        assembly: Assembly,
+        reporter: Reporter,
+        spent: TimeSpent,
+        first_step: int,
+        watchdog: Watchdog,
+    ):
+        self._directory, self._assembly, self.reporter = directory, assembly, reporter
+        self.spent, self.watchdog = spent, watchdog
+        self.warnings: list[str] = []
+        """What was said in this start."""
+        self._losses, self._norms = OutlierWatch(_LOSSES), OutlierWatch(_PROBES)
+        self._ledger = None
+        if jax.process_index() == 0:
+            self._ledger = Ledger(directory.goodput_file, spent, first_step=first_step)
+
+    def hooks(self) -> list[Hook]:
+        """Those of the watches that are hooks; the same on every process."""
+        config, hooks = self._assembly.plan.config, list[Hook]()
+        if config.watch.gradients_every and self._workers > 1:
+            hooks.append(self._gradient_hook())
+        if jax.process_count() > 1:
+            every = config.tracking.print_every
+            hooks.append(StragglerHook(self.spent, every=every, report=self.warn))
+        return hooks
+
+    def timed(self, hook: Hook, kind: str) -> Hook:
+        """The hook, whose time goes to `kind`.
+
+        Args:
+            hook: any.
+            kind: of `jaxmoe.training.time_spent`.
+        """
+        return _Timed(hook, self.spent, kind, self._note if kind == CHECKPOINT else None)
+
+    def trained(self, report: Report) -> None:
+        """Passes a report on, looks at the workers' losses, and writes the books."""
+        self.reporter.trained(report)
+        for step, metrics in zip(report.steps, report.metrics, strict=True):
+            if metrics.worker_loss is not None:
+                for outlier in self._losses.add(np.asarray(metrics.worker_loss)):
+                    self._warn_of_worker(step, outlier, self._workers, "loss", f"{_LOSSES} steps")
+        self._note(report.steps[-1])
+
+    def warn(self, step: int, what: object) -> None:
+        """Says something once, and keeps it for the summary."""
+        self.warnings.append(f"step {step}: {what}")
+        self.reporter.warn(step, str(what))
+
+    def goodput(self) -> dict[str, Any] | None:
+        """The books of all starts up to now; None but on the first process."""
+        if self._ledger is None:
+            return None
+        return account(read_ledger(self._directory.goodput_file)).to_json()
+
+    def note(self, step: int, status: str) -> None:
+        """Writes how the start ended into the books.
+
+        Args:
+            step: done.
+            status: of the loop.
+        """
+        if self._ledger is not None:
+            self._ledger.record(step, status=status)
+
+    @property
+    def _workers(self) -> int:
+        return self._assembly.execution.mesh.batch_shards
+
+    def _note(self, step: int, *, is_kept: bool = False) -> None:
+        if self._ledger is not None and not self._directory.is_lost:
+            self._ledger.record(step, is_kept=is_kept)
+
+    def _gradient_hook(self) -> Hook:
+        plan, watch = self._assembly.plan, self._assembly.plan.config.watch
+        groups = max(n for n in range(1, watch.gradient_groups + 1) if self._workers % n == 0)
+        groups = groups if groups > 1 else self._workers  # a prime number of workers
+        training = plan.config.training
+
+        @functools.cache
+        def probe_of(rows: int) -> Callable[[TrainState, Batch], WorkerGradients]:
+            return make_gradient_probe(
+                plan.model,
+                workers=groups,
+                execution=self._assembly.execution,
+                accumulation=accumulation_of(rows, training.batch_size, training.accumulation),
+                objective=training.objective,
+            )
+
+        return GradientHook(
+            lambda state, batch: probe_of(batch.tokens.shape[0])(state, batch),
+            self._assembly.batch,
+            every=watch.gradients_every,
+            last_step=training.steps,
+            report=functools.partial(self._probed, groups),
+        )
+
+    def _probed(self, groups: int, step: int, gradients: WorkerGradients) -> None:
+        self.reporter.watched(step, gradient_scalars(gradients))
+        for outlier in self._norms.add(np.asarray(gradients.norm)):
+            self._warn_of_worker(step, outlier, groups, "gradient norm", f"{_PROBES} probes")
+
+    def _warn_of_worker(
+        self, step: int, outlier: Outlier, workers: int, what: str, over: str
+    ) -> None:
+        devices = worker_devices(self._assembly.mesh, workers)[outlier.worker]
+        ids = ", ".join(str(device.id) for device in devices)
+        processes = ", ".join(str(index) for index in sorted({d.process_index for d in devices}))
+        self.warn(
+            step,
+            f"worker {outlier.worker} of {workers} (devices {ids}; process {processes}) differs"
+            f" from the others: its {what} by {outlier.excess:+.3g}, {outlier.spreads:.1f} spreads,"
+            f" over {over}",
+        )
+
+
+class GradientHook:
+    """Compares the gradients of the workers on the batch of the next step, every so many steps.
+
+    Args:
+        probe: from `make_gradient_probe`.
+        batch: of a step, on the devices.
+        every: steps.
+        last_step: of the run, after which there is no batch.
+        report: called with the step and what was found.
+    """
+
+    def __init__(
+        self,
+        probe: Callable[[Any, Any], WorkerGradients],
+        batch: Callable[[int], Batch | None],
+        *,
+        every: int,
+        last_step: int,
+        report: Callable[[int, WorkerGradients], None],
+    ):
+        self._probe, self._batch, self._report = probe, batch, report
+        self._every, self._last_step = every, last_step
+
+    def is_due(self, step: int) -> bool:
+        """Every so many steps, but for the last."""
+        return step % self._every == 0 and step < self._last_step
+
+    def run(self, step: int, state: TrainState | None) -> None:
+        """Compares and reports."""
+        self._report(step, jax.device_get(self._probe(state, self._batch(step))))
+
+
+class _Timed:
+    """A hook whose time is kept."""
+
+    def __init__(self, hook: Hook, spent: TimeSpent, kind: str, after: Callable[..., None] | None):
+        self._hook, self._spent, self._kind, self._after = hook, spent, kind, after
+        self.name = type(hook).__name__
+
+    def is_due(self, step: int) -> bool:
+        """As the hook."""
+        return self._hook.is_due(step)
+
+    def run(self, step: int, state: TrainState) -> None:
+        """Runs it."""
+        with self._spent.on(self._kind):
+            self._hook.run(step, state)
+        if self._after is not None:
+            self._after(step, is_kept=True)

@@ -1,0 +1,98 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""The batches of refused steps on disk.
+
+    <run>/bad_data/step<n>.npz    tokens, targets, loss_weights, segment_ids and positions (where
+                                  rows have them): [rows, positions];  rows: their numbers;  step: n
+
+A batch is a function of the step, so that the first process reads all rows of it once more, those
+of the other hosts too. A row's number is its place in the endless sequence of the split
+(`Loader.row`). Dumps are never deleted here.
+
+`experiments/replay.py` says what is wrong with one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import pathlib
+import re
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxmoe.data import Batch, Loader
+from jaxmoe.disk import DiskGuard, replace_file
+from jaxmoe.run.directory import RunDirectory
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DumpedBatch:
+    """What one refused step read."""
+
+    step: int
+    """The step, from 1."""
+    rows: np.ndarray
+    """Number of each row in the endless sequence of the split."""
+    batch: Batch
+
+
+def dump_batches(directory: RunDirectory, loader: Loader, refused: tuple[int, int]) -> None:
+    """Writes what some steps read; a full disk costs the dump and not the run.
+
+    Args:
+        directory: of the run.
+        loader: that gave them.
+        refused: first and last step, from 1.
+    """
+    if jax.process_index() != 0:
+        return
+    guard = DiskGuard(directory.bad_data_directory)
+    for step in range(refused[0], refused[1] + 1):
+        batch = loader.batch(step - 1)
+        fields = {name: getattr(batch, name) for name in Batch.__dataclass_fields__}
+        arrays: dict[str, Any] = {n: np.asarray(x) for n, x in fields.items() if x is not None}
+        first = loader.first_row(step - 1)
+        rows = np.arange(first, first + batch.tokens.shape[0])
+        file = io.BytesIO()
+        np.savez_compressed(file, step=np.int64(step), rows=rows, **arrays)
+        with guard.going_on():
+            replace_file(_file(directory, step), file.getvalue())
+
+
+def dumped_steps(directory: RunDirectory) -> list[int]:
+    """The steps whose batches lie there, ascending."""
+    names = (path.name for path in directory.bad_data_directory.glob("step*.npz"))
+    found = (re.fullmatch(r"step(\d+)\.npz", name) for name in names)
+    return sorted(int(match[1]) for match in found if match)
+
+
+def read_batch(directory: RunDirectory, step: int) -> DumpedBatch:
+    """What one refused step read.
+
+    Args:
+        directory: of the run.
+        step: from 1.
+
+    Raises:
+        ValueError: it was not dumped, or the file is damaged.
+    """
+    path = _file(directory, step)
+    if not path.exists():
+        have = ", ".join(map(str, dumped_steps(directory))) or "none"
+        raise ValueError(
+            f"step={step}: {directory.bad_data_directory} has no batch of that step (has: {have})"
+        )
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            arrays = dict(file)
+        rows, number = arrays.pop("rows"), int(arrays.pop("step"))
+        return DumpedBatch(step=number, rows=rows, batch=Batch(**arrays))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is no dump of a batch ({error}): remove it") from error
+
+
+def _file(directory: RunDirectory, step: int) -> pathlib.Path:
+    return directory.bad_data_directory / f"step{step}.npz"

@@ -1,0 +1,249 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""From a run's metrics to its trackers: the console, the files, the last numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import jax
+import numpy as np
+
+from jaxmoe.configs import to_json
+from jaxmoe.models.flops import flops_per_token
+from jaxmoe.optional import require
+from jaxmoe.run.assemble import Assembly
+from jaxmoe.run.config import TrackingConfig
+from jaxmoe.run.directory import RunDirectory
+from jaxmoe.tracking.indicators import IndicatorRecorder, scalars_of
+from jaxmoe.tracking.jsonl import JsonlTracker, read_metrics
+from jaxmoe.tracking.router_load import RouterLoadRecorder
+from jaxmoe.tracking.terminal import Console, LiveTracker, SilentConsole, open_console
+from jaxmoe.tracking.tracker import (
+    BITS_PER_BYTE,
+    BITS_PER_TOKEN,
+    GRADIENT_NORM,
+    LEARNING_RATE,
+    LOSS,
+    MAX_VIOLATION,
+    MFU,
+    TOKENS_PER_SECOND,
+    TRAINED_SECONDS,
+    TRAINED_TOKENS,
+    CompositeTracker,
+    NullTracker,
+    TrackedRun,
+    Tracker,
+)
+from jaxmoe.training.dispersion import loss_scalars
+from jaxmoe.training.evaluate import Evaluation
+from jaxmoe.training.loop import Report
+from jaxmoe.training.step import StepMetrics
+from jaxmoe.training.throughput import model_flops_utilization
+
+
+def check_packages(tracking: TrackingConfig) -> None:
+    """What the trackers need is installed.
+
+    Raises:
+        MissingPackageError: with the extra that brings it.
+    """
+    for tracker in tracking.trackers:
+        tracker.check()
+    if tracking.console == "rich":
+        require("rich")
+
+
+class Reporter:
+    """Receives what the loop reports and passes it on; only the first process writes.
+
+    Args:
+        name: of the run.
+        directory: of the run.
+        assembly: for the schedule and the data's units.
+        first_step: restored; records after it are dropped.
+
+    Raises:
+        MissingPackageError: if a tracker's package is not installed.
+        ValueError: if a tracker cannot start.
+    """
+
+    def __init__(self, name: str, directory: RunDirectory, assembly: Assembly, first_step: int):
+        plan, training = assembly.plan, assembly.plan.config.training
+        self._name, self._directory, self._assembly = name, directory, assembly
+        self.skipped = 0
+        """Steps refused by the guard since this start."""
+        self.flops_per_token = flops_per_token(plan.model, plan.table, training.sequence_length)
+        """Model FLOPs of a training step per token."""
+        self._seconds = self._tokens = 0.0
+        self._training = training
+        # Once, for all steps: a call of the schedule per step would be a wait for the device.
+        steps = np.arange(training.steps, dtype=np.int32)
+        factors = jax.vmap(plan.schedule)(jax.numpy.asarray(steps))
+        self._learning_rates = plan.matrix_rate * np.asarray(factors, np.float64)
+        self._open(first_step)
+
+    def _open(self, first_step: int) -> None:
+        """Opens console and files, which hold what was recorded up to a step."""
+        config = self._assembly.plan.config
+        self._files: Tracker = NullTracker()
+        self._console: Console = SilentConsole()
+        self._loads: RouterLoadRecorder | None = None
+        self._indicators: IndicatorRecorder | None = None
+        self.last: dict[str, float] = {}
+        """Latest value of every metric, those of earlier starts among them."""
+        if jax.process_index() == 0:
+            directory = self._directory
+            run = TrackedRun(
+                name=self._name,
+                directory=directory.path,
+                config=to_json(config),
+                resume_step=first_step,
+            )
+            self._console = open_console(config.tracking.console, self._training.steps)
+            trackers: list[Tracker] = [tracker.build(run) for tracker in config.tracking.trackers]
+            record = JsonlTracker(directory.metrics_file, first_step)
+            self._files = CompositeTracker(record, *trackers)
+            self._loads = RouterLoadRecorder(directory.router_file, first_step)
+            self._indicators = IndicatorRecorder(directory.indicators_file, first_step)
+            if first_step:
+                recorded = read_metrics(directory.metrics_file)
+                self.last = {name: float(values[-1]) for name, (_, values) in recorded.items()}
+        self._trained_seconds = self.last.get(TRAINED_SECONDS, 0.0)
+        self._is_closed = False
+        self._first_step = first_step
+
+    def go_back(self, step: int) -> None:
+        """The run goes on after this step once more; records of later ones are dropped."""
+        self.close()
+        self._open(step)
+
+    @property
+    def is_live(self) -> bool:
+        """Whether somebody watches a view that wants to be fed."""
+        return isinstance(self._console, LiveTracker)
+
+    def start(self) -> None:
+        """The steps begin."""
+        self._console.start(self._first_step)
+
+    def trained(self, report: Report) -> None:
+        """Metrics of consecutive training steps."""
+        self._seconds += report.seconds
+        self._tokens += sum(float(metrics.num_tokens) for metrics in report.metrics)
+        load = None
+        for step, metrics in zip(report.steps, report.metrics, strict=True):
+            self._trained_seconds += report.seconds / len(report.steps)
+            values = self._values(step, metrics)
+            if step == report.steps[-1]:
+                values[TOKENS_PER_SECOND] = report.tokens_per_second
+                if (mfu := self._utilization(report.tokens_per_second)) is not None:
+                    values[MFU] = mfu
+            if bool(metrics.is_skipped):
+                self.skipped += 1
+                self._console.log_text(step, "warning", _skip_text(metrics))
+            self.last.update(values)
+            self._files.log(step, values)
+            if self._loads is not None and metrics.load is not None:
+                load = np.asarray(metrics.load)
+                self._loads.record(step, load)
+            if self._indicators is not None:
+                self._indicators.record(step, metrics.indicators)
+        self._console.show({}, load)
+        self._console.log(report.steps[-1], self.last)
+
+    def evaluated(self, step: int, evaluation: Evaluation) -> None:
+        """A held-out loss."""
+        values = {BITS_PER_TOKEN: evaluation.bits_per_token}
+        if self._assembly.source.bytes_per_token is not None:
+            values[BITS_PER_BYTE] = (
+                evaluation.bits_per_token / self._assembly.source.bytes_per_token
+            )
+        self.last.update(values)
+        self._files.log(step, values)
+        self._console.show(values)
+        shown = " ".join(f"{name}={value:.4f}" for name, value in values.items())
+        self._console.log_text(step, "held out", shown)
+
+    def watched(self, step: int, values: Mapping[str, float]) -> None:
+        """Further numbers of a step."""
+        self.last.update(values)
+        self._files.log(step, values)
+
+    def warn(self, step: int, text: str) -> None:
+        """Something that somebody should look at."""
+        self._console.log_text(step, "warning", text)
+
+    def flush(self) -> None:
+        """Writes what belongs to the steps so far, before they are saved."""
+        for recorder in (self._loads, self._indicators):
+            if recorder is not None:
+                recorder.save()
+
+    def abandon(self) -> None:
+        """Ends without a word more into files that are another process's by now."""
+        self._loads = self._indicators = None
+        self.close()
+
+    def close(self) -> None:
+        """Ends the trackers, and leaves the terminal as it was; once is enough."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._console.close()
+        self.flush()
+        self._files.close()
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Mean over this start, evaluation and saving left out."""
+        return self._tokens / self._seconds if self._seconds else 0.0
+
+    @property
+    def mfu(self) -> float | None:
+        """Mean model FLOPs utilisation over this start; None where the peak is not known."""
+        return self._utilization(self.tokens_per_second)
+
+    @property
+    def trained_seconds(self) -> float:
+        """Of all steps so far, every start of the run together."""
+        return self._trained_seconds
+
+    def _utilization(self, tokens_per_second: float) -> float | None:
+        dtype = self._assembly.execution.precision.compute_dtype.name
+        devices = list(self._assembly.mesh.devices.flat)
+        return model_flops_utilization(tokens_per_second, self.flops_per_token, devices, dtype)
+
+    def _values(self, step: int, metrics: StepMetrics) -> dict[str, float]:
+        """One step's metrics by the trackers' names."""
+        router: Mapping[str, float] = {
+            f"router/{name}": float(value) for name, value in metrics.router.items()
+        }
+        losses = {f"train/{name}": float(value) for name, value in metrics.losses.items()}
+        worst = router.get("router/max_violation_worst")
+        return {
+            LOSS: float(metrics.loss),
+            LEARNING_RATE: float(self._learning_rates[step - 1]),
+            GRADIENT_NORM: float(metrics.grad_norm),
+            **losses,
+            **router,
+            **({} if worst is None else {MAX_VIOLATION: worst}),
+            TRAINED_TOKENS: float(self._training.tokens_before(step)),
+            **scalars_of(metrics.indicators),
+            **loss_scalars(metrics.worker_loss),
+            TRAINED_SECONDS: self._trained_seconds,
+        }
+
+
+def _skip_text(metrics: StepMetrics) -> str:
+    loss, norm = float(metrics.loss), float(metrics.grad_norm)
+    limit = math.inf if metrics.norm_limit is None else float(metrics.norm_limit)
+    cause = "loss" if not math.isfinite(loss) else "gradient norm or new state"
+    cause = f"the {cause} is not finite"
+    if math.isfinite(loss) and limit < norm < math.inf:
+        cause = f"the gradient norm is above {limit:g}, the bound that recent steps set"
+    return (
+        f"{cause} (loss {loss:g}, gradient norm {norm:g}); this step changed"
+        f" nothing ({int(metrics.skipped_in_a_row)} in a row)"
+    )

@@ -1,0 +1,119 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""`evaluate --routing detailed`: what the routers of a trained run do with held-out tokens.
+
+    gamma_eff       congestion coefficient fitted to the loads, with a bootstrap interval
+    token           mutual information of token and expert, nats
+    domain          the same of domain and expert, normalized, where the data knows domains
+    together        largest share of an expert's tokens that one other expert has as well
+    window          max violation of all batches together
+
+A domain is a language of the synthetic mixture; other data has none.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmoe.data import Batch
+from jaxmoe.data.synthetic import SyntheticSource
+from jaxmoe.models.transformer import forward
+from jaxmoe.routing import RouterStatistics
+from jaxmoe.routing.congestion import fit_congestion
+from jaxmoe.routing.telemetry import load
+from jaxmoe.routing.telemetry_detailed import (
+    coactivation,
+    domain_information,
+    mutual_information,
+)
+from jaxmoe.run.assemble import Assembly
+from jaxmoe.training.state import TrainState
+
+
+def router_details(assembly: Assembly, state: TrainState) -> list[dict[str, Any]]:
+    """One row for each MoE layer; none for a dense model.
+
+    Args:
+        assembly: of the run; its mesh is current.
+        state: with parameters and router state.
+    """
+    per_batch = _statistics(assembly, state, assembly.held_out())
+    if not per_batch:
+        return []
+    summed = per_batch[0]
+    for statistics in per_batch[1:]:
+        summed = summed + statistics
+    extra, rows = summed.extra, []
+    columns = {"token": mutual_information(summed)}
+    if "detail_domains" in extra:
+        columns["domain"] = domain_information(extra["detail_domains"])
+    if "detail_coactivation" in extra:
+        columns["together"] = coactivation(extra["detail_coactivation"])
+    share = np.asarray(load(summed))
+    for layer in range(share.shape[0]):
+        row: dict[str, Any] = {"layer": layer}
+        row |= {name: float(values[layer]) for name, values in columns.items()}
+        row["window"] = float(share[layer].max() * share.shape[1] - 1.0)
+        counts = np.stack([statistics.counts[layer] for statistics in per_batch])
+        if "detail_log_prob" in extra and (counts.sum(-1) > 0).all():
+            quality = np.stack(
+                [s.extra["detail_log_prob"][layer] / s.num_tokens[layer] for s in per_batch]
+            )
+            fit = fit_congestion(counts, quality)
+            row |= {"gamma_eff": fit.gamma, "low": fit.low, "high": fit.high}
+        rows.append(row)
+    return rows
+
+
+def in_words(rows: list[dict[str, Any]]) -> str:
+    """The rows as a table."""
+    if not rows:
+        return "no MoE layer: there is no router to look at"
+    names = list(rows[0])
+    lines = ["".join(f"{name:>11}" for name in names)]
+    for row in rows:
+        cells = (row[name] for name in names)
+        lines.append("".join(f"{c:>11}" if isinstance(c, int) else f"{c:>11.4g}" for c in cells))
+    return "\n".join(lines)
+
+
+def _statistics(
+    assembly: Assembly, state: TrainState, batches: Iterable[Batch]
+) -> list[RouterStatistics]:
+    """Statistics of each batch, on the host, with everything that detailed telemetry has."""
+    model = assembly.plan.model
+    execution = dataclasses.replace(assembly.execution, telemetry="detailed")
+    objective = assembly.plan.config.training.objective
+    source = assembly.source
+    symbols = None
+    if isinstance(source, SyntheticSource) and len(source.chains) > 1:
+        symbols = source.chains[0].transitions.shape[1]
+
+    @jax.jit
+    def look(params: Any, router_state: Any, batch: Batch) -> Any:
+        tokens = jnp.asarray(batch.tokens)
+        context = {} if symbols is None else {"domain": tokens // jnp.int32(symbols)}
+        if objective.name == "masked_diffusion":
+            # Whole texts, nothing masked.
+            context["mask_ratio"] = jnp.zeros(tokens.shape, jnp.float32)
+        output = forward(
+            model,
+            execution,
+            params,
+            tokens,
+            positions=batch.positions,
+            segment_ids=batch.segment_ids,
+            router_state=router_state,
+            context=context,
+            has_logits=False,
+        )
+        return output.statistics
+
+    found = [look(state.params, state.router_state, batch) for batch in batches]
+    return [jax.device_get(statistics) for statistics in found if statistics is not None]
