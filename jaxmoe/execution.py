@@ -72,7 +72,7 @@ class ExecutionConfig:
     a CPU, where the loop copies what it carries."""
     telemetry: Literal["brief", "detailed"] = "brief"
     """What is measured: the load of the routers; or as well all of
-    jaxmoe/routing/telemetry_detailed.py and, per layer, the indicators of instability of
+    jaxmoe/routing/telemetry/detailed.py and, per layer, the indicators of instability of
     jaxmoe/layers/indicators.py, at the price of a second pass of the experts."""
     loss_chunk: int = 0
     """Positions whose logits exist at a time in the loss; 0: all at once."""

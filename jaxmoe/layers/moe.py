@@ -45,7 +45,7 @@ from jaxmoe.routing import (
 )
 from jaxmoe.routing.balancers import WeightsBalancer, of_statistics, of_weights
 from jaxmoe.routing.capacity import limit
-from jaxmoe.routing.telemetry_detailed import observe
+from jaxmoe.routing.telemetry.detailed import observe
 from pallas_kernels.jax_versions import agreed
 from sharding import axes as ax
 from sharding.assignments import Assignments, own_assignments, own_positions

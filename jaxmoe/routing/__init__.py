@@ -26,34 +26,46 @@ from jaxmoe.routing.base import RouterStatistics as RouterStatistics
 from jaxmoe.routing.base import Selection as Selection
 from jaxmoe.routing.base import Slots as Slots
 from jaxmoe.routing.base import Traits as Traits
-from jaxmoe.routing.base_layer import BaseLayerConfig as BaseLayerConfig
 from jaxmoe.routing.biases import BiasConfig as BiasConfig
 from jaxmoe.routing.biases import BipConfig as BipConfig
 from jaxmoe.routing.biases import LossFreeConfig as LossFreeConfig
 from jaxmoe.routing.biases import QuantileConfig as QuantileConfig
 from jaxmoe.routing.capacity import CapacityConfig as CapacityConfig
-from jaxmoe.routing.cosine_topk import CosineTopKConfig as CosineTopKConfig
-from jaxmoe.routing.expert_choice import ExpertChoiceConfig as ExpertChoiceConfig
-from jaxmoe.routing.forced_balance import ForcedBalanceConfig as ForcedBalanceConfig
 from jaxmoe.routing.gates import RenormalizedGateConfig as RenormalizedGateConfig
 from jaxmoe.routing.gates import SoftmaxGateConfig as SoftmaxGateConfig
 from jaxmoe.routing.gates import SqrtGateConfig as SqrtGateConfig
-from jaxmoe.routing.groups import GroupLimitConfig as GroupLimitConfig
-from jaxmoe.routing.gshard import GShardConfig as GShardConfig
-from jaxmoe.routing.hash_routing import HashConfig as HashConfig
-from jaxmoe.routing.kmeans import KMeansConfig as KMeansConfig
 from jaxmoe.routing.methods import METHODS as METHODS
 from jaxmoe.routing.methods import Method as Method
-from jaxmoe.routing.moe_plus_plus import MoEPlusPlusConfig as MoEPlusPlusConfig
-from jaxmoe.routing.noisy_topk import NoisyTopKConfig as NoisyTopKConfig
-from jaxmoe.routing.progressive_topk import ProgressiveTopKConfig as ProgressiveTopKConfig
-from jaxmoe.routing.selective_sinkhorn import SelectiveSinkhornConfig as SelectiveSinkhornConfig
-from jaxmoe.routing.sigmoid_topk import SigmoidTopKConfig as SigmoidTopKConfig
-from jaxmoe.routing.sinkhorn import SinkhornConfig as SinkhornConfig
-from jaxmoe.routing.soft_moe import SoftMoEConfig as SoftMoEConfig
-from jaxmoe.routing.softmax_topk import SoftmaxTopKConfig as SoftmaxTopKConfig
-from jaxmoe.routing.sqrt_softplus_topk import SqrtSoftplusTopKConfig as SqrtSoftplusTopKConfig
-from jaxmoe.routing.uniform_random import UniformRandomConfig as UniformRandomConfig
+from jaxmoe.routing.routers.assignment.base_layer import BaseLayerConfig as BaseLayerConfig
+from jaxmoe.routing.routers.assignment.selective_sinkhorn import (
+    SelectiveSinkhornConfig as SelectiveSinkhornConfig,
+)
+from jaxmoe.routing.routers.assignment.sinkhorn import SinkhornConfig as SinkhornConfig
+from jaxmoe.routing.routers.expert_choice.expert_choice import (
+    ExpertChoiceConfig as ExpertChoiceConfig,
+)
+from jaxmoe.routing.routers.expert_choice.soft_moe import SoftMoEConfig as SoftMoEConfig
+from jaxmoe.routing.routers.token_choice.cosine_topk import CosineTopKConfig as CosineTopKConfig
+from jaxmoe.routing.routers.token_choice.groups import GroupLimitConfig as GroupLimitConfig
+from jaxmoe.routing.routers.token_choice.gshard import GShardConfig as GShardConfig
+from jaxmoe.routing.routers.token_choice.kmeans import KMeansConfig as KMeansConfig
+from jaxmoe.routing.routers.token_choice.moe_plus_plus import MoEPlusPlusConfig as MoEPlusPlusConfig
+from jaxmoe.routing.routers.token_choice.noisy_topk import NoisyTopKConfig as NoisyTopKConfig
+from jaxmoe.routing.routers.token_choice.progressive_topk import (
+    ProgressiveTopKConfig as ProgressiveTopKConfig,
+)
+from jaxmoe.routing.routers.token_choice.sigmoid_topk import SigmoidTopKConfig as SigmoidTopKConfig
+from jaxmoe.routing.routers.token_choice.softmax_topk import SoftmaxTopKConfig as SoftmaxTopKConfig
+from jaxmoe.routing.routers.token_choice.sqrt_softplus_topk import (
+    SqrtSoftplusTopKConfig as SqrtSoftplusTopKConfig,
+)
+from jaxmoe.routing.routers.unlearned.forced_balance import (
+    ForcedBalanceConfig as ForcedBalanceConfig,
+)
+from jaxmoe.routing.routers.unlearned.hash_routing import HashConfig as HashConfig
+from jaxmoe.routing.routers.unlearned.uniform_random import (
+    UniformRandomConfig as UniformRandomConfig,
+)
 from jaxmoe.routing.zero_computation import ZeroComputationConfig as ZeroComputationConfig
 
 RouterConfig = (

@@ -27,26 +27,26 @@ from jaxmoe.routing.balancers import (
     RouterZConfig,
     TopOneBalanceConfig,
 )
-from jaxmoe.routing.base_layer import BaseLayerConfig
 from jaxmoe.routing.biases import BipConfig, LossFreeConfig, QuantileConfig
 from jaxmoe.routing.capacity import CapacityConfig
-from jaxmoe.routing.cosine_topk import CosineTopKConfig
-from jaxmoe.routing.expert_choice import ExpertChoiceConfig
-from jaxmoe.routing.forced_balance import ForcedBalanceConfig
 from jaxmoe.routing.gates import RenormalizedGateConfig, SoftmaxGateConfig, SqrtGateConfig
-from jaxmoe.routing.gshard import GShardConfig
-from jaxmoe.routing.hash_routing import HashConfig
-from jaxmoe.routing.kmeans import KMeansConfig
-from jaxmoe.routing.moe_plus_plus import MoEPlusPlusConfig
-from jaxmoe.routing.noisy_topk import NoisyTopKConfig
-from jaxmoe.routing.progressive_topk import ProgressiveTopKConfig
-from jaxmoe.routing.selective_sinkhorn import SelectiveSinkhornConfig
-from jaxmoe.routing.sigmoid_topk import SigmoidTopKConfig
-from jaxmoe.routing.sinkhorn import SinkhornConfig
-from jaxmoe.routing.soft_moe import SoftMoEConfig
-from jaxmoe.routing.softmax_topk import SoftmaxTopKConfig
-from jaxmoe.routing.sqrt_softplus_topk import SqrtSoftplusTopKConfig
-from jaxmoe.routing.uniform_random import UniformRandomConfig
+from jaxmoe.routing.routers.assignment.base_layer import BaseLayerConfig
+from jaxmoe.routing.routers.assignment.selective_sinkhorn import SelectiveSinkhornConfig
+from jaxmoe.routing.routers.assignment.sinkhorn import SinkhornConfig
+from jaxmoe.routing.routers.expert_choice.expert_choice import ExpertChoiceConfig
+from jaxmoe.routing.routers.expert_choice.soft_moe import SoftMoEConfig
+from jaxmoe.routing.routers.token_choice.cosine_topk import CosineTopKConfig
+from jaxmoe.routing.routers.token_choice.gshard import GShardConfig
+from jaxmoe.routing.routers.token_choice.kmeans import KMeansConfig
+from jaxmoe.routing.routers.token_choice.moe_plus_plus import MoEPlusPlusConfig
+from jaxmoe.routing.routers.token_choice.noisy_topk import NoisyTopKConfig
+from jaxmoe.routing.routers.token_choice.progressive_topk import ProgressiveTopKConfig
+from jaxmoe.routing.routers.token_choice.sigmoid_topk import SigmoidTopKConfig
+from jaxmoe.routing.routers.token_choice.softmax_topk import SoftmaxTopKConfig
+from jaxmoe.routing.routers.token_choice.sqrt_softplus_topk import SqrtSoftplusTopKConfig
+from jaxmoe.routing.routers.unlearned.forced_balance import ForcedBalanceConfig
+from jaxmoe.routing.routers.unlearned.hash_routing import HashConfig
+from jaxmoe.routing.routers.unlearned.uniform_random import UniformRandomConfig
 from jaxmoe.routing.zero_computation import ZeroComputationConfig
 
 

@@ -25,9 +25,9 @@ from jaxmoe.data import Batch
 from jaxmoe.data.synthetic import SyntheticSource
 from jaxmoe.models.transformer import forward
 from jaxmoe.routing import RouterStatistics
-from jaxmoe.routing.congestion import fit_congestion
 from jaxmoe.routing.telemetry import load
-from jaxmoe.routing.telemetry_detailed import (
+from jaxmoe.routing.telemetry.congestion import fit_congestion
+from jaxmoe.routing.telemetry.detailed import (
     coactivation,
     domain_information,
     mutual_information,

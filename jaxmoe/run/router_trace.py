@@ -22,7 +22,7 @@ from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.models.transformer import forward
 from jaxmoe.planning.placement import RoutingTrace
-from jaxmoe.routing.recording import recorded, recorded_ids
+from jaxmoe.routing.telemetry.recording import recorded, recorded_ids
 
 MOST_TOKENS = 65_536
 

@@ -7,7 +7,7 @@
 so that every `load[n, l]` sums to 1 and 1/E is fair. Counts are taken before drops. Past
 `MAX_RECORDS` every second record of the history is let go, so that the file stays small however
 long the run is; the newest stay as dense as they come. The picture is in `plots.py`, the scalars
-are in `jaxmoe/routing/telemetry.py`.
+are in `jaxmoe/routing/telemetry/summary.py`.
 """
 
 from __future__ import annotations

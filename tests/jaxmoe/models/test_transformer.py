@@ -21,7 +21,7 @@ from jaxmoe.models.config import AttentionConfig, ForwardMultipliers, ModelConfi
 from jaxmoe.models.initialize import parameter_table
 from jaxmoe.models.transformer import Transformer, initial_router_state
 from jaxmoe.routing import SoftmaxTopKConfig, SqrtGateConfig
-from jaxmoe.routing.token_choice import TokenChoice
+from jaxmoe.routing.routers.token_choice.token_choice import TokenChoice
 from tests.support.tolerances import assert_close
 
 LENGTH, VOCAB = 8, 32

@@ -18,7 +18,7 @@ from jaxmoe.routing import (
     SigmoidTopKConfig,
     SoftmaxGateConfig,
 )
-from jaxmoe.routing.groups import GroupLimitConfig
+from jaxmoe.routing.routers.token_choice.groups import GroupLimitConfig
 from tests.support.routing_inputs import by_token, drawn, route
 from tests.support.tolerances import assert_close
 

@@ -24,8 +24,8 @@ from jaxmoe.routing import (
     SoftmaxGateConfig,
     SoftmaxTopKConfig,
 )
-from jaxmoe.routing.base_layer import assign
-from jaxmoe.routing.transport import scalings, sinkhorn
+from jaxmoe.routing.routers.assignment.base_layer import assign
+from jaxmoe.routing.routers.assignment.transport import scalings, sinkhorn
 from tests.support.routing_inputs import (
     LENGTH,
     ROWS,

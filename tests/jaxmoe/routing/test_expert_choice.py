@@ -25,7 +25,7 @@ from jaxmoe.routing import (
     SoftmaxGateConfig,
     ZeroComputationConfig,
 )
-from jaxmoe.routing.expert_choice import CapacitySchedule, scheduled_k
+from jaxmoe.routing.routers.expert_choice.expert_choice import CapacitySchedule, scheduled_k
 from tests.support.noncausal_models import gates_by_token, loss_on_mesh, loss_on_one_device
 from tests.support.tolerances import assert_close
 

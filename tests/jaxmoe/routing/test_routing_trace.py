@@ -19,7 +19,7 @@ from jaxmoe.routing import (
     SoftmaxGateConfig,
     SoftMoEConfig,
 )
-from jaxmoe.routing.recording import recorded
+from jaxmoe.routing.telemetry.recording import recorded
 from jaxmoe.run.router_trace import record_trace
 from sharding.distributed import global_batch
 from tests.support.meshes import MESHES, mesh_named

@@ -28,7 +28,7 @@ from jaxmoe.routing import (
     SqrtSoftplusTopKConfig,
 )
 from jaxmoe.routing.balancers import squared_variation
-from jaxmoe.routing.groups import GroupLimitConfig
+from jaxmoe.routing.routers.token_choice.groups import GroupLimitConfig
 from tests.support.routing_inputs import (
     TOKENS,
     WIDTH,

@@ -19,8 +19,8 @@ from jaxmoe.models.transformer import forward
 from jaxmoe.optim import adamw
 from jaxmoe.routing import LossFreeConfig, RouterInputs, SoftmaxTopKConfig, telemetry
 from jaxmoe.routing import telemetry_detailed as detailed
-from jaxmoe.routing.congestion import equilibrium, fit_congestion
-from jaxmoe.routing.geometry import (
+from jaxmoe.routing.telemetry.congestion import equilibrium, fit_congestion
+from jaxmoe.routing.telemetry.geometry import (
     activation_correlation,
     direction_coupling,
     row_similarity,

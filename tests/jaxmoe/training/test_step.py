@@ -24,7 +24,7 @@ from jaxmoe.models.transformer import initial_router_state
 from jaxmoe.optim import AdamWConfig, LinearConfig
 from jaxmoe.precision import PrecisionPolicy
 from jaxmoe.routing import SoftmaxTopKConfig
-from jaxmoe.routing.token_choice import TokenChoice
+from jaxmoe.routing.routers.token_choice.token_choice import TokenChoice
 from jaxmoe.training.accumulation import Gradients, accumulate
 from jaxmoe.training.state import TrainState, init_state
 from jaxmoe.training.step import make_train_step

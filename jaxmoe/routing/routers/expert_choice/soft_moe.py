@@ -39,8 +39,8 @@ from jaxmoe.routing.base import (
     Traits,
     sum_statistics,
 )
+from jaxmoe.routing.routers.token_choice.token_choice import check_sizes
 from jaxmoe.routing.scopes import join_scopes, split_scopes
-from jaxmoe.routing.token_choice import check_sizes
 from sharding import axes as ax
 
 

@@ -16,7 +16,7 @@ re-implementation; random unit vectors to start from, where zeros leave experts 
 softmax of the cosine with a temperature, through which x, and nothing else, gets a gradient.
 Without a bias the load stays uneven: the paper's is loss-free, the default here.
 
-`jaxmoe.routing.geometry` measures how far trained routers do the same.
+`jaxmoe.routing.telemetry.geometry` measures how far trained routers do the same.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from jaxmoe.routing.base import (
     sum_statistics,
 )
 from jaxmoe.routing.biases import BiasConfig, LossFreeConfig
-from jaxmoe.routing.token_choice import Scored, check_sizes, choose, traits_of
+from jaxmoe.routing.routers.token_choice.token_choice import Scored, check_sizes, choose, traits_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

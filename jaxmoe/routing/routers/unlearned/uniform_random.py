@@ -17,8 +17,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxmoe.routing.base import RouterInputs, Traits
-from jaxmoe.routing.noise import token_noise
-from jaxmoe.routing.unlearned import Unlearned
+from jaxmoe.routing.routers.noise import token_noise
+from jaxmoe.routing.routers.unlearned.unlearned import Unlearned
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

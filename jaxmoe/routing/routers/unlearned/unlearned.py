@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxmoe.parameters import Declaration
 from jaxmoe.routing.base import RouterInputs, RouterOutput, RouterStatistics, chosen_experts
-from jaxmoe.routing.token_choice import check_sizes, token_output
+from jaxmoe.routing.routers.token_choice.token_choice import check_sizes, token_output
 
 
 class Chooser(Protocol):

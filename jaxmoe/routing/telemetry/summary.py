@@ -29,8 +29,8 @@ from jaxtyping import Array, Float
 
 from jaxmoe.routing.balancers import load_balance, pool_layers, router_z
 from jaxmoe.routing.base import RouterStatistics
-from jaxmoe.routing.geometry import row_similarity
-from jaxmoe.routing.telemetry_detailed import summarise_detailed
+from jaxmoe.routing.telemetry.detailed import summarise_detailed
+from jaxmoe.routing.telemetry.geometry import row_similarity
 
 
 def load(statistics: RouterStatistics) -> Float[Array, "*L E"]:

@@ -29,8 +29,13 @@ from jaxtyping import Array, Float
 
 from jaxmoe.parameters import Declaration
 from jaxmoe.routing.base import RouterInputs, Traits, chosen_experts
-from jaxmoe.routing.noise import token_noise
-from jaxmoe.routing.token_choice import Scored, TokenChoice, linear_declarations, linear_logits
+from jaxmoe.routing.routers.noise import token_noise
+from jaxmoe.routing.routers.token_choice.token_choice import (
+    Scored,
+    TokenChoice,
+    linear_declarations,
+    linear_logits,
+)
 from sharding import axes as ax
 
 

@@ -26,8 +26,13 @@ from jaxtyping import Array
 from jaxmoe.parameters import Declaration
 from jaxmoe.routing.base import RouterInputs, Traits
 from jaxmoe.routing.biases import BiasConfig
-from jaxmoe.routing.groups import GroupLimitConfig
-from jaxmoe.routing.token_choice import Scored, TokenChoice, linear_declarations, linear_logits
+from jaxmoe.routing.routers.token_choice.groups import GroupLimitConfig
+from jaxmoe.routing.routers.token_choice.token_choice import (
+    Scored,
+    TokenChoice,
+    linear_declarations,
+    linear_logits,
+)
 from sharding import axes as ax
 
 

@@ -29,14 +29,14 @@ from jaxtyping import Array, Float
 
 from jaxmoe.parameters import Declaration, draw
 from jaxmoe.routing.base import RouterInputs, RouterOutput, RouterStatistics, Traits
-from jaxmoe.routing.scopes import Scope
-from jaxmoe.routing.token_choice import (
+from jaxmoe.routing.routers.assignment.transport import check_iterations, scalings
+from jaxmoe.routing.routers.token_choice.token_choice import (
     check_sizes,
     linear_declarations,
     linear_logits,
     token_output,
 )
-from jaxmoe.routing.transport import check_iterations, scalings
+from jaxmoe.routing.scopes import Scope
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

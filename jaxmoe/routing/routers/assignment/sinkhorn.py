@@ -25,9 +25,14 @@ from jaxtyping import Array
 
 from jaxmoe.parameters import Declaration
 from jaxmoe.routing.base import RouterInputs, Traits
+from jaxmoe.routing.routers.assignment.transport import check_iterations, scalings
+from jaxmoe.routing.routers.token_choice.token_choice import (
+    Scored,
+    TokenChoice,
+    linear_declarations,
+    linear_logits,
+)
 from jaxmoe.routing.scopes import Scope
-from jaxmoe.routing.token_choice import Scored, TokenChoice, linear_declarations, linear_logits
-from jaxmoe.routing.transport import check_iterations, scalings
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

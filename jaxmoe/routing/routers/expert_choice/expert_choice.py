@@ -52,8 +52,12 @@ from jaxmoe.routing.base import (
     Traits,
     sum_statistics,
 )
+from jaxmoe.routing.routers.token_choice.token_choice import (
+    check_sizes,
+    linear_declarations,
+    linear_logits,
+)
 from jaxmoe.routing.scopes import Scope, kth_largest, scope_axes, split_scopes, total
-from jaxmoe.routing.token_choice import check_sizes, linear_declarations, linear_logits
 from pallas_kernels.jax_versions import match_varying
 
 CapacitySchedule = Literal[

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxmoe.routing.base import RouterInputs, Traits
-from jaxmoe.routing.unlearned import Unlearned, shares_of
+from jaxmoe.routing.routers.unlearned.unlearned import Unlearned, shares_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

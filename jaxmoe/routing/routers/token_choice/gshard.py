@@ -25,8 +25,8 @@ from jaxtyping import Array
 
 from jaxmoe.parameters import Declaration, draw
 from jaxmoe.routing.base import RouterInputs, RouterOutput, RouterStatistics, Traits
-from jaxmoe.routing.noise import token_noise
-from jaxmoe.routing.token_choice import (
+from jaxmoe.routing.routers.noise import token_noise
+from jaxmoe.routing.routers.token_choice.token_choice import (
     check_sizes,
     linear_declarations,
     linear_logits,

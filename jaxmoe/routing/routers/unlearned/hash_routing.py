@@ -20,8 +20,8 @@ import jax
 from jaxtyping import Array, Float, Int
 
 from jaxmoe.routing.base import RouterInputs, Traits
-from jaxmoe.routing.noise import token_noise
-from jaxmoe.routing.unlearned import Unlearned, shares_of
+from jaxmoe.routing.routers.noise import token_noise
+from jaxmoe.routing.routers.unlearned.unlearned import Unlearned, shares_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

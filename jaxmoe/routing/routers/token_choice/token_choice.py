@@ -34,8 +34,8 @@ from jaxmoe.routing.base import (
     token_major,
 )
 from jaxmoe.routing.biases import BiasConfig
-from jaxmoe.routing.groups import GroupLimitConfig, limit_groups
-from jaxmoe.routing.noise import token_noise
+from jaxmoe.routing.routers.noise import token_noise
+from jaxmoe.routing.routers.token_choice.groups import GroupLimitConfig, limit_groups
 from sharding import axes as ax
 
 

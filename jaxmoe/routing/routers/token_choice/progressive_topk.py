@@ -31,8 +31,8 @@ from jaxmoe.routing.base import (
     sum_statistics,
     token_major,
 )
-from jaxmoe.routing.softmax_topk import SoftmaxTopKConfig
-from jaxmoe.routing.token_choice import TokenChoice
+from jaxmoe.routing.routers.token_choice.softmax_topk import SoftmaxTopKConfig
+from jaxmoe.routing.routers.token_choice.token_choice import TokenChoice
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -41,13 +41,13 @@ from jaxmoe.routing.base import (
     Traits,
     chosen_experts,
 )
-from jaxmoe.routing.scopes import Scope, join_scopes, scope_axes, split_scopes
-from jaxmoe.routing.token_choice import (
+from jaxmoe.routing.routers.token_choice.token_choice import (
     check_sizes,
     linear_declarations,
     linear_logits,
     token_output,
 )
+from jaxmoe.routing.scopes import Scope, join_scopes, scope_axes, split_scopes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,12 +1,15 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Token choice by the square root of softplus: as `sigmoid_topk`, with scores that do not saturate.
+"""Token choice by sigmoid: each expert's score is its own, and they do not compete.
 
-    z = x W,   score_ti = sqrt(log(1 + exp(z_ti))),   p_ti = score_ti / sum_j score_tj
+    z = x W,   score_ti = sigmoid(z_ti),   p_ti = score_ti / sum_j score_tj
 
-A score grows as sqrt(z) and may exceed 1; its logarithm is z / 2 far below 0.
+The K experts of highest score + bias are chosen. The gate `renormalized` with a scale is
+DeepSeek-V3's, `softmax` takes the bare score (Llama 4). Balance losses see p. Without a bias and
+without groups the logits are compared, which order as the scores and do not saturate; a group's
+score is a sum of sigmoids.
 
-Source: the score function `sqrtsoftplus` of Megatron-LM and of MaxText's DeepSeek-V4 configs.
+Source: DeepSeek-V3 (arXiv 2412.19437, section 2.1.2).
 """
 
 from __future__ import annotations
@@ -15,14 +18,13 @@ import dataclasses
 from typing import ClassVar
 
 import jax
-import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from jaxmoe.parameters import Declaration
 from jaxmoe.routing.base import RouterInputs, Traits
 from jaxmoe.routing.biases import BiasConfig
-from jaxmoe.routing.groups import GroupLimitConfig
-from jaxmoe.routing.token_choice import (
+from jaxmoe.routing.routers.token_choice.groups import GroupLimitConfig
+from jaxmoe.routing.routers.token_choice.token_choice import (
     Scored,
     TokenChoice,
     check_jitter,
@@ -33,10 +35,10 @@ from jaxmoe.routing.token_choice import (
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class SqrtSoftplusTopKConfig:
-    """The K experts of highest sqrt(softplus) score."""
+class SigmoidTopKConfig:
+    """The K experts of highest sigmoid score."""
 
-    name: ClassVar[str] = "sqrt_softplus_topk"
+    name: ClassVar[str] = "sigmoid_topk"
 
     bias: BiasConfig | None = None
     """Added to the scores for the choice alone."""
@@ -70,20 +72,13 @@ class SqrtSoftplusTopKConfig:
         train: bool,
         key: Array | None,
     ) -> Scored:
-        """Square root of the softplus of each logit."""
+        """Sigmoid of each logit."""
         del top_k
         logits = linear_logits(params, inputs, jitter=self.jitter, train=train, key=key)
-        log_scores = 0.5 * log_softplus(logits)
+        log_scores = jax.nn.log_sigmoid(logits)
         return Scored(
             logits=logits,
             log_scores=log_scores,
             probs=jax.nn.softmax(log_scores, axis=-1),
-            preference=logits if self.groups is None else jnp.exp(log_scores),
+            preference=logits if self.groups is None else jax.nn.sigmoid(logits),
         )
-
-
-def log_softplus(z: Float[Array, "*d"]) -> Float[Array, "*d"]:
-    """log(log(1 + exp(z))), finite in value and slope wherever z is."""
-    # Below -14 it is z to the last bit of f32, and exp(z) would underflow.
-    is_low = z < -14.0
-    return jnp.where(is_low, z, jnp.log(jax.nn.softplus(jnp.where(is_low, 0.0, z))))
