@@ -16,10 +16,10 @@ from jaxmoe.models.config import LatentAttentionConfig as LatentAttentionConfig
 from jaxmoe.models.config import ModelConfig as ModelConfig
 from jaxmoe.models.config import MoEConfig as MoEConfig
 from jaxmoe.models.decode import generate as generate
-from jaxmoe.models.initialize import init_params as init_params
-from jaxmoe.models.initialize import parameter_table as parameter_table
 from jaxmoe.models.transformer import Output as Output
 from jaxmoe.models.transformer import Transformer as Transformer
+from jaxmoe.scaling.initialize import init_params as init_params
+from jaxmoe.scaling.initialize import parameter_table as parameter_table
 from jaxmoe.training.state import TrainState as TrainState
 from jaxmoe.training.state import init_state as init_state
 from jaxmoe.training.step import StepMetrics as StepMetrics

@@ -5,7 +5,7 @@
 A layer declares each parameter once: shape, logical axes, role, which dimensions form its matrix.
 `ParameterTable` is one row per parameter of a whole model; initialisation, parameterisation,
 optimiser groups, sharding and the checkpoint manifest all read it, and a golden text file shows it
-in review. `jaxmoe.models.initialize.parameter_table` builds it with `jax.eval_shape`.
+in review. `jaxmoe.scaling.initialize.parameter_table` builds it with `jax.eval_shape`.
 
 Every dimension of a parameter is an input of its matrix, an output, or batch (layers, experts).
 

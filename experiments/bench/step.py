@@ -31,8 +31,8 @@ from jaxmoe.layers.attention import Attention
 from jaxmoe.layers.moe import MoE, RoutingInputs
 from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
 from jaxmoe.models.flops import flops_per_token
-from jaxmoe.models.initialize import parameter_table
 from jaxmoe.optim import adamw
+from jaxmoe.scaling.initialize import parameter_table
 from jaxmoe.training.state import TrainState, init_state
 from jaxmoe.training.step import make_train_step
 

@@ -19,12 +19,12 @@ from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.latent_attention import check_precision
 from jaxmoe.layers.sequences import check_rows, explain_form
 from jaxmoe.models.config import LatentAttentionConfig, ModelConfig
-from jaxmoe.models.initialize import parameter_table
 from jaxmoe.optim import AdamWConfig
 from jaxmoe.optim.schedules import Schedule
 from jaxmoe.parameters import ParameterSpec, ParameterTable
 from jaxmoe.run.config import PretrainConfig, TrainingConfig
 from jaxmoe.scaling import Budget, Parameterization
+from jaxmoe.scaling.initialize import parameter_table
 from jaxmoe.training import MaskedDiffusionConfig
 from jaxmoe.training.batch_ramp import accumulation_of
 from jaxmoe.training.state import TrainState, init_state

@@ -26,8 +26,8 @@ from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.embedding import head_weight, output_logits
 from jaxmoe.layers.indicators import Indicators, summarise_indicators, token_means
 from jaxmoe.models.config import ModelConfig
-from jaxmoe.models.initialize import parameter_table
 from jaxmoe.parameters import ParameterSpec, ParameterTable
+from jaxmoe.scaling.initialize import parameter_table
 from jaxmoe.training.loss import in_chunks, lay_out_batch
 from sharding import axes as ax
 

@@ -38,8 +38,8 @@ import numpy as np
 from jaxtyping import Int
 
 from jaxmoe.models.config import ModelConfig
-from jaxmoe.models.initialize import parameter_table
 from jaxmoe.parameters import ParameterSpec
+from jaxmoe.scaling.initialize import parameter_table
 from jaxmoe.training.state import TrainState
 from sharding import axes as ax
 from sharding.expert_parallel.placement import ExpertPlacement

@@ -16,8 +16,8 @@ from jaxtyping import Array, Float, Int, Key
 
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import ModelConfig
-from jaxmoe.models.initialize import init_params, lay_out
 from jaxmoe.models.transformer import initial_router_state
+from jaxmoe.scaling.initialize import init_params, lay_out
 from jaxmoe.scaling.parameterization import Parameterization
 from jaxmoe.training.guard import no_norms
 

@@ -33,9 +33,9 @@ from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.gather import gather_once, use_outside_layers
 from jaxmoe.layers.moe import build_router
 from jaxmoe.models.config import ModelConfig
-from jaxmoe.models.initialize import lay_out, parameter_table
 from jaxmoe.models.transformer import Output
 from jaxmoe.routing import RouterStatistics, telemetry
+from jaxmoe.scaling.initialize import lay_out, parameter_table
 from jaxmoe.training import NextTokenConfig, ObjectiveConfig
 from jaxmoe.training.accumulation import Gradients, MicroBatch, accumulate
 from jaxmoe.training.balance import (

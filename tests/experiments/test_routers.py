@@ -22,7 +22,6 @@ from experiments.studies.routers.trial import earlier_logits_hold
 from experiments.studies.trials import StoppedError
 from jaxmoe.data import Batch
 from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
-from jaxmoe.models.initialize import init_params
 from jaxmoe.planning.placement import load_trace
 from jaxmoe.resilience.stop import StopRequest
 from jaxmoe.routing import (
@@ -34,6 +33,7 @@ from jaxmoe.routing import (
     SoftmaxTopKConfig,
 )
 from jaxmoe.run.config import TrainingConfig
+from jaxmoe.scaling.initialize import init_params
 from jaxmoe.training.state import TrainState
 from jaxmoe.training.step import StepMetrics
 

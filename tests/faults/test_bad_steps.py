@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmoe.models.initialize import parameter_table
 from jaxmoe.models.transformer import initial_router_state
 from jaxmoe.optim import AdamWConfig, LinearConfig
+from jaxmoe.scaling.initialize import parameter_table
 from jaxmoe.training import guard
 from jaxmoe.training import step as step_module
 from jaxmoe.training.state import TrainState

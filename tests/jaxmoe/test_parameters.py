@@ -18,11 +18,11 @@ from flax import traverse_util
 from jax.sharding import AxisType
 
 from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
-from jaxmoe.models.initialize import init_params, parameter_table
 from jaxmoe.models.presets import ladder, ladder_tokens
 from jaxmoe.models.transformer import Transformer
 from jaxmoe.parameters import ROLES, Declaration, Declared, draw
 from jaxmoe.scaling import HYPERP_BASE, Budget, Parameterization, hyperp, standard
+from jaxmoe.scaling.initialize import init_params, parameter_table
 from sharding import MeshConfig, make_mesh
 from sharding.rules import RULES
 from tests.support.meshes import LAYOUTS, mesh_named

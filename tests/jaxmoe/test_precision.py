@@ -15,10 +15,10 @@ from jaxmoe.configs import differences, from_json, to_json
 from jaxmoe.execution import ExecutionConfig, KernelsConfig
 from jaxmoe.layers.experts import apply_experts
 from jaxmoe.layers.feed_forward import FeedForward
-from jaxmoe.models.initialize import init_params, parameter_table
 from jaxmoe.models.transformer import Transformer
 from jaxmoe.precision import FullPrecisionConfig, HaloConfig, PrecisionPolicy
 from jaxmoe.run.config import FIXED_FIELDS, FREE_FIELDS, PretrainConfig
+from jaxmoe.scaling.initialize import init_params, parameter_table
 from sharding.distributed import global_batch
 from tests.support.meshes import EXECUTIONS, mesh_of
 from tests.support.models import WIDE, WIDE_LENGTH, tokens_for

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 
 from jaxmoe.data.batch import Batch
 from jaxmoe.execution import ExecutionConfig
-from jaxmoe.models.initialize import init_params, parameter_table
+from jaxmoe.scaling.initialize import init_params, parameter_table
 from jaxmoe.training.loss import forward_and_nll
 from sharding.distributed import global_batch
 from tests.support.meshes import MESHES, mesh_of

@@ -11,8 +11,8 @@ import optax
 
 from jaxmoe.data.batch import Batch
 from jaxmoe.execution import ExecutionConfig
-from jaxmoe.models.initialize import parameter_table
 from jaxmoe.models.transformer import initial_router_state
+from jaxmoe.scaling.initialize import parameter_table
 from jaxmoe.training.state import TrainState
 from jaxmoe.training.step import make_train_step
 from sharding.distributed import global_batch

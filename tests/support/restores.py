@@ -26,9 +26,9 @@ from jaxmoe.checkpoint import load_checkpoint, save_checkpoint
 from jaxmoe.checkpoint.fingerprint import fingerprints
 from jaxmoe.data.batch import Batch
 from jaxmoe.execution import ExecutionConfig
-from jaxmoe.models.initialize import parameter_table
 from jaxmoe.optim import AdamWConfig, LinearConfig
 from jaxmoe.routing import LossFreeConfig, SigmoidTopKConfig
+from jaxmoe.scaling.initialize import parameter_table
 from jaxmoe.training.state import init_state
 from jaxmoe.training.step import make_train_step
 from sharding import MeshConfig

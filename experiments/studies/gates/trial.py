@@ -36,9 +36,9 @@ from jaxmoe.configs import to_json
 from jaxmoe.data import Batch, Loader, Source, evaluation_batches
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.indicators import Indicators, summarise_indicators
-from jaxmoe.models.initialize import parameter_table
 from jaxmoe.resilience.stop import StopRequest
 from jaxmoe.scaling import Budget
+from jaxmoe.scaling.initialize import parameter_table
 from jaxmoe.training.loss import forward_and_nll
 from jaxmoe.training.state import TrainState
 

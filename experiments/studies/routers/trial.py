@@ -40,13 +40,13 @@ from jaxmoe.configs import to_json
 from jaxmoe.data import Batch, normalized_mutual_information
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import ModelConfig
-from jaxmoe.models.initialize import parameter_table
 from jaxmoe.models.transformer import forward
 from jaxmoe.planning.placement import save_trace
 from jaxmoe.resilience.stop import StopRequest
 from jaxmoe.routing import METHODS, RouterStatistics
 from jaxmoe.routing.composition import RoutingWarning
 from jaxmoe.run.router_trace import record_trace
+from jaxmoe.scaling.initialize import parameter_table
 from jaxmoe.training import MaskedDiffusionConfig, NextTokenConfig, ObjectiveConfig
 from jaxmoe.training.evaluate import evaluate
 from jaxmoe.training.state import TrainState

@@ -34,9 +34,9 @@ from jaxmoe.checkpoint.huggingface.weights import ROUTER_STATE, Piece, pieces_of
 from jaxmoe.checkpoint.manifest import CheckpointError
 from jaxmoe.configs import closest
 from jaxmoe.models.config import LatentAttentionConfig, ModelConfig
-from jaxmoe.models.initialize import parameter_table
 from jaxmoe.models.transformer import initial_router_state
 from jaxmoe.parameters import ParameterSpec
+from jaxmoe.scaling.initialize import parameter_table
 
 CONFIG = "config.json"
 _GENERATION = "generation_config.json"

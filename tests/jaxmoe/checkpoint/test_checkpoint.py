@@ -25,8 +25,8 @@ from jaxmoe.checkpoint import (
     load_checkpoint,
     save_checkpoint,
 )
-from jaxmoe.models.initialize import parameter_table
 from jaxmoe.optim import AdamWConfig, LinearConfig
+from jaxmoe.scaling.initialize import parameter_table
 from jaxmoe.training.state import TrainState
 from tests.support.meshes import mesh_named
 from tests.support.models import TINY

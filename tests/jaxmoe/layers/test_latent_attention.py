@@ -18,9 +18,9 @@ from jaxmoe.layers.latent_attention import LatentAttention, LatentCache
 from jaxmoe.models.config import LatentAttentionConfig, ModelConfig, MoEConfig
 from jaxmoe.models.decode import generate
 from jaxmoe.models.flops import flops_per_token, matmul_parameters
-from jaxmoe.models.initialize import parameter_table
 from jaxmoe.models.sizing import dense_parameters
 from jaxmoe.models.transformer import Transformer, initial_cache
+from jaxmoe.scaling.initialize import parameter_table
 from sharding import MeshConfig, make_mesh
 from sharding.sequence_parallel import RingConfig
 from tests.support.tolerances import assert_close

@@ -19,9 +19,9 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.embedding import head_weight
 from jaxmoe.layers.moe import MoE, RoutingInputs
-from jaxmoe.models.initialize import init_params, parameter_table
 from jaxmoe.models.transformer import Transformer
 from jaxmoe.routing import GATES, CapacityConfig, SoftmaxTopKConfig, SqrtGateConfig
+from jaxmoe.scaling.initialize import init_params, parameter_table
 from jaxmoe.training.loss import summed_nll
 from sharding.axes import BATCH_AXES
 from sharding.distributed import global_batch

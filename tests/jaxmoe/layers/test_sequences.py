@@ -15,10 +15,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxmoe.data.batch import Batch
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.sequences import check_rows, current_order, explain_form, lay_back, lay_out
-from jaxmoe.models.initialize import init_params, parameter_table
 from jaxmoe.models.transformer import Transformer
 from jaxmoe.optim import adamw
 from jaxmoe.routing import ROUTERS, CapacityConfig, SoftmaxGateConfig
+from jaxmoe.scaling.initialize import init_params, parameter_table
 from jaxmoe.training.evaluate import make_eval_step
 from jaxmoe.training.state import init_state
 from jaxmoe.training.step import make_train_step

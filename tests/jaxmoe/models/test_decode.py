@@ -13,8 +13,8 @@ from jax.sharding import NamedSharding
 from jaxmoe.execution import ExecutionConfig, WholeRowsConfig
 from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
 from jaxmoe.models.decode import generate
-from jaxmoe.models.initialize import parameter_table
 from jaxmoe.models.transformer import Transformer, initial_cache
+from jaxmoe.scaling.initialize import parameter_table
 from sharding import MeshConfig, make_mesh
 from sharding.sequence_parallel import AllGatherKVConfig
 from tests.support.tolerances import assert_close

@@ -12,7 +12,7 @@ from jaxmoe import ExecutionConfig, Transformer, init_params
 from jaxmoe.execution import KernelsConfig
 from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
 from jaxmoe.models.flops import flops_per_token, matmul_parameters
-from jaxmoe.models.initialize import parameter_table
+from jaxmoe.scaling.initialize import parameter_table
 
 # D = 8, N = 4 heads of H = 2 on M = 2, E = 4, K = 2, F = 3, V = 10; layer 0 is dense.
 MODEL = ModelConfig(

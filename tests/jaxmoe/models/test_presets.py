@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import pytest
 
 from jaxmoe.models.flops import flops_per_token
-from jaxmoe.models.initialize import parameter_table
 from jaxmoe.models.presets import (
     LADDER_DEPTHS,
     PRESETS,
@@ -20,6 +19,7 @@ from jaxmoe.models.presets import (
 )
 from jaxmoe.models.sizing import training_flops
 from jaxmoe.routing import RouterStatistics
+from jaxmoe.scaling.initialize import parameter_table
 
 
 def published(vocab, width, layers, heads, kv_heads, norms, experts, top_k, hidden):

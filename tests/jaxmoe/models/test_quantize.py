@@ -14,10 +14,10 @@ import pytest
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.experts import apply_experts
 from jaxmoe.models import quantize as rooms
-from jaxmoe.models.initialize import init_params, parameter_table
 from jaxmoe.models.quantize import abstract_params, quantize_params, stored_bytes
 from jaxmoe.models.transformer import Transformer
 from jaxmoe.precision import PrecisionPolicy
+from jaxmoe.scaling.initialize import init_params, parameter_table
 from jaxmoe.training.step import make_train_step
 from pallas_kernels import QuantizedArray, dequantize, quantize
 from sharding.quantized_product import flattened, quantized_einsum

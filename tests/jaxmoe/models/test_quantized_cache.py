@@ -13,10 +13,10 @@ from jax.sharding import NamedSharding
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
 from jaxmoe.models.decode import generate
-from jaxmoe.models.initialize import parameter_table
 from jaxmoe.models.quantize import stored_bytes
 from jaxmoe.models.transformer import Transformer, initial_cache
 from jaxmoe.precision import PrecisionPolicy
+from jaxmoe.scaling.initialize import parameter_table
 from pallas_kernels import QuantizedArray
 from sharding import MeshConfig, make_mesh
 from sharding.sequence_parallel import AllGatherKVConfig, as_cached, bytes_per_token

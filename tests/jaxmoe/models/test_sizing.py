@@ -7,7 +7,6 @@ import re
 import pytest
 
 from jaxmoe.models.config import ModelConfig, MoEConfig
-from jaxmoe.models.initialize import parameter_table
 from jaxmoe.models.presets import ladder, ladder_parameters
 from jaxmoe.models.sizing import (
     BASE_PARAMETERS,
@@ -19,6 +18,7 @@ from jaxmoe.models.sizing import (
 from jaxmoe.routing import METHODS
 from jaxmoe.routing.composition import RoutingWarning
 from jaxmoe.scaling import HYPERP_BASE
+from jaxmoe.scaling.initialize import parameter_table
 
 
 def refusal(text):

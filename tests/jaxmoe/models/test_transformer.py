@@ -18,10 +18,10 @@ from jaxmoe.layers.block import Block, LayerInputs, Stream, TokenInputs
 from jaxmoe.layers.embedding import output_logits
 from jaxmoe.layers.norms import rms_norm
 from jaxmoe.models.config import AttentionConfig, ForwardMultipliers, ModelConfig, MoEConfig
-from jaxmoe.models.initialize import parameter_table
 from jaxmoe.models.transformer import Transformer, initial_router_state
 from jaxmoe.routing import SoftmaxTopKConfig, SqrtGateConfig
 from jaxmoe.routing.routers.token_choice.token_choice import TokenChoice
+from jaxmoe.scaling.initialize import parameter_table
 from tests.support.tolerances import assert_close
 
 LENGTH, VOCAB = 8, 32

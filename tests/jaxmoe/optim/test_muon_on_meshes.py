@@ -19,10 +19,10 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxmoe.checkpoint import load_checkpoint, save_checkpoint
 from jaxmoe.execution import ExecutionConfig
-from jaxmoe.models.initialize import parameter_table
 from jaxmoe.optim import LinearConfig, MuonConfig, MuonHConfig, muon, muonh
 from jaxmoe.optim.hypersphere import SphereState
 from jaxmoe.scaling import standard
+from jaxmoe.scaling.initialize import parameter_table
 from jaxmoe.training.state import init_state
 from jaxmoe.training.step import make_train_step
 from sharding import MeshConfig, MoEMesh

@@ -12,7 +12,6 @@ import optax.contrib
 import pytest
 
 from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
-from jaxmoe.models.initialize import parameter_table
 from jaxmoe.optim import (
     OPTIMIZERS,
     AdamWConfig,
@@ -26,6 +25,7 @@ from jaxmoe.optim import (
 from jaxmoe.parameters import ROLES
 from jaxmoe.routing import METHODS
 from jaxmoe.scaling import standard
+from jaxmoe.scaling.initialize import parameter_table
 from tests.support.tolerances import assert_close
 
 STEPS = 4

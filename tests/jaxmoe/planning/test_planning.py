@@ -19,7 +19,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
 from jaxmoe.models.flops import flops_per_token
-from jaxmoe.models.initialize import parameter_table
 from jaxmoe.optim import AdamWConfig
 from jaxmoe.optim.schedules import LinearConfig
 from jaxmoe.planning.abstract_step import (
@@ -36,6 +35,7 @@ from jaxmoe.planning.search import enumerate_meshes, on_mesh, remedies, search
 from jaxmoe.planning.step_time import predict_time
 from jaxmoe.planning.traffic import step_traffic
 from jaxmoe.precision import PrecisionPolicy
+from jaxmoe.scaling.initialize import parameter_table
 from jaxmoe.training.state import init_state
 from sharding.axes import MESH_AXES
 from sharding.mesh import MeshConfig, make_mesh

@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxmoe.execution import ExecutionConfig
-from jaxmoe.models.initialize import init_params
 from jaxmoe.models.transformer import forward
 from jaxmoe.routing import (
     BIASES,
@@ -30,6 +29,7 @@ from jaxmoe.routing import (
 )
 from jaxmoe.routing.biases import SelectionBias
 from jaxmoe.routing.biases.dual import chosen_sum, dual_objective
+from jaxmoe.scaling.initialize import init_params
 from sharding import MeshConfig, make_mesh
 from tests.support.models import TINY, tokens_for
 from tests.support.selection import inputs_for, loads, one_step, skewed

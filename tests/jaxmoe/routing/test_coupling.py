@@ -13,10 +13,10 @@ from jax.sharding import PartitionSpec
 
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import MoEConfig
-from jaxmoe.models.initialize import init_params
 from jaxmoe.models.transformer import forward
 from jaxmoe.routing import CouplingConfig, KMeansConfig, SoftmaxTopKConfig, ZeroComputationConfig
 from jaxmoe.routing.balancers.coupling import coupling_loss, proxy_rows, response_norms
+from jaxmoe.scaling.initialize import init_params
 from sharding import MeshConfig, make_mesh
 from tests.support.models import TINY, tokens_for
 from tests.support.tolerances import assert_close

@@ -14,7 +14,6 @@ from jaxmoe.layers import moe as moe_module
 from jaxmoe.layers.moe import MoE, RoutingInputs
 from jaxmoe.layers.zero_computation import apply_zero_computation
 from jaxmoe.models.config import MoEConfig
-from jaxmoe.models.initialize import init_params
 from jaxmoe.models.transformer import Transformer
 from jaxmoe.routing import (
     CapacityConfig,
@@ -25,6 +24,7 @@ from jaxmoe.routing import (
     ZeroComputationConfig,
 )
 from jaxmoe.routing.capacity import limit
+from jaxmoe.scaling.initialize import init_params
 from sharding.assignments import Assignments
 from tests.support.models import BATCH, LENGTH, TINY, tokens_for
 from tests.support.tolerances import assert_close

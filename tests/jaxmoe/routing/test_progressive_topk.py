@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmoe.models.initialize import init_params, parameter_table
 from jaxmoe.models.transformer import Transformer, initial_router_state
 from jaxmoe.routing import ProgressiveTopKConfig, SoftmaxGateConfig, SoftmaxTopKConfig
+from jaxmoe.scaling.initialize import init_params, parameter_table
 from tests.support.models import BATCH, LENGTH, TINY, tokens_for
 from tests.support.tolerances import assert_close
 

@@ -19,9 +19,9 @@ import pytest
 from jaxmoe.data import LanguageMixtureConfig
 from jaxmoe.data.loader import Loader
 from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
-from jaxmoe.models.initialize import parameter_table
 from jaxmoe.optim import AdamWConfig, LinearConfig
 from jaxmoe.routing import METHODS, LossFreeConfig, SigmoidTopKConfig, SoftmaxGateConfig
+from jaxmoe.scaling.initialize import parameter_table
 from jaxmoe.training.state import init_state
 from jaxmoe.training.step import make_train_step
 

@@ -11,7 +11,6 @@ import math
 import pytest
 
 from jaxmoe.models.config import AttentionConfig, ForwardMultipliers, ModelConfig, MoEConfig
-from jaxmoe.models.initialize import parameter_table
 from jaxmoe.models.presets import ladder, ladder_tokens
 from jaxmoe.parameters import ROLES
 from jaxmoe.routing import METHODS, NoisyTopKConfig
@@ -30,6 +29,7 @@ from jaxmoe.scaling import (
     mup_plus_plus_muon,
     standard,
 )
+from jaxmoe.scaling.initialize import parameter_table
 from jaxmoe.scaling.tables import ROLE_CLASSES
 
 # Depth and width twice the base, a quarter of its batch, four times its tokens: the factors are

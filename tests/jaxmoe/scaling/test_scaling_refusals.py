@@ -9,7 +9,6 @@ import jax
 import pytest
 
 from jaxmoe.models.config import ForwardMultipliers
-from jaxmoe.models.initialize import init_params, parameter_table
 from jaxmoe.models.presets import ladder
 from jaxmoe.scaling import (
     HYPERP_BASE,
@@ -23,6 +22,7 @@ from jaxmoe.scaling import (
     VanillaMuonHConfig,
     standard,
 )
+from jaxmoe.scaling.initialize import init_params, parameter_table
 from tests.support.models import TINY
 
 MODEL = ladder(16)

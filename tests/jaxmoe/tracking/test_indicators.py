@@ -19,9 +19,9 @@ from jaxmoe.layers.indicators import (
     unit_rows,
 )
 from jaxmoe.models.config import ForwardMultipliers, ModelConfig, MoEConfig
-from jaxmoe.models.initialize import parameter_table
 from jaxmoe.models.transformer import forward, initial_router_state
 from jaxmoe.routing import ExpertChoiceConfig, SoftmaxGateConfig, SoftMoEConfig
+from jaxmoe.scaling.initialize import parameter_table
 from jaxmoe.training.indicators import update_ratios, watch_layers
 from jaxmoe.training.state import TrainState
 from jaxmoe.training.step import make_train_step

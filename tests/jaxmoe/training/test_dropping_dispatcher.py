@@ -6,8 +6,8 @@ import jax
 import numpy as np
 
 from jaxmoe.execution import ExecutionConfig
-from jaxmoe.models.initialize import init_params, parameter_table
 from jaxmoe.models.transformer import Transformer
+from jaxmoe.scaling.initialize import init_params, parameter_table
 from sharding import MeshConfig
 from sharding.distributed import global_batch
 from sharding.expert_parallel import AllToAllDroppingConfig

@@ -11,8 +11,8 @@ import optax
 import pytest
 
 from jaxmoe.data.batch import Batch
-from jaxmoe.models.initialize import parameter_table
 from jaxmoe.models.transformer import Transformer
+from jaxmoe.scaling.initialize import parameter_table
 from jaxmoe.training.evaluate import Evaluation, evaluate, make_eval_step
 from tests.support.models import TINY, tokens_for
 from tests.support.tolerances import assert_close

@@ -14,9 +14,9 @@ from jax.sharding import NamedSharding
 from jaxmoe.data.batch import Batch
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.embedding import head_weight
-from jaxmoe.models.initialize import init_params, parameter_table
 from jaxmoe.models.transformer import Transformer
 from jaxmoe.optim import adamw
+from jaxmoe.scaling.initialize import init_params, parameter_table
 from jaxmoe.training.loss import summed_nll
 from jaxmoe.training.state import init_state
 from jaxmoe.training.step import make_train_step

@@ -21,10 +21,10 @@ from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
 from jaxmoe.models.decode import generate
 from jaxmoe.models.diffuse import ancestral, diffuse
-from jaxmoe.models.initialize import init_params, parameter_table
 from jaxmoe.models.transformer import Transformer, initial_cache
 from jaxmoe.optim import AdamWConfig, LinearConfig
 from jaxmoe.routing import ExpertChoiceConfig, RouterZConfig, SoftmaxGateConfig
+from jaxmoe.scaling.initialize import init_params, parameter_table
 from jaxmoe.training import MaskedDiffusionConfig, NextTokenConfig
 from jaxmoe.training.evaluate import evaluate, make_eval_step
 from jaxmoe.training.loss import forward_and_nll, token_nll

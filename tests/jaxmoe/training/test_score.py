@@ -10,7 +10,7 @@ import pytest
 from jaxmoe import Transformer
 from jaxmoe.models import decode
 from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
-from jaxmoe.models.initialize import parameter_table
+from jaxmoe.scaling.initialize import parameter_table
 from jaxmoe.training.score import Scorer
 
 LENGTH = 40

@@ -19,12 +19,12 @@ import pytest
 from jaxmoe.data.batch import Batch
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
-from jaxmoe.models.initialize import parameter_table
 from jaxmoe.models.transformer import initial_router_state
 from jaxmoe.optim import AdamWConfig, LinearConfig
 from jaxmoe.precision import PrecisionPolicy
 from jaxmoe.routing import SoftmaxTopKConfig
 from jaxmoe.routing.routers.token_choice.token_choice import TokenChoice
+from jaxmoe.scaling.initialize import parameter_table
 from jaxmoe.training.accumulation import Gradients, accumulate
 from jaxmoe.training.state import TrainState, init_state
 from jaxmoe.training.step import make_train_step

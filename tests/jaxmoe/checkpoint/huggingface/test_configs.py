@@ -11,9 +11,9 @@ import pytest
 from jaxmoe.checkpoint import from_huggingface
 from jaxmoe.checkpoint.huggingface.families import FAMILIES, family_of
 from jaxmoe.models.config import LatentAttentionConfig, YarnConfig
-from jaxmoe.models.initialize import parameter_table
 from jaxmoe.models.presets import PRESETS
 from jaxmoe.routing import RenormalizedGateConfig
+from jaxmoe.scaling.initialize import parameter_table
 from tests.support.huggingface_models import CONFIGS
 
 # Published, shortened by what changes nothing.

@@ -27,7 +27,6 @@ from jaxmoe.models.config import (
     ModelConfig,
     MoEConfig,
 )
-from jaxmoe.models.initialize import parameter_table
 from jaxmoe.routing import (
     METHODS,
     CapacityConfig,
@@ -38,6 +37,7 @@ from jaxmoe.routing import (
     SoftmaxTopKConfig,
     SqrtGateConfig,
 )
+from jaxmoe.scaling.initialize import parameter_table
 from sharding import MeshConfig, make_mesh
 from tests.support.huggingface_models import CONFIGS, read
 

@@ -24,7 +24,6 @@ from jaxmoe.models.config import (
     ModelConfig,
     MoEConfig,
 )
-from jaxmoe.models.initialize import parameter_table
 from jaxmoe.models.transformer import initial_router_state
 from jaxmoe.routing import (
     CapacityConfig,
@@ -37,6 +36,7 @@ from jaxmoe.routing import (
     SqrtGateConfig,
 )
 from jaxmoe.routing.methods import METHODS
+from jaxmoe.scaling.initialize import parameter_table
 from tests.support.tolerances import assert_close
 
 HYPERP = ModelConfig(
