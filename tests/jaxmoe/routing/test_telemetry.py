@@ -18,7 +18,7 @@ from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.transformer import forward
 from jaxmoe.optim import adamw
 from jaxmoe.routing import LossFreeConfig, RouterInputs, SoftmaxTopKConfig, telemetry
-from jaxmoe.routing import telemetry_detailed as detailed
+from jaxmoe.routing.telemetry import detailed
 from jaxmoe.routing.telemetry.congestion import equilibrium, fit_congestion
 from jaxmoe.routing.telemetry.geometry import (
     activation_correlation,
