@@ -33,11 +33,11 @@ from pallas_kernels.grouped_matmul import OUTER as _GROUPED_OUTER
 from pallas_kernels.grouped_matmul import grouped_matmul, grouped_outer
 from pallas_kernels.grouped_swiglu import OPERATION as _GROUPED_SWIGLU
 from pallas_kernels.grouped_swiglu import grouped_swiglu
-from pallas_kernels.hadamard import hadamard
-from pallas_kernels.mixed_array import MixedArray, quantize_mixed
+from pallas_kernels.halo.hadamard import hadamard
 from pallas_kernels.quantized_array import QuantizedArray, dequantize, quantize
 from pallas_kernels.quantized_matmul import OPERATION as _QUANTIZED_MATMUL
 from pallas_kernels.quantized_matmul import quantized_matmul
+from pallas_kernels.quantized_matmul.mixed_array import MixedArray, quantize_mixed
 from pallas_kernels.ring_attention import ring_attention
 from pallas_kernels.sequence_layout import sequence_order
 from pallas_kernels.token_ring_attention import token_ring_attention

@@ -20,9 +20,11 @@ import functools
 
 from pallas_kernels.array_types import Array, Float, Float32, Int
 from pallas_kernels.backend import Implementation, Operation
-from pallas_kernels.flash_attention import kernels, pallas_gpu, pallas_tpu, reference, xla
+from pallas_kernels.flash_attention import kernels, reference, xla
 from pallas_kernels.flash_attention.arguments import check_heads, check_mask, check_tokens
+from pallas_kernels.flash_attention.gpu import kernels as pallas_gpu
 from pallas_kernels.flash_attention.mask import Rules, Tokens
+from pallas_kernels.flash_attention.tpu import kernels as pallas_tpu
 from pallas_kernels.jax_versions import match_varying
 
 KERNELS: dict[Implementation, kernels.Kernels] = {

@@ -36,7 +36,9 @@ import jax.numpy as jnp
 
 from pallas_kernels.array_types import Array, Float, Int
 from pallas_kernels.backend import Implementation, Operation
-from pallas_kernels.grouped_matmul import pallas_gpu, pallas_tpu, products, reference, xla
+from pallas_kernels.grouped_matmul import products, reference, xla
+from pallas_kernels.grouped_matmul.gpu import kernels as pallas_gpu
+from pallas_kernels.grouped_matmul.tpu import kernels as pallas_tpu
 from pallas_kernels.jax_versions import match_varying
 from pallas_kernels.quantized_array import QuantizedArray
 from pallas_kernels.quantized_factors import check_factors, largest_sum

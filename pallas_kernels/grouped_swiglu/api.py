@@ -26,7 +26,9 @@ import jax.numpy as jnp
 from pallas_kernels.array_types import Array, Float, Int
 from pallas_kernels.backend import Implementation, Operation
 from pallas_kernels.grouped_matmul.api import sizes_within
-from pallas_kernels.grouped_swiglu import pallas_gpu, pallas_tpu, reference, xla
+from pallas_kernels.grouped_swiglu import gpu as pallas_gpu
+from pallas_kernels.grouped_swiglu import reference, xla
+from pallas_kernels.grouped_swiglu import tpu as pallas_tpu
 from pallas_kernels.jax_versions import match_varying
 from pallas_kernels.quantized_array import QuantizedArray
 from pallas_kernels.quantized_factors import check_factors

@@ -39,7 +39,7 @@ import jax.numpy as jnp
 from pallas_kernels.array_types import Array, Float, Int
 from pallas_kernels.backend import Implementation
 from pallas_kernels.grouped_matmul import grouped_matmul, grouped_outer
-from pallas_kernels.hadamard import hadamard, rotated_together
+from pallas_kernels.halo.hadamard import hadamard, rotated_together
 from pallas_kernels.halo.weights import EncodedWeight, Halo
 from pallas_kernels.jax_versions import match_varying, varying_axes
 from pallas_kernels.quantized_array import QuantizedArray

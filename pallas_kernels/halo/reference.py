@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from pallas_kernels.hadamard import hadamard_matrix, rotated_together
+from pallas_kernels.halo.hadamard import hadamard_matrix, rotated_together
 
 Round = Callable[[np.ndarray], np.ndarray]
 

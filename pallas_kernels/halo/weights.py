@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.array_types import Array, Float
-from pallas_kernels.hadamard import hadamard, rotated_together
+from pallas_kernels.halo.hadamard import hadamard, rotated_together
 from pallas_kernels.jax_versions import match_varying
 from pallas_kernels.quantized_array import QuantizedArray, quantize
 

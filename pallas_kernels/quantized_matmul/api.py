@@ -35,10 +35,16 @@ import jax.numpy as jnp
 from pallas_kernels.array_types import Array, Float
 from pallas_kernels.backend import Implementation, Operation
 from pallas_kernels.jax_versions import match_varying
-from pallas_kernels.mixed_array import MixedArray, dequantize_mixed, round_activations
 from pallas_kernels.quantized_array import QuantizedArray
 from pallas_kernels.quantized_factors import check_factors
-from pallas_kernels.quantized_matmul import pallas_gpu, pallas_tpu, reference, xla
+from pallas_kernels.quantized_matmul import reference, xla
+from pallas_kernels.quantized_matmul.gpu import kernels as pallas_gpu
+from pallas_kernels.quantized_matmul.mixed_array import (
+    MixedArray,
+    dequantize_mixed,
+    round_activations,
+)
+from pallas_kernels.quantized_matmul.tpu import kernels as pallas_tpu
 
 Multiply = Callable[..., Array]
 Quantised = QuantizedArray | MixedArray

@@ -33,11 +33,12 @@ from pallas_kernels.flash_attention.api import KERNELS, OPERATION
 from pallas_kernels.flash_attention.arguments import check_mask
 from pallas_kernels.flash_attention.mask import Rules
 from pallas_kernels.jax_versions import match_varying
-from pallas_kernels.ring_attention import backward, checks, forward
+from pallas_kernels.ring import checks
+from pallas_kernels.ring.step import Transport, check_transport
+from pallas_kernels.ring_attention import backward, forward
 from pallas_kernels.ring_attention.reference import layout_positions
 from pallas_kernels.ring_attention.schedule import Form, make_schedule
 from pallas_kernels.ring_attention.shards import Ids, Ring
-from pallas_kernels.ring_step import Transport, check_transport
 from pallas_kernels.sequence_layout import SequenceLayout
 
 Directions = Literal["one", "both"]

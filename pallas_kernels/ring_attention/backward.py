@@ -20,10 +20,10 @@ import jax.numpy as jnp
 
 from pallas_kernels.array_types import Array, Float
 from pallas_kernels.flash_attention.kernels import softmax_delta
-from pallas_kernels.remote_dma.ring_backward import differentiate_ring, fits
+from pallas_kernels.ring.remote_dma.ring_backward import differentiate_ring, fits
+from pallas_kernels.ring.step import Parcel, differentiate_and_send, send
 from pallas_kernels.ring_attention import shards
 from pallas_kernels.ring_attention.shards import Cut, Ids, Ring
-from pallas_kernels.ring_step import Parcel, differentiate_and_send, send
 
 
 def differentiate(

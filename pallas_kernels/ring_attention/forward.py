@@ -14,11 +14,11 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.array_types import Array, Float
-from pallas_kernels.online_softmax import SoftmaxState, merge
-from pallas_kernels.remote_dma.ring_forward import attend_ring, fits
+from pallas_kernels.ring.online_softmax import SoftmaxState, merge
+from pallas_kernels.ring.remote_dma.ring_forward import attend_ring, fits
+from pallas_kernels.ring.step import attend_and_send
 from pallas_kernels.ring_attention import shards
 from pallas_kernels.ring_attention.shards import Cut, Ids, Ring
-from pallas_kernels.ring_step import attend_and_send
 
 
 def attend(

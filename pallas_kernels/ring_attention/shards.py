@@ -20,9 +20,9 @@ import jax.numpy as jnp
 from pallas_kernels.array_types import Array
 from pallas_kernels.flash_attention.kernels import Kernels
 from pallas_kernels.flash_attention.mask import Rules, Tokens
+from pallas_kernels.ring.step import Parcel, Transport
 from pallas_kernels.ring_attention.reference import layout_positions
 from pallas_kernels.ring_attention.schedule import Hop, Schedule
-from pallas_kernels.ring_step import Parcel, Transport
 
 Cut = list[list[Any]]
 

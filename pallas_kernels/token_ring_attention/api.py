@@ -32,9 +32,9 @@ from pallas_kernels.flash_attention.api import OPERATION as FLASH_ATTENTION
 from pallas_kernels.flash_attention.arguments import check_mask
 from pallas_kernels.flash_attention.mask import Rules
 from pallas_kernels.jax_versions import match_varying
-from pallas_kernels.ring_attention import checks
+from pallas_kernels.ring import checks
+from pallas_kernels.ring.step import Transport, check_transport
 from pallas_kernels.ring_attention.reference import layout_positions
-from pallas_kernels.ring_step import Transport, check_transport
 from pallas_kernels.sequence_layout import SequenceLayout
 from pallas_kernels.token_ring_attention import backward, forward
 from pallas_kernels.token_ring_attention.blocks import Shard

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.array_types import Array, Float, Float32
 from pallas_kernels.flash_attention.kernels import softmax_delta
-from pallas_kernels.ring_step import Parcel, differentiate_and_send
+from pallas_kernels.ring.step import Parcel, differentiate_and_send
 from pallas_kernels.token_ring_attention.blocks import Block, Shard
 from pallas_kernels.token_ring_attention.circulate import Results, Ring, circulate
 from pallas_kernels.token_ring_attention.messages import pack, unpack

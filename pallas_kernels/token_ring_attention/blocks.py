@@ -16,11 +16,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import half_blocks
 from pallas_kernels.array_types import Array, Bool
 from pallas_kernels.flash_attention.mask import Rules, Tokens
-from pallas_kernels.half_blocks import Halves, halves
-from pallas_kernels.online_softmax import SoftmaxState
+from pallas_kernels.ring import half_blocks
+from pallas_kernels.ring.half_blocks import Halves, halves
+from pallas_kernels.ring.online_softmax import SoftmaxState
 from pallas_kernels.token_ring_attention.circulate import Ring
 
 

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from pallas_kernels.array_types import Array, Bool
 from pallas_kernels.flash_attention.kernels import Kernels
 from pallas_kernels.flash_attention.mask import Rules
-from pallas_kernels.ring_step import Parcel, Transport, send
+from pallas_kernels.ring.step import Parcel, Transport, send
 from pallas_kernels.token_ring_attention.schedule import Pairs, Schedule
 
 

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 
 import jax.numpy as jnp
 
-from pallas_kernels import half_blocks
 from pallas_kernels.array_types import Array, Bool, Float, Float32
-from pallas_kernels.online_softmax import SoftmaxState, merge
-from pallas_kernels.ring_step import Parcel, attend_and_send
+from pallas_kernels.ring import half_blocks
+from pallas_kernels.ring.online_softmax import SoftmaxState, merge
+from pallas_kernels.ring.step import Parcel, attend_and_send
 from pallas_kernels.token_ring_attention.blocks import Block, Shard
 from pallas_kernels.token_ring_attention.circulate import Results, Ring, circulate
 from pallas_kernels.token_ring_attention.messages import pack, unpack

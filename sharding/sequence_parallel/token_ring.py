@@ -14,7 +14,7 @@ from typing import ClassVar
 from jaxtyping import Array, Float
 
 from pallas_kernels import token_ring_attention
-from pallas_kernels.ring_step import Transport
+from pallas_kernels.ring.step import Transport
 from pallas_kernels.sequence_layout import SequenceLayout
 from pallas_kernels.token_ring_attention.schedule import Form
 from sharding.sequence_parallel.local_attention import AttentionRules, HeldTokens

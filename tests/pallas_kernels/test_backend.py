@@ -119,7 +119,7 @@ from functools import partial
 import jax, jax.numpy as jnp
 from jax.sharding import AbstractDevice, AbstractMesh
 from jax._src import xla_bridge
-from pallas_kernels import OPERATIONS, flash_attention, grouped_matmul
+from pallas_kernels import (OPERATIONS, flash_attention, grouped_matmul)
 x = jax.ShapeDtypeStruct((1, 300, 2, 8), jnp.float32)
 jax.eval_shape(partial(flash_attention, implementation="reference"), x, x, x)
 jax.eval_shape(

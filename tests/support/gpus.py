@@ -4,7 +4,7 @@
 
 import pytest
 
-from pallas_kernels.hopper_parts import Registers
+from pallas_kernels.gpu.hopper_parts import Registers
 from pallas_kernels.jax_versions import mosaic_gpu
 
 # JAX 0.11 says that it will drop Pallas through Triton one day.

@@ -88,8 +88,8 @@ def transfer(run) -> None:
     import jax
     import jax.numpy as jnp
 
-    from pallas_kernels.parcel import Parcel
-    from pallas_kernels.ring_step import send
+    from pallas_kernels.ring.parcel import Parcel
+    from pallas_kernels.ring.step import send
 
     def steps(x, transport):
         found = []
@@ -112,8 +112,8 @@ def rows(run) -> None:
     """Two rings side by side, of two ranks each, and a mesh whose other axis is not sent along."""
     import jax
 
-    from pallas_kernels.parcel import Parcel
-    from pallas_kernels.ring_step import send
+    from pallas_kernels.ring.parcel import Parcel
+    from pallas_kernels.ring.step import send
 
     def steps(x, transport):
         there = send([Parcel(x, ((0, 1), (1, 0))), Parcel(2 * x, ((1, 0),))], "seq", transport)
@@ -125,11 +125,12 @@ def rows(run) -> None:
 def blocks(run) -> None:
     """Attention over a block, and its gradients, beside parcels of several kinds."""
 
-    from pallas_kernels.flash_attention import pallas_tpu, xla
+    from pallas_kernels.flash_attention import xla
     from pallas_kernels.flash_attention.kernels import softmax_delta
     from pallas_kernels.flash_attention.mask import Rules, Tokens
-    from pallas_kernels.parcel import Parcel
-    from pallas_kernels.ring_step import attend_and_send, differentiate_and_send
+    from pallas_kernels.flash_attention.tpu import kernels as pallas_tpu
+    from pallas_kernels.ring.parcel import Parcel
+    from pallas_kernels.ring.step import attend_and_send, differentiate_and_send
 
     rules = Rules(causal=True, window=None, softcap=None, scale=8**-0.5)
 
@@ -160,7 +161,7 @@ def ring(run) -> None:
 def ring_of_tiles(run) -> None:
     """The same with two sequences of other documents, values of their own width, and several blocks
     of queries and keys, the last of them filled up."""
-    from pallas_kernels.flash_attention import pallas_tpu_blocks
+    from pallas_kernels.flash_attention.tpu import blocks as pallas_tpu_blocks
 
     pallas_tpu_blocks.TABLE = ((256, (128, 128)),)
     q, k, v = _heads(sequences=2, tokens=160)
@@ -174,8 +175,8 @@ def _ring(run, q, k, v) -> None:
     from pallas_kernels.flash_attention import xla
     from pallas_kernels.flash_attention.kernels import softmax_delta
     from pallas_kernels.flash_attention.mask import Rules, Tokens
-    from pallas_kernels.remote_dma.ring_backward import differentiate_ring
-    from pallas_kernels.remote_dma.ring_forward import attend_ring
+    from pallas_kernels.ring.remote_dma.ring_backward import differentiate_ring
+    from pallas_kernels.ring.remote_dma.ring_forward import attend_ring
     from pallas_kernels.sequence_layout import sequence_order
 
     rules = Rules(causal=True, window=None, softcap=20.0, scale=8**-0.5)
@@ -298,7 +299,7 @@ def _forget_meeting() -> None:
     import jax
 
     from pallas_kernels.jax_versions import shape_varying_like
-    from pallas_kernels.remote_dma import transfer as room
+    from pallas_kernels.ring.remote_dma import transfer as room
 
     find_place, is_there = room.mesh_place, threading.Event()
 
@@ -320,21 +321,21 @@ def _forget_meeting() -> None:
 
 def _forget_passing() -> None:
     """Nobody waits, at the end, until the others have left the barrier."""
-    from pallas_kernels.remote_dma import transfer as room
+    from pallas_kernels.ring.remote_dma import transfer as room
 
     room.part = lambda *arguments: None
 
 
 def _forget_capacity() -> None:
     """Nobody waits until a slot of keys is free."""
-    from pallas_kernels.remote_dma import ring_keys
+    from pallas_kernels.ring.remote_dma import ring_keys
 
     _forget_semaphores(ring_keys)
 
 
 def _forget_sums() -> None:
     """Nobody waits until a slot of gradients is free."""
-    from pallas_kernels.remote_dma import ring_backward
+    from pallas_kernels.ring.remote_dma import ring_backward
 
     _forget_semaphores(ring_backward)
 

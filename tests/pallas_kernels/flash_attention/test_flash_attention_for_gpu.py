@@ -23,16 +23,13 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import flash_attention
-from pallas_kernels.flash_attention import (
-    kernels,
-    pallas_gpu,
-    pallas_gpu_hopper,
-    pallas_gpu_triton,
-    reference,
-)
-from pallas_kernels.flash_attention.hopper_tiles import reason_against, tiles_backward
+from pallas_kernels.flash_attention import kernels, reference
+from pallas_kernels.flash_attention.gpu import hopper as pallas_gpu_hopper
+from pallas_kernels.flash_attention.gpu import kernels as pallas_gpu
+from pallas_kernels.flash_attention.gpu import triton as pallas_gpu_triton
+from pallas_kernels.flash_attention.gpu.hopper_tiles import reason_against, tiles_backward
+from pallas_kernels.flash_attention.gpu.kernels import choose_kernel
 from pallas_kernels.flash_attention.mask import Rules, Tokens
-from pallas_kernels.flash_attention.pallas_gpu import choose_kernel
 from pallas_kernels.jax_versions import interpreted_gpu
 from tests.pallas_kernels.flash_attention.test_flash_attention import (
     CASES,

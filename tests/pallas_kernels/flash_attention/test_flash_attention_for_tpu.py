@@ -19,8 +19,8 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedShar
 
 from pallas_kernels import flash_attention
 from pallas_kernels.backend import interpreted
-from pallas_kernels.flash_attention import pallas_tpu_blocks as blocks
 from pallas_kernels.flash_attention.mask import Rules, Tokens
+from pallas_kernels.flash_attention.tpu import blocks
 from tests.support.tolerances import assert_close
 from tests.support.tpus import described_tpus
 

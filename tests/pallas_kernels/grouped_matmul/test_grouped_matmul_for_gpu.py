@@ -22,24 +22,22 @@ from hypothesis import strategies as st
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels import grouped_matmul, grouped_swiglu, hopper_parts, quantize
-from pallas_kernels.grouped_matmul import (
-    pallas_gpu,
-    pallas_gpu_hopper,
-    pallas_gpu_triton,
-    products,
-    reference,
-)
-from pallas_kernels.grouped_matmul.pallas_gpu_hopper_tiles import (
+from pallas_kernels import grouped_matmul, grouped_swiglu, quantize
+from pallas_kernels.gpu import hopper_parts
+from pallas_kernels.gpu.hopper_parts import SHARED
+from pallas_kernels.grouped_matmul import products, reference
+from pallas_kernels.grouped_matmul.gpu import hopper as pallas_gpu_hopper
+from pallas_kernels.grouped_matmul.gpu import kernels as pallas_gpu
+from pallas_kernels.grouped_matmul.gpu import triton as pallas_gpu_triton
+from pallas_kernels.grouped_matmul.gpu.hopper_tiles import (
     COLUMNS,
     reason_against,
     section_of,
     tiles_for,
 )
-from pallas_kernels.grouped_matmul.pallas_gpu_schedule import row_groups, row_tiles
-from pallas_kernels.grouped_swiglu import pallas_gpu as swiglu_gpu
+from pallas_kernels.grouped_matmul.gpu.schedule import row_groups, row_tiles
+from pallas_kernels.grouped_swiglu import gpu as swiglu_gpu
 from pallas_kernels.grouped_swiglu import reference as swiglu_reference
-from pallas_kernels.hopper_parts import SHARED
 from pallas_kernels.jax_versions import interpreted_gpu
 from tests.support import conformance, gpus
 from tests.support.conformance import (

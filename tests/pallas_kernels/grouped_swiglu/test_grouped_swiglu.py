@@ -18,13 +18,7 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels import (
-    OPERATIONS,
-    QuantizedArray,
-    dequantize,
-    grouped_swiglu,
-    quantize,
-)
+from pallas_kernels import OPERATIONS, QuantizedArray, dequantize, grouped_swiglu, quantize
 from pallas_kernels.grouped_matmul import layout
 from tests.pallas_kernels.grouped_matmul.test_grouped_matmul import CASES, TOLERANCES
 

@@ -8,7 +8,7 @@ import pytest
 import scipy.linalg
 
 from pallas_kernels import hadamard
-from pallas_kernels.hadamard import hadamard_matrix, rotated_together
+from pallas_kernels.halo.hadamard import hadamard_matrix, rotated_together
 from tests.support.tolerances import assert_close
 
 # Sylvester's, Paley's two, and both times a power of two; those of powers of primes are missing.

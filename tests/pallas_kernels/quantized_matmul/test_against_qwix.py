@@ -13,13 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import (
-    QuantizedArray,
-    dequantize,
-    grouped_matmul,
-    quantize,
-    quantized_matmul,
-)
+from pallas_kernels import QuantizedArray, dequantize, grouped_matmul, quantize, quantized_matmul
 
 pytestmark = pytest.mark.slow  # qwix takes seconds to import
 qwix = pytest.importorskip("qwix", reason="qwix is not installed: pip install -e .[dev]")

@@ -11,7 +11,11 @@ import pytest
 
 from pallas_kernels import quantize, quantize_mixed
 from pallas_kernels import quantized_matmul as unjitted
-from pallas_kernels.mixed_array import MixedArray, dequantize_mixed, round_activations
+from pallas_kernels.quantized_matmul.mixed_array import (
+    MixedArray,
+    dequantize_mixed,
+    round_activations,
+)
 
 K, N, BLOCK = 1024, 64, 128
 

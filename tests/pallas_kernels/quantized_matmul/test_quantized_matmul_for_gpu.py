@@ -22,16 +22,14 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import QuantizedArray, quantize, quantize_mixed, quantized_matmul
-from pallas_kernels.hopper_parts import COMPUTING, SHARED
+from pallas_kernels.gpu.hopper_parts import COMPUTING, SHARED
 from pallas_kernels.jax_versions import interpreted_gpu
-from pallas_kernels.quantized_matmul import (
-    api,
-    pallas_gpu,
-    pallas_gpu_scales,
-    pallas_gpu_tiles,
-)
-from pallas_kernels.quantized_matmul.pallas_gpu import choose_kernel
-from pallas_kernels.quantized_matmul.pallas_gpu_tiles import (
+from pallas_kernels.quantized_matmul import api
+from pallas_kernels.quantized_matmul.gpu import kernels as pallas_gpu
+from pallas_kernels.quantized_matmul.gpu import scales as pallas_gpu_scales
+from pallas_kernels.quantized_matmul.gpu import tiles as pallas_gpu_tiles
+from pallas_kernels.quantized_matmul.gpu.kernels import choose_kernel
+from pallas_kernels.quantized_matmul.gpu.tiles import (
     STEP,
     Tiles,
     is_widened,

@@ -21,7 +21,8 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedShar
 from pallas_kernels import QuantizedArray, quantize, quantize_mixed, quantized_matmul
 from pallas_kernels.backend import interpreted
 from pallas_kernels.block_sizes import trial
-from pallas_kernels.quantized_matmul import pallas_tpu, pallas_tpu_layout
+from pallas_kernels.quantized_matmul.tpu import kernels as pallas_tpu
+from pallas_kernels.quantized_matmul.tpu import layout as pallas_tpu_layout
 from tests.support import conformance
 from tests.support.tolerances import assert_close
 from tests.support.tpus import described_tpus

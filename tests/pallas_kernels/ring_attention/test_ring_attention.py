@@ -20,7 +20,8 @@ from jax.sharding import PartitionSpec as P
 
 from jaxmoe.planning.hlo import collectives
 from pallas_kernels import flash_attention, ring_attention, sequence_order
-from pallas_kernels.ring_attention import checks, reference, ring_attention_with_lse
+from pallas_kernels.ring import checks
+from pallas_kernels.ring_attention import reference, ring_attention_with_lse
 from pallas_kernels.ring_attention.schedule import make_schedule
 from pallas_kernels.sequence_layout import inverse_order
 from tests.support.tolerances import assert_close

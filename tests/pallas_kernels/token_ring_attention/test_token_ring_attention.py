@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxmoe.planning.hlo import collectives
 from pallas_kernels import flash_attention, sequence_order, token_ring_attention
-from pallas_kernels.online_softmax import SoftmaxState, merge
+from pallas_kernels.ring.online_softmax import SoftmaxState, merge
 from pallas_kernels.sequence_layout import inverse_order, lay_out
 from pallas_kernels.token_ring_attention import reference
 from pallas_kernels.token_ring_attention.messages import pack, unpack

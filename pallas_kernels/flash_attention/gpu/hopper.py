@@ -1,0 +1,230 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""flash_attention in Pallas through Mosaic GPU, for Hopper: WGMMA, TMA and specialised warpgroups.
+
+FlashAttention-3 (arXiv 2407.08608) without its low precision. A program has three warpgroups:
+
+    2 that compute   64 rows each of the block that the program writes; they share what passes
+    1 that loads     blocks of the other side, by TMA into a ring of `stages` slots in shared
+                     memory; it has given most of its registers to the other two
+
+A slot has two barriers: `full`, at which its copies arrive, and `free`, at which both computing
+warpgroups do. In the forward pass the two take turns (`turn`, section 3.1): while one multiplies,
+the other exponentiates. In the backward pass they run freely, and products start in pairs.
+
+    attend        128 queries of one head; keys and values pass
+    d_q           the same, with P from lse
+    d_k and d_v   128 keys of one key head; the queries of all its query heads pass, with lse and
+                  delta. Scores stand as [keys queries], so that P and dS are left operands, which
+                  WGMMA takes from registers
+
+What a block meets comes from visible_blocks.py; programs with the most work are at the end of a
+causal sequence, and start first. Results in float32 go to memory straight from registers.
+
+Heads are filled up to multiples of 64 and lengths to multiples of 128, with zeros. What it does not
+take: `reason_against`. On the CPU it runs interpreted (`interpret=interpreted_gpu()`).
+
+To tune it: hopper_tiles.py. Its parts: hopper_parts.py, pallas_gpu_hopper_backward.py.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from pallas_kernels.array_types import Array, Float
+from pallas_kernels.flash_attention.gpu.hopper_backward import differentiate
+from pallas_kernels.flash_attention.gpu.hopper_parts import (
+    LOG2_E,
+    Mask,
+    Walk,
+    fill,
+    fill_tokens,
+    load_ring,
+    logits_of,
+    split_refs,
+)
+from pallas_kernels.flash_attention.gpu.hopper_tiles import KEPT, tiles_forward
+from pallas_kernels.flash_attention.kernels import Kernels
+from pallas_kernels.flash_attention.mask import Rules, Tokens
+from pallas_kernels.flash_attention.visible_blocks import kinds_of_blocks, listed
+from pallas_kernels.gpu.hopper_parts import (
+    COMPUTING,
+    REGISTERS_COMPUTING,
+    ROWS,
+    Registers,
+    along,
+    call,
+    shared,
+    slot_of,
+)
+from pallas_kernels.jax_versions import mosaic_gpu as plgpu
+
+
+def _attend_kernel(
+    q_ref, k_ref, v_ref, order_ref, counts_ref, *refs, rules, tiles, given, num_keys, group,
+    q_blocks, registers,
+):  # fmt: skip
+    tokens, refs = split_refs(refs, given)
+    out_ref, lse_ref, q_smem, k_smem, v_smem, out_smem, full_q, full_k, full_v, *barriers = refs
+    free_k, free_v, turn = barriers
+    sequence, head, group_of = jax.lax.axis_index("b"), jax.lax.axis_index("n"), jnp.int32(group)
+    block = q_blocks - 1 - jax.lax.axis_index("i")
+    warpgroup = jax.lax.axis_index("warpgroup")
+    walk = Walk.of(order_ref, counts_ref, sequence, block)
+    passing, dtype = tiles.passing, k_smem.dtype
+    shape, width = (ROWS, passing), v_smem.shape[-1]
+
+    def take_turn() -> None:
+        plgpu.barrier_arrive(turn)
+        plgpu.barrier_wait(turn)
+
+    @pl.when(warpgroup < COMPUTING)
+    def _compute():
+        plgpu.set_max_registers(REGISTERS_COMPUTING, action="increase")
+        start = block * KEPT + warpgroup * ROWS
+        mask = Mask(
+            rules=rules, registers=registers, refs=tokens, sequence=sequence, num_keys=num_keys
+        )
+        own = q_smem.at[warpgroup]
+        rows = pl.ds(start, ROWS)
+        plgpu.copy_gmem_to_smem(q_ref.at[sequence, rows, head], own, full_q.at[warpgroup])
+        plgpu.barrier_wait(full_q.at[warpgroup])
+        steps = walk.steps()
+
+        @pl.when(steps > 0)
+        def _first():
+            plgpu.barrier_wait(full_k.at[0])
+
+        pl.when(warpgroup == 1)(take_turn)
+
+        def step(at: Array, carry: Any, is_masked: bool) -> Any:
+            out, top, total = carry
+            slot = slot_of(at, tiles.stages)
+
+            pair = (own, k_smem.at[slot])
+            (products,) = registers.products(shape, pair, started=take_turn)
+            logits = logits_of(products, rules)
+            registers.free(free_k.at[slot])
+            if is_masked:
+                is_visible = mask.of((start, walk.at(at)[0] * passing), shape, 0)
+                logits = jnp.where(is_visible, logits, -jnp.inf)
+            new_top = jnp.maximum(top, logits.max(axis=1))
+            # Rows that have seen nothing yet: all is -inf there, and must give weights of 0.
+            base = jnp.where(new_top == -jnp.inf, 0.0, new_top) if is_masked else new_top
+            shrink = jnp.exp2(top - base)
+            weights = jnp.exp2(logits - along(base, shape, 0))
+            total = total * shrink + weights.sum(axis=1)
+            out = out * along(shrink, out.shape, 0)
+            narrow = weights.astype(dtype)
+            # All of the softmax comes before the turn passes to the other warpgroup.
+            out, new_top, total, narrow = jax.lax.optimization_barrier(
+                (out, new_top, total, narrow)
+            )
+            plgpu.barrier_arrive(turn)
+            plgpu.barrier_wait(full_v.at[slot])
+            plgpu.barrier_wait(turn)
+
+            def await_next() -> None:
+                @pl.when(at + 1 < steps)
+                def _next():
+                    plgpu.barrier_wait(full_k.at[slot_of(at + 1, tiles.stages)])
+
+            pair = (narrow, v_smem.at[slot])
+            (out,) = registers.add((out,), pair, started=await_next)
+            registers.free(free_v.at[slot])
+            return out, new_top, total
+
+        carry = (
+            registers.constant((ROWS, width), 0.0),
+            registers.constant((ROWS,), -jnp.inf),
+            registers.constant((ROWS,), 0.0),
+        )
+        for first, last, is_masked in walk.phases():
+            carry = jax.lax.fori_loop(
+                first, last, functools.partial(step, is_masked=is_masked), carry
+            )
+        out, top, total = carry
+        pl.when(warpgroup == 0)(take_turn)
+
+        is_seen = total > 0.0
+        total_or_1 = jnp.where(is_seen, total, 1.0)
+        lse = (top + jnp.log2(total_or_1)) * (1.0 / LOG2_E)
+        lse_ref[sequence, head, rows] = jnp.where(is_seen, lse, -jnp.inf)
+        own_out = (q_smem if out_smem is None else out_smem).at[warpgroup]
+        own_out[...] = (out * along(1.0 / total_or_1, out.shape, 0)).astype(dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(own_out, out_ref.at[sequence, rows, head])
+        plgpu.wait_smem_to_gmem(0)
+
+    @pl.when(warpgroup == COMPUTING)
+    def _load():
+        kv_head = jax.lax.div(head, group_of)
+
+        def copy(ref: Any, smem: Any, full: Any, block: Array, _: Array, slot: Array) -> None:
+            source = ref.at[sequence, pl.ds(block * passing, passing), kv_head]
+            plgpu.copy_gmem_to_smem(source, smem.at[slot], full.at[slot])
+
+        keys = functools.partial(copy, k_ref, k_smem, full_k)
+        values = functools.partial(copy, v_ref, v_smem, full_v)
+        load_ring(walk, tiles.stages, ((free_k, keys), (free_v, values)))
+
+
+def attend(
+    q: Float[Array, "B S N H"],
+    k: Float[Array, "B U M H"],
+    v: Float[Array, "B U M Hv"],
+    tokens: Tokens,
+    rules: Rules,
+    *,
+    interpret: Any = None,
+) -> tuple[Float[Array, "B S N Hv"], Float[Array, "B N S"]]:
+    """See `pallas_kernels.flash_attention`."""
+    (b, s, n, _), (_, u, m, hv) = q.shape, v.shape
+    dtype, given = q.dtype, tuple(x is not None for x in tokens)
+    tiles = tiles_forward(q.shape[3], hv)
+    assert tiles is not None  # reason_against says so before
+    filled = fill_tokens(tokens)
+    q, k, v = fill(q), fill(k), fill(v)
+    lists = listed(kinds_of_blocks(rules, tokens, (s, u), (KEPT, tiles.passing)))
+    blocks, h, wide = q.shape[1] // KEPT, q.shape[3], v.shape[3]
+    ring = plgpu.Barrier(num_barriers=tiles.stages)
+    free = plgpu.Barrier(num_arrivals=COMPUTING, num_barriers=tiles.stages)
+    out, lse = call(
+        functools.partial(
+            _attend_kernel,
+            rules=rules,
+            tiles=tiles,
+            given=given,
+            num_keys=None if k.shape[1] == u else u,
+            group=n // m,
+            q_blocks=blocks,
+            registers=Registers(is_interpreted=interpret is not None),
+        ),
+        (q, k, v, *lists, *filled),
+        (
+            jax.ShapeDtypeStruct((b, q.shape[1], n, wide), dtype),
+            jax.ShapeDtypeStruct((b, n, q.shape[1]), jnp.float32),
+        ),
+        (
+            shared((COMPUTING, ROWS, h), dtype),
+            shared((tiles.stages, tiles.passing, h), dtype),
+            shared((tiles.stages, tiles.passing, wide), dtype),
+            None if wide == h else shared((COMPUTING, ROWS, wide), dtype),
+            plgpu.Barrier(num_barriers=COMPUTING),
+            ring,
+            ring,
+            free,
+            free,
+            plgpu.Barrier(num_arrivals=COMPUTING),
+        ),
+        (blocks, b, n),
+        ("i", "b", "n"),
+        interpret,
+    )
+    return out[:, :s, :, :hv], lse[:, :, :s]
+
+
+KERNELS = Kernels(attend, differentiate)

@@ -1,0 +1,251 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""The backward pass of flash_attention on Hopper: a kernel for d_q, one for d_k and d_v.
+
+See pallas_gpu_hopper.py, and kernels.py for the formulas. Seven products where a single kernel
+would need five: no two programs write to the same place, so that results do not depend on the
+order in which programs run. Where the sums of d_k and d_v do not fit the registers together, each
+has a kernel of its own, and there are eight.
+
+To tune it: hopper_tiles.py.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from pallas_kernels.array_types import Array, Float
+from pallas_kernels.flash_attention.gpu.hopper_parts import (
+    LOG2_E,
+    Mask,
+    Walk,
+    fill,
+    fill_last,
+    fill_tokens,
+    load_ring,
+    logits_of,
+    sloped,
+    split_refs,
+)
+from pallas_kernels.flash_attention.gpu.hopper_tiles import KEPT, Tiles, tiles_backward
+from pallas_kernels.flash_attention.mask import Rules, Tokens
+from pallas_kernels.flash_attention.visible_blocks import kinds_of_blocks, listed
+from pallas_kernels.gpu.hopper_parts import (
+    COMPUTING,
+    REGISTERS_COMPUTING,
+    ROWS,
+    Registers,
+    along,
+    call,
+    shared,
+    slot_of,
+)
+from pallas_kernels.jax_versions import mosaic_gpu as plgpu
+
+
+def _d_q_kernel(
+    q_ref, k_ref, v_ref, d_out_ref, lse_ref, delta_ref, order_ref, counts_ref, *refs, rules, tiles,
+    given, num_keys, group, q_blocks, registers,
+):  # fmt: skip
+    tokens, refs = split_refs(refs, given)
+    d_q_ref, q_smem, d_out_smem, k_smem, v_smem, full_q, full, free = refs
+    sequence, head, group_of = jax.lax.axis_index("b"), jax.lax.axis_index("n"), jnp.int32(group)
+    block = q_blocks - 1 - jax.lax.axis_index("i")
+    warpgroup = jax.lax.axis_index("warpgroup")
+    walk = Walk.of(order_ref, counts_ref, sequence, block)
+    passing, dtype = tiles.passing, k_smem.dtype
+    shape = (ROWS, passing)
+
+    @pl.when(warpgroup < COMPUTING)
+    def _compute():
+        plgpu.set_max_registers(REGISTERS_COMPUTING, action="increase")
+        start = block * KEPT + warpgroup * ROWS
+        mask = Mask(
+            rules=rules, registers=registers, refs=tokens, sequence=sequence, num_keys=num_keys
+        )
+        rows, ready = pl.ds(start, ROWS), full_q.at[warpgroup]
+        q, d_out = q_smem.at[warpgroup], d_out_smem.at[warpgroup]
+        plgpu.copy_gmem_to_smem(q_ref.at[sequence, rows, head], q, ready)
+        plgpu.copy_gmem_to_smem(d_out_ref.at[sequence, rows, head], d_out, ready)
+        lse = registers.load(lse_ref.at[sequence, head, rows], 0)
+        delta = registers.load(delta_ref.at[sequence, head, rows], 0)
+        plgpu.barrier_wait(ready)
+
+        def step(at: Array, d_q: Array, is_masked: bool) -> Array:
+            slot = slot_of(at, tiles.stages)
+            plgpu.barrier_wait(full.at[slot])
+            products, d_weights = registers.products(
+                shape, (q, k_smem.at[slot]), (d_out, v_smem.at[slot])
+            )
+            logits = logits_of(products, rules)
+            weights = jnp.exp2(logits - along(lse, shape, 0))
+            if is_masked:
+                is_visible = mask.of((start, walk.at(at)[0] * passing), shape, 0)
+                weights = jnp.where(is_visible, weights, 0.0)
+            d_logits = sloped(weights * (d_weights - along(delta, shape, 0)), logits, rules)
+            (d_q,) = registers.add((d_q,), (d_logits.astype(dtype), k_smem.at[slot]))
+            registers.free(free.at[slot])
+            return d_q
+
+        d_q = registers.constant((ROWS, q_smem.shape[-1]), 0.0)
+        for first, last, is_masked in walk.phases():
+            d_q = jax.lax.fori_loop(first, last, functools.partial(step, is_masked=is_masked), d_q)
+        d_q_ref[sequence, rows, head] = d_q * rules.scale
+
+    @pl.when(warpgroup == COMPUTING)
+    def _load():
+        kv_head = jax.lax.div(head, group_of)
+
+        def copies(block: Array, _: Array, slot: Array) -> None:
+            source = (sequence, pl.ds(block * passing, passing), kv_head)
+            for ref, smem in ((k_ref, k_smem), (v_ref, v_smem)):
+                plgpu.copy_gmem_to_smem(ref.at[source], smem.at[slot], full.at[slot])
+
+        load_ring(walk, tiles.stages, ((free, copies),))
+
+
+def _d_kv_kernel(
+    q_ref, k_ref, v_ref, d_out_ref, lse_ref, delta_ref, order_ref, counts_ref, *refs, rules, tiles,
+    given, num_keys, group, registers, wanted,
+):  # fmt: skip
+    tokens, refs = split_refs(refs, given)
+    results, refs = refs[: len(wanted)], refs[len(wanted) :]
+    k_smem, v_smem, q_smem, d_out_smem, lse_smem, delta_smem, full_k, full, free = refs
+    sequence, head = jax.lax.axis_index("b"), jax.lax.axis_index("m")
+    block = jax.lax.axis_index("i")
+    warpgroup = jax.lax.axis_index("warpgroup")
+    walk = Walk.of(order_ref, counts_ref, sequence, block, heads=group)
+    passing, dtype = tiles.passing, k_smem.dtype
+    shape = (ROWS, passing)
+
+    @pl.when(warpgroup < COMPUTING)
+    def _compute():
+        plgpu.set_max_registers(REGISTERS_COMPUTING, action="increase")
+        start = block * KEPT + warpgroup * ROWS
+        mask = Mask(
+            rules=rules, registers=registers, refs=tokens, sequence=sequence, num_keys=num_keys
+        )
+        rows, ready = pl.ds(start, ROWS), full_k.at[warpgroup]
+        k, v = k_smem.at[warpgroup], v_smem.at[warpgroup]
+        plgpu.copy_gmem_to_smem(k_ref.at[sequence, rows, head], k, ready)
+        plgpu.copy_gmem_to_smem(v_ref.at[sequence, rows, head], v, ready)
+        plgpu.barrier_wait(ready)
+
+        def step(at: Array, sums: Any, is_masked: bool) -> Any:
+            slot = slot_of(at, tiles.stages)
+            plgpu.barrier_wait(full.at[slot])
+            q, d_out = q_smem.at[slot], d_out_smem.at[slot]
+            pairs = ((k, q), (v, d_out)) if "k" in wanted else ((k, q),)
+            products, *d_weights = registers.products(shape, *pairs)
+            logits = logits_of(products, rules)
+            lse = registers.load(lse_smem.at[slot], 1)
+            weights = jnp.exp2(logits - along(lse, shape, 1))
+            if is_masked:
+                is_visible = mask.of((walk.at(at)[0] * passing, start), shape, 1)
+                weights = jnp.where(is_visible, weights, 0.0)
+            added = {"v": (weights.astype(dtype), d_out)}
+            for d_weight in d_weights:
+                delta = registers.load(delta_smem.at[slot], 1)
+                d_logits = sloped(weights * (d_weight - along(delta, shape, 1)), logits, rules)
+                added["k"] = (d_logits.astype(dtype), q)
+            sums = registers.add(sums, *(added[name] for name in wanted))
+            registers.free(free.at[slot], has_loaded=True)
+            return sums
+
+        widths = {"k": k_smem.shape[-1], "v": v_smem.shape[-1]}
+        sums = tuple(registers.constant((ROWS, widths[name]), 0.0) for name in wanted)
+        for first, last, is_masked in walk.phases():
+            sums = jax.lax.fori_loop(
+                first, last, functools.partial(step, is_masked=is_masked), sums
+            )
+        for name, ref, total in zip(wanted, results, sums, strict=True):
+            ref[sequence, rows, head] = total * rules.scale if name == "k" else total
+
+    @pl.when(warpgroup == COMPUTING)
+    def _load():
+        def copies(block: Array, member: Array, slot: Array) -> None:
+            rows, q_head = pl.ds(block * passing, passing), head * group + member
+            for ref, smem in ((q_ref, q_smem), (d_out_ref, d_out_smem)):
+                source = ref.at[sequence, rows, q_head]
+                plgpu.copy_gmem_to_smem(source, smem.at[slot], full.at[slot])
+            for ref, smem in ((lse_ref, lse_smem), (delta_ref, delta_smem)):
+                source = ref.at[sequence, q_head, rows]
+                plgpu.copy_gmem_to_smem(source, smem.at[slot], full.at[slot])
+
+        load_ring(walk, tiles.stages, ((free, copies),))
+
+
+def differentiate(
+    q: Float[Array, "B S N H"],
+    k: Float[Array, "B U M H"],
+    v: Float[Array, "B U M Hv"],
+    tokens: Tokens,
+    rules: Rules,
+    d_out: Float[Array, "B S N Hv"],
+    lse: Float[Array, "B N S"],
+    delta: Float[Array, "B N S"],
+    *,
+    interpret: Any = None,
+) -> tuple[Float[Array, "B S N H"], Float[Array, "B U M H"], Float[Array, "B U M Hv"]]:
+    """See `pallas_kernels.flash_attention.kernels`."""
+    (b, s, n, h), (_, u, m, hv) = q.shape, v.shape
+    dtype, given = q.dtype, tuple(x is not None for x in tokens)
+    tiles = tiles_backward(h, hv)
+    assert tiles is not None  # reason_against says so before
+    filled = fill_tokens(tokens)
+    q, k, v, d_out = fill(q), fill(k), fill(v), fill(d_out)
+    # A query that sees nothing has weights 0, which must not come from -inf - -inf.
+    lse = fill_last(jnp.where(jnp.isfinite(lse), lse, 0.0) * LOG2_E)
+    arrays = (q, k, v, d_out, lse, fill_last(delta))
+    static = {
+        "rules": rules,
+        "given": given,
+        "num_keys": None if k.shape[1] == u else u,
+        "group": n // m,
+        "registers": Registers(is_interpreted=interpret is not None),
+    }
+    q_blocks, kv_blocks = q.shape[1] // KEPT, k.shape[1] // KEPT
+    by_query, by_key = tiles
+    kept = tuple(shared((COMPUTING, ROWS, x.shape[3]), dtype) for x in (k, v))
+    both = plgpu.Barrier(num_arrivals=2, num_barriers=COMPUTING)
+
+    def ring(one: Tiles, arrivals: int) -> tuple[Any, ...]:
+        full = plgpu.Barrier(num_arrivals=arrivals, num_barriers=one.stages)
+        return full, plgpu.Barrier(num_arrivals=COMPUTING, num_barriers=one.stages)
+
+    def slots(one: Tiles) -> tuple[Any, ...]:
+        return tuple(shared((one.stages, one.passing, x.shape[3]), dtype) for x in (k, v))
+
+    lists = listed(kinds_of_blocks(rules, tokens, (s, u), (KEPT, by_query.passing)))
+    (d_q,) = call(
+        functools.partial(_d_q_kernel, tiles=by_query, q_blocks=q_blocks, **static),
+        (*arrays, *lists, *filled),
+        (jax.ShapeDtypeStruct(q.shape, jnp.float32),),
+        (*kept, *slots(by_query), both, *ring(by_query, 2)),
+        (q_blocks, b, n),
+        ("i", "b", "n"),
+        interpret,
+    )
+    kinds = kinds_of_blocks(rules, tokens, (s, u), (by_key.passing, KEPT))
+    # The lists count blocks of the true lengths: those of filling alone are in none.
+    lists = listed(kinds.swapaxes(1, 2))
+    numbers = plgpu.SMEM((by_key.stages, by_key.passing), jnp.float32)
+    d_kv = {}
+    for wanted in by_key.together:
+        results = call(
+            functools.partial(_d_kv_kernel, tiles=by_key, wanted=wanted, **static),
+            (*arrays, *lists, *filled),
+            tuple(
+                jax.ShapeDtypeStruct({"k": k, "v": v}[name].shape, jnp.float32) for name in wanted
+            ),
+            (*kept, *slots(by_key), numbers, numbers, both, *ring(by_key, 4)),
+            (kv_blocks, b, m),
+            ("i", "b", "m"),
+            interpret,
+        )
+        d_kv |= zip(wanted, results, strict=True)
+    d_k, d_v = d_kv["k"], d_kv["v"]
+    return d_q[:, :s, :, :h], d_k[:, :u, :, :h], d_v[:, :u, :, :hv]

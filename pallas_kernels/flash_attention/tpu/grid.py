@@ -1,0 +1,211 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""The grid of the TPU kernels of attention: which blocks a step sees, and whether it computes.
+
+    by="rows"   (B, M, block of rows, step): a block of rows meets its keys, one block a step
+    by="keys"   (B, M, block of keys, step): a block of keys meets its rows
+
+The other side's block of a step is first + step, where the range (first, last) of the block at hand
+lies in scalar memory. Beyond last it stays there, so that nothing is copied again, and the step
+computes nothing.
+
+To add an operand, add its `BlockSpec` here beside those of its side.
+"""
+
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.flash_attention.mask import Rules, sees
+from pallas_kernels.flash_attention.tpu import tiles
+from pallas_kernels.flash_attention.tpu.blocks import (
+    RECORD,
+    Bounds,
+    Plan,
+    Sizes,
+    all_see,
+    may_see,
+)
+
+Side = Literal["rows", "keys"]
+
+
+class Grid(NamedTuple):
+    """All static."""
+
+    sizes: Sizes
+    by: Side
+    steps: int
+    num_marks: int
+    is_shared: bool
+    """All sequences have the same marks."""
+
+    @classmethod
+    def of(cls, sizes: Sizes, plan: Plan, by: Side) -> "Grid":
+        """The grid of a kernel that keeps the sums of blocks of rows, or of keys."""
+        steps = plan.key_steps if by == "rows" else plan.row_steps
+        return cls(sizes, by, steps, plan.num_marks, plan.is_shared)
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """For `pallas_call`."""
+        blocks = self.sizes.row_blocks if self.by == "rows" else self.sizes.key_blocks
+        return self.sizes.b, self.sizes.m, blocks, self.steps
+
+    @property
+    def compiler_params(self) -> pltpu.CompilerParams:
+        """Only the steps depend on one another."""
+        return pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")
+        )
+
+    def cost(self, products: int, itemsize: int) -> pl.CostEstimate:
+        """For XLA's scheduler: as if every step computed."""
+        z = self.sizes
+        pairs = z.b * z.m * self.shape[2] * self.steps * z.row_block * z.key_block
+        row_bytes = z.b * z.m * z.rows * (z.h + z.hv) * itemsize
+        key_bytes = z.b * z.m * z.keys * (z.h + z.hv) * itemsize
+        return pl.CostEstimate(
+            flops=products * pairs * (z.h + z.hv),
+            transcendentals=pairs,
+            bytes_accessed=row_bytes + key_bytes,
+        )
+
+    # Where a step is. In index maps the indices are given; in kernels they are asked for.
+
+    def blocks(self, b: Any, at: Any, step: Any, row_bounds: Any, key_bounds: Any) -> Any:
+        """The blocks (of rows, of keys) of a step, and whether it lies within the range."""
+        bounds = row_bounds if self.by == "rows" else key_bounds
+        start = self.record(b, at, self.by)
+        first, last = bounds[start + 4], bounds[start + 5]
+        other = jnp.clip(first + step, 0, jnp.maximum(last, 0))
+        pair = (at, other) if self.by == "rows" else (other, at)
+        return *pair, first + step <= last
+
+    def record(self, b: Any, at: Any, side: Side) -> Any:
+        """Where the record of a block starts."""
+        number = self.sizes.row_blocks if side == "rows" else self.sizes.key_blocks
+        return (at if self.is_shared else b * number + at) * RECORD
+
+    @property
+    def is_first(self) -> Any:
+        """The first step of the block at hand."""
+        return pl.program_id(3) == 0
+
+    @property
+    def is_last(self) -> Any:
+        """The last step of the block at hand."""
+        return pl.program_id(3) == self.steps - 1
+
+    # Operands.
+
+    def rows(self, width: int) -> pl.BlockSpec:
+        """Of [B M R width]."""
+
+        def index(b: Any, m: Any, at: Any, step: Any, *bounds: Any) -> Any:
+            return b, m, self.blocks(b, at, step, *bounds)[0], 0
+
+        return pl.BlockSpec((None, None, self.sizes.row_block, width), index)
+
+    def keys(self, width: int) -> pl.BlockSpec:
+        """Of [B M U width]."""
+
+        def index(b: Any, m: Any, at: Any, step: Any, *bounds: Any) -> Any:
+            return b, m, self.blocks(b, at, step, *bounds)[1], 0
+
+        return pl.BlockSpec((None, None, self.sizes.key_block, width), index)
+
+    def statistics(self) -> pl.BlockSpec:
+        """Of [B M blocks 1 rows], one number for each row."""
+
+        def index(b: Any, m: Any, at: Any, step: Any, *bounds: Any) -> Any:
+            return b, m, self.blocks(b, at, step, *bounds)[0], 0, 0
+
+        return pl.BlockSpec((None, None, None, 1, self.sizes.row_block), index)
+
+    def row_marks(self) -> pl.BlockSpec:
+        """Of [b' blocks c rows]."""
+
+        def index(b: Any, m: Any, at: Any, step: Any, *bounds: Any) -> Any:
+            del m
+            return 0 if self.is_shared else b, self.blocks(b, at, step, *bounds)[0], 0, 0
+
+        return pl.BlockSpec((None, None, self.num_marks, self.sizes.row_block), index)
+
+    def key_marks(self) -> pl.BlockSpec:
+        """Of [b' blocks c keys]."""
+
+        def index(b: Any, m: Any, at: Any, step: Any, *bounds: Any) -> Any:
+            del m
+            return 0 if self.is_shared else b, self.blocks(b, at, step, *bounds)[1], 0, 0
+
+        return pl.BlockSpec((None, None, self.num_marks, self.sizes.key_block), index)
+
+    def keep_columns(self, columns: Any, marks: Any) -> None:
+        """Writes the marks of the block at hand, [c length], as columns [c length LANES]."""
+        for i in range(self.num_marks):
+            columns[i] = tiles.column(marks[i : i + 1, :])
+
+
+def mask(grid: Grid, rules: Rules, columns: Any, marks: Any, key_block: Any) -> Any:
+    """Who sees whom in a tile: [rows keys], or [keys rows] where keys are at hand.
+
+    Args:
+        grid: of the kernel.
+        rules: of the mask.
+        columns: marks of the block at hand, as columns.
+        marks: of the other side's block, as rows.
+        key_block: which block of keys it is.
+    """
+    z = grid.sizes
+    down = [columns[i][:, :1] for i in range(grid.num_marks)]
+    across = [marks[i : i + 1, :] for i in range(grid.num_marks)]
+    rows, keys = (down, across) if grid.by == "rows" else (across, down)
+    segments = (rows[1], keys[1]) if grid.num_marks == 2 else (None, None)
+    is_visible = sees(rules, rows[0], keys[0], *segments)
+    if z.keys > z.u:
+        axis = 1 if grid.by == "rows" else 0
+        index = jax.lax.broadcasted_iota(jnp.int32, is_visible.shape, axis)
+        is_visible = is_visible & (index < z.u - key_block * z.key_block)
+    return is_visible
+
+
+def when_seen(
+    grid: Grid,
+    rules: Rules,
+    row_bounds: Any,
+    key_bounds: Any,
+    compute: Callable[[Any], None],
+) -> None:
+    """Runs `compute` in the steps whose tile somebody sees.
+
+    Args:
+        grid: of the kernel.
+        rules: of the mask.
+        row_bounds: in scalar memory.
+        key_bounds: likewise.
+        compute: of the block of keys whose mask must be asked for, or of None where all see all.
+    """
+    b, at, step = pl.program_id(0), pl.program_id(2), pl.program_id(3)
+    row_block, key_block, is_within = grid.blocks(b, at, step, row_bounds, key_bounds)
+    start = grid.record(b, row_block, "rows")
+    rows = Bounds(*(row_bounds[start + i] for i in range(4)))
+    start = grid.record(b, key_block, "keys")
+    keys = Bounds(*(key_bounds[start + i] for i in range(4)))
+    is_seen = is_within & may_see(rules, rows, keys)
+    is_open = all_see(rules, rows, keys)
+    z = grid.sizes
+    if z.keys > z.u:
+        is_open = is_open & (key_block < z.key_blocks - 1)
+
+    @pl.when(is_seen & is_open)
+    def _():
+        compute(None)
+
+    @pl.when(is_seen & jnp.logical_not(is_open))
+    def _():
+        compute(key_block)

@@ -1,0 +1,129 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""flash_attention for TPUs: the forward pass as a Mosaic kernel; both passes as `KERNELS`.
+
+The grid is (sequence, key head, block of rows, step). A step meets one block of keys: the running
+softmax of the rows stays in VMEM over the steps, and the next keys are copied meanwhile. Rows,
+blocks and the tiles that nobody sees: pallas_tpu_blocks.py. Arithmetic: pallas_tpu_tiles.py.
+Backward pass: pallas_tpu_backward.py.
+
+Steps beyond a block's range cost their bookkeeping (with causality and positions from 0 nearly half
+of them), no copy and no arithmetic. Heads that are no multiple of 128 wide fill their lanes partly.
+Call it on local arrays, in a `jax.shard_map`: an array spread by the compiler is gathered first.
+
+On the CPU it runs in TPU interpret mode alone (`pallas_kernels.backend.interpreted`).
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.array_types import Array, Float
+from pallas_kernels.flash_attention.kernels import Kernels
+from pallas_kernels.flash_attention.mask import Rules, Tokens
+from pallas_kernels.flash_attention.tpu import tiles
+from pallas_kernels.flash_attention.tpu.backward import differentiate
+from pallas_kernels.flash_attention.tpu.blocks import Sizes, make_plan
+from pallas_kernels.flash_attention.tpu.grid import Grid, mask, when_seen
+from pallas_kernels.flash_attention.tpu.tiles import LANES, RunningSoftmax
+from pallas_kernels.jax_versions import match_varying, shape_varying_like
+
+
+def attend(
+    q: Float[Array, "B S N H"],
+    k: Float[Array, "B U M H"],
+    v: Float[Array, "B U M Hv"],
+    tokens: Tokens,
+    rules: Rules,
+    *,
+    pallas_call: Callable[..., Any] = pl.pallas_call,
+) -> tuple[Float[Array, "B S N Hv"], Float[Array, "B N S"]]:
+    """See `pallas_kernels.flash_attention`; remote_dma calls the kernel in its own way."""
+    sizes = Sizes.of(q, k, v, rules)
+    plan = make_plan(sizes, tokens, rules)
+    grid = Grid.of(sizes, plan, by="rows")
+    arrays = (sizes.to_rows(q), sizes.to_keys(k), sizes.to_keys(v))
+    marks = (plan.row_marks, plan.key_marks)
+    call = pallas_call(
+        functools.partial(_attend_kernel, grid=grid, rules=rules),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=2,
+            grid=grid.shape,
+            in_specs=[
+                grid.rows(sizes.h),
+                grid.keys(sizes.h),
+                grid.keys(sizes.hv),
+                grid.row_marks(),
+                grid.key_marks(),
+            ],
+            out_specs=[grid.rows(sizes.hv), grid.statistics()],
+            scratch_shapes=[
+                pltpu.VMEM((plan.num_marks, sizes.row_block, LANES), jnp.int32),
+                pltpu.VMEM((sizes.row_block, LANES), jnp.float32),
+                pltpu.VMEM((sizes.row_block, LANES), jnp.float32),
+                pltpu.VMEM((sizes.row_block, sizes.hv), jnp.float32),
+            ],
+        ),
+        out_shape=[
+            shape_varying_like((sizes.b, sizes.m, sizes.rows, sizes.hv), q.dtype, q, k, v),
+            shape_varying_like(sizes.statistics, jnp.float32, q, k, v),
+        ],
+        compiler_params=grid.compiler_params,
+        cost_estimate=grid.cost(products=2, itemsize=q.dtype.itemsize),
+        name="flash_attention",
+    )
+    given = (plan.row_bounds, plan.key_bounds, *arrays, *marks)
+    out, lse = call(*(match_varying(x, q, k, v) for x in given))
+    return sizes.from_rows(out), sizes.from_statistics(lse)
+
+
+def _attend_kernel(
+    row_bounds: Any,
+    key_bounds: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    row_marks: Any,
+    key_marks: Any,
+    out: Any,
+    lse: Any,
+    columns: Any,
+    top: Any,
+    total: Any,
+    sums: Any,
+    *,
+    grid: Grid,
+    rules: Rules,
+) -> None:
+    def keep(state: RunningSoftmax) -> None:
+        top[...] = jnp.broadcast_to(state.top, top.shape)
+        total[...] = jnp.broadcast_to(state.total, total.shape)
+        sums[...] = state.sums
+
+    def state() -> RunningSoftmax:
+        return RunningSoftmax(top[:, :1], total[:, :1], sums[...])
+
+    @pl.when(grid.is_first)
+    def _():
+        grid.keep_columns(columns, row_marks)
+        keep(tiles.nothing_seen(*sums.shape))
+
+    @functools.partial(when_seen, grid, rules, row_bounds, key_bounds)
+    def _(key_block: Any):
+        is_visible = None
+        if key_block is not None:
+            is_visible = mask(grid, rules, columns, key_marks, key_block)
+        keep(tiles.attend_tile(state(), q[...], k[...], v[...], is_visible, rules))
+
+    @pl.when(grid.is_last)
+    def _():
+        result, statistic = tiles.finish(state())
+        out[...] = result.astype(out.dtype)
+        lse[...] = tiles.row(statistic)
+
+
+KERNELS = Kernels(attend, differentiate)

@@ -1,0 +1,233 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""grouped_matmul in Pallas through Mosaic GPU, for Hopper: WGMMA, TMA and specialised warpgroups.
+
+As many programs as there are multiprocessors go through the list of tiles, a tile being 128 rows of
+one group (pallas_gpu_schedule.py) and up to 256 columns. Each program has three warpgroups:
+
+    2 that compute   64 rows each of the tile; they share the columns' operand
+    1 that loads     both operands by TMA into a ring of slots, and runs ahead into the next tile
+
+    multiply   rows [128 d] from their tile, weights [d columns] from their group, or turned
+    contract   see pallas_gpu_hopper_contract.py
+
+Results go through shared memory to TMA. A tile that begins or ends amid another group writes its
+own rows alone, in copies of 64, 32, ... 1 rows. Rows past the last group are a group without a sum.
+
+    bfloat16, float16          as they are
+    int8, float8, both factors as they are, in int32 and float32; scales come in after the sum of
+                               their block. WGMMA wants such operands with what is summed side by
+                               side: weights are transposed before, in their 8 bits. Its sums of
+                               float8 lose digits, and are moved to float32 every 512 products
+    short blocks               of 64: widened to bfloat16, which is exact, as are their sums
+    weights in few bits alone  see pallas_gpu_hopper_widened.py
+
+What it does not take: `reason_against`. Rows are filled up to a multiple of 8, widths to one of 64
+(128 for 8 bits), with zeros: a copy where they do not fit. On the CPU it runs interpreted
+(`interpret=interpreted_gpu()`).
+
+To tune it: pallas_gpu_hopper_tiles.py. Its parts: pallas_kernels/hopper_parts.py.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from pallas_kernels.array_types import Array, Int
+from pallas_kernels.gpu.hopper_parts import (
+    COMPUTING,
+    REGISTERS_COMPUTING,
+    REGISTERS_LOADING,
+    ROWS,
+    Registers,
+    Ring,
+    Stores,
+    along,
+    call,
+    filled,
+    programs,
+    walk_tiles,
+)
+from pallas_kernels.grouped_matmul.gpu.hopper_contract import contract
+from pallas_kernels.grouped_matmul.gpu.hopper_tiles import (
+    COLUMNS,
+    LINE,
+    TILE,
+    place_of,
+    scratch,
+    section_of,
+    tiles_for,
+)
+from pallas_kernels.grouped_matmul.gpu.hopper_widened import multiply_widened
+from pallas_kernels.grouped_matmul.gpu.operands import (
+    Operands,
+    operands_of,
+    without_scales,
+)
+from pallas_kernels.grouped_matmul.gpu.schedule import ALIGNED, row_tiles
+from pallas_kernels.grouped_matmul.products import Products
+from pallas_kernels.jax_versions import mosaic_gpu as plgpu
+from pallas_kernels.quantized_array import QuantizedArray
+
+
+def _multiply_kernel(
+    tiles_ref, count_ref, rows_ref, weights_ref, *refs, tiles, steps, section, blocks,
+    is_turned, registers, num_programs, num_groups,
+):  # fmt: skip
+    """`weights_ref` is [G k n], or [G n k] where it is turned."""
+    if blocks:
+        row_scales_ref, weight_scales_ref, *refs = refs
+    out_ref, rows_smem, weights_smem, staged, cut, full, free = refs
+    warpgroup = jax.lax.axis_index("warpgroup")
+    ring = Ring(stages=tiles.stages, full=full, free=free)
+    depth, columns = tiles.depth, tiles.columns
+    shape = (ROWS, columns)
+
+    def tile_of(index: Array) -> tuple[Array, Array, Array]:
+        """Its place in the list, its first column, the steps of its sum."""
+        at, column = place_of(index, count_ref[0], tiles)
+        return at, column, jnp.where(tiles_ref[at, 0] < num_groups, steps, 0)
+
+    total = count_ref[0] * tiles.num_columns
+
+    @pl.when(warpgroup < COMPUTING)
+    def _compute():
+        plgpu.set_max_registers(REGISTERS_COMPUTING, action="increase")
+        stores = Stores(staged=staged.at[warpgroup], cut=cut.at[warpgroup])
+        offset = warpgroup * ROWS
+
+        def product(first: Array, last: Array) -> Array:
+            operands = (rows_smem, warpgroup), (weights_smem, None)
+            return registers.sum_of(shape, ring, first, last, operands, (False, is_turned))
+
+        def scaled(at: Array, column: Array, block: Array, x: Array) -> Array:
+            x = x.astype(jnp.float32)
+            if not blocks:
+                return x
+            own = row_scales_ref.at[block, pl.ds(tiles_ref[at, 1] + offset, ROWS)]
+            others = weight_scales_ref.at[tiles_ref[at, 0], block, pl.ds(column, columns)]
+            x = x * along(registers.load(own, 0), shape, 0)
+            return x * along(registers.load(others, 1), shape, 1)
+
+        def tile(index: Array, first: Array) -> Array:
+            at, column, own_steps = tile_of(index)
+            last = first + own_steps
+            if section == steps and not blocks:
+                out = product(first, last)
+            else:
+                per_block = steps // section // max(1, blocks)
+
+                def add(part: Array, sums: Array) -> Array:
+                    start = first + part * section
+                    block = jax.lax.div(part, jnp.int32(per_block))
+                    return sums + scaled(at, column, block, product(start, start + section))
+
+                # Rows without a sum have no section either: scales there may be NaN.
+                zeros = registers.constant(shape, 0.0)
+                out = jax.lax.fori_loop(0, jax.lax.div(own_steps, section), add, zeros)
+            low, high = (tiles_ref[at, i] - offset for i in (2, 3))
+            stores.put(out, out_ref, (tiles_ref[at, 1] + offset, column), (low, high))
+            return last
+
+        walk_tiles(total, num_programs, tile)
+        plgpu.wait_smem_to_gmem(0)
+
+    @pl.when(warpgroup == COMPUTING)
+    def _load():
+        plgpu.set_max_registers(REGISTERS_LOADING, action="decrease")
+
+        def tile(index: Array, first: Array) -> Array:
+            at, column, own_steps = tile_of(index)
+            group, row = tiles_ref[at, 0], pl.multiple_of(tiles_ref[at, 1], 8)
+
+            @pl.loop(0, own_steps)
+            def _step(step: Array) -> None:
+                slot = ring.acquire(first + step)
+                inner = pl.ds(step * depth, depth)
+                for part in range(COMPUTING):
+                    source = rows_ref.at[pl.ds(row + part * ROWS, ROWS), inner]
+                    plgpu.copy_gmem_to_smem(source, rows_smem.at[slot, part], full.at[slot])
+                outer = pl.ds(column, columns)
+                source = weights_ref.at[group, *((outer, inner) if is_turned else (inner, outer))]
+                plgpu.copy_gmem_to_smem(source, weights_smem.at[slot], full.at[slot])
+
+            return first + own_steps
+
+        ring.drain(walk_tiles(total, num_programs, tile))
+
+
+def multiply(
+    rows: Array | QuantizedArray,
+    weights: Array | QuantizedArray,
+    group_sizes: Int[Array, " G"],
+    *,
+    is_turned: bool,
+    out_dtype: Any,
+    interpret: Any = None,
+) -> Array:
+    """See `pallas_kernels.grouped_matmul.products`."""
+    factors = operands_of(rows, weights, is_turned=is_turned)
+    if jnp.issubdtype(factors.rows.dtype, jnp.floating) and factors.rows.dtype.itemsize == 2:
+        if factors.weights.dtype != factors.rows.dtype:
+            has_whole_steps = factors.blocks == 1 or factors.block_size % ROWS == 0
+            if has_whole_steps and not is_turned:
+                return multiply_widened(factors, group_sizes, out_dtype, interpret)
+            factors = without_scales(rows, weights)
+    elif factors.blocks > 1 and factors.block_size % LINE:
+        # Exact in bfloat16, and so are the sums of so short blocks.
+        factors = factors.widened()
+    return _multiply(factors, group_sizes, is_turned, out_dtype, interpret)
+
+
+def _multiply(
+    factors: Operands, group_sizes: Array, is_turned: bool, out_dtype: Any, interpret: Any
+) -> Array:
+    rows, weights, blocks = factors.rows, factors.weights, factors.blocks
+    depth = LINE // rows.dtype.itemsize
+    if depth > ROWS and not is_turned:  # what is summed lies side by side
+        weights, is_turned = weights.swapaxes(1, 2), True
+    num_rows, width = rows.shape[0], weights.shape[1 if is_turned else 2]
+    rows = _filled_rows(rows, depth)
+    weights = filled(weights, 1, *((64, depth) if is_turned else (depth, 64)))
+    wide = weights.shape[1 if is_turned else 2]
+    scales = ()
+    if factors.row_scales is not None and factors.weight_scales is not None:
+        scales = _filled_rows(factors.row_scales, 1).T, filled(factors.weight_scales, 1, 1, 64)
+    steps = rows.shape[1] // depth
+    section = section_of(steps, blocks, rows.dtype)
+    tiles = tiles_for(wide, rows.dtype, most=COLUMNS[0] if section == steps else TILE)
+    number = programs(interpret)
+    kernel = functools.partial(
+        _multiply_kernel,
+        tiles=tiles,
+        steps=steps,
+        section=section,
+        blocks=blocks,
+        is_turned=is_turned,
+        registers=Registers(is_interpreted=interpret is not None),
+        num_programs=number,
+        num_groups=weights.shape[0],
+    )
+    right = (tiles.columns, tiles.depth) if is_turned else (tiles.depth, tiles.columns)
+    (out,) = call(
+        kernel,
+        (*row_tiles(rows.shape[0], group_sizes, TILE), rows, weights, *scales),
+        (jax.ShapeDtypeStruct((rows.shape[0], wide), out_dtype),),
+        scratch(tiles, rows.dtype, out_dtype, right),
+        (number,),
+        ("program",),
+        interpret,
+    )
+    return out[:num_rows, :width]
+
+
+def _filled_rows(x: Array, multiple: int) -> Array:
+    """Rows [R d] as the kernel takes them: in eights, one tile at least, d a multiple."""
+    x = filled(x, ALIGNED, multiple)
+    return jnp.pad(x, [(0, TILE - x.shape[0]), (0, 0)]) if x.shape[0] < TILE else x
+
+
+PRODUCTS = Products(multiply=multiply, contract=contract)

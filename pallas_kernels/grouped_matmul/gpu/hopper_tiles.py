@@ -1,0 +1,198 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""How the Hopper kernels of grouped_matmul cut their work: arithmetic, nothing touches a device.
+
+A program has 128 rows of the result, 64 for each computing warpgroup, and `columns` columns, and
+goes through what is summed `depth` at a time: 128 bytes, which is what TMA and WGMMA swizzle.
+Shared memory limits the number of slots: a slot holds 128 + columns rows of 128 bytes.
+
+To tune the kernels: `COLUMNS`, `STAGES` and `PANEL`.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.gpu.hopper_parts import COMPUTING, ROWS, SHARED, shared
+from pallas_kernels.jax_versions import mosaic_gpu as plgpu
+
+TILE = COMPUTING * ROWS
+"""Rows of the result."""
+LINE = 128
+"""Bytes of a row in shared memory."""
+COLUMNS = (256, 192, 128, 64)
+"""Of the result, best first. WGMMA with 64 rows has the full rate from 128 on."""
+STAGES = 4
+PANEL = 8
+"""Column tiles that programs go through before the next rows: what they read again is in L2."""
+FLOAT8_PRODUCTS = 512
+"""Whose sum is left to WGMMA, which keeps some 14 bits of it (arXiv 2412.19437, section 3.3.2)."""
+EXACT_PRODUCTS = 256
+"""Of two int8 in bfloat16, whose sum is below 2^22: exact in float32 however WGMMA aligns it."""
+# Where results wait for their copy: two slots per warpgroup, and one for rows cut short.
+_STAGED = COMPUTING * 3 * ROWS * LINE
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Tiles:
+    """Of one kernel."""
+
+    columns: int
+    depth: int
+    """Of the sum, at a time."""
+    stages: int
+    panel: int
+    """Column tiles side by side."""
+    num_columns: int
+    """Column tiles in all."""
+
+    @property
+    def step(self) -> int:
+        """Columns of a tile."""
+        return self.columns
+
+
+def tiles_for(width: int, dtype: Any, *, most: int = COLUMNS[0]) -> Tiles:
+    """For a result `width` wide, a multiple of 64.
+
+    Args:
+        width: Columns of the result.
+        dtype: Of what is multiplied.
+        most: Columns at most, where sums take registers twice.
+    """
+    columns = next(x for x in COLUMNS if width % x == 0 and x <= most)
+    number = width // columns
+    return Tiles(
+        columns=columns,
+        depth=LINE // jnp.dtype(dtype).itemsize,
+        stages=min(STAGES, (SHARED - _STAGED) // ((TILE + columns) * LINE)),
+        panel=next(x for x in range(min(PANEL, number), 0, -1) if number % x == 0),
+        num_columns=number,
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class WidenedTiles:
+    """Of the kernel whose weights have few bits."""
+
+    rows: int
+    """Of all computing warpgroups."""
+    columns: int
+    """Of each."""
+    depth: int
+    stages: int
+    panel: int
+    num_columns: int
+    """Column tiles in all, of both warpgroups' columns."""
+
+    @property
+    def step(self) -> int:
+        """Columns of a tile."""
+        return COMPUTING * self.columns
+
+
+def tiles_widened(
+    num_rows: int, groups: int, width: int, few_bits: Any, blocks: int
+) -> WidenedTiles:
+    """For rows of 16 bits and weights of 8 or 4.
+
+    Args:
+        num_rows: In all groups.
+        groups: Their number.
+        width: Columns of the result.
+        few_bits: Dtype of weights.
+        blocks: That have scales of their own: sums then take registers twice.
+    """
+    width += -width % TILE
+    rows = ROWS if num_rows <= ROWS * groups else TILE
+    is_wide = width % (2 * TILE) == 0 and (blocks == 1 or rows == ROWS)
+    columns = TILE if is_wide else ROWS
+    number = width // (COMPUTING * columns)
+    depth = LINE // 2
+    bits = 4 if few_bits == jnp.int4 else 8
+    slot = depth * (rows * 2 + COMPUTING * columns * bits // 8)
+    left = SHARED - _STAGED - COMPUTING * 2 * depth * columns * 2
+    return WidenedTiles(
+        rows=rows,
+        columns=columns,
+        depth=depth,
+        stages=min(2 * STAGES, left // slot),
+        panel=next(x for x in range(min(PANEL, number), 0, -1) if number % x == 0),
+        num_columns=number,
+    )
+
+
+def place_of(index: Any, count: Any, tiles: Any) -> tuple[Any, Any]:
+    """A tile's place in the list of row tiles, and its first column.
+
+    Programs go through a panel of column tiles for all rows, then through the next.
+
+    Args:
+        index: Of the tile.
+        count: Row tiles.
+        tiles: Of the kernel.
+    """
+    panel = count * tiles.panel
+    rest, width = jax.lax.rem(index, panel), jnp.int32(tiles.panel)
+    column = jax.lax.div(index, panel) * tiles.panel + jax.lax.rem(rest, width)
+    return jax.lax.div(rest, width), column * tiles.step
+
+
+def scratch(tiles: Tiles, dtype: Any, out_dtype: Any, right: tuple[int, int]) -> tuple[Any, ...]:
+    """The slots of the left and the right operand, where results wait, `full` and `free`."""
+    wide = LINE // jnp.dtype(out_dtype).itemsize
+    return (
+        shared((tiles.stages, COMPUTING, ROWS, tiles.depth), dtype),
+        shared((tiles.stages, *right), dtype),
+        shared((COMPUTING, 2, ROWS, wide), out_dtype),
+        plgpu.SMEM((COMPUTING, ROWS, wide), out_dtype),
+        # Each computing warpgroup's part of the left operand, and the right one.
+        plgpu.Barrier(num_arrivals=COMPUTING + 1, num_barriers=tiles.stages),
+        plgpu.Barrier(num_arrivals=COMPUTING, num_barriers=tiles.stages),
+    )
+
+
+def section_of(steps: int, blocks: int, dtype: Any) -> int:
+    """Steps whose sum is left to WGMMA before it is scaled and moved: all, a block, or fewer.
+
+    Args:
+        steps: Of the whole sum.
+        blocks: That have scales of their own; 0 without.
+        dtype: Of what is multiplied.
+    """
+    section = steps // max(1, blocks)
+    if jnp.dtype(dtype).itemsize > 1 or jnp.issubdtype(dtype, jnp.integer):
+        return section
+    most = min(section, FLOAT8_PRODUCTS // LINE)
+    return next(x for x in range(most, 0, -1) if section % x == 0)
+
+
+def reason_against(
+    rows: Any, others: Any, block_size: int | None, *, is_contraction: bool
+) -> str | None:
+    """Why these kernels do not take two factors, in words, or None where they do.
+
+    Args:
+        rows: Dtype of the first one.
+        others: Dtype of the second one.
+        block_size: Products before scales come in; None where there is one block.
+        is_contraction: Whether rows are what is summed.
+    """
+    rows, others = jnp.dtype(rows), jnp.dtype(others)
+    is_integer = jnp.issubdtype(rows, jnp.integer)
+    if rows.itemsize > 2:
+        return f"WGMMA kernels take numbers of 16 and 8 bits, not {rows.name}"
+    if is_contraction:
+        return "sums over rows of int8 are exact in Triton alone" if is_integer else None
+    depth = LINE // rows.itemsize
+    if block_size is None or block_size % depth == 0:
+        return None
+    if block_size % (LINE // 2):
+        return f"blocks of {block_size} are no multiple of {LINE // 2}"
+    return None if not is_integer or block_size <= EXACT_PRODUCTS else _inexact(block_size)
+
+
+def _inexact(block_size: int) -> str:
+    return f"blocks of {block_size} are no multiple of {LINE}, and too long to sum in bfloat16"

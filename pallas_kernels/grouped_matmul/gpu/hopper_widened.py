@@ -1,0 +1,203 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""grouped_matmul on Hopper where weights alone have few bits: W8A16, W4A16, float8 weights.
+
+Weights are read once, as they lie, in 8 or 4 bits, and become the dtype of rows on their way to the
+tensor cores. Each computing warpgroup has columns of its own and all rows of the tile:
+
+    loads      slots of rows, and of weights, by TMA
+    compute    a step of its weights from the slot into registers, widened there, and written back
+               as WGMMA reads it, while the product of the step before is under way
+
+Where there are few rows in a group (as when tokens are decoded) a tile has 64 of them. Scales come
+in after the sum of their block. See pallas_gpu_hopper.py; turned weights, and blocks that are no
+multiple of 64, are made floating before and multiplied there.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from pallas_kernels.array_types import Array
+from pallas_kernels.gpu.hopper_parts import (
+    COMPUTING,
+    REGISTERS_COMPUTING,
+    REGISTERS_LOADING,
+    ROWS,
+    Registers,
+    Ring,
+    Stores,
+    along,
+    call,
+    filled,
+    programs,
+    shared,
+    slot_of,
+    walk_tiles,
+)
+from pallas_kernels.grouped_matmul.gpu.hopper_tiles import (
+    LINE,
+    WidenedTiles,
+    place_of,
+    tiles_widened,
+)
+from pallas_kernels.grouped_matmul.gpu.operands import Operands
+from pallas_kernels.grouped_matmul.gpu.schedule import ALIGNED, row_tiles
+from pallas_kernels.jax_versions import mosaic_gpu as plgpu
+
+
+def _widened_kernel(
+    tiles_ref, count_ref, rows_ref, weights_ref, scales_ref, out_ref, rows_smem, weights_smem, wide,
+    staged, cut, full, free, *, tiles, steps, blocks, registers, num_programs, num_groups,
+):  # fmt: skip
+    warpgroup = jax.lax.axis_index("warpgroup")
+    ring = Ring(stages=tiles.stages, full=full, free=free)
+    shape = (tiles.rows, tiles.columns)
+    total = count_ref[0] * tiles.num_columns
+
+    def tile_of(index: Array) -> tuple[Array, Array, Array]:
+        """Its place in the list, its first column, the steps of its sum."""
+        at, column = place_of(index, count_ref[0], tiles)
+        return at, column, jnp.where(tiles_ref[at, 0] < num_groups, steps, 0)
+
+    @pl.when(warpgroup < COMPUTING)
+    def _compute():
+        plgpu.set_max_registers(REGISTERS_COMPUTING, action="increase")
+        stores = Stores(staged=staged.at[warpgroup], cut=cut.at[warpgroup])
+
+        def widened(step: Array) -> Any:
+            return wide.at[warpgroup, slot_of(step, 2)]
+
+        def widen(step: Array) -> None:
+            slot = ring.await_full(step)
+            few_bits = weights_smem.at[slot, warpgroup]
+            widened(step)[...] = registers.widened(few_bits, rows_smem.dtype)
+            plgpu.commit_smem()
+
+        def tile(index: Array, first: Array) -> Array:
+            at, column, own_steps = tile_of(index)
+            last = first + own_steps
+            column = column + warpgroup * tiles.columns
+            pl.when(own_steps > 0)(lambda: widen(first))
+
+            def step(at: Array, sums: Array) -> Array:
+                slot = slot_of(at, tiles.stages)
+
+                def widen_next() -> None:
+                    pl.when(at + 1 < last)(lambda: widen(at + 1))
+
+                sums = registers.add_while(sums, rows_smem.at[slot], widened(at), widen_next)
+                registers.free(free.at[slot])
+                return sums
+
+            per_block = steps // blocks
+
+            def scaled(block: Array) -> Array:
+                start = first + block * per_block
+                zeros = registers.constant(shape, 0.0)
+                sums = jax.lax.fori_loop(start, start + per_block, step, zeros)
+                scales = scales_ref.at[tiles_ref[at, 0], block, pl.ds(column, tiles.columns)]
+                return sums * along(registers.load(scales, 1), shape, 1)
+
+            # Rows without a sum have no block either: there are no scales.
+            out = jax.lax.fori_loop(
+                0,
+                jax.lax.div(own_steps, per_block),
+                lambda block, sums: scaled(block) if blocks == 1 else sums + scaled(block),
+                registers.constant(shape, 0.0),
+            )
+            for i in range(0, tiles.rows, ROWS):
+                row = tiles_ref[at, 1] + i
+                some = tiles_ref[at, 2] - i, tiles_ref[at, 3] - i
+                stores.put(out[i : i + ROWS], out_ref, (row, column), some)
+            return last
+
+        walk_tiles(total, num_programs, tile)
+        plgpu.wait_smem_to_gmem(0)
+
+    @pl.when(warpgroup == COMPUTING)
+    def _load():
+        plgpu.set_max_registers(REGISTERS_LOADING, action="decrease")
+
+        def tile(index: Array, first: Array) -> Array:
+            at, column, own_steps = tile_of(index)
+            group, row = tiles_ref[at, 0], pl.multiple_of(tiles_ref[at, 1], ALIGNED)
+
+            @pl.loop(0, own_steps)
+            def _step(step: Array) -> None:
+                slot = ring.acquire(first + step)
+                inner = pl.ds(step * tiles.depth, tiles.depth)
+                source = rows_ref.at[pl.ds(row, tiles.rows), inner]
+                plgpu.copy_gmem_to_smem(source, rows_smem.at[slot], full.at[slot])
+                for part in range(COMPUTING):
+                    outer = pl.ds(column + part * tiles.columns, tiles.columns)
+                    source = weights_ref.at[group, inner, outer]
+                    plgpu.copy_gmem_to_smem(source, weights_smem.at[slot, part], full.at[slot])
+
+            return first + own_steps
+
+        ring.drain(walk_tiles(total, num_programs, tile))
+
+
+def _scratch(tiles: WidenedTiles, dtype: Any, few_bits: Any, out_dtype: Any) -> tuple[Any, ...]:
+    bits = 4 if few_bits == jnp.int4 else 8
+    line = LINE // jnp.dtype(out_dtype).itemsize
+    raw = plgpu.SMEM(
+        (tiles.stages, COMPUTING, tiles.depth, tiles.columns),
+        few_bits,
+        transforms=(
+            plgpu.TilingTransform((8, tiles.columns)),
+            plgpu.SwizzleTransform(tiles.columns * bits // 8),
+        ),
+    )
+    return (
+        shared((tiles.stages, tiles.rows, tiles.depth), dtype),
+        raw,
+        shared((COMPUTING, 2, tiles.depth, tiles.columns), dtype),
+        shared((COMPUTING, 2, ROWS, line), out_dtype),
+        plgpu.SMEM((COMPUTING, ROWS, line), out_dtype),
+        plgpu.Barrier(num_arrivals=COMPUTING + 1, num_barriers=tiles.stages),
+        plgpu.Barrier(num_arrivals=COMPUTING, num_barriers=tiles.stages),
+    )
+
+
+def multiply_widened(
+    factors: Operands, group_sizes: Array, out_dtype: Any, interpret: Any = None
+) -> Array:
+    """Floating rows times the weights of their group, which have few bits.
+
+    Args:
+        factors: Rows of 16 bits, weights [G k n] of 8 or 4, and scales of weights.
+        group_sizes: Rows of each group.
+        out_dtype: Of the result.
+        interpret: What runs it on the CPU.
+    """
+    assert factors.weight_scales is not None
+    (num_rows, _), (groups, _, width) = factors.rows.shape, factors.weights.shape
+    tiles = tiles_widened(num_rows, groups, width, factors.weights.dtype, factors.blocks)
+    rows = filled(factors.rows, ALIGNED, tiles.depth)
+    rows = jnp.pad(rows, [(0, max(0, tiles.rows - rows.shape[0])), (0, 0)])
+    weights = filled(factors.weights, 1, tiles.depth, COMPUTING * ROWS)
+    scales = filled(factors.weight_scales, 1, 1, COMPUTING * ROWS)
+    number = programs(interpret)
+    (out,) = call(
+        functools.partial(
+            _widened_kernel,
+            tiles=tiles,
+            steps=weights.shape[1] // tiles.depth,
+            blocks=factors.blocks,
+            registers=Registers(is_interpreted=interpret is not None),
+            num_programs=number,
+            num_groups=groups,
+        ),
+        (*row_tiles(rows.shape[0], group_sizes, tiles.rows), rows, weights, scales),
+        (jax.ShapeDtypeStruct((rows.shape[0], weights.shape[2]), out_dtype),),
+        _scratch(tiles, rows.dtype, weights.dtype, out_dtype),
+        (number,),
+        ("program",),
+        interpret,
+    )
+    return out[:num_rows, :width]

@@ -1,0 +1,150 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""The TPU kernel of rows contracted with other rows of their group: the gradient of its matrix.
+
+    out[g, p] = scale * sum over the rows r of g of rows[r]^T others[p, r]
+
+The grid is (left columns, part and right columns, visit); the sums of a group stay in memory over
+its visits (pallas_tpu_visits.py), and a group without rows has one, in which they are written as 0.
+Rows of other groups that share a tile are left out piece by piece, and masked within a piece, in
+both factors: what stands past the last group may be NaN.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.array_types import Array, Float, Int
+from pallas_kernels.grouped_matmul.tpu.blocks import Bytes, Tile, blocks_for, vmem_limit
+from pallas_kernels.grouped_matmul.tpu.multiply import over_pieces
+from pallas_kernels.grouped_matmul.tpu.tiles import dot
+from pallas_kernels.grouped_matmul.tpu.visits import visit_groups
+from pallas_kernels.jax_versions import match_varying, shape_varying_like
+
+
+class _Call(NamedTuple):
+    """What the kernel knows when it is traced."""
+
+    tile: Tile
+    dtypes: tuple[Any, Any]
+    """What tiles of both become before they are multiplied."""
+    has_scale: bool
+
+
+def contract_parts(
+    rows: Array,
+    others: Array,
+    group_sizes: Int[Array, " G"],
+    *,
+    out_dtype: Any,
+    dtypes: tuple[Any, Any] | None = None,
+    scale: Float[Array, ""] | None = None,
+    name: str = "grouped_outer",
+) -> Float[Array, "G p k n"]:
+    """Calls the kernel.
+
+    Args:
+        rows: [R k]
+        others: [p R n], in parts.
+        group_sizes: As in `grouped_matmul`.
+        out_dtype: Of the result.
+        dtypes: What tiles of both become; None: they stay what they are.
+        scale: Of the result.
+        name: Of the kernel, in profiles.
+    """
+    (num_rows, k), (parts, _, n), groups = rows.shape, others.shape, group_sizes.shape[0]
+    dtypes = dtypes or (rows.dtype, others.dtype)
+    each = Bytes(
+        left=2 * rows.dtype.itemsize,
+        right=2 * others.dtype.itemsize,
+        result=2 * jnp.dtype(out_dtype).itemsize + 8,
+    )
+    is_wide, named = dtypes[0] == jnp.float32, f"{rows.dtype} x {others.dtype}"
+    tile = blocks_for("contract", num_rows, n, k, each=each, is_wide=is_wide, dtypes=named)
+    visits = visit_groups(group_sizes, num_rows, tile.rows)
+    wide = -(-n // tile.out)
+    given = [*visits.as_read(), rows, others]
+    specs = [
+        pl.BlockSpec((tile.rows, tile.summed), lambda i, j, v, *at: (at[1][v], i)),
+        pl.BlockSpec(
+            (None, tile.rows, tile.out), lambda i, j, v, *at: (j // wide, at[1][v], j % wide)
+        ),
+    ]
+    if scale is not None:
+        given.append(scale.reshape(1))
+        specs.append(pl.BlockSpec(memory_space=pltpu.SMEM))
+    is_integer = jnp.issubdtype(dtypes[0], jnp.integer)
+    sums = jnp.int32 if is_integer else jnp.float32
+    return pl.pallas_call(
+        functools.partial(_kernel, call=_Call(tile, dtypes, scale is not None)),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(visits),
+            grid=(-(-k // tile.summed), parts * wide, visits.number),
+            in_specs=specs,
+            out_specs=pl.BlockSpec(
+                (None, None, tile.summed, tile.out),
+                lambda i, j, v, *at: (at[0][v], j // wide, i, j % wide),
+            ),
+            scratch_shapes=[pltpu.VMEM((tile.summed, tile.out), sums)],
+        ),
+        out_shape=shape_varying_like((groups, parts, k, n), out_dtype, *given),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel", "arbitrary"),
+            vmem_limit_bytes=vmem_limit(),
+        ),
+        cost_estimate=pl.CostEstimate(
+            flops=2 * parts * num_rows * k * n,
+            transcendentals=0,
+            bytes_accessed=rows.nbytes * parts * wide
+            + others.nbytes * -(-k // tile.summed)
+            + groups * parts * k * n * jnp.dtype(out_dtype).itemsize,
+        ),
+        name=name,
+    )(*(match_varying(x, *given) for x in given))
+
+
+def _kernel(
+    group: Any, read: Any, write: Any, low: Any, high: Any, *refs: Any, call: _Call
+) -> None:
+    del read, write
+    rows, others, *scale, out, sums = refs
+    visit, last = pl.program_id(2), pl.num_programs(2) - 1
+    first_row, end_row = low[visit], high[visit]
+    tile = call.tile
+    is_whole = (first_row == 0) & (end_row == tile.rows)
+
+    @pl.when((visit == 0) | (group[visit] != group[jnp.maximum(visit - 1, 0)]))
+    def _():
+        sums[...] = jnp.zeros(sums.shape, sums.dtype)
+
+    def add(left: Array, right: Array) -> None:
+        left, right = (x.astype(d) for x, d in zip((left, right), call.dtypes, strict=True))
+        sums[...] += dot(left, right, ((0,), (0,)))
+
+    @pl.when(is_whole)
+    def _():
+        add(rows[...], others[...])
+
+    @pl.when((first_row < end_row) & ~is_whole)
+    def _():
+        def add_piece(at: Any, is_own: Any) -> None:
+            left, right = rows[at, :], others[at, :]
+            add(_kept(left, is_own), _kept(right, is_own))
+
+        over_pieces(tile.rows, 1, first_row, end_row, add_piece)
+
+    @pl.when((visit == last) | (group[visit] != group[jnp.minimum(visit + 1, last)]))
+    def _():
+        total = sums[...].astype(jnp.float32)
+        if call.has_scale:
+            total = total * scale[0][0]
+        out[...] = total.astype(out.dtype)
+
+
+def _kept(x: Array, is_own: Array) -> Array:
+    """0 elsewhere; chosen in 32 bits, as TPUs do."""
+    wide = x.astype(jnp.int32 if jnp.issubdtype(x.dtype, jnp.integer) else jnp.float32)
+    return jnp.where(is_own, wide, jnp.zeros_like(wide)).astype(x.dtype)

@@ -1,0 +1,137 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Where the scales of quantised factors come into the products of the TPU kernels.
+
+    end      out = scale of the row * scale of the column * sums     scales do not vary in the sum
+    chunks   out = sum over blocks of the same, of the block         both factors quantised
+    tile     the matrix becomes floating where it lies, once for each group, then as it were so
+
+`end` is exact for integers up to its last multiplication: the sums are int32. `chunks` needs blocks
+of a multiple of 32 along the sum. All else is `tile`, where rows that are quantised too become
+floating before the kernel: bfloat16 for mxfp8, which loses nothing by it, because its scales are
+powers of two; float32, and its six passes, for other small blocks, and for products with turned
+matrices whose scales lie along the sum.
+
+Floating rows meet a matrix in their own dtype: every value of 8 and 4 bits has its place in
+bfloat16. One scale for everything counts as one per column, or goes to the columns.
+
+To add a format: nothing, if its values become bfloat16 without a loss.
+"""
+
+import math
+from typing import Any, Literal, NamedTuple
+
+import jax.numpy as jnp
+
+from pallas_kernels.array_types import Array, Float
+from pallas_kernels.grouped_matmul.tpu.blocks import multiplies
+from pallas_kernels.quantized_array import QuantizedArray, constant
+
+SUBLANES = 8
+CHUNK = 32
+
+
+class Factors(NamedTuple):
+    """Rows and matrices as a kernel takes them."""
+
+    rows: Array
+    """[p R s], in parts."""
+    weights: Array
+    """[G q k n], in parts."""
+    mode: Literal["none", "end", "chunks", "tile"]
+    dtypes: tuple[Any, Any]
+    """What tiles of rows and of matrices become before they are multiplied."""
+    row_scales: Float[Array, "R c"] | None = None
+    """`end`: c = 1; `chunks`: one per block."""
+    weight_scales: Float[Array, "G q c o"] | None = None
+    """`end`: c = 1, of every column of the result; else one per block, of every column of weights.
+    """
+
+
+def factors_of(
+    rows: Array | QuantizedArray, weights: Array | QuantizedArray, *, is_turned: bool
+) -> Factors:
+    """Decides where scales come in.
+
+    Args:
+        rows: [p R k], turned [p R n]; quantised: [R k] or [R n].
+        weights: [G q k n], scales along k if along anything.
+        is_turned: Whether the sum goes over n.
+
+    Raises:
+        ValueError: Blocks of a size that cannot be unpacked.
+    """
+    if not isinstance(weights, QuantizedArray):
+        wide = constant(rows).astype(weights.dtype)
+        return Factors(_in_parts(wide), weights, "none", (wide.dtype, weights.dtype))
+    varies = weights.axis is not None and (weights.num_blocks > 1 or is_turned)
+    if not isinstance(rows, QuantizedArray):
+        # Parts that add up to one cannot be scaled in the end.
+        mode = "tile" if varies or rows.ndim == 3 and rows.shape[0] > 1 else "end"
+        return _floating(rows, weights, mode, is_turned=is_turned)
+    values, scales = rows.values, rows.scales.astype(jnp.float32)
+    dtypes = dtypes_of(values.dtype, weights.values.dtype)
+    if rows.num_blocks == 1 and not varies:
+        columns = _columns(weights, 2 if is_turned else 3).astype(jnp.float32)
+        if rows.axis is None:
+            columns, scales = columns * scales.reshape(1, 1, 1, 1), None
+        return Factors(_in_parts(values), weights.values, "end", dtypes, scales, columns)
+    powers = _are_powers(rows) and _are_powers(weights)
+    chunk = math.gcd(*(x.shape[-1 if x is rows else -2] // x.num_blocks for x in (rows, weights)))
+    if not is_turned and not powers and chunk % CHUNK == 0:
+        number = values.shape[1] // chunk
+        columns = _columns(weights, 3).astype(jnp.float32)
+        columns = jnp.repeat(columns, number // columns.shape[2], axis=2)
+        scales = jnp.repeat(scales, number // scales.shape[1], axis=1)
+        scales = jnp.broadcast_to(scales, (values.shape[0], number))
+        return Factors(_in_parts(values), weights.values, "chunks", dtypes, scales, columns)
+    wide = constant(rows).astype(jnp.bfloat16 if powers else jnp.float32)
+    return _floating(wide, weights, "tile", is_turned=is_turned)
+
+
+def dtypes_of(rows: Any, weights: Any) -> tuple[Any, Any]:
+    """In which dtypes they are multiplied: as they are where the matrix unit takes the pair.
+
+    Args:
+        rows: Their dtype.
+        weights: Their dtype.
+    """
+    if multiplies(rows.name, weights.name):
+        return rows, weights
+    is_integer = jnp.issubdtype(rows, jnp.integer)
+    wide = jnp.dtype(jnp.int8 if is_integer else jnp.bfloat16)
+    return wide, wide
+
+
+def _floating(
+    rows: Array, weights: QuantizedArray, mode: Literal["end", "tile"], *, is_turned: bool
+) -> Factors:
+    if mode == "tile":
+        _check(weights)
+    columns = _columns(weights, 2 if is_turned and mode == "end" else 3)
+    return Factors(_in_parts(rows), weights.values, mode, (rows.dtype, rows.dtype), None, columns)
+
+
+def _in_parts(rows: Array) -> Array:
+    return rows if rows.ndim == 3 else rows[None]
+
+
+def _are_powers(x: QuantizedArray) -> bool:
+    return x.scales.dtype == jnp.float8_e8m0fnu
+
+
+def _columns(weights: QuantizedArray, axis: int) -> Float[Array, "G q c o"]:
+    """Scales of every index along an axis, however many were stored; powers of two as bfloat16."""
+    groups, parts = weights.shape[:2]
+    scales = weights.scales.astype(jnp.bfloat16 if _are_powers(weights) else jnp.float32)
+    return jnp.broadcast_to(scales, (groups, parts, scales.shape[2], weights.shape[axis]))
+
+
+def _check(weights: QuantizedArray) -> None:
+    size = weights.block_size
+    if size is not None and size % SUBLANES:
+        raise ValueError(
+            f"grouped_matmul: blocks of {size} values along the contracted axis of weights must be "
+            f"multiples of {SUBLANES} for pallas_tpu: quantize with block_size="
+            f"{-(-size // SUBLANES) * SUBLANES}, or with one scale per channel."
+        )

@@ -1,0 +1,161 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""How the Hopper kernels of quantized_matmul cut their work, and which factors they take.
+
+    widened    w becomes bfloat16 on its way to the tensor cores: a floating x, and few rows of any
+    few_bits   both factors meet in 8 bits: float8 and int8, where there are rows enough that the
+               tensor cores and not the memory set the pace
+
+It is arithmetic: nothing here touches a device.
+
+To tune the kernels: the constants, `tiles_widened` and `tiles_few_bits`.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax.numpy as jnp
+
+from pallas_kernels.gpu.hopper_parts import COMPUTING, SHARED
+from pallas_kernels.quantized_array import QuantizedArray
+
+FEW_ROWS = 128
+"""Up to so many rows, quantised factors are widened as well: w is then read once, in few bits and
+as it lies, where few_bits first turns it round in memory. Turning a weight takes an H200 as long as
+180 products in bfloat16, by its limits: about there the two are even. Not measured."""
+
+STEP = 64
+"""Of k, at a time, where w is widened: 128 bytes of bfloat16."""
+STEP_FEW_BITS = 128
+"""Of k, at a time, where both factors have 8 bits."""
+
+EXACT = 256
+"""Products of two int8 whose sum is at most 2^22, which float32 holds however it is aligned."""
+
+# Multiprocessors of an H100 or H200: only the number of splits of k depends on it.
+_CORES = 132
+# What starting a program costs, in steps: a split has to be longer.
+_STARTING = 8
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Tiles:
+    """The part of the product that a program computes."""
+
+    rows: int
+    """Of x."""
+    columns: int
+    """Of w, for each computing warpgroup or for all of them, as the kernel says."""
+    stages: int
+    """Slots of the ring."""
+    section: int
+    """Steps of k that share their scales, or whose sum the tensor cores hold before it is moved."""
+    splits: int = 1
+    """Programs that share the sum over k."""
+
+
+def blocks_of(x: Any, w: QuantizedArray) -> int | None:
+    """Products along k that share all their scales; None where all do."""
+    sizes = [a.block_size for a in (x, w) if isinstance(a, QuantizedArray)]
+    found = [size for size in sizes if size is not None]
+    return math.gcd(*found) if found else None
+
+
+def reason_against(x: Any, w: QuantizedArray) -> str | None:
+    """Why neither Hopper kernel takes these factors, in words, or None where one does."""
+    if not isinstance(x, QuantizedArray) and x.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"WGMMA multiplies bfloat16 and float16, not {x.dtype}"
+    block = blocks_of(x, w)
+    if block is not None and block % STEP:
+        return f"blocks of {block} are no multiple of {STEP}"
+    return None
+
+
+def is_widened(x: Any, w: QuantizedArray) -> bool:
+    """Whether w becomes bfloat16; else both factors meet in 8 bits."""
+    if not isinstance(x, QuantizedArray):
+        return True
+    block = blocks_of(x, w)
+    if block is not None and block % STEP_FEW_BITS:
+        return True
+    if x.values.dtype != w.values.dtype and jnp.issubdtype(w.values.dtype, jnp.floating):
+        return True
+    is_exact = exact_products(x, w) is None or (block or 0) <= (exact_products(x, w) or 0)
+    return x.shape[0] <= FEW_ROWS and is_exact
+
+
+def exact_products(x: Any, w: QuantizedArray) -> int | None:
+    """How many products of integers float32 may sum, as a multiple of STEP; None: not integers."""
+    if not isinstance(x, QuantizedArray) or not jnp.issubdtype(x.values.dtype, jnp.integer):
+        return None
+    narrow = (x.values.dtype, w.values.dtype).count(jnp.int4)
+    return EXACT * 16**narrow
+
+
+def tiles_widened(
+    m: int, n: int, k: int, w_bits: int, block: int | None, exact: int | None
+) -> Tiles:
+    """Of a product with n and k in whole tiles.
+
+    Args:
+        m: Rows of x.
+        n: Columns of w, a multiple of 128.
+        k: What is summed over, a multiple of STEP.
+        w_bits: Of a value of w.
+        block: Products that share their scales.
+        exact: Products that may be summed in float32.
+    """
+    columns = 128 if n % (128 * COMPUTING) == 0 else 64
+    most = k if block is None else block
+    section = most if exact is None or block is not None else min(exact, most)
+    is_whole = block is None and exact is None
+    # Registers of a thread: `rows` for 128 columns, twice where sums are moved.
+    rows = _even(m, 128 if is_whole else 64)
+    own = COMPUTING * columns
+    slot = STEP * (own * w_bits // 8 + rows * 2) + 4 * (own + rows)
+    stages = min(8, (SHARED - 2 * STEP * own * 2) // slot)
+    section = 1 if is_whole else section // STEP
+    # A sum that goes on over sections of other lengths would leave them ragged.
+    while (k // STEP) % section:
+        section -= 1
+    programs = (n // own) * -(-m // rows)
+    splits = _splits(programs, k // STEP // section, section)
+    return Tiles(rows=rows, columns=columns, stages=stages, section=section, splits=splits)
+
+
+def tiles_few_bits(m: int, n: int, block: int | None, out_bytes: int) -> Tiles:
+    """Of a product with k in whole steps.
+
+    Args:
+        m: Rows of x.
+        n: Columns of w.
+        block: Products that share their scales.
+        out_bytes: Of a number of the result.
+    """
+    rows = COMPUTING * 64
+    programs = -(-m // rows) * (n // 256)
+    # Wide tiles read less; narrow ones are for few programs, and for columns that fill half a tile.
+    columns = 256 if n % 256 == 0 and programs >= _CORES * 3 // 4 else 128
+    slot = STEP_FEW_BITS * (rows + columns) + 4 * (rows + columns)
+    # Two buffers of 64 rows and columns for each warpgroup, out of which the result is written.
+    left = SHARED - COMPUTING * 2 * 64 * 64 * out_bytes
+    section = 1 if block is None else block // STEP_FEW_BITS
+    return Tiles(rows=rows, columns=columns, stages=min(6, left // slot), section=section)
+
+
+def _even(m: int, most: int) -> int:
+    """Rows of a tile, in whole eights, so that equal tiles cover m."""
+    tiles = -(-m // most)
+    return -(-m // (8 * tiles)) * 8
+
+
+def _splits(programs: int, sections: int, section: int) -> int:
+    """How often k is split: the fewest steps that the last multiprocessor takes."""
+
+    def steps(splits: int) -> int:
+        waves = -(-programs * splits // _CORES)
+        return waves * (-(-sections // splits) * section + _STARTING)
+
+    fit = [s for s in range(1, min(sections, 16) + 1) if -(-sections // s) * (s - 1) < sections]
+    return min(fit, key=lambda s: (steps(s), s))

@@ -1,0 +1,315 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""quantized_matmul for TPUs: Mosaic kernels whose scales are applied in the memory of the core.
+
+    out = sum over blocks b of k of (x_b @ w_b) * x scales [m b] * w scales [b n]
+
+The grid is (tile of m, tile of n, tile of k): sums stay in VMEM over the tiles of k. What is read
+from memory is in few bits, and becomes what the MXU multiplies one tile at a time (which dtype that
+is: pallas_tpu_layout.py). Integers are summed exactly in int32, over all of k where no side has
+blocks, else within a block; everything else is summed in float32. Scales that hold for all of k are
+multiplied in once, at the end.
+
+Of a MixedArray (mixed_array.py) the first blocks of k are multiplied in 8 bits and the others in 4,
+into the same sums: two runs of one loop. Where the MXU has no integers both are in bfloat16.
+
+The gradient of a floating x is its own kernel, which turns w tile by tile:
+
+    d x = d out @ (values * scales)^T        the second factor rounded to the dtype of x
+
+Scale blocks of 32 and 64 (mxfp8) take the MXU as much time as blocks of 128, so four and two times
+as much in all: where reading w is what takes the time, as for few rows, that is hidden.
+
+Call it on local arrays, in a `jax.shard_map`: an array spread by the compiler is gathered first.
+On the CPU it runs in TPU interpret mode alone (`pallas_kernels.backend.interpreted`).
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.array_types import Array, Float
+from pallas_kernels.backend import device_kind
+from pallas_kernels.flash_attention.tpu.tiles import column
+from pallas_kernels.jax_versions import match_varying, shape_varying_like
+from pallas_kernels.quantized_array import QuantizedArray
+from pallas_kernels.quantized_matmul.mixed_array import MixedArray
+from pallas_kernels.quantized_matmul.tpu.layout import (
+    EXACT,
+    LANES,
+    Layout,
+    fill,
+    lay_out,
+)
+
+
+def quantized_matmul(
+    x: Float[Array, "m k"] | QuantizedArray, w: Float[Array, "k n"] | QuantizedArray, out_dtype: Any
+) -> Float[Array, "m n"]:
+    """See `pallas_kernels.quantized_matmul`."""
+    if not isinstance(x, QuantizedArray) and not isinstance(w, QuantizedArray):
+        # XLA's own product, and its gradients.
+        precision = _precision(x.dtype)
+        out = jnp.matmul(x, w, precision=precision, preferred_element_type=jnp.float32)
+        return out.astype(out_dtype)
+    assert isinstance(w, QuantizedArray)  # as the door has checked
+    w = jax.lax.stop_gradient(w)
+    if 0 in (*x.shape, *w.shape):
+        out = jnp.zeros((x.shape[0], w.shape[1]), out_dtype)
+        return match_varying(out, *jax.tree.leaves((x, w)))
+    if isinstance(x, QuantizedArray):
+        return _multiply(jax.lax.stop_gradient(x), w, out_dtype)
+    return _with_gradient(x, w, out_dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _with_gradient(x: Array, w: QuantizedArray, out_dtype: Any) -> Array:
+    return _multiply(x, w, out_dtype)
+
+
+def _forward(x, w, out_dtype):
+    # The residuals are arrays: of x only its dtype counts.
+    return _multiply(x, w, out_dtype), (w, jnp.zeros((), x.dtype))
+
+
+def _backward(out_dtype, residuals, d_out):
+    del out_dtype
+    w, like = residuals
+    return _multiply_turned(d_out.astype(like.dtype), w), None
+
+
+_with_gradient.defvjp(_forward, _backward)
+
+
+def multiply_mixed(x: QuantizedArray, w: MixedArray, out_dtype: Any) -> Float[Array, "m n"]:
+    """The product with a matrix of which some blocks meet 8 bits, the others 4.
+
+    Args:
+        x: As `round_activations` makes it for w.
+        w: The matrix.
+        out_dtype: Of the result.
+    """
+    x, w = jax.lax.stop_gradient((x, w))
+    return _multiply(x, w.weights, out_dtype, num_wide=w.num_wide)
+
+
+# The product.
+
+
+def _multiply(x: Any, w: Any, out_dtype: Any, num_wide: int | None = None) -> Array:
+    layout, left, right = lay_out(x, w, out_dtype, num_wide=num_wide)
+    tm, tk, tn = layout.tile_m, layout.tile_k, layout.tile_n
+    per_tile = tk // (layout.block or tk)
+    specs = (
+        pl.BlockSpec((tm, tk), lambda i, j, t: (i, t)),
+        pl.BlockSpec((1, tm), lambda i, j, t: (0, i)),
+        pl.BlockSpec((None, per_tile, tm), lambda i, j, t: (t, 0, i)),
+        pl.BlockSpec((tk, tn), lambda i, j, t: (t, j)),
+        pl.BlockSpec((1, tn), lambda i, j, t: (0, j)),
+        pl.BlockSpec((None, per_tile, tn), lambda i, j, t: (t, 0, j)),
+    )
+    given = (*left, *right)
+    is_given = tuple(array is not None for array in given)
+    arrays = [array for array in given if array is not None]
+    in_specs = [spec for spec, there in zip(specs, is_given, strict=True) if there]
+    sums = jnp.int32 if layout.is_integer and layout.block is None else jnp.float32
+    out = pl.pallas_call(
+        functools.partial(_kernel, layout=layout, is_given=is_given),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=0,
+            grid=(pl.cdiv(layout.m, tm), pl.cdiv(layout.n, tn), layout.k // tk),
+            in_specs=in_specs,
+            out_specs=pl.BlockSpec((tm, tn), lambda i, j, t: (i, j)),
+            scratch_shapes=[pltpu.VMEM((tm, tn), sums)],
+        ),
+        out_shape=shape_varying_like((layout.m, layout.n), out_dtype, *arrays),
+        compiler_params=_SEMANTICS,
+        cost_estimate=_cost(layout, arrays, layout.m * layout.n * out_dtype.itemsize),
+        name="quantized_matmul",
+    )(*arrays)
+    return out[: x.shape[0]]
+
+
+def _kernel(*refs: Any, layout: Layout, is_given: tuple[bool, ...]) -> None:
+    *given, out, sums = refs
+    operands = iter(given)
+    x, x_ends, x_parts, w, w_ends, w_parts = (
+        next(operands) if there else None for there in is_given
+    )
+    assert x is not None and w is not None
+    step = pl.program_id(2)
+
+    @pl.when(step == 0)
+    def _():
+        sums[...] = jnp.zeros_like(sums)
+
+    def add(narrow_from: int | None) -> None:
+        total = sums[...]
+        for block, left, right in _blocks(x[...], w[...], layout):
+            is_narrow = narrow_from is not None and block >= narrow_from
+            product = _dot(left, right, layout, is_narrow)
+            if layout.block is not None:
+                product = product.astype(jnp.float32)
+                if x_parts is not None:
+                    product = product * column(x_parts[block : block + 1, :])[:, :1]
+                if w_parts is not None:
+                    product = product * w_parts[block : block + 1, :]
+            total = total + product
+        sums[...] = total
+
+    _in_runs(add, step, layout)
+
+    @pl.when(step == pl.num_programs(2) - 1)
+    def _():
+        result = sums[...].astype(jnp.float32)
+        if x_ends is not None:
+            result = result * column(x_ends[...])[:, :1]
+        if w_ends is not None:
+            result = result * w_ends[...]
+        out[...] = result.astype(out.dtype)
+
+
+def _in_runs(add: Callable[[int | None], None], step: Any, layout: Layout) -> None:
+    """Adds the tile of a step: of wide blocks, of narrow ones, or with the border in it."""
+    if layout.narrow_from is None:
+        add(None)
+        return
+    whole, rest = divmod(layout.narrow_from, layout.tile_k // (layout.block or layout.tile_k))
+    if whole:
+        pl.when(step < whole)(lambda: add(None))
+    if rest:
+        pl.when(step == whole)(lambda: add(rest))
+    pl.when(step >= whole + (rest > 0))(lambda: add(0))
+
+
+def _blocks(x: Array, w: Array, layout: Layout) -> Iterator[tuple[int, Array, Array]]:
+    """The pieces of a tile that add up without scales between them, with the scale block of each.
+
+    Blocks narrower than a register are cut out of x by zeros, and meet all of w's rows beside them.
+    """
+    block = layout.block or layout.tile_k
+    for start in range(0, layout.tile_k, max(block, LANES)):
+        piece = slice(start, start + max(block, LANES))
+        left, right = x[:, piece], w[piece, :]
+        if block >= LANES:
+            yield start // block, left, right
+            continue
+        wide = left.astype(jnp.int32 if layout.multiplied == jnp.int8 else jnp.float32)
+        lane = jax.lax.broadcasted_iota(jnp.int32, wide.shape, 1)
+        for i in range(LANES // block):
+            is_inside = (lane >= i * block) & (lane < (i + 1) * block)
+            own = jnp.where(is_inside, wide, jnp.zeros_like(wide))
+            yield start // block + i, own.astype(left.dtype), right
+
+
+def _dot(x: Array, w: Array, layout: Layout, is_narrow: bool = False) -> Array:
+    """x @ w of a piece, in int32 for integers and float32 for others."""
+    dtype = layout.multiplied
+    if is_narrow:
+        x = x.astype(jnp.int4)
+        # The CPU, in whose place a TPU is interpreted, multiplies no int4.
+        dtype = jnp.int8 if device_kind() == "cpu" else jnp.int4
+    if layout.is_integer and dtype == jnp.bfloat16:
+        # Float32 sums integers exactly over so many products.
+        pieces = [slice(start, start + EXACT) for start in range(0, x.shape[1], EXACT)]
+        products = [_sum(x[:, p].astype(dtype), w[p, :].astype(dtype)) for p in pieces]
+        return functools.reduce(jnp.add, [product.astype(jnp.int32) for product in products])
+    if dtype is not None:
+        x, w = x.astype(dtype), w.astype(dtype)
+    return _sum(x, w)
+
+
+def _sum(x: Array, w: Array, contracted: tuple[int, int] = (1, 0)) -> Array:
+    sums = jnp.int32 if jnp.issubdtype(x.dtype, jnp.integer) else jnp.float32
+    dims = (((contracted[0],), (contracted[1],)), ((), ()))
+    return jax.lax.dot_general(
+        x, w, dims, precision=_precision(x.dtype), preferred_element_type=sums
+    )
+
+
+# The gradient.
+
+
+def _multiply_turned(d_out: Array, w: QuantizedArray) -> Array:
+    """d_out [m n] @ w [k n]^T."""
+    (m, n), k = d_out.shape, w.shape[0]
+    like = jax.ShapeDtypeStruct((m, k), d_out.dtype)
+    layout, _, right = lay_out(like, w, d_out.dtype, is_turned=True)
+    tm, tk, tn = layout.tile_m, layout.tile_k, layout.tile_n
+    scales = right.ends if right.parts is None else right.parts
+    assert scales is not None
+    arrays = [fill(d_out, 0, layout.m), right.values, scales]
+    scale_spec = pl.BlockSpec((1, tn), lambda i, t, j: (0, j))
+    if right.parts is not None:
+        scale_spec = pl.BlockSpec((None, scales.shape[1], tn), lambda i, t, j: (t, 0, j))
+    out = pl.pallas_call(
+        functools.partial(_turned_kernel, layout=layout),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=0,
+            grid=(pl.cdiv(layout.m, tm), layout.k // tk, pl.cdiv(n, tn)),
+            in_specs=[
+                pl.BlockSpec((tm, tn), lambda i, t, j: (i, j)),
+                pl.BlockSpec((tk, tn), lambda i, t, j: (t, j)),
+                scale_spec,
+            ],
+            out_specs=pl.BlockSpec((tm, tk), lambda i, t, j: (i, t)),
+            scratch_shapes=[pltpu.VMEM((tm, tk), jnp.float32)],
+        ),
+        out_shape=shape_varying_like((layout.m, layout.k), d_out.dtype, *arrays),
+        compiler_params=_SEMANTICS,
+        cost_estimate=_cost(layout, arrays, layout.m * layout.k * d_out.dtype.itemsize),
+        name="quantized_matmul_d_rows",
+    )(*arrays)
+    return layout.unfilled(out[:m], k)
+
+
+def _turned_kernel(d_out: Any, w: Any, scales: Any, out: Any, sums: Any, *, layout: Layout) -> None:
+    step = pl.program_id(2)
+
+    @pl.when(step == 0)
+    def _():
+        sums[...] = jnp.zeros_like(sums)
+
+    size = layout.tile_k // scales.shape[0]
+    rows = [
+        w[b * size : (b + 1) * size, :].astype(jnp.float32) * scales[b : b + 1, :]
+        for b in range(scales.shape[0])
+    ]
+    left, right = d_out[...].astype(jnp.float32), jnp.concatenate(rows, axis=0)
+    if layout.n % layout.tile_n:
+        # What stands past the edge is anything, and would be summed.
+        left, right = (_within(a, layout.n - step * layout.tile_n) for a in (left, right))
+    dtype = layout.multiplied
+    sums[...] += _sum(left.astype(dtype), right.astype(dtype), (1, 1))
+
+    @pl.when(step == pl.num_programs(2) - 1)
+    def _():
+        out[...] = sums[...].astype(out.dtype)
+
+
+def _within(a: Array, length: Array) -> Array:
+    lane = jax.lax.broadcasted_iota(jnp.int32, a.shape, 1)
+    return jnp.where(lane < length, a, jnp.zeros_like(a))
+
+
+_SEMANTICS = pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary"))
+
+
+def _precision(dtype: Any) -> jax.lax.Precision:
+    """Float32 in as many passes of the MXU as it takes."""
+    is_wide = dtype == jnp.float32
+    return jax.lax.Precision.HIGHEST if is_wide else jax.lax.Precision.DEFAULT
+
+
+def _cost(layout: Layout, arrays: list[Array], out_bytes: int) -> pl.CostEstimate:
+    """For XLA's scheduler."""
+    return pl.CostEstimate(
+        flops=2 * layout.m * layout.k * layout.n,
+        transcendentals=0,
+        bytes_accessed=out_bytes + sum(array.size * array.dtype.itemsize for array in arrays),
+    )

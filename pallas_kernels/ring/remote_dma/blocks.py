@@ -1,0 +1,55 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""One block of attention, or its gradients, while parcels travel between the ranks.
+
+The kernels are those of flash_attention for TPUs, called by a `Sender`. The backward pass has two,
+and each takes about half of the bytes.
+
+To add a kernel to a pass: call it by the sender, too, and count it in `num_kernels`.
+"""
+
+from collections.abc import Sequence
+
+from pallas_kernels.array_types import Array, Float
+from pallas_kernels.flash_attention.mask import Rules, Tokens
+from pallas_kernels.flash_attention.tpu import backward as pallas_tpu_backward
+from pallas_kernels.flash_attention.tpu import kernels as pallas_tpu
+from pallas_kernels.ring.parcel import Parcel
+from pallas_kernels.ring.remote_dma.transfer import Sender, send
+
+__all__ = ["attend", "differentiate", "send"]
+
+
+def attend(
+    q: Float[Array, "B S N H"],
+    k: Float[Array, "B U M H"],
+    v: Float[Array, "B U M Hv"],
+    tokens: Tokens,
+    rules: Rules,
+    parcels: Sequence[Parcel],
+    axis_name: str,
+) -> tuple[tuple[Float[Array, "B S N Hv"], Float[Array, "B N S"]], tuple[Array, ...]]:
+    """(out, lse) of a block, and what has arrived: see `ring_step.attend_and_send`."""
+    sender = Sender(parcels, axis_name)
+    state = pallas_tpu.attend(q, k, v, tokens, rules, pallas_call=sender.pallas_call)
+    return state, sender.arrived
+
+
+def differentiate(
+    q: Float[Array, "B S N H"],
+    k: Float[Array, "B U M H"],
+    v: Float[Array, "B U M Hv"],
+    tokens: Tokens,
+    rules: Rules,
+    d_out: Float[Array, "B S N Hv"],
+    lse: Float[Array, "B N S"],
+    delta: Float[Array, "B N S"],
+    parcels: Sequence[Parcel],
+    axis_name: str,
+) -> tuple[tuple[Array, Array, Array], tuple[Array, ...]]:
+    """Gradients of a block, and what has arrived: see `ring_step.differentiate_and_send`."""
+    sender = Sender(parcels, axis_name, num_kernels=2)
+    gradients = pallas_tpu_backward.differentiate(
+        q, k, v, tokens, rules, d_out, lse, delta, pallas_call=sender.pallas_call
+    )
+    return gradients, sender.arrived

@@ -1,0 +1,289 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""A Pallas TPU kernel that sends parcels to other ranks while it computes.
+
+A `Sender` stands in for `pl.pallas_call`: of any kernel it makes one that sends as well.
+
+    first grid step   all ranks of the axis meet; then every copy is started, from HBM to the HBM of
+                      the rank it is for, each with semaphores of its own
+    every grid step   the kernel's arithmetic, beside which the copies are under way
+    last grid step    the sends and the arrivals are waited for
+
+**What makes the write into another rank's memory safe.** A remote copy has no handshake: it writes
+when the sender says so. The buffer that it writes is an output of the receiver's kernel, memory
+that XLA may have lent to something else until that kernel starts. So nobody sends before all ranks
+have signalled that they are inside (the barrier semaphore, which outlives kernels): the signal of
+entry is the receiver's permission, what a capacity semaphore is to a ring that lives in one kernel
+(ring_keys.py). The double buffer is XLA's: what a step reads and what arrives in it live at once.
+
+**What keeps a fast rank out of a slow one's barrier.** The barrier is one counter for all kernels
+with the same id. A rank that went on to the next step could count there for a rank that has not
+come to this one, and a slow rank would send into memory that is not ready. So whoever passes the
+barrier tells all others through a semaphore of this very kernel, and nobody leaves before all have
+said so: signals of two kernels never stand in the counter together. Kernels may therefore follow
+one another in any order and differ in their pairs; forward and backward pass and all layers share
+the id. Both rounds are N - 1 signals of every rank, and the second is waited for after the
+arithmetic, when it has long come in. Of two mesh axes the ids differ (`collective_id`).
+
+Pairs are static and arbitrary: a rank without a target does not send, one that nobody sends to does
+not wait and finds zeros.
+
+It takes one mesh axis by name, of which all ranks are in the kernel. A sending kernel runs on one
+core, whose grid has a first and a last step: chips that split a grid over two cores do not here.
+
+To add something to every step (a checksum, a clock), it goes into `kernel` of `_run_and_send`.
+"""
+
+import dataclasses
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.array_types import Array
+from pallas_kernels.jax_versions import shape_varying_like
+from pallas_kernels.ring.parcel import Parcel
+
+FIRST_COLLECTIVE_ID, COLLECTIVE_IDS = 64, 2**14
+
+
+class Sender:
+    """Shares parcels out among the kernels of a step, by their bytes."""
+
+    def __init__(self, parcels: Sequence[Parcel], axis_name: str, num_kernels: int = 1):
+        self._axis_name = axis_name
+        self._parcels = parcels
+        self._arrived: list[Array | None] = [None] * len(parcels)
+        self._shares: list[list[int]] = [[] for _ in range(num_kernels)]
+        loads = [0] * num_kernels
+        for number in sorted(range(len(parcels)), key=lambda at: -parcels[at].array.nbytes):
+            lightest = loads.index(min(loads))
+            loads[lightest] += parcels[number].array.nbytes
+            self._shares[lightest].append(number)
+
+    def pallas_call(
+        self, body: Callable[..., None], *, grid_spec: Any, out_shape: Any, **options: Any
+    ) -> Callable[..., Any]:
+        """As `pl.pallas_call`; the next share of the parcels travels meanwhile.
+
+        Args:
+            body: the kernel.
+            grid_spec: a `PrefetchScalarGridSpec` with lists of specs.
+            out_shape: a list.
+            options: further ones.
+        """
+        share = self._shares.pop(0)
+
+        def call(*operands: Array) -> Any:
+            outputs, arrived = _run_and_send(
+                body,
+                [self._parcels[at] for at in share],
+                self._axis_name,
+                operands,
+                grid_spec=grid_spec,
+                out_shape=out_shape,
+                **options,
+            )
+            for at, x in zip(share, arrived, strict=True):
+                self._arrived[at] = x
+            return outputs
+
+        return call
+
+    @property
+    def arrived(self) -> tuple[Array, ...]:
+        """What has arrived, once all kernels were called."""
+        found = [x for x in self._arrived if x is not None]
+        assert len(found) == len(self._parcels) and not self._shares
+        return tuple(found)
+
+
+def send(parcels: Sequence[Parcel], axis_name: str) -> tuple[Array, ...]:
+    """Nothing but the travelling, in a kernel.
+
+    Args:
+        parcels: to be sent.
+        axis_name: along which mesh axis.
+    """
+    if not parcels:
+        return ()
+    sender = Sender(parcels, axis_name)
+    grid_spec = pltpu.PrefetchScalarGridSpec(
+        num_scalar_prefetch=0, grid=(1,), in_specs=[], out_specs=[], scratch_shapes=[]
+    )
+    sender.pallas_call(lambda *refs: None, grid_spec=grid_spec, out_shape=[], name="parcels")()
+    return sender.arrived
+
+
+def _run_and_send(
+    body: Callable[..., None],
+    parcels: Sequence[Parcel],
+    axis_name: str,
+    operands: Sequence[Array],
+    *,
+    grid_spec: Any,
+    out_shape: Any,
+    name: str,
+    compiler_params: Any = None,
+    **options: Any,
+) -> tuple[Sequence[Array], list[Array]]:
+    """The kernel's results, and what has arrived meanwhile."""
+    sent = [parcel for parcel in parcels if parcel.pairs]
+    if not sent:
+        if compiler_params is not None:
+            options["compiler_params"] = compiler_params
+        call = pl.pallas_call(body, grid_spec=grid_spec, out_shape=out_shape, name=name, **options)
+        return call(*operands), [jnp.zeros_like(x) for x, _ in parcels]
+    ranks = jax.lax.axis_size(axis_name)
+    # What some rank does not receive starts as zeros.
+    partial = [at for at, (_, pairs) in enumerate(sent) if len(pairs) < ranks]
+    axes, place = mesh_place()
+    routes = jnp.concatenate([_routes(sent, ranks)[jax.lax.axis_index(axis_name)], place])
+    num_scalars, num_in, num_sent = grid_spec.num_scalar_prefetch, len(operands), len(sent)
+
+    def kernel(*refs: Any) -> None:
+        ins, routes, refs = refs[:num_in], refs[num_in], refs[num_in + 1 :]
+        sources, refs = refs[:num_sent], refs[num_sent + len(partial) :]
+        outs, refs = refs[: len(out_shape)], refs[len(out_shape) :]
+        targets, (*scratch, sending, receiving, passed) = refs[:num_sent], refs[num_sent:]
+        here: Any = {axis: routes[2 * num_sent + at] for at, axis in enumerate(axes)}
+        copies = [
+            pltpu.make_async_remote_copy(
+                source,
+                target,
+                sending.at[at],
+                receiving.at[at],
+                here | {axis_name: jnp.maximum(routes[2 * at], 0)},
+            )
+            for at, (source, target) in enumerate(zip(sources, targets, strict=True))
+        ]
+
+        @pl.when(_is_step(grid_spec.grid, 0))
+        def _():
+            meet(here, axis_name, passed)
+            for at, copy in enumerate(copies):
+                pl.when(routes[2 * at] >= 0)(copy.start)
+
+        body(*ins, *outs, *scratch)
+
+        @pl.when(_is_step(grid_spec.grid, -1))
+        def _():
+            for at, copy in enumerate(copies):
+                pl.when(routes[2 * at] >= 0)(copy.wait_send)
+                pl.when(routes[2 * at + 1] >= 0)(copy.wait_recv)
+            part(axis_name, passed)
+
+    in_hbm = pl.BlockSpec(memory_space=pltpu.HBM)
+    arrays = [x for x, _ in sent]
+    zeros = [jnp.zeros_like(arrays[at]) for at in partial]
+    params = pltpu.CompilerParams() if compiler_params is None else compiler_params
+    cost = options.pop("cost_estimate", None)
+    if cost is None:
+        cost = pl.CostEstimate(flops=0, transcendentals=0, bytes_accessed=0)
+    # Of one rank: those that send.
+    cost = dataclasses.replace(cost, remote_bytes_transferred=sum(x.nbytes for x in arrays))
+    outputs = pl.pallas_call(
+        kernel,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=num_scalars,
+            grid=grid_spec.grid,
+            in_specs=[
+                *grid_spec.in_specs,
+                pl.BlockSpec(memory_space=pltpu.SMEM),
+                *[in_hbm] * (num_sent + len(zeros)),
+            ],
+            out_specs=[*grid_spec.out_specs, *[in_hbm] * num_sent],
+            scratch_shapes=[
+                *grid_spec.scratch_shapes,
+                pltpu.SemaphoreType.DMA((num_sent,)),
+                pltpu.SemaphoreType.DMA((num_sent,)),
+                pltpu.SemaphoreType.REGULAR,
+            ],
+        ),
+        out_shape=[*out_shape, *(shape_varying_like(x.shape, x.dtype, x) for x in arrays)],
+        input_output_aliases={
+            num_in + 1 + num_sent + number: len(out_shape) + at for number, at in enumerate(partial)
+        },
+        compiler_params=dataclasses.replace(
+            params,
+            dimension_semantics=("arbitrary",) * len(grid_spec.grid),
+            collective_id=collective_id(axis_name),
+            has_side_effects=True,
+        ),
+        cost_estimate=cost,
+        name=f"{name}_and_send",
+        **options,
+    )(*operands, routes, *arrays, *zeros)
+    results, received = outputs[: len(out_shape)], iter(outputs[len(out_shape) :])
+    return results, [next(received) if pairs else jnp.zeros_like(x) for x, pairs in parcels]
+
+
+def collective_id(axis_name: str) -> int:
+    """The barrier at which the ranks of an axis meet: the same in every process, and most likely
+    another one for another axis; above the small numbers that other people's kernels have.
+
+    Args:
+        axis_name: of the mesh.
+    """
+    return FIRST_COLLECTIVE_ID + zlib.crc32(axis_name.encode()) % COLLECTIVE_IDS
+
+
+def mesh_place() -> tuple[tuple[str, ...], Array]:
+    """The mesh axes, and this device's index along each. A kernel is given all of them, so that
+    none is asked for inside, where it would vary by type."""
+    axes = tuple(sorted(jax.sharding.get_abstract_mesh().manual_axes))
+    return axes, jnp.stack([jax.lax.axis_index(axis) for axis in axes])
+
+
+def meet(here: Any, axis_name: str, passed: Any) -> None:
+    """Waits until every rank of the axis is in this kernel; at its start.
+
+    Args:
+        here: a dict, the index of this device along every mesh axis.
+        axis_name: whose ranks meet.
+        passed: a regular semaphore of this kernel, for `part`.
+    """
+    ranks = jax.lax.axis_size(axis_name)
+    barrier = pltpu.get_barrier_semaphore()
+    others = [
+        here | {axis_name: jax.lax.rem(here[axis_name] + distance, ranks)}
+        for distance in range(1, ranks)
+    ]
+    for other in others:
+        pl.semaphore_signal(barrier, 1, device_id=other)
+    pl.semaphore_wait(barrier, ranks - 1)
+    for other in others:
+        pl.semaphore_signal(passed, 1, device_id=other)
+
+
+def part(axis_name: str, passed: Any) -> None:
+    """Waits until every rank has left `meet`; at the end of the kernel.
+
+    Args:
+        axis_name: whose ranks part.
+        passed: as for `meet`.
+    """
+    pl.semaphore_wait(passed, jax.lax.axis_size(axis_name) - 1)
+
+
+def _routes(parcels: Sequence[Parcel], ranks: int) -> Array:
+    """[ranks 2*parcels] i32: of each rank and parcel where it goes and where from, or -1."""
+    routes = np.full((ranks, 2 * len(parcels)), -1, np.int32)
+    for at, (_, pairs) in enumerate(parcels):
+        for source, target in pairs:
+            routes[source, 2 * at] = target
+            routes[target, 2 * at + 1] = source
+    return jnp.asarray(routes)
+
+
+def _is_step(grid: tuple[int, ...], which: int) -> Any:
+    """Whether this is the first (0) or the last (-1) step of the grid."""
+    is_here = True
+    for axis, size in enumerate(grid):
+        is_here &= pl.program_id(axis) == (0 if which == 0 else size - 1)
+    return is_here
