@@ -49,6 +49,9 @@ class Traits:
     """Reads the logits of the previous MoE layer and hands its own on."""
     needs_key: bool = False
     """Draws random numbers in training."""
+    mixes_tokens: bool = False
+    """Experts read mixtures of all tokens of a sequence: no pairs of token and expert exist, and
+    `route` needs whole sequences on one device."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ dead               share of experts without a token
 
 Over many steps `LoadWindow` adds the loads first: experts that take turns at being crowded are
 balanced in the long run. `watch_state` and `watch_params` look at what is not a statistic. More,
-when asked for, is in `telemetry_detailed.py`; gamma_eff is in `congestion.py`.
+when asked for, is in `detailed.py`; gamma_eff is in `congestion.py`.
 """
 
 from __future__ import annotations

@@ -66,6 +66,7 @@ class SoftMoEConfig:
             has_own_gates=True,
             has_own_load=True,
             is_token_major=False,
+            mixes_tokens=True,
         )
 
     def build(self, *, num_experts: int, top_k: int, embed_dim: int) -> SoftMoE:
