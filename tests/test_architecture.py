@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""The rules of the house, read off the syntax trees and off one subprocess that imports it all.
+"""Checks the layout rules of the design on syntax trees, and imports in one subprocess.
 
 A failure lists every place as `file:line: what`. To add a registry: a row in REGISTRIES.
 """
@@ -8,23 +8,34 @@ A failure lists every place as `file:line: what`. To add a registry: a row in RE
 from __future__ import annotations
 
 import ast
-import functools
 import importlib
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 import pytest
 
 from jaxmoe.configs import registry_of
-
-ROOT = pathlib.Path(__file__).resolve().parents[1]
-
-# Imports flow from right to left only.
-PACKAGES = ("pallas_kernels", "sharding", "jaxmoe", "experiments")
+from tests.support.source_tree import (
+    PACKAGES,
+    ROOT,
+    at,
+    bound_names,
+    check,
+    functions,
+    imported,
+    module_name,
+    modules,
+    nodes,
+    outside_functions,
+    own_lines,
+    package,
+    tree,
+)
 
 # What a module may import at its top, beside the standard library and the packages above.
 # etils comes with orbax-checkpoint, whose paths it is.
@@ -49,6 +60,14 @@ OPTIONAL_PACKAGES = (
     ),
     *("safetensors", "transformers", "torch", "pytest", "hypothesis", "beartype"),
 )
+
+# The packages of jaxmoe from the lowest to the highest: a package imports lower ones only.
+ORDER = (
+    *("errors", "configs", "disk", "optional", "fingerprints", "messages"),
+    *("parameters", "precision", "execution", "routing", "layers", "models", "optim", "scaling"),
+    *("data", "training", "checkpoint", "tracking", "resilience", "planning", "serve", "run"),
+)
+FOLDER_FILES = 22
 
 FILE_LINES, KERNEL_FILE_LINES = 400, 600
 FUNCTION_LINES, KERNEL_FUNCTION_LINES = 80, 150
@@ -101,159 +120,201 @@ REGISTRIES = {
 }
 
 
-@functools.cache
-def _tree(path: pathlib.Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
-
-
-@functools.cache
-def _modules(*roots: str) -> list[pathlib.Path]:
-    return [path for root in roots for path in sorted((ROOT / root).rglob("*.py"))]
-
-
-def _nodes() -> Iterator[tuple[pathlib.Path, ast.AST]]:
-    for path in _modules(*PACKAGES):
-        for node in ast.walk(_tree(path)):
-            yield path, node
-
-
-def _at(path: pathlib.Path, line: int, what: str) -> str:
-    return f"{path.relative_to(ROOT)}:{line}: {what}"
-
-
-def _package(path: pathlib.Path) -> str:
-    return path.relative_to(ROOT).parts[0]
-
-
-def _module_name(path: pathlib.Path) -> str:
-    parts = path.relative_to(ROOT).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-def _check(failures: Iterable[str]) -> None:
-    __tracebackhide__ = True
-    failures = list(failures)
-    assert not failures, "\n" + "\n".join(failures)
-
-
-def _imported(node: ast.AST) -> list[str]:
-    """The top-level packages that an import statement names."""
-    if isinstance(node, ast.Import):
-        return [alias.name.partition(".")[0] for alias in node.names]
-    if isinstance(node, ast.ImportFrom) and node.level == 0:
-        return [(node.module or "").partition(".")[0]]
-    return []
-
-
-def _outside_functions(node: ast.AST) -> Iterator[ast.AST]:
-    for child in ast.iter_child_nodes(node):
-        if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
-            yield child
-            yield from _outside_functions(child)
-
-
-def _bound_names(node: ast.AST) -> list[str]:
-    """The variables, arguments and fields that a node introduces."""
-    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-        return [node.id]
-    if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-        return [node.attr]
-    if isinstance(node, ast.arg):
-        return [node.arg]
-    return []
-
-
-def _functions(node: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    """The functions directly inside a node, not inside one another."""
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
-            yield child
-        else:
-            yield from _functions(child)
-
-
-def _own_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    nested = sum(inner.end_lineno - inner.lineno + 1 for inner in _functions(function))
-    return function.end_lineno - function.lineno + 1 - nested
-
-
 def test_there_is_something_to_check():
-    assert {_package(path) for path in _modules(*PACKAGES)} == set(PACKAGES)
+    assert {package(path) for path in modules(*PACKAGES)} == set(PACKAGES)
 
 
 def test_imports_flow_one_way():
-    _check(
-        _at(path, node.lineno, f"{_package(path)} imports {name}")
-        for path, node in _nodes()
-        for name in _imported(node)
-        if name == "tests" or name in PACKAGES[PACKAGES.index(_package(path)) + 1 :]
+    check(
+        at(path, node.lineno, f"{package(path)} imports {name}")
+        for path, node in nodes()
+        for name in imported(node)
+        if name == "tests" or name in PACKAGES[PACKAGES.index(package(path)) + 1 :]
+    )
+
+
+def _jaxmoe_imports(path: pathlib.Path) -> Iterator[tuple[int, str]]:
+    """The line and the package (`routing` of `jaxmoe.routing.gates`) of each import of jaxmoe."""
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.ImportFrom) and node.module == "jaxmoe":
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("jaxmoe."):
+            yield node.lineno, str(node.module).split(".")[1]
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.startswith("jaxmoe."):
+                    yield node.lineno, alias.name.split(".")[1]
+
+
+def test_packages_of_jaxmoe_are_ordered():
+    def failures():
+        for path in modules("jaxmoe"):
+            own = module_name(path).split(".")[1:2]
+            if not own:  # jaxmoe/__init__.py re-exports
+                continue
+            if own[0] not in ORDER:
+                yield at(path, 1, f"{own[0]} has no place in ORDER of tests/test_architecture.py")
+                continue
+            for line, imported_package in _jaxmoe_imports(path):
+                if imported_package not in ORDER:
+                    yield at(path, line, f"imports {imported_package}, which ORDER does not name")
+                elif ORDER.index(imported_package) > ORDER.index(own[0]):
+                    yield at(path, line, f"{own[0]} imports {imported_package}, a higher package")
+
+    check(failures())
+
+
+def test_folders_are_small():
+    def failures():
+        for folder in sorted({path.parent for path in modules(*PACKAGES)}):
+            if (count := len(list(folder.glob("*.py")))) > FOLDER_FILES:
+                yield at(folder, 0, f"holds {count} files, at most {FOLDER_FILES}: add sub-folders")
+
+    check(failures())
+
+
+def _config_classes() -> dict[str, pathlib.Path]:
+    """Every dataclass named `...Config` and the file that defines it."""
+    return {
+        node.name: path
+        for path, node in nodes()
+        if isinstance(node, ast.ClassDef) and node.name.endswith("Config")
+    }
+
+
+def _owner(path: pathlib.Path) -> tuple[str, ...]:
+    """The package that a file belongs to: two folders deep, or the file itself below one."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return parts[:2]
+
+
+def _asked_classes(node: ast.AST) -> Iterator[str]:
+    """The classes that an `isinstance` or a `match` statement asks for."""
+    if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "isinstance":
+        for inner in ast.walk(node.args[1]):
+            if isinstance(inner, ast.Name | ast.Attribute):
+                yield inner.id if isinstance(inner, ast.Name) else inner.attr
+    if isinstance(node, ast.MatchClass):
+        for inner in ast.walk(node.cls):
+            if isinstance(inner, ast.Name | ast.Attribute):
+                yield inner.id if isinstance(inner, ast.Name) else inner.attr
+
+
+def test_only_its_own_package_asks_for_the_class_of_a_config():
+    classes = _config_classes()
+    check(
+        at(path, getattr(node, "lineno", 0), f"asks for {name}: make it an attribute of the config")
+        for path, node in nodes()
+        for name in _asked_classes(node)
+        if name in classes and _owner(classes[name]) != _owner(path)
+    )
+
+
+# Called by a framework, by Python, or by users of the documented API, never by name in our code.
+CALLED_FROM_OUTSIDE = {
+    "setup": "flax calls it",
+    "emit": "logging calls it",
+    "main": "`python -m` calls it",
+}
+
+
+def test_every_definition_is_reached():
+    """A function or class that nothing names, its own definition apart, is deleted or documented.
+
+    Names are compared, not scopes: a name that occurs anywhere in the four packages counts, and so
+    does one that a README or a page of the documentation names.
+    """
+    named: dict[str, int] = {}
+    for _, node in nodes():
+        found = []
+        if isinstance(node, ast.Name):
+            found = [node.id]
+        elif isinstance(node, ast.Attribute):
+            found = [node.attr]
+        elif isinstance(node, ast.alias):
+            found = [*node.name.split("."), node.asname or ""]
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found = [node.value] if node.value.isidentifier() else []
+        for name in found:
+            named[name] = named.get(name, 0) + 1
+    pages = [*ROOT.glob("*.md"), *ROOT.glob(".docs/**/*.md")]
+    pages += [page for package in PACKAGES for page in (ROOT / package).rglob("*.md")]
+    words = set(re.findall(r"\w+", " ".join(page.read_text(encoding="utf-8") for page in pages)))
+    check(
+        at(path, node.lineno, f"nothing names {node.name}")
+        for path, node in nodes()
+        if isinstance(node, ast.FunctionDef | ast.ClassDef)
+        and not (node.name.startswith("__") and node.name.endswith("__"))
+        and node.name not in named
+        and node.name not in words
+        and node.name not in CALLED_FROM_OUTSIDE
     )
 
 
 def test_top_level_imports_need_only_the_core_packages():
-    _check(
-        _at(path, node.lineno, f"{name} is to be imported where it is used")
-        for path in _modules(*PACKAGES)
-        for node in _outside_functions(_tree(path))
-        for name in _imported(node)
+    check(
+        at(path, node.lineno, f"{name} is to be imported where it is used")
+        for path in modules(*PACKAGES)
+        for node in outside_functions(tree(path))
+        for name in imported(node)
         if name not in sys.stdlib_module_names
-        and name not in (*PACKAGES, *TOP_LEVEL_IMPORTS[_package(path)])
+        and name not in (*PACKAGES, *TOP_LEVEL_IMPORTS[package(path)])
     )
 
 
 def test_modules_say_what_they_are():
-    _check(
-        _at(path, 1, "the module has no docstring")
-        for path in _modules(*PACKAGES)
-        if not ast.get_docstring(_tree(path))
+    check(
+        at(path, 1, "the module has no docstring")
+        for path in modules(*PACKAGES)
+        if not ast.get_docstring(tree(path))
     )
 
 
 def test_files_begin_with_the_header():
-    _check(
-        _at(path, 1, f"does not begin with the two lines {HEADER}")
-        for path in _modules(*PACKAGES, "tests")
+    check(
+        at(path, 1, f"does not begin with the two lines {HEADER}")
+        for path in modules(*PACKAGES, "tests")
         if path.read_text().splitlines()[:2] != HEADER
     )
 
 
 def test_files_are_ascii():
-    _check(
-        _at(path, number, "is not ASCII")
-        for path in _modules(*PACKAGES, "tests")
+    check(
+        at(path, number, "is not ASCII")
+        for path in modules(*PACKAGES, "tests")
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
         if not line.isascii()
     )
 
 
 def test_files_are_short():
-    for path in _modules(*PACKAGES):
-        limit = KERNEL_FILE_LINES if _package(path) == "pallas_kernels" else FILE_LINES
+    for path in modules(*PACKAGES):
+        limit = KERNEL_FILE_LINES if package(path) == "pallas_kernels" else FILE_LINES
         lines = len(path.read_text().splitlines())
-        assert lines <= limit, _at(path, lines, f"{lines} lines, at most {limit}")
+        assert lines <= limit, at(path, lines, f"{lines} lines, at most {limit}")
 
 
 def test_functions_are_short():
     def failures():
-        for path, node in _nodes():
-            is_kernel = _package(path) == "pallas_kernels"
+        for path, node in nodes():
+            is_kernel = package(path) == "pallas_kernels"
             limit = KERNEL_FUNCTION_LINES if is_kernel else FUNCTION_LINES
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                if (lines := _own_lines(node)) > limit:
-                    yield _at(path, node.lineno, f"{node.name} has {lines} lines, at most {limit}")
+                if (lines := own_lines(node)) > limit:
+                    yield at(path, node.lineno, f"{node.name} has {lines} lines, at most {limit}")
 
-    _check(failures())
+    check(failures())
 
 
 def test_own_lines_leave_out_nested_functions():
     source = "def f():\n    x = 1\n    def g():\n        return 1\n    return g\n"
-    assert [_own_lines(function) for function in _functions(ast.parse(source))] == [3]
+    assert [own_lines(function) for function in functions(ast.parse(source))] == [3]
 
 
 def test_files_are_named_for_what_they_hold():
-    _check(
-        _at(path, 1, "says nothing by its name")
-        for path in _modules(*PACKAGES, "tests")
+    check(
+        at(path, 1, "says nothing by its name")
+        for path in modules(*PACKAGES, "tests")
         if EMPTY_NAMES & {part.removesuffix(".py") for part in path.relative_to(ROOT).parts}
     )
 
@@ -266,9 +327,9 @@ def test_one_room_constrains_shardings():
         names = {getattr(node, field, None) for field in ("id", "attr", "arg", "name", "asname")}
         return {name for name in names if isinstance(name, str)} & words
 
-    _check(
-        _at(path, getattr(node, "lineno", 1), f"spells {name}, as only sharding/constrain.py may")
-        for path, node in _nodes()
+    check(
+        at(path, getattr(node, "lineno", 1), f"spells {name}, as only sharding/constrain.py may")
+        for path, node in nodes()
         if path != room
         for name in spelled(node)
     )
@@ -280,20 +341,20 @@ def test_no_variable_hides_the_package_sharding():
             return [alias.asname or alias.name for alias in node.names]
         if isinstance(node, ast.Import):
             return [alias.asname for alias in node.names if alias.asname]
-        return _bound_names(node)
+        return bound_names(node)
 
-    _check(
-        _at(path, node.lineno, "a variable is called sharding: say named_sharding or spec")
-        for path, node in _nodes()
+    check(
+        at(path, node.lineno, "a variable is called sharding: say named_sharding or spec")
+        for path, node in nodes()
         if "sharding" in bound(node)
     )
 
 
 def test_no_field_or_variable_begins_with_use():
-    _check(
-        _at(path, node.lineno, f"{name}: make a union, or is_ / has_")
-        for path, node in _nodes()
-        for name in _bound_names(node)
+    check(
+        at(path, node.lineno, f"{name}: make a union, or is_ / has_")
+        for path, node in nodes()
+        for name in bound_names(node)
         if name.startswith("use_")
     )
 
@@ -305,19 +366,19 @@ def test_no_exception_is_caught_blindly():
         names = {node.id for node in ast.walk(handler.type) if isinstance(node, ast.Name)}
         return names & {"Exception", "BaseException"}
 
-    _check(
-        _at(path, node.lineno, f"catches {name}")
-        for path, node in _nodes()
+    check(
+        at(path, node.lineno, f"catches {name}")
+        for path, node in nodes()
         if isinstance(node, ast.ExceptHandler)
         for name in caught(node)
     )
 
 
 def test_only_experiments_print():
-    _check(
-        _at(path, node.lineno, "prints: log, or return")
-        for path, node in _nodes()
-        if _package(path) != "experiments"
+    check(
+        at(path, node.lineno, "prints: log, or return")
+        for path, node in nodes()
+        if package(path) != "experiments"
         and isinstance(node, ast.Call)
         and isinstance(node.func, ast.Name)
         and node.func.id == "print"
@@ -332,20 +393,20 @@ def _flags(decorator: ast.expr) -> set[str]:
 
 def test_configs_are_frozen_and_every_field_has_its_help():
     def failures():
-        for path, node in _nodes():
+        for path, node in nodes():
             if not (isinstance(node, ast.ClassDef) and node.name.endswith("Config")):
                 continue
             flags = set().union(*map(_flags, node.decorator_list))
             if missing := {"frozen", "kw_only", "slots"} - flags:
-                yield _at(path, node.lineno, f"{node.name} is not {', '.join(sorted(missing))}")
+                yield at(path, node.lineno, f"{node.name} is not {', '.join(sorted(missing))}")
             for field, after in zip(node.body, [*node.body[1:], None], strict=True):
                 if not isinstance(field, ast.AnnAssign) or "ClassVar" in ast.dump(field.annotation):
                     continue
                 if not (isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)):
                     name = f"{node.name}.{getattr(field.target, 'id', '?')}"
-                    yield _at(path, field.lineno, f"{name} has no string beneath it")
+                    yield at(path, field.lineno, f"{name} has no string beneath it")
 
-    _check(failures())
+    check(failures())
 
 
 INERT = """
@@ -382,10 +443,10 @@ for name in modules:
 
 
 def test_nothing_happens_at_import():
-    modules = [_module_name(p) for p in _modules(*PACKAGES) if p.name != "__main__.py"]
+    names = [module_name(p) for p in modules(*PACKAGES) if p.name != "__main__.py"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     result = subprocess.run(
-        [sys.executable, "-c", INERT, json.dumps([modules, OPTIONAL_PACKAGES])],
+        [sys.executable, "-c", INERT, json.dumps([names, OPTIONAL_PACKAGES])],
         capture_output=True,
         text=True,
         env=environment,
@@ -393,7 +454,7 @@ def test_nothing_happens_at_import():
         timeout=300,
     )
     assert result.returncode == 0, result.stderr
-    _check(result.stdout.splitlines())
+    check(result.stdout.splitlines())
 
 
 def _registry(name: str) -> Mapping[str, object]:
@@ -412,10 +473,10 @@ def test_every_registry_has_a_contract_table():
         call = node.value if isinstance(node, ast.Assign) else None
         return isinstance(call, ast.Call) and getattr(call.func, "id", "") == "registry_of"
 
-    _check(
-        _at(path, node.lineno, f"{name} is not in REGISTRIES of tests/test_architecture.py")
-        for path, node in _nodes()
+    check(
+        at(path, node.lineno, f"{name} is not in REGISTRIES of tests/test_architecture.py")
+        for path, node in nodes()
         if is_registry(node)
         for target in node.targets
-        if (name := f"{_module_name(path)}:{target.id}") not in REGISTRIES
+        if (name := f"{module_name(path)}:{target.id}") not in REGISTRIES
     )

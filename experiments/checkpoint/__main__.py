@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 from experiments.checkpoint import convert as checkpoint_convert
 from experiments.checkpoint import inspect as checkpoint_inspect
-from experiments.checkpoint import reshard as checkpoint_reshard
+from experiments.checkpoint import resharding as checkpoint_reshard
 from experiments.checkpoint import verify as checkpoint_verify
 from experiments.cli import flags as cli
 from experiments.cli.output import write

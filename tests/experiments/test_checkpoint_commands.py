@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from experiments.checkpoint import inspect as checkpoint_inspect
-from experiments.checkpoint import reshard as checkpoint_reshard
+from experiments.checkpoint import resharding as checkpoint_reshard
 from experiments.checkpoint import verify as checkpoint_verify
 from experiments.cli.flags import ExitCode
 from jaxmoe.checkpoint import load_checkpoint, save_checkpoint
