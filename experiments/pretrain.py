@@ -25,11 +25,13 @@ from collections.abc import Sequence
 import jax
 
 from experiments.cli import flags as cli
+from experiments.cli.exit_codes import exit_code
 from experiments.cli.output import say
 from experiments.cli.process import start_process
 from experiments.recipes import DEFAULT, RECIPES
 from jaxmoe.checkpoint import CheckpointManager, LeaseLostError
 from jaxmoe.resilience.agreement import check_agreement
+from jaxmoe.resilience.endings import Ending
 from jaxmoe.resilience.snapshot import SnapshotStore
 from jaxmoe.resilience.stop import Reason, StopRequest
 from jaxmoe.resilience.watchdog import JAX_LATER, Watchdog
@@ -44,25 +46,16 @@ from jaxmoe.run.reopen import check_trains
 from jaxmoe.run.reporter import Reporter, check_packages
 from jaxmoe.run.restore import Begun, Lineage, open_snapshots, read_skipped
 from jaxmoe.run.rollback import train_and_go_back
-from jaxmoe.training.time_spent import (
-    AFTERMATH,
+from jaxmoe.training.stopwatch import (
     CHECKPOINT,
     COMPILE,
+    FINISH,
     RESTORE,
     START,
-    TimeSpent,
+    Stopwatch,
     process_age,
 )
 from sharding.coordination import barrier
-
-_EXIT_CODES = {
-    "done": cli.ExitCode.DONE,
-    "diverged": cli.ExitCode.DIVERGED,
-    "corrupted": cli.ExitCode.CORRUPTED,
-    "preempted": cli.ExitCode.PREEMPTED,
-    "interrupted": cli.ExitCode.INTERRUPTED,
-    "not_saved": cli.ExitCode.NOT_SAVED,
-}
 
 
 def main(argv: Sequence[str], *, age: float = 0.0) -> int:
@@ -72,7 +65,7 @@ def main(argv: Sequence[str], *, age: float = 0.0) -> int:
         argv: of the command.
         age: seconds for which the process has been there for this run alone.
     """
-    spent = TimeSpent(START, already=age)
+    spent = Stopwatch(START, already=age)
     prog, about = "python -m experiments.pretrain", __doc__ or ""
     recipe, config = cli.parse(RECIPES, DEFAULT, argv, prog, about)
     with cli.exit_on_bad_configuration():
@@ -84,10 +77,10 @@ def main(argv: Sequence[str], *, age: float = 0.0) -> int:
     name = config.run.name or recipe
     directory = RunDirectory(config.run.directory or f"runs/pretrain/{name}")
     with (
-        Watchdog(config.processes) as watchdog,
+        Watchdog(config.processes, exit_code) as watchdog,
         StopRequest(functools.partial(_end_before_steps, directory, watchdog)) as stop,
         contextlib.ExitStack() as held,
-        watchdog.speaking(),
+        watchdog.exit_on_error(),
     ):
         with cli.exit_on_bad_configuration():
             check_agreement(config, config.processes.barrier)
@@ -137,7 +130,7 @@ def _train(
     checkpoints: CheckpointManager,
     snapshots: SnapshotStore | None,
     stop: StopRequest,
-    spent: TimeSpent,
+    spent: Stopwatch,
     watchdog: Watchdog,
 ) -> int:
     """Compiles, trains, and leaves the run's files behind."""
@@ -186,7 +179,7 @@ def _train(
         "warnings": watches.warnings,
     }
     watchdog.beat("writing the report")
-    with spent.on(AFTERMATH):
+    with spent.on(FINISH):
         aftermath.leave(name, directory, assembly, reporter, result, facts)
     watches.note(result.step, result.status)
     if result.status not in ("diverged", "corrupted") and not is_saved:
@@ -196,14 +189,14 @@ def _train(
             file=sys.stderr,
         )
         return int(cli.ExitCode.NOT_SAVED)
-    return int(_EXIT_CODES[result.status])
+    return exit_code(result.status)
 
 
 def _end_before_steps(directory: RunDirectory, watchdog: Watchdog, reason: Reason) -> None:
     """A signal while the run is being made ready, which may take many minutes."""
     say(f"{reason} before the first step: nothing to save, the same command goes on")
     directory.release()
-    watchdog.leave(reason, _EXIT_CODES[reason])
+    watchdog.leave(Ending(reason))
 
 
 def _taken_over(directory: RunDirectory, reporter: Reporter | None = None) -> int:

@@ -1,12 +1,11 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""What a disk does to a run: files are there whole or not at all, and a full disk ends nothing.
+"""Writes files in one piece, and keeps a run going when a log file cannot be written.
 
-`replace_file` writes to a temporary file in the same directory, flushes it to the disk and puts
-it in the place of the old one with one rename. `DiskGuard` turns what the disk refuses into one
-warning: a run must not die of its own diary. Checkpoints have their own protocol, and their own
-errors (`jaxmoe/checkpoint/`). What can be made again (compiled programs, tokens) lies in
-`cache_directory`.
+`replace_file` writes a temporary file in the same directory, flushes it and renames it over the old
+one. `DiskGuard` turns errors of the disk into one warning, for files that a run can do without.
+Checkpoints have their own protocol and errors (`jaxmoe/checkpoint/`). Compiled programs and
+tokenized data are kept in `cache_directory`.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 def cache_directory() -> pathlib.Path:
-    """$XDG_CACHE_HOME/jaxmoe, by default ~/.cache/jaxmoe."""
+    """Return $XDG_CACHE_HOME/jaxmoe, by default ~/.cache/jaxmoe."""
     home = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
     return pathlib.Path(home) / "jaxmoe"
 
@@ -34,7 +33,7 @@ def replace_file(path: str | os.PathLike[str], data: bytes | str) -> None:
         data: Its bytes, or its text (written as UTF-8).
 
     Raises:
-        OSError: If it cannot be written; the old file is then as it was.
+        OSError: The file cannot be written; the old one is unchanged.
     """
     path = pathlib.Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -52,7 +51,7 @@ def replace_file(path: str | os.PathLike[str], data: bytes | str) -> None:
 
 
 class DiskGuard:
-    """Lets the run go on without a file that the disk does not take, and says so once.
+    """Warns once, instead of ending the run, when a file cannot be written.
 
     Args:
         path: The file or directory, for the message.
@@ -63,7 +62,7 @@ class DiskGuard:
         self._has_warned = False
 
     @contextlib.contextmanager
-    def going_on(self) -> Iterator[None]:
+    def warning_once(self) -> Iterator[None]:
         """Run a block; an `OSError` in it becomes a warning the first time, then nothing."""
         try:
             yield

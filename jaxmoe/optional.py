@@ -11,8 +11,10 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from jaxmoe.errors import JaxmoeError
 
-class MissingPackageError(ImportError):
+
+class MissingPackageError(JaxmoeError, ImportError):
     """An optional package is not installed; the message says what to install."""
 
 

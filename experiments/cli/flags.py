@@ -26,10 +26,10 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, NoReturn, TypeVar, Union, get_args, get_origin
 
+from experiments.cli.exit_codes import ExitCode as ExitCode
 from experiments.cli.output import without_advice
 from jaxmoe.configs import alternatives, closest, field_types, registry_name
 from jaxmoe.optional import MissingPackageError, require
-from jaxmoe.resilience.exit_codes import ExitCode as ExitCode
 
 Config = TypeVar("Config")
 

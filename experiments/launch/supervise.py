@@ -42,9 +42,9 @@ from types import FrameType
 from typing import Any, TextIO
 
 from experiments.cli import flags as cli
+from experiments.cli.exit_codes import ExitCode
 from experiments.cli.output import write
 from experiments.launch.config import LaunchRunConfig
-from jaxmoe.resilience.exit_codes import ExitCode
 from jaxmoe.resilience.shared_memory import PARENT, SNAPSHOTS, memory_directories
 from jaxmoe.run.directory import RunDirectory
 from sharding.distributed import host_and_port

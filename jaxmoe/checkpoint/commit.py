@@ -34,6 +34,7 @@ import jax
 import numpy as np
 
 from jaxmoe.checkpoint import checksums
+from jaxmoe.errors import EndRunError
 from sharding.distributed import agree, gather
 
 logger = logging.getLogger(__name__)
@@ -48,12 +49,16 @@ Fence = Callable[[], None]
 """Raises LeaseLostError when another process writes to the directory by now."""
 
 
-class LeaseLostError(Exception):
+class LeaseLostError(EndRunError):
     """Another process has taken the directory over: this one must not write to it any more."""
 
+    status = "taken_over"
 
-class SavesFailedError(Exception):
+
+class SavesFailedError(EndRunError):
     """Too many saves in a row have failed."""
+
+    status = "not_saved"
 
 
 class Commits:

@@ -34,6 +34,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, UInt32
 
 from jaxmoe.checkpoint.tree import flatten, is_key
+from jaxmoe.errors import EndRunError
 from sharding.distributed import gather
 
 _SEEDS = (0x243F6A88, 0x85A308D3)
@@ -52,8 +53,10 @@ class ShardFingerprint(NamedTuple):
     """64 bits."""
 
 
-class ReplicasDifferError(Exception):
+class ReplicasDifferError(EndRunError):
     """Devices that should hold the same bits do not."""
+
+    status = "corrupted"
 
 
 def fingerprints(tree: Any) -> dict[str, str]:

@@ -25,13 +25,14 @@ import jax
 from jaxmoe.checkpoint import bounds
 from jaxmoe.checkpoint.fingerprint import fingerprints
 from jaxmoe.checkpoint.tree import SEPARATOR, flatten, is_key
+from jaxmoe.errors import JaxmoeError
 
 logger = logging.getLogger(__name__)
 
 SCHEMA = 2
 
 
-class CheckpointError(ValueError):
+class CheckpointError(JaxmoeError, ValueError):
     """A checkpoint that cannot be used as asked."""
 
 

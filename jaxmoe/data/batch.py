@@ -18,12 +18,13 @@ import typing
 import flax.struct
 import numpy as np
 
+from jaxmoe.errors import JaxmoeError
 from pallas_kernels.array_types import Array, Float, Int
 
 HostOrDeviceArray = Array | np.ndarray
 
 
-class DataError(ValueError):
+class DataError(JaxmoeError, ValueError):
     """Data, or a request for data, that cannot be used as it is."""
 
 

@@ -4,7 +4,7 @@
 
     goodput = seconds of training steps that count / (wall time - time after an end that was meant)
 
-Each start keeps `goodput.jsonl` in the run directory: what it had spent (`TimeSpent`) by when it
+Each start keeps `goodput.jsonl` in the run directory: what it had spent (`Stopwatch`) by when it
 was at which step. A line a minute and one for each checkpoint stay; the last one is written over at
 every report, so that a killed start leaves its books as of its last report. `account` adds up:
 
@@ -18,10 +18,10 @@ every report, so that a killed start leaves its books as of its last report. `ac
     preempted   the same after SIGTERM: the time in the queue
     ended       the same after the end of the run or Ctrl-C: nobody wanted it to run
 
-Every second is in one row: a start's rows add up because `TimeSpent` does, the rows between starts
+Every second is in one row: a start's rows add up because `Stopwatch` does, the rows between starts
 are differences of wall clocks. What a start spends before it first writes (it has restored by then)
 is known to it; a start that fails earlier is `down`. Kept by the first process; no cloud is needed.
-Cf. ml-goodput of MaxText. To add a row: here, and in `jaxmoe.training.time_spent`.
+Cf. ml-goodput of MaxText. To add a row: here, and in `jaxmoe.training.stopwatch`.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jaxmoe.disk import DiskGuard
-from jaxmoe.training import time_spent as spent_on
-from jaxmoe.training.time_spent import TimeSpent
+from jaxmoe.training import stopwatch as kinds
+from jaxmoe.training.stopwatch import Stopwatch
 
 ROWS: Mapping[str, str] = {
-    spent_on.DISPATCH: "train",
-    spent_on.WAIT: "train",
-    spent_on.LOOP: "train",
-    **{kind: kind for kind in (spent_on.DATA, spent_on.REPORT, spent_on.EVALUATE)},
-    **{kind: kind for kind in (spent_on.CHECKPOINT, spent_on.HOOKS, spent_on.START)},
-    **{kind: kind for kind in (spent_on.RESTORE, spent_on.COMPILE, spent_on.AFTERMATH)},
+    kinds.DISPATCH: "train",
+    kinds.WAIT: "train",
+    kinds.LOOP: "train",
+    **{kind: kind for kind in (kinds.DATA, kinds.REPORT, kinds.EVALUATE)},
+    **{kind: kind for kind in (kinds.CHECKPOINT, kinds.HOOKS, kinds.START)},
+    **{kind: kind for kind in (kinds.RESTORE, kinds.COMPILE, kinds.FINISH)},
 }
 """The row of each kind of time."""
 _BETWEEN = {"preempted": "preempted", "done": "ended", "interrupted": "ended"}
@@ -79,7 +79,7 @@ class Ledger:
         first_step: restored.
     """
 
-    def __init__(self, path: str | os.PathLike[str], spent: TimeSpent, *, first_step: int):
+    def __init__(self, path: str | os.PathLike[str], spent: Stopwatch, *, first_step: int):
         self._path, self._spent, self._first_step = pathlib.Path(path), spent, first_step
         self._guard = DiskGuard(path)
         self._began = time.time() - spent.total
@@ -113,7 +113,7 @@ class Ledger:
             status=status,
             seconds={row: round(value, 4) for row, value in seconds.items()},
         )
-        with self._guard.going_on():
+        with self._guard.warning_once():
             self._write(json.dumps(dataclasses.asdict(record)))
             total = self._spent.total
             if is_kept or total - self._kept >= _LINE_SECONDS:
@@ -221,7 +221,7 @@ def _lost(starts: list[list[Record]]) -> tuple[dict[str, float], float]:
     From the end to the beginning, with the lowest step from which anything later went on; between
     two records the time of the steps is taken to be even.
     """
-    lost, steps = {"train": 0.0, spent_on.DATA: 0.0}, 0.0
+    lost, steps = {"train": 0.0, kinds.DATA: 0.0}, 0.0
     continued = math.inf
     for found in reversed(starts):
         first = dataclasses.replace(found[0], step=found[0].first_step, seconds={})
@@ -241,7 +241,7 @@ def _lost(starts: list[list[Record]]) -> tuple[dict[str, float], float]:
     return lost, steps
 
 
-def in_words(goodput: Mapping[str, Any]) -> str:
+def format_goodput(goodput: Mapping[str, Any]) -> str:
     """One line: the share, and the rows that took at least one percent.
 
     Args:

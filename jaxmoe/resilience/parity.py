@@ -32,6 +32,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, UInt32
 
+from jaxmoe.errors import JaxmoeError
+
 Words = UInt32[np.ndarray, " words"]
 Block = UInt32[np.ndarray, " block"]
 
@@ -40,7 +42,7 @@ PIECE = 1 << 24
 _AXIS = "process"
 
 
-class TooManyLostError(ValueError):
+class TooManyLostError(JaxmoeError, ValueError):
     """More than one process has lost its words."""
 
 

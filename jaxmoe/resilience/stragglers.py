@@ -30,25 +30,25 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Float
 
-from jaxmoe.training import time_spent as spent_on
+from jaxmoe.training import stopwatch as kinds
 from jaxmoe.training.state import TrainState
-from jaxmoe.training.time_spent import TimeSpent
+from jaxmoe.training.stopwatch import Stopwatch
 from sharding.distributed import gather
 
 BEFORE = (
-    *(spent_on.DATA, spent_on.HOOKS, spent_on.EVALUATE, spent_on.CHECKPOINT, spent_on.REPORT),
-    spent_on.LOOP,
+    *(kinds.DATA, kinds.HOOKS, kinds.EVALUATE, kinds.CHECKPOINT, kinds.REPORT),
+    kinds.LOOP,
 )
 """Kinds of time before the collective."""
-WAITING = (spent_on.DISPATCH, spent_on.WAIT)
+WAITING = (kinds.DISPATCH, kinds.WAIT)
 
 _WORDS = {
-    spent_on.DATA: "waiting for data",
-    spent_on.HOOKS: "hooks",
-    spent_on.EVALUATE: "evaluation",
-    spent_on.CHECKPOINT: "checkpoints",
-    spent_on.REPORT: "reporting",
-    spent_on.LOOP: "other work of the host",
+    kinds.DATA: "waiting for data",
+    kinds.HOOKS: "hooks",
+    kinds.EVALUATE: "evaluation",
+    kinds.CHECKPOINT: "checkpoints",
+    kinds.REPORT: "reporting",
+    kinds.LOOP: "other work of the host",
 }
 
 
@@ -178,7 +178,7 @@ class StragglerHook:
 
     def __init__(
         self,
-        spent: TimeSpent,
+        spent: Stopwatch,
         *,
         every: int,
         report: Callable[[int, Straggler], None],
@@ -197,7 +197,7 @@ class StragglerHook:
     def run(self, step: int, state: TrainState | None) -> None:
         """Gathers the window's times and reports who is late."""
         now = self._spent.seconds
-        with self._spent.on(spent_on.WAIT):
+        with self._spent.on(kinds.WAIT):
             found = gather(np.asarray([*self._of(now, BEFORE), *self._of(now, WAITING)]))
         self._before, self._steps = self._spent.seconds, 0
         before, waited = found[:, : len(BEFORE)], found[:, len(BEFORE) :].sum(axis=1)

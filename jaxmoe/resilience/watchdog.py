@@ -23,6 +23,7 @@ To have a new activity watched: call the beat before it.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import json
 import os
@@ -30,11 +31,12 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable, Iterator
 from types import TracebackType
 
 import jax
 
-from jaxmoe.resilience.exit_codes import ExitCode
+from jaxmoe.resilience.endings import Ending
 from jaxmoe.resilience.processes_config import ProcessesConfig
 from sharding.coordination import AbsentError, entries, publish, say_of
 
@@ -56,10 +58,12 @@ class Watchdog:
 
     Args:
         config: how long anything may take.
+        exit_code: Exit code of an ending; None: 1 for each.
     """
 
-    def __init__(self, config: ProcessesConfig):
+    def __init__(self, config: ProcessesConfig, exit_code: Callable[[Ending], int] | None = None):
         self._config = config
+        self._exit_code = exit_code or (lambda ending: 1)
         self._now: tuple[str, int, float] = ("starting", 0, time.monotonic())
         self._seen: set[str] = set()
         self._is_new = True
@@ -100,12 +104,18 @@ class Watchdog:
             self._is_new = False
         self._now = (what, step, time.monotonic())
 
-    def speaking(self) -> Speaking:
-        """A context, an error in which ends this process of several at once, and the others hear.
+    @contextlib.contextmanager
+    def exit_on_error(self) -> Iterator[None]:
+        """End this process at an exception in the context, and publish it to the other processes.
 
-        It belongs inside of whatever waits for other processes when it is closed.
+        Enter it inside every context whose exit waits for other processes. With one process, the
+        exception is left alone.
         """
-        return Speaking(self)
+        try:
+            yield
+        except BaseException as error:
+            self.fail(error)
+            raise
 
     @property
     def config(self) -> ProcessesConfig:
@@ -118,11 +128,11 @@ class Watchdog:
         place = f" (step {step})" if step else ""
         return f"{what}{place} for {time.monotonic() - since:.1f} s"
 
-    def end(self, code: ExitCode, text: str, *, has_stacks: bool = False) -> None:
+    def end(self, ending: Ending, text: str, *, has_stacks: bool = False) -> None:
         """Ends this process, unless another thread is about to; does not return if it does.
 
         Args:
-            code: of the exit.
+            ending: Reason, which gives the exit code.
             text: the cause.
             has_stacks: writes where every thread is as well.
         """
@@ -132,7 +142,7 @@ class Watchdog:
         print(f"error: {text}", file=stream, flush=True)
         if has_stacks:
             faulthandler.dump_traceback(file=stream, all_threads=True)
-        leave_at_once(code)
+        leave_at_once(self._exit_code(ending))
 
     def _look(self) -> None:
         looked = time.monotonic()
@@ -147,12 +157,12 @@ class Watchdog:
             if self._config.watchdog and now - since > allowed:
                 peers = f"; {self._peers.in_words()}" if self._peers is not None else ""
                 self.end(
-                    ExitCode.HUNG,
+                    Ending.HUNG,
                     f"nothing has moved for {allowed} s: {self.doing()}{peers}",
                     has_stacks=True,
                 )
             if self._peers is not None and (lost := self._peers.lost(now, pause)):
-                self.end(ExitCode.LOST, f"{lost}; this process ends, in {self.doing()}")
+                self.end(Ending.LOST, f"{lost}; this process ends, in {self.doing()}")
 
     def fail(self, error: BaseException) -> None:
         """The end of the main thread by an error: in its own words, or those of a lost peer.
@@ -169,7 +179,8 @@ class Watchdog:
             until = time.monotonic() + self._config.heartbeat + _OWN_WORDS + 1.0
             while time.monotonic() < until and not isinstance(error, AbsentError):
                 time.sleep(_POLL)  # the watch ends this process
-        code = ExitCode.LOST if isinstance(error, AbsentError) else 1
+        ending = Ending.LOST if isinstance(error, AbsentError) else Ending.FAILED
+        code = self._exit_code(ending)
         if isinstance(error, SystemExit):
             code = error.code if isinstance(error.code, int) else 1
         with self._ending:
@@ -177,17 +188,16 @@ class Watchdog:
                 print(f"error: {error}", file=sys.stderr, flush=True)
             elif not isinstance(error, SystemExit):
                 traceback.print_exception(error)
-            self._say_and_leave(type(error).__name__, int(code))
+            self._say_and_leave(type(error).__name__, code)
 
-    def leave(self, why: str, code: ExitCode) -> None:
-        """Ends this process though nothing has failed; the others hear why.
+    def leave(self, ending: Ending) -> None:
+        """End this process though nothing has failed, and publish the reason to the others.
 
         Args:
-            why: in a word.
-            code: of the exit.
+            ending: Reason, which gives the exit code.
         """
         with self._ending:
-            self._say_and_leave(why, int(code))
+            self._say_and_leave(ending, self._exit_code(ending))
 
     def _say_and_leave(self, why: str, code: int) -> None:
         if self._peers is not None:
@@ -195,25 +205,6 @@ class Watchdog:
             if jax.process_index() == 0:  # the service dies with this process
                 time.sleep(_MARGIN)
         leave_at_once(code)
-
-
-class Speaking:
-    """See `Watchdog.speaking`."""
-
-    def __init__(self, watchdog: Watchdog):
-        self._watchdog = watchdog
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if error is not None:
-            self._watchdog.fail(error)
 
 
 class _Peers:

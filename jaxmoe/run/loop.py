@@ -15,9 +15,11 @@ from typing import Any
 import jax
 
 from jaxmoe.checkpoint import CheckpointManager, SavesFailedError
+from jaxmoe.checkpoint.hook import CheckpointHook
 from jaxmoe.configs import to_json
 from jaxmoe.messages import say
 from jaxmoe.resilience.recompute import RecomputedStep
+from jaxmoe.resilience.replica_hook import ReplicaHook
 from jaxmoe.resilience.snapshot_hook import SnapshotHook
 from jaxmoe.resilience.stop import StopRequest
 from jaxmoe.run.assemble import Assembly
@@ -28,16 +30,14 @@ from jaxmoe.run.reporter import Reporter
 from jaxmoe.training.batch_ramp import accumulation_of
 from jaxmoe.training.evaluate import make_eval_step
 from jaxmoe.training.hooks import (
-    CheckpointHook,
     EvaluateHook,
     RefreshHook,
-    ReplicaHook,
     Trace,
 )
 from jaxmoe.training.loop import LoopResult, run_loop
 from jaxmoe.training.state import TrainState
 from jaxmoe.training.step import make_train_step
-from jaxmoe.training.time_spent import CHECKPOINT, EVALUATE, LOOP
+from jaxmoe.training.stopwatch import CHECKPOINT, EVALUATE, LOOP
 from sharding.distributed import agree
 
 
@@ -138,7 +138,7 @@ def train(
             report_every=config.tracking.print_every,
             max_skipped=config.training.max_skipped,
             stop=stop,
-            spent=watches.spent,
+            stopwatch=watches.spent,
             beat=watches.watchdog.beat,
         )
 

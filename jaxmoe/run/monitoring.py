@@ -34,7 +34,7 @@ from jaxmoe.training.dispersion import (
 from jaxmoe.training.hooks import Hook
 from jaxmoe.training.loop import Report
 from jaxmoe.training.state import TrainState
-from jaxmoe.training.time_spent import CHECKPOINT, TimeSpent
+from jaxmoe.training.stopwatch import CHECKPOINT, Stopwatch
 
 _LOSSES, _PROBES = 16, 4
 """Steps, and probes, over which a worker must stick out."""
@@ -57,7 +57,7 @@ class Watches:
         directory: RunDirectory,
         assembly: Assembly,
         reporter: Reporter,
-        spent: TimeSpent,
+        spent: Stopwatch,
         first_step: int,
         watchdog: Watchdog,
     ):
@@ -85,7 +85,7 @@ class Watches:
 
         Args:
             hook: any.
-            kind: of `jaxmoe.training.time_spent`.
+            kind: of `jaxmoe.training.stopwatch`.
         """
         return _Timed(hook, self.spent, kind, self._note if kind == CHECKPOINT else None)
 
@@ -205,7 +205,7 @@ class GradientHook:
 class _Timed:
     """A hook whose time is kept."""
 
-    def __init__(self, hook: Hook, spent: TimeSpent, kind: str, after: Callable[..., None] | None):
+    def __init__(self, hook: Hook, spent: Stopwatch, kind: str, after: Callable[..., None] | None):
         self._hook, self._spent, self._kind, self._after = hook, spent, kind, after
         self.name = type(hook).__name__
 

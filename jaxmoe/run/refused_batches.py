@@ -58,7 +58,7 @@ def dump_batches(directory: RunDirectory, loader: Loader, refused: tuple[int, in
         rows = np.arange(first, first + batch.tokens.shape[0])
         file = io.BytesIO()
         np.savez_compressed(file, step=np.int64(step), rows=rows, **arrays)
-        with guard.going_on():
+        with guard.warning_once():
             replace_file(_file(directory, step), file.getvalue())
 
 

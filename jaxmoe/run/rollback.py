@@ -28,6 +28,7 @@ from typing import Any
 import jax
 
 from jaxmoe.checkpoint import CheckpointManager
+from jaxmoe.checkpoint.hook import CheckpointHook
 from jaxmoe.data import Loader
 from jaxmoe.messages import say
 from jaxmoe.resilience.snapshot import SnapshotStore
@@ -38,9 +39,9 @@ from jaxmoe.run.loop import compile_steps, make_saving, make_trace, train
 from jaxmoe.run.monitoring import Watches
 from jaxmoe.run.refused_batches import dump_batches
 from jaxmoe.run.restore import Begun, Lineage, make_snapshots
-from jaxmoe.training.hooks import CheckpointHook, Trace
+from jaxmoe.training.hooks import Trace
 from jaxmoe.training.loop import LoopResult
-from jaxmoe.training.time_spent import COMPILE, RESTORE
+from jaxmoe.training.stopwatch import COMPILE, RESTORE
 from sharding.coordination import barrier
 from sharding.distributed import agree
 

@@ -83,9 +83,9 @@ def leave(
     length = assembly.plan.config.tracking.sample_length
     if result.status == "done" and length and jax.process_count() == 1:
         samples = sample_text(assembly, result, length)
-        with DiskGuard(directory.samples_file).going_on():
+        with DiskGuard(directory.samples_file).warning_once():
             replace_file(directory.samples_file, samples)
-    with DiskGuard(directory.report_file).going_on():
+    with DiskGuard(directory.report_file).warning_once():
         plot_run(
             directory.metrics_file,
             directory.router_file,
@@ -347,7 +347,7 @@ def last_words(
         stability = {"indicators": next(iter(stability.values()))}
     lines += [f"{name:24} {words}" for name, words in stability.items()]
     if summary.get("goodput"):
-        lines.append(goodput.in_words(summary["goodput"]))
+        lines.append(goodput.format_goodput(summary["goodput"]))
     if summary["profile"] is not None:
         lines.append(
             f"trace in {summary['profile']}: open it with `xprof --logdir {summary['profile']}`"

@@ -79,7 +79,7 @@ class IndicatorRecorder:
         arrays |= {name: np.stack([row[name] for row in self._rows]) for name in self._rows[0]}
         buffer = io.BytesIO()
         np.savez_compressed(buffer, **arrays)
-        with self._guard.going_on():
+        with self._guard.warning_once():
             replace_file(self._path, buffer.getvalue())
 
 

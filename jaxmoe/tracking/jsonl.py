@@ -60,7 +60,7 @@ class JsonlTracker:
 
     def _append(self, record: dict[str, Any]) -> None:
         line = json.dumps(record).encode() + b"\n"
-        with self._guard.going_on():
+        with self._guard.warning_once():
             try:
                 rest = line
                 while rest:

@@ -66,7 +66,7 @@ class RouterLoadRecorder:
             return
         buffer = io.BytesIO()
         np.savez_compressed(buffer, steps=np.array(self._steps), load=np.stack(self._loads))
-        with self._guard.going_on():
+        with self._guard.warning_once():
             replace_file(self._path, buffer.getvalue())
 
 

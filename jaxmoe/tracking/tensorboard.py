@@ -76,11 +76,11 @@ class TensorBoardTracker:
 
     def close(self) -> None:
         """Close the file."""
-        with self._guard.going_on():
+        with self._guard.warning_once():
             self._writer.close()
 
     def _write(self, step: int, **content: Any) -> None:
         event = self._events.Event(wall_time=time.time(), step=int(step), **content)
-        with self._guard.going_on():
+        with self._guard.warning_once():
             self._writer.write_event(event)
             self._writer.flush()

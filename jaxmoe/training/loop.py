@@ -3,7 +3,7 @@
 """The loop: batches in, steps, hooks. It knows no mathematics and no file.
 
 Metrics stay on the device and are fetched every `report_every` steps, before a hook runs, and at
-the end, so that the host runs ahead of the device. Time spent in hooks is not training time.
+the end, so that the host runs ahead of the device. Time stopwatch in hooks is not training time.
 """
 
 from __future__ import annotations
@@ -12,18 +12,16 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, cast, runtime_checkable
 
 import jax
 
-from jaxmoe.checkpoint.commit import LeaseLostError, SavesFailedError
-from jaxmoe.checkpoint.fingerprint import ReplicasDifferError
 from jaxmoe.data.batch import Batch
-from jaxmoe.resilience.stop import StopRequest
+from jaxmoe.errors import EndRunError
 from jaxmoe.training.hooks import Hook
 from jaxmoe.training.state import TrainState
 from jaxmoe.training.step import StepMetrics
-from jaxmoe.training.time_spent import DATA, DISPATCH, HOOKS, REPORT, WAIT, TimeSpent
+from jaxmoe.training.stopwatch import DATA, DISPATCH, HOOKS, REPORT, WAIT, Stopwatch
 
 logger = logging.getLogger(__name__)
 
@@ -31,12 +29,31 @@ Status = Literal[
     "done", "preempted", "interrupted", "diverged", "corrupted", "taken_over", "not_saved"
 ]
 
-_ENDINGS: dict[type[Exception], Status] = {
-    ReplicasDifferError: "corrupted",
-    LeaseLostError: "taken_over",
-    SavesFailedError: "not_saved",
-}
-"""What a hook raises to end the run."""
+StopReason = Literal["preempted", "interrupted", "taken_over"]
+
+
+@runtime_checkable
+class Stop(Protocol):
+    """A request to end the loop early, such as `jaxmoe.resilience.stop.StopRequest`."""
+
+    def steps_begin(self) -> None:
+        """Called once, before the first step."""
+        ...
+
+    def agreed(self) -> StopReason | None:
+        """Return the reason to stop, the same on all processes; each asks at the same step."""
+        ...
+
+
+class NeverStop:
+    """A `Stop` that never ends the loop."""
+
+    def steps_begin(self) -> None:
+        """Do nothing."""
+
+    def agreed(self) -> StopReason | None:
+        """Return None."""
+        return None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,8 +95,8 @@ def run_loop(
     report: Callable[[Report], None],
     report_every: int,
     max_skipped: int,
-    stop: StopRequest,
-    spent: TimeSpent | None = None,
+    stop: Stop | None = None,
+    stopwatch: Stopwatch | None = None,
     beat: Callable[[str, int], None] = lambda what, step: None,
 ) -> LoopResult:
     """Trains until the last step, a signal, too many bad steps in a row, or devices that differ.
@@ -95,10 +112,10 @@ def run_loop(
         report_every: steps between reports.
         max_skipped: steps refused in a row that end the run.
         stop: asked after every step; by several processes every `report_every` steps.
-        spent: told what the loop's time goes to.
+        stopwatch: told what the loop's time goes to.
         beat: told what begins, and of which step.
     """
-    spent = spent or TimeSpent()
+    stopwatch, stop = stopwatch or Stopwatch(), stop or NeverStop()
     waiting: list[tuple[int, Any]] = []
     step, status, since = first_step, "done", time.perf_counter()
     refused: tuple[int, int] | None = None
@@ -107,13 +124,13 @@ def run_loop(
         """Reports what waits, and sees whether too much of it was refused."""
         nonlocal since, refused
         steps = tuple(number for number, _ in waiting)
-        with spent.on(WAIT):
+        with stopwatch.on(WAIT):
             for number, metric in waiting:
                 beat("step", number)
                 jax.block_until_ready(metric.loss)
             metrics = tuple(jax.device_get([metric for _, metric in waiting]))
         seconds = time.perf_counter() - since
-        with spent.on(REPORT):
+        with stopwatch.on(REPORT):
             report(Report(steps=steps, metrics=metrics, seconds=seconds))
         waiting.clear()
         since = time.perf_counter()
@@ -124,19 +141,19 @@ def run_loop(
     asks_alone = jax.process_count() == 1
     while step < last_step and status == "done":
         beat("batch", step + 1)
-        with spent.on(DATA):
+        with stopwatch.on(DATA):
             batch = next(batches)
         step += 1
         beat("step", step)
         try:
-            with spent.on(DISPATCH):
+            with stopwatch.on(DISPATCH):
                 state, metrics = step_function(state, batch)
-        except ReplicasDifferError as error:
+        except EndRunError as error:
             logger.error("step %d: %s", step, error)
-            step, status = step - 1, "corrupted"
+            step, status = step - 1, cast(Status, error.status)
             break
         waiting.append((step, metrics))
-        with spent.on(WAIT):  # some hooks, and signals, ask the other processes
+        with stopwatch.on(WAIT):  # some hooks, and signals, ask the other processes
             due = [hook for hook in hooks if hook.is_due(step)]
             reason = stop.agreed() if asks_alone or step % report_every == 0 else None
         if reason == "taken_over":  # what waits would be written into another's files
@@ -149,13 +166,13 @@ def run_loop(
                 status = "diverged"
                 break
         try:
-            with spent.on(HOOKS):
+            with stopwatch.on(HOOKS):
                 for hook in due:
                     beat(getattr(hook, "name", type(hook).__name__), step)
                     hook.run(step, state)
-        except tuple(_ENDINGS) as error:
+        except EndRunError as error:
             logger.error("step %d: %s", step, error)
-            status = _ENDINGS[type(error)]
+            status = cast(Status, error.status)
             break
         if due:
             since = time.perf_counter()

@@ -10,10 +10,10 @@ import pytest
 from experiments import data, evaluate, generate, pretrain
 from experiments.cli import flags as cli
 from experiments.recipes import RECIPES
+from jaxmoe.checkpoint.hook import CheckpointHook
 from jaxmoe.data import FilesConfig, HuggingFaceConfig, MixtureConfig
 from jaxmoe.data.tokenizer import FileConfig, TrainedConfig
 from jaxmoe.run import loop as around_steps
-from jaxmoe.training.hooks import CheckpointHook
 
 SMALL = (
     *("--model.num_layers", "1", "--model.embed_dim", "16"),

@@ -23,7 +23,7 @@ from jaxmoe.tracking import read_metrics
 from jaxmoe.training.dispersion import COSINE, LOSS_RANGE, LOSS_STD, WorkerGradients
 from jaxmoe.training.loop import Report
 from jaxmoe.training.step import StepMetrics
-from jaxmoe.training.time_spent import TimeSpent
+from jaxmoe.training.stopwatch import Stopwatch
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def watched(tmp_path):
                 contextlib.closing(Reporter("r", directory, assembly, 0))
             )
             watchdog = Watchdog(ProcessesConfig())
-            watches = Watches(directory, assembly, reporter, TimeSpent("start"), 0, watchdog)
+            watches = Watches(directory, assembly, reporter, Stopwatch("start"), 0, watchdog)
             return watches, directory, assembly.execution.mesh.batch_shards
 
         yield make

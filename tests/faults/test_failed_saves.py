@@ -20,7 +20,7 @@ from experiments import pretrain
 from experiments.cli.flags import ExitCode
 from jaxmoe.checkpoint import CheckpointManager, SavesFailedError, load_checkpoint
 from jaxmoe.checkpoint.commit import Commits
-from jaxmoe.training.hooks import CheckpointHook
+from jaxmoe.checkpoint.hook import CheckpointHook
 from tests.support.runs import flags
 
 LIMIT = 1 << 17
@@ -124,7 +124,7 @@ def test_several_processes_ask_one_another_where_the_loop_does(tmp_path, monkeyp
         return 1
 
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    monkeypatch.setattr("jaxmoe.training.hooks.agree", agree)
+    monkeypatch.setattr("jaxmoe.checkpoint.hook.agree", agree)
     due = [step for step in range(1, 13) if hook.is_due(step)]
     monkeypatch.undo()
     assert due == [5, 10] and asked == [0, 0]

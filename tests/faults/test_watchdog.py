@@ -20,13 +20,14 @@ from tests.support.runs import ROOT
 # where no annotation is checked at run time.
 HANGING = """
 import time
+from experiments.cli.exit_codes import exit_code
 from jaxmoe.resilience.processes_config import ProcessesConfig
 from jaxmoe.resilience.watchdog import Watchdog
 
 def stands_still():
     time.sleep(60)
 
-with Watchdog(ProcessesConfig(watchdog=1, first=30)) as watchdog:
+with Watchdog(ProcessesConfig(watchdog=1, first=30), exit_code) as watchdog:
     watchdog.beat("step", 1)
     time.sleep(2)
     print("still here", flush=True)

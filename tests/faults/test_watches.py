@@ -126,7 +126,7 @@ def test_the_books_of_a_killed_and_resumed_run_are_its_wall_time(tmp_path, monke
     assert books.starts == 2 and books.lost_steps == 4, "as of the last record of the first start"
     seconds = books.seconds
     assert 1.0 <= seconds["down"] and seconds["lost"] > 0.0
-    rows = ("train", "data", "evaluate", "checkpoint", "start", "restore", "compile", "aftermath")
+    rows = ("train", "data", "evaluate", "checkpoint", "start", "restore", "compile", "finish")
     assert all(seconds[row] > 0.0 for row in rows)
     summary = json.loads((directory / "summary.json").read_text())["goodput"]
     assert summary["lost_steps"] == 4 and sum(summary["seconds"].values()) == pytest.approx(

@@ -13,11 +13,11 @@ import hypothesis.strategies as st
 import pytest
 
 from jaxmoe.resilience import goodput
-from jaxmoe.resilience.goodput import ROWS, Ledger, Record, account, in_words, read_ledger
-from jaxmoe.training import time_spent
-from jaxmoe.training.time_spent import TimeSpent, process_age
+from jaxmoe.resilience.goodput import ROWS, Ledger, Record, account, format_goodput, read_ledger
+from jaxmoe.training import stopwatch
+from jaxmoe.training.stopwatch import Stopwatch, process_age
 
-KINDS = [value for name, value in vars(time_spent).items() if name.isupper()]
+KINDS = [value for name, value in vars(stopwatch).items() if name.isupper()]
 
 
 class Clock:
@@ -46,7 +46,7 @@ programs = st.recursive(
 @hypothesis.given(st.lists(programs, max_size=5))
 def test_every_second_has_one_kind(parts):
     now = [5.0]
-    spent = TimeSpent("start", clock=lambda: now[0], already=2.0)
+    spent = Stopwatch("start", clock=lambda: now[0], already=2.0)
 
     def run(part):
         if isinstance(part, float):
@@ -65,7 +65,7 @@ def test_every_second_has_one_kind(parts):
 
 def test_the_innermost_kind_counts_even_after_an_error():
     now = [0.0]
-    spent = TimeSpent("loop", clock=lambda: now[0])
+    spent = Stopwatch("loop", clock=lambda: now[0])
     with pytest.raises(KeyError), spent.on("hooks"):
         now[0] += 1.0
         with spent.on("checkpoint"):
@@ -83,7 +83,7 @@ def test_every_kind_has_a_row():
 def _start(clock, path, first_step, reports, *, status=None, every=1):
     """A start of 5 s, then steps of 1 s and 0.5 s of waiting for data; saves at the end of each
     `every` reports."""
-    spent = TimeSpent("start", clock=clock)
+    spent = Stopwatch("start", clock=clock)
     clock.now += 5.0
     ledger = Ledger(path, spent, first_step=first_step)
     step = first_step
@@ -122,7 +122,7 @@ def test_a_killed_start_costs_the_steps_after_its_checkpoint(clock, tmp_path):
         }
     )
     assert books.share == pytest.approx(60.0 / (clock.now - began - 1000.0))
-    words = in_words(json.loads(json.dumps(books.to_json())))
+    words = format_goodput(json.loads(json.dumps(books.to_json())))
     assert words.startswith("goodput 38.5% of 1155.8 s in 4 starts, 5 steps lost: ended 87%, train")
 
 
@@ -137,7 +137,7 @@ def test_steps_of_two_starts_can_be_lost_at_once(clock, tmp_path):
 
 
 def test_a_rollback_within_a_start_costs_its_steps(clock, tmp_path):
-    path, spent = tmp_path / "goodput.jsonl", TimeSpent("dispatch", clock=clock)
+    path, spent = tmp_path / "goodput.jsonl", Stopwatch("dispatch", clock=clock)
     ledger = Ledger(path, spent, first_step=0)
     for step in (10, 20, 12, 30):
         clock.now += 10.0
@@ -186,7 +186,7 @@ def test_the_rows_are_the_wall_time_whatever_happened(given):
 
 
 def test_a_line_is_written_over_until_it_is_a_minute_old(clock, tmp_path):
-    path, spent = tmp_path / "goodput.jsonl", TimeSpent("dispatch", clock=clock)
+    path, spent = tmp_path / "goodput.jsonl", Stopwatch("dispatch", clock=clock)
     ledger = Ledger(path, spent, first_step=0)
     for step in range(1, 601):
         clock.now += 1.0

@@ -16,11 +16,12 @@ import numpy as np
 import pytest
 
 from jaxmoe.checkpoint import CheckpointManager
+from jaxmoe.checkpoint.hook import CheckpointHook
 from jaxmoe.data.batch import Batch
 from jaxmoe.resilience.stop import StopRequest
 from jaxmoe.training import loop as loop_module
 from jaxmoe.training.evaluate import Evaluation
-from jaxmoe.training.hooks import CheckpointHook, EvaluateHook, is_every
+from jaxmoe.training.hooks import EvaluateHook, is_every
 from jaxmoe.training.loop import run_loop
 from jaxmoe.training.state import TrainState
 from jaxmoe.training.step import StepMetrics

@@ -12,7 +12,7 @@ import pytest
 
 from jaxmoe.resilience import stragglers
 from jaxmoe.resilience.stragglers import BEFORE, StragglerHook, StragglerRule, StragglerWatch
-from jaxmoe.training.time_spent import DATA, DISPATCH, WAIT, TimeSpent
+from jaxmoe.training.stopwatch import DATA, DISPATCH, WAIT, Stopwatch
 
 DATA_COLUMN = BEFORE.index(DATA)
 STEP = 0.1
@@ -92,7 +92,7 @@ def test_noise_is_not_late(processes):
 
 def test_the_hook_measures_its_window_and_not_its_own_gathering(monkeypatch):
     clock = [0.0]
-    spent = TimeSpent(clock=lambda: clock[0])
+    spent = Stopwatch(clock=lambda: clock[0])
     sent, said = [], []
 
     def gather(values):

@@ -1,0 +1,40 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Exit codes of all commands."""
+
+from __future__ import annotations
+
+import enum
+
+
+class ExitCode(enum.IntEnum):
+    """How a command ended; 1 is any exception that is not listed here."""
+
+    DONE = 0
+    BAD_CONFIGURATION = 2
+    DIVERGED = 3
+    DAMAGED = 65
+    """A checkpoint differs from what was written (EX_DATAERR)."""
+    LOST = 69
+    """Another process of the run was lost; its number was printed (EX_UNAVAILABLE)."""
+    NOT_SAVED = 74
+    """The run ended in order, but its last state could not be written (EX_IOERR)."""
+    PREEMPTED = 75
+    """Saved after SIGTERM; a scheduler should start the same command again (EX_TEMPFAIL)."""
+    CORRUPTED = 76
+    """A device holds other bits than its replicas: start again without it."""
+    TAKEN_OVER = 77
+    """Another process took the run directory over; this one wrote nothing more (EX_NOPERM)."""
+    HUNG = 124
+    """Nothing moved within the timeout; the stacks were written."""
+    INTERRUPTED = 130
+    """Saved after Ctrl-C (128 + SIGINT)."""
+
+
+def exit_code(status: str) -> int:
+    """Return the exit code of a run's status, or of an `Ending` of one of its processes.
+
+    Args:
+        status: Status of `LoopResult`, or an `Ending`. "failed" gives 1, as a traceback does.
+    """
+    return 1 if status == "failed" else int(ExitCode[status.upper()])

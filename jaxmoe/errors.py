@@ -1,0 +1,25 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Base classes of the exceptions that the library raises itself.
+
+What a user wrote wrongly is a plain `ValueError`. Everything else derives from `JaxmoeError`, and
+also from the built-in exception that describes it (`CheckpointError` is a `ValueError` as well).
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class JaxmoeError(Exception):
+    """Base class of the library's exceptions."""
+
+
+class EndRunError(JaxmoeError):
+    """Ends a training run in order: raised by a hook or a step, and turned into a status.
+
+    `jaxmoe.training.loop.run_loop` catches it, logs the message and returns `status`.
+    """
+
+    status: ClassVar[str]
+    """Status of the run, as in `LoopResult.status` and `summary.json`."""
