@@ -15,7 +15,7 @@ from experiments.cli import flags as cli
 from experiments.cli.output import write
 from experiments.recipes import DEFAULT, RECIPES
 from jaxmoe.models.flops import flops_per_token
-from jaxmoe.run.assemble import Plan, make_plan, rates_in_words
+from jaxmoe.run.assemble import Plan, describe_rates, make_plan
 from jaxmoe.tracking.console import format_flops
 from sharding.mesh import named_sizes
 from sharding.rules import LogicalAxisRules
@@ -77,7 +77,7 @@ def describe(recipe: str, plan: Plan) -> str:
         f"FLOPs                {format_flops(flops)} per token, {format_flops(flops * tokens)} per"
         f" step of {tokens} tokens, {format_flops(flops * training.tokens)} in"
         f" {training.steps} steps",
-        f"learning rate        {rates_in_words(plan) or f'{config.optimizer.learning_rate:g}'}",
+        f"learning rate        {describe_rates(plan) or f'{config.optimizer.learning_rate:g}'}",
         f"mesh                 {mesh or 'one device'}, rules {config.execution.rules}",
         f"memory per device    {_size(state)} parameters and optimizer, {_size(gradients)}"
         " gradients; activations not counted"

@@ -20,7 +20,7 @@ import jax
 from experiments.cli import flags as cli
 from experiments.cli.process import start_process
 from jaxmoe.run import router_details
-from jaxmoe.run.reopen import open_run, precision_in_words
+from jaxmoe.run.load import describe_precision, load_run
 from jaxmoe.training.evaluate import evaluate, make_eval_step
 from sharding.mesh import MeshConfig
 from sharding.sequence_parallel import CacheFormat
@@ -57,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
     with cli.exit_on_bad_configuration():
         start_process()
     with cli.exit_on_bad_configuration():
-        assembly, state, step = open_run(
+        assembly, state, step = load_run(
             config.run.directory, config.run.step, config.run.mesh, config.cache
         )
     with jax.set_mesh(assembly.mesh):
@@ -74,7 +74,7 @@ def main(argv: Sequence[str]) -> int:
     per_byte = ""
     if bytes_per_token is not None:
         per_byte = f" eval/bits_per_byte={result.bits_per_token / bytes_per_token!r}"
-    quantized = precision_in_words(assembly)
+    quantized = describe_precision(assembly)
     print(
         f"step={step} tokens={result.num_tokens}"
         f" eval/bits_per_token={result.bits_per_token!r}{per_byte}"

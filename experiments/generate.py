@@ -23,8 +23,8 @@ from experiments.evaluate import FinishedRunConfig
 from jaxmoe.data import DataError
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.precision import PrecisionPolicy
-from jaxmoe.run.reopen import open_run, precision_in_words
-from jaxmoe.run.summary import continue_rows
+from jaxmoe.run.load import describe_precision, load_run
+from jaxmoe.run.samples import continue_rows
 from sharding.sequence_parallel import CacheFormat
 
 
@@ -61,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
     with cli.exit_on_bad_configuration():
         start_process()
     with cli.exit_on_bad_configuration():
-        assembly, state, _ = open_run(
+        assembly, state, _ = load_run(
             config.run.directory, config.run.step, config.run.mesh, config.cache
         )
         try:
@@ -83,7 +83,7 @@ def main(argv: Sequence[str]) -> int:
             )
         ),
     )
-    if quantized := precision_in_words(assembly):
+    if quantized := describe_precision(assembly):
         print(quantized)
     print(written)
     return int(cli.ExitCode.DONE)

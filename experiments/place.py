@@ -56,7 +56,7 @@ from jaxmoe.planning.placement.measures import (
 )
 from jaxmoe.run.assemble import Assembly
 from jaxmoe.run.directory import RunDirectory
-from jaxmoe.run.reopen import open_run
+from jaxmoe.run.load import load_run
 from jaxmoe.run.router_trace import record_trace
 from jaxmoe.training.relocate import relocate
 from jaxmoe.training.state import TrainState
@@ -94,7 +94,7 @@ def main(argv: Sequence[str]) -> int:
             raise ValueError(f"into={config.into} exists: choose a new directory")
         run = None
         if config.trace is None:
-            run = open_run(config.run.directory, config.run.step, config.run.mesh)
+            run = load_run(config.run.directory, config.run.step, config.run.mesh)
             trace = _record(*run[:2])
         else:
             trace = load_trace(config.trace)

@@ -35,14 +35,14 @@ from jaxmoe.resilience.endings import Ending
 from jaxmoe.resilience.snapshot import SnapshotStore
 from jaxmoe.resilience.stop import Reason, StopRequest
 from jaxmoe.resilience.watchdog import JAX_LATER, Watchdog
-from jaxmoe.run import summary as aftermath
-from jaxmoe.run.assemble import assemble, devices_in_words
-from jaxmoe.run.banner import already_done, print_header
+from jaxmoe.run.assemble import assemble, describe_devices
 from jaxmoe.run.config import FIXED_FIELDS, FREE_FIELDS
 from jaxmoe.run.directory import RunDirectory
+from jaxmoe.run.finish import finish_run
+from jaxmoe.run.header import nothing_to_do, print_header
+from jaxmoe.run.load import check_trains
 from jaxmoe.run.loop import compile_steps, save_last
 from jaxmoe.run.monitoring import Watches
-from jaxmoe.run.reopen import check_trains
 from jaxmoe.run.reporter import Reporter, check_packages
 from jaxmoe.run.restore import Begun, Lineage, open_snapshots, read_skipped
 from jaxmoe.run.rollback import train_and_go_back
@@ -113,9 +113,9 @@ def main(argv: Sequence[str], *, age: float = 0.0) -> int:
             except LeaseLostError:
                 return _taken_over(directory)
             if jax.process_index() == 0:
-                directory.write_environment(devices_in_words(assembly.mesh))
+                directory.write_environment(describe_devices(assembly.mesh))
         if begun.step >= config.training.steps:
-            say(already_done(directory, begun.step, config))
+            say(nothing_to_do(directory, begun.step, config))
             return int(cli.ExitCode.DONE)
         print_header(name, directory, begun.assembly, begun.step)
         if begun.origin is not None:
@@ -180,7 +180,7 @@ def _train(
     }
     watchdog.beat("writing the report")
     with spent.on(FINISH):
-        aftermath.leave(name, directory, assembly, reporter, result, facts)
+        finish_run(name, directory, assembly, reporter, result, facts)
     watches.note(result.step, result.status)
     if result.status not in ("diverged", "corrupted") and not is_saved:
         print(

@@ -35,8 +35,8 @@ from jaxmoe.checkpoint.tree import flatten
 from jaxmoe.data import Batch
 from jaxmoe.run.assemble import Assembly
 from jaxmoe.run.directory import RunDirectory
+from jaxmoe.run.load import assemble_run, load_run
 from jaxmoe.run.refused_batches import DumpedBatch, dumped_steps, read_batch
-from jaxmoe.run.reopen import assemble_run, open_run
 from jaxmoe.training.batch_ramp import accumulation_of
 from jaxmoe.training.guard import norm_limit
 from jaxmoe.training.state import TrainState
@@ -167,7 +167,7 @@ def _open(config: ReplayConfig, refused: int) -> tuple[Assembly, TrainState, int
         step = max(before, default=None)
         manager.close()
     if step is not None:
-        return open_run(run.directory, step, run.mesh)
+        return load_run(run.directory, step, run.mesh)
     assembly = assemble_run(run.directory, run.mesh)
     return assembly, assembly.new_state(), 0
 

@@ -27,7 +27,7 @@ from jaxmoe.models.flops import flops_per_token
 from jaxmoe.run.assemble import make_plan
 from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.directory import RunDirectory
-from jaxmoe.run.summary import write_run_report
+from jaxmoe.run.report import write_run_report
 from jaxmoe.tracking.comparison import ComparedRun, at_equal_cost, write_comparison
 from jaxmoe.tracking.jsonl import Series, read_metrics
 from jaxmoe.tracking.plots import plot_run

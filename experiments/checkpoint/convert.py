@@ -40,11 +40,11 @@ from experiments.evaluate import FinishedRunConfig
 from jaxmoe.checkpoint import save_checkpoint
 from jaxmoe.models.config import LatentAttentionConfig
 from jaxmoe.models.quantize import largest_error, quantize_parameter, stored_bytes
-from jaxmoe.run.assemble import Assembly, devices_in_words
+from jaxmoe.run.assemble import Assembly, describe_devices
 from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.conversion import new_run
 from jaxmoe.run.directory import RunDirectory
-from jaxmoe.run.reopen import open_run
+from jaxmoe.run.load import load_run
 from jaxmoe.training.state import TrainState
 from pallas_kernels import QuantizedArray, dequantize
 
@@ -141,7 +141,7 @@ def convert(config: ConvertConfig) -> str:
             f"run.directory={source} holds a model with latent attention, whose matrices have no"
             " form in few bits so far: convert a model with grouped-query attention"
         )
-    assembly, state, step = open_run(source, config.run.step, config.run.mesh)
+    assembly, state, step = load_run(source, config.run.step, config.run.mesh)
     params, rounded = _quantise(assembly, state, form)
     before, after = stored_bytes(state.params), stored_bytes(params)
     precision = dataclasses.replace(given.execution.precision, weights=form)
@@ -228,7 +228,7 @@ def _write(
             config=config,
             data=assembly.loader.position(step),
         )
-        unfinished.write_environment(devices_in_words(assembly.mesh))
+        unfinished.write_environment(describe_devices(assembly.mesh))
         unfinished.write_summary(summary)
 
 

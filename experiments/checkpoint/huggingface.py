@@ -39,7 +39,7 @@ from jaxmoe.configs import to_json
 from jaxmoe.data import CorpusConfig, DataConfig
 from jaxmoe.data.packed import ReadingConfig
 from jaxmoe.data.tokenizer import BytesConfig, FileConfig
-from jaxmoe.run.assemble import Assembly, assemble, devices_in_words, make_plan
+from jaxmoe.run.assemble import Assembly, assemble, describe_devices, make_plan
 from jaxmoe.run.config import EvaluationConfig, PretrainConfig, RunConfig, TrainingConfig
 from jaxmoe.run.conversion import first_token_of, length_of, new_run
 from jaxmoe.run.directory import RunDirectory
@@ -178,7 +178,7 @@ def import_run(source: str, target: pathlib.Path, given: ImportConfig) -> str:
     with new_run(target, config) as unfinished:
         _write_texts(unfinished.path / _FOLDER, texts)
         _save(unfinished, config, assembly, tensors)
-        unfinished.write_environment(devices_in_words(assembly.mesh))
+        unfinished.write_environment(describe_devices(assembly.mesh))
         unfinished.write_summary(
             {
                 "status": "imported",

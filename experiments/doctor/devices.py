@@ -27,7 +27,7 @@ from jaxmoe.data import MarkovConfig
 from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
 from jaxmoe.optim import LinearConfig
 from jaxmoe.precision import PrecisionPolicy
-from jaxmoe.run.assemble import assemble, mesh_in_words
+from jaxmoe.run.assemble import assemble, describe_mesh
 from jaxmoe.run.config import EvaluationConfig, PretrainConfig, TrainingConfig
 from jaxmoe.training.step import make_train_step
 from jaxmoe.training.throughput import peak_flops
@@ -92,7 +92,7 @@ def devices() -> list[Finding]:
 def default_mesh() -> list[Finding]:
     """The mesh of a run that asks for none."""
     mesh = make_mesh(MeshConfig(data=-1))
-    text = " ".join(f"{axis}={size}" for axis, size in mesh_in_words(mesh).items())
+    text = " ".join(f"{axis}={size}" for axis, size in describe_mesh(mesh).items())
     return [Finding(level="ok", what="default mesh", text=text)]
 
 

@@ -29,7 +29,7 @@ from experiments.evaluate_tasks.harness import harness_model, text_tokens
 from jaxmoe.optional import require
 from jaxmoe.run.conversion import length_of
 from jaxmoe.run.directory import RunDirectory
-from jaxmoe.run.reopen import open_run
+from jaxmoe.run.load import load_run
 from jaxmoe.training.score import Scorer
 
 _MOST = 4096
@@ -103,7 +103,7 @@ def evaluate_tasks(config: EvaluateTasksConfig) -> dict[str, Any]:
             f"the harness has no task {', '.join(unknown)}: `lm-eval ls tasks` lists its own, and"
             " --include DIR reads yours"
         )
-    assembly, state, _ = open_run(config.run.directory, config.run.step, config.run.mesh)
+    assembly, state, _ = load_run(config.run.directory, config.run.step, config.run.mesh)
     usual = min(length_of(RunDirectory(config.run.directory), assembly.plan.config), _MOST)
     text = text_tokens(assembly.source)
     with jax.set_mesh(assembly.mesh):

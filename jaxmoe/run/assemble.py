@@ -209,7 +209,7 @@ def _check_ramp(training: TrainingConfig, batch_shards: int) -> None:
             )
 
 
-def rates_in_words(plan: Plan) -> str:
+def describe_rates(plan: Plan) -> str:
     """The peak rate of each role; empty where it is the optimizer's for all."""
     peak, rates = plan.config.optimizer.learning_rate, dict[float, set[str]]()
     for row in plan.table:
@@ -238,12 +238,12 @@ def entropy_floor(assembly: Assembly) -> float | None:
     return source.entropy_bits_per_token(training.sequence_length)
 
 
-def devices_in_words(mesh: Mesh) -> list[str]:
+def describe_devices(mesh: Mesh) -> list[str]:
     """The devices of a mesh as strings, for environment.json."""
     return [f"{device.platform}:{device.id} {device.device_kind}" for device in mesh.devices.flat]
 
 
-def mesh_in_words(mesh: Mesh) -> dict[str, Any]:
+def describe_mesh(mesh: Mesh) -> dict[str, Any]:
     """Axes of the mesh that are larger than 1; all of size 1: {"devices": 1}."""
     large = {axis: size for axis, size in mesh.shape.items() if size > 1}
     return large or {"devices": 1}

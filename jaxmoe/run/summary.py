@@ -1,10 +1,9 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""What a run leaves behind when its loop ends: samples, pictures, report, summary, last words."""
+"""Computes the numbers of summary.json and the closing message of a run."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,25 +11,14 @@ import jax
 import numpy as np
 from jaxtyping import Float, Shaped
 
-from jaxmoe.configs import to_json
-from jaxmoe.data import Source, ngram_bits_per_byte, xz_bits_per_byte
-from jaxmoe.disk import DiskGuard, replace_file
-from jaxmoe.execution import ExecutionConfig
-from jaxmoe.messages import say
-from jaxmoe.models.config import ModelConfig
-from jaxmoe.models.decode import generate
-from jaxmoe.models.diffuse import diffuse
+from jaxmoe.data import ngram_bits_per_byte, xz_bits_per_byte
 from jaxmoe.resilience import goodput
 from jaxmoe.routing.balancers import conversions
 from jaxmoe.routing.telemetry import LoadWindow
-from jaxmoe.run.assemble import Assembly, entropy_floor, mesh_in_words, sequence_form
+from jaxmoe.run.assemble import Assembly, describe_mesh, entropy_floor, sequence_form
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.reporter import Reporter
 from jaxmoe.tracking.indicators import over_layers, read_indicators
-from jaxmoe.tracking.jsonl import read_metrics
-from jaxmoe.tracking.plots import plot_run
-from jaxmoe.tracking.report import write_report
-from jaxmoe.tracking.router_load import read_router_load
 from jaxmoe.tracking.stability import judge_run
 from jaxmoe.tracking.tracker import (
     BITS_PER_BYTE,
@@ -40,146 +28,13 @@ from jaxmoe.tracking.tracker import (
     LOSS,
     MAX_VIOLATION,
 )
-from jaxmoe.training.loop import LoopResult
 from jaxmoe.training.throughput import peak_memory
 from pallas_kernels import OPERATIONS, Implementation
 from sharding.expert_parallel import AllToAllConfig, AllToAllDroppingConfig, LeastLoadedConfig
 from sharding.expert_parallel.transport import choose_transport
 
-logger = logging.getLogger(__name__)
-
-_BOUNDED = {True: "bounded", False: "NOT bounded", None: "not judged"}
-"""By the verdict of an indicator."""
-
-
-def leave(
-    name: str,
-    directory: RunDirectory,
-    assembly: Assembly,
-    reporter: Reporter,
-    result: LoopResult,
-    facts: Mapping[str, Any],
-) -> None:
-    """Writes the run's last files and prints its last words; a full disk is a warning.
-
-    Args:
-        name: of the run.
-        directory: where to.
-        assembly: what ran.
-        reporter: with the last metrics; closed here.
-        result: how the loop ended.
-        facts: status, steps, times and checkpoint step.
-    """
-    reporter.close()
-    if jax.process_index() != 0:
-        return
-    references = reference_lines(assembly)
-    summary = summarise(assembly, reporter, facts, references)
-    if directory.router_file.exists():
-        summary["router_load_window"] = load_window(*read_router_load(directory.router_file))
-    if stability := judge_indicators(directory):
-        summary["stability"] = stability
-    samples = ""
-    length = assembly.plan.config.tracking.sample_length
-    if result.status == "done" and length and jax.process_count() == 1:
-        samples = sample_text(assembly, result, length)
-        with DiskGuard(directory.samples_file).warning_once():
-            replace_file(directory.samples_file, samples)
-    with DiskGuard(directory.report_file).warning_once():
-        plot_run(
-            directory.metrics_file,
-            directory.router_file,
-            directory.plots_directory,
-            indicators_file=directory.indicators_file,
-            references=references,
-            bytes_per_token=assembly.source.bytes_per_token,
-        )
-        config = to_json(assembly.plan.config)
-        write_run_report(directory, name, summary, samples, config)
-    try:
-        directory.write_summary(summary)
-    except ValueError as error:
-        logger.warning("%s", error)
-    say(last_words(directory, summary, references))
-
-
-def load_window(
-    steps: Shaped[np.ndarray, " n"], load: Float[np.ndarray, "n L E"], length: int = 100
-) -> dict[str, Any] | None:
-    """The load of the last steps taken together, of the worst layer; None without a step.
-
-    A batch is never quite even by chance: what is uneven over many steps is the router.
-
-    Args:
-        steps: numbers of the steps.
-        load: share of the assignments of each expert.
-        length: steps of the window.
-    """
-    if not load.size:
-        return None
-    window = LoadWindow.empty(jax.numpy.asarray(load[0]))
-    for row in load[-length:]:
-        window = window.add(jax.numpy.asarray(row))
-    worst = {name: float(values.max()) for name, values in window.summarise().items()}
-    return {"steps": [int(steps[-length:][0]), int(steps[-1])], **worst}
-
-
-def write_run_report(
-    directory: RunDirectory,
-    name: str,
-    summary: Mapping[str, Any],
-    samples: str,
-    config: Mapping[str, Any],
-) -> None:
-    """Writes the page about a run from its files and its summary.
-
-    Args:
-        directory: of the run.
-        name: of the run.
-        summary: the content of summary.json.
-        samples: generated text, or nothing.
-        config: as JSON.
-
-    Raises:
-        OSError: the page cannot be written.
-    """
-    has_loads = directory.router_file.exists()
-    indicators = directory.plots_directory / "indicators.png"
-    write_report(
-        directory.report_file,
-        title=f"jaxmoe: {name}",
-        summary=summary,
-        metrics=read_metrics(directory.metrics_file),
-        load=read_router_load(directory.router_file) if has_loads else None,
-        plots=[indicators] if indicators.exists() else (),
-        samples=samples,
-        config=config,
-    )
-
-
-def judge_indicators(directory: RunDirectory) -> dict[str, str]:
-    """Which indicators stayed bounded, with the numbers in words."""
-    if not directory.indicators_file.exists():
-        return {}
-    _, series = read_indicators(directory.indicators_file)
-    means = {name: over_layers(name, values) for name, values in series.items()}
-    return {
-        name: f"{_BOUNDED[verdict.holds]}: {verdict.words}"
-        for name, verdict in judge_run(means).items()
-    }
-
-
-def reference_lines(assembly: Assembly) -> dict[str, float]:
-    """Bits per byte (or token) of predictors that everybody knows, by label."""
-    floor, source = entropy_floor(assembly), assembly.source
-    if floor is not None:
-        return {"exact entropy": floor}
-    train, held_out = source.text("train"), source.text("validation")
-    if train is None or held_out is None:
-        return {}
-    orders = ngram_bits_per_byte(train, held_out, orders=(1, 2, 3))
-    lines = {f"{order}-byte context counts": bits for order, bits in orders.items()}
-    return {**lines, "xz": xz_bits_per_byte(held_out)}
+_VERDICTS = {True: "bounded", False: "NOT bounded", None: "not judged"}
+"""Text for the verdict of an indicator."""
 
 
 def summarise(
@@ -218,7 +73,7 @@ def summarise(
         "restored_from": facts.get("restored_from"),
         "skipped_steps": reporter.skipped,
         "rollbacks": len(assembly.loader.skipped.windows),
-        "mesh": mesh_in_words(assembly.mesh),
+        "mesh": describe_mesh(assembly.mesh),
         "implementations": implementations(assembly),
         "references_bits": dict(references),
         "bytes_per_token": assembly.source.bytes_per_token,
@@ -228,6 +83,52 @@ def summarise(
         "goodput": facts.get("goodput"),
         "warnings": facts.get("warnings", []),
     }
+
+
+def load_window(
+    steps: Shaped[np.ndarray, " n"], load: Float[np.ndarray, "n L E"], length: int = 100
+) -> dict[str, Any] | None:
+    """The load of the last steps taken together, of the worst layer; None without a step.
+
+    A batch is never quite even by chance: what is uneven over many steps is the router.
+
+    Args:
+        steps: numbers of the steps.
+        load: share of the assignments of each expert.
+        length: steps of the window.
+    """
+    if not load.size:
+        return None
+    window = LoadWindow.empty(jax.numpy.asarray(load[0]))
+    for row in load[-length:]:
+        window = window.add(jax.numpy.asarray(row))
+    worst = {name: float(values.max()) for name, values in window.summarise().items()}
+    return {"steps": [int(steps[-length:][0]), int(steps[-1])], **worst}
+
+
+def judge_indicators(directory: RunDirectory) -> dict[str, str]:
+    """Which indicators stayed bounded, with the numbers in words."""
+    if not directory.indicators_file.exists():
+        return {}
+    _, series = read_indicators(directory.indicators_file)
+    means = {name: over_layers(name, values) for name, values in series.items()}
+    return {
+        name: f"{_VERDICTS[verdict.holds]}: {verdict.words}"
+        for name, verdict in judge_run(means).items()
+    }
+
+
+def reference_lines(assembly: Assembly) -> dict[str, float]:
+    """Bits per byte (or token) of predictors that everybody knows, by label."""
+    floor, source = entropy_floor(assembly), assembly.source
+    if floor is not None:
+        return {"exact entropy": floor}
+    train, held_out = source.text("train"), source.text("validation")
+    if train is None or held_out is None:
+        return {}
+    orders = ngram_bits_per_byte(train, held_out, orders=(1, 2, 3))
+    lines = {f"{order}-byte context counts": bits for order, bits in orders.items()}
+    return {**lines, "xz": xz_bits_per_byte(held_out)}
 
 
 def implementations(assembly: Assembly) -> dict[str, str]:
@@ -250,86 +151,7 @@ def implementations(assembly: Assembly) -> dict[str, str]:
     return found
 
 
-def sample_text(assembly: Assembly, result: LoopResult, length: int) -> str:
-    """Text that the trained model writes after the first tokens of held-out rows."""
-    training, source = assembly.plan.config.training, assembly.source
-    prompt_length = min(64, training.sequence_length)
-    if not assembly.plan.model.attention.is_causal:
-        # It has learnt to fill rows of one length, and may see no position beyond it.
-        prompt_length = training.sequence_length // 4
-        length = training.sequence_length - prompt_length
-    rows = [source.row("validation", row, prompt_length).tokens[:prompt_length] for row in (0, 1)]
-    params = jax.device_get(result.state.params)
-    router_state = jax.device_get(result.state.router_state)
-    return continue_rows(
-        assembly.plan.model, source, params, router_state, np.stack(rows), length, temperature=0.8
-    )
-
-
-def continue_rows(
-    model: ModelConfig,
-    source: Source,
-    params: Any,
-    router_state: Any,
-    prompts: np.ndarray,
-    length: int,
-    *,
-    temperature: float,
-    seed: int = 0,
-    execution: ExecutionConfig | None = None,
-) -> str:
-    """Prompts and their continuations as text, on one device.
-
-    Args:
-        model: of the parameters.
-        source: that decodes tokens.
-        params: on the host.
-        router_state: on the host.
-        prompts: [rows, tokens].
-        length: tokens to write.
-        temperature: of the sampling; 0 is greedy.
-        seed: of the sampling.
-        execution: how it is computed; defaults when None.
-    """
-    write = generate if model.attention.is_causal else fill_after
-    written = write(
-        model,
-        params,
-        jax.numpy.asarray(prompts),
-        num_tokens=length,
-        key=jax.random.key(seed),
-        temperature=temperature,
-        router_state=router_state,
-        execution=execution,
-    )
-    texts = (
-        f"--- prompt\n{source.decode(prompt)}\n--- continued\n{source.decode(row)}\n"
-        for prompt, row in zip(prompts, np.asarray(written), strict=True)
-    )
-    return "\n".join(texts)
-
-
-def fill_after(
-    model: ModelConfig, params: Any, prompt: jax.Array, *, num_tokens: int, **given: Any
-) -> jax.Array:
-    """What masked diffusion fills in after prompts of one length: [rows, num_tokens].
-
-    Args:
-        model: not causal.
-        params: of the model.
-        prompt: [rows, tokens].
-        num_tokens: to fill in.
-        **given: further arguments of `diffuse`.
-    """
-    room = ((0, 0), (0, num_tokens))
-    is_given = jax.numpy.pad(jax.numpy.ones_like(prompt, bool), room)
-    tokens = jax.numpy.pad(prompt, room)
-    # Twice as many steps as tokens: seldom are two filled in at once.
-    filled = diffuse(model, params, tokens, is_given, num_steps=2 * num_tokens, **given)
-    return filled[:, prompt.shape[1] :]
-
-
-def last_words(
+def closing_message(
     directory: RunDirectory, summary: Mapping[str, Any], references: Mapping[str, float]
 ) -> str:
     """The end of the run in a few lines."""

@@ -23,7 +23,7 @@ from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
 from jaxmoe.run.assemble import assemble
 from jaxmoe.run.config import EvaluationConfig, TrainingConfig
 from jaxmoe.run.directory import RunDirectory
-from jaxmoe.run.reopen import open_run
+from jaxmoe.run.load import load_run
 from pallas_kernels import QuantizedArray, dequantize
 
 
@@ -89,8 +89,8 @@ def test_what_is_written_and_said(run, converted):
     assert summary["status"] == "converted" and summary["format"] == "w4a16"
     before, after = summary["parameter_bytes_before"], summary["parameter_bytes"]
     assert f"w4a16: parameters {before / 1e6:.2f} MB -> {after / 1e6:.2f} MB" in said
-    _, state, _ = open_run(str(run), None)
-    _, rounded, _ = open_run(str(directory), None)
+    _, state, _ = load_run(str(run), None)
+    _, rounded, _ = load_run(str(directory), None)
     assert before == sum(4 * leaf.size for leaf in jax.tree.leaves(state.params))
     bits = {"int4": 4, "float32": 32}
     assert after == sum(x.size * bits[str(x.dtype)] for x in jax.tree.leaves(rounded.params)) / 8
@@ -121,7 +121,7 @@ def test_evaluate_counts_what_a_cache_would_round(converted, capsys):
 
 def test_generate_writes_the_tokens_of_the_weights_turned_back(converted, capsys):
     directory, _ = converted
-    assembly, state, _ = open_run(str(directory), None)
+    assembly, state, _ = load_run(str(directory), None)
     prompt = jnp.asarray([assembly.source.encode("1 2 3")], jnp.int32)
     turned = jax.tree.map(
         lambda leaf: dequantize(leaf) if isinstance(leaf, QuantizedArray) else leaf,

@@ -27,7 +27,7 @@ from jaxmoe.run.assemble import assemble
 from jaxmoe.run.config import EvaluationConfig, PretrainConfig, TrainingConfig
 from jaxmoe.run.conversion import length_of
 from jaxmoe.run.directory import RunDirectory
-from jaxmoe.run.reopen import open_run
+from jaxmoe.run.load import load_run
 from jaxmoe.training.state import state_around
 
 ONE = ("--imported.batches", "1")
@@ -118,8 +118,8 @@ def test_there_and_back(run, exported, imported):
     fields = read_json(exported, "config.json")
     assert fields["model_type"] == "qwen3_moe" and fields["eos_token_id"] == 0
     assert fields["max_position_embeddings"] == 16
-    _, state, step = open_run(run, None)
-    assembly, back, first = open_run(imported, None)
+    _, state, step = load_run(run, None)
+    assembly, back, first = load_run(imported, None)
     assert (step, first) == (3, 0)
     assert_same(back.params, state.params)
     assert back.opt_state == {} and isinstance(assembly.plan.config.data, CorpusConfig)
@@ -181,7 +181,7 @@ def test_a_vocabulary_of_ones_own(tmp_path):
     )
     run = new_run(tmp_path / "run", data, model_of(300))
     convert("--run.directory", run, "--to_huggingface", "auto", "--to", str(tmp_path / "hf"))
-    source = open_run(run, None)[0].source
+    source = load_run(run, None)[0].source
     convert(
         *("--from_huggingface", str(tmp_path / "hf"), "--to", str(tmp_path / "new")),
         *("imported.data:files", "--imported.data.path", str(tmp_path / "text")),
@@ -189,7 +189,7 @@ def test_a_vocabulary_of_ones_own(tmp_path):
         *("--imported.batch_size", "8", "--imported.sequence_length", "16", *ONE),
     )
     shutil.rmtree(tmp_path / "hf")
-    again = open_run(str(tmp_path / "new"), None)[0].source
+    again = load_run(str(tmp_path / "new"), None)[0].source
     text = "word3 and 5 <|endoftext|>"
     np.testing.assert_array_equal(again.encode(text), source.encode(text))
     assert again.tokenizer.separator == source.tokenizer.separator
@@ -218,7 +218,7 @@ def test_what_no_family_computes_brings_its_modelling_file(tmp_path, capsys):
     )
     small = ("--imported.batch_size", "8", "--imported.sequence_length", "16", *ONE)
     convert(*back[1:], "imported.data:markov", *small)
-    assert_same(open_run(str(tmp_path / "new"), None)[1].params, open_run(run, None)[1].params)
+    assert_same(load_run(str(tmp_path / "new"), None)[1].params, load_run(run, None)[1].params)
 
 
 def test_bad_requests_are_refused_in_words(run, exported, tmp_path, capsys, monkeypatch):
@@ -263,7 +263,7 @@ def test_transformers_reads_model_and_tokenizer(run, exported, tmp_path):
     theirs = transformers.AutoModelForCausalLM.from_pretrained(
         exported, attn_implementation="eager", experts_implementation="eager"
     )
-    assembly, state, _ = open_run(run, None)
+    assembly, state, _ = load_run(run, None)
     tokens = np.arange(24).reshape(2, 12) * 7 % 256
     with torch.no_grad():
         logits = theirs(torch.tensor(tokens)).logits.numpy()
@@ -277,4 +277,4 @@ def test_transformers_reads_model_and_tokenizer(run, exported, tmp_path):
     theirs.save_pretrained(tmp_path / "again")
     small = ("--imported.batch_size", "8", "--imported.sequence_length", "16", *ONE)
     convert("--from_huggingface", str(tmp_path / "again"), "--to", str(tmp_path / "new"), *small)
-    assert_same(open_run(str(tmp_path / "new"), None)[1].params, state.params)
+    assert_same(load_run(str(tmp_path / "new"), None)[1].params, state.params)

@@ -13,7 +13,7 @@ from experiments.evaluate_tasks import __main__ as evaluate_tasks
 from experiments.evaluate_tasks.harness import harness_model, text_tokens
 from jaxmoe.data import CorpusConfig, FilesConfig
 from jaxmoe.data.tokenizer import TrainedConfig
-from jaxmoe.run.reopen import open_run
+from jaxmoe.run.load import load_run
 from jaxmoe.training.score import Scorer
 from tests.experiments.test_convert_huggingface import model_of, new_run, refused
 
@@ -119,7 +119,7 @@ def test_against_the_harness_over_transformers(tasks, tmp_path, caplog, capsys):
         batch_size=4,
         max_length=48,
     )
-    assembly, state, _ = open_run(run, None)
+    assembly, state, _ = load_run(run, None)
     manager = TaskManager(include_path=str(tasks), include_defaults=False)
     names = [f"own_{name}" for name in TASKS]
 

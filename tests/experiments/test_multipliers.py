@@ -13,10 +13,10 @@ from experiments.cli.flags import ExitCode
 from jaxmoe.configs import from_json, to_json
 from jaxmoe.models.config import ForwardMultipliers
 from jaxmoe.optim import MuonConfig
-from jaxmoe.run.assemble import make_plan, rates_in_words
+from jaxmoe.run.assemble import describe_rates, make_plan
 from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.directory import RunDirectory
-from jaxmoe.run.reopen import open_run
+from jaxmoe.run.load import load_run
 from jaxmoe.scaling import StandardConfig
 from jaxmoe.training.evaluate import evaluate as evaluate_batches
 from jaxmoe.training.evaluate import make_eval_step
@@ -57,7 +57,7 @@ def test_evaluation_has_them(run, capsys):
     """The command gives training's number, and without them the number is another."""
     assert evaluate.main(["--run.directory", str(run)]) == ExitCode.DONE
     assert f"eval/bits_per_token={logged(run)!r}" in capsys.readouterr().out
-    assembly, state, _ = open_run(str(run), None)
+    assembly, state, _ = load_run(str(run), None)
     assert assembly.plan.model.multipliers == WANTED
     bare = dataclasses.replace(assembly.plan.model, multipliers=ForwardMultipliers())
     with jax.set_mesh(assembly.mesh):
@@ -83,20 +83,20 @@ def test_generation_has_them(run, monkeypatch):
 def test_the_header_says_what_the_rates_become(run):
     """0.01 at width 8 and depth 4: twice that by depth, and half of it for matrices by width."""
     config = RunDirectory(run).load_config(PretrainConfig)
-    assert rates_in_words(make_plan(config)) == (
+    assert describe_rates(make_plan(config)) == (
         "0.01 at the base point, here 0.02 embedding, head, norm;"
         " 0.01 attention_in, attention_out, expert_in, expert_out, router"
     )
     usual = dataclasses.replace(config, parameterization=StandardConfig())
-    assert rates_in_words(make_plan(usual)) == ""
+    assert describe_rates(make_plan(usual)) == ""
     law = StandardConfig(batch_exponent=1.0)
     halved = dataclasses.replace(config.base, batch_tokens=256)
     both = dataclasses.replace(config, parameterization=law, base=halved)
-    assert rates_in_words(make_plan(both)) == "0.01 at the base point, here 0.005"
+    assert describe_rates(make_plan(both)) == "0.01 at the base point, here 0.005"
     muon = MuonConfig(learning_rate=0.02, adamw_ratio=0.5)
     rule = StandardConfig(matrices="muon")
     mixed = dataclasses.replace(config, parameterization=rule, optimizer=muon)
-    assert rates_in_words(make_plan(mixed)) == (
+    assert describe_rates(make_plan(mixed)) == (
         "0.02 at the base point, here 0.01 embedding, head, norm;"
         " 0.02 attention_in, attention_out, expert_in, expert_out, router"
     )

@@ -14,7 +14,7 @@ from jaxmoe.checkpoint import save_checkpoint
 from jaxmoe.planning.placement import save_trace
 from jaxmoe.run.assemble import assemble
 from jaxmoe.run.directory import RunDirectory
-from jaxmoe.run.reopen import open_run
+from jaxmoe.run.load import load_run
 from jaxmoe.training.evaluate import evaluate, make_eval_step
 from tests.support.tolerances import assert_close
 from tests.support.traces import planted
@@ -43,7 +43,7 @@ def untrained(tmp_path_factory):
 
 
 def held_out(path):
-    assembly, state, _ = open_run(str(path), None)
+    assembly, state, _ = load_run(str(path), None)
     with jax.set_mesh(assembly.mesh):
         step = make_eval_step(assembly.plan.model, execution=assembly.execution)
         result = evaluate(step, state.params, state.router_state, assembly.held_out())
@@ -69,7 +69,7 @@ def test_a_run_is_written_anew(untrained, tmp_path, capsys):
 
 
 def assemble_model(path):
-    return open_run(str(path), None)[0].plan.model
+    return load_run(str(path), None)[0].plan.model
 
 
 def test_a_trace_alone_is_compared(tmp_path, capsys):

@@ -18,7 +18,7 @@ from jaxmoe.run.assemble import assemble, make_plan
 from jaxmoe.run.config import TrackingConfig
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.reporter import Reporter
-from jaxmoe.run.summary import judge_indicators, last_words, load_window
+from jaxmoe.run.summary import closing_message, judge_indicators, load_window
 from jaxmoe.scaling import BasePoint, MuPConfig
 from jaxmoe.tracking import MFU, TOKENS_PER_SECOND, read_metrics
 from jaxmoe.tracking.indicators import read_indicators
@@ -180,7 +180,7 @@ def test_a_brief_run_is_told_once_that_it_is_not_judged(tmp_path):
     summary = dict.fromkeys(("checkpoint_step", "eval_bits_per_byte", "eval_bits_per_token"))
     summary |= {"status": "done", "steps": 6, "profile": None}
     summary["stability"] = dict.fromkeys(("router_z", "head_z"), "not judged: too short")
-    words = last_words(RunDirectory(tmp_path), summary, {})
+    words = closing_message(RunDirectory(tmp_path), summary, {})
     assert words.count("not judged") == 1 and "NOT bounded" not in words
 
 

@@ -52,7 +52,7 @@ def assemble_run(
     return assemble(dataclasses.replace(config, execution=execution))
 
 
-def open_run(
+def load_run(
     path: str, step: int | None, mesh: MeshConfig | None = None, cache: CacheFormat = "compute"
 ) -> tuple[Assembly, TrainState, int]:
     """Assembles a run as it was trained and restores one of its checkpoints; writes nothing.
@@ -151,7 +151,7 @@ def check_trains(directory: RunDirectory, config: PretrainConfig) -> None:
         )
 
 
-def precision_in_words(assembly: Assembly) -> str:
+def describe_precision(assembly: Assembly) -> str:
     """What is quantised, and what the cache then takes; empty where nothing is."""
     precision, attention = assembly.execution.precision, assembly.plan.model.attention
     words = [] if precision.weights == "floating" else [f"weights={precision.weights}"]

@@ -9,9 +9,9 @@ from jaxmoe.models.flops import flops_per_token
 from jaxmoe.routing.composition import advice, causal_advice
 from jaxmoe.run.assemble import (
     Assembly,
+    describe_mesh,
+    describe_rates,
     entropy_floor,
-    mesh_in_words,
-    rates_in_words,
     sequence_form,
 )
 from jaxmoe.run.config import PretrainConfig
@@ -41,7 +41,7 @@ def print_header(name: str, directory: RunDirectory, assembly: Assembly, first_s
     say("\n".join(lines))
     if assembly.execution.mesh.seq > 1:
         say(f"seq      {sequence_form(assembly)}")
-    if rates := rates_in_words(plan):
+    if rates := describe_rates(plan):
         say(f"rates    {rates}; lr= below is that of the hidden matrices")
     if training.batch_ramp is not None:
         sizes = training.batch_sizes
@@ -54,7 +54,7 @@ def print_header(name: str, directory: RunDirectory, assembly: Assembly, first_s
         say(f"note     {text}")
 
 
-def already_done(directory: RunDirectory, step: int, config: PretrainConfig) -> str:
+def nothing_to_do(directory: RunDirectory, step: int, config: PretrainConfig) -> str:
     """What is said when there is nothing left to train."""
     return (
         f"nothing to do: {directory.path} has done step {step} of {config.training.steps}."
@@ -72,7 +72,7 @@ def _data_text(assembly: Assembly) -> str:
 
 
 def _mesh_text(assembly: Assembly) -> str:
-    mesh = mesh_in_words(assembly.mesh)
+    mesh = describe_mesh(assembly.mesh)
     platform = assembly.mesh.devices.flat[0].platform
     return f"{assembly.mesh.size} x {platform}, mesh " + " ".join(
         f"{a}={n}" for a, n in mesh.items()

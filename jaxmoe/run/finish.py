@@ -1,0 +1,83 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Writes the last files of a run: samples, pictures, report and summary."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from jaxmoe.configs import to_json
+from jaxmoe.disk import DiskGuard, replace_file
+from jaxmoe.messages import say
+from jaxmoe.run.assemble import Assembly
+from jaxmoe.run.directory import RunDirectory
+from jaxmoe.run.report import write_run_report
+from jaxmoe.run.reporter import Reporter
+from jaxmoe.run.samples import sample_text
+from jaxmoe.run.summary import (
+    closing_message,
+    judge_indicators,
+    load_window,
+    reference_lines,
+    summarise,
+)
+from jaxmoe.tracking.plots import plot_run
+from jaxmoe.tracking.router_load import read_router_load
+from jaxmoe.training.loop import LoopResult
+
+logger = logging.getLogger(__name__)
+
+
+def finish_run(
+    name: str,
+    directory: RunDirectory,
+    assembly: Assembly,
+    reporter: Reporter,
+    result: LoopResult,
+    facts: Mapping[str, Any],
+) -> None:
+    """Writes the run's last files and prints its last words; a full disk is a warning.
+
+    Args:
+        name: of the run.
+        directory: where to.
+        assembly: what ran.
+        reporter: with the last metrics; closed here.
+        result: how the loop ended.
+        facts: status, steps, times and checkpoint step.
+    """
+    reporter.close()
+    if jax.process_index() != 0:
+        return
+    references = reference_lines(assembly)
+    summary = summarise(assembly, reporter, facts, references)
+    if directory.router_file.exists():
+        summary["router_load_window"] = load_window(*read_router_load(directory.router_file))
+    if stability := judge_indicators(directory):
+        summary["stability"] = stability
+    samples = ""
+    length = assembly.plan.config.tracking.sample_length
+    if result.status == "done" and length and jax.process_count() == 1:
+        samples = sample_text(assembly, result.state, length)
+        with DiskGuard(directory.samples_file).warning_once():
+            replace_file(directory.samples_file, samples)
+    with DiskGuard(directory.report_file).warning_once():
+        plot_run(
+            directory.metrics_file,
+            directory.router_file,
+            directory.plots_directory,
+            indicators_file=directory.indicators_file,
+            references=references,
+            bytes_per_token=assembly.source.bytes_per_token,
+        )
+        config = to_json(assembly.plan.config)
+        write_run_report(directory, name, summary, samples, config)
+    try:
+        directory.write_summary(summary)
+    except ValueError as error:
+        logger.warning("%s", error)
+    say(closing_message(directory, summary, references))
