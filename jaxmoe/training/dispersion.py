@@ -194,7 +194,7 @@ def make_gradient_probe(
                 execution,
                 params,
                 batch,
-                num_predicted=objective.num_predicted(model),
+                objective=objective,
                 router_state=state.router_state,
                 row_ids=row_ids,
                 train=True,

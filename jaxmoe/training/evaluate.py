@@ -62,7 +62,7 @@ def make_eval_step(
                 execution,
                 params,
                 prepared,
-                num_predicted=objective.num_predicted(model),
+                objective=objective,
                 router_state=router_state,
             )
             return nll

@@ -1,12 +1,12 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Cross-entropy of the next token, in nats, a few positions at a time.
+"""Computes the summed loss of a batch from the cross-entropy of its tokens, in nats.
 
     nll = logsumexp(z) - z[target]
 
-The sums are returned, not the mean: micro-batches and devices add up exactly. With `loss_chunk` the
-logits of only that many positions exist at a time, forward and backward. The sums of single rows
-come beside the whole one where somebody asks for them: it stays bitwise what it is without them.
+Sums are returned, not means, so that micro-batches and devices add up exactly. With
+`ExecutionConfig.loss_chunk` the logits of only that many positions exist at a time, in the forward
+and in the backward pass. The loss of a token is `token_loss` of the objective.
 """
 
 from __future__ import annotations
@@ -23,23 +23,25 @@ from jaxmoe.layers.embedding import head_weight, only_predicted, output_logits
 from jaxmoe.layers.sequences import Order, current_order, lay_out
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.models.transformer import Output, forward
+from jaxmoe.training import NextTokenConfig, ObjectiveConfig
+from jaxmoe.training.objective import TokenGiven
 from sharding import axes as ax
 
 
 def token_nll(
     logits: Float[Array, "B S V"], targets: Int[Array, "B S"], *, axes: tuple[str, ...] = ()
 ) -> Float[Array, "B S"]:
-    """Negative log-likelihood of each target, nats, f32.
+    """Return the negative log-likelihood of each target in nats, f32.
 
     Args:
-        logits: f32; of the ids held here, where the vocabulary is cut.
-        targets: ids in [0, V) of the whole vocabulary.
-        axes: mesh axes over which the vocabulary is cut; three numbers per token travel there.
+        logits: Logits in f32; those of the local shard if the vocabulary is sharded.
+        targets: Ids in [0, V) of the whole vocabulary.
+        axes: Mesh axes over which the vocabulary is sharded; three numbers per token are reduced.
     """
     ids = jnp.arange(logits.shape[-1], dtype=targets.dtype)
     if axes:
         ids = ids + jax.lax.axis_index(axes).astype(ids.dtype) * ids.dtype.type(logits.shape[-1])
-    # A masked sum instead of a gather: its gradient is elementwise, and V may be spread.
+    # A masked sum instead of a gather: its gradient is elementwise, and V may be sharded.
     is_target = ids[None, None, :] == targets[:, :, None]
     chosen = jnp.sum(jnp.where(is_target, logits, 0.0), axis=-1)
     if not axes:
@@ -50,52 +52,32 @@ def token_nll(
     return top + jnp.log(total) - chosen
 
 
-def summed_nll(
+def summed_loss(
     hidden: Float[Array, "B S D"],
     weight: Float[Array, "D V"],
-    targets: Int[Array, "B S"],
-    loss_weights: Float[Array, "B S"],
+    batch: Batch,
     *,
     model: ModelConfig,
     execution: ExecutionConfig,
-    num_predicted: int | None = None,
-) -> Float[Array, ""]:
-    """Sum over tokens of loss weight times negative log-likelihood, nats.
+    objective: ObjectiveConfig | None = None,
+    has_rows: bool = False,
+) -> tuple[Float[Array, ""], Float[Array, " B"] | None]:
+    """Return the sum of the losses of all tokens, and the sums of the rows.
 
     Args:
-        hidden: after the final norm.
-        weight: of the head.
-        targets: ids in [0, V).
-        loss_weights: 0 leaves a token out.
-        model: for the logit multiplier.
-        execution: for `loss_chunk`, dtype and placement.
-        num_predicted: ids from this one on have probability 0; None: every id may be predicted.
+        hidden: Activations after the final norm.
+        weight: Output projection.
+        batch: Targets, loss weights and extra arrays, in the order of `hidden`.
+        model: Logit multiplier and vocabulary.
+        execution: `loss_chunk`, dtype and placement.
+        objective: Loss of a token and range of its predictions; the next token when None.
+        has_rows: Whether to sum each row; the total stays bitwise the same.
+
+    Returns:
+        The total, and the sums of the rows or None.
     """
-    total, _ = _summed_nll(
-        (hidden, weight, targets, loss_weights), model, execution, num_predicted, has_rows=False
-    )
-    return total
-
-
-def _summed_nll(
-    given: tuple[Array, Array, Array, Array],
-    model: ModelConfig,
-    execution: ExecutionConfig,
-    num_predicted: int | None,
-    *,
-    has_rows: bool,
-) -> tuple[Float[Array, ""], Float[Array, " B"] | None]:
-    """The sum of `summed_nll`, and those of the rows if asked for."""
-    hidden, weight, targets, loss_weights = given
-
-    def chunk_sum(hidden: Array, targets: Array, loss_weights: Array) -> tuple[Array, Array | None]:
-        logits = output_logits(hidden, weight, model, execution, is_stream=is_whole)
-        if num_predicted is not None and num_predicted < model.vocab_size:
-            logits = only_predicted(logits, num_predicted)
-        nll = island(logits, targets)
-        weighted = nll * placement.place(loss_weights, rows)
-        return jnp.sum(weighted), jnp.sum(weighted, axis=1) if has_rows else None
-
+    objective = objective or NextTokenConfig()
+    num_predicted = objective.num_predicted(model)
     placement, rows = execution.placement, (ax.ACT_BATCH, ax.ACT_SEQ_INNER)
     vocab_axes = placement.mesh_axes(ax.ACT_VOCAB)
     island = placement.island(
@@ -103,22 +85,31 @@ def _summed_nll(
         in_axes=((*rows, ax.ACT_VOCAB), rows),
         out_axes=rows,
     )
+
+    def place(array: Array, axes: tuple[str | None, ...]) -> Array:
+        return placement.place(array, axes + (None,) * (array.ndim - len(axes)))
+
+    def chunk_sum(hidden: Array, targets: Array, given: TokenGiven) -> tuple[Array, Array | None]:
+        logits = output_logits(hidden, weight, model, execution, is_stream=is_whole)
+        if num_predicted < model.vocab_size:
+            logits = only_predicted(logits, num_predicted)
+        nll = island(logits, targets)
+        losses = objective.token_loss(nll, jax.tree.map(lambda leaf: place(leaf, rows), given))
+        return jnp.sum(losses), jnp.sum(losses, axis=1) if has_rows else None
+
+    weights, extra = jnp.asarray(batch.loss_weights), jax.tree.map(jnp.asarray, batch.extra)
+    arrays = (hidden, jnp.asarray(batch.targets), TokenGiven(weights=weights, extra=extra))
     length, chunk = hidden.shape[1], execution.loss_chunk
     is_whole = not chunk or chunk >= length
     if is_whole:
-        return chunk_sum(hidden, targets, loss_weights)
+        return chunk_sum(*arrays)
 
-    def body(total: Array, part: tuple[Array, ...]) -> tuple[Array, Array | None]:
+    def body(total: Array, part: tuple[Any, ...]) -> tuple[Array, Array | None]:
         summed, by_row = jax.checkpoint(chunk_sum)(*part)
         return total + summed, by_row
 
-    by_row = (ax.ACT_BATCH, None)
-    whole = (
-        placement.place(hidden, (*by_row, None)),
-        placement.place(targets, by_row),
-        placement.place(loss_weights, by_row),
-    )
-    parts = in_chunks(whole, chunk)
+    arrays = jax.tree.map(lambda leaf: place(leaf, (ax.ACT_BATCH,)), arrays)
+    parts = in_chunks(arrays, chunk)
     total, by_row = jax.lax.scan(body, jnp.zeros((), jnp.float32), parts)
     return total, None if by_row is None else jnp.sum(by_row, axis=0)
 
@@ -129,23 +120,24 @@ def forward_and_nll(
     params: Any,
     batch: Batch,
     *,
-    num_predicted: int | None = None,
+    objective: ObjectiveConfig | None = None,
     **given: Any,
 ) -> tuple[Float[Array, ""], Output]:
-    """Sum over a batch of loss weight times negative log-likelihood, nats, and the model's output.
-
-    The output is in the order of `lay_out_batch`.
+    """Return the summed loss of a batch and the output of the model.
 
     Args:
-        model: what is computed.
-        execution: how.
-        params: of the model.
-        batch: of which `loss_weights` 0 leaves a token out.
-        num_predicted: see `summed_nll`.
-        **given: further arguments of the transformer.
+        model: Model to compute.
+        execution: How it is computed.
+        params: Parameters of the model.
+        batch: Rows; tokens with loss weight 0 are left out.
+        objective: See `summed_loss`.
+        **given: Further arguments of `jaxmoe.models.transformer.forward`.
+
+    Returns:
+        The sum in nats, and the output in the order of `lay_out_batch`.
     """
     nll, _, output = forward_and_row_nll(
-        model, execution, params, batch, num_predicted=num_predicted, has_rows=False, **given
+        model, execution, params, batch, objective=objective, has_rows=False, **given
     )
     return nll, output
 
@@ -156,20 +148,20 @@ def forward_and_row_nll(
     params: Any,
     batch: Batch,
     *,
-    num_predicted: int | None = None,
+    objective: ObjectiveConfig | None = None,
     has_rows: bool = True,
     **given: Any,
 ) -> tuple[Float[Array, ""], Float[Array, " B"] | None, Output]:
-    """As `forward_and_nll`, with the sum of each row between the two, if asked for.
+    """Return the result of `forward_and_nll`, with the sums of the rows in the middle.
 
     Args:
-        model: what is computed.
-        execution: how.
-        params: of the model.
-        batch: of which `loss_weights` 0 leaves a token out.
-        num_predicted: see `summed_nll`.
-        has_rows: whether to sum the rows.
-        **given: further arguments of the transformer.
+        model: Model to compute.
+        execution: How it is computed.
+        params: Parameters of the model.
+        batch: Rows; tokens with loss weight 0 are left out.
+        objective: See `summed_loss`.
+        has_rows: Whether to sum each row; None stands in their place otherwise.
+        **given: Further arguments of `jaxmoe.models.transformer.forward`.
     """
     batch, order = lay_out_batch(batch, model, execution)
     output = forward(
@@ -184,40 +176,42 @@ def forward_and_row_nll(
         places=order,
         **given,
     )
-    given_to_head = (
+    nll, rows = summed_loss(
         output.hidden,
         head_weight(params, model),
-        jnp.asarray(batch.targets),
-        jnp.asarray(batch.loss_weights),
+        batch,
+        model=model,
+        execution=execution,
+        objective=objective,
+        has_rows=has_rows,
     )
-    nll, rows = _summed_nll(given_to_head, model, execution, num_predicted, has_rows=has_rows)
     return nll, rows, output
 
 
 def lay_out_batch(
     batch: Batch, model: ModelConfig, execution: ExecutionConfig
 ) -> tuple[Batch, Order | None]:
-    """The batch with the tokens of each row where the devices that share it hold them.
+    """Return the batch in the order in which sequence-parallel devices hold its tokens.
 
     Args:
-        batch: in the order of its tokens; targets are what follows each.
-        model: what is computed.
-        execution: how.
+        batch: Rows in the order of their tokens.
+        model: Model that reads the batch.
+        execution: How it is computed.
 
     Returns:
-        The batch, and of each token the place that it had in its row.
+        The batch, and for each token its position in the original row; None if nothing moved.
     """
     segments = None if batch.segment_ids is None else jnp.asarray(batch.segment_ids)
     order = current_order(model, execution, batch.tokens.shape[1], segments)
     return lay_out(batch, order, execution), order
 
 
-def in_chunks(arrays: tuple[Array, ...], chunk: int) -> tuple[Array, ...]:
-    """[B S ...] arrays as [S/chunk B chunk ...]; the last chunk is filled with zeros, of weight 0.
+def in_chunks(arrays: Any, chunk: int) -> Any:
+    """Return a tree of [B S ...] arrays as [S/chunk B chunk ...] arrays.
 
     Args:
-        arrays: whose sequences lie whole on a device.
-        chunk: positions.
+        arrays: Arrays whose sequences are whole on each device.
+        chunk: Positions per chunk; the last chunk is padded with zeros.
     """
 
     def split(array: Array) -> Array:
@@ -227,4 +221,4 @@ def in_chunks(arrays: tuple[Array, ...], chunk: int) -> tuple[Array, ...]:
         parts = padded.reshape(batch, (length + missing) // chunk, chunk, *rest)
         return jnp.moveaxis(parts, 1, 0)
 
-    return tuple(map(split, arrays))
+    return jax.tree.map(split, arrays)

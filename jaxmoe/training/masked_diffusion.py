@@ -41,6 +41,7 @@ from jaxtyping import Array, Float, Int, Key, UInt
 
 from jaxmoe.data.batch import Batch
 from jaxmoe.models.config import ModelConfig
+from jaxmoe.training.objective import TokenGiven
 from sharding import axes as ax
 from sharding.constrain import Placement
 
@@ -104,6 +105,15 @@ class MaskedDiffusionConfig:
         if batch.segment_ids is None:
             return jnp.sum(jnp.ones_like(jnp.asarray(batch.loss_weights)), axis=1)
         return jnp.sum(jnp.asarray(batch.segment_ids) != 0, axis=1, dtype=jnp.float32)
+
+    def token_loss(self, nll: Float[Array, "B S"], given: TokenGiven) -> Float[Array, "B S"]:
+        """Return the loss of each token from its negative log-likelihood, for some positions.
+
+        Args:
+            nll: Negative log-likelihood of the targets, nats.
+            given: Weights and extra arrays of the same positions.
+        """
+        return nll * given.weights
 
     def prepare(
         self, model: ModelConfig, batch: Batch, key: Key[Array, ""], placement: Placement

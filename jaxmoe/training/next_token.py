@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Int, Key
 
 from jaxmoe.data.batch import Batch
 from jaxmoe.models.config import ModelConfig
+from jaxmoe.training.objective import TokenGiven
 from sharding.constrain import Placement
 
 
@@ -56,6 +57,15 @@ class NextTokenConfig:
     def row_tokens(self, batch: Batch) -> Float[Array, " B"]:
         """The part of each row in `num_tokens`."""
         return jnp.sum(jnp.asarray(batch.loss_weights), axis=1)
+
+    def token_loss(self, nll: Float[Array, "B S"], given: TokenGiven) -> Float[Array, "B S"]:
+        """Return the loss of each token from its negative log-likelihood, for some positions.
+
+        Args:
+            nll: Negative log-likelihood of the targets, nats.
+            given: Weights and extra arrays of the same positions.
+        """
+        return nll * given.weights
 
     def prepare(self, model: ModelConfig, batch: Batch, key: Key[Array, ""], placement: Placement):
         """The batch of a training step, as it is."""

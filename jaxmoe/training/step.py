@@ -324,7 +324,7 @@ def _forward(
         params,
         micro.batch,
         has_rows=has_rows,
-        num_predicted=objective.num_predicted(model),
+        objective=objective,
         router_state=state.router_state,
         row_ids=micro.row_ids,
         train=True,

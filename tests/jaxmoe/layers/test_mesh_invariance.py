@@ -22,11 +22,11 @@ from jaxmoe.layers.moe import MoE, RoutingInputs
 from jaxmoe.models.transformer import Transformer
 from jaxmoe.routing import GATES, CapacityConfig, SoftmaxTopKConfig, SqrtGateConfig
 from jaxmoe.scaling.initialize import init_params, parameter_table
-from jaxmoe.training.loss import summed_nll
 from sharding.axes import BATCH_AXES
 from sharding.distributed import global_batch
 from sharding.rules import RULES
 from tests.support import dense_moe
+from tests.support.losses import summed_nll
 from tests.support.meshes import LAYOUTS, MESHES, mesh_named
 from tests.support.models import BATCH, FULL, LENGTH, TINY, tokens_for
 from tests.support.tolerances import assert_close

@@ -17,11 +17,11 @@ from jaxmoe.layers.embedding import head_weight
 from jaxmoe.models.transformer import Transformer
 from jaxmoe.optim import adamw
 from jaxmoe.scaling.initialize import init_params, parameter_table
-from jaxmoe.training.loss import summed_nll
 from jaxmoe.training.state import init_state
 from jaxmoe.training.step import make_train_step
 from sharding import MeshConfig, MoEMesh
 from sharding.distributed import global_batch
+from tests.support.losses import summed_nll
 from tests.support.meshes import EXECUTIONS, IN_SHORT, mesh_of
 from tests.support.models import WIDE, WIDE_LENGTH, tokens_for
 from tests.support.tolerances import assert_close

@@ -11,10 +11,14 @@ import numpy as np
 import optax
 import pytest
 
+from jaxmoe.data.batch import Batch
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import ForwardMultipliers, ModelConfig
 from jaxmoe.precision import PrecisionPolicy
-from jaxmoe.training.loss import summed_nll, token_nll
+from jaxmoe.training import NextTokenConfig
+from jaxmoe.training.loss import summed_loss, token_nll
+from jaxmoe.training.objective import TokenGiven
+from tests.support.losses import summed_nll
 from tests.support.tolerances import assert_close
 
 BATCH, LENGTH, WIDTH, VOCAB = 3, 10, 8, 13
@@ -72,6 +76,38 @@ def test_a_weight_of_0_leaves_a_token_out(chunk):
     jax.tree.map(np.testing.assert_array_equal, before, after)
     assert not np.asarray(before[1][0])[WEIGHTS == 0].any()
     assert np.asarray(before[1][0])[WEIGHTS != 0].all(-1).any()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class WithExtra(NextTokenConfig):
+    """Weighs tokens by an advantage and adds a penalty that has a dimension of its own."""
+
+    def token_loss(self, nll, given: TokenGiven):
+        penalty = jnp.sum(given.extra["penalty"], axis=-1)
+        return nll * given.weights * given.extra["advantage"] + nll**2 * penalty
+
+
+@pytest.mark.parametrize("chunk", [5, 4])
+def test_token_loss_with_extra_is_the_same_in_chunks(chunk):
+    """4 does not divide the 10 positions: the padding must not add to the loss."""
+    extra = {"advantage": _normal(4, BATCH, LENGTH), "penalty": _normal(5, BATCH, LENGTH, 2)}
+    batch = Batch(tokens=TARGETS, targets=TARGETS, loss_weights=WEIGHTS, extra=extra)
+
+    def value_and_grad(size: int):
+        def loss(hidden, weight):
+            given = {"model": MODEL, "execution": ExecutionConfig(loss_chunk=size)}
+            return summed_loss(hidden, weight, batch, objective=WithExtra(), **given)[0]
+
+        return jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(
+            _normal(2, *HIDDEN_SHAPE), _normal(3, WIDTH, VOCAB)
+        )
+
+    whole = value_and_grad(0)
+    logits = 0.7 * _normal(2, *HIDDEN_SHAPE) @ _normal(3, WIDTH, VOCAB)
+    nll = token_nll(logits, jnp.asarray(TARGETS))
+    wanted = nll * WEIGHTS * extra["advantage"] + nll**2 * extra["penalty"].sum(-1)
+    assert_close(whole[0], wanted.sum(), kind="matmul")
+    assert_close(value_and_grad(chunk), whole, kind="matmul")
 
 
 def test_nothing_weighs_nothing():

@@ -247,8 +247,7 @@ def test_the_mask_is_never_predicted():
 
     @jax.jit
     def loss(params):
-        number = OBJECTIVE.num_predicted(MODEL)
-        return forward_and_nll(MODEL, ExecutionConfig(), params, batch, num_predicted=number)[0]
+        return forward_and_nll(MODEL, ExecutionConfig(), params, batch, objective=OBJECTIVE)[0]
 
     sure = jax.tree.map(jnp.array, params)
     sure["head"]["weight"] = sure["head"]["weight"].at[:, -1].set(100.0)
