@@ -22,6 +22,7 @@ import numpy as np
 
 from experiments.cli import flags as cli
 from experiments.cli.output import write
+from jaxmoe.checkpoint.migrate import migrate
 from jaxmoe.configs import from_json, varying_fields
 from jaxmoe.models.flops import flops_per_token
 from jaxmoe.run.assemble import make_plan
@@ -254,7 +255,7 @@ def _flops_per_token(run: FoundRun) -> float | None:
     if run.summary.get("model_flops_per_token") is not None:
         return float(run.summary["model_flops_per_token"])
     try:
-        config = from_json(PretrainConfig, run.config)
+        config = from_json(PretrainConfig, migrate(run.config))
     except ValueError:
         return None
     plan = make_plan(config)

@@ -24,6 +24,7 @@ import jax
 
 from jaxmoe.checkpoint import bounds
 from jaxmoe.checkpoint.fingerprint import fingerprints
+from jaxmoe.checkpoint.migrate import migrate
 from jaxmoe.checkpoint.tree import SEPARATOR, flatten, is_key
 from jaxmoe.errors import JaxmoeError
 
@@ -87,7 +88,7 @@ class CheckpointManifest:
             raise CheckpointDamagedError(
                 f"{where} has a manifest that is none: see {', '.join(wrong)[:200]}"
             )
-        return cls(**data)
+        return cls(**{**data, "config": migrate(data["config"])})
 
 
 def read_manifest(step: pathlib.Path) -> CheckpointManifest:

@@ -1,27 +1,35 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""The batch: what one step of training or evaluation reads, and the check on the host before it.
+"""Define the batch that one step of training or evaluation reads, and validate it on the host.
 
 A row of S + 1 tokens gives S predictions: `tokens` are its first S, `targets` its last S, so that
-`targets[b, s]` is what the model should say after `tokens[b, :s + 1]`.
+`targets[b, s]` is the label of `tokens[b, :s + 1]`.
 
-The check exists because a device is silent: on it an id past the vocabulary is clamped, a negative
-one wraps round, a 64-bit one loses its upper half, and each gives a finite, wrong loss.
+Batches are validated on the host because devices do not report bad ids: an id past the vocabulary
+is clamped, a negative one wraps around, a 64-bit one loses its upper half, and each gives a finite
+but wrong loss.
 
-To add a field: here with its shape, in `Loader.batch`, and in `validate_batch` what it may hold.
+To add a field: `jaxmoe/data/batch.py` (the field, and its check in `validate_batch`),
+`jaxmoe/data/loader.py` (its values). An array that only one objective reads needs no field: put it
+into `Batch.extra`.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import typing
+from collections.abc import Mapping
 
 import flax.struct
 import numpy as np
 
 from jaxmoe.errors import JaxmoeError
-from pallas_kernels.array_types import Array, Float, Int
+from pallas_kernels.array_types import Array, Float, Int, Shaped
 
 HostOrDeviceArray = Array | np.ndarray
+
+EXTRA = "extra."
+"""Prefix of the names that `Batch.arrays` gives to the arrays of `Batch.extra`."""
 
 
 class DataError(JaxmoeError, ValueError):
@@ -32,12 +40,12 @@ class DataError(JaxmoeError, ValueError):
 @typing.no_type_check
 @flax.struct.dataclass
 class Batch:
-    """The rows of one step: numpy arrays on the host, jax arrays on the devices."""
+    """Rows of one step: numpy arrays on the host, jax arrays on devices."""
 
     tokens: Int[HostOrDeviceArray, "B S"]
-    """What the model reads."""
+    """Input token ids."""
     targets: Int[HostOrDeviceArray, "B S"]
-    """What it should predict: the token that follows each of `tokens`."""
+    """Labels: the token that follows each of `tokens`."""
     loss_weights: Float[HostOrDeviceArray, "B S"]
     """Weight of each prediction in the mean loss; 0 leaves it out."""
     segment_ids: Int[HostOrDeviceArray, "B S"] | None = None
@@ -46,42 +54,47 @@ class Batch:
     positions: Int[HostOrDeviceArray, "B S"] | None = None
     """Position within the document, from 0. None: 0 to S - 1 in every row."""
     mask_ratio: Float[HostOrDeviceArray, "B S"] | None = None
-    """Share of a row's tokens that masked diffusion hides, the same along a row; filled in by
+    """Share of a row's tokens that masked diffusion hides, the same along a row; set by
     `jaxmoe.training.masked_diffusion`, not by loaders."""
+    extra: dict[str, Shaped[HostOrDeviceArray, "B S ..."]] = dataclasses.field(default_factory=dict)
+    """Further arrays per token, by name, for the objective: masks, advantages, task ids. They are
+    validated, placed, reordered and cut into micro-batches and chunks like the other fields."""
+
+    def arrays(self) -> dict[str, HostOrDeviceArray]:
+        """Return every array that is set, by field name; those of `extra` as `extra.<name>`."""
+        fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        extra = {f"{EXTRA}{name}": array for name, array in fields.pop("extra").items()}
+        return {name: array for name, array in fields.items() if array is not None} | extra
+
+    @classmethod
+    def from_arrays(cls, arrays: Mapping[str, HostOrDeviceArray]) -> Batch:
+        """Return the batch whose `arrays()` are these.
+
+        Raises:
+            TypeError: A name is not a field.
+        """
+        fields = {name: array for name, array in arrays.items() if not name.startswith(EXTRA)}
+        names = arrays.keys() - fields.keys()
+        return cls(**fields, extra={name[len(EXTRA) :]: arrays[name] for name in sorted(names)})
 
 
 def validate_batch(batch: Batch, vocab_size: int) -> None:
-    """Refuses a batch that a device would accept and get silently wrong.
+    """Raise if a device would accept the batch and compute a wrong loss from it.
 
     Args:
         batch: Arrays on this host.
-        vocab_size: Number of token ids that the model knows.
+        vocab_size: Number of token ids that the model has.
 
     Raises:
         DataError: Shapes differ, a dtype is not an integer (or, for the weights, a float), a token
             id is outside the vocabulary, or a loss weight is negative or not finite.
     """
-    given = {name: getattr(batch, name) for name in Batch.__dataclass_fields__}
-    fields = {name: np.asarray(values) for name, values in given.items() if values is not None}
+    fields = {name: np.asarray(values) for name, values in batch.arrays().items()}
     wanted = fields["tokens"].shape
     if len(wanted) != 2:
         raise DataError(f"batch.tokens has shape {wanted}, which must be [rows, positions]")
     for name, values in fields.items():
-        if values.shape != wanted:
-            raise DataError(
-                f"batch.{name} has shape {values.shape}, which must be that of batch.tokens, "
-                f"{wanted}"
-            )
-        kind, kind_name = (
-            (np.floating, "a float")
-            if name in ("loss_weights", "mask_ratio")
-            else (np.integer, "an integer")
-        )
-        if not np.issubdtype(values.dtype, kind):
-            raise DataError(
-                f"batch.{name} has dtype {values.dtype}, which must be {kind_name} type: "
-                f"convert it where it is read"
-            )
+        _check_array(name, values, wanted)
     for name in ("tokens", "targets"):
         _refuse_first(
             name,
@@ -99,8 +112,36 @@ def validate_batch(batch: Batch, vocab_size: int) -> None:
     )
 
 
+def _check_array(name: str, values: np.ndarray, wanted: tuple[int, ...]) -> None:
+    """Raise a DataError if an array of a batch has another shape or kind than its field.
+
+    Args:
+        name: Key of `Batch.arrays`.
+        values: The array.
+        wanted: Shape of the tokens.
+    """
+    is_extra = name.startswith(EXTRA)
+    if (values.shape[:2] if is_extra else values.shape) != wanted:
+        rule = "begin with" if is_extra else "be"
+        raise DataError(
+            f"batch.{name} has shape {values.shape}, which must {rule} that of batch.tokens, "
+            f"{wanted}"
+        )
+    if is_extra:
+        kinds, words = (np.number, np.bool_), "a number or boolean"
+    elif name in ("loss_weights", "mask_ratio"):
+        kinds, words = (np.floating,), "a float"
+    else:
+        kinds, words = (np.integer,), "an integer"
+    if not any(np.issubdtype(values.dtype, kind) for kind in kinds):
+        raise DataError(
+            f"batch.{name} has dtype {values.dtype}, which must be {words} type: "
+            f"convert it where it is read"
+        )
+
+
 def _refuse_first(name: str, values: np.ndarray, is_bad: np.ndarray, reason: str) -> None:
-    """Raises a DataError that names the first bad entry and how many there are."""
+    """Raise a DataError that names the first bad entry and counts all of them."""
     if is_bad.any():
         row, position = np.argwhere(is_bad)[0]
         raise DataError(

@@ -33,6 +33,7 @@ from jaxmoe.data.order import order_digest, shuffled
 from jaxmoe.data.skipped import SkippedRows
 from jaxmoe.data.source import Row, Source, Split
 from jaxmoe.optional import require
+from pallas_kernels.array_types import Float
 
 _PREFETCH = 2
 """Batches that a thread makes ahead of the consumer."""
@@ -235,9 +236,9 @@ def _batch_of(rows: list[Row]) -> Batch:
     """Tokens and targets; of packed rows also segments, positions and what counts."""
     tokens = np.stack([row.tokens for row in rows])
     inputs, targets = (np.ascontiguousarray(part) for part in (tokens[:, :-1], tokens[:, 1:]))
+    weights = np.stack([_target_weights(row) for row in rows])
     if all(row.segment_ids is None for row in rows):
-        ones = np.ones(inputs.shape, np.float32)
-        return Batch(tokens=inputs, targets=targets, loss_weights=ones)
+        return Batch(tokens=inputs, targets=targets, loss_weights=weights)
     whole = np.ones(tokens.shape[1], np.int32)
     segments = np.stack([whole if row.segment_ids is None else row.segment_ids for row in rows])
     is_same = segments[:, 1:] == segments[:, :-1]
@@ -248,10 +249,17 @@ def _batch_of(rows: list[Row]) -> Batch:
     return Batch(
         tokens=inputs,
         targets=targets,
-        loss_weights=(is_same & (segments[:, 1:] != 0)).astype(np.float32),
+        loss_weights=np.where(is_same & (segments[:, 1:] != 0), weights, np.float32(0)),
         segment_ids=np.ascontiguousarray(segments[:, :-1]),
         positions=places - begins,
     )
+
+
+def _target_weights(row: Row) -> Float[np.ndarray, " S"]:
+    """Return the loss weight of each prediction of a row."""
+    if row.loss_weights is None:
+        return np.ones(len(row.tokens) - 1, np.float32)
+    return row.loss_weights[1:].astype(np.float32)
 
 
 def evaluation_batches(

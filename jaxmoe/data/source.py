@@ -19,7 +19,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 
-from pallas_kernels.array_types import Int, Shaped
+from pallas_kernels.array_types import Float, Int, Shaped
 
 Split = Literal["train", "validation"]
 
@@ -31,6 +31,9 @@ class Row:
     tokens: Int[np.ndarray, " row"]
     segment_ids: Int[np.ndarray, " row"] | None = None
     """0 for padding, otherwise the document within the row, from 1. None: one document."""
+    loss_weights: Float[np.ndarray, " row"] | None = None
+    """Weight of the prediction of each token, at least 0; the first token of the row is never
+    predicted. None: 1 everywhere."""
 
 
 @runtime_checkable

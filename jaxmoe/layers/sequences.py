@@ -169,14 +169,14 @@ def lay_out(arrays: Any, order: Order | None, execution: ExecutionConfig) -> Any
     """The arrays of a tree with the tokens of each row in this order.
 
     Args:
-        arrays: [B S] each.
+        arrays: [B S ...] each.
         order: None leaves them.
         execution: where they lie.
     """
     if order is None:
         return arrays
     arrays = jax.tree.map(jnp.asarray, arrays)
-    axes = jax.tree.map(lambda _: (ax.ACT_BATCH, None), arrays)
+    axes = jax.tree.map(lambda x: (ax.ACT_BATCH,) + (None,) * (x.ndim - 1), arrays)
     return _permute(arrays, axes, order, execution)
 
 

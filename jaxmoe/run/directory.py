@@ -41,6 +41,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from jaxmoe.checkpoint import LeaseLostError
+from jaxmoe.checkpoint.migrate import migrate
 from jaxmoe.configs import differences, from_json, to_json
 from jaxmoe.disk import replace_file
 from jaxmoe.resilience.lease import FILES as LEASE_FILES
@@ -241,7 +242,7 @@ class RunDirectory:
         """
         given = to_json(config)
         if self.config_file.exists():
-            saved = self._read(self.config_file)
+            saved = migrate(self._read(self.config_file))
             if lines := differences(saved, given, free, fixed):
                 raise ValueError(
                     f"run.directory={self.path} belongs to a run with another config:\n  "
@@ -268,7 +269,7 @@ class RunDirectory:
                 "give the directory of a run with --run.directory"
             )
         try:
-            return from_json(cls, self._read(self.config_file))
+            return from_json(cls, migrate(self._read(self.config_file)))
         except ValueError as error:
             raise ValueError(f"{self.config_file}: {error}") from error
 

@@ -52,8 +52,7 @@ def dump_batches(directory: RunDirectory, loader: Loader, refused: tuple[int, in
     guard = DiskGuard(directory.bad_data_directory)
     for step in range(refused[0], refused[1] + 1):
         batch = loader.batch(step - 1)
-        fields = {name: getattr(batch, name) for name in Batch.__dataclass_fields__}
-        arrays: dict[str, Any] = {n: np.asarray(x) for n, x in fields.items() if x is not None}
+        arrays: dict[str, Any] = {name: np.asarray(x) for name, x in batch.arrays().items()}
         first = loader.first_row(step - 1)
         rows = np.arange(first, first + batch.tokens.shape[0])
         file = io.BytesIO()
@@ -89,7 +88,7 @@ def read_batch(directory: RunDirectory, step: int) -> DumpedBatch:
         with np.load(path, allow_pickle=False) as file:
             arrays = dict(file)
         rows, number = arrays.pop("rows"), int(arrays.pop("step"))
-        return DumpedBatch(step=number, rows=rows, batch=Batch(**arrays))
+        return DumpedBatch(step=number, rows=rows, batch=Batch.from_arrays(arrays))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is no dump of a batch ({error}): remove it") from error
 

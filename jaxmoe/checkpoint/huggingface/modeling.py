@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from jaxmoe.checkpoint.manifest import CheckpointError
+from jaxmoe.checkpoint.migrate import migrate
 from jaxmoe.configs import from_json, to_json
 from jaxmoe.models.config import AttentionConfig, ModelConfig
 from jaxmoe.routing import LossFreeConfig, SigmoidTopKConfig, SoftmaxTopKConfig
@@ -50,7 +51,7 @@ def fields_of(model: ModelConfig) -> dict[str, Any]:
 def model_of(fields: Mapping[str, Any]) -> ModelConfig:
     """The model of a config.json that was written here."""
     try:
-        return from_json(ModelConfig, fields["jaxmoe"])
+        return from_json(ModelConfig, migrate(fields["jaxmoe"]))
     except (KeyError, ValueError) as error:
         text = f"the config of a model of type {NAME!r} does not say which: {error!r}"
         raise CheckpointError(text) from error

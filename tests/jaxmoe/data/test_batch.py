@@ -83,6 +83,33 @@ def test_bad_batches_are_refused_in_words(field, values, message):
         validate_batch(_batch(**{field: values}), 256)
 
 
+EXTRA = {"task": np.zeros((2, 4), np.int32), "experts": np.zeros((2, 4, 3), np.int8)}
+
+
+def test_extra_arrays_are_part_of_the_batch():
+    batch = _batch(extra=EXTRA | {"is_answer": np.ones((2, 4), bool)})
+    validate_batch(batch, 9)
+    assert len(jax.tree.leaves(batch)) == 8
+    assert batch.arrays().keys() >= {"tokens", "extra.task", "extra.experts"}
+    assert "mask_ratio" not in batch.arrays()
+    again = Batch.from_arrays(batch.arrays())
+    assert jax.tree.all(jax.tree.map(np.array_equal, again, batch))
+    with pytest.raises(TypeError, match="unheard"):
+        Batch.from_arrays(batch.arrays() | {"unheard": batch.tokens})
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (np.zeros((2, 3), np.int32), "has shape (2, 3), which must begin with that of"),
+        (np.zeros((2, 4), "U1"), "has dtype <U1, which must be a number or boolean type"),
+    ],
+)
+def test_bad_extra_arrays_are_refused(values, message):
+    with pytest.raises(DataError, match=re.escape(f"batch.extra.task {message}")):
+        validate_batch(_batch(extra=EXTRA | {"task": values}), 9)
+
+
 def test_a_batch_is_a_pytree():
     shapes = jax.tree.map(lambda leaf: leaf.shape, _batch())
     assert shapes.tokens == (2, 4)

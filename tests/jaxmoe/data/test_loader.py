@@ -79,9 +79,26 @@ def test_fields():
     assert batch.positions is None and batch.segment_ids is None  # each row is one segment
     assert batch.tokens.shape == (4, 3)
     assert (batch.loss_weights == 1).all()
-    kinds = {name: str(values.dtype) for name, values in vars(batch).items() if values is not None}
+    kinds = {name: str(values.dtype) for name, values in batch.arrays().items()}
     assert kinds.pop("loss_weights") == "float32"
     assert set(kinds.values()) == {"int32"}
+
+
+class Weighted(Counting):
+    """Rows whose token of place p has loss weight p / 8; odd rows consist of two documents."""
+
+    def row(self, split, index, sequence_length, *, epoch=0):
+        tokens = super().row(split, index, sequence_length).tokens
+        segments = np.where(np.arange(len(tokens)) < 2, 1, 2).astype(np.int32)
+        weights = np.arange(len(tokens), dtype=np.float32) / np.float32(8)
+        return Row(tokens, segments if index % 2 else None, weights)
+
+
+def test_loss_weights_of_rows_weigh_their_targets_within_documents():
+    loader = Loader(Weighted(), batch_size=2, sequence_length=3, seed=0, split="validation")
+    batch = loader.batch(0)
+    np.testing.assert_array_equal(batch.loss_weights, [[0.125, 0.25, 0.375], [0.125, 0, 0.375]])
+    assert batch.loss_weights.dtype == np.float32
 
 
 @pytest.mark.parametrize("source", [Counting(), MarkovConfig().build(0)])

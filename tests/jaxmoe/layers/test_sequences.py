@@ -121,7 +121,7 @@ def test_rows_are_laid_out_and_back(form):
 
     def both(x, segments):
         order = current_order(MODEL, execution, LENGTH, segments)
-        whole = {"a": x[..., 0], "b": segments}
+        whole = {"a": x[..., 0], "b": segments, "wide": x}
         laid = lay_out(whole, order, execution)
         return laid, lay_back(jnp.stack([laid["a"]] * 3, axis=-1), order, execution)
 
@@ -129,6 +129,8 @@ def test_rows_are_laid_out_and_back(form):
         laid, back = jax.jit(both)(x, segments)
     assert (np.asarray(laid["a"]) != np.asarray(x[..., 0])).any()
     np.testing.assert_array_equal(np.sort(laid["a"], axis=1), x[..., 0])
+    np.testing.assert_array_equal(laid["wide"][..., 0], laid["a"])
+    np.testing.assert_array_equal(laid["wide"][..., 2], laid["a"] + np.float32(2))
     np.testing.assert_array_equal(back, jnp.repeat(x[..., :1], 3, axis=-1))
 
 

@@ -1,0 +1,85 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Brings the JSON of a config that an older version saved up to the config classes of today.
+
+`jaxmoe.configs.from_json` is strict: a field that was added after a run was started is missing from
+its `config.json` and from the manifests of its checkpoints. Every reader of those therefore calls
+`migrate` first, which fills in such fields with the value that means "as before".
+
+To add a field to a config class that runs save: `jaxmoe/checkpoint/migrate.py` (one line at the end
+of `ADDED`).
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from jaxmoe.configs import TAG
+
+JsonValue = None | bool | int | float | str | list | dict
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Added:
+    """A field that older configs lack."""
+
+    path: str
+    """Dotted path from the config of a run. `*` stands for every item of a list, and a segment
+    `router[softmax_topk]` for `router` where it holds that member of its union."""
+    value: JsonValue
+    """JSON value with which the config means what it meant before the field existed."""
+
+
+ADDED: tuple[Added, ...] = ()
+"""Fields in the order in which they were added."""
+
+
+def migrate(config: Mapping[str, Any], added: Sequence[Added] | None = None) -> dict[str, Any]:
+    """Return a config's JSON with the fields that were added since it was saved.
+
+    Args:
+        config: JSON of the config of a run, or of a `ModelConfig` alone. Anything else (a caller of
+            `save_checkpoint` may store what it likes) is returned unchanged.
+        added: Fields to fill in; `ADDED` when None.
+
+    Returns:
+        A copy in which each missing field has its value. Fields that are there keep theirs.
+    """
+    fields = ADDED if added is None else added
+    run = copy.deepcopy(dict(config))
+    if _is_model(run):
+        return _filled({"model": run}, fields)["model"]
+    return _filled(run, fields) if isinstance(run.get("model"), dict) else run
+
+
+def _is_model(config: Mapping[str, Any]) -> bool:
+    return {"vocab_size", "embed_dim", "num_layers"} <= config.keys()
+
+
+def _filled(run: dict[str, Any], added: Sequence[Added]) -> dict[str, Any]:
+    """Fill in the fields, in place, where the object that holds them exists."""
+    for field in added:
+        *parents, name = field.path.split(".")
+        for holder in _objects(run, parents):
+            holder.setdefault(name, copy.deepcopy(field.value))
+    return run
+
+
+def _objects(value: Any, segments: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Yield the objects at a path, if any."""
+    if not segments:
+        if isinstance(value, dict):
+            yield value
+        return
+    segment, rest = segments[0], segments[1:]
+    if segment == "*":
+        for item in value if isinstance(value, list) else ():
+            yield from _objects(item, rest)
+        return
+    name, _, member = segment.removesuffix("]").partition("[")
+    child = value.get(name) if isinstance(value, dict) else None
+    if not member or (isinstance(child, dict) and child.get(TAG) == member):
+        yield from _objects(child, rest)

@@ -1,0 +1,103 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Configs that older versions saved are brought up to date, and stay what they were."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import pathlib
+
+import pytest
+
+from experiments.recipes import RECIPES
+from jaxmoe.checkpoint.manifest import SCHEMA, CheckpointManifest
+from jaxmoe.checkpoint.migrate import ADDED, Added, migrate
+from jaxmoe.configs import from_json, to_json
+from jaxmoe.models.config import ModelConfig
+from jaxmoe.run.config import PretrainConfig
+from jaxmoe.run.directory import RunDirectory
+
+SAVED = sorted(pathlib.Path("tests/golden/configs").glob("*.json"))
+"""Configs of all recipes as the first version wrote them. Never written again."""
+
+
+@pytest.mark.parametrize("file", SAVED, ids=[file.stem for file in SAVED])
+def test_config_saved_by_the_first_version_equals_the_recipe(file):
+    config = from_json(PretrainConfig, migrate(json.loads(file.read_text())))
+    assert config == RECIPES[file.stem]()
+
+
+def test_every_recipe_of_the_first_version_has_a_saved_config():
+    assert {file.stem for file in SAVED} >= {"tiny", "hyperp", "markov", "olmoe_1b_7b", "d24"}
+
+
+def test_migrating_the_config_of_today_changes_nothing():
+    for recipe in RECIPES.values():
+        today = to_json(recipe())
+        assert migrate(today) == today
+    model = to_json(RECIPES["tiny"]().model)
+    assert migrate(model) == model
+
+
+def test_every_added_field_exists_in_some_recipe_of_today():
+    configs = [to_json(recipe()) for recipe in RECIPES.values()]
+    for field in ADDED:
+        filled = [migrate(config, [dataclasses.replace(field, value=None)]) for config in configs]
+        assert filled == configs, field.path
+
+
+CHANGES = (
+    Added("model.layers", None),
+    Added("model.moe.router.score", "softmax"),
+    Added("optimizer[adamw].flavour", {"a": [1]}),
+    Added("optimizer[muon].flavour", 0),
+    Added("model.window_pattern", []),
+    Added("data.parts.*.weights", None),
+)
+
+
+def test_missing_fields_are_filled_in_where_their_object_exists():
+    old = to_json(RECIPES["tiny"]()) | {"data": {"kind": "mixture", "parts": [{"name": "a"}, {}]}}
+    before = copy.deepcopy(old)
+    new = migrate(old, CHANGES)
+    assert old == before
+    assert new["model"]["layers"] is None
+    assert new["model"]["moe"]["router"]["score"] == "softmax"
+    assert new["optimizer"]["flavour"] == {"a": [1]}
+    assert new["data"]["parts"] == [{"name": "a", "weights": None}, {"weights": None}]
+    dense = old | {"model": old["model"] | {"moe": None}}
+    assert migrate(dense, CHANGES)["model"]["moe"] is None
+
+
+def test_fields_that_are_there_keep_their_value():
+    old = to_json(RECIPES["tiny"]())
+    old["model"]["layers"] = 7
+    assert migrate(old, CHANGES)["model"]["layers"] == 7
+
+
+def test_config_of_a_model_alone_is_migrated_and_foreign_json_is_not():
+    model = to_json(ModelConfig())
+    new = migrate(model, CHANGES)
+    assert new["layers"] is None and new["moe"]["router"].pop("score") == "softmax"
+    assert new == model | {"layers": None, "window_pattern": []}
+    for foreign in ({}, {"note": "mine"}, {"model": "mine"}):
+        assert migrate(foreign, CHANGES) == foreign
+
+
+def test_run_directory_and_manifest_read_an_older_config(tmp_path, monkeypatch):
+    today = RECIPES["tiny"]()
+    old = to_json(today)
+    removed = old["training"].pop("accumulation")
+    manifest = {"schema": SCHEMA, "step": 1, "arrays": {}, "data": {}, "config": old}
+    run = RunDirectory(tmp_path)
+    run.config_file.write_text(json.dumps(old))
+    with pytest.raises(ValueError, match=r"training\.accumulation"):
+        run.load_config(PretrainConfig)
+
+    changes = (Added("training.accumulation", removed),)
+    monkeypatch.setattr("jaxmoe.checkpoint.migrate.ADDED", changes)
+    assert run.load_config(PretrainConfig) == today
+    run.check_config(today)
+    assert CheckpointManifest.from_json(manifest, "here").config == to_json(today)
