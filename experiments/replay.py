@@ -31,12 +31,12 @@ from experiments.cli.process import start_process
 from experiments.cli.tables import text_table
 from experiments.evaluate import FinishedRunConfig
 from jaxmoe.checkpoint import CheckpointManager
-from jaxmoe.checkpoint.tree import flatten
 from jaxmoe.data import Batch
 from jaxmoe.run.assemble import Assembly
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.load import assemble_run, load_run
 from jaxmoe.run.refused_batches import DumpedBatch, dumped_steps, read_batch
+from jaxmoe.state_tree import flatten
 from jaxmoe.training.batch_ramp import accumulation_of
 from jaxmoe.training.guard import norm_limit
 from jaxmoe.training.state import TrainState

@@ -51,7 +51,7 @@ from jaxmoe.checkpoint.reading import (
     shared_steps,
     target_of,
 )
-from jaxmoe.checkpoint.tree import is_key, pack, unpack
+from jaxmoe.state_tree import is_key, pack, unpack
 from sharding.distributed import agree
 
 logger = logging.getLogger(__name__)

@@ -5,7 +5,7 @@
 It is committed together with the arrays, and read before any of them: a restore compares names,
 shapes and dtypes first and lists everything that differs at once, because the store itself would
 cast a dtype in silence. The fingerprints of the arrays, taken on the devices before they were
-written, are compared with those of what was read (`fingerprint.py`).
+written, are compared with those of what was read (`jaxmoe/fingerprints.py`).
 
 Schema 2 added the fingerprints; checkpoints of schema 1 are read and cannot be verified.
 """
@@ -23,10 +23,10 @@ from typing import Any
 import jax
 
 from jaxmoe.checkpoint import bounds
-from jaxmoe.checkpoint.fingerprint import fingerprints
 from jaxmoe.checkpoint.migrate import migrate
-from jaxmoe.checkpoint.tree import SEPARATOR, flatten, is_key
 from jaxmoe.errors import JaxmoeError
+from jaxmoe.fingerprints import fingerprints
+from jaxmoe.state_tree import SEPARATOR, flatten, is_key
 
 logger = logging.getLogger(__name__)
 

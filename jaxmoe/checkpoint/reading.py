@@ -23,7 +23,7 @@ from jaxmoe.checkpoint.manifest import (
     CheckpointError,
     CheckpointManifest,
 )
-from jaxmoe.checkpoint.tree import SEPARATOR
+from jaxmoe.state_tree import SEPARATOR
 from sharding.distributed import agree, share
 
 

@@ -38,7 +38,7 @@ from jaxmoe.checkpoint.manifest import (
 )
 from jaxmoe.checkpoint.mapping import MappingRule, Merged, plan_mapping
 from jaxmoe.checkpoint.reading import Reading, array_reader
-from jaxmoe.checkpoint.tree import SEPARATOR, flatten, is_key, unpack
+from jaxmoe.state_tree import SEPARATOR, flatten, is_key, unpack
 
 logger = logging.getLogger(__name__)
 

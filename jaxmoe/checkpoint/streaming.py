@@ -30,11 +30,11 @@ import orbax.checkpoint as ocp
 from flax import traverse_util
 
 from jaxmoe.checkpoint import checksums
-from jaxmoe.checkpoint.fingerprint import RunningFingerprint
 from jaxmoe.checkpoint.manifest import CheckpointError, make_manifest
 from jaxmoe.checkpoint.restore import whole_step
-from jaxmoe.checkpoint.tree import SEPARATOR, flatten, pack
+from jaxmoe.fingerprints import RunningFingerprint
 from jaxmoe.optional import require
+from jaxmoe.state_tree import SEPARATOR, flatten, pack
 
 _STATE, _MANIFEST = "state", "manifest"
 _FLAT = "."

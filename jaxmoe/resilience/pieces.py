@@ -24,7 +24,7 @@ import numpy as np
 from flax import traverse_util
 from jaxtyping import UInt32
 
-from jaxmoe.checkpoint.tree import SEPARATOR, pack, unpack
+from jaxmoe.state_tree import SEPARATOR, pack, unpack
 
 Index = tuple[tuple[int, int], ...]
 """First and last index, the latter not included, in every dimension of the whole array."""

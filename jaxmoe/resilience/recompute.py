@@ -24,13 +24,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxmoe.checkpoint.fingerprint import (
+from jaxmoe.data.batch import Batch
+from jaxmoe.fingerprints import (
     ReplicasDifferError,
     ShardFingerprint,
     shard_fingerprints,
 )
-from jaxmoe.checkpoint.tree import is_key
-from jaxmoe.data.batch import Batch
+from jaxmoe.state_tree import is_key
 from jaxmoe.training.state import TrainState
 
 Prints = dict[str, list[ShardFingerprint]]

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from jaxmoe.checkpoint.fingerprint import fingerprints
+from jaxmoe.fingerprints import fingerprints
 from jaxmoe.training.state import TrainState
 
 

@@ -45,9 +45,9 @@ from jaxmoe.checkpoint.manifest import (
     check_fingerprints,
     make_manifest,
 )
-from jaxmoe.checkpoint.tree import flatten
 from jaxmoe.resilience.parity import Block, Peers, TooManyLostError, Words, only_lost, padded
 from jaxmoe.resilience.pieces import Piece, num_words, pack_words, pieces_of, place_words
+from jaxmoe.state_tree import flatten
 from sharding.distributed import gather, share
 
 logger = logging.getLogger(__name__)

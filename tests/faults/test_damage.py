@@ -25,7 +25,7 @@ from jaxmoe.checkpoint import (
     load_checkpoint,
     save_checkpoint,
 )
-from jaxmoe.checkpoint.fingerprint import fingerprints, shard_fingerprints
+from jaxmoe.fingerprints import fingerprints, shard_fingerprints
 from tests.support.meshes import mesh_named
 
 

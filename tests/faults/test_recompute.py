@@ -12,11 +12,11 @@ from experiments import pretrain
 from experiments.cli import flags as cli
 from experiments.cli.flags import ExitCode
 from experiments.recipes import DEFAULT, RECIPES
-from jaxmoe.checkpoint.fingerprint import ShardFingerprint
-from jaxmoe.checkpoint.tree import is_key
+from jaxmoe.fingerprints import ShardFingerprint
 from jaxmoe.resilience.recompute import ComputationDiffersError, RecomputedStep, verdict
 from jaxmoe.run import loop as around_steps
 from jaxmoe.run.assemble import assemble
+from jaxmoe.state_tree import is_key
 from tests.support.runs import flags
 
 TRIALS = 20

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from experiments import pretrain
 from experiments.cli.flags import ExitCode
 from jaxmoe.checkpoint import CheckpointManager
-from jaxmoe.checkpoint.fingerprint import ReplicasDifferError, fingerprints
+from jaxmoe.fingerprints import ReplicasDifferError, fingerprints
 from jaxmoe.run import loop as around_steps
 from jaxmoe.training import loop
 from tests.support.meshes import mesh_named

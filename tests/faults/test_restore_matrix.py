@@ -19,8 +19,8 @@ import numpy as np
 import pytest
 
 from jaxmoe.checkpoint import save_checkpoint
-from jaxmoe.checkpoint.fingerprint import fingerprints
-from jaxmoe.checkpoint.tree import flatten, is_key
+from jaxmoe.fingerprints import fingerprints
+from jaxmoe.state_tree import flatten, is_key
 from tests.support.ports import free_port
 from tests.support.restores import ALONE, MESHES, STEPS, TOGETHER, Training
 from tests.support.runs import ROOT

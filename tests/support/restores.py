@@ -23,9 +23,9 @@ import jax
 import numpy as np
 
 from jaxmoe.checkpoint import load_checkpoint, save_checkpoint
-from jaxmoe.checkpoint.fingerprint import fingerprints
 from jaxmoe.data.batch import Batch
 from jaxmoe.execution import ExecutionConfig
+from jaxmoe.fingerprints import fingerprints
 from jaxmoe.optim import AdamWConfig, LinearConfig
 from jaxmoe.routing import LossFreeConfig, SigmoidTopKConfig
 from jaxmoe.scaling.initialize import parameter_table

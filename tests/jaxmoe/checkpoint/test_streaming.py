@@ -16,8 +16,8 @@ from jaxmoe.checkpoint import (
     save_checkpoint,
 )
 from jaxmoe.checkpoint import manager as manager_room
-from jaxmoe.checkpoint.fingerprint import RunningFingerprint, fingerprints
 from jaxmoe.checkpoint.streaming import Streamed, open_stored, save_streamed
+from jaxmoe.fingerprints import RunningFingerprint, fingerprints
 
 RNG = np.random.default_rng(0)
 ARRAYS = {
@@ -107,7 +107,7 @@ def test_a_run_stores_large_stacks_by_layer(tmp_path, monkeypatch):
 
 
 def test_a_fingerprint_in_parts_is_that_of_the_whole(monkeypatch):
-    import jaxmoe.checkpoint.fingerprint as room
+    import jaxmoe.fingerprints as room
 
     monkeypatch.setattr(room, "_BLOCK", 60)
     for array in ARRAYS.values():

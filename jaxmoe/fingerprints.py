@@ -33,8 +33,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, UInt32
 
-from jaxmoe.checkpoint.tree import flatten, is_key
 from jaxmoe.errors import EndRunError
+from jaxmoe.state_tree import flatten, is_key
 from sharding.distributed import gather
 
 _SEEDS = (0x243F6A88, 0x85A308D3)
