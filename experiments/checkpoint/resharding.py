@@ -3,7 +3,7 @@
 """A checkpoint written anew: a part of it, under other names, in another dtype.
 
     python -m experiments.checkpoint reshard --run.directory RUN --to DIR --keep params
-    python -m experiments.checkpoint reshard --run.directory RUN --to DIR --mapping names.txt
+    python -m experiments.checkpoint reshard --run.directory RUN --to DIR --mapping names.py
 
 A checkpoint holds whole arrays and restores on any mesh as it is: nothing needs to be converted for
 that. This is for other layouts: a mapping is a file of lines `source -> target : merge`, as
@@ -14,7 +14,6 @@ verified, and what is written is a directory of checkpoints with one step and th
 from __future__ import annotations
 
 import dataclasses
-import pathlib
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -27,7 +26,7 @@ from experiments.cli import flags as cli
 from experiments.cli.output import say
 from experiments.cli.process import start_process
 from jaxmoe.checkpoint import save_checkpoint
-from jaxmoe.checkpoint.mapping import MappingRule, parse_mapping
+from jaxmoe.checkpoint.mapping import read_rules
 from jaxmoe.checkpoint.restore import read_mapped
 from jaxmoe.tracking.console import format_bytes
 
@@ -71,7 +70,8 @@ def rewrite(config: ReshardConfig) -> str:
         raise ValueError("reshard runs in one process: start it on one host")
     manager, steps = config.run.open()
     step = steps[-1]
-    arrays = read_mapped(manager.directory, step, mapping=_rules(config))
+    rules = () if config.mapping is None else read_rules(config.mapping, "mapping")
+    arrays = read_mapped(manager.directory, step, mapping=rules)
     manifest = manager.manifest(step)
     manager.close()
     if config.keep == "params":
@@ -84,16 +84,6 @@ def rewrite(config: ReshardConfig) -> str:
     save_checkpoint(config.to, tree, step=step, config=manifest.config, data=manifest.data)
     total = sum(leaf.nbytes for leaf in arrays.values())
     return f"{config.to}/{step}: {len(arrays)} arrays, {format_bytes(total)}"
-
-
-def _rules(config: ReshardConfig) -> tuple[MappingRule, ...]:
-    if config.mapping is None:
-        return ()
-    try:
-        text = pathlib.Path(config.mapping).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"mapping={config.mapping} cannot be read: {error}") from error
-    return parse_mapping(text)
 
 
 def _cast(path: str, x: Any, dtype: str) -> Any:

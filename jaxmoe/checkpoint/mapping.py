@@ -1,160 +1,265 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Renames and merges: the arrays of a foreign or older layout as the arrays that are wanted.
+"""Maps the arrays of a foreign or older checkpoint layout to the arrays of a target.
 
-A rule is a line of text: where an array comes from, what it is called here, how pieces are merged.
+A rule is a dataclass: the names it reads, the name it makes, and how several pieces are merged.
 
-    rank{r}/layers/{i}/wq -> layers/{i}/attention/q : concatenate 1
-    rank{r}/layers/{i}/w13 -> layers/{i}/ffn/gate_up : parts 0 of 2
-    rank{r}/embedding -> embedding/weight : unpadded 0 to 50257
-    rank{r}/norm -> final_norm/scale : replicated
-    rank{r}/{rest...} -> : dropped
+    RULES = (
+        Concatenate("rank{r}/layers/{i}/wq", "layers/{i}/attention/q", axis=1),
+        ConcatenateParts("rank{r}/layers/{i}/w13", "layers/{i}/ffn/gate_up", axis=0, parts=2),
+        Unpad("rank{r}/embedding", "embedding/weight", axis=0, size=50257),
+        Replicated("rank{r}/norm", "final_norm/scale"),
+        Drop("rank{r}/{rest...}"),
+    )
 
-    {name}      matches within one part of a path, {name...} any number of parts
-    pieces      what agrees in the placeholders of the target; in the order of the others, numbers
-                by value: rank2 before rank10
+In a name, `{i}` matches within one part of a path and `{rest...}` any number of parts. Names that
+agree in the placeholders of the target are its pieces, ordered by the other placeholders, numbers
+by value (rank2 before rank10).
 
-    (nothing)         one piece, as it is
-    replicated        all pieces are equal, bit by bit, and one of them is taken
-    average           the mean of the pieces, in float32
-    concatenate A     along axis A
-    parts A of P      each piece holds P parts one behind the other along axis A (a fused QKV or
-                      SwiGLU): all of the first part, then all of the second
-    unpadded A to N   concatenated along axis A, of which the first N are kept
-    dropped           not wanted
+Every name must match exactly one rule. Names without a rule, names with several and rules without a
+name are one error that lists all of them. After DeepSpeed's universal checkpoints (arXiv
+2406.18820, section 3).
 
-Every name must match exactly one rule: what is left over, or meant twice, is an error that lists
-all of it. After DeepSpeed's universal checkpoints (arXiv 2406.18820, section 3).
+Commands take rules as a Python file that defines `RULES` (`read_rules`).
 
-To add a merge: a function in `_MERGES`, a line above.
+To add a rule: `jaxmoe/checkpoint/mapping.py` (a subclass of `Rule` with `merge`).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import pathlib
 import re
+import runpy
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from jaxmoe.checkpoint.manifest import CheckpointError
-from jaxmoe.configs import closest
 
 Pieces = Sequence[np.ndarray]
 
+_PLACEHOLDER = re.compile(r"\{(\w+)(\.\.\.)?\}")
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class MappingRule:
-    """One line of a mapping."""
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Rule:
+    """Base of all rules."""
 
     source: str
-    """Names it takes, with placeholders."""
+    """Names that the rule reads, with placeholders."""
     target: str
-    """What they become; empty where they are dropped."""
-    merge: str = ""
-    """How pieces become one, as in the text above."""
+    """Name that the rule makes, with placeholders of the source."""
 
-    def __str__(self) -> str:
-        merge = f" : {self.merge}" if self.merge else ""
-        return f"{self.source} -> {self.target}{merge}"
+    keeps_shape: ClassVar[bool] = True
+    """Whether the merged array has the shape of its pieces."""
+
+    def __post_init__(self):
+        if unknown := set(_names(self.target)) - set(_names(self.source)):
+            raise ValueError(f"{self}: the source has no placeholder {{{min(unknown)}}}")
+
+    def merge(self, pieces: Pieces) -> np.ndarray:
+        """Return the target's array.
+
+        Raises:
+            ValueError: The pieces do not fit together.
+        """
+        raise NotImplementedError
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Rename(Rule):
+    """Another name for the same array."""
+
+    def merge(self, pieces: Pieces) -> np.ndarray:
+        """Return the one piece."""
+        return pieces[0]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Drop(Rule):
+    """Arrays that the target does not need."""
+
+    target: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Replicated(Rule):
+    """One of several pieces that are equal bit by bit."""
+
+    def merge(self, pieces: Pieces) -> np.ndarray:
+        """Return the first piece if the others equal it."""
+        first = pieces[0]
+        for piece in pieces[1:]:
+            if piece.dtype != first.dtype or piece.shape != first.shape:
+                raise ValueError("the pieces differ in shape or dtype")
+            if piece.tobytes() != first.tobytes():
+                raise ValueError("the pieces are not equal")
+        return first
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Average(Rule):
+    """Mean of the pieces, computed in float32."""
+
+    def merge(self, pieces: Pieces) -> np.ndarray:
+        """Return the mean, in the pieces' dtype."""
+        if len({piece.shape for piece in pieces}) > 1:
+            raise ValueError("the pieces differ in shape")
+        mean = sum(piece.astype(np.float32) for piece in pieces) / np.float32(len(pieces))
+        return np.asarray(mean).astype(pieces[0].dtype)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Concatenate(Rule):
+    """Pieces one after another along an axis."""
+
+    keeps_shape: ClassVar[bool] = False
+
+    axis: int
+    """Axis of the pieces."""
+
+    def merge(self, pieces: Pieces) -> np.ndarray:
+        """Return the pieces joined along the axis."""
+        return np.concatenate(pieces, self.axis)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ConcatenateParts(Rule):
+    """Pieces that hold several fused matrices each (QKV, SwiGLU): first parts, then second parts."""
+
+    keeps_shape: ClassVar[bool] = False
+
+    axis: int
+    """Axis of the pieces."""
+    parts: int
+    """Matrices in one piece, one after another along the axis."""
+
+    def merge(self, pieces: Pieces) -> np.ndarray:
+        """Return the parts joined along the axis, grouped by their number."""
+        cut = [np.split(piece, self.parts, self.axis) for piece in pieces]
+        return np.concatenate([part for one in zip(*cut, strict=True) for part in one], self.axis)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Unpad(Rule):
+    """Pieces one after another along an axis, cut to a size."""
+
+    keeps_shape: ClassVar[bool] = False
+
+    axis: int
+    """Axis of the pieces."""
+    size: int
+    """Entries that are kept, from the first."""
+
+    def merge(self, pieces: Pieces) -> np.ndarray:
+        """Return the pieces joined along the axis, without the end."""
+        whole = np.concatenate(pieces, self.axis)
+        if whole.shape[self.axis] < self.size:
+            have = whole.shape[self.axis]
+            raise ValueError(f"axis {self.axis} has {have}, of which {self.size} cannot be kept")
+        return np.take(whole, np.arange(self.size), self.axis)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Merged:
-    """Where one wanted array comes from."""
+    """The sources of one target array."""
 
-    rule: MappingRule
+    rule: Rule
     sources: tuple[str, ...]
-    """In order."""
+    """Names of the pieces, in order."""
+
+    @property
+    def is_renamed(self) -> bool:
+        """Whether the array is one piece as it is, which need not be read to the host."""
+        return isinstance(self.rule, Rename)
 
     def build(self, read: Callable[[str], Any], target: str) -> np.ndarray:
-        """The array; its pieces are read one by one.
+        """Return the array; pieces are read one by one.
 
         Args:
-            read: an array by its name in the source.
-            target: its name here, for messages.
+            read: Function from a name in the source to an array.
+            target: Name of the array, for messages.
 
         Raises:
-            CheckpointError: the pieces do not go together.
+            CheckpointError: The pieces do not fit together.
         """
         pieces = [np.asarray(read(name)) for name in self.sources]
         try:
-            return _merge_of(self.rule)(pieces)
+            return self.rule.merge(pieces)
         except ValueError as error:
             shapes = ", ".join(
                 f"{name} {list(piece.shape)}"
                 for name, piece in zip(self.sources, pieces, strict=True)
             )
-            raise CheckpointError(
-                f"{target}, by the rule '{self.rule}': {error}: {shapes}"
-            ) from error
+            raise CheckpointError(f"{target}, by {self.rule}: {error}: {shapes}") from error
 
 
-def parse_mapping(text: str) -> tuple[MappingRule, ...]:
-    """The rules of a text, a line each; empty lines and what follows # say nothing.
+def read_rules(path: str, field: str) -> tuple[Rule, ...]:
+    """Return the rules that a Python file defines. The file is executed.
+
+    Args:
+        path: File that assigns rules of this module to `RULES`.
+        field: Config field that names the file, for messages.
 
     Raises:
-        CheckpointError: a line that is no rule; with its number.
+        ValueError: The file cannot be read, is not Python, or defines no rules.
     """
-    rules = []
-    for number, line in enumerate(text.splitlines(), 1):
-        line = line.partition("#")[0].strip()
-        if not line:
-            continue
-        match = re.fullmatch(r"(\S+)\s*->\s*([^\s:]*)\s*(?::\s*(.*))?", line)
-        if match is None:
-            raise CheckpointError(
-                f"line {number} of the mapping is no rule: {line!r}; write source -> target, or"
-                " source -> target : merge"
-            )
-        rule = MappingRule(
-            source=match[1], target=match[2], merge=" ".join((match[3] or "").split())
-        )
-        try:
-            _check(rule)
-        except ValueError as error:
-            raise CheckpointError(f"line {number} of the mapping, '{rule}': {error}") from error
-        rules.append(rule)
+    file = pathlib.Path(path).expanduser()
+    way_out = (
+        "give a Python file with RULES = (Rename(source, target), ...), rules of"
+        " jaxmoe.checkpoint.mapping"
+    )
+    try:
+        rules = runpy.run_path(str(file)).get("RULES")
+    except OSError as error:
+        raise ValueError(f"{field}={path} cannot be read ({error.strerror}): {way_out}") from error
+    except (SyntaxError, NameError, ImportError, TypeError, ValueError) as error:
+        raise ValueError(f"{field}={path} cannot be run ({error}): {way_out}") from error
+    if not isinstance(rules, tuple | list) or not all(isinstance(rule, Rule) for rule in rules):
+        raise ValueError(f"{field}={path} defines no RULES: {way_out}")
     return tuple(rules)
 
 
-def plan_mapping(rules: Sequence[MappingRule], names: Iterable[str]) -> dict[str, Merged]:
-    """Which names make which wanted array.
+def plan_mapping(rules: Sequence[Rule], names: Iterable[str]) -> dict[str, Merged]:
+    """Find the sources of every target array.
 
     Args:
-        rules: from `parse_mapping`.
-        names: of all arrays of the source.
+        rules: Rules, of which exactly one must match each name.
+        names: Names of all arrays of the source.
 
     Returns:
-        Wanted names, with their sources.
+        Sources by target name.
 
     Raises:
-        CheckpointError: a name without a rule, with several, or a rule that no name needed; all of
-            them at once.
+        CheckpointError: A name without a rule or with several, or a rule that matches no name; the
+            message lists all of them.
     """
     compiled = [(rule, re.compile(_pattern(rule.source))) for rule in rules]
-    found: dict[tuple[str, MappingRule], list[tuple[Any, str]]] = {}
+    found: dict[tuple[str, Rule], list[tuple[Any, str]]] = {}
     lines, needed = [], set()
     for name in sorted(names):
         fitting = [(rule, m) for rule, pattern in compiled if (m := pattern.fullmatch(name))]
         needed |= {rule for rule, _ in fitting}
         if len(fitting) != 1:
-            both = " and ".join(f"'{rule}'" for rule, _ in fitting)
+            both = " and ".join(str(rule) for rule, _ in fitting)
             lines.append(f"{name}: {f'matches {both}' if fitting else 'matches no rule'}")
             continue
         rule, match = fitting[0]
-        if rule.merge != "dropped":
+        if not isinstance(rule, Drop):
             key = (_filled(rule.target, match), rule)
             found.setdefault(key, []).append((_order(match, rule), name))
-    lines += [f"the rule '{rule}' matches nothing" for rule in rules if rule not in needed]
+    lines += [f"{rule} matches nothing" for rule in rules if rule not in needed]
     made: dict[str, Merged] = {}
     for (target, rule), pieces in found.items():
         if target in made:
-            lines.append(f"{target}: made by '{rule}' and by '{made[target].rule}'")
-        if not rule.merge and len(pieces) > 1:
+            lines.append(f"{target}: made by {rule} and by {made[target].rule}")
+        if isinstance(rule, Rename) and len(pieces) > 1:
             several = ", ".join(name for _, name in pieces[:3])
-            lines.append(f"{target}: has {len(pieces)} pieces ({several}) and no merge")
+            lines.append(
+                f"{target}: has {len(pieces)} pieces ({several}), which Rename cannot merge"
+            )
         made[target] = Merged(rule, tuple(name for _, name in sorted(pieces)))
     if lines:
         shown = "\n  ".join(lines[:20]) + ("\n  ..." if len(lines) > 20 else "")
@@ -162,11 +267,8 @@ def plan_mapping(rules: Sequence[MappingRule], names: Iterable[str]) -> dict[str
     return made
 
 
-_PLACEHOLDER = re.compile(r"\{(\w+)(\.\.\.)?\}")
-
-
 def _pattern(source: str) -> str:
-    """A regular expression; a placeholder that comes again must match the same."""
+    """Return a regular expression; a repeated placeholder must match the same text."""
     parts, seen, last = [], set(), 0
     for match in _PLACEHOLDER.finditer(source):
         parts.append(re.escape(source[last : match.start()]))
@@ -185,79 +287,11 @@ def _filled(target: str, match: re.Match[str]) -> str:
     return _PLACEHOLDER.sub(lambda placeholder: match[placeholder[1]], target)
 
 
-def _order(match: re.Match[str], rule: MappingRule) -> tuple[Any, ...]:
-    """Where a piece stands among the others: numbers by value, before words."""
+def _order(match: re.Match[str], rule: Rule) -> tuple[Any, ...]:
+    """Return the sort key of a piece: numbers by value, before words."""
     own = [match[name] for name in _names(rule.source) if name not in _names(rule.target)]
     return tuple(
         (not part.isdigit(), int(part) if part.isdigit() else 0, part)
         for text in own
         for part in re.split(r"(\d+)", text)
     )
-
-
-def _check(rule: MappingRule) -> None:
-    unknown = set(_names(rule.target)) - set(_names(rule.source))
-    if unknown:
-        raise ValueError(f"the target has {{{min(unknown)}}}, which the source has not")
-    if (rule.merge == "dropped") != (not rule.target):
-        raise ValueError("what is dropped has no target, and everything else has one")
-    _merge_of(rule)
-
-
-def _merge_of(rule: MappingRule) -> Callable[[Pieces], np.ndarray]:
-    for pattern, merge in _MERGES.items():
-        match = re.fullmatch(pattern, rule.merge)
-        if match is not None:
-            numbers = [int(number) for number in match.groups()]
-            return lambda pieces: merge(pieces, *numbers)
-    words = ("replicated", "average", "concatenate", "parts", "unpadded", "dropped")
-    near = closest(rule.merge.partition(" ")[0], words) or ":"
-    raise ValueError(f"{rule.merge!r} is no merge{near} There are {', '.join(words)}")
-
-
-def _only(pieces: Pieces) -> np.ndarray:
-    return pieces[0]
-
-
-def _replicated(pieces: Pieces) -> np.ndarray:
-    first = pieces[0]
-    for piece in pieces[1:]:
-        if piece.dtype != first.dtype or piece.shape != first.shape:
-            raise ValueError("the pieces differ in shape or dtype")
-        if piece.tobytes() != first.tobytes():
-            raise ValueError("the pieces are not equal")
-    return first
-
-
-def _average(pieces: Pieces) -> np.ndarray:
-    if len({piece.shape for piece in pieces}) > 1:
-        raise ValueError("the pieces differ in shape")
-    mean = sum(piece.astype(np.float32) for piece in pieces) / np.float32(len(pieces))
-    return np.asarray(mean).astype(pieces[0].dtype)
-
-
-def _concatenate(pieces: Pieces, axis: int) -> np.ndarray:
-    return np.concatenate(pieces, axis)
-
-
-def _parts(pieces: Pieces, axis: int, number: int) -> np.ndarray:
-    cut = [np.split(piece, number, axis) for piece in pieces]
-    return np.concatenate([part for one in zip(*cut, strict=True) for part in one], axis)
-
-
-def _unpadded(pieces: Pieces, axis: int, size: int) -> np.ndarray:
-    whole = np.concatenate(pieces, axis)
-    if whole.shape[axis] < size:
-        raise ValueError(f"axis {axis} has {whole.shape[axis]}, of which {size} cannot be kept")
-    return np.take(whole, np.arange(size), axis)
-
-
-_MERGES: dict[str, Callable[..., np.ndarray]] = {
-    "": _only,
-    "replicated": _replicated,
-    "average": _average,
-    r"concatenate (\d+)": _concatenate,
-    r"parts (\d+) of ([1-9]\d*)": _parts,
-    r"unpadded (\d+) to (\d+)": _unpadded,
-    "dropped": _only,
-}

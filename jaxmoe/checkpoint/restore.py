@@ -3,7 +3,7 @@
 """Restoring a part of a checkpoint, or another layout than the one that was saved.
 
     params = restore_part(directory, {"params": shapes})["params"]     # without optimiser state
-    state = restore_part(directory, target, mapping=parse_mapping(text))
+    state = restore_part(directory, target, mapping=[Rename("model/{p...}", "params/{p}")])
 
 Arrays are named as in the manifest (`experiments.checkpoint inspect` shows them), whatever mesh
 they were saved on; each is read straight to where the target has it, and those that are merged by
@@ -36,7 +36,7 @@ from jaxmoe.checkpoint.manifest import (
     hint_of,
     spell,
 )
-from jaxmoe.checkpoint.mapping import MappingRule, Merged, plan_mapping
+from jaxmoe.checkpoint.mapping import Merged, Rename, Rule, plan_mapping
 from jaxmoe.checkpoint.reading import Reading, array_reader
 from jaxmoe.state_tree import SEPARATOR, flatten, is_key, unpack
 
@@ -48,7 +48,7 @@ def restore_part(
     target: Any,
     *,
     step: int | None = None,
-    mapping: Sequence[MappingRule] = (),
+    mapping: Sequence[Rule] = (),
     is_cast_allowed: bool = False,
     verify: Verify = "full",
 ) -> Any:
@@ -74,7 +74,7 @@ def restore_part(
     packed = {}
     for path, leaf in wanted.items():
         placed, merged = sharding_of(leaf), sources[path]
-        if merged.rule.merge:
+        if not merged.is_renamed:
             array = jax.device_put(merged.build(read, path), placed)
             _check_shape(path, array, describe({"x": leaf})["x"]["shape"], where)
         else:
@@ -88,7 +88,7 @@ def restore_part(
 
 
 def read_mapped(
-    directory: Any, step: int, *, mapping: Sequence[MappingRule] = (), verify: Verify = "full"
+    directory: Any, step: int, *, mapping: Sequence[Rule] = (), verify: Verify = "full"
 ) -> dict[str, Array]:
     """Every array of a checkpoint by its path, under the names of a mapping, on one device.
 
@@ -109,7 +109,7 @@ def read_mapped(
     for path, merged in _sources(manifest, mapping).items():
         names = merged.sources
         is_key_array = manifest.arrays[names[0]]["dtype"] == "key"
-        array = jnp.asarray(merged.build(read, path)) if merged.rule.merge else read(names[0])
+        array = read(names[0]) if merged.is_renamed else jnp.asarray(merged.build(read, path))
         arrays[path] = jax.random.wrap_key_data(array) if is_key_array else array
     return arrays
 
@@ -172,11 +172,10 @@ class _Reader:
         return array
 
 
-def _sources(manifest: CheckpointManifest, mapping: Sequence[MappingRule]) -> Mapping[str, Merged]:
+def _sources(manifest: CheckpointManifest, mapping: Sequence[Rule]) -> Mapping[str, Merged]:
     if mapping:
         return plan_mapping(mapping, manifest.arrays)
-    same = MappingRule(source="", target="")
-    return {path: Merged(same, (path,)) for path in manifest.arrays}
+    return {path: Merged(Rename(path, path), (path,)) for path in manifest.arrays}
 
 
 def _used(sources: Mapping[str, Merged], wanted: Mapping[str, Any]) -> set[str]:
@@ -200,8 +199,7 @@ def _check(
             continue
         pieces = [manifest.arrays[name] for name in sources[path].sources]
         saved = pieces[0]
-        is_merged = sources[path].rule.merge not in ("", "replicated", "average")
-        if not is_merged and saved["shape"] != leaf["shape"]:
+        if sources[path].rule.keeps_shape and saved["shape"] != leaf["shape"]:
             hint = hint_of(saved, leaf, manifest.config)
             lines.append(f"{path}: saved {spell(saved)}, wanted {spell(leaf)}{hint}")
             continue

@@ -19,7 +19,7 @@ import jax
 
 from jaxmoe.checkpoint import CheckpointError, CheckpointManager
 from jaxmoe.checkpoint.manifest import CheckpointManifest, describe
-from jaxmoe.checkpoint.mapping import MappingRule, parse_mapping, plan_mapping
+from jaxmoe.checkpoint.mapping import Rule, plan_mapping, read_rules
 from jaxmoe.checkpoint.restore import restore_part
 from jaxmoe.configs import TAG
 from jaxmoe.messages import say
@@ -73,19 +73,10 @@ def _directory(path: str) -> pathlib.Path:
     return given / "checkpoints" if (given / "checkpoints").is_dir() else given
 
 
-def _rules(config: CheckpointConfig) -> tuple[MappingRule, ...]:
-    text = config.initial_mapping
-    if text is None:
+def _rules(config: CheckpointConfig) -> tuple[Rule, ...]:
+    if config.initial_mapping is None:
         return ()
-    if "->" not in text:
-        try:
-            text = pathlib.Path(text).expanduser().read_text(encoding="utf-8")
-        except OSError as error:
-            raise ValueError(
-                f"checkpoint.initial_mapping={config.initial_mapping} cannot be read"
-                f" ({error.strerror}): give a file of lines source -> target, or such lines"
-            ) from error
-    return parse_mapping(text)
+    return read_rules(config.initial_mapping, "checkpoint.initial_mapping")
 
 
 def _manifest(directory: pathlib.Path, config: CheckpointConfig) -> CheckpointManifest:

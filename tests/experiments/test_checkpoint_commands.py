@@ -77,16 +77,18 @@ def test_reshard_keeps_parameters_alone_in_another_dtype(run, tmp_path, capsys):
 
 
 def test_reshard_by_a_mapping(run, tmp_path, capsys):
-    (tmp_path / "names").write_text("params/head/weight -> model/out\n{rest...} -> : dropped\n")
-    arguments = ["--run.directory", str(run), "--to", str(tmp_path / "new")]
-    mapped = [*arguments, "--mapping", str(tmp_path / "names")]
-    assert "params/head/weight: matches" in _refused(checkpoint_reshard.main, mapped, capsys)
-    (tmp_path / "names").write_text(
-        "params/head/weight -> model/out\nopt_state/{x} -> : dropped\nrng -> rng\n"
+    names = tmp_path / "names.py"
+    head = (
+        "from jaxmoe.checkpoint.mapping import *\nout = Rename('params/head/weight', 'model/out')\n"
     )
+    names.write_text(f"{head}RULES = [out, Drop('{{rest...}}')]\n")
+    arguments = ["--run.directory", str(run), "--to", str(tmp_path / "new")]
+    mapped = [*arguments, "--mapping", str(names)]
+    assert "params/head/weight: matches" in _refused(checkpoint_reshard.main, mapped, capsys)
+    names.write_text(f"{head}RULES = [out, Drop('opt_state/{{x}}'), Rename('rng', 'rng')]\n")
     assert checkpoint_reshard.main(mapped) == ExitCode.DONE
     tree = load_checkpoint(tmp_path / "new")
     np.testing.assert_array_equal(tree["model"]["out"], WEIGHT)
     assert jax.random.key_data(tree["rng"]).tolist() == [0, 1]
     mapped[-1] = str(tmp_path / "none")
-    assert "cannot be read: " in _refused(checkpoint_reshard.main, mapped, capsys)
+    assert "cannot be read (No such file" in _refused(checkpoint_reshard.main, mapped, capsys)

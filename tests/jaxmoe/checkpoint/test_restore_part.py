@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxmoe.checkpoint import CheckpointDamagedError, CheckpointError, checksums, save_checkpoint
-from jaxmoe.checkpoint.mapping import parse_mapping
+from jaxmoe.checkpoint.mapping import Replicated, Unpad
 from jaxmoe.checkpoint.restore import restore_part
 from tests.support.meshes import mesh_named
 
@@ -95,22 +95,20 @@ def test_another_layout(tmp_path):
     padded = np.split(np.concatenate([table, np.zeros((2, 4), np.float32)]), 2)
     foreign = {f"rank{r}": {"wte": padded[r], "norm": gains} for r in range(2)}
     save_checkpoint(tmp_path, foreign, step=1, config={})
-    text = """
-        rank{r}/wte -> params/embedding/weight : unpadded 0 to 10
-        rank{r}/norm -> params/norm/scale : replicated
-    """
+    norm = Replicated("rank{r}/norm", "params/norm/scale")
+    rules = [Unpad("rank{r}/wte", "params/embedding/weight", axis=0, size=10), norm]
     target = {
         "params": {"embedding": {"weight": jnp.zeros((10, 4))}, "norm": {"scale": jnp.zeros(4)}}
     }
-    restored = restore_part(tmp_path, target, mapping=parse_mapping(text))["params"]
+    restored = restore_part(tmp_path, target, mapping=rules)["params"]
     np.testing.assert_array_equal(restored["embedding"]["weight"], table)
     np.testing.assert_array_equal(restored["norm"]["scale"], gains)
     foreign["rank1"]["wte"] = padded[1].astype(np.float16)
     save_checkpoint(tmp_path, foreign, step=2, config={})
     with pytest.raises(CheckpointError, match="saved float16 and float32, wanted float32, not"):
-        restore_part(tmp_path, target, step=2, mapping=parse_mapping(text))
+        restore_part(tmp_path, target, step=2, mapping=rules)
     with pytest.raises(CheckpointError, match=r"merged to \[11, 4\], and \[10, 4\] is wanted"):
-        wrong = parse_mapping(text.replace("to 10", "to 11"))
+        wrong = [Unpad("rank{r}/wte", "params/embedding/weight", axis=0, size=11), norm]
         restore_part(tmp_path, target, step=1, mapping=wrong)
 
 
