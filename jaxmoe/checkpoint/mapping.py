@@ -127,7 +127,7 @@ class Concatenate(Rule):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ConcatenateParts(Rule):
-    """Pieces that hold several fused matrices each (QKV, SwiGLU): first parts, then second parts."""
+    """Pieces of several fused matrices (QKV, SwiGLU): all first parts, then all second parts."""
 
     keeps_shape: ClassVar[bool] = False
 

@@ -177,7 +177,7 @@ class CheckpointConfig:
     initial_step: int | None = None
     """Its step; the newest that is whole when None."""
     initial_mapping: str | None = None
-    """Python file with `RULES`, where names or layouts differ (see jaxmoe/checkpoint/mapping.py)."""
+    """Python file with `RULES`, where names or layouts differ: see jaxmoe/checkpoint/mapping.py."""
 
     def __post_init__(self):
         for field in ("every", "compare_replicas", "snapshot_every", "recompute"):
