@@ -25,7 +25,6 @@ from jaxmoe.layers.sequences import attention_sizes
 from jaxmoe.parameters import ParameterSpec
 from jaxmoe.planning.abstract_step import StepPlan
 from sharding import axes as ax
-from sharding.expert_parallel import AllToAllConfig, AllToAllDroppingConfig
 from sharding.sequence_parallel import AttentionSizes
 
 
@@ -89,16 +88,12 @@ class Sizes:
         """Rows for which the experts of a device have a place: where rows travel the worst case,
         P T min(K, E / P) in a chunk, or what a capacity leaves of it."""
         moe, dispatcher = self.plan.model.moe, self.plan.execution.dispatcher
-        if moe is None or not dispatcher.spreads_experts:
-            return self.rows
+        if moe is None:
+            return 0.0
         sources = self.devices(self.expert_axes)
         held = moe.num_experts / self.shards(ax.EXPERTS)
         worst = sources * self.tokens * min(moe.top_k, held)
-        if isinstance(dispatcher, AllToAllDroppingConfig):
-            worst = min(worst, dispatcher.capacity_factor * self.rows)
-        if isinstance(dispatcher, AllToAllConfig | AllToAllDroppingConfig):
-            worst /= dispatcher.num_chunks
-        return worst
+        return dispatcher.arriving_places(sent=self.rows, worst=worst)
 
     @property
     def expert_axes(self) -> tuple[str, ...]:

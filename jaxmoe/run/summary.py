@@ -30,8 +30,6 @@ from jaxmoe.tracking.tracker import (
 )
 from jaxmoe.training.throughput import peak_memory
 from pallas_kernels import OPERATIONS, Implementation
-from sharding.expert_parallel import AllToAllConfig, AllToAllDroppingConfig, LeastLoadedConfig
-from sharding.expert_parallel.transport import choose_transport
 
 _VERDICTS = {True: "bounded", False: "NOT bounded", None: "not judged"}
 """Text for the verdict of an indicator."""
@@ -143,9 +141,8 @@ def implementations(assembly: Assembly) -> dict[str, str]:
     asked["flash_attention"] = kernels.attention
     found: dict[str, str]
     found = {name: OPERATIONS[name].choose(asked[name]).implementation for name in asked}
-    dispatcher = assembly.execution.dispatcher
-    if isinstance(dispatcher, AllToAllConfig | AllToAllDroppingConfig | LeastLoadedConfig):
-        found["expert_transport"] = choose_transport(dispatcher.transport).transport
+    if choice := assembly.execution.dispatcher.transport_choice():
+        found["expert_transport"] = choice.transport
     if assembly.mesh.shape.get("seq", 2) > 1:  # a fold may have cut it in pieces
         found["sequence_parallel"] = sequence_form(assembly)
     return found

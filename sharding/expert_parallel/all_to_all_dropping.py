@@ -1,53 +1,58 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""The all-to-all dispatcher with bounded buffers: what does not fit is dropped, and counted.
+"""The all-to-all dispatcher with bounded buffers: what does not fit is dropped and counted.
 
     C = ceil(capacity_factor A / P)      rows between two devices, at most the worst case
 
-for A assignments on each of P devices. Of those for the same device the first C by slot travel: in
-token-major order the earlier tokens of a device win, whatever their gates. The others contribute
-exactly 0, to the output and to every gradient, and are counted by expert in `Dispatched.dropped`.
-Bytes are those of `sharding/expert_parallel/all_to_all.py` with this C, memory on arrival P C rows.
+for A assignments on each of P devices. Of the assignments for one device the first C by slot
+travel: in token-major order the earlier tokens of a device win, whatever their gates. The others
+contribute exactly 0, to the output and to every gradient, and are counted by expert in
+`Dispatched.dropped`. Bytes are those of `sharding/expert_parallel/all_to_all.py` with this C,
+memory on arrival P C rows.
 
-The bound is per pair of devices, not per expert: a hot expert may take the places of its neighbours
-on the same device, and where nothing overflows the result is that of `all_to_all`. With chunks the
-bound holds for each: A is then the assignments of a chunk, and a burst of tokens loses more.
+The bound holds for each pair of devices, not for each expert: a hot expert may take the places of
+other experts on the same device. Where nothing overflows the result equals that of `all_to_all`.
+With chunks the bound holds for each chunk: A is then the assignments of a chunk, and a burst of
+tokens loses more.
 
-What is dropped depends on the mesh, so that the loss does too; capacity per expert, which does
-not, is `moe.capacity`.
+What is dropped depends on the mesh, and so does the loss; capacity per expert, which does not, is
+`moe.capacity`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
-from sharding.assignments import Assignments
-from sharding.expert_parallel.all_to_all import check_num_chunks, most_rows
-from sharding.expert_parallel.dispatched import Dispatched, ExpertAxes
-from sharding.expert_parallel.local import assigned_rows
+from sharding.expert_parallel.all_to_all import check_num_chunks
+from sharding.expert_parallel.dispatched import Dispatched, Outgoing
+from sharding.expert_parallel.dispatcher import Dispatcher
 from sharding.expert_parallel.permute import loads, sort_by_expert
-from sharding.expert_parallel.transport import Transport, exchange
+from sharding.expert_parallel.transport import (
+    Transport,
+    TransportChoice,
+    choose_transport,
+    exchange,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class AllToAllDroppingConfig:
+class AllToAllDroppingConfig(Dispatcher):
     """Rows travel to the device of their expert in bounded buffers; the rest is dropped."""
 
     name: ClassVar[str] = "all_to_all_dropping"
-    spreads_experts: ClassVar[bool] = True
-    gathers_tokens: ClassVar[bool] = False
+    may_drop: ClassVar[bool] = True
 
     capacity_factor: float = 2.0
     """Rows that may travel between two devices, in even shares of a device's assignments."""
     transport: Transport | None = None
-    """ragged: nothing but rows, on accelerators; equal: whole buffers, everywhere; None: ragged
-    where it exists."""
+    """ragged: only rows, on accelerators; equal: whole buffers, everywhere; None: ragged where it
+    exists."""
     num_chunks: int = 1
     """Parts of a device's tokens, one of which can travel while another is computed."""
 
@@ -59,57 +64,49 @@ class AllToAllDroppingConfig:
                 " number: 1 is an even share, and for no drops at all choose all_to_all"
             )
 
+    @property
+    def chunks(self) -> int:
+        """Parts of a device's tokens that are sent, computed and returned one after the other."""
+        return self.num_chunks
 
-def dispatch_all_to_all_dropping(
-    x: Float[Array, "T D"],
-    assignments: Assignments,
-    weights: Any,
-    *,
-    num_experts: int,
-    axes: ExpertAxes,
-    config: AllToAllDroppingConfig,
-) -> Dispatched:
-    """Sends each row to the device of its expert, as long as there is room.
+    def dispatch(self, outgoing: Outgoing) -> Dispatched:
+        """Send the first rows for each device to it, and drop the others."""
+        given, num_experts = outgoing.expert_ids, outgoing.num_experts
+        devices = jax.lax.axis_size(outgoing.axes.expert)
+        held = outgoing.axes.experts_held(num_experts)
+        share = math.ceil(self.capacity_factor * given.shape[0] / devices)
+        most = min(share, outgoing.most_for_groups(held))
+        kept = first_of_each_device(given, num_experts, devices, most)
+        sent = exchange(
+            outgoing.rows,
+            kept,
+            num_experts=num_experts,
+            most=most,
+            axes=outgoing.axes,
+            transport=self.transport,
+        )
+        dropped = loads(given, num_experts) - loads(kept, num_experts)
+        return sent.dispatched(outgoing.weights, dropped.astype(jnp.float32))
 
-    Args:
-        x: the tokens of this device.
-        assignments: of these tokens, whose experts differ.
-        weights: of the experts held here.
-        num_experts: E.
-        axes: where experts lie.
-        config: how much room there is, and whose transport is taken.
-    """
-    given, devices = assignments.expert_ids, jax.lax.axis_size(axes.expert)
-    share = math.ceil(config.capacity_factor * given.shape[0] / devices)
-    most = min(share, most_rows(x, assignments, num_experts, axes))
-    kept = first_of_each_device(given, num_experts, devices, most)
-    sent = exchange(
-        assigned_rows(x, assignments),
-        kept,
-        num_experts=num_experts,
-        most=most,
-        axes=axes,
-        transport=config.transport,
-    )
-    return Dispatched(
-        rows=sent.rows,
-        group_sizes=sent.group_sizes,
-        weights=weights,
-        undo=sent.undo,
-        dropped=(loads(given, num_experts) - loads(kept, num_experts)).astype(jnp.float32),
-    )
+    def transport_choice(self) -> TransportChoice:
+        """Return the transport of rows between devices and its reason."""
+        return choose_transport(self.transport)
+
+    def arriving_places(self, *, sent: float, worst: float) -> float:
+        """Return the buffers of one chunk, at most its worst case."""
+        return min(worst, self.capacity_factor * sent) / self.num_chunks
 
 
 def first_of_each_device(
     expert_ids: Int[Array, " A"], num_experts: int, num_devices: int, most: int
 ) -> Int[Array, " A"]:
-    """The ids with E in place of all but the first few for each device.
+    """Return the ids with E in place of all but the first few for each device.
 
     Args:
-        expert_ids: in [0, E].
+        expert_ids: Values in [0, E].
         num_experts: E, consecutive ones on each device.
         num_devices: P.
-        most: how many remain for each device.
+        most: Ids kept for each device.
     """
     device = expert_ids.astype(jnp.int32) // (num_experts // num_devices)
     order = sort_by_expert(device, num_devices)  # ties in slot order; P: empty

@@ -1,8 +1,8 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""The seam between routing and experts: `expert_parallel` sends rows to experts and back.
+"""`expert_parallel`: sends rows to their experts and sums the outputs, with any dispatcher.
 
-Called inside an island, on the tokens of one device. Experts are spread over the mesh axes
+Called inside an island, on the tokens of one device. Experts are sharded over the mesh axes
 `ExpertAxes.expert`, E / P on each device and in order; the hidden units of every expert over
 `ExpertAxes.expert_tensor`. The devices of `expert_tensor` share their tokens first and each adds
 its part of the outputs:
@@ -15,11 +15,7 @@ Gathering T tokens instead of their K T rows costs less there, and sends each ro
 the devices of `expert`. Megatron gathers rows, behind its all-to-all (arXiv 2504.14960, 3).
 
 With chunks, all of this is done for one part of the tokens after the other, and the compiler may
-overlap them. Where every device has all experts, every backend is the local one.
-
-To add a backend: a file with its config class (`name`, `spreads_experts`, `gathers_tokens`) and a
-function with the signature of `dispatch_locally`, its config into `DispatcherConfig` in
-`sharding/expert_parallel/__init__.py`, a line in `_send`.
+overlap them. Where every device has all experts, rows are sorted locally, whatever the dispatcher.
 """
 
 from __future__ import annotations
@@ -32,20 +28,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from sharding.assignments import Assignments, combine
-from sharding.expert_parallel.all_gather import AllGatherConfig, dispatch_gathered
-from sharding.expert_parallel.all_to_all import AllToAllConfig, dispatch_all_to_all
-from sharding.expert_parallel.all_to_all_dropping import (
-    AllToAllDroppingConfig,
-    dispatch_all_to_all_dropping,
-)
-from sharding.expert_parallel.dispatched import Dispatched, ExpertAxes, Experts
-from sharding.expert_parallel.least_loaded import LeastLoadedConfig, dispatch_least_loaded
-from sharding.expert_parallel.local import LocalConfig, dispatch_locally
-
-DispatcherConfig = (
-    LocalConfig | AllGatherConfig | AllToAllConfig | AllToAllDroppingConfig | LeastLoadedConfig
-)
-"""How rows reach the experts."""
+from sharding.expert_parallel.dispatched import ExpertAxes, Experts, Outgoing
+from sharding.expert_parallel.dispatcher import Dispatcher
+from sharding.expert_parallel.local import LocalConfig
 
 
 def expert_parallel(
@@ -55,40 +40,36 @@ def expert_parallel(
     weights: Any,
     *,
     num_experts: int,
-    config: DispatcherConfig,
+    config: Dispatcher,
     axes: ExpertAxes,
 ) -> tuple[Float[Array, "T D"], Float[Array, " E"]]:
-    """Applies to each token its assigned experts and sums their outputs by gate.
+    """Apply to each token its assigned experts and sum their outputs by gate.
 
     Args:
-        x: the tokens of this device.
-        assignments: of these tokens.
+        x: Tokens of this device.
+        assignments: Assignments of these tokens.
         experts: (weights, rows sorted by expert, group sizes) -> outputs of those experts.
-        weights: pytree of arrays [e ...] of the experts held here.
+        weights: Pytree of arrays [e ...] of the experts held here.
         num_experts: E.
-        config: which backend.
-        axes: where experts lie; none: all are here, and no backend is needed.
+        config: The dispatcher.
+        axes: Mesh axes over which experts are sharded; none: all are here, and none is needed.
 
     Returns:
-        The sums in the dtype of `x`, 0 for a token without assignment; and per expert how many
-        assignments of these tokens were dropped, all 0 unless the backend is called dropping.
+        The sums in the dtype of `x`, 0 for a token without assignment; and per expert the number
+        of dropped assignments of these tokens, all 0 unless the dispatcher may drop.
     """
-    given = {"num_experts": num_experts, "config": config, "axes": axes}
-    number = 1
-    if _is_spread(axes) and isinstance(config, AllToAllConfig | AllToAllDroppingConfig):
-        number = config.num_chunks
-    if number == 1:
-        return _send_and_return(x, assignments, experts, weights, **given)
-    chunks = _chunks(x, assignments, number)
-    results = [_send_and_return(*chunk, experts, weights, **given) for chunk in chunks]
+    outgoing = Outgoing(x, assignments, weights, num_experts, axes)
+    chunks = config.chunks if _is_spread(axes) else 1
+    if chunks == 1:
+        return _send_and_return(outgoing, experts, config)
+    results = [_send_and_return(part, experts, config) for part in _cut(outgoing, chunks)]
     y, dropped = zip(*results, strict=True)
     return jnp.concatenate(y), jnp.stack(dropped).sum(0)
 
 
-def _chunks(
-    x: Float[Array, "T D"], assignments: Assignments, number: int
-) -> list[tuple[Array, Assignments]]:
-    """The tokens in so many parts, each with its assignments."""
+def _cut(outgoing: Outgoing, number: int) -> list[Outgoing]:
+    """Return the tokens in a number of equal parts, each with its assignments."""
+    x, assignments = outgoing.x, outgoing.assignments
     where, top_k = f"execution.dispatcher.num_chunks={number}", assignments.top_k
     if top_k is None:
         raise ValueError(
@@ -101,72 +82,42 @@ def _chunks(
         )
     size = x.shape[0] // number
 
-    def part(chunk: int) -> tuple[Array, Assignments]:
+    def part(chunk: int) -> Outgoing:
         first, slots = chunk * size, slice(chunk * size * top_k, (chunk + 1) * size * top_k)
         cut = jax.tree.map(lambda array: array[slots], assignments)
         cut = dataclasses.replace(cut, token_ids=cut.token_ids - jnp.int32(first))
-        return x[first : first + size], cut
+        return dataclasses.replace(outgoing, x=x[first : first + size], assignments=cut)
 
     return [part(chunk) for chunk in range(number)]
 
 
 def _send_and_return(
-    x: Float[Array, "T D"],
-    assignments: Assignments,
-    experts: Experts,
-    weights: Any,
-    *,
-    num_experts: int,
-    config: DispatcherConfig,
-    axes: ExpertAxes,
+    outgoing: Outgoing, experts: Experts, config: Dispatcher
 ) -> tuple[Float[Array, "T D"], Float[Array, " E"]]:
-    """`expert_parallel` of one chunk."""
+    """Return the sums and drop counts of one chunk."""
+    axes = outgoing.axes
     shared = axes.all if config.gathers_tokens else axes.expert_tensor
     if shared:
-        x, assignments = _gather_tokens(x, assignments, shared)
-    sent = _send(x, assignments, weights, num_experts=num_experts, config=config, axes=axes)
+        outgoing = _gather_tokens(outgoing, shared)
+    sent = (config if _is_spread(axes) else LocalConfig()).dispatch(outgoing)
     outputs = sent.undo(experts(sent.weights, sent.rows, sent.group_sizes))
-    y, dropped = combine(outputs, assignments, x.shape[0]), sent.dropped
+    y = combine(outputs, outgoing.assignments, outgoing.x.shape[0])
+    dropped = sent.dropped
     if shared:
         y = jax.lax.psum_scatter(y, shared, scatter_dimension=0, tiled=True)
         dropped = dropped / jax.lax.axis_size(shared)  # each of them counts all their tokens
     return y, dropped
 
 
-def _send(
-    x: Float[Array, "T D"],
-    assignments: Assignments,
-    weights: Any,
-    *,
-    num_experts: int,
-    config: DispatcherConfig,
-    axes: ExpertAxes,
-) -> Dispatched:
-    given = {"num_experts": num_experts, "axes": axes}
-    if not _is_spread(axes):
-        return dispatch_locally(x, assignments, weights, **given)
-    match config:
-        case LocalConfig():
-            return dispatch_locally(x, assignments, weights, **given)
-        case AllGatherConfig():
-            return dispatch_gathered(x, assignments, weights, **given)
-        case AllToAllConfig():
-            return dispatch_all_to_all(x, assignments, weights, **given, config=config)
-        case AllToAllDroppingConfig():
-            return dispatch_all_to_all_dropping(x, assignments, weights, **given, config=config)
-        case LeastLoadedConfig():
-            return dispatch_least_loaded(x, assignments, weights, **given, config=config)
-
-
 def _is_spread(axes: ExpertAxes) -> bool:
-    """Whether there are experts on other devices."""
+    """Return whether other devices hold other experts."""
     return jax.lax.axis_size(axes.expert) > 1
 
 
-def _gather_tokens(
-    x: Float[Array, "t D"], assignments: Assignments, axes: tuple[str, ...]
-) -> tuple[Float[Array, "T D"], Assignments]:
-    """The tokens of all devices of these axes, one device's behind the other's."""
+def _gather_tokens(outgoing: Outgoing, axes: tuple[str, ...]) -> Outgoing:
+    """Return the tokens of all devices of these axes, concatenated in the order of devices."""
+    x, assignments = outgoing.x, outgoing.assignments
     first = jax.lax.axis_index(axes).astype(jnp.int32) * jnp.int32(x.shape[0])
     moved = dataclasses.replace(assignments, token_ids=assignments.token_ids + first)
-    return jax.tree.map(lambda part: jax.lax.all_gather(part, axes, tiled=True), (x, moved))
+    x, moved = jax.tree.map(lambda part: jax.lax.all_gather(part, axes, tiled=True), (x, moved))
+    return dataclasses.replace(outgoing, x=x, assignments=moved)

@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""The records between a dispatcher, the experts and the way back."""
+"""Records that go into a dispatcher (`Outgoing`) and come out of it (`Dispatched`)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
+
+from sharding.assignments import Assignments
+from sharding.expert_parallel.permute import repeat_tokens
 
 Experts = Callable[[Any, Float[Array, "R D"], Int[Array, " e"]], Float[Array, "R D"]]
 """(weights [e ...], rows sorted by expert, group sizes) -> outputs; rows past the groups give 0."""
@@ -17,26 +21,26 @@ Experts = Callable[[Any, Float[Array, "R D"], Int[Array, " e"]], Float[Array, "R
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ExpertAxes:
-    """Mesh axes over which experts lie, the slowest first; tokens differ on all of them."""
+    """Mesh axes over which experts are sharded, the slowest first; tokens differ on all of them."""
 
     expert: tuple[str, ...] = ()
-    """Experts, E / P on each device: device p holds those from p E / P on."""
+    """Axes over the experts: device p holds the E / P experts from p E / P on."""
     expert_tensor: tuple[str, ...] = ()
-    """Hidden units of each expert."""
+    """Axes over the hidden units of each expert."""
 
     @property
     def all(self) -> tuple[str, ...]:
-        """All of them."""
+        """Both groups of axes, in order."""
         return self.expert + self.expert_tensor
 
     def experts_held(self, num_experts: int) -> int:
-        """e = E / P, inside an island.
+        """Return e = E / P; call it inside an island.
 
         Args:
             num_experts: E.
 
         Raises:
-            ValueError: they do not divide.
+            ValueError: P does not divide E.
         """
         devices = jax.lax.axis_size(self.expert)
         if num_experts % devices:
@@ -48,17 +52,56 @@ class ExpertAxes:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Outgoing:
+    """Tokens of one device with their assignments: the argument of every dispatcher."""
+
+    x: Float[Array, "T D"]
+    """Tokens of this device; of all devices of `axes` if the dispatcher gathers tokens."""
+    assignments: Assignments
+    """Assignments of these tokens; the experts of one token differ."""
+    weights: Any
+    """Pytree of arrays [e ...]: weights of the experts held here."""
+    num_experts: int
+    """E."""
+    axes: ExpertAxes
+    """Mesh axes over which experts are sharded."""
+
+    @property
+    def rows(self) -> Float[Array, "A D"]:
+        """One row for each assignment, in the order of the assignments."""
+        if self.assignments.top_k is not None:
+            return repeat_tokens(self.x, self.assignments.top_k)
+        return self.x[self.assignments.token_ids]
+
+    @property
+    def expert_ids(self) -> Int[Array, " A"]:
+        """Expert of each assignment; E where the slot is empty."""
+        return self.assignments.expert_ids
+
+    def most_for_groups(self, num_groups: int) -> int:
+        """Return the largest number of rows that can go to one device, min(A, T num_groups).
+
+        Args:
+            num_groups: Experts on that device; a token goes to each at most once.
+        """
+        return min(self.expert_ids.shape[0], self.x.shape[0] * num_groups)
+
+    def none_dropped(self) -> Float[Array, " E"]:
+        """Return the drop counts of a dropless dispatcher."""
+        return jnp.zeros((self.num_experts,), jnp.float32)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Dispatched:
     """Rows as the experts of one device read them."""
 
     rows: Float[Array, "R D"]
-    """Sorted by expert; what stands past the groups is read by nobody."""
+    """Rows sorted by expert; those past the groups are never read."""
     group_sizes: Int[Array, " e"]
     """Rows of each expert of `weights`."""
     weights: Any
-    """Pytree of arrays [e ...]: of the experts held here, and of borrowed ones behind them."""
+    """Pytree of arrays [e ...]: the experts held here, followed by borrowed ones."""
     undo: Callable[[Float[Array, "R D"]], Float[Array, "A D"]]
-    """Outputs of the rows, back at the device and in the order of the assignments they came from;
-    finite where a slot is empty."""
+    """Returns outputs to the device and the order of the assignments; finite in empty slots."""
     dropped: Float[Array, " E"]
-    """Assignments of this device's tokens that found no place, by expert."""
+    """Dropped assignments of this device's tokens, by expert."""

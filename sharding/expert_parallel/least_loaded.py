@@ -24,28 +24,31 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
-from sharding.assignments import Assignments
 from sharding.expert_parallel.borrowed_weights import with_borrowed
-from sharding.expert_parallel.dispatched import Dispatched, ExpertAxes
+from sharding.expert_parallel.dispatched import Dispatched, ExpertAxes, Outgoing
+from sharding.expert_parallel.dispatcher import Dispatcher
 from sharding.expert_parallel.least_loaded_plan import Plan, ThresholdPer, make_plan
-from sharding.expert_parallel.local import assigned_rows
 from sharding.expert_parallel.permute import sort_by_expert
-from sharding.expert_parallel.transport import Transport, exchange
+from sharding.expert_parallel.transport import (
+    Transport,
+    TransportChoice,
+    choose_transport,
+    exchange,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class LeastLoadedConfig:
+class LeastLoadedConfig(Dispatcher):
     """Rows travel to the device of their expert, or to one that borrows it; none is dropped."""
 
     name: ClassVar[str] = "least_loaded"
-    spreads_experts: ClassVar[bool] = True
-    gathers_tokens: ClassVar[bool] = False
+    lends_experts: ClassVar[bool] = True
 
     borrowed: int = 4
     """Experts that a device may borrow: memory for so many more on each."""
@@ -79,56 +82,38 @@ class LeastLoadedConfig:
                 f"{where}.min_rows={self.min_rows} must be at least 1: any are worth it"
             )
 
+    def dispatch(self, outgoing: Outgoing) -> Dispatched:
+        """Send each row to the device that computes it, and borrow the experts missing there."""
+        num_experts, axes, expert_ids = outgoing.num_experts, outgoing.axes, outgoing.expert_ids
+        held, devices = axes.experts_held(num_experts), jax.lax.axis_size(axes.expert)
+        order = sort_by_expert(expert_ids, num_experts)
+        counts = jax.lax.all_gather(order.group_sizes, axes.expert)  # [P E], by sender
+        plan = make_plan(
+            counts.sum(0),
+            num_devices=devices,
+            slots=min(self.borrowed, num_experts - held),
+            capacity_factor=self.capacity_factor,
+            min_rows=self.min_rows,
+            threshold=self.threshold,
+            threshold_per=self.threshold_per,
+        )
+        groups = held + plan.borrowed.shape[1]
+        starts = _first_rows(counts, axes) + order.group_sizes - jnp.cumsum(order.group_sizes)
+        ranks = order.inverse + starts.at[expert_ids].get(mode="clip")
+        sent = exchange(
+            outgoing.rows,
+            group_of_each_row(expert_ids, ranks, plan),
+            num_experts=devices * groups,
+            most=outgoing.most_for_groups(groups),
+            axes=axes,
+            transport=self.transport,
+        )
+        weights = with_borrowed(outgoing.weights, plan, axes.expert)
+        return sent.dispatched(weights, outgoing.none_dropped())
 
-def dispatch_least_loaded(
-    x: Float[Array, "T D"],
-    assignments: Assignments,
-    weights: Any,
-    *,
-    num_experts: int,
-    axes: ExpertAxes,
-    config: LeastLoadedConfig,
-) -> Dispatched:
-    """Sends each row to the device that is to compute it, and borrows what this one lacks.
-
-    Args:
-        x: the tokens of this device.
-        assignments: of these tokens, whose experts differ.
-        weights: of the experts held here.
-        num_experts: E.
-        axes: where experts lie.
-        config: when and how much is lent, and whose transport is taken.
-    """
-    held, devices = axes.experts_held(num_experts), jax.lax.axis_size(axes.expert)
-    order = sort_by_expert(assignments.expert_ids, num_experts)
-    counts = jax.lax.all_gather(order.group_sizes, axes.expert)  # [P E], by sender
-    plan = make_plan(
-        counts.sum(0),
-        num_devices=devices,
-        slots=min(config.borrowed, num_experts - held),
-        capacity_factor=config.capacity_factor,
-        min_rows=config.min_rows,
-        threshold=config.threshold,
-        threshold_per=config.threshold_per,
-    )
-    groups = held + plan.borrowed.shape[1]
-    starts = _first_rows(counts, axes) + order.group_sizes - jnp.cumsum(order.group_sizes)
-    ranks = order.inverse + starts.at[assignments.expert_ids].get(mode="clip")
-    sent = exchange(
-        assigned_rows(x, assignments),
-        group_of_each_row(assignments.expert_ids, ranks, plan),
-        num_experts=devices * groups,
-        most=min(ranks.shape[0], x.shape[0] * groups),
-        axes=axes,
-        transport=config.transport,
-    )
-    return Dispatched(
-        rows=sent.rows,
-        group_sizes=sent.group_sizes,
-        weights=with_borrowed(weights, plan, axes.expert),
-        undo=sent.undo,
-        dropped=jnp.zeros((num_experts,), jnp.float32),
-    )
+    def transport_choice(self) -> TransportChoice:
+        """Return the transport of rows between devices and its reason."""
+        return choose_transport(self.transport)
 
 
 def _first_rows(counts: Int[Array, "P E"], axes: ExpertAxes) -> Int[Array, " E"]:

@@ -28,14 +28,14 @@ import dataclasses
 import typing
 from collections.abc import Callable
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.jax_versions import match_varying
-from sharding.expert_parallel.dispatched import ExpertAxes
+from sharding.expert_parallel.dispatched import Dispatched, ExpertAxes
 from sharding.expert_parallel.permute import (
     Permutation,
     move_rows,
@@ -90,7 +90,22 @@ class Exchanged:
     group_sizes: Int[Array, " e"]
     """Rows of each expert held here."""
     undo: Callable[[Float[Array, "R D"]], Float[Array, "A D"]]
-    """Outputs back at their senders, 0 for empty slots."""
+    """Returns outputs to their senders, 0 for empty slots."""
+
+    def dispatched(self, weights: Any, dropped: Float[Array, " E"]) -> Dispatched:
+        """Return what a dispatcher that sends rows returns.
+
+        Args:
+            weights: Pytree of arrays [e ...] of the experts that compute these rows.
+            dropped: Dropped assignments, by expert.
+        """
+        return Dispatched(
+            rows=self.rows,
+            group_sizes=self.group_sizes,
+            weights=weights,
+            undo=self.undo,
+            dropped=dropped,
+        )
 
 
 def exchange(

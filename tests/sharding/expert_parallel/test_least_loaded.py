@@ -20,8 +20,8 @@ from jax.sharding import PartitionSpec
 
 from sharding.assignments import Assignments
 from sharding.expert_parallel import AllToAllConfig, LeastLoadedConfig
-from sharding.expert_parallel.all_to_all import dispatch_all_to_all
-from sharding.expert_parallel.least_loaded import dispatch_least_loaded, group_of_each_row
+from sharding.expert_parallel.dispatched import Outgoing
+from sharding.expert_parallel.least_loaded import group_of_each_row
 from sharding.expert_parallel.least_loaded_plan import Plan, make_plan
 from tests.sharding.expert_parallel.test_expert_parallel import (
     D,
@@ -82,9 +82,8 @@ def rows_computed(config, expert_ids):
             gates=jnp.ones((slots,)),
             top_k=1,
         )
-        given = {"num_experts": E, "axes": axes, "config": config}
-        send = dispatch_least_loaded if config.name == "least_loaded" else dispatch_all_to_all
-        sent = send(jnp.zeros((slots, 1)), assignments, jnp.zeros((E // 8, 1)), **given)
+        x, weights = jnp.zeros((slots, 1)), jnp.zeros((E // 8, 1))
+        sent = config.dispatch(Outgoing(x, assignments, weights, E, axes))
         return sent.group_sizes.sum()[None]
 
     run = jax.shard_map(local, mesh=mesh, in_specs=spread, out_specs=spread)

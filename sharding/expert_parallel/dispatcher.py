@@ -1,0 +1,55 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Base class of the dispatcher configs: what the rest of the library asks a dispatcher."""
+
+from __future__ import annotations
+
+import abc
+from typing import ClassVar
+
+from sharding.expert_parallel.dispatched import Dispatched, Outgoing
+from sharding.expert_parallel.transport import TransportChoice
+
+
+class Dispatcher(abc.ABC):
+    """How rows reach the experts."""
+
+    __slots__ = ()
+
+    name: ClassVar[str]
+    """Name in configs and flags."""
+    spreads_experts: ClassVar[bool] = True
+    """Each device of the expert axes computes its own experts only."""
+    gathers_tokens: ClassVar[bool] = False
+    """The devices of the expert axes first share all their tokens."""
+    lends_experts: ClassVar[bool] = False
+    """Devices compute experts of other devices, whose weights are sent as they are stored."""
+    may_drop: ClassVar[bool] = False
+    """Assignments can be dropped, so that the loss depends on the mesh."""
+
+    @property
+    def chunks(self) -> int:
+        """Parts of a device's tokens that are sent, computed and returned one after the other."""
+        return 1
+
+    @abc.abstractmethod
+    def dispatch(self, outgoing: Outgoing) -> Dispatched:
+        """Send each row to a device that computes its expert. Called inside an island.
+
+        Args:
+            outgoing: Tokens, assignments and weights of this device.
+        """
+
+    def transport_choice(self) -> TransportChoice | None:
+        """Return the transport of rows between devices and its reason; None if none travel."""
+        return None
+
+    def arriving_places(self, *, sent: float, worst: float) -> float:
+        """Return the rows for which a device allocates memory on arrival.
+
+        Args:
+            sent: Rows that a device sends: T K.
+            worst: Largest number of rows that can arrive: P T min(K, E / P).
+        """
+        del sent
+        return worst
