@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Literal
 
-from jaxmoe.precision import FullPrecisionConfig, PrecisionPolicy
+from jaxmoe.precision import PrecisionPolicy, kernels_of_products
 from pallas_kernels.backend import Implementation
 from sharding.constrain import Placement
 from sharding.expert_parallel import DispatcherConfig, LocalConfig
@@ -23,7 +23,6 @@ from sharding.rules import LogicalAxisRules
 from sharding.sequence_parallel import (
     NoSequenceParallelConfig,
     SequenceParallelConfig,
-    UlyssesRingConfig,
 )
 from sharding.state_layouts import STATE_LAYOUTS, StateLayout, StateLayoutName
 
@@ -78,21 +77,8 @@ class ExecutionConfig:
     """Positions whose logits exist at a time in the loss; 0: all at once."""
 
     def __post_init__(self):
-        if isinstance(self.sequence_parallel, NoSequenceParallelConfig) and self.mesh.seq != 1:
-            raise ValueError(
-                f"mesh.seq={self.mesh.seq} needs a sequence-parallel attention, and"
-                " sequence_parallel is 'none': set mesh.seq to 1, or execution.sequence_parallel"
-                " to auto"
-            )
-        usp = self.sequence_parallel
-        if isinstance(usp, UlyssesRingConfig):
-            inner = 1 if self.fold is None else self.fold.seq_inner
-            if inner != usp.ulysses:
-                raise ValueError(
-                    f"execution.sequence_parallel.ulysses={usp.ulysses} exchanges heads within"
-                    f" pieces of mesh.seq, and execution.fold.seq_inner={inner} says how large they"
-                    f" are: set it to {usp.ulysses}"
-                )
+        inner = 1 if self.fold is None else self.fold.seq_inner
+        self.sequence_parallel.check_mesh(seq=self.mesh.seq, seq_inner=inner)
         if self.fold is not None and -1 not in self.mesh.sizes:
             refine(self.mesh.by_axis, self.fold)
         self._check_kernels()
@@ -103,14 +89,14 @@ class ExecutionConfig:
 
     def _check_kernels(self) -> None:
         """Refuses an implementation that nothing would run."""
-        is_full = isinstance(self.precision.matmul, FullPrecisionConfig)
-        idle = ("quantized_matmul", "grouped_matmul") if is_full else ("grouped_swiglu",)
-        for name in idle:
-            if (asked := getattr(self.kernels, name)) is not None:
+        matmul = self.precision.matmul
+        for name, other in kernels_of_products().items():
+            asked = getattr(self.kernels, name)
+            if asked is not None and name not in matmul.kernels:
                 raise ValueError(
                     f"execution.kernels.{name}={asked} computes nothing where"
-                    f" execution.precision.matmul is {self.precision.matmul.name!r}: leave it out,"
-                    f" or set execution.precision.matmul to {'halo' if is_full else 'full'}"
+                    f" execution.precision.matmul is {matmul.name!r}: leave it out, or set"
+                    f" execution.precision.matmul to {other}"
                 )
 
     @property

@@ -16,7 +16,7 @@ To add a way to multiply: a class with `build`, a member of `MatmulConfig`.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar, Final, Literal
+from typing import Any, ClassVar, Final, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -46,6 +46,8 @@ class FullPrecisionConfig:
     """Products in the compute dtype."""
 
     name: ClassVar[str] = "full"
+    kernels: ClassVar[tuple[str, ...]] = ("grouped_swiglu",)
+    """Fields of `execution.kernels` that compute these products."""
 
     def build(self) -> None:
         """Nothing stands between a product and `jnp.einsum`."""
@@ -57,6 +59,8 @@ class HaloConfig:
     """Products in 8 bits, rotated first (HALO, arXiv 2501.02625)."""
 
     name: ClassVar[str] = "halo"
+    kernels: ClassVar[tuple[str, ...]] = ("quantized_matmul", "grouped_matmul")
+    """Fields of `execution.kernels` that compute these products."""
 
     dtype: Literal["int8", "float8_e4m3fn"] = "int8"
     """Of both factors, forward and backward."""
@@ -82,6 +86,11 @@ class HaloConfig:
 
 
 MatmulConfig = FullPrecisionConfig | HaloConfig
+
+
+def kernels_of_products() -> dict[str, str]:
+    """Return for each kernel of products the name of the matmul config that runs it."""
+    return {name: config.name for config in get_args(MatmulConfig) for name in config.kernels}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

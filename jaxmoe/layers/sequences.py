@@ -28,12 +28,8 @@ from pallas_kernels.sequence_layout import lay_out as in_order
 from sharding import axes as ax
 from sharding.sequence_parallel import (
     AttentionSizes,
-    AutoSequenceParallelConfig,
-    FixedConfig,
-    check_sequences,
-    choose,
+    SequenceForm,
     sequence_ranks,
-    token_order,
 )
 
 Order = Int[np.ndarray, " S"] | Int[Array, "B S"]
@@ -72,7 +68,7 @@ def attention_sizes(
 
 def check_rows(
     model: ModelConfig, execution: ExecutionConfig, length: int, mesh: Mapping[str, int]
-) -> FixedConfig:
+) -> SequenceForm:
     """The form of attention on a mesh, if it can run there.
 
     Args:
@@ -87,7 +83,7 @@ def check_rows(
     """
     sizes = attention_sizes(model, execution, length, mesh)
     form = form_of(model, execution, length, mesh)
-    check_sequences(form, sizes)
+    form.check(sizes)
     if sizes.ranks > 1 and form.layout != "contiguous" and sizes.keeps_order:
         raise ValueError(
             "model.moe.capacity fills the experts in the order of a sequence's tokens, and"
@@ -100,7 +96,7 @@ def check_rows(
 
 def form_of(
     model: ModelConfig, execution: ExecutionConfig, length: int, mesh: Mapping[str, int]
-) -> FixedConfig:
+) -> SequenceForm:
     """The form of attention on a mesh, chosen where it is to be chosen, and not checked.
 
     Args:
@@ -109,10 +105,8 @@ def form_of(
         length: of the rows.
         mesh: {axis or piece of one: size}.
     """
-    form = execution.sequence_parallel
-    if not isinstance(form, AutoSequenceParallelConfig):
-        return form
-    return choose(attention_sizes(model, execution, length, mesh), form.links).config
+    sizes = attention_sizes(model, execution, length, mesh)
+    return execution.sequence_parallel.choose(sizes).config
 
 
 def explain_form(
@@ -126,13 +120,11 @@ def explain_form(
         length: of the rows.
         mesh: {axis or piece of one: size}.
     """
-    form = execution.sequence_parallel
-    if not isinstance(form, AutoSequenceParallelConfig):
-        return form.name
-    return choose(attention_sizes(model, execution, length, mesh), form.links).reason
+    sizes = attention_sizes(model, execution, length, mesh)
+    return execution.sequence_parallel.choose(sizes).reason
 
 
-def current_form(model: ModelConfig, execution: ExecutionConfig, length: int) -> FixedConfig:
+def current_form(model: ModelConfig, execution: ExecutionConfig, length: int) -> SequenceForm:
     """The form of attention on the current mesh; see `check_rows`."""
     mesh = jax.sharding.get_abstract_mesh().shape if sequence_ranks(execution.placement) > 1 else {}
     return check_rows(model, execution, length, mesh)
@@ -154,11 +146,11 @@ def current_order(
     """
     form, ranks = current_form(model, execution, length), sequence_ranks(execution.placement)
     if segment_ids is None or form.layout != "document_zigzag" or ranks == 1:
-        return token_order(form, length, ranks)
+        return form.token_order(length, ranks)
 
     def run(segment_ids: Array, *, batch_axes: tuple[str, ...]) -> Array:
         del batch_axes
-        return jnp.asarray(token_order(form, length, ranks, segment_ids))
+        return jnp.asarray(form.token_order(length, ranks, segment_ids))
 
     rows = (ax.ACT_BATCH, None)
     island = execution.placement.island(run, in_axes=(rows,), out_axes=rows)

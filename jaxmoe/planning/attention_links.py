@@ -22,8 +22,7 @@ import dataclasses
 
 from jaxmoe.planning.hardware import Chip
 from sharding.sequence_parallel import AttentionSizes, RingConfig, TokenRingConfig
-from sharding.sequence_parallel.auto import link_bytes
-from sharding.sequence_parallel.traffic import Links
+from sharding.sequence_parallel.traffic import Links, link_bytes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -38,7 +38,7 @@ from jaxmoe.parameters import ParameterSpec
 from jaxmoe.planning.abstract_step import StepPlan
 from jaxmoe.planning.sizes import Sizes
 from sharding import axes as ax
-from sharding.sequence_parallel.traffic import num_messages, sent_bytes
+from sharding.sequence_parallel.traffic import sent_bytes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -153,7 +153,7 @@ def _attention(sizes: Sizes) -> Iterator[Traffic]:
     total, number = 0.0, 0.0
     for times, is_backward in ((forward, False), (backward, True)):
         total += times * sent_bytes(form, attention, is_backward=is_backward)
-        number += times * num_messages(form, attention, is_backward=is_backward)
+        number += times * form.num_messages(attention, is_backward=is_backward)
     axes = sizes.pieces(ax.SEQ)
     yield Traffic(
         reason="attention", axes=axes, num_devices=attention.ranks, bytes=total, messages=number

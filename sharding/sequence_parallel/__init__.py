@@ -1,16 +1,19 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""How attention spreads the positions of a sequence over devices: the union of choices."""
+"""Sequence parallelism: attention over sequences whose positions are sharded, and caches.
+
+To add a form: a file in sharding/sequence_parallel/ with a subclass of `SequenceForm`
+(sharding/sequence_parallel/form.py), its class in `SequenceParallelConfig` in
+sharding/sequence_parallel/__init__.py, a row in REGISTRIES of tests/test_architecture.py, a row in
+FORMS of tests/sharding/sequence_parallel/test_sequence_parallel.py.
+"""
 
 from sharding.sequence_parallel.all_gather import AllGatherKVConfig as AllGatherKVConfig
-from sharding.sequence_parallel.attend import FixedConfig as FixedConfig
 from sharding.sequence_parallel.attend import attend as attend
 from sharding.sequence_parallel.attend import sequence_ranks as sequence_ranks
-from sharding.sequence_parallel.attend import token_order as token_order
 from sharding.sequence_parallel.auto import (
     AutoSequenceParallelConfig as AutoSequenceParallelConfig,
 )
-from sharding.sequence_parallel.auto import Choice as Choice
 from sharding.sequence_parallel.auto import choose as choose
 from sharding.sequence_parallel.cache_formats import CacheFormat as CacheFormat
 from sharding.sequence_parallel.cache_formats import as_cached as as_cached
@@ -22,11 +25,12 @@ from sharding.sequence_parallel.cached import attend_cached as attend_cached
 from sharding.sequence_parallel.cached_latent import LATENT_CACHE_AXES as LATENT_CACHE_AXES
 from sharding.sequence_parallel.cached_latent import LatentSlots as LatentSlots
 from sharding.sequence_parallel.cached_latent import attend_latent as attend_latent
+from sharding.sequence_parallel.form import Choice as Choice
+from sharding.sequence_parallel.form import SequenceForm as SequenceForm
 from sharding.sequence_parallel.local_attention import AttentionRules as AttentionRules
 from sharding.sequence_parallel.none import NoSequenceParallelConfig as NoSequenceParallelConfig
 from sharding.sequence_parallel.ring import RingConfig as RingConfig
 from sharding.sequence_parallel.sizes import AttentionSizes as AttentionSizes
-from sharding.sequence_parallel.sizes import check_sequences as check_sequences
 from sharding.sequence_parallel.token_ring import TokenRingConfig as TokenRingConfig
 from sharding.sequence_parallel.ulysses import UlyssesConfig as UlyssesConfig
 from sharding.sequence_parallel.usp import UlyssesRingConfig as UlyssesRingConfig
@@ -40,3 +44,4 @@ SequenceParallelConfig = (
     | RingConfig
     | TokenRingConfig
 )
+"""How attention spreads the positions of a sequence."""

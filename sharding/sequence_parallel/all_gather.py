@@ -6,8 +6,8 @@
     dk, dv  [B S M H]    -> reduce-scatter   [B S/N M H]    sent as many, backward
 
 Two messages a layer, none of which can hide behind a block of the softmax; S M H keys and values
-exist on every device. It suits few key heads, and lengths that fit. Llama 3 trains long contexts
-so (arXiv 2407.21783, section 3.3.2).
+exist on every device. It suits few key heads and moderate lengths. Llama 3 trains long contexts
+with it (arXiv 2407.21783, section 3.3.2).
 
 In zigzag order the devices have equal work where the kernel skips what the mask hides.
 """
@@ -15,27 +15,57 @@ In zigzag order the devices have equal work where the kernel skips what the mask
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import ClassVar, Literal
 
 import jax
 from jaxtyping import Array, Float
 
+from sharding.sequence_parallel.form import Cut, Message, SequenceForm
 from sharding.sequence_parallel.local_attention import (
     AttentionRules,
     HeldTokens,
     Seen,
     attend_locally,
 )
+from sharding.sequence_parallel.sizes import AttentionSizes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class AllGatherKVConfig:
+class AllGatherKVConfig(SequenceForm):
     """Every device gathers all keys and values."""
 
     name: ClassVar[str] = "all_gather"
 
     layout: Literal["zigzag", "contiguous"] = "zigzag"
     """Which tokens a device holds: the first and last of 2N pieces alike, or the r-th of N."""
+
+    def attend(
+        self,
+        q: Float[Array, "B s N H"],
+        k: Float[Array, "B s M H"],
+        v: Float[Array, "B s M H"],
+        tokens: HeldTokens,
+        rules: AttentionRules,
+        cut: Cut,
+    ) -> tuple[Float[Array, "B s N H"], Seen]:
+        """Return attention of the queries held here over gathered keys."""
+        tokens = cut.with_positions(tokens, self)
+        return attend_gathered(q, k, v, tokens, rules, axes=cut.axes)
+
+    def _messages(self, sizes: AttentionSizes, is_backward: bool) -> Iterator[Message]:
+        del is_backward
+        n = sizes.ranks
+        # Half of it each way round, from neighbour to neighbour.
+        shard = 2 * sizes.local_tokens * sizes.local_kv_heads * sizes.head_dim * sizes.itemsize
+        for step in (1, -1):
+            pairs = tuple((rank, (rank + step) % n) for rank in range(n))
+            yield Message((n - 1) * shard / 2, pairs)
+
+    def num_messages(self, sizes: AttentionSizes, *, is_backward: bool) -> int:
+        """Return one message for keys and one for values to every other rank."""
+        del is_backward
+        return 2 * (sizes.ranks - 1)
 
 
 def attend_gathered(
@@ -47,15 +77,15 @@ def attend_gathered(
     *,
     axes: tuple[str, ...],
 ) -> tuple[Float[Array, "B s N H"], Seen]:
-    """Attention of the queries held here over gathered keys.
+    """Return attention of the queries held here over gathered keys.
 
     Args:
-        q: queries of this device.
-        k: keys of this device.
-        v: values of this device.
-        tokens: where they stand; positions are given.
-        rules: of the mask.
-        axes: mesh axes over which sequences are cut.
+        q: Queries of this device.
+        k: Keys of this device.
+        v: Values of this device.
+        tokens: Positions, which must be given, and documents of its tokens.
+        rules: Mask and kernel.
+        axes: Mesh axes over which sequences are sharded.
     """
 
     def gather(x: Array) -> Array:
@@ -73,14 +103,14 @@ def observe_gathered(
     *,
     axes: tuple[str, ...],
 ) -> Seen:
-    """What is watched of a form that does not show it: a pass over gathered keys, for no output.
+    """Return the watched logits of a form that does not compute them: a pass over gathered keys.
 
     Args:
-        q: queries of this device.
-        k: keys of this device.
-        tokens: where they stand; positions are given.
-        rules: of the mask; nothing is done unless it says that somebody watches.
-        axes: mesh axes over which sequences are cut.
+        q: Queries of this device.
+        k: Keys of this device.
+        tokens: Positions, which must be given, and documents of its tokens.
+        rules: Mask and kernel; nothing is computed unless logits are observed.
+        axes: Mesh axes over which sequences are sharded.
     """
     if not rules.is_observed:
         return {}

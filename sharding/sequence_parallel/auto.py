@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Which form of sequence parallelism: a rule of heads, devices, lengths and links, and its reason.
+"""Chooses a form of sequence parallelism from heads, devices, lengths and links.
 
     one device           none
     heads divide         ulysses, unless it loads the links more than the ring that follows
@@ -8,10 +8,11 @@
                          alike
 
 counted over one layer's forward and backward pass, on the busiest link in its busiest direction
-(traffic.py). Rows are laid out in zigzag, but in the order of their tokens where work is even
-without it (a window, no causality), where the model needs it, or where their length divides by the
-devices and not by twice their number. `all_gather` is never chosen: it holds S keys where the
-others hold S/N, and hides behind no arithmetic; its bytes are shown beside the others.
+(`sharding/sequence_parallel/traffic.py`). Rows are laid out in zigzag, but in the order of their
+tokens where work is even without it (a window, no causality), where the model needs it, or where
+their length divides by the devices and not by twice their number. `all_gather` is never chosen: it
+holds S keys where the others hold S/N, and does not overlap with arithmetic; its bytes are reported
+beside the others.
 """
 
 from __future__ import annotations
@@ -22,43 +23,35 @@ from typing import ClassVar, get_args
 from pallas_kernels.sequence_layout import SequenceLayout
 from pallas_kernels.token_ring_attention.schedule import Form
 from sharding.sequence_parallel.all_gather import AllGatherKVConfig
-from sharding.sequence_parallel.attend import FixedConfig
+from sharding.sequence_parallel.form import Choice, SequenceForm, SequenceParallelism
 from sharding.sequence_parallel.none import NoSequenceParallelConfig
 from sharding.sequence_parallel.ring import RingConfig
 from sharding.sequence_parallel.sizes import AttentionSizes
 from sharding.sequence_parallel.token_ring import TokenRingConfig
-from sharding.sequence_parallel.traffic import Links, busiest_link
+from sharding.sequence_parallel.traffic import Links, link_bytes
 from sharding.sequence_parallel.ulysses import UlyssesConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class AutoSequenceParallelConfig:
+class AutoSequenceParallelConfig(SequenceParallelism):
     """The form that loads the links least: by heads, devices, lengths and links."""
 
     name: ClassVar[str] = "auto"
 
     links: Links = "torus"
-    """Between the devices of mesh.seq: a ring of links to neighbours (TPU), or a switch (GPU)."""
+    """Links between the devices of mesh.seq: to neighbours in a ring (TPU), or a switch (GPU)."""
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Choice:
-    """A form, and why."""
-
-    config: FixedConfig
-    reason: str
-    """One sentence."""
-    bytes: dict[str, float]
-    """Of every form that can run: those of a layer, forward and backward, over the busiest link in
-    its busiest direction."""
+    def choose(self, sizes: AttentionSizes) -> Choice:
+        """Return the form for an attention layer, and the reason."""
+        return choose(sizes, self.links)
 
 
 def choose(sizes: AttentionSizes, links: Links = "torus") -> Choice:
-    """The form for an attention layer.
+    """Return the form for an attention layer, and the reason.
 
     Args:
-        sizes: of the attention.
-        links: between the devices that share a sequence.
+        sizes: Sizes of the attention layer.
+        links: Links between the devices that share a sequence.
     """
     if sizes.ranks == 1:
         return Choice(
@@ -86,20 +79,20 @@ def choose(sizes: AttentionSizes, links: Links = "torus") -> Choice:
     return Choice(config=forms[taken], reason=reason, bytes=loads)
 
 
-def candidates(sizes: AttentionSizes, links: Links) -> dict[str, FixedConfig]:
-    """Every form that can run, by name, each in its best shape for the links.
+def candidates(sizes: AttentionSizes, links: Links) -> dict[str, SequenceForm]:
+    """Return every form that can run, by name, each in its best shape for the links.
 
     Args:
-        sizes: of the attention.
-        links: between the devices.
+        sizes: Sizes of the attention layer.
+        links: Links between the devices.
     """
     is_even = not sizes.is_causal or sizes.window is not None
     is_ordered = is_even or sizes.keeps_order or sizes.length % (2 * sizes.ranks) != 0
     layout: SequenceLayout = "contiguous" if is_ordered else "zigzag"
-    # Both ways at once is no gain through a switch, nor where all that is needed lies on one side.
+    # Both directions gain nothing through a switch, nor where all needed keys are on one side.
     goes_both_ways = links == "torus" and sizes.local_kv_heads % 2 == 0
     goes_both_ways &= sizes.window is None or not sizes.is_causal
-    forms: dict[str, FixedConfig] = {
+    forms: dict[str, SequenceForm] = {
         "all_gather": AllGatherKVConfig(layout="contiguous" if is_ordered else "zigzag"),
         "ring": RingConfig(layout=layout, directions="both" if goes_both_ways else "one"),
     }
@@ -109,16 +102,3 @@ def candidates(sizes: AttentionSizes, links: Links) -> dict[str, FixedConfig]:
     if sizes.ranks in sizes.exchangeable:
         forms["ulysses"] = UlyssesConfig()
     return forms
-
-
-def link_bytes(config: FixedConfig, sizes: AttentionSizes, links: Links) -> float:
-    """Over the busiest link of a layer, forward and backward.
-
-    Args:
-        config: of the form.
-        sizes: of the attention.
-        links: between the devices.
-    """
-    return sum(
-        busiest_link(config, sizes, links, is_backward=is_backward) for is_backward in (False, True)
-    )

@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""No sequence parallelism: every device holds whole sequences, heads may be spread."""
+"""No sequence parallelism: every device holds whole sequences; heads may be sharded."""
 
 from __future__ import annotations
 
@@ -10,37 +10,46 @@ from typing import ClassVar
 from jaxtyping import Array, Float
 
 from pallas_kernels.sequence_layout import SequenceLayout
-from sharding.sequence_parallel.local_attention import (
-    AttentionRules,
-    HeldTokens,
-    Seen,
-    attend_locally,
-)
+from sharding.sequence_parallel.form import Cut, SequenceForm
+from sharding.sequence_parallel.local_attention import AttentionRules, HeldTokens, Seen
+from sharding.sequence_parallel.sizes import AttentionSizes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class NoSequenceParallelConfig:
+class NoSequenceParallelConfig(SequenceForm):
     """Whole sequences on every device; mesh.seq must be 1."""
 
     name: ClassVar[str] = "none"
     layout: ClassVar[SequenceLayout] = "contiguous"
-    """Which tokens a device holds."""
 
+    def check_mesh(self, *, seq: int, seq_inner: int) -> None:
+        """Check that mesh.seq is 1.
 
-def attend_whole(
-    q: Float[Array, "B S N H"],
-    k: Float[Array, "B S M H"],
-    v: Float[Array, "B S M Hv"],
-    tokens: HeldTokens,
-    rules: AttentionRules,
-) -> tuple[Float[Array, "B S N Hv"], Seen]:
-    """Attention over whole sequences.
+        Raises:
+            ValueError: It is not.
+        """
+        del seq_inner
+        if seq != 1:
+            raise ValueError(
+                f"mesh.seq={seq} needs a sequence-parallel attention, and sequence_parallel is"
+                " 'none': set mesh.seq to 1, or execution.sequence_parallel to auto"
+            )
 
-    Args:
-        q: queries.
-        k: keys.
-        v: values.
-        tokens: where they stand.
-        rules: of the mask.
-    """
-    return attend_locally(q, k, v, tokens, tokens, rules)
+    def check_heads(self, sizes: AttentionSizes) -> None:
+        """Refuse any sharded sequence."""
+        self.check_mesh(seq=sizes.ranks, seq_inner=1)
+
+    def attend(
+        self,
+        q: Float[Array, "B s N H"],
+        k: Float[Array, "B s M H"],
+        v: Float[Array, "B s M Hv"],
+        tokens: HeldTokens,
+        rules: AttentionRules,
+        cut: Cut,
+    ) -> tuple[Float[Array, "B s N Hv"], Seen]:
+        """Refuse sharded sequences; whole ones need no form."""
+        raise ValueError(
+            f"the mesh cuts sequences of {cut.length} tokens into parts of {cut.held}, and"
+            " execution.sequence_parallel is 'none': choose a form, or set mesh.seq to 1"
+        )

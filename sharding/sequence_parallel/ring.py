@@ -1,28 +1,32 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Ring: queries stay, keys and values travel from device to device beside the arithmetic.
+"""Ring: queries stay, keys and values travel from device to device behind the arithmetic.
 
-See `pallas_kernels.ring_attention` for the schedule and the bytes. It suits few key heads, and any
+For the schedule and the bytes see `pallas_kernels.ring_attention`. It suits few key heads, and any
 number of devices.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable
+import math
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 from jaxtyping import Array, Float
 
 from pallas_kernels import ring_attention
 from pallas_kernels.ring_attention.api import Directions, Transport
+from pallas_kernels.ring_attention.schedule import Form, make_schedule
 from pallas_kernels.sequence_layout import SequenceLayout
-from sharding.sequence_parallel.local_attention import AttentionRules, HeldTokens
+from sharding.sequence_parallel.all_gather import observe_gathered
+from sharding.sequence_parallel.form import Cut, Message, SequenceForm
+from sharding.sequence_parallel.local_attention import AttentionRules, HeldTokens, Seen
+from sharding.sequence_parallel.sizes import AttentionSizes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class RingConfig:
+class RingConfig(SequenceForm):
     """Keys and values travel."""
 
     name: ClassVar[str] = "ring"
@@ -31,74 +35,97 @@ class RingConfig:
     """Which tokens a device holds: the r-th of N pieces, the first and last of 2N alike, or those
     of every document."""
     directions: Directions = "one"
-    """Which way round: all heads one way, or half of them each way, for links that carry as much
-    both ways at once."""
+    """Direction of travel: all heads one way, or half of them each way, for links with full
+    bandwidth in both directions at once."""
     transport: Transport = "ppermute"
-    """How they travel: XLA's collectives; or messages of a Pallas kernel, on a TPU."""
+    """How keys and values travel: XLA's collectives; or messages of a Pallas kernel, on a TPU."""
+
+    def attend(
+        self,
+        q: Float[Array, "B s N H"],
+        k: Float[Array, "B s M H"],
+        v: Float[Array, "B s M H"],
+        tokens: HeldTokens,
+        rules: AttentionRules,
+        cut: Cut,
+    ) -> tuple[Float[Array, "B s N H"], Seen]:
+        """Return attention of the queries held here to keys that pass by."""
+        out = self.attend_along(q, k, v, tokens, rules, axis=cut.ring_axis(self))
+        tokens = cut.with_positions(tokens, self)
+        return out, observe_gathered(q, k, tokens, rules, axes=cut.axes)
+
+    def attend_along(
+        self,
+        q: Float[Array, "B s N H"],
+        k: Float[Array, "B s M H"],
+        v: Float[Array, "B s M H"],
+        tokens: HeldTokens,
+        rules: AttentionRules,
+        *,
+        axis: str,
+    ) -> Float[Array, "B s N H"]:
+        """Return the output of the ring alone.
+
+        Args:
+            q: Queries of this device.
+            k: Keys of this device.
+            v: Values of this device.
+            tokens: Positions and documents of its tokens; positions None: as the layout has it.
+            rules: Mask and kernel.
+            axis: Mesh axis of the ring.
+        """
+        given = ring_arguments(self.layout, self.transport, tokens, rules, axis)
+        return ring_attention(q, k, v, directions=self.directions, **given)
+
+    def _messages(self, sizes: AttentionSizes, is_backward: bool) -> Iterator[Message]:
+        form, reach = self._schedule_form(sizes)
+        schedule = make_schedule(sizes.ranks, form, directions=self.directions, reach=reach)
+        values = sizes.local_tokens * sizes.local_kv_heads * 2 * sizes.head_dim
+        values /= schedule.pieces * len(schedule.routes)
+        for route in schedule.routes:
+            for step in route.steps:
+                for hop in step.keys:
+                    yield Message(values * sizes.itemsize, hop.pairs)
+                for hop in step.gradients if is_backward else ():
+                    yield Message(values * 4, hop.pairs)
+
+    def _schedule_form(self, sizes: AttentionSizes) -> tuple[Form, int | None]:
+        """Return the form of the kernel's schedule, and how many ranks back keys are needed."""
+        if not sizes.is_causal:
+            return "all", None
+        if self.layout != "contiguous":
+            return ("halves" if sizes.window is None else "all"), None
+        if sizes.window is None:
+            return "earlier", None
+        held = sizes.length // sizes.ranks
+        return "near", min(sizes.ranks - 1, math.ceil((sizes.window - 1) / held))
 
 
-def attend_ring(
-    q: Float[Array, "B s N H"],
-    k: Float[Array, "B s M H"],
-    v: Float[Array, "B s M H"],
+def ring_arguments(
+    layout: SequenceLayout,
+    transport: Transport,
     tokens: HeldTokens,
     rules: AttentionRules,
-    *,
     axis: str,
-    config: RingConfig,
-) -> Float[Array, "B s N H"]:
-    """Attention of the queries held here to keys that come by.
+) -> dict[str, Any]:
+    """Return the arguments that `ring_attention` and `token_ring_attention` share.
 
     Args:
-        q: queries of this device.
-        k: keys of this device.
-        v: values of this device.
-        tokens: where they stand; positions None: as the layout has it.
-        rules: of the mask.
-        axis: mesh axis over which sequences are cut.
-        config: layout, directions and transport.
+        layout: Which tokens a device holds.
+        transport: How arrays travel.
+        tokens: Positions and documents of the tokens of this device.
+        rules: Mask and kernel.
+        axis: Mesh axis of the ring.
     """
-    return along_ring(ring_attention, q, k, v, tokens, rules, axis=axis, config=config)(
-        directions=config.directions
-    )
-
-
-def along_ring(
-    operation: Callable[..., Any],
-    q: Float[Array, "B s N H"],
-    k: Float[Array, "B s M H"],
-    v: Float[Array, "B s M H"],
-    tokens: HeldTokens,
-    rules: AttentionRules,
-    *,
-    axis: str,
-    config: Any,
-) -> Callable[..., Any]:
-    """An attention round a ring, with all that is given but what is its own.
-
-    Args:
-        operation: `ring_attention` or `token_ring_attention`.
-        q: queries of this device.
-        k: keys of this device.
-        v: values of this device.
-        tokens: where they stand.
-        rules: of the mask.
-        axis: mesh axis over which sequences are cut.
-        config: with a layout and a transport.
-    """
-    return functools.partial(
-        operation,
-        q,
-        k,
-        v,
-        axis_name=axis,
-        causal=rules.is_causal,
-        layout=config.layout,
-        positions=tokens.positions,
-        segment_ids=tokens.segment_ids,
-        window=rules.window,
-        softcap=rules.softcap,
-        scale=rules.scale,
-        transport=config.transport,
-        implementation=rules.implementation,
-    )
+    return {
+        "axis_name": axis,
+        "causal": rules.is_causal,
+        "layout": layout,
+        "positions": tokens.positions,
+        "segment_ids": tokens.segment_ids,
+        "window": rules.window,
+        "softcap": rules.softcap,
+        "scale": rules.scale,
+        "transport": transport,
+        "implementation": rules.implementation,
+    }

@@ -1,14 +1,15 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Token ring: keys and values stay, queries travel, and their results go home the other way.
+"""Token ring: keys and values stay, queries travel, and their results return the other way.
 
-See `pallas_kernels.token_ring_attention` for the schedule and the bytes. It is for models with as
-many key heads as query heads, on links that carry as much both ways at once.
+For the schedule and the bytes see `pallas_kernels.token_ring_attention`. It is for models with as
+many key heads as query heads, on links with full bandwidth in both directions at once.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import ClassVar
 
 from jaxtyping import Array, Float
@@ -16,13 +17,16 @@ from jaxtyping import Array, Float
 from pallas_kernels import token_ring_attention
 from pallas_kernels.ring.step import Transport
 from pallas_kernels.sequence_layout import SequenceLayout
-from pallas_kernels.token_ring_attention.schedule import Form
-from sharding.sequence_parallel.local_attention import AttentionRules, HeldTokens
-from sharding.sequence_parallel.ring import along_ring
+from pallas_kernels.token_ring_attention.schedule import Form, Schedule, Visits
+from sharding.sequence_parallel.all_gather import observe_gathered
+from sharding.sequence_parallel.form import Cut, Message, SequenceForm
+from sharding.sequence_parallel.local_attention import AttentionRules, HeldTokens, Seen
+from sharding.sequence_parallel.ring import ring_arguments
+from sharding.sequence_parallel.sizes import AttentionSizes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class TokenRingConfig:
+class TokenRingConfig(SequenceForm):
     """Queries travel one way, their results the other."""
 
     name: ClassVar[str] = "token_ring"
@@ -31,33 +35,40 @@ class TokenRingConfig:
     """Which tokens a device holds: the r-th of N pieces, the first and last of 2N alike, or those
     of every document."""
     form: Form = "direct"
-    """How results come home: over several devices at once, for full-mesh links; or from neighbour
-    to neighbour behind the queries, for rings and tori."""
+    """How results return: directly, over several devices at once, for full-mesh links; or from
+    neighbour to neighbour behind the queries, for rings and tori."""
     transport: Transport = "ppermute"
-    """How they travel."""
+    """How queries and results travel: XLA's collectives; or messages of a Pallas kernel, on a
+    TPU."""
 
+    def attend(
+        self,
+        q: Float[Array, "B s N H"],
+        k: Float[Array, "B s M H"],
+        v: Float[Array, "B s M H"],
+        tokens: HeldTokens,
+        rules: AttentionRules,
+        cut: Cut,
+    ) -> tuple[Float[Array, "B s N H"], Seen]:
+        """Return attention of the queries held here, which visit every device."""
+        given = ring_arguments(self.layout, self.transport, tokens, rules, cut.ring_axis(self))
+        out = token_ring_attention(q, k, v, form=self.form, **given)
+        tokens = cut.with_positions(tokens, self)
+        return out, observe_gathered(q, k, tokens, rules, axes=cut.axes)
 
-def attend_token_ring(
-    q: Float[Array, "B s N H"],
-    k: Float[Array, "B s M H"],
-    v: Float[Array, "B s M H"],
-    tokens: HeldTokens,
-    rules: AttentionRules,
-    *,
-    axis: str,
-    config: TokenRingConfig,
-) -> Float[Array, "B s N H"]:
-    """Attention of the queries held here, which visit every device.
-
-    Args:
-        q: queries of this device.
-        k: keys of this device.
-        v: values of this device.
-        tokens: where they stand; positions None: as the layout has it.
-        rules: of the mask.
-        axis: mesh axis over which sequences are cut.
-        config: layout, form and transport.
-    """
-    return along_ring(token_ring_attention, q, k, v, tokens, rules, axis=axis, config=config)(
-        form=config.form
-    )
+    def _messages(self, sizes: AttentionSizes, is_backward: bool) -> Iterator[Message]:
+        visits: Visits = "every"
+        if sizes.is_causal:
+            visits = "later" if self.layout == "contiguous" else "halves"
+        schedule = Schedule(ranks=sizes.ranks, visits=visits, form=self.form)
+        rows = sizes.local_tokens * sizes.local_heads / len(schedule.pieces)
+        width, itemsize = sizes.head_dim, sizes.itemsize
+        is_running = self.form == "co_travelling"
+        if is_backward:
+            out, back = 2 * width * itemsize + 8, 4 * width
+        else:
+            out, back = width * itemsize, width * (4 if is_running else itemsize) + 4
+        for step in range(sizes.ranks):
+            for piece in schedule.pieces:
+                yield Message(rows * out, schedule.hop(step, piece))
+                yield Message(rows * back, schedule.homeward(step, piece))

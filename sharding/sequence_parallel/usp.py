@@ -9,12 +9,13 @@ mesh.seq = R x U, U the faster. With c tokens, n query and m key heads on each d
     all-to-all back
 
 The layout is that of the ring, with R ranks; the devices of U hold equal parts of what a rank has.
-Source: USP, arXiv 2405.07719. The axis is cut by the mesh: `fold.seq_inner` is U.
+Source: USP, arXiv 2405.07719. The mesh cuts the axis: `fold.seq_inner` is U.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import ClassVar
 
 import jax
@@ -22,12 +23,16 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.ring_attention.api import Directions, Transport
 from pallas_kernels.sequence_layout import SequenceLayout
-from sharding.sequence_parallel.local_attention import AttentionRules, HeldTokens
-from sharding.sequence_parallel.ring import RingConfig, attend_ring
+from sharding.sequence_parallel.all_gather import observe_gathered
+from sharding.sequence_parallel.form import Cut, Message, SequenceForm, gather_tokens
+from sharding.sequence_parallel.local_attention import AttentionRules, HeldTokens, Seen
+from sharding.sequence_parallel.ring import RingConfig
+from sharding.sequence_parallel.sizes import AttentionSizes
+from sharding.sequence_parallel.ulysses import UlyssesConfig, to_heads, to_positions
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class UlyssesRingConfig:
+class UlyssesRingConfig(SequenceForm):
     """Heads exchanged among few devices, keys sent round between such groups."""
 
     name: ClassVar[str] = "usp"
@@ -37,7 +42,7 @@ class UlyssesRingConfig:
     layout: SequenceLayout = "zigzag"
     """Which tokens a rank of the ring holds; see `ring`."""
     directions: Directions = "one"
-    """Which way round; see `ring`."""
+    """Direction of travel; see `ring`."""
     transport: Transport = "ppermute"
     """How keys travel; see `ring`."""
 
@@ -49,41 +54,93 @@ class UlyssesRingConfig:
 
     @property
     def ring(self) -> RingConfig:
-        """The ring between groups."""
+        """Ring between groups."""
         return RingConfig(layout=self.layout, directions=self.directions, transport=self.transport)
 
+    def ring_ranks(self, ranks: int) -> int:
+        """Return the groups of devices between which keys travel."""
+        return ranks // self.ulysses
 
-def attend_usp(
-    q: Float[Array, "B s N H"],
-    k: Float[Array, "B s M H"],
-    v: Float[Array, "B s M H"],
-    tokens: HeldTokens,
-    rules: AttentionRules,
-    *,
-    inner: str,
-    outer: str,
-    config: UlyssesRingConfig,
-) -> Float[Array, "B s N H"]:
-    """Attention of some heads over what comes by.
+    def check_mesh(self, *, seq: int, seq_inner: int) -> None:
+        """Check that the fold cuts mesh.seq into pieces of `ulysses` devices.
 
-    Args:
-        q: queries of this device.
-        k: keys of this device.
-        v: values of this device.
-        tokens: where they stand; positions None: as the layout has it.
-        rules: of the mask.
-        inner: mesh axis over which heads are exchanged.
-        outer: mesh axis of the ring.
-        config: of the ring.
-    """
-    shared = HeldTokens(
-        *(
-            None if x is None else jax.lax.all_gather(x, inner, axis=x.ndim - 1, tiled=True)
-            for x in tokens
+        Raises:
+            ValueError: It does not.
+        """
+        del seq
+        if seq_inner != self.ulysses:
+            raise ValueError(
+                f"execution.sequence_parallel.ulysses={self.ulysses} exchanges heads within"
+                f" pieces of mesh.seq, and execution.fold.seq_inner={seq_inner} is their size:"
+                f" set it to {self.ulysses}"
+            )
+
+    def check_heads(self, sizes: AttentionSizes) -> None:
+        """Check that `ulysses` divides the ranks and the heads of a device.
+
+        Raises:
+            ValueError: It does not.
+        """
+        possible = [n for n in sizes.exchangeable if n > 1 and sizes.ranks % n == 0]
+        if self.ulysses in possible:
+            return
+        ways = "execution.sequence_parallel to ring"
+        if possible:
+            some = " or ".join(map(str, possible))
+            ways = f"sequence_parallel.ulysses and fold.seq_inner to {some}, or {ways}"
+        raise ValueError(
+            f"execution.sequence_parallel.ulysses={self.ulysses} must divide mesh.seq={sizes.ranks}"
+            f", and the {sizes.local_heads} query and {sizes.local_kv_heads} key heads of a device:"
+            f" set {ways}"
         )
-    )
-    q, k, v = (
-        jax.lax.all_to_all(x, inner, split_axis=2, concat_axis=1, tiled=True) for x in (q, k, v)
-    )
-    out = attend_ring(q, k, v, shared, rules, axis=outer, config=config.ring)
-    return jax.lax.all_to_all(out, inner, split_axis=1, concat_axis=2, tiled=True)
+
+    def attend(
+        self,
+        q: Float[Array, "B s N H"],
+        k: Float[Array, "B s M H"],
+        v: Float[Array, "B s M H"],
+        tokens: HeldTokens,
+        rules: AttentionRules,
+        cut: Cut,
+    ) -> tuple[Float[Array, "B s N H"], Seen]:
+        """Return attention of some heads over keys that pass by, exchanged back."""
+        outer, inner = self._two_axes(cut.axes)
+        shared = gather_tokens(tokens, inner)
+        qs, ks, vs = (to_heads(x, inner) for x in (q, k, v))
+        out = self.ring.attend_along(qs, ks, vs, shared, rules, axis=outer)
+        out = to_positions(out, inner)
+        tokens = cut.with_positions(tokens, self)
+        return out, observe_gathered(q, k, tokens, rules, axes=cut.axes)
+
+    def _two_axes(self, axes: tuple[str, ...]) -> tuple[str, str]:
+        """Return the axis of the ring and that of the exchange, the faster one."""
+        sizes = {axis: jax.lax.axis_size(axis) for axis in axes}
+        if len(sizes) != 2 or sizes[axes[1]] != self.ulysses:
+            raise ValueError(
+                f"execution.sequence_parallel 'usp' needs mesh.seq in two pieces, the faster of"
+                f" {self.ulysses} (sequence_parallel.ulysses), and the mesh has"
+                f" {' x '.join(f'{a}={n}' for a, n in sizes.items())}: set fold.seq_inner to"
+                f" {self.ulysses}, and fold.expert x fold.expert_tensor so that it cuts seq"
+                " nowhere else"
+            )
+        return axes[0], axes[1]
+
+    def _messages(self, sizes: AttentionSizes, is_backward: bool) -> Iterator[Message]:
+        """Yield exchanges within groups of neighbours, and rings across groups."""
+        inner, groups = self.ulysses, range(sizes.ranks // self.ulysses)
+        members = range(inner)
+        length = sizes.length // len(groups)
+        part = dataclasses.replace(sizes, ranks=inner, length=length, is_causal=False)
+        for one in UlyssesConfig().messages(part, is_backward=is_backward):
+            pairs = ((g * inner + i, g * inner + j) for g in groups for i, j in one.pairs)
+            yield Message(one.bytes, tuple(pairs))
+        ring = dataclasses.replace(sizes, ranks=len(groups), sequences=sizes.sequences / inner)
+        for one in self.ring.messages(ring, is_backward=is_backward):
+            pairs = ((i * inner + u, j * inner + u) for u in members for i, j in one.pairs)
+            yield Message(one.bytes, tuple(pairs))
+
+    def num_messages(self, sizes: AttentionSizes, *, is_backward: bool) -> int:
+        """Return four messages within the group, and those of the ring."""
+        groups = dataclasses.replace(sizes, ranks=sizes.ranks // self.ulysses)
+        ring = self.ring.num_messages(groups, is_backward=is_backward)
+        return 4 * (self.ulysses - 1) + ring

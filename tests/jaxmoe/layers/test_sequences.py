@@ -234,7 +234,7 @@ def test_pieces_that_the_fold_does_not_make():
         ExecutionConfig(mesh=MeshConfig(seq=4), sequence_parallel=UlyssesRingConfig())
     assert str(error.value) == (
         "execution.sequence_parallel.ulysses=2 exchanges heads within pieces of mesh.seq, and"
-        " execution.fold.seq_inner=1 says how large they are: set it to 2"
+        " execution.fold.seq_inner=1 is their size: set it to 2"
     )
 
 

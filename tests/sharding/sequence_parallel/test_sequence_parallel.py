@@ -27,9 +27,7 @@ from sharding.sequence_parallel import (
     UlyssesConfig,
     UlyssesRingConfig,
     attend,
-    check_sequences,
     choose,
-    token_order,
 )
 from sharding.sequence_parallel.traffic import busiest_link, sent_bytes
 from tests.support.tolerances import assert_close
@@ -114,7 +112,7 @@ def test_every_form_is_attention_on_one_device(form, mask):
     """Packed documents and padding; outputs, gradients, and what is watched."""
     config, rules = FORMS[form], dataclasses.replace(MASKS[mask], is_observed=True)
     segments = jnp.asarray(arrays()[2])
-    order = token_order(config, S, RANKS, segments)
+    order = config.token_order(S, RANKS, segments)
     wanted = run(NoSequenceParallelConfig(), rules)
     with jax.set_mesh(mesh()):
         found = run(config, rules, order=None if order is None else np.asarray(order))
@@ -181,9 +179,9 @@ REFUSALS = {
 def test_refusals(name):
     config, changes, text = REFUSALS[name]
     with pytest.raises(ValueError) as error:
-        check_sequences(config, dataclasses.replace(SIZES, **changes))
+        config.check(dataclasses.replace(SIZES, **changes))
     assert str(error.value) == text
-    check_sequences(config, dataclasses.replace(SIZES, ranks=1, **{"length": 4099}))
+    config.check(dataclasses.replace(SIZES, ranks=1, **{"length": 4099}))
 
 
 CHOICES = {
@@ -221,7 +219,7 @@ def test_the_rule(name):
     choice = choose(sizes, links)
     assert choice.config == wanted
     assert choice.reason.startswith(f"{wanted.name}: ")
-    check_sequences(choice.config, sizes)
+    choice.config.check(sizes)
 
 
 def test_the_rule_gives_its_reason():

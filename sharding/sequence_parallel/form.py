@@ -1,0 +1,248 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Base classes of the sequence-parallel configs: what the rest of the library asks of one.
+
+`SequenceParallelism` is any choice, `auto` included; `SequenceForm` one that attention can run.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.sequence_layout import SequenceLayout, sequence_order
+from sharding.sequence_parallel.local_attention import AttentionRules, HeldTokens, Seen
+from sharding.sequence_parallel.sizes import AttentionSizes
+
+
+class Message(NamedTuple):
+    """One message of equal size between some pairs of ranks."""
+
+    bytes: float
+    pairs: tuple[tuple[int, int], ...]
+    """(from, to)."""
+
+
+class SequenceParallelism(abc.ABC):
+    """How attention spreads the positions of a sequence."""
+
+    __slots__ = ()
+
+    name: ClassVar[str]
+    """Name in configs and flags."""
+
+    @abc.abstractmethod
+    def choose(self, sizes: AttentionSizes) -> Choice:
+        """Return the form that runs, and the reason.
+
+        Args:
+            sizes: Sizes of the attention layer.
+        """
+
+    def check_mesh(self, *, seq: int, seq_inner: int) -> None:
+        """Check the mesh of an execution.
+
+        Args:
+            seq: mesh.seq; -1 if it is open.
+            seq_inner: fold.seq_inner; 1 without a fold.
+
+        Raises:
+            ValueError: This form cannot run on such a mesh.
+        """
+        del seq, seq_inner
+
+
+class SequenceForm(SequenceParallelism):
+    """One form of sequence parallelism."""
+
+    __slots__ = ()
+
+    layout: SequenceLayout
+    """Which tokens a device holds."""
+
+    def choose(self, sizes: AttentionSizes) -> Choice:
+        """Return this form; its name is the reason."""
+        del sizes
+        return Choice(config=self, reason=self.name, bytes={})
+
+    def ring_ranks(self, ranks: int) -> int:
+        """Return the parts in which tokens are laid out.
+
+        Args:
+            ranks: Devices that share a sequence.
+        """
+        return ranks
+
+    def token_order(
+        self, length: int, ranks: int, segment_ids: Int[Array, "B S"] | None = None
+    ) -> Int[np.ndarray, " S"] | Int[Array, "B S"] | None:
+        """Return the token held at each position of a laid out row; None: rows are unchanged.
+
+        Args:
+            length: Tokens of a row.
+            ranks: Devices that share a row.
+            segment_ids: Document of each token, in the order of the tokens; only document_zigzag
+                reads them, and returns an order for every row then.
+
+        Raises:
+            ValueError: The length is not divisible.
+        """
+        if ranks == 1 or self.layout == "contiguous":
+            return None
+        if self.layout != "document_zigzag":
+            segment_ids = None
+        return sequence_order(length, self.ring_ranks(ranks), self.layout, segment_ids)
+
+    def check(self, sizes: AttentionSizes) -> None:
+        """Check that this form can spread the heads and the length.
+
+        Args:
+            sizes: Sizes of the attention layer.
+
+        Raises:
+            ValueError: It cannot; the message names the field, both sizes and the way out.
+        """
+        ranks = sizes.ranks
+        if ranks == 1:
+            return
+        self.check_heads(sizes)
+        pieces = ranks if self.layout == "contiguous" else 2 * ranks
+        if sizes.length % pieces:
+            padded = -(-sizes.length // pieces) * pieces
+            way = ", or set execution.sequence_parallel.layout to contiguous"
+            raise ValueError(
+                f"sequences of {sizes.length} tokens must be divisible by {pieces} ({self.layout}"
+                f" over mesh.seq={ranks}): pad to {padded}"
+                + (way if self.layout != "contiguous" and sizes.length % ranks == 0 else "")
+            )
+
+    def check_heads(self, sizes: AttentionSizes) -> None:
+        """Check the heads alone, on more than one device; see `check`."""
+
+    @abc.abstractmethod
+    def attend(
+        self,
+        q: Float[Array, "B s N H"],
+        k: Float[Array, "B s M H"],
+        v: Float[Array, "B s M Hv"],
+        tokens: HeldTokens,
+        rules: AttentionRules,
+        cut: Cut,
+    ) -> tuple[Float[Array, "B s N Hv"], Seen]:
+        """Return attention of the queries of this device. Called inside an island.
+
+        Args:
+            q: Queries of this device.
+            k: Keys of this device.
+            v: Values of this device.
+            tokens: Positions and documents of its tokens; positions None: their places in the row.
+            rules: Mask and kernel.
+            cut: How sequences are sharded.
+
+        Returns:
+            The output and, if observed, the watched logits.
+        """
+
+    def messages(self, sizes: AttentionSizes, *, is_backward: bool) -> Iterator[Message]:
+        """Yield every message of one layer.
+
+        Args:
+            sizes: Sizes of the attention layer.
+            is_backward: Backward pass instead of the forward one.
+        """
+        return iter(()) if sizes.ranks == 1 else self._messages(sizes, is_backward)
+
+    def _messages(self, sizes: AttentionSizes, is_backward: bool) -> Iterator[Message]:
+        """Yield every message between more than one rank."""
+        del sizes, is_backward
+        return iter(())
+
+    def num_messages(self, sizes: AttentionSizes, *, is_backward: bool) -> int:
+        """Return the messages that a rank sends in one layer, counting each of its arrays.
+
+        Args:
+            sizes: Sizes of the attention layer.
+            is_backward: Backward pass instead of the forward one.
+        """
+        return 2 * len(list(self.messages(sizes, is_backward=is_backward)))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """A form and the reason for it."""
+
+    config: SequenceForm
+    reason: str
+    """One sentence."""
+    bytes: dict[str, float]
+    """For every form that can run the bytes of a layer, forward and backward, over the busiest link
+    in its busiest direction; empty if there was no choice."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Cut:
+    """How sequences are sharded inside an island."""
+
+    axes: tuple[str, ...]
+    """Mesh axes over which positions are sharded."""
+    length: int
+    """Tokens of a whole row."""
+    held: int
+    """Tokens of a row on one device."""
+
+    def with_positions(self, tokens: HeldTokens, form: SequenceForm) -> HeldTokens:
+        """Return the tokens with their places in the row as positions, where none are given.
+
+        Args:
+            tokens: Tokens of this device.
+            form: The form that laid them out.
+        """
+        if tokens.positions is not None:
+            return tokens
+        ranks = self.length // self.held
+        order: Any = form.token_order(self.length, ranks)
+        places = np.arange(self.length, dtype=np.int32) if order is None else order
+        own = jnp.asarray(places.reshape(ranks, self.held))[jax.lax.axis_index(self.axes)]
+        return HeldTokens(own, tokens.segment_ids)
+
+    def ring_axis(self, form: SequenceForm) -> str:
+        """Return the one mesh axis along which a ring runs.
+
+        Args:
+            form: The form, for the error.
+
+        Raises:
+            ValueError: A fold has cut the axis into pieces.
+        """
+        sizes = {axis: jax.lax.axis_size(axis) for axis in self.axes}
+        cut = [axis for axis, size in sizes.items() if size > 1]
+        if len(cut) > 1:
+            raise ValueError(
+                f"execution.fold cuts mesh.seq into {' x '.join(f'{a}={sizes[a]}' for a in cut)},"
+                f" and execution.sequence_parallel {form.name!r} needs it in one piece: choose"
+                " fold.expert x fold.expert_tensor up to mesh.tensor, or from mesh.tensor x"
+                " mesh.seq on; or take all_gather or ulysses"
+            )
+        return cut[0]
+
+
+def gather_tokens(tokens: HeldTokens, axes: str | tuple[str, ...]) -> HeldTokens:
+    """Return positions and documents of the tokens of all devices of these axes.
+
+    Args:
+        tokens: Tokens of this device.
+        axes: Mesh axes over which positions are sharded.
+    """
+    return HeldTokens(
+        *(
+            None if x is None else jax.lax.all_gather(x, axes, axis=x.ndim - 1, tiled=True)
+            for x in tokens
+        )
+    )
