@@ -1,0 +1,43 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Configures Sphinx: pages in Markdown (MyST), theme furo, generated reference and tables.
+
+`make docs` builds the site into `.docs/_build/html` and fails on a warning.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import sys
+
+HERE = pathlib.Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE.parent), str(HERE)]
+
+import flag_tables  # noqa: E402  (after the path that it is found on)
+import package_pages  # noqa: E402
+import reference_pages  # noqa: E402
+
+project = "jaxmoe"
+author = "The jaxmoe authors"
+copyright = "2026, The jaxmoe authors"
+extensions = ["myst_parser"]
+myst_enable_extensions = ["colon_fence", "deflist"]
+myst_heading_anchors = 3
+exclude_patterns = ["_build"]
+html_theme = "furo"
+html_title = "jaxmoe"
+html_copy_source = False
+suppress_warnings = ["ref.python"]  # a bare class name of a signature may be ambiguous
+
+
+def write_generated_pages(app) -> None:
+    """Write the pages that are derived from the sources, before Sphinx reads any."""
+    target = HERE / "generated"
+    package_pages.write(HERE.parent, target / "packages")
+    reference_pages.write(HERE.parent, target / "reference")
+    flag_tables.write(target / "flags")
+
+
+def setup(app) -> None:
+    """Connect the generator to the start of a build."""
+    app.connect("builder-inited", write_generated_pages)

@@ -1,0 +1,150 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Writes a table of every flag of every command, from the configs that the commands parse.
+
+To add a command: a row in COMMANDS of .docs/flag_tables.py
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import importlib
+import inspect
+import pathlib
+import textwrap
+import typing
+from collections.abc import Iterator
+from typing import Any
+
+from jaxmoe.configs import alternatives, field_types, registry_name
+
+COMMANDS = {
+    "pretrain": "jaxmoe.run.config:PretrainConfig",
+    "evaluate": "experiments.evaluate:EvaluateConfig",
+    "generate": "experiments.generate:GenerateConfig",
+    "report": "experiments.report:ReportConfig",
+    "replay": "experiments.replay:ReplayConfig",
+    "plan": "experiments.plan.config:PlanConfig",
+    "place": "experiments.place:PlaceConfig",
+    "checkpoint verify": "experiments.checkpoint.verify:VerifyConfig",
+    "checkpoint inspect": "experiments.checkpoint.inspect:InspectConfig",
+    "checkpoint convert": "experiments.checkpoint.convert:ConvertConfig",
+    "checkpoint reshard": "experiments.checkpoint.resharding:ReshardConfig",
+    "evaluate_tasks": "experiments.evaluate_tasks.__main__:EvaluateTasksConfig",
+    "doctor": "experiments.doctor.__main__:DoctorConfig",
+    "launch": "experiments.launch.__main__:LaunchConfig",
+    "launch --supervise": "experiments.launch.supervise:SuperviseConfig",
+    "transfer": "experiments.studies.transfer.config:TransferConfig",
+    "gates": "experiments.studies.gates.config:GatesConfig",
+    "routers": "experiments.studies.routers.config:RoutersConfig",
+}
+"""The config class of each command; `describe` and `data` take the flags of `pretrain`."""
+
+
+def write(target: pathlib.Path) -> None:
+    """Write one page per command, and an index of them.
+
+    Args:
+        target: Folder of the generated pages; created when it does not exist.
+    """
+    target.mkdir(parents=True, exist_ok=True)
+    names = []
+    for command, where in COMMANDS.items():
+        module, _, name = where.partition(":")
+        cls = getattr(importlib.import_module(module), name)
+        page = command.replace(" ", "_").replace("-", "")
+        names.append(page)
+        text = [f"# {command}", "", f"`python -m experiments.{command}`", ""]
+        text += _tables(cls)
+        (target / f"{page}.md").write_text("\n".join(text) + "\n", encoding="utf-8")
+    lines = [
+        "# Flags",
+        "",
+        "A field of a config is `--dotted.field value`. A member of a union is",
+        "`dotted.field:name`; the fields of the member follow under the same path. `describe` and",
+        "`data inspect` take the flags of `pretrain`.",
+        "",
+        "```{toctree}",
+        ":maxdepth: 1",
+        "",
+        *names,
+        "```",
+        "",
+    ]
+    (target / "index.md").write_text("\n".join(lines), encoding="utf-8")
+
+
+def _tables(cls: type) -> Iterator[str]:
+    """Yield a table for the fields of a config, and one for each config below it."""
+    queue: list[tuple[str, str, type]] = [("", "", cls)]
+    while queue:
+        path, choice, current = queue.pop(0)
+        rows = []
+        for name, hint in field_types(current).items():
+            here = f"{path}.{name}" if path else name
+            members = [m for m in _leaves(hint) if dataclasses.is_dataclass(m)]
+            for member in members:
+                key = registry_name(member)
+                queue.append((here, f"{here}:{key}" if key and len(members) > 1 else here, member))
+            rows.append(_row(current, name, here, hint, members))
+        if path:
+            yield f"## {choice}"
+            yield ""
+            yield _escaped((inspect.getdoc(current) or "").split("\n\n")[0])
+            yield ""
+        if rows:
+            yield from ("| flag | default | meaning |", "| --- | --- | --- |", *rows, "")
+
+
+def _row(cls: type, name: str, path: str, hint: Any, members: list[Any]) -> str:
+    """Return the row of one field."""
+    names = [registry_name(member) for member in members]
+    named = [key for key in names if key]
+    flag = f"`--{path}`"
+    if len(named) > 1:
+        flag = f"`{path}:NAME`" + "".join(f" `{key}`" for key in named)
+    field = next(field for field in dataclasses.fields(cls) if field.name == name)
+    default = "" if field.default is dataclasses.MISSING else _spelled(field.default)
+    return f"| {flag} | {default} | {_escaped(_texts(cls).get(name, ''))} |"
+
+
+def _leaves(hint: Any) -> Iterator[Any]:
+    """Yield the classes in an annotation, inside unions and tuples."""
+    for option in alternatives(hint):
+        if typing.get_origin(option) is tuple:
+            for item in typing.get_args(option):
+                if item is not Ellipsis:
+                    yield from _leaves(item)
+        else:
+            yield option
+
+
+def _spelled(value: Any) -> str:
+    if dataclasses.is_dataclass(value):
+        return f"`{registry_name(type(value)) or type(value).__name__}`"
+    if isinstance(value, tuple) and value and dataclasses.is_dataclass(value[0]):
+        return " ".join(_spelled(item) for item in value)
+    return f"`{value!r}`".replace("|", "\\|")
+
+
+@functools.cache
+def _texts(cls: type) -> dict[str, str]:
+    """Return the text below each field of a config class, its bases included."""
+    found: dict[str, str] = {}
+    for base in reversed(cls.__mro__[:-1]):
+        try:
+            tree = ast.parse(textwrap.dedent(inspect.getsource(base)))
+        except (OSError, TypeError):
+            continue
+        body = tree.body[0].body if isinstance(tree.body[0], ast.ClassDef) else []
+        for field, after in zip(body, body[1:], strict=False):
+            if isinstance(field, ast.AnnAssign) and isinstance(after, ast.Expr):
+                if isinstance(after.value, ast.Constant) and isinstance(field.target, ast.Name):
+                    found[field.target.id] = str(after.value.value)
+    return found
+
+
+def _escaped(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*")
