@@ -1,8 +1,9 @@
 # make demo        set up and train the default recipe; the same command resumes
-# make test        set up and run the tests (under 15 minutes on 2 cores)
+# make test        set up and run the tests (about 10 minutes on 2 cores)
 # make test-slow   the long proofs; of their tables one row
 # make test-large  the other rows, and models of billions compiled for TPU pods: an hour and more
 # make lint        ruff, pyright, codespell
+# make docs        build the documentation site into .docs/_build/html; a warning is an error
 # make bench       kernels, routers, a step beside transformers (ten minutes, machine left alone)
 #
 # PYTHON=python3.12 chooses the interpreter, JAX=0.12 another jax, VENV=dir another place.
@@ -19,13 +20,14 @@ BASE := $(VENV)/.base-$(KEY)
 TRAIN := $(VENV)/.train-$(KEY)
 DEV := $(VENV)/.dev-$(KEY)
 HF := $(VENV)/.hf-$(KEY)
+DOCS := $(VENV)/.docs-$(KEY)
 # libtpu, which compiles for TPUs that are not there; and transformers and PyTorch, as oracles and
 # peers: pinned for Python 3.11, where the CPU build comes.
 HAS_PEERS := $(shell $(PYTHON) -c 'import sys; print("yes" if sys.version_info < (3, 12) else "")' 2>/dev/null)
 comma := ,
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt
 
-.PHONY: demo test test-slow test-large bench lint format clean
+.PHONY: demo test test-slow test-large bench lint docs format clean
 
 demo: $(TRAIN)
 	$(BIN)/python -m experiments.pretrain
@@ -49,15 +51,19 @@ bench: $(HF)
 lint: $(DEV)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/codespell jaxmoe sharding pallas_kernels experiments tests README.md CHANGELOG.md
+	$(BIN)/codespell jaxmoe sharding pallas_kernels experiments tests .docs/*.md .docs/*.py .docs/concepts README.md CHANGELOG.md
 	$(BIN)/pyright --pythonpath $(BIN)/python
+
+docs: $(DOCS)
+	$(BIN)/python -m sphinx -q -W --keep-going -b html .docs .docs/_build/html
+	@echo "see .docs/_build/html/index.html"
 
 format: $(DEV)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) .cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .cache .pytest_cache .ruff_cache .docs/_build .docs/generated
 
 $(BASE):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "error: jaxmoe needs Python 3.11 or newer, $(PYTHON) is older: set PYTHON=..."; exit 2; }
@@ -82,4 +88,8 @@ $(DEV): $(TRAIN)
 
 $(HF): $(DEV)
 	$(INSTALL) -e '.[train,dev,plan$(if $(HAS_PEERS),$(comma)hf$(comma)lm-eval)]'
+	@touch $@
+
+$(DOCS): $(DEV)
+	$(INSTALL) -e '.[train,dev,docs]'
 	@touch $@
