@@ -63,7 +63,7 @@ OPTIONAL_PACKAGES = (
 
 # The packages of jaxmoe from the lowest to the highest: a package imports lower ones only.
 ORDER = (
-    *("errors", "configs", "disk", "optional", "fingerprints", "messages"),
+    *("errors", "configs", "disk", "optional", "state_tree", "fingerprints", "messages"),
     *("parameters", "precision", "execution", "routing", "layers", "models", "optim", "scaling"),
     *("data", "training", "checkpoint", "tracking", "resilience", "planning", "serve", "run"),
 )

@@ -37,8 +37,7 @@ from jaxmoe.checkpoint.huggingface.weights import ROUTER_STATE, Tensors
 from jaxmoe.checkpoint.streaming import Streamed, open_stored, save_streamed
 from jaxmoe.configs import to_json
 from jaxmoe.data import CorpusConfig, DataConfig
-from jaxmoe.data.packed import ReadingConfig
-from jaxmoe.data.tokenizer import BytesConfig, FileConfig
+from jaxmoe.data.tokenizer import FileConfig
 from jaxmoe.run.assemble import Assembly, assemble, describe_devices, make_plan
 from jaxmoe.run.config import EvaluationConfig, PretrainConfig, RunConfig, TrainingConfig
 from jaxmoe.run.conversion import first_token_of, length_of, new_run
@@ -229,7 +228,6 @@ def _data(
         ValueError: it is in others, or nobody says which they are.
     """
     is_bytes = TOKENIZER in texts and is_byte_tokenizer(texts[TOKENIZER])
-    reads_bytes = isinstance(data, ReadingConfig) and data.tokenizer == BytesConfig()
     has_other = TOKENIZER in texts and not is_bytes
     if data is None:
         if is_bytes:
@@ -240,20 +238,21 @@ def _data(
             " run evaluates on with imported.data:files --imported.data.path 'docs/**/*.md'"
             + ("" if has_other else f", and {_HOW_TO_NAME}")
         )
+    reads_bytes = data.tokenizer is not None and data.tokenizer.is_bytes
     if not has_other:
         is_of_bytes = is_bytes or fields["vocab_size"] == _BYTES
-        if not is_of_bytes and (reads_bytes or isinstance(data, CorpusConfig)):
+        if not is_of_bytes and reads_bytes:
             raise ValueError(
                 f"from_huggingface={place} has no {TOKENIZER}, and imported.data reads bytes, which"
                 f" are not the {fields['vocab_size']} tokens of this model: {_HOW_TO_NAME}"
             )
         return data
-    if isinstance(data, CorpusConfig):
+    if reads_bytes and not data.takes_tokenizer:
         raise ValueError(
-            f"imported.data:corpus is in bytes, and the tokens of {place} are those of its"
+            f"imported.data:{data.name} is in bytes, and the tokens of {place} are those of its"
             f" {TOKENIZER}: choose imported.data:files --imported.data.path 'docs/**/*.md'"
         )
-    if isinstance(data, ReadingConfig) and reads_bytes:
+    if reads_bytes:
         eos = separator_token(texts[TOKENIZER], fields.get("eos_token_id"))
         tokenizer = FileConfig(path=str(place / TOKENIZER), separator=eos)
         return dataclasses.replace(data, tokenizer=tokenizer)
@@ -264,12 +263,10 @@ def _with_own_tokenizer(
     config: PretrainConfig, place: pathlib.Path, target: pathlib.Path
 ) -> PretrainConfig:
     """The config with the run's own copy of the tokenizer, so that the files may go."""
-    data = config.data
-    if not isinstance(data, ReadingConfig) or not isinstance(data.tokenizer, FileConfig):
+    data: Any = config.data
+    if not data.takes_tokenizer:
         return config
-    if pathlib.Path(data.tokenizer.path) != place / TOKENIZER:
-        return config
-    tokenizer = dataclasses.replace(data.tokenizer, path=str(target / _FOLDER / TOKENIZER))
+    tokenizer = data.tokenizer.moved(place / TOKENIZER, target / _FOLDER / TOKENIZER)
     return dataclasses.replace(config, data=dataclasses.replace(data, tokenizer=tokenizer))
 
 

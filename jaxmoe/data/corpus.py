@@ -27,7 +27,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from jaxmoe.data.batch import DataError
-from jaxmoe.data.source import Row, Split
+from jaxmoe.data.source import Row, SourceKind, Split
+from jaxmoe.data.tokenizer import BytesConfig, TokenizerConfig
 from pallas_kernels.array_types import Int, Shaped
 
 SEPARATOR = 0
@@ -40,10 +41,11 @@ _EXCLUDED = frozenset({"test", "tests", "idlelib", "lib2to3", "site-packages", "
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class CorpusConfig:
+class CorpusConfig(SourceKind):
     """The source code of the running Python's standard library, byte level, no download."""
 
     name: ClassVar[str] = "corpus"
+    tokenizer: ClassVar[TokenizerConfig] = BytesConfig()
 
     def build(self, seed: int = 0) -> Corpus:
         """Reads the library.

@@ -16,7 +16,7 @@ import dataclasses
 import functools
 import pathlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -32,7 +32,7 @@ from jaxmoe.data.documents import (
     writing_to,
 )
 from jaxmoe.data.packing import BestFit, Concatenated, Packing
-from jaxmoe.data.source import Row, Split
+from jaxmoe.data.source import Row, SourceKind, Split
 from jaxmoe.data.tokenizer import BytesConfig, Tokenizer, TokenizerConfig
 from jaxmoe.disk import cache_directory
 from pallas_kernels.array_types import Int, Shaped
@@ -43,8 +43,10 @@ _SPLITS: tuple[Split, Split] = ("train", "validation")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class ReadingConfig:
+class ReadingConfig(SourceKind):
     """How documents are read, whatever they come from."""
+
+    takes_tokenizer: ClassVar[bool] = True
 
     text_field: str = "text"
     """Field (JSON) or column (Parquet) of the text."""

@@ -15,10 +15,11 @@ interface, its own file, and a place in the union of `jaxmoe/data/__init__.py`.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import numpy as np
 
+from jaxmoe.data.tokenizer import TokenizerConfig
 from pallas_kernels.array_types import Float, Int, Shaped
 
 Split = Literal["train", "validation"]
@@ -34,6 +35,17 @@ class Row:
     loss_weights: Float[np.ndarray, " row"] | None = None
     """Weight of the prediction of each token, at least 0; the first token of the row is never
     predicted. None: 1 everywhere."""
+
+
+class SourceKind:
+    """Properties of a data config that do not need the source to be built."""
+
+    __slots__ = ()
+
+    tokenizer: TokenizerConfig | None = None
+    """Config of the tokenizer; None where rows are not made from text."""
+    takes_tokenizer: ClassVar[bool] = False
+    """Whether `tokenizer` is a field of the config, which may hold any."""
 
 
 @runtime_checkable

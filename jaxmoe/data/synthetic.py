@@ -38,7 +38,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from jaxmoe.data.batch import DataError
-from jaxmoe.data.source import Row, Split
+from jaxmoe.data.source import Row, SourceKind, Split
 from pallas_kernels.array_types import Float, Int, Shaped
 
 _FLOOR = 0.01
@@ -49,7 +49,7 @@ _SPLIT_KEYS: dict[Split, int] = {"train": 1, "validation": 2}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class MarkovConfig:
+class MarkovConfig(SourceKind):
     """A Markov chain of order k: a language with exactly known entropy."""
 
     name: ClassVar[str] = "markov"
@@ -73,7 +73,7 @@ class MarkovConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class LanguageMixtureConfig:
+class LanguageMixtureConfig(SourceKind):
     """Disjoint languages, one per row: the right expert of every token is known."""
 
     name: ClassVar[str] = "language_mixture"

@@ -23,7 +23,7 @@ import os
 import pathlib
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, Self, runtime_checkable
 
 import numpy as np
 
@@ -74,11 +74,30 @@ class Tokenizer(Protocol):
         ...
 
 
+class _Kind:
+    """Properties of a kind of tokenizer that do not need the tokenizer to be built."""
+
+    __slots__ = ()
+
+    is_text: ClassVar[bool] = True
+    """Whether ids stand for text."""
+    is_bytes: ClassVar[bool] = False
+    """Whether every id is a byte."""
+    is_trained: ClassVar[bool] = False
+    """Whether building it reads the train split."""
+
+    def moved(self, before: pathlib.Path, after: pathlib.Path) -> Self:
+        """Return the config with `after` in the place of the file `before`, if it names that."""
+        del before, after
+        return self
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class BytesConfig:
+class BytesConfig(_Kind):
     """Every byte is a token; vocabulary 256."""
 
     name: ClassVar[str] = "bytes"
+    is_bytes: ClassVar[bool] = True
 
     def build(self, texts: Texts, directory: pathlib.Path) -> ByteTokenizer:
         """The tokenizer; nothing is read."""
@@ -87,7 +106,7 @@ class BytesConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class FileConfig:
+class FileConfig(_Kind):
     """A tokenizer.json, as Hugging Face's `tokenizers` writes it."""
 
     name: ClassVar[str] = "file"
@@ -109,12 +128,19 @@ class FileConfig:
         path = pathlib.Path(self.path).expanduser()
         return SubwordTokenizer(path / "tokenizer.json" if path.is_dir() else path, self.separator)
 
+    def moved(self, before: pathlib.Path, after: pathlib.Path) -> FileConfig:
+        """Return the config with `after` in the place of the file `before`, if it names that."""
+        if pathlib.Path(self.path) != before:
+            return self
+        return dataclasses.replace(self, path=str(after))
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class TrainedConfig:
+class TrainedConfig(_Kind):
     """A byte-level BPE vocabulary, trained here on the train split and kept in the cache."""
 
     name: ClassVar[str] = "trained"
+    is_trained: ClassVar[bool] = True
 
     vocab_size: int = 4096
     """Ids at most, the 256 bytes and the separator among them; a short text gives fewer."""
@@ -149,10 +175,11 @@ class TrainedConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class IdsConfig:
+class IdsConfig(_Kind):
     """No text at all: token ids that were made elsewhere, for pre-tokenised files only."""
 
     name: ClassVar[str] = "ids"
+    is_text: ClassVar[bool] = False
 
     vocab_size: int = 50_257
     """Every id in the files is below it."""

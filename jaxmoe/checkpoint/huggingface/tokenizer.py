@@ -26,9 +26,8 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from jaxmoe.checkpoint.manifest import CheckpointError
-from jaxmoe.data import CorpusConfig
-from jaxmoe.data.packed import ReadingConfig
-from jaxmoe.data.tokenizer import BytesConfig, FileConfig, IdsConfig, SubwordTokenizer
+from jaxmoe.data import DataConfig
+from jaxmoe.data.tokenizer import SubwordTokenizer
 
 TOKENIZER = "tokenizer.json"
 _SETTINGS = "tokenizer_config.json"
@@ -49,7 +48,7 @@ class TokenizerFiles(NamedTuple):
     """For people."""
 
 
-def tokenizer_files(data: Any, *, seed: int = 0) -> TokenizerFiles:
+def tokenizer_files(data: DataConfig, *, seed: int = 0) -> TokenizerFiles:
     """The files of the tokenizer of a run's data.
 
     Args:
@@ -59,21 +58,21 @@ def tokenizer_files(data: Any, *, seed: int = 0) -> TokenizerFiles:
     Raises:
         DataError: the tokenizer cannot be read; or was trained on files that are not there.
     """
-    is_bytes = isinstance(data, ReadingConfig) and isinstance(data.tokenizer, BytesConfig)
-    if is_bytes or isinstance(data, CorpusConfig):
+    kind = data.tokenizer
+    if kind is None or not kind.is_text:
+        return TokenizerFiles({}, None, "there is no tokenizer: the data is no text, but ids")
+    if kind.is_bytes:
         texts = {TOKENIZER: _dump(byte_tokenizer()), _SETTINGS: _dump(_settings())}
         words = "tokens are the bytes of UTF-8, documents are separated by byte 0"
         return TokenizerFiles(texts, 0, words)
-    if not isinstance(data, ReadingConfig) or isinstance(data.tokenizer, IdsConfig):
-        return TokenizerFiles({}, None, "there is no tokenizer: the data is no text, but ids")
-    if isinstance(data.tokenizer, FileConfig):
-        read = data.tokenizer.build(lambda: (), pathlib.Path())
+    if kind.is_trained:
+        source: Any = data.build(seed)
+        read = source.tokenizer  # read from the cache, or trained again
     else:
-        build: Any = getattr(data, "build")  # noqa: B009 (of every source, not of their base)
-        read = build(seed).tokenizer  # the cache holds it, or it is trained once more
-    assert isinstance(read, SubwordTokenizer)  # the others are above
+        read = kind.build(lambda: (), pathlib.Path())
+    assert isinstance(read, SubwordTokenizer)
     texts = {TOKENIZER: read.content}
-    if isinstance(data.tokenizer, FileConfig):
+    if not kind.is_trained:
         texts |= _texts_beside(read.path.parent)
     texts.setdefault(_SETTINGS, _dump(_settings(eos_token=read.separator_token)))
     words = f"documents are separated by {read.separator_token!r} (id {read.separator})"
