@@ -1,11 +1,13 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Training: state, objectives, loss, step, loop, evaluation, hooks.
+"""Trains models: state, objectives, loss, step, loop, evaluation and hooks.
 
-To add an objective: see `jaxmoe/training/next_token.py`.
+To add an objective: `jaxmoe/training/next_token.py` as the example, `jaxmoe/training/__init__.py`.
 """
 
 from jaxmoe.configs import registry_of
+from jaxmoe.training.fit import Fit as Fit
+from jaxmoe.training.fit import fit as fit
 from jaxmoe.training.masked_diffusion import MaskedDiffusionConfig as MaskedDiffusionConfig
 from jaxmoe.training.next_token import NextTokenConfig as NextTokenConfig
 

@@ -1,16 +1,17 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Training of somebody else's model from three functions (Redco, arXiv 2310.16355, section 3).
+"""Trains any JAX model on a mesh from three functions (Redco, arXiv 2310.16355, section 3).
 
     collate(examples)        a list of examples to a pytree of arrays [B ...]
     loss(params, batch)      a mean over the batch
     predict(params, batch)   a pytree of arrays [B ...]
 
-None of them speaks of devices. Here are the mesh, the specs by two rules (`sharding/foreign.py`),
-the jitted step, the order of the examples and the predictions; the loss is that of one device.
+None of them mentions devices. `fit` makes the mesh, the partition specs (`sharding/foreign.py`),
+the jitted step, the order of the examples and the predictions; the losses equal those of one
+device.
 
-It keeps no checkpoint, resumes nothing and runs in one process: for that, and for
-mixtures of experts, there is `experiments.pretrain`.
+It saves no checkpoint, cannot resume and runs in one process. For these, and for mixtures of
+experts, use `jaxmoe.run.Run` or `experiments.pretrain`.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ class Fit:
     """What `fit` returns."""
 
     params: Any
-    """Trained, laid out on the mesh."""
+    """Trained parameters, laid out on the mesh."""
     losses: list[float]
-    """Of each step, before its update."""
+    """Loss of each step, before its update."""
     predictions: Any
-    """A pytree of numpy arrays [examples to predict ...] in their order; None without examples."""
+    """Pytree of numpy arrays [test examples ...], in their order; None without test examples."""
 
 
 def fit(
@@ -58,7 +59,7 @@ def fit(
     seed: int = 0,
     devices: Sequence[jax.Device] | None = None,
 ) -> Fit:
-    """Trains parameters of any model, and predicts.
+    """Train the parameters of any model, and predict.
 
     >>> import jax.numpy as jnp
     >>> examples = [(float(x), 3.0 * x + 1.0) for x in range(8)]
@@ -74,22 +75,26 @@ def fit(
     31.0
 
     Args:
-        collate: of training examples, and of those to predict, which may lack their answers.
-        loss: differentiable in its first argument; a mean over the batch, f32.
-        predict: of the trained parameters.
-        params: tree of arrays; not donated.
-        optimizer: whose state is laid out as the parameters it belongs to.
-        train: drawn without replacement, in a new order when all have been drawn.
-        test: to predict.
-        steps: updates.
-        batch_size: examples in a step; the devices that share the batch divide it.
-        tensor: devices that share each layer.
-        overrides: as for `sharding.foreign.foreign_specs`.
-        seed: of the order of the examples.
-        devices: all when None.
+        collate: Function from a list of training or test examples to a batch.
+        loss: Mean over a batch, a scalar, differentiable in the parameters.
+        predict: Function from trained parameters and a batch to predictions.
+        params: Tree of arrays; not donated.
+        optimizer: Optax transformation; its state is laid out like the parameters.
+        train: Training examples, drawn without replacement and reshuffled every epoch.
+        test: Examples to predict.
+        steps: Number of updates.
+        batch_size: Examples per step; a multiple of the devices that share the batch.
+        tensor: Devices that share each layer.
+        overrides: Partition specs by pattern; see `sharding.foreign.foreign_specs`.
+        seed: Seed of the order of the examples.
+        devices: Devices of the mesh; all when None.
+
+    Returns:
+        Trained parameters, losses and predictions.
 
     Raises:
-        ValueError: sizes that do not fit the devices or the examples; several processes.
+        ValueError: Sizes that do not fit the devices or the examples, parameters that `loss` or
+            `predict` reads and `params` lacks, a loss that is not a scalar, or several processes.
     """
     if jax.process_count() > 1:
         raise ValueError(
@@ -98,19 +103,24 @@ def fit(
         )
     mesh = foreign_mesh(tensor=tensor, devices=devices)
     _check_sizes(mesh, batch_size, len(train), steps)
-    lies = named_shardings(foreign_specs(params, tensor, overrides=overrides), mesh)
+    if len(test):
+        _check("predict", predict, params, collate(test[:1]))
+    layout = named_shardings(foreign_specs(params, tensor, overrides=overrides), mesh)
     rows = NamedSharding(mesh, PartitionSpec(DATA))
-    # A copy: the caller's arrays may lie where they shall, and would be donated.
-    copy = jax.jit(lambda tree: jax.tree.map(lambda x: x.copy(), tree), out_shardings=lies)
+    # A copy: the caller's arrays may already have this layout, and would be donated.
+    copy = jax.jit(lambda tree: jax.tree.map(lambda x: x.copy(), tree), out_shardings=layout)
     params = copy(params)
-    opt_state, update = _make_update(loss, optimizer, params, lies, rows)
+    opt_state, update = _make_update(loss, optimizer, params, layout, rows)
     losses = []
-    for batch in itertools.islice(_batches(train, batch_size, seed), steps):
-        params, opt_state, value = update(params, opt_state, collate(batch))
+    for examples in itertools.islice(_batches(train, batch_size, seed), steps):
+        batch = collate(examples)
+        if not losses:
+            _check_loss(loss, params, batch)
+        params, opt_state, value = update(params, opt_state, batch)
         losses.append(value)
     predictions = None
     if len(test):
-        run = jax.jit(predict, in_shardings=(lies, rows))
+        run = jax.jit(predict, in_shardings=(layout, rows))
         predictions = _predictions(run, params, collate, test, batch_size)
     return Fit(params, [float(value) for value in losses], predictions)
 
@@ -119,20 +129,20 @@ def _make_update(
     loss: Callable[[Any, Any], Any],
     optimizer: optax.GradientTransformation,
     params: Any,
-    lies: Any,
+    layout: Any,
     rows: NamedSharding,
 ) -> tuple[Any, Callable[[Any, Any, Any], tuple[Any, Any, Any]]]:
-    """The optimiser's first state, and the jitted step, which donates both trees."""
+    """Return the initial optimiser state and the jitted step, which donates both trees."""
     whole = NamedSharding(rows.mesh, PartitionSpec())
     with jax.numpy_dtype_promotion("standard"):
-        state_lies = optax.tree_map_params(
+        state_layout = optax.tree_map_params(
             optimizer,
             lambda _, like: like,
             jax.eval_shape(optimizer.init, params),
-            lies,
+            layout,
             transform_non_params=lambda _: whole,
         )
-        opt_state = jax.jit(optimizer.init, out_shardings=state_lies)(params)
+        opt_state = jax.jit(optimizer.init, out_shardings=state_layout)(params)
 
     def step(params: Any, opt_state: Any, batch: Any) -> tuple[Any, Any, Any]:
         value, gradients = jax.value_and_grad(loss)(params, batch)
@@ -142,8 +152,8 @@ def _make_update(
 
     update = jax.jit(
         step,
-        in_shardings=(lies, state_lies, rows),
-        out_shardings=(lies, state_lies, whole),
+        in_shardings=(layout, state_layout, rows),
+        out_shardings=(layout, state_layout, whole),
         donate_argnums=(0, 1),
     )
     return opt_state, update
@@ -161,8 +171,36 @@ def _check_sizes(mesh: Mesh, batch_size: int, num_examples: int, steps: int) -> 
         raise ValueError(f"train has no example for {steps} steps: pass some, or steps=0")
 
 
+def _check(name: str, function: Callable[[Any, Any], Any], params: Any, batch: Any) -> Any:
+    """Return the shape of a function's result; raise ValueError if it reads what is not there."""
+    try:
+        return jax.eval_shape(function, params, batch)
+    except KeyError as error:
+        raise ValueError(
+            f"{name} reads {error}, which is missing: params has {_names(params)}, the batch of"
+            f" collate has {_names(batch)}"
+        ) from error
+
+
+def _check_loss(loss: Callable[[Any, Any], Any], params: Any, batch: Any) -> None:
+    found = _check("loss", loss, params, batch)
+    if getattr(found, "shape", None) != ():
+        raise ValueError(
+            f"loss returns {found}, which must be a scalar: take the mean over the batch"
+        )
+
+
+def _names(tree: Any) -> str:
+    """Return the first paths of a tree, for messages."""
+    paths = [
+        jax.tree_util.keystr(path, simple=True, separator="/") or "one array"
+        for path, _ in jax.tree_util.tree_leaves_with_path(tree)
+    ]
+    return ", ".join(paths[:5]) + (", ..." if len(paths) > 5 else "") if paths else "no arrays"
+
+
 def _batches(examples: Sequence[Any], size: int, seed: int) -> Iterator[list[Any]]:
-    """Without end: the examples in a new order each time, cut into batches across the ends."""
+    """Yield batches without end, reshuffling every epoch; batches may span two epochs."""
 
     def drawn() -> Iterator[Any]:
         for epoch in itertools.count():
@@ -181,7 +219,7 @@ def _predictions(
     examples: Sequence[Any],
     size: int,
 ) -> Any:
-    """Batch by batch; the last is filled up with copies, whose predictions are left out."""
+    """Predict batch by batch; the last one is padded with copies, whose predictions are cut."""
     found = []
     for first in range(0, len(examples), size):
         batch = [examples[min(i, len(examples) - 1)] for i in range(first, first + size)]

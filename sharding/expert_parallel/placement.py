@@ -8,8 +8,8 @@
     position[l, e]    where expert e stands: the inverse of `order`
 
 The weights of a layer are cut over the mesh axis `expert` in the order in which they stand, so a
-placement is applied by putting them into another order: `jaxmoe.training.relocate` does that. Here
-is no search: the solvers are in `jaxmoe/planning/placement/`.
+placement is applied by putting them into another order (`jaxmoe/planning/placement/relocate.py`).
+The solvers are in `jaxmoe/planning/placement/`.
 """
 
 from __future__ import annotations

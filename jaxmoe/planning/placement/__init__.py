@@ -4,7 +4,7 @@
 
     trace = load_trace("trace.npz")
     solution = PLACERS["exflow"]().solve(trace, num_devices=8)
-    state = jaxmoe.training.relocate.relocate(model, state, solution.placement)
+    state = jaxmoe.planning.placement.relocate.relocate(model, state, solution.placement)
 
 To add a solver: a file with its config (`name`, `solve`), its config into PlacerConfig below, and
 a row in tests/test_architecture.py.

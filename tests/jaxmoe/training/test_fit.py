@@ -1,9 +1,10 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Three functions train Llama, T5 and GPT-J trees on any mesh to the loss of one device."""
+"""`fit` trains Llama, T5 and GPT-J trees on any mesh to the losses of one device."""
 
 import doctest
 import re
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +12,7 @@ import numpy as np
 import optax
 import pytest
 
-from jaxmoe.training import fit as room
-from jaxmoe.training.fit import fit
+from jaxmoe.training import fit
 from tests.support.foreign_models import FOREIGN, VOCAB
 
 STEPS = 3
@@ -56,13 +56,13 @@ def test_foreign_trees_train_to_the_loss_of_one_device(name, key):
         np.testing.assert_allclose(np.asarray(one), np.asarray(other), atol=1e-3)
 
 
-def test_the_optimizer_state_lies_as_its_parameters():
-    """Seen in the step: a matrix, its moments and its update on a quarter of the columns each."""
+def test_optimizer_state_has_the_layout_of_its_parameters():
+    """As seen in the step: each device has a quarter of the columns of a matrix and its moments."""
     seen = {}
 
     def update(updates, state, params=None):
         jax.debug.inspect_array_sharding(
-            state["w"], callback=lambda lies: seen.update(state=lies.spec)
+            state["w"], callback=lambda layout: seen.update(state=layout.spec)
         )
         return jax.tree.map(lambda g: -0.1 * g, updates), updates
 
@@ -83,7 +83,7 @@ def test_the_optimizer_state_lies_as_its_parameters():
     assert seen["state"] == result.params["w"].sharding.spec == jax.P(None, "tensor")
 
 
-def test_the_arrays_of_the_caller_live_on():
+def test_arrays_of_the_caller_are_not_donated():
     params = {"w": jnp.ones((4, 8))}
     for _ in range(2):
         result = fit(
@@ -100,7 +100,7 @@ def test_the_arrays_of_the_caller_live_on():
     assert float(params["w"].sum()) == 32.0
 
 
-def test_every_example_is_drawn_before_one_is_drawn_again():
+def test_every_example_is_drawn_once_per_epoch():
     drawn = []
     fit(
         lambda rows: drawn.extend(rows) or np.zeros(8, np.float32),
@@ -134,13 +134,46 @@ def test_sizes_that_do_not_fit_are_refused(options, text):
         fit(np.stack, lambda p, x: x, lambda p, x: x, params={}, **given)
 
 
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        (
+            {"params": {}},
+            "predict reads 'w', which is missing: params has no arrays, the batch of collate has"
+            " one array",
+        ),
+        (
+            {"predict": lambda p, x: p["head"] * x},
+            "predict reads 'head', which is missing: params has w, the batch of collate has one"
+            " array",
+        ),
+        (
+            {"loss": lambda p, x: p["w"] * x},
+            "loss returns ShapeDtypeStruct(shape=(8,), dtype=float32), which must be a scalar: take"
+            " the mean over the batch",
+        ),
+    ],
+)
+def test_missing_parameters_and_bad_losses_are_refused(changes, text):
+    given = {
+        "collate": lambda rows: np.asarray(rows, np.float32),
+        "loss": lambda p, x: jnp.mean(p["w"] * x),
+        "predict": lambda p, x: p["w"] * x,
+        "params": {"w": jnp.array(1.0)},
+        **changes,
+    }
+    options = {"train": [1.0] * 8, "test": [1.0], "steps": 1, "batch_size": 8}
+    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+        fit(**given, optimizer=optax.sgd(0.1), **options)
+
+
 def test_several_processes_are_refused(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     with pytest.raises(ValueError, match="^fit runs in one process, and there are 2: train with"):
         _train("gptj", jax.random.key(0))
 
 
-def test_the_example_in_the_docstring():
+def test_example_in_the_docstring():
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        found = doctest.testmod(room)
+        found = doctest.testmod(sys.modules["jaxmoe.training.fit"])
     assert found.attempted == 4 and found.failed == 0

@@ -15,9 +15,9 @@ import pytest
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.transformer import forward, initial_router_state
 from jaxmoe.optim import adamw, muonh
+from jaxmoe.planning.placement.relocate import relocate, relocate_params, relocate_router_state
 from jaxmoe.routing import METHODS, GroupLimitConfig, SoftmaxTopKConfig
 from jaxmoe.scaling.initialize import parameter_table
-from jaxmoe.training.relocate import relocate, relocate_params, relocate_router_state
 from jaxmoe.training.state import TrainState
 from jaxmoe.training.step import make_train_step
 from sharding.expert_parallel.placement import ExpertPlacement
