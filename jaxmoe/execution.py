@@ -17,8 +17,8 @@ from pallas_kernels.backend import Implementation
 from sharding.constrain import Placement
 from sharding.expert_parallel import DispatcherConfig, LocalConfig
 from sharding.fold import MoEMesh, refine
-from sharding.halo_products import HaloProduct
 from sharding.mesh import MeshConfig
+from sharding.products.halo import HaloProduct
 from sharding.rules import LogicalAxisRules
 from sharding.sequence_parallel import (
     NoSequenceParallelConfig,

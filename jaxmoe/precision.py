@@ -23,7 +23,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.halo import Halo
 from pallas_kernels.quantized_array import QuantizedDtype
-from sharding.halo_products import Gathered, HaloProduct
+from sharding.products.halo import Gathered, HaloProduct
 from sharding.sequence_parallel.cache_formats import CacheFormat
 
 DtypeName = Literal["float32", "bfloat16"]

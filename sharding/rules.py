@@ -6,7 +6,7 @@
 array may not land on the same mesh axis, and a dimension must divide by the devices it is spread
 over; both are errors in words, before anything is compiled.
 
-To add a layout: an entry in RULES.
+The layouts built from these rules are in `sharding/state_layouts.py`.
 """
 
 from __future__ import annotations
@@ -197,5 +197,3 @@ FULLY_SHARDED = DATA_PARALLEL.replace(
 )
 """ZeRO-3: every matrix, its gradient and its optimiser state spread over all devices of a replica
 that would otherwise hold copies."""
-
-RULES = {"data_parallel": DATA_PARALLEL, "fully_sharded": FULLY_SHARDED}

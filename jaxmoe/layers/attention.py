@@ -30,6 +30,7 @@ from jaxmoe.models.config import AttentionConfig, ModelConfig
 from jaxmoe.parameters import Declaration, Role, as_factor, declare, declare_matrix
 from pallas_kernels import QuantizedArray
 from sharding import axes as ax
+from sharding.products.tensor_parallel import Product, into_stream, out_of_stream
 from sharding.sequence_parallel import (
     AttentionRules,
     CacheSlots,
@@ -37,7 +38,6 @@ from sharding.sequence_parallel import (
     attend,
     attend_cached,
 )
-from sharding.tensor_parallel import Product, into_stream, out_of_stream
 
 
 # Not checked at run time: tree functions also fill records with shapes, specs and tracers.

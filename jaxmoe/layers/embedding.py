@@ -18,7 +18,7 @@ from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.parameters import Declaration, declare
 from sharding import axes as ax
-from sharding.tensor_parallel import Product, out_of_stream
+from sharding.products.tensor_parallel import Product, out_of_stream
 
 
 class Embedding(nn.Module):

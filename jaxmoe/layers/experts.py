@@ -24,8 +24,8 @@ from pallas_kernels.halo import EncodedWeight
 from pallas_kernels.quantized_array import QuantizedDtype
 from sharding import axes as ax
 from sharding.constrain import Encoded
-from sharding.halo_products import HaloProduct
-from sharding.quantized_product import flattened, rounded
+from sharding.products.halo import HaloProduct
+from sharding.products.quantized import flattened, rounded
 
 WEIGHT_AXES = {
     "gate_up": (ax.EXPERTS, None, None, ax.EXPERT_MLP),

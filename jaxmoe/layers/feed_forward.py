@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.parameters import Declaration, Role, as_factor, declare_matrix
 from sharding import axes as ax
-from sharding.tensor_parallel import Product, into_stream, out_of_stream
+from sharding.products.tensor_parallel import Product, into_stream, out_of_stream
 
 
 class FeedForward(nn.Module):

@@ -42,6 +42,7 @@ from jaxmoe.models.config import LatentAttentionConfig, ModelConfig
 from jaxmoe.parameters import Declaration, Role, declare
 from jaxmoe.precision import PrecisionPolicy
 from sharding import axes as ax
+from sharding.products.tensor_parallel import Product, along_stream, into_stream, out_of_stream
 from sharding.sequence_parallel import (
     AttentionRules,
     LatentSlots,
@@ -49,7 +50,6 @@ from sharding.sequence_parallel import (
     attend_latent,
     sequence_ranks,
 )
-from sharding.tensor_parallel import Product, along_stream, into_stream, out_of_stream
 
 _HEADS = (ax.ACT_BATCH, ax.ACT_SEQ_INNER, ax.ACT_HEADS, None)
 

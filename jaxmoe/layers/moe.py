@@ -51,7 +51,7 @@ from sharding import axes as ax
 from sharding.assignments import Assignments, own_assignments, own_positions
 from sharding.expert_parallel import LeastLoadedConfig, expert_parallel
 from sharding.expert_parallel.permute import loads
-from sharding.quantized_product import logical_axes
+from sharding.products.quantized import logical_axes
 
 
 # Records are not checked at run time: tree functions also fill them with shapes and specs.

@@ -35,8 +35,8 @@ from jaxmoe.routing import RouterStatistics
 from jaxmoe.routing.balancers import of_statistics
 from sharding import axes as ax
 from sharding.constrain import Placement
+from sharding.products.tensor_parallel import look_up
 from sharding.sequence_parallel import CACHE_AXES, LATENT_CACHE_AXES, empty_slots
-from sharding.tensor_parallel import look_up
 
 
 # Not checked at run time: tree functions also fill records with shapes, specs and tracers.

@@ -38,7 +38,7 @@ from jaxmoe.optim.adamw import check_moments, check_weight_decay, standard_promo
 from jaxmoe.optim.matrices import Matrix, matrices_of, spelled
 from jaxmoe.optim.muon import ComputeDtype, Form, scale_by_muon
 from jaxmoe.optim.newton_schulz import Coefficients
-from sharding.whole_matrices import MatrixLayout
+from sharding.products.whole_matrices import MatrixLayout
 
 Sphere = Literal["matrix", "stack"]
 

@@ -35,7 +35,7 @@ from jaxmoe.optim.muon import ComputeDtype, Form, Scale, scale_by_muon
 from jaxmoe.optim.newton_schulz import Coefficients
 from jaxmoe.optim.schedules import Schedule
 from jaxmoe.parameters import Group, ParameterTable
-from sharding.whole_matrices import MatrixLayout
+from sharding.products.whole_matrices import MatrixLayout
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,8 +16,8 @@ differ by a constant factor, which Newton-Schulz takes away, and in the mix of t
 `clip_norm` is optax's width factor, `rms_norm` its `consistent_rms=0.2` (arXiv 2502.16982).
 
 The momentum lies as the parameters lie; Newton-Schulz sees whole matrices by
-`sharding.whole_matrices`. Sources: K. Jordan et al., Muon, 2024; arXiv 2603.28743 and its code.
-Matrices on a sphere: `jaxmoe/optim/hypersphere.py`. To add a scale: a case in `shape_scale`.
+`sharding.products.whole_matrices`. Sources: K. Jordan et al., Muon, 2024; arXiv 2603.28743 and its
+code. Matrices on a sphere: `jaxmoe/optim/hypersphere.py`. To add a scale: a case in `shape_scale`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from jaxmoe.optim.adamw import check_moments, check_weight_decay, standard_promo
 from jaxmoe.optim.matrices import Matrix, matrices_of
 from jaxmoe.optim.newton_schulz import Coefficients, newton_schulz
 from jaxmoe.precision import PrecisionPolicy
-from sharding.whole_matrices import MatrixLayout, map_matrices
+from sharding.products.whole_matrices import MatrixLayout, map_matrices
 
 Form = Literal["sum", "ema"]
 Scale = Literal["spectral_norm", "rms_norm", "clip_norm"]

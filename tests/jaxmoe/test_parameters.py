@@ -24,7 +24,8 @@ from jaxmoe.parameters import ROLES, Declaration, Declared, draw
 from jaxmoe.scaling import HYPERP_BASE, Budget, Parameterization, hyperp, standard
 from jaxmoe.scaling.initialize import init_params, parameter_table
 from sharding import MeshConfig, make_mesh
-from sharding.rules import RULES
+from sharding.rules import FULLY_SHARDED
+from sharding.state_layouts import STATE_LAYOUTS
 from tests.support.meshes import LAYOUTS, mesh_named
 from tests.support.models import FULL, TINY
 
@@ -149,7 +150,7 @@ def test_the_table_and_the_modules_agree(model):
     assert list(rows) == sorted(rows)
     for row in rows.values():
         assert len(row.declaration.axes) == len(row.shape) == len(row.spec)
-        assert row.spec == RULES["fully_sharded"].resolve(row.declaration.axes)
+        assert row.spec == FULLY_SHARDED.resolve(row.declaration.axes)
 
 
 # Values.
@@ -195,8 +196,10 @@ def tiny_values():
 @pytest.mark.rows(4)
 @pytest.mark.parametrize(("mesh", "rules"), LAYOUTS)
 def test_values_are_the_same_on_every_mesh(mesh, rules, tiny_values):
-    rows = {row.path: row for row in parameter_table(TINY, rules=RULES[rules])}
-    placed = init_params(TINY, jax.random.key(7), mesh=mesh_named(mesh), rules=RULES[rules])
+    rows = {row.path: row for row in parameter_table(TINY, rules=STATE_LAYOUTS[rules].parameters)}
+    placed = init_params(
+        TINY, jax.random.key(7), mesh=mesh_named(mesh), rules=STATE_LAYOUTS[rules].parameters
+    )
     for path, value in flat(placed).items():
         assert value.sharding.spec == rows[path].spec
         np.testing.assert_array_equal(value, tiny_values[path], err_msg=path)

@@ -11,8 +11,9 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from sharding import axes as ax
 from sharding.constrain import Placement, surroundings, without_mesh
-from sharding.rules import RULES
-from sharding.tensor_parallel import look_up
+from sharding.products.tensor_parallel import look_up
+from sharding.rules import FULLY_SHARDED
+from sharding.state_layouts import STATE_LAYOUTS
 from tests.support.meshes import LAYOUTS, mesh_named
 from tests.support.tolerances import assert_close
 
@@ -57,7 +58,7 @@ def test_other_meshes_are_refused_in_words(types):
     )
     with jax.set_mesh(user_mesh(*types)):
         with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
-            Placement(RULES["fully_sharded"]).place(jnp.zeros((4, 2)), (None, None))
+            Placement(FULLY_SHARDED).place(jnp.zeros((4, 2)), (None, None))
 
 
 def einsum(placement, x, w):
@@ -115,7 +116,7 @@ def arrays():
 @pytest.mark.parametrize(("mesh", "rules"), LAYOUTS)
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_the_same_on_every_mesh(operation, mesh, rules, arrays):
-    placement = Placement(RULES[rules])
+    placement = Placement(STATE_LAYOUTS[rules].parameters)
     wanted = value_and_gradients(operation, placement)(*arrays)
     specs = [placement.rules.resolve(axes) for axes in ((ax.ACT_BATCH, ax.ACT_SEQ, None),)]
     specs.append(
@@ -132,7 +133,7 @@ def test_the_same_on_every_mesh(operation, mesh, rules, arrays):
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_the_same_in_a_mesh_of_the_user(operation, arrays):
-    placement = Placement(RULES["fully_sharded"])
+    placement = Placement(FULLY_SHARDED)
     wanted = value_and_gradients(operation, placement)(*arrays)
     mesh = user_mesh(AUTO, AUTO)
     specs = [PartitionSpec("fsdp"), PartitionSpec("fsdp", "tp")]
@@ -143,7 +144,7 @@ def test_the_same_in_a_mesh_of_the_user(operation, arrays):
 
 
 def test_einsum_accumulates_and_returns_the_dtype_asked_for():
-    placement = Placement(RULES["fully_sharded"])
+    placement = Placement(FULLY_SHARDED)
     x, w = jnp.ones((1, 1, 512), jnp.bfloat16), jnp.full((512, 1), 1.0 + 2**-7, jnp.bfloat16)
     axes = (ax.ACT_BATCH, ax.ACT_SEQ, None)
     assert placement.einsum("bsd,df->bsf", x, w, axes=axes).dtype == jnp.bfloat16
@@ -153,7 +154,7 @@ def test_einsum_accumulates_and_returns_the_dtype_asked_for():
 
 def test_looking_up_has_the_gradient_of_a_gather():
     table, ids = jnp.ones((4, 2)), jnp.asarray([[1, 1, 3]], jnp.int32)
-    placement = Placement(RULES["fully_sharded"])
+    placement = Placement(FULLY_SHARDED)
     gradient = jax.grad(lambda t: look_up(t, ids, placement).sum())(table)
     assert gradient[:, 0].tolist() == [0.0, 2.0, 0.0, 1.0]
 
@@ -166,7 +167,7 @@ def test_einsum_has_the_gradients_of_jnp(subscripts, dtype):
     shapes = [[sizes[letter] for letter in term] for term in subscripts.split("->")[0].split(",")]
     keys = jax.random.split(jax.random.key(1))
     x, w = (jax.random.normal(k, s, jnp.bfloat16) for k, s in zip(keys, shapes, strict=True))
-    placement = Placement(RULES["fully_sharded"])
+    placement = Placement(FULLY_SHARDED)
     axes = (None,) * len(subscripts.split("->")[1])
 
     def ours(x, w):
@@ -185,7 +186,7 @@ def test_einsum_has_the_gradients_of_jnp(subscripts, dtype):
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_einsum_in_a_shard_map_sums_the_gradient_of_a_whole_weight(check_vma, arrays):
-    placement = Placement(RULES["fully_sharded"])
+    placement = Placement(FULLY_SHARDED)
     rows = PartitionSpec("fsdp")
 
     def product(x, w):

@@ -15,7 +15,7 @@ from jaxmoe.execution import ExecutionConfig
 from sharding import MeshConfig, MoEMesh, abstract_mesh
 from sharding.axes import MESH_AXES, is_our_mesh, whole_axis
 from sharding.fold import refine
-from sharding.rules import RULES
+from sharding.rules import DATA_PARALLEL, FULLY_SHARDED
 
 
 def sizes(**given):
@@ -44,12 +44,12 @@ def test_an_axis_in_two_pieces():
 
 def test_rules_name_the_pieces():
     cut = refine(sizes(data=4, tensor=2), MoEMesh(expert=2, expert_tensor=2))
-    rules = RULES["fully_sharded"].folded(cut)
+    rules = FULLY_SHARDED.folded(cut)
     dense = ("data_0", "data_1", "expert", "seq")
     assert rules.resolve(("embed", "mlp")) == PartitionSpec(dense, "tensor")
     axes = ("experts", "expert_embed", "gate_up", "expert_mlp")
     assert rules.resolve(axes) == PartitionSpec("data_1", "data_0", None, "tensor")
-    assert RULES["data_parallel"].folded(cut).mesh_axes("expert_embed") == ()
+    assert DATA_PARALLEL.folded(cut).mesh_axes("expert_embed") == ()
 
 
 POWERS = st.sampled_from([1, 2, 4, 8])

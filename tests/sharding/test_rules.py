@@ -3,22 +3,33 @@
 """Rules: from logical axes to specs, and what is said of mistakes."""
 
 import re
+import typing
 
 import pytest
 from jax.sharding import PartitionSpec
 
 from sharding.axes import BATCH_AXES, LOGICAL_AXES
-from sharding.rules import DATA_PARALLEL, FULLY_SHARDED, RULES, LogicalAxisRules
+from sharding.rules import DATA_PARALLEL, FULLY_SHARDED, LogicalAxisRules
+from sharding.state_layouts import STATE_LAYOUTS, StateLayoutName
+from tests.support.meshes import LAYOUTS, MESHES
 
 
 def refusal(text):
     return pytest.raises(ValueError, match=f"^{re.escape(text)}$")
 
 
-@pytest.mark.parametrize("name", RULES)
-def test_a_rule_set_speaks_of_every_logical_axis_once(name):
-    assert sorted(axis for axis, _ in RULES[name].rules) == sorted(LOGICAL_AXES)
-    assert isinstance(hash(RULES[name]), int)
+@pytest.mark.parametrize("name", STATE_LAYOUTS)
+def test_every_layout_has_one_rule_for_each_logical_axis(name):
+    layout = STATE_LAYOUTS[name]
+    for rules in (layout.parameters, layout.optimizer):
+        assert sorted(axis for axis, _ in rules.rules) == sorted(LOGICAL_AXES)
+    assert isinstance(hash(layout), int)
+
+
+def test_pairs_of_meshes_and_layouts_cover_both():
+    assert {mesh for mesh, _ in LAYOUTS} == set(MESHES)
+    assert {layout for _, layout in LAYOUTS} == set(STATE_LAYOUTS)
+    assert set(STATE_LAYOUTS) == set(typing.get_args(StateLayoutName))
 
 
 def test_resolve():

@@ -24,7 +24,7 @@ from jaxmoe.routing import GATES, CapacityConfig, SoftmaxTopKConfig, SqrtGateCon
 from jaxmoe.scaling.initialize import init_params, parameter_table
 from sharding.axes import BATCH_AXES
 from sharding.distributed import global_batch
-from sharding.rules import RULES
+from sharding.state_layouts import STATE_LAYOUTS
 from tests.support import dense_moe
 from tests.support.losses import summed_nll
 from tests.support.meshes import LAYOUTS, MESHES, mesh_named
@@ -90,7 +90,7 @@ def on_one_device(model):
 
 
 def on_mesh(model, name, rules):
-    mesh, table = mesh_named(name), parameter_table(model, rules=RULES[rules])
+    mesh, table = mesh_named(name), parameter_table(model, rules=STATE_LAYOUTS[rules].parameters)
     places = table.tree(lambda row: NamedSharding(mesh, row.spec))
     params = jax.device_put(values_of(model), places)
     tokens, targets = map(np.asarray, tokens_for(model))
@@ -119,7 +119,7 @@ def test_the_same_on_every_mesh(model, mesh, rules):
     """Losses, statistics and gradients, and each gradient lies where its parameter lies."""
     result = on_mesh(model, mesh, rules)
     assert_close(result, on_one_device(model), "end_to_end")
-    specs = parameter_table(model, rules=RULES[rules]).tree(lambda row: row.spec)
+    specs = parameter_table(model, rules=STATE_LAYOUTS[rules].parameters).tree(lambda row: row.spec)
     assert jax.tree.map(lambda gradient: gradient.sharding.spec, result[1]) == specs
 
 

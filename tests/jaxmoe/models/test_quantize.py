@@ -20,7 +20,7 @@ from jaxmoe.precision import PrecisionPolicy
 from jaxmoe.scaling.initialize import init_params, parameter_table
 from jaxmoe.training.step import make_train_step
 from pallas_kernels import QuantizedArray, dequantize, quantize
-from sharding.quantized_product import flattened, quantized_einsum
+from sharding.products.quantized import flattened, quantized_einsum
 from tests.support.meshes import EXECUTIONS, MESHES, mesh_of
 from tests.support.models import FULL, WIDE, WIDE_LENGTH, tokens_for
 from tests.support.tolerances import assert_close

@@ -28,8 +28,8 @@ from jaxmoe.training.step import make_train_step
 from sharding import MeshConfig, MoEMesh
 from sharding.distributed import global_batch
 from sharding.expert_parallel import AllToAllConfig
-from sharding.rules import RULES
-from sharding.whole_matrices import map_matrices
+from sharding.products.whole_matrices import map_matrices
+from sharding.state_layouts import STATE_LAYOUTS
 from tests.support.meshes import LAYOUTS, MESHES, mesh_named, mesh_of
 from tests.support.models import FULL, TINY, in_groups
 from tests.support.one_step import batch
@@ -47,7 +47,7 @@ def cubed(x):
 def matrices_of(model, rules):
     """(shape, inputs, outputs, spec) of every matrix of a model, from 0."""
     found = {}
-    for row in parameter_table(model, rules=RULES[rules]):
+    for row in parameter_table(model, rules=STATE_LAYOUTS[rules].optimizer):
         if (axes := row.declaration.matrix) is not None:
             ins, outs = (tuple(len(row.shape) + dim for dim in side) for side in axes)
             found[row.path] = (row.shape, ins, outs, row.spec)
@@ -130,7 +130,7 @@ def test_every_way_to_cut_a_stack(case, size, way):
     ],
 )
 def test_what_travels(case, way, calls):
-    """The collectives that sharding/whole_matrices.py counts the bytes of, and no others."""
+    """The collectives in the docstring of sharding/products/whole_matrices.py, and no others."""
     mesh, spec = SPECS[case]
     placed = NamedSharding(mesh_named(mesh), spec)
     x = jax.ShapeDtypeStruct((16, 16, 8), jnp.float32, sharding=placed)

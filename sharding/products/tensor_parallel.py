@@ -31,8 +31,8 @@ from pallas_kernels import QuantizedArray
 from pallas_kernels.quantized_array import QuantizedDtype
 from sharding import axes as ax
 from sharding.constrain import Encoded, Placement
-from sharding.halo_products import HaloProduct
-from sharding.quantized_product import logical_axes, quantized_einsum
+from sharding.products.halo import HaloProduct
+from sharding.products.quantized import logical_axes, quantized_einsum
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
