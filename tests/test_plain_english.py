@@ -26,7 +26,7 @@ FILE = re.compile(r"(?<![\w./])(?:[\w.-]+/)+[\w.-]*\w(?:\.(?:py|md|txt|json))?/?
 
 def pages() -> list[pathlib.Path]:
     """Every page that is rendered for users."""
-    found = [*ROOT.glob("*.md"), *ROOT.glob(".docs/**/*.md")]
+    found = [*ROOT.glob("*.md"), *ROOT.glob(".docs/*.md"), *ROOT.glob(".docs/concepts/*.md")]
     return found + [page for package in PACKAGES for page in (ROOT / package).rglob("*.md")]
 
 
