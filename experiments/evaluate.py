@@ -1,11 +1,11 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Held-out loss of a run, the same number that training logged.
+"""Computes the held-out loss of a run, bitwise the number that training logged.
 
     python -m experiments.evaluate --run.directory runs/pretrain/tiny [--routing detailed]
 
-With --cache int4 the keys and values are rounded as those of a cache in 4 bits would be, and the
-loss is that of decoding with one. On another number of devices than in training: --run.mesh.data 1.
+`--cache int4` rounds keys and values like a 4-bit cache; the loss is then that of decoding with
+one. `--run.mesh.data 1` evaluates on another number of devices than the training used.
 """
 
 from __future__ import annotations
@@ -15,74 +15,63 @@ import sys
 from collections.abc import Sequence
 from typing import Literal
 
-import jax
-
-from experiments.cli import flags as cli
+from experiments.cli import flags
+from experiments.cli.exit_codes import ExitCode
 from experiments.cli.process import start_process
-from jaxmoe.run import router_details
-from jaxmoe.run.load import describe_precision, load_run
-from jaxmoe.training.evaluate import evaluate, make_eval_step
+from jaxmoe.errors import ConfigurationError
+from jaxmoe.run import Run
+from jaxmoe.run.router_details import format_router_details
 from sharding.mesh import MeshConfig
 from sharding.sequence_parallel import CacheFormat
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class FinishedRunConfig:
-    """Which run, at which step."""
+    """Trained run and checkpoint."""
 
     directory: str = "runs/pretrain/tiny"
     """Run directory."""
     step: int | None = None
-    """Of the checkpoint; the newest when None."""
+    """Step of the checkpoint; the newest when None."""
     mesh: MeshConfig | None = None
-    """Devices to use; as in training when None."""
+    """Mesh to use; the one of the training when None."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluateConfig:
-    """What to evaluate."""
+    """Run to evaluate, and how."""
 
     run: FinishedRunConfig = FinishedRunConfig()
-    """The run."""
+    """Trained run and checkpoint."""
     routing: Literal["none", "detailed"] = "none"
-    """Whether to print, layer by layer, what the routers do with the held-out tokens."""
+    """Table of what the routers do with the held-out tokens, layer by layer."""
     cache: CacheFormat = "compute"
-    """What keys and values are rounded to; compute: they are not."""
+    """Format that keys and values are rounded to; compute does not round."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the command; returns the exit code."""
+    """Run the command and return its exit code."""
     prog = "python -m experiments.evaluate"
-    config = cli.parse_flags(EvaluateConfig(), argv, prog, __doc__ or "")
-    with cli.exit_on_bad_configuration():
+    config = flags.parse_flags(EvaluateConfig(), argv, prog, __doc__ or "")
+    details = None
+    with flags.exit_on_bad_configuration():
         start_process()
-    with cli.exit_on_bad_configuration():
-        assembly, state, step = load_run(
-            config.run.directory, config.run.step, config.run.mesh, config.cache
-        )
-    with jax.set_mesh(assembly.mesh):
-        eval_step = make_eval_step(
-            assembly.plan.model,
-            execution=assembly.execution,
-            objective=assembly.plan.config.training.objective,
-        )
-        result = evaluate(eval_step, state.params, state.router_state, assembly.held_out())
-        details = None
+    with flags.exit_on_bad_configuration(ConfigurationError):
+        run = Run.open(config.run.directory, mesh=config.run.mesh, cache=config.cache)
+        result = run.evaluate(step=config.run.step)
         if config.routing == "detailed":
-            details = router_details.router_details(assembly, state)
-    bytes_per_token = assembly.source.bytes_per_token
+            details = run.router_details(step=config.run.step)
     per_byte = ""
-    if bytes_per_token is not None:
-        per_byte = f" eval/bits_per_byte={result.bits_per_token / bytes_per_token!r}"
-    quantized = describe_precision(assembly)
+    if result.bits_per_byte is not None:
+        per_byte = f" eval/bits_per_byte={result.bits_per_byte!r}"
     print(
-        f"step={step} tokens={result.num_tokens}"
+        f"step={result.step} tokens={result.num_tokens}"
         f" eval/bits_per_token={result.bits_per_token!r}{per_byte}"
-        + (f" {quantized}" if quantized else "")
+        + (f" {result.precision}" if result.precision else "")
     )
     if details is not None:
-        print(router_details.in_words(details))
-    return int(cli.ExitCode.DONE)
+        print(format_router_details(details))
+    return int(ExitCode.DONE)
 
 
 if __name__ == "__main__":

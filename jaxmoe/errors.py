@@ -8,6 +8,8 @@ also from the built-in exception that describes it (`CheckpointError` is a `Valu
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import ClassVar
 
 
@@ -23,3 +25,18 @@ class EndRunError(JaxmoeError):
 
     status: ClassVar[str]
     """Status of the run, as in `LoopResult.status` and `summary.json`."""
+
+
+class ConfigurationError(JaxmoeError, ValueError):
+    """A `ValueError` that was raised while a run was prepared: the user can correct the input."""
+
+
+@contextlib.contextmanager
+def configuration_errors() -> Iterator[None]:
+    """Turn every `ValueError` inside into a `ConfigurationError` with the same message."""
+    try:
+        yield
+    except ConfigurationError:
+        raise
+    except ValueError as error:
+        raise ConfigurationError(str(error)) from error

@@ -1,14 +1,18 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Messages of a run to its user, through the logger "jaxmoe.messages" at level INFO.
+"""Messages of the library to its user, through the logger "jaxmoe.messages" at level INFO.
 
-The commands print them on standard output (`experiments/cli/process.py`). In a notebook,
-`logging.getLogger("jaxmoe.messages").setLevel("INFO")` with a handler shows them.
+Commands print them on standard output (`experiments/cli/process.py`), and so does `Run` in a
+program that has not configured logging. To send them elsewhere, set the level of the logger to INFO
+and give it, or the root logger, a handler.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import sys
+from collections.abc import Iterator
 
 import jax
 
@@ -16,11 +20,37 @@ logger = logging.getLogger(__name__)
 
 
 def say(text: str) -> None:
-    """Log whole lines on the first process only."""
+    """Log a message of one or more lines, on the first process only."""
     if jax.process_index() == 0:
         write(text)
 
 
 def write(text: str) -> None:
-    """Log whole lines on this process, without asking JAX which one it is."""
+    """Log a message of one or more lines, without asking JAX for the number of the process."""
     logger.info("%s", text)
+
+
+class PrintHandler(logging.Handler):
+    """Prints messages on standard output without level or time."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print one message to the current `sys.stdout`, which a notebook replaces."""
+        print(record.getMessage(), file=sys.stdout, flush=True)
+
+
+@contextlib.contextmanager
+def shown() -> Iterator[None]:
+    """Print messages within, unless the program has configured the logger or its level."""
+    if logger.handlers or logger.isEnabledFor(logging.INFO):
+        yield
+        return
+    handler = PrintHandler()
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    propagated, logger.propagate = logger.propagate, False
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(logging.NOTSET)
+        logger.propagate = propagated

@@ -113,15 +113,19 @@ def parse_flags(config: Config, argv: Sequence[str], prog: str, description: str
 
 
 @contextlib.contextmanager
-def exit_on_bad_configuration() -> Iterator[None]:
-    """Turn what a user can mend into one line on stderr and exit code 2.
+def exit_on_bad_configuration(
+    *errors: type[Exception],
+) -> Iterator[None]:
+    """Turn errors that the user can correct into one line on stderr and exit code 2.
 
-    That is every `ValueError` (sizes against the mesh, a lock, another run's checkpoint, data)
-    and a package that is not installed. The traceback goes to the debug log.
+    Args:
+        *errors: Classes of such errors; `ValueError` and `MissingPackageError` when empty. The
+            traceback goes to the debug log.
     """
+    caught = errors or (ValueError, MissingPackageError)
     try:
         yield
-    except (ValueError, MissingPackageError) as error:
+    except caught as error:
         logger.debug("bad configuration", exc_info=True)
         fail(str(error))
 

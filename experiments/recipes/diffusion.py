@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Masked diffusion with expert choice: how near to the entropy does the bound come?"""
 
+from experiments.recipes.recipe import recipe
 from jaxmoe.data import MarkovConfig
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
@@ -11,6 +12,7 @@ from jaxmoe.run.config import EvaluationConfig, PretrainConfig, TrackingConfig, 
 from jaxmoe.training import MaskedDiffusionConfig
 
 
+@recipe
 def diffusion() -> PretrainConfig:
     """Masked diffusion on a Markov chain of order 2, expert choice with linear_reverse capacity.
 

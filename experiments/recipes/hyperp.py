@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """HyperP at a laptop's size, with a base point of its own from which its rate is carried on."""
 
+from experiments.recipes.recipe import recipe
 from jaxmoe.data import CorpusConfig
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
@@ -12,6 +13,7 @@ from jaxmoe.run.config import CheckpointConfig, EvaluationConfig, PretrainConfig
 from jaxmoe.scaling import BasePoint, HyperPConfig
 
 
+@recipe
 def hyperp() -> PretrainConfig:
     """HyperP with MuonH and SqrtGate on the source of Python's standard library, on a laptop.
 

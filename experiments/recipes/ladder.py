@@ -31,6 +31,7 @@ To add a rung: its depth in LADDER_DEPTHS of `jaxmoe/models/presets.py`, and a f
 
 import dataclasses
 
+from experiments.recipes.recipe import recipe
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.models.presets import ladder, ladder_tokens
@@ -90,6 +91,7 @@ def _rung(depth: int) -> PretrainConfig:
     )
 
 
+@recipe
 def d8() -> PretrainConfig:
     """HyperP ladder, depth 8: 0.91e9 parameters, 0.21e9 active.
 
@@ -100,6 +102,7 @@ def d8() -> PretrainConfig:
     return _rung(8)
 
 
+@recipe
 def d12() -> PretrainConfig:
     """HyperP ladder, depth 12: 2.95e9 parameters, 0.57e9 active.
 
@@ -110,6 +113,7 @@ def d12() -> PretrainConfig:
     return _rung(12)
 
 
+@recipe
 def d16() -> PretrainConfig:
     """HyperP ladder, depth 16: 6.88e9 parameters, 1.24e9 active.
 
@@ -120,6 +124,7 @@ def d16() -> PretrainConfig:
     return _rung(16)
 
 
+@recipe
 def d20() -> PretrainConfig:
     """HyperP ladder, depth 20: 13.3e9 parameters, 2.32e9 active.
 
@@ -130,6 +135,7 @@ def d20() -> PretrainConfig:
     return _rung(20)
 
 
+@recipe
 def d24() -> PretrainConfig:
     """HyperP ladder, depth 24: 22.9e9 parameters, 3.90e9 active.
 

@@ -5,10 +5,12 @@
 import dataclasses
 
 from experiments.recipes.markov import markov
+from experiments.recipes.recipe import recipe
 from jaxmoe.data import LanguageMixtureConfig
 from jaxmoe.run.config import PretrainConfig
 
 
+@recipe
 def languages() -> PretrainConfig:
     """A mixture of disjoint languages with exactly known entropy.
 

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A language whose entropy is known exactly: how far above the floor does training end?"""
 
+from experiments.recipes.recipe import recipe
 from jaxmoe.data import MarkovConfig
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
@@ -9,6 +10,7 @@ from jaxmoe.optim import AdamWConfig, LinearConfig
 from jaxmoe.run.config import EvaluationConfig, PretrainConfig, TrackingConfig, TrainingConfig
 
 
+@recipe
 def markov() -> PretrainConfig:
     """A Markov chain of order 2 with exactly known entropy.
 

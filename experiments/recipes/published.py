@@ -13,10 +13,12 @@ To add a model: a preset, and a function here.
 """
 
 from experiments.recipes.ladder import large
+from experiments.recipes.recipe import recipe
 from jaxmoe.models.presets import PRESETS
 from jaxmoe.run.config import PretrainConfig
 
 
+@recipe
 def olmoe_1b_7b() -> PretrainConfig:
     """OLMoE-1B-7B: 6.92e9 parameters, 1.28e9 active, 8 of 64 experts.
 
@@ -27,6 +29,7 @@ def olmoe_1b_7b() -> PretrainConfig:
     return large(PRESETS["olmoe_1b_7b"](), learning_rate=4e-4)
 
 
+@recipe
 def mixtral_8x7b() -> PretrainConfig:
     """Mixtral-8x7B: 46.7e9 parameters, 12.9e9 active, 2 of 8 experts.
 
@@ -37,6 +40,7 @@ def mixtral_8x7b() -> PretrainConfig:
     return large(PRESETS["mixtral_8x7b"](), learning_rate=2e-4)
 
 
+@recipe
 def qwen3_30b_a3b() -> PretrainConfig:
     """Qwen3-30B-A3B: 30.5e9 parameters, 3.35e9 active, 8 of 128 experts.
 

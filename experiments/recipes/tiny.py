@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A small byte-level MoE on the source of Python's standard library."""
 
+from experiments.recipes.recipe import recipe
 from jaxmoe.data import CorpusConfig
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models import presets
@@ -14,6 +15,7 @@ from jaxmoe.run.config import (
 )
 
 
+@recipe
 def tiny() -> PretrainConfig:
     """The source of Python's standard library, byte level, on a laptop's CPU.
 

@@ -34,12 +34,18 @@ class StopRequest:
     Args:
         before_steps: ends the process, for the reason given; called in a thread of its own, and
             never once `steps_begin` was. None: a signal waits for the first step.
+        on_second: Called with the number of every signal after the first; None ends the process.
     """
 
-    def __init__(self, before_steps: Callable[[Reason], None] | None = None) -> None:
+    def __init__(
+        self,
+        before_steps: Callable[[Reason], None] | None = None,
+        on_second: Callable[[int], None] | None = None,
+    ) -> None:
         self.reason: Reason | None = None
         self._previous: dict[int, signal._HANDLER] = {}
         self._before_steps = before_steps
+        self._on_second = on_second
         self._obeying = threading.Lock()
         self._mouth: socket.socket | None = None
 
@@ -83,7 +89,10 @@ class StopRequest:
     def _note(self, number: int, frame: FrameType | None) -> None:
         del frame
         if self.reason is not None:
-            os._exit(128 + number)
+            if self._on_second is None:
+                os._exit(128 + number)
+            self._on_second(number)
+            return
         self.reason = _REASONS[number]
 
     def _listen(self, ears: socket.socket) -> None:

@@ -39,20 +39,23 @@ def finish_run(
     reporter: Reporter,
     result: LoopResult,
     facts: Mapping[str, Any],
-) -> None:
-    """Writes the run's last files and prints its last words; a full disk is a warning.
+) -> dict[str, Any]:
+    """Write the last files of a run and log its closing message; a full disk is a warning.
 
     Args:
-        name: of the run.
-        directory: where to.
-        assembly: what ran.
-        reporter: with the last metrics; closed here.
-        result: how the loop ended.
-        facts: status, steps, times and checkpoint step.
+        name: Name of the run.
+        directory: Run directory.
+        assembly: Plan, devices and data of the run.
+        reporter: Receiver of the metrics; closed here.
+        result: End of the loop, with the last state.
+        facts: Status, steps, times and checkpoint step.
+
+    Returns:
+        The content of summary.json; empty on all processes but the first.
     """
     reporter.close()
     if jax.process_index() != 0:
-        return
+        return {}
     references = reference_lines(assembly)
     summary = summarise(assembly, reporter, facts, references)
     if directory.router_file.exists():
@@ -81,3 +84,4 @@ def finish_run(
     except ValueError as error:
         logger.warning("%s", error)
     say(closing_message(directory, summary, references))
+    return summary

@@ -1,9 +1,9 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""A run that has been trained, opened again: its config, data and newest state.
+"""Loads a trained run: its configuration, data and the state of a checkpoint.
 
-The weights may have been quantised since (`experiments.checkpoint convert`): there is no state of
-an optimiser then, and the run is for inference alone.
+The weights may have been quantised since (`experiments.checkpoint convert`): there is no optimiser
+state then, and the run serves inference only.
 """
 
 from __future__ import annotations
@@ -25,20 +25,23 @@ from sharding.sequence_parallel import CacheFormat, bytes_per_token
 from sharding.specs import named_shardings
 
 
-def assemble_run(
-    path: str, mesh: MeshConfig | None = None, cache: CacheFormat = "compute"
-) -> Assembly:
-    """Assembles a run as it was trained; reads no checkpoint and writes nothing.
+def at_execution(
+    config: PretrainConfig,
+    path: str,
+    mesh: MeshConfig | None = None,
+    cache: CacheFormat = "compute",
+) -> PretrainConfig:
+    """Return the configuration of a trained run with another mesh or cache.
 
     Args:
-        path: run directory.
-        mesh: another mesh than that of the run.
-        cache: what keys and values are rounded to.
+        config: Configuration of the run.
+        path: Run directory, for messages.
+        mesh: Mesh to use; the one of the run when None.
+        cache: Format of cached keys and values.
 
     Raises:
-        ValueError: no run there, or a cache for a model that has none.
+        ValueError: `cache` is given for a model that has no cache.
     """
-    config = RunDirectory(path).load_config(PretrainConfig)
     if cache != "compute" and not config.model.attention.is_causal:
         raise ValueError(
             f"cache={cache}: {path} holds a model that is not causal"
@@ -49,27 +52,60 @@ def assemble_run(
     if mesh is not None:
         # A fold belongs to the mesh of the training.
         execution = dataclasses.replace(execution, mesh=mesh, fold=None)
-    return assemble(dataclasses.replace(config, execution=execution))
+    return dataclasses.replace(config, execution=execution)
+
+
+def assemble_run(
+    path: str, mesh: MeshConfig | None = None, cache: CacheFormat = "compute"
+) -> Assembly:
+    """Assemble a trained run; reads no checkpoint and writes nothing.
+
+    Args:
+        path: Run directory.
+        mesh: Mesh to use; the one of the run when None.
+        cache: Format of cached keys and values.
+
+    Raises:
+        ValueError: There is no run, or `cache` is given for a model that has no cache.
+    """
+    return assemble(at_execution(RunDirectory(path).load_config(PretrainConfig), path, mesh, cache))
 
 
 def load_run(
     path: str, step: int | None, mesh: MeshConfig | None = None, cache: CacheFormat = "compute"
 ) -> tuple[Assembly, TrainState, int]:
-    """Assembles a run as it was trained and restores one of its checkpoints; writes nothing.
+    """Assemble a trained run and restore one of its checkpoints; writes nothing.
 
     Args:
-        path: run directory.
-        step: of the checkpoint; the newest when None.
-        mesh: another mesh than that of the run.
-        cache: what keys and values are rounded to.
+        path: Run directory.
+        step: Step of the checkpoint; the newest when None.
+        mesh: Mesh to use; the one of the run when None.
+        cache: Format of cached keys and values.
+
+    Returns:
+        The assembly, the state, and the step of the checkpoint.
 
     Raises:
-        ValueError: no run or no checkpoint there, other data than it was trained on, or a cache
-            for a model that has none.
+        ValueError: There is no run or no checkpoint, the data differ from those of the training,
+            or `cache` is given for a model that has no cache.
     """
-    assembly = assemble_run(path, mesh, cache)
-    checkpoints = RunDirectory(path).checkpoints_directory
-    manager = CheckpointManager(checkpoints, is_writer=False)
+    directory = RunDirectory(path)
+    config = at_execution(directory.load_config(PretrainConfig), path, mesh, cache)
+    return restore_run(config, directory, step)
+
+
+def restore_run(
+    config: PretrainConfig, directory: RunDirectory, step: int | None
+) -> tuple[Assembly, TrainState, int]:
+    """Like `load_run`, for a configuration that the caller has.
+
+    Args:
+        config: Configuration of the run.
+        directory: Run directory.
+        step: Step of the checkpoint; the newest when None.
+    """
+    assembly = assemble(config)
+    manager = CheckpointManager(directory.checkpoints_directory, is_writer=False)
 
     def check(manifest: CheckpointManifest) -> None:
         skipped = SkippedRows.from_json(manifest.data.get("skipped", []))
@@ -82,7 +118,9 @@ def load_run(
             return assembly, manager.restore(step, _target(assembly, manager, step)), step
         found = manager.restore_newest(_target(assembly, manager, None), check=check)
         if found is None:
-            raise ValueError(f"{path} has no checkpoint yet: train it first, or wait for one")
+            raise ValueError(
+                f"{directory.path} has no checkpoint yet: train it first, or wait for one"
+            )
         step, state = found
         return assembly, state, step
     finally:
@@ -90,7 +128,7 @@ def load_run(
 
 
 def _target(assembly: Assembly, manager: CheckpointManager, step: int | None) -> TrainState:
-    """What a checkpoint of the run is restored to."""
+    """Return the state, or its shapes and shardings, that a checkpoint is restored to."""
     execution, plan = assembly.execution, assembly.plan
     precision = execution.precision
     if precision.weights == "floating" and not _is_imported(manager, step):
@@ -117,7 +155,7 @@ def _target(assembly: Assembly, manager: CheckpointManager, step: int | None) ->
 
 
 def _is_imported(manager: CheckpointManager, step: int | None) -> bool:
-    """Whether a checkpoint has no state of an optimiser: it came from Hugging Face."""
+    """Return whether a checkpoint lacks optimiser state, as one from Hugging Face does."""
     step = max(manager.shared_steps(), default=None) if step is None else step
     if step is None:
         return False
@@ -125,14 +163,15 @@ def _is_imported(manager: CheckpointManager, step: int | None) -> bool:
 
 
 def check_trains(directory: RunDirectory, config: PretrainConfig) -> None:
-    """Refuses to train what is for inference.
+    """Refuse to train a run that serves inference only.
 
     Args:
-        directory: of the run that is to begin or to continue.
-        config: of this start.
+        directory: Run directory, new or not.
+        config: Configuration of this start.
 
     Raises:
-        ValueError: a converted run lives there, or the precision is one for inference.
+        ValueError: The directory holds imported or quantised weights, or the precision is one for
+            inference.
     """
     config.execution.precision.check_trains()
     if not directory.config_file.exists():
@@ -152,7 +191,7 @@ def check_trains(directory: RunDirectory, config: PretrainConfig) -> None:
 
 
 def describe_precision(assembly: Assembly) -> str:
-    """What is quantised, and what the cache then takes; empty where nothing is."""
+    """Return the format of quantised weights and cache as text; empty without any."""
     precision, attention = assembly.execution.precision, assembly.plan.model.attention
     words = [] if precision.weights == "floating" else [f"weights={precision.weights}"]
     if precision.cache != "compute":

@@ -1,14 +1,17 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the pictures and the HTML page of a run from its files."""
+"""Draws the plots and writes the HTML page of a run from its files."""
 
 from __future__ import annotations
 
+import pathlib
 from collections.abc import Mapping
 from typing import Any
 
 from jaxmoe.run.directory import RunDirectory
+from jaxmoe.run.recorded import RecordedRun
 from jaxmoe.tracking.jsonl import read_metrics
+from jaxmoe.tracking.plots import plot_run
 from jaxmoe.tracking.report import write_report
 from jaxmoe.tracking.router_load import read_router_load
 
@@ -20,17 +23,17 @@ def write_run_report(
     samples: str,
     config: Mapping[str, Any],
 ) -> None:
-    """Writes the page about a run from its files and its summary.
+    """Write report.html from the files of a run and its summary.
 
     Args:
-        directory: of the run.
-        name: of the run.
-        summary: the content of summary.json.
-        samples: generated text, or nothing.
-        config: as JSON.
+        directory: Run directory.
+        name: Name of the run.
+        summary: Content of summary.json.
+        samples: Generated text; may be empty.
+        config: Configuration of the run as JSON.
 
     Raises:
-        OSError: the page cannot be written.
+        OSError: The page cannot be written.
     """
     has_loads = directory.router_file.exists()
     indicators = directory.plots_directory / "indicators.png"
@@ -44,3 +47,32 @@ def write_run_report(
         samples=samples,
         config=config,
     )
+
+
+def rebuild_report(run: RecordedRun) -> pathlib.Path:
+    """Draw the plots of a run and write its report.html anew.
+
+    Args:
+        run: Files of the run.
+
+    Returns:
+        The path of report.html.
+    """
+    directory = run.directory
+    plot_run(
+        directory.metrics_file,
+        directory.router_file,
+        directory.plots_directory,
+        indicators_file=directory.indicators_file,
+        references=run.summary.get("references_bits"),
+        bytes_per_token=run.bytes_per_token,
+    )
+    samples = directory.samples_file
+    write_run_report(
+        directory,
+        directory.path.resolve().name,
+        run.summary,
+        samples.read_text() if samples.exists() else "",
+        run.config,
+    )
+    return directory.report_file

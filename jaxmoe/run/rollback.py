@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Generator
 from typing import Any
 
 import jax
@@ -30,15 +31,19 @@ import jax
 from jaxmoe.checkpoint import CheckpointManager
 from jaxmoe.checkpoint.hook import CheckpointHook
 from jaxmoe.data import Loader
+from jaxmoe.errors import configuration_errors
 from jaxmoe.messages import say
 from jaxmoe.resilience.snapshot import SnapshotStore
 from jaxmoe.resilience.stop import StopRequest
 from jaxmoe.run.assemble import Assembly
+from jaxmoe.run.compile import CompiledStep, compile_steps
 from jaxmoe.run.directory import RunDirectory
-from jaxmoe.run.loop import compile_steps, make_saving, make_trace, train
+from jaxmoe.run.hooks import make_saving, make_trace
+from jaxmoe.run.loop import run_steps
 from jaxmoe.run.monitoring import Watches
 from jaxmoe.run.refused_batches import dump_batches
 from jaxmoe.run.restore import Begun, Lineage, make_snapshots
+from jaxmoe.run.results import TrainedStep
 from jaxmoe.training.hooks import Trace
 from jaxmoe.training.loop import LoopResult
 from jaxmoe.training.stopwatch import COMPILE, RESTORE
@@ -58,16 +63,16 @@ class Trained:
     trace: Trace | None
 
 
-def train_and_go_back(
+def train_with_rollback(
     directory: RunDirectory,
     begun: Begun,
     checkpoints: CheckpointManager,
     snapshots: SnapshotStore | None,
-    compiled: Any,
+    compiled: CompiledStep,
     stop: StopRequest,
     watches: Watches,
-) -> Trained:
-    """Trains; where too many steps in a row are refused, from an earlier step on once more.
+) -> Generator[TrainedStep, bool | None, Trained]:
+    """Train, and after too many refused steps in a row once more from an earlier step.
 
     Args:
         directory: of the run.
@@ -89,7 +94,7 @@ def train_and_go_back(
         if trace is None or not trace.is_written:
             trace = make_trace(directory, config, first_step)
         kept = make_snapshots(assembly, snapshots, reporter)
-        result = train(
+        result = yield from run_steps(
             assembly, reporter, compiled, first_step, state, saving, trace, stop, watches, kept
         )
         if snapshots is not None:
@@ -111,7 +116,7 @@ def train_and_go_back(
             snapshots.keep_only(None)
         # As at the start, where none of them is whole.
         watches.watchdog.beat("restoring")
-        with spent.on(RESTORE):
+        with configuration_errors(), spent.on(RESTORE):
             again = lineage.restore_or_start(assembly, checkpoints, target=target)
         assembly, first_step, state = again.assembly, again.step, again.state
         if first_step < compiled_from:

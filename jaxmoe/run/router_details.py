@@ -71,7 +71,7 @@ def router_details(assembly: Assembly, state: TrainState) -> list[dict[str, Any]
     return rows
 
 
-def in_words(rows: list[dict[str, Any]]) -> str:
+def format_router_details(rows: list[dict[str, Any]]) -> str:
     """The rows as a table."""
     if not rows:
         return "no MoE layer: there is no router to look at"

@@ -11,8 +11,8 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, Protocol, cast, runtime_checkable
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import Any, Literal, Protocol, TypeVar, cast, runtime_checkable
 
 import jax
 
@@ -24,6 +24,8 @@ from jaxmoe.training.step import StepMetrics
 from jaxmoe.training.stopwatch import DATA, DISPATCH, HOOKS, REPORT, WAIT, Stopwatch
 
 logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
 
 Status = Literal[
     "done", "preempted", "interrupted", "diverged", "corrupted", "taken_over", "not_saved"
@@ -98,8 +100,11 @@ def run_loop(
     stop: Stop | None = None,
     stopwatch: Stopwatch | None = None,
     beat: Callable[[str, int], None] = lambda what, step: None,
-) -> LoopResult:
-    """Trains until the last step, a signal, too many bad steps in a row, or devices that differ.
+) -> Generator[tuple[int, StepMetrics], bool | None, LoopResult]:
+    """Train until the last step, a signal, too many bad steps in a row, or devices that differ.
+
+    A generator: sending a true value into it stops the loop after the step just yielded. `drain`
+    runs it to its end.
 
     Args:
         state: donated.
@@ -114,6 +119,12 @@ def run_loop(
         stop: asked after every step; by several processes every `report_every` steps.
         stopwatch: told what the loop's time goes to.
         beat: told what begins, and of which step.
+
+    Yields:
+        Number and metrics of each step, on the devices, after its hooks have run.
+
+    Returns:
+        How the loop ended.
     """
     stopwatch, stop = stopwatch or Stopwatch(), stop or NeverStop()
     waiting: list[tuple[int, Any]] = []
@@ -177,8 +188,27 @@ def run_loop(
         if due:
             since = time.perf_counter()
         status = reason if reason and step < last_step else status
+        with stopwatch.on(HOOKS):
+            is_left = yield step, metrics
+        if is_left and status == "done" and step < last_step:
+            if waiting:
+                flush()
+            status = "interrupted"
     known = refused if status == "diverged" else None  # to all processes
     return LoopResult(state=state, step=step, status=status, refused=known)
+
+
+def drain(steps: Generator[Any, Any, Result]) -> Result:
+    """Run a generator to its end and return its value.
+
+    Args:
+        steps: Such as `run_loop`.
+    """
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            return end.value
 
 
 def _shared(hooks: Sequence[Hook]) -> bool:

@@ -13,7 +13,7 @@ from experiments.recipes import RECIPES
 from jaxmoe.checkpoint.hook import CheckpointHook
 from jaxmoe.data import FilesConfig, HuggingFaceConfig, MixtureConfig
 from jaxmoe.data.tokenizer import FileConfig, TrainedConfig
-from jaxmoe.run import loop as around_steps
+from jaxmoe.run import loop as loop_module
 
 SMALL = (
     *("--model.num_layers", "1", "--model.embed_dim", "16"),
@@ -108,7 +108,7 @@ def test_help_says_so(capsys):
 def _batches(monkeypatch):
     """The tokens of every training step, as they reach the device."""
     seen = {}
-    original = around_steps.run_loop
+    original = loop_module.run_loop
 
     def run_loop(state, step, batches, *, first_step, **rest):
         def watched():
@@ -118,7 +118,7 @@ def _batches(monkeypatch):
 
         return original(state, step, watched(), first_step=first_step, **rest)
 
-    monkeypatch.setattr(around_steps, "run_loop", run_loop)
+    monkeypatch.setattr(loop_module, "run_loop", run_loop)
     return seen
 
 

@@ -18,10 +18,10 @@ import pytest
 from experiments import evaluate, generate, pretrain
 from experiments.cli.flags import ExitCode
 from jaxmoe.models.flops import flops_per_token
-from jaxmoe.run import loop as around_steps
 from jaxmoe.run.assemble import make_plan
 from jaxmoe.run.config import PretrainConfig, ProfileConfig
 from jaxmoe.run.directory import RunDirectory
+from jaxmoe.run.hooks import make_trace
 from jaxmoe.tracking import read_metrics
 from tests.support.runs import flags, logged_losses, saved_leaves, start_run
 
@@ -111,9 +111,9 @@ def test_a_run_that_is_past_its_trace_says_so(tmp_path, capsys):
     profile = ProfileConfig(steps="3:4")
     config = dataclasses.replace(PretrainConfig(), profile=profile)
     directory = RunDirectory(tmp_path)
-    assert around_steps.make_trace(directory, config, 2) is not None
+    assert make_trace(directory, config, 2) is not None
     assert capsys.readouterr().out == ""
-    assert around_steps.make_trace(directory, config, 3) is None
+    assert make_trace(directory, config, 3) is None
     assert "no trace: step 3 is done, and profile.steps=3:4" in capsys.readouterr().out
 
 

@@ -14,6 +14,7 @@ import pytest
 from experiments import report
 from experiments.cli.flags import ExitCode
 from jaxmoe.models.config import MoEConfig
+from jaxmoe.run.compare import shortest_names
 from jaxmoe.run.config import PretrainConfig, RunConfig, TrainingConfig
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.tracking import LOSS, JsonlTracker, RouterLoadRecorder
@@ -114,14 +115,14 @@ def test_one_run_alone_has_its_own_page_drawn_anew(tmp_path, capsys):
 
 def test_runs_of_one_name_are_told_apart(tmp_path, capsys):
     paths = [str(tmp_path / name / "tiny") for name in ("x", "y")]
-    assert report.run_names(paths) == ["x/tiny", "y/tiny"]
-    assert report.run_names(["/a/b", "/a/c"]) == ["b", "c"]
+    assert shortest_names(paths) == ["x/tiny", "y/tiny"]
+    assert shortest_names(["/a/b", "/a/c"]) == ["b", "c"]
     path = str(make_run(tmp_path / "same"))
     assert "a run is named twice" in refused([path, path], capsys)
 
 
 def test_what_is_no_run_is_refused_in_words(tmp_path, capsys):
-    assert "which runs? give their directories" in refused([], capsys)
+    assert "no run is given: name run directories" in refused([], capsys)
     missing = tmp_path / "missing"
     assert f"{missing} is no directory" in refused([str(missing)], capsys)
     missing.mkdir()

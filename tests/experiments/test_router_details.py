@@ -10,7 +10,7 @@ import numpy as np
 from experiments.doctor.devices import tiny_config
 from jaxmoe.data import LanguageMixtureConfig
 from jaxmoe.run.assemble import assemble
-from jaxmoe.run.router_details import in_words, router_details
+from jaxmoe.run.router_details import format_router_details, router_details
 
 
 def test_a_row_for_each_layer():
@@ -30,5 +30,5 @@ def test_a_row_for_each_layer():
         assert all(np.isfinite(value) for value in row.values())
         assert row["token"] >= 0.0 and 0.0 <= row["domain"] <= 1.0 and row["window"] >= 0.0
         assert row["low"] <= row["gamma_eff"] * (1 + 1e-6) and row["high"] >= row["low"]
-    assert in_words(rows).count("\n") == len(rows)
-    assert "no router" in in_words([])
+    assert format_router_details(rows).count("\n") == len(rows)
+    assert "no router" in format_router_details([])

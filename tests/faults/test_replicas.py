@@ -13,7 +13,7 @@ from experiments import pretrain
 from experiments.cli.flags import ExitCode
 from jaxmoe.checkpoint import CheckpointManager
 from jaxmoe.fingerprints import ReplicasDifferError, fingerprints
-from jaxmoe.run import loop as around_steps
+from jaxmoe.run import loop as run_loop_module
 from jaxmoe.training import loop
 from tests.support.meshes import mesh_named
 from tests.support.runs import flags
@@ -97,7 +97,7 @@ def test_a_run_on_such_a_device_ends(tmp_path, caplog, capsys, monkeypatch):
 
         return plain(state, step_and_flip, *arguments, **options)
 
-    monkeypatch.setattr(around_steps, "run_loop", run_loop)
+    monkeypatch.setattr(run_loop_module, "run_loop", run_loop)
     mesh = ("--execution.mesh.data", "8", "--execution.rules", "data_parallel")
     saving = ("--checkpoint.every", "2", "--checkpoint.compare_replicas", "3")
     command = flags(tmp_path / "run", 6, *mesh, *saving, "--tracking.sample_length", "0")

@@ -264,15 +264,15 @@ def test_a_step_moves_when_all_processes_have_read_it(tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.trains
 def test_a_run_that_was_taken_over_does_not_go_back(tmp_path, monkeypatch, capsys):
-    thief, train = RunDirectory(tmp_path / "run"), rollback.train
+    thief, train = RunDirectory(tmp_path / "run"), rollback.run_steps
 
     def trained_and_robbed(*arguments):
-        result = train(*arguments)
+        result = yield from train(*arguments)
         assert result.refused is not None
         thief.acquire(steal=True)
         return result
 
-    monkeypatch.setattr(rollback, "train", trained_and_robbed)
+    monkeypatch.setattr(rollback, "run_steps", trained_and_robbed)
     try:
         with poisoned(is_bad):
             more = ("--run.lock_heartbeat", "60")

@@ -33,6 +33,7 @@ BUSY = """
 import sys
 import jax
 from experiments import pretrain
+from jaxmoe.run import train
 
 def busy(*arguments, **options):
     print("busy", flush=True)
@@ -42,7 +43,7 @@ def busy(*arguments, **options):
     turn = jax.jit(lambda x: jax.lax.fori_loop(0, 10**5, some, x))
     jax.block_until_ready(turn(1.0))
 
-pretrain.compile_steps = busy
+train.compile_steps = busy
 sys.exit(pretrain.main(sys.argv[1:]))
 """
 TERM = (signal.SIGTERM, ExitCode.PREEMPTED)

@@ -19,7 +19,7 @@ from jaxmoe.checkpoint import CheckpointDamagedError, CheckpointError, Checkpoin
 from jaxmoe.checkpoint import manager as room
 from jaxmoe.checkpoint.manifest import CheckpointManifest
 from jaxmoe.checkpoint.restore import restore_part
-from jaxmoe.run import loop as around_steps
+from jaxmoe.run import loop as loop_module
 
 
 def _state(step):
@@ -130,10 +130,10 @@ def test_a_bad_sector_is_damage(manager, monkeypatch, caplog):
 @pytest.mark.parametrize("is_wrong_elsewhere", [False, True])
 def test_the_last_save_is_tried_again_by_all(monkeypatch, is_wrong_elsewhere):
     saved = []
-    monkeypatch.setattr(around_steps, "agree", lambda code: int(code or is_wrong_elsewhere))
+    monkeypatch.setattr(loop_module, "agree", lambda code: int(code or is_wrong_elsewhere))
     checkpoints = types.SimpleNamespace(finish=lambda: True, latest_step=lambda: 5)
     saving = types.SimpleNamespace(saved_step=5, run=lambda step, state: saved.append(step))
     result = types.SimpleNamespace(status="done", step=5, state=None)
-    save_last = inspect.unwrap(around_steps.save_last)  # plain objects will do
+    save_last = inspect.unwrap(loop_module.save_last)  # plain objects will do
     assert save_last(result, saving, checkpoints) is not is_wrong_elsewhere
     assert saved == ([5, 5] if is_wrong_elsewhere else [])

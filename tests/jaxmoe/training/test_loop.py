@@ -22,7 +22,7 @@ from jaxmoe.resilience.stop import StopRequest
 from jaxmoe.training import loop as loop_module
 from jaxmoe.training.evaluate import Evaluation
 from jaxmoe.training.hooks import EvaluateHook, is_every
-from jaxmoe.training.loop import run_loop
+from jaxmoe.training.loop import drain, run_loop
 from jaxmoe.training.state import TrainState
 from jaxmoe.training.step import StepMetrics
 
@@ -105,7 +105,7 @@ class Bench:
     def run(self, *hooks, first: int = 0, last: int = 6, report_every: int = 100, max_skipped=3):
         self.monkeypatch.setattr(loop_module, "time", self.clock)
         with StopRequest() as stop:
-            return run_loop(
+            steps = run_loop(
                 _state(first),
                 self.step,
                 self.batches(first),
@@ -117,6 +117,7 @@ class Bench:
                 max_skipped=max_skipped,
                 stop=stop,
             )
+            return drain(steps)
 
 
 @pytest.fixture

@@ -1,0 +1,47 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Compiles the train step of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from jaxmoe.data import Batch
+from jaxmoe.run.assemble import Assembly
+from jaxmoe.training.batch_ramp import accumulation_of
+from jaxmoe.training.state import TrainState
+from jaxmoe.training.step import StepMetrics, make_train_step
+
+CompiledStep = Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]
+"""A train step that picks its program by the number of rows of the batch; donates the state."""
+
+
+def compile_steps(assembly: Assembly, first_step: int, state: TrainState) -> CompiledStep:
+    """Compile the train step, once for each batch size that is still to come.
+
+    Args:
+        assembly: Plan, devices and data of the run.
+        first_step: Number of steps already done.
+        state: State whose shapes and shardings the programs take; not donated.
+    """
+    plan, training = assembly.plan, assembly.plan.config.training
+    programs = {}
+    stages = training.batch_sizes.stages
+    ends = [first for first, _ in stages[1:]] + [training.steps]
+    for (first, rows), end in zip(stages, ends, strict=True):
+        if end <= first_step:
+            continue
+        step_function = make_train_step(
+            plan.model,
+            plan.optimizer,
+            execution=assembly.execution,
+            accumulation=accumulation_of(rows, training.batch_size, training.accumulation),
+            clip=training.clip,
+            accumulated_balance=training.accumulated_balance,
+            objective=training.objective,
+            max_norm_ratio=training.max_norm_ratio,
+            workers=assembly.execution.mesh.batch_shards,
+        )
+        batch = assembly.batch(max(first, first_step))
+        programs[rows] = step_function.lower(state, batch).compile()
+    return lambda state, batch: programs[batch.tokens.shape[0]](state, batch)

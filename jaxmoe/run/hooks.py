@@ -1,0 +1,115 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Builds the hooks of a run: evaluation, checkpoints, snapshots, traces and comparisons.
+
+To add a hook: a class in `jaxmoe/training/hooks.py` and a line in `make_hooks` here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+
+from jaxmoe.checkpoint import CheckpointManager
+from jaxmoe.checkpoint.hook import CheckpointHook
+from jaxmoe.configs import to_json
+from jaxmoe.messages import say
+from jaxmoe.resilience.replica_hook import ReplicaHook
+from jaxmoe.resilience.snapshot_hook import SnapshotHook
+from jaxmoe.run.assemble import Assembly
+from jaxmoe.run.config import PretrainConfig
+from jaxmoe.run.directory import RunDirectory
+from jaxmoe.run.monitoring import Watches
+from jaxmoe.run.reporter import Reporter
+from jaxmoe.training.evaluate import make_eval_step
+from jaxmoe.training.hooks import EvaluateHook, Hook, RefreshHook, Trace
+from jaxmoe.training.stopwatch import CHECKPOINT, EVALUATE
+
+
+def make_hooks(
+    assembly: Assembly,
+    reporter: Reporter,
+    first_step: int,
+    saving: CheckpointHook,
+    trace: Trace | None,
+    watches: Watches,
+    snapshots: SnapshotHook | None,
+) -> list[Hook]:
+    """Return the hooks of the loop, in the order in which they run after a step.
+
+    Args:
+        assembly: Plan, devices and data of the run.
+        reporter: Receiver of held-out losses.
+        first_step: Number of steps already done.
+        saving: Hook that saves checkpoints.
+        trace: Profile of some steps; None without one.
+        watches: Comparisons of processes and workers, and the clock of each hook.
+        snapshots: Hook that keeps snapshots in memory; None without one.
+    """
+    config = assembly.plan.config
+    evaluation = EvaluateHook(
+        make_eval_step(
+            assembly.plan.model,
+            execution=assembly.execution,
+            objective=config.training.objective,
+        ),
+        assembly.held_out,
+        every=config.evaluation.every,
+        last_step=config.training.steps,
+        report=reporter.evaluated,
+    )
+    hooks = [watches.timed(evaluation, EVALUATE), watches.timed(saving, CHECKPOINT)]
+    if snapshots is not None:
+        hooks.append(watches.timed(snapshots, CHECKPOINT))
+    hooks = [*hooks, *watches.hooks()]
+    if assembly.mesh.size > 1:
+        hooks.insert(0, ReplicaHook(config.checkpoint.compare_replicas))
+    if trace is not None:
+        hooks = [trace.stop, *hooks, trace.start]
+    if reporter.is_live:
+        hooks.append(RefreshHook(first_step))
+    return hooks
+
+
+def make_saving(
+    assembly: Assembly, checkpoints: CheckpointManager, reporter: Reporter
+) -> CheckpointHook:
+    """Return the hook that saves checkpoints; it runs once more after a loop that was stopped.
+
+    Args:
+        assembly: Plan, devices and data of the run.
+        checkpoints: Checkpoint manager of the run.
+        reporter: Reporter whose files are flushed before every save.
+    """
+    config = assembly.plan.config
+    return CheckpointHook(
+        checkpoints,
+        # With the forward multipliers in the model, a checkpoint can be used without the run.
+        config=to_json(dataclasses.replace(config, model=assembly.plan.model)),
+        position=assembly.loader.position,
+        every=config.checkpoint.every,
+        last_step=config.training.steps,
+        before=reporter.flush,
+        agree_every=config.tracking.print_every,
+        max_failed=config.checkpoint.max_failed_saves,
+    )
+
+
+def make_trace(directory: RunDirectory, config: PretrainConfig, first_step: int) -> Trace | None:
+    """Return the trace of `profile.steps`; None where there is none to write.
+
+    Only the first process traces, and only a run that has not passed the first traced step.
+
+    Args:
+        directory: Run directory.
+        config: Configuration of the run.
+        first_step: Number of steps already done.
+    """
+    if config.profile.range is None or jax.process_index() != 0:
+        return None
+    first, last = config.profile.range
+    if first <= first_step:
+        say(f"no trace: step {first_step} is done, and profile.steps={config.profile.steps}")
+        return None
+    return Trace(directory.profile_directory, first, last)

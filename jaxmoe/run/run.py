@@ -1,0 +1,303 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""`Run`: a training run as an object, for notebooks and scripts.
+
+from experiments import recipes
+from jaxmoe.run import Run
+
+run = Run(recipes.tiny(steps=200), directory="runs/mine")
+run.train()
+run.evaluate()
+run.generate("def ")
+run.report()
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import pathlib
+from collections.abc import Generator
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxmoe.configs import differences, to_json
+from jaxmoe.data import DataError
+from jaxmoe.errors import ConfigurationError, configuration_errors
+from jaxmoe.execution import ExecutionConfig
+from jaxmoe.messages import shown
+from jaxmoe.precision import PrecisionPolicy
+from jaxmoe.run.assemble import Assembly
+from jaxmoe.run.config import FIXED_FIELDS, FREE_FIELDS, PretrainConfig
+from jaxmoe.run.directory import RunDirectory
+from jaxmoe.run.load import at_execution, describe_precision, restore_run
+from jaxmoe.run.recorded import read_run
+from jaxmoe.run.report import rebuild_report
+from jaxmoe.run.results import EvaluateResult, Sample, TrainedStep, TrainResult
+from jaxmoe.run.router_details import router_details
+from jaxmoe.run.samples import check_sampling, continue_rows
+from jaxmoe.run.supervision import Supervision, library_supervision
+from jaxmoe.run.train import Steps, train_steps
+from jaxmoe.tracking.jsonl import Series, read_metrics
+from jaxmoe.training.evaluate import evaluate, make_eval_step
+from jaxmoe.training.loop import drain
+from jaxmoe.training.state import TrainState
+from sharding.mesh import MeshConfig
+from sharding.sequence_parallel import CacheFormat
+
+
+class Run:
+    """A training run and its directory. Creating one touches neither a device nor a file.
+
+    Args:
+        config: Configuration of the run, such as a recipe of `experiments.recipes` returns.
+        directory: Run directory; `config.run.directory` or runs/pretrain/<name> when None. A run
+            that is there already is resumed, if its configuration is the same.
+        name: Name in messages and trackers; `config.run.name` or the directory's when None.
+    """
+
+    def __init__(
+        self,
+        config: PretrainConfig,
+        directory: str | os.PathLike[str] | None = None,
+        *,
+        name: str | None = None,
+    ):
+        if directory is not None:
+            run = dataclasses.replace(config.run, directory=os.fspath(directory))
+            config = dataclasses.replace(config, run=run)
+        name = name or config.run.name
+        self.config = config
+        """Configuration of the run."""
+        self.directory = RunDirectory(config.run.directory or f"runs/pretrain/{name or 'run'}")
+        """Files of the run."""
+        self.name = name or self.directory.path.name
+        """Name of the run in messages and trackers."""
+        self.result: TrainResult | None = None
+        """How the latest call of `train` or `steps` ended; None before."""
+        self._loaded: _Loaded | None = None
+
+    @classmethod
+    def open(
+        cls,
+        directory: str | os.PathLike[str],
+        *,
+        mesh: MeshConfig | None = None,
+        cache: CacheFormat = "compute",
+    ) -> Run:
+        """Open a finished or interrupted run by its directory.
+
+        Args:
+            directory: Run directory.
+            mesh: Mesh to use; the one of the run when None.
+            cache: Format of cached keys and values, of `evaluate` and `generate`.
+
+        Raises:
+            ConfigurationError: There is no run, or `cache` does not fit the model.
+        """
+        with configuration_errors():
+            config = RunDirectory(directory).load_config(PretrainConfig)
+            return cls(at_execution(config, os.fspath(directory), mesh, cache), directory)
+
+    def train(self, supervision: Supervision | None = None) -> TrainResult:
+        """Train to the last step, or resume an interrupted run.
+
+        Ctrl-C and SIGTERM save the state and end the call with the status "interrupted" or
+        "preempted"; the next call resumes.
+
+        Args:
+            supervision: Watchdog, signals and resources of a command that owns its process; None
+                in a notebook or a script.
+
+        Raises:
+            ConfigurationError: The configuration, the directory or the data cannot be used.
+            MissingPackageError: A tracker's package is not installed.
+        """
+        if supervision is not None:
+            self.result = drain(self._train(supervision))
+        else:
+            with self._own_supervision() as own:
+                self.result = drain(self._train(own))
+        return self.result
+
+    def steps(self) -> Generator[TrainedStep, None, None]:
+        """Train like `train`, and yield every step to a loop of the caller's.
+
+        Evaluation, checkpoints and reports happen as configured. Leaving the loop early saves the
+        state, so that `train` or another loop resumes after the last step yielded. `result` holds
+        how the loop ended.
+
+        Raises:
+            ConfigurationError: The configuration, the directory or the data cannot be used.
+            MissingPackageError: A tracker's package is not installed.
+        """
+        with self._own_supervision() as supervision:
+            training = self._train(supervision)
+            is_left = False
+            while True:
+                try:
+                    step = training.send(True if is_left else None)
+                except StopIteration as end:
+                    self.result = end.value
+                    return
+                if is_left:
+                    continue
+                try:
+                    yield step
+                except GeneratorExit:
+                    is_left = True
+
+    def evaluate(self, *, step: int | None = None) -> EvaluateResult:
+        """Compute the held-out loss of a checkpoint, bitwise the number that training logged.
+
+        Args:
+            step: Step of the checkpoint; the newest when None.
+
+        Raises:
+            ConfigurationError: There is no such checkpoint.
+        """
+        with self._restored(step) as loaded:
+            assembly, state = loaded.assembly, loaded.state
+            eval_step = make_eval_step(
+                assembly.plan.model,
+                execution=assembly.execution,
+                objective=assembly.plan.config.training.objective,
+            )
+            held_out = evaluate(eval_step, state.params, state.router_state, assembly.held_out())
+        bits, per_token = held_out.bits_per_token, assembly.source.bytes_per_token
+        return EvaluateResult(
+            step=loaded.step,
+            num_tokens=held_out.num_tokens,
+            bits_per_token=bits,
+            bits_per_byte=None if per_token is None else bits / per_token,
+            precision=describe_precision(assembly),
+        )
+
+    def generate(
+        self,
+        prompt: str,
+        *,
+        length: int = 300,
+        temperature: float = 0.8,
+        seed: int = 0,
+        step: int | None = None,
+    ) -> Sample:
+        """Continue a text, on one device.
+
+        Args:
+            prompt: Text to continue.
+            length: Number of tokens to generate.
+            temperature: Divisor of the logits; 0 takes the most likely token.
+            seed: Seed of the sampling.
+            step: Step of the checkpoint; the newest when None.
+
+        Raises:
+            ConfigurationError: An argument is out of range, the prompt cannot be encoded, or
+                there is no such checkpoint.
+        """
+        with configuration_errors():
+            check_sampling(prompt, length, temperature)
+        loaded = self._load(step)
+        assembly, source = loaded.assembly, loaded.assembly.source
+        try:
+            tokens = source.encode(prompt)
+        except DataError as error:
+            raise ConfigurationError(f"prompt={prompt!r}: {error}") from error
+        precision = assembly.execution.precision
+        (sample,) = continue_rows(
+            assembly.plan.model,
+            source,
+            jax.device_get(loaded.state.params),
+            jax.device_get(loaded.state.router_state),
+            np.asarray(tokens, np.int32)[None, :],
+            length,
+            temperature=temperature,
+            seed=seed,
+            execution=ExecutionConfig(
+                precision=PrecisionPolicy(weights=precision.weights, cache=precision.cache)
+            ),
+        )
+        return dataclasses.replace(sample, precision=describe_precision(assembly))
+
+    def router_details(self, *, step: int | None = None) -> list[dict[str, Any]]:
+        """Measure what the routers do with the held-out tokens: one row per MoE layer.
+
+        Args:
+            step: Step of the checkpoint; the newest when None.
+
+        Raises:
+            ConfigurationError: There is no such checkpoint.
+        """
+        with self._restored(step) as loaded:
+            return router_details(loaded.assembly, loaded.state)
+
+    def report(self) -> pathlib.Path:
+        """Draw the plots and write report.html anew from the files of the run.
+
+        Returns:
+            The path of report.html; the plots are PNG files in `directory.plots_directory`.
+
+        Raises:
+            ConfigurationError: There is no run with metrics.
+        """
+        return rebuild_report(read_run(self.directory.path))
+
+    def metrics(self) -> Series:
+        """Return the logged metrics: arrays of steps and values by name, such as "train/loss"."""
+        return read_metrics(self.directory.metrics_file)
+
+    def summary(self) -> dict[str, Any] | None:
+        """Return the content of summary.json; None while the run has not ended."""
+        return self.directory.summary()
+
+    def _train(self, supervision: Supervision) -> Steps[TrainResult]:
+        self._loaded = None
+        return train_steps(self.name, self.config, self.directory, supervision)
+
+    @contextlib.contextmanager
+    def _own_supervision(self) -> Generator[Supervision, None, None]:
+        shows = self.config.tracking.console != "none"
+        with (
+            shown() if shows else contextlib.nullcontext(),
+            library_supervision(self.config.processes) as supervision,
+        ):
+            yield supervision
+
+    def _load(self, step: int | None) -> _Loaded:
+        """The state of a checkpoint, kept on the devices until training or another step."""
+        loaded = self._loaded
+        if loaded is None or not (loaded.is_newest if step is None else loaded.step == step):
+            self._loaded = None
+            with configuration_errors():
+                loaded = self._restore(step)
+            self._loaded = loaded
+        return loaded
+
+    def _restore(self, step: int | None) -> _Loaded:
+        saved = self.directory.config_json()
+        if lines := differences(saved, to_json(self.config), FREE_FIELDS, FIXED_FIELDS):
+            raise ValueError(
+                f"run.directory={self.directory.path} belongs to a run with another config:\n  "
+                + "\n  ".join(lines)
+            )
+        assembly, state, found = restore_run(self.config, self.directory, step)
+        return _Loaded(assembly=assembly, state=state, step=found, is_newest=step is None)
+
+    @contextlib.contextmanager
+    def _restored(self, step: int | None) -> Generator[_Loaded, None, None]:
+        loaded = self._load(step)
+        with jax.set_mesh(loaded.assembly.mesh):
+            yield loaded
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Loaded:
+    """A run on devices with the state of one checkpoint."""
+
+    assembly: Assembly
+    state: TrainState
+    step: int
+    is_newest: bool

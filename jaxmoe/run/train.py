@@ -1,0 +1,279 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Trains a run from its restored state to its last files, yielding after every optimiser step.
+
+    prepare    compare processes, assemble, lease the directory, restore
+    compile    the train step, for each batch size that is still to come
+    train      steps with evaluation, checkpoints and rollbacks
+    finish     last checkpoint, samples, pictures, report, summary
+
+The generators here are driven by `Run`. Sending a true value into one stops it after the step just
+yielded: the state is saved, and the run can be resumed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Generator
+from typing import TypeVar
+
+import jax
+from jax.sharding import Mesh
+
+from jaxmoe.checkpoint import CheckpointManager, LeaseLostError
+from jaxmoe.errors import configuration_errors
+from jaxmoe.messages import say
+from jaxmoe.resilience.agreement import check_agreement
+from jaxmoe.resilience.snapshot import SnapshotStore
+from jaxmoe.run.assemble import assemble, describe_devices
+from jaxmoe.run.compile import compile_steps
+from jaxmoe.run.config import FIXED_FIELDS, FREE_FIELDS, PretrainConfig
+from jaxmoe.run.directory import RunDirectory
+from jaxmoe.run.finish import finish_run
+from jaxmoe.run.header import nothing_to_do, print_header
+from jaxmoe.run.load import check_trains
+from jaxmoe.run.loop import save_last
+from jaxmoe.run.monitoring import Watches
+from jaxmoe.run.reporter import Reporter, check_packages
+from jaxmoe.run.restore import Begun, Lineage, open_snapshots, read_skipped
+from jaxmoe.run.results import TrainedStep, TrainResult
+from jaxmoe.run.rollback import Trained, train_with_rollback
+from jaxmoe.run.supervision import Supervision
+from jaxmoe.training.stopwatch import CHECKPOINT, COMPILE, FINISH, RESTORE
+from sharding.coordination import barrier
+
+Result = TypeVar("Result")
+Steps = Generator[TrainedStep, bool | None, Result]
+"""Generator of trained steps; a true value sent to it stops the run."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """A leased run directory with the state to continue from."""
+
+    begun: Begun
+    checkpoints: CheckpointManager
+    snapshots: SnapshotStore | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Ended:
+    """End of the steps, for the last files."""
+
+    trained: Trained
+    reporter: Reporter
+    watches: Watches
+    compile_seconds: float
+    started: float
+    """Reading of `time.perf_counter` when the run was prepared."""
+    checkpoint_step: int | None
+    is_saved: bool
+
+
+def train_steps(
+    name: str, config: PretrainConfig, directory: RunDirectory, supervision: Supervision
+) -> Steps[TrainResult]:
+    """Train a run, new or interrupted, to its last step.
+
+    Args:
+        name: Name of the run, for messages and trackers.
+        config: Configuration of this start.
+        directory: Run directory.
+        supervision: Watchdog, signals and resources of this process.
+
+    Yields:
+        Each step, once it is dispatched and its hooks have run.
+
+    Returns:
+        How the run ended.
+
+    Raises:
+        ConfigurationError: The configuration, the directory or the data cannot be used.
+    """
+    try:
+        with configuration_errors():
+            prepared = prepare(config, directory, supervision)
+    except LeaseLostError:
+        return _taken_over(directory, 0)
+    begun = prepared.begun
+    if begun.step >= config.training.steps:
+        say(nothing_to_do(directory, begun.step, config))
+        return TrainResult(
+            status="done",
+            step=begun.step,
+            checkpoint_step=begun.step,
+            summary=directory.summary() or {},
+        )
+    print_header(name, directory, begun.assembly, begun.step)
+    if begun.origin is not None:
+        say(f"restored {begun.origin}")
+    steps = _train_prepared(name, directory, prepared, supervision)
+    ended = yield from _in_mesh(begun.assembly.mesh, steps)
+    if isinstance(ended, TrainResult):
+        return ended
+    return _finish(name, directory, begun, ended, supervision)
+
+
+def prepare(config: PretrainConfig, directory: RunDirectory, supervision: Supervision) -> Prepared:
+    """Check the configuration, lease the directory and restore the newest state.
+
+    Args:
+        config: Configuration of this start.
+        directory: Run directory; leased until `supervision.resources` closes.
+        supervision: Watchdog, signals and resources of this process.
+
+    Raises:
+        ValueError: The configuration, the directory or the data cannot be used.
+        LeaseLostError: Another process took the directory meanwhile.
+    """
+    resources, watchdog = supervision.resources, supervision.watchdog
+    check_packages(config.tracking)
+    check_agreement(config, config.processes.barrier)
+    check_trains(directory, config)
+    assembly = assemble(config)
+    is_first = jax.process_index() == 0
+    if is_first:
+        directory.acquire(
+            steal=config.run.steal_lock,
+            heartbeat=config.run.lock_heartbeat,
+            on_lost=supervision.stop.taken_over,
+        )
+        resources.callback(directory.release)
+        way_out = f", and begin there with --checkpoint.initial {directory.path}"
+        directory.check_config(config, FREE_FIELDS, FIXED_FIELDS, way_out)
+    checkpoints = CheckpointManager(
+        directory.checkpoints_directory,
+        keep=config.checkpoint.keep,
+        verify=config.checkpoint.verify,
+        fence=directory.fence if is_first else None,
+    )
+    resources.callback(checkpoints.close)
+    watchdog.beat("restoring")
+    barrier("before restoring", config.processes.barrier)
+    if (snapshots := open_snapshots(assembly, directory)) is not None:
+        resources.callback(snapshots.finish)
+    lineage = Lineage(assembly.loader, read_skipped(directory))
+    with supervision.stopwatch.on(RESTORE):
+        begun = lineage.restore_or_start(assembly, checkpoints, snapshots=snapshots)
+    if is_first:
+        directory.write_environment(describe_devices(assembly.mesh))
+    return Prepared(begun=begun, checkpoints=checkpoints, snapshots=snapshots)
+
+
+def _train_prepared(
+    name: str, directory: RunDirectory, prepared: Prepared, supervision: Supervision
+) -> Steps[_Ended | TrainResult]:
+    """Compile, train and save the last state; a `TrainResult` if the run was taken over."""
+    started = time.perf_counter()
+    begun, checkpoints = prepared.begun, prepared.checkpoints
+    watchdog, stopwatch = supervision.watchdog, supervision.stopwatch
+    with configuration_errors():
+        reporter = Reporter(name, directory, begun.assembly, begun.step)
+        watches = Watches(directory, begun.assembly, reporter, stopwatch, begun.step, watchdog)
+    with contextlib.closing(reporter):
+        watchdog.beat("compiling")
+        compiling = time.perf_counter()
+        with stopwatch.on(COMPILE):
+            compiled = compile_steps(begun.assembly, begun.step, begun.state)
+        compile_seconds = time.perf_counter() - compiling
+        say(f"compiled in {compile_seconds:.1f} s")
+        watchdog.beat("waiting for the first step")
+        barrier("before the first step", begun.assembly.plan.config.processes.first)
+        try:
+            trained = yield from train_with_rollback(
+                directory,
+                begun,
+                checkpoints,
+                prepared.snapshots,
+                compiled,
+                supervision.stop,
+                watches,
+            )
+        except LeaseLostError:  # raised during a rollback
+            return _taken_over(directory, begun.step, reporter)
+        result = trained.result
+        if result.status == "taken_over":
+            return _taken_over(directory, result.step, reporter)
+        watchdog.beat("the last save", result.step)
+    if result.status in ("preempted", "interrupted"):
+        say(f"{result.status}: saving step {result.step} (a second signal ends at once)")
+    try:
+        with stopwatch.on(CHECKPOINT):
+            is_saved = save_last(result, trained.saving, checkpoints)
+    except LeaseLostError:
+        return _taken_over(directory, result.step, reporter)
+    return _Ended(
+        trained=trained,
+        reporter=reporter,
+        watches=watches,
+        compile_seconds=compile_seconds,
+        started=started,
+        checkpoint_step=checkpoints.latest_step(),
+        is_saved=is_saved,
+    )
+
+
+def _finish(
+    name: str, directory: RunDirectory, begun: Begun, ended: _Ended, supervision: Supervision
+) -> TrainResult:
+    """Write the last files; outside of the mesh, because samples are generated on one device."""
+    result, trace, watches = ended.trained.result, ended.trained.trace, ended.watches
+    watches.note(result.step, result.status)
+    facts = {
+        "status": result.status,
+        "steps": result.step,
+        "compile_seconds": ended.compile_seconds,
+        "wall_seconds": time.perf_counter() - ended.started,
+        "checkpoint_step": ended.checkpoint_step,
+        "restored_from": begun.origin,
+        "profile": str(trace.directory) if trace is not None and trace.is_written else None,
+        "goodput": watches.goodput(),
+        "warnings": watches.warnings,
+    }
+    supervision.watchdog.beat("writing the report")
+    with supervision.stopwatch.on(FINISH):
+        summary = finish_run(name, directory, ended.trained.assembly, ended.reporter, result, facts)
+    watches.note(result.step, result.status)
+    status, message = result.status, ""
+    if status not in ("diverged", "corrupted") and not ended.is_saved:
+        status = "not_saved"
+        message = (
+            "the last state could not be saved; the run can continue from step"
+            f" {ended.checkpoint_step}"
+        )
+    return TrainResult(
+        status=status,
+        step=result.step,
+        checkpoint_step=ended.checkpoint_step,
+        message=message,
+        summary=summary,
+    )
+
+
+def _taken_over(
+    directory: RunDirectory, step: int, reporter: Reporter | None = None
+) -> TrainResult:
+    """End without touching the files, which another process writes by now."""
+    if reporter is not None:
+        reporter.abandon()
+    try:
+        directory.fence()
+        reason = f"run.directory={directory.path} was held by another process for a while"
+    except (LeaseLostError, OSError) as error:
+        reason = str(error)
+    return TrainResult(status="taken_over", step=step, checkpoint_step=None, message=reason)
+
+
+def _in_mesh(mesh: Mesh, steps: Steps[Result]) -> Steps[Result]:
+    """Run a generator with `mesh` current, and the caller's mesh whenever it is suspended."""
+    sent: bool | None = None
+    with contextlib.closing(steps):
+        while True:
+            with jax.set_mesh(mesh):
+                try:
+                    step = steps.send(sent)
+                except StopIteration as end:
+                    return end.value
+            sent = yield step
