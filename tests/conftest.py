@@ -4,7 +4,8 @@
 
     pytest                       what is neither slow nor large and needs no accelerator
     pytest --slow                the long proofs as well, of their tables some rows
-    pytest -m slow               any other choice; then nothing is left out behind your back
+    pytest -m slow               any other choice; nothing else is left out then
+    pytest --rotate -m slow      the long proofs that CI runs at this commit (support/rotation.py)
     pytest --regenerate-golden   writes tests/golden anew, to be reviewed as a diff
 
 Everything runs on 8 devices of the CPU. The environment is set before JAX is imported and reaches
@@ -93,6 +94,9 @@ WARNINGS = (
 def pytest_addoption(parser):
     parser.addoption("--slow", action="store_true", help="run the long proofs as well")
     parser.addoption(
+        "--rotate", action="store_true", help="of the long proofs, those due at this commit"
+    )
+    parser.addoption(
         "--regenerate-golden", action="store_true", help="write tests/golden instead of comparing"
     )
 
@@ -112,7 +116,14 @@ def pytest_configure(config):
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
+    if config.getoption("--rotate"):
+        rotation = importlib.import_module("tests.support.rotation")
+        changed, count = rotation.state_of(ROOT)
+        for item in items:
+            path = item.path.relative_to(ROOT).as_posix()
+            if item.get_closest_marker("slow") and not rotation.is_due(path, changed, count):
+                item.add_marker("large")
     tables: dict[tuple[str, int | None], list[pytest.Item]] = {}
     for item in items:
         asked, is_slow = item.get_closest_marker("rows"), item.get_closest_marker("slow")

@@ -63,8 +63,7 @@ def _run(pages: list[str]) -> dict[str, str]:
         **os.environ,
         "PYTHONPATH": str(ROOT),
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8"
-        " --xla_backend_optimization_level=0",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0",
     }
     ran = subprocess.run(
         [sys.executable, "-c", RUNNER],

@@ -1,0 +1,60 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Chooses the long proofs that CI runs: those of packages changed lately, and a third of the others.
+
+    pytest --rotate -m slow        what is due at this commit
+    pytest -m slow                 all of them
+
+A file of tests belongs to the package that it mirrors. The third is chosen by the number of
+commits and a checksum of the path, so that every file is due once in three commits.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import subprocess
+import zlib
+
+RECENT_COMMITS = 10
+PARTS = 3
+
+# Folders of tests that mirror no package, and the packages whose changes they cover.
+COVERS = {"faults": ("jaxmoe/checkpoint", "jaxmoe/resilience", "jaxmoe/run", "jaxmoe/training")}
+
+
+def package_of(path: str) -> str:
+    """Return the package of a source or test file: its first two folders."""
+    parts = pathlib.PurePosixPath(path.removeprefix("tests/")).parent.parts
+    return "/".join(parts[:2])
+
+
+def is_due(path: str, changed: set[str], num_commits: int) -> bool:
+    """Return whether the long proofs of a file run at this commit.
+
+    Args:
+        path: File of tests, relative to the root: `tests/jaxmoe/routing/test_gates.py`.
+        changed: Packages with recent changes.
+        num_commits: Number of commits up to this one.
+    """
+    package = package_of(path)
+    if changed & {package, *COVERS.get(package, ())}:
+        return True
+    return zlib.crc32(path.encode()) % PARTS == num_commits % PARTS
+
+
+def _git(root: pathlib.Path, *arguments: str) -> str:
+    return subprocess.run(
+        ["git", "-C", str(root), *arguments], capture_output=True, text=True, check=True
+    ).stdout
+
+
+def state_of(root: pathlib.Path) -> tuple[set[str], int]:
+    """Return the packages that the last RECENT_COMMITS commits changed, and the commit count.
+
+    Raises:
+        subprocess.CalledProcessError: The root is not a git checkout.
+    """
+    count = int(_git(root, "rev-list", "--count", "HEAD"))
+    first = f"HEAD~{min(RECENT_COMMITS, count - 1)}"
+    files = _git(root, "diff", "--name-only", first, "HEAD").split()
+    return {package_of(file) for file in files if file.endswith(".py")}, count
