@@ -23,7 +23,7 @@ import os
 import pathlib
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, ClassVar, Protocol, Self, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -86,7 +86,7 @@ class _Kind:
     is_trained: ClassVar[bool] = False
     """Whether building it reads the train split."""
 
-    def moved(self, before: pathlib.Path, after: pathlib.Path) -> Self:
+    def moved(self, before: pathlib.Path, after: pathlib.Path) -> Any:
         """Return the config with `after` in the place of the file `before`, if it names that."""
         del before, after
         return self
