@@ -78,7 +78,8 @@ def _class(node: ast.ClassDef, name: str) -> Iterator[str]:
             default = f" = {ast.unparse(field.value)}" if field.value else ""
             annotation = f"{field.target.id}: {ast.unparse(field.annotation)}{default}"
             if not field.target.id.startswith("_"):
-                yield f"- `{_one_line(annotation)}`" + (
+                words = f": {_one_line(_safe(text))}" if text else ""
+                yield f"- `{_one_line(annotation)}`{words}"
                     f": {_one_line(_safe(text))}" if text else ""
                 )
     yield ""

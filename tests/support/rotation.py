@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Chooses the long proofs that CI runs: those of packages changed lately, and a third of the others.
+"""Chooses the long proofs that CI runs: of packages changed lately, and a third of the others.
 
     pytest --rotate -m slow        what is due at this commit
     pytest -m slow                 all of them
