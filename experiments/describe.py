@@ -1,8 +1,12 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""What a recipe is, without touching a device: parameter table, sizes, FLOPs, memory.
+"""Prints a recipe's parameter table, sizes, FLOPs and memory, without touching a device.
 
 python -m experiments.describe [recipe] [--dotted.field value ...]
+
+With a mesh of known sizes (for example --execution.mesh.data 8) a second table follows: for every
+parameter and mesh axis its layout when stored, used, differentiated and updated, and the
+collectives between them.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ from experiments.cli import flags as cli
 from experiments.cli.output import write
 from experiments.recipes import DEFAULT, RECIPES
 from jaxmoe.models.flops import flops_per_token
+from jaxmoe.planning.parameter_layouts import layouts_text
 from jaxmoe.run.assemble import Plan, describe_rates, make_plan
 from jaxmoe.tracking.console import format_flops
 from sharding.mesh import named_sizes
@@ -29,28 +34,26 @@ _MOMENT_BYTES = {
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the command; returns the exit code."""
+    """Run the command and return the exit code."""
     prog, about = "python -m experiments.describe", __doc__ or ""
     recipe, config = cli.parse(RECIPES, DEFAULT, argv, prog, about)
     with cli.exit_on_bad_configuration():
         plan = make_plan(config)
-        mesh = config.execution.mesh
-        if -1 not in mesh.sizes:
-            names, sizes = named_sizes(mesh, config.execution.fold)
+        if -1 not in config.execution.mesh.sizes:
             layout = config.execution.state_layout
             for rules in (layout.parameters, layout.optimizer):
-                plan.table.check_divides(rules, dict(zip(names, sizes, strict=True)))
+                plan.table.check_divides(rules, _mesh_shape(plan))
         page = describe(recipe, plan)
     write(page)
     return int(cli.ExitCode.DONE)
 
 
 def describe(recipe: str, plan: Plan) -> str:
-    """The whole page.
+    """Return the whole page.
 
     Args:
-        recipe: its name.
-        plan: model and table.
+        recipe: Name of the recipe.
+        plan: Model and parameter table.
     """
     config, model, table = plan.config, plan.model, plan.table
     training, moe = config.training, model.moe
@@ -85,6 +88,8 @@ def describe(recipe: str, plan: Plan) -> str:
         "",
         table.text(),
     )
+    if -1 not in config.execution.mesh.sizes and max(_mesh_shape(plan).values()) > 1:
+        lines = (*lines, "", layouts_text(table, config.execution, _mesh_shape(plan), width))
     return "\n".join(lines)
 
 
@@ -92,11 +97,16 @@ def _size(num_bytes: float) -> str:
     return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
 
 
+def _mesh_shape(plan: Plan) -> dict[str, int]:
+    """Return the devices along each mesh axis; 1 where the size is left open."""
+    execution = plan.config.execution
+    names, sizes = named_sizes(execution.mesh, execution.fold)
+    return {name: max(size, 1) for name, size in zip(names, sizes, strict=True)}
+
+
 def _shards(plan: Plan, rules: LogicalAxisRules) -> dict[str, int]:
-    """Parts into which these rules divide each parameter; 1 on an axis whose size is left open."""
-    config = plan.config.execution
-    names, sizes = named_sizes(config.mesh, config.fold)
-    sizes = {name: max(size, 1) for name, size in zip(names, sizes, strict=True)}
+    """Return the parts into which these rules divide each parameter."""
+    sizes = _mesh_shape(plan)
     return {
         row.path: math.prod(
             sizes[axis] for name in row.declaration.axes for axis in rules.mesh_axes(name)

@@ -229,11 +229,6 @@ class Placement:
         return _Entry(PartitionSpec(*(axes or None for axes in kept)), further)
 
 
-def move(x: Array, spec: PartitionSpec) -> Array:
-    """`x`, laid out by a spec on any Explicit mesh, whatever its axes are called."""
-    return jax.sharding.reshard(x, spec)
-
-
 def place_like(x: Array, other: Array) -> Array:
     """`x`, laid out as another array of its shape; as it is outside an Explicit mesh."""
     if surroundings() != "explicit":

@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from jaxmoe.layers.sequences import attention_sizes
 from jaxmoe.parameters import ParameterSpec
 from jaxmoe.planning.abstract_step import StepPlan
+from jaxmoe.planning.parameter_layouts import kept_axes
 from sharding import axes as ax
 from sharding.sequence_parallel import AttentionSizes
 
@@ -108,12 +109,7 @@ class Sizes:
 
     def kept_axes(self, row: ParameterSpec) -> tuple[str, ...]:
         """Those over which its use leaves it cut."""
-        execution = self.plan.execution
-        if ax.EXPERTS not in row.declaration.axes:
-            return self._only(row, self.pieces(ax.TENSOR))
-        if not execution.dispatcher.spreads_experts:
-            return ()
-        return self._only(row, self.expert_axes)
+        return self._only(row, kept_axes(row, self.plan.execution, self.mesh))
 
     def pieces(self, *axes: str) -> tuple[str, ...]:
         """Those of the mesh's axes larger than 1 that are one of these or a piece of it."""

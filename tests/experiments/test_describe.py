@@ -1,11 +1,12 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""`experiments.describe`: the page, and that it needs neither a device nor a patient reader."""
+"""`experiments.describe`: sizes, rates, memory, layouts; no device, and a closed pipe."""
 
 from __future__ import annotations
 
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -47,8 +48,47 @@ def test_moments_stay_wide_when_parameters_are_narrow(capsys):
     assert "718.0 MB parameters and optimizer, 228.4 MB gradients" in memory
 
 
+def layouts(capsys, *argv):
+    """Rows of the table of layouts: {(parameter, axis): [states..., what is sent]}."""
+    assert describe.main(argv) == 0
+    rows = capsys.readouterr().out.partition("layouts on each mesh axis")[2].splitlines()[3:]
+    found, path = {}, ""
+    for row in rows:
+        words = row.split(maxsplit=6 if row[0] != " " else 5)
+        path = words.pop(0) if row[0] != " " else path
+        found[path, words[0]] = [*words[1:5], *words[5:]]
+    return found
+
+
+def test_layouts_and_the_collectives_between_them(capsys):
+    mesh = ("--execution.mesh.data", "4", "--execution.mesh.expert", "2")
+    rules = ("--execution.rules", "hierarchical", "--execution.mesh.replica", "2")
+    spread = ("execution.dispatcher:all-to-all",)
+    embedding, expert = "embedding/weight", "moe_blocks_0/moe/experts/down"
+    found = layouts(capsys, "tiny", *mesh, *spread)
+    assert found[embedding, "data=4"][:4] == ["S(1)", "B", "P", "S(1)"]
+    assert re.fullmatch(
+        r"all-gather x2 \S+ MB, reduce-scatter \S+ MB", found[embedding, "data=4"][4]
+    )
+    assert found[expert, "expert=2"] == ["S(1)", "S(1)", "S(1)", "S(1)"]
+    found = layouts(capsys, "tiny", *mesh, "--execution.rules", "zero1")
+    assert found[embedding, "data=4"][:4] == ["B", "B", "P", "S(1)"]
+    assert re.match(r"reduce-scatter \S+ MB, all-gather \S+ MB", found[embedding, "data=4"][4])
+    assert found[expert, "expert=2"][:4] == ["S(1)", "B", "P", "S(1)"]
+    found = layouts(capsys, "tiny", *mesh, *rules)
+    assert found[embedding, "replica=2"][4].startswith("all-gather 0")
+    found = layouts(capsys, "tiny", *mesh, "--execution.rules", "data_parallel")
+    assert found[embedding, "data=4"][3] == "B"
+    assert found[embedding, "data=4"][4].startswith("all-reduce")
+
+
+def test_no_table_of_layouts_without_a_mesh(capsys):
+    assert describe.main(["tiny"]) == 0
+    assert "layouts on each mesh axis" not in capsys.readouterr().out
+
+
 def test_no_device_and_no_reader():
-    """A platform that is not there would fail when asked for; `describe | head` is no failure."""
+    """A missing platform would fail when asked for; `describe | head` is no failure."""
     environment = {**os.environ, "JAX_PLATFORMS": "no_such_platform", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "experiments.describe", "mixtral_8x7b"]
     reading, writing = os.pipe()

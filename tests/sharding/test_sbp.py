@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Every row of the table of placements: its one collective, its bytes, its value, its gradient."""
+"""Each transition of the SBP table: collective, bytes, value, gradient; `changes` by hand."""
 
 import functools
 import re
@@ -13,7 +13,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxmoe.planning.hlo import collectives, counts
 from sharding import MeshConfig, make_mesh
-from sharding.boxing import BROADCAST, PARTIAL, TRANSITIONS, box, placement, split
+from sharding.sbp import BROADCAST, PARTIAL, TRANSITIONS, ArrayLayout, changes, split
+from tests.support.boxing import box, placement
 from tests.support.tpus import described_tpus
 
 ROWS = [
@@ -181,6 +182,27 @@ def test_what_is_not_linear_refuses_a_partial_operand(function):
         x = placed(PARTIAL)
         with pytest.raises(Exception, match="unreduced"):
             jax.eval_shape(function, x)
+
+
+def test_changes_between_layouts_move_the_bytes_of_their_collectives():
+    """A gradient that is reduced over two axes, scattered over the first, and gathered again."""
+    mesh_shape, size = {"data": 4, "replica": 2, "tensor": 2}, 1600
+    used = ArrayLayout(((), ("tensor",)), partial=("data", "replica"))
+    stored = ArrayLayout((("data", "replica"), ("tensor",)))
+    found = [(c.axis, c.collective, c.bytes) for c in changes(used, stored, mesh_shape, size)]
+    # 800 bytes on a device, of which 3/4 are sent; then 200, of which half are.
+    assert found == [("data", "reduce-scatter", 600), ("replica", "reduce-scatter", 100)]
+    back = changes(stored, ArrayLayout(((), ("tensor",))), mesh_shape, size)
+    assert [(c.axis, c.collective, c.bytes) for c in back] == [
+        ("replica", "all-gather", 100),
+        ("data", "all-gather", 600),
+    ]
+    reduced = changes(used, ArrayLayout((("data",), ("tensor",))), mesh_shape, size)
+    assert [(str(c.before), str(c.after), c.bytes) for c in reduced] == [
+        ("P", "S(0)", 600),
+        ("P", "B", 200),
+    ]
+    assert changes(stored, stored, mesh_shape, size) == []
 
 
 @pytest.mark.slow
