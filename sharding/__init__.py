@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Where arrays live and how they move: meshes, rules, islands, dispatch."""
+"""Meshes, layout rules, islands, and the movement of arrays between devices."""
 
 from sharding.fold import MoEMesh as MoEMesh
 from sharding.mesh import MeshConfig as MeshConfig

@@ -1,9 +1,9 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""`Assignments`: which token goes to which expert with what weight.
+"""`Assignments` of tokens to experts, with their weights.
 
-The only thing that dispatch, experts and combine know of a router and its gate. A slot whose
-expert id is E (the number of experts) is empty: nothing is sent, and its gate is exactly 0.
+Dispatch, experts and combine read nothing else of a router and its gate. A slot whose expert id is
+E (the number of experts) is empty: nothing is sent, and its gate is exactly 0.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from jaxtyping import Array, Float, Int, Shaped
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Assignments:
-    """A pairs of token and expert."""
+    """A slots, each a token, an expert and a gate."""
 
     token_ids: Int[Array, " A"]
-    """Row of the token in the batch the router saw."""
+    """Row of the token in the batch that was routed."""
     expert_ids: Int[Array, " A"]
     """Expert, or E where the slot is empty."""
     gates: Float[Array, " A"]
-    """What multiplies the expert's output, f32; exactly 0 where empty."""
+    """Factor on the expert's output, f32; exactly 0 where the slot is empty."""
     top_k: int | None = dataclasses.field(default=None, metadata={"static": True})
     """K when token-major (A = T*K, token t owns slots t*K to t*K+K-1): combine is then a gather
     and a sum over K. None for any other order."""
@@ -34,16 +34,16 @@ class Assignments:
 def combine(
     rows: Float[Array, "A D"], assignments: Assignments, num_tokens: int
 ) -> Float[Array, "T D"]:
-    """Sums the experts' outputs per token, weighted by the gates.
+    """Return the sum of the experts' outputs per token, weighted by the gates.
 
     Args:
-        rows: output of each assignment, in the order of the assignments; any finite value where
+        rows: Output of each assignment, in the order of the assignments; any finite value where
             the slot is empty.
-        assignments: whose gates weigh the rows.
+        assignments: Tokens and gates of the rows.
         num_tokens: T.
 
     Returns:
-        In the dtype of `rows`; the sum is taken in f32.
+        Sums in the dtype of `rows`, taken in f32.
     """
     weighted = rows.astype("float32") * assignments.gates[:, None]
     if assignments.top_k is not None:
@@ -56,12 +56,12 @@ def combine(
 def own_positions(
     rows: Shaped[Array, "T ..."], num_sequences: int, axes: tuple[str, ...]
 ) -> Shaped[Array, "t ..."]:
-    """This device's part of the positions of each sequence.
+    """Return this device's part of the positions of each sequence.
 
     Args:
-        rows: of whole sequences, one after the other.
+        rows: Rows of whole sequences, one sequence after the other.
         num_sequences: B.
-        axes: mesh axes over which positions are spread.
+        axes: Mesh axes over which positions are sharded.
     """
     by_sequence = rows.reshape(num_sequences, -1, *rows.shape[1:])
     length = by_sequence.shape[1] // jax.lax.axis_size(axes)
@@ -73,12 +73,12 @@ def own_positions(
 def own_assignments(
     assignments: Assignments, num_sequences: int, axes: tuple[str, ...]
 ) -> Assignments:
-    """The assignments of `own_positions`, which count its rows.
+    """Return the assignments of `own_positions`, with token ids that count its rows.
 
     Args:
-        assignments: token-major, of whole sequences.
+        assignments: Token-major assignments of whole sequences.
         num_sequences: B.
-        axes: mesh axes over which positions are spread.
+        axes: Mesh axes over which positions are sharded.
     """
     top_k = assignments.top_k
     assert top_k is not None  # only token-major routers have a capacity

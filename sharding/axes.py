@@ -1,14 +1,14 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""The names: mesh axes (how devices are laid out) and logical axes (what a dimension means).
+"""Names of mesh axes (layout of the devices) and logical axes (meaning of a dimension).
 
-Nothing else in the library spells an axis name. A mesh axis is never called a dimension, and a
-dimension never an axis of the mesh.
+No other file spells an axis name.
 
 A folded mesh (`sharding/fold.py`) may have an axis in pieces, the slowest first: `data_0`,
 `data_1`.
 
-To add a logical axis: a constant here, a row in every rule set of `sharding/rules.py`.
+To add a logical axis: a constant in sharding/axes.py and its name in LOGICAL_AXES there, a row in
+DATA_PARALLEL of sharding/rules.py.
 """
 
 from __future__ import annotations
@@ -88,15 +88,15 @@ LOGICAL_AXES: Final = (
 
 
 def whole_axis(name: str) -> str:
-    """The mesh axis of which this one is a piece, or itself."""
+    """Return the mesh axis of which this one is a piece, or the name itself."""
     return name.split("_")[0]
 
 
 def is_our_mesh(axis_names: tuple[str, ...]) -> bool:
-    """Whether a mesh has all six axes in order, some of them perhaps in pieces."""
+    """Return whether a mesh has all six axes in order, whole or in pieces."""
     return tuple(dict.fromkeys(map(whole_axis, axis_names))) == MESH_AXES
 
 
 def pieces(axis_names: tuple[str, ...], axes: tuple[str, ...]) -> tuple[str, ...]:
-    """Those names of a mesh that are one of these axes or a piece of it."""
+    """Return the axis names of a mesh that are one of these axes or a piece of it."""
     return tuple(name for name in axis_names if whole_axis(name) in axes)

@@ -1,17 +1,16 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""The only room that spells an output sharding, a reshard or a sharding constraint.
+"""States output shardings and reshards; the only file that spells them.
 
-One model runs in three surroundings, told apart while tracing by the current abstract mesh:
+One model runs in three surroundings, distinguished while tracing by the current abstract mesh:
 
-  none      no mesh, or inside somebody's shard_map: arrays are local, nothing is said.
-  auto      a user's mesh with Auto axes, whatever they are called: the compiler lays out, nothing
-            is said.
+  none      no mesh, or inside a user's shard_map: arrays are local, no sharding is stated.
+  auto      a user's mesh with Auto axes of any name: the compiler lays out, no sharding is stated.
   explicit  a mesh from `sharding.mesh.make_mesh`: shardings are part of the types, and the
             functions here state the ones that JAX cannot infer.
 
-`Placement` carries the rules and offers the operations a layer needs. `island` runs a function on
-local shards: routing, sorting, dispatch and kernels live there.
+`Placement` carries the rules and offers the operations a layer needs. `Placement.island` runs a
+function on local shards: routing, sorting, dispatch and kernels run there.
 """
 
 from __future__ import annotations
@@ -33,14 +32,14 @@ from sharding.rules import LogicalAxisRules
 Surroundings = Literal["none", "auto", "explicit"]
 LogicalAxes = tuple[str | None, ...]
 MeshAxes = tuple[tuple[str, ...], ...]
-"""Of each dimension of an array."""
+"""Mesh axes for each dimension of an array."""
 
 
 def surroundings() -> Surroundings:
-    """Which of the three cases the code being traced is in.
+    """Return which of the three cases the code being traced is in.
 
     Raises:
-        ValueError: an Explicit mesh whose axes are not ours, or a mixture of Auto and Explicit.
+        ValueError: An Explicit mesh with other axes than MESH_AXES, or Auto and Explicit axes.
     """
     mesh = jax.sharding.get_abstract_mesh()
     types = set(mesh.axis_types) if not mesh.empty else set()
@@ -58,38 +57,38 @@ def surroundings() -> Surroundings:
 
 
 def without_mesh():
-    """A context in which no mesh is current: for `jax.eval_shape` of whole models."""
+    """Return a context without a current mesh, for `jax.eval_shape` of whole models."""
     return jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Encoded:
-    """Logical axes of a weight that enters an island in another form, in which it is gathered."""
+    """Logical axes of a weight that is encoded as it enters an island, and gathered encoded."""
 
     axes: LogicalAxes
-    """Where it is used."""
+    """Logical axes where it is used."""
     encode: Callable[[Array, MeshAxes, MeshAxes], Any]
-    """(a device's piece, of each dimension the mesh axes along which to gather it, of each those
-    over which the piece is one of several): the whole in its form."""
+    """(piece of a device; per dimension the mesh axes along which to gather it; per dimension the
+    mesh axes that split it) -> the whole weight, encoded."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Entry:
-    """How an argument enters an island, and what is gathered there."""
+    """How an argument enters an island, and what is gathered inside."""
 
     spec: PartitionSpec
     gathered: MeshAxes
-    """Per dimension the mesh axes along which it is gathered inside; empty: nothing is."""
+    """Mesh axes per dimension along which it is gathered inside; empty: none."""
     encode: Callable[[Array, MeshAxes, MeshAxes], Any] | None = None
     """See `Encoded`."""
 
     def gather(self, x: Array, varying: tuple[str, ...]) -> Any:
-        """The argument as the island wants it.
+        """Return the argument as the island reads it.
 
         Args:
-            x: local shard.
-            varying: mesh axes over which what it meets varies. It is said before the gathering:
-                so the sum over them is taken of a piece.
+            x: Local shard.
+            varying: Mesh axes over which the other operands vary. They are stated before the
+                gather, so that the gradient's sum over them is taken of a piece.
         """
         if self.encode is not None:
             cut = tuple(_axes_of(entry) for entry in self.spec)
@@ -105,21 +104,22 @@ class _Entry:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Placement:
-    """The operations whose result needs to be told where it lies."""
+    """Operations whose result needs a stated layout."""
 
     rules: LogicalAxisRules
+    """Mesh axes of each logical axis."""
 
     def einsum(
         self, subscripts: str, x: Array, weight: Array, *, axes: LogicalAxes, dtype: Any = None
     ) -> Array:
-        """`jnp.einsum` of activations and a weight, whose result has these logical axes.
+        """Return `jnp.einsum` of activations and a weight, with these logical axes.
 
         Args:
-            subscripts: as for `jnp.einsum`; each letter stands in two of the three terms.
-            x: activations.
-            weight: of the same dtype.
-            axes: logical axes of the result.
-            dtype: dtype of the result and of the accumulation; that of the operands when None.
+            subscripts: Subscripts of `jnp.einsum`; each letter is in two of the three terms.
+            x: Activations.
+            weight: Weight in the same dtype.
+            axes: Logical axes of the result.
+            dtype: Dtype of the result and of the accumulation; None: that of the operands.
         """
         dtype = dtype or x.dtype
         if surroundings() != "explicit":
@@ -128,11 +128,11 @@ class Placement:
         return jnp.einsum(subscripts, x, weight, preferred_element_type=dtype, out_sharding=spec)
 
     def mesh_axes(self, name: str) -> tuple[str, ...]:
-        """Mesh axes over which a logical axis is spread here: none outside an Explicit mesh."""
+        """Return the mesh axes that split a logical axis; none outside an Explicit mesh."""
         return self.rules.mesh_axes(name) if surroundings() == "explicit" else ()
 
     def place(self, x: Array, axes: LogicalAxes) -> Array:
-        """The same array, laid out by these logical axes."""
+        """Return the array laid out by these logical axes."""
         if surroundings() != "explicit":
             return x
         return jax.sharding.reshard(x, self.rules.resolve(axes))
@@ -144,22 +144,23 @@ class Placement:
         in_axes: Sequence[Any],
         out_axes: Any,
     ) -> Callable[..., Any]:
-        """`function` on the local shards of its arguments, under `shard_map` on an Explicit mesh.
+        """Return `function` on local shards of its arguments, under `shard_map` on Explicit axes.
 
         Args:
-            function: called as `function(*local_arguments, batch_axes=names)`; `names` are the
+            function: Called as `function(*local_arguments, batch_axes=names)`; `names` are the
                 mesh axes over which a sum over the batch needs a psum, and () where arrays are
                 whole. An output without batch axis must have been summed over `names`.
-            in_axes: per argument a tree of logical axes (tuples, as leaves) of the same structure;
-                an absent argument is an empty dict, never None. A weight may have `Encoded` axes.
-            out_axes: the same for the result.
+            in_axes: For each argument a tree of logical axes (tuples, as leaves) of the same
+                structure; an absent argument is an empty dict, never None. A weight may have
+                `Encoded` axes.
+            out_axes: The same for the result.
 
         Returns:
             A function of the global arrays. Arguments are laid out by `in_axes` first: an axis
             named None is gathered, and the gradient is scattered back. A weight (an argument
-            without a logical axis of activations) that is cut further along axes over which
-            activations are spread enters so and is gathered inside: its gradient is reduced and
-            scattered over these axes, and only the piece that is left is added up over the others.
+            without a logical axis of activations) that is split further, along axes that split
+            activations, enters split and is gathered inside: its gradient is reduced and scattered
+            over these axes, and only the remaining piece is summed over the others.
         """
         if surroundings() != "explicit":
 
@@ -203,12 +204,12 @@ class Placement:
         return run
 
     def _entry(self, axes: LogicalAxes | Encoded, x: Array, spread: tuple[str, ...]) -> _Entry:
-        """How an argument with these logical axes enters an island.
+        """Return how an argument with these logical axes enters an island.
 
         Args:
-            axes: where it is used.
-            x: the global array.
-            spread: mesh axes over which activations of the island are spread.
+            axes: Logical axes where it is used.
+            x: Global array.
+            spread: Mesh axes that split the activations of the island.
         """
         if isinstance(axes, Encoded):
             return dataclasses.replace(self._entry(axes.axes, x, spread), encode=axes.encode)
@@ -230,14 +231,14 @@ class Placement:
 
 
 def place_like(x: Array, other: Array) -> Array:
-    """`x`, laid out as another array of its shape; as it is outside an Explicit mesh."""
+    """Return `x` laid out as another array of its shape; unchanged outside an Explicit mesh."""
     if surroundings() != "explicit":
         return x
     return jax.sharding.reshard(x, jax.typeof(other).sharding.spec)
 
 
 def gather_along(x: Array, axis: str) -> Array:
-    """`x`, no longer cut along one mesh axis; as it is outside an Explicit mesh."""
+    """Return `x` gathered along one mesh axis; unchanged outside an Explicit mesh."""
     if surroundings() != "explicit":
         return x
 
@@ -248,10 +249,11 @@ def gather_along(x: Array, axis: str) -> Array:
 
 
 def _local_einsum(subscripts: str, x: Array, weight: Array, dtype: Any) -> Array:
-    """`jnp.einsum` of activations and a weight, whose gradients are products of the same kind.
+    """Return `jnp.einsum` of activations and a weight, with the weight's gradient in fixed order.
 
-    JAX would derive the weight's gradient with the result's first; XLA on the CPU then lays the
-    latter out by columns, together with all that computes it. Here the activations come first.
+    JAX derives the weight's gradient with the result's gradient as the first operand; XLA on the
+    CPU then lays that out by columns, together with all that computes it. Here the activations come
+    first.
     """
     left, result = subscripts.split("->")
     first, second = left.split(",")
@@ -275,7 +277,7 @@ def _local_einsum(subscripts: str, x: Array, weight: Array, dtype: Any) -> Array
 
 
 def _encode_whole(axes: LogicalAxes | Encoded, x: Any) -> Any:
-    """An argument of an island where nothing is cut."""
+    """Return an argument of an island where nothing is sharded."""
     return axes.encode(x, (), ()) if isinstance(axes, Encoded) else x
 
 
@@ -284,7 +286,7 @@ def _axes_of(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
 
 
 def _names_in(specs: Iterable[PartitionSpec]) -> tuple[str, ...]:
-    """The mesh axes that these specs mention."""
+    """Return the mesh axes in these specs, without repeats."""
     return tuple({name: None for spec in specs for entry in spec for name in _axes_of(entry)})
 
 

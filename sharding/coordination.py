@@ -1,17 +1,16 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""What processes tell one another without a device: meeting points with names, and short texts.
+"""Barriers and short texts between processes, without a device.
 
-Everything goes through the coordination service of `jax.distributed`, which lives in process 0: no
-collective, so that a process that never comes is named after a time instead of being waited for.
+All calls use the coordination service of `jax.distributed`, which runs in process 0, and no
+collective: a process that never arrives is named after a timeout.
 
-    barrier("before the first step", 600)     all have come, or an error that says who has not
-    everyones_text("verdict", text, 600)      what each process says
-    first_text("config", text, 600)           what process 0 says
+    barrier("before the first step", 600)     all have arrived, or an error that names the absent
+    everyones_text("verdict", text, 600)      the text of each process
+    first_text("config", text, 600)           the text of process 0
 
-With one process each returns at once. It does not carry arrays: for those see `gather` in
-`sharding/distributed.py`. The service keeps every text until the job ends, so that they should be
-few and short.
+With one process each returns at once. For arrays see `gather` in `sharding/distributed.py`. The
+service keeps every text until the job ends: send few and short ones.
 """
 
 from __future__ import annotations
@@ -23,39 +22,39 @@ import jax
 from pallas_kernels.jax_versions import coordination_client
 
 ROOT = "jaxmoe"
-"""Before the name of each key, apart from those of JAX and Orbax."""
+"""Prefix of every key, distinct from those of JAX and Orbax."""
 
 _uses: collections.Counter[str] = collections.Counter()
 
 
 class AbsentError(Exception):
-    """A process did not come to where the others wait for it."""
+    """A process did not reach a barrier within the timeout."""
 
 
 def barrier(name: str, seconds: float) -> None:
-    """Waits until every process is here; each must call this with the same names in one order.
+    """Wait until every process is here; each must call this with the same names in one order.
 
     Args:
-        name: in words, for the error.
-        seconds: that it waits.
+        name: Description of the barrier, for the error.
+        seconds: Timeout.
 
     Raises:
-        AbsentError: naming the processes that did not come.
+        AbsentError: Some processes did not arrive; the message names them.
     """
     if jax.process_count() > 1:
         _meet(_path("barrier", name), name, seconds)
 
 
 def first_text(name: str, text: str, seconds: float) -> str:
-    """The text of process 0, on all processes.
+    """Return the text of process 0, on all processes.
 
     Args:
-        name: of what is said, in words.
-        text: of this process; only that of process 0 is passed on.
-        seconds: that the others wait for it.
+        name: Description of the text, for the error.
+        text: Text of this process; only that of process 0 is returned.
+        seconds: Timeout.
 
     Raises:
-        AbsentError: process 0 has not said it in time.
+        AbsentError: Process 0 has not sent it in time.
     """
     if jax.process_count() == 1:
         return text
@@ -70,15 +69,15 @@ def first_text(name: str, text: str, seconds: float) -> str:
 
 
 def everyones_text(name: str, text: str, seconds: float) -> list[str]:
-    """The texts of all processes, on all processes.
+    """Return the texts of all processes, on all processes.
 
     Args:
-        name: of what is said, in words.
-        text: of this process.
-        seconds: that it waits for the others.
+        name: Description of the texts, for the error.
+        text: Text of this process.
+        seconds: Timeout.
 
     Raises:
-        AbsentError: naming the processes that did not come.
+        AbsentError: Some processes did not arrive; the message names them.
     """
     if jax.process_count() == 1:
         return [text]
@@ -90,32 +89,32 @@ def everyones_text(name: str, text: str, seconds: float) -> list[str]:
 
 
 def publish(name: str, text: str) -> None:
-    """Says something of this process that may be said anew, without waiting for anybody.
+    """Publish a text of this process without waiting; a later call replaces it.
 
     Args:
-        name: of what is said; see `entries`.
-        text: of this process.
+        name: Key of the texts; see `entries`.
+        text: Text of this process.
     """
     say_of(name, jax.process_index(), text)
 
 
 def say_of(name: str, process: int, text: str) -> None:
-    """The same about another process.
+    """Publish a text on behalf of another process; see `publish`.
 
     Args:
-        name: of what is said.
-        process: of which.
-        text: about it.
+        name: Key of the texts.
+        process: Index of that process.
+        text: The text.
     """
     key = f"{ROOT}/{name}/{process}" if not name.startswith(ROOT) else f"{name}/{process}"
     coordination_client().key_value_set(key, text, allow_overwrite=True)
 
 
 def entries(name: str) -> dict[int, str]:
-    """What has been said under this name so far, by process.
+    """Return the texts published under a name so far, by process.
 
     Args:
-        name: of what is said.
+        name: Key of the texts.
     """
     folder = name if name.startswith(ROOT) else f"{ROOT}/{name}"
     found = coordination_client().key_value_dir_get(folder + "/")
@@ -123,7 +122,7 @@ def entries(name: str) -> dict[int, str]:
 
 
 def _path(kind: str, name: str) -> str:
-    """A key that no other use has: a name may come again."""
+    """Return a key that no other use has; a name may be used repeatedly."""
     _uses[f"{kind}/{name}"] += 1
     return f"{ROOT}/{kind}/{name.replace(' ', '-')}/{_uses[f'{kind}/{name}']}"
 
@@ -136,7 +135,7 @@ def _meet(path: str, name: str, seconds: float) -> None:
     except jax.errors.JaxRuntimeError as error:
         come = entries(f"{path}/come")
         absent = [process for process in range(jax.process_count()) if process not in come]
-        if not absent:  # the last came when the time was up, or the service is gone
+        if not absent:  # the last arrived as the time was up, or the service is gone
             raise
         raise AbsentError(_sentence(absent, name, seconds)) from error
 

@@ -1,20 +1,20 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Processes: starting them, and turning each host's rows into one global array.
+"""Starts the processes of a job, and turns the rows of each into global arrays.
 
-How a process learns of the others, the first that speaks:
+A process finds the others by the first of these that is set:
 
     arguments of `start_processes`, or JAX_COORDINATOR_ADDRESS (host:port), JAX_NUM_PROCESSES and
-    JAX_PROCESS_ID; what is missing of the three comes from the cluster
+    JAX_PROCESS_ID; those that are missing come from the cluster
     Slurm with several nodes or tasks, TPU_WORKER_HOSTNAMES with several names,
     MEGASCALE_NUM_SLICES: `jax.distributed` finds the rest
     nothing: one process
 
-Several processes may meet at a loopback address (localhost, 127.*, ::1) as long as they run on one
-host, which tests and workstations do. They are known to run on several when Slurm says so
-(SLURM_JOB_NUM_NODES), a TPU pod (TPU_WORKER_HOSTNAMES), or an indexed Kubernetes job
-(JOB_COMPLETION_INDEX: a pod per process). Where nobody says, a process that waits in vain at a
-loopback address is told of it, before `jax.distributed` would abort it without a reason.
+Several processes may use a loopback address (localhost, 127.*, ::1) if they run on one host, as in
+tests. A job has several hosts if Slurm (SLURM_JOB_NUM_NODES), a TPU pod (TPU_WORKER_HOSTNAMES) or
+an indexed Kubernetes job (JOB_COMPLETION_INDEX: a pod per process) states so. Without such a
+statement, a process that times out at a loopback address raises an error that mentions it, before
+`jax.distributed` would abort without a reason.
 """
 
 from __future__ import annotations
@@ -46,22 +46,22 @@ def start_processes(
     initialization_timeout: int = 300,
     heartbeat_timeout: int = 100,
 ) -> None:
-    """Joins the other processes of the job, if anything speaks of any.
+    """Join the other processes of the job, if the arguments or the environment name any.
 
-    Must run before the first contact with devices.
+    Call it before anything touches a device.
 
     Args:
-        coordinator: `host:port` at which process 0 listens; from the environment when None.
-        num_processes: of the whole job; likewise.
-        process_id: of this process, from 0; likewise.
-        initialization_timeout: seconds within which all processes must have come.
-        heartbeat_timeout: seconds of silence after which a process counts as dead, and the others
-            end.
+        coordinator: `host:port` at which process 0 listens; None: from the environment.
+        num_processes: Processes of the whole job; None: from the environment.
+        process_id: Index of this process, from 0; None: from the environment.
+        initialization_timeout: Seconds within which all processes must have joined.
+        heartbeat_timeout: Seconds without a heartbeat after which a process counts as dead, and
+            the others end.
 
     Raises:
-        ValueError: an address that is none, a loopback address for several hosts, numbers that are
-            none or do not fit together, timeouts that are not positive, a coordinator that does not
-            answer.
+        ValueError: A malformed address, a loopback address for several hosts, numbers that are
+            malformed or inconsistent, timeouts that are not positive, or a coordinator that does
+            not answer.
     """
     environment = os.environ
     _check_timeouts(initialization_timeout, heartbeat_timeout)
@@ -95,7 +95,7 @@ def start_processes(
             initialization_timeout=initialization_timeout,
             heartbeat_timeout_seconds=heartbeat_timeout,
         )
-    except ValueError as error:  # of JAX, in which the environment is incomplete
+    except ValueError as error:  # raised by JAX where the environment is incomplete
         raise ValueError(
             f"the processes of this job cannot join ({error}): set JAX_COORDINATOR_ADDRESS,"
             " JAX_NUM_PROCESSES and JAX_PROCESS_ID, or start it with srun or on a TPU pod"
@@ -103,10 +103,10 @@ def start_processes(
 
 
 def num_hosts(environment: Mapping[str, str]) -> int:
-    """Hosts of this job, as far as the variables of a cluster say; 1 where none speaks.
+    """Return the hosts of this job according to the variables of a cluster; 1 without any.
 
     Args:
-        environment: the environment variables.
+        environment: Environment variables.
     """
     names = environment.get("TPU_WORKER_HOSTNAMES", "")
     told = [
@@ -119,10 +119,10 @@ def num_hosts(environment: Mapping[str, str]) -> int:
 
 
 def host_and_port(address: str) -> tuple[str, int]:
-    """Of `host:port`; an IPv6 address stands in brackets.
+    """Return host and port of `host:port`; an IPv6 address is in brackets.
 
     Raises:
-        ValueError: it has no host, or no port from 1 to 65535.
+        ValueError: It has no host, or no port from 1 to 65535.
     """
     match = re.fullmatch(r"\[?(?P<host>[^\]]+?)\]?:(?P<port>\d+)", address)
     if match is None or not 0 < int(match["port"]) < 65536:
@@ -134,7 +134,7 @@ def host_and_port(address: str) -> tuple[str, int]:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a name or an address means the host on which it is used."""
+    """Return whether a name or an address means the host on which it is used."""
     if host.lower() in ("localhost", "localhost.localdomain", "ip6-localhost"):
         return True
     try:
@@ -144,7 +144,7 @@ def is_loopback(host: str) -> bool:
 
 
 def _tasks(environment: Mapping[str, str]) -> int:
-    """Processes that one srun has started; a shell inside an allocation is one."""
+    """Return the processes that one srun has started; a shell inside an allocation is one."""
     tasks = environment.get("SLURM_STEP_NUM_TASKS", "")
     return int(tasks) if tasks.isdigit() else 1
 
@@ -169,7 +169,7 @@ def _check_timeouts(initialization: int, heartbeat: int) -> None:
 
 
 def _await_coordinator(host: str, port: int, process_id: int, seconds: int) -> None:
-    """Waits until somebody listens there; JAX would abort the process instead of raising."""
+    """Wait until the coordinator listens; JAX would abort the process instead of raising."""
     until = time.monotonic() + seconds
     while True:
         try:
@@ -190,26 +190,26 @@ def _await_coordinator(host: str, port: int, process_id: int, seconds: int) -> N
 
 
 def batch_part(mesh: Mesh) -> tuple[int, int]:
-    """Which part of every batch this process reads, of how many: see `batch_parts`.
+    """Return which part of every batch this process reads, and the number of parts.
 
     Args:
-        mesh: of `sharding.make_mesh`.
+        mesh: Mesh from `sharding.make_mesh`.
     """
     return batch_parts(mesh, lambda device: device.process_index)[jax.process_index()]
 
 
 def batch_parts(mesh: Mesh, process_of: Callable[[jax.Device], int]) -> dict[int, tuple[int, int]]:
-    """For each process the part of a batch that its devices hold, and the number of parts.
+    """Return for each process the part of a batch that its devices hold, and the number of parts.
 
     Processes whose devices differ along other axes alone (`tensor`, `seq`) hold the same rows, and
     have the same part.
 
     Args:
-        mesh: of `sharding.make_mesh`.
-        process_of: the process of a device.
+        mesh: Mesh from `sharding.make_mesh`.
+        process_of: Function from a device to its process.
 
     Raises:
-        ValueError: processes hold rows that overlap, or not equally many.
+        ValueError: Processes hold rows that overlap, or different numbers of rows.
     """
     axes = pieces(mesh.axis_names, BATCH_AXES)
     shards = math.prod(mesh.shape[axis] for axis in axes)
@@ -228,11 +228,11 @@ def batch_parts(mesh: Mesh, process_of: Callable[[jax.Device], int]) -> dict[int
 
 
 def global_batch(rows: Tree, mesh: Mesh) -> Tree:
-    """Global arrays from the rows that this process read.
+    """Return global arrays from the rows that this process read.
 
     Args:
-        rows: pytree of numpy arrays `[B / parts, ...]`: the part of `batch_part`.
-        mesh: a mesh of `sharding.make_mesh`; rows are spread over its batch axes.
+        rows: Pytree of numpy arrays `[B / parts, ...]`: the part of `batch_part`.
+        mesh: Mesh from `sharding.make_mesh`; rows are sharded over its batch axes.
     """
 
     def place(array: np.ndarray) -> jax.Array:
@@ -243,19 +243,19 @@ def global_batch(rows: Tree, mesh: Mesh) -> Tree:
 
 
 def agree(code: int) -> int:
-    """The largest of the processes' numbers, on all of them; each must call this.
+    """Return the largest number of all processes, on all of them; each must call this.
 
     Args:
-        code: of this process.
+        code: Number of this process.
     """
     return int(np.max(gather(np.asarray([code], np.int32))))
 
 
 def gather(values: np.ndarray) -> np.ndarray:
-    """The values of all processes, `[processes, ...]`, on all of them; each must call this.
+    """Return the values of all processes, `[processes, ...]`, on all; each must call this.
 
     Args:
-        values: of this process, of the same shape and at most 32 bits on each.
+        values: Values of this process, of one shape on all, at most 32 bits each.
     """
     if jax.process_count() == 1:
         return values[None]
@@ -263,12 +263,12 @@ def gather(values: np.ndarray) -> np.ndarray:
 
 
 def share(values: np.ndarray, is_source: bool) -> np.ndarray:
-    """The values of one process, on all of them; each must call this.
+    """Return the values of one process, on all of them; each must call this.
 
     Args:
-        values: a vector of this process, of at most 32 bits a value; only that of the source
-            matters, but for its dtype.
-        is_source: whether this is the process; true of exactly one.
+        values: Vector of this process, at most 32 bits a value; of processes other than the source
+            only the dtype matters.
+        is_source: Whether this process is the source; true for exactly one.
     """
     if jax.process_count() == 1:
         return values

@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Folding: attention and experts lay out the same devices in two ways (arXiv 2504.14960).
+"""Folded meshes: attention and experts use two layouts of the same devices (arXiv 2504.14960).
 
 Within one replica, devices in their order are read twice as a mixed-radix number, tensor and
 expert_tensor being the fastest digits:
@@ -8,12 +8,12 @@ expert_tensor being the fastest digits:
     attention   data  x seq    x tensor
     experts     rest  x expert x expert_tensor        rest: devices with the same experts
 
-The mesh that is made has the common refinement as its axes: a cut wherever either reading has one.
+The axes of the resulting mesh are the common refinement: a cut wherever either reading has one.
 Cuts must divide one another, as powers of two always do:
 
     data=8, seq=2, tensor=4 and expert=64      cuts 4, 8, 64      expert = data x seq x tensor
     data=4, tensor=2 and expert=4              cuts 2, 4, 8       expert = data_1 x tensor
-    data=4, tensor=6 and expert=3, tensor 8    cuts 6, 8: 8 is no multiple of 6, refused
+    data=4, tensor=6 and expert=3, tensor 8    cuts 6, 8: 8 is no multiple of 6, an error
 
 Rules name whole axes or pieces of them, so no array moves between the two readings: a token that
 attention leaves on a device enters the experts' all-to-all there.
@@ -32,7 +32,7 @@ _DENSE = (DATA, SEQ, TENSOR)
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class MoEMesh:
-    """How the experts lay out the devices of one replica."""
+    """Layout of the devices of one replica for the experts."""
 
     expert: int = 1
     """Devices that share the routed experts."""
@@ -49,32 +49,32 @@ class MoEMesh:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Refinement:
-    """The common refinement of both readings: names of mesh axes, the slowest first."""
+    """Common refinement of both readings: names of mesh axes, the slowest first."""
 
     dense: tuple[tuple[str, tuple[tuple[str, int], ...]], ...]
-    """(axis of attention, the (name, size) of each of its pieces)."""
+    """Each axis of attention with the (name, size) of its pieces."""
     expert: tuple[str, ...]
-    """Pieces over which experts are spread."""
+    """Pieces that split the experts."""
     expert_tensor: tuple[str, ...]
-    """Pieces over which the hidden units of an expert are spread."""
+    """Pieces that split the hidden units of an expert."""
     expert_data: tuple[str, ...]
-    """Pieces over which neither is."""
+    """Pieces that split neither."""
 
     def names(self, axis: str) -> tuple[str, ...]:
-        """The pieces of a mesh axis, or the axis itself where it is not cut."""
+        """Return the pieces of a mesh axis, or the axis itself where it is not cut."""
         parts = dict(self.dense).get(axis)
         return (axis,) if parts is None else tuple(name for name, _ in parts)
 
 
 def refine(sizes: Mapping[str, int], fold: MoEMesh) -> Refinement:
-    """Cuts the axes of a mesh so that both readings are products of pieces.
+    """Cut the axes of a mesh so that both readings are products of pieces.
 
     Args:
-        sizes: of the mesh axes of attention.
-        fold: of the experts.
+        sizes: Sizes of the mesh axes of attention.
+        fold: Layout for the experts.
 
     Raises:
-        ValueError: a size is open, mesh.expert is not 1, the experts' sizes do not divide the
+        ValueError: A size is open, mesh.expert is not 1, the experts' sizes do not divide the
             devices of a replica, or there is no common refinement.
     """
     if -1 in sizes.values():
@@ -96,7 +96,7 @@ def refine(sizes: Mapping[str, int], fold: MoEMesh) -> Refinement:
             f" {devices} devices of a replica (mesh data x seq x tensor): choose divisors of"
             f" {devices}"
         )
-    ends = {}  # of each axis of attention: the cuts below and above it
+    ends = {}  # the cuts below and above each axis of attention
     below = 1
     for axis in reversed(_DENSE):
         ends[axis] = (below, below * sizes[axis])

@@ -1,29 +1,29 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Specs for somebody else's parameters: two rules that read names and shapes (Redco, 2310.16355).
+"""Specs for the parameters of any JAX model, from names and shapes (Redco, arXiv 2310.16355).
 
-A tree of a model that knows nothing of meshes, and a mesh of two Auto axes, (data, tensor). Biases,
-gains and all other vectors are whole on every device. Of a matrix [..., inputs, outputs]
+The mesh has two Auto axes, (data, tensor). Biases, gains and all other vectors are replicated.
+Matrices [..., inputs, outputs] are split:
 
-    attention      what makes queries, keys and values is split by its outputs, and what reads their
-                   result by its inputs: between the two, each device has whole heads.
-    other layers   alternately, within one module: by outputs, then by inputs. Names overrule the
-                   turn: up, gate, wi, in by outputs; down, wo, out by inputs.
+    attention      projections to queries, keys and values by outputs, the output projection by
+                   inputs: between the two, each device has whole heads.
+    other layers   alternately, within one module: by outputs, then by inputs. Names take
+                   precedence: up, gate, wi, in by outputs; down, wo, out by inputs.
 
-So a pair of layers needs one sum over the tensor axis, when it has come through the second. Tables
-of embeddings are split by their rows, the vocabulary, and heads over it by their outputs. A
-dimension that does not divide leaves the matrix whole. Optimiser states lie as their parameters.
+A pair of layers then needs one sum over the tensor axis, after the second. Tables of embeddings are
+split by their rows, the vocabulary, and output heads by their outputs. A matrix whose dimension is
+not divisible is replicated. Optimiser states are laid out as their parameters.
 
 Redco takes the last dimension that divides. Here arrays of three dimensions in attention, [inputs,
 heads, width] and [heads, width, outputs], are split by heads, where the last one would cut each
-head; and no other dimension than that of the rule is ever taken: it would need a sum of its own.
+head; and no other dimension than that of the rule is taken, as it would need a sum of its own.
 Leading dimensions, of a stack of layers or experts, are not split.
 
-It cannot see what names and shapes do not say: how many heads a matrix [inputs, heads * width] has
-(too few for the axis are cut through, which is right but slow), that such matrices are stacked, or
-that a table is none of tokens. Those go into `overrides`.
+Names and shapes do not show how many heads a matrix [inputs, heads * width] has (with fewer than
+devices, heads are cut: correct but slow), that such matrices are stacked, or that a table is not
+one of tokens. Use `overrides` for those.
 
-To add a name: a row in OUTPUTS, INPUTS, ROWS or WHOLE.
+To add a name: an entry in OUTPUTS, INPUTS, ROWS or WHOLE of sharding/foreign.py.
 """
 
 from __future__ import annotations
@@ -48,19 +48,19 @@ OUTPUTS = {
 INPUTS = {"o", "out", "output", "down", "wo", "fc2", "w2"}
 ROWS = {"embed", "embedding", "embeddings", "wte", "shared"}
 WHOLE = {"bias", "position", "positions", "wpe", "router"}
-# What a leaf is called that is a matrix of the module around it.
+# Names of leaves that are the matrix of the module around them.
 _LEAVES = {"kernel", "weight", "w", "embedding"}
 
 
 def foreign_mesh(*, tensor: int = 1, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """An Auto mesh (data, tensor) for a model that states no shardings.
+    """Return an Auto mesh (data, tensor) for a model that states no shardings.
 
     Args:
-        tensor: devices that share each layer; the others share the batch.
-        devices: all devices of all processes when None.
+        tensor: Devices that share each layer; the others share the batch.
+        devices: Devices of the mesh; None: all devices of all processes.
 
     Raises:
-        ValueError: the devices do not divide by `tensor`.
+        ValueError: `tensor` does not divide the devices.
     """
     devices = list(jax.devices() if devices is None else devices)
     if tensor < 1 or len(devices) % tensor:
@@ -77,16 +77,16 @@ def foreign_mesh(*, tensor: int = 1, devices: Sequence[jax.Device] | None = None
 def foreign_specs(
     params: Any, tensor: int, *, overrides: Mapping[str, PartitionSpec] | None = None
 ) -> Any:
-    """A tree of PartitionSpec by the two rules.
+    """Return a tree of PartitionSpec by the two rules.
 
     Args:
-        params: tree of arrays, or of anything with a shape.
-        tensor: devices of the tensor axis.
+        params: Tree of arrays, or of anything with a shape.
+        tensor: Devices of the tensor axis.
         overrides: {regular expression: spec}; the first that is found in a path ("layers/0/q/w")
             decides for it.
 
     Raises:
-        ValueError: an override that no path matches, or that does not fit the array.
+        ValueError: An override that no path matches, or that does not fit the array.
     """
     overrides = dict(overrides or {})
     leaves, structure = jax.tree_util.tree_flatten_with_path(params)
@@ -118,7 +118,7 @@ def _by_rule(
     tensor: int,
     turns: dict[tuple[str, ...], int],
 ) -> PartitionSpec:
-    """The spec of one matrix; `turns` counts the unnamed layers of each module."""
+    """Return the spec of one matrix; `turns` counts the unnamed layers of each module."""
     module = path[:-1] if path and path[-1].lower() in _LEAVES else path
     near = [set(re.split(r"[^a-z0-9]+", name.lower())) for name in module[-2:]]
     words = near[-1] if near else set()
@@ -143,7 +143,7 @@ def _by_rule(
 
 
 def _word(key: Any) -> str:
-    """Of a key of a dict, an index, an attribute."""
+    """Return the name of a dict key, an index or an attribute."""
     return str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key))))
 
 

@@ -1,11 +1,11 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""`MeshConfig` and the one place where meshes are made.
+"""`MeshConfig`, and the functions that make every mesh of the library.
 
 Every mesh has all six axes, in the order of `sharding.axes.MESH_AXES`; an axis of size 1 stays, so
 that one device and a pod run the same code. Folding (`sharding/fold.py`) may cut some into pieces.
 Axes are Explicit: the sharding of every array is part of its type, and a layout that would need an
-unplanned collective is an error while tracing.
+implicit collective is an error while tracing.
 
 A mesh becomes current with `jax.set_mesh(mesh)`; the model reads the current one.
 """
@@ -26,7 +26,7 @@ from sharding.topology import device_array
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class MeshConfig:
-    """Sizes of the mesh axes. One of them may be -1: all devices that the others leave."""
+    """Sizes of the mesh axes; one may be -1, which stands for the remaining devices."""
 
     replica: int = 1
     """Copies of the model, across slices; only gradients travel between them."""
@@ -57,22 +57,22 @@ class MeshConfig:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Sizes in the order of MESH_AXES."""
+        """Sizes of the axes, in the order of MESH_AXES."""
         return tuple(getattr(self, axis) for axis in MESH_AXES)
 
     @property
     def by_axis(self) -> dict[str, int]:
-        """{axis: size}."""
+        """Sizes of the axes by name."""
         return dict(zip(MESH_AXES, self.sizes, strict=True))
 
     def resolve(self, num_devices: int) -> MeshConfig:
-        """The same mesh with -1 filled in.
+        """Return the same mesh with -1 filled in.
 
         Args:
-            num_devices: devices to be laid out.
+            num_devices: Devices of the mesh.
 
         Raises:
-            ValueError: the sizes do not multiply to `num_devices`.
+            ValueError: The product of the sizes is not `num_devices`.
         """
         known = math.prod(size for size in self.sizes if size != -1)
         text = " x ".join(f"{a}={s}" for a, s in zip(MESH_AXES, self.sizes, strict=True) if s != 1)
@@ -101,16 +101,16 @@ def make_mesh(
     *,
     fold: MoEMesh | None = None,
 ) -> Mesh:
-    """Lays devices out on Explicit axes, rings along links and slices on the axis of replicas.
+    """Return a mesh with Explicit axes, rings along links and slices on the axis of replicas.
 
     Args:
-        config: sizes; -1 is resolved here.
-        devices: all devices of all processes when None.
-        fold: another layout of the same devices for the experts.
+        config: Sizes of the axes; -1 is resolved here.
+        devices: Devices of the mesh; None: all devices of all processes.
+        fold: Another layout of the same devices for the experts.
 
     Raises:
-        ValueError: the sizes do not fit the number of devices or one another, or the replicas not
-            the slices.
+        ValueError: The sizes do not fit the number of devices or one another, or the replicas do
+            not fit the slices.
     """
     devices = list(jax.devices() if devices is None else devices)
     config = config.resolve(len(devices))
@@ -120,7 +120,7 @@ def make_mesh(
 
 
 def abstract_mesh(config: MeshConfig, *, fold: MoEMesh | None = None) -> AbstractMesh:
-    """A mesh without devices, for shapes, lowering and plans; no axis may be -1."""
+    """Return a mesh without devices, for shapes, lowering and plans; no axis may be -1."""
     if -1 in config.sizes:
         raise ValueError("an abstract mesh has no devices to count: give every axis its size")
     names, sizes = named_sizes(config, fold)
@@ -130,11 +130,11 @@ def abstract_mesh(config: MeshConfig, *, fold: MoEMesh | None = None) -> Abstrac
 def named_sizes(
     config: MeshConfig, fold: MoEMesh | None
 ) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """Names and sizes of the axes of the mesh that is made, cut axes in pieces.
+    """Return names and sizes of the axes of a mesh, folded axes in pieces.
 
     Args:
-        config: sizes, all known when there is a fold.
-        fold: of the experts.
+        config: Sizes of the axes, all known if there is a fold.
+        fold: Layout for the experts.
     """
     if fold is None:
         return MESH_AXES, config.sizes

@@ -1,10 +1,10 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Rules from logical axes to mesh axes: the whole layout of a model is one of these tables.
+"""Maps logical axes to mesh axes; one such table lays out a whole model.
 
-`resolve(("embed", "mlp"))` looks each name up and gives a PartitionSpec. Two dimensions of one
-array may not land on the same mesh axis, and a dimension must divide by the devices it is spread
-over; both are errors in words, before anything is compiled.
+`resolve(("embed", "mlp"))` looks each name up and returns a PartitionSpec. Two dimensions of one
+array must not use the same mesh axis, and a dimension must be divisible by the devices that split
+it; both are checked before anything is compiled.
 
 The layouts built from these rules are in `sharding/state_layouts.py`.
 """
@@ -26,15 +26,15 @@ Rule = tuple[str, tuple[str, ...]]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class LogicalAxisRules:
-    """One row per logical axis: the mesh axes over which such a dimension is spread."""
+    """Mesh axes that split the dimensions with each logical axis."""
 
     rules: tuple[Rule, ...]
-    """(logical axis, mesh axes); no mesh axes: every device holds the whole dimension."""
+    """Pairs (logical axis, mesh axes); no mesh axes: every device holds the whole dimension."""
 
     def __post_init__(self):
         names = [name for name, _ in self.rules]
         if missing := sorted(set(ax.LOGICAL_AXES) - set(names)):
-            raise ValueError(f"rules say nothing of the logical axes {', '.join(missing)}")
+            raise ValueError(f"rules lack the logical axes {', '.join(missing)}")
         for name, mesh_axes in self.rules:
             for axis in mesh_axes:
                 if ax.whole_axis(axis) not in ax.MESH_AXES:
@@ -44,10 +44,10 @@ class LogicalAxisRules:
                     )
 
     def mesh_axes(self, name: str | None) -> tuple[str, ...]:
-        """Mesh axes of one logical axis; None is a dimension that is never spread.
+        """Return the mesh axes of one logical axis; None is a dimension that is never split.
 
         Raises:
-            ValueError: unknown name.
+            ValueError: The name is unknown.
         """
         if name is None:
             return ()
@@ -59,10 +59,10 @@ class LogicalAxisRules:
         return table[name]
 
     def resolve(self, logical: Sequence[str | None]) -> PartitionSpec:
-        """The PartitionSpec of an array with these logical axes.
+        """Return the PartitionSpec of an array with these logical axes.
 
         Raises:
-            ValueError: unknown name, or one mesh axis used for two dimensions.
+            ValueError: A name is unknown, or two dimensions use one mesh axis.
         """
         entries = [self.mesh_axes(name) for name in logical]
         seen: dict[str, str | None] = {}
@@ -70,7 +70,7 @@ class LogicalAxisRules:
             for axis in mesh_axes:
                 if axis in seen:
                     raise ValueError(
-                        f"logical axes {seen[axis]!r} and {name!r} of one array both lie on the"
+                        f"logical axes {seen[axis]!r} and {name!r} of one array both use the"
                         f" mesh axis {axis!r}: give one of them another rule"
                     )
                 seen[axis] = name
@@ -84,17 +84,18 @@ class LogicalAxisRules:
         mesh_shape: Mapping[str, int],
         fields: Mapping[str, str] | None = None,
     ) -> None:
-        """Refuses a dimension that does not divide by the devices it is spread over.
+        """Check that every dimension is divisible by the devices that split it.
 
         Args:
-            path: what to call the array in the error.
-            shape: its shape.
-            logical: its logical axes.
+            path: Name of the array in the error.
+            shape: Shape of the array.
+            logical: Logical axes of the array.
             mesh_shape: {mesh axis: size}.
-            fields: {logical axis: the field of a config that says how large it is}.
+            fields: {logical axis: the config field that sets its size}.
 
         Raises:
-            ValueError: naming the array, the dimension, both sizes and the way out.
+            ValueError: A dimension is not divisible; the message names the array, the dimension,
+                both sizes and the way out.
         """
         for size, name in zip(shape, logical, strict=True):
             mesh_axes = self.mesh_axes(name)
@@ -118,17 +119,17 @@ class LogicalAxisRules:
                 )
 
     def folded(self, refinement: Refinement) -> LogicalAxisRules:
-        """The same layout on a mesh whose axes are cut, with the experts in theirs.
+        """Return the same layout on a folded mesh, with the experts on their own axes.
 
         Args:
-            refinement: of `sharding.fold.refine`.
+            refinement: Result of `sharding.fold.refine`.
         """
         embed = self.mesh_axes(ax.EXPERT_EMBED)
         replicas = tuple(axis for axis in embed if axis == ax.REPLICA)
         experts = {
             ax.EXPERTS: refinement.expert,
             ax.EXPERT_MLP: refinement.expert_tensor,
-            # What is spread at all is spread over the devices that have the same experts.
+            # If it is split at all, it is split over the devices that have the same experts.
             ax.EXPERT_EMBED: refinement.expert_data + replicas if embed else (),
         }
         return LogicalAxisRules(
@@ -141,7 +142,7 @@ class LogicalAxisRules:
         )
 
     def replace(self, **changes: tuple[str, ...]) -> LogicalAxisRules:
-        """The same rules with some rows changed."""
+        """Return the same rules with some rows changed."""
         for name in changes:
             self.mesh_axes(name)
         return LogicalAxisRules(
@@ -150,7 +151,7 @@ class LogicalAxisRules:
 
 
 def _or(numbers: Sequence[int]) -> str:
-    """1, 2 or 4."""
+    """Return the numbers as a list in words: 1, 2 or 4."""
     *some, last = map(str, numbers)
     return f"{', '.join(some)} or {last}" if some else last
 
@@ -190,10 +191,10 @@ DATA_PARALLEL = LogicalAxisRules(
         (ax.ACT_VOCAB, (ax.TENSOR,)),
     )
 )
-"""Parameters whole on every device of the data axis; batch and heads spread."""
+"""Parameters whole on every device of the data axis; batch and heads split."""
 
 FULLY_SHARDED = DATA_PARALLEL.replace(
     embed=(ax.DATA, ax.EXPERT, ax.SEQ), expert_embed=(ax.DATA, ax.SEQ)
 )
-"""ZeRO-3: every matrix, its gradient and its optimiser state spread over all devices of a replica
+"""ZeRO-3: every matrix, its gradient and its optimiser state split over all devices of a replica
 that would otherwise hold copies."""

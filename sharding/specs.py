@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Shardings of whole trees."""
+"""Turns trees of PartitionSpec into trees of NamedSharding."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 
 def named_shardings(specs: Any, mesh: Mesh) -> Any:
-    """A tree of NamedSharding from a tree of PartitionSpec.
+    """Return a tree of NamedSharding.
 
     Args:
-        specs: PartitionSpec leaves.
-        mesh: on which they are meant.
+        specs: Tree of PartitionSpec.
+        mesh: Mesh whose axes they name.
     """
     return jax.tree.map(
         lambda spec: NamedSharding(mesh, spec),

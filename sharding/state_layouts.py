@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""How the state of training is cut: parameters, gradients and optimiser state, each by its rules.
+"""Layouts of the training state: parameters, gradients and optimiser state, each by its rules.
 
 With P parameters, b bytes per value on the wire, n devices in a replica that share batches and r
 replicas, a step moves per device (ring algorithms: AG all-gather, RS reduce-scatter, AR all-reduce)
@@ -16,14 +16,15 @@ replicas, a step moves per device (ring algorithms: AG all-gather, RS reduce-sca
                                                                that the backward pass keeps, RS
 
 fully_sharded with replicas keeps r copies of everything and adds an AR of P / n across them. In all
-layouts that cut parameters within a replica the reduction has two levels: a reduce-scatter within,
-and what is left of each gradient, P / n, across (only what lies outside the layers is reduced over
-all nr devices at once under `hierarchical`). An AR is an RS and an AG, so zero1 needs no more than
+layouts that split parameters within a replica the reduction has two levels: a reduce-scatter
+within, and the remaining P / n of each gradient across (under `hierarchical` only parameters
+outside the layers are reduced over all nr devices at once). An AR is an RS and an AG, so zero1 needs no more than
 data_parallel once XLA has turned its AR and slice into an RS (as zero2's, and those across
 replicas); XLA does that on accelerators, and never on the CPU. Sources: ZeRO, arXiv 1910.02054;
 secondary shards, arXiv 2306.10209; nested levels, arXiv 2501.04266.
 
-To add a layout: an entry in STATE_LAYOUTS, its name in `StateLayoutName`.
+To add a layout: an entry in STATE_LAYOUTS and its name in `StateLayoutName`, both in
+sharding/state_layouts.py, a pair in LAYOUTS of tests/support/meshes.py.
 """
 
 from __future__ import annotations
@@ -42,18 +43,18 @@ StateLayoutName = Literal[
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class StateLayout:
-    """Rules of what lives from step to step, and when parameters are gathered."""
+    """Layout of parameters and optimiser state, and when parameters are gathered."""
 
     parameters: LogicalAxisRules
-    """Of the parameters, and of everything that flows through the model."""
+    """Rules of the parameters and of all activations."""
     optimizer: LogicalAxisRules
-    """Of the optimiser state, and of gradients and parameters during the update."""
+    """Rules of the optimiser state, and of gradients and parameters during the update."""
     gathered: Literal["layer", "step", "replica"] = "layer"
-    """Cut parameters are gathered: each where it is used; all of them once a step; or each across
-    replicas, once a step, and within a replica where it is used."""
+    """When split parameters are gathered. layer: each where it is used; step: all once a step;
+    replica: across replicas once a step, and within a replica where each is used."""
 
     def folded(self, refinement: Refinement) -> StateLayout:
-        """The same on a folded mesh."""
+        """Return the same layout on a folded mesh."""
         return dataclasses.replace(
             self,
             parameters=self.parameters.folded(refinement),
@@ -64,8 +65,8 @@ class StateLayout:
 ACROSS_REPLICAS = FULLY_SHARDED.replace(
     embed=(ax.DATA, ax.EXPERT, ax.SEQ, ax.REPLICA), expert_embed=(ax.DATA, ax.SEQ, ax.REPLICA)
 )
-"""Cut within a replica, and each piece across replicas: in the other order a gathering across
-replicas would have to reorder what it gathers."""
+"""Split within a replica, and each piece across replicas; in the other order a gather across
+replicas would have to reorder its result."""
 
 STATE_LAYOUTS: Final[dict[StateLayoutName, StateLayout]] = {
     "data_parallel": StateLayout(parameters=DATA_PARALLEL, optimizer=DATA_PARALLEL),

@@ -669,7 +669,7 @@ def test_a_place_that_cannot_be_written(tmp_path, capsys, never_trains):
 
 
 def test_two_dimensions_on_one_axis():
-    words = r"logical axes 'heads' and 'mlp' of one array both lie on the mesh axis 'tensor': give"
+    words = r"logical axes 'heads' and 'mlp' of one array both use the mesh axis 'tensor': give"
     with pytest.raises(ValueError, match=words):
         DATA_PARALLEL.resolve(("heads", "mlp"))
     with pytest.raises(ValueError, match=r"'headz' is no logical axis: did you mean 'heads'\?"):

@@ -55,7 +55,7 @@ def test_an_unknown_name_gets_a_suggestion():
 
 def test_one_mesh_axis_for_two_dimensions_is_refused():
     text = (
-        "logical axes 'heads' and 'mlp' of one array both lie on the mesh axis 'tensor':"
+        "logical axes 'heads' and 'mlp' of one array both use the mesh axis 'tensor':"
         " give one of them another rule"
     )
     with refusal(text):
@@ -81,7 +81,7 @@ def test_a_dimension_that_does_not_divide_is_refused():
 
 def test_incomplete_and_impossible_rules_are_refused():
     rules = DATA_PARALLEL.rules
-    with refusal("rules say nothing of the logical axes layers"):
+    with refusal("rules lack the logical axes layers"):
         LogicalAxisRules(rules=rules[1:])
     with refusal(
         "rule embed=('dat',): 'dat' is no mesh axis (there are replica, stage, data, expert, seq,"
