@@ -1,14 +1,12 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""The one room where names that moved between jax 0.10, 0.11 and 0.12 are settled.
+"""Provides names that moved between jax 0.10, 0.11 and 0.12.
 
-Everything here is named after what it does, never after a version, and is written so that all
-supported versions run it. Which name moved when is said beside the function.
+Functions are named after what they do and run on all supported versions; each says which name
+moved when. The functions on types of a manual region (`jax.shard_map`) are here too, because their
+spelling moved most: jax 0.9 had `aval.vma`, today it is `jax.typeof(x).mat.varying`.
 
-It also holds what touches the types of a manual region (`jax.shard_map`), because their spelling
-moved most: jax 0.9 still said `aval.vma`, today it is `jax.typeof(x).mat.varying`.
-
-To add a name: import it from here everywhere, and say in one line which versions differ.
+To add a name: a function in `pallas_kernels/jax_versions.py` that says which versions differ.
 """
 
 import importlib
@@ -22,12 +20,12 @@ from pallas_kernels.array_types import Array
 
 
 def match_varying(x: Array, *like: Array) -> Array:
-    """Lets `x` vary over every manual mesh axis over which `x` or one of `like` varies.
+    """Let `x` vary over every manual mesh axis over which `x` or one of `like` varies.
 
-    Inside `jax.shard_map` with `check_vma=True` the type of an array says over which mesh axes
-    its values may differ. A constant varies over none, so that it does not fit, for example, as
-    the first carry of a scan whose body returns values that do vary. The transpose of this cast
-    is a sum over the same axes: the gradient of a replicated array comes back summed.
+    Inside `jax.shard_map` with `check_vma=True` the type of an array names the mesh axes over which
+    its values may differ. A constant varies over none, so that it does not fit, for example, as the
+    first carry of a scan whose body returns varying values. The transpose of this cast is a sum
+    over the same axes: the gradient of a replicated array comes back summed.
 
     Args:
         x: Any array.
@@ -40,16 +38,16 @@ def match_varying(x: Array, *like: Array) -> Array:
 
 
 def varying_axes(*arrays: Array) -> tuple[str, ...]:
-    """The manual mesh axes over which one of these arrays varies, in the order of the alphabet.
+    """Return the manual mesh axes over which one of the arrays varies, sorted by name.
 
     Args:
-        arrays: In a manual region with `check_vma`; elsewhere there are none.
+        arrays: Arrays in a manual region with `check_vma`; elsewhere the result is empty.
     """
     return tuple(sorted(frozenset().union(*(jax.typeof(x).mat.varying for x in arrays))))
 
 
 def vary_over(x: Array, axes: tuple[str, ...]) -> Array:
-    """Lets `x` vary over these manual mesh axes as well.
+    """Let `x` vary over these manual mesh axes as well.
 
     Args:
         x: Any array, in a manual region with `check_vma`.
@@ -60,13 +58,13 @@ def vary_over(x: Array, axes: tuple[str, ...]) -> Array:
 
 
 def agreed(x: Array) -> Array:
-    """What every device has computed alike, of arrays whose type says that they may differ.
+    """Return an array that is equal on all devices as one whose type says so.
 
     Args:
-        x: Of equal value everywhere.
+        x: Array of equal value everywhere, whose type may say that it varies.
 
     Returns:
-        Its mean over the axes over which it may vary, which then varies over none.
+        Its mean over the axes over which it may vary; it varies over none.
     """
     varying = tuple(sorted(jax.typeof(x).mat.varying))
     return jax.lax.pmean(x, varying) if varying else x
@@ -75,15 +73,16 @@ def agreed(x: Array) -> Array:
 def shape_varying_like(
     shape: tuple[int, ...], dtype: jnp.dtype | type, *like: Array
 ) -> jax.ShapeDtypeStruct:
-    """The shape of a kernel's result, which varies over the mesh axes of all of `like`.
+    """Return the shape of a kernel's result, which varies over the mesh axes of all of `like`.
 
-    `pallas_call` cannot tell by itself inside `jax.shard_map` with `check_vma=True`. jax 0.9 had
-    `vma=`, today it is `manual_axis_type=`.
+    `pallas_call` needs it inside `jax.shard_map` with `check_vma=True`. jax 0.9 had `vma=`, today
+    it
+    is `manual_axis_type=`.
 
     Args:
-        shape: of the result.
-        dtype: of the result.
-        like: the kernel's operands.
+        shape: Shape of the result.
+        dtype: Dtype of the result.
+        like: Operands of the kernel.
     """
     varying = frozenset().union(*(jax.typeof(x).mat.varying for x in like))
     if not varying:
@@ -93,8 +92,10 @@ def shape_varying_like(
 
 
 class _MosaicGpu:
-    """`jax.experimental.pallas.mosaic_gpu`, imported when something is taken from it: it takes a
-    third of a second, and writes to os.environ."""
+    """`jax.experimental.pallas.mosaic_gpu`, imported on first use.
+
+    The import takes a third of a second and writes to os.environ.
+    """
 
     def __getattr__(self, name: str) -> Any:
         return getattr(importlib.import_module("jax.experimental.pallas.mosaic_gpu"), name)
@@ -104,21 +105,25 @@ mosaic_gpu: Any = _MosaicGpu()
 
 
 def transposed_ref(ref: Any) -> Any:
-    """A matrix in the shared memory of a GPU, read the other way round: `plgpu.transpose_ref` on
-    0.10, a method from 0.11 on."""
+    """Return a transposed reference to a matrix in shared memory of a GPU.
+
+    `plgpu.transpose_ref` on 0.10, a method from 0.11 on.
+    """
     if hasattr(ref, "transpose"):
         return ref.transpose((1, 0))
     return mosaic_gpu.transpose_ref(ref, (1, 0))
 
 
 def load_arranged(ref: Any, layout: Any) -> Any:
-    """A vector from a GPU's memory in the given layout: on 0.10 `plgpu.load` wants an index."""
+    """Load a vector from a GPU's memory in a layout; `plgpu.load` needs an index on 0.10."""
     return _load(ref, layout=layout, optimized=False)
 
 
 def load_tile(ref: Any, layout: Any) -> Array:
-    """A matrix from a GPU's shared memory in the given layout, or an error where the banks of that
-    memory would serve it slowly."""
+    """Load a matrix from a GPU's shared memory in a layout.
+
+    It raises where bank conflicts would make the load slow.
+    """
     return _load(ref, layout=layout)
 
 
@@ -129,7 +134,7 @@ def _load(ref: Any, **options: Any) -> Array:
 
 
 def interpreted_gpu(**options: Any) -> Any:
-    """What makes `plgpu.kernel(interpret=...)` run on the CPU: public from 0.11 on."""
+    """Return what makes `plgpu.kernel(interpret=...)` run on the CPU; public from 0.11 on."""
     if hasattr(mosaic_gpu, "InterpretGPUParams"):
         return mosaic_gpu.InterpretGPUParams(**options)
     private = importlib.import_module("jax._src.pallas.mosaic_gpu.interpret.params")
@@ -137,12 +142,14 @@ def interpreted_gpu(**options: Any) -> Any:
 
 
 def cuda_version() -> int | None:
-    """Of the CUDA runtime that JAX has loaded, 12090 for 12.9; None without. No public name yet."""
+    """Return the version of the loaded CUDA runtime, 12090 for 12.9; None without CUDA."""
     versions = getattr(importlib.import_module("jax._src.lib"), "cuda_versions", None)
     return None if versions is None else int(versions.cuda_runtime_get_version())
 
 
 def coordination_client() -> Any:
-    """The client of the coordination service that the processes of a job share; None where there
-    is one process. JAX has it under a private name alone, the same in 0.10 to 0.12."""
+    """Return the client of the coordination service of a job; None for one process.
+
+    JAX has it under a private name only, the same in 0.10 to 0.12.
+    """
     return importlib.import_module("jax._src.distributed").global_state.client

@@ -1,20 +1,20 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Arrays of 8 and 4 bits with scales: `quantize`, `dequantize`, and the `QuantizedArray` between.
+"""Rounds arrays to 8 and 4 bits with scales: `quantize`, `dequantize` and `QuantizedArray`.
 
-    x ~ values * scales        scales = max |x| over what shares one / Q        of the largest Q:
+    x ~ values * scales        scales = max |x| over what shares one / Q        with the largest Q:
 
     int8 127    int4 7    float8_e4m3fn 448    float8_e5m2 57344    mxfp8 448 and scales of 2^n
 
-What shares a scale: everything (axis None), all of the contracted axis (a scale per channel), or
-blocks along it. mxfp8 is float8_e4m3fn in blocks of 32 with scales in float8_e8m0fnu, rounded up
+A scale is shared by everything (axis None), by all of the contracted axis (a scale per channel), or
+by blocks along it. mxfp8 is float8_e4m3fn in blocks of 32 with scales in float8_e8m0fnu, rounded up
 (OCP Microscaling Formats 1.0). Integers are symmetric, so that -x has the values of x negated.
 
-Zeros have the scale 1. Where NaN or infinity shares a scale, all that share it come back as NaN:
-one loud result, because integers know neither. float8_e4m3fn has no infinity and casts what is
-too large to NaN: values are clipped before they are cast.
+Zeros have the scale 1. Where NaN or infinity shares a scale, all values that share it come back as
+NaN, because integers have neither. float8_e4m3fn has no infinity and casts what is too large to
+NaN: values are clipped before they are cast.
 
-To add a dtype: a line in `_FORMATS`.
+To add a dtype: a line in `_FORMATS` of `pallas_kernels/quantized_array.py`.
 """
 
 import dataclasses
@@ -32,16 +32,16 @@ QuantizedDtype = Literal["int8", "int4", "float8_e4m3fn", "float8_e5m2", "mxfp8"
 
 
 class _Format(NamedTuple):
-    """How numbers of a dtype are stored."""
+    """Storage of a dtype."""
 
     values: Any
-    """The dtype of values."""
+    """Dtype of the values."""
     largest: float
-    """What the largest |x| becomes."""
+    """Value of the largest |x|."""
     scales: Any = jnp.float32
-    """The dtype of scales."""
+    """Dtype of the scales."""
     block_size: int | None = None
-    """The only one there is; None: any."""
+    """Only allowed block size; None allows any."""
 
 
 _FORMATS: dict[str, _Format] = {
@@ -55,39 +55,39 @@ _FORMATS: dict[str, _Format] = {
 _SMALLEST_SCALE = float(jnp.finfo(jnp.float32).tiny)
 
 
-# Not checked at run time: tree functions also fill records with shapes, specs and tracers.
+# Not type-checked: tree functions also fill records with shapes, specs and tracers.
 @typing.no_type_check
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class QuantizedArray:
-    """An array in few bits: a pytree of two arrays, which shards, scans and is saved as others.
+    """Array in few bits: a pytree of two arrays, which shards, scans and is saved like others.
 
-    Like any pytree it may for a while hold something else where its arrays are: shapes, partition
-    specs, the axes of a `vmap`, what differentiation puts there.
+    Like any pytree it may temporarily hold other leaves than arrays: shapes, partition specs, the
+    axes of a `vmap`, placeholders of differentiation.
     """
 
     values: Shaped[Array, "..."] | Any
     """int8, int4 or float8, in the shape of the array."""
     scales: Shaped[Array, "..."] | Any
-    """float32 (mxfp8: float8_e8m0fnu), of as many dimensions: along `axis` one per block, along
-    others one per index; (1, ..., 1) where `axis` is None."""
+    """float32 (mxfp8: float8_e8m0fnu), with as many dimensions: one per block along `axis`, one per
+    index along others; (1, ..., 1) where `axis` is None.
+    """
     axis: int | None = dataclasses.field(metadata={"static": True})
-    """The contracted axis, counted from the end so that a scan may take off others; None: one scale
-    for everything."""
+    """Contracted axis, counted from the end so that a scan may remove others; None: one scale."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the array."""
+        """Shape of the array."""
         return self.values.shape
 
     @property
     def ndim(self) -> int:
-        """Of the array."""
+        """Number of dimensions of the array."""
         return self.values.ndim
 
     @property
     def dtype_name(self) -> QuantizedDtype:
-        """As `quantize` takes it."""
+        """Dtype name that `quantize` takes."""
         for name, form in _FORMATS.items():
             if (self.values.dtype, self.scales.dtype) == (form.values, form.scales):
                 return name  # type: ignore[return-value]
@@ -98,7 +98,7 @@ class QuantizedArray:
 
     @property
     def num_blocks(self) -> int:
-        """Scales along the contracted axis; 1 where they do not vary along it."""
+        """Number of scales along the contracted axis; 1 where they do not vary along it."""
         return 1 if self.axis is None else self.scales.shape[self.axis]
 
     @property
@@ -118,23 +118,23 @@ def quantize(
     key: Key[Array, ""] | None = None,
     over: tuple[str, ...] = (),
 ) -> QuantizedArray:
-    """Rounds to few bits, by scales that fit the largest value exactly.
+    """Round to few bits, with scales that fit the largest value exactly.
 
     Args:
-        x: Any floating dtype.
-        dtype: What values become.
-        axis: The contracted axis, whose values share a scale; scales vary over all others. None:
-            one scale for everything (`jax.vmap` gives one for each matrix of a stack).
-        block_size: Values along `axis` that share a scale; None: all of them (mxfp8: always 32).
-        key: Rounds at random to one of the two neighbours, right in the mean; None: to the nearest.
-        over: Mesh axes of a manual region over which what shares a scale is cut: scales then fit
-            the largest value on any of their devices.
+        x: Array of any floating dtype.
+        dtype: Dtype name of the result.
+        axis: Contracted axis, whose values share a scale; scales vary over all others. None takes
+            one scale for everything (`jax.vmap` gives one per matrix of a stack).
+        block_size: Values along `axis` that share a scale; None for all of them (mxfp8: always 32).
+        key: PRNG key of stochastic rounding, which is right in the mean; None rounds to nearest.
+        over: Mesh axes of a manual region over which the values that share a scale are sharded:
+            scales then fit the largest value on any of their devices.
 
     Returns:
-        The array in few bits. Its gradient is 0 nearly everywhere: differentiate around it.
+        The array in few bits. Its gradient is 0 almost everywhere: differentiate around it.
 
     Raises:
-        ValueError: An unknown dtype, no floating x, an axis that x lacks, or blocks that do not
+        ValueError: The dtype is unknown, x is not floating, x lacks the axis, or blocks do not
             divide it.
     """
     form, axis, blocks = _checked(x, dtype, axis, block_size)
@@ -150,7 +150,7 @@ def quantize(
         scaled = _round_at_random(scaled, form.values, key)
     elif jnp.issubdtype(form.values, jnp.integer):
         scaled = jnp.round(scaled)
-    # NaN has no integer: its scale is NaN, and says so for it.
+    # NaN has no integer: its scale is NaN instead.
     scaled = jnp.where(jnp.isnan(scaled), 0.0, scaled)
     values = scaled.reshape(x.shape).astype(form.values)
     if axis is not None:
@@ -159,11 +159,11 @@ def quantize(
 
 
 def dequantize(x: QuantizedArray, dtype: Any = jnp.float32) -> Float[Array, "..."]:
-    """The numbers that a quantised array stands for.
+    """Return the values that a quantised array represents.
 
     Args:
-        x: As from `quantize`.
-        dtype: Of the result; products with scales are taken in float32.
+        x: Quantised array.
+        dtype: Dtype of the result; products with scales are taken in float32.
     """
     values, scales = x.values.astype(jnp.float32), x.scales.astype(jnp.float32)
     if x.axis is None or x.num_blocks == 1:
@@ -173,19 +173,19 @@ def dequantize(x: QuantizedArray, dtype: Any = jnp.float32) -> Float[Array, "...
 
 
 def constant(x: Float[Array, "..."] | QuantizedArray) -> Float[Array, "..."]:
-    """An operand as numbers: itself, or what a quantised array stands for, without a gradient."""
+    """Return an operand as values without a gradient where it is quantised."""
     return jax.lax.stop_gradient(dequantize(x)) if isinstance(x, QuantizedArray) else x
 
 
 def _in_blocks(x: Array, axis: int, blocks: int) -> Array:
-    """[..., k, ...] as [..., blocks, k / blocks, ...]: the axis is then that of one block."""
+    """Reshape [..., k, ...] to [..., blocks, k / blocks, ...]; the axis is then that of a block."""
     place = x.ndim + axis
     return x.reshape(*x.shape[:place], blocks, x.shape[place] // blocks, *x.shape[place + 1 :])
 
 
 def _scales(largest: Array, form: _Format) -> Array:
     scales = jnp.where(largest == 0.0, 1.0, jnp.maximum(largest / form.largest, _SMALLEST_SCALE))
-    # What is infinite shares a scale with numbers that it would make 0.
+    # An infinite scale would turn the other values into 0.
     scales = jnp.where(jnp.isfinite(largest), scales, jnp.nan)
     if form.scales == jnp.float32:
         return scales
@@ -195,7 +195,7 @@ def _scales(largest: Array, form: _Format) -> Array:
 
 
 def _round_at_random(scaled: Array, dtype: Any, key: Array) -> Array:
-    """To a multiple of the distance between neighbours, up as often as it is near."""
+    """Round to a neighbour with a probability that makes the mean exact."""
     step = jnp.ones_like(scaled)
     if not jnp.issubdtype(dtype, jnp.integer):
         info = jnp.finfo(dtype)
@@ -208,7 +208,7 @@ def _round_at_random(scaled: Array, dtype: Any, key: Array) -> Array:
 def _checked(
     x: Array, dtype: str, axis: int | None, block_size: int | None
 ) -> tuple[_Format, int | None, int]:
-    """The format, the axis counted from the end, the number of blocks along it."""
+    """Return the format, the axis counted from the end, and the number of blocks along it."""
     if dtype not in _FORMATS:
         raise ValueError(f"quantize: dtype={dtype!r} must be one of {', '.join(_FORMATS)}.")
     form = _FORMATS[dtype]

@@ -1,14 +1,12 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Which pairs of factors a product takes, whoever computes it.
+"""Checks which pairs of factors a product takes, for all implementations.
 
     floating x floating     of one dtype
-    floating x quantised    the second becomes floating, of the dtype of the first
+    floating x quantised    the second becomes floating, in the dtype of the first
     quantised x quantised   integers with integers (int8, int4), float8 with float8
 
-Sums of integers are kept in int32, which the largest products fill after `largest_sum` of them.
-
-To let a pair in: here, in the oracles, and in every implementation or its refusal.
+Sums of integers are kept in int32, which holds `largest_sum` of the largest products.
 """
 
 import math
@@ -22,15 +20,15 @@ from pallas_kernels.quantized_array import QuantizedArray
 def check_factors(
     operation: str, factors: dict[str, Any], axes: tuple[int | None, int | None]
 ) -> None:
-    """Refuses two factors that do not go together.
+    """Raise if two factors do not fit together.
 
     Args:
-        operation: Its name, for the message.
-        factors: The two, by name.
-        axes: Of each the axis along which its scales may lie; None: only one scale is taken.
+        operation: Operation, for the message.
+        factors: The two factors by name.
+        axes: Axis along which the scales of each factor may vary; None allows one scale only.
 
     Raises:
-        ValueError: Their dtypes do not go together, scales lie along another axis, or a sum of
+        ValueError: Dtypes do not fit together, scales vary along another axis, or a sum of
             integers would not fit in int32.
     """
     (first, x), (second, w) = factors.items()
@@ -65,7 +63,7 @@ def check_factors(
 
 
 def largest_sum(x: Any, w: Any) -> int | None:
-    """How many products of two factors of integers surely fit in int32; None: no integers."""
+    """Return how many products of integer factors fit in int32; None for other factors."""
     if not all(isinstance(a, QuantizedArray) and _kind(a) for a in (x, w)):
         return None
     largest = math.prod(7 if a.values.dtype == jnp.int4 else 127 for a in (x, w))
@@ -73,7 +71,7 @@ def largest_sum(x: Any, w: Any) -> int | None:
 
 
 def _check_scales(operation: str, name: str, x: QuantizedArray) -> None:
-    """For those that `quantize` has not made."""
+    """Raise if scales do not fit, as in arrays that `quantize` has not made."""
     form, values, scales = x.dtype_name, x.values.shape, x.scales.shape
     if len(scales) != len(values):
         is_fitting = False

@@ -26,24 +26,15 @@ Whatever belongs to tokens is laid out by the same order: ids, labels, positions
 To add a layout: a function, its name in `SequenceLayout`.
 """
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 
 from pallas_kernels.array_types import Array, Int, Shaped
 
 SequenceLayout = Literal["contiguous", "zigzag", "document_zigzag"]
-
-
-class Held(NamedTuple):
-    """The tokens of one rank: a pytree."""
-
-    positions: Int[Array, "*B S"] | Int[np.ndarray, "*B S"]
-    """In the sequence, before it was laid out."""
-    segment_ids: Int[Array, "*B S"] | Int[np.ndarray, "*B S"] | None
 
 
 def sequence_order(
@@ -62,7 +53,7 @@ def sequence_order(
             all tokens of one id. None is one document. The other layouts do not look at them.
 
     Returns:
-        A permutation; `x[order]` is laid out, `x[order][inverse_order(order)]` is x again. It has
+        A permutation: `x[order]` is laid out, and `argsort(order)` is its inverse. It has
         rows where the segment ids have them and document_zigzag looks at them; see `lay_out`.
 
     Raises:
@@ -92,24 +83,6 @@ def sequence_order(
     return parts.reshape(length)
 
 
-def inverse_order(
-    order: Int[Array, "*B S"] | Int[np.ndarray, "*B S"],
-) -> Int[Array, "*B S"] | Int[np.ndarray, "*B S"]:
-    """Where each token is held: the order that lays out backwards.
-
-    Args:
-        order: of `sequence_order`, or any other permutation.
-
-    Raises:
-        ValueError: it is no permutation (where its values are known, so not under a trace).
-    """
-    if isinstance(order, Tracer):
-        return jnp.argsort(order, axis=-1)
-    check_permutation("order", order)
-    inverse = np.argsort(np.asarray(order), axis=-1).astype(np.int32)
-    return inverse if isinstance(order, np.ndarray) else jnp.asarray(inverse)
-
-
 def lay_out(
     x: Shaped[Array, "..."] | Shaped[np.ndarray, "..."],
     order: Int[Array, "*B S"] | Int[np.ndarray, "*B S"],
@@ -130,54 +103,10 @@ def lay_out(
     return jnp.take_along_axis(x, order.reshape(shape), axis=axis)
 
 
-def held_by(
-    rank: int | Int[Array, ""],
-    ranks: int,
-    order: Int[Array, "*B S"] | Int[np.ndarray, "*B S"],
-    segment_ids: Int[Array, "*C S"] | Int[np.ndarray, "*C S"] | None = None,
-) -> Held:
-    """Positions and segments of one rank's tokens.
-
-    Args:
-        rank: which; may be traced.
-        ranks: devices that share the sequence.
-        order: of `sequence_order`.
-        segment_ids: of the tokens, in the order of the sequence.
-    """
-    width = order.shape[-1] // ranks
-    first = rank * width
-    if isinstance(rank, int):
-        positions = order[..., first : first + width]
-    else:
-        positions = jax.lax.dynamic_slice_in_dim(jnp.asarray(order), first, width, axis=-1)
-    if segment_ids is None:
-        return Held(positions, None)
-    is_known = isinstance(positions, np.ndarray) and isinstance(segment_ids, np.ndarray)
-    xp: Any = np if is_known else jnp
-    if positions.ndim == 1:
-        return Held(positions, xp.take(segment_ids, positions, axis=-1))
-    return Held(positions, xp.take_along_axis(segment_ids, positions, axis=-1))
-
-
 def padded_length(length: int, ranks: int, layout: SequenceLayout = "zigzag") -> int:
     """The shortest length, not below this one, that the layout divides."""
     pieces = ranks if layout == "contiguous" else 2 * ranks
     return -(-length // pieces) * pieces
-
-
-def check_permutation(name: str, order: Int[Array, "*B S"] | Int[np.ndarray, "*B S"]) -> None:
-    """Refuses rows that do not hold every number from 0 once; the values must be known."""
-    rows = np.asarray(order).reshape(-1, order.shape[-1])
-    length = rows.shape[-1]
-    for row in rows:
-        times = np.bincount(row[(row >= 0) & (row < length)], minlength=length)
-        if (times != 1).any():
-            wrong = int(np.argmax(times != 1))
-            raise ValueError(
-                f"{name} must hold every number from 0 to {length - 1} once, and holds {wrong}"
-                f" {int(times[wrong])} times: it is no permutation of {length} tokens; make one"
-                " with sequence_order"
-            )
 
 
 def _by_document(segment_ids: Any, ranks: int, xp: Any) -> Any:

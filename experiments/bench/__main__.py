@@ -1,13 +1,12 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
 """Measures speed: a training step beside a peer's, kernels beside libraries, routers beside top-k,
-in how many chunks tokens should go to experts on other devices, and sizes of kernels' blocks.
+and in how many chunks tokens should go to experts on other devices.
 
     python -m experiments.bench step [--peer none]
     python -m experiments.bench kernels
     python -m experiments.bench routers [--methods mixtral ...]
     python -m experiments.bench chunks [--expert 8]
-    python -m experiments.bench blocks
 
 Candidates take turns in one run, medians are compared, and the machine's measured limit stands
 beside them. Leave the machine alone meanwhile: a busy one changes even the ratios.
@@ -21,12 +20,10 @@ from typing import Any
 
 import jax
 
-from experiments.bench import blocks as bench_blocks
 from experiments.bench import chunks as bench_chunks
 from experiments.bench import kernels as bench_kernels
 from experiments.bench import routers as bench_routers
 from experiments.bench import step as bench_step
-from experiments.bench.blocks import BlockBenchConfig
 from experiments.bench.chunks import ChunkBenchConfig
 from experiments.bench.kernels import KernelBenchConfig
 from experiments.bench.routers import RouterBenchConfig
@@ -57,17 +54,11 @@ def chunks() -> ChunkBenchConfig:
     return ChunkBenchConfig()
 
 
-def blocks() -> BlockBenchConfig:
-    """The fastest sizes of blocks for the kernels of a GPU or TPU, written into their table."""
-    return BlockBenchConfig()
-
-
 BENCHES: dict[str, Callable[[], Any]] = {
     "step": step,
     "kernels": kernels,
     "routers": routers,
     "chunks": chunks,
-    "blocks": blocks,
 }
 
 
@@ -88,9 +79,6 @@ def main(argv: Sequence[str]) -> int:
         elif isinstance(config, ChunkBenchConfig):
             summary = bench_chunks.bench_chunks(config)
             text = bench_chunks.in_words(summary)
-        elif isinstance(config, BlockBenchConfig):
-            summary = bench_blocks.bench_blocks(config)
-            text = bench_blocks.in_words(summary)
         else:
             summary = bench_step.bench_step(config)
             text = bench_step.in_words(summary)

@@ -1,19 +1,21 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""The door of flash_attention: checks, the choice of an implementation, and the table of them.
+"""Computes exact attention without storing the matrix of scores; returns (out, lse).
 
     out = softmax(scale * q k^T over the keys that a query sees) v,   lse = log of the sum beneath
 
-See mask.py for who sees whom. Next to `out` it returns the log-sum-exp of every query, with
-gradients through both, so that attention over parts of the keys can be merged (online_softmax.py).
+mask.py defines which keys a query sees. The log-sum-exp of every query is returned with gradients
+through it, so that attention over parts of the keys can be merged (ring/online_softmax.py).
 Grouped-query attention: query head n reads key head n // (N / M). Fast implementations follow
-FlashAttention-2 (arXiv 2307.08691): memory linear in S, scores computed again in the backward pass.
+FlashAttention-2 (arXiv 2307.08691): memory linear in S, scores recomputed in the backward pass.
 
-No dropout, no bias matrix, no forward-mode differentiation (but by `reference`). It knows no mesh:
-ring_attention carries it over one.
+It has no dropout, no bias matrix and no forward-mode differentiation (except in `reference`). It
+knows no mesh; ring_attention runs it over one.
 
-To add an implementation: a file beside this one with the two functions of kernels.py, a line in
-`KERNELS`, and a line in the table of the tests.
+To add an implementation: `pallas_kernels/flash_attention/<name>.py` with the two functions of
+`pallas_kernels/flash_attention/kernels.py`, its line in `KERNELS` of
+`pallas_kernels/flash_attention/api.py`, a row in
+`tests/pallas_kernels/flash_attention/test_flash_attention.py`.
 """
 
 import functools
@@ -33,7 +35,7 @@ KERNELS: dict[Implementation, kernels.Kernels] = {
     "pallas_tpu": pallas_tpu.KERNELS,
     "pallas_gpu": pallas_gpu.KERNELS,
 }
-"""Both passes of every implementation, for attention over a part of the keys."""
+"""Both passes of every implementation, for attention over part of the keys."""
 
 OPERATION = Operation(
     name="flash_attention",
@@ -62,29 +64,30 @@ def flash_attention(
     scale: float | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "B S N Hv"], Float32[Array, "B N S"]]:
-    """Attention of queries over keys and values, exact, with the log-sum-exp of every query.
+    """Return exact attention of queries over keys and values, with the log-sum-exp of every query.
 
     Args:
         q: Queries, N heads.
         k: Keys, M heads; M divides N.
         v: Values, M heads.
-        causal: A query sees no key of a later position.
+        causal: Whether a query sees no key of a later position.
         q_positions: Positions of the queries; None counts from 0.
-        kv_positions: Positions of the keys; None counts from 0. With a cache, decoding gives
-            q_positions, and slots that are not filled yet count as the future.
-        q_segment_ids: Documents packed in one sequence see only themselves.
-        kv_segment_ids: Given together with q_segment_ids.
-        window: A query sees keys less than `window` positions away.
-        softcap: Squashes the logits to (-softcap, softcap) by tanh.
-        scale: Multiplies the logits; None is 1 / sqrt(H).
-        implementation: Which implementation runs; None picks the fastest that runs here.
+        kv_positions: Positions of the keys; None counts from 0. Decoding with a cache gives
+            q_positions; slots that are not filled yet then count as the future.
+        q_segment_ids: Segments of the queries; a query sees keys of its own segment only.
+        kv_segment_ids: Segments of the keys, given together with q_segment_ids.
+        window: Distance from which keys are hidden: a query sees keys less than `window` positions
+            away.
+        softcap: Bound of the logits: tanh squashes them to (-softcap, softcap).
+        scale: Factor of the logits; None is 1 / sqrt(H).
+        implementation: Implementation to run; None picks the fastest that runs here.
 
     Returns:
-        out, in the dtype of q, and lse in float32. A query that sees nothing has out 0, lse -inf
-        and gradients 0.
+        out in the dtype of q, and lse in float32. A query that sees no key has out 0, lse -inf and
+        gradients 0.
 
     Raises:
-        ValueError: Shapes or options that do not fit, or an implementation that cannot run here.
+        ValueError: Shapes or options do not fit, or the implementation cannot run here.
     """
     check_heads("flash_attention", q, k, v)
     check_tokens("flash_attention", "q_", q, q_positions, q_segment_ids)

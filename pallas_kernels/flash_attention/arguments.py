@@ -1,8 +1,8 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""What attention, whole or spread over ranks, refuses: shapes, dtypes and options that do not fit.
+"""Checks shapes, dtypes and options of attention, whole or spread over ranks.
 
-Every check takes the name of the operation that the caller called, and says it.
+Every check takes the name of the called operation, for the message.
 """
 
 import jax.numpy as jnp
@@ -11,16 +11,16 @@ from pallas_kernels.array_types import Array
 
 
 def check_heads(name: str, q: Array, k: Array, v: Array) -> None:
-    """q [B S N H], k [B U M H] and v [B U M Hv] of one dtype, M dividing N.
+    """Raise unless q [B S N H], k [B U M H] and v [B U M Hv] fit together.
 
     Args:
-        name: of the operation.
-        q: queries.
-        k: keys.
-        v: values.
+        name: Operation, for the message.
+        q: Queries.
+        k: Keys.
+        v: Values.
 
     Raises:
-        ValueError: they are not.
+        ValueError: Shapes or dtypes do not fit, or M does not divide N.
     """
     shapes = f"q {q.shape}, k {k.shape}, v {v.shape}"
     if (q.ndim, k.ndim, v.ndim) != (4, 4, 4):
@@ -49,17 +49,17 @@ def check_heads(name: str, q: Array, k: Array, v: Array) -> None:
 def check_tokens(
     name: str, side: str, heads: Array, positions: Array | None, segment_ids: Array | None
 ) -> None:
-    """Positions [S] or [B S] and segment ids [B S], of heads [B S ...].
+    """Raise unless positions are [S] or [B S] and segment ids [B S].
 
     Args:
-        name: of the operation.
-        side: what the names of the arguments begin with, "q_" or "kv_" or nothing.
-        heads: whose tokens they are.
-        positions: of the tokens.
-        segment_ids: of the tokens.
+        name: Operation, for the message.
+        side: Prefix of the argument names: "q_", "kv_" or "".
+        heads: Array [B S ...] of the tokens.
+        positions: Positions of the tokens.
+        segment_ids: Segments of the tokens.
 
     Raises:
-        ValueError: they have other shapes.
+        ValueError: They have other shapes.
     """
     b, length = heads.shape[:2]
     if positions is not None and positions.shape not in ((length,), (b, length)):
@@ -72,15 +72,15 @@ def check_tokens(
 
 
 def check_mask(name: str, window: int | None, softcap: float | None) -> None:
-    """A window holds a position, a cap is above 0.
+    """Raise unless a window is at least 1 and a cap above 0.
 
     Args:
-        name: of the operation.
-        window: as for flash_attention.
-        softcap: as for flash_attention.
+        name: Operation, for the message.
+        window: Argument of flash_attention.
+        softcap: Argument of flash_attention.
 
     Raises:
-        ValueError: otherwise.
+        ValueError: They are out of range.
     """
     if window is not None and window < 1:
         raise ValueError(

@@ -1,20 +1,18 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""What an implementation of flash_attention consists of, and the gradient that all of them share.
+"""Defines what an implementation of flash_attention consists of, and the gradient shared by all.
 
     attend          (q, k, v, tokens, rules) -> (out, lse)
     differentiate   (q, k, v, tokens, rules, d_out, lse, delta) -> (d_q, d_k, d_v), float32
 
-The backward pass (FlashAttention-2, arXiv 2307.08691, section 3.1) computes the scores again from
-the log-sum-exp, and needs of the forward pass two numbers per query:
+The backward pass (FlashAttention-2, arXiv 2307.08691, section 3.1) recomputes the scores from the
+log-sum-exp, and takes two numbers per query from the forward pass:
 
     P = exp(S - lse)       dV = P^T dO        dP = dO V^T        delta = sum(dO * O) - d lse
     dS = P * (dP - delta)  dQ = scale dS K    dK = scale dS^T Q
 
-`lse` and `delta` may be those of a softmax over more keys than these: then the result is the part
-of the gradient that these keys have in it, and parts add up. Ring attention lives on that.
-
-To add an implementation: a file with these two functions, and a line in api.py.
+`lse` and `delta` may be those of a softmax over more keys than these: the result is then the part
+of the gradient that belongs to these keys, and parts add up. Ring attention relies on it.
 """
 
 import functools
@@ -32,10 +30,12 @@ class Kernels(NamedTuple):
     """The two passes of one implementation; hashable."""
 
     attend: Callable[..., tuple[Array, Array]]
-    """Arguments as of `flash_attention` below; out in the dtype of q, lse [B N S] f32."""
+    """Forward pass: (q, k, v, tokens, rules) to out in the dtype of q and lse [B N S] f32."""
     differentiate: Callable[..., tuple[Array, Array, Array]]
-    """Further d_out [B S N Hv], and lse and delta [B N S] f32; lse is -inf where a query sees
-    nothing, and what it then adds is 0. d_q, d_k and d_v in float32."""
+    """Backward pass; also takes d_out [B S N Hv], lse and delta [B N S] f32.
+
+    lse is -inf where a query sees no key, which then adds 0. Returns d_q, d_k and d_v in float32.
+    """
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
@@ -47,14 +47,14 @@ def flash_attention(
     rules: Rules,
     kernels: Kernels,
 ) -> tuple[Float[Array, "B S N Hv"], Float[Array, "B N S"]]:
-    """See `pallas_kernels.flash_attention`."""
+    """Return attention by one implementation, with its own gradient."""
     return kernels.attend(q, k, v, tokens, rules)
 
 
 def softmax_delta(
     out: Float[Array, "B S N Hv"], d_out: Float[Array, "B S N Hv"]
 ) -> Float[Array, "B N S"]:
-    """Of every query, the sum of dO * O in float32: what the softmax takes off its gradients."""
+    """Return the sum of dO * O of every query in float32, a term of the gradient."""
     return jnp.einsum("bsnh,bsnh->bns", d_out.astype(jnp.float32), out.astype(jnp.float32))
 
 
@@ -66,7 +66,7 @@ def _forward(q, k, v, tokens, rules, kernels):
 def _backward(rules, kernels, residuals, gradients):
     q, k, v, tokens, out, lse = residuals
     d_out, d_lse = gradients
-    # Of a query that sees nothing lse is a constant.
+    # lse is a constant where a query sees no key.
     delta = softmax_delta(out, d_out) - jnp.where(jnp.isfinite(lse), d_lse, 0.0)
     d_q, d_k, d_v = kernels.differentiate(q, k, v, tokens, rules, d_out, lse, delta)
     return d_q.astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype), None

@@ -1,12 +1,12 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""The largest logit of every query: what flash_attention computes and never shows.
+"""Computes the largest logit of every query, which flash_attention does not return.
 
     max over the keys that a query sees of  scale * q k^T   (softcap * tanh(. / softcap) with a cap)
 
 The log-sum-exp only bounds it: lse - log U <= top <= lse. It is exact and has no gradient. It costs
 one more q k^T beside the seven products of a training step, in plain jax.numpy, and holds the
-N * BLOCK * U scores of one block at a time: it is for watching, not for speed.
+N * BLOCK * U scores of one block at a time: use it for monitoring.
 """
 
 import functools
@@ -18,7 +18,7 @@ from pallas_kernels.array_types import Array, Float, Float32, Int
 from pallas_kernels.flash_attention.mask import Rules, visible
 
 BLOCK = 128
-"""Queries at a time."""
+"""Queries per block."""
 
 
 def largest_logits(
@@ -34,22 +34,22 @@ def largest_logits(
     softcap: float | None = None,
     scale: float | None = None,
 ) -> Float32[Array, "B N S"]:
-    """Of every query, the largest logit that the softmax sees.
+    """Return the largest logit of every query that the softmax sees.
 
     Args:
         q: Queries, N heads.
         k: Keys, M heads; M divides N.
-        causal: This and what follows as in `flash_attention`.
+        causal: Whether a query sees no later key; all options are those of `flash_attention`.
         q_positions: Positions of the queries.
         kv_positions: Positions of the keys.
-        q_segment_ids: Documents of the queries.
-        kv_segment_ids: Documents of the keys.
-        window: Positions that a query sees.
-        softcap: Squashes the logits.
-        scale: Multiplies the logits.
+        q_segment_ids: Segments of the queries.
+        kv_segment_ids: Segments of the keys.
+        window: Distance from which keys are hidden.
+        softcap: Bound of the logits.
+        scale: Factor of the logits.
 
     Returns:
-        -inf for a query that sees nothing.
+        The largest logits; -inf for a query that sees no key.
     """
     (b, s, n, h), (u, m) = q.shape, k.shape[1:3]
     rules = Rules(
@@ -60,7 +60,7 @@ def largest_logits(
     blocks = -(-s // block)
 
     def by_block(x: Array) -> Array:
-        """[B S ...] to [B blocks block ...], padded with zeros."""
+        """Reshape [B S ...] to [B blocks block ...], padded with zeros."""
         x = jnp.pad(x, [(0, 0), (0, blocks * block - s)] + [(0, 0)] * (x.ndim - 2))
         return x.reshape(b, blocks, block, *x.shape[2:])
 

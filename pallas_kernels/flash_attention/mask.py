@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Who sees whom: the one definition of the attention mask, and the record that carries it.
+"""Defines the attention mask and the records that carry it.
 
 A query at position p of segment s sees a key at position t of segment r exactly when
 
@@ -12,8 +12,11 @@ A query at position p of segment s sees a key at position t of segment r exactly
 
 Positions are compared within a segment only, so they may restart at every document.
 
-To add a rule (a prefix, sinks), add a field to `Rules`, its line to `sees`, and to the
-bounds of pallas_tpu_blocks.py and visible_blocks.py, and a case to the tests.
+To add a rule: a field of `Rules` and its line in `sees`, both in
+`pallas_kernels/flash_attention/mask.py`, its bounds in
+`pallas_kernels/flash_attention/tpu/blocks.py` and
+`pallas_kernels/flash_attention/visible_blocks.py`, a case in
+`tests/pallas_kernels/flash_attention/test_flash_attention.py`.
 """
 
 import dataclasses
@@ -26,7 +29,7 @@ from pallas_kernels.array_types import Array, Bool
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Rules:
-    """The static part of attention: hashable, fixed at trace time."""
+    """Static part of attention; hashable, fixed at trace time."""
 
     causal: bool
     window: int | None
@@ -35,9 +38,9 @@ class Rules:
 
 
 class Tokens(NamedTuple):
-    """Where queries and keys stand: a pytree of [S], [U], [B S] or [B U] i32 arrays.
+    """Positions and segments of queries and keys: a pytree of [S], [U], [B S] or [B U] i32 arrays.
 
-    Positions that are None count from 0; segment ids are both None or both there.
+    Positions that are None count from 0; segment ids are both None or both given.
     """
 
     q_positions: Array | None
@@ -53,7 +56,7 @@ def visible(
     q_segment_ids: Array | None,
     kv_segment_ids: Array | None,
 ) -> Bool[Array, "*B S U"]:
-    """The mask, from positions and segment ids whose last dimension is S or U."""
+    """Return the mask from positions and segment ids whose last dimension is S or U."""
     return sees(
         rules,
         q_positions[..., :, None],
@@ -70,7 +73,7 @@ def sees(
     q_segment_ids: Array | None,
     kv_segment_ids: Array | None,
 ) -> Bool[Array, "*shape"]:
-    """The mask, from arrays that broadcast against one another: [S 1] and [1 U], or turned."""
+    """Return the mask from arrays that broadcast against each other, such as [S 1] and [1 U]."""
     distance = q_positions - kv_positions
     is_visible = jnp.ones(distance.shape, bool)
     if rules.causal:

@@ -1,12 +1,12 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""The oracle of flash_attention: the masked softmax as it is written in books, all in float32.
+"""Reference of flash_attention: the masked softmax, in float32.
 
     logits = scale * q k^T, softcap * tanh(logits / softcap) where there is a cap
     out    = softmax(logits over the visible keys) v
     lse    = log sum over the visible keys of exp(logits)
 
-It stores the [B N S U] scores; the gradients are those that jax derives from these lines.
+It stores the [B N S U] scores; JAX derives the gradients.
 """
 
 import jax
@@ -24,7 +24,7 @@ def flash_attention(
     tokens: Tokens,
     rules: Rules,
 ) -> tuple[Float[Array, "B S N Hv"], Float[Array, "B N S"]]:
-    """See `pallas_kernels.flash_attention`."""
+    """Return what `pallas_kernels.flash_attention` returns."""
     logits = _logits(q, k, tokens, rules)
     top = jnp.max(logits, axis=-1, keepdims=True)
     top = jax.lax.stop_gradient(jnp.where(jnp.isfinite(top), top, 0.0))
@@ -49,8 +49,11 @@ def differentiate(
     lse: Float[Array, "B N S"],
     delta: Float[Array, "B N S"],
 ) -> tuple[Float[Array, "B S N H"], Float[Array, "B U M H"], Float[Array, "B U M Hv"]]:
-    """See `pallas_kernels.flash_attention.kernels`: out' = exp(logits - lse) v, pulled back from
-    d_out through v, and from P (d_out v^T - delta) through the logits."""
+    """Return the gradients defined in `pallas_kernels.flash_attention.kernels`.
+
+    out' = exp(logits - lse) v is pulled back from d_out through v, and from P (d_out v^T - delta)
+    through the logits.
+    """
     q, k, v, d_out = (x.astype(jnp.float32) for x in (q, k, v, d_out))
     logits, pull = jax.vjp(lambda q, k: _logits(q, k, tokens, rules), q, k)
     lse = jnp.where(jnp.isfinite(lse), lse, 0.0)
@@ -62,7 +65,7 @@ def differentiate(
 
 
 def _logits(q: Array, k: Array, tokens: Tokens, rules: Rules) -> Array:
-    """[B N S U], -inf where a query does not see a key."""
+    """Return logits [B N S U], -inf where a query does not see a key."""
     (b, s), u = q.shape[:2], k.shape[1]
     q_positions = jnp.arange(s) if tokens.q_positions is None else tokens.q_positions
     kv_positions = jnp.arange(u) if tokens.kv_positions is None else tokens.kv_positions
@@ -81,7 +84,7 @@ def _logits(q: Array, k: Array, tokens: Tokens, rules: Rules) -> Array:
 
 
 def _repeat(x: Array, q: Array) -> Array:
-    """One key or value head for each query head."""
+    """Return one key or value head per query head."""
     return jnp.repeat(x, q.shape[2] // x.shape[2], axis=2)
 
 

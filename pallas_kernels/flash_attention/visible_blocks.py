@@ -1,22 +1,21 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Which blocks of keys a block of queries meets, so that kernels skip what the mask hides.
+"""Classifies pairs of blocks by the mask, so that kernels skip what is hidden.
 
-For every pair of blocks the lowest and highest position and segment on both sides decide:
+The lowest and highest position and segment of both blocks decide:
 
     HIDDEN   no query sees any key               the kernel never loads the block
-    MASKED   some may                            it computes the mask, value by value
-    WHOLE    every query sees every key          it needs no mask at all
+    MASKED   some may                            the kernel masks every value
+    WHOLE    every query sees every key          the kernel needs no mask
 
 The bounds are exact for a causal mask, a window and sorted documents, and safe for any order: a
-pair is at worst called MASKED in vain. `listed` turns the kinds into lists, the WHOLE blocks
-first: a kernel runs through them without a mask, then through the MASKED ones with it. A softmax
-over blocks may take them in any order.
+pair is at worst MASKED without need. `listed` turns the kinds into lists with the WHOLE blocks
+first: a kernel runs through them without a mask, then through the MASKED ones with it.
 
-Where no token is jax's, numpy makes the lists at trace time, and they are constants of
-the program. They hold one number per pair of blocks, S U / (block_q block_k), not a score each.
+Where no token is a JAX array, numpy makes the lists at trace time, and they are constants of the
+program. They hold one number per pair of blocks, S U / (block_q block_k).
 
-To add a rule of the mask: its two lines in `kinds_of_blocks`, beside the one in mask.py.
+To add a rule of the mask: `pallas_kernels/flash_attention/mask.py`.
 """
 
 from types import ModuleType
@@ -35,27 +34,27 @@ MAX_CONSTANT = 2**16
 
 
 class BlockLists(NamedTuple):
-    """Of every block on one side, those of the other side that it meets; b is B, or 1 for all."""
+    """Blocks of the other side that every block meets; b is B, or 1 for all sequences."""
 
     order: Array
-    """[b blocks others] i32: WHOLE ones, then MASKED ones, then the rest."""
+    """[b blocks others] i32: WHOLE blocks, then MASKED ones, then the rest."""
     counts: Array
-    """[b blocks 2] i32: how many are WHOLE, and how many are met at all."""
+    """[b blocks 2] i32: number of WHOLE blocks, and of blocks met."""
 
 
 def kinds_of_blocks(
     rules: Rules, tokens: Tokens, lengths: tuple[int, int], blocks: tuple[int, int]
 ) -> Any:
-    """The kind of every pair of blocks.
+    """Return the kind of every pair of blocks.
 
     Args:
-        rules: of the mask.
-        tokens: positions and segments.
+        rules: Mask rules.
+        tokens: Positions and segments.
         lengths: S and U. A last block of keys that is not full is never WHOLE.
-        blocks: queries and keys in a block.
+        blocks: Queries and keys in a block.
 
     Returns:
-        [b S/block U/block] i32, rounded up; a numpy array where `tokens` hold none of jax.
+        [b S/block U/block] i32, rounded up; a numpy array where `tokens` hold no JAX array.
     """
     counts = tuple(-(-length // block) for length, block in zip(lengths, blocks, strict=True))
     is_known = all(x is None or isinstance(x, np.ndarray) for x in tokens)
@@ -66,7 +65,7 @@ def kinds_of_blocks(
     q_low, q_high = q_low[:, :, None], q_high[:, :, None]
     k_low, k_high = k_low[:, None, :], k_high[:, None, :]
 
-    # Of no pair of tokens is the distance q - k smaller than `nearest` or larger than `farthest`.
+    # nearest <= q - k <= farthest for every pair of tokens.
     nearest, farthest = q_low - k_high, q_high - k_low
     is_hidden = np_or_jnp.zeros(nearest.shape, bool)
     is_whole = np_or_jnp.ones(nearest.shape, bool)
@@ -90,7 +89,7 @@ def kinds_of_blocks(
 
 
 def listed(kinds: Any) -> BlockLists:
-    """The lists for the blocks of dimension 1 of `kinds`; swap 1 and 2 for those of the other."""
+    """Return the lists for dimension 1 of `kinds`; swap dimensions 1 and 2 for the other side."""
     np_or_jnp = np if isinstance(kinds, np.ndarray) else jnp
     order = np_or_jnp.argsort(-kinds, axis=2, stable=True)
     is_met = np_or_jnp.stack([kinds == WHOLE, kinds != HIDDEN], axis=-1)
@@ -101,10 +100,10 @@ def listed(kinds: Any) -> BlockLists:
 def _bounds(
     given: Array | np.ndarray | None, length: int, block: int, np_or_jnp: ModuleType
 ) -> tuple[Any, Any]:
-    """Lowest and highest value of every block, [b blocks]; None counts from 0."""
+    """Return the lowest and highest value of every block [b blocks]; None counts from 0."""
     values: Any = np_or_jnp.arange(length, dtype=np.int32) if given is None else given
     values = (values[None] if values.ndim == 1 else values).astype(np.int32)
-    # What fills the last block repeats a value of it, and moves no bound.
+    # Padding repeats the last value, which moves no bound.
     values = np_or_jnp.pad(values, ((0, 0), (0, -length % block)), mode="edge")
     values = values.reshape(values.shape[0], -1, block)
     return values.min(axis=2), values.max(axis=2)

@@ -1,18 +1,18 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""flash_attention without a kernel: blocks of queries, each against all the keys it may see.
+"""Implements flash_attention without a kernel: blocks of queries against all keys they may see.
 
 FlashAttention-2 (arXiv 2307.08691, section 3.1) with one loop instead of two: a block of queries
 meets its keys in one product, so that the softmax is the plain one, and memory is linear in S. The
 backward pass is that of kernels.py.
 
 It runs per sequence and key head; the g = N / M query heads that share a key head are stacked into
-the rows of one block, r = g * block. Several key heads go together while their scores fit a cache.
+the rows of one block, r = g * block. Several key heads run together while their scores fit a cache.
 
-Where positions count from 0, what a block can see at all is known at trace time. Consecutive blocks
-form at most `TIERS` tiers; all blocks of a tier take the same slice of keys, so that the program
-stays small and at most a 16th of the S x S scores is computed in vain. Where the caller gives
-positions, all blocks take all keys, and only the mask differs.
+Where positions count from 0, the keys that a block can see are known at trace time. Consecutive
+blocks form at most `TIERS` tiers; all blocks of a tier take the same slice of keys, so that the
+program stays small and at most a 16th of the S x S scores is computed without need. Where positions
+are given, all blocks take all keys, and only the mask differs.
 
 Batch and heads are looped over: call it on local arrays, in a `jax.shard_map`, rather than on
 arrays sharded by the compiler. It is tuned on the CPU and runs everywhere.
@@ -30,7 +30,7 @@ from pallas_kernels.flash_attention.kernels import Kernels
 from pallas_kernels.flash_attention.mask import Rules, Tokens, visible
 from pallas_kernels.jax_versions import match_varying
 
-# Queries in a block; twice as many in long rows, where larger products are worth more than the keys
+# Queries in a block; twice as many in long rows, where larger products gain more than the keys
 # that the first queries of a block could have left out.
 BLOCK = 128
 TIERS = 8
@@ -46,7 +46,7 @@ class _Tier(NamedTuple):
 
 
 class _Queries(NamedTuple):
-    """What belongs to blocks of queries: [blocks r ...] arrays."""
+    """Arrays [blocks r ...] that belong to blocks of queries."""
 
     q: Array
     positions: Array
@@ -54,7 +54,7 @@ class _Queries(NamedTuple):
 
 
 class _Results(NamedTuple):
-    """What the backward pass needs of the blocks' results: [blocks r ...] arrays."""
+    """Arrays [blocks r ...] of results that the backward pass needs."""
 
     d_out: Array
     lse: Array
@@ -62,7 +62,7 @@ class _Results(NamedTuple):
 
 
 class _Keys(NamedTuple):
-    """What belongs to keys: [U ...] arrays."""
+    """Arrays [U ...] that belong to keys."""
 
     k: Array
     v: Array
@@ -85,7 +85,7 @@ class _Sizes(NamedTuple):
         return cls(b, s, m, n // m, blocks, -(-s // blocks))
 
     def split(self, x: Array) -> Array:
-        """[B S N ...] to [B*M blocks g*block ...], padded with zeros."""
+        """Reshape [B S N ...] to [B*M blocks g*block ...], padded with zeros."""
         pad = self.blocks * self.block - self.s
         x = jnp.pad(x, [(0, 0), (0, pad)] + [(0, 0)] * (x.ndim - 2))
         x = x.reshape(self.b, self.blocks, self.block, self.m, self.g, *x.shape[3:])
@@ -93,7 +93,7 @@ class _Sizes(NamedTuple):
         return x.reshape(self.b * self.m, self.blocks, self.g * self.block, *x.shape[5:])
 
     def join(self, x: Array) -> Array:
-        """The inverse of `split`."""
+        """Undo `split`."""
         x = x.reshape(self.b, self.m, self.blocks, self.g, self.block, *x.shape[3:])
         x = jnp.moveaxis(x, (1, 2, 3, 4), (3, 1, 4, 2))
         x = x.reshape(self.b, self.blocks * self.block, self.m * self.g, *x.shape[5:])
@@ -146,7 +146,7 @@ def _prepare(q: Array, k: Array, v: Array, tokens: Tokens) -> tuple[_Sizes, _Que
 
 
 def _per_head(function: Callable[..., Any], sizes: _Sizes, keys: _Keys, *queries: Any) -> Any:
-    """Maps function(keys, *queries) over the first dimension, a few key heads at a time."""
+    """Map function(keys, *queries) over the first dimension, a few key heads at a time."""
     heads = sizes.b * sizes.m
     fitting = MAX_SCORES // (sizes.g * sizes.block * keys.k.shape[1])
     together = max(c for c in range(1, heads + 1) if heads % c == 0 and c <= max(1, fitting))
@@ -179,7 +179,7 @@ def _forward_block(block: _Queries, keys: _Keys, rules: Rules) -> tuple[Array, A
     top = jnp.where(jnp.isfinite(top), top, 0.0)
     weights = jnp.exp(scores - top)
     total = jnp.sum(weights, axis=-1, keepdims=True)
-    lse = (top + jnp.log(total))[:, 0]  # log(0) = -inf where a query sees nothing
+    lse = (top + jnp.log(total))[:, 0]  # log(0) = -inf where a query sees no key
     weights = weights.astype(keys.v.dtype)
     out = jnp.einsum("ru,uh->rh", weights, keys.v, preferred_element_type=jnp.float32)
     return (out / jnp.where(total > 0, total, 1.0)).astype(block.q.dtype), lse
@@ -188,10 +188,10 @@ def _forward_block(block: _Queries, keys: _Keys, rules: Rules) -> tuple[Array, A
 def _backward_block(
     block: _Queries, results: _Results, keys: _Keys, rules: Rules
 ) -> tuple[Array, Array, Array]:
-    """Gradients of one block of queries, and what it adds to those of its keys, all in float32.
+    """Return the gradients of one block of queries and its parts of those of its keys, in float32.
 
-    Scores stand as [U r] here: all five products then take them as they lie, where dK and dV would
-    have to turn [r U] and take twice the time on the CPU.
+    Scores are [U r] here, so that all five products take them without a transpose; as [r U], dK and
+    dV would take twice the time on the CPU.
     """
     dot = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
     dtype = block.q.dtype
@@ -216,7 +216,7 @@ def attend(
     tokens: Tokens,
     rules: Rules,
 ) -> tuple[Float[Array, "B S N Hv"], Float[Array, "B N S"]]:
-    """See `pallas_kernels.flash_attention`."""
+    """Return what `pallas_kernels.flash_attention` returns."""
     sizes, queries, keys = _prepare(q, k, v, tokens)
     tiers = _tiers(sizes, k.shape[1], tokens, rules)
 
@@ -246,11 +246,11 @@ def differentiate(
     lse: Float[Array, "B N S"],
     delta: Float[Array, "B N S"],
 ) -> tuple[Float[Array, "B S N H"], Float[Array, "B U M H"], Float[Array, "B U M Hv"]]:
-    """See `pallas_kernels.flash_attention.kernels`."""
+    """Return the gradients defined in `pallas_kernels.flash_attention.kernels`."""
     sizes, queries, keys = _prepare(q, k, v, tokens)
     tiers = _tiers(sizes, k.shape[1], tokens, rules)
 
-    # A query that sees nothing: its weights are 0, and nothing that meets them may be infinite.
+    # Weights are 0 where a query sees no key; -inf would turn them into NaN.
     lse = jnp.where(jnp.isfinite(lse), lse, 0.0)
     lse, delta = (x.swapaxes(1, 2) for x in (lse, delta))
     results = _Results(sizes.split(d_out), sizes.split(lse), sizes.split(delta))

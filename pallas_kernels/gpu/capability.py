@@ -1,15 +1,15 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""The compute capability of the GPU that a program is for, which may be only described.
+"""Finds the compute capability of the GPU that a program is for, which may be only described.
 
-To add a model of GPU that is only described and not there: a name in `_CAPABILITIES`.
+To add a described GPU: its name in `_CAPABILITIES` of `pallas_kernels/gpu/capability.py`.
 """
 
 import jax
 
 from pallas_kernels.backend import platform
 
-# Of GPUs that are not there, by what their names contain: for lowering and compiling ahead of time.
+# By a part of the name of a described GPU, for lowering and compiling ahead of time.
 _CAPABILITIES: dict[str, tuple[int, int]] = {
     "H100": (9, 0),
     "H200": (9, 0),
@@ -25,14 +25,16 @@ _CAPABILITIES: dict[str, tuple[int, int]] = {
 
 
 def device_capability(operation: str) -> tuple[int, int] | None:
-    """Compute capability of the GPU that the program is for: the one of the mesh in force, which
-    may be only described, else the first of this process; None for no GPU of NVIDIA's.
+    """Return the compute capability of the GPU that the program is for.
+
+    That is the GPU of the mesh in context, which may be only described, else the first of this
+    process; None if it is not an NVIDIA GPU.
 
     Args:
-        operation: That asks, for the message.
+        operation: Operation that needs it, for the message.
 
     Raises:
-        ValueError: A described GPU of unknown name, or no GPU at all.
+        ValueError: The described GPU is unknown, or the program is not for a GPU.
     """
     described = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     if described is not None and platform() == "gpu":

@@ -1,15 +1,13 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""What kernels for Hopper share, whatever they compute: memory, registers, a ring, the call.
+"""Parts of the Hopper kernels of several operations: memory, registers, ring, stores, call.
 
 A program has warpgroups that compute and one that loads. The loading one fills a ring of slots in
 shared memory by TMA; a slot has a barrier `full`, at which its copies arrive, and a barrier `free`,
-at which every computing warpgroup does when it has read. WGMMA multiplies out of shared memory and
-adds in registers. See flash_attention/pallas_gpu_hopper.py and grouped_matmul/pallas_gpu_hopper.py.
+at which every computing warpgroup arrives when it has read. WGMMA multiplies out of shared memory
+and adds in registers. See flash_attention/gpu/hopper.py and grouped_matmul/gpu/hopper.py.
 
-All of it runs interpreted on the CPU as well (`jax_versions.interpreted_gpu`).
-
-To add a part: here, once two operations need it.
+All of it also runs interpreted on the CPU (`jax_versions.interpreted_gpu`).
 """
 
 import dataclasses
@@ -26,20 +24,20 @@ from pallas_kernels.jax_versions import load_arranged, load_tile, match_varying,
 from pallas_kernels.jax_versions import mosaic_gpu as plgpu
 
 COMPUTING = 2
-"""Warpgroups."""
+"""Number of computing warpgroups."""
 ROWS = 64
-"""Of a computing warpgroup: what one WGMMA instruction writes."""
+"""Rows of a computing warpgroup, which one WGMMA instruction writes."""
 
 # Bytes of shared memory of a program: 227 KiB, less 1 KiB for barriers and alignment.
 SHARED = 226 * 1024
 # The 64 Ki registers of a multiprocessor: 2 x 128 x 232 + 128 x 40.
 REGISTERS_COMPUTING, REGISTERS_LOADING = 232, 40
 MULTIPROCESSORS = 132
-"""Of an H100 or H200 in a server."""
+"""Multiprocessors of an H100 or H200 in a server."""
 
 
 def shared(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Shared memory in the arrangement that TMA writes and WGMMA reads."""
+    """Return shared memory in the arrangement that TMA writes and WGMMA reads."""
     line = 128 // jnp.dtype(dtype).itemsize
     transforms = (plgpu.TilingTransform((8, line)), plgpu.SwizzleTransform(128))
     return plgpu.SMEM(shape, dtype, transforms=transforms)
@@ -49,29 +47,29 @@ def shared(shape: tuple[int, ...], dtype: Any) -> Any:
 class Registers:
     """Arrays in the arrangement of WGMMA's results, and products that add to them.
 
-    The interpreter has no arrangements, and multiplies only what lies in shared memory: there the
-    same is said in plain operations.
+    The interpreter has no arrangements, and multiplies only from shared memory: plain operations
+    compute the same there.
     """
 
     is_interpreted: bool
 
     def arranged(self, x: Array) -> Array:
-        """A matrix, or one number per row, as WGMMA would give it."""
+        """Cast a matrix, or one number per row, to the arrangement of WGMMA."""
         if self.is_interpreted:
             return x
         whole = plgpu.Layout.WGMMA
         return plgpu.layout_cast(x, whole if x.ndim == 2 else whole.reduce(1))
 
     def constant(self, shape: tuple[int, ...], value: float) -> Array:
-        """A matrix, or one number per row."""
+        """Return a constant matrix, or one constant per row."""
         return self.arranged(jnp.full(shape, value, jnp.float32))
 
     def index(self, shape: tuple[int, int], axis: int) -> Array:
-        """The row or column of every element."""
+        """Return the row or column index of every element."""
         return self.arranged(jax.lax.broadcasted_iota(jnp.int32, shape, axis))
 
     def load(self, ref: Any, axis: int) -> Array:
-        """A vector that goes along rows (axis 0) or columns (1), from either memory."""
+        """Load a vector along rows (axis 0) or columns (1), from global or shared memory."""
         if self.is_interpreted:
             return ref[...]
         return load_arranged(ref, plgpu.Layout.WGMMA.reduce(1 - axis))
@@ -79,7 +77,10 @@ class Registers:
     def products(
         self, shape: tuple[int, int], *pairs: tuple[Any, Any], started: Any = None
     ) -> tuple[Array, ...]:
-        """left @ right^T of every pair of matrices in shared memory; `started()` runs meanwhile."""
+        """Return left @ right^T of every pair of matrices in shared memory.
+
+        `started()` runs while the products do.
+        """
 
         def multiply(*sums: Any) -> tuple[Array, ...]:
             for total, (left, right) in zip(sums, pairs, strict=True):
@@ -101,8 +102,10 @@ class Registers:
     def add(
         self, totals: tuple[Array, ...], *pairs: tuple[Array, Any], started: Any = None
     ) -> tuple[Array, ...]:
-        """total + left @ right of every pair, with `left` in registers, `right` in shared memory;
-        `started()` runs meanwhile."""
+        """Return total + left @ right of every pair, `left` in registers, `right` in shared memory.
+
+        `started()` runs while the products do.
+        """
 
         def multiply(sums: tuple[Any, ...]) -> None:
             for total, (left, right) in zip(sums, pairs, strict=True):
@@ -118,10 +121,10 @@ class Registers:
         return tuple(pl.run_state(multiply)(tuple(plgpu.ACC.init(x) for x in totals)))
 
     def widened(self, ref: Any, dtype: Any) -> Array:
-        """A matrix of 8 or 4 bits in shared memory, as floating numbers that it is exactly."""
+        """Return a matrix of 8 or 4 bits in shared memory as exact floating values."""
         if self.is_interpreted:
             return ref[...].astype(dtype)
-        # A thread then holds 4 bytes in a row: it loads them at once, and writes 16 or 8.
+        # A thread then holds 4 consecutive bytes: it loads them at once, and writes 16 or 8.
         is_int4 = ref.dtype == jnp.int4
         x = load_tile(
             ref, plgpu.Layout.WGMMA_UPCAST_4X if is_int4 else plgpu.Layout.WGMMA_UPCAST_2X
@@ -135,7 +138,7 @@ class Registers:
     def add_while(
         self, total: Array, left: Any, right: Any, meanwhile: Callable[[], None]
     ) -> Array:
-        """total + left @ right of matrices in shared memory; `meanwhile()` runs beside it."""
+        """Return total + left @ right from shared memory; `meanwhile()` runs beside the product."""
 
         def multiply(sums: Any) -> None:
             plgpu.wgmma(sums, left, right)
@@ -156,19 +159,20 @@ class Registers:
         is_turned: tuple[bool, bool],
         before: Callable[[Array, Array], None] | None = None,
     ) -> Array:
-        """The sum of left @ right over the steps of a ring from `first` to before `last`.
+        """Return the sum of left @ right over the steps of a ring from `first` to before `last`.
 
-        A slot is given back once the product of the next one is under way.
+        A slot is freed once the product of the next one is under way.
 
         Args:
-            shape: of the sum.
-            ring: whose slots are read and given back.
-            first: step.
-            last: step + 1.
-            operands: of the left and the right one its slots in shared memory, and the part of a
-                slot, None where all of it is one.
-            is_turned: which operands are read the other way round.
-            before: `before(step, slot)` runs when a slot is full.
+            shape: Shape of the sum.
+            ring: Ring whose slots are read and freed.
+            first: First step.
+            last: Last step + 1.
+            operands: Slots of the left and the right operand in shared memory, each with the part
+                of a
+                slot to read, None for all of it.
+            is_turned: Whether each operand is transposed.
+            before: Called with (step, slot) when a slot is full.
         """
 
         def filled(step: Array) -> tuple[Array, Any, Any]:
@@ -214,8 +218,12 @@ class Registers:
         return pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef(shape, dtype))
 
     def free(self, barrier: Any, *, has_loaded: bool = False) -> None:
-        """Gives a slot back to TMA. WGMMA reads as TMA writes, in the asynchronous order; what was
-        loaded into registers (`has_loaded`), as all is by the interpreter, has to be fenced."""
+        """Give a slot back to TMA.
+
+        WGMMA reads in the asynchronous order in which TMA writes. Loads into registers
+        (`has_loaded`),
+        and all loads of the interpreter, need a fence.
+        """
         if has_loaded or self.is_interpreted:
             plgpu.commit_smem()
         plgpu.barrier_arrive(barrier)
@@ -228,33 +236,33 @@ def _dot(left: Array, right: Array, axis: int, left_axis: int = 1) -> Array:
 
 
 def sum_dtype(dtype: Any) -> Any:
-    """What WGMMA sums products of such numbers in."""
+    """Return the dtype in which WGMMA sums products of these values."""
     return jnp.int32 if jnp.issubdtype(dtype, jnp.integer) else jnp.float32
 
 
 def along(x: Array, shape: tuple[int, int], axis: int) -> Array:
-    """A vector as a matrix: element i in all of row i (axis 0) or of column i (1)."""
+    """Broadcast a vector to a matrix: element i fills row i (axis 0) or column i (1)."""
     return jax.lax.broadcast_in_dim(x, shape, [axis])
 
 
 def slot_of(at: Array, stages: int) -> Array:
-    """Where the block of a step lies."""
+    """Return the slot of a step."""
     return jax.lax.rem(at, jnp.int32(stages))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Ring:
-    """Slots that one warpgroup fills and others empty; steps are counted over the whole program."""
+    """Slots that one warpgroup fills and others empty; steps count over the whole program."""
 
     stages: int
-    """Slots."""
+    """Number of slots."""
     full: Any
     """Barriers, one per slot, at which copies arrive."""
     free: Any
-    """Barriers, one per slot, at which all that read arrive."""
+    """Barriers, one per slot, at which all readers arrive."""
 
     def acquire(self, at: Array) -> Array:
-        """For the loading warpgroup: the slot of a step, once it is free."""
+        """Return the slot of a step once it is free, for the loading warpgroup."""
         slot = slot_of(at, self.stages)
 
         @pl.when(at >= self.stages)
@@ -264,14 +272,14 @@ class Ring:
         return slot
 
     def drain(self, steps: Array) -> None:
-        """Awaits what is still in use: every phase of a barrier is seen, also the last."""
+        """Wait for the slots still in use; every phase of a barrier must be observed."""
 
         @pl.loop(steps, steps + self.stages)
         def _drain(at: Array) -> None:
             self.acquire(at)
 
     def await_full(self, at: Array) -> Array:
-        """For a computing warpgroup: the slot of a step, once it is filled."""
+        """Return the slot of a step once it is filled, for a computing warpgroup."""
         slot = slot_of(at, self.stages)
         plgpu.barrier_wait(self.full.at[slot])
         return slot
@@ -279,10 +287,10 @@ class Ring:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Stores:
-    """How a computing warpgroup writes 64 rows of a result, or some of them, through TMA."""
+    """Stores of 64 rows of a result, or some of them, through TMA."""
 
     staged: Any
-    """[2 slots, 64, columns that are 128 bytes], arranged for TMA, of this warpgroup."""
+    """[2 slots, 64, columns of 128 bytes] of this warpgroup, arranged for TMA."""
     cut: Any
     """[64, as many columns], not arranged, so that copies may begin at any row."""
 
@@ -293,13 +301,13 @@ class Stores:
         place: tuple[Array, Array],
         some: tuple[Array, Array] | None = None,
     ) -> None:
-        """Writes x, or rows of it.
+        """Store x, or rows of it.
 
         Args:
             x: [64, columns] in registers.
             out: [rows, columns] in global memory.
-            place: row and column of `out` where x would begin.
-            some: first row of x that is written, and last + 1, which may lie outside of it.
+            place: Row and column of `out` where x begins.
+            some: First row of x to store, and last + 1, which may be out of range.
         """
         row, column = place
         wide = self.cut.shape[-1]
@@ -308,7 +316,7 @@ class Stores:
         def whole() -> None:
             for i, part in parts:
                 slot = self.staged.at[i // wide % 2]
-                # The slots take turns, but for the last of an odd number and the next first one.
+                # Slots alternate, except between the last of an odd number and the next first.
                 is_after_itself = i == 0 and len(parts) % 2 == 1
                 plgpu.wait_smem_to_gmem(int(not is_after_itself), wait_read_only=True)
                 slot[...] = x[:, part].astype(out.dtype)
@@ -342,18 +350,18 @@ class Stores:
 
 
 def filled(x: Array, *multiples: int) -> Array:
-    """With zeros behind, so that every size is a multiple."""
+    """Pad with zeros, so that every size is a multiple."""
     more = [-size % multiple for size, multiple in zip(x.shape, multiples, strict=True)]
     return jnp.pad(x, [(0, size) for size in more]) if any(more) else x
 
 
 def walk_tiles(total: Array | int, number: int, tile: Callable[[Array, Array], Array]) -> Array:
-    """Goes through every `number`-th of `total` tiles, from the program's own on.
+    """Visit every `number`-th of `total` tiles, starting with the program's own index.
 
     Args:
-        total: tiles of all programs.
-        number: programs, whose index is the axis "program".
-        tile: tile(index, steps so far) -> steps with its own.
+        total: Number of tiles of all programs.
+        number: Number of programs, whose index is the axis "program".
+        tile: Maps (index, steps so far) to the steps including its own.
 
     Returns:
         The steps of all of them.
@@ -366,7 +374,7 @@ def walk_tiles(total: Array | int, number: int, tile: Callable[[Array, Array], A
 
 
 def programs(interpret: Any) -> int:
-    """How many there are where each has a multiprocessor for itself; two when interpreted."""
+    """Return the number of programs: one per multiprocessor, two when interpreted."""
     if interpret is not None:
         return 2
     described = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
@@ -384,7 +392,7 @@ def call(
     grid_names: tuple[str, ...],
     interpret: Any,
 ) -> tuple[Array, ...]:
-    """Runs a kernel whose scratch may hold None."""
+    """Run a kernel whose scratch may contain None."""
     found = [i for i, kind in enumerate(scratch) if kind is not None]
 
     def body(*refs):

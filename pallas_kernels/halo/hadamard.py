@@ -1,22 +1,23 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Hadamard rotations: an orthonormal matrix of entries +-1 / sqrt(n) along one axis of an array.
+"""Rotates arrays by Hadamard matrices: orthonormal, with entries +-1 / sqrt(n).
 
     out = x @ H / sqrt(n)        H H^T = n I
 
 One large value becomes n values of 1 / sqrt(n) of it, so that a scale that must fit the largest
 wastes fewer of its steps. With n = K 2^j, H is the Kronecker product of a matrix of order K and of
-Sylvester's matrix of order 2^j, and x is multiplied by factors of at most 128 one after the other:
-about n log n operations, as small products that a matrix unit takes whole.
+Sylvester's matrix of order 2^j; x is multiplied by factors of at most 128 one after the other:
+about n log n operations, as small products for a matrix unit.
 
 Orders: 1, 2, 4, 8, ... (Sylvester 1867), and K = q + 1 for primes q = 3 mod 4, K = 2 (q + 1) for
 primes q = 1 mod 4 (Paley 1933): 12, 20, 24, 28, 36, 40, 44, 48, ..., each times any power of two.
-Powers of primes (52, 100), and orders that no such rule gives (92, 116, 156, ...), are not built.
+Powers of primes (52, 100), and orders without such a rule (92, 116, 156, ...), are not built.
 
-An axis of any width can be rotated: in blocks of the largest order that divides it, next to each
-other. 30 is fifteen blocks of 2; an odd width is left as it is.
+An axis of any width is rotated in blocks of the largest order that divides it: 30 is fifteen blocks
+of 2; an odd width stays unchanged.
 
-To add an order: a rule beside Paley's two.
+To add an order: a rule in `_paley_rule` and its matrix in `_paley`, both in
+`pallas_kernels/halo/hadamard.py`.
 """
 
 import functools
@@ -34,19 +35,19 @@ _LARGEST_FACTOR = 128
 def hadamard(
     x: Float[Array, "..."], axis: int = -1, *, block: int | None = None, is_inverse: bool = False
 ) -> Float[Array, "..."]:
-    """Rotates an array along one axis.
+    """Rotate an array along one axis.
 
     Args:
-        x: Whole along `axis` wherever a block of it is; products are summed in float32.
-        axis: Which.
-        block: Values that are rotated together; None: `rotated_together(width)`.
-        is_inverse: Rotates back, by the transposed matrix.
+        x: Array that is whole along `axis` at least within blocks; sums are float32.
+        axis: Axis to rotate.
+        block: Values that are rotated together; None takes `rotated_together(width)`.
+        is_inverse: Whether to rotate back, by the transposed matrix.
 
     Returns:
-        In the shape and the dtype of x.
+        The rotated array in the shape and dtype of x.
 
     Raises:
-        ValueError: There is no axis like that, or no such block along it.
+        ValueError: There is no such axis, or no such block along it.
     """
     if not -x.ndim <= axis < x.ndim:
         raise ValueError(f"hadamard: axis={axis} is not one of the {x.ndim} of x {x.shape}.")
@@ -73,11 +74,11 @@ def hadamard(
 
 
 def rotated_together(width: int, most: int | None = None) -> int:
-    """The largest order of a Hadamard matrix that divides a width.
+    """Return the largest order of a Hadamard matrix that divides a width.
 
     Args:
-        width: Of the axis.
-        most: No larger than this; None: no limit.
+        width: Width of the axis.
+        most: Upper limit; None for no limit.
     """
     if width < 1:
         return 1
@@ -87,13 +88,13 @@ def rotated_together(width: int, most: int | None = None) -> int:
 
 @functools.cache
 def hadamard_matrix(order: int) -> np.ndarray:
-    """A matrix [order order] of +-1 whose rows are orthogonal.
+    """Return a matrix [order order] of +-1 with orthogonal rows.
 
     Args:
-        order: Whose rule is known here.
+        order: Order of the matrix.
 
     Raises:
-        ValueError: It is not.
+        ValueError: No rule builds this order.
     """
     factors = _factors(order) if order > 0 else None
     if factors is None:
@@ -112,7 +113,7 @@ def hadamard_matrix(order: int) -> np.ndarray:
 
 @functools.cache
 def _factors(order: int) -> tuple[int, ...] | None:
-    """Orders whose Kronecker product this is, each small where it can be; None: there are none."""
+    """Return small orders whose Kronecker product this is; None if there are none."""
     base = _base(order)
     if base == 0:
         return None
@@ -126,7 +127,7 @@ def _factors(order: int) -> tuple[int, ...] | None:
 
 
 def _base(order: int) -> int:
-    """The smallest order of a rule that gives this one times a power of two; 0: there is none."""
+    """Return the smallest order of a rule that gives this one times a power of two; 0 if none."""
     odd = order // (order & -order)
     if odd == 1:
         return 1
@@ -135,14 +136,14 @@ def _base(order: int) -> int:
 
 
 def _paley_rule(order: int) -> int:
-    """Which of Paley's two constructions gives this order; 0: neither."""
+    """Return which of Paley's two constructions gives this order; 0 for neither."""
     if _is_prime(order - 1) and (order - 1) % 4 == 3:
         return 1
     return 2 if order % 2 == 0 and _is_prime(order // 2 - 1) and (order // 2 - 1) % 4 == 1 else 0
 
 
 def _paley(order: int) -> np.ndarray:
-    """Paley's matrix, from which numbers are squares modulo a prime."""
+    """Return Paley's matrix, made from the quadratic residues modulo a prime."""
     rule = _paley_rule(order)
     prime = order - 1 if rule == 1 else order // 2 - 1
     squares = {i * i % prime for i in range(1, prime)}

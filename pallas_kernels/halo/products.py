@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Products of activations and a weight, of which both are in few bits, forward and backward.
+"""Multiplies activations and a weight that are both in few bits, forward and backward (HALO).
 
 With H orthonormal, Q one scale for a whole tensor, e the gradient of y:
 
@@ -9,20 +9,20 @@ With H orthonormal, Q one scale for a whole tensor, e the gradient of y:
     level 2   as level 1, but          dx = T^T (Q(T e) Q(H^T W)^T) H^T     T rotates tokens
 
 (HALO, arXiv 2501.02625, section 4; IST-DASLab/HALO.) Without Q all three are x W and its gradients.
-The codes of the forward product are what the backward one multiplies: of activations one byte per
-value waits for it. One large feature would take most steps of a scale away from the others, and one
-token with a large gradient those of dx: H and T spread them. 8-bit integers need level 2; float8,
-whose steps are relative, 0 or 1.
+The backward pass multiplies the codes of the forward pass: one byte per value of activations is
+kept. One large feature would take most steps of a scale, and one token with a large gradient those
+of dx: H and T spread them. 8-bit integers need level 2; float8, whose steps are relative, 0 or 1.
 
-`Halo.block` bounds what is rotated together. The paper rotates whole rows and whole batches; blocks
-of 128 cost a constant number of operations per value, and are the same on every mesh whose pieces
-they divide. In a manual region a scale is that of the tensor on all devices, at the price of one
-number per tensor that all of them agree on. What stands within one block cannot cross to another.
+`Halo.block` bounds the values that are rotated together. The paper rotates whole rows and whole
+batches; blocks of 128 cost a constant number of operations per value, and are the same on every
+mesh whose shards they divide. In a manual region a scale is that of the tensor on all devices, for
+which they agree on one number per tensor.
 
-Rows sorted by group are contracted with their own group's matrix, so that a rotation over tokens
-would mix groups: levels 1 and 2 are the same there. Of a stack of matrices each has its own scale.
+Rows sorted by group are multiplied with their own group's matrix, so that a rotation over tokens
+would mix groups: levels 1 and 2 are the same there. Each matrix of a stack has its own scale.
 
-To add a level: its three lines here, and in the oracle (reference.py).
+To add a level: its three products in `pallas_kernels/halo/products.py` and
+`pallas_kernels/halo/reference.py`, a row in `tests/pallas_kernels/halo/test_halo.py`.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ def project(
     dtype: Any = None,
     implementation: Implementation | None = None,
 ) -> Float[Array, ...]:
-    """A dense product, whose gradients are products in few bits too.
+    """Return a dense product, whose gradients are products in few bits too.
 
     Args:
-        x: [*tokens, contracted dimensions], these as in the weight.
-        weight: of one matrix.
-        halo: as the weight was encoded.
-        dtype: of the result; that of x when None.
-        implementation: of `quantized_matmul`.
+        x: [*tokens, contracted dimensions], the latter as in the weight.
+        weight: Encoded matrix.
+        halo: Format with which the weight was encoded.
+        dtype: Dtype of the result; None takes that of x.
+        implementation: Implementation of `quantized_matmul`.
 
     Returns:
         [*tokens, *outputs].
@@ -89,15 +89,15 @@ def project_groups(
     dtype: Any = None,
     implementation: Implementation | None = None,
 ) -> Float[Array, "R ..."]:
-    """Each group of consecutive rows by its own matrix, as `pallas_kernels.grouped_matmul`.
+    """Return each group of consecutive rows times its own matrix.
 
     Args:
-        rows: sorted by group; what stands past the last group is never read.
-        weights: a stack of G matrices.
-        group_sizes: rows of each group.
-        halo: as the weights were encoded.
-        dtype: of the result; that of `rows` when None.
-        implementation: of `grouped_matmul` and `grouped_outer`.
+        rows: Rows sorted by group; rows past the last group are not read.
+        weights: Encoded stack of G matrices.
+        group_sizes: Rows of each group.
+        halo: Format with which the weights were encoded.
+        dtype: Dtype of the result; None takes that of `rows`.
+        implementation: Implementation of `grouped_matmul` and `grouped_outer`.
 
     Returns:
         [R, *outputs]; 0 past the last group.
@@ -114,14 +114,14 @@ def project_groups(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Products:
-    """The three products, of which each is also told the sizes of groups, or None."""
+    """The three products; each also takes the group sizes, or None."""
 
     forward: Callable[..., Array]
     """(codes of x, codes of W, sizes, dtype of the result)."""
     into_activations: Callable[..., Array]
-    """(e in float32, codes of W, sizes) in float32."""
+    """(e in float32, codes of W, sizes), in float32."""
     into_weight: Callable[..., Array]
-    """(codes of x, turned where there are no groups, codes of e, sizes, dtype of the result)."""
+    """(codes of x, transposed without groups, codes of e, sizes, dtype of the result)."""
 
 
 def _multiplied(
@@ -132,7 +132,7 @@ def _multiplied(
     dtype: Any,
     products: _Products,
 ) -> Array:
-    """x times the weight, whose gradients are the other two products."""
+    """Return x times the weight; its gradients are the other two products."""
     block, dtypes = weight.block, (x.dtype, weight.carrier.dtype)
 
     def forward(
@@ -202,7 +202,7 @@ def _into_rows(
 
 
 def _within(x: Array, sizes: Array | None) -> Array:
-    """Zeros past the last group: what stands there must not decide about a scale."""
+    """Zero rows past the last group, which must not affect a scale."""
     if sizes is None:
         return x
     is_own = jnp.arange(x.shape[0], dtype=jnp.int32) < jnp.sum(sizes, dtype=jnp.int32)
@@ -210,7 +210,7 @@ def _within(x: Array, sizes: Array | None) -> Array:
 
 
 def _quantized(x: Array, halo: Halo) -> Codes:
-    """With the one scale of all devices."""
+    """Return codes with one scale for all devices."""
     return halo.quantize(x, varying_axes(x))
 
 

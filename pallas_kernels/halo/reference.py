@@ -1,8 +1,8 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""The oracle of HALO: numpy in float64, whole matrices of rotation, one token after another line.
+"""Reference of HALO in numpy float64, with whole rotation matrices.
 
-`rounded` is the only thing that is not exact: without it all levels give x W and its gradients.
+`rounded` is the only inexact step: without it all levels give x W and its gradients.
 """
 
 import math
@@ -18,15 +18,15 @@ Round = Callable[[np.ndarray], np.ndarray]
 def product(
     x: np.ndarray, w: np.ndarray, e: np.ndarray, *, level: int, block: int | None, rounded: Round
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """y = x w, and the gradients of x and w.
+    """Return y = x w, and the gradients of x and w.
 
     Args:
-        x: [m k].
-        w: [k n].
-        e: [m n], the gradient of y.
-        level: of HALO.
-        block: the most values that are rotated together.
-        rounded: what a tensor becomes in few bits, as float64.
+        x: Activations [m k].
+        w: Weight [k n].
+        e: Gradient of y [m n].
+        level: Level of HALO.
+        block: Largest number of values that are rotated together.
+        rounded: Maps a tensor to its rounded values, as float64.
     """
     turn = rotation(x.shape[1], block if level else 1)
     tokens = rotation(x.shape[0], block if level == 2 else 1)
@@ -36,21 +36,21 @@ def product(
 
 
 def rotation(width: int, most: int | None) -> np.ndarray:
-    """The orthonormal matrix [width width], block by block.
+    """Return the orthonormal matrix [width width], block by block.
 
     Args:
-        width: of the axis.
-        most: the largest block; None: no limit.
+        width: Width of the axis.
+        most: Largest block; None for no limit.
     """
     block = rotated_together(width, most)
     return np.kron(np.eye(width // block), hadamard_matrix(block) / math.sqrt(block))
 
 
 def round_to_integers(x: np.ndarray) -> np.ndarray:
-    """To 8 bits with one scale.
+    """Round to 8 bits with one scale.
 
     Args:
-        x: any shape.
+        x: Array of any shape.
     """
     scale = np.abs(x).max() / 127
     return np.rint(x / scale) * scale

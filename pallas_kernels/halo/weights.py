@@ -1,19 +1,18 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""A weight as HALO multiplies it: rotated along its contracted axis, in few bits, and gathered so.
+"""Encodes a weight for HALO: rotated along its contracted axis, in few bits, and gathered as codes.
 
-    codes = Q(H^T W)          of the piece that a device has, with the scale of the whole weight
+    codes = Q(H^T W)          of the shard that a device has, with the scale of the whole weight
     codes of the whole        all-gathered: 1 byte per value, where W itself would send 4 or 2
     dW    = H dcodes          reduce-scattered in the dtype of W, then rotated back by each device
 
-Rotating blocks of the piece is rotating the whole in these blocks, so nothing but codes is sent
+Rotating blocks of a shard is rotating the whole weight in these blocks, so only codes are sent
 (HALO, arXiv 2501.02625, section 4.3: HQ-FSDP). Where the contracted axis is cut so finely that a
-piece is narrower than `Halo.block`, the block is narrower too, and so is that of the activations:
+shard is narrower than `Halo.block`, the block is narrower too, and so is that of the activations:
 another rotation, hence another rounding, of the same product.
 
-A scale belongs to one matrix: to each of a stack of experts its own. Codes have no gradient; it
-goes through `EncodedWeight.carrier`, zeros of the shape of the product's matrix, which nothing
-reads and XLA drops.
+Each matrix of a stack of experts has its own scale. Codes have no gradient; it goes through
+`EncodedWeight.carrier`, unread zeros in the shape of the product's matrix, which XLA drops.
 """
 
 from __future__ import annotations
@@ -36,43 +35,44 @@ MeshAxes = tuple[str, ...]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Halo:
-    """How products are taken in few bits."""
+    """Format of products in few bits."""
 
     dtype: Literal["int8", "float8_e4m3fn"] | None
-    """Of the codes; None: nothing is rounded, which shows that the rest is exact."""
+    """Dtype of the codes; None rounds nothing, for tests of exactness."""
     level: Literal[0, 1, 2]
-    """0: no rotation. 1: along the contracted axis of the forward product. 2: and of what comes
-    back to the activations, over tokens."""
+    """Rotation level: 0 rotates nothing, 1 the contracted axis of the forward product, 2 also the
+    tokens of the gradient of the activations.
+    """
     block: int | None = None
-    """The most values that are rotated together; None: as many as there are."""
+    """Largest number of values that are rotated together; None for no limit."""
 
     def quantize(self, x: Array, over: MeshAxes = ()) -> QuantizedArray | Array:
-        """All of x with one scale.
+        """Round all of x with one scale.
 
         Args:
-            x: in float32.
-            over: mesh axes over which it is cut.
+            x: Array in float32.
+            over: Mesh axes over which it is sharded.
         """
         return x if self.dtype is None else quantize(x, self.dtype, axis=None, over=over)
 
 
-# Not checked at run time: tree functions also fill records with shapes, specs and tracers.
+# Not type-checked: tree functions also fill records with shapes, specs and tracers.
 @typing.no_type_check
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class EncodedWeight:
-    """A weight, ready to be multiplied: a pytree."""
+    """Weight that is ready to be multiplied; a pytree."""
 
     codes: QuantizedArray | Array
-    """[*stack k n]: one matrix, or one for each group of rows."""
+    """[*stack k n]: one matrix, or one per group of rows."""
     carrier: Array
-    """Zeros of that shape, in the dtype of the weight: its gradient is the codes'."""
+    """Zeros of the same shape in the dtype of the weight; its gradient is that of the codes."""
     block: int = dataclasses.field(metadata={"static": True})
-    """Values along k that were rotated together; 1: none were."""
+    """Values along k that were rotated together; 1 for none."""
     contracted: int = dataclasses.field(metadata={"static": True})
-    """How many dimensions k was."""
+    """Number of dimensions that were flattened into k."""
     outputs: tuple[int, ...] = dataclasses.field(metadata={"static": True})
-    """What n was before it was made one dimension."""
+    """Dimensions that were flattened into n."""
 
 
 def encode(
@@ -84,24 +84,25 @@ def encode(
     gathered: tuple[MeshAxes, ...] = (),
     over: MeshAxes = (),
 ) -> EncodedWeight:
-    """Rotates, rounds and gathers a weight.
+    """Rotate, round and gather a weight.
 
     Args:
-        weight: [*stack, contracted dimensions, others], or a device's piece of it.
-        halo: how.
-        contracted: how many dimensions a product sums over, those of one matrix that come first.
-            Of these only the first may be gathered.
-        is_stack: the first dimension counts matrices.
-        gathered: of each dimension the mesh axes along which it is gathered; (): nothing is.
-        over: mesh axes over which one matrix is cut, gathered or not: its scale fits all of it.
+        weight: [*stack, contracted dimensions, others], or a device's shard of it.
+        halo: Format of the codes.
+        contracted: Number of dimensions that a product sums over, the first ones of one matrix.
+            Only
+            the first of them may be gathered.
+        is_stack: Whether the first dimension counts matrices.
+        gathered: Mesh axes along which each dimension is gathered; () gathers nothing.
+        over: Mesh axes over which one matrix is sharded, gathered or not; its scale fits all of it.
 
     Returns:
-        The whole weight; the gradient of its carrier comes back to each piece, summed over the
+        The whole weight. The gradient of its carrier comes back to each shard, summed over the
         devices that gathered it.
 
     Raises:
-        ValueError: a contracted dimension behind the first is gathered: pieces of it are not
-            blocks of what is rotated.
+        ValueError: A contracted dimension other than the first is gathered; its shards are no
+            blocks of the rotation.
     """
     if any(gathered[is_stack + 1 : is_stack + contracted]):
         raise ValueError(
@@ -116,7 +117,7 @@ def encode(
     block = rotated_together(piece[-2], halo.block) if halo.level else 1
 
     def whole(values: Array) -> Array:
-        """The matrices of all pieces, of which this device has one."""
+        """Gather the matrices of all shards."""
         values = values.reshape(weight.shape)
         for dimension, names in places:
             values = jax.lax.all_gather(values, names, axis=dimension, tiled=True)

@@ -1,44 +1,131 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""What ring attention and token-ring attention refuse, in words.
+"""Checks the arguments of ring_attention and token_ring_attention.
 
-To add a rule: a function here, called by the door, and its message in the tests.
+To add a check: a function called by `check_call` (this file), its message in
+`tests/pallas_kernels/ring_attention/test_ring_attention.py`.
 """
+
+import typing
+from typing import NamedTuple
 
 import jax
 import numpy as np
 from jax.core import Tracer
 
 from pallas_kernels.array_types import Array
-from pallas_kernels.flash_attention.arguments import check_heads
+from pallas_kernels.backend import Implementation
+from pallas_kernels.flash_attention.api import KERNELS, OPERATION
+from pallas_kernels.flash_attention.arguments import check_heads, check_mask
+from pallas_kernels.flash_attention.mask import Rules
+from pallas_kernels.ring.step import Links, Transport, check_transport
 from pallas_kernels.sequence_layout import SequenceLayout
 
 
+class Call(NamedTuple):
+    """A checked call."""
+
+    ranks: int
+    """Number of ranks of the ring."""
+    rules: Rules
+    """Mask rules."""
+    links: Links
+    """Mesh axis, transport and implementation."""
+
+
+def check_call(
+    name: str,
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    axis_name: str,
+    causal: bool,
+    layout: str,
+    positions: Array | None,
+    segment_ids: Array | None,
+    window: int | None,
+    softcap: float | None,
+    scale: float | None,
+    transport: str,
+    implementation: Implementation | None,
+) -> Call:
+    """Return the static parts of a call.
+
+    Args:
+        name: Operation, for messages.
+        q: Queries; all further arguments are those of `ring_attention`.
+        k: Keys.
+        v: Values.
+        axis_name: Mesh axis of the ring.
+        causal: Whether a query sees no later key.
+        layout: Layout of the tokens.
+        positions: Positions of the local tokens.
+        segment_ids: Segments of the local tokens.
+        window: Distance from which keys are hidden.
+        softcap: Bound of the logits.
+        scale: Factor of the logits; None is 1 / sqrt(H).
+        transport: Transport of the parcels.
+        implementation: Implementation of flash_attention.
+
+    Raises:
+        ValueError: Shapes, dtypes or options do not fit, or cannot run here.
+    """
+    ranks = num_ranks(name, axis_name)
+    check_arrays(name, q, k, v)
+    check_tokens(name, q, positions, segment_ids, ranks)
+    check_mask(name, window, softcap)
+    check_choice(name, "layout", layout, typing.get_args(SequenceLayout))
+    check_layout(name, q.shape[1], ranks, layout)
+    if window is not None and layout == "document_zigzag" and positions is None:
+        raise ValueError(
+            f"{name}: window={window} counts positions, and with layout='document_zigzag' those "
+            "depend on the documents of the whole sequence: give positions, laid out by the order "
+            "that laid out the tokens."
+        )
+    kernels = KERNELS[OPERATION.choose(implementation).implementation]
+    check_transport(name, transport, kernels)
+    rules = Rules(
+        causal=causal,
+        window=window,
+        softcap=softcap,
+        scale=q.shape[-1] ** -0.5 if scale is None else scale,
+    )
+    return Call(ranks, rules, Links(axis_name, typing.cast(Transport, transport), kernels))
+
+
+def check_choice(name: str, option: str, value: str, choices: tuple[str, ...]) -> None:
+    """Raise if an option has an unknown value."""
+    if value not in choices:
+        names = ", ".join(map(repr, choices))
+        raise ValueError(f"{name}: {option}={value!r} must be one of {names}.")
+
+
 def num_ranks(name: str, axis_name: str) -> int:
-    """Of a mesh axis, inside `jax.shard_map`; or words instead of an unbound name."""
+    """Return the size of a mesh axis inside `jax.shard_map`; raise ValueError if it is unbound."""
     try:
         return jax.lax.axis_size(axis_name)
     except NameError as error:
         raise ValueError(
-            f"{name}: axis_name={axis_name!r} must be a manual mesh axis, and here is none of that "
-            "name: call it on local shards, inside a jax.shard_map over that axis."
+            f"{name}: axis_name={axis_name!r} must be a manual mesh axis, and there is none "
+            "of that name: call it on local shards, inside a jax.shard_map over that axis."
         ) from error
 
 
 def check_arrays(name: str, q: Array, k: Array, v: Array) -> None:
-    """Shapes and dtypes of a rank's queries, keys and values."""
+    """Raise if shapes or dtypes of a rank's queries, keys and values do not fit."""
     check_heads(name, q, k, v)
     if q.shape[1] != k.shape[1]:
         raise ValueError(
-            f"{name}: q, k and v are of the same tokens of this rank and must have the same length,"
-            f" not q {q.shape}, k {k.shape}, v {v.shape}."
+            f"{name}: q, k and v belong to the same tokens of this rank and must have the same"
+            f" length, not q {q.shape}, k {k.shape}, v {v.shape}."
         )
 
 
 def check_tokens(
     name: str, q: Array, positions: Array | None, segment_ids: Array | None, ranks: int
 ) -> None:
-    """Shapes of positions and segments; and whether positions that are known are possible."""
+    """Raise if positions or segments have wrong shapes, or known positions are no permutation."""
     b, width = q.shape[:2]
     if segment_ids is not None and segment_ids.shape != (b, width):
         raise ValueError(
@@ -65,8 +152,8 @@ def check_tokens(
             )
 
 
-def check_layout(name: str, width: int, ranks: int, layout: SequenceLayout) -> None:
-    """A rank must hold whole pieces."""
+def check_layout(name: str, width: int, ranks: int, layout: str) -> None:
+    """Raise if a rank does not hold whole pieces."""
     if layout != "contiguous" and ranks > 1 and width % 2:
         raise ValueError(
             f"{name}: {width} tokens on each of {ranks} ranks are no two equal pieces: with layout"
@@ -76,7 +163,7 @@ def check_layout(name: str, width: int, ranks: int, layout: SequenceLayout) -> N
 
 
 def check_directions(name: str, directions: str, heads: int, form: str) -> None:
-    """Half of the heads of keys must be a whole number."""
+    """Raise if the heads of keys cannot be split between two directions."""
     if directions == "one":
         return
     if heads % 2:
@@ -87,5 +174,5 @@ def check_directions(name: str, directions: str, heads: int, form: str) -> None:
     if form == "near":
         raise ValueError(
             f"{name}: directions='both' with a window on layout='contiguous': what a query sees"
-            " lies on one side of it, and the other way round is longer; choose directions='one'."
+            " is on one side of it, and the other way round is longer: choose directions='one'."
         )

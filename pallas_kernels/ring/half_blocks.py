@@ -1,20 +1,19 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""The two half blocks of a step between two ranks of a zigzag layout: all that is seen, no mask.
+"""Selects the two unmasked half blocks of a step between two ranks of a zigzag layout.
 
-Of 2N pieces rank r holds r, its low half, and 2N - 1 - r, its high half. Between the queries of one
-rank and the keys of another, causality leaves exactly two blocks of half by half, all of which is
-visible:
+Rank r holds pieces r (its low half) and 2N - 1 - r (its high half) of 2N pieces. Between the
+queries of one rank and the keys of another, causality leaves exactly two blocks of half by half,
+all of which is visible:
 
     A = high queries x low keys
     B = low queries x low keys     if the queries' rank is the later one
         high queries x high keys   if it is the earlier one
 
-Both have the same shape on every rank. Here they stand one behind the other in the batch, so that
-a step is one call without a mask and without a branch, of the same shape on every rank. Arrays have
-the batch first; halves are (low, high).
+Both blocks are stacked in the batch dimension, so that a step is one call without a causal mask or
+a branch, of the same shape on every rank. Arrays have the batch first; halves are (low, high).
 
-It does not mask segments or windows: the mask of the attention does, of tokens stacked likewise.
+Segments and windows are masked by the attention, with tokens stacked in the same way.
 """
 
 from typing import NamedTuple
@@ -26,45 +25,45 @@ from pallas_kernels.ring.online_softmax import SoftmaxState, merge
 
 
 class Halves(NamedTuple):
-    """Both halves of something that a rank holds."""
+    """Low and high half of an array of a rank."""
 
     low: Array
     high: Array
 
 
 def halves(x: Array, axis: int = 1) -> Halves:
-    """Cuts an array with an even number of positions along one of its axes."""
+    """Split an array with an even number of positions along an axis."""
     return Halves(*jnp.split(x, 2, axis=axis))
 
 
 def stack_queries(x: Halves, is_earlier: Bool[Array, ""]) -> Shaped[Array, "..."]:
-    """Of A, then of B: [2B ...].
+    """Return the query halves of blocks A and B, stacked to [2B ...].
 
     Args:
-        x: halves of the queries, or of what belongs to them.
-        is_earlier: whether the rank of the queries comes before that of the keys.
+        x: Halves of the queries, or of an array that belongs to them.
+        is_earlier: Whether the rank of the queries comes before the rank of the keys.
     """
     return jnp.concatenate([x.high, jnp.where(is_earlier, x.high, x.low)])
 
 
 def stack_keys(x: Halves, is_earlier: Bool[Array, ""]) -> Shaped[Array, "..."]:
-    """Of A, then of B: [2B ...].
+    """Return the key halves of blocks A and B, stacked to [2B ...].
 
     Args:
-        x: halves of the keys, or of what belongs to them.
-        is_earlier: whether the rank of the queries comes before that of the keys.
+        x: Halves of the keys, or of an array that belongs to them.
+        is_earlier: Whether the rank of the queries comes before the rank of the keys.
     """
     return jnp.concatenate([x.low, jnp.where(is_earlier, x.high, x.low)])
 
 
 def sum_queries(stacked: Array, is_earlier: Bool[Array, ""]) -> Halves:
-    """What both blocks add to the halves of the queries: the transpose of `stack_queries`."""
+    """Return the sums of both blocks by half of the queries; the transpose of `stack_queries`."""
     a, b = jnp.split(stacked, 2)
     return Halves(_only(~is_earlier, b), a + _only(is_earlier, b))
 
 
 def sum_keys(stacked: Array, is_earlier: Bool[Array, ""]) -> Halves:
-    """What both blocks add to the halves of the keys: the transpose of `stack_keys`."""
+    """Return the sums of both blocks by half of the keys; the transpose of `stack_keys`."""
     a, b = jnp.split(stacked, 2)
     return Halves(a + _only(~is_earlier, b), _only(is_earlier, b))
 
@@ -72,11 +71,11 @@ def sum_keys(stacked: Array, is_earlier: Bool[Array, ""]) -> Halves:
 def merge_queries(
     stacked: SoftmaxState, is_earlier: Bool[Array, ""]
 ) -> tuple[SoftmaxState, SoftmaxState]:
-    """What the halves of the queries, (low, high), have seen in both blocks, in float32.
+    """Return the softmax states of the low and high queries after both blocks, in float32.
 
     Args:
-        stacked: attention over both blocks.
-        is_earlier: whether the rank of the queries comes before that of the keys.
+        stacked: Attention over both blocks.
+        is_earlier: Whether the rank of the queries comes before the rank of the keys.
     """
     out, lse = (jnp.split(x.astype(jnp.float32), 2) for x in stacked)
     a, b = SoftmaxState(out[0], lse[0]), SoftmaxState(out[1], lse[1])
@@ -84,7 +83,7 @@ def merge_queries(
 
 
 def seen_if(condition: Bool[Array, ""], state: SoftmaxState) -> SoftmaxState:
-    """The state itself, or that of queries which have seen no key."""
+    """Return the state where the condition holds, else the state that has seen no key."""
     lse = jnp.where(condition, state.lse, -jnp.inf)
     return SoftmaxState(_only(condition, state.out), lse)
 

@@ -1,17 +1,18 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Attention over part of the keys as a pair (out, lse), and the merge of two parts.
+"""Represents attention over part of the keys as (out, lse), and merges two parts.
 
     lse = log(exp(a.lse) + exp(b.lse))
     out = exp(a.lse - lse) * a.out + exp(b.lse - lse) * b.out
 
 The merge is associative and commutative, and the state that has seen no key (out 0, lse -inf) is
-its identity: parts of the keys may be visited in any order, on any device, and merged at the end
-(Milakov and Gimelshein, arXiv 1805.02867; in the form with lse: Ring Attention, arXiv 2310.01889).
+its identity: parts of the keys may be visited in any order, on any device (Milakov and Gimelshein,
+arXiv 1805.02867; the form with lse: Ring Attention, arXiv 2310.01889).
 
-`flash_attention` returns exactly this pair. Merge in float32: every merge rounds the output.
+`flash_attention` returns this pair. Merge in float32: every merge rounds the output.
 
-To add a statistic of the softmax (its entropy, say), give it a field and a line in `merge`.
+To add a statistic of the softmax: a field of `SoftmaxState` and its line in `merge`, both in
+`pallas_kernels/ring/online_softmax.py`.
 """
 
 from typing import NamedTuple
@@ -20,26 +21,17 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.array_types import Array, Float
-from pallas_kernels.jax_versions import match_varying
 
 
 class SoftmaxState(NamedTuple):
-    """Attention over some of the keys: a pytree."""
+    """Attention over some of the keys; a pytree."""
 
     out: Float[Array, "B S N Hv"]
     lse: Float[Array, "B N S"]
 
 
-def empty_like(state: SoftmaxState) -> SoftmaxState:
-    """The state of queries that have seen no key yet, with the shapes and dtypes of `state`."""
-    return SoftmaxState(
-        match_varying(jnp.zeros(state.out.shape, state.out.dtype), state.out),
-        match_varying(jnp.full(state.lse.shape, -jnp.inf, state.lse.dtype), state.lse),
-    )
-
-
 def merge(a: SoftmaxState, b: SoftmaxState) -> SoftmaxState:
-    """Attention over the keys of `a` and of `b` together.
+    """Return attention over the keys of both states.
 
     Args:
         a: Attention over some keys.
@@ -47,7 +39,7 @@ def merge(a: SoftmaxState, b: SoftmaxState) -> SoftmaxState:
 
     Returns:
         The merged state, in the dtypes of `a`. Values and gradients are finite where a query has
-        seen nothing in one part, or in both (out 0, lse -inf).
+        seen no key in one part or in both (out 0, lse -inf).
     """
     top = jnp.maximum(a.lse, b.lse)
     # The maximum cancels. Without stop_gradient the derivative of -inf - -inf would be NaN.

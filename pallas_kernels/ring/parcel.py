@@ -1,8 +1,8 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""What travels between the ranks of a mesh axis: an array, and from where to where.
+"""The record of an array that travels between the ranks of a mesh axis.
 
-To add a way to travel, see ring_step.py.
+To add a transport: `pallas_kernels/ring/step.py`.
 """
 
 from typing import NamedTuple
@@ -11,8 +11,8 @@ from pallas_kernels.array_types import Array
 
 
 class Parcel(NamedTuple):
-    """Something on its way."""
+    """An array and the ranks between which it travels."""
 
     array: Array
     pairs: tuple[tuple[int, int], ...]
-    """(from, to); no rank twice on either side."""
+    """Pairs (from, to) of ranks; no rank occurs twice on either side."""

@@ -1,23 +1,24 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""One step of a ring: attention over the block at hand while parcels travel between the ranks.
+"""Computes attention over one block of keys while parcels travel between the ranks of a ring.
 
-A parcel is an array and the static list of (from, to) ranks of the mesh axis between which it
-travels, as for `jax.lax.ppermute`; a rank that nobody sends to finds zeros. What travels in a step
-may depend on earlier steps only, so that no transport has to wait for the block's arithmetic:
+A parcel is an array with a static list of (from, to) ranks, as for `jax.lax.ppermute`; a rank that
+receives nothing gets zeros. What travels in a step depends on earlier steps only, so that no
+transport waits for the arithmetic of the step:
 
-    ppermute     XLA's collectives, on any backend; its scheduler moves them beside the arithmetic
-    remote_dma   copies that the block's own TPU kernel starts and waits for (remote_dma/)
+    ppermute     XLA collectives, on any backend; XLA schedules them beside the arithmetic
+    remote_dma   copies that the TPU kernel of the block starts and waits for (ring/remote_dma/)
 
-Ring attention (K and V travel) and token-ring attention (Q and results do) are built on these two
-functions.
+Ring attention (keys and values travel) and token-ring attention (queries and results travel) use
+these functions in both passes.
 
-To add a transport: a branch in both functions, its name in `Transport`.
+To add a transport: its name in `Transport` and a branch in the functions of
+`pallas_kernels/ring/step.py`, a row in `tests/pallas_kernels/ring/test_remote_dma.py`.
 """
 
 import typing
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import jax
 
@@ -34,6 +35,17 @@ from pallas_kernels.ring.remote_dma import blocks as remote_dma
 Transport = Literal["ppermute", "remote_dma"]
 
 
+class Links(NamedTuple):
+    """How the ranks of a ring exchange parcels and compute blocks; hashable."""
+
+    axis_name: str
+    """Mesh axis of the ring."""
+    transport: Transport
+    """Transport of the parcels."""
+    kernels: Kernels
+    """Implementation of flash_attention for the blocks."""
+
+
 def attend_and_send(
     q: Array,
     k: Array,
@@ -41,24 +53,20 @@ def attend_and_send(
     tokens: Tokens,
     rules: Rules,
     parcels: Sequence[Parcel],
-    *,
-    axis_name: str,
-    transport: Transport,
-    kernels: Kernels,
+    links: Links,
 ) -> tuple[SoftmaxState, tuple[Array, ...]]:
-    """Attention over one block of keys, and what has arrived meanwhile.
+    """Return attention over one block of keys, and the arrays that arrive meanwhile.
 
     Args:
-        q: [B S N H], as k, v, tokens and rules for `flash_attention`.
-        k: [B U M H].
-        v: [B U M Hv].
-        tokens: positions and segments.
-        rules: of the mask.
-        parcels: to be sent.
-        axis_name: along which mesh axis.
-        transport: how.
-        kernels: of the implementation of the attention.
+        q: Queries [B S N H].
+        k: Keys [B U M H].
+        v: Values [B U M Hv].
+        tokens: Positions and segments of queries and keys.
+        rules: Mask rules.
+        parcels: Arrays to send.
+        links: Mesh axis, transport and implementation.
     """
+    axis_name, transport, kernels = links
     if transport == "remote_dma":
         check_transport("attend_and_send", transport, kernels)
         state, arrived = remote_dma.attend(q, k, v, tokens, rules, parcels, axis_name)
@@ -77,27 +85,23 @@ def differentiate_and_send(
     lse: Array,
     delta: Array,
     parcels: Sequence[Parcel],
-    *,
-    axis_name: str,
-    transport: Transport,
-    kernels: Kernels,
+    links: Links,
 ) -> tuple[tuple[Array, Array, Array], tuple[Array, ...]]:
-    """Gradients of one block, in float32, and what has arrived meanwhile.
+    """Return the gradients of one block in float32, and the arrays that arrive meanwhile.
 
     Args:
-        q: [B S N H], as all up to delta for `Kernels.differentiate`.
-        k: [B U M H].
-        v: [B U M Hv].
-        tokens: positions and segments.
-        rules: of the mask.
-        d_out: [B S N Hv].
-        lse: [B N S], of the whole softmax.
-        delta: [B N S], likewise.
-        parcels: to be sent.
-        axis_name: along which mesh axis.
-        transport: how.
-        kernels: of the implementation of the attention.
+        q: Queries [B S N H].
+        k: Keys [B U M H].
+        v: Values [B U M Hv].
+        tokens: Positions and segments of queries and keys.
+        rules: Mask rules.
+        d_out: Gradient of the output [B S N Hv].
+        lse: Log-sum-exp of the whole softmax [B N S].
+        delta: Softmax term of the gradient [B N S]; see flash_attention/kernels.py.
+        parcels: Arrays to send.
+        links: Mesh axis, transport and implementation.
     """
+    axis_name, transport, kernels = links
     if transport == "remote_dma":
         check_transport("differentiate_and_send", transport, kernels)
         return remote_dma.differentiate(
@@ -110,28 +114,28 @@ def differentiate_and_send(
 def send(
     parcels: Sequence[Parcel], axis_name: str, transport: Transport = "ppermute"
 ) -> tuple[Array, ...]:
-    """Nothing but the travelling, after the last block.
+    """Send parcels without computing anything, and return the arrays that arrive.
 
     Args:
-        parcels: to be sent.
-        axis_name: along which mesh axis.
-        transport: how.
+        parcels: Arrays to send.
+        axis_name: Mesh axis of the ring.
+        transport: Transport of the parcels.
     """
     if transport == "remote_dma":
         return remote_dma.send(parcels, axis_name)
     return tuple(jax.lax.ppermute(x, axis_name, list(pairs)) for x, pairs in parcels)
 
 
-def check_transport(name: str, transport: Transport, kernels: Kernels) -> None:
-    """Refuses what cannot run, inside a manual region.
+def check_transport(name: str, transport: str, kernels: Kernels) -> None:
+    """Raise if a transport cannot run here; call it inside a manual region.
 
     Args:
-        name: of the operation.
-        transport: how parcels travel.
-        kernels: of the implementation of the attention.
+        name: Operation, for the message.
+        transport: Transport asked for.
+        kernels: Implementation of flash_attention for the blocks.
 
     Raises:
-        ValueError: no such transport, devices without it, or an implementation that it cannot join.
+        ValueError: The transport is unknown, needs other devices, or needs other kernels.
     """
     if transport not in typing.get_args(Transport):
         names = ", ".join(map(repr, typing.get_args(Transport)))

@@ -1,14 +1,16 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""The forward pass of ring attention: own tokens first, then one owner's keys after the other.
+"""Computes the forward pass of ring attention.
 
     (out, lse) = merge over owners of attention(q, k of owner, v of owner)
 
-The state is merged in float32 (online_softmax.py); what a block returns is in the dtype of q.
+The state is merged in float32 (ring/online_softmax.py); blocks return out in the dtype of q.
 
-With transport="remote_dma" all steps are one kernel (remote_dma/ring_forward.py) where at least 3/4
-of the keys visit all ranks, one way round, and what it keeps fits the fast memory.
+With transport="remote_dma" all steps are one kernel (ring/remote_dma/ring_forward.py) where at
+least 3/4 of the keys visit all ranks, one way round, and the kernel's arrays fit VMEM.
 """
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +20,7 @@ from pallas_kernels.ring.online_softmax import SoftmaxState, merge
 from pallas_kernels.ring.remote_dma.ring_forward import attend_ring, fits
 from pallas_kernels.ring.step import attend_and_send
 from pallas_kernels.ring_attention import shards
+from pallas_kernels.ring_attention.rotate import rotate_keys
 from pallas_kernels.ring_attention.shards import Cut, Ids, Ring
 
 
@@ -28,14 +31,14 @@ def attend(
     ids: Ids,
     ring: Ring,
 ) -> tuple[Float[Array, "B S N Hv"], Float[Array, "B N S"]]:
-    """Attention of a rank's queries to the keys of all ranks.
+    """Return attention of a rank's queries to the keys of all ranks.
 
     Args:
-        q: of this rank, as k and v.
-        k: keys.
-        v: values.
-        ids: of all ranks.
-        ring: how.
+        q: Queries of this rank.
+        k: Keys of this rank.
+        v: Values of this rank.
+        ids: Positions and segments of all ranks.
+        ring: Static part of the call.
 
     Returns:
         The output in the dtype of q, and the log-sum-exp in float32.
@@ -44,38 +47,37 @@ def attend(
     if shards.is_one_kernel(ring) and fits(q, k, v, ring.rules):
         tokens = shards.numbered_tokens(ids, ring, rank, q.shape[1])
         return attend_ring(q, k, v, tokens, ring.rules, axis_name=ring.axis_name)
-    how = {"axis_name": ring.axis_name, "transport": ring.transport, "kernels": ring.kernels}
-    own_q, own = shards.cut(q, ring), shards.cut(shards.pack(k, v), ring)
+    own_q = shards.cut(q, ring)
+    states: Cut = []
 
-    parcels = shards.key_parcels(ring, 0, own, shards.nothing(ring))
-    tokens = shards.own_tokens(ids, ring, rank)
-    state, arrived = attend_and_send(q, k, v, tokens, ring.rules_at(0), parcels, **how)
-    states = shards.zip_cuts(
-        SoftmaxState,
-        shards.cut(state.out.astype(jnp.float32), ring),
-        shards.cut(state.lse, ring, tokens=2, heads=1),
-    )
-    arrived, (states,) = shards.paced(arrived, states)
-    held = shards.arrived_keys(ring, 0, iter(arrived))
-    for step in range(1, ring.schedule.num_steps):
-        queries = shards.by_block(ring, step, rank, "q", own_q)
-        keys = shards.unpack(shards.by_block(ring, step, rank, "k", held), k.shape[-1])
-        tokens = shards.block_tokens(ids, ring, step, rank)
-        parcels = shards.key_parcels(ring, step, own, held)
-        state, arrived = attend_and_send(
-            queries, *keys, tokens, ring.rules_at(step), parcels, **how
-        )
-        arrived, (state,) = shards.paced(arrived, state)
-        held = shards.arrived_keys(ring, step, iter(arrived))
-        _merge_blocks(states, state, ring, step, rank)
+    def compute(step: int, keys: tuple[Array, Array], tokens: Any, parcels: Any) -> Any:
+        queries = q if step == 0 else shards.by_block(ring, step, rank, "q", own_q)
+        (k, v), rules = keys, ring.rules_at(step)
+        state, arrived = attend_and_send(queries, k, v, tokens, rules, parcels, ring.links)
+        return (_by_piece(state, ring) if step == 0 else state), arrived
 
+    def absorb(step: int, found: Any, taken: Any) -> None:
+        if step == 0:
+            states.extend(found)
+        else:
+            _merge_blocks(states, found, ring, step, rank)
+
+    rotate_keys(k, v, ids, ring, compute, absorb)
     out = shards.join([[piece.out for piece in route] for route in states])
     lse = shards.join([[piece.lse for piece in route] for route in states], tokens=2, heads=1)
     return out.astype(q.dtype), lse
 
 
+def _by_piece(state: SoftmaxState, ring: Ring) -> Cut:
+    return shards.zip_cuts(
+        SoftmaxState,
+        shards.cut(state.out.astype(jnp.float32), ring),
+        shards.cut(state.lse, ring, tokens=2, heads=1),
+    )
+
+
 def _merge_blocks(states: Cut, state: SoftmaxState, ring: Ring, step: int, rank: Array) -> None:
-    """Merges the blocks of a step into the pieces of queries that they belong to."""
+    """Merge the blocks of a step into the pieces of queries that they belong to."""
     for at, block, (out, lse) in shards.blocks_of(ring, step, *state):
         for piece in sorted(set(block.q)):
             sees = [q == piece and k is not None for q, k in zip(block.q, block.k, strict=True)]

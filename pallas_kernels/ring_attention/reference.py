@@ -1,9 +1,9 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""The definition of ring attention: dense attention to the keys of all ranks, gathered.
+"""Reference of ring attention: dense attention to the gathered keys of all ranks.
 
-Takes the memory of the whole row of scores and the traffic of an all-gather; gradients are those
-that JAX derives.
+It takes the memory of the whole row of scores and the traffic of an all-gather; JAX derives the
+gradients.
 """
 
 import jax
@@ -29,14 +29,14 @@ def ring_attention(
     softcap: float | None = None,
     scale: float | None = None,
 ) -> Float[Array, "B S N Hv"]:
-    """See `pallas_kernels.ring_attention`."""
+    """Return what `pallas_kernels.ring_attention` returns."""
     rank = jax.lax.axis_index(axis_name)
     if positions is None:
         positions = layout_positions(jax.lax.axis_size(axis_name), q.shape[1], layout)[rank]
     positions = jnp.broadcast_to(positions, q.shape[:2])
 
     def gather(x: Array) -> Array:
-        """Tokens of all ranks: [B U ...]."""
+        """Return the tokens of all ranks [B U ...]."""
         return jax.lax.all_gather(x, axis_name, axis=1, tiled=True)
 
     kv_segment_ids = None if segment_ids is None else gather(segment_ids)
@@ -51,15 +51,15 @@ def ring_attention(
 
 
 def layout_positions(ranks: int, width: int, layout: SequenceLayout) -> Int[Array, "ranks S"]:
-    """Of all ranks' tokens, numbers that rise as the tokens of a document do.
+    """Return numbers of all ranks' tokens that rise along every document.
 
-    For document_zigzag that is what those of zigzag do; the positions themselves depend on the
-    documents, for the other layouts these are the positions.
+    For contiguous and zigzag these are the positions. For document_zigzag, whose positions depend
+    on the documents, they are those of zigzag.
 
     Args:
-        ranks: N.
-        width: tokens of a rank.
-        layout: of the tokens.
+        ranks: Number of ranks.
+        width: Tokens of a rank.
+        layout: Layout of the tokens.
     """
     order = sequence_order(ranks * width, ranks, layout)
     return jnp.asarray(order, jnp.int32).reshape(ranks, width)

@@ -1,12 +1,10 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""A rank's arrays, cut as a schedule has it: by route (heads) and piece (tokens), and put together.
+"""Cuts a rank's arrays by route (heads) and piece (tokens) of a schedule, and joins them again.
 
-What is cut is a list of routes, each a list of pieces: `cut[route][piece]`, an array or a tuple of
-arrays, None where nothing has arrived. All blocks of a step are one batch, so that one call of the
-attention does the arithmetic beside which everything travels.
-
-To add something that belongs to queries or keys: cut it, and take it `by_block`.
+A cut array is a list of routes, each a list of pieces: `cut[route][piece]` is an array or a tuple
+of arrays, None where nothing has arrived. All blocks of a step are one batch, so that one call of
+the attention does the arithmetic beside which everything travels.
 """
 
 import dataclasses
@@ -18,9 +16,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.array_types import Array
-from pallas_kernels.flash_attention.kernels import Kernels
 from pallas_kernels.flash_attention.mask import Rules, Tokens
-from pallas_kernels.ring.step import Parcel, Transport
+from pallas_kernels.ring.step import Links, Parcel
 from pallas_kernels.ring_attention.reference import layout_positions
 from pallas_kernels.ring_attention.schedule import Hop, Schedule
 
@@ -29,57 +26,63 @@ Cut = list[list[Any]]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Ring:
-    """The static part of ring attention; hashable."""
+    """Static part of a call of ring attention; hashable."""
 
     schedule: Schedule
     rules: Rules
     is_by_position: bool
-    """Whether the mask compares positions. If not, a rank's own tokens count from 0, and of others'
-    it sees whole blocks, but for segments."""
-    axis_name: str
-    transport: Transport
-    """How parcels travel."""
-    kernels: Kernels
+    """Whether the mask compares positions. If not, a rank's own tokens count from 0, and it sees
+    whole blocks of other ranks, except for segments."""
+    links: Links
+    """Mesh axis, transport and implementation."""
+
+    @property
+    def axis_name(self) -> str:
+        """Mesh axis of the ring."""
+        return self.links.axis_name
 
     def rules_at(self, step: int) -> Rules:
-        """Of the mask."""
+        """Return the mask rules of a step."""
         if step == 0 or self.is_by_position:
             return self.rules
         return dataclasses.replace(self.rules, causal=False, window=None)
 
 
 class Ids(NamedTuple):
-    """Of all ranks' tokens, where the mask needs them: [ranks B S] i32."""
+    """Positions and segments of all ranks [ranks B S] i32; None where the mask needs none."""
 
     positions: Array | None
     segment_ids: Array | None
 
 
 def cut(x: Array, ring: Ring, *, tokens: int = 1, heads: int = 2) -> Cut:
-    """Routes and pieces of a rank's array; its dimensions of tokens and of heads."""
+    """Cut an array along its dimensions of tokens and heads."""
     schedule = ring.schedule
     routes = jnp.split(x, len(schedule.routes), axis=heads)
     return [jnp.split(route, schedule.pieces, axis=tokens) for route in routes]
 
 
 def join(parts: Cut, *, tokens: int = 1, heads: int = 2) -> Array:
-    """The inverse of `cut`."""
+    """Join what `cut` has cut."""
     return jnp.concatenate([jnp.concatenate(route, tokens) for route in parts], heads)
 
 
 def pack(k: Array, v: Array) -> Array:
-    """Keys and values, or their gradients, as they travel: one array, [B S M H+Hv]. A TPU has five
-    collective permutes under way at once; with two arrays for each the backward pass waits."""
+    """Return keys and values, or their gradients, as one array [B S M H+Hv].
+
+    A TPU has at most five collective permutes under way at once; with separate arrays for keys and
+    values the backward pass would wait.
+    """
     return jnp.concatenate([k, v], axis=-1)
 
 
 def unpack(keys: Array, width: int) -> tuple[Array, Array]:
-    """The inverse of `pack`, of keys that are `width` wide."""
+    """Split what `pack` has joined; keys are `width` wide."""
     return keys[..., :width], keys[..., width:]
 
 
 def zip_cuts(record: Callable[..., Any], *cuts: Cut) -> Cut:
-    """`record(*pieces)` of the pieces that stand in the same place."""
+    """Return `record(*pieces)` for the pieces at every place of the cuts."""
     return [
         [record(*pieces) for pieces in zip(*routes, strict=True)]
         for routes in zip(*cuts, strict=True)
@@ -87,14 +90,14 @@ def zip_cuts(record: Callable[..., Any], *cuts: Cut) -> Cut:
 
 
 def where_rank(table: Sequence[bool], rank: Array, x: Array, fill: float) -> Array:
-    """x on the ranks that the table names, a constant on others."""
+    """Return x on ranks where the table is true, a constant on others."""
     if all(table):
         return x
     return jnp.where(jnp.asarray(table)[rank], x, jnp.asarray(fill, x.dtype))
 
 
 def by_block(ring: Ring, step: int, rank: Array, side: Literal["q", "k"], parts: Cut) -> Any:
-    """Of every block of a step its piece of queries or keys, one after the other in the batch."""
+    """Return the queries or keys of all blocks of a step, stacked in the batch."""
     found: list[Any] = []
     for route, pieces in zip(ring.schedule.routes, parts, strict=True):
         for block in route.steps[step].blocks:
@@ -103,7 +106,7 @@ def by_block(ring: Ring, step: int, rank: Array, side: Literal["q", "k"], parts:
 
 
 def blocks_of(ring: Ring, step: int, *results: Array) -> Iterator[tuple[int, Any, list[Array]]]:
-    """(route, block, its part of the results): the inverse of `by_block`."""
+    """Yield (route, block, its part of the results); the inverse of `by_block`."""
     routes = ring.schedule.routes
     number = sum(len(route.steps[step].blocks) for route in routes)
     split = [jnp.split(x, number) for x in results]
@@ -115,25 +118,29 @@ def blocks_of(ring: Ring, step: int, *results: Array) -> Iterator[tuple[int, Any
 
 
 def own_tokens(ids: Ids, ring: Ring, rank: Array) -> Tokens:
-    """For a rank's attention to its own tokens."""
+    """Return the tokens of a rank's attention to itself."""
     positions, segments = (None if x is None else _of_rank(x, rank) for x in ids)
     positions = positions if ring.is_by_position else None
     return Tokens(positions, positions, segments, segments)
 
 
 def is_one_kernel(ring: Ring) -> bool:
-    """Whether the kernels of remote_dma/ring_keys.py, in which all keys visit all ranks one way
-    round, send at most a third more than the schedule would."""
+    """Return whether the single-kernel form sends at most a third more than the schedule.
+
+    In the kernels of ring/remote_dma/ring_keys.py all keys visit all ranks, one way round.
+    """
     schedule = ring.schedule
-    if ring.transport != "remote_dma" or len(schedule.routes) != 1 or schedule.ranks == 1:
+    if ring.links.transport != "remote_dma" or len(schedule.routes) != 1 or schedule.ranks == 1:
         return False
     sent = sum(len(hop.pairs) for step in schedule.routes[0].steps for hop in step.keys)
     return 4 * sent >= 3 * schedule.pieces * schedule.ranks * (schedule.ranks - 1)
 
 
 def numbered_tokens(ids: Ids, ring: Ring, rank: Array, width: int) -> Tokens:
-    """For a rank's attention to all tokens: positions, or numbers that rise as the tokens of a
-    document do, which comes to the same among ranks."""
+    """Return the tokens of a rank's attention to all ranks.
+
+    Where the mask does not compare positions, numbers that rise along every document stand in.
+    """
     positions, segments = (None if x is None else _of_rank(x, rank) for x in ids)
     if not ring.is_by_position:
         layout = "zigzag" if ring.schedule.pieces == 2 else "contiguous"
@@ -142,7 +149,7 @@ def numbered_tokens(ids: Ids, ring: Ring, rank: Array, width: int) -> Tokens:
 
 
 def block_tokens(ids: Ids, ring: Ring, step: int, rank: Array) -> Tokens:
-    """For the blocks of a later step."""
+    """Return the tokens of the blocks of a step after the first."""
 
     def both(x: Array | None) -> tuple[Array | None, Array | None]:
         if x is None:
@@ -164,19 +171,19 @@ def block_tokens(ids: Ids, ring: Ring, step: int, rank: Array) -> Tokens:
 
 
 def key_hops(ring: Ring, step: int) -> list[tuple[int, Hop]]:
-    """What leaves at a step, with its route."""
+    """Return the hops of keys that leave at a step, with their routes."""
     routes = enumerate(ring.schedule.routes)
     return [(at, hop) for at, route in routes for hop in route.steps[step].keys]
 
 
 def gradient_hops(ring: Ring, step: int) -> list[tuple[int, Hop]]:
-    """The same of gradients."""
+    """Return the hops of gradients that leave at a step, with their routes."""
     routes = enumerate(ring.schedule.routes)
     return [(at, hop) for at, route in routes for hop in route.steps[step].gradients]
 
 
 def key_parcels(ring: Ring, step: int, own: Cut, held: Cut) -> list[Parcel]:
-    """Keys that leave at a step: a rank's own, or those that came in the step before."""
+    """Return the keys that leave at a step: a rank's own, or those received in the step before."""
     return [
         Parcel((own if hop.is_at_home else held)[at][hop.piece], hop.pairs)
         for at, hop in key_hops(ring, step)
@@ -184,7 +191,7 @@ def key_parcels(ring: Ring, step: int, own: Cut, held: Cut) -> list[Parcel]:
 
 
 def arrived_keys(ring: Ring, step: int, arrived: Iterator[Array]) -> Cut:
-    """What came meanwhile, taken off `arrived`."""
+    """Take the keys that arrived during a step off `arrived`."""
     found = nothing(ring)
     for at, hop in key_hops(ring, step):
         add(found, at, hop.piece, next(arrived))
@@ -192,20 +199,22 @@ def arrived_keys(ring: Ring, step: int, arrived: Iterator[Array]) -> Cut:
 
 
 def nothing(ring: Ring) -> Cut:
-    """No piece of any route."""
+    """Return a cut with None everywhere."""
     return [[None] * ring.schedule.pieces for _ in ring.schedule.routes]
 
 
 def add(total: Cut, route: int, piece: int, more: Array) -> None:
-    """Adds to one piece; a rank to which nobody sent has got zeros."""
+    """Add to one piece; a rank that received nothing holds zeros."""
     so_far = total[route][piece]
     total[route][piece] = more if so_far is None else so_far + more
 
 
-def paced(arrived: tuple[Array, ...], *results: Any) -> tuple[tuple[Array, ...], Any]:
-    """The same values, the arrived ones not before the results: else all hops would come first,
-    and every owner's keys would lie in memory at once."""
-    return jax.lax.optimization_barrier((arrived, results))
+def paced(arrived: tuple[Array, ...], found: Any) -> tuple[tuple[Array, ...], Any]:
+    """Return the same values behind a barrier, so that a hop waits for the step before it.
+
+    Without it all hops could run first, with the keys of every owner in memory at once.
+    """
+    return jax.lax.optimization_barrier((arrived, found))
 
 
 def _of_rank(x: Array, rank: Array) -> Array:
@@ -213,7 +222,7 @@ def _of_rank(x: Array, rank: Array) -> Array:
 
 
 def _pick(pieces: list[Any], table: Sequence[int | None], rank: Array) -> Any:
-    """On every rank the piece that the table names; any one where it names none."""
+    """Return the piece that the table names for this rank; any piece where it names none."""
     names = sorted({piece for piece in table if piece is not None})
     found = pieces[names[0]]
     for piece in names[1:]:

@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Attention over a spread sequence: queries travel one way, their results straight back home."""
+"""Exact attention over a sequence that several devices share; queries and results travel."""
 
 from pallas_kernels.token_ring_attention.api import token_ring_attention
 

@@ -1,11 +1,11 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""The backward pass, which TokenRing (arXiv 2412.20501) does not have: queries go round once more.
+"""Computes the backward pass of token_ring_attention: queries travel once more.
 
-With the log-sum-exp of the whole softmax and delta = sum(dO * O), both known at home, a block of
-keys has a gradient of its own (flash_attention/kernels.py). So (Q, lse) and (dO, delta) take the
-ways of the queries in the forward pass; dK and dV stay and add up where the keys are; dQ, in
-float32, takes the ways of the results and is added at home.
+TokenRing (arXiv 2412.20501) has no backward pass. With the log-sum-exp of the whole softmax and
+delta = sum(dO * O), both known at home, a block of keys has its own part of the gradient
+(flash_attention/kernels.py). (Q, lse) and (dO, delta) take the route of the queries; dK and dV stay
+with the keys and are summed there; dQ, in float32, takes the route of the results.
 """
 
 from collections.abc import Sequence
@@ -31,22 +31,22 @@ def differentiate(
     d_out: Float[Array, "B S N Hv"],
     ring: Ring,
 ) -> tuple[Float32[Array, "B S N H"], Float32[Array, "B S M H"], Float32[Array, "B S M Hv"]]:
-    """Gradients of the local shards, in float32.
+    """Return the gradients of the local shards, in float32.
 
     Args:
-        q: local queries.
-        k: local keys.
-        v: local values.
-        shard: their positions and segments.
-        out: of the forward pass.
-        lse: of the forward pass.
-        d_out: gradient of out.
-        ring: the static part.
+        q: Queries of this rank.
+        k: Keys of this rank.
+        v: Values of this rank.
+        shard: Positions and segments of this rank.
+        out: Output of the forward pass.
+        lse: Log-sum-exp of the forward pass.
+        d_out: Gradient of the output.
+        ring: Static part of the call.
     """
     pieces = len(ring.schedule.pieces)
     length = q.shape[1] // pieces
     delta = softmax_delta(out, d_out)
-    # A message takes what is of one width.
+    # One message holds arrays of one width.
     is_joint = q.shape[-1] == d_out.shape[-1]
 
     def pack_queries(q: Array, lse: Array, d_out: Array, delta: Array) -> tuple[Array, ...]:
@@ -78,7 +78,7 @@ def differentiate(
     ):
         if step == 0:
             (d_q, *d_keys), arrived = differentiate_and_send(
-                *(q, k, v, shard.tokens, ring.rules, d_out, lse, delta), parcels, **ring.options
+                *(q, k, v, shard.tokens, ring.rules, d_out, lse, delta), parcels, ring.links
             )
             return d_q, d_keys, arrived
         block = Block.at(ring, step)
@@ -88,7 +88,7 @@ def differentiate(
         (d_q, *d_keys), arrived = differentiate_and_send(
             *(q_, block.keys(k), block.keys(v), tokens, block.rules, d_out_, lse_, delta_),
             parcels,
-            **ring.options,
+            ring.links,
         )
         sums = [a + block.summed_keys(b) for a, b in zip(kept, d_keys, strict=True)]
         return d_q, sums, arrived

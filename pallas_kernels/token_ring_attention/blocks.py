@@ -1,12 +1,12 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank computes with the queries of another: which of them, with which keys, which mask.
+"""Selects the block that a rank computes with the queries of another rank.
 
-One block of the same shape on every rank, by the schedule's visits:
+The block has the same shape on every rank; it depends on the visits of the schedule:
 
-    halves   the two half blocks, stacked in the batch, without causality (half_blocks.py)
-    later    all x all without causality; where the queries are earlier ones, nothing is made of it
-    every    all x all, under the mask that the positions say
+    halves   the two half blocks, stacked in the batch, without causality (ring/half_blocks.py)
+    later    all x all without causality; the result is dropped where the queries are earlier ones
+    every    all x all, masked by positions
 """
 
 import dataclasses
@@ -25,35 +25,35 @@ from pallas_kernels.token_ring_attention.circulate import Ring
 
 
 class Shard(NamedTuple):
-    """What is known of the tokens of a rank, or of a piece of them: a pytree of [B S] i32."""
+    """Positions and segments of a rank's tokens, or of a piece of them; a pytree of [B S] i32."""
 
     positions: Array | None
-    """None: they rise along the sequence of each segment, as the layout says."""
+    """Positions; None if they rise along every segment as the layout implies."""
     segment_ids: Array | None
 
     def split(self, pieces: int) -> "list[Shard]":
-        """Of every piece."""
+        """Return the shards of the pieces."""
         parts = [[None] * pieces if x is None else jnp.split(x, pieces, axis=1) for x in self]
         return [Shard(*part) for part in zip(*parts, strict=True)]
 
     @property
     def arrays(self) -> tuple[Array, ...]:
-        """Those that there are; they travel with the queries."""
+        """The arrays that are not None; they travel with the queries."""
         return tuple(x for x in self if x is not None)
 
     def like(self, arrays: Sequence[Array]) -> "Shard":
-        """The same of other tokens, from their `arrays`."""
+        """Return the shard of other tokens, from their `arrays`."""
         rest = iter(arrays)
         return Shard(*(None if x is None else next(rest) for x in self))
 
     @property
     def tokens(self) -> Tokens:
-        """Of a rank among itself."""
+        """Tokens of a rank's attention to itself."""
         return Tokens(self.positions, self.positions, self.segment_ids, self.segment_ids)
 
 
 class Block(NamedTuple):
-    """Of one step after the first. Queries are given by pieces, keys as a rank holds them."""
+    """Block of one step after the first. Queries come by pieces, keys as a rank holds them."""
 
     ring: Ring
     step: int
@@ -62,38 +62,38 @@ class Block(NamedTuple):
 
     @classmethod
     def at(cls, ring: Ring, step: int) -> "Block":
-        """The block of this rank at a step."""
+        """Return the block of this rank at a step."""
         return cls(ring, step, jax.lax.axis_index(ring.axis_name) + step >= ring.schedule.ranks)
 
     @property
     def visits(self) -> str:
-        """Of the schedule."""
+        """Visits of the schedule."""
         return self.ring.schedule.visits
 
     @property
     def rules(self) -> Rules:
-        """Of the mask."""
+        """Mask rules of the block."""
         rules = self.ring.rules
         return rules if self.visits == "every" else dataclasses.replace(rules, causal=False)
 
     def queries(self, pieces: Sequence[Array]) -> Array:
-        """The queries, or what belongs to them, of the block."""
+        """Return the queries of the block, or an array that belongs to them."""
         if self.visits != "halves":
             return pieces[0]
         return half_blocks.stack_queries(Halves(*pieces), self.is_earlier)
 
     def keys(self, x: Array) -> Array:
-        """The keys, or what belongs to them, of the block."""
+        """Return the keys of the block, or an array that belongs to them."""
         if self.visits != "halves":
             return x
         return half_blocks.stack_keys(halves(x), self.is_earlier)
 
     def tokens(self, pieces: Sequence[Shard], own: Shard) -> Tokens:
-        """Where the queries and keys of the block stand.
+        """Return positions and segments of the block.
 
         Args:
-            pieces: tokens of the queries.
-            own: tokens of the keys.
+            pieces: Shards of the queries, by piece.
+            own: Shard of the keys.
         """
         both = [
             (None, None) if keys is None else (self.queries(queries), self.keys(keys))
@@ -103,20 +103,20 @@ class Block(NamedTuple):
         return Tokens(q_positions, kv_positions, q_segment_ids, kv_segment_ids)
 
     def merged(self, state: SoftmaxState) -> list[SoftmaxState]:
-        """What the pieces of the queries have seen, in float32."""
+        """Return the softmax states of the pieces of the queries, in float32."""
         if self.visits == "halves":
             return list(half_blocks.merge_queries(state, self.is_earlier))
         state = SoftmaxState(state.out.astype(jnp.float32), state.lse)
         return [half_blocks.seen_if(~self.is_earlier, state) if self.visits == "later" else state]
 
     def summed_queries(self, x: Array) -> list[Array]:
-        """What the block adds to the pieces of the queries."""
+        """Return the block's gradient by piece of the queries."""
         if self.visits == "halves":
             return list(half_blocks.sum_queries(x, self.is_earlier))
         return [self._valid(x)]
 
     def summed_keys(self, x: Array) -> Array:
-        """What the block adds to the keys that the rank holds."""
+        """Return the block's gradient of the keys that the rank holds."""
         if self.visits == "halves":
             return jnp.concatenate(half_blocks.sum_keys(x, self.is_earlier), axis=1)
         return self._valid(x)

@@ -1,15 +1,14 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""The way of the queries through all ranks, and of what is made of them home: both passes' loop.
+"""Sends queries through all ranks and their results home: the loop of both passes.
 
-In every step the queries at hand go on to the left while the rank works on them, and what was made
-in the step before goes home (schedule.py says along which pairs). Nothing of a step waits for the
-arithmetic of the same step.
+In every step the held queries move one rank to the left while the rank works on them, and the
+results of the step before travel home, along the pairs of schedule.py. No transfer waits for the
+arithmetic of its own step.
 
-Without a brake all hops of the queries, which depend on no arithmetic, could be made at once, and
-results could go home when all is done: every rank would keep N copies of either, and the latter
-would travel beside no arithmetic. `jax.lax.optimization_barrier` hands out the queries of a step
-when what was made in the step before is there, and what was under way meanwhile has come home.
+Hops of the queries depend on no arithmetic. An optimization barrier per step keeps XLA
+from running all of them first, which would keep N copies on every rank, and from sending all
+results at the end, beside no arithmetic.
 """
 
 import dataclasses
@@ -20,63 +19,61 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.array_types import Array, Bool
-from pallas_kernels.flash_attention.kernels import Kernels
 from pallas_kernels.flash_attention.mask import Rules
-from pallas_kernels.ring.step import Parcel, Transport, send
+from pallas_kernels.ring.step import Links, Parcel, send
 from pallas_kernels.token_ring_attention.schedule import Pairs, Schedule
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Ring:
-    """The static part of a call: hashable, fixed at trace time."""
+    """Static part of a call of token_ring_attention; hashable."""
 
-    axis_name: str
     schedule: Schedule
     rules: Rules
-    """Of the mask, among the tokens of one rank."""
-    transport: Transport
-    kernels: Kernels
+    """Mask rules among the tokens of one rank."""
+    links: Links
+    """Mesh axis, transport and implementation."""
 
     @property
-    def options(self) -> dict[str, Any]:
-        """Of `attend_and_send` and `differentiate_and_send`."""
-        names = ("axis_name", "transport", "kernels")
-        return {name: getattr(self, name) for name in names}
+    def axis_name(self) -> str:
+        """Mesh axis of the ring."""
+        return self.links.axis_name
 
 
 class Results(NamedTuple):
-    """How results come by pieces of the queries, add up, and travel."""
+    """How the results of a pass are split by piece, joined and sent."""
 
     by_piece: Callable[[int, Any], Sequence[Any]]
-    """What a step has made of every piece, from what its work has found."""
+    """Split the result of a step by piece of the queries."""
     join: Callable[[Any, Any], Any]
-    """Of the same queries over other keys."""
+    """Join two results of the same queries over different keys."""
     pack: Callable[[Any], Array]
+    """Make a message of a result."""
     unpack: Callable[[Array, Bool[Array, ""] | None], Any]
-    """Of a message, and whether one came at all (None: to every rank); nothing is zeros."""
+    """Read a message; the second argument says whether one arrived, None if every rank gets one."""
 
 
 Work = Callable[
     [int, Sequence[tuple[Array, ...]], Any, Sequence[Parcel]],
     tuple[Any, Any, tuple[Array, ...]],
 ]
-"""(step, what is held of every piece, what is kept here, parcels)
--> (what is found for the queries, what is kept here, what has arrived)."""
+"""(step, held arrays by piece, sums kept here, parcels)
+-> (results for the queries, sums kept here, arrays that arrived)."""
 
 
 def circulate(
     ring: Ring, held: Sequence[tuple[Array, ...]], work: Work, results: Results
 ) -> tuple[list[Any], Any]:
-    """Every rank works on all queries; each has what was made of its own back.
+    """Run all steps, so that every rank works on all queries.
 
     Args:
-        ring: the static part.
-        held: of every piece of a rank's queries, what travels.
-        work: of a step; at step 0 on its own queries.
-        results: of the work.
+        ring: Static part of the call.
+        held: Arrays that travel, for every piece of this rank's queries.
+        work: Arithmetic of a step; at step 0 on this rank's own queries.
+        results: How results are split, joined and sent.
 
     Returns:
-        Of every piece, everything joined; and what is kept in the end.
+        The joined results of every piece of this rank's queries, and the sums kept here.
     """
     schedule = ring.schedule
     is_direct = schedule.form == "direct"
@@ -120,12 +117,12 @@ def circulate(
         ]
     if not homeward:
         return home, kept
-    back = receive(send(homeward, ring.axis_name, ring.transport))
+    back = receive(send(homeward, ring.axis_name, ring.links.transport))
     return join(home, back) if is_direct else back, kept
 
 
 def _is_reached(pairs: Pairs, ring: Ring) -> Bool[Array, ""] | None:
-    """Whether something is sent to this rank; None where it is to all."""
+    """Return whether this rank receives something; None if every rank does."""
     targets = {target for _, target in pairs}
     ranks = range(ring.schedule.ranks)
     if len(targets) == len(ranks):

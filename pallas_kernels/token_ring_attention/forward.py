@@ -1,9 +1,10 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""The forward pass: queries go round, (out, lse) of every block of keys comes home and is merged.
+"""Computes the forward pass of token_ring_attention.
 
-Blocks give out in the dtype of q. Here they are merged in float32; on the way home, in the direct
-form, they are in the dtype of q again, with lse in float32. The co-travelling form keeps float32.
+Queries travel; (out, lse) of every block of keys comes home and is merged in float32. Blocks return
+out in the dtype of q. In the direct form out travels home in the dtype of q and lse in float32; the
+co-travelling form keeps float32 for both.
 """
 
 from collections.abc import Sequence
@@ -26,14 +27,14 @@ def attend(
     shard: Shard,
     ring: Ring,
 ) -> tuple[Float[Array, "B S N Hv"], Float32[Array, "B N S"]]:
-    """Attention of the local queries over the keys of all ranks.
+    """Return attention of the local queries to the keys of all ranks, and the log-sum-exp.
 
     Args:
-        q: local queries.
-        k: local keys.
-        v: local values.
-        shard: their positions and segments.
-        ring: the static part.
+        q: Queries of this rank.
+        k: Keys of this rank.
+        v: Values of this rank.
+        shard: Positions and segments of this rank.
+        ring: Static part of the call.
     """
     pieces = len(ring.schedule.pieces)
     held = [
@@ -43,9 +44,7 @@ def attend(
 
     def work(step: int, held: Sequence[tuple[Array, ...]], kept: None, parcels: Sequence[Parcel]):
         if step == 0:
-            state, arrived = attend_and_send(
-                q, k, v, shard.tokens, ring.rules, parcels, **ring.options
-            )
+            state, arrived = attend_and_send(q, k, v, shard.tokens, ring.rules, parcels, ring.links)
             return state, kept, arrived
         block = Block.at(ring, step)
         state, arrived = attend_and_send(
@@ -55,7 +54,7 @@ def attend(
             block.tokens([shard.like(rest) for _, *rest in held], shard),
             block.rules,
             parcels,
-            **ring.options,
+            ring.links,
         )
         return state, kept, arrived
 

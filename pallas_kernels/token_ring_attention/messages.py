@@ -1,11 +1,11 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""One message for activations [B S N H] and a float32 number per query and head, [B N S].
+"""Packs activations [B S N H] and a float32 number per query and head [B N S] into one message.
 
-The numbers follow the activations as further rows [N H], so that the activations lie as they did
-and one transfer takes both. Where activations are narrower than float32, a message is an unsigned
-integer array of their width: as floating-point numbers halves of a float32 might be NaN, and a
-backend that carries bfloat16 as float32 (the CPU's collectives do) would not keep their bits.
+The numbers follow the activations as further rows [N H], so that one transfer takes both. Where
+activations are narrower than float32, a message is an unsigned integer array of their width: halves
+of a float32 could be NaN as floating-point values, and a backend that carries bfloat16 as float32
+(the CPU's collectives) would not keep their bits.
 """
 
 import jax
@@ -16,11 +16,11 @@ from pallas_kernels.token_ring_attention.schedule import statistic_rows
 
 
 def pack(x: Float[Array, "B S N H"], numbers: Float32[Array, "B N S"]) -> Shaped[Array, "B _ N H"]:
-    """S rows of x, and as many as the numbers take.
+    """Return S rows of x, followed by the rows that hold the numbers.
 
     Args:
-        x: activations.
-        numbers: float32.
+        x: Activations.
+        numbers: One float32 number per query and head.
     """
     b, s, n, h = x.shape
     words = max(1, 4 // x.dtype.itemsize)
@@ -37,12 +37,12 @@ def pack(x: Float[Array, "B S N H"], numbers: Float32[Array, "B N S"]) -> Shaped
 def unpack(
     message: Shaped[Array, "B _ N H"], length: int, dtype: jnp.dtype
 ) -> tuple[Float[Array, "B S N H"], Float32[Array, "B N S"]]:
-    """What was packed.
+    """Return the activations and the numbers of a message.
 
     Args:
-        message: of `pack`.
-        length: S of the activations.
-        dtype: of the activations.
+        message: Result of `pack`.
+        length: Rows S of the activations.
+        dtype: Dtype of the activations.
     """
     b, _, n, h = message.shape
     words = max(1, 4 // dtype.itemsize)

@@ -4,21 +4,17 @@
 
 import dataclasses
 import json
-import subprocess
 import sys
 
 import pytest
 
 from experiments.bench import __main__ as bench
-from experiments.bench import blocks as bench_blocks
 from experiments.bench import gpu_attention as bench_gpu_attention
 from experiments.bench import measure
 from experiments.bench import products as bench_products
 from experiments.bench.kernels import loads
 from jaxmoe.routing import METHODS, GroupLimitConfig, SoftmaxTopKConfig
-from pallas_kernels import block_sizes, flash_attention
-from pallas_kernels.backend import interpreted
-from pallas_kernels.block_sizes import Asked
+from pallas_kernels import flash_attention
 
 SMALL_STEP = (
     *("--model.num_layers", "1", "--model.embed_dim", "8", "--model.moe.expert_dim", "4"),
@@ -194,66 +190,6 @@ def test_a_published_model_has_its_widths():
     assert (qwen.width, qwen.hidden, qwen.groups) == (2048, 1536, 128)
 
 
-TINY_BLOCKS = ("--presets", "tiny", "--tokens", "256", "--pairs", "w8a8", "--rounds", "1")
-
-
-def _table(path):
-    held: dict = {}
-    exec(compile(path.read_text(), str(path), "exec"), held)
-    return held["BLOCK_SIZES"]
-
-
-def test_blocks(tmp_path, capsys):
-    """Kernels in their interpreter: the file is Python, and holds sizes that the kernel takes."""
-    file = tmp_path / "table.py"
-    with interpreted("values"):
-        arguments = ("--operations", "quantized_matmul", "--file", str(file), "--steps", "1")
-        summary = _summary(tmp_path, "blocks", *TINY_BLOCKS, *arguments)
-    assert [row["bucket"] for row in summary["rows"]] == [
-        "int8 x int8, m=256 k=128 n=512",  # 384 columns
-        "int8 x int8, m=256 k=256 n=128",  # 192 rows of the matrix
-    ]
-    assert all(row["candidates"] > 1 for row in summary["rows"])
-    written = _table(file)["quantized_matmul"]["cpu"]
-    for row in summary["rows"]:
-        assert written[row["bucket"]] == block_sizes.in_words(row["sizes"])
-    assert "block sizes on cpu, written to" in capsys.readouterr().out
-
-
-def test_the_walk_ends_where_nothing_is_faster_by_more_than_the_margin(monkeypatch):
-    """Halving m helps twice, then by 1%; what does not fit is not tried."""
-    times = {64: 1.0, 32: 0.8, 16: 0.6, 8: 0.595, 128: 2.0}
-    asked = Asked("bucket", {"m": 64, "n": 128}, lambda sizes: sizes["n"] == 128)
-    monkeypatch.setattr(
-        bench_blocks, "_run", lambda operation, sizes, workload: lambda: times[sizes["m"]]
-    )
-    config = bench_blocks.BlockBenchConfig(steps=9, rounds=1)
-    row = bench_blocks._fastest("op", asked, bench_blocks.Workload(print, ()), config)
-    assert (row["sizes"], row["default"]) == ({"m": 16, "n": 128}, {"m": 64, "n": 128})
-    assert (row["seconds"], row["default_seconds"]) == (0.6, 1.0)
-
-
-def test_a_table_keeps_other_devices_and_lines_as_the_formatter_has_them(tmp_path):
-    old = {"b": {"TPU v5": {"float32, m=1": "m=8"}}, "a": {"cpu": {"float32, m=2": "m=4"}}}
-    row = {"operation": "a", "bucket": "int8 x int4, m=8 k=4", "sizes": {"m": 8, "k": 4}}
-    new = bench_blocks.table_with(old, "cpu", [row])
-    file = tmp_path / "table.py"
-    bench_blocks._write(file, new)
-    assert _table(file) == {**old, "a": {"cpu": {**old["a"]["cpu"], row["bucket"]: "m=8 k=4"}}}
-    command = [sys.executable, "-m", "ruff", "format", "--isolated", "--line-length", "100"]
-    subprocess.run([*command, "--check", str(file)], check=True)
-
-
-def test_blocks_are_refused_where_there_is_nothing_to_measure(tmp_path, capsys):
-    run = ["blocks", *TINY_BLOCKS, "--run.directory", str(tmp_path / "run")]
-    with pytest.raises(SystemExit, match="2"):
-        bench.main([*run, "--operations", "quantized_matmul"])
-    assert "no kernel of quantized_matmul runs on 'cpu'" in capsys.readouterr().err
-    with interpreted("values"), pytest.raises(SystemExit, match="2"):
-        bench.main([*run, "--operations", "quantized_matmul_d_rows"])
-    assert "there is nothing to measure" in capsys.readouterr().err
-
-
 def test_attention_on_a_gpu_is_counted():
     """What a GPU would be asked, of two candidates that run here."""
     candidates = {
@@ -301,8 +237,6 @@ def test_routers(tmp_path, monkeypatch, capsys):
         (("routers", "--top_k", "0"), "top_k=0 must be at least 1"),
         (("routers", "--sequence_length", "3"), "must be a multiple of"),
         (("routers", "--methods", "top1"), "there is no method 'top1'"),
-        (("blocks", "--steps", "0"), "steps=0 must be at least 1"),
-        (("blocks", "--operations", "attention"), "operations: there is no 'attention': choose"),
     ],
 )
 def test_bad_sizes(arguments, message, capsys):

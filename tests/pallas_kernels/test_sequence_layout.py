@@ -17,12 +17,10 @@ from hypothesis import strategies as st
 from pallas_kernels import sequence_order
 from pallas_kernels.sequence_layout import (
     SequenceLayout,
-    check_permutation,
-    held_by,
-    inverse_order,
     lay_out,
     padded_length,
 )
+from tests.support.sequence_orders import inverse_order
 
 LAYOUTS = typing.get_args(SequenceLayout)
 HALVES = ("zigzag", "document_zigzag")
@@ -56,7 +54,7 @@ def _work(order, ids, ranks):
 def test_document_zigzag_is_a_permutation_that_undoes(case):
     ranks, ids = case
     order = sequence_order(len(ids), ranks, "document_zigzag", ids)
-    check_permutation("order", order)
+    np.testing.assert_array_equal(np.sort(order, axis=-1) - np.arange(order.shape[-1]), 0)
     assert order.dtype == np.int32
     np.testing.assert_array_equal(ids[order][inverse_order(order)], ids)
 
@@ -107,7 +105,7 @@ def test_work_of_real_documents_is_within_one_percent(ranks):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_one_document(layout, ranks):
     order = sequence_order(48, ranks, layout)
-    check_permutation("order", order)
+    np.testing.assert_array_equal(np.sort(order, axis=-1) - np.arange(order.shape[-1]), 0)
     work = _work(order, np.zeros(48, np.int32), ranks)
     if layout in HALVES:
         assert (work == work[0]).all()
@@ -150,14 +148,6 @@ def test_laying_out_and_back():
         np.testing.assert_array_equal(
             jax.jit(lambda x, order: lay_out(x, inverse_order(order)))(there, order), x
         )
-        for rank in range(4):
-            held = held_by(rank, 4, order, ids)
-            traced = jax.jit(lambda r, order=order: held_by(r, 4, order, jnp.asarray(ids)))(rank)
-            assert held.segment_ids is not None
-            part = slice(4 * rank, 4 * rank + 4)
-            np.testing.assert_array_equal(held.positions, order[..., part])
-            np.testing.assert_array_equal(held.segment_ids, lay_out(ids, order)[:, part])
-            np.testing.assert_array_equal(traced.segment_ids, held.segment_ids)
 
 
 def test_bad_lengths_and_orders_are_refused_in_words():
@@ -167,7 +157,3 @@ def test_bad_lengths_and_orders_are_refused_in_words():
     assert padded_length(100, 4, "contiguous") == 100
     with pytest.raises(ValueError, match=r"segment_ids \(8,\) must have length=16"):
         sequence_order(16, 2, "document_zigzag", np.zeros(8, np.int32))
-    with pytest.raises(ValueError, match=r"once, and holds 1 0 times: it is no permutation of 4"):
-        inverse_order(np.array([0, 2, 2, 3], np.int32))
-    with pytest.raises(ValueError, match=r"no permutation"):
-        inverse_order(jnp.array([4, 2, 1, 3]))

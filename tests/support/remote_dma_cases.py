@@ -130,23 +130,23 @@ def blocks(run) -> None:
     from pallas_kernels.flash_attention.mask import Rules, Tokens
     from pallas_kernels.flash_attention.tpu import kernels as pallas_tpu
     from pallas_kernels.ring.parcel import Parcel
-    from pallas_kernels.ring.step import attend_and_send, differentiate_and_send
+    from pallas_kernels.ring.step import Links, attend_and_send, differentiate_and_send
 
     rules = Rules(causal=True, window=None, softcap=None, scale=8**-0.5)
 
     def step(q, k, v, transport):
         kernels = pallas_tpu.KERNELS if transport == "remote_dma" else xla.KERNELS
-        how = {"axis_name": "seq", "transport": transport, "kernels": kernels}
+        links = Links("seq", transport, kernels)
         tokens = Tokens(None, None, None, None)
         parcels = [
             Parcel(k, tuple((i, (i + 1) % RANKS) for i in range(RANKS))),
             Parcel(v, ((1, 0), (3, 2))),
             Parcel(q[:, :, 0, 0], ((0, 2),)),
         ]
-        state, arrived = attend_and_send(q, k, v, tokens, rules, parcels, **how)
+        state, arrived = attend_and_send(q, k, v, tokens, rules, parcels, links)
         delta = softmax_delta(state.out, state.out)
         gradients, again = differentiate_and_send(
-            *(q, k, v, tokens, rules, state.out, state.lse, delta, parcels), **how
+            *(q, k, v, tokens, rules, state.out, state.lse, delta, parcels), links
         )
         return state, arrived, gradients, again
 

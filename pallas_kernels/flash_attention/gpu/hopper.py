@@ -1,12 +1,13 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""flash_attention in Pallas through Mosaic GPU, for Hopper: WGMMA, TMA and specialised warpgroups.
+"""Implements the forward pass of flash_attention for Hopper with Mosaic GPU, and `KERNELS`.
 
 FlashAttention-3 (arXiv 2407.08608) without its low precision. A program has three warpgroups:
 
-    2 that compute   64 rows each of the block that the program writes; they share what passes
+    2 that compute   64 rows each of the block that the program writes; they share the blocks of the
+                     other side
     1 that loads     blocks of the other side, by TMA into a ring of `stages` slots in shared
-                     memory; it has given most of its registers to the other two
+                     memory; it gives most of its registers to the other two
 
 A slot has two barriers: `full`, at which its copies arrive, and `free`, at which both computing
 warpgroups do. In the forward pass the two take turns (`turn`, section 3.1): while one multiplies,
@@ -15,16 +16,15 @@ the other exponentiates. In the backward pass they run freely, and products star
     attend        128 queries of one head; keys and values pass
     d_q           the same, with P from lse
     d_k and d_v   128 keys of one key head; the queries of all its query heads pass, with lse and
-                  delta. Scores stand as [keys queries], so that P and dS are left operands, which
+                  delta. Scores are [keys queries], so that P and dS are left operands, which
                   WGMMA takes from registers
 
-What a block meets comes from visible_blocks.py; programs with the most work are at the end of a
-causal sequence, and start first. Results in float32 go to memory straight from registers.
+visible_blocks.py lists the blocks that a block meets; programs with the most work are at the end of
+a causal sequence, and start first. Results in float32 are stored straight from registers.
 
-Heads are filled up to multiples of 64 and lengths to multiples of 128, with zeros. What it does not
-take: `reason_against`. On the CPU it runs interpreted (`interpret=interpreted_gpu()`).
-
-To tune it: hopper_tiles.py. Its parts: hopper_parts.py, pallas_gpu_hopper_backward.py.
+Heads are padded to multiples of 64 and lengths to multiples of 128, with zeros. `reason_against` in
+hopper_tiles.py says what is not taken, and has the tile sizes. On the CPU the kernels run
+interpreted (`interpret=interpreted_gpu()`).
 """
 
 import functools
@@ -112,7 +112,7 @@ def _attend_kernel(
                 is_visible = mask.of((start, walk.at(at)[0] * passing), shape, 0)
                 logits = jnp.where(is_visible, logits, -jnp.inf)
             new_top = jnp.maximum(top, logits.max(axis=1))
-            # Rows that have seen nothing yet: all is -inf there, and must give weights of 0.
+            # Rows that have seen no key: all is -inf, and weights must be 0.
             base = jnp.where(new_top == -jnp.inf, 0.0, new_top) if is_masked else new_top
             shrink = jnp.exp2(top - base)
             weights = jnp.exp2(logits - along(base, shape, 0))
@@ -181,11 +181,11 @@ def attend(
     *,
     interpret: Any = None,
 ) -> tuple[Float[Array, "B S N Hv"], Float[Array, "B N S"]]:
-    """See `pallas_kernels.flash_attention`."""
+    """Return what `pallas_kernels.flash_attention` returns."""
     (b, s, n, _), (_, u, m, hv) = q.shape, v.shape
     dtype, given = q.dtype, tuple(x is not None for x in tokens)
     tiles = tiles_forward(q.shape[3], hv)
-    assert tiles is not None  # reason_against says so before
+    assert tiles is not None  # checked by reason_against
     filled = fill_tokens(tokens)
     q, k, v = fill(q), fill(k), fill(v)
     lists = listed(kinds_of_blocks(rules, tokens, (s, u), (KEPT, tiles.passing)))

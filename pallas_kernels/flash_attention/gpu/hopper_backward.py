@@ -1,13 +1,11 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""The backward pass of flash_attention on Hopper: a kernel for d_q, one for d_k and d_v.
+"""Implements the backward pass of flash_attention for Hopper, d_q apart from d_k and d_v.
 
-See pallas_gpu_hopper.py, and kernels.py for the formulas. Seven products where a single kernel
-would need five: no two programs write to the same place, so that results do not depend on the
-order in which programs run. Where the sums of d_k and d_v do not fit the registers together, each
-has a kernel of its own, and there are eight.
-
-To tune it: hopper_tiles.py.
+See hopper.py, and kernels.py for the formulas. Seven products where a single kernel would need
+five: no two programs write to the same place, so that results do not depend on the order in which
+programs run. Where the sums of d_k and d_v do not fit the registers together, each has a kernel of
+its own, and there are eight.
 """
 
 import functools
@@ -190,14 +188,14 @@ def differentiate(
     *,
     interpret: Any = None,
 ) -> tuple[Float[Array, "B S N H"], Float[Array, "B U M H"], Float[Array, "B U M Hv"]]:
-    """See `pallas_kernels.flash_attention.kernels`."""
+    """Return the gradients defined in `pallas_kernels.flash_attention.kernels`."""
     (b, s, n, h), (_, u, m, hv) = q.shape, v.shape
     dtype, given = q.dtype, tuple(x is not None for x in tokens)
     tiles = tiles_backward(h, hv)
-    assert tiles is not None  # reason_against says so before
+    assert tiles is not None  # checked by reason_against
     filled = fill_tokens(tokens)
     q, k, v, d_out = fill(q), fill(k), fill(v), fill(d_out)
-    # A query that sees nothing has weights 0, which must not come from -inf - -inf.
+    # Weights are 0 where a query sees no key; -inf - -inf would be NaN.
     lse = fill_last(jnp.where(jnp.isfinite(lse), lse, 0.0) * LOG2_E)
     arrays = (q, k, v, d_out, lse, fill_last(delta))
     static = {
@@ -230,7 +228,7 @@ def differentiate(
         interpret,
     )
     kinds = kinds_of_blocks(rules, tokens, (s, u), (by_key.passing, KEPT))
-    # The lists count blocks of the true lengths: those of filling alone are in none.
+    # The lists count blocks of the true lengths: blocks of padding are in none.
     lists = listed(kinds.swapaxes(1, 2))
     numbers = plgpu.SMEM((by_key.stages, by_key.passing), jnp.float32)
     d_kv = {}

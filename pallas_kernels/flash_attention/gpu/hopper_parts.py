@@ -1,12 +1,8 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""What the Hopper kernels of flash_attention share: the mask, the walk over blocks, the warpgroup
-that loads.
+"""Parts of the Hopper kernels of flash_attention: mask, walk over blocks, loading warpgroup.
 
-See pallas_gpu_hopper.py for how they work together, and pallas_kernels/hopper_parts.py for what
-other kernels use too.
-
-To add a rule of the mask: nothing here, see mask.py.
+hopper.py uses them; pallas_kernels/gpu/hopper_parts.py has the parts shared with other operations.
 """
 
 import dataclasses
@@ -28,32 +24,32 @@ LOG2_E = math.log2(math.e)
 
 
 def fill(x: Array) -> Array:
-    """[B L N H] with L in whole blocks and H in whole tiles."""
+    """Pad [B L N H] to L in whole blocks and H in whole tiles."""
     sizes = (0, -x.shape[1] % KEPT, 0, filled_width(x.shape[3]) - x.shape[3])
     return jnp.pad(x, [(0, size) for size in sizes]) if any(sizes) else x
 
 
 def fill_last(x: Array) -> Array:
-    """[... L] with L in whole blocks."""
+    """Pad [... L] to whole blocks."""
     more = -x.shape[-1] % KEPT
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, more)]) if more else x
 
 
 def fill_tokens(tokens: Tokens) -> list[Array]:
-    """Those that are there, as [1 or B, L]."""
+    """Return the arrays that are not None, padded, as [1 or B, L]."""
     rows = (x.astype(jnp.int32) for x in tokens if x is not None)
     return [fill_last(x if x.ndim == 2 else x[None]) for x in rows]
 
 
 def logits_of(products: Array, rules: Rules) -> Array:
-    """Scaled and capped, in units of log 2."""
+    """Return scaled and capped logits, in units of log 2."""
     if rules.softcap is None:
         return products * (rules.scale * LOG2_E)
     return jnp.tanh(products * (rules.scale / rules.softcap)) * (rules.softcap * LOG2_E)
 
 
 def sloped(d_logits: Array, logits: Array, rules: Rules) -> Array:
-    """Through the cap."""
+    """Multiply by the derivative of the cap."""
     if rules.softcap is None:
         return d_logits
     capped = logits * (1.0 / (rules.softcap * LOG2_E))
@@ -62,7 +58,7 @@ def sloped(d_logits: Array, logits: Array, rules: Rules) -> Array:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Mask:
-    """What a kernel needs to know of tokens: references into global memory, [1 or B, L]."""
+    """Mask of a kernel; tokens are references into global memory, [1 or B, L]."""
 
     rules: Rules
     registers: Registers
@@ -70,10 +66,10 @@ class Mask:
     sequence: Any
     """Index of the program's sequence."""
     num_keys: int | None
-    """Keys that are there, where some are filling."""
+    """Number of keys without padding; None where there is no padding."""
 
     def of(self, starts: tuple[Any, Any], shape: tuple[int, int], q_axis: int) -> Array:
-        """Who sees whom in the tile whose first query and key are `starts`."""
+        """Return the mask of the tile whose first query and key are `starts`."""
         q_index = self.registers.index(shape, q_axis) + starts[0]
         k_index = self.registers.index(shape, 1 - q_axis) + starts[1]
 
@@ -93,7 +89,7 @@ class Mask:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Walk:
-    """The list of blocks that a program goes through, `heads` times over."""
+    """List of blocks that a program visits, `heads` times over."""
 
     order: Any
     counts: Any
@@ -103,21 +99,21 @@ class Walk:
 
     @classmethod
     def of(cls, order: Any, counts: Any, sequence: Any, block: Any, heads: int = 1) -> "Walk":
-        """From references to lists that may be one for all sequences."""
+        """Return the walk from references to lists that may be shared by all sequences."""
         row = 0 if order.shape[0] == 1 else sequence
         return cls(order=order, counts=counts, sequence=row, block=block, heads=heads)
 
     def phases(self) -> tuple[tuple[Array, Array, bool], ...]:
-        """(first step, last step + 1, is masked) of the WHOLE blocks, then the MASKED ones."""
+        """Return (first step, last step + 1, is masked) of WHOLE, then of MASKED blocks."""
         whole = self.counts[self.sequence, self.block, 0] * self.heads
         return (jnp.int32(0), whole, False), (whole, self.steps(), True)
 
     def steps(self) -> Array:
-        """How many in all."""
+        """Return the number of steps."""
         return self.counts[self.sequence, self.block, 1] * self.heads
 
     def at(self, step: Array) -> tuple[Array, Array]:
-        """The block and the head of a step: all heads for one block, then for the next."""
+        """Return the block and the head of a step: all heads for one block, then for the next."""
         if self.heads == 1:
             return self.order[self.sequence, self.block, step], jnp.int32(0)
         heads = jnp.int32(self.heads)
@@ -126,18 +122,18 @@ class Walk:
 
 
 def split_refs(refs: tuple[Any, ...], given: tuple[bool, ...]) -> tuple[Tokens, tuple[Any, ...]]:
-    """The references to the tokens that are there, and the rest."""
+    """Return the references to the tokens that are given, and the rest."""
     left = list(refs)
     return Tokens(*(left.pop(0) if is_given else None for is_given in given)), tuple(left)
 
 
 def load_ring(walk: Walk, stages: int, parts: tuple[tuple[Any, Callable[..., None]], ...]) -> None:
-    """The loading warpgroup: fills slot after slot, once both computing ones have freed it.
+    """Run the loading warpgroup, which fills a slot once both computing ones have freed it.
 
     Args:
-        walk: the program's blocks.
-        stages: slots.
-        parts: pairs of the barriers at which slots become free, and copy(block, head, slot).
+        walk: Blocks of the program.
+        stages: Number of slots.
+        parts: Pairs of the barriers at which slots become free, and copy(block, head, slot).
     """
     plgpu.set_max_registers(REGISTERS_LOADING, action="decrease")
 
@@ -155,7 +151,7 @@ def load_ring(walk: Walk, stages: int, parts: tuple[tuple[Any, Callable[..., Non
             await_free(step, free)
             copy(block, head, slot_of(step, stages))
 
-    # Every phase of a barrier is seen by the one that waits there, also the last.
+    # The waiting side must observe every phase of a barrier, the last one included.
     @pl.loop(steps, steps + stages)
     def _drain(step: Array) -> None:
         for free, _ in parts:

@@ -1,14 +1,10 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""How the Hopper kernels of flash_attention cut their work, and which heads they take.
+"""Tile sizes of the Hopper kernels of flash_attention, and the heads that they take.
 
 A program keeps `KEPT` rows of one side and lets blocks of `passing` rows of the other side pass
-through `stages` slots. What limits them is shared memory, where both lie, and registers, where a
-computing warpgroup holds 64 rows of its sums and of the scores.
-
-It is arithmetic: nothing here touches a device.
-
-To tune the kernels: the two functions at the end.
+through `stages` slots. The limits are shared memory, which holds both, and registers: a computing
+warpgroup holds 64 rows of its sums and of the scores. Pure arithmetic, without a device.
 """
 
 import dataclasses
@@ -23,16 +19,16 @@ KEPT = COMPUTING * ROWS
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Tiles:
-    """How many rows pass at a time, and how many slots the ring has."""
+    """Rows that pass at a time, and slots of the ring."""
 
     passing: int
     stages: int
     together: tuple[str, ...] = ("kv",)
-    """Of d_k and d_v: what each kernel sums."""
+    """Which of d_k and d_v each kernel sums."""
 
 
 def reason_against(dtype: Any, h: int, hv: int, *, backward: bool) -> str | None:
-    """Why these kernels do not take such heads, in words, or None where they do."""
+    """Return why these kernels do not take such heads; None where they do."""
     if dtype not in (jnp.bfloat16, jnp.float16):
         return f"WGMMA kernels take bfloat16 and float16, not {jnp.dtype(dtype).name}"
     if max(h, hv) <= 32:
@@ -44,7 +40,7 @@ def reason_against(dtype: Any, h: int, hv: int, *, backward: bool) -> str | None
 
 
 def tiles_forward(h: int, hv: int) -> Tiles | None:
-    """Of the forward pass, for keys h and values hv wide; None where nothing fits."""
+    """Return the tiles of the forward pass, keys h and values hv wide; None where none fits."""
     h, hv = filled_width(h), filled_width(hv)
     if max(h, hv) > 256:
         return None
@@ -57,7 +53,7 @@ def tiles_forward(h: int, hv: int) -> Tiles | None:
 
 
 def tiles_backward(h: int, hv: int) -> tuple[Tiles, Tiles] | None:
-    """Of d_q, and of d_k and d_v, both of which lie in registers; None where they do not fit."""
+    """Return the tiles of d_q, and of d_k and d_v; None where sums do not fit registers."""
     h, hv = filled_width(h), filled_width(hv)
     if h + hv > 320:
         return None
@@ -73,5 +69,5 @@ def tiles_backward(h: int, hv: int) -> tuple[Tiles, Tiles] | None:
 
 
 def filled_width(width: int) -> int:
-    """Of a head with its filling: whole tiles of 64 columns, which are 128 bytes."""
+    """Return the padded width of a head: whole tiles of 64 columns, which are 128 bytes."""
     return -(-width // 64) * 64

@@ -1,20 +1,22 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""flash_attention on NVIDIA GPUs: which kernels a call gets, and why.
+"""Selects the GPU kernel of each pass of flash_attention.
 
     hopper   Mosaic GPU, with WGMMA and TMA: compute capability 9.0, bfloat16 and float16
     triton   Triton: compute capability 8.0 and later, also float32
-    xla      no kernel of ours: what both refuse; a warning says so
+    xla      no kernel; used for everything else, with a warning
 
-The choice is a pure function of the GPU, the dtype and the widths of the heads, made once for each
-pass; heads too wide for the registers of one backward pass may still have the forward pass.
+The choice is made once per pass. Heads too wide for the registers of the Hopper backward pass may
+still use the Hopper forward pass.
 
-To add a kind of GPU: a file beside the two, a name in `Kernel`, its line in `choose_kernel`.
+To add a GPU kernel: `pallas_kernels/flash_attention/gpu/<name>.py` with `KERNELS`, its condition in
+`kernel_for` (this file), a row in
+`tests/pallas_kernels/flash_attention/test_flash_attention_for_gpu.py`.
 """
 
 import importlib
 import warnings
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 
@@ -24,26 +26,18 @@ from pallas_kernels.flash_attention.gpu.hopper_tiles import reason_against
 from pallas_kernels.flash_attention.kernels import Kernels
 from pallas_kernels.flash_attention.mask import Rules, Tokens
 from pallas_kernels.gpu.capability import device_capability
+from pallas_kernels.gpu.choice import KernelChoice, choose_kernel, reason_against_gpu
 from pallas_kernels.jax_versions import cuda_version
 
-Kernel = Literal["hopper", "triton", "xla"]
-
 WIDEST = 256
-"""Head of a kernel."""
+"""Largest head width of the kernels."""
 
-# From 12.8.0 up to 12.9.1 ptxas miscompiles causal loops around WGMMA: JAX's own kernel
-# (jax.experimental.pallas.ops.gpu.attention_mgpu) refuses these versions.
+# ptxas of CUDA 12.8.0 to 12.9.1 miscompiles causal loops around WGMMA; JAX's own kernel
+# (jax.experimental.pallas.ops.gpu.attention_mgpu) refuses these versions too.
 _WRONG_CUDA = 12080, 12091
 
 
-class KernelChoice(NamedTuple):
-    """A kernel and the reason why it runs."""
-
-    kernel: Kernel
-    reason: str
-
-
-def choose_kernel(
+def kernel_for(
     capability: tuple[int, int] | None,
     dtype: Any,
     h: int,
@@ -52,33 +46,27 @@ def choose_kernel(
     backward: bool,
     cuda: int | None = None,
 ) -> KernelChoice:
-    """The kernel of one pass.
+    """Return the kernel of one pass.
 
     Args:
-        capability: Compute capability of the GPU, (9, 0) for Hopper; None for no NVIDIA GPU.
-        dtype: Of queries, keys and values.
+        capability: Compute capability, (9, 0) for Hopper; None if the GPU is not an NVIDIA GPU.
+        dtype: Dtype of queries, keys and values.
         h: Width of a query and key head.
         hv: Width of a value head.
-        backward: Which pass.
-        cuda: Version of CUDA, 13000 for 13.0; None where it is not there.
+        backward: Whether the backward pass is asked for.
+        cuda: CUDA version, 13000 for 13.0; None if CUDA is not loaded.
     """
-    if capability is None:
-        return KernelChoice("xla", "the kernels are for NVIDIA GPUs")
-    words = f"compute capability {capability[0]}.{capability[1]}"
-    if capability < (8, 0):
-        return KernelChoice("xla", f"the kernels need compute capability 8.0, this has {words}")
+    against_gpu = reason_against_gpu(capability)
+    if capability is None or against_gpu is not None:
+        return KernelChoice("xla", str(against_gpu))
     if dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
         return KernelChoice("xla", f"no kernel multiplies {jnp.dtype(dtype).name}")
     if max(h, hv) > WIDEST:
         return KernelChoice("xla", f"heads {max(h, hv)} wide are wider than {WIDEST}")
-    if capability[0] != 9:
-        return KernelChoice("triton", f"{words} has no WGMMA, which is of 9.0 alone")
     against = reason_against(dtype, h, hv, backward=backward)
     if cuda is not None and _WRONG_CUDA[0] <= cuda < _WRONG_CUDA[1]:
         against = f"CUDA {cuda // 1000}.{cuda % 1000 // 10} translates masked loops wrongly"
-    if against is None:
-        return KernelChoice("hopper", f"{words} has WGMMA and TMA")
-    return KernelChoice("triton", against)
+    return choose_kernel(capability, against)
 
 
 def attend(
@@ -108,7 +96,7 @@ def differentiate(
 
 
 def _kernels_for(q: Array, v: Array, *, backward: bool) -> Kernels:
-    choice = choose_kernel(
+    choice = kernel_for(
         device_capability("flash_attention"),
         q.dtype,
         q.shape[-1],
@@ -117,7 +105,7 @@ def _kernels_for(q: Array, v: Array, *, backward: bool) -> Kernels:
         cuda=cuda_version(),
     )
     if choice.kernel != "xla":
-        # Imported where it is used: the GPU's half of Pallas takes a while, and few need it.
+        # Imported on use: the GPU half of Pallas is slow to import.
         module = f"pallas_kernels.flash_attention.gpu.{choice.kernel}"
         return importlib.import_module(module).KERNELS
     passes = "backward" if backward else "forward"

@@ -1,24 +1,22 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""flash_attention in Pallas through Triton, for any NVIDIA GPU with tensor cores.
+"""Implements flash_attention in Triton, for any NVIDIA GPU with tensor cores.
 
-FlashAttention-2 (arXiv 2307.08691): three kernels, one program for every block that they write.
+FlashAttention-2 (arXiv 2307.08691): three kernels, one program per block that they write.
 
     attend        a block of queries of one head against the keys that it meets
     d_q           the same, with P from lse
     d_k and d_v   a block of keys of one key head against the queries of all its query heads that
                   meet it, so that grouped heads are summed in registers
 
-Exponentials are to base 2, as the hardware has them. What a block meets comes from
-visible_blocks.py. Lengths are filled up to whole blocks and heads to powers of two, with zeros: a
-copy where they do not fit. Products of float32 are exact float32 products, not TF32.
+Exponentials are to base 2, as in hardware. visible_blocks.py lists the blocks that a block meets.
+Lengths are padded to whole blocks and heads to powers of two, with zeros: a copy where they do not
+fit. Products of float32 are exact float32 products, not TF32.
 
 It does not run on TPUs, and on the CPU only interpreted (`interpret=True`).
 
-JAX 0.11 calls Pallas through Triton deprecated, and warns once for each program: Mosaic GPU, which
-is to replace it, needs Hopper. When JAX drops it, `choose_kernel` has to send these GPUs to XLA.
-
-To tune it: `_block_sizes`, and `_COMPILER`.
+JAX 0.11 deprecates Pallas through Triton, and warns once per program; its successor, Mosaic GPU,
+needs Hopper. When JAX drops it, `kernel_for` has to send these GPUs to XLA.
 """
 
 import dataclasses
@@ -50,15 +48,15 @@ class _Blocks:
 
 
 def _block_sizes(width: int, itemsize: int) -> tuple[_Blocks, _Blocks]:
-    """Of the forward and the backward pass: tiles that fit the 99 KiB of the smaller GPUs.
+    """Return the blocks of both passes: tiles that fit the 99 KiB of the smaller GPUs.
 
     Args:
-        width: the wider of a key and a value head.
-        itemsize: bytes of a number.
+        width: Larger one of the widths of a key and a value head.
+        itemsize: Bytes of an element.
     """
     row = width * itemsize
     if itemsize == 4 and row <= 512:
-        # Exact products of float32 run on no tensor core, and unroll: small tiles compile.
+        # Exact float32 products use no tensor core and are unrolled: only small tiles compile.
         return _Blocks(kept=64, passing=32), _Blocks(kept=32, passing=32)
     if row <= 128:
         return _Blocks(kept=128, passing=64), _Blocks(kept=64, passing=64)
@@ -69,7 +67,7 @@ def _block_sizes(width: int, itemsize: int) -> tuple[_Blocks, _Blocks]:
     return _Blocks(kept=32, passing=16), _Blocks(kept=16, passing=16)
 
 
-# Warps by the width of a head, copies in flight.
+# Warps by head width, and copies in flight.
 _COMPILER: Callable[[int], plgpu.CompilerParams] = lambda width: plgpu.CompilerParams(  # noqa: E731
     num_warps=4 if width <= 64 else 8, num_stages=2
 )
@@ -77,7 +75,7 @@ _COMPILER: Callable[[int], plgpu.CompilerParams] = lambda width: plgpu.CompilerP
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class _Sizes:
-    """Of the arrays before they are filled up."""
+    """Sizes of the arrays before padding."""
 
     b: int
     s: int
@@ -98,19 +96,19 @@ def _wide(width: int) -> int:
 
 
 def _fill(x: Array, block: int) -> Array:
-    """[B L N H] with L in whole blocks, and H a power of two."""
+    """Pad [B L N H] to L in whole blocks, and H a power of two."""
     sizes = (0, -x.shape[1] % block, 0, _wide(x.shape[3]) - x.shape[3])
     return jnp.pad(x, [(0, size) for size in sizes]) if any(sizes) else x
 
 
 def _fill_last(x: Array, block: int) -> Array:
-    """[... L] with L in whole blocks."""
+    """Pad [... L] to whole blocks."""
     more = -x.shape[-1] % block
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, more)]) if more else x
 
 
 def _fill_tokens(tokens: Tokens, block_q: int, block_k: int) -> Tokens:
-    """[1 or B, L] in whole blocks, or None."""
+    """Return [1 or B, L] in whole blocks, or None."""
 
     def filled(x: Array | None, block: int) -> Array | None:
         if x is None:
@@ -122,12 +120,12 @@ def _fill_tokens(tokens: Tokens, block_q: int, block_k: int) -> Tokens:
 
 
 def _batch_index(size: int) -> Callable[[Any], Any]:
-    """Row of a table that may hold one for all sequences."""
+    """Return the row of a table that may hold one row for all sequences."""
     return (lambda b: 0) if size == 1 else (lambda b: b)
 
 
 def _whole_row(x: Array) -> pl.BlockSpec:
-    """All of a sequence's [L]: kernels take from it what they need."""
+    """Return the spec of a whole sequence [L]."""
     row = _batch_index(x.shape[0])
     return pl.BlockSpec((None, x.shape[1]), lambda i, b, n: (row(b), 0))
 
@@ -148,7 +146,7 @@ def _list_specs(lists: BlockLists) -> Any:
 
 
 def _dot(a: Array, b: Array, axis_a: int, axis_b: int) -> Array:
-    """The product of two matrices over the given dimensions, summed in float32."""
+    """Return the product of two matrices over the given dimensions, summed in float32."""
     return jax.lax.dot_general(
         a,
         b,
@@ -159,21 +157,21 @@ def _dot(a: Array, b: Array, axis_a: int, axis_b: int) -> Array:
 
 
 def _logits(products: Array, rules: Rules) -> Array:
-    """Scaled and capped, in units of log 2."""
+    """Return scaled and capped logits, in units of log 2."""
     if rules.softcap is None:
         return products * (rules.scale * LOG2_E)
     return (rules.softcap * LOG2_E) * jnp.tanh(products * (rules.scale / rules.softcap))
 
 
 def _slope(logits: Array, rules: Rules) -> Array | None:
-    """The derivative of the cap, from capped logits."""
+    """Return the derivative of the cap, from capped logits."""
     if rules.softcap is None:
         return None
     return 1.0 - jnp.square(logits * (1.0 / (rules.softcap * LOG2_E)))
 
 
 def _mask(rules: Rules, tokens: Tokens, num_keys: int, q: Any, k: Any, q_axis: int) -> Array:
-    """Who sees whom: queries of `q` along `q_axis`, keys of `k` along the other."""
+    """Return the mask, queries of `q` along `q_axis`, keys of `k` along the other."""
 
     def along(x: Array, axis: int) -> Array:
         return x[:, None] if axis == 0 else x[None, :]
@@ -190,7 +188,7 @@ def _mask(rules: Rules, tokens: Tokens, num_keys: int, q: Any, k: Any, q_axis: i
 
 
 def _through(lists: BlockLists, step: Callable[..., Any], carry: Any) -> Any:
-    """Folds step(block, carry, is_masked) over the list: WHOLE blocks, then MASKED ones."""
+    """Fold step(block, carry, is_masked) over the list: WHOLE blocks, then MASKED ones."""
     whole, met = lists.counts[0], lists.counts[1]
     for start, end, is_masked in ((0, whole, False), (whole, met, True)):
         carry = jax.lax.fori_loop(
@@ -213,7 +211,7 @@ def _attend_kernel(q_ref, k_ref, v_ref, lists, tokens, out_ref, lse_ref, *, rule
         if is_masked:
             logits = jnp.where(_mask(rules, tokens, u, own, keys, 0), logits, -jnp.inf)
         new_top = jnp.maximum(top, jnp.max(logits, axis=1))
-        # Rows that have seen nothing yet: their logits are all -inf, and so must the result be.
+        # Rows that have seen no key: logits are -inf, and so must the result be.
         base = jnp.where(new_top == -jnp.inf, 0.0, new_top) if is_masked else new_top
         weights = jnp.exp2(logits - base[:, None])
         shrink = jnp.exp2(top - base)
@@ -294,7 +292,7 @@ def attend(
     *,
     interpret: bool = False,
 ) -> tuple[Float[Array, "B S N Hv"], Float[Array, "B N S"]]:
-    """See `pallas_kernels.flash_attention`."""
+    """Return what `pallas_kernels.flash_attention` returns."""
     sizes = _Sizes.of(q, k, v)
     width = _wide(max(sizes.h, sizes.hv))
     blocks, _ = _block_sizes(width, q.dtype.itemsize)
@@ -350,12 +348,12 @@ def differentiate(
     *,
     interpret: bool = False,
 ) -> tuple[Float[Array, "B S N H"], Float[Array, "B U M H"], Float[Array, "B U M Hv"]]:
-    """See `pallas_kernels.flash_attention.kernels`."""
+    """Return the gradients defined in `pallas_kernels.flash_attention.kernels`."""
     sizes = _Sizes.of(q, k, v)
     width = _wide(max(sizes.h, sizes.hv))
     _, blocks = _block_sizes(width, q.dtype.itemsize)
     given = (q, k, v, d_out, lse, delta, *(x for x in tokens if x is not None))
-    # A query that sees nothing has weights 0, which must not come from -inf - -inf.
+    # Weights are 0 where a query sees no key; -inf - -inf would be NaN.
     lse = jnp.where(jnp.isfinite(lse), lse, 0.0) * LOG2_E
     d_q = _d_queries(sizes, blocks, (q, k, v, tokens, d_out, lse, delta), rules, given, interpret)
     d_k, d_v = _d_keys(sizes, blocks, (q, k, v, tokens, d_out, lse, delta), rules, given, interpret)

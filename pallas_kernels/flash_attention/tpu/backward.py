@@ -1,12 +1,12 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""The backward pass of flash_attention for TPUs: one kernel for dQ, one for dK and dV.
+"""Implements the backward pass of flash_attention for TPUs: a kernel for dQ, one for dK and dV.
 
     dQ       by rows, over their keys:   P, dS as [r u], dQ += dS K
     dK, dV   by keys, over their rows:   P, dS as [u r], dV += P dO, dK += dS Q
 
-Seven products instead of the five that one kernel would take, in return for sums that stay in VMEM
-and are written once. All products take their operands as they lie. Sums, and results, are float32.
+Seven products instead of the five of a single kernel, in return for sums that stay in VMEM and are
+written once. No product needs a transpose. Sums and results are float32.
 
 `lse` and `delta` may be those of a softmax over more keys than these: see kernels.py.
 """
@@ -40,10 +40,13 @@ def differentiate(
     *,
     pallas_call: Callable[..., Any] = pl.pallas_call,
 ) -> tuple[Float[Array, "B S N H"], Float[Array, "B U M H"], Float[Array, "B U M Hv"]]:
-    """See `pallas_kernels.flash_attention.kernels`; remote_dma calls the kernels in its own way."""
+    """Return the gradients defined in `pallas_kernels.flash_attention.kernels`.
+
+    `pallas_call` is replaced by kernels that also send (ring/remote_dma/blocks.py).
+    """
     sizes = Sizes.of(q, k, v, rules)
     plan = make_plan(sizes, tokens, rules)
-    # A query that sees nothing: its weights are 0, and nothing that meets them may be infinite.
+    # Weights are 0 where a query sees no key; -inf would turn them into NaN.
     lse = jnp.where(jnp.isfinite(lse), lse, 0.0)
     lse, delta = sizes.to_statistics(lse), sizes.to_statistics(delta)
     arrays = (

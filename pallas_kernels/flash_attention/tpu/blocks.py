@@ -1,22 +1,22 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""How attention is cut into tiles for a TPU, and which tiles nobody sees.
+"""Cuts attention into tiles for a TPU, and finds the tiles that the mask hides.
 
-    rows    a block of them holds p positions of each of the g = N / M query heads that share a key
-            head, one head after the other: [B M R H], with g * p rows a block
+    rows    a block holds p positions of each of the g = N / M query heads that share a key head,
+            one head after the other: [B M R H], with g * p rows a block
     keys    [B M U H]
     marks   [b' blocks c rows] and [b' blocks c keys] i32, b' = 1 or B: positions, and segment ids
             where there are any
-    bounds  of each block the least and largest mark, and the first and last block of the other
-            side that some of its members may see: for the scalar memory
+    bounds  least and largest mark of each block, and the first and last block of the other side
+            that some of its members may see: for the scalar memory
 
-S and U are padded to whole blocks. What pads the rows is cut off, and its gradients are 0; what
-pads the keys is hidden by its index. Ranges come from bounds, so that given positions and segments
-are treated as those that count from 0: a tile outside of a block's range is neither copied nor
-computed, one inside that nobody sees is not computed. Where positions count from 0 the longest
-range is known at trace time, and no step is made beyond it.
+S and U are padded to whole blocks. Padding of rows is cut off, with gradients 0; padding of keys is
+hidden by its index. Ranges come from bounds, so that given positions and segments are treated like
+positions from 0: a tile outside a block's range is neither copied nor computed, and a hidden tile
+inside it is not computed. Where positions count from 0 the longest range is known at trace time,
+and no step is made beyond it.
 
-To add a rule to the mask, add its lines to `may_see` and `all_see`.
+To add a rule of the mask: `pallas_kernels/flash_attention/mask.py`.
 """
 
 import functools
@@ -31,22 +31,22 @@ from pallas_kernels.array_types import Array
 from pallas_kernels.flash_attention.mask import Rules, Tokens
 
 RECORD = 6
-"""Numbers of one block in `Plan.row_bounds`: those of `Bounds`, then first and last."""
+"""Numbers per block in `Plan.row_bounds`: those of `Bounds`, then first and last."""
 
 
 class BlockSizes(NamedTuple):
-    """Of one tile."""
+    """Sizes of one tile."""
 
     positions: int
-    """p, of each query head; g times as many rows."""
+    """Positions p of each query head; a tile has g times as many rows."""
     keys: int
 
 
 LANES = 128
 
 # Rows and keys of a tile in bfloat16, up to a width of head, H or Hv. The reasons:
-#   rows   every block of them reads its keys again, r rows do r operations for each byte, and the
-#          MXU of a v5e or v6e starves below 240 or 570
+#   rows   every block of them reads its keys again; r rows do r operations per byte, and the MXU of
+#          a v5e or v6e needs 240 or 570
 #   keys   a step costs some 0.35 microseconds of bookkeeping, the products of 512 x 1024 at width
 #          128 take 1.4 on a v5e
 #   limit  a tile holds three or four arrays of scores in float32, of 2 MiB each at 512 x 1024, its
@@ -55,21 +55,21 @@ LANES = 128
 TABLE = ((256, (512, 1024)), (640, (512, 512)), (1024, (256, 256)))
 SMALLEST = (128, 128)
 SUBLANES = 16
-"""Rows of a register, of bfloat16."""
+"""Rows of a bfloat16 register."""
 
 
 def block_sizes(
     s: int, u: int, g: int, width: int, itemsize: int, window: int | None = None
 ) -> BlockSizes:
-    """The tile of a kernel.
+    """Return the tile of a kernel.
 
     Args:
-        s: queries of a head.
-        u: keys.
-        g: query heads of a key head.
-        width: the larger one of the widths of a head, H or Hv.
-        itemsize: bytes of an element of q.
-        window: of the mask. Blocks of keys much longer than it would be hidden for the most part.
+        s: Queries of a head.
+        u: Keys.
+        g: Query heads per key head.
+        width: Larger one of the head widths H and Hv.
+        itemsize: Bytes of an element of q.
+        window: Window of the mask; blocks of keys much longer than it would be mostly hidden.
     """
     rows, keys = next((sizes for limit, sizes in TABLE if width <= limit), SMALLEST)
     if itemsize > 2:
@@ -83,14 +83,14 @@ def block_sizes(
 
 
 def _even(length: int, longest: int, unit: int = LANES) -> int:
-    """Blocks of about equal length in whole units, so that each is padded by less than a unit."""
+    """Return the size of about equal blocks in whole units, each padded by less than a unit."""
     unit = min(unit, -(-length // SUBLANES) * SUBLANES)
     blocks = -(-length // (longest // unit * unit or unit))
     return -(-length // (blocks * unit)) * unit
 
 
 class Sizes(NamedTuple):
-    """Lengths, all static."""
+    """Static lengths."""
 
     b: int
     s: int
@@ -100,12 +100,12 @@ class Sizes(NamedTuple):
     h: int
     hv: int
     row_positions: int
-    """In a block of rows, p."""
+    """Positions p in a block of rows."""
     key_block: int
 
     @classmethod
     def of(cls, q: Array, k: Array, v: Array, rules: Rules) -> "Sizes":
-        """Those of the arguments of `flash_attention`."""
+        """Return the sizes of the arguments of `flash_attention`."""
         (b, s, n, h), (u, m), hv = q.shape, k.shape[1:3], v.shape[3]
         blocks = block_sizes(s, u, n // m, max(h, hv), q.dtype.itemsize, rules.window)
         return cls(b, s, u, m, n // m, h, hv, *blocks)
@@ -117,57 +117,57 @@ class Sizes(NamedTuple):
 
     @property
     def row_blocks(self) -> int:
-        """How many."""
+        """Number of blocks of rows."""
         return -(-self.s // self.row_positions)
 
     @property
     def key_blocks(self) -> int:
-        """How many."""
+        """Number of blocks of keys."""
         return -(-self.u // self.key_block)
 
     @property
     def rows(self) -> int:
-        """With padding."""
+        """Number of rows, with padding."""
         return self.row_blocks * self.row_block
 
     @property
     def keys(self) -> int:
-        """With padding."""
+        """Number of keys, with padding."""
         return self.key_blocks * self.key_block
 
     def to_rows(self, x: Array) -> Array:
-        """[B S N ...] to [B M R ...]."""
+        """Reshape [B S N ...] to [B M R ...]."""
         x = _pad(x, 1, self.row_blocks * self.row_positions)
         x = x.reshape(self.b, self.row_blocks, self.row_positions, self.m, self.g, *x.shape[3:])
         x = jnp.moveaxis(x, (3, 1, 4, 2), (1, 2, 3, 4))
         return x.reshape(self.b, self.m, self.rows, *x.shape[5:])
 
     def from_rows(self, x: Array) -> Array:
-        """[B M R ...] to [B S N ...]."""
+        """Reshape [B M R ...] to [B S N ...]."""
         x = x.reshape(self.b, self.m, self.row_blocks, self.g, self.row_positions, *x.shape[3:])
         x = jnp.moveaxis(x, (1, 2, 3, 4), (3, 1, 4, 2))
         x = x.reshape(self.b, self.row_blocks * self.row_positions, self.m * self.g, *x.shape[5:])
         return x[:, : self.s]
 
     def to_statistics(self, x: Array) -> Array:
-        """[B N S] to [B M blocks 1 rows]: a number for each row, along the lanes of a block."""
+        """Reshape [B N S] to [B M blocks 1 rows]: a number per row, along the lanes of a block."""
         return self.to_rows(x.swapaxes(1, 2)).reshape(self.statistics)
 
     def from_statistics(self, x: Array) -> Array:
-        """[B M blocks 1 rows] to [B N S]."""
+        """Reshape [B M blocks 1 rows] to [B N S]."""
         return self.from_rows(x.reshape(self.b, self.m, self.rows)).swapaxes(1, 2)
 
     @property
     def statistics(self) -> tuple[int, ...]:
-        """The shape of one number for each row."""
+        """Shape of one number per row."""
         return self.b, self.m, self.row_blocks, 1, self.row_block
 
     def to_keys(self, x: Array) -> Array:
-        """[B U M ...] to [B M U ...]."""
+        """Reshape [B U M ...] to [B M U ...]."""
         return _pad(x.swapaxes(1, 2), 2, self.keys)
 
     def from_keys(self, x: Array) -> Array:
-        """[B M U ...] to [B U M ...]."""
+        """Reshape [B M U ...] to [B U M ...]."""
         return x[:, :, : self.u].swapaxes(1, 2)
 
 
@@ -189,7 +189,7 @@ class Bounds(NamedTuple):
 
 
 def may_see(rules: Rules, rows: Bounds, keys: Bounds) -> Any:
-    """False only where no member of a block of rows sees a member of a block of keys."""
+    """Return False only where no row of a block sees a key of the other block."""
     possible = (rows.first_segment <= keys.last_segment) & (keys.first_segment <= rows.last_segment)
     if rules.causal:
         possible = possible & (keys.low <= rows.high)
@@ -200,7 +200,7 @@ def may_see(rules: Rules, rows: Bounds, keys: Bounds) -> Any:
 
 
 def all_see(rules: Rules, rows: Bounds, keys: Bounds) -> Any:
-    """True only where every member of a block of rows sees every member of a block of keys."""
+    """Return True only where every row of a block sees every key of the other block."""
     certain = (rows.first_segment == keys.last_segment) & (keys.first_segment == rows.last_segment)
     if rules.causal:
         certain = certain & (keys.high <= rows.low)
@@ -211,36 +211,36 @@ def all_see(rules: Rules, rows: Bounds, keys: Bounds) -> Any:
 
 
 class Plan(NamedTuple):
-    """Who stands where, and which tiles are visited."""
+    """Marks of all tokens, and the tiles that are visited."""
 
     row_marks: Array
     key_marks: Array
     row_bounds: Array
-    """[b' * row_blocks * RECORD]."""
+    """Records of the blocks of rows, [b' * row_blocks * RECORD]."""
     key_bounds: Array
     key_steps: int
-    """Blocks of keys that a block of rows visits at most; static."""
+    """Largest number of blocks of keys that a block of rows visits; static."""
     row_steps: int
-    """Blocks of rows that a block of keys visits at most; static."""
+    """Largest number of blocks of rows that a block of keys visits; static."""
 
     @property
     def is_shared(self) -> bool:
-        """The same in all sequences."""
+        """Whether marks are the same in all sequences."""
         return self.row_marks.shape[0] == 1
 
     @property
     def num_marks(self) -> int:
-        """1, or 2 with segments."""
+        """Number of marks per token: 1, or 2 with segments."""
         return self.row_marks.shape[2]
 
 
 def make_plan(sizes: Sizes, tokens: Tokens, rules: Rules) -> Plan:
-    """Cuts, bounds and ranges.
+    """Return marks, bounds and ranges.
 
     Args:
-        sizes: of the arrays.
-        tokens: positions and segments.
-        rules: of the mask.
+        sizes: Sizes of the arrays.
+        tokens: Positions and segments.
+        rules: Mask rules.
     """
     counted = _marks(np, sizes, Tokens(None, None, None, None))
     static = _visits(np, sizes, counted, rules)
@@ -273,10 +273,10 @@ def _marks(xp: ModuleType, sizes: Sizes, tokens: Tokens) -> tuple[Any, Any]:
     b = sizes.b if any(x.ndim == 2 for x in given) else 1
 
     def stack(side: list[Any], blocks: int, block: int, times: int) -> Any:
-        """[b' blocks c times*block]."""
+        """Return [b' blocks c times*block]."""
         pad = ((0, 0), (0, blocks * block - side[0].shape[-1]))
         marks = [xp.broadcast_to(x, (b, x.shape[-1])) for x in side if x is not None]
-        # With copies of the last one: they change no bound.
+        # Padding repeats the last value, which moves no bound.
         marks = [xp.pad(x.astype(np.int32), pad, mode="edge") for x in marks]
         marks = xp.stack([x.reshape(b, blocks, block) for x in marks], axis=2)
         return xp.tile(marks, (1, 1, 1, times))
@@ -288,7 +288,7 @@ def _marks(xp: ModuleType, sizes: Sizes, tokens: Tokens) -> tuple[Any, Any]:
 
 
 def _visits(xp: ModuleType, sizes: Sizes, marks: tuple[Any, Any], rules: Rules) -> tuple[Any, Any]:
-    """[b' blocks RECORD] of rows and of keys."""
+    """Return the records [b' blocks RECORD] of rows and of keys."""
     rows, keys = _bounds(xp, marks[0]), _bounds(xp, marks[1])
     by_row = Bounds(*(x[:, :, None] for x in rows))
     by_key = Bounds(*(x[:, None, :] for x in keys))
@@ -298,7 +298,7 @@ def _visits(xp: ModuleType, sizes: Sizes, marks: tuple[Any, Any], rules: Rules) 
 
 
 def _bounds(xp: ModuleType, marks: Any) -> Bounds:
-    """[b' blocks] each."""
+    """Return bounds, [b' blocks] each."""
     low, high = marks.min(-1), marks.max(-1)
     if marks.shape[2] == 1:
         same = xp.zeros_like(low[:, :, 0])
@@ -307,7 +307,7 @@ def _bounds(xp: ModuleType, marks: Any) -> Bounds:
 
 
 def _range(xp: ModuleType, seen: Any) -> tuple[Any, Any]:
-    """First and last block that may be seen; 0 and -1 where there is none."""
+    """Return the first and last block that may be seen; 0 and -1 where there is none."""
     sees_any, number = seen.any(-1), seen.shape[-1]
     first = xp.where(sees_any, seen.argmax(-1), 0)
     last = xp.where(sees_any, number - 1 - seen[..., ::-1].argmax(-1), -1)

@@ -1,15 +1,13 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""The grid of the TPU kernels of attention: which blocks a step sees, and whether it computes.
+"""Defines the grid of the TPU kernels of attention: the blocks of a step, and whether it computes.
 
     by="rows"   (B, M, block of rows, step): a block of rows meets its keys, one block a step
     by="keys"   (B, M, block of keys, step): a block of keys meets its rows
 
-The other side's block of a step is first + step, where the range (first, last) of the block at hand
-lies in scalar memory. Beyond last it stays there, so that nothing is copied again, and the step
+The other side's block of a step is first + step; the range (first, last) of the current block is in
+scalar memory. Beyond last the block stays the same, so that nothing is copied again, and the step
 computes nothing.
-
-To add an operand, add its `BlockSpec` here beside those of its side.
 """
 
 from collections.abc import Callable
@@ -35,36 +33,36 @@ Side = Literal["rows", "keys"]
 
 
 class Grid(NamedTuple):
-    """All static."""
+    """Static grid of a kernel."""
 
     sizes: Sizes
     by: Side
     steps: int
     num_marks: int
     is_shared: bool
-    """All sequences have the same marks."""
+    """Whether all sequences have the same marks."""
 
     @classmethod
     def of(cls, sizes: Sizes, plan: Plan, by: Side) -> "Grid":
-        """The grid of a kernel that keeps the sums of blocks of rows, or of keys."""
+        """Return the grid of a kernel that keeps the sums of blocks of rows, or of keys."""
         steps = plan.key_steps if by == "rows" else plan.row_steps
         return cls(sizes, by, steps, plan.num_marks, plan.is_shared)
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """For `pallas_call`."""
+        """Grid for `pallas_call`."""
         blocks = self.sizes.row_blocks if self.by == "rows" else self.sizes.key_blocks
         return self.sizes.b, self.sizes.m, blocks, self.steps
 
     @property
     def compiler_params(self) -> pltpu.CompilerParams:
-        """Only the steps depend on one another."""
+        """Compiler parameters; only the steps depend on each other."""
         return pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")
         )
 
     def cost(self, products: int, itemsize: int) -> pl.CostEstimate:
-        """For XLA's scheduler: as if every step computed."""
+        """Return the cost for XLA's scheduler, as if every step computed."""
         z = self.sizes
         pairs = z.b * z.m * self.shape[2] * self.steps * z.row_block * z.key_block
         row_bytes = z.b * z.m * z.rows * (z.h + z.hv) * itemsize
@@ -75,10 +73,10 @@ class Grid(NamedTuple):
             bytes_accessed=row_bytes + key_bytes,
         )
 
-    # Where a step is. In index maps the indices are given; in kernels they are asked for.
+    # Position of a step. Index maps are given the indices; kernels read them.
 
     def blocks(self, b: Any, at: Any, step: Any, row_bounds: Any, key_bounds: Any) -> Any:
-        """The blocks (of rows, of keys) of a step, and whether it lies within the range."""
+        """Return the blocks (of rows, of keys) of a step, and whether it is within the range."""
         bounds = row_bounds if self.by == "rows" else key_bounds
         start = self.record(b, at, self.by)
         first, last = bounds[start + 4], bounds[start + 5]
@@ -87,24 +85,24 @@ class Grid(NamedTuple):
         return *pair, first + step <= last
 
     def record(self, b: Any, at: Any, side: Side) -> Any:
-        """Where the record of a block starts."""
+        """Return the start of the record of a block."""
         number = self.sizes.row_blocks if side == "rows" else self.sizes.key_blocks
         return (at if self.is_shared else b * number + at) * RECORD
 
     @property
     def is_first(self) -> Any:
-        """The first step of the block at hand."""
+        """Whether this is the first step of the current block."""
         return pl.program_id(3) == 0
 
     @property
     def is_last(self) -> Any:
-        """The last step of the block at hand."""
+        """Whether this is the last step of the current block."""
         return pl.program_id(3) == self.steps - 1
 
     # Operands.
 
     def rows(self, width: int) -> pl.BlockSpec:
-        """Of [B M R width]."""
+        """Return the spec of [B M R width]."""
 
         def index(b: Any, m: Any, at: Any, step: Any, *bounds: Any) -> Any:
             return b, m, self.blocks(b, at, step, *bounds)[0], 0
@@ -112,7 +110,7 @@ class Grid(NamedTuple):
         return pl.BlockSpec((None, None, self.sizes.row_block, width), index)
 
     def keys(self, width: int) -> pl.BlockSpec:
-        """Of [B M U width]."""
+        """Return the spec of [B M U width]."""
 
         def index(b: Any, m: Any, at: Any, step: Any, *bounds: Any) -> Any:
             return b, m, self.blocks(b, at, step, *bounds)[1], 0
@@ -120,7 +118,7 @@ class Grid(NamedTuple):
         return pl.BlockSpec((None, None, self.sizes.key_block, width), index)
 
     def statistics(self) -> pl.BlockSpec:
-        """Of [B M blocks 1 rows], one number for each row."""
+        """Return the spec of [B M blocks 1 rows], one number per row."""
 
         def index(b: Any, m: Any, at: Any, step: Any, *bounds: Any) -> Any:
             return b, m, self.blocks(b, at, step, *bounds)[0], 0, 0
@@ -128,7 +126,7 @@ class Grid(NamedTuple):
         return pl.BlockSpec((None, None, None, 1, self.sizes.row_block), index)
 
     def row_marks(self) -> pl.BlockSpec:
-        """Of [b' blocks c rows]."""
+        """Return the spec of [b' blocks c rows]."""
 
         def index(b: Any, m: Any, at: Any, step: Any, *bounds: Any) -> Any:
             del m
@@ -137,7 +135,7 @@ class Grid(NamedTuple):
         return pl.BlockSpec((None, None, self.num_marks, self.sizes.row_block), index)
 
     def key_marks(self) -> pl.BlockSpec:
-        """Of [b' blocks c keys]."""
+        """Return the spec of [b' blocks c keys]."""
 
         def index(b: Any, m: Any, at: Any, step: Any, *bounds: Any) -> Any:
             del m
@@ -146,20 +144,20 @@ class Grid(NamedTuple):
         return pl.BlockSpec((None, None, self.num_marks, self.sizes.key_block), index)
 
     def keep_columns(self, columns: Any, marks: Any) -> None:
-        """Writes the marks of the block at hand, [c length], as columns [c length LANES]."""
+        """Write the marks [c length] of the current block as columns [c length LANES]."""
         for i in range(self.num_marks):
             columns[i] = tiles.column(marks[i : i + 1, :])
 
 
 def mask(grid: Grid, rules: Rules, columns: Any, marks: Any, key_block: Any) -> Any:
-    """Who sees whom in a tile: [rows keys], or [keys rows] where keys are at hand.
+    """Return the mask of a tile: [rows keys], or [keys rows] where the grid is by keys.
 
     Args:
-        grid: of the kernel.
-        rules: of the mask.
-        columns: marks of the block at hand, as columns.
-        marks: of the other side's block, as rows.
-        key_block: which block of keys it is.
+        grid: Grid of the kernel.
+        rules: Mask rules.
+        columns: Marks of the current block, as columns.
+        marks: Marks of the other side's block, as rows.
+        key_block: Index of the block of keys.
     """
     z = grid.sizes
     down = [columns[i][:, :1] for i in range(grid.num_marks)]
@@ -181,14 +179,14 @@ def when_seen(
     key_bounds: Any,
     compute: Callable[[Any], None],
 ) -> None:
-    """Runs `compute` in the steps whose tile somebody sees.
+    """Run `compute` in the steps whose tile is not hidden.
 
     Args:
-        grid: of the kernel.
-        rules: of the mask.
-        row_bounds: in scalar memory.
-        key_bounds: likewise.
-        compute: of the block of keys whose mask must be asked for, or of None where all see all.
+        grid: Grid of the kernel.
+        rules: Mask rules.
+        row_bounds: Records of the blocks of rows, in scalar memory.
+        key_bounds: Records of the blocks of keys, in scalar memory.
+        compute: Called with the index of the block of keys, or with None where no mask is needed.
     """
     b, at, step = pl.program_id(0), pl.program_id(2), pl.program_id(3)
     row_block, key_block, is_within = grid.blocks(b, at, step, row_bounds, key_bounds)

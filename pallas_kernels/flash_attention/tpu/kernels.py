@@ -1,17 +1,17 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""flash_attention for TPUs: the forward pass as a Mosaic kernel; both passes as `KERNELS`.
+"""Implements flash_attention for TPUs: the Mosaic kernel of the forward pass, and `KERNELS`.
 
 The grid is (sequence, key head, block of rows, step). A step meets one block of keys: the running
-softmax of the rows stays in VMEM over the steps, and the next keys are copied meanwhile. Rows,
-blocks and the tiles that nobody sees: pallas_tpu_blocks.py. Arithmetic: pallas_tpu_tiles.py.
-Backward pass: pallas_tpu_backward.py.
+softmax of the rows stays in VMEM over the steps, and the next keys are copied meanwhile. blocks.py
+has rows, blocks and hidden tiles; tiles.py the arithmetic; backward.py the backward pass.
 
-Steps beyond a block's range cost their bookkeeping (with causality and positions from 0 nearly half
-of them), no copy and no arithmetic. Heads that are no multiple of 128 wide fill their lanes partly.
-Call it on local arrays, in a `jax.shard_map`: an array spread by the compiler is gathered first.
+Steps beyond a block's range (nearly half of them with causality and positions from 0) cost their
+bookkeeping, but no copy and no arithmetic. Heads whose width is no multiple of 128 fill their lanes
+partly. Call it on local arrays, in a `jax.shard_map`: an array sharded by the compiler is gathered
+first.
 
-On the CPU it runs in TPU interpret mode alone (`pallas_kernels.backend.interpreted`).
+On the CPU it runs in TPU interpret mode only (`pallas_kernels.backend.interpreted`).
 """
 
 import functools
@@ -42,7 +42,10 @@ def attend(
     *,
     pallas_call: Callable[..., Any] = pl.pallas_call,
 ) -> tuple[Float[Array, "B S N Hv"], Float[Array, "B N S"]]:
-    """See `pallas_kernels.flash_attention`; remote_dma calls the kernel in its own way."""
+    """Return what `pallas_kernels.flash_attention` returns.
+
+    `pallas_call` is replaced by kernels that also send (ring/remote_dma/blocks.py).
+    """
     sizes = Sizes.of(q, k, v, rules)
     plan = make_plan(sizes, tokens, rules)
     grid = Grid.of(sizes, plan, by="rows")

@@ -1,23 +1,24 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""The arithmetic of one tile of attention, in values: what a TPU kernel does between two copies.
+"""Computes one tile of attention on values: the arithmetic of the TPU kernels.
 
 A tile is r rows, which are queries, against u keys; all statistics of rows are columns [r 1] in
 float32. The forward pass folds tiles into a running softmax (FlashAttention-2, arXiv 2307.08691,
-section 3.1), whose sums are not divided before the end:
+section 3.1), whose sums are divided at the end:
 
     top' = max(top, max S)    P = exp(S - top')    a = exp(top - top')
     total' = a * total + sum P                     sums' = a * sums + P V
     out = sums / total                             lse = top + log total
 
 The backward pass has, with S and P = exp(S - lse) as in kernels.py, dS = P * (dP - delta), without
-the scale, which is left to the end of the sum over tiles.
+the scale, which is applied at the end of the sum over tiles.
 
-Nothing here knows of a grid, a block or a reference to memory, so that any kernel may use it: those
-of pallas_tpu.py, and those that move keys between devices meanwhile. Products of float32 operands
-take the exact passes of the MXU, those of bfloat16 its native one; all add up in float32.
+Nothing here depends on a grid, a block or a memory reference: the kernels of this folder and those
+of ring/remote_dma/ use it. Products of float32 operands take the exact passes of the MXU, those of
+bfloat16 its native one; all sums are float32.
 
-To add a rule that changes logits, put it into `_capped` and into the end of `differentiate_tile`.
+To add a rule that changes logits: `_capped` and the end of `differentiate_tile`, both in
+`pallas_kernels/flash_attention/tpu/tiles.py`.
 """
 
 from typing import NamedTuple
@@ -29,11 +30,11 @@ from pallas_kernels.array_types import Array, Bool, Float, Float32
 from pallas_kernels.flash_attention.mask import Rules
 
 LANES = 128
-"""Of a vector register: columns and rows turn into one another in pieces of so many."""
+"""Lanes of a vector register: columns and rows are transposed in pieces of this length."""
 
 
 class RunningSoftmax(NamedTuple):
-    """Of r rows, over the tiles so far."""
+    """Softmax state of r rows over the tiles so far."""
 
     top: Float32[Array, "r 1"]
     """Largest logit; -inf before the first visible key."""
@@ -42,11 +43,11 @@ class RunningSoftmax(NamedTuple):
 
 
 def nothing_seen(rows: int, width: int) -> RunningSoftmax:
-    """The state before the first tile.
+    """Return the state before the first tile.
 
     Args:
-        rows: r.
-        width: of the values.
+        rows: Number of rows r.
+        width: Width of the values.
     """
     column = (rows, 1)
     return RunningSoftmax(
@@ -64,21 +65,21 @@ def attend_tile(
     is_visible: Bool[Array, "r u"] | None,
     rules: Rules,
 ) -> RunningSoftmax:
-    """Folds one tile into the running softmax.
+    """Fold one tile into the running softmax.
 
     Args:
-        state: over the tiles before.
-        q: queries.
-        k: keys.
-        v: values.
-        is_visible: who sees whom; None where all see all.
-        rules: scale and cap are taken from them.
+        state: State over the tiles before.
+        q: Queries.
+        k: Keys.
+        v: Values.
+        is_visible: Mask; None where every query sees every key.
+        rules: Rules with scale and cap.
     """
     scores = _capped(dot(q, k, ((1,), (1,))), rules)
     if is_visible is not None:
         scores = jnp.where(is_visible, scores, -jnp.inf)
     top = jnp.maximum(state.top, jnp.max(scores, axis=1, keepdims=True))
-    # Of a row that has seen nothing, -inf - -inf must not become NaN.
+    # A row that has seen no key: -inf - -inf would be NaN.
     base = jnp.where(top == -jnp.inf, 0.0, top)
     weights = jnp.exp(scores - base)
     fade = jnp.exp(state.top - base)
@@ -90,10 +91,10 @@ def attend_tile(
 
 
 def finish(state: RunningSoftmax) -> tuple[Float32[Array, "r Hv"], Float32[Array, "r 1"]]:
-    """out and lse of the rows; 0 and -inf where nothing was seen.
+    """Return out and lse of the rows; 0 and -inf where no key was seen.
 
     Args:
-        state: over all tiles.
+        state: State over all tiles.
     """
     sees_any = state.total > 0.0
     total = jnp.where(sees_any, state.total, 1.0)
@@ -109,19 +110,19 @@ def differentiate_tile(
     is_visible: Bool[Array, "a c"] | None,
     rules: Rules,
 ) -> tuple[Float32[Array, "a c"], Float32[Array, "a c"]]:
-    """The weights P of one tile, and dS without the scale.
+    """Return the weights P of one tile, and dS without the scale.
 
-    Both as [r u] from (q, d_out) and (k, v), with lse and delta as columns; or turned, as [u r],
-    from (k, v) and (q, d_out), with lse and delta as rows: whichever the products that follow can
-    take as it lies.
+    Both are [r u], from (q, d_out) and (k, v) with lse and delta as columns; or transposed, [u r],
+    from (k, v) and (q, d_out) with lse and delta as rows: whichever the next products take without
+    a transpose.
 
     Args:
-        left: what the rows of the result belong to.
-        right: what its columns belong to.
-        lse: of the whole softmax of the queries, finite.
-        delta: see kernels.py.
-        is_visible: in the shape of the result; None where all see all.
-        rules: scale and cap are taken from them.
+        left: Arrays that belong to the rows of the result.
+        right: Arrays that belong to its columns.
+        lse: Log-sum-exp of the whole softmax of the queries, finite.
+        delta: Softmax term of the gradient; see kernels.py.
+        is_visible: Mask in the shape of the result; None where every query sees every key.
+        rules: Rules with scale and cap.
     """
     scores = _capped(dot(left[0], right[0], ((1,), (1,))), rules)
     exponents = scores - lse
@@ -135,12 +136,12 @@ def differentiate_tile(
 
 
 def dot(a: Array, b: Array, contracted: tuple[tuple[int], tuple[int]]) -> Float32[Array, "a c"]:
-    """A product that adds up in float32, exact for operands in float32.
+    """Return a product with sums in float32, exact for float32 operands.
 
     Args:
-        a: matrix.
-        b: matrix of the same dtype.
-        contracted: which dimension of each.
+        a: Matrix.
+        b: Matrix of the same dtype.
+        contracted: Contracted dimension of each.
     """
     is_wide = a.dtype == jnp.float32
     return jax.lax.dot_general(
@@ -153,12 +154,12 @@ def dot(a: Array, b: Array, contracted: tuple[tuple[int], tuple[int]]) -> Float3
 
 
 def column(row: Array) -> Array:
-    """[1 r] turned to [r LANES], the same in every lane."""
+    """Transpose [1 r] to [r LANES], the same in every lane."""
     return jnp.broadcast_to(row, (LANES, row.shape[1])).T
 
 
 def row(column: Array) -> Array:
-    """[r 1] turned to [1 r]."""
+    """Transpose [r 1] to [1 r]."""
     return jnp.broadcast_to(column, (column.shape[0], LANES)).T[:1]
 
 

@@ -1,39 +1,32 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""grouped_matmul on NVIDIA GPUs: which kernels a product gets, and why.
+"""Selects the GPU kernel of each product of grouped_matmul.
 
-    hopper   Mosaic GPU, with WGMMA and TMA: compute capability 9.0, numbers of 16 and 8 bits
+    hopper   Mosaic GPU, with WGMMA and TMA: compute capability 9.0, values of 16 and 8 bits
     triton   Triton: compute capability 8.0 and later, also float32
 
-The choice is a pure function of the GPU and of the two factors, made once for each product. None of
-the kernels multiplies float64, or by a GPU older than 8.0: such a call is refused.
+float64, and GPUs older than compute capability 8.0, are refused.
 
-To add a kind of GPU: a file beside the two, a name in `Kernel`, its line in `choose_kernel`.
+To add a GPU kernel: `pallas_kernels/grouped_matmul/gpu/<name>.py` with `PRODUCTS`, its condition in
+`kernel_for` (this file), a row in
+`tests/pallas_kernels/grouped_matmul/test_grouped_matmul_for_gpu.py`.
 """
 
 import importlib
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 
 from pallas_kernels.array_types import Array, Int
 from pallas_kernels.gpu.capability import device_capability
+from pallas_kernels.gpu.choice import KernelChoice, choose_kernel, reason_against_gpu
 from pallas_kernels.grouped_matmul.gpu.hopper_tiles import reason_against
 from pallas_kernels.grouped_matmul.gpu.operands import operands_of
 from pallas_kernels.grouped_matmul.products import Products
 from pallas_kernels.quantized_array import QuantizedArray
 
-Kernel = Literal["hopper", "triton"]
 
-
-class KernelChoice(NamedTuple):
-    """A kernel and the reason why it runs."""
-
-    kernel: Kernel
-    reason: str
-
-
-def choose_kernel(
+def kernel_for(
     capability: tuple[int, int] | None,
     rows: Any,
     weights: Any,
@@ -41,23 +34,22 @@ def choose_kernel(
     block_size: int | None = None,
     is_contraction: bool = False,
 ) -> KernelChoice:
-    """The kernel of one product.
+    """Return the kernel of one product.
 
     Args:
-        capability: Compute capability of the GPU, (9, 0) for Hopper; None for no NVIDIA GPU.
+        capability: Compute capability, (9, 0) for Hopper; None if the GPU is not an NVIDIA GPU.
         rows: Dtype of the first factor.
-        weights: Dtype of the second one.
-        block_size: What is summed before scales come in; None where it is everything.
-        is_contraction: Whether rows are what is summed.
+        weights: Dtype of the second factor.
+        block_size: Length of the sums between scales; None where all of k shares one scale.
+        is_contraction: Whether the sum runs over rows.
 
     Raises:
-        ValueError: No kernel runs there, or takes such numbers.
+        ValueError: No kernel runs on this GPU or takes these dtypes.
     """
-    if capability is None or capability < (8, 0):
-        have = "none" if capability is None else f"{capability[0]}.{capability[1]}"
+    against_gpu = reason_against_gpu(capability)
+    if capability is None or against_gpu is not None:
         raise ValueError(
-            f"grouped_matmul: the kernels of 'pallas_gpu' need compute capability 8.0, and this "
-            f"has {have}: choose 'xla'."
+            f"grouped_matmul: implementation='pallas_gpu': {against_gpu}: choose 'xla'."
         )
     for dtype in (rows, weights):
         if jnp.dtype(dtype).itemsize > 4:
@@ -65,13 +57,8 @@ def choose_kernel(
                 f"grouped_matmul: no kernel of 'pallas_gpu' multiplies {jnp.dtype(dtype).name}: "
                 "cast it to float32, or choose 'xla'."
             )
-    words = f"compute capability {capability[0]}.{capability[1]}"
-    if capability[0] != 9:
-        return KernelChoice("triton", f"{words} has no WGMMA, which is of 9.0 alone")
     against = reason_against(rows, weights, block_size, is_contraction=is_contraction)
-    if against is None:
-        return KernelChoice("hopper", f"{words} has WGMMA and TMA")
-    return KernelChoice("triton", against)
+    return choose_kernel(capability, against)
 
 
 def multiply(
@@ -101,14 +88,14 @@ def contract(
 
 def _products_for(rows: Any, others: Any, *, is_turned: bool, is_contraction: bool) -> Products:
     factors = operands_of(rows, others, is_turned=is_turned)
-    choice = choose_kernel(
+    choice = kernel_for(
         device_capability("grouped_matmul"),
         factors.rows.dtype,
         factors.weights.dtype,
         block_size=factors.block_size if factors.blocks > 1 else None,
         is_contraction=is_contraction,
     )
-    # Imported where it is used: the GPU's half of Pallas takes a while, and few need it.
+    # Imported on use: the GPU half of Pallas is slow to import.
     module = f"pallas_kernels.grouped_matmul.gpu.{choice.kernel}"
     return importlib.import_module(module).PRODUCTS
 

@@ -17,7 +17,6 @@ It is arithmetic on a few hundred integers, which XLA fuses to a handful of smal
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 
 from pallas_kernels.array_types import Array, Int
@@ -66,10 +65,3 @@ def row_tiles(num_rows: int, group_sizes: Int[Array, " G"], tile: int) -> RowTil
     low = jnp.maximum(begin, starts[of]) - first
     high = jnp.minimum(begin + tile, ends[of]) - first
     return RowTiles(jnp.stack([of, first, low, high], axis=1).astype(jnp.int32), last[-1:])
-
-
-def row_groups(num_rows: int, group_sizes: Int[Array, " G"]) -> Int[Array, " R"]:
-    """The group of every row, G past the last one."""
-    ends = spans_of(num_rows, group_sizes).ends
-    rows = jax.lax.broadcasted_iota(jnp.int32, (num_rows, 1), 0)
-    return jnp.sum(rows >= ends[None, :-1], axis=1, dtype=jnp.int32)

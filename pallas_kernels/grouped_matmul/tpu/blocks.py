@@ -9,22 +9,19 @@
 PIECE rows. The summed dimension of `multiply` is always cut evenly, so that no tile holds what is
 not there; results may be cut unevenly, what lies beyond the edge is dropped.
 
-What has been measured is in measured_block_sizes.py. The table here, for all the rest, has what the
-arithmetic suggests, and nothing in it has been measured: with the whole sum in one tile a group's
-matrix is read once for each tile of columns, and rows once too, so that a visit of r rows and o
-columns does 2 r o k operations for r k b bytes: o / b operations per byte where the matrix stays,
-against 240 (v5e) and 166 (v5p) that their memories allow with b = 2.
+The sizes in TABLE follow from arithmetic; none has been measured. With the whole sum in one tile a
+group's matrix is read once per tile of columns, and rows once too: a visit of r rows and o columns
+does 2 r o k operations for r k b bytes, o / b operations per byte where the matrix stays, against
+240 (v5e) and 166 (v5p) that their memories allow with b = 2.
 
 To add a device: a line in TABLE, by the name that JAX has for it.
 """
 
 import math
-from collections.abc import Mapping
 from typing import NamedTuple
 
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels import block_sizes
 from pallas_kernels.backend import device_kind
 
 PIECE = 128
@@ -83,10 +80,8 @@ def blocks_for(
     is_wide: bool = False,
     sums: int = 1,
     unit: Tile | None = None,
-    dtypes: str = "",
-    is_turned: bool = False,
 ) -> Tile:
-    """The tile of a kernel that fits into the memory of a core: measured, or by the rule.
+    """Return the tile of a kernel that fits into the memory of a core.
 
     Args:
         kernel: "multiply" or "contract".
@@ -97,8 +92,6 @@ def blocks_for(
         is_wide: Whether float32 is multiplied.
         sums: Results side by side, which share the columns of a tile.
         unit: Multiples to keep to; where one does not divide its length the length stays whole.
-        dtypes: Of the factors, by which measured tiles are found.
-        is_turned: Whether matrices are transposed: those tiles are measured apart.
     """
     unit = unit or Tile(1, 1, 1)
     tile = TABLE.get(device_kind(), TABLE[""])[f"{kernel} float32" if is_wide else kernel]
@@ -118,15 +111,7 @@ def blocks_for(
         longest = max(range(3), key=lambda i: tile[i])
         tile = Tile(*(max(LANES, n // 2) if i == longest else n for i, n in enumerate(tile)))
         fit = fitted(tile)
-
-    def fits(sizes: Mapping[str, int]) -> bool:
-        tile = Tile(**sizes)
-        return fitted(tile) == tile and tile_bytes(kernel, tile, each) <= budget()
-
-    operation = "grouped_matmul" + "_d_rows" * is_turned if is_even else "grouped_outer"
-    shape = {"rows": rows, "out": out, "summed": summed}
-    found = block_sizes.choose(operation, dtypes, shape, fit._asdict(), fits)
-    return Tile(**found.sizes)
+    return fit
 
 
 def tile_bytes(kernel: str, tile: Tile, each: Bytes) -> int:

@@ -62,8 +62,8 @@ def contract_parts(
         right=2 * others.dtype.itemsize,
         result=2 * jnp.dtype(out_dtype).itemsize + 8,
     )
-    is_wide, named = dtypes[0] == jnp.float32, f"{rows.dtype} x {others.dtype}"
-    tile = blocks_for("contract", num_rows, n, k, each=each, is_wide=is_wide, dtypes=named)
+    is_wide = dtypes[0] == jnp.float32
+    tile = blocks_for("contract", num_rows, n, k, each=each, is_wide=is_wide)
     visits = visit_groups(group_sizes, num_rows, tile.rows)
     wide = -(-n // tile.out)
     given = [*visits.as_read(), rows, others]

@@ -187,8 +187,6 @@ def _tile(
         is_wide=factors.dtypes[1] == jnp.float32,
         sums=parts if arrays == 1 else 1,
         unit=Tile(1, unit, 1) if is_turned else Tile(1, 1, unit),
-        dtypes=f"{factors.rows.dtype} x {factors.weights.dtype}",
-        is_turned=is_turned,
     )
 
 

@@ -1,33 +1,35 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""quantized_matmul on NVIDIA GPUs: which kernel two factors get, and why.
+"""Selects and runs the GPU kernel of quantized_matmul.
 
-    widened    Hopper, Mosaic GPU: w becomes bfloat16 on its way to WGMMA: a floating x, few rows
+    widened    Hopper, Mosaic GPU: w becomes bfloat16 on its way to WGMMA; floating x, or few rows
     few_bits   Hopper, Mosaic GPU: float8 with float8, and integers, multiplied in 8 bits
-    triton     Triton: float32, blocks of 32, other GPUs from compute capability 8.0 on
+    triton     Triton: float32, blocks of 32, and other GPUs from compute capability 8.0 on
 
     float x, w of 8 or 4 bits     widened           at every number of rows
-    float8 x float8               few_bits          up to 128 rows, or of two kinds: widened
+    float8 x float8               few_bits          up to 128 rows, or two kinds of float8: widened
     int8 or int4, both            few_bits          up to 128 rows: widened, where that is exact
 
-int4 is read as XLA stores it, two to a byte along n: no copy of w is made, but by few_bits, which
-turns w round in any case. Hopper multiplies no int4: it saves memory, and thereby time where rows
-are few. So a `MixedArray` (COMET) is on Hopper what its weights are, W4A8.
+int4 is read as XLA stores it, two to a byte along n; only few_bits copies w, because it transposes
+it. Hopper does not multiply int4: int4 saves memory, and thereby time where rows are few. A
+`MixedArray` (COMET) therefore runs as W4A8 on Hopper.
 
-The choice is a pure function of the GPU and of shapes and dtypes. What no kernel takes is refused,
-with what would be taken. Two floating factors are XLA's own product.
+What no kernel takes is refused with the alternatives. Two floating factors are multiplied by XLA.
 
-To add a kernel: a file beside these, a name in `Kernel`, its line in `choose_kernel`.
+To add a GPU kernel: `pallas_kernels/quantized_matmul/gpu/<name>.py` with `multiply`, its condition
+in `kernel_for` (this file), a row in
+`tests/pallas_kernels/quantized_matmul/test_quantized_matmul_for_gpu.py`.
 """
 
 import importlib
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.array_types import Array, Float
 from pallas_kernels.gpu.capability import device_capability
+from pallas_kernels.gpu.choice import KernelChoice, choose_kernel, reason_against_gpu
 from pallas_kernels.quantized_array import QuantizedArray
 from pallas_kernels.quantized_matmul.gpu.scales import Scaled
 from pallas_kernels.quantized_matmul.gpu.tiles import (
@@ -37,35 +39,25 @@ from pallas_kernels.quantized_matmul.gpu.tiles import (
     reason_against,
 )
 
-Kernel = Literal["widened", "few_bits", "triton"]
-
-# Steps of k of a Triton program, at least: blocks of scales are a multiple of it.
+# Smallest step along k of a Triton program; scale blocks are a multiple of it.
 _STEP = 32
 
 
-class KernelChoice(NamedTuple):
-    """A kernel and the reason why it runs."""
-
-    kernel: Kernel
-    reason: str
-
-
-def choose_kernel(capability: tuple[int, int] | None, x: Any, w: QuantizedArray) -> KernelChoice:
-    """The kernel of one product.
+def kernel_for(capability: tuple[int, int] | None, x: Any, w: QuantizedArray) -> KernelChoice:
+    """Return the kernel of one product.
 
     Args:
-        capability: Compute capability of the GPU, (9, 0) for Hopper; None for no NVIDIA GPU.
-        x: Rows: floating, or quantised.
-        w: Columns.
+        capability: Compute capability, (9, 0) for Hopper; None if the GPU is not an NVIDIA GPU.
+        x: Left factor, floating or quantised.
+        w: Right factor.
 
     Raises:
-        ValueError: No kernel takes them.
+        ValueError: No kernel runs on this GPU or takes these factors.
     """
-    if capability is None or capability < (8, 0):
-        words = "no GPU of NVIDIA's" if capability is None else "compute capability {}.{}"
+    against_gpu = reason_against_gpu(capability)
+    if capability is None or against_gpu is not None:
         raise ValueError(
-            "quantized_matmul: the kernels of 'pallas_gpu' need an NVIDIA GPU of compute capability"
-            f" 8.0 or later, and this is {words.format(*capability or ())}: choose 'xla'."
+            f"quantized_matmul: implementation='pallas_gpu': {against_gpu}: choose 'xla'."
         )
     if not isinstance(x, QuantizedArray) and x.dtype not in _FLOATING:
         raise ValueError(
@@ -80,15 +72,12 @@ def choose_kernel(capability: tuple[int, int] | None, x: Any, w: QuantizedArray)
             f"{_STEP}, not of {block}: quantize with block_size={' or '.join(map(str, near))}, or "
             "choose 'xla'."
         )
-    words = f"compute capability {capability[0]}.{capability[1]}"
-    if capability[0] != 9:
-        return KernelChoice("triton", f"{words} has no WGMMA, which is of 9.0 alone")
     against = reason_against(x, w)
-    if against is not None:
-        return KernelChoice("triton", against)
     if is_widened(x, w):
-        return KernelChoice("widened", f"{words} has WGMMA, and reading w takes the time")
-    return KernelChoice("few_bits", f"{words} has WGMMA, and multiplying takes the time")
+        why = "has WGMMA, and reading w takes the time"
+        return choose_kernel(capability, against, hopper="widened", because=why)
+    why = "has WGMMA, and multiplying takes the time"
+    return choose_kernel(capability, against, hopper="few_bits", because=why)
 
 
 _FLOATING = ("bfloat16", "float16", "float32")
@@ -105,12 +94,12 @@ def quantized_matmul(
         )
         return out.astype(out_dtype)
     capability = device_capability("quantized_matmul")
-    kernel = choose_kernel(capability, x, w).kernel
+    kernel = kernel_for(capability, x, w).kernel
     return run(kernel, x, w, out_dtype, has_float8=capability is not None and capability >= (8, 9))
 
 
 def run(
-    kernel: Kernel,
+    kernel: str,
     x: Any,
     w: QuantizedArray,
     out_dtype: Any,
@@ -118,18 +107,18 @@ def run(
     has_float8: bool = True,
     interpret: Any = None,
 ) -> Array:
-    """x @ w by one kernel.
+    """Return x @ w, computed by the named kernel.
 
     Args:
-        kernel: That takes them.
-        x: Rows.
-        w: Columns.
-        out_dtype: Of the result.
-        has_float8: The GPU can read it.
-        interpret: What runs the kernel on the CPU: `interpreted_gpu()`, or True for Triton.
+        kernel: Name of a kernel that takes the factors: "widened", "few_bits" or "triton".
+        x: Left factor [m k].
+        w: Right factor [k n].
+        out_dtype: Dtype of the result.
+        has_float8: Whether the GPU reads float8.
+        interpret: Interpreter for the CPU: `interpreted_gpu()`, or True for Triton.
     """
     factors = Scaled.of(x, w, blocks_of(x, w))
-    # Imported where it is used: the GPU's half of Pallas takes a while, and few need it.
+    # Imported on use: the GPU half of Pallas is slow to import.
     module = importlib.import_module(f"pallas_kernels.quantized_matmul.gpu.{kernel}")
     options: dict[str, Any] = {"interpret": interpret}
     if kernel == "widened":

@@ -28,7 +28,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import block_sizes
 from pallas_kernels.array_types import Array
 from pallas_kernels.backend import device_kind
 from pallas_kernels.quantized_array import QuantizedArray
@@ -66,8 +65,6 @@ class Layout(NamedTuple):
     """The size of a block as given, and filled; of k where there are none."""
     is_turned: bool
     """The product is [m n] @ [k n]^T, and its sums are [m k]."""
-    reason: str
-    """Where the sizes of tiles come from."""
 
     def unfilled(self, out: Array, k: int) -> Array:
         """[m K] without the columns that fill blocks up: [m k]."""
@@ -118,7 +115,7 @@ def lay_out(
     layout = Layout(
         m=_up(m, _ROWS), k=_up(k // (given or k) * filled, LANES), n=n, tile_m=0, tile_k=0,
         tile_n=0, block=block, multiplied=_multiplied(x), is_integer=is_integer,
-        narrow_from=narrow_from, filled=(given or k, filled), is_turned=is_turned, reason="",
+        narrow_from=narrow_from, filled=(given or k, filled), is_turned=is_turned,
     )  # fmt: skip
     layout = _with_tiles(layout, x, w, out_dtype)
     if layout.tile_m < layout.m:
@@ -215,17 +212,13 @@ def _multiplied(x: Any) -> Any:
 
 def _with_tiles(layout: Layout, x: Any, w: Any, out_dtype: Any) -> Layout:
     widths = tuple(_width(dtype) for dtype in (_values(x).dtype, _values(w).dtype, out_dtype))
-    dtypes = f"{_values(x).dtype} x {_values(w).dtype}"
-    dtypes += "" if layout.block is None else f" by {layout.block}"
-    operation = "quantized_matmul" + "_d_rows" * layout.is_turned
-    shape = {"m": layout.m, "k": layout.k, "n": layout.n}
 
     def fits(sizes: Mapping[str, int]) -> bool:
         return _fits(layout, sizes, widths)
 
-    sizes, reason = block_sizes.choose(operation, dtypes, shape, _rule(layout, fits), fits)
+    sizes = _rule(layout, fits)
     m, n = min(sizes["m"], layout.m), min(sizes["n"], layout.n)
-    return layout._replace(tile_m=m, tile_k=sizes["k"], tile_n=n, reason=reason)
+    return layout._replace(tile_m=m, tile_k=sizes["k"], tile_n=n)
 
 
 def _width(dtype: Any) -> float:

@@ -28,7 +28,7 @@ from pallas_kernels.flash_attention.gpu import hopper as pallas_gpu_hopper
 from pallas_kernels.flash_attention.gpu import kernels as pallas_gpu
 from pallas_kernels.flash_attention.gpu import triton as pallas_gpu_triton
 from pallas_kernels.flash_attention.gpu.hopper_tiles import reason_against, tiles_backward
-from pallas_kernels.flash_attention.gpu.kernels import choose_kernel
+from pallas_kernels.flash_attention.gpu.kernels import kernel_for
 from pallas_kernels.flash_attention.mask import Rules, Tokens
 from pallas_kernels.jax_versions import interpreted_gpu
 from tests.pallas_kernels.flash_attention.test_flash_attention import (
@@ -239,15 +239,23 @@ def test_parts_of_the_keys_have_parts_of_the_gradient(name):
         ((9, 0), jnp.float32, 128, 128, False, "triton", "take bfloat16 and float16, not float32"),
         ((9, 0), jnp.bfloat16, 32, 32, False, "triton", "32 wide would fill less than half"),
         ((8, 0), jnp.bfloat16, 128, 128, False, "triton", "8.0 has no WGMMA"),
-        ((10, 0), jnp.bfloat16, 128, 128, False, "triton", "10.0 has no WGMMA, which is of 9.0"),
-        ((7, 5), jnp.bfloat16, 128, 128, False, "xla", "need compute capability 8.0, this has"),
+        ((10, 0), jnp.bfloat16, 128, 128, False, "triton", "10.0 has no WGMMA, which only 9.0"),
+        (
+            (7, 5),
+            jnp.bfloat16,
+            128,
+            128,
+            False,
+            "xla",
+            "8.0 or later, this is 7.5",
+        ),
         ((9, 0), jnp.float64, 128, 128, False, "xla", "no kernel multiplies float64"),
         ((9, 0), jnp.bfloat16, 512, 64, False, "xla", "heads 512 wide are wider than 256"),
-        (None, jnp.bfloat16, 128, 128, False, "xla", "the kernels are for NVIDIA GPUs"),
+        (None, jnp.bfloat16, 128, 128, False, "xla", "this is no NVIDIA GPU"),
     ],
 )
 def test_which_kernel_runs(capability, dtype, h, hv, backward, kernel, reason):
-    choice = choose_kernel(capability, jnp.dtype(dtype), h, hv, backward=backward)
+    choice = kernel_for(capability, jnp.dtype(dtype), h, hv, backward=backward)
     assert choice.kernel == kernel
     assert reason in choice.reason
 
@@ -257,7 +265,7 @@ def test_which_kernel_runs(capability, dtype, h, hv, backward, kernel, reason):
     [(None, "hopper"), (12060, "hopper"), (12080, "triton"), (12090, "triton"), (13000, "hopper")],
 )
 def test_versions_of_cuda(cuda, kernel):
-    choice = choose_kernel((9, 0), jnp.dtype("bfloat16"), 128, 128, backward=False, cuda=cuda)
+    choice = kernel_for((9, 0), jnp.dtype("bfloat16"), 128, 128, backward=False, cuda=cuda)
     assert choice.kernel == kernel
     assert kernel == "hopper" or "translates masked loops wrongly" in choice.reason
 

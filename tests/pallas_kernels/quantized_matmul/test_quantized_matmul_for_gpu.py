@@ -28,7 +28,7 @@ from pallas_kernels.quantized_matmul import api
 from pallas_kernels.quantized_matmul.gpu import kernels as pallas_gpu
 from pallas_kernels.quantized_matmul.gpu import scales as pallas_gpu_scales
 from pallas_kernels.quantized_matmul.gpu import tiles as pallas_gpu_tiles
-from pallas_kernels.quantized_matmul.gpu.kernels import choose_kernel
+from pallas_kernels.quantized_matmul.gpu.kernels import kernel_for
 from pallas_kernels.quantized_matmul.gpu.tiles import (
     STEP,
     Tiles,
@@ -243,11 +243,11 @@ HOPPER, AMPERE = (9, 0), (8, 0)
         (HOPPER, (99, 256, 128, "mxfp8", "mxfp8"), "triton", "blocks of 32 are no multiple of 64"),
         (HOPPER, (99, 256, 128, "float32", "int8"), "triton", "bfloat16 and float16, not float32"),
         (AMPERE, (99, 256, 128, "bfloat16", "int8"), "triton", "8.0 has no WGMMA"),
-        ((10, 0), (99, 256, 128, "int8", "int8"), "triton", "10.0 has no WGMMA, which is of 9.0"),
+        ((10, 0), (99, 256, 128, "int8", "int8"), "triton", "10.0 has no WGMMA, which only 9.0"),
     ],
 )
 def test_which_kernel_runs(capability, factors, kernel, reason):
-    choice = choose_kernel(capability, *_shaped(*factors))
+    choice = kernel_for(capability, *_shaped(*factors))
     assert choice.kernel == kernel
     assert reason in choice.reason
 
@@ -255,15 +255,15 @@ def test_which_kernel_runs(capability, factors, kernel, reason):
 @pytest.mark.parametrize(
     ("capability", "factors", "message"),
     [
-        ((7, 5), (8, 256, 128, "int8", "int8"), "8.0 or later, and this is compute capability 7.5"),
-        (None, (8, 256, 128, "int8", "int8"), "this is no GPU of NVIDIA's: choose 'xla'"),
+        ((7, 5), (8, 256, 128, "int8", "int8"), "compute capability 8.0 or later, this is 7.5"),
+        (None, (8, 256, 128, "int8", "int8"), "this is no NVIDIA GPU: choose 'xla'"),
         (HOPPER, (8, 240, 128, "int8", "int8", 48, 48), "not of 48: quantize with block_size=64, "),
         (HOPPER, (8, 160, 128, "int8", "int8", 40, 40), "block_size=32 or 64, or choose 'xla'"),
     ],
 )
 def test_what_no_kernel_takes(capability, factors, message):
     with pytest.raises(ValueError, match=message.replace("'", ".")):
-        choose_kernel(capability, *_shaped(*factors))
+        kernel_for(capability, *_shaped(*factors))
 
 
 def test_a_gpu_is_needed():

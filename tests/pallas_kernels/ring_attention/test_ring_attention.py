@@ -21,9 +21,10 @@ from jax.sharding import PartitionSpec as P
 from jaxmoe.planning.hlo import collectives
 from pallas_kernels import flash_attention, ring_attention, sequence_order
 from pallas_kernels.ring import checks
-from pallas_kernels.ring_attention import reference, ring_attention_with_lse
+from pallas_kernels.ring_attention import reference
 from pallas_kernels.ring_attention.schedule import make_schedule
-from pallas_kernels.sequence_layout import inverse_order
+from tests.support.ring_schedules import ring_bytes, ring_permutes, ring_work
+from tests.support.sequence_orders import inverse_order
 from tests.support.tolerances import assert_close
 
 SEQ = P(None, "seq")
@@ -205,27 +206,6 @@ def test_odd_lengths_by_padding():
     assert_close(found, list(_dense((), *short, jnp.asarray(ids[:, :37]))), "attention")
 
 
-def test_lse_has_a_gradient():
-    case = Case(ranks=2, b=1, s=16)
-    q, k, v, d_out = _inputs(case)
-
-    @jax.jit
-    def ring(q, k, v):
-        attend = functools.partial(ring_attention_with_lse, axis_name="seq", layout="contiguous")
-        specs = (SEQ, P(None, None, "seq"))
-        sharded = jax.shard_map(attend, mesh=_mesh(2), in_specs=SEQ, out_specs=specs)
-        (out, lse), pull = jax.vjp(sharded, q, k, v)
-        return out, lse, *pull((d_out, jnp.cos(lse)))
-
-    @jax.jit
-    def dense(q, k, v):
-        attend = functools.partial(flash_attention, implementation="reference")
-        (out, lse), pull = jax.vjp(attend, q, k, v)
-        return out, lse, *pull((d_out, jnp.cos(lse)))
-
-    assert_close(ring(q, k, v), dense(q, k, v), "attention")
-
-
 @pytest.mark.parametrize("name", ["four_ranks", "both_ways", "contiguous", "positions"])
 def test_later_tokens_change_nothing(name):
     case, at = CASES[name], 21
@@ -272,20 +252,22 @@ def test_every_visible_score_is_computed_once(ranks, form, cuts, by_document):
         schedule = make_schedule(ranks, form, directions=directions, reach=reach)
         for route in range(len(schedule.routes)):
             one = dataclasses.replace(schedule, routes=schedule.routes[route:][:1])
-            np.testing.assert_array_equal(one.work(order, ids, window=window).sum(1), wanted)
+            np.testing.assert_array_equal(ring_work(one, order, ids, window=window).sum(1), wanted)
 
 
 @pytest.mark.parametrize("ranks", [4, 8])
 def test_work_is_equal_at_every_step(ranks):
     """One document: exactly, at every step. Packed documents: within 1%, in all."""
     schedule = make_schedule(ranks, "halves")
-    work = schedule.work(sequence_order(256, ranks, "zigzag"))
+    work = ring_work(schedule, sequence_order(256, ranks, "zigzag"))
     assert (work == work[:1]).all()
     lengths = np.random.default_rng(1).lognormal(np.log(200), 1.0, 60).astype(int) + 1
     ids = np.repeat(np.arange(60, dtype=np.int32), lengths)[:4096]
-    work = schedule.work(sequence_order(4096, ranks, "document_zigzag", ids), ids).sum(1)
+    work = ring_work(schedule, sequence_order(4096, ranks, "document_zigzag", ids), ids).sum(1)
     assert work.max() / work.mean() - 1 < 0.01
-    uneven = make_schedule(ranks, "earlier").work(sequence_order(256, ranks, "contiguous")).sum(1)
+    uneven = ring_work(
+        make_schedule(ranks, "earlier"), sequence_order(256, ranks, "contiguous")
+    ).sum(1)
     assert uneven.max() / uneven.mean() > 1.7
 
 
@@ -296,8 +278,8 @@ def test_bytes_of_the_schedule_are_the_formula(form, share, ranks, directions):
     schedule = make_schedule(ranks, form, directions=directions)
     tokens, heads, width = 6, 4, 24
     whole = (ranks - 1) * ranks * tokens * heads * width
-    assert schedule.bytes_sent(tokens, heads, width, 2) == share * whole * 2
-    assert schedule.bytes_sent(tokens, heads, width, 2, backward=True) == share * whole * (2 + 4)
+    assert ring_bytes(schedule, tokens, heads, width, 2) == share * whole * 2
+    assert ring_bytes(schedule, tokens, heads, width, 2, backward=True) == share * whole * (2 + 4)
 
 
 # ---- what is lowered against the schedule
@@ -349,8 +331,8 @@ def test_lowered_bytes_are_the_formula(ranks, layout, options):
     assert all_of_it[0] == share * whole * (2 + 2 + 4)
     form = "all" if share == 1.0 else "halves" if share == 0.75 else "earlier"
     schedule = make_schedule(ranks, form, directions="both" if BOTH in options else "one")
-    assert first[1] == schedule.num_permutes()
-    assert all_of_it[1] == schedule.num_permutes() + schedule.num_permutes(backward=True)
+    assert first[1] == ring_permutes(schedule)
+    assert all_of_it[1] == ring_permutes(schedule) + ring_permutes(schedule, backward=True)
     # Segment ids are gathered once, for both passes; positions never travel here.
     assert first[2] == all_of_it[2] == ids
 
@@ -359,10 +341,10 @@ def test_numbers_of_permutes():
     """Low and high at every hop; gradients back also the sums of high keys that are complete."""
     for ranks in (4, 8):
         schedule = make_schedule(ranks, "halves")
-        assert schedule.num_permutes() == 2 * (ranks - 1)
-        assert schedule.num_permutes(backward=True) == 5 * (ranks - 1) - 1
-        assert make_schedule(ranks, "all").num_permutes() == ranks - 1
-        assert make_schedule(ranks, "all").num_permutes(backward=True) == 2 * (ranks - 1)
+        assert ring_permutes(schedule) == 2 * (ranks - 1)
+        assert ring_permutes(schedule, backward=True) == 5 * (ranks - 1) - 1
+        assert ring_permutes(make_schedule(ranks, "all")) == ranks - 1
+        assert ring_permutes(make_schedule(ranks, "all"), backward=True) == 2 * (ranks - 1)
 
 
 # ---- what is refused

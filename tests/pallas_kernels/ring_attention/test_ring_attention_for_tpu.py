@@ -14,6 +14,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxmoe.planning.hlo import collectives
 from pallas_kernels import ring_attention
 from pallas_kernels.ring_attention.schedule import make_schedule
+from tests.support.ring_schedules import ring_bytes, ring_permutes
 from tests.support.tpus import described_tpus
 
 RANKS, WIDTH, HEADS, H = 4, 512, 2, 128
@@ -47,8 +48,8 @@ def test_keys_are_sent_again_and_beside_the_arithmetic(mesh):
     text = jax.jit(value_and_gradients).lower(q, k, k, q).compile().as_text()
 
     schedule = make_schedule(RANKS, "halves")
-    sent = [schedule.bytes_sent(WIDTH, HEADS, 2 * H, 2, backward=b) for b in (False, True)]
-    number = [schedule.num_permutes(backward=b) for b in (False, True)]
+    sent = [ring_bytes(schedule, WIDTH, HEADS, 2 * H, 2, backward=b) for b in (False, True)]
+    number = [ring_permutes(schedule, backward=b) for b in (False, True)]
     found = collectives(text)
     assert {one.kind for one in found} == {"collective-permute"}
     assert sum(one.wire_bytes * len(one.groups) for one in found) == sum(sent)

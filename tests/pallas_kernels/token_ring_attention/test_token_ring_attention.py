@@ -22,16 +22,22 @@ from jax.sharding import PartitionSpec as P
 from jaxmoe.planning.hlo import collectives
 from pallas_kernels import flash_attention, sequence_order, token_ring_attention
 from pallas_kernels.ring.online_softmax import SoftmaxState, merge
-from pallas_kernels.sequence_layout import inverse_order, lay_out
+from pallas_kernels.sequence_layout import lay_out
 from pallas_kernels.token_ring_attention import reference
 from pallas_kernels.token_ring_attention.messages import pack, unpack
 from pallas_kernels.token_ring_attention.schedule import (
     HIGH,
     LOW,
     Schedule,
-    Sizes,
-    message_bytes,
 )
+from tests.support.ring_schedules import (
+    Sizes,
+    backward_traffic,
+    forward_traffic,
+    message_bytes,
+    visible_scores,
+)
+from tests.support.sequence_orders import inverse_order
 from tests.support.tolerances import assert_close
 
 BY_POSITION = P(None, "seq")
@@ -371,7 +377,7 @@ def test_work_is_that_of_the_mask(ranks, layout):
     schedule = Schedule(ranks=ranks, visits=VISITS[layout, True], form="direct")
     work = np.array(
         [
-            [schedule.visible_scores(rank, step, length) for step in range(ranks)]
+            [visible_scores(schedule, rank, step, length) for step in range(ranks)]
             for rank in range(ranks)
         ]
     )
@@ -425,21 +431,23 @@ def test_bytes_are_the_formulas(ranks, itemsize):
     joint = sizes._replace(value_width=64)
     for visits, part in (("every", 1), ("halves", 3 / 4), ("later", 1 / 2)):
         schedule = Schedule(ranks=ranks, visits=visits, form="direct")
-        assert schedule.forward_traffic(sizes).bytes == part * forward
-        assert schedule.backward_traffic(sizes).bytes == part * backward
+        assert forward_traffic(schedule, sizes).bytes == part * forward
+        assert backward_traffic(schedule, sizes).bytes == part * backward
         times = 2 if visits == "halves" else 1
-        assert schedule.forward_traffic(sizes).permutes == times * 2 * (ranks - 1)
-        assert schedule.backward_traffic(sizes).permutes == times * 3 * (ranks - 1)
-        assert schedule.backward_traffic(joint).permutes == times * 2 * (ranks - 1)
+        assert forward_traffic(schedule, sizes).permutes == times * 2 * (ranks - 1)
+        assert backward_traffic(schedule, sizes).permutes == times * 3 * (ranks - 1)
+        assert backward_traffic(schedule, joint).permutes == times * 2 * (ranks - 1)
         # Results go all the way round, queries one rank less.
         schedule = Schedule(ranks=ranks, visits=visits, form="co_travelling")
         queries, lap = part * whole, ranks * per_hop
-        assert schedule.forward_traffic(sizes).bytes == queries * 64 * itemsize + lap * (4 * 32 + 4)
-        assert schedule.backward_traffic(sizes).bytes == (
+        assert forward_traffic(schedule, sizes).bytes == queries * 64 * itemsize + lap * (
+            4 * 32 + 4
+        )
+        assert backward_traffic(schedule, sizes).bytes == (
             queries * (64 * itemsize + 32 * itemsize + 8) + lap * 4 * 64
         )
     one = Schedule(ranks=1, visits="halves", form="co_travelling")
-    assert one.forward_traffic(sizes) == one.backward_traffic(sizes) == (0, 0)
+    assert forward_traffic(one, sizes) == backward_traffic(one, sizes) == (0, 0)
 
 
 def test_token_ring_against_ring():
@@ -447,7 +455,7 @@ def test_token_ring_against_ring():
     sizes = Sizes(batch=1, length=4096, heads=8, width=128, value_width=128, itemsize=2)
     schedule = Schedule(ranks=8, visits="every", form="direct")
     keys_and_values = 8 * 7 * 4096 * 8 * 2 * 128 * 2
-    ratio = schedule.forward_traffic(sizes).bytes / keys_and_values
+    ratio = forward_traffic(schedule, sizes).bytes / keys_and_values
     assert ratio == 1 + 2 / (128 * 2)
 
 
@@ -502,7 +510,7 @@ def _expected(case):
         itemsize=jnp.dtype(case.dtype).itemsize,
         token_arrays=len(_tokens(case)),
     )
-    there, back = schedule.forward_traffic(sizes), schedule.backward_traffic(sizes)
+    there, back = forward_traffic(schedule, sizes), backward_traffic(schedule, sizes)
     return tuple(there), (there.permutes + back.permutes, there.bytes + back.bytes)
 
 
@@ -581,7 +589,7 @@ def _refused(shapes, options, dtypes=(), ranks=2):
         (
             {"q": (1, 8, 4, 8)},
             {},
-            r"of the same tokens of this rank and must have the same length",
+            r"belong to the same tokens of this rank and must have the same length",
         ),
         (
             {name: (1, 5, 2, 8) for name in "qkv"},

@@ -13,7 +13,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxmoe.planning.hlo import collectives
 from pallas_kernels import token_ring_attention
-from pallas_kernels.token_ring_attention.schedule import Schedule, Sizes
+from pallas_kernels.token_ring_attention.schedule import Schedule
+from tests.support.ring_schedules import Sizes, backward_traffic, forward_traffic
 from tests.support.tpus import described_tpus
 
 RANKS, WIDTH, HEADS, H = 4, 1024, 4, 128
@@ -46,7 +47,7 @@ def test_queries_travel_beside_the_arithmetic(mesh):
 
     schedule = Schedule(ranks=RANKS, visits="halves", form="direct")
     sizes = Sizes(1, WIDTH, HEADS, H, H, itemsize=2)
-    there, back = schedule.forward_traffic(sizes), schedule.backward_traffic(sizes)
+    there, back = forward_traffic(schedule, sizes), backward_traffic(schedule, sizes)
     found = collectives(text)
     assert {one.kind for one in found} == {"collective-permute"}
     assert len(found) == there.permutes + back.permutes

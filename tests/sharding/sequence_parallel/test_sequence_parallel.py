@@ -12,7 +12,7 @@ import pytest
 
 from jaxmoe.planning.hlo import collectives
 from pallas_kernels.ring_attention.schedule import make_schedule
-from pallas_kernels.sequence_layout import inverse_order, lay_out
+from pallas_kernels.sequence_layout import lay_out
 from sharding import MeshConfig, make_mesh
 from sharding.constrain import Placement
 from sharding.fold import MoEMesh, refine
@@ -30,6 +30,8 @@ from sharding.sequence_parallel import (
     choose,
 )
 from sharding.sequence_parallel.traffic import busiest_link, sent_bytes
+from tests.support.ring_schedules import ring_bytes, ring_permutes
+from tests.support.sequence_orders import inverse_order
 from tests.support.tolerances import assert_close
 
 B, S, N, M, H, RANKS = 2, 32, 8, 4, 6, 4
@@ -368,12 +370,12 @@ def test_an_exchange_inside_and_a_ring_outside():
     local = S // RANKS * H * 2 * (2 * N + 2 * M)
     ring = make_schedule(2, "halves")
     assert found["all-to-all"] == (4, local)
-    assert found["collective-permute"][0] == ring.num_permutes()
+    assert found["collective-permute"][0] == ring_permutes(ring)
     assert set(found) == {"all-to-all", "collective-permute"}
     sizes = AttentionSizes(num_heads=N, num_kv_heads=M, head_dim=H, length=S, ranks=RANKS)
     assert (
         sent_bytes(config, sizes, is_backward=False)
-        == local / 2 + ring.bytes_sent(S // RANKS, M, 2 * H, 2) / 2
+        == local / 2 + ring_bytes(ring, S // RANKS, M, 2 * H, 2) / 2
     )
 
 
