@@ -54,9 +54,9 @@ from jaxmoe.routing.routers.token_choice.noisy_topk import NoisyTopKConfig as No
 from jaxmoe.routing.routers.token_choice.progressive_topk import (
     ProgressiveTopKConfig as ProgressiveTopKConfig,
 )
-from jaxmoe.routing.routers.token_choice.sigmoid_topk import SigmoidTopKConfig as SigmoidTopKConfig
-from jaxmoe.routing.routers.token_choice.softmax_topk import SoftmaxTopKConfig as SoftmaxTopKConfig
-from jaxmoe.routing.routers.token_choice.sqrt_softplus_topk import (
+from jaxmoe.routing.routers.token_choice.topk import SigmoidTopKConfig as SigmoidTopKConfig
+from jaxmoe.routing.routers.token_choice.topk import SoftmaxTopKConfig as SoftmaxTopKConfig
+from jaxmoe.routing.routers.token_choice.topk import (
     SqrtSoftplusTopKConfig as SqrtSoftplusTopKConfig,
 )
 from jaxmoe.routing.routers.unlearned.forced_balance import (

@@ -1,14 +1,39 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""The records and the protocol of routing.
+"""Records and protocols of routing: what a router receives, returns and promises.
 
-A router is three pure functions: `init`, `route`, `update`. It chooses experts (`Selection`) and
-says how much it liked them (`scores`, in the log domain); a gate turns scores into weights; a
-balancer turns the summed statistics into a loss or into state; a dispatcher moves rows. None of the
-five knows another.
+A MoE layer's routing has these parts, each replaceable alone:
 
-Scores are logarithms, so that every gate is a softmax or a power of one without underflow: the
-square root of a softmax probability is `exp(0.5 * log_softmax)`, finite in value and slope.
+    router      chooses experts: `Selection`, with the logarithm of a score for each pair
+    gate        turns scores into weights (`gates.py`); with them a Selection becomes Assignments
+    bias        added to the scores for the choice alone (`biases/`)
+    balancer    loss of the summed statistics (`balancers/`)
+    capacity    limits the assignments of an expert (`capacity.py`)
+
+A router is a config and four methods (`Router`):
+
+    config.build(num_experts=E, top_k=K, embed_dim=D) -> router
+    router.declarations() -> {name: Declaration}          parameters
+    router.init(key) -> (params, state)                   one layer; state {} where there is none
+    router.route(params, state, inputs, train=, key=) -> RouterOutput
+    router.update(state, statistics, step) -> state       per optimiser step, without gradient
+
+Contract of `route`, checked by tests/jaxmoe/routing/test_router_contract.py:
+
+- It is pure. With `train=False` it is deterministic and `key` may be None; with `train=True` a key
+  is given, and random numbers are drawn per token (`routers/noise.py`), so that the result does
+  not depend on the mesh.
+- It runs in f32 on the tokens of one device. A rule that looks at several tokens uses the scopes of
+  `scopes.py`, with collectives over `inputs.extent`.
+- Padding (`token_mask` False) gets empty slots: expert id E, score -inf. It enters no statistic.
+- Scores are logarithms, so that every gate is a softmax or a power of one without underflow. The
+  gradient reaches the parameters through scores, `probs` and the statistics.
+- `statistics` are sums over tokens: one psum over devices, or a sum over micro-batches, gives those
+  of the whole batch. `update` receives them summed over the whole optimiser step.
+- A token-major selection has A = T*K slots, and token t owns slots t*K to t*K+K-1.
+
+`Traits` and the attributes of `BaseRouterConfig` are all that the rest of the library asks about a
+router.
 
 To add a router: see `jaxmoe/routing/__init__.py`.
 """
@@ -17,7 +42,7 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar, Literal, Protocol, Self, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -26,17 +51,19 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxmoe.parameters import Declaration
 
+ScoreFunction = Literal["softmax", "sigmoid", "sqrt_softplus"]
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Traits:
-    """What the rest of the library must know of a router; a property of its config."""
+    """Properties of a router that the rest of the library depends on."""
 
     is_causal: bool = True
     """In evaluation a token's experts and gates depend on no later token."""
     sees_others: bool = False
-    """In training they depend on the other tokens of a scope, later ones included."""
+    """In training they depend on other tokens of a scope, later ones included."""
     has_own_gates: bool = False
-    """The scores are the gates: only the gate `softmax`, which takes them as they are, fits."""
+    """The scores are the gates: the only gate allowed is `softmax`, which does not change them."""
     has_own_load: bool = False
     """The load is even by construction: capacity and balance losses are refused."""
     evens_load: bool = False
@@ -44,29 +71,74 @@ class Traits:
     is_learned: bool = True
     """The choice or the gates depend on trained parameters."""
     is_token_major: bool = True
-    """Tokens choose experts: experts without computation need it."""
+    """Tokens choose experts; required by experts without computation."""
     carries_logits: bool = False
-    """Reads the logits of the previous MoE layer and hands its own on."""
+    """Reads the logits of the previous MoE layer and returns its own in `RouterOutput.carry`."""
     needs_key: bool = False
     """Draws random numbers in training."""
     mixes_tokens: bool = False
     """Experts read mixtures of all tokens of a sequence: no pairs of token and expert exist, and
     `route` needs whole sequences on one device."""
+    has_smooth_load: bool = False
+    """Returns the differentiable statistic `smooth_load`, which `load_variation` needs."""
+
+
+class BaseRouterConfig:
+    """Base class of router configs, with the defaults of what is asked about a router.
+
+    A subclass is a frozen dataclass with `name` and `build`, and `traits` where they are not the
+    default.
+    """
+
+    __slots__ = ()
+
+    name: ClassVar[str]
+    """Name in the registry and on the command line."""
+    score_function: ClassVar[ScoreFunction | None] = None
+    """The function of x W by which experts are chosen and weighed; None for any other router."""
+
+    @property
+    def traits(self) -> Traits:
+        """Properties of the router."""
+        return Traits()
+
+    def build(self, *, num_experts: int, top_k: int, embed_dim: int) -> Router:
+        """Return the router for these sizes."""
+        raise NotImplementedError
+
+    def last_top_k(self, top_k: int) -> int:
+        """Return the experts per token at the end of training.
+
+        Args:
+            top_k: Slots per token, `MoEConfig.top_k`.
+        """
+        return top_k
+
+    def sized_for(self, *, steps: int, rows_per_expert: float) -> Self:
+        """Return the config with what depends on the run adapted to it.
+
+        Args:
+            steps: Optimiser steps of the run.
+            rows_per_expert: Mean assignments per expert and sequence of a top-k router of the same
+                cost.
+        """
+        del steps, rows_per_expert
+        return self
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Extent:
-    """Where the tokens that a router is given stand in the batch; see `scopes.py`."""
+    """Layout of the given tokens within the batch; read by `scopes.py`."""
 
     sequence_length: int | None = None
-    """Positions of one sequence held here; None: all tokens given are one sequence."""
+    """Positions of one sequence on this device; None: all given tokens are one sequence."""
     sequence_axes: tuple[str, ...] = ()
     """Mesh axes over which the positions of one sequence are spread."""
     batch_axes: tuple[str, ...] = ()
     """Mesh axes over which the sequences are spread."""
 
 
-# Records are not checked at run time: tree functions also fill them with shapes and specs.
+# Records are not type-checked at run time: tree functions also fill them with shapes and specs.
 @typing.no_type_check
 @struct.dataclass
 class Selection:
@@ -75,9 +147,9 @@ class Selection:
     token_ids: Int[Array, " A"]
     """Row of the token."""
     expert_ids: Int[Array, " A"]
-    """Expert, or E where the slot is empty."""
+    """Expert; E marks an empty slot."""
     scores: Float[Array, " A"]
-    """Logarithm of the router's score of this pair, unbiased, f32; -inf where empty."""
+    """Logarithm of the router's unbiased score of the pair, f32; -inf where empty."""
     top_k: int | None = struct.field(pytree_node=False, default=None)
     """K when token-major (A = T*K, token t owns slots t*K to t*K+K-1), else None."""
 
@@ -85,22 +157,22 @@ class Selection:
 @typing.no_type_check
 @struct.dataclass
 class RouterInputs:
-    """What a router may look at."""
+    """Inputs of `route`."""
 
     x: Float[Array, "T D"]
     """Normed activations; the router casts to f32."""
     token_mask: Bool[Array, " T"]
-    """False for padding, which is routed nowhere and counted nowhere."""
+    """False for padding, which gets no expert and enters no statistic."""
     segment_ids: Int[Array, " T"]
     """Document of each token."""
     previous_logits: Float[Array, "T E"] | None = None
-    """Logits of the previous MoE layer, for routers that carry them."""
+    """Logits of the previous MoE layer, for routers with `Traits.carries_logits`."""
     context: dict[str, Array] = struct.field(default_factory=dict)
-    """Anything else, by name: `tokens [T] i32`, their ids in the vocabulary; `index [T] i32`, the
-    number of each token in the whole batch, the same on every mesh and under accumulation; `layer
-    [] i32`, counted over MoE layers; `mask_ratio [T] f32` in masked diffusion."""
+    """Further inputs by name: `tokens [T] i32`, vocabulary ids; `index [T] i32`, number of each
+    token in the whole batch, the same on every mesh and under accumulation; `layer [] i32`, counted
+    over MoE layers; `mask_ratio [T] f32` in masked diffusion; `domain [T] i32` where known."""
     extent: Extent = struct.field(pytree_node=False, default=Extent())
-    """Where these tokens stand in the batch."""
+    """Layout of these tokens within the batch."""
 
 
 @typing.no_type_check
@@ -112,7 +184,7 @@ class RouterStatistics:
     """
 
     num_tokens: Float[Array, "*L"]
-    """Real tokens."""
+    """Tokens that are not padding."""
     counts: Float[Array, "*L E"]
     """Assignments per expert before any drop, no gradient."""
     kept: Float[Array, "*L E"]
@@ -124,8 +196,7 @@ class RouterStatistics:
     entropy_sum: Float[Array, "*L"]
     """Sum of the entropy of the probabilities, nats; no gradient."""
     extra: dict[str, Array] = struct.field(default_factory=dict)
-    """What a router's `update`, a balancer or detailed telemetry needs beyond, by name; additive
-    like the rest."""
+    """Further additive statistics by name, for `update`, balancers and detailed telemetry."""
 
     def __add__(self, other: RouterStatistics) -> RouterStatistics:
         return jax.tree.map(jnp.add, self, other)
@@ -145,24 +216,24 @@ class Slots:
 @typing.no_type_check
 @struct.dataclass
 class RouterOutput:
-    """What `route` returns."""
+    """Result of `route`."""
 
     selection: Selection
     logits: Float[Array, "T E"]
     """Raw and unbiased, f32."""
     probs: Float[Array, "T E"]
-    """What losses use: sums to 1 over E, f32."""
+    """Probabilities read by losses; each row sums to 1, f32."""
     statistics: RouterStatistics
-    """Sums over the tokens given, this device's only."""
+    """Sums over the given tokens, this device's only."""
     carry: Float[Array, "T E"] | None = None
-    """What the next MoE layer receives as `previous_logits`."""
+    """`previous_logits` of the next MoE layer."""
     slots: Slots | None = None
-    """For routers whose experts read mixtures of tokens: `selection.token_ids` then are slots."""
+    """Mixtures that the experts read, if any; `selection.token_ids` then are slots."""
 
 
 @runtime_checkable
 class Router(Protocol):
-    """A router with its sizes filled in."""
+    """A router with its sizes; see the module for the contract."""
 
     @property
     def num_experts(self) -> int:
@@ -175,11 +246,11 @@ class Router(Protocol):
         ...
 
     def declarations(self) -> dict[str, Declaration]:
-        """Its parameters by name."""
+        """Return the parameters by name."""
         ...
 
     def init(self, key: Array) -> tuple[dict[str, Array], Any]:
-        """Parameters and state of one layer."""
+        """Return parameters and state of one layer."""
         ...
 
     def route(
@@ -191,11 +262,11 @@ class Router(Protocol):
         train: bool,
         key: Array | None,
     ) -> RouterOutput:
-        """Chooses experts; pure, differentiable through scores, probs and statistics."""
+        """Choose experts; pure, differentiable through scores, probs and statistics."""
         ...
 
     def update(self, state: Any, statistics: RouterStatistics, step: Array) -> Any:
-        """New state after one optimiser step, from the statistics of its whole global batch."""
+        """Return the state after one optimiser step, from the statistics of its global batch."""
         ...
 
 
@@ -205,12 +276,12 @@ def sum_statistics(
     expert_ids: Int[Array, " A"],
     token_mask: Bool[Array, " T"],
 ) -> RouterStatistics:
-    """The additive statistics of one set of tokens; padding counts nowhere.
+    """Compute the additive statistics of a set of tokens; padding enters none.
 
     Args:
-        logits: f32.
-        probs: sums to 1 over E, f32.
-        expert_ids: in [0, E], E where empty (padding must be empty already).
+        logits: Raw logits, f32.
+        probs: Probabilities, f32; each row sums to 1.
+        expert_ids: Ids in [0, E], E where empty (the slots of padding must be empty already).
         token_mask: False for padding.
     """
     experts = jnp.arange(logits.shape[1], dtype=expert_ids.dtype)
@@ -229,10 +300,10 @@ def sum_statistics(
 
 
 def chosen_experts(expert_ids: Int[Array, "*T K"], num_experts: int) -> Bool[Array, "*T E"]:
-    """Whether each expert is among the K of each token.
+    """Return whether each expert is among the K of each token.
 
     Args:
-        expert_ids: E where empty.
+        expert_ids: Ids in [0, E], E where empty.
         num_experts: E.
     """
     experts = jnp.arange(num_experts, dtype=expert_ids.dtype)
@@ -245,7 +316,14 @@ def token_major(
     token_mask: Bool[Array, " T"],
     num_experts: int,
 ) -> Selection:
-    """A selection of K experts for each token, with the slots of padding emptied."""
+    """Return the selection of K experts per token, with the slots of padding emptied.
+
+    Args:
+        expert_ids: Ids in [0, E], E where empty.
+        scores: Logarithms of the scores, -inf where empty.
+        token_mask: False for padding.
+        num_experts: E.
+    """
     num_tokens, top_k = expert_ids.shape
     is_real = token_mask[:, None]
     ids_TK = jnp.where(is_real, expert_ids, num_experts).astype(jnp.int32)

@@ -41,9 +41,11 @@ from jaxmoe.routing.routers.token_choice.kmeans import KMeansConfig
 from jaxmoe.routing.routers.token_choice.moe_plus_plus import MoEPlusPlusConfig
 from jaxmoe.routing.routers.token_choice.noisy_topk import NoisyTopKConfig
 from jaxmoe.routing.routers.token_choice.progressive_topk import ProgressiveTopKConfig
-from jaxmoe.routing.routers.token_choice.sigmoid_topk import SigmoidTopKConfig
-from jaxmoe.routing.routers.token_choice.softmax_topk import SoftmaxTopKConfig
-from jaxmoe.routing.routers.token_choice.sqrt_softplus_topk import SqrtSoftplusTopKConfig
+from jaxmoe.routing.routers.token_choice.topk import (
+    SigmoidTopKConfig,
+    SoftmaxTopKConfig,
+    SqrtSoftplusTopKConfig,
+)
 from jaxmoe.routing.routers.unlearned.forced_balance import ForcedBalanceConfig
 from jaxmoe.routing.routers.unlearned.hash_routing import HashConfig
 from jaxmoe.routing.routers.unlearned.uniform_random import UniformRandomConfig

@@ -1,9 +1,9 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Random numbers of a token: the same on every mesh, however the batch is cut.
+"""Random numbers of a token: the same on every mesh, however the batch is divided.
 
-Each token has a key of its own, folded from the layer's key and the token's number in the batch
-(`RouterInputs.context["index"]`), so that a device draws for its tokens what one device would.
+Each token has its own key, folded from the layer's key and the token's number in the batch
+(`RouterInputs.context["index"]`), so that each device draws what a single device would draw.
 """
 
 from __future__ import annotations
@@ -12,30 +12,43 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jaxmoe.routing.base import RouterInputs
 
 
-def token_noise(
-    key: Array | None, inputs: RouterInputs, width: int, law: Literal["normal", "uniform"]
-) -> Float[Array, "T width"]:
-    """`width` independent numbers for each token, f32: standard normal, or uniform in [0, 1).
-
-    Args:
-        key: of this layer and step.
-        inputs: with `context["index"]`; tokens are numbered as they come where it is missing.
-        width: numbers per token.
-        law: of each number.
+def require_key(key: Array | None) -> Array:
+    """Return the key.
 
     Raises:
         ValueError: `key` is None.
     """
     if key is None:
         raise ValueError("this router draws random numbers in training: give `key`")
+    return key
+
+
+def token_index(inputs: RouterInputs) -> Int[Array, " T"]:
+    """Return the number of each token in the batch; its position in `inputs` if not given."""
     index = inputs.context.get("index")
-    if index is None:
-        index = jnp.arange(inputs.x.shape[0], dtype=jnp.int32)
+    return jnp.arange(inputs.x.shape[0], dtype=jnp.int32) if index is None else index
+
+
+def token_noise(
+    key: Array | None, inputs: RouterInputs, width: int, law: Literal["normal", "uniform"]
+) -> Float[Array, "T width"]:
+    """Draw `width` independent f32 numbers for each token.
+
+    Args:
+        key: Key of this layer and step.
+        inputs: Tokens; `context["index"]` numbers them.
+        width: Numbers per token.
+        law: Standard normal, or uniform in [0, 1).
+
+    Raises:
+        ValueError: `key` is None.
+    """
+    key, index = require_key(key), token_index(inputs)
     keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, index)
     draw = jax.random.normal if law == "normal" else jax.random.uniform
     return jax.vmap(lambda token_key: draw(token_key, (width,), jnp.float32))(keys)

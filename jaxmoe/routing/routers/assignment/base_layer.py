@@ -1,25 +1,25 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""BASE layers: in training every expert gets its share of the tokens, exactly.
+"""BASE layers: in training a greedy assignment limits every expert to its share of the tokens.
 
     z = x W,   score_ti = sigmoid(z_ti)
     training     balanced assignment, at most C = ceil(n K / E) of the n tokens of a scope to each
     evaluation   the K experts of largest z_ti
 
-The assignment is greedy: the pairs of token and expert in the order of falling z, each taken while
-the token wants one more expert and the expert has room. Where no z are equal that is the only
-stable matching, and it is found with all tokens at once: each proposes to its best K experts that
-have not turned it down, each expert keeps the best C that propose, until nobody is turned down
-(ties: the lower expert, the lower token). The paper's auction maximises the sum of z instead;
-greedy reaches at least half of a sum that has no negative terms.
+The assignment is greedy: pairs of token and expert are taken in the order of decreasing z while the
+token has fewer than K experts and the expert fewer than C tokens. Without ties in z this is the
+unique stable matching, and deferred acceptance finds it for all tokens at once: each token proposes
+to its best K experts that have not rejected it, each expert keeps the best C proposals, until there
+are no rejections (ties: the lower expert, the lower token). The paper's auction maximises the sum
+of z instead; greedy reaches at least half of that sum where no term is negative.
 
-With K = 1 (BASE, StableMoE) every token gets its expert, and where E divides n every expert has n/E
-tokens. With K > 1 a token may find all the experts full that it has not already: it then has fewer,
-its slot is empty, and no expert has more than C. StableMoE's second stage, a distilled and frozen
-router, is not here.
+With K = 1 (BASE, StableMoE) every token gets an expert, and if E divides n every expert has n/E
+tokens. With K > 1 all experts that a token does not have yet may be full: the token then has fewer
+than K experts and an empty slot. StableMoE's second stage, a distilled and frozen router, is not
+implemented.
 
-A scope over several devices gathers its logits, n E numbers, and every device solves the same
-problem.
+For a scope that spans several devices the logits, n E numbers, are gathered and every device solves
+the same problem.
 
 Sources: BASE (arXiv 2103.16716, section 3.1), StableMoE (arXiv 2204.08396, section 3.1).
 """
@@ -33,31 +33,26 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxmoe.parameters import Declaration, draw
 from jaxmoe.routing.base import (
+    BaseRouterConfig,
     RouterInputs,
     RouterOutput,
-    RouterStatistics,
     Traits,
     chosen_experts,
 )
-from jaxmoe.routing.routers.token_choice.token_choice import (
-    check_sizes,
-    linear_declarations,
-    linear_logits,
-    token_output,
-)
+from jaxmoe.routing.routers.linear import StatelessRouter, linear_logits, token_output
+from jaxmoe.routing.routers.noise import token_index
 from jaxmoe.routing.scopes import Scope, join_scopes, scope_axes, split_scopes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class BaseLayerConfig:
+class BaseLayerConfig(BaseRouterConfig):
     """Sigmoid scores; in training a greedy assignment in which no expert exceeds its share."""
 
     name: ClassVar[str] = "base_layer"
 
     scope: Scope = "sequence"
-    """Tokens that are shared out evenly: of each row of the batch, or of the micro-batch."""
+    """Tokens that are assigned together: each row of the batch, or the micro-batch."""
 
     @property
     def traits(self) -> Traits:
@@ -65,27 +60,13 @@ class BaseLayerConfig:
         return Traits(sees_others=True, evens_load=True)
 
     def build(self, *, num_experts: int, top_k: int, embed_dim: int) -> BaseLayer:
-        """The router for these sizes."""
-        check_sizes(num_experts=num_experts, top_k=top_k)
+        """Return the router for these sizes."""
         return BaseLayer(self, num_experts, top_k, embed_dim)
 
 
 @dataclasses.dataclass(frozen=True)
-class BaseLayer:
+class BaseLayer(StatelessRouter):
     """The router."""
-
-    config: BaseLayerConfig
-    num_experts: int
-    top_k: int
-    embed_dim: int
-
-    def declarations(self) -> dict[str, Declaration]:
-        """One matrix."""
-        return linear_declarations(num_experts=self.num_experts, embed_dim=self.embed_dim)
-
-    def init(self, key: Array) -> tuple[dict[str, Array], Any]:
-        """Random parameters, no state."""
-        return draw(self.declarations(), key), {}
 
     def route(
         self,
@@ -96,7 +77,7 @@ class BaseLayer:
         train: bool,
         key: Array | None,
     ) -> RouterOutput:
-        """The experts assigned; in evaluation the best."""
+        """Return the assigned experts in training, the best ones in evaluation."""
         del state, key
         logits = linear_logits(params, inputs)
         log_scores = jax.nn.log_sigmoid(logits)
@@ -117,19 +98,11 @@ class BaseLayer:
             probs=jax.nn.softmax(log_scores, axis=-1),
         )
 
-    def update(self, state: Any, statistics: RouterStatistics, step: Array) -> Any:
-        """Nothing is kept."""
-        del statistics, step
-        return state
-
     def _balanced(self, logits: Float[Array, "T E"], inputs: RouterInputs) -> Bool[Array, "T E"]:
-        """Which experts do not turn each token down."""
+        """Return which experts do not reject each token."""
         extent, scope = inputs.extent, self.config.scope
         axes = scope_axes(extent, scope)
-        index = inputs.context.get("index")
-        if index is None:
-            index = jnp.arange(logits.shape[0], dtype=jnp.int32)
-        parts = (logits, inputs.token_mask, index)
+        parts = (logits, inputs.token_mask, token_index(inputs))
         whole = [split_scopes(part, extent, scope) for part in parts]
         length = whole[0].shape[1]
         if axes:
@@ -148,31 +121,34 @@ def assign(
     *,
     top_k: int,
 ) -> Bool[Array, "G n E"]:
-    """The greedy assignment: the best K experts left to a token are its own.
+    """Solve the greedy assignment by deferred acceptance.
 
     Args:
-        logits: by which tokens and experts choose one another.
-        is_real: False for padding, which nobody gets.
-        index: number of each token, for ties.
+        logits: Preference of tokens for experts and of experts for tokens.
+        is_real: False for padding, which is not assigned.
+        index: Number of each token, which breaks ties.
         top_k: K.
+
+    Returns:
+        Which experts have not rejected each token; the best K of them are the token's.
     """
     num_experts = logits.shape[2]
     capacity = -(-is_real.sum(1, dtype=jnp.int32) * top_k // num_experts)[:, None, None]
-    # Each expert's tokens, best first, and each token's place in that order.
+    # Tokens of each expert in the order of preference, and the place of each token in that order.
     places = jnp.broadcast_to(jnp.arange(logits.shape[1])[None, :, None], logits.shape)
     ties = jnp.broadcast_to(index[:, :, None], logits.shape)
     order = jax.lax.sort((-logits, ties, places), dimension=1, num_keys=2, is_stable=True)[2]
     place = jnp.argsort(order, axis=1)
 
-    def turn_down(carry: tuple[Array, Array]) -> tuple[Array, Array]:
+    def reject(carry: tuple[Array, Array]) -> tuple[Array, Array]:
         is_open, _ = carry
         best = jax.lax.top_k(jnp.where(is_open, logits, -jnp.inf), top_k)[1]
         proposes = is_open & chosen_experts(best, num_experts)
         rank = jnp.cumsum(jnp.take_along_axis(proposes, order, axis=1), axis=1, dtype=jnp.int32)
         is_kept = jnp.take_along_axis(rank <= capacity, place, axis=1)
-        is_down = proposes & ~is_kept
-        return is_open & ~is_down, is_down.any()
+        is_rejected = proposes & ~is_kept
+        return is_open & ~is_rejected, is_rejected.any()
 
-    # One round first: the loop's carry then has the type that a round gives it.
-    first = turn_down((is_real[:, :, None] & (logits == logits), jnp.array(True)))
-    return jax.lax.while_loop(lambda carry: carry[1], turn_down, first)[0]
+    # The first round is outside the loop, so that the carry has the type a round returns.
+    first = reject((is_real[:, :, None] & (logits == logits), jnp.array(True)))
+    return jax.lax.while_loop(lambda carry: carry[1], reject, first)[0]

@@ -1,21 +1,20 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Selective Sinkhorn routing: now and then a step of training is routed by an even transport plan.
+"""Selective Sinkhorn routing: a random share of training steps uses an even transport plan.
 
     cost = z ("logits") or softmax_E(z) ("probs")
     plan_ti = exp(cost_ti / xi + row_t + column_i)          `transport.py`
     with probability rho:  q = plan;   otherwise, and in evaluation:  q = softmax_E(z)
     the K experts of largest q;  gate_ti = q_ti / sum of q over the K chosen
 
-The few even steps take the place of a balance loss, which is refused. Each layer draws for itself,
-from its key of the step, the same on every device. The rows' and columns' scalings are constants
-for the gradient, which passes through exp(cost / xi): the paper leaves it open, and this is the
-reading of the implementation that we know of. With K = 1, where the gate would be constant, it is
-q itself (a row of the plan sums to 1, and the slope is that of a softmax). rho = 0 is
-`softmax_topk` with the softmax after the choice, K = 1 before it, bit for bit. The optional noise
-on the costs is left out.
+The even steps replace a balance loss, which is refused. Each layer draws from its own key of the
+step, the same on every device. rho = 0 equals `softmax_topk` bit for bit, with the softmax after
+the choice (before it if K = 1). The paper's optional noise on the costs is not implemented.
 
-Source: arXiv 2511.08972, eq. 3 to 6 and algorithm 2.
+Source: arXiv 2511.08972, eq. 3 to 6 and algorithm 2. Readings chosen: the scalings row and column
+are constants for the gradient, which passes through exp(cost / xi), as in the known implementation;
+with K = 1, where the gate would be constant, it is q itself (a row of the plan sums to 1, and the
+slope is that of a softmax).
 """
 
 from __future__ import annotations
@@ -27,34 +26,29 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxmoe.parameters import Declaration, draw
-from jaxmoe.routing.base import RouterInputs, RouterOutput, RouterStatistics, Traits
+from jaxmoe.routing.base import BaseRouterConfig, RouterInputs, RouterOutput, Traits
 from jaxmoe.routing.routers.assignment.transport import check_iterations, scalings
-from jaxmoe.routing.routers.token_choice.token_choice import (
-    check_sizes,
-    linear_declarations,
-    linear_logits,
-    token_output,
-)
+from jaxmoe.routing.routers.linear import StatelessRouter, linear_logits, token_output
+from jaxmoe.routing.routers.noise import require_key
 from jaxmoe.routing.scopes import Scope
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class SelectiveSinkhornConfig:
-    """Softmax top-k, replaced in few steps of training by an even transport plan."""
+class SelectiveSinkhornConfig(BaseRouterConfig):
+    """Softmax top-k, replaced in a share of the training steps by an even transport plan."""
 
     name: ClassVar[str] = "selective_sinkhorn"
 
     probability: float = 0.01
-    """rho, share of the steps of training that are routed by the plan."""
+    """Share rho of the training steps that are routed by the plan."""
     cost: Literal["logits", "probs"] = "logits"
-    """What the plan maximises: logits, or probabilities over all experts."""
+    """Quantity that the plan maximises: logits, or probabilities over all experts."""
     entropy: float = 0.5
-    """xi, weight of the plan's entropy: large, and all experts are alike to every token."""
+    """Weight xi of the plan's entropy; the larger, the more uniform the plan."""
     iterations: int = 20
-    """Of Sinkhorn's algorithm."""
+    """Iterations of Sinkhorn's algorithm."""
     scope: Scope = "sequence"
-    """Tokens over which the plan is even: of each row of the batch, or of the micro-batch."""
+    """Tokens over which the plan is even: each row of the batch, or the micro-batch."""
 
     def __post_init__(self):
         check_iterations(self.iterations)
@@ -65,7 +59,7 @@ class SelectiveSinkhornConfig:
 
     @property
     def traits(self) -> Traits:
-        """Evens the choice over the tokens of a scope in training; brings its gates."""
+        """Evens the choice over the tokens of a scope in training; its scores are the gates."""
         return Traits(
             sees_others=True,
             evens_load=True,
@@ -74,27 +68,13 @@ class SelectiveSinkhornConfig:
         )
 
     def build(self, *, num_experts: int, top_k: int, embed_dim: int) -> SelectiveSinkhorn:
-        """The router for these sizes."""
-        check_sizes(num_experts=num_experts, top_k=top_k)
+        """Return the router for these sizes."""
         return SelectiveSinkhorn(self, num_experts, top_k, embed_dim)
 
 
 @dataclasses.dataclass(frozen=True)
-class SelectiveSinkhorn:
+class SelectiveSinkhorn(StatelessRouter):
     """The router."""
-
-    config: SelectiveSinkhornConfig
-    num_experts: int
-    top_k: int
-    embed_dim: int
-
-    def declarations(self) -> dict[str, Declaration]:
-        """One matrix."""
-        return linear_declarations(num_experts=self.num_experts, embed_dim=self.embed_dim)
-
-    def init(self, key: Array) -> tuple[dict[str, Array], Any]:
-        """Random parameters, no state."""
-        return draw(self.declarations(), key), {}
 
     def route(
         self,
@@ -105,13 +85,11 @@ class SelectiveSinkhorn:
         train: bool,
         key: Array | None,
     ) -> RouterOutput:
-        """The K experts of largest q."""
+        """Choose the K experts of largest q."""
         del state
         logits = log_q = linear_logits(params, inputs)
         if train and self.config.probability > 0.0:
-            if key is None:
-                raise ValueError("this router draws random numbers in training: give `key`")
-            is_even = jax.random.uniform(key) < self.config.probability
+            is_even = jax.random.uniform(require_key(key)) < self.config.probability
             log_q = jax.lax.cond(is_even, self._log_plan, lambda logits, _: logits, logits, inputs)
         _, expert_ids = jax.lax.top_k(jax.lax.stop_gradient(log_q), self.top_k)
         if self.top_k == 1:
@@ -120,11 +98,6 @@ class SelectiveSinkhorn:
             log_gates = jax.nn.log_softmax(jnp.take_along_axis(log_q, expert_ids, axis=1), axis=1)
         probs = jax.nn.softmax(logits, axis=-1)
         return token_output(expert_ids, log_gates, inputs, logits=logits, probs=probs)
-
-    def update(self, state: Any, statistics: RouterStatistics, step: Array) -> Any:
-        """Nothing is kept."""
-        del statistics, step
-        return state
 
     def _log_plan(self, logits: Float[Array, "T E"], inputs: RouterInputs) -> Float[Array, "T E"]:
         config = self.config

@@ -8,10 +8,10 @@
     Sinkhorn:  column_i = log(n/E) - logsumexp_t(cost_ti + row_t)
                row_t    = -logsumexp_i(cost_ti + column_i)         the last step: rows are exact
 
-The number of iterations is fixed, so that the result depends on no tolerance and a compiled step
-has one cost. A constant added to an expert's costs is absorbed by its column at once; one added to
-a token's costs by its row, at convergence. Each iteration over tokens on several devices costs a
-pmax and a psum of E numbers.
+The number of iterations is fixed: the result depends on no tolerance, and the cost of a compiled
+step is constant. A constant added to an expert's costs is absorbed by its column at once; one added
+to a token's costs is absorbed by its row at convergence. With tokens on several devices an
+iteration costs a pmax and a psum of E numbers.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from jaxmoe.routing.scopes import Scope, join_scopes, scope_axes, split_scopes, 
 def scalings(
     cost: Float[Array, "T E"], inputs: RouterInputs, *, scope: Scope, iterations: int
 ) -> Float[Array, "T E"]:
-    """row_t + column_i after so many iterations: what turns costs into the log of the plan.
+    """Compute row_t + column_i, which added to the costs gives the logarithm of the plan.
 
     Args:
-        cost: of the tokens held here, divided by the weight of the entropy; f32. No gradient
-            passes.
-        inputs: for mask and extent; padding takes no part.
-        scope: tokens that are spread evenly together.
-        iterations: at least 1.
+        cost: Costs of the tokens on this device, divided by the weight of the entropy; f32. No
+            gradient passes.
+        inputs: Tokens; padding takes no part.
+        scope: Tokens over which the plan is even.
+        iterations: Sinkhorn iterations, at least 1.
     """
     extent, axes = inputs.extent, scope_axes(inputs.extent, scope)
     is_real = split_scopes(inputs.token_mask, extent, scope)  # G, n
@@ -54,16 +54,16 @@ def sinkhorn(
     axes: tuple[str, ...],
     iterations: int,
 ) -> tuple[Float[Array, "G n"], Float[Array, "G E"]]:
-    """The logarithms of the rows' and the columns' scalings.
+    """Compute the logarithms of the rows' and the columns' scalings.
 
     Args:
-        cost: f32.
-        is_real: False leaves a row out of the columns' sums.
-        axes: mesh axes over which the rows of a group are spread.
-        iterations: at least 1.
+        cost: Costs by group, row and column, f32.
+        is_real: False excludes a row from the columns' sums.
+        axes: Mesh axes over which the rows of a group are spread.
+        iterations: Sinkhorn iterations, at least 1.
     """
     where = is_real[:, :, None]
-    # Any constant will do, the rows absorb it: this one keeps both scalings small.
+    # The rows absorb any constant; this one keeps both scalings small.
     constant = math.log(max(cost.shape[1], 1) / cost.shape[2])
 
     def column_of(scaled: Array) -> Array:
@@ -72,7 +72,7 @@ def sinkhorn(
         most = jnp.where(jnp.isfinite(most), most, 0.0)
         terms = jnp.where(where, jnp.exp(scaled - most[:, None, :]), 0.0)
         mass = total(terms.sum(1), axes)
-        # A group of padding alone has no mass, and needs no scaling.
+        # A group of padding alone has no mass and is not scaled.
         return jnp.where(mass > 0.0, constant - most - jnp.log(mass), 0.0)
 
     def row_of(column: Array) -> Array:
@@ -88,10 +88,10 @@ def sinkhorn(
 
 
 def check_iterations(iterations: int) -> None:
-    """Refuses a number that solves nothing.
+    """Check that there is at least one iteration.
 
     Raises:
-        ValueError: naming the field.
+        ValueError: there is none.
     """
     if iterations < 1:
         raise ValueError(f"router.iterations={iterations} must be at least 1")

@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Expert choice: each expert takes the c tokens of a scope that it prefers; every load is c.
+"""Expert choice: each expert takes the c tokens of a scope that it scores highest.
 
     z    = x W                                         [T E], f32
     c    = max(floor(sum over real tokens t of k_t / E), 1)           per scope
@@ -9,27 +9,27 @@
            softmax of z_t over all experts, not renormalised          weights "probability"
            sigmoid(z_te) / its sum over the experts that took t       weights "sigmoid"
 
-A token may be taken by many experts or by none, and then passes by in the residual stream. What an
-expert takes depends on all tokens of the scope, later ones included: the router is for masked
-diffusion and encoders, and generation from left to right refuses it. Loads are even by
-construction, so that a balance loss would have nothing to do; the router z-loss may stay.
+A token may be taken by several experts or by none; in the latter case only the residual stream
+carries it. The choice depends on all tokens of the scope, later ones included: the router is for
+masked diffusion and encoders, and autoregressive generation refuses it. Loads are even by
+construction, so balance losses are refused; the router z-loss is not.
 
 In masked diffusion the mean number of experts of a token may follow the share r of the row that is
 masked (context["mask_ratio"], the same along a row):
 
     k(r) = round(k_min + (k_max - k_min) g(r))
     g    : constant 1;  linear r;  linear_reverse 1 - r;  cosine (1 - cos pi r) / 2;
-           cosine_reverse (1 + cos pi r) / 2;  gaussian, a bell round r = 1/2 of deviation 0.22,
-           shifted and scaled to 0 at r = 0 and 1 and to 1 at 1/2;  gaussian_reverse 1 - that
+           cosine_reverse (1 + cos pi r) / 2;  gaussian, a bell at r = 1/2 of deviation 0.22,
+           shifted and scaled to 0 at r = 0 and 1 and to 1 at 1/2;  gaussian_reverse 1 - gaussian
 
-Shapes stay those of k_max, the tail of each expert's slots is empty. Scope and exactness over a
-mesh: `scopes.py`; where a scope is spread over devices the c-th largest value is found by counting,
-and among equals the lowest `context["index"]`.
+Shapes are those of k_max; unused slots at the end of each expert are empty. Where a scope is spread
+over devices (`scopes.py`) the c-th largest value is found by counting, and ties go to the lowest
+`context["index"]`.
 
-Sources: Zhou et al. (arXiv 2202.09368, section 3.2) for the choice, whose weights are
-"probability", chosen by probability too; EC-DLM (arXiv 2604.01622) for weights "post", choice by
-logits, and the schedules, of which linear_reverse was best. Readings taken: k is rounded (to the
-even number where halfway), c is rounded down and at least 1, and padding counts nowhere.
+Sources: Zhou et al. (arXiv 2202.09368, section 3.2), with weights "probability" and preference
+"probability"; EC-DLM (arXiv 2604.01622) for weights "post", the choice by logits, and the
+schedules, of which linear_reverse was best. Readings chosen: k is rounded half to even, c is
+rounded down and at least 1, and padding is not counted.
 """
 
 from __future__ import annotations
@@ -42,21 +42,17 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxmoe.parameters import Declaration, draw
 from jaxmoe.routing.base import (
+    BaseRouterConfig,
     Extent,
     RouterInputs,
     RouterOutput,
-    RouterStatistics,
     Selection,
     Traits,
     sum_statistics,
 )
-from jaxmoe.routing.routers.token_choice.token_choice import (
-    check_sizes,
-    linear_declarations,
-    linear_logits,
-)
+from jaxmoe.routing.routers.linear import StatelessRouter, check_sizes, linear_logits
+from jaxmoe.routing.routers.noise import token_index
 from jaxmoe.routing.scopes import Scope, kth_largest, scope_axes, split_scopes, total
 from pallas_kernels.jax_versions import match_varying
 
@@ -72,24 +68,24 @@ CapacitySchedule = Literal[
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class ExpertChoiceConfig:
+class ExpertChoiceConfig(BaseRouterConfig):
     """Each expert takes its best tokens: even loads, not causal."""
 
     name: ClassVar[str] = "expert_choice"
 
     weights: Literal["post", "probability", "sigmoid"] = "post"
-    """Softmax over the experts that took the token, softmax over all, or sigmoid normalised over
-    those that took it."""
+    """Gates: softmax over the experts that took the token, softmax over all experts, or sigmoid
+    normalised over those that took it."""
     preference: Literal["logits", "probability"] = "logits"
-    """What an expert orders the tokens by."""
+    """Criterion by which an expert orders the tokens."""
     schedule: CapacitySchedule = "constant"
-    """How the mean number of experts of a token follows the share of masked tokens."""
+    """Mean number of experts of a token as a function of the share of masked tokens."""
     k_min: int = 1
-    """Smallest mean number of experts of a token; the schedule `constant` does not read it."""
+    """Smallest mean number of experts of a token; unused by the schedule `constant`."""
     k_max: int | None = None
-    """Largest; moe.top_k when None, and never above it."""
+    """Largest mean number of experts of a token, at most moe.top_k; moe.top_k when None."""
     scope: Scope = "sequence"
-    """Tokens that an expert chooses from: a sequence's, or all of a micro-batch's."""
+    """Tokens that an expert chooses from: each row of the batch, or the micro-batch."""
 
     def __post_init__(self):
         if self.k_min < 1:
@@ -101,7 +97,7 @@ class ExpertChoiceConfig:
 
     @property
     def traits(self) -> Traits:
-        """Not causal; gates and loads of its own."""
+        """Not causal; its scores are the gates, and its load is even."""
         return Traits(
             is_causal=False,
             sees_others=True,
@@ -111,10 +107,10 @@ class ExpertChoiceConfig:
         )
 
     def build(self, *, num_experts: int, top_k: int, embed_dim: int) -> ExpertChoice:
-        """The router for these sizes.
+        """Return the router for these sizes.
 
         Raises:
-            ValueError: a schedule above K_max.
+            ValueError: `k_min` or `k_max` exceeds `top_k`.
         """
         check_sizes(num_experts=num_experts, top_k=top_k)
         for field in ("k_max", "k_min"):
@@ -130,13 +126,13 @@ class ExpertChoiceConfig:
 def scheduled_k(
     ratio: Float[Array, "*d"], *, schedule: CapacitySchedule, k_min: int, k_max: int
 ) -> Int[Array, "*d"]:
-    """k(r), the mean number of experts of a token.
+    """Return k(r), the mean number of experts of a token.
 
     Args:
-        ratio: r, share of masked tokens, in [0, 1].
-        schedule: see the module.
-        k_min: smallest.
-        k_max: largest.
+        ratio: Share r of masked tokens, in [0, 1].
+        schedule: Shape of k(r); see the module.
+        k_min: Smallest k.
+        k_max: Largest k.
     """
     low, width = math.exp(-0.5 * (0.5 / 0.22) ** 2), 0.22
     bell = (jnp.exp(-0.5 * ((ratio - 0.5) / width) ** 2) - low) / (1.0 - low)
@@ -154,21 +150,8 @@ def scheduled_k(
 
 
 @dataclasses.dataclass(frozen=True)
-class ExpertChoice:
-    """The router with its sizes."""
-
-    config: ExpertChoiceConfig
-    num_experts: int
-    top_k: int
-    embed_dim: int
-
-    def declarations(self) -> dict[str, Declaration]:
-        """One matrix."""
-        return linear_declarations(num_experts=self.num_experts, embed_dim=self.embed_dim)
-
-    def init(self, key: Array) -> tuple[dict[str, Array], Any]:
-        """Random parameters, no state."""
-        return draw(self.declarations(), key), {}
+class ExpertChoice(StatelessRouter):
+    """The router."""
 
     def route(
         self,
@@ -179,7 +162,7 @@ class ExpertChoice:
         train: bool,
         key: Array | None,
     ) -> RouterOutput:
-        """The tokens that each expert takes."""
+        """Choose the tokens that each expert takes."""
         del state, train, key
         logits = linear_logits(params, inputs)
         probs = jax.nn.softmax(logits, axis=-1)
@@ -189,7 +172,7 @@ class ExpertChoice:
         experts = jnp.arange(self.num_experts, dtype=jnp.int32)[:, None, None]
         expert_ids = jnp.where(is_taken, experts, self.num_experts).reshape(-1)  # A = E*G*C
         token_ids = token_ids.reshape(-1)
-        # Empty slots go to a column of their own.
+        # Empty slots write to the additional column E.
         nothing = jnp.zeros((logits.shape[0], self.num_experts + 1), bool)
         taken_TE = match_varying(nothing, token_ids, expert_ids)
         taken_TE = taken_TE.at[token_ids, expert_ids].set(True)[:, :-1]
@@ -204,16 +187,11 @@ class ExpertChoice:
         statistics = sum_statistics(logits, probs, expert_ids, inputs.token_mask)
         return RouterOutput(selection=selection, logits=logits, probs=probs, statistics=statistics)
 
-    def update(self, state: Any, statistics: RouterStatistics, step: Array) -> Any:
-        """There is no state."""
-        del statistics, step
-        return state
-
     def capacity(self, inputs: RouterInputs) -> Int[Array, " G"]:
-        """c of each scope, from its real tokens; 0 where there is none.
+        """Return c of each scope, from its tokens that are not padding; 0 where there are none.
 
         Raises:
-            ValueError: the schedule follows the masks, and nobody said what is masked.
+            ValueError: the schedule depends on the masked share, and `context` has no `mask_ratio`.
         """
         config, k_max = self.config, self.config.k_max or self.top_k
         ratio = inputs.context.get("mask_ratio")
@@ -227,7 +205,7 @@ class ExpertChoice:
             )
         else:
             k = scheduled_k(ratio, schedule=config.schedule, k_min=config.k_min, k_max=k_max)
-        # Sums of integers, so that every mesh rounds the same number down.
+        # Integer sums: the rounding is the same on every mesh.
         axes = scope_axes(inputs.extent, config.scope)
         k = split_scopes(jnp.where(inputs.token_mask, k, 0), inputs.extent, config.scope)
         sums = total(k.sum(1, dtype=jnp.int32), axes)
@@ -236,12 +214,13 @@ class ExpertChoice:
     def _take(
         self, preference: Float[Array, "T E"], inputs: RouterInputs
     ) -> tuple[Int[Array, "E G C"], Bool[Array, "E G C"]]:
-        """Rows of the tokens that each expert takes in each scope, and which slots are filled."""
+        """Return the rows of the tokens that each expert takes, by scope, and which slots are
+        filled."""
         extent, scope = inputs.extent, self.config.scope
         axes = scope_axes(extent, scope)
         mask = split_scopes(inputs.token_mask, extent, scope)
         values = split_scopes(preference, extent, scope)
-        # 0 and -0 are equals, but not to every sort.
+        # Some sorts order -0 before 0.
         values = jnp.where(values == 0.0, 0.0, values)
         values = jnp.where(mask[:, :, None], values, -jnp.inf)
         groups, length = mask.shape
@@ -253,7 +232,7 @@ class ExpertChoice:
             is_chosen = choose_spread(values, capacity, mask, order, axes)
             values = jnp.where(is_chosen, values, -jnp.inf)
             number = is_chosen.sum(1, dtype=jnp.int32)
-            # The best of a scope may all stand on one device.
+            # All tokens that an expert takes may be on one device.
             shards = math.prod(jax.lax.axis_size(axis) for axis in axes)
             slots = min(length, max(shards * length * self.top_k // self.num_experts, 1))
         _, rows = jax.lax.top_k(values.swapaxes(1, 2), slots)  # G, E, C; of equals the first
@@ -265,12 +244,12 @@ class ExpertChoice:
     def _log_gates(
         self, logits: Float[Array, "T E"], taken: Bool[Array, "T E"]
     ) -> Float[Array, "T E"]:
-        """Logarithm of the gate of each pair, where it is taken."""
+        """Return the logarithm of the gate of each taken pair."""
         weights = self.config.weights
         if weights == "probability":
             return jax.nn.log_softmax(logits, axis=-1)
         scores = logits if weights == "post" else jax.nn.log_sigmoid(logits)
-        # A token that nobody takes: a finite stand-in keeps its logsumexp free of NaN.
+        # For a token without experts all terms are kept, so that its logsumexp is finite.
         is_seen = taken | ~taken.any(-1, keepdims=True)
         return scores - jax.nn.logsumexp(scores, axis=-1, where=is_seen, keepdims=True)
 
@@ -282,21 +261,22 @@ def choose_spread(
     order: Int[Array, "G n"],
     axes: tuple[str, ...],
 ) -> Bool[Array, "G n E"]:
-    """The c largest of each column among the unmasked rows of all devices, of equals the first.
+    """Return which rows are among the c largest of each column over all devices.
 
     Args:
-        values: the rows held here.
-        capacity: c, at most the unmasked rows of the group.
-        mask: False leaves a row out.
-        order: of the rows of a group, at least 0; different for any two.
-        axes: mesh axes over which the rows of a group are spread.
+        values: Values of the rows on this device.
+        capacity: Number c, at most the unmasked rows of the group.
+        mask: False excludes a row.
+        order: Distinct numbers, at least 0, of the rows of a group; ties go to the lowest.
+        axes: Mesh axes over which the rows of a group are spread.
     """
     groups, length, experts = values.shape
     least = kth_largest(values, capacity, mask, axes)[:, None, :]
     is_above = (values > least) & mask[:, :, None]
     is_equal = (values == least) & mask[:, :, None]
     missing = capacity[:, None] - total(is_above.sum(1, dtype=jnp.int32), axes)
-    # Earlier is larger; as bits of normal numbers, so that f32 tells any two integers apart.
+    # Earlier is larger; integers are mapped to the bits of normal f32 numbers, which keeps them
+    # distinct.
     early = jax.lax.bitcast_convert_type(jnp.int32(0x7F000000) - order, jnp.float32)
     by_column = jnp.broadcast_to(early[:, None, :], (groups, experts, length))
     last = kth_largest(
@@ -310,10 +290,9 @@ def choose_spread(
 
 
 def _order(inputs: RouterInputs, extent: Extent, scope: Scope) -> Int[Array, "G n"]:
-    """The number of each token in the batch; where nobody gives it, device after device."""
-    index = inputs.context.get("index")
-    if index is None:
-        index = jnp.arange(inputs.token_mask.shape[0], dtype=jnp.int32)
+    """Return the number of each token in the batch; if not given, numbered device after device."""
+    index = token_index(inputs)
+    if "index" not in inputs.context:
         device = jnp.int32(0)
         for axis in scope_axes(extent, scope):
             device = device * jax.lax.axis_size(axis) + jax.lax.axis_index(axis)

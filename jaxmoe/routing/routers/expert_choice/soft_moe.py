@@ -1,57 +1,57 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Soft MoE: experts read mixtures of all tokens of a sequence, tokens read mixtures of all outputs.
+"""Soft MoE: experts read mixtures of all tokens of a sequence, tokens mixtures of all outputs.
 
     z        = x Phi                                   [S E P], P slots for each expert
     dispatch = softmax of z over the tokens            each slot's column sums to 1
-    slot_ep  = sum_s dispatch_sep x_s                  what expert e computes on
+    slot_ep  = sum_s dispatch_sep x_s                  input of expert e
     combine  = softmax of z over all E*P slots         each token's row sums to 1
     y_s      = sum_ep combine_sep expert_e(slot_ep)
 
-Nothing is chosen: every weight is positive and has a gradient, every expert computes exactly P rows
-a sequence, and there is neither balance loss nor drop. The work is that of E*P rows a sequence,
-whatever its length; `moe.top_k` says nothing here (E*P = S*K would cost what top-K costs).
-Mixtures go over the whole row of the batch, later tokens and packed neighbours included, hence
-only for masked diffusion and encoders. Padding enters no mixture and receives none.
+There is no choice: every weight is positive and differentiable, every expert computes exactly P
+rows per sequence, and there are neither balance losses nor drops. The cost is that of E*P rows per
+sequence, whatever its length; `moe.top_k` has no effect (E*P = S*K has the cost of top-K). Mixtures
+span the whole row of the batch, later tokens and other packed documents included, so the router is
+for masked diffusion and encoders. Padding enters no mixture and receives none.
 
 Source: Soft MoE (arXiv 2308.00951, section 2), also the SoftMoE gate of FSMoE (arXiv 2501.10714).
-Not taken over: the paper's normalisation of x and Phi with a trained scale, which it needs at large
-widths (section 2.3); our x is normed already, and Phi has variance 1/D. For the records, an
+Not implemented: the normalisation of x and Phi with a trained scale, which the paper needs at large
+widths (section 2.3); here x is normed already, and Phi has variance 1/D. For statistics, an
 expert's logit is the logsumexp over its slots, and its probability the sum of `combine` over them.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from jaxmoe.parameters import Declaration, draw
+from jaxmoe.parameters import Declaration
 from jaxmoe.routing.base import (
+    BaseRouterConfig,
     RouterInputs,
     RouterOutput,
-    RouterStatistics,
     Selection,
     Slots,
     Traits,
     sum_statistics,
 )
-from jaxmoe.routing.routers.token_choice.token_choice import check_sizes
+from jaxmoe.routing.routers.linear import StatelessRouter
 from jaxmoe.routing.scopes import join_scopes, split_scopes
 from sharding import axes as ax
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class SoftMoEConfig:
-    """Experts read mixtures of all tokens of a row: nothing is chosen, not causal."""
+class SoftMoEConfig(BaseRouterConfig):
+    """Experts read mixtures of all tokens of a row: no choice, not causal."""
 
     name: ClassVar[str] = "soft_moe"
 
     slots_per_expert: int = 1
-    """P, rows that each expert computes for a sequence."""
+    """Rows P that each expert computes per sequence."""
 
     def __post_init__(self):
         if self.slots_per_expert < 1:
@@ -59,7 +59,7 @@ class SoftMoEConfig:
 
     @property
     def traits(self) -> Traits:
-        """Not causal; gates and loads of its own."""
+        """Not causal; its scores are the gates, and its load is even; mixes tokens."""
         return Traits(
             is_causal=False,
             sees_others=True,
@@ -70,22 +70,21 @@ class SoftMoEConfig:
         )
 
     def build(self, *, num_experts: int, top_k: int, embed_dim: int) -> SoftMoE:
-        """The router for these sizes."""
-        check_sizes(num_experts=num_experts, top_k=top_k)
+        """Return the router for these sizes."""
         return SoftMoE(self, num_experts, top_k, embed_dim)
+
+    def sized_for(self, *, steps: int, rows_per_expert: float) -> Self:
+        """Return the config with as many slots as a top-k router has assignments."""
+        del steps
+        return dataclasses.replace(self, slots_per_expert=max(1, round(rows_per_expert)))
 
 
 @dataclasses.dataclass(frozen=True)
-class SoftMoE:
-    """The router with its sizes."""
-
-    config: SoftMoEConfig
-    num_experts: int
-    top_k: int
-    embed_dim: int
+class SoftMoE(StatelessRouter):
+    """The router."""
 
     def declarations(self) -> dict[str, Declaration]:
-        """One vector for each slot."""
+        """Return `weight [D E P]`, one vector for each slot."""
         phi = Declaration(
             shape=(self.embed_dim, self.num_experts, self.config.slots_per_expert),
             axes=(ax.EMBED, ax.ROUTER_OUT, ax.ROUTER_SLOTS),
@@ -93,10 +92,6 @@ class SoftMoE:
             matrix=((-3,), (-2, -1)),
         )
         return {"weight": phi}
-
-    def init(self, key: Array) -> tuple[dict[str, Array], Any]:
-        """Random parameters, no state."""
-        return draw(self.declarations(), key), {}
 
     def route(
         self,
@@ -107,7 +102,7 @@ class SoftMoE:
         train: bool,
         key: Array | None,
     ) -> RouterOutput:
-        """Two softmaxes of the same logits.
+        """Compute both mixtures, softmaxes of the same logits.
 
         Raises:
             ValueError: the positions of a sequence are spread over devices.
@@ -119,7 +114,7 @@ class SoftMoE:
                 f" set the mesh axes {', '.join(inputs.extent.sequence_axes)} to 1, or take"
                 " expert_choice"
             )
-        # Inputs of padding may be anything: they must not reach a product with a weight of 0.
+        # Padding may hold any value, and 0 * inf is NaN.
         x = jnp.where(inputs.token_mask[:, None], inputs.x.astype(jnp.float32), 0.0)
         weight = params["weight"].astype(jnp.float32)
         z_TEP = jnp.einsum("td,dep->tep", x, weight, preferred_element_type=jnp.float32)
@@ -127,7 +122,7 @@ class SoftMoE:
         groups, length, number = *z.shape[:2], z.shape[2] * z.shape[3]
         z = z.reshape(groups, length, number)  # G, S, E*P
         mask = split_scopes(inputs.token_mask, inputs.extent, "sequence")[:, :, None]
-        # A row of padding alone: its softmax over nothing is NaN, which `where` replaces.
+        # In a row of padding alone all terms are kept, so that its softmax is finite.
         is_seen = mask | ~mask.any(1, keepdims=True)
         dispatch = jnp.where(mask, jax.nn.softmax(z, axis=1, where=is_seen), 0.0)
         combine = jnp.where(mask, jax.nn.softmax(z, axis=-1), 0.0)
@@ -150,8 +145,3 @@ class SoftMoE:
             statistics=statistics,
             slots=Slots(dispatch=dispatch, combine=combine),
         )
-
-    def update(self, state: Any, statistics: RouterStatistics, step: Array) -> Any:
-        """There is no state."""
-        del statistics, step
-        return state

@@ -1,14 +1,14 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""X-MoE: token choice by cosine in a narrow space, with a learned temperature.
+"""X-MoE: token choice by cosine similarity in a low-rank space, with a learned temperature.
 
     z_ti = cos(x_t P, e_i) / tau,   score_ti = softmax_E(z_t)_i
     P [D R], e [R E],   1/tau = exp(log_scale) / temperature, at most 100
 
-The logits do not depend on the size of x, and no expert wins by the size of its vector; the narrow
-space keeps the hidden states from collapsing onto the experts' vectors. The paper's R is E / 2. The
-bound on 1/tau, and log_scale in place of tau itself, which keep tau away from 0, are Tutel's. A
-group's score is a sum of probabilities.
+The logits depend neither on the norm of x nor on those of the experts' vectors; the low rank keeps
+the hidden states from collapsing onto the experts' vectors. R defaults to E / 2, as in the paper.
+Two details follow Tutel and keep tau away from 0: the bound on 1/tau, and the trained log_scale in
+place of tau. With a group limit the preference is the probability.
 
 Source: arXiv 2204.09179, section 3.
 """
@@ -27,22 +27,27 @@ from jaxmoe.parameters import Declaration
 from jaxmoe.routing.base import RouterInputs, Traits
 from jaxmoe.routing.biases import BiasConfig
 from jaxmoe.routing.routers.token_choice.groups import GroupLimitConfig
-from jaxmoe.routing.routers.token_choice.token_choice import Scored, TokenChoice, traits_of
+from jaxmoe.routing.routers.token_choice.token_choice import (
+    Scored,
+    TokenChoiceConfig,
+    score_logits,
+    traits_of,
+)
 from sharding import axes as ax
 
 MAX_INVERSE_TEMPERATURE = 100.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class CosineTopKConfig:
+class CosineTopKConfig(TokenChoiceConfig):
     """The K experts of largest cosine with a projection of the token."""
 
     name: ClassVar[str] = "cosine_topk"
 
     router_dim: int | None = None
-    """R, width in which directions are compared; E / 2 when None."""
+    """Width R of the space in which directions are compared; E / 2 when None."""
     temperature: float = 0.3
-    """tau at initialisation; it is learned."""
+    """Temperature tau at initialisation; it is learned."""
     bias: BiasConfig | None = None
     """Added to the probabilities for the choice alone."""
     groups: GroupLimitConfig | None = None
@@ -61,15 +66,11 @@ class CosineTopKConfig:
 
     @property
     def traits(self) -> Traits:
-        """Causal."""
-        return traits_of(self.bias, 0.0)
-
-    def build(self, *, num_experts: int, top_k: int, embed_dim: int) -> TokenChoice:
-        """The router for these sizes."""
-        return TokenChoice(self, num_experts, top_k, embed_dim)
+        """Causal, unless the bias looks at the batch."""
+        return traits_of(self.bias)
 
     def declarations(self, *, num_experts: int, embed_dim: int) -> dict[str, Declaration]:
-        """Projection, vectors of the experts, logarithm of the scale."""
+        """Return the projection, the experts' vectors and the logarithm of the scale."""
         width = self.router_dim or max(1, num_experts // 2)
         return {
             "projection": Declaration(
@@ -92,7 +93,7 @@ class CosineTopKConfig:
         train: bool,
         key: Array | None,
     ) -> Scored:
-        """Softmax of the cosines over the temperature."""
+        """Return the softmax of the cosines over the temperature."""
         del top_k, train, key
         x, project, experts = (
             array.astype(jnp.float32)
@@ -109,18 +110,12 @@ class CosineTopKConfig:
         log_scale = params["log_scale"].astype(jnp.float32) + start
         scale = jnp.exp(jnp.minimum(log_scale, math.log(MAX_INVERSE_TEMPERATURE)))
         logits = cosine * scale[:, None]  # [1 1]
-        probs = jax.nn.softmax(logits, axis=-1)
-        return Scored(
-            logits=logits,
-            log_scores=jax.nn.log_softmax(logits, axis=-1),
-            probs=probs,
-            preference=logits if self.groups is None else probs,
-        )
+        return score_logits(logits, "softmax", groups=self.groups)
 
 
 def _normalized(vectors: Float[Array, "n m"], axis: int) -> Float[Array, "n m"]:
-    """Of length 1; 0 stays 0."""
-    # Divided by the largest entry first, so that no square over- or underflows.
+    """Return the vectors scaled to length 1; zero vectors stay zero."""
+    # Dividing by the largest entry first keeps the squares from over- and underflowing.
     size = jax.lax.stop_gradient(jnp.abs(vectors).max(axis, keepdims=True))
     vectors = vectors / jnp.where(size > 0.0, size, 1.0)
     return vectors * jax.lax.rsqrt(jnp.maximum(jnp.sum(vectors**2, axis, keepdims=True), 0.5))

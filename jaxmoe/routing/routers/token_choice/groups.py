@@ -1,9 +1,9 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Group-limited selection: a token's experts come from few groups, so from few devices.
+"""Group-limited selection: a token's experts come from few groups, hence from few devices.
 
-The E experts stand in G equal groups of neighbours. A group's score for a token is the sum of its m
-best preferences; the M best groups stay, and the experts of the others are out of the question.
+The E experts form G equal groups of consecutive ids. A group's score for a token is the sum of its
+m best preferences; only experts of the M best groups can be chosen.
 
 Sources: DeepSeek-V2 (arXiv 2405.04434, section 2.1.3: m = 1) and V3 (arXiv 2412.19437, section
 2.1.2: m = K / M).
@@ -21,16 +21,16 @@ from jaxtyping import Array, Float
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class GroupLimitConfig:
-    """The experts of a token come from few groups of neighbouring experts."""
+    """Limits the experts of a token to few groups of consecutive experts."""
 
     name: ClassVar[str] = "group_limit"
 
     num_groups: int = 8
-    """G, equal groups of consecutive experts."""
+    """Number G of equal groups of consecutive experts."""
     top_groups: int = 4
-    """M, groups that a token may use."""
+    """Number M of groups that a token may use."""
     best_per_group: int | None = None
-    """m, preferences whose sum is a group's score; K / M when None, at least 1."""
+    """Number m of best preferences whose sum is a group's score; max(1, K / M) when None."""
 
     def __post_init__(self):
         if not 1 <= self.top_groups <= self.num_groups:
@@ -42,10 +42,10 @@ class GroupLimitConfig:
             raise ValueError(f"groups.best_per_group={self.best_per_group} must be at least 1")
 
     def check(self, *, num_experts: int, top_k: int) -> None:
-        """Refuses sizes for which the limit cannot be met.
+        """Check that the limit can be met with E experts and K per token.
 
         Raises:
-            ValueError: naming the field, both values and the way out.
+            ValueError: it cannot.
         """
         if num_experts % self.num_groups:
             raise ValueError(
@@ -68,11 +68,11 @@ class GroupLimitConfig:
 def limit_groups(
     preference: Float[Array, "T E"], config: GroupLimitConfig, *, top_k: int
 ) -> Float[Array, "T E"]:
-    """The preference, -inf for the experts of groups that a token may not use.
+    """Return the preference, with -inf for the experts of groups that a token may not use.
 
     Args:
-        preference: what experts are chosen by, f32.
-        config: checked against E and K.
+        preference: Criterion of the choice, f32.
+        config: Limit, checked against E and K.
         top_k: K.
     """
     num_tokens, num_experts = preference.shape

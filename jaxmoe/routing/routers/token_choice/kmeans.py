@@ -1,22 +1,22 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Online K-means: a router without trained parameters; each expert stands where its tokens are.
+"""Online K-means: experts are chosen by cosine with the running mean of their tokens.
 
     cos_ti = x_t . m_i / (|x_t| |m_i|)              m_i: centroid of expert i, state, no gradient
     choice   the K largest of (1 + cos_ti) / 2 + b_i
     score    softmax_E(cos_t / temperature)          what gates and balance losses see
     m_i      <- decay m_i + (1 - decay) (sum of x_t sent to i) / counts_i     where counts_i > 0
 
-once per optimiser step over the whole global batch, loads before drops. The score that a bias is
-added to lies in [0, 1], as biases expect. The choice does not depend on the size of x, and neither
-do the gates; the centroids have that of the hidden states.
+The centroids are updated once per optimiser step from the whole global batch, with counts before
+drops. No parameter is trained. The score to which a bias is added is in [0, 1], as biases expect.
+Neither choice nor gates depend on the norm of x.
 
-Source: arXiv 2605.12476, by secondary accounts. Readings taken: decay 0.99 as in a
-re-implementation; random unit vectors to start from, where zeros leave experts dead; gates from the
-softmax of the cosine with a temperature, through which x, and nothing else, gets a gradient.
-Without a bias the load stays uneven: the paper's is loss-free, the default here.
+Source: arXiv 2605.12476, by secondary accounts. Readings chosen: decay 0.99, as in a
+re-implementation; random unit vectors as the initial centroids, since zeros leave experts without
+tokens; gates from the softmax of the cosine over a temperature, through which x, and nothing else,
+gets a gradient. Without a bias the load stays uneven: the default is the paper's, loss-free.
 
-`jaxmoe.routing.telemetry.geometry` measures how far trained routers do the same.
+`jaxmoe.routing.telemetry.geometry` measures how similar trained routers are to this one.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from jaxtyping import Array, Float
 
 from jaxmoe.parameters import Declaration
 from jaxmoe.routing.base import (
+    BaseRouterConfig,
     RouterInputs,
     RouterOutput,
     RouterStatistics,
@@ -37,19 +38,20 @@ from jaxmoe.routing.base import (
     sum_statistics,
 )
 from jaxmoe.routing.biases import BiasConfig, LossFreeConfig
-from jaxmoe.routing.routers.token_choice.token_choice import Scored, check_sizes, choose, traits_of
+from jaxmoe.routing.routers.linear import StatelessRouter
+from jaxmoe.routing.routers.token_choice.token_choice import choose, score_logits, traits_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class KMeansConfig:
+class KMeansConfig(BaseRouterConfig):
     """The K experts whose centroids of past tokens are nearest in direction."""
 
     name: ClassVar[str] = "kmeans"
 
     decay: float = 0.99
-    """What is left of a centroid after a step."""
+    """Share of the old centroid kept at each step."""
     temperature: float = 0.1
-    """Cosines are divided by it before the softmax of the gates."""
+    """Temperature of the softmax of the cosines, which gives the gates."""
     bias: BiasConfig | None = LossFreeConfig()
     """Added to (1 + cosine) / 2 for the choice alone."""
 
@@ -64,31 +66,23 @@ class KMeansConfig:
     @property
     def traits(self) -> Traits:
         """Causal, unless the bias looks at the batch."""
-        return traits_of(self.bias, 0.0)
+        return traits_of(self.bias)
 
     def build(self, *, num_experts: int, top_k: int, embed_dim: int) -> KMeans:
-        """The router for these sizes."""
+        """Return the router for these sizes."""
         return KMeans(self, num_experts, top_k, embed_dim)
 
 
 @dataclasses.dataclass(frozen=True)
-class KMeans:
-    """K-means with its sizes: the router."""
-
-    config: KMeansConfig
-    num_experts: int
-    top_k: int
-    embed_dim: int
-
-    def __post_init__(self):
-        check_sizes(num_experts=self.num_experts, top_k=self.top_k)
+class KMeans(StatelessRouter):
+    """The router, with the centroids and the selection bias as state."""
 
     def declarations(self) -> dict[str, Declaration]:
-        """Nothing is trained."""
+        """Return no parameters."""
         return {}
 
     def init(self, key: Array) -> tuple[dict[str, Array], Any]:
-        """No parameters; random unit vectors `centroids [E D]`, and the state of the bias."""
+        """Return no parameters, and the state: unit vectors `centroids [E D]`, and the bias's."""
         drawn = jax.random.normal(key, (self.num_experts, self.embed_dim), jnp.float32)
         state: dict[str, Any] = {"centroids": _unit(drawn)}
         if self.config.bias is not None:
@@ -104,7 +98,7 @@ class KMeans:
         train: bool,
         key: Array | None,
     ) -> RouterOutput:
-        """The K nearest experts of each token."""
+        """Choose the K nearest experts of each token."""
         del params, key
         x, config = inputs.x.astype(jnp.float32), self.config
         centroids = jax.lax.stop_gradient(state["centroids"])
@@ -117,12 +111,7 @@ class KMeans:
                 state["selection"], 0.5 + 0.5 * cosines, inputs, top_k=self.top_k, train=train
             )
         logits = cosines / config.temperature
-        scored = Scored(
-            logits=logits,
-            log_scores=jax.nn.log_softmax(logits, axis=-1),
-            probs=jax.nn.softmax(logits, axis=-1),
-            preference=cosines,
-        )
+        scored = score_logits(logits, "softmax")
         selection = choose(scored, preference, inputs, top_k=self.top_k)
         statistics = sum_statistics(logits, scored.probs, selection.expert_ids, inputs.token_mask)
         if train:
@@ -135,18 +124,18 @@ class KMeans:
     def sum_by_expert(
         self, x: Float[Array, "T D"], expert_ids: Array, inputs: RouterInputs
     ) -> Float[Array, "E D"]:
-        """Sum of the tokens that each expert was given."""
+        """Return the sum of the tokens assigned to each expert."""
         experts = jnp.arange(self.num_experts, dtype=expert_ids.dtype)
         ids_TK = expert_ids.reshape(x.shape[0], self.top_k)
         chosen = (ids_TK[:, :, None] == experts[None, None, :]).sum(1).astype(jnp.float32)  # T, E
-        # What stands in padding may be anything, and 0 * inf is no 0.
+        # Padding may hold any value, and 0 * inf is NaN.
         x = jnp.where(inputs.token_mask[:, None], jax.lax.stop_gradient(x), 0.0)
         return jnp.einsum("te,td->ed", chosen, x, preferred_element_type=jnp.float32)
 
     def update(self, state: Any, statistics: RouterStatistics, step: Array) -> Any:
-        """Centroids move to the mean of their tokens; so does the bias by its rule.
+        """Return the state with the centroids moved to the mean of their tokens, and the new bias.
 
-        Statistics of evaluation hold no tokens, and leave the centroids where they are.
+        Statistics of evaluation have no sums of tokens and do not move the centroids.
         """
         new = dict(state)
         if "kmeans_x_sum" in statistics.extra:
@@ -163,6 +152,6 @@ class KMeans:
 
 
 def _unit(rows: Float[Array, "n D"]) -> Float[Array, "n D"]:
-    """Rows of length 1; one of length below 1e-6 stays as it is, so that its slope is finite."""
+    """Return the rows scaled to length 1; rows shorter than 1e-6 are kept, for a finite slope."""
     squares = jnp.sum(rows**2, axis=-1, keepdims=True)
     return rows * jax.lax.rsqrt(jnp.where(squares > 1e-12, squares, 1.0))

@@ -1,21 +1,21 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Noisy top-k: in training every logit is blurred by noise whose width is learned.
+"""Noisy top-k: in training each logit gets Gaussian noise of learned width.
 
     z = x W,   sigma = softplus(x W_noise),   h = z + sigma * N(0, 1)        (evaluation: h = z)
     score_ti = softmax_E(h_t)_i,   the K experts of largest h
 
 The paper's gate, the softmax of h over the chosen, is the gate `renormalized`. Noise alone does not
-even the load: its two losses are in `balancers/load_variation.py`. The loads themselves have no
-gradient; this router hands on smooth ones, the probability that an expert is chosen when its own
-noise is drawn once more,
+even the load: the paper's two losses are in `balancers/load_variation.py`. Loads have no gradient,
+so the router returns the differentiable statistic `smooth_load`, the probability that an expert is
+chosen when its own noise is drawn again:
 
     smooth_load_i = sum_t Phi((z_ti - kth largest of h_t without expert i) / sigma_ti)
 
-and in evaluation the loads. With K = E everything is always chosen. Logits, z-loss and p are those
-of z, without noise. W_noise starts at 0, as in the paper; W does not.
+In evaluation it is the load. With K = E every expert is always chosen. Logits, z-loss and
+probabilities are those of z, without noise. W_noise starts at 0 as in the paper, W at random.
 
-Source: arXiv 1701.06538, section 2.1, appendix A.
+Source: arXiv 1701.06538, section 2.1 and appendix A.
 """
 
 from __future__ import annotations
@@ -29,18 +29,14 @@ from jaxtyping import Array, Float
 
 from jaxmoe.parameters import Declaration
 from jaxmoe.routing.base import RouterInputs, Traits, chosen_experts
+from jaxmoe.routing.routers.linear import linear_declarations, linear_logits
 from jaxmoe.routing.routers.noise import token_noise
-from jaxmoe.routing.routers.token_choice.token_choice import (
-    Scored,
-    TokenChoice,
-    linear_declarations,
-    linear_logits,
-)
+from jaxmoe.routing.routers.token_choice.token_choice import Scored, TokenChoiceConfig
 from sharding import axes as ax
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class NoisyTopKConfig:
+class NoisyTopKConfig(TokenChoiceConfig):
     """The K experts of highest logit after learned noise."""
 
     name: ClassVar[str] = "noisy_topk"
@@ -49,15 +45,11 @@ class NoisyTopKConfig:
 
     @property
     def traits(self) -> Traits:
-        """Causal; draws numbers."""
-        return Traits(needs_key=True)
-
-    def build(self, *, num_experts: int, top_k: int, embed_dim: int) -> TokenChoice:
-        """The router for these sizes."""
-        return TokenChoice(self, num_experts, top_k, embed_dim)
+        """Causal; draws random numbers; returns smooth loads."""
+        return Traits(needs_key=True, has_smooth_load=True)
 
     def declarations(self, *, num_experts: int, embed_dim: int) -> dict[str, Declaration]:
-        """Two matrices: of the logits, and of the width of the noise."""
+        """Return the matrices of the logits, `weight`, and of the width of the noise, `noise`."""
         noise = Declaration(
             shape=(embed_dim, num_experts),
             axes=(ax.EMBED, ax.ROUTER_OUT),
@@ -75,7 +67,7 @@ class NoisyTopKConfig:
         train: bool,
         key: Array | None,
     ) -> Scored:
-        """Softmax of the noisy logits, and the smooth loads."""
+        """Return the softmax of the noisy logits, and the smooth loads."""
         logits = noisy = linear_logits(params, inputs)
         if train:
             sigma = jax.nn.softplus(linear_logits({"weight": params["noise"]}, inputs))
@@ -99,24 +91,24 @@ def stay_probability(
     sigma: Float[Array, "T E"],
     top_k: int,
 ) -> Float[Array, "T E"]:
-    """The probability that each expert is chosen when its own noise is drawn once more.
+    """Compute the probability that each expert is chosen when its own noise is drawn again.
 
     Args:
-        logits: without noise.
-        noisy: with this draw.
-        sigma: width of the noise; where it is 0 the probability is 0 or 1.
+        logits: Logits without noise.
+        noisy: Logits with the current draw.
+        sigma: Standard deviation of the noise; where it is 0 the probability is 0 or 1.
         top_k: K.
     """
     if top_k == logits.shape[1]:
         return jnp.ones_like(logits)
     best = jax.lax.top_k(noisy, top_k + 1)[0]
-    # Without an expert that is chosen, the first that is not moves up.
+    # Without a chosen expert the (K+1)-th largest becomes the K-th.
     threshold = jnp.where(_is_chosen(noisy, top_k), best[:, top_k:], best[:, top_k - 1 : top_k])
     # A floor keeps the slope finite where softplus underflows.
     return jax.scipy.stats.norm.cdf((logits - threshold) / jnp.maximum(sigma, 1e-6))
 
 
 def _is_chosen(noisy: Float[Array, "T E"], top_k: int) -> Array:
-    """Whether each expert is among the K of its token, ties to the lower id."""
+    """Return whether each expert is among the K largest of its token; ties to the lower id."""
     _, ids = jax.lax.top_k(jax.lax.stop_gradient(noisy), top_k)
     return chosen_experts(ids, noisy.shape[1])

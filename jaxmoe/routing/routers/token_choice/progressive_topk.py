@@ -1,52 +1,52 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Progressive sparsification: K by layer and phase, down to the few experts wanted at the end.
+"""Progressive sparsification: a larger K in the lowest layers until a given step.
 
     k(layer, step) = early_top_k[layer]   before switch_step, in the lowest MoE layers
                    = final_top_k          otherwise
 
-Scores are softmax over all experts. MoEConfig.top_k is K_max, the number of slots of a token; those
-past k(layer, step) are empty, so nothing is compiled anew at the switch. The step is state: an
-evaluation uses the K of the training that led to it.
+Scores are softmax over all experts. MoEConfig.top_k is K_max, the slots of a token; slots past
+k(layer, step) are empty, so the switch does not recompile. The step is router state: an evaluation
+uses the K of the training step that it follows.
 
 Source: Sigma-MoE-Tiny (arXiv 2512.16248): with one expert per token the lowest layers do not learn
-to spread their load from the start. The exact list and the switch are not published in full; a
-switch at 0.9 of the steps is an independent account.
+to spread their load from the start. The list of K and the switch are not published in full; a
+switch at 0.9 of the steps follows a secondary account, and is what `sized_for` sets.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from jaxmoe.parameters import Declaration
 from jaxmoe.routing.base import (
+    BaseRouterConfig,
     RouterInputs,
     RouterOutput,
     RouterStatistics,
-    Traits,
     sum_statistics,
     token_major,
 )
-from jaxmoe.routing.routers.token_choice.softmax_topk import SoftmaxTopKConfig
 from jaxmoe.routing.routers.token_choice.token_choice import TokenChoice
+from jaxmoe.routing.routers.token_choice.topk import SoftmaxTopKConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class ProgressiveTopKConfig:
+class ProgressiveTopKConfig(BaseRouterConfig):
     """Softmax top-k whose K is larger in the lowest layers until a given step."""
 
     name: ClassVar[str] = "progressive_topk"
 
     early_top_k: tuple[int, ...] = ()
-    """K of the first, second, ... MoE layer before the switch; those not named have final_top_k."""
+    """K of the first, second, ... MoE layer before the switch; other layers use final_top_k."""
     final_top_k: int = 1
-    """K of every layer from the switch on."""
+    """K of every layer after the switch."""
     switch_step: int = 0
-    """First step at which every layer has final_top_k; the paper's is late in training."""
+    """First step at which every layer uses final_top_k; late in training in the paper."""
 
     def __post_init__(self):
         for field, value in (("final_top_k", self.final_top_k), *self._early()):
@@ -58,16 +58,11 @@ class ProgressiveTopKConfig:
     def _early(self) -> list[tuple[str, int]]:
         return [(f"early_top_k[{i}]", k) for i, k in enumerate(self.early_top_k)]
 
-    @property
-    def traits(self) -> Traits:
-        """Causal."""
-        return Traits()
-
     def build(self, *, num_experts: int, top_k: int, embed_dim: int) -> ProgressiveTopK:
-        """The router for these sizes.
+        """Return the router for these sizes.
 
         Raises:
-            ValueError: some K of the schedule exceeds `top_k`, the slots of a token.
+            ValueError: a K of the schedule exceeds `top_k`, the slots of a token.
         """
         for field, value in (("final_top_k", self.final_top_k), *self._early()):
             if value > top_k:
@@ -81,16 +76,20 @@ class ProgressiveTopKConfig:
         )
         return ProgressiveTopK(self, scorer)
 
-    def top_k_at(self, layer: int, step: int) -> int:
-        """K of a MoE layer, from 0, at a step."""
-        if step >= self.switch_step or layer >= len(self.early_top_k):
-            return self.final_top_k
-        return self.early_top_k[layer]
+    def last_top_k(self, top_k: int) -> int:
+        """Return `final_top_k`."""
+        del top_k
+        return self.final_top_k
+
+    def sized_for(self, *, steps: int, rows_per_expert: float) -> Self:
+        """Return the config with the switch at 0.9 of the steps."""
+        del rows_per_expert
+        return dataclasses.replace(self, switch_step=round(0.9 * steps))
 
 
 @dataclasses.dataclass(frozen=True)
 class ProgressiveTopK:
-    """`ProgressiveTopKConfig` with its sizes."""
+    """The router: softmax top-k of K_max experts, cut to the current K."""
 
     config: ProgressiveTopKConfig
     scorer: TokenChoice
@@ -102,15 +101,15 @@ class ProgressiveTopK:
 
     @property
     def top_k(self) -> int:
-        """K_max, slots of a token."""
+        """K_max, the slots of a token."""
         return self.scorer.top_k
 
     def declarations(self) -> dict[str, Declaration]:
-        """One matrix."""
+        """Return the matrix `weight [D E]`."""
         return self.scorer.declarations()
 
     def init(self, key: Array) -> tuple[dict[str, Array], Any]:
-        """Random weights; the step, which is 0."""
+        """Return random parameters, and the state `step`, 0."""
         return self.scorer.init(key)[0], {"step": jnp.zeros((), jnp.int32)}
 
     def route(
@@ -122,7 +121,7 @@ class ProgressiveTopK:
         train: bool,
         key: Array | None,
     ) -> RouterOutput:
-        """The k best experts of each token; `train` and `key` change nothing."""
+        """Choose the k best experts of each token; `train` and `key` have no effect."""
         output = self.scorer.route(params, {}, inputs, train=train, key=key)
         ids, scores = (
             flat.reshape(-1, self.top_k)
@@ -142,12 +141,12 @@ class ProgressiveTopK:
         return dataclasses.replace(output, selection=selection, statistics=statistics)
 
     def update(self, state: Any, statistics: RouterStatistics, step: Array) -> Any:
-        """Counts steps, skipped ones not."""
+        """Return the state with the step counted; skipped steps do not call this."""
         del statistics, step
         return {"step": state["step"] + 1}
 
     def _current(self, step: Int[Array, ""], layer: Int[Array, ""] | None) -> Int[Array, ""]:
-        """`top_k_at` of numbers known at run time; without a layer it is the first."""
+        """Return k(layer, step); a missing layer counts as the first."""
         config = self.config
         layer = jnp.zeros((), jnp.int32) if layer is None else layer
         final = jnp.full((), config.final_top_k, jnp.int32)

@@ -1,15 +1,16 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Token choice: each token takes the K experts that it prefers.
+"""Token choice: each token takes the K experts it prefers.
 
-    logits -> scores -> preference (bias, groups) -> K best -> scores of the chosen, unbiased
+    logits -> scores -> preference (bias, group limit) -> K best -> unbiased scores of the chosen
 
-A family is a config that scores (`Scorer`); everything after the scores is here, once: selection
-bias, group limit, ties to the lower expert, padding, statistics. Files of the family:
-`softmax_topk`, `sigmoid_topk` and their neighbours.
+A member of the family is a config that computes `Scored`, the scores of all pairs (`Scorer`). The
+router `TokenChoice` does the rest: selection bias, group limit, ties to the lower expert, padding,
+statistics.
 
-To add a member: a config with the fields and methods of `Scorer`, whose `build` returns
-`TokenChoice(self, ...)`, then as in `jaxmoe/routing/__init__.py`.
+To add a member: a config in `jaxmoe/routing/routers/token_choice/` that extends
+`TokenChoiceConfig` and defines `name`, `bias`, `groups` and `score`; then the steps in
+`jaxmoe/routing/__init__.py`.
 """
 
 from __future__ import annotations
@@ -21,41 +22,42 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from jaxmoe.parameters import Declaration, draw
 from jaxmoe.routing.base import (
+    BaseRouterConfig,
     RouterInputs,
     RouterOutput,
     RouterStatistics,
+    ScoreFunction,
     Selection,
     Traits,
     sum_statistics,
     token_major,
 )
 from jaxmoe.routing.biases import BiasConfig
-from jaxmoe.routing.routers.noise import token_noise
+from jaxmoe.routing.routers.linear import StatelessRouter, linear_declarations
 from jaxmoe.routing.routers.token_choice.groups import GroupLimitConfig, limit_groups
-from sharding import axes as ax
 
 
 @typing.no_type_check
 @struct.dataclass
 class Scored:
-    """What a scorer says of each pair of token and expert."""
+    """Scores of all pairs of token and expert."""
 
     logits: Float[Array, "T E"]
-    """Raw and unbiased, f32: what z-loss and telemetry see."""
+    """Raw, unbiased logits, f32; read by the z-loss and telemetry."""
     log_scores: Float[Array, "T E"]
     """Logarithm of the score, f32."""
     probs: Float[Array, "T E"]
-    """Sums to 1 over E, f32."""
+    """Probabilities; each row sums to 1, f32."""
     preference: Float[Array, "T E"]
-    """What experts are chosen by where there is no bias; any increasing function of the score."""
+    """Criterion of the choice where there is no bias; any increasing function of the score."""
     extra: dict[str, Array] = struct.field(default_factory=dict)
-    """Additive statistics of the scorer."""
+    """Further additive statistics."""
     is_over_chosen: bool = struct.field(pytree_node=False, default=False)
-    """The scores of the chosen become their softmax over the chosen."""
+    """The scores of the chosen experts are replaced by their softmax over the chosen."""
 
 
 class Scorer(Protocol):
@@ -73,11 +75,11 @@ class Scorer(Protocol):
 
     @property
     def traits(self) -> Traits:
-        """See `Traits`."""
+        """Properties of the router."""
         ...
 
     def declarations(self, *, num_experts: int, embed_dim: int) -> dict[str, Declaration]:
-        """Parameters by name."""
+        """Return the parameters by name."""
         ...
 
     def score(
@@ -89,40 +91,39 @@ class Scorer(Protocol):
         train: bool,
         key: Array | None,
     ) -> Scored:
-        """Scores of all pairs."""
+        """Return the scores of all pairs."""
         ...
 
 
-def check_sizes(*, num_experts: int, top_k: int) -> None:
-    """Refuses a K that no token can have.
+class TokenChoiceConfig(BaseRouterConfig):
+    """Base class of the family's configs: one matrix from D to E, built into `TokenChoice`."""
 
-    Raises:
-        ValueError: naming both.
-    """
-    if not 1 <= top_k <= num_experts:
-        raise ValueError(f"top_k={top_k} must lie between 1 and num_experts={num_experts}")
+    __slots__ = ()
+
+    def build(self, *, num_experts: int, top_k: int, embed_dim: int) -> TokenChoice:
+        """Return the router for these sizes."""
+        return TokenChoice(self, num_experts, top_k, embed_dim)
+
+    def declarations(self, *, num_experts: int, embed_dim: int) -> dict[str, Declaration]:
+        """Return the matrix `weight [D E]`."""
+        return linear_declarations(num_experts=num_experts, embed_dim=embed_dim)
 
 
 @dataclasses.dataclass(frozen=True)
-class TokenChoice:
-    """A scorer with its sizes: the router."""
-
-    config: Any
-    num_experts: int
-    top_k: int
-    embed_dim: int
+class TokenChoice(StatelessRouter):
+    """The router: a scorer with its sizes. Its state is that of the selection bias."""
 
     def __post_init__(self):
-        check_sizes(num_experts=self.num_experts, top_k=self.top_k)
+        StatelessRouter.__post_init__(self)
         if self.config.groups is not None:
             self.config.groups.check(num_experts=self.num_experts, top_k=self.top_k)
 
     def declarations(self) -> dict[str, Declaration]:
-        """Those of the scorer."""
+        """Return the scorer's parameters by name."""
         return self.config.declarations(num_experts=self.num_experts, embed_dim=self.embed_dim)
 
     def init(self, key: Array) -> tuple[dict[str, Array], Any]:
-        """Random parameters; the state of the bias, or none."""
+        """Return random parameters, and the state of the bias or an empty one."""
         bias = self.config.bias
         return draw(self.declarations(), key), {} if bias is None else bias.init(self.num_experts)
 
@@ -135,7 +136,7 @@ class TokenChoice:
         train: bool,
         key: Array | None,
     ) -> RouterOutput:
-        """The K preferred experts of each token."""
+        """Choose the K preferred experts of each token."""
         config = self.config
         scored = config.score(params, inputs, top_k=self.top_k, train=train, key=key)
         preference, extra = scored.preference, scored.extra
@@ -161,7 +162,7 @@ class TokenChoice:
         )
 
     def update(self, state: Any, statistics: RouterStatistics, step: Array) -> Any:
-        """The bias moves; nothing else is kept."""
+        """Return the new state of the bias."""
         if self.config.bias is None:
             return state
         return self.config.bias.update(state, statistics, step, top_k=self.top_k)
@@ -170,7 +171,7 @@ class TokenChoice:
 def choose(
     scored: Scored, preference: Float[Array, "T E"], inputs: RouterInputs, *, top_k: int
 ) -> Selection:
-    """The K experts of largest preference, with their unbiased scores; ties to the lower id."""
+    """Return the K experts of largest preference, ties to the lower id, with unbiased scores."""
     _, expert_ids = jax.lax.top_k(jax.lax.stop_gradient(preference), top_k)
     source = scored.logits if scored.is_over_chosen else scored.log_scores
     chosen = jnp.take_along_axis(source, expert_ids, axis=-1)
@@ -179,66 +180,53 @@ def choose(
     return token_major(expert_ids, chosen, inputs.token_mask, preference.shape[1])
 
 
-def token_output(
-    expert_ids: Int[Array, "T K"],
-    log_scores: Float[Array, "T K"],
-    inputs: RouterInputs,
-    *,
+def score_logits(
     logits: Float[Array, "T E"],
-    probs: Float[Array, "T E"],
-) -> RouterOutput:
-    """What a router returns that chose for itself.
+    function: ScoreFunction,
+    *,
+    groups: GroupLimitConfig | None = None,
+    is_over_chosen: bool = False,
+) -> Scored:
+    """Score logits by a function that increases with them.
+
+    The preference is the logits, which order as the scores and do not saturate; with a group limit,
+    which adds preferences, it is the scores.
 
     Args:
-        expert_ids: E where a token does without.
-        log_scores: of these pairs, -inf where a token does without.
-        inputs: for the mask.
-        logits: raw, f32.
-        probs: sums to 1 over E, f32.
+        logits: f32.
+        function: `softmax` over all experts; `sigmoid` of each; `sqrt_softplus`,
+            sqrt(log(1 + exp(z))) of each. The last two are divided by their sum over the experts
+            for `probs`.
+        groups: Group limit of the router.
+        is_over_chosen: See `Scored`.
     """
-    selection = token_major(expert_ids, log_scores, inputs.token_mask, logits.shape[1])
-    statistics = sum_statistics(logits, probs, selection.expert_ids, inputs.token_mask)
-    return RouterOutput(selection=selection, logits=logits, probs=probs, statistics=statistics)
-
-
-def linear_declarations(*, num_experts: int, embed_dim: int) -> dict[str, Declaration]:
-    """One matrix from D to E, without bias."""
-    weight = Declaration(
-        shape=(embed_dim, num_experts), axes=(ax.EMBED, ax.ROUTER_OUT), role="router"
+    if function == "softmax":
+        log_scores, probs = jax.nn.log_softmax(logits, axis=-1), jax.nn.softmax(logits, axis=-1)
+    else:
+        is_sigmoid = function == "sigmoid"
+        log_scores = jax.nn.log_sigmoid(logits) if is_sigmoid else 0.5 * log_softplus(logits)
+        probs = jax.nn.softmax(log_scores, axis=-1)
+    preference = logits
+    if groups is not None:
+        linear = {"softmax": lambda: probs, "sigmoid": lambda: jax.nn.sigmoid(logits)}
+        preference = linear.get(function, lambda: jnp.exp(log_scores))()
+    return Scored(
+        logits=logits,
+        log_scores=log_scores,
+        probs=probs,
+        preference=preference,
+        is_over_chosen=is_over_chosen,
     )
-    return {"weight": weight}
 
 
-def linear_logits(
-    params: dict[str, Array],
-    inputs: RouterInputs,
-    *,
-    jitter: float = 0.0,
-    train: bool = False,
-    key: Array | None = None,
-) -> Float[Array, "T E"]:
-    """z = x W, f32; in training x is first multiplied by uniform numbers, 1 - jitter to 1 + jitter.
-
-    Source of the jitter: Switch Transformers (arXiv 2101.03961, section 2.4).
-    """
-    x, weight = inputs.x.astype(jnp.float32), params["weight"].astype(jnp.float32)
-    if train and jitter > 0.0:
-        noise = token_noise(key, inputs, x.shape[1], "uniform")
-        x = x * (1.0 - jitter + 2.0 * jitter * noise)
-    return jnp.einsum("td,de->te", x, weight, preferred_element_type=jnp.float32)
+def log_softplus(z: Float[Array, "*d"]) -> Float[Array, "*d"]:
+    """Compute log(log(1 + exp(z))), finite in value and slope for every finite z."""
+    # Below -14 it equals z to the last bit of f32, and exp(z) would underflow.
+    is_low = z < -14.0
+    return jnp.where(is_low, z, jnp.log(jax.nn.softplus(jnp.where(is_low, 0.0, z))))
 
 
-def check_jitter(jitter: float) -> None:
-    """Refuses a jitter that is no share.
-
-    Raises:
-        ValueError: naming the field.
-    """
-    if not 0.0 <= jitter < 1.0:
-        raise ValueError(f"router.jitter={jitter} must be at least 0 (off) and below 1")
-
-
-def traits_of(bias: BiasConfig | None, jitter: float) -> Traits:
-    """Traits of a member whose only peculiarities are a bias and jitter."""
+def traits_of(bias: BiasConfig | None, jitter: float = 0.0) -> Traits:
+    """Return the traits of a member whose options are a bias and jitter."""
     sees_others = bias is not None and bias.sees_others
     return Traits(sees_others=sees_others, needs_key=jitter > 0.0)

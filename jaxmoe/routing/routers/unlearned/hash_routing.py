@@ -1,12 +1,12 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Hash routing: a token's experts are a fixed random function of its id in the vocabulary.
+"""Hash routing: a token's experts are a fixed random function of its vocabulary id.
 
-    experts(id) = the K largest of E uniform numbers that belong to (seed, id)
+    experts(id) = the K largest of E uniform numbers drawn from (seed, id)
 
-The numbers are drawn again at every call instead of kept as a table of V rows, so that the router
-knows no vocabulary. All layers have the same table. It is the random hash of the paper; its
-balanced one needs the frequencies of the tokens and is not here.
+The numbers are drawn at every call instead of kept as a table of V rows, so the router does not
+depend on V. All layers use the same function. This is the paper's random hash; its balanced hash
+needs token frequencies and is not implemented.
 
 Source: Hash Layers (arXiv 2106.04426, section 3.1).
 """
@@ -17,31 +17,21 @@ import dataclasses
 from typing import ClassVar
 
 import jax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
-from jaxmoe.routing.base import RouterInputs, Traits
+from jaxmoe.routing.base import RouterInputs
 from jaxmoe.routing.routers.noise import token_noise
-from jaxmoe.routing.routers.unlearned.unlearned import Unlearned, shares_of
+from jaxmoe.routing.routers.unlearned.unlearned import UnlearnedConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class HashConfig:
+class HashConfig(UnlearnedConfig):
     """K experts fixed for each token id."""
 
     name: ClassVar[str] = "hash"
 
     seed: int = 0
-    """Of the table."""
-
-    @property
-    def traits(self) -> Traits:
-        """Nothing is learned."""
-        return Traits(is_learned=False)
-
-    def build(self, *, num_experts: int, top_k: int, embed_dim: int) -> Unlearned:
-        """The router for these sizes."""
-        del embed_dim
-        return Unlearned(self, num_experts, top_k)
+    """Seed of the hash function."""
 
     def choose(
         self,
@@ -52,10 +42,10 @@ class HashConfig:
         train: bool,
         key: Array | None,
     ) -> Int[Array, "T K"]:
-        """Those of the token's id.
+        """Return the K experts of each token's id.
 
         Raises:
-            ValueError: the ids are not in the context.
+            ValueError: `inputs.context` has no `tokens`.
         """
         del train, key
         if "tokens" not in inputs.context:
@@ -66,9 +56,3 @@ class HashConfig:
         by_id = dataclasses.replace(inputs, context={"index": inputs.context["tokens"]})
         numbers = token_noise(jax.random.key(self.seed), by_id, num_experts, "uniform")
         return jax.lax.top_k(numbers, top_k)[1]
-
-    def probabilities(
-        self, expert_ids: Int[Array, "T K"], *, num_experts: int
-    ) -> Float[Array, "T E"]:
-        """1/K for the experts of the token."""
-        return shares_of(expert_ids, num_experts)

@@ -1,10 +1,10 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Uniform random routing: K distinct experts for each token, drawn anew at every step.
+"""Uniform random routing: K distinct experts for each token, drawn again at every step.
 
-The control for everything learned. In evaluation the numbers belong to the seed and to the token's
-number in the batch, so that the same batch gives the same result; another cut of the same text into
-rows, and decoding, draw others.
+A control for learned routers. In evaluation the numbers depend on the seed and on the token's
+number in the batch: the same batch gives the same result, and the same text in other rows, or
+decoded, gives another.
 """
 
 from __future__ import annotations
@@ -18,27 +18,22 @@ from jaxtyping import Array, Float, Int
 
 from jaxmoe.routing.base import RouterInputs, Traits
 from jaxmoe.routing.routers.noise import token_noise
-from jaxmoe.routing.routers.unlearned.unlearned import Unlearned
+from jaxmoe.routing.routers.unlearned.unlearned import UnlearnedConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class UniformRandomConfig:
-    """K experts by the dice."""
+class UniformRandomConfig(UnlearnedConfig):
+    """K random experts for each token."""
 
     name: ClassVar[str] = "uniform_random"
 
     seed: int = 0
-    """Of the numbers in evaluation; in training they come from the key of the step."""
+    """Seed of the numbers in evaluation; in training they come from the key of the step."""
 
     @property
     def traits(self) -> Traits:
-        """Draws numbers; nothing is learned."""
+        """Causal; draws random numbers; nothing is learned."""
         return Traits(needs_key=True, is_learned=False)
-
-    def build(self, *, num_experts: int, top_k: int, embed_dim: int) -> Unlearned:
-        """The router for these sizes."""
-        del embed_dim
-        return Unlearned(self, num_experts, top_k)
 
     def choose(
         self,
@@ -49,12 +44,12 @@ class UniformRandomConfig:
         train: bool,
         key: Array | None,
     ) -> Int[Array, "T K"]:
-        """The largest of E uniform numbers."""
+        """Return the K largest of E uniform numbers."""
         key = key if train else jax.random.key(self.seed)
         return jax.lax.top_k(token_noise(key, inputs, num_experts, "uniform"), top_k)[1]
 
     def probabilities(
         self, expert_ids: Int[Array, "T K"], *, num_experts: int
     ) -> Float[Array, "T E"]:
-        """1/E."""
+        """Return 1/E."""
         return jnp.full((expert_ids.shape[0], num_experts), 1.0 / num_experts, jnp.float32)

@@ -1,33 +1,48 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Routers without parameters: the experts are given, every one with the gate 1/K.
+"""Routers without parameters: the config names the experts, each with the gate 1/K.
 
     score_ti = 1/K for the chosen,   logits 0,   z-loss constant
 
-Controls for experiments and benchmarks. A family: its members are configs that name the experts of
-each token (`Chooser`); their files are `hash_routing`, `uniform_random` and `forced_balance`.
-Balance losses have no effect on them.
+Controls for experiments and benchmarks. Balance losses have no effect on them.
 
-To add a member: a config with the methods of `Chooser`, whose `build` returns
-`Unlearned(self, ...)`, then as in `jaxmoe/routing/__init__.py`.
+To add a member: a config in `jaxmoe/routing/routers/unlearned/` that extends `UnlearnedConfig` and
+defines `name` and `choose`; then the steps in `jaxmoe/routing/__init__.py`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, Protocol
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxmoe.parameters import Declaration
-from jaxmoe.routing.base import RouterInputs, RouterOutput, RouterStatistics, chosen_experts
-from jaxmoe.routing.routers.token_choice.token_choice import check_sizes, token_output
+from jaxmoe.routing.base import (
+    BaseRouterConfig,
+    RouterInputs,
+    RouterOutput,
+    Traits,
+    chosen_experts,
+)
+from jaxmoe.routing.routers.linear import StatelessRouter, token_output
 
 
-class Chooser(Protocol):
-    """A config of the family."""
+class UnlearnedConfig(BaseRouterConfig):
+    """Base class of the family's configs."""
+
+    __slots__ = ()
+
+    @property
+    def traits(self) -> Traits:
+        """Causal; nothing is learned."""
+        return Traits(is_learned=False)
+
+    def build(self, *, num_experts: int, top_k: int, embed_dim: int) -> Unlearned:
+        """Return the router for these sizes."""
+        return Unlearned(self, num_experts, top_k, embed_dim)
 
     def choose(
         self,
@@ -38,35 +53,26 @@ class Chooser(Protocol):
         train: bool,
         key: Array | None,
     ) -> Int[Array, "T K"]:
-        """K distinct experts for each token."""
-        ...
+        """Return K distinct experts for each token."""
+        raise NotImplementedError
 
     def probabilities(
         self, expert_ids: Int[Array, "T K"], *, num_experts: int
     ) -> Float[Array, "T E"]:
-        """Of each expert, before the dice are cast; sums to 1."""
-        ...
+        """Return the probability of each expert; each row sums to 1.
+
+        By default 1/K for the chosen experts, as in a deterministic choice.
+        """
+        return chosen_experts(expert_ids, num_experts).astype(jnp.float32) / expert_ids.shape[1]
 
 
 @dataclasses.dataclass(frozen=True)
-class Unlearned:
-    """A chooser with its sizes: the router."""
-
-    config: Any
-    num_experts: int
-    top_k: int
-
-    def __post_init__(self):
-        check_sizes(num_experts=self.num_experts, top_k=self.top_k)
+class Unlearned(StatelessRouter):
+    """The router."""
 
     def declarations(self) -> dict[str, Declaration]:
-        """None."""
+        """Return no parameters."""
         return {}
-
-    def init(self, key: Array) -> tuple[dict[str, Array], Any]:
-        """No parameters and no state."""
-        del key
-        return {}, {}
 
     def route(
         self,
@@ -77,7 +83,7 @@ class Unlearned:
         train: bool,
         key: Array | None,
     ) -> RouterOutput:
-        """The experts that the config names."""
+        """Return the experts that the config names."""
         del params, state
         sizes = {"num_experts": self.num_experts, "top_k": self.top_k}
         expert_ids = self.config.choose(inputs, train=train, key=key, **sizes)
@@ -88,13 +94,3 @@ class Unlearned:
             logits=jnp.zeros((expert_ids.shape[0], self.num_experts), jnp.float32),
             probs=self.config.probabilities(expert_ids, num_experts=self.num_experts),
         )
-
-    def update(self, state: Any, statistics: RouterStatistics, step: Array) -> Any:
-        """Nothing is kept."""
-        del statistics, step
-        return state
-
-
-def shares_of(expert_ids: Int[Array, "T K"], num_experts: int) -> Float[Array, "T E"]:
-    """1/K for the chosen, 0 for the others: the probabilities of a choice without dice."""
-    return chosen_experts(expert_ids, num_experts).astype(jnp.float32) / expert_ids.shape[1]
