@@ -42,7 +42,7 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from typing import Any, ClassVar, Literal, Protocol, Self, runtime_checkable
+from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -114,7 +114,7 @@ class BaseRouterConfig:
         """
         return top_k
 
-    def sized_for(self, *, steps: int, rows_per_expert: float) -> Self:
+    def sized_for(self, *, steps: int, rows_per_expert: float) -> BaseRouterConfig:
         """Return the config with what depends on the run adapted to it.
 
         Args:

@@ -1,9 +1,9 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Which parts of a MoE layer go together, read off the router's traits.
+"""Checks that the parts of a MoE layer's routing fit together, from the router's traits.
 
-To add a rule: here, with both fields and the way out in its words, and a row in
-tests/jaxmoe/routing/test_composition.py.
+To add a rule: `jaxmoe/routing/composition.py`, with both fields and the way out in its message, and
+a row in `tests/jaxmoe/routing/test_composition.py`.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from jaxmoe.routing.balancers import of_weights
 
 
 class RoutingWarning(UserWarning):
-    """A combination of routing parts that runs, and does not do what one would expect of it."""
+    """A combination of routing parts that runs but has an effect that is easily overlooked."""
 
 
 def check_parts(moe: Any) -> None:
-    """Refuses parts of a MoE layer that contradict one another, and warns of those that idle.
+    """Check that the parts of a MoE layer are compatible; warn about parts without effect.
 
     Args:
-        moe: a `jaxmoe.models.config.MoEConfig`.
+        moe: MoE layer, a `jaxmoe.models.config.MoEConfig`.
 
     Raises:
-        ValueError: naming both fields and the way out.
+        ValueError: two parts contradict one another.
     """
     router, traits = moe.router, moe.router.traits
     if traits.has_own_gates and moe.gate.name != "softmax":
@@ -50,10 +50,11 @@ def check_parts(moe: Any) -> None:
             f"moe.zero_computation: with the router {router.name} tokens do not choose experts, and"
             " could not choose those without computation: leave moe.zero_computation out"
         )
-    if router.name != "noisy_topk" and any(b.name == "load_variation" for b in moe.balancers):
+    needing = [balancer.name for balancer in moe.balancers if balancer.needs_smooth_load]
+    if needing and not traits.has_smooth_load:
         raise ValueError(
-            f"moe.balancers=load_variation needs the smooth loads of the router noisy_topk, and"
-            f" moe.router={router.name} has none: use importance_variation or load_balance"
+            f"moe.balancers={', '.join(needing)} needs the smooth loads of the router noisy_topk,"
+            f" and moe.router={router.name} has none: use importance_variation or load_balance"
         )
     _check_weights(moe)
     for text in advice(moe):
@@ -61,16 +62,15 @@ def check_parts(moe: Any) -> None:
 
 
 def advice(moe: Any) -> list[str]:
-    """What runs and idles: a line each, with the reason and the way out.
+    """Return a line for each part without effect, with the reason and the way out.
 
     Args:
-        moe: a `jaxmoe.models.config.MoEConfig`.
+        moe: MoE layer, a `jaxmoe.models.config.MoEConfig`.
     """
     router, traits, lines = moe.router, moe.router.traits, []
     has_task_gradient = traits.has_own_gates or traits.has_own_load or not traits.is_learned
-    # A router with a schedule has its own K, of which top_k is the largest.
     name = "router.final_top_k" if hasattr(router, "final_top_k") else "top_k"
-    if getattr(router, "final_top_k", moe.top_k) == 1 and not has_task_gradient:
+    if router.last_top_k(moe.top_k) == 1 and not has_task_gradient:
         is_after = getattr(router, "softmax", "before") == "after"
         if is_after or moe.gate.name in ("renormalized", "sqrt"):
             field = "moe.router.softmax=after" if is_after else f"moe.gate={moe.gate.name}"
@@ -94,10 +94,10 @@ def advice(moe: Any) -> list[str]:
 
 
 def causal_advice(moe: Any) -> list[str]:
-    """What lets later tokens into a causal model, evaluation included: a line each.
+    """Return a line for each part by which later tokens affect earlier ones, evaluation included.
 
     Args:
-        moe: a `jaxmoe.models.config.MoEConfig`.
+        moe: MoE layer of a causal model, a `jaxmoe.models.config.MoEConfig`.
     """
     capacity = moe.capacity
     if capacity is None or capacity.keep == "position":
@@ -112,7 +112,7 @@ def causal_advice(moe: Any) -> list[str]:
 
 
 def _check_weights(moe: Any) -> None:
-    """Refuses a balancer of the router's weights where the router has none of the kind."""
+    """Check that the router has the matrices that balancers of weights need."""
     balancers = of_weights(moe.balancers)
     if not balancers:
         return

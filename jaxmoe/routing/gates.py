@@ -1,26 +1,26 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Gates: what multiplies an expert's output, from the log scores of the chosen experts.
+"""Gates: weights of the chosen experts' outputs, computed from their log scores.
 
-    softmax        g_i = scale exp(s_i)                       the router's score as it is
+    softmax        g_i = scale exp(s_i)                       the router's score
     renormalized   g_i = scale exp(s_i) / sum_j exp(s_j)      over the K chosen of a token
     sqrt           g_i = sqrt(exp(s_i) / sum_j exp(s_j))      SqrtGate
 
-`scale` is the routed scaling factor: it sets the size of the routed branch beside the shared one
-(DeepSeek-V3: 2.5). DeepSeek's code does not divide where K = 1; here `renormalized` always does, so
-that its gate is then the constant `scale`: for DeepSeek's K = 1 take `softmax` with that scale.
+`scale` is the routed scaling factor, the size of the routed branch relative to the shared one
+(DeepSeek-V3: 2.5). DeepSeek's code does not divide where K = 1; `renormalized` always does, so its
+gate is then the constant `scale`: for DeepSeek's K = 1 use `softmax` with that scale.
 
-SqrtGate keeps the size of the mixture: for uncorrelated expert outputs of RMS r, the sum has RMS
-r * |g|_2, which is r for sqrt whatever K and temperature, and r/sqrt(K) for renormalized gates of a
-uniform router. A shared expert is mixed in with both branches times 1/sqrt(2) (`mix_shared`).
-It is computed as exp(0.5 * log_softmax(s)), finite in value and slope where a probability
+SqrtGate keeps the RMS of the mixture: for uncorrelated expert outputs of RMS r the sum has RMS r *
+|g|_2, which is r for sqrt for every K and temperature, and r/sqrt(K) for renormalized gates of a
+uniform router. With shared experts both branches are multiplied by 1/sqrt(2) (`mix_shared`). The
+gate is computed as exp(0.5 * log_softmax(s)), finite in value and slope where a probability
 underflows.
 
 Sources: HyperP (arXiv 2603.28743; ArchScale adds the 1/sqrt(2) for shared experts); for the scale
 DeepSeek-V2 (arXiv 2405.04434) and V3 (arXiv 2412.19437, section 4.2).
 
-To add a gate: a config with `name`, `__call__` and `mix_shared`, into GateConfig in
-`jaxmoe/routing/__init__.py`.
+To add a gate: a config in `jaxmoe/routing/gates.py` that extends `BaseGateConfig`, its config in
+GateConfig in `jaxmoe/routing/__init__.py`, its row in `tests/jaxmoe/routing/test_gates.py`.
 """
 
 from __future__ import annotations
@@ -36,8 +36,39 @@ from jaxtyping import Array, Float
 from jaxmoe.routing.base import Selection
 
 
+class BaseGateConfig:
+    """Base class of gate configs."""
+
+    __slots__ = ()
+
+    name: ClassVar[str]
+    renormalizes: ClassVar[bool] = False
+    """The gates are the scores divided by their sum over the experts of the token."""
+
+    def build(self) -> BaseGateConfig:
+        """Return the gate: it has no sizes, so the config is the gate."""
+        return self
+
+    def __call__(self, selection: Selection, scores: Float[Array, " A"]) -> Float[Array, " A"]:
+        """Compute the gates of a selection.
+
+        Args:
+            selection: Chosen pairs.
+            scores: Log scores of the pairs, usually `selection.scores`; a separate argument, so
+                that a gradient can be taken in them.
+
+        Returns:
+            Gates, f32, exactly 0 where the slot is empty.
+        """
+        raise NotImplementedError
+
+    def mix_shared(self, routed: Array, shared: Array) -> Array:
+        """Combine the outputs of the routed and the shared experts: by default their sum."""
+        return routed + shared
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class SoftmaxGateConfig:
+class SoftmaxGateConfig(BaseGateConfig):
     """The router's own score."""
 
     name: ClassVar[str] = "softmax"
@@ -48,70 +79,42 @@ class SoftmaxGateConfig:
     def __post_init__(self):
         _check_scale(self.scale)
 
-    def build(self) -> SoftmaxGateConfig:
-        """A gate has no sizes: the config is the gate."""
-        return self
-
     def __call__(self, selection: Selection, scores: Float[Array, " A"]) -> Float[Array, " A"]:
-        """Gates of a selection.
-
-        Args:
-            selection: what was chosen.
-            scores: log scores of the pairs, usually `selection.scores`; apart, so that a gradient
-                can be taken in them and a biased choice be weighed by unbiased scores.
-
-        Returns:
-            f32, exactly 0 where the slot is empty.
-        """
+        """Return the scores times `scale`."""
         del selection
         return self.scale * jnp.exp(scores)
 
-    def mix_shared(self, routed: Array, shared: Array) -> Array:
-        """The routed and the shared experts' outputs, added."""
-        return routed + shared
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class RenormalizedGateConfig:
+class RenormalizedGateConfig(BaseGateConfig):
     """Scores divided by their sum over the chosen experts of the token."""
 
     name: ClassVar[str] = "renormalized"
+    renormalizes: ClassVar[bool] = True
 
     scale: float = 1.0
-    """Routed scaling factor: what the gates of a token sum to."""
+    """Routed scaling factor: the sum of a token's gates."""
 
     def __post_init__(self):
         _check_scale(self.scale)
 
-    def build(self) -> RenormalizedGateConfig:
-        """A gate has no sizes: the config is the gate."""
-        return self
-
     def __call__(self, selection: Selection, scores: Float[Array, " A"]) -> Float[Array, " A"]:
-        """Gates that sum to `scale` per token; see `SoftmaxGateConfig.__call__`."""
+        """Return gates that sum to `scale` per token."""
         return self.scale * jnp.exp(_log_shares(selection, scores))
-
-    def mix_shared(self, routed: Array, shared: Array) -> Array:
-        """The routed and the shared experts' outputs, added."""
-        return routed + shared
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class SqrtGateConfig:
+class SqrtGateConfig(BaseGateConfig):
     """Square root of the renormalized score: keeps the RMS of the output for every K."""
 
     name: ClassVar[str] = "sqrt"
 
-    def build(self) -> SqrtGateConfig:
-        """A gate has no sizes: the config is the gate."""
-        return self
-
     def __call__(self, selection: Selection, scores: Float[Array, " A"]) -> Float[Array, " A"]:
-        """Gates whose squares sum to 1 per token; see `SoftmaxGateConfig.__call__`."""
+        """Return gates whose squares sum to 1 per token."""
         return jnp.exp(0.5 * _log_shares(selection, scores))
 
     def mix_shared(self, routed: Array, shared: Array) -> Array:
-        """Both branches times 1/sqrt(2), so that the sum keeps the RMS of each."""
+        """Return the sum of both branches times 1/sqrt(2), which keeps their RMS."""
         half = jnp.asarray(math.sqrt(0.5), routed.dtype)
         return half * routed + half * shared
 
@@ -122,15 +125,15 @@ def _check_scale(scale: float) -> None:
 
 
 def _log_shares(selection: Selection, scores: Float[Array, " A"]) -> Float[Array, " A"]:
-    """log(exp(s_i) / sum_j exp(s_j)) over the slots of each token; -inf where empty."""
+    """Return log(exp(s_i) / sum_j exp(s_j)) over the slots of each token; -inf where empty."""
     if selection.top_k is None:
         raise ValueError(
             "this gate renormalizes over the experts of a token and needs a token-major selection:"
-            " routers in which experts choose tokens bring their own gates"
+            " with routers in which experts choose tokens, use the gate softmax"
         )
     scores_TK = scores.reshape(-1, selection.top_k)  # A = T*K
     is_empty = jnp.isneginf(scores_TK)
-    # A padding token has only empty slots: a finite stand-in keeps its log_softmax free of NaN.
+    # A padding token has only empty slots: a finite value keeps its log_softmax free of NaN.
     stand_in = jnp.where(is_empty.all(-1, keepdims=True), 0.0, scores_TK)
     shares = jax.nn.log_softmax(stand_in, axis=-1)
     return jnp.where(is_empty, -jnp.inf, shares).reshape(-1)  # A = T*K

@@ -1,12 +1,13 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Uneven scores, and one optimiser step of a selection bias on them."""
+"""Uneven scores, one optimiser step of a selection bias on them, and the duals it lowers."""
 
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Bool, Float
 
 from jaxmoe.routing import Extent, RouterInputs, SoftmaxTopKConfig
 
@@ -50,3 +51,39 @@ def one_step(config, state, scores, mask, step, *, top_k, train=True):
     output = router.route(weight, state, inputs, train=train, key=None)
     preference, _ = config.prefer(state, scores, inputs, top_k=top_k, train=train)
     return preference, router.update(state, output.statistics, step), output
+
+
+def chosen_sum(
+    scores: Float[Array, "T E"],
+    bias: Float[Array, " E"],
+    token_mask: Bool[Array, " T"],
+    *,
+    top_k: int,
+) -> Float[Array, ""]:
+    """First term of D(b) of `jaxmoe/routing/biases/dual.py`: additive over tokens."""
+    best, _ = jax.lax.top_k(scores + bias[None, :], top_k)
+    return jnp.sum(best, where=token_mask[:, None])
+
+
+def dual_objective(
+    chosen: Float[Array, ""],
+    num_tokens: Float[Array, ""],
+    bias: Float[Array, " E"],
+    *,
+    top_k: int,
+) -> Float[Array, ""]:
+    """D(b) from the summed `chosen_sum`; invariant under a shift of b."""
+    return chosen - num_tokens * top_k * bias.mean()
+
+
+def bip_objective(
+    scores: Float[Array, "T E"],
+    p: Float[Array, " T"],
+    q: Float[Array, " E"],
+    *,
+    top_k: int,
+    capacity: int,
+) -> Float[Array, ""]:
+    """D(p, q): an upper bound of every assignment that keeps the inequalities."""
+    surplus = jnp.maximum(scores - p[:, None] - q[None, :], 0.0)
+    return top_k * p.sum() + capacity * q.sum() + surplus.sum()

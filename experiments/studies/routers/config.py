@@ -18,7 +18,7 @@ from jaxmoe.configs import closest
 from jaxmoe.data import CorpusConfig, DataConfig, LanguageMixtureConfig
 from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
 from jaxmoe.optim import AdamWConfig, LinearConfig, OptimizerConfig, ScheduleConfig
-from jaxmoe.routing import METHODS, ProgressiveTopKConfig, SoftMoEConfig
+from jaxmoe.routing import METHODS
 from jaxmoe.run.config import TrainingConfig
 
 Objective = Literal["autoregressive", "masked_diffusion"]
@@ -142,17 +142,12 @@ def model_of(config: RoutersConfig, name: str, objective: Objective) -> ModelCon
     """
     moe, parts = config.model.moe, METHODS[name].parts()
     assert moe is not None
-    top_k, router = parts.get("top_k", moe.top_k), parts["router"]
-    if isinstance(router, ProgressiveTopKConfig):
-        # A number of steps says nothing: after too many, no step is trained with the last top_k.
-        switch = round(0.9 * config.training.steps)
-        parts["router"] = dataclasses.replace(router, switch_step=switch)
-        top_k = router.final_top_k
+    top_k = parts["router"].last_top_k(parts.get("top_k", moe.top_k))
+    parts["router"] = parts["router"].sized_for(
+        steps=config.training.steps,
+        rows_per_expert=config.training.sequence_length * moe.top_k / moe.num_experts,
+    )
     parts["expert_dim"] = max(1, round(moe.expert_dim * moe.top_k / top_k))
-    if isinstance(router, SoftMoEConfig):
-        # As many slots as there would be assignments.
-        slots = config.training.sequence_length * moe.top_k / moe.num_experts
-        parts["router"] = SoftMoEConfig(slots_per_expert=max(1, round(slots)))
     changes: dict[str, Any] = {"moe": dataclasses.replace(moe, **parts)}
     if objective == "masked_diffusion":
         changes["vocab_size"] = config.model.vocab_size + 1  # the mask

@@ -22,7 +22,6 @@ import dataclasses
 from collections.abc import Callable
 
 from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
-from jaxmoe.routing import LoadBalanceConfig
 from jaxmoe.run.config import TrainingConfig
 
 
@@ -137,16 +136,14 @@ def _sparsity(setting: Setting, value: float) -> Setting:
 
 def _balance(setting: Setting, value: float) -> Setting:
     moe = _moe(setting, "balance")
-    if not any(isinstance(balancer, LoadBalanceConfig) for balancer in moe.balancers):
+    if not any(balancer.is_auxiliary_loss for balancer in moe.balancers):
         names = ", ".join(balancer.name for balancer in moe.balancers) or "none"
         raise ValueError(
             f"model.moe.balancers={names}: the axis balance needs load_balance among them; give"
             " --model.moe.balancers load_balance router_z"
         )
     balancers = tuple(
-        dataclasses.replace(balancer, coefficient=value)
-        if isinstance(balancer, LoadBalanceConfig)
-        else balancer
+        dataclasses.replace(balancer, coefficient=value) if balancer.is_auxiliary_loss else balancer
         for balancer in moe.balancers
     )
     new = dataclasses.replace(moe, balancers=balancers)

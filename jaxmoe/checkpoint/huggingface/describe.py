@@ -20,12 +20,7 @@ from jaxmoe.checkpoint.huggingface.fields import YARN
 from jaxmoe.checkpoint.manifest import CheckpointError
 from jaxmoe.configs import varying_fields
 from jaxmoe.models.config import LatentAttentionConfig, ModelConfig, MoEConfig
-from jaxmoe.routing import (
-    LoadBalanceConfig,
-    LossFreeConfig,
-    RenormalizedGateConfig,
-    SigmoidTopKConfig,
-)
+from jaxmoe.routing import LossFreeConfig
 
 
 def olmoe(model: ModelConfig) -> dict[str, Any]:
@@ -34,7 +29,7 @@ def olmoe(model: ModelConfig) -> dict[str, Any]:
     return _shared(model) | {
         "intermediate_size": moe.expert_dim,
         "num_experts": moe.num_experts,
-        "norm_topk_prob": isinstance(moe.gate, RenormalizedGateConfig),
+        "norm_topk_prob": moe.gate.renormalizes,
         "router_aux_loss_coef": _balance(model),
         "clip_qkv": None,
     }
@@ -63,7 +58,7 @@ def qwen3_moe(model: ModelConfig) -> dict[str, Any]:
         "moe_intermediate_size": moe.expert_dim,
         "num_experts": moe.num_experts,
         "num_local_experts": moe.num_experts,
-        "norm_topk_prob": isinstance(moe.gate, RenormalizedGateConfig),
+        "norm_topk_prob": moe.gate.renormalizes,
         "router_aux_loss_coef": _balance(model),
         "decoder_sparse_step": 1,
         "mlp_only_layers": list(dense),
@@ -75,10 +70,11 @@ def qwen3_moe(model: ModelConfig) -> dict[str, Any]:
 
 def deepseek_v3(model: ModelConfig) -> dict[str, Any]:
     """Of `DeepseekV3ForCausalLM`."""
-    moe, attention, router = _moe(model), model.attention, _moe(model).router
+    moe, attention = _moe(model), model.attention
+    router: Any = moe.router
     if not isinstance(attention, LatentAttentionConfig):
         raise CheckpointError("DeepSeek-V3 has latent attention: model.attention is another")
-    groups = router.groups if isinstance(router, SigmoidTopKConfig) else None
+    groups = router.groups if router.score_function == "sigmoid" else None
     rope = {}
     if (yarn := attention.yarn) is not None:
         stretched = {theirs: getattr(yarn, ours) for ours, theirs in YARN.items()}
@@ -102,7 +98,7 @@ def deepseek_v3(model: ModelConfig) -> dict[str, Any]:
             "n_shared_experts": moe.num_shared_experts,
             "n_group": groups.num_groups if groups else 1,
             "topk_group": groups.top_groups if groups else 1,
-            "norm_topk_prob": isinstance(moe.gate, RenormalizedGateConfig),
+            "norm_topk_prob": moe.gate.renormalizes,
             "routed_scaling_factor": getattr(moe.gate, "scale", 1.0),
             "scoring_func": "sigmoid",
             "topk_method": "noaux_tc",
@@ -150,8 +146,8 @@ def _of_inference(model: ModelConfig) -> ModelConfig:
     router: Any = model.moe.router
     if getattr(router, "jitter", 0.0):
         router = dataclasses.replace(router, jitter=0.0)
-    if isinstance(router, SigmoidTopKConfig):
-        if router.bias is None or isinstance(router.bias, LossFreeConfig):
+    if router.score_function == "sigmoid":
+        if router.bias is None or router.bias.is_score_correction:
             router = dataclasses.replace(router, bias=LossFreeConfig())
         groups = router.groups
         if groups is not None and groups.top_groups == groups.num_groups:
@@ -173,7 +169,7 @@ def _moe(model: ModelConfig) -> MoEConfig:
 def _balance(model: ModelConfig) -> float:
     """router_aux_loss_coef: K for a balanced router and one for all layers, ours 1 for each."""
     for balancer in _moe(model).balancers if model.num_moe_layers else ():
-        if isinstance(balancer, LoadBalanceConfig):
+        if balancer.is_auxiliary_loss:
             return balancer.coefficient * model.num_moe_layers / _moe(model).top_k
     return 0.0
 

@@ -20,7 +20,6 @@ from jaxmoe.checkpoint.manifest import CheckpointError
 from jaxmoe.checkpoint.migrate import migrate
 from jaxmoe.configs import from_json, to_json
 from jaxmoe.models.config import AttentionConfig, ModelConfig
-from jaxmoe.routing import LossFreeConfig, SigmoidTopKConfig, SoftmaxTopKConfig
 
 NAME: Final = "jaxmoe"
 FILE: Final = "modeling_jaxmoe.py"
@@ -70,10 +69,10 @@ def check_computed(model: ModelConfig) -> None:
         lines.append("model.attention.is_causal: only True")
     moe = model.moe
     if moe is not None:
-        router = moe.router
-        if not isinstance(router, SoftmaxTopKConfig | SigmoidTopKConfig):
+        router: Any = moe.router
+        if router.score_function not in ("softmax", "sigmoid"):
             lines.append(f"model.moe.router={router.name}: only softmax_topk and sigmoid_topk")
-        elif router.bias is not None and not isinstance(router.bias, LossFreeConfig):
+        elif router.bias is not None and not router.bias.is_score_correction:
             lines.append(f"model.moe.router.bias={router.bias.name}: only loss_free, or none")
         if moe.gate.name not in ("softmax", "renormalized", "sqrt"):
             lines.append(f"model.moe.gate={moe.gate.name}: only softmax, renormalized and sqrt")

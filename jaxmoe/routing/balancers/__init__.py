@@ -1,9 +1,9 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Balancers: losses that keep the experts evenly loaded and the logits small.
+"""Balancers: losses that even the load of the experts or limit the router's logits.
 
-To add a balancer: a file with its config (see `base.py`), the config into BalancerConfig below, a
-row in BALANCER_CASES of tests/jaxmoe/routing/test_balancers.py.
+To add a balancer: a file in `jaxmoe/routing/balancers/` with its config (see `base.py`), its config
+in BalancerConfig below, a row in BALANCER_CASES of `tests/jaxmoe/routing/test_balancers.py`.
 """
 
 from jaxmoe.routing.balancers.base import BalanceScope as BalanceScope

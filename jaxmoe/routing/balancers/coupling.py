@@ -1,18 +1,17 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Expert-router coupling (ERC): each router row excites its own expert most, and the reverse.
+"""Expert-router coupling (ERC): a loss that makes each router row activate its own expert most.
 
     eps_i = min over j != i of |R_i - R_j| / (2 |R_i|)       R_i: router row of expert i, D wide
-    P_i   = R_i * uniform(1 - eps_i, 1 + eps_i)              a stand-in for the tokens of i
+    P_i   = R_i * uniform(1 - eps_i, 1 + eps_i)              proxy for the tokens of i
     M_ij  = |P_i W_j|                                         W_j: gate projection of expert j
     L     = 1/E^2 sum over i != j of max(M_ij - alpha M_ii, 0) + max(M_ji - alpha M_ii, 0)
 
 P_i is never nearer to another row than to its own. The cost, 2 E^2 D F, does not depend on the
 batch. Tokens are routed by R itself. alpha = 1 suits few experts, 0.5 many: smaller is stricter.
 
-Source: arXiv 2512.23447, by secondary accounts. Readings taken: eps carries no gradient, the
-coefficient is 1. With experts without computation, eps looks at their rows as well, and they are no
-part of M.
+Source: arXiv 2512.23447, by secondary accounts. Readings chosen: eps has no gradient, the
+coefficient is 1. The rows of experts without computation enter eps but not M.
 """
 
 from __future__ import annotations
@@ -24,15 +23,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxmoe.routing.balancers.base import check_coefficient
+from jaxmoe.routing.balancers.base import BaseBalancerConfig, check_coefficient
 
-# Tokens draw their noise from the layer's key folded with their number (`noise.py`): far from it.
+# Distinct from the token numbers that `routers/noise.py` folds into the same key.
 _FOLD = 2**32 - 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class CouplingConfig:
-    """Expert-router coupling loss, of the weights alone; for routers with one matrix `weight`."""
+class CouplingConfig(BaseBalancerConfig):
+    """Expert-router coupling loss of the weights; for routers with one matrix `weight`."""
 
     name: ClassVar[str] = "coupling"
     reads: ClassVar[Literal["weights"]] = "weights"
@@ -42,7 +41,7 @@ class CouplingConfig:
     coefficient: float = 1.0
     """Weight in the loss, per layer."""
     alpha: float = 1.0
-    """Share of its own expert's response that no other may exceed, from 0 to 1."""
+    """Share of an expert's own response that no other response may exceed, from 0 to 1."""
 
     def __post_init__(self):
         check_coefficient(self.name, self.coefficient)
@@ -52,7 +51,7 @@ class CouplingConfig:
     def coupling(
         self, router: dict[str, Array], experts: dict[str, Array], key: Array | None
     ) -> Float[Array, ""]:
-        """Weighted loss of one layer.
+        """Return the weighted loss of one layer.
 
         Raises:
             ValueError: `key` is None.
@@ -66,17 +65,17 @@ class CouplingConfig:
 
 
 def proxy_rows(rows: Float[Array, "E D"], key: Array) -> Float[Array, "E D"]:
-    """Each row times noise that keeps it nearer to itself than to any other; eps is detached.
+    """Return each row times noise that keeps it nearer to itself than to any other row.
 
     Args:
-        rows: of the router, f32.
-        key: of the layer and step, the same on every device.
+        rows: Router rows, f32; eps has no gradient in them.
+        key: Key of the layer and step, the same on every device.
     """
     still = jax.lax.stop_gradient(rows)
     number, squares = rows.shape[0], jnp.sum(still**2, axis=-1)
     apart = jnp.sum((still[:, None, :] - still[None, :, :]) ** 2, axis=-1)
     nearest = jnp.min(jnp.where(jnp.eye(number, dtype=bool), jnp.inf, apart), axis=1)
-    # One expert has no neighbour: no noise.
+    # A single expert has no other row, and gets no noise.
     nearest = jnp.where(jnp.isfinite(nearest), nearest, 0.0)
     epsilon = jnp.sqrt(nearest / jnp.maximum(squares, 1e-30)) / 2.0
     noise = jax.random.uniform(key, rows.shape, jnp.float32, -1.0, 1.0)
@@ -86,23 +85,23 @@ def proxy_rows(rows: Float[Array, "E D"], key: Array) -> Float[Array, "E D"]:
 def response_norms(
     proxies: Float[Array, "E D"], gate: Float[Array, "e D F"]
 ) -> Float[Array, "E e"]:
-    """M: the norm of each proxy (row) through each expert's gate projection (column), f32.
+    """Compute M, the norm of each proxy (row) after each expert's gate projection (column), f32.
 
-    Where experts are spread over devices, each has its columns.
+    Where experts are spread over devices, each device computes its columns.
     """
 
     @jax.checkpoint
     def of_expert(projection: Float[Array, "D F"]) -> Float[Array, " E"]:
         response = jnp.einsum("id,df->if", proxies, projection, preferred_element_type=jnp.float32)
-        # The slope of a square root at 0 is infinite.
+        # Bounded away from 0, where the slope of the square root is infinite.
         return jnp.sqrt(jnp.maximum(jnp.sum(response**2, axis=-1), 1e-30))
 
-    # Expert by expert: all at once would hold E * E * F numbers.
+    # One expert at a time: all at once would hold E * E * F numbers.
     return jax.lax.map(of_expert, gate).T
 
 
 def coupling_loss(norms: Float[Array, "E E"], alpha: float) -> Float[Array, ""]:
-    """The loss of M, unweighted: 0 where alpha M_ii is at least all else in its row and column."""
+    """Compute the unweighted loss: 0 if each alpha M_ii is the largest in its row and column."""
     number = norms.shape[0]
     own = alpha * jnp.diagonal(norms)[:, None]
     above = jnp.maximum(norms - own, 0.0) + jnp.maximum(norms.T - own, 0.0)

@@ -1,15 +1,15 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""The balance loss of MoE++, for experts of which some compute nothing:
+"""Balance loss of MoE++, for layers in which some experts compute nothing:
 
     L = c * sum_i w_i f_i P_i,   w_i = 1 with computation, tau without,   c = N^2 / sum_i w_i
 
-over N = E + Z experts, f and P as in `load_balance`. It is least where loads stand as 1 / w: an
-expert that computes has tau times the load of one that does not, and those that compute have the
-share tau E / (tau E + Z) of all assignments.
+over N = E + Z experts, with f and P as in `load_balance`. The minimum is at loads proportional to
+1 / w: an expert that computes has tau times the load of one that does not, and the experts that
+compute get the share tau E / (tau E + Z) of all assignments.
 
-c makes it 1 for a uniform router, the unit of this library. The paper has c = 1 and f over T
-instead of T K: its coefficient of 0.01 is 0.01 K sum_i w_i / N^2 here.
+The factor c makes the loss 1 for a uniform router, the unit of this library. The paper has c = 1
+and f over T instead of T K: its coefficient of 0.01 is 0.01 K sum_i w_i / N^2 here.
 
 Source: arXiv 2410.07348, eq. 7.
 """
@@ -17,29 +17,32 @@ Source: arXiv 2410.07348, eq. 7.
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxmoe.routing.balancers.base import BalanceScope, check_coefficient
-from jaxmoe.routing.base import RouterInputs, RouterOutput, RouterStatistics
+from jaxmoe.routing.balancers.base import (
+    BalanceScope,
+    StatisticsBalancerConfig,
+    check_coefficient,
+)
+from jaxmoe.routing.base import RouterStatistics
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class HeterogeneousBalanceConfig:
+class HeterogeneousBalanceConfig(StatisticsBalancerConfig):
     """Even load among experts that compute, and 1 / computing_share of it for those that do not."""
 
     name: ClassVar[str] = "heterogeneous"
-    reads: ClassVar[Literal["statistics"]] = "statistics"
     evens_load: ClassVar[bool] = True
     scope: ClassVar[BalanceScope] = "global"
 
     coefficient: float = 0.01
     """Weight in the loss; the unweighted value is 1.0 for a uniform router."""
     computing_share: float = 0.75
-    """tau, load wanted of an expert that computes over that of one that does not."""
+    """Target tau: load of an expert that computes over that of one that does not."""
 
     def __post_init__(self):
         check_coefficient(self.name, self.coefficient)
@@ -48,13 +51,8 @@ class HeterogeneousBalanceConfig:
                 f"{self.name}.computing_share={self.computing_share} must be finite and above 0"
             )
 
-    def observe(self, output: RouterOutput, inputs: RouterInputs) -> dict[str, Array]:
-        """Nothing beyond the sums that are always taken."""
-        del output, inputs
-        return {}
-
     def loss(self, statistics: RouterStatistics, *, num_free: int = 0) -> Float[Array, ""]:
-        """Weighted, summed over layers."""
+        """Return the weighted loss, summed over layers."""
         counts = jax.lax.stop_gradient(statistics.counts)
         number = counts.shape[-1]
         is_free = jnp.arange(number) >= number - num_free

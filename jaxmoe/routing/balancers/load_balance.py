@@ -1,57 +1,61 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Load-balancing loss of one layer, over the tokens whose statistics were summed:
+"""Load-balancing loss of one layer:
 
     L = E * sum_i f_i P_i,   f_i = counts_i / sum(counts),   P_i = prob_sum_i / num_tokens
 
-f carries no gradient. L is 1 for a uniform router: the unit of the whole library. It can be less
-where f and P are opposed. `conversions` gives the same number in the units of others.
+f has no gradient. L is 1 for a uniform router, the unit of this library, and may be lower if f and
+P are anti-correlated. `conversions` gives the value in the units of other libraries.
 
-    global       f over the whole batch: all devices and all micro-batches; where there are several
-                 `jaxmoe.training.balance` says how
-    micro_batch  f over each micro-batch, all devices of it
-    sequence     f over each row of the batch, the mean over rows
+    global       f over the whole batch: all devices and all micro-batches
+                 (`jaxmoe.training.balance` where there are several)
+    micro_batch  f over each micro-batch, all devices
+    sequence     f over each row of the batch; the mean over rows
 
-Sources: Switch Transformers (arXiv 2101.03961, eq. 4), global batch and why (arXiv 2501.11873),
-sequences DeepSeek-V3 (arXiv 2412.19437, section 2.1.2).
+Sources: Switch Transformers (arXiv 2101.03961, eq. 4); the global batch and its motivation, arXiv
+2501.11873; sequences, DeepSeek-V3 (arXiv 2412.19437, section 2.1.2).
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxmoe.routing.balancers.base import BalanceScope, check_coefficient
+from jaxmoe.routing.balancers.base import (
+    BalanceScope,
+    StatisticsBalancerConfig,
+    check_coefficient,
+)
 from jaxmoe.routing.base import RouterInputs, RouterOutput, RouterStatistics
 from jaxmoe.routing.scopes import is_first, split_scopes, total
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class LoadBalanceConfig:
+class LoadBalanceConfig(StatisticsBalancerConfig):
     """Load-balancing loss, over the global batch by default."""
 
     name: ClassVar[str] = "load_balance"
-    reads: ClassVar[Literal["statistics"]] = "statistics"
     evens_load: ClassVar[bool] = True
+    is_auxiliary_loss: ClassVar[bool] = True
 
     coefficient: float = 0.01
     """Weight in the loss; the unweighted value is 1.0 for a uniform router."""
     scope: BalanceScope = "global"
-    """Tokens whose load is to be even: of the whole batch, of each micro-batch, or of each row."""
+    """Tokens over which the load is summed: the whole batch, each micro-batch, or each row."""
 
     def __post_init__(self):
         check_coefficient(self.name, self.coefficient)
 
     def observe(self, output: RouterOutput, inputs: RouterInputs) -> dict[str, Array]:
-        """The loss of each row, summed, where that is the scope."""
+        """Return the summed losses of the rows if the scope is `sequence`."""
         return sequence_balance(output, inputs) if self.scope == "sequence" else {}
 
     def loss(self, statistics: RouterStatistics, *, num_free: int = 0) -> Float[Array, ""]:
-        """Weighted, summed over layers."""
+        """Return the weighted loss, summed over layers."""
         del num_free
         if self.scope != "sequence":
             return self.coefficient * jnp.sum(load_balance(statistics))
@@ -60,11 +64,11 @@ class LoadBalanceConfig:
 
 
 def sequence_balance(output: RouterOutput, inputs: RouterInputs) -> dict[str, Array]:
-    """`row_balance_sum`, the loss of each row summed over rows, and `num_rows`, those not empty.
+    """Compute `row_balance_sum`, the sum of the rows' losses, and `num_rows`, the non-empty rows.
 
     Args:
-        output: token-major, of these inputs.
-        inputs: whole rows, or rows whose positions are spread over `extent.sequence_axes`.
+        output: Token-major output for these inputs.
+        inputs: Whole rows, or rows whose positions are spread over `extent.sequence_axes`.
     """
     extent, num_experts = inputs.extent, output.probs.shape[1]
     axes = extent.sequence_axes
@@ -80,20 +84,20 @@ def sequence_balance(output: RouterOutput, inputs: RouterInputs) -> dict[str, Ar
     values = num_experts * jnp.sum(
         jax.lax.stop_gradient(share) * prob_sum / jnp.maximum(tokens, 1.0), axis=-1
     )
-    # Every device of a row has the whole row's loss, and the statistics are summed over devices.
+    # Every device of a row has the loss of the whole row; it enters the sum over devices once.
     once = is_first(axes)
     is_real = (tokens[:, 0] > 0.0).astype(jnp.float32)
     return {"row_balance_sum": values.sum() * once, "num_rows": is_real.sum() * once}
 
 
 def load_balance(statistics: RouterStatistics) -> Float[Array, "*L"]:
-    """The load-balancing loss per layer, unweighted; 1.0 for a uniform router.
+    """Compute the unweighted load-balancing loss per layer; 1.0 for a uniform router.
 
     Args:
-        statistics: summed over the batch in question; may be stacked over layers.
+        statistics: Statistics summed over a batch; may be stacked over layers.
 
     Returns:
-        One number per layer; 0 when there is no real token.
+        One number per layer; 0 if there are no tokens but padding.
     """
     counts = jax.lax.stop_gradient(statistics.counts)
     share = counts / jnp.maximum(counts.sum(-1, keepdims=True), 1.0)
@@ -102,28 +106,29 @@ def load_balance(statistics: RouterStatistics) -> Float[Array, "*L"]:
 
 
 def pool_layers(statistics: RouterStatistics) -> RouterStatistics:
-    """The statistics of all layers as if they were one, for losses that do not tell them apart.
+    """Sum the statistics over layers, for losses that pool all layers.
 
     Args:
-        statistics: summed over the batch in question; may be stacked over layers.
+        statistics: Statistics summed over a batch; may be stacked over layers.
     """
     layers = tuple(range(statistics.num_tokens.ndim))
     return jax.tree.map(lambda leaf: leaf.sum(layers), statistics)
 
 
 def conversions(value: float, *, top_k: int, pooled: float | None = None) -> dict[str, float]:
-    """The balance loss in other projects' units, before their coefficients.
+    """Convert the load-balancing loss to the units of other libraries, before their coefficients.
 
     Args:
-        value: ours, 1.0 for a uniform router: of one layer, or the mean over layers.
+        value: Loss in the unit of jaxmoe, 1.0 for a uniform router: one layer's, or the mean over
+            layers.
         top_k: K.
-        pooled: ours of all layers taken as one, `load_balance(pool_layers(statistics))`; needed
-            for `huggingface` where there are several, and the same as `value` where there is one.
+        pooled: Loss of all layers pooled, `load_balance(pool_layers(statistics))`; needed for
+            `huggingface` with several layers, equal to `value` with one.
 
     Returns:
-        `megatron` and `megablocks` count assignments as we do; Megatron adds the layers, as we do
-        in the loss, and MegaBlocks averages them. `huggingface` (transformers 5.23) takes the
-        tokens of all layers together, so that layers with opposite preferences look balanced, and
+        `megatron` and `megablocks` count assignments, as jaxmoe does; Megatron adds the layers, as
+        jaxmoe does in the loss, and MegaBlocks averages them. `huggingface` (transformers 5.23)
+        pools the tokens of all layers, so that layers with opposite preferences look balanced, and
         counts tokens, so that a uniform router has K: K * pooled.
     """
     return {

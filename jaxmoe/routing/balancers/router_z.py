@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Router z-loss: the mean over tokens of (logsumexp of the logits)^2, which keeps them small.
+"""Router z-loss: the mean over tokens of (logsumexp of the logits)^2, which limits the logits.
 
 Source: ST-MoE (arXiv 2202.08906, eq. 5).
 """
@@ -8,21 +8,24 @@ Source: ST-MoE (arXiv 2202.08906, eq. 5).
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxmoe.routing.balancers.base import BalanceScope, check_coefficient
-from jaxmoe.routing.base import RouterInputs, RouterOutput, RouterStatistics
+from jaxmoe.routing.balancers.base import (
+    BalanceScope,
+    StatisticsBalancerConfig,
+    check_coefficient,
+)
+from jaxmoe.routing.base import RouterStatistics
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class RouterZConfig:
-    """Router z-loss: keeps the logits small."""
+class RouterZConfig(StatisticsBalancerConfig):
+    """Router z-loss: penalises large logits."""
 
     name: ClassVar[str] = "router_z"
-    reads: ClassVar[Literal["statistics"]] = "statistics"
     evens_load: ClassVar[bool] = False
     scope: ClassVar[BalanceScope] = "global"
 
@@ -32,17 +35,12 @@ class RouterZConfig:
     def __post_init__(self):
         check_coefficient(self.name, self.coefficient)
 
-    def observe(self, output: RouterOutput, inputs: RouterInputs) -> dict[str, Array]:
-        """Nothing beyond the sums that are always taken."""
-        del output, inputs
-        return {}
-
     def loss(self, statistics: RouterStatistics, *, num_free: int = 0) -> Float[Array, ""]:
-        """Weighted, summed over layers."""
+        """Return the weighted loss, summed over layers."""
         del num_free
         return self.coefficient * jnp.sum(router_z(statistics))
 
 
 def router_z(statistics: RouterStatistics) -> Float[Array, "*L"]:
-    """Mean squared logsumexp of the router logits, per layer."""
+    """Compute the mean squared logsumexp of the router logits, per layer."""
     return statistics.z_sum / jnp.maximum(statistics.num_tokens, 1.0)

@@ -1,41 +1,44 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""The balance loss of Sigma-MoE for one expert per token:
+"""Balance loss of Sigma-MoE for one expert per token:
 
     L = E * sum_i f_i^2 / p_1,   f_i = mean_t softmax(z_t / tau)_i,   p_1 = mean_t max_i p_ti
 
-Both f and p_1 are differentiable. L is 1 for an even one-hot router, E for a collapsed one, and E
-for a uniform router too: unlike the usual loss it does not reward having no opinion.
+Both f and p_1 are differentiable. L is 1 for an even one-hot router, and E both for a collapsed and
+for a uniform router: unlike the usual loss it penalises uniform probabilities.
 
-Source: arXiv 2512.16248, discussion; the coefficient is ours to choose there.
+Source: arXiv 2512.16248, discussion; the paper gives no coefficient, and the default is our choice.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxmoe.routing.balancers.base import BalanceScope, check_coefficient
+from jaxmoe.routing.balancers.base import (
+    BalanceScope,
+    StatisticsBalancerConfig,
+    check_coefficient,
+)
 from jaxmoe.routing.base import RouterInputs, RouterOutput, RouterStatistics
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class TopOneBalanceConfig:
-    """Even load and certain choices, for one expert per token."""
+class TopOneBalanceConfig(StatisticsBalancerConfig):
+    """Even load and confident choices, for one expert per token."""
 
     name: ClassVar[str] = "top_one_balance"
-    reads: ClassVar[Literal["statistics"]] = "statistics"
     evens_load: ClassVar[bool] = True
     scope: ClassVar[BalanceScope] = "global"
 
     coefficient: float = 0.01
     """Weight in the loss; the unweighted value is 1.0 for an even one-hot router."""
     temperature: float = 1.0
-    """tau; the lower, the closer f is to the load."""
+    """Temperature tau of f; the lower, the closer f is to the load."""
 
     def __post_init__(self):
         check_coefficient(self.name, self.coefficient)
@@ -43,7 +46,7 @@ class TopOneBalanceConfig:
             raise ValueError(f"{self.name}.temperature={self.temperature} must be above 0")
 
     def observe(self, output: RouterOutput, inputs: RouterInputs) -> dict[str, Array]:
-        """The sums of the sharpened and of the largest probabilities."""
+        """Return the sums of the sharpened and of the largest probabilities."""
         mask = inputs.token_mask
         sharp = jax.nn.softmax(output.logits / self.temperature, axis=-1)
         return {
@@ -52,7 +55,7 @@ class TopOneBalanceConfig:
         }
 
     def loss(self, statistics: RouterStatistics, *, num_free: int = 0) -> Float[Array, ""]:
-        """Weighted, summed over layers; 0 without a real token."""
+        """Return the weighted loss, summed over layers; 0 if there are no tokens but padding."""
         del num_free
         tokens = jnp.maximum(statistics.num_tokens, 1.0)
         share = statistics.extra["sharp_prob_sum"] / tokens[..., None]

@@ -1,9 +1,9 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Selection biases: what is added to the scores before the K best are chosen.
+"""Selection biases: numbers added to the scores for the choice of the K best experts.
 
-To add a bias: a file with its config (see `base.SelectionBias`), the config into BiasConfig below,
-a row in BIAS_CASES of tests/jaxmoe/routing/test_biases.py.
+To add a bias: a file in `jaxmoe/routing/biases/` with its config (see `base.SelectionBias`), its
+config in BiasConfig below, a row in BIAS_CASES of `tests/jaxmoe/routing/test_biases.py`.
 """
 
 from jaxmoe.routing.biases.base import SelectionBias as SelectionBias

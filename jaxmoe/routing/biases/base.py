@@ -1,20 +1,19 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""The protocol of selection biases.
+"""Protocol of selection biases.
 
-    preference_ti = score_ti + b_i         what the K best experts of a token are chosen by
+    preference_ti = score_ti + b_i         criterion by which a token's K experts are chosen
 
-The gates see the unbiased score: a bias changes who is chosen and never how much an expert counts.
-It is state, replicated, f32, updated once per optimiser step from the statistics of the whole
-batch, and no gradient passes through it. One that looks at the batch which it routes returns
-another bias for each scope, in training only.
+Gates use the unbiased score: a bias changes the choice, not the weights. It is router state,
+replicated, f32, updated once per optimiser step from the statistics of the whole batch, without
+gradient. A bias that depends on the batch being routed differs between scopes, in training only.
 
 To add a bias: see `jaxmoe/routing/biases/__init__.py`.
 """
 
 from __future__ import annotations
 
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from jaxtyping import Array, Float
 
@@ -23,15 +22,18 @@ from jaxmoe.routing.base import RouterInputs, RouterStatistics
 
 @runtime_checkable
 class SelectionBias(Protocol):
-    """A bias config: it has no sizes of its own, so the config is the bias."""
+    """A bias config; it has no sizes, so the config is the bias."""
+
+    is_score_correction: ClassVar[bool]
+    """DeepSeek-V3's `e_score_correction_bias`: Hugging Face checkpoints of its family hold it."""
 
     @property
     def sees_others(self) -> bool:
-        """In training a token's bias depends on the other tokens of its scope."""
+        """Whether in training a token's bias depends on the other tokens of its scope."""
         ...
 
     def init(self, num_experts: int) -> dict[str, Array]:
-        """State of one layer."""
+        """Return the initial state of one layer; the leaf `bias [E]` is the bias in evaluation."""
         ...
 
     def prefer(
@@ -43,19 +45,20 @@ class SelectionBias(Protocol):
         top_k: int,
         train: bool,
     ) -> tuple[Float[Array, "T E"], dict[str, Array]]:
-        """What to choose by, and the additive statistics that `update` needs.
+        """Return the preference, and the additive statistics that `update` needs.
 
         Args:
-            state: of this layer.
-            scores: unbiased and linear, f32.
-            inputs: for the mask and the extent.
+            state: State of this layer.
+            scores: Unbiased scores (not logarithms), f32.
+            inputs: Tokens, with mask and extent.
             top_k: K.
-            train: in evaluation the preference depends on no other token.
+            train: Whether to return statistics; in evaluation the preference depends on no other
+                token.
         """
         ...
 
     def update(
         self, state: Any, statistics: RouterStatistics, step: Array, *, top_k: int
     ) -> dict[str, Array]:
-        """The state after one optimiser step, from the statistics of its whole batch."""
+        """Return the state after one optimiser step, from the statistics of its whole batch."""
         ...

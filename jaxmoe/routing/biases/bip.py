@@ -1,32 +1,34 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""BIP balancing: the biases solve the balanced assignment of the tokens at hand, approximately.
+"""BIP balancing: the biases approximately solve the balanced assignment of the current tokens.
 
     repeat T times:   p_t = max(0, (K+1)-th largest over i of s_ti - q_i)
                       q_i = max(0, (c+1)-th largest over t of s_ti - p_t),    c = floor(n K / E)
     choose the K largest of s_t - q
 
-n counts the real tokens of a scope. Each half-step minimises the dual of `dual.py` exactly in its
-own variables. The bias is -q. The last q_i is the middle of the interval on which the dual is flat,
-from the (c+1)-th to the c-th largest: at its end tokens tie, and rounding would choose for them.
+n counts the tokens of a scope without padding. Each half-step minimises the dual of `dual.py`
+exactly in its own variables. The bias is -q. The last q_i is the middle of the interval on which
+the dual is flat, from the (c+1)-th to the c-th largest: at its end tokens tie, and rounding would
+decide.
 
-    batch      q is solved for the tokens that are then routed: even from the first step on, and a
-               token's experts depend on later ones
-    histogram  the same, the column statistic read off a histogram of `num_bins` over (0, 1]: one
-               psum for each iteration instead of 32, space that does not grow with the tokens
+    batch      q is solved for the tokens that are then routed: even from the first step, and a
+               token's experts depend on later tokens
+    histogram  the same, with the column statistic from a histogram of `num_bins` over (0, 1]: one
+               psum per iteration instead of 32, in space independent of the number of tokens
     online     causal: routes with the q of the steps before. State is q and a histogram of the
-               surpluses s_ti - p_t in (0, 1] for each expert, fading by `decay` a step; after a
-               step p comes from the q that routed it, its surpluses join the histogram, and q is
-               what the share K/E of all the mass in it exceeds. T, start and scope play no part
+               surpluses s_ti - p_t in (0, 1] for each expert, multiplied by `decay` at each step.
+               After a step p is computed with the q that routed it, the surpluses are added to the
+               histogram, and q is the value that the share K/E of its mass exceeds. T, start and
+               scope have no effect
 
-In evaluation all three route with the q in state: for the first two that is the mean over the
-scopes of the last step. Scores are taken to lie in [0, 1] (softmax, sigmoid); a histogram counts
-larger surpluses as 1, and exact `batch` takes any. Sigmoid scores converge slowly: the clip only
-pushes crowded experts down, and `quantile` has no clip.
+In evaluation all three route with the q in the state; for the first two it is the mean over the
+scopes of the last step. Scores should be in [0, 1] (softmax, sigmoid); a histogram counts larger
+surpluses as 1, and exact `batch` accepts any. Sigmoid scores converge slowly, because the clip only
+lowers overloaded experts; `quantile` has no clip.
 
-Source: arXiv 2502.15451, through J. Su's analysis (kexue.fm): algorithms 1 to 4 could not be read.
-Readings taken: q starts from zero in each scope unless `start` says otherwise; the token-by-token
-heap of the paper's online form becomes the fading histogram over steps; T = 4.
+Source: arXiv 2502.15451, through J. Su's analysis (kexue.fm); algorithms 1 to 4 were not available.
+Readings chosen: q starts from zero in each scope unless `start` is "state"; the token-by-token heap
+of the paper's online form is replaced by the decaying histogram over steps; T = 4.
 """
 
 from __future__ import annotations
@@ -46,22 +48,23 @@ from jaxmoe.routing.scopes import Scope, is_first, join_scopes, scope_axes, spli
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class BipConfig:
-    """Prices of experts by alternating exact minimisation of the dual of the assignment."""
+    """Expert prices by alternating exact minimisation of the dual of the balanced assignment."""
 
     name: ClassVar[str] = "bip"
+    is_score_correction: ClassVar[bool] = False
 
     form: Literal["batch", "histogram", "online"] = "batch"
-    """Prices from the tokens at hand, exact or by histogram, or from the steps before (causal)."""
+    """Prices from the current tokens, exact or by histogram, or from earlier steps (causal)."""
     iterations: int = 4
-    """T, rounds over token and expert prices; of batch and histogram."""
+    """Rounds T over token and expert prices; for batch and histogram."""
     start: Literal["zero", "state"] = "zero"
-    """Prices before the first round: none, or those of the last step; of batch and histogram."""
+    """Prices before the first round: zero, or those of the last step; for batch and histogram."""
     scope: Scope = "sequence"
-    """Tokens that are solved together; of batch and histogram."""
+    """Tokens that are solved together; for batch and histogram."""
     num_bins: int = 1000
-    """Of histogram and online."""
+    """Number of bins; for histogram and online."""
     decay: float = 0.9
-    """What is left of the histogram after a step; 1 keeps all history. Of online."""
+    """Factor of the histogram at each step; 1 keeps all history. For online."""
 
     def __post_init__(self):
         for field in ("iterations", "num_bins"):
@@ -74,11 +77,11 @@ class BipConfig:
 
     @property
     def sees_others(self) -> bool:
-        """All but the online form."""
+        """Whether the form is not `online`."""
         return self.form != "online"
 
     def init(self, num_experts: int) -> dict[str, Array]:
-        """No price."""
+        """Return prices of zero."""
         state = {"bias": jnp.zeros((num_experts,), jnp.float32)}
         if self.form == "online":
             state["histogram"] = jnp.zeros((num_experts, self.num_bins), jnp.float32)
@@ -93,7 +96,7 @@ class BipConfig:
         top_k: int,
         train: bool,
     ) -> tuple[Float[Array, "T E"], dict[str, Array]]:
-        """Scores less prices: of the scope in training, of the state in evaluation."""
+        """Return scores less prices: the scope's in training, the state's in evaluation."""
         scores = jax.lax.stop_gradient(scores)
         known = scores + state["bias"][None, :]
         if not train:
@@ -108,7 +111,7 @@ class BipConfig:
         start = state["bias"] if self.start == "state" else jnp.zeros_like(state["bias"])
         prices = self.solve(grouped, mask, -start, top_k=top_k, axes=axes)
         num_tokens = total(mask.sum(1, dtype=jnp.int32), axes)
-        # Every device of a scope has all its prices, and statistics are summed over devices.
+        # Every device of a scope has the same prices; they enter the sum over devices once.
         share = (num_tokens > 0).astype(jnp.float32) * is_first(axes)
         extra = {"bip_price_sum": (prices * share[:, None]).sum(0), "bip_scopes": share.sum()}
         return join_scopes(grouped - prices[:, None, :]), extra
@@ -116,9 +119,9 @@ class BipConfig:
     def update(
         self, state: Any, statistics: RouterStatistics, step: Array, *, top_k: int
     ) -> dict[str, Array]:
-        """The prices of the step, for evaluation and, online, for the next one.
+        """Return the prices of the step, for evaluation and, online, for the next step.
 
-        Statistics of evaluation hold none, and change nothing.
+        Statistics of evaluation contain no prices and leave the state unchanged.
         """
         del step
         extra = statistics.extra
@@ -142,14 +145,14 @@ class BipConfig:
         top_k: int,
         axes: tuple[str, ...] = (),
     ) -> Float[Array, "G E"]:
-        """q of each scope after T rounds.
+        """Compute q of each scope after T rounds.
 
         Args:
-            scores: in [0, 1], f32; the rows held here.
+            scores: Scores in [0, 1] of the rows on this device, f32.
             mask: False for padding.
-            prices: q before the first round.
+            prices: Prices q before the first round.
             top_k: K.
-            axes: mesh axes over which the rows of a scope are spread.
+            axes: Mesh axes over which the rows of a scope are spread.
         """
         num_tokens = total(mask.sum(1, dtype=jnp.int32), axes)
 
@@ -163,7 +166,8 @@ class BipConfig:
                 q = expert_prices(surplus, mask, num_tokens, top_k=top_k, axes=axes)
             return jnp.maximum(q, 0.0), surplus
 
-        # The first round stands apart: its result varies over the mesh as that of all others does.
+        # The first round is outside the loop, so that the carry varies over the mesh like its
+        # result.
         start = jnp.broadcast_to(prices[None, :], (scores.shape[0], prices.shape[0]))
         first = once(0, (start, scores))
         q, surplus = jax.lax.fori_loop(1, self.iterations, once, first)
@@ -181,7 +185,7 @@ class BipConfig:
         top_k: int,
         axes: tuple[str, ...],
     ) -> Float[Array, "G E"]:
-        """The (c+1)-th largest of each column off its histogram; 0 where that is not positive."""
+        """Return the (c+1)-th largest of each column from its histogram; 0 if not positive."""
         counts = total(self._counts(surplus, mask), axes)
         capacity = capacity_of(num_tokens, top_k=top_k, num_experts=surplus.shape[2])
         rank = jnp.broadcast_to((num_tokens - capacity)[:, None], counts.shape[:2])
@@ -190,12 +194,12 @@ class BipConfig:
     def _counts(
         self, surplus: Float[Array, "G n E"], mask: Bool[Array, "G n"]
     ) -> Int[Array, "G E bins"]:
-        """Histogram of surpluses over [0, 1]; those that are not positive lie in the first bin."""
+        """Return the histogram of surpluses over [0, 1]; non-positive ones are in the first bin."""
         low, width = jnp.float32(0.0), jnp.float32(1.0 / self.num_bins)
         return histogram(surplus, mask, low=low, width=width, num_bins=self.num_bins)
 
     def _read(self, counts: Array, rank: Array) -> Array:
-        """The price that `rank` of the surpluses do not exceed; 0 within the first bin."""
+        """Return the price that `rank` of the surpluses do not exceed; 0 within the first bin."""
         width = jnp.float32(1.0 / self.num_bins)
         rank = jnp.maximum(rank.astype(jnp.float32), 0.0)
         price = kth_smallest(counts, rank, low=jnp.float32(0.0), width=width)

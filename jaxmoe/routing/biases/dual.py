@@ -1,25 +1,25 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""The duals that selection biases descend on, and their exact half-steps.
+"""Duals of the balanced assignment that selection biases minimise, and their exact half-steps.
 
 The balanced assignment is  max sum_ti s_ti x_ti  with K experts for each of n tokens and n K / E
-tokens for each expert. With the biases b as multipliers of the experts' constraint alone:
+tokens for each expert. With the biases b as multipliers of the experts' constraint only:
 
     D(b) = sum_t (sum of the K largest of s_t + b)  -  n K / E  sum_i b_i
 
-convex and piecewise linear, with subgradient loads(b) - n K / E: the loss-free rule steps along it.
-With inequalities, x <= 1 and prices p >= 0 of tokens and q = -b >= 0 of experts (BIP):
+It is convex and piecewise linear, with subgradient loads(b) - n K / E, which the loss-free rule
+follows. With inequalities, x <= 1 and prices p >= 0 of tokens and q = -b >= 0 of experts (BIP):
 
     D(p, q) = K sum_t p_t + c sum_i q_i + sum_ti max(0, s_ti - p_t - q_i),    c = floor(n K / E)
 
-Each half-step is an order statistic and never raises D:
+Each half-step is an order statistic and does not increase D:
 
     p_t = (K+1)-th largest over i of s_ti - q_i        q_i = (c+1)-th largest over t of s_ti - p_t
 
-clipped at 0 for the inequalities, and as they are for the equalities (Quantile Balancing).
+They are clipped at 0 for the inequalities, and not clipped for the equalities (Quantile Balancing).
 
-Sources: arXiv 2512.03915 (abstract; the statements were derived anew), arXiv 2502.15451 and J. Su's
-analysis of it. The paper's own c could not be read: it is taken rounded down, so that no expert
+Sources: arXiv 2512.03915 (abstract; the statements were derived independently), arXiv 2502.15451
+and J. Su's analysis of it. The paper's c was not available: it is rounded down, so that no expert
 exceeds its share.
 """
 
@@ -32,64 +32,13 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxmoe.routing.scopes import kth_largest, total
 
 
-def chosen_sum(
-    scores: Float[Array, "T E"],
-    bias: Float[Array, " E"],
-    token_mask: Bool[Array, " T"],
-    *,
-    top_k: int,
-) -> Float[Array, ""]:
-    """The first term of D(b): additive over tokens, devices and micro-batches.
-
-    Args:
-        scores: unbiased and linear, f32.
-        bias: the same for all tokens.
-        token_mask: False leaves a token out.
-        top_k: K.
-    """
-    best, _ = jax.lax.top_k(scores + bias[None, :], top_k)
-    return jnp.sum(best, where=token_mask[:, None])
-
-
-def dual_objective(
-    chosen: Float[Array, ""],
-    num_tokens: Float[Array, ""],
-    bias: Float[Array, " E"],
-    *,
-    top_k: int,
-) -> Float[Array, ""]:
-    """D(b) from the summed `chosen_sum` and number of real tokens; no shift of b changes it."""
-    return chosen - num_tokens * top_k * bias.mean()
-
-
-def bip_objective(
-    scores: Float[Array, "T E"],
-    p: Float[Array, " T"],
-    q: Float[Array, " E"],
-    *,
-    top_k: int,
-    capacity: int,
-) -> Float[Array, ""]:
-    """D(p, q): at least the value of every assignment that keeps the inequalities.
-
-    Args:
-        scores: unbiased and linear, f32.
-        p: prices of tokens, not negative.
-        q: prices of experts, not negative.
-        top_k: K.
-        capacity: c.
-    """
-    surplus = jnp.maximum(scores - p[:, None] - q[None, :], 0.0)
-    return top_k * p.sum() + capacity * q.sum() + surplus.sum()
-
-
 def capacity_of(num_tokens: Array, *, top_k: int, num_experts: int) -> Int[Array, "*G"]:
-    """c, the even share of an expert rounded down."""
+    """Return c, the even share of an expert, rounded down."""
     return num_tokens.astype(jnp.int32) * top_k // num_experts
 
 
 def token_prices(biased: Float[Array, "*n E"], *, top_k: int) -> Float[Array, "*n"]:
-    """The (K+1)-th largest of each row, which its chosen experts exceed; the least when K is E."""
+    """Return the (K+1)-th largest value of each row; the smallest if K = E."""
     rank = min(top_k + 1, biased.shape[-1])
     best, _ = jax.lax.top_k(biased, rank)
     return best[..., rank - 1]
@@ -103,17 +52,17 @@ def expert_prices(
     top_k: int,
     axes: tuple[str, ...] = (),
 ) -> Float[Array, "G E"]:
-    """The (c+1)-th largest of each column, exact and the same however the rows are spread.
+    """Return the (c+1)-th largest value of each column, exact and the same on every mesh.
 
     Args:
-        surplus: scores less token prices, the rows held here.
-        mask: False leaves a row out.
-        num_tokens: rows of each group on all devices.
+        surplus: Scores less token prices of the rows on this device.
+        mask: False excludes a row.
+        num_tokens: Rows of each group on all devices.
         top_k: K.
-        axes: mesh axes over which the rows of a group are spread.
+        axes: Mesh axes over which the rows of a group are spread.
 
     Returns:
-        -inf where a group has no more than c rows.
+        Prices; -inf where a group has no more than c rows.
     """
     capacity = capacity_of(num_tokens, top_k=top_k, num_experts=surplus.shape[2])
     return kth_largest(surplus, capacity + 1, mask, axes)
@@ -128,18 +77,18 @@ def between(
     top_k: int,
     axes: tuple[str, ...] = (),
 ) -> Float[Array, "G E"]:
-    """The middle of the c-th and the (c+1)-th largest of each column: the dual is flat there.
+    """Return the mean of the c-th and (c+1)-th largest of each column, between which D is flat.
 
-    At the (c+1)-th itself a token's two best experts tie once the prices have settled, and rounding
-    would say where it goes.
+    At the (c+1)-th largest itself a token's two best experts tie once the prices have converged,
+    and rounding would decide between them.
 
     Args:
-        surplus: as in `expert_prices`.
-        mask: as there.
-        prices: what it returned.
-        num_tokens: as there.
+        surplus: Scores less token prices of the rows on this device.
+        mask: False excludes a row.
+        prices: Result of `expert_prices`.
+        num_tokens: Rows of each group on all devices.
         top_k: K.
-        axes: as there.
+        axes: Mesh axes over which the rows of a group are spread.
 
     Returns:
         `prices` where the two are equal, or where c is 0.
@@ -149,5 +98,5 @@ def between(
     number = total(is_above.sum(1, dtype=jnp.int32), axes)
     least = jnp.min(surplus, axis=1, where=is_above, initial=jnp.inf)
     least = jax.lax.pmin(least, axes) if axes else least
-    has_room = (number == capacity[:, None]) & (number > 0)
-    return jnp.where(has_room, 0.5 * prices + 0.5 * jnp.where(has_room, least, 0.0), prices)
+    is_full = (number == capacity[:, None]) & (number > 0)
+    return jnp.where(is_full, 0.5 * prices + 0.5 * jnp.where(is_full, least, 0.0), prices)

@@ -1,14 +1,14 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Order statistics of columns in constant space: integer histograms, which add up exactly.
+"""Order statistics of columns in constant space, from integer histograms.
 
     bin of v        clip(floor((v - low) / width), 0, bins - 1)
     k-th smallest   in the first bin at which the running count reaches k; inside the bin the values
                     are taken as evenly spread, so the error is below one width
 
-Counts are integers: whatever the mesh, the order of summation or the number of micro-batches, the
-sum is the same to the last bit, and so is what is read off it. Values outside the range count in
-the outermost bins.
+Counts are integers, so sums and the statistics computed from them are bitwise the same for every
+mesh, order of summation and number of micro-batches. Values outside the range are counted in the
+outermost bins.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ def histogram(
     width: Float[Array, ""],
     num_bins: int,
 ) -> Int[Array, "G E bins"]:
-    """Counts of the unmasked rows held here, by group, column and bin.
+    """Count the unmasked rows on this device by group, column and bin.
 
     Args:
-        values: f32, not NaN.
-        mask: False leaves a row out.
-        low: lower edge of the first bin.
-        width: of each bin.
-        num_bins: bins per column.
+        values: Values, f32, not NaN.
+        mask: False excludes a row.
+        low: Lower edge of the first bin.
+        width: Width of each bin.
+        num_bins: Bins per column.
     """
     groups, _, columns = values.shape
     place = jnp.clip(jnp.floor((values - low) / width), 0.0, num_bins - 1.0).astype(jnp.int32)
@@ -49,16 +49,16 @@ def kth_smallest(
     low: Float[Array, ""],
     width: Float[Array, ""],
 ) -> Float[Array, "*c"]:
-    """The k-th smallest value of each column, read off its histogram.
+    """Return the k-th smallest value of each column from its histogram.
 
     Args:
-        counts: summed over all devices.
-        k: from 1, with the dimensions of `counts` before the bins.
-        low: lower edge of the first bin.
-        width: of each bin.
+        counts: Histogram summed over all devices.
+        k: Rank from 1, with the dimensions of `counts` before the bins.
+        low: Lower edge of the first bin.
+        width: Width of each bin.
 
     Returns:
-        The upper edge of the last bin where a column holds fewer than k.
+        Values; the upper edge of the last bin where a column has fewer than k rows.
     """
     counts, k = counts.astype(jnp.float32), k.astype(jnp.float32)[..., None]
     running = jnp.cumsum(counts, axis=-1)

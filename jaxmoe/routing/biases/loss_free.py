@@ -7,15 +7,15 @@
 
     sign          sign(e_i)                   the paper's
     proportional  e_i / mean(counts)
-    rms           e_i / rms(e)                J. Su's: the size of sign, the direction of the error
+    rms           e_i / rms(e)                J. Su's: the norm of sign, the direction of the error
 
-This is a subgradient step on the dual of the balanced assignment (`dual.py`), sign is the step of
+This is a subgradient step on the dual of the balanced assignment (`dual.py`); sign is the step of
 SignSGD. rate_n is `rate`, rate / n or rate / sqrt(n) in step n = 1, 2, ...; the last two need a
-larger `rate`, since 1e-3 / n stands still at once. A constant added to all biases changes nothing,
-and the zero-sum form (torchtitan's) takes that drift away by subtracting the mean of the step.
+larger `rate`, since 1e-3 / n is negligible after a few steps. A constant added to all biases has no
+effect, and the zero-sum form (torchtitan's) removes that drift by subtracting the mean of the step.
 
-Sources: arXiv 2408.15664, algorithm 1; schedules arXiv 2512.03915, of which only the abstract could
-be read: n is taken to be the optimiser step.
+Sources: arXiv 2408.15664, algorithm 1; the schedules, arXiv 2512.03915, of which only the abstract
+was available: n is taken to be the optimiser step.
 """
 
 from __future__ import annotations
@@ -35,20 +35,21 @@ class LossFreeConfig:
     """A bias per expert that rises while the expert has too few tokens, and falls otherwise."""
 
     name: ClassVar[str] = "loss_free"
+    is_score_correction: ClassVar[bool] = True
 
     rate: float = 1e-3
-    """Step of the bias; tuned by its authors for scores in [0, 1]."""
+    """Step size of the bias; the default was tuned by the authors for scores in [0, 1]."""
     rule: Literal["sign", "proportional", "rms"] = "sign"
-    """How the step follows the error of the load: its sign, its share of the mean load, or itself
-    divided by its root mean square."""
+    """Function of the load error: its sign, its ratio to the mean load, or the error divided by its
+    root mean square."""
     is_zero_sum: bool = False
-    """Subtract the mean of each step, so that the biases do not drift together."""
+    """Whether the mean of each step is subtracted, so that the biases do not drift together."""
     schedule: Literal["constant", "inverse", "inverse_sqrt"] = "constant"
-    """The rate in step n: itself, divided by n, or by the square root of n."""
+    """Rate in step n: `rate`, `rate` / n, or `rate` / sqrt(n)."""
     stop: int | None = None
-    """Step from which on the biases stand still; None: they never do."""
+    """First step without an update of the biases; None: they are always updated."""
     limit: float | None = None
-    """Largest bias, up or down; None: without limit."""
+    """Largest absolute bias; None: no limit."""
 
     def __post_init__(self):
         if not 0.0 <= self.rate < float("inf"):
@@ -60,11 +61,11 @@ class LossFreeConfig:
 
     @property
     def sees_others(self) -> bool:
-        """The bias of a step comes from the steps before it."""
+        """False: the bias of a step depends on the steps before it."""
         return False
 
     def init(self, num_experts: int) -> dict[str, Array]:
-        """No bias."""
+        """Return a bias of zeros."""
         return {"bias": jnp.zeros((num_experts,), jnp.float32)}
 
     def prefer(
@@ -76,14 +77,14 @@ class LossFreeConfig:
         top_k: int,
         train: bool,
     ) -> tuple[Float[Array, "T E"], dict[str, Array]]:
-        """Scores plus bias."""
+        """Return the scores plus the bias."""
         del inputs, top_k, train
         return jax.lax.stop_gradient(scores) + state["bias"][None, :], {}
 
     def update(
         self, state: Any, statistics: RouterStatistics, step: Array, *, top_k: int
     ) -> dict[str, Array]:
-        """One step towards the even load."""
+        """Return the bias after one step towards the even load."""
         del top_k
         delta = self.rate_at(step) * self.direction(statistics.counts)
         if self.is_zero_sum:
@@ -94,14 +95,14 @@ class LossFreeConfig:
         return {"bias": bias}
 
     def rate_at(self, step: Array) -> Float[Array, ""]:
-        """The rate of this step, counted from 0."""
+        """Return the rate of a step, counted from 0."""
         number = jnp.asarray(step, jnp.float32) + 1.0
         powers = {"constant": 0.0, "inverse": -1.0, "inverse_sqrt": -0.5}
         rate = self.rate * number ** powers[self.schedule]
         return rate if self.stop is None else jnp.where(step < self.stop, rate, 0.0)
 
     def direction(self, counts: Float[Array, " E"]) -> Float[Array, " E"]:
-        """The step by `rule`, before the rate; 0 where the load is even or there is none."""
+        """Return the step by `rule`, before the rate; 0 where the load is even or zero."""
         error = counts.mean() - counts
         if self.rule == "sign":
             return jnp.sign(error)

@@ -1,27 +1,28 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Quantile Balancing: each expert's bias is the quantile that gives it its share. No rate.
+"""Quantile Balancing: each expert's bias is the quantile that gives it its even share, without a
+rate.
 
     a_t  = (K+1)-th largest over i of s_ti + b_i      with the OLD b, which also routes: causal
-    r_ti = a_t - s_ti                                 the bias that expert i would have needed
-    b_i  = (c+1)-th smallest over t of r_ti,          c = floor(n K / E): c tokens lie below
+    r_ti = a_t - s_ti                                 bias at which token t would choose i
+    b_i  = (c+1)-th smallest over t of r_ti,          c = floor(n K / E): c tokens below it
     b    = b - mean(b)
 
-one exact half-step on each side of the dual with equalities (`dual.py`) per optimiser step, warm
-started. n counts the real tokens of the whole step.
+One exact half-step on each side of the dual with equalities (`dual.py`) per optimiser step, warm
+started. n counts the tokens of the whole step without padding.
 
     histogram  integer counts of r over [min(b) - 1, max(b) + 1] in `num_bins` bins, one psum with
                the other statistics at the end of the step: bit-equal on every mesh and for every
-               number of micro-batches, the error below one bin
+               number of micro-batches, with an error below one bin
     exact      the order statistic itself, over each micro-batch (all devices, 32 psums); the mean
-               over micro-batches, which is not the quantile of the whole
+               over micro-batches, which differs from the quantile of the whole step
 
-Scores in [0, 1] (softmax, sigmoid) keep r within the range; others are counted at its ends. With K
-= E there is nothing to balance, and b stays.
+Scores in [0, 1] (softmax, sigmoid) keep r within the range; other values are counted in the
+outermost bins. With K = E the bias is not updated.
 
-Sources: J. Su, kexue.fm 11619; the histogram after the appendix of Kimi K3, by secondary accounts.
-Readings taken: inside a bin the values count as evenly spread; `decay` blends as Megatron-Core
-does, off by default.
+Sources: J. Su, kexue.fm 11619; the histogram follows the appendix of Kimi K3, by secondary
+accounts. Readings chosen: values within a bin are taken as evenly spread; `decay` blends as in
+Megatron-Core and is off by default.
 """
 
 from __future__ import annotations
@@ -41,16 +42,17 @@ from jaxmoe.routing.scopes import is_first, scope_axes, total
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class QuantileConfig:
-    """The bias that would have given each expert its share of the step's tokens."""
+    """The bias that would have given each expert its even share of the step's tokens."""
 
     name: ClassVar[str] = "quantile"
+    is_score_correction: ClassVar[bool] = False
 
     form: Literal["histogram", "exact"] = "histogram"
-    """The quantile of the whole step off a histogram, or of each micro-batch exactly."""
+    """Quantile of the whole step from a histogram, or exact quantile of each micro-batch."""
     num_bins: int = 1000
-    """Of the histogram."""
+    """Number of bins of the histogram."""
     decay: float = 0.0
-    """Share of the old bias in the new."""
+    """Share of the old bias in the new one."""
 
     def __post_init__(self):
         if self.num_bins < 2:
@@ -62,11 +64,11 @@ class QuantileConfig:
 
     @property
     def sees_others(self) -> bool:
-        """The bias of a step comes from the steps before it."""
+        """False: the bias of a step depends on the steps before it."""
         return False
 
     def init(self, num_experts: int) -> dict[str, Array]:
-        """No bias."""
+        """Return a bias of zeros."""
         return {"bias": jnp.zeros((num_experts,), jnp.float32)}
 
     def prefer(
@@ -78,7 +80,7 @@ class QuantileConfig:
         top_k: int,
         train: bool,
     ) -> tuple[Float[Array, "T E"], dict[str, Array]]:
-        """Scores plus the old bias; in training what the new one will be read from."""
+        """Return the scores plus the bias; in training also the statistics of the next bias."""
         bias, scores = state["bias"], jax.lax.stop_gradient(scores)
         biased = scores + bias[None, :]
         if not train or top_k >= bias.shape[0]:
@@ -92,7 +94,7 @@ class QuantileConfig:
         axes = scope_axes(inputs.extent, "batch")
         num_tokens = total(mask.sum(1, dtype=jnp.int32), axes)
         prices = expert_prices(surplus, mask, num_tokens, top_k=top_k, axes=axes)[0]
-        # Every device has the prices of all, and statistics are summed over devices.
+        # Every device has the same prices; they enter the sum over devices once.
         share = (num_tokens > 0).astype(jnp.float32) * is_first(axes)
         prices = jnp.where(num_tokens > 0, prices, 0.0)
         return biased, {"quantile_sum": -prices * share, "quantile_batches": share[0]}
@@ -100,9 +102,9 @@ class QuantileConfig:
     def update(
         self, state: Any, statistics: RouterStatistics, step: Array, *, top_k: int
     ) -> dict[str, Array]:
-        """The quantiles of the step, less their mean.
+        """Return the quantiles of the step less their mean.
 
-        Statistics of evaluation hold none, and change nothing.
+        Statistics of evaluation contain no quantiles and leave the state unchanged.
         """
         del step
         old, extra = state["bias"], statistics.extra
@@ -122,6 +124,6 @@ class QuantileConfig:
         return {"bias": jnp.where(is_known, new, old)}
 
     def _range(self, bias: Float[Array, " E"]) -> tuple[Array, Array]:
-        """Lower edge and width of the bins: r lies in [min(b) - 1, max(b) + 1]."""
+        """Return the lower edge and the width of the bins: r is in [min(b) - 1, max(b) + 1]."""
         low = bias.min() - 1.0
         return low, (bias.max() + 1.0 - low) / self.num_bins

@@ -28,11 +28,10 @@ from jaxmoe.routing import (
     SoftmaxTopKConfig,
 )
 from jaxmoe.routing.biases import SelectionBias
-from jaxmoe.routing.biases.dual import chosen_sum, dual_objective
 from jaxmoe.scaling.initialize import init_params
 from sharding import MeshConfig, make_mesh
 from tests.support.models import TINY, tokens_for
-from tests.support.selection import inputs_for, loads, one_step, skewed
+from tests.support.selection import chosen_sum, dual_objective, inputs_for, loads, one_step, skewed
 from tests.support.tolerances import assert_close
 
 BIAS_CASES = {

@@ -19,8 +19,7 @@ from jaxmoe.routing import (
     Extent,
     QuantileConfig,
 )
-from jaxmoe.routing.biases.dual import bip_objective
-from tests.support.selection import inputs_for, loads, one_step, skewed, violation
+from tests.support.selection import bip_objective, inputs_for, loads, one_step, skewed, violation
 from tests.support.tolerances import assert_close
 
 TOKENS, EXPERTS, TOP_K = 32, 6, 2

@@ -23,7 +23,7 @@ expert's logit is the logsumexp over its slots, and its probability the sum of `
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -73,7 +73,7 @@ class SoftMoEConfig(BaseRouterConfig):
         """Return the router for these sizes."""
         return SoftMoE(self, num_experts, top_k, embed_dim)
 
-    def sized_for(self, *, steps: int, rows_per_expert: float) -> Self:
+    def sized_for(self, *, steps: int, rows_per_expert: float) -> SoftMoEConfig:
         """Return the config with as many slots as a top-k router has assignments."""
         del steps
         return dataclasses.replace(self, slots_per_expert=max(1, round(rows_per_expert)))

@@ -17,7 +17,7 @@ switch at 0.9 of the steps follows a secondary account, and is what `sized_for` 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from jaxtyping import Array, Int
@@ -81,7 +81,7 @@ class ProgressiveTopKConfig(BaseRouterConfig):
         del top_k
         return self.final_top_k
 
-    def sized_for(self, *, steps: int, rows_per_expert: float) -> Self:
+    def sized_for(self, *, steps: int, rows_per_expert: float) -> ProgressiveTopKConfig:
         """Return the config with the switch at 0.9 of the steps."""
         del rows_per_expert
         return dataclasses.replace(self, switch_step=round(0.9 * steps))
@@ -128,7 +128,7 @@ class ProgressiveTopK:
             for flat in (output.selection.expert_ids, output.selection.scores)
         )
         slot = jnp.arange(self.top_k, dtype=jnp.int32)[None, :]
-        is_used = slot < self._current(state["step"], inputs.context.get("layer"))
+        is_used = slot < self.current_top_k(state["step"], inputs.context.get("layer"))
         selection = token_major(
             jnp.where(is_used, ids, self.num_experts),
             jnp.where(is_used, scores, -jnp.inf),
@@ -145,7 +145,7 @@ class ProgressiveTopK:
         del statistics, step
         return {"step": state["step"] + 1}
 
-    def _current(self, step: Int[Array, ""], layer: Int[Array, ""] | None) -> Int[Array, ""]:
+    def current_top_k(self, step: Int[Array, ""], layer: Int[Array, ""] | None) -> Int[Array, ""]:
         """Return k(layer, step); a missing layer counts as the first."""
         config = self.config
         layer = jnp.zeros((), jnp.int32) if layer is None else layer
