@@ -32,7 +32,7 @@ Contract of `route`, checked by tests/jaxmoe/routing/test_router_contract.py:
   of the whole batch. `update` receives them summed over the whole optimiser step.
 - A token-major selection has A = T*K slots, and token t owns slots t*K to t*K+K-1.
 
-`Traits` and the attributes of `BaseRouterConfig` are all that the rest of the library asks about a
+`Traits` and the attributes of `RouterBase` are all that the rest of the library asks about a
 router.
 
 To add a router: see `jaxmoe/routing/__init__.py`.
@@ -83,7 +83,7 @@ class Traits:
     """Returns the differentiable statistic `smooth_load`, which `load_variation` needs."""
 
 
-class BaseRouterConfig:
+class RouterBase:
     """Base class of router configs, with the defaults of what is asked about a router.
 
     A subclass is a frozen dataclass with `name` and `build`, and `traits` where they are not the
@@ -114,7 +114,7 @@ class BaseRouterConfig:
         """
         return top_k
 
-    def sized_for(self, *, steps: int, rows_per_expert: float) -> BaseRouterConfig:
+    def sized_for(self, *, steps: int, rows_per_expert: float) -> RouterBase:
         """Return the config with what depends on the run adapted to it.
 
         Args:

@@ -19,7 +19,7 @@ underflows.
 Sources: HyperP (arXiv 2603.28743; ArchScale adds the 1/sqrt(2) for shared experts); for the scale
 DeepSeek-V2 (arXiv 2405.04434) and V3 (arXiv 2412.19437, section 4.2).
 
-To add a gate: a config in `jaxmoe/routing/gates.py` that extends `BaseGateConfig`, its config in
+To add a gate: a config in `jaxmoe/routing/gates.py` that extends `GateBase`, its config in
 GateConfig in `jaxmoe/routing/__init__.py`, its row in `tests/jaxmoe/routing/test_gates.py`.
 """
 
@@ -36,7 +36,7 @@ from jaxtyping import Array, Float
 from jaxmoe.routing.base import Selection
 
 
-class BaseGateConfig:
+class GateBase:
     """Base class of gate configs."""
 
     __slots__ = ()
@@ -45,7 +45,7 @@ class BaseGateConfig:
     renormalizes: ClassVar[bool] = False
     """The gates are the scores divided by their sum over the experts of the token."""
 
-    def build(self) -> BaseGateConfig:
+    def build(self) -> GateBase:
         """Return the gate: it has no sizes, so the config is the gate."""
         return self
 
@@ -68,7 +68,7 @@ class BaseGateConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class SoftmaxGateConfig(BaseGateConfig):
+class SoftmaxGateConfig(GateBase):
     """The router's own score."""
 
     name: ClassVar[str] = "softmax"
@@ -86,7 +86,7 @@ class SoftmaxGateConfig(BaseGateConfig):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class RenormalizedGateConfig(BaseGateConfig):
+class RenormalizedGateConfig(GateBase):
     """Scores divided by their sum over the chosen experts of the token."""
 
     name: ClassVar[str] = "renormalized"
@@ -104,7 +104,7 @@ class RenormalizedGateConfig(BaseGateConfig):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class SqrtGateConfig(BaseGateConfig):
+class SqrtGateConfig(GateBase):
     """Square root of the renormalized score: keeps the RMS of the output for every K."""
 
     name: ClassVar[str] = "sqrt"

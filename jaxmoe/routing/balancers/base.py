@@ -93,7 +93,7 @@ class WeightsBalancer(Protocol):
         ...
 
 
-class BaseBalancerConfig:
+class BalancerBase:
     """Base class of balancer configs, with the defaults of what is asked about a balancer."""
 
     __slots__ = ()
@@ -102,7 +102,7 @@ class BaseBalancerConfig:
     needs_smooth_load: ClassVar[bool] = False
 
 
-class StatisticsBalancerConfig(BaseBalancerConfig):
+class StatisticsBalancerBase(BalancerBase):
     """Base class of configs of balancers that read the statistics."""
 
     __slots__ = ()

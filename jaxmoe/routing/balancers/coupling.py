@@ -23,14 +23,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxmoe.routing.balancers.base import BaseBalancerConfig, check_coefficient
+from jaxmoe.routing.balancers.base import BalancerBase, check_coefficient
 
 # Distinct from the token numbers that `routers/noise.py` folds into the same key.
 _FOLD = 2**32 - 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class CouplingConfig(BaseBalancerConfig):
+class CouplingConfig(BalancerBase):
     """Expert-router coupling loss of the weights; for routers with one matrix `weight`."""
 
     name: ClassVar[str] = "coupling"

@@ -25,14 +25,14 @@ from jaxtyping import Array, Float
 
 from jaxmoe.routing.balancers.base import (
     BalanceScope,
-    StatisticsBalancerConfig,
+    StatisticsBalancerBase,
     check_coefficient,
 )
 from jaxmoe.routing.base import RouterStatistics
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class HeterogeneousBalanceConfig(StatisticsBalancerConfig):
+class HeterogeneousBalanceConfig(StatisticsBalancerBase):
     """Even load among experts that compute, and 1 / computing_share of it for those that do not."""
 
     name: ClassVar[str] = "heterogeneous"

@@ -27,7 +27,7 @@ from jaxtyping import Array, Float
 
 from jaxmoe.routing.balancers.base import (
     BalanceScope,
-    StatisticsBalancerConfig,
+    StatisticsBalancerBase,
     check_coefficient,
 )
 from jaxmoe.routing.base import RouterInputs, RouterOutput, RouterStatistics
@@ -35,7 +35,7 @@ from jaxmoe.routing.scopes import is_first, split_scopes, total
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class LoadBalanceConfig(StatisticsBalancerConfig):
+class LoadBalanceConfig(StatisticsBalancerBase):
     """Load-balancing loss, over the global batch by default."""
 
     name: ClassVar[str] = "load_balance"

@@ -24,14 +24,14 @@ from jaxtyping import Array, Float
 
 from jaxmoe.routing.balancers.base import (
     BalanceScope,
-    StatisticsBalancerConfig,
+    StatisticsBalancerBase,
     check_coefficient,
 )
 from jaxmoe.routing.base import RouterInputs, RouterOutput, RouterStatistics
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class ImportanceVariationConfig(StatisticsBalancerConfig):
+class ImportanceVariationConfig(StatisticsBalancerBase):
     """Squared coefficient of variation of the experts' summed gates."""
 
     name: ClassVar[str] = "importance_variation"
@@ -64,7 +64,7 @@ class ImportanceVariationConfig(StatisticsBalancerConfig):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class LoadVariationConfig(StatisticsBalancerConfig):
+class LoadVariationConfig(StatisticsBalancerBase):
     """Squared coefficient of variation of the smooth loads of `noisy_topk`."""
 
     name: ClassVar[str] = "load_variation"

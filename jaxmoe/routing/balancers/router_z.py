@@ -15,14 +15,14 @@ from jaxtyping import Array, Float
 
 from jaxmoe.routing.balancers.base import (
     BalanceScope,
-    StatisticsBalancerConfig,
+    StatisticsBalancerBase,
     check_coefficient,
 )
 from jaxmoe.routing.base import RouterStatistics
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class RouterZConfig(StatisticsBalancerConfig):
+class RouterZConfig(StatisticsBalancerBase):
     """Router z-loss: penalises large logits."""
 
     name: ClassVar[str] = "router_z"

@@ -21,14 +21,14 @@ from jaxtyping import Array, Float
 
 from jaxmoe.routing.balancers.base import (
     BalanceScope,
-    StatisticsBalancerConfig,
+    StatisticsBalancerBase,
     check_coefficient,
 )
 from jaxmoe.routing.base import RouterInputs, RouterOutput, RouterStatistics
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class TopOneBalanceConfig(StatisticsBalancerConfig):
+class TopOneBalanceConfig(StatisticsBalancerBase):
     """Even load and confident choices, for one expert per token."""
 
     name: ClassVar[str] = "top_one_balance"

@@ -154,7 +154,7 @@ def test_selections_by_experts_are_refused(name):
     selection = Selection(token_ids=ids, expert_ids=ids, scores=jnp.zeros(4))
     text = (
         "this gate renormalizes over the experts of a token and needs a token-major selection:"
-        " routers in which experts choose tokens bring their own gates"
+        " with routers in which experts choose tokens, use the gate softmax"
     )
     with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
         GATES[name]()(selection, selection.scores)

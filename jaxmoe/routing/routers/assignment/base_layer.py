@@ -34,7 +34,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxmoe.routing.base import (
-    BaseRouterConfig,
+    RouterBase,
     RouterInputs,
     RouterOutput,
     Traits,
@@ -46,7 +46,7 @@ from jaxmoe.routing.scopes import Scope, join_scopes, scope_axes, split_scopes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class BaseLayerConfig(BaseRouterConfig):
+class BaseLayerConfig(RouterBase):
     """Sigmoid scores; in training a greedy assignment in which no expert exceeds its share."""
 
     name: ClassVar[str] = "base_layer"

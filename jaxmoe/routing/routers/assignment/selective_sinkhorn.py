@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxmoe.routing.base import BaseRouterConfig, RouterInputs, RouterOutput, Traits
+from jaxmoe.routing.base import RouterBase, RouterInputs, RouterOutput, Traits
 from jaxmoe.routing.routers.assignment.transport import check_iterations, scalings
 from jaxmoe.routing.routers.linear import StatelessRouter, linear_logits, token_output
 from jaxmoe.routing.routers.noise import require_key
@@ -34,7 +34,7 @@ from jaxmoe.routing.scopes import Scope
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class SelectiveSinkhornConfig(BaseRouterConfig):
+class SelectiveSinkhornConfig(RouterBase):
     """Softmax top-k, replaced in a share of the training steps by an even transport plan."""
 
     name: ClassVar[str] = "selective_sinkhorn"

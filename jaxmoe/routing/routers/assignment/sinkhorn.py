@@ -25,12 +25,12 @@ from jaxtyping import Array
 from jaxmoe.routing.base import RouterInputs, Traits
 from jaxmoe.routing.routers.assignment.transport import check_iterations, scalings
 from jaxmoe.routing.routers.linear import linear_logits
-from jaxmoe.routing.routers.token_choice.token_choice import Scored, TokenChoiceConfig
+from jaxmoe.routing.routers.token_choice.token_choice import Scored, TokenChoiceBase
 from jaxmoe.routing.scopes import Scope
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class SinkhornConfig(TokenChoiceConfig):
+class SinkhornConfig(TokenChoiceBase):
     """The K experts of largest share in an even transport plan; in evaluation, of highest logit."""
 
     name: ClassVar[str] = "sinkhorn"

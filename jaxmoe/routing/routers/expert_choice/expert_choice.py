@@ -43,8 +43,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxmoe.routing.base import (
-    BaseRouterConfig,
     Extent,
+    RouterBase,
     RouterInputs,
     RouterOutput,
     Selection,
@@ -68,7 +68,7 @@ CapacitySchedule = Literal[
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class ExpertChoiceConfig(BaseRouterConfig):
+class ExpertChoiceConfig(RouterBase):
     """Each expert takes its best tokens: even loads, not causal."""
 
     name: ClassVar[str] = "expert_choice"

@@ -31,7 +31,7 @@ from jaxtyping import Array
 
 from jaxmoe.parameters import Declaration
 from jaxmoe.routing.base import (
-    BaseRouterConfig,
+    RouterBase,
     RouterInputs,
     RouterOutput,
     Selection,
@@ -45,7 +45,7 @@ from sharding import axes as ax
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class SoftMoEConfig(BaseRouterConfig):
+class SoftMoEConfig(RouterBase):
     """Experts read mixtures of all tokens of a row: no choice, not causal."""
 
     name: ClassVar[str] = "soft_moe"

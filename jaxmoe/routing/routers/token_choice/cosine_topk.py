@@ -29,7 +29,7 @@ from jaxmoe.routing.biases import BiasConfig
 from jaxmoe.routing.routers.token_choice.groups import GroupLimitConfig
 from jaxmoe.routing.routers.token_choice.token_choice import (
     Scored,
-    TokenChoiceConfig,
+    TokenChoiceBase,
     score_logits,
     traits_of,
 )
@@ -39,7 +39,7 @@ MAX_INVERSE_TEMPERATURE = 100.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class CosineTopKConfig(TokenChoiceConfig):
+class CosineTopKConfig(TokenChoiceBase):
     """The K experts of largest cosine with a projection of the token."""
 
     name: ClassVar[str] = "cosine_topk"

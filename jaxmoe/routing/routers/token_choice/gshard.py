@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from jaxmoe.routing.base import BaseRouterConfig, RouterInputs, RouterOutput, Traits
+from jaxmoe.routing.base import RouterBase, RouterInputs, RouterOutput, Traits
 from jaxmoe.routing.routers.linear import (
     StatelessRouter,
     check_sizes,
@@ -34,7 +34,7 @@ from jaxmoe.routing.routers.noise import token_noise
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class GShardConfig(BaseRouterConfig):
+class GShardConfig(RouterBase):
     """The two experts of highest logit, the second dropped at random."""
 
     name: ClassVar[str] = "gshard"

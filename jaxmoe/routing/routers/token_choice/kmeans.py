@@ -30,7 +30,7 @@ from jaxtyping import Array, Float
 
 from jaxmoe.parameters import Declaration
 from jaxmoe.routing.base import (
-    BaseRouterConfig,
+    RouterBase,
     RouterInputs,
     RouterOutput,
     RouterStatistics,
@@ -43,7 +43,7 @@ from jaxmoe.routing.routers.token_choice.token_choice import choose, score_logit
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class KMeansConfig(BaseRouterConfig):
+class KMeansConfig(RouterBase):
     """The K experts whose centroids of past tokens are nearest in direction."""
 
     name: ClassVar[str] = "kmeans"

@@ -30,14 +30,14 @@ from jaxmoe.routing.routers.linear import linear_declarations, linear_logits
 from jaxmoe.routing.routers.token_choice.groups import GroupLimitConfig
 from jaxmoe.routing.routers.token_choice.token_choice import (
     Scored,
-    TokenChoiceConfig,
+    TokenChoiceBase,
     score_logits,
 )
 from sharding import axes as ax
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class MoEPlusPlusConfig(TokenChoiceConfig):
+class MoEPlusPlusConfig(TokenChoiceBase):
     """Softmax top-k whose logits add those of the previous MoE layer, transformed."""
 
     name: ClassVar[str] = "moe_plus_plus"

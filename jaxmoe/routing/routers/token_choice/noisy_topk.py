@@ -31,12 +31,12 @@ from jaxmoe.parameters import Declaration
 from jaxmoe.routing.base import RouterInputs, Traits, chosen_experts
 from jaxmoe.routing.routers.linear import linear_declarations, linear_logits
 from jaxmoe.routing.routers.noise import token_noise
-from jaxmoe.routing.routers.token_choice.token_choice import Scored, TokenChoiceConfig
+from jaxmoe.routing.routers.token_choice.token_choice import Scored, TokenChoiceBase
 from sharding import axes as ax
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class NoisyTopKConfig(TokenChoiceConfig):
+class NoisyTopKConfig(TokenChoiceBase):
     """The K experts of highest logit after learned noise."""
 
     name: ClassVar[str] = "noisy_topk"

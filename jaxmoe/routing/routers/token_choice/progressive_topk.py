@@ -24,7 +24,7 @@ from jaxtyping import Array, Int
 
 from jaxmoe.parameters import Declaration
 from jaxmoe.routing.base import (
-    BaseRouterConfig,
+    RouterBase,
     RouterInputs,
     RouterOutput,
     RouterStatistics,
@@ -36,7 +36,7 @@ from jaxmoe.routing.routers.token_choice.topk import SoftmaxTopKConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class ProgressiveTopKConfig(BaseRouterConfig):
+class ProgressiveTopKConfig(RouterBase):
     """Softmax top-k whose K is larger in the lowest layers until a given step."""
 
     name: ClassVar[str] = "progressive_topk"

@@ -9,7 +9,7 @@ router `TokenChoice` does the rest: selection bias, group limit, ties to the low
 statistics.
 
 To add a member: a config in `jaxmoe/routing/routers/token_choice/` that extends
-`TokenChoiceConfig` and defines `name`, `bias`, `groups` and `score`; then the steps in
+`TokenChoiceBase` and defines `name`, `bias`, `groups` and `score`; then the steps in
 `jaxmoe/routing/__init__.py`.
 """
 
@@ -26,7 +26,7 @@ from jaxtyping import Array, Float
 
 from jaxmoe.parameters import Declaration, draw
 from jaxmoe.routing.base import (
-    BaseRouterConfig,
+    RouterBase,
     RouterInputs,
     RouterOutput,
     RouterStatistics,
@@ -95,7 +95,7 @@ class Scorer(Protocol):
         ...
 
 
-class TokenChoiceConfig(BaseRouterConfig):
+class TokenChoiceBase(RouterBase):
     """Base class of the family's configs: one matrix from D to E, built into `TokenChoice`."""
 
     __slots__ = ()

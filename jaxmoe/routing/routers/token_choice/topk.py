@@ -40,14 +40,14 @@ from jaxmoe.routing.routers.linear import check_jitter, linear_logits
 from jaxmoe.routing.routers.token_choice.groups import GroupLimitConfig
 from jaxmoe.routing.routers.token_choice.token_choice import (
     Scored,
-    TokenChoiceConfig,
+    TokenChoiceBase,
     score_logits,
     traits_of,
 )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class TopKConfig(TokenChoiceConfig):
+class TopKConfig(TokenChoiceBase):
     """Base class: the K experts of highest score."""
 
     bias: BiasConfig | None = None

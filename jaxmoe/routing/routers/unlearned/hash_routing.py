@@ -21,11 +21,11 @@ from jaxtyping import Array, Int
 
 from jaxmoe.routing.base import RouterInputs
 from jaxmoe.routing.routers.noise import token_noise
-from jaxmoe.routing.routers.unlearned.unlearned import UnlearnedConfig
+from jaxmoe.routing.routers.unlearned.unlearned import UnlearnedBase
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class HashConfig(UnlearnedConfig):
+class HashConfig(UnlearnedBase):
     """K experts fixed for each token id."""
 
     name: ClassVar[str] = "hash"

@@ -18,11 +18,11 @@ from jaxtyping import Array, Float, Int
 
 from jaxmoe.routing.base import RouterInputs, Traits
 from jaxmoe.routing.routers.noise import token_noise
-from jaxmoe.routing.routers.unlearned.unlearned import UnlearnedConfig
+from jaxmoe.routing.routers.unlearned.unlearned import UnlearnedBase
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class UniformRandomConfig(UnlearnedConfig):
+class UniformRandomConfig(UnlearnedBase):
     """K random experts for each token."""
 
     name: ClassVar[str] = "uniform_random"

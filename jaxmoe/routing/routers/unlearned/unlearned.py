@@ -6,7 +6,7 @@
 
 Controls for experiments and benchmarks. Balance losses have no effect on them.
 
-To add a member: a config in `jaxmoe/routing/routers/unlearned/` that extends `UnlearnedConfig` and
+To add a member: a config in `jaxmoe/routing/routers/unlearned/` that extends `UnlearnedBase` and
 defines `name` and `choose`; then the steps in `jaxmoe/routing/__init__.py`.
 """
 
@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxmoe.parameters import Declaration
 from jaxmoe.routing.base import (
-    BaseRouterConfig,
+    RouterBase,
     RouterInputs,
     RouterOutput,
     Traits,
@@ -30,7 +30,7 @@ from jaxmoe.routing.base import (
 from jaxmoe.routing.routers.linear import StatelessRouter, token_output
 
 
-class UnlearnedConfig(BaseRouterConfig):
+class UnlearnedBase(RouterBase):
     """Base class of the family's configs."""
 
     __slots__ = ()
