@@ -22,19 +22,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.bench.step import BenchRunConfig
-from experiments.cli import flags as cli
 from experiments.cli.output import say
-from experiments.cli.process import start_process
 from experiments.cli.tables import paired_interval, text_table
-from experiments.studies.trials import Programs
+from experiments.studies.data import digest_of
+from experiments.studies.study import StoppedError, StudyRunConfig, run_study
+from experiments.studies.trials import TrialsFile, train
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
 from jaxmoe.optim import AdamWConfig, LinearConfig
 from jaxmoe.precision import FullPrecisionConfig, HaloConfig, MatmulConfig, PrecisionPolicy
+from jaxmoe.resilience.stop import StopRequest
 from jaxmoe.run.assemble import Assembly, assemble
 from jaxmoe.run.config import EvaluationConfig, PretrainConfig, TrainingConfig
 from jaxmoe.run.directory import RunDirectory
+from jaxmoe.run.programs import Programs
 from jaxmoe.training.evaluate import evaluate
 from jaxmoe.training.loss import forward_and_nll
 
@@ -44,13 +45,16 @@ ARMS: dict[str, MatmulConfig] = {
     **{f"float8-{level}": HaloConfig(dtype="float8_e4m3fn", level=level) for level in (0, 1, 2)},
 }
 
+FREE_FIELDS = ("run", "arms", "seeds")
+"""Fields that may change when the same directory is continued."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class PrecisionConfig:
     """Which arms, how long and how often."""
 
-    run: BenchRunConfig = BenchRunConfig()
-    """Where the numbers go; runs/precision when None."""
+    run: StudyRunConfig = StudyRunConfig()
+    """Run directory and name of the study."""
     arms: tuple[str, ...] = ("full", "int8-2", "float8-1", "int8-0")
     """Names of ARMS; the first is what the others are compared to."""
     seeds: int = 8
@@ -72,52 +76,90 @@ class PrecisionConfig:
             raise ValueError(f"arms={' '.join(self.arms)}: name two or more, each once")
 
 
+def short() -> PrecisionConfig:
+    """Four arms, eight seeds, 500 steps."""
+    return PrecisionConfig()
+
+
+RECIPES = {"short": short}
+
+
 def main(argv: Sequence[str]) -> int:
-    """Runs the command; returns the exit code."""
-    config = cli.parse_flags(
-        PrecisionConfig(), argv, "python -m experiments.precision", __doc__ or ""
-    )
-    directory = RunDirectory(config.run.directory or "runs/precision")
-    with cli.exit_on_bad_configuration():
-        start_process()
-        directory.check_free_of_runs()
-        with jax.set_mesh(assemble(recipe(config, 0)).mesh):
-            summary = compare(config)
-        directory.write_environment([str(device) for device in jax.devices()])
-        directory.write_summary({"status": "done", **summary})
-    say(in_words(summary))
-    return int(cli.ExitCode.DONE)
+    """Run the command; return the exit code."""
+    return run_study("precision", RECIPES, argv, __doc__ or "", PrecisionStudy, free=FREE_FIELDS)
 
 
-def compare(config: PrecisionConfig) -> dict[str, Any]:
-    """Trains every arm on every seed; the numbers of summary.json.
+class PrecisionStudy:
+    """The trials of one directory, those of earlier starts included: one per arm and seed."""
 
-    Args:
-        config: which and how long.
-    """
-    programs: dict[str, Programs] = {}
-    nats: dict[str, list[float]] = {arm: [] for arm in config.arms}
-    params: Any = None
-    for seed in range(config.seeds):
-        run = assemble(recipe(config, seed))
-        for arm in config.arms:
-            programs.setdefault(arm, _programs(run, arm))
-            trained, loss = _train(run, programs[arm])
-            nats[arm].append(loss)
-            params = trained if arm == config.arms[0] else params
-            say(f"seed {seed}  {arm}: {loss:.4f} nats per token")
-    run, first = assemble(recipe(config, config.seeds - 1)), config.arms[0]
-    differences = {
-        arm: paired_interval(np.subtract(nats[arm], nats[first]).tolist())
-        for arm in config.arms[1:]
-    }
-    return {
-        "nats": nats,
-        "differences": {arm: list(pair) for arm, pair in differences.items()},
-        "gradient_errors": {
-            arm: gradient_errors(run, params, first, arm) for arm in config.arms[1:]
-        },
-    }
+    def __init__(self, config: PrecisionConfig, directory: RunDirectory):
+        self._config, self._directory = config, directory
+        self._programs: dict[str, Programs] = {}
+        self._params: Any = None
+        self._stop: StopRequest | None = None
+        self._data = digest_of([self._assemble(0).source])
+        self._file = TrialsFile(directory.trials_file)
+        self._nats = {(r["arm"], r["seed"]): r["nats"] for r in self._file.read(self._data)}
+
+    def _assemble(self, seed: int) -> Assembly:
+        return assemble(recipe(self._config, seed))
+
+    def run(self, stop: StopRequest) -> str:
+        """Train every missing arm and seed; return the status."""
+        self._stop = stop
+        for seed in range(self._config.seeds):
+            for arm in self._config.arms:
+                if (arm, seed) in self._nats:
+                    continue
+                try:
+                    params, nats = self._train(arm, seed)
+                except StoppedError:
+                    return str(stop.reason)
+                if (arm, seed) == (self._config.arms[0], self._config.seeds - 1):
+                    self._params = params
+                self._nats[arm, seed] = nats
+                self._file.append({"arm": arm, "seed": seed, "nats": nats, "data": self._data})
+                say(f"seed {seed}  {arm}: {nats:.4f} nats per token")
+        return stop.reason or "done"
+
+    def write(self, status: str, seconds: float) -> str:
+        """Write summary.json; return the tables as text."""
+        summary: dict[str, Any] = {"status": status, "wall_seconds": seconds}
+        if status != "done":
+            self._directory.write_summary(summary)
+            return f"{status}: the same command continues"
+        first, *others = self._config.arms
+        seeds = range(self._config.seeds)
+        nats = {arm: [self._nats[arm, seed] for seed in seeds] for arm in self._config.arms}
+        pairs = {arm: np.subtract(nats[arm], nats[first]).tolist() for arm in others}
+        params, run = self._last_params(), self._assemble(self._config.seeds - 1)
+        with jax.set_mesh(run.mesh):
+            errors = {arm: gradient_errors(run, params, first, arm) for arm in others}
+        summary |= {
+            "nats": nats,
+            "differences": {arm: list(paired_interval(pair)) for arm, pair in pairs.items()},
+            "gradient_errors": errors,
+        }
+        self._directory.write_summary(summary)
+        return as_text(summary)
+
+    def _last_params(self) -> Any:
+        """Return the parameters of the first arm's last seed; train it if an earlier start did."""
+        if self._params is None:
+            self._params, _ = self._train(self._config.arms[0], self._config.seeds - 1)
+        return self._params
+
+    def _train(self, arm: str, seed: int) -> tuple[Any, float]:
+        """Return the trained parameters of one arm and seed, and their held-out loss."""
+        run = self._assemble(seed)
+        with jax.set_mesh(run.mesh):
+            if arm not in self._programs:
+                self._programs[arm] = _programs(run, arm)
+            programs, key = self._programs[arm], jax.random.key(run.plan.config.training.seed)
+            assert self._stop is not None
+            state, _ = train(programs, key, run.batches(0), self._stop)
+            held_out = evaluate(programs.evaluate, state.params, state.router_state, run.held_out())
+        return state.params, held_out.nats_per_token
 
 
 def recipe(config: PrecisionConfig, seed: int) -> PretrainConfig:
@@ -174,7 +216,7 @@ def gradient_errors(run: Assembly, params: Any, first: str, arm: str) -> dict[st
     return errors
 
 
-def in_words(summary: dict[str, Any]) -> str:
+def as_text(summary: dict[str, Any]) -> str:
     """The numbers as two tables."""
     first, *others = summary["nats"]
     lines = [("arm", "nats per token", f"to {first}", "95%")]
@@ -202,15 +244,6 @@ def _programs(run: Assembly, arm: str) -> Programs:
         execution=_execution(run, arm),
         parameterization=run.plan.parameterization,
     )
-
-
-def _train(run: Assembly, programs: Programs) -> tuple[Any, float]:
-    """The parameters and the held-out loss at the end."""
-    state = programs.init(jax.random.key(run.plan.config.training.seed))
-    for batch in run.batches(0):
-        state, _ = programs.step(state, batch)
-    held_out = evaluate(programs.evaluate, state.params, state.router_state, run.held_out())
-    return state.params, held_out.nats_per_token
 
 
 if __name__ == "__main__":

@@ -12,8 +12,9 @@ import pytest
 
 from experiments.studies.gates import command as gates
 from experiments.studies.gates.config import GatesConfig, Point, model_of, points_of
-from experiments.studies.gates.table import as_markdown, as_text, rows_of, verdicts
-from experiments.studies.gates.trial import Programs, StoppedError, load_task
+from experiments.studies.gates.table import TABLE, rows_of, verdicts
+from experiments.studies.gates.trial import GatePrograms, load_task
+from experiments.studies.study import StoppedError
 from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
 
 TINY = (
@@ -119,7 +120,7 @@ def test_the_claim_of_two_percent(sizes, others, verdict):
     rows = rows_of(config, {Point("top_k", "sqrt", k): record(rms) for k, rms in at.items()})
     (claim,) = verdicts(rows)
     assert (claim["verdict"], claim["axis"]) == (verdict, "top_k")
-    assert as_text(rows).count("\n") == 3 and as_markdown(rows).count("\n") == 4
+    assert TABLE.as_text(rows).count("\n") == 3 and TABLE.as_markdown(rows).count("\n") == 4
 
 
 def test_sizes_are_compared_seed_by_seed():
@@ -193,7 +194,9 @@ def test_sqrt_gates_keep_the_size_in_the_real_model(axis):
     """At initialisation, mean of 32 seeds, K from 1 to 64 within 2%; correlation beside it."""
     task, found = load_task(PROOF), {}
     points = points_of(dataclasses.replace(PROOF, axes=(axis,), top_ks=(1, 8, 64)))
-    for group in with_equal_parameters({point: Programs(PROOF, point, task) for point in points}):
+    for group in with_equal_parameters(
+        {point: GatePrograms(PROOF, point, task) for point in points}
+    ):
         measured = {point: [] for point in group}
         first = next(iter(group.values()))
         for programs in group.values():

@@ -2,15 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """`experiments.precision`: what it refuses, what it writes, and a short run of it."""
 
+import json
 import math
 
-import jax
 import pytest
 
 from experiments.studies import precision
-from experiments.studies.precision import ARMS, PrecisionConfig, compare, in_words, recipe
+from experiments.studies.precision import ARMS, PrecisionConfig, as_text
 from jaxmoe.precision import HaloConfig
-from jaxmoe.run.assemble import assemble
 
 
 @pytest.mark.parametrize(
@@ -37,7 +36,7 @@ def test_a_wrong_flag_ends_with_two(tmp_path, capsys):
 
 
 def test_the_tables_have_a_row_per_arm_and_per_parameter():
-    text = in_words(
+    text = as_text(
         {
             "nats": {"full": [2.0, 2.2], "int8-2": [2.1, 2.3]},
             "differences": {"int8-2": [0.1, 0.05]},
@@ -53,12 +52,11 @@ def test_the_tables_have_a_row_per_arm_and_per_parameter():
 @pytest.mark.large
 @pytest.mark.slow
 @pytest.mark.trains
-def test_a_short_run_in_few_bits_ends_beside_one_in_full_precision():
-    """Of 500 steps and 8 seeds: experiments/README.md."""
-    config = PrecisionConfig(arms=("full", "int8-2"), seeds=1, steps=60, width=32)
-    mesh = assemble(recipe(config, 0)).mesh
-    with jax.set_mesh(mesh):
-        found = compare(config)
+def test_a_short_run_in_few_bits_ends_beside_one_in_full_precision(tmp_path):
+    """500 steps and 8 seeds are in experiments/README.md."""
+    flags = ["--run.directory", str(tmp_path), "--arms", "full", "int8-2", "--seeds", "1"]
+    assert precision.main([*flags, "--steps", "60", "--width", "32"]) == 0
+    found = json.loads((tmp_path / "summary.json").read_text())
     (full,), (few,) = found["nats"].values()
     assert full < 3.0 < math.log(256)
     # A seed alone differs by up to .025 after 500 steps.
@@ -66,3 +64,14 @@ def test_a_short_run_in_few_bits_ends_beside_one_in_full_precision():
     errors = found["gradient_errors"]["int8-2"]
     # Some per cent of each product, and no gradient that is missing or turned.
     assert all(1e-3 < error < 0.35 for error in errors.values()), errors
+
+
+@pytest.mark.slow
+@pytest.mark.trains
+def test_the_same_command_trains_only_missing_arms(tmp_path):
+    flags = ["--run.directory", str(tmp_path), "--seeds", "1", "--steps", "2", "--width", "32"]
+    assert precision.main([*flags, "--arms", "full", "int8-2"]) == 0
+    first = (tmp_path / "trials.jsonl").read_text()
+    assert precision.main([*flags, "--arms", "full", "int8-2", "int8-0"]) == 0
+    again = (tmp_path / "trials.jsonl").read_text()
+    assert again.startswith(first) and len(again.splitlines()) == 3

@@ -17,9 +17,9 @@ from experiments.studies.routers import command as routers
 from experiments.studies.routers import trial as routers_trial
 from experiments.studies.routers.config import RoutersConfig, model_of
 from experiments.studies.routers.data import Task
-from experiments.studies.routers.table import as_markdown, as_text, rows_of
+from experiments.studies.routers.table import TABLE, rows_of
 from experiments.studies.routers.trial import earlier_logits_hold
-from experiments.studies.trials import StoppedError
+from experiments.studies.study import StoppedError
 from jaxmoe.data import Batch
 from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
 from jaxmoe.planning.placement import load_trace
@@ -161,7 +161,7 @@ def test_the_same_command_continues(finished, monkeypatch, capsys):
     assert "seeds" in capsys.readouterr().err
 
 
-class SpoiltPrograms(routers_trial.Programs):
+class SpoiltPrograms(routers_trial.RouterPrograms):
     """Every step is refused; nothing is compiled."""
 
     def __init__(self, config, model, objective, batch):
@@ -196,7 +196,7 @@ def test_steps_that_are_not_finite_are_a_row(monkeypatch):
     )
     given = {"training": ((batch,) * 3,), "held_out": (batch,)}
     tasks = {name: Task(name=name, **given) for name in ("corpus", "languages")}
-    monkeypatch.setattr(routers_trial, "Programs", SpoiltPrograms)
+    monkeypatch.setattr(routers_trial, "RouterPrograms", SpoiltPrograms)
     monkeypatch.setattr(routers_trial, "_time_beside", lambda *given: 1.0)
     record, _ = routers_trial.run_trial(
         config, "switch", "autoregressive", tasks, lambda: None, StopRequest()
@@ -205,7 +205,7 @@ def test_steps_that_are_not_finite_are_a_row(monkeypatch):
     assert record["reason"] == "languages, seed 0: 3 of 3 steps not finite"
     json.dumps(record, allow_nan=False)
     (row,) = rows_of([record], "autoregressive", baseline="mixtral", floor=0.0)
-    assert row["bits"] is None and "3 of 3 steps not finite" in as_text([row])
+    assert row["bits"] is None and "3 of 3 steps not finite" in TABLE.as_text([row])
     # A signal ends the trial, and nothing of it is kept.
     stop = StopRequest()
     stop.reason = "preempted"
@@ -284,7 +284,7 @@ def test_rows_are_ranked_and_say_why_not():
     assert rows[0]["difference"] == pytest.approx(-0.15)
     assert rows[0]["excess_bits"] == pytest.approx(0.6)
     assert rows[0]["max_violation"] == {"mean": 0.75, "last": 0.5, "sup": 1.0}
-    text, page = as_text(rows), as_markdown(rows)
+    text, page = TABLE.as_text(rows), TABLE.as_markdown(rows)
     assert "refused: two|bars" in text and "0.75 / 0.50 / 1.00" in text and "25.0%" in text
     assert len({line.count("|") - line.count("\\|") for line in page.splitlines()}) == 1
 

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from experiments.studies import trials
+from experiments.studies.study import StoppedError
 from experiments.studies.transfer import command as transfer
 from experiments.studies.transfer.arms import ARMS
 from experiments.studies.transfer.axes import AXES, Setting
@@ -23,12 +23,12 @@ from experiments.studies.transfer.trial import (
     program_key,
     schedule_factors,
 )
-from experiments.studies.trials import StoppedError
 from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
 from jaxmoe.optim import AdamWConfig, LinearConfig
 from jaxmoe.resilience.stop import StopRequest
 from jaxmoe.routing import LoadBalanceConfig
 from jaxmoe.run.config import TrainingConfig
+from jaxmoe.run.programs import Programs
 from jaxmoe.scaling import BasePoint, StandardConfig
 from jaxmoe.training.state import TrainState
 
@@ -79,13 +79,13 @@ def finished(programs, tmp_path_factory):
     directory = tmp_path_factory.mktemp("transfer") / "run"
     compiled = []
     with pytest.MonkeyPatch.context() as patch:
-        real = trials.Programs._compiled
+        real = Programs.compile
 
         def counted(self, function, *given, options=None):
             compiled.append(getattr(function, "__name__", "?"))
             return real(self, function, *given, options=options)
 
-        patch.setattr(trials.Programs, "_compiled", counted)
+        patch.setattr(Programs, "compile", counted)
         patch.setattr(transfer, "SweepPrograms", programs)
         code, summary = run(directory, *SWEEP)
     assert (code, summary["status"]) == (0, "done")

@@ -15,6 +15,7 @@ import dataclasses
 from typing import Final, Literal
 
 from experiments.cli.output import without_advice
+from experiments.studies.study import StudyRunConfig
 from jaxmoe.data import CorpusConfig, DataConfig
 from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
 from jaxmoe.optim import AdamWConfig, LinearConfig, OptimizerConfig, ScheduleConfig
@@ -44,21 +45,11 @@ _SHORT_MODEL = ModelConfig(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class GatesRunConfig:
-    """Where the comparison lives."""
-
-    directory: str | None = None
-    """Run directory; runs/gates/<name> when None."""
-    name: str | None = None
-    """Name of the comparison; the recipe's when None. The same name continues the same one."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class GatesConfig:
     """SqrtGate against softmax gates over top_k and granularity."""
 
-    run: GatesRunConfig = GatesRunConfig()
-    """Where the comparison lives."""
+    run: StudyRunConfig = StudyRunConfig()
+    """Run directory and name of the study."""
     axes: tuple[Axis, ...] = AXES
     """What changes with top_k: the number of active experts alone, or their width as well."""
     top_ks: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)

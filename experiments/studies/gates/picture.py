@@ -11,8 +11,9 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+from experiments.studies.columns import Row
 from experiments.studies.gates.config import COMPARED, Gate
-from experiments.studies.gates.table import TITLES, Row
+from experiments.studies.gates.table import TITLES
 from jaxmoe.tracking.plots import BLUE, GRAY, ORANGE, figure_of_panels, save_figure
 
 _COLORS: dict[Gate, str] = {"sqrt": BLUE, "renormalized": ORANGE}

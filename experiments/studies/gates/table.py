@@ -15,7 +15,7 @@
 This claim and those about the loss and the router Z are decided only where intervals lie on one
 side of the limit. The others have no interval and go by the estimate: of one training, a hint.
 
-To add a column: a line in COLUMNS; to add a claim: a function in VERDICTS.
+To add a column: a row of TABLE in experiments/studies/gates/table.py; a claim: `verdicts` there.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from typing import Any
 
 import numpy as np
 
-from experiments.cli.tables import markdown_table, paired_interval, text_table
+from experiments.cli.tables import paired_interval
+from experiments.studies.columns import Column, Row, Table, number, number_with_interval
 from experiments.studies.gates.config import COMPARED, Axis, Gate, GatesConfig, Point, points_of
 from experiments.studies.trials import Record
 
 TOLERANCE = 0.02
 """Of the claim that SqrtGate keeps the RMS at initialisation."""
 
-Row = dict[str, Any]
 TITLES: dict[Axis, str] = {
     "top_k": "top_k: the same experts throughout",
     "granularity": "granularity: finer experts, the same active parameters",
@@ -218,47 +218,20 @@ def _with_first(rows: Sequence[Row], gate: Gate, key: str) -> list[Row]:
     ]
 
 
-def _plain(key: str, form: str) -> Any:
-    return lambda row: "-" if row[key] is None else form.format(row[key])
-
-
-def _ranged(key: str, form: str) -> Any:
-    def cell(row: Row) -> str:
-        half = row[f"{key}_half_width"]
-        if row[key] is None:
-            return "-"
-        return form.format(row[key]) + ("" if half is None else " +- " + form.format(half))
-
-    return cell
-
-
-COLUMNS = (
-    ("gate", lambda row: "both" if row["top_k"] == 1 else row["gate"]),
-    ("K", _plain("top_k", "{}")),
-    ("experts", lambda row: f"{row['num_experts']} x {row['expert_dim']}"),
-    ("RMS at first", _ranged("rms", "{:.4f}")),
-    ("to K=1", _ranged("ratio", "{:.3f}")),
-    ("correlation", _ranged("correlation", "{:.4f}")),
-    ("neglected", _plain("neglected", "{:.3f}")),
-    ("RMS after", _plain("rms_after", "{:.3f}")),
-    ("drift", _plain("drift", "{:.2f}x")),
-    ("correlation after", _plain("correlation_after", "{:.3f}")),
-    ("bits", _plain("bits", "{:.4f}")),
-    ("router Z", _plain("router_z", "{:.1f}")),
-    ("peak", _plain("router_z_peak", "{:.1f}")),
+TABLE = Table(
+    (
+        Column("gate", lambda row: "both" if row["top_k"] == 1 else row["gate"]),
+        Column("K", number("top_k", "{}")),
+        Column("experts", lambda row: f"{row['num_experts']} x {row['expert_dim']}"),
+        Column("RMS at first", number_with_interval("rms", "{:.4f}")),
+        Column("to K=1", number_with_interval("ratio", "{:.3f}")),
+        Column("correlation", number_with_interval("correlation", "{:.4f}")),
+        Column("neglected", number("neglected", "{:.3f}")),
+        Column("RMS after", number("rms_after", "{:.3f}")),
+        Column("drift", number("drift", "{:.2f}x")),
+        Column("correlation after", number("correlation_after", "{:.3f}")),
+        Column("bits", number("bits", "{:.4f}")),
+        Column("router Z", number("router_z", "{:.1f}")),
+        Column("peak", number("router_z_peak", "{:.1f}")),
+    )
 )
-
-
-def cells_of(rows: Sequence[Row]) -> list[list[str]]:
-    """The headings, and the words of every row."""
-    return [[name for name, _ in COLUMNS], *([cell(row) for _, cell in COLUMNS] for row in rows)]
-
-
-def as_text(rows: Sequence[Row]) -> str:
-    """Aligned columns for a terminal."""
-    return text_table(cells_of(rows))
-
-
-def as_markdown(rows: Sequence[Row]) -> str:
-    """The same as a Markdown table."""
-    return markdown_table(cells_of(rows))

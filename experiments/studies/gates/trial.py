@@ -16,8 +16,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
-import json
 import math
 import operator
 import time
@@ -29,14 +27,16 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from experiments.studies import trials
+from experiments.studies.data import batches_of, check_vocabulary, digest_of, held_out_batches
 from experiments.studies.gates.config import GatesConfig, Point, model_of
-from experiments.studies.trials import Record, StoppedError
+from experiments.studies.study import check_stop
+from experiments.studies.trials import Record, finite, has_diverged, train
 from jaxmoe.configs import to_json
-from jaxmoe.data import Batch, Loader, Source, evaluation_batches
+from jaxmoe.data import Batch, Source
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.indicators import Indicators, summarise_indicators
 from jaxmoe.resilience.stop import StopRequest
+from jaxmoe.run.programs import RARE, Programs
 from jaxmoe.scaling import Budget
 from jaxmoe.scaling.initialize import parameter_table
 from jaxmoe.training.loss import forward_and_nll
@@ -57,40 +57,20 @@ class Task:
     digest: str
     """Of the data."""
 
-    def training(self, config: GatesConfig, seed: int) -> Loader:
-        """The batches of one training."""
-        return Loader(
-            self.source,
-            batch_size=config.training.batch_size,
-            sequence_length=config.training.sequence_length,
-            seed=seed,
-        )
-
 
 def load_task(config: GatesConfig) -> Task:
-    """The data of every trial.
+    """Return the data of every trial.
 
     Raises:
-        ValueError: too large a vocabulary, or too little data.
+        ValueError: The vocabulary is too large, or there is too little data.
     """
     source = config.data.build(config.training.seed)
-    if source.vocab_size > config.model.vocab_size:
-        raise ValueError(
-            f"model.vocab_size={config.model.vocab_size} is smaller than the vocabulary of the data"
-            f" ({source.vocab_size}): give --model.vocab_size {source.vocab_size}"
-        )
-    rows = evaluation_batches(
-        source,
-        batch_size=config.training.batch_size,
-        sequence_length=config.training.sequence_length,
-        num_batches=config.evaluation_batches,
-    )
-    held_out = tuple(jax.tree.map(jnp.asarray, batch) for batch in rows)
-    text = json.dumps(source.fingerprint(), sort_keys=True, default=str)
-    return Task(source=source, held_out=held_out, digest=hashlib.sha256(text.encode()).hexdigest())
+    check_vocabulary(source, config.model)
+    held_out = held_out_batches(source, config.training, config.evaluation_batches)
+    return Task(source=source, held_out=held_out, digest=digest_of([source]))
 
 
-class Programs(trials.Programs):
+class GatePrograms(Programs):
     """What is compiled of one point.
 
     Args:
@@ -126,9 +106,9 @@ class Programs(trials.Programs):
             )
             return nll, jnp.asarray(batch.loss_weights).sum(), output.indicators
 
-        state = self._any_state
-        given = (state.params, state.router_state, self._batch)
-        return self._compiled(jax.jit(look), *given, options=trials.RARE)
+        state = self.any_state
+        given = (state.params, state.router_state, self.batch)
+        return self.compile(jax.jit(look), *given, options=RARE)
 
     def measure(self, state: TrainState, batches: Sequence[Batch]) -> dict[str, float | None]:
         """MEASURED of a state on some batches, as JSON holds them."""
@@ -145,7 +125,7 @@ class Programs(trials.Programs):
             for name, source in {**names, "router_z": "router_z"}.items()
         }
         values["bits"] = nll / weight / math.log(2.0)
-        return {name: _number(values[name]) for name in MEASURED}
+        return {name: finite(values[name]) for name in MEASURED}
 
 
 def point_json(config: GatesConfig, point: Point) -> Any:
@@ -161,11 +141,11 @@ def run_trial(config: GatesConfig, point: Point, task: Task, stop: StopRequest) 
         ValueError: the optimiser and the parameterisation do not go together.
     """
     started = time.perf_counter()
-    programs = Programs(config, point, task)
+    programs = GatePrograms(config, point, task)
     record: Record = {**dataclasses.asdict(point), "moe": point_json(config, point)}
     initial = []
     for number in range(config.initial_seeds):
-        _check(stop)
+        check_stop(stop)
         initial.append(programs.measure(programs.init(_key(config, number)), task.held_out[:1]))
     record["initial"] = _by_name(initial)
     record["trained"] = None
@@ -178,22 +158,15 @@ def run_trial(config: GatesConfig, point: Point, task: Task, stop: StopRequest) 
 
 
 def _train(
-    config: GatesConfig, programs: Programs, task: Task, number: int, stop: StopRequest
+    config: GatesConfig, programs: GatePrograms, task: Task, number: int, stop: StopRequest
 ) -> dict[str, float | None]:
     """One training: MEASURED at its end, the largest router Z, and the steps refused."""
-    state, sizes = programs.init(_key(config, number)), []
-    loader = task.training(config, config.training.seed + number)
-    in_a_row = jnp.zeros((), jnp.int32)
-    for step in range(config.training.steps):
-        _check(stop)
-        batch = jax.tree.map(jnp.asarray, loader.batch(step))
-        state, metrics = programs.step(state, batch)
-        sizes.append(metrics.router["router_z"])
-        in_a_row = jnp.maximum(in_a_row, metrics.skipped_in_a_row)
+    batches = batches_of(task.source, config.training, config.training.seed + number)
+    state, metrics = train(programs, _key(config, number), batches, stop)
     measured = programs.measure(state, task.held_out)
-    if int(in_a_row) >= min(config.training.max_skipped, config.training.steps):
-        measured = dict.fromkeys(measured)  # it diverged
-    peak = _number(np.max(jax.device_get(sizes)))
+    if has_diverged([m.skipped_in_a_row for m in metrics], config.training):
+        measured = dict.fromkeys(measured)
+    peak = finite(np.max([m.router["router_z"] for m in metrics]))
     return {**measured, "router_z_peak": peak, "skipped": int(state.skipped)}
 
 
@@ -201,15 +174,5 @@ def _by_name(rows: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
     return {name: [row[name] for row in rows] for name in rows[0]}
 
 
-def _check(stop: StopRequest) -> None:
-    if stop.reason is not None:
-        raise StoppedError
-
-
 def _key(config: GatesConfig, number: int) -> Array:
     return jax.random.key(config.training.seed + number)
-
-
-def _number(value: Any) -> float | None:
-    """A float that JSON holds: None where it is missing or not finite."""
-    return float(value) if value is not None and math.isfinite(value) else None

@@ -15,15 +15,10 @@ method is a line of trials.jsonl: the same command continues after the last one.
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax
-
-from experiments.cli import flags as cli
 from experiments.cli.output import say
-from experiments.cli.process import start_process
 from experiments.studies.routers.config import (
     FREE_FIELDS,
     RECIPES,
@@ -32,12 +27,12 @@ from experiments.studies.routers.config import (
     model_of,
     objective_of,
 )
-from experiments.studies.routers.data import Task, load_tasks
+from experiments.studies.routers.data import load_tasks
 from experiments.studies.routers.picture import draw_comparison
-from experiments.studies.routers.table import LEGEND, TITLES, as_markdown, as_text, rows_of
-from experiments.studies.routers.trial import Programs, moe_json, run_trial
-from experiments.studies.trials import STOP_CODES, Record, StoppedError, TrialsFile
-from jaxmoe.optional import require
+from experiments.studies.routers.table import LEGEND, TABLE, TITLES, rows_of
+from experiments.studies.routers.trial import RouterPrograms, moe_json, run_trial
+from experiments.studies.study import StoppedError, run_study
+from experiments.studies.trials import Record, TrialsFile
 from jaxmoe.resilience.stop import StopRequest
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.tracking.console import format_duration
@@ -46,51 +41,29 @@ PICTURE = "routers.png"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the command; returns the exit code."""
-    prog = "python -m experiments.routers"
-    recipe, config = cli.parse(RECIPES, "short", argv, prog, __doc__ or "")
-    with cli.exit_on_bad_configuration():
-        start_process()
-    directory = RunDirectory(config.run.directory or f"runs/routers/{config.run.name or recipe}")
-    started = time.perf_counter()
-    with StopRequest() as stop:
-        with cli.exit_on_bad_configuration():
-            require("matplotlib.figure")  # now, and not after twenty minutes
-            directory.acquire(on_lost=stop.taken_over)
-        try:
-            with cli.exit_on_bad_configuration():
-                config.schedule.build(config.training.steps)  # else each method is refused by it
-                directory.check_config(config, free=FREE_FIELDS)
-                tasks, data = load_tasks(config)
-                comparison = Comparison(config, directory, tasks, data)
-                directory.write_environment([str(device) for device in jax.devices()])
-            status = comparison.run(stop)
-            seconds = time.perf_counter() - started
-            with cli.exit_on_bad_configuration():
-                say(comparison.write(status, seconds))
-        finally:
-            directory.release()
-    return int(STOP_CODES.get(status, cli.ExitCode.DONE))
+    """Run the command; return the exit code."""
+    return run_study("routers", RECIPES, argv, __doc__ or "", RoutersStudy, free=FREE_FIELDS)
 
 
-class Comparison:
+class RoutersStudy:
     """The trials of one directory, those of earlier starts included.
 
     Raises:
-        ValueError: the trials in the directory were of other data.
+        ValueError: The schedule or the data do not fit, or the trials in the directory were of
+            other data.
     """
 
-    def __init__(
-        self, config: RoutersConfig, directory: RunDirectory, tasks: dict[str, Task], data: str
-    ):
-        self._config, self._directory, self._tasks, self._data = config, directory, tasks, data
+    def __init__(self, config: RoutersConfig, directory: RunDirectory):
+        config.schedule.build(config.training.steps)  # an early error: else every method fails
+        self._config, self._directory = config, directory
+        self._tasks, self._data = load_tasks(config)
         self._file = TrialsFile(directory.trials_file)
         # The newest record of each trial.
-        self._records = {(r["method"], r["objective"]): r for r in self._file.read(data)}
-        self._baselines: dict[Objective, Programs] = {}
+        self._records = {(r["method"], r["objective"]): r for r in self._file.read(self._data)}
+        self._baselines: dict[Objective, RouterPrograms] = {}
 
     def run(self, stop: StopRequest) -> str:
-        """Every trial that is missing; "done", or the reason of a stop."""
+        """Run every missing trial; return the status."""
         for name in self._config.chosen:
             objective = objective_of(name)
             try:
@@ -107,7 +80,7 @@ class Comparison:
         return stop.reason or "done"
 
     def write(self, status: str, seconds: float) -> str:
-        """summary.json and the picture; the tables in words."""
+        """Write summary.json and the picture; return the tables as text."""
         config, tables, words, pages = self._config, {}, [], []
         records = [r for r in self._records.values() if r["method"] in config.chosen]
         floors = self._tasks["languages"].floors
@@ -116,8 +89,8 @@ class Comparison:
             rows = rows_of(records, objective, baseline=config.baseline, floor=floor)
             tables[objective] = rows
             if rows:
-                words.append(f"{title}\n\n{as_text(rows)}")
-                pages.append(f"### {title[0].upper()}{title[1:]}\n\n{as_markdown(rows)}")
+                words.append(f"{title}\n\n{TABLE.as_text(rows)}")
+                pages.append(f"### {title[0].upper()}{title[1:]}\n\n{TABLE.as_markdown(rows)}")
         words.append(LEGEND)
         picture = self._directory.plots_directory / PICTURE
         draw_comparison(picture, tables, baseline=config.baseline)
@@ -141,7 +114,7 @@ class Comparison:
         return "\n\n".join(words)
 
     def _trial(self, name: str, objective: Objective, stop: StopRequest) -> Record:
-        """The record of a trial, run now unless it is there."""
+        """Return the record of a trial, which runs now unless it is current."""
         known = self._records.get((name, objective))
         trace_file = None
         if name in self._config.trace and objective == objective_of(name):
@@ -163,26 +136,26 @@ class Comparison:
         record["data"] = self._data
         self._records[name, objective] = record
         self._file.append(record)
-        say(_in_words(record))
+        say(_progress(record))
         return record
 
     def _is_current(self, record: Mapping[str, Any]) -> bool:
-        """Whether a record is of the method as it is defined now, and is worth keeping."""
+        """Return whether a record has the present definition of its method and needs no retry."""
         if record["status"] in ("refused", "failed"):
             return False
         return record["moe"] == moe_json(self._config, record["method"])
 
-    def _baseline(self, objective: Objective) -> Programs:
-        """The baseline's programs, compiled again where its trial was of an earlier start."""
+    def _baseline(self, objective: Objective) -> RouterPrograms:
+        """Return the baseline's programs; compile them if its trial ran in an earlier start."""
         if objective not in self._baselines:
             model = model_of(self._config, self._config.baseline, objective)
             batch = self._tasks["corpus"].held_out[0]
-            self._baselines[objective] = Programs(self._config, model, objective, batch)
+            self._baselines[objective] = RouterPrograms(self._config, model, objective, batch)
         return self._baselines[objective]
 
 
-def _in_words(record: Mapping[str, Any]) -> str:
-    """A line when a trial is done."""
+def _progress(record: Mapping[str, Any]) -> str:
+    """Return the line that reports a finished trial."""
     name, kind = f"{record['method']:24}", record["objective"].replace("_", " ")
     if record["status"] != "done":
         return f"{name} {kind}: {record['status']}: {record['reason']}"

@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Literal
 
+from experiments.studies.study import StudyRunConfig
 from jaxmoe.configs import closest
 from jaxmoe.data import CorpusConfig, DataConfig, LanguageMixtureConfig
 from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
@@ -37,21 +38,11 @@ _SHORT_MODEL = ModelConfig(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class RoutersRunConfig:
-    """Where the comparison lives."""
-
-    directory: str | None = None
-    """Run directory; runs/routers/<name> when None."""
-    name: str | None = None
-    """Name of the comparison; the recipe's when None. The same name continues the same one."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RoutersConfig:
     """Every routing method on the same data and budget."""
 
-    run: RoutersRunConfig = RoutersRunConfig()
-    """Where the comparison lives."""
+    run: StudyRunConfig = StudyRunConfig()
+    """Run directory and name of the study."""
     methods: tuple[str, ...] = ()
     """Names in jaxmoe.routing.METHODS; all of them when empty."""
     baseline: str = "mixtral"

@@ -9,17 +9,19 @@ such a batch are those of its language, and the mean over batches is that of the
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 from collections.abc import Iterator
-from functools import partial
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
+from experiments.studies.data import (
+    batches_of,
+    check_vocabulary,
+    digest_of,
+    held_out_batches,
+)
 from experiments.studies.routers.config import Objective, RoutersConfig
-from jaxmoe.data import Batch, Loader, Source, evaluation_batches
+from jaxmoe.data import Batch
 from jaxmoe.data.synthetic import SyntheticSource
 
 Batches = tuple[Batch, ...]
@@ -52,31 +54,24 @@ def load_tasks(config: RoutersConfig) -> tuple[dict[str, Task], str]:
     corpus = config.corpus.build(first)
     mixtures = [config.languages.build(seed) for seed in seeds]
     for field, source in (("corpus", corpus), ("languages", mixtures[0])):
-        if source.vocab_size > config.model.vocab_size:
-            raise ValueError(
-                f"model.vocab_size={config.model.vocab_size} is smaller than the vocabulary of"
-                f" {field} ({source.vocab_size}): give --model.vocab_size {source.vocab_size}"
-            )
+        check_vocabulary(source, config.model, field=field)
     bytes_per_token = corpus.bytes_per_token
     if bytes_per_token is None:
         raise ValueError("corpus has no bytes, and is to be measured in bits per byte: give text")
-    text = evaluation_batches(
-        corpus,
-        batch_size=config.training.batch_size,
-        sequence_length=length,
-        num_batches=config.evaluation_batches,
-    )
     numbers, held_out = _held_out_languages(config, mixtures[0])
     tasks = {
         "corpus": Task(
             name="corpus",
-            training=tuple(_training(config, corpus, seed) for seed in seeds),
-            held_out=tuple(jax.tree.map(jnp.asarray, batch) for batch in text),
+            training=tuple(tuple(batches_of(corpus, config.training, seed)) for seed in seeds),
+            held_out=held_out_batches(corpus, config.training, config.evaluation_batches),
             tokens_per_unit=1.0 / bytes_per_token,
         ),
         "languages": Task(
             name="languages",
-            training=tuple(map(partial(_training, config), mixtures, seeds)),
+            training=tuple(
+                tuple(batches_of(source, config.training, seed))
+                for source, seed in zip(mixtures, seeds, strict=True)
+            ),
             held_out=held_out,
             languages=numbers,
             floors={
@@ -85,20 +80,7 @@ def load_tasks(config: RoutersConfig) -> tuple[dict[str, Task], str]:
             },
         ),
     }
-    prints = [source.fingerprint() for source in (corpus, mixtures[0])]
-    digest = hashlib.sha256(json.dumps(prints, sort_keys=True, default=str).encode())
-    return tasks, digest.hexdigest()
-
-
-def _training(config: RoutersConfig, source: Source, seed: int) -> Batches:
-    loader = Loader(
-        source,
-        batch_size=config.training.batch_size,
-        sequence_length=config.training.sequence_length,
-        seed=seed,
-    )
-    steps = range(config.training.steps)
-    return tuple(jax.tree.map(jnp.asarray, loader.batch(step)) for step in steps)
+    return tasks, digest_of([corpus, mixtures[0]])
 
 
 def _held_out_languages(

@@ -11,8 +11,8 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 
+from experiments.studies.columns import Row
 from experiments.studies.routers.config import Objective
-from experiments.studies.routers.table import Row
 from jaxmoe.tracking.plots import BLUE, GRAY, ORANGE, figure_of_panels, save_figure
 
 _COLORS: dict[Objective, str] = {"autoregressive": BLUE, "masked_diffusion": ORANGE}

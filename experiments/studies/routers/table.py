@@ -6,22 +6,20 @@ The difference to the baseline is paired: seed by seed the two start alike and s
 Its interval is Student's, 95%, over seeds (`experiments.cli.tables`). Of thirty methods at 95%, one
 or two lie outside by chance alone.
 
-To add a column: a line in COLUMNS.
+To add a column: a row of TABLE in experiments/studies/routers/table.py
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from experiments.cli.tables import markdown_table, paired_interval, text_table
+from experiments.cli.tables import paired_interval
+from experiments.studies.columns import Column, Row, Table, number, number_with_interval
 from experiments.studies.routers.config import Objective
-
-Row = dict[str, Any]
 
 TITLES: dict[Objective, str] = {
     "autoregressive": "autoregressive: every method here is causal",
@@ -77,26 +75,6 @@ def _mean(values: Sequence[float | None] | None) -> float | None:
     return float(np.mean(known)) if known and len(known) == len(values or ()) else None
 
 
-@dataclasses.dataclass(frozen=True)
-class Column:
-    """A column: its heading, and the words of a row's cell."""
-
-    heading: str
-    cell: Callable[[Row], str]
-
-
-def _plain(key: str, form: str) -> Callable[[Row], str]:
-    return lambda row: "-" if row[key] is None else form.format(row[key])
-
-
-def _difference(row: Row) -> str:
-    if row["difference"] is None:
-        return "-"
-    if row["half_width"] is None:
-        return f"{row['difference']:+.4f}"
-    return f"{row['difference']:+.4f} +- {row['half_width']:.4f}"
-
-
 def _violation(row: Row) -> str:
     values = row["max_violation"].values()
     return " / ".join("-" if value is None else f"{value:.2f}" for value in values)
@@ -106,42 +84,31 @@ def _causal(row: Row) -> str:
     return {True: "yes", False: "no", None: "-"}[row["causal"]]
 
 
-COLUMNS = (
-    Column("method", lambda row: row["method"]),
-    Column("bits/byte", _plain("bits", "{:.4f}")),
-    Column("to baseline", _difference),
-    Column("excess bits", _plain("excess_bits", "{:.4f}")),
-    Column("language MI", _plain("mutual_information", "{:.3f}")),
-    Column("max violation", _violation),
-    Column("dropped", _plain("dropped_fraction", "{:.1%}")),
-    Column("step", _plain("step_ratio", "{:.2f}x")),
-    Column("experts", _plain("expert_flops_ratio", "{:.2f}x")),
-    Column("causal", _causal),
+def _without_numbers(row: Row) -> list[str] | None:
+    """Return the name, status and reason of a method that has no numbers."""
+    if row["bits"] is not None:
+        return None
+    reason = str(row["reason"] or "").replace("\n", " ")
+    return [row["method"], f"{row['status']}: {reason}"]
+
+
+TABLE = Table(
+    (
+        Column("method", lambda row: row["method"]),
+        Column("bits/byte", number("bits", "{:.4f}")),
+        Column("to baseline", number_with_interval("difference", "{:+.4f}", "half_width")),
+        Column("excess bits", number("excess_bits", "{:.4f}")),
+        Column("language MI", number("mutual_information", "{:.3f}")),
+        Column("max violation", _violation),
+        Column("dropped", number("dropped_fraction", "{:.1%}")),
+        Column("step", number("step_ratio", "{:.2f}x")),
+        Column("experts", number("expert_flops_ratio", "{:.2f}x")),
+        Column("causal", _causal),
+    ),
+    _without_numbers,
 )
 LEGEND = (
     "to baseline: paired by seed, 95% interval; excess bits: above the exact entropy of the"
     " languages;\nlanguage MI: normalized, of language and expert; max violation: mean / last / sup"
     " over training;\nstep: time over the baseline's; experts: FLOPs over the baseline's"
 )
-
-
-def _cells(row: Row) -> list[str]:
-    """A method that has no numbers says why in their place."""
-    if row["bits"] is None:
-        reason = str(row["reason"] or "").replace("\n", " ")
-        return [row["method"], f"{row['status']}: {reason}"]
-    return [column.cell(row) for column in COLUMNS]
-
-
-def _lines(rows: Sequence[Row]) -> list[list[str]]:
-    return [[column.heading for column in COLUMNS], *map(_cells, rows)]
-
-
-def as_text(rows: Sequence[Row]) -> str:
-    """Aligned columns for a terminal."""
-    return text_table(_lines(rows))
-
-
-def as_markdown(rows: Sequence[Row]) -> str:
-    """The same as a Markdown table."""
-    return markdown_table(_lines(rows))

@@ -32,10 +32,9 @@ import numpy as np
 from jaxtyping import Array
 
 from experiments.bench.measure import in_turns
-from experiments.studies import trials
 from experiments.studies.routers.config import Objective, RoutersConfig, model_of, objective_of
 from experiments.studies.routers.data import Task
-from experiments.studies.trials import Record, StoppedError, finite
+from experiments.studies.trials import Record, finite, has_diverged, train
 from jaxmoe.configs import to_json
 from jaxmoe.data import Batch, normalized_mutual_information
 from jaxmoe.execution import ExecutionConfig
@@ -45,6 +44,7 @@ from jaxmoe.planning.placement import save_trace
 from jaxmoe.resilience.stop import StopRequest
 from jaxmoe.routing import METHODS, RouterStatistics
 from jaxmoe.routing.composition import RoutingWarning
+from jaxmoe.run.programs import RARE, Programs
 from jaxmoe.run.router_trace import record_trace
 from jaxmoe.scaling.initialize import parameter_table
 from jaxmoe.training import MaskedDiffusionConfig, NextTokenConfig, ObjectiveConfig
@@ -62,7 +62,7 @@ _TIMED_STEPS = 4
 logger = logging.getLogger(__name__)
 
 
-class Programs(trials.Programs):
+class RouterPrograms(Programs):
     """What is compiled of one method.
 
     Args:
@@ -88,9 +88,9 @@ class Programs(trials.Programs):
     @functools.cached_property
     def look(self) -> Callable[[Any, Any, Batch, Array], tuple[Array, RouterStatistics]]:
         """Evaluation logits and statistics of a held-out batch, in one of its examinations."""
-        look, state = _look_of(self.model, self.objective), self._any_state
-        given = (state.params, state.router_state, self._batch, jnp.int32(0))
-        return self._compiled(look, *given, options=trials.RARE)
+        look, state = _look_of(self.model, self.objective), self.any_state
+        given = (state.params, state.router_state, self.batch, jnp.int32(0))
+        return self.compile(look, *given, options=RARE)
 
 
 def _look_of(model: ModelConfig, objective: ObjectiveConfig) -> Any:
@@ -143,10 +143,10 @@ def run_trial(
     name: str,
     objective: Objective,
     tasks: Mapping[str, Task],
-    baseline: Callable[[], Programs],
+    baseline: Callable[[], RouterPrograms],
     stop: StopRequest,
     trace_file: pathlib.Path | None = None,
-) -> tuple[Record, Programs | None]:
+) -> tuple[Record, RouterPrograms | None]:
     """Everything about one method.
 
     Args:
@@ -192,16 +192,16 @@ def _fill(
     name: str,
     objective: Objective,
     tasks: Mapping[str, Task],
-    baseline: Callable[[], Programs],
+    baseline: Callable[[], RouterPrograms],
     stop: StopRequest,
     trace_file: pathlib.Path | None,
-) -> Programs | None:
+) -> RouterPrograms | None:
     """Ticket, training, evaluation, time."""
     model = model_of(config, name, objective)
     batch = tasks["corpus"].held_out[0]
     if objective == "masked_diffusion":
         record["causal"] = _is_causal_at_first(config, name, batch)
-    programs = Programs(config, model, objective, batch)
+    programs = RouterPrograms(config, model, objective, batch)
     record |= {"status": "done", "parameters_total": parameter_table(model).total}
     if objective == "autoregressive":
         record["causal"] = _has_ticket(programs, programs.init(_key(config, 0)), batch)
@@ -230,16 +230,11 @@ def _fill(
 
 
 def _train(
-    config: RoutersConfig, programs: Programs, task: Task, number: int, stop: StopRequest
+    config: RoutersConfig, programs: RouterPrograms, task: Task, number: int, stop: StopRequest
 ) -> tuple[Record, TrainState]:
     """One seed on one kind of data; `bits` is None where it diverged."""
-    state, metrics = programs.init(_key(config, number)), []
-    for batch in task.training[number]:
-        if stop.reason is not None:
-            raise StoppedError
-        state, measured = programs.step(state, batch)
-        metrics.append(measured)
-    metrics = jax.device_get(metrics)
+    batches = task.training[number]
+    state, metrics = train(programs, _key(config, number), batches, stop)
     violation = np.array([m.router["max_violation"] for m in metrics], float)
     dropped = np.array([m.router["dropped_fraction"] for m in metrics], float)
     run: Record = {
@@ -250,13 +245,14 @@ def _train(
         "loss": finite(metrics[-1].loss),
         **_evaluated(config, programs, task, state),
     }
-    in_a_row = max(int(m.skipped_in_a_row) for m in metrics)
-    if in_a_row >= min(config.training.max_skipped, config.training.steps):
+    if has_diverged([m.skipped_in_a_row for m in metrics], config.training):
         run["bits"] = None
     return run, state
 
 
-def _evaluated(config: RoutersConfig, programs: Programs, task: Task, state: TrainState) -> Record:
+def _evaluated(
+    config: RoutersConfig, programs: RouterPrograms, task: Task, state: TrainState
+) -> Record:
     """Held-out bits, what the experts know of the language, and the experts' part of the FLOPs."""
     given = (state.params, state.router_state)
     evaluation = evaluate(programs.evaluate, *given, task.held_out)
@@ -286,7 +282,7 @@ def _evaluated(config: RoutersConfig, programs: Programs, task: Task, state: Tra
     return result
 
 
-def _has_ticket(programs: Programs, state: TrainState, batch: Batch) -> bool:
+def _has_ticket(programs: RouterPrograms, state: TrainState, batch: Batch) -> bool:
     def logits_of(tokens: np.ndarray) -> Array:
         given = dataclasses.replace(batch, tokens=jnp.asarray(tokens))
         return programs.look(state.params, state.router_state, given, jnp.int32(0))[0]
@@ -301,18 +297,20 @@ def _is_causal_at_first(config: RoutersConfig, name: str, batch: Batch) -> bool:
     """
     if not METHODS[name].router.traits.is_causal:
         return False
-    programs = Programs(config, model_of(config, name, "autoregressive"), "autoregressive", batch)
+    programs = RouterPrograms(
+        config, model_of(config, name, "autoregressive"), "autoregressive", batch
+    )
     return _has_ticket(programs, programs.init(_key(config, 0)), batch)
 
 
 def _time_beside(
-    config: RoutersConfig, programs: Programs, baseline: Programs, batch: Batch
+    config: RoutersConfig, programs: RouterPrograms, baseline: RouterPrograms, batch: Batch
 ) -> float | None:
     """Time of a training step over the baseline's, medians of turns; 1 for itself."""
     if programs.model == baseline.model:
         return 1.0
 
-    def turns(programs: Programs) -> Callable[[], float]:
+    def turns(programs: RouterPrograms) -> Callable[[], float]:
         state = programs.init(_key(config, 0))
 
         def run() -> float:

@@ -19,9 +19,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.cli import flags as cli
 from experiments.cli.output import say
 from experiments.cli.tables import markdown_table, text_table
+from experiments.studies.study import StoppedError, check_stop
 from experiments.studies.transfer.config import Cell, TransferConfig, cells_of
 from experiments.studies.transfer.coordinates import (
     FALL,
@@ -33,15 +33,16 @@ from experiments.studies.transfer.coordinates import (
     sizes,
 )
 from experiments.studies.transfer.trial import EXECUTION, SweepData, SweepPrograms
-from experiments.studies.trials import StoppedError
 from jaxmoe.optional import require
 from jaxmoe.resilience.stop import StopRequest
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.tracking.plots import figure_of_panels, save_figure
 
 PICTURE = "coordinates.png"
-FAILED = 1
-"""Exit code where an arm fails that claims to pass."""
+HEADINGS = [
+    *("arm", "quantity", "value at 0", "value at the end", "change at 1", "change at the end"),
+    "verdict",
+]
 _FACTORS = 1024
 LEGEND = (
     f"a quantity passes where neither it nor its change grows faster than the axis ^{GROWTH:g}, and"
@@ -50,68 +51,75 @@ LEGEND = (
 )
 
 
-def check_coordinates(
-    config: TransferConfig, data: SweepData, directory: RunDirectory, stop: StopRequest
-) -> int:
-    """Runs the check and writes its files.
+class CoordinateCheck:
+    """The check of one directory; nothing of it is kept when it is stopped."""
 
-    Args:
-        config: of the sweep.
-        data: of the sweep.
-        directory: where the files go.
-        stop: asked before every step.
+    def __init__(self, config: TransferConfig, directory: RunDirectory, data: SweepData):
+        self._config, self._directory, self._data = config, directory, data
+        self._measured: dict[str, dict[str, np.ndarray]] = {}
+        self._results: dict[str, dict[str, Any]] = {}
+        self._lines: list[list[str]] = [HEADINGS]
+        self._verdicts: list[str] = []
 
-    Returns:
-        The exit code: 1 where an arm fails that claims to keep its rate along the axis.
+    def run(self, stop: StopRequest) -> str:
+        """Check every arm; return "failed" where one fails that claims to keep its rate."""
+        cells, is_bad = cells_of(self._config), False
+        try:
+            for name, arm in self._config.chosen_arms.items():
+                mine = [cell for cell in cells if cell.arm == name]
+                is_claimed = self._config.axis in arm.claims
+                passes = self._check_arm(name, mine, is_claimed, stop)
+                is_bad |= is_claimed and not passes
+        except StoppedError:
+            return str(stop.reason)
+        return "failed" if is_bad else "done"
 
-    Raises:
-        StoppedError: a signal came; the check is short, and begins anew.
-    """
-    cells, results, is_bad = cells_of(config), {}, False
-    measured_by_arm = {}
-    lines = [
-        ["arm", "quantity", "value at 0", "value at the end", "change at 1", "change at the end"]
-    ]
-    lines[0].append("verdict")
-    verdicts = []
-    for name, arm in config.chosen_arms.items():
-        mine = [cell for cell in cells if cell.arm == name]
-        measured = measure(config, mine, data, stop)
+    def _check_arm(
+        self, name: str, cells: Sequence[Cell], is_claimed: bool, stop: StopRequest
+    ) -> bool:
+        """Measure and judge one arm; return whether it passes."""
+        config = self._config
+        measured = measure(config, cells, self._data, stop)
         found = coordinates_of(config.chosen_points, measured)
-        measured_by_arm[name] = measured
-        lines += [_line(name, coordinate) for coordinate in found]
+        self._measured[name] = measured
+        self._lines += [_line(name, coordinate) for coordinate in found]
         problems = [f"{c.quantity}: {c.problem}" for c in found if c.problem is not None]
-        is_claimed = config.axis in arm.claims
-        is_bad |= is_claimed and bool(problems)
         verdict = _verdict(name, config.axis, problems, is_claimed)
         say(verdict)
-        verdicts.append(verdict)
-        results[name] = {
+        self._verdicts.append(verdict)
+        self._results[name] = {
             "passes": not problems,
             "claims_transfer": is_claimed,
-            "rate": arm.optimizer.learning_rate,
+            "rate": config.chosen_arms[name].optimizer.learning_rate,
             "problems": problems,
             "coordinates": [dataclasses.asdict(coordinate) for coordinate in found],
             "measured": {key: array.tolist() for key, array in measured.items()},
         }
-    picture = directory.plots_directory / PICTURE
-    draw_coordinates(picture, measured_by_arm, config.chosen_points, axis=config.axis)
-    summary = {
-        "status": "done",
-        "check": "coordinates",
-        "axis": config.axis,
-        "points": list(config.chosen_points),
-        "seeds": config.seeds,
-        "steps": config.check_steps,
-        "passes": {name: result["passes"] for name, result in results.items()},
-        "arms": results,
-        "verdicts": verdicts,
-        "markdown": markdown_table(lines),
-        "picture": str(picture),
-    }
-    directory.write_summary(summary)
-    say(f"\n{text_table(lines)}\n\n{LEGEND}\n\n{picture}")
-    return FAILED if is_bad else int(cli.ExitCode.DONE)
+        return not problems
+
+    def write(self, status: str, seconds: float) -> str:
+        """Write summary.json and the picture; return the table as text."""
+        del seconds
+        if status not in ("done", "failed"):
+            return f"{status}: nothing is kept of a check; the same command begins anew"
+        config = self._config
+        picture = self._directory.plots_directory / PICTURE
+        draw_coordinates(picture, self._measured, config.chosen_points, axis=config.axis)
+        summary = {
+            "status": "done",
+            "check": "coordinates",
+            "axis": config.axis,
+            "points": list(config.chosen_points),
+            "seeds": config.seeds,
+            "steps": config.check_steps,
+            "passes": {name: result["passes"] for name, result in self._results.items()},
+            "arms": self._results,
+            "verdicts": self._verdicts,
+            "markdown": markdown_table(self._lines),
+            "picture": str(picture),
+        }
+        self._directory.write_summary(summary)
+        return f"\n{text_table(self._lines)}\n\n{LEGEND}\n\n{picture}"
 
 
 def measure(
@@ -141,8 +149,7 @@ def measure(
             first = look(state.params, state.router_state, tokens)
             rows = [sizes(first, first)]
             for batches in data.pieces(training, 1):
-                if stop.reason is not None:
-                    raise StoppedError
+                check_stop(stop)
                 # One rate: where the schedule would warm up, nothing would change at first.
                 given = (rate, jnp.ones(_FACTORS, jnp.float32), batches)
                 state, _ = programs.train_piece(state, *given)

@@ -22,17 +22,16 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
-from experiments.cli import flags as cli
+from experiments.cli import flags
 from experiments.cli.output import say
-from experiments.cli.process import start_process
 from experiments.cli.tables import markdown_table, text_table
+from experiments.studies.study import StoppedError, Study, check_stop, run_study
 from experiments.studies.transfer.arms import ARMS
 from experiments.studies.transfer.axes import AXES
 from experiments.studies.transfer.budget import SIZES, Sizes, size_of, timing_cells
-from experiments.studies.transfer.check import check_coordinates
+from experiments.studies.transfer.check import CoordinateCheck
 from experiments.studies.transfer.config import (
     FREE_FIELDS,
     RECIPES,
@@ -62,8 +61,7 @@ from experiments.studies.transfer.trial import (
     seconds_of,
     train,
 )
-from experiments.studies.trials import STOP_CODES, Record, StoppedError, TrialsFile
-from jaxmoe.optional import require
+from experiments.studies.trials import Record, TrialsFile
 from jaxmoe.resilience.stop import StopRequest
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.tracking.console import format_duration
@@ -72,47 +70,42 @@ PICTURE = "transfer.png"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the command; returns the exit code."""
-    prog = "python -m experiments.transfer"
-    recipe, config = cli.parse(RECIPES, "short", argv, prog, f"{__doc__}\n{_names()}")
-    with cli.exit_on_bad_configuration():
-        start_process()
-    kind = "" if config.check is None else f"_{config.check}"
-    name = config.run.name or f"{recipe}_{config.axis}{kind}"
-    directory = RunDirectory(config.run.directory or f"runs/transfer/{name}")
-    started = time.perf_counter()
-    with StopRequest() as stop:
-        with cli.exit_on_bad_configuration():
-            require("matplotlib.figure")  # now, and not after twenty minutes
-            _check_steps(config, RECIPES[recipe]())
-            cells_of(config)
-            directory.acquire(on_lost=stop.taken_over)
-        try:
-            with cli.exit_on_bad_configuration():
-                directory.check_config(config, free=FREE_FIELDS)
-                data = SweepData(config)
-                directory.write_environment([str(device) for device in jax.devices()])
-            if config.check is not None:
-                return check_coordinates(config, data, directory, stop)
-            with cli.exit_on_bad_configuration():
-                sweep = Sweep(config, directory, data)
-                sweep.choose_sizes(stop)
-            status = sweep.run(stop)
-            with cli.exit_on_bad_configuration():
-                say(sweep.write(status, time.perf_counter() - started))
-        except StoppedError:
-            status = str(stop.reason)
-            say(f"{status}: nothing is kept of a check; the same command begins anew")
-        finally:
-            directory.release()
-    return int(STOP_CODES.get(status, cli.ExitCode.DONE))
+    """Run the command; return the exit code."""
+    return run_study(
+        "transfer",
+        RECIPES,
+        argv,
+        f"{__doc__}\n{_names()}",
+        _open_study,
+        free=FREE_FIELDS,
+        name_of=_name_of,
+        check=_check,
+    )
+
+
+def _name_of(recipe: str, config: TransferConfig) -> str:
+    """Return the default name of a sweep or a check."""
+    return "_".join([recipe, config.axis, *([] if config.check is None else [config.check])])
+
+
+def _check(recipe: str, config: TransferConfig) -> None:
+    """Refuse what does not fit before the directory is created."""
+    _check_steps(config, RECIPES[recipe]())
+    cells_of(config)
+
+
+def _open_study(config: TransferConfig, directory: RunDirectory) -> Study:
+    data = SweepData(config)
+    if config.check is not None:
+        return CoordinateCheck(config, directory, data)
+    return Sweep(config, directory, data)
 
 
 class Sweep:
     """The trials of one directory, those of earlier starts included.
 
     Raises:
-        ValueError: the trials in the directory were of other data.
+        ValueError: The trials in the directory were of other data.
     """
 
     def __init__(self, config: TransferConfig, directory: RunDirectory, data: SweepData):
@@ -128,11 +121,11 @@ class Sweep:
                 self._records[_key(record)] = record
         self._cells: tuple[Cell, ...] = ()
 
-    def choose_sizes(self, stop: StopRequest) -> None:
-        """Decides the steps, where a budget is to, and with them the cells.
+    def _choose_sizes(self, stop: StopRequest) -> None:
+        """Choose the number of steps from the budget, if there is one, and the cells.
 
         Raises:
-            ValueError: the budget is too small for this machine.
+            ValueError: The budget is too small for this machine.
         """
         config = self._config
         if config.budget is not None and self._sizes is None:
@@ -155,7 +148,9 @@ class Sweep:
         self._say_plan()
 
     def run(self, stop: StopRequest) -> str:
-        """Every trial that is missing; "done", or the reason of a stop."""
+        """Choose the steps, run every missing trial, and return the status."""
+        with flags.exit_on_bad_configuration():
+            self._choose_sizes(stop)
         try:
             for cell in self._cells:
                 for rate in self._rates(cell):
@@ -165,7 +160,7 @@ class Sweep:
         return stop.reason or "done"
 
     def write(self, status: str, seconds: float) -> str:
-        """summary.json and the picture; the tables in words."""
+        """Write summary.json and the picture; return the tables as text."""
         config, unit, axis = self._config, self._data.unit, axis_of(self._config)
         points, arms, curves = [], [], self._curves()
         for name, arm in config.chosen_arms.items():
@@ -251,8 +246,7 @@ class Sweep:
             known = self._records.get((cell.arm, cell.value, rate, seed))
             if known is not None and self._is_current(cell, known):
                 continue
-            if stop.reason is not None:
-                raise StoppedError
+            check_stop(stop)
             record = train(self._of(cell), cell, rate, seed, self._data, stop)
             self._records[_key(record)] = record
             self._file.append(record)

@@ -15,6 +15,7 @@ import dataclasses
 import functools
 from typing import Literal
 
+from experiments.studies.study import StudyRunConfig
 from experiments.studies.transfer.arms import ARMS, DEFAULT_ARMS, Arm, own_arm
 from experiments.studies.transfer.axes import AXES, Axis, Setting
 from jaxmoe.configs import closest, fingerprint
@@ -48,21 +49,11 @@ _MODEL = ModelConfig(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class TransferRunConfig:
-    """Where the sweep lives."""
-
-    directory: str | None = None
-    """Run directory; runs/transfer/<name> when None."""
-    name: str | None = None
-    """Name of the sweep; the recipe's and the axis when None. The same name continues it."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class TransferConfig:
     """Learning rates at several sizes: does the best one stay?"""
 
-    run: TransferRunConfig = TransferRunConfig()
-    """Where the sweep lives."""
+    run: StudyRunConfig = StudyRunConfig()
+    """Run directory and name of the study."""
     axis: str = "width"
     """What grows: width, depth, tokens, batch, granularity, sparsity or balance."""
     points: tuple[float, ...] = ()

@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
-import json
 import math
 import time
 from typing import Any
@@ -25,13 +23,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from experiments.studies import trials
+from experiments.studies.data import check_vocabulary, digest_of, held_out_batches, loader_of
+from experiments.studies.study import check_stop
 from experiments.studies.transfer.config import Cell, TransferConfig
-from experiments.studies.trials import Record, StoppedError, finite
-from jaxmoe.data import Batch, Loader, Source, evaluation_batches
+from experiments.studies.trials import Record, finite, has_diverged, on_device
+from jaxmoe.data import Batch, Source
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.resilience.stop import StopRequest
 from jaxmoe.run.config import TrainingConfig
+from jaxmoe.run.programs import Programs
 from jaxmoe.training.evaluate import evaluate
 from jaxmoe.training.state import TrainState
 
@@ -57,22 +57,11 @@ class SweepData:
     def __init__(self, config: TransferConfig):
         training, model = config.training, config.model
         self.source: Source = config.data.build(training.seed)
-        num_masks = model.vocab_size - training.objective.num_predicted(model)
-        needed = self.source.vocab_size + num_masks
-        if needed > model.vocab_size:
-            raise ValueError(
-                f"model.vocab_size={model.vocab_size} is smaller than the vocabulary of the data"
-                f" ({needed} with masks): give --model.vocab_size {needed}"
-            )
-        held_out = evaluation_batches(
-            self.source,
-            batch_size=training.batch_size,
-            sequence_length=training.sequence_length,
-            num_batches=config.evaluation_batches,
+        check_vocabulary(
+            self.source, model, num_masks=model.vocab_size - training.objective.num_predicted(model)
         )
-        self.held_out = tuple(_on_device(batch) for batch in held_out)
-        print_of = json.dumps(self.source.fingerprint(), sort_keys=True, default=str)
-        self.digest = hashlib.sha256(print_of.encode()).hexdigest()
+        self.held_out = held_out_batches(self.source, training, config.evaluation_batches)
+        self.digest = digest_of([self.source])
 
     @property
     def unit(self) -> str:
@@ -87,14 +76,9 @@ class SweepData:
     @functools.lru_cache(maxsize=8)  # noqa: B019 (one object per process)
     def pieces(self, training: TrainingConfig, piece: int) -> tuple[Batch, ...]:
         """All batches of a training in its order, `piece` of them stacked at a time."""
-        loader = Loader(
-            self.source,
-            batch_size=training.batch_size,
-            sequence_length=training.sequence_length,
-            seed=training.seed,
-        )
+        loader = loader_of(self.source, training, training.seed)
         return tuple(
-            _on_device(
+            on_device(
                 jax.tree.map(
                     lambda *rows: np.stack(rows), *map(loader.batch, range(first, first + piece))
                 )
@@ -103,16 +87,12 @@ class SweepData:
         )
 
 
-def _on_device(batch: Batch) -> Batch:
-    return jax.tree.map(jnp.asarray, batch)
-
-
 def piece_of(steps: int) -> int:
     """Steps of one call: the largest divisor that is not too large."""
     return next(size for size in range(min(steps, MOST_PIECE), 0, -1) if steps % size == 0)
 
 
-class SweepPrograms(trials.Programs):
+class SweepPrograms(Programs):
     """What is compiled of one cell, and of every other of the same shape.
 
     Args:
@@ -150,14 +130,14 @@ class SweepPrograms(trials.Programs):
         """
         given = (state, rate, factors, batches)
         if self._piece is None:
-            self._piece = self._compiled(jax.jit(self._train, donate_argnums=0), *given)
+            self._piece = self.compile(jax.jit(self._train, donate_argnums=0), *given)
         return self._piece(*given)
 
     def _train(self, state: TrainState, rate: Array, factors: Array, batches: Batch) -> Any:
         optimizer = self._config.build(
             self._table, lambda count: jnp.take(factors, count), learning_rate=rate
         )
-        step = self._step(optimizer)
+        step = self.make_step(optimizer)
 
         def one(state: TrainState, batch: Batch) -> Any:
             state, metrics = step(state, batch)
@@ -203,18 +183,17 @@ def train(
     """
     started, training = time.perf_counter(), cell.seeded(seed)
     state, factors = programs.init(jax.random.key(seed)), schedule_factors(cell)
-    measured, has_diverged = [], False
+    measured, is_diverged = [], False
     for batches in data.pieces(training, piece_of(training.steps)):
-        if stop.reason is not None:
-            raise StoppedError
+        check_stop(stop)
         state, metrics = programs.train_piece(state, jnp.float32(rate), factors, batches)
         measured.append(jax.device_get(metrics))
-        has_diverged = int(measured[-1][1].max()) >= min(training.max_skipped, training.steps)
-        if has_diverged:
+        is_diverged = has_diverged(measured[-1][1], training)
+        if is_diverged:
             break
     loss, _, violation = (np.concatenate(part) for part in zip(*measured, strict=True))
     bits = math.nan
-    if not has_diverged:
+    if not is_diverged:
         found = evaluate(programs.evaluate, state.params, state.router_state, data.held_out)
         bits = found.bits_per_token * data.tokens_per_unit
     last = max(1, round(_LAST * training.steps))
