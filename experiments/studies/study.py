@@ -14,7 +14,7 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import jax
 
@@ -51,6 +51,7 @@ class StudyRunConfig:
     """Name of the study; the recipe's when None. The same name continues the same study."""
 
 
+@runtime_checkable
 class Study(Protocol):
     """A comparison of trials in one directory."""
 
