@@ -18,9 +18,9 @@ replicas, a step moves per device (ring algorithms: AG all-gather, RS reduce-sca
 fully_sharded with replicas keeps r copies of everything and adds an AR of P / n across them. In all
 layouts that split parameters within a replica the reduction has two levels: a reduce-scatter
 within, and the remaining P / n of each gradient across (under `hierarchical` only parameters
-outside the layers are reduced over all nr devices at once). An AR is an RS and an AG, so zero1 needs no more than
-data_parallel once XLA has turned its AR and slice into an RS (as zero2's, and those across
-replicas); XLA does that on accelerators, and never on the CPU. Sources: ZeRO, arXiv 1910.02054;
+outside the layers are reduced over all nr devices at once). An AR is an RS and an AG, so zero1
+needs no more than data_parallel once XLA has turned its AR and slice into an RS (as zero2's, and
+those across replicas); XLA does that on accelerators, not on the CPU. Sources: ZeRO, 1910.02054;
 secondary shards, arXiv 2306.10209; nested levels, arXiv 2501.04266.
 
 To add a layout: an entry in STATE_LAYOUTS and its name in `StateLayoutName`, both in

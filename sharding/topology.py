@@ -1,26 +1,25 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Which device stands where in a mesh: rings along links, slices outermost.
+"""Orders devices in a mesh: rings along links, slices outermost.
 
-A ring passes keys and values from each device to the next, so that neighbours on the axis should be
-neighbours in the machine. `jax.make_mesh` does not see to it: on v5e:2x4 its only axis of 8 hops
+A ring passes keys and values from each device to the next, so neighbours on the axis should be
+neighbours in the machine. `jax.make_mesh` does not ensure it: on v5e:2x4 its only axis of 8 hops
 1, 2, 1, 2 and so on. `ring_order` walks a grid of coordinates instead (a Hamiltonian walk). All but
 one dimension are laid in one row by a snake; then on R rows of C devices, R even,
 
-    go along the first row, come back through the second without its first device, and so on; home
-    through the first devices of all rows.
+    go along the first row, return through the second without its first device, and so on; close
+    the ring through the first devices of all rows.
 
 Every hop is 1, the closing one too. A grid of an odd number of devices has no closed walk, since
-every hop changes the colour of a chessboard; a line has none either. Both get an open walk, whose
-closing hop alone is long: up to the sum of the sizes less the dimensions, unless links around the
-machine shorten it. Such links (a whole v5e or v6e pod, v4 and v5p in cubes of 4) are not counted:
-hops here are those of a grid, and at most what they say.
+every hop changes the colour of a chessboard; a line has none either. Both get an open walk, where
+only the closing hop is long: up to the sum of the sizes less the dimensions. Wrap-around links (a
+whole v5e or v6e pod, v4 and v5p in cubes of 4) are not counted and can only shorten it.
 
-Slices of a TPU are joined by the data-centre network, over which only the axis of replicas may go
+Slices of a TPU are joined by the data-centre network, which only the replica axis may use
 (`jax.experimental.mesh_utils.create_hybrid_device_mesh`). On GPUs, where JAX calls a host a slice,
-devices stay in their order: the last axes lie within hosts.
+devices stay in their order: the last axes are within hosts.
 
-To add an axis along which a ring runs: name it in `ring_axes` of `device_array`'s caller.
+To add an axis along which a ring runs: `ring_axes` in `make_mesh` of sharding/mesh.py.
 """
 
 from __future__ import annotations
@@ -44,16 +43,17 @@ def device_array(
     slice_axis: str,
     ring_axes: Sequence[str],
 ) -> np.ndarray:
-    """Devices in the shape of a mesh, as `jax.sharding.Mesh` takes them.
+    """Return devices in the shape of a mesh, as `jax.sharding.Mesh` takes them.
 
     Args:
-        sizes: of the axes by name, in the order of the mesh; they multiply to the devices.
-        devices: `jax.Device`, all of the mesh.
-        slice_axis: the only axis that may lead from one slice to another.
-        ring_axes: along these together, the last the fastest, a ring runs.
+        sizes: Sizes of the axes by name, in the order of the mesh; their product is the number of
+            devices.
+        devices: All devices of the mesh.
+        slice_axis: The only axis that may cross slices.
+        ring_axes: Axes along which, together, a ring runs; the last is the fastest.
 
     Raises:
-        ValueError: slices of different sizes, or that do not divide the slice axis.
+        ValueError: Slices differ in size, or their number does not divide the slice axis.
     """
     names, shape = tuple(sizes), tuple(sizes.values())
     by_slice = collections.Counter(_slice(device) for device in devices)
@@ -70,13 +70,13 @@ def device_array(
 
 
 def ring_order(devices: Sequence[Any]) -> list[Any]:
-    """The devices, each one hop from the next; the last from the first where that is possible.
+    """Return the devices, each one hop from the next, in a closed ring where that is possible.
 
     Args:
-        devices: with `coords`, such as those of a TPU; they fill a box of the grid.
+        devices: Devices with `coords`, such as those of a TPU, that fill a box of the grid.
 
     Raises:
-        ValueError: they have no coordinates, or fill no box.
+        ValueError: They have no coordinates, or do not fill a box.
     """
     box = _box(devices)
     if box is None:
@@ -89,10 +89,10 @@ def ring_order(devices: Sequence[Any]) -> list[Any]:
 
 
 def hops(devices: Sequence[Any]) -> list[int]:
-    """Links from each device to the next and from the last to the first, in a grid.
+    """Return the links from each device to the next and from the last to the first, in a grid.
 
     Args:
-        devices: with `coords`, in the order of a ring.
+        devices: Devices with `coords`, in the order of a ring.
     """
     following = [*devices[1:], devices[0]]
     return [_distance(one, other) for one, other in zip(devices, following, strict=True)]
@@ -106,20 +106,20 @@ def _check_slices(size: int, axis: str, by_slice: Mapping[int, int]) -> None:
     if len(set(by_slice.values())) > 1:
         counts = ", ".join(str(count) for count in by_slice.values())
         raise ValueError(
-            f"the mesh's devices lie in {len(by_slice)} slices, {counts} in each: pass the devices"
+            f"the mesh's devices are in {len(by_slice)} slices, {counts} in each: pass the devices"
             " of whole slices, or as many of each"
         )
     if size % len(by_slice):
         raise ValueError(
-            f"mesh.{axis}={size} must be a multiple of the {len(by_slice)} slices in which the"
-            f" {sum(by_slice.values())} devices lie, as only gradients may travel between slices:"
+            f"mesh.{axis}={size} must be a multiple of the {len(by_slice)} slices that hold the"
+            f" {sum(by_slice.values())} devices, as only gradients may travel between slices:"
             f" set mesh.{axis} to {len(by_slice)}, and the other axes to the"
             f" {min(by_slice.values())} devices of one slice"
         )
 
 
 def _along_links(array: np.ndarray, axes: Sequence[int]) -> np.ndarray:
-    """The array with its places along some axes exchanged, all rings alike, if that is shorter."""
+    """Return the array reordered along some axes, equally in all rings, if that is shorter."""
     last = range(array.ndim - len(axes), array.ndim)
     moved = np.moveaxis(array, axes, last)
     rings = moved.reshape(-1, math.prod(array.shape[axis] for axis in axes))
@@ -137,7 +137,7 @@ def _all_hops(rings: np.ndarray) -> int:
 
 
 def _coordinates(device: Any) -> Coordinates | None:
-    """In the grid of chips, and which core of the chip; None where the machine has no grid."""
+    """Return the coordinates of chip and core; None where the machine has no grid."""
     coords = getattr(device, "coords", None)
     return None if coords is None else (*coords, getattr(device, "core_on_chip", 0))
 
@@ -148,7 +148,7 @@ def _distance(one: Any, other: Any) -> int:
 
 
 def _box(devices: Sequence[Any]) -> tuple[dict[Coordinates, Any], tuple[int, ...]] | None:
-    """Devices by their place from a corner of the box, and its shape; None if they fill none."""
+    """Return devices by offset from a corner of their box, and its shape; None without a box."""
     coordinates = [_coordinates(device) for device in devices]
     if None in coordinates or len({_slice(device) for device in devices}) > 1:
         return None
@@ -161,7 +161,7 @@ def _box(devices: Sequence[Any]) -> tuple[dict[Coordinates, Any], tuple[int, ...
 
 
 def _snake(shape: Sequence[int]) -> list[Coordinates]:
-    """All places of a grid, each one hop from the next."""
+    """Return all places of a grid, each one hop from the next."""
     if not shape:
         return [()]
     rest = _snake(shape[1:])
@@ -170,7 +170,7 @@ def _snake(shape: Sequence[int]) -> list[Coordinates]:
 
 
 def _walk(shape: Sequence[int]) -> list[Coordinates]:
-    """The snake, closed where that is possible."""
+    """Return the snake, closed where that is possible."""
     wide = [d for d, size in enumerate(shape) if size > 1]
     if len(wide) < 2 or math.prod(shape) % 2:
         return _snake(shape)

@@ -1,26 +1,24 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Weights of lent experts to the devices that borrow them, and their gradients home.
+"""Sends weights of lent experts to the devices that borrow them, and their gradients back.
 
-One lent expert after the other is summed over the devices of the expert axes, of which all but its
-home give 0; who borrows it puts the sum into a slot behind its own experts:
+One lent expert after the other is summed over the devices of the expert axes, where all but its
+owner give 0; a borrower puts the sum into a slot behind its own experts:
 
-    w[slot] = psum(home ? w[expert] : 0)                 forward
+    w[slot] = psum(owner ? w[expert] : 0)                forward
     g[expert] += psum(borrows ? g[slot] : 0)             backward
 
 With W values in an expert and `num_lent` experts lent, each way
 
     2 (P - 1) / P * num_lent * W * b                     bytes sent by each device
 
-and memory for one expert beside the slots. One hot expert costs the same however many devices help,
-where its home would else send P - 1 copies; many experts with one borrower each cost more here, up
-to P times. The loop runs `num_lent` times, so that where nothing is lent nothing travels. The
-devices that take part in a sum are those of one expert group, whose plan is the same: all run it as
+and memory for one expert beside the slots. One hot expert costs the same for any number of
+borrowers, where point-to-point copies would send P - 1; many experts with one borrower each cost
+more here, up to P times. The loop runs `num_lent` times: where nothing is lent nothing travels. The
+devices of one sum are those of one expert group, which have the same plan and run the loop equally
 often. Devices of other groups, which differ in `data` or `replica`, may run it more or less often.
 
-Values are those of the given weights: narrower ones travel in fewer bytes. It knows no rows; the
-plan is `sharding/expert_parallel/least_loaded_plan.py`. To add another way for weights to travel:
-another `_hand_over`.
+Weights travel in their own dtype. The plan is `sharding/expert_parallel/least_loaded_plan.py`.
 """
 
 from __future__ import annotations
@@ -37,12 +35,12 @@ from sharding.expert_parallel.least_loaded_plan import Plan
 
 
 def with_borrowed(weights: Any, plan: Plan, axes: tuple[str, ...]) -> Any:
-    """The weights of the experts held here, and behind them those of the borrowed ones.
+    """Return the weights of the experts held here, followed by those of the borrowed ones.
 
     Args:
-        weights: pytree of arrays [e ...].
-        plan: the same on all devices of the axes.
-        axes: over which experts lie.
+        weights: Pytree of arrays [e ...].
+        plan: The plan, equal on all devices of the axes.
+        axes: Mesh axes over which experts are sharded.
 
     Returns:
         Pytree of arrays [e + slots ...]; an empty slot is 0.
@@ -76,7 +74,7 @@ _borrow.defvjp(_borrow_forward, _borrow_backward)
 
 
 def _hand_over(source: Any, target: Any, plan: Plan, axes: tuple[str, ...], *, is_return: bool):
-    """Adds to the target, expert by expert, what the devices that have it in the source give."""
+    """Return the target plus, expert by expert, the sum of the entries in the source."""
     num_devices, slots = plan.borrowed.shape
     held = plan.rows.shape[0] // num_devices
     device = jax.lax.axis_index(axes).astype(jnp.int32)
@@ -84,11 +82,11 @@ def _hand_over(source: Any, target: Any, plan: Plan, axes: tuple[str, ...], *, i
 
     def hand_over(turn: Int[Array, ""], target: Any) -> Any:
         expert = plan.lent[turn]
-        home = (expert // held == device, expert % held)
+        owner = (expert // held == device, expert % held)
         is_guest = guests == expert
         slot = jnp.where(is_guest, jnp.arange(slots, dtype=jnp.int32), 0).sum()
         guest = (is_guest.any(), held + slot)
-        giver, taker = (guest, home) if is_return else (home, guest)
+        giver, taker = (guest, owner) if is_return else (owner, guest)
 
         def one(source: Array, target: Array) -> Array:
             given = jax.lax.psum(_entry(source, *giver), axes)

@@ -1,36 +1,36 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""In how many chunks tokens go to their experts: a cost model, from measurements, and its optimum.
+"""Cost model for the number of chunks in which tokens go to their experts, and its optimum.
 
 Each operation on n of something takes alpha + beta n seconds. Cut into r chunks, a layer takes
 
     g, a, x, s = alpha + beta / r      of all-gather, all-to-all, experts, reduce-scatter
 
 per chunk, in the order of the seam: all-gather over `expert_tensor`, all-to-all over `expert`, the
-experts, and back by all-to-all and reduce-scatter. Three things work side by side, each on one
-operation at a time and its queue in order: the links of `expert` (all chunks there, then all back),
-those of `expert_tensor` (likewise), the compute units. Other traffic on the links of `expert`, in
-the backward pass the gradients of other layers, takes G seconds and fills what gaps there are:
+experts, and back by all-to-all and reduce-scatter. Three queues run in parallel, each with one
+operation at a time and in order: the links of `expert` (all chunks there, then all back), those of
+`expert_tensor` (likewise), the compute units. Other traffic on the links of `expert`, in the
+backward pass the gradients of other layers, takes G seconds and fills the gaps:
 
     seconds = max(2 r a + G,
                   g + 2 a + s + x + (r - 1) max(g, a, x, s),
                   g + 2 a + s + (r - 1) (max(g, a) + max(a, s)))
 
-the longest ways through that graph: waiting at one queue, or at one queue there and one back. With
+the longest paths through that graph: waiting at one queue, or at one queue there and one back. With
 a single bottleneck it is one of the four cases of FSMoE (arXiv 2501.10714), which sends before it
-gathers and arrives at the same:
+gathers and has the same formulas:
 
     gradients        2 r a + G
     experts          2 a + g + s + r x
     all_to_all       2 r a + g + s
     expert_tensor    2 a + r (g + s)
 
-The formulas are the paper's as others report them; the graph and the general form are ours. Every
-way is c + p r + q / r in the number of chunks, so that their maximum has one valley. Autodiff runs
-the chunks of the forward pass backwards: r is one number for both, with experts of twice the time.
+The four cases are taken from citations of the paper; the graph and the general form are ours. Every
+path is c + p r + q / r in the number of chunks, so their maximum has one minimum. Autodiff runs the
+chunks of the forward pass backwards: r is one number for both, with experts of twice the time.
 
-It says nothing about memory, which more chunks save, and takes alpha of the experts for what it
-is: reading their weights again for each chunk.
+Memory, which more chunks save, is not modelled. The alpha of the experts includes reading their
+weights again for each chunk.
 """
 
 from __future__ import annotations
@@ -46,30 +46,30 @@ Bottleneck = Literal["gradients", "experts", "all_to_all", "expert_tensor"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Cost:
-    """Seconds of one operation: alpha + beta n."""
+    """Cost of one operation: alpha + beta n seconds."""
 
     alpha: float
-    """Seconds, whatever the amount."""
+    """Seconds independent of the amount."""
     beta: float
-    """Seconds for each byte, row, or whatever n counts."""
+    """Seconds for each byte, row or other unit of n."""
 
     def __post_init__(self):
         if self.alpha < 0 or self.beta < 0:
             raise ValueError(
                 f"alpha={self.alpha} and beta={self.beta} are seconds and must not be negative:"
-                " fit_cost gives such"
+                " take those of fit_cost"
             )
 
     def of(self, amount: float) -> Cost:
-        """The cost of this amount, with n the part of it that is done at once.
+        """Return the cost of this amount, with n the fraction of it that is done at once.
 
         Args:
-            amount: in the unit of beta.
+            amount: Amount in the unit of beta.
         """
         return Cost(alpha=self.alpha, beta=self.beta * amount)
 
     def seconds(self, amount: float) -> float:
-        """Of one execution.
+        """Return the seconds of one execution.
 
         Args:
             amount: n.
@@ -79,30 +79,30 @@ class Cost:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class LayerCosts:
-    """Of each operation of a MoE layer on all tokens of a device: n = 1."""
+    """Costs of each operation of a MoE layer on all tokens of a device: n = 1."""
 
     all_to_all: Cost
-    """One way."""
+    """All-to-all, one way."""
     experts: Cost
-    """Forward."""
+    """Experts, forward."""
     all_gather: Cost = Cost(alpha=0.0, beta=0.0)
-    """Over expert_tensor; none by default."""
+    """All-gather over expert_tensor; none by default."""
     reduce_scatter: Cost = Cost(alpha=0.0, beta=0.0)
-    """Over expert_tensor; none by default."""
+    """Reduce-scatter over expert_tensor; none by default."""
 
 
 def fit_cost(amounts: Sequence[float], seconds: Sequence[float]) -> Cost:
-    """The line through measurements that misses them least, in relative terms.
+    """Return the line through measurements with the least relative error.
 
     Args:
         amounts: n of each measurement, at least two different ones.
-        seconds: that it took.
+        seconds: Time of each measurement.
 
     Returns:
-        With neither part negative: a measured slope down is noise, and an intercept below 0 too.
+        Cost with neither part negative: negative slopes and intercepts are noise.
 
     Raises:
-        ValueError: too little was measured, or no time passed.
+        ValueError: Fewer than two amounts, or a time that is not positive.
     """
     n, t = np.asarray(amounts, np.float64), np.asarray(seconds, np.float64)
     if n.shape != t.shape or np.unique(n).size < 2 or (t <= 0).any() or (n < 0).any():
@@ -112,7 +112,9 @@ def fit_cost(amounts: Sequence[float], seconds: Sequence[float]) -> Cost:
         )
     columns = np.stack([1 / t, n / t], 1)
     alpha, beta = np.linalg.lstsq(columns, np.ones_like(t), rcond=None)[0]
-    if alpha < 0 or beta < 0:  # the best on the border is the better of the best on its two halves
+    if (
+        alpha < 0 or beta < 0
+    ):  # the optimum is on one of the two borders
         ends = [(column @ np.ones_like(t)) / (column @ column) for column in columns.T]
         missed = [
             ((end * column - 1) ** 2).sum() for end, column in zip(ends, columns.T, strict=True)
@@ -122,10 +124,10 @@ def fit_cost(amounts: Sequence[float], seconds: Sequence[float]) -> Cost:
 
 
 def layer_seconds(costs: LayerCosts, num_chunks: int, gradients: float = 0.0) -> float:
-    """Of one pass through a layer.
+    """Return the seconds of one pass through a layer.
 
     Args:
-        costs: of its operations.
+        costs: Costs of its operations.
         num_chunks: r.
         gradients: G, seconds of other traffic on the links of `expert`.
     """
@@ -133,10 +135,10 @@ def layer_seconds(costs: LayerCosts, num_chunks: int, gradients: float = 0.0) ->
 
 
 def bottleneck(costs: LayerCosts, num_chunks: int, gradients: float = 0.0) -> Bottleneck:
-    """What the pass waits for most.
+    """Return the bottleneck of one pass through a layer.
 
     Args:
-        costs: of its operations.
+        costs: Costs of its operations.
         num_chunks: r.
         gradients: G, seconds of other traffic on the links of `expert`.
     """
@@ -145,7 +147,7 @@ def bottleneck(costs: LayerCosts, num_chunks: int, gradients: float = 0.0) -> Bo
 
 
 def _ways(costs: LayerCosts, num_chunks: int, gradients: float) -> dict[Bottleneck, float]:
-    """The longest way through each queue, or pair of queues; at equal length the first counts."""
+    """Return the longest path through each queue, or pair of queues; ties go to the first."""
     r, part = num_chunks, 1 / num_chunks
     g, a = costs.all_gather.seconds(part), costs.all_to_all.seconds(part)
     x, s = costs.experts.seconds(part), costs.reduce_scatter.seconds(part)
@@ -161,13 +163,13 @@ def _ways(costs: LayerCosts, num_chunks: int, gradients: float) -> dict[Bottlene
 def choose_num_chunks(
     costs: LayerCosts, num_tokens: int, *, gradients: float = 0.0, most: int = 64
 ) -> int:
-    """With how many chunks a forward and a backward pass take least; of equals the fewest.
+    """Return the number of chunks with the fastest forward and backward pass; ties: the fewest.
 
     Args:
-        costs: of the operations of the forward pass.
-        num_tokens: of a device, which the chunks must divide.
+        costs: Costs of the operations of the forward pass.
+        num_tokens: Tokens of a device; a multiple of the chunks.
         gradients: G of the backward pass.
-        most: chunks to consider.
+        most: Largest number of chunks to consider.
     """
     twice = Cost(alpha=2 * costs.experts.alpha, beta=2 * costs.experts.beta)
     backward = dataclasses.replace(

@@ -1,23 +1,23 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""The least-loaded dispatcher: full devices lend experts, with the rows for them, to others.
+"""The least-loaded dispatcher: overloaded devices lend experts, with their rows, to others.
 
     counts    all-gather of E integers from each device, the same plan on all of them
     rows      there and back as in `all_to_all`, with e + slots groups on each device
-    weights   of lent experts to those who borrow them, gradients back
+    weights   of lent experts to their borrowers, gradients back
 
 Every device then computes the rows of its own experts and of borrowed ones, and by the plan's bound
-none has many more than the mean, however few experts the router likes. Exact: what is computed is
-what `all_to_all` computes, elsewhere. While the busiest device has less than `threshold` times the
-mean nothing is lent, no weights travel, and rows go where `all_to_all` sends them.
+none has many more than the mean, for any routing. Exact: the same products as in `all_to_all`, on
+other devices. While the busiest device has less than `threshold` times the mean nothing is lent, no
+weights travel, and rows go where `all_to_all` sends them.
 
     bytes     of rows: those of `sharding/expert_parallel/all_to_all.py`, with C = min(A, T (e +
               slots)); of counts: (P - 1) E + (P - 1) P (e + slots) integers; of weights:
               `sharding/expert_parallel/borrowed_weights.py`
     memory    `slots` experts and their gradients on each device, whether or not they are used
 
-On arrival there is a place for the worst case, as shapes are static: what falls is the time of the
-busiest device, not the size of the buffers. Least-Loaded Expert Parallelism, arXiv 2601.17111.
+Buffers on arrival have the size of the worst case, as shapes are static: only the time of the
+busiest device falls. Source: Least-Loaded Expert Parallelism, arXiv 2601.17111.
 """
 
 from __future__ import annotations
@@ -51,17 +51,17 @@ class LeastLoadedConfig(Dispatcher):
     lends_experts: ClassVar[bool] = True
 
     borrowed: int = 4
-    """Experts that a device may borrow: memory for so many more on each."""
+    """Experts that a device may borrow; each takes the memory of one more expert."""
     threshold: float = 1.3
-    """Largest load over the mean from which on experts are lent."""
+    """Largest load over the mean from which experts are lent."""
     threshold_per: ThresholdPer = "device"
-    """Whose load that is; of experts the ratio is reached earlier, also where no device is full."""
+    """Load that the threshold is for; with expert the ratio is reached earlier."""
     capacity_factor: float = 1.0
-    """Rows that a device is to compute at most, in even shares."""
+    """Most rows that a device should compute, in even shares."""
     min_rows: int = 1024
-    """The fewest rows worth a copy of an expert's weights, unless no others remain."""
+    """Fewest rows worth a copy of an expert's weights, unless no others remain."""
     transport: Transport | None = None
-    """ragged: nothing but rows, on accelerators; equal: blocks of the worst case, everywhere; None:
+    """ragged: only rows, on accelerators; equal: blocks of the worst case, everywhere; None:
     ragged where it exists."""
 
     def __post_init__(self):
@@ -117,7 +117,7 @@ class LeastLoadedConfig(Dispatcher):
 
 
 def _first_rows(counts: Int[Array, "P E"], axes: ExpertAxes) -> Int[Array, " E"]:
-    """Rows of each expert that the devices before this one send."""
+    """Return the rows of each expert that the devices before this one send."""
     before = jnp.cumsum(counts, 0) - counts
     return jax.lax.dynamic_index_in_dim(before, jax.lax.axis_index(axes.expert), keepdims=False)
 
@@ -125,15 +125,15 @@ def _first_rows(counts: Int[Array, "P E"], axes: ExpertAxes) -> Int[Array, " E"]
 def group_of_each_row(
     expert_ids: Int[Array, " A"], ranks: Int[Array, " A"], plan: Plan
 ) -> Int[Array, " A"]:
-    """Where each row is computed: device p has the groups from p (e + slots) on, own experts first.
+    """Return the group of each row: device p has groups from p (e + slots) on, own experts first.
 
     Args:
-        expert_ids: in [0, E].
-        ranks: of each row among the rows of its expert, over all devices.
-        plan: the parts, in order of devices.
+        expert_ids: Values in [0, E].
+        ranks: Rank of each row among the rows of its expert, over all devices.
+        plan: Rows of each expert on each device, in order of devices.
 
     Returns:
-        In [0, P (e + slots)], the largest where the slot is empty.
+        Values in [0, P (e + slots)], the largest where the slot is empty.
     """
     (num_experts, devices), slots = plan.rows.shape, plan.borrowed.shape[1]
     held = num_experts // devices

@@ -1,38 +1,38 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Which rows of an expert are computed where: the plan of least-loaded expert parallelism.
+"""Plans which device computes which rows in least-loaded expert parallelism.
 
-P devices hold e = E / P experts each; n[g] rows are for expert g, N in all. Nothing is planned
-unless the busiest device (or expert) has at least `threshold` times the mean. Then no device is to
+P devices hold e = E / P experts each; n[g] rows are for expert g, N in all. Nothing is lent
+unless the busiest device (or expert) has at least `threshold` times the mean. Then no device should
 compute more than
 
     cap = ceil(capacity_factor * N / P)
 
-rows. Experts are looked at from the fullest to the emptiest; one whose device has more than `cap`
-gives up what is too much, or all it has. Of the other devices the least loaded takes what it has
-room for, then the next, until everything is placed; but fewer than `min_rows` rows are not worth
-a copy of the weights unless they are the last, and where only such places are left one device, the
-least loaded, takes all the rest.
+rows. Experts are visited from the fullest to the emptiest; one whose device has more than `cap`
+gives up the surplus, or all its rows. Among the other devices the least loaded takes as many as it
+can, then the next, until everything is placed; but fewer than `min_rows` rows are not worth a copy
+of the weights unless they are the last, and where only such places are left one device, the least
+loaded, takes all the rest.
 
-A device borrows `slots` experts at most, for the shapes are static; one without a free slot is
-passed over, and the rest goes to one device only within the bound below. What finds no place stays
-at home. So every device computes at most
+A device borrows `slots` experts at most, as shapes are static; one without a free slot is skipped,
+and the rest goes to one device only within the bound below. Rows without a place stay on their own
+device. So every device computes at most
 
     max(what its own experts have, cap + (P - 2) (min_rows - 1))
 
-rows, and with slots enough (E - e always are) the second alone: the rest is no more than the room
-of the other P - 1 devices together, at most min_rows - 1 on each, and one of these rooms is where
-it goes.
+rows, and with enough slots (E - e always are) the second alone: the rest is no more than the free
+capacity of the other P - 1 devices together, at most min_rows - 1 on each, and it goes to one of
+them.
 
-Rows of an expert are counted device after device of those that send them. The devices that compute
-take consecutive parts, in the same order: of an expert that all devices like alike, each keeps most
-of the rows it has. Every device makes the same plan from the same counts, in as many steps as
-experts are lent; it is of integers and has no gradient. How rows and weights then travel:
-`sharding/expert_parallel/least_loaded.py`. To add another plan: a function that returns a `Plan`.
+Rows of an expert are numbered in the order of the sending devices. The computing devices take
+consecutive parts in the same order, so that with similar routing on all devices each keeps most of
+its own rows. Every device makes the same plan from the same counts, in as many steps as experts are
+lent; the plan consists of integers and has no gradient. For the transport of rows and weights see
+`sharding/expert_parallel/least_loaded.py`.
 
-Least-Loaded Expert Parallelism, arXiv 2601.17111; the slots and the order of parts are ours. The
-paper's threshold is of experts, its code's of devices. Of experts the ratio is never the smaller
-one; where it alone is reached, no device has more than `threshold` times the mean anyway.
+Source: Least-Loaded Expert Parallelism, arXiv 2601.17111; the slots and the order of parts are
+ours. The paper applies its threshold to experts, its code to devices. The ratio of experts is never
+smaller; where it alone is reached, no device exceeds `threshold` times the mean.
 """
 
 from __future__ import annotations
@@ -56,23 +56,23 @@ ThresholdPer = Literal["device", "expert"]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What every device computes, and what it borrows for it."""
+    """Rows that every device computes, and experts that it borrows."""
 
     rows: Int[Array, "E P"]
     """Rows of each expert on each device."""
     borrowed: Int[Array, "P slots"]
-    """Expert in each slot; E where there is none."""
+    """Expert in each slot; E in an empty slot."""
     lent: Int[Array, " E"]
-    """Every expert that somebody borrows, once; E behind them."""
+    """Every lent expert once, padded with E."""
     num_lent: Int[Array, ""]
-    """How many those are."""
+    """Number of lent experts."""
 
 
 class _State(NamedTuple):
-    """The plan so far."""
+    """State of the loop that makes a plan."""
 
     turn: Int[Array, ""]
-    """Of the next expert to be looked at."""
+    """Turn of the next expert to visit."""
     load: Int[Array, " P"]
     """Rows that each device would compute."""
     used: Int[Array, " P"]
@@ -90,16 +90,16 @@ def make_plan(
     threshold: float = 1.3,
     threshold_per: ThresholdPer = "device",
 ) -> Plan:
-    """Divides the rows of all experts among devices.
+    """Divide the rows of all experts among devices.
 
     Args:
-        loads: rows of each expert, over all devices.
+        loads: Rows of each expert, over all devices.
         num_devices: P, which divides E.
-        slots: experts that a device may borrow.
-        capacity_factor: at least 1, taken to the nearest thousandth.
-        min_rows: the fewest worth borrowing an expert for, at least 1.
-        threshold: largest load over the mean from which on anything is planned.
-        threshold_per: whose load.
+        slots: Experts that a device may borrow.
+        capacity_factor: Capacity of a device in even shares, at least 1, rounded to thousandths.
+        min_rows: Fewest rows worth borrowing an expert for, at least 1.
+        threshold: Largest load over the mean from which experts are lent.
+        threshold_per: Load that the threshold is for.
     """
     num_experts, held = loads.shape[0], loads.shape[0] // num_devices
     home = jnp.arange(num_experts, dtype=jnp.int32) // jnp.int32(held)
@@ -133,7 +133,7 @@ def make_plan(
 
 
 def _place(surplus: Int[Array, ""], room: Int[Array, " P"], min_rows: int) -> Int[Array, " P"]:
-    """How much of the surplus each device takes; where `room` is not positive, none."""
+    """Return how many rows each device takes; none where `room` is not positive."""
     order = jnp.argsort(-jnp.maximum(room, 0), stable=True)
     space = jnp.maximum(room, 0)[order]
     rest = jnp.maximum(surplus - (jnp.cumsum(space) - space), 0)
@@ -154,7 +154,7 @@ def _with(
     is_home: Bool[Array, " P"],
     turn: Int[Array, ""],
 ) -> _State:
-    """The state when these devices have taken so many rows of the expert from its home."""
+    """Return the state after these devices have taken rows of an expert from its owner."""
     plan, slots = state.plan, state.plan.borrowed.shape[1]
     moved = taken - jnp.where(is_home, taken.sum(), 0)
     is_borrower = taken > 0
@@ -173,7 +173,7 @@ def _with(
 
 
 def _cap(total: Int[Array, ""], num_devices: int, capacity_factor: float) -> Int[Array, ""]:
-    """ceil(capacity_factor * total / num_devices), in integers: floats are short of rows."""
+    """Return ceil(capacity_factor * total / num_devices), in integers: f32 cannot count rows."""
     factor = Fraction(capacity_factor).limit_denominator(1000)
     parts = num_devices * factor.denominator
     whole, rest = total // parts, total % parts

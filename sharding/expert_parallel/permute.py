@@ -1,14 +1,14 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Sorting assignments by expert: pure index arithmetic on one device, no communication.
+"""Sorts assignments by expert on one device, without communication.
 
 With E = 3 experts and token-major assignments of T = 3 tokens, K = 2:
 
     slot        0 1 2 3 4 5
     expert_ids  2 0 1 3 0 2      (3 = E: empty)
     order       1 4 2 0 5 3      slots by expert, ties in slot order, empty ones last
-    inverse     3 0 2 5 1 4      where each slot went
-    group_sizes 2 1 2            rows of experts 0, 1, 2; the last row belongs to none
+    inverse     3 0 2 5 1 4      sorted position of each slot
+    group_sizes 2 1 2            rows of experts 0, 1, 2; the last row is in no group
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from jaxtyping import Array, Float, Int
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Permutation:
-    """An order of the A assignment slots in which every expert's rows are contiguous."""
+    """Order of the A assignment slots in which every expert's rows are contiguous."""
 
     order: Int[Array, " A"]
-    """Slot found at each sorted position."""
+    """Slot at each sorted position."""
     inverse: Int[Array, " A"]
     """Sorted position of each slot."""
     group_sizes: Int[Array, " E"]
@@ -34,10 +34,10 @@ class Permutation:
 
 
 def sort_by_expert(expert_ids: Int[Array, " A"], num_experts: int) -> Permutation:
-    """The stable order by expert; empty slots (id E) come last and belong to no group.
+    """Return the stable order by expert; empty slots (id E) come last and are in no group.
 
     Args:
-        expert_ids: in [0, E].
+        expert_ids: Values in [0, E].
         num_experts: E.
     """
     slots = jnp.arange(expert_ids.shape[0], dtype=jnp.int32)
@@ -47,7 +47,7 @@ def sort_by_expert(expert_ids: Int[Array, " A"], num_experts: int) -> Permutatio
 
 
 def loads(expert_ids: Int[Array, " A"], num_experts: int) -> Int[Array, " E"]:
-    """Assignments per expert; empty slots count nowhere."""
+    """Return the assignments per expert; empty slots are not counted."""
     is_expert = expert_ids[:, None] == jnp.arange(num_experts, dtype=expert_ids.dtype)[None, :]
     return is_expert.sum(0, dtype=jnp.int32)
 
@@ -56,9 +56,9 @@ def loads(expert_ids: Int[Array, " A"], num_experts: int) -> Int[Array, " E"]:
 def permute_rows(
     rows: Float[Array, "A D"], order: Int[Array, " A"], inverse: Int[Array, " A"]
 ) -> Float[Array, "A D"]:
-    """`rows[order]` whose gradient is a gather as well: for a permutation, `inverse` undoes it.
+    """Return `rows[order]`, with a gather as gradient: for a permutation, `inverse` undoes it.
 
-    A scatter-add, which JAX would derive, is slow on accelerators and on the CPU alike.
+    The scatter-add that JAX derives is slow on accelerators and on the CPU.
     """
     return rows[order]
 
@@ -78,12 +78,12 @@ permute_rows.defvjp(_permute_forward, _permute_backward)
 def move_rows(
     rows: Float[Array, "m D"], sources: Int[Array, " n"], targets: Int[Array, " m"]
 ) -> Float[Array, "n D"]:
-    """Moves rows to other places, of which there may be fewer or more; its gradient is a gather.
+    """Move rows to fewer or more places; the gradient is a gather.
 
     Args:
-        rows: each moves to one place at most.
-        sources: the row that comes to each place; m where none does, and the place is 0.
-        targets: the place of each row; n where it has none. `sources` read backwards.
+        rows: Rows, each of which moves to one place at most.
+        sources: Row of each place; m where it has none, and the place is 0.
+        targets: Place of each row; n where it has none. The inverse of `sources`.
     """
     return rows.at[sources].get(mode="fill", fill_value=0)
 
@@ -101,6 +101,6 @@ move_rows.defvjp(_move_forward, _move_backward)
 
 
 def repeat_tokens(x: Float[Array, "T D"], top_k: int) -> Float[Array, "A D"]:
-    """One row per token-major assignment: each token K times, its gradients summed over K."""
+    """Return one row per token-major assignment: each token K times."""
     rows_TKD = jnp.broadcast_to(x[:, None, :], (x.shape[0], top_k, x.shape[1]))
     return rows_TKD.reshape(-1, x.shape[1])  # A = T*K rows

@@ -25,12 +25,12 @@ class ExpertPlacement:
     """A device for every expert of every MoE layer.
 
     Raises:
-        ValueError: a device that does not hold E/P experts of some layer.
+        ValueError: A device that does not hold E/P experts of some layer.
     """
 
     device_of: Int[np.ndarray, "L E"]
     num_devices: int
-    """P."""
+    """Devices that share the experts of a layer, P."""
 
     def __post_init__(self):
         check_devices(self.num_experts, self.num_devices)
@@ -48,37 +48,37 @@ class ExpertPlacement:
 
     @classmethod
     def identity(cls, num_layers: int, num_experts: int, num_devices: int) -> ExpertPlacement:
-        """Experts in the order of their numbers, as they stand without a placement."""
+        """Return the placement with experts in the order of their numbers, which is the default."""
         check_devices(num_experts, num_devices)
         devices = np.arange(num_experts) // (num_experts // num_devices)
         return cls(np.tile(devices, (num_layers, 1)), num_devices)
 
     @property
     def num_layers(self) -> int:
-        """L, MoE layers."""
+        """MoE layers, L."""
         return self.device_of.shape[0]
 
     @property
     def num_experts(self) -> int:
-        """E."""
+        """Experts of a layer, E."""
         return self.device_of.shape[1]
 
     @property
     def order(self) -> Int[np.ndarray, "L E"]:
-        """The expert at each position."""
+        """Expert at each position."""
         return np.argsort(self.device_of, axis=1, kind="stable")
 
     @property
     def position(self) -> Int[np.ndarray, "L E"]:
-        """The position of each expert."""
+        """Position of each expert."""
         return np.argsort(self.order, axis=1, kind="stable")
 
 
 def check_devices(num_experts: int, num_devices: int) -> None:
-    """Refuses a number of devices that does not divide the experts.
+    """Check that the number of devices divides the experts.
 
     Raises:
-        ValueError: naming both and the way out.
+        ValueError: It does not; the message names both and the possible numbers.
     """
     if num_devices < 1 or num_experts % num_devices:
         divisors = [n for n in range(1, num_experts + 1) if num_experts % n == 0]

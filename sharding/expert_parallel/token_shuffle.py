@@ -1,22 +1,22 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Speculative token shuffling: tokens wait on the device where their experts probably are.
+"""Speculative token shuffling: assigns tokens to the devices where their experts probably are.
 
     device, confidence = predict(...)         by token id, or by the device of the layer below
     order, inverse     = shuffle(...)         T/P tokens for every device
-    x_local = shuffled_reduce_scatter(x, order, axis_name)       after attention
-    x       = shuffled_all_gather(x_local, inverse, axis_name)   before the next layer
 
-In place of the reduce-scatter and the all-gather that attention under tensor parallelism has
-anyway: the same bytes, and the all-to-all of the experts between them has fewer tokens to move
-(alpha k S/P of each device's, alpha the share of assignments that are not local). A wrong guess
-costs a transfer and changes no result.
+In Speculative MoE (arXiv 2503.04398, s-TS) the reduce-scatter after attention under tensor
+parallelism and the all-gather before the next layer move tokens in this order, with the same bytes
+as without it, and the all-to-all of the experts between them has fewer rows to move (alpha k S/P of
+each device's, alpha the fraction of assignments that are not local). A wrong prediction costs a
+transfer and changes no result.
 
-`shuffle` is exact about numbers: where more than T/P tokens are predicted for a device the most
-confident stay, and the others fill the places left.
+The forward pass does not shuffle. `python -m experiments.place` measures on a routing trace what
+shuffling would gain: its column `local` is the fraction of assignments whose expert is on the
+device that `shuffle` chose. The tables come from `jaxmoe.planning.placement.token_tables`.
 
-Source: Speculative MoE (arXiv 2503.04398): s-TS. The tables come from
-`jaxmoe.planning.placement.token_tables`.
+`shuffle` balances exactly: where more than T/P tokens are predicted for a device the most confident
+stay, and the others fill the remaining places.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ from jaxtyping import Array, Float, Int
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TokenTables:
-    """The likeliest device of a token and its probability, by what is known before routing."""
+    """Likeliest device of a token and its probability, by features known before routing."""
 
     id_device: Int[Array, "*L V"]
-    """By token id."""
+    """Device by token id."""
     id_confidence: Float[Array, "*L V"]
-    """0 for ids that nobody has seen."""
+    """Probability by token id; 0 for ids that were not in the trace."""
     next_device: Int[Array, "*L P"]
-    """By the device in the MoE layer below."""
+    """Device by the device in the MoE layer below."""
     next_confidence: Float[Array, "*L P"]
-    """0 for devices that nobody came from, and in the first layer."""
+    """Probability by the device below; 0 for devices not in the trace, and in the first layer."""
 
 
 def predict(
     tables: TokenTables, token_ids: Int[Array, " T"], below: Int[Array, " T"]
 ) -> tuple[Int[Array, " T"], Float[Array, " T"]]:
-    """The device of each token by the more confident of the two tables (by id at a draw).
+    """Return the device of each token by the more confident of the two tables (ties: by id).
 
     Args:
-        tables: of one layer.
-        token_ids: in [0, V).
-        below: device in the MoE layer below; -1 where there is none.
+        tables: Tables of one layer.
+        token_ids: Values in [0, V).
+        below: Device in the MoE layer below; -1 where there is none.
     """
     by_id = (tables.id_device[token_ids], tables.id_confidence[token_ids])
     has_below = below >= 0
@@ -65,11 +65,11 @@ def predict(
 def shuffle(
     device: Int[Array, " T"], confidence: Float[Array, " T"], num_devices: int
 ) -> tuple[Int[Array, " T"], Int[Array, " T"]]:
-    """An order of the tokens of which device c has the part from c T/P on, and its inverse.
+    """Return an order of the tokens in which device c has the part from c T/P on, and its inverse.
 
     Args:
-        device: where each token wants to be.
-        confidence: who goes first where a device has not places enough; the earlier of equals.
+        device: Predicted device of each token.
+        confidence: Priority of tokens where a device has too few places; ties go to the earlier.
         num_devices: P.
 
     Raises:
@@ -89,7 +89,7 @@ def shuffle(
     rank = tokens - first
     is_in = rank < places
     wanted = by_device.astype(jnp.int32) * places + rank
-    # Every place is taken once: by whoever wants it, or by the next of those who are left over.
+    # Every place is filled once: by a token predicted for it, or by the next leftover token.
     is_taken = (
         jnp.zeros(num_tokens, bool).at[jnp.where(is_in, wanted, num_tokens)].set(True, mode="drop")
     )
@@ -98,23 +98,3 @@ def shuffle(
     place = jnp.where(is_in, wanted, free[jnp.where(is_in, 0, left_over)])
     inverse = jnp.zeros(num_tokens, jnp.int32).at[queue].set(place)
     return jnp.argsort(inverse).astype(jnp.int32), inverse
-
-
-def shuffled_reduce_scatter(
-    x: Float[Array, "T D"], order: Int[Array, " T"], axis_name: str
-) -> Float[Array, "t D"]:
-    """The sum over the axis of partial results, of which each device gets its tokens.
-
-    Args:
-        x: partial, of all tokens.
-        order: from `shuffle`, the same on every device.
-        axis_name: mesh axis of P devices.
-    """
-    return jax.lax.psum_scatter(x[order], axis_name, scatter_dimension=0, tiled=True)
-
-
-def shuffled_all_gather(
-    x: Float[Array, "t D"], inverse: Int[Array, " T"], axis_name: str
-) -> Float[Array, "T D"]:
-    """All tokens on every device, in the order that they had before `shuffled_reduce_scatter`."""
-    return jax.lax.all_gather(x, axis_name, axis=0, tiled=True)[inverse]

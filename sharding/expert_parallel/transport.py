@@ -1,25 +1,25 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""How rows travel to their experts and back: two ways through the same door, `exchange`.
+"""Sends rows to their experts and back (`exchange`), by a ragged or an equal all-to-all.
 
 P devices, sender s, receiver r; n[s, g] rows of sender s are for expert g of E, e = E / P of which
 each receiver holds. All devices first share n, an all-gather of (P - 1) E integers received. Then
 
     ragged   jax.lax.ragged_all_to_all, one slice for every pair of sender and expert: a device
-             sends the rows it has for others and nothing else, about (P - 1)/P K T of D values.
-             They land sorted by expert:
-                 row 0 of (s, g) lands at    sum_{h < g, same receiver} sum_q n[q, h]
+             sends only rows for others, about (P - 1)/P K T of D values. They arrive sorted by
+             expert:
+                 row 0 of (s, g) goes to     sum_{h < g, same receiver} sum_q n[q, h]
                                            + sum_{q < s} n[q, g]
              On accelerators only.
     equal    jax.lax.all_to_all of equal blocks of C rows, (P - 1) C D values from each device
-             however few are filled, and a sort by expert on arrival. Everywhere.
+             even if few are filled, and a sort by expert on arrival. On all platforms.
 
 The way back is the same with sender and receiver exchanged, and the gradient of each way is the
-other one. `C` is the most that may travel between two devices; P C rows have a place on arrival.
+other one. `C` is the most that may travel between two devices; P C rows are allocated on arrival.
 
-JAX's own gradient of a ragged exchange first asks, in two small ones, where rows came from; here
-that is known. The ragged form has been compiled for TPUs and compared, in value and gradient, on an
-emulation of the primitive; no accelerator has run it.
+JAX's own gradient of a ragged exchange first exchanges the offsets, in two small ones; here they
+are known. The ragged form has been compiled for TPUs and compared, in value and gradient, on an
+emulation of the primitive; it has not run on an accelerator.
 """
 
 from __future__ import annotations
@@ -48,23 +48,23 @@ Transport = Literal["ragged", "equal"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class TransportChoice:
-    """A transport and the reason why it was picked."""
+    """A transport and the reason for it."""
 
     transport: Transport
     reason: str
 
 
 def choose_transport(requested: Transport | None = None) -> TransportChoice:
-    """The transport that a dispatcher with `transport=requested` uses, and why.
+    """Return the transport that a dispatcher with `transport=requested` uses, and the reason.
 
-    Inside an island it is the mesh that says for which platform the program is, so that a plan for
-    devices which are not there is the program that will run; without one, this process's devices.
+    The platform is that of the current mesh, so that a plan for absent devices contains the program
+    that will run there; without a mesh it is that of this process.
 
     Args:
-        requested: a name, or None for the one that sends least where it runs.
+        requested: Name of a transport; None: the one that sends least and runs there.
 
     Raises:
-        ValueError: it does not run there.
+        ValueError: It does not run there.
     """
     device = jax.sharding.get_abstract_mesh().abstract_device
     platform = jax.default_backend() if device is None else device.platform
@@ -117,15 +117,15 @@ def exchange(
     axes: ExpertAxes,
     transport: Transport | None,
 ) -> Exchanged:
-    """Sends each row to the device of its expert.
+    """Send each row to the device of its expert.
 
     Args:
-        rows: of this device.
-        expert_ids: of the rows, in [0, E]; nothing is sent for E.
+        rows: Rows of this device.
+        expert_ids: Expert of each row in [0, E]; rows with E are not sent.
         num_experts: E.
-        most: C, at least what any device has for any other.
-        axes: where experts lie.
-        transport: see above.
+        most: C, at least the rows that any device has for any other.
+        axes: Mesh axes over which experts are sharded.
+        transport: Transport; see `choose_transport`.
     """
     held = axes.experts_held(num_experts)
     order = sort_by_expert(expert_ids, num_experts)
@@ -174,7 +174,7 @@ def _equal(
 ) -> Exchanged:
     devices, nowhere = sizes.shape[0], sizes.shape[0] * most
     sent, received = (part.reshape(devices, held) for part in _of_this_device(sizes, held, axes))
-    # Sorted by expert, rows are sorted by receiver: its block holds them from `starts` on.
+    # Rows sorted by expert are sorted by receiver: its block holds them from `starts` on.
     starts = _starts(sent.sum(1)[None])[0]
     places = jnp.arange(most, dtype=jnp.int32)[None, :]
     slots = order.order.at[starts[:, None] + places].get(mode="clip")
@@ -183,7 +183,7 @@ def _equal(
     targets = receiver * most + order.inverse - starts[receiver]
     targets = jnp.where(expert_ids < sizes.shape[1], targets, nowhere)
 
-    # On arrival every block is sorted by expert, and what it lacks of C rows belongs to none.
+    # On arrival every block is sorted by expert, and the missing of its C rows are in no group.
     missing = most - received.sum(1, keepdims=True)
     runs = jnp.concatenate([received, missing], 1).reshape(-1)
     owners = jnp.tile(jnp.arange(held + 1, dtype=jnp.int32), devices)
@@ -206,14 +206,14 @@ def _equal(
 
 
 def _starts(sizes: Int[Array, "n m"]) -> Int[Array, "n m"]:
-    """Where each of consecutive runs begins, row by row."""
+    """Return the start of each of consecutive runs, row by row."""
     return jnp.cumsum(sizes, 1) - sizes
 
 
 def _of_this_device(
     table: Int[Array, "P E"], held: int, axes: tuple[str, ...]
 ) -> tuple[Int[Array, " E"], Int[Array, " n"]]:
-    """Of a table by sender and expert: what this device sends; what it receives, by sender."""
+    """Return what this device sends and receives, from a table by sender and expert."""
     device = jax.lax.axis_index(axes).astype(jnp.int32)
     received = jax.lax.dynamic_slice_in_dim(table, device * jnp.int32(held), held, axis=1)
     return jax.lax.dynamic_index_in_dim(table, device, keepdims=False), received.reshape(-1)
@@ -224,21 +224,21 @@ def _of_this_device(
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Slices:
-    """What `jax.lax.ragged_all_to_all` is told: slices by receiver, and at the end by sender."""
+    """Arguments of `jax.lax.ragged_all_to_all`: slices by receiver, and sizes by sender."""
 
     input_offsets: Int[Array, " E"]
     send_sizes: Int[Array, " E"]
     output_offsets: Int[Array, " E"]
     recv_sizes: Int[Array, " E"]
     num_rows: int = dataclasses.field(metadata={"static": True})
-    """On arrival."""
+    """Rows allocated on arrival."""
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _travel(
     rows: Float[Array, "n D"], there: _Slices, back: _Slices, axes: tuple[str, ...]
 ) -> Float[Array, "m D"]:
-    """The rows of these slices, and 0 between them; the gradient takes the way back."""
+    """Return the rows of these slices, and 0 between them; the gradient takes the way back."""
     del back
     empty = match_varying(jnp.zeros((there.num_rows, rows.shape[1]), rows.dtype), rows)
     return jax.lax.ragged_all_to_all(

@@ -1,14 +1,14 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Products in few bits whose weight is cut over the mesh: what travels, and whose scale it is.
+"""Products in 8 bits with a sharded weight, gathered encoded or in its own dtype.
 
 A fully sharded weight is gathered inside an island (`sharding/constrain.py`), once per use:
 
-    codes    rotated and rounded where its pieces are; 1 byte per value travels
+    codes    rotated and rounded on the devices of its pieces; 1 byte per value travels
     weight   gathered in its own dtype, then rotated and rounded by every device
 
-The gradient comes back in the dtype of the weight either way. What other layouts gather outside
-(`zero2` all of them once a step, `hierarchical` those of other replicas) travels as it is stored.
+The gradient returns in the dtype of the weight either way. Weights gathered outside of islands
+(`zero2` all once a step, `hierarchical` those of other replicas) travel in their own dtype.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ Gathered = Literal["codes", "weight"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class HaloProduct:
-    """How a layer multiplies in few bits."""
+    """Products of a layer in 8 bits."""
 
     halo: Halo
-    """The arithmetic."""
+    """Dtype, rotations and blocks."""
     gathered: Gathered = "codes"
-    """What is gathered of a weight that is cut further than its product."""
+    """What is gathered where a weight is split further than its product."""
     dense: Implementation | None = None
-    """Of `quantized_matmul`."""
+    """Implementation of `quantized_matmul`."""
     grouped: Implementation | None = None
-    """Of `grouped_matmul`."""
+    """Implementation of `grouped_matmul`."""
 
     def encode(
         self,
@@ -48,14 +48,14 @@ class HaloProduct:
         contracted: int = 1,
         is_stack: bool = False,
     ) -> EncodedWeight:
-        """A device's piece of a weight as the whole, in few bits: see `constrain.Encoded`.
+        """Return the whole weight, encoded, from a device's piece; see `constrain.Encoded`.
 
         Args:
-            weight: the piece.
-            gathered: of each dimension the mesh axes along which it is gathered; (): nothing is.
-            cut: of each the mesh axes over which it is cut; (): nothing is.
-            contracted: dimensions that a product sums over.
-            is_stack: the first dimension counts matrices.
+            weight: Piece of this device.
+            gathered: Mesh axes per dimension along which it is gathered; (): none.
+            cut: Mesh axes per dimension that split it; (): none.
+            contracted: Number of dimensions that a product sums over.
+            is_stack: Whether the first dimension counts matrices.
         """
         if self.gathered == "weight" and gathered:
             for dimension, names in enumerate(gathered):
@@ -76,21 +76,21 @@ class HaloProduct:
         )
 
     def project(self, x: Array, weight: EncodedWeight, dtype: Any) -> Array:
-        """A dense product: see `pallas_kernels.halo.project`.
+        """Return a dense product; see `pallas_kernels.halo.project`.
 
         Args:
-            x: activations.
-            weight: of `encode`.
-            dtype: of the result; that of x when None.
+            x: Activations.
+            weight: Result of `encode`.
+            dtype: Dtype of the result; None: that of x.
         """
         return project(x, weight, self.halo, dtype=dtype, implementation=self.dense)
 
     def project_groups(self, rows: Array, weights: EncodedWeight, group_sizes: Array) -> Array:
-        """A product of rows sorted by group: see `pallas_kernels.halo.project_groups`.
+        """Return a product of rows sorted by group; see `pallas_kernels.halo.project_groups`.
 
         Args:
-            rows: activations.
-            weights: of `encode`, a stack.
-            group_sizes: rows of each group.
+            rows: Activations.
+            weights: Result of `encode`, a stack.
+            group_sizes: Rows of each group.
         """
         return project_groups(rows, weights, group_sizes, self.halo, implementation=self.grouped)

@@ -1,16 +1,16 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""The product of activations and a matrix that is stored in few bits, for inference.
+"""Products of activations and a quantised matrix, for inference.
 
-    y = x @ (values * scales)                      x as it is              W8A16, W4A16
+    y = x @ (values * scales)                      x not rounded           W8A16, W4A16
     y = (x / s -> int8) @ values * scales * s      a scale for each row    W8A8, W4A8, FP8
 
-The matrix has any number of dimensions, those that are summed over first. Its scales lie in blocks
-along the last of these, so that the matrix flattened to [k n] has equal blocks along k. Device code
-does the rest: `pallas_kernels.quantized_matmul`. What lies on another device is rounded there: a
-row that is cut has a scale for each piece.
+The matrix has any number of dimensions, those that are summed over first. Its scales are in blocks
+along the last of these, so that the matrix flattened to [k n] has equal blocks along k. The product
+is `pallas_kernels.quantized_matmul`. Each device rounds its own part of a row: a row that is split
+has a scale for each piece.
 
-No gradient goes to the matrix.
+The matrix receives no gradient.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ def quantized_einsum(
     activations: QuantizedDtype | None,
     dtype: Any,
 ) -> Float[Array, ...]:
-    """`jnp.einsum` of activations and a quantised matrix, both on one device.
+    """Return `jnp.einsum` of activations and a quantised matrix, both on one device.
 
     Args:
-        subscripts: as for `jnp.einsum`; what is summed over stands last in the first term and first
-            in the second, in one order.
-        x: activations.
-        weight: with scales along the last dimension that is summed over.
-        activations: what they are rounded to, a scale per row; None: they stay floating.
-        dtype: of the result.
+        subscripts: Subscripts of `jnp.einsum`; what is summed over is last in the first term and
+            first in the second, in one order.
+        x: Activations.
+        weight: Matrix with scales along the last dimension that is summed over.
+        activations: Dtype to which x is rounded, with a scale per row; None: not rounded.
+        dtype: Dtype of the result.
 
     Raises:
-        ValueError: other subscripts, or scales along another dimension.
+        ValueError: Other subscripts, or scales along another dimension.
     """
     left, result = subscripts.split("->")
     first, second = left.split(",")
@@ -54,7 +54,7 @@ def quantized_einsum(
     kept, new = first.removesuffix(summed), second.removeprefix(summed)
     if first != kept + summed or second != summed + new or result != kept + new:
         raise ValueError(
-            f"{subscripts}: with a quantised matrix, what is summed over must stand last in the"
+            f"{subscripts}: with a quantised matrix, what is summed over must be last in the"
             " first term, first in the second, and nowhere else"
         )
     rows = x.reshape(-1, math.prod(x.shape[len(kept) :]))
@@ -66,25 +66,25 @@ def quantized_einsum(
 def rounded(
     rows: Float[Array, "R k"], activations: QuantizedDtype | None
 ) -> Float[Array, "R k"] | QuantizedArray:
-    """Rows in few bits, a scale for each; as they are when None.
+    """Return rows quantised with a scale for each.
 
     Args:
-        rows: any.
-        activations: what they become.
+        rows: Rows of activations.
+        activations: Dtype of the result; None: the rows are returned unchanged.
     """
     return rows if activations is None else quantize(rows, activations, axis=-1)
 
 
 def flattened(weight: QuantizedArray, num_summed: int, num_batch: int = 0) -> QuantizedArray:
-    """A quantised matrix of many dimensions with one that is summed over and one that is not.
+    """Return a quantised matrix flattened to one dimension that is summed over and one that is not.
 
     Args:
-        weight: with scales along the last dimension that is summed over.
-        num_summed: dimensions that are summed over.
-        num_batch: dimensions before them, which stay: one matrix for each.
+        weight: Matrix with scales along the last dimension that is summed over.
+        num_summed: Number of dimensions that are summed over.
+        num_batch: Number of dimensions before them, which stay: one matrix for each.
 
     Raises:
-        ValueError: scales along another dimension.
+        ValueError: Scales are along another dimension.
     """
     last = num_batch + num_summed - 1
     if weight.axis is None or weight.ndim + weight.axis != last:
@@ -102,16 +102,15 @@ def flattened(weight: QuantizedArray, num_summed: int, num_batch: int = 0) -> Qu
 
 
 def logical_axes(weight: Array | QuantizedArray, axes: Axes) -> Any:
-    """The logical axes of a matrix, or those of both parts of a quantised one.
+    """Return the logical axes of a matrix, or of both parts of a quantised one.
 
     Args:
-        weight: the matrix.
-        axes: as if it were not quantised.
+        weight: The matrix.
+        axes: Logical axes of the matrix without quantisation.
     """
     if not isinstance(weight, QuantizedArray):
         return axes
     scales = tuple(
         name if size > 1 else None for name, size in zip(axes, weight.scales.shape, strict=True)
     )
-    # A tree of axes in the structure of the array.
     return dataclasses.replace(weight, values=axes, scales=scales)

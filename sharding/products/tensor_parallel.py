@@ -1,20 +1,20 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Tensor parallelism: where each activation lies, and the vocabulary in parts.
+"""Tensor parallelism: layout of each activation, and a split vocabulary.
 
 With t devices on the tensor axis (Megatron-LM, arXiv 1909.08053; sequence-sharded norms, arXiv
-2205.05198) the residual stream is cut by positions, so that norms and additions are done once:
+2205.05198) the residual stream is split by positions, so that norms and additions are done once:
 
     residual stream     [B S/t D]     norms, additions, routing
       -> all-gather over t            one for attention, one for the feed-forward layer
     inside a sublayer   [B S  N/t]    heads, hidden units
       -> reduce-scatter over t        one each
 
-Each moves (t - 1) / t of B S D values, and the gradient goes the same ways back: what several
-products say of one input is added before it travels. Without rematerialisation the gathered input
-is kept for the backward pass, t times as large as the stream. The embedding and
-the head are cut by vocabulary; the logits [B S V/t] never travel: the loss needs three f32 numbers
-per token (`jaxmoe.training.loss`).
+Each moves (t - 1) / t of B S D values, and the gradient as many back: the gradients of several
+products with one input are added before they travel. Without rematerialisation the gathered input
+is kept for the backward pass, t times as large as the stream. The embedding and the head are split
+by vocabulary; the logits [B S V/t] never travel: the loss needs three f32 numbers per token
+(`jaxmoe.training.loss`).
 """
 
 from __future__ import annotations
@@ -40,35 +40,36 @@ class Product:
     """A product of activations and a weight."""
 
     subscripts: str
-    """As for `jnp.einsum`, activations first."""
+    """Subscripts of `jnp.einsum`, activations first."""
     weight: Array | QuantizedArray
-    """In the dtype of the activations, or quantised."""
+    """Weight in the dtype of the activations, or quantised."""
     weight_axes: tuple[str | None, ...]
-    """Its logical axes where it is used; what is None here and cut elsewhere is gathered first."""
+    """Logical axes of the weight in use; a dimension that is None here and split in storage is
+    gathered first."""
     spread_axes: tuple[str | None, ...]
-    """Logical axes of the activations that are not the stream."""
+    """Logical axes of the activations other than the stream."""
     dtype: Any = None
-    """Of the result; that of the activations when None."""
+    """Dtype of the result; None: that of the activations."""
     activations: QuantizedDtype | None = None
-    """What the activations are rounded to before they meet a quantised weight; None: nothing."""
+    """Dtype to which activations are rounded before a quantised weight; None: not rounded."""
     halo: HaloProduct | None = None
-    """How both are multiplied in few bits, forward and backward; None: as they are."""
+    """Product in few bits, forward and backward; None: in the dtype of the operands."""
 
     @property
     def entry(self) -> Any:
-        """How the weight enters an island."""
+        """Logical axes with which the weight enters an island."""
         if self.halo is None:
             return logical_axes(self.weight, self.weight_axes)
         contracted = len(set.intersection(*map(set, self.subscripts.partition("->")[0].split(","))))
         return Encoded(self.weight_axes, partial(self.halo.encode, contracted=contracted))
 
     def of(self, x: Array, weight: Any, placement: Placement) -> Array:
-        """The product inside an island.
+        """Return the product inside an island.
 
         Args:
-            x: the activations there.
-            weight: as it has entered.
-            placement: where arrays lie.
+            x: Activations of this device.
+            weight: The weight as it has entered.
+            placement: Layout rules.
         """
         if self.halo is not None:
             return self.halo.project(x, weight, self.dtype)
@@ -85,13 +86,13 @@ def out_of_stream(
     *,
     is_stream: bool = True,
 ) -> dict[str, Array]:
-    """Products of the residual stream, which is gathered once for all of them.
+    """Return products of the residual stream, which is gathered once for all of them.
 
     Args:
-        x: the stream, in the compute dtype.
-        products: by name; their results are spread.
-        placement: where arrays lie.
-        is_stream: False: x has been gathered already.
+        x: The stream, in the compute dtype.
+        products: Products by name; their results are split by `spread_axes`.
+        placement: Layout rules.
+        is_stream: Whether x is the stream; False: x has been gathered already.
     """
     names = _positions(placement) if is_stream else ()
 
@@ -115,13 +116,13 @@ def out_of_stream(
 def along_stream(
     x: Float[Array, "B S D"], products: dict[str, Product], placement: Placement
 ) -> dict[str, Float[Array, "B S _"]]:
-    """Products of the residual stream that lie as it does: nothing of it travels.
+    """Return products of the residual stream in its own layout: no activation travels.
 
     Args:
-        x: the stream, in the compute dtype.
-        products: by name, with weights that no device keeps a part of; their results lie as the
-            stream, whatever their `spread_axes` say.
-        placement: where arrays lie.
+        x: The stream, in the compute dtype.
+        products: Products by name, with weights that are whole in use; their results are laid out
+            as the stream, and `spread_axes` is not read.
+        placement: Layout rules.
     """
 
     def run(x: Array, weights: dict[str, Array], *, batch_axes: tuple[str, ...]) -> Any:
@@ -140,12 +141,12 @@ def along_stream(
 
 
 def into_stream(hidden: Array, product: Product, placement: Placement) -> Float[Array, "B S D"]:
-    """A product whose result is the residual stream: parts of the sum are added on their way there.
+    """Return a product in the layout of the stream: partial sums are added by a reduce-scatter.
 
     Args:
-        hidden: spread.
-        product: over the dimension that is spread.
-        placement: where arrays lie.
+        hidden: Activations split by `product.spread_axes`.
+        product: Product that sums over the split dimension.
+        placement: Layout rules.
     """
     names = _positions(placement)
     others = tuple(axis for axis in _spread(product, placement) if axis not in names)
@@ -166,13 +167,13 @@ _GATHERED = (ax.ACT_BATCH, ax.ACT_SEQ_INNER, ax.ACT_EMBED)
 
 
 def _positions(placement: Placement) -> tuple[str, ...]:
-    """Mesh axes that cut the positions of the stream and nothing of them within a sublayer."""
+    """Return the mesh axes that split positions of the stream but not within a sublayer."""
     inner = placement.mesh_axes(ax.ACT_SEQ_INNER)
     return tuple(axis for axis in placement.mesh_axes(ax.ACT_SEQ) if axis not in inner)
 
 
 def _spread(product: Product, placement: Placement) -> tuple[str, ...]:
-    """Mesh axes over which a product's activations are spread, and its result is not."""
+    """Return the mesh axes that split a product's activations but not its result."""
     rows = (ax.ACT_BATCH, ax.ACT_SEQ_INNER)
     spread = [name for name in product.spread_axes if name is not None and name not in rows]
     return tuple(axis for name in spread for axis in placement.mesh_axes(name))
@@ -181,15 +182,15 @@ def _spread(product: Product, placement: Placement) -> tuple[str, ...]:
 def look_up(
     table: Float[Array, "V D"], ids: Int[Array, "B S"], placement: Placement
 ) -> Float[Array, "B S D"]:
-    """Rows of a table that may be cut by vocabulary, laid out as the residual stream.
+    """Return rows of a table that may be split by vocabulary, laid out as the residual stream.
 
     Each device takes the rows it has, zeros for the others; a reduce-scatter over positions adds
-    them. Other cuts of the table are gathered first.
+    them. Other splits of the table are gathered first.
 
     Args:
-        table: one row per id.
-        ids: must lie in [0, V); the caller has checked.
-        placement: where arrays lie.
+        table: One row per id.
+        ids: Ids in [0, V); checked by the caller.
+        placement: Layout rules.
     """
     names = placement.mesh_axes(ax.VOCAB)
     scattered = _positions(placement)

@@ -1,24 +1,24 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Work on whole matrices of a stack whose matrices are cut over the mesh.
+"""Applies functions of whole matrices to stacks whose matrices are sharded.
 
-A parameter is a stack of matrices (layers, experts), spread over devices in three ways: over its
-batch dimensions (B devices), through its matrices (A devices), and not at all (C devices hold
-copies). A function of whole matrices, such as Newton-Schulz, needs the second kind undone. With g
+A parameter is a stack of matrices (layers, experts), sharded in three ways: over its batch
+dimensions (B devices), through its matrices (A devices), and not at all (C devices hold copies). A
+function of whole matrices, such as Newton-Schulz, needs the second kind gathered. With g
 matrices of m x n on a batch shard and b bytes per value, each device
 
-    spread    takes s = ceil(g / AC) whole matrices, so that nothing is computed twice. It sends
+    spread    computes s = ceil(g / AC) whole matrices, none of them twice. It sends
               s m n b (1 - 1/A) bytes in an all-to-all there and as many in one back, and receives
               s m n b (C - 1) in an all-gather that completes the copies.
-    gathered  takes all g, which A C devices compute alike. It receives g m n b (1 - 1/A) bytes in
-              an all-gather, and nothing goes back.
+    gathered  computes all g, as A C devices do. It receives g m n b (1 - 1/A) bytes in an
+              all-gather, and returns nothing.
 
 A stack that does not divide is padded with zero matrices, for which the function must give zeros.
 "gathered" saves the way back where there are few small matrices; it computes up to A C times as
-much. Gathering the batch dimensions as well would cost B times more of both: it is not offered.
+much. Gathering the batch dimensions as well would cost B times more of both and is not offered.
 
-Without a mesh, and on a user's Auto mesh, this is a plain call: there XLA lays out. So it is inside
-somebody's shard_map, where nothing says how arrays were cut: the matrices there must be whole.
+Without a mesh, and on a user's Auto mesh, this is a plain call, laid out by XLA. So it is inside a
+user's shard_map, where the sharding of arrays is unknown: the matrices there must be whole.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ def map_matrices(
     outputs: Dims,
     layout: MatrixLayout = "spread",
 ) -> Float[Array, "*dims"]:
-    """`function` on every matrix of a stack, each of them whole.
+    """Return `function` of every matrix of a stack, each of them whole.
 
     Args:
-        function: from [... m n] to [... m n], matrix by matrix; zeros to zeros.
-        x: all its dimensions that are neither `inputs` nor `outputs` count the matrices.
-        inputs: dimensions of x, from 0, that are the rows of the matrix.
-        outputs: those that are its columns.
-        layout: which device computes what, on an Explicit mesh; see above.
+        function: Function from [... m n] to [... m n], matrix by matrix; zeros give zeros.
+        x: Stack of matrices; dimensions that are neither `inputs` nor `outputs` count them.
+        inputs: Dimensions of x, from 0, that are the rows of the matrix.
+        outputs: Dimensions that are its columns.
+        layout: Division of the work on an Explicit mesh; see the module.
 
     Returns:
-        As x, and laid out as x.
+        Array in the shape and layout of x.
     """
     batch = tuple(d for d in range(x.ndim) if d not in inputs + outputs)
     order = batch + inputs + outputs
@@ -83,7 +83,7 @@ def map_matrices(
         through = _spread if layout == "spread" else _gathered
         return through(on_whole, stack, cuts, idle).reshape(ordered.shape).transpose(back)
 
-    # Not checked: an all-gather over the copies makes them equal, which its type does not say.
+    # Not checked: an all-gather over the copies makes them equal, which its type does not show.
     return jax.shard_map(body, in_specs=spec, out_specs=spec, check_vma=False)(x)
 
 

@@ -1,19 +1,20 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""In what a cache holds keys and values: the compute dtype, or 8 or 4 bits with scales.
+"""Formats of cached keys and values: the compute dtype, or 8 or 4 bits with scales.
 
     k ~ values * scales        a scale for each token, head and group of at most 64 features
 
-Each token is rounded once, when it is written, and turned back for every attention to it. Scales
-per token need no statistics of other tokens, so that a cache grows by one token like any other.
-Keys are rounded as they are stored, after their norm and rotation.
+Each token is rounded once, when it is written, and dequantised for every attention to it. Scales
+per token need no statistics of other tokens, so that one token can be appended at a time. Keys are
+rounded after their norm and rotation.
 
     bytes of one token    layers * heads * 2 * (H * bits / 8 + H / group * 4)
 
-Grouped scales per token: KIVI (arXiv 2402.02750, section 3) has them for values, and takes keys by
-channel over some tokens at a time; with keys that are normed, or in 8 bits, a token will do.
+Grouped scales per token: KIVI (arXiv 2402.02750, section 3) uses them for values, and scales keys
+by channel over groups of tokens; for normed keys, or 8 bits, scales per token are enough.
 
-To add a format: its name here, if `pallas_kernels.quantize` has it.
+To add a format that `pallas_kernels.quantize` has: its name in `CacheFormat` and its bits in
+`_BITS`, both in sharding/sequence_parallel/cache_formats.py.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ from jaxtyping import Array, Float
 from pallas_kernels import QuantizedArray, dequantize, quantize
 
 CacheFormat = Literal["compute", "int8", "int4"]
-"""compute: as attention has computed them."""
+"""compute: the dtype in which attention computes them."""
 
 LARGEST_GROUP = 64
-"""Features of a head that share a scale, at most; a divisor of the head's width."""
+"""Most features of a head that share a scale; a divisor of the head's width is taken."""
 
 _BITS = {"int8": 8, "int4": 4}
 _SCALE_BITS = 32
@@ -39,11 +40,11 @@ _SCALE_BITS = 32
 def into_cache(
     new: Float[Array, "B S M H"], held: Float[Array, "B U M H"] | QuantizedArray
 ) -> Float[Array, "B S M H"] | QuantizedArray:
-    """Keys or values in the format of a cache.
+    """Return keys or values in the format of a cache.
 
     Args:
-        new: of some tokens.
-        held: of the cache.
+        new: Keys or values of some tokens.
+        held: Those of the cache.
     """
     if not isinstance(held, QuantizedArray):
         return new.astype(held.dtype)
@@ -54,11 +55,11 @@ def into_cache(
 def out_of_cache(
     held: Float[Array, "B U M H"] | QuantizedArray, dtype: Any
 ) -> Float[Array, "B U M H"]:
-    """What a cache holds, for attention.
+    """Return the entries of a cache in the dtype of attention.
 
     Args:
-        held: keys or values.
-        dtype: of the result.
+        held: Keys or values of the cache.
+        dtype: Dtype of the result.
     """
     if isinstance(held, QuantizedArray):
         return dequantize(held, dtype)
@@ -66,11 +67,11 @@ def out_of_cache(
 
 
 def as_cached(x: Float[Array, "B S M H"], form: CacheFormat) -> Float[Array, "B S M H"]:
-    """Keys or values as attention would read them from a cache.
+    """Return keys or values as attention would read them from a cache.
 
     Args:
-        x: of some tokens.
-        form: of the cache.
+        x: Keys or values of some tokens.
+        form: Format of the cache.
     """
     if form == "compute":
         return x
@@ -80,12 +81,12 @@ def as_cached(x: Float[Array, "B S M H"], form: CacheFormat) -> Float[Array, "B 
 def empty_slots(
     shape: tuple[int, ...], form: CacheFormat, dtype: Any
 ) -> Float[Array, "*L B U M H"] | QuantizedArray:
-    """Keys or values of an empty cache.
+    """Return keys or values of an empty cache.
 
     Args:
-        shape: heads' width last.
-        form: of the cache.
-        dtype: of the compute format.
+        shape: Shape, with the width of a head last.
+        form: Format of the cache.
+        dtype: Dtype of the compute format.
     """
     if form == "compute":
         return jnp.zeros(shape, dtype)
@@ -98,14 +99,14 @@ def empty_slots(
 def bytes_per_token(
     *, num_layers: int, num_kv_heads: int, head_dim: int, form: CacheFormat, dtype: Any
 ) -> int:
-    """Bytes that a cache takes for one token of one sequence.
+    """Return the bytes of a cache for one token of one sequence.
 
     Args:
         num_layers: L.
         num_kv_heads: M.
         head_dim: H.
-        form: of the cache.
-        dtype: of the compute format.
+        form: Format of the cache.
+        dtype: Dtype of the compute format.
     """
     bits = head_dim * jax.dtypes.itemsize_bits(dtype)
     if form != "compute":
@@ -114,5 +115,5 @@ def bytes_per_token(
 
 
 def _group(head_dim: int) -> int:
-    """The largest divisor that may share a scale."""
+    """Return the largest divisor of the head's width that may share a scale."""
     return max(d for d in range(1, min(head_dim, LARGEST_GROUP) + 1) if head_dim % d == 0)

@@ -1,17 +1,17 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Attention over a cache of keys and values, whose slots may be spread over devices.
+"""Attention over a cache of keys and values whose slots may be sharded.
 
     rank r of N holds the slots r U/N to (r + 1) U/N - 1
     every rank attends with all new queries to its own slots       (out_r, lse_r)
     out = sum_r exp(lse_r - top) out_r / sum_r exp(lse_r - top)    top: the largest lse_r
 
-One all-reduce of the largest lse, one of the sums: S N (H + 2) values per sequence, however long it
-is. A slot that is not filled yet counts as the future, and weighs nothing. The new keys and values
-are known on every rank, and each slot is written by the rank that holds it. Slots may be quantised
-(cache_formats.py): the new keys and values are rounded as they are written, and attention sees them
-so at once.
-Source: the merge of online_softmax.py; flash-decoding splits keys so within one device.
+One all-reduce of the largest lse and one of the sums move S N (H + 2) values per sequence, whatever
+its length. An empty slot counts as a future position, with weight 0. Every rank has the new keys
+and values, and each slot is written by the rank that holds it. Slots may be quantised
+(`sharding/sequence_parallel/cache_formats.py`): new keys and values are rounded as they are
+written, and attention reads the rounded ones at once. Flash-decoding splits keys in the same way
+within one device.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from sharding.sequence_parallel.local_attention import (
 
 
 class CacheSlots(NamedTuple):
-    """Keys and values of one layer, a slot per position."""
+    """Cached keys and values of one layer, a slot per position."""
 
     k: Float[Array, "B U M H"] | QuantizedArray
     v: Float[Array, "B U M H"] | QuantizedArray
     length: Int[Array, ""]
-    """Slots filled."""
+    """Filled slots."""
 
 
 CACHE_AXES = (ax.ACT_BATCH, ax.ACT_CACHE, ax.ACT_KV_HEADS, None)
@@ -59,23 +59,23 @@ def attend_cached(
     positions: Int[Array, "B S"],
     rules: AttentionRules,
 ) -> tuple[Float[Array, "B S N H"], Seen, CacheSlots]:
-    """Writes new keys and values into the cache and attends to all of it.
+    """Write new keys and values into the cache and attend to all of it.
 
     Args:
-        q: queries of the new tokens.
-        k: their keys.
-        v: their values.
-        cache: as long as all tokens that will come.
-        placement: where arrays lie.
-        positions: of the new tokens: a token's slot is its position.
-        rules: of the mask.
+        q: Queries of the new tokens.
+        k: Keys of the new tokens.
+        v: Values of the new tokens.
+        cache: Cache with slots for all tokens to come.
+        placement: Layout rules.
+        positions: Positions of the new tokens; a token's slot is its position.
+        rules: Mask and kernel.
 
     Returns:
-        The output, what is watched (see `attend`), and the cache with the new tokens.
+        The output, the watched logits (see `attend`), and the cache with the new tokens.
     """
     heads, kv_heads = ((ax.ACT_BATCH, None, axis, None) for axis in (ax.ACT_HEADS, ax.ACT_KV_HEADS))
     axes = placement.mesh_axes(ax.ACT_CACHE)
-    # Scales have the dimensions of values.
+    # Scales have as many dimensions as values.
     slots: Any = jax.tree.map(lambda part: CACHE_AXES if part.ndim else (), cache)
     seen = ("lse", "top") if rules.is_observed else ()
 
@@ -106,18 +106,18 @@ def attend_cached(
 
 
 def write_slots(held: Array, new: Array, start: Array, *, is_cut: bool) -> Array:
-    """The slots with the new entries from `start` on, which may lie outside of them.
+    """Return the slots with the new entries from `start` on, which may be outside of them.
 
     Args:
-        held: [B u M H], slots of this device; or their scales.
-        new: [B S M H], of the same dtype.
-        start: slot of the first new entry, counted from the first that is held.
-        is_cut: other devices hold other slots.
+        held: Slots of this device [B u M H]; or their scales.
+        new: New entries [B S M H] in the same dtype.
+        start: Slot of the first new entry, counted from the first that is held.
+        is_cut: Whether other devices hold other slots.
     """
     slots, number = held.shape[1], new.shape[1]
     if not is_cut:
         return jax.lax.dynamic_update_slice_in_dim(held, new, start, axis=1)
-    if number == 1:  # one slot is touched, not all of them
+    if number == 1:  # touch one slot instead of all
         at = jnp.clip(start, 0, slots - 1)
         old = jax.lax.dynamic_slice_in_dim(held, at, 1, axis=1)
         return jax.lax.dynamic_update_slice_in_dim(
@@ -138,7 +138,7 @@ def attend_and_merge(
     rules: AttentionRules,
     axes: tuple[str, ...],
 ) -> tuple[Array, Seen]:
-    """Attention to the slots of all devices."""
+    """Return attention to the slots of all devices, merged over the mesh axes that split them."""
     if not axes:
         return attend_locally(q, k, v, queries, keys, rules)
     out, lse, highest = attend_part(q, k, v, queries, keys, rules)

@@ -1,13 +1,13 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Attention over a cache of latents: one vector per token, which is key and value of all heads.
+"""Attention over a cache of latents: one vector per token, the key and value of all heads.
 
     key of slot u     c_u                     [latent, rotary key]
     value of slot u   the first R features of c_u
 
-All heads share the entries, so that every device of the tensor axis holds them for its own heads;
-slots are spread over `seq` and results merged as in cached.py. The value is a view of the key and
-is not kept twice.
+All heads share the entries, so every device of the tensor axis holds them for its own heads; slots
+are split over `seq` and results merged as in `sharding/sequence_parallel/cached.py`. The value is a
+view of the key and is not stored twice.
 Source: DeepSeek-V2 (arXiv 2405.04434, section 2.1.2).
 """
 
@@ -26,11 +26,11 @@ from sharding.sequence_parallel.local_attention import AttentionRules, HeldToken
 
 
 class LatentSlots(NamedTuple):
-    """Latents of one layer, a slot per position."""
+    """Cached latents of one layer, a slot per position."""
 
     entries: Float[Array, "B U 1 H"]
     length: Int[Array, ""]
-    """Slots filled."""
+    """Filled slots."""
 
 
 LATENT_CACHE_AXES = (ax.ACT_BATCH, ax.ACT_CACHE, None, None)
@@ -47,20 +47,20 @@ def attend_latent(
     positions: Int[Array, "B S"],
     rules: AttentionRules,
 ) -> tuple[Float[Array, "B S N Hv"], Seen, LatentSlots]:
-    """Writes the entries of new tokens into the cache and attends to all of it.
+    """Write the entries of new tokens into the cache and attend to all of it.
 
     Args:
-        q: queries of the new tokens, as wide as an entry.
-        new: their entries.
-        cache: as long as all tokens that will come.
+        q: Queries of the new tokens, as wide as an entry.
+        new: Entries of the new tokens.
+        cache: Cache with slots for all tokens to come.
         latent_dim: R, features of an entry that are its value.
-        placement: where arrays lie.
-        positions: of the new tokens: a token's slot is its position.
-        rules: of the mask; with a scale.
+        placement: Layout rules.
+        positions: Positions of the new tokens; a token's slot is its position.
+        rules: Mask and kernel; the scale must be set.
 
     Returns:
-        The weighted mean of the values, what is watched (see `attend`), and the cache with the new
-        tokens.
+        The weighted mean of the values, the watched logits (see `attend`), and the cache with the
+        new tokens.
     """
     heads = (ax.ACT_BATCH, None, ax.ACT_HEADS, None)
     axes = placement.mesh_axes(ax.ACT_CACHE)

@@ -1,9 +1,9 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Attention on one device: what every form of sequence parallelism calls between its messages.
+"""Attention on one device, called by every form of sequence parallelism.
 
-Positions are compared within a segment only, so that the place of a token in its row serves every
-mask, whether documents restart their positions or not.
+Positions are compared within a segment only, so the place of a token in its row serves every mask,
+whether documents restart their positions or not.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ from pallas_kernels import Implementation, flash_attention
 from pallas_kernels.flash_attention import largest_logits
 
 Seen = dict[str, Array]
-"""What is watched: of every query the log-sum-exp `lse` and the largest logit `top` [B N S]."""
+"""Watched logits: the log-sum-exp `lse` and the largest logit `top` of every query [B N S]."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionRules:
-    """What is the same for all tokens."""
+    """Mask and kernel of attention, equal for all tokens."""
 
     is_causal: bool = True
     """A query sees no later key."""
     window: int | None = None
-    """How many positions back a query sees, itself included; None: all."""
+    """Positions that a query sees, itself included; None: all."""
     softcap: float | None = None
     """Logits become softcap * tanh(logits / softcap)."""
     scale: float | None = None
     """Factor on the logits; 1/sqrt(H) when None."""
     implementation: Implementation | None = None
-    """Of the kernel."""
+    """Implementation of the kernel."""
     is_observed: bool = False
-    """Whether somebody watches the logits."""
+    """Whether the watched logits are returned."""
 
 
 class HeldTokens(NamedTuple):
-    """Where the tokens stand that a device holds."""
+    """Positions and documents of the tokens of a device."""
 
     positions: Int[Array, "B S"] | Int[Array, " S"] | None
     """None: from 0, in order."""
@@ -56,18 +56,18 @@ def attend_locally(
     keys: HeldTokens,
     rules: AttentionRules,
 ) -> tuple[Float[Array, "B S N Hv"], Seen]:
-    """Attention of the queries at hand over the keys at hand.
+    """Return attention of the queries over the keys of this device.
 
     Args:
-        q: queries.
-        k: keys.
-        v: values.
-        queries: where they stand.
-        keys: likewise.
-        rules: of the mask.
+        q: Queries.
+        k: Keys.
+        v: Values.
+        queries: Positions and documents of the queries.
+        keys: Positions and documents of the keys.
+        rules: Mask and kernel.
 
     Returns:
-        The output; and, if observed, what is watched, without a gradient.
+        The output; and, if observed, the watched logits, without a gradient.
     """
     out, lse, top = attend_part(q, k, v, queries, keys, rules)
     return out, {} if top is None else {"lse": jax.lax.stop_gradient(lse), "top": top}
@@ -81,15 +81,15 @@ def attend_part(
     keys: HeldTokens,
     rules: AttentionRules,
 ) -> tuple[Float[Array, "B S N Hv"], Float[Array, "B N S"], Float[Array, "B N S"] | None]:
-    """Attention over keys that are not all there are: output, log-sum-exp, and if observed `top`.
+    """Return attention over a part of the keys: output, log-sum-exp, and if observed `top`.
 
     Args:
-        q: queries.
-        k: keys.
-        v: values.
-        queries: where they stand.
-        keys: likewise.
-        rules: of the mask.
+        q: Queries.
+        k: Keys.
+        v: Values.
+        queries: Positions and documents of the queries.
+        keys: Positions and documents of the keys.
+        rules: Mask and kernel.
     """
     mask = {
         "causal": rules.is_causal,

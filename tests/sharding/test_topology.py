@@ -161,13 +161,13 @@ def test_replicas_lie_in_slices():
 def test_slices_that_do_not_fit_are_refused_in_words():
     chips = grid(2, 4, 1) + grid(2, 4, 1, slice_index=1)
     text = (
-        "mesh.replica=1 must be a multiple of the 2 slices in which the 16 devices lie, as only"
+        "mesh.replica=1 must be a multiple of the 2 slices that hold the 16 devices, as only"
         " gradients may travel between slices: set mesh.replica to 2, and the other axes to the"
         " 8 devices of one slice"
     )
     with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
         placed(chips, data=16)
-    text = "the mesh's devices lie in 2 slices, 8, 4 in each: pass the devices of whole slices"
+    text = "the mesh's devices are in 2 slices, 8, 4 in each: pass the devices of whole slices"
     with pytest.raises(ValueError, match=re.escape(text)):
         placed(chips[:12], replica=2, data=6)
 

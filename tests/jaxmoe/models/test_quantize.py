@@ -180,7 +180,7 @@ def test_other_products_are_refused():
     x, w = jnp.ones((2, 3, 4)), jnp.ones((4, 2, 2))
     given = {"activations": None, "dtype": jnp.float32}
     weight = jax.eval_shape(lambda w: quantize(w, "int4", axis=-3), w)
-    with pytest.raises(ValueError, match="must stand last in the first term"):
+    with pytest.raises(ValueError, match="must be last in the first term"):
         quantized_einsum("bds,dnh->bsnh", x, weight, **given)
     with pytest.raises(ValueError, match="must have its scales along axis -2, not -3: quantize"):
         flattened(weight, 2)
