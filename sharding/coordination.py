@@ -82,10 +82,10 @@ def everyones_text(name: str, text: str, seconds: float) -> list[str]:
     if jax.process_count() == 1:
         return [text]
     path = _path("texts", name)
-    coordination_client().key_value_set(f"{path}/said/{jax.process_index()}", text)
+    coordination_client().key_value_set(f"{path}/texts/{jax.process_index()}", text)
     _meet(path, name, seconds)
-    said = entries(f"{path}/said")
-    return [said[process] for process in range(jax.process_count())]
+    found = entries(f"{path}/texts")
+    return [found[process] for process in range(jax.process_count())]
 
 
 def publish(name: str, text: str) -> None:

@@ -69,12 +69,12 @@ def start_processes(
     num_processes = _number("JAX_NUM_PROCESSES", num_processes, environment)
     process_id = _number("JAX_PROCESS_ID", process_id, environment)
     hosts = num_hosts(environment)
-    is_told = coordinator is not None or num_processes is not None
-    if hosts == 1 and (num_processes == 1 or not (is_told or _tasks(environment) > 1)):
+    is_stated = coordinator is not None or num_processes is not None
+    if hosts == 1 and (num_processes == 1 or not (is_stated or _tasks(environment) > 1)):
         return
     if num_processes is not None and process_id is not None and process_id >= num_processes:
         raise ValueError(
-            f"JAX_PROCESS_ID={process_id} must lie below JAX_NUM_PROCESSES={num_processes}:"
+            f"JAX_PROCESS_ID={process_id} must be below JAX_NUM_PROCESSES={num_processes}:"
             " processes count from 0"
         )
     if coordinator is not None:
@@ -109,12 +109,12 @@ def num_hosts(environment: Mapping[str, str]) -> int:
         environment: Environment variables.
     """
     names = environment.get("TPU_WORKER_HOSTNAMES", "")
-    told = [
+    stated = [
         environment.get("SLURM_JOB_NUM_NODES", ""),
         environment.get("MEGASCALE_NUM_SLICES", ""),
         environment.get("JAX_NUM_PROCESSES", "") if "JOB_COMPLETION_INDEX" in environment else "",
     ]
-    counts = [int(number) for number in told if number.isdigit()]
+    counts = [int(number) for number in stated if number.isdigit()]
     return max([1, len(names.split(",")), *counts])
 
 

@@ -112,9 +112,7 @@ def fit_cost(amounts: Sequence[float], seconds: Sequence[float]) -> Cost:
         )
     columns = np.stack([1 / t, n / t], 1)
     alpha, beta = np.linalg.lstsq(columns, np.ones_like(t), rcond=None)[0]
-    if (
-        alpha < 0 or beta < 0
-    ):  # the optimum is on one of the two borders
+    if alpha < 0 or beta < 0:  # the optimum is on one of the two borders
         ends = [(column @ np.ones_like(t)) / (column @ column) for column in columns.T]
         missed = [
             ((end * column - 1) ** 2).sum() for end, column in zip(ends, columns.T, strict=True)

@@ -102,23 +102,23 @@ def make_plan(
         threshold_per: Load that the threshold is for.
     """
     num_experts, held = loads.shape[0], loads.shape[0] // num_devices
-    home = jnp.arange(num_experts, dtype=jnp.int32) // jnp.int32(held)
-    is_home = home[:, None] == jnp.arange(num_devices, dtype=jnp.int32)[None, :]
-    rows = jnp.where(is_home, loads.astype(jnp.int32)[:, None], 0)
+    owner = jnp.arange(num_experts, dtype=jnp.int32) // jnp.int32(held)
+    is_owner = owner[:, None] == jnp.arange(num_devices, dtype=jnp.int32)[None, :]
+    rows = jnp.where(is_owner, loads.astype(jnp.int32)[:, None], 0)
     cap = _cap(rows.sum(), num_devices, capacity_factor)
     by_load = jnp.argsort(-loads, stable=True)
     turns = jnp.argsort(by_load).astype(jnp.int32)
 
     def are_waiting(state: _State) -> Bool[Array, " E"]:
-        return (turns >= state.turn) & (state.load[home] > cap) & (loads > 0)
+        return (turns >= state.turn) & (state.load[owner] > cap) & (loads > 0)
 
     def spill(state: _State) -> _State:
         expert = jnp.argmin(jnp.where(are_waiting(state), turns, num_experts)).astype(jnp.int32)
-        surplus = jnp.minimum(loads[expert], state.load[home[expert]] - cap)
-        is_open = ~is_home[expert] & (state.used < slots)
-        room = jnp.where(is_open, cap - state.load, jnp.iinfo(jnp.int32).min)
-        taken = _place(surplus, room, min_rows)
-        return _with(state, expert, taken, is_home[expert], turns[expert])
+        surplus = jnp.minimum(loads[expert], state.load[owner[expert]] - cap)
+        is_open = ~is_owner[expert] & (state.used < slots)
+        free = jnp.where(is_open, cap - state.load, jnp.iinfo(jnp.int32).min)
+        taken = _place(surplus, free, min_rows)
+        return _with(state, expert, taken, is_owner[expert], turns[expert])
 
     borrowed = jnp.full((num_devices, slots), num_experts, jnp.int32)
     lent = jnp.full((num_experts,), num_experts, jnp.int32)
@@ -132,18 +132,18 @@ def make_plan(
     return jax.lax.while_loop(lambda state: are_waiting(state).any(), spill, start).plan
 
 
-def _place(surplus: Int[Array, ""], room: Int[Array, " P"], min_rows: int) -> Int[Array, " P"]:
-    """Return how many rows each device takes; none where `room` is not positive."""
-    order = jnp.argsort(-jnp.maximum(room, 0), stable=True)
-    space = jnp.maximum(room, 0)[order]
+def _place(surplus: Int[Array, ""], free: Int[Array, " P"], min_rows: int) -> Int[Array, " P"]:
+    """Return how many rows each device takes; none where `free` is not positive."""
+    order = jnp.argsort(-jnp.maximum(free, 0), stable=True)
+    space = jnp.maximum(free, 0)[order]
     rest = jnp.maximum(surplus - (jnp.cumsum(space) - space), 0)
     is_worth_it = (space > 0) & ((space >= rest) | (space >= min_rows))
     chunks = jnp.where(jnp.cumprod(is_worth_it) > 0, jnp.minimum(space, rest), 0)
-    taken = jnp.zeros_like(room).at[order].set(chunks)
+    taken = jnp.zeros_like(free).at[order].set(chunks)
     rest = surplus - taken.sum()
-    least_loaded = jnp.argmax(room - taken)
-    left = (room - taken)[least_loaded]
-    is_bounded = (left >= 0) & (rest - left <= (room.shape[0] - 2) * (min_rows - 1))
+    least_loaded = jnp.argmax(free - taken)
+    left = (free - taken)[least_loaded]
+    is_bounded = (left >= 0) & (rest - left <= (free.shape[0] - 2) * (min_rows - 1))
     return taken.at[least_loaded].add(jnp.where(is_bounded, rest, 0))
 
 
@@ -151,12 +151,12 @@ def _with(
     state: _State,
     expert: Int[Array, ""],
     taken: Int[Array, " P"],
-    is_home: Bool[Array, " P"],
+    is_owner: Bool[Array, " P"],
     turn: Int[Array, ""],
 ) -> _State:
     """Return the state after these devices have taken rows of an expert from its owner."""
     plan, slots = state.plan, state.plan.borrowed.shape[1]
-    moved = taken - jnp.where(is_home, taken.sum(), 0)
+    moved = taken - jnp.where(is_owner, taken.sum(), 0)
     is_borrower = taken > 0
     devices = jnp.arange(taken.shape[0], dtype=jnp.int32)
     slot = jnp.where(is_borrower, state.used, slots)

@@ -1,15 +1,15 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Which device holds which expert, layer by layer: the record that placement solvers return.
+"""`ExpertPlacement`: the device of every expert in every layer, as placement solvers return it.
 
-    device_of[l, e]   the device of expert e of layer l; every device has E/P experts of a layer
-    order[l, i]       the expert that stands at position i: device c holds the positions
-                      c E/P to (c + 1) E/P - 1, ascending by expert
-    position[l, e]    where expert e stands: the inverse of `order`
+    device_of[l, e]   device of expert e of layer l; every device has E/P experts of a layer
+    order[l, i]       expert at position i: device c holds the positions c E/P to (c + 1) E/P - 1,
+                      ascending by expert
+    position[l, e]    position of expert e: the inverse of `order`
 
-The weights of a layer are cut over the mesh axis `expert` in the order in which they stand, so a
-placement is applied by putting them into another order (`jaxmoe/planning/placement/relocate.py`).
-The solvers are in `jaxmoe/planning/placement/`.
+The weights of a layer are split over the mesh axis `expert` in the order of positions, so a
+placement is applied by permuting them (`jaxmoe/planning/placement/relocate.py`). The solvers are in
+`jaxmoe/planning/placement/`.
 """
 
 from __future__ import annotations

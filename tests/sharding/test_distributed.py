@@ -128,7 +128,7 @@ def test_loopback_is_refused_on_several_hosts(environment, host, joined):
         (
             {"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "2"},
             {},
-            "JAX_PROCESS_ID=2 must lie below JAX_NUM_PROCESSES=2: processes count from 0",
+            "JAX_PROCESS_ID=2 must be below JAX_NUM_PROCESSES=2: processes count from 0",
         ),
         ({}, {"initialization_timeout": 0}, "initialization_timeout=0 must be at least 1 second"),
         ({}, {"heartbeat_timeout": -1}, "heartbeat_timeout=-1 must be at least 1 second"),
