@@ -22,7 +22,7 @@ from jaxtyping import Array
 
 from experiments.bench.measure import in_turns, timed
 from experiments.bench.step import BenchRunConfig
-from jaxmoe.layers.experts import apply_experts
+from jaxmoe.layers.feed_forwards.moe.experts import apply_experts
 from sharding import MeshConfig, make_mesh
 from sharding import axes as ax
 from sharding.assignments import Assignments

@@ -27,8 +27,8 @@ from experiments.bench.measure import Timing, in_turns, matmul_rate, timed, with
 from experiments.bench.peer import training_data
 from jaxmoe.data.batch import Batch
 from jaxmoe.execution import ExecutionConfig
-from jaxmoe.layers.attention import Attention
-from jaxmoe.layers.moe import MoE, RoutingInputs
+from jaxmoe.layers.feed_forwards.moe.layer import MoE
+from jaxmoe.layers.records import RoutingInputs, TokenInputs
 from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
 from jaxmoe.models.flops import flops_per_token
 from jaxmoe.optim import adamw
@@ -263,17 +263,18 @@ def _parts(
     batch, length = config.batch_size, config.sequence_length
     tokens, layers = batch * length, model.num_layers
     stack = next(iter(model.stacks))
-    layer = jax.tree.map(lambda leaf: leaf[0], state.params[stack.name])
+    layer = jax.tree.map(lambda leaf: leaf[0], state.params[stack.path])
     x = jax.random.normal(jax.random.key(1), (batch, length, model.embed_dim))
     mask = jnp.ones((batch, length), bool)
 
     def attend(params: Any, x: Any) -> Any:
-        out, _ = Attention(model, execution).apply({"params": params}, x, None, None, None)
+        module = model.attention.build(model.context, execution)
+        out, _ = module.apply({"params": params}, x, TokenInputs(token_mask=mask), None)
         return out
 
     def mix(params: Any, x: Any) -> Any:
         given = RoutingInputs(token_mask=mask, segment_ids=mask.astype(jnp.int32), router_state={})
-        out, _ = MoE(model, moe, execution, True).apply({"params": params}, x, given)
+        out, _ = MoE(moe, model.context, execution, True).apply({"params": params}, x, given)
         return out
 
     optimizer = adamw(_LEARNING_RATE, weight_decay=0.1)

@@ -38,7 +38,6 @@ from experiments.cli.process import start_process
 from experiments.cli.tables import text_table
 from experiments.evaluate import FinishedRunConfig
 from jaxmoe.checkpoint import save_checkpoint
-from jaxmoe.models.config import LatentAttentionConfig
 from jaxmoe.models.quantize import largest_error, quantize_parameter, stored_bytes
 from jaxmoe.run.assemble import Assembly, describe_devices
 from jaxmoe.run.config import PretrainConfig
@@ -136,7 +135,7 @@ def convert(config: ConvertConfig) -> str:
             f"run.directory={source} is converted already, to {weights}: rounding twice loses"
             " twice; convert the run that it came from"
         )
-    if isinstance(given.model.attention, LatentAttentionConfig):
+    if not all(kind.mixer.can_quantize for kind in given.model.kinds):
         raise ValueError(
             f"run.directory={source} holds a model with latent attention, whose matrices have no"
             " form in few bits so far: convert a model with grouped-query attention"

@@ -166,8 +166,9 @@ def attention_links(candidate: Candidate, chip: Chip) -> str:
     ends = "token_ring loads the links less at every ratio"
     if turn is not None:
         ends = f"from {turn} query head{'s' * (turn > 1)} per key head on ring loads the links less"
+    form = explain_form(plan.model.context, plan.execution, sizes.length, mesh)
     return (
-        f"attention over seq   {explain_form(plan.model, plan.execution, sizes.length, mesh)}\n"
+        f"attention over seq   {form}\n"
         f"one layer, forward and backward, over the busiest link in its busiest direction ({links},"
         f" {direction_bandwidth(chip) / 1e9:.0f} GB/s)\n{text_table(rows)}\n{ends}"
     )

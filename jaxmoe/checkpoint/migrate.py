@@ -33,7 +33,10 @@ class Added:
     """JSON value with which the config means what it meant before the field existed."""
 
 
-ADDED: tuple[Added, ...] = ()
+ADDED: tuple[Added, ...] = (
+    Added("model.layers", []),
+    Added("model.moe.kind", "moe"),
+)
 """Fields in the order in which they were added."""
 
 

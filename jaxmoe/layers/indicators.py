@@ -189,6 +189,29 @@ def mean_cosine(
     return jnp.where(has_pair, mean, 0.0), has_pair.astype(jnp.float32)
 
 
+def interleave(parts: Sequence[Indicators], repeats: int) -> Indicators:
+    """Join the indicators of a period's layers in the order of the layers.
+
+    Args:
+        parts: Indicators of each layer of the period, stacked over the repeats.
+        repeats: Number of repeats.
+    """
+    if len(parts) == 1:
+        return parts[0]
+
+    def joined(kind: str, fill: float) -> dict[str, Array]:
+        names = dict.fromkeys(name for part in parts for name in getattr(part, kind))
+        absent = jnp.full((repeats,), fill, jnp.float32)
+        return {
+            name: jnp.stack([getattr(p, kind).get(name, absent) for p in parts], 1).reshape(-1)
+            for name in names
+        }
+
+    return Indicators(
+        sums=joined("sums", 0.0), counts=joined("counts", 0.0), peaks=joined("peaks", -jnp.inf)
+    )
+
+
 def join_stacks(parts: Sequence[tuple[Indicators, int]]) -> Indicators:
     """Indicators of all layers from those of consecutive stacks.
 

@@ -13,13 +13,36 @@ features by m(mscale) / m(a).
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxmoe.models.config import YarnConfig
+from jaxmoe.layers.context import require_positive
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class YarnConfig:
+    """YaRN: wavelengths of RoPE stretched for rows longer than those of pretraining."""
+
+    factor: float = 40.0
+    """Ratio of the longest row to the rows of pretraining."""
+    original_length: int = 4096
+    """Positions of pretraining."""
+    beta_fast: float = 32.0
+    """Features that turn more often than this in the original length stay as they are."""
+    beta_slow: float = 1.0
+    """Features that turn less often are stretched by the whole factor."""
+    mscale: float = 1.0
+    """Weight of the factor of turned features, relative to mscale_all_dim."""
+    mscale_all_dim: float = 1.0
+    """Weight of the attention logits' factor (1 + mscale_all_dim log(factor) / 10)^2."""
+
+    def __post_init__(self):
+        require_positive("yarn", self, "factor", "original_length", "beta_fast", "beta_slow")
+        require_positive("yarn", self, "mscale", "mscale_all_dim")
 
 
 def rotary_angles(

@@ -1,10 +1,10 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Sequences that are cut over devices: by which form of attention, and which tokens go where.
+"""Chooses the form of attention over sequences cut over devices, and the order of their tokens.
 
-A form may want the tokens of a row in another order, so that all devices have equal work. Token
-ids and what goes with them are permuted where a batch enters, which costs nothing; activations
-never are, unless somebody wants them in the order of the tokens.
+A form may need the tokens of a row in another order, so that all devices have equal work. Token
+ids and other [B S] arrays are permuted where a batch enters, which costs little; activations are
+permuted only where the order of the tokens is asked for.
 
     order       token held at each position of a row that is laid out
     lay_out     x[:, order]
@@ -23,7 +23,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxmoe.execution import ExecutionConfig
-from jaxmoe.models.config import ModelConfig
+from jaxmoe.layers.context import AttentionHeads, LayerContext
 from pallas_kernels.sequence_layout import lay_out as in_order
 from sharding import axes as ax
 from sharding.sequence_parallel import (
@@ -33,118 +33,132 @@ from sharding.sequence_parallel import (
 )
 
 Order = Int[np.ndarray, " S"] | Int[Array, "B S"]
-"""Known while tracing; or of each row, where it depends on its documents."""
+"""Order of tokens: known while tracing, or an array of one per row where documents decide."""
 
 
 def attention_sizes(
-    model: ModelConfig, execution: ExecutionConfig, length: int, mesh: Mapping[str, int]
+    context: LayerContext, execution: ExecutionConfig, length: int, mesh: Mapping[str, int]
 ) -> AttentionSizes:
-    """What forms of attention want to know.
+    """Return the sizes by which a form of attention is chosen.
+
+    Where mixers differ they are those of the first without a window, which costs most.
 
     Args:
-        model: what is computed.
-        execution: how.
-        length: of the rows.
+        context: Model-wide numbers, with the heads of every kind of mixer.
+        execution: Layout rules and dtype.
+        length: Positions of a row.
         mesh: {axis or piece of one: size}.
     """
-    rules, attention = execution.axis_rules, model.attention
+    heads = min(context.heads, key=lambda heads: heads.window is not None)
+    return _sizes(heads, context, execution, length, mesh)
+
+
+def _sizes(
+    heads: AttentionHeads,
+    context: LayerContext,
+    execution: ExecutionConfig,
+    length: int,
+    mesh: Mapping[str, int],
+) -> AttentionSizes:
+    rules = execution.axis_rules
 
     def devices(name: str) -> int:
         return math.prod(mesh.get(axis, 1) for axis in rules.mesh_axes(name))
 
     return AttentionSizes(
-        num_heads=attention.num_heads,
-        num_kv_heads=attention.num_kv_heads,
-        head_dim=attention.head_dim,
+        num_heads=heads.num_heads,
+        num_kv_heads=heads.num_kv_heads,
+        head_dim=heads.head_dim,
         length=length,
         ranks=devices(ax.ACT_SEQ_INNER),
         tensor=devices(ax.ACT_HEADS),
         itemsize=jnp.dtype(execution.precision.compute_dtype).itemsize,
-        is_causal=attention.is_causal,
-        window=attention.window,
-        keeps_order=model.moe is not None and model.moe.capacity is not None,
+        is_causal=heads.is_causal,
+        window=heads.window,
+        keeps_order=context.keeps_order,
     )
 
 
 def check_rows(
-    model: ModelConfig, execution: ExecutionConfig, length: int, mesh: Mapping[str, int]
+    context: LayerContext, execution: ExecutionConfig, length: int, mesh: Mapping[str, int]
 ) -> SequenceForm:
-    """The form of attention on a mesh, if it can run there.
+    """Return the form of attention on a mesh, if every mixer can run in it.
 
     Args:
-        model: what is computed.
-        execution: how.
-        length: of the rows.
+        context: Model-wide numbers.
+        execution: Form, layout rules and dtype.
+        length: Positions of a row.
         mesh: {axis or piece of one: size}.
 
     Raises:
-        ValueError: heads or lengths that the form cannot spread, or a router that wants rows in
-            the order of their tokens.
+        ValueError: Heads or lengths that the form cannot spread, or a capacity with a form that
+            reorders the tokens.
     """
-    sizes = attention_sizes(model, execution, length, mesh)
-    form = form_of(model, execution, length, mesh)
-    form.check(sizes)
-    if sizes.ranks > 1 and form.layout != "contiguous" and sizes.keeps_order:
-        raise ValueError(
-            "model.moe.capacity fills the experts in the order of a sequence's tokens, and"
-            f" execution.sequence_parallel {form.name!r} holds them in {form.layout} order: set"
-            " execution.sequence_parallel.layout to contiguous, take ulysses, or set"
-            " model.moe.capacity to None"
-        )
+    form = form_of(context, execution, length, mesh)
+    for heads in context.heads:
+        sizes = _sizes(heads, context, execution, length, mesh)
+        form.check(sizes)
+        if sizes.ranks > 1 and form.layout != "contiguous" and sizes.keeps_order:
+            raise ValueError(
+                "model.moe.capacity fills the experts in the order of a sequence's tokens, and"
+                f" execution.sequence_parallel {form.name!r} holds them in {form.layout} order: set"
+                " execution.sequence_parallel.layout to contiguous, take ulysses, or set"
+                " model.moe.capacity to None"
+            )
     return form
 
 
 def form_of(
-    model: ModelConfig, execution: ExecutionConfig, length: int, mesh: Mapping[str, int]
+    context: LayerContext, execution: ExecutionConfig, length: int, mesh: Mapping[str, int]
 ) -> SequenceForm:
-    """The form of attention on a mesh, chosen where it is to be chosen, and not checked.
+    """Return the form of attention on a mesh, unchecked.
 
     Args:
-        model: what is computed.
-        execution: how.
-        length: of the rows.
+        context: Model-wide numbers.
+        execution: Form, layout rules and dtype.
+        length: Positions of a row.
         mesh: {axis or piece of one: size}.
     """
-    sizes = attention_sizes(model, execution, length, mesh)
+    sizes = attention_sizes(context, execution, length, mesh)
     return execution.sequence_parallel.choose(sizes).config
 
 
 def explain_form(
-    model: ModelConfig, execution: ExecutionConfig, length: int, mesh: Mapping[str, int]
+    context: LayerContext, execution: ExecutionConfig, length: int, mesh: Mapping[str, int]
 ) -> str:
-    """The form of attention on a mesh and, where it was chosen, why.
+    """Return the name of the form of attention on a mesh and, where it was chosen, the reason.
 
     Args:
-        model: what is computed.
-        execution: how.
-        length: of the rows.
+        context: Model-wide numbers.
+        execution: Form, layout rules and dtype.
+        length: Positions of a row.
         mesh: {axis or piece of one: size}.
     """
-    sizes = attention_sizes(model, execution, length, mesh)
+    sizes = attention_sizes(context, execution, length, mesh)
     return execution.sequence_parallel.choose(sizes).reason
 
 
-def current_form(model: ModelConfig, execution: ExecutionConfig, length: int) -> SequenceForm:
-    """The form of attention on the current mesh; see `check_rows`."""
+def current_form(context: LayerContext, execution: ExecutionConfig, length: int) -> SequenceForm:
+    """Return the form of attention on the current mesh; see `check_rows`."""
     mesh = jax.sharding.get_abstract_mesh().shape if sequence_ranks(execution.placement) > 1 else {}
-    return check_rows(model, execution, length, mesh)
+    return check_rows(context, execution, length, mesh)
 
 
 def current_order(
-    model: ModelConfig,
+    context: LayerContext,
     execution: ExecutionConfig,
     length: int,
     segment_ids: Int[Array, "B S"] | None = None,
 ) -> Order | None:
-    """The order of rows on the current mesh; None: as they are.
+    """Return the order of rows on the current mesh, or None where rows stay as they are.
 
     Args:
-        model: what is computed.
-        execution: how.
-        length: of the rows.
-        segment_ids: in the order of the tokens.
+        context: Model-wide numbers.
+        execution: Form and layout rules.
+        length: Positions of a row.
+        segment_ids: Documents, in the order of the tokens.
     """
-    form, ranks = current_form(model, execution, length), sequence_ranks(execution.placement)
+    form, ranks = current_form(context, execution, length), sequence_ranks(execution.placement)
     if segment_ids is None or form.layout != "document_zigzag" or ranks == 1:
         return form.token_order(length, ranks)
 
@@ -175,12 +189,12 @@ def lay_out(arrays: Any, order: Order | None, execution: ExecutionConfig) -> Any
 def lay_back(
     x: Float[Array, "B S D"], order: Order | None, execution: ExecutionConfig
 ) -> Float[Array, "B S D"]:
-    """Activations in the order of the tokens.
+    """Return activations in the order of the tokens.
 
     Args:
-        x: laid out.
-        order: of `lay_out`.
-        execution: where they lie.
+        x: Activations laid out.
+        order: Argument that `lay_out` received.
+        execution: Placement of the activations.
     """
     if order is None:
         return x
@@ -190,13 +204,13 @@ def lay_back(
 
 
 def places_of(order: Order | None, length: int) -> Int[Array, "#B S"]:
-    """Of each token in its row."""
+    """Return the place of each token in its row."""
     places = jnp.asarray(np.arange(length, dtype=np.int32) if order is None else order)
     return places if places.ndim == 2 else places[None, :]
 
 
 def _permute(arrays: Any, axes: Any, order: Any, execution: ExecutionConfig) -> Any:
-    """`x[:, order]` of every array of a tree, on whole rows."""
+    """Return `x[:, order]` of every array of a tree, on whole rows."""
     by_row = {} if isinstance(order, np.ndarray) else {"order": order}
 
     def run(arrays: Any, by_row: dict[str, Array], *, batch_axes: tuple[str, ...]) -> Any:

@@ -21,10 +21,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int, Key
 
 from jaxmoe.execution import ExecutionConfig, WholeRowsConfig
-from jaxmoe.layers.attention import KVCache
-from jaxmoe.layers.latent_attention import LatentCache
+from jaxmoe.models.cache import Cache, cache_length, initial_cache
 from jaxmoe.models.config import ModelConfig
-from jaxmoe.models.transformer import forward, initial_cache
+from jaxmoe.models.transformer import forward
 from sharding import axes as ax
 
 
@@ -77,11 +76,9 @@ def generate(
 def _compiled(model: ModelConfig, execution: ExecutionConfig, num_tokens: int, is_greedy: bool):
     """The jitted generator for one model and length."""
 
-    def decode(
-        params: Any, tokens: Array, cache: KVCache | LatentCache, router_state: Any
-    ) -> tuple[Any, Any]:
+    def decode(params: Any, tokens: Array, cache: Cache, router_state: Any) -> tuple[Any, Any]:
         batch, length = tokens.shape
-        positions = cache.length[0] + jnp.arange(length, dtype=jnp.int32)[None, :]
+        positions = cache_length(cache) + jnp.arange(length, dtype=jnp.int32)[None, :]
         output = forward(
             model,
             execution,
@@ -107,7 +104,7 @@ def _compiled(model: ModelConfig, execution: ExecutionConfig, num_tokens: int, i
         keys = jax.random.split(key, num_tokens)
         token = choose(logits, keys[0], temperature)
 
-        def body(carry: tuple[Array, KVCache | LatentCache], key: Array) -> tuple[Any, Array]:
+        def body(carry: tuple[Array, Cache], key: Array) -> tuple[Any, Array]:
             token, cache = carry
             logits, cache = decode(params, token[:, None], cache, router_state)
             new = choose(logits, key, temperature)

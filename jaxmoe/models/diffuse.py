@@ -24,8 +24,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from jaxmoe.execution import ExecutionConfig
-from jaxmoe.layers.embedding import only_predicted
 from jaxmoe.models.config import ModelConfig
+from jaxmoe.models.embedding import only_predicted
 from jaxmoe.models.transformer import forward
 
 Denoiser = Callable[[Int[Array, "B S"], Float[Array, "B S"]], Float[Array, "B S V"]]

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from jaxmoe.models.config import AttentionConfig, Attentions, ModelConfig
+from jaxmoe.models.config import ModelConfig
 
 BASE_PARAMETERS: Final = 208_142_336
 """Of depth 8, by `dense_parameters`."""
@@ -83,23 +83,9 @@ def dense_parameters(model: ModelConfig) -> int:
     Its SwiGLUs, attention projections, embedding and head; gates, norms and routers are left out.
     """
     width = model.embed_dim
-    per_layer = 3 * width * model.dense_dim + _attention_parameters(model.attention, width)
-    return model.num_layers * per_layer + 2 * model.vocab_size * width
-
-
-def _attention_parameters(attention: Attentions, width: int) -> int:
-    """Of the projections of one layer."""
-    if isinstance(attention, AttentionConfig):
-        heads = 2 * attention.num_heads + 2 * attention.num_kv_heads  # q and o, k and v
-        return width * heads * attention.head_dim
-    heads, latent, source = attention.num_heads, attention.query_latent_dim, width
-    queries = 0
-    if latent is not None:
-        queries, source = width * latent, latent
-    queries += source * heads * attention.head_dim
-    keys = width * attention.cache_dim
-    keys += attention.latent_dim * heads * (attention.nope_dim + attention.value_dim)
-    return queries + keys + heads * attention.value_dim * width
+    mixers = sum(kind.mixer.projection_parameters(width) for kind in model.kinds)
+    dense = model.num_layers * 3 * width * model.dense_dim
+    return dense + mixers + 2 * model.vocab_size * width
 
 
 def training_tokens(model: ModelConfig) -> int:
@@ -115,7 +101,8 @@ def training_flops(model: ModelConfig, tokens: int, sequence_length: int) -> int
         tokens: of the run.
         sequence_length: S.
     """
-    attention = model.attention
-    heads = attention.num_heads * (attention.head_dim + attention.value_dim)
-    per_token = 6 * dense_parameters(model) + 6 * model.num_layers * heads * sequence_length
-    return tokens * per_token
+    logits = sum(
+        kind.mixer.heads.num_heads * (kind.mixer.heads.head_dim + kind.mixer.heads.value_dim)
+        for kind in model.kinds
+    )
+    return tokens * (6 * dense_parameters(model) + 6 * logits * sequence_length)

@@ -9,7 +9,6 @@ The same call runs with no mesh, inside a user's Auto mesh, and on a mesh of `sh
 
 from __future__ import annotations
 
-import math
 import typing
 from collections.abc import Mapping
 from typing import Any, cast
@@ -21,22 +20,20 @@ from flax import struct
 from jaxtyping import Array, Float, Int
 
 from jaxmoe.execution import ExecutionConfig
-from jaxmoe.layers.attention import KVCache
-from jaxmoe.layers.block import LayerInputs, Stream, TokenInputs, stack_of_blocks
-from jaxmoe.layers.embedding import Embedding, Head, output_logits
 from jaxmoe.layers.gather import WHOLE
-from jaxmoe.layers.indicators import Indicators, join_stacks
-from jaxmoe.layers.latent_attention import LatentCache
-from jaxmoe.layers.moe import build_router
+from jaxmoe.layers.indicators import Indicators
 from jaxmoe.layers.norms import RMSNorm
+from jaxmoe.layers.records import Stream, TokenInputs
 from jaxmoe.layers.sequences import Order, current_order, lay_back, lay_out, places_of
-from jaxmoe.models.config import LatentAttentionConfig, ModelConfig, Stack
+from jaxmoe.models.cache import Cache, axis_devices
+from jaxmoe.models.config import ModelConfig
+from jaxmoe.models.embedding import Embedding, Head, output_logits
+from jaxmoe.models.layer_scan import join_outputs, scan_inputs, scan_layers
 from jaxmoe.routing import RouterStatistics
 from jaxmoe.routing.balancers import of_statistics
 from sharding import axes as ax
 from sharding.constrain import Placement
 from sharding.products.tensor_parallel import look_up
-from sharding.sequence_parallel import CACHE_AXES, LATENT_CACHE_AXES, empty_slots
 
 
 # Not checked at run time: tree functions also fill records with shapes, specs and tracers.
@@ -55,7 +52,7 @@ class Output:
     """As given; routers change it in `update`, once per optimiser step."""
     hidden: Float[Array, "B S D"]
     """After the final norm."""
-    cache: KVCache | LatentCache | None
+    cache: Cache | None
     """With the new keys and values, when one was given."""
     indicators: Indicators | None = None
     """Of every layer, with detailed telemetry."""
@@ -75,7 +72,7 @@ class Transformer(nn.Module):
         positions: Int[Array, "B S"] | None = None,
         segment_ids: Int[Array, "B S"] | None = None,
         router_state: Any = None,
-        cache: KVCache | LatentCache | None = None,
+        cache: Cache | None = None,
         train: bool = False,
         key: Array | None = None,
         row_ids: Int[Array, " B"] | None = None,
@@ -102,12 +99,12 @@ class Transformer(nn.Module):
                 `jaxmoe.layers.sequences` has it: so will the results be. None: both are in the
                 order of the tokens.
         """
-        model, execution = self.model, self.execution
+        model, execution, shared = self.model, self.execution, self.model.context
         placement, dtype = execution.placement, execution.precision.compute_dtype
         _check_mesh(tokens.shape[1], execution)
         about, order = _given_of_tokens(tokens, positions, segment_ids, context), places
         if places is None and cache is None:
-            order = current_order(model, execution, tokens.shape[1], segment_ids)
+            order = current_order(shared, execution, tokens.shape[1], segment_ids)
             about = lay_out(about, order, execution)
         about = jax.tree.map(lambda x: placement.place(x, (ax.ACT_BATCH, ax.ACT_SEQ)), about)
         tokens, segment_ids = about["tokens"], about.get("segment_ids")
@@ -127,26 +124,26 @@ class Transformer(nn.Module):
             router_state = initial_router_state(model)
         flow = Stream(x=x, router_logits=_no_router_logits(model, x, placement))
         outputs = []
-        for stack in model.stacks:
-            given = _layer_inputs(model, stack, router_state, cache, key)
-            whole = WHOLE in self.variables
-            blocks = stack_of_blocks(model, execution, stack, train=train, is_gathered=whole)
-            flow, output = blocks(flow, given, about)
+        for scan in model.scans:
+            inputs = scan_inputs(model, scan, router_state, cache, key)
+            layers = scan_layers(
+                scan, shared, execution, train=train, is_gathered=WHOLE in self.variables
+            )
+            flow, output = layers(flow, inputs, about)
             outputs.append(output)
+        statistics, losses, caches, indicators = join_outputs(model.scans, outputs)
         x = flow.x if places is not None else lay_back(flow.x, order, execution)
         x = RMSNorm(model.embed_dim, model.norm_epsilon, name="final_norm")(x)
         weight = table.T if model.has_tied_embeddings else Head(model, name="head")()
-        summed = _concatenate([o.statistics for o in outputs if o.statistics is not None])
-        coupling = _concatenate([o.losses for o in outputs if o.losses]) or {}
         return Output(
             logits=output_logits(x, weight, model, execution) if has_logits else None,
-            losses=balance_losses(model, summed)
-            | {name: jnp.sum(values) for name, values in coupling.items()},
-            statistics=summed,
+            losses=balance_losses(model, statistics)
+            | {name: jnp.sum(values) for name, values in losses.items()},
+            statistics=statistics,
             router_state=router_state,
             hidden=x,
-            cache=None if cache is None else _concatenate([o.cache for o in outputs]),
-            indicators=_join_indicators(model, [o.indicators for o in outputs]),
+            cache=None if cache is None else caches,
+            indicators=indicators,
         )
 
 
@@ -196,50 +193,11 @@ def initial_router_state(model: ModelConfig) -> Any:
     """Fresh state of all routers, stacked over MoE layers; an empty dict where they keep none."""
     if model.moe is None or not model.num_moe_layers:
         return {}
-    router = build_router(model, model.moe)
+    router = model.moe.build_router(model.embed_dim)
     # Each layer has a key of its own, the same on every mesh, for states that start at random.
     keys = jax.random.split(jax.random.key(0), model.num_moe_layers)
     states = [router.init(key)[1] for key in keys]
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *states)
-
-
-def initial_cache(
-    model: ModelConfig, execution: ExecutionConfig, *, batch: int, length: int
-) -> KVCache | LatentCache:
-    """An empty cache for at least `length` positions of `batch` sequences, cut as the mesh is."""
-    attention, placement = model.attention, execution.placement
-    shards = _devices(placement, ax.ACT_CACHE)
-    slots = -(-length // shards) * shards
-    if isinstance(attention, LatentAttentionConfig):
-        dtype = execution.precision.compute_dtype
-        entries = jnp.zeros((model.num_layers, batch, slots, 1, attention.cache_dim), dtype)
-        entries = placement.place(entries, (None, *LATENT_CACHE_AXES))
-        return LatentCache(entries=entries, length=jnp.zeros((model.num_layers,), jnp.int32))
-    shape = (model.num_layers, batch, slots, attention.num_kv_heads, attention.head_dim)
-    precision = execution.precision
-    empty = empty_slots(shape, precision.cache, precision.compute_dtype)
-    empty = jax.tree.map(lambda part: placement.place(part, (None, *CACHE_AXES)), empty)
-    return KVCache(k=empty, v=empty, length=jnp.zeros((model.num_layers,), jnp.int32))
-
-
-def _layer_inputs(
-    model: ModelConfig,
-    stack: Stack,
-    router_state: Any,
-    cache: KVCache | LatentCache | None,
-    key: Array | None,
-) -> LayerInputs:
-    """The slices of stacked state that belong to one stack."""
-    first, last = stack.first_layer, stack.first_layer + stack.num_layers
-    before = sum(s.num_layers for s in model.stacks if s.is_moe and s.first_layer < first)
-    state = {}
-    if stack.is_moe:
-        end = before + stack.num_layers
-        state = jax.tree.map(lambda leaf: leaf[before:end], router_state)
-    keys = None if key is None else jax.random.split(key, model.num_layers)[first:last]
-    part = jax.tree.map(lambda leaf: leaf[first:last], cache)
-    number = before + jnp.arange(stack.num_layers, dtype=jnp.int32)
-    return LayerInputs(router_state=state, cache=part, key=keys, moe_layer=number)
 
 
 def _check_mesh(length: int, execution: ExecutionConfig) -> None:
@@ -252,18 +210,12 @@ def _check_mesh(length: int, execution: ExecutionConfig) -> None:
             f"{execution.fold} needs {', '.join(missing)}: make it with"
             " make_mesh(execution.mesh, fold=execution.fold)"
         )
-    shards = _devices(placement, ax.ACT_SEQ)
+    shards = axis_devices(placement, ax.ACT_SEQ)
     if length % shards:
         raise ValueError(
             f"sequences of {length} tokens must be divisible by the {shards} devices that share"
             " their positions (mesh seq x tensor): choose another length, or set these axes to 1"
         )
-
-
-def _devices(placement: Placement, name: str) -> int:
-    """Over which a logical axis is spread on the current mesh."""
-    sizes = jax.sharding.get_abstract_mesh().shape
-    return math.prod(sizes[axis] for axis in placement.mesh_axes(name))
 
 
 def _given_of_tokens(
@@ -298,19 +250,3 @@ def _no_router_logits(model: ModelConfig, x: Array, placement: Placement) -> Arr
         return None
     zeros = jnp.zeros((*x.shape[:2], model.moe.num_routed), jnp.float32)
     return placement.place(zeros, (ax.ACT_BATCH, ax.ACT_SEQ, None))
-
-
-def _join_indicators(model: ModelConfig, parts: list[Indicators | None]) -> Indicators | None:
-    """Of all layers, in their order."""
-    layers = [stack.num_layers for stack in model.stacks]
-    known = [(part, n) for part, n in zip(parts, layers, strict=True) if part is not None]
-    return join_stacks(known) if known else None
-
-
-def _concatenate(parts: list[Any]) -> Any:
-    """Stacks of layers end to end; None when there are none."""
-    if not parts:
-        return None
-    if len(parts) == 1:
-        return parts[0]
-    return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts)

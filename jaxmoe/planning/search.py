@@ -102,7 +102,7 @@ def on_mesh(plan: StepPlan, mesh: MeshConfig, fold: MoEMesh | None = None) -> St
     own.table.check_divides(rules, sizes)
     length = (plan.sequence_length,)
     rules.check_divides("training.sequence_length", length, (ax.ACT_SEQ,), sizes)
-    check_rows(plan.model, own.execution, plan.sequence_length, sizes)
+    check_rows(plan.model.context, own.execution, plan.sequence_length, sizes)
     parts = mesh.batch_shards * plan.accumulation
     if plan.batch_size % parts:
         raise ValueError(

@@ -75,7 +75,7 @@ class Sizes:
     def attention(self) -> AttentionSizes:
         """Of one layer, on the sequences of one device."""
         plan = self.plan
-        found = attention_sizes(plan.model, plan.execution, plan.sequence_length, self.mesh)
+        found = attention_sizes(plan.model.context, plan.execution, plan.sequence_length, self.mesh)
         return dataclasses.replace(found, sequences=self.sequences)
 
     @property

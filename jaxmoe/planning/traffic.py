@@ -145,7 +145,7 @@ def _tensor(sizes: Sizes) -> Iterator[Traffic]:
 
 def _attention(sizes: Sizes) -> Iterator[Traffic]:
     plan, attention = sizes.plan, sizes.attention
-    form = form_of(plan.model, plan.execution, plan.sequence_length, sizes.mesh)
+    form = form_of(plan.model.context, plan.execution, plan.sequence_length, sizes.mesh)
     forward = (_passes(sizes) - 1) * plan.model.num_layers * plan.accumulation
     backward = plan.model.num_layers * plan.accumulation
     if attention.ranks == 1:

@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""How many experts without computation a router may choose; `layers/zero_computation.py` has them.
+"""Config of the experts without computation: how many of each kind a router may choose.
 
 They are numbered after the E experts that compute: zero, copy, constant.
 """

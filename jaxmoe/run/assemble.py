@@ -16,9 +16,8 @@ from jax.sharding import Mesh
 from jaxmoe.data import Batch, Loader, Source, check_hosts, evaluation_batches
 from jaxmoe.data.synthetic import SyntheticSource
 from jaxmoe.execution import ExecutionConfig
-from jaxmoe.layers.latent_attention import check_precision
 from jaxmoe.layers.sequences import check_rows, explain_form
-from jaxmoe.models.config import LatentAttentionConfig, ModelConfig
+from jaxmoe.models.config import ModelConfig
 from jaxmoe.optim import AdamWConfig
 from jaxmoe.optim.schedules import Schedule
 from jaxmoe.parameters import ParameterSpec, ParameterTable
@@ -149,15 +148,15 @@ def assemble(config: PretrainConfig) -> Assembly:
     if execution.fold is not None:  # its rules need every size
         config = dataclasses.replace(config, execution=execution)
     plan = make_plan(config)
-    if isinstance(plan.model.attention, LatentAttentionConfig):
-        check_precision(execution.precision)
+    for kind in plan.model.kinds:
+        kind.mixer.check_precision(execution.precision)
     mesh, training = make_mesh(mesh_config, fold=execution.fold), config.training
     sizes = dict(mesh.shape)
     for rules in (execution.axis_rules, execution.state_layout.optimizer):
         plan.table.check_divides(rules, sizes)
     length = (training.sequence_length,)
     execution.axis_rules.check_divides("training.sequence_length", length, (ax.ACT_SEQ,), sizes)
-    check_rows(plan.model, execution, training.sequence_length, sizes)
+    check_rows(plan.model.context, execution, training.sequence_length, sizes)
     parts = mesh_config.batch_shards * training.accumulation
     if training.batch_size % parts:
         raise ValueError(
@@ -224,7 +223,7 @@ def describe_rates(plan: Plan) -> str:
 def sequence_form(assembly: Assembly) -> str:
     """How attention spreads the positions of a sequence and, where it was chosen, why."""
     plan, length = assembly.plan, assembly.plan.config.training.sequence_length
-    return explain_form(plan.model, assembly.execution, length, dict(assembly.mesh.shape))
+    return explain_form(plan.model.context, assembly.execution, length, dict(assembly.mesh.shape))
 
 
 def entropy_floor(assembly: Assembly) -> float | None:

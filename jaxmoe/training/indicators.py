@@ -18,14 +18,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import traverse_util
 from jaxtyping import Array, Bool, Float
 
 from jaxmoe.data.batch import Batch
 from jaxmoe.execution import ExecutionConfig
-from jaxmoe.layers.embedding import head_weight, output_logits
 from jaxmoe.layers.indicators import Indicators, summarise_indicators, token_means
 from jaxmoe.models.config import ModelConfig
+from jaxmoe.models.embedding import head_weight, output_logits
 from jaxmoe.parameters import ParameterSpec, ParameterTable
 from jaxmoe.scaling.initialize import parameter_table
 from jaxmoe.training.loss import in_chunks, lay_out_batch
@@ -91,17 +92,18 @@ def update_ratios(
     """
     moved: dict[str, Any] = traverse_util.flatten_dict(updates, sep="/")
     held: dict[str, Any] = traverse_util.flatten_dict(params, sep="/")
-    first_layers = {stack.name: stack.first_layer for stack in model.stacks}
+    layers_of = {stack.path: np.array(stack.layers) for stack in model.stacks}
     squares: dict[str, Array] = {}
     for row in table:
         both = jnp.stack([_squares(row, tree[row.path]) for tree in (moved, held)])  # 2, layers
-        top = row.path.partition("/")[0]
         if not _is_stacked(row):
+            top = row.path.partition("/")[0]
             squares[top] = squares.get(top, jnp.zeros((2, 1), jnp.float32)) + both
             continue
-        name, first = row.declaration.role, first_layers[top]
+        name = row.declaration.role
+        layers = next(n for path, n in layers_of.items() if row.path.startswith(f"{path}/"))
         past = squares.get(name, jnp.zeros((2, model.num_layers), jnp.float32))
-        squares[name] = past.at[:, first : first + both.shape[1]].add(both)
+        squares[name] = past.at[:, layers].add(both)
     ratios = {}
     for name, (step, size) in squares.items():
         ratio = jnp.sqrt(step / jnp.where(size > 0.0, size, 1.0))

@@ -19,9 +19,9 @@ from jaxtyping import Array, Float, Int
 
 from jaxmoe.data.batch import Batch
 from jaxmoe.execution import ExecutionConfig
-from jaxmoe.layers.embedding import head_weight, only_predicted, output_logits
 from jaxmoe.layers.sequences import Order, current_order, lay_out
 from jaxmoe.models.config import ModelConfig
+from jaxmoe.models.embedding import head_weight, only_predicted, output_logits
 from jaxmoe.models.transformer import Output, forward
 from jaxmoe.training import NextTokenConfig, ObjectiveConfig
 from jaxmoe.training.objective import TokenGiven
@@ -202,7 +202,7 @@ def lay_out_batch(
         The batch, and for each token its position in the original row; None if nothing moved.
     """
     segments = None if batch.segment_ids is None else jnp.asarray(batch.segment_ids)
-    order = current_order(model, execution, batch.tokens.shape[1], segments)
+    order = current_order(model.context, execution, batch.tokens.shape[1], segments)
     return lay_out(batch, order, execution), order
 
 

@@ -29,8 +29,9 @@ import numpy as np
 from jaxtyping import Array
 
 from jaxmoe.execution import ExecutionConfig, WholeRowsConfig
+from jaxmoe.models.cache import cache_length, initial_cache
 from jaxmoe.models.config import ModelConfig
-from jaxmoe.models.transformer import forward, initial_cache
+from jaxmoe.models.transformer import forward
 from jaxmoe.training.loss import token_nll
 from sharding import axes as ax
 
@@ -219,7 +220,7 @@ def _continued(model: ModelConfig, execution: ExecutionConfig) -> Callable[..., 
     """Jitted: the likeliest token after some more, and the cache with them."""
 
     def run(params: Any, router_state: Any, tokens: Array, cache: Any) -> Any:
-        positions = cache.length[0] + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
+        positions = cache_length(cache) + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
         output = forward(
             model,
             execution,

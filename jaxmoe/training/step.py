@@ -31,7 +31,6 @@ from jaxtyping import Array, Bool, Float
 from jaxmoe.data.batch import Batch
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.gather import gather_once, use_outside_layers
-from jaxmoe.layers.moe import build_router
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.models.transformer import Output
 from jaxmoe.routing import RouterStatistics, telemetry
@@ -317,7 +316,7 @@ def _forward(
     has_rows: bool = False,
 ) -> tuple[Array, Array | None, Output]:
     if whole is not None:
-        params, whole = use_outside_layers(params, whole, [stack.name for stack in model.stacks])
+        params, whole = use_outside_layers(params, whole, [scan.name for scan in model.scans])
     return forward_and_row_nll(
         model,
         execution,
@@ -373,7 +372,7 @@ def update_routers(
     """New router state of every MoE layer from the statistics of the whole step."""
     if model.moe is None or statistics is None or not jax.tree.leaves(state.router_state):
         return state.router_state
-    router = build_router(model, model.moe)
+    router = model.moe.build_router(model.embed_dim)
     return jax.vmap(router.update, in_axes=(0, 0, None))(state.router_state, statistics, state.step)
 
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
+from jaxmoe.models.config import ModelConfig, MoEConfig
 from jaxmoe.run.config import TrainingConfig
 
 
@@ -76,10 +76,10 @@ def _width(setting: Setting, value: float) -> Setting:
     def scaled(field: str, old: int) -> int:
         return _in_proportion(field, old, factor, value, "width")
 
-    heads = {"num_heads": scaled("model.attention.num_heads", attention.num_heads)}
-    if isinstance(attention, AttentionConfig):
-        number = scaled("model.attention.num_kv_heads", attention.num_kv_heads)
-        heads["num_kv_heads"] = number
+    heads = {
+        field: scaled(f"model.attention.{field}", getattr(attention, field))
+        for field in attention.head_fields
+    }
     changes = {
         "embed_dim": int(value),
         "dense_dim": scaled("model.dense_dim", model.dense_dim),

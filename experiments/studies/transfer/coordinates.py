@@ -20,6 +20,7 @@ Source: arXiv 2203.03466, appendix D.1.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -30,8 +31,8 @@ from flax import linen as nn
 from jaxtyping import Array, Float, Int
 
 from jaxmoe.execution import ExecutionConfig
-from jaxmoe.layers.attention import Attention
 from jaxmoe.layers.block import Block
+from jaxmoe.layers.mixers.attention import Attention
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.models.transformer import Transformer
 
@@ -69,13 +70,15 @@ def observe(
     parts: dict[str, list[Array]] = {"attention": [], "feed_forward": []}
     stream = None
     for stack in model.stacks:
-        inside: Any = captured["intermediates"][stack.name]
+        inside: Any = functools.reduce(
+            lambda tree, name: tree[name], stack.path.split("/"), captured["intermediates"]
+        )
         ((flow, _),) = inside["__call__"]
         stream = flow.x[-1]
         ((attended, _),) = inside["attention"]["__call__"]
         parts["attention"].append(attended)
-        (fed,) = inside["moe" if stack.is_moe else "feed_forward"]["__call__"]
-        parts["feed_forward"].append(fed[0] if stack.is_moe else fed)
+        ((fed, _),) = inside[stack.kind.feed_forward.module_name]["__call__"]
+        parts["feed_forward"].append(fed)
     assert stream is not None
     found = {"embedding": params["embedding"]["weight"][tokens] * multipliers.embedding}
     for name, branches in parts.items():

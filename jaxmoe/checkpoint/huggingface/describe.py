@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, cast
 
 from jaxmoe.checkpoint.huggingface.fields import YARN
 from jaxmoe.checkpoint.manifest import CheckpointError
 from jaxmoe.configs import varying_fields
-from jaxmoe.models.config import LatentAttentionConfig, ModelConfig, MoEConfig
+from jaxmoe.models.config import ModelConfig, MoEConfig
 from jaxmoe.routing import LossFreeConfig
 
 
@@ -44,13 +44,13 @@ def mixtral(model: ModelConfig) -> dict[str, Any]:
         "num_local_experts": moe.num_experts,
         "router_aux_loss_coef": _balance(model),
         "router_jitter_noise": 0.0,
-        "sliding_window": model.attention.window,
+        "sliding_window": model.attention.heads.window,
     }
 
 
 def qwen3_moe(model: ModelConfig) -> dict[str, Any]:
     """Of `Qwen3MoeForCausalLM`."""
-    moe, window = _moe(model), model.attention.window
+    moe, window = _moe(model), model.attention.heads.window
     dense = model.dense_layers if model.moe else range(model.num_layers)
     return _shared(model) | {
         "head_dim": model.attention.head_dim,
@@ -70,9 +70,9 @@ def qwen3_moe(model: ModelConfig) -> dict[str, Any]:
 
 def deepseek_v3(model: ModelConfig) -> dict[str, Any]:
     """Of `DeepseekV3ForCausalLM`."""
-    moe, attention = _moe(model), model.attention
+    moe, attention = _moe(model), cast(Any, model.attention)
     router: Any = moe.router
-    if not isinstance(attention, LatentAttentionConfig):
+    if attention.name != "latent":
         raise CheckpointError("DeepSeek-V3 has latent attention: model.attention is another")
     groups = router.groups if router.score_function == "sigmoid" else None
     rope = {}

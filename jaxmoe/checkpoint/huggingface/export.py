@@ -33,7 +33,7 @@ from jaxmoe.checkpoint.huggingface.files import Planned, write_tensors
 from jaxmoe.checkpoint.huggingface.weights import ROUTER_STATE, Piece, pieces_of, state_table
 from jaxmoe.checkpoint.manifest import CheckpointError
 from jaxmoe.configs import closest
-from jaxmoe.models.config import LatentAttentionConfig, ModelConfig
+from jaxmoe.models.config import ModelConfig
 from jaxmoe.models.transformer import initial_router_state
 from jaxmoe.parameters import ParameterSpec
 from jaxmoe.scaling.initialize import parameter_table
@@ -149,8 +149,8 @@ def suggest_family(model: ModelConfig) -> tuple[str, str]:
 
 def _family_name(model: ModelConfig) -> str:
     """The family that has this kind of attention."""
-    attention = model.attention
-    if isinstance(attention, LatentAttentionConfig):
+    attention: Any = model.attention
+    if attention.name == "latent":
         return "deepseek_v3"
     return _BY_NORM[attention.qk_norm]
 

@@ -35,8 +35,8 @@ from jaxmoe.checkpoint.manifest import CheckpointError
 from jaxmoe.configs import closest
 from jaxmoe.models.config import (
     AttentionConfig,
-    Attentions,
     LatentAttentionConfig,
+    Mixers,
     ModelConfig,
     MoEConfig,
 )
@@ -204,7 +204,7 @@ def _grouped(
 def _model(
     fields: Fields,
     moe: MoEConfig,
-    attention: Attentions,
+    attention: Mixers,
     *,
     dense: tuple[int, ...] = (),
     has_balance: bool = True,

@@ -19,7 +19,7 @@ from typing import Any, Final
 from jaxmoe.checkpoint.manifest import CheckpointError
 from jaxmoe.checkpoint.migrate import migrate
 from jaxmoe.configs import from_json, to_json
-from jaxmoe.models.config import AttentionConfig, ModelConfig
+from jaxmoe.models.config import ModelConfig
 
 NAME: Final = "jaxmoe"
 FILE: Final = "modeling_jaxmoe.py"
@@ -63,7 +63,7 @@ def check_computed(model: ModelConfig) -> None:
         CheckpointError: naming all of it.
     """
     lines = []
-    if not isinstance(model.attention, AttentionConfig):
+    if model.attention.name != "grouped_query":
         lines.append("model.attention: only grouped_query")
     elif not model.attention.is_causal:
         lines.append("model.attention.is_causal: only True")

@@ -190,9 +190,9 @@ def pieces_of(
         dense = model.dense_layers
         layers = [layer for layer in range(model.num_layers) if layer not in dense]
     for stack in model.stacks:
-        if path.startswith(f"{stack.name}/"):
-            path = path.removeprefix(f"{stack.name}/")
-            layers = range(stack.first_layer, stack.first_layer + stack.num_layers)
+        if path.startswith(f"{stack.path}/"):
+            path = path.removeprefix(f"{stack.path}/")
+            layers = stack.layers
     for rule in (rule for rule in rules if rule.path == path):
         if layers is None:
             yield from _of_layer(row, rule, (), rule.keys, names)

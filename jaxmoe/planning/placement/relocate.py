@@ -155,16 +155,14 @@ def _moves(model: ModelConfig, placement: ExpertPlacement) -> dict[tuple[str, ..
     order = _with_free(placement.order, model.moe.num_routed)
     # What the first MoE layer is handed by the layer before it is zero whatever the order.
     before = np.concatenate([np.arange(order.shape[1])[None], order[:-1]])
-    moves, first = {}, 0
+    moves = {}
     for stack in model.stacks:
-        if stack.is_moe:
-            layers = slice(first, first + stack.num_layers)
-            for row in parameter_table(model):
-                if row.path.startswith(f"{stack.name}/"):
-                    orders = _orders(row, order[layers], before[layers])
-                    if any(one is not None for one in orders):
-                        moves[tuple(row.path.split("/"))] = orders
-            first += stack.num_layers
+        layers = list(stack.moe_layers)
+        for row in parameter_table(model) if layers else ():
+            if row.path.startswith(f"{stack.path}/"):
+                orders = _orders(row, order[layers], before[layers])
+                if any(one is not None for one in orders):
+                    moves[tuple(row.path.split("/"))] = orders
     return moves
 
 

@@ -49,7 +49,7 @@ def test_every_added_field_exists_in_some_recipe_of_today():
 
 
 CHANGES = (
-    Added("model.layers", None),
+    Added("model.later", None),
     Added("model.moe.router.score", "softmax"),
     Added("optimizer[adamw].flavour", {"a": [1]}),
     Added("optimizer[muon].flavour", 0),
@@ -63,7 +63,7 @@ def test_missing_fields_are_filled_in_where_their_object_exists():
     before = copy.deepcopy(old)
     new = migrate(old, CHANGES)
     assert old == before
-    assert new["model"]["layers"] is None
+    assert new["model"]["later"] is None
     assert new["model"]["moe"]["router"]["score"] == "softmax"
     assert new["optimizer"]["flavour"] == {"a": [1]}
     assert new["data"]["parts"] == [{"name": "a", "weights": None}, {"weights": None}]
@@ -73,15 +73,15 @@ def test_missing_fields_are_filled_in_where_their_object_exists():
 
 def test_fields_that_are_there_keep_their_value():
     old = to_json(RECIPES["tiny"]())
-    old["model"]["layers"] = 7
-    assert migrate(old, CHANGES)["model"]["layers"] == 7
+    old["model"]["later"] = 7
+    assert migrate(old, CHANGES)["model"]["later"] == 7
 
 
 def test_config_of_a_model_alone_is_migrated_and_foreign_json_is_not():
     model = to_json(ModelConfig())
     new = migrate(model, CHANGES)
-    assert new["layers"] is None and new["moe"]["router"].pop("score") == "softmax"
-    assert new == model | {"layers": None, "window_pattern": []}
+    assert new["later"] is None and new["moe"]["router"].pop("score") == "softmax"
+    assert new == model | {"later": None, "window_pattern": []}
     for foreign in ({}, {"note": "mine"}, {"model": "mine"}):
         assert migrate(foreign, CHANGES) == foreign
 

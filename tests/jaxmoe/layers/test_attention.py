@@ -9,9 +9,10 @@ import pytest
 from flax import linen as nn
 
 from jaxmoe.execution import ExecutionConfig
-from jaxmoe.layers.attention import Attention, KVCache
+from jaxmoe.layers.context import ForwardMultipliers, LayerContext
+from jaxmoe.layers.mixers.attention import Attention, AttentionConfig, KVCache
+from jaxmoe.layers.records import TokenInputs
 from jaxmoe.layers.rotary import rotary_angles, rotate
-from jaxmoe.models.config import AttentionConfig, ForwardMultipliers, ModelConfig
 from tests.support.tolerances import assert_close
 
 BATCH, LENGTH, WIDTH, HEAD = 2, 7, 16, 4
@@ -32,9 +33,15 @@ SEGMENT_IDS = np.array([[1, 1, 1, 2, 2, 2, 2], [1, 1, 2, 2, 3, 0, 0]], np.int32)
 POSITIONS = np.array([[0, 1, 2, 0, 1, 2, 3], [0, 1, 0, 1, 0, 0, 1]], np.int32)
 
 
-def _model(name: str) -> ModelConfig:
-    multipliers = ForwardMultipliers(attention_scale=SCALES.get(name))
-    return ModelConfig(embed_dim=WIDTH, attention=CASES[name], multipliers=multipliers)
+def _module(config: AttentionConfig, scale: float | None = None) -> Attention:
+    multipliers = ForwardMultipliers(attention_scale=scale)
+    context = LayerContext(embed_dim=WIDTH, multipliers=multipliers, heads=(config.heads,))
+    return config.build(context, ExecutionConfig())
+
+
+def _tokens(positions=None, segment_ids=None) -> TokenInputs:
+    mask = jnp.ones((BATCH, LENGTH), bool)
+    return TokenInputs(token_mask=mask, positions=positions, segment_ids=segment_ids)
 
 
 def _normal(seed: int, *shape: int) -> jax.Array:
@@ -95,17 +102,17 @@ def oracle(params, x, name, positions, segment_ids):
 
 @pytest.mark.parametrize("name", CASES)
 def test_equals_the_oracle(name):
-    module = Attention(_model(name), ExecutionConfig())
+    module = _module(CASES[name], SCALES.get(name))
     x, cotangent = _normal(1, BATCH, LENGTH, WIDTH), _normal(2, BATCH, LENGTH, WIDTH)
     is_packed = "segments" in name
     segment_ids = SEGMENT_IDS if is_packed else np.ones((BATCH, LENGTH), np.int32)
     positions = POSITIONS if is_packed else np.tile(np.arange(LENGTH, dtype=np.int32), (BATCH, 1))
-    given = (jnp.asarray(positions), jnp.asarray(segment_ids)) if is_packed else (None, None)
-    params = _random_params(module, x, *given, None)
+    given = _tokens(jnp.asarray(positions), jnp.asarray(segment_ids)) if is_packed else _tokens()
+    params = _random_params(module, x, given, None)
 
     def ours(params, x):
-        out, aside = module.apply({"params": params}, x, *given, None)
-        assert aside.cache is None and not aside.logits
+        out, aside = module.apply({"params": params}, x, given, None)
+        assert aside.cache is None and aside.indicators is None
         return jnp.sum(out * cotangent), out
 
     def theirs(params, x):
@@ -125,9 +132,9 @@ def test_equals_jax_nn(window):
     config = AttentionConfig(
         num_heads=4, num_kv_heads=2, head_dim=HEAD, qk_norm="none", window=window
     )
-    module = Attention(ModelConfig(embed_dim=WIDTH, attention=config), ExecutionConfig())
+    module = _module(config)
     x = _normal(3, BATCH, LENGTH, WIDTH)
-    params = _random_params(module, x, None, None, None)
+    params = _random_params(module, x, _tokens(), None)
     positions = jnp.arange(LENGTH, dtype=jnp.int32)[None, :]
     q, k, v = (jnp.einsum("bsd,dnh->bsnh", x, params[name]) for name in ("q", "k", "v"))
     angles = rotary_angles(positions, HEAD, config.rope_theta)
@@ -136,7 +143,8 @@ def test_equals_jax_nn(window):
         seen = None if window is None else (window - 1, 0)
         out = jax.nn.dot_product_attention(q, k, v, is_causal=True, local_window_size=seen)
     wanted = jnp.einsum("bsnh,nhd->bsd", out, params["o"])
-    assert_close(module.apply({"params": params}, x, None, None, None)[0], wanted, kind="attention")
+    out, _ = module.apply({"params": params}, x, _tokens(), None)
+    assert_close(out, wanted, kind="attention")
 
 
 def test_rotation_equals_complex_numbers():
@@ -170,12 +178,12 @@ def test_rotation_keeps_lengths_and_the_dtype():
 
 
 def test_a_cache_without_positions_is_refused():
-    module = Attention(_model("plain"), ExecutionConfig())
+    module = _module(CASES["plain"])
     empty = jnp.zeros((BATCH, LENGTH, 2, HEAD), jnp.float32)
     cache = KVCache(k=empty, v=empty, length=jnp.zeros((), jnp.int32))
     x, positions = _normal(8, BATCH, LENGTH, WIDTH), jnp.asarray(POSITIONS)
     with pytest.raises(ValueError, match="a cache needs positions"):
-        jax.eval_shape(module.init, jax.random.key(0), x, None, None, cache)
+        jax.eval_shape(module.init, jax.random.key(0), x, _tokens(), cache)
     with pytest.raises(ValueError, match="cannot hold packed segments"):
         segments = jnp.asarray(SEGMENT_IDS)
-        jax.eval_shape(module.init, jax.random.key(0), x, positions, segments, cache)
+        jax.eval_shape(module.init, jax.random.key(0), x, _tokens(positions, segments), cache)

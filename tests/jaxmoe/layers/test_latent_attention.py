@@ -14,12 +14,15 @@ from flax import linen as nn
 from jax.sharding import NamedSharding
 
 from jaxmoe.execution import ExecutionConfig
-from jaxmoe.layers.latent_attention import LatentAttention, LatentCache
+from jaxmoe.layers.context import LayerContext
+from jaxmoe.layers.mixers.latent_attention import LatentAttention, LatentCache
+from jaxmoe.layers.records import TokenInputs
+from jaxmoe.models.cache import initial_cache
 from jaxmoe.models.config import LatentAttentionConfig, ModelConfig, MoEConfig
 from jaxmoe.models.decode import generate
 from jaxmoe.models.flops import flops_per_token, matmul_parameters
 from jaxmoe.models.sizing import dense_parameters
-from jaxmoe.models.transformer import Transformer, initial_cache
+from jaxmoe.models.transformer import Transformer
 from jaxmoe.scaling.initialize import parameter_table
 from sharding import MeshConfig, make_mesh
 from sharding.sequence_parallel import RingConfig
@@ -59,6 +62,15 @@ def norm(x, gain, epsilon):
     return gain * x / jnp.sqrt(jnp.mean(x**2, axis=-1, keepdims=True) + epsilon)
 
 
+def _module(config: LatentAttentionConfig, width: int = WIDTH) -> LatentAttention:
+    return config.build(LayerContext(embed_dim=width, heads=(config.heads,)), ExecutionConfig())
+
+
+def _tokens(positions=None, segment_ids=None) -> TokenInputs:
+    mask = jnp.ones((BATCH, LENGTH), bool)
+    return TokenInputs(token_mask=mask, positions=positions, segment_ids=segment_ids)
+
+
 def oracle(params, x, config, positions, segment_ids):
     """One head after the other, as the papers write it."""
     epsilon, width = config.norm_epsilon, config.nope_dim
@@ -82,19 +94,19 @@ def oracle(params, x, config, positions, segment_ids):
 @pytest.mark.parametrize("name", CASES)
 def test_equals_the_oracle(name):
     config, is_packed = CASES[name], name == "interleaved"
-    module = LatentAttention(ModelConfig(embed_dim=WIDTH, attention=config), ExecutionConfig())
+    module = _module(config)
     x, cotangent = _normal(1, BATCH, LENGTH, WIDTH), _normal(2, BATCH, LENGTH, WIDTH)
     segments = SEGMENT_IDS if is_packed else np.ones((BATCH, LENGTH), np.int32)
     positions = POSITIONS if is_packed else np.tile(np.arange(LENGTH, dtype=np.int32), (BATCH, 1))
-    given = (jnp.asarray(positions), jnp.asarray(segments)) if is_packed else (None, None)
-    shapes = jax.eval_shape(module.init, jax.random.key(0), x, *given, None)["params"]
+    given = _tokens(jnp.asarray(positions), jnp.asarray(segments)) if is_packed else _tokens()
+    shapes = jax.eval_shape(module.init, jax.random.key(0), x, given, None)["params"]
     leaves, tree = jax.tree.flatten(nn.meta.unbox(shapes))
     values = [0.5 * _normal(i, *leaf.shape) for i, leaf in enumerate(leaves)]
     params = jax.tree.unflatten(tree, values)
 
     def ours(params, x):
-        out, aside = module.apply({"params": params}, x, *given, None)
-        assert aside.cache is None and not aside.logits
+        out, aside = module.apply({"params": params}, x, given, None)
+        assert aside.cache is None and aside.indicators is None
         return jnp.sum(out * cotangent), out
 
     def theirs(params, x):
@@ -157,15 +169,17 @@ def test_cached_logits_equal_the_whole_forward(params, tokens, whole):
         return output.logits, output.cache
 
     cache = initial_cache(MODEL, execution, batch=ROWS, length=NEW)
-    assert isinstance(cache, LatentCache)
+    assert {type(part) for part in cache.values()} == {LatentCache}
     # Two layers, and of every token the latent and one key for RoPE: 6 + 2 values.
-    assert sum(leaf.size for leaf in jax.tree.leaves(cache.entries)) == 2 * ROWS * NEW * (6 + 2)
+    assert sum(
+        leaf.size for leaf in jax.tree.leaves([part.entries for part in cache.values()])
+    ) == 2 * ROWS * NEW * (6 + 2)
     logits, first = [], 0
     for number in (3, 1, 1, 1, 1, 1):
         found, cache = some(tokens[:, first : first + number], jnp.int32(first), cache)
         logits.append(found)
         first += number
-        np.testing.assert_array_equal(cache.length, [first] * 2)
+        assert all((part.length == first).all() for part in cache.values())
     assert_close(jnp.concatenate(logits, axis=1), whole, kind="end_to_end")
 
 
@@ -249,14 +263,14 @@ def test_bad_sizes_are_refused(changes, text):
 
 
 def test_what_a_cache_needs():
-    module = LatentAttention(MODEL, ExecutionConfig())
+    module = _module(MODEL.attention, 16)
     x, positions = _normal(8, BATCH, LENGTH, 16), jnp.asarray(POSITIONS)
     cache = LatentCache(
         entries=jnp.zeros((BATCH, LENGTH, 1, 8), jnp.float32), length=jnp.zeros((), jnp.int32)
     )
     with pytest.raises(ValueError, match="a cache needs positions"):
-        jax.eval_shape(module.init, jax.random.key(0), x, None, None, cache)
+        jax.eval_shape(module.init, jax.random.key(0), x, _tokens(), cache)
     attention = dataclasses.replace(MODEL.attention, is_causal=False)
-    module = LatentAttention(dataclasses.replace(MODEL, attention=attention), ExecutionConfig())
+    module = _module(attention, 16)
     with pytest.raises(ValueError, match="without causality a token's latent changes"):
-        jax.eval_shape(module.init, jax.random.key(0), x, positions, None, cache)
+        jax.eval_shape(module.init, jax.random.key(0), x, _tokens(positions), cache)

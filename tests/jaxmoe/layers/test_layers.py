@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from jaxmoe.execution import ExecutionConfig
-from jaxmoe.layers.embedding import head_weight, output_logits
-from jaxmoe.layers.experts import apply_experts
-from jaxmoe.layers.feed_forward import FeedForward
+from jaxmoe.layers.feed_forwards.dense import FeedForward
+from jaxmoe.layers.feed_forwards.moe.experts import apply_experts
 from jaxmoe.layers.norms import RMSNorm, rms_norm
 from jaxmoe.models.config import ForwardMultipliers, ModelConfig
+from jaxmoe.models.embedding import head_weight, output_logits
 from jaxmoe.precision import PrecisionPolicy
 from tests.support.tolerances import assert_close
 
@@ -69,7 +69,7 @@ def test_swiglu():
     x, cotangent = _normal(4, BATCH, LENGTH, WIDTH), _normal(5, BATCH, LENGTH, WIDTH)
     params = {"gate_up": _normal(6, WIDTH, 2, HIDDEN), "down": _normal(7, HIDDEN, WIDTH)}
     layer = FeedForward(WIDTH, HIDDEN, ExecutionConfig())
-    out = layer.apply({"params": params}, x)
+    out, _ = layer.apply({"params": params}, x)
     gate, up = np.moveaxis(np.asarray(params["gate_up"], np.float64), 1, 0)
     wide = np.asarray(x, np.float64)
     assert_close(out, (_silu(wide @ gate) * (wide @ up)) @ params["down"], kind="matmul")
@@ -125,7 +125,7 @@ def test_a_layer_computes_in_the_compute_dtype_and_keeps_f32_parameters():
     bf16 = ExecutionConfig(precision=PrecisionPolicy(compute="bfloat16"))
     layer = FeedForward(WIDTH, HIDDEN, bf16)
     x = _normal(14, BATCH, LENGTH, WIDTH)
-    out, variables = jax.eval_shape(layer.init_with_output, jax.random.key(0), x)
+    (out, _), variables = jax.eval_shape(layer.init_with_output, jax.random.key(0), x)
     assert out.dtype == jnp.bfloat16
     assert {leaf.dtype for leaf in jax.tree.leaves(variables)} == {jnp.dtype("float32")}
 

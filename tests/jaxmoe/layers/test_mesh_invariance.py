@@ -17,8 +17,9 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxmoe.execution import ExecutionConfig
-from jaxmoe.layers.embedding import head_weight
-from jaxmoe.layers.moe import MoE, RoutingInputs
+from jaxmoe.layers.feed_forwards.moe.layer import MoE
+from jaxmoe.layers.records import RoutingInputs
+from jaxmoe.models.embedding import head_weight
 from jaxmoe.models.transformer import Transformer
 from jaxmoe.routing import GATES, CapacityConfig, SoftmaxTopKConfig, SqrtGateConfig
 from jaxmoe.scaling.initialize import init_params, parameter_table
@@ -199,7 +200,7 @@ def layer_values(moe):
 
 def apply_layer(moe, params, x, token_mask, execution=ON_ONE):
     model = dataclasses.replace(TINY, moe=moe, num_layers=1)
-    layer = MoE(model, moe, execution, train=True)
+    layer = MoE(moe, model.context, execution, train=True)
     routing = RoutingInputs(
         token_mask=token_mask, segment_ids=token_mask.astype(jnp.int32), router_state={}
     )

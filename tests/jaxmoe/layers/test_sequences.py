@@ -120,7 +120,7 @@ def test_rows_are_laid_out_and_back(form):
     x = jnp.arange(BATCH * LENGTH * 3, dtype=jnp.float32).reshape(BATCH, LENGTH, 3)
 
     def both(x, segments):
-        order = current_order(MODEL, execution, LENGTH, segments)
+        order = current_order(MODEL.context, execution, LENGTH, segments)
         whole = {"a": x[..., 0], "b": segments, "wide": x}
         laid = lay_out(whole, order, execution)
         return laid, lay_back(jnp.stack([laid["a"]] * 3, axis=-1), order, execution)
@@ -136,7 +136,7 @@ def test_rows_are_laid_out_and_back(form):
 
 def test_without_a_mesh_rows_stay():
     execution = ExecutionConfig(mesh=MeshConfig(seq=4), sequence_parallel=RingConfig())
-    assert current_order(MODEL, execution, LENGTH) is None
+    assert current_order(MODEL.context, execution, LENGTH) is None
 
 
 @pytest.mark.slow
@@ -216,7 +216,7 @@ def test_refusals(name):
     changes, form, text = REFUSALS[name]
     execution = ExecutionConfig(mesh=MeshConfig(seq=8), sequence_parallel=form)
     with pytest.raises(ValueError) as error:
-        check_rows(dataclasses.replace(WIDE, **changes), execution, 64, {"seq": 8})
+        check_rows(dataclasses.replace(WIDE, **changes).context, execution, 64, {"seq": 8})
     assert str(error.value) == text
 
 
@@ -244,9 +244,11 @@ def test_auto_keeps_the_order_where_a_capacity_needs_it():
     execution = ExecutionConfig(
         mesh=MeshConfig(seq=8), sequence_parallel=AutoSequenceParallelConfig()
     )
-    assert check_rows(model, execution, 64, {"seq": 8}).layout == "contiguous"
-    assert check_rows(WIDE, execution, 64, {"seq": 8}).layout == "zigzag"
-    assert explain_form(WIDE, execution, 64, {"seq": 8}).startswith("ring: mesh.seq=8 does not")
+    assert check_rows(model.context, execution, 64, {"seq": 8}).layout == "contiguous"
+    assert check_rows(WIDE.context, execution, 64, {"seq": 8}).layout == "zigzag"
+    assert explain_form(WIDE.context, execution, 64, {"seq": 8}).startswith(
+        "ring: mesh.seq=8 does not"
+    )
 
 
 def test_a_ring_needs_its_axis_in_one_piece():

@@ -11,9 +11,10 @@ import pytest
 from jax.sharding import NamedSharding
 
 from jaxmoe.execution import ExecutionConfig, WholeRowsConfig
+from jaxmoe.models.cache import cache_length, initial_cache
 from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
 from jaxmoe.models.decode import generate
-from jaxmoe.models.transformer import Transformer, initial_cache
+from jaxmoe.models.transformer import Transformer
 from jaxmoe.scaling.initialize import parameter_table
 from sharding import MeshConfig, make_mesh
 from sharding.sequence_parallel import AllGatherKVConfig
@@ -89,7 +90,7 @@ def test_cached_logits_equal_the_whole_forward(params, prompt, whole, greedy):
         now = tokens[:, position : position + 1]
         step, cache = one(now, jnp.full((1, 1), position, jnp.int32), cache)
         logits.append(step)
-        np.testing.assert_array_equal(cache.length, [position + 1] * MODEL.num_layers)
+        assert all((part.length == position + 1).all() for part in cache.values())
     assert_close(jnp.stack(logits, axis=1), whole(params, tokens), kind="end_to_end")
 
 
@@ -175,7 +176,7 @@ def test_a_spread_cache_gives_the_same_logits(name, params, prompt):
             cache = initial_cache(MODEL, execution, batch=BATCH, length=length)
             found = []
             for tokens in (prompt, prompt[:, :1]):
-                places = cache.length[0] + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
+                places = cache_length(cache) + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
                 output = Transformer(MODEL, execution).apply(
                     {"params": params},
                     tokens,
@@ -193,10 +194,11 @@ def test_a_spread_cache_gives_the_same_logits(name, params, prompt):
     with jax.set_mesh(mesh):
         logits, cut = both(WholeRowsConfig.of(execution))(spread, prompt)
     assert_close(logits, wanted, kind="end_to_end")
-    assert cut.k.sharding.spec[2] == "seq"
-    held = jax.tree.map(lambda x: np.asarray(x)[:, :, : PROMPT + 2], (cut.k, cut.v))
-    assert_close(held, (cache.k, cache.v), kind="end_to_end")
-    np.testing.assert_array_equal(cut.length, cache.length)
+    for path, part in cut.items():
+        assert part.k.sharding.spec[2] == "seq"
+        held = jax.tree.map(lambda x: np.asarray(x)[:, :, : PROMPT + 2], (part.k, part.v))
+        assert_close(held, (cache[path].k, cache[path].v), kind="end_to_end")
+        np.testing.assert_array_equal(part.length, cache[path].length)
 
 
 def test_prompts_that_do_not_divide_are_refused(params, prompt):

@@ -12,7 +12,7 @@ import optax
 import pytest
 
 from jaxmoe.execution import ExecutionConfig
-from jaxmoe.layers.experts import apply_experts
+from jaxmoe.layers.feed_forwards.moe.experts import apply_experts
 from jaxmoe.models import quantize as rooms
 from jaxmoe.models.quantize import abstract_params, quantize_params, stored_bytes
 from jaxmoe.models.transformer import Transformer

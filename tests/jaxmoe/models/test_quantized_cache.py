@@ -11,10 +11,11 @@ import pytest
 from jax.sharding import NamedSharding
 
 from jaxmoe.execution import ExecutionConfig
+from jaxmoe.models.cache import cache_length, initial_cache
 from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
 from jaxmoe.models.decode import generate
 from jaxmoe.models.quantize import stored_bytes
-from jaxmoe.models.transformer import Transformer, initial_cache
+from jaxmoe.models.transformer import Transformer
 from jaxmoe.precision import PrecisionPolicy
 from jaxmoe.scaling.initialize import parameter_table
 from pallas_kernels import QuantizedArray
@@ -68,7 +69,7 @@ def step_by_step(execution, params, tokens):
         cache = initial_cache(MODEL, execution, batch=BATCH, length=PROMPT + NEW)
 
         def decode(cache, new):
-            places = cache.length[0] + jnp.arange(new.shape[1], dtype=jnp.int32)[None, :]
+            places = cache_length(cache) + jnp.arange(new.shape[1], dtype=jnp.int32)[None, :]
             output = Transformer(MODEL, execution).apply(
                 {"params": params},
                 new,
@@ -101,7 +102,8 @@ def test_each_token_and_head_has_its_scale():
 def test_decoding_sees_what_one_pass_over_rounded_keys_and_values_sees(params, tokens):
     """The promise that evaluate rests on."""
     through_cache, cache = step_by_step(INT4, params, tokens)
-    assert isinstance(cache.k, QuantizedArray) and cache.k.values.dtype == jnp.int4
+    for part in cache.values():
+        assert isinstance(part.k, QuantizedArray) and part.k.values.dtype == jnp.int4
     assert_close(through_cache, whole(INT4, params, tokens), kind="end_to_end")
 
 
@@ -132,7 +134,7 @@ def test_bytes_of_a_token_are_those_of_the_cache():
             dtype=jnp.float32,
         )
         assert taken == 2 * 2 * 2 * of_one_head
-        assert stored_bytes((cache.k, cache.v)) == 3 * 10 * taken
+        assert stored_bytes([(part.k, part.v) for part in cache.values()]) == 3 * 10 * taken
 
 
 MESHES = {"data2_seq2": MeshConfig(data=2, seq=2), "seq2_tensor2": MeshConfig(seq=2, tensor=2)}

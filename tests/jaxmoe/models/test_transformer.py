@@ -14,10 +14,11 @@ import numpy as np
 import pytest
 
 from jaxmoe.execution import ExecutionConfig
-from jaxmoe.layers.block import Block, LayerInputs, Stream, TokenInputs
-from jaxmoe.layers.embedding import output_logits
+from jaxmoe.layers.block import Block
 from jaxmoe.layers.norms import rms_norm
+from jaxmoe.layers.records import LayerInputs, Stream, TokenInputs
 from jaxmoe.models.config import AttentionConfig, ForwardMultipliers, ModelConfig, MoEConfig
+from jaxmoe.models.embedding import output_logits
 from jaxmoe.models.transformer import Transformer, initial_router_state
 from jaxmoe.routing import SoftmaxTopKConfig, SqrtGateConfig
 from jaxmoe.routing.routers.token_choice.token_choice import TokenChoice
@@ -152,8 +153,9 @@ def oracle(params, model, positions, segment_ids):
     table = params["embedding"]["weight"]
     x, loss, counts = multipliers.embedding * table[TOKENS], 0.0, []
     for layer in range(model.num_layers):
-        stack = next(s for s in reversed(model.stacks) if s.first_layer <= layer)
-        weights = jax.tree.map(lambda w, i=layer - stack.first_layer: w[i], params[stack.name])
+        stack = next(s for s in model.stacks if layer in s.layers)
+        place = stack.layers.index(layer)
+        weights = jax.tree.map(lambda w, i=place: w[i], params[stack.path])
         y = _norm(x, weights["attention_norm"]["gain"], epsilon)
         y = _attention(y, weights["attention"], model, positions, segment_ids)
         x = x + multipliers.residual * y
@@ -231,7 +233,7 @@ def test_equals_the_oracle(name, plain):
 
 def test_stacks_are_runs_of_equal_layers():
     dense = dataclasses.replace(RICH, num_layers=6, dense_layers=(0, 3, 4))
-    names = [(stack.name, stack.num_layers) for stack in dense.stacks]
+    names = [(stack.path, stack.num_layers) for stack in dense.stacks]
     assert names == [
         ("dense_blocks_0", 1),
         ("moe_blocks_1", 2),
@@ -281,7 +283,7 @@ def test_scan_equals_a_loop(plain):
         token_mask=jnp.asarray(SEGMENT_IDS != 0),
         context={},
     )
-    block = Block(PLAIN, ExecutionConfig(), is_moe=True, train=False)
+    block = Block(PLAIN.attention, PLAIN.moe, PLAIN.context, ExecutionConfig(), train=False)
     apply = jax.jit(lambda weights, flow, about: block.apply({"params": weights}, flow, *about))
     flow, counts = Stream(x=jnp.asarray(params["embedding"]["weight"])[TOKENS]), []
     for layer in range(PLAIN.num_layers):

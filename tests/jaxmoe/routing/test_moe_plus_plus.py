@@ -11,8 +11,9 @@ import pytest
 
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers import moe as moe_module
-from jaxmoe.layers.moe import MoE, RoutingInputs
-from jaxmoe.layers.zero_computation import apply_zero_computation
+from jaxmoe.layers.feed_forwards.moe.layer import MoE
+from jaxmoe.layers.feed_forwards.moe.zero_computation import apply_zero_computation
+from jaxmoe.layers.records import RoutingInputs
 from jaxmoe.models.config import MoEConfig
 from jaxmoe.models.transformer import Transformer
 from jaxmoe.routing import (
@@ -57,7 +58,7 @@ def free_output(expert, gate, mix=None, x=None):
         gates=jnp.tile(jnp.asarray([gate, 0.0], jnp.float32), TOKENS),
         top_k=2,
     )
-    y = apply_zero_computation(x, assignments, {"constants": constants, "mix": mix}, LAYER)
+    y = apply_zero_computation(x, assignments, {"constants": constants, "mix": mix}, FREE, 4)
     return np.asarray(y), np.asarray(x), np.asarray(constants)
 
 
@@ -93,7 +94,7 @@ def test_assignments_without_computation_never_enter_dispatch(monkeypatch):
         return jnp.zeros_like(x), jnp.zeros((num_experts,))
 
     monkeypatch.setattr(moe_module, "expert_parallel", recorded)
-    layer = MoE(MODEL, LAYER, ExecutionConfig(), train=True)
+    layer = MoE(LAYER, MODEL.context, ExecutionConfig(), train=True)
     x = jnp.asarray(np.random.default_rng(2).normal(size=(BATCH, LENGTH, 16)), jnp.float32)
     mask = jnp.ones((BATCH, LENGTH), bool)
     routing = RoutingInputs(token_mask=mask, segment_ids=mask.astype(jnp.int32), router_state={})

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from jaxmoe.execution import ExecutionConfig
-from jaxmoe.layers.moe import MoE, RoutingInputs
+from jaxmoe.layers.feed_forwards.moe.layer import MoE
+from jaxmoe.layers.records import RoutingInputs
 from jaxmoe.models.config import MoEConfig
 from jaxmoe.routing import (
     Extent,
@@ -93,7 +94,7 @@ def test_the_layer_is_four_einsums():
     x = jnp.asarray(rng.normal(size=(ROWS, LENGTH, width)), jnp.float32)
     mask = jnp.asarray(MASK)
     routing = RoutingInputs(token_mask=mask, segment_ids=mask.astype(jnp.int32), router_state={})
-    layer = MoE(model, MOE, ExecutionConfig(), True)
+    layer = MoE(MOE, model.context, ExecutionConfig(), True)
     boxed = layer.init(jax.random.key(0), x, routing)["params"]
     params = jax.tree.map(
         lambda leaf: leaf.unbox(), boxed, is_leaf=lambda leaf: hasattr(leaf, "unbox")

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 
 from jaxmoe.data.batch import Batch
 from jaxmoe.execution import ExecutionConfig
-from jaxmoe.layers.embedding import head_weight
+from jaxmoe.models.embedding import head_weight
 from jaxmoe.models.transformer import Transformer
 from jaxmoe.optim import adamw
 from jaxmoe.scaling.initialize import init_params, parameter_table

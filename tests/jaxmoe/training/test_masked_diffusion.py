@@ -18,10 +18,11 @@ import pytest
 
 from jaxmoe.data import Batch, MarkovConfig
 from jaxmoe.execution import ExecutionConfig
+from jaxmoe.models.cache import initial_cache
 from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
 from jaxmoe.models.decode import generate
 from jaxmoe.models.diffuse import ancestral, diffuse
-from jaxmoe.models.transformer import Transformer, initial_cache
+from jaxmoe.models.transformer import Transformer
 from jaxmoe.optim import AdamWConfig, LinearConfig
 from jaxmoe.routing import ExpertChoiceConfig, RouterZConfig, SoftmaxGateConfig
 from jaxmoe.scaling.initialize import init_params, parameter_table

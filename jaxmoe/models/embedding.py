@@ -1,9 +1,9 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Tokens to vectors, and vectors to logits.
+"""Embeds tokens, and computes logits from hidden states.
 
-The head is a plain function of its weight, so that the loss can apply it to a few positions at a
-time without the whole [B S V] ever existing.
+The head is a plain function of its weight, so that a loss can apply it to a few positions at a
+time and the whole [B S V] need not exist.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from sharding.products.tensor_parallel import Product, out_of_stream
 
 
 class Embedding(nn.Module):
-    """The table of token embeddings."""
+    """Declares the table of token embeddings."""
 
     model: ModelConfig
 
     @nn.compact
     def __call__(self) -> Float[Array, "V D"]:
-        """The table itself, f32."""
+        """Return the table, f32."""
         table = Declaration(
             shape=(self.model.vocab_size, self.model.embed_dim),
             axes=(ax.VOCAB, ax.EMBED),
@@ -38,13 +38,13 @@ class Embedding(nn.Module):
 
 
 class Head(nn.Module):
-    """The matrix from the residual stream to the logits."""
+    """Declares the matrix from the residual stream to the logits."""
 
     model: ModelConfig
 
     @nn.compact
     def __call__(self) -> Float[Array, "D V"]:
-        """The matrix itself, f32."""
+        """Return the matrix, f32."""
         matrix = Declaration(
             shape=(self.model.embed_dim, self.model.vocab_size),
             axes=(ax.EMBED, ax.VOCAB),
@@ -54,7 +54,7 @@ class Head(nn.Module):
 
 
 def head_weight(params: dict[str, Any], model: ModelConfig) -> Float[Array, "D V"]:
-    """The head's matrix among the parameters: its own, or the transposed embedding."""
+    """Return the head's matrix among the parameters: its own, or the transposed embedding."""
     if model.has_tied_embeddings:
         return params["embedding"]["weight"].T
     return params["head"]["weight"]
@@ -68,14 +68,15 @@ def output_logits(
     *,
     is_stream: bool = True,
 ) -> Float[Array, "B S V"]:
-    """Logits in f32, cut by vocabulary where the head is.
+    """Return logits in f32, cut by vocabulary where the head is.
 
     Args:
-        hidden: after the final norm.
-        weight: from `head_weight`.
-        model: for the logit multiplier.
-        execution: for dtype and placement.
-        is_stream: False: hidden is a part of the stream, its positions cut as within a sublayer.
+        hidden: Hidden states after the final norm.
+        weight: Matrix from `head_weight`.
+        model: Logit multiplier.
+        execution: Dtype and placement.
+        is_stream: Whether hidden is cut as the residual stream; False where its positions are cut
+            as within a sublayer.
     """
     dtype, spread = execution.precision.compute_dtype, (ax.ACT_BATCH, ax.ACT_SEQ_INNER)
     product = Product(
@@ -91,6 +92,6 @@ def output_logits(
 
 
 def only_predicted(logits: Float[Array, "B S V"], num_predicted: int) -> Float[Array, "B S V"]:
-    """The logits with -inf for the ids from `num_predicted` on: a mask is never predicted."""
+    """Return the logits with -inf for the ids from `num_predicted` on (masks are not predicted)."""
     ids = jnp.arange(logits.shape[-1], dtype=jnp.int32)
     return jnp.where(ids[None, None, :] < num_predicted, logits, -jnp.inf)

@@ -1,13 +1,13 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Experts without computation: they take part in routing and cost (almost) nothing.
+"""Experts without computation: routed like the others, at almost no cost (MoE++).
 
     zero        0
     copy        x
     constant j  a_1 x + a_2 v_j,   [a_1, a_2] = softmax(W_j x)
 
-They are numbered after the E experts that compute: zero, copy, constant. Every device has them all,
-so that their assignments are served where the token is.
+They are numbered after the E experts that compute: zero, copy, constant. Every device holds all of
+them and applies them where the token is.
 
 Source: MoE++ (arXiv 2410.07348, section 3.1).
 """
@@ -19,22 +19,22 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Array, Float
 
-from jaxmoe.models.config import MoEConfig
 from jaxmoe.parameters import Declaration, declare
+from jaxmoe.routing import ZeroComputationConfig
 from sharding import axes as ax
 from sharding.assignments import Assignments
 
 
 class ZeroComputationExperts(nn.Module):
-    """The parameters of the constant experts."""
+    """Declares the parameters of the constant experts."""
 
     embed_dim: int
-    moe: MoEConfig
+    free: ZeroComputationConfig | None
 
     @nn.compact
     def __call__(self) -> dict[str, Array]:
-        """`constants [Z D]` and `mix [D Z 2]`, f32; nothing where there is no constant expert."""
-        free = self.moe.zero_computation
+        """Return `constants [Z D]` and `mix [D Z 2]`, f32; empty without constant experts."""
+        free = self.free
         if free is None or not free.num_constant:
             return {}
         number = free.num_constant
@@ -57,23 +57,24 @@ def apply_zero_computation(
     x: Float[Array, "T D"],
     assignments: Assignments,
     params: dict[str, Array],
-    moe: MoEConfig,
+    free: ZeroComputationConfig,
+    num_experts: int,
 ) -> Float[Array, "T D"]:
-    """The gated sum of what these experts return for each token.
+    """Return the gated sum of what these experts return for each token.
 
     Args:
-        x: the tokens.
-        assignments: token-major, of all experts; those with computation are passed over.
-        params: as from `ZeroComputationExperts`.
-        moe: with `zero_computation`.
+        x: Activations.
+        assignments: Token-major assignments to all experts; those that compute are skipped.
+        params: Parameters from `ZeroComputationExperts`.
+        free: Numbers of experts of each kind.
+        num_experts: E, experts that compute.
 
     Raises:
-        ValueError: the assignments are not token-major.
+        ValueError: The assignments are not token-major.
     """
-    free = moe.zero_computation
-    if free is None or assignments.top_k is None:
+    if assignments.top_k is None:
         raise ValueError("zero_computation needs a router in which tokens choose experts")
-    first = moe.num_experts + free.num_zero
+    first = num_experts + free.num_zero
     ids = assignments.expert_ids.reshape(-1, assignments.top_k, 1)  # T, K
     wanted = first + jnp.arange(free.num_copy + free.num_constant, dtype=ids.dtype)
     gates_TK = assignments.gates.reshape(-1, assignments.top_k, 1)

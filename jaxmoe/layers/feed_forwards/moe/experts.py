@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The routed experts: E SwiGLUs as stacked weights, applied to rows sorted by expert.
 
-The weights are declared here and used inside the MoE island, where rows are local.
+The weights are declared here and used inside the layer's island, where rows are local.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Array, Float, Int
 
-from jaxmoe.models.config import MoEConfig
 from jaxmoe.parameters import Declaration, as_factor, declare_matrix
 from pallas_kernels import QuantizedArray, grouped_matmul, grouped_swiglu
 from pallas_kernels.backend import Implementation
@@ -31,19 +30,20 @@ WEIGHT_AXES = {
     "gate_up": (ax.EXPERTS, None, None, ax.EXPERT_MLP),
     "down": (ax.EXPERTS, ax.EXPERT_MLP, None),
 }
-"""Layout of the weights where they are used, by dispatchers that spread experts."""
+"""Logical axes of the weights where they are used, for dispatchers that spread experts."""
 
 
 class Experts(nn.Module):
-    """The weights of E experts."""
+    """Declares the weights of E experts."""
 
     embed_dim: int
-    moe: MoEConfig
+    num_experts: int
+    expert_dim: int
 
     @nn.compact
     def __call__(self) -> dict[str, Array | QuantizedArray]:
-        """`gate_up [E D 2 F]` and `down [E F D]`, f32 or quantised."""
-        num_experts, hidden = self.moe.num_experts, self.moe.expert_dim
+        """Return `gate_up [E D 2 F]` and `down [E F D]`, f32 or quantised."""
+        num_experts, hidden = self.num_experts, self.expert_dim
         gate_up = Declaration(
             shape=(num_experts, self.embed_dim, 2, hidden),
             axes=(ax.EXPERTS, ax.EXPERT_EMBED, ax.GATE_UP, ax.EXPERT_MLP),
@@ -62,11 +62,11 @@ class Experts(nn.Module):
 
 
 def encoded(axes: Mapping[str, tuple[str | None, ...]], halo: HaloProduct) -> dict[str, Encoded]:
-    """How the weights enter the island where they are multiplied in few bits.
+    """Return how the weights enter the island where they are multiplied in few bits.
 
     Args:
-        axes: layout of the weights where they are used.
-        halo: how they are multiplied.
+        axes: Logical axes of the weights where they are used.
+        halo: Product in few bits.
     """
     encode = partial(halo.encode, is_stack=True)
     return {name: Encoded(own, encode) for name, own in axes.items()}
@@ -81,16 +81,17 @@ def apply_experts(
     halo: HaloProduct | None = None,
     expert_tensor: tuple[str, ...] = (),
 ) -> Float[Array, "R D"]:
-    """Each row through its expert.
+    """Apply to each row its expert.
 
     Args:
-        weights: of the e experts held here, as from `Experts`; or encoded.
-        rows: sorted by expert, in the compute dtype.
-        group_sizes: rows of each expert; rows past their sum give 0.
-        implementation: of `grouped_swiglu`; of `grouped_matmul` where activations are rounded.
-        activations: what rows are rounded to before they meet a quantised weight; None: nothing.
-        halo: products in few bits instead.
-        expert_tensor: mesh axes over which the hidden units of an expert are cut.
+        weights: Weights of the e experts held here, from `Experts` or encoded.
+        rows: Rows sorted by expert, in the compute dtype.
+        group_sizes: Rows of each expert; rows past their sum give 0.
+        implementation: Implementation of `grouped_swiglu`, or of `grouped_matmul` where activations
+            are rounded.
+        activations: Dtype that rows are rounded to before a quantised weight; None for none.
+        halo: Product in few bits, in place of the others.
+        expert_tensor: Mesh axes over which the hidden units of an expert are cut.
     """
     if halo is not None:
         return _in_few_bits(weights, rows, group_sizes, halo, expert_tensor)
@@ -113,7 +114,7 @@ def _in_few_bits(
     halo: HaloProduct,
     expert_tensor: tuple[str, ...],
 ) -> Float[Array, "R D"]:
-    """The two products one after the other; the activation between them is as ever."""
+    """Compute the products in few bits, the activation between them in the compute dtype."""
     gate_up, down = (
         weight
         if isinstance(weight, EncodedWeight)

@@ -1,6 +1,8 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""SwiGLU: y = (silu(x Wg) * (x Wu)) Wd, with Wg and Wu stored as one parameter (arXiv 2002.05202).
+"""The dense feed-forward: a SwiGLU (arXiv 2002.05202).
+
+    y = (silu(x Wg) * (x Wu)) Wd
 
 The gate and up projections are one [D 2 F] array: one matrix to an optimiser, and F can be spread
 over devices without splitting it from its partner.
@@ -8,14 +10,54 @@ over devices without splitting it from its partner.
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any, ClassVar
+
 import jax
 from flax import linen as nn
 from jaxtyping import Array, Float
 
 from jaxmoe.execution import ExecutionConfig
+from jaxmoe.layers.context import LayerContext, require_positive
+from jaxmoe.layers.records import FeedForwardOutputs
 from jaxmoe.parameters import Declaration, Role, as_factor, declare_matrix
 from sharding import axes as ax
 from sharding.products.tensor_parallel import Product, into_stream, out_of_stream
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class DenseConfig:
+    """A dense SwiGLU feed-forward."""
+
+    name: ClassVar[str] = "dense"
+    module_name: ClassVar[str] = "feed_forward"
+    is_routed: ClassVar[bool] = False
+    keeps_order: ClassVar[bool] = False
+
+    hidden_dim: int = 512
+    """Hidden units."""
+
+    def __post_init__(self):
+        require_positive("dense", self, "hidden_dim")
+
+    def build(
+        self,
+        context: LayerContext,
+        execution: ExecutionConfig,
+        *,
+        train: bool,
+        name: str | None = None,
+    ) -> FeedForward:
+        """Return the module of one layer.
+
+        Args:
+            context: Model-wide numbers.
+            execution: How it is computed.
+            train: Ignored.
+            name: Name among the parameters.
+        """
+        del train
+        return FeedForward(context.embed_dim, self.hidden_dim, execution, name=name)
 
 
 class FeedForward(nn.Module):
@@ -28,8 +70,19 @@ class FeedForward(nn.Module):
     role_out: Role = "mlp_out"
 
     @nn.compact
-    def __call__(self, x: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
-        """The layer's output in the compute dtype."""
+    def __call__(
+        self, x: Float[Array, "B S D"], routing: Any = None
+    ) -> tuple[Float[Array, "B S D"], FeedForwardOutputs]:
+        """Compute the layer.
+
+        Args:
+            x: Normed input.
+            routing: Ignored; routed feed-forwards read it.
+
+        Returns:
+            The output in the compute dtype, and an empty record.
+        """
+        del routing
         dtype, placement = self.execution.precision.compute_dtype, self.execution.placement
         gate_up = Declaration(
             shape=(self.embed_dim, 2, self.hidden_dim),
@@ -50,4 +103,4 @@ class FeedForward(nn.Module):
         weight = as_factor(declare_matrix(self, "down", down), dtype)
         wide = (ax.ACT_BATCH, ax.ACT_SEQ_INNER, ax.ACT_MLP)
         product = Product("bsf,fd->bsd", weight, (ax.MLP, None), wide, **given)
-        return into_stream(hidden, product, placement)
+        return into_stream(hidden, product, placement), FeedForwardOutputs()

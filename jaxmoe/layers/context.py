@@ -1,0 +1,94 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Defines the model-wide numbers that layers read; `ModelConfig.context` builds them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ForwardMultipliers:
+    """Constant factors in the forward pass, filled in by a parameterisation."""
+
+    embedding: float = 1.0
+    """Factor of the embedded tokens."""
+    residual: float = 1.0
+    """Factor of each mixer and feed-forward output before it is added to the residual stream."""
+    logits: float = 1.0
+    """Factor of the output logits."""
+    router: float = 1.0
+    """Factor of the router logits."""
+    attention_scale: float | None = None
+    """Factor of the attention logits; 1 / sqrt(head_dim) when None."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionHeads:
+    """Head counts and mask of a mixer that attends, read by sequence parallelism and FLOPs."""
+
+    num_heads: int
+    """N, query heads."""
+    num_kv_heads: int
+    """M, key and value heads."""
+    head_dim: int
+    """H, width of one query or key."""
+    value_dim: int
+    """Hv, width of one value."""
+    is_causal: bool
+    """Whether a token sees no later one."""
+    window: int | None = None
+    """Positions that a query sees, itself included; all when None."""
+
+    def positions_seen(self, length: int) -> float:
+        """Return the mean number of positions that a query of a sequence sees.
+
+        Args:
+            length: S, positions of the sequence.
+        """
+        seen = length / 2 if self.is_causal else length
+        if self.window is None:
+            return seen
+        # Without causality a window reaches as far ahead as it does back.
+        return min(seen, self.window if self.is_causal else 2 * self.window - 1)
+
+    def flops_per_token(self, length: int) -> float:
+        """Return the FLOPs of the logits and the weighted sum per token, forward and backward.
+
+        Args:
+            length: S, positions of the sequence.
+        """
+        features = self.num_heads * (self.head_dim + self.value_dim)
+        return 6.0 * features * self.positions_seen(length)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class LayerContext:
+    """Numbers of a model that its layers share."""
+
+    embed_dim: int
+    """D, width of the residual stream."""
+    norm_epsilon: float = 1e-6
+    """Term added to the mean square in RMSNorm."""
+    multipliers: ForwardMultipliers = ForwardMultipliers()
+    """Forward multipliers of the parameterisation."""
+    heads: tuple[AttentionHeads, ...] = ()
+    """Distinct head counts of the mixers, in the order of the layers."""
+    keeps_order: bool = False
+    """Whether a feed-forward needs rows in the order of their tokens."""
+
+
+def require_positive(section: str, config: object, *fields: str) -> None:
+    """Refuse a field that is not above 0.
+
+    Args:
+        section: Prefix of the field names in the message.
+        config: The config that is validated.
+        *fields: Names of its numeric fields.
+
+    Raises:
+        ValueError: A field is 0 or negative.
+    """
+    for field in fields:
+        if not getattr(config, field) > 0:
+            raise ValueError(f"{section}.{field}={getattr(config, field)} must be above 0")

@@ -1,0 +1,206 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Computes a MoE layer on the tokens of one device: route, dispatch, compute, combine.
+
+`Computation.run` is the body of the layer's island. Experts without computation are applied where
+their tokens are and are not dispatched.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Float
+
+from jaxmoe.execution import ExecutionConfig
+from jaxmoe.layers.context import LayerContext
+from jaxmoe.layers.feed_forwards.moe.assignment import assign, router_inputs, with_computation
+from jaxmoe.layers.feed_forwards.moe.config import MoEConfig
+from jaxmoe.layers.feed_forwards.moe.experts import apply_experts
+from jaxmoe.layers.feed_forwards.moe.layout import MoELayout
+from jaxmoe.layers.feed_forwards.moe.observation import observe_experts, observed_names
+from jaxmoe.layers.feed_forwards.moe.slots import read_slots, write_slots
+from jaxmoe.layers.feed_forwards.moe.zero_computation import apply_zero_computation
+from jaxmoe.routing import Extent, Router
+from jaxmoe.routing.balancers import WeightsBalancer, of_weights
+from pallas_kernels.jax_versions import agreed
+from sharding.assignments import own_assignments, own_positions
+from sharding.expert_parallel import expert_parallel
+
+
+# Records are not checked at run time: tree functions also fill them with shapes, specs and axes.
+@typing.no_type_check
+@struct.dataclass
+class LocalInputs:
+    """Arguments of the island beside the activations, or their logical axes.
+
+    An absent argument is an empty dict.
+    """
+
+    router: dict[str, Array]
+    """Parameters of the router."""
+    weights: dict[str, Any]
+    """Weights of the experts held by a device, in the compute dtype, quantised or encoded."""
+    constants: dict[str, Array]
+    """Parameters of the experts without computation."""
+    coupled: dict[str, Any]
+    """All experts' weights as stored, for balancers that read them; empty otherwise."""
+    state: Any
+    """State of the router."""
+    token_mask: Any
+    """False for padding [B S]."""
+    segment_ids: Any
+    """Document of each token [B S]."""
+    context: dict[str, Array]
+    """Further [B S] arrays for the router."""
+    key: Any
+    """PRNG key of this layer and step, for routers with noise; may be absent."""
+    layer: Any
+    """Number among the MoE layers []; may be absent."""
+    previous_logits: Any
+    """Router logits of the MoE layer before [B S E]; may be absent."""
+
+
+@typing.no_type_check
+@struct.dataclass
+class Computed:
+    """Results of the island, or their logical axes."""
+
+    y: Any
+    """Combined output of the routed experts [B s D]."""
+    statistics: Any
+    """`RouterStatistics`."""
+    logits: Any
+    """Router logits [B S E] for the next MoE layer; an empty dict if the router carries none."""
+    losses: dict[str, Any]
+    """Losses [] of the balancers that read weights."""
+    observed: dict[str, Any]
+    """Detailed telemetry of every token [B s]; see `observation.py`."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Computation:
+    """The static part of the island."""
+
+    moe: MoEConfig
+    """Sizes and parts."""
+    context: LayerContext
+    """Model-wide numbers."""
+    execution: ExecutionConfig
+    """Dispatcher, kernels and precision."""
+    layout: MoELayout
+    """Mesh axes of the island."""
+    router: Router
+    """The router, built."""
+    train: bool
+    """Whether routers behave as in training."""
+
+    def run(
+        self, x: Float[Array, "B S D"], given: LocalInputs, *, batch_axes: tuple[str, ...]
+    ) -> Computed:
+        """Compute the routed experts for the tokens of one device.
+
+        Args:
+            x: Activations in the compute dtype.
+            given: The other arguments.
+            batch_axes: Mesh axes over which sequences are spread.
+        """
+        moe, layout, (batch, length, width) = self.moe, self.layout, x.shape
+        key, sequence_axes = _given(given.key), layout.sequence_axes
+        tokens = x.reshape(batch * length, width)  # T, D
+
+        # Route: experts, gates and capacity.
+        extent = Extent(sequence_length=length, sequence_axes=sequence_axes, batch_axes=batch_axes)
+        inputs = router_inputs(tokens, given, self.context.multipliers.router, extent)
+        output = self.router.route(given.router, given.state, inputs, train=self.train, key=key)
+        is_detailed = self.execution.telemetry == "detailed"
+        assignments, statistics = assign(output, inputs, moe, length, is_detailed=is_detailed)
+        logits = output.logits
+        if layout.own_axes:  # whole sequences were routed; continue with the device's own positions
+            tokens, logits = (own_positions(a, batch, layout.own_axes) for a in (tokens, logits))
+            assignments = own_assignments(assignments, batch, layout.own_axes)
+
+        # Dispatch, compute and combine.
+        dispatch, experts = self._dispatcher(), self._experts()
+        computed = with_computation(assignments, moe.num_experts)
+        rows = tokens if output.slots is None else read_slots(tokens, output.slots)
+        y, dropped = dispatch(rows, computed, experts, given.weights)
+        if output.slots is not None:
+            y = write_slots(y, output.slots)
+        if moe.zero_computation is not None:
+            y = y + apply_zero_computation(
+                tokens, assignments, given.constants, moe.zero_computation, moe.num_experts
+            )
+
+        # Report.
+        if layout.own_axes:
+            dropped = jax.lax.psum(dropped, layout.own_axes)
+        kept = statistics.kept - jnp.pad(dropped, (0, moe.num_routed - moe.num_experts))
+        statistics = dataclasses.replace(statistics, kept=kept)
+        if names := batch_axes + sequence_axes:
+            statistics = jax.tree.map(lambda leaf: jax.lax.psum(leaf, names), statistics)
+        observed = {}
+        if self.observed_names:
+            observed = observe_experts(
+                self.observed_names,
+                tokens,
+                logits,
+                computed,
+                moe.num_experts,
+                dispatch,
+                experts,
+                given.weights,
+            )
+        carry = output.carry if moe.router.traits.carries_logits else None
+        return Computed(
+            y=y.reshape(batch, -1, width),
+            statistics=statistics,
+            logits={} if carry is None else carry.reshape(batch, length, -1),
+            losses=self._losses(given, key),
+            observed={name: value.reshape(batch, -1) for name, value in observed.items()},
+        )
+
+    @property
+    def coupling_balancers(self) -> tuple[WeightsBalancer, ...]:
+        """Balancers that read this layer's weights; none outside training."""
+        return of_weights(self.moe.balancers) if self.train else ()
+
+    @property
+    def observed_names(self) -> tuple[str, ...]:
+        """Names in `Computed.observed`; none unless telemetry is detailed."""
+        return observed_names(self.moe) if self.execution.telemetry == "detailed" else ()
+
+    def _dispatcher(self) -> Any:
+        return partial(
+            expert_parallel,
+            num_experts=self.moe.num_experts,
+            config=self.execution.dispatcher,
+            axes=self.layout.experts,
+        )
+
+    def _experts(self) -> Any:
+        return partial(
+            apply_experts,
+            implementation=self.execution.kernels.grouped_swiglu,
+            activations=self.execution.precision.activations,
+            halo=self.execution.halo,
+            expert_tensor=self.layout.experts.expert_tensor,
+        )
+
+    def _losses(self, given: LocalInputs, key: Array | None) -> dict[str, Array]:
+        """Return the losses of weights, which are equal on all devices once gathered."""
+        return {
+            balancer.name: agreed(balancer.coupling(given.router, given.coupled, key))
+            for balancer in self.coupling_balancers
+        }
+
+
+def _given(array: Any) -> Array | None:
+    """Return an optional argument of the island."""
+    return None if isinstance(array, dict) else array

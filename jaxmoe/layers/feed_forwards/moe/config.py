@@ -1,0 +1,106 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Defines `MoEConfig`, the sizes and parts of a Mixture-of-Experts feed-forward."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+from flax import linen as nn
+
+from jaxmoe.execution import ExecutionConfig
+from jaxmoe.layers.context import LayerContext, require_positive
+from jaxmoe.routing import (
+    BalancerConfig,
+    CapacityConfig,
+    GateConfig,
+    LoadBalanceConfig,
+    RenormalizedGateConfig,
+    Router,
+    RouterConfig,
+    RouterZConfig,
+    SoftmaxTopKConfig,
+    ZeroComputationConfig,
+)
+from jaxmoe.routing.composition import check_parts
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class MoEConfig:
+    """A Mixture-of-Experts feed-forward layer: router, gate, balancers, capacity, experts."""
+
+    name: ClassVar[str] = "moe"
+    module_name: ClassVar[str] = "moe"
+    is_routed: ClassVar[bool] = True
+
+    num_experts: int = 8
+    """Routed experts (E)."""
+    top_k: int = 2
+    """Routed experts per token (K); shared experts are not counted."""
+    expert_dim: int = 128
+    """Hidden units of one expert (F)."""
+    num_shared_experts: int = 0
+    """Experts applied to every token; together one SwiGLU of num_shared_experts * expert_dim."""
+    router: RouterConfig = SoftmaxTopKConfig()
+    """Rule by which experts are chosen."""
+    gate: GateConfig = RenormalizedGateConfig()
+    """Factor of each chosen expert's output."""
+    balancers: tuple[BalancerConfig, ...] = (LoadBalanceConfig(), RouterZConfig())
+    """Losses that keep the load even and the logits small."""
+    capacity: CapacityConfig | None = None
+    """Limit of tokens per expert; dropless when None."""
+    zero_computation: ZeroComputationConfig | None = None
+    """Further experts that the router may choose, which compute nothing; not in num_experts."""
+
+    def __post_init__(self):
+        require_positive("moe", self, "num_experts", "top_k", "expert_dim")
+        if self.top_k > self.num_experts:
+            raise ValueError(
+                f"moe.top_k={self.top_k} must not exceed moe.num_experts={self.num_experts}"
+            )
+        if self.num_shared_experts < 0:
+            raise ValueError(f"moe.num_shared_experts={self.num_shared_experts} must be 0 or more")
+        names = [balancer.name for balancer in self.balancers]
+        if len(set(names)) != len(names):
+            raise ValueError(f"moe.balancers names one balancer twice: {', '.join(names)}")
+        self.build_router(embed_dim=1)  # the router validates the sizes
+        check_parts(self)
+
+    @property
+    def num_routed(self) -> int:
+        """Experts that the router chooses from, those without computation last."""
+        return self.num_experts + (self.zero_computation.total if self.zero_computation else 0)
+
+    @property
+    def keeps_order(self) -> bool:
+        """Whether rows must be in the order of their tokens: a capacity fills up in that order."""
+        return self.capacity is not None
+
+    def build_router(self, embed_dim: int) -> Router:
+        """Return the router.
+
+        Args:
+            embed_dim: D.
+        """
+        return self.router.build(num_experts=self.num_routed, top_k=self.top_k, embed_dim=embed_dim)
+
+    def build(
+        self,
+        context: LayerContext,
+        execution: ExecutionConfig,
+        *,
+        train: bool,
+        name: str | None = None,
+    ) -> nn.Module:
+        """Return the module of one layer.
+
+        Args:
+            context: Model-wide numbers.
+            execution: How it is computed.
+            train: Whether routers behave as in training.
+            name: Name among the parameters.
+        """
+        from jaxmoe.layers.feed_forwards.moe.layer import MoE  # noqa: PLC0415 (it imports this)
+
+        return MoE(self, context, execution, train, name=name)

@@ -1,0 +1,192 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""The Mixture-of-Experts layer: router, gate, capacity, dispatcher, experts and shared experts.
+
+    selection = router.route(x)                         experts of each token
+    gates     = gate(selection)                         their weights
+    y         = sum over a token's experts of gate * expert(x)
+    y         = gate.mix_shared(y, shared(x))           if there are shared experts
+
+This module declares the parameters and lays out the arguments; `computation.py` computes from
+routing to combining in one island, on the tokens of one device. Statistics are summed over devices
+there, so that a loss of them equals that of the global batch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+from flax import linen as nn
+from jaxtyping import Array, Float
+
+from jaxmoe.execution import ExecutionConfig
+from jaxmoe.layers.context import LayerContext
+from jaxmoe.layers.feed_forwards.dense import FeedForward
+from jaxmoe.layers.feed_forwards.moe.computation import Computation, Computed, LocalInputs
+from jaxmoe.layers.feed_forwards.moe.config import MoEConfig
+from jaxmoe.layers.feed_forwards.moe.experts import WEIGHT_AXES, Experts, encoded
+from jaxmoe.layers.feed_forwards.moe.layout import MoELayout, moe_layout
+from jaxmoe.layers.feed_forwards.moe.zero_computation import ZeroComputationExperts
+from jaxmoe.layers.indicators import observe_routing
+from jaxmoe.layers.records import FeedForwardOutputs, RoutingInputs
+from jaxmoe.parameters import as_factor, declare
+from jaxmoe.routing import Router
+from jaxmoe.routing.balancers import of_weights
+from sharding import axes as ax
+from sharding.products.quantized import logical_axes
+
+
+class RouterParameters(nn.Module):
+    """Declares the parameters of a router."""
+
+    router: Router
+
+    @nn.compact
+    def __call__(self) -> dict[str, Array]:
+        """Return the router's parameters by name."""
+        declarations = self.router.declarations()
+        return {name: declare(self, name, declarations[name]) for name in declarations}
+
+
+class MoE(nn.Module):
+    """A Mixture-of-Experts feed-forward layer."""
+
+    moe: MoEConfig
+    context: LayerContext
+    execution: ExecutionConfig
+    train: bool
+
+    @nn.compact
+    def __call__(
+        self, x: Float[Array, "B S D"], routing: RoutingInputs
+    ) -> tuple[Float[Array, "B S D"], FeedForwardOutputs]:
+        """Route, compute and combine.
+
+        Args:
+            x: Normed input.
+            routing: Arrays that the router may read beside it.
+
+        Returns:
+            The output in the compute dtype, and what routing reports.
+        """
+        moe, placement, width = self.moe, self.execution.placement, self.context.embed_dim
+        router = moe.build_router(width)
+        params = RouterParameters(router, name="router")()
+        weights = Experts(width, moe.num_experts, moe.expert_dim, name="experts")()
+        free = ZeroComputationExperts(width, moe.zero_computation, name="zero_computation")()
+        x, layout = (
+            x.astype(self.execution.precision.compute_dtype),
+            moe_layout(moe, self.execution),
+        )
+        computation = Computation(
+            moe=moe,
+            context=self.context,
+            execution=self.execution,
+            layout=layout,
+            router=router,
+            train=self.train,
+        )
+        given, axes = self._arguments(params, weights, free, routing, layout)
+        rows, results = _row_axes(layout)
+        island = placement.island(
+            computation.run,
+            in_axes=((*rows, None), axes),
+            out_axes=Computed(
+                y=(*results, None),
+                statistics=(),
+                logits=(*rows, None) if moe.router.traits.carries_logits else {},
+                losses={balancer.name: () for balancer in computation.coupling_balancers},
+                observed=dict.fromkeys(computation.observed_names, results),
+            ),
+        )
+        computed = island(x, given)
+        logits = computed.logits
+        if moe.router.traits.carries_logits:
+            logits = placement.place(logits, (ax.ACT_BATCH, ax.ACT_SEQ, None))
+        outputs = FeedForwardOutputs(
+            statistics=computed.statistics,
+            logits=logits if moe.router.traits.carries_logits else None,
+            losses=computed.losses,
+        )
+        if self.execution.telemetry == "detailed":
+            found = observe_routing(computed.statistics, computed.observed, routing.token_mask)
+            outputs = dataclasses.replace(outputs, indicators=found)
+        y = placement.place(computed.y, (ax.ACT_BATCH, ax.ACT_SEQ, ax.ACT_EMBED))
+        if not moe.num_shared_experts:
+            return y, outputs
+        shared = FeedForward(
+            width,
+            moe.num_shared_experts * moe.expert_dim,
+            self.execution,
+            role_in="shared_in",
+            role_out="shared_out",
+            name="shared",
+        )(x)[0]
+        return moe.gate.build().mix_shared(y, shared), outputs
+
+    def _arguments(
+        self,
+        params: dict[str, Array],
+        weights: dict[str, Any],
+        free: dict[str, Array],
+        routing: RoutingInputs,
+        layout: MoELayout,
+    ) -> tuple[LocalInputs, LocalInputs]:
+        """Return the arguments of the island, and their logical axes in the same record."""
+        dtype, (rows, _) = self.execution.precision.compute_dtype, _row_axes(layout)
+        given = LocalInputs(
+            router=params,
+            weights={name: as_factor(weight, dtype) for name, weight in weights.items()},
+            constants=free,
+            coupled=weights if self.train and of_weights(self.moe.balancers) else {},
+            state=routing.router_state,
+            token_mask=routing.token_mask,
+            segment_ids=routing.segment_ids,
+            context=routing.context,
+            key=_or_absent(routing.key),
+            layer=_or_absent(routing.layer),
+            previous_logits=_or_absent(routing.previous_logits),
+        )
+        axes = LocalInputs(
+            router=_whole(params),
+            weights=self._weight_axes(weights, layout),
+            constants=_whole(free),
+            coupled=_whole(given.coupled),
+            state=_whole(given.state),
+            token_mask=rows,
+            segment_ids=rows,
+            context=jax.tree.map(lambda _: rows, given.context),
+            key={} if routing.key is None else (),
+            layer={} if routing.layer is None else (),
+            previous_logits={} if routing.previous_logits is None else (*rows, None),
+        )
+        return given, axes
+
+    def _weight_axes(self, weights: dict[str, Any], layout: MoELayout) -> dict[str, Any]:
+        """Return the logical axes of the experts' weights in the island, and their encoding."""
+        axes = _whole(weights)
+        if layout.experts.all:
+            axes = {name: logical_axes(x, WEIGHT_AXES[name]) for name, x in weights.items()}
+        halo = self.execution.halo
+        # A dispatcher that lends experts to other devices encodes the weights after sending them.
+        if halo is None or self.execution.dispatcher.lends_experts:
+            return axes
+        return encoded(axes, halo)
+
+
+def _row_axes(layout: MoELayout) -> tuple[tuple[str | None, ...], tuple[str | None, ...]]:
+    """Return the logical axes of [B S] arguments and of [B s] results."""
+    rows = (ax.ACT_BATCH, ax.ACT_SEQ if layout.sequence_axes else None)
+    return rows, (ax.ACT_BATCH, ax.ACT_SEQ if layout.is_spread else None)
+
+
+def _whole(arrays: Any) -> Any:
+    """Return axes that leave every array of a tree whole on each device."""
+    return jax.tree.map(lambda array: (None,) * array.ndim, arrays)
+
+
+def _or_absent(array: Array | None) -> Any:
+    """Return the array, or the empty dict by which an island marks an absent argument."""
+    return {} if array is None else array

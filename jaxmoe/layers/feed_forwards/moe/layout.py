@@ -1,0 +1,71 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Decides over which mesh axes tokens, routing and experts of a MoE layer are spread.
+
+The residual stream is cut by sequences and by positions. A router receives it as it is, and looks
+beyond its device through the axes of `RouterInputs.extent`. Two kinds need whole sequences:
+
+    capacity        sequences are gathered, every device of `own_axes` routes all their tokens
+                    alike, and continues with its own positions
+    mixes_tokens    sequences are gathered, and the experts must be on the same device (soft_moe)
+
+Experts are whole on every device, or spread as the dispatcher does it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+
+from jaxmoe.execution import ExecutionConfig
+from jaxmoe.layers.feed_forwards.moe.config import MoEConfig
+from sharding import axes as ax
+from sharding.expert_parallel import ExpertAxes
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MoELayout:
+    """Mesh axes of the island; empty outside an Explicit mesh."""
+
+    sequence_axes: tuple[str, ...]
+    """Mesh axes over which the positions that the router receives are spread."""
+    own_axes: tuple[str, ...]
+    """Mesh axes over which positions are spread after a router that received whole sequences."""
+    experts: ExpertAxes
+    """Mesh axes over which experts are spread; empty where every device has all experts."""
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether the island's results are spread over positions."""
+        return bool(self.sequence_axes or self.own_axes)
+
+
+def moe_layout(moe: MoEConfig, execution: ExecutionConfig) -> MoELayout:
+    """Return the layout on the current mesh.
+
+    Args:
+        moe: Router and capacity, which may need whole sequences.
+        execution: Dispatcher, which spreads the experts.
+
+    Raises:
+        ValueError: A router that mixes tokens, with experts spread and sequences cut.
+    """
+    placement = execution.placement
+    positions = placement.mesh_axes(ax.ACT_SEQ)
+    experts = ExpertAxes()
+    if execution.dispatcher.spreads_experts:
+        experts = ExpertAxes(
+            expert=placement.mesh_axes(ax.EXPERTS), expert_tensor=placement.mesh_axes(ax.EXPERT_MLP)
+        )
+    if not moe.router.traits.mixes_tokens:
+        if moe.capacity is not None:
+            return MoELayout((), positions, experts)
+        return MoELayout(positions, (), experts)
+    sizes = jax.sharding.get_abstract_mesh().shape
+    if cut := [axis for axis in positions if sizes[axis] > 1 and experts.all]:
+        raise ValueError(
+            f"model.moe.router {moe.router.name!r} mixes whole sequences, and the mesh cuts them"
+            f" along {', '.join(cut)}: set execution.dispatcher to local, or these axes to 1"
+        )
+    return MoELayout((), (), experts)

@@ -1,0 +1,14 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Mixers: the half of a layer that moves information between tokens.
+
+To add a mixer: a file jaxmoe/layers/mixers/<name>.py with its config and its module, a member of
+`Mixers` in jaxmoe/layers/mixers/__init__.py, and its name in tests/test_architecture.py.
+jaxmoe/layers/mixers/attention.py shows the attributes and methods of a config.
+"""
+
+from jaxmoe.layers.mixers.attention import AttentionConfig as AttentionConfig
+from jaxmoe.layers.mixers.latent_attention import LatentAttentionConfig as LatentAttentionConfig
+
+Mixers = AttentionConfig | LatentAttentionConfig
+"""The mixer configs."""

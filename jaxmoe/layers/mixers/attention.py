@@ -1,0 +1,337 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Grouped-query attention with rotary positions, QK-norm and an optional gate per head.
+
+    q, k, v = x Wq, x Wk, x Wv;  q, k normed, then turned by RoPE
+    o_n     = softmax(scale * q_n k_m^T + mask) v_m          m = n // (N / M)
+    o_n    *= sigmoid(x Wg)_n                                  if is_gated
+    y       = concat_n(o_n) Wo
+
+`sharding.sequence_parallel` decides on which devices the softmax runs.
+Sources: GQA arXiv 2305.13245, QK-norm arXiv 2302.05442, head gate arXiv 2505.06708.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from typing import Any, ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from flax import struct
+from jaxtyping import Array, Float, Int
+
+from jaxmoe.execution import ExecutionConfig
+from jaxmoe.layers.context import AttentionHeads, LayerContext, require_positive
+from jaxmoe.layers.indicators import observe_attention
+from jaxmoe.layers.norms import rms_norm
+from jaxmoe.layers.records import MixerOutputs, TokenInputs
+from jaxmoe.layers.rotary import rotary_angles, rotate
+from jaxmoe.layers.sequences import current_form, current_order, places_of
+from jaxmoe.parameters import Declaration, Role, as_factor, declare, declare_matrix
+from jaxmoe.precision import PrecisionPolicy
+from pallas_kernels import QuantizedArray
+from sharding import axes as ax
+from sharding.products.tensor_parallel import Product, into_stream, out_of_stream
+from sharding.sequence_parallel import (
+    CACHE_AXES,
+    AttentionRules,
+    CacheSlots,
+    as_cached,
+    attend,
+    attend_cached,
+    empty_slots,
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionConfig:
+    """Grouped-query attention with rotary positions."""
+
+    name: ClassVar[str] = "grouped_query"
+    module_name: ClassVar[str] = "attention"
+    head_fields: ClassVar[tuple[str, ...]] = ("num_heads", "num_kv_heads")
+    can_quantize: ClassVar[bool] = True
+
+    num_heads: int = 4
+    """Query heads (N)."""
+    num_kv_heads: int = 4
+    """Key and value heads (M); divides num_heads."""
+    head_dim: int = 32
+    """Width of one head (H)."""
+    qk_norm: Literal["none", "head", "full"] = "head"
+    """RMSNorm of queries and keys: none, over each head, or over all heads together (OLMoE)."""
+    is_gated: bool = False
+    """Multiply each head's output by a sigmoid of the layer's input."""
+    rope_theta: float = 10_000.0
+    """Base of the rotary wavelengths."""
+    window: int | None = None
+    """Positions that a query sees, itself included, and as many ahead where attention is not
+    causal; all when None."""
+    softcap: float | None = None
+    """Bound of the logits, softcap * tanh(logits / softcap); off when None."""
+    is_causal: bool = True
+    """Whether a token sees no later one; masked diffusion needs False."""
+
+    def __post_init__(self):
+        require_positive("attention", self, "num_heads", "num_kv_heads", "head_dim", "rope_theta")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"attention.num_heads={self.num_heads} must be a multiple of"
+                f" attention.num_kv_heads={self.num_kv_heads}"
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"attention.head_dim={self.head_dim} must be even: RoPE turns pairs")
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"attention.window={self.window} must be at least 1, or None for all")
+        if self.softcap is not None and self.softcap <= 0:
+            raise ValueError(f"attention.softcap={self.softcap} must be above 0, or None for off")
+
+    @property
+    def value_dim(self) -> int:
+        """Width of one head's values."""
+        return self.head_dim
+
+    @property
+    def heads(self) -> AttentionHeads:
+        """Head counts and mask."""
+        return AttentionHeads(
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            value_dim=self.value_dim,
+            is_causal=self.is_causal,
+            window=self.window,
+        )
+
+    def flops_per_token(self, length: int) -> float:
+        """Return the FLOPs per token beyond the parameters', forward and backward.
+
+        Args:
+            length: Positions of a sequence.
+        """
+        return self.heads.flops_per_token(length)
+
+    def projection_parameters(self, embed_dim: int) -> int:
+        """Return the number of parameters in the projections of one layer, gates left out.
+
+        Args:
+            embed_dim: D.
+        """
+        heads = 2 * self.num_heads + 2 * self.num_kv_heads  # q and o, k and v
+        return embed_dim * heads * self.head_dim
+
+    def check_precision(self, precision: PrecisionPolicy) -> None:
+        """Accept every precision."""
+
+    def initial_cache(
+        self, execution: ExecutionConfig, *, layers: int, batch: int, slots: int
+    ) -> KVCache:
+        """Return an empty cache, cut as the mesh is.
+
+        Args:
+            execution: Precision and placement of the cache.
+            layers: Layers that the cache is stacked over.
+            batch: Sequences.
+            slots: Positions that it can hold.
+        """
+        shape = (layers, batch, slots, self.num_kv_heads, self.head_dim)
+        precision, placement = execution.precision, execution.placement
+        empty = empty_slots(shape, precision.cache, precision.compute_dtype)
+        empty = jax.tree.map(lambda part: placement.place(part, (None, *CACHE_AXES)), empty)
+        return KVCache(k=empty, v=empty, length=jnp.zeros((layers,), jnp.int32))
+
+    def build(
+        self, context: LayerContext, execution: ExecutionConfig, *, name: str | None = None
+    ) -> Attention:
+        """Return the module of one layer.
+
+        Args:
+            context: Model-wide numbers.
+            execution: How it is computed.
+            name: Name among the parameters.
+        """
+        return Attention(self, context, execution, name=name)
+
+
+# Not checked at run time: tree functions also fill records with shapes, specs and tracers.
+@typing.no_type_check
+@struct.dataclass
+class KVCache:
+    """Keys and values of earlier tokens; stacked over layers it has a leading L."""
+
+    k: Float[Array, "*L B U M H"] | QuantizedArray
+    v: Float[Array, "*L B U M H"] | QuantizedArray
+    length: Int[Array, "*L"]
+    """Number of positions filled."""
+
+
+class Attention(nn.Module):
+    """One layer of attention."""
+
+    config: AttentionConfig
+    context: LayerContext
+    execution: ExecutionConfig
+
+    @nn.compact
+    def __call__(
+        self, x: Float[Array, "B S D"], tokens: TokenInputs, cache: KVCache | None
+    ) -> tuple[Float[Array, "B S D"], MixerOutputs]:
+        """Attend.
+
+        Args:
+            x: Normed input.
+            tokens: Positions, segments and padding.
+            cache: Cache of this layer; the new keys and values are written at its length.
+
+        Returns:
+            The output [B S D] in the compute dtype, and the new cache and indicators.
+        """
+        positions = tokens.positions
+        config, placement = self.config, self.execution.placement
+        dtype = self.execution.precision.compute_dtype
+        heads = out_of_stream(x.astype(dtype), self._projections(dtype), placement)
+        q, k, v = self._norm("q_norm", heads["q"]), self._norm("k_norm", heads["k"]), heads["v"]
+
+        where = tokens.places if positions is None else positions
+        if where is not None:
+            where = placement.place(where, (ax.ACT_BATCH, ax.ACT_SEQ_INNER))
+        else:
+            order = current_order(self.context, self.execution, x.shape[1])
+            where = places_of(order, x.shape[1])
+        angles = rotary_angles(where, config.head_dim, config.rope_theta)
+        q, k = rotate(q, angles), rotate(k, angles)
+        out, logits, cache = self._attend(q, k, v.astype(dtype), tokens, cache)
+        if config.is_gated:
+            out = out * jax.nn.sigmoid(heads["gate"])[..., None].astype(dtype)
+        weight = self._declare(
+            "o",
+            (config.num_heads, config.head_dim, self.context.embed_dim),
+            (ax.HEADS, ax.HEAD_DIM, ax.EMBED),
+            "attention_out",
+            ((-3, -2), (-1,)),
+        )
+        spread = (ax.ACT_BATCH, ax.ACT_SEQ_INNER, ax.ACT_HEADS, None)
+        product = Product(
+            "bsnh,nhd->bsd",
+            as_factor(weight, dtype),
+            (ax.HEADS, None, None),
+            spread,
+            activations=self.execution.precision.activations,
+            halo=self.execution.halo,
+        )
+        y = into_stream(out, product, placement)
+        indicators = observe_attention(logits, tokens.token_mask) if logits else None
+        return y, MixerOutputs(cache=cache, indicators=indicators)
+
+    def _attend(
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        tokens: TokenInputs,
+        cache: KVCache | None,
+    ) -> tuple[Array, dict[str, Array], KVCache | None]:
+        """Compute the softmax, over the tokens themselves or over a cache."""
+        config, placement = self.config, self.execution.placement
+        positions, segment_ids = tokens.positions, tokens.segment_ids
+        rules = AttentionRules(
+            is_causal=config.is_causal,
+            window=config.window,
+            softcap=config.softcap,
+            scale=self.context.multipliers.attention_scale,
+            implementation=self.execution.kernels.attention,
+            is_observed=self.execution.telemetry == "detailed",
+        )
+        if cache is None:
+            k, v = (as_cached(part, self.execution.precision.cache) for part in (k, v))
+            out, logits = attend(
+                q,
+                k,
+                v,
+                placement=placement,
+                config=current_form(self.context, self.execution, q.shape[1]),
+                # Within a segment positions rise with the row: a mask known at trace time is equal,
+                # and lets the kernel skip hidden blocks.
+                positions=positions if segment_ids is None else None,
+                segment_ids=segment_ids,
+                places=tokens.places,
+                rules=rules,
+            )
+            return out, logits, None
+        if positions is None or segment_ids is not None:
+            raise ValueError("a cache needs positions, and cannot hold packed segments")
+        if not config.is_causal:
+            raise ValueError(
+                "model.attention.is_causal=False: without causality a token's keys and values"
+                " change with every later token, and a cache of them would be wrong"
+            )
+        slots = CacheSlots(cache.k, cache.v, cache.length)
+        out, logits, slots = attend_cached(
+            q, k, v, slots, placement=placement, positions=positions, rules=rules
+        )
+        return out, logits, KVCache(k=slots.k, v=slots.v, length=slots.length)
+
+    def _declare(self, name, shape, axes, role: Role, matrix) -> Array | QuantizedArray:
+        declaration = Declaration(shape=shape, axes=axes, role=role, matrix=matrix)
+        return declare_matrix(self, name, declaration)
+
+    def _projections(self, dtype: Any) -> dict[str, Product]:
+        """Return the products for queries, keys, values and, if gated, each head's gate logits."""
+        config, found = self.config, {}
+        for name, number in (
+            ("q", config.num_heads),
+            ("k", config.num_kv_heads),
+            ("v", config.num_kv_heads),
+        ):
+            axis, spread = (
+                (ax.HEADS, ax.ACT_HEADS) if name == "q" else (ax.KV_HEADS, ax.ACT_KV_HEADS)
+            )
+            weight = self._declare(
+                name,
+                (self.context.embed_dim, number, config.head_dim),
+                (ax.EMBED, axis, ax.HEAD_DIM),
+                "attention_in",
+                ((-3,), (-2, -1)),
+            )
+            found[name] = Product(
+                "bsd,dnh->bsnh",
+                as_factor(weight, dtype),
+                (None, axis, None),
+                (ax.ACT_BATCH, ax.ACT_SEQ_INNER, spread, None),
+                activations=self.execution.precision.activations,
+                halo=self.execution.halo,
+            )
+        if config.is_gated:
+            weight = self._declare(
+                "gate",
+                (self.context.embed_dim, config.num_heads),
+                (ax.EMBED, ax.HEADS),
+                "attention_gate",
+                ((-2,), (-1,)),
+            )
+            spread = (ax.ACT_BATCH, ax.ACT_SEQ_INNER, ax.ACT_HEADS)
+            found["gate"] = Product(
+                "bsd,dn->bsn", as_factor(weight, dtype), (None, ax.HEADS), spread, jnp.float32
+            )
+        return found
+
+    def _norm(self, name: str, heads: Float[Array, "B S N H"]) -> Float[Array, "B S N H"]:
+        """Apply the QK-norm: over each head, over all heads of a token, or none."""
+        kind, epsilon = self.config.qk_norm, self.context.norm_epsilon
+        if kind == "none":
+            return heads
+        dim = heads.shape[-1] if kind == "head" else heads.shape[-2] * heads.shape[-1]
+        gains = Declaration(shape=(dim,), axes=(ax.NORM,), role="norm", matrix=None, init="ones")
+        gain = declare(self, name, gains)
+        if kind == "head":
+            return rms_norm(heads, gain, epsilon)
+        # Heads may be spread over devices; the norm over all of them needs them gathered.
+        act_heads = ax.ACT_HEADS if name == "q_norm" else ax.ACT_KV_HEADS
+        whole = self.execution.placement.place(heads, (ax.ACT_BATCH, ax.ACT_SEQ_INNER, None, None))
+        flat = whole.reshape(*heads.shape[:2], dim)  # B, S, N*H
+        normed = rms_norm(flat, gain, epsilon).reshape(heads.shape)
+        axes = (ax.ACT_BATCH, ax.ACT_SEQ_INNER, act_heads, None)
+        return self.execution.placement.place(normed, axes)

@@ -1,0 +1,387 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Multi-head latent attention: keys and values of all heads come from one short vector per token.
+
+    c_q         = norm(x Wqa)                    latent of queries; x itself where there is none
+    q_n         = [c_q Wqb_n]                    [without position, turned by RoPE]
+    c, r        = split(x Wkva)                  latent of width R, key of RoPE's width
+    c           = norm(c)
+    k_n, v_n    = split(c Wkvb_n)
+    o_n         = softmax(scale * q_n [k_n, RoPE(r)]^T + mask) v_n
+    y           = concat_n(o_n) Wo
+
+Both latents are computed where the residual stream is, and only they are moved to the heads. A
+cache holds [c, RoPE(r)] of a token and nothing per head. Decoding never expands it to keys or
+values, because Wkvb can move to the other side:
+
+    q_n k_n^T   = (q_n Wk_n^T) c^T               o_n = (softmax(...) c) Wv_n
+
+which is attention with one key head of width R + RoPE's, whose values are its first R features.
+Where sequences are cut, values (or keys) are padded with zeros to the wider of the two: the forms
+of sequence parallelism take one width.
+
+Sources: DeepSeek-V2 (arXiv 2405.04434, section 2.1), DeepSeek-V3 (arXiv 2412.19437, section 2.1.1).
+Windows and gates are not implemented.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from typing import ClassVar, Literal
+
+import jax.numpy as jnp
+from flax import linen as nn
+from flax import struct
+from jaxtyping import Array, Float, Int
+
+from jaxmoe.execution import ExecutionConfig
+from jaxmoe.layers.context import AttentionHeads, LayerContext, require_positive
+from jaxmoe.layers.indicators import observe_attention
+from jaxmoe.layers.norms import rms_norm
+from jaxmoe.layers.records import MixerOutputs, TokenInputs
+from jaxmoe.layers.rotary import YarnConfig, rotary_angles, rotate, yarn_size
+from jaxmoe.layers.sequences import current_form, current_order, places_of
+from jaxmoe.parameters import Declaration, Role, declare
+from jaxmoe.precision import PrecisionPolicy
+from sharding import axes as ax
+from sharding.products.tensor_parallel import Product, along_stream, into_stream, out_of_stream
+from sharding.sequence_parallel import (
+    LATENT_CACHE_AXES,
+    AttentionRules,
+    LatentSlots,
+    attend,
+    attend_latent,
+    sequence_ranks,
+)
+
+_HEADS = (ax.ACT_BATCH, ax.ACT_SEQ_INNER, ax.ACT_HEADS, None)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class LatentAttentionConfig:
+    """Multi-head latent attention: keys and values are made from one short vector per token."""
+
+    name: ClassVar[str] = "latent"
+    module_name: ClassVar[str] = "attention"
+    head_fields: ClassVar[tuple[str, ...]] = ("num_heads",)
+    can_quantize: ClassVar[bool] = False
+
+    num_heads: int = 4
+    """Heads (N); each has keys and values of its own."""
+    latent_dim: int = 64
+    """Width of the vector from which keys and values are made."""
+    query_latent_dim: int | None = None
+    """Width of the vector from which queries are made; None makes them from the input itself."""
+    nope_dim: int = 32
+    """Width of the part of a query or key without position."""
+    rope_dim: int = 16
+    """Width of the part that RoPE turns; its key is shared by all heads."""
+    value_dim: int = 32
+    """Width of one head's values."""
+    rope_theta: float = 10_000.0
+    """Base of the rotary wavelengths."""
+    rope_layout: Literal["interleaved", "halves"] = "interleaved"
+    """Features that RoPE turns together: 2h and 2h + 1 (DeepSeek's weights), or h and
+    h + rope_dim / 2."""
+    yarn: YarnConfig | None = None
+    """Stretching of the wavelengths for rows longer than those of pretraining; None for none."""
+    norm_epsilon: float = 1e-6
+    """Term added to the mean square in the norms of the latents."""
+    is_causal: bool = True
+    """Whether a token sees no later one; masked diffusion needs False."""
+
+    def __post_init__(self):
+        fields = ("num_heads", "latent_dim", "nope_dim", "rope_dim", "value_dim", "rope_theta")
+        require_positive("attention", self, *fields, "norm_epsilon")
+        if self.query_latent_dim is not None and self.query_latent_dim < 1:
+            raise ValueError(
+                f"attention.query_latent_dim={self.query_latent_dim} must be above 0, or None for"
+                " queries from the input itself"
+            )
+        if self.rope_dim % 2:
+            raise ValueError(f"attention.rope_dim={self.rope_dim} must be even: RoPE turns pairs")
+
+    @property
+    def num_kv_heads(self) -> int:
+        """M, equal to N."""
+        return self.num_heads
+
+    @property
+    def head_dim(self) -> int:
+        """H, width of one query or key."""
+        return self.nope_dim + self.rope_dim
+
+    @property
+    def cache_dim(self) -> int:
+        """Values that a cache holds of one token."""
+        return self.latent_dim + self.rope_dim
+
+    @property
+    def heads(self) -> AttentionHeads:
+        """Head counts and mask."""
+        return AttentionHeads(
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            value_dim=self.value_dim,
+            is_causal=self.is_causal,
+        )
+
+    def flops_per_token(self, length: int) -> float:
+        """Return the FLOPs per token beyond the parameters', forward and backward.
+
+        Args:
+            length: Positions of a sequence.
+        """
+        return self.heads.flops_per_token(length)
+
+    def projection_parameters(self, embed_dim: int) -> int:
+        """Return the number of parameters in the projections of one layer.
+
+        Args:
+            embed_dim: D.
+        """
+        heads, latent, source = self.num_heads, self.query_latent_dim, embed_dim
+        queries = 0
+        if latent is not None:
+            queries, source = embed_dim * latent, latent
+        queries += source * heads * self.head_dim
+        keys = embed_dim * self.cache_dim
+        keys += self.latent_dim * heads * (self.nope_dim + self.value_dim)
+        return queries + keys + heads * self.value_dim * embed_dim
+
+    def check_precision(self, precision: PrecisionPolicy) -> None:
+        """Refuse products and caches in few bits, which this layer does not implement.
+
+        Args:
+            precision: Precision of the execution.
+
+        Raises:
+            ValueError: Quantised weights, a quantised cache, or products in 8 bits.
+        """
+        found = {
+            "weights": (precision.weights, "floating"),
+            "cache": (precision.cache, "compute"),
+            "matmul": (precision.matmul.name, "full"),
+        }
+        for field, (value, only) in found.items():
+            if value != only:
+                raise ValueError(
+                    f"execution.precision.{field}={value} is not for latent attention, whose"
+                    f" products and cache are in the compute dtype: set it to {only}"
+                )
+
+    def initial_cache(
+        self, execution: ExecutionConfig, *, layers: int, batch: int, slots: int
+    ) -> LatentCache:
+        """Return an empty cache, cut as the mesh is.
+
+        Args:
+            execution: Precision and placement of the cache.
+            layers: Layers that the cache is stacked over.
+            batch: Sequences.
+            slots: Positions that it can hold.
+        """
+        shape = (layers, batch, slots, 1, self.cache_dim)
+        entries = jnp.zeros(shape, execution.precision.compute_dtype)
+        entries = execution.placement.place(entries, (None, *LATENT_CACHE_AXES))
+        return LatentCache(entries=entries, length=jnp.zeros((layers,), jnp.int32))
+
+    def build(
+        self, context: LayerContext, execution: ExecutionConfig, *, name: str | None = None
+    ) -> LatentAttention:
+        """Return the module of one layer.
+
+        Args:
+            context: Model-wide numbers.
+            execution: How it is computed.
+            name: Name among the parameters.
+        """
+        return LatentAttention(self, context, execution, name=name)
+
+
+# Not checked at run time: tree functions also fill records with shapes, specs and tracers.
+@typing.no_type_check
+@struct.dataclass
+class LatentCache:
+    """Latents and turned keys of earlier tokens; stacked over layers it has a leading L."""
+
+    entries: Float[Array, "*L B U 1 H"]
+    """[latent, key turned by RoPE]."""
+    length: Int[Array, "*L"]
+    """Number of positions filled."""
+
+
+class LatentAttention(nn.Module):
+    """One layer of latent attention."""
+
+    config: LatentAttentionConfig
+    context: LayerContext
+    execution: ExecutionConfig
+
+    @nn.compact
+    def __call__(
+        self, x: Float[Array, "B S D"], tokens: TokenInputs, cache: LatentCache | None
+    ) -> tuple[Float[Array, "B S D"], MixerOutputs]:
+        """Attend; see `jaxmoe.layers.mixers.attention.Attention`."""
+        self.config.check_precision(self.execution.precision)
+        positions = tokens.positions
+        config, placement = self.config, self.execution.placement
+        dtype = self.execution.precision.compute_dtype
+        q, latent, rope_key = self._into_latents(x.astype(dtype))
+
+        where = tokens.places if positions is None else positions
+        if where is not None:
+            where = placement.place(where, (ax.ACT_BATCH, ax.ACT_SEQ_INNER))
+        else:
+            where = places_of(current_order(self.context, self.execution, x.shape[1]), x.shape[1])
+        angles = rotary_angles(where, config.rope_dim, config.rope_theta, config.yarn)
+        q_rope = rotate(self._in_halves(q[..., config.nope_dim :]), angles)
+        q_nope = q[..., : config.nope_dim]
+        rope_key = placement.place(rope_key, (ax.ACT_BATCH, ax.ACT_SEQ_INNER, None))[:, :, None]
+        rope_key = rotate(self._in_halves(rope_key), angles)
+
+        shape = (config.latent_dim, config.num_heads, config.nope_dim + config.value_dim)
+        axes = (ax.EMBED, ax.HEADS, ax.HEAD_DIM)
+        kv_b = self._declare("kv_b", shape, axes, ((-3,), (-2, -1))).astype(dtype)
+        yarn = config.yarn
+        stretch = 1.0 if yarn is None else yarn_size(yarn, yarn.mscale_all_dim) ** 2
+        rules = AttentionRules(
+            is_causal=config.is_causal,
+            scale=(self.context.multipliers.attention_scale or config.head_dim**-0.5) * stretch,
+            implementation=self.execution.kernels.attention,
+            is_observed=self.execution.telemetry == "detailed",
+        )
+        if cache is None:
+            product = Product("bsr,rnh->bsnh", kv_b, (None, ax.HEADS, None), _HEADS)
+            kv = out_of_stream(latent, {"kv": product}, placement)["kv"]
+            k_nope, v = kv[..., : config.nope_dim], kv[..., config.nope_dim :]
+            shared = jnp.broadcast_to(rope_key, (*k_nope.shape[:3], config.rope_dim))
+            shared = placement.place(shared, _HEADS)
+            q = jnp.concatenate([q_nope, q_rope], axis=-1)
+            k = jnp.concatenate([k_nope, shared], axis=-1)
+            out, logits = self._attend(q, k, v, tokens, rules)
+        else:
+            if positions is None or tokens.segment_ids is not None:
+                raise ValueError("a cache needs positions, and cannot hold packed segments")
+            out, logits, cache = self._attend_cached(
+                (q_nope, q_rope), (latent, rope_key[:, :, 0]), kv_b, cache, positions, rules
+            )
+        shape = (config.num_heads, config.value_dim, self.context.embed_dim)
+        axes = (ax.HEADS, ax.HEAD_DIM, ax.EMBED)
+        weight = self._declare("o", shape, axes, ((-3, -2), (-1,)), role="attention_out")
+        product = Product("bsnh,nhd->bsd", weight.astype(dtype), (ax.HEADS, None, None), _HEADS)
+        y = into_stream(out, product, placement)
+        indicators = observe_attention(logits, tokens.token_mask) if logits else None
+        return y, MixerOutputs(cache=cache, indicators=indicators)
+
+    def _into_latents(self, x: Float[Array, "B S D"]) -> tuple[Array, Array, Array]:
+        """Return queries [B S N H]; latent [B S R] and RoPE's key, both cut as the stream."""
+        config, placement, width = self.config, self.execution.placement, self.context.embed_dim
+        into, whole = ((-2,), (-1,)), (ax.EMBED, ax.HEAD_DIM)
+        down = {"kv_a": self._declare("kv_a", (width, config.cache_dim), whole, into)}
+        source = config.query_latent_dim
+        if source is not None:
+            down["q_a"] = self._declare("q_a", (width, source), whole, into)
+        stream = (ax.ACT_BATCH, ax.ACT_SEQ, ax.ACT_EMBED)
+        found = along_stream(
+            x,
+            {
+                name: Product("bsd,dr->bsr", weight.astype(x.dtype), (None, None), stream)
+                for name, weight in down.items()
+            },
+            placement,
+        )
+        latent, rope_key = jnp.split(found["kv_a"], [config.latent_dim], axis=-1)
+        latent = self._norm("kv_norm", latent)
+        q_source = x if source is None else self._norm("q_norm", found["q_a"])
+        shape = (width if source is None else source, config.num_heads, config.head_dim)
+        axes = (ax.EMBED, ax.HEADS, ax.HEAD_DIM)
+        weight = self._declare("q" if source is None else "q_b", shape, axes, ((-3,), (-2, -1)))
+        product = Product("bsd,dnh->bsnh", weight.astype(x.dtype), (None, ax.HEADS, None), _HEADS)
+        q = out_of_stream(q_source, {"q": product}, placement)["q"]
+        return q, latent, rope_key
+
+    def _attend(
+        self, q: Array, k: Array, v: Array, tokens: TokenInputs, rules: AttentionRules
+    ) -> tuple[Array, dict[str, Array]]:
+        """Compute the softmax over the tokens themselves."""
+        value_dim = v.shape[-1]
+        if sequence_ranks(self.execution.placement) > 1:
+            widest = max(q.shape[-1], value_dim)
+            q, k, v = (_padded(x, widest) for x in (q, k, v))
+        out, logits = attend(
+            q,
+            k,
+            v,
+            placement=self.execution.placement,
+            config=current_form(self.context, self.execution, q.shape[1]),
+            # As in `Attention`: a mask known at trace time is equal.
+            positions=tokens.positions if tokens.segment_ids is None else None,
+            segment_ids=tokens.segment_ids,
+            places=tokens.places,
+            rules=rules,
+        )
+        return out[..., :value_dim], logits
+
+    def _attend_cached(
+        self,
+        q: tuple[Array, Array],
+        entry: tuple[Array, Array],
+        kv_b: Array,
+        cache: LatentCache,
+        positions: Array,
+        rules: AttentionRules,
+    ) -> tuple[Array, dict[str, Array], LatentCache]:
+        """Compute the softmax over a cache; Wkvb multiplies queries and results, not latents."""
+        config, placement = self.config, self.execution.placement
+        if not config.is_causal:
+            raise ValueError(
+                "model.attention.is_causal=False: without causality a token's latent changes with"
+                " every later token, and a cache of them would be wrong"
+            )
+        q_nope = self._per_head("bsnh,rnh->bsnr", q[0], kv_b[..., : config.nope_dim])
+        latent = placement.place(entry[0], (ax.ACT_BATCH, ax.ACT_SEQ_INNER, None))
+        out, logits, slots = attend_latent(
+            jnp.concatenate([q_nope, q[1]], axis=-1),
+            jnp.concatenate([latent, entry[1]], axis=-1),
+            LatentSlots(cache.entries, cache.length),
+            latent_dim=config.latent_dim,
+            placement=placement,
+            positions=positions,
+            rules=rules,
+        )
+        out = self._per_head("bsnr,rnh->bsnh", out, kv_b[..., config.nope_dim :])
+        return out, logits, LatentCache(entries=slots.entries, length=slots.length)
+
+    def _per_head(self, subscripts: str, x: Array, weight: Array) -> Array:
+        """Multiply each head's activations by its own part of Wkvb."""
+        placement, axes = self.execution.placement, (ax.ACT_BATCH, None, ax.ACT_HEADS, None)
+
+        def run(x: Array, weight: Array, *, batch_axes: tuple[str, ...]) -> Array:
+            del batch_axes
+            return placement.einsum(subscripts, x, weight, axes=())
+
+        island = placement.island(run, in_axes=(axes, (None, ax.HEADS, None)), out_axes=axes)
+        return island(x, weight)
+
+    def _in_halves(self, x: Float[Array, "B S N H"]) -> Float[Array, "B S N H"]:
+        """Return features in the layout of `rotate`; products do not depend on their order."""
+        if self.config.rope_layout == "halves":
+            return x
+        return jnp.concatenate([x[..., 0::2], x[..., 1::2]], axis=-1)
+
+    def _declare(self, name, shape, axes, matrix, role: Role = "attention_in") -> Array:
+        return declare(self, name, Declaration(shape=shape, axes=axes, role=role, matrix=matrix))
+
+    def _norm(self, name: str, latent: Float[Array, "B S R"]) -> Float[Array, "B S R"]:
+        axes = (ax.NORM,)
+        gains = Declaration(
+            shape=latent.shape[-1:], axes=axes, role="norm", matrix=None, init="ones"
+        )
+        return rms_norm(latent, declare(self, name, gains), self.config.norm_epsilon)
+
+
+def _padded(x: Float[Array, "B S N H"], width: int) -> Float[Array, "B S N W"]:
+    return jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, width - x.shape[-1])))

@@ -1,0 +1,122 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Defines the records that pass between the transformer, a layer and the halves of a layer.
+
+They are not checked at run time: tree functions also fill them with shapes, specs and tracers.
+"""
+
+from __future__ import annotations
+
+import typing
+from typing import Any
+
+from flax import struct
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxmoe.layers.indicators import Indicators
+from jaxmoe.routing import RouterStatistics
+
+
+@typing.no_type_check
+@struct.dataclass
+class TokenInputs:
+    """Arrays of the tokens that every layer receives."""
+
+    token_mask: Bool[Array, "B S"]
+    """False for padding."""
+    positions: Int[Array, "B S"] | None = None
+    """Positions in the document, rising within a segment; the place in the row when None."""
+    segment_ids: Int[Array, "B S"] | None = None
+    """Document of each token, 0 for padding; one segment a row when None."""
+    context: dict[str, Array] = struct.field(default_factory=dict)
+    """Further [B S] arrays for routers; see `jaxmoe.routing.base.RouterInputs`."""
+    places: Int[Array, "B S"] | None = None
+    """Place of each token in its row, where each row is laid out in an order of its own."""
+
+
+@typing.no_type_check
+@struct.dataclass
+class LayerInputs:
+    """Inputs that differ from layer to layer; stacked over layers they have a leading L."""
+
+    router_state: Any
+    """State of the layer's router; an empty dict in a dense layer."""
+    cache: Any
+    """Cache of the layer's mixer, or None."""
+    key: Array | None
+    """PRNG key of this layer and step, for routers with noise."""
+    moe_layer: Int[Array, "*L"]
+    """Number among the MoE layers; meaningless in a dense layer."""
+
+
+@typing.no_type_check
+@struct.dataclass
+class Stream:
+    """Arrays that flow from layer to layer."""
+
+    x: Float[Array, "B S D"]
+    """The residual stream."""
+    router_logits: Float[Array, "B S E"] | None = None
+    """Logits of the last MoE layer, for routers that carry them; zeros before the first."""
+
+
+@typing.no_type_check
+@struct.dataclass
+class MixerOutputs:
+    """Results of a mixer beside its activations."""
+
+    cache: Any = None
+    """The cache with the new entries, if one was given."""
+    indicators: Indicators | None = None
+    """Indicators of the global batch, with detailed telemetry."""
+
+
+@typing.no_type_check
+@struct.dataclass
+class RoutingInputs:
+    """Inputs of a feed-forward beside its activations; each field may be a part of one layer's."""
+
+    token_mask: Bool[Array, "B S"]
+    """False for padding."""
+    segment_ids: Int[Array, "B S"]
+    """Document of each token."""
+    router_state: Any
+    """State of this layer's router."""
+    key: Array | None = None
+    """PRNG key of this layer and step, for routers with noise."""
+    previous_logits: Float[Array, "B S E"] | None = None
+    """Logits of the MoE layer before, for routers that carry them."""
+    layer: Int[Array, ""] | None = None
+    """Number among the MoE layers."""
+    context: dict[str, Array] = struct.field(default_factory=dict)
+    """Further [B S] arrays for `RouterInputs.context`."""
+
+
+@typing.no_type_check
+@struct.dataclass
+class FeedForwardOutputs:
+    """Results of a feed-forward beside its activations; a dense one has none."""
+
+    statistics: RouterStatistics | None = None
+    """Routing statistics of the global batch."""
+    logits: Float[Array, "B S E"] | None = None
+    """Router logits for the next MoE layer, from routers that carry them."""
+    losses: dict[str, Float[Array, "*L"]] = struct.field(default_factory=dict)
+    """Losses of the balancers that read this layer's weights, in training."""
+    indicators: Indicators | None = None
+    """Indicators of the global batch, with detailed telemetry."""
+
+
+@typing.no_type_check
+@struct.dataclass
+class LayerOutputs:
+    """Results of a layer beside the stream; stacked over layers they have a leading L."""
+
+    statistics: RouterStatistics | None
+    """Routing statistics of the global batch; None for a dense layer."""
+    cache: Any
+    """Cache of the mixer, if one was given."""
+    losses: dict[str, Float[Array, "*L"]]
+    """Losses of the balancers that read the layer's weights."""
+    indicators: Indicators | None = None
+    """Indicators of the global batch, with detailed telemetry."""

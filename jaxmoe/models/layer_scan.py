@@ -1,0 +1,210 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Runs the layers of a model: each `Scan` as one loop over stacked parameters, rematerialised."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from jaxtyping import Array
+
+from jaxmoe.execution import ExecutionConfig, Remat
+from jaxmoe.layers.block import STREAM, Block
+from jaxmoe.layers.context import LayerContext
+from jaxmoe.layers.gather import SECONDARY, WHOLE, gather_across_replicas, use_whole
+from jaxmoe.layers.indicators import Indicators, interleave, join_stacks
+from jaxmoe.layers.records import LayerInputs, LayerOutputs, Stream, TokenInputs
+from jaxmoe.models.config import ModelConfig
+from jaxmoe.models.stacks import Layer, LayerStack, Scan
+from jaxmoe.routing import RouterStatistics
+from sharding import axes as ax
+
+
+class Cycle(nn.Module):
+    """The layers of one period, with separate parameters.
+
+    Attributes:
+        block: `Block`, with the transformations that a layer has.
+        layers: Kinds of the layers of the period.
+        context: Model-wide numbers.
+        execution: How they are computed.
+        train: Whether routers behave as in training.
+    """
+
+    block: Callable[..., nn.Module]
+    layers: tuple[Layer, ...]
+    context: LayerContext
+    execution: ExecutionConfig
+    train: bool
+
+    @nn.compact
+    def __call__(
+        self, stream: Stream, inputs: dict[str, LayerInputs], tokens: TokenInputs
+    ) -> tuple[Stream, dict[str, LayerOutputs]]:
+        """Compute the layers one after the other; inputs and outputs are by place in the period."""
+        outputs = {}
+        for place, kind in enumerate(self.layers):
+            name = str(place)
+            block = self.block(
+                kind.mixer, kind.feed_forward, self.context, self.execution, self.train, name=name
+            )
+            stream, outputs[name] = block(stream, inputs[name], tokens)
+        return stream, outputs
+
+
+def scan_layers(
+    scan: Scan,
+    context: LayerContext,
+    execution: ExecutionConfig,
+    *,
+    train: bool,
+    is_gathered: bool = False,
+) -> nn.Module:
+    """Return the module of a scan, called as `(stream, inputs, tokens) -> (stream, outputs)`.
+
+    Args:
+        scan: Layers to compute.
+        context: Model-wide numbers.
+        execution: How they are computed.
+        train: Whether routers behave as in training.
+        is_gathered: Whether a collection of gathered parameters is given beside the cut ones.
+    """
+    block = Block
+    if is_gathered:
+        block = use_whole(block)
+    elif execution.state_layout.gathered == "replica":
+        block = gather_across_replicas(block, execution.precision.compute_dtype)
+    if execution.remat != "none":
+        block = nn.remat(block, policy=remat_policy(execution.remat), prevent_cse=False)
+    body: Any = Cycle if scan.is_cycle else block
+    scanned: Any = nn.scan(
+        body,
+        # Intermediates exist when a caller captures them.
+        variable_axes={"params": 0, "intermediates": 0, WHOLE: 0},
+        split_rngs={"params": True},
+        in_axes=(0, nn.broadcast),  # pyright: ignore[reportArgumentType]
+        out_axes=0,
+        length=scan.length,
+        unroll=min(execution.unroll, scan.length),
+        metadata_params={nn.PARTITION_NAME: ax.LAYERS, "size": scan.length},
+    )
+    if scan.is_cycle:
+        kinds = tuple(stack.kind for stack in scan.stacks)
+        return scanned(block, kinds, context, execution, train, name=scan.name)
+    (stack,) = scan.stacks
+    kind = stack.kind
+    return scanned(kind.mixer, kind.feed_forward, context, execution, train, name=scan.name)
+
+
+def scan_inputs(
+    model: ModelConfig, scan: Scan, router_state: Any, cache: Any, key: Array | None
+) -> Any:
+    """Return the inputs of a scan's layers: a record, or in a cycle one by place in the period.
+
+    Args:
+        model: Number of layers.
+        scan: Layers to compute.
+        router_state: State of the routers, stacked over MoE layers.
+        cache: Caches by path of the stack, or None.
+        key: PRNG key of the step, or None.
+    """
+    keys = None if key is None else jax.random.split(key, model.num_layers)
+
+    def of(stack: LayerStack) -> LayerInputs:
+        return LayerInputs(
+            router_state=_part(router_state, stack.moe_layers) if stack.moe_layers else {},
+            cache=None if cache is None else cache[stack.path],
+            key=None if keys is None else _part(keys, stack.layers),
+            moe_layer=_numbers(stack),
+        )
+
+    if not scan.is_cycle:
+        return of(scan.stacks[0])
+    return {str(place): of(stack) for place, stack in enumerate(scan.stacks)}
+
+
+def join_outputs(
+    scans: tuple[Scan, ...], outputs: list[Any]
+) -> tuple[RouterStatistics | None, dict[str, Array], Any, Indicators | None]:
+    """Join what the scans return into arrays over the layers of the model.
+
+    Args:
+        scans: Scans of the model.
+        outputs: Output of each, in order.
+
+    Returns:
+        Statistics over MoE layers, losses of weights over MoE layers, caches by path of the stack,
+        and indicators over all layers.
+    """
+    statistics, losses, caches, indicators = [], [], {}, []
+    for scan, output in zip(scans, outputs, strict=True):
+        stacks = list(output.values()) if scan.is_cycle else [output]
+        routed = [o for o in stacks if o.statistics is not None]
+        if routed:
+            statistics.append(_interleaved([o.statistics for o in routed]))
+            losses.append(_interleaved([o.losses for o in routed]))
+        caches |= {stack.path: o.cache for stack, o in zip(scan.stacks, stacks, strict=True)}
+        known = [o.indicators for o in stacks if o.indicators is not None]
+        if known:
+            indicators.append((interleave(known, scan.length), scan.num_layers))
+    return (
+        _concatenate(statistics),
+        _concatenate(losses) or {},
+        caches,
+        join_stacks(indicators) if indicators else None,
+    )
+
+
+def remat_policy(remat: Remat) -> Any:
+    """Return which values the backward pass finds stored; those gathered across replicas always.
+
+    Args:
+        remat: What is recomputed; not "none".
+    """
+    policies = jax.checkpoint_policies
+    secondary = policies.save_only_these_names(SECONDARY)
+    if remat == "full":
+        return secondary
+    if remat == "offload":
+        return policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=[SECONDARY],
+            names_which_can_be_offloaded=[STREAM],
+            offload_src="device",
+            offload_dst="pinned_host",
+        )
+    dots = policies.dots_with_no_batch_dims_saveable
+    return policies.save_from_both_policies(dots, secondary)
+
+
+def _part(tree: Any, numbers: range) -> Any:
+    """Return the entries of some layers from arrays stacked over layers."""
+    chosen = slice(numbers.start, numbers.stop, numbers.step)
+    return jax.tree.map(lambda leaf: leaf[chosen], tree)
+
+
+def _numbers(stack: LayerStack) -> Array:
+    """Return the number of each layer among the MoE layers; 0, 1, ... for dense layers."""
+    numbers = stack.moe_layers or range(stack.num_layers)
+    return numbers.start + numbers.step * jnp.arange(stack.num_layers, dtype=jnp.int32)
+
+
+def _interleaved(parts: list[Any]) -> Any:
+    """Join the arrays of a period's layers [n ...] in the order of the layers [n * parts ...]."""
+    if len(parts) == 1:
+        return parts[0]
+    return jax.tree.map(
+        lambda *leaves: jnp.stack(leaves, 1).reshape(-1, *leaves[0].shape[1:]), *parts
+    )
+
+
+def _concatenate(parts: list[Any]) -> Any:
+    """Join stacks of layers end to end; None when there are none."""
+    if not parts:
+        return None
+    if len(parts) == 1:
+        return parts[0]
+    return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts)
