@@ -80,8 +80,6 @@ def _class(node: ast.ClassDef, name: str) -> Iterator[str]:
             if not field.target.id.startswith("_"):
                 words = f": {_one_line(_safe(text))}" if text else ""
                 yield f"- `{_one_line(annotation)}`{words}"
-                    f": {_one_line(_safe(text))}" if text else ""
-                )
     yield ""
     for child in node.body:
         if isinstance(child, ast.FunctionDef) and not child.name.startswith("_"):
