@@ -19,6 +19,7 @@ from experiments.cli import flags as cli
 from experiments.cli.output import write
 from experiments.recipes import DEFAULT, RECIPES
 from jaxmoe.models.flops import flops_per_token
+from jaxmoe.parameters import ParameterSpec
 from jaxmoe.planning.parameter_layouts import layouts_text
 from jaxmoe.run.assemble import Plan, describe_rates, make_plan
 from jaxmoe.tracking.console import format_flops
@@ -26,11 +27,6 @@ from sharding.mesh import named_sizes
 from sharding.rules import LogicalAxisRules
 
 _BYTES = {"float32": 4, "bfloat16": 2}
-# Muon keeps one moment, Adam two, whatever the dtype of the parameters.
-_MOMENT_BYTES = {
-    group: number * _BYTES["float32"]
-    for group, number in (("adamw", 2), ("adamh", 2), ("muon", 1), ("muonh", 1))
-}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -46,6 +42,12 @@ def main(argv: Sequence[str]) -> int:
         page = describe(recipe, plan)
     write(page)
     return int(cli.ExitCode.DONE)
+
+
+def _moment_bytes(plan: Plan, row: ParameterSpec) -> int:
+    """Return the bytes of optimiser state per value of a parameter; moments are float32."""
+    traits = plan.config.optimizer.traits(row.hyper.group)
+    return traits.moments_per_parameter * _BYTES["float32"]
 
 
 def describe(recipe: str, plan: Plan) -> str:
@@ -65,7 +67,7 @@ def describe(recipe: str, plan: Plan) -> str:
     shards, moment_shards = _shards(plan, layout.parameters), _shards(plan, layout.optimizer)
     state = sum(
         row.size * width / shards[row.path]
-        + row.size * _MOMENT_BYTES[row.hyper.group] / moment_shards[row.path]
+        + row.size * _moment_bytes(plan, row) / moment_shards[row.path]
         for row in table
     )
     gradients = sum(row.size * width / shards[row.path] for row in table)

@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from experiments.recipes import RECIPES as PRETRAIN_RECIPES
-from jaxmoe.optim import AdamWConfig
 from jaxmoe.planning.abstract_step import StepPlan
 from jaxmoe.planning.hardware import KNOWN, Platform, Topology
 from jaxmoe.run.assemble import make_plan
@@ -83,12 +82,11 @@ def on_platform(config: PretrainConfig, platform: Platform) -> PretrainConfig:
         platform: on which it will run.
     """
     compute = "float32" if platform == "cpu" else "bfloat16"
-    execution, optimizer = config.execution, config.optimizer
+    execution = config.execution
     if execution.precision.compute == "auto":
         precision = dataclasses.replace(execution.precision, compute=compute)
         execution = dataclasses.replace(execution, precision=precision)
-    if not isinstance(optimizer, AdamWConfig) and optimizer.dtype == "auto":
-        optimizer = dataclasses.replace(optimizer, dtype=compute)
+    optimizer = config.optimizer.resolve_dtype(compute)
     return dataclasses.replace(config, execution=execution, optimizer=optimizer)
 
 
@@ -110,6 +108,7 @@ def step_plan(config: PretrainConfig, topology: Topology, mesh: MeshConfig) -> S
         model=plan.model,
         table=plan.table,
         optimizer=plan.optimizer,
+        optimizer_config=config.optimizer,
         execution=execution,
         batch_size=training.batch_size,
         sequence_length=training.sequence_length,

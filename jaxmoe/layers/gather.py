@@ -24,6 +24,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
 from jaxmoe.execution import ExecutionConfig
+from jaxmoe.parameters import Declaration, Deferred
 from pallas_kernels import QuantizedArray
 from sharding import axes as ax
 from sharding.constrain import Placement, gather_along, place_like
@@ -36,19 +37,22 @@ SECONDARY: Final = "secondary"
 Tree = dict[str, Any]
 
 
-def gather_once(params: Tree, axes: Tree, execution: ExecutionConfig) -> Tree:
-    """A copy of all parameters, cut as far as the tensor and expert axes cut them and no further.
+def gather_once(params: Tree, declarations: Tree, execution: ExecutionConfig) -> Tree:
+    """Return all parameters, sharded over the tensor and expert axes only.
 
     Args:
-        params: as stored.
-        axes: their logical axes.
-        execution: rules and dtype of matrices.
+        params: Parameters as stored.
+        declarations: Declaration of each parameter, from the parameter table.
+        execution: Sharding rules and dtype of matrices.
     """
     rules = execution.axis_rules.replace(embed=(), expert_embed=())
     dtype, placement = execution.precision.compute_dtype, Placement(rules)
-    return jax.tree_util.tree_map_with_path(
-        lambda path, leaf, axes: placement.place(_as_used(path, leaf, dtype), axes), params, axes
-    )
+
+    def gather(leaf: Array, declaration: Declaration) -> Array:
+        used = leaf if declaration.is_used_as_stored else _as_used(leaf, dtype)
+        return placement.place(used, declaration.axes)
+
+    return jax.tree.map(gather, params, declarations)
 
 
 def use_outside_layers(params: Tree, whole: Tree, layers: Collection[str]) -> tuple[Tree, Tree]:
@@ -78,27 +82,32 @@ def use_whole(block: type[nn.Module]) -> type[nn.Module]:
 
 
 def gather_across_replicas(block: type[nn.Module], dtype: Any) -> type[nn.Module]:
-    """The block with parameters that are cut within a replica only."""
+    """Return the block with parameters that are gathered across replicas where they are used.
 
-    def gather(path: Any, leaf: Array | QuantizedArray) -> Any:
-        if isinstance(leaf, QuantizedArray):  # in few bits it travels
+    Args:
+        block: Module class of a layer.
+        dtype: Dtype of matrices in products.
+    """
+
+    def gather(leaf: Array | QuantizedArray, declaration: Declaration) -> Any:
+        if isinstance(leaf, QuantizedArray):
             return jax.tree.map(lambda part: gather_along(part, ax.REPLICA), leaf)
-        used = _as_used(path, leaf, dtype)
+        used = leaf if declaration.is_used_as_stored else _as_used(leaf, dtype)
         return checkpoint_name(gather_along(used, ax.REPLICA), SECONDARY)
 
     return nn.map_variables(
         block,
         "params",
-        trans_in_fn=lambda variables: jax.tree_util.tree_map_with_path(
-            gather, variables, is_leaf=lambda node: isinstance(node, QuantizedArray)
+        trans_in_fn=lambda variables: jax.tree.map(
+            lambda leaf: Deferred(leaf, read=gather),
+            variables,
+            is_leaf=lambda node: isinstance(node, QuantizedArray),
         ),
     )
 
 
-def _as_used(path: Any, leaf: Array, dtype: Any) -> Array:
-    names = jax.tree_util.keystr(path)
-    is_matrix = leaf.ndim > 1 and "router" not in names and "zero_computation" not in names
-    return leaf.astype(dtype) if is_matrix else leaf
+def _as_used(leaf: Array, dtype: Any) -> Array:
+    return leaf.astype(dtype) if leaf.ndim > 1 else leaf
 
 
 @jax.custom_vjp

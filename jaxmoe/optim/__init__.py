@@ -3,13 +3,17 @@
 """Optimisers as optax transformations, their groups by role, and schedules."""
 
 from jaxmoe.configs import registry_of
+from jaxmoe.optim.adamw import AdamWConfig as AdamWConfig
 from jaxmoe.optim.adamw import adamw as adamw
-from jaxmoe.optim.groups import AdamWConfig as AdamWConfig
+from jaxmoe.optim.groups import GroupTraits as GroupTraits
+from jaxmoe.optim.groups import Members as Members
+from jaxmoe.optim.groups import Optimizer as Optimizer
+from jaxmoe.optim.groups import train_only as train_only
 from jaxmoe.optim.hypersphere import adamh as adamh
-from jaxmoe.optim.hypersphere import muonh as muonh
-from jaxmoe.optim.matrix_groups import MuonConfig as MuonConfig
-from jaxmoe.optim.matrix_groups import MuonHConfig as MuonHConfig
+from jaxmoe.optim.muon import MuonConfig as MuonConfig
 from jaxmoe.optim.muon import muon as muon
+from jaxmoe.optim.muonh import MuonHConfig as MuonHConfig
+from jaxmoe.optim.muonh import muonh as muonh
 from jaxmoe.optim.newton_schulz import newton_schulz as newton_schulz
 from jaxmoe.optim.schedules import SCHEDULES as SCHEDULES
 from jaxmoe.optim.schedules import CosineConfig as CosineConfig

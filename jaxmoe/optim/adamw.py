@@ -2,56 +2,49 @@
 # SPDX-License-Identifier: Apache-2.0
 """AdamW with decoupled weight decay on matrices only (arXiv 1711.05101).
 
-    m = b1 m + (1 - b1) g,   v = b2 v + (1 - b2) g^2
-    w = w - lr * (m_hat / (sqrt(v_hat) + epsilon) + decay * w)
-
-optax does the arithmetic; this room adds the matrix mask and keeps the state in f32.
+m = b1 m + (1 - b1) g,   v = b2 v + (1 - b2) g^2
+w = w - lr * (m_hat / (sqrt(v_hat) + epsilon) + decay * w)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from jaxmoe.optim.groups import GroupTraits, Members, Optimizer
+from jaxmoe.optim.steps import check_numbers, standard_promotion, straight_steps
+from jaxmoe.parameters import Group
 
-def standard_promotion(inner: optax.GradientTransformation) -> optax.GradientTransformation:
-    """The same transformation under JAX's standard dtype promotion, with its state in f32.
-
-    optax multiplies Python scalars, strongly typed counters and arrays of other dtypes, which
-    strict promotion (the setting of our tests, and of some users) refuses; and it would keep the
-    second moment of a bfloat16 parameter in bfloat16.
-    """
-
-    def init(params: Any) -> Any:
-        with jax.numpy_dtype_promotion("standard"):
-            return inner.init(_widen(params))
-
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        with jax.numpy_dtype_promotion("standard"):
-            return inner.update(_widen(updates), state, params)
-
-    return optax.GradientTransformation(init, update)
+ADAM = GroupTraits(moments_per_parameter=2)
+"""Traits of a group under AdamW."""
 
 
-def _widen(tree: Any) -> Any:
-    return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), tree)
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class AdamWConfig(Optimizer):
+    """AdamW for every role."""
 
+    name: ClassVar[str] = "adamw"
+    groups: ClassVar[Mapping[Group, GroupTraits]] = {"adamw": ADAM}
 
-def check_moments(**decays: float) -> None:
-    """Refuses what is no decay of a moment."""
-    for name, decay in decays.items():
-        if not 0.0 <= decay < 1.0:
-            raise ValueError(f"{name}={decay} must lie in [0, 1)")
+    learning_rate: float = 3e-3
+    """Peak learning rate; the schedule and the role's multiplier multiply it."""
+    beta1: float = 0.9
+    """Decay rate for the first moment."""
+    beta2: float = 0.95
+    """Decay rate for the second moment."""
+    epsilon: float = 1e-8
+    """Number added to the root of the second moment; the role's multiplier multiplies it."""
+    weight_decay: float = 0.1
+    """Decoupled weight decay, times the learning rate and the role's multiplier."""
 
-
-def check_weight_decay(weight_decay: float) -> None:
-    """Refuses what is no weight decay."""
-    if not 0.0 <= weight_decay < float("inf"):
-        raise ValueError(f"weight_decay={weight_decay} must be 0 or more, and finite")
+    def transformation(self, members: Members) -> optax.GradientTransformation:
+        """Return AdamW for the group."""
+        return adamw_group(members, self)
 
 
 def adamw(
@@ -63,37 +56,67 @@ def adamw(
     epsilon: float = 1e-8,
     weight_decay: float = 0.0,
 ) -> optax.GradientTransformation:
-    """AdamW whose weight decay spares vectors of gains.
+    """Return AdamW with weight decay on matrices and not on vectors.
 
     Args:
-        learning_rate: a number, or a function of the optimiser's step.
-        matrix_axes: the two axes that form a matrix in every parameter of two dimensions and
-            more, or a tree like the parameters with such a pair, or None for a vector. Only
-            whether there is a matrix matters here.
-        beta1: decay of the first moment.
-        beta2: decay of the second moment.
-        epsilon: added to the root of the second moment.
-        weight_decay: times the learning rate, per step, of matrices.
+        learning_rate: A number, or a function of the optimiser's step.
+        matrix_axes: Two axes that form a matrix in every parameter of two dimensions and more, or a
+            tree like the parameters with such a pair, or None for a vector. Only whether there is a
+            matrix matters.
+        beta1: Decay rate for the first moment.
+        beta2: Decay rate for the second moment.
+        epsilon: Number added to the root of the second moment.
+        weight_decay: Decoupled decay for matrices, times the learning rate, per step.
 
     Raises:
-        ValueError: a moment's decay outside [0, 1), or a negative weight decay.
+        ValueError: A moment's decay is outside [0, 1), or the weight decay is negative.
     """
-    check_moments(beta1=beta1, beta2=beta2)
-    check_weight_decay(weight_decay)
+    check_numbers(beta1=beta1, beta2=beta2, weight_decay=weight_decay)
 
-    def mask(params: Any) -> Any:
+    def decays(params: Any) -> Any:
         if isinstance(matrix_axes, tuple):
-            return jax.tree.map(lambda leaf: jnp.ndim(leaf) >= 2, params)
+            return jax.tree.map(lambda leaf: weight_decay * (jnp.ndim(leaf) >= 2), params)
         return jax.tree.map(
-            lambda axes, _: axes is not None,
+            lambda axes, _: weight_decay * (axes is not None),
             matrix_axes,
             params,
             is_leaf=lambda node: node is None or isinstance(node, tuple),
         )
 
-    chain = optax.chain(
-        optax.scale_by_adam(b1=beta1, b2=beta2, eps=epsilon),
-        optax.add_decayed_weights(weight_decay, mask=mask),
-        optax.scale_by_learning_rate(learning_rate),
+    adam = optax.scale_by_adam(b1=beta1, b2=beta2, eps=epsilon)
+    return standard_promotion(straight_steps(adam, learning_rate, weight_decay=decays))
+
+
+def adamw_group(members: Members, config: Any) -> optax.GradientTransformation:
+    """Return AdamW for a group.
+
+    Args:
+        members: The group.
+        config: Any config with beta1, beta2, epsilon and weight_decay.
+    """
+    return straight_steps(
+        adam_directions(members, config),
+        members.rate,
+        weight_decay=members.decays(config.weight_decay),
+        multiplier=members.multipliers(),
     )
-    return standard_promotion(chain)
+
+
+def adam_directions(members: Members, config: Any) -> optax.GradientTransformation:
+    """Return Adam's directions for a group, each parameter with its own epsilon.
+
+    Adam's direction with epsilon k e is its direction with epsilon e for gradients divided by k.
+
+    Args:
+        members: The group.
+        config: Any config with beta1, beta2 and epsilon.
+    """
+    adam = optax.scale_by_adam(b1=config.beta1, b2=config.beta2, eps=config.epsilon)
+    factors = members.tree(lambda row: row.hyper.epsilon_multiplier)
+    if all(factor == 1.0 for factor in jax.tree.leaves(factors)):
+        return adam
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        return adam.update(jax.tree.map(lambda k, g: g / k, factors, updates), state, params)
+
+    return optax.GradientTransformation(adam.init, update)

@@ -1,149 +1,88 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""The optimiser of a run: each parameter in exactly one group, by the table.
+"""Optimiser groups: the base of the optimiser configs, which build one transformation per group.
+
+The parameterisation puts each role into a group; the optimiser config defines what its groups do.
 
     w = w - rate(step) * (learning_rate_multiplier(role) * direction(group) + decay * w)
 
     rate   = learning_rate * schedule(step)
     decay  = learning_rate_multiplier * weight_decay * weight_decay_multiplier
-           = weight_decay * weight_decay_multiplier / learning_rate      where it is independent
+           = weight_decay * weight_decay_multiplier / learning_rate      if it is independent
 
 so that an independent decay takes `weight_decay * schedule(step)` of w in a step, whatever the
-learning rate. On a sphere the same step is followed by the projection.
+learning rate. On a sphere the same step is followed by the projection. Parameters of the group
+`frozen` have no gradient, state or update.
 
-A role's epsilon costs no second optimiser: Adam's direction with epsilon k e is its direction with
-epsilon e for gradients divided by k.
-
-The parameterisation decides which group a role is in, the config here what the groups do.
-`jaxmoe/optim/matrix_groups.py` has the configs for matrices.
-
-To add an optimiser: a config with `name` and `build`, into OptimizerConfig in
-`jaxmoe/optim/__init__.py`.
+To add an optimiser: a config that extends `Optimizer` in a file of its own in `jaxmoe/optim`, the
+union `OptimizerConfig` in `jaxmoe/optim/__init__.py`, a row of CASES in
+`tests/jaxmoe/optim/test_optim.py`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any, ClassVar
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float
 
-from jaxmoe.optim.adamw import standard_promotion
 from jaxmoe.optim.schedules import Schedule
-from jaxmoe.parameters import Group, ParameterSpec, ParameterTable
+from jaxmoe.optim.steps import check_numbers, standard_promotion
+from jaxmoe.parameters import FROZEN, Group, ParameterSpec, ParameterTable
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class AdamWConfig:
-    """AdamW for every role."""
+class GroupTraits:
+    """Properties of a group that plans, reports and checks read."""
 
-    name: ClassVar[str] = "adamw"
-
-    learning_rate: float = 3e-3
-    """Peak; the schedule and the role's multiplier multiply it."""
-    beta1: float = 0.9
-    """Decay of the first moment."""
-    beta2: float = 0.95
-    """Decay of the second moment."""
-    epsilon: float = 1e-8
-    """Added to the root of the second moment; the role's multiplier multiplies it."""
-    weight_decay: float = 0.1
-    """Decoupled, times the learning rate; the role's multiplier multiplies it."""
-
-    def __post_init__(self):
-        check_fields(self)
-
-    def build(
-        self,
-        table: ParameterTable,
-        schedule: Schedule,
-        *,
-        learning_rate: Float[Array, ""] | None = None,
-    ) -> optax.GradientTransformation:
-        """The optimiser of a model.
-
-        Args:
-            table: multipliers and groups of its parameters.
-            schedule: factor on the learning rate by step.
-            learning_rate: peak, where it is an argument of the compiled step; the config's when
-                None.
-
-        Raises:
-            ValueError: a parameter belongs to a group that this optimiser does not have.
-        """
-        check_groups(table, self.name, ("adamw",))
-        peak = self.learning_rate if learning_rate is None else learning_rate
-        members = Members(table=table, group="adamw", schedule=schedule, peak=peak)
-        return standard_promotion(adamw_group(members, self))
+    moments_per_parameter: int
+    """Float32 values of optimiser state per parameter."""
+    has_whole_matrices: bool = False
+    """Whether a step brings each matrix together on one device, which costs traffic and memory."""
+    takes_vectors: bool = True
+    """Whether a parameter without a matrix may be in the group."""
+    takes_zeros: bool = True
+    """Whether a parameter that starts at zero may be in the group."""
 
 
-def check_fields(config: Any) -> None:
-    """Refuses numbers out of range, of whichever of these fields a config has.
-
-    Raises:
-        ValueError: naming the field, the rule and the value.
-    """
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        where = f"optimizer.{field.name}={value}"
-        match field.name:
-            case "learning_rate" | "epsilon" | "adamw_ratio":
-                if not 0.0 < value < float("inf"):
-                    raise ValueError(f"{where} must be above 0, and finite")
-            case "beta1" | "beta2" | "momentum":
-                if not 0.0 <= value < 1.0:
-                    raise ValueError(f"{where} must lie in [0, 1)")
-            case "weight_decay":
-                if not 0.0 <= value < float("inf"):
-                    raise ValueError(f"{where} must be 0 or more, and finite")
-
-
-def check_groups(table: ParameterTable, name: str, groups: tuple[Group, ...]) -> None:
-    """Refuses a table with a group that an optimiser does not have.
-
-    Args:
-        table: of the model.
-        name: of the optimiser.
-        groups: what it has.
-    """
-    for row in table:
-        if row.hyper.group not in groups:
-            home = "muon" if row.hyper.group == "muon" else "muonh"
-            raise ValueError(
-                f"the optimizer {name!r} has no group {row.hyper.group}, where the parameterization"
-                f" puts {row.path}: choose optimizer:{home}, or another parameterization"
-            )
+FROZEN_TRAITS = GroupTraits(moments_per_parameter=0)
+"""Traits of frozen parameters, whatever the optimiser."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Members:
-    """The parameters of one group, and what its rate is made of."""
+    """The parameters of one group, and what their rates are made of."""
 
     table: ParameterTable
     group: Group
     schedule: Schedule
     peak: float | Float[Array, ""]
+    """Learning rate of the group before the schedule and the roles' multipliers."""
 
     def rate(self, count: Any) -> Array:
-        """The learning rate at a step."""
+        """Return the learning rate at a step."""
         return self.peak * self.schedule(jnp.asarray(count))
 
     def tree(self, function: Callable[[ParameterSpec], Any]) -> dict[str, Any]:
-        """`function(row)` of the group's parameters; those of other groups are left out."""
+        """Return `function(row)` for the group's parameters, and masked nodes for all others."""
         return self.table.tree(
             lambda row: function(row) if row.hyper.group == self.group else optax.MaskedNode()
         )
 
     def multipliers(self) -> dict[str, Any]:
-        """Of the learning rate, by parameter."""
+        """Return the multiplier of the learning rate of each parameter."""
         return self.tree(lambda row: row.hyper.learning_rate_multiplier)
 
+    def matrix_axes(self) -> dict[str, Any]:
+        """Return the dimensions that form the matrix of each parameter."""
+        return self.tree(lambda row: row.declaration.matrix)
+
     def decays(self, weight_decay: float) -> dict[str, Any]:
-        """What multiplies a parameter beside its direction; see the head of this file."""
+        """Return the factor on each parameter beside its direction; see the module's formulas."""
 
         def decay(row: ParameterSpec) -> Any:
             own = weight_decay * row.hyper.weight_decay_multiplier
@@ -154,51 +93,171 @@ class Members:
         return self.tree(decay)
 
 
-def adamw_group(members: Members, config: Any) -> optax.GradientTransformation:
-    """AdamW for a group.
+class Optimizer:
+    """Base of the optimiser configs; `jaxmoe.optim.OptimizerConfig` is their union."""
+
+    __slots__ = ()
+
+    name: ClassVar[str]
+    """Key in the registry."""
+    groups: ClassVar[Mapping[Group, GroupTraits]]
+    """Groups that the optimiser has; a config with one group keeps its state without a name."""
+    matrices: ClassVar[Group] = "adamw"
+    """Group of hidden matrices where a parameterisation leaves the choice to the optimiser."""
+    head: ClassVar[Group] = "adamw"
+    """Group of the head, likewise."""
+    parameterizations: ClassVar[tuple[str, ...]] = ()
+    """Parameterisations that put matrices into the group `matrices`, for messages."""
+    learning_rate: float
+
+    def __post_init__(self):
+        fields = dataclasses.fields(self)  # pyright: ignore[reportArgumentType]
+        check_numbers("optimizer.", **{field.name: getattr(self, field.name) for field in fields})
+
+    def transformation(self, members: Members) -> optax.GradientTransformation:
+        """Return the steps of one group.
+
+        Args:
+            members: Parameters of the group and their rate.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def traits(cls, group: Group) -> GroupTraits:
+        """Return the traits of a group of this optimiser, or of frozen parameters."""
+        return FROZEN_TRAITS if group == FROZEN else cls.groups[group]
+
+    def rate_ratio(self, group: Group) -> float:
+        """Return the learning rate of a group over that of the optimiser."""
+        del group
+        return 1.0
+
+    def peak_rate(self, row: ParameterSpec) -> float:
+        """Return the learning rate of one parameter before the schedule; 0 if it is frozen."""
+        group = row.hyper.group
+        if group == FROZEN:
+            return 0.0
+        return self.learning_rate * row.hyper.learning_rate_multiplier * self.rate_ratio(group)
+
+    def resolve_dtype(self, compute: Literal["float32", "bfloat16"]) -> Any:
+        """Return the config with the dtype "auto" replaced by that of a platform."""
+        del compute
+        return self
+
+    def build(
+        self,
+        table: ParameterTable,
+        schedule: Schedule,
+        *,
+        learning_rate: Float[Array, ""] | None = None,
+    ) -> optax.GradientTransformation:
+        """Return the optimiser of a model.
+
+        Args:
+            table: Multipliers and groups of the parameters.
+            schedule: Factor on the learning rate by step.
+            learning_rate: Peak learning rate as an argument of the compiled step; None takes the
+                config's.
+
+        Raises:
+            ValueError: A parameter is in a group that this optimiser does not have or that cannot
+                hold it (a vector, or a matrix that starts at zero), or the group for matrices is
+                empty.
+        """
+        check_table(self, table)
+        peak = self.learning_rate if learning_rate is None else learning_rate
+        present = [group for group in self.groups if any(r.hyper.group == group for r in table)]
+        steps: dict[Hashable, optax.GradientTransformation] = {}
+        for group in present:
+            own = peak * self.rate_ratio(group)
+            members = Members(table=table, group=group, schedule=schedule, peak=own)
+            steps[group] = self.transformation(members)
+        if not steps:
+            built = optax.identity()
+        elif len(self.groups) == 1:
+            (built,) = steps.values()
+        else:
+            labels = table.tree(
+                lambda row: optax.MaskedNode() if row.is_frozen else row.hyper.group
+            )
+            built = optax.partition(steps, labels)
+        return train_only(table, standard_promotion(built))
+
+
+def check_table(config: Optimizer, table: ParameterTable) -> None:
+    """Refuse a table that an optimiser cannot train.
 
     Args:
-        members: the group.
-        config: with beta1, beta2, epsilon and weight_decay.
+        config: The optimiser.
+        table: Groups of the parameters.
+
+    Raises:
+        ValueError: See `Optimizer.build`.
     """
-    return flat_steps(members, scale_by_adam(members, config), config.weight_decay)
+    trained = [row for row in table if not row.is_frozen]
+    for row in trained:
+        group = row.hyper.group
+        if group not in config.groups:
+            raise ValueError(
+                f"the optimizer {config.name!r} has no group {group}, where the parameterization"
+                f" puts {row.path}: choose {_with_group(group)}, or another parameterization"
+            )
+    is_needed = config.parameterizations and trained
+    if is_needed and all(row.hyper.group != config.matrices for row in trained):
+        others = " or ".join(f"parameterization:{name}" for name in config.parameterizations)
+        raise ValueError(
+            f"the optimizer {config.name!r} is for parameters of the group {config.matrices}, and"
+            f" the parameterization puts none there: choose {others}, or optimizer:adamw"
+        )
+    for row in trained:
+        group, traits = row.hyper.group, config.groups[row.hyper.group]
+        if not traits.takes_vectors and row.declaration.matrix is None:
+            raise ValueError(
+                f"{row.path} is a vector, and the group {group} is for matrices: the"
+                f" parameterization must put the role {row.declaration.role!r} into adamw"
+            )
+        is_zero = row.declaration.init == "zeros" or row.hyper.init_std == 0.0
+        if not traits.takes_zeros and is_zero:
+            raise ValueError(
+                f"{row.path} starts at zero, and {group} keeps the norm that a matrix begins with,"
+                f" so it would stay zero: the parameterization must put the role"
+                f" {row.declaration.role!r} into adamw, or start it elsewhere"
+            )
 
 
-def scale_by_adam(members: Members, config: Any) -> optax.GradientTransformation:
-    """Adam's directions for a group, each parameter with its own epsilon."""
-    adam = optax.scale_by_adam(b1=config.beta1, b2=config.beta2, eps=config.epsilon)
-    factors = members.tree(lambda row: row.hyper.epsilon_multiplier)
-    if all(factor == 1.0 for factor in jax.tree.leaves(factors)):
-        return adam
+def _with_group(group: Group) -> str:
+    """Return the optimisers that have a group, as flags."""
+    kinds, homes = Optimizer.__subclasses__(), set[str]()
+    while kinds:
+        kind = kinds.pop()
+        kinds += kind.__subclasses__()
+        if group in getattr(kind, "groups", ()):
+            homes.add(kind.name)
+    return " or ".join(f"optimizer:{name}" for name in sorted(homes)) or "another optimizer"
+
+
+def train_only(
+    table: ParameterTable, inner: optax.GradientTransformation
+) -> optax.GradientTransformation:
+    """Return the transformation with no state and no update for frozen parameters.
+
+    Args:
+        table: Groups of the parameters.
+        inner: Any optax transformation.
+
+    Returns:
+        The same transformation where nothing is frozen. Otherwise one that takes trees with or
+        without the frozen parameters and gives zero updates to those that it is given.
+    """
+    if not table.has_frozen:
+        return inner
+
+    def init(params: Any) -> Any:
+        return inner.init(table.trained(params))
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        return adam.update(jax.tree.map(lambda k, g: g / k, factors, updates), state, params)
+        held = None if params is None else table.trained(params)
+        steps, state = inner.update(table.trained(updates), state, held)
+        return table.merged(steps, jax.tree.map(jnp.zeros_like, updates)), state
 
-    return optax.GradientTransformation(adam.init, update)
-
-
-def flat_steps(
-    members: Members, directions: optax.GradientTransformation, weight_decay: float
-) -> optax.GradientTransformation:
-    """Straight steps: multipliers, decay and rate behind the directions of a group."""
-    multipliers, decays = members.multipliers(), members.decays(weight_decay)
-
-    def scale(updates: Any, params: Any) -> Any:
-        del params
-        return jax.tree.map(lambda f, u: u if _is(f, 1.0) else f * u, multipliers, updates)
-
-    def add_decay(updates: Any, params: Any) -> Any:
-        return jax.tree.map(
-            lambda d, u, p: u if _is(d, 0.0) else u + d * p, decays, updates, params
-        )
-
-    return optax.chain(
-        directions,
-        optax.stateless(scale),
-        optax.stateless(add_decay),
-        optax.scale_by_learning_rate(members.rate),
-    )
-
-
-def _is(value: Any, number: float) -> bool:
-    return isinstance(value, float) and value == number
+    return optax.GradientTransformation(init, update)

@@ -1,22 +1,22 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Matrices on the Frobenius sphere: MuonH and AdamH.
+"""Steps along the Frobenius sphere on which each matrix begins, and AdamH.
 
     R  = ||W_0||                              once, from the initial weights; part of the state
     W' = (1 - lr * decay) W - lr * R * U / ||U||
     W  = R * W' / ||W'||
 
 U is Muon's orthogonal direction (MuonH) or Adam's (AdamH). Before the projection a step is lr of
-the matrix's own norm, so lr is an angle: atan(lr) where U is orthogonal to W. The norm never
-drifts, because R is stored and not measured anew; decay only lengthens the tangent step, a change
-of the second order in lr. A matrix whose U is exactly zero (an expert that has seen no token) does
-not move, and neither does one whose R is zero: on a sphere of radius 0 there is nowhere to go. Such
-a matrix is refused by `init` where its values can be seen, by `MuonHConfig.build` where it is
-declared to start at zero, and stays zero, finite, where `init` is traced.
+the matrix's own norm, so lr is an angle: atan(lr) if U is orthogonal to W. The norm does not
+drift, because R is stored and not measured anew; decay only lengthens the tangent step, a change
+of the second order in lr. A matrix whose U is exactly zero (an expert without tokens) does not
+move. A matrix whose R is zero cannot move either: `init` refuses it if its values are concrete,
+`MuonHConfig.build` if it is declared to start at zero, and it stays zero, finite, if `init` is
+traced.
 
 The sphere is per matrix. `sphere="stack"` takes one norm over all experts of a layer (every batch
-dimension but the first), which is what HyperP's code does with a fused expert tensor; there it
-depends on how many devices share the experts, here it does not.
+dimension but the first), as HyperP's code does with a fused expert tensor; there the norm depends
+on the number of devices that share the experts, here it does not.
 
 Sources: arXiv 2603.28743, equation 2, after Wen et al. (hyperball); its code divides by norms
 clamped from below at 1e-8, as here for U.
@@ -34,21 +34,18 @@ import optax
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
-from jaxmoe.optim.adamw import check_moments, check_weight_decay, standard_promotion
 from jaxmoe.optim.matrices import Matrix, matrices_of, spelled
-from jaxmoe.optim.muon import ComputeDtype, Form, scale_by_muon
-from jaxmoe.optim.newton_schulz import Coefficients
-from sharding.products.whole_matrices import MatrixLayout
+from jaxmoe.optim.steps import check_numbers, spread, standard_promotion
 
 Sphere = Literal["matrix", "stack"]
 
 
 class SphereState(NamedTuple):
-    """What the sphere keeps."""
+    """State of `on_sphere`."""
 
     count: Int[Array, ""]
     radius: Any
-    """As the parameters, float32, with 1 in place of every dimension that a norm is taken over."""
+    """Tree like the parameters, float32, with size 1 in the dimensions of each norm."""
 
 
 def on_sphere(
@@ -60,18 +57,18 @@ def on_sphere(
     multiplier: Any = 1.0,
     name: str,
 ) -> optax.GradientTransformation:
-    """Directions to steps along the sphere on which each matrix began.
+    """Return the transformation from directions to steps along each matrix's sphere.
 
     Args:
-        learning_rate: a number, or a function of the optimiser's step.
-        matrix_axes: see `jaxmoe.optim.matrices`.
-        sphere: one per matrix, or one for all experts of a layer.
-        weight_decay: times the learning rate; a number or a tree like the parameters.
-        multiplier: on the learning rate of the directions; a number or a tree.
-        name: of the optimiser, for errors.
+        learning_rate: A number, or a function of the optimiser's step.
+        matrix_axes: Dimensions that form the matrices; see `jaxmoe.optim.matrices`.
+        sphere: One sphere per matrix, or one for all experts of a layer.
+        weight_decay: Decay, times the learning rate; a number or a tree like the parameters.
+        multiplier: Factor on the learning rate of the directions; a number or a tree.
+        name: Name of the optimiser, for errors.
 
     Raises:
-        ValueError: an unknown sphere; at `init` a parameter that is no matrix, or a zero matrix.
+        ValueError: An unknown sphere; at `init` a parameter that is not a matrix, or a zero matrix.
     """
     if sphere not in ("matrix", "stack"):
         raise ValueError(f"sphere={sphere!r} must be matrix or stack")
@@ -102,68 +99,12 @@ def on_sphere(
             params,
             state.radius,
             found,
-            _spread(multiplier, found),
-            _spread(weight_decay, found),
+            spread(multiplier, found),
+            spread(weight_decay, found),
         )
         return steps, SphereState(count=state.count + 1, radius=state.radius)
 
     return optax.GradientTransformation(init, update)
-
-
-def muonh(
-    learning_rate: float | Callable[[Any], Any],
-    *,
-    matrix_axes: Any = (-2, -1),
-    sphere: Sphere = "matrix",
-    momentum: float = 0.95,
-    nesterov: bool = True,
-    form: Form = "sum",
-    coefficients: Coefficients = "dion",
-    weight_decay: float = 0.0,
-    epsilon: float = 1e-8,
-    dtype: ComputeDtype = "auto",
-    layout: MatrixLayout = "spread",
-) -> optax.GradientTransformation:
-    """Muon on the Frobenius sphere, for a tree of matrices; there is no scale, it would cancel.
-
-    Args:
-        learning_rate: of the matrix's norm, per step; a number, or a function of the step.
-        matrix_axes: which dimensions form the matrix; a pair, or a tree of pairs like the
-            parameters. All others count matrices.
-        sphere: one per matrix; or "stack", one over all batch dimensions but the first, which
-            counts layers: it changes nothing in [E in out].
-        momentum: of the gradients.
-        nesterov: look ahead by one step.
-        form: of the momentum, "sum" or "ema".
-        coefficients: of Newton-Schulz, "dion" or "standard".
-        weight_decay: times the learning rate; of no effect but to second order.
-        epsilon: added to the norm before Newton-Schulz.
-        dtype: of Newton-Schulz; auto: bfloat16 on accelerators, float32 on the CPU.
-        layout: which device orthogonalises what, on an Explicit mesh.
-
-    Raises:
-        ValueError: as for `muon`, and at `init` a zero matrix.
-    """
-    check_weight_decay(weight_decay)
-    direction = scale_by_muon(
-        matrix_axes=matrix_axes,
-        momentum=momentum,
-        nesterov=nesterov,
-        form=form,
-        coefficients=coefficients,
-        epsilon=epsilon,
-        dtype=dtype,
-        layout=layout,
-        name="muonh",
-    )
-    steps = on_sphere(
-        learning_rate,
-        matrix_axes=matrix_axes,
-        sphere=sphere,
-        weight_decay=weight_decay,
-        name="muonh",
-    )
-    return standard_promotion(optax.chain(direction, steps))
 
 
 def adamh(
@@ -176,23 +117,22 @@ def adamh(
     epsilon: float = 1e-8,
     weight_decay: float = 0.0,
 ) -> optax.GradientTransformation:
-    """Adam on the Frobenius sphere, for a tree of matrices: HyperP's rule for the head.
+    """Return Adam on the Frobenius sphere for a tree of matrices: HyperP's rule for the head.
 
     Args:
-        learning_rate: of the matrix's norm, per step; a number, or a function of the step.
-        matrix_axes: as for `muonh`.
-        sphere: as for `muonh`.
-        beta1: decay of the first moment.
-        beta2: decay of the second moment.
-        epsilon: added to the root of the second moment.
-        weight_decay: times the learning rate; of no effect but to second order.
+        learning_rate: Share of the matrix's norm per step; a number, or a function of the step.
+        matrix_axes: Dimensions that form the matrices, as for `muonh`.
+        sphere: Matrices that share a norm, as for `muonh`.
+        beta1: Decay rate for the first moment.
+        beta2: Decay rate for the second moment.
+        epsilon: Number added to the root of the second moment.
+        weight_decay: Decay, times the learning rate; its effect is of the second order.
 
     Raises:
-        ValueError: a moment's decay outside [0, 1), a negative weight decay; at `init` a parameter
-            that is no matrix, or a zero matrix.
+        ValueError: A moment's decay outside [0, 1), a negative weight decay; at `init` a parameter
+            that is not a matrix, or a zero matrix.
     """
-    check_moments(beta1=beta1, beta2=beta2)
-    check_weight_decay(weight_decay)
+    check_numbers(beta1=beta1, beta2=beta2, weight_decay=weight_decay)
     steps = on_sphere(
         learning_rate,
         matrix_axes=matrix_axes,
@@ -206,15 +146,10 @@ def adamh(
 
 
 def _norm(x: Array, matrix: Matrix, sphere: Sphere) -> Float[Array, "*dims"]:
-    """Frobenius norm per sphere, with the dimensions it is taken over kept as 1."""
+    """Return the Frobenius norm of each sphere, its dimensions kept with size 1."""
     dims = matrix.inputs + matrix.outputs + (matrix.batch[1:] if sphere == "stack" else ())
     x = x.astype(jnp.float32)
     return jnp.sqrt(jnp.sum(x * x, axis=dims, keepdims=True))
-
-
-def _spread(value: Any, tree: Any) -> Any:
-    is_one = isinstance(value, int | float)
-    return jax.tree.map(lambda _: value, tree) if is_one else value
 
 
 def _refuse_zero(path: Any, radius: Array, name: str) -> None:

@@ -7,7 +7,7 @@
     W = W - lr * (s * newton_schulz(V) + decay * W)
 
 with c(t) = 1 - mu^t and t from 1. Without Nesterov V is M, in the second form over c(t). The forms
-differ by a constant factor, which Newton-Schulz takes away, and in the mix of the first
+differ by a constant factor, which Newton-Schulz removes, and in the weights of the first
 1 / (1 - mu) steps. The scale s of a matrix of fan_in inputs and fan_out outputs:
 
     spectral_norm  sqrt(fan_out / fan_in)            rms_norm  0.2 sqrt(max(fan_in, fan_out))
@@ -15,26 +15,31 @@ differ by a constant factor, which Newton-Schulz takes away, and in the mix of t
 
 `clip_norm` is optax's width factor, `rms_norm` its `consistent_rms=0.2` (arXiv 2502.16982).
 
-The momentum lies as the parameters lie; Newton-Schulz sees whole matrices by
+The momentum has the layout of the parameters; Newton-Schulz receives whole matrices from
 `sharding.products.whole_matrices`. Sources: K. Jordan et al., Muon, 2024; arXiv 2603.28743 and its
-code. Matrices on a sphere: `jaxmoe/optim/hypersphere.py`. To add a scale: a case in `shape_scale`.
+code. Matrices on a sphere: `jaxmoe/optim/muonh.py`. To add a scale: `shape_scale` in
+`jaxmoe/optim/muon.py`.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Int
 
-from jaxmoe.optim.adamw import check_moments, check_weight_decay, standard_promotion
+from jaxmoe.optim.adamw import ADAM, adamw_group
+from jaxmoe.optim.groups import GroupTraits, Members, Optimizer
 from jaxmoe.optim.matrices import Matrix, matrices_of
 from jaxmoe.optim.newton_schulz import Coefficients, newton_schulz
+from jaxmoe.optim.steps import check_numbers, standard_promotion, straight_steps
+from jaxmoe.parameters import Group
 from jaxmoe.precision import PrecisionPolicy
 from sharding.products.whole_matrices import MatrixLayout, map_matrices
 
@@ -43,16 +48,112 @@ Scale = Literal["spectral_norm", "rms_norm", "clip_norm"]
 ComputeDtype = Literal["auto", "float32", "bfloat16"]
 
 
+class MatrixOptimizer(Optimizer):
+    """Base of optimisers with Muon for matrices and AdamW for all else."""
+
+    __slots__ = ()
+
+    adamw_ratio: float
+    dtype: ComputeDtype
+
+    def rate_ratio(self, group: Group) -> float:
+        """Return `adamw_ratio` for the group of AdamW, 1 for the others."""
+        return self.adamw_ratio if group == "adamw" else 1.0
+
+    def resolve_dtype(self, compute: Literal["float32", "bfloat16"]) -> Any:
+        """Return the config with the dtype "auto" of Newton-Schulz replaced."""
+        if self.dtype != "auto":
+            return self
+        return dataclasses.replace(self, dtype=compute)  # pyright: ignore[reportArgumentType]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class MuonConfig(MatrixOptimizer):
+    """Muon for matrices, AdamW for all else."""
+
+    name: ClassVar[str] = "muon"
+    groups: ClassVar[Mapping[Group, GroupTraits]] = {
+        "muon": GroupTraits(moments_per_parameter=1, has_whole_matrices=True, takes_vectors=False),
+        "adamw": ADAM,
+    }
+    matrices: ClassVar[Group] = "muon"
+    parameterizations: ClassVar[tuple[str, ...]] = ("mup_muon", "mup_plus_plus_muon")
+
+    learning_rate: float = 0.02
+    """Peak learning rate for matrices; the schedule and the role's multiplier multiply it."""
+    adamw_ratio: float = 1.0
+    """Learning rate of the AdamW group over that of the matrices."""
+    momentum: float = 0.95
+    """Momentum of the matrices' gradients."""
+    is_nesterov: bool = True
+    """Look ahead by one step of momentum."""
+    form: Form = "sum"
+    """Form of the momentum: HyperP's sum of gradients, or optax's bias-corrected average."""
+    coefficients: Coefficients = "dion"
+    """Newton-Schulz coefficients: dion ends close to orthogonal, standard is Muon's first."""
+    scale: Scale | None = "spectral_norm"
+    """Scale by fan-out and fan-in: spectral_norm sqrt(out / in), rms_norm 0.2 sqrt(max(out, in)),
+    clip_norm sqrt(max(1, out / in)), or 1."""
+    beta1: float = 0.9
+    """Decay rate for AdamW's first moment."""
+    beta2: float = 0.95
+    """Decay rate for AdamW's second moment."""
+    epsilon: float = 1e-8
+    """Epsilon of AdamW, times the role's multiplier, and of Newton-Schulz."""
+    weight_decay: float = 1e-3
+    """Decoupled weight decay of all groups, times the role's multiplier. HyperP's Muon baseline has
+    1e-3 and an independent decay; 0.1 is usual if the learning rate multiplies it."""
+    dtype: ComputeDtype = "auto"
+    """Dtype of Newton-Schulz; auto: bfloat16 on accelerators, float32 on the CPU."""
+    layout: MatrixLayout = "spread"
+    """Layout on a mesh: spread the matrices over the devices, or gather and compute all on each."""
+
+    def transformation(self, members: Members) -> optax.GradientTransformation:
+        """Return Muon or AdamW for the group."""
+        if members.group == "adamw":
+            return adamw_group(members, self)
+        return straight_steps(
+            muon_directions(self, members, self.scale),
+            members.rate,
+            weight_decay=members.decays(self.weight_decay),
+            multiplier=members.multipliers(),
+        )
+
+
+def muon_directions(
+    config: Any, members: Members, scale: Scale | None
+) -> optax.GradientTransformation:
+    """Return Muon's directions for a group.
+
+    Args:
+        config: Any config with Muon's fields.
+        members: The group.
+        scale: Scale of the directions.
+    """
+    return scale_by_muon(
+        matrix_axes=members.matrix_axes(),
+        momentum=config.momentum,
+        nesterov=config.is_nesterov,
+        form=config.form,
+        coefficients=config.coefficients,
+        scale=scale,
+        epsilon=config.epsilon,
+        dtype=config.dtype,
+        layout=config.layout,
+        name=members.group,
+    )
+
+
 class MuonState(NamedTuple):
-    """What Muon keeps."""
+    """State of `scale_by_muon`."""
 
     count: Int[Array, ""]
     momentum: Any
-    """As the parameters, float32."""
+    """Tree like the parameters, float32."""
 
 
 def shape_scale(scale: Scale | None, matrix: Matrix) -> float:
-    """The factor on an orthogonal matrix of this shape."""
+    """Return the factor on an orthogonal matrix of this shape."""
     match scale:
         case "spectral_norm":
             return math.sqrt(matrix.fan_out / matrix.fan_in)
@@ -77,21 +178,24 @@ def scale_by_muon(
     layout: MatrixLayout = "spread",
     name: str = "muon",
 ) -> optax.GradientTransformation:
-    """Gradients to orthogonal directions; see `muon` for the arguments.
+    """Return the transformation from gradients to orthogonal directions.
 
     Args:
-        matrix_axes: see `jaxmoe.optim.matrices`.
-        momentum: mu.
-        nesterov: look ahead by one step.
-        form: of the momentum.
-        coefficients: of Newton-Schulz.
-        scale: of the directions.
-        epsilon: of Newton-Schulz.
-        dtype: of Newton-Schulz.
-        layout: of Newton-Schulz on a mesh.
-        name: of the optimiser, for errors.
+        matrix_axes: Dimensions that form the matrices; see `jaxmoe.optim.matrices`.
+        momentum: Momentum mu.
+        nesterov: Whether to look ahead by one step.
+        form: Form of the momentum.
+        coefficients: Newton-Schulz coefficients.
+        scale: Scale of the directions.
+        epsilon: Number added to the norm before Newton-Schulz.
+        dtype: Dtype of Newton-Schulz.
+        layout: Layout of Newton-Schulz on a mesh.
+        name: Name of the optimiser, for errors.
+
+    Raises:
+        ValueError: A momentum outside [0, 1), or an unknown name.
     """
-    check_moments(momentum=momentum)
+    check_numbers(momentum=momentum)
     for field, value, known in (
         ("form", form, get_args(Form)),
         ("coefficients", coefficients, get_args(Coefficients)),
@@ -153,40 +257,36 @@ def muon(
     dtype: ComputeDtype = "auto",
     layout: MatrixLayout = "spread",
 ) -> optax.GradientTransformation:
-    """Muon for a tree of matrices; give vectors to `adamw`, by `optax.partition`.
+    """Return Muon for a tree of matrices; give vectors to `adamw`, with `optax.partition`.
 
     Args:
-        learning_rate: a number, or a function of the optimiser's step.
-        matrix_axes: which dimensions form the matrix; a pair, or a tree of pairs like the
+        learning_rate: A number, or a function of the optimiser's step.
+        matrix_axes: Dimensions that form the matrix: a pair, or a tree of pairs like the
             parameters. All others count matrices, each of which is orthogonalised by itself.
-        momentum: of the gradients.
-        nesterov: look ahead by one step.
-        form: of the momentum, "sum" or "ema".
-        coefficients: of Newton-Schulz, "dion" or "standard".
-        scale: on the step, by the matrix's shape.
-        weight_decay: times the learning rate, per step.
-        epsilon: added to the norm before Newton-Schulz.
-        dtype: of Newton-Schulz; auto: bfloat16 on accelerators, float32 on the CPU.
-        layout: which device orthogonalises what, on an Explicit mesh.
+        momentum: Momentum of the gradients.
+        nesterov: Whether to look ahead by one step.
+        form: Form of the momentum, "sum" or "ema".
+        coefficients: Newton-Schulz coefficients, "dion" or "standard".
+        scale: Scale of the step by the matrix's shape.
+        weight_decay: Decoupled decay, times the learning rate, per step.
+        epsilon: Number added to the norm before Newton-Schulz.
+        dtype: Dtype of Newton-Schulz; auto: bfloat16 on accelerators, float32 on the CPU.
+        layout: Layout of Newton-Schulz on an Explicit mesh.
 
     Raises:
-        ValueError: a momentum outside [0, 1), a negative weight decay, an unknown name; at `init`
-            a parameter that is no matrix.
+        ValueError: A momentum outside [0, 1), a negative weight decay, an unknown name; at `init`
+            a parameter that is not a matrix.
     """
-    check_weight_decay(weight_decay)
-    chain = optax.chain(
-        scale_by_muon(
-            matrix_axes=matrix_axes,
-            momentum=momentum,
-            nesterov=nesterov,
-            form=form,
-            coefficients=coefficients,
-            scale=scale,
-            epsilon=epsilon,
-            dtype=dtype,
-            layout=layout,
-        ),
-        optax.add_decayed_weights(weight_decay),
-        optax.scale_by_learning_rate(learning_rate),
+    check_numbers(weight_decay=weight_decay)
+    directions = scale_by_muon(
+        matrix_axes=matrix_axes,
+        momentum=momentum,
+        nesterov=nesterov,
+        form=form,
+        coefficients=coefficients,
+        scale=scale,
+        epsilon=epsilon,
+        dtype=dtype,
+        layout=layout,
     )
-    return standard_promotion(chain)
+    return standard_promotion(straight_steps(directions, learning_rate, weight_decay=weight_decay))

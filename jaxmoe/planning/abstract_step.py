@@ -22,6 +22,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, Mesh, NamedSharding, Part
 from jaxmoe.data.batch import Batch
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import ModelConfig
+from jaxmoe.optim import Optimizer
 from jaxmoe.parameters import ParameterTable
 from jaxmoe.training import ObjectiveConfig
 from jaxmoe.training.balance import AccumulatedBalance
@@ -43,6 +44,8 @@ class StepPlan:
     model: ModelConfig
     table: ParameterTable
     optimizer: optax.GradientTransformation
+    optimizer_config: Optimizer
+    """Config that built the optimiser from the table."""
     execution: ExecutionConfig
     """With every size of the mesh filled in."""
     batch_size: int
@@ -134,6 +137,7 @@ def planned_step(plan: StepPlan) -> Any:
         clip=plan.clip,
         accumulated_balance=plan.accumulated_balance,
         objective=plan.objective,
+        table=plan.table,
     )
 
 

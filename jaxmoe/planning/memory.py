@@ -183,7 +183,7 @@ def estimate_memory(plan: StepPlan, platform: Platform) -> MemoryEstimate:
 def _gradients(sizes: Sizes, platform: Platform) -> float:
     """As the parameters lie; a TPU fills narrow cuts of stacked experts up to its 128 lanes."""
     total = 0
-    for row in sizes.plan.table:
+    for row in sizes.plan.table.trained_rows:
         values, cut = sizes.local(row), row.spec[-1] if len(row.spec) == len(row.shape) else None
         if platform == "tpu" and cut is not None and ax.EXPERTS in row.declaration.axes:
             width = row.shape[-1] // sizes.devices(cut if isinstance(cut, tuple) else (cut,))
@@ -265,8 +265,8 @@ def _embedding(sizes: Sizes) -> float:
 
 def _update(sizes: Sizes) -> float:
     """Two arrays as the parameters; the matrices of Muon, spread over the devices, four more."""
-    rows = list(sizes.plan.table)
-    matrices = [row for row in rows if row.hyper.group in ("muon", "muonh")]
+    rows, optimizer = sizes.plan.table.trained_rows, sizes.plan.optimizer_config
+    matrices = [row for row in rows if optimizer.traits(row.hyper.group).has_whole_matrices]
     spread = max(map(sizes.local, matrices), default=0)
     return 4.0 * (2 * sum(map(sizes.local, rows)) + 4 * spread)
 

@@ -62,7 +62,7 @@ def step_traffic(plan: StepPlan) -> list[Traffic]:
     """
     sizes = Sizes.of(plan)
     found = [*_weights(sizes), *_tensor(sizes), *_attention(sizes)]
-    found += [*_rows(sizes), *_muon(sizes)]
+    found += [*_rows(sizes), *_whole_matrices(sizes)]
     sums: dict[tuple[str, tuple[str, ...]], Traffic] = {}
     for one in found:
         key = one.reason, one.axes
@@ -99,6 +99,8 @@ def _weights(sizes: Sizes) -> Iterator[Traffic]:
         gathers = turns * _gathers(sizes, row)
         scatters = turns * (_chunks(plan) if row.declaration.role == "head" else 1)
         yield from _traffic(sizes, "weights", axes, shared, gathers)
+        if row.is_frozen:
+            continue
         yield from _traffic(sizes, "gradients", axes, shared, scatters)
         copies = tuple(
             axis
@@ -109,7 +111,9 @@ def _weights(sizes: Sizes) -> Iterator[Traffic]:
         yield from _traffic(sizes, "gradients of copies", copies, local, 2 * turns)
     if plan.execution.rules == "zero1":
         inner = sizes.pieces(ax.DATA, ax.EXPERT, ax.SEQ)
-        yield from _traffic(sizes, "updates", inner, 4.0 * sum(map(sizes.local, plan.table)), 1)
+        yield from _traffic(
+            sizes, "updates", inner, 4.0 * sum(map(sizes.local, plan.table.trained_rows)), 1
+        )
 
 
 def _gathers(sizes: Sizes, row: ParameterSpec) -> int:
@@ -174,13 +178,15 @@ def _rows(sizes: Sizes) -> Iterator[Traffic]:
     yield from _traffic(sizes, "tokens", shared, everyone * value, times)
 
 
-def _muon(sizes: Sizes) -> Iterator[Traffic]:
+def _whole_matrices(sizes: Sizes) -> Iterator[Traffic]:
+    optimizer = sizes.plan.optimizer_config
     for row in sizes.plan.table:
-        if row.hyper.group not in ("muon", "muonh") or row.declaration.matrix is None:
+        is_whole = optimizer.traits(row.hyper.group).has_whole_matrices
+        if not is_whole or row.declaration.matrix is None:
             continue
         first, second = row.declaration.matrix
         dims = {d % len(row.shape) for d in (*first, *second)}
         entries = [row.spec[d] for d in sorted(dims) if d < len(row.spec)]
         names = [e if isinstance(e, tuple) else (e,) for e in entries if e is not None]
         axes = tuple(axis for name in names for axis in name if sizes.mesh[axis] > 1)
-        yield from _traffic(sizes, "muon", axes, sizes.local(row) * 4.0, 2)
+        yield from _traffic(sizes, "whole matrices", axes, sizes.local(row) * 4.0, 2)

@@ -18,7 +18,6 @@ from jaxmoe.data.synthetic import SyntheticSource
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.sequences import check_rows, explain_form
 from jaxmoe.models.config import ModelConfig
-from jaxmoe.optim import AdamWConfig
 from jaxmoe.optim.schedules import Schedule
 from jaxmoe.parameters import ParameterSpec, ParameterTable
 from jaxmoe.run.config import PretrainConfig, TrainingConfig
@@ -46,11 +45,7 @@ class Plan:
 
     def peak_rate(self, row: ParameterSpec) -> float:
         """What the schedule multiplies for one parameter: its learning rate at the peak."""
-        optimizer = self.config.optimizer
-        rate = optimizer.learning_rate * row.hyper.learning_rate_multiplier
-        if row.hyper.group == "adamw" and not isinstance(optimizer, AdamWConfig):
-            rate *= optimizer.adamw_ratio
-        return rate
+        return self.config.optimizer.peak_rate(row)
 
     @property
     def matrix_rate(self) -> float:

@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Parameterisations: from a model, a budget and a base point to numbers per role.
+"""Parameterisations: numbers per role from a model, a budget and a base point.
 
     standard             AdamW (any group by an option); no multipliers
     mup                  AdamW; rates 1/width
@@ -11,8 +11,9 @@
     muonh_vanilla        MuonH alone
     hyperp               MuonH with laws of depth, batch and tokens
 
-To add one: a file with a pure function `(model, budget, base, options) -> Parameterization` and its
-config, which goes into ParameterizationConfig, and a row in tests/jaxmoe/scaling/test_scaling.py.
+To add a parameterisation: a config with `build(model, budget, base)` in a file of its own in
+`jaxmoe/scaling`, the union in `jaxmoe/scaling/__init__.py`, a row of CASES in
+`tests/jaxmoe/scaling/test_scaling.py`.
 """
 
 from jaxmoe.configs import registry_of
@@ -26,13 +27,10 @@ from jaxmoe.scaling.hyperp import hyperp as hyperp
 from jaxmoe.scaling.muonh_vanilla import VanillaMuonHConfig as VanillaMuonHConfig
 from jaxmoe.scaling.muonh_vanilla import muonh_vanilla as muonh_vanilla
 from jaxmoe.scaling.mup import MuPConfig as MuPConfig
+from jaxmoe.scaling.mup import MuPMuonConfig as MuPMuonConfig
 from jaxmoe.scaling.mup import MuPPlusPlusConfig as MuPPlusPlusConfig
+from jaxmoe.scaling.mup import MuPPlusPlusMuonConfig as MuPPlusPlusMuonConfig
 from jaxmoe.scaling.mup import mup as mup
-from jaxmoe.scaling.mup import mup_plus_plus as mup_plus_plus
-from jaxmoe.scaling.mup_muon import MuPMuonConfig as MuPMuonConfig
-from jaxmoe.scaling.mup_muon import MuPPlusPlusMuonConfig as MuPPlusPlusMuonConfig
-from jaxmoe.scaling.mup_muon import mup_muon as mup_muon
-from jaxmoe.scaling.mup_muon import mup_plus_plus_muon as mup_plus_plus_muon
 from jaxmoe.scaling.parameterization import Parameterization as Parameterization
 from jaxmoe.scaling.standard import StandardConfig as StandardConfig
 from jaxmoe.scaling.standard import standard as standard

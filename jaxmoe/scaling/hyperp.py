@@ -56,7 +56,6 @@ import dataclasses
 from typing import ClassVar
 
 from jaxmoe.models.config import ForwardMultipliers, ModelConfig
-from jaxmoe.parameters import Group, Hyperparameters
 from jaxmoe.scaling import laws
 from jaxmoe.scaling.budget import BasePoint, Budget
 from jaxmoe.scaling.parameterization import Parameterization
@@ -69,11 +68,8 @@ from jaxmoe.scaling.tables import (
     attention_scale,
     check_exponents,
     check_tied,
-    embedding_std,
-    fixed,
-    table_of,
+    sphere_table,
     with_multipliers,
-    zero_start_rate,
 )
 
 
@@ -143,21 +139,14 @@ def hyperp(
         attention_scale=attention_scale(model, options.base_head_dim),
     )
 
-    def row(start: Hyperparameters, rate: float, group: Group = "adamw") -> Hyperparameters:
-        decay = 0.0 if group == "adamw" else 1.0
-        return dataclasses.replace(
-            start, learning_rate_multiplier=rate, weight_decay_multiplier=decay, group=group
-        )
-
     return Parameterization(
         model=with_multipliers(model, multipliers, rule),
-        roles=table_of(
-            embedding=row(fixed(embedding_std(model)), outer),
-            head=row(fixed(_head_std(model, options.logit_bound)), outer, "adamh"),
-            hidden=row(KAIMING, inner, "muonh"),
-            router=row(KAIMING, inner, "muonh"),
-            vectors=row(Hyperparameters(), outer),
-            zeros=row(Hyperparameters(), inner * zero_start_rate(model)),
+        roles=sphere_table(
+            model,
+            start=KAIMING,
+            head_std=_head_std(model, options.logit_bound),
+            inner=inner,
+            outer=outer,
         ),
     )
 

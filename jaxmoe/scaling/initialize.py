@@ -1,9 +1,9 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""The parameter table of a model, and initial values made from it.
+"""Builds the parameter table of a model, and initial values from it.
 
-The table comes from `jax.eval_shape`: no value is computed, so the table of a trillion parameters
-takes a second. Initial values depend on the seed and on each parameter's path, never on the mesh.
+The table comes from `jax.eval_shape` and computes no value: a trillion parameters take a second.
+Initial values depend on the seed and on each parameter's path, not on the mesh.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from sharding.constrain import Placement, without_mesh
 from sharding.rules import FULLY_SHARDED, LogicalAxisRules
 from sharding.specs import named_shardings
 
-# Shapes need no device, so nothing here may ask which one there is.
+# Explicit choices: resolving "auto" would initialise a backend.
 _SHAPES_ONLY = ExecutionConfig(
     precision=PrecisionPolicy(compute="float32"),
     kernels=KernelsConfig(attention="reference", grouped_swiglu="reference"),
@@ -42,15 +42,15 @@ def parameter_table(
     parameterization: Parameterization | None = None,
     rules: LogicalAxisRules = FULLY_SHARDED,
 ) -> ParameterTable:
-    """One row per parameter of a model.
+    """Return the parameter table of a model.
 
     Args:
-        model: whose parameters.
-        parameterization: initial scale and learning-rate multiplier per role; standard when None.
-        rules: from logical axes to mesh axes.
+        model: Model with the parameters.
+        parameterization: Initial scale, multipliers and group per role; None is standard.
+        rules: Logical to mesh axes.
 
     Raises:
-        ValueError: the parameterisation says nothing of a parameter's role.
+        ValueError: The parameterisation has no row for a parameter's role.
     """
     parameterization = parameterization or standard(model)
     tokens = jax.ShapeDtypeStruct((1, 2), jnp.int32)
@@ -81,16 +81,17 @@ def init_params(
     rules: LogicalAxisRules = FULLY_SHARDED,
     dtype: Any = "float32",
 ) -> dict[str, Any]:
-    """Initial parameters, a nested dict of arrays.
+    """Return initial parameters, a nested dict of arrays.
 
     Args:
-        model: whose parameters.
-        key: from `jax.random.key`; the same key gives the same values on every mesh.
-        parameterization: initial scale per role; standard when None.
-        mesh: from `sharding.make_mesh`; parameters are made in place on it, by `rules`. One
-            device when None: to use axes of your own, place the result yourself.
-        rules: from logical axes to mesh axes.
-        dtype: of the parameters.
+        model: Model with the parameters.
+        key: Key from `jax.random.key`; the same key gives the same values on every mesh.
+        parameterization: Initial scale per role; None is standard.
+        mesh: Mesh from `sharding.make_mesh`, on which the parameters are created by `rules`. None
+            creates them on one device; on a mesh with other axes, place them with
+            `jax.device_put`.
+        rules: Logical to mesh axes.
+        dtype: Dtype of the parameters.
 
     Raises:
         ValueError: `key` is not a typed key, the model lacks the multipliers of the
@@ -124,12 +125,17 @@ def init_params(
 
 
 def lay_out(model: ModelConfig, params: Any, *, rules: LogicalAxisRules) -> Any:
-    """Parameters, or anything of their structure and shapes, laid out by these rules.
+    """Return a tree like the parameters, laid out by the rules.
 
     Args:
-        model: of the parameters.
-        params: a nested dict of arrays.
-        rules: on the axes of the current mesh; without an Explicit one nothing moves.
+        model: Model with the parameters.
+        params: Nested dict of arrays; frozen parameters may be masked.
+        rules: Logical axes to those of the current mesh; nothing moves without an Explicit mesh.
     """
-    axes = parameter_table(model).tree(lambda row: row.declaration.axes)
-    return jax.tree.map(Placement(rules).place, params, axes)
+    axes, place = parameter_table(model).tree(lambda row: row.declaration.axes), Placement(rules)
+    return jax.tree.map(
+        lambda axes, leaf: jax.tree.map(lambda array: place.place(array, axes), leaf),
+        axes,
+        params,
+        is_leaf=lambda node: isinstance(node, tuple),
+    )

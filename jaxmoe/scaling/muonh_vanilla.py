@@ -25,7 +25,7 @@ import dataclasses
 from typing import ClassVar
 
 from jaxmoe.models.config import ModelConfig
-from jaxmoe.parameters import Group, Hyperparameters
+from jaxmoe.parameters import Hyperparameters
 from jaxmoe.scaling import laws
 from jaxmoe.scaling.budget import BasePoint, Budget
 from jaxmoe.scaling.parameterization import Parameterization
@@ -34,10 +34,7 @@ from jaxmoe.scaling.tables import (
     TiedEmbeddings,
     check_exponents,
     check_tied,
-    embedding_std,
-    fixed,
-    table_of,
-    zero_start_rate,
+    sphere_table,
 )
 
 
@@ -77,22 +74,9 @@ def muonh_vanilla(
     check_tied(model, options.tied_embeddings, rule)
     rate = laws.batch_factor(budget, base, options.batch_exponent, rule)
 
-    def row(start: Hyperparameters, group: Group = "adamw", share: float = 1.0) -> Hyperparameters:
-        return dataclasses.replace(
-            start,
-            learning_rate_multiplier=rate * share,
-            weight_decay_multiplier=0.0 if group == "adamw" else 1.0,
-            group=group,
-        )
-
     return Parameterization(
         model=model,
-        roles=table_of(
-            embedding=row(fixed(embedding_std(model))),
-            head=row(fixed(HEAD_STD), "adamh"),
-            hidden=row(Hyperparameters(), "muonh"),
-            router=row(Hyperparameters(), "muonh"),
-            vectors=row(Hyperparameters()),
-            zeros=row(Hyperparameters(), share=zero_start_rate(model)),
+        roles=sphere_table(
+            model, start=Hyperparameters(), head_std=HEAD_STD, inner=rate, outer=rate
         ),
     )

@@ -1,11 +1,10 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""muP and muP++ with AdamW: learning rates that hold across width, and across depth as well.
+"""muP and muP++, with AdamW or with Muon: rates that hold across width, and muP++ across depth.
 
-m = D / D0; the law of the batch, sqrt(B / B0), multiplies every rate, and in muP++ that of the
-depth, sqrt(L0 / L), too.
+m = D / D0; the batch law multiplies every rate, and in muP++ the depth law too.
 
-                 initial values          learning rate   weight decay
+    AdamW        initial values          learning rate   weight decay
                                                          muP   muP++
     embedding    1e-4; 0.02 tied         1               1     0
     head         0.02                    1               1     0
@@ -18,17 +17,38 @@ depth, sqrt(L0 / L), too.
     logits and router logits times 1/m; attention logits times sqrt(H0) / H, with H0 = 128
     residual branches: muP as they are, muP++ times 1/sqrt(2 L)
 
-Source: ArchScale (c2ec1d6), read and not run; its names are `_ori_mup` and `mup`. The table of
-muP++ in its own paper (arXiv 2507.06607) was not to be had. Of muP proper (arXiv 2203.03466) it
-keeps the rates and the output multiplier, and not the epsilon of Adam, which no row here changes.
-The router is scaled down twice, by its rate and by its multiplier: as in the code. Zero-started
-router matrices are decided here: as routers.
+    Muon         initial values          group   learning rate   weight decay
+                                                                 muP    muP++
+    embedding    1e-4; 0.02 tied         adamw   1               1      0
+    head         0.02                    adamw   1               1      0
+    hidden       uniform, 1/sqrt(3 fan)  muon    1 (*)           1/m    1/m, independent
+    experts      uniform, 1/sqrt(3 fan)  muon    1 (*)           1/m    1/m, independent
+    router       uniform, 1/sqrt(3 fan)  muon    1 (*)           1/m    1/m, independent
+    vectors      1                       adamw   1               1      0
+    zeros        0                       adamw   1/sqrt(3 D)     0      0
 
-The decay is coupled (times the learning rate). muP++ has the independent one of ArchScale's
-`v2scale` runs as an option; give a small optimizer.weight_decay with it (1e-3), for each step then
-takes that share of a weight. Weight decay is not scaled with any size.
+    (*) times sqrt(fan_out / fan_in) of each matrix, which is Muon's own scale (`optimizer.scale`)
+    multipliers as for AdamW, except that router logits are not multiplied
 
-To add a variant: a config with its own column, and a row in tests/jaxmoe/scaling/test_scaling.py.
+Source for AdamW: ArchScale (c2ec1d6), read and not run; its names are `_ori_mup` and `mup`. The
+table of muP++ in its own paper (arXiv 2507.06607) was not available. muP proper (arXiv 2203.03466)
+also scales Adam's epsilon; no row here does. The router is scaled down twice, by its rate and by
+its multiplier, as in the code. The decay is coupled (times the learning rate) unless
+`has_independent_decay`, as in ArchScale's `v2scale` runs; use a small optimizer.weight_decay (1e-3)
+with it, because each step then takes that share of a weight.
+
+Sources for Muon: arXiv 2603.28743, Table 1 for muP, and ArchScale for the rest; muP++ with Muon is
+the baseline of the HyperP paper, tuned there at eta0 0.02 and weight decay 1e-3. For muP the code
+decays vectors, embedding and head by 1/m too. For muP++ it writes L0 / L in place of 1/m; on the
+ladder, where width is 128 L, they are one number, and the rule it follows (arXiv 2512.05620) is
+stated in width. `token_exponent` (0 in the paper) adds HyperP's token law to Muon, a control that
+the paper lacks.
+
+Rows for matrices that start at zero are this library's: with AdamW as routers, with Muon see
+`zero_start_rate`.
+
+To add a variant: `MuPRule` in `jaxmoe/scaling/mup.py`, the union in `jaxmoe/scaling/__init__.py`, a
+row of CASES in `tests/jaxmoe/scaling/test_scaling.py`.
 """
 
 from __future__ import annotations
@@ -52,89 +72,126 @@ from jaxmoe.scaling.tables import (
     fixed,
     table_of,
     with_multipliers,
+    zero_start_rate,
 )
 
 
+class MuPRule:
+    """Base of the configs of `mup`; what a config has no field for keeps the value here."""
+
+    __slots__ = ()
+
+    name: ClassVar[str]
+    """Key in the registry."""
+    is_muon: ClassVar[bool] = False
+    """Whether hidden matrices are Muon's."""
+    outer_decay: ClassVar[float] = 1.0
+    """Multiplier of the weight decay of embedding, head and vectors."""
+    batch_exponent: float
+    token_exponent: float
+    base_head_dim: int
+    depth_exponent: float = 0.0
+    residual_exponent: float = 0.0
+    has_independent_decay: bool = False
+
+    def __post_init__(self):
+        check_exponents(self)
+
+    def build(self, model: ModelConfig, budget: Budget, base: BasePoint) -> Parameterization:
+        """Return the parameterisation of a model; see `mup`."""
+        return mup(model, budget, base, self)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class MuPConfig:
+class MuPConfig(MuPRule):
     """muP with AdamW: hidden rates fall as 1/width."""
 
     name: ClassVar[str] = "mup"
 
     batch_exponent: float = laws.BATCH_EXPONENT
-    """The rate grows as (batch / base batch) to this power; 0: it does not."""
+    """The rate grows as (batch / base batch) to this power; 0 turns the law off."""
     token_exponent: float = 0.0
-    """The rate falls as (tokens / base tokens) to this power; 0: it does not."""
+    """The rate falls as (tokens / base tokens) to this power; 0 turns the law off."""
     base_head_dim: int = BASE_HEAD_DIM
-    """Width of a head at which attention is scaled as usual."""
-
-    __post_init__ = check_exponents
-
-    def build(self, model: ModelConfig, budget: Budget, base: BasePoint) -> Parameterization:
-        """See `mup`."""
-        return mup(model, budget, base, self)
+    """Head width at which attention is scaled as usual."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class MuPPlusPlusConfig:
+class MuPPlusPlusConfig(MuPRule):
     """muP++ with AdamW: muP with 1/sqrt(depth) in the rates and in the residual branches."""
 
     name: ClassVar[str] = "mup_plus_plus"
+    outer_decay: ClassVar[float] = 0.0
 
     batch_exponent: float = laws.BATCH_EXPONENT
-    """The rate grows as (batch / base batch) to this power; 0: it does not."""
+    """The rate grows as (batch / base batch) to this power; 0 turns the law off."""
     depth_exponent: float = laws.DEPTH_EXPONENT
-    """The rate falls as (depth / base depth) to this power; 0: it does not."""
+    """The rate falls as (depth / base depth) to this power; 0 turns the law off."""
     token_exponent: float = 0.0
-    """The rate falls as (tokens / base tokens) to this power; 0: it does not."""
+    """The rate falls as (tokens / base tokens) to this power; 0 turns the law off."""
     residual_exponent: float = laws.RESIDUAL_EXPONENT
-    """Residual branches are multiplied by (2 depth) to minus this power; 0: by 1."""
+    """Residual branches are multiplied by (2 depth) to minus this power; 0 multiplies by 1."""
     base_head_dim: int = BASE_HEAD_DIM
-    """Width of a head at which attention is scaled as usual."""
+    """Head width at which attention is scaled as usual."""
     has_independent_decay: bool = False
     """Weight decay follows the schedule alone, and not the learning rate."""
 
-    __post_init__ = check_exponents
 
-    def build(self, model: ModelConfig, budget: Budget, base: BasePoint) -> Parameterization:
-        """See `mup_plus_plus`."""
-        return mup_plus_plus(model, budget, base, self)
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class MuPMuonConfig(MuPRule):
+    """muP for Muon, without a law of depth."""
+
+    name: ClassVar[str] = "mup_muon"
+    is_muon: ClassVar[bool] = True
+
+    batch_exponent: float = laws.BATCH_EXPONENT
+    """The rate grows as (batch / base batch) to this power; 0 turns the law off."""
+    token_exponent: float = 0.0
+    """The rate falls as (tokens / base tokens) to this power; 0 turns the law off."""
+    base_head_dim: int = BASE_HEAD_DIM
+    """Head width at which attention is scaled as usual."""
+    has_independent_decay: bool = False
+    """Weight decay of Muon's matrices follows the schedule alone, and not the learning rate."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class MuPPlusPlusMuonConfig(MuPRule):
+    """muP++ for Muon, the baseline of the HyperP paper."""
+
+    name: ClassVar[str] = "mup_plus_plus_muon"
+    is_muon: ClassVar[bool] = True
+    outer_decay: ClassVar[float] = 0.0
+
+    batch_exponent: float = laws.BATCH_EXPONENT
+    """The rate grows as (batch / base batch) to this power; 0 turns the law off."""
+    depth_exponent: float = laws.DEPTH_EXPONENT
+    """The rate falls as (depth / base depth) to this power; 0 turns the law off."""
+    token_exponent: float = 0.0
+    """The rate falls as (tokens / base tokens) to this power; HyperP's is 0.32."""
+    residual_exponent: float = laws.RESIDUAL_EXPONENT
+    """Residual branches are multiplied by (2 depth) to minus this power; 0 multiplies by 1."""
+    base_head_dim: int = BASE_HEAD_DIM
+    """Head width at which attention is scaled as usual."""
+    has_independent_decay: bool = True
+    """Weight decay of Muon's matrices follows the schedule alone, and not the learning rate."""
 
 
 def mup(
-    model: ModelConfig, budget: Budget, base: BasePoint, options: MuPConfig | None = None
+    model: ModelConfig, budget: Budget, base: BasePoint, options: MuPRule | None = None
 ) -> Parameterization:
-    """muP with AdamW.
+    """Return muP or one of its variants for a model.
 
     Args:
-        model: what is trained.
-        budget: tokens of the run and of a step.
-        base: where the learning rate was tuned; its width, and what the laws ask for.
-        options: exponents; the defaults when None.
+        model: Model to train.
+        budget: Tokens of the run and of a step.
+        base: Point at which the learning rate was tuned: its width, and what the laws need.
+        options: Config of the variant; None is `MuPConfig()`.
 
     Raises:
-        ValueError: a number of the base point is missing, or the model has multipliers of its own.
+        ValueError: A number of the base point is missing, or the model has other multipliers.
     """
     options = options or MuPConfig()
-    rate = laws.batch_factor(budget, base, options.batch_exponent, "mup")
-    rate *= laws.token_factor(budget, base, options.token_exponent, "mup")
-    wider = model.embed_dim / base.number("embed_dim", "mup")
-    multipliers = ForwardMultipliers(
-        logits=1.0 / wider,
-        router=1.0 / wider,
-        attention_scale=attention_scale(model, options.base_head_dim),
-    )
-    return Parameterization(
-        model=with_multipliers(model, multipliers, "mup"),
-        roles=_table(model, rate, wider, outer_decay=1.0, is_independent=False),
-    )
-
-
-def mup_plus_plus(
-    model: ModelConfig, budget: Budget, base: BasePoint, options: MuPPlusPlusConfig | None = None
-) -> Parameterization:
-    """muP++ with AdamW; see `mup`."""
-    options, rule = options or MuPPlusPlusConfig(), "mup_plus_plus"
+    rule = options.name
     rate = laws.batch_factor(budget, base, options.batch_exponent, rule)
     rate *= laws.depth_factor(model.num_layers, base, options.depth_exponent, rule)
     rate *= laws.token_factor(budget, base, options.token_exponent, rule)
@@ -142,34 +199,55 @@ def mup_plus_plus(
     multipliers = ForwardMultipliers(
         residual=laws.residual_multiplier(model.num_layers, options.residual_exponent),
         logits=1.0 / wider,
-        router=1.0 / wider,
+        router=1.0 if options.is_muon else 1.0 / wider,
         attention_scale=attention_scale(model, options.base_head_dim),
     )
-    is_independent = options.has_independent_decay
+    table = _muon_table if options.is_muon else _adamw_table
     return Parameterization(
-        model=with_multipliers(model, multipliers, rule),
-        roles=_table(model, rate, wider, outer_decay=0.0, is_independent=is_independent),
+        model=with_multipliers(model, multipliers, rule), roles=table(model, options, rate, wider)
     )
 
 
-def _table(
-    model: ModelConfig, rate: float, wider: float, *, outer_decay: float, is_independent: bool
-) -> RoleTable:
-    def outer(row: Hyperparameters) -> Hyperparameters:
-        return dataclasses.replace(
-            row, learning_rate_multiplier=rate, weight_decay_multiplier=outer_decay
-        )
+def _outer(row: Hyperparameters, options: MuPRule, rate: float) -> Hyperparameters:
+    return dataclasses.replace(
+        row, learning_rate_multiplier=rate, weight_decay_multiplier=options.outer_decay
+    )
 
+
+def _adamw_table(model: ModelConfig, options: MuPRule, rate: float, wider: float) -> RoleTable:
     def inner(row: Hyperparameters) -> Hyperparameters:
         return dataclasses.replace(
-            row, learning_rate_multiplier=rate / wider, has_independent_decay=is_independent
+            row,
+            learning_rate_multiplier=rate / wider,
+            has_independent_decay=options.has_independent_decay,
         )
 
     return table_of(
-        embedding=outer(fixed(embedding_std(model))),
-        head=outer(fixed(HEAD_STD)),
+        embedding=_outer(fixed(embedding_std(model)), options, rate),
+        head=_outer(fixed(HEAD_STD), options, rate),
         hidden=inner(KAIMING),
         router=inner(fixed(HEAD_STD)),
-        vectors=outer(Hyperparameters()),
+        vectors=_outer(Hyperparameters(), options, rate),
         zeros=inner(Hyperparameters()),
+    )
+
+
+def _muon_table(model: ModelConfig, options: MuPRule, rate: float, wider: float) -> RoleTable:
+    matrix = dataclasses.replace(
+        KAIMING,
+        group="muon",
+        learning_rate_multiplier=rate,
+        weight_decay_multiplier=1.0 / wider,
+        has_independent_decay=options.has_independent_decay,
+    )
+    zeros = Hyperparameters(
+        learning_rate_multiplier=rate * zero_start_rate(model), weight_decay_multiplier=0.0
+    )
+    return table_of(
+        embedding=_outer(fixed(embedding_std(model)), options, rate),
+        head=_outer(fixed(HEAD_STD), options, rate),
+        hidden=matrix,
+        router=matrix,
+        vectors=_outer(Hyperparameters(), options, rate),
+        zeros=zeros,
     )

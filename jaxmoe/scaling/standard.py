@@ -25,9 +25,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from jaxmoe.models.config import ModelConfig
+from jaxmoe.optim import OPTIMIZERS
 from jaxmoe.parameters import ROLES, Group, Hyperparameters, Role
 from jaxmoe.scaling import laws
 from jaxmoe.scaling.budget import BasePoint, Budget
@@ -36,6 +37,11 @@ from jaxmoe.scaling.tables import ROLE_CLASSES, check_exponents
 
 EMBEDDING_STD = 0.02
 
+if TYPE_CHECKING:
+    OptimizerName = str
+else:
+    OptimizerName = Literal[tuple(OPTIMIZERS)]
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class StandardConfig:
@@ -43,8 +49,9 @@ class StandardConfig:
 
     name: ClassVar[str] = "standard"
 
-    matrices: Literal["adamw", "muon", "muonh"] = "adamw"
-    """Optimiser group of hidden matrices, experts and router; with muonh the head is AdamH's."""
+    matrices: OptimizerName = "adamw"
+    """Optimiser for hidden matrices, experts and router; with muonh the head is in AdamH's
+    group."""
     matrix_std: float | None = None
     """Standard deviation of every initial matrix but the embedding, whatever its size; None:
     1/sqrt(fan_in), and less into the residual stream."""
@@ -111,6 +118,7 @@ def _row(role: Role, num_layers: int, options: StandardConfig, rate: float) -> H
 
 
 def _group(role: Role, options: StandardConfig) -> Group:
+    optimizer = OPTIMIZERS[options.matrices]
     if ROLE_CLASSES[role] in ("hidden", "experts", "router"):
-        return options.matrices
-    return "adamh" if role == "head" and options.matrices == "muonh" else "adamw"
+        return optimizer.matrices
+    return optimizer.head if role == "head" else "adamw"

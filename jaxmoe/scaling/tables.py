@@ -29,7 +29,7 @@ import math
 from typing import Final, Literal
 
 from jaxmoe.models.config import ForwardMultipliers, ModelConfig
-from jaxmoe.parameters import ROLES, Hyperparameters, Role
+from jaxmoe.parameters import ROLES, Group, Hyperparameters, Role
 
 RoleTable = tuple[tuple[Role, Hyperparameters], ...]
 TokenScaling = Literal["all", "hidden"]
@@ -92,6 +92,35 @@ def table_of(
         "zeros": zeros,
     }
     return tuple((role, rows[ROLE_CLASSES[role]]) for role in ROLES)
+
+
+def sphere_table(
+    model: ModelConfig, *, start: Hyperparameters, head_std: float, inner: float, outer: float
+) -> RoleTable:
+    """Return the rows for MuonH: matrices and head on spheres, AdamW without decay for the rest.
+
+    Args:
+        model: Model to train.
+        start: Initial values of hidden matrices, experts and router.
+        head_std: Standard deviation of the initial head.
+        inner: Learning-rate multiplier of hidden matrices.
+        outer: Learning-rate multiplier of embedding, head and vectors.
+    """
+
+    def row(start: Hyperparameters, rate: float, group: Group = "adamw") -> Hyperparameters:
+        decay = 0.0 if group == "adamw" else 1.0
+        return dataclasses.replace(
+            start, learning_rate_multiplier=rate, weight_decay_multiplier=decay, group=group
+        )
+
+    return table_of(
+        embedding=row(fixed(embedding_std(model)), outer),
+        head=row(fixed(head_std), outer, "adamh"),
+        hidden=row(start, inner, "muonh"),
+        router=row(start, inner, "muonh"),
+        vectors=row(Hyperparameters(), outer),
+        zeros=row(Hyperparameters(), inner * zero_start_rate(model)),
+    )
 
 
 def fixed(std: float) -> Hyperparameters:

@@ -33,6 +33,7 @@ from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.gather import gather_once, use_outside_layers
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.models.transformer import Output
+from jaxmoe.parameters import ParameterTable
 from jaxmoe.routing import RouterStatistics, telemetry
 from jaxmoe.scaling.initialize import lay_out, parameter_table
 from jaxmoe.training import NextTokenConfig, ObjectiveConfig
@@ -94,6 +95,7 @@ def make_train_step(
     objective: ObjectiveConfig | None = None,
     max_norm_ratio: float | None = None,
     workers: int = 1,
+    table: ParameterTable | None = None,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]:
     """The jitted training step. Its state argument is donated: use only the one returned.
 
@@ -108,6 +110,8 @@ def make_train_step(
         max_norm_ratio: largest gradient norm, in medians of the last accepted steps; a step above
             it is refused. None refuses only what is not finite.
         workers: equal parts of the batch whose losses are reported apart; 1: none are.
+        table: Groups of the parameters, from which the optimiser was built; those of the group
+            `frozen` are not differentiated and stay bitwise. None trains all.
 
     Raises:
         ValueError: `accumulation` below 1, `clip` not above 0, `max_norm_ratio` not above 1, a
@@ -134,13 +138,14 @@ def make_train_step(
             accumulation=accumulation,
             accumulated_balance=accumulated_balance,
             workers=workers,
+            table=table,
         )
         grads, statistics = summed.grads, summed.statistics
         grad_norm = optax.tree.norm(grads)
         if clip is not None:
             scale = jnp.minimum(1.0, clip / jnp.maximum(grad_norm, 1e-12))
             grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
-        updates, params, opt_state = update_params(model, optimizer, execution, grads, state)
+        updates, params, opt_state = update_params(model, optimizer, execution, grads, state, table)
         new = (params, opt_state, update_routers(model, state, statistics))
         old = (state.params, state.opt_state, state.router_state)
         limit = norm_limit(state.recent_norms, max_norm_ratio)
@@ -188,6 +193,7 @@ def batch_gradients(
     accumulation: int = 1,
     accumulated_balance: AccumulatedBalance = "buffer",
     workers: int = 1,
+    table: ParameterTable | None = None,
 ) -> tuple[Float[Array, ""], Gradients, Float[Array, " W"] | None]:
     """Gradients of the loss of one step, over its micro-batches.
 
@@ -200,6 +206,7 @@ def batch_gradients(
         accumulation: micro-batches.
         accumulated_balance: how a balance loss is taken over them.
         workers: equal parts of the batch whose losses are reported apart; 1: none are.
+        table: Groups of the parameters; None trains all.
 
     Returns:
         The sum of the loss weights, the sums over the micro-batches, and the workers' losses.
@@ -218,6 +225,7 @@ def batch_gradients(
         total_weight,
         is_whole=has_two_passes,
         has_rows=workers > 1,
+        table=table,
         **given,
     )
     summed = accumulate(
@@ -244,6 +252,7 @@ def compute_gradients(
     objective: ObjectiveConfig,
     whole: Any = None,
     has_rows: bool = False,
+    table: ParameterTable | None = None,
 ) -> Gradients:
     """Gradients of one micro-batch's part of the loss.
 
@@ -259,9 +268,11 @@ def compute_gradients(
         objective: that prepared the batch.
         whole: gathered parameters, with a layout that gathers them once a step.
         has_rows: whether the cross-entropy of single rows is kept.
+        table: Groups of the parameters; None trains all.
     """
 
-    def loss_of(params: Any) -> tuple[Array, tuple[Array, dict[str, Array], Any, Any, Any]]:
+    def loss_of(trained: Any) -> tuple[Array, tuple[Array, dict[str, Array], Any, Any, Any]]:
+        params = trained if table is None else table.merged(trained, state.params)
         nll, rows, output = _forward(
             params, state, micro, model, execution, objective, whole, has_rows=has_rows
         )
@@ -277,7 +288,8 @@ def compute_gradients(
             indicators |= observe_head(params, output.hidden, micro.batch, model, execution)
         return loss + sum(losses.values()), (loss, losses, output.statistics, indicators, rows)
 
-    grads, (loss, losses, *aside) = jax.grad(loss_of, has_aux=True)(state.params)
+    trained = state.params if table is None else table.trained(state.params)
+    grads, (loss, losses, *aside) = jax.grad(loss_of, has_aux=True)(trained)
     statistics, indicators, rows = jax.lax.stop_gradient(aside)
     return Gradients(
         grads=grads,
@@ -336,8 +348,8 @@ def _gather_whole(model: ModelConfig, params: Any, execution: ExecutionConfig) -
     """All parameters gathered, where the layout says so: see `jaxmoe.layers.gather`."""
     if execution.state_layout.gathered != "step":
         return None
-    axes = parameter_table(model).tree(lambda row: row.declaration.axes)
-    return gather_once(params, axes, execution)
+    declarations = parameter_table(model).tree(lambda row: row.declaration)
+    return gather_once(params, declarations, execution)
 
 
 def update_params(
@@ -346,6 +358,7 @@ def update_params(
     execution: ExecutionConfig,
     grads: Any,
     state: TrainState,
+    table: ParameterTable | None = None,
 ) -> tuple[Any, Any, Any]:
     """The optimiser's step, on gradients and parameters cut as its state is.
 
@@ -355,15 +368,21 @@ def update_params(
         execution: whose layout says how they are cut.
         grads: laid out as the parameters.
         state: before the step.
+        table: Groups of the parameters; None trains all.
 
     Returns:
         What is added to the parameters; the sums, laid out as before; the optimiser's new state.
     """
     cut = partial(lay_out, model, rules=execution.state_layout.optimizer)
-    held = cut(state.params)
+    old = state.params if table is None else table.trained(state.params)
+    held = cut(old)
     updates, opt_state = optimizer.update(cut(grads), state.opt_state, held)
     params = jax.tree.map(lambda p, u: p + u.astype(p.dtype), held, updates)
-    return updates, jax.tree.map(place_like, params, state.params), opt_state
+    params = jax.tree.map(place_like, params, old)
+    if table is not None and table.has_frozen:
+        params = table.merged(params, state.params)
+        updates = table.merged(updates, jax.tree.map(jnp.zeros_like, state.params))
+    return updates, params, opt_state
 
 
 def update_routers(

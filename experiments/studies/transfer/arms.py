@@ -120,8 +120,8 @@ def own_arm(
         optimizer: when None that of the arm above with this parameterisation.
     """
     parameterization = parameterization or StandardConfig()
-    kin = [a for a in ARMS.values() if type(a.parameterization) is type(parameterization)]
+    kin = [a for a in ARMS.values() if a.parameterization.name == parameterization.name]
     if optimizer is None:
         optimizer = kin[0].optimizer if kin else AdamWConfig()
-    claims = next((a.claims for a in kin if type(a.optimizer) is type(optimizer)), ())
+    claims = next((a.claims for a in kin if a.optimizer.name == optimizer.name), ())
     return Arm(parameterization=parameterization, optimizer=optimizer, claims=claims)

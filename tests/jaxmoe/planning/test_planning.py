@@ -59,6 +59,7 @@ def plan_of(model=TINY, mesh=EIGHT, *, batch_size=8, length=8, **fields) -> Step
         model=model,
         table=table,
         optimizer=AdamWConfig().build(table, LinearConfig(warmup_steps=0).build(10)),
+        optimizer_config=AdamWConfig(),
         execution=execution,
         batch_size=batch_size,
         sequence_length=length,

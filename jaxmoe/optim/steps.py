@@ -1,0 +1,115 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Parts shared by the optax transformations: checks, dtype promotion, decoupled steps.
+
+w = w - rate * (multiplier * direction + decay * w)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+
+def check_numbers(prefix: str = "", **values: Any) -> None:
+    """Refuse hyperparameters outside their range; names without a rule are not checked.
+
+    Args:
+        prefix: Text before the name in the message, such as "optimizer.".
+        **values: Hyperparameters by name.
+
+    Raises:
+        ValueError: A number is out of range; names it, the rule and the value.
+    """
+    for name, value in values.items():
+        where = f"{prefix}{name}={value}"
+        match name:
+            case "learning_rate" | "epsilon" | "adamw_ratio":
+                if not 0.0 < value < float("inf"):
+                    raise ValueError(f"{where} must be above 0, and finite")
+            case "beta1" | "beta2" | "momentum":
+                if not 0.0 <= value < 1.0:
+                    raise ValueError(f"{where} must lie in [0, 1)")
+            case "weight_decay":
+                if not 0.0 <= value < float("inf"):
+                    raise ValueError(f"{where} must be 0 or more, and finite")
+
+
+def standard_promotion(inner: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Return the transformation under JAX's standard dtype promotion, with its state in f32.
+
+    optax multiplies Python scalars, strongly typed counters and arrays of other dtypes, which
+    strict promotion refuses, and keeps the second moment of a bfloat16 parameter in bfloat16.
+
+    Args:
+        inner: Transformation to wrap.
+    """
+
+    def init(params: Any) -> Any:
+        with jax.numpy_dtype_promotion("standard"):
+            return inner.init(_widen(params))
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        with jax.numpy_dtype_promotion("standard"):
+            return inner.update(_widen(updates), state, params)
+
+    return optax.GradientTransformation(init, update)
+
+
+def straight_steps(
+    directions: optax.GradientTransformation,
+    learning_rate: float | Callable[[Any], Any],
+    *,
+    weight_decay: Any = 0.0,
+    multiplier: Any = None,
+) -> optax.GradientTransformation:
+    """Return the transformation that takes decoupled steps along directions.
+
+    Args:
+        directions: Transformation from gradients to directions.
+        learning_rate: A number, or a function of the optimiser's step.
+        weight_decay: Factor on the parameter beside its direction: a number, a tree like the
+            parameters, or a function from the parameters to such a tree.
+        multiplier: Tree of factors on the directions; None multiplies by nothing.
+    """
+
+    def scale(updates: Any, params: Any) -> Any:
+        del params
+        return jax.tree.map(lambda f, u: u if _is(f, 1.0) else f * u, multiplier, updates)
+
+    def add_decay(updates: Any, params: Any) -> Any:
+        decays = weight_decay(params) if callable(weight_decay) else spread(weight_decay, updates)
+        return jax.tree.map(
+            lambda d, u, p: u if _is(d, 0.0) else u + d * p, decays, updates, params
+        )
+
+    scaled = [] if multiplier is None else [optax.stateless(scale)]
+    return optax.chain(
+        directions,
+        *scaled,
+        optax.stateless(add_decay),
+        optax.scale_by_learning_rate(learning_rate),
+    )
+
+
+def spread(value: Any, tree: Any) -> Any:
+    """Return a tree with a number at every leaf; a value that is a tree already stays.
+
+    Args:
+        value: A number or a tree.
+        tree: Structure of the result.
+    """
+    is_one = isinstance(value, int | float)
+    return jax.tree.map(lambda _: value, tree) if is_one else value
+
+
+def _widen(tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), tree)
+
+
+def _is(value: Any, number: float) -> bool:
+    return isinstance(value, float) and value == number
