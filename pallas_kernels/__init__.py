@@ -1,28 +1,28 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Device code: arrays in, arrays out. It knows no mesh object, no module and no config.
+"""Device code: functions from arrays to arrays, without meshes, modules or configs.
 
-    flash_attention  exact attention that never stores the matrix of scores; returns (out, lse)
-    grouped_matmul   rows sorted by group, each group times its own matrix
-    grouped_swiglu   rows sorted by group, each through its group's SwiGLU (the experts of a MoE)
-    quantize         an array in 8 or 4 bits with scales, a QuantizedArray; dequantize gives it back
-    ring_attention   attention over a sequence that several devices share, in a jax.shard_map
-    quantize_mixed   weights of 4 bits that keep activations of 8 where they are large, a MixedArray
-    sequence_order   which token stands where when several devices share a sequence
-
-    hadamard              an orthonormal rotation along one axis, which spreads outliers
+    flash_attention       exact attention that never stores the scores; returns (out, lse)
+    ring_attention        attention over a sequence that several devices share; keys travel
+    token_ring_attention  the same; queries and results travel
+    sequence_order        order of the tokens when several devices share a sequence
+    grouped_matmul        rows sorted by group, times their group's matrix
+    grouped_outer         gradient of the groups' matrices
+    grouped_swiglu        rows sorted by group, through their group's SwiGLU (experts of a MoE)
+    quantize              array in 8 or 4 bits with scales, a QuantizedArray; dequantize undoes it
+    quantize_mixed        4-bit weights with 8-bit activations for outliers, a MixedArray
+    quantized_matmul      product of two matrices of which one or both are quantised
+    hadamard              orthonormal rotation along one axis, which spreads outliers
     halo                  products of weights and activations in few bits, forward and backward
-    grouped_outer         the gradient of the groups' matrices
-    quantized_matmul      the product of two matrices of which one or both are quantised
-    token_ring_attention  the same as ring_attention; queries travel, their results go home
 
-`OPERATIONS` holds them with the table of their implementations:
-`OPERATIONS["flash_attention"].choose(None)` says which one runs on this machine, and why.
+`OPERATIONS` has the implementations of each operation:
+`OPERATIONS["flash_attention"].choose(None)` names the one that runs on this machine, and why.
 
-The functions carry the names of the packages that hold them. To reach inside such a package,
-import from it: `from pallas_kernels.flash_attention import reference`.
+Functions have the names of their packages. To import from such a package, name it in full:
+`from pallas_kernels.flash_attention import reference`.
 
-To add an operation: a package with api.py and reference.py, its `OPERATION` in the table below.
+To add an operation: `pallas_kernels/<name>/api.py` with its `OPERATION`,
+`pallas_kernels/<name>/reference.py`, a line in `OPERATIONS` of `pallas_kernels/__init__.py`.
 """
 
 from pallas_kernels.backend import Choice, Implementation, Operation

@@ -1,9 +1,9 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""The array types of the whole library, and the legend of their dimension letters.
+"""Array types of the whole library, and the legend of their dimension letters.
 
 A public array argument, result or record field is annotated with one of these types and the
-letters below, `Float[Array, "T D"]`. The tests check them at run time; nothing is checked in use.
+letters below, `Float[Array, "T D"]`. Tests check the types at run time; nothing is checked in use.
 
 Model and training (capitals):
 
@@ -22,7 +22,7 @@ Kernels (lower case): m, k, n for the matrix product [m k] @ [k n], g for a grou
 Letters name dimensions of arrays, never mesh axes. A single letter is written with a leading space,
 `Int[Array, " E"]`, so that linters do not take it for a name.
 
-To add a letter, add it here first, and make sure that no other room uses it for something else.
+To add a letter: the legend in `pallas_kernels/array_types.py`, if no other package uses the letter.
 """
 
 from jaxtyping import Array, ArrayLike, Bool, Float, Float32, Int, Key, PRNGKeyArray, PyTree, Shaped

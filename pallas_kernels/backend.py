@@ -1,25 +1,22 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Which implementation of an operation runs, and why.
+"""Chooses the implementation of an operation, and gives the reason.
 
-Every operation of this package has a slow oracle, `reference`, and one or more fast
-implementations of the same signature:
+Every operation of this package has a slow reference and one or more fast implementations of the
+same signature:
 
     reference    the definition, in a few lines of plain jax.numpy; runs everywhere
-    xla          fast without a kernel of our own; runs everywhere, tuned on the CPU
+    xla          fast without a kernel; runs everywhere, tuned on the CPU
     pallas_tpu   Pallas kernels for TPUs
     pallas_gpu   Pallas kernels for GPUs
 
-A name given by the caller either runs or is refused at once with the reason. None picks the first
-of `PREFERENCE` that exists and runs here, and `Operation.choose` says which one that is; nothing
-falls back in silence.
+A requested implementation runs or raises. None picks the first of `PREFERENCE` that exists and runs
+here; `Operation.choose` names it. There is no silent fallback.
 
 "Here" is the platform that a program is traced for: that of the devices of the mesh in context,
-which need not be there (a topology's, so that a plan for TPUs has the kernels that a run on TPUs
-has), or without one, this process's. It is asked for only where the answer depends on it, so that
+which may be only described (so that a plan for TPUs has the kernels of a run on TPUs), or without a
+mesh that of this process. The platform is queried only where the answer depends on it, so that
 planning, and describing a model, start no backend. TPU kernels also run inside `interpreted()`.
-
-To add an implementation to an operation, add its function to the table in the operation's api.py.
 """
 
 import contextlib
@@ -35,17 +32,19 @@ from jax.experimental.pallas import tpu as pltpu
 Implementation = Literal["reference", "xla", "pallas_tpu", "pallas_gpu"]
 
 PREFERENCE: tuple[Implementation, ...] = ("pallas_tpu", "xla", "pallas_gpu", "reference")
-"""The kernels for GPUs are interpreted and compiled in the tests and have never run on a GPU, where
-the interpreters do not show all that can go wrong: until they have, they are for who asks by name.
+"""Implementations from best to worst.
+
+The GPU kernels are interpreted and compiled in the tests and have never run on a GPU, where the
+interpreters do not show every fault; until they have, they run on request only.
 """
 
-# Implementations that are not named here run on every platform.
+# Implementations without an entry run on every platform.
 PLATFORMS: dict[Implementation, str] = {"pallas_tpu": "tpu", "pallas_gpu": "gpu"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """An implementation and the reason why it was picked."""
+    """An implementation and the reason for it."""
 
     implementation: Implementation
     reason: str
@@ -53,23 +52,23 @@ class Choice:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Operation:
-    """An operation and the table of its implementations."""
+    """An operation and its implementations."""
 
     name: str
     implementations: Mapping[Implementation, Callable[..., Any]]
 
     def runnable(self) -> list[Implementation]:
-        """The implementations that run here, best first."""
+        """Return the implementations that run here, best first."""
         return [name for name in self._ordered() if _runs_here(name)]
 
     def _ordered(self) -> list[Implementation]:
         return [name for name in PREFERENCE if name in self.implementations]
 
     def choose(self, requested: Implementation | None = None) -> Choice:
-        """The implementation that a call with `implementation=requested` runs, and why.
+        """Return the implementation that runs for `implementation=requested`, and why.
 
         Args:
-            requested: A name, or None for the best that runs here.
+            requested: Name of an implementation, or None for the best that runs here.
 
         Returns:
             The choice.
@@ -78,7 +77,7 @@ class Operation:
             ValueError: `requested` is no implementation of this operation, or cannot run here.
         """
         if requested is None:
-            # The platform is not asked for where a better one runs everywhere.
+            # Lazy: the platform is not queried where a better one runs everywhere.
             best: Implementation = next(name for name in self._ordered() if _runs_here(name))
             return Choice(implementation=best, reason="the fastest one that runs on this platform")
         if requested in self.implementations and _runs_here(requested):
@@ -95,15 +94,15 @@ class Operation:
         )
 
     def function(self, requested: Implementation | None = None) -> Callable[..., Any]:
-        """The function behind `choose(requested)`."""
+        """Return the function of `choose(requested)`."""
         return self.implementations[self.choose(requested).implementation]
 
 
 def platform() -> str:
-    """The platform that a program traced here is for: "cpu", "gpu" or "tpu".
+    """Return the platform that a program traced here is for: "cpu", "gpu" or "tpu".
 
-    Inside a jitted function it is the mesh in context at its first call that counts, and JAX traces
-    anew when another mesh is set.
+    Inside a jitted function the mesh in context at its first call counts; JAX retraces when another
+    mesh is set.
     """
     device = _described_device()
     name = jax.default_backend() if device is None else device.platform
@@ -111,7 +110,7 @@ def platform() -> str:
 
 
 def device_kind() -> str:
-    """What the device is called that a program traced here is for: "TPU v5 lite", "NVIDIA H200"."""
+    """Return the device kind that a program is traced for: "TPU v5 lite", "NVIDIA H200"."""
     device = _described_device()
     return jax.devices()[0].device_kind if device is None else device.device_kind
 
@@ -125,13 +124,14 @@ _INTERPRETER: contextvars.ContextVar[Interpreter | None] = contextvars.ContextVa
 
 @contextlib.contextmanager
 def interpreted(interpreter: Interpreter = "machine") -> Iterator[None]:
-    """Lets TPU kernels run on the CPU, to test them: inside, "pallas_tpu" runs and None picks it.
+    """Run TPU kernels on the CPU, for tests: inside, "pallas_tpu" runs and None picks it.
 
     Args:
-        interpreter: "machine" follows a TPU's memories, copies and semaphores; "values" runs the
-            body of a kernel as any other program, faster, outside manual regions alone.
+        interpreter: "machine" models a TPU's memories, copies and semaphores; "values" runs the
+            body
+            of a kernel like any other program, which is faster, outside manual regions only.
     """
-    # What `pallas_call` would be given as `interpret`: True is its plain interpreter.
+    # True is the plain interpreter of `pallas_call`.
     params = pltpu.InterpretParams() if interpreter == "machine" else typing.cast(Any, True)
     token = _INTERPRETER.set(interpreter)
     try:

@@ -1,29 +1,31 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Which tokens of a sequence each rank of a mesh axis holds.
+"""Assigns the tokens of a sequence to the ranks of a mesh axis.
 
-Of a causal sequence the late tokens see more than the early ones, so that equal pieces are unequal
+In a causal sequence late tokens see more keys than early ones, so that equal pieces are unequal
 work. With N ranks:
 
-    contiguous        rank r holds the r-th of N pieces: the last one works 2 - 1/N times the mean
-    zigzag            of 2N pieces rank r holds r and 2N - 1 - r: all work alike
-    document_zigzag   the same of every document: all work alike where documents are packed
+    contiguous        rank r holds the r-th of N pieces; the last one works 2 - 1/N times the mean
+    zigzag            of 2N pieces rank r holds r and 2N - 1 - r: equal work
+    document_zigzag   the same per document: equal work where documents are packed
 
-A document of L tokens has 2N pieces of L // 2N tokens; what is left, L % 2N tokens, makes as many
-pieces one longer. These pieces follow each other round and round, across documents: so every rank
-holds exactly S / N tokens, however long the documents are, S / 2N of them in low pieces (below N)
-and as many in high ones. Padding is a document like any other. Work is equal where 2N divides every
-length; else a rank may be 2L scores off its L^2 / 2N in a document of L tokens, a part 4N / L. Over
-many documents the signs differ: 0.3% for 8 ranks and 4096 tokens in documents of about 200.
+A document of L tokens has 2N pieces of L // 2N tokens; the remaining L % 2N tokens make as many
+pieces one longer. The longer pieces continue cyclically across documents, so that every rank holds
+exactly S / N tokens for any lengths, S / 2N of them in low pieces (below N) and as many in high
+ones. Padding is a document like any other. Work is equal where 2N divides every length; else a rank
+may be 2L scores off its L^2 / 2N in a document of L tokens, a part 4N / L. Over many documents the
+signs differ: 0.3% for 8 ranks and 4096 tokens in documents of about 200.
 
-In the two zigzag layouts a rank holds [low pieces | high pieces], and of any document all its low
-tokens come before all high tokens of any rank, low ones of rank r before those of rank r + 1, high
-ones after those. Ring attention lives on this order (Llama 3, arXiv 2407.21783, section 3.3.2; per
+In the two zigzag layouts a rank holds [low pieces | high pieces]; the low tokens of a document come
+before all its high tokens of any rank, low ones of rank r before those of rank r + 1, high ones
+after those. Ring attention relies on this order (Llama 3, arXiv 2407.21783, section 3.3.2; per
 document: ByteScale, arXiv 2502.21231).
 
-Whatever belongs to tokens is laid out by the same order: ids, labels, positions, segments, masks.
+Everything that belongs to tokens is laid out by the same order: ids, labels, positions, segments,
+masks.
 
-To add a layout: a function, its name in `SequenceLayout`.
+To add a layout: its name in `SequenceLayout` and its order in `sequence_order`, both in
+`pallas_kernels/sequence_layout.py`, a row in `tests/pallas_kernels/test_sequence_layout.py`.
 """
 
 from typing import Any, Literal
@@ -43,21 +45,21 @@ def sequence_order(
     layout: SequenceLayout = "zigzag",
     segment_ids: Int[Array, "*B S"] | Int[np.ndarray, "*B S"] | None = None,
 ) -> Int[Array, "*C S"] | Int[np.ndarray, "*C S"]:
-    """The token held at each sharded position: rank r holds the r-th of `ranks` equal parts.
+    """Return the token at each sharded position: rank r holds the r-th of `ranks` equal parts.
 
     Args:
-        length: of the sequence.
-        ranks: devices that share it.
-        layout: which tokens go together.
-        segment_ids: of the tokens, in the order of the sequence, for document_zigzag; a document is
-            all tokens of one id. None is one document. The other layouts do not look at them.
+        length: Length of the sequence.
+        ranks: Number of devices that share it.
+        layout: Layout of the tokens.
+        segment_ids: Segments of the tokens, in the order of the sequence, for document_zigzag; a
+            document is all tokens of one id. None is one document. Other layouts ignore them.
 
     Returns:
-        A permutation: `x[order]` is laid out, and `argsort(order)` is its inverse. It has
-        rows where the segment ids have them and document_zigzag looks at them; see `lay_out`.
+        A permutation: `x[order]` is laid out, and `argsort(order)` is its inverse. With
+        document_zigzag it has a row per row of segment ids; see `lay_out`.
 
     Raises:
-        ValueError: the length does not divide, or is not that of the segment ids.
+        ValueError: The length does not divide, or differs from that of the segment ids.
     """
     pieces = ranks if layout == "contiguous" else 2 * ranks
     if length % pieces:
@@ -88,12 +90,12 @@ def lay_out(
     order: Int[Array, "*B S"] | Int[np.ndarray, "*B S"],
     axis: int = 1,
 ) -> Shaped[Array, "..."]:
-    """The same values, those of a token where the order holds it.
+    """Return an array with its tokens in an order.
 
     Args:
-        x: whole sequences; the dimension before `axis` is that of the rows of an order with rows.
-        order: of `sequence_order`, or its inverse.
-        axis: of the tokens.
+        x: Whole sequences; for an order with rows, the dimension before `axis` is that of its rows.
+        order: Result of `sequence_order`, or its inverse.
+        axis: Axis of the tokens.
     """
     x, order = jnp.asarray(x), jnp.asarray(order)
     if order.ndim == 1:
@@ -104,13 +106,13 @@ def lay_out(
 
 
 def padded_length(length: int, ranks: int, layout: SequenceLayout = "zigzag") -> int:
-    """The shortest length, not below this one, that the layout divides."""
+    """Return the shortest length, not below this one, that the layout divides."""
     pieces = ranks if layout == "contiguous" else 2 * ranks
     return -(-length // pieces) * pieces
 
 
 def _by_document(segment_ids: Any, ranks: int, xp: Any) -> Any:
-    """[S] to [S]: see the top of the file."""
+    """Return the order [S] of one row of segment ids [S]; see the module docstring."""
     pieces, index = 2 * ranks, xp.arange(len(segment_ids), dtype=np.int32)
     in_documents = xp.argsort(segment_ids, stable=True).astype(np.int32)
     ids = segment_ids[in_documents]

@@ -1,15 +1,14 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Measures speed: a training step beside a peer's, kernels beside libraries, routers beside top-k,
-and in how many chunks tokens should go to experts on other devices.
+"""Measures the speed of training steps, kernels, routers and expert exchanges.
 
     python -m experiments.bench step [--peer none]
     python -m experiments.bench kernels
     python -m experiments.bench routers [--methods mixtral ...]
     python -m experiments.bench chunks [--expert 8]
 
-Candidates take turns in one run, medians are compared, and the machine's measured limit stands
-beside them. Leave the machine alone meanwhile: a busy one changes even the ratios.
+Candidates take turns in one run, medians are compared, and the measured limit of the machine is
+shown beside them. Keep the machine idle otherwise: load changes even the ratios.
 """
 
 from __future__ import annotations
@@ -35,22 +34,22 @@ from jaxmoe.run.directory import RunDirectory
 
 
 def step() -> StepBenchConfig:
-    """A training step of OLMoE's shape, beside transformers; two minutes."""
+    """Training step of OLMoE's shape, compared with transformers; two minutes."""
     return StepBenchConfig()
 
 
 def kernels() -> KernelBenchConfig:
-    """Products and attention, beside dense products and libraries; six minutes."""
+    """Products and attention, compared with dense products and libraries; six minutes."""
     return KernelBenchConfig()
 
 
 def routers() -> RouterBenchConfig:
-    """Each routing method beside plain top-k, 16384 tokens, 8 of 64 experts; some minutes."""
+    """Every routing method, compared with plain top-k: 16384 tokens, 8 of 64 experts; minutes."""
     return RouterBenchConfig()
 
 
 def chunks() -> ChunkBenchConfig:
-    """The operations of a MoE layer whose experts lie on all devices; two minutes."""
+    """Operations of a MoE layer with experts on all devices; two minutes."""
     return ChunkBenchConfig()
 
 
@@ -63,7 +62,7 @@ BENCHES: dict[str, Callable[[], Any]] = {
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the command; returns the exit code."""
+    """Run the command, and return the exit code."""
     name, config = cli.parse(BENCHES, "step", argv, "python -m experiments.bench", __doc__ or "")
     with cli.exit_on_bad_configuration():
         start_process()

@@ -1,11 +1,11 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""`bench chunks`: in how many chunks tokens should go to their experts, on the devices there are.
+"""Measures in how many chunks tokens should be sent to their experts (`bench chunks`).
 
-Measures each operation of a MoE layer on parts of the tokens, fits its cost (alpha + beta n), and
-says what the model of `sharding/expert_parallel/chunks.py` makes of it; beside it stands the whole
-layer, measured with each number of chunks. Routing is even, as a trained router's should be. A CPU
-whose devices are threads on the same cores shows that it runs, and nothing about overlap.
+It measures each operation of a MoE layer on parts of the tokens, fits its cost (alpha + beta n),
+and reports the choice of the model in `sharding/expert_parallel/chunks.py`, beside the whole layer
+measured with each number of chunks. Routing is even, as a trained router's should be. A CPU whose
+devices are threads on the same cores shows that it runs, and nothing about overlap.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from sharding.expert_parallel.chunks import (
 from sharding.expert_parallel.transport import Transport, exchange
 
 PARTS = (1, 2, 4, 8)
-"""Each operation is measured on all tokens, a half, a quarter, an eighth; so is the layer."""
+"""Divisors of the tokens of a measurement."""
 
 AXES = ExpertAxes(expert=(ax.EXPERT,), expert_tensor=(ax.TENSOR,))
 TOKENS = PartitionSpec(AXES.all)
@@ -50,30 +50,30 @@ WEIGHTS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ChunkBenchConfig:
-    """The operations of one MoE layer whose experts lie on several devices."""
+    """Operations of one MoE layer with experts on several devices."""
 
     run: BenchRunConfig = BenchRunConfig()
-    """Where the numbers go."""
+    """Output directory."""
     expert: int = -1
-    """Devices that share the experts; -1: all that the hidden units leave."""
+    """Devices that share the experts; -1 takes all that expert_tensor leaves."""
     expert_tensor: int = 1
     """Devices that share the hidden units of each expert."""
     tokens: int = 4096
-    """T, tokens of each device."""
+    """Tokens of each device, T."""
     num_experts: int = 64
-    """E."""
+    """Number of routed experts, E."""
     top_k: int = 8
-    """K."""
+    """Experts per token, K."""
     width: int = 512
-    """D, width of a token."""
+    """Width of a token, D."""
     expert_dim: int = 256
-    """F, hidden width of one expert."""
+    """Hidden width of one expert, F."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Of tokens and weights."""
+    """Dtype of tokens and weights."""
     transport: Transport | None = None
-    """As of the dispatcher all_to_all."""
+    """Transport of the all_to_all dispatcher."""
     rounds: int = 5
-    """Runs of each measurement that count."""
+    """Counted runs per measurement."""
 
     def __post_init__(self):
         sizes = ("expert_tensor", "tokens", "num_experts", "top_k", "width", "expert_dim", "rounds")
@@ -94,7 +94,7 @@ class ChunkBenchConfig:
 
 
 def bench_chunks(config: ChunkBenchConfig) -> dict[str, Any]:
-    """Measures; the numbers of summary.json."""
+    """Measure, and return the numbers of summary.json."""
     mesh = make_mesh(MeshConfig(expert=config.expert, tensor=config.expert_tensor))
     runs = {
         f"{name} {part}": run
@@ -126,7 +126,7 @@ def bench_chunks(config: ChunkBenchConfig) -> dict[str, Any]:
 
 
 def in_words(summary: dict[str, Any]) -> str:
-    """The numbers as a table."""
+    """Return the numbers as a table."""
     devices = summary["devices"]
     lines = [
         f"experts on {devices['expert']} devices, their hidden units on"
@@ -150,7 +150,7 @@ def in_words(summary: dict[str, Any]) -> str:
 def _operations(
     config: ChunkBenchConfig, mesh: Mesh, tokens: int
 ) -> dict[str, Callable[[], float]]:
-    """Each operation alone, on so many tokens of each device."""
+    """Return each operation alone, on so many tokens of each device."""
     devices, tensor = mesh.shape[ax.EXPERT], mesh.shape[ax.TENSOR]
     shared, width = tokens * tensor, config.width
     expert_ids = _even_ids(config, devices * shared)
@@ -177,7 +177,7 @@ def _operations(
         return apply_experts(weights, x, sizes, None)
 
     x = jnp.ones((devices * shared, width), config.dtype)
-    # As many rows as come on the whole, each device's after the others'.
+    # As many rows as arrive in total, device after device.
     rows = jnp.ones((devices * shared * config.top_k, width), config.dtype)
     sizes = jnp.bincount(expert_ids.reshape(-1), length=config.num_experts).astype(jnp.int32)
     found = {
@@ -194,7 +194,7 @@ def _operations(
 
 
 def _layer(config: ChunkBenchConfig, mesh: Mesh, number: int) -> Callable[[], float]:
-    """All tokens to their experts and back, in so many chunks."""
+    """Send all tokens to their experts and back, in so many chunks."""
     tokens, top_k = config.tokens * mesh.size, config.top_k
     dispatcher = AllToAllConfig(transport=config.transport, num_chunks=number)
 
@@ -220,7 +220,7 @@ def _layer(config: ChunkBenchConfig, mesh: Mesh, number: int) -> Callable[[], fl
 
 
 def _even_ids(config: ChunkBenchConfig, tokens: int) -> Array:
-    """[T K]: the experts in turn."""
+    """Return expert ids [T K] in rotation."""
     slots = jnp.arange(tokens * config.top_k, dtype=jnp.int32) % jnp.int32(config.num_experts)
     return slots.reshape(tokens, config.top_k)
 
@@ -234,7 +234,7 @@ def _weights(config: ChunkBenchConfig) -> dict[str, Array]:
 def _run(
     mesh: Mesh, function: Callable[..., Array], specs: Any, out: PartitionSpec, *arrays: Any
 ) -> Callable[[], float]:
-    """A run of the function on every device, on arrays laid out for it."""
+    """Return a run of the function on every device, on arrays laid out for it."""
     placed = jax.tree.map(
         lambda spec, array: jax.device_put(array, NamedSharding(mesh, spec)), specs, arrays
     )

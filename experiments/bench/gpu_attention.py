@@ -1,16 +1,16 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""flash_attention on a GPU, forward and backward, beside cuDNN and the measured limit.
+"""Measures flash_attention on a GPU, forward and backward, beside cuDNN and the measured limit.
 
     ours     implementation="pallas_gpu"
     cuDNN    jax.nn.dot_product_attention(implementation="cudnn")
     XLA      ours with implementation="xla"
 
-bfloat16, causal, in turns; the median counts. A rate counts the products of the visible half alone:
-2 B N S^2 H forward, two and a half times that backward. The limit is the rate of a large dense
-product in bfloat16. Without a GPU every row says that it is unmeasured.
+bfloat16, causal; candidates take turns and medians count. A rate counts only the products of the
+visible half: 2 B N S^2 H forward, two and a half times that backward. The limit is the rate of a
+large dense product in bfloat16. Without a GPU every row says that it is unmeasured.
 
-To add a candidate: a line in `_candidates`.
+To add a candidate: a line in `_candidates` of `experiments/bench/gpu_attention.py`.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ import jax.numpy as jnp
 from experiments.bench.measure import in_turns, timed
 from pallas_kernels import flash_attention
 
-# Products of the backward pass by those of the forward pass: five for two.
+# Ratio of the products of the backward pass to those of the forward pass: five to two.
 PRODUCTS = {"forward": 1.0, "backward": 2.5}
 LIMIT_WIDTH = 8192
 
 
 class Shape(NamedTuple):
-    """Of queries, keys and values alike."""
+    """Shape of queries, keys and values."""
 
     batch: int
     length: int
@@ -38,7 +38,7 @@ class Shape(NamedTuple):
     width: int
 
     def in_words(self) -> str:
-        """For a table."""
+        """Return the shape for a table."""
         return f"{self.batch} x {self.length}, {self.heads} heads of {self.width}"
 
 
@@ -46,11 +46,11 @@ LONG = Shape(batch=4, length=8192, heads=16, width=128)
 
 
 def gpu_attention(rounds: int, shape: Shape = LONG) -> list[dict[str, Any]]:
-    """A row for each candidate and pass, measured where there is a GPU.
+    """Return a row per candidate and pass, measured where there is a GPU.
 
     Args:
-        rounds: that count.
-        shape: of the operands.
+        rounds: Counted runs per candidate.
+        shape: Shape of the operands.
     """
     candidates = _candidates()
     if jax.default_backend() == "gpu":
@@ -65,13 +65,13 @@ def gpu_attention(rounds: int, shape: Shape = LONG) -> list[dict[str, Any]]:
 def measured(
     candidates: Mapping[str, Callable[..., Any]], shape: Shape, rounds: int, limit: float
 ) -> list[dict[str, Any]]:
-    """Rows with seconds, FLOP/s, the fraction of the limit, and the ratio to cuDNN's speed.
+    """Return rows with seconds, FLOP/s, the fraction of the limit, and the ratio to cuDNN's speed.
 
     Args:
-        candidates: functions of q, k and v; the second is the one that ratios compare with.
-        shape: of the operands.
-        rounds: that count.
-        limit: FLOP/s.
+        candidates: Functions of q, k and v; ratios compare with the second.
+        shape: Shape of the operands.
+        rounds: Counted runs per candidate.
+        limit: Measured limit in FLOP/s.
     """
     keys = jax.random.split(jax.random.key(0), 4)
     dims = (shape.batch, shape.length, shape.heads, shape.width)
@@ -101,7 +101,7 @@ def measured(
 
 
 def in_words(rows: list[dict[str, Any]]) -> list[str]:
-    """A line for each row."""
+    """Return a line per row."""
     lines = []
     for row in rows:
         start = f"attention on a GPU, {row['pass']:8} {row['candidate']:6} ({row['case']}): "
@@ -129,7 +129,7 @@ def _cudnn(q: Any, k: Any, v: Any) -> Any:
 
 
 def _pull(function: Callable[..., Any], *arguments: Any) -> Any:
-    """The function's backward pass with what it remembers of the forward pass: a pytree."""
+    """Return the function's backward pass with its residuals; a pytree."""
     return jax.jit(lambda *xs: jax.vjp(function, *xs)[1])(*arguments)
 
 

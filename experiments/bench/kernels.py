@@ -1,13 +1,14 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""`bench kernels`: our operations beside libraries and the measured limit, forward and backward.
+"""Measures operations beside libraries and measured limits, both passes (`bench kernels`).
 
     grouped_matmul, grouped_swiglu   beside the dense product of as many rows, by load of the groups
     flash_attention                  beside jax.nn.dot_product_attention, with temporary memory
-    attention on a GPU               beside cuDNN, in bfloat16: bench_gpu_attention.py
-    products of few bits, of groups  beside dense ones and libraries: bench_products.py
+    attention on a GPU               beside cuDNN, in bfloat16: gpu_attention.py
+    products of few bits, of groups  beside dense ones and libraries: products.py
 
-The rest in float32, in turns; a speed is the median's, the limit the rate of a large dense product.
+The other rows are float32. Candidates take turns; a speed is the median's, the limit the rate of a
+large dense product.
 """
 
 from __future__ import annotations
@@ -30,16 +31,16 @@ from pallas_kernels.backend import Implementation
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class KernelBenchConfig:
-    """Our operations beside libraries and the measured limit."""
+    """Operations of this package beside libraries and the measured limit."""
 
     run: BenchRunConfig = BenchRunConfig()
-    """Where the numbers go."""
+    """Output directory."""
     rounds: int = 7
-    """Runs of each candidate that count."""
+    """Counted runs per candidate."""
     rows: int = 8192
-    """Of a grouped product."""
+    """Rows of a grouped product."""
     groups: int = 16
-    """Groups that share them."""
+    """Groups that share the rows."""
     width: int = 256
     """Width of a row."""
     hidden: int = 512
@@ -47,9 +48,9 @@ class KernelBenchConfig:
     lengths: tuple[int, ...] = (512, 2048)
     """Sequence lengths of attention, 4096 tokens in all, 4 heads of 64."""
     memory_lengths: tuple[int, ...] = (2048, 4096, 8192)
-    """Lengths of one sequence at which temporary memory is compared."""
+    """Sequence lengths at which temporary memory is compared."""
     implementation: Implementation | None = None
-    """Of our operations; None picks the fastest that runs here."""
+    """Implementation of the operations; None picks the fastest that runs here."""
 
     def __post_init__(self):
         for field in ("rounds", "rows", "groups", "width", "hidden"):
@@ -60,7 +61,7 @@ class KernelBenchConfig:
 
 
 def bench_kernels(config: KernelBenchConfig) -> dict[str, Any]:
-    """Measures; the numbers of summary.json."""
+    """Measure, and return the numbers of summary.json."""
     return {
         "matmul_flops_per_second": matmul_rate(),
         "rows": [*_grouped(config), *_attention(config)],
@@ -71,7 +72,7 @@ def bench_kernels(config: KernelBenchConfig) -> dict[str, Any]:
 
 
 def in_words(summary: dict[str, Any]) -> str:
-    """The numbers as a table."""
+    """Return the numbers as a table."""
     lines = [
         f"dense product {summary['matmul_flops_per_second'] / 1e9:.0f} GFLOP/s, float32",
         f"{'operation':16}{'case':14}{'ours':>10}{'beside':>10}   ratio of speeds",
@@ -91,7 +92,7 @@ def in_words(summary: dict[str, Any]) -> str:
 
 
 def _grouped(config: KernelBenchConfig) -> Iterator[dict[str, Any]]:
-    """Both grouped operations under every load, beside the dense product of as many rows."""
+    """Yield both grouped operations under every load, beside the dense product of as many rows."""
     width, hidden, groups = config.width, config.hidden, config.groups
     keys = jax.random.split(jax.random.key(0), 3)
     rows = jax.random.normal(keys[0], (config.rows, width))
@@ -120,7 +121,7 @@ def _grouped(config: KernelBenchConfig) -> Iterator[dict[str, Any]]:
 
 
 def _attention(config: KernelBenchConfig) -> Iterator[dict[str, Any]]:
-    """flash_attention beside jax.nn, causal."""
+    """Yield flash_attention beside jax.nn, causal."""
     for length in config.lengths:
         batch = max(1, 4096 // length)
         keys = jax.random.split(jax.random.key(1), 3)
@@ -137,7 +138,7 @@ def _attentions(config: KernelBenchConfig) -> dict[str, Callable[..., Any]]:
 
 
 def _attention_memory(config: KernelBenchConfig) -> list[dict[str, int]]:
-    """Temporary bytes of forward and backward by length, from the compiler."""
+    """Return temporary bytes of forward and backward by length, from the compiler."""
     table = []
     for length in config.memory_lengths:
         arrays = (jax.ShapeDtypeStruct((1, length, 4, 64), jnp.float32),) * 3
@@ -156,7 +157,7 @@ def _row(
     arguments: tuple[Any, ...],
     rounds: int,
 ) -> dict[str, Any]:
-    """Ours and the other candidate in turns, forward and backward."""
+    """Return a row of two candidates that take turns, forward and backward."""
     runs = {name: timed(with_gradients(f), *arguments) for name, f in candidates.items()}
     timings = in_turns(runs, rounds=rounds)
     ours, (beside, other) = timings["ours"], next(t for t in timings.items() if t[0] != "ours")

@@ -1,9 +1,9 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Timings side by side: candidates take turns, so that what the machine does else meets them all.
+"""Times candidates side by side: they take turns, so that other load affects all of them.
 
-Before each turn there is a pause: thread pools spin for a while when their work is done, and would
-take the other candidate's cores.
+Before each turn there is a pause: thread pools spin for a while after their work, and would take
+cores from the next candidate.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ class Timing:
 
     @property
     def median(self) -> float:
-        """The number to compare."""
+        """Median seconds, the number to compare."""
         return statistics.median(self.seconds)
 
     @property
     def best(self) -> float:
-        """The least disturbed run."""
+        """Seconds of the least disturbed run."""
         return min(self.seconds)
 
 
@@ -39,7 +39,7 @@ _PAUSE_SECONDS = 0.25
 
 
 def timed(function: Callable[..., Any], *arguments: Any) -> Callable[[], float]:
-    """A jitted function of fixed arguments as one that runs it to its end and returns seconds."""
+    """Return a function that runs a jitted call on fixed arguments to its end, and its seconds."""
     compiled = jax.jit(function).lower(*arguments).compile()
 
     def run() -> float:
@@ -51,7 +51,7 @@ def timed(function: Callable[..., Any], *arguments: Any) -> Callable[[], float]:
 
 
 def with_gradients(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function's value and, for a cotangent of ones, its gradients in all arguments."""
+    """Return a function of the value and, for a cotangent of ones, all gradients."""
 
     def run(*arguments: Any) -> Any:
         out, pull = jax.vjp(function, *arguments)
@@ -63,12 +63,12 @@ def with_gradients(function: Callable[..., Any]) -> Callable[..., Any]:
 def in_turns(
     candidates: Mapping[str, Callable[[], float]], *, rounds: int, warm_up: int = 2
 ) -> dict[str, Timing]:
-    """Runs every candidate once per round.
+    """Run every candidate once per round.
 
     Args:
-        candidates: each runs once and returns its seconds.
-        rounds: that count.
-        warm_up: rounds before them.
+        candidates: Functions that run once and return their seconds.
+        rounds: Counted rounds.
+        warm_up: Rounds before them.
     """
     seconds: dict[str, list[float]] = {name: [] for name in candidates}
     for index in range(warm_up + rounds):
@@ -82,11 +82,11 @@ def in_turns(
 
 
 def matmul_rate(dtype: Any = jnp.float32, shapes: Sequence[tuple[int, int, int]] = ()) -> float:
-    """FLOP/s of dense products, the physical limit of the rest: the best of a few shapes.
+    """Return FLOP/s of dense products, the physical limit of the rest: the best of a few shapes.
 
     Args:
-        dtype: Of both factors; integers are summed in int32, numbers of 8 bits in float32.
-        shapes: (m, k, n) of each; None given: what keeps a CPU busy.
+        dtype: Dtype of both factors; integers are summed in int32, 8-bit floats in float32.
+        shapes: Shapes (m, k, n); without any, those that keep a CPU busy.
     """
     best = 0.0
     time.sleep(_PAUSE_SECONDS)
@@ -102,7 +102,7 @@ def matmul_rate(dtype: Any = jnp.float32, shapes: Sequence[tuple[int, int, int]]
 
 
 def memory_rate(size: int = 2**28) -> float:
-    """Bytes/s between memory and cores, reading and writing: the best of a few runs.
+    """Return bytes/s between memory and cores, reading and writing: the best of a few runs.
 
     Args:
         size: Bytes that are read, and as many that are written: more than caches hold.

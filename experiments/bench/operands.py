@@ -1,8 +1,9 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""What products are measured with: rows spread over groups, numbers in few bits.
+"""Provides operands of measured products: rows spread over groups, values in few bits.
 
-To add a load: a line in `loads`. To add a pair of formats: a line in `PAIRS`.
+To add a load: a line in `loads` of `experiments/bench/operands.py`. To add a pair of formats: a
+line in `PAIRS` of `experiments/bench/operands.py`.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from pallas_kernels.quantized_array import QuantizedDtype
 
 
 class Pair(NamedTuple):
-    """What the factors of a product become: (dtype, block size); None for what they are."""
+    """Formats (dtype, block size) of the factors of a product; None keeps a factor."""
 
     x: tuple[QuantizedDtype, int | None] | None
     w: tuple[QuantizedDtype, int | None] | None
     multiplied: str | None
-    """The dtype that is multiplied; None: what the factors are."""
+    """Dtype that is multiplied; None for that of the factors."""
 
 
 PAIRS: dict[str, Pair] = {
@@ -30,16 +31,16 @@ PAIRS: dict[str, Pair] = {
     "w4a16": Pair(None, ("int4", 128), None),
     "fp8": Pair(("float8_e4m3fn", None), ("float8_e4m3fn", None), "float8_e4m3fn"),
 }
-"""By the bits of weights and activations."""
+"""Pairs by the bits of weights and activations."""
 
 
 def rounded(x: Any, form: tuple[QuantizedDtype, int | None] | None, axis: int) -> Any:
-    """An operand in its format; without blocks where they do not divide it.
+    """Return an operand in its format; without blocks where they do not divide it.
 
     Args:
-        x: Floating.
-        form: Of a `Pair`.
-        axis: The contracted one.
+        x: Floating array.
+        form: Format of a `Pair`.
+        axis: Contracted axis.
     """
     if form is None:
         return x
@@ -49,7 +50,7 @@ def rounded(x: Any, form: tuple[QuantizedDtype, int | None] | None, axis: int) -
 
 
 def loads(rows: int, groups: int) -> dict[str, np.ndarray]:
-    """Sizes of groups that sum to `rows`: even, as a router scatters them, and skewed."""
+    """Return group sizes that sum to `rows`: even, as scattered by a router, and skewed."""
     random = np.random.default_rng(0)
     even = np.full(groups, 1.0)
     scattered = random.multinomial(rows, even / groups).astype(float)

@@ -1,8 +1,8 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""The peer of `bench step`: one training step of OLMoE in transformers and PyTorch, on request.
+"""Peer of `bench step`: training steps of OLMoE in transformers and PyTorch, on request.
 
-A process of its own, so that the thread pools of two frameworks do not meet in one. It reads one
+It is a separate process, so that the thread pools of two frameworks do not share one. It reads one
 JSON line with the sizes, then a line per request, and answers each with one JSON line:
 
     rate    FLOP/s of a dense product
@@ -23,15 +23,15 @@ from jaxmoe.optional import require
 
 
 def training_data(batch: int, length: int) -> Loader:
-    """The embedded corpus, the same batches for both sides."""
+    """Return the embedded corpus, the same batches for both sides."""
     return Loader(CorpusConfig().build(), batch_size=batch, sequence_length=length, seed=0)
 
 
 class Peer:
-    """A model, its optimiser and its data.
+    """Model, optimiser and data of the peer.
 
     Args:
-        sizes: of `bench step`'s model and batch, by the names of the OLMoE config.
+        sizes: Sizes of the model and batch of `bench step`, by the names of the OLMoE config.
     """
 
     def __init__(self, sizes: dict[str, Any]):
@@ -54,7 +54,7 @@ class Peer:
         self._data, self._steps = training_data(batch, length), itertools.count()
 
     def describe(self) -> dict[str, Any]:
-        """What runs."""
+        """Return what runs."""
         return {
             "torch": self._torch.__version__,
             "threads": self._torch.get_num_threads(),
@@ -63,7 +63,7 @@ class Peer:
         }
 
     def step(self) -> float:
-        """Seconds of one step."""
+        """Return the seconds of one step."""
         tokens = self._torch.from_numpy(self._data.batch(next(self._steps)).tokens).long()
         started = time.perf_counter()
         self._model(input_ids=tokens, labels=tokens).loss.backward()
@@ -73,7 +73,7 @@ class Peer:
         return time.perf_counter() - started
 
     def rate(self) -> float:
-        """FLOP/s of a dense product."""
+        """Return FLOP/s of a dense product."""
         x = self._torch.ones(2048, 2048)
         seconds = []
         for _ in range(8):
@@ -84,7 +84,7 @@ class Peer:
 
 
 def main() -> None:
-    """Answers until the input ends."""
+    """Answer requests until the input ends."""
     keep_freed_memory()
     peer = Peer(json.loads(sys.stdin.readline()))
     print(json.dumps(peer.describe()), flush=True)

@@ -1,22 +1,24 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Products of few bits, and of groups of rows, beside dense ones, libraries and what is possible.
+"""Measures products of few bits, and of groups of rows, beside dense ones, libraries and limits.
 
-    quantized_matmul   w8a8, w4a8, w4a16, fp8, mixed     beside the dense product of as many numbers
+    quantized_matmul   w8a8, w4a8, w4a16, fp8, mixed     beside the dense product of as many values
     grouped_matmul     as it is, w8a8, w4a16, fp8        beside the dense product of as many rows,
                        forward and both gradients        jax.lax.ragged_dot, torch._grouped_mm
 
 On a GPU or TPU at the widths of OLMoE and Qwen3 in bfloat16, with the kernels for it and with XLA;
-on a CPU at small ones in float32. Numbers are random and rounded beforehand, but for `mixed`, which
-rounds its activations as it goes; an expert's load is even or Zipf's. Candidates take turns,
+on a CPU at small ones in float32. Operands are random and rounded beforehand, except for `mixed`,
+which rounds its activations in the run; an expert's load is even or Zipf's. Candidates take turns,
 medians count. A product of few rows is repeated with as many matrices, so that none stays in a
 cache, and the start of a program is shared by all.
 
-The limit of a product is the longer of two times: of reading and writing all operands at the speed
-of memory, and of its operations at the rate of a large dense product of the same bits. Both are
-measured in the same run. What cannot run here is a row that says why.
+The limit of a product is the longer of two times: reading and writing all operands at the speed of
+memory, and its operations at the rate of a large dense product of the same bits. Both are measured
+in the same run. A candidate that cannot run here is a row with the reason.
 
-To add a candidate: a line in `PAIRS`, or in `_grouped_candidates`. To add a target: in `TARGETS`.
+To add a candidate: a line in `PAIRS` of `experiments/bench/operands.py`, or in
+`_grouped_candidates` of `experiments/bench/products.py`. To add a target: a line in `TARGETS` of
+`experiments/bench/products.py`.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ from pallas_kernels.backend import Implementation, platform
 
 NO_GPU = "there is no GPU"
 FEW = 32
-"""Rows up to which a product's time is that of reading its matrix."""
+"""Rows up to which the time of a product is that of reading its matrix."""
 
 TARGETS: dict[tuple[str, str, str], float] = {
     ("gpu", "grouped_matmul", "ours"): 0.7,
@@ -46,11 +48,11 @@ TARGETS: dict[tuple[str, str, str], float] = {
     ("gpu", "quantized_matmul few", "mixed"): 1.5,
     ("cpu", "quantized_matmul many", "w8a8"): 0.9,
 }
-"""Speeds to reach, in units of the dense product's: of a Hopper GPU, and of a CPU."""
+"""Target speeds, in units of the dense product's: of a Hopper GPU, and of a CPU."""
 
 
 class Sizes(NamedTuple):
-    """Of one model's products."""
+    """Sizes of one model's products."""
 
     name: str
     width: int
@@ -70,7 +72,7 @@ SMALL = Sizes("small", 512, 512, 8, (32,), (1024,), 1024, 1, "float32")
 
 
 def published() -> tuple[Sizes, ...]:
-    """The widths at which a GPU or TPU is measured."""
+    """Return the widths at which a GPU or TPU is measured."""
     models = {"OLMoE": PRESETS["olmoe_1b_7b"](), "Qwen3": PRESETS["qwen3_30b_a3b"]()}
     found = []
     for name, model in models.items():
@@ -82,15 +84,15 @@ def published() -> tuple[Sizes, ...]:
 
 
 class Limits(NamedTuple):
-    """Of the machine, measured."""
+    """Measured limits of the machine."""
 
     flops: Mapping[str, float]
-    """Per second, by dtype."""
+    """Operations per second, by dtype."""
     memory: float
     """Bytes per second."""
 
     def seconds(self, flops: float, dtype: str, size: float) -> float:
-        """The least time of so many operations and bytes."""
+        """Return the least time of so many operations and bytes."""
         return max(flops / self.flops[dtype], size / self.memory)
 
 
@@ -99,11 +101,12 @@ GROUPED_PAIRS = ("w8a8", "w4a16", "fp8")
 
 
 def products(rounds: int, implementation: Implementation | None = None) -> dict[str, Any]:
-    """Measures; the numbers of summary.json.
+    """Measure, and return the numbers of summary.json.
 
     Args:
-        rounds: that count.
-        implementation: of our products; None picks the kernels of the device at hand, or XLA.
+        rounds: Counted runs per candidate.
+        implementation: Implementation of the products; None picks the kernels of the device, or
+            XLA.
     """
     is_cpu = platform() == "cpu"
     limits = measured_limits("float32" if is_cpu else "bfloat16", is_large=not is_cpu)
@@ -117,21 +120,21 @@ def products(rounds: int, implementation: Implementation | None = None) -> dict[
 
 
 def measured_limits(dtype: str, *, is_large: bool) -> Limits:
-    """Of the machine at hand.
+    """Return the limits of this machine.
 
     Args:
-        dtype: Of what is not quantised.
-        is_large: As a GPU or TPU needs it.
+        dtype: Dtype of values that are not quantised.
+        is_large: Whether to use sizes for a GPU or TPU.
     """
     shapes = ((8192, 8192, 8192),) if is_large else ()
     rates = {d: matmul_rate(jnp.dtype(d), shapes) for d in (dtype, "int8", "float8_e4m3fn")}
-    # What a backend does in few bits by way of more is limited by those.
+    # Products that a backend computes in more bits are limited by the rate of those.
     rates = {name: max(rate, rates[dtype]) for name, rate in rates.items()}
     return Limits(rates, memory_rate(2**30 if is_large else 2**27))
 
 
 def unmeasured() -> list[dict[str, Any]]:
-    """The rows that a Hopper GPU is to fill."""
+    """Return the rows that need a Hopper GPU."""
     return [
         _row(operation, "OLMoE and Qwen3", "all" if "grouped" in operation else "forward", name)
         | {"target": target, "reason": NO_GPU}
@@ -143,13 +146,13 @@ def unmeasured() -> list[dict[str, Any]]:
 def measured(
     sizes: Sizes, limits: Limits, rounds: int, implementation: Implementation | None = None
 ) -> list[dict[str, Any]]:
-    """The rows of one model's sizes.
+    """Return the rows of one model's sizes.
 
     Args:
-        sizes: Of operands.
-        limits: Of the machine.
-        rounds: that count.
-        implementation: See `products`.
+        sizes: Sizes of the operands.
+        limits: Measured limits of the machine.
+        rounds: Counted runs per candidate.
+        implementation: Implementation of the products; see `products`.
     """
     rows = [
         *_quantised(sizes, limits, rounds, implementation),
@@ -162,7 +165,7 @@ def measured(
 
 
 def in_words(summary: dict[str, Any]) -> list[str]:
-    """A line for each limit and row."""
+    """Return a line per limit and row."""
     *rates, (_, memory) = summary["product_limits"].items()
     limits = ", ".join(f"{name} {rate / 1e12:.3g}" for name, rate in rates)
     lines = [f"limits: TFLOP/s {limits}; memory {memory / 1e9:.0f} GB/s"]
@@ -180,12 +183,12 @@ def in_words(summary: dict[str, Any]) -> list[str]:
 
 
 class _Candidate(NamedTuple):
-    """One way to a product."""
+    """One way to compute a product."""
 
     run: Callable[[], float] | str
-    """Seconds of one run; or why it cannot be."""
+    """Function that returns the seconds of one run, or the reason why it cannot run."""
     dtype: str
-    """That names the limit of operations."""
+    """Dtype that selects the limit of operations."""
     size: float = 0.0
     """Bytes of operands and result."""
 
@@ -260,10 +263,10 @@ def _grouped_candidates(
             function = (lambda a: multiply(a, weights)) if of_rows else lambda a: multiply(rows, a)
             return jax.vjp(function, rows if of_rows else weights)[1](d_out)[0]
 
-        # Each pass reads two of rows, weights and d out, and writes what is like the third.
+        # Each pass reads two of rows, weights and d out, and writes an array like the third.
         return _Candidate(_timed(run, rows, weights, d_out), limit, _bytes((rows, weights, d_out)))
 
-    # A dense product of as many rows: with the first group's matrix.
+    # Dense product of as many rows with the first group's matrix.
     candidates = {"dense": one(jnp.matmul, rows, weights[0])}
     for suffix, implementation in _implementations("grouped_matmul", asked).items():
 
@@ -287,7 +290,7 @@ def _grouped_candidates(
 
 
 def _implementations(operation: str, asked: Implementation | None) -> dict[str, Any]:
-    """What stands behind a candidate's name, and the implementation: first our kernels."""
+    """Return suffixes of candidate names with their implementations, kernels first."""
     runnable = OPERATIONS[operation].runnable()
     kernels = [name for name in runnable if name.startswith("pallas")]
     if asked is not None or not kernels:
@@ -304,7 +307,7 @@ def _rows(
     limits: Limits,
     rounds: int,
 ) -> Iterator[dict[str, Any]]:
-    """A row for each candidate, the dense product first."""
+    """Yield a row per candidate, the dense product first."""
     runs = {c: one.run for c, one in candidates.items() if not isinstance(one.run, str)}
     medians = {c: timing.median for c, timing in in_turns(runs, rounds=rounds).items()}
     for candidate, one in candidates.items():
@@ -328,7 +331,7 @@ def _row(operation: str, case: str, name: str, candidate: str) -> dict[str, Any]
 
 
 def _timed(function: Callable[..., Any], *arguments: Any) -> Callable[[], float] | str:
-    """The function to be run, or the words with which kernel or compiler refuse it."""
+    """Return the timed function, or the message with which kernel or compiler refuse it."""
     try:
         return timed(function, *arguments)
     except (ValueError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
@@ -336,13 +339,13 @@ def _timed(function: Callable[..., Any], *arguments: Any) -> Callable[[], float]
 
 
 def _mixed(x: Any, matrices: list[Any]) -> list[Any]:
-    """With an eighth of the channels in 8 bits: how many a model needs is not what is measured."""
+    """Return weights with an eighth of the channels in 8 bits."""
     sample, size = x.astype(jnp.float32), min(128, x.shape[1])
     wide = max(1, x.shape[1] // size // 8)
     return [quantize_mixed(w, sample, block_size=size, num_wide=wide) for w in matrices]
 
 
 def _bytes(tree: Any) -> float:
-    """Of all arrays, two int4 to a byte."""
+    """Return the bytes of all arrays, two int4 to a byte."""
     leaves = jax.tree.leaves(tree)
     return sum(x.size * (0.5 if x.dtype == jnp.int4 else x.dtype.itemsize) for x in leaves)

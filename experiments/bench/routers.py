@@ -1,13 +1,14 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""`bench routers`: what each routing method costs beside plain top-k.
+"""Measures the cost of each routing method beside plain top-k (`bench routers`).
 
-Measured is `route` in training, the gate, and the losses of the statistics, forward and with the
-gradients in the parameters and the tokens; not the experts, the dispatch, or losses of weights.
-Beside them stands the router's matrix product at the rate measured in the same run:
-2 T D E operations forward, 6 T D E with its gradients.
+Measured are `route` in training, the gate, and the losses of the statistics, forward and with the
+gradients of the parameters and the tokens; not the experts, the dispatch, or losses of weights.
+The limit is the router's matrix product at the rate measured in the same run: 2 T D E operations
+forward, 6 T D E with its gradients.
 
-All methods take turns; medians. A method that does not fit these sizes is a row that says why.
+All methods take turns; medians count. A method that does not fit these sizes is a row with the
+reason.
 """
 
 from __future__ import annotations
@@ -38,24 +39,24 @@ PLAIN = "plain top-k"
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RouterBenchConfig:
-    """The cost of each routing method beside plain top-k."""
+    """Cost of each routing method beside plain top-k."""
 
     run: BenchRunConfig = BenchRunConfig()
-    """Where the numbers go."""
+    """Output directory."""
     methods: tuple[str, ...] = ()
-    """Names in jaxmoe.routing.METHODS; all of them when empty."""
+    """Names in jaxmoe.routing.METHODS; empty for all of them."""
     tokens: int = 16384
-    """T, tokens of a batch."""
+    """Tokens of a batch, T."""
     sequence_length: int = 2048
-    """Tokens of one sequence, for methods that look at whole sequences; divides tokens."""
+    """Tokens of one sequence, for methods that use whole sequences; divides tokens."""
     num_experts: int = 64
-    """E."""
+    """Number of routed experts, E."""
     top_k: int = 8
-    """K."""
+    """Experts per token, K."""
     width: int = 512
-    """D, width of a token."""
+    """Width of a token, D."""
     rounds: int = 5
-    """Runs of each method that count."""
+    """Counted runs per method."""
 
     def __post_init__(self):
         for field in ("tokens", "sequence_length", "num_experts", "top_k", "width", "rounds"):
@@ -74,7 +75,7 @@ class RouterBenchConfig:
 
 
 def bench_routers(config: RouterBenchConfig) -> dict[str, Any]:
-    """Measures; the numbers of summary.json."""
+    """Measure, and return the numbers of summary.json."""
     plain = MoEConfig(
         num_experts=config.num_experts,
         top_k=config.top_k,
@@ -123,7 +124,7 @@ def bench_routers(config: RouterBenchConfig) -> dict[str, Any]:
 
 
 def in_words(summary: dict[str, Any]) -> str:
-    """The numbers as a table."""
+    """Return the numbers as a table."""
     sizes = " ".join(f"{name}={size}" for name, size in summary["sizes"].items())
     limit = summary["limit_seconds"]
     names = [row["method"] for row in summary["rows"]] + list(summary["refused"])
@@ -147,7 +148,7 @@ def in_words(summary: dict[str, Any]) -> str:
 def _compiled(
     config: RouterBenchConfig, moe: MoEConfig, has_gradients: bool
 ) -> Callable[[], float]:
-    """A compiled run of one method, which returns its seconds."""
+    """Return a compiled run of one method, which returns its seconds."""
     router = moe.router.build(num_experts=moe.num_routed, top_k=moe.top_k, embed_dim=config.width)
     params, state = router.init(jax.random.key(0))
     key, inputs = jax.random.key(1), _inputs(config, moe)
@@ -175,7 +176,7 @@ def _compiled(
 
 
 def _inputs(config: RouterBenchConfig, moe: MoEConfig) -> RouterInputs:
-    """Tokens without structure, and all that any router may look at."""
+    """Return tokens without structure, with every input that a router may use."""
     tokens = config.tokens
     previous = None
     if moe.router.traits.carries_logits:
@@ -196,7 +197,7 @@ def _inputs(config: RouterBenchConfig, moe: MoEConfig) -> RouterInputs:
 
 
 def _losses(moe: MoEConfig, output: Any, inputs: RouterInputs) -> list[Array]:
-    """Of the balancers that look at statistics, for one layer."""
+    """Return the losses of the balancers that use statistics, for one layer."""
     extra, balancers = output.statistics.extra, of_statistics(moe.balancers)
     for balancer in balancers:
         extra = extra | balancer.observe(output, inputs)

@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""`bench step`: a training step beside a peer's, the limit beside both, and where the rest goes.
+"""Measures a training step beside a peer, the limit of both, and the step's parts (`bench step`).
 
 The limit is the step's floating-point operations at the rate of a dense product measured in the
 same run. The parts are measured one by one, forward and backward, so that their sum differs a
@@ -48,7 +48,7 @@ _LEARNING_RATE = 3e-4
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class BenchRunConfig:
-    """Where the numbers go."""
+    """Output directory of a benchmark."""
 
     directory: str | None = None
     """Directory of summary.json; runs/bench/<name> when None."""
@@ -56,24 +56,24 @@ class BenchRunConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class StepBenchConfig:
-    """A step of OLMoE's shape, small enough for two cores."""
+    """Training step of OLMoE's shape, small enough for two cores."""
 
     run: BenchRunConfig = BenchRunConfig()
-    """Where the numbers go."""
+    """Output directory."""
     model: ModelConfig = _MODEL
-    """What is trained."""
+    """Model to train."""
     execution: ExecutionConfig = ExecutionConfig(unroll=4)
-    """How."""
+    """Execution of the model."""
     batch_size: int = 8
-    """Sequences of a step."""
+    """Sequences per step."""
     sequence_length: int = 512
     """Tokens of a sequence."""
     warm_up: int = 20
-    """Steps of each before them: a fresh router loads its experts unevenly."""
+    """Steps before the counted ones: a fresh router loads its experts unevenly."""
     rounds: int = 10
-    """Steps of each that count."""
+    """Counted steps of each side."""
     peer: Literal["transformers", "none"] = "transformers"
-    """Beside whom: OLMoE in transformers and PyTorch (extra hf), or nobody."""
+    """Peer: OLMoE in transformers and PyTorch (extra hf), or none."""
 
     def __post_init__(self):
         for field in ("batch_size", "sequence_length", "rounds"):
@@ -90,7 +90,7 @@ class StepBenchConfig:
 
 
 def bench_step(config: StepBenchConfig) -> dict[str, Any]:
-    """Measures; the numbers of summary.json."""
+    """Measure, and return the numbers of summary.json."""
     model, moe = config.model, config.model.moe
     assert moe is not None
     tokens = config.batch_size * config.sequence_length
@@ -128,7 +128,7 @@ def bench_step(config: StepBenchConfig) -> dict[str, Any]:
 
 
 def in_words(summary: dict[str, Any]) -> str:
-    """The numbers as a table."""
+    """Return the numbers as a table."""
     limit = summary["limit_seconds"]
     lines = [
         f"limit          {limit:8.3f} s   {summary['flops'] / 1e12:.3f} TFLOP at"
@@ -154,7 +154,7 @@ def in_words(summary: dict[str, Any]) -> str:
 
 
 class _OurStep:
-    """Our training step on fresh random tokens."""
+    """Training step of this library on fresh random tokens."""
 
     def __init__(self, config: StepBenchConfig):
         self._data = training_data(config.batch_size, config.sequence_length)
@@ -172,7 +172,7 @@ class _OurStep:
         self.max_violation = 0.0
 
     def step(self) -> float:
-        """Seconds of one step."""
+        """Return the seconds of one step."""
         batch = self._batch()
         started = time.perf_counter()
         self.state, metrics = self._step(self.state, batch)
@@ -186,14 +186,14 @@ class _OurStep:
 
 
 class _PeerProcess:
-    """The peer, in its own process.
+    """The peer in its own process.
 
     Raises:
-        ValueError: it does not start.
+        ValueError: It does not start.
     """
 
     def __init__(self, config: StepBenchConfig):
-        self._complaints = tempfile.TemporaryFile("w+")  # a pipe that nobody reads would fill up
+        self._complaints = tempfile.TemporaryFile("w+")  # an unread pipe would fill up
         self._process = subprocess.Popen(
             [sys.executable, "-m", "experiments.bench.peer"],
             stdin=subprocess.PIPE,
@@ -205,19 +205,19 @@ class _PeerProcess:
         self.facts: dict[str, Any] = self._hear()
 
     def ask(self, request: str) -> Any:
-        """The answer to one request."""
+        """Return the answer to one request."""
         self._say(request)
         return self._hear()
 
     def close(self) -> None:
-        """Ends it."""
+        """Stop the process."""
         self._process.kill()
         self._process.communicate()
         self._complaints.close()
 
     def _say(self, line: str) -> None:
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it has ended: `_hear` says why
+        with contextlib.suppress(BrokenPipeError):  # it has ended; `_hear` raises
             self._process.stdin.write(line + "\n")
             self._process.stdin.flush()
 
@@ -257,7 +257,7 @@ def _olmoe_sizes(config: StepBenchConfig) -> dict[str, Any]:
 def _parts(
     config: StepBenchConfig, state: TrainState, *, flops_rate: float
 ) -> dict[str, dict[str, float | None]]:
-    """Attention, experts and optimiser of all layers, each measured alone."""
+    """Return attention, experts and optimiser of all layers, each measured alone."""
     model, execution, moe = config.model, config.execution, config.model.moe
     assert moe is not None
     batch, length = config.batch_size, config.sequence_length

@@ -1,12 +1,12 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""PyTorch's grouped product on a GPU: torch._grouped_mm, in bfloat16, forward and both gradients.
+"""Measures PyTorch's grouped product on a GPU: torch._grouped_mm in bfloat16, with both gradients.
 
     forward    rows [R k] @ weights [G k n]         d rows   d out [R n] @ weights^T
     d weights  rows^T [k R] @ d out [R n], cut by group along R
 
-It is the private function that the experts of transformers use. Where PyTorch with CUDA is not
-there, the reason stands in its place.
+It is the private function that the experts of transformers use. Without PyTorch with CUDA the
+reason is returned instead.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ import numpy as np
 def grouped(
     name: str, rows: tuple[int, ...], weights: tuple[int, ...], group_sizes: np.ndarray
 ) -> Callable[[], float] | str:
-    """One pass, to be run for its seconds; or why it cannot be.
+    """Return a timed run of one pass, or the reason why it cannot run.
 
     Args:
         name: "forward", "d rows" or "d weights".
-        rows: [R k].
-        weights: [G k n].
-        group_sizes: [G], whose sum is R.
+        rows: Shape [R k].
+        weights: Shape [G k n].
+        group_sizes: Group sizes [G], whose sum is R.
     """
     if importlib.util.find_spec("torch") is None:
         return "PyTorch is not installed"

@@ -40,7 +40,7 @@ KERNELS: dict[Implementation, kernels.Kernels] = {
 OPERATION = Operation(
     name="flash_attention",
     implementations={
-        # The oracle's gradients are those that jax derives.
+        # JAX derives the gradients of the reference.
         name: reference.flash_attention
         if name == "reference"
         else functools.partial(kernels.flash_attention, kernels=one)

@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Rows sorted by group, each group times its own matrix: the experts of a dropless MoE."""
+"""Multiplies rows sorted by group by their group's matrix: the experts of a dropless MoE."""
 
 from pallas_kernels.grouped_matmul.api import OPERATION, OUTER, grouped_matmul, grouped_outer
 

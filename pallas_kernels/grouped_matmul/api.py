@@ -1,30 +1,31 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""The door of grouped_matmul: checks, the choice of an implementation, and the table of them.
+"""Multiplies each group of consecutive rows by the group's own matrix.
 
     out[r] = rows[r] @ weights[g]     for ends[g-1] <= r < ends[g], ends = cumsum(group_sizes)
     out[r] = 0                        for ends[G-1] <= r
 
-It is jax.lax.ragged_dot with two promises more: rows past the end may hold anything, NaN included,
-and no backend multiplies many rows by every group's matrix (XLA does, on CPU and GPU, forward or
-backward: G times the work). The gradients of rows and weights come with each implementation;
-forward-mode differentiation comes with `reference` only.
+It is jax.lax.ragged_dot with two more guarantees: rows past the end may hold anything, NaN
+included, and no backend multiplies many rows by every group's matrix (XLA does, on CPU and GPU,
+forward or backward: G times the work). Each implementation has the gradients of rows and weights;
+forward-mode differentiation works with `reference` only.
 
-Weights may be quantised (`pallas_kernels.quantize`, axis=-2), and then rows too (axis=-1): what is
-multiplied is what is given, as in `quantized_matmul`, and gradients go to floating operands alone.
+Weights may be quantised (`pallas_kernels.quantize`, axis=-2), and then rows too (axis=-1). The
+factors are multiplied as given, as in `quantized_matmul`; only floating operands have gradients.
 
 `grouped_outer` is the other product that an expert needs, the gradient of its matrix:
 
     out[g] = sum over the rows r of g of rows[r]^T others[r]
 
-Where sizes add up to more than R, rows past R are not there: groups end at R, and those that begin
-there have none.
+Where sizes add up to more than R, groups are cut at R, and groups that begin there are empty.
 
 It knows no mesh. Inside `jax.shard_map`, over sharded rows and replicated weights, the gradient of
 the weights comes back summed over the devices.
 
-To add an implementation: a file beside this one with its two products (products.py), a line in
-`PRODUCTS`, and a line in the table of the tests.
+To add an implementation: `pallas_kernels/grouped_matmul/<name>.py` with the two products of
+`pallas_kernels/grouped_matmul/products.py`, its line in `PRODUCTS` of
+`pallas_kernels/grouped_matmul/api.py`, a row in
+`tests/pallas_kernels/grouped_matmul/test_grouped_matmul.py`.
 """
 
 import dataclasses
@@ -48,12 +49,12 @@ PRODUCTS: dict[Implementation, products.Products] = {
     "pallas_tpu": pallas_tpu.PRODUCTS,
     "pallas_gpu": pallas_gpu.PRODUCTS,
 }
-"""The two products of every implementation but the oracle."""
+"""The two products of every implementation except the reference."""
 
 OPERATION = Operation(
     name="grouped_matmul",
     implementations={
-        # The oracle's gradients are those that jax derives.
+        # JAX derives the gradients of the reference.
         "reference": reference.grouped_matmul,
         **{
             name: functools.partial(products.grouped_matmul, products=one)
@@ -79,23 +80,24 @@ def grouped_matmul(
     implementation: Implementation | None = None,
     out_dtype: Any = None,
 ) -> Float[Array, "R n"]:
-    """Multiplies each group of consecutive rows by the group's own matrix.
+    """Return each group of consecutive rows times the group's own matrix.
 
     Args:
-        rows: Sorted by group: first the rows of group 0, then those of group 1, and so on. What
-            stands past the last group is never read. Quantised: along -1, or by one scale.
-        weights: One matrix per group, of the dtype of `rows`; or quantised, along -2 or by one
-            scale.
-        group_sizes: How many rows each group has, 0 allowed; no group reaches past R.
-        implementation: Which implementation runs; None picks the fastest that runs here.
-        out_dtype: Of the result; that of `rows` when None, float32 where they are quantised.
+        rows: Rows sorted by group: first the rows of group 0, then those of group 1, and so on.
+            Rows
+            past the last group are not read. Quantised rows have scales along -1, or one scale.
+        weights: One matrix per group, in the dtype of `rows`; or quantised, with scales along -2 or
+            one scale.
+        group_sizes: Number of rows of each group, 0 allowed; groups are cut at R.
+        implementation: Implementation to run; None picks the fastest that runs here.
+        out_dtype: Dtype of the result; None takes that of `rows`, float32 where they are quantised.
 
     Returns:
         The products, accumulated in float32 (int32 for integers); exactly 0 past the last group.
-        Rows past the last group contribute nothing to the gradients either.
+        Rows past the last group do not contribute to the gradients either.
 
     Raises:
-        ValueError: Shapes or dtypes that do not fit, or an implementation that cannot run here.
+        ValueError: Shapes or dtypes do not fit, or the implementation cannot run here.
     """
     _check(rows, weights, group_sizes)
     if out_dtype is None:
@@ -116,20 +118,21 @@ def grouped_outer(
     implementation: Implementation | None = None,
     out_dtype: Any = None,
 ) -> Float[Array, "G k n"]:
-    """Sums rows^T others over the rows of each group: 0 for a group without rows. No gradient.
+    """Return the sum of rows^T others over the rows of each group, without a gradient.
 
     Args:
-        rows: Sorted by group, as in `grouped_matmul`; quantised by one scale.
-        others: As many, sorted alike; quantised by one scale.
-        group_sizes: How many rows each group has, 0 allowed; no group reaches past R.
-        implementation: Which implementation runs; None picks the fastest that runs here.
-        out_dtype: Of the result; float32 when None.
+        rows: Rows sorted by group, as in `grouped_matmul`; quantised rows have one scale.
+        others: As many rows, sorted alike; quantised rows have one scale.
+        group_sizes: Number of rows of each group, 0 allowed; groups are cut at R.
+        implementation: Implementation to run; None picks the fastest that runs here.
+        out_dtype: Dtype of the result; None takes float32.
 
     Returns:
-        The sums, accumulated in float32 (int32 for integers, 133144 rows of int8 at a time).
+        The sums, 0 for an empty group, accumulated in float32 (int32 for integers, 133144 rows of
+        int8 at a time).
 
     Raises:
-        ValueError: Shapes or dtypes that do not fit, or an implementation that cannot run here.
+        ValueError: Shapes or dtypes do not fit, or the implementation cannot run here.
     """
     _check_outer(rows, others, group_sizes)
     group_sizes = sizes_within(rows.shape[0], group_sizes)
@@ -143,7 +146,7 @@ def grouped_outer(
     length = largest_sum(rows, others)
     if length is None or rows.shape[0] <= length:
         return contract(rows, others, group_sizes, out_dtype=out_dtype)
-    # More rows than int32 surely holds the sums of: parts are added in float32.
+    # int32 may overflow over so many rows: parts are added in float32.
     out, ends = jnp.float32(0.0), jnp.cumsum(group_sizes)
     for start in range(0, rows.shape[0], length):
         stop = min(start + length, rows.shape[0])
@@ -154,11 +157,11 @@ def grouped_outer(
 
 
 def sizes_within(num_rows: int, group_sizes: Int[Array, " G"]) -> Int[Array, " G"]:
-    """Rows that each group has among so many, in int32: the sum of narrower ones would wrap.
+    """Return the group sizes cut at a number of rows, in int32 (narrower sums would wrap).
 
     Args:
-        num_rows: R.
-        group_sizes: Sizes as they were given.
+        num_rows: Number of rows R.
+        group_sizes: Sizes as given.
     """
     ends = jnp.minimum(jnp.cumsum(group_sizes.astype(jnp.int32)), num_rows)
     return jnp.diff(ends, prepend=0)
@@ -169,7 +172,7 @@ def _rows_of(x: Any, start: int, stop: int) -> QuantizedArray:
 
 
 def _alike(*operands: Any) -> Any:
-    """The operands, varying over the same manual mesh axes."""
+    """Return the operands, varying over the same manual mesh axes."""
     leaves = jax.tree.leaves(operands)
     return jax.tree.map(lambda leaf: match_varying(leaf, *leaves), operands)
 

@@ -1,17 +1,17 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Where the rows of each group lie for the `xla` implementations of grouped products.
+"""Lays out the rows of each group for the `xla` implementations of grouped products.
 
     head       the first C rows of every group, gathered to [G C k] and multiplied in one batched
-               product; C is a little more than R / G, so balanced groups lie wholly in the head
+               product; C is a little more than R / G, so balanced groups are wholly in the head
     overflow   the rows of a group beyond C, in blocks, in a loop that runs as often as the sizes of
-               this call ask for: not at all where no group is larger than C
+               this call need: not at all where no group is larger than C
 
 A group that overflows has more than C rows, and blocks have at most C, so that the last block of a
-group slides back until it ends with the group: no block ever reads or writes the rows of another
-group. Every shape is static, and nothing is scattered.
+group slides back until it ends with the group: no block reads or writes the rows of another group.
+Every shape is static, and nothing is scattered.
 
-To tune it for another machine, measure SLACK and BLOCKS anew, with balanced and with skewed groups.
+To tune it for another machine, measure SLACK and BLOCKS with balanced and with skewed groups.
 """
 
 from collections.abc import Callable
@@ -25,17 +25,17 @@ from pallas_kernels.array_types import Array, Bool, Int, Shaped
 # Rows beyond R / G in the head, as a fraction: a router's counts scatter by a few percent around
 # the mean, and a block of overflow costs more than the head's extra rows.
 SLACK = 1 / 16
-# Rows in one block of overflow, descending. Whatever its size, a block costs about as much again as
-# 100 rows, because the matrix is copied and packed anew: what would need two blocks of one size
-# takes one of the next size up, which slides back over rows that were seen.
+# Rows in one block of overflow, descending. A block of any size costs about 100 rows more, because
+# the matrix is copied and packed again: one block of the next larger size replaces two blocks, and
+# slides back over rows of the block before it.
 BLOCKS = (512, 256, 128)
-# A head smaller than this would leave small, uneven groups to the loop. So few rows (as when one
-# token is decoded) all go through every group's matrix: that costs the reading of all matrices.
+# A smaller head would leave small, uneven groups to the loop. With so few rows (as in decoding) all
+# go through every group's matrix, at the cost of reading all matrices.
 MIN_HEAD = 32
 
 
 class Layout(NamedTuple):
-    """Which row stands where, from the sizes of the groups."""
+    """Place of every row, from the sizes of the groups."""
 
     starts: Int[Array, " G"]
     """First row of every group."""
@@ -51,11 +51,11 @@ class Layout(NamedTuple):
     """Whether the row belongs to any group."""
 
     def head_of(self, rows: Shaped[Array, "R k"]) -> Shaped[Array, "G C k"]:
-        """The rows at their places in the head, 0 where there is none."""
+        """Gather rows to their places in the head, 0 where there is none."""
         return jnp.where(self.is_filled, rows[self.slots], jnp.zeros((), rows.dtype))
 
     def rows_of(self, head: Shaped[Array, "G C n"]) -> Shaped[Array, "R n"]:
-        """The inverse of `head_of`: 0 for rows without a group, undefined for the overflow."""
+        """Undo `head_of`: 0 for rows without a group, undefined for the overflow."""
         num_groups, capacity, width = head.shape
         group = jnp.minimum(self.ids, num_groups - 1)
         place = jnp.minimum(jnp.arange(self.ids.shape[0]) - self.starts[group], capacity - 1)
@@ -64,7 +64,7 @@ class Layout(NamedTuple):
 
 
 def lay_out(num_rows: int, group_sizes: Int[Array, " G"]) -> Layout:
-    """The layout of `num_rows` rows in groups of these sizes."""
+    """Return the layout of `num_rows` rows in groups of these sizes."""
     num_groups = group_sizes.shape[0]
     head = min(num_rows, max(MIN_HEAD, int(num_rows / num_groups * (1 + SLACK))))
     ends = jnp.minimum(jnp.cumsum(group_sizes), num_rows)
@@ -88,36 +88,36 @@ class Block(NamedTuple):
     start: Int[Array, ""]
     size: int
     num_seen: Int[Array, ""]
-    """Rows at its beginning that the block before has had already."""
+    """Rows at its beginning that belong to the block before as well."""
 
     def of(self, rows: Shaped[Array, "R k"]) -> Shaped[Array, "size k"]:
-        """Its rows."""
+        """Return the rows of the block."""
         return jax.lax.dynamic_slice_in_dim(rows, self.start, self.size)
 
     def new_of(self, rows: Shaped[Array, "R k"]) -> Shaped[Array, "size k"]:
-        """Its rows, 0 for those that have been seen."""
+        """Return the rows of the block, 0 for those of the block before."""
         is_new = (jnp.arange(self.size) >= self.num_seen)[:, None]
         own = self.of(rows)
         return jnp.where(is_new, own, jnp.zeros_like(own))
 
     def put(self, rows: Shaped[Array, "R n"], own: Shaped[Array, "size n"]) -> Array:
-        """The rows with its own replaced."""
+        """Return rows with those of the block replaced."""
         return jax.lax.dynamic_update_slice_in_dim(rows, own, self.start, 0)
 
 
 def matrix_of(weights: Shaped[Array, "G k n"], group: Int[Array, ""]) -> Shaped[Array, "1 k n"]:
-    """The matrix of one group."""
+    """Return the matrix of one group."""
     return jax.lax.dynamic_slice_in_dim(weights, group, 1)
 
 
 def add_to_matrix(total: Array, group: Int[Array, ""], part: Shaped[Array, "1 k n"]) -> Array:
-    """Adds to the matrix of one group in place."""
+    """Add to the matrix of one group in place."""
     new = matrix_of(total, group) + part
     return jax.lax.dynamic_update_slice_in_dim(total, new, group, 0)
 
 
 def over_blocks(layout: Layout, body: Callable[..., Any], carry: Any) -> Any:
-    """Calls body(carry, group, block) for every block of overflow; returns the last carry."""
+    """Call body(carry, group, block) for every block of overflow; return the last carry."""
     head = layout.slots.shape[1]
     done = jnp.minimum(layout.sizes, head)
     blocks = [min(block, head) for block in BLOCKS]

@@ -1,16 +1,14 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""What an implementation of grouped_matmul consists of, and the gradient that all of them share.
+"""Defines what an implementation of grouped_matmul consists of, and the gradient shared by all.
 
     multiply   out[r] = rows[r] @ weights[g]        is_turned: rows[r] @ weights[g]^T
     contract   out[g] = sum over the rows r of g of rows[r]^T others[r]
 
-    d rows = multiply(d out, weights), turned        d weights = contract(rows, d out)
+    d rows = multiply(d out, weights), transposed    d weights = contract(rows, d out)
 
-Rows past the last group may hold anything and are never read; what `multiply` gives there is 0. A
-group without rows contracts to 0. Quantised operands are constants: no gradient goes to them.
-
-To add an implementation: a file with these two functions, and a line in api.py.
+Rows past the last group may hold anything and are not read; `multiply` gives 0 there. An empty
+group contracts to 0. Quantised operands are constants, without a gradient.
 """
 
 import functools
@@ -27,12 +25,16 @@ class Products(NamedTuple):
     """The two products of one implementation; hashable."""
 
     multiply: Callable[..., Array]
-    """(rows [R k], weights [G k n], group_sizes [G] i32, *, is_turned, out_dtype) -> [R n]; turned
-    rows are [R n] and the result [R k]. Either factor may be a QuantizedArray, rows with scales
-    along -1, weights along -2 whether turned or not, or either with one scale."""
+    """(rows [R k], weights [G k n], group_sizes [G] i32, *, is_turned, out_dtype) -> [R n].
+
+    With is_turned, rows are [R n] and the result [R k]. Either factor may be a QuantizedArray: rows
+    with scales along -1, weights along -2 whether transposed or not, or either with one scale.
+    """
     contract: Callable[..., Array]
-    """(rows [R k], others [R n], group_sizes [G] i32, *, out_dtype) -> [G k n]. Both may be
-    QuantizedArrays of one scale."""
+    """(rows [R k], others [R n], group_sizes [G] i32, *, out_dtype) -> [G k n].
+
+    Both may be QuantizedArrays of one scale.
+    """
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
@@ -43,7 +45,7 @@ def grouped_matmul(
     out_dtype: Any,
     products: Products,
 ) -> Float[Array, "R n"]:
-    """See `pallas_kernels.grouped_matmul`."""
+    """Return the product by one implementation, with its own gradient."""
     return products.multiply(rows, weights, group_sizes, is_turned=False, out_dtype=out_dtype)
 
 

@@ -1,9 +1,9 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""The oracle of grouped_matmul: every row times every group's matrix, then the right one chosen.
+"""Reference of grouped_matmul: every row times every group's matrix, then a selection.
 
-G times the work of the result, and [G R n] of memory: for tests and for small shapes. The gradients
-are those that jax derives from these lines.
+G times the work of the result, and [G R n] of memory: for tests and small shapes. JAX derives the
+gradients.
 """
 
 from typing import Any
@@ -20,12 +20,12 @@ def grouped_matmul(
     group_sizes: Int[Array, " G"],
     out_dtype: Any,
 ) -> Float[Array, "R n"]:
-    """See `pallas_kernels.grouped_matmul`."""
+    """Return what `pallas_kernels.grouped_matmul` returns."""
     wide, matrices = constant(rows), constant(weights)
     if isinstance(weights, QuantizedArray):
         wide = wide.astype(jnp.float32)
     is_own = _is_own(rows.shape[0], group_sizes)
-    # Chosen before the product too: in the gradient of the weights 0 * NaN would be NaN.
+    # Selected before the product too: 0 * NaN in the gradient of the weights would be NaN.
     wide = jnp.where(jnp.any(is_own, axis=0)[:, None], wide, jnp.zeros_like(wide))
     products = jnp.einsum("rk,gkn->grn", wide, matrices, preferred_element_type=jnp.float32)
     out = jnp.sum(jnp.where(is_own[:, :, None], products, jnp.zeros_like(products)), axis=0)
@@ -39,7 +39,7 @@ def grouped_outer(
     *,
     out_dtype: Any,
 ) -> Float[Array, "G k n"]:
-    """See `pallas_kernels.grouped_outer`."""
+    """Return what `pallas_kernels.grouped_outer` returns."""
     rows, others = constant(rows), constant(others)
     is_own = _is_own(rows.shape[0], group_sizes)[:, :, None]
     rows, others = (jnp.where(is_own, x[None], jnp.zeros_like(x)[None]) for x in (rows, others))

@@ -1,22 +1,21 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""grouped_matmul without a kernel: one batched product, then a loop over what overflows.
+"""Implements grouped_matmul without a kernel: one batched product, then a loop over the overflow.
 
 XLA turns jax.lax.ragged_dot into G dense products on the CPU, and a loop over blocks of rows packs
-the group's matrix again for every block. So most rows go into one batched product, and only what
-is past the mean size of a group into a loop (`layout.py`).
+the group's matrix again for every block. Most rows therefore go into one batched product, and only
+those past the mean size of a group into a loop (layout.py).
 
     out = rows @ W[g]    d rows = d out @ W[g]^T    d W[g] = sum over the rows of g of rows^T d out
 
-The gradient of the rows is the same product with the matrices turned; that of the weights adds the
+The gradient of the rows is the same product with transposed matrices; that of the weights adds the
 blocks of the overflow to the batched product in place. It runs everywhere and is tuned on the CPU,
 where the batched product has the dense rate and a block of overflow about half of it: balanced
-groups are fast, and one group that holds everything takes about twice the dense time.
+groups are fast, and a single group with all rows takes about twice the dense time.
 
-Quantised matrices are taken one after the other by the product of `quantized_matmul`, rows by rows
-of the same head and the same overflow: only one of them at a time is turned into numbers, which on
-the CPU is faster too than the batched product of int8. The sums of `grouped_outer` over quantised
-rows are integers until all of a group are in.
+Quantised matrices are taken one after the other by the product of `quantized_matmul`: only one of
+them at a time is dequantised, which on the CPU is also faster than the batched product of int8. The
+sums of `grouped_outer` over quantised rows are integers until a group is complete.
 """
 
 import dataclasses
@@ -68,14 +67,17 @@ def _weight_gradient(rows: Array, d_out: Array, layout: Layout) -> Array:
         part = contract(block.of(rows)[None], block.new_of(d_out)[None])
         return add_to_matrix(total, group, part)
 
-    # Both heads are masked: what stands past the last group may be NaN.
+    # Both heads are masked: rows past the last group may be NaN.
     total = contract(layout.head_of(rows), layout.head_of(d_out))
     return over_blocks(layout, add_block, total)
 
 
 def _contract_integers(rows: Array, others: Array) -> Array:
-    """Turned first, and one by one: on the CPU XLA has a fast product of int8 for rows times
-    columns alone (another takes three times as long), and would take the turn back."""
+    """Transpose first, and multiply one by one.
+
+    XLA has a fast int8 product on the CPU for rows times columns only (another one takes three
+    times as long), and would undo the transpose.
+    """
     turned = jax.lax.optimization_barrier(jnp.swapaxes(rows, 1, 2))
 
     def product(pair: tuple[Array, Array]) -> Array:
@@ -110,7 +112,7 @@ def _quantized_product(
 
 
 def _with_scales_by(x: Array | QuantizedArray, axis: int) -> Array | QuantizedArray:
-    """One scale for each index of the axis, if there was one for all."""
+    """Return one scale per index of the axis where there was one for all."""
     if not isinstance(x, QuantizedArray):
         return x
     shape = list(x.scales.shape)
@@ -146,7 +148,7 @@ def _contract(
 
 
 def _with_scale(x: Any, dtype: Any) -> tuple[Array, Array]:
-    """What is multiplied, and what is multiplied into the result."""
+    """Return the values to multiply, and the factor of the result."""
     if not isinstance(x, QuantizedArray):
         return x.astype(dtype), jnp.ones((), jnp.float32)
     return x.values.astype(dtype), x.scales.astype(jnp.float32).reshape(())

@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Rows sorted by group, each through its group's own SwiGLU: the experts of a dropless MoE."""
+"""Applies each group's own SwiGLU to rows sorted by group: the experts of a dropless MoE."""
 
 from pallas_kernels.grouped_swiglu.api import OPERATION, grouped_swiglu
 

@@ -1,21 +1,21 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""The door of grouped_swiglu: checks, the choice of an implementation, and the table of them.
+"""Applies each group's own SwiGLU (arXiv 2002.05202) to consecutive rows: the whole of an expert.
 
     a, b   = rows[r] @ gate_up[g, :, 0], rows[r] @ gate_up[g, :, 1]
     out[r] = (silu(a) * b) @ down[g]        and 0 past the last group
 
-for the rows of group g, which stand together as in `grouped_matmul`; the promises are the same:
-rows past the last group may hold anything, NaN included, and no backend multiplies many rows by
-every group's matrix. It is the whole of an expert, so that an implementation can keep the rows in
-its own layout from the first product to the last.
+Rows are sorted by group as in `grouped_matmul`, with the same guarantees: rows past the last group
+may hold anything, NaN included, and no backend multiplies many rows by every group's matrix. An
+implementation can keep the rows in its own layout from the first product to the last.
 
 Either matrix may be quantised (`pallas_kernels.quantize`): gate_up along -3 and down along -2, the
-axes that the products sum over, or by one scale (`jax.vmap`: one for each group). Rows stay as they
-are, and meet the few bits as in `grouped_matmul`; what is quantised is a constant.
+axes that the products sum over, or by one scale (`jax.vmap`: one per group). Rows stay floating,
+and meet the few bits as in `grouped_matmul`; quantised matrices are constants.
 
-To add an implementation: a file beside this one with the same function (without
-`implementation`), a line in `OPERATION`, and a line in the table of the tests.
+To add an implementation: `pallas_kernels/grouped_swiglu/<name>.py` with `grouped_swiglu` (without
+`implementation`), its line in `OPERATION` of `pallas_kernels/grouped_swiglu/api.py`, a row in
+`tests/pallas_kernels/grouped_swiglu/test_grouped_swiglu.py`.
 """
 
 from typing import Any
@@ -52,23 +52,23 @@ def grouped_swiglu(
     *,
     implementation: Implementation | None = None,
 ) -> Float[Array, "R k"]:
-    """Puts each group of consecutive rows through the group's own SwiGLU (arXiv 2002.05202).
+    """Return each group of consecutive rows through the group's own SwiGLU.
 
     Args:
-        rows: Sorted by group; what stands past the last group is never read.
-        gate_up: Of each group the gate's matrix and the other one, in the dtype of `rows`; or
+        rows: Rows sorted by group; rows past the last group are not read.
+        gate_up: Matrices of gate and up projection of each group, in the dtype of `rows`; or
             quantised, along -3 or by one scale.
-        down: Of each group the matrix back, in the dtype of `rows`; or quantised, along -2 or by
-            one scale.
-        group_sizes: How many rows each group has, 0 allowed; no group reaches past R.
-        implementation: Which implementation runs; None picks the fastest that runs here.
+        down: Matrix of the down projection of each group, in the dtype of `rows`; or quantised,
+            along -2 or by one scale.
+        group_sizes: Number of rows of each group, 0 allowed; groups are cut at R.
+        implementation: Implementation to run; None picks the fastest that runs here.
 
     Returns:
-        In the dtype of `rows`, products accumulated in float32; exactly 0 past the last group,
-        whose rows contribute nothing to the gradients either.
+        Rows in the dtype of `rows`, products accumulated in float32; exactly 0 past the last group,
+        whose rows do not contribute to the gradients either.
 
     Raises:
-        ValueError: Shapes or dtypes that do not fit, or an implementation that cannot run here.
+        ValueError: Shapes or dtypes do not fit, or the implementation cannot run here.
     """
     _check(rows, gate_up, down, group_sizes)
     arrays = (rows, gate_up, down, sizes_within(rows.shape[0], group_sizes))

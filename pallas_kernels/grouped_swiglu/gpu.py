@@ -1,17 +1,15 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""grouped_swiglu on NVIDIA GPUs: the products of grouped_matmul, with the activation between them.
+"""Implements grouped_swiglu for NVIDIA GPUs with the products of grouped_matmul.
 
     z = rows @ W_in[g] = [a | b]      h = silu(a) * b      out = h @ W_out[g]
 
     dh = d out @ W_out^T    da = dh * b * s * (1 + a * (1 - s))    db = dh * a * s    s = sigmoid(a)
     dz = [da | db]          d rows = dz @ W_in^T     dW_in = rows^T dz     dW_out = h^T d out
 
-The first product has both matrices in one, so that rows are read once. z is kept, and h made again
-from it. The activation is XLA's: it reads and writes 6 n numbers of every row, which a kernel that
-activates in its epilogue would not. Rows past the last group have z = 0, so nothing of them stays.
-
-To fuse the activation: a product beside `multiply` that holds the columns of a and b together.
+The first product has both matrices in one, so that rows are read once. z is kept, and h recomputed
+from it. XLA computes the activation, which reads and writes 6 n values of every row; a kernel with
+an activation in its epilogue would not. Rows past the last group have z = 0.
 """
 
 import dataclasses
@@ -34,7 +32,7 @@ def grouped_swiglu(
     *,
     products: Products = PRODUCTS,
 ) -> Float[Array, "R k"]:
-    """See `pallas_kernels.grouped_swiglu`."""
+    """Return what `pallas_kernels.grouped_swiglu` returns."""
     if isinstance(gate_up, QuantizedArray):
         # One scale is [G 1 1 1], and scales of channels are [G blocks 2 n].
         w_in = jax.tree.map(_flat, gate_up)

@@ -1,8 +1,8 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""The oracle of grouped_swiglu: the three products of SwiGLU, each by the oracle of grouped_matmul.
+"""Reference of grouped_swiglu: its three products, each by the reference of grouped_matmul.
 
-The gradients are those that jax derives from these lines.
+JAX derives the gradients.
 """
 
 import jax
@@ -19,7 +19,7 @@ def grouped_swiglu(
     down: Float[Array, "G n k"] | QuantizedArray,
     group_sizes: Int[Array, " G"],
 ) -> Float[Array, "R k"]:
-    """See `pallas_kernels.grouped_swiglu`."""
+    """Return what `pallas_kernels.grouped_swiglu` returns."""
     has_group = jnp.arange(rows.shape[0]) < jnp.sum(group_sizes)
     rows = jnp.where(has_group[:, None], rows, jnp.zeros_like(rows))
     gate = grouped_matmul(rows, _one_of(gate_up, 0), group_sizes, rows.dtype)

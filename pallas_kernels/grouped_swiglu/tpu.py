@@ -1,21 +1,21 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""grouped_swiglu for TPUs: five calls of the kernels of grouped_matmul, activations inside them.
+"""Implements grouped_swiglu for TPUs: five calls of the kernels of grouped_matmul.
 
     forward     z = [a | b] = rows @ W_in, h = silu(a) * b             one kernel; out = h @ W_out
     backward    dz, h from (d out @ W_out^T) and z                     one kernel
                 d rows = dz @ W_in^T, both halves in one sum; dW_in = rows^T dz, dW_out = h^T d out
 
-Without a gradient z never leaves the core: per row 2 * 2n values fewer are written and read. With
-one z is written, and kept: in bfloat16 8 n bytes of traffic per row, for n = 1000 and k = 2048 that
-is 10 ns on a v5e and 3 ns on a v5p, where the product that would make it again takes 4 k n
-operations, 42 ns and 18 ns at their peaks. What is kept, 4 n bytes per row beside the rows, is what
-the `xla` implementation keeps; a model that cannot hold it recomputes its layers, and this with
-them. h is made again from z, in the kernel that has z anyway, and is kept by nobody.
+Activations are computed inside the kernels. Without a gradient z stays in the core: per row
+2 * 2n values fewer are written and read. With one z is written, and kept: in bfloat16 8 n bytes of
+traffic per row, for n = 1000 and k = 2048 that is 10 ns on a v5e and 3 ns on a v5p, where the
+product that would recompute it takes 4 k n operations, 42 ns and 18 ns at their peaks. The kept
+4 n bytes per row beside the rows equal those of the `xla` implementation; a model that cannot hold
+them recomputes its layers. h is recomputed from z in the kernel that reads z anyway.
 
-W_in comes as [G k 2 n] and is taken as [G 2 k n]: halves that lie apart have tiles of their own.
-XLA makes that copy together with the cast from the dtype of parameters. Rows are neither gathered
-nor combined here, for the reasons in grouped_matmul/pallas_tpu.py.
+W_in comes as [G k 2 n] and is taken as [G 2 k n]: separate halves have their own tiles. XLA makes
+that copy together with the cast from the dtype of parameters. Rows are neither gathered nor
+combined here, for the reasons in grouped_matmul/tpu/kernels.py.
 
 Quantised matrices are taken as in `grouped_matmul`, and have no gradient.
 """
@@ -39,7 +39,7 @@ def grouped_swiglu(
     down: Float[Array, "G n k"] | QuantizedArray,
     group_sizes: Int[Array, " G"],
 ) -> Float[Array, "R k"]:
-    """See `pallas_kernels.grouped_swiglu`."""
+    """Return what `pallas_kernels.grouped_swiglu` returns."""
     (hidden,) = multiply_and(
         lambda sums, extras: [[_activated(*sums)]],
         factors_of(rows, _apart(gate_up), is_turned=False),
@@ -100,7 +100,7 @@ def _activated(gate: Array, up: Array) -> Array:
 
 
 def _gradients(d_hidden: Array, gate: Array, up: Array) -> tuple[list[Array], list[Array]]:
-    """Of both halves of z; and h."""
+    """Return the gradients of both halves of z, and h."""
     sigmoid = jax.nn.sigmoid(gate)
     silu = gate * sigmoid
     d_gate = d_hidden * up * (sigmoid + silu * (1.0 - sigmoid))
@@ -121,12 +121,12 @@ def _project(
 
 
 def _stacked(weights: Array | QuantizedArray) -> Array | QuantizedArray:
-    """[G n k] as one part, [G 1 n k]."""
+    """Return [G n k] as one part, [G 1 n k]."""
     return jax.tree.map(lambda leaf: leaf[:, None], weights)
 
 
 def _apart(gate_up: Array | QuantizedArray) -> Array | QuantizedArray:
-    """[G k 2 n] as two parts, [G 2 k n]."""
+    """Return [G k 2 n] as two parts, [G 2 k n]."""
     parts = jax.tree.map(lambda leaf: leaf.swapaxes(1, 2), gate_up)
     if isinstance(parts, QuantizedArray) and parts.axis is not None:
         parts = dataclasses.replace(parts, axis=-2)

@@ -1,19 +1,18 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""grouped_swiglu without a kernel: the rows are laid out once, and all products take them so.
+"""Implements grouped_swiglu without a kernel: rows are laid out once for all products.
 
     z = rows @ W_in[g] = [a | b]      h = silu(a) * b      out = h @ W_out[g]
 
     dh = d out @ W_out^T    da = dh * b * s * (1 + a * (1 - s))    db = dh * a * s    s = sigmoid(a)
     dz = [da | db]          d rows = dz @ W_in^T     dW_in = rows^T dz     dW_out = h^T d out
 
-Two calls of `grouped_matmul` with the activation between them would take the rows to their layout
+Two calls of `grouped_matmul` with the activation between them would move the rows to their layout
 and back for each product, and keep five arrays of the size of h for the backward pass. Here the
-layout (`pallas_kernels/grouped_matmul/layout.py`) is made once, only z is kept, and only of the
-head; the overflow computes its z again.
+layout (`pallas_kernels/grouped_matmul/layout.py`) is made once, and only z of the head is kept; the
+overflow recomputes its z.
 
-Quantised matrices go through the products of `grouped_matmul`, which turn one of them at a time
-into numbers.
+Quantised matrices go through the products of `grouped_matmul`, which dequantise one at a time.
 """
 
 import dataclasses
@@ -51,7 +50,7 @@ def _gradients(
     w_in: Float[Array, "G k z"],
     w_out: Float[Array, "G n k"],
 ) -> tuple[Array, Array, Array]:
-    """Of the rows (in their dtype), of the two weights (f32)."""
+    """Return the gradients of the rows (in their dtype) and of the two weights (f32)."""
     gate, up = jnp.split(z, 2, axis=-1)
     sigmoid = jax.nn.sigmoid(gate)
     silu = gate * sigmoid
@@ -72,7 +71,7 @@ def grouped_swiglu(
     down: Float[Array, "G n k"] | QuantizedArray,
     group_sizes: Int[Array, " G"],
 ) -> Float[Array, "R k"]:
-    """See `pallas_kernels.grouped_swiglu`."""
+    """Return what `pallas_kernels.grouped_swiglu` returns."""
     if not any(isinstance(weights, QuantizedArray) for weights in (gate_up, down)):
         return _in_one_layout(rows, gate_up, down, group_sizes)
     w_in = jax.tree.map(_flat, gate_up)
@@ -115,7 +114,7 @@ def _backward(residuals, d_out):
         own, matrices = block.of(rows)[None], (matrix_of(w_in, group), matrix_of(down, group))
         z = _dot("crk,ckz->crz", own, matrices[0]).astype(rows.dtype)
         d_own, *d_matrices = _gradients(own, z, block.new_of(d_out)[None], *matrices)
-        # Rows that were seen before have their gradient already.
+        # Rows of the block before have their gradient already.
         is_new = (jnp.arange(block.size) >= block.num_seen)[:, None]
         d_own = jnp.where(is_new, d_own[0], block.of(sums[0]))
         return (
@@ -123,7 +122,7 @@ def _backward(residuals, d_out):
             *(add_to_matrix(s, group, d) for s, d in zip(sums[1:], d_matrices, strict=True)),
         )
 
-    # Both heads are masked: what stands past the last group may be NaN.
+    # Both heads are masked: rows past the last group may be NaN.
     d_rows, *d_weights = _gradients(layout.head_of(rows), z, layout.head_of(d_out), w_in, down)
     sums = over_blocks(layout, add_block, (layout.rows_of(d_rows), *d_weights))
     d_gate_up = sums[1].reshape(gate_up.shape).astype(gate_up.dtype)

@@ -1,28 +1,28 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""The door of quantized_matmul: checks, the choice of an implementation, and the table of them.
+"""Multiplies two matrices of which one or both are quantised.
 
     out = x @ w        each factor as it is, or values * scales (`pallas_kernels.quantize`)
 
-What is multiplied is what is given: an x in bfloat16 stays bfloat16 and meets weights of 8 or 4
-bits turned into bfloat16 (W8A16, W4A16); an x quantised by the caller meets them in few bits (W8A8,
-W4A8, FP8), and the sums are exact integers, or float32. Scales come in afterwards, per block.
+The factors are multiplied as given: an x in bfloat16 stays bfloat16 and meets weights of 8 or 4
+bits converted to bfloat16 (W8A16, W4A16); an x quantised by the caller meets them in few bits
+(W8A8, W4A8, FP8), with sums in exact integers, or float32. Scales enter afterwards, per block.
 
-The gradient goes to what floats, and is the same for all implementations but the oracle, and the
+Floating factors have a gradient, the same for all implementations except the reference, and the
 TPU's, which never unpacks w:
 
-    d x = d out @ w^T        d w = x^T @ d out        What is quantised is a constant.
+    d x = d out @ w^T        d w = x^T @ d out        quantised factors are constants
 
-A `MixedArray` (`pallas_kernels.quantize_mixed`) settles itself how a floating x is rounded, per row
-and block, and is then multiplied as W4A8. That rounding is passed over in the gradient of x.
+A `MixedArray` (`pallas_kernels.quantize_mixed`) determines how a floating x is rounded, per row and
+block; the product is then W4A8. The gradient of x ignores that rounding.
 
-Sums of integers are exact while they fit in int32: up to 133144 products of two int8 share a scale.
-Where a scale is NaN, what it enters is NaN, and nothing else.
+Sums of integers are exact while they fit in int32: up to 133144 products of two int8 may share a
+scale. Where a scale is NaN, the values that it scales are NaN, and no others.
 
-To add an implementation: a file beside this one with the function (x, w, out_dtype), a line in
-`MULTIPLY` (in `OPERATION` where it brings its gradient), and a line in the table of the tests. For
-a kernel of its own for mixed blocks: the function (x rounded, w MixedArray, out_dtype), and a line
-in `MULTIPLY_MIXED`.
+To add an implementation: `pallas_kernels/quantized_matmul/<name>.py` with the function
+(x, w, out_dtype), its line in `MULTIPLY` of `pallas_kernels/quantized_matmul/api.py` (in
+`OPERATION` if it has its own gradient; in `MULTIPLY_MIXED` for a kernel for mixed blocks), a row in
+`tests/pallas_kernels/quantized_matmul/test_quantized_matmul.py`.
 """
 
 import functools
@@ -53,10 +53,10 @@ MULTIPLY: dict[Implementation, Multiply] = {
     "xla": xla.quantized_matmul,
     "pallas_gpu": pallas_gpu.quantized_matmul,
 }
-"""The product of every implementation but the oracle."""
+"""The product of every implementation except the reference."""
 
 MULTIPLY_MIXED: dict[Implementation, Multiply] = {"pallas_tpu": pallas_tpu.multiply_mixed}
-"""The product with a MixedArray, where it is another one than that of its 4-bit weights."""
+"""Products with a MixedArray that differ from the product with its 4-bit weights."""
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
@@ -86,13 +86,13 @@ _differentiable.defvjp(_forward, _backward)
 OPERATION = Operation(
     name="quantized_matmul",
     implementations={
-        # The oracle's gradients are those that jax derives.
+        # JAX derives the gradients of the reference.
         "reference": reference.quantized_matmul,
         **{
             name: functools.partial(_differentiable, multiply=multiply)
             for name, multiply in MULTIPLY.items()
         },
-        # With a kernel of its own for the gradient.
+        # Has its own kernel for the gradient.
         "pallas_tpu": pallas_tpu.quantized_matmul,
     },
 )
@@ -105,20 +105,21 @@ def quantized_matmul(
     implementation: Implementation | None = None,
     out_dtype: Any = None,
 ) -> Float[Array, "m n"]:
-    """Multiplies two matrices of which one or both are quantised.
+    """Return the product of two matrices of which one or both are quantised.
 
     Args:
-        x: Rows; quantised along its last axis (`axis=-1`) or by one scale.
-        w: Columns; quantised along its first axis (`axis=-2`) or by one scale, or a MixedArray.
-        implementation: Which implementation runs; None picks the fastest that runs here.
-        out_dtype: Of the result; that of x when None, float32 where it is quantised.
+        x: Left factor; quantised along its last axis (`axis=-1`) or by one scale.
+        w: Right factor; quantised along its first axis (`axis=-2`) or by one scale, or a
+            MixedArray.
+        implementation: Implementation to run; None picks the fastest that runs here.
+        out_dtype: Dtype of the result; None takes that of x, float32 where x is quantised.
 
     Returns:
         The product, summed in int32 or float32.
 
     Raises:
-        ValueError: Shapes, axes or dtypes that do not fit, or an implementation that cannot run
-            here or cannot take them.
+        ValueError: Shapes, axes or dtypes do not fit, or the implementation cannot run here or
+            cannot take them.
     """
     _check(x, w)
     if out_dtype is None:
@@ -133,7 +134,7 @@ def quantized_matmul(
     return OPERATION.function(implementation)(x, w, jnp.dtype(out_dtype))
 
 
-@functools.cache  # one function for each implementation, so that programs are not traced anew
+@functools.cache  # one function per implementation, so that programs are not retraced
 def _mixed_product(implementation: Implementation) -> Multiply:
     def multiply(x: Array, w: MixedArray, out_dtype: Any) -> Array:
         rounded = round_activations(x, w)

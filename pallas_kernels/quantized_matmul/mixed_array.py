@@ -1,21 +1,21 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Weights of 4 bits whose activations have 4 bits too, but for a few blocks: `quantize_mixed`.
+"""Rounds weights to 4 bits, with activations of 4 bits except for a few blocks: `quantize_mixed`.
 
     out = sum over blocks b of Q(x[:, order])_b @ (4-bit w[order])_b      Q to 8 bits for the first
                                                                           `num_wide` blocks, else 4
 
 COMET's FMPQ (arXiv 2410.12168, section 4). In the activations of language models a few channels are
-far larger than others, and in 4 bits they leave nothing of what shares a scale with them. So the
-channels are put in the order of their largest value in a sample of activations; the outliers then
-stand together in few blocks, which keep 8 bits, and the others have neighbours of their own size.
-The sum does not know the order of its terms: without rounding the result is that of `x @ w`.
+far larger than others; in 4 bits the values that share a scale with them would be lost. Channels
+are therefore sorted by their largest value in a sample of activations: the outliers fill a few
+blocks, which keep 8 bits, and the others have neighbours of their own size. Sorting does not change
+the sum: without rounding the result is that of `x @ w`.
 
-The paper does not say how many blocks are wide. Here it is as few as keep the error on the sample
-within `tolerance` of what 8 bits everywhere would give, which is measured for every number.
+The paper does not say how many blocks are wide. Here it is the smallest number that keeps the error
+on the sample within `tolerance` of the error of 8 bits everywhere, measured for every number.
 
-It says how numbers are stored and rounded. Multiplying them is `quantized_matmul`'s; an inner
-permutation of the layer before may be folded into its weights, which is not done here.
+This module stores and rounds; `quantized_matmul` multiplies. Folding the permutation into the
+weights of the layer before is not done here.
 """
 
 import dataclasses
@@ -39,34 +39,36 @@ BLOCK_SIZE = 128
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class MixedArray:
-    """A matrix [k n] for `quantized_matmul`, and how its other factor is to be rounded. A pytree,
-    as a `QuantizedArray` is."""
+    """Matrix [k n] for `quantized_matmul`, with the rounding of its other factor.
+
+    A pytree, like `QuantizedArray`.
+    """
 
     weights: QuantizedArray
-    """int4, rows in the order of `order`, with scales for each block of rows and each column."""
+    """int4, rows sorted by `order`, with a scale per block of rows and column."""
     order: Int[Array, " k"] | Any
-    """Which row of the matrix stands at each place, channels of large activations first."""
+    """Row of the matrix at each place, channels of large activations first."""
     num_wide: int = dataclasses.field(metadata={"static": True})
-    """So many of the first blocks meet activations of 8 bits, the others of 4."""
+    """Number of leading blocks that meet activations of 8 bits; the others meet 4."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the matrix."""
+        """Shape of the matrix."""
         return self.weights.shape
 
     @property
     def ndim(self) -> int:
-        """Of the matrix."""
+        """Number of dimensions of the matrix."""
         return self.weights.ndim
 
     @property
     def num_blocks(self) -> int:
-        """Of activations, and of rows."""
+        """Number of blocks of activations, and of rows."""
         return self.weights.num_blocks
 
     @property
     def num_wide_channels(self) -> int:
-        """Of the activations in order, so many of the first have 8 bits."""
+        """Number of leading channels, in order, whose activations have 8 bits."""
         return self.num_wide * (self.shape[-2] // self.num_blocks)
 
 
@@ -78,20 +80,20 @@ def quantize_mixed(
     tolerance: float = 1.05,
     num_wide: int | None = None,
 ) -> MixedArray:
-    """Rounds a matrix to 4 bits, and settles which of its activations need 8.
+    """Round a matrix to 4 bits, and choose which of its activations need 8.
 
     Args:
-        weights: The matrix; the first axis is summed over.
-        sample: Activations as they come, some hundred rows or more.
+        weights: Matrix; the first axis is summed over.
+        sample: Sample of activations, some hundred rows or more.
         block_size: Channels that share a scale; divides k.
-        tolerance: Error on the sample, relative to that of activations of 8 bits everywhere.
-        num_wide: So many blocks of 8 bits instead, whatever the error; then it may be traced.
+        tolerance: Error on the sample, relative to that of 8-bit activations everywhere.
+        num_wide: Fixed number of 8-bit blocks, whatever the error; allows tracing.
 
     Returns:
         The matrix in its new order.
 
     Raises:
-        ValueError: Shapes that do not fit, a number of blocks that is not there, or traced arrays
+        ValueError: Shapes do not fit, the number of blocks is out of range, or arrays are traced
             without `num_wide`.
     """
     _check(weights, sample, block_size, tolerance, num_wide)
@@ -106,12 +108,13 @@ def quantize_mixed(
 
 
 def round_activations(x: Float[Array, "m k"], w: MixedArray) -> QuantizedArray:
-    """The other factor in the order of w, in few bits: int8, of which the blocks after `num_wide`
-    hold no more than int4 does, with a scale for each row and block.
+    """Return the other factor in the order of w, in few bits.
+
+    The result is int8 with a scale per row and block; blocks after `num_wide` hold values of int4.
 
     Args:
         x: Floating rows.
-        w: The matrix that it will meet.
+        w: Matrix that it will be multiplied with.
     """
     x = x[:, w.order]
     cut, block_size = w.num_wide_channels, w.shape[-2] // w.num_blocks
@@ -126,11 +129,11 @@ def round_activations(x: Float[Array, "m k"], w: MixedArray) -> QuantizedArray:
 
 
 def dequantize_mixed(w: MixedArray, dtype: Any = jnp.float32) -> Float[Array, "k n"]:
-    """The numbers that the matrix stands for, in their first order.
+    """Return the values that the matrix represents, in their first order.
 
     Args:
-        w: As from `quantize_mixed`.
-        dtype: Of the result.
+        w: Result of `quantize_mixed`.
+        dtype: Dtype of the result.
     """
     return dequantize(w.weights, dtype)[jnp.argsort(w.order)]
 
@@ -143,7 +146,7 @@ def _round(x: Array, dtype: QuantizedDtype, block_size: int) -> QuantizedArray:
 def _errors(
     weights: Float[Array, "k n"], sample: Float[Array, "T k"], rounded: QuantizedArray
 ) -> Float[Array, " blocks_and_1"]:
-    """The error of the product where the first 0, 1, 2, ... blocks are wide."""
+    """Return the error of the product where the first 0, 1, 2, ... blocks are wide."""
     blocks = rounded.num_blocks
     size = sample.shape[1] // blocks
     numbers = dequantize(rounded)

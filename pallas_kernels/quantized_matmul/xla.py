@@ -1,17 +1,17 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""quantized_matmul without a kernel: exact products of few bits, then scales, block after block.
+"""Implements quantized_matmul without a kernel: exact products of few bits, then scales, per block.
 
     out = sum over blocks b of (values of x in b @ values of w in b) * x's scales of b * w's of b
 
-    int8, int4       as int8 (XLA multiplies no pairs of int4), summed in int32: exact
-    float8           as bfloat16, which holds every one of them, summed in float32
+    int8, int4       as int8 (XLA does not multiply pairs of int4), summed in int32: exact
+    float8           as bfloat16, which holds every value, summed in float32
     floating x       the values of w in the dtype of x, summed in float32
 
-Where both have blocks of other sizes, the blocks here are those that both consist of. A loop takes
-them one by one into one float32 sum; side by side they would take as many results of memory. What
-a scale does not change by rounding is multiplied with it first, in one product: w for an x in
-float32, and mxfp8, whose scales are powers of two.
+Where block sizes differ, the blocks here are common parts of both. A loop adds them one by one to
+one float32 sum; side by side they would need memory for as many results. Where scaling first loses
+nothing, it is done first, in one product: w for a float32 x, and mxfp8, whose scales are powers of
+two.
 
 It runs everywhere and is tuned on the CPU: on two cores with AVX512-VNNI, 1024 x 1024 x 1024 takes
 about two thirds of the time of float32 by channel, and as long as float32 in blocks of 128.
@@ -30,7 +30,7 @@ from pallas_kernels.quantized_array import QuantizedArray, dequantize
 def quantized_matmul(
     x: Float[Array, "m k"] | QuantizedArray, w: Float[Array, "k n"] | QuantizedArray, out_dtype: Any
 ) -> Float[Array, "m n"]:
-    """See `pallas_kernels.quantized_matmul`."""
+    """Return what `pallas_kernels.quantized_matmul` returns."""
     dtype = multiplied_dtype(x, w)
     x, w = (_with_scales_inside(factor, dtype) for factor in (x, w))
     blocks = math.lcm(*(_num_blocks(factor) for factor in (x, w)))
@@ -56,8 +56,9 @@ def quantized_matmul(
 def times_transposed(
     x: Float[Array, "m n"], w: Float[Array, "k n"] | QuantizedArray, out_dtype: Any
 ) -> Float[Array, "m k"]:
-    """x @ w^T, the gradient of the rows: the scales of a quantised w lie along what stays, and the
-    sum is over columns that have each their own, so that w is taken as numbers in the dtype of x.
+    """Return x @ w^T, the gradient of the rows.
+
+    The scales of a quantised w vary along the sum, so that w is dequantised to the dtype of x.
     """
     matrix = dequantize(w, x.dtype) if isinstance(w, QuantizedArray) else w
     dims = (((1,), (1,)), ((), ()))
@@ -66,7 +67,7 @@ def times_transposed(
 
 
 def multiplied_dtype(x: Array | QuantizedArray, w: Array | QuantizedArray) -> Any:
-    """What the values of two factors become for their product."""
+    """Return the dtype in which the values of two factors are multiplied."""
     if not isinstance(x, QuantizedArray):
         return x.dtype
     if not isinstance(w, QuantizedArray):
@@ -75,7 +76,7 @@ def multiplied_dtype(x: Array | QuantizedArray, w: Array | QuantizedArray) -> An
 
 
 def _with_scales_inside(factor: Array | QuantizedArray, dtype: Any) -> Array | QuantizedArray:
-    """The factor as numbers, where that rounds nothing that float32 would not."""
+    """Return the factor dequantised, where that rounds no more than float32 does."""
     if not isinstance(factor, QuantizedArray) or factor.num_blocks == 1:
         return factor
     is_exact = factor.scales.dtype == jnp.float8_e8m0fnu and dtype == jnp.bfloat16
@@ -92,7 +93,7 @@ def _values(factor: Array | QuantizedArray, dtype: Any) -> Shaped[Array, "_ _"]:
 
 
 def _scales(factor: Array | QuantizedArray, axis: int, blocks: int) -> Float[Array, "_ _"]:
-    """The scales in float32, `blocks` of them along the axis."""
+    """Return the scales in float32, `blocks` of them along the axis."""
     if not isinstance(factor, QuantizedArray):
         shape = [1, 1]
         shape[axis] = blocks

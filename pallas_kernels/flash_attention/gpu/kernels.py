@@ -76,7 +76,7 @@ def attend(
     tokens: Tokens,
     rules: Rules,
 ) -> tuple[Float[Array, "B S N Hv"], Float[Array, "B N S"]]:
-    """See `pallas_kernels.flash_attention`."""
+    """Return what `pallas_kernels.flash_attention` returns."""
     return _kernels_for(q, v, backward=False).attend(q, k, v, tokens, rules)
 
 
@@ -90,7 +90,7 @@ def differentiate(
     lse: Float[Array, "B N S"],
     delta: Float[Array, "B N S"],
 ) -> tuple[Float[Array, "B S N H"], Float[Array, "B U M H"], Float[Array, "B U M Hv"]]:
-    """See `pallas_kernels.flash_attention.kernels`."""
+    """Return the gradients defined in `pallas_kernels.flash_attention.kernels`."""
     kernels = _kernels_for(q, v, backward=True)
     return kernels.differentiate(q, k, v, tokens, rules, d_out, lse, delta)
 

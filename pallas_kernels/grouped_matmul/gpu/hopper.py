@@ -1,32 +1,30 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""grouped_matmul in Pallas through Mosaic GPU, for Hopper: WGMMA, TMA and specialised warpgroups.
+"""Implements grouped_matmul for Hopper with Mosaic GPU: WGMMA, TMA and specialised warpgroups.
 
 As many programs as there are multiprocessors go through the list of tiles, a tile being 128 rows of
-one group (pallas_gpu_schedule.py) and up to 256 columns. Each program has three warpgroups:
+one group (schedule.py) and up to 256 columns. Each program has three warpgroups:
 
     2 that compute   64 rows each of the tile; they share the columns' operand
     1 that loads     both operands by TMA into a ring of slots, and runs ahead into the next tile
 
-    multiply   rows [128 d] from their tile, weights [d columns] from their group, or turned
-    contract   see pallas_gpu_hopper_contract.py
+    multiply   rows [128 d] from their tile, weights [d columns] from their group, or transposed
+    contract   see hopper_contract.py
 
-Results go through shared memory to TMA. A tile that begins or ends amid another group writes its
-own rows alone, in copies of 64, 32, ... 1 rows. Rows past the last group are a group without a sum.
+Results go through shared memory to TMA. A tile that begins or ends inside another group writes only
+its own rows, in copies of 64, 32, ... 1 rows. Rows past the last group are a group without a sum.
 
-    bfloat16, float16          as they are
-    int8, float8, both factors as they are, in int32 and float32; scales come in after the sum of
-                               their block. WGMMA wants such operands with what is summed side by
-                               side: weights are transposed before, in their 8 bits. Its sums of
-                               float8 lose digits, and are moved to float32 every 512 products
+    bfloat16, float16          unchanged
+    int8, float8, both factors unchanged, in int32 and float32; scales enter after the sum of their
+                               block. WGMMA needs such operands contiguous along the sum: weights
+                               are transposed before, in their 8 bits. Its sums of float8 lose
+                               digits, and are moved to float32 every 512 products
     short blocks               of 64: widened to bfloat16, which is exact, as are their sums
-    weights in few bits alone  see pallas_gpu_hopper_widened.py
+    weights in few bits alone  see hopper_widened.py
 
-What it does not take: `reason_against`. Rows are filled up to a multiple of 8, widths to one of 64
-(128 for 8 bits), with zeros: a copy where they do not fit. On the CPU it runs interpreted
-(`interpret=interpreted_gpu()`).
-
-To tune it: pallas_gpu_hopper_tiles.py. Its parts: pallas_kernels/hopper_parts.py.
+`reason_against` in hopper_tiles.py says what is not taken. Rows are padded to a multiple of 8,
+widths to one of 64 (128 for 8 bits), with zeros: a copy where they do not fit. On the CPU it runs
+interpreted (`interpret=interpreted_gpu()`).
 """
 
 import functools
@@ -77,7 +75,7 @@ def _multiply_kernel(
     tiles_ref, count_ref, rows_ref, weights_ref, *refs, tiles, steps, section, blocks,
     is_turned, registers, num_programs, num_groups,
 ):  # fmt: skip
-    """`weights_ref` is [G k n], or [G n k] where it is turned."""
+    """Multiply; `weights_ref` is [G k n], or [G n k] where it is transposed."""
     if blocks:
         row_scales_ref, weight_scales_ref, *refs = refs
     out_ref, rows_smem, weights_smem, staged, cut, full, free = refs
@@ -87,7 +85,7 @@ def _multiply_kernel(
     shape = (ROWS, columns)
 
     def tile_of(index: Array) -> tuple[Array, Array, Array]:
-        """Its place in the list, its first column, the steps of its sum."""
+        """Return its place in the list, its first column, and the steps of its sum."""
         at, column = place_of(index, count_ref[0], tiles)
         return at, column, jnp.where(tiles_ref[at, 0] < num_groups, steps, 0)
 
@@ -125,7 +123,7 @@ def _multiply_kernel(
                     block = jax.lax.div(part, jnp.int32(per_block))
                     return sums + scaled(at, column, block, product(start, start + section))
 
-                # Rows without a sum have no section either: scales there may be NaN.
+                # Rows without a sum have no section: their scales may be NaN.
                 zeros = registers.constant(shape, 0.0)
                 out = jax.lax.fori_loop(0, jax.lax.div(own_steps, section), add, zeros)
             low, high = (tiles_ref[at, i] - offset for i in (2, 3))
@@ -168,7 +166,7 @@ def multiply(
     out_dtype: Any,
     interpret: Any = None,
 ) -> Array:
-    """See `pallas_kernels.grouped_matmul.products`."""
+    """Return the product defined in `pallas_kernels.grouped_matmul.products`."""
     factors = operands_of(rows, weights, is_turned=is_turned)
     if jnp.issubdtype(factors.rows.dtype, jnp.floating) and factors.rows.dtype.itemsize == 2:
         if factors.weights.dtype != factors.rows.dtype:
@@ -177,7 +175,7 @@ def multiply(
                 return multiply_widened(factors, group_sizes, out_dtype, interpret)
             factors = without_scales(rows, weights)
     elif factors.blocks > 1 and factors.block_size % LINE:
-        # Exact in bfloat16, and so are the sums of so short blocks.
+        # bfloat16 is exact, and so are the sums of such short blocks.
         factors = factors.widened()
     return _multiply(factors, group_sizes, is_turned, out_dtype, interpret)
 
@@ -187,7 +185,7 @@ def _multiply(
 ) -> Array:
     rows, weights, blocks = factors.rows, factors.weights, factors.blocks
     depth = LINE // rows.dtype.itemsize
-    if depth > ROWS and not is_turned:  # what is summed lies side by side
+    if depth > ROWS and not is_turned:  # contiguous along the sum
         weights, is_turned = weights.swapaxes(1, 2), True
     num_rows, width = rows.shape[0], weights.shape[1 if is_turned else 2]
     rows = _filled_rows(rows, depth)
@@ -225,7 +223,7 @@ def _multiply(
 
 
 def _filled_rows(x: Array, multiple: int) -> Array:
-    """Rows [R d] as the kernel takes them: in eights, one tile at least, d a multiple."""
+    """Pad rows [R d] to eights, at least one tile, and d to a multiple."""
     x = filled(x, ALIGNED, multiple)
     return jnp.pad(x, [(0, TILE - x.shape[0]), (0, 0)]) if x.shape[0] < TILE else x
 

@@ -1,17 +1,17 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""The second product of grouped_matmul on Hopper: what the rows of every group sum to.
+"""Implements the second product of grouped_matmul for Hopper: sums over the rows of every group.
 
     out[g] = sum over the rows r of g of rows[r]^T others[r]
 
 Tiles are 128 rows and up to 256 columns of one group's matrix; the group's rows pass, 64 at a time,
-from its first row rounded down to a multiple of 8. Both factors stand in shared memory as in global
-memory, and WGMMA reads them turned. What stands there of neighbours is made 0 in both factors (0
-times NaN would be NaN), by the warpgroups that compute, in the first and the last step of a group
-alone. A group without rows has no steps, and its matrix is 0.
+from its first row rounded down to a multiple of 8. Both factors are in shared memory as in global
+memory, and WGMMA reads them transposed. Rows of neighbours are set to 0 in both factors (0 times
+NaN would be NaN) by the computing warpgroups, in the first and the last step of a group only. An
+empty group has no steps, and its matrix is 0.
 
-See pallas_gpu_hopper.py. It takes bfloat16 and float16; float8 with one scale is turned into
-bfloat16 before, which is exact.
+See hopper.py. It takes bfloat16 and float16; float8 with one scale becomes bfloat16 before, which
+is exact.
 """
 
 import functools
@@ -54,20 +54,20 @@ def _contract_kernel(
     per_group = height // TILE * tiles.num_columns
 
     def tile_of(index: Array) -> tuple[Array, Array, Array]:
-        """Its group, row and column."""
+        """Return its group, row and column."""
         group, rest = _divided(index, per_group)
         row, column = _divided(rest, tiles.num_columns)
         return group, row * TILE, column * columns
 
     def steps_of(group: Array) -> tuple[Array, Array]:
-        """Where the rows of a group are first read, and in how many steps."""
+        """Return the first row to read of a group, and the number of steps."""
         start, end = starts_ref[group], ends_ref[group]
         begin = jax.lax.div(start, jnp.int32(ALIGNED)) * ALIGNED
         steps = jax.lax.div(end - begin + (depth - 1), jnp.int32(depth))
         return begin, jnp.where(end > start, steps, 0)
 
     def first_row(begin: Array, step: Array) -> Array:
-        """Of a step: it slides back rather than end behind the last row."""
+        """Return the first row of a step, which slides back rather than pass the last row."""
         return jnp.minimum(begin + step * depth, num_rows - depth)
 
     @pl.when(warpgroup < COMPUTING)
@@ -76,7 +76,7 @@ def _contract_kernel(
         stores = Stores(staged=staged.at[warpgroup], cut=cut.at[warpgroup])
 
         def keep(ref: Any, low: Array, high: Array) -> None:
-            """Makes the rows before `low` and from `high` on 0."""
+            """Zero the rows before `low` and from `high` on."""
             index = registers.index(ref.shape, 0)
             x = ref[...]
             ref[...] = jnp.where((index >= low) & (index < high), x, jnp.zeros_like(x))
@@ -148,7 +148,7 @@ def contract(
     out_dtype: Any,
     interpret: Any = None,
 ) -> Array:
-    """See `pallas_kernels.grouped_matmul.products`."""
+    """Return the product defined in `pallas_kernels.grouped_matmul.products`."""
     factors = operands_of(rows, others, is_turned=False)
     if factors.blocks:
         factors = factors.widened()

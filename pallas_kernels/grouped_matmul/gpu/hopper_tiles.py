@@ -1,10 +1,11 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""How the Hopper kernels of grouped_matmul cut their work: arithmetic, nothing touches a device.
+"""Tile sizes of the Hopper kernels of grouped_matmul, and the factors that they take.
 
-A program has 128 rows of the result, 64 for each computing warpgroup, and `columns` columns, and
-goes through what is summed `depth` at a time: 128 bytes, which is what TMA and WGMMA swizzle.
-Shared memory limits the number of slots: a slot holds 128 + columns rows of 128 bytes.
+A program has 128 rows of the result, 64 per computing warpgroup, and `columns` columns, and goes
+through the sum `depth` at a time: 128 bytes, which is what TMA and WGMMA swizzle. Shared memory
+limits the number of slots: a slot holds 128 + columns rows of 128 bytes. Pure arithmetic, without a
+device.
 
 To tune the kernels: `COLUMNS`, `STAGES` and `PANEL`.
 """
@@ -19,34 +20,38 @@ from pallas_kernels.gpu.hopper_parts import COMPUTING, ROWS, SHARED, shared
 from pallas_kernels.jax_versions import mosaic_gpu as plgpu
 
 TILE = COMPUTING * ROWS
-"""Rows of the result."""
+"""Rows of a tile of the result."""
 LINE = 128
 """Bytes of a row in shared memory."""
 COLUMNS = (256, 192, 128, 64)
-"""Of the result, best first. WGMMA with 64 rows has the full rate from 128 on."""
+"""Columns of the result, best first. WGMMA with 64 rows has the full rate from 128 on."""
 STAGES = 4
 PANEL = 8
-"""Column tiles that programs go through before the next rows: what they read again is in L2."""
+"""Column tiles that programs go through before the next rows; repeated reads are in L2."""
 FLOAT8_PRODUCTS = 512
-"""Whose sum is left to WGMMA, which keeps some 14 bits of it (arXiv 2412.19437, section 3.3.2)."""
+"""Products whose sum is left to WGMMA, which keeps some 14 bits of it (arXiv 2412.19437,
+section 3.3.2).
+"""
 EXACT_PRODUCTS = 256
-"""Of two int8 in bfloat16, whose sum is below 2^22: exact in float32 however WGMMA aligns it."""
-# Where results wait for their copy: two slots per warpgroup, and one for rows cut short.
+"""Products of two int8 in bfloat16 whose sum is below 2^22: exact in float32 however WGMMA aligns
+it.
+"""
+# Staging of results: two slots per warpgroup, and one for partial rows.
 _STAGED = COMPUTING * 3 * ROWS * LINE
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Tiles:
-    """Of one kernel."""
+    """Tiles of one kernel."""
 
     columns: int
     depth: int
-    """Of the sum, at a time."""
+    """Length of the sum per step."""
     stages: int
     panel: int
     """Column tiles side by side."""
     num_columns: int
-    """Column tiles in all."""
+    """Number of column tiles."""
 
     @property
     def step(self) -> int:
@@ -55,12 +60,12 @@ class Tiles:
 
 
 def tiles_for(width: int, dtype: Any, *, most: int = COLUMNS[0]) -> Tiles:
-    """For a result `width` wide, a multiple of 64.
+    """Return the tiles for a result `width` wide, a multiple of 64.
 
     Args:
         width: Columns of the result.
-        dtype: Of what is multiplied.
-        most: Columns at most, where sums take registers twice.
+        dtype: Dtype of the factors.
+        most: Largest number of columns, where sums take registers twice.
     """
     columns = next(x for x in COLUMNS if width % x == 0 and x <= most)
     number = width // columns
@@ -75,17 +80,17 @@ def tiles_for(width: int, dtype: Any, *, most: int = COLUMNS[0]) -> Tiles:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class WidenedTiles:
-    """Of the kernel whose weights have few bits."""
+    """Tiles of the kernel whose weights have few bits."""
 
     rows: int
-    """Of all computing warpgroups."""
+    """Rows of all computing warpgroups."""
     columns: int
-    """Of each."""
+    """Columns of each computing warpgroup."""
     depth: int
     stages: int
     panel: int
     num_columns: int
-    """Column tiles in all, of both warpgroups' columns."""
+    """Number of column tiles, of both warpgroups' columns."""
 
     @property
     def step(self) -> int:
@@ -96,14 +101,14 @@ class WidenedTiles:
 def tiles_widened(
     num_rows: int, groups: int, width: int, few_bits: Any, blocks: int
 ) -> WidenedTiles:
-    """For rows of 16 bits and weights of 8 or 4.
+    """Return the tiles for rows of 16 bits and weights of 8 or 4.
 
     Args:
-        num_rows: In all groups.
-        groups: Their number.
+        num_rows: Rows of all groups.
+        groups: Number of groups.
         width: Columns of the result.
-        few_bits: Dtype of weights.
-        blocks: That have scales of their own: sums then take registers twice.
+        few_bits: Dtype of the weights.
+        blocks: Number of blocks with their own scales, for which sums take registers twice.
     """
     width += -width % TILE
     rows = ROWS if num_rows <= ROWS * groups else TILE
@@ -125,14 +130,14 @@ def tiles_widened(
 
 
 def place_of(index: Any, count: Any, tiles: Any) -> tuple[Any, Any]:
-    """A tile's place in the list of row tiles, and its first column.
+    """Return a tile's place in the list of row tiles, and its first column.
 
     Programs go through a panel of column tiles for all rows, then through the next.
 
     Args:
-        index: Of the tile.
-        count: Row tiles.
-        tiles: Of the kernel.
+        index: Index of the tile.
+        count: Number of row tiles.
+        tiles: Tiles of the kernel.
     """
     panel = count * tiles.panel
     rest, width = jax.lax.rem(index, panel), jnp.int32(tiles.panel)
@@ -141,7 +146,7 @@ def place_of(index: Any, count: Any, tiles: Any) -> tuple[Any, Any]:
 
 
 def scratch(tiles: Tiles, dtype: Any, out_dtype: Any, right: tuple[int, int]) -> tuple[Any, ...]:
-    """The slots of the left and the right operand, where results wait, `full` and `free`."""
+    """Return slots of both operands, staging of results, `full` and `free`."""
     wide = LINE // jnp.dtype(out_dtype).itemsize
     return (
         shared((tiles.stages, COMPUTING, ROWS, tiles.depth), dtype),
@@ -155,12 +160,12 @@ def scratch(tiles: Tiles, dtype: Any, out_dtype: Any, right: tuple[int, int]) ->
 
 
 def section_of(steps: int, blocks: int, dtype: Any) -> int:
-    """Steps whose sum is left to WGMMA before it is scaled and moved: all, a block, or fewer.
+    """Return the steps whose sum is left to WGMMA before it is scaled and moved.
 
     Args:
-        steps: Of the whole sum.
-        blocks: That have scales of their own; 0 without.
-        dtype: Of what is multiplied.
+        steps: Steps of the whole sum.
+        blocks: Number of blocks with their own scales; 0 without.
+        dtype: Dtype of the factors.
     """
     section = steps // max(1, blocks)
     if jnp.dtype(dtype).itemsize > 1 or jnp.issubdtype(dtype, jnp.integer):
@@ -172,13 +177,13 @@ def section_of(steps: int, blocks: int, dtype: Any) -> int:
 def reason_against(
     rows: Any, others: Any, block_size: int | None, *, is_contraction: bool
 ) -> str | None:
-    """Why these kernels do not take two factors, in words, or None where they do.
+    """Return why these kernels do not take two factors; None where they do.
 
     Args:
-        rows: Dtype of the first one.
-        others: Dtype of the second one.
-        block_size: Products before scales come in; None where there is one block.
-        is_contraction: Whether rows are what is summed.
+        rows: Dtype of the first factor.
+        others: Dtype of the second factor.
+        block_size: Length of the sums between scales; None where there is one block.
+        is_contraction: Whether the sum runs over rows.
     """
     rows, others = jnp.dtype(rows), jnp.dtype(others)
     is_integer = jnp.issubdtype(rows, jnp.integer)

@@ -1,17 +1,17 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""grouped_matmul on Hopper where weights alone have few bits: W8A16, W4A16, float8 weights.
+"""Implements grouped_matmul for Hopper with weights in few bits: W8A16, W4A16, float8 weights.
 
-Weights are read once, as they lie, in 8 or 4 bits, and become the dtype of rows on their way to the
-tensor cores. Each computing warpgroup has columns of its own and all rows of the tile:
+Weights are read once, in 8 or 4 bits, and become the dtype of rows on their way to the tensor
+cores. Each computing warpgroup has its own columns and all rows of the tile:
 
     loads      slots of rows, and of weights, by TMA
     compute    a step of its weights from the slot into registers, widened there, and written back
                as WGMMA reads it, while the product of the step before is under way
 
-Where there are few rows in a group (as when tokens are decoded) a tile has 64 of them. Scales come
-in after the sum of their block. See pallas_gpu_hopper.py; turned weights, and blocks that are no
-multiple of 64, are made floating before and multiplied there.
+Where a group has few rows (as in decoding) a tile has 64 of them. Scales enter after the sum of
+their block. See hopper.py; transposed weights, and blocks that are no multiple of 64, become
+floating before and are multiplied there.
 """
 
 import functools
@@ -59,7 +59,7 @@ def _widened_kernel(
     total = count_ref[0] * tiles.num_columns
 
     def tile_of(index: Array) -> tuple[Array, Array, Array]:
-        """Its place in the list, its first column, the steps of its sum."""
+        """Return its place in the list, its first column, and the steps of its sum."""
         at, column = place_of(index, count_ref[0], tiles)
         return at, column, jnp.where(tiles_ref[at, 0] < num_groups, steps, 0)
 
@@ -102,7 +102,7 @@ def _widened_kernel(
                 scales = scales_ref.at[tiles_ref[at, 0], block, pl.ds(column, tiles.columns)]
                 return sums * along(registers.load(scales, 1), shape, 1)
 
-            # Rows without a sum have no block either: there are no scales.
+            # Rows without a sum have no block, and no scales.
             out = jax.lax.fori_loop(
                 0,
                 jax.lax.div(own_steps, per_block),
@@ -167,13 +167,13 @@ def _scratch(tiles: WidenedTiles, dtype: Any, few_bits: Any, out_dtype: Any) -> 
 def multiply_widened(
     factors: Operands, group_sizes: Array, out_dtype: Any, interpret: Any = None
 ) -> Array:
-    """Floating rows times the weights of their group, which have few bits.
+    """Return floating rows times the weights of their group, which have few bits.
 
     Args:
-        factors: Rows of 16 bits, weights [G k n] of 8 or 4, and scales of weights.
+        factors: Rows of 16 bits, weights [G k n] of 8 or 4, and scales of the weights.
         group_sizes: Rows of each group.
-        out_dtype: Of the result.
-        interpret: What runs it on the CPU.
+        out_dtype: Dtype of the result.
+        interpret: Interpreter for the CPU.
     """
     assert factors.weight_scales is not None
     (num_rows, _), (groups, _, width) = factors.rows.shape, factors.weights.shape

@@ -69,7 +69,7 @@ def multiply(
     is_turned: bool,
     out_dtype: Any,
 ) -> Array:
-    """See `pallas_kernels.grouped_matmul.products`."""
+    """Return the product defined in `pallas_kernels.grouped_matmul.products`."""
     products = _products_for(rows, weights, is_turned=is_turned, is_contraction=False)
     return products.multiply(rows, weights, group_sizes, is_turned=is_turned, out_dtype=out_dtype)
 
@@ -81,7 +81,7 @@ def contract(
     *,
     out_dtype: Any,
 ) -> Array:
-    """See `pallas_kernels.grouped_matmul.products`."""
+    """Return the product defined in `pallas_kernels.grouped_matmul.products`."""
     products = _products_for(rows, others, is_turned=False, is_contraction=True)
     return products.contract(rows, others, group_sizes, out_dtype=out_dtype)
 

@@ -1,19 +1,19 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""The two factors as the GPU kernels of grouped_matmul read them: numbers, and scales per block.
+"""Prepares the two factors for the GPU kernels of grouped_matmul: values, and scales per block.
 
     rows         weights      read as
-    floating     floating     they are
-    floating     8, 4 bits    they are, widened by the kernel; scales of the weights
+    floating     floating     unchanged
+    floating     8, 4 bits    unchanged, widened by the kernel; scales of the weights
     8, 4 bits    8, 4 bits    8 bits of one kind; scales of both
 
 int4 is then read as int8, and two kinds of float8, or mxfp8, as bfloat16: all of it exact. A block
-ends where it does in either factor, so that scales come in after the sum of a block:
+ends where it does in either factor, so that scales enter after the sum of a block:
 
     out[r, n] = sum over blocks b of row_scales[r, b] weight_scales[g, b, n] sum over k in b of ...
 
-Turned, the scales of weights along what is summed cannot come in after the sum: such weights are
-made floating before (`without_scales`).
+For transposed weights, scales along the sum cannot enter after it: such weights become floating
+before (`without_scales`).
 """
 
 import dataclasses
@@ -28,46 +28,46 @@ from pallas_kernels.quantized_array import QuantizedArray, constant
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Operands:
-    """What a kernel reads."""
+    """Arrays that a kernel reads."""
 
     rows: Array
     weights: Array
     """[G k n], or a second factor [R n]."""
     row_scales: Array | None = None
-    """[R blocks] float32; [1 1] of a product that has one scale."""
+    """[R blocks] float32; [1 1] for a product with one scale."""
     weight_scales: Array | None = None
-    """[G blocks n] float32; [1 1]."""
+    """[G blocks n] float32; [1 1] for a product with one scale."""
 
     @property
     def blocks(self) -> int:
-        """Of what is summed; 0 without scales."""
+        """Number of blocks of the sum; 0 without scales."""
         return 0 if self.row_scales is None else self.row_scales.shape[1]
 
     @property
     def block_size(self) -> int:
-        """Of what is summed."""
+        """Length of a block of the sum."""
         return self.rows.shape[1] // self.blocks
 
     def widened(self) -> "Operands":
-        """Both factors in bfloat16, which holds numbers of 8 bits exactly."""
+        """Return both factors in bfloat16, which holds 8-bit values exactly."""
         rows, weights = (x.astype(jnp.bfloat16) for x in (self.rows, self.weights))
         return dataclasses.replace(self, rows=rows, weights=weights)
 
     def scaled(self, out: Array, group_sizes: Array) -> Array:
-        """A contraction [G k n] of two factors of one scale each."""
+        """Return a contraction [G k n] of two factors of one scale each, scaled."""
         assert self.row_scales is not None and self.weight_scales is not None
         scale = (self.row_scales * self.weight_scales).reshape(())
-        # A group without rows is 0, whatever the scale.
+        # An empty group is 0, whatever the scale.
         return jnp.where(group_sizes[:, None, None] > 0, out * scale, 0.0)
 
 
 def operands_of(rows: Any, weights: Any, *, is_turned: bool) -> Operands:
-    """The two factors of either product, of the fewest bits that a kernel reads.
+    """Return the two factors of either product, in the fewest bits that a kernel reads.
 
     Args:
         rows: [R k], or quantised.
         weights: [G k n], [R n], or quantised.
-        is_turned: Whether weights are read the other way round.
+        is_turned: Whether weights are transposed.
     """
     if not isinstance(weights, QuantizedArray):
         return Operands(rows=rows, weights=weights)
@@ -98,7 +98,10 @@ def operands_of(rows: Any, weights: Any, *, is_turned: bool) -> Operands:
 
 
 def without_scales(rows: Any, weights: Any) -> Operands:
-    """Both factors floating: of the rows' dtype, of bfloat16 where that is exact, else float32."""
+    """Return both factors as floating arrays.
+
+    The dtype is that of the rows, bfloat16 where that is exact, else float32.
+    """
     if not isinstance(rows, QuantizedArray):
         return Operands(rows=rows, weights=constant(weights).astype(rows.dtype))
     is_exact = all(_is_micro(x) for x in (rows, weights))
@@ -107,7 +110,7 @@ def without_scales(rows: Any, weights: Any) -> Operands:
 
 
 def _is_micro(x: Any) -> bool:
-    """Scales of mxfp8 are powers of two, and its values times them bfloat16."""
+    """Return whether this is mxfp8: its scales are powers of two, its values fit bfloat16."""
     return isinstance(x, QuantizedArray) and x.scales.dtype == jnp.float8_e8m0fnu
 
 

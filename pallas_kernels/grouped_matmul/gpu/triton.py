@@ -1,20 +1,18 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""grouped_matmul in Pallas through Triton, for any NVIDIA GPU with tensor cores.
+"""Implements grouped_matmul in Triton, for any NVIDIA GPU with tensor cores.
 
-    multiply    a program for every tile of rows of one group (pallas_gpu_schedule.py) and of
-                columns; it writes the tile's own rows alone. There are as many programs as there
-                may be tiles, and those that have none end at once
-    contract    a program for every tile of a group's matrix; the rows of the group pass
+    multiply    a program per tile of rows of one group (schedule.py) and of columns, which writes
+                only the tile's own rows. There are as many programs as there may be tiles; those
+                without a tile end at once
+    contract    a program per tile of a group's matrix; the rows of the group pass
 
-Integers meet integers in 8 bits and are summed in int32, exactly. Weights of 8 bits become floating
-beside the tensor cores, where rows are. Scales come in after the sum of their block. What Triton or
-older GPUs cannot read is widened before: int4 to int8, float8 to bfloat16, both exactly. Float32 is
-multiplied as such, not as TF32. Sizes are filled up to whole tiles, with zeros.
+Integers are multiplied in 8 bits and summed in int32, exactly. Weights of 8 bits become floating
+beside the tensor cores, where rows are floating. Scales enter after the sum of their block. What
+Triton or older GPUs cannot read is widened before: int4 to int8, float8 to bfloat16, both exactly.
+Float32 is multiplied as such, not as TF32. Sizes are padded to whole tiles, with zeros.
 
 It does not run on TPUs, and on the CPU only interpreted (`interpret=True`).
-
-To tune it: `_block_sizes`.
 """
 
 import dataclasses
@@ -36,7 +34,7 @@ from pallas_kernels.quantized_array import QuantizedArray
 
 
 class _Blocks(NamedTuple):
-    """Rows and columns of a tile, and what is summed at a time."""
+    """Rows and columns of a tile, and the length of the sum per step."""
 
     rows: int
     columns: int
@@ -44,9 +42,9 @@ class _Blocks(NamedTuple):
 
 
 def _block_sizes(itemsize: int) -> _Blocks:
-    """By the bytes of a number: tiles that fit the 99 KiB of the smaller GPUs."""
+    """Return tiles that fit the 99 KiB of the smaller GPUs, by the bytes of an element."""
     if itemsize == 4:
-        # Exact products of float32 run on no tensor core, and unroll: small tiles compile.
+        # Exact float32 products use no tensor core and are unrolled: only small tiles compile.
         return _Blocks(64, 64, 32)
     return _Blocks(128, 128, 64 // itemsize)
 
@@ -91,7 +89,7 @@ def _multiply_kernel(
             out = out * row_scales_ref[part, rows][:, None]
             return sums + out * weight_scales_ref[group, part, columns][None, :]
 
-        # Rows past the last group have no sum: neither their numbers nor scales are read.
+        # Rows past the last group have no sum: neither values nor scales are read.
         sums = jnp.where(group < num_groups, jnp.int32(parts), jnp.int32(0))
         if scale_refs:
             out = jax.lax.fori_loop(0, sums, add, zeros)
@@ -111,14 +109,14 @@ def multiply(
     out_dtype: Any,
     interpret: bool = False,
 ) -> Array:
-    """See `pallas_kernels.grouped_matmul.products`."""
+    """Return the product defined in `pallas_kernels.grouped_matmul.products`."""
     factors = _readable(operands_of(rows, weights, is_turned=is_turned))
     blocks = _block_sizes(factors.rows.dtype.itemsize)
     depth = blocks.depth
     if factors.blocks > 1:
         while factors.block_size % depth:
             depth //= 2
-        if depth < 16:  # the least that tensor cores sum over
+        if depth < 16:  # smallest sum of a tensor core
             factors = without_scales(rows, weights)
             depth = blocks.depth
     blocks = blocks._replace(depth=depth)
@@ -175,7 +173,7 @@ def _contract_kernel(starts_ref, ends_ref, rows_ref, others_ref, out_ref, *, blo
         own = pl.ds(first, depth)
 
         def read(ref: Any, columns: Any) -> Array:
-            # Both factors: what stands there of others may be NaN.
+            # Both factors are masked: rows of other groups may be NaN.
             x = ref[own, columns]
             index = first + jax.lax.broadcasted_iota(jnp.int32, x.shape, 0)
             return jnp.where((index >= begin) & (index < end), x, jnp.zeros_like(x))
@@ -195,7 +193,7 @@ def contract(
     out_dtype: Any,
     interpret: bool = False,
 ) -> Array:
-    """See `pallas_kernels.grouped_matmul.products`."""
+    """Return the product defined in `pallas_kernels.grouped_matmul.products`."""
     factors = _readable(operands_of(rows, others, is_turned=False))
     x, y = factors.rows, factors.weights
     y = y.astype(x.dtype)
@@ -219,7 +217,7 @@ def contract(
 
 
 def _readable(factors: Operands) -> Operands:
-    """int4 as int8, float8 as bfloat16 or as the rows: what Triton reads on every GPU."""
+    """Return int4 as int8, float8 as bfloat16 or as the rows, which Triton reads on every GPU."""
     rows, weights = factors.rows, factors.weights
     if not (rows.dtype.itemsize == 1 and jnp.issubdtype(rows.dtype, jnp.floating)):
         if weights.dtype == jnp.int4:
@@ -235,7 +233,7 @@ _COMPILER = plgpu.CompilerParams(num_warps=8, num_stages=3)
 
 
 def _filled_rows(x: Array, least: int, multiple: int) -> Array:
-    """Rows [R d] with at least as many rows, and d a multiple."""
+    """Pad rows [R d] to at least as many rows, and d to a multiple."""
     x = filled(x, 1, multiple)
     return jnp.pad(x, [(0, least - x.shape[0]), (0, 0)]) if x.shape[0] < least else x
 

@@ -1,20 +1,20 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Sizes of the tiles of the TPU kernels for grouped products.
+"""Tile sizes of the TPU kernels for grouped products.
 
     multiply    rows x summed of the factor, summed x out of the matrix, rows x out of the result
     contract    rows x left, rows x right, and left x right of the result
 
 `rows` may be anything: tiles that hold more than one group compute each group's part in pieces of
-PIECE rows. The summed dimension of `multiply` is always cut evenly, so that no tile holds what is
-not there; results may be cut unevenly, what lies beyond the edge is dropped.
+PIECE rows. The summed dimension of `multiply` is always cut evenly, so that no tile reaches past
+it; results may be cut unevenly, and columns beyond the edge are dropped.
 
 The sizes in TABLE follow from arithmetic; none has been measured. With the whole sum in one tile a
 group's matrix is read once per tile of columns, and rows once too: a visit of r rows and o columns
 does 2 r o k operations for r k b bytes, o / b operations per byte where the matrix stays, against
 240 (v5e) and 166 (v5p) that their memories allow with b = 2.
 
-To add a device: a line in TABLE, by the name that JAX has for it.
+To add a device: its JAX device kind in TABLE of `pallas_kernels/grouped_matmul/tpu/blocks.py`.
 """
 
 import math
@@ -25,9 +25,9 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.backend import device_kind
 
 PIECE = 128
-"""Rows that a group's part of a tile is computed in: of the MXU's height."""
+"""Rows in which a group's part of a tile is computed: the height of the MXU."""
 WHOLE = 256
-"""Rows that a tile of one group is computed in: a loop, for programs half as long."""
+"""Rows in which a tile of one group is computed: a loop, for programs half as long."""
 LANES = 128
 
 
@@ -38,18 +38,18 @@ class Tile(NamedTuple):
     out: int
     """Columns of the result of `multiply`, of the right factor of `contract`."""
     summed: int
-    """Of `multiply`; of `contract` columns of the left factor."""
+    """Length of the sum of `multiply`; columns of the left factor of `contract`."""
 
 
 class Bytes(NamedTuple):
-    """What one element takes, all buffers together."""
+    """Bytes of one element in all buffers together."""
 
     left: int
-    """Of the rows."""
+    """Bytes per element of the rows."""
     right: int
-    """Of the matrix; of the other rows in `contract`."""
+    """Bytes per element of the matrix, or of the other rows in `contract`."""
     result: int
-    """Of the result, sums included."""
+    """Bytes per element of the result, sums included."""
 
 
 TABLE: dict[str, dict[str, Tile]] = {
@@ -66,8 +66,10 @@ TABLE: dict[str, dict[str, Tile]] = {
         "contract float32": Tile(256, 256, 512),
     },
 }
-"""By kind of device and kernel; "" for all that are not named. Products of float32 take six passes,
-and six times as long to compile."""
+"""Tiles by device kind and kernel; "" for all other kinds.
+
+Products of float32 take six passes, and six times as long to compile.
+"""
 
 
 def blocks_for(
@@ -85,13 +87,13 @@ def blocks_for(
 
     Args:
         kernel: "multiply" or "contract".
-        rows: R.
+        rows: Number of rows R.
         out: Columns of the result (of the right factor of `contract`).
         summed: Length of the sum (columns of the left factor of `contract`).
-        each: Bytes of elements.
+        each: Bytes per element.
         is_wide: Whether float32 is multiplied.
-        sums: Results side by side, which share the columns of a tile.
-        unit: Multiples to keep to; where one does not divide its length the length stays whole.
+        sums: Number of results side by side, which share the columns of a tile.
+        unit: Units of the sides; a side stays whole where its unit does not divide it.
     """
     unit = unit or Tile(1, 1, 1)
     tile = TABLE.get(device_kind(), TABLE[""])[f"{kernel} float32" if is_wide else kernel]
@@ -107,7 +109,7 @@ def blocks_for(
 
     fit = fitted(tile)
     while tile_bytes(kernel, fit, each) > budget() and max(tile) > LANES:
-        # The longest side first: the product of the two others pays for it.
+        # Halve the longest side first.
         longest = max(range(3), key=lambda i: tile[i])
         tile = Tile(*(max(LANES, n // 2) if i == longest else n for i, n in enumerate(tile)))
         fit = fitted(tile)
@@ -115,12 +117,12 @@ def blocks_for(
 
 
 def tile_bytes(kernel: str, tile: Tile, each: Bytes) -> int:
-    """Memory of a core that a tile takes.
+    """Return the bytes of a core's memory that a tile takes.
 
     Args:
         kernel: "multiply" or "contract".
-        tile: Its sizes.
-        each: Bytes of elements.
+        tile: Sizes of the tile.
+        each: Bytes per element.
     """
     rows, out, summed = tile
     pairs = (rows * summed, summed * out, rows * out)
@@ -130,21 +132,21 @@ def tile_bytes(kernel: str, tile: Tile, each: Bytes) -> int:
 
 
 def budget() -> int:
-    """Bytes of a core's memory that tiles may take: half of it, the rest is the compiler's."""
+    """Return the bytes of a core's memory for tiles: half of it, the rest is the compiler's."""
     return _capacity() // 2
 
 
 def vmem_limit() -> int:
-    """For `pallas_call`: XLA keeps a little of the memory for itself."""
+    """Return the limit for `pallas_call`; XLA keeps a little of the memory."""
     return _capacity() // 8 * 7
 
 
 def multiplies(first: str, second: str) -> bool:
-    """Whether the TPU's matrix unit takes these dtypes; without a TPU all but those of 4 bits.
+    """Return whether the matrix unit multiplies these dtypes; without a TPU all but 4-bit ones.
 
     Args:
-        first: A dtype.
-        second: A dtype.
+        first: Name of a dtype.
+        second: Name of a dtype.
     """
     info = _info()
     if info is None:
@@ -162,7 +164,7 @@ def _capacity() -> int:
 
 
 def _cut(length: int, limit: int, unit: int, *, is_even: bool) -> int:
-    """The largest multiple of lanes and unit up to limit (that divides); the whole where none."""
+    """Return the largest multiple of lanes and unit up to limit that divides, else the whole."""
     if length <= limit:
         return length
     step = math.lcm(LANES, unit)
@@ -170,6 +172,6 @@ def _cut(length: int, limit: int, unit: int, *, is_even: bool) -> int:
     even = (size for size in sizes if length % size == 0)
     if is_even:
         return next(even, length)
-    # Cut evenly where that costs less than a quarter of the size.
+    # Cut evenly where that loses less than a quarter of the size.
     best = next(even, 0)
     return best if 4 * best >= 3 * limit or not sizes else sizes[0]

@@ -1,13 +1,13 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""The TPU kernel of rows contracted with other rows of their group: the gradient of its matrix.
+"""TPU kernel that contracts rows with other rows of their group: the gradient of its matrix.
 
     out[g, p] = scale * sum over the rows r of g of rows[r]^T others[p, r]
 
 The grid is (left columns, part and right columns, visit); the sums of a group stay in memory over
-its visits (pallas_tpu_visits.py), and a group without rows has one, in which they are written as 0.
-Rows of other groups that share a tile are left out piece by piece, and masked within a piece, in
-both factors: what stands past the last group may be NaN.
+its visits (visits.py), and an empty group has one visit, in which they are written as 0. Rows of
+other groups that share a tile are left out piece by piece, and masked within a piece, in both
+factors: rows past the last group may be NaN.
 """
 
 import functools
@@ -26,11 +26,11 @@ from pallas_kernels.jax_versions import match_varying, shape_varying_like
 
 
 class _Call(NamedTuple):
-    """What the kernel knows when it is traced."""
+    """Static part of a call."""
 
     tile: Tile
     dtypes: tuple[Any, Any]
-    """What tiles of both become before they are multiplied."""
+    """Dtypes in which tiles of both factors are multiplied."""
     has_scale: bool
 
 
@@ -44,16 +44,16 @@ def contract_parts(
     scale: Float[Array, ""] | None = None,
     name: str = "grouped_outer",
 ) -> Float[Array, "G p k n"]:
-    """Calls the kernel.
+    """Run the kernel.
 
     Args:
-        rows: [R k]
+        rows: [R k].
         others: [p R n], in parts.
-        group_sizes: As in `grouped_matmul`.
-        out_dtype: Of the result.
-        dtypes: What tiles of both become; None: they stay what they are.
-        scale: Of the result.
-        name: Of the kernel, in profiles.
+        group_sizes: Rows of each group, as in `grouped_matmul`.
+        out_dtype: Dtype of the result.
+        dtypes: Dtypes in which tiles of both are multiplied; None keeps them.
+        scale: Factor of the result.
+        name: Name of the kernel in profiles.
     """
     (num_rows, k), (parts, _, n), groups = rows.shape, others.shape, group_sizes.shape[0]
     dtypes = dtypes or (rows.dtype, others.dtype)
@@ -145,6 +145,6 @@ def _kernel(
 
 
 def _kept(x: Array, is_own: Array) -> Array:
-    """0 elsewhere; chosen in 32 bits, as TPUs do."""
+    """Zero the other rows; selected in 32 bits, as TPUs do."""
     wide = x.astype(jnp.int32 if jnp.issubdtype(x.dtype, jnp.integer) else jnp.float32)
     return jnp.where(is_own, wide, jnp.zeros_like(wide)).astype(x.dtype)

@@ -1,21 +1,19 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Where the scales of quantised factors come into the products of the TPU kernels.
+"""Decides where the scales of quantised factors enter the products of the TPU kernels.
 
     end      out = scale of the row * scale of the column * sums     scales do not vary in the sum
-    chunks   out = sum over blocks of the same, of the block         both factors quantised
-    tile     the matrix becomes floating where it lies, once for each group, then as it were so
+    chunks   out = sum over blocks of the same, per block            both factors quantised
+    tile     the matrix becomes floating in its tile, once per group
 
 `end` is exact for integers up to its last multiplication: the sums are int32. `chunks` needs blocks
-of a multiple of 32 along the sum. All else is `tile`, where rows that are quantised too become
-floating before the kernel: bfloat16 for mxfp8, which loses nothing by it, because its scales are
-powers of two; float32, and its six passes, for other small blocks, and for products with turned
-matrices whose scales lie along the sum.
+of a multiple of 32 along the sum. All else is `tile`, where quantised rows become floating before
+the kernel: bfloat16 for mxfp8, exactly, because its scales are powers of two; float32, and its six
+passes, for other small blocks, and for products with transposed matrices whose scales vary along
+the sum.
 
-Floating rows meet a matrix in their own dtype: every value of 8 and 4 bits has its place in
-bfloat16. One scale for everything counts as one per column, or goes to the columns.
-
-To add a format: nothing, if its values become bfloat16 without a loss.
+Floating rows meet a matrix in their own dtype: bfloat16 holds every value of 8 and 4 bits. One
+scale for everything counts as one per column.
 """
 
 import math
@@ -40,33 +38,32 @@ class Factors(NamedTuple):
     """[G q k n], in parts."""
     mode: Literal["none", "end", "chunks", "tile"]
     dtypes: tuple[Any, Any]
-    """What tiles of rows and of matrices become before they are multiplied."""
+    """Dtypes in which tiles of rows and of matrices are multiplied."""
     row_scales: Float[Array, "R c"] | None = None
-    """`end`: c = 1; `chunks`: one per block."""
+    """c = 1 for `end`; one per block for `chunks`."""
     weight_scales: Float[Array, "G q c o"] | None = None
-    """`end`: c = 1, of every column of the result; else one per block, of every column of weights.
-    """
+    """c = 1 for `end`, per column of the result; else one per block and column of weights."""
 
 
 def factors_of(
     rows: Array | QuantizedArray, weights: Array | QuantizedArray, *, is_turned: bool
 ) -> Factors:
-    """Decides where scales come in.
+    """Return the factors, with the place where scales enter.
 
     Args:
-        rows: [p R k], turned [p R n]; quantised: [R k] or [R n].
-        weights: [G q k n], scales along k if along anything.
-        is_turned: Whether the sum goes over n.
+        rows: [p R k], transposed [p R n]; quantised: [R k] or [R n].
+        weights: [G q k n], with scales along k or one scale.
+        is_turned: Whether the sum runs over n.
 
     Raises:
-        ValueError: Blocks of a size that cannot be unpacked.
+        ValueError: A block size cannot be unpacked.
     """
     if not isinstance(weights, QuantizedArray):
         wide = constant(rows).astype(weights.dtype)
         return Factors(_in_parts(wide), weights, "none", (wide.dtype, weights.dtype))
     varies = weights.axis is not None and (weights.num_blocks > 1 or is_turned)
     if not isinstance(rows, QuantizedArray):
-        # Parts that add up to one cannot be scaled in the end.
+        # Parts that share one sum cannot be scaled at the end.
         mode = "tile" if varies or rows.ndim == 3 and rows.shape[0] > 1 else "end"
         return _floating(rows, weights, mode, is_turned=is_turned)
     values, scales = rows.values, rows.scales.astype(jnp.float32)
@@ -90,11 +87,11 @@ def factors_of(
 
 
 def dtypes_of(rows: Any, weights: Any) -> tuple[Any, Any]:
-    """In which dtypes they are multiplied: as they are where the matrix unit takes the pair.
+    """Return the dtypes of the product: unchanged where the matrix unit takes the pair.
 
     Args:
-        rows: Their dtype.
-        weights: Their dtype.
+        rows: Dtype of the rows.
+        weights: Dtype of the matrices.
     """
     if multiplies(rows.name, weights.name):
         return rows, weights
@@ -121,7 +118,7 @@ def _are_powers(x: QuantizedArray) -> bool:
 
 
 def _columns(weights: QuantizedArray, axis: int) -> Float[Array, "G q c o"]:
-    """Scales of every index along an axis, however many were stored; powers of two as bfloat16."""
+    """Return scales of every index along an axis; powers of two as bfloat16."""
     groups, parts = weights.shape[:2]
     scales = weights.scales.astype(jnp.bfloat16 if _are_powers(weights) else jnp.float32)
     return jnp.broadcast_to(scales, (groups, parts, scales.shape[2], weights.shape[axis]))

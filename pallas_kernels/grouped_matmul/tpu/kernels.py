@@ -1,21 +1,21 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""grouped_matmul for TPUs, in Mosaic: both products as `PRODUCTS`.
+"""Implements grouped_matmul for TPUs, in Mosaic: both products as `PRODUCTS`.
 
-    multiply    pallas_tpu_multiply.py, scales as pallas_tpu_factors.py says
-    contract    pallas_tpu_contract.py
+    multiply    multiply.py, with scales as in factors.py
+    contract    contract.py
 
-Any sizes go: what lies past an edge is masked, or dropped. Two gaps are left to XLA. Rows that
-arrive by token (a gather before the first product) are not gathered here: rows of bfloat16 share
-32-bit words with their neighbour in a TPU's tiles of memory, so that no copy of a single row exists
-(Mosaic: "Offsets along tiled dimensions must be aligned to tiles", 8 rows); in float32 the copy
+Sizes are arbitrary: values past an edge are masked or dropped. Two steps are left to XLA. Rows that
+arrive by token (a gather before the first product) are not gathered here: bfloat16 rows share
+32-bit words with their neighbour in a TPU's tiles of memory, so that a copy of a single row does
+not exist (Mosaic: "Offsets along tiled dimensions must be aligned to tiles", 8 rows); in float32 it
 exists, and moves twice the bytes for every row and every tile of columns, where XLA writes and the
-kernel reads 2 * 2 bytes per value once. And rows are not weighted and added up per token behind the
-last product: K rows of a token come from K visits, so that each would read and write the token's
-sum in float32, 8 bytes per value and row, against the 2 + 2 of writing rows and reading them in one
+kernel reads 2 * 2 bytes per value once. Rows are not weighted and added up per token after the last
+product: K rows of a token come from K visits, so that each would read and write the token's sum in
+float32, 8 bytes per value and row, against the 2 + 2 of writing rows and reading them in one
 gather-and-sum.
 
-Call it on local arrays, in a `jax.shard_map`: an array spread by the compiler is gathered first.
+Call it on local arrays, in a `jax.shard_map`: an array sharded by the compiler is gathered first.
 """
 
 from typing import Any
@@ -39,7 +39,7 @@ def _multiply(
     is_turned: bool,
     out_dtype: Any,
 ) -> Array:
-    # The axes of scales are counted from the end: one more in front of the matrix moves none.
+    # Axes of scales count from the end: a new dimension in front moves none.
     matrices = jax.tree.map(lambda leaf: leaf[:, None], weights)
     factors = factors_of(rows, matrices, is_turned=is_turned)
     (out,) = multiply_and(

@@ -1,22 +1,20 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""The TPU kernel of rows times their group's matrix, with room for what follows the product.
+"""TPU kernel that multiplies rows by their group's matrix, with a fused epilogue.
 
-    sums[r] = rows[r] @ weights[g]          turned: rows[r] @ weights[g]^T
+    sums[r] = rows[r] @ weights[g]          transposed: rows[r] @ weights[g]^T
     outs[r] = follow(sums[r], extras[r])    0 past the last group, whatever `follow` would give
 
-Matrices may come in parts, [G q k n]: with one array of rows each part has sums of its own, with
-as many arrays, [q R s], all add up to one. `follow` sees a tile of float32 sums and of the extra
-operands, so that an activation or its gradient need no pass through memory of their own.
+Matrices may come in parts, [G q k n]: with one array of rows each part has its own sums; with as
+many arrays, [q R s], all add up to one. `follow` sees a tile of float32 sums and of the extra
+operands, so that an activation or its gradient needs no pass through memory.
 
-The grid is (columns, visit, part of the sum): pallas_tpu_visits.py says which tile of rows a visit
-has, pallas_tpu_blocks.py how large tiles are. Where a tile of rows lies in one group it is one
-product; where it does not, the pieces that the group has a part in are computed and masked. Rows
-past the last group are not read, but for those that share a piece with others: no sum meets them.
+The grid is (columns, visit, part of the sum): visits.py says which tile of rows a visit has,
+blocks.py how large tiles are. A tile of rows in one group is one product; otherwise the pieces with
+rows of the group are computed and masked. Rows past the last group are read only where they share a
+piece with other rows, and enter no sum.
 
-On the CPU it runs in TPU interpret mode alone (`pallas_kernels.backend.interpreted`).
-
-To add something that follows a product: a function as `follow`; nothing here.
+On the CPU it runs in TPU interpret mode only (`pallas_kernels.backend.interpreted`).
 """
 
 import functools
@@ -43,37 +41,37 @@ from pallas_kernels.grouped_matmul.tpu.visits import visit_rows
 from pallas_kernels.jax_versions import match_varying, shape_varying_like
 
 Follow = Callable[[list[Array], list[Array]], Sequence[Sequence[Array]]]
-"""(sums, one [r o] for each; a list [q r o] of extras) -> for each output its parts [r o]."""
+"""(sums, one [r o] each; list of extras [q r o]) -> parts [r o] of each output."""
 
 
 class _Call(NamedTuple):
-    """What the kernel knows when it is traced."""
+    """Static part of a call."""
 
     tile: Tile
     steps: int
     """Parts of the sum."""
     parts: int
-    """Of the matrices."""
+    """Parts of the matrices."""
     is_turned: bool
     factors: Factors
-    """Of which the arrays are not used here."""
+    """Factors; their arrays are not used here."""
     num_extras: int
     num_outs: int
     follow: Follow
 
     @property
     def num_sums(self) -> int:
-        """One for each part, unless the rows have parts as well."""
+        """Number of sums: one per part, unless the rows have parts as well."""
         return self.parts if self.factors.rows.shape[0] == 1 else 1
 
     @property
     def is_decoded(self) -> bool:
-        """Whether tiles of matrices are turned into another dtype."""
+        """Whether tiles of matrices are converted to another dtype."""
         return self.factors.mode == "tile" or self.factors.weights.dtype != self.factors.dtypes[1]
 
     @property
     def sum_dtype(self) -> Any:
-        """int32 for integers whose scales come in at the end."""
+        """Dtype of the sums: int32 for integers whose scales enter at the end."""
         is_integer = jnp.issubdtype(self.factors.dtypes[1], jnp.integer)
         return jnp.int32 if is_integer and self.factors.mode != "chunks" else jnp.float32
 
@@ -88,16 +86,16 @@ def multiply_and(
     is_turned: bool = False,
     name: str = "grouped_matmul",
 ) -> list[Array]:
-    """Calls the kernel.
+    """Run the kernel.
 
     Args:
-        follow: What becomes of the sums.
-        factors: Rows [p R s] and weights [G q k n], see above.
-        group_sizes: As in `grouped_matmul`.
-        outs: Of each output the number of parts and the dtype.
-        extras: Operands of the shape of the result, in parts.
-        is_turned: Whether the sum goes over n.
-        name: Of the kernel, in profiles.
+        follow: Epilogue of the sums.
+        factors: Rows [p R s] and weights [G q k n].
+        group_sizes: Rows of each group, as in `grouped_matmul`.
+        outs: Number of parts and dtype of each output.
+        extras: Operands in the shape of the result, in parts.
+        is_turned: Whether the sum runs over n.
+        name: Name of the kernel in profiles.
 
     Returns:
         The outputs, [parts R o] each.
@@ -166,7 +164,7 @@ def _tile(
     *,
     is_turned: bool,
 ) -> Tile:
-    """Everything that is copied lies there twice."""
+    """Return the tile; all copied arrays are double-buffered."""
     (arrays, num_rows, summed), (_, parts, k, _) = factors.rows.shape, factors.weights.shape
     decoded = factors.dtypes[1].itemsize if factors.mode != "none" else 0
     result = sum(c * jnp.dtype(d).itemsize for c, d in outs)
@@ -191,7 +189,7 @@ def _tile(
 
 
 def _operands(call: _Call) -> tuple[list[Array], list[pl.BlockSpec]]:
-    """Rows, matrices, then the scales of either, with the blocks that a step sees."""
+    """Return rows, matrices and scales, with their block specs."""
     f, tile = call.factors, call.tile
     across, along = (tile.out, tile.summed) if call.is_turned else (tile.summed, tile.out)
 
@@ -256,7 +254,7 @@ def _kernel(
     has_rows = first_row < end_row
 
     if call.is_decoded:
-        # A matrix that is cut along the sum comes anew with each step.
+        # A matrix that is cut along the sum is copied at each step.
         is_new = (visit == 0) | (group[visit] != group[before]) | (call.steps > 1)
 
         @pl.when(has_rows & is_new)
@@ -330,14 +328,14 @@ def _kernel(
 def over_pieces(
     rows: int, width: int, low: Any, high: Any, compute: Callable[[Any, Array], None]
 ) -> None:
-    """Calls compute(where, whether a row is the group's) for the pieces with rows of the group.
+    """Call compute(rows, mask of the group) for the pieces with rows of the group.
 
     Args:
-        rows: Of the tile.
-        width: Of the mask.
+        rows: Rows of the tile.
+        width: Width of the mask.
         low: First row of the group in the tile.
-        high: Where its rows end.
-        compute: Of a piece.
+        high: Last row of the group in the tile + 1.
+        compute: Computes a piece.
     """
     piece = PIECE if rows % PIECE == 0 else rows
 
@@ -359,7 +357,7 @@ def _product(
     part: int,
     at: Any,
 ) -> Array:
-    """Of one part, over the sum of one step."""
+    """Return the product of one part over the sum of one step."""
     f = call.factors
     x = rows[part if rows.shape[0] > 1 else 0, at, :].astype(f.dtypes[0])
     contracted = ((1,), (1,)) if call.is_turned else ((1,), (0,))

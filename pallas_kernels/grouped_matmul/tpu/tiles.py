@@ -1,13 +1,11 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""The arithmetic of one tile of a grouped product, in values.
+"""Computes one tile of a grouped product on values.
 
 Products of float32 take the exact passes of the matrix unit, those of bfloat16 and float8 its
-native one, and add up in float32; those of integers add up in int32. A matrix unit without integers
-(TPU v7) takes them in bfloat16, which has all of int8, and is exact in float32 for sums of up to
-1040 products of 127 * 127: longer ones are cut.
-
-Nothing here knows of a grid or of groups.
+native one, with sums in float32; integers are summed in int32. A matrix unit without integers (TPU
+v7) takes them in bfloat16, which holds all of int8; its float32 sums are exact for up to 1040
+products of 127 * 127, and longer ones are cut.
 """
 
 from typing import Any
@@ -19,16 +17,16 @@ from pallas_kernels.array_types import Array, Float
 from pallas_kernels.grouped_matmul.tpu.blocks import multiplies
 
 EXACT = 1024
-"""Products of integers that add up in float32 without rounding."""
+"""Products of integers that float32 sums without rounding."""
 
 
 def dot(a: Array, b: Array, contracted: tuple[tuple[int], tuple[int]]) -> Array:
-    """A product that adds up in float32, or int32 for integers.
+    """Return a product with sums in float32, or int32 for integers.
 
     Args:
-        a: matrix.
-        b: matrix.
-        contracted: which dimension of each.
+        a: Matrix.
+        b: Matrix.
+        contracted: Contracted dimension of each.
     """
     if jnp.issubdtype(a.dtype, jnp.integer):
         if a.dtype == jnp.int8 and not multiplies("int8", "int8"):
@@ -45,15 +43,15 @@ def dot(a: Array, b: Array, contracted: tuple[tuple[int], tuple[int]]) -> Array:
 
 
 def times_scales(values: Array, scales: Float[Array, "c n"] | None, dtype: Any) -> Array:
-    """Values of few bits in another dtype, after multiplication by the scale of their block.
+    """Return values of few bits in another dtype, times the scale of their block.
 
     Args:
-        values: [k n]
-        scales: of c blocks along k; None: left out.
-        dtype: of the result, floating unless scales are left out.
+        values: [k n].
+        scales: Scales of c blocks along k; None for none.
+        dtype: Dtype of the result, floating unless there are no scales.
     """
     if scales is None:
-        # Integers of 4 and 8 bits, and float8, have their places in each of these dtypes.
+        # Each of these dtypes holds integers of 4 and 8 bits, and float8.
         return values.astype(dtype)
     blocks, (k, n) = scales.shape[0], values.shape
     wide, scales = values.astype(jnp.float32), scales.astype(jnp.float32)

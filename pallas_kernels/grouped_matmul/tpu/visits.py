@@ -1,19 +1,17 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Which tile of rows meets which group's matrix, in which order: the grid of the TPU kernels.
+"""Pairs tiles of rows with group matrices: the grid of the TPU kernels.
 
-Rows are cut into tiles wherever groups begin. A visit is one tile with one group; a tile with two
-groups has two, one after the other, so that it stays in memory between them, as a group's matrix
-stays while its tiles pass by (the order of megablox, arXiv 2211.15841, section 5). The number of
-visits depends on the sizes of groups, the grid does not, and has room for the worst case:
+Rows are cut into tiles regardless of groups. A visit is one tile with one group; a tile with two
+groups has two consecutive visits, so that it stays in memory between them, as a group's matrix
+stays over its tiles (the order of megablox, arXiv 2211.15841, section 5). The number of visits
+depends on the group sizes; the grid has the worst case:
 
     tiles + min(G, R) - 1     `visit_rows`: every group begins in the middle of a tile
-    tiles + G - 1             `visit_groups`: empty groups have a visit too, so that they become 0
+    tiles + G - 1             `visit_groups`: empty groups have a visit too, and become 0
 
-What is left over comes last, copies nothing and computes nothing. In `visit_rows` it first goes
-through the tiles past the last group, where the results are 0 and no row is read.
-
-To add a kernel: choose one of the two, and hand `Visits` over as scalars that are read beforehand.
+Unused visits come last, copy nothing and compute nothing. In `visit_rows` they first go through the
+tiles past the last group, whose results are 0 and whose rows are not read.
 """
 
 from typing import NamedTuple
@@ -27,32 +25,32 @@ class Visits(NamedTuple):
     """One entry per visit, all in scalar memory."""
 
     group: Int[Array, " v"]
-    """Whose matrix."""
+    """Group whose matrix is used."""
     read: Int[Array, " v"]
-    """Which tile of rows is read; past the last group still the last one with rows."""
+    """Tile of rows that is read; past the last group the last one with rows."""
     write: Int[Array, " v"]
-    """Which tile of rows the results belong to."""
+    """Tile of rows that the results belong to."""
     low: Int[Array, " v"]
     """First row of the group within the tile."""
     high: Int[Array, " v"]
-    """Where its rows end within the tile; not above `low` where there is nothing to do."""
+    """Last row of the group within the tile + 1; not above `low` if there is none."""
 
     def as_read(self) -> list[Array]:
-        """As a kernel takes them."""
+        """Return the arrays in the order of the kernels."""
         return list(self)
 
     @property
     def number(self) -> int:
-        """Of visits, used or not."""
+        """Number of visits, used or not."""
         return self.group.shape[0]
 
 
 def visit_rows(group_sizes: Int[Array, " G"], num_rows: int, tile: int) -> Visits:
-    """Every tile of rows, once for each group in it, or once where there is none.
+    """Return every tile of rows, once per group in it, or once where there is none.
 
     Args:
-        group_sizes: As in `grouped_matmul`; what is above `num_rows` in sum is left out.
-        num_rows: R, at least 1.
+        group_sizes: Rows of each group; groups are cut at `num_rows`.
+        num_rows: Number of rows R, at least 1.
         tile: Rows of a tile.
     """
     number = -(-num_rows // tile) + min(group_sizes.shape[0], num_rows) - 1
@@ -60,11 +58,11 @@ def visit_rows(group_sizes: Int[Array, " G"], num_rows: int, tile: int) -> Visit
 
 
 def visit_groups(group_sizes: Int[Array, " G"], num_rows: int, tile: int) -> Visits:
-    """Every group, once for each tile in which it has rows, or once where it has none.
+    """Return every group, once per tile in which it has rows, or once where it has none.
 
     Args:
-        group_sizes: As in `grouped_matmul`; what is above `num_rows` in sum is left out.
-        num_rows: R, at least 1.
+        group_sizes: Rows of each group; groups are cut at `num_rows`.
+        num_rows: Number of rows R, at least 1.
         tile: Rows of a tile.
     """
     number = -(-num_rows // tile) + group_sizes.shape[0] - 1
@@ -81,7 +79,7 @@ def _visits(
     counts = jnp.where(ends > starts, -(-ends // tile) - first, least)
     bounds = jnp.cumsum(counts)
     index = jnp.arange(number, dtype=jnp.int32)
-    # The last group that has a visit also has those that are left over.
+    # The last group with a visit also has the unused ones.
     last = jnp.sum(bounds < bounds[-1], dtype=jnp.int32)
     group = jnp.sum(bounds[None, :] <= index[:, None], axis=1, dtype=jnp.int32)
     group = jnp.minimum(group, last)

@@ -1,28 +1,26 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""quantized_matmul on Hopper where both factors meet in 8 bits: float8, and integers, exactly.
+"""Implements quantized_matmul for Hopper with both factors in 8 bits: float8, and exact integers.
 
     out [m n] = sum over sections of (x [m k] @ w [k n]) * x scales [m] * w scales [n], then * ends
 
 WGMMA multiplies float8 with float8 and int8 with int8 twice as fast as bfloat16. A program writes a
 tile of out: two warpgroups have 64 rows each and share what a third one loads by TMA.
 
-Tensor cores sum integers in int32, exactly; they sum float8 with fewer digits than float32 has
+Tensor cores sum integers in int32, exactly; they sum float8 with fewer digits than float32
 (DeepSeek-V3, arXiv 2412.19437, section 3.3.2), so such sums are moved to float32 registers after
-every step of 128 products, as sums with blocks of scales are. What waits to be moved takes half of
-a tile, so that a tile of 128 by 256 fits: smaller ones read more than L2 delivers. Scales that hold
-for all of k are multiplied in before the tile is written.
+every step of 128 products, as sums with blocks of scales are. Sums are moved half a tile at a time,
+so that a tile of 128 by 256 fits: smaller ones read more than L2 delivers. Scales that hold for all
+of k are applied before the tile is written.
 
-WGMMA wants 8-bit factors with k along their rows. x has it so; w [k n] is turned by XLA before the
+WGMMA needs 8-bit factors with k along their rows. x has it so; XLA transposes w [k n] before the
 kernel runs: a pass that reads and writes w once. By the limits of an H200 that is a third of the
-time of the product at 1000 rows, and a twelfth at 4000; for few rows pallas_gpu_widened.py reads w
-as it lies. Where w is the transpose of a stored [n k], XLA drops both turns. In the same pass int4
-becomes int8, which is what Hopper can multiply.
+time of the product at 1000 rows, and a twelfth at 4000; for few rows widened.py reads w without a
+transpose. Where w is the transpose of a stored [n k], XLA drops both. In the same pass int4 becomes
+int8, which Hopper can multiply.
 
-Sizes that fill no whole tiles of 128 are filled with zeros, which copies. It does not run but on
-Hopper; on the CPU interpreted (`interpret=interpreted_gpu()`).
-
-To tune it: pallas_gpu_tiles.py.
+Sizes that fill no whole tiles of 128 are padded with zeros, which copies. It runs on Hopper only;
+on the CPU interpreted (`interpret=interpreted_gpu()`). tiles.py has the tile sizes.
 """
 
 import functools
@@ -50,7 +48,7 @@ from pallas_kernels.quantized_matmul.gpu.tiles import STEP_FEW_BITS, Tiles, tile
 
 # Columns that are moved at a time, and columns that are written at a time.
 _MOVED, _PIECE = 128, 64
-# Tiles along n that programs take before they go on along m.
+# Tiles along n that programs take before the next tiles along m.
 _WIDE = 8
 
 
@@ -148,12 +146,12 @@ def _few_bits_kernel(
 
 
 def multiply(factors: Scaled, *, out_dtype: Any, interpret: Any = None) -> Array:
-    """x @ w of two factors that are both integers, or both float8 of one kind.
+    """Return x @ w of two factors that are both integers, or both float8 of one kind.
 
     Args:
-        factors: What is multiplied.
-        out_dtype: Of the result.
-        interpret: What runs it on the CPU.
+        factors: Factors of the product.
+        out_dtype: Dtype of the result.
+        interpret: Interpreter for the CPU.
     """
     m, n = factors.x.shape[0], factors.w.shape[1]
     is_integer = jnp.issubdtype(factors.w.dtype, jnp.integer)
@@ -208,7 +206,7 @@ def _call(
 
 
 def _swizzled(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Shared memory in rows of 128 bytes."""
+    """Return shared memory in rows of 128 bytes."""
     tile = (8, 128 // jnp.dtype(dtype).itemsize)
     transforms = (plgpu.TilingTransform(tile), plgpu.SwizzleTransform(128))
     return plgpu.SMEM(shape, dtype, transforms=transforms)

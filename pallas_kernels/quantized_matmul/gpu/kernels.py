@@ -86,9 +86,9 @@ _FLOATING = ("bfloat16", "float16", "float32")
 def quantized_matmul(
     x: Float[Array, "m k"] | QuantizedArray, w: Float[Array, "k n"] | QuantizedArray, out_dtype: Any
 ) -> Float[Array, "m n"]:
-    """See `pallas_kernels.quantized_matmul`."""
+    """Return what `pallas_kernels.quantized_matmul` returns."""
     if not isinstance(w, QuantizedArray):
-        assert not isinstance(x, QuantizedArray)  # quantized_factors.py refuses it
+        assert not isinstance(x, QuantizedArray)  # checked by quantized_factors.py
         out = jnp.matmul(
             x, w, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32
         )

@@ -1,13 +1,11 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Two factors as the GPU kernels of quantized_matmul want them: values, and scales of two kinds.
+"""Prepares two factors for the GPU kernels of quantized_matmul: values, and scales of two kinds.
 
     x @ w = (sum over blocks b of (x_b @ w_b) * x_blocks [b m] * w_blocks [b n]) * ends
 
-Scales that hold for all of k come in at the end; the others stand in tables of one row per block,
-the same blocks for both factors.
-
-To add a kind of scale: here, and in the kernels.
+Scales that hold for all of k enter at the end; the others are tables of one row per block, with the
+same blocks for both factors.
 """
 
 import dataclasses
@@ -22,28 +20,28 @@ from pallas_kernels.quantized_array import QuantizedArray
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Scaled:
-    """Factors of a product, their sizes filled up or not."""
+    """Factors of a product, padded or not."""
 
     x: Array
-    """[m k], values alone."""
+    """Values [m k]."""
     w: Array
-    """[k n], values alone."""
+    """Values [k n]."""
     x_blocks: Array | None
-    """[blocks m] float32."""
+    """Scales [blocks m] float32."""
     w_blocks: Array | None
-    """[blocks n] float32."""
+    """Scales [blocks n] float32."""
     x_end: Array | None
-    """[m 1] or [1 1] float32."""
+    """Scales [m 1] or [1 1] float32."""
     w_end: Array | None
-    """[1 n] or [1 1] float32."""
+    """Scales [1 n] or [1 1] float32."""
     block: int | None
-    """Of k."""
+    """Length of a block of k."""
     is_floating: bool
-    """x is no quantised array."""
+    """Whether x is not quantised."""
 
     @classmethod
     def of(cls, x: Any, w: QuantizedArray, block: int | None) -> "Scaled":
-        """From what a caller gives, with blocks of both that `block` divides."""
+        """Return the factors of a call, with blocks of both that `block` divides."""
         x_blocks = w_blocks = x_end = None
         if isinstance(x, QuantizedArray):
             x_blocks, x_end = _table(x, block, x.scales.T), _end(x)
@@ -61,8 +59,10 @@ class Scaled:
         )
 
     def ends(self) -> tuple[Array, Array]:
-        """The scales that hold for all of k, as one per row [m] and one per column [n]; 1 where
-        there are none, and where sizes were filled up."""
+        """Return the scales that hold for all of k, per row [m] and per column [n].
+
+        They are 1 where there are none, and in padding.
+        """
 
         def vector(end: Array | None, size: int) -> Array:
             if end is None:
@@ -74,7 +74,7 @@ class Scaled:
         return vector(self.x_end, self.x.shape[0]), vector(self.w_end, self.w.shape[1])
 
     def finish(self, out: Array) -> Array:
-        """[m n] float32 with the scales that hold for all of k."""
+        """Apply the scales that hold for all of k to [m n] float32."""
         for end in (self.x_end, self.w_end):
             if end is not None:
                 out = out * end
@@ -92,7 +92,7 @@ def _end(x: QuantizedArray) -> Array | None:
 
 
 def filled(factors: Scaled, *, m: int = 1, k: int = 1, n: int = 1) -> Scaled:
-    """With sizes in whole tiles: zeros, and scales of 1."""
+    """Pad sizes to whole tiles, with zeros and scales of 1."""
     more_m, more_n = -factors.x.shape[0] % m, -factors.w.shape[1] % n
     more_k = -factors.x.shape[1] % k
     if not (more_m or more_n or more_k):
@@ -107,7 +107,7 @@ def filled(factors: Scaled, *, m: int = 1, k: int = 1, n: int = 1) -> Scaled:
 
 
 def pad(x: Array | None, rows: int, columns: int) -> Any:
-    """With zeros below and to the right."""
+    """Pad with zeros below and to the right."""
     if x is None or not (rows or columns):
         return x
     return jax.lax.pad(x, jnp.zeros((), x.dtype), ((0, rows, 0), (0, columns, 0)))

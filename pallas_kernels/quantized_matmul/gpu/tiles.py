@@ -1,14 +1,13 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""How the Hopper kernels of quantized_matmul cut their work, and which factors they take.
+"""Tile sizes of the Hopper kernels of quantized_matmul, and the factors that they take.
 
     widened    w becomes bfloat16 on its way to the tensor cores: a floating x, and few rows of any
-    few_bits   both factors meet in 8 bits: float8 and int8, where there are rows enough that the
-               tensor cores and not the memory set the pace
+    few_bits   both factors meet in 8 bits: float8 and int8, with enough rows that the tensor cores
+               and not the memory limit the speed
 
-It is arithmetic: nothing here touches a device.
-
-To tune the kernels: the constants, `tiles_widened` and `tiles_few_bits`.
+Pure arithmetic, without a device. To tune the kernels: the constants, `tiles_widened` and
+`tiles_few_bits`.
 """
 
 import dataclasses
@@ -21,21 +20,24 @@ from pallas_kernels.gpu.hopper_parts import COMPUTING, SHARED
 from pallas_kernels.quantized_array import QuantizedArray
 
 FEW_ROWS = 128
-"""Up to so many rows, quantised factors are widened as well: w is then read once, in few bits and
-as it lies, where few_bits first turns it round in memory. Turning a weight takes an H200 as long as
-180 products in bfloat16, by its limits: about there the two are even. Not measured."""
+"""Number of rows up to which quantised factors are widened as well.
+
+w is then read once, in few bits and without a transpose, where few_bits first transposes it in
+memory. Transposing a weight takes an H200 as long as 180 products in bfloat16, by its limits:
+about there the two are even. Not measured.
+"""
 
 STEP = 64
-"""Of k, at a time, where w is widened: 128 bytes of bfloat16."""
+"""Length of a step of k where w is widened: 128 bytes of bfloat16."""
 STEP_FEW_BITS = 128
-"""Of k, at a time, where both factors have 8 bits."""
+"""Length of a step of k where both factors have 8 bits."""
 
 EXACT = 256
-"""Products of two int8 whose sum is at most 2^22, which float32 holds however it is aligned."""
+"""Products of two int8 whose sum is at most 2^22, exact in float32 however it is aligned."""
 
 # Multiprocessors of an H100 or H200: only the number of splits of k depends on it.
 _CORES = 132
-# What starting a program costs, in steps: a split has to be longer.
+# Cost of starting a program, in steps: a split has to be longer.
 _STARTING = 8
 
 
@@ -44,9 +46,9 @@ class Tiles:
     """The part of the product that a program computes."""
 
     rows: int
-    """Of x."""
+    """Rows of x."""
     columns: int
-    """Of w, for each computing warpgroup or for all of them, as the kernel says."""
+    """Columns of w, per computing warpgroup or for all of them, depending on the kernel."""
     stages: int
     """Slots of the ring."""
     section: int
@@ -56,14 +58,14 @@ class Tiles:
 
 
 def blocks_of(x: Any, w: QuantizedArray) -> int | None:
-    """Products along k that share all their scales; None where all do."""
+    """Return the products along k that share all their scales; None where all do."""
     sizes = [a.block_size for a in (x, w) if isinstance(a, QuantizedArray)]
     found = [size for size in sizes if size is not None]
     return math.gcd(*found) if found else None
 
 
 def reason_against(x: Any, w: QuantizedArray) -> str | None:
-    """Why neither Hopper kernel takes these factors, in words, or None where one does."""
+    """Return why neither Hopper kernel takes these factors; None where one does."""
     if not isinstance(x, QuantizedArray) and x.dtype not in (jnp.bfloat16, jnp.float16):
         return f"WGMMA multiplies bfloat16 and float16, not {x.dtype}"
     block = blocks_of(x, w)
@@ -73,7 +75,7 @@ def reason_against(x: Any, w: QuantizedArray) -> str | None:
 
 
 def is_widened(x: Any, w: QuantizedArray) -> bool:
-    """Whether w becomes bfloat16; else both factors meet in 8 bits."""
+    """Return whether w becomes bfloat16; else both factors meet in 8 bits."""
     if not isinstance(x, QuantizedArray):
         return True
     block = blocks_of(x, w)
@@ -86,7 +88,10 @@ def is_widened(x: Any, w: QuantizedArray) -> bool:
 
 
 def exact_products(x: Any, w: QuantizedArray) -> int | None:
-    """How many products of integers float32 may sum, as a multiple of STEP; None: not integers."""
+    """Return how many products of integers float32 may sum, as a multiple of STEP.
+
+    None where the factors are not integers.
+    """
     if not isinstance(x, QuantizedArray) or not jnp.issubdtype(x.values.dtype, jnp.integer):
         return None
     narrow = (x.values.dtype, w.values.dtype).count(jnp.int4)
@@ -96,13 +101,13 @@ def exact_products(x: Any, w: QuantizedArray) -> int | None:
 def tiles_widened(
     m: int, n: int, k: int, w_bits: int, block: int | None, exact: int | None
 ) -> Tiles:
-    """Of a product with n and k in whole tiles.
+    """Return the tiles of a product with n and k in whole tiles.
 
     Args:
         m: Rows of x.
         n: Columns of w, a multiple of 128.
-        k: What is summed over, a multiple of STEP.
-        w_bits: Of a value of w.
+        k: Length of the sum, a multiple of STEP.
+        w_bits: Bits of a value of w.
         block: Products that share their scales.
         exact: Products that may be summed in float32.
     """
@@ -116,7 +121,7 @@ def tiles_widened(
     slot = STEP * (own * w_bits // 8 + rows * 2) + 4 * (own + rows)
     stages = min(8, (SHARED - 2 * STEP * own * 2) // slot)
     section = 1 if is_whole else section // STEP
-    # A sum that goes on over sections of other lengths would leave them ragged.
+    # Sections of other lengths would make the sum ragged.
     while (k // STEP) % section:
         section -= 1
     programs = (n // own) * -(-m // rows)
@@ -125,33 +130,33 @@ def tiles_widened(
 
 
 def tiles_few_bits(m: int, n: int, block: int | None, out_bytes: int) -> Tiles:
-    """Of a product with k in whole steps.
+    """Return the tiles of a product with k in whole steps.
 
     Args:
         m: Rows of x.
         n: Columns of w.
         block: Products that share their scales.
-        out_bytes: Of a number of the result.
+        out_bytes: Bytes of an element of the result.
     """
     rows = COMPUTING * 64
     programs = -(-m // rows) * (n // 256)
     # Wide tiles read less; narrow ones are for few programs, and for columns that fill half a tile.
     columns = 256 if n % 256 == 0 and programs >= _CORES * 3 // 4 else 128
     slot = STEP_FEW_BITS * (rows + columns) + 4 * (rows + columns)
-    # Two buffers of 64 rows and columns for each warpgroup, out of which the result is written.
+    # Two buffers of 64 rows and columns per warpgroup, from which the result is written.
     left = SHARED - COMPUTING * 2 * 64 * 64 * out_bytes
     section = 1 if block is None else block // STEP_FEW_BITS
     return Tiles(rows=rows, columns=columns, stages=min(6, left // slot), section=section)
 
 
 def _even(m: int, most: int) -> int:
-    """Rows of a tile, in whole eights, so that equal tiles cover m."""
+    """Return the rows of a tile, in whole eights, so that equal tiles cover m."""
     tiles = -(-m // most)
     return -(-m // (8 * tiles)) * 8
 
 
 def _splits(programs: int, sections: int, section: int) -> int:
-    """How often k is split: the fewest steps that the last multiprocessor takes."""
+    """Return the number of splits of k with the fewest steps of the last multiprocessor."""
 
     def steps(splits: int) -> int:
         waves = -(-programs * splits // _CORES)

@@ -1,20 +1,20 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""quantized_matmul in Pallas through Triton, for any NVIDIA GPU with tensor cores.
+"""Implements quantized_matmul in Triton, for any NVIDIA GPU with tensor cores.
 
-A program writes a tile of out and runs through k. What is read from memory has few bits; a tile of
-it becomes what the tensor cores multiply:
+A program writes a tile of out and runs through k. Memory is read in few bits; a tile of it becomes
+what the tensor cores multiply:
 
     a floating x       the dtype of x; float32 as exact float32 products, not TF32
     two integers       int8, summed exactly in int32 over a block of scales, or over all of k
-    two float8         bfloat16, which both kinds are exactly
+    two float8         bfloat16, which holds both kinds exactly
 
-It has what the Hopper kernels leave: float32, blocks of 32 (mxfp8), and GPUs before and after
-Hopper. Few rows have no kernel of their own here: k is not split. Before compute capability 8.9,
-which cannot read float8, XLA makes bfloat16 of it first: that is a copy of twice the size.
+It covers what the Hopper kernels do not: float32, blocks of 32 (mxfp8), and other GPUs. There is no
+kernel for few rows: k is not split. Before compute capability 8.9, which cannot read float8, XLA
+makes bfloat16 of it first, a copy of twice the size.
 
-Sizes are filled up to whole tiles with zeros, which copies where they do not fit. On the CPU it
-runs interpreted (`interpret=True`). JAX 0.11 calls Pallas through Triton deprecated.
+Sizes are padded to whole tiles with zeros, which copies where they do not fit. On the CPU it runs
+interpreted (`interpret=True`). JAX 0.11 deprecates Pallas through Triton.
 
 To tune it: `_tiles` and `_COMPILER`.
 """
@@ -32,7 +32,7 @@ from pallas_kernels.jax_versions import shape_varying_like
 from pallas_kernels.quantized_matmul.gpu.scales import Scaled, filled
 
 SMALLEST_BLOCK = 32
-"""Of scales along k: what a tensor core takes of int8 at a time."""
+"""Smallest block of scales along k: the int8 values that a tensor core takes at a time."""
 
 _COMPILER = plgpu.CompilerParams(num_warps=4, num_stages=3)
 
@@ -44,9 +44,9 @@ class _Tiles(NamedTuple):
 
 
 def _tiles(m: int, dtype: Any, block: int | None) -> _Tiles:
-    """Powers of two; a block of scales holds whole steps of k."""
+    """Return tiles in powers of two; a block of scales holds whole steps of k."""
     rows = min(64, max(16, pl.next_power_of_2(m)))
-    # Exact products of float32 run on no tensor core, and unroll: small tiles compile.
+    # Exact float32 products use no tensor core and are unrolled: only small tiles compile.
     columns, step = (64, 32) if dtype == jnp.float32 else (128, 64)
     return _Tiles(rows, columns, step if block is None else min(step, block & -block))
 
@@ -54,13 +54,13 @@ def _tiles(m: int, dtype: Any, block: int | None) -> _Tiles:
 def multiply(
     factors: Scaled, *, has_float8: bool = True, out_dtype: Any, interpret: bool = False
 ) -> Array:
-    """x @ w of a floating or quantised x and a quantised w.
+    """Return x @ w of a floating or quantised x and a quantised w.
 
     Args:
-        factors: What is multiplied; blocks are multiples of `SMALLEST_BLOCK`.
-        has_float8: The GPU can read it.
-        out_dtype: Of the result.
-        interpret: Runs it on the CPU.
+        factors: Factors of the product; blocks are multiples of `SMALLEST_BLOCK`.
+        has_float8: Whether the GPU reads float8.
+        out_dtype: Dtype of the result.
+        interpret: Whether to run on the CPU.
     """
     m, n = factors.x.shape[0], factors.w.shape[1]
     is_integer = not factors.is_floating and jnp.issubdtype(factors.w.dtype, jnp.integer)
@@ -143,7 +143,7 @@ def _kernel(x_ref, w_ref, x_end_ref, w_end_ref, *refs, tiles, block, has_x, has_
 
 
 def _as(x: Array, dtype: Any) -> Array:
-    # Triton knows no way from some integers and float8 to bfloat16 but through these.
+    # Triton converts some integers and float8 to bfloat16 only through these.
     if x.dtype == jnp.int4:
         x = x.astype(jnp.int8)
     return x.astype(dtype)

@@ -1,30 +1,29 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""quantized_matmul on Hopper where w is widened: W8A16, W4A16, float8 weights, and few rows of any.
+"""Implements quantized_matmul for Hopper with a widened w: W8A16, W4A16, float8 weights, few rows.
 
     out^T [n m] = sum over sections of (w^T [n k] @ x^T [k m]) * w scales [n] * x scales [m]
 
-Reading w is what takes the time where rows are few, so w is read once, as it lies: [k n], in 8 or 4
-bits. Columns of w stand where WGMMA has 64 rows, and rows of x where it has as few as 8: nothing is
-computed that is thrown away. A program has two warpgroups that compute and one that loads:
+With few rows the time is that of reading w, so w is read once, without a transpose: [k n], in 8 or
+4 bits. Columns of w take the 64 rows of WGMMA, and rows of x its columns, as few as 8: nothing is
+computed and discarded. A program has two warpgroups that compute and one that loads:
 
     loads      slots of w, of x, and of the scales of their blocks, by TMA
     compute    each its own columns: a step of w from the slot into registers, widened there to the
-               dtype of x, and written back as WGMMA reads it, turned; all of it while the product
-               of the step before is under way
+               dtype of x, and written back transposed as WGMMA reads it; all of it while the
+               product of the step before is under way
 
-int4 lies two to a byte along n, as XLA packs it, and is unpacked in registers: it costs no pass of
-its own. Integers of an x in few bits are exact in bfloat16, and their sums are moved to int32
-before float32 would round one: the result is that of integers. Where scales lie in blocks, the sum
-of a block is scaled in float32 and added in registers, which then hold fewer rows.
+int4 is packed two to a byte along n, as XLA packs it, and is unpacked in registers. Integers of an
+x in few bits are exact in bfloat16, and their sums are moved to int32 before float32 would round
+one: the result is that of integers. Where scales vary in blocks, the sum of a block is scaled in
+float32 and added in registers, which then hold fewer rows.
 
-Where n is small, programs share the sum over k, and XLA adds their parts, as it scales channels and
-turns the result: that is 4 bytes times rows times columns for each of them.
+Where n is small, programs share the sum over k; XLA adds their parts, as it scales channels and
+transposes the result: 4 bytes times rows times columns for each of them.
 
-Sizes of n that are no multiple of 128, and of k no multiple of 64, are filled with zeros, which
-copies w. It does not run but on Hopper; on the CPU interpreted (`interpret=interpreted_gpu()`).
-
-To tune it: pallas_gpu_tiles.py.
+Sizes of n that are no multiple of 128, and of k no multiple of 64, are padded with zeros, which
+copies w. It runs on Hopper only; on the CPU interpreted (`interpret=interpreted_gpu()`). tiles.py
+has the tile sizes.
 """
 
 import functools
@@ -105,7 +104,7 @@ def _widened_kernel(*refs, tiles, given, sections, sums, registers):
             return total
 
         zeros = registers.constant(shape, 0.0)
-        # Where a section is a step of one long sum, the tensor cores go on adding to it.
+        # Where a section is a step of one long sum, the tensor cores keep adding to it.
         is_moved = (
             sums == jnp.int32
             or tiles.section > 1
@@ -113,7 +112,7 @@ def _widened_kernel(*refs, tiles, given, sections, sums, registers):
         )
 
         def through(start: Any, total: Array, *, is_last: bool) -> Array:
-            """A section, with what follows it widened on the way."""
+            """Run a section, widening what follows it on the way."""
             inner = zeros if is_moved else total
 
             def step(i: Any, inner: Array) -> Array:
@@ -172,7 +171,10 @@ def _widened_kernel(*refs, tiles, given, sections, sums, registers):
 def _add_turned(
     total: Array, left: Any, right: Any, registers: Registers, started: Callable[[], None] | None
 ) -> Array:
-    """total + left^T @ right^T, of matrices in shared memory; `started()` runs meanwhile."""
+    """Return total + left^T @ right^T, of matrices in shared memory.
+
+    `started()` runs while the product does.
+    """
 
     def multiply(sums: Any) -> None:
         plgpu.wgmma(sums, transposed_ref(left), transposed_ref(right))
@@ -194,13 +196,13 @@ def _bits(dtype: Any) -> int:
 
 
 def multiply(factors: Scaled, *, exact: int | None, out_dtype: Any, interpret: Any = None) -> Array:
-    """x @ w of a floating or quantised x and a quantised w.
+    """Return x @ w of a floating or quantised x and a quantised w.
 
     Args:
-        factors: What is multiplied.
-        exact: Products of integers that float32 may sum; None where none are integers.
-        out_dtype: Of the result.
-        interpret: What runs it on the CPU.
+        factors: Factors of the product.
+        exact: Products of integers that float32 may sum; None where there are none.
+        out_dtype: Dtype of the result.
+        interpret: Interpreter for the CPU.
     """
     m, n = factors.x.shape[0], factors.w.shape[1]
     factors = filled(factors, k=STEP, n=128)
@@ -220,7 +222,7 @@ def multiply(factors: Scaled, *, exact: int | None, out_dtype: Any, interpret: A
 def _call(x: Array, factors: Scaled, tiles: Tiles, sums: Any, bits: int, interpret: Any) -> Array:
     (rows, k), n = x.shape, factors.w.shape[1]
     stages, columns = tiles.stages, tiles.columns
-    # TMA here copies 128 bytes at least.
+    # TMA copies at least 128 bytes here.
     more = -tiles.rows % 32
     x_blocks = factors.x_blocks if factors.x_blocks is None else pad(factors.x_blocks, 0, more)
     tables = {"x_scales": x_blocks, "w_scales": factors.w_blocks}

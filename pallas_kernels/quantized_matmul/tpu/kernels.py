@@ -1,27 +1,26 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""quantized_matmul for TPUs: Mosaic kernels whose scales are applied in the memory of the core.
+"""Implements quantized_matmul for TPUs: Mosaic kernels that apply scales in the memory of the core.
 
     out = sum over blocks b of k of (x_b @ w_b) * x scales [m b] * w scales [b n]
 
-The grid is (tile of m, tile of n, tile of k): sums stay in VMEM over the tiles of k. What is read
-from memory is in few bits, and becomes what the MXU multiplies one tile at a time (which dtype that
-is: pallas_tpu_layout.py). Integers are summed exactly in int32, over all of k where no side has
-blocks, else within a block; everything else is summed in float32. Scales that hold for all of k are
-multiplied in once, at the end.
+The grid is (tile of m, tile of n, tile of k): sums stay in VMEM over the tiles of k. Memory is read
+in few bits, and converted to what the MXU multiplies one tile at a time (layout.py has the dtypes).
+Integers are summed exactly in int32, over all of k where no side has blocks, else within a block;
+everything else is summed in float32. Scales that hold for all of k are applied once, at the end.
 
-Of a MixedArray (mixed_array.py) the first blocks of k are multiplied in 8 bits and the others in 4,
+The first blocks of k of a MixedArray (mixed_array.py) are multiplied in 8 bits and the others in 4,
 into the same sums: two runs of one loop. Where the MXU has no integers both are in bfloat16.
 
-The gradient of a floating x is its own kernel, which turns w tile by tile:
+The gradient of a floating x has its own kernel, which transposes w tile by tile:
 
     d x = d out @ (values * scales)^T        the second factor rounded to the dtype of x
 
 Scale blocks of 32 and 64 (mxfp8) take the MXU as much time as blocks of 128, so four and two times
-as much in all: where reading w is what takes the time, as for few rows, that is hidden.
+as much in all: for few rows, where reading w takes the time, that is hidden.
 
-Call it on local arrays, in a `jax.shard_map`: an array spread by the compiler is gathered first.
-On the CPU it runs in TPU interpret mode alone (`pallas_kernels.backend.interpreted`).
+Call it on local arrays, in a `jax.shard_map`: an array sharded by the compiler is gathered first.
+On the CPU it runs in TPU interpret mode only (`pallas_kernels.backend.interpreted`).
 """
 
 import functools
@@ -51,13 +50,13 @@ from pallas_kernels.quantized_matmul.tpu.layout import (
 def quantized_matmul(
     x: Float[Array, "m k"] | QuantizedArray, w: Float[Array, "k n"] | QuantizedArray, out_dtype: Any
 ) -> Float[Array, "m n"]:
-    """See `pallas_kernels.quantized_matmul`."""
+    """Return what `pallas_kernels.quantized_matmul` returns."""
     if not isinstance(x, QuantizedArray) and not isinstance(w, QuantizedArray):
         # XLA's own product, and its gradients.
         precision = _precision(x.dtype)
         out = jnp.matmul(x, w, precision=precision, preferred_element_type=jnp.float32)
         return out.astype(out_dtype)
-    assert isinstance(w, QuantizedArray)  # as the door has checked
+    assert isinstance(w, QuantizedArray)  # checked by the API
     w = jax.lax.stop_gradient(w)
     if 0 in (*x.shape, *w.shape):
         out = jnp.zeros((x.shape[0], w.shape[1]), out_dtype)
@@ -73,7 +72,7 @@ def _with_gradient(x: Array, w: QuantizedArray, out_dtype: Any) -> Array:
 
 
 def _forward(x, w, out_dtype):
-    # The residuals are arrays: of x only its dtype counts.
+    # Residuals are arrays: an empty one carries the dtype of x.
     return _multiply(x, w, out_dtype), (w, jnp.zeros((), x.dtype))
 
 
@@ -87,12 +86,12 @@ _with_gradient.defvjp(_forward, _backward)
 
 
 def multiply_mixed(x: QuantizedArray, w: MixedArray, out_dtype: Any) -> Float[Array, "m n"]:
-    """The product with a matrix of which some blocks meet 8 bits, the others 4.
+    """Return the product with a matrix of which some blocks meet 8 bits, the others 4.
 
     Args:
-        x: As `round_activations` makes it for w.
-        w: The matrix.
-        out_dtype: Of the result.
+        x: Result of `round_activations` for w.
+        w: Matrix.
+        out_dtype: Dtype of the result.
     """
     x, w = jax.lax.stop_gradient((x, w))
     return _multiply(x, w.weights, out_dtype, num_wide=w.num_wide)
@@ -175,7 +174,7 @@ def _kernel(*refs: Any, layout: Layout, is_given: tuple[bool, ...]) -> None:
 
 
 def _in_runs(add: Callable[[int | None], None], step: Any, layout: Layout) -> None:
-    """Adds the tile of a step: of wide blocks, of narrow ones, or with the border in it."""
+    """Add the tile of a step: of wide blocks, of narrow ones, or of both."""
     if layout.narrow_from is None:
         add(None)
         return
@@ -188,9 +187,9 @@ def _in_runs(add: Callable[[int | None], None], step: Any, layout: Layout) -> No
 
 
 def _blocks(x: Array, w: Array, layout: Layout) -> Iterator[tuple[int, Array, Array]]:
-    """The pieces of a tile that add up without scales between them, with the scale block of each.
+    """Return the pieces of a tile that add up without scales between them, with their scale blocks.
 
-    Blocks narrower than a register are cut out of x by zeros, and meet all of w's rows beside them.
+    Blocks narrower than a register are cut out of x by zeros, and meet all rows of w beside them.
     """
     block = layout.block or layout.tile_k
     for start in range(0, layout.tile_k, max(block, LANES)):
@@ -208,11 +207,11 @@ def _blocks(x: Array, w: Array, layout: Layout) -> Iterator[tuple[int, Array, Ar
 
 
 def _dot(x: Array, w: Array, layout: Layout, is_narrow: bool = False) -> Array:
-    """x @ w of a piece, in int32 for integers and float32 for others."""
+    """Return x @ w of a piece, in int32 for integers and float32 for others."""
     dtype = layout.multiplied
     if is_narrow:
         x = x.astype(jnp.int4)
-        # The CPU, in whose place a TPU is interpreted, multiplies no int4.
+        # The CPU, which interprets the TPU kernel, does not multiply int4.
         dtype = jnp.int8 if device_kind() == "cpu" else jnp.int4
     if layout.is_integer and dtype == jnp.bfloat16:
         # Float32 sums integers exactly over so many products.
@@ -236,7 +235,7 @@ def _sum(x: Array, w: Array, contracted: tuple[int, int] = (1, 0)) -> Array:
 
 
 def _multiply_turned(d_out: Array, w: QuantizedArray) -> Array:
-    """d_out [m n] @ w [k n]^T."""
+    """Return d_out [m n] @ w [k n]^T."""
     (m, n), k = d_out.shape, w.shape[0]
     like = jax.ShapeDtypeStruct((m, k), d_out.dtype)
     layout, _, right = lay_out(like, w, d_out.dtype, is_turned=True)
@@ -282,7 +281,7 @@ def _turned_kernel(d_out: Any, w: Any, scales: Any, out: Any, sums: Any, *, layo
     ]
     left, right = d_out[...].astype(jnp.float32), jnp.concatenate(rows, axis=0)
     if layout.n % layout.tile_n:
-        # What stands past the edge is anything, and would be summed.
+        # Values past the edge are undefined, and would be summed.
         left, right = (_within(a, layout.n - step * layout.tile_n) for a in (left, right))
     dtype = layout.multiplied
     sums[...] += _sum(left.astype(dtype), right.astype(dtype), (1, 1))
@@ -301,13 +300,13 @@ _SEMANTICS = pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "
 
 
 def _precision(dtype: Any) -> jax.lax.Precision:
-    """Float32 in as many passes of the MXU as it takes."""
+    """Return the precision that multiplies float32 exactly on the MXU."""
     is_wide = dtype == jnp.float32
     return jax.lax.Precision.HIGHEST if is_wide else jax.lax.Precision.DEFAULT
 
 
 def _cost(layout: Layout, arrays: list[Array], out_bytes: int) -> pl.CostEstimate:
-    """For XLA's scheduler."""
+    """Return the cost for XLA's scheduler."""
     return pl.CostEstimate(
         flops=2 * layout.m * layout.k * layout.n,
         transcendentals=0,

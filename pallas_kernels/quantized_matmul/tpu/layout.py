@@ -1,24 +1,25 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""What the TPU kernels of quantized_matmul are given: values cut into tiles, scales beside them.
+"""Lays out operands of the TPU kernels of quantized_matmul: values in tiles, scales beside them.
 
 The contracted dimension k is a row of scale blocks of one size, the same on both sides: where sides
-differ, the common divisor; where neither has blocks, all of k is one. A block is cut or filled with
+differ, the common divisor; where neither has blocks, all of k is one. A block is cut or padded with
 zeros until it is 32, 64 or a multiple of 128 up to 1024, so that tiles hold whole blocks:
 
-    values   x [m K], w [K n]                           K = k and what is filled
+    values   x [m K], w [K n]                           K = k with padding
     ends     x [1 m], w [1 n]                           scales that hold for all of k
     parts    x [K / tile, blocks m], w [.. blocks n]    scales of the blocks of a tile
 
-What has no scales of a sort has None. Lengths m and n need no filling: a tile that reaches over the
-edge computes what nobody reads (of m alone, a single tile is filled up to whole registers).
+Kinds of scales that are missing are None. Lengths m and n need no padding: what a tile computes
+beyond the edge is dropped (of m alone, a single tile is padded to whole registers).
 
-In which dtype the MXU multiplies: floats as they come; integers as int8 where it has integers, else
-as bfloat16, which holds them exactly and sums 1024 products of int8 exactly in float32; float8 as
-it is where the MXU has it, else as bfloat16, which holds it exactly. Blocks of 4 bits on both sides
-(all of w4a4, those of a MixedArray after its wide ones) are int4 where it has integers.
+The MXU multiplies floats as they come; integers as int8 where it has integers, else as bfloat16,
+which holds them exactly and sums 1024 products of int8 exactly in float32; float8 as it is where
+the MXU has it, else as bfloat16, which holds it exactly. Blocks of 4 bits on both sides (all of
+w4a4, those of a MixedArray after its wide ones) are int4 where it has integers.
 
-To add a generation of TPUs: its device kind below.
+To add a TPU generation: its device kind in `INTEGER_UNITS` or `FLOAT8_UNITS` of
+`pallas_kernels/quantized_matmul/tpu/layout.py`.
 """
 
 import math
@@ -34,40 +35,40 @@ from pallas_kernels.quantized_array import QuantizedArray
 
 LANES = 128
 EXACT = 1024
-"""So many products of two int8 add up exactly in float32: 1024 * 127^2 < 2^24."""
+"""Products of two int8 that float32 sums exactly: 1024 * 127^2 < 2^24."""
 INTEGER_UNITS = ("TPU v5 lite", "TPU v5e", "TPU v5", "TPU v5p", "TPU v6 lite", "TPU v6e", "cpu")
 FLOAT8_UNITS = ("TPU7x",)
 MEMORY = 12 * 2**20
-"""Bytes of VMEM that a kernel may count on, of 16 MiB and more."""
+"""Bytes of VMEM for a kernel, of 16 MiB and more."""
 _ROWS = 32
-"""Of int8 in one register tile; fewer rows are filled up to them."""
+"""Rows of int8 in one register tile; fewer rows are padded to it."""
 
 
 class Layout(NamedTuple):
-    """All static."""
+    """Static layout of a product."""
 
     m: int
     k: int
-    """With what is filled."""
+    """Length of the sum, with padding."""
     n: int
     tile_m: int
     tile_k: int
     tile_n: int
     block: int | None
-    """Values along k that share a scale; None: all."""
+    """Values along k that share a scale; None for all."""
     multiplied: Any
-    """The dtype in which the MXU multiplies."""
+    """Dtype in which the MXU multiplies."""
     is_integer: bool
-    """Sums are integers, exactly."""
+    """Whether sums are exact integers."""
     narrow_from: int | None
-    """The first block that is multiplied in 4 bits, as are those after it; None: there is none."""
+    """First block multiplied in 4 bits, as are those after it; None for none."""
     filled: tuple[int, int]
-    """The size of a block as given, and filled; of k where there are none."""
+    """Size of a block as given, and padded; of k where there are no blocks."""
     is_turned: bool
-    """The product is [m n] @ [k n]^T, and its sums are [m k]."""
+    """Whether the product is [m n] @ [k n]^T, with sums [m k]."""
 
     def unfilled(self, out: Array, k: int) -> Array:
-        """[m K] without the columns that fill blocks up: [m k]."""
+        """Return [m K] without the padding of blocks, [m k]."""
         given, filled = self.filled
         if given < filled:
             whole = out[:, : out.shape[1] // filled * filled]
@@ -76,7 +77,7 @@ class Layout(NamedTuple):
 
 
 class Factor(NamedTuple):
-    """One side of the product; nothing where only a shape was given."""
+    """One side of the product; None everywhere if only a shape was given."""
 
     values: Array | None
     ends: Array | None
@@ -91,14 +92,14 @@ def lay_out(
     num_wide: int | None = None,
     is_turned: bool = False,
 ) -> tuple[Layout, Factor, Factor]:
-    """Cuts a product into tiles.
+    """Cut a product into tiles.
 
     Args:
-        x: [m k], with scales along -1 or one.
-        w: [k n], with scales along -2 or one.
-        out_dtype: Of the result.
-        num_wide: So many of w's blocks meet x in 8 bits, and the others in 4; None: in what x has.
-        is_turned: The result is to be of the shape of x, from a factor [m n].
+        x: [m k], with scales along -1 or one scale.
+        w: [k n], with scales along -2 or one scale.
+        out_dtype: Dtype of the result.
+        num_wide: Number of blocks of w that meet x in 8 bits, the others in 4; None: as x has them.
+        is_turned: Whether the result has the shape of x, from a factor [m n].
     """
     (m, k), n = x.shape, w.shape[1]
     is_integer = isinstance(x, QuantizedArray) and jnp.issubdtype(x.values.dtype, jnp.integer)
@@ -138,20 +139,20 @@ def _common_block(x: Any, w: Any) -> int | None:
 
 
 def _parts(a: Any, layout: Layout, length: int) -> Array | None:
-    """[tiles, blocks of a tile, m or n]: the scales of a side that has blocks."""
+    """Return the scales of a side with blocks, [tiles, blocks of a tile, m or n]."""
     if layout.block is None or not isinstance(a, QuantizedArray) or a.block_size is None:
         return None
     given, filled = layout.filled
     scales = a.scales.astype(jnp.float32)
     scales = scales.T if a.axis == -1 else scales
-    # For the blocks in common, then for the pieces into which they are cut.
+    # Repeat for the common blocks, then for the pieces into which they are cut.
     scales = jnp.repeat(scales, a.block_size // given * (filled // layout.block), axis=0)
     scales = fill(fill(scales, 0, layout.k // layout.block), 1, length)
     return scales.reshape(layout.k // layout.tile_k, layout.tile_k // layout.block, length)
 
 
 def _ends(a: Any, length: int, filled: int) -> Array | None:
-    """[1 m] or [1 n]: the scales of a side that has no blocks."""
+    """Return the scales of a side without blocks, [1 m] or [1 n]."""
     if not isinstance(a, QuantizedArray) or a.block_size is not None:
         return None
     row = jnp.broadcast_to(a.scales.astype(jnp.float32).reshape(1, -1), (1, length))
@@ -159,7 +160,7 @@ def _ends(a: Any, length: int, filled: int) -> Array | None:
 
 
 def _filled(values: Array, axis: int, layout: Layout) -> Array:
-    """The values with every block, and then k, filled up."""
+    """Pad every block, and then k."""
     given, filled = layout.filled
     if given < filled:
         before, after = values.shape[:axis], values.shape[axis + 1 :]
@@ -169,17 +170,17 @@ def _filled(values: Array, axis: int, layout: Layout) -> Array:
 
 
 def _whole(block: int) -> int:
-    """The size to which a block is filled."""
+    """Return the size to which a block is padded."""
     return next((size for size in (32, 64) if block <= size), _up(block, LANES))
 
 
 def fill(array: Array, axis: int, length: int) -> Array:
-    """The array with zeros behind it up to a length.
+    """Pad an array with zeros to a length.
 
     Args:
-        array: Any.
-        axis: Along which.
-        length: In the end.
+        array: Any array.
+        axis: Axis to pad.
+        length: Length afterwards.
     """
     if array.shape[axis] == length:
         return array
@@ -203,7 +204,7 @@ def _multiplied(x: Any) -> Any:
         return x.dtype
     if jnp.issubdtype(x.values.dtype, jnp.integer):
         return jnp.dtype(jnp.int8 if device_kind() in INTEGER_UNITS else jnp.bfloat16)
-    # Two kinds of float8 may meet: each stays what it is.
+    # Two kinds of float8 may meet: each is kept.
     return None if device_kind() in FLOAT8_UNITS else jnp.dtype(jnp.bfloat16)
 
 
@@ -222,12 +223,12 @@ def _with_tiles(layout: Layout, x: Any, w: Any, out_dtype: Any) -> Layout:
 
 
 def _width(dtype: Any) -> float:
-    """Bytes of one value."""
+    """Return the bytes of one value."""
     return 0.5 if dtype == jnp.int4 else jnp.dtype(dtype).itemsize
 
 
 def _rule(layout: Layout, fits: Callable[[Mapping[str, int]], bool]) -> dict[str, int]:
-    """Long tiles of k for few rows, whose time is that of reading w; squarer ones for many."""
+    """Return tile sizes: long in k for few rows, limited by reading w; squarer for many."""
     unit = max(LANES, layout.block or LANES)
     longest = 2048 if layout.m <= 64 else 1024
     if layout.is_turned or layout.block in (32, 64):
@@ -247,7 +248,7 @@ def _rule(layout: Layout, fits: Callable[[Mapping[str, int]], bool]) -> dict[str
 
 
 def _fits(layout: Layout, sizes: Mapping[str, int], widths: tuple[float, ...]) -> bool:
-    """Whole blocks and registers, and memory for two tiles of all that is copied."""
+    """Return whether blocks and registers are whole, and two tiles of all copies fit memory."""
     m, k, n = (sizes[name] for name in "mkn")
     if layout.k % k or k % max(LANES, layout.block or 1):
         return False

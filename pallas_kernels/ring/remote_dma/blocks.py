@@ -1,11 +1,9 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""One block of attention, or its gradients, while parcels travel between the ranks.
+"""Computes one block of attention, or its gradients, while parcels travel between the ranks.
 
-The kernels are those of flash_attention for TPUs, called by a `Sender`. The backward pass has two,
-and each takes about half of the bytes.
-
-To add a kernel to a pass: call it by the sender, too, and count it in `num_kernels`.
+The kernels are those of flash_attention for TPUs, called by a `Sender`. The backward pass has two
+kernels, and each sends about half of the bytes.
 """
 
 from collections.abc import Sequence
@@ -29,7 +27,7 @@ def attend(
     parcels: Sequence[Parcel],
     axis_name: str,
 ) -> tuple[tuple[Float[Array, "B S N Hv"], Float[Array, "B N S"]], tuple[Array, ...]]:
-    """(out, lse) of a block, and what has arrived: see `ring_step.attend_and_send`."""
+    """Return (out, lse) of a block, and what arrives; see `ring.step.attend_and_send`."""
     sender = Sender(parcels, axis_name)
     state = pallas_tpu.attend(q, k, v, tokens, rules, pallas_call=sender.pallas_call)
     return state, sender.arrived
@@ -47,7 +45,7 @@ def differentiate(
     parcels: Sequence[Parcel],
     axis_name: str,
 ) -> tuple[tuple[Array, Array, Array], tuple[Array, ...]]:
-    """Gradients of a block, and what has arrived: see `ring_step.differentiate_and_send`."""
+    """Return the gradients of a block, and what arrives; see `ring.step`."""
     sender = Sender(parcels, axis_name, num_kernels=2)
     gradients = pallas_tpu_backward.differentiate(
         q, k, v, tokens, rules, d_out, lse, delta, pallas_call=sender.pallas_call

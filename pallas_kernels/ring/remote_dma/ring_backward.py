@@ -1,23 +1,22 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""The backward pass of ring attention as one TPU kernel: K and V go round (ring_keys.py), and the
-sums of their gradients follow them, a step behind.
+"""Computes the backward pass of ring attention as one TPU kernel.
+
+K and V rotate (ring_keys.py), and the sums of their gradients follow them, a step behind:
 
     turn t, with the keys of rank r - s:
-        part   = what this rank's queries add, from its own blocks; dQ stays, and adds up
-        total  = part + what the ranks before have added (step > 0), which came during this turn
+        part   = the contribution of this rank's queries; dQ stays, and is summed here
+        total  = part + the sum of the ranks before (step > 0), which arrived during this turn
         total goes to the next rank during its next turn; from the last step it comes home
 
-so that the arithmetic of a turn hides both the keys' way and that of the sums of the turn before.
-Sums are float32, and take 2 slots here to add up in (one is on its way while the other grows) and 2
-to arrive in. **Capacity**: what is sent at the end of turn t arrives in slot (t + 1) % 2, which the
-next rank has emptied at the end of its turn t - 1: it says so by a count on a semaphore, from turn
-1 on, as often as somebody will wait for it.
+The arithmetic of a turn therefore hides the transfer of keys and that of the sums of the turn
+before. Sums are float32, with 2 slots here to add up in (one is sent while the other is summed) and
+2 to arrive in. **Capacity**: what is sent at the end of turn t arrives in slot (t + 1) % 2, which
+the next rank has emptied at the end of its turn t - 1. From turn 1 on it signals that on a
+semaphore, as often as a rank will wait for it.
 
-One product of scores serves all three gradients, five products a tile where flash_attention has
+One product of scores serves all three gradients: five products a tile where flash_attention has
 seven, in return for two that contract over rows. Formulas: flash_attention/kernels.py.
-
-To add a gradient (of a bias, say): its sums beside those of the queries, or of the keys.
 """
 
 import functools
@@ -54,22 +53,22 @@ def differentiate_ring(
     *,
     axis_name: str,
 ) -> tuple[Float32[Array, "B S N H"], Float32[Array, "B U M H"], Float32[Array, "B U M Hv"]]:
-    """Gradients of attention over the keys of all ranks of an axis, in float32.
+    """Return the gradients of attention to the keys of all ranks of an axis, in float32.
 
     Args:
-        q: this rank's queries.
-        k: its keys.
-        v: its values.
-        tokens: positions of this rank, and segments; positions are given.
-        rules: of the mask.
-        d_out: gradient of the output.
-        lse: of the whole softmax.
-        delta: see flash_attention/kernels.py.
-        axis_name: along which mesh axis.
+        q: Queries of this rank.
+        k: Keys of this rank.
+        v: Values of this rank.
+        tokens: Positions of this rank, which must be given, and segments.
+        rules: Mask rules.
+        d_out: Gradient of the output.
+        lse: Log-sum-exp of the whole softmax.
+        delta: Softmax term of the gradient; see flash_attention/kernels.py.
+        axis_name: Mesh axis of the ring.
     """
     shape, scalars, marks = prepare(q, k, v, tokens, rules, axis_name)
     sizes, like = shape.sizes, (q, k, v, d_out, lse, delta, scalars[0])
-    # A query that sees nothing: its weights are 0, and nothing that meets them may be infinite.
+    # Weights are 0 where a query sees no key; -inf would turn them into NaN.
     lse = jnp.where(jnp.isfinite(lse), lse, 0.0)
     rows = [shape.by_head(sizes.to_rows(x)) for x in (q, d_out)]
     rows += [shape.by_head(sizes.to_statistics(x)) for x in (lse, delta)]
@@ -94,13 +93,13 @@ def differentiate_ring(
 
 
 def fits(q: Array, k: Array, v: Array, rules: Rules) -> bool:
-    """Whether what the kernel keeps fits the fast memory of the chips that it is for.
+    """Return whether the arrays of the kernel fit VMEM of the chips that it is for.
 
     Args:
-        q: [B S N H] of a rank, as for `differentiate_ring`.
-        k: [B U M H].
-        v: [B U M Hv].
-        rules: of the mask.
+        q: Queries of a rank [B S N H].
+        k: Keys [B U M H].
+        v: Values [B U M Hv].
+        rules: Mask rules.
     """
     return _vmem_bytes(Sizes.of(q, k, v, rules), q.dtype.itemsize) <= vmem_budget()
 
@@ -208,7 +207,7 @@ class _SumTravel:
         self._send, self._receive, self._store, self._capacity = semaphores
 
     def pass_on(self) -> None:
-        """Adds what has come, or stores what has come home, and sends the sum on."""
+        """Add the sums that arrived, or store those that came home, and send the sum on."""
         travel, turn, slot = self._travel, self._travel.turn, self._travel.slot
         self._scale_keys(slot)
 
@@ -235,7 +234,7 @@ class _SumTravel:
             copy.start()
 
     def finish(self) -> None:
-        """After the last turn: its sum is sent, and the last head's comes home."""
+        """Wait for the sum of the last turn, and store the last head's."""
         slot = self._travel.slot
         for copy in self._sending(slot):
             copy.wait_send()
@@ -243,7 +242,7 @@ class _SumTravel:
         self._store_home(1 - slot, self._travel.head)
 
     def _sending(self, slot: Any) -> list[Any]:
-        """From a slot of sums to where the next rank waits for them in its next turn."""
+        """Return the copies from a slot of sums to the arrival slot of the next rank."""
         return [
             pltpu.make_async_remote_copy(
                 *(sums.at[slot], arrived.at[1 - slot]),

@@ -1,11 +1,9 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""The forward pass of ring attention as one TPU kernel: K and V travel inside it (ring_keys.py).
+"""Computes the forward pass of ring attention as one TPU kernel, in which K and V travel.
 
-The softmax of a head's queries is never merged: it runs on over the keys of all ranks, in fast
-memory, and nothing but `out` and `lse` is written.
-
-To add another statistic of the softmax, see `RunningSoftmax`; it needs a scratch and an output.
+The softmax of a head's queries is never merged: it runs on over the keys of all ranks in VMEM, and
+only `out` and `lse` are written. ring_keys.py rotates the keys.
 """
 
 import functools
@@ -46,15 +44,15 @@ def attend_ring(
     *,
     axis_name: str,
 ) -> tuple[Float[Array, "B S N Hv"], Float32[Array, "B N S"]]:
-    """Attention over the keys of all ranks of an axis.
+    """Return attention to the keys of all ranks of an axis.
 
     Args:
-        q: this rank's queries.
-        k: its keys.
-        v: its values.
-        tokens: positions of this rank, and segments; positions are given.
-        rules: of the mask.
-        axis_name: along which mesh axis.
+        q: Queries of this rank.
+        k: Keys of this rank.
+        v: Values of this rank.
+        tokens: Positions of this rank, which must be given, and segments.
+        rules: Mask rules.
+        axis_name: Mesh axis of the ring.
 
     Returns:
         out in the dtype of q, and lse.
@@ -84,13 +82,13 @@ def attend_ring(
 
 
 def fits(q: Array, k: Array, v: Array, rules: Rules) -> bool:
-    """Whether what the kernel keeps fits the fast memory of the chips that it is for.
+    """Return whether the arrays of the kernel fit VMEM of the chips that it is for.
 
     Args:
-        q: [B S N H] of a rank, as for `attend_ring`.
-        k: [B U M H].
-        v: [B U M Hv].
-        rules: of the mask.
+        q: Queries of a rank [B S N H].
+        k: Keys [B U M H].
+        v: Values [B U M Hv].
+        rules: Mask rules.
     """
     return _vmem_bytes(Sizes.of(q, k, v, rules), q.dtype.itemsize) <= vmem_budget()
 
@@ -143,7 +141,7 @@ def _kernel(*refs: Any, shape: Shape) -> None:
         ):
             ref[...] = value
 
-    # Between steps a block's statistics lie along the lanes: as columns they would fill 128.
+    # Between steps a block's statistics are stored along the lanes; a column would fill 128.
     @pl.when(travel.step > 0)
     def _():
         for at, ref in enumerate(state[:2]):

@@ -1,10 +1,10 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""How K and V go round inside one TPU kernel: what the two passes of a ring have in common.
+"""Rotates K and V inside one TPU kernel: the parts shared by both passes of a ring.
 
-Rank r has in step s the keys of rank r - s, and hands them to r + 1 meanwhile. Heads of K and V go
-round one after another, so that what belongs to a head's queries stays in fast memory from its
-first step to its last.
+Rank r has in step s the keys of rank r - s, and sends them to r + 1 meanwhile. Heads of K and V
+rotate one after another, so that the arrays of a head's queries stay in VMEM from its first step to
+its last.
 
     for head in heads:              turn t = head * N + step
         for step in range(N):       slot t % 2 of two holds the keys of this turn
@@ -13,16 +13,13 @@ first step to its last.
             wait until they are sent
 
 **Capacity.** A remote copy has no handshake. The slot of turn t + 1 was that of t - 1, so the
-sender of turn t waits for a count on its capacity semaphore, which the receiver gives when it has
-both computed with and sent on what it held in turn t - 1. A fast rank is thus at most one turn
-ahead of the next one. The first turn needs no count: `meet` has said that all are there. A head's
-own keys come from this device, into a slot that no rank sends to, one turn ahead.
+sender of turn t waits for a count on its capacity semaphore, which the receiver signals when it has
+both computed with and sent on the keys of turn t - 1. A rank is thus at most one turn ahead of the
+next one. The first turn needs no count, because `meet` has synchronised all ranks. A head's own
+keys come from this device, one turn ahead, into a slot that no rank sends to.
 
-Which tiles are computed follows from the least and largest positions and segments of blocks, of all
-ranks, so that any layout is served; what travels is all of K and V (no trimming). See transfer.py
-for `meet` and `part`.
-
-To add something that travels with the keys (scales, say): a pair of its own slots in `_sides`.
+The tiles to compute follow from the least and largest positions and segments of blocks, of all
+ranks, so that any layout works; all of K and V travels. See transfer.py for `meet` and `part`.
 """
 
 from typing import Any, NamedTuple
@@ -47,60 +44,60 @@ from pallas_kernels.flash_attention.tpu.tiles import LANES, column
 from pallas_kernels.ring.remote_dma.transfer import collective_id, meet, mesh_place, part
 
 HIDDEN, PARTLY, WHOLLY = 0, 1, 2
-"""What a block of queries sees of a block of keys."""
+"""Visibility of a block of keys for a block of queries."""
 
 BLOCKS_VMEM = 2**24
-"""For blocks and scores: what flash_attention has, too."""
+"""Bytes of VMEM for blocks and scores, as in flash_attention."""
 
 
 class Shape(NamedTuple):
-    """What is static; hashable."""
+    """Static part of a kernel; hashable."""
 
     sizes: Sizes
     rules: Rules
     ranks: int
     is_shared: bool
-    """All sequences have the same marks."""
+    """Whether all sequences have the same marks."""
     num_marks: int
     axes: tuple[str, ...]
     axis_name: str
 
     @property
     def heads(self) -> int:
-        """Of keys, of all sequences."""
+        """Number of key heads of all sequences."""
         return self.sizes.b * self.sizes.m
 
     @property
     def turns(self) -> int:
-        """Of all heads."""
+        """Number of turns of all heads."""
         return self.heads * self.ranks
 
     def sequence(self, head: Any) -> Any:
-        """Whose marks a head reads."""
+        """Return the sequence whose marks a head reads."""
         return 0 if self.is_shared else head // self.sizes.m
 
     def owner(self, place: Any, step: Any) -> Any:
-        """The rank whose keys are here in a step."""
+        """Return the rank whose keys are here in a step."""
         here = place[self.axes.index(self.axis_name)]
         return jax.lax.rem(here - step + self.ranks, self.ranks)
 
     def keys(self, index: Any) -> Any:
-        """Where a block of keys lies among those at hand."""
+        """Return the slice of a block of keys."""
         return pl.ds(pl.multiple_of(index * self.sizes.key_block, LANES), self.sizes.key_block)
 
     def by_head(self, x: Array) -> Array:
-        """[B M ...] to [heads ...]."""
+        """Reshape [B M ...] to [heads ...]."""
         return x.reshape(self.heads, *x.shape[2:])
 
     def from_head(self, x: Array) -> Array:
-        """The inverse."""
+        """Reshape [heads ...] to [B M ...]."""
         return x.reshape(self.sizes.b, self.sizes.m, *x.shape[1:])
 
     def compiler_params(self, vmem_bytes: int) -> pltpu.CompilerParams:
-        """Of a kernel that keeps so much in fast memory.
+        """Return the compiler parameters of a kernel.
 
         Args:
-            vmem_bytes: beside blocks and scores.
+            vmem_bytes: Bytes that it keeps in VMEM beside blocks and scores.
         """
         return pltpu.CompilerParams(
             dimension_semantics=("arbitrary",) * 3,
@@ -110,12 +107,12 @@ class Shape(NamedTuple):
         )
 
     def cost(self, products: int, itemsize: int, is_backward: bool = False) -> pl.CostEstimate:
-        """For XLA's scheduler and for plans, as if every tile were computed.
+        """Return the cost for XLA's scheduler and for plans, as if every tile were computed.
 
         Args:
-            products: of matrices, for each tile.
-            itemsize: bytes of an element of q.
-            is_backward: sums in float32 travel, too.
+            products: Number of matrix products per tile.
+            itemsize: Bytes of an element of q.
+            is_backward: Whether float32 sums travel too.
         """
         z, widths = self.sizes, self.sizes.h + self.sizes.hv
         pairs = self.turns * z.rows * z.keys
@@ -131,31 +128,31 @@ class Shape(NamedTuple):
 
     @property
     def grid(self) -> tuple[int, int, int]:
-        """Of both passes."""
+        """Grid of both passes: (heads, steps, blocks of queries)."""
         return self.heads, self.ranks, self.sizes.row_blocks
 
     def rows(self, width: int) -> pl.BlockSpec:
-        """Of [heads R width]."""
+        """Return the spec of [heads R width]."""
         return pl.BlockSpec(
             (1, self.sizes.row_block, width), lambda head, step, block, *_: (head, block, 0)
         )
 
     def statistics(self) -> pl.BlockSpec:
-        """Of [heads blocks 1 rows], one number for each row."""
+        """Return the spec of [heads blocks 1 rows], one number per row."""
         return pl.BlockSpec(
             (None, None, 1, self.sizes.row_block),
             lambda head, step, block, *_: (head, block, 0, 0),
         )
 
     def row_marks(self) -> pl.BlockSpec:
-        """Of [b' blocks c rows]."""
+        """Return the spec of [b' blocks c rows]."""
         return pl.BlockSpec(
             (None, None, self.num_marks, self.sizes.row_block),
             lambda head, step, block, *_: (self.sequence(head), block, 0, 0),
         )
 
     def key_marks(self) -> pl.BlockSpec:
-        """Of [ranks b' blocks c keys], all blocks."""
+        """Return the spec of [ranks b' blocks c keys], all blocks."""
         return pl.BlockSpec(
             (None, None, self.sizes.key_blocks, self.num_marks, self.sizes.key_block),
             lambda head, step, block, place, _: (
@@ -165,12 +162,14 @@ class Shape(NamedTuple):
         )
 
     def finished_block(self, step: Any, block: Any) -> Any:
-        """The block of queries that is written: none before the last step, until when the first
-        one waits in fast memory."""
+        """Return the block of queries that is written.
+
+        Before the last step it stays the first one, which is not written.
+        """
         return jnp.where(step == self.ranks - 1, block, 0)
 
     def slots(self, dtype: Any) -> list[Any]:
-        """Scratch: two of keys, two of values, and the semaphores of `KeyTravel`."""
+        """Return scratch: two slots of keys, two of values, and the semaphores of `KeyTravel`."""
         return [
             pltpu.VMEM((2, self.sizes.keys, self.sizes.h), dtype),
             pltpu.VMEM((2, self.sizes.keys, self.sizes.hv), dtype),
@@ -185,15 +184,15 @@ class Shape(NamedTuple):
 def prepare(
     q: Array, k: Array, v: Array, tokens: Tokens, rules: Rules, axis_name: str
 ) -> tuple[Shape, tuple[Array, Array], tuple[Array, Array]]:
-    """The static part of a kernel, its scalars (place, visits), and the marks of rows and keys.
+    """Return the static part of a kernel, its scalars (place, visits), and marks of rows and keys.
 
     Args:
-        q: [B S N H] of this rank, as all of them.
-        k: [B U M H].
-        v: [B U M Hv].
-        tokens: positions, which are given, and segments.
-        rules: of the mask.
-        axis_name: along which mesh axis.
+        q: Queries of this rank [B S N H].
+        k: Keys of this rank [B U M H].
+        v: Values of this rank [B U M Hv].
+        tokens: Positions, which must be given, and segments.
+        rules: Mask rules.
+        axis_name: Mesh axis of the ring.
     """
     sizes = Sizes.of(q, k, v, rules)
     plan = make_plan(sizes, tokens, rules)
@@ -206,17 +205,19 @@ def prepare(
 
 
 def padded(width: int) -> int:
-    """Elements that a row of so many takes in fast memory.
+    """Return the elements that a row takes in VMEM.
 
     Args:
-        width: of the row.
+        width: Width of the row.
     """
     return -(-width // LANES) * LANES
 
 
 def vmem_budget() -> int:
-    """How much a kernel may keep in fast memory on the chips that this program is for, in bytes;
-    without such chips that of the smaller current ones."""
+    """Return the bytes that a kernel may keep in VMEM of the chips that the program is for.
+
+    Without such chips it is that of the smaller current ones.
+    """
     device = jax.sharding.get_abstract_mesh().abstract_device
     if device is None or device.platform != "tpu":
         return 2**26 - 2 * BLOCKS_VMEM
@@ -224,13 +225,16 @@ def vmem_budget() -> int:
 
 
 def make_visits(sizes: Sizes, plan: Plan, rules: Rules, axis_name: str) -> Array:
-    """[b' ranks row_blocks key_blocks], flat: what each block of rows sees of every rank's keys.
+    """Return what each block of rows sees of every rank's keys.
 
     Args:
-        sizes: of a rank's arrays.
-        plan: of its marks.
-        rules: of the mask.
-        axis_name: whose ranks share the keys.
+        sizes: Sizes of a rank's arrays.
+        plan: Marks and bounds of a rank.
+        rules: Mask rules.
+        axis_name: Mesh axis of the ring.
+
+    Returns:
+        [b' ranks row_blocks key_blocks], flat: HIDDEN, PARTLY or WHOLLY.
     """
     rows = plan.row_bounds.reshape(-1, sizes.row_blocks, RECORD)
     keys = plan.key_bounds.reshape(-1, sizes.key_blocks, RECORD)
@@ -245,7 +249,7 @@ def make_visits(sizes: Sizes, plan: Plan, rules: Rules, axis_name: str) -> Array
 
 
 class KeyTravel:
-    """Of one step of the grid, inside a kernel."""
+    """Rotation of keys in one step of the grid, inside a kernel."""
 
     def __init__(self, shape: Shape, place: Any, own: tuple[Any, Any], scratch: Any):
         self.shape = shape
@@ -265,21 +269,21 @@ class KeyTravel:
 
     @property
     def is_last_step(self) -> Any:
-        """Of the head."""
+        """Whether this is the last step of the head."""
         return self.step == self.shape.ranks - 1
 
     @property
     def is_first_block(self) -> Any:
-        """Of the turn."""
+        """Whether this is the first block of the turn."""
         return self.block == 0
 
     @property
     def is_last_block(self) -> Any:
-        """Of the turn."""
+        """Whether this is the last block of the turn."""
         return self.block == self.shape.sizes.row_blocks - 1
 
     def begin(self) -> None:
-        """At the first block of a turn: its keys are there, and on their way to the next rank."""
+        """Wait for the keys of a turn, and start sending them, at the turn's first block."""
         is_sent = self.step < self.shape.ranks - 1
 
         @pl.when(self.turn == 0)
@@ -310,7 +314,7 @@ class KeyTravel:
                 copy.start()
 
     def end(self) -> None:
-        """At the last block of a turn: its keys are sent, and its slot is free."""
+        """Wait until the keys are sent, and free the slot, at the turn's last block."""
 
         @pl.when(self.step < self.shape.ranks - 1)
         def _():
@@ -325,16 +329,16 @@ class KeyTravel:
             pl.semaphore_signal(self._capacity, 1, device_id=self.previous)
 
     def leave(self) -> None:
-        """At the end of the last turn."""
+        """Wait for all ranks, at the end of the last turn."""
         part(self.shape.axis_name, self._passed)
 
     def for_visible(self, visits: Any, place: Any, compute: Any) -> None:
-        """Runs `compute(block of keys, whether it is masked)` for what the block of queries sees.
+        """Run `compute(block of keys, is_masked)` for the keys that the block of queries sees.
 
         Args:
-            visits: of `make_visits`.
-            place: of this device.
-            compute: of one tile.
+            visits: Result of `make_visits`.
+            place: Index of this device along every mesh axis.
+            compute: Computes one tile.
         """
         sizes = self.shape.sizes
         start = self.shape.sequence(self.head) * self.shape.ranks
@@ -353,7 +357,7 @@ class KeyTravel:
         ]
 
     def _sending(self, slot: Any) -> list[Any]:
-        """From a slot to the other one of the next rank; what arrives here is waited for alike."""
+        """Return the copies from a slot to the other one of the next rank, also for waiting."""
         return [
             pltpu.make_async_remote_copy(
                 *(slots.at[slot], slots.at[1 - slot]),
@@ -365,13 +369,13 @@ class KeyTravel:
 
 
 def tile_mask(shape: Shape, row_marks: Any, key_marks: Any, index: Any) -> Array:
-    """Who sees whom in a tile, [rows keys].
+    """Return the mask of a tile [rows keys].
 
     Args:
-        shape: of the kernel.
-        row_marks: of the block of queries at hand.
-        key_marks: of all keys at hand.
-        index: of the block of keys.
+        shape: Static part of the kernel.
+        row_marks: Marks of the current block of queries.
+        key_marks: Marks of all current keys.
+        index: Index of the block of keys.
     """
     queries = [column(row_marks[at : at + 1])[:, :1] for at in range(shape.num_marks)]
     keys = [key_marks[index, at : at + 1] for at in range(shape.num_marks)]

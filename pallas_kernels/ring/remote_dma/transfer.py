@@ -1,37 +1,35 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""A Pallas TPU kernel that sends parcels to other ranks while it computes.
+"""Provides a Pallas TPU kernel that sends parcels to other ranks while it computes.
 
-A `Sender` stands in for `pl.pallas_call`: of any kernel it makes one that sends as well.
+A `Sender` replaces `pl.pallas_call` and makes any kernel send as well:
 
     first grid step   all ranks of the axis meet; then every copy is started, from HBM to the HBM of
-                      the rank it is for, each with semaphores of its own
-    every grid step   the kernel's arithmetic, beside which the copies are under way
-    last grid step    the sends and the arrivals are waited for
+                      its target rank, each with its own semaphores
+    every grid step   the kernel's arithmetic, while the copies are under way
+    last grid step    waits for the sends and the arrivals
 
-**What makes the write into another rank's memory safe.** A remote copy has no handshake: it writes
-when the sender says so. The buffer that it writes is an output of the receiver's kernel, memory
-that XLA may have lent to something else until that kernel starts. So nobody sends before all ranks
-have signalled that they are inside (the barrier semaphore, which outlives kernels): the signal of
-entry is the receiver's permission, what a capacity semaphore is to a ring that lives in one kernel
-(ring_keys.py). The double buffer is XLA's: what a step reads and what arrives in it live at once.
+**Safety of writes into another rank's memory.** A remote copy has no handshake: it writes when the
+sender starts it. The buffer that it writes is an output of the receiver's kernel, memory that XLA
+may use for something else until that kernel starts. No rank therefore sends before all ranks have
+signalled that they are inside (the barrier semaphore, which outlives kernels): the signal of entry
+is the receiver's permission, like a capacity semaphore in a ring inside one kernel (ring_keys.py).
+XLA does the double buffering: what a step reads and what arrives in it are separate live buffers.
 
-**What keeps a fast rank out of a slow one's barrier.** The barrier is one counter for all kernels
-with the same id. A rank that went on to the next step could count there for a rank that has not
-come to this one, and a slow rank would send into memory that is not ready. So whoever passes the
-barrier tells all others through a semaphore of this very kernel, and nobody leaves before all have
-said so: signals of two kernels never stand in the counter together. Kernels may therefore follow
-one another in any order and differ in their pairs; forward and backward pass and all layers share
-the id. Both rounds are N - 1 signals of every rank, and the second is waited for after the
-arithmetic, when it has long come in. Of two mesh axes the ids differ (`collective_id`).
+**Separation of consecutive barriers.** The barrier is one counter for all kernels with the same id.
+A rank in the next step could count for a rank that has not reached this one, and a slow rank would
+send into memory that is not ready. A rank that passes the barrier therefore signals all others
+through a semaphore of this kernel, and no rank leaves before all signals have arrived: signals of
+two kernels never mix in the counter. Kernels may follow one another in any order and differ in
+their pairs; both passes and all layers share the id. Both rounds are N - 1 signals of every rank,
+and the second is waited for after the arithmetic. Ids of two mesh axes differ (`collective_id`).
 
-Pairs are static and arbitrary: a rank without a target does not send, one that nobody sends to does
-not wait and finds zeros.
+Pairs are static and arbitrary: a rank without a target does not send; a rank without a source does
+not wait and gets zeros.
 
 It takes one mesh axis by name, of which all ranks are in the kernel. A sending kernel runs on one
-core, whose grid has a first and a last step: chips that split a grid over two cores do not here.
-
-To add something to every step (a checksum, a clock), it goes into `kernel` of `_run_and_send`.
+core, whose grid has a first and a last step: chips that split a grid over two cores are not
+supported.
 """
 
 import dataclasses
@@ -69,13 +67,13 @@ class Sender:
     def pallas_call(
         self, body: Callable[..., None], *, grid_spec: Any, out_shape: Any, **options: Any
     ) -> Callable[..., Any]:
-        """As `pl.pallas_call`; the next share of the parcels travels meanwhile.
+        """Return a replacement for `pl.pallas_call` that sends the next share of the parcels.
 
         Args:
-            body: the kernel.
-            grid_spec: a `PrefetchScalarGridSpec` with lists of specs.
-            out_shape: a list.
-            options: further ones.
+            body: Kernel.
+            grid_spec: `PrefetchScalarGridSpec` with lists of specs.
+            out_shape: List of shapes.
+            options: Further options of `pl.pallas_call`.
         """
         share = self._shares.pop(0)
 
@@ -97,18 +95,18 @@ class Sender:
 
     @property
     def arrived(self) -> tuple[Array, ...]:
-        """What has arrived, once all kernels were called."""
+        """Arrays that arrived, once all kernels were called."""
         found = [x for x in self._arrived if x is not None]
         assert len(found) == len(self._parcels) and not self._shares
         return tuple(found)
 
 
 def send(parcels: Sequence[Parcel], axis_name: str) -> tuple[Array, ...]:
-    """Nothing but the travelling, in a kernel.
+    """Send parcels in a kernel that computes nothing, and return the arrays that arrive.
 
     Args:
-        parcels: to be sent.
-        axis_name: along which mesh axis.
+        parcels: Arrays to send.
+        axis_name: Mesh axis of the ring.
     """
     if not parcels:
         return ()
@@ -132,7 +130,7 @@ def _run_and_send(
     compiler_params: Any = None,
     **options: Any,
 ) -> tuple[Sequence[Array], list[Array]]:
-    """The kernel's results, and what has arrived meanwhile."""
+    """Return the kernel's results, and the arrays that arrive."""
     sent = [parcel for parcel in parcels if parcel.pairs]
     if not sent:
         if compiler_params is not None:
@@ -140,7 +138,7 @@ def _run_and_send(
         call = pl.pallas_call(body, grid_spec=grid_spec, out_shape=out_shape, name=name, **options)
         return call(*operands), [jnp.zeros_like(x) for x, _ in parcels]
     ranks = jax.lax.axis_size(axis_name)
-    # What some rank does not receive starts as zeros.
+    # Parcels that some rank does not receive start as zeros.
     partial = [at for at, (_, pairs) in enumerate(sent) if len(pairs) < ranks]
     axes, place = mesh_place()
     routes = jnp.concatenate([_routes(sent, ranks)[jax.lax.axis_index(axis_name)], place])
@@ -185,7 +183,7 @@ def _run_and_send(
     cost = options.pop("cost_estimate", None)
     if cost is None:
         cost = pl.CostEstimate(flops=0, transcendentals=0, bytes_accessed=0)
-    # Of one rank: those that send.
+    # Bytes of one rank that sends everything.
     cost = dataclasses.replace(cost, remote_bytes_transferred=sum(x.nbytes for x in arrays))
     outputs = pl.pallas_call(
         kernel,
@@ -224,29 +222,33 @@ def _run_and_send(
 
 
 def collective_id(axis_name: str) -> int:
-    """The barrier at which the ranks of an axis meet: the same in every process, and most likely
-    another one for another axis; above the small numbers that other people's kernels have.
+    """Return the id of the barrier at which the ranks of an axis meet.
+
+    It is the same in every process, most likely different for another axis, and above the small
+    numbers of other kernels.
 
     Args:
-        axis_name: of the mesh.
+        axis_name: Mesh axis of the ring.
     """
     return FIRST_COLLECTIVE_ID + zlib.crc32(axis_name.encode()) % COLLECTIVE_IDS
 
 
 def mesh_place() -> tuple[tuple[str, ...], Array]:
-    """The mesh axes, and this device's index along each. A kernel is given all of them, so that
-    none is asked for inside, where it would vary by type."""
+    """Return the manual mesh axes, and this device's index along each.
+
+    A kernel is given the indices: inside it they would vary by type.
+    """
     axes = tuple(sorted(jax.sharding.get_abstract_mesh().manual_axes))
     return axes, jnp.stack([jax.lax.axis_index(axis) for axis in axes])
 
 
 def meet(here: Any, axis_name: str, passed: Any) -> None:
-    """Waits until every rank of the axis is in this kernel; at its start.
+    """Wait until every rank of the axis is in this kernel; call it at the start.
 
     Args:
-        here: a dict, the index of this device along every mesh axis.
-        axis_name: whose ranks meet.
-        passed: a regular semaphore of this kernel, for `part`.
+        here: Dict with the index of this device along every mesh axis.
+        axis_name: Mesh axis of the ring.
+        passed: Regular semaphore of this kernel, for `part`.
     """
     ranks = jax.lax.axis_size(axis_name)
     barrier = pltpu.get_barrier_semaphore()
@@ -262,17 +264,17 @@ def meet(here: Any, axis_name: str, passed: Any) -> None:
 
 
 def part(axis_name: str, passed: Any) -> None:
-    """Waits until every rank has left `meet`; at the end of the kernel.
+    """Wait until every rank has left `meet`; call it at the end of the kernel.
 
     Args:
-        axis_name: whose ranks part.
-        passed: as for `meet`.
+        axis_name: Mesh axis of the ring.
+        passed: Semaphore given to `meet`.
     """
     pl.semaphore_wait(passed, jax.lax.axis_size(axis_name) - 1)
 
 
 def _routes(parcels: Sequence[Parcel], ranks: int) -> Array:
-    """[ranks 2*parcels] i32: of each rank and parcel where it goes and where from, or -1."""
+    """Return target and source rank of each rank and parcel [ranks 2*parcels] i32, or -1."""
     routes = np.full((ranks, 2 * len(parcels)), -1, np.int32)
     for at, (_, pairs) in enumerate(parcels):
         for source, target in pairs:
@@ -282,7 +284,7 @@ def _routes(parcels: Sequence[Parcel], ranks: int) -> Array:
 
 
 def _is_step(grid: tuple[int, ...], which: int) -> Any:
-    """Whether this is the first (0) or the last (-1) step of the grid."""
+    """Return whether this is the first (0) or the last (-1) step of the grid."""
     is_here = True
     for axis, size in enumerate(grid):
         is_here &= pl.program_id(axis) == (0 if which == 0 else size - 1)
