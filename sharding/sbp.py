@@ -70,10 +70,6 @@ class Transition:
     """Kind of the collective as XLA prints it on accelerators; None where nothing is sent."""
     factor: tuple[int, int]
     """(a, b): all devices together send |T| (n-1) a / n^b bytes."""
-    gradient: str | None
-    """Collective of its gradient."""
-    on_cpu: str | None
-    """Kind of the collective as XLA prints it on the CPU."""
 
     def bytes(self, size: int | Fraction, devices: int) -> int | Fraction:
         """Return the bytes that all devices of the axis together send.
@@ -88,13 +84,13 @@ class Transition:
 
 
 TRANSITIONS: dict[tuple[Kind, Kind], Transition] = {
-    ("split", "split"): Transition("all-to-all", (1, 1), "all-to-all", "all-to-all"),
-    ("split", "broadcast"): Transition("all-gather", (1, 0), None, "all-gather"),
-    ("split", "partial"): Transition(None, (0, 0), None, None),
-    ("broadcast", "split"): Transition(None, (0, 0), "all-gather", None),
-    ("broadcast", "partial"): Transition(None, (0, 0), None, None),
-    ("partial", "split"): Transition("reduce-scatter", (1, 0), "all-gather", "all-reduce"),
-    ("partial", "broadcast"): Transition("all-reduce", (2, 0), None, "all-reduce"),
+    ("split", "split"): Transition("all-to-all", (1, 1)),
+    ("split", "broadcast"): Transition("all-gather", (1, 0)),
+    ("split", "partial"): Transition(None, (0, 0)),
+    ("broadcast", "split"): Transition(None, (0, 0)),
+    ("broadcast", "partial"): Transition(None, (0, 0)),
+    ("partial", "split"): Transition("reduce-scatter", (1, 0)),
+    ("partial", "broadcast"): Transition("all-reduce", (2, 0)),
 }
 """Every change of state on one axis; a change to the same state costs nothing."""
 

@@ -24,8 +24,6 @@ class Dispatcher(abc.ABC):
     """The devices of the expert axes first share all their tokens."""
     lends_experts: ClassVar[bool] = False
     """Devices compute experts of other devices, whose weights are sent as they are stored."""
-    may_drop: ClassVar[bool] = False
-    """Assignments can be dropped, so that the loss depends on the mesh."""
 
     @property
     def chunks(self) -> int:
