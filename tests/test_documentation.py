@@ -77,12 +77,15 @@ def _run(pages: list[str]) -> dict[str, str]:
     return json.loads(ran.stderr.splitlines()[-1])
 
 
+@pytest.mark.slow
+@pytest.mark.trains
 def test_examples_of_the_readme_and_the_tutorial_run_as_written():
     failed = _run([page for page in FIRST if page in SCRIPTS])
     assert not failed, "\n".join(failed.values())
 
 
 @pytest.mark.slow
+@pytest.mark.trains
 def test_examples_of_all_other_pages_run_as_written():
     failed = _run([page for page in SCRIPTS if page not in FIRST])
     assert not failed, "\n".join(failed.values())

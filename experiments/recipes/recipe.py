@@ -16,7 +16,8 @@ def recipe(function: Callable[[], PretrainConfig]) -> Callable[..., PretrainConf
     """Return the function with keyword arguments for the fields of `TrainingConfig`.
 
     `tiny(steps=200, batch_size=4)` is `tiny()` with these values, like the flags
-    `--training.steps 200 --training.batch_size 4`.
+    `--training.steps 200 --training.batch_size 4`. A warm-up that does not fit in fewer steps is
+    shortened to a fifth of them.
 
     Args:
         function: Returns the configuration of a run.
@@ -26,6 +27,9 @@ def recipe(function: Callable[[], PretrainConfig]) -> Callable[..., PretrainConf
     def with_training(**training: Any) -> PretrainConfig:
         config = function()
         changed = dataclasses.replace(config.training, **training)
-        return dataclasses.replace(config, training=changed)
+        schedule = config.schedule
+        if schedule.warmup_steps >= changed.steps:
+            schedule = dataclasses.replace(schedule, warmup_steps=changed.steps // 5)
+        return dataclasses.replace(config, training=changed, schedule=schedule)
 
     return with_training
