@@ -1,15 +1,18 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Writes what starts the same command on every host of a cluster; or keeps it running on this one.
+"""Writes the files that start a command on every host of a cluster, or supervises it on this host.
 
     python -m experiments.launch cluster:slurm --cluster.nodes 4 --command "COMMAND"
     python -m experiments.launch cluster:jobset --cluster.topology 16x16 --cluster.image IMAGE
     python -m experiments.launch cluster:tpu_vm --cluster.accelerator_type v5litepod-64
     python -m experiments.launch --supervise --processes 4 --command "COMMAND"
 
-A script for sbatch, a JobSet for GKE, or a script around gcloud, and a `summary.json`, in
-`--run.directory`. The processes of JAX find one another by the cluster's own variables. The last
-form starts the processes itself, and again when one is lost: `--supervise --help`.
+Writes a script for sbatch, a JobSet for GKE, or a script around gcloud, and a `summary.json`, into
+`--run.directory`. JAX reads the addresses of its processes from the cluster's environment. The last
+form starts the processes itself, and restarts them when one is lost: see `--supervise --help`.
+
+A job that ended with 75 (saved after SIGTERM) is restarted where the cluster can do so; one that
+ended with 2 or 3 (bad configuration, diverged) is not.
 """
 
 from __future__ import annotations
@@ -17,47 +20,46 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from experiments.cli import flags as cli
+from experiments.cli import flags
+from experiments.cli.exit_codes import ExitCode
 from experiments.cli.output import write
 from experiments.launch import supervise
 from experiments.launch.config import LaunchConfig
-from experiments.launch.files import write_files
-from jaxmoe.configs import registry_name
 from jaxmoe.run.directory import RunDirectory
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the command; returns the exit code."""
+    """Run the command and return its exit code."""
     if "--supervise" in argv:
         return supervise.main([word for word in argv if word != "--supervise"])
     prog = "python -m experiments.launch"
-    with cli.exit_on_bad_configuration():
-        config = cli.parse_flags(LaunchConfig(), argv, prog, __doc__ or "")
+    with flags.exit_on_bad_configuration():
+        config = flags.parse_flags(LaunchConfig(), argv, prog, __doc__ or "")
         directory = RunDirectory(config.run.directory or f"runs/launch/{config.run.name}")
         directory.check_free_of_runs()
-        files, start = write_files(config)
-        directory.acquire()
-        for name, text in files.items():
-            (directory.path / name).write_text(text, encoding="utf-8")
-        start = start.format(directory=directory.path)
         cluster = config.cluster
+        written = cluster.files(config.job)
+        directory.acquire()
+        for name, text in written.files.items():
+            (directory.path / name).write_text(text, encoding="utf-8")
+        start = written.start.format(directory=directory.path)
         directory.write_summary(
             {
                 "status": "done",
-                "cluster": registry_name(type(cluster)),
+                "cluster": cluster.name,
                 "hosts": cluster.num_hosts,
                 "processes": cluster.num_processes,
                 "command": config.command,
-                "files": list(files),
+                "files": list(written.files),
                 "start": start,
             }
         )
         directory.release()
     hosts = f"{cluster.num_hosts} host{'s' * (cluster.num_hosts > 1)}"
     processes = f"{cluster.num_processes} process{'es' * (cluster.num_processes > 1)}"
-    write("\n".join(f"wrote {directory.path / name}" for name in files))
+    write("\n".join(f"wrote {directory.path / name}" for name in written.files))
     write(f"{hosts}, {processes}; start it with\n  {start}")
-    return int(cli.ExitCode.DONE)
+    return int(ExitCode.DONE)
 
 
 if __name__ == "__main__":

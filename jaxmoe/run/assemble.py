@@ -14,7 +14,6 @@ import optax
 from jax.sharding import Mesh
 
 from jaxmoe.data import Batch, Loader, Source, check_hosts, evaluation_batches
-from jaxmoe.data.synthetic import SyntheticSource
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.sequences import check_rows, explain_form
 from jaxmoe.models.config import ModelConfig
@@ -23,7 +22,6 @@ from jaxmoe.parameters import ParameterSpec, ParameterTable
 from jaxmoe.run.config import PretrainConfig, TrainingConfig
 from jaxmoe.scaling import Budget, Parameterization
 from jaxmoe.scaling.initialize import parameter_table
-from jaxmoe.training import MaskedDiffusionConfig
 from jaxmoe.training.batch_ramp import accumulation_of
 from jaxmoe.training.state import TrainState, init_state
 from sharding import axes as ax
@@ -222,14 +220,9 @@ def sequence_form(assembly: Assembly) -> str:
 
 
 def entropy_floor(assembly: Assembly) -> float | None:
-    """Exact bits per token that no model can beat, where the data's entropy is known."""
-    training, source = assembly.plan.config.training, assembly.source
-    if isinstance(training.objective, MaskedDiffusionConfig):
-        # No token of a row is given, the first is predicted too.
-        if not isinstance(source, SyntheticSource):
-            return None
-        return source.whole_row_bits_per_token(training.sequence_length)
-    return source.entropy_bits_per_token(training.sequence_length)
+    """Return the lowest held-out loss in bits per token; None where it is not known."""
+    training = assembly.plan.config.training
+    return training.objective.entropy_floor(assembly.source, training.sequence_length)
 
 
 def describe_devices(mesh: Mesh) -> list[str]:

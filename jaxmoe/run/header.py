@@ -17,7 +17,6 @@ from jaxmoe.run.assemble import (
 from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.tracking.console import format_count, format_flops
-from jaxmoe.training.masked_diffusion import MaskedDiffusionConfig
 
 
 def print_header(name: str, directory: RunDirectory, assembly: Assembly, first_step: int) -> None:
@@ -66,9 +65,8 @@ def _data_text(assembly: Assembly) -> str:
     """The data, with the floor of masked diffusion where that is another than the next token's."""
     training, floor = assembly.plan.config.training, entropy_floor(assembly)
     text = assembly.source.describe(training.sequence_length)
-    if floor is None or not isinstance(training.objective, MaskedDiffusionConfig):
-        return text
-    return f"{text}; {floor:.4f} where no token is given"
+    note = training.objective.floor_note
+    return text if floor is None or note is None else f"{text}; {floor:.4f} {note}"
 
 
 def _mesh_text(assembly: Assembly) -> str:

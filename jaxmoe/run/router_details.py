@@ -89,7 +89,6 @@ def _statistics(
     """Statistics of each batch, on the host, with everything that detailed telemetry has."""
     model = assembly.plan.model
     execution = dataclasses.replace(assembly.execution, telemetry="detailed")
-    objective = assembly.plan.config.training.objective
     source = assembly.source
     symbols = None
     if isinstance(source, SyntheticSource) and len(source.chains) > 1:
@@ -98,10 +97,10 @@ def _statistics(
     @jax.jit
     def look(params: Any, router_state: Any, batch: Batch) -> Any:
         tokens = jnp.asarray(batch.tokens)
-        context = {} if symbols is None else {"domain": tokens // jnp.int32(symbols)}
-        if objective.name == "masked_diffusion":
-            # Whole texts, nothing masked.
-            context["mask_ratio"] = jnp.zeros(tokens.shape, jnp.float32)
+        # Nothing is masked; causal models ignore the ratio.
+        context = {"mask_ratio": jnp.zeros(tokens.shape, jnp.float32)}
+        if symbols is not None:
+            context["domain"] = tokens // jnp.int32(symbols)
         output = forward(
             model,
             execution,

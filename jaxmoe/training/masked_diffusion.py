@@ -40,6 +40,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key, UInt
 
 from jaxmoe.data.batch import Batch
+from jaxmoe.data.source import Source
+from jaxmoe.data.synthetic import SyntheticSource
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.training.objective import TokenGiven
 from sharding import axes as ax
@@ -54,6 +56,8 @@ class MaskedDiffusionConfig:
     """Predict masked tokens from the rest of the row; needs attention.is_causal False."""
 
     name: ClassVar[str] = "masked_diffusion"
+    floor_note: ClassVar[str | None] = "where no token is given"
+    """Condition under which `entropy_floor` differs from the entropy of the next token."""
 
     min_time: float = 1e-3
     """Smallest share of masked tokens in training; its inverse is the largest weight of a token."""
@@ -99,6 +103,19 @@ class MaskedDiffusionConfig:
         if batch.segment_ids is None:
             return jnp.float32(batch.tokens.size)
         return jnp.sum(jnp.asarray(batch.segment_ids) != 0, dtype=jnp.float32)
+
+    def entropy_floor(self, source: Source, sequence_length: int) -> float | None:
+        """Return the lowest held-out loss in bits per token; None where it is not known.
+
+        No token of a row is given, so that the first one counts too.
+
+        Args:
+            source: Data source.
+            sequence_length: Tokens of a row.
+        """
+        if not isinstance(source, SyntheticSource):
+            return None
+        return source.whole_row_bits_per_token(sequence_length)
 
     def row_tokens(self, batch: Batch) -> Float[Array, " B"]:
         """The part of each row in `num_tokens`."""

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
 from jaxmoe.data.batch import Batch
+from jaxmoe.data.source import Source
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.training.objective import TokenGiven
 from sharding.constrain import Placement
@@ -27,6 +28,8 @@ class NextTokenConfig:
     """Predict each token from those before it."""
 
     name: ClassVar[str] = "next_token"
+    floor_note: ClassVar[str | None] = None
+    """Condition under which `entropy_floor` differs from the entropy of the next token."""
 
     @property
     def num_examined(self) -> int:
@@ -53,6 +56,15 @@ class NextTokenConfig:
     def num_tokens(self, batch: Batch) -> Float[Array, ""]:
         """What the summed loss is divided by."""
         return jnp.sum(jnp.asarray(batch.loss_weights))
+
+    def entropy_floor(self, source: Source, sequence_length: int) -> float | None:
+        """Return the lowest held-out loss in bits per token; None where it is not known.
+
+        Args:
+            source: Data source.
+            sequence_length: Tokens of a row.
+        """
+        return source.entropy_bits_per_token(sequence_length)
 
     def row_tokens(self, batch: Batch) -> Float[Array, " B"]:
         """The part of each row in `num_tokens`."""

@@ -15,7 +15,6 @@ import pytest
 from experiments.cli.flags import ExitCode
 from experiments.launch import __main__ as launch
 from experiments.launch.config import CLUSTERS, LaunchConfig, LaunchRunConfig
-from experiments.launch.files import write_files
 
 TRICKY = (
     "python -m experiments.pretrain d12 --run.directory '/runs/it'\"'\"'s here' --x '$(touch bad)'"
@@ -34,8 +33,8 @@ def config(cluster: str, command: str = TRICKY, **fields) -> LaunchConfig:
 
 
 def text_of(cluster: str, **options) -> str:
-    files, _ = write_files(config(cluster, **options))
-    (text,) = files.values()
+    launch_config = config(cluster, **options)
+    (text,) = launch_config.cluster.files(launch_config.job).files.values()
     return text
 
 

@@ -1,0 +1,75 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""The job that a cluster runs, and what clusters have in common."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import shlex
+from collections.abc import Mapping
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """Command to start on every host of a cluster."""
+
+    name: str
+    """Name of the job: lower-case letters, digits and hyphens."""
+    command: str
+    """Command line of every process."""
+
+    @property
+    def words(self) -> list[str]:
+        """Words of the command line."""
+        return shlex.split(self.command)
+
+    @property
+    def quoted(self) -> str:
+        """Command line with every word quoted for a shell."""
+        return shlex.join(self.words)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class LaunchFiles:
+    """Files that start a job."""
+
+    files: Mapping[str, str]
+    """Text by file name."""
+    start: str
+    """Command line that starts the job; `{directory}` stands for the directory of the files."""
+
+
+def check_at_least(path: str, value: int, lowest: int) -> None:
+    """Refuse a value below the lowest.
+
+    Args:
+        path: Dotted name of the field.
+        value: Value of the field.
+        lowest: Smallest value allowed.
+
+    Raises:
+        ValueError: The value is smaller.
+    """
+    if value < lowest:
+        raise ValueError(f"{path}={value} must be at least {lowest}")
+
+
+def check_directory(job: Job, root: str, where: str) -> None:
+    """Refuse a run directory that only one host would see.
+
+    Args:
+        job: Job with `--run.directory` in its command.
+        root: Directory that all hosts share.
+        where: Clause about `root`, for the message.
+
+    Raises:
+        ValueError: The run directory is missing or outside of `root`.
+    """
+    text = " ".join(word.replace("=", " ", 1) for word in job.words)
+    given = re.search(r"--run\.directory (\S+)", text)
+    if given is None or not given[1].startswith(root):
+        raise ValueError(
+            f"command has {'no --run.directory' if given is None else given[0]}, which would"
+            f" lie on each host's own disk: give one beneath {root}, {where}"
+        )
