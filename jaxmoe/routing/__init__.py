@@ -1,12 +1,13 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Routing: who goes where, with what weight, and how the load is kept even.
+"""Routing: routers, gates, balancers, selection biases, capacity, named methods, telemetry.
 
-To add a router: a file with its config (`name`, `traits`, `build`) and its class (`declarations`,
-`init`, `route`, `update`; see `base.Router`), which members of the family in `token_choice` have
-already, its config into RouterConfig below, a row in ROUTER_CASES of
-tests/jaxmoe/routing/test_router_contract.py. Gates: the same with their union. Balancers and
-selection biases: see their packages.
+`base.py` documents the records and the contract of a router; `README.md` explains the concepts and
+adds a router step by step.
+
+To add a router: a file in `jaxmoe/routing/routers/` with its config (extends `base.RouterBase`) and
+its router (extends `routers.linear.StatelessRouter`, or returns one of a family), its config in
+RouterConfig in `jaxmoe/routing/__init__.py`, a row in ROUTER_CASES of `tests/support/routers.py`.
 """
 
 from jaxmoe.configs import registry_of

@@ -1,25 +1,26 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Capacity: an upper limit on an expert's assignments, within a stated scope.
+"""Capacity: a limit on the assignments of an expert within a row of the batch.
 
     C = ceil(factor * S * K / E)      per row of the batch (scope "sequence") and expert
 
-and with Z experts that compute nothing beside the E that do, whose share is less by tau:
+With Z experts without computation besides the E that compute, and tau = `computing_share`:
 
     C = ceil(factor * tau * S * K / (tau * E + Z)),   C_free = ceil(factor * S * K / (tau * E + Z))
 
-What exceeds C is dropped: its gate becomes 0, its slot empty, and it is counted. The remaining
-gates are not renormalized. The scope is a row of the batch, so neither the mesh nor the number of
-micro-batches changes what is dropped. Without a capacity (the default) nothing is dropped.
+Assignments beyond C are dropped: the gate becomes 0, the slot empty, and the drop is counted. The
+remaining gates are not renormalized. The scope is a row of the batch, so what is dropped depends
+neither on the mesh nor on the number of micro-batches. Without a capacity (the default) nothing is
+dropped.
 
-S counts the positions of a row, padding too, and K is `moe.top_k` even where a schedule uses fewer.
-Evaluation drops as training does. By `gate` a later token can push an earlier one out: a causal
-model needs `position`. Generation with a cache passes one token at a time, and one token never
-exceeds a capacity.
+S counts the positions of a row including padding, and K is `moe.top_k` even where a schedule uses
+fewer. Evaluation drops as training does. With keep="gate" a later token can displace an earlier
+one; causal models need keep="position". Generation with a cache routes one token at a time, which
+never exceeds a capacity.
 
 Sources: GShard (arXiv 2006.16668, section 2.2) for `position`; Megatron-LM's "probs" for `gate`;
-MoE++ (arXiv 2410.07348, eq. 8) for the second form, whose printed sum holds one assignment of each
-token and not K: K is ours.
+MoE++ (arXiv 2410.07348, eq. 8) for the second form. The sum printed there has one assignment per
+token; the reading chosen is K.
 """
 
 from __future__ import annotations
@@ -38,17 +39,18 @@ from sharding.assignments import Assignments
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class CapacityConfig:
-    """Limits the assignments of an expert within one sequence; what exceeds it is dropped."""
+    """Limits the assignments of an expert within one sequence; assignments beyond it are
+    dropped."""
 
     factor: float = 1.25
-    """Capacity over the fair load; E / top_k and above drops nothing."""
+    """Capacity over the even load; at E / top_k and above nothing is dropped."""
     keep: Literal["gate", "position"] = "gate"
-    """Which assignments an overfull expert keeps: those of largest gate, or the first."""
+    """Assignments that a full expert keeps: those of largest gate, or the first."""
     computing_share: float = 1.0
-    """tau, load meant for an expert that computes over that for one that does not; only where
-    there is zero_computation."""
+    """Target tau: load of an expert that computes over that of one that does not; only with
+    zero_computation."""
     scope: Literal["sequence"] = "sequence"
-    """Assignments that compete for one capacity: those of one row of the batch."""
+    """Assignments that share one capacity: those of one row of the batch."""
 
     def __post_init__(self):
         if not 0.0 < self.factor < float("inf"):
@@ -60,12 +62,12 @@ class CapacityConfig:
             )
 
     def rows(self, sequence_length: int, top_k: int, num_experts: int, *, num_free: int = 0) -> int:
-        """C, the capacity of one expert that computes, in one sequence."""
+        """Return C, the capacity of an expert that computes, in one sequence."""
         share = self._share(sequence_length, top_k, num_experts, num_free)
         return math.ceil(share * _as_written(self.computing_share))
 
     def free_rows(self, sequence_length: int, top_k: int, num_experts: int, num_free: int) -> int:
-        """The capacity of one expert without computation, in one sequence."""
+        """Return the capacity of an expert without computation, in one sequence."""
         return math.ceil(self._share(sequence_length, top_k, num_experts, num_free))
 
     def _share(
@@ -76,7 +78,7 @@ class CapacityConfig:
 
 
 def _as_written(number: float) -> fractions.Fraction:
-    """1.1 in binary is a little more than 1.1, and would round up."""
+    """Return the exact decimal value: 1.1 in binary exceeds 1.1 and would be rounded up."""
     return fractions.Fraction(repr(number))
 
 
@@ -88,14 +90,14 @@ def limit(
     num_experts: int,
     num_free: int = 0,
 ) -> Assignments:
-    """Empties the slots that exceed the capacity of their expert in their sequence.
+    """Empty the slots that exceed the capacity of their expert in their sequence.
 
     Args:
-        assignments: token-major, whole sequences one after the other.
-        config: factor and policy.
-        sequence_length: S, tokens of a sequence.
-        num_experts: E, experts that compute.
-        num_free: Z, experts after them that do not.
+        assignments: Token-major assignments of whole, consecutive sequences.
+        config: Factor and policy.
+        sequence_length: Tokens S of a sequence.
+        num_experts: Experts E that compute.
+        num_free: Experts Z without computation, which have the last ids.
 
     Raises:
         ValueError: the assignments are not token-major.
@@ -124,7 +126,7 @@ def limit(
 def _first(
     expert_ids: Int[Array, " A"], order: Float[Array, " A"], capacity: Int[Array, " E"]
 ) -> Bool[Array, " A"]:
-    """Whether each slot is among the first of its expert by `order`, ties by slot."""
+    """Return whether each slot is within the capacity of its expert by `order`; ties by slot."""
     slots = jnp.arange(expert_ids.shape[0], dtype=jnp.int32)
     sorted_ids, _, by_expert = jax.lax.sort((expert_ids, order, slots), num_keys=2, is_stable=True)
     first_of_expert = jnp.searchsorted(sorted_ids, sorted_ids, side="left").astype(jnp.int32)

@@ -1,16 +1,17 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Published methods as named combinations of router, gate, balancers and what else they fix.
+"""Published methods as named combinations of router, gate, balancers, capacity.
 
     dataclasses.replace(moe, **METHODS["mixtral"].parts())
 
-Coefficients are the papers', in the unit of `balancers`: of each layer, and layers are added.
-Papers seldom say how theirs are put together. Code that averages over layers (MegaBlocks, which
-trained OLMoE) means this coefficient divided by their number: see `jaxmoe.models.presets`. Sizes
-(E, K, groups of experts) are the layer's own: DeepSeek's group limit is `router.groups`. The unit
-of MoE++ depends on them, so that its 0.01 is taken over as a number: `balancers/heterogeneous.py`.
+Coefficients are those of the papers in the unit of `balancers`: per layer, and layers are added.
+Papers rarely specify the reduction over layers; code that averages (MegaBlocks, which trained
+OLMoE) corresponds to this coefficient divided by the number of layers: see `jaxmoe.models.presets`.
+Sizes (E, K, groups of experts) are not part of a method: DeepSeek's group limit is `router.groups`.
+The unit of MoE++'s loss depends on the sizes, so its 0.01 is taken as is:
+`balancers/heterogeneous.py`.
 
-To add a method: one entry, with its source.
+To add a method: an entry with its source in METHODS in `jaxmoe/routing/methods.py`.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ from jaxmoe.routing.zero_computation import ZeroComputationConfig
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Method:
-    """What a paper fixes of a MoE layer's routing."""
+    """Routing of a MoE layer as published."""
 
     router: Any
     gate: Any = SoftmaxGateConfig()
@@ -64,7 +65,7 @@ class Method:
     source: str
 
     def parts(self) -> dict[str, Any]:
-        """Fields of MoEConfig."""
+        """Return the fields of MoEConfig that the method sets."""
         return {
             "router": self.router,
             "gate": self.gate,
@@ -78,7 +79,7 @@ _RENORMALIZED = RenormalizedGateConfig()
 _BALANCE = LoadBalanceConfig(coefficient=0.01)
 
 METHODS = {
-    # Losses of the load.
+    # Balance losses.
     "switch": Method(
         router=SoftmaxTopKConfig(softmax="before", jitter=0.01),
         balancers=(LoadBalanceConfig(coefficient=0.01, scope="micro_batch"),),
@@ -114,7 +115,7 @@ METHODS = {
     "sequence_balance": Method(
         router=SoftmaxTopKConfig(softmax="before"),
         balancers=(LoadBalanceConfig(coefficient=0.01, scope="sequence"),),
-        source="arXiv 2501.11873: the scope that the global batch is compared with",
+        source="arXiv 2501.11873: the scope to which the global batch is compared",
     ),
     "noisy_topk": Method(
         router=NoisyTopKConfig(),
@@ -124,7 +125,7 @@ METHODS = {
     "gshard": Method(
         router=GShardConfig(),
         balancers=(_BALANCE,),
-        source="arXiv 2006.16668: top-2, the second by chance; capacity is the layer's own",
+        source="arXiv 2006.16668: top-2, the second dropped at random; capacity is set apart",
     ),
     "x_moe": Method(
         router=CosineTopKConfig(),
@@ -139,7 +140,7 @@ METHODS = {
     "sigma": Method(
         router=ProgressiveTopKConfig(early_top_k=(2,), final_top_k=1, switch_step=100),
         balancers=(_BALANCE,),
-        source="arXiv 2512.16248: more experts in low layers until switch_step, the run's own",
+        source="arXiv 2512.16248: more experts in low layers until switch_step, set by the run",
     ),
     "top_one_balance": Method(
         router=SoftmaxTopKConfig(softmax="before"),
@@ -153,7 +154,7 @@ METHODS = {
         zero_computation=ZeroComputationConfig(),
         source="arXiv 2410.07348: experts without computation, gating residuals",
     ),
-    # Biases on the choice.
+    # Selection biases.
     "deepseek_v3": Method(
         router=SigmoidTopKConfig(bias=LossFreeConfig(rate=1e-3)),
         gate=RenormalizedGateConfig(scale=2.5),
@@ -178,19 +179,19 @@ METHODS = {
     "bip": Method(
         router=SoftmaxTopKConfig(bias=BipConfig(form="batch")),
         gate=_RENORMALIZED,
-        source="arXiv 2502.15451: prices of the rows at hand in training, the last in evaluation",
+        source="arXiv 2502.15451: prices of the current rows in training, the last in evaluation",
     ),
     "bip_online": Method(
         router=SoftmaxTopKConfig(bias=BipConfig(form="online")),
         gate=_RENORMALIZED,
-        source="arXiv 2502.15451: prices of the tokens before",
+        source="arXiv 2502.15451: prices of earlier tokens",
     ),
     "quantile": Method(
         router=SigmoidTopKConfig(bias=QuantileConfig()),
         gate=_RENORMALIZED,
         source="arXiv 2502.15451 without its clips, by histogram, on the bias of the step before",
     ),
-    # Choices evened in training, by a plan over many tokens.
+    # Even assignments in training.
     "base": Method(
         router=BaseLayerConfig(),
         source="arXiv 2103.16716: sigmoid gate, balanced assignment in training",
@@ -214,7 +215,7 @@ METHODS = {
     ),
     "random": Method(
         router=UniformRandomConfig(),
-        source="arXiv 2110.04260: experts by the dice, a control",
+        source="arXiv 2110.04260: random experts, a control",
     ),
     "forced_balance": Method(
         router=ForcedBalanceConfig(),

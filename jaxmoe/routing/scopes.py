@@ -1,15 +1,15 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Scopes: the tokens over which a rule that looks at many tokens at once is solved.
+"""Scopes: sets of tokens over which a rule that depends on several tokens is solved.
 
-    sequence   each sequence by itself; collectives only over the axes that spread its positions
-    batch      all sequences of a micro-batch; collectives over the axes that spread the batch too
+    sequence   each sequence separately; collectives over the axes that spread its positions
+    batch      all sequences of a micro-batch; collectives also over the axes that spread the batch
 
-The default everywhere is `sequence`: neither the mesh nor the number of micro-batches then changes
-the result. Inside an island the mesh axes are those of `RouterInputs.extent`.
+The default everywhere is `sequence`: the result then depends neither on the mesh nor on the number
+of micro-batches. The mesh axes of a shard_map island are those of `RouterInputs.extent`.
 
-`kth_largest` is exact and the same however the values are spread: it finds the number bit by bit,
-and each bit costs one psum of E counts (32 in all).
+`kth_largest` is exact and the same on every mesh: it determines the value bit by bit, with one psum
+of E counts per bit (32 in total).
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ Scope = Literal["sequence", "batch"]
 
 
 def scope_axes(extent: Extent, scope: Scope) -> tuple[str, ...]:
-    """Mesh axes over which one scope is spread: those of its collectives."""
+    """Return the mesh axes over which a scope is spread, for collectives."""
     return extent.sequence_axes + (extent.batch_axes if scope == "batch" else ())
 
 
 def split_scopes(values: Array, extent: Extent, scope: Scope) -> Array:
-    """[T ...] as [G T/G ...]: the tokens held here, by scope.
+    """Reshape [T ...] to [G T/G ...]: the tokens on this device, grouped by scope.
 
     Args:
-        values: one entry per token; whole sequences, one after the other.
-        extent: of these tokens.
-        scope: see the module.
+        values: One entry per token of whole, consecutive sequences.
+        extent: Layout of these tokens.
+        scope: Tokens of a group.
     """
     length = values.shape[0]
     if scope == "sequence" and extent.sequence_length is not None:
@@ -46,19 +46,19 @@ def split_scopes(values: Array, extent: Extent, scope: Scope) -> Array:
 
 
 def join_scopes(values: Array) -> Array:
-    """The inverse of `split_scopes`."""
+    """Invert `split_scopes`."""
     return values.reshape(values.shape[0] * values.shape[1], *values.shape[2:])
 
 
 def total(values: Array, axes: tuple[str, ...]) -> Array:
-    """The sum over mesh axes; the values themselves where there are none."""
+    """Sum over mesh axes; without axes return the values unchanged."""
     return jax.lax.psum(values, axes) if axes else values
 
 
 def is_first(axes: tuple[str, ...]) -> Float[Array, ""]:
-    """1 on the first device along these mesh axes, 0 on the others; 1 where there are none.
+    """Return 1 on the first device along the mesh axes and 0 on the others; 1 without axes.
 
-    What all devices of a scope have alike enters sums over devices once when multiplied by it.
+    A value that is the same on all devices, multiplied by this, enters a sum over devices once.
     """
     return jnp.float32(1.0) if not axes else (jax.lax.axis_index(axes) == 0).astype(jnp.float32)
 
@@ -69,16 +69,16 @@ def kth_largest(
     mask: Bool[Array, "G n"],
     axes: tuple[str, ...] = (),
 ) -> Float[Array, "G E"]:
-    """The k-th largest of each column among the unmasked rows of all devices; no gradient.
+    """Return the k-th largest of each column over the unmasked rows of all devices; no gradient.
 
     Args:
-        values: f32, not NaN; the rows held here.
-        k: from 1.
-        mask: False leaves a row out.
-        axes: mesh axes over which the rows of a group are spread.
+        values: Rows on this device, f32, not NaN.
+        k: Rank from 1.
+        mask: False excludes a row.
+        axes: Mesh axes over which the rows of a group are spread.
 
     Returns:
-        -inf where there are fewer than k rows.
+        Values; -inf where there are fewer than k rows.
     """
     keys = jnp.where(mask[:, :, None], _ordered(jax.lax.stop_gradient(values)), jnp.uint32(0))
 
@@ -88,7 +88,7 @@ def kth_largest(
         count = total(is_above.sum(1, dtype=jnp.int32), axes)
         return jnp.where(count >= k[:, None], tried, found)
 
-    # The start is as varying over the mesh as the k, and as the sums are.
+    # The initial value must vary over the same mesh axes as k and the sums.
     start = jnp.zeros((values.shape[0], values.shape[2]), jnp.uint32)
     start = start | (total(keys.sum(1, dtype=jnp.uint32), axes) & jnp.uint32(0))
     start = start | (k[:, None].astype(jnp.uint32) & jnp.uint32(0))
@@ -97,7 +97,7 @@ def kth_largest(
 
 
 def _ordered(values: Float[Array, "*d"]) -> Array:
-    """Integers in the order of the numbers; every number is above 0."""
+    """Map f32 to positive integers of the same order."""
     bits = jax.lax.bitcast_convert_type(values.astype(jnp.float32), jnp.uint32)
     top = jnp.uint32(1 << 31)
     return jnp.where(bits >= top, ~bits, bits | top)

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Config of the experts without computation: how many of each kind a router may choose.
 
-They are numbered after the E experts that compute: zero, copy, constant.
+Their ids follow those of the E experts that compute: zero, copy, constant.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import ClassVar
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ZeroComputationConfig:
-    """Experts that cost nothing: they return nothing, their input, or a trained vector.
+    """Experts that cost nothing: they return 0, their input, or mix in a trained vector.
 
     Source: MoE++ (arXiv 2410.07348, section 3.1).
     """
@@ -21,11 +21,11 @@ class ZeroComputationConfig:
     name: ClassVar[str] = "zero_computation"
 
     num_zero: int = 1
-    """Return 0."""
+    """Number of experts that return 0."""
     num_copy: int = 1
-    """Return their input."""
+    """Number of experts that return their input."""
     num_constant: int = 2
-    """Return a mixture of their input and a vector of their own."""
+    """Number of experts that return a mixture of their input and a trained vector."""
 
     def __post_init__(self):
         for field in ("num_zero", "num_copy", "num_constant"):
@@ -41,5 +41,5 @@ class ZeroComputationConfig:
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """Number of experts without computation."""
         return self.num_zero + self.num_copy + self.num_constant

@@ -2,6 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Routing telemetry: load summaries, detailed statistics, diagnostics and traces."""
 
+from jaxmoe.routing.telemetry.geometry import activation_correlation as activation_correlation
+from jaxmoe.routing.telemetry.geometry import direction_coupling as direction_coupling
+from jaxmoe.routing.telemetry.geometry import row_similarity as row_similarity
 from jaxmoe.routing.telemetry.summary import LoadWindow as LoadWindow
 from jaxmoe.routing.telemetry.summary import dropped_fraction as dropped_fraction
 from jaxmoe.routing.telemetry.summary import load as load

@@ -1,9 +1,9 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""gamma_eff: how strongly a router avoids crowded experts, fitted to its loads.
+"""Fits gamma_eff, which measures how strongly a router avoids overloaded experts, to its loads.
 
-In a mean-field congestion game an expert of quality q_i and load share rho_i costs gamma rho_i -
-q_i, and tokens answer by a softmax: the loads are the fixed point
+In a mean-field congestion game an expert of quality q_i and load share rho_i has cost gamma rho_i -
+q_i, and tokens choose by a softmax: the loads are the fixed point
 
     rho = softmax(q - gamma rho)
 
@@ -11,8 +11,8 @@ gamma = 0 follows quality alone; a large gamma spreads the load. Given a quality
 mean log probability of each expert) and the loads, gamma_eff is the gamma whose fixed point is
 nearest in L1. Its interval is a bootstrap over batches.
 
-Source: arXiv 2604.04230, of which only the abstract could be read: quality, distance and search are
-our reading. Diagnostic: numpy, on the host.
+Source: arXiv 2604.04230, of which only the abstract was available: quality, distance and search are
+our reading. A diagnostic in numpy, on the host.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import numpy as np
 from jaxtyping import Float, Shaped
 
 _LARGEST = 1e4
-"""No larger gamma is told apart: the load is even by then."""
+"""Largest gamma of the search; at this value the load is even."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,26 +31,26 @@ class Congestion:
     """A fitted congestion coefficient."""
 
     gamma: float
-    """Of all batches together; dimensionless."""
+    """Coefficient of all batches together, dimensionless."""
     low: float
     """Lower end of the bootstrap interval."""
     high: float
-    """Upper end of it."""
+    """Upper end of the bootstrap interval."""
     distance: float
-    """L1 distance of the fixed point from the load, 0 to 2: large where the model does not fit."""
+    """L1 distance of the fixed point from the load, 0 to 2; large if the model does not fit."""
 
 
 def equilibrium(
     quality: Float[np.ndarray, "*N E"], gamma: Float[np.ndarray, "*N"] | float
 ) -> Float[np.ndarray, "*N E"]:
-    """The fixed point rho = softmax(q - gamma rho), unique for gamma not below 0.
+    """Compute the fixed point rho = softmax(q - gamma rho), unique for gamma >= 0.
 
-    log rho + gamma rho = q - c, and c makes the shares sum to 1. Their sum is convex in c, so that
-    Newton's steps from the left converge for every gamma, where damped iteration does not.
+    log rho + gamma rho = q - c, where c makes the shares sum to 1. Their sum is convex in c, so
+    that Newton's method from the left converges for every gamma, unlike damped iteration.
 
     Args:
-        quality: q, nats; a constant added to all changes nothing.
-        gamma: not negative; one for each row of qualities, or for all.
+        quality: Qualities q, nats; invariant under a constant added to all.
+        gamma: Coefficient, not negative; one for each row of qualities, or one for all.
     """
     quality = np.asarray(quality, np.float64)
     quality = quality - quality.max(-1, keepdims=True)
@@ -75,14 +75,14 @@ def fit_congestion(
     level: float = 0.95,
     seed: int = 0,
 ) -> Congestion:
-    """gamma_eff of one layer from several batches.
+    """Fit gamma_eff of one layer to several batches.
 
     Args:
-        load: [N E], assignments of each expert in each of N batches, any unit.
-        quality: [N E], of each expert in each batch, such as `detail_log_prob / num_tokens`.
-        num_resamples: of the bootstrap over batches.
-        level: probability of the interval.
-        seed: of the bootstrap.
+        load: Assignments [N E] of each expert in each of N batches, in any unit.
+        quality: Quality [N E] of each expert in each batch, such as `detail_log_prob / num_tokens`.
+        num_resamples: Resamples of the bootstrap over batches.
+        level: Probability of the interval.
+        seed: Seed of the bootstrap.
 
     Raises:
         ValueError: shapes differ, or a batch has no load.
@@ -107,7 +107,8 @@ def fit_congestion(
 
 
 def _nearest(share: np.ndarray, quality: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """For each row the gamma of least L1 distance, and that distance: a grid, golden sections."""
+    """Return each row's gamma of least L1 distance, by grid and golden sections, and the
+    distance."""
 
     def distance(gamma: np.ndarray) -> np.ndarray:
         return np.abs(equilibrium(quality, gamma) - share).sum(-1)
@@ -127,7 +128,7 @@ def _nearest(share: np.ndarray, quality: np.ndarray) -> tuple[np.ndarray, np.nda
 
 
 def _omega(z: np.ndarray) -> np.ndarray:
-    """The w with w + log w = z (Wright's omega), by Newton's steps on log w from above."""
+    """Return w with w + log w = z (Wright's omega), by Newton's method on log w from above."""
     y = np.minimum(z, np.log1p(np.maximum(z, 0.0)))
     for _ in range(8):
         w = np.exp(y)

@@ -1,19 +1,19 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""What to watch of a router when asked for detail: `ExecutionConfig(telemetry="detailed")`.
+"""Detailed routing statistics, collected with `ExecutionConfig(telemetry="detailed")`.
 
-Everything is a sum over tokens that rides in `RouterStatistics.extra` through the same psum and the
-same sum over micro-batches as the rest (M: tokens by experts, 0 or 1; p: probabilities):
+All are sums over tokens in `RouterStatistics.extra`, reduced with the other statistics over devices
+and micro-batches (M: tokens by experts, 0 or 1; p: probabilities):
 
     detail_margin         sum of p_(K) - p_(K+1), the K-th and next largest
     detail_top1           sum of the largest p
     detail_mass           sum of p over the chosen experts
     detail_log_prob       sum of log p, per expert: the quality that `congestion.py` fits
     detail_coactivation   M^T M; its diagonal is the counts, its rows sum to K times them
-    detail_domains        counts per domain, from context["domain"], and all else in the last row
-    detail_z              histogram of |logsumexp| over powers of sqrt(2): a maximum does not add up
+    detail_domains        counts per domain, from context["domain"]; other domains in the last row
+    detail_z              histogram of |logsumexp| over powers of sqrt(2), for its maximum
 
-and `summarise_detailed` makes scalars of them, with
+`summarise_detailed` computes scalars from them, among these
 
     mutual information    I(token; expert) = H(P) - mean H(p) >= 0, nats
     domain information    2 I(domain; expert) / (H(domain) + H(expert))
@@ -21,7 +21,8 @@ and `summarise_detailed` makes scalars of them, with
 The margin is that of the probabilities, before any bias. `z_max` is the upper edge of the highest
 bin that is not empty: at most a factor sqrt(2) too large.
 
-To add a statistic: additive, in `observe`, and its scalar in `summarise_detailed`.
+To add a statistic: an additive entry in `observe` and its scalar in `summarise_detailed`, both in
+`jaxmoe/routing/telemetry/detailed.py`.
 """
 
 from __future__ import annotations
@@ -33,17 +34,17 @@ from jaxtyping import Array, Float, Int, Shaped
 from jaxmoe.routing.base import RouterInputs, RouterOutput, RouterStatistics
 
 NUM_DOMAINS = 16
-"""Rows of `detail_domains`: domains 0 to 14 by themselves, all others together."""
+"""Rows of `detail_domains`: one each for domains 0 to 14, one for all others."""
 Z_BINS, Z_LOWEST = 64, -16
 """Bins of `detail_z`, and the power of 2 at the upper edge of the first."""
 
 
 def observe(output: RouterOutput, inputs: RouterInputs) -> dict[str, Array]:
-    """The additive statistics of this device's tokens; no gradient, padding counts nowhere.
+    """Compute the additive statistics of this device's tokens, without gradient and padding.
 
     Args:
-        output: before capacity.
-        inputs: with `context["domain"] [T] i32` where domains are known.
+        output: Output of the router, before capacity.
+        inputs: Tokens, with `context["domain"] [T] i32` where domains are known.
     """
     probs, logits = jax.lax.stop_gradient((output.probs, output.logits))
     num_experts, is_real = probs.shape[1], inputs.token_mask
@@ -78,10 +79,13 @@ def observe(output: RouterOutput, inputs: RouterInputs) -> dict[str, Array]:
 
 
 def summarise_detailed(statistics: RouterStatistics) -> dict[str, Float[Array, ""]]:
-    """Scalars over all layers, the mean where nothing else is said; none without `observe`.
+    """Return scalar metrics: means over layers, and the largest `z_max`.
 
     Args:
-        statistics: summed over the batch, stacked over layers.
+        statistics: Statistics summed over the batch, stacked over layers.
+
+    Returns:
+        Metrics by name; empty for statistics without those of `observe`.
     """
     extra = statistics.extra
     if "detail_top1" not in extra:
@@ -102,17 +106,17 @@ def summarise_detailed(statistics: RouterStatistics) -> dict[str, Float[Array, "
 
 
 def mutual_information(statistics: RouterStatistics) -> Float[Array, "*L"]:
-    """I(token; expert) of the probabilities, nats: H of their mean less the mean of their H."""
+    """Return I(token; expert) of the probabilities in nats: H(mean p) - mean H(p)."""
     tokens = jnp.maximum(statistics.num_tokens, 1.0)
     mean = statistics.prob_sum / tokens[..., None]
     return _entropy(mean) - statistics.entropy_sum / tokens
 
 
 def coactivation(together: Float[Array, "*L E E"]) -> Float[Array, "*L"]:
-    """Largest share of an expert's tokens that one other expert has as well (1 where all).
+    """Return the largest share of an expert's tokens that one other expert also has, at most 1.
 
     Args:
-        together: `detail_coactivation`.
+        together: Statistic `detail_coactivation`.
     """
     counts = jnp.diagonal(together, axis1=-2, axis2=-1)
     others = together - counts[..., None] * jnp.broadcast_to(
@@ -122,13 +126,14 @@ def coactivation(together: Float[Array, "*L E E"]) -> Float[Array, "*L"]:
 
 
 def domain_information(domains: Float[Array, "*L M E"]) -> Float[Array, "*L"]:
-    """`jaxmoe.data.synthetic.normalized_mutual_information` of each layer, on the device.
+    """Return the normalised mutual information of domain and expert, per layer, on the device.
 
     Args:
-        domains: `detail_domains`.
+        domains: Statistic `detail_domains`.
 
     Returns:
-        0 where nothing can be told apart.
+        Values in [0, 1], as `jaxmoe.data.synthetic.normalized_mutual_information`; 0 where there is
+        one domain and one expert.
     """
     joint = domains / jnp.maximum(domains.sum((-2, -1), keepdims=True), 1.0)
     domain, expert = _entropy(joint.sum(-1)), _entropy(joint.sum(-2))
@@ -138,7 +143,7 @@ def domain_information(domains: Float[Array, "*L M E"]) -> Float[Array, "*L"]:
 
 
 def z_max(counts: Shaped[Array, "*L bins"]) -> Float[Array, "*L"]:
-    """Upper edge of the highest bin of `detail_z` that is not empty; 0 where all are."""
+    """Return the upper edge of the highest non-empty bin of `detail_z`; 0 if all are empty."""
     powers = 0.5 * jnp.arange(counts.shape[-1], dtype=jnp.float32) + Z_LOWEST
     edges = jnp.exp2(powers).reshape((1,) * (counts.ndim - 1) + powers.shape)
     return jnp.where(counts > 0, edges, 0.0).max(-1)
@@ -149,7 +154,7 @@ def _entropy(shares: Float[Array, "*d n"]) -> Float[Array, "*d"]:
 
 
 def _products(rows: Float[Array, "T m"], columns: Float[Array, "T n"]) -> Float[Array, "m n"]:
-    """Sum over tokens of the outer products; whole numbers, so exact below 2^24."""
+    """Return the sum over tokens of the outer products; integers, exact below 2^24."""
     return jnp.einsum("tm,tn->mn", rows, columns, preferred_element_type=jnp.float32)
 
 

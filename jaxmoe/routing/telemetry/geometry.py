@@ -1,10 +1,10 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""How router and experts lie to one another: the geometric coupling of a MoE layer.
+"""Geometric coupling of router and experts: cosines of their weights, correlation of their scores.
 
 For one token the gradients of an expert's gate and up neurons and of its router row are multiples
-of the same x, so both add up the same directions. Three measures of it, of one layer's weights and
-tokens; none is part of a loss (`balancers/coupling.py` is).
+of the same x, so both accumulate the same directions. Three diagnostics of one layer's weights and
+tokens; `balancers/coupling.py` is the corresponding loss.
 
     row similarity          mean cosine of two different router rows (a balance loss raises it)
     direction coupling      cosine of a router row and its expert's mean gate neuron, E of them
@@ -20,14 +20,14 @@ from jaxtyping import Array, Float
 
 
 def row_similarity(weight: Float[Array, "*L D E"]) -> Float[Array, "*L"]:
-    """Mean cosine over pairs of different experts; 0 where there is one expert.
+    """Compute the mean cosine over pairs of different experts; 0 if there is one expert.
 
     Args:
-        weight: of the router, a column for each expert; may be stacked over layers.
+        weight: Router matrix, a column for each expert; may be stacked over layers.
     """
     unit = _unit(weight, axis=-2)
     number = weight.shape[-1]
-    # The sum over all pairs is the squared length of the sum of the rows.
+    # The sum over all pairs is the squared norm of the sum of the rows.
     pairs = jnp.sum(unit.sum(-1) ** 2, axis=-1) - jnp.sum(unit**2, axis=(-2, -1))
     return pairs / max(number * (number - 1), 1)
 
@@ -35,7 +35,7 @@ def row_similarity(weight: Float[Array, "*L D E"]) -> Float[Array, "*L"]:
 def direction_coupling(
     weight: Float[Array, "D E"], gate_up: Float[Array, "E D 2 F"]
 ) -> Float[Array, " E"]:
-    """Cosine of each router row and the mean of its expert's gate neurons."""
+    """Compute the cosine of each router row and the mean of its expert's gate neurons."""
     gate = _unit(gate_up[:, :, 0, :].mean(-1), axis=-1)  # E, D
     return jnp.sum(_unit(weight, axis=0).T * gate, axis=-1)
 
@@ -43,15 +43,15 @@ def direction_coupling(
 def activation_correlation(
     x: Float[Array, "T D"], scores: Float[Array, "T E"], gate_up: Float[Array, "E D 2 F"]
 ) -> Float[Array, " E"]:
-    """Correlation over tokens of an expert's router score and the norm of its gate neurons.
+    """Compute the correlation over tokens of router score and norm of the gate neurons, per expert.
 
     Args:
-        x: normed input of the layer, f32.
-        scores: of the router, any increasing function.
-        gate_up: of the experts, f32; every token meets every expert, so take few tokens.
+        x: Normed input of the layer, f32.
+        scores: Router scores, or any increasing function of them.
+        gate_up: Expert weights, f32; all experts are evaluated on all tokens.
 
     Returns:
-        0 where either does not vary.
+        Correlations; 0 where either does not vary.
     """
     gate = jnp.einsum("td,edf->tef", x, gate_up[:, :, 0, :], preferred_element_type=jnp.float32)
     norms = jnp.sqrt(jnp.sum(gate**2, axis=-1))  # T, E

@@ -1,15 +1,15 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""A router that writes down whom it chose: for traces, in evaluation.
+"""Records the chosen experts of every token in evaluation, for routing traces.
 
     extra["recorded"][context["index"]] = expert_ids + 1     [N K] i32, elsewhere 0
 
-Every token's row is written by the device that has it and is 0 on all others, so that the record
-adds up over devices like every other statistic, and comes out whole on any mesh, stacked over
-layers. It costs N K numbers a layer on each device.
+The row of a token is written by its device and 0 on all others, so the record is additive over
+devices like every other statistic and complete on any mesh, stacked over layers. It costs N K
+numbers per layer on each device.
 
-It is no member of RouterConfig: `recorded` puts it round the router of a model that is to be looked
-at, and that is neither trained nor saved.
+`recorded` wraps the router of a model that is evaluated, not trained or saved; the wrapper is not a
+member of RouterConfig.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ RECORDED = "recorded"
 
 
 def recorded(moe: Any, num_tokens: int) -> Any:
-    """A MoEConfig whose router is recorded.
+    """Return a MoEConfig whose router is recorded.
 
     Args:
-        moe: a `jaxmoe.models.config.MoEConfig`.
-        num_tokens: B * S of the batches to come.
+        moe: MoE layer, a `jaxmoe.models.config.MoEConfig`.
+        num_tokens: Tokens B * S of a batch.
 
     Raises:
-        ValueError: with its router tokens do not choose experts.
+        ValueError: tokens do not choose experts with this router.
     """
     if not moe.router.traits.is_token_major:
         raise ValueError(
@@ -52,7 +52,7 @@ def recorded(moe: Any, num_tokens: int) -> Any:
 
 @functools.cache
 def _recording_of(config: type) -> Any:
-    """A config that is one of the given class, and builds the same router, recorded."""
+    """Return a subclass of a router config that builds the recorded router."""
 
     def build(self: Any, *, num_experts: int, top_k: int, embed_dim: int) -> Recording:
         sizes = {"num_experts": num_experts, "top_k": top_k, "embed_dim": embed_dim}
@@ -71,7 +71,7 @@ def _recording_of(config: type) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Recording:
-    """The router."""
+    """The wrapped router."""
 
     router: Any
     num_tokens: int
@@ -87,11 +87,11 @@ class Recording:
         return self.router.top_k
 
     def declarations(self) -> dict[str, Declaration]:
-        """Those of the router that chooses."""
+        """Return the parameters of the wrapped router."""
         return self.router.declarations()
 
     def init(self, key: Array) -> tuple[dict[str, Array], Any]:
-        """As the router that chooses."""
+        """Return parameters and state of the wrapped router."""
         return self.router.init(key)
 
     def route(
@@ -103,7 +103,7 @@ class Recording:
         train: bool,
         key: Array | None,
     ) -> RouterOutput:
-        """As the router that chooses, with the record."""
+        """Route with the wrapped router, and add the record to its statistics."""
         output = self.router.route(params, state, inputs, train=train, key=key)
         top_k = self.router.top_k
         ids_TK = output.selection.expert_ids.reshape(-1, top_k)
@@ -116,10 +116,10 @@ class Recording:
         )
 
     def update(self, state: Any, statistics: RouterStatistics, step: Array) -> Any:
-        """As the router that chooses."""
+        """Update the wrapped router."""
         return self.router.update(state, statistics, step)
 
 
 def recorded_ids(statistics: RouterStatistics) -> Int[np.ndarray, "L N K"]:
-    """The experts of every token of the batch, E (of the routed ones) where a slot is empty."""
+    """Return the experts of every token of the batch; E of the routed experts marks empty slots."""
     return np.asarray(statistics.extra[RECORDED]) - 1

@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""What to watch of a router, from its additive statistics alone.
+"""Load metrics of routers from their additive statistics.
 
 load               counts / sum(counts); 1/E is fair
 max violation      max(counts) / mean(counts) - 1; 0 is balanced
@@ -12,9 +12,9 @@ router entropy     mean over tokens of H(p) / log E
 dropped            1 - sum(kept) / sum(counts)
 dead               share of experts without a token
 
-Over many steps `LoadWindow` adds the loads first: experts that take turns at being crowded are
-balanced in the long run. `watch_state` and `watch_params` look at what is not a statistic. More,
-when asked for, is in `detailed.py`; gamma_eff is in `congestion.py`.
+`LoadWindow` accumulates loads over steps: experts that are overloaded in turn are balanced over a
+window. `watch_state` and `watch_params` summarise biases and router weights. `detailed.py` has the
+metrics of detailed telemetry, `congestion.py` gamma_eff.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ from jaxmoe.routing.telemetry.geometry import row_similarity
 
 
 def load(statistics: RouterStatistics) -> Float[Array, "*L E"]:
-    """Share of the assignments that each expert was given, before drops."""
+    """Return the share of the assignments that each expert receives, before drops."""
     total = jnp.maximum(statistics.counts.sum(-1, keepdims=True), 1.0)
     return statistics.counts / total
 
 
 def max_violation(statistics: RouterStatistics) -> Float[Array, "*L"]:
-    """How far the fullest expert lies above the mean load (arXiv 2408.15664, eq. 4)."""
+    """Return the largest load over the mean load, minus 1 (arXiv 2408.15664, eq. 4)."""
     return load(statistics).max(-1) * statistics.counts.shape[-1] - 1.0
 
 
 def dropped_fraction(statistics: RouterStatistics) -> Float[Array, "*L"]:
-    """Share of the assignments that were dropped for lack of capacity."""
+    """Return the share of the assignments that were dropped by the capacity."""
     return 1.0 - statistics.kept.sum(-1) / jnp.maximum(statistics.counts.sum(-1), 1.0)
 
 
 def summarise(statistics: RouterStatistics) -> dict[str, Float[Array, ""]]:
-    """Scalars over all layers: the mean, and the worst layer where that matters.
+    """Return scalar metrics: means over layers, and the worst layer's max violation.
 
     Args:
-        statistics: summed over the batch, stacked over layers.
+        statistics: Statistics summed over the batch, stacked over layers.
     """
     share, num_experts = load(statistics), statistics.counts.shape[-1]
     log_experts = jnp.log(jnp.float32(max(num_experts, 2)))
@@ -78,10 +78,13 @@ def summarise(statistics: RouterStatistics) -> dict[str, Float[Array, ""]]:
 
 
 def watch_state(router_state: Any) -> dict[str, Float[Array, ""]]:
-    """Of the selection bias: its range and its largest size, in the worst layer; else nothing.
+    """Return range and largest absolute value of the selection bias in the worst layer.
 
     Args:
-        router_state: stacked over layers; a leaf called `bias` is one.
+        router_state: Router state stacked over layers; biases are its leaves named `bias`.
+
+    Returns:
+        `bias_range` and `bias_max`; empty if there is no bias.
     """
     biases = _leaves_named(router_state, "bias")
     if not biases:
@@ -92,10 +95,13 @@ def watch_state(router_state: Any) -> dict[str, Float[Array, ""]]:
 
 
 def watch_params(params: Any) -> dict[str, Float[Array, ""]]:
-    """Mean cosine of two router rows, over all layers whose router has a matrix; else nothing.
+    """Return the mean cosine of two router rows, over all layers whose router has one matrix.
 
     Args:
-        params: of the model; the matrix is the leaf `router/weight`.
+        params: Parameters of the model; the matrices are the leaves `router/weight`.
+
+    Returns:
+        `row_similarity`; empty if there is no such matrix.
     """
     rows = _leaves_named(params, "router", "weight")
     if not rows:
@@ -104,11 +110,11 @@ def watch_params(params: Any) -> dict[str, Float[Array, ""]]:
     return {"row_similarity": jnp.concatenate(similar).mean()}
 
 
-# Records are not checked at run time: tree functions also fill them with shapes and specs.
+# Records are not type-checked at run time: tree functions also fill them with shapes and specs.
 @typing.no_type_check
 @struct.dataclass
 class LoadWindow:
-    """Loads of many steps, added one by one; works on the host as on the device."""
+    """Sums of the loads of several steps; usable on the host and on devices."""
 
     num_steps: Float[Array, ""]
     load_sum: Float[Array, "*L E"]
@@ -117,7 +123,7 @@ class LoadWindow:
 
     @classmethod
     def empty(cls, load: Float[Array, "*L E"]) -> LoadWindow:
-        """No step yet, for loads of this shape."""
+        """Return a window without steps, for loads of this shape."""
         zero = jnp.zeros(load.shape[:-1], jnp.float32)
         return cls(
             num_steps=jnp.zeros((), jnp.float32),
@@ -127,10 +133,10 @@ class LoadWindow:
         )
 
     def add(self, load: Float[Array, "*L E"]) -> LoadWindow:
-        """With one more step.
+        """Return the window with one more step.
 
         Args:
-            load: share of each expert, `StepMetrics.load`; all steps weigh the same.
+            load: Share of each expert, `StepMetrics.load`; steps have equal weight.
         """
         violation = load.max(-1) / load.mean(-1) - 1.0
         return LoadWindow(
@@ -141,7 +147,8 @@ class LoadWindow:
         )
 
     def summarise(self) -> dict[str, Float[Array, "*L"]]:
-        """Per layer: max violation of the summed load, and its mean and largest over the steps."""
+        """Return per layer the max violation of the summed load, and its mean and largest by
+        step."""
         return {
             "max_violation_window": self.load_sum.max(-1) / self.load_sum.mean(-1) - 1.0,
             "max_violation_mean": self.violation_sum / self.num_steps,
@@ -150,7 +157,7 @@ class LoadWindow:
 
 
 def _leaves_named(tree: Any, *names: str) -> list[Array]:
-    """Leaves whose path ends in these names."""
+    """Return the leaves whose path ends in these names."""
     return [
         leaf
         for path, leaf in jax.tree.leaves_with_path(tree)
