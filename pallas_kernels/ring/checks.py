@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks the arguments of ring_attention and token_ring_attention.
 
-To add a check: a function called by `check_call` (this file), its message in
+To add a check: a function called by `check_call` of `pallas_kernels/ring/checks.py`, its message in
 `tests/pallas_kernels/ring_attention/test_ring_attention.py`.
 """
 

@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""`experiments.bench`: what it counts and writes; never how fast anything is."""
+"""Tests what `experiments.bench` counts and writes; never how fast anything is."""
 
 import dataclasses
 import json
@@ -26,7 +26,7 @@ SMALL_STEP = (
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    """No pauses, and no large products."""
+    """Remove pauses and large products."""
     monkeypatch.setattr(measure, "_PAUSE_SECONDS", 0.0)
     monkeypatch.setattr("experiments.bench.step.matmul_rate", lambda: 1e9)
     monkeypatch.setattr("experiments.bench.kernels.matmul_rate", lambda: 1e9)
@@ -37,7 +37,7 @@ def quick(monkeypatch):
 
 @pytest.fixture
 def one_of_each(monkeypatch):
-    """Products as small as can be."""
+    """Shrink products as far as possible."""
     small = bench_products.Sizes("small", 16, 8, 2, (2,), (64,), 8, 2, "float32")
     monkeypatch.setattr(bench_products, "SMALL", small)
     pairs = {name: bench_products.PAIRS[name] for name in ("w8a8", "w4a16")}
@@ -99,7 +99,7 @@ for line in sys.stdin:
 
 
 def test_step_beside_a_peer(tmp_path, monkeypatch, capsys):
-    """A peer that answers 1000 seconds; what it is told are the sizes of our model."""
+    """A peer that answers 1000 seconds receives the sizes of our model."""
     peer = tmp_path / "peer"
     peer.write_text(FAKE_PEER.format(python=sys.executable))
     peer.chmod(0o755)
@@ -113,7 +113,7 @@ def test_step_beside_a_peer(tmp_path, monkeypatch, capsys):
     assert "dense product runs at 5 GFLOP/s" in capsys.readouterr().out.replace("\n", " ")
 
 
-def test_a_peer_that_does_not_start_is_said_in_words(tmp_path, monkeypatch, capsys):
+def test_peer_that_does_not_start_is_reported(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(SystemExit) as stopped:
         bench.main(["step", *SMALL_STEP, "--run.directory", str(tmp_path / "run")])
@@ -143,7 +143,7 @@ def test_kernels(tmp_path, capsys, monkeypatch):
 
 
 def test_products(one_of_each):
-    """Candidates of every case, limits, and what only a GPU will fill."""
+    """Candidates of every case, limits, and rows that need a GPU."""
     summary = bench_products.products(1)
     cases: dict = {}
     for row in summary["products"]:
@@ -173,7 +173,7 @@ def test_products(one_of_each):
     assert bench_products.in_words(summary)[0].startswith("limits: TFLOP/s float32 0.001")
 
 
-def test_what_a_kernel_cannot_take_is_a_row(monkeypatch, one_of_each):
+def test_refused_candidate_is_a_row(monkeypatch, one_of_each):
     def refuse(*_, **__):
         raise ValueError("no such product")
 
@@ -184,14 +184,14 @@ def test_what_a_kernel_cannot_take_is_a_row(monkeypatch, one_of_each):
     assert all(row["seconds"] > 0 for row in rows if row["candidate"] == "dense")
 
 
-def test_a_published_model_has_its_widths():
+def test_published_widths():
     olmoe, qwen = bench_products.published()
     assert (olmoe.width, olmoe.hidden, olmoe.groups) == (2048, 2048, 64)
     assert (qwen.width, qwen.hidden, qwen.groups) == (2048, 1536, 128)
 
 
 def test_attention_on_a_gpu_is_counted():
-    """What a GPU would be asked, of two candidates that run here."""
+    """Rows of two candidates that run here."""
     candidates = {
         name: lambda q, k, v, name=name: flash_attention(q, k, v, implementation=name)[0]
         for name in ("xla", "reference")
@@ -207,7 +207,7 @@ def test_attention_on_a_gpu_is_counted():
 
 
 def test_routers(tmp_path, monkeypatch, capsys):
-    """A method that does not fit is a row; the limit is that of one matrix product, or of three."""
+    """A method that does not fit is a row; the limit is one matrix product, or three."""
     narrow = dataclasses.replace(
         METHODS["mixtral"],
         router=SoftmaxTopKConfig(groups=GroupLimitConfig(num_groups=3, top_groups=2)),
@@ -239,7 +239,7 @@ def test_routers(tmp_path, monkeypatch, capsys):
         (("routers", "--methods", "top1"), "there is no method 'top1'"),
     ],
 )
-def test_bad_sizes(arguments, message, capsys):
+def test_bad_sizes_are_refused(arguments, message, capsys):
     with pytest.raises(SystemExit) as stopped:
         bench.main(arguments)
     assert stopped.value.code == 2
@@ -247,7 +247,7 @@ def test_bad_sizes(arguments, message, capsys):
 
 
 def test_chunks(tmp_path, capsys, monkeypatch):
-    """Operations of a layer on 8 devices, each measured on all of its tokens and on a half."""
+    """Operations of a layer on 8 devices, each measured on all tokens and on a half."""
     monkeypatch.setattr("experiments.bench.chunks.PARTS", (1, 2))
     sizes = ("--tokens", "8", "--num_experts", "8", "--top_k", "2", "--width", "4")
     more = ("--expert_dim", "4", "--dtype", "float32", "--rounds", "1")
@@ -272,7 +272,7 @@ def test_chunks(tmp_path, capsys, monkeypatch):
         (("--expert", "3"), "mesh (expert=3) needs 3 devices, there are 8"),
     ],
 )
-def test_chunks_refused_in_words(tmp_path, capsys, arguments, words):
+def test_chunks_refuses_bad_sizes(tmp_path, capsys, arguments, words):
     with pytest.raises(SystemExit, match="2"):
         bench.main(["chunks", *arguments, "--run.directory", str(tmp_path / "run")])
-    assert words in " ".join(capsys.readouterr().err.split())  # which has been wrapped
+    assert words in " ".join(capsys.readouterr().err.split())  # argparse wraps lines

@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Which implementation runs: names that cannot run are refused at once, with the reason."""
+"""Tests the choice of an implementation, and the refusal of those that cannot run."""
 
 import inspect
 import os
@@ -32,7 +32,7 @@ def test_none_picks_the_best_that_runs():
     assert TOY.function()() == 2
 
 
-def test_a_name_is_obeyed():
+def test_requested_implementation_runs():
     assert TOY.choose("reference") == Choice(implementation="reference", reason="asked for by name")
     assert TOY.function("reference")() == 1
 
@@ -45,9 +45,9 @@ def test_a_name_is_obeyed():
         ("pallas_tpu", "needs a tpu and this process has a cpu"),
     ],
 )
-def test_a_name_that_cannot_run_is_refused(name, reason):
+def test_requested_implementation_that_cannot_run_is_refused(name, reason):
     with pytest.raises(ValueError) as error:
-        # As users call it: without the annotations being checked, as they are in tests.
+        # Call without type checks, as users do.
         inspect.unwrap(Operation.choose)(TOY, name)
     assert str(error.value) == (
         f"toy: implementation={name!r} {reason}. "
@@ -63,8 +63,8 @@ def described_mesh(kind, name):
 TPU = described_mesh("TPU v5 lite", "tpu")
 
 
-def test_the_mesh_says_which_platform_is_meant():
-    """A program for devices that are not there has the kernels that they would run."""
+def test_platform_is_that_of_the_mesh():
+    """A program for described devices has their kernels."""
     assert platform() == "cpu"
     with jax.sharding.use_abstract_mesh(TPU):
         assert platform() == "tpu"
@@ -113,7 +113,7 @@ def test_every_operation_has_an_oracle():
 
 
 def test_describing_starts_no_backend():
-    """Choosing, and the shapes of a result, without a device: for plans and descriptions."""
+    """Choosing and result shapes need no device."""
     program = """
 from functools import partial
 import jax, jax.numpy as jnp
@@ -165,8 +165,8 @@ def test_match_varying_outside_is_the_identity():
     assert match_varying(x) is x
 
 
-def test_kernels_that_never_ran_on_a_gpu_are_asked_for_by_name():
-    """For accelerator tests that passed on one, move pallas_gpu forward in PREFERENCE."""
+def test_gpu_kernels_run_on_request_only():
+    """Once accelerator tests have passed on a GPU, move pallas_gpu forward in PREFERENCE."""
     with jax.sharding.use_abstract_mesh(described_mesh("NVIDIA H200", "cuda")):
         attention = pallas_kernels.OPERATIONS["flash_attention"]
         assert attention.choose().implementation == "xla"

@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""quantize and dequantize: every dtype and kind of scale, its error, its corners, and the pytree.
+"""Tests quantize and dequantize: every dtype and kind of scale, errors, corner cases, pytree.
 
 To add a dtype: a row in ERRORS.
 """
@@ -62,7 +62,7 @@ def _quantize(x, dtype, kind, key=None):
 
 
 def _steps(x: jax.Array, q: QuantizedArray) -> np.ndarray:
-    """Distance of the two neighbours of each number: of integers the scale, of floats theirs."""
+    """Return the distance of the neighbours of each value: the scale of integers, or of floats."""
     one = QuantizedArray(values=jnp.ones_like(q.values), scales=q.scales, axis=q.axis)
     scales = np.asarray(dequantize(one))
     if jnp.issubdtype(q.values.dtype, jnp.integer):
@@ -74,7 +74,7 @@ def _steps(x: jax.Array, q: QuantizedArray) -> np.ndarray:
 
 @pytest.mark.parametrize(("dtype", "kind"), CASES)
 def test_nearest(dtype, kind, key):
-    """Every number is within half a step of itself, and the largest of each scale is itself."""
+    """Every value is within half a step, and the largest of each scale is exact."""
     x = jax.random.normal(key, (6, 64)) * jnp.array([1, 10, 1e-3, 1e3, 1, 1], jnp.float32)[:, None]
     q = _quantize(x, dtype, kind)
     axis, block_size = KINDS[kind]
@@ -118,7 +118,7 @@ def test_powers_of_two_change_scales_alone(dtype, kind, key):
 @pytest.mark.slow
 @pytest.mark.parametrize(("x_dtype", "w_dtype", "block"), ERRORS)
 def test_error_of_products(x_dtype, w_dtype, block):
-    """Within the bounds that were measured and written down before."""
+    """Errors are within the recorded bounds."""
     keys = jax.random.split(jax.random.key(0))
     x, w = jax.random.normal(keys[0], (256, 1024)), jax.random.normal(keys[1], (1024, 512))
     if block is None:
@@ -135,8 +135,11 @@ def test_error_of_products(x_dtype, w_dtype, block):
 
 @pytest.mark.parametrize("dtype", FEW_DTYPES)
 def test_rounding_at_random(dtype, key, kind="block"):
-    """To one of two neighbours, right in the mean: within four standard deviations of at most half
-    a step, for each of the numbers (one in 16000 is further off: the key is fixed)."""
+    """Values round to one of two neighbours, with an exact mean.
+
+    The mean is within four standard deviations of at most half a step for each value (one in 16000
+    is further off: the key is fixed).
+    """
     draws = 400
     x = jax.random.normal(key, (2, 32))
     keys = jax.random.split(key, draws)
@@ -159,9 +162,11 @@ def test_the_same_key_rounds_alike(key):
 
 @pytest.mark.parametrize("dtype", FEW_DTYPES)
 @pytest.mark.parametrize("is_random", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_corners(dtype, is_random, key):
-    """Blocks of zeros, of the smallest and of the largest numbers; NaN and infinity stay loud, and
-    in their block. Casts do not saturate by themselves: 448 is the last of e4m3fn before NaN."""
+def test_zeros_extremes_and_nonfinite_values(dtype, is_random, key):
+    """Blocks of zeros, smallest and largest values; NaN and infinity stay in their block.
+
+    Casts do not saturate by themselves: 448 is the last value of e4m3fn before NaN.
+    """
     tiny = float(np.finfo(np.float32).smallest_subnormal)
     huge = 0.9 * float(np.finfo(np.float32).max)  # the very last is rounded to infinity in mxfp8
     blocks = [
@@ -191,7 +196,7 @@ def test_corners(dtype, is_random, key):
 @pytest.mark.parametrize("is_random", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dtype", ("float8_e4m3fn", "float8_e5m2", "mxfp8"))
 def test_float8_saturates(dtype, is_random, key):
-    """Quotients that rounding puts above the largest, of many scales: never NaN."""
+    """Quotients that rounding puts above the largest never become NaN."""
     scales = jnp.exp(jax.random.uniform(key, (512, 1), minval=-20.0, maxval=20.0))
     x = scales * jnp.ones((1, 32)) * jnp.where(jnp.arange(32) % 2 == 0, 1.0, -1.0)[None]
     q = quantize(x, dtype, axis=-1, key=key if is_random else None)
@@ -201,7 +206,7 @@ def test_float8_saturates(dtype, is_random, key):
 
 
 def test_scales_of_mxfp8():
-    """Powers of two, rounded up so that nothing is clipped."""
+    """Scales are powers of two, rounded up so that nothing is clipped."""
     x = jnp.array([448.0, 449.0, 447.0, 1.0])[:, None] * jnp.ones((1, 32))
     q = quantize(x, "mxfp8", axis=-1)
     assert q.scales.dtype == jnp.float8_e8m0fnu
@@ -217,8 +222,8 @@ def test_from_narrow_floats(dtype, key):
     assert dequantize(q, dtype).dtype == dtype
 
 
-def test_the_gradient_is_not_straight_through(key):
-    """It is 0, as derivatives of steps are; who wants another one says so."""
+def test_gradient_of_quantize_is_zero(key):
+    """The gradient is 0, the derivative of a step."""
     x = jax.random.normal(key, (4, 32))
 
     def total(x):
@@ -236,7 +241,7 @@ def test_the_gradient_is_not_straight_through(key):
 
 @pytest.mark.parametrize(("dtype", "kind"), [("int4", "channel"), ("mxfp8", "block")])
 class TestPytree:
-    """Through what moves arrays about."""
+    """Transformations that move arrays."""
 
     def test_scan_takes_layers_off(self, dtype, kind, key):
         x = jax.random.normal(key, (3, 4, 64))
@@ -255,7 +260,7 @@ class TestPytree:
     @pytest.mark.slow
     @pytest.mark.parametrize("check_vma", [True, False])
     def test_shard_map(self, dtype, kind, check_vma, key):
-        """Rows over devices: each dequantises its own."""
+        """With rows over devices, each dequantises its own."""
         x = jax.random.normal(key, (8, 64))
         q = _quantize(x, dtype, kind)
         mesh = jax.make_mesh((4,), ("rows",), axis_types=(AxisType.Auto,))
@@ -293,7 +298,7 @@ class TestPytree:
         ({"dtype": "mxfp8", "block_size": 64}, "mxfp8 has blocks of 32, not 64"),
     ],
 )
-def test_what_is_refused(arguments, message):
+def test_bad_arguments_are_refused(arguments, message):
     arguments = {"dtype": "int8", "axis": -1, **arguments}
     with pytest.raises(ValueError, match=message):
         inspect.unwrap(unjitted_quantize)(jnp.ones((4, 64)), **arguments)
@@ -305,5 +310,5 @@ def test_integers_are_refused():
 
 
 def _bits(x):
-    """Values that numpy compares; float8 in float32."""
+    """Return values that numpy compares; float8 in float32."""
     return np.asarray(x.astype(jnp.float32))

@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""sequence_order: a permutation, equal numbers of tokens, equal work, and the order within a rank.
+"""Tests sequence_order: a permutation with equal tokens, equal work, and the order within a rank.
 
 To add a layout: a row in LAYOUTS and, if it keeps the halves of zigzag, in HALVES.
 """
@@ -28,8 +28,11 @@ HALVES = ("zigzag", "document_zigzag")
 
 @st.composite
 def packed(draw, whole=False):
-    """(ranks, segment ids): documents of any length, some shorter than there are ranks; of whole
-    multiples of 2N on demand; ids in any order, in one piece or scattered."""
+    """Draw (ranks, segment ids).
+
+    Documents have any length, some shorter than the number of ranks, or whole multiples of 2N; ids
+    are in any order, contiguous or scattered.
+    """
     ranks = draw(st.integers(1, 8))
     unit = 2 * ranks
     lengths = draw(st.lists(st.integers(1, 4 if whole else 40), min_size=1, max_size=6))
@@ -44,7 +47,7 @@ def packed(draw, whole=False):
 
 
 def _work(order, ids, ranks):
-    """Unmasked scores of every rank, from the mask itself."""
+    """Return the unmasked scores of every rank, from the mask itself."""
     token = np.arange(len(ids))
     sees = (token[:, None] >= token[None]) & (ids[:, None] == ids[None])
     return sees.sum(1)[order.reshape(ranks, -1)].sum(1)
@@ -61,7 +64,7 @@ def test_document_zigzag_is_a_permutation_that_undoes(case):
 
 @given(packed())
 def test_every_document_is_cut_alike_and_in_order(case):
-    """Low pieces of rank 0, 1, ..., then high pieces of ..., 1, 0: a document in its own order."""
+    """Low pieces of rank 0, 1, ..., then high pieces of ..., 1, 0 give a document in order."""
     ranks, ids = case
     held = sequence_order(len(ids), ranks, "document_zigzag", ids).reshape(ranks, 2, -1)
     pieces = [*held[:, 0], *held[::-1, 1]]
@@ -98,7 +101,7 @@ def test_work_of_real_documents_is_within_one_percent(ranks):
     }
     imbalance = {layout: w.max() / w.mean() - 1 for layout, w in work.items()}
     assert imbalance["document_zigzag"] < 0.01
-    assert imbalance["zigzag"] > 0.1  # so that the sequence's own zigzag is no way out
+    assert imbalance["zigzag"] > 0.1  # so that the zigzag of the whole sequence does not pass
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
@@ -150,7 +153,7 @@ def test_laying_out_and_back():
         )
 
 
-def test_bad_lengths_and_orders_are_refused_in_words():
+def test_bad_lengths_are_refused():
     with pytest.raises(ValueError, match=r"length=100 must be divisible by 8 .*: pad to 104"):
         sequence_order(100, 4, "zigzag")
     assert padded_length(100, 4, "zigzag") == 104

@@ -1,13 +1,13 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""What the tests of kernels for GPUs share: the watch for races, and a fault that it must see."""
+"""Support for tests of GPU kernels: the race detector, and a race that it must report."""
 
 import pytest
 
 from pallas_kernels.gpu.hopper_parts import Registers
 from pallas_kernels.jax_versions import mosaic_gpu
 
-# JAX 0.11 says that it will drop Pallas through Triton one day.
+# JAX 0.11 deprecates Pallas through Triton.
 triton_may_go = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
 
 sees_races = pytest.mark.skipif(
@@ -17,7 +17,7 @@ sees_races = pytest.mark.skipif(
 
 
 def plant_a_race(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slots are given back before what was read of them is fenced."""
+    """Fault: give slots back before reads are fenced."""
 
     def hasty(_, barrier, **__):
         mosaic_gpu.barrier_arrive(barrier)

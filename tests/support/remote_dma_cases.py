@@ -1,16 +1,17 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels that send, on four devices of the CPU that play TPUs: a program of its own.
+"""Runs kernels that send on four CPU devices that model TPUs, as a separate program.
 
     python -m tests.support.remote_dma_cases CASE MODES [FAULT]
 
-CASE is a function below, MODES are when a copy is made: "eager", at its start, or "on_wait", at the
-latest moment, or both with a comma. FAULT plants an error (see FAULTS). A case ends with the words
-"as it should be", or raises. The interpreter tells of a race in the words RACE: up to jax 0.11 it
-prints them and goes on, from 0.12 on it raises them; `outcome` reads both. Of a deadlock the
-caller's timeout tells.
+CASE is a function below; MODES are when a copy is made: "eager", at its start, or "on_wait", at the
+latest moment, or both with a comma. FAULT plants an error (see FAULTS). A case prints "as it should
+be" at its end, or raises. The interpreter reports a race with the words RACE: up to jax 0.11 it
+prints them and continues, from 0.12 on it raises them; `outcome` reads both. A deadlock shows as
+the
+caller's timeout.
 
-A process of its own, because a kernel that waits in vain stops it, and because the interpreter
+It is a separate process because a kernel that waits in vain stops it, and because the interpreter
 blocks threads: it needs more of them than devices, and their number is read before JAX starts.
 """
 
@@ -34,12 +35,12 @@ AS_IT_SHOULD_BE = "as it should be"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What became of a case."""
+    """Outcome of a case."""
 
     has_passed: bool
     is_race: bool
     has_left_over: bool
-    """A semaphore was not waited down to 0."""
+    """Whether a semaphore was not waited down to 0."""
     text: str
 
     @property
@@ -48,13 +49,13 @@ class Outcome:
 
 
 def outcome(case: str, modes: str, fault: str = "none", timeout: float = 800) -> Outcome:
-    """Runs one case.
+    """Run one case.
 
     Args:
-        case: name of a function below.
+        case: Name of a function of this module.
         modes: "eager", "on_wait" or both.
-        fault: one of FAULTS.
-        timeout: in seconds; longer is a deadlock, and raises.
+        fault: Name of a fault in FAULTS.
+        timeout: Seconds after which a deadlock is assumed, and raised.
     """
     environment = {
         **os.environ,
@@ -83,8 +84,7 @@ def outcome(case: str, modes: str, fault: str = "none", timeout: float = 800) ->
 
 
 def transfer(run) -> None:
-    """Parcels alone, in three kernels one after the other, of which each sends what came before:
-    all ranks, some, one."""
+    """Parcels alone, in three kernels, each of which sends the arrivals of the one before."""
     import jax
     import jax.numpy as jnp
 
@@ -109,7 +109,7 @@ def transfer(run) -> None:
 
 
 def rows(run) -> None:
-    """Two rings side by side, of two ranks each, and a mesh whose other axis is not sent along."""
+    """Two rings of two ranks side by side, on a mesh with another axis."""
     import jax
 
     from pallas_kernels.ring.parcel import Parcel
@@ -159,8 +159,7 @@ def ring(run) -> None:
 
 
 def ring_of_tiles(run) -> None:
-    """The same with two sequences of other documents, values of their own width, and several blocks
-    of queries and keys, the last of them filled up."""
+    """The same with two sequences, values of another width, and several padded blocks."""
     from pallas_kernels.flash_attention.tpu import blocks as pallas_tpu_blocks
 
     pallas_tpu_blocks.TABLE = ((256, (128, 128)),)
@@ -204,14 +203,14 @@ def _ring(run, q, k, v) -> None:
 
 
 def ring_attention(run) -> None:
-    """Values and gradients of the operation: one kernel forward, one a step backward."""
+    """Values and gradients of the operation: one kernel forward, one per step backward."""
     from pallas_kernels import ring_attention
 
     _whole(run, ring_attention)
 
 
 def ring_attention_by_steps(run) -> None:
-    """One kernel a step in both passes: contiguous, where most keys need not go far."""
+    """One kernel per step in both passes: contiguous, where most keys need not go far."""
     from pallas_kernels import ring_attention
 
     _whole(run, ring_attention, layout="contiguous")
@@ -239,7 +238,7 @@ def token_ring_attention_co_travelling(run) -> None:
 
 
 def _whole(run, operation, **options) -> None:
-    """Value and gradients of an operation, with packed documents."""
+    """Return value and gradients of an operation, with packed documents."""
     import jax
     import jax.numpy as jnp
 
@@ -270,7 +269,7 @@ def _whole(run, operation, **options) -> None:
 
 
 def _heads(sequences: int = 1, tokens: int = 32) -> list[Any]:
-    """Queries, keys and values of so many tokens on a rank."""
+    """Return queries, keys and values of so many tokens on a rank."""
     import jax
 
     keys = jax.random.split(jax.random.key(0), 3)
@@ -281,7 +280,7 @@ def _heads(sequences: int = 1, tokens: int = 32) -> list[Any]:
 
 
 def _forget_arrivals() -> None:
-    """Nobody waits for what is sent to him."""
+    """Fault: no wait for arrivals."""
     from jax.experimental.pallas import tpu as pltpu
 
     make = pltpu.make_async_remote_copy
@@ -294,8 +293,7 @@ def _forget_arrivals() -> None:
 
 
 def _forget_meeting() -> None:
-    """Nobody waits until the others are there, and all but the first rank come when it has had time
-    to send."""
+    """Fault: no wait for the other ranks, all but the first of which are late."""
     import jax
 
     from pallas_kernels.jax_versions import shape_varying_like
@@ -320,21 +318,21 @@ def _forget_meeting() -> None:
 
 
 def _forget_passing() -> None:
-    """Nobody waits, at the end, until the others have left the barrier."""
+    """Fault: no wait at the end for the others to leave the barrier."""
     from pallas_kernels.ring.remote_dma import transfer as room
 
     room.part = lambda *arguments: None
 
 
 def _forget_capacity() -> None:
-    """Nobody waits until a slot of keys is free."""
+    """Fault: no wait for a free slot of keys."""
     from pallas_kernels.ring.remote_dma import ring_keys
 
     _forget_semaphores(ring_keys)
 
 
 def _forget_sums() -> None:
-    """Nobody waits until a slot of gradients is free."""
+    """Fault: no wait for a free slot of gradients."""
     from pallas_kernels.ring.remote_dma import ring_backward
 
     _forget_semaphores(ring_backward)
@@ -366,7 +364,7 @@ FAULTS = {
 
 
 def main(case: str, modes: Any, fault: str = "none") -> None:
-    """Compares a case with itself by XLA's collectives, the first mode with checked types."""
+    """Compare a case with XLA's collectives, the first mode with checked types."""
     import jax
     from jax.experimental.pallas import tpu as pltpu
     from jax.sharding import AxisType, PartitionSpec

@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""TPUs that are not there, as libtpu describes them: programs are compiled for them, not run."""
+"""Describes TPUs with libtpu, for compilation without hardware."""
 
 import math
 from typing import Any
@@ -9,12 +9,12 @@ import pytest
 
 
 def described_tpus(monkeypatch: pytest.MonkeyPatch, name: str, **options: Any) -> list[Any]:
-    """The devices of a topology; the test is skipped where libtpu is not installed.
+    """Return the devices of a topology; skip the test where libtpu is not installed.
 
     Args:
-        monkeypatch: of the test; libtpu reads the environment.
-        name: such as "v5e:2x4".
-        **options: of `jax.experimental.topologies.get_topology_desc`.
+        monkeypatch: Fixture of the test; libtpu reads the environment.
+        name: Topology, such as "v5e:2x4".
+        **options: Options of `jax.experimental.topologies.get_topology_desc`.
     """
     pytest.importorskip("libtpu", reason="libtpu compiles for TPUs: pip install 'jaxmoe[plan]'")
     from jax.experimental import topologies

@@ -10,7 +10,7 @@ The choice is made once per pass. Heads too wide for the registers of the Hopper
 still use the Hopper forward pass.
 
 To add a GPU kernel: `pallas_kernels/flash_attention/gpu/<name>.py` with `KERNELS`, its condition in
-`kernel_for` (this file), a row in
+`kernel_for` of `pallas_kernels/flash_attention/gpu/kernels.py`, a row in
 `tests/pallas_kernels/flash_attention/test_flash_attention_for_gpu.py`.
 """
 

@@ -8,7 +8,7 @@
 float64, and GPUs older than compute capability 8.0, are refused.
 
 To add a GPU kernel: `pallas_kernels/grouped_matmul/gpu/<name>.py` with `PRODUCTS`, its condition in
-`kernel_for` (this file), a row in
+`kernel_for` of `pallas_kernels/grouped_matmul/gpu/kernels.py`, a row in
 `tests/pallas_kernels/grouped_matmul/test_grouped_matmul_for_gpu.py`.
 """
 

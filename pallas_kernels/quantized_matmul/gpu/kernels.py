@@ -17,7 +17,7 @@ it. Hopper does not multiply int4: int4 saves memory, and thereby time where row
 What no kernel takes is refused with the alternatives. Two floating factors are multiplied by XLA.
 
 To add a GPU kernel: `pallas_kernels/quantized_matmul/gpu/<name>.py` with `multiply`, its condition
-in `kernel_for` (this file), a row in
+in `kernel_for` of `pallas_kernels/quantized_matmul/gpu/kernels.py`, a row in
 `tests/pallas_kernels/quantized_matmul/test_quantized_matmul_for_gpu.py`.
 """
 

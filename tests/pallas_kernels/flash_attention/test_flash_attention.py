@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""flash_attention: every implementation against the oracle, and both against jax.nn.
+"""Compares every implementation of flash_attention with the reference, and both with jax.nn.
 
 To add an implementation: a name in IMPLEMENTATIONS. To add a case: a row in CASES.
 """
@@ -48,7 +48,7 @@ TOLERANCES = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """Shapes, options, and the integer arrays as nested tuples, so that a case is hashable."""
+    """Shapes, options and integer arrays (as nested tuples, so that a case is hashable)."""
 
     b: int = 2
     s: int = 40
@@ -137,7 +137,7 @@ def case_of(implementation, name, *more):
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    """Constants so small that these shapes have several blocks, tiers and steps over heads."""
+    """Shrink blocks so that these shapes have several blocks, tiers and steps over heads."""
     monkeypatch.setattr(xla, "BLOCK", 16)
     monkeypatch.setattr(xla, "TIERS", 2)
     monkeypatch.setattr(xla, "MAX_SCORES", 3000)
@@ -189,7 +189,7 @@ def _assert_close(actual, expected, dtype="float32"):
         np.testing.assert_allclose(x, y, err_msg=name, **TOLERANCES[dtype])
 
 
-def test_the_table_is_complete():
+def test_every_implementation_is_in_the_table():
     # test_flash_attention_for_gpu.py has the kernels for GPUs.
     names = {"reference", "pallas_gpu", *IMPLEMENTATIONS}
     assert set(OPERATIONS["flash_attention"].implementations) == names
@@ -211,8 +211,8 @@ def test_parity(implementation, name):
 
 
 @pytest.mark.parametrize("implementation", ("reference", *IMPLEMENTATIONS))
-def test_nothing_to_see(implementation):
-    """Not even an infinite gradient of their lse, which is -inf, makes anything else infinite."""
+def test_queries_without_keys_have_finite_gradients(implementation):
+    """An infinite gradient of lse = -inf does not make other gradients infinite."""
     case = CASES["some_see_nothing"]
     q, k, v, d_out, d_lse = _inputs(case)
     d_lse = d_lse.at[:, :, :30].set(jnp.inf)
@@ -245,7 +245,7 @@ AGAINST_JAX = {
     ],
 )
 def test_against_jax(implementation, name, options):
-    """jax.nn.dot_product_attention, code that we did not write."""
+    """Compare with jax.nn.dot_product_attention."""
     q, k, v, d_out, d_lse = _inputs(CASES[name])
     expected = _theirs(tuple(options.items()), q, k, v, d_out)
     out, _, *gradients = _value_and_gradients(
@@ -332,7 +332,7 @@ def test_memory_is_linear_in_length(monkeypatch):
     ],
 )
 def test_in_shard_map(implementation, check_vma, axis_type):
-    """Queries and positions sharded by position, keys replicated: their gradients are summed."""
+    """With queries and positions sharded and keys replicated, gradients of keys are summed."""
     case = dataclasses.replace(
         CASES["causal"], tokens=(("q_positions", RAMP), ("kv_positions", RAMP))
     )
@@ -399,17 +399,17 @@ GOOD = {"q": (2, 5, 4, 8), "k": (2, 6, 2, 8), "v": (2, 6, 2, 8)}
         ({}, {"kv_segment_ids": (2, 5)}, r"kv_segment_ids \(2, 5\) must be \(2, 6\)"),
     ],
 )
-def test_what_does_not_fit(shapes, options, message):
+def test_bad_arguments_are_refused(shapes, options, message):
     arrays = {name: jnp.zeros(shape) for name, shape in (GOOD | shapes).items()}
     options = {
         name: jnp.zeros(x, jnp.int32) if isinstance(x, tuple) else x for name, x in options.items()
     }
     with pytest.raises(ValueError, match=message):
-        # As users call it: without the annotations being checked, as they are in tests.
+        # Call without type checks, as users do.
         inspect.unwrap(flash_attention)(**arrays, **options)
 
 
-def test_dtypes_that_do_not_fit():
+def test_bad_dtypes_are_refused():
     arrays = {name: jnp.zeros(shape) for name, shape in GOOD.items()}
     arrays["k"] = arrays["k"].astype(jnp.bfloat16)
     with pytest.raises(ValueError, match="same floating dtype, not float32, bfloat16 and float32"):
@@ -418,7 +418,7 @@ def test_dtypes_that_do_not_fit():
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_parts_of_the_keys_have_parts_of_the_gradient(implementation, key):
-    """With lse and delta of the whole softmax, the gradients of two halves of the keys add up."""
+    """With lse and delta of the whole softmax, gradients of two halves of the keys add up."""
     keys = jax.random.split(key, 4)
     q, d_out = (jax.random.normal(k, (2, 12, 4, 8)) for k in keys[:2])
     k, v = (jax.random.normal(k, (2, 16, 2, 8)) for k in keys[2:])

@@ -1,14 +1,13 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""flash_attention on GPUs: both families of kernels, interpreted, against the oracle; which of them
-a call gets; and their lowering for GPUs that are not there.
+"""Tests flash_attention on GPUs: interpreted kernels, the choice of kernel, lowering.
 
     JAX_PLATFORMS=cuda,cpu pytest -n 0 -m accelerator tests/pallas_kernels   on a GPU
 
-The interpreter of Mosaic GPU follows every warpgroup, barrier and copy, and takes seconds for a
-block: its cases are few and small, and most of them slow.
+The interpreter of Mosaic GPU models every warpgroup, barrier and copy, and takes seconds per
+program: its cases are few and small, and most of them slow.
 
-To add a case for both: a row in CASES of test_flash_attention.py.
+To add a case: a row in CASES of `tests/pallas_kernels/flash_attention/test_flash_attention.py`.
 """
 
 import dataclasses
@@ -60,7 +59,7 @@ INTERPRETED = {
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    """Tiles so small that the shapes of CASES have several."""
+    """Shrink tiles so that the shapes of CASES have several."""
     blocks = pallas_gpu_triton._Blocks
     small = blocks(kept=16, passing=32), blocks(kept=32, passing=16)
     monkeypatch.setattr(pallas_gpu_triton, "_block_sizes", lambda *_: small)
@@ -186,7 +185,7 @@ def test_hopper_has_no_races(name, capfd):
 @pytest.mark.slow
 @gpus.sees_races
 def test_a_planted_race_is_seen(monkeypatch, capfd):
-    """The watch can fail."""
+    """The race detector reports a planted race."""
     gpus.plant_a_race(monkeypatch)
     # Another scale, so that nothing compiled before is used.
     case = dataclasses.replace(WATCHED["heads_that_wrap_the_ring"], options=(("scale", 0.3),))
@@ -200,7 +199,7 @@ def test_a_planted_race_is_seen(monkeypatch, capfd):
 
 @pytest.mark.parametrize("name", ["triton", pytest.param("hopper", marks=pytest.mark.slow)])
 def test_parts_of_the_keys_have_parts_of_the_gradient(name):
-    """With lse and delta of the whole softmax, the gradients of two halves of the keys add up."""
+    """With lse and delta of the whole softmax, gradients of two halves of the keys add up."""
     case = dataclasses.replace(HOPPER_CASES["packed"], dtype="float32")
     dtype, kind = ("float32",) * 2 if name == "triton" else ("bfloat16",) * 2
     q, k, v, d_out, _ = (x.astype(dtype) for x in _inputs(case))
@@ -254,7 +253,7 @@ def test_parts_of_the_keys_have_parts_of_the_gradient(name):
         (None, jnp.bfloat16, 128, 128, False, "xla", "this is no NVIDIA GPU"),
     ],
 )
-def test_which_kernel_runs(capability, dtype, h, hv, backward, kernel, reason):
+def test_kernel_choice(capability, dtype, h, hv, backward, kernel, reason):
     choice = kernel_for(capability, jnp.dtype(dtype), h, hv, backward=backward)
     assert choice.kernel == kernel
     assert reason in choice.reason
@@ -264,14 +263,14 @@ def test_which_kernel_runs(capability, dtype, h, hv, backward, kernel, reason):
     ("cuda", "kernel"),
     [(None, "hopper"), (12060, "hopper"), (12080, "triton"), (12090, "triton"), (13000, "hopper")],
 )
-def test_versions_of_cuda(cuda, kernel):
+def test_kernel_choice_by_cuda_version(cuda, kernel):
     choice = kernel_for((9, 0), jnp.dtype("bfloat16"), 128, 128, backward=False, cuda=cuda)
     assert choice.kernel == kernel
     assert kernel == "hopper" or "translates masked loops wrongly" in choice.reason
 
 
-def test_what_hopper_takes_fits():
-    """Every width up to 256: a ring of at least two slots in both passes, or a reason."""
+def test_hopper_tiles_fit_shared_memory():
+    """Every width up to 256 has a ring of at least two slots in both passes, or a reason."""
     for h in range(33, 257):
         for hv in (33, 64, 128, 192, 256):
             assert reason_against(jnp.dtype("bfloat16"), h, hv, backward=False) is None
@@ -326,7 +325,7 @@ LATENT = LONG | {"m": 16, "h": 192, "dtype": jnp.float16}
     ],
 )
 def test_lowered_for_a_gpu(kind, shapes, mosaic, triton):
-    """Three kernels of the family that the GPU gets, and nothing as large as the scores."""
+    """The GPU gets three kernels of its family, and no array as large as the scores."""
     text = _lowered(kind, **shapes)
     assert text.count(MOSAIC_CALL) == mosaic
     assert text.count(TRITON_CALL) == triton
@@ -334,7 +333,7 @@ def test_lowered_for_a_gpu(kind, shapes, mosaic, triton):
     assert f"{s}x{s}x" not in text
 
 
-def test_a_fallback_warns():
+def test_fallback_warns():
     with pytest.warns(UserWarning, match="XLA runs the (for|back)ward pass .* because heads 51"):
         text = _lowered("NVIDIA H200", **(LONG | {"h": 512, "s": 512}))
     assert "mosaic_gpu" not in text
@@ -343,7 +342,7 @@ def test_a_fallback_warns():
         _lowered("NVIDIA A100-SXM4-80GB", **(LONG | {"s": 512}))
 
 
-def test_what_cannot_be_chosen():
+def test_unsupported_gpu_or_dtype_is_refused():
     q = jnp.zeros((1, 5, 2, 64))
     with pytest.raises(ValueError, match="'pallas_gpu' need a gpu, and this program is for a cpu"):
         pallas_gpu.attend(q, q, q, *_arguments(HOPPER, 64))
@@ -353,7 +352,7 @@ def test_what_cannot_be_chosen():
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_lowered_in_shard_map(dtype):
-    """What kernels return varies over the mesh, as check_vma wants to know."""
+    """Results of kernels vary over the mesh, as check_vma requires."""
     device = AbstractDevice("NVIDIA H200", None, "cuda")
     mesh = AbstractMesh((4,), ("seq",), axis_types=(AxisType.Auto,), abstract_device=device)
 
@@ -389,10 +388,10 @@ REAL = {
 @pytest.mark.parametrize("family", ["chosen", "triton"])
 @pytest.mark.parametrize("name", REAL)
 def test_on_a_gpu(name, family, dtype, has_tokens, monkeypatch):
-    """Compiled kernels against the oracle in float32, products of float32 included."""
+    """Compiled kernels agree with the float32 reference."""
     if jax.default_backend() != "gpu":
         pytest.skip("these kernels are for GPUs")
-    monkeypatch.undo()  # the tiles that users get
+    monkeypatch.undo()  # the default tiles
     case, options = REAL[name]
     case = dataclasses.replace(case, dtype=dtype, options=tuple(options.items()))
     q, k, v, d_out, d_lse = _inputs(case)

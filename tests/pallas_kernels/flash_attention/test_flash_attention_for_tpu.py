@@ -1,9 +1,8 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""flash_attention for TPUs, beyond the cases of test_flash_attention.py that prove its values.
+"""Tests flash_attention on TPUs: skipped tiles, the machine interpreter, lowering and compilation.
 
-Which tiles it leaves out, its memory in the interpreter of a TPU's machine, a kernel that we did
-not write, and TPUs that are not there: lowered everywhere, compiled where libtpu is.
+Values are covered by test_flash_attention.py; here JAX's own TPU kernel is compared too.
 """
 
 import functools
@@ -29,7 +28,7 @@ NOTHING_GIVEN = Tokens(None, None, None, None)
 
 @st.composite
 def attentions(draw):
-    """Sizes with several blocks, rules and tokens, as numpy has them."""
+    """Sizes with several blocks, rules and tokens, as numpy arrays."""
     s, u, g = draw(st.integers(1, 30)), draw(st.integers(1, 30)), draw(st.integers(1, 3))
     sizes = blocks.Sizes(
         b=2, s=s, u=u, m=1, g=g, h=1, hv=1,
@@ -54,7 +53,7 @@ def attentions(draw):
 @settings(max_examples=150)
 @given(attentions())
 def test_no_visible_key_is_left_out(attention):
-    """And no mask is left out where it hides a key."""
+    """No visible key is skipped, and no mask is skipped where it hides a key."""
     sizes, rules, tokens = attention
     plan = blocks.make_plan(sizes, tokens, rules)
     q, k = (
@@ -103,7 +102,7 @@ def test_share_of_the_tiles_that_is_computed(window, share):
     records = np.asarray(plan.row_bounds).reshape(-1, blocks.RECORD)
     visited = np.sum(records[:, 5] - records[:, 4] + 1)
     assert visited <= share * sizes.row_blocks * sizes.key_blocks
-    # Steps that only pass: as many again where the range grows with the row, none in a window.
+    # Skipped steps: as many again where the range grows with the row, none in a window.
     assert plan.key_steps <= (8 if window is None else 3)
 
 
@@ -151,8 +150,7 @@ def _value_and_gradients(attend, q, k, v, d_out):
     ],
 )
 def test_in_the_machine(key, monkeypatch, dtype, options):
-    """With a TPU's memories: what is read before it is written is NaN, what is out of bounds an
-    error."""
+    """With a TPU's memories: unwritten reads are NaN, out-of-bounds accesses raise."""
     monkeypatch.setattr(blocks, "block_sizes", lambda *_: blocks.BlockSizes(8, 16))
     inputs = _inputs(key, 1, 20, 2, 1, 8, 12, dtype)
     segments = jnp.repeat(jnp.arange(3, dtype=jnp.int32), jnp.array([5, 12, 3]))[None]
@@ -168,7 +166,7 @@ def test_in_the_machine(key, monkeypatch, dtype, options):
 
 
 def test_against_the_kernel_of_jax(key):
-    """jax.experimental.pallas.ops.tpu.flash_attention, code that we did not write."""
+    """Compare with jax.experimental.pallas.ops.tpu.flash_attention."""
     q, k, v, d_out = _inputs(key, 1, 256, 1, 1, 128, 128)
     segments = (jnp.arange(256, dtype=jnp.int32) >= 100).astype(jnp.int32)[None]
     sizes = shipped.BlockSizes(
@@ -206,7 +204,7 @@ def _loss(options, tokens, q, k, v):
 
 
 def test_lowered_for_a_tpu():
-    """The blocks that a TPU would use have shapes that its kernels take; no libtpu is needed."""
+    """Block shapes for a TPU are valid; libtpu is not needed."""
     device = AbstractDevice("TPU v5 lite", None, "tpu")
     mesh = AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=device)
     q, kv = (jax.ShapeDtypeStruct((2, 1000, n, 64), jnp.bfloat16) for n in (4, 2))
@@ -220,7 +218,7 @@ def test_lowered_for_a_tpu():
 
 @pytest.fixture
 def one_tpu(monkeypatch):
-    """A mesh of one device that is not there."""
+    """Return a mesh of one described device."""
     devices = described_tpus(monkeypatch, "v5e:2x2")
     return Mesh(np.array(devices[:1]), ("x",), (AxisType.Auto,))
 
@@ -244,7 +242,7 @@ def one_tpu(monkeypatch):
     ],
 )
 def test_compiled_for_a_tpu(one_tpu, shape, dtype, options, given):
-    """Both passes fit into the memory of a core, and hold no matrix of scores."""
+    """Both passes fit into the memory of a core, without a matrix of scores."""
     s, n, m, h, hv = shape
     here = NamedSharding(one_tpu, PartitionSpec())
     heads = ((n, h), (m, h), (m, hv))

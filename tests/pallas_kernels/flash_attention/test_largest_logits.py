@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""The largest logit of every query against the whole matrix of scores."""
+"""Compares the largest logit of every query with the whole matrix of scores."""
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ CASES = {
 
 @pytest.mark.parametrize("given", CASES.values(), ids=CASES)
 def test_equals_the_whole_matrix(given):
-    """300 queries are three blocks, the last of them padded."""
+    """300 queries make three blocks, the last of them padded."""
     rng = np.random.default_rng(0)
     q, k = (rng.standard_normal((B, 300, n, H)).astype(np.float32) for n in (N, M))
     logits = np.einsum("bsnh,bunh->bnsu", q, np.repeat(k, N // M, axis=2), dtype=np.float64)

@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Which blocks meet, against the mask written out."""
+"""Compares the classes of blocks with the mask itself."""
 
 import jax
 import numpy as np
@@ -12,7 +12,7 @@ from pallas_kernels.flash_attention.mask import Rules, Tokens
 
 
 def _plain_mask(rules, positions, segments):
-    """mask.py again, in numpy."""
+    """Return the mask of mask.py in numpy."""
     distance = positions[0][:, None] - positions[1][None, :]
     is_visible = (distance >= 0) | (not rules.causal)
     is_visible &= rules.window is None or np.abs(distance) < rules.window
@@ -24,7 +24,7 @@ def _plain_mask(rules, positions, segments):
 @settings(max_examples=150)
 @given(data=st.data())
 def test_blocks_are_what_the_mask_says(data):
-    """HIDDEN where no query sees a key, WHOLE only where all see all; exact for plain positions."""
+    """HIDDEN and WHOLE are correct for any mask, and exact for plain positions."""
     s, u = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 40))
     blocks = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 9))
     rules = Rules(

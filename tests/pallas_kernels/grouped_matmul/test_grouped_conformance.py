@@ -1,10 +1,12 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""grouped_matmul and grouped_outer: every implementation, pair of factors, pattern of groups and
-poison, against numpy in float64 and, for integers, int64. And kernels that are wrong on purpose.
+"""Compares grouped_matmul and grouped_outer with numpy for every pair of factors and group pattern.
 
-A few of them run always, all of them with the slow tests. To add an implementation: a name in
-IMPLEMENTATIONS. To add a pair, a pattern or a poison: tests/support/conformance.py.
+The comparison is in float64 and, for integers, int64, with NaN and infinity past the end. A few
+rows always run, all of them with the slow tests. Faulty kernels must fail.
+
+To add an implementation: a name in IMPLEMENTATIONS. To add a pair, a pattern or a poison:
+`tests/support/conformance.py`.
 """
 
 import dataclasses
@@ -25,7 +27,7 @@ FEW = {name: SIZES[name] for name in ("one_row", "off_by_one_of_64", "skewed", "
 
 
 def _cases(pairs, always=ALWAYS):
-    """Pairs, implementations and whether all patterns are tried: the fast ones, then all."""
+    """Return pairs, implementations and whether all patterns run: the fast ones, then all."""
     fast = [(pair, "xla", False) for pair in always]
     every = [(pair, name, True) for pair in pairs for name in IMPLEMENTATIONS]
     return [*fast, *(pytest.param(*case, marks=pytest.mark.slow) for case in every)]
@@ -72,14 +74,14 @@ def test_grouped_outer_of_integers_is_exact(pair, implementation, is_whole):
 
 
 def _with_first_scale(rows, weights, sizes, *, out_dtype):
-    """The scales of a matrix's first block for all of them."""
+    """Fault: use the scales of a matrix's first block for all blocks."""
     scales = jnp.broadcast_to(weights.scales[:, :1], weights.scales.shape)
     weights = dataclasses.replace(weights, scales=scales)
     return grouped_matmul(rows, weights, sizes, out_dtype=out_dtype)
 
 
 def _one_row_late(rows, weights, sizes, *, out_dtype):
-    """Groups that begin one row before a multiple of 64 begin at it."""
+    """Fault: start at a multiple of 64 where groups begin one row before it."""
     starts = jnp.cumsum(sizes) - sizes
     late = jnp.where((starts % 64 == 63) & (sizes > 0), 1, 0)
     sizes = sizes - late + jnp.roll(late, -1)
@@ -87,7 +89,7 @@ def _one_row_late(rows, weights, sizes, *, out_dtype):
 
 
 def _past_the_end(rows, weights, sizes, *, out_dtype):
-    """What stands past the last group counts to the last one."""
+    """Fault: count rows past the last group to the last one."""
     sizes = sizes.at[-1].add(rows.shape[0] - jnp.sum(sizes))
     return grouped_matmul(rows, weights, sizes, out_dtype=out_dtype)
 
@@ -101,7 +103,7 @@ _without_gradient.defvjp(lambda x: (x, None), lambda _, d: (jnp.zeros_like(d),))
 
 
 def _constant_rows(rows, weights, sizes, *, out_dtype):
-    """Rows without their gradient."""
+    """Fault: drop the gradient of the rows."""
     return grouped_matmul(_without_gradient(rows), weights, sizes, out_dtype=out_dtype)
 
 
@@ -131,7 +133,7 @@ def test_a_wrong_kernel_is_caught(wrong, pair, pattern, message):
 @pytest.mark.slow
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_sums_that_int32_cannot_hold(implementation, monkeypatch):
-    """They are taken in parts; with a limit of 100 rows, in six, which cut groups in two."""
+    """With a limit of 100 rows, sums are taken in six parts, which cut groups in two."""
     monkeypatch.setattr(api, "largest_sum", lambda rows, others: 100)
     sizes = {name: SIZES[name] for name in ("skewed", "off_by_one_of_64")}
     conformance.check_exact_outer(_outer(implementation), OUTER_PAIRS["w8a8_tensor"], sizes=sizes)
@@ -139,7 +141,7 @@ def test_sums_that_int32_cannot_hold(implementation, monkeypatch):
 
 @pytest.mark.slow
 def test_sums_of_one_too_few_are_caught():
-    """The last row of every group is left out."""
+    """Leaving out the last row of every group fails."""
 
     def wrong(rows, others, sizes, *, out_dtype):
         ends = jnp.cumsum(sizes)

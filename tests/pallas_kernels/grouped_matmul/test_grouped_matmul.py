@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""grouped_matmul: every implementation against the oracle, ragged_dot and a loop in numpy.
+"""Compares every implementation of grouped_matmul with the reference, ragged_dot and numpy.
 
 To add an implementation: a name in IMPLEMENTATIONS. To add a case: a row in CASES.
 """
@@ -53,7 +53,7 @@ CASES = {
 
 @pytest.fixture(params=[False, True], ids=["default", "small_blocks"])
 def small_blocks(request, monkeypatch):
-    """Constants so small that these shapes reach every branch."""
+    """Shrink constants so that these shapes reach every branch."""
     if request.param:
         monkeypatch.setattr(layout, "BLOCKS", (8, 4))
         monkeypatch.setattr(layout, "MIN_HEAD", 4)
@@ -64,7 +64,7 @@ def _inputs(num_rows, sizes, dtype="float32"):
     rows = jax.random.normal(keys[0], (num_rows, 12))
     weights = jax.random.normal(keys[1], (len(sizes), 12, 10))
     d_out = jax.random.normal(keys[2], (num_rows, 10))
-    # What nobody may read.
+    # Must not be read.
     rows = rows.at[sum(sizes) :].set(jnp.nan)
     d_out = d_out.at[sum(sizes) :].set(jnp.inf)
     rows, weights, d_out = (x.astype(dtype) for x in (rows, weights, d_out))
@@ -76,12 +76,12 @@ def _value_and_gradients(rows, weights, group_sizes, d_out, implementation):
     return _compiled(rows, weights, group_sizes, d_out, implementation, constants)
 
 
-# Most of the time goes into compiling small programs; the other tests optimise as users do.
+# Compiling small programs takes most of the time; other tests optimise as users do.
 @functools.partial(
     jax.jit, static_argnums=(4, 5), compiler_options={"xla_backend_optimization_level": 0}
 )
 def _compiled(rows, weights, group_sizes, d_out, implementation, constants):
-    """`constants` is unread: it keeps programs of other constants apart."""
+    """Return a compiled program; the unread `constants` keep programs apart."""
     del constants
     out, pull = jax.vjp(
         lambda r, w: grouped_matmul(r, w, group_sizes, implementation=implementation),
@@ -91,7 +91,7 @@ def _compiled(rows, weights, group_sizes, d_out, implementation, constants):
     return out, *pull(d_out)
 
 
-def test_the_table_is_complete():
+def test_every_implementation_is_in_the_table():
     assert set(OPERATIONS["grouped_matmul"].implementations) == {
         "reference",
         *IMPLEMENTATIONS,
@@ -147,7 +147,7 @@ def test_against_ragged_dot(implementation):
 @settings(max_examples=60)
 @given(sizes=st.lists(st.integers(0, 40), min_size=5, max_size=5))
 def test_any_sizes(sizes):
-    """One compiled function for all of them: nothing depends on the sizes at trace time."""
+    """One compiled function serves all sizes."""
     rows, weights, _, d_out = _inputs(40, [40, 0, 0, 0, 0])
     group_sizes = jnp.array(np.diff(np.minimum(np.cumsum([0, *sizes]), 40)), jnp.int32)
     with pytest.MonkeyPatch.context() as patch:
@@ -173,7 +173,7 @@ def test_no_rows():
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 def test_in_shard_map(implementation, check_vma, axis_type):
-    """Rows sharded, weights replicated: their gradient is the sum over the devices."""
+    """With sharded rows and replicated weights, gradients of weights are summed."""
     parts = [_inputs(*CASES[name]) for name in ("balanced", "skewed", "padding", "all_empty")]
     weights = parts[0][1]
     expected = [_value_and_gradients(r, weights, g, d, "reference") for r, _, g, d in parts]
@@ -210,7 +210,7 @@ def test_in_shard_map(implementation, check_vma, axis_type):
 
 
 def test_under_scan_and_checkpoint():
-    """Layers are scanned and recomputed: the gradients stay those of the oracle."""
+    """Gradients through scan and checkpoint equal those of the reference."""
     rows, weights, group_sizes, _ = _inputs(64, [50, 3, 0, 11])
     weights = jnp.stack([weights, weights[::-1]])  # two layers, [2 G 12 10]
 
@@ -237,12 +237,12 @@ def test_under_scan_and_checkpoint():
         ((4, 3), (3, 6), (2,), r"takes rows \[R k\].* not rows \(4, 3\), weights \(3, 6\)"),
     ],
 )
-def test_shapes_that_do_not_fit(rows, weights, sizes, message):
+def test_bad_shapes_are_refused(rows, weights, sizes, message):
     with pytest.raises(ValueError, match=message):
         _unchecked(jnp.zeros(rows), jnp.zeros(weights), jnp.zeros(sizes, jnp.int32))
 
 
-def test_dtypes_that_do_not_fit():
+def test_bad_dtypes_are_refused():
     rows, weights, group_sizes, _ = _inputs(4, [2, 2])
     with pytest.raises(ValueError, match=r"rows \(float32\) and weights \(bfloat16\) must have"):
         _unchecked(rows, weights.astype(jnp.bfloat16), group_sizes)
@@ -252,7 +252,7 @@ def test_dtypes_that_do_not_fit():
 
 @pytest.mark.parametrize("implementation", ("reference", *IMPLEMENTATIONS))
 def test_sizes_of_narrow_integers(implementation):
-    """Their sum, 280, is past what they can hold."""
+    """The sum of the sizes, 280, exceeds their dtype."""
     rows, weights, group_sizes, _ = _inputs(300, [120, 100, 60])
     actual, expected = (
         grouped_matmul(rows, weights, sizes, implementation=implementation)
@@ -262,5 +262,5 @@ def test_sizes_of_narrow_integers(implementation):
 
 
 def _unchecked(*args):
-    """A call as users make it: without the annotations being checked, as they are in tests."""
+    """Call without type checks, as users do."""
     return inspect.unwrap(grouped_matmul)(*args)

@@ -1,14 +1,13 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""grouped_matmul and grouped_swiglu on GPUs: both families of kernels, interpreted, against numpy;
-which of them a product gets; and their lowering for GPUs that are not there.
+"""Tests grouped_matmul and grouped_swiglu on GPUs: interpreted kernels, choice of kernel, lowering.
 
     JAX_PLATFORMS=cuda,cpu pytest -n 0 -m accelerator tests/pallas_kernels   on a GPU
 
-The interpreter of Mosaic GPU follows every warpgroup, barrier and copy, and takes seconds for a
-product: its cases are few and small, and most of them slow.
+The interpreter of Mosaic GPU models every warpgroup, barrier and copy, and takes seconds per
+program: its cases are few and small, and most of them slow.
 
-To add a pair of factors or a pattern of groups: tests/support/conformance.py.
+To add a pair of factors or a pattern of groups: `tests/support/conformance.py`.
 """
 
 import functools
@@ -69,7 +68,7 @@ HOPPER = _interpreted(pallas_gpu_hopper, interpreted_gpu(detect_races=True))
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    """Tiles so small that few rows have several."""
+    """Shrink tiles so that few rows have several."""
     small = pallas_gpu_triton._Blocks(32, 32, 32)
     monkeypatch.setattr(pallas_gpu_triton, "_block_sizes", lambda *_: small)
 
@@ -132,19 +131,19 @@ HOPPER_PAIRS = tuple(name for name in GROUPED_PAIRS if name != "float32")
 
 @pytest.fixture
 def one_poison(monkeypatch):
-    """The interpreter compiles a kernel anew for every call: one poison has to do."""
+    """Use one poison: the interpreter compiles a kernel again for every call."""
     monkeypatch.setattr(conformance, "POISONS", {"nan": np.nan})
 
 
 @pytest.fixture
 def watched(one_poison, capfd):
-    """No race is seen."""
+    """Assert that no race is reported."""
     yield
     assert "RACE" not in "".join(capfd.readouterr())
 
 
 def test_hopper(watched):
-    """Rows of two groups in one tile, rows past them, a copy of each size."""
+    """Rows of two groups in one tile, rows past them, partial copies."""
     rows = jax.random.normal(jax.random.key(0), (136, 64), jnp.bfloat16).at[133:].set(jnp.nan)
     weights = jax.random.normal(jax.random.key(1), (2, 64, 64), jnp.bfloat16)
     sizes, dtype = jnp.array([3, 130]), jnp.dtype("bfloat16")
@@ -190,7 +189,7 @@ ROWS = 320
     tile=st.sampled_from([32, 64]),
 )
 def test_every_row_is_in_one_tile(cuts, tile):
-    """Own rows of all tiles are all rows, once; tiles begin where TMA may, and end in time."""
+    """Tiles cover all rows once, begin where TMA may, and end within the rows."""
     sizes = np.diff([0, *cuts]).astype(np.int32)
     tiles, count = _schedule(tile, sizes)
     assert count[0] <= tiles.shape[0]
@@ -221,7 +220,7 @@ def test_tiles_fit(width, dtype):
 
 
 def test_models_have_wide_tiles():
-    """OLMoE and Qwen3-30B: forward, and turned."""
+    """OLMoE and Qwen3-30B, forward and transposed."""
     assert all(tiles_for(width, "bfloat16").columns == COLUMNS[0] for width in (1024, 768, 2048))
 
 
@@ -255,13 +254,13 @@ def test_sections(steps, blocks, dtype, section):
         ((10, 0), "bfloat16", "bfloat16", {}, "triton", "which only 9.0 has"),
     ],
 )
-def test_which_kernel_runs(capability, rows, weights, options, kernel, reason):
+def test_kernel_choice(capability, rows, weights, options, kernel, reason):
     choice = pallas_gpu.kernel_for(capability, rows, weights, **options)
     assert choice.kernel == kernel
     assert reason in choice.reason
 
 
-def test_what_cannot_be_chosen():
+def test_unsupported_gpu_or_dtype_is_refused():
     with pytest.raises(ValueError, match=r"compute capability 8.0 or later, this is 7.5: ch"):
         pallas_gpu.kernel_for((7, 5), "bfloat16", "bfloat16")
     with pytest.raises(ValueError, match="this is no NVIDIA GPU: choose 'xla'"):
@@ -306,8 +305,8 @@ def _both(rows, weights, group_sizes, d_out):
     ],
 )
 def test_lowered_for_a_gpu(kind, dtype, mosaic, triton, monkeypatch):
-    """OLMoE: three kernels of the family that the GPU gets, and nothing as large as G x R."""
-    monkeypatch.undo()  # the tiles that users get
+    """OLMoE gets three kernels of its GPU family, and no array as large as G x R."""
+    monkeypatch.undo()  # the default tiles
     shape = functools.partial(jax.ShapeDtypeStruct, dtype=dtype)
     sizes = jax.ShapeDtypeStruct((64,), jnp.int32)
     shapes = shape((65536, 2048)), shape((64, 2048, 1024)), sizes, shape((65536, 1024))
@@ -336,7 +335,7 @@ def test_pairs_lowered_for_hopper(pair):
 
 @pytest.mark.slow
 def test_lowered_in_shard_map():
-    """What kernels return varies over the mesh, as check_vma wants to know."""
+    """Results of kernels vary over the mesh, as check_vma requires."""
     device = AbstractDevice("NVIDIA H200", None, "cuda")
     mesh = AbstractMesh((4,), ("data",), axis_types=(AxisType.Auto,), abstract_device=device)
 
@@ -358,7 +357,7 @@ def test_lowered_in_shard_map():
 
 
 def _spilling(self, x, out, place, some=None):
-    """A tile's rows are written without regard to whose they are."""
+    """Fault: write all rows of a tile."""
     del some
     return WHOLE(self, x, out, place)
 
@@ -376,7 +375,7 @@ def test_a_wrong_hopper_kernel_is_caught(monkeypatch, one_poison):
 
 
 def test_a_wrong_triton_kernel_is_caught(monkeypatch):
-    """The first row of a group is left to the group before."""
+    """Giving the first row of a group to the group before fails."""
 
     def off_by_one(num_rows, group_sizes, tile):
         moved = group_sizes.at[0].add(1).at[1].add(-1)
@@ -393,7 +392,7 @@ def test_a_wrong_triton_kernel_is_caught(monkeypatch):
 @pytest.mark.slow
 @gpus.sees_races
 def test_a_planted_race_is_seen(monkeypatch, capfd):
-    """The watch can fail."""
+    """The race detector reports a planted race."""
     gpus.plant_a_race(monkeypatch)
     rows = jnp.ones((256, 512), jnp.bfloat16)
     weights = jnp.ones((1, 512, 64), jnp.bfloat16)
@@ -422,7 +421,7 @@ def _expert_inputs(dtype="float32", dims=(60, 40, 24), sizes=(31, 0, 20)):
 @pytest.mark.slow
 @pytest.mark.parametrize("is_quantised", [False, True])
 def test_swiglu(is_quantised):
-    """Composed of the products: value and gradients."""
+    """Value and gradients of SwiGLU composed of the products."""
     rows, gate_up, down, d_out, sizes = _expert_inputs()
     if is_quantised:
         gate_up, down = quantize(gate_up, "int8", axis=-3), quantize(down, "int8", axis=-2)
@@ -468,10 +467,10 @@ REAL = {
 @pytest.mark.parametrize("family", ["chosen", "triton"])
 @pytest.mark.parametrize("name", REAL)
 def test_on_a_gpu(name, family, dtype, monkeypatch):
-    """Compiled kernels against float32 in XLA, one group after the other: value and gradients."""
+    """Compiled kernels agree with float32 in XLA, one group at a time, in value and gradients."""
     if jax.default_backend() != "gpu":
         pytest.skip("these kernels are for GPUs")
-    monkeypatch.undo()  # the tiles that users get
+    monkeypatch.undo()  # the default tiles
     num_rows, k, n, groups, hot = REAL[name]
     rng = np.random.default_rng(0)
     used = num_rows - num_rows // 50

@@ -1,10 +1,10 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""grouped_matmul, grouped_outer and grouped_swiglu for TPUs.
+"""Tests grouped_matmul, grouped_outer and grouped_swiglu on TPUs.
 
-Every pair of factors against numpy (tests/support/conformance.py) with small tiles, so that few
-rows make many visits; the plan of visits against plain loops; the machine's memories and eight of
-them in a manual region; kernels that are wrong on purpose; TPUs that are not there, by libtpu.
+Every pair of factors is compared with numpy (tests/support/conformance.py) with small tiles, so
+that few rows make many visits; visits with plain loops. Also the machine interpreter, a manual
+region over eight devices, faulty kernels, and compilation for described TPUs.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ SIZES = {
 
 @pytest.fixture
 def small_tiles(monkeypatch):
-    """16 rows, in pieces of 8, and sums in parts of 16."""
+    """Use tiles of 16 rows, in pieces of 8, and sums in parts of 16."""
     for kernel in blocks.TABLE[""]:
         monkeypatch.setitem(blocks.TABLE[""], kernel, SMALL)
     monkeypatch.setattr(blocks, "LANES", 8)
@@ -51,7 +51,7 @@ def small_tiles(monkeypatch):
 
 @pytest.fixture
 def values():
-    """The kernels of TPUs, in the plain interpreter."""
+    """Run the TPU kernels in the plain interpreter."""
     with interpreted("values"):
         yield
 
@@ -61,7 +61,7 @@ OUTER = functools.partial(grouped_outer, implementation="pallas_tpu")
 
 
 def _with_few_blocks(factor):
-    """The same factor with blocks that these sizes have several of."""
+    """Return the factor with blocks of which these sizes have several."""
     if not isinstance(factor.scales, int) or factor.dtype == "mxfp8":
         return factor
     return factor._replace(scales={128: 32, 64: 16}[factor.scales])
@@ -76,7 +76,7 @@ FAST = ("w4a8_block", "w4a16_block")  # float32 is in test_swiglu
     [x if x in FAST else pytest.param(x, marks=pytest.mark.slow) for x in GROUPED_PAIRS],
 )
 def test_pairs(pair):
-    """Value and gradients; empty groups, off-by-one sizes, NaN and infinity past the end."""
+    """Value and gradients with empty groups, off-by-one sizes, NaN and infinity past the end."""
     left, right = map(_with_few_blocks, GROUPED_PAIRS[pair])
     factors = (left, right)
     conformance.check_grouped(MATMUL, factors, DIMS, SIZES)
@@ -117,7 +117,7 @@ def _both_plans(sizes, num_rows, tile):
     shape=st.sampled_from([(3, 8), (40, 64), (50, 7), (48, 16)]),
 )
 def test_visits(sizes, shape):
-    """Every row with its group once, in tiles that follow one another; no group without a visit."""
+    """Every row meets its group once, in consecutive tiles; every group has a visit."""
     num_rows, tile = shape
     ends = np.minimum(np.cumsum(sizes), num_rows)
     owners = np.searchsorted(ends, np.arange(num_rows), side="right")
@@ -136,7 +136,7 @@ def test_visits(sizes, shape):
     assert set(plans[0][2]) == set(range(number))  # all rows are written
     assert set(plans[1][0]) == set(range(len(sizes)))  # and all groups
     past = plans[0][1][plans[0][3] >= plans[0][4]]
-    assert np.all(past <= max(0, (ends[-1] - 1) // tile))  # what is not there is not read
+    assert np.all(past <= max(0, (ends[-1] - 1) // tile))  # rows out of range are not read
 
 
 @given(
@@ -181,7 +181,7 @@ _compiled = functools.partial(jax.jit, static_argnames="implementation")
 
 @pytest.mark.usefixtures("small_tiles", "values")
 def test_swiglu():
-    """One compiled function for all sizes."""
+    """One compiled function serves all sizes."""
     functions = [
         jax.jit(functools.partial(_swiglu_gradients, implementation=name))
         for name in ("pallas_tpu", "reference")
@@ -222,8 +222,7 @@ def test_swiglu_in_bfloat16():
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("operation", ["matmul", "swiglu"])
 def test_in_the_machine(operation):
-    """With a TPU's memories: what is read before it is written is NaN, what is out of bounds an
-    error."""
+    """With a TPU's memories: unwritten reads are NaN, out-of-bounds accesses raise."""
     rows, gate_up, down, group_sizes, d_out = _swiglu_inputs()
 
     def run(implementation):
@@ -251,7 +250,7 @@ def test_in_the_machine(operation):
 @pytest.mark.slow
 @pytest.mark.usefixtures("small_tiles")
 def test_in_shard_map():
-    """Rows over eight devices, weights on each: their gradients are sums over the devices."""
+    """With rows over eight devices and weights on each, gradients are sums over devices."""
     parts = [_swiglu_inputs(20, s) for s in ((9, 0, 11), (20, 0, 0), (0, 0, 0), (1, 5, 7)) * 2]
     _, gate_up, down, *_ = parts[0]
     rows, group_sizes, d_out = (jnp.concatenate([part[i] for part in parts]) for i in (0, 3, 4))
@@ -279,7 +278,7 @@ def test_in_shard_map():
 
 
 def _without_first_row(plan):
-    """Visits that begin in the middle of a tile forget a row."""
+    """Fault: visits that begin inside a tile skip a row."""
 
     def wrong(*args):
         planned = plan(*args)
@@ -311,7 +310,7 @@ def _on_one_tpu():
 
 
 def test_lowered_for_a_tpu():
-    """It is what a TPU runs when nobody asks for anything; no libtpu is needed."""
+    """A TPU runs the kernels by default; libtpu is not needed."""
     shapes = [(1000, 256), (4, 256, 2, 128), (4, 128, 256)]
     arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
 
@@ -333,7 +332,7 @@ MODELS = {"olmoe": (65536, 64, 2048, 1024), "qwen3_30b": (65536, 128, 2048, 768)
 
 @pytest.fixture(params=["v5e:2x2", "v5p:2x2x1"])
 def one_tpu(monkeypatch, request):
-    """A mesh of one device that is not there."""
+    """Return a mesh of one described device."""
     devices = described_tpus(monkeypatch, request.param)
     return Mesh(np.array(devices[:1]), ("x",), (AxisType.Auto,))
 
@@ -352,7 +351,7 @@ def _like(*shape, dtype=jnp.bfloat16):
 @pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 def test_swiglu_compiled_for_a_tpu(one_tpu, model):
-    """Forward and backward fit into a core's memory, and keep what is said: z and h, twice."""
+    """Forward and backward fit into a core's memory, and keep only z and h."""
     num_rows, groups, width, hidden = MODELS[model]
 
     def step(rows, gate_up, down, group_sizes, d_out):
@@ -376,7 +375,7 @@ def test_swiglu_compiled_for_a_tpu(one_tpu, model):
 @pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 def test_products_compiled_for_a_tpu(one_tpu, model):
-    """Nothing beside the operands and results."""
+    """No temporary beside operands and results."""
     num_rows, groups, width, hidden = MODELS[model]
 
     def step(rows, weights, group_sizes, d_out):
@@ -396,7 +395,7 @@ def test_products_compiled_for_a_tpu(one_tpu, model):
     "pair", ["w8a8_channel", "w4a8_block", "w4a16_block", "e5m2_e4m3", "mxfp8"]
 )
 def test_quantised_products_compiled_for_a_tpu(one_tpu, pair):
-    """And the turned product, where rows are floating."""
+    """Includes the transposed product, where rows are floating."""
     num_rows, groups, width, hidden = 4096, 16, 2048, 768
     pair = GROUPED_PAIRS[pair]
     shapes = (((num_rows, width), pair[0], -1), ((groups, width, hidden), pair[1], -2))

@@ -1,9 +1,10 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""grouped_swiglu: every implementation against the oracle, the oracle against dense SwiGLUs.
+"""Compares every implementation of grouped_swiglu with the reference, and it with dense SwiGLUs.
 
-The layout that both grouped operations share has its cases in `test_grouped_matmul.py`; here are
-those that reach each branch of this one. To add an implementation: a name in IMPLEMENTATIONS.
+Cases of the shared layout are in `tests/pallas_kernels/grouped_matmul/test_grouped_matmul.py`.
+
+To add an implementation: a name in IMPLEMENTATIONS.
 """
 
 import functools
@@ -32,7 +33,7 @@ def _inputs(num_rows, sizes, dtype="float32"):
     gate_up = 0.5 * jax.random.normal(keys[1], (len(sizes), WIDTH, 2, HIDDEN))
     down = 0.5 * jax.random.normal(keys[2], (len(sizes), HIDDEN, WIDTH))
     d_out = jax.random.normal(keys[3], (num_rows, WIDTH))
-    # What nobody may read.
+    # Must not be read.
     rows = rows.at[sum(sizes) :].set(jnp.nan)
     d_out = d_out.at[sum(sizes) :].set(jnp.inf)
     arrays = (x.astype(dtype) for x in (rows, gate_up, down))
@@ -50,7 +51,7 @@ def _value_and_gradients(*inputs, implementation):
     compiler_options={"xla_backend_optimization_level": 0},
 )
 def _compiled(rows, gate_up, down, group_sizes, d_out, *, implementation, constants):
-    """`constants` is unread: it keeps programs of other constants apart."""
+    """Return a compiled program; the unread `constants` keep programs apart."""
     del constants
     function = functools.partial(
         grouped_swiglu, group_sizes=group_sizes, implementation=implementation
@@ -68,13 +69,13 @@ def _assert_equal(actual, expected, tolerance=TOLERANCES["float32"]):
 
 @pytest.fixture(params=[False, True], ids=["default", "small_blocks"])
 def small_blocks(request, monkeypatch):
-    """Constants so small that these shapes reach every branch."""
+    """Shrink constants so that these shapes reach every branch."""
     if request.param:
         monkeypatch.setattr(layout, "BLOCKS", (8, 4))
         monkeypatch.setattr(layout, "MIN_HEAD", 4)
 
 
-def test_the_table_is_complete():
+def test_every_implementation_is_in_the_table():
     assert set(OPERATIONS["grouped_swiglu"].implementations) == {
         "reference",
         *IMPLEMENTATIONS,
@@ -83,7 +84,7 @@ def test_the_table_is_complete():
 
 
 def test_oracle_against_dense_swiglus():
-    """Each group by itself, in plain jax.numpy, with the gradients that jax derives."""
+    """Each group alone, in plain jax.numpy, with gradients derived by JAX."""
     rows, gate_up, down, group_sizes, d_out = _inputs(24, [9, 0, 11, 4])
     actual = _value_and_gradients(
         rows, gate_up, down, group_sizes, d_out, implementation="reference"
@@ -128,7 +129,7 @@ def test_parity_in_bfloat16(implementation):
 )
 @pytest.mark.parametrize("implementation", ("reference", *IMPLEMENTATIONS))
 def test_quantised_matrices(implementation, of_gate_up, of_down):
-    """As the matrices in numbers that they stand for; nothing flows to them."""
+    """Equal to dequantised matrices, without a gradient of them."""
     rows, gate_up, down, group_sizes, d_out = _inputs(*CASES["padding"])
     down = jnp.concatenate([down] * 4, axis=1)[:, :16]
     gate_up = jnp.concatenate([gate_up] * 4, axis=3)[..., :16]
@@ -163,7 +164,7 @@ def _quantised(x, dtype, axis, scales):
 @settings(max_examples=40)
 @given(sizes=st.lists(st.integers(0, 40), min_size=5, max_size=5))
 def test_any_sizes(sizes):
-    """One compiled function for all of them: nothing depends on the sizes at trace time."""
+    """One compiled function serves all sizes."""
     rows, gate_up, down, _, d_out = _inputs(40, [40, 0, 0, 0, 0])
     group_sizes = jnp.array(np.diff(np.minimum(np.cumsum([0, *sizes]), 40)), jnp.int32)
     with pytest.MonkeyPatch.context() as patch:
@@ -185,7 +186,7 @@ def test_no_rows():
 @pytest.mark.parametrize("implementation", ("reference", *IMPLEMENTATIONS))
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_in_shard_map(implementation, check_vma):
-    """Rows sharded, weights replicated: their gradients are sums over the devices."""
+    """With sharded rows and replicated weights, gradients of weights are summed."""
     parts = [_inputs(*CASES[name]) for name in ("balanced", "skewed", "padding", "all_empty")]
     weights = parts[0][1:3]
     expected = [
@@ -223,13 +224,13 @@ def test_in_shard_map(implementation, check_vma):
         (((4, 3), (2, 3, 12), (2, 6, 3), (2,)), r"takes rows \[R k\], gate_up \[G k 2 n\]"),
     ],
 )
-def test_shapes_that_do_not_fit(shapes, message):
+def test_bad_shapes_are_refused(shapes, message):
     *arrays, sizes = shapes
     with pytest.raises(ValueError, match=message):
         _unchecked(*map(jnp.zeros, arrays), jnp.zeros(sizes, jnp.int32))
 
 
-def test_dtypes_that_do_not_fit():
+def test_bad_dtypes_are_refused():
     rows, gate_up, down, group_sizes, _ = _inputs(4, [2, 2])
     with pytest.raises(ValueError, match=r"rows \(float32\) and down \(bfloat16\) must have"):
         _unchecked(rows, gate_up, down.astype(jnp.bfloat16), group_sizes)
@@ -240,7 +241,7 @@ def test_dtypes_that_do_not_fit():
 
 
 def test_sizes_of_narrow_integers():
-    """Their sum, 280, is past what they can hold."""
+    """The sum of the sizes, 280, exceeds their dtype."""
     rows, gate_up, down, group_sizes, d_out = _inputs(300, [120, 100, 60])
     actual, expected = (
         _value_and_gradients(rows, gate_up, down, sizes, d_out, implementation="xla")
@@ -250,5 +251,5 @@ def test_sizes_of_narrow_integers():
 
 
 def _unchecked(*args):
-    """A call as users make it: without the annotations being checked, as they are in tests."""
+    """Call without type checks, as users do."""
     return inspect.unwrap(grouped_swiglu)(*args)

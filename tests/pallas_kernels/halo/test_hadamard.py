@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Hadamard rotations: exactly orthogonal, scipy's where scipy has them, and there and back."""
+"""Tests Hadamard rotations: orthogonal, equal to those of scipy, and invertible."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -58,7 +58,7 @@ def test_powers_of_two_are_those_of_scipy(order):
 
 
 @pytest.mark.parametrize("width", [1, 8, 12, 30, 33, 40, 384])
-def test_it_is_the_matrix_block_by_block_and_its_inverse_takes_it_back(width):
+def test_rotation_is_the_matrix_by_block_and_inverts(width):
     x, block = normal(2, width, 3), rotated_together(width)
     matrix = np.kron(np.eye(width // block), hadamard_matrix(block) / np.sqrt(block))
     rotated = hadamard(jnp.asarray(x), 1)
@@ -89,7 +89,7 @@ def test_the_dtype_stays_and_sums_are_wide():
         ({"block": 0}, "block=0 must divide"),
     ],
 )
-def test_refusals(given, words):
+def test_wrong_platform_is_refused(given, words):
     with pytest.raises(ValueError, match=words):
         hadamard(jnp.zeros((2, 12)), **given)
 

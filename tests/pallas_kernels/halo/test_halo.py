@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""HALO: without rounding an identity, with it the oracle's codes, and outliers that do no harm."""
+"""Compares HALO with its reference: exact without rounding, robust to outliers with it."""
 
 import functools
 
@@ -25,14 +25,14 @@ def exact(x):
 
 
 def error(actual, desired):
-    """Relative, of the Frobenius norm."""
+    """Return the relative Frobenius error."""
     actual, desired = (np.asarray(array, np.float64) for array in (actual, desired))
     return float(np.linalg.norm(actual - desired) / np.linalg.norm(desired))
 
 
 @functools.cache
 def operands():
-    """With a large feature and a large gradient of one token."""
+    """Return operands with a large feature and a large gradient of one token."""
     rng = np.random.default_rng(0)
     x, w, e = (rng.standard_normal(shape) for shape in ((M, K), (K, N), (M, N)))
     x[:, 3] *= 30.0
@@ -41,7 +41,7 @@ def operands():
 
 
 def value_and_gradients(function, *arrays):
-    """Of all arrays but the last, which is the gradient of the value."""
+    """Return value and gradients of all arrays but the last, the gradient of the value."""
     *given, e = (jnp.asarray(array, jnp.float32) for array in arrays)
     out, pull = jax.vjp(jax.jit(function), *given)
     return out, *pull(e)
@@ -68,7 +68,7 @@ def test_value_and_gradients_are_the_oracles(level, dtype, rounded):
 
 
 def test_a_rotation_left_out_is_caught(monkeypatch):
-    """What comes back to the tokens must be rotated back."""
+    """Gradients of the tokens must be rotated back."""
     halo, (x, w, e) = Halo(dtype=None, level=2, block=8), operands()
     monkeypatch.setattr(
         "pallas_kernels.halo.products.hadamard",
@@ -96,7 +96,7 @@ SIZES = np.array([7, 0, 20, 5])
 
 @pytest.mark.parametrize("dtype", [None, "int8", "float8_e4m3fn"])
 def test_groups_are_products_of_their_own(dtype):
-    """Each matrix with its own scale, rows with one; what stands past the end is never read."""
+    """Each matrix has its own scale, rows one; rows past the end are not read."""
     rng = np.random.default_rng(2)
     rows, w, e = (rng.standard_normal(s) for s in ((40, K), (4, K, N), (40, N)))
     end, ends = SIZES.sum(), np.cumsum(SIZES)
@@ -119,8 +119,8 @@ def test_groups_are_products_of_their_own(dtype):
     assert not np.asarray(found[0])[end:].any() and not np.asarray(found[1])[end:].any()
 
 
-def test_a_planted_outlier_does_no_harm_once_it_is_rotated():
-    """One value of 33 among normal ones takes the steps of int8 from all others."""
+def test_rotation_removes_the_error_of_an_outlier():
+    """One value of 33 among normal ones takes the int8 steps of all others."""
     rng = np.random.default_rng(3)
     x, w = rng.standard_normal((256, 1024)), rng.standard_normal((1024, 512))
     x[0, 0] = 33.0
@@ -143,7 +143,7 @@ def test_level_two_spreads_a_token_with_a_large_gradient():
     assert errors[2] < 0.5 * min(errors[:2])
 
 
-def test_what_waits_for_the_backward_pass_is_in_few_bits():
+def test_residuals_are_in_few_bits():
     halo, (x, w, _) = Halo(dtype="int8", level=2), operands()
     _, pull = jax.vjp(
         lambda x, w: project(x, encode(w, halo), halo),
@@ -158,7 +158,7 @@ def test_what_waits_for_the_backward_pass_is_in_few_bits():
 
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
 def test_codes_of_the_pieces_are_codes_of_the_whole(dtype):
-    """On eight devices as on one: value, gradients, and one scale for all pieces."""
+    """Value, gradients and the one scale are the same on eight devices as on one."""
     x, w, e = operands()
     halo = Halo(dtype=dtype, level=2, block=2)
     alone = value_and_gradients(lambda x, w: project(x, encode(w, halo), halo), x, w, e)
@@ -174,7 +174,7 @@ def test_codes_of_the_pieces_are_codes_of_the_whole(dtype):
     assert max(map(error, found, alone)) < EXACT
 
 
-def test_pieces_that_are_no_blocks_of_what_is_rotated_are_refused():
+def test_gathered_contracted_dimension_is_refused():
     with pytest.raises(ValueError, match="cuts a contracted dimension .* other than dimension 0"):
         encode(
             jnp.zeros((4, 6, 8)),

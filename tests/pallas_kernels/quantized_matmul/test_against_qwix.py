@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""quantize and the products against qwix, which others wrote.
+"""Compares quantize and the quantised products with qwix.
 
 qwix scales integers to 127.5 and 7.5, so that the largest is clipped by half a step; jaxmoe to 127
 and 7. Values are compared where the scales agree, products where both are given the same values.
@@ -34,7 +34,7 @@ def _qwix(x: QuantizedArray, name: str):
 @pytest.mark.parametrize("block_size", [None, 32])
 @pytest.mark.parametrize("dtype", ("float8_e4m3fn", "float8_e5m2", "mxfp8"))
 def test_values(dtype, block_size, key):
-    """Of floats the scales are the same, and so is every value."""
+    """Scales and values of floats are the same."""
     if dtype == "mxfp8" and block_size is None:
         block_size = 32
     x = jax.random.normal(key, (16, 128))
@@ -49,7 +49,7 @@ def test_values(dtype, block_size, key):
 
 @pytest.mark.parametrize(("dtype", "largest"), [("int8", 127), ("int4", 7)])
 def test_error_of_integers(dtype, largest, key):
-    """Their scale is smaller by half a step in `largest`; errors agree to a tenth."""
+    """Scales differ by half a step of `largest`; errors agree to a tenth."""
     x = jax.random.normal(key, (64, 256))
     ours = quantize(x, dtype, axis=-1, block_size=128)
     theirs = qwix.quantize(x, dtype, channelwise_axes=(0,), tiled_axes={1: 128})
@@ -75,8 +75,10 @@ def test_product(x_dtype, w_dtype, block_size, key):
 
 
 def test_grouped_product(key):
-    """Rows in bfloat16 and matrices in int8, by channel; qwix has one scale of each column for all
-    groups, so that all groups have the same."""
+    """bfloat16 rows and int8 matrices, by channel.
+
+    qwix has one scale per column for all groups, so all groups have the same.
+    """
     keys = jax.random.split(key)
     rows = jax.random.normal(keys[0], (24, 64))
     weights = jax.random.normal(keys[1], (3, 64, 16))

@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""quantize_mixed: where activations have outliers, few blocks of 8 bits save the whole product."""
+"""Tests quantize_mixed: with outliers in activations, few 8-bit blocks save the product."""
 
 import functools
 
@@ -24,7 +24,7 @@ quantized_matmul = jax.jit(unjitted, static_argnames="implementation")
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _problem(key, num_outliers=8, rows=192):
-    """Weights and rows, of which `num_outliers` channels, anywhere, are 30 times as large."""
+    """Return weights and rows, `num_outliers` channels of which are 30 times as large."""
     keys = jax.random.split(key, 3)
     weights = jax.random.normal(keys[0], (K, N))
     channels = jax.random.permutation(keys[1], K)[:num_outliers]
@@ -38,13 +38,13 @@ def _error(actual, expected):
 
 @functools.partial(jax.jit, static_argnums=2)
 def _uniform(x, weights, dtype):
-    """W4A8 or W4A4 in blocks, in the order that channels come in."""
+    """Return W4A8 or W4A4 in blocks, in the original order of channels."""
     rows = quantize(x, dtype, axis=-1, block_size=BLOCK)
     return quantized_matmul(rows, quantize(weights, "int4", axis=-2, block_size=BLOCK))
 
 
 def test_planted_outliers(key):
-    """The proof: measured on other rows than those it was made of."""
+    """The error on other rows than the sample is small with few wide blocks."""
     weights, x = _problem(key)
     sample, x = jnp.split(x, [128])
     mixed = quantize_mixed(weights, sample)
@@ -60,7 +60,7 @@ def test_planted_outliers(key):
 
 @pytest.mark.slow
 def test_channels_have_no_order(key):
-    """Channels in another order: the same product, to the order of its sums."""
+    """A permutation of channels gives the same product."""
     weights, x = _problem(key)
     turn = jax.random.permutation(jax.random.key(1), K)
     first = quantized_matmul(x, quantize_mixed(weights, x, num_wide=1))
@@ -70,7 +70,7 @@ def test_channels_have_no_order(key):
 
 
 @pytest.mark.slow
-def test_order_alone_changes_nothing(key):
+def test_permutation_without_rounding_changes_nothing(key):
     weights, x = _problem(key)
     mixed = quantize_mixed(weights, x, num_wide=2)
     assert sorted(mixed.order.tolist()) == list(range(K))
@@ -101,7 +101,7 @@ def test_bits_of_activations(key):
     ],
 )
 def test_product(implementation, num_wide, key):
-    """Against both factors as numbers in float64; the gradient passes over the rounding of x."""
+    """Compare with float64 factors; the gradient ignores the rounding of x."""
     weights, x = _problem(key, rows=8)
     mixed = quantize_mixed(weights, x, num_wide=num_wide)
     rounded = round_activations(x, mixed)
@@ -123,15 +123,15 @@ def test_product(implementation, num_wide, key):
 
 
 @pytest.mark.slow
-def test_without_outliers_nothing_is_saved(key):
-    """Where all channels are alike, 4 bits cost what they cost, and most blocks stay wide."""
+def test_without_outliers_most_blocks_stay_wide(key):
+    """Where all channels are alike, most blocks stay wide."""
     weights, x = _problem(key, num_outliers=0)
     assert quantize_mixed(weights, x).num_wide > K // BLOCK // 2
     assert quantize_mixed(weights, x, tolerance=3.0).num_wide == 0
 
 
 @pytest.mark.slow
-def test_it_is_a_pytree(key):
+def test_mixed_array_is_a_pytree(key):
     """Stacks of matrices are mapped over, and the structure keeps what is static."""
     weights, x = _problem(key, rows=8)
     stack = jnp.stack([weights, 2 * weights])
@@ -149,13 +149,13 @@ def test_it_is_a_pytree(key):
         ({"tolerance": 0.5}, "tolerance=0.5 must be at least 1"),
     ],
 )
-def test_what_is_refused(arguments, message, key):
+def test_bad_arguments_are_refused(arguments, message, key):
     weights, x = _problem(key)
     with pytest.raises(ValueError, match=message):
         quantize_mixed(weights, x, **arguments)
 
 
-def test_what_the_product_refuses(key):
+def test_bad_products_are_refused(key):
     weights, x = _problem(key)
     mixed = quantize_mixed(weights, x, num_wide=1)
     with pytest.raises(ValueError, match="a MixedArray rounds x itself, .* not quantised"):

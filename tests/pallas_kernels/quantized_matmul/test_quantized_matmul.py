@@ -1,11 +1,11 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""quantized_matmul: every implementation against numpy in float64 and, for integers, int64.
+"""Compares every implementation of quantized_matmul with numpy in float64 and int64.
 
-The kernels for TPUs run their cases in test_quantized_matmul_for_tpu.py.
+TPU kernels run their cases in test_quantized_matmul_for_tpu.py.
 
 To add an implementation: a name in IMPLEMENTATIONS. To add a pair of factors:
-tests/support/conformance.py.
+`tests/support/conformance.py`.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ ALWAYS = ("w8a8_channel", "w4a16_block", "mxfp8")
 
 
 def _cases(pairs, always):
-    """Pairs and implementations: a few of them always, all of them with the slow tests."""
+    """Return pairs and implementations: the fast ones, then all."""
     cases = [(pair, name) for pair in pairs for name in IMPLEMENTATIONS]
     is_fast = [name == "xla" and pair in always for pair, name in cases]
     return [
@@ -43,7 +43,7 @@ def _door(implementation):
     return functools.partial(quantized_matmul, implementation=implementation)
 
 
-def test_the_table_is_complete():
+def test_every_implementation_is_in_the_table():
     assert set(OPERATIONS["quantized_matmul"].implementations) == {
         *IMPLEMENTATIONS,
         *("pallas_tpu", "pallas_gpu"),
@@ -64,7 +64,7 @@ def test_integers_are_exact(implementation, pair):
 @pytest.mark.parametrize("scale", [0.0, np.inf, -np.inf, np.nan])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_odd_scales(implementation, scale, key):
-    """What a scale enters is as arithmetic has it (0 times infinity is NaN), and nothing else."""
+    """NaN, infinite and zero scales affect only the values that they scale."""
     keys = jax.random.split(key)
     x = quantize(jax.random.normal(keys[0], (8, 64)), "int8", axis=-1, block_size=32)
     w = quantize(jax.random.normal(keys[1], (64, 16)), "int4", axis=-2, block_size=32)
@@ -81,7 +81,7 @@ def test_odd_scales(implementation, scale, key):
 
 
 def test_a_scale_of_all_blocks_is_caught(key):
-    """A product that is wrong on purpose: every block by the scales of the first one."""
+    """Using the scales of the first block for all fails."""
 
     def wrong(x, w, *, out_dtype):
         scales = jnp.broadcast_to(w.scales[:1], w.scales.shape)
@@ -92,7 +92,7 @@ def test_a_scale_of_all_blocks_is_caught(key):
 
 
 def test_sums_that_wrap_are_caught():
-    """A product that is wrong on purpose: sums of int16."""
+    """Summing in int16 fails."""
 
     def wrong(x, w, *, out_dtype):
         sums = jnp.matmul(x.values, w.values, preferred_element_type=jnp.int16)
@@ -104,7 +104,7 @@ def test_sums_that_wrap_are_caught():
 
 @pytest.mark.slow
 def test_blocks_of_any_two_sizes(key):
-    """Blocks of 24 and of 36 have those of 12 in common."""
+    """Blocks of 24 and of 36 share blocks of 12."""
     keys = jax.random.split(key)
     x = quantize(jax.random.normal(keys[0], (5, 72)), "int8", axis=-1, block_size=24)
     w = quantize(jax.random.normal(keys[1], (72, 7)), "int8", axis=-2, block_size=36)
@@ -114,7 +114,7 @@ def test_blocks_of_any_two_sizes(key):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_nothing_to_multiply(implementation):
+def test_empty_factors(implementation):
     for m, k, n in ((0, 8, 4), (3, 0, 4), (3, 8, 0)):
         x = quantize(jnp.ones((m, k)), "int8", axis=-1)
         w = quantize(jnp.ones((k, n)), "int8", axis=-2)
@@ -126,7 +126,7 @@ def test_nothing_to_multiply(implementation):
 @pytest.mark.slow
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_in_shard_map(check_vma, key):
-    """Columns over devices, rows everywhere: as on one device; the gradient comes back whole."""
+    """Columns over devices, rows everywhere: as on one device, with a whole gradient."""
     keys = jax.random.split(key)
     x = jax.random.normal(keys[0], (6, 64))
     w = quantize(jax.random.normal(keys[1], (64, 16)), "int8", axis=-2, block_size=32)
@@ -195,14 +195,14 @@ def _made(dtype, scales, axis):
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_is_refused(case):
+def test_bad_arguments_are_refused(case):
     make, message = REFUSED[case]
     with pytest.raises(ValueError, match=message):
         inspect.unwrap(quantized_matmul)(*make())
 
 
 @pytest.mark.slow
-def test_sums_that_may_not_fit():
+def test_sums_that_may_overflow_are_refused():
     """They are refused; in two blocks that just fit they are exact."""
     with pytest.raises(ValueError, match="133145 products of integers share a scale, and only"):
         jax.eval_shape(quantized_matmul, *(_ones(shape) for shape in ((1, 133145), (133145, 1))))

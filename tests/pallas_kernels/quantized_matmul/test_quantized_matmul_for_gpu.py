@@ -1,14 +1,13 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""quantized_matmul on GPUs: every kernel, interpreted, against numpy; which of them a product gets;
-and their lowering for GPUs that are not there.
+"""Tests quantized_matmul on GPUs: interpreted kernels, the choice of kernel, lowering.
 
     JAX_PLATFORMS=cuda,cpu pytest -n 0 -m accelerator tests/pallas_kernels   on a GPU
 
-The interpreter of Mosaic GPU follows every warpgroup, barrier and copy, and takes seconds for a
-program: its cases are few, and most of them slow.
+The interpreter of Mosaic GPU models every warpgroup, barrier and copy, and takes seconds per
+program: its cases are few and small, and most of them slow.
 
-To add a pair of factors: tests/support/conformance.py.
+To add a pair of factors: `tests/support/conformance.py`.
 """
 
 import functools
@@ -44,12 +43,12 @@ pytestmark = gpus.triton_may_go
 
 @pytest.fixture(autouse=True)
 def few_programs(monkeypatch):
-    """Two that share k: the interpreter takes seconds for each."""
+    """Use two programs that share k: the interpreter takes seconds for each."""
     monkeypatch.setattr(pallas_gpu_tiles, "_splits", lambda _, sections, __: min(2, sections))
 
 
 def _interpreted(kernel, interpret=None, **options):
-    """As `quantized_matmul` would run this kernel, gradients included."""
+    """Return `quantized_matmul` with this kernel, gradients included."""
     if interpret is None:
         interpret = True if kernel == "triton" else interpreted_gpu()
     run = functools.partial(pallas_gpu.run, kernel, interpret=interpret, **options)
@@ -60,7 +59,7 @@ FLOATING = ("bfloat16", "float16", "float32")
 
 
 def _stored(x: Any, dtype: Any, axis: int, block: Any = None) -> Any:
-    """Floating, or in few bits."""
+    """Return the factor, floating or in few bits."""
     if dtype in FLOATING:
         return x.astype(dtype)
     return quantize(x, dtype, axis=axis, block_size=block if isinstance(block, int) else None)
@@ -127,7 +126,7 @@ def _operands(pair, dims, key=0):
 @pytest.mark.slow
 @pytest.mark.parametrize("kernel", ("widened", "triton"))
 def test_narrow_results(kernel):
-    """A float16 x, results in float16, and sizes that fill no tile."""
+    """A float16 x, float16 results, and sizes that fill no tile."""
     dims, pair = Dims(R=9, k=72, n=130), (Factor("float16"), Factor("int8", "channel"))
     x, w = _operands(pair, dims)
     out = jax.jit(functools.partial(_interpreted(kernel), out_dtype=jnp.dtype("float16")))(x, w)
@@ -164,7 +163,7 @@ def test_hopper_has_no_races(name, monkeypatch, capfd):
 @pytest.mark.slow
 @gpus.sees_races
 def test_a_planted_race_is_seen(monkeypatch, capfd):
-    """The watch can fail."""
+    """The race detector reports a planted race."""
     gpus.plant_a_race(monkeypatch)
     try:
         _watched("few_bits", monkeypatch)
@@ -176,7 +175,7 @@ def test_a_planted_race_is_seen(monkeypatch, capfd):
 
 @pytest.mark.parametrize("kernel", _but(("triton", "few_bits"), ("triton",)))
 def test_a_wrong_kernel_is_caught(kernel, monkeypatch):
-    """Scales of the block beside it: the table of cases sees it."""
+    """Using the scales of the next block fails."""
     table = pallas_gpu_scales._table
 
     def shifted(*arguments):
@@ -199,7 +198,7 @@ BOUNDS = {
 
 
 @pytest.mark.parametrize("name", _but(BOUNDS, ("w4a8",)))
-def test_what_rounding_costs(name):
+def test_rounding_error_is_bounded(name):
     first, second, bound = BOUNDS[name]
     x, w = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate([(64, 256)] * 2))
     w = w.T
@@ -216,7 +215,7 @@ def test_what_rounding_costs(name):
 
 
 def _shaped(m, k, n, x, w, x_block=None, w_block=None):
-    """Shapes alone, of x [m k] and w [k n]."""
+    """Return shapes of x [m k] and w [k n]."""
 
     return jax.eval_shape(
         lambda: (
@@ -246,7 +245,7 @@ HOPPER, AMPERE = (9, 0), (8, 0)
         ((10, 0), (99, 256, 128, "int8", "int8"), "triton", "10.0 has no WGMMA, which only 9.0"),
     ],
 )
-def test_which_kernel_runs(capability, factors, kernel, reason):
+def test_kernel_choice(capability, factors, kernel, reason):
     choice = kernel_for(capability, *_shaped(*factors))
     assert choice.kernel == kernel
     assert reason in choice.reason
@@ -261,12 +260,12 @@ def test_which_kernel_runs(capability, factors, kernel, reason):
         (HOPPER, (8, 160, 128, "int8", "int8", 40, 40), "block_size=32 or 64, or choose 'xla'"),
     ],
 )
-def test_what_no_kernel_takes(capability, factors, message):
+def test_unsupported_factors_are_refused(capability, factors, message):
     with pytest.raises(ValueError, match=message.replace("'", ".")):
         kernel_for(capability, *_shaped(*factors))
 
 
-def test_a_gpu_is_needed():
+def test_without_gpu_pallas_gpu_is_refused():
     w = quantize(jnp.ones((32, 8)), "int8", axis=-2)
     with pytest.raises(ValueError, match="'pallas_gpu' needs? a gpu"):
         quantized_matmul(jnp.ones((4, 32)), w, implementation="pallas_gpu")
@@ -274,8 +273,8 @@ def test_a_gpu_is_needed():
 
 @pytest.mark.parametrize("w", ("int8", "int4"))
 @pytest.mark.parametrize("block", (None, 64, 128, 512))
-def test_what_hopper_takes_fits(w, block, monkeypatch):
-    """Of every size: memory for a ring of several slots, registers, and all of k exactly once."""
+def test_hopper_tiles_fit_shared_memory(w, block, monkeypatch):
+    """Every size has memory for a ring of several slots, registers, and covers k exactly once."""
     monkeypatch.undo()
     bits = 4 if w == "int4" else 8
     for exact in (None, 256 if w == "int8" else 4096):
@@ -297,7 +296,7 @@ def test_what_hopper_takes_fits(w, block, monkeypatch):
 
 @pytest.mark.parametrize("block", (None, 128, 512))
 @pytest.mark.parametrize("out_bytes", (2, 4))
-def test_what_meets_in_few_bits_fits(block, out_bytes):
+def test_few_bits_tiles_fit_shared_memory(block, out_bytes):
     for m in (1, 500, 4096):
         for n in (128, 384, 4096):
             tiles = tiles_few_bits(m, n, block, out_bytes)
@@ -349,7 +348,7 @@ TRITON_CALL = "custom_call @__gpu$xla.gpu.triton"
     ],
 )
 def test_lowered_for_a_gpu(kind, factors, mosaic):
-    """One kernel of the family that the GPU gets; few rows read w as it lies."""
+    """The GPU gets one kernel of its family; few rows read w without a transpose."""
     text = _lowered(kind, *factors)
     assert text.count(MOSAIC_CALL) == (1 if mosaic else 0)
     assert text.count(TRITON_CALL) == (0 if mosaic else 1)
@@ -364,7 +363,7 @@ def test_lowered_for_a_gpu(kind, factors, mosaic):
 
 @pytest.mark.parametrize("rows", (16, 1000))
 def test_mixed_blocks_are_lowered_as_their_weights(rows):
-    """COMET's blocks of 4 and 8 bits: one kernel, which reads 4 bits of every weight."""
+    """Blocks of 4 and 8 bits are one kernel that reads 4-bit weights."""
     x, weights = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((rows, 512), (512, 256)))
     mix = functools.partial(quantize_mixed, num_wide=1)
     mixed = jax.eval_shape(mix, weights, jax.ShapeDtypeStruct((64, 512), jnp.bfloat16))
@@ -377,7 +376,7 @@ def test_mixed_blocks_are_lowered_as_their_weights(rows):
 
 
 def test_lowered_in_shard_map():
-    """What kernels return varies over the mesh, as check_vma wants to know."""
+    """Results of kernels vary over the mesh, as check_vma requires."""
     device = AbstractDevice("NVIDIA H200", None, "cuda")
     mesh = AbstractMesh((4,), ("data",), axis_types=(AxisType.Auto,), abstract_device=device)
     x, w = _shaped(64, 256, 128, "bfloat16", "int8")
@@ -418,8 +417,8 @@ REAL = {
 @pytest.mark.parametrize("family", ("chosen", "triton"))
 @pytest.mark.parametrize("name", REAL)
 def test_on_a_gpu(name, family, monkeypatch):
-    """Compiled kernels against float64 over the same numbers."""
-    monkeypatch.undo()  # the splits that users get
+    """Compiled kernels agree with float64 over the same values."""
+    monkeypatch.undo()  # the default splits
     if jax.default_backend() != "gpu":
         pytest.skip("these kernels are for GPUs")
     m, k, n, x_kind, w_kind, *blocks = REAL[name]
@@ -442,7 +441,7 @@ def test_on_a_gpu(name, family, monkeypatch):
 @pytest.mark.parametrize("w", ("int8", "int4"))
 @pytest.mark.parametrize("family", ("chosen", "triton"))
 def test_the_largest_integers_on_a_gpu(family, w, rows):
-    """Sums far beyond what float32 counts, exactly: it is the tensor cores that this is about."""
+    """Sums far beyond the integers of float32 are exact on tensor cores."""
     if jax.default_backend() != "gpu":
         pytest.skip("these kernels are for GPUs")
     k, n = 4096, 256

@@ -1,9 +1,9 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""quantized_matmul for TPUs: beside its oracle in interpreters, and compiled for TPUs not there.
+"""Tests quantized_matmul on TPUs: interpreted kernels, and compilation for described TPUs.
 
-Operands are those that `quantize` made, so that kernel and oracle multiply the same numbers: what
-is left is rounding of sums, float32 throughout, whatever the bits.
+Operands come from `quantize`, so that kernel and reference multiply the same values and differ only
+by rounding of float32 sums.
 """
 
 import contextlib
@@ -124,8 +124,7 @@ def test_any_size(key, m, k, n, pair):
 @pytest.mark.parametrize("kind", ["TPU v5 lite", "TPU7x"])
 @pytest.mark.parametrize(("x_dtype", "w_dtype"), [("int8", "int8"), ("int8", "int4")])
 def test_integers_are_exact(monkeypatch, kind, x_dtype, w_dtype):
-    """Against numpy's int64, of sums that float32 does not hold, where the MXU has integers and
-    where it has none."""
+    """Compare with int64, with sums beyond float32, with and without an integer MXU."""
     monkeypatch.setattr(pallas_tpu_layout, "device_kind", lambda: kind)
     random = np.random.default_rng(0)
     x = random.integers(120, 128, (3, 2500))
@@ -142,7 +141,7 @@ def test_integers_are_exact(monkeypatch, kind, x_dtype, w_dtype):
 
 
 def _mixed(key, num_wide):
-    """x with an outlier among its channels, w with so many wide blocks of six."""
+    """Return x with an outlier channel, and w with so many wide blocks of six."""
     keys = jax.random.split(key)
     x = jax.random.normal(keys[0], (5, 768)).at[:, 3].mul(50.0)
     w = jax.random.normal(keys[1], (768, 150))
@@ -163,7 +162,7 @@ def test_mixed_blocks(key, num_wide, tile):
 
 
 def test_a_wide_block_taken_for_narrow_is_caught(key, monkeypatch):
-    """Eight bits that are cast to four wrap."""
+    """Casting eight bits to four wraps."""
     monkeypatch.setattr(pallas_tpu, "_in_runs", lambda add, step, layout: add(0))
     x, w = _mixed(key, 3)
     jax.clear_caches()
@@ -178,7 +177,7 @@ def test_a_wide_block_taken_for_narrow_is_caught(key, monkeypatch):
     "pair", ["w4a16", *(pytest.param(p, marks=pytest.mark.slow) for p in ("w8a32", "w8a16 mx"))]
 )
 def test_gradient(key, pair):
-    """Of x alone; d out is as wide as two tiles, and rounded to the dtype of x."""
+    """Gradient of x; d out is as wide as two tiles, and rounded to the dtype of x."""
     x, w = _factors(key, 5, 256, 150, PAIRS[pair])
     d_out = jax.random.normal(key, (5, 150))
     with interpreted("values"):
@@ -196,8 +195,8 @@ def test_gradient_of_filled_blocks(key):
     assert_close(actual, _gradient("reference", x, w, d_out), "matmul")
 
 
-def test_what_is_not_finite_stays_where_it_is(key):
-    """A scale that is NaN, infinite or 0 is that of its block and column, or row, alone."""
+def test_nonfinite_scales_affect_only_their_values(key):
+    """NaN, infinite and zero scales affect only their block and column, or row."""
     x, w = _factors(key, 3, 256, 10, (("int8", None), ("int8", 128)))
     scales = w.scales.at[1, 2].set(jnp.nan).at[0, 4].set(jnp.inf).at[:, 6].set(0.0)
     w = QuantizedArray(values=w.values, scales=scales, axis=-2)
@@ -211,7 +210,7 @@ def test_what_is_not_finite_stays_where_it_is(key):
     assert_close(out[others], np.asarray(_product("reference", x, w))[others], "matmul")
 
 
-def test_nothing(key):
+def test_empty_input(key):
     x, w = _factors(key, 0, 8, 4, ("float32", ("int8", None)))
     with interpreted("values"):
         assert _product("pallas_tpu", x, w).shape == (0, 4)
@@ -223,7 +222,7 @@ def test_no_quantised_factor(key):
         assert_close(_product("pallas_tpu", x, w), _product("reference", x, w), "matmul")
 
 
-def test_refusals(key):
+def test_wrong_platform_is_refused(key):
     x, w = _factors(key, 2, 256, 4, PAIRS["w8a8"])
     with pytest.raises(ValueError, match="needs a tpu and this process has a cpu"):
         _product("pallas_tpu", x, w)
@@ -244,10 +243,10 @@ FAULTLESS = {name: getattr(pallas_tpu, name) for name in ("_blocks", "_dot")}
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_kernel_that_is_wrong_on_purpose_is_caught(key, monkeypatch, fault):
+def test_faulty_kernel_is_caught(key, monkeypatch, fault):
     monkeypatch.setattr(pallas_tpu, *FAULTS[fault])
     factors = _factors(key, 5, 256, 40, (("int8", 128), ("int8", None)))
-    jax.clear_caches()  # what was traced before has no fault
+    jax.clear_caches()  # programs traced before have no fault
     with pytest.raises(AssertionError, match="Mismatched elements"):
         _assert_product(*factors)
     jax.clear_caches()
@@ -277,7 +276,7 @@ def _layout(m, k, n, x_dtype, w_dtype, block, is_turned):
     is_turned=st.booleans(),
 )
 def test_the_rule_always_fits(m, blocks, n, dtypes, block, is_turned):
-    """Registers are whole, blocks too, and what is filled is little."""
+    """Registers and blocks are whole, with little padding."""
     k = blocks * (block or 100)
     layout = _layout(m, k, n, *dtypes, block, is_turned)
     tiles = {"m": layout.tile_m, "k": layout.tile_k, "n": layout.tile_n}
@@ -289,7 +288,7 @@ def test_the_rule_always_fits(m, blocks, n, dtypes, block, is_turned):
 
 
 def test_lowered_for_a_tpu(key):
-    """The tiles that a TPU would use have shapes that its kernels take; no libtpu is needed."""
+    """Tile shapes for a TPU are valid; libtpu is not needed."""
     device = AbstractDevice("TPU v5 lite", None, "tpu")
     mesh = AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=device)
     shapes = jax.eval_shape(lambda: _factors(key, 1000, 1152, 700, PAIRS["w4a16"]))
@@ -312,8 +311,7 @@ def test_conformance(pair):
 @pytest.mark.slow
 @pytest.mark.parametrize("pair", ["w8a8", "w4a8 blocks", "w4a4", "mxfp8", "w4a16"])
 def test_in_the_machine(key, pair):
-    """With a TPU's memories: what is read before it is written is NaN, what is out of bounds an
-    error."""
+    """With a TPU's memories: unwritten reads are NaN, out-of-bounds accesses raise."""
     _assert_product(*_factors(key, 130, 256, 150, PAIRS[pair]), "machine")
 
 
@@ -329,7 +327,7 @@ def test_gradient_in_the_machine(key):
 @pytest.mark.slow
 @pytest.mark.parametrize("pair", ["w8a8", "w4a16"])
 def test_in_a_manual_region(key, pair):
-    """Rows on two devices, with checked types; the gradient stays where its rows are."""
+    """Rows on two devices, with checked types; gradients stay with their rows."""
     x, w = _factors(key, 6, 256, 140, PAIRS[pair])
     mesh = Mesh(np.array(jax.devices()[:2]), ("x",), (AxisType.Auto,))
     rows, whole = PartitionSpec("x"), PartitionSpec()
@@ -387,7 +385,7 @@ def _of_zeros(m, k, n, pair):
     [*itertools.product(DESCRIBED, COMPILED), *(("v5e", case) for case in COMPILED_ONCE)],
 )
 def test_compiled_for_a_tpu(monkeypatch, kind, case):
-    """The kernels fit into the memory of a core, and w is never unpacked in the device's."""
+    """Kernels fit into the memory of a core, and w is never unpacked in HBM."""
     (m, k, n), *pair = (COMPILED | COMPILED_ONCE)[case]
     devices = described_tpus(monkeypatch, DESCRIBED[kind])
     mesh = Mesh(np.array(devices[:1]), ("x",), (AxisType.Auto,))

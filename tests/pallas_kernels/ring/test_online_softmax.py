@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""The merge of softmax states: a commutative monoid, and equal to attention over all the keys."""
+"""Tests that softmax states form a commutative monoid equal to attention over all keys."""
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ _numbers = st.floats(-50, 50, width=32)
 
 @st.composite
 def states(draw):
-    """[1 3 2 2] outputs, some queries of which have seen nothing."""
+    """Draw outputs [1 3 2 2], some queries of which have seen no key."""
     lse = draw(hnp.arrays(np.float32, (1, 2, 3), elements=_numbers | st.just(-np.inf)))
     out = draw(hnp.arrays(np.float32, (1, 3, 2, 2), elements=st.floats(-1, 1, width=32)))
     out = np.where(np.isfinite(lse).swapaxes(1, 2)[..., None], out, np.float32(0))
@@ -62,7 +62,7 @@ def _gradients(a, b):
 
 
 def test_merged_parts_are_attention_over_all_keys():
-    """Value and gradients, through out and lse of every part; some queries see only one part."""
+    """Value and gradients through every part; some queries see only one part."""
     q, k, v, d_out = jax.random.normal(jax.random.key(3), (4, 2, 12, 2, 8))
 
     def whole(q, k, v):

@@ -1,9 +1,9 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Copies between TPUs that kernels start themselves: the same as XLA's collectives, and no race.
+"""Tests TPU kernels that send while they compute: equal to XLA's collectives, without races.
 
-On four devices of the CPU that play TPUs, in processes of their own (support/remote_dma_cases.py),
-and compiled for TPUs that are not there.
+They run on four CPU devices that model TPUs, in separate processes
+(tests/support/remote_dma_cases.py), and are compiled for described TPUs.
 """
 
 import inspect
@@ -73,7 +73,7 @@ def test_a_forgotten_wait_is_a_race():
 
 @slow
 def test_a_forgotten_wait_leaves_nothing_in_the_buffer():
-    """Where copies are made at the last moment, this one is never made."""
+    """A copy made at the latest moment is never made without a wait."""
     found = outcome("transfer", "on_wait", "arrivals")
     assert not found.has_passed, found.text
 
@@ -96,7 +96,7 @@ def test_leaving_before_the_others_have_passed_is_noticed():
 @pytest.mark.parametrize("fault", ["capacity", "sums"])
 @pytest.mark.parametrize("mode", ["eager", "on_wait"])
 def test_a_forgotten_capacity_semaphore_is_a_race(mode, fault):
-    """Values may be right by luck; the race is seen."""
+    """Values may be right by chance; the race is reported."""
     found = outcome("ring", mode, fault)
     assert found.is_race, found.text
     assert not found.is_clean
@@ -116,7 +116,7 @@ def test_axes_meet_at_different_barriers():
     assert len({collective_id(axis) for axis in ("seq", "expert", "data", "tensor")}) == 4
 
 
-def test_without_tpus_it_is_refused():
+def test_without_tpu_remote_dma_is_refused():
     with pytest.raises(ValueError, match="here: transport='remote_dma' needs TPUs, .* for cpu"):
         check_transport("here", "remote_dma", pallas_tpu.KERNELS)
     check_transport("here", "ppermute", xla.KERNELS)
@@ -134,13 +134,13 @@ def test_other_implementations_are_refused():
 
 def test_unknown_transports_are_refused():
     with pytest.raises(ValueError, match="'pigeons' must be one of 'ppermute', 'remote_dma'"):
-        # As users call it: without the annotations being checked, as they are in tests.
+        # Call without type checks, as users do.
         inspect.unwrap(check_transport)("here", "pigeons", xla.KERNELS)
 
 
 @pytest.fixture(params=["v5e:2x4", "v5e:4x4"])
 def mesh(request, monkeypatch):
-    """All chips in a row."""
+    """Return a mesh of all chips in a row."""
     devices = described_tpus(monkeypatch, request.param)
     return Mesh(np.array(devices), ("seq",), (AxisType.Auto,))
 
@@ -164,7 +164,7 @@ def _compiled(mesh, local, *shapes, dtype=jnp.bfloat16, check_vma=True) -> str:
 
 
 def _kernels(text: str) -> list[str]:
-    """The kernels of a compiled program, by name, without their number."""
+    """Return the names of the kernels of a compiled program, without numbers."""
     lines = [line for line in text.splitlines() if 'custom_call_target="tpu_custom_call"' in line]
     found = [line.split("=")[0].split("%")[1].strip().rstrip("0123456789.") for line in lines]
     for line, name in zip(lines, found, strict=True):
@@ -248,7 +248,7 @@ OPERATIONS = {
 @slow
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_operations_for_tpus(mesh, name):
-    """Forward and backward: every byte goes by a kernel's own copy."""
+    """Forward and backward send every byte by a kernel's own copy."""
     operation, options, expected = OPERATIONS[name]
 
     def value_and_gradients(q, k, v):

@@ -1,7 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""ring_attention: against dense attention to the whole sequence, against its schedule, and the
-schedule against masks and formulas.
+"""Compares ring_attention with dense attention, and its schedule with masks, formulas and programs.
 
 To add a case of values and gradients: a row in CASES.
 """
@@ -83,7 +82,7 @@ CASES = {
 
 
 def _ids(case):
-    """Four documents in every row, some shorter than there are pieces; else one."""
+    """Return segments: four documents per row, some shorter than the number of pieces; else one."""
     if not case.is_packed:
         return None
     cuts = np.array([[5, 23, 40], [1, 2, 29]]) * case.s // 48
@@ -91,7 +90,7 @@ def _ids(case):
 
 
 def _order(case):
-    """[B S]. With positions of their own tokens may lie in any order."""
+    """Return the order [B S]; with positions given, tokens are in any order."""
     if case.has_positions and case.layout == "contiguous":
         order = np.random.default_rng(0).permutation(case.s).astype(np.int32)
     else:
@@ -117,7 +116,7 @@ def _mesh(ranks):
 
 
 def _sharded(case):
-    """(q, k, v, tokens) -> out, of arrays that are laid out."""
+    """Return (q, k, v, tokens) -> out on arrays that are laid out."""
 
     def attend(q, k, v, tokens):
         options = dict(case.options, axis_name="seq", layout=case.layout, **tokens)
@@ -137,7 +136,7 @@ def _value_and_gradients(case, q, k, v, d_out, tokens):
 
 
 def _tokens(case):
-    """What goes with the tokens, laid out."""
+    """Return positions and segments, laid out."""
     order, ids, tokens = _order(case), _ids(case), {}
     if ids is not None:
         tokens["segment_ids"] = jnp.asarray(np.take_along_axis(ids, order, axis=1))
@@ -147,7 +146,7 @@ def _tokens(case):
 
 
 def _ring(case, *inputs):
-    """Value and gradients in the order of the sequence."""
+    """Return value and gradients in the order of the sequence."""
     order = _order(case)
     found = _value_and_gradients(case, *(_lay_out(x, order) for x in inputs), _tokens(case))
     return tuple(_lay_out(x, inverse_order(order)) for x in found)
@@ -164,13 +163,13 @@ def _dense(options, q, k, v, d_out, ids):
 
 
 def _oracle(case, *inputs):
-    """In float32, on one device."""
+    """Return the float32 reference on one device."""
     ids = jnp.zeros((case.b, case.s), jnp.int32) if _ids(case) is None else jnp.asarray(_ids(case))
     options = tuple(option for option in case.options if option != BOTH)
     return _dense(options, *(x.astype(jnp.float32) for x in inputs), ids)
 
 
-# They add little to the others.
+# Covered by the other cases.
 SLOW = {"both_ways_three_ranks", "contiguous_window_of_one", "documents_xla"}
 
 
@@ -257,7 +256,7 @@ def test_every_visible_score_is_computed_once(ranks, form, cuts, by_document):
 
 @pytest.mark.parametrize("ranks", [4, 8])
 def test_work_is_equal_at_every_step(ranks):
-    """One document: exactly, at every step. Packed documents: within 1%, in all."""
+    """One document: equal at every step. Packed documents: within 1% in total."""
     schedule = make_schedule(ranks, "halves")
     work = ring_work(schedule, sequence_order(256, ranks, "zigzag"))
     assert (work == work[:1]).all()
@@ -288,7 +287,7 @@ SHARES = {"zigzag": 0.75, "document_zigzag": 0.75, "contiguous": 0.5}
 
 
 def _sent(found):
-    """Bytes and number of permutes, bytes of gathered ids on all wires."""
+    """Return bytes and number of permutes, and bytes of gathered ids on all wires."""
     permutes = [one for one in found if one.kind == "collective-permute"]
     gathers = [one for one in found if one.kind == "all-gather"]
     assert len(permutes) + len(gathers) == len(found)
@@ -338,7 +337,7 @@ def test_lowered_bytes_are_the_formula(ranks, layout, options):
 
 
 def test_numbers_of_permutes():
-    """Low and high at every hop; gradients back also the sums of high keys that are complete."""
+    """Low and high pieces at every hop; gradients also send home complete sums."""
     for ranks in (4, 8):
         schedule = make_schedule(ranks, "halves")
         assert ring_permutes(schedule) == 2 * (ranks - 1)
@@ -365,7 +364,7 @@ def _refused(
         jax.eval_shape(run, jnp.zeros(ranks))
 
 
-def test_bad_input_is_refused_in_words():
+def test_bad_input_is_refused():
     _refused(r"length \(52\) must be divisible by 8: pad to 56, or .*contiguous", width=13)
     _refused(
         r"floating dtype, not float32, bfloat16 and .*\.astype",
@@ -390,8 +389,8 @@ def test_bad_input_is_refused_in_words():
     )
 
 
-def test_bad_shapes_are_refused_in_words():
-    """Behind the door, which the tests' own check of shapes guards."""
+def test_bad_shapes_are_refused():
+    """Calls the checks directly, because the type checks of tests would raise first."""
     q = jnp.zeros((1, 12, 4, 8))
     with pytest.raises(ValueError, match=r"positions \(5,\) must be \(12,\)"):
         checks.check_tokens("ring", q, jnp.arange(5), None, 4)

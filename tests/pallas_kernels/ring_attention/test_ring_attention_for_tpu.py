@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Ring attention on TPUs that are not there: what travels, and beside what."""
+"""Tests ring attention compiled for described TPUs: transfers, and their overlap."""
 
 import functools
 import re
@@ -23,15 +23,17 @@ SEQ = PartitionSpec(None, "seq")
 
 @pytest.fixture
 def mesh(monkeypatch):
-    """Four ranks."""
+    """Return a mesh of four ranks."""
     devices = described_tpus(monkeypatch, "v5e:2x2")
     return Mesh(np.array(devices), ("seq",), (AxisType.Auto,))
 
 
 @pytest.mark.slow
-def test_keys_are_sent_again_and_beside_the_arithmetic(mesh):
-    """Forward and backward pass in one program: the keys of all ranks are not kept in between; and
-    but for the gradients that come home last, blocks are computed while anything travels."""
+def test_keys_are_sent_again_and_overlap_with_arithmetic(mesh):
+    """Keys of all ranks are not kept between the passes, and transfers overlap with blocks.
+
+    Only the gradients that come home last travel alone.
+    """
     attend = functools.partial(ring_attention, axis_name="seq", implementation="xla")
     ring = jax.shard_map(attend, mesh=mesh, in_specs=SEQ, out_specs=SEQ)
 

@@ -1,9 +1,8 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""token_ring_attention: against dense attention, bit by bit where bits must agree, and its schedule
-and bytes against formulas, a simulation, and the program that it becomes.
+"""Compares token_ring_attention with dense attention, and its schedule with formulas and programs.
 
-To add a case: a row in CASES, or in LONG_CASES if it adds nothing that the others do not have.
+To add a case: a row in CASES, or in LONG_CASES if the others cover it already.
 """
 
 import dataclasses
@@ -57,16 +56,16 @@ class Case:
     hv: int = 8
     layout: str = "zigzag"
     documents: tuple = ()
-    """Of every sequence, the lengths of its documents."""
+    """Lengths of the documents of every sequence."""
     has_positions: bool = False
-    """Positions that follow no layout."""
+    """Whether positions follow no layout."""
     options: tuple = ()
     dtype: str = "float32"
     check_vma: bool = True
 
     @property
     def mask(self):
-        """What dense attention is told as well."""
+        """Options of dense attention."""
         options = dict(self.options)
         return {name: options[name] for name in options if name not in ("form", "implementation")}
 
@@ -79,7 +78,7 @@ class Case:
         return sequence_order(self.s, self.ranks, self.layout, segment_ids)
 
     def positions(self):
-        """Of the tokens, in the order of the sequence, if they are given."""
+        """Positions of the tokens in the order of the sequence, if given."""
         if self.has_positions:
             return np.random.default_rng(3).permutation(self.s).astype(np.int32)
         if self.layout == "document_zigzag" and "window" in self.mask:
@@ -137,7 +136,7 @@ LONG_CASES = {
 
 
 def _inputs(case):
-    """q, k, v and the gradient of out, in the order of the sequence."""
+    """Return q, k, v and the gradient of out, in the order of the sequence."""
     shapes = ((case.n, case.h), (case.m, case.h), (case.m, case.hv), (case.n, case.hv))
     keys = jax.random.split(jax.random.key(5), 4)
     return tuple(
@@ -158,7 +157,7 @@ def _tokens(case):
 
 
 def _laid_out(case, attend=token_ring_attention):
-    """attend(q, k, v, **tokens) on whole sequences that are laid out, as is the result."""
+    """Return attend(q, k, v, **tokens) on whole sequences that are laid out."""
     options = dict(case.options) if attend is token_ring_attention else case.mask
     if attend is token_ring_attention:
         options = {"implementation": "reference"} | options
@@ -181,7 +180,7 @@ def _laid_out(case, attend=token_ring_attention):
 
 
 def _spread(case, attend=token_ring_attention):
-    """attend(q, k, v, **tokens) on whole sequences in their own order."""
+    """Return attend(q, k, v, **tokens) on whole sequences in their own order."""
     order, run = case.order(), _laid_out(case, attend)
 
     def in_order(q, k, v, **tokens):
@@ -232,8 +231,8 @@ def test_parity_of_more(name):
 
 
 @pytest.mark.parametrize("form", ["direct", "co_travelling"])
-def test_the_past_never_sees_the_future(form):
-    """Bit by bit: not a token before the changed one, not one of another document."""
+def test_later_tokens_change_no_earlier_output_bitwise(form):
+    """No token before the changed one, or of another document, changes bitwise."""
     case = Case(ranks=3, documents=((30, 18),), options=(("form", form),))
     attend, tokens = _spread(case), _tokens(case)
     q, k, v, d_out = _inputs(case)
@@ -247,8 +246,8 @@ def test_the_past_never_sees_the_future(form):
     assert all(rows[30:].all() for rows in same.values())
 
 
-def test_gradients_of_the_keys_know_the_queries_that_see_them():
-    """The future's gradient reaches the past, and none goes the other way."""
+def test_gradients_flow_to_earlier_tokens_only():
+    """Gradients flow from later to earlier tokens only."""
     case = Case(ranks=3)
     q, k, v, _ = _inputs(case)
     d_out = jnp.zeros((case.b, case.s, case.n, case.hv)).at[:, 20].set(1.0)
@@ -260,7 +259,7 @@ def test_gradients_of_the_keys_know_the_queries_that_see_them():
 
 
 def test_padding_makes_any_length_divide():
-    """43 tokens on 3 ranks: padding is a document of its own, and nothing of the others changes."""
+    """43 tokens on 3 ranks: padding is a document of its own, and other outputs do not change."""
     case = Case(ranks=3, documents=((20, 23, 5),))
     real = slice(0, 43)
     q, k, v, d_out = _inputs(case)
@@ -281,7 +280,7 @@ def test_the_oracle_is_dense_attention(name):
 
 
 def test_partial_results_merge_in_any_order():
-    """Of four ranks' keys, in all 24 orders and both ways of grouping."""
+    """Four ranks' keys, in all 24 orders and both groupings."""
     q, k, v, _ = _inputs(Case(ranks=4))
     parts = [np.sort(part) for part in np.split(sequence_order(48, 4, "zigzag"), 4)]
 
@@ -312,7 +311,7 @@ def _schedules(ranks):
 
 
 def _simulate(schedule, piece):
-    """Of every rank's queries, whose keys they have seen when all is at home."""
+    """Return whose keys every rank's queries have seen at the end."""
     ranks = range(schedule.ranks)
     held = {rank: rank for rank in ranks}
     home = {rank: set() for rank in ranks}
@@ -338,8 +337,8 @@ def _simulate(schedule, piece):
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 8])
-def test_everything_arrives(ranks):
-    """Queries are where they are needed, and what is made of them comes home."""
+def test_queries_reach_their_keys_and_results_come_home(ranks):
+    """Queries are where they are needed, and results come home."""
     for schedule in _schedules(ranks):
         for piece in schedule.pieces:
             seen = _simulate(schedule, piece)
@@ -349,7 +348,7 @@ def test_everything_arrives(ranks):
 
 
 def test_pairs_of_four_ranks():
-    """Written out: low halves stop at rank 0, results go straight back."""
+    """Low halves stop at rank 0, results go straight back."""
     schedule = Schedule(ranks=4, visits="halves", form="direct")
     ring = ((0, 3), (1, 0), (2, 1), (3, 2))
     assert [schedule.hop(step, HIGH) for step in range(4)] == [ring, ring, ring, ()]
@@ -371,7 +370,7 @@ def test_pairs_of_four_ranks():
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
 def test_work_is_that_of_the_mask(ranks, layout):
-    """Every score that causality leaves is computed once; in a zigzag, by all ranks alike."""
+    """Every visible score is computed once; in a zigzag, equally by all ranks."""
     length = 12
     held = np.split(sequence_order(length * ranks, ranks, layout), ranks)
     schedule = Schedule(ranks=ranks, visits=VISITS[layout, True], form="direct")
@@ -396,7 +395,7 @@ def test_work_is_that_of_the_mask(ranks, layout):
 
 
 def test_work_of_packed_documents():
-    """Per-document zigzag, from the mask of causality and documents: within 1% of equal."""
+    """Per-document zigzag is within 1% of equal work."""
     rng, ranks, length = np.random.default_rng(0), 8, 4096
     ids = np.repeat(np.arange(16), rng.multinomial(length - 1600, np.ones(16) / 16) + 100)
     ids = ids.astype(np.int32)
@@ -422,7 +421,7 @@ def test_work_of_packed_documents():
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
 @pytest.mark.parametrize("itemsize", [2, 4])
 def test_bytes_are_the_formulas(ranks, itemsize):
-    """Section by section what the paper's schedule sends, written in closed form."""
+    """Bytes equal the closed form of the paper's schedule."""
     sizes = Sizes(batch=2, length=128, heads=4, width=64, value_width=32, itemsize=itemsize)
     per_hop = ranks * sizes.batch * sizes.length * sizes.heads
     whole = (ranks - 1) * per_hop
@@ -462,7 +461,7 @@ def test_token_ring_against_ring():
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("length", "width"), [(8, 16), (5, 3)])
 def test_messages_keep_every_bit(length, width, dtype):
-    """Also those of numbers that would be NaN, cut in two."""
+    """Bits are kept, also where halves of a number would be NaN."""
     rng = np.random.default_rng(length)
     x = jnp.asarray(rng.normal(size=(2, length, 3, width)), dtype)
     bits = rng.integers(0, 2**32, size=(2, 3, length), dtype=np.uint32)
@@ -480,7 +479,7 @@ def test_messages_keep_every_bit(length, width, dtype):
 
 
 def _programs(case):
-    """HLO of the forward pass, and of both."""
+    """Return the HLO of the forward pass, and of both."""
     attend = _laid_out(case)
     by_position = jax.NamedSharding(_mesh(case.ranks), BY_POSITION)
     shapes, tokens = jax.tree.map(
@@ -493,7 +492,7 @@ def _programs(case):
 
 
 def _traffic(text):
-    """Permutes and bytes of all ranks; nothing else travels."""
+    """Return permutes and bytes of all ranks; nothing else travels."""
     found = collectives(text)
     assert {one.kind for one in found} <= {"collective-permute"}
     assert all(one.trip_count == 1 for one in found)
@@ -526,8 +525,8 @@ TRAFFIC = {
 
 
 @pytest.mark.parametrize("name", TRAFFIC)
-def test_what_is_sent(name):
-    """Counts and bytes of the program, as it is handed to XLA."""
+def test_traffic_of_the_program_is_the_formula(name):
+    """Counts and bytes of the program before XLA."""
     programs = _programs(TRAFFIC[name])
     for program, traffic in zip(programs, _expected(TRAFFIC[name]), strict=True):
         assert _traffic(program.as_text("hlo")) == traffic
@@ -535,7 +534,7 @@ def test_what_is_sent(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [4, 8])
-def test_what_is_sent_when_compiled(ranks):
+def test_traffic_of_the_compiled_program_is_the_formula(ranks):
     """XLA merges no transfer of the backward pass with one of the forward pass."""
     case = Case(ranks=ranks, s=16 * ranks)
     for program, traffic in zip(_programs(case), _expected(case), strict=True):
@@ -543,7 +542,7 @@ def test_what_is_sent_when_compiled(ranks):
 
 
 def test_the_formulas_of_four_ranks():
-    """In numbers, for all ranks: 3/4 N (N-1) c heads (2 H b + 4), and with + 8 + 4 H backward."""
+    """3/4 N (N-1) c heads (2 H b + 4) forward, and + 8 + 4 H backward."""
     (permutes, there), (all_permutes, both) = _expected(TRAFFIC["four"])
     assert (permutes, all_permutes) == (4 * 3, (4 + 4) * 3)
     tokens = 3 / 4 * 4 * 3 * 16 * 2
@@ -552,7 +551,7 @@ def test_the_formulas_of_four_ranks():
 
 
 def test_every_step_waits_for_the_one_before():
-    """What travels next passes a barrier with what was made meanwhile, in both passes."""
+    """What travels next passes a barrier with the last results, in both passes."""
     forward, both = (program.as_text("hlo") for program in _programs(TRAFFIC["four"]))
     assert len(re.findall(r" opt-barrier\(", forward)) == 4
     assert len(re.findall(r" opt-barrier\(", both)) == 8
@@ -569,7 +568,7 @@ SHAPES = {"q": (1, 6, 4, 8), "k": (1, 6, 2, 8), "v": (1, 6, 2, 8)}
 
 
 def _refused(shapes, options, dtypes=(), ranks=2):
-    """As users call it: without the annotations being checked, as they are in tests."""
+    """Call without type checks, as users do."""
     arrays = {name: jnp.zeros(shape) for name, shape in (SHAPES | shapes).items()}
     arrays |= {name: arrays[name].astype(dtype) for name, dtype in dtypes}
     options = {
@@ -615,12 +614,12 @@ def _refused(shapes, options, dtypes=(), ranks=2):
         ({}, {"implementation": "pallas_gpu"}, r"implementation='pallas_gpu'"),
     ],
 )
-def test_what_does_not_fit(shapes, options, message):
+def test_bad_arguments_are_refused(shapes, options, message):
     with pytest.raises(ValueError, match=message):
         _refused(shapes, options)
 
 
-def test_dtypes_that_do_not_fit():
+def test_bad_dtypes_are_refused():
     with pytest.raises(ValueError, match="same floating dtype, not float32, bfloat16 and float32"):
         _refused({}, {}, dtypes=(("k", "bfloat16"),))
 

@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Token-ring attention on TPUs that are not there: what travels, and beside what."""
+"""Tests token-ring attention compiled for described TPUs: transfers, and their overlap."""
 
 import functools
 import re
@@ -23,16 +23,18 @@ SEQ = PartitionSpec(None, "seq")
 
 @pytest.fixture
 def mesh(monkeypatch):
-    """Four ranks."""
+    """Return a mesh of four ranks."""
     devices = described_tpus(monkeypatch, "v5e:2x2")
     return Mesh(np.array(devices), ("seq",), (AxisType.Auto,))
 
 
 @pytest.mark.slow
 @pytest.mark.large
-def test_queries_travel_beside_the_arithmetic(mesh):
-    """A hop of the queries lasts as long as a block, in both passes; and neither pass borrows what
-    has travelled in the other, though both are in one program."""
+def test_queries_overlap_with_arithmetic(mesh):
+    """A hop of the queries overlaps with a block, in both passes.
+
+    No pass reuses what has travelled in the other, though both are in one program.
+    """
     attend = functools.partial(token_ring_attention, axis_name="seq", implementation="xla")
     ring = jax.shard_map(attend, mesh=mesh, in_specs=SEQ, out_specs=SEQ)
 
