@@ -1,14 +1,14 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Trains a small model with products in 8 bits and in full precision, on the same batches.
+"""Compares training with products in 8 bits and in full precision, on the same batches.
 
     python -m experiments.precision [--seeds 8] [--steps 500] [--arms full int8-2 float8-1]
 
 An arm is `full`, or the dtype and the level of HALO (`jaxmoe/precision.py`); level 0 does not
-rotate. Every arm starts from the same values and sees the same batches, seed by seed; what is
-compared is the held-out loss in nats per token, evaluated as it was trained, with the 95% interval
-of the paired difference to `full`. Then the gradient of one batch at the end of the last run in
-full precision: how far each arm's is from it, parameter by parameter, relative to its norm.
+rotate. Every arm has the same initial values and batches, seed by seed. Compared are the held-out
+loss in nats per token, evaluated in the arm's precision, with the 95% interval of the paired
+difference to `full`; and the gradient of one batch at the end of the last run in full precision:
+the distance of each arm's gradient, per parameter, relative to its norm.
 """
 
 from __future__ import annotations
@@ -51,20 +51,20 @@ FREE_FIELDS = ("run", "arms", "seeds")
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class PrecisionConfig:
-    """Which arms, how long and how often."""
+    """Arms, length and number of the trainings."""
 
     run: StudyRunConfig = StudyRunConfig()
     """Run directory and name of the study."""
     arms: tuple[str, ...] = ("full", "int8-2", "float8-1", "int8-0")
-    """Names of ARMS; the first is what the others are compared to."""
+    """Names of ARMS; the others are compared with the first."""
     seeds: int = 8
-    """Pairs of initial values and order of data."""
+    """Trainings per arm; each has its own initial values and order of data."""
     steps: int = 500
-    """Of each run."""
+    """Steps of each training."""
     width: int = 64
-    """D; experts are as wide."""
+    """Model width D, which is the experts' width too."""
     batch_size: int = 8
-    """Sequences of a step, of 64 tokens."""
+    """Sequences per step, of 64 tokens each."""
 
     def __post_init__(self):
         for field in ("seeds", "steps", "width", "batch_size"):
@@ -163,11 +163,11 @@ class PrecisionStudy:
 
 
 def recipe(config: PrecisionConfig, seed: int) -> PretrainConfig:
-    """The run of one seed, in full precision.
+    """Return the config of one seed, in full precision.
 
     Args:
-        config: its sizes.
-        seed: of initial values and data.
+        config: Sizes of the run.
+        seed: Seed of initial values and data.
     """
     heads = max(1, config.width // 32)
     return PretrainConfig(
@@ -188,13 +188,13 @@ def recipe(config: PrecisionConfig, seed: int) -> PretrainConfig:
 
 
 def gradient_errors(run: Assembly, params: Any, first: str, arm: str) -> dict[str, float]:
-    """|gradient - that of the first arm| / |that| on the first batch, by parameter.
+    """Return |gradient - reference| / |reference| on the first batch, by parameter.
 
     Args:
-        run: whose model and data.
-        params: where.
-        first: the arm that is taken for the truth.
-        arm: another.
+        run: Assembly with model and data.
+        params: Parameters at which gradients are taken.
+        first: Arm of the reference.
+        arm: Arm to compare.
     """
     batch = run.batch(0)
 
@@ -217,7 +217,7 @@ def gradient_errors(run: Assembly, params: Any, first: str, arm: str) -> dict[st
 
 
 def as_text(summary: dict[str, Any]) -> str:
-    """The numbers as two tables."""
+    """Return the numbers as two tables."""
     first, *others = summary["nats"]
     lines = [("arm", "nats per token", f"to {first}", "95%")]
     for arm, values in summary["nats"].items():

@@ -1,12 +1,12 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""What `gates` compares: two gates along two axes, and the model at each point.
+"""Defines the config of `gates`: two gates along two axes, and the model at each point.
 
     top_k        the same experts throughout, K of them per token: active parameters grow with K
-    granularity  experts of width dense_dim / K out of K * sparsity, K of them per token: the active
-                 parameters stay
+    granularity  experts of width dense_dim / K, K of K * sparsity per token: active parameters
+                 stay fixed
 
-To add a recipe: a function below and its name in RECIPES.
+To add a recipe: a function and a row of RECIPES in experiments/studies/gates/config.py
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Gate = Literal["sqrt", "renormalized"]
 AXES: Final[tuple[Axis, ...]] = ("top_k", "granularity")
 COMPARED: Final[tuple[Gate, ...]] = ("sqrt", "renormalized")
 FREE_FIELDS = ("run", "axes", "top_ks", "trained_top_ks")
-"""May change when the same directory is continued: further points join the table."""
+"""Fields that may change when a directory is continued: further points are added."""
 MOST_SEEDS = 1000
 
 _SHORT_MODEL = ModelConfig(
@@ -41,7 +41,7 @@ _SHORT_MODEL = ModelConfig(
         num_experts=128, top_k=2, expert_dim=32, balancers=(LoadBalanceConfig(coefficient=0.1),)
     ),
 )
-"""HyperP's coefficient, and no z-loss: the size of the router logits is to be seen."""
+"""HyperP's coefficient without a z-loss, which would change the size of the router logits."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,33 +51,34 @@ class GatesConfig:
     run: StudyRunConfig = StudyRunConfig()
     """Run directory and name of the study."""
     axes: tuple[Axis, ...] = AXES
-    """What changes with top_k: the number of active experts alone, or their width as well."""
+    """Quantities that change with top_k: the number of active experts alone, or their width as
+    well."""
     top_ks: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
-    """Points that are measured at initialisation; the first is what the others are compared to."""
+    """Points that are measured at initialisation; the first is the reference of the others."""
     trained_top_ks: tuple[int, ...] = (1, 4, 16, 64)
-    """Of these, the points that are trained as well."""
+    """Points that are trained as well."""
     initial_seeds: int = 32
     """Initial values over which a point is measured, on the first held-out batch."""
     seeds: int = 1
-    """Trainings of each point; both gates have the same initial values and batches."""
+    """Trainings per point; both gates have the same initial values and batches."""
     model: ModelConfig = _SHORT_MODEL
-    """On the axis top_k its experts are those of every point; gate and top_k are replaced."""
+    """Model; gate and top_k are replaced, and on the axis granularity the experts."""
     dense_dim: int = 256
-    """On the axis granularity: K times the width of an expert."""
+    """Width of an expert times K, on the axis granularity."""
     sparsity: int = 4
-    """On the axis granularity: experts over active experts."""
+    """Experts over active experts, on the axis granularity."""
     data: DataConfig = CorpusConfig()
-    """What is read."""
+    """Training and held-out data."""
     training: TrainingConfig = TrainingConfig(steps=300, batch_size=8, sequence_length=32)
-    """Of each training."""
+    """Training of each point."""
     optimizer: OptimizerConfig = AdamWConfig(learning_rate=4e-3)
-    """The rule of the update."""
+    """Optimiser of each training."""
     schedule: ScheduleConfig = LinearConfig(warmup_steps=20)
-    """The learning rate by step."""
+    """Learning rate by step."""
     parameterization: ParameterizationConfig = StandardConfig()
     """Initial scale and learning rate by role."""
     base: BasePoint = HYPERP_BASE
-    """Where the learning rate was tuned, for parameterisations that carry it from there."""
+    """Size at which the learning rate was tuned, for parameterisations that transfer it."""
     evaluation_batches: int = 4
     """Held-out batches on which a trained model is measured."""
 
@@ -128,7 +129,8 @@ class Point:
 
 
 def points_of(config: GatesConfig) -> tuple[Point, ...]:
-    """Every point, both gates of a model side by side; with one expert they are the same gate."""
+    """Return every point, both gates of a model side by side; with one expert the gates are
+    equal."""
     return tuple(
         Point(axis, gate, top_k)
         for axis in AXES
@@ -141,7 +143,7 @@ def points_of(config: GatesConfig) -> tuple[Point, ...]:
 
 @without_advice()
 def model_of(config: GatesConfig, point: Point) -> ModelConfig:
-    """The model of one point."""
+    """Return the model of one point."""
     moe = config.model.moe
     assert moe is not None
     moe = dataclasses.replace(moe, top_k=point.top_k, gate=GATES[point.gate]())
@@ -153,12 +155,12 @@ def model_of(config: GatesConfig, point: Point) -> ModelConfig:
 
 
 def short() -> GatesConfig:
-    """Two layers of width 64 on two cores, about ten minutes: one training of a point."""
+    """Two layers of width 64, one training of a point: about ten minutes on two cores."""
     return GatesConfig()
 
 
 def full() -> GatesConfig:
-    """Four layers of width 256, three trainings of 2000 steps of every point; a GPU."""
+    """Four layers of width 256, three trainings of 2000 steps at every point: for a GPU."""
     top_ks = GatesConfig().top_ks
     moe = MoEConfig(
         num_experts=128, top_k=2, expert_dim=256, balancers=(LoadBalanceConfig(coefficient=0.1),)

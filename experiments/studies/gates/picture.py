@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""The picture of `gates`: a row of panels for each axis, both gates over K.
+"""Draws the picture of `gates`: a row of panels for each axis, both gates over K.
 
 Full lines: at initialisation, with the 95% interval; dashed lines and hollow marks: trained.
 """
@@ -27,15 +27,15 @@ _PANELS = (
 
 
 def draw_gates(path: str | os.PathLike[str], rows: Sequence[Row]) -> None:
-    """Draws one PNG file.
+    """Draw one PNG file.
 
     Args:
-        path: the file.
-        rows: of `gates_table.rows_of`.
+        path: Path of the file.
+        rows: Rows of `rows_of`.
 
     Raises:
         MissingPackageError: matplotlib is not installed.
-        OSError: the file cannot be written.
+        OSError: The file cannot be written.
     """
     axes_names = list(dict.fromkeys(row["axis"] for row in rows)) or ["top_k"]
     figure, panels = figure_of_panels(
@@ -66,7 +66,7 @@ def draw_gates(path: str | os.PathLike[str], rows: Sequence[Row]) -> None:
 
 
 def _draw(axes: Any, rows: Sequence[Row], gate: Gate, key: str | None) -> None:
-    """One curve, where there is something to draw."""
+    """Draw one curve; nothing when no row has a value."""
     known = [row for row in rows if key is not None and row[key] is not None]
     if not known or key is None:
         return

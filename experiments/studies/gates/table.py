@@ -1,19 +1,19 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""The table of `gates`, and what it says about SqrtGate's claim.
+"""Makes the table of `gates` and its verdicts on SqrtGate's claims.
 
     to K=1       RMS of the MoE branch at a point over that of the first point of its axis and gate
                  (K = 1: of a single expert), means over initial values. The claim "SqrtGate keeps
-                 the RMS" is: every one of these ratios lies in [0.98, 1.02]. It holds where all
-                 their intervals do, fails where one of these lies wholly outside, and is undecided
-                 elsewhere. The interval (95%) is that of the ratio of the two means, paired by
-                 seed:  t s(y_i - ratio x_i) / (sqrt(n) mean(x))
+                 the RMS" is: every ratio is in [0.98, 1.02]. It holds where all intervals are
+                 inside, fails where one interval is wholly outside, and is undecided otherwise. The
+                 interval (95%) is that of the ratio of the two means, paired by seed:
+                 t s(y_i - ratio x_i) / (sqrt(n) mean(x))
     neglected    sqrt(1 + rho (K - 1)): what the measured correlation rho adds to the RMS of a
                  mixture with uniform gates
     drift        RMS after training over the RMS at initialisation
 
-This claim and those about the loss and the router Z are decided only where intervals lie on one
-side of the limit. The others have no interval and go by the estimate: of one training, a hint.
+This claim and those about the loss and the router Z are decided only where an interval is on one
+side of the limit. The other claims have no interval and follow the estimate of one training.
 
 To add a column: a row of TABLE in experiments/studies/gates/table.py; a claim: `verdicts` there.
 """
@@ -32,7 +32,7 @@ from experiments.studies.gates.config import COMPARED, Axis, Gate, GatesConfig, 
 from experiments.studies.trials import Record
 
 TOLERANCE = 0.02
-"""Of the claim that SqrtGate keeps the RMS at initialisation."""
+"""Tolerance of the claim that SqrtGate keeps the RMS at initialisation."""
 
 TITLES: dict[Axis, str] = {
     "top_k": "top_k: the same experts throughout",
@@ -41,7 +41,7 @@ TITLES: dict[Axis, str] = {
 
 
 def rows_of(config: GatesConfig, records: Mapping[Point, Record]) -> list[Row]:
-    """One row per measured point, in the order of the comparison."""
+    """Return one row per measured point, in the order of the comparison."""
     rows = []
     for point in points_of(config):
         record = records.get(point)
@@ -95,14 +95,14 @@ def _row(point: Point, record: Record, reference: Record | None) -> Row:
 
 
 def interval(values: Sequence[float | None] | None) -> tuple[float | None, float | None]:
-    """Mean and half width (95%) of some numbers; None where one of them is missing."""
+    """Return mean and half width (95%) of some numbers; None where one of them is missing."""
     if not values or any(value is None for value in values):
         return None, None
     return paired_interval([value for value in values if value is not None])
 
 
 def verdicts(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """What the rows say, one claim at a time: a name, a verdict, and the numbers in words."""
+    """Return the verdict on every claim: a name, a verdict, and the numbers as text."""
     found = []
     for axis in dict.fromkeys(row["axis"] for row in rows):
         mine = [row for row in rows if row["axis"] == axis]
@@ -121,13 +121,13 @@ def _said(name: str, verdict: str, words: str) -> dict[str, str]:
 
 
 def _keeps_rms(axis: Axis, rows: Sequence[Row]) -> dict[str, str] | None:
-    """Within 2% at initialisation, intervals included."""
+    """Judge whether the RMS at initialisation stays within 2%, intervals included."""
     known = _of(rows, "sqrt", "ratio")
     if len(known) < 2:
         return None
 
     def off(row: Row, sign: float) -> float:
-        """How far from 1 a ratio is at the far end (1) or the near end (-1) of its interval."""
+        """Return the distance of a ratio from 1 at the far (1) or near (-1) end of its interval."""
         return abs(row["ratio"] - 1.0) + sign * (row["ratio_half_width"] or 0.0)
 
     worst = max(known, key=lambda row: off(row, -1.0))
@@ -149,7 +149,8 @@ def _keeps_rms(axis: Axis, rows: Sequence[Row]) -> dict[str, str] | None:
 
 
 def _shrinks(axis: Axis, rows: Sequence[Row]) -> dict[str, str] | None:
-    """Renormalized gates: RMS falls like a power of K, -1/2 for uniform gates."""
+    """Judge whether the RMS with renormalized gates falls as a power of K (-1/2 for uniform
+    gates)."""
     known = _of(rows, "renormalized", "rms")
     if len(known) < 2:
         return None
@@ -161,7 +162,7 @@ def _shrinks(axis: Axis, rows: Sequence[Row]) -> dict[str, str] | None:
 
 
 def _drifts(axis: Axis, rows: Sequence[Row]) -> dict[str, str] | None:
-    """How unequal the RMS is over K once trained, for either gate."""
+    """Judge whether the RMS after training differs less over K with SqrtGate."""
     spreads = {}
     for gate in COMPARED:
         sizes = [row["rms_after"] for row in _with_first(rows, gate, "rms_after")]
@@ -176,7 +177,7 @@ def _drifts(axis: Axis, rows: Sequence[Row]) -> dict[str, str] | None:
 
 
 def _loses(axis: Axis, rows: Sequence[Row]) -> dict[str, str] | None:
-    """Held-out loss against renormalized gates."""
+    """Judge the held-out loss against renormalized gates."""
     found = _paired(rows, "bits")
     if found is None:
         return None
@@ -185,7 +186,7 @@ def _loses(axis: Axis, rows: Sequence[Row]) -> dict[str, str] | None:
 
 
 def _grows(axis: Axis, rows: Sequence[Row]) -> dict[str, str] | None:
-    """Peak of the router Z against renormalized gates."""
+    """Judge the peak of the router Z against renormalized gates."""
     found = _paired(rows, "router_z_peak")
     if found is None:
         return None
@@ -194,7 +195,8 @@ def _grows(axis: Axis, rows: Sequence[Row]) -> dict[str, str] | None:
 
 
 def _paired(rows: Sequence[Row], key: str) -> tuple[str, str] | None:
-    """Whether a number is lower with SqrtGate, paired by K and seed; verdict and words."""
+    """Return whether a number is lower with SqrtGate, paired by K and seed, and the numbers as
+    text."""
     pairs = [
         mine - theirs
         for row in _of(rows, "sqrt", key)
@@ -212,7 +214,7 @@ def _paired(rows: Sequence[Row], key: str) -> tuple[str, str] | None:
 
 
 def _with_first(rows: Sequence[Row], gate: Gate, key: str) -> list[Row]:
-    """Of one gate; K = 1 belongs to both."""
+    """Return the rows of one gate; K = 1 belongs to both."""
     return [
         row for row in rows if row[key] is not None and (row["gate"] == gate or row["top_k"] == 1)
     ]

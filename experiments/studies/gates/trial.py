@@ -1,15 +1,15 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""A trial of `gates`: one model at initialisation over many seeds, and some of them trained.
+"""Measures one model of `gates` at initialisation over many seeds, and trains some of them.
 
-Everything is measured on held-out batches, in evaluation, as a mean over MoE layers:
+Every quantity is a mean over MoE layers on held-out batches, in evaluation:
 
     rms             sqrt(mean y^2) of the MoE branch's output, before the residual multiplier
     correlation     mean cosine of two experts' outputs for a token; None for K = 1
     router_z        mean of (logsumexp of the router logits)^2
     bits            held-out bits per token
 
-The seed is an argument of the compiled programs: a point compiles three times, whatever the seeds.
+The seed is an argument of the compiled programs: a point compiles three programs for all seeds.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ _DETAILED = dataclasses.replace(_EXECUTION, telemetry="detailed")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Task:
-    """What the trials read."""
+    """Data of the trials."""
 
     source: Source
     held_out: tuple[Batch, ...]
     digest: str
-    """Of the data."""
+    """Digest of the data."""
 
 
 def load_task(config: GatesConfig) -> Task:
@@ -71,12 +71,12 @@ def load_task(config: GatesConfig) -> Task:
 
 
 class GatePrograms(Programs):
-    """What is compiled of one point.
+    """Compiled programs of one point.
 
     Args:
-        config: of the comparison.
-        point: whose model.
-        task: what it reads.
+        config: Config of the comparison.
+        point: Point whose model is compiled.
+        task: Data of the trials.
     """
 
     def __init__(self, config: GatesConfig, point: Point, task: Task):
@@ -98,7 +98,8 @@ class GatePrograms(Programs):
 
     @functools.cached_property
     def look(self) -> Callable[[Any, Any, Batch], tuple[Array, Array, Indicators]]:
-        """Sum of the nll, of its weights, and the indicators, of one held-out batch."""
+        """Program from parameters, router state and a batch to sums of nll and weights, and
+        indicators."""
 
         def look(params: Any, router_state: Any, batch: Batch) -> Any:
             nll, output = forward_and_nll(
@@ -111,7 +112,7 @@ class GatePrograms(Programs):
         return self.compile(jax.jit(look), *given, options=RARE)
 
     def measure(self, state: TrainState, batches: Sequence[Batch]) -> dict[str, float | None]:
-        """MEASURED of a state on some batches, as JSON holds them."""
+        """Return MEASURED of a state on some batches, as JSON."""
         looks = [self.look(state.params, state.router_state, batch) for batch in batches]
         nll, weight, indicators = (
             functools.reduce(operator.add, parts) for parts in zip(*looks, strict=True)
@@ -129,16 +130,19 @@ class GatePrograms(Programs):
 
 
 def point_json(config: GatesConfig, point: Point) -> Any:
-    """The layer of a point; a record of another layer than the present one does not count."""
+    """Return the layer of a point; a record with another layer is outdated."""
     return to_json(model_of(config, point).moe)
 
 
 def run_trial(config: GatesConfig, point: Point, task: Task, stop: StopRequest) -> Record:
-    """Everything about one point, as JSON holds it.
+    """Measure and train one point.
+
+    Returns:
+        The record, as JSON.
 
     Raises:
-        StoppedError: a signal came.
-        ValueError: the optimiser and the parameterisation do not go together.
+        StoppedError: A signal arrived.
+        ValueError: The optimiser and the parameterisation do not go together.
     """
     started = time.perf_counter()
     programs = GatePrograms(config, point, task)
@@ -160,7 +164,7 @@ def run_trial(config: GatesConfig, point: Point, task: Task, stop: StopRequest) 
 def _train(
     config: GatesConfig, programs: GatePrograms, task: Task, number: int, stop: StopRequest
 ) -> dict[str, float | None]:
-    """One training: MEASURED at its end, the largest router Z, and the steps refused."""
+    """Train once; return MEASURED at the end, the largest router Z, and the steps refused."""
     batches = batches_of(task.source, config.training, config.training.seed + number)
     state, metrics = train(programs, _key(config, number), batches, stop)
     measured = programs.measure(state, task.held_out)

@@ -6,10 +6,10 @@
 
 Each method is trained at the baseline's active FLOPs with several seeds, paired with those of the
 baseline, on text (held-out bits per byte) and on disjoint languages (bits above their exact
-entropy, and how well experts tell them apart). Only causal methods stand in the autoregressive
-table; those whose tokens decide about others are compared by masked diffusion. Every finished
-method is a line of trials.jsonl: the same command continues after the last one. Exit codes: 0 done,
-2 bad configuration, 75 and 130 stopped by a signal.
+entropy, and the mutual information of language and expert). Only causal methods are in the
+autoregressive table; the others are compared by masked diffusion. Every finished method is a line of
+trials.jsonl: the same command continues after the last one. Exit codes: 0 done, 2 bad
+configuration, 75 and 130 stopped by a signal.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class RoutersStudy:
         self._config, self._directory = config, directory
         self._tasks, self._data = load_tasks(config)
         self._file = TrialsFile(directory.trials_file)
-        # The newest record of each trial.
+        # The last record of a trial is the newest.
         self._records = {(r["method"], r["objective"]): r for r in self._file.read(self._data)}
         self._baselines: dict[Objective, RouterPrograms] = {}
 

@@ -1,12 +1,12 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""What `routers` compares: the config, its recipes, and the model of one method.
+"""Defines the config of `routers`, its recipes, and the model of one method.
 
-Every method gets the same layers, the same experts in number, and the same active FLOPs: where it
+Every method gets the same layers, the same number of experts, and the same active FLOPs: where it
 fixes another top_k, the width of an expert changes so that top_k * expert_dim stays. A schedule of
-top_k counts with its last, and comes to it at nine tenths of the steps.
+top_k counts with its last value, which it reaches at nine tenths of the steps.
 
-To add a recipe: a function below and its name in RECIPES.
+To add a recipe: a function and a row of RECIPES in experiments/studies/routers/config.py
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from jaxmoe.run.config import TrainingConfig
 Objective = Literal["autoregressive", "masked_diffusion"]
 
 FREE_FIELDS = ("run", "methods", "trace")
-"""May change when the same directory is continued: further methods join the table."""
+"""Fields that may change when a directory is continued: further methods are added."""
 MOST_SEEDS = 10
 
 _SHORT_MODEL = ModelConfig(
@@ -46,29 +46,29 @@ class RoutersConfig:
     methods: tuple[str, ...] = ()
     """Names in jaxmoe.routing.METHODS; all of them when empty."""
     baseline: str = "mixtral"
-    """The method that the others are paired with: softmax top-k and a global balance loss."""
+    """Method that the others are paired with."""
     seeds: int = 3
-    """Runs of each method; run i of every method has the same initial values (but for the router)
-    and the same batches."""
+    """Trainings per method; training i of every method has the same initial values (router
+    apart) and the same batches."""
     model: ModelConfig = _SHORT_MODEL
-    """The model; a method replaces parts of model.moe."""
+    """Model; a method replaces parts of model.moe."""
     corpus: DataConfig = CorpusConfig()
     """Text, for held-out bits per byte."""
     languages: LanguageMixtureConfig = LanguageMixtureConfig()
-    """Disjoint languages, for excess bits and what the experts know of the language."""
+    """Disjoint languages, for excess bits and the mutual information of language and expert."""
     training: TrainingConfig = TrainingConfig(steps=100, batch_size=16, sequence_length=64)
-    """Of each of the two trainings of a method and seed."""
+    """Training of a method on either kind of data, for each seed."""
     optimizer: OptimizerConfig = AdamWConfig(learning_rate=1e-2, weight_decay=0.1)
-    """The rule of the update."""
+    """Optimiser of each training."""
     schedule: ScheduleConfig = LinearConfig(warmup_steps=10, floor=0.05)
-    """The learning rate by step."""
+    """Learning rate by step."""
     evaluation_batches: int = 16
     """Held-out batches of either kind of data."""
     timing_rounds: int = 5
-    """Turns in which a method's step is timed beside the baseline's."""
+    """Rounds in which a method's step is timed beside the baseline's."""
     trace: tuple[str, ...] = ()
-    """Methods whose routing of the held-out text is written to traces/<method>.npz, from the first
-    seed: `python -m experiments.place --trace` reads it."""
+    """Methods whose routing of the held-out text is written to traces/<method>.npz, from the
+    first seed, for `python -m experiments.place --trace`."""
 
     def __post_init__(self):
         for field in ("evaluation_batches", "timing_rounds"):
@@ -111,7 +111,7 @@ class RoutersConfig:
 
     @property
     def chosen(self) -> tuple[str, ...]:
-        """The methods of this comparison, the baseline first."""
+        """Methods of this comparison, the baseline first."""
         names = self.methods or tuple(METHODS)
         return (
             self.baseline,
@@ -120,16 +120,16 @@ class RoutersConfig:
 
 
 def objective_of(name: str) -> Objective:
-    """What a method can be trained by, from what its router says of itself."""
+    """Return the objective that a method can be trained by, from the traits of its router."""
     traits = METHODS[name].router.traits
     return "masked_diffusion" if traits.sees_others or not traits.is_causal else "autoregressive"
 
 
 def model_of(config: RoutersConfig, name: str, objective: Objective) -> ModelConfig:
-    """The model of one method, at the baseline's active FLOPs.
+    """Return the model of one method, at the baseline's active FLOPs.
 
     Raises:
-        ValueError: the method's parts do not go together at these sizes.
+        ValueError: The method's parts do not go together at these sizes.
     """
     moe, parts = config.model.moe, METHODS[name].parts()
     assert moe is not None
@@ -147,12 +147,12 @@ def model_of(config: RoutersConfig, name: str, objective: Objective) -> ModelCon
 
 
 def short() -> RoutersConfig:
-    """Every method on two cores, 20 minutes: two layers of width 32, three seeds."""
+    """Every method, two layers of width 32, three seeds: 20 minutes on two cores."""
     return RoutersConfig()
 
 
 def full() -> RoutersConfig:
-    """The same with models that learn something: four layers of width 128, five seeds; a GPU."""
+    """Every method, four layers of width 128, five seeds: for a GPU."""
     return RoutersConfig(
         seeds=5,
         model=ModelConfig(

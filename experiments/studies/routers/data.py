@@ -1,8 +1,8 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""The data of `routers`: the same batches for every method, made once.
+"""Builds the data of `routers`: the same batches for every method, made once.
 
-The mixture's held-out batches hold one language each, equally many of every language: the counts of
+Each held-out batch of the mixture holds one language, equally many of every language: the counts of
 such a batch are those of its language, and the mean over batches is that of the mixture.
 """
 
@@ -29,25 +29,25 @@ Batches = tuple[Batch, ...]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Task:
-    """One kind of data: what each seed is trained on, and what all are evaluated on."""
+    """One kind of data: training batches of each seed, and the held-out batches of all."""
 
     name: str
     training: tuple[Batches, ...]
-    """Of each seed, a batch per step."""
+    """Batches of each seed, one per step."""
     held_out: Batches
     languages: tuple[int, ...] = ()
-    """Of each held-out batch; none for text."""
+    """Language of each held-out batch; empty for text."""
     tokens_per_unit: float = 1.0
     """Tokens per byte of text, or per token."""
     floors: dict[Objective, float] = dataclasses.field(default_factory=dict)
-    """Exact bits that no model can beat, where they are known."""
+    """Exact entropy in bits by objective, where it is known."""
 
 
 def load_tasks(config: RoutersConfig) -> tuple[dict[str, Task], str]:
-    """Both tasks by name, and a digest of the data.
+    """Return both tasks by name, and a digest of the data.
 
     Raises:
-        ValueError: data that has no bytes, too large a vocabulary, or too few rows.
+        ValueError: Data without bytes, too large a vocabulary, or too few rows.
     """
     first, length = config.training.seed, config.training.sequence_length
     seeds = range(first, first + config.seeds)
@@ -86,7 +86,7 @@ def load_tasks(config: RoutersConfig) -> tuple[dict[str, Task], str]:
 def _held_out_languages(
     config: RoutersConfig, source: SyntheticSource
 ) -> tuple[tuple[int, ...], Batches]:
-    """Batches of one language each, in turn, and their languages."""
+    """Return batches of one language each, in turn, and their languages."""
     number, size = len(source.chains), config.training.batch_size
     each = max(1, config.evaluation_batches // number)
     rows: list[list[np.ndarray]] = [[] for _ in range(number)]

@@ -1,9 +1,9 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""The picture of `routers`: a row for each method, a panel for each number, the best at the top.
+"""Draws the picture of `routers`: a row per method, a panel per number, the best at the top.
 
-Blue: autoregressive. Orange, beneath a line: masked diffusion, whose differences are to the
-baseline trained that way too.
+Blue: autoregressive. Orange, below a line: masked diffusion, with differences to the baseline
+trained by masked diffusion.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ _COLORS: dict[Objective, str] = {"autoregressive": BLUE, "masked_diffusion": ORA
 def draw_comparison(
     path: str | os.PathLike[str], tables: Mapping[Objective, Sequence[Row]], *, baseline: str
 ) -> None:
-    """Draws one PNG file.
+    """Draw one PNG file.
 
     Args:
-        path: the file.
-        tables: rows of `routers_table.rows_of` by objective.
-        baseline: the method whose difference is 0.
+        path: Path of the file.
+        tables: Rows of `rows_of` by objective.
+        baseline: Method whose difference is 0.
 
     Raises:
         MissingPackageError: matplotlib is not installed.
-        OSError: the file cannot be written.
+        OSError: The file cannot be written.
     """
     drawn = [
         (row, _COLORS[objective])
@@ -76,7 +76,7 @@ def draw_comparison(
 
 
 def _draw_row(panels: Sequence, row: Row, color: str, place: int) -> None:
-    """The marks of one method."""
+    """Draw the marks of one method."""
     if row["difference"] is not None:
         panels[0].errorbar(
             row["difference"],

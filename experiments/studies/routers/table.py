@@ -1,10 +1,10 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""The tables of `routers`: one row per method, as text, as Markdown and as JSON.
+"""Makes the tables of `routers`: one row per method, as text, Markdown and JSON.
 
-The difference to the baseline is paired: seed by seed the two start alike and see the same batches.
-Its interval is Student's, 95%, over seeds (`experiments.cli.tables`). Of thirty methods at 95%, one
-or two lie outside by chance alone.
+The difference to the baseline is paired: seed by seed the two have the same initial values and
+batches. Its interval is Student's, 95%, over seeds (`experiments.cli.tables`). Of thirty methods at
+95%, one or two lie outside by chance alone.
 
 To add a column: a row of TABLE in experiments/studies/routers/table.py
 """
@@ -30,13 +30,13 @@ TITLES: dict[Objective, str] = {
 def rows_of(
     records: Iterable[Mapping[str, Any]], objective: Objective, *, baseline: str, floor: float
 ) -> list[Row]:
-    """Rows of one table, the best first; those without a number last.
+    """Return the rows of one table, the best first; those without a number last.
 
     Args:
-        records: of trials.
-        objective: which table. A method without a ticket is not in the autoregressive one.
-        baseline: whose records are paired with the others'.
-        floor: exact bits per token of the languages.
+        records: Records of trials.
+        objective: Objective of the table. The autoregressive one has causal methods only.
+        baseline: Method that the others are paired with.
+        floor: Exact bits per token of the languages.
     """
     mine = [r for r in records if r["objective"] == objective and r["status"] != "no ticket"]
     reference = next((r for r in mine if r["method"] == baseline), None)
@@ -70,7 +70,7 @@ def _row(record: Mapping[str, Any], reference: Mapping[str, Any] | None, floor: 
 
 
 def _mean(values: Sequence[float | None] | None) -> float | None:
-    """None if there is none, or one of them is missing."""
+    """Return the mean; None if there is no value, or one of them is missing."""
     known = [value for value in values or () if value is not None]
     return float(np.mean(known)) if known and len(known) == len(values or ()) else None
 

@@ -1,18 +1,18 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""A trial: one method by one objective, all its seeds on both kinds of data, as numbers.
+"""Runs one trial of `routers`: one method, one objective, all seeds on both kinds of data.
 
-    same data, same initial values (but for the router), same active FLOPs, one compilation: the
-    seed and the data are arguments of the compiled step
+    same data, same initial values (router apart), same active FLOPs, one compilation: the seed and
+    the data are arguments of the compiled step
 
-The ticket into the autoregressive table: other tokens from position j on leave the evaluation
-logits before j as they are, bit for bit. It is asked for before training and after it.
+A method is admitted to the autoregressive table if other tokens from position j on leave the
+evaluation logits before j unchanged, bit for bit, before and after training.
 
-What a method cannot do is a record with a status and a reason, and the next one has its turn:
-`done`, `diverged` (steps refused as not finite), `refused` (its parts do not go together here),
-`failed`, `no ticket` (not causal).
+A trial that cannot finish is a record with a status and a reason, and the next one runs: `done`,
+`diverged` (steps refused as not finite), `refused` (parts that do not go together), `failed`,
+`no ticket` (not causal).
 
-To add an objective: a line in OBJECTIVES.
+To add an objective: a row of OBJECTIVES in experiments/studies/routers/trial.py
 """
 
 from __future__ import annotations
@@ -63,13 +63,13 @@ logger = logging.getLogger(__name__)
 
 
 class RouterPrograms(Programs):
-    """What is compiled of one method.
+    """Compiled programs of one method.
 
     Args:
-        config: of the comparison.
-        model: of one method.
-        objective: what it is trained by.
-        batch: one like those to come.
+        config: Config of the comparison.
+        model: Model of the method.
+        objective: Objective of the training.
+        batch: A batch of the shapes to come.
     """
 
     def __init__(
@@ -87,14 +87,14 @@ class RouterPrograms(Programs):
 
     @functools.cached_property
     def look(self) -> Callable[[Any, Any, Batch, Array], tuple[Array, RouterStatistics]]:
-        """Evaluation logits and statistics of a held-out batch, in one of its examinations."""
+        """Program to evaluation logits and statistics of a held-out batch, for one examination."""
         look, state = _look_of(self.model, self.objective), self.any_state
         given = (state.params, state.router_state, self.batch, jnp.int32(0))
         return self.compile(look, *given, options=RARE)
 
 
 def _look_of(model: ModelConfig, objective: ObjectiveConfig) -> Any:
-    """See `Programs.look`."""
+    """Return the jitted function of `RouterPrograms.look`."""
 
     @jax.jit
     def look(params: Any, router_state: Any, batch: Batch, index: Array) -> Any:
@@ -117,12 +117,12 @@ def _look_of(model: ModelConfig, objective: ObjectiveConfig) -> Any:
 def earlier_logits_hold(
     logits_of: Callable[[np.ndarray], Array], tokens: Any, vocab_size: int
 ) -> bool:
-    """The ticket: whether no token has an effect on logits before it.
+    """Return whether no token affects logits before it.
 
     Args:
-        logits_of: evaluation logits [B S V] of tokens [B S].
-        tokens: [B S], S at least 2.
-        vocab_size: of the tokens.
+        logits_of: Function from tokens [B S] to evaluation logits [B S V].
+        tokens: Tokens [B S], S at least 2.
+        vocab_size: Number of token ids.
     """
     tokens = np.asarray(tokens)
     length = tokens.shape[1]
@@ -147,22 +147,22 @@ def run_trial(
     stop: StopRequest,
     trace_file: pathlib.Path | None = None,
 ) -> tuple[Record, RouterPrograms | None]:
-    """Everything about one method.
+    """Run one trial.
 
     Args:
-        config: of the comparison.
-        name: of the method.
-        objective: what it is trained by.
-        tasks: the data.
-        baseline: programs of the baseline, for the time of a step.
-        stop: asked at every step.
-        trace_file: where the routing of the held-out text is written, if it is.
+        config: Config of the comparison.
+        name: Name of the method.
+        objective: Objective of the training.
+        tasks: Data by name.
+        baseline: Function to the programs of the baseline, for the time of a step.
+        stop: Checked at every step.
+        trace_file: Path for the routing of the held-out text; none is written when None.
 
     Returns:
-        The record, which JSON holds, and the programs if there are any.
+        The record, as JSON, and the programs if there are any.
 
     Raises:
-        StoppedError: a signal came.
+        StoppedError: A signal arrived.
     """
     started, programs = time.perf_counter(), None
     record: Record = {"method": name, "objective": objective, "source": METHODS[name].source}
@@ -182,7 +182,7 @@ def run_trial(
 
 
 def moe_json(config: RoutersConfig, name: str) -> Any:
-    """The layer of a method; a record of another layer than the present one does not count."""
+    """Return the layer of a method; a record with another layer is outdated."""
     return to_json(model_of(config, name, objective_of(name)).moe)
 
 
@@ -196,7 +196,7 @@ def _fill(
     stop: StopRequest,
     trace_file: pathlib.Path | None,
 ) -> RouterPrograms | None:
-    """Ticket, training, evaluation, time."""
+    """Fill the record: causality, training, evaluation, time."""
     model = model_of(config, name, objective)
     batch = tasks["corpus"].held_out[0]
     if objective == "masked_diffusion":
@@ -232,7 +232,7 @@ def _fill(
 def _train(
     config: RoutersConfig, programs: RouterPrograms, task: Task, number: int, stop: StopRequest
 ) -> tuple[Record, TrainState]:
-    """One seed on one kind of data; `bits` is None where it diverged."""
+    """Train one seed on one kind of data; `bits` is None where it diverged."""
     batches = task.training[number]
     state, metrics = train(programs, _key(config, number), batches, stop)
     violation = np.array([m.router["max_violation"] for m in metrics], float)
@@ -253,7 +253,7 @@ def _train(
 def _evaluated(
     config: RoutersConfig, programs: RouterPrograms, task: Task, state: TrainState
 ) -> Record:
-    """Held-out bits, what the experts know of the language, and the experts' part of the FLOPs."""
+    """Return held-out bits, language-expert information, and the experts' share of the FLOPs."""
     given = (state.params, state.router_state)
     evaluation = evaluate(programs.evaluate, *given, task.held_out)
     number = programs.objective.num_examined
@@ -291,9 +291,9 @@ def _has_ticket(programs: RouterPrograms, state: TrainState, batch: Batch) -> bo
 
 
 def _is_causal_at_first(config: RoutersConfig, name: str, batch: Batch) -> bool:
-    """The ticket of a method that is trained otherwise, with initial parameters.
+    """Return whether a method that is trained by masked diffusion is causal at initialisation.
 
-    A router that says it is not causal is not asked: no causal model takes it.
+    A router whose traits say that it is not causal is not examined: no causal model accepts it.
     """
     if not METHODS[name].router.traits.is_causal:
         return False
@@ -306,7 +306,7 @@ def _is_causal_at_first(config: RoutersConfig, name: str, batch: Batch) -> bool:
 def _time_beside(
     config: RoutersConfig, programs: RouterPrograms, baseline: RouterPrograms, batch: Batch
 ) -> float | None:
-    """Time of a training step over the baseline's, medians of turns; 1 for itself."""
+    """Return the time of a training step over the baseline's, medians of rounds; 1 for itself."""
     if programs.model == baseline.model:
         return 1.0
 

@@ -1,16 +1,16 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""The arms of `transfer`: named pairs of parameterisation and optimiser.
+"""Names pairs of a parameterisation and an optimiser: the arms of `transfer`.
 
-    standard                    one rate for every role, AdamW: what does not transfer
-    hyperp                      as published: the head's radius grows with width
-    hyperp_bounded              with the same bound on the logits at every width
+    standard                    one rate for every role, AdamW: the rate does not transfer
+    hyperp                      as published: the radius of the head grows with width
+    hyperp_bounded              the same, with one bound on the logits at every width
     mup_plus_plus_muon_tokens   Muon with HyperP's token law: separates the sphere from the law
 
-The rate of an arm is the centre of its grid: where the optimum lies at a small size, within a
-factor of two or so.
+The rate of an arm is the centre of its grid: the optimum at a small size, within about a factor of
+two.
 
-To add an arm: a row in ARMS.
+To add an arm: a row of ARMS in experiments/studies/transfer/arms.py
 """
 
 from __future__ import annotations
@@ -34,16 +34,17 @@ from jaxmoe.scaling.laws import TOKEN_EXPONENT
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Arm:
-    """A parameterisation with the optimiser that it is meant for."""
+    """A parameterisation and the optimiser that goes with it."""
 
     parameterization: ParameterizationConfig
     optimizer: OptimizerConfig
     claims: tuple[str, ...] = ()
-    """Axes over which its rate is said to stay."""
+    """Axes along which the arm claims to keep its rate."""
 
     @property
     def words(self) -> str:
-        """Its parts, with the options that are not the defaults, and the centre of its rates."""
+        """Parameterisation and optimiser with their non-default options, and the centre of the
+        rates."""
         usual = type(self.parameterization)()
         options = [
             f" {field.name}={getattr(self.parameterization, field.name):g}"
@@ -107,17 +108,17 @@ ARMS: dict[str, Arm] = {
 }
 
 DEFAULT_ARMS = ("standard", "hyperp_bounded")
-"""What a command line compares that names neither arms nor parts."""
+"""Arms of a command line that names neither arms nor parts."""
 
 
 def own_arm(
     parameterization: ParameterizationConfig | None, optimizer: OptimizerConfig | None
 ) -> Arm:
-    """An arm from its parts.
+    """Return an arm made from its parts.
 
     Args:
-        parameterization: standard when None.
-        optimizer: when None that of the arm above with this parameterisation.
+        parameterization: Parameterisation; standard when None.
+        optimizer: Optimiser; that of the first arm with this parameterisation when None.
     """
     parameterization = parameterization or StandardConfig()
     kin = [a for a in ARMS.values() if a.parameterization.name == parameterization.name]

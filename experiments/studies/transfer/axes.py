@@ -1,19 +1,19 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""The axes of `transfer`: what grows from point to point while everything else stays.
+"""Defines the axes of `transfer`: what grows from point to point while everything else stays fixed.
 
     width        embed_dim alone: heads = width / head_dim, hidden widths in proportion
     depth        layers
     tokens       steps, as multiples of training.steps
-    batch        sequences of a step, at equal tokens
+    batch        sequences per step, at equal tokens
     granularity  top_k at equal active parameters: expert_dim ~ 1 / top_k, top_k * S experts
     sparsity     num_experts / top_k, at equal active parameters
     balance      coefficient of the load-balancing loss
 
-An axis is a function from a setting (model and training) and a value to another setting. Nothing
-here touches a device.
+An axis is a function from a setting (model and training) and a value to another setting. No
+function here uses a device.
 
-To add an axis: a function below and its row in AXES.
+To add an axis: a function and a row of AXES in experiments/studies/transfer/axes.py
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from jaxmoe.run.config import TrainingConfig
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Setting:
-    """What an axis changes."""
+    """The parts of a trial that an axis changes."""
 
     model: ModelConfig
     training: TrainingConfig
@@ -38,13 +38,14 @@ class Axis:
     """One axis."""
 
     words: str
-    """What the value counts."""
+    """Meaning of the value, for `--help`."""
     apply: Callable[[Setting, float], Setting]
-    """The setting at a value; a ValueError says why there is none."""
+    """Function from a setting and a value to the setting there; raises ValueError when there is
+    none."""
     points: Callable[[Setting], tuple[float, ...]]
     """Values when none are given."""
     is_whole: bool = True
-    """Values are whole numbers."""
+    """Whether values must be whole numbers."""
 
 
 def _moe(setting: Setting, axis: str) -> MoEConfig:
@@ -54,7 +55,11 @@ def _moe(setting: Setting, axis: str) -> MoEConfig:
 
 
 def _in_proportion(field: str, old: int, factor: float, value: float, axis: str) -> int:
-    """A size times a factor, if that is whole."""
+    """Return a size times a factor.
+
+    Raises:
+        ValueError: The product is not a whole number.
+    """
     new = old * factor
     if new < 1 or abs(new - round(new)) > 1e-9:
         raise ValueError(
@@ -122,7 +127,7 @@ def _granularity(setting: Setting, value: float) -> Setting:
         top_k=top_k,
         num_experts=scaled("num_experts", moe.num_experts, top_k / moe.top_k),
         expert_dim=scaled("expert_dim", moe.expert_dim, moe.top_k / top_k),
-        # Shared experts have the width of the routed ones: their sum stays.
+        # Shared experts have the width of routed ones: the sum of their widths stays.
         num_shared_experts=shared and scaled("num_shared_experts", shared, top_k / moe.top_k),
     )
     return dataclasses.replace(setting, model=dataclasses.replace(setting.model, moe=new))
@@ -151,7 +156,7 @@ def _balance(setting: Setting, value: float) -> Setting:
 
 
 def _times(size: Callable[[Setting], float], *factors: float) -> Callable[[Setting], tuple]:
-    """Multiples of a size of the setting, those that are at least 1."""
+    """Return multiples of a size of the setting that are at least 1."""
     return lambda setting: tuple(f * size(setting) for f in factors if f * size(setting) >= 1)
 
 

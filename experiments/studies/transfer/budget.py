@@ -1,11 +1,11 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""From minutes to steps: how long every trial of a `transfer` sweep may be.
+"""Computes the steps of a `transfer` trial from a budget in minutes.
 
     minutes = compiling + sum over cells of rates * seeds * (steps * step + evaluation)
 
-Seconds of a step are measured at every point, on this machine, before the first trial. The answer
-is written down once: a sweep that is continued keeps its steps, however fast the machine is then.
+The seconds of a step are measured at every point before the first trial. The result is stored in
+trials.jsonl: a sweep that is continued keeps its number of steps.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from experiments.studies.transfer.config import Cell, TransferConfig, cells_of
 from experiments.studies.transfer.trial import MOST_PIECE
 
 SIZES = "sizes"
-"""`kind` of its record in trials.jsonl."""
+"""Value of `kind` in the record of the sizes in trials.jsonl."""
 FEWEST_STEPS = 3 * MOST_PIECE
 _RESERVE = 0.9
-"""Of the minutes: a machine does not keep its speed."""
+"""Share of the budget that is planned for: the speed of a machine varies."""
 _TIMED_STEPS = 10 * MOST_PIECE
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Sizes:
-    """What a budget bought."""
+    """Number of steps that a budget allows."""
 
     steps: int
     """training.steps of the sweep."""
     words: str
-    """How that came about."""
+    """Text that reports the choice."""
 
 
 def timing_cells(config: TransferConfig) -> tuple[Cell, ...]:
-    """The cells before their steps are known, with some that any number of pieces divides."""
+    """Return the cells with a number of steps that every piece divides, for timing."""
     training = dataclasses.replace(config.training, steps=_TIMED_STEPS)
     return cells_of(dataclasses.replace(config, training=training))
 
@@ -46,26 +46,26 @@ def size_of(
     timed: Mapping[tuple[str, float], tuple[float, float]],
     compiling: float,
 ) -> Sizes:
-    """The steps that a budget allows, in whole pieces.
+    """Return the number of steps that a budget allows, in whole pieces.
 
     Args:
-        config: of the sweep, with a budget.
-        cells: of `timing_cells`.
-        timed: seconds of a step and of an evaluation, by arm and value.
-        compiling: seconds that compiling took.
+        config: Config of the sweep, with a budget.
+        cells: Result of `timing_cells`.
+        timed: Seconds of a step and of an evaluation, by arm and value.
+        compiling: Seconds spent compiling.
 
     Raises:
-        ValueError: fewer than are worth a trial.
+        ValueError: The budget allows too few steps for a trial.
     """
     assert config.budget is not None
     arms = config.chosen_arms
     per_step, fixed, number = 0.0, compiling, 0
     for cell in cells:
         step, evaluation = timed[cell.arm, cell.value]
-        # One rate beyond an edge is likely enough to be counted with the others.
+        # One rate beyond an edge of the grid is counted as expected.
         rates = len(config.rates_of(arms[cell.arm])) + min(config.extend, 1)
         runs = rates * config.seeds
-        # Along tokens and batch a point has more steps, or fewer.
+        # Along the axes tokens and batch the number of steps differs between points.
         per_step += runs * step * cell.config.training.steps / _TIMED_STEPS
         fixed += runs * evaluation
         number += runs

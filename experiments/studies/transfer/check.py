@@ -1,10 +1,10 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""`transfer --check coordinates`: does anything in the model grow, or stop learning, with size?
+"""Runs `transfer --check coordinates`: does any activation, or its change, grow with size?
 
 Every arm takes a few steps at its own rate (the middle of its grid) at every point, with every
-seed; `experiments/studies/transfer/coordinates.py` measures and judges. It takes a minute where a
-sweep takes half an hour, and says less: a rate may fail to transfer for other reasons.
+seed; `experiments/studies/transfer/coordinates.py` measures and judges. The check takes a minute, a
+sweep half an hour; a rate may fail to transfer for reasons that the check does not see.
 """
 
 from __future__ import annotations
@@ -125,16 +125,16 @@ class CoordinateCheck:
 def measure(
     config: TransferConfig, cells: Sequence[Cell], data: SweepData, stop: StopRequest
 ) -> dict[str, np.ndarray]:
-    """Value and change of every quantity of one arm, [points seeds steps+1 2].
+    """Return value and change of every quantity of one arm, [points seeds steps+1 2].
 
     Args:
-        config: of the sweep.
-        cells: of the arm, by point.
-        data: of the sweep.
-        stop: asked before every step.
+        config: Config of the sweep.
+        cells: Cells of the arm, by point.
+        data: Data of the sweep.
+        stop: Checked before every step.
 
     Raises:
-        StoppedError: a signal came.
+        StoppedError: A signal arrived.
     """
     found = np.zeros((len(QUANTITIES), len(cells), config.seeds, config.check_steps + 1, 2))
     for place, cell in enumerate(cells):
@@ -150,7 +150,7 @@ def measure(
             rows = [sizes(first, first)]
             for batches in data.pieces(training, 1):
                 check_stop(stop)
-                # One rate: where the schedule would warm up, nothing would change at first.
+                # A constant rate: during the warm-up of a schedule nothing would change.
                 given = (rate, jnp.ones(_FACTORS, jnp.float32), batches)
                 state, _ = programs.train_piece(state, *given)
                 rows.append(sizes(look(state.params, state.router_state, tokens), first))
@@ -184,17 +184,17 @@ def draw_coordinates(
     *,
     axis: str,
 ) -> None:
-    """Draws one PNG file: a row per arm, a panel per quantity, its change by step.
+    """Draw one PNG file: a row per arm, a panel per quantity, its change by step.
 
     Args:
-        path: the file.
-        measured: of `measure`, by arm.
-        points: values of the axis.
-        axis: its name.
+        path: Path of the file.
+        measured: Results of `measure`, by arm.
+        points: Values of the axis.
+        axis: Name of the axis.
 
     Raises:
         MissingPackageError: matplotlib is not installed.
-        OSError: the file cannot be written.
+        OSError: The file cannot be written.
     """
     colors = require("matplotlib").colormaps["viridis"]
     figure, panels = figure_of_panels(
@@ -216,7 +216,7 @@ def draw_coordinates(
 
 
 def _draw_lines(axes: Any, points: Sequence[float], array: np.ndarray, steps: int, colors: Any):
-    """The initial value, dashed, and the change after each step."""
+    """Draw the initial value, dashed, and the change after each step."""
     axes.plot(points, array[:, :, 0, 0].mean(1), color="black", ls="--", lw=1, label="at first")
     for step in range(1, steps + 1):
         change = array[:, :, step, 1].mean(1)

@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Does the learning rate transfer? Sweeps it at several sizes and says how far the best one moves.
+"""Sweeps the learning rate at several sizes and reports how far the best one moves.
 
     python -m experiments.transfer                                        width, within 30 minutes
     python -m experiments.transfer --arms standard hyperp --axis depth
@@ -10,8 +10,8 @@
 An arm is a parameterisation with its optimizer. At every point of the axis each arm is trained at
 every rate with every seed, on the same data; a parabola in log rate gives the best one, a bootstrap
 its interval. A trial is a line of trials.jsonl: the same command continues after the last one, and
-more points, rates, seeds or arms join those that are there. Exit codes: 0 done, 1 the check failed
-for an arm that claims to pass, 2 bad configuration, 75 and 130 stopped by a signal.
+further points, rates, seeds or arms are added to those that exist. Exit codes: 0 done, 1 the check
+failed for an arm that claims to pass, 2 bad configuration, 75 and 130 stopped by a signal.
 """
 
 from __future__ import annotations
@@ -225,7 +225,8 @@ class Sweep:
             say(f"{stale} earlier trials were of other settings (steps, base point) and run anew")
 
     def _rates(self, cell: Cell) -> Iterator[float]:
-        """The rates of a cell, and then those beyond an edge where the best one is."""
+        """Yield the rates of a cell, then rates beyond an edge of the grid where the best one
+        is."""
         yield from self._config.rates_of(self._config.chosen_arms[cell.arm])
         points = self._config.chosen_points
         for _ in range(self._config.extend):
@@ -240,7 +241,7 @@ class Sweep:
             yield beyond
 
     def _run_rate(self, cell: Cell, rate: float, stop: StopRequest) -> None:
-        """All seeds at one rate of one cell."""
+        """Train all seeds at one rate of one cell."""
         started, is_new = time.perf_counter(), False
         for seed in self._seeds:
             known = self._records.get((cell.arm, cell.value, rate, seed))
@@ -290,7 +291,7 @@ class Sweep:
         return curves
 
     def _violation(self, arm: str, value: float, curve: Curve) -> float | None:
-        """Mean over seeds at the best rate of the grid."""
+        """Return max violation at the best rate of the grid, as a mean over seeds."""
         means = curve.losses.mean(1)
         if not np.isfinite(means).any():
             return None
@@ -300,14 +301,14 @@ class Sweep:
 
 
 def _names() -> str:
-    """Axes and arms, for --help."""
+    """Return the axes and arms, for `--help`."""
     lines = [f"  {name}  {axis.words}" for name, axis in AXES.items()]
     arms = [f"  {name}  {arm.words}" for name, arm in ARMS.items()]
     return "\n".join(["Axes:", *lines, "", "Arms:", *arms])
 
 
 def _check_steps(config: TransferConfig, default: TransferConfig) -> None:
-    """Refuses a number of steps that a budget would overrule."""
+    """Refuse a number of steps together with a budget."""
     if config.budget is not None and config.training.steps != default.training.steps:
         raise ValueError(
             f"training.steps={config.training.steps} and budget={config.budget:g} minutes both"
@@ -316,11 +317,11 @@ def _check_steps(config: TransferConfig, default: TransferConfig) -> None:
 
 
 def rate_beyond(curve: Curve, needed: float | None = None) -> float | None:
-    """The next rate to try where the grid ends too early; None where it does not, or diverges.
+    """Return the next rate to try when the grid ends too early; None when it does not, or diverges.
 
     Args:
-        curve: so far.
-        needed: a rate that the grid is to reach, beside the best one and a neighbour.
+        curve: Losses so far.
+        needed: A rate that the grid is to reach as well.
     """
     x, losses = curve.known
     lowest, highest = curve.rates[0], curve.rates[-1]

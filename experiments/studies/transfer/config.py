@@ -1,12 +1,12 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""What `transfer` sweeps: the config, its recipes, and the run at each point of each arm.
+"""Defines the config of `transfer`, its recipes, and the run of each arm at each point.
 
-A cell is an arm at a point, as the config of a `pretrain` run: what a trial of it changes are the
-learning rate and the seed, which are arguments of its program. Where no base point is given, a
-cell's is the smallest point of the sweep, so that the rate there is meant as it stands.
+A cell is an arm at a point, as the config of a `pretrain` run. Learning rate and seed of a trial
+are arguments of the cell's program. Without a base point, the smallest point of the sweep is the
+base point.
 
-To add a recipe: a function below and its name in RECIPES.
+To add a recipe: a function and a row of RECIPES in experiments/studies/transfer/config.py
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from jaxmoe.run.config import EvaluationConfig, PretrainConfig, TrainingConfig
 from jaxmoe.scaling import BasePoint, ParameterizationConfig
 
 FREE_FIELDS = ("run", "arms", "points", "rates", "extend", "seeds")
-"""May change when the same directory is continued: further trials join those that are there."""
+"""Fields that may change when a directory is continued: further trials are added."""
 MOST_SEEDS, FEWEST_RATES, MOST_RATES = 16, 3, 15
 SPACING = 2.0
-"""Between neighbouring rates of a grid that is given as a number."""
+"""Ratio of neighbouring rates of a grid that is given as a count."""
 OWN = "own"
-"""The arm of --parameterization and --optimizer."""
+"""Name of the arm that --parameterization and --optimizer define."""
 
-# Few experts: a step of Muon costs as much for an expert with few tokens as for any other.
+# Few experts: Muon's update costs as much for an expert with few tokens as for any other.
 _MOE = MoEConfig(num_experts=4, top_k=2, expert_dim=64, **METHODS["hyperp"].parts())
 _MODEL = ModelConfig(
     vocab_size=256,
@@ -50,49 +50,49 @@ _MODEL = ModelConfig(
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class TransferConfig:
-    """Learning rates at several sizes: does the best one stay?"""
+    """Learning rates at several sizes."""
 
     run: StudyRunConfig = StudyRunConfig()
     """Run directory and name of the study."""
     axis: str = "width"
-    """What grows: width, depth, tokens, batch, granularity, sparsity or balance."""
+    """Quantity that grows: width, depth, tokens, batch, granularity, sparsity or balance."""
     points: tuple[float, ...] = ()
-    """Its values, two at least (tokens: multiples of training.steps); by the model when empty."""
+    """Values of the axis, at least two (tokens: multiples of training.steps); chosen by the
+    model when empty."""
     arms: tuple[str, ...] = ()
-    """Named pairs of parameterisation and optimiser; when empty, the one of parameterization and
+    """Named pairs of parameterisation and optimiser. When empty: the arm of parameterization and
     optimizer if either is given, else standard and hyperp_bounded."""
     rates: tuple[float, ...] = (5.0,)
-    """How many rates, a factor of two apart round the arm's (or the optimizer's) own; or, three at
-    least, the rates themselves."""
+    """Number of rates, a factor of two apart around the arm's own; or at least three rates."""
     extend: int = 2
-    """Further rates, one by one, where the best so far is the first or the last, or where the
-    largest point has not been given the smallest one's best."""
+    """Number of further rates to try where the best so far is the first or the last, or where
+    the largest point lacks the smallest one's best."""
     seeds: int = 3
-    """Runs at each rate; run i of every point has the same key and order of data."""
+    """Trials at each rate; trial i of every point has the same key and order of data."""
     budget: float | None = None
-    """Minutes that all trials together may take on this machine: it decides training.steps, once,
-    from the time of a step at each point; None leaves training.steps as they are."""
+    """Minutes for all trials on this machine. Sets training.steps once, from the measured time
+    of a step at each point; None leaves training.steps as given."""
     check: Literal["coordinates"] | None = None
-    """Instead of a sweep: do activations and their changes keep their size along the axis?"""
+    """Check to run instead of a sweep: do activations and their changes keep their size?"""
     check_steps: int = 4
     """Steps of the check."""
     model: ModelConfig = _MODEL
-    """The model; the axis changes a part of it."""
+    """Model; the axis changes a part of it."""
     data: DataConfig = CorpusConfig()
-    """What is read; held out are bits per byte of text, or per token."""
+    """Data; the held-out loss is in bits per byte of text, or per token."""
     training: TrainingConfig = TrainingConfig(steps=150, batch_size=16, sequence_length=64)
-    """Of each trial."""
+    """Training of each trial."""
     schedule: ScheduleConfig = LinearConfig()
-    """The learning rate by step."""
+    """Learning rate by step."""
     parameterization: ParameterizationConfig | None = None
-    """Of an arm of your own."""
+    """Parameterisation of an arm of your own."""
     optimizer: OptimizerConfig | None = None
-    """Of an arm of your own; its learning_rate is the centre of the rates."""
+    """Optimiser of an arm of your own; its learning_rate is the centre of the rates."""
     base: BasePoint = BasePoint()
-    """Where a rate is meant as it stands; the smallest point of the sweep where a number is
-    missing."""
+    """Size at which a learning rate applies unchanged; missing numbers are those of the smallest
+    point."""
     evaluation_batches: int = 16
-    """Held-out batches, of training.batch_size."""
+    """Held-out batches of training.batch_size sequences."""
 
     def __post_init__(self):
         if self.axis not in AXES:
@@ -135,20 +135,20 @@ class TransferConfig:
 
     @property
     def chosen_points(self) -> tuple[float, ...]:
-        """The values of the axis, rising."""
+        """Values of the axis, rising."""
         setting = Setting(model=self.model, training=self.training)
         return tuple(sorted(self.points or AXES[self.axis].points(setting)))
 
     @property
     def chosen_arms(self) -> dict[str, Arm]:
-        """The arms of the sweep by name, an own one first."""
+        """Arms of the sweep by name, one of your own first."""
         own = {}
         if self.parameterization is not None or self.optimizer is not None:
             own[OWN] = own_arm(self.parameterization, self.optimizer)
         return own | {name: ARMS[name] for name in self.arms or (() if own else DEFAULT_ARMS)}
 
     def rates_of(self, arm: Arm) -> tuple[float, ...]:
-        """The rates of an arm before any extension, rising."""
+        """Return the rates of an arm before any extension, rising."""
         if len(self.rates) > 1:
             return tuple(sorted(self.rates))
         (number,) = map(int, self.rates)
@@ -188,7 +188,7 @@ class Cell:
 
     @functools.cached_property
     def plan(self) -> Plan:
-        """Model, parameter table, optimiser."""
+        """Model, parameter table and optimiser."""
         try:
             return make_plan(self.config)
         except ValueError as error:
@@ -196,25 +196,25 @@ class Cell:
 
     @property
     def rule(self) -> OptimizerConfig:
-        """The optimiser without its rate."""
+        """Optimiser with a learning rate of 1."""
         return dataclasses.replace(self.config.optimizer, learning_rate=1.0)
 
     @functools.cached_property
     def digest(self) -> str:
-        """Of everything but rate and seed: a record of another digest does not count."""
+        """Fingerprint of everything but rate and seed; a record with another digest is outdated."""
         training = self.seeded(0)
         return fingerprint(dataclasses.replace(self.config, training=training, optimizer=self.rule))
 
     def seeded(self, seed: int) -> TrainingConfig:
-        """The training of one seed."""
+        """Return the training config of one seed."""
         return dataclasses.replace(self.config.training, seed=seed)
 
 
 def cells_of(config: TransferConfig) -> tuple[Cell, ...]:
-    """Every arm at every point, all checked; touches no device.
+    """Return every arm at every point, validated; no device is used.
 
     Raises:
-        ValueError: sizes that do not divide, or an arm that the model does not fit.
+        ValueError: Sizes that do not divide, or an arm that does not fit the model.
     """
     axis, points = AXES[config.axis], config.chosen_points
     start = Setting(model=config.model, training=config.training)
@@ -244,7 +244,7 @@ def cells_of(config: TransferConfig) -> tuple[Cell, ...]:
 
 
 def _base_of(config: TransferConfig, smallest: Setting) -> BasePoint:
-    """The base point, where it is not given the smallest point."""
+    """Return the base point; numbers that are not given are those of the smallest point."""
     training = smallest.training
     batch_tokens = training.batch_size * training.sequence_length
     known = {
@@ -258,7 +258,7 @@ def _base_of(config: TransferConfig, smallest: Setting) -> BasePoint:
 
 
 def axis_of(config: TransferConfig) -> Axis:
-    """The axis by its name."""
+    """Return the axis by its name."""
     return AXES[config.axis]
 
 

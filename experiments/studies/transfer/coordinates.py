@@ -1,18 +1,18 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""The coordinate check: sizes of activations, and of their changes in a few steps, along an axis.
+"""Measures sizes of activations, and of their changes in a few steps, along an axis.
 
     value    RMS of the quantity on a fixed batch
     change   RMS of its difference to the initial one, after 1, 2, ... steps at the same rate
-    slope    of log RMS against log of the axis' value, mean over seeds, least squares
+    slope    slope of log RMS over log of the axis value, mean over seeds, least squares
 
-Where a rate transfers, nothing grows with the axis: every slope is at most GROWTH. What falls is
-judged by its change alone, with a bound for the last step: an initial value may fall as it should
-(logits under muP fall as 1 / sqrt(width)), while a change that falls is a part that hardly learns
-at the larger size. HyperP as published fails by its logits, whose head has one std at every width
-(`HyperPConfig.logit_bound` is the way out). Quantities: the embedded tokens, what attention and
-feed-forward add to the stream (root mean square over layers, residual multiplier included), the
-stream before the last norm, the logits.
+Where a rate transfers, nothing grows with the axis: every slope is at most GROWTH. A falling
+quantity is judged by its change at the last step only: an initial value may fall by design (logits
+under muP fall as 1 / sqrt(width)), while a falling change belongs to a part that hardly learns at
+the larger size. HyperP as published fails by its logits, whose head has one std at every width;
+`HyperPConfig.logit_bound` corrects it. Quantities: the embedded tokens, outputs of attention and
+feed-forward (root mean square over layers, residual multiplier included), the stream before the
+last norm, the logits.
 
 Source: arXiv 2203.03466, appendix D.1.
 """
@@ -38,7 +38,7 @@ from jaxmoe.models.transformer import Transformer
 
 QUANTITIES = ("embedding", "attention", "feed_forward", "stream", "logits")
 GROWTH = 0.25
-"""Largest slope of a value or a change: a power of the axis, noise and finite sizes included."""
+"""Largest slope of a value or a change: a power of the axis, with room for noise."""
 FALL = -0.6
 """Smallest slope of a change at the last step."""
 
@@ -50,14 +50,14 @@ def observe(
     router_state: Any,
     tokens: Int[Array, "B S"],
 ) -> dict[str, Float[Array, ...]]:
-    """The quantities of one forward pass, whole.
+    """Return the quantities of one forward pass.
 
     Args:
-        model: with its multipliers.
-        execution: how it is computed.
-        params: of the model.
-        router_state: stacked over MoE layers.
-        tokens: of the fixed batch.
+        model: Model config with its multipliers.
+        execution: Where and how the model is computed.
+        params: Parameters of the model.
+        router_state: Router state, stacked over MoE layers.
+        tokens: Tokens of the fixed batch, [B S].
     """
     output, captured = Transformer(model, execution).apply(
         {"params": params},
@@ -95,11 +95,11 @@ def _is_branch(module: nn.Module, method: str) -> bool:
 def sizes(
     now: Mapping[str, Array], first: Mapping[str, Array]
 ) -> dict[str, tuple[Float[Array, ""], Float[Array, ""]]]:
-    """RMS of each quantity, and of its change.
+    """Return the RMS of each quantity, and of its change.
 
     Args:
-        now: of `observe`.
-        first: the same before training.
+        now: Result of `observe`.
+        first: Result of `observe` before training.
     """
 
     def rms(x: Array) -> Float[Array, ""]:
@@ -114,13 +114,13 @@ class Coordinate:
 
     quantity: str
     value_slopes: tuple[float, ...]
-    """By step, the initial one first."""
+    """Slopes of the value by step, the initial one first."""
     change_slopes: tuple[float, ...]
-    """By step, from the first on."""
+    """Slopes of the change by step, from the first step on."""
 
     @property
     def problem(self) -> str | None:
-        """What is wrong with it, in words; None if it passes."""
+        """Reason of a failure; None if the quantity passes."""
         changes = self.change_slopes
         if not np.isfinite([*self.value_slopes, *changes]).all():
             return "not finite"
@@ -138,11 +138,11 @@ class Coordinate:
 def coordinates_of(
     points: Sequence[float], measured: Mapping[str, np.ndarray]
 ) -> tuple[Coordinate, ...]:
-    """Slopes of every quantity.
+    """Return the slopes of every quantity.
 
     Args:
-        points: values of the axis.
-        measured: by quantity, [points seeds steps+1 2]: value and change, the initial first.
+        points: Values of the axis.
+        measured: By quantity, [points seeds steps+1 2]: value and change, the initial one first.
     """
     x = np.log(np.asarray(points, float))
 

@@ -1,25 +1,24 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Fits of `transfer`: the best rate at a point, how it moves, and what its moving costs.
+"""Fits the best rate at a point, its shift along an axis, and the cost of the shift.
 
     loss(x) = c + b (x - x*)^2,  x = log2 rate        through the rates within a factor of two of
-                                                      the best one, its neighbours at least
+                                                      the best one, at least its neighbours
     shift    = x*(largest) - x*(smallest)             factor-of-two steps
     exponent = slope of x* over log2(value)           least squares
     regret   = loss(x*(smallest)) - loss(x*) at the largest point
 
-A best rate that is the first or the last of its grid is no optimum: it is a bound, is called so,
-and nothing is extrapolated from it. Rates at which a run diverged have no loss.
+A best rate that is the first or the last of its grid is reported as a bound, and nothing is
+extrapolated from it. Rates at which a run diverged have no loss.
 
-Intervals, 95%: bootstrap over the residuals of rate and seed within a point. Seeds are paired, so
-what a seed adds to every rate moves no optimum; what is left,
+Intervals, 95%: bootstrap over the residuals of rate and seed within a point. Seeds are paired: what
+a seed adds to every rate does not move the optimum. The rest,
     e = loss - mean of the rate - mean of the seed + mean,
-is drawn anew for every rate and seed. With few seeds residuals are too small and a percentile is
+is resampled for every rate and seed. With few seeds residuals are too small and a percentile is
 too narrow: e is scaled by sqrt(R S / ((R-1)(S-1))) and by Student's quantile over the normal one,
 (R-1)(S-1) degrees of freedom. One seed has no interval.
 
-Source: the log-quadratic fit is that of arXiv 2603.28743, section 4. What this does not do: see
-training (`transfer_trial`).
+Source: the log-quadratic fit of arXiv 2603.28743, section 4.
 """
 
 from __future__ import annotations
@@ -34,13 +33,13 @@ import numpy as np
 from experiments.cli.tables import student
 
 Edge = Literal["lowest", "highest", "divergence"]
-"""Where a best rate is no optimum: at an end of the grid, or beside rates that diverge."""
+"""Places where a best rate is no optimum: at an end of the grid, or beside rates that diverge."""
 Interval = tuple[float, float]
 
 REPLICATES = 2000
 _NORMAL = 1.96
 _WINDOW = 1.0 + 1e-6
-"""Factor-of-two steps to either side of the best rate."""
+"""Factor-of-two steps to either side of the best rate that enter the fit."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,9 +47,9 @@ class Curve:
     """Held-out loss at one point by rate and seed."""
 
     rates: tuple[float, ...]
-    """Rising."""
+    """Rates, rising."""
     losses: np.ndarray
-    """[R seeds]; NaN where it diverged."""
+    """Losses [R seeds]; NaN where a trial diverged."""
 
     def __post_init__(self):
         if self.losses.shape[0] != len(self.rates) or self.losses.ndim != 2:
@@ -64,7 +63,7 @@ class Curve:
 
     @property
     def known(self) -> tuple[np.ndarray, np.ndarray]:
-        """log2 of the rates whose seeds all ended, and their losses [r seeds]."""
+        """log2 of the rates whose seeds all finished, and their losses [r seeds]."""
         ended = np.isfinite(self.losses).all(1)
         return np.log2(np.asarray(self.rates)[ended]), self.losses[ended]
 
@@ -76,20 +75,20 @@ class Optimum:
     rate: float
     loss: float
     edge: Edge | None
-    """Not None: the true optimum lies beyond `rate`, or nobody knows."""
+    """Edge of the grid that the rate is at; None for an optimum inside the grid."""
     interval: Interval | None
-    """Of the rate."""
+    """95% interval of the rate."""
 
 
 def find_optimum(curve: Curve, draws: np.ndarray | None = None) -> Optimum | None:
-    """The vertex of the parabola round the best rate.
+    """Return the vertex of the parabola around the best rate.
 
     Args:
-        curve: of the point.
-        draws: of `replicate`, for the interval.
+        curve: Losses of the point.
+        draws: Result of `replicate`, for the interval.
 
     Returns:
-        None where fewer than three rates ended.
+        None where fewer than three rates finished.
     """
     x, losses = curve.known
     if len(x) < 3:
@@ -110,15 +109,16 @@ def find_optimum(curve: Curve, draws: np.ndarray | None = None) -> Optimum | Non
 
 
 def _vertex(x: np.ndarray, mean: np.ndarray) -> tuple[float, float]:
-    """Place and loss of the minimum of one curve."""
+    """Return place and loss of the minimum of one curve."""
     places, losses = _vertices(x, mean[None])
     return float(places[0]), float(losses[0])
 
 
 def _vertices(x: np.ndarray, means: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Places and losses of the minima of curves [n r]; at an edge those of the edge.
+    """Return places and losses of the minima of curves [n r]; at an edge those of the edge.
 
-    Never outside the best rate's neighbours, which only a parabola of five rates or more could be.
+    A minimum is kept between the neighbours of the best rate: only a parabola through five rates or
+    more could leave them.
     """
     best = means.argmin(1)
     places, losses = x[best].astype(float), means.min(1)
@@ -134,17 +134,17 @@ def _vertices(x: np.ndarray, means: np.ndarray) -> tuple[np.ndarray, np.ndarray]
 
 
 def _near(x: np.ndarray, index: int) -> np.ndarray:
-    """Which rates the parabola round one of them goes through."""
+    """Return which rates the parabola around one of them goes through."""
     near = np.abs(x - x[index]) <= _WINDOW
     near[index - 1 : index + 2] = True
     return near
 
 
 def loss_at(curve_x: np.ndarray, mean: np.ndarray, place: float) -> float | None:
-    """The loss of a curve between its rates; None outside them.
+    """Return the loss of a curve between its rates; None outside them.
 
-    Near the best rate from the parabola, elsewhere along straight lines: they lie above a convex
-    curve, so that a regret is rather too large.
+    Near the best rate it is read from the parabola, elsewhere from lines, which lie above a
+    convex curve: a regret is overestimated rather than underestimated.
     """
     if not curve_x[0] <= place <= curve_x[-1]:
         return None
@@ -161,14 +161,14 @@ def loss_at(curve_x: np.ndarray, mean: np.ndarray, place: float) -> float | None
 
 
 def replicate(curve: Curve, random: np.random.Generator) -> np.ndarray | None:
-    """Bootstrap replicates of the mean loss by rate, [replicates r]; None for one seed."""
+    """Return bootstrap replicates of the mean loss by rate, [replicates r]; None for one seed."""
     x, losses = curve.known
     rates, seeds = losses.shape
     if seeds < 2 or rates < 3:
         return None
     mean = losses.mean(1)
     best = int(mean.argmin())
-    # Residuals grow towards divergence: those near the optimum are what moves it.
+    # Residuals grow towards divergence; those near the optimum move it.
     first = min(max(best - 2, 0), rates - 3)
     near = losses[first : max(best + 3, first + 3)]
     residuals = near - near.mean(1, keepdims=True) - near.mean(0) + near.mean()
@@ -181,26 +181,25 @@ def replicate(curve: Curve, random: np.random.Generator) -> np.ndarray | None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Transfer:
-    """How the best rate moves along an axis."""
+    """Shift of the best rate along an axis."""
 
     optima: dict[float, Optimum]
-    """By value; points with fewer than three rates are missing."""
+    """Optima by value; points with fewer than three rates are missing."""
     shift: float | None
     """Factor-of-two steps from the smallest to the largest point."""
     shift_bound: Literal["exact", "at least", "unknown"]
-    """Whether `shift` is the shift, a bound on its size, or says nothing (an edge on the wrong
-    side)."""
+    """Whether `shift` is exact, a bound on its size, or unknown (an edge on the wrong side)."""
     shift_interval: Interval | None
-    """Of the shift, or of its bound; None where neither says anything."""
+    """95% interval of the shift or of its bound; None where it is unknown."""
     exponent: float | None
     exponent_interval: Interval | None
     regret: float | None
-    """Of the smallest point's best rate at the largest point; None outside the rates there."""
+    """Cost of the smallest point's best rate at the largest point; None outside the rates there."""
     regret_interval: Interval | None
 
     @property
     def verdict(self) -> Literal["transfers", "does not transfer", "undecided"]:
-        """At most one factor-of-two step passes."""
+        """Whether the shift is at most one factor-of-two step."""
         if self.shift is None or self.shift_bound == "unknown":
             return "undecided"
         if abs(self.shift) > 1.0:
@@ -209,11 +208,11 @@ class Transfer:
 
 
 def fit_transfer(curves: Mapping[float, Curve], *, seed: int = 0) -> Transfer:
-    """All fits of an arm.
+    """Fit one arm.
 
     Args:
-        curves: by value of the axis, two at least.
-        seed: of the bootstrap.
+        curves: Losses by value of the axis, at least two.
+        seed: Seed of the bootstrap.
     """
     random = np.random.default_rng(seed)
     values = sorted(curves)
@@ -251,11 +250,11 @@ def fit_transfer(curves: Mapping[float, Curve], *, seed: int = 0) -> Transfer:
 
 
 def _shift(first: Optimum, last: Optimum) -> tuple[float, Literal["exact", "at least", "unknown"]]:
-    """The shift, and what an edge makes of it."""
+    """Return the shift, and whether an edge makes it a bound."""
     shift = math.log2(last.rate / first.rate)
-    # In which direction each optimum may lie beyond its rate; 0: nowhere.
+    # Direction in which each optimum may lie beyond its rate; 0: neither.
     beyond = {None: 0, "lowest": -1, "highest": 1, "divergence": 1}
-    # An optimum that lies further down at the small point moves the shift up.
+    # An optimum further down at the small point moves the shift up.
     changes = {beyond[last.edge], -beyond[first.edge]} - {0}
     if not changes:
         return shift, "exact"
@@ -273,7 +272,7 @@ def _slope(values: Sequence[float], places: Sequence[float]) -> float | None:
 def _regrets(
     curve: Curve, first: Optimum | None, draws: np.ndarray | None, places: np.ndarray | None
 ) -> tuple[float | None, list[float] | None]:
-    """The regret and its replicates at the largest point."""
+    """Return the regret and its replicates at the largest point."""
     x, losses = curve.known
     if first is None or len(x) < 3:
         return None, None

@@ -1,9 +1,9 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""The picture of `transfer`: a row for each arm, loss by rate to the left, best rate to the right.
+"""Draws the picture of `transfer`: one row per arm, loss by rate left, best rate right.
 
-One colour per point, light to dark as it grows. The best rate is a dot with its interval; a hollow
-one is at the edge of its grid. A rate that diverged is a cross at the top.
+One colour per point, darker as it grows. The best rate is a dot with its interval, hollow at an
+edge of the grid. A rate that diverged is a cross at the top.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ def draw_transfer(
     words: str,
     unit: str,
 ) -> None:
-    """Draws one PNG file.
+    """Draw one PNG file.
 
     Args:
-        path: the file.
-        points: rows of `transfer_table.point_row`.
-        arms: rows of `transfer_table.arm_row`.
-        axis: its name.
-        words: what its value counts.
-        unit: of the loss.
+        path: Path of the file.
+        points: Rows of `point_row`.
+        arms: Rows of `arm_row`.
+        axis: Name of the axis.
+        words: Meaning of its value.
+        unit: Unit of the loss.
 
     Raises:
         MissingPackageError: matplotlib is not installed.
-        OSError: the file cannot be written.
+        OSError: The file cannot be written.
     """
     names = list(dict.fromkeys(row["arm"] for row in points))
     rows = max(len(names), 1)
@@ -92,7 +92,7 @@ def _draw_curves(axes: Any, rows: Sequence[Row], colors: Mapping[float, Any], ax
 
 
 def _ticks_at(place: Any, values: Iterable[float]) -> None:
-    """Ticks at the values themselves, if there is room for them."""
+    """Set ticks at the values themselves where they fit."""
     known = sorted(values)
     if len(known) <= _MOST_TICKS:
         place(known, [f"{value:.3g}" for value in known])
@@ -133,7 +133,7 @@ def _draw_optima(axes: Any, rows: Sequence[Row], colors: Mapping[float, Any], ar
 
 
 def _mark(row: Row, error: str, color: Any) -> dict[str, Any]:
-    """Dot, interval and fill of a best rate."""
+    """Draw dot, interval and fill of a best rate."""
     mark = {"color": color, "marker": "o", "ms": 7, "capsize": 3, "linewidth": 1.6, "zorder": 3}
     mark["markerfacecolor"] = color if row["edge"] is None else "white"
     if row["interval"] is not None:
@@ -144,6 +144,6 @@ def _mark(row: Row, error: str, color: Any) -> dict[str, Any]:
 
 
 def _plain(value: float, place: Any) -> str:
-    """Ticks as numbers, not as powers of two."""
+    """Label ticks with numbers instead of powers of two."""
     del place
     return f"{value:.3g}"

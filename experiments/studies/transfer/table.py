@@ -1,11 +1,11 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""The tables of `transfer` and its verdicts, as text, as Markdown and as JSON.
+"""Makes the tables of `transfer` and its verdicts, as text, Markdown and JSON.
 
-One row for each arm and point; one for each arm, with a sentence. Verdicts go by the estimate: the
-interval stands beside it, and the sentence says where it reaches beyond the rule. On the axis
-balance every arm has a second one: max violation (mean over seeds, at the best rate of each point's
-grid) falls LEAST_FALL times or more from the smallest coefficient to the largest.
+One row for each arm and point; one for each arm, with a sentence. A verdict follows the estimate;
+the sentence reports where the interval reaches beyond the rule. On the axis balance every arm has a
+second verdict: max violation (mean over seeds, at the best rate of each point's grid) falls by
+LEAST_FALL or more from the smallest coefficient to the largest.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ LEGEND = (
 
 
 def curve_of(records: Iterable[Mapping[str, Any]], seeds: Sequence[int]) -> Curve | None:
-    """The curve of one arm at one point; rates that miss a seed are left out.
+    """Return the curve of one arm at one point; rates that lack a seed are left out.
 
     Args:
-        records: of its trials.
-        seeds: that belong to the sweep.
+        records: Records of its trials.
+        seeds: Seeds of the sweep.
     """
     found = {(r["rate"], r["seed"]): r["bits"] for r in records}
     rates = tuple(sorted({rate for rate, _ in found}))
@@ -51,14 +51,14 @@ def curve_of(records: Iterable[Mapping[str, Any]], seeds: Sequence[int]) -> Curv
 def point_row(
     arm: str, value: float, curve: Curve, optimum: Optimum | None, violation: float | None
 ) -> dict[str, Any]:
-    """One arm at one point, as JSON.
+    """Return one arm at one point, as JSON.
 
     Args:
-        arm: its name.
-        value: of the axis.
-        curve: of the point.
-        optimum: of the curve.
-        violation: max violation at the best rate of the grid.
+        arm: Name of the arm.
+        value: Value of the axis.
+        curve: Losses of the point.
+        optimum: Best rate of the curve.
+        violation: Max violation at the best rate of the grid.
     """
     means = [float(row.mean()) for row in curve.losses]
     return {
@@ -76,13 +76,13 @@ def point_row(
 
 
 def arm_row(arm: str, transfer: Transfer, claims: bool, bytes_per_unit: float) -> dict[str, Any]:
-    """One arm, as JSON.
+    """Return one arm, as JSON.
 
     Args:
-        arm: its name.
-        transfer: its fits.
-        claims: whether its rate is said to stay along this axis.
-        bytes_per_unit: bits times this are bits per token.
+        arm: Name of the arm.
+        transfer: Fits of the arm.
+        claims: Whether the arm claims to keep its rate along this axis.
+        bytes_per_unit: Factor from bits to bits per token.
     """
     nats = math.log(2.0) * bytes_per_unit
     return {
@@ -101,7 +101,7 @@ def arm_row(arm: str, transfer: Transfer, claims: bool, bytes_per_unit: float) -
 
 
 def point_lines(rows: Sequence[Mapping[str, Any]], axis: str, unit: str) -> list[list[str]]:
-    """Headings and cells of the points."""
+    """Return headings and cells of the points."""
     lines = [["arm", axis, "best rate", "95% interval", unit, "max violation", "remarks"]]
     for row in rows:
         remarks = [] if row["edge"] is None else [_EDGES[row["edge"]]]
@@ -124,7 +124,7 @@ def point_lines(rows: Sequence[Mapping[str, Any]], axis: str, unit: str) -> list
 
 
 def arm_lines(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """Headings and cells of the arms."""
+    """Return headings and cells of the arms."""
     heads = ["arm", "shift", "95% interval", "exponent", "95% interval", "regret", "95% interval"]
     lines = [[*heads, "verdict"]]
     for row in rows:
@@ -145,13 +145,13 @@ def arm_lines(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
 
 
 def sentence(row: Mapping[str, Any], axis: str, values: Sequence[float], unit: str) -> str:
-    """The verdict on an arm in words.
+    """Return the verdict on an arm as a sentence.
 
     Args:
-        row: of `arm_row`.
-        axis: its name.
-        values: of the points, rising.
-        unit: of the loss.
+        row: Row of `arm_row`.
+        axis: Name of the axis.
+        values: Values of the points, rising.
+        unit: Unit of the loss.
     """
     first, last = values[0], values[-1]
     where = f"over {axis} {first:g} to {last:g} (a factor of {last / first:g})"
@@ -176,10 +176,10 @@ def sentence(row: Mapping[str, Any], axis: str, values: Sequence[float], unit: s
 
 
 def balance_rows(points: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """How far max violation falls along the axis balance, by arm, as JSON.
+    """Return how far max violation falls along the axis balance, by arm, as JSON.
 
     Args:
-        points: rows of `point_row`; those without a max violation are left out.
+        points: Rows of `point_row`; those without a max violation are left out.
     """
     found = []
     for arm in dict.fromkeys(row["arm"] for row in points):
@@ -195,7 +195,7 @@ def balance_rows(points: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def balance_sentence(row: Mapping[str, Any]) -> str:
-    """A row of `balance_rows` in words."""
+    """Return a row of `balance_rows` as a sentence."""
     first, last = row["values"]
     rule = (
         f"{LEAST_FALL:g}x or more: passes" if row["passes"] else f"less than {LEAST_FALL:g}x: fails"
@@ -206,7 +206,7 @@ def balance_sentence(row: Mapping[str, Any]) -> str:
 
 
 def _is_doubtful(shift: float, interval: Interval | None) -> bool:
-    """Whether some of the interval has the other verdict."""
+    """Return whether part of the interval has the other verdict."""
     if interval is None:
         return False
     low, high = interval

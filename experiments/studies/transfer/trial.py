@@ -1,13 +1,12 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""A trial of `transfer`: one training of a cell at a rate with a seed.
+"""Trains one cell of `transfer` at one rate with one seed.
 
     one program per shape: rate, schedule, seed and data are its arguments
 
-The program is several steps at once, a scan, so that a step of a small model does not wait for
-Python; between two such pieces a signal is heard and a run that diverges is given up. The factors
-of the schedule are an array, so that the number of steps is no part of the program either: the
-budget may choose it after the steps have been timed.
+A program is a scan over several steps, so that a step of a small model does not wait for Python.
+Between two calls a signal is checked and a diverged trial ends. The factors of the schedule are an
+array: the number of steps is not part of the program, and a budget may set it after timing.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from jaxmoe.training.state import TrainState
 
 EXECUTION = ExecutionConfig(unroll=4)
 MOST_PIECE = 16
-"""Steps in one call of the program, at most."""
+"""Largest number of steps in one call of the program."""
 _FEWEST_FACTORS = 2**14
 _TIMED = 3
 _LAST = 0.1
@@ -48,10 +47,10 @@ class SweepData:
     """Training and held-out batches, the same for every arm and point.
 
     Args:
-        config: of the sweep.
+        config: Config of the sweep.
 
     Raises:
-        ValueError: too large a vocabulary, or too little data.
+        ValueError: The vocabulary is too large, or there is too little data.
     """
 
     def __init__(self, config: TransferConfig):
@@ -65,7 +64,7 @@ class SweepData:
 
     @property
     def unit(self) -> str:
-        """Of the held-out loss."""
+        """Unit of the held-out loss."""
         return "bits per token" if self.source.bytes_per_token is None else "bits per byte"
 
     @property
@@ -75,7 +74,7 @@ class SweepData:
 
     @functools.lru_cache(maxsize=8)  # noqa: B019 (one object per process)
     def pieces(self, training: TrainingConfig, piece: int) -> tuple[Batch, ...]:
-        """All batches of a training in its order, `piece` of them stacked at a time."""
+        """Return all batches of a training in order, `piece` of them stacked at a time."""
         loader = loader_of(self.source, training, training.seed)
         return tuple(
             on_device(
@@ -88,16 +87,16 @@ class SweepData:
 
 
 def piece_of(steps: int) -> int:
-    """Steps of one call: the largest divisor that is not too large."""
+    """Return the steps of one call: the largest divisor that is not too large."""
     return next(size for size in range(min(steps, MOST_PIECE), 0, -1) if steps % size == 0)
 
 
 class SweepPrograms(Programs):
-    """What is compiled of one cell, and of every other of the same shape.
+    """Compiled programs of one cell, and of every other cell of the same shape.
 
     Args:
-        cell: one of them.
-        batch: a held-out batch.
+        cell: One of the cells.
+        batch: A held-out batch.
     """
 
     def __init__(self, cell: Cell, batch: Batch):
@@ -117,16 +116,16 @@ class SweepPrograms(Programs):
     def train_piece(
         self, state: TrainState, rate: Array, factors: Array, batches: Batch
     ) -> tuple[TrainState, Any]:
-        """Several steps; donates the state.
+        """Take several steps; donates the state.
 
         Args:
-            state: before them.
-            rate: peak learning rate.
-            factors: of the schedule, by step, from step 0 on.
-            batches: stacked.
+            state: State before the steps.
+            rate: Peak learning rate.
+            factors: Factors of the schedule by step, from step 0.
+            batches: Batches, stacked.
 
         Returns:
-            The state after them; loss, steps refused in a row, and max violation of each.
+            The state after the steps; loss, steps refused in a row, and max violation of each step.
         """
         given = (state, rate, factors, batches)
         if self._piece is None:
@@ -148,7 +147,7 @@ class SweepPrograms(Programs):
 
 
 def program_key(cell: Cell) -> Any:
-    """Cells of equal keys share their programs."""
+    """Return a key that is equal for cells that share their programs."""
     training = cell.config.training
     shape = (training.batch_size, training.sequence_length, piece_of(training.steps))
     rest = (training.accumulation, training.accumulated_balance, training.clip, training.objective)
@@ -156,7 +155,7 @@ def program_key(cell: Cell) -> Any:
 
 
 def schedule_factors(cell: Cell) -> Array:
-    """The factor of every step, with room behind them so that programs are shared."""
+    """Return the factor of every step, padded so that programs are shared."""
     steps = cell.config.training.steps
     room = _FEWEST_FACTORS
     while room < steps:
@@ -168,18 +167,21 @@ def schedule_factors(cell: Cell) -> Array:
 def train(
     programs: SweepPrograms, cell: Cell, rate: float, seed: int, data: SweepData, stop: StopRequest
 ) -> Record:
-    """The record of one trial: what JSON holds.
+    """Run one trial.
 
     Args:
-        programs: of the cell.
-        cell: what is trained.
-        rate: its learning rate.
-        seed: of the initial values and of the order of the data.
-        data: of the sweep.
-        stop: asked between pieces.
+        programs: Programs of the cell.
+        cell: Cell to train.
+        rate: Learning rate.
+        seed: Seed of the initial values and of the order of the data.
+        data: Data of the sweep.
+        stop: Checked between calls of the program.
+
+    Returns:
+        The record, as JSON.
 
     Raises:
-        StoppedError: a signal came.
+        StoppedError: A signal arrived.
     """
     started, training = time.perf_counter(), cell.seeded(seed)
     state, factors = programs.init(jax.random.key(seed)), schedule_factors(cell)
@@ -215,18 +217,19 @@ def train(
 
 
 def seconds_of(programs: SweepPrograms, cell: Cell, data: SweepData) -> tuple[float, float]:
-    """Seconds of a step and of an evaluation, once both have run before.
+    """Return the seconds of a step and of an evaluation, after warm-up.
 
     Args:
-        programs: of the cell.
-        cell: what is timed.
-        data: of the sweep.
+        programs: Programs of the cell.
+        cell: Cell to time.
+        data: Data of the sweep.
     """
     training = cell.seeded(cell.config.training.seed)
     piece = piece_of(training.steps)
     (batches,) = data.pieces(dataclasses.replace(training, steps=piece), piece)
     state, factors = programs.init(jax.random.key(0)), schedule_factors(cell)
-    # Its own rate: at 0 an independent decay would be infinite, and every step refused.
+    # The cell's own rate: at 0 an independent weight decay would be infinite and every step
+    # refused.
     rate = jnp.float32(cell.config.optimizer.learning_rate)
     steps, evaluations = [], []
     for _ in range(_TIMED):
