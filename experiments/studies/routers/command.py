@@ -7,8 +7,8 @@
 Each method is trained at the baseline's active FLOPs with several seeds, paired with those of the
 baseline, on text (held-out bits per byte) and on disjoint languages (bits above their exact
 entropy, and the mutual information of language and expert). Only causal methods are in the
-autoregressive table; the others are compared by masked diffusion. Every finished method is a line of
-trials.jsonl: the same command continues after the last one. Exit codes: 0 done, 2 bad
+autoregressive table; the others are compared by masked diffusion. Every finished method is a line
+of trials.jsonl: the same command continues after the last one. Exit codes: 0 done, 2 bad
 configuration, 75 and 130 stopped by a signal.
 """
 
