@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""The three surroundings, and the operations that must give the same in each of them."""
+"""The three surroundings, and operations that must agree in all of them."""
 
 import re
 
@@ -25,7 +25,7 @@ def user_mesh(*types):
     return jax.make_mesh((4, 2), ("fsdp", "tp"), axis_types=types)
 
 
-def test_the_three_surroundings():
+def test_surroundings_none_auto_explicit():
     assert surroundings() == "none"
     with jax.set_mesh(user_mesh(AUTO, AUTO)):
         assert surroundings() == "auto"
@@ -50,7 +50,7 @@ def test_inside_a_shard_map_arrays_are_local(types):
 
 
 @pytest.mark.parametrize("types", [(EXPLICIT, EXPLICIT), (AUTO, EXPLICIT)])
-def test_other_meshes_are_refused_in_words(types):
+def test_other_meshes_raise(types):
     text = (
         f"the current mesh has axes ('fsdp', 'tp') of types {tuple(t.name for t in types)}: jaxmoe"
         " needs either a mesh from sharding.make_mesh(MeshConfig(...)), or one whose axes are all"
@@ -115,7 +115,7 @@ def arrays():
 @pytest.mark.rows(16)
 @pytest.mark.parametrize(("mesh", "rules"), LAYOUTS)
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_the_same_on_every_mesh(operation, mesh, rules, arrays):
+def test_operations_on_every_mesh_equal_one_device(operation, mesh, rules, arrays):
     placement = Placement(STATE_LAYOUTS[rules].parameters)
     wanted = value_and_gradients(operation, placement)(*arrays)
     specs = [placement.rules.resolve(axes) for axes in ((ax.ACT_BATCH, ax.ACT_SEQ, None),)]
@@ -132,7 +132,7 @@ def test_the_same_on_every_mesh(operation, mesh, rules, arrays):
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_the_same_in_a_mesh_of_the_user(operation, arrays):
+def test_operations_in_an_auto_mesh_equal_one_device(operation, arrays):
     placement = Placement(FULLY_SHARDED)
     wanted = value_and_gradients(operation, placement)(*arrays)
     mesh = user_mesh(AUTO, AUTO)
@@ -152,7 +152,7 @@ def test_einsum_accumulates_and_returns_the_dtype_asked_for():
     assert wide.dtype == jnp.float32 and wide.item() == 516.0  # bfloat16 would round to 516 or 512
 
 
-def test_looking_up_has_the_gradient_of_a_gather():
+def test_look_up_has_the_gradient_of_a_gather():
     table, ids = jnp.ones((4, 2)), jnp.asarray([[1, 1, 3]], jnp.int32)
     placement = Placement(FULLY_SHARDED)
     gradient = jax.grad(lambda t: look_up(t, ids, placement).sum())(table)

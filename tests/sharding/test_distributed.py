@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Which processes meet, where, and what is said when they cannot.
+"""How processes join a job, and the errors when they cannot.
 
 That they then train as one is proved in tests/experiments/test_processes.py.
 """
@@ -24,7 +24,7 @@ LOOPBACK = {"JAX_COORDINATOR_ADDRESS": "localhost:8476"}
 
 @pytest.fixture
 def joined(monkeypatch):
-    """`joined(environment, ...)`: what JAX is asked for, or None where it is not asked."""
+    """Return `joined(environment, ...)`: the arguments passed to JAX, or None."""
 
     def run(environment, **arguments):
         calls = []
@@ -49,7 +49,7 @@ def joined(monkeypatch):
         {"TPU_WORKER_HOSTNAMES": "localhost", "MEGASCALE_NUM_SLICES": "1"},
     ],
 )
-def test_one_process_meets_nobody(environment, joined):
+def test_one_process_joins_nothing(environment, joined):
     assert joined(environment) is None
 
 
@@ -58,7 +58,7 @@ def test_one_process_meets_nobody(environment, joined):
     [
         (
             {**LOOPBACK, "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "0"},
-            ("localhost:8476", 2, 0),  # on one host, as nobody speaks of another
+            ("localhost:8476", 2, 0),  # one host: no other is stated
         ),
         (
             {"JAX_COORDINATOR_ADDRESS": "node0:1", "SLURM_JOB_NUM_NODES": "2"},
@@ -71,12 +71,12 @@ def test_one_process_meets_nobody(environment, joined):
         ({"JAX_NUM_PROCESSES": "4"}, (None, 4, None)),
     ],
 )
-def test_several_processes_meet(environment, asked, joined):
+def test_several_processes_join(environment, asked, joined):
     timeouts = {"initialization_timeout": 300, "heartbeat_timeout_seconds": 100}
     assert joined(environment) == (asked, timeouts)
 
 
-def test_arguments_come_before_the_environment(joined):
+def test_arguments_take_precedence_over_the_environment(joined):
     found = joined(
         {**LOOPBACK, "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"},
         coordinator="node0:1",
@@ -99,7 +99,7 @@ SEVERAL_HOSTS = [
 
 @pytest.mark.parametrize("environment", SEVERAL_HOSTS)
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "127.3.4.5", "[::1]", "LocalHost"])
-def test_loopback_is_refused_on_several_hosts(environment, host, joined):
+def test_loopback_on_several_hosts_raises(environment, host, joined):
     address = f"{host}:8476"
     text = f"JAX_COORDINATOR_ADDRESS={address} is this very host, and the job has 2 hosts: those"
     with pytest.raises(ValueError, match=f"^{re.escape(text)}"):
@@ -134,12 +134,12 @@ def test_loopback_is_refused_on_several_hosts(environment, host, joined):
         ({}, {"heartbeat_timeout": -1}, "heartbeat_timeout=-1 must be at least 1 second"),
     ],
 )
-def test_what_cannot_be_is_refused_in_words(environment, arguments, text, joined):
+def test_bad_transition_raises(environment, arguments, text, joined):
     with pytest.raises(ValueError, match=f"^{re.escape(text)}"):
         joined(environment, **arguments)
 
 
-def test_a_coordinator_that_nobody_is_does_not_abort(joined):
+def test_absent_coordinator_raises_instead_of_aborting(joined):
     with socket.socket() as taken:  # by one that does not listen
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
@@ -157,7 +157,7 @@ def test_a_coordinator_that_nobody_is_does_not_abort(joined):
             )
 
 
-def test_what_jax_cannot_find_out_has_a_way_out(joined, monkeypatch):
+def test_incomplete_environment_raises_with_the_way_out(joined, monkeypatch):
     def initialize(*arguments, **options):
         raise ValueError("coordinator_address should be defined.")
 
@@ -168,7 +168,7 @@ def test_what_jax_cannot_find_out_has_a_way_out(joined, monkeypatch):
         start_processes()
 
 
-# What lies on a process: two devices or one, and what the axes between are for.
+# Devices of a process, and the mesh axes across processes.
 PARTS = {
     "each process a part": (2, {"data": 4, "tensor": 2}, {0: 0, 1: 1, 2: 2, 3: 3}),
     "experts are batch axes too": (2, {"data": 2, "expert": 4}, {0: 0, 1: 1, 2: 2, 3: 3}),
@@ -190,7 +190,7 @@ def test_processes_that_hold_the_same_rows_read_the_same_part(name):
     assert batch_part(mesh) == (0, 1), "one process reads it all"
 
 
-def test_rows_that_overlap_are_refused():
+def test_overlapping_rows_raise():
     mesh = make_mesh(MeshConfig(data=4, tensor=2))
     first = min(device.id for device in mesh.devices.flat)
     with pytest.raises(

@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Two readings of the same devices, and their common refinement."""
+"""Folded meshes: two layouts of the same devices and their common refinement."""
 
 import math
 import re
@@ -22,7 +22,7 @@ def sizes(**given):
     return dict.fromkeys(MESH_AXES, 1) | given
 
 
-def test_experts_over_everything_cut_nothing():
+def test_fold_over_all_devices_cuts_no_axis():
     """The example of Megatron: TP 4, CP 2, DP 8 and EP 64."""
     cut = refine(sizes(data=8, seq=2, tensor=4), MoEMesh(expert=64))
     assert cut.dense == (
@@ -33,7 +33,7 @@ def test_experts_over_everything_cut_nothing():
     assert (cut.expert, cut.expert_tensor, cut.expert_data) == (("data", "seq", "tensor"), (), ())
 
 
-def test_an_axis_in_two_pieces():
+def test_fold_cuts_an_axis_in_two():
     cut = refine(sizes(data=4, tensor=2), MoEMesh(expert=4))
     assert dict(cut.dense)["data"] == (("data_0", 2), ("data_1", 2))
     assert (cut.expert, cut.expert_data) == (("data_1", "tensor"), ("data_0",))
@@ -42,7 +42,7 @@ def test_an_axis_in_two_pieces():
     assert is_our_mesh(mesh.axis_names)
 
 
-def test_rules_name_the_pieces():
+def test_folded_rules_name_the_pieces():
     cut = refine(sizes(data=4, tensor=2), MoEMesh(expert=2, expert_tensor=2))
     rules = FULLY_SHARDED.folded(cut)
     dense = ("data_0", "data_1", "expert", "seq")
@@ -55,8 +55,8 @@ def test_rules_name_the_pieces():
 POWERS = st.sampled_from([1, 2, 4, 8])
 
 
-def test_a_cut_of_the_sequence_axis_alone():
-    """For attention that works in two ways along it; experts need none."""
+def test_seq_inner_cuts_the_sequence_axis():
+    """For attention with two axes along the sequence; experts need no cut."""
     cut = refine(sizes(data=2, seq=8, tensor=2), MoEMesh(seq_inner=4))
     assert cut.names("seq") == ("seq_0", "seq_1") and cut.expert == ()
     assert dict(cut.dense)["seq"] == (("seq_0", 2), ("seq_1", 4))
@@ -65,8 +65,8 @@ def test_a_cut_of_the_sequence_axis_alone():
 
 
 @given(data=POWERS, seq=POWERS, tensor=POWERS, expert=POWERS, expert_tensor=POWERS)
-def test_both_readings_number_the_devices_alike(data, seq, tensor, expert, expert_tensor):
-    """Any powers of two: digit by digit, the number of a device is the same in both."""
+def test_both_layouts_of_a_fold_number_devices_equally(data, seq, tensor, expert, expert_tensor):
+    """For any powers of two, the number of a device is the same in both."""
     devices = data * seq * tensor
     if devices % (expert * expert_tensor):
         return

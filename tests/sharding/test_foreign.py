@@ -29,11 +29,11 @@ def test_one_sum_per_block(name, tensor, key):
     init, forward, sums = FOREIGN[name]
     mesh = foreign_mesh(tensor=tensor)
     params = jax.eval_shape(init, key)
-    lies = named_shardings(foreign_specs(params, tensor), mesh)
+    named = named_shardings(foreign_specs(params, tensor), mesh)
     rows = NamedSharding(mesh, PartitionSpec("data"))
     run = jax.jit(
         forward,
-        in_shardings=(lies, rows),
+        in_shardings=(named, rows),
         out_shardings=NamedSharding(mesh, PartitionSpec("data", None, "tensor")),
     )
     text = run.lower(params, jax.ShapeDtypeStruct((8, 12), jnp.int32)).compile().as_text()
@@ -50,7 +50,7 @@ def test_every_large_matrix_is_split(name, key):
         assert (spec == WHOLE) == is_small
 
 
-def test_names_and_turns():
+def test_split_by_name_or_alternately():
     found = specs(
         {
             "attn": {"q": (8, 8), "k": (8, 2), "o": {"w": (8, 8)}},
@@ -75,7 +75,7 @@ def test_names_and_turns():
     assert {*jax.tree.leaves([found["odd"], found["norm"], found["moe"]])} == {WHOLE}
 
 
-def test_overrides_come_first():
+def test_overrides_take_precedence():
     tree = {"layers": [{"q": (8, 8)}, {"q": (8, 8)}]}
     found = specs(tree, overrides={r"layers/1/.*": ROWS, "q": WHOLE})
     assert [layer["q"] for layer in found["layers"]] == [WHOLE, ROWS]
@@ -98,12 +98,12 @@ def test_overrides_come_first():
         ),
     ],
 )
-def test_overrides_that_do_not_fit_are_refused(overrides, text):
+def test_overrides_that_do_not_fit_raise(overrides, text):
     with pytest.raises(ValueError, match=re.escape(text)):
         specs({"a": {"q": (6, 8)}}, overrides=overrides)
 
 
-def test_meshes_for_foreign_models_are_auto():
+def test_foreign_mesh_has_auto_axes():
     mesh = foreign_mesh(tensor=2)
     assert mesh.shape == {"data": 4, "tensor": 2}
     assert set(mesh.axis_types) == {AxisType.Auto}

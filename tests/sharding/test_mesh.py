@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Meshes: sizes, -1, Explicit axes, meshes without devices, and what is said of mistakes."""
+"""Meshes: sizes, -1, Explicit axes, abstract meshes, error messages."""
 
 import re
 
@@ -32,18 +32,18 @@ REFUSED_ON_EIGHT = {
 
 
 @pytest.mark.parametrize(("text", "sizes"), REFUSED_SIZES.items())
-def test_sizes_are_refused_in_words(text, sizes):
+def test_bad_mesh_sizes_raise(text, sizes):
     with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
         MeshConfig(**sizes)
 
 
 @pytest.mark.parametrize(("text", "sizes"), REFUSED_ON_EIGHT.items())
-def test_sizes_that_do_not_fit_the_devices_are_refused_in_words(text, sizes):
+def test_mesh_sizes_that_do_not_fit_the_devices_raise(text, sizes):
     with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
         make_mesh(MeshConfig(**sizes))
 
 
-def test_minus_one_is_what_the_others_leave():
+def test_minus_one_is_the_remaining_devices():
     assert MeshConfig(data=-1).resolve(8) == MeshConfig(data=8)
     assert MeshConfig(data=-1, tensor=2).resolve(8) == MeshConfig(data=4, tensor=2)
     assert MeshConfig(expert=-1, data=8).resolve(8) == MeshConfig(data=8)
@@ -54,7 +54,7 @@ def test_batch_shards_are_the_devices_that_hold_different_sequences():
     assert MeshConfig(replica=2, data=3, expert=5, tensor=7).batch_shards == 30
 
 
-def test_every_axis_is_there_and_explicit():
+def test_mesh_has_six_explicit_axes():
     mesh = make_mesh(MeshConfig(data=-1, tensor=2))
     assert mesh.axis_names == MESH_AXES
     assert dict(mesh.shape) == dict(replica=1, stage=1, data=4, expert=1, seq=1, tensor=2)
@@ -67,7 +67,7 @@ def test_a_mesh_of_some_devices():
     assert mesh.devices.ravel().tolist() == devices
 
 
-def test_an_abstract_mesh_knows_shapes_of_devices_that_are_not_there():
+def test_abstract_mesh_without_devices_has_shapes():
     mesh = abstract_mesh(MeshConfig(data=256, tensor=16))
     assert mesh.axis_names == MESH_AXES and mesh.size == 4096
     with jax.sharding.use_abstract_mesh(mesh):
@@ -80,7 +80,7 @@ def test_an_abstract_mesh_knows_shapes_of_devices_that_are_not_there():
     assert result.sharding.spec == PartitionSpec("data", "tensor")
 
 
-def test_an_abstract_mesh_cannot_count_devices():
+def test_abstract_mesh_with_open_size_raises():
     text = "an abstract mesh has no devices to count: give every axis its size"
     with pytest.raises(ValueError, match=f"^{text}$"):
         abstract_mesh(MeshConfig(data=-1))

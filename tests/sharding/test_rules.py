@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Rules: from logical axes to specs, and what is said of mistakes."""
+"""Rules from logical axes to specs, and their errors."""
 
 import re
 import typing
@@ -32,7 +32,7 @@ def test_pairs_of_meshes_and_layouts_cover_both():
     assert set(STATE_LAYOUTS) == set(typing.get_args(StateLayoutName))
 
 
-def test_resolve():
+def test_resolve_gives_partition_specs():
     assert DATA_PARALLEL.resolve(("embed", "mlp")) == PartitionSpec(None, "tensor")
     assert FULLY_SHARDED.resolve(("embed", "mlp")) == PartitionSpec(
         ("data", "expert", "seq"), "tensor"
@@ -44,7 +44,7 @@ def test_resolve():
     assert DATA_PARALLEL.resolve(()) == PartitionSpec()
 
 
-def test_an_unknown_name_gets_a_suggestion():
+def test_unknown_logical_axis_gets_a_suggestion():
     with refusal("'embedd' is no logical axis: did you mean 'embed'?"):
         DATA_PARALLEL.resolve(("embedd",))
     with refusal("'zzz' is no logical axis"):
@@ -53,7 +53,7 @@ def test_an_unknown_name_gets_a_suggestion():
         DATA_PARALLEL.replace(hedas=())
 
 
-def test_one_mesh_axis_for_two_dimensions_is_refused():
+def test_one_mesh_axis_for_two_dimensions_raises():
     text = (
         "logical axes 'heads' and 'mlp' of one array both use the mesh axis 'tensor':"
         " give one of them another rule"
@@ -62,7 +62,7 @@ def test_one_mesh_axis_for_two_dimensions_is_refused():
         DATA_PARALLEL.resolve(("heads", "mlp"))
 
 
-def test_a_dimension_that_does_not_divide_is_refused():
+def test_indivisible_dimension_raises():
     shape = {"replica": 1, "stage": 1, "data": 4, "expert": 1, "seq": 1, "tensor": 2}
     FULLY_SHARDED.check_divides("x", (8, 6), ("embed", "mlp"), shape)
     text = (
@@ -79,7 +79,7 @@ def test_a_dimension_that_does_not_divide_is_refused():
         FULLY_SHARDED.check_divides("tokens", (6, 5), ("act_batch", None), shape)
 
 
-def test_incomplete_and_impossible_rules_are_refused():
+def test_incomplete_and_impossible_rules_raise():
     rules = DATA_PARALLEL.rules
     with refusal("rules lack the logical axes layers"):
         LogicalAxisRules(rules=rules[1:])
@@ -90,7 +90,7 @@ def test_incomplete_and_impossible_rules_are_refused():
         DATA_PARALLEL.replace(embed=("dat",))
 
 
-def test_replace_changes_one_row():
+def test_replace_changes_one_rule():
     changed = dict(DATA_PARALLEL.replace(embed=("data",)).rules)
     assert changed.pop("embed") == ("data",)
     assert changed.items() <= dict(DATA_PARALLEL.rules).items()

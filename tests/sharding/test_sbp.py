@@ -51,7 +51,7 @@ def spec(to) -> PartitionSpec:
 
 
 def placed(to) -> jax.Array:
-    """X, lying so; as a partial sum of random terms, not of zeros."""
+    """Return X in this state; partial as a sum of random terms."""
     if to != PARTIAL:
         return jax.device_put(X, NamedSharding(mesh(), spec(to)))
     terms = np.random.default_rng(1).normal(size=(DEVICES, *X.shape)).astype(np.float32)
@@ -64,7 +64,7 @@ def placed(to) -> jax.Array:
 
 
 def total(x: jax.Array) -> np.ndarray:
-    """The whole array; of a partial one the sum of the terms that the devices hold."""
+    """Return the whole array; for a partial one the sum of the devices' terms."""
     if placement(x, "tensor") != PARTIAL:
         return np.asarray(x)
     devices = {shard.device: np.asarray(shard.data) for shard in x.addressable_shards}
@@ -75,12 +75,12 @@ def row(before, after):
     return TRANSITIONS[before.kind, after.kind]
 
 
-def test_every_row_is_here():
+def test_rows_cover_all_transitions():
     assert {(before.kind, after.kind) for before, after in ROWS} == set(TRANSITIONS)
 
 
 @pytest.mark.parametrize(("before", "after"), ROWS, ids=str)
-def test_one_collective_with_the_bytes_of_the_formula(before, after):
+def test_transition_is_one_collective_with_the_bytes_of_the_formula(before, after):
     with jax.set_mesh(mesh()):
         run = jax.jit(lambda x: box(x, "tensor", after))
         found = collectives(run.lower(placed(before)).compile().as_text())
@@ -96,7 +96,7 @@ def test_one_collective_with_the_bytes_of_the_formula(before, after):
 
 
 @pytest.mark.parametrize(("before", "after"), ROWS, ids=str)
-def test_the_array_stays_the_same(before, after):
+def test_transition_keeps_the_array(before, after):
     with jax.set_mesh(mesh()):
         x = placed(before)
         assert placement(x, "tensor") == before
@@ -107,7 +107,7 @@ def test_the_array_stays_the_same(before, after):
 
 
 @pytest.mark.parametrize(("before", "after"), ROWS, ids=str)
-def test_gradients_pass_unchanged_in_the_collective_of_the_table(before, after):
+def test_gradient_of_transition_is_the_collective_of_the_table(before, after):
     weights = np.random.default_rng(2).normal(size=X.shape).astype(np.float32)
 
     def loss(x):
@@ -121,8 +121,8 @@ def test_gradients_pass_unchanged_in_the_collective_of_the_table(before, after):
         x = placed(before)
         gradient = jax.jit(jax.grad(loss))(x)
         np.testing.assert_array_equal(np.asarray(gradient), weights)
-        lies = BROADCAST if before == PARTIAL else before
-        assert placement(gradient, "tensor") == lies
+        wanted = BROADCAST if before == PARTIAL else before
+        assert placement(gradient, "tensor") == wanted
         result = box(x, "tensor", after)
         if after == PARTIAL:  # what flows back to a sum is the same for every term
             like = PartitionSpec(None, None, reduced={"tensor"})
@@ -136,7 +136,7 @@ def test_gradients_pass_unchanged_in_the_collective_of_the_table(before, after):
     assert counts(collectives(text)) == ({expected: 1} if expected else {})
 
 
-def test_other_axes_stay_as_they_are():
+def test_transition_keeps_other_axes():
     with jax.set_mesh(mesh()):
         x = jax.device_put(X, NamedSharding(mesh(), PartitionSpec("data", "tensor")))
         both = box(box(x, "tensor", BROADCAST), "tensor", split(0))
@@ -148,7 +148,7 @@ def test_other_axes_stay_as_they_are():
         np.testing.assert_array_equal(np.asarray(both), X)
 
 
-def test_no_change_is_no_operation():
+def test_transition_to_the_same_state_is_a_no_op():
     with jax.set_mesh(mesh()):
         x = placed(split(0))
         assert box(x, "tensor", split(0)) is x
@@ -169,7 +169,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("text", REFUSED)
-def test_what_cannot_be_is_refused_in_words(text):
+def test_bad_transition_raises(text):
     axis, to = REFUSED[text]
     with (
         jax.set_mesh(mesh()),
@@ -178,7 +178,7 @@ def test_what_cannot_be_is_refused_in_words(text):
         box(jnp.zeros((8, 6), bool), axis, to)
 
 
-def test_without_a_mesh_it_is_refused():
+def test_transition_without_a_mesh_raises():
     with pytest.raises(ValueError, match="no Explicit axis of the current mesh .there is no such"):
         box(jnp.zeros((8, 6)), "tensor", BROADCAST)
 
@@ -186,7 +186,7 @@ def test_without_a_mesh_it_is_refused():
 @pytest.mark.parametrize(
     "function", [jnp.tanh, lambda x: x + 1.0, lambda x: x @ x.T], ids=["tanh", "plus 1", "product"]
 )
-def test_what_is_not_linear_refuses_a_partial_operand(function):
+def test_nonlinear_function_of_partial_operand_raises(function):
     with jax.set_mesh(mesh()):
         x = placed(PARTIAL)
         with pytest.raises(Exception, match="unreduced"):
@@ -216,7 +216,7 @@ def test_changes_between_layouts_move_the_bytes_of_their_collectives():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), ROWS, ids=str)
-def test_the_collectives_of_a_described_tpu(before, after, monkeypatch):
+def test_transition_collectives_compiled_for_tpu(before, after, monkeypatch):
     devices = described_tpus(monkeypatch, "v5e:2x4")
     tpus = make_mesh(MeshConfig(data=2, tensor=4), devices)
     x = jax.ShapeDtypeStruct((1024, 1024), jnp.float32, sharding=NamedSharding(tpus, spec(before)))

@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Shardings of trees, and global arrays from the rows that a process read."""
+"""Shardings of trees, and global arrays from the rows of a process."""
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ def test_named_shardings():
 
 
 @pytest.mark.parametrize("name", MESHES)
-def test_a_global_batch_holds_the_rows_in_order(name):
+def test_global_batch_holds_the_rows_in_order(name):
     mesh = mesh_named(name)
     rows = {"tokens": np.arange(16, dtype=np.int32).reshape(8, 2), "weight": np.ones(8, np.float32)}
     batch = global_batch(rows, mesh)

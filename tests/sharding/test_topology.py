@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Rings along links, slices on the axis of replicas: on grids of our own and on described TPUs."""
+"""Rings along links and slices on the replica axis, on synthetic grids and described TPUs."""
 
 import dataclasses
 import itertools
@@ -23,7 +23,7 @@ RING = MESH_AXES.index(SEQ)
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """What topology.py and JAX read of a TPU device."""
+    """Fields of a TPU device that topology.py and JAX read."""
 
     id: int
     coords: tuple[int, ...]
@@ -53,7 +53,7 @@ def rings(array: np.ndarray) -> list[list[Chip]]:
 
 
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=4), st.integers(-2, 3))
-def test_every_hop_of_the_walk_is_one(shape, corner):
+def test_every_hop_of_the_ring_walk_is_one_link(shape, corner):
     chips = grid(*shape, corner=corner)
     order = ring_order(chips[::-1])
     assert sorted(order, key=lambda chip: chip.id) == chips
@@ -67,7 +67,7 @@ def test_every_hop_of_the_walk_is_one(shape, corner):
 
 
 def _has_closed_walk(chips: list[Chip]) -> bool:
-    """By trying all walks."""
+    """Try all walks."""
 
     def search(path: list[Chip]) -> bool:
         if len(path) == len(chips):
@@ -79,12 +79,12 @@ def _has_closed_walk(chips: list[Chip]) -> bool:
 
 
 @pytest.mark.parametrize("shape", [(4,), (2, 2), (3, 3), (2, 3), (3, 1), (2, 2, 2), (3, 4)])
-def test_the_walk_is_closed_where_a_closed_one_exists(shape):
+def test_ring_walk_is_closed_where_possible(shape):
     chips = grid(*shape)
     assert (set(hops(ring_order(chips))) == {1}) == _has_closed_walk(chips)
 
 
-def test_the_cores_of_a_chip_are_neighbours():
+def test_cores_of_a_chip_are_neighbours():
     chips = grid(2, 2)
     cores = [dataclasses.replace(c, id=2 * c.id + k, core_on_chip=k) for c in chips for k in (0, 1)]
     assert set(hops(ring_order(cores))) == {1}
@@ -95,7 +95,7 @@ def test_the_cores_of_a_chip_are_neighbours():
     [grid(2, 3)[:-1], grid(2, 2) + grid(2, 2, slice_index=1), grid(2, 2) * 2, jax.devices()],
     ids=["hole", "two slices", "twice", "no coordinates"],
 )
-def test_devices_that_fill_no_box_are_refused(chips):
+def test_devices_that_fill_no_box_raise(chips):
     with pytest.raises(ValueError, match=f"^{len(chips)} devices from .* fill no box of a grid"):
         ring_order(chips)
 
@@ -112,14 +112,14 @@ def test_devices_that_fill_no_box_are_refused(chips):
         ((16, 16), {"replica": 2, "data": 4, "seq": 32}),
     ],
 )
-def test_every_ring_of_the_mesh_is_of_single_hops(shape, sizes):
+def test_rings_of_the_mesh_have_single_hops(shape, sizes):
     array = placed(grid(*(*shape, 1)[:3])[::-1], **sizes)
     assert len(set(array.flat)) == math.prod(shape)
     for ring in rings(array):
         assert set(hops(ring)[:-1]) == {1}
 
 
-def test_only_the_places_on_the_ring_change():
+def test_ring_order_changes_only_ring_axes():
     chips = grid(4, 4, 1)
     sizes = {"data": 2, "seq": 4, "tensor": 2}
     ordered = placed(chips, **sizes)
@@ -139,14 +139,14 @@ def test_only_the_places_on_the_ring_change():
     assert all(sum(hops(ring)) <= sum(hops(before)) for ring, before in pairs)
 
 
-def test_a_ring_may_run_along_pieces_of_an_axis():
+def test_ring_along_pieces_of_an_axis():
     sizes = {"data": 1, "seq_0": 2, "seq_1": 4}
     array = device_array(sizes, grid(2, 4, 1), slice_axis="data", ring_axes=("seq_0", "seq_1"))
     assert array.shape == (1, 2, 4)
     assert set(hops(array.flatten().tolist())) == {1}
 
 
-def test_replicas_lie_in_slices():
+def test_replica_axis_follows_slices():
     chips = grid(2, 4, 1) + grid(2, 4, 1, slice_index=1)
     for sizes, expected in (
         ({"replica": 2, "seq": 8}, [{0}, {1}]),
@@ -158,7 +158,7 @@ def test_replicas_lie_in_slices():
             assert set(hops(ring)) == {1}
 
 
-def test_slices_that_do_not_fit_are_refused_in_words():
+def test_slices_that_do_not_fit_raise():
     chips = grid(2, 4, 1) + grid(2, 4, 1, slice_index=1)
     text = (
         "mesh.replica=1 must be a multiple of the 2 slices that hold the 16 devices, as only"
@@ -172,8 +172,8 @@ def test_slices_that_do_not_fit_are_refused_in_words():
         placed(chips[:12], replica=2, data=6)
 
 
-def test_hosts_of_gpus_are_no_slices():
-    """JAX numbers them so; axes may cross them, the last ones staying within."""
+def test_gpu_hosts_are_not_slices():
+    """JAX numbers hosts as slices; axes may cross them, the last ones stay within."""
     gpus = [
         dataclasses.replace(chip, platform="gpu", coords=None, device_kind="NVIDIA H100")
         for chip in grid(4) + grid(4, slice_index=1)

@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""THE table of meshes: on every one of them, with every rule set, the loss is the same.
+"""The table of meshes on which every loss must agree.
 
 To add a mesh: a row in MESHES. Its sizes must divide the small models of tests/support/models.py:
 8 sequences, width 16, 4 heads, 2 key and value heads, 4 experts. Executions are run with WIDE; its
@@ -49,7 +49,7 @@ in at least one."""
 
 @functools.cache
 def mesh_named(name: str) -> Mesh:
-    """The mesh of this row, on the first devices of the eight."""
+    """Return the mesh of this row, on the first of the eight devices."""
     config = MESHES[name]
     return make_mesh(config, jax.devices()[: math.prod(config.sizes)])
 
@@ -161,10 +161,10 @@ EXECUTIONS = {
 """Further meshes, for the model WIDE: see tests/jaxmoe/training/test_execution_invariance.py."""
 
 IN_SHORT = ("fold_expert2_tensor2_all_to_all",)
-"""What is no long proof."""
+"""Executions that run in the short selection."""
 
 
 def mesh_of(execution: ExecutionConfig) -> Mesh:
-    """The mesh of an execution, on the first devices of the eight."""
+    """Return the mesh of an execution, on the first of the eight devices."""
     devices = jax.devices()[: math.prod(execution.mesh.sizes)]
     return make_mesh(execution.mesh, devices, fold=execution.fold)

@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""The time of a chunked MoE layer against a simulation of its graph, and the number of chunks."""
+"""Time of a chunked MoE layer compared with a simulation of its graph, and the chosen chunks."""
 
 import dataclasses
 import math
@@ -25,7 +25,7 @@ QUEUES = ("expert_tensor", "expert", "compute", "expert", "expert_tensor")
 
 
 def simulate(costs, num_chunks, gradients=0.0):
-    """Seconds: every operation starts when its chunk is there and its queue has come to it."""
+    """Return seconds: an operation starts when its input is ready and its queue is free."""
     durations = [getattr(costs, stage).seconds(1 / num_chunks) for stage in STAGES]
     ready, free = np.zeros(num_chunks), dict.fromkeys(QUEUES, 0.0)
     for duration, queue in zip(durations, QUEUES, strict=True):  # all there, then all back
@@ -45,7 +45,7 @@ GRADIENTS = st.sampled_from([0.0, 0.3, 5.0])
 
 
 @given(LAYERS, st.integers(1, 12), GRADIENTS)
-def test_seconds_are_those_of_the_simulation(costs, num_chunks, gradients):
+def test_layer_seconds_equal_the_simulation(costs, num_chunks, gradients):
     wanted = simulate(costs, num_chunks, gradients)
     assert layer_seconds(costs, num_chunks, gradients) == pytest.approx(wanted)
 
@@ -64,7 +64,7 @@ def one(seconds):
     ],
 )
 @pytest.mark.parametrize("r", [2, 3, 8])
-def test_four_cases(case, g, a, x, s, gradients, r):
+def test_four_bottlenecks_have_closed_forms(case, g, a, x, s, gradients, r):
     """Each bottleneck has its closed form, and the simulation agrees."""
     costs = LayerCosts(all_gather=one(g), all_to_all=one(a), experts=one(x), reduce_scatter=one(s))
     wanted = {
@@ -78,12 +78,12 @@ def test_four_cases(case, g, a, x, s, gradients, r):
     assert layer_seconds(costs, r, gradients) == wanted[case]
 
 
-def test_without_gradients_the_links_are_busy_with_rows():
+def test_without_gradients_the_bottleneck_is_the_all_to_all():
     assert bottleneck(LayerCosts(all_to_all=one(2.0), experts=one(1.0)), 4) == "all_to_all"
 
 
 @given(LAYERS, GRADIENTS)
-def test_no_number_of_chunks_is_faster(costs, gradients):
+def test_chosen_number_of_chunks_is_fastest(costs, gradients):
     """Simulated, forward and backward, for every integer up to 60."""
     backward = LayerCosts(
         all_gather=costs.reduce_scatter,
@@ -98,13 +98,13 @@ def test_no_number_of_chunks_is_faster(costs, gradients):
     allowed = choose_num_chunks(costs, 48, gradients=gradients, most=60)
     assert 48 % allowed == 0
     assert seconds[allowed] <= min(seconds[r] for r in seconds if 48 % r == 0) * (1 + 1e-12)
-    # One valley: after the best, seconds never fall again.
+    # One minimum: after the best, seconds do not fall again.
     rising = [seconds[r] for r in range(chosen, 61)]
     assert all(b >= a * (1 - 1e-9) for a, b in zip(rising, rising[1:], strict=False))
 
 
-def test_what_decides():
-    """Nothing to hide behind: one chunk. A pass whose halves hide one another: several."""
+def test_one_chunk_without_overlap_and_several_with():
+    """Nothing to overlap: one chunk. Two operations of equal time: several."""
     slow = LayerCosts(all_to_all=Cost(alpha=1.0, beta=0.1), experts=Cost(alpha=1.0, beta=0.1))
     assert choose_num_chunks(slow, 4096) == 1
     even = LayerCosts(all_to_all=Cost(alpha=0.01, beta=2.0), experts=Cost(alpha=0.01, beta=2.0))
@@ -123,7 +123,7 @@ def test_what_decides():
         unique_by=lambda pair: pair[0],
     )
 )
-def test_fit_is_that_of_scipy(measured):
+def test_fit_cost_equals_scipy(measured):
     amounts, seconds = np.array(measured).T
     cost = fit_cost(amounts.tolist(), seconds.tolist())
     columns = np.stack([1 / seconds, amounts / seconds], 1)
@@ -131,7 +131,7 @@ def test_fit_is_that_of_scipy(measured):
     assert missed == pytest.approx(nnls(columns, np.ones_like(seconds))[1], abs=1e-6)
 
 
-def test_fit_finds_what_was_there():
+def test_fit_cost_recovers_the_line():
     cost = fit_cost([1e3, 1e4, 1e5], [2e-6 + 1e-9 * n for n in (1e3, 1e4, 1e5)])
     assert (cost.alpha, cost.beta) == (pytest.approx(2e-6), pytest.approx(1e-9))
     assert cost.of(1e5).seconds(0.5) == pytest.approx(cost.seconds(5e4))
@@ -139,11 +139,11 @@ def test_fit_finds_what_was_there():
 
 
 @pytest.mark.parametrize("bad", [([1], [1.0]), ([1, 1], [1.0, 2.0]), ([1, 2], [0.0, 1.0])])
-def test_too_few_measurements(bad):
+def test_fit_cost_of_too_few_measurements_raises(bad):
     with pytest.raises(ValueError, match="a cost needs times above 0 for at least two amounts"):
         fit_cost(*bad)
 
 
-def test_negative_costs():
+def test_negative_cost_raises():
     with pytest.raises(ValueError, match=r"alpha=-1.0 and beta=0.0 .* must not be negative"):
         Cost(alpha=-1.0, beta=0.0)

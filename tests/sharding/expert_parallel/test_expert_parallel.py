@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Every way to the experts gives what a loop over experts gives, in value and in every gradient."""
+"""Every dispatcher equals a loop over experts, in value and in every gradient."""
 
 import functools
 import math
@@ -35,7 +35,7 @@ from tests.support.tolerances import assert_close
 
 T, K, E, D, F = 32, 3, 8, 4, 6  # tokens of all devices
 
-# Sizes by axis, and where experts lie; tokens are spread over all axes of the mesh.
+# Sizes by axis, and the axes of experts; tokens are sharded over all axes of the mesh.
 LAYOUTS = {
     "expert1": ({"data": 2, "expert": 1}, ExpertAxes(expert=("expert",))),
     "expert2": ({"data": 4, "expert": 2}, ExpertAxes(expert=("expert",))),
@@ -64,13 +64,13 @@ CONFIGS = {
 ROUTINGS = ("even", "one_expert", "few_experts", "empty_slots")
 
 
-# Before they are replaced.
+# Saved before they are replaced.
 CHOOSE, RAGGED = choose_transport, jax.lax.ragged_all_to_all
 
 
 @pytest.fixture(autouse=True)
 def ragged_on_the_cpu(monkeypatch):
-    """The plain version in place of the primitive, and as one that runs here."""
+    """Replace the primitive by an emulation, and let choose_transport accept it."""
 
     def choose(requested=None):
         return TransportChoice(transport=requested or "equal", reason="this is a test")
@@ -96,7 +96,7 @@ def routed(routing):
 
 @functools.cache
 def tensors():
-    """x, weights, and what the outputs are multiplied by to make a loss."""
+    """Return x, weights, and the cotangent of the outputs."""
     keys = jax.random.split(jax.random.key(7), 4)
     x, cotangent = jax.random.normal(keys[0], (2, T, D))
     gate_up = jax.random.normal(keys[1], (E, D, 2, F)) / 2
@@ -104,7 +104,7 @@ def tensors():
 
 
 def oracle(x, gates, weights, expert_ids):
-    """Every token through every expert."""
+    """Compute every token with every expert."""
     y = jnp.zeros_like(x)
     for expert in range(weights["down"].shape[0]):
         gate = jnp.where(expert_ids == expert, gates, 0.0).sum(1)
@@ -217,12 +217,12 @@ QUICK = {
         for name in CONFIGS
     ],
 )
-def test_equals_a_loop_over_experts(layout, name):
+def test_dispatcher_equals_a_loop_over_experts(layout, name):
     check(on_mesh(layout, CONFIGS[name]), ROUTINGS)
 
 
 @pytest.mark.parametrize("name", ["all_gather", "equal", "ragged"])
-def test_slots_in_any_order(name):
+def test_dispatcher_with_slots_in_any_order(name):
     """As from experts that choose their tokens: top_k is None."""
     config, num_slots = CONFIGS[name], T * K // 8
     order = np.random.default_rng(3).permutation(num_slots)
@@ -230,7 +230,7 @@ def test_slots_in_any_order(name):
 
 
 def kept_by_hand(expert_ids, num_devices, most):
-    """The policy in words: the first `most` slots for each device stay."""
+    """Keep the first `most` slots for each device, in a loop."""
     kept, sent = list(expert_ids), [0] * num_devices
     for slot, expert in enumerate(expert_ids):
         if expert < E:
@@ -241,7 +241,7 @@ def kept_by_hand(expert_ids, num_devices, most):
 
 
 @hypothesis.given(st.lists(st.integers(0, E), min_size=12, max_size=12), st.integers(0, 12))
-def test_the_first_of_each_device_stay(expert_ids, most):
+def test_dropping_keeps_the_first_rows_for_each_device(expert_ids, most):
     ids = jnp.asarray(expert_ids, jnp.int32)
     for devices in (1, 2, 4, 8):
         kept = first_of_each_device(ids, E, devices, most)
@@ -252,7 +252,7 @@ def test_the_first_of_each_device_stay(expert_ids, most):
     ("layout", "name"), [("expert4", "equal"), ("expert4_tensor2", "ragged"), ("expert4", "chunks")]
 )
 def test_dropped_rows_contribute_nothing(layout, name):
-    """As if they had never been assigned; and every one is counted."""
+    """Equal to a batch without these assignments; every one is counted."""
     sizes, axes = LAYOUTS[layout]
     config = AllToAllDroppingConfig(
         capacity_factor=1.0,
@@ -304,7 +304,7 @@ def run_exchange(kind, expert_ids):
 
 @pytest.mark.parametrize("kind", ["equal", "ragged"])
 def test_rows_arrive_sorted_and_return(kind):
-    """By expert, then by sender, then by slot; and each sender gets its own back."""
+    """Sorted by expert, then sender, then slot; each sender receives its own rows back."""
     random = np.random.default_rng(5)
     for ids in (random.integers(0, E + 1, 24), np.full(24, 5), np.full(24, E), np.arange(24) % E):
         rows, arrived, group_sizes, returned = run_exchange(kind, jnp.asarray(ids, jnp.int32))
@@ -317,8 +317,8 @@ def test_rows_arrive_sorted_and_return(kind):
         assert np.array_equal(returned, wanted)
 
 
-def test_gradient_of_moved_rows():
-    """It is what JAX derives from the same indices, and a gather."""
+def test_gradient_of_move_rows_is_a_gather():
+    """Equal to the gradient that JAX derives, but a gather."""
     sources, targets = jnp.asarray([2, 4, 0], jnp.int32), jnp.asarray([2, 3, 0, 3], jnp.int32)
     rows = jax.random.normal(jax.random.key(0), (4, 2))
     weight = jax.random.normal(jax.random.key(1), (3, 2))
@@ -340,7 +340,7 @@ def test_gradient_of_moved_rows():
     assert "scatter" in jax.jit(jax.grad(partial(loss, move=theirs))).lower(rows).as_text()
 
 
-def test_the_plain_ragged_exchange_is_that_of_the_documentation():
+def test_emulated_ragged_all_to_all_equals_the_documented_example():
     """The example of `jax.lax.ragged_all_to_all`, on two devices."""
     mesh = jax.make_mesh((2,), ("a",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
     arguments = (
@@ -357,7 +357,7 @@ def test_the_plain_ragged_exchange_is_that_of_the_documentation():
 
 
 def bytes_by_formula(layout, name):
-    """Of a value and its gradients, by kind: the larger of operand and result of each collective.
+    """Return the larger of operand and result bytes of each collective, by kind.
 
     From the docstrings of the backends, times 4 bytes.
     """
@@ -438,7 +438,7 @@ def test_refused_in_words(make, words, monkeypatch):
 
 
 def run_shapes(layout, config, *, order=None):
-    """Traces a call, and computes nothing."""
+    """Trace a call without computing."""
     num_tokens = 24 if layout == "expert3" else T
     weights = {"gate_up": jnp.zeros((9, D, 2, F)), "down": jnp.zeros((9, F, D))}
     weights = weights if layout == "expert3" else tensors()[1]
@@ -448,8 +448,8 @@ def run_shapes(layout, config, *, order=None):
     )
 
 
-def test_which_transport(monkeypatch):
-    """The mesh says for which platform, so that a plan on this machine is not for this machine."""
+def test_transport_follows_the_platform_of_the_mesh(monkeypatch):
+    """The mesh states the platform, so that a plan may be for another machine."""
     assert CHOOSE().transport == CHOOSE("equal").transport == "equal"
     assert "does not exist on cpu" in CHOOSE().reason
     with pytest.raises(ValueError, match=r"transport='ragged' does not exist on cpu: set it to"):

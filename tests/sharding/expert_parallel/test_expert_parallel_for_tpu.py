@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Experts on eight TPUs that are not there: the ragged exchange compiles, and overlaps products."""
+"""Experts on eight described TPUs: the ragged exchange compiles, and overlaps products."""
 
 import re
 
@@ -23,7 +23,7 @@ WEIGHTS = PartitionSpec(("a", "b"), "t", None)
 
 @pytest.fixture
 def mesh(monkeypatch):
-    """Two by two of experts, by two of their hidden units."""
+    """Return a mesh of 2 x 2 devices for experts, by 2 for their hidden units."""
     devices = described_tpus(monkeypatch, "v5e:2x4")
     return Mesh(np.array(devices).reshape(2, 2, 2), ("a", "b", "t"), (AxisType.Auto,) * 3)
 

@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""The least-loaded dispatcher on eight devices: who computes what, and that nobody can tell.
+"""The least-loaded dispatcher on eight devices: which device computes what, and exactness.
 
 That value and every gradient equal a loop over experts, on every layout of expert axes and for four
 routings, is in tests/sharding/expert_parallel/test_expert_parallel.py.
@@ -61,7 +61,7 @@ def test_hand_drawn():
     assert group_of_each_row(experts, ranks, plan).tolist() == [0, 1, 1, 6, 5, 3, 5, 5]
 
 
-def test_rows_stay_where_they_are_if_they_can():
+def test_rows_stay_on_their_device_if_possible():
     """Three devices with four rows each for expert 1 of three, of which each computes four."""
     plan = make_plan(ints(0, 12, 0), num_devices=3, slots=1, min_rows=1)
     assert plan.rows[1].tolist() == [4, 4, 4]
@@ -90,7 +90,7 @@ def rows_computed(config, expert_ids):
     return np.asarray(jax.jit(run)(expert_ids))
 
 
-def test_with_most_rows_on_one_expert_the_busiest_device_falls_to_the_bound():
+def test_busiest_device_with_a_hot_expert_keeps_the_bound():
     """80% of 1,000 rows are for expert 2 of eight; the others share what remains."""
     others = np.arange(200) % (E - 1)
     experts = np.concatenate([np.full(800, 2), others + (others >= 2)]).astype(np.int32)
@@ -103,7 +103,7 @@ def test_with_most_rows_on_one_expert_the_busiest_device_falls_to_the_bound():
     assert 125 < rows_computed(few, experts).max() <= 125 + 6 * 99
 
 
-def test_below_the_threshold_nothing_changes():
+def test_below_the_threshold_nothing_is_lent():
     """A busiest device of 1.25 times the mean, and of 1.3 times."""
     even = np.repeat(np.arange(E), 20)
     for extra, is_lent in ((5, False), (6, True)):
@@ -116,7 +116,7 @@ def test_below_the_threshold_nothing_changes():
         assert rows.tolist() == ([20] * 8 if is_lent else loads.tolist())
 
 
-def test_weights_travel_in_the_loop_over_lent_experts_alone():
+def test_weights_travel_only_for_lent_experts():
     """So that where none is lent, none do: forward and backward have one sum of each of the two
     arrays, each within a `while`."""
 

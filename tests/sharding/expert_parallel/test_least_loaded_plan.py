@@ -46,7 +46,7 @@ def published_plan(loads, num_devices, *, factor=1.0, min_rows=1, threshold=1.3)
             rest = loads[expert] - start
             if rest == 0:
                 break
-            device, chunk = min(others, key=load), rest  # unless somebody has room
+            device, chunk = min(others, key=load), rest  # unless a device has capacity
             for other in sorted(others, key=load):
                 fits = min(rest, cap - load(other))
                 if fits > 0 and (fits >= min_rows or fits == rest):
@@ -92,7 +92,7 @@ def plan_of(loads, *settings):
 
 
 def check_whole(plan, loads):
-    """Every row once; whoever computes for another borrows, within the slots, and nobody else."""
+    """Check that every row is computed once and exactly the borrowing devices have slots."""
     num_experts, num_devices = plan.rows.shape
     assert (plan.rows >= 0).all()
     assert plan.rows.sum(1).tolist() == list(loads)
@@ -109,7 +109,7 @@ def check_whole(plan, loads):
     assert (plan.lent[number:] == num_experts).all()
 
 
-def test_one_hot_expert_is_shared_equally():
+def test_plan_shares_one_hot_expert_equally():
     """Four devices of two experts; 100 rows, of which cap = 25 each, and expert 0 has 80.
 
     device           0      1      2      3
@@ -126,13 +126,13 @@ def test_one_hot_expert_is_shared_equally():
 
 
 @pytest.mark.parametrize("loads", [[10] * 8, [0] * 8, [12, 8, 13, 7, 10, 10, 9, 11]])
-def test_balanced_devices_borrow_nothing(loads):
+def test_plan_of_balanced_devices_lends_nothing(loads):
     plan = plan_of(loads, 4, 2)
     check_whole(plan, loads)
     assert plan.num_lent == 0
 
 
-def test_the_threshold_is_of_devices_or_of_experts():
+def test_plan_threshold_per_device_or_expert():
     """Largest load over the mean: of devices 30 / 22.5 = 1.33, of experts 30 / 11.25 = 2.67."""
     loads = [30, 0, 10, 10, 10, 10, 10, 10]
 
@@ -147,7 +147,7 @@ def test_the_threshold_is_of_devices_or_of_experts():
     st.lists(st.integers(0, 60), min_size=8, max_size=8),
     st.sampled_from([(2, 1, 1.0), (4, 1, 1.1), (8, 7, 1.0), (4, 40, 1.25)]),
 )
-def test_with_slots_enough_it_is_the_published_plan(loads, settings):
+def test_plan_with_enough_slots_is_the_published_one(loads, settings):
     num_devices, min_rows, factor = settings
     plan = plan_of(loads, num_devices, 8, factor, min_rows)
     check_whole(plan, loads)
@@ -155,7 +155,7 @@ def test_with_slots_enough_it_is_the_published_plan(loads, settings):
     assert plan.rows.tolist() == rows_of(wanted, num_devices).tolist()
 
 
-def test_the_cap_is_exact_where_floats_are_not():
+def test_plan_cap_is_exact_beyond_float32():
     """Beyond 2^24 rows neighbouring integers are one float: 50000001 rows on each of 8 devices
     but one, which has 3 more, are within a cap of 50000002."""
     loads = np.full(8, 50000001)
@@ -178,7 +178,7 @@ def test_the_cap_is_exact_where_floats_are_not():
         (8, 2, 50),
     ],
 )
-def test_a_thousand_instances_keep_the_bound(request, num_devices, slots, min_rows):
+def test_plan_keeps_the_bound_on_random_loads(request, num_devices, slots, min_rows):
     """With slots enough no device has more than cap + (P - 2)(m - 1) rows; with fewer, none has
     more than that unless its own experts brought them, and nothing is lost or lent in vain.
 

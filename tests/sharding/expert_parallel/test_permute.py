@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Sorting rows by expert, putting them back, and combining them; drawn by hand and in general."""
+"""Sorting rows by expert, returning them, and combining them."""
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ def test_hand_drawn():
     slot         0 1   2 3   4 5   6 7
     expert_ids   1 0   2 1   3 3   0 1
 
-    sorted       | expert 0 | expert 1 | expert 2 | nobody
+    sorted       | expert 0 | expert 1 | expert 2 | none
     slot         |  1   6   | 0  3  7  |    2     | 4   5
     """
     result = sort_by_expert(ints(1, 0, 2, 1, 3, 3, 0, 1), 3)
@@ -40,7 +40,7 @@ def test_hand_drawn():
     assert permute_rows(there, result.inverse, result.order).tolist() == rows.tolist()
 
 
-def test_the_drawing_in_the_module():
+def test_example_of_the_docstring():
     """The example of sharding/expert_parallel/permute.py."""
     result = sort_by_expert(ints(2, 0, 1, 3, 0, 2), 3)
     assert result.order.tolist() == [1, 4, 2, 0, 5, 3]
@@ -53,7 +53,7 @@ def test_the_drawing_in_the_module():
     [((3, 3, 3), [0, 0, 0]), ((2, 2, 2), [0, 0, 3]), ((0,), [1, 0, 0]), ((3,), [0, 0, 0])],
     ids=["all_empty", "all_to_one", "one_slot", "one_empty_slot"],
 )
-def test_corners(ids, sizes):
+def test_sort_by_expert_of_edge_cases(ids, sizes):
     result = sort_by_expert(ints(*ids), 3)
     assert result.order.tolist() == list(range(len(ids)))  # equal ids stay in order
     assert result.inverse.tolist() == list(range(len(ids)))
@@ -65,7 +65,7 @@ LISTS = st.lists(st.integers(0, NUM_EXPERTS), min_size=12, max_size=12)
 
 
 @given(LISTS)
-def test_any_ids(values):
+def test_sort_by_expert_of_any_ids(values):
     ids = ints(*values)
     result = sort_by_expert(ids, NUM_EXPERTS)
     order, inverse = np.asarray(result.order), np.asarray(result.inverse)
@@ -75,7 +75,7 @@ def test_any_ids(values):
     assert result.group_sizes.tolist() == loads(ids, NUM_EXPERTS).tolist() == wanted
 
 
-def test_gradients_are_those_of_jax(key):
+def test_gradients_of_permuted_rows_equal_jax(key):
     order = ints(1, 6, 0, 3, 7, 2, 4, 5)
     inverse = jnp.argsort(order).astype(jnp.int32)
     rows, weight = jax.random.normal(key, (2, 8, 3))
@@ -108,7 +108,7 @@ def assignments_of(key, is_token_major):
 
 
 @pytest.mark.parametrize("is_token_major", [True, False], ids=["token_major", "any_order"])
-def test_combine(key, is_token_major):
+def test_combine_sums_rows_by_gate(key, is_token_major):
     assignments = assignments_of(key, is_token_major)
     rows = jax.random.normal(key, (8, 5))
     assert assignments.expert_ids.shape == (8,)
@@ -145,7 +145,7 @@ def test_both_orders_combine_to_the_same_gradients(key):
 
 @pytest.mark.parametrize("is_token_major", [True, False], ids=["token_major", "any_order"])
 def test_the_local_dispatcher_sends_each_row_to_its_expert(key, is_token_major):
-    """Expert e multiplies by e + 1, so that the result shows who was where."""
+    """Expert e multiplies by e + 1, so that the result shows which rows it computed."""
     assignments = assignments_of(key, is_token_major)
     x = jax.random.normal(key, (4, 5))
 

@@ -50,6 +50,6 @@ def test_shares_are_equal_and_the_most_confident_stay(seed, popular):
         assert (where[queue[places:]] != c).all()
 
 
-def test_tokens_that_cannot_be_shared_equally_are_refused():
+def test_unequal_shares_of_tokens_raise():
     with pytest.raises(ValueError, match="24 tokens cannot be shared equally by 5 devices"):
         shuffled(jnp.zeros(TOKENS, jnp.int32), jnp.ones(TOKENS), 5)

@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""The forms of sequence parallelism against attention on one device; what they send, and refuse."""
+"""Forms of sequence parallelism equal attention on one device; their traffic and errors."""
 
 import dataclasses
 import functools
@@ -75,7 +75,7 @@ def arrays():
 
 
 def run(config, rules, *, order=None):
-    """(values, gradients) of attention to rows that are laid out by an order, laid back."""
+    """Return values and gradients of attention on permuted rows, in the original order."""
     given, weight, segments = arrays()
 
     def there(x):
@@ -111,7 +111,7 @@ def run(config, rules, *, order=None):
 
 @pytest.mark.parametrize(("form", "mask"), CASES)
 def test_every_form_is_attention_on_one_device(form, mask):
-    """Packed documents and padding; outputs, gradients, and what is watched."""
+    """Packed documents and padding; outputs, gradients, and watched logits."""
     config, rules = FORMS[form], dataclasses.replace(MASKS[mask], is_observed=True)
     segments = jnp.asarray(arrays()[2])
     order = config.token_order(S, RANKS, segments)
@@ -121,7 +121,7 @@ def test_every_form_is_attention_on_one_device(form, mask):
     assert_close(found, wanted, "attention")
 
 
-def test_a_mesh_that_cuts_rows_needs_a_form():
+def test_sharded_sequences_without_a_form_raise():
     text = "the mesh cuts sequences of 32 tokens into parts of 8, and"
     with jax.set_mesh(mesh()), pytest.raises(ValueError, match=text):
         run(NoSequenceParallelConfig(), AttentionRules())
@@ -215,7 +215,7 @@ CHOICES = {
 
 
 @pytest.mark.parametrize("name", CHOICES)
-def test_the_rule(name):
+def test_auto_chooses_by_heads_and_links(name):
     changes, links, wanted = CHOICES[name]
     sizes = dataclasses.replace(SIZES, **changes)
     choice = choose(sizes, links)
@@ -224,7 +224,7 @@ def test_the_rule(name):
     choice.config.check(sizes)
 
 
-def test_the_rule_gives_its_reason():
+def test_auto_gives_its_reason():
     sizes = dataclasses.replace(SIZES, ranks=8)
     assert choose(sizes, "torus").reason == (
         "ring: mesh.seq=8 does not divide the 8 query and 4 key heads of a device; per layer and"
@@ -234,7 +234,7 @@ def test_the_rule_gives_its_reason():
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
-def test_bytes_are_those_of_the_formulas(ranks):
+def test_sent_bytes_equal_the_formulas(ranks):
     sizes = dataclasses.replace(SIZES, ranks=ranks, length=4800, sequences=3)
     tokens, width, others = 3 * 4800 / ranks, 128, ranks - 1
     keys, values = 2 * 4 * width, 2  # of a token; bytes
@@ -280,7 +280,7 @@ def load_by_link(schedule, values, is_backward):
 
 @pytest.mark.parametrize("directions", ["one", "both"])
 @pytest.mark.parametrize("is_backward", [False, True])
-def test_the_busiest_link_of_a_ring_is_that_of_its_schedule(directions, is_backward):
+def test_busiest_link_of_a_ring_equals_its_schedule(directions, is_backward):
     schedule = make_schedule(5, "halves", directions=directions)
     sizes = dataclasses.replace(SIZES, ranks=5, length=4000)
     config = RingConfig(directions=directions)
@@ -288,7 +288,7 @@ def test_the_busiest_link_of_a_ring_is_that_of_its_schedule(directions, is_backw
     assert busiest_link(config, sizes, "torus", is_backward=is_backward) == wanted
 
 
-def test_links_of_an_exchange_and_of_a_gather():
+def test_busiest_link_of_exchange_and_gather():
     """Four ranks on a ring, each with something for all others: to both neighbours one link, to
     the opposite one two links, half each way round. A switch sees three messages leave a rank."""
     local = 1024 * 128 * 2 * (2 * 8 + 2 * 4)
@@ -344,15 +344,15 @@ def lowered(config, *, has_gradient, fold=None):
     return {kind: tuple(pair) for kind, pair in found.items() if kind != "all-reduce"}
 
 
-def test_ulysses_exchanges_four_times_each_way():
-    """Bytes of results: N / (N - 1) of what is sent."""
+def test_ulysses_has_four_all_to_alls_each_way():
+    """Bytes of results are N / (N - 1) of the sent ones."""
     local = 1 * S // RANKS * H * 2 * (2 * N + 2 * M)
     assert lowered(UlyssesConfig(), has_gradient=False) == {"all-to-all": (4, local)}
     assert lowered(UlyssesConfig(), has_gradient=True) == {"all-to-all": (8, 2 * local)}
 
 
-def test_keys_and_values_are_gathered_and_their_gradients_scattered():
-    """And the positions of the keys, which the mask compares."""
+def test_all_gather_form_gathers_keys_and_scatters_gradients():
+    """Positions of the keys are gathered too, for the mask."""
     gathered, positions = 2 * S * M * H * 2, 4 * S
     for layout in ("zigzag", "contiguous"):
         config = AllGatherKVConfig(layout=layout)
@@ -362,7 +362,7 @@ def test_keys_and_values_are_gathered_and_their_gradients_scattered():
         assert found == forward | {"reduce-scatter": (2, gathered // RANKS)}
 
 
-def test_an_exchange_inside_and_a_ring_outside():
+def test_usp_exchanges_inside_and_rings_outside():
     """Four exchanges among two, and a ring of two whose ranks hold twice the tokens of half of the
     heads: as many bytes as a ring of two among all heads."""
     config = UlyssesRingConfig()
@@ -379,7 +379,7 @@ def test_an_exchange_inside_and_a_ring_outside():
     )
 
 
-def test_pieces_that_the_mesh_has_not():
+def test_usp_on_a_mesh_without_its_pieces_raises():
     text = "needs mesh.seq in two pieces, the faster of 2 (sequence_parallel.ulysses), and the mesh"
     with pytest.raises(ValueError) as error:
         lowered(UlyssesRingConfig(), has_gradient=False)

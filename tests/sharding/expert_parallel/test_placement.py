@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""The record of a placement: equal parts, an order of the experts and its inverse."""
+"""ExpertPlacement: equal parts, an order of the experts and its inverse."""
 
 import numpy as np
 import pytest
@@ -16,14 +16,14 @@ def test_hand_drawn():
     assert placement.position.tolist() == [[2, 0, 3, 1], [0, 1, 2, 3]]
 
 
-def test_identity_moves_nothing():
+def test_identity_placement_moves_nothing():
     placement = ExpertPlacement.identity(3, 8, 4)
     assert placement.device_of.tolist() == [[0, 0, 1, 1, 2, 2, 3, 3]] * 3
     assert placement.order.tolist() == placement.position.tolist() == [list(range(8))] * 3
 
 
 @given(st.integers(0, 2**32 - 1), st.sampled_from([(1, 4), (2, 4), (4, 8), (3, 9)]))
-def test_position_undoes_order_and_positions_belong_to_devices(seed, sizes):
+def test_position_is_the_inverse_of_order(seed, sizes):
     devices, experts = sizes
     even = np.tile(np.arange(experts) // (experts // devices), (2, 1))
     placement = ExpertPlacement(np.random.default_rng(seed).permuted(even, axis=1), devices)
@@ -41,6 +41,6 @@ def test_position_undoes_order_and_positions_belong_to_devices(seed, sizes):
         ([[0, 1, 2, 0]], 3, "3 devices cannot hold equal parts of 4 experts: choose 1, 2, 4"),
     ],
 )
-def test_unequal_parts_are_refused_in_words(devices, number, message):
+def test_unequal_parts_raise(devices, number, message):
     with pytest.raises(ValueError, match=message):
         ExpertPlacement(np.array(devices), number)
