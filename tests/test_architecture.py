@@ -469,9 +469,16 @@ def _registry(name: str) -> Mapping[str, object]:
     return value if isinstance(value, Mapping) else registry_of(value)
 
 
+# Registries whose contract table is in their own test, which compares it with the registry.
+ROWS_ELSEWHERE = {f"jaxmoe.routing:{name}" for name in ("ROUTERS", "GATES", "BALANCERS", "BIASES")}
+
+
 @pytest.mark.parametrize("name", REGISTRIES)
 def test_registries_equal_their_contract_table(name):
-    assert set(_registry(name)) == REGISTRIES[name]
+    names = set(_registry(name))
+    assert names >= REGISTRIES[name], "a name that users rely on is gone"
+    if name not in ROWS_ELSEWHERE:
+        assert names == REGISTRIES[name]
 
 
 def test_every_registry_has_a_contract_table():
