@@ -1,22 +1,22 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Configs as data: unions as registries, JSON, differences and fingerprints.
+"""Converts configs to JSON and back, and provides registries, differences and fingerprints.
 
 A config is a frozen, keyword-only dataclass whose fields are numbers, strings, booleans, None,
-`Literal`s, tuples, other configs, or unions of them. A class that stands in a union carries
-`name: ClassVar[str]`, its key in the registry. In JSON a config is an object with one key per
-field, a tuple is a list, and a class that carries a registry name is tagged with it under `kind`
-(which is therefore no name for a field):
+`Literal`s, tuples, other configs, or unions of them. A member of a union has `name: ClassVar[str]`,
+its key in the registry. In JSON a config is an object with one key per field, a tuple is a list,
+and a class with a registry name is tagged with it under `kind` (which no field may be called):
 
     Model(moe=MoE(top_k=2, router=SoftmaxTopK(order="before")))
     {"moe": {"top_k": 2, "router": {"kind": "softmax_topk", "order": "before"}}}
 
-Reading is strict: every field must be there and no other, with the type of its annotation. Only the
-tag may be missing where the fields tell the class: what had no choice once may have got one. A
-config saved by another version is a matter for `jaxmoe/checkpoint/migrate.py`, not for guesses
-here. The command line is in `experiments/cli/flags.py`.
+Reading is strict: every field must be present, with the type of its annotation, and no other. Only
+the tag may be missing if the fields identify the class, because a field may have become a union
+since the config was saved. `jaxmoe/checkpoint/migrate.py` fills in the fields that older configs
+lack. `experiments/cli/flags.py` is the command line.
 
-To add a kind of field value: teach `_encode` and `_decode` about it, and nothing else.
+To add a kind of field value: `jaxmoe/configs.py` (`_encode` and `_decode`),
+`tests/jaxmoe/test_configs.py` (a round trip).
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from typing import Any, Literal, TypeVar
 Config = TypeVar("Config")
 
 TAG = "kind"
-"""The JSON key that holds the registry name of a class."""
+"""JSON key of the registry name of a class."""
 
 
 def registry_of(union: Any) -> dict[str, type]:
-    """The members of a union of config classes, by the `name` that each class carries.
+    """Return the members of a union of config classes by their `name`.
 
     Args:
         union: `A | B | ...`, or a single config class.
@@ -51,32 +51,32 @@ def registry_of(union: Any) -> dict[str, type]:
 
 
 def registry_name(cls: Any) -> str | None:
-    """The key under which a config class stands in its registry; None if it carries none."""
+    """Return the key of a config class in its registry, None if it has no `name`."""
     if "name" in (field.name for field in dataclasses.fields(cls)):
-        return None  # an ordinary field, as in a config of a run
+        return None  # an ordinary field, as in the config of a run
     return getattr(cls, "name", None)
 
 
 def alternatives(hint: Any) -> tuple[Any, ...]:
-    """The members of a union annotation; of any other annotation, the annotation alone."""
+    """Return the members of a union annotation; any other annotation alone."""
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         return typing.get_args(hint)
     return (hint,)
 
 
 def closest(word: str, candidates: Iterable[str]) -> str:
-    """`: did you mean X?` for the candidate nearest to a mistyped word, or nothing."""
+    """Return `: did you mean X?` for the candidate closest to a mistyped word, or nothing."""
     near = difflib.get_close_matches(word, list(candidates), n=1, cutoff=0.5)
     return f": did you mean {near[0]!r}?" if near else ""
 
 
 def to_json(config: Any) -> dict[str, Any]:
-    """The config as an object that `json.dumps` takes; `from_json` is the inverse.
+    """Return a config as an object for `json.dumps`; `from_json` is the inverse.
 
-    A whole number in a float field becomes a float, so that equal configs give equal JSON.
+    An integer in a float field becomes a float, so that equal configs give equal JSON.
 
     Raises:
-        ValueError: If a field holds what a config must not hold (an array, a callable, a dict).
+        ValueError: A field holds a type that configs must not hold (an array, a callable, a dict).
     """
     name = registry_name(type(config))
     tag = {} if name is None else {TAG: name}
@@ -85,15 +85,15 @@ def to_json(config: Any) -> dict[str, Any]:
 
 
 def from_json(cls: type[Config], data: Any) -> Config:
-    """The config that `to_json` wrote.
+    """Return the config of `to_json`.
 
     Args:
-        cls: Its class.
-        data: The parsed JSON.
+        cls: Class of the config.
+        data: Parsed JSON.
 
     Raises:
-        ValueError: If a field is unknown, missing or of another type, or if the class refuses
-            the values; with the dotted path of the field and the nearest name that exists.
+        ValueError: A field is unknown, missing or of another type, or the class rejects its value;
+            the message has the dotted path of the field and the closest existing name.
     """
     return _decode_config((cls,), data, "")
 
@@ -101,17 +101,17 @@ def from_json(cls: type[Config], data: Any) -> Config:
 def differences(
     saved: Any, given: Any, free: tuple[str, ...] = (), fixed: tuple[str, ...] = ()
 ) -> list[str]:
-    """What differs between two configs, one line per field.
+    """Return the differences between two configs, one line per field.
 
     Args:
         saved: A config or its JSON.
         given: A config or its JSON.
-        free: Dotted paths that may differ; each stands for everything beneath it as well.
-        fixed: Dotted paths beneath those that may not.
+        free: Dotted paths that may differ, with all fields below them.
+        fixed: Dotted paths below those that may not differ.
 
     Returns:
-        Lines such as `model.moe.top_k: saved 2, given 4`. Where another member of a union was
-        chosen, there is one line for the choice and none for its fields.
+        Lines such as `model.moe.top_k: saved 2, given 4`. If another member of a union was chosen,
+        there is one line for the choice and none for its fields.
     """
     pair = [value if isinstance(value, Mapping) else to_json(value) for value in (saved, given)]
 
@@ -126,14 +126,14 @@ def differences(
 
 
 def varying_fields(configs: Sequence[Any]) -> dict[str, list[str]]:
-    """The fields in which several configs are not all alike.
+    """Return the fields in which configs differ.
 
     Args:
         configs: Configs or their JSON.
 
     Returns:
-        The value in each config, spelled, by dotted path. A field that another choice in a union
-        took away has "-".
+        Value in each config as text, by dotted path; "-" where the chosen member of a union does
+        not have the field.
     """
     data = [value if isinstance(value, Mapping) else to_json(value) for value in configs]
     rows: dict[str, dict[int, str]] = {}
@@ -152,14 +152,14 @@ def varying_fields(configs: Sequence[Any]) -> dict[str, list[str]]:
 
 
 def fingerprint(config: Any) -> str:
-    """The sha256, in hexadecimal, of the config's canonical JSON (sorted keys, no spaces)."""
+    """Return the sha256 of a config's canonical JSON (sorted keys, no spaces), in hexadecimal."""
     canonical = json.dumps(to_json(config), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 
 @functools.cache
 def field_types(cls: type) -> dict[str, Any]:
-    """`{field: resolved annotation}` of a config class, in the order of the class."""
+    """Return `{field: resolved annotation}` of a config class, in the order of the class."""
     hints = typing.get_type_hints(cls)
     if TAG in hints:
         raise TypeError(f"{cls.__name__}.{TAG}: rename the field, {TAG!r} is the tag of unions")
@@ -178,7 +178,7 @@ def _encode(value: Any, hint: Any, path: str) -> Any:
         ]
     if value is None or type(value) in (bool, int, float, str):
         return value
-    raise ValueError(f"{path} holds a {type(value).__name__}, which a config cannot: {value!r}")
+    raise ValueError(f"{path} holds a {type(value).__name__}, which a config must not: {value!r}")
 
 
 def _decode(hint: Any, data: Any, path: str) -> Any:
@@ -211,7 +211,7 @@ def _decode_config(classes: tuple[Any, ...], data: Any, path: str) -> Any:
     registry = {registry_name(cls): cls for cls in classes}
     tag = data.get(TAG) if None not in registry else None
     if tag is None and None not in registry:
-        # Saved when there was no choice: the one member that has just these fields.
+        # Saved before the field was a union: the one member with exactly these fields.
         fitting = [name for name, cls in registry.items() if field_types(cls).keys() == data.keys()]
         tag = fitting[0] if len(fitting) == 1 and TAG not in data and data else None
     if tag not in registry:
@@ -237,12 +237,12 @@ def _decode_config(classes: tuple[Any, ...], data: Any, path: str) -> Any:
 
 
 def _tuple_option(hint: Any) -> Any:
-    """The tuple among the alternatives of an annotation, or None."""
+    """Return the tuple among the alternatives of an annotation, or None."""
     return next((o for o in alternatives(hint) if typing.get_origin(o) is tuple), None)
 
 
 def _item_types(hint: Any, length: int) -> tuple[Any, ...]:
-    """The annotations of the items of a tuple of this length; nothing if it may not have it."""
+    """Return the annotations of the items of a tuple; empty if it must not have this length."""
     items = typing.get_args(_tuple_option(hint))
     if len(items) == 2 and items[1] is Ellipsis:
         return items[:1] * length
@@ -258,7 +258,7 @@ def _spell(hint: Any) -> str:
 
 
 def _differing(saved: Any, given: Any, path: str) -> Iterator[tuple[str, str, str]]:
-    """The differing leaves of two JSON values: dotted path and both values, spelled."""
+    """Yield the differing leaves of two JSON values: dotted path and both values as text."""
     prefix = f"{path}." if path else ""
     if isinstance(saved, Mapping) and isinstance(given, Mapping):
         if path and saved.get(TAG) != given.get(TAG):

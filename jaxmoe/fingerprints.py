@@ -1,22 +1,22 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""A fingerprint of 64 bits for every array of a state, the same on any mesh.
+"""Computes a 64-bit fingerprint of every array of a state, the same on any mesh.
 
     f(x) = sum over all elements of bits(x_i) * w(i) mod 2^32, for two families of odd weights w
 
-with i the index in the whole array. A sum knows no order, so that shards are summed where they lie
-and their sums added, and an odd weight is a unit modulo 2^32: no change of a single element goes
-unseen. What happened to several passes with a chance of 2^-64. This finds accidents of disks,
-memories and chips; it is no signature, and a forger can make another array of the same fingerprint.
+with i the index in the whole array. Sums are independent of order: each device sums its shards. An
+odd weight is a unit modulo 2^32, so every change of a single element changes the sum; changes of
+several elements are missed with probability 2^-64. A fingerprint finds accidental damage by disks,
+memories and chips, not forgery.
 
-    fingerprints(tree)          {path: 16 hex digits}: what a manifest holds
-    shard_fingerprints(tree)    of every device's own shard
-    RunningFingerprint(shape)   of an array that is seen part by part
+    fingerprints(tree)          {path: 16 hex digits}, for a manifest
+    shard_fingerprints(tree)    fingerprint of each device's shard
+    RunningFingerprint(shape)   fingerprint of an array that is read in parts
 
-Devices that should hold the same are compared on the way: JAX computes on with replicas that a
-defective chip or memory has made different, and would save any one of them.
+Replicas on several devices are compared: JAX continues with replicas that a defective chip or
+memory has made different, and would save any of them.
 
-Arrays of more than 2^32 elements share weights between elements 2^32 apart.
+In arrays of more than 2^32 elements, elements 2^32 apart share weights.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ from sharding.distributed import gather
 
 _SEEDS = (0x243F6A88, 0x85A308D3)
 _BLOCK = 1 << 22
-"""Bytes of a part that are summed at once."""
+"""Bytes of a part that are summed in one call."""
 
 
 class ShardFingerprint(NamedTuple):
-    """Of what one device holds of one array."""
+    """Fingerprint of one device's shard of one array."""
 
     device: int
-    """Its id."""
+    """Id of the device."""
     index: tuple[tuple[int, int], ...]
-    """First and last index, the latter not included, in every dimension of the whole array."""
+    """Start and end (exclusive) in every dimension of the whole array."""
     value: int
-    """64 bits."""
+    """Fingerprint, 64 bits."""
 
 
 class ReplicasDifferError(EndRunError):
@@ -60,13 +60,13 @@ class ReplicasDifferError(EndRunError):
 
 
 def fingerprints(tree: Any) -> dict[str, str]:
-    """The fingerprint of every array of a state; every process must call this.
+    """Return the fingerprint of every array of a state; every process must call this.
 
     Args:
-        tree: named arrays, on any mesh.
+        tree: Tree of named arrays on any mesh.
 
     Raises:
-        ReplicasDifferError: naming devices and arrays.
+        ReplicasDifferError: Replicas differ; the message names devices and arrays.
     """
     found, odd = {}, {}
     for path, shards in shard_fingerprints(tree).items():
@@ -87,10 +87,10 @@ def fingerprints(tree: Any) -> dict[str, str]:
 
 
 class RunningFingerprint:
-    """The fingerprint of an array that is never whole in memory.
+    """Fingerprint of an array that is read in parts.
 
     Args:
-        shape: of the whole array.
+        shape: Shape of the whole array.
     """
 
     def __init__(self, shape: Sequence[int]):
@@ -98,13 +98,13 @@ class RunningFingerprint:
         self._sums = np.zeros(2, np.uint32)
 
     def add(self, part: Any, first: int = 0) -> None:
-        """Takes in a part: of the whole rank, and all but the first dimension whole.
+        """Add a part of the array, complete in all dimensions but the first.
 
         Args:
-            part: the values.
-            first: where it begins in the first dimension.
+            part: Values of the part.
+            first: Start of the part in the first dimension.
         """
-        # In blocks: the sums of all of it would need several times its memory.
+        # In blocks, because summing takes several times the memory of its input.
         axis = next((axis for axis, size in enumerate(part.shape) if size > 1), 0)
         rows = max(1, _BLOCK * part.shape[axis] // max(part.nbytes, 1))
         for begin in range(0, part.shape[axis], rows):
@@ -117,14 +117,13 @@ class RunningFingerprint:
 
     @property
     def value(self) -> str:
-        """16 hex digits, as `fingerprints` gives them."""
+        """Fingerprint as 16 hex digits, as in `fingerprints`."""
         high, low = self._sums.tolist()
         return f"{high:08x}{low:08x}"
 
 
 def _odd_ones(shards: Sequence[ShardFingerprint]) -> list[int]:
-    """Devices that hold something else than most of those that hold the same shard; of two that
-    differ both, because either may be wrong."""
+    """Return the devices whose shard differs from most replicas; all, without a majority."""
     by_index: dict[Any, list[ShardFingerprint]] = {}
     for shard in shards:
         by_index.setdefault(shard.index, []).append(shard)
@@ -138,10 +137,10 @@ def _odd_ones(shards: Sequence[ShardFingerprint]) -> list[int]:
 
 
 def shard_fingerprints(tree: Any) -> dict[str, list[ShardFingerprint]]:
-    """Of every array the fingerprints of all shards; every process must call this.
+    """Return the fingerprints of all shards of every array; every process must call this.
 
     Args:
-        tree: as of `fingerprints`.
+        tree: Tree of named arrays on any mesh.
     """
     leaves = {path: _plain(leaf) for path, leaf in sorted(flatten(tree).items())}
     groups: dict[Any, list[str]] = {}
@@ -185,8 +184,8 @@ def _on_one_device(arrays: Sequence[Array]) -> UInt32[np.ndarray, "1 leaves 2"]:
     for array in arrays:
         if len(array.sharding.device_set) > 1:
             raise ValueError(
-                f"an array of shape {array.shape} lies on several devices by {array.sharding}: only"
-                " meshes are known here, place it with jax.device_put and a NamedSharding"
+                f"an array of shape {array.shape} is on several devices by {array.sharding}: place"
+                " it with jax.device_put and a NamedSharding"
             )
     return np.asarray([np.asarray(_whole(array)) for array in arrays], np.uint32)[None]
 
@@ -208,7 +207,7 @@ def _on_a_mesh(arrays: Sequence[Array], mesh: Mesh) -> UInt32[np.ndarray, "devic
     devices = list(mesh.devices.flat)
     if len(own) == len(devices):
         return np.stack([own[device] for device in devices])
-    # The devices of several processes: each gives its own, and 0 for the others.
+    # Several processes: each contributes its own devices, and 0 for the others.
     zeros = np.zeros((len(arrays), 2), np.uint32)
     mine = np.stack([own.get(device, zeros) for device in devices])
     return gather(mine).sum(0, dtype=np.uint32)
@@ -216,7 +215,7 @@ def _on_a_mesh(arrays: Sequence[Array], mesh: Mesh) -> UInt32[np.ndarray, "devic
 
 @functools.lru_cache(maxsize=8)
 def _program(mesh: Mesh, specs: tuple[PartitionSpec, ...], shapes: tuple[tuple[int, ...], ...]):
-    """Of every device's shards: one compiled program for the whole state."""
+    """Return one compiled program that sums every device's shards of the whole state."""
     sizes = dict(mesh.shape)
 
     def local(*shards: Array) -> UInt32[Array, "1 leaves 2"]:
@@ -234,7 +233,7 @@ def _program(mesh: Mesh, specs: tuple[PartitionSpec, ...], shapes: tuple[tuple[i
 
 
 def _place(names: Any, sizes: dict[str, int]) -> Any:
-    """Which piece of a dimension this device has; of several mesh axes the first is outermost."""
+    """Return the index of this device's piece of a dimension; the first mesh axis is outermost."""
     names = () if names is None else (names,) if isinstance(names, str) else names
     place: Any = 0
     for name in names:
@@ -243,10 +242,10 @@ def _place(names: Any, sizes: dict[str, int]) -> Any:
 
 
 def _sums(shard: Array, starts: Sequence[Any], shape: Sequence[int]) -> UInt32[Array, " 2"]:
-    """Both sums of one shard of an array of this shape, which begins at `starts`."""
-    if shard.size == 0:  # of nothing; XLA of jax 0.11 crashes on such a reduction
+    """Return both sums of a shard that begins at `starts` in an array of this shape."""
+    if shard.size == 0:  # XLA of jax 0.11 crashes on empty reductions
         return jnp.zeros(2, jnp.uint32)
-    if jax.typeof(shard).memory_space == jax.memory.Space.Host:  # offloaded: one after the other
+    if jax.typeof(shard).memory_space == jax.memory.Space.Host:  # offloaded
         shard = jax.device_put(shard, jax.memory.Space.Device)
     index = jnp.zeros(shard.shape, jnp.uint32)
     for dimension, start in enumerate(starts):
@@ -255,7 +254,7 @@ def _sums(shard: Array, starts: Sequence[Any], shape: Sequence[int]) -> UInt32[A
         index += (own + jnp.asarray(start).astype(jnp.uint32)) * stride
     bits = _bits(shard)
     terms = tuple(bits * (_mix(index + jnp.uint32(s)) | 1) for s in _SEEDS)
-    # Both sums in one pass: XLA vectorises this one, where two sums take 40 times as long on a CPU.
+    # One reduction for both sums: XLA vectorises it; two reductions take 40 times as long on a CPU.
     zeros, every = (jnp.uint32(0),) * len(terms), tuple(range(shard.ndim))
     return jnp.stack(
         jax.lax.reduce(terms, zeros, lambda left, right: tuple(map(jnp.add, left, right)), every)
@@ -263,17 +262,17 @@ def _sums(shard: Array, starts: Sequence[Any], shape: Sequence[int]) -> UInt32[A
 
 
 def _bits(x: Array) -> UInt32[Array, ...]:
-    """Each element as a whole number of up to 32 bits."""
+    """Return the bits of each element as an unsigned integer."""
     if x.dtype == jnp.bool_:
         return x.astype(jnp.uint32)
-    if x.dtype in (jnp.int4, jnp.uint4):  # no 4-bit type to look at them through
+    if x.dtype in (jnp.int4, jnp.uint4):  # bitcasts to 4 bits do not exist
         return x.astype(jnp.uint32)
     kinds = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
     return jax.lax.bitcast_convert_type(x, kinds[x.dtype.itemsize]).astype(jnp.uint32)
 
 
 def _mix(x: UInt32[Array, ...]) -> UInt32[Array, ...]:
-    """Scatters indices over 32 bits, each to another place (the finaliser of MurmurHash3)."""
+    """Return a permutation of 32-bit integers (the finaliser of MurmurHash3)."""
     x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
     x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
     return x ^ (x >> 16)

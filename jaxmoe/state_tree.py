@@ -1,11 +1,10 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""A state as nested dicts of plain arrays, which is what a checkpoint holds, and back.
+"""Converts a state to nested dicts of plain arrays, the content of a checkpoint, and back.
 
-Records, named tuples and lists become dicts by flax's serialization, quantised arrays their values
-and scales; random keys become their words; empty branches are left out and come back from the
-target. Names with '/' or '.' are refused: stores join names with them, and two parameters could
-become one.
+Flax's serialization turns records, named tuples and lists into dicts, and quantised arrays into
+values and scales. Random keys become integers. Empty branches are left out and restored from the
+target. Names with '/' or '.' are an error, because stores join names with them.
 """
 
 from __future__ import annotations
@@ -29,15 +28,15 @@ serialization.register_serialization_state(
 
 
 def is_key(leaf: Any) -> bool:
-    """Whether a leaf is an array of typed random keys."""
+    """Return whether a leaf is an array of typed random keys."""
     return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def flatten(tree: Any) -> dict[str, Any]:
-    """{path: leaf} of a state, keys as they are.
+    """Return the leaves of a state by path; random keys are unchanged.
 
     Raises:
-        ValueError: a name that a store could confuse with a path.
+        ValueError: A name is empty or contains '/' or '.'.
     """
     nested = serialization.to_state_dict(tree)
     if not isinstance(nested, dict):
@@ -54,7 +53,7 @@ def flatten(tree: Any) -> dict[str, Any]:
 
 
 def pack(tree: Any) -> dict[str, Any]:
-    """Nested dicts of plain arrays."""
+    """Return a state as nested dicts of plain arrays."""
     leaves = {
         path: jax.random.key_data(leaf) if is_key(leaf) else leaf
         for path, leaf in flatten(tree).items()
@@ -63,11 +62,11 @@ def pack(tree: Any) -> dict[str, Any]:
 
 
 def unpack(packed: dict[str, Any], target: Any) -> Any:
-    """The state again, in the structure of a target.
+    """Return the state of `pack`, in the structure of a target.
 
     Args:
-        packed: from `pack`, restored.
-        target: a state of the same structure: arrays or `jax.ShapeDtypeStruct`.
+        packed: Nested dicts of `pack`.
+        target: State of the same structure: arrays or `jax.ShapeDtypeStruct`.
     """
     flat = traverse_util.flatten_dict(packed, sep=SEPARATOR)
     for path, leaf in flatten(target).items():
@@ -80,13 +79,13 @@ def unpack(packed: dict[str, Any], target: Any) -> Any:
 
 
 def _implementation(leaf: Any) -> str:
-    """Name of the generator of a key array, from its dtype `key<name>`."""
+    """Return the name of a key array's generator, from its dtype `key<name>`."""
     names = {"fry": "threefry2x32", "rbg": "rbg", "unsafe_rbg": "unsafe_rbg"}
     return names[str(leaf.dtype).removeprefix("key<").removesuffix(">")]
 
 
 def _with_empties(nested: dict[str, Any], target: Any) -> Any:
-    """Puts back the empty branches of the target."""
+    """Return nested dicts with the empty branches of the target."""
     wanted = serialization.to_state_dict(target)
 
     def fill(have: Any, want: Any) -> Any:

@@ -1,8 +1,8 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints: one commit of state, config and data position, restored on any mesh.
+"""Saves and restores checkpoints: state, config and data position in one commit, on any mesh.
 
-`from_huggingface` reads the weights of others, `to_huggingface` writes them for others.
+`from_huggingface` and `to_huggingface` exchange weights with `transformers`.
 """
 
 from jaxmoe.checkpoint.commit import LeaseLostError as LeaseLostError

@@ -1,22 +1,22 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""What the files of a step may contain: looked at before anything of them is opened in earnest.
+"""Checks the files of a step before Orbax or TensorStore opens them.
 
-A checkpoint may come from anywhere, and its checksums prove nothing against somebody who writes
-them anew. So a step is refused, in words, where it holds
+A checkpoint may come from an untrusted source, and its checksums can be forged. A step is refused
+if it holds
 
-    links and special files      they lead to other files of the machine, or never end
-    JSON that is large or deep   more than MAX_JSON_BYTES, MAX_JSON_VALUES or MAX_JSON_DEPTH
-    other readers than ours      names of classes that Orbax would look up
-    other names than ours        names with dots or slashes, names that the manifest does not have
-    other arrays than it says    shape, dtype or chunks of the store against those of the manifest
-    more than it says            files that are larger than its arrays can explain
+    links and special files      they point to other files of the machine, or never end
+    large or deep JSON           more than MAX_JSON_BYTES, MAX_JSON_VALUES or MAX_JSON_DEPTH
+    other readers                names of classes that Orbax would look up
+    other names                  names with dots or slashes, or names that the manifest lacks
+    other arrays                 shape, dtype or chunks that differ from the manifest
+    too many bytes               files larger than its arrays need
 
-A chunk of zstd that expands to more than the description of its array says is given up by
-TensorStore (0.1.86) at the byte where it should have ended, so that the description, which is
-compared here, bounds what is allocated.
+TensorStore (0.1.86) stops a zstd chunk that expands beyond the size in the array's description, so
+that the description, which is compared here, bounds what is allocated.
 
-To add a bound: lines of `contents`.
+To add a check: `jaxmoe/checkpoint/bounds.py` (lines that `contents` returns),
+`tests/faults/test_hostile.py` (a step that it refuses).
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ import numpy as np
 
 MAX_JSON_BYTES = 1 << 24
 MAX_JSON_VALUES = 1 << 19
-"""Objects and lists in one file."""
+"""Largest number of objects and lists in one file."""
 MAX_JSON_DEPTH = 64
 MAX_ARRAY_BYTES = 1 << 50
-"""Of one array; no machine holds more."""
+"""Largest size of one array."""
 
 _MANIFEST = pathlib.PurePath("manifest", "metadata")
 _STORE = pathlib.PurePath("state", "_METADATA")
@@ -50,7 +50,7 @@ _READERS_ARE_OF = "orbax.checkpoint."
 
 
 def places(step: pathlib.Path) -> list[str]:
-    """What is no plain file or directory within a step, a line each: nothing of it is opened."""
+    """Return one line for each entry of a step that is neither a file nor a directory."""
     lines = []
     for root, directories, files in os.walk(step):
         for name in (*directories, *files):
@@ -58,30 +58,30 @@ def places(step: pathlib.Path) -> list[str]:
             mode = path.lstat().st_mode
             shown = path.relative_to(step).as_posix()
             if stat.S_ISLNK(mode):
-                lines.append(f"{shown}: a link, which no checkpoint has")
+                lines.append(f"{shown}: a link, which checkpoints do not contain")
             elif not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
                 lines.append(f"{shown}: neither a file nor a directory")
     return sorted(lines)
 
 
 def read_json(path: pathlib.Path) -> Any:
-    """The content of a file of a checkpoint.
+    """Return the content of a JSON file of a checkpoint.
 
     Raises:
-        ValueError: it is too large or too deep to be one, or no JSON.
+        ValueError: The file is too large or too deep, or not JSON.
     """
     size = path.stat().st_size
     if size > MAX_JSON_BYTES:
-        raise ValueError(f"{size} bytes, and no such file has more than {MAX_JSON_BYTES}")
+        raise ValueError(f"{size} bytes, at most {MAX_JSON_BYTES} are allowed")
     return _parse(path.read_text(encoding="utf-8"))
 
 
 def texts(step: pathlib.Path, patterns: Sequence[str] = _JSON) -> list[str]:
-    """Which JSON files of a step must not be parsed, a line each.
+    """Return one line for each JSON file of a step that must not be parsed.
 
     Args:
-        step: its directory.
-        patterns: of the files that are looked at.
+        step: Directory of the step.
+        patterns: Glob patterns of the files to check.
     """
     lines = []
     for pattern in patterns:
@@ -99,20 +99,20 @@ def texts(step: pathlib.Path, patterns: Sequence[str] = _JSON) -> list[str]:
 
 
 def before_opening(directory: pathlib.Path) -> list[str]:
-    """Steps that cannot even be listed: Orbax parses a file of each as soon as it is opened.
+    """Return one line for each step that Orbax must not list: listing parses a file of each.
 
-    It passes over one that is no JSON, which is damage, and found when the step is checked.
+    Files that are not JSON are skipped: Orbax ignores them, and the check of the step finds them.
     """
     lines = []
     for path in sorted(directory.glob(f"*/{_HANDLERS}")):
         if not path.parent.name.isdigit():
-            continue  # not committed, or set aside: nobody opens it
+            continue  # not committed, or set aside: never opened
         name = path.relative_to(directory).as_posix()
         try:
             if path.is_symlink() or not path.is_file():
-                raise ValueError("no plain file")
+                raise ValueError("not a plain file")
             if not isinstance(read_json(path), dict | None):
-                raise ValueError("no table")
+                raise ValueError("not a JSON object")
         except (json.JSONDecodeError, UnicodeDecodeError):
             continue
         except (OSError, ValueError) as error:
@@ -121,13 +121,13 @@ def before_opening(directory: pathlib.Path) -> list[str]:
 
 
 def contents(step: pathlib.Path) -> list[str]:
-    """What the files of a step hold beyond what its manifest says, a line each.
+    """Return one line for each difference between the files of a step and its manifest.
 
     Args:
-        step: its directory, of which `places` and `texts` find nothing.
+        step: Directory of the step; `places` and `texts` must have found nothing.
     """
     if not (step / _MANIFEST).is_file():
-        return []  # another tool's, which is refused elsewhere
+        return []  # written by another tool, which is refused elsewhere
     manifest = read_json(step / _MANIFEST)
     if not isinstance(manifest, dict) or not isinstance(manifest.get("schema"), int):
         return []
@@ -138,22 +138,22 @@ def contents(step: pathlib.Path) -> list[str]:
     needed = sum(map(_bytes_of, arrays.values()))
     held = sum(path.stat().st_size for path in step.rglob("*") if path.is_file())
     if held > 2 * needed + 8 * MAX_JSON_BYTES:
-        return [f"its files have {held} bytes, and its arrays take {needed}"]
+        return [f"its files have {held} bytes, and its arrays need {needed}"]
     lines = [*_handlers(step), *_names(step, arrays)]
     return lines or _store(step, arrays)
 
 
 def beyond_memory(arrays: Mapping[str, Any]) -> str:
-    """Why arrays cannot be read without a target that bounds them; empty where they can.
+    """Return why arrays do not fit in the memory of this host; empty if they do.
 
     Args:
-        arrays: of a manifest that `contents` has nothing against.
+        arrays: Arrays of a manifest in which `contents` found nothing.
     """
     needed = sum(map(_bytes_of, arrays.values()))
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed <= memory:
         return ""
-    return f"its arrays take {needed} bytes, and this host has {memory}: restore it to a target"
+    return f"its arrays need {needed} bytes, and this host has {memory}: restore it to a target"
 
 
 def _parse(text: str) -> Any:
@@ -163,8 +163,8 @@ def _parse(text: str) -> Any:
             values, depth = values + 1, depth + 1
             if depth > MAX_JSON_DEPTH or values > MAX_JSON_VALUES:
                 raise ValueError(
-                    f"more than {MAX_JSON_VALUES} objects and lists, or more than {MAX_JSON_DEPTH}"
-                    " deep, which no such file has"
+                    f"more than {MAX_JSON_VALUES} objects and lists, or nested deeper than"
+                    f" {MAX_JSON_DEPTH}"
                 )
         elif match[0] in "]}":
             depth -= 1
@@ -172,23 +172,23 @@ def _parse(text: str) -> Any:
 
 
 def _described(arrays: Any) -> list[str]:
-    """What is wrong with the arrays of a manifest."""
+    """Return one line for each invalid array of a manifest."""
     if not isinstance(arrays, dict):
-        return ["manifest/metadata: its arrays are no table"]
+        return ["manifest/metadata: its arrays are not a JSON object"]
     lines = []
     for path, array in arrays.items():
         parts = path.split("/")
         if not all(parts) or "." in path or len(parts) > MAX_JSON_DEPTH or "\0" in path:
-            lines.append(f"manifest/metadata: {path[:100]!r} is no name of an array")
+            lines.append(f"manifest/metadata: {path[:100]!r} is not a valid name of an array")
             continue
         shape = array.get("shape") if isinstance(array, dict) else None
         is_shape = isinstance(shape, list) and all(
             type(size) is int and 0 <= size for size in shape
         )
         if not is_shape or _dtype(array.get("dtype")) is None:
-            lines.append(f"manifest/metadata: {path} has no shape or no dtype that is known")
+            lines.append(f"manifest/metadata: {path} has no valid shape or dtype")
         elif _bytes_of(array) > MAX_ARRAY_BYTES:
-            lines.append(f"manifest/metadata: {path} takes {_bytes_of(array)} bytes")
+            lines.append(f"manifest/metadata: {path} needs {_bytes_of(array)} bytes")
     return lines
 
 
@@ -208,7 +208,7 @@ def _bytes_of(array: Mapping[str, Any]) -> int:
 
 
 def _handlers(step: pathlib.Path) -> list[str]:
-    """Readers that Orbax would be asked for; this file is in no list of checksums."""
+    """Return one line for each unknown reader; the checksums do not cover this file."""
     if not (step / _HANDLERS).exists():
         return []
     data = read_json(step / _HANDLERS)
@@ -226,14 +226,14 @@ def _handlers(step: pathlib.Path) -> list[str]:
 
 
 def _names(step: pathlib.Path, arrays: Mapping[str, Any]) -> list[str]:
-    """Differences between the names in Orbax's metadata and those of the manifest."""
+    """Return the differences between the names in Orbax's metadata and in the manifest."""
     name = _STORE.as_posix()
     if not (step / _STORE).exists():
         return [f"{name}: missing"]
     data = read_json(step / _STORE)
     tree = data.get("tree_metadata") if isinstance(data, dict) else None
     if not isinstance(tree, dict) or data.get("use_zarr3") or not data.get("use_ocdbt"):
-        return [f"{name}: describes no store that jaxmoe writes"]
+        return [f"{name}: describes a store that jaxmoe does not write"]
     found = set()
     for text, entry in tree.items():
         try:
@@ -241,15 +241,15 @@ def _names(step: pathlib.Path, arrays: Mapping[str, Any]) -> list[str]:
         except (TypeError, KeyError):
             keys = []
         if not keys or not all(isinstance(key, str) for key in keys) or repr(tuple(keys)) != text:
-            return [f"{name}: {text[:100]} is no name of an array"]
+            return [f"{name}: {text[:100]} is not a valid name of an array"]
         found.add("/".join(keys))
     lines = [f"{name}: {path[:100]!r} is not in the manifest" for path in found - arrays.keys()]
     return sorted(lines + [f"{name}: {path} is missing" for path in arrays.keys() - found])
 
 
 def _store(step: pathlib.Path, arrays: Mapping[str, Any]) -> list[str]:
-    """Differences between the arrays of the store and those of the manifest."""
-    ts = importlib.import_module("tensorstore")  # Orbax's own
+    """Return the differences between the arrays of the store and of the manifest."""
+    ts = importlib.import_module("tensorstore")  # a dependency of Orbax
     if not (step / "state" / "manifest.ocdbt").exists():
         return ["state/manifest.ocdbt: missing"]
     by_name = {path.replace("/", "."): path for path in arrays}
@@ -268,14 +268,14 @@ def _store(step: pathlib.Path, arrays: Mapping[str, Any]) -> list[str]:
         for key in keys:
             name, _, chunk = key.rpartition("/")
             if name not in by_name or not re.fullmatch(r"\.zarray|\d+(\.\d+)*", chunk):
-                lines.append(f"state: {key[:100]!r} belongs to no array of the manifest")
+                lines.append(f"state: {key[:100]!r} is not an array of the manifest")
     except (ValueError, OSError, KeyError, TypeError, AttributeError) as error:
         lines.append(f"state: cannot be read ({str(error).splitlines()[0][:200]})")
     return lines
 
 
 def _described_in_store(stored: Mapping[str, Any], array: Mapping[str, Any]) -> str:
-    """What differs from the manifest; empty where nothing does."""
+    """Return the difference between a stored array and the manifest; empty if there is none."""
     dtype = _dtype(array["dtype"])
     assert dtype is not None
     shape, chunk = stored["shape"], stored["chunks"]
@@ -296,7 +296,7 @@ def _described_in_store(stored: Mapping[str, Any], array: Mapping[str, Any]) -> 
 
 
 def _zarr_dtype(name: Any) -> np.dtype | None:
-    """`<f4` or `bfloat16`."""
+    """Return the dtype of a name such as `<f4` or `bfloat16`."""
     if not isinstance(name, str):
         return None
     return np.dtype(name) if re.fullmatch(r"[<|][a-z]\d", name) else _dtype(name)

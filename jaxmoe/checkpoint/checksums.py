@@ -1,11 +1,11 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""The files of a committed step: size and CRC-32 of each, to find damage without reading an array.
+"""Lists the size and CRC-32 of each file of a step, and finds files that have changed.
 
-    <step>/files.json    {"files": {name: [size, crc32]}}, and the CRC-32 of that text itself
+    <step>/files.json    {"files": {name: [size, crc32]}}, and the CRC-32 of that text
 
-The list is written last before a step is committed; what the commit itself writes is not in it. A
-CRC finds what disks and copies do by accident (all bursts of up to 32 bits); it is no signature.
+The list is written last before a step is committed, without the files that the commit writes. A
+CRC finds accidental damage (all bursts of up to 32 bits), not forgery.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from collections.abc import Iterator
 from typing import Any
 
 LIST = "files.json"
-# The commit adds the first, and the time to the second; neither is needed to read the step.
+# The commit adds the first file and writes a time to the second; reading a step needs neither.
 OF_THE_COMMIT = ("commit_success.txt", "_CHECKPOINT_METADATA")
 _CHUNK = 1 << 22
 
 
 def write_list(step: Any) -> None:
-    """Lists the files of a step that is complete.
+    """Write the list of the files of a complete step.
 
     Args:
-        step: its directory.
+        step: Directory of the step.
     """
     step = pathlib.Path(step)
     text = json.dumps({name: _measure(step / name) for name in sorted(_names(step))})
@@ -41,10 +41,10 @@ def write_list(step: Any) -> None:
 
 
 def damage(step: Any) -> list[str]:
-    """What is wrong with the files of a step, a line each; empty: nothing.
+    """Return one line for each file of a step that is missing, unexpected or changed.
 
     Args:
-        step: its directory.
+        step: Directory of the step.
     """
     step = pathlib.Path(step)
     if not (step / LIST).exists():
@@ -56,7 +56,7 @@ def damage(step: Any) -> list[str]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         listed = None
     if listed is None:
-        return [f"{LIST}: the list of files is damaged itself"]
+        return [f"{LIST}: the list of files is damaged"]
     found, lines = set(_names(step)), []
     for name, (size, crc) in listed.items():
         if name not in found:
@@ -67,7 +67,6 @@ def damage(step: Any) -> list[str]:
             lines.append(f"{name}: {here} bytes, {size} were written")
         elif _measure(step / name)[1] != crc:
             lines.append(f"{name}: its content has changed ({size} bytes)")
-    # What is there and was not: nothing that is read, or somebody else's.
     return [*lines, *(f"{name}: was not written with it" for name in sorted(found - set(listed)))]
 
 
@@ -84,7 +83,7 @@ def _walk(step: pathlib.Path) -> Iterator[pathlib.Path]:
 
 
 def _measure(path: pathlib.Path) -> tuple[int, int]:
-    """Size and CRC-32."""
+    """Return size and CRC-32."""
     size = crc = 0
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK):

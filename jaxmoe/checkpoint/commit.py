@@ -1,23 +1,24 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""What surrounds the commit of a step: may it be written, is it on the disk, how often did it fail.
+"""Guards the commit of a step: checks before it, syncs to disk, and counts failed saves.
 
-    before a save      the lease is still ours and there is room: asked on all processes at once
-    before the commit  every file of the step is listed and synced; the lease is asked once more
-    after it           what the commit itself wrote, the step and the directory of all steps synced
+    before a save      checks the lease and the free space, on all processes
+    before the commit  lists and syncs every file of the step, and checks the lease again
+    after the commit   syncs the files of the commit, the step and the directory of all steps
 
-Orbax (0.12) commits by a rename; it calls `before_commit` in its own thread after the last write
-and before that rename, and an error there leaves the step uncommitted. TensorStore syncs its arrays
-only, so the rest is synced here. Once `CheckpointManager.finish` has said that a step is saved, it
-survives a loss of power, as far as the disk keeps what it has synced. A step that was committed and
-not yet finished may be lost with the power, or be listed without the two marks of its commit, which
-nothing reads; the files and arrays of a listed step are whole, or its checksums say so.
+Orbax (0.12) commits by a rename. It calls `before_commit` in its own thread after the last write
+and before the rename; an error there leaves the step uncommitted. TensorStore syncs only its
+arrays, so the other files are synced here. After `CheckpointManager.finish` returned True, a step
+survives a loss of power, as far as the disk keeps what it has synced. A step that was committed but
+not finished may be lost, or be listed without the two files of its commit, which are never read;
+the files and arrays of a listed step are whole, or its checksums show the damage.
 
-A fence asks whether somebody else writes to the directory by now. Between the last question and
-the rename lie two small files of Orbax: a process that is stopped just there, loses its lease and
-wakes again finds its unfinished step gone, because whoever takes over clears those first.
+A fence checks whether another process has taken the directory over. Orbax writes two small files
+between the last check and the rename: a process that is suspended there and loses its lease finds
+its unfinished step deleted, because the next holder clears unfinished steps first.
 
-To add a condition of saving: in `may_save`, where a refusal on one process refuses on all.
+To add a condition for saving: `jaxmoe/checkpoint/commit.py` (`may_save`, where an obstacle on one
+process refuses the save on all).
 """
 
 from __future__ import annotations
@@ -41,16 +42,16 @@ logger = logging.getLogger(__name__)
 
 _UNCOMMITTED = "*.orbax-checkpoint-tmp*"
 TRASH = "trash"
-"""Where Orbax renames steps that are no longer kept; it deletes none of them."""
+"""Directory to which Orbax moves steps that are no longer kept; `empty_trash` deletes them."""
 
 _LOST = "the first process has lost the run directory"
 
 Fence = Callable[[], None]
-"""Raises LeaseLostError when another process writes to the directory by now."""
+"""Raises LeaseLostError if another process has taken the directory over."""
 
 
 class LeaseLostError(EndRunError):
-    """Another process has taken the directory over: this one must not write to it any more."""
+    """Another process has taken the directory over, and this one must not write to it."""
 
     status = "taken_over"
 
@@ -62,11 +63,11 @@ class SavesFailedError(EndRunError):
 
 
 class Commits:
-    """The saves of one manager, from the question whether to the last sync.
+    """Checks, syncs and counts the saves of one manager.
 
     Args:
-        directory: of all steps.
-        fence: asked before a save and before its commit; on the process that holds the lease.
+        directory: Directory of all steps.
+        fence: Function called before a save and before its commit, on the process with the lease.
         is_writer: False for a manager that only reads.
     """
 
@@ -74,21 +75,21 @@ class Commits:
         self._directory, self._fence = pathlib.Path(directory), fence
         self._clears = is_writer and jax.process_index() == 0
         self.pending: int | None = None
-        """The step whose save was started and not yet waited for."""
+        """Step whose save was started and not yet waited for."""
         self.failures = 0
-        """Saves in a row that failed."""
+        """Consecutive saves that failed."""
         self.lost: LeaseLostError | None = None
-        """Why nothing may be written any more."""
+        """Error that forbids further writes."""
 
     def may_save(self, step: int, num_bytes: int) -> bool:
-        """Whether a save may begin; every process must call this, and gets the same answer.
+        """Return whether a save may begin: every process must call this; all get the same result.
 
         Args:
-            step: to save.
-            num_bytes: of its arrays; a fifth more must be free.
+            step: Step to save.
+            num_bytes: Size of its arrays; 1.2 times as much must be free.
 
         Raises:
-            LeaseLostError: on all processes, if any has lost the lease.
+            LeaseLostError: A process has lost the lease; raised on all processes.
         """
         obstacle = None
         try:
@@ -97,7 +98,7 @@ class Commits:
             if free < 1.2 * num_bytes:
                 needed = f"{1.2 * num_bytes / 1e6:.1f} MB are needed"
                 obstacle = OSError(f"{free / 1e6:.1f} MB are free, about {needed}")
-        except (LeaseLostError, OSError) as error:  # a lost lease is noted, and raised on all below
+        except (LeaseLostError, OSError) as error:  # a lost lease is raised on all below
             obstacle = error
         mine = [self.failures, self.lost is not None, obstacle is not None]
         failures, is_lost, is_refused = np.max(gather(np.asarray(mine, np.int32)), axis=0)
@@ -109,19 +110,18 @@ class Commits:
         return not is_refused
 
     def check_held(self) -> None:
-        """That the directory is still ours, before something in it moves; every process must call
-        this, and none returns before all have come.
+        """Raise unless this run still holds the directory; a barrier that every process must call.
 
         Raises:
-            LeaseLostError: on all processes, if any has lost the lease.
+            LeaseLostError: A process has lost the lease; raised on all processes.
         """
-        with contextlib.suppress(LeaseLostError, OSError):  # the first is noted
+        with contextlib.suppress(LeaseLostError, OSError):  # `_ask_fence` keeps the first
             self._ask_fence()
         if agree(self.lost is not None):
             raise self.lost or LeaseLostError(_LOST)
 
     def before_commit(self) -> None:
-        """Lists and syncs the files about to be committed; Orbax calls it, in its own thread."""
+        """List and sync the files to commit; Orbax calls this in its own thread."""
         if jax.process_index() != 0:
             return
         self._ask_fence()
@@ -131,10 +131,10 @@ class Commits:
         self._ask_fence()
 
     def done(self) -> None:
-        """The pending step, if any, is committed.
+        """Sync the pending step, if any, after its commit.
 
         Raises:
-            OSError: it could not be synced.
+            OSError: The step could not be synced.
         """
         step, self.pending = self.pending, None
         if step is None:
@@ -149,11 +149,11 @@ class Commits:
         self.failures = 0
 
     def failed(self, step: int | None, error: BaseException) -> None:
-        """Counts and reports a save that failed, and clears what it left.
+        """Count and log a save that failed, and delete its files.
 
         Args:
-            step: of the save; None: the pending one.
-            error: why.
+            step: Step of the save; the pending one when None.
+            error: Cause of the failure.
         """
         step = self.pending if step is None else step
         self.pending = None
@@ -169,12 +169,12 @@ class Commits:
         try:
             self._ask_fence()
         except (LeaseLostError, OSError):
-            return  # what lies there may be another's
+            return  # the files may be those of another process
         for leftover in self._directory.glob(_UNCOMMITTED):
             shutil.rmtree(leftover, ignore_errors=True)
 
     def empty_trash(self) -> None:
-        """Deletes the steps that were renamed away."""
+        """Delete the steps that are no longer kept."""
         if self._clears:
             shutil.rmtree(self._directory / TRASH, ignore_errors=True)
 
@@ -189,10 +189,10 @@ class Commits:
 
 
 def sync_tree(path: pathlib.Path) -> None:
-    """Waits until a directory and all in it are on the disk, what is inside first.
+    """Sync a directory and all its files to disk, innermost first.
 
     Args:
-        path: of the directory.
+        path: Directory to sync.
     """
     for root, _, files in os.walk(path, topdown=False):
         for name in files:

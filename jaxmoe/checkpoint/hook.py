@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""`CheckpointHook`: saves the state of a training loop every few steps."""
+"""Saves the state of a training loop at regular steps."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from sharding.distributed import agree
 
 
 class CheckpointHook:
-    """Saves every so many steps and at the end, and at the next step after a save that failed.
+    """Saves every `every` steps, at the last step, and at the next step after a failed save.
 
-    A loop that was stopped leaves its last state to whoever runs it, who calls this once more.
+    The caller of a loop that was stopped early calls `run` once more to save the last state.
 
     Args:
-        manager: where to.
-        config: the run's config as JSON.
-        position: data position after so many steps.
-        every: steps.
-        last_step: of the run.
-        before: called before each save (to flush what belongs to the steps saved).
-        agree_every: steps after which several processes ask one another whether a save failed.
-        max_failed: saves in a row that fail before the run ends.
+        manager: Manager of the run's checkpoints.
+        config: Config of the run as JSON.
+        position: Function from a number of steps to the data position after them.
+        every: Steps between saves.
+        last_step: Last step of the run.
+        before: Function called before each save (to flush the records of the saved steps).
+        agree_every: Steps between exchanges of failures between processes.
+        max_failed: Consecutive failed saves that end the run.
     """
 
     def __init__(
@@ -50,9 +50,9 @@ class CheckpointHook:
         self.saved_step: int | None = None
 
     def is_due(self, step: int) -> bool:
-        """Every so many steps, at the end, and when the last save has failed.
+        """Return whether to save at a step.
 
-        One process sees a failure at the next step; several ask one another every `agree_every`.
+        One process repeats a failed save at the next step, several at the next `agree_every`.
         """
         if is_every(step, self._every, self._last_step):
             return True
@@ -61,17 +61,17 @@ class CheckpointHook:
         return bool(agree(int(self._manager.is_owed())))
 
     def run(self, step: int, state: TrainState) -> None:
-        """Starts a save; a failed one is reported by the manager and the run goes on.
+        """Start a save; the manager logs a failure and the run goes on.
 
         Raises:
-            SavesFailedError: so many have failed in a row.
-            LeaseLostError: another process writes to the directory by now.
+            SavesFailedError: Too many consecutive saves have failed.
+            LeaseLostError: Another process has taken the directory over.
         """
         if (failed := agree(self._manager.failures)) >= self._max_failed:
             raise SavesFailedError(
                 f"{failed} saves in a row have failed (checkpoint.max_failed_saves="
                 f"{self._max_failed}), the last reason is above: free space or mend the disk, then"
-                " give the same command again"
+                " repeat the command"
             )
         self._before()
         position = self._position(step)

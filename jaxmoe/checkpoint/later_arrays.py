@@ -1,12 +1,12 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Arrays that a training state has been given since there are checkpoints.
+"""Fills in arrays of a training state that older checkpoints lack.
 
-A checkpoint that was written before lacks them: it stays readable, and they begin empty, as in a
-new run. Every other difference between a checkpoint and what is wanted of it stays an error.
+Such arrays start as zeros, as in a new run. Every other difference between a checkpoint and the
+target is an error.
 
-To add one: a line in LATER, for an array of the state that is all zeros when it is empty, and that
-may be None in `TrainState`.
+To add an array: `jaxmoe/checkpoint/later_arrays.py` (a line in `LATER`). The array must be all
+zeros in a new run, and may be None in `TrainState`.
 """
 
 from __future__ import annotations
@@ -23,34 +23,34 @@ from jaxmoe.checkpoint.manifest import CheckpointManifest
 logger = logging.getLogger(__name__)
 
 LATER = {"recent_norms": "gradient norms of the last steps, which bound that of the next"}
-"""Field of the state, and what it holds."""
+"""Fields of the state, and their meaning."""
 
 
 def without_later(manifest: CheckpointManifest, target: Any) -> Any:
-    """The target without the arrays that the checkpoint is too old to have.
+    """Return the target without the arrays that the checkpoint lacks because of its age.
 
     Args:
-        manifest: of the checkpoint.
-        target: a state; anything else is returned as it is.
+        manifest: Manifest of the checkpoint.
+        target: State; anything else is returned unchanged.
     """
     missing = _missing(manifest, target)
     return dataclasses.replace(target, **dict.fromkeys(missing)) if missing else target
 
 
 def with_later(manifest: CheckpointManifest, state: Any, target: Any, where: str) -> Any:
-    """The restored state with those arrays, empty, and a line that says so.
+    """Return the restored state with zeros for those arrays, and log a warning for each.
 
     Args:
-        manifest: of the checkpoint.
-        state: restored to `without_later(manifest, target)`.
-        target: with the arrays, or `jax.ShapeDtypeStruct`.
-        where: what to call the checkpoint.
+        manifest: Manifest of the checkpoint.
+        state: State restored to `without_later(manifest, target)`.
+        target: State with all arrays, or `jax.ShapeDtypeStruct`.
+        where: Name of the checkpoint in messages.
     """
     missing = _missing(manifest, target)
     if not missing:
         return state
     for name in missing:
-        logger.warning("%s has no %s (%s): it begins empty", where, name, LATER[name])
+        logger.warning("%s has no %s (%s): it starts as zeros", where, name, LATER[name])
     return dataclasses.replace(state, **{name: _empty(getattr(target, name)) for name in missing})
 
 

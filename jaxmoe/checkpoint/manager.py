@@ -1,21 +1,20 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Saving and restoring through Orbax: asynchronous, one commit per step.
+"""Saves and restores states through Orbax, asynchronously, with one commit per step.
 
     <directory>/<step>/state      arrays (parameters, optimiser, router state, randomness, counters)
-    <directory>/<step>/manifest   what they are, their fingerprints, the config, the data position
+    <directory>/<step>/manifest   names, shapes, dtypes and fingerprints of arrays, config, position
     <directory>/<step>/files.json size and checksum of each file
-    <directory>/damaged/<step>    steps that were not what had been written, set aside
+    <directory>/damaged/<step>    damaged or abandoned steps, set aside
 
-Orbax renames the whole step into place when all of it is written: a process killed at any moment
-leaves the previous step. A save that fails (a full disk) is reported and the run goes on; `is_owed`
-says at any step that it must be tried again (`commit.py` has what surrounds a commit). Old steps
-are renamed away before they are deleted, so that a listed step is always whole; they are deleted
-after the commit of the one that takes their place, and steps set aside do not count among `keep`.
+Orbax renames a step into place when all of it is written: a process killed at any time leaves the
+previous step. A save that fails (a full disk) is logged and the run goes on; `is_owed` is True
+until it is repeated (`commit.py` guards the commit). Old steps are renamed before they are deleted,
+so that a listed step is always whole; they are deleted after the commit of a newer step. Steps set
+aside do not count towards `keep`.
 
-What is restored is verified by default: the files by their checksums before anything is read, the
-arrays by their fingerprints afterwards. `restore_newest` sets a damaged step aside and takes the
-one before it.
+Restores are verified by default: files by their checksums before reading, arrays by their
+fingerprints after reading. `restore_newest` sets a damaged step aside and uses the previous one.
 """
 
 from __future__ import annotations
@@ -60,26 +59,25 @@ _SAVE_ERRORS = (OSError, ValueError, RuntimeError, LeaseLostError)
 _DAMAGED = "damaged"
 
 _LARGE = 1 << 26
-"""Bytes of an array from which on its layers are stored apart."""
+"""Bytes of an array above which each layer is stored in its own chunk."""
 
 _PEERS = 600
-"""Seconds that a save waits for the writes of other processes, one of which may have failed: fewer
-than a watchdog allows."""
+"""Timeout of a save for the writes of other processes, seconds; below the watchdog's."""
 
 Verify = Literal["full", "files", "off"]
-"""What a restore checks: checksums of files and fingerprints of arrays, files alone, or nothing."""
+"""Checks of a restore: file checksums and array fingerprints, file checksums only, or none."""
 
 
 class CheckpointManager:
-    """The checkpoints of one run.
+    """Saves, lists and restores the checkpoints of one run.
 
     Args:
-        directory: holds one directory per step; made when missing.
-        keep: newest steps that are kept, at least 2 (the last may be damaged or in flight).
-        is_writer: False only reads, and makes nothing.
-        verify: what a restore checks.
-        fence: raises LeaseLostError once another process writes here; asked before each save, each
-            commit and before a step is set aside, on the process that has one.
+        directory: Directory with one directory per step; made if missing.
+        keep: Number of newest steps to keep, at least 2 (the last may be damaged or unfinished).
+        is_writer: False only reads, and creates no files.
+        verify: Checks of a restore.
+        fence: Function that raises LeaseLostError if another process has taken the directory
+            over; called before each save and commit and before a step is set aside.
     """
 
     def __init__(
@@ -93,7 +91,7 @@ class CheckpointManager:
     ):
         if keep < 2:
             raise ValueError(
-                f"checkpoint.keep={keep} must be at least 2: the last may be in flight"
+                f"checkpoint.keep={keep} must be at least 2: the last may be unfinished"
             )
         self.directory = epath.Path(directory).expanduser().absolute()
         if not is_writer and not self.directory.exists():
@@ -118,7 +116,7 @@ class CheckpointManager:
         self._manager = ocp.CheckpointManager(self.directory, options=options)
 
     def steps(self) -> list[int]:
-        """Steps that are wholly committed, ascending."""
+        """Return the committed steps, ascending."""
         self._manager.reload()
         return sorted(
             step
@@ -127,30 +125,30 @@ class CheckpointManager:
         )
 
     def shared_steps(self) -> list[int]:
-        """The same as the first process lists them; every process must call this."""
+        """Return the steps that the first process lists; every process must call this."""
         return shared_steps(self.steps)
 
     def latest_step(self) -> int | None:
-        """Newest committed step."""
+        """Return the newest committed step."""
         return max(self.steps(), default=None)
 
     def save(
         self, step: int, state: Any, *, config: dict[str, Any], data: dict[str, Any] | None = None
     ) -> bool:
-        """Starts saving a state; returns when it has been copied and may be donated.
+        """Start saving a state; return when it has been copied and may be donated.
 
         Args:
-            step: names the checkpoint.
-            state: any tree of named arrays, all on one mesh.
-            config: the run's config as JSON.
-            data: data position.
+            step: Number of the checkpoint.
+            state: Tree of named arrays, all on one mesh.
+            config: Config of the run as JSON.
+            data: Data position.
 
         Returns:
-            False when this save, or the one before it that was still being written, failed; the
-            reason has been logged.
+            False if this save, or the previous one that was still being written, failed; the
+            reason is logged.
 
         Raises:
-            LeaseLostError: another process writes to the directory by now; on all processes.
+            LeaseLostError: Another process has taken the directory over; raised on all processes.
         """
         is_good = not agree(not self.finish())
         is_there = step in self.shared_steps()
@@ -178,9 +176,10 @@ class CheckpointManager:
         return is_good
 
     def finish(self) -> bool:
-        """Waits for the save under way; False when it failed, and the reason has been logged.
+        """Wait for the current save.
 
-        True: it is on the disk (see `commit.py` for what that is worth).
+        Returns:
+            True if it is on the disk, or there was none; False if it failed; the reason is logged.
         """
         try:
             self._manager.wait_until_finished()
@@ -194,21 +193,21 @@ class CheckpointManager:
 
     @property
     def failures(self) -> int:
-        """Saves in a row that failed, as far as is known without waiting."""
+        """Consecutive saves that failed, as far as is known without waiting."""
         if self._commits.pending is not None and not self._manager.is_saving_in_progress():
             self.finish()
         return self._commits.failures
 
     def is_owed(self) -> bool:
-        """Whether the last save has failed; does not wait for one that is still being written."""
+        """Return whether the last finished save failed; does not wait for the current one."""
         is_bad = self.failures > 0 or self._commits.lost is not None
         return is_bad and self._commits.pending is None
 
     def manifest(self, step: int) -> CheckpointManifest:
-        """What the checkpoint of a step says of itself.
+        """Return the manifest of a step.
 
         Raises:
-            CheckpointError: there is no such step; lists those there are.
+            CheckpointError: There is no such step; the message lists the steps.
         """
         if step not in self.steps():
             have = ", ".join(map(str, self.steps())) or "none"
@@ -218,27 +217,28 @@ class CheckpointManager:
         return read_manifest(pathlib.Path(self.directory) / str(step))
 
     def shared_manifest(self, step: int) -> CheckpointManifest:
-        """The same as the first process reads it; every process must call this."""
+        """Return the manifest that the first process reads; every process must call this."""
         return shared_manifest(lambda: self.manifest(step))
 
     def restore(self, step: int, target: Any) -> Any:
-        """The state of a step, verified; every process must call this.
+        """Return the state of a step, verified; every process must call this.
 
         Args:
-            step: a committed step.
-            target: the state wanted: arrays, or `jax.ShapeDtypeStruct` with shardings. Each array
-                is read straight to where the target has it, on whatever mesh it was saved. None:
-                nested dicts of arrays on the default device.
+            step: Committed step.
+            target: Tree of arrays or `jax.ShapeDtypeStruct` with shardings. Each array is read
+                directly to the target's sharding, whatever mesh it was saved on. None: nested
+                dicts of arrays on the default device.
 
         Raises:
-            CheckpointError: no such step, or another state; names each array that differs.
-            CheckpointDamagedError: it is not what was written; names files or arrays.
+            CheckpointError: There is no such step, or its arrays differ from the target's; the
+                message lists them.
+            CheckpointDamagedError: Files or arrays have changed; the message lists them.
         """
         self.check_files(step)
         return self._read(step, self.shared_manifest(step), target)
 
     def _read(self, step: int, manifest: CheckpointManifest, target: Any) -> Any:
-        """The state of a step whose files have been checked; its arrays are checked here."""
+        """Return the state of a step whose files have been checked; checks its arrays."""
         where = f"{self.directory}/{step}"
         if target is None:
             if reason := bounds.beyond_memory(manifest.arrays):
@@ -268,20 +268,20 @@ class CheckpointManager:
         check: Callable[[CheckpointManifest], None] | None = None,
         is_strict: bool = False,
     ) -> tuple[int, Any] | None:
-        """The newest step that is what was written, and its state; None where there are no steps.
+        """Return the newest undamaged step and its state; None if there are no steps.
 
-        A damaged step is named in a warning and set aside (a reader leaves it where it is), and the
-        step before it is tried. Every process must call this.
+        A damaged step is logged and set aside (a reader does not move it), and the previous step is
+        tried. Every process must call this.
 
         Args:
-            target: see `restore`.
-            check: refuses a manifest with a ValueError of its own, or sets the step aside with
-                CheckpointAbandonedError.
-            is_strict: raises at the first damaged step.
+            target: See `restore`.
+            check: Function that raises a ValueError to refuse a manifest, or
+                CheckpointAbandonedError to set the step aside.
+            is_strict: Raise at the first damaged step.
 
         Raises:
-            CheckpointError: another state, or no step is whole: never a silent start from nothing.
-            LeaseLostError: another process writes to the directory by now.
+            CheckpointError: The arrays differ from the target's, or all steps are damaged.
+            LeaseLostError: Another process has taken the directory over.
         """
         steps, abandoned = self.shared_steps(), 0
         for step in reversed(steps):
@@ -300,13 +300,13 @@ class CheckpointManager:
                 self._set_aside(step, error)
         if len(steps) > abandoned:
             raise CheckpointError(
-                f"{self.directory}: none of the steps {', '.join(map(str, steps))} is what was"
-                " written: start in another directory, or restore a copy"
+                f"{self.directory}: all steps are damaged ({', '.join(map(str, steps))}): start in"
+                " another directory, or restore a copy"
             )
         return None
 
     def newest_whole_step(self) -> int | None:
-        """The newest step whose files are what was written; every process must call this."""
+        """Return the newest step with undamaged files, if any; every process must call this."""
         for step in reversed(self.shared_steps()):
             try:
                 self.check_files(step)
@@ -316,7 +316,11 @@ class CheckpointManager:
         return None
 
     def check_files(self, step: int) -> None:
-        """Raises CheckpointDamagedError, on all processes, where files are not what was written."""
+        """Check the files of a step; every process must call this.
+
+        Raises:
+            CheckpointDamagedError: A file has changed; raised on all processes.
+        """
         lines: list[str] = []
         if jax.process_index() == 0 and step in self.steps():
             lines = self.damage(step)
@@ -328,10 +332,10 @@ class CheckpointManager:
             )
 
     def damage(self, step: int) -> list[str]:
-        """What is wrong with the files of a step, a line each; empty: nothing that can be seen."""
+        """Return one line for each damaged file of a step."""
         try:
             return self._damage(step)
-        except OSError as error:  # a bad sector, for instance
+        except OSError as error:  # such as a bad sector
             return [f"{error.filename or step}: cannot be read ({error.strerror or error})"]
 
     def _damage(self, step: int) -> list[str]:
@@ -349,32 +353,32 @@ class CheckpointManager:
         logger.warning("%s; the step before it is used", error)
         if not self._is_writer:
             return
-        self._commits.check_held()  # and nobody reads the step any more
+        self._commits.check_held()  # a barrier: all processes have stopped reading
         if jax.process_index() == 0:
             shelf = self.directory / _DAMAGED
             shelf.mkdir(exist_ok=True)
             names = [str(step), *(f"{step}-{number}" for number in range(2, 1000))]
             free = next(name for name in names if not (shelf / name).exists())
             (self.directory / str(step)).rename(shelf / free)
-        agree(0)  # nobody looks before it has moved
+        agree(0)  # a barrier: no process lists steps before the rename
         self._manager.reload()
 
     def check_held(self) -> None:
-        """That no other process writes here by now; every process must call this.
+        """Raise unless this run still holds the directory; every process must call this.
 
         Raises:
-            LeaseLostError: on all processes.
+            LeaseLostError: Another process has taken it over; raised on all processes.
         """
         self._commits.check_held()
 
     def close(self) -> None:
-        """Waits, and ends Orbax's threads."""
+        """Wait for the current save and end Orbax's threads."""
         self.finish()
         self._manager.close()
 
 
 def _is_of_schema_1(step: pathlib.Path) -> bool:
-    """Whether a step was saved before its files were listed."""
+    """Return whether a step was written with schema 1, which has no list of files."""
     if (step / checksums.LIST).exists():
         return False
     try:
@@ -384,12 +388,12 @@ def _is_of_schema_1(step: pathlib.Path) -> bool:
 
 
 def _layout_of(leaf: Any) -> ocp.SaveArgs:
-    """How an array is stored: a large stack of matrices so that each can be read alone."""
+    """Return how an array is stored: large stacks of matrices with one chunk per matrix."""
     is_large = leaf.ndim > 2 and leaf.size * leaf.dtype.itemsize > _LARGE
     return ocp.SaveArgs(shard_axes=(0,) if is_large else ())
 
 
 def sharding_of(leaf: Any) -> Any:
-    """Where a leaf lies; the default device when it does not say."""
+    """Return the sharding of a leaf; the default device if it has none."""
     placed = getattr(leaf, "sharding", None)
     return placed or jax.sharding.SingleDeviceSharding(jax.devices()[0])

@@ -1,13 +1,13 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""What a checkpoint says of itself: schema, step, arrays, config, data position, versions.
+"""Describes a checkpoint: schema, step, arrays, config, data position, versions.
 
-It is committed together with the arrays, and read before any of them: a restore compares names,
-shapes and dtypes first and lists everything that differs at once, because the store itself would
-cast a dtype in silence. The fingerprints of the arrays, taken on the devices before they were
-written, are compared with those of what was read (`jaxmoe/fingerprints.py`).
+The manifest is committed together with the arrays and read before them. A restore first compares
+names, shapes and dtypes and lists all differences, because the store would cast dtypes silently.
+The fingerprints of arrays (`jaxmoe/fingerprints.py`) are computed on the devices before writing
+and compared after reading.
 
-Schema 2 added the fingerprints; checkpoints of schema 1 are read and cannot be verified.
+Schema 2 added the fingerprints; checkpoints of schema 1 are read without that check.
 """
 
 from __future__ import annotations
@@ -34,43 +34,47 @@ SCHEMA = 2
 
 
 class CheckpointError(JaxmoeError, ValueError):
-    """A checkpoint that cannot be used as asked."""
+    """A checkpoint that cannot be used as requested."""
 
 
 class CheckpointDamagedError(CheckpointError):
-    """A checkpoint that is not what was written."""
+    """A checkpoint whose files or arrays have changed since they were written."""
 
 
 class CheckpointAbandonedError(CheckpointError):
-    """A checkpoint that its run has left behind."""
+    """A checkpoint that its run has abandoned by a rollback."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointManifest:
-    """The description committed with a state."""
+    """Description of a checkpoint."""
 
     step: int
     arrays: dict[str, dict[str, Any]]
-    """{path: {"shape": [...], "dtype": "..."}}"""
+    """Shape and dtype by path: {"shape": [...], "dtype": "..."}."""
     config: dict[str, Any]
-    """The run's config as JSON."""
+    """Config of the run as JSON."""
     data: dict[str, Any]
-    """Data position and fingerprint; empty when the saver gave none."""
+    """Data position and fingerprint; may be empty."""
     fingerprints: dict[str, str] = dataclasses.field(default_factory=dict)
-    """Of the arrays by path; empty in schema 1."""
+    """Fingerprints of the arrays by path; empty in schema 1."""
     schema: int = SCHEMA
     versions: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON."""
+        """Return the manifest as JSON."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any], where: str) -> CheckpointManifest:
-        """The inverse of `to_json`.
+        """Return the manifest of `to_json`, with its config migrated to the fields of today.
+
+        Args:
+            data: Parsed JSON.
+            where: Name of the checkpoint in messages.
 
         Raises:
-            CheckpointError: written by a newer jaxmoe, or not a manifest.
+            CheckpointError: A newer jaxmoe wrote it, or it is not a manifest.
         """
         schema = data.get("schema") if isinstance(data, dict) else None
         if not isinstance(schema, int):
@@ -86,29 +90,29 @@ class CheckpointManifest:
         wrong += [n for n in ("fingerprints", "versions") if not isinstance(data.get(n, {}), dict)]
         if wrong:
             raise CheckpointDamagedError(
-                f"{where} has a manifest that is none: see {', '.join(wrong)[:200]}"
+                f"{where} has an invalid manifest: see {', '.join(wrong)[:200]}"
             )
         return cls(**{**data, "config": migrate(data["config"])})
 
 
 def read_manifest(step: pathlib.Path) -> CheckpointManifest:
-    """What a step says of itself.
+    """Return the manifest of a step.
 
     Args:
-        step: its directory.
+        step: Directory of the step.
 
     Raises:
-        CheckpointError: it has no manifest, or one that is none.
+        CheckpointError: The manifest is missing or invalid.
     """
     try:
         data = bounds.read_json(step / "manifest" / "metadata")
     except (OSError, ValueError) as error:
-        raise CheckpointDamagedError(f"{step} has a manifest that is none: {error}") from error
+        raise CheckpointDamagedError(f"{step} has an invalid manifest: {error}") from error
     return CheckpointManifest.from_json(data, str(step))
 
 
 def describe(state: Any) -> dict[str, dict[str, Any]]:
-    """Shape and dtype of every array of a state, by path."""
+    """Return shape and dtype of every array of a state, by path."""
     return {path: _describe(leaf) for path, leaf in sorted(flatten(state).items())}
 
 
@@ -122,7 +126,7 @@ def _describe(leaf: Any) -> dict[str, Any]:
 def make_manifest(
     state: Any, *, step: int, config: Mapping[str, Any], data: Mapping[str, Any]
 ) -> CheckpointManifest:
-    """The manifest of a state about to be saved; every process must call this."""
+    """Return the manifest of a state to save; every process must call this."""
     packages = ("jaxmoe", "jax", "flax", "optax", "orbax-checkpoint")
     versions = {name: _version(name) for name in packages}
     return CheckpointManifest(
@@ -143,15 +147,15 @@ def _version(package: str) -> str:
 
 
 def check_target(manifest: CheckpointManifest, target: Any, where: str) -> None:
-    """Refuses a target whose arrays are not those of the checkpoint.
+    """Raise unless the target has the arrays of the checkpoint.
 
     Args:
-        manifest: of the checkpoint.
-        target: arrays or `jax.ShapeDtypeStruct`.
-        where: what to call the checkpoint.
+        manifest: Manifest of the checkpoint.
+        target: Tree of arrays or `jax.ShapeDtypeStruct`.
+        where: Name of the checkpoint in messages.
 
     Raises:
-        CheckpointError: with one line per array that is missing, left over or different.
+        CheckpointError: One line for each array that is missing, unexpected or different.
     """
     saved, wanted = manifest.arrays, describe(target)
     lines = []
@@ -161,7 +165,7 @@ def check_target(manifest: CheckpointManifest, target: Any, where: str) -> None:
             hint = f" (it has {near[0]})" if near else ""
             lines.append(f"{path}: not in the checkpoint{hint}")
         elif path not in wanted:
-            lines.append(f"{path}: in the checkpoint, not wanted")
+            lines.append(f"{path}: in the checkpoint, not in the target")
         elif saved[path] != wanted[path]:
             hint = hint_of(saved[path], wanted[path], manifest.config)
             both = f"saved {spell(saved[path])}, wanted {spell(wanted[path])}"
@@ -169,23 +173,23 @@ def check_target(manifest: CheckpointManifest, target: Any, where: str) -> None:
     if lines:
         shown = "\n  ".join(lines[:20]) + ("\n  ..." if len(lines) > 20 else "")
         raise CheckpointError(
-            f"{where} holds another state than the one wanted ({len(lines)} arrays differ):\n"
+            f"{where} holds another state than the target ({len(lines)} arrays differ):\n"
             f"  {shown}\nrestore it with the model and optimizer it was saved with, or a part of"
             " it, or under other names (jaxmoe.checkpoint.restore.restore_part)"
         )
 
 
 def hint_of(saved: Mapping[str, Any], wanted: Mapping[str, Any], config: Mapping[str, Any]) -> str:
-    """What may be behind an array that is not the one wanted, in brackets; empty: who knows.
+    """Return the likely cause of a difference between arrays, in brackets; empty if unknown.
 
     Args:
-        saved: shape and dtype of the one.
-        wanted: and of the other.
-        config: that the checkpoint was saved with, of a run or of a model.
+        saved: Shape and dtype in the checkpoint.
+        wanted: Shape and dtype in the target.
+        config: Config of the checkpoint: of a run or of a model.
     """
     one, other = saved["shape"], wanted["shape"]
     if one == other:
-        return " (not cast unasked: restore_part with is_cast_allowed)"
+        return " (cast only by restore_part with is_cast_allowed)"
     if len(one) != len(other):
         return " (another number of dimensions)"
     if sorted(one) == sorted(other):
@@ -206,13 +210,13 @@ def hint_of(saved: Mapping[str, Any], wanted: Mapping[str, Any], config: Mapping
 
 
 def check_global(state: Any) -> None:
-    """Refuses a state whose arrays do not lie on one mesh; every process must call this.
+    """Raise unless all arrays of a state are on one mesh; every process must call this.
 
-    An array of one process alone would be saved by none or by all of them; on one process it shows
-    as an array beside the mesh of the others.
+    An array that is local to a process would be saved by no process or by all of them. With one
+    process such an array is on fewer devices than the others.
 
     Raises:
-        CheckpointError: naming the arrays.
+        CheckpointError: The message lists the arrays.
     """
     arrays = {path: x for path, x in flatten(state).items() if isinstance(x, jax.Array)}
     largest = max((len(x.sharding.device_set) for x in arrays.values()), default=1)
@@ -225,21 +229,21 @@ def check_global(state: Any) -> None:
     if local:
         shown = ", ".join(local[:5]) + (", ..." if len(local) > 5 else "")
         raise CheckpointError(
-            f"{shown}: not a global array, it lies beside the mesh of the others: place it with"
+            f"{shown}: not a global array on the mesh of the others: place it with"
             " jax.device_put and NamedSharding(mesh, PartitionSpec())"
         )
 
 
 def check_fingerprints(manifest: CheckpointManifest, state: Any, where: str) -> None:
-    """Refuses a restored state that is not the one that was saved; every process must call this.
+    """Raise unless a restored state equals the saved one; every process must call this.
 
     Args:
-        manifest: of the checkpoint.
-        state: what was read.
-        where: what to call the checkpoint.
+        manifest: Manifest of the checkpoint.
+        state: Restored state.
+        where: Name of the checkpoint in messages.
 
     Raises:
-        CheckpointDamagedError: naming the arrays.
+        CheckpointDamagedError: The message lists the arrays that differ.
     """
     if not manifest.fingerprints:
         logger.warning("%s was saved by an older jaxmoe, without fingerprints: not verified", where)
@@ -249,11 +253,11 @@ def check_fingerprints(manifest: CheckpointManifest, state: Any, where: str) -> 
     if wrong:
         shown = ", ".join(wrong[:10]) + (", ..." if len(wrong) > 10 else "")
         raise CheckpointDamagedError(
-            f"{where} is damaged: {len(wrong)} of {len(found)} arrays are not what was saved: "
-            f"{shown}"
+            f"{where} is damaged: {len(wrong)} of {len(found)} arrays have changed since they were"
+            f" saved: {shown}"
         )
 
 
 def spell(array: Mapping[str, Any]) -> str:
-    """An array of a manifest in words: `float32[4,8]`."""
+    """Return an array of a manifest as text: `float32[4,8]`."""
     return f"{array['dtype']}[{','.join(map(str, array['shape']))}]"

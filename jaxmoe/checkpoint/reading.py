@@ -1,10 +1,10 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Reading a step in several processes: what one of them finds wrong is wrong for all.
+"""Reads a step in several processes, and raises on all of them if one of them fails.
 
-Each process reads its arrays alone, without the barrier that Orbax has at the end of a restore (a
-process that raised before would leave the others in it); they meet when all have read. Manifest
-and list of steps are the first process's: a file system may show others an older directory.
+Each process reads its arrays without Orbax's barrier at the end of a restore, in which the others
+would wait for a process that raised; `Reading` is the barrier instead. Manifest and list of steps
+are read by the first process alone: a file system may show an older directory to the others.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from sharding.distributed import agree, share
 
 
 def array_reader(handler: ocp.CheckpointHandler) -> ocp.Checkpointer:
-    """Reads arrays in this process alone; its use is to be within `Reading`.
+    """Return a reader of arrays without barriers, to be used within `Reading`.
 
     Args:
-        handler: of Orbax, made without these options: with them it would change what every other
-            handler of the process writes.
+        handler: Handler of Orbax, made without multiprocessing options: with them it would change
+            what the other handlers of the process write.
     """
     own = jax.process_index()
     alone = ocp.options.MultiprocessingOptions(primary_host=own, active_processes={own})
@@ -40,13 +40,13 @@ def array_reader(handler: ocp.CheckpointHandler) -> ocp.Checkpointer:
 
 
 class Reading:
-    """What Orbax and TensorStore raise while they read arrays, as a line, on all processes.
+    """Turns errors of Orbax and TensorStore into a CheckpointDamagedError on all processes.
 
-    Orbax raises plain `Exception` with pages about the store; the cause has one line. What else is
-    raised, a full memory for instance, passes. Every process must enter and leave.
+    Orbax raises plain `Exception` with a long text; the message has its first line. Other errors,
+    such as a full memory, pass unchanged. Every process must enter and exit.
 
     Args:
-        where: what to call the checkpoint.
+        where: Name of the checkpoint in messages.
     """
 
     def __init__(self, where: str):
@@ -68,44 +68,44 @@ class Reading:
 
 
 def shared_steps(find: Callable[[], list[int]]) -> list[int]:
-    """What the first process finds; every process must call this.
+    """Return the steps that the first process finds; every process must call this.
 
     Args:
-        find: lists steps.
+        find: Function that lists the steps.
     """
     found = find() if jax.process_index() == 0 else []
     return share(np.asarray(found, np.int32), jax.process_index() == 0).tolist()
 
 
 def shared_manifest(read: Callable[[], CheckpointManifest]) -> CheckpointManifest:
-    """The manifest as the first process reads it; every process must call this.
+    """Return the manifest that the first process reads; every process must call this.
 
     Args:
-        read: reads it.
+        read: Function that reads the manifest.
 
     Raises:
-        CheckpointError: as the first process's.
+        CheckpointError: The first process raised it; raised on all processes.
     """
     if jax.process_count() == 1:
         return read()
-    said: dict[str, Any] = {}
+    sent: dict[str, Any] = {}
     if jax.process_index() == 0:
         try:
-            said = {"manifest": read().to_json()}
+            sent = {"manifest": read().to_json()}
         except CheckpointError as error:
-            said = {"is_damage": isinstance(error, CheckpointDamagedError), "error": str(error)}
-    sent = np.frombuffer(json.dumps(said).encode(), np.uint8)
-    said = json.loads(share(sent, jax.process_index() == 0).tobytes())
-    if "error" in said:
-        raise (CheckpointDamagedError if said["is_damage"] else CheckpointError)(said["error"])
-    return CheckpointManifest.from_json(said["manifest"], "the manifest")
+            sent = {"is_damage": isinstance(error, CheckpointDamagedError), "error": str(error)}
+    text = np.frombuffer(json.dumps(sent).encode(), np.uint8)
+    sent = json.loads(share(text, jax.process_index() == 0).tobytes())
+    if "error" in sent:
+        raise (CheckpointDamagedError if sent["is_damage"] else CheckpointError)(sent["error"])
+    return CheckpointManifest.from_json(sent["manifest"], "the manifest")
 
 
 def target_of(manifest: CheckpointManifest) -> dict[str, Any]:
-    """The tree that a manifest describes; random keys as keys of the default generator.
+    """Return the shapes that a manifest describes; random keys are of the default generator.
 
     Args:
-        manifest: of the checkpoint.
+        manifest: Manifest of the checkpoint.
     """
     keys = jax.eval_shape(lambda: jax.random.key(0))
     flat = {

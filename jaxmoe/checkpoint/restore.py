@@ -1,14 +1,14 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Restoring a part of a checkpoint, or another layout than the one that was saved.
+"""Restores a part of a checkpoint, or a checkpoint with another layout.
 
     params = restore_part(directory, {"params": shapes})["params"]     # without optimiser state
     state = restore_part(directory, target, mapping=[Rename("model/{p...}", "params/{p}")])
 
-Arrays are named as in the manifest (`experiments.checkpoint inspect` shows them), whatever mesh
-they were saved on; each is read straight to where the target has it, and those that are merged by
-way of the host, one target at a time. What the target does not name is not read. What was read is
-compared with its fingerprint. A dtype is cast only where that is asked for.
+Arrays have their names of the manifest, which `experiments.checkpoint inspect` shows. Each is read
+directly to the target's sharding; merged arrays are assembled on the host, one at a time.
+Arrays that the target does not name are not read. Arrays are compared with their fingerprints after
+reading. Dtypes are cast only with `is_cast_allowed`.
 """
 
 from __future__ import annotations
@@ -52,19 +52,22 @@ def restore_part(
     is_cast_allowed: bool = False,
     verify: Verify = "full",
 ) -> Any:
-    """The arrays of a target, out of a checkpoint that may hold more, or other ones.
+    """Restore the arrays of a target from a checkpoint that may hold further or other arrays.
 
     Args:
-        directory: of the checkpoints of a run.
-        target: a tree of arrays or `jax.ShapeDtypeStruct` with shardings.
-        step: of the checkpoint; the newest whose files are whole when None.
-        mapping: how names of the checkpoint become names of the target; none: they are the same.
-        is_cast_allowed: lets an array have another dtype here than there.
-        verify: what is checked.
+        directory: Directory of the checkpoints of a run.
+        target: Tree of arrays or `jax.ShapeDtypeStruct` with shardings.
+        step: Step to read; the newest with undamaged files when None.
+        mapping: Rules from names of the checkpoint to names of the target; empty: same names.
+        is_cast_allowed: Whether arrays are cast to the dtype of the target.
+        verify: Checks of the restore.
+
+    Returns:
+        The target with the restored arrays.
 
     Raises:
-        CheckpointError: arrays that are missing or of another shape or dtype, all of them at once;
-            a mapping that does not fit; a damaged checkpoint.
+        CheckpointError: Arrays are missing or of another shape or dtype (all are listed), the
+            mapping does not fit, or the checkpoint is damaged.
     """
     read = _open(directory, step, verify)
     manifest, where = read.manifest, read.where
@@ -83,23 +86,23 @@ def restore_part(
         packed[path] = array if is_key(leaf) else array.astype(leaf.dtype)
     left = sorted({path.split(SEPARATOR)[0] for path in manifest.arrays} - _used(sources, wanted))
     if left:
-        logger.info("%s: left where it is: %s", where, ", ".join(left))
+        logger.info("%s: not read: %s", where, ", ".join(left))
     return unpack(traverse_util.unflatten_dict(packed, sep=SEPARATOR), target)
 
 
 def read_mapped(
     directory: Any, step: int, *, mapping: Sequence[Rule] = (), verify: Verify = "full"
 ) -> dict[str, Array]:
-    """Every array of a checkpoint by its path, under the names of a mapping, on one device.
+    """Return every array of a checkpoint by its name after a mapping, on one device.
 
     Args:
-        directory: of the checkpoints of a run.
-        step: of the checkpoint.
-        mapping: see `restore_part`.
-        verify: what is checked.
+        directory: Directory of the checkpoints of a run.
+        step: Step to read.
+        mapping: See `restore_part`.
+        verify: Checks of the restore.
 
     Raises:
-        CheckpointError: a mapping that does not fit, or a damaged checkpoint.
+        CheckpointError: The mapping does not fit, or the checkpoint is damaged.
     """
     read = _open(directory, step, verify)
     manifest = read.manifest
@@ -117,22 +120,22 @@ def read_mapped(
 def whole_step(
     directory: Any, step: int | None, verify: Verify = "full"
 ) -> tuple[epath.Path, CheckpointManifest]:
-    """A step whose files are what was written, and what it says of itself.
+    """Return the path and the manifest of a step with undamaged files.
 
     Args:
-        directory: of all steps.
-        step: the newest that is whole when None.
-        verify: what is checked.
+        directory: Directory of all steps.
+        step: Step to open; the newest undamaged one when None.
+        verify: Checks of the files.
 
     Raises:
-        CheckpointError: there is none, or it is damaged.
+        CheckpointError: There is no such step, or it is damaged.
     """
     manager = CheckpointManager(directory, is_writer=False, verify=verify)
     try:
         if step is not None:
             manager.check_files(step)
         elif (step := manager.newest_whole_step()) is None:
-            raise CheckpointError(f"{directory} holds no checkpoints that are whole")
+            raise CheckpointError(f"{directory} holds no undamaged checkpoint")
         return manager.directory / str(step), manager.shared_manifest(step)
     finally:
         manager.close()
@@ -144,7 +147,7 @@ def _open(directory: Any, step: int | None, verify: Verify) -> _Reader:
 
 
 class _Reader:
-    """Arrays of one step by name, compared with their fingerprints."""
+    """Reads arrays of one step by name, and compares them with their fingerprints."""
 
     def __init__(self, state: Any, manifest: CheckpointManifest, where: str, is_verified: bool):
         self._state, self.manifest, self.where = state, manifest, where
@@ -189,7 +192,7 @@ def _check(
     where: str,
     is_cast_allowed: bool,
 ) -> None:
-    """Refuses what is missing, or of another shape or dtype, before anything is read."""
+    """Raise for arrays that are missing or of another shape or dtype, before reading any."""
     lines = []
     for path, leaf in describe(traverse_util.unflatten_dict(dict(wanted), sep=SEPARATOR)).items():
         if path not in sources:
@@ -207,7 +210,9 @@ def _check(
         is_castable = is_cast_allowed and "key" not in (*dtypes, leaf["dtype"])
         if dtypes != {leaf["dtype"]} and not is_castable:
             both = " and ".join(sorted(dtypes))
-            lines.append(f"{path}: saved {both}, wanted {leaf['dtype']}, not cast unasked")
+            lines.append(
+                f"{path}: saved {both}, wanted {leaf['dtype']}, not cast unless is_cast_allowed"
+            )
     if lines:
         shown = "\n  ".join(lines[:20]) + ("\n  ..." if len(lines) > 20 else "")
         raise CheckpointError(f"{where} lacks what is wanted ({len(lines)} arrays):\n  {shown}")
@@ -216,5 +221,5 @@ def _check(
 def _check_shape(path: str, array: np.ndarray | Array, shape: list[int], where: str) -> None:
     if list(array.shape) != shape:
         raise CheckpointError(
-            f"{where}: {path} was merged to {list(array.shape)}, and {shape} is wanted"
+            f"{where}: {path} was merged to {list(array.shape)}, and the target has {shape}"
         )

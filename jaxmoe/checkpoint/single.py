@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""One state saved, or restored, in one call; a run keeps a `CheckpointManager`."""
+"""Saves or restores one state in one call, without a `CheckpointManager` of the caller."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from jaxmoe.configs import to_json
 def save_checkpoint(
     directory: Any, state: Any, *, step: int, config: Any, data: dict[str, Any] | None = None
 ) -> None:
-    """Saves one state and waits until it is committed.
+    """Save one state and wait until it is committed.
 
     Args:
-        directory: of all checkpoints of a run; the state goes to `<directory>/<step>`.
-        state: any tree of named arrays, a `TrainState` for instance.
-        step: names the checkpoint.
-        config: a config of ours, or a JSON object.
-        data: data position.
+        directory: Directory of all checkpoints of a run; the state goes to `<directory>/<step>`.
+        state: Tree of named arrays, such as a `TrainState`.
+        step: Number of the checkpoint.
+        config: Config dataclass of this library, or a JSON object.
+        data: Data position.
 
     Raises:
-        CheckpointError: the step exists, or it could not be written.
+        CheckpointError: The step exists, or could not be written.
     """
     manager = CheckpointManager(directory, keep=1_000_000)
     try:
@@ -41,17 +41,21 @@ def save_checkpoint(
 def load_checkpoint(
     directory: Any, *, step: int | None = None, target: Any = None, verify: Verify = "full"
 ) -> Any:
-    """Restores a state.
+    """Restore a state.
 
     Args:
-        directory: of the checkpoints of a run.
-        step: the newest that is what was written when None.
-        target: the state wanted, see `CheckpointManager.restore`; nested dicts of arrays on the
+        directory: Directory of the checkpoints of a run.
+        step: Step to restore; the newest undamaged one when None.
+        target: State to restore to, see `CheckpointManager.restore`; nested dicts of arrays on the
             default device when None.
-        verify: what is checked.
+        verify: Checks of the restore.
+
+    Returns:
+        The state.
 
     Raises:
-        CheckpointError: nothing to restore, no such step, another state, or a damaged one.
+        CheckpointError: There is no such step or no step, its arrays differ from the target's, or
+            it is damaged.
     """
     manager = CheckpointManager(directory, is_writer=False, verify=verify)
     try:

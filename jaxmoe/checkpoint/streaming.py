@@ -1,18 +1,17 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints written and read a layer at a time: no stacked array is ever whole in memory.
+"""Writes and reads checkpoints one layer at a time, without whole stacked arrays in memory.
 
     save_streamed(directory, {"params/head/weight": Streamed((D, V), "float32", read)}, ...)
     arrays = open_stored(directory, step)          # {path: StoredArray}
     arrays["params/moe_blocks_0/attention/q"][3]   # layer 3, read from disk now
 
-What is written is what a `CheckpointManager` writes: the same files, verified by the same checksums
-and fingerprints. An array that is stacked is stored in a chunk for each layer, which is why one
-layer can be read alone; a `CheckpointManager` does so with large ones. Of smaller ones a chunk is
-the shard of a device, with all of its layers.
+The files are those of a `CheckpointManager`, with the same checksums and fingerprints. A stacked
+array is stored with one chunk per layer, so that one layer can be read alone. A `CheckpointManager`
+does so for large arrays; a chunk of a smaller array is one device's shard with all of its layers.
 
-One process reads or writes. The step appears under its name while it is written: give a directory
-that is renamed when all is well.
+One process reads or writes. The step has its final name while it is written: write to a temporary
+directory and rename it at the end.
 """
 
 from __future__ import annotations
@@ -38,17 +37,17 @@ from jaxmoe.state_tree import SEPARATOR, flatten, pack
 
 _STATE, _MANIFEST = "state", "manifest"
 _FLAT = "."
-"""Joins names on disk, as Orbax does."""
+"""Separator of names on disk, as in Orbax."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Streamed:
-    """An array that is made when it is its turn."""
+    """An array whose values are read when they are written."""
 
     shape: tuple[int, ...]
     dtype: str
     read: Callable[[int | None], np.ndarray]
-    """The values of one layer, or (None) all of them."""
+    """Function that returns one layer, or the whole array for None."""
     is_stacked: bool = False
     """Whether the first dimension counts layers."""
 
@@ -62,18 +61,18 @@ def save_streamed(
     config: dict[str, Any],
     data: dict[str, Any] | None = None,
 ) -> None:
-    """Saves one state, most of which is not there yet.
+    """Save one state, most of whose arrays are read while they are written.
 
     Args:
-        directory: of all checkpoints of a run; the state goes to `<directory>/<step>`.
-        state: the arrays that are there, a `TrainState` without parameters for instance.
-        streamed: the others, by their paths.
-        step: names the checkpoint.
-        config: the run's config as JSON.
-        data: data position.
+        directory: Directory of all checkpoints of a run; the state goes to `<directory>/<step>`.
+        state: Arrays in memory, such as a `TrainState` without parameters.
+        streamed: Further arrays by path.
+        step: Number of the checkpoint.
+        config: Config of the run as JSON.
+        data: Data position.
 
     Raises:
-        CheckpointError: the step exists, or a layer does not have the shape that was promised.
+        CheckpointError: The step exists, or a layer has another shape than declared.
     """
     place = pathlib.Path(directory).absolute() / str(step)
     if place.exists():
@@ -112,9 +111,9 @@ def save_streamed(
 
 
 class _Writer(ocp.type_handlers.NumpyHandler):
-    """Writes arrays that are there as Orbax does, and the others layer by layer.
+    """Writes numpy arrays as Orbax does, and streamed arrays layer by layer.
 
-    Orbax is given stand-ins: of the shape and dtype, and of one element of memory.
+    Orbax receives placeholders for streamed arrays: their shape and dtype, one element of memory.
     """
 
     def __init__(self, streamed: Mapping[str, Streamed]):
@@ -126,15 +125,15 @@ class _Writer(ocp.type_handlers.NumpyHandler):
         self._turn = asyncio.Lock()
 
     def stand_in(self, path: str) -> np.ndarray:
-        """For one of the arrays."""
+        """Return the placeholder of a streamed array."""
         array = self._streamed[path]
         made = np.broadcast_to(np.zeros((), jnp.dtype(array.dtype)), array.shape)
-        self._stand_ins.append(made)  # so that its id stays its own
+        self._stand_ins.append(made)  # keeps its id unique
         self._paths[id(made)] = path
         return made
 
     def fingerprints(self) -> dict[str, str]:
-        """Of what was written."""
+        """Return the fingerprints of the written arrays."""
         return {path: one.value for path, one in self._prints.items()}
 
     async def _open_and_write(
@@ -145,11 +144,11 @@ class _Writer(ocp.type_handlers.NumpyHandler):
             await super()._open_and_write(value, tspec, ts_context)
             return
         array, running = self._streamed[path], self._prints[path]
-        tensorstore = require("tensorstore")  # Orbax brings it
+        tensorstore = require("tensorstore")  # a dependency of Orbax
         store = await tensorstore.open(
             tensorstore.Spec(tspec), create=True, open=True, context=ts_context
         )
-        # One layer of one array in memory, which nobody changes: no copy is needed.
+        # One layer of one array in memory at a time; it is not changed, so no copy is needed.
         async with self._turn:
             if not array.is_stacked:
                 values = _checked(path, array.read(None), array.shape)
@@ -169,9 +168,9 @@ def _checked(path: str, values: np.ndarray, shape: tuple[int, ...]) -> np.ndarra
 
 
 class StoredArray:
-    """An array of a checkpoint: shape and dtype are known, layers are read when they are asked for.
+    """An array of a checkpoint with known shape and dtype, read on demand.
 
-    `array[layer]` reads one layer, `numpy.asarray(array)` all of it.
+    `array[layer]` reads one layer, `numpy.asarray(array)` the whole array.
     """
 
     def __init__(self, state: pathlib.Path, path: str, shape: tuple[int, ...], dtype: str):
@@ -184,7 +183,7 @@ class StoredArray:
         return np.asarray(self._opened()[layer].read().result())
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        del copy  # every read is a fresh array
+        del copy  # every read makes a new array
         values = np.asarray(self._opened().read().result())
         return values if dtype is None else values.astype(dtype)
 
@@ -203,24 +202,23 @@ class StoredArray:
             self._store = require("tensorstore").open(spec, open=True, read=True).result()
             if self._store.shape != self.shape or self._store.dtype.numpy_dtype != self.dtype:
                 raise CheckpointError(
-                    f"{self._state.parent}: {self._path} is not what its manifest says"
+                    f"{self._state.parent}: {self._path} differs from its manifest"
                 )
         return self._store
 
 
 def open_stored(directory: Any, step: int | None = None) -> tuple[int, dict[str, StoredArray]]:
-    """The arrays of a checkpoint by their paths, none of which is read yet; keys are left out.
+    """Open the arrays of a checkpoint without reading them; random keys are left out.
 
     Args:
-        directory: of the checkpoints of a run.
-        step: of the checkpoint; the newest whose files are whole when None.
+        directory: Directory of the checkpoints of a run.
+        step: Step to open; the newest with undamaged files when None.
 
     Returns:
-        The step, and its arrays.
+        The step, and its arrays by path.
 
     Raises:
-        CheckpointError: there is none, or it is damaged; the files are compared with their
-            checksums here.
+        CheckpointError: There is no such step, or its files differ from their checksums.
     """
     path, manifest = whole_step(directory, step)
     state = pathlib.Path(path) / _STATE

@@ -1,11 +1,12 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Data: sources of rows, and the loader that makes a batch from (seed, global step) alone.
+"""Provides sources of rows, and the loader that computes a batch from seed and global step.
 
-Real text goes file -> record (`formats`) -> document (`documents`, the planning pass) -> row
+Text takes the path file -> record (`formats`) -> document (`documents`, the planning pass) -> row
 (`packing`) -> batch (`loader`).
 
-To add a source: its own file (see `source.py`), and its config here in the union.
+To add a source: `jaxmoe/data/source.py` (the interface to implement, in a file of its own),
+`jaxmoe/data/__init__.py` (its config in the union), `tests/test_architecture.py` (its name).
 """
 
 from jaxmoe.configs import registry_of

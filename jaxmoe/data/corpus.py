@@ -1,18 +1,16 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""The embedded corpus: real text that is on every machine, the running Python's own library.
+"""Reads the embedded corpus: the source code of the running Python's standard library.
 
-About 10 MB of source code, read as bytes (vocabulary 256). Documents are the `.py` files of the
-modules that the interpreter itself lists (`sys.stdlib_module_names`; generated and added files are
-not among them), without tests, in sorted order, joined by one byte 0, which no Python source holds.
-A file's own sha256 decides its split, one in `VALIDATION_EVERY` to validation, so that adding a
-file moves no other and equal files stay together. A row is a window of S + 1 bytes that starts
-where the last prediction of the row before ended: every byte but the first is predicted once, and
-the few after the last whole row never. Rows run across document borders.
+About 10 MB of text, read as bytes (vocabulary 256). Documents are the `.py` files of the modules in
+`sys.stdlib_module_names`, without tests, in sorted order, joined by one byte 0, which Python source
+does not contain. The sha256 of a file decides its split (one in `VALIDATION_EVERY` is held out), so
+that adding a file moves no other and equal files stay together. A row is a window of S + 1 bytes
+that starts at the last byte of the row before: every byte but the first is predicted once, except
+those after the last whole row. Rows cross document borders.
 
-The text differs a little between Python versions. The fingerprint therefore holds the sha256 of
-both splits: numbers of two runs compare where these agree, and golden numbers belong to the
-synthetic languages. Reading your own files is another source.
+The text differs slightly between Python versions. The fingerprint holds the sha256 of both splits;
+numbers of two runs compare if it is equal. Golden numbers use the synthetic languages.
 """
 
 from __future__ import annotations
@@ -32,11 +30,11 @@ from jaxmoe.data.tokenizer import BytesConfig, TokenizerConfig
 from pallas_kernels.array_types import Int, Shaped
 
 SEPARATOR = 0
-"""The byte between two documents."""
+"""Byte between two documents."""
 VALIDATION_EVERY = 20
-"""One file in so many is held out."""
+"""One in this many files is held out."""
 SMALLEST_USEFUL_BYTES = 2_000_000
-"""Below this the library's source has been stripped."""
+"""Total size below which the library's source must have been stripped."""
 _EXCLUDED = frozenset({"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages"})
 
 
@@ -48,10 +46,10 @@ class CorpusConfig(SourceKind):
     tokenizer: ClassVar[TokenizerConfig] = BytesConfig()
 
     def build(self, seed: int = 0) -> Corpus:
-        """Reads the library.
+        """Read the library.
 
         Args:
-            seed: Changes nothing here: the text is what it is. Other sources draw their rows by it.
+            seed: Unused; the text does not depend on it.
 
         Raises:
             DataError: The library's source is missing, stripped or unreadable.
@@ -82,20 +80,20 @@ class Corpus:
 
     @property
     def vocab_size(self) -> int:
-        """Every byte is a token."""
+        """256: every byte is a token."""
         return 256
 
     @property
     def bytes_per_token(self) -> float:
-        """A token is a byte."""
+        """1: a token is a byte."""
         return 1.0
 
     def num_rows(self, split: Split, sequence_length: int) -> int:
-        """Whole windows of a split."""
+        """Return the number of whole windows of a split."""
         return max(0, (len(self.joined[split]) - 1) // sequence_length)
 
     def row(self, split: Split, index: int, sequence_length: int, *, epoch: int = 0) -> Row:
-        """The window of S + 1 bytes that starts at index * S, the same in every epoch."""
+        """Return the window of S + 1 bytes that starts at index * S, the same in every epoch."""
         del epoch
         num_rows = self.num_rows(split, sequence_length)
         if not 0 <= index < num_rows:
@@ -107,11 +105,11 @@ class Corpus:
         return Row(self.joined[split][start : start + sequence_length + 1].astype(np.int32))
 
     def entropy_bits_per_token(self, sequence_length: int) -> None:
-        """Nobody knows it for real text."""
+        """Return None: the entropy of real text is unknown."""
         del sequence_length
 
     def fingerprint(self) -> dict[str, Any]:
-        """Kind, and for each split its documents, bytes and sha256."""
+        """Return the kind, and documents, bytes and sha256 of each split."""
         return {
             "kind": CorpusConfig.name,
             **{
@@ -125,26 +123,26 @@ class Corpus:
         }
 
     def describe(self, sequence_length: int) -> str:
-        """Documents and bytes of both splits together."""
+        """Return the number of documents and bytes of both splits together."""
         del sequence_length
         size = sum(len(text) for text in self.joined.values()) / 1e6
         return f"corpus: {sum(self.num_documents.values())} files, {size:.1f} MB, byte level"
 
     def text(self, split: Split) -> Shaped[np.ndarray, " length"]:
-        """The bytes themselves."""
+        """Return the bytes of a split."""
         return self.joined[split]
 
     def encode(self, text: str) -> Int[np.ndarray, " S"]:
-        """The bytes of the text in UTF-8."""
+        """Return the bytes of a text in UTF-8."""
         return np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int32)
 
     def decode(self, tokens: Int[np.ndarray, " S"]) -> str:
-        """The text of the bytes; what is not UTF-8 becomes U+FFFD."""
+        """Return the text of the bytes; invalid UTF-8 becomes U+FFFD."""
         return bytes(np.asarray(tokens).tolist()).decode("utf-8", errors="replace")
 
 
 def _read_documents() -> list[bytes]:
-    """The library's files that are not empty, in the order of their paths."""
+    """Return the non-empty files of the library, in the order of their paths."""
     root = pathlib.Path(sysconfig.get_path("stdlib"))
     relative = (path.relative_to(root) for path in root.rglob("*.py"))
     chosen = sorted(

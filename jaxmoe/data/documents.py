@@ -1,26 +1,27 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""The planning pass: every document is read once, tokenised, and kept as tokens and offsets.
+"""Plans documents: reads and tokenises each one once, and caches tokens and offsets.
 
-A collection (files, a Hugging Face dataset) gives records; what comes of them is a directory in the
-cache, $XDG_CACHE_HOME/jaxmoe/data/<key>:
+The records of a collection (files, a Hugging Face dataset) become a directory in the cache,
+$XDG_CACHE_HOME/jaxmoe/data/<key>:
 
     tokens.bin     the tokens of all documents, end to end, in 1, 2 or 4 bytes each (memory-mapped)
-    offsets.npy    where each document begins, and the end of the last
+    offsets.npy    start of each document, and the end of the last
     digests.npy    8 bytes of the sha256 of each document's text
     sizes.npy      bytes of text of each document; -1 where the record was already token ids
-    facts.json     what was read: sizes, sha256, records that were skipped
+    facts.json     sizes and sha256 of what was read, and the number of skipped records
     slots-*.npy    the packing of a split into rows of one length (see `packing.py`)
 
-The key is the hash of what was asked: the names, sizes and times of change of the files, the
-tokenizer, the fields. The directory appears in one rename, so that what exists is whole; two
-processes that make it at once make the same.
+The key is a hash of the request: names, sizes and modification times of the files, tokenizer,
+fields. The directory is written under a temporary name and renamed, so that it is always whole;
+processes that write it at the same time write the same content.
 
-A document is held out by its own sha256, so that equal ones stay together and adding one moves no
-other. Where that would be fewer than five, as many as the fraction says are taken in the order of
-their sha256; where it would be less than one, the last part of every document.
+A document is held out by its own sha256, so that equal documents stay together and adding one moves
+no other. If fewer than five are expected, the fraction is counted off in the order of their sha256;
+if less than one is expected, the end of every document is held out.
 
-To add a collection: an object with `identity`, `content` and `records` (see `Collection`).
+To add a collection: `jaxmoe/data/documents.py` (`Collection`, the interface to implement),
+`jaxmoe/data/packed.py` (`build_sources`, which its config's `build` calls).
 """
 
 from __future__ import annotations
@@ -50,9 +51,9 @@ from pallas_kernels.array_types import Int, Shaped
 logger = logging.getLogger(__name__)
 
 _FORMAT = 1
-"""Raised when the files of the cache change their meaning."""
+"""Version of the cache's files; increased when their meaning changes."""
 _FEWEST_BY_DIGEST = 5
-"""Held-out documents; where fewer are to be expected, they are counted off instead."""
+"""Expected number of held-out documents below which they are counted off instead."""
 _BATCH_CHARACTERS = 2**20
 _BATCH_TEXTS = 4096
 _BATCH_IDS = 2**20
@@ -62,40 +63,40 @@ BadRecords = Literal["stop", "skip"]
 
 @runtime_checkable
 class Collection(Protocol):
-    """Where documents come from; `str` of it is what the user wrote."""
+    """Source of documents; its `str` is what the user wrote."""
 
     def identity(self) -> Any:
-        """What the cache is found by, cheap to get, in values that JSON holds."""
+        """Return the key of the cache, cheap to compute, as JSON values."""
         ...
 
     def content(self) -> dict[str, Any]:
-        """What the fingerprint holds: names, sizes, sha256."""
+        """Return names, sizes and sha256 for the fingerprint."""
         ...
 
     def records(self, tokenizer: Tokenizer | None) -> Iterator[Record | BadRecord]:
-        """The documents in order; the tokenizer cuts ids without borders. None: text only."""
+        """Yield the documents in order; the tokenizer cuts ids without borders. None: text only."""
         ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class DocumentSet:
-    """The documents of one split, as ranges of one array of tokens."""
+    """Documents of one split, as ranges of one array of tokens."""
 
     tokens: Shaped[np.ndarray, " tokens"]
     starts: Int[np.ndarray, " documents"]
     lengths: Int[np.ndarray, " documents"]
     sizes: Int[np.ndarray, " documents"]
-    """Bytes of text; -1 where nobody has counted them."""
+    """Bytes of text of each document; -1 where unknown."""
 
     def document(self, number: int) -> Shaped[np.ndarray, " S"]:
-        """The tokens of a document, separators included."""
+        """Return the tokens of a document, separators included."""
         start = int(self.starts[number])
         return self.tokens[start : start + int(self.lengths[number])]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Store:
-    """What the planning pass left in the cache."""
+    """Result of the planning pass in the cache."""
 
     directory: pathlib.Path
     tokens: Shaped[np.ndarray, " tokens"]
@@ -105,10 +106,10 @@ class Store:
     facts: dict[str, Any]
 
     def split(self, fraction: float) -> dict[Split, DocumentSet]:
-        """Train and validation.
+        """Return the train and the validation split.
 
         Args:
-            fraction: Of the documents that is held out; 0: none.
+            fraction: Share of the documents to hold out; 0: none.
         """
         lengths = np.diff(self.offsets)
         if fraction == 0.0:
@@ -141,11 +142,11 @@ class Store:
 
 
 def held_out(digests: Shaped[np.ndarray, " documents"], fraction: float) -> np.ndarray | None:
-    """Which documents are held out; None: they are too few, and the end of each is.
+    """Return which documents are held out; None if the end of each document is held out instead.
 
     Args:
-        digests: Of the documents, 64 bits.
-        fraction: Of them.
+        digests: Digest of each document, 64 bits.
+        fraction: Share of the documents to hold out.
     """
     expected = len(digests) * fraction
     if expected >= _FEWEST_BY_DIGEST:
@@ -156,7 +157,7 @@ def held_out(digests: Shaped[np.ndarray, " documents"], fraction: float) -> np.n
 
 
 def train_texts(collection: Collection, fraction: float) -> Iterator[str]:
-    """The texts that a vocabulary may be trained on: none of what will be held out."""
+    """Yield the texts on which a vocabulary is trained: those that are not held out."""
     texts = (
         record.value
         for record in collection.records(None)
@@ -171,7 +172,7 @@ def train_texts(collection: Collection, fraction: float) -> Iterator[str]:
         yield from (text[: int(len(text) * (1 - fraction))] for text in first)
         return
     yield from (text for text, is_held_out in zip(first, mask, strict=True) if not is_held_out)
-    for text in texts:  # there are so many that each one's digest decides, whatever the others
+    for text in texts:  # enough documents that each one's digest decides
         if _digest(text.encode()) >= int(fraction * 2**64):
             yield text
 
@@ -183,13 +184,13 @@ def plan_documents(
     on_bad_record: BadRecords,
     cache: pathlib.Path,
 ) -> Store:
-    """Reads and tokenises all documents, unless the cache holds them.
+    """Read and tokenise all documents, unless the cache holds them.
 
     Args:
-        collection: The documents.
-        tokenizer: Of all of them.
+        collection: Documents to read.
+        tokenizer: Tokenizer of all documents.
         on_bad_record: "stop" at the first record that cannot be used, or "skip" and count them.
-        cache: The directory of all such stores.
+        cache: Directory of all stores.
 
     Raises:
         DataError: A file or (with "stop") a record cannot be used, or there is no text.
@@ -207,16 +208,16 @@ def plan_documents(
         finally:
             shutil.rmtree(new, ignore_errors=True)
     store = _open(directory)
-    assert store is not None  # it was written whole
+    assert store is not None  # it has just been written
     return store
 
 
 @contextlib.contextmanager
 def writing_to(cache: pathlib.Path) -> Iterator[None]:
-    """Says in words that the cache cannot be written.
+    """Turn errors of writing the cache into a DataError.
 
     Raises:
-        DataError: Instead of any OSError.
+        DataError: The cache cannot be written.
     """
     try:
         yield
@@ -228,13 +229,14 @@ def writing_to(cache: pathlib.Path) -> Iterator[None]:
 
 
 def _publish(new: pathlib.Path, directory: pathlib.Path) -> None:
-    """Gives a whole store its name, unless another process was first."""
+    """Rename a complete store, unless another process was first."""
     try:
         new.rename(directory)
     except OSError:
         if _open(directory) is not None:
             return
-        # A damaged one. It is moved, not deleted in place: the name must never stand for a part.
+        # The present store is damaged. It is renamed before it is deleted, so that the name never
+        # refers to a partial store.
         damaged = new.with_suffix(".damaged")
         directory.rename(damaged)
         new.rename(directory)
@@ -242,7 +244,7 @@ def _publish(new: pathlib.Path, directory: pathlib.Path) -> None:
 
 
 def cache_key(*parts: Any) -> str:
-    """Hexadecimal digits by which the cache finds what was asked."""
+    """Return the key of a request in the cache, in hexadecimal digits."""
     content = json.dumps([_FORMAT, *parts], sort_keys=True).encode()
     return hashlib.sha256(content).hexdigest()[:24]
 
@@ -290,7 +292,7 @@ def _write(
 def _documents(
     collection: Collection, tokenizer: Tokenizer, on_bad_record: BadRecords, skipped: list[str]
 ) -> Iterator[tuple[np.ndarray, int, int]]:
-    """Tokens, digest and bytes of each document that is not empty."""
+    """Yield tokens, digest and bytes of each non-empty document."""
     waiting: list[tuple[str, bytes]] = []
     characters = 0
     for record in collection.records(tokenizer):
@@ -309,7 +311,7 @@ def _documents(
                 yield from _tokenized(waiting, tokenizer)
                 waiting, characters = [], 0
         elif len(checked):
-            yield from _tokenized(waiting, tokenizer)  # so that documents keep their order
+            yield from _tokenized(waiting, tokenizer)  # keeps the order of documents
             waiting, characters = [], 0
             yield checked, _digest_of_ids(checked), -1
     yield from _tokenized(waiting, tokenizer)
@@ -327,7 +329,7 @@ def _tokenized(
 
 
 def _checked(record: Record, tokenizer: Tokenizer) -> bytes | np.ndarray | BadRecord:
-    """The text in UTF-8, or token ids; a BadRecord where the tokenizer cannot take it."""
+    """Return UTF-8 text or token ids, or a BadRecord if the tokenizer cannot encode the text."""
     value, size = record.value, tokenizer.vocab_size
     if isinstance(value, str):
         if not tokenizer.is_text:
@@ -338,8 +340,8 @@ def _checked(record: Record, tokenizer: Tokenizer) -> bytes | np.ndarray | BadRe
         content = value.encode()
         if isinstance(tokenizer, ByteTokenizer) and (at := content.find(0)) >= 0:
             return BadRecord(
-                f"{record.where}: byte 0 at offset {at} of the text, which is what separates "
-                "documents in data.tokenizer:bytes: take it out, or choose another tokenizer"
+                f"{record.where}: byte 0 at offset {at} of the text, which separates "
+                "documents in data.tokenizer:bytes: remove it, or choose another tokenizer"
             )
         return content
     if len(value) and (value.min() < 0 or value.max() >= size):
@@ -358,7 +360,7 @@ def _digest(content: bytes) -> int:
 
 
 def _digest_of_ids(ids: np.ndarray) -> int:
-    """The same for any type of integer, and in parts: a file may be one document."""
+    """Return the digest of ids, the same for any integer type; computed in parts."""
     digest = hashlib.sha256()
     for begin in range(0, len(ids), _BATCH_IDS):
         digest.update(ids[begin : begin + _BATCH_IDS].astype("<i8").data)
@@ -366,7 +368,7 @@ def _digest_of_ids(ids: np.ndarray) -> int:
 
 
 def _open(directory: pathlib.Path) -> Store | None:
-    """What is there, if it is whole."""
+    """Return the store in a directory, None if it is missing or damaged."""
     try:
         facts = json.loads((directory / "facts.json").read_text())
         offsets, digests, sizes = (

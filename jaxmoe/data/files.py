@@ -1,17 +1,17 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Files of one's own: which ones a path means, and their documents.
+"""Finds the files of a path, and reads their documents.
 
     --data.path 'docs/**/*.{md,txt}' more.jsonl.zst shards/ gs://bucket/web-*.parquet
 
-A path is a file, a glob (`**`, braces) or a directory, which means every file below it that is data
-or text (its first bytes are UTF-8; hidden files are left out). Buckets are read through `epath`,
-which needs its own packages for them. The order of files is that of their names.
+A path is a file, a glob (`**`, braces) or a directory, which stands for every file below it that is
+data or text (its first bytes are UTF-8; hidden files are left out). Buckets are read through
+`epath`, which needs packages of its own for them. Files are ordered by name.
 
-The fingerprint holds each file's name below their common directory, its size and its sha256 (of
-more than a few files, one sha256 of all), so that data may move, but not change.
+The fingerprint holds each file's name below their common directory, its size and its sha256 (one
+sha256 of all files if they are many), so that data may move, but not change.
 
-To add a format: in `formats.py`. Another place that documents come from is a collection.
+To add a file format: `jaxmoe/data/formats.py`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from jaxmoe.data.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 _MOST_NAMES = 16
-"""Files that a fingerprint names one by one."""
+"""Number of files up to which a fingerprint lists each one."""
 _SNIFFED = 4096
 
 BinDtype = Literal["uint8", "uint16", "uint32", "int32", "int64"]
@@ -46,10 +46,10 @@ BinDtype = Literal["uint8", "uint16", "uint32", "int32", "int64"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class FileReadingConfig(ReadingConfig):
-    """How files are read."""
+    """Fields of all sources that read files."""
 
     bin_dtype: BinDtype = "uint16"
-    """Integers of a .bin file of token ids that has no .idx beside it."""
+    """Integer type of .bin files of token ids without an .idx file."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,15 +59,15 @@ class FilesConfig(FileReadingConfig):
     name: ClassVar[str] = "files"
 
     path: tuple[str, ...] = ()
-    """Files, globs or directories, several after each other; local, or gs:// and s3://."""
+    """Files, globs or directories, separated by spaces; local, gs:// or s3://."""
     validation_path: tuple[str, ...] = ()
-    """Files that are held out; none: a fraction of the documents of `path`."""
+    """Files to hold out; a fraction of the documents of `path` when empty."""
 
     def build(self, seed: int = 0) -> PackedSource:
-        """Reads, tokenises and plans, or finds that in the cache.
+        """Read, tokenise and plan the documents, or read them from the cache.
 
         Args:
-            seed: Of the order of documents.
+            seed: Seed of the order of documents.
 
         Raises:
             DataError: A path, a file or a record cannot be used.
@@ -82,15 +82,15 @@ class FilesConfig(FileReadingConfig):
 
 
 class Files:
-    """The documents of some files: a collection.
+    """Documents of files: a collection.
 
     Args:
         paths: Files, globs or directories.
-        config: How to read them.
-        field: The field that names them, for messages.
+        config: Config that says how to read them.
+        field: Config field of the paths, for messages.
 
     Raises:
-        DataError: A path means no file.
+        DataError: A path matches no file.
     """
 
     def __init__(self, paths: Sequence[str], config: FileReadingConfig, field: str = "data.path"):
@@ -102,7 +102,7 @@ class Files:
         return self._spelled
 
     def identity(self) -> Any:
-        """Names, sizes and times of change; the fields that say how to read them."""
+        """Return names, sizes and modification times, and the fields that affect reading."""
         return {
             "files": [[_absolute(path), *_stamp(path)] for path in self._all_files()],
             "text_field": self._config.text_field,
@@ -110,11 +110,11 @@ class Files:
         }
 
     def content(self) -> dict[str, Any]:
-        """Sizes and sha256, of each file while they are few."""
+        """Return sizes and sha256, of each file if they are few."""
         return self._content
 
     def records(self, tokenizer: Tokenizer | None) -> Iterator[Record | BadRecord]:
-        """The documents of all files."""
+        """Yield the documents of all files."""
         for path in self.files:
             yield from read_records(
                 path,
@@ -144,20 +144,20 @@ class Files:
         }
 
     def _all_files(self) -> list[epath.Path]:
-        """With the borders of Megatron's files."""
+        """Return the files and the index files of Megatron-LM."""
         indices = (index_file(path) for path in self.files if path.suffix == ".bin")
         return sorted([*self.files, *(path for path in indices if path.exists())], key=_absolute)
 
 
 def find_files(paths: Sequence[str], field: str = "data.path") -> list[epath.Path]:
-    """The files that paths mean, each once, in the order of their names.
+    """Return the files that match paths, each once, ordered by name.
 
     Args:
         paths: Files, globs or directories.
-        field: The field that names them, for messages.
+        field: Config field of the paths, for messages.
 
     Raises:
-        DataError: A path means no file.
+        DataError: A path matches no file.
     """
     found: dict[str, epath.Path] = {}
     for path in paths:
@@ -185,7 +185,7 @@ def _data_file(path: epath.Path) -> epath.Path:
 
 
 def _matches(pattern: str) -> list[epath.Path]:
-    """The files of one pattern without braces."""
+    """Return the files of one pattern without braces."""
     path = epath.Path(pattern).expanduser()
     if path.is_dir():
         return _text_below(path)
@@ -202,7 +202,7 @@ def _matches(pattern: str) -> list[epath.Path]:
 
 
 def _text_below(directory: epath.Path) -> list[epath.Path]:
-    """The files of a directory that are data, or begin as text does."""
+    """Return the files of a directory that are data, or begin with text."""
     files = list(_walk(directory))
     kept, left_out = [], []
     for path in files:
@@ -210,7 +210,7 @@ def _text_below(directory: epath.Path) -> list[epath.Path]:
         (kept if is_data else left_out).append(path)
     if left_out:
         logger.warning(
-            "%s: %d of %d files are left out, since they are no text, %s among them",
+            "%s: %d of %d files are left out because they are not text, %s among them",
             directory,
             len(left_out),
             len(files),
@@ -220,7 +220,7 @@ def _text_below(directory: epath.Path) -> list[epath.Path]:
 
 
 def _walk(directory: epath.Path) -> Iterator[epath.Path]:
-    """Every file below a directory, hidden ones left out; buckets know no recursive glob."""
+    """Yield every file below a directory that is not hidden; buckets have no recursive glob."""
     for path in directory.iterdir():
         if path.is_dir() and not path.name.startswith("."):
             yield from _walk(path)
@@ -239,7 +239,7 @@ def _is_text(path: epath.Path) -> bool:
 
 
 def _without_braces(pattern: str) -> Iterator[str]:
-    """Every choice of `{a,b}`, as a shell spells them out."""
+    """Yield every alternative of `{a,b}`, as in a shell."""
     group = re.search(r"\{([^{}]*)\}", pattern)
     if group is None:
         yield pattern
@@ -249,12 +249,12 @@ def _without_braces(pattern: str) -> Iterator[str]:
 
 
 def _absolute(path: epath.Path) -> str:
-    """A path that has a common directory with every other one."""
+    """Return a path that has a common directory with every other path."""
     return f"/{path}" if "://" in str(path) else os.path.abspath(path)
 
 
 def _stamp(path: epath.Path) -> tuple[int, int]:
-    """Size and time of change; of a local file, to the nanosecond."""
+    """Return size and modification time, for a local file in nanoseconds."""
     try:
         if "://" in str(path):
             remote = path.stat()

@@ -1,20 +1,21 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""File formats: one file in, its records out, and where in the file anything wrong is.
+"""Reads the records of a file, and locates errors in it.
 
-    .jsonl .ndjson           an object a line, the text in one field
-    .parquet                 a row a record, the text in one column (extra `parquet`)
+    .jsonl .ndjson           one object per line, the text in one field
+    .parquet                 one record per row, the text in one column (extra `parquet`)
     .npy                     token ids: [tokens], or [documents, tokens]
-    .bin with .idx           token ids as Megatron-LM writes them, with document borders
-    .bin                     token ids and nothing else, of the type that the config names
-    anything else            UTF-8 text, one document a file
+    .bin with .idx           token ids of Megatron-LM, with document borders
+    .bin                     token ids without borders, of the config's integer type
+    anything else            UTF-8 text, one document per file
 
 Text and JSON lines may be compressed (.gz, .zst). Token ids without borders are cut after every
-separator of the tokenizer. What is wrong with one record (not UTF-8, not an object, no text) is
-yielded as a `BadRecord`, so that the reader can go on; what is wrong with a file (cut short,
-damaged, of another type) is raised.
+separator of the tokenizer. An error in one record (not UTF-8, not an object, no text) is yielded as
+a `BadRecord`, so that reading can continue; an error in a file (truncated, damaged, of another
+type) is raised.
 
-To add a format: a function that yields records, and its suffix in `read_records`.
+To add a format: `jaxmoe/data/formats.py` (a function that yields records, its suffix in
+`read_records`), `tests/jaxmoe/data/test_formats.py` (a case).
 """
 
 from __future__ import annotations
@@ -39,33 +40,33 @@ _MEGATRON_DTYPES = {1: "u1", 2: "i1", 3: "i2", 4: "i4", 5: "i8", 6: "f8", 7: "f4
 _JSON_SUFFIXES = (".jsonl", ".ndjson")
 _COMPRESSED = (".gz", ".zst")
 DATA_SUFFIXES = (*_JSON_SUFFIXES, ".parquet", ".npy", ".bin", ".idx", *_COMPRESSED)
-"""Suffixes of files that are data although their first bytes are no text."""
+"""Suffixes of files that are data even if their first bytes are not text."""
 
 
 class BadRecord(DataError):
-    """One record that cannot be used; the others of its file can."""
+    """A record that cannot be used, in a file whose other records can."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Record:
-    """A document, and where it was found."""
+    """A document, and its location."""
 
     where: str
     value: str | Shaped[np.ndarray, " S"]
     first: int = 0
-    """Of token ids: the position of the first one in the file."""
+    """Position of the first token id in the file, for documents of ids."""
 
 
 def read_records(
     path: epath.Path, *, text_field: str, bin_dtype: str, separator: int | None
 ) -> Iterator[Record | BadRecord]:
-    """The records of a file, in order.
+    """Yield the records of a file, in order.
 
     Args:
-        path: Local, or in a bucket.
+        path: Local file, or file in a bucket.
         text_field: Field or column of the text.
-        bin_dtype: numpy's name for the integers of a .bin file without .idx.
-        separator: Id that ends a document where token ids have no borders; None: one document.
+        bin_dtype: Integer type (numpy name) of a .bin file without .idx.
+        separator: Id that ends a document in files of ids without borders; None: one document.
 
     Raises:
         DataError: The file as a whole cannot be used.
@@ -92,7 +93,7 @@ def read_records(
 
 
 def index_file(path: epath.Path) -> epath.Path:
-    """Where Megatron-LM keeps the borders of a .bin file."""
+    """Return the file in which Megatron-LM stores the borders of a .bin file."""
     return path.with_suffix(".idx")
 
 
@@ -138,12 +139,12 @@ def _field_text(record: Any, field: str, where: str) -> Record | BadRecord:
 
 
 def text_record(value: Any, field: str, where: str) -> Record | BadRecord:
-    """A record of text, if that is what the value is.
+    """Return a record of text, or a BadRecord if the value is not text.
 
     Args:
-        value: What the field holds.
-        field: Its name.
-        where: File and place.
+        value: Value of the field.
+        field: Name of the field.
+        where: File and position in it.
     """
     if not isinstance(value, str):
         return BadRecord(
@@ -174,7 +175,7 @@ def _parquet(path: epath.Path, field: str) -> Iterator[Record | BadRecord]:
             kind = schema.field(field).type
             if not (arrow.types.is_string(kind) or arrow.types.is_large_string(kind)):
                 raise DataError(f"{path}: column {field!r} must hold text, found {kind}")
-            # Arrow trusts that its text is UTF-8: it is taken as bytes, and decoded here.
+            # Arrow does not validate UTF-8: values are read as bytes and decoded here.
             binary = arrow.binary() if arrow.types.is_string(kind) else arrow.large_binary()
             for batch in table.iter_batches(columns=[field]):
                 for value in batch.column(0).cast(binary).to_pylist():
@@ -182,7 +183,7 @@ def _parquet(path: epath.Path, field: str) -> Iterator[Record | BadRecord]:
                     number += 1
     except (arrow.ArrowException, OSError) as error:
         raise DataError(
-            f"{path} is damaged or no Parquet file, found after row {number}: {error}"
+            f"{path} is damaged or not a Parquet file, found after row {number}: {error}"
         ) from error
 
 
@@ -204,7 +205,7 @@ def _numpy(path: epath.Path, separator: int | None) -> Iterator[Record | BadReco
             shape, is_fortran, dtype = read(stream)
         except ValueError as error:
             raise DataError(
-                f"{path} is no .npy file, or cut in its first bytes: {error}"
+                f"{path} is not a .npy file, or truncated in its header: {error}"
             ) from error
         start = stream.tell()
     if len(shape) not in (1, 2) or is_fortran:
@@ -226,7 +227,7 @@ def _plain_ids(
     if size % dtype.itemsize:
         raise DataError(
             f"{path} has {size} bytes, not a multiple of the {dtype.itemsize} of {dtype}: it is "
-            "cut short, or of another type (--data.bin_dtype)"
+            "truncated, or of another type (--data.bin_dtype)"
         )
     yield from _cut(path, _map(path, dtype, size // dtype.itemsize, 0, size), separator)
 
@@ -237,7 +238,7 @@ def _megatron(path: epath.Path) -> Iterator[Record | BadRecord]:
     head = struct.calcsize("<9sQBQQ")
     if len(content) < head or not content.startswith(_MEGATRON_MAGIC):
         raise DataError(
-            f"{index} is no Megatron index: expected {head} bytes or more that begin with "
+            f"{index} is not a Megatron index: expected {head} bytes or more that begin with "
             f"{_MEGATRON_MAGIC!r}, found {len(content)} that begin with {content[:9]!r}"
         )
     _, version, code, num_sequences, num_borders = struct.unpack_from("<9sQBQQ", content)
@@ -263,14 +264,14 @@ def _megatron(path: epath.Path) -> Iterator[Record | BadRecord]:
 
 
 def _map(path: epath.Path, dtype: np.dtype, count: int, start: int, size: int) -> np.ndarray:
-    """The token ids of a file, mapped where the file is local."""
+    """Return the token ids of a file, memory-mapped if the file is local."""
     if not np.issubdtype(dtype, np.integer):
         raise DataError(f"{path} holds {dtype}: expected integers, the ids of tokens")
     wanted = start + count * dtype.itemsize
     if size < wanted:
         raise DataError(
-            f"{path} ends at byte {size}: its {count} ids of {dtype} need {wanted} bytes. It was "
-            "cut short, copy it again"
+            f"{path} ends at byte {size}: its {count} ids of {dtype} need {wanted} bytes. It is "
+            "truncated, copy it again"
         )
     if count == 0:
         return np.zeros(0, dtype)
@@ -280,7 +281,7 @@ def _map(path: epath.Path, dtype: np.dtype, count: int, start: int, size: int) -
 
 
 def _cut(path: epath.Path, ids: np.ndarray, separator: int | None) -> Iterator[Record]:
-    """Documents that end with the separator; all of the file where there is none."""
+    """Yield documents that end with the separator; the whole file without a separator."""
     ends = [
         np.flatnonzero(ids[begin : begin + _CHUNK] == separator) + begin + 1
         for begin in range(0, len(ids) if separator is not None else 0, _CHUNK)
@@ -291,7 +292,7 @@ def _cut(path: epath.Path, ids: np.ndarray, separator: int | None) -> Iterator[R
 
 
 def _lines(path: epath.Path) -> Iterator[bytes]:
-    begun: list[bytes] = []  # parts of a line, joined once: a line may be the whole file
+    begun: list[bytes] = []  # parts of a line, joined once: a file may be one line
     for chunk in _chunks(path):
         *lines, rest = chunk.split(b"\n")
         for line in lines:
@@ -303,12 +304,12 @@ def _lines(path: epath.Path) -> Iterator[bytes]:
 
 
 def _chunks(path: epath.Path) -> Iterator[bytes]:
-    """The content of a file, decompressed as its suffix says."""
+    """Yield the content of a file, decompressed according to its suffix."""
     with path.open("rb") as stream:
         if path.suffix.lower() == ".gz":
             yield from _decompressed(path, stream, lambda: zlib.decompressobj(wbits=31))
         elif path.suffix.lower() == ".zst":
-            # Large archives are made with `zstd --long=31`, which asks for a window of 2 GB.
+            # Large archives are made with `zstd --long=31`, which needs a window of 2 GB.
             zstd = require("zstandard").ZstdDecompressor(max_window_size=2**31)
             yield from _decompressed(path, stream, zstd.decompressobj)
         else:
@@ -317,7 +318,7 @@ def _chunks(path: epath.Path) -> Iterator[bytes]:
 
 
 def _decompressed(path: epath.Path, stream: IO[bytes], make: Any) -> Iterator[bytes]:
-    """The content of all frames, one after the other; an unfinished one is an error."""
+    """Yield the content of all frames in order; an unfinished frame is an error."""
     damage = zlib.error
     if path.suffix.lower() == ".zst":
         damage = require("zstandard").ZstdError
@@ -342,7 +343,7 @@ def _decompressed(path: epath.Path, stream: IO[bytes], make: Any) -> Iterator[by
     if is_open:
         raise DataError(
             f"{path} ends at byte {offset} in the middle of its compressed content (after {given} "
-            "bytes of it): it was cut short, copy it again"
+            "bytes of it): it is truncated, copy it again"
         )
 
 

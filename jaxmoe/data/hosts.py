@@ -1,10 +1,10 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Every part of a batch is read by a host, and all hosts read the same data.
+"""Checks that the hosts read all parts of a batch once, and the same data.
 
-Nothing else would notice: a part that two hosts read and another that none reads make a batch of
-the right shape. So the hosts tell each other, before anything is compiled, which part they read of
-how many, and a hash of what decides every batch (the loader's fingerprint).
+A part that two hosts read and another that no host reads still make a batch of the right shape.
+Before compiling, the hosts therefore exchange their part, the number of parts, and a hash of the
+loader's fingerprint.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from sharding.distributed import gather
 
 
 def check_hosts(loader: Loader, *, process_index: int, process_count: int) -> None:
-    """Refuses hosts that do not make up the batches of one loader; each host must call this.
+    """Raise unless the hosts together read the batches of one loader; each host must call this.
 
     Args:
-        loader: Of this host.
-        process_index: The part that this host reads.
+        loader: Loader of this host.
+        process_index: Part that this host reads.
         process_count: Number of parts.
 
     Raises:
-        DataError: On every host, if one part is read more often than another, or by none, or if
-            the hosts read different data.
+        DataError: A part is read more often than another, or not at all, or the hosts read
+            different data; raised on every host.
     """
     digest = hashlib.sha256(json.dumps(loader.fingerprint(), sort_keys=True).encode()).digest()
     claim = [process_index, process_count, *np.frombuffer(digest[:8], "<i4").tolist()]
@@ -38,13 +38,13 @@ def check_hosts(loader: Loader, *, process_index: int, process_count: int) -> No
 
 
 def check_claims(claims: Int[np.ndarray, "hosts 4"]) -> None:
-    """The check itself.
+    """Raise unless the claims of all hosts are consistent.
 
     Args:
-        claims: For each host: part, number of parts, and two words of the hash.
+        claims: Part, number of parts, and two words of the hash, for each host.
 
     Raises:
-        DataError: They do not fit together.
+        DataError: The claims are not consistent.
     """
     parts, counts = claims[:, 0], claims[:, 1]
     if len(set(counts.tolist())) > 1:

@@ -1,12 +1,12 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""A Hugging Face data set as documents (extra `datasets`).
+"""Reads documents from a Hugging Face data set (extra `datasets`).
 
     --data.dataset roneneldan/TinyStories data:huggingface
 
-A name is looked up on the hub, or in its cache where there is no network; a directory is what
-`Dataset.save_to_disk` wrote. The whole split is read once, in the planning pass. Data sets that
-come as files of text, JSON lines or Parquet can be read without this, by `data:files`.
+A name is looked up on the hub, or in its cache if there is no network; a directory must be one that
+`Dataset.save_to_disk` wrote. The whole split is read once, in the planning pass. `data:files` reads
+text, JSON lines and Parquet files without this extra.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ class HuggingFaceConfig(ReadingConfig):
     name: ClassVar[str] = "huggingface"
 
     dataset: str = ""
-    """Its name on the hub, or a directory that `save_to_disk` wrote."""
+    """Name on the hub, or a directory that `save_to_disk` wrote."""
     subset: str | None = None
-    """Its configuration, where it has several."""
+    """Configuration of the data set, if it has several."""
     dataset_split: str = "train"
-    """The split whose documents are read."""
+    """Split whose documents are read."""
     revision: str | None = None
-    """Commit or tag on the hub; None: the newest."""
+    """Commit or tag on the hub; the newest when None."""
 
     def build(self, seed: int = 0) -> PackedSource:
-        """Reads, tokenises and plans, or finds that in the cache.
+        """Read, tokenise and plan the documents, or read them from the cache.
 
         Raises:
             DataError: The data set or a record cannot be used.
@@ -50,10 +50,10 @@ class HuggingFaceConfig(ReadingConfig):
 
 
 class Rows:
-    """The documents of a data set: a collection.
+    """Documents of a data set: a collection.
 
     Args:
-        config: Which one.
+        config: Data set to read.
 
     Raises:
         DataError: It cannot be loaded, or has no such split or column.
@@ -73,11 +73,11 @@ class Rows:
         return f"data.dataset={self._config.dataset}"
 
     def identity(self) -> Any:
-        """The library's own fingerprint of the rows, and the column."""
+        """Return the fingerprint of the rows by the `datasets` library, and the column."""
         return {**self.content(), "text_field": self._config.text_field}
 
     def content(self) -> dict[str, Any]:
-        """Name, split, number of rows and the library's fingerprint of them."""
+        """Return name, split, number of rows and their fingerprint by the `datasets` library."""
         return {
             "dataset": self._config.dataset,
             "subset": self._config.subset,
@@ -87,7 +87,7 @@ class Rows:
         }
 
     def records(self, tokenizer: Tokenizer | None) -> Iterator[Record | BadRecord]:
-        """The documents, in the order of the rows."""
+        """Yield the documents in the order of the rows."""
         del tokenizer
         field = self._config.text_field
         for number, row in enumerate(self._rows.select_columns([field])):
@@ -106,7 +106,7 @@ class Rows:
             loaded = datasets.load_from_disk(config.dataset)
         except (OSError, ValueError) as error:
             raise DataError(f"data.dataset={config.dataset} cannot be loaded: {error}") from error
-        if not isinstance(loaded, dict):  # one split was saved, without its name
+        if not isinstance(loaded, dict):  # a single split was saved
             return loaded
         if config.dataset_split not in loaded:
             raise DataError(

@@ -1,22 +1,21 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""The loader: a batch is a pure function of (seed, global step), on any number of hosts.
+"""Loads batches as a pure function of seed and global step, on any number of hosts.
 
-Step t of batch size B holds the rows numbered t*B to t*B + B - 1 of an endless sequence (where
-batches grow, those after the rows of all steps before): each epoch visits every row of the split
-once, in an order of its own; a source without end is read straight through. Hosts take consecutive,
-equal parts of the batch, so that the parts of 1, 2 or 4 hosts laid end to end are the same batch.
-There is no state, hence nothing to restore: a checkpoint keeps the step and the fingerprint
-(`position`), and `check_position` refuses to continue on other data. The number of hosts is no part
-of it. Rows that were jumped because nothing could be learned from them (`skipped`) are part of it.
+Step t of batch size B holds rows t*B to t*B + B - 1 of an endless sequence (if batches grow, the
+rows after those of all earlier steps). Each epoch visits every row of the split once, in its own
+order; an unlimited source is read sequentially. Hosts take consecutive, equal parts of the batch,
+so that the parts of 1, 2 or 4 hosts concatenate to the same batch. There is no state to restore: a
+checkpoint keeps the step and the fingerprint (`position`), and `check_position` raises if a run
+resumes with other data. Skipped rows (`skipped`) are part of the position, the number of hosts is
+not.
 
-In a packed row each document is read alone: `positions` start again at its first token, and a
-prediction counts (`loss_weights`) where the target belongs to the document of its token.
+In a packed row, `positions` restart at the first token of each document, and `loss_weights` are 0
+where the target belongs to another document than the token, or to padding.
 
-The validation split is never shuffled and never repeated: its step t is the same for every seed.
+The validation split is neither shuffled nor repeated: its step t is the same for every seed.
 
-Reading ahead is Grain's: `iterate` asks it for batches by step. What this room does not do: mix
-sources, or move a batch to devices.
+Grain prefetches batches in `iterate`.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from jaxmoe.optional import require
 from pallas_kernels.array_types import Float
 
 _PREFETCH = 2
-"""Batches that a thread makes ahead of the consumer."""
+"""Number of batches that a thread prefetches."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,12 +49,12 @@ class Loader:
     sequence_length: int
     """Predictions of one row, S."""
     seed: int
-    """Chooses the order of the rows in each epoch."""
+    """Seed of the order of rows in each epoch."""
     split: Split = "train"
     batch_sizes: BatchSizes | None = None
-    """Rows of each step where they grow to `batch_size`; the same at every step when None."""
+    """Rows of each step, if they grow to `batch_size`; None: the same at every step."""
     skipped: SkippedRows = SkippedRows()
-    """Rows that are jumped."""
+    """Rows that are left out."""
 
     def __post_init__(self):
         if self.batch_sizes is not None and self.batch_sizes.stages[-1][1] != self.batch_size:
@@ -80,26 +79,26 @@ class Loader:
 
     @property
     def num_batches(self) -> int | None:
-        """Whole batches of one pass over the split; None where there is no end."""
+        """Whole batches of one pass over the split; None if unlimited."""
         num_rows = self._num_rows()
         return None if num_rows is None else num_rows // self.batch_size
 
     def batch(self, step: int, *, process_index: int = 0, process_count: int = 1) -> Batch:
-        """The rows of one host at one step.
+        """Return the rows of one host at one step.
 
         Args:
             step: Global step, from 0.
-            process_index: Which part of the batch; hosts that hold the same rows (for instance
-                because they share sequences) pass the same number.
+            process_index: Part of the batch; hosts with the same rows (because they share
+                sequences) pass the same number.
             process_count: Number of equal parts.
 
         Returns:
             Rows [B / process_count, S], as numpy arrays.
 
         Raises:
-            DataError: The parts are not equal, the step is negative or past the end of the
-                validation split, the source gave a token outside its vocabulary, or no prediction
-                of a whole batch counts.
+            DataError: The batch does not divide into parts, the step is negative or past the end of
+                the validation split, a token is outside the vocabulary, or all loss weights of a
+                whole batch are 0.
         """
         rows = self._sizes.rows(step)
         if rows % process_count:
@@ -114,7 +113,7 @@ class Loader:
         self._check_step(step)
         batch = _batch_of([self.row(number) for number in range(first, first + part)])
         validate_batch(batch, self.source.vocab_size)
-        if process_count == 1 and not batch.loss_weights.any():  # a part may have none
+        if process_count == 1 and not batch.loss_weights.any():  # a part of a batch may have none
             raise DataError(
                 f"{self.split} batch {step} has {batch.loss_weights.size} predictions, and the "
                 "loss weight of each is 0 (padding, or the first token of a document): there is "
@@ -123,7 +122,7 @@ class Loader:
         return batch
 
     def first_row(self, step: int) -> int:
-        """The number of the first row of a step.
+        """Return the number of the first row of a step.
 
         Args:
             step: Global step, from 0.
@@ -131,11 +130,11 @@ class Loader:
         return self._sizes.rows_before(step) + self.skipped.rows_before(step)
 
     def without_steps(self, first: int, last: int) -> Loader:
-        """The loader that jumps, before step `first`, the rows that this one gives to some steps.
+        """Return a loader that skips, before step `first`, the rows of some steps of this loader.
 
         Args:
-            first: Global step, from 0.
-            last: The last of them.
+            first: First step whose rows are skipped.
+            last: Last step whose rows are skipped.
         """
         end = self.first_row(last) + self._sizes.rows(last)
         return dataclasses.replace(
@@ -143,10 +142,10 @@ class Loader:
         )
 
     def row(self, number: int) -> Row:
-        """The row at a place of the endless sequence of the split.
+        """Return the row at a place of the endless sequence of the split.
 
         Args:
-            number: The place, from 0: `first_row` of the step, and the place in the batch.
+            number: Place, from 0: `first_row` of the step plus the place in the batch.
         """
         num_rows, epoch = self._num_rows(), 0
         if num_rows is not None and self.split == "train":
@@ -156,10 +155,10 @@ class Loader:
     def iterate(
         self, start_step: int, stop_step: int, *, process_index: int = 0, process_count: int = 1
     ) -> Generator[Batch, None, None]:
-        """The batches of steps [start_step, stop_step), made ahead by Grain.
+        """Yield the batches of steps [start_step, stop_step), prefetched by Grain.
 
-        An error in its thread is raised here, at the step it belongs to. Closing the iterator (or
-        dropping it) drops what was made ahead; the thread ends with the batch in its hands.
+        An error in the prefetching thread is raised at the step of the batch. Closing the iterator
+        drops prefetched batches; the thread ends after its current batch.
 
         Raises:
             MissingPackageError: Grain is not installed.
@@ -174,7 +173,7 @@ class Loader:
             batches.close()
 
     def fingerprint(self) -> dict[str, Any]:
-        """What decides every batch, in values that JSON holds."""
+        """Return everything that determines the batches, as JSON values."""
         order = {} if self._num_rows() is None else {"order": order_digest()}
         stages = self.batch_sizes and [list(stage) for stage in self.batch_sizes.stages]
         return {
@@ -188,7 +187,7 @@ class Loader:
         }
 
     def position(self, step: int) -> dict[str, Any]:
-        """What a checkpoint keeps: the fingerprint, and the first step that was not taken."""
+        """Return the data position for a checkpoint: the fingerprint, and the next step."""
         skipped = self.skipped.before(step).to_json()
         return {**self.fingerprint(), **({"skipped": skipped} if skipped else {}), "step": step}
 
@@ -200,7 +199,7 @@ class Loader:
         return self.source.num_rows(self.split, self.sequence_length)
 
     def _check_step(self, step: int) -> None:
-        """Refuses a step before the first, or past the end of the validation split."""
+        """Raise for a negative step, or a step past the end of the validation split."""
         if step < 0:
             raise DataError(f"step={step} must not be negative")
         num_rows = self._num_rows()
@@ -215,7 +214,7 @@ class Loader:
 
 @dataclasses.dataclass(frozen=True)
 class _Steps:
-    """The batches of some steps, as Grain reads them: a length, and an item by its index."""
+    """Batches of a range of steps as a random-access source of Grain."""
 
     loader: Loader
     start: int
@@ -233,7 +232,7 @@ class _Steps:
 
 
 def _batch_of(rows: list[Row]) -> Batch:
-    """Tokens and targets; of packed rows also segments, positions and what counts."""
+    """Return the batch of rows, with segments and positions if any row is packed."""
     tokens = np.stack([row.tokens for row in rows])
     inputs, targets = (np.ascontiguousarray(part) for part in (tokens[:, :-1], tokens[:, 1:]))
     weights = np.stack([_target_weights(row) for row in rows])
@@ -242,7 +241,7 @@ def _batch_of(rows: list[Row]) -> Batch:
     whole = np.ones(tokens.shape[1], np.int32)
     segments = np.stack([whole if row.segment_ids is None else row.segment_ids for row in rows])
     is_same = segments[:, 1:] == segments[:, :-1]
-    # The place where a token's segment begins is the last place at which the segment changed.
+    # A token's segment begins at the last place where the segment changed.
     places = np.arange(inputs.shape[1], dtype=np.int32)[None, :]
     is_first = np.concatenate([np.ones_like(is_same[:, :1]), ~is_same[:, :-1]], axis=1)
     begins = np.maximum.accumulate(np.where(is_first, places, 0), axis=1)
@@ -271,10 +270,18 @@ def evaluation_batches(
     process_index: int = 0,
     process_count: int = 1,
 ) -> Generator[Batch, None, None]:
-    """The first `num_batches` validation batches, the same ones in the same order every time.
+    """Return the first `num_batches` validation batches, always the same in the same order.
+
+    Args:
+        source: Source of the rows.
+        batch_size: Rows of a batch, over all hosts.
+        sequence_length: Predictions of a row, S.
+        num_batches: Number of batches.
+        process_index: Part of each batch.
+        process_count: Number of parts.
 
     Raises:
-        DataError: At once, if the validation split has fewer.
+        DataError: The validation split has fewer batches; raised before the first one.
     """
     loader = Loader(
         source,
@@ -296,11 +303,11 @@ def evaluation_batches(
 
 
 def check_position(saved: dict[str, Any], current: dict[str, Any]) -> None:
-    """Refuses to continue a run on data other than that it was trained on.
+    """Raise if a run would resume with other data than it was trained on.
 
     Args:
-        saved: The `position` in the checkpoint.
-        current: The `position` of the loader that is to continue.
+        saved: `position` in the checkpoint.
+        current: `position` of the loader that resumes.
 
     Raises:
         DataError: One line for each field that differs, with both values.
@@ -323,7 +330,7 @@ def check_position(saved: dict[str, Any], current: dict[str, Any]) -> None:
 
 
 def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested dictionaries as one, with dotted names."""
+    """Return nested dicts as one dict with dotted names."""
     flat = {}
     for name, value in tree.items():
         if isinstance(value, dict):

@@ -1,18 +1,18 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""A weighted mixture of sources: every row comes from one part, in exact proportions.
+"""Mixes sources by weight: every row comes from one part, in exact proportions.
 
     --data.mix web=0.7:crawl/ code=0.3:'src/**/*.py'
 
-Row k of the endless sequence belongs to a part that depends on k and the weights alone, at most one
-row away from its share at any k (see `order.py`); within a part, rows are those of its epochs, each
-shuffled: one with few rows and a large weight is repeated more often than the others. Held out are
-rows of each part in the same proportions, none twice, as far as the shortest reaches.
+The part of row k of the endless sequence depends on k and the weights alone, and is at most one row
+away from its share at any k (see `order.py`). Rows within a part are those of its shuffled epochs:
+a part with few rows and a large weight is repeated more often. The validation split has rows of
+each part in the same proportions, none twice, until a part is exhausted.
 
-All parts share one tokenizer; a trained one is trained on the train splits of all.
+All parts share one tokenizer; it is trained, if at all, on the train splits of all parts.
 
-To mix sources that are not files: `Mixture` takes any. All should pack, or none, so that every
-batch has the same fields and one compiled step takes them.
+`Mixture` also mixes sources that do not read files. Either all parts or none should be packed, so
+that every batch has the same fields and one compiled step takes them.
 """
 
 from __future__ import annotations
@@ -49,22 +49,22 @@ class MixtureConfig(FileReadingConfig):
     name: ClassVar[str] = "mixture"
 
     mix: tuple[str, ...] = ()
-    """Parts, several after each other: NAME=WEIGHT:PATH, a path as in data.path. Weights are shares
-    of rows; they need not sum to 1, and 0 leaves a part out."""
+    """Parts, separated by spaces: NAME=WEIGHT:PATH, a path as in data.path. Weights are shares of
+    rows; they need not sum to 1, and 0 leaves a part out."""
 
     def check(self) -> None:
-        """Raises a ValueError for values that cannot be."""
-        # Not super(): a class with slots is made twice, and the first is not an ancestor.
+        """Raise a ValueError for invalid values."""
+        # Not super(): a dataclass with slots is created twice, and the first is not an ancestor.
         FileReadingConfig.check(self)
         parts = [_part(text) for text in self.mix]
         names = [name for name, _, _ in parts]
         if len(set(names)) < len(names):
             raise ValueError(f"data.mix names a part twice: {', '.join(names)}")
         if parts and not any(weight for _, weight, _ in parts):
-            raise ValueError("data.mix: every weight is 0, so that nothing is left")
+            raise ValueError("data.mix: every weight is 0: give at least one a weight above 0")
 
     def build(self, seed: int = 0) -> Mixture:
-        """Reads, tokenises and plans every part.
+        """Read, tokenise and plan every part.
 
         Raises:
             DataError: A path, a file or a record cannot be used.
@@ -82,7 +82,7 @@ class Mixture:
 
     Args:
         parts: Weight, above 0, and source of each part, by name.
-        seed: Of the order of rows within each part.
+        seed: Seed of the order of rows within each part.
 
     Raises:
         DataError: The parts do not share a vocabulary.
@@ -101,22 +101,22 @@ class Mixture:
 
     @property
     def parts(self) -> dict[str, Source]:
-        """The sources by name."""
+        """Sources by name."""
         return dict(zip(self._names, self._sources, strict=True))
 
     @property
     def tokenizer(self) -> Any:
-        """Of all parts; None where they have none."""
+        """Tokenizer of all parts, if any."""
         return getattr(self._sources[0], "tokenizer", None)
 
     @property
     def vocab_size(self) -> int:
-        """Of all parts."""
+        """Vocabulary of all parts."""
         return self._sources[0].vocab_size
 
     @property
     def bytes_per_token(self) -> float | None:
-        """Mean of the parts by weight, exact where their rows are equally full."""
+        """Mean of the parts by weight, exact if their rows are equally full."""
         ratios = [source.bytes_per_token for source in self._sources]
         if None in ratios:
             return None
@@ -124,7 +124,7 @@ class Mixture:
         return math.fsum(products) / sum(self._weights)
 
     def num_rows(self, split: Split, sequence_length: int) -> int | None:
-        """No end in training; held out, as far as the shortest part reaches."""
+        """Return None (unlimited) for training; for validation, until a part is exhausted."""
         if split == "train":
             return None
         sizes = [source.num_rows(split, sequence_length) for source in self._sources]
@@ -133,8 +133,8 @@ class Mixture:
         return interleaved_length([size for size in sizes if size is not None], self._weights)
 
     def row(self, split: Split, index: int, sequence_length: int, *, epoch: int = 0) -> Row:
-        """The row at a place of the endless sequence."""
-        del epoch  # parts have their own
+        """Return the row at a place of the endless sequence."""
+        del epoch  # parts have epochs of their own
         part, place = interleaved(index, self._weights)
         source, repeat = self._sources[part], 0
         size = source.num_rows(split, sequence_length)
@@ -149,13 +149,13 @@ class Mixture:
         return source.row(split, place, sequence_length, epoch=repeat)
 
     def entropy_bits_per_token(self, sequence_length: int) -> float | None:
-        """Mean of the parts by weight, where it is known of all."""
+        """Return the mean of the parts by weight, None if one is unknown."""
         rates = [source.entropy_bits_per_token(sequence_length) for source in self._sources]
         known = [w * r for w, r in zip(self._weights, rates, strict=True) if r is not None]
         return math.fsum(known) / sum(self._weights) if len(known) == len(rates) else None
 
     def fingerprint(self) -> dict[str, Any]:
-        """Weights, order and the parts."""
+        """Return the weights, the order, and the fingerprints of the parts."""
         parts = zip(self._names, self._weights, self._sources, strict=True)
         return {
             "kind": MixtureConfig.name,
@@ -164,7 +164,7 @@ class Mixture:
         }
 
     def describe(self, sequence_length: int) -> str:
-        """The share of each part, and what it is."""
+        """Return share and description of each part."""
         total = sum(self._weights)
         parts = zip(self._names, self._weights, self._sources, strict=True)
         return "mixture of " + "; ".join(
@@ -173,20 +173,20 @@ class Mixture:
         )
 
     def text(self, split: Split) -> Shaped[np.ndarray, " length"] | None:
-        """None: one after the other, the parts are not the text that rows are drawn from."""
+        """Return None: the parts end to end are not the text of the rows."""
         del split
 
     def encode(self, text: str) -> Int[np.ndarray, " S"]:
-        """By the tokenizer of all parts."""
+        """Return the ids of a text, by the tokenizer of all parts."""
         return self._sources[0].encode(text)
 
     def decode(self, tokens: Int[np.ndarray, " S"]) -> str:
-        """By the tokenizer of all parts."""
+        """Return the text of ids, by the tokenizer of all parts."""
         return self._sources[0].decode(tokens)
 
 
 def _part(text: str) -> tuple[str, float, str]:
-    """Name, weight and path of `NAME=WEIGHT:PATH`."""
+    """Return name, weight and path of `NAME=WEIGHT:PATH`."""
     match = _PART.fullmatch(text)
     if match is None:
         raise ValueError(f"data.mix has {text!r}: write a part as NAME=WEIGHT:PATH, web=0.7:crawl/")
@@ -198,7 +198,7 @@ def _part(text: str) -> tuple[str, float, str]:
 
 
 def _checked(name: str, weight: float, spelled: str | None = None) -> float:
-    """A weight that can be used."""
+    """Return a weight, or raise if it is not a number of at least 0."""
     if not (math.isfinite(weight) and weight >= 0):
         raise DataError(
             f"data.mix: the weight of {name} is {spelled or weight}, which must be a number, 0 "
@@ -208,6 +208,6 @@ def _checked(name: str, weight: float, spelled: str | None = None) -> float:
 
 
 def _part_seed(seed: int, name: str) -> int:
-    """The seed of a part, so that two parts of equal size are not in step."""
+    """Return the seed of a part; parts of equal size are shuffled differently."""
     digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
     return int.from_bytes(digest[:4], "big")

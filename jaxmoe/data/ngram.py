@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Reference lines for a loss on bytes: what counting does, and what a compressor does.
+"""Computes reference losses on bytes: of n-gram counts, and of the xz compressor.
 
 An order-k model predicts a byte from the k before it. Counts are smoothed by interpolation with the
 next shorter context, down to the uniform distribution over 256 bytes (Witten-Bell, method C):
@@ -8,10 +8,10 @@ next shorter context, down to the uniform distribution over 256 bytes (Witten-Be
     p_k(b | c) = (count(c b) + distinct(c) p_{k-1}(b | c')) / (count(c) + distinct(c))
 
 with distinct(c) the number of different bytes seen after context c, and c' the context without its
-oldest byte; a context that was never seen passes p_{k-1} on. No constant to tune. Witten and Bell,
+oldest byte; a context that was never seen uses p_{k-1}. There are no constants. Witten and Bell,
 "The zero-frequency problem" (IEEE Transactions on Information Theory 37(4), 1991).
 
-Counted on one split and scored on the other, all of it: the first bytes use the contexts they have.
+Counts are of one split and scores of the other. Its first bytes use the contexts that they have.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from jaxmoe.data.batch import DataError
 from pallas_kernels.array_types import Shaped
 
 _LONGEST_ORDER = 6
-"""Context and next byte together must fit in a signed 64-bit key."""
+"""Longest context: with the next byte it must fit in a signed 64-bit key."""
 
 
 def ngram_bits_per_byte(
@@ -34,11 +34,11 @@ def ngram_bits_per_byte(
     *,
     orders: Sequence[int] = (1, 2, 3),
 ) -> dict[int, float]:
-    """Held-out bits per byte of count models.
+    """Return the held-out bits per byte of n-gram models.
 
     Args:
-        train: Bytes that are counted, uint8.
-        held_out: Bytes that are predicted, uint8.
+        train: Bytes to count, uint8.
+        held_out: Bytes to predict, uint8.
         orders: Lengths of context, each from 0 to 6.
 
     Returns:
@@ -69,15 +69,14 @@ def ngram_bits_per_byte(
             seen, (count + weight * shorter) / np.where(seen, context_count + weight, 1), shorter
         )
         bits[order] = float(-np.log2(probability).mean())
-    # A text shorter than the context adds nothing to the longest order that it has.
+    # A text shorter than the context has the value of its longest order.
     return {order: bits[min(order, max(bits))] for order in orders}
 
 
 def xz_bits_per_byte(text: Shaped[np.ndarray, " length"]) -> float:
-    """Bits per byte of the text compressed alone by xz (LZMA2, preset 6), headers included.
+    """Return the bits per byte of a text compressed by xz (LZMA2, preset 6), headers included.
 
-    The compressor has seen nothing before, so this flatters no model that was trained; on a short
-    text it is far above what xz reaches on a long one.
+    The compressor starts without any statistics: short texts compress far worse than long ones.
     """
     if not len(text):
         raise DataError("nothing to compress: 0 bytes")
@@ -85,7 +84,7 @@ def xz_bits_per_byte(text: Shaped[np.ndarray, " length"]) -> float:
 
 
 def _grams(text: np.ndarray, length: int) -> np.ndarray:
-    """Every run of `length` bytes as one number, the oldest byte first."""
+    """Return every run of `length` bytes as one number, the oldest byte first."""
     grams = np.zeros(len(text) - length + 1, np.int64)
     for offset in range(length):
         grams = (grams << 8) | text[offset : len(text) - length + 1 + offset]
@@ -93,6 +92,6 @@ def _grams(text: np.ndarray, length: int) -> np.ndarray:
 
 
 def _look_up(keys: np.ndarray, values: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """The value beside each wanted key, 0 where the key is absent; keys are sorted."""
+    """Return the value of each wanted key, 0 if it is absent; keys are sorted."""
     places = np.searchsorted(keys, wanted).clip(max=len(keys) - 1)
     return np.where(keys[places] == wanted, values[places], 0)

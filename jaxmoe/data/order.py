@@ -1,23 +1,21 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Order with random access: rows shuffled anew in each epoch, and parts interleaved by weight.
+"""Orders rows with random access: shuffles each epoch, and interleaves parts by weight.
 
-The shuffle is Grain's (`MapDataset.shuffle`): a keyed permutation of the row numbers, an item of
-which costs no memory and some ten microseconds (of n rows below 2**16, some 15 ms / n). Grain takes
-the sum of seed and epoch for its key, so that epoch 1 of seed 0 would be epoch 0 of seed 1; the key
-here is a hash of both. The order is part of what a checkpoint promises, and Grain does not promise
-it across versions: `order_digest`, kept in every position, is the hash of a short order, and a
-Grain that orders otherwise is refused instead of followed in silence.
+The shuffle is Grain's (`MapDataset.shuffle`): a keyed permutation of the row numbers without a
+table, about ten microseconds per item (of n rows below 2**16, about 15 ms / n). Grain adds seed and
+epoch to get its key, so that epoch 1 of seed 0 would equal epoch 0 of seed 1; the key here is a
+hash of both. Resuming depends on the order, which Grain does not guarantee across versions:
+`order_digest`, a hash of a short order, is kept in every data position, and another value is an
+error.
 
-The interleaving is our own. Grain's `mix` rounds every weight to a hundredth of the smallest (0.7
-and 0.3 become 233 and 100), and this one is exact: with whole weights a_1 ... a_n, A_i = a_i + ...
-+ a_n, and k_1 = k of the first k places,
+The interleaving is exact. (Grain's `mix` rounds every weight to a hundredth of the smallest: 0.7
+and 0.3 become 233 and 100.) With integer weights a_1 ... a_n, A_i = a_i + ... + a_n, and k_1 = k of
+the first k places,
 
     k_{i+1} = floor(k_i (A_i - a_i) / A_i),   part i has k_i - k_{i+1} of them,
 
 which is a_i k / A up to rounding for every k, and exact where A divides k.
-
-To add an order: here, a pure function of seed and place.
 """
 
 from __future__ import annotations
@@ -36,16 +34,16 @@ from jaxmoe.data.batch import DataError
 from jaxmoe.optional import require
 
 _MOST_ROWS = 2**32 - 1
-"""Grain permutes 32-bit numbers."""
+"""Largest size of Grain's permutation."""
 
 
 def shuffled(number: int, *, size: int, seed: int) -> tuple[int, int]:
-    """Epoch and row at a place of the endless sequence of epochs.
+    """Return epoch and row at a place of the endless sequence of epochs.
 
     Args:
-        number: The place, from 0.
-        size: Rows of an epoch, from 1.
-        seed: Chooses the orders.
+        number: Place, from 0.
+        size: Rows of an epoch, at least 1.
+        seed: Seed of the orders.
 
     Raises:
         DataError: There are more rows than Grain can permute.
@@ -56,7 +54,7 @@ def shuffled(number: int, *, size: int, seed: int) -> tuple[int, int]:
 
 @functools.lru_cache(maxsize=64)
 def _epoch_order(size: int, seed: int, epoch: int) -> Any:
-    """The rows of an epoch in their order, as a Grain data set."""
+    """Return the rows of an epoch in their order, as a Grain data set."""
     if size > _MOST_ROWS:
         raise DataError(
             f"an epoch of {size} rows is longer than the shuffle can take ({_MOST_ROWS}): train on "
@@ -66,15 +64,24 @@ def _epoch_order(size: int, seed: int, epoch: int) -> Any:
     return require("grain").MapDataset.range(size).shuffle(seed=key)
 
 
+def frozen_generator(*key: int) -> np.random.RandomState:
+    """Return a generator whose stream depends on the key alone, in any version of numpy.
+
+    Args:
+        key: Non-negative integers.
+    """
+    return np.random.RandomState(np.random.Philox(np.random.SeedSequence(key)))
+
+
 @functools.cache
 def order_digest() -> str:
-    """Eight hexadecimal digits that change when Grain shuffles otherwise."""
+    """Return eight hexadecimal digits that identify Grain's shuffle."""
     order = [shuffled(number, size=1000, seed=1)[1] for number in range(2000)]
     return hashlib.sha256(np.array(order, "<i8").tobytes()).hexdigest()[:8]
 
 
 def whole_weights(weights: Sequence[float]) -> tuple[int, ...]:
-    """Integers in the proportions of decimal weights: 0.7 and 0.3 become 7 and 3."""
+    """Return integers in the proportions of decimal weights: 0.7 and 0.3 become 7 and 3."""
     exact = [fractions.Fraction(repr(weight)) for weight in weights]
     scale = math.lcm(*(weight.denominator for weight in exact))
     whole = [int(weight * scale) for weight in exact]
@@ -82,7 +89,7 @@ def whole_weights(weights: Sequence[float]) -> tuple[int, ...]:
 
 
 def interleaved_counts(number: int, weights: Sequence[int]) -> list[int]:
-    """How many of the first `number` places belong to each part."""
+    """Return how many of the first `number` places belong to each part."""
     counts, rest, total = [], number, sum(weights)
     for weight in weights:
         following = rest * (total - weight) // total
@@ -92,10 +99,10 @@ def interleaved_counts(number: int, weights: Sequence[int]) -> list[int]:
 
 
 def interleaved(number: int, weights: Sequence[int]) -> tuple[int, int]:
-    """Which part a place belongs to, and how many places before it belong to that part.
+    """Return the part of a place, and the number of earlier places of that part.
 
     Args:
-        number: The place, from 0.
+        number: Place, from 0.
         weights: Positive integers.
     """
     before, after = (interleaved_counts(n, weights) for n in (number, number + 1))
@@ -104,7 +111,7 @@ def interleaved(number: int, weights: Sequence[int]) -> tuple[int, int]:
 
 
 def interleaved_length(sizes: Sequence[int], weights: Sequence[int]) -> int:
-    """The most places that need no part more often than it has rows.
+    """Return the largest number of places that needs no part more often than it has rows.
 
     Args:
         sizes: Rows of each part.

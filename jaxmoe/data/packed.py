@@ -1,13 +1,10 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""A source of packed documents: what files and data sets become once they are planned.
+"""Provides a source of packed documents, for all configs that read files or data sets.
 
-Bytes per token are those of the held-out predictions: a document's bits are spent on all of its
-tokens but the first (the separator, which stands for no text), its end among them, and divided by
-its bytes. Where a record was token ids already, or the end of a document was held out, the bytes
-are counted by decoding.
-
-To add a source of documents: a config whose `build` calls `build_sources` with a collection.
+Bytes per token are those of the held-out predictions: the bytes of the documents, divided by their
+tokens without the first (the separator, which is not text) and with the last. Where records are
+token ids, or the end of a document is held out, bytes are counted by decoding.
 """
 
 from __future__ import annotations
@@ -38,35 +35,35 @@ from jaxmoe.disk import cache_directory
 from pallas_kernels.array_types import Int, Shaped
 
 _MOST_TEXT = 2**25
-"""Bytes of a split beyond which n-grams would take longer to count than a small run to train."""
+"""Bytes of a split above which n-grams are not counted, because it would take too long."""
 _SPLITS: tuple[Split, Split] = ("train", "validation")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ReadingConfig(SourceKind):
-    """How documents are read, whatever they come from."""
+    """Fields of all sources that read documents."""
 
     takes_tokenizer: ClassVar[bool] = True
 
     text_field: str = "text"
     """Field (JSON) or column (Parquet) of the text."""
     tokenizer: TokenizerConfig = BytesConfig()
-    """Text to token ids. model.vocab_size must not be smaller than its vocabulary."""
+    """Tokenizer of text; model.vocab_size must be at least its vocabulary."""
     packing: Packing = "best_fit"
-    """best_fit: whole documents side by side, each alone to attention. concatenate: end to end, cut
-    at every row, attention across documents; computes faster."""
+    """best_fit: documents side by side, attention within each. concatenate: documents end to end,
+    cut at every row, attention across documents; computes faster."""
     validation_fraction: float = 0.05
-    """Of the documents that is held out; of each one's end, where that is less than one."""
+    """Share of documents to hold out; of the end of each, if that is less than one document."""
     on_bad_record: BadRecords = "stop"
-    """stop: a record that is not text ends the run. skip: it is left out, counted and reported."""
+    """stop: a bad record ends the run. skip: bad records are left out, counted and reported."""
     cache: str | None = None
-    """Directory of tokens and plans; $XDG_CACHE_HOME/jaxmoe/data (~/.cache) when None."""
+    """Directory of cached tokens; $XDG_CACHE_HOME/jaxmoe/data (~/.cache/...) when None."""
 
     def __post_init__(self):
         self.check()
 
     def check(self) -> None:
-        """Raises a ValueError for values that cannot be."""
+        """Raise a ValueError for invalid values."""
         if not 0.0 < self.validation_fraction < 1.0:
             raise ValueError(
                 f"data.validation_fraction={self.validation_fraction} must lie between 0 and 1"
@@ -76,7 +73,7 @@ class ReadingConfig(SourceKind):
 
     @property
     def cache_directory(self) -> pathlib.Path:
-        """Where stores are kept."""
+        """Directory of cached tokens."""
         if self.cache is not None:
             return pathlib.Path(self.cache).expanduser()
         return cache_directory() / "data"
@@ -90,17 +87,17 @@ def build_sources(
     held_out: Collection | None = None,
     seed: int,
 ) -> dict[str, PackedSource]:
-    """Sources of one tokenizer, one for each collection.
+    """Return one source per collection, with one tokenizer.
 
     Args:
-        config: How to read.
-        kind: What fingerprints call the sources.
-        collections: By name.
-        held_out: The validation split, where it has documents of its own.
-        seed: Of the order of documents.
+        config: Config that says how to read.
+        kind: Kind of the sources in fingerprints.
+        collections: Collections by name.
+        held_out: Collection of the validation split, if it is separate.
+        seed: Seed of the order of documents.
 
     Raises:
-        DataError: Something cannot be read, or leaves a split without documents.
+        DataError: A file or record cannot be read, or a split has no documents.
     """
     cache = config.cache_directory
     fraction = config.validation_fraction if held_out is None else 0.0
@@ -142,13 +139,13 @@ class PackedSource:
     """Documents of one tokenizer, packed into rows.
 
     Args:
-        kind: What the fingerprint calls it.
-        config: How it was read.
-        tokenizer: Of all documents.
-        documents: Of each split.
-        facts: Of what was read, by the split that it was read for.
-        directories: Where packings are kept.
-        seed: Of the order of documents.
+        kind: Kind of the source in the fingerprint.
+        config: Config that says how it was read.
+        tokenizer: Tokenizer of all documents.
+        documents: Documents of each split.
+        facts: Sizes and sha256 of what was read, by split.
+        directories: Directories for cached packings, by split.
+        seed: Seed of the order of documents.
     """
 
     def __init__(
@@ -175,12 +172,12 @@ class PackedSource:
 
     @property
     def vocab_size(self) -> int:
-        """Of the tokenizer."""
+        """Vocabulary of the tokenizer."""
         return self.tokenizer.vocab_size
 
     @property
     def bytes_per_token(self) -> float | None:
-        """Bytes of held-out text, over the predictions that they take."""
+        """Bytes of held-out text per prediction."""
         return self._bytes_per_token
 
     @functools.cached_property
@@ -200,11 +197,11 @@ class PackedSource:
         return counted / int(np.maximum(documents.lengths - 1, 0).sum())
 
     def num_rows(self, split: Split, sequence_length: int) -> int:
-        """Rows of an epoch; the same in every one."""
+        """Return the number of rows of an epoch, the same in every epoch."""
         return self.packed(split, sequence_length).num_rows
 
     def row(self, split: Split, index: int, sequence_length: int, *, epoch: int = 0) -> Row:
-        """Row `index` of the plan of an epoch.
+        """Return row `index` of an epoch.
 
         Raises:
             DataError: There is no such row.
@@ -218,11 +215,11 @@ class PackedSource:
         return plan.row(index, epoch)
 
     def entropy_bits_per_token(self, sequence_length: int) -> None:
-        """Nobody knows it for real text."""
+        """Return None: the entropy of real text is unknown."""
         del sequence_length
 
     def fingerprint(self) -> dict[str, Any]:
-        """What was read, and how it became tokens."""
+        """Return what was read, and how it became tokens."""
         return {
             "kind": self._kind,
             **{
@@ -240,7 +237,7 @@ class PackedSource:
         }
 
     def describe(self, sequence_length: int) -> str:
-        """Documents, tokens, tokenizer and what packing leaves free."""
+        """Return documents, tokens, tokenizer and packing efficiency in one line."""
         count = sum(facts["documents"] for facts in self._facts.values())
         tokens = sum(facts["tokens"] for facts in self._facts.values())
         skipped = sum(facts["skipped_records"] for facts in self._facts.values())
@@ -255,7 +252,7 @@ class PackedSource:
         )
 
     def text(self, split: Split) -> Shaped[np.ndarray, " length"] | None:
-        """The documents, separated by byte 0; None beyond 32 MB."""
+        """Return the documents, separated by byte 0; None above 32 MB."""
         documents = self.documents[split]
         most = _MOST_TEXT if self.vocab_size <= 256 else _MOST_TEXT // 2
         if not self.tokenizer.is_text or documents.lengths.sum() > most:
@@ -265,14 +262,14 @@ class PackedSource:
         return np.frombuffer(joined, np.uint8) if len(joined) <= _MOST_TEXT else None
 
     def encode(self, text: str) -> Int[np.ndarray, " S"]:
-        """The ids of a text, after the separator that every document begins with."""
+        """Return the ids of a text, after the separator that begins every document."""
         ids = self.tokenizer.encode_all([text])[0].astype(np.int32)
         if not self.tokenizer.is_text:
             return ids
         return np.concatenate([np.array([self.tokenizer.separator], np.int32), ids])
 
     def decode(self, tokens: Int[np.ndarray, " S"]) -> str:
-        """The text of the tokens; what is not UTF-8 becomes U+FFFD."""
+        """Return the text of the tokens; invalid UTF-8 becomes U+FFFD."""
         return self.tokenizer.decode(np.asarray(tokens)).decode("utf-8", errors="replace")
 
     def _pack(self, split: Split, sequence_length: int) -> BestFit | Concatenated:

@@ -1,24 +1,24 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Packing: documents of any length into rows of S + 1 tokens, nothing lost.
+"""Packs documents of any length into rows of S + 1 tokens.
 
 `best_fit`: a document of n tokens has n - 1 predictions. It is cut into pieces of S predictions
 (S + 1 tokens: the last token of a piece is the first of the next, so that every token but the
-document's first is predicted exactly once), and the pieces are packed longest first, each into the
-row with the least room that takes it, or a new one (best-fit decreasing; Ding et al., "Fewer
+document's first is predicted exactly once). Pieces are packed longest first, each into the row with
+the least free space that fits it, or a new row (best-fit decreasing; Ding et al., "Fewer
 truncations improve language modeling", arXiv 2404.10830, section 3). A row holds only whole pieces;
-what stays free is padding. Which lengths share a row depends on the lengths alone, so that the
-number of rows, and the work of packing, is that of one epoch; which documents of equal length fill
-the places is drawn anew in each.
+the rest is padding. The lengths in a row depend on the lengths of the pieces alone, so that rows
+are packed once for all epochs; documents of equal length swap places in each epoch.
 
-`concatenate`: the documents in an order drawn anew in each epoch, end to end (two separators that
-meet are one), cut every S tokens. No padding and no segments, attention runs across documents; the
-last tokens of an epoch, fewer than S, are not seen in it.
+`concatenate`: the documents of an epoch in random order, end to end (two adjacent separators become
+one), cut every S tokens. There is no padding and no segments, and attention crosses documents; the
+last tokens of an epoch, fewer than S, are left out.
 
-The order of rows is the loader's; that of the held-out split, which nobody shuffles, is mixed here
-by a constant, so that its first batches are like the others.
+The loader orders the rows. The held-out split, which is not shuffled, is permuted here by a
+constant seed, so that its first batches resemble the others.
 
-To add a packing: a class with `num_rows`, `row` and `efficiency`, and its name in `Packing`.
+To add a packing: `jaxmoe/data/packing.py` (a class with `num_rows`, `row` and `efficiency`, and its
+name in `Packing`), `jaxmoe/data/packed.py` (its construction).
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from typing import Literal
 import numpy as np
 
 from jaxmoe.data.documents import DocumentSet
+from jaxmoe.data.order import frozen_generator
 from jaxmoe.data.source import Row
 from pallas_kernels.array_types import Int
 
@@ -41,17 +42,17 @@ logger = logging.getLogger(__name__)
 Packing = Literal["best_fit", "concatenate"]
 
 _KEPT_EPOCHS = 3
-"""Plans in memory: batches made ahead may already be those of the next epoch."""
+"""Number of epochs in memory: prefetched batches may belong to the next epoch."""
 
 
 class BestFit:
     """Documents packed into rows with segments.
 
     Args:
-        documents: Of one split.
+        documents: Documents of one split.
         sequence_length: S.
-        seed: Of the order in each epoch; None: the held-out split, which has one epoch.
-        file: Where the packing of the lengths is kept; None: it is not.
+        seed: Seed of the order in each epoch; None for the held-out split, which has one epoch.
+        file: File that caches the packing of the lengths, if any.
     """
 
     def __init__(
@@ -70,16 +71,16 @@ class BestFit:
             slots = best_fit(self._piece_lengths[by_length], sequence_length + 1)
             _write(file, slots)
         self.num_rows = int(slots.max(initial=-1)) + 1
-        # The places of row r, of those in order of length: order[borders[r]:borders[r + 1]].
+        # Row r holds the pieces order[borders[r]:borders[r + 1]], counted in order of length.
         self._order = np.argsort(slots, kind="stable")
         self._borders = np.searchsorted(slots[self._order], np.arange(self.num_rows + 1))
         self._rows = np.arange(self.num_rows)
         if seed is None:
-            self._rows = _frozen_generator(0).permutation(self.num_rows)
+            self._rows = frozen_generator(0).permutation(self.num_rows)
         self._filled = functools.lru_cache(maxsize=_KEPT_EPOCHS)(self._fill)
 
     def row(self, index: int, epoch: int) -> Row:
-        """One row: its pieces from the left, then padding."""
+        """Return a row: its pieces from the left, then padding."""
         capacity = self._length + 1
         tokens = np.zeros(capacity, np.int32)
         segment_ids = np.zeros(capacity, np.int32)
@@ -96,15 +97,15 @@ class BestFit:
         return Row(tokens, segment_ids)
 
     def efficiency(self) -> float:
-        """Predictions that count, of all that rows of this length could hold."""
+        """Return the share of predictions that are not padding."""
         predictions = self._piece_lengths.sum() - len(self._piece_lengths)
         return float(predictions / max(1, self.num_rows * self._length))
 
     def _fill(self, epoch: int) -> Int[np.ndarray, " pieces"]:
-        """The pieces in order of length; equal lengths in an order of the epoch."""
+        """Return the pieces in order of length; equal lengths in random order of the epoch."""
         if self._seed is None:
             return np.argsort(-self._piece_lengths, kind="stable")
-        drawn = _frozen_generator(self._seed, epoch).permutation(len(self._piece_lengths))
+        drawn = frozen_generator(self._seed, epoch).permutation(len(self._piece_lengths))
         return drawn[np.argsort(-self._piece_lengths[drawn], kind="stable")]
 
 
@@ -112,10 +113,10 @@ class Concatenated:
     """Documents end to end, cut into rows without segments.
 
     Args:
-        documents: Of one split.
+        documents: Documents of one split.
         sequence_length: S.
-        seed: Of the order in each epoch; None: the held-out split, in its own order.
-        separator: The id that neighbours share; None: none is left out.
+        seed: Seed of the order in each epoch; None for the held-out split, in its own order.
+        separator: Id that adjacent documents share; None: all ids are kept.
     """
 
     def __init__(
@@ -134,11 +135,11 @@ class Concatenated:
         self.num_rows = max(0, (int(self._kept.sum()) - 1) // sequence_length)
         self._rows = np.arange(self.num_rows)
         if seed is None:
-            self._rows = _frozen_generator(0).permutation(self.num_rows)
+            self._rows = frozen_generator(0).permutation(self.num_rows)
         self._ordered = functools.lru_cache(maxsize=_KEPT_EPOCHS)(self._order)
 
     def row(self, index: int, epoch: int) -> Row:
-        """One window of S + 1 tokens."""
+        """Return a window of S + 1 tokens."""
         order, ends = self._ordered(epoch)
         begin = int(self._rows[index]) * self._length
         end = begin + self._length + 1
@@ -154,28 +155,28 @@ class Concatenated:
         return Row(np.concatenate(parts).astype(np.int32))
 
     def efficiency(self) -> float:
-        """Nothing is padded."""
+        """Return 1: there is no padding."""
         return 1.0
 
     def _order(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """Documents in the order of the epoch, and where each ends."""
+        """Return the documents in the order of the epoch, and the end of each."""
         order = np.arange(len(self._kept))
         if self._seed is not None:
-            order = _frozen_generator(self._seed, epoch).permutation(len(self._kept))
+            order = frozen_generator(self._seed, epoch).permutation(len(self._kept))
         return order, np.cumsum(self._kept[order])
 
 
 def cut(
     lengths: Int[np.ndarray, " documents"], sequence_length: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Cuts documents into pieces of at most S + 1 tokens that overlap by one.
+    """Cut documents into pieces of at most S + 1 tokens that overlap by one.
 
     Args:
-        lengths: Tokens of each document; one of fewer than 2 has nothing to predict, and no piece.
+        lengths: Tokens of each document; a document of fewer than 2 has no piece.
         sequence_length: S.
 
     Returns:
-        For each piece: its document, its number within that, its tokens.
+        Document, number within the document, and tokens of each piece.
     """
     predictions = np.maximum(lengths.astype(np.int64) - 1, 0)
     counts = -(-predictions // sequence_length)
@@ -186,38 +187,38 @@ def cut(
 
 
 def best_fit(lengths: Int[np.ndarray, " pieces"], capacity: int) -> Int[np.ndarray, " pieces"]:
-    """The row of each piece, packed in the order given.
+    """Return the row of each piece, packed in the given order.
 
-    The rooms that rows have left are bits of one integer: the least room that takes a piece is the
-    lowest bit from its length on. About a microsecond for each piece, however many rows are open.
+    Bit i of one integer says that a row with i free tokens exists, so that the best fit is the
+    lowest bit from a piece's length on: about a microsecond per piece for any number of rows.
 
     Args:
-        lengths: Tokens of each piece, from 1 to the capacity, none longer than the one before.
+        lengths: Tokens of each piece, from 1 to the capacity, in descending order.
         capacity: Tokens of a row.
     """
-    num_full = int(np.searchsorted(-lengths, -capacity, side="right"))  # each a row of its own
+    num_full = int(np.searchsorted(-lengths, -capacity, side="right"))  # each fills a row
     rows = list(range(num_full))
     open_rows: list[list[int]] = [[] for _ in range(capacity + 1)]
-    rooms, num_rows = 0, num_full
+    free_sizes, num_rows = 0, num_full
     for length in lengths[num_full:].tolist():
-        fitting = rooms >> length
+        fitting = free_sizes >> length
         if fitting:
-            room = length + (fitting & -fitting).bit_length() - 1
-            row = open_rows[room].pop()
-            if not open_rows[room]:
-                rooms ^= 1 << room
+            free = length + (fitting & -fitting).bit_length() - 1
+            row = open_rows[free].pop()
+            if not open_rows[free]:
+                free_sizes ^= 1 << free
         else:
-            room, row = capacity, num_rows
+            free, row = capacity, num_rows
             num_rows += 1
         rows.append(row)
-        room -= length
-        open_rows[room].append(row)
-        rooms |= 1 << room
+        free -= length
+        open_rows[free].append(row)
+        free_sizes |= 1 << free
     return np.array(rows, np.int64)
 
 
 def _read(file: pathlib.Path | None, num_pieces: int) -> np.ndarray | None:
-    """The packing that was kept, if it is whole."""
+    """Return the cached packing, if there is one of this size."""
     try:
         slots = None if file is None else np.load(file)
     except (OSError, ValueError, EOFError):
@@ -232,11 +233,6 @@ def _write(file: pathlib.Path | None, slots: np.ndarray) -> None:
     try:
         np.save(new, slots)
         os.replace(new, file)
-    except OSError as error:  # a cache that others may only read, or a full disk: made again then
-        logger.warning("%s is not kept (%s)", file, error.strerror)
+    except OSError as error:  # a read-only cache or a full disk: packed again next time
+        logger.warning("%s is not cached (%s)", file, error.strerror)
         new.unlink(missing_ok=True)
-
-
-def _frozen_generator(*key: int) -> np.random.RandomState:
-    """A generator whose stream depends on the key alone, and on no version of numpy."""
-    return np.random.RandomState(np.random.Philox(np.random.SeedSequence(key)))

@@ -1,15 +1,15 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of the endless sequence that a run has jumped, so that its data stay a function of the step.
+"""Records the rows that a run has skipped, so that its batches stay a function of the step.
 
-    first row of step t  =  rows of all steps before t  +  rows jumped before t
+    first row of step t  =  rows of all steps before t  +  rows skipped before t
 
-A window is jumped once, before the step that it names; it is counted in rows and not in batches,
-because batches may grow (`batch_sizes`). Two records say what was jumped: each checkpoint, as part
-of its data position, the windows before its own step; and a file of the run all of them, because a
-restart may begin at a checkpoint older than the window. `continued` says how they agree.
+A window is skipped once, before the step that it names. Windows are counted in rows, because batch
+sizes may grow (`batch_sizes`). Each checkpoint holds the windows before its own step in its data
+position; a file of the run holds all of them, because a run may resume from a checkpoint older than
+a window. `continued` reconciles the two.
 
-It does not decide what is jumped: see `jaxmoe/run/rollback.py`.
+`jaxmoe/run/rollback.py` decides which rows are skipped.
 """
 
 from __future__ import annotations
@@ -24,42 +24,42 @@ from jaxmoe.data.batch import DataError
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SkippedRows:
-    """Windows of rows, by the step before which they are jumped."""
+    """Windows of rows, and the steps before which they are skipped."""
 
     windows: tuple[tuple[int, int], ...] = ()
-    """(step, rows), by step."""
+    """(step, rows) of each window, ordered by step."""
 
     def __post_init__(self):
         if any(step < 0 or rows < 1 for step, rows in self.windows):
             raise DataError(
-                f"skipped={list(self.windows)}: each window is a step from 0 on, and 1 row or more"
+                f"skipped={list(self.windows)}: each window needs step >= 0 and rows >= 1"
             )
         if list(self.windows) != sorted(self.windows):
             raise DataError(f"skipped={list(self.windows)} must be in the order of the steps")
 
     def rows_before(self, step: int) -> int:
-        """Rows jumped before the batch of a step is read."""
+        """Return the rows skipped before the batch of a step."""
         return sum(rows for first, rows in self.windows if first <= step)
 
     def before(self, step: int) -> SkippedRows:
-        """The windows among what was read until so many steps were done."""
+        """Return the windows before a step."""
         return SkippedRows(tuple(window for window in self.windows if window[0] < step))
 
     def with_window(self, step: int, rows: int) -> SkippedRows:
-        """One window more."""
+        """Return these windows and another one."""
         return _of([*self.windows, (step, rows)])
 
     def continued(self, saved: SkippedRows, step: int) -> SkippedRows | None:
-        """What a run has jumped that goes on from a checkpoint.
+        """Return the windows of a run that resumes from a checkpoint.
 
         Args:
-            saved: windows that the checkpoint knows; all are before its step.
-            step: of the checkpoint.
+            saved: Windows in the checkpoint; all are before its step.
+            step: Step of the checkpoint.
 
         Returns:
-            These windows, which the run's file holds, and those that only the checkpoint knows,
-            where the file was lost. None: the checkpoint has read rows that the run has jumped
-            since, and belongs to what the run has left behind.
+            These windows (of the run's file) and those that only the checkpoint holds, if the file
+            was lost. None if the checkpoint has read rows that the run has skipped since, and is
+            therefore abandoned.
         """
         here = collections.Counter(self.before(step).windows)
         there = collections.Counter(saved.windows)
@@ -68,15 +68,15 @@ class SkippedRows:
         return _of([*self.windows, *(there - here).elements()])
 
     def to_json(self) -> list[list[int]]:
-        """Values that JSON holds."""
+        """Return the windows as JSON values."""
         return [list(window) for window in self.windows]
 
     @classmethod
     def from_json(cls, data: Any) -> SkippedRows:
-        """The inverse of `to_json`.
+        """Return the windows of `to_json`.
 
         Raises:
-            DataError: it is something else.
+            DataError: The data is not a list of [step, rows].
         """
         is_list = isinstance(data, list) and all(
             isinstance(window, list)

@@ -1,15 +1,15 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""What a source of rows offers, whatever it reads.
+"""Defines the interface of a source of rows.
 
-A row is S + 1 tokens, a pure function of (split, epoch, index, S); the order in which rows are
-visited is the loader's business. A source that packs several documents into a row tells them apart
-by segment ids; how its rows are composed may change from epoch to epoch, how many there are may
-not, so that a step finds its epoch by a division. A source whose entropy is known says so: it is
-the lowest loss that any model can reach, and the difference to it is the excess.
+A row is S + 1 tokens, a pure function of (split, epoch, index, S); the loader orders the rows. A
+source that packs several documents into a row separates them by segment ids. The composition of
+rows may change between epochs, their number may not, so that a division gives the epoch of a step.
+The entropy of a source, where known, is the lowest loss that any model can reach.
 
-To add a source: a config class with `name` and `build(seed)` that returns an object with this
-interface, its own file, and a place in the union of `jaxmoe/data/__init__.py`.
+To add a source: a file with a config class (a `SourceKind` with `name` and `build(seed)`) and a
+class with the interface `Source`; `jaxmoe/data/__init__.py` (a place in the union);
+`tests/test_architecture.py` (its name).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Split = Literal["train", "validation"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Row:
-    """S + 1 tokens, S of them to be predicted."""
+    """S + 1 tokens, of which all but the first are predicted."""
 
     tokens: Int[np.ndarray, " row"]
     segment_ids: Int[np.ndarray, " row"] | None = None
@@ -54,42 +54,42 @@ class Source(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """Number of token ids; every id is below it."""
+        """Number of token ids, greater than every id."""
         ...
 
     @property
     def bytes_per_token(self) -> float | None:
-        """Mean bytes of text per token; None where bits per byte means nothing."""
+        """Mean bytes of text per token; None if tokens are not text."""
         ...
 
     def num_rows(self, split: Split, sequence_length: int) -> int | None:
-        """Rows of S + 1 tokens in a split; None where there is no end."""
+        """Return the number of rows of S + 1 tokens in a split; None if unlimited."""
         ...
 
     def row(self, split: Split, index: int, sequence_length: int, *, epoch: int = 0) -> Row:
-        """Row `index` of a split in an epoch (validation has only epoch 0)."""
+        """Return row `index` of a split in an epoch (validation has only epoch 0)."""
         ...
 
     def entropy_bits_per_token(self, sequence_length: int) -> float | None:
-        """Exact mean bits per predicted token of a row; None where nobody knows."""
+        """Return the exact mean bits per predicted token of a row; None if unknown."""
         ...
 
     def fingerprint(self) -> dict[str, Any]:
-        """What identifies the data, in values that JSON holds: kind, sizes, sha256."""
+        """Return what identifies the data as JSON values: kind, sizes, sha256."""
         ...
 
     def describe(self, sequence_length: int) -> str:
-        """The data in one line, for people."""
+        """Return a description in one line."""
         ...
 
     def text(self, split: Split) -> Shaped[np.ndarray, " length"] | None:
-        """All of a split as bytes; None where it is not text, or too much to count n-grams in."""
+        """Return a split as bytes; None if it is not text or too large to count n-grams."""
         ...
 
     def encode(self, text: str) -> Int[np.ndarray, " S"]:
-        """Text to token ids."""
+        """Return the token ids of a text."""
         ...
 
     def decode(self, tokens: Int[np.ndarray, " S"]) -> str:
-        """Token ids to text."""
+        """Return the text of token ids."""
         ...

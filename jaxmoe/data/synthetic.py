@@ -1,30 +1,31 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Languages whose entropy is known exactly, so that a loss can be read as bits above the floor.
+"""Draws synthetic languages with exactly known entropy, the floor of any model's loss.
 
-`markov`: the next of V symbols depends on the k before it, p(x_t | x_{t-k}, ..., x_{t-1}), each
-context's distribution drawn once from a symmetric Dirichlet (plus a floor, so that every symbol may
-follow every context and the chain has one stationary distribution). A row starts in that
-distribution, hence every window of a row has the same law, and the S predictions of a row of S + 1
-tokens cost in the mean
+`markov`: the next of V symbols depends on the k before it, p(x_t | x_{t-k}, ..., x_{t-1}). Each
+context's distribution is drawn once from a symmetric Dirichlet, plus a floor, so that every symbol
+may follow every context and the chain has one stationary distribution. A row starts in that
+distribution, hence every window of a row has the same distribution, and the mean cost of the S
+predictions of a row of S + 1 tokens is
 
     (H_j - H_1 + max(0, S + 1 - k) h) / S   bits,   j = min(S + 1, k)
 
-(and (H_k + (S - k) h) / S where no token is given and all S are predicted, as by masked diffusion)
+(and (H_k + (S - k) h) / S if no token is given and all S are predicted, as in masked diffusion)
 with H_j the entropy of j successive symbols and h the entropy rate. This is the minimum over all
 predictors that see the row's own tokens (Cover and Thomas, "Elements of Information Theory", chain
 rule and section 4.2).
 
 `language_mixture`: M such languages over disjoint slices of the vocabulary, one language per row,
-all equally likely. The first token of a row reveals the language, so nothing is paid for it. The
-right expert of every token is known, and `normalized_mutual_information` says how well a router
-found it.
+all equally likely. The first token of a row, which is not predicted, determines the language. The
+ideal expert of every token is known; `normalized_mutual_information` measures how well a router
+finds it.
 
-Rows come from counters (Philox), keyed by seed, split and index, and from numpy's `RandomState`,
-whose streams numpy has frozen: they stay the same across versions of numpy. The validation rows do
-not depend on the seed, so that runs with different seeds are measured on the same rows.
+Rows are drawn by counter (Philox), keyed by seed, split and index, with numpy's `RandomState`,
+whose streams do not change between versions of numpy. The validation rows do not depend on the
+seed, so that runs with different seeds are evaluated on the same rows.
 
-To add a language: here, with its exact entropy and the brute-force test that proves it.
+To add a language: `jaxmoe/data/synthetic.py` (with its exact entropy),
+`tests/jaxmoe/data/test_synthetic.py` (its entropy by brute force).
 """
 
 from __future__ import annotations
@@ -38,19 +39,20 @@ from typing import Any, ClassVar
 import numpy as np
 
 from jaxmoe.data.batch import DataError
+from jaxmoe.data.order import frozen_generator
 from jaxmoe.data.source import Row, SourceKind, Split
 from pallas_kernels.array_types import Float, Int, Shaped
 
 _FLOOR = 0.01
 """Share of every context's distribution that is uniform."""
 _LARGEST_TABLE = 2**20
-"""Most entries of a transition table; the sampler holds them as Python floats."""
+"""Largest number of entries of a transition table; the sampler holds Python floats."""
 _SPLIT_KEYS: dict[Split, int] = {"train": 1, "validation": 2}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class MarkovConfig(SourceKind):
-    """A Markov chain of order k: a language with exactly known entropy."""
+    """Markov chain of order k, a language with exactly known entropy."""
 
     name: ClassVar[str] = "markov"
 
@@ -59,35 +61,35 @@ class MarkovConfig(SourceKind):
     vocab_size: int = 8
     """Number of symbols, from 2."""
     concentration: float = 0.15
-    """Of the Dirichlet that draws each context's distribution: lower is more predictable."""
+    """Concentration of the Dirichlet of each context's distribution; lower is more predictable."""
     language_seed: int = 0
-    """Chooses the language; the training seed chooses the rows."""
+    """Seed of the language; the training seed selects the rows."""
 
     def __post_init__(self):
         _check_chain(self, self.vocab_size, "vocab_size")
 
     def build(self, seed: int = 0) -> SyntheticSource:
-        """Draws the language; `seed` chooses the rows of the train split."""
+        """Draw the language; `seed` selects the rows of the train split."""
         chain = _draw_chain(self, self.vocab_size, language=0)
         return SyntheticSource(config=self, seed=seed, chains=(chain,))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class LanguageMixtureConfig(SourceKind):
-    """Disjoint languages, one per row: the right expert of every token is known."""
+    """Disjoint languages, one per row: the ideal expert of every token is known."""
 
     name: ClassVar[str] = "language_mixture"
 
     num_languages: int = 4
-    """Languages, each with symbols of its own; the vocabulary has their product."""
+    """Number of languages; the vocabulary has num_languages * symbols_per_language ids."""
     symbols_per_language: int = 8
     """Number of symbols of one language, from 2."""
     order: int = 1
     """Number of tokens that the next one depends on, from 1."""
     concentration: float = 0.3
-    """Of the Dirichlet that draws each context's distribution: lower is more predictable."""
+    """Concentration of the Dirichlet of each context's distribution; lower is more predictable."""
     language_seed: int = 0
-    """Chooses the languages; the training seed chooses the rows."""
+    """Seed of the languages; the training seed selects the rows."""
 
     def __post_init__(self):
         if self.num_languages < 1:
@@ -95,7 +97,7 @@ class LanguageMixtureConfig(SourceKind):
         _check_chain(self, self.symbols_per_language, "symbols_per_language")
 
     def build(self, seed: int = 0) -> SyntheticSource:
-        """Draws the languages; `seed` chooses the rows of the train split."""
+        """Draw the languages; `seed` selects the rows of the train split."""
         chains = tuple(
             _draw_chain(self, self.symbols_per_language, language=language)
             for language in range(self.num_languages)
@@ -105,7 +107,7 @@ class LanguageMixtureConfig(SourceKind):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Chain:
-    """One language: its law, and what is needed to draw from it.
+    """One language: its distributions, and tables to draw from them.
 
     Contexts are numbered in base V, the oldest symbol first, so that symbol s after context c leads
     to context (c * V + s) mod V**k.
@@ -118,27 +120,27 @@ class Chain:
     cumulative_stationary: tuple[float, ...]
 
     def entropy_rate(self) -> float:
-        """Bits per symbol, once k symbols are known."""
+        """Return the bits per symbol after k known symbols."""
         return float(self.stationary @ _entropy_bits(self.transitions))
 
     def entropy_bits_per_token(self, sequence_length: int) -> float:
-        """Mean bits of the S predictions of a row, those with short contexts included."""
+        """Return the mean bits of the S predictions of a row, including those of short contexts."""
         known = min(sequence_length + 1, self.order)
         first = self._block_entropy(known) - self._block_entropy(1)
         rest = max(0, sequence_length + 1 - self.order) * self.entropy_rate()
         return (first + rest) / sequence_length
 
     def whole_row_bits_per_token(self, sequence_length: int) -> float:
-        """Mean bits of the S symbols of a row of which none is given, the first included."""
+        """Return the mean bits of the S symbols of a row if none is given."""
         known = min(sequence_length, self.order)
         rest = (sequence_length - known) * self.entropy_rate()
         return (self._block_entropy(known) + rest) / sequence_length
 
     def sample(self, uniforms: Float[np.ndarray, " row"]) -> Int[np.ndarray, " row"]:
-        """A row of symbols that starts in the stationary distribution.
+        """Return a row of symbols that starts in the stationary distribution.
 
         Args:
-            uniforms: Numbers in [0, 1); the first chooses k symbols, number t >= k the t-th symbol.
+            uniforms: Numbers in [0, 1); the first selects k symbols, number t >= k the t-th symbol.
         """
         contexts, vocab = self.transitions.shape
         context = bisect.bisect_right(self.cumulative_stationary, uniforms[0], 0, contexts - 1)
@@ -152,7 +154,7 @@ class Chain:
         return np.array(symbols[: len(uniforms)], np.int32)
 
     def _block_entropy(self, length: int) -> float:
-        """Bits of `length` successive symbols, at most k."""
+        """Return the bits of `length` successive symbols, at most k."""
         vocab = self.transitions.shape[1]
         marginal = self.stationary.reshape(vocab**length, -1).sum(axis=1)
         return float(_entropy_bits(marginal))
@@ -160,7 +162,7 @@ class Chain:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SyntheticSource:
-    """Rows of one language each, drawn by counter; as text, the numbers of the tokens."""
+    """Rows of one language each, drawn by counter; their text is the token ids."""
 
     config: MarkovConfig | LanguageMixtureConfig
     seed: int
@@ -168,45 +170,48 @@ class SyntheticSource:
 
     @property
     def bytes_per_token(self) -> float | None:
-        """Symbols are not bytes: losses are in bits per token."""
+        """None: symbols are not bytes, and losses are in bits per token."""
         return None
 
     @property
     def vocab_size(self) -> int:
-        """Symbols of all languages."""
+        """Number of symbols of all languages."""
         return sum(chain.transitions.shape[1] for chain in self.chains)
 
     def num_rows(self, split: Split, sequence_length: int) -> None:
-        """No end."""
+        """Return None: rows are unlimited."""
         del split, sequence_length
 
     def row(self, split: Split, index: int, sequence_length: int, *, epoch: int = 0) -> Row:
-        """Row `index`: its language is drawn first, then S + 1 of its symbols."""
+        """Return row `index`: its language is drawn first, then S + 1 of its symbols."""
         del epoch
         seed = self.seed if split == "train" else 0
-        generator = _frozen_generator(self.config.language_seed, _SPLIT_KEYS[split], seed, index)
+        generator = frozen_generator(self.config.language_seed, _SPLIT_KEYS[split], seed, index)
         uniforms = generator.random_sample(sequence_length + 2)
         language = int(uniforms[0] * len(self.chains))
         symbols = self.chains[language].sample(uniforms[1:])
         return Row(symbols + np.int32(language * self.chains[0].transitions.shape[1]))
 
     def entropy_bits_per_token(self, sequence_length: int) -> float:
-        """Exact mean bits per predicted token: the floor of the loss."""
+        """Return the exact mean bits per predicted token, the floor of the loss."""
         return float(
             np.mean([chain.entropy_bits_per_token(sequence_length) for chain in self.chains])
         )
 
     def whole_row_bits_per_token(self, sequence_length: int) -> float:
-        """Exact mean bits per token of S tokens of which none is given: the floor of the bound of
-        masked diffusion. The language is paid for, once a row."""
+        """Return the exact mean bits per token of S tokens if none is given.
+
+        This is the floor of the bound of masked diffusion; it includes the bits of the language,
+        once per row.
+        """
         bits = [chain.whole_row_bits_per_token(sequence_length) for chain in self.chains]
         return float(np.mean(bits)) + math.log2(len(self.chains)) / sequence_length
 
     def fingerprint(self) -> dict[str, Any]:
-        """The config, the seed of the rows, and the sha256 of the transition tables."""
+        """Return the config, the seed of the rows, and the sha256 of the transition tables."""
         digest = hashlib.sha256()
         for chain in self.chains:
-            # Rounded, so that the last bit of another machine's logarithm does not count.
+            # Rounded, because the last bit differs between machines.
             digest.update(np.round(chain.transitions * 1e9).astype("<i8").tobytes())
         return {
             "kind": self.config.name,
@@ -216,20 +221,20 @@ class SyntheticSource:
         }
 
     def language_of(self, tokens: Int[np.ndarray, "*shape"]) -> Int[np.ndarray, "*shape"]:
-        """The language of each token, in [0, M): the expert that a perfect router gives it."""
+        """Return the language of each token in [0, M), its ideal expert."""
         return tokens // self.chains[0].transitions.shape[1]
 
     def describe(self, sequence_length: int) -> str:
-        """The floor of the loss."""
+        """Return name and exact entropy."""
         floor = self.entropy_bits_per_token(sequence_length)
         return f"{self.config.name}, exact entropy {floor:.4f} bits/token"
 
     def text(self, split: Split) -> None:
-        """Symbols are not text."""
+        """Return None: symbols are not text."""
         del split
 
     def encode(self, text: str) -> Int[np.ndarray, " S"]:
-        """Numbers separated by spaces, as `decode` writes them."""
+        """Return the token ids in a text of numbers separated by spaces."""
         words = text.split()
         wrong = [word for word in words if not word.isdecimal() or int(word) >= self.vocab_size]
         if wrong:
@@ -240,20 +245,22 @@ class SyntheticSource:
         return np.array([int(word) for word in words], np.int32)
 
     def decode(self, tokens: Int[np.ndarray, " S"]) -> str:
-        """The token ids, separated by spaces."""
+        """Return the token ids as numbers separated by spaces."""
         return " ".join(str(token) for token in np.asarray(tokens).tolist())
 
 
 def normalized_mutual_information(counts: Shaped[np.ndarray, "M E"]) -> float:
-    """How well experts tell languages apart: 2 I(language; expert) / (H(language) + H(expert)).
+    """Return the normalized mutual information of languages and experts.
+
+    2 I(language; expert) / (H(language) + H(expert))
 
     Args:
         counts: Tokens of each language (row) that went to each expert (column).
 
     Returns:
-        0 where the expert says nothing of the language, 1 where each determines the other. With
-        more experts than languages it stays below 1 unless as many experts as languages are used.
-        0 where there is only one language and one expert, since nothing can be told apart.
+        0 if language and expert are independent, 1 if each determines the other. With more experts
+        than languages it is below 1, unless only as many experts as languages are used. 0 with one
+        language and one expert.
 
     Source: Strehl and Ghosh, "Cluster ensembles" (JMLR 2002), with the arithmetic mean.
     """
@@ -269,7 +276,7 @@ def normalized_mutual_information(counts: Shaped[np.ndarray, "M E"]) -> float:
 def _check_chain(
     config: MarkovConfig | LanguageMixtureConfig, num_symbols: int, field: str
 ) -> None:
-    """Raises a ValueError for a chain that cannot be drawn."""
+    """Raise a ValueError for a chain that cannot be drawn."""
     if config.order < 1:
         raise ValueError(f"order={config.order} must be at least 1")
     if num_symbols < 2:
@@ -292,8 +299,8 @@ def _check_chain(
 def _draw_chain(
     config: MarkovConfig | LanguageMixtureConfig, num_symbols: int, *, language: int
 ) -> Chain:
-    """Draws the distributions of all contexts and solves for the stationary one."""
-    generator = _frozen_generator(config.language_seed, 0, language)
+    """Draw the distributions of all contexts and solve for the stationary one."""
+    generator = frozen_generator(config.language_seed, 0, language)
     drawn = generator.dirichlet(
         np.full(num_symbols, config.concentration), size=num_symbols**config.order
     )
@@ -309,11 +316,11 @@ def _draw_chain(
 
 
 def _stationary(transitions: np.ndarray) -> np.ndarray:
-    """The distribution of contexts that one step leaves as it is, by power iteration."""
+    """Return the stationary distribution of contexts, by power iteration."""
     contexts, vocab = transitions.shape
     current = np.full(contexts, 1 / contexts)
     for _ in range(10_000):
-        # [contexts V] flat is context * V + symbol; its value mod V**k is the next context.
+        # The flat index is context * V + symbol; modulo V**k it is the next context.
         following = (current[:, None] * transitions).reshape(vocab, contexts).sum(axis=0)
         following /= following.sum()
         change = np.abs(following - current).sum()
@@ -321,17 +328,12 @@ def _stationary(transitions: np.ndarray) -> np.ndarray:
         if change < 1e-14:
             return current
     raise DataError(
-        f"the stationary distribution did not settle (last change {change:.1e}): raise "
+        f"the stationary distribution did not converge (last change {change:.1e}): raise "
         "concentration, or take another language_seed"
     )
 
 
 def _entropy_bits(probabilities: np.ndarray) -> np.ndarray | np.floating:
-    """Entropy over the last axis, with 0 log 0 = 0."""
+    """Return the entropy over the last axis, with 0 log 0 = 0."""
     logs = np.log2(probabilities, where=probabilities > 0, out=np.zeros_like(probabilities))
     return -(probabilities * logs).sum(axis=-1)
-
-
-def _frozen_generator(*key: int) -> np.random.RandomState:
-    """A generator whose stream depends on the key alone, and on no version of numpy."""
-    return np.random.RandomState(np.random.Philox(np.random.SeedSequence(key)))

@@ -1,15 +1,16 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Tokenizers: text to token ids and back, and the token that stands between two documents.
+"""Converts text to token ids and back, and defines the separator between documents.
 
-A document is stored as separator, tokens, separator: its first token is predicted from something,
-its end is learnt, and the bits of its predictions are those of the whole of it. With `bytes` the
-separator is byte 0, which ordinary text does not hold (a text that does is a bad record), so that
-the vocabulary is 256. Reading and training of subword vocabularies is the `tokenizers` package's.
+A document is stored as separator, tokens, separator: its first token has a context, its end is
+learned, and its predictions cover the whole text. With `bytes` the separator is byte 0, which
+ordinary text does not contain (a text that does is a bad record), so that the vocabulary is 256.
+The `tokenizers` package reads and trains subword vocabularies.
 
-A text that spells a special token, such as <|endoftext|>, is text, not that token.
+Text that spells a special token, such as <|endoftext|>, is encoded as text, not as that token.
 
-To add a tokenizer: a config here with `build(texts, directory)`, and its place in the union.
+To add a tokenizer: `jaxmoe/data/tokenizer.py` (a config with `name` and `build`, a place in the
+union), `tests/test_architecture.py` (its name).
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _KNOWN_SEPARATORS = (_SEPARATOR, "<|end_of_text|>", "</s>", "<eos>", "[SEP]", "<
 _SMALLEST_TRAINED = 257
 
 Texts = Callable[[], Iterable[str]]
-"""The texts of the train split; called only by a tokenizer that is trained."""
+"""Returns the texts of the train split; only tokenizers that are trained call it."""
 
 
 @runtime_checkable
@@ -48,34 +49,34 @@ class Tokenizer(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """Every id is below it."""
+        """Number of ids, greater than every id."""
         ...
 
     @property
     def separator(self) -> int | None:
-        """The id between two documents; None: there is none, and text cannot be read."""
+        """Id between two documents; None: text cannot be read."""
         ...
 
     @property
     def is_text(self) -> bool:
-        """Tokens stand for text, so that bits per byte mean something."""
+        """Whether tokens stand for text, so that bits per byte are defined."""
         ...
 
     def encode_all(self, texts: Sequence[str]) -> list[Shaped[np.ndarray, " S"]]:
-        """The ids of each text, without separators, as integers of any width."""
+        """Return the ids of each text without separators, of any integer type."""
         ...
 
     def decode(self, tokens: Shaped[np.ndarray, " S"]) -> bytes:
-        """The text of the ids in UTF-8, without separators."""
+        """Return the text of ids in UTF-8, without separators."""
         ...
 
     def fingerprint(self) -> dict[str, Any]:
-        """Kind, size and sha256, in values that JSON holds."""
+        """Return kind, size and sha256 as JSON values."""
         ...
 
 
 class _Kind:
-    """Properties of a kind of tokenizer that do not need the tokenizer to be built."""
+    """Properties of a tokenizer that are known before it is built, and their defaults."""
 
     __slots__ = ()
 
@@ -100,7 +101,7 @@ class BytesConfig(_Kind):
     is_bytes: ClassVar[bool] = True
 
     def build(self, texts: Texts, directory: pathlib.Path) -> ByteTokenizer:
-        """The tokenizer; nothing is read."""
+        """Return the tokenizer."""
         del texts, directory
         return ByteTokenizer()
 
@@ -112,15 +113,15 @@ class FileConfig(_Kind):
     name: ClassVar[str] = "file"
 
     path: str = ""
-    """The tokenizer.json, or a directory that holds one."""
+    """A tokenizer.json file, or a directory with one."""
     separator: str | None = None
-    """The token between documents; None: the usual end-of-text token of the vocabulary."""
+    """Token between documents; the usual end-of-text token of the vocabulary when None."""
 
     def build(self, texts: Texts, directory: pathlib.Path) -> SubwordTokenizer:
-        """Reads the file.
+        """Read the file.
 
         Raises:
-            DataError: It is not there or no tokenizer, or the separator is not in its vocabulary.
+            DataError: The file is missing or invalid, or the separator is not in the vocabulary.
         """
         del texts, directory
         if not self.path:
@@ -143,7 +144,7 @@ class TrainedConfig(_Kind):
     is_trained: ClassVar[bool] = True
 
     vocab_size: int = 4096
-    """Ids at most, the 256 bytes and the separator among them; a short text gives fewer."""
+    """Largest number of ids, including 256 bytes and the separator; a short text gives fewer."""
 
     def __post_init__(self):
         if self.vocab_size < _SMALLEST_TRAINED:
@@ -153,7 +154,7 @@ class TrainedConfig(_Kind):
             )
 
     def build(self, texts: Texts, directory: pathlib.Path) -> SubwordTokenizer:
-        """Trains it, unless the directory holds it already."""
+        """Train the tokenizer, unless the directory contains it."""
         path = directory / f"bpe-{self.vocab_size}.json"
         if not path.exists():
             library = require("tokenizers")
@@ -176,15 +177,15 @@ class TrainedConfig(_Kind):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class IdsConfig(_Kind):
-    """No text at all: token ids that were made elsewhere, for pre-tokenised files only."""
+    """No text: pre-tokenised files of token ids."""
 
     name: ClassVar[str] = "ids"
     is_text: ClassVar[bool] = False
 
     vocab_size: int = 50_257
-    """Every id in the files is below it."""
+    """Number of ids, greater than every id in the files."""
     separator: int | None = None
-    """The id that ends a document in a file without document borders; None: one document."""
+    """Id that ends a document in files without borders; None: each file is one document."""
 
     def __post_init__(self):
         if self.vocab_size < 2:
@@ -196,7 +197,7 @@ class IdsConfig(_Kind):
             )
 
     def build(self, texts: Texts, directory: pathlib.Path) -> IdTokenizer:
-        """The tokenizer; nothing is read."""
+        """Return the tokenizer."""
         del texts, directory
         return IdTokenizer(self.vocab_size, self.separator)
 
@@ -214,25 +215,25 @@ class ByteTokenizer:
     is_text: bool = True
 
     def encode_all(self, texts: Sequence[str]) -> list[Shaped[np.ndarray, " S"]]:
-        """The bytes of each text."""
+        """Return the bytes of each text."""
         return [np.frombuffer(text.encode(), np.uint8) for text in texts]
 
     def decode(self, tokens: Shaped[np.ndarray, " S"]) -> bytes:
-        """The bytes that are not separators."""
+        """Return the bytes that are not separators."""
         tokens = np.asarray(tokens)
         return tokens[tokens != self.separator].astype(np.uint8).tobytes()
 
     def fingerprint(self) -> dict[str, Any]:
-        """There is only one."""
+        """Return kind and size."""
         return {"kind": BytesConfig.name, "vocab_size": self.vocab_size}
 
 
 class SubwordTokenizer:
-    """A vocabulary of the `tokenizers` package, from a file.
+    """Tokenizer of the `tokenizers` package, from a file.
 
     Args:
-        path: Of the tokenizer.json.
-        separator: The token between documents; None: the usual one.
+        path: Path of the tokenizer.json.
+        separator: Token between documents; the usual end-of-text token when None.
     """
 
     is_text = True
@@ -257,24 +258,24 @@ class SubwordTokenizer:
         found = next((token for token in candidates if token in vocabulary), None)
         if found is None:
             raise DataError(
-                f"{path} has no token {' or '.join(candidates)} to stand between documents: name "
+                f"{path} has no token {' or '.join(candidates)} to separate documents: name "
                 "one of its tokens with --data.tokenizer.separator"
             )
         self.separator_token = found
         self.separator: int | None = vocabulary[found]
 
     def encode_all(self, texts: Sequence[str]) -> list[Int[np.ndarray, " S"]]:
-        """The ids of each text, without special tokens."""
+        """Return the ids of each text, without special tokens."""
         encodings = self._bpe.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, np.int32) for encoding in encodings]
 
     def decode(self, tokens: Shaped[np.ndarray, " S"]) -> bytes:
-        """The text; bytes cut off from their character become U+FFFD, unknown ids nothing."""
+        """Return the text; incomplete characters become U+FFFD, unknown ids are dropped."""
         tokens = np.asarray(tokens)
         return self._bpe.decode(tokens[tokens != self.separator].tolist()).encode()
 
     def fingerprint(self) -> dict[str, Any]:
-        """The sha256 of the file, and which of its ids separates."""
+        """Return size, separator and the sha256 of the file."""
         return {
             "kind": "subword",
             "vocab_size": self.vocab_size,
@@ -285,22 +286,22 @@ class SubwordTokenizer:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class IdTokenizer:
-    """Numbers, separated by spaces where they are shown."""
+    """Token ids; their text is numbers separated by spaces."""
 
     vocab_size: int
     separator: int | None
     is_text: bool = False
 
     def encode_all(self, texts: Sequence[str]) -> list[Int[np.ndarray, " S"]]:
-        """The numbers that each text spells."""
+        """Return the numbers in each text."""
         return [np.array([*self._numbers(text)], np.int32) for text in texts]
 
     def decode(self, tokens: Shaped[np.ndarray, " S"]) -> bytes:
-        """The numbers."""
+        """Return the numbers as text."""
         return " ".join(map(str, np.asarray(tokens).tolist())).encode()
 
     def fingerprint(self) -> dict[str, Any]:
-        """Sizes only: what the ids mean is not known."""
+        """Return kind, size and separator."""
         return {"kind": IdsConfig.name, "vocab_size": self.vocab_size, "separator": self.separator}
 
     def _numbers(self, text: str) -> Iterator[int]:
@@ -315,32 +316,32 @@ class IdTokenizer:
 
 
 class _RustErrors(contextlib.AbstractContextManager[None]):
-    """Says what `tokenizers` raises: Exception itself, which no narrower class stands for.
+    """Turns errors of `tokenizers`, which raises plain `Exception`, into a DataError.
 
     Args:
-        path: Of the file that is read.
+        path: File that is read, for messages.
     """
 
     def __init__(self, path: pathlib.Path):
         self._path = path
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        """Turns that, and nothing else, into a DataError."""
+        """Raise a DataError for a plain Exception; others pass unchanged."""
         if kind is Exception:
             raise DataError(
-                f"data.tokenizer.path={self._path} is no tokenizer that this version of "
+                f"data.tokenizer.path={self._path} is not a tokenizer that this version of "
                 f"`tokenizers` reads: {error}"
             ) from error
 
 
 def _check_json(path: pathlib.Path, content: str) -> None:
-    """Refuses what is no tokenizer.json."""
+    """Raise a DataError unless the content is that of a tokenizer.json."""
     try:
         data = json.loads(content)
     except json.JSONDecodeError as error:
         raise DataError(f"data.tokenizer.path={path} is not JSON: {error}") from error
     if not isinstance(data, dict) or not isinstance(data.get("model"), dict):
         raise DataError(
-            f"data.tokenizer.path={path} is JSON, but no tokenizer: expected an object with the "
+            f"data.tokenizer.path={path} is JSON, but not a tokenizer: expected an object with the "
             "key 'model', as tokenizers.Tokenizer.save writes it"
         )

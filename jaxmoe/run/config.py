@@ -195,7 +195,7 @@ class CheckpointConfig:
                 )
         if self.keep < 2:
             raise ValueError(
-                f"checkpoint.keep={self.keep} must be at least 2: the last may be in flight"
+                f"checkpoint.keep={self.keep} must be at least 2: the last may be unfinished"
             )
 
 

@@ -134,7 +134,7 @@ COMMANDS = {
     ),
     "keeping one checkpoint": (
         ["--checkpoint.keep", "1"],
-        r"checkpoint\.keep=1 must be at least 2: the last may be in flight",
+        r"checkpoint\.keep=1 must be at least 2: the last may be unfinished",
     ),
     "a vocabulary smaller than the data's": (
         ["--model.vocab_size", "4"],
@@ -432,7 +432,7 @@ DATA = {
     ),
     "a shard cut in an id": (
         read("shard.bin", b"\1\0\2\0\3", tokenizer=IdsConfig()),
-        r"shard\.bin has 5 bytes, not a multiple of the 2 of uint16: it is cut short, or of another"
+        r"shard\.bin has 5 bytes, not a multiple of the 2 of uint16: it is truncated, or of another"
         r" type \(--data\.bin_dtype\)",
     ),
     "a shard cut in its array": (
@@ -579,19 +579,19 @@ CHECKPOINTS = {
     "a parameter that is missing": (
         restored({**STATE, "gate": STATE["up_kernel"]}),
         CheckpointError,
-        r"/2 holds another state than the one wanted \(1 arrays differ\):\s+gate: not in the"
+        r"/2 holds another state than the target \(1 arrays differ\):\s+gate: not in the"
         r" checkpoint\s+restore it with the model and optimizer it was saved with",
     ),
     "a parameter left over": (
         restored({"up_kernel": STATE["up_kernel"]}),
         CheckpointError,
-        r"step: in the checkpoint, not wanted",
+        r"step: in the checkpoint, not in the target",
     ),
     "a parameter that was renamed": (
         restored({"up_kernels": STATE["up_kernel"], "step": STATE["step"]}),
         CheckpointError,
-        r"up_kernel: in the checkpoint, not wanted\s+up_kernels: not in the checkpoint \(it has"
-        r" up_kernel\)",
+        r"up_kernel: in the checkpoint, not in the target\s+up_kernels: not in the checkpoint"
+        r" \(it has up_kernel\)",
     ),
     "another shape": (
         restored({**STATE, "up_kernel": STATE["up_kernel"].T}),
@@ -614,7 +614,11 @@ CHECKPOINTS = {
         r"/2 is damaged: state/\S+: .*3.* bytes",
     ),
     "a file that is gone": (missing_file, CheckpointDamagedError, r"/2 is damaged: state/\S+: "),
-    "a link": (linked, CheckpointDamagedError, r"state/\S+: a link, which no checkpoint has"),
+    "a link": (
+        linked,
+        CheckpointDamagedError,
+        r"state/\S+: a link, which checkpoints do not contain",
+    ),
     "a step that is half deleted": (half_deleted, CheckpointError, r"of step 2 \(has: 1\)"),
     "a name with a dot": (
         lambda place: save_checkpoint(place, {"a.b": STATE["up_kernel"]}, step=3, config={}),
@@ -634,7 +638,7 @@ CHECKPOINTS = {
     "one checkpoint kept": (
         lambda place: CheckpointManager(place, keep=1),
         ValueError,
-        r"checkpoint\.keep=1 must be at least 2: the last may be in flight",
+        r"checkpoint\.keep=1 must be at least 2: the last may be unfinished",
     ),
 }
 

@@ -152,7 +152,7 @@ def copy(saved, tmp_path):
 def test_damage_before_the_files_were_written(copy):
     """What left the device is not what arrived: only the fingerprints can tell."""
     _edit_manifest(copy / "2", lambda m: m["fingerprints"].update(w3="0" * 16, w1="1" * 16))
-    text = f"{copy}/2 is damaged: 2 of 8 arrays are not what was saved: w1, w3"
+    text = f"{copy}/2 is damaged: 2 of 8 arrays have changed since they were saved: w1, w3"
     with pytest.raises(CheckpointDamagedError) as error:
         load_checkpoint(copy, step=2)
     assert str(error.value) == text
@@ -187,7 +187,7 @@ def test_nothing_whole_is_left(copy):
     for step in ("1", "2"):
         os.truncate(copy / step / "manifest" / "metadata", 3)
     manager = CheckpointManager(copy)
-    with pytest.raises(CheckpointError, match=r"none of the steps 1, 2 is what was written: start"):
+    with pytest.raises(CheckpointError, match=r"all steps are damaged \(1, 2\): start"):
         manager.restore_newest(_state(0))
     manager.close()
     assert sorted(p.name for p in (copy / "damaged").iterdir()) == ["1", "2"]
@@ -199,7 +199,9 @@ def test_links_are_refused(copy, tmp_path):
     file.rename(tmp_path / "elsewhere")
     file.symlink_to(tmp_path / "elsewhere")
     name = file.relative_to(copy / "2")
-    with pytest.raises(CheckpointDamagedError, match=f"{name}: a link, which no checkpoint has"):
+    with pytest.raises(
+        CheckpointDamagedError, match=f"{name}: a link, which checkpoints do not contain"
+    ):
         load_checkpoint(copy, step=2)
 
 

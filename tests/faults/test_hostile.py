@@ -182,14 +182,14 @@ def _no_config(step):
     _edit(step / "manifest" / "metadata", lambda data: data.update(config=3, command="rm"))
 
 
-_DEEP = "more than 524288 objects and lists, or more than 64 deep"
+_DEEP = "more than 524288 objects and lists, or nested deeper than 64"
 HOSTILE = {
     _forged_reader: "asks for the reader 'hostile_reader.Handler' of 'state'",
     _shape_in_store: "params/w: the store has <f4[1048576, 1048576], the manifest float32[64, 32]",
-    _shape_everywhere: "params/w takes 18014398509481984 bytes",
+    _shape_everywhere: "params/w needs 18014398509481984 bytes",
     _large_chunks: "params/w: the store has chunks [1048576, 1048576] for [64, 32]",
     _bomb: "End of data expected",
-    _link: ": a link, which no checkpoint has",
+    _link: ": a link, which checkpoints do not contain",
     _pipe: "state/d/pipe: neither a file nor a directory",
     _deep("manifest/metadata"): "manifest/metadata: " + _DEEP,
     _deep("_CHECKPOINT_METADATA"): "_CHECKPOINT_METADATA: " + _DEEP,
@@ -197,14 +197,14 @@ HOSTILE = {
     _deep("state/_sharding"): "state/_sharding: " + _DEEP,
     _deep_list: "files.json: " + _DEEP,
     _many_objects: "state/_METADATA: " + _DEEP,
-    _large_text: "bytes, and no such file has more than 16777216",
-    _dotted: "'params.w' is no name of an array",
+    _large_text: "bytes, at most 16777216 are allowed",
+    _dotted: "'params.w' is not a valid name of an array",
     _dotted_in_metadata: "state/_METADATA: 'params.w' is not in the manifest",
-    _upwards: "'params/../../../x' is no name of an array",
-    _another_store: "state/_METADATA: describes no store that jaxmoe writes",
-    _more_files: "and its arrays take 1056780",
-    _no_table: "manifest/metadata: its arrays are no table",
-    _no_config: "has a manifest that is none: see config, command",
+    _upwards: "'params/../../../x' is not a valid name of an array",
+    _another_store: "state/_METADATA: describes a store that jaxmoe does not write",
+    _more_files: "and its arrays need 1056780",
+    _no_table: "manifest/metadata: its arrays are not a JSON object",
+    _no_config: "has an invalid manifest: see config, command",
 }
 
 
@@ -221,7 +221,7 @@ def test_it_is_refused_in_words(copy, hostile, monkeypatch, tmp_path):
     _forge(hostile, copy / "1")
     words = HOSTILE[hostile]
     if hostile.__name__ == "deep__CHECKPOINT_METADATA":  # Orbax reads it of all steps at once
-        words = "which no such file has; move the step away"
+        words = "; move the step away"
     for verify in ("full", "off"):
         for target in (_state(), None):
             with pytest.raises(CheckpointDamagedError) as error:

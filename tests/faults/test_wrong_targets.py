@@ -54,13 +54,16 @@ def _renamed():
     return state
 
 
-CAST = "(not cast unasked: restore_part with is_cast_allowed)"
+CAST = "(cast only by restore_part with is_cast_allowed)"
 WRONG = {
     "missing": (
         _state() | {"ema": jnp.zeros(3)},
         "ema: not in the checkpoint",
     ),
-    "extra": (_with("params/norm/scale", None), "params/norm/scale: in the checkpoint, not wanted"),
+    "extra": (
+        _with("params/norm/scale", None),
+        "params/norm/scale: in the checkpoint, not in the target",
+    ),
     "renamed": (
         _renamed(),
         "params/attention/queries: not in the checkpoint (it has params/attention/query)",
@@ -97,7 +100,7 @@ WRONG = {
     ),
     "optimizer": (
         _with("opt_state", None),
-        "opt_state/0/count: in the checkpoint, not wanted",
+        "opt_state/0/count: in the checkpoint, not in the target",
     ),
 }
 
@@ -114,7 +117,7 @@ def test_it_is_refused_with_a_hint(saved, kind):
     target, words = WRONG[kind]
     with pytest.raises(CheckpointError) as error:
         load_checkpoint(saved, target=target)
-    assert f"{saved}/7 holds another state than the one wanted" in str(error.value)
+    assert f"{saved}/7 holds another state than the target" in str(error.value)
     assert f"  {words}\n" in str(error.value)
     assert "jaxmoe.checkpoint.restore.restore_part" in str(error.value)
 
@@ -134,7 +137,7 @@ def test_an_array_beside_the_mesh_is_named_before_a_second_process_would_hang(tm
     spec = NamedSharding(mesh_named("data8"), PartitionSpec())
     state = jax.device_put(_state(), spec) | {"step": jnp.int32(3)}
     manager = CheckpointManager(tmp_path)
-    with pytest.raises(CheckpointError, match=r"^state\.step: not a global array, it lies beside"):
+    with pytest.raises(CheckpointError, match=r"^state\.step: not a global array on the mesh"):
         manager.save(3, state, config={})
     assert manager.save(3, jax.device_put(state, spec), config={}) and manager.finish()
     manager.close()

@@ -1,33 +1,34 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Weights from and to Hugging Face: config and tensors, `ModelConfig` and parameters.
+"""Converts Hugging Face models to `ModelConfig` and parameters, and back.
 
     import jax.numpy as jnp
     from jaxmoe import Transformer
     from jaxmoe.checkpoint import from_huggingface, read_huggingface, to_huggingface
 
-    model, params = from_huggingface("OLMoE-1B-7B-0924")         # a directory with safetensors
+    model, params = from_huggingface("OLMoE-1B-7B-0924")         # directory of safetensors files
     tokens = jnp.asarray([[1, 2, 3]])
     logits = Transformer(model).apply({"params": params}, tokens).logits
 
-    hf = transformers.OlmoeForCausalLM.from_pretrained(...)      # or a model in memory
+    hf = transformers.OlmoeForCausalLM.from_pretrained(...)      # model in memory
     model, params = from_huggingface(hf.config.to_dict(), hf.state_dict())
 
     to_huggingface(model, params, "mine")                        # config.json and safetensors
 
     read_huggingface("Moonlight-16B-A3B")                        # and router state: DeepSeek-V3
 
-    families.py   what each family's config means, and where each of its tensors belongs
-    fields.py     the fields of a config, under their old and new names
-    describe.py   the config of a model, and whether it says all
-    weights.py    tensors into parameters by those rules, every one checked
-    export.py     parameters into tensors, by the same rules
-    files.py      a directory of safetensors, read and written
+    families.py   families: meaning of their config, rules for their tensors
+    fields.py     fields of a config under their old and new names
+    describe.py   fields of a model, and the check that they describe it
+    weights.py    tensors to parameters
+    export.py     parameters to tensors
+    modeling.py   modelling file for models of no family
+    tokenizer.py  tokenizer.json and its companions
+    files.py      safetensors files
 
-Nothing is guessed: a config that asks for what this library does not compute, and every tensor that
-is missing, left over or of another shape, is an error that names it; and a model that is not what a
-family computes is never written as one. Parity with `transformers` is tested in logits, balance
-loss and gradients, both ways.
+Config values that this library does not compute, and tensors that are missing, unexpected or of
+another shape, are errors. A model is written as a family only if the family computes it. Parity
+with `transformers` is tested for logits, balance loss and gradients in both directions.
 """
 
 from __future__ import annotations
@@ -55,12 +56,12 @@ logger = logging.getLogger(__name__)
 
 
 class Imported(NamedTuple):
-    """A model of `transformers`, here."""
+    """A model that was read from files of `transformers`."""
 
     model: ModelConfig
     params: dict[str, Any]
     router_state: Any
-    """Stacked over MoE layers, as `Transformer` takes it; empty where routers keep none."""
+    """Router state stacked over MoE layers, as `Transformer` takes it; empty without state."""
 
 
 def from_huggingface(
@@ -70,36 +71,36 @@ def from_huggingface(
     mesh: Mesh | None = None,
     rules: LogicalAxisRules = FULLY_SHARDED,
 ) -> tuple[ModelConfig, dict[str, Any]]:
-    """A model of `transformers`, as a model of this library.
+    """Read a model of `transformers`.
 
-    The layouts of versions 4 and 5 are read, on disk (a tensor per expert) and in memory (experts
-    stacked). `transformers` and PyTorch are not imported; reading files needs safetensors.
+    Reads the layouts of versions 4 and 5, on disk (one tensor per expert) and in memory (experts
+    stacked). Does not import `transformers` or PyTorch; reading files needs safetensors.
 
     Args:
-        config: the fields of config.json, that file, or its directory.
-        state_dict: tensors by name (numpy, or PyTorch on any device), a safetensors file, or a
-            directory of them; the config's directory when None.
-        mesh: from `sharding.make_mesh`: parameters are placed on it by `rules`, one at a time. One
-            device when None.
-        rules: from logical axes to mesh axes.
+        config: Fields of config.json, that file, or its directory.
+        state_dict: Tensors by name (numpy, or PyTorch on any device), a safetensors file, or a
+            directory of such files; the config's directory when None.
+        mesh: Mesh of `sharding.make_mesh` on which `rules` place the parameters, one at a time;
+            one device when None.
+        rules: Rules from logical axes to mesh axes.
 
     Returns:
-        The model, and parameters of the structure, shapes and dtype (f32) of
-        `init_params(model, key)`. The load-balancing coefficient is that of the config in this
-        library's unit for a balanced router: there the loss is K times ours, and counts the tokens
-        of all layers together, where ours are added.
+        The model, and parameters with the structure, shapes and dtype (f32) of
+        `init_params(model, key)`. The load-balancing coefficient is converted: in transformers the
+        loss of a balanced router is K and covers all layers together; here it is 1 and is added
+        over layers.
 
     Raises:
-        CheckpointError: a ValueError, for a family or a choice that is not supported, and for
-            tensors that are missing, left over, of another shape or not of floating point; and
-            for a model whose routers have biases, which are not parameters: `read_huggingface`.
+        CheckpointError: The family or a config value is not supported; tensors are missing,
+            unexpected, of another shape or not floating point; or the routers have biases, which
+            are state (use `read_huggingface`).
     """
     found = read_huggingface(config, state_dict, mesh=mesh, rules=rules)
     if found.router_state and np.any(found.router_state["bias"]):
         raise CheckpointError(
-            "the routers of this model have biases (e_score_correction_bias), which are state and"
-            " not parameters, and without them it is another model: take read_huggingface, and give"
-            " its router_state to the Transformer"
+            "the routers of this model have biases (e_score_correction_bias), which are router"
+            " state and not parameters: call read_huggingface, and pass its router_state to the"
+            " Transformer"
         )
     return found.model, found.params
 
@@ -111,10 +112,12 @@ def read_huggingface(
     mesh: Mesh | None = None,
     rules: LogicalAxisRules = FULLY_SHARDED,
 ) -> Imported:
-    """`from_huggingface` with the state of routers, which DeepSeek-V3 has.
+    """Read a model of `transformers` with its router state, such as DeepSeek-V3's biases.
+
+    Takes the arguments of `from_huggingface`.
 
     Raises:
-        CheckpointError: as there.
+        CheckpointError: See `from_huggingface`.
     """
     model, tensors = open_huggingface(config, state_dict, rules=rules)
     params, state = load(tensors, mesh=mesh, axis_rules=rules)
@@ -127,13 +130,13 @@ def open_huggingface(
     *,
     rules: LogicalAxisRules = FULLY_SHARDED,
 ) -> tuple[ModelConfig, Tensors]:
-    """The model, and its parameters as they may be read, one layer at a time.
+    """Return a model and a reader of its parameters, one layer at a time.
 
-    All names and shapes have been checked. For models larger than the memory: see
+    Names and shapes are checked at once. For models larger than memory, see
     `jaxmoe.checkpoint.streaming`.
 
     Raises:
-        CheckpointError: as `from_huggingface`.
+        CheckpointError: See `from_huggingface`.
     """
     if state_dict is None and isinstance(config, Mapping):
         raise CheckpointError("from_huggingface needs tensors: give the model's state_dict")
@@ -151,13 +154,13 @@ def open_huggingface(
 def _computed(
     family: Family, fields: Mapping[str, Any], tensors: Mapping[str, Any]
 ) -> Mapping[str, Any]:
-    """The tensors without those that the family leaves out, which are named in a warning."""
+    """Return the tensors without those that the family leaves out, with a warning."""
     prefixes = family.left_out(fields)
     others = [name for name in tensors if name.startswith(prefixes)] if prefixes else []
     if not others:
         return tensors
     logger.warning(
-        "%d tensors of layers that predict further tokens are left out, %s first",
+        "%d tensors of layers for multi-token prediction are left out, %s first",
         len(others),
         others[0],
     )
@@ -165,10 +168,10 @@ def _computed(
 
 
 def read_fields(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The fields of a config.json, given by itself or by its directory.
+    """Return the fields of a config.json, given as a file or its directory.
 
     Raises:
-        CheckpointError: it is not there, or no object.
+        CheckpointError: The file cannot be read, or holds no JSON object.
     """
     place = pathlib.Path(path)
     file = place / CONFIG if place.is_dir() else place
@@ -179,5 +182,5 @@ def read_fields(path: str | os.PathLike[str]) -> dict[str, Any]:
     except ValueError as error:
         raise CheckpointError(f"{file} is not JSON ({error})") from error
     if not isinstance(fields, dict):
-        raise CheckpointError(f"{file} holds no object of fields")
+        raise CheckpointError(f"{file} must hold a JSON object of fields")
     return fields

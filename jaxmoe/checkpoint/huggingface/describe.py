@@ -1,13 +1,12 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""The config.json of a model: the inverse of what families.py reads.
+"""Writes the config.json fields of a model for each family: the inverse of `families.py`.
 
-Each family has a function that says of a model what the family can say, in the words of versions 4
-and 5 of transformers both. Whether that is all there is to say is not judged here: the fields are
-read again, and `check_said` compares what they mean with the model. So nothing that a family does
-not compute can slip through because somebody forgot to ask for it.
+Fields are written under their names in versions 4 and 5 of transformers. The functions here do not
+check that the family computes the model: the exporter reads the fields back and `check_described`
+compares the result with the model, so that a property without a field is always found.
 
-What only training knows does not take part: balancers, jitter, and how a bias moves.
+Properties that only training uses are not compared: balancers, jitter, and the update of biases.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from jaxmoe.routing import LossFreeConfig
 
 
 def olmoe(model: ModelConfig) -> dict[str, Any]:
-    """Of `OlmoeForCausalLM`; its heads have the width hidden_size / num_attention_heads."""
+    """Return the fields of `OlmoeForCausalLM`; head_dim is hidden_size / num_attention_heads."""
     moe = _moe(model)
     return _shared(model) | {
         "intermediate_size": moe.expert_dim,
@@ -36,7 +35,7 @@ def olmoe(model: ModelConfig) -> dict[str, Any]:
 
 
 def mixtral(model: ModelConfig) -> dict[str, Any]:
-    """Of `MixtralForCausalLM`."""
+    """Return the fields of `MixtralForCausalLM`."""
     moe = _moe(model)
     return _shared(model) | {
         "head_dim": model.attention.head_dim,
@@ -49,7 +48,7 @@ def mixtral(model: ModelConfig) -> dict[str, Any]:
 
 
 def qwen3_moe(model: ModelConfig) -> dict[str, Any]:
-    """Of `Qwen3MoeForCausalLM`."""
+    """Return the fields of `Qwen3MoeForCausalLM`."""
     moe, window = _moe(model), model.attention.heads.window
     dense = model.dense_layers if model.moe else range(model.num_layers)
     return _shared(model) | {
@@ -69,11 +68,14 @@ def qwen3_moe(model: ModelConfig) -> dict[str, Any]:
 
 
 def deepseek_v3(model: ModelConfig) -> dict[str, Any]:
-    """Of `DeepseekV3ForCausalLM`."""
-    moe, attention = _moe(model), cast(Any, model.attention)
-    router: Any = moe.router
+    """Return the fields of `DeepseekV3ForCausalLM`."""
+    moe = _moe(model)
+    attention: Any = model.attention
     if attention.name != "latent":
-        raise CheckpointError("DeepSeek-V3 has latent attention: model.attention is another")
+        raise CheckpointError(
+            f"DeepSeek-V3 has latent attention, and model.attention is {attention.name}"
+        )
+    router: Any = moe.router
     groups = router.groups if router.score_function == "sigmoid" else None
     rope = {}
     if (yarn := attention.yarn) is not None:
@@ -109,16 +111,16 @@ def deepseek_v3(model: ModelConfig) -> dict[str, Any]:
     )
 
 
-def check_said(model: ModelConfig, read: ModelConfig, family: str) -> None:
-    """Refuses a model that is not what its config means to the family.
+def check_described(model: ModelConfig, read: ModelConfig, family: str) -> None:
+    """Raise if the fields written for a model describe another model.
 
     Args:
-        model: to be exported.
-        read: what the family reads in the config written for it.
-        family: its name.
+        model: Model to export.
+        read: Model that the family reads from the fields.
+        family: Name of the family.
 
     Raises:
-        CheckpointError: one line for each field that differs.
+        CheckpointError: One line for each config field that differs.
     """
     pair = [_of_inference(model), _of_inference(read)]
     lines = [
@@ -127,13 +129,13 @@ def check_said(model: ModelConfig, read: ModelConfig, family: str) -> None:
     ]
     if lines:
         raise CheckpointError(
-            f"the model is not what {family} of transformers computes, and its logits would be"
-            " others there:\n" + "\n".join(sorted(lines))
+            f"{family} of transformers does not compute this model, and would return other"
+            " logits:\n" + "\n".join(sorted(lines))
         )
 
 
 def _of_inference(model: ModelConfig) -> ModelConfig:
-    """The same model without what changes no logit outside of training, in one spelling."""
+    """Return the model without properties that change no logit in evaluation, in normal form."""
     scale, usual = model.multipliers.attention_scale, model.attention.head_dim**-0.5
     if scale is not None and math.isclose(scale, usual, rel_tol=1e-12):
         multipliers = dataclasses.replace(model.multipliers, attention_scale=None)
@@ -162,12 +164,16 @@ def _of_inference(model: ModelConfig) -> ModelConfig:
 
 
 def _moe(model: ModelConfig) -> MoEConfig:
-    """Of the model; where all layers are dense, one that nobody meets."""
+    """Return the config of the MoE layers; a placeholder where all layers are dense."""
     return model.moe or MoEConfig(num_shared_experts=1)
 
 
 def _balance(model: ModelConfig) -> float:
-    """router_aux_loss_coef: K for a balanced router and one for all layers, ours 1 for each."""
+    """Return router_aux_loss_coef.
+
+    The loss of transformers is K for a balanced router and covers all layers together; the loss
+    here is 1 and is added over layers.
+    """
     for balancer in _moe(model).balancers if model.num_moe_layers else ():
         if balancer.is_auxiliary_loss:
             return balancer.coefficient * model.num_moe_layers / _moe(model).top_k
@@ -175,7 +181,7 @@ def _balance(model: ModelConfig) -> float:
 
 
 def _shared(model: ModelConfig) -> dict[str, Any]:
-    """What all families have."""
+    """Return the fields that all families have."""
     attention = model.attention
     return {
         "vocab_size": model.vocab_size,

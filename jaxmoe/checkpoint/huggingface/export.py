@@ -1,14 +1,13 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters into tensors of `transformers`: config.json and safetensors, by the rules of a family.
+"""Writes a model as config.json and safetensors files of `transformers`.
 
-The rules are those of the import, and the pieces too: what it would read into a parameter is read
-out of it here. One layer of one parameter is on the host at a time, and one tensor of it; files are
-written from front to back. They stand in a directory of their own until all is written, which then
-gets its name: what has the name is whole.
+Export uses the rules of the import in the other direction. One layer of one parameter and one
+tensor are in host memory at a time, and files are written sequentially. All files are written to a
+temporary directory, which is renamed when it is complete.
 
-A model is exported as a family only if the family computes the same (`describe.check_said`). Others
-go with a modelling file of their own (modeling.py).
+A model is exported as a family only if the family computes the same logits
+(`describe.check_described`). Other models are exported with their own modelling file (modeling.py).
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ import numpy as np
 from flax import traverse_util
 
 from jaxmoe.checkpoint.huggingface import modeling
-from jaxmoe.checkpoint.huggingface.describe import check_said
+from jaxmoe.checkpoint.huggingface.describe import check_described
 from jaxmoe.checkpoint.huggingface.families import FAMILIES, OWN, Family
 from jaxmoe.checkpoint.huggingface.files import Planned, write_tensors
 from jaxmoe.checkpoint.huggingface.weights import ROUTER_STATE, Piece, pieces_of, state_table
@@ -43,7 +42,6 @@ _GENERATION = "generation_config.json"
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _SHOWN = 20
-_BY_NORM = {"full": "olmoe", "none": "mixtral", "head": "qwen3_moe"}
 
 
 def to_huggingface(
@@ -60,34 +58,34 @@ def to_huggingface(
     fields: Mapping[str, Any] | None = None,
     texts: Mapping[str, str] | None = None,
 ) -> pathlib.Path:
-    """Writes a model as one of `transformers`, which `from_pretrained` reads.
+    """Write a model to a directory that `from_pretrained` of `transformers` reads.
 
-    Neither `transformers` nor PyTorch is needed. `from_huggingface` reads the same parameters back,
-    bit for bit where `dtype` is theirs. The tokenizer's files are given in `texts`.
+    Needs neither `transformers` nor PyTorch. `from_huggingface` reads the same parameters back,
+    bit for bit if `dtype` is their dtype.
 
     Args:
-        model: of the parameters.
-        params: of the structure of `init_params(model, key)`; arrays on one process's devices, or
-            any that numpy can slice.
-        directory: to be made; must not be there, or be empty.
-        router_state: of `TrainState`; needed where the model's routers have biases.
-        family: a key of FAMILIES, the one with this attention when None; or "jaxmoe", for a model
-            of none of them: its own modelling file then stands beside it, which `transformers`
-            runs with trust_remote_code=True.
-        dtype: of the tensors; biases of routers stay float32.
-        experts: a tensor for each expert, which all readers know, or all of a layer in one.
-        max_shard_bytes: of a file.
-        max_length: positions that readers should provide for (max_position_embeddings).
-        fields: further fields of config.json, such as bos_token_id.
-        texts: further files by name, such as those of `tokenizer.tokenizer_files`.
+        model: Model of the parameters.
+        params: Tree with the structure of `init_params(model, key)`: arrays on devices of this
+            process, or anything that numpy can slice.
+        directory: Directory to make; must not exist, or be empty.
+        router_state: State from `TrainState`; required if the model's routers have biases.
+        family: Key of FAMILIES; the family with this attention when None. "jaxmoe" writes any
+            model with its own modelling file, which `transformers` runs with
+            trust_remote_code=True.
+        dtype: Dtype of the tensors; biases of routers stay float32.
+        experts: One tensor per expert ("each", which all readers support), or one per layer.
+        max_shard_bytes: Largest size of a file.
+        max_length: Positions that readers should support (max_position_embeddings).
+        fields: Further fields of config.json, such as bos_token_id.
+        texts: Further files by name, such as those of `tokenizer.tokenizer_files`.
 
     Returns:
         The directory.
 
     Raises:
-        CheckpointError: a ValueError, for a model that is not what the family computes, naming all
-            that differs; parameters that are missing, left over or of another shape; a directory
-            that is not empty, or a disk without room.
+        CheckpointError: The family does not compute this model, with all differences; parameters
+            are missing, unexpected or of another shape; the directory is not empty, or the disk
+            has not enough space.
     """
     name = family or _family_name(model)
     if name not in FAMILIES and name != modeling.NAME:
@@ -112,28 +110,28 @@ def to_huggingface(
         (partial / CONFIG).write_text(text, encoding="utf-8")
         if chosen is OWN:
             (partial / modeling.FILE).write_text(modeling.MODELING, encoding="utf-8")
-            # It keeps no cache, which generation would take for granted; where there is such a
-            # file generation asks nothing else.
+            # The modelling file has no cache, which generation uses by default. Generation reads
+            # token ids from this file alone if it exists.
             asked = {name: config[name] for name in _TOKENS if config[name] is not None}
             text = json.dumps({"use_cache": False} | asked, indent=2) + "\n"
             (partial / _GENERATION).write_text(text, encoding="utf-8")
         for file, content in (texts or {}).items():
-            with open(partial / file, "x", encoding="utf-8") as stream:  # over none of the above
+            with open(partial / file, "x", encoding="utf-8") as stream:  # must not exist
                 stream.write(content)
     return place
 
 
 def suggest_family(model: ModelConfig) -> tuple[str, str]:
-    """A family that computes the same as a model, and why it is none of transformers' own.
+    """Find a family that computes a model.
 
     Args:
-        model: with its forward multipliers.
+        model: Model with its forward multipliers.
 
     Returns:
-        A key of FAMILIES and "", or "jaxmoe" and what the nearest family would say of the model.
+        A key of FAMILIES and "", or "jaxmoe" and the differences from the nearest family.
 
     Raises:
-        CheckpointError: neither computes it.
+        CheckpointError: No family computes the model.
     """
     name = _family_name(model)
     try:
@@ -148,20 +146,25 @@ def suggest_family(model: ModelConfig) -> tuple[str, str]:
 
 
 def _family_name(model: ModelConfig) -> str:
-    """The family that has this kind of attention."""
-    attention: Any = model.attention
-    if attention.name == "latent":
-        return "deepseek_v3"
-    return _BY_NORM[attention.qk_norm]
+    """Return the family with the attention of a model.
+
+    Raises:
+        CheckpointError: No family has it.
+    """
+    kind = (model.attention.name, getattr(model.attention, "qk_norm", None))
+    for name, family in FAMILIES.items():
+        if family.attention == kind:
+            return name
+    raise CheckpointError(f"no family has the attention {kind[0]}: {', '.join(FAMILIES)}")
 
 
 def _config(
     model: ModelConfig, name: str, family: Family, dtype: str, max_length: int
 ) -> dict[str, Any]:
-    """The fields of config.json, which mean this model.
+    """Return the fields of config.json that describe a model.
 
     Raises:
-        CheckpointError: there are none.
+        CheckpointError: The family has no fields for it.
     """
     tokens: dict[str, Any] = dict.fromkeys(_TOKENS)
     config = tokens | {"model_type": name, "max_position_embeddings": max_length}
@@ -173,11 +176,9 @@ def _config(
     try:
         read = family.model(config)
     except ValueError as error:
-        raise CheckpointError(
-            f"the model cannot be said in the config of {name}: {error}"
-        ) from error
+        raise CheckpointError(f"the config of {name} cannot describe the model: {error}") from error
     try:
-        check_said(model, read, name)
+        check_described(model, read, name)
     except CheckpointError as error:
         way = (
             f"family={modeling.NAME!r} writes it with a modelling file of its own ({modeling.FILE})"
@@ -191,10 +192,10 @@ def _config(
 
 
 def _arrays(model: ModelConfig, params: Any, router_state: Any) -> dict[str, Any]:
-    """Parameters and router state by path.
+    """Return parameters and router state by path.
 
     Raises:
-        CheckpointError: not those of the model; all of them are named.
+        CheckpointError: They are not those of the model, with all differences.
     """
     table, states = parameter_table(model), state_table(model)
     found: dict[str, Any] = dict(traverse_util.flatten_dict(dict(params), sep="/"))
@@ -228,15 +229,15 @@ def _arrays(model: ModelConfig, params: Any, router_state: Any) -> dict[str, Any
     ]
     if elsewhere:
         raise CheckpointError(
-            f"{elsewhere[0]} lies on devices of several processes, and one writes: save a"
-            " checkpoint, which one process converts layer by layer (python -m"
-            " experiments.checkpoint convert --to_huggingface auto)"
+            f"{elsewhere[0]} is on devices of several processes, and only one process writes: save"
+            " a checkpoint and convert it in one process (python -m experiments.checkpoint convert"
+            " --to_huggingface auto)"
         )
     return found
 
 
 class _Source:
-    """The tensors of a family, made of parameters when they are asked for."""
+    """Tensors of a family, computed from parameters when they are read."""
 
     def __init__(
         self, model: ModelConfig, family: Family, arrays: dict[str, Any], *, is_stacked: bool
@@ -250,11 +251,11 @@ class _Source:
             for piece in pieces_of(model, row, family.rules, names):
                 self._parts.setdefault(piece.key, []).append((row, piece))
                 filled += _size(piece)
-            assert filled == row.size, (row.path, filled)  # `check_said` has refused the others
+            assert filled == row.size, (row.path, filled)  # guaranteed by `check_described`
         self._held: tuple[Any, np.ndarray] = (None, np.empty(0))
 
     def planned(self, dtype: str) -> dict[str, Planned]:
-        """All tensors by name: layer by layer, so that a layer of a parameter is read once."""
+        """Return all tensors by name, ordered by layer so that each layer is read once."""
 
         def layer(key: str) -> int:
             match = _LAYER.match(key)
@@ -270,7 +271,7 @@ class _Source:
         }
 
     def read(self, key: str) -> np.ndarray:
-        """The values of a tensor, in the dtype of the parameter."""
+        """Return the values of a tensor, in the dtype of the parameter."""
         parts = self._parts[key]
         row, piece = parts[0]
         if len(parts) == 1:
@@ -282,12 +283,12 @@ class _Source:
         return tensor
 
     def _part(self, row: ParameterSpec, piece: Piece) -> np.ndarray:
-        """What fills a part of a tensor."""
+        """Return the values of a part of a tensor."""
         target, offset = piece.target, None
         if target and isinstance(target[0], int):
             offset, target = target[0], target[1:]
         if self._held[0] != (row.path, offset):
-            self._held = ((None, None), np.empty(0))  # not two of them at once
+            self._held = ((None, None), np.empty(0))  # frees the previous layer first
             self._held = ((row.path, offset), _layer(self._arrays[row.path], offset))
         values = self._held[1][target]
         if row.declaration.matrix is None:
@@ -299,7 +300,7 @@ class _Source:
 
 
 class _InMemory:
-    """Of a rule's keys those of the layout in memory are the ones that there are."""
+    """A set of tensor names that selects the keys of the layout in memory."""
 
     def __contains__(self, key: object) -> bool:
         name = str(key)
@@ -309,7 +310,7 @@ class _InMemory:
 
 
 def _part_shape(piece: Piece) -> tuple[int, ...]:
-    """Of the part of the tensor that a piece speaks of."""
+    """Return the shape of the part of the tensor that a piece fills."""
     shape = piece.shape
     if not piece.part:
         return shape
@@ -322,7 +323,7 @@ def _size(piece: Piece) -> int:
 
 
 def _layer(array: Any, offset: int | None) -> np.ndarray:
-    """One layer of a stacked array on the host, or all of one that is not stacked."""
+    """Return one layer of a stacked array on the host, or a whole array that is not stacked."""
     if not isinstance(array, jax.Array):
         return np.asarray(array if offset is None else array[offset])
     shape = array.shape if offset is None else array.shape[1:]
@@ -341,19 +342,19 @@ def _layer(array: Any, offset: int | None) -> np.ndarray:
 
 @contextlib.contextmanager
 def _new_directory(place: pathlib.Path, num_bytes: int) -> Iterator[pathlib.Path]:
-    """A directory beside the wanted one, which gets its name when all went well.
+    """Yield a temporary directory that is renamed to `place` on success.
 
     Raises:
-        CheckpointError: it is there with something in it, or the disk has no room.
+        CheckpointError: `place` is not empty, or the disk has not enough space.
     """
     if place.exists() and (not place.is_dir() or any(place.iterdir())):
-        raise CheckpointError(f"{place} is there already: give a new or an empty directory")
+        raise CheckpointError(f"{place} exists already: give a new or an empty directory")
     place.parent.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(place.parent).free
     if free < num_bytes:
         raise CheckpointError(
-            f"{place} would have {num_bytes / 1e9:.1f} GB and the disk has {free / 1e9:.1f} GB"
-            " free: make room, choose another disk, or dtype='bfloat16'"
+            f"{place} needs {num_bytes / 1e9:.1f} GB and the disk has {free / 1e9:.1f} GB free:"
+            " free space, choose another disk, or set dtype='bfloat16'"
         )
     partial = place.with_name(f".{place.name}.{os.getpid()}.partial")
     shutil.rmtree(partial, ignore_errors=True)

@@ -1,25 +1,26 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Families of `transformers`: what their config means here, and where their tensors belong.
+"""Declares the families of `transformers`: the meaning of their config, and rules for tensors.
 
     olmoe        softmax over all experts, not renormalised (norm_topk_prob); QK-norm over all heads
     mixtral      softmax over the chosen experts; no QK-norm; on disk block_sparse_moe, w1, w3, w2
     qwen3_moe    softmax over all experts, norm_topk_prob; QK-norm over each head; dense layers by
                  mlp_only_layers and decoder_sparse_step
-    deepseek_v3  latent attention; sigmoid with a bias for the choice alone, in groups of experts,
-                 of which the two best count; shared experts; the first layers dense
+    deepseek_v3  latent attention; sigmoid scores with a bias that affects only the choice; groups
+                 of experts ranked by their two best; shared experts; the first layers dense
 
-What this library does not compute is refused, never ignored; a field that is not known here at all
-is named in a warning. The rules of the tensors serve both directions.
+Config values that this library does not compute are an error; unknown fields are logged as a
+warning. The rules of tensors serve import and export.
 
-DeepSeek-V3's bias is state of the router, not a parameter. The norms of its latents have an epsilon
-of 1e-6 whatever the config says. Its layers for the prediction of further tokens, which come after
-the others, are left out with a warning, as in transformers.
+DeepSeek-V3's bias is router state, not a parameter. The norms of its latents have an epsilon of
+1e-6 whatever the config says. Its layers for multi-token prediction, which follow the others, are
+left out with a warning, as in transformers.
 
 Checked against transformers 5.23.0.
 
-To add a family: a function from fields to ModelConfig, its inverse in describe.py, its rules, and a
-line in FAMILIES.
+To add a family: `jaxmoe/checkpoint/huggingface/families.py` (a function from fields to ModelConfig,
+rules, a line in FAMILIES), `jaxmoe/checkpoint/huggingface/describe.py` (its inverse),
+`tests/jaxmoe/checkpoint/huggingface/test_parity.py` (parity of logits and gradients).
 """
 
 from __future__ import annotations
@@ -57,21 +58,24 @@ class Family:
     """One architecture of `transformers`."""
 
     architecture: str
-    """Its class there."""
+    """Name of its class in transformers."""
+    attention: tuple[str, str | None]
+    """Name of the attention config, and its `qk_norm` if it has one."""
     model: Callable[[Mapping[str, Any]], ModelConfig]
-    """What a config means."""
+    """Function from the fields of a config to a model."""
     fields: Callable[[ModelConfig], dict[str, Any]]
-    """A config of a model; means that model, if the family can say it at all."""
+    """Inverse of `model`, where the family can describe the model."""
     rules: tuple[Rule, ...]
+    """Rules from tensors to parameters."""
     left_out: Callable[[Mapping[str, Any]], tuple[str, ...]] = lambda _: ()
-    """Beginnings of the names of tensors that a config speaks of and nothing here computes."""
+    """Function from fields to prefixes of tensors that are not computed here."""
 
 
 def family_of(fields: Mapping[str, Any]) -> Family:
-    """The family that a config belongs to.
+    """Return the family of a config.
 
     Raises:
-        CheckpointError: none that is known here.
+        CheckpointError: The model_type is unknown.
     """
     name = fields.get("model_type")
     if name == modeling.NAME:
@@ -102,7 +106,7 @@ def _mixtral(config: Mapping[str, Any]) -> ModelConfig:
 def _qwen3_moe(config: Mapping[str, Any]) -> ModelConfig:
     fields = Fields(config)
     moe = _token_choice(fields, expert_dim=fields.size("moe_intermediate_size"))
-    window = fields.get("sliding_window")  # means nothing without use_sliding_window
+    window = fields.get("sliding_window")  # ignored without use_sliding_window
     window = window if fields.get("use_sliding_window") else None
     num_layers, step = fields.size("num_hidden_layers"), fields.get("decoder_sparse_step") or 1
     named = fields.get("mlp_only_layers") or ()
@@ -117,7 +121,7 @@ def _deepseek_v3(config: Mapping[str, Any]) -> ModelConfig:
     fields.only("moe_layer_freq", 1, "here every layer after the dense ones has experts")
     heads = fields.size("num_attention_heads")
     fields.only("num_key_value_heads", heads, "every head has keys of its own, from the latent")
-    # Training's own, of other versions, and what follows from the rest.
+    # Fields that only training uses, that other versions wrote, or that follow from other fields.
     for name in ("aux_loss_alpha", "seq_aux", "ep_size", "router_aux_loss_coef", "head_dim"):
         fields.get(name)
     fields.get("num_nextn_predict_layers", "num_mtp_layers")
@@ -152,7 +156,7 @@ def _deepseek_v3(config: Mapping[str, Any]) -> ModelConfig:
 
 
 def _further_tokens(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """The layers after the last one, where DeepSeek-V3 keeps what predicts further tokens."""
+    """Return the prefixes of DeepSeek-V3's layers for multi-token prediction."""
     fields = Fields(config)
     first = fields.size("num_hidden_layers")
     number = fields.get("num_nextn_predict_layers", "num_mtp_layers", default=0)
@@ -160,7 +164,7 @@ def _further_tokens(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _token_choice(fields: Fields, expert_dim: int) -> MoEConfig:
-    """Softmax over all experts; norm_topk_prob divides by the sum over the chosen."""
+    """Return softmax over all experts; norm_topk_prob divides by the sum over the chosen ones."""
     is_renormalized = fields.get("norm_topk_prob", default=False)
     gate = RenormalizedGateConfig() if is_renormalized else SoftmaxGateConfig()
     return _moe(fields, expert_dim, SoftmaxTopKConfig(softmax="before"), gate)
@@ -184,7 +188,7 @@ def _grouped(
     rope_theta: float = 10_000.0,
     window: int | None = None,
 ) -> AttentionConfig:
-    """Grouped-query attention; `rope_theta` is the default of the family."""
+    """Return grouped-query attention; `rope_theta` is the default of the family."""
     heads, width = fields.size("num_attention_heads"), fields.size("hidden_size")
     if fields.get("head_dim") is None and width % heads:
         raise CheckpointError(
@@ -209,7 +213,7 @@ def _model(
     dense: tuple[int, ...] = (),
     has_balance: bool = True,
 ) -> ModelConfig:
-    """What the families share; a family without `has_balance` knows no loss of the load."""
+    """Return the model; a family without `has_balance` has no load-balancing loss."""
     fields.check_supported()
     num_layers, width = fields.size("num_hidden_layers"), fields.size("hidden_size")
     coefficient = fields.get("router_aux_loss_coef", default=0.0)
@@ -227,7 +231,7 @@ def _model(
     fields.warn_of_the_rest()
     if model.moe is None or not has_balance:
         return model
-    # Theirs is K for a balanced router and one for all layers, ours 1 for each layer.
+    # In transformers the loss is K for a balanced router, once for all layers; here 1 per layer.
     unit = moe.top_k / model.num_moe_layers
     balancers = (LoadBalanceConfig(coefficient=coefficient * unit),)
     return dataclasses.replace(model, moe=dataclasses.replace(moe, balancers=balancers))
@@ -282,7 +286,7 @@ _BIAS = _rule(f"{ROUTER_STATE}/bias", "mlp.gate.e_score_correction_bias")
 
 
 def _experts(block: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
-    """Router and experts, on disk under the names given, in memory stacked."""
+    """Return rules for router and experts: separate tensors on disk, stacked in memory."""
     expert = f"{block}.experts.{{expert}}."
     in_memory = "mlp.experts.gate_up_proj"
     return (
@@ -299,24 +303,28 @@ _NUMBERED = _experts("block_sparse_moe", "w1", "w3", "w2")
 FAMILIES: Final[dict[str, Family]] = {
     "olmoe": Family(
         architecture="OlmoeForCausalLM",
+        attention=("grouped_query", "full"),
         model=_olmoe,
         fields=describe.olmoe,
         rules=(*_ROOT, *_ATTENTION, *_QK_NORM, *_PROJECTIONS),
     ),
     "mixtral": Family(
         architecture="MixtralForCausalLM",
+        attention=("grouped_query", "none"),
         model=_mixtral,
         fields=describe.mixtral,
         rules=(*_ROOT, *_ATTENTION, *_NUMBERED),
     ),
     "qwen3_moe": Family(
         architecture="Qwen3MoeForCausalLM",
+        attention=("grouped_query", "head"),
         model=_qwen3_moe,
         fields=describe.qwen3_moe,
         rules=(*_ROOT, *_ATTENTION, *_QK_NORM, *_DENSE, *_PROJECTIONS),
     ),
     "deepseek_v3": Family(
         architecture="DeepseekV3ForCausalLM",
+        attention=("latent", None),
         model=_deepseek_v3,
         fields=describe.deepseek_v3,
         rules=(*_ROOT, *_LATENT_ATTENTION, *_DENSE, *_PROJECTIONS, *_SHARED, _BIAS),
@@ -326,6 +334,7 @@ FAMILIES: Final[dict[str, Family]] = {
 
 OWN: Final = Family(
     architecture=modeling.ARCHITECTURE,
+    attention=("grouped_query", None),
     model=modeling.model_of,
     fields=modeling.fields_of,
     rules=(
@@ -333,4 +342,4 @@ OWN: Final = Family(
         _rule("attention/gate", "self_attn.gate_proj.weight"),
     ),
 )
-"""What comes with a modelling file of its own."""
+"""Models with their own modelling file."""

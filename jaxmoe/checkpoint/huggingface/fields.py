@@ -1,12 +1,12 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""The fields of a config.json: read under any of their names, refused where their value is one that
-this library does not compute, and named where nobody knows them.
+"""Reads the fields of a config.json under any of their names.
 
+Values that this library does not compute are an error; fields that are never read are logged.
 Version 4 of transformers writes a flat rope_theta, version 5 rope_parameters; Qwen3-MoE's
-num_experts became num_local_experts. Either is read.
+num_experts became num_local_experts. Both are read.
 
-To add a field that changes no number: a word in _IGNORED.
+To add a field that changes no number: `jaxmoe/checkpoint/huggingface/fields.py` (`_IGNORED`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jaxmoe.models.config import YarnConfig
 
 logger = logging.getLogger(__name__)
 
-# Fields of which one value is supported, and why no other.
+# Fields with one supported value, and the reason.
 _ONLY: Final = {
     "hidden_act": ("silu", "every feed-forward here is a SwiGLU"),
     "attention_bias": (False, "projections here have no bias"),
@@ -29,7 +29,7 @@ _ONLY: Final = {
     "clip_qkv": (None, "queries, keys and values are not clipped here"),
     "attention_dropout": (0.0, "there is no dropout here; set it to 0 if it was used in training"),
     "router_jitter_noise": (0.0, "this router has no noise; set it to 0 if it was for training"),
-    "partial_rotary_factor": (1.0, "RoPE here turns whole heads"),
+    "partial_rotary_factor": (1.0, "RoPE here rotates whole heads"),
     "quantization_config": (None, "quantised weights are not read: convert them to bfloat16"),
     "is_encoder_decoder": (False, "models here are decoders"),
 }
@@ -53,21 +53,21 @@ YARN: Final = {
     "mscale": "mscale",
     "mscale_all_dim": "mscale_all_dim",
 }
-"""Fields of `YarnConfig`, and their names there."""
+"""Names of the fields of `YarnConfig` in transformers."""
 
 
 class Fields:
-    """The fields of a config, and which of them were asked for."""
+    """Fields of a config; remembers which of them were read."""
 
     def __init__(self, fields: Mapping[str, Any]):
         self._fields = fields
         self._asked: set[str] = set()
 
     def get(self, *names: str, default: Any = None) -> Any:
-        """The value of a field that has had several names; `default` where absent or null.
+        """Return the value of a field that has several names; `default` if absent or null.
 
         Raises:
-            CheckpointError: two of the names are there with different values.
+            CheckpointError: Two of the names have different values.
         """
         self._asked.update(names)
         given = {name: self._fields[name] for name in names if self._fields.get(name) is not None}
@@ -77,7 +77,7 @@ class Fields:
         return next(iter(given.values()), default)
 
     def there(self, *names: str) -> Any:
-        """A field that must be there."""
+        """Return the value of a required field."""
         value = self.get(*names)
         if value is None:
             near = closest(names[0], self._fields)
@@ -85,22 +85,22 @@ class Fields:
         return value
 
     def size(self, *names: str) -> int:
-        """A field that must be there, a whole number above 0."""
+        """Return the value of a required field, an integer above 0."""
         value = self.there(*names)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise CheckpointError(f"config.{names[0]}={value!r} must be a whole number above 0")
+            raise CheckpointError(f"config.{names[0]}={value!r} must be an integer above 0")
         return value
 
     def size_or_null(self, name: str) -> int | None:
-        """The same, where null has a meaning of its own and must be written."""
+        """Return the value of a field that must be present, None if it is null."""
         if name not in self._fields:
             raise CheckpointError(
-                f"the config has no {name}{closest(name, self._fields)}: null has a meaning"
+                f"the config has no {name}{closest(name, self._fields)}: write null for none"
             )
         return None if self.get(name) is None else self.size(name)
 
     def only(self, name: str, supported: Any, why: str) -> None:
-        """Refuses any value of a field but one (null counts as absent)."""
+        """Raise for any value of a field but one (null counts as absent)."""
         value = self.get(name, default=supported)
         if value != supported:
             raise CheckpointError(
@@ -108,15 +108,15 @@ class Fields:
             )
 
     def check_supported(self) -> None:
-        """Refuses what no family may have here."""
+        """Raise for values that no family supports."""
         for name, (supported, why) in _ONLY.items():
             self.only(name, supported, why)
 
     def rope_theta(self, default: float, *, has_yarn: bool = False) -> float:
-        """The base of RoPE, wherever the config keeps it.
+        """Return the base of RoPE from any of its fields.
 
         Raises:
-            CheckpointError: another kind of RoPE, or two different bases.
+            CheckpointError: The kind of RoPE is not supported, or the config has two bases.
         """
         bases = {self.get("rope_theta")}
         for name, rope in self._ropes():
@@ -136,10 +136,10 @@ class Fields:
         return float(bases.pop()) if bases else default
 
     def yarn(self) -> YarnConfig | None:
-        """What the config says of YaRN, in the words of DeepSeek-V3.
+        """Return the YaRN config, None if there is none. Fields are those of DeepSeek-V3.
 
         Raises:
-            CheckpointError: a field is missing, or there is one that is not known here.
+            CheckpointError: A field is missing or unknown.
         """
         found: set[YarnConfig | None] = set()
         for name, rope in self._ropes():
@@ -168,7 +168,7 @@ class Fields:
         return [(name, self.get(name, default={})) for name in names]
 
     def warn_of_the_rest(self) -> None:
-        """Names the fields that nobody asked for and that are not known to be harmless."""
+        """Log the fields that were not read and are not known to be harmless."""
         rest = sorted(self._fields.keys() - self._asked - _IGNORED)
         if rest:
             logger.warning("config fields unknown to jaxmoe, ignored: %s", ", ".join(rest))

@@ -1,15 +1,14 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Safetensors files: a mapping from names to tensors that are read when asked for, and files of
-tensors that are made when it is their turn.
+"""Reads and writes safetensors files, one tensor at a time.
 
     one file          model.safetensors
-    shards            model.safetensors.index.json, whose `weight_map` says which file holds what
+    shards            model.safetensors.index.json, whose `weight_map` maps tensors to files
 
-Headers are read at once, so that names and shapes can be compared before any value is. PyTorch's
-pickled files are not read: they run code. Files are written from front to back, one tensor after
-another: a header (its length, 8 bytes; JSON with dtype, shape and place of each tensor), then the
-values.
+All headers are read first, so that names and shapes can be compared before any value is read.
+PyTorch's pickled files are not read, because reading them executes code. Files are written
+sequentially: a header (its length, 8 bytes; JSON with dtype, shape and offsets of each tensor),
+then the values.
 """
 
 from __future__ import annotations
@@ -34,28 +33,28 @@ _DTYPES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor on disk: shape and dtype are known, its values are read by `numpy.asarray`."""
+    """A tensor on disk with known shape and dtype; `numpy.asarray` reads its values."""
 
     file: pathlib.Path
     start: int
-    """Byte of the file at which its values begin."""
+    """Offset of its values in the file, bytes."""
     shape: tuple[int, ...]
     dtype: str
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        del copy  # every read is a fresh array
+        del copy  # every read makes a new array
         kind, size = jnp.dtype(self.dtype), math.prod(self.shape)
-        # Read, not mapped: what is mapped stays in memory, and in the end all of the file is.
+        # Not mapped: mapped pages stay in memory until the whole file is there.
         values = np.fromfile(self.file, kind, size, offset=self.start).reshape(self.shape)
         return values if dtype is None else values.astype(dtype)
 
 
 def open_tensors(path: str | os.PathLike[str]) -> dict[str, StoredTensor]:
-    """The tensors of a directory, or of one file.
+    """Return the tensors of a directory, or of one file.
 
     Raises:
-        CheckpointError: no safetensors there, a file that is missing or damaged, or a name in two
-            files.
+        CheckpointError: There are no safetensors files, one is missing or damaged, or two files
+            hold the same name.
         MissingPackageError: safetensors is not installed.
     """
     path = pathlib.Path(path)
@@ -77,7 +76,7 @@ def open_tensors(path: str | os.PathLike[str]) -> dict[str, StoredTensor]:
 
 
 def _files(path: pathlib.Path) -> list[pathlib.Path]:
-    """What to open: the file itself, the index's shards, or the one file of a directory."""
+    """Return the files to open: the path itself, or the shards or the one file in it."""
     if not path.is_dir():
         return [path]
     if (path / INDEX).exists():
@@ -100,10 +99,10 @@ def _weight_map(path: pathlib.Path) -> dict[str, str]:
 
 
 def _open(file: pathlib.Path) -> dict[str, StoredTensor]:
-    """Names and shapes of one file."""
+    """Return the tensors of one file."""
     safetensors = require("safetensors", extra="hf")
     try:
-        with safetensors.safe_open(file, framework="np"):  # which checks all that the header says
+        with safetensors.safe_open(file, framework="np"):  # validates the header
             pass
         with open(file, "rb") as stream:
             length = int.from_bytes(stream.read(8), "little")
@@ -127,14 +126,14 @@ def _open(file: pathlib.Path) -> dict[str, StoredTensor]:
 
 
 class Planned(NamedTuple):
-    """A tensor that will be written."""
+    """A tensor to write."""
 
     shape: tuple[int, ...]
     dtype: str
 
     @property
     def num_bytes(self) -> int:
-        """On disk."""
+        """Size on disk."""
         return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
 
 
@@ -145,13 +144,13 @@ def write_tensors(
     *,
     max_shard_bytes: int,
 ) -> None:
-    """Writes tensors into as many files as they need.
+    """Write tensors to one file, or to several files and an index.
 
     Args:
-        directory: which is there.
-        planned: what will be written, in order.
-        values: of a tensor by its name, in any float dtype; asked for once each, in order.
-        max_shard_bytes: of a file; a tensor larger than that has a file of its own.
+        directory: Existing directory.
+        planned: Tensors to write, in order.
+        values: Function from a name to values of any float dtype; called once each, in order.
+        max_shard_bytes: Largest size of a file; a larger tensor has its own file.
     """
     shards = _shards(planned, max_shard_bytes)
     places = {}
@@ -168,7 +167,7 @@ def write_tensors(
 
 
 def _shards(planned: Mapping[str, Planned], max_shard_bytes: int) -> Sequence[Sequence[str]]:
-    """Names by file, in their order."""
+    """Return the names in each file, in order."""
     shards, held = [[]], 0
     for name, tensor in planned.items():
         if shards[-1] and held + tensor.num_bytes > max_shard_bytes:

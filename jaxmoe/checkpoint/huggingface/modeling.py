@@ -1,14 +1,13 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""The modelling file that goes with models of no family of `transformers`: SqrtGate, HyperP.
+"""Holds the modelling file for models that no family of `transformers` computes.
 
 `MODELING` is the text of modeling_jaxmoe.py, which `from_pretrained(..., trust_remote_code=True)`
-runs. It is written to be read: plain PyTorch, one expert after the other, no cache. The config
-holds `ModelConfig` as JSON, so that it says all there is to say; `check_computed` refuses what this
-text does not compute.
+executes: plain PyTorch, one expert after another, no cache. Its config holds the whole
+`ModelConfig` as JSON; `check_computed` refuses models that the text does not compute.
 
-To teach it something: here, in `check_computed`, and a case in
-tests/jaxmoe/checkpoint/huggingface/test_modeling.py.
+To add support for a choice: `jaxmoe/checkpoint/huggingface/modeling.py` (the text and `_COMPUTED`),
+`tests/jaxmoe/checkpoint/huggingface/test_modeling.py` (a case).
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ ARCHITECTURE: Final = "JaxmoeForCausalLM"
 
 
 def fields_of(model: ModelConfig) -> dict[str, Any]:
-    """The fields of config.json; those beside `jaxmoe` are for tools that look for them."""
+    """Return the fields of config.json; other tools read the fields beside `jaxmoe`."""
     attention, moe = model.attention, model.moe
     experts = {} if moe is None else {"num_experts": moe.num_experts, "top_k": moe.top_k}
     return experts | {
@@ -48,34 +47,41 @@ def fields_of(model: ModelConfig) -> dict[str, Any]:
 
 
 def model_of(fields: Mapping[str, Any]) -> ModelConfig:
-    """The model of a config.json that was written here."""
+    """Return the model of a config.json that `fields_of` wrote."""
     try:
         return from_json(ModelConfig, migrate(fields["jaxmoe"]))
     except (KeyError, ValueError) as error:
-        text = f"the config of a model of type {NAME!r} does not say which: {error!r}"
+        text = f"config.jaxmoe of a model of type {NAME!r} cannot be read: {error!r}"
         raise CheckpointError(text) from error
 
 
+_COMPUTED: Final = {
+    "attention": ("grouped_query",),
+    "moe.router": ("softmax_topk", "sigmoid_topk"),
+    "moe.router.bias": ("loss_free",),
+    "moe.gate": ("softmax", "renormalized", "sqrt"),
+}
+"""Members of unions that the modelling file computes."""
+
+
 def check_computed(model: ModelConfig) -> None:
-    """Refuses what the modelling file does not compute.
+    """Raise if the modelling file does not compute a model.
 
     Raises:
-        CheckpointError: naming all of it.
+        CheckpointError: One line for each choice that it does not compute.
     """
-    lines = []
-    if model.attention.name != "grouped_query":
-        lines.append("model.attention: only grouped_query")
-    elif not model.attention.is_causal:
-        lines.append("model.attention.is_causal: only True")
-    moe = model.moe
+    moe, chosen = model.moe, dict[str, Any](attention=model.attention)
     if moe is not None:
-        router: Any = moe.router
-        if router.score_function not in ("softmax", "sigmoid"):
-            lines.append(f"model.moe.router={router.name}: only softmax_topk and sigmoid_topk")
-        elif router.bias is not None and not router.bias.is_score_correction:
-            lines.append(f"model.moe.router.bias={router.bias.name}: only loss_free, or none")
-        if moe.gate.name not in ("softmax", "renormalized", "sqrt"):
-            lines.append(f"model.moe.gate={moe.gate.name}: only softmax, renormalized and sqrt")
+        bias = getattr(moe.router, "bias", None)
+        chosen |= {"moe.router": moe.router, "moe.router.bias": bias, "moe.gate": moe.gate}
+    lines = [
+        f"model.{path}={chosen[path].name}: only {' and '.join(names)}"
+        for path, names in _COMPUTED.items()
+        if chosen.get(path) is not None and chosen[path].name not in names
+    ]
+    if not model.attention.is_causal:
+        lines.append("model.attention.is_causal: only True")
+    if moe is not None:
         for field in ("capacity", "zero_computation"):
             if getattr(moe, field) is not None:
                 lines.append(f"model.moe.{field}: only None")
@@ -87,7 +93,7 @@ def check_computed(model: ModelConfig) -> None:
 
 MODELING: Final = '''# Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""A model of jaxmoe for transformers, in plain PyTorch; config.jaxmoe says what it computes.
+"""Computes a model of jaxmoe in plain PyTorch, as config.jaxmoe describes it.
 
 There is no cache of keys and values: generate with use_cache=False.
 """
@@ -126,7 +132,7 @@ class RMSNorm(nn.Module):
 
 
 def rotate(x, positions, theta):
-    """RoPE of heads [B N S H]: feature h turns with feature h + H/2."""
+    """Apply RoPE to heads [B N S H]: feature h is paired with feature h + H/2."""
     half = x.shape[-1] // 2
     exponents = torch.arange(half, dtype=torch.float32, device=x.device) / half
     angles = positions[:, None, :, None].float() * theta**-exponents
@@ -156,7 +162,7 @@ class Attention(nn.Module):
             self.k_norm = RMSNorm(k_dim, model["norm_epsilon"])
 
     def heads(self, x, name):
-        """[B N S H], normed."""
+        """Return normalised heads [B N S H]."""
         kind, dim = self.config["qk_norm"], self.config["head_dim"]
         x = getattr(self, name + "_proj")(x)
         if kind == "full" and name != "v":
@@ -197,7 +203,7 @@ class SwiGLU(nn.Module):
 
 
 class Router(nn.Module):
-    """Which experts, and with what weight."""
+    """Chooses experts and their gates."""
 
     def __init__(self, model):
         super().__init__()
@@ -214,7 +220,7 @@ class Router(nn.Module):
         is_softmax = config["kind"] == "softmax_topk"
         log_scores = F.log_softmax(logits, -1) if is_softmax else F.logsigmoid(logits)
         is_plain = not self.has_bias and config["groups"] is None
-        preference = logits if is_plain else log_scores.exp()  # which may round to the same
+        preference = logits if is_plain else log_scores.exp()  # equal logits stay equal
         if self.has_bias:
             preference = preference + self.e_score_correction_bias.float()
         if config["groups"] is not None:
@@ -231,7 +237,7 @@ class Router(nn.Module):
         return ids, gate["scale"] * torch.exp(scores)
 
     def in_groups(self, preference, config):
-        """-inf for the experts of groups that a token may not use."""
+        """Set the experts of groups that a token may not use to -inf."""
         number, chosen = config["num_groups"], config["top_groups"]
         grouped = preference.view(len(preference), number, -1)
         best = config["best_per_group"]
@@ -336,7 +342,7 @@ class JaxmoeForCausalLM(PreTrainedModel, GenerationMixin):
         **kwargs,
     ):
         if past_key_values is not None:
-            raise ValueError("this model keeps no cache: generate with use_cache=False")
+            raise ValueError("this model has no cache: generate with use_cache=False")
         length, multipliers = input_ids.shape[1], self.config.jaxmoe["multipliers"]
         if position_ids is None:
             position_ids = torch.arange(length, device=input_ids.device)[None, :]

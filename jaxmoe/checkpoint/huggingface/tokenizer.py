@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""The tokenizer's files that go with weights: tokenizer.json, and what stands beside it.
+"""Writes and reads the tokenizer files beside weights: tokenizer.json and its companions.
 
     data                        written                             read back as
     bytes, the corpus           a byte-level tokenizer.json         bytes
@@ -8,13 +8,12 @@
     a vocabulary trained here   its tokenizer.json                  that file
     ids, synthetic languages    none: there is no text
 
-The byte-level tokenizer has the 256 bytes under the characters that GPT-2 writes for them, no
-merges and no special tokens: the id of a byte is the byte, whatever the text. What separates
-documents here is byte 0, which is no special token there: a special token has a spelling, and a
-text that holds it would have other ids.
+The byte-level tokenizer has the 256 bytes under GPT-2's characters, no merges and no special
+tokens: the id of a byte is the byte. Byte 0, which separates documents here, is not a special
+token: a special token has a spelling, and text with that spelling would get other ids.
 
-Of a subword tokenizer the separator is an ordinary special token: a text that spells it is the
-token to `transformers`, and text to this library, whose sources put it before a prompt, which
+The separator of a subword tokenizer is a special token. `transformers` maps text that spells it to
+the token; this library treats it as text. Sources here put the separator before a prompt, which
 begins a document; tokenizer.json does not.
 """
 
@@ -38,29 +37,29 @@ _BESIDE = (
 
 
 class TokenizerFiles(NamedTuple):
-    """What to write beside the weights."""
+    """Tokenizer files of some data."""
 
     texts: dict[str, str]
-    """By file name; none where the data is no text."""
+    """Contents by file name; empty if the data is not text."""
     separator: int | None
-    """The id that ends a document."""
+    """Id that ends a document."""
     words: str
-    """For people."""
+    """Description in one line."""
 
 
 def tokenizer_files(data: DataConfig, *, seed: int = 0) -> TokenizerFiles:
-    """The files of the tokenizer of a run's data.
+    """Return the tokenizer files of a run's data.
 
     Args:
-        data: a `DataConfig`.
-        seed: of the run.
+        data: Data of the run.
+        seed: Seed of the run.
 
     Raises:
-        DataError: the tokenizer cannot be read; or was trained on files that are not there.
+        DataError: The tokenizer cannot be read, or it was trained on files that are missing.
     """
     kind = data.tokenizer
     if kind is None or not kind.is_text:
-        return TokenizerFiles({}, None, "there is no tokenizer: the data is no text, but ids")
+        return TokenizerFiles({}, None, "there is no tokenizer: the data is token ids, not text")
     if kind.is_bytes:
         texts = {TOKENIZER: _dump(byte_tokenizer()), _SETTINGS: _dump(_settings())}
         words = "tokens are the bytes of UTF-8, documents are separated by byte 0"
@@ -80,14 +79,14 @@ def tokenizer_files(data: DataConfig, *, seed: int = 0) -> TokenizerFiles:
 
 
 def read_tokenizer_files(directory: pathlib.Path) -> dict[str, str]:
-    """The tokenizer's files of a directory, by name; empty where there is no tokenizer.json."""
+    """Return the tokenizer files of a directory by name; empty without a tokenizer.json."""
     if not (directory / TOKENIZER).exists():
         return {}
     return {TOKENIZER: _read(directory / TOKENIZER)} | _texts_beside(directory)
 
 
 def is_byte_tokenizer(text: str) -> bool:
-    """Whether a tokenizer.json gives every byte its own value, and nothing else."""
+    """Return whether a tokenizer.json maps every byte to its value, and does nothing else."""
     try:
         found = json.loads(text)
         before = found["pre_tokenizer"]
@@ -105,11 +104,11 @@ def is_byte_tokenizer(text: str) -> bool:
 
 
 def separator_token(text: str, token_id: Any) -> str | None:
-    """How a tokenizer.json spells an id, such as the eos_token_id of a config.
+    """Return how a tokenizer.json spells an id, such as the eos_token_id of a config.
 
     Args:
-        text: of the file.
-        token_id: or several, of which the first is meant.
+        text: Content of the file.
+        token_id: Id, or a list whose first id is used.
     """
     token_id = token_id[0] if isinstance(token_id, list) and token_id else token_id
     try:
@@ -117,14 +116,14 @@ def separator_token(text: str, token_id: Any) -> str | None:
         names = {entry["id"]: entry["content"] for entry in found.get("added_tokens") or ()}
         vocabulary = found["model"]["vocab"]
     except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{TOKENIZER} is no tokenizer: {error!r}") from error
+        raise CheckpointError(f"{TOKENIZER} is not a tokenizer: {error!r}") from error
     if isinstance(vocabulary, dict):
         names = {number: name for name, number in vocabulary.items()} | names
     return names.get(token_id)
 
 
 def byte_tokenizer() -> dict[str, Any]:
-    """The tokenizer.json of bytes."""
+    """Return the tokenizer.json of bytes."""
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
     return {
         "version": "1.0",
@@ -144,7 +143,7 @@ def byte_tokenizer() -> dict[str, Any]:
 
 
 def _characters() -> list[str]:
-    """How each byte is written: as itself where that can be seen, else from U+0100 on (GPT-2)."""
+    """Return GPT-2's character of each byte: itself if printable, else from U+0100 on."""
     seen = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     hidden = [byte for byte in range(256) if byte not in seen]
     return [chr(byte if byte in seen else 0x100 + hidden.index(byte)) for byte in range(256)]

@@ -1,20 +1,21 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors of `transformers` into parameters of this library, by the rules of a family.
+"""Reads the parameters of a model from tensors of `transformers`, by the rules of a family.
 
-    theirs [out, in]                ours [in..., out...]           transposed, then reshaped
-    theirs gate [F D], up [F D]     ours gate_up [D 2 F]           each is a half
-    theirs per layer and expert     ours stacked: [L E ...]
-    theirs a bias per expert        ours state of the router: [layers with experts, E]
+    transformers                 jaxmoe
+    [out, in]                    [in..., out...]             transposed, then reshaped
+    gate [F D], up [F D]         gate_up [D 2 F]             one half each
+    per layer and expert         stacked: [L E ...]
+    a bias per expert            router state: [layers with experts, E]
 
-What is in and what is out stands in each parameter's declaration, so that no rule repeats a shape.
-Heads need no permutation: RoPE turns the same halves in both (`jaxmoe/layers/rotary.py`), or is
-told of another layout (`jaxmoe/layers/latent_attention.py`).
+Input and output dimensions come from each parameter's declaration, so no rule repeats a shape.
+Heads are not permuted: RoPE rotates the same halves in both, or the attention config has a field
+for the layout.
 
-All names and shapes are compared before any value is read, and everything wrong is said at once.
-One parameter is in memory at a time beside those already placed.
+All names and shapes are compared before any value is read, and all mismatches are one error. One
+parameter is in host memory at a time beside those already placed.
 
-The other way is export.py: the same pieces, read instead of written.
+`export.py` writes tensors by the same rules.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from sharding.specs import named_shardings
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 ROUTER_STATE = "router_state"
-"""Where the paths of router state begin, beside those of parameters."""
+"""First part of the paths of router state."""
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
 _SHOWN = 20
 _ROWS = 16
@@ -50,44 +51,44 @@ _ALIGNMENT = 64
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Rule:
-    """Where one of our parameters, or half of one, comes from."""
+    """Tensors that fill a parameter, or half of one."""
 
     path: str
-    """Ours: from the root, or from the block; of router state from `ROUTER_STATE` on."""
+    """Path of the parameter from the root or from its block; router state: from `ROUTER_STATE`."""
     keys: tuple[str, ...]
-    """Theirs: on disk, then as it may be called otherwise. `{layer}` and `{expert}` are numbers; a
-    key without {expert} for a parameter of experts is a tensor of all of them, [E, out, in], in
-    which the two halves of gate_up follow one another."""
+    """Names of the tensor: the one on disk, then alternatives. `{layer}` and `{expert}` are
+    numbers; a key without {expert} for a parameter of experts is a tensor of all experts,
+    [E, out, in], in which the two halves of gate_up follow one another."""
     half: int | None = None
-    """Of gate_up: 0 the gate, 1 up."""
+    """Half of gate_up: 0 is the gate, 1 is up."""
     is_transposed: bool = True
-    """Theirs is [out, in]; False for tables of rows."""
+    """Whether the tensor is [out, in]; False for tables of rows."""
 
 
 class Piece(NamedTuple):
-    """A part of a parameter and the part of a tensor that fills it."""
+    """Part of a parameter, and the part of a tensor that fills it."""
 
     key: str
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     part: tuple[Any, ...]
-    """Of the tensor; () is all of it."""
+    """Index into the tensor; () is all of it."""
     target: tuple[Any, ...]
-    """Of the parameter."""
+    """Index into the parameter."""
     is_transposed: bool
 
 
 class Tensors:
-    """The parameters and the router state of a model, read out of tensors when they are asked for.
+    """Reads the parameters and the router state of a model from tensors, on demand.
 
     Args:
-        model: whose parameters.
-        rules: of its family.
-        tensors: by their names; numpy's, PyTorch's, or any with shape and dtype that numpy reads.
-        axis_rules: from logical axes to mesh axes.
+        model: Model of the parameters.
+        rules: Rules of the model's family.
+        tensors: Tensors by name: numpy, PyTorch, or anything with shape and dtype that numpy reads.
+        axis_rules: Rules from logical axes to mesh axes.
 
     Raises:
-        CheckpointError: tensors that are missing, left over, of another shape or not floats.
+        CheckpointError: Tensors are missing, unexpected, of another shape or not floating point.
     """
 
     def __init__(
@@ -112,16 +113,16 @@ class Tensors:
                 raise CheckpointError(f"tie_word_embeddings is set, but {HEAD} is not {EMBEDDING}")
 
     def is_stacked(self, row: ParameterSpec) -> bool:
-        """Whether its first dimension counts layers, which can be read one at a time."""
+        """Return whether the first dimension counts layers, which can be read one at a time."""
         pieces = self._pieces[row.path]
         return bool(pieces) and all(piece.target and piece.target[0] != ... for piece in pieces)
 
     def read(self, row: ParameterSpec, layer: int | None = None) -> np.ndarray:
-        """The values of a parameter or of router state, f32; each tensor is read once.
+        """Return the values of a parameter or of router state, f32; each tensor is read once.
 
         Args:
-            row: of one of the tables.
-            layer: of a stacked one, counted from its first; all of it when None.
+            row: Row of one of the tables.
+            layer: Layer of a stacked parameter, from 0; all layers when None.
         """
         pieces, shape = self._pieces[row.path], row.shape
         if layer is not None:
@@ -137,12 +138,12 @@ class Tensors:
 def load(
     tensors: Tensors, *, mesh: Mesh | None, axis_rules: LogicalAxisRules
 ) -> tuple[dict[str, Any], Any]:
-    """The parameters and the router state of a model, f32.
+    """Return the parameters and the router state of a model, f32.
 
     Args:
-        tensors: that hold them.
-        mesh: to place them on; one device when None.
-        axis_rules: from logical axes to mesh axes.
+        tensors: Source of the values.
+        mesh: Mesh to place them on; one device when None.
+        axis_rules: Rules from logical axes to mesh axes.
     """
     if mesh is not None:
         tensors.table.check_divides(axis_rules, dict(mesh.shape))
@@ -150,14 +151,14 @@ def load(
     def build(row: ParameterSpec) -> jax.Array:
         values = tensors.read(row)
         if mesh is None:
-            return jax.device_put(values)  # on the CPU it stays where it is
+            return jax.device_put(values)  # no copy on the CPU
         return jax.device_put(values, named_shardings(row.spec, mesh))
 
     return tensors.table.tree(build), tensors.state_table.tree(build).get(ROUTER_STATE, {})
 
 
 def state_table(model: ModelConfig) -> ParameterTable:
-    """A row for each array of router state, as of a parameter; [layers with experts, ...] each."""
+    """Return a table of the arrays of router state, each [layers with experts, ...]."""
     shapes = jax.eval_shape(lambda: initial_router_state(model))
     rows = []
     for path, leaf in sorted(traverse_util.flatten_dict(shapes, sep="/").items()):
@@ -176,14 +177,13 @@ def state_table(model: ModelConfig) -> ParameterTable:
 def pieces_of(
     model: ModelConfig, row: ParameterSpec, rules: Sequence[Rule], names: Container[str]
 ) -> Iterator[Piece]:
-    """The pieces of one stacked parameter or state, layer by layer.
+    """Yield the pieces of one stacked parameter or state, layer by layer.
 
     Args:
-        model: whose it is.
-        row: of its table.
-        rules: of its family.
-        names: of the tensors that there are, which decide between a rule's keys; those on disk
-            where there are none.
+        model: Model of the parameter.
+        row: Row of the model's table.
+        rules: Rules of the model's family.
+        names: Names of the tensors, which select one of a rule's keys; empty selects the first.
     """
     path, layers = row.path, None
     if path.startswith(f"{ROUTER_STATE}/"):
@@ -209,7 +209,7 @@ def _of_layer(
     keys: Sequence[str],
     names: Container[str],
 ) -> Iterator[Piece]:
-    """The pieces of one layer: one, or one for each expert."""
+    """Yield the pieces of one layer: one, or one for each expert."""
     declaration = row.declaration
     known = [key for key in keys if key.replace("{expert}", "0") in names]
     key = known[0] if known else keys[0]
@@ -233,10 +233,10 @@ def _of_layer(
 
 
 def _check(wanted: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Any]) -> None:
-    """Refuses whatever is not exactly what is wanted.
+    """Raise unless the tensors are exactly those of the model.
 
     Raises:
-        CheckpointError: one line for each tensor, with what was found and what was expected.
+        CheckpointError: One line for each tensor that is missing, unexpected or of another shape.
     """
     left_over = [name for name in tensors if name not in wanted]
     missing = [name for name in wanted if name not in tensors]
@@ -271,7 +271,7 @@ def _near(name: str, candidates: Sequence[str]) -> str:
 def _fill(
     path: str, shape: tuple[int, ...], pieces: Sequence[Piece], tensors: Mapping[str, Any]
 ) -> np.ndarray:
-    """One parameter, or one layer of it, f32; each tensor is read once."""
+    """Return one parameter, or one layer of it, f32; each tensor is read once."""
     size = math.prod(shape)
     parameter = _aligned(size).reshape(shape)
     filled, last, values = 0, "", np.empty(0)
@@ -280,8 +280,8 @@ def _fill(
             last, values = piece.key, _values(tensors[piece.key])
         source, view = values[piece.part], parameter[piece.target]
         if piece.is_transposed and source.ndim == 2:
-            # By rows that fit a cache: five times as fast as the transpose in one go.
-            matrix = view.reshape(source.shape[::-1])  # in and out dimensions joined: a view
+            # Blocks of rows that fit the cache: five times as fast as one transpose.
+            matrix = view.reshape(source.shape[::-1])  # a view
             for rows in range(0, len(source), _ROWS):
                 block = source[rows : rows + _ROWS].astype(np.float32)
                 matrix[:, rows : rows + _ROWS] = block.T
@@ -294,14 +294,14 @@ def _fill(
 
 
 def _aligned(size: int) -> np.ndarray:
-    """Memory that a CPU device takes over as it is; of numpy's own it would make a copy."""
+    """Return aligned memory, which a CPU device uses without a copy."""
     raw = np.empty(4 * size + _ALIGNMENT, np.uint8)
     first = -raw.ctypes.data % _ALIGNMENT
     return raw[first : first + 4 * size].view(np.float32)
 
 
 def _values(tensor: Any) -> np.ndarray:
-    """The values of a tensor, floats of any width."""
-    if hasattr(tensor, "detach"):  # PyTorch: on a device, with a gradient, or bfloat16, which it
-        tensor = tensor.detach().cpu().float().numpy()  # does not hand to numpy
+    """Return the values of a tensor, floats of any width."""
+    if hasattr(tensor, "detach"):  # PyTorch; numpy cannot read its bfloat16
+        tensor = tensor.detach().cpu().float().numpy()
     return np.asarray(tensor)

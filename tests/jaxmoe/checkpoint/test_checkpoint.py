@@ -186,11 +186,11 @@ def test_another_state_is_refused_name_by_name(tmp_path):
         "else": jnp.zeros(1),
     }
     assert _message(load_checkpoint, tmp_path, target=target) == (
-        f"{tmp_path}/1 holds another state than the one wanted (5 arrays differ):\n"
+        f"{tmp_path}/1 holds another state than the target (5 arrays differ):\n"
         "  b: saved int32[2], wanted bfloat16[2]"
-        " (not cast unasked: restore_part with is_cast_allowed)\n"
+        " (cast only by restore_part with is_cast_allowed)\n"
         "  else: not in the checkpoint\n"
-        "  old: in the checkpoint, not wanted\n"
+        "  old: in the checkpoint, not in the target\n"
         "  old_: not in the checkpoint (it has old)\n"
         "  w: saved float32[3,2], wanted float32[3,4]\n"
         "restore it with the model and optimizer it was saved with, or a part of it, or under other"

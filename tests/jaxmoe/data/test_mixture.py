@@ -75,12 +75,11 @@ def test_hosts_see_one_batch(process_count):
             loaders[1].batch(step, process_index=i, process_count=process_count)
             for i in range(process_count)
         ]
-        for name, whole in vars(loaders[0].batch(step)).items():
-            if whole is None:
-                assert all(getattr(part, name) is None for part in parts)
-                continue
-            given = np.concatenate([getattr(part, name) for part in parts])
-            np.testing.assert_array_equal(given, whole)
+        whole = loaders[0].batch(step).arrays()
+        given = [part.arrays() for part in parts]
+        assert all(part.keys() == whole.keys() for part in given)
+        for name, array in whole.items():
+            np.testing.assert_array_equal(np.concatenate([part[name] for part in given]), array)
 
 
 def test_held_out_rows_come_in_the_same_shares_none_twice():

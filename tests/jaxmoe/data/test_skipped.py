@@ -60,8 +60,8 @@ def test_the_position_tells_of_windows_that_were_passed():
         ([[3]], "must be a list of"),
         ([[1, True]], "must be a list of"),
         ({"a": 1}, "must be a list of"),
-        ([[-1, 4]], "a step from 0 on"),
-        ([[1, 0]], "1 row or more"),
+        ([[-1, 4]], "each window needs step >= 0"),
+        ([[1, 0]], "needs step >= 0 and rows >= 1"),
         ([[5, 2], [1, 2]], "in the order of the steps"),
     ],
 )

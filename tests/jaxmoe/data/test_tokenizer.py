@@ -98,9 +98,9 @@ def test_a_tokenizer_file(tmp_path):
     [
         (None, {}, "data.tokenizer.path=.*t.json cannot be read: .*No such file"),
         ("{", {}, "t.json is not JSON: Expecting"),
-        ("[]", {}, "t.json is JSON, but no tokenizer: expected an object with the key 'model'"),
-        ('{"model": {}}', {}, "t.json is no tokenizer that this version of `tokenizers` reads"),
-        ("saved", {"separator": "<x>"}, "has no token <x> to stand between documents: name one"),
+        ("[]", {}, "t.json is JSON, but not a tokenizer: expected an object with the key 'model'"),
+        ('{"model": {}}', {}, "t.json is not a tokenizer that this version of `tokenizers` reads"),
+        ("saved", {"separator": "<x>"}, "has no token <x> to separate documents: name one"),
         ("saved without", {}, "has no token .* or </s> or .*: name one of its tokens with --data"),
     ],
 )

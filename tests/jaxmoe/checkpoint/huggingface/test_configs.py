@@ -195,7 +195,7 @@ REFUSED = [
         {"num_experts": ..., "num_expert": 5},
         "no num_local_experts or num_experts: did you",
     ),
-    ("olmoe", {"hidden_size": 36.5}, "config.hidden_size=36.5 must be a whole number above 0"),
+    ("olmoe", {"hidden_size": 36.5}, "config.hidden_size=36.5 must be an integer above 0"),
     ("olmoe", {"sliding_window": 5}, "config.sliding_window=5 is not supported, only None"),
     (
         "olmoe",
@@ -214,7 +214,7 @@ REFUSED = [
         {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
         "of type 'default' or 'yarn', the same in all layers",
     ),
-    ("deepseek_v3", {"n_shared_experts": 0}, "n_shared_experts=0 must be a whole number above 0"),
+    ("deepseek_v3", {"n_shared_experts": 0}, "n_shared_experts=0 must be an integer above 0"),
     ("deepseek_v3", {"n_group": 6}, "groups.best_per_group=2 must not exceed the 1 experts of a"),
     ("mixtral", {"quantization_config": {"bits": 4}}, "quantised weights are not read: convert"),
 ]

@@ -262,7 +262,7 @@ OTHERS = {
 def test_what_a_family_does_not_compute_is_refused(name, tmp_path):
     model, line = OTHERS[name]
     text = refused(model, {}, tmp_path / "it")
-    assert re.match("the model is not what (olmoe|deepseek_v3) of transformers computes, and", text)
+    assert re.match("(olmoe|deepseek_v3) of transformers does not compute this model, and", text)
     assert f"\n  {line}" in text
 
 
@@ -296,7 +296,7 @@ def test_every_other_member_of_a_choice_is_refused(tmp_path):
             model = ModelConfig(moe=part, attention=AttentionConfig(qk_norm=norm))
             fields = FAMILIES[family].fields(model)
             try:
-                describe.check_said(model, FAMILIES[family].model(fields), family)
+                describe.check_described(model, FAMILIES[family].model(fields), family)
             except CheckpointError:
                 assert known.get(name) != family
             else:
@@ -315,12 +315,14 @@ def test_what_only_training_knows_does_not_matter():
     other = dataclasses.replace(model.moe, router=router, balancers=parts.balancers)
     other = dataclasses.replace(model, moe=other)
     assert describe.deepseek_v3(other) == describe.deepseek_v3(model)
-    describe.check_said(other, model, "deepseek_v3")
+    describe.check_described(other, model, "deepseek_v3")
     scale = ForwardMultipliers(attention_scale=model.attention.head_dim**-0.5)
-    describe.check_said(dataclasses.replace(other, multipliers=scale), model, "deepseek_v3")
+    describe.check_described(dataclasses.replace(other, multipliers=scale), model, "deepseek_v3")
     with pytest.raises(CheckpointError, match="multipliers.attention_scale: 0.5 here, null in "):
         scale = ForwardMultipliers(attention_scale=0.5)
-        describe.check_said(dataclasses.replace(other, multipliers=scale), model, "deepseek_v3")
+        describe.check_described(
+            dataclasses.replace(other, multipliers=scale), model, "deepseek_v3"
+        )
 
 
 # What else can be wrong.
@@ -368,7 +370,7 @@ def test_places(olmoe, tmp_path, monkeypatch):
     place = tmp_path / "it"
     place.mkdir()
     to_huggingface(model, params, place)
-    with pytest.raises(CheckpointError, match="it is there already: give a new or an empty dir"):
+    with pytest.raises(CheckpointError, match="it exists already: give a new or an empty dir"):
         to_huggingface(model, params, place)
 
 

@@ -306,7 +306,9 @@ def test_biases_are_router_state():
     model, params, state = read_huggingface(golden.config, golden.state)
     name = "model.layers.2.mlp.gate.e_score_correction_bias"
     np.testing.assert_array_equal(state["bias"][1], golden.state[name])
-    with pytest.raises(CheckpointError, match="which are state and not parameters.*read_huggingf"):
+    with pytest.raises(
+        CheckpointError, match="which are router state and not param.*read_huggingf"
+    ):
         from_huggingface(golden.config, golden.state)
     for layer in (1, 2):
         golden.state[f"model.layers.{layer}.mlp.gate.e_score_correction_bias"][:] = 0.0
@@ -323,6 +325,6 @@ def test_further_tokens_are_left_out_with_a_warning(caplog):
     config = golden.config | {"num_nextn_predict_layers": 1}
     assert_same(read_huggingface(config, golden.state | more), wanted)
     assert caplog.messages == [
-        "1 tensors of layers that predict further tokens are left out,"
+        "1 tensors of layers for multi-token prediction are left out,"
         " model.layers.3.eh_proj.weight first"
     ]

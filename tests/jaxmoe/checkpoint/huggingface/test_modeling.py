@@ -182,8 +182,8 @@ def test_what_it_does_not_compute_is_refused(tmp_path):
     )
     assert text(dataclasses.replace(latent, moe=moe)).splitlines() == [
         "modeling_jaxmoe.py does not compute all of this model:",
-        "  model.attention: only grouped_query",
-        "  model.moe.router.bias=bip: only loss_free, or none",
+        "  model.attention=latent: only grouped_query",
+        "  model.moe.router.bias=bip: only loss_free",
         "  model.moe.capacity: only None",
     ]
     moe = dataclasses.replace(HYPERP.moe, router=METHODS["hash"].router, balancers=())
