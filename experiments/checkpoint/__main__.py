@@ -1,11 +1,12 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""What can be done to checkpoints.
+"""Runs one of the commands on checkpoints: convert, inspect, reshard, verify.
 
     python -m experiments.checkpoint convert --run.directory runs/pretrain/tiny --quantise w4a8
     python -m experiments.checkpoint verify --run.directory runs/pretrain/tiny
 
-To add one: a file experiments/checkpoint_<name>.py with `main`, and a line in COMMANDS.
+To add a command: `experiments/checkpoint/__main__.py` (a line in `COMMANDS`), and a file with `main`
+beside it.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "reshard": checkpoint_reshard.main,
     "verify": checkpoint_verify.main,
 }
-"""By its first word; each takes the others and returns the exit code."""
+"""Functions by the first word; each takes the other words and returns the exit code."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the command; returns the exit code."""
+    """Run the command and return the exit code."""
     listing = "\n".join(f"  {name}  {_about(command)}" for name, command in COMMANDS.items())
     if not argv or argv[0].startswith("-"):
-        write(f"{(__doc__ or '').strip()}\n\nCommands (--help behind one tells more):\n{listing}")
+        write(f"{(__doc__ or '').strip()}\n\nCommands (add --help to one for its flags):\n{listing}")
         is_help = list(argv) in (["-h"], ["--help"])
         return int(cli.ExitCode.DONE if is_help else cli.ExitCode.BAD_CONFIGURATION)
     name, *rest = argv
@@ -44,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _about(command: Callable[..., int]) -> str:
-    """The first line of the docstring of the file that holds it."""
+    """Return the first line of the docstring of a command's file."""
     return (sys.modules[command.__module__].__doc__ or "").partition("\n")[0]
 
 

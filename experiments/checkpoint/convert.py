@@ -1,16 +1,16 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""A run in another form: in 8 or 4 bits, or as Hugging Face files and back.
+"""Converts a run to 8 or 4 bits, or to Hugging Face files and back.
 
     python -m experiments.checkpoint convert --run.directory runs/pretrain/tiny --quantise w4a8
     python -m experiments.generate --run.directory runs/pretrain/tiny-w4a8 --cache int4
     python -m experiments.checkpoint convert --run.directory RUN --to_huggingface auto --to DIR
     python -m experiments.checkpoint convert --from_huggingface DIR --to RUN
 
-What is written is a run directory that evaluate and generate open like any other: config.json, one
-checkpoint without the optimiser's state, summary.json with the bytes and the errors; or a directory
-that from_pretrained of transformers reads. What it comes from stays as it is. It appears whole or
-not at all.
+The result is a run directory for evaluate and generate (config.json, one checkpoint without the
+optimiser's state, summary.json with sizes and errors), or a directory that from_pretrained of
+transformers reads. The source is not changed. The result is written under a temporary name and
+renamed at the end.
 """
 
 from __future__ import annotations
@@ -53,29 +53,29 @@ _MODES = ("quantise", "to_huggingface", "from_huggingface")
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ConvertConfig:
-    """From which run, to what."""
+    """Source and target of a conversion."""
 
     run: FinishedRunConfig = FinishedRunConfig()
-    """The run."""
+    """Run to convert."""
     to: str | None = None
-    """Directory to write, which must not exist; the run's with the format behind it when None."""
+    """Directory to write, which must not exist; the run's plus `-<format>` when None."""
     quantise: Format | None = None
-    """Bits of weights (w) and of the activations that meet them (a; 16: the compute dtype); fp8:
-    both in float8_e4m3fn."""
+    """Bits of weights (w) and of activations in their products (a; 16: the compute dtype). fp8: both
+    in float8_e4m3fn."""
     to_huggingface: ExportFamily | None = None
-    """Writes the run for transformers, as this family; auto: the one that computes the same, or
-    jaxmoe, which brings a modelling file of its own."""
+    """Family of transformers to write; auto: the family that computes the model, or jaxmoe, which
+    has its own modelling file."""
     exported: ExportConfig = ExportConfig()
-    """How it is written there."""
+    """Options of --to_huggingface."""
     from_huggingface: str | None = None
-    """Reads this directory of config.json, safetensors and tokenizer.json as a run."""
+    """Directory with config.json, safetensors and tokenizer.json to convert to a run."""
     imported: ImportConfig = ImportConfig()
-    """What the run then evaluates on."""
+    """Options of --from_huggingface."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Rounded:
-    """What became of one matrix."""
+    """Size and error of one rounded matrix."""
 
     path: str
     shape: tuple[int, ...]
@@ -86,12 +86,12 @@ class Rounded:
 
     @property
     def relative(self) -> float:
-        """The largest error, of the largest value."""
+        """Largest error divided by the largest value."""
         return self.largest_error / self.largest_value if self.largest_value else 0.0
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the command; returns the exit code."""
+    """Run the command and return the exit code."""
     prog = "python -m experiments.checkpoint convert"
     config = cli.parse_flags(ConvertConfig(), argv, prog, __doc__ or "")
     with cli.exit_on_bad_configuration():
@@ -102,11 +102,17 @@ def main(argv: Sequence[str]) -> int:
 
 
 def convert(config: ConvertConfig) -> str:
-    """Writes the converted run; returns what to say of it.
+    """Write the converted run.
+
+    Args:
+        config: Source and target.
+
+    Returns:
+        A report for the user.
 
     Raises:
-        ValueError: no format, no such run, one that is converted already, weights that are not
-            finite, or a directory that is in the way.
+        ValueError: No format is given, the run is missing or already converted, weights are not
+            finite, or the target exists.
     """
     form, source = config.quantise, config.run.directory
     modes = [name for name in _MODES if getattr(config, name) is not None]
@@ -116,7 +122,7 @@ def convert(config: ConvertConfig) -> str:
             " auto, or --from_huggingface DIR"
         )
     if len(modes) > 1:
-        raise ValueError(f"--{' and --'.join(modes)} are conversions of their own: give one")
+        raise ValueError(f"--{' and --'.join(modes)} exclude each other: give one")
     if jax.process_count() > 1:
         raise ValueError("convert runs in one process: start it on one host")
     if config.from_huggingface is not None:
@@ -128,24 +134,24 @@ def convert(config: ConvertConfig) -> str:
     if config.to_huggingface is not None:
         run = config.run
         return export_run(source, run.step, target, config.to_huggingface, config.exported)
-    assert form is not None  # the only one of the three that is left
+    assert form is not None  # the remaining mode
     given = RunDirectory(source).load_config(PretrainConfig)
     if (weights := given.execution.precision.weights) != "floating":
         raise ValueError(
-            f"run.directory={source} is converted already, to {weights}: rounding twice loses"
-            " twice; convert the run that it came from"
+            f"run.directory={source} is converted already, to {weights}: convert the run that it"
+            " came from"
         )
     if not all(kind.mixer.can_quantize for kind in given.model.kinds):
         raise ValueError(
-            f"run.directory={source} holds a model with latent attention, whose matrices have no"
-            " form in few bits so far: convert a model with grouped-query attention"
+            f"run.directory={source} holds a model whose {given.model.attention.name} attention"
+            " cannot be quantised: convert a model with grouped_query attention"
         )
     assembly, state, step = load_run(source, config.run.step, config.run.mesh)
     params, rounded = _quantise(assembly, state, form)
     before, after = stored_bytes(state.params), stored_bytes(params)
     precision = dataclasses.replace(given.execution.precision, weights=form)
     execution = dataclasses.replace(given.execution, precision=precision)
-    # Where the rest of the state lies: a checkpoint is of one mesh.
+    # On the mesh of the other arrays, as a checkpoint requires.
     params = jax.device_put(params, NamedSharding(assembly.mesh, PartitionSpec()))
     state = dataclasses.replace(state, params=params, opt_state={})
     summary = {
@@ -175,10 +181,10 @@ def convert(config: ConvertConfig) -> str:
 
 
 def _quantise(assembly: Assembly, state: TrainState, form: Format) -> tuple[Any, list[Rounded]]:
-    """The parameters in few bits, one after the other on one device, and what became of each.
+    """Return the rounded parameters, computed one by one on one device, and the errors.
 
     Raises:
-        ValueError: a matrix that is not finite.
+        ValueError: A matrix is not finite.
     """
     rounded = list[Rounded]()
 
@@ -190,7 +196,7 @@ def _quantise(assembly: Assembly, state: TrainState, form: Format) -> tuple[Any,
         error, largest = jax.jit(lambda x, new: largest_error(x, dequantize(new)))(held, new)
         if not np.isfinite(largest):
             raise ValueError(
-                f"parameter {row.path} is not finite, and has no scale: choose an earlier"
+                f"parameter {row.path} is not finite and cannot be rounded: choose an earlier"
                 " checkpoint with --run.step"
             )
         rounded.append(
@@ -218,7 +224,7 @@ def _write(
     assembly: Assembly,
     summary: dict[str, Any],
 ) -> None:
-    """The run directory."""
+    """Write the run directory."""
     with new_run(target, config) as unfinished:
         save_checkpoint(
             unfinished.checkpoints_directory,
@@ -232,7 +238,7 @@ def _write(
 
 
 def _free(path: str) -> pathlib.Path:
-    """A path where nothing is yet."""
+    """Return the path, or raise if it exists."""
     target = pathlib.Path(path)
     if target.exists():
         raise ValueError(f"to={target} exists already: remove it, or choose another with --to")

@@ -1,15 +1,13 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""A run as files for `transformers`, and such files as a run.
+"""Converts runs to files for `transformers`, and such files to runs.
 
-Both ways go layer by layer from disk to disk (`jaxmoe.checkpoint.streaming`): no parameter is whole
-in memory, unless the run saved it in one chunk. Every tensor and every parameter is accounted for,
-and all that are not are named at once.
+Both directions copy layer by layer from disk to disk (`jaxmoe.checkpoint.streaming`): no stacked
+parameter is whole in memory, unless the run saved it in one chunk. Missing and unexpected tensors
+are listed in one error.
 
-An imported run has parameters and router state at step 0, and no state of an optimiser: evaluate,
+An imported run has parameters and router state at step 0, and no optimiser state; evaluate,
 generate and convert open it.
-
-To add a choice of how files are written: a field of `ExportConfig`, and an argument there.
 """
 
 from __future__ import annotations
@@ -56,17 +54,17 @@ _HOW_TO_NAME = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ExportConfig:
-    """How files for transformers are written."""
+    """Options of files for transformers."""
 
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Of the tensors; biases of routers stay float32."""
+    """Dtype of the tensors; biases of routers stay float32."""
     experts: Literal["each", "stacked"] = "each"
-    """A tensor for each expert, which all readers know, or all of a layer in one."""
+    """One tensor per expert (each), which all readers support, or one per layer (stacked)."""
     max_length: int | None = None
-    """Positions that readers provide for; when None those of a training row, or those that an
-    imported model had."""
+    """Positions that readers should support; None: those of a training row or of the imported
+    model."""
     max_shard_bytes: int = 5_000_000_000
-    """Of a file."""
+    """Largest size of a file, bytes."""
 
     def __post_init__(self):
         if self.max_length is not None and self.max_length < 1:
@@ -77,41 +75,44 @@ class ExportConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ImportConfig:
-    """What an imported run evaluates on."""
+    """Evaluation data of an imported run."""
 
     data: DataConfig | None = None
-    """What is read, in the tokens of the model: files of text take its tokenizer.json. None: the
-    embedded corpus, for a model of bytes."""
+    """Data in the tokens of the model; files of text use its tokenizer.json. None: the embedded
+    corpus, for a model of bytes."""
     batches: int = 8
-    """Held-out batches."""
+    """Number of held-out batches."""
     batch_size: int = 8
-    """Sequences of one of them."""
+    """Sequences of a batch."""
     sequence_length: int = 128
-    """Tokens of one sequence."""
+    """Tokens of a sequence."""
 
 
 def export_run(
     source: str, step: int | None, target: pathlib.Path, family: ExportFamily, given: ExportConfig
 ) -> str:
-    """Writes a step of a run for `transformers`; returns what to say of it.
+    """Write a step of a run for `transformers`.
 
     Args:
-        source: run directory.
-        step: of the checkpoint; the newest that is whole when None.
-        target: directory to make.
-        family: as in `ConvertConfig`.
-        given: how it is written.
+        source: Run directory.
+        step: Step of the checkpoint; the newest undamaged one when None.
+        target: Directory to make.
+        family: Family as in `ConvertConfig`.
+        given: Options of the files.
+
+    Returns:
+        A report for the user.
 
     Raises:
-        ValueError: no run or checkpoint there, weights in few bits, or a model that the family does
-            not compute.
+        ValueError: There is no run or checkpoint, its weights are quantised, or the family does
+            not compute its model.
     """
     directory = RunDirectory(source)
     config = directory.load_config(PretrainConfig)
     if (weights := config.execution.precision.weights) != "floating":
         raise ValueError(
-            f"run.directory={source} holds weights in few bits ({weights}), which transformers"
-            " would not compute with as this library does: convert the run that it came from"
+            f"run.directory={source} holds quantised weights ({weights}), with which transformers"
+            " computes other logits: convert the run that it came from"
         )
     model = make_plan(config).model
     name, why = suggest_family(model) if family == "auto" else (family, "")
@@ -146,21 +147,24 @@ def export_run(
 
 
 def import_run(source: str, target: pathlib.Path, given: ImportConfig) -> str:
-    """Makes a run of files of `transformers`; returns what to say of it.
+    """Convert files of `transformers` to a run.
 
     Args:
-        source: directory of config.json, safetensors and, if it has one, tokenizer.json.
-        target: run directory to make.
-        given: what the run evaluates on.
+        source: Directory with config.json, safetensors and optionally tokenizer.json.
+        target: Run directory to make.
+        given: Evaluation data of the run.
+
+    Returns:
+        A report for the user.
 
     Raises:
-        ValueError: tensors that are missing, left over or of another shape, a config that this
-            library does not compute, or data in other tokens than the model's.
+        ValueError: Tensors are missing, unexpected or of another shape, the model is not supported,
+            or the data has other tokens than the model.
     """
     place = pathlib.Path(source)
     if not place.is_dir():
         raise ValueError(
-            f"from_huggingface={source} is no directory: give the one with config.json"
+            f"from_huggingface={source} is not a directory: give the one with config.json"
         )
     model, tensors = open_huggingface(place)
     texts, fields = read_tokenizer_files(place), read_fields(place)
@@ -206,7 +210,7 @@ def _under(arrays: Mapping[str, Any], prefix: str) -> dict[str, Any]:
 
 
 def _card(title: str, family: str, files: TokenizerFiles) -> str:
-    """README.md, for people who find the directory."""
+    """Return the text of README.md."""
     trust = ", trust_remote_code=True" if family == "jaxmoe" else ""
     has = "with" if files.texts else "without"
     return (
@@ -222,10 +226,10 @@ def _data(
     texts: Mapping[str, str],
     fields: Mapping[str, Any],
 ) -> DataConfig:
-    """The data, in the tokens of the model.
+    """Return the data in the tokens of the model.
 
     Raises:
-        ValueError: it is in others, or nobody says which they are.
+        ValueError: The data has other tokens, or the tokenizer of the model is unknown.
     """
     is_bytes = TOKENIZER in texts and is_byte_tokenizer(texts[TOKENIZER])
     has_other = TOKENIZER in texts and not is_bytes
@@ -234,8 +238,8 @@ def _data(
             return CorpusConfig()
         what = "has a tokenizer of its own" if has_other else f"has no {TOKENIZER}"
         raise ValueError(
-            f"from_huggingface={place} {what}, and the embedded corpus is in bytes: say what the"
-            " run evaluates on with imported.data:files --imported.data.path 'docs/**/*.md'"
+            f"from_huggingface={place} {what}, and the embedded corpus is in bytes: choose the"
+            " evaluation data with imported.data:files --imported.data.path 'docs/**/*.md'"
             + ("" if has_other else f", and {_HOW_TO_NAME}")
         )
     reads_bytes = data.tokenizer is not None and data.tokenizer.is_bytes
@@ -262,7 +266,7 @@ def _data(
 def _with_own_tokenizer(
     config: PretrainConfig, place: pathlib.Path, target: pathlib.Path
 ) -> PretrainConfig:
-    """The config with the run's own copy of the tokenizer, so that the files may go."""
+    """Return the config with the run's copy of the tokenizer."""
     data: Any = config.data
     if not data.takes_tokenizer:
         return config
@@ -280,7 +284,7 @@ def _write_texts(folder: pathlib.Path, texts: Mapping[str, str]) -> None:
 def _save(
     unfinished: RunDirectory, config: PretrainConfig, assembly: Assembly, tensors: Tensors
 ) -> None:
-    """The checkpoint, layer by layer."""
+    """Write the checkpoint layer by layer."""
     model, execution = assembly.plan.model, assembly.execution
     dtype = str(jax.numpy.dtype(execution.precision.parameter_dtype))
     state = state_around(model, None, execution, {}, jax.random.key(config.training.seed))
@@ -310,11 +314,11 @@ def _save(
 
 
 def _check_disk(target: pathlib.Path, num_bytes: int) -> None:
-    """Refuses a disk without room, before anything is written."""
+    """Raise if the disk has not enough space, before writing."""
     target.parent.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(target.parent).free
     if free < 1.1 * num_bytes:
         raise ValueError(
-            f"to={target} would have {num_bytes / 1e9:.1f} GB and the disk has {free / 1e9:.1f} GB"
-            " free: make room, or choose another disk with --to"
+            f"to={target} needs {num_bytes / 1e9:.1f} GB and the disk has {free / 1e9:.1f} GB free:"
+            " free space, or choose another disk with --to"
         )

@@ -1,11 +1,11 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""What a checkpoint holds.
+"""Shows the content of a checkpoint.
 
     python -m experiments.checkpoint inspect --run.directory runs/pretrain/tiny [--run.step 400]
 
-Its steps, and of one step, the newest unless another is named, every array with shape, dtype, bytes
-and fingerprint, and the versions that wrote it. The arrays themselves are not read.
+Prints the steps, and for one step (the newest by default) shape, dtype, bytes and fingerprint of
+every array, and the versions that wrote it. Arrays are not read.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from jaxmoe.tracking.console import format_bytes
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class InspectConfig:
-    """What to look at."""
+    """Checkpoint to inspect."""
 
     run: CheckpointsConfig = CheckpointsConfig()
-    """The checkpoint."""
+    """Checkpoint."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the command; returns the exit code."""
+    """Run the command and return the exit code."""
     prog = "python -m experiments.checkpoint inspect"
     config = cli.parse_flags(InspectConfig(), argv, prog, __doc__ or "")
     with cli.exit_on_bad_configuration():
@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def in_words(manifest: CheckpointManifest) -> str:
-    """A manifest as a table and a few lines."""
+    """Return a manifest as a table and a few lines."""
     lines = [("array", "shape", "dtype", "bytes", "fingerprint")]
     for path, array in manifest.arrays.items():
         shape = "x".join(map(str, array["shape"])) or "-"

@@ -1,14 +1,13 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""A checkpoint written anew: a part of it, under other names, in another dtype.
+"""Rewrites a checkpoint: a part of it, under other names, or in another dtype.
 
     python -m experiments.checkpoint reshard --run.directory RUN --to DIR --keep params
     python -m experiments.checkpoint reshard --run.directory RUN --to DIR --mapping names.py
 
-A checkpoint holds whole arrays and restores on any mesh as it is: nothing needs to be converted for
-that. This is for other layouts: a mapping is a file of lines `source -> target : merge`, as
-jaxmoe/checkpoint/mapping.py describes, and every array must match one of them. What is read is
-verified, and what is written is a directory of checkpoints with one step and the same config.
+A checkpoint restores on any mesh without conversion; this command is for other layouts. A mapping is
+a Python file with `RULES` of jaxmoe/checkpoint/mapping.py, and every array must match one of them.
+The input is verified. The output is a directory of checkpoints with one step and the same config.
 """
 
 from __future__ import annotations
@@ -33,22 +32,22 @@ from jaxmoe.tracking.console import format_bytes
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ReshardConfig:
-    """From what, to what."""
+    """Source and target of the rewrite."""
 
     run: CheckpointsConfig = CheckpointsConfig()
-    """The checkpoint; the newest step unless one is named."""
+    """Checkpoint; the newest step by default."""
     to: str | None = None
-    """Directory of checkpoints to write; it must not have the step."""
+    """Directory of checkpoints to write, which must not have the step."""
     keep: Literal["all", "params"] = "all"
-    """Everything, or the parameters alone."""
+    """All arrays, or only the parameters."""
     mapping: str | None = None
-    """A file of rules: names and merges."""
+    """Python file with `RULES`: see jaxmoe/checkpoint/mapping.py."""
     dtype: Literal["float32", "bfloat16"] | None = None
-    """Of floating parameters; as they are when None."""
+    """Dtype of floating-point parameters; unchanged when None."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the command; returns the exit code."""
+    """Run the command and return the exit code."""
     prog = "python -m experiments.checkpoint reshard"
     config = cli.parse_flags(ReshardConfig(), argv, prog, __doc__ or "")
     with cli.exit_on_bad_configuration():
@@ -58,11 +57,17 @@ def main(argv: Sequence[str]) -> int:
 
 
 def rewrite(config: ReshardConfig) -> str:
-    """Writes the checkpoint anew; returns what to say of it.
+    """Write the new checkpoint.
+
+    Args:
+        config: Source and target.
+
+    Returns:
+        A report for the user.
 
     Raises:
-        ValueError: no such checkpoint, a damaged one, a mapping that does not fit, or a directory
-            that has the step.
+        ValueError: The checkpoint is missing or damaged, the mapping does not fit, or the target
+            has the step.
     """
     if config.to is None:
         raise ValueError("reshard needs --to DIR: where to write")

@@ -1,11 +1,12 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Whether checkpoints are what was written.
+"""Checks that checkpoints have not changed since they were written.
 
     python -m experiments.checkpoint verify --run.directory runs/pretrain/tiny [--level files]
 
-A line for each step: every file by its checksum and, unless `--level files`, every array by its
-fingerprint. Nothing is changed. Exit codes: 0 all are whole, 65 a step is damaged, 2 no such run.
+Prints one line per step. Compares every file with its checksum and, without `--level files`, every
+array with its fingerprint. Changes nothing. Exit codes: 0 all steps are whole, 65 a step is damaged,
+2 no such run.
 """
 
 from __future__ import annotations
@@ -24,24 +25,27 @@ from jaxmoe.run.directory import RunDirectory
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointsConfig:
-    """Which checkpoints."""
+    """Checkpoints to read."""
 
     directory: str = "runs/pretrain/tiny"
-    """A run directory, or a directory of checkpoints."""
+    """Run directory, or directory of checkpoints."""
     step: int | None = None
-    """Of the checkpoint."""
+    """Step of the checkpoint."""
 
     @property
     def checkpoints(self) -> pathlib.Path:
-        """The directory that holds the steps."""
+        """Directory of the steps."""
         inner = RunDirectory(self.directory).checkpoints_directory
         return inner if inner.is_dir() else pathlib.Path(self.directory)
 
     def open(self) -> tuple[CheckpointManager, list[int]]:
-        """Its manager, for reading, and the steps that are meant: all when none is named.
+        """Open the checkpoints for reading.
+
+        Returns:
+            The manager, and the steps: all of them, or the one of `step`.
 
         Raises:
-            ValueError: there are none, or not that one.
+            ValueError: There are no steps, or not the one of `step`.
         """
         manager = CheckpointManager(self.checkpoints, is_writer=False)
         steps = manager.steps()
@@ -59,16 +63,16 @@ class CheckpointsConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class VerifyConfig:
-    """What to verify."""
+    """Checkpoints and checks."""
 
     run: CheckpointsConfig = CheckpointsConfig()
-    """The checkpoints; all steps unless one is named."""
+    """Checkpoints; all steps by default."""
     level: Literal["full", "files"] = "full"
-    """Files and arrays, or the files alone."""
+    """Check files and arrays, or only files."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the command; returns the exit code."""
+    """Run the command and return the exit code."""
     prog = "python -m experiments.checkpoint verify"
     config = cli.parse_flags(VerifyConfig(), argv, prog, __doc__ or "")
     with cli.exit_on_bad_configuration():

@@ -148,7 +148,7 @@ def test_bad_requests_are_refused_in_words(run, converted, tmp_path, capsys):
     directory, _ = converted
     here = ("convert", "--run.directory", str(run))
     again = ("convert", "--run.directory", str(directory), "--quantise", "w8a8")
-    assert f"{directory} is converted already, to w4a16: rounding twice" in words(*again)
+    assert f"{directory} is converted already, to w4a16: convert the" in words(*again)
     assert "small-w4a16 exists already: remove it" in words(*here, "--quantise", "w4a16")
     assert "convert to what? give --quantise w4a8, w8a8" in words(*here)
     assert "w4a8" in words(*here, "--quantise", "w2a2")

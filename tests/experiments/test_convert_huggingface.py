@@ -229,10 +229,10 @@ def test_bad_requests_are_refused_in_words(run, exported, tmp_path, capsys, monk
 
     here, new = ("--run.directory", run), ("--to", str(tmp_path / "new"))
     both = words(*here, "--to_huggingface", "auto", "--quantise", "w4a8")
-    assert "--quantise and --to_huggingface are conversions of their own: give one" in both
+    assert "--quantise and --to_huggingface exclude each other: give one" in both
     assert "needs --to RUN" in words("--from_huggingface", exported)
     assert 'model.attention.qk_norm: "head" here' in words(*here, "--to_huggingface", "olmoe", *new)
-    assert "is no directory" in words("--from_huggingface", str(tmp_path / "none"), *new)
+    assert "is not a directory" in words("--from_huggingface", str(tmp_path / "none"), *new)
     other = tmp_path / "other"
     shutil.copytree(exported, other)
     vocabulary = byte_tokenizer()

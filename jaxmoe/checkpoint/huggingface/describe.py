@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, cast
+from typing import Any
 
 from jaxmoe.checkpoint.huggingface.fields import YARN
 from jaxmoe.checkpoint.manifest import CheckpointError
