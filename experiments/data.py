@@ -1,11 +1,11 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Shows the data of a run before it is trained on: documents, lengths, rows and their borders.
+"""Shows the data of a run before training: documents, lengths, rows and their borders.
 
     python -m experiments.data inspect [recipe] --data.path docs/ [--training.sequence_length 512]
 
-Takes the recipe and the flags of `experiments.pretrain`, reads, tokenises and packs as that would
-(the cache is the same), and compiles nothing. Writes summary.json into runs/data/<name>.
+Takes the recipe and the flags of `experiments.pretrain`, and reads, tokenises and packs in the same
+way, with the same cache. Compiles nothing. Writes summary.json to runs/data/<name>.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.directory import RunDirectory
 
 _BAR = 40
-"""Columns of the longest bar."""
+"""Width of the longest bar, characters."""
 _SHOWN_ROWS = 3
 _SHOWN_TOKENS = 60
 _SPLITS: tuple[Split, Split] = ("train", "validation")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the command; returns the exit code."""
+    """Run the command and return the exit code."""
     words = list(argv)
     prog = "python -m experiments.data inspect"
     if words[:1] in (["-h"], ["--help"]):
@@ -61,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def summarise(config: PretrainConfig, source: Source) -> dict[str, Any]:
-    """The numbers of summary.json."""
+    """Return the content of summary.json."""
     length = config.training.sequence_length
     return {
         "status": "done",
@@ -78,7 +78,7 @@ def summarise(config: PretrainConfig, source: Source) -> dict[str, Any]:
 
 
 def page(config: PretrainConfig, source: Source) -> str:
-    """What is printed."""
+    """Return the text to print."""
     training = config.training
     length, size = training.sequence_length, training.batch_size
     lines = [source.describe(length), ""]
@@ -103,7 +103,7 @@ def page(config: PretrainConfig, source: Source) -> str:
 
 
 def _parts(source: Source) -> dict[str, Source]:
-    """The parts of a mixture; nothing else has any."""
+    """Return the parts of a mixture; empty for other sources."""
     return source.parts if isinstance(source, Mixture) else {}
 
 
@@ -115,7 +115,7 @@ def _numbers_in_words(source: Source, split: Split, length: int) -> str:
         for name, value in _split_numbers(source, split, length).items()
         if value is not None
     )
-    return numbers or "rows without end"
+    return numbers or "unlimited rows"
 
 
 def _split_numbers(source: Source, split: Split, length: int) -> dict[str, Any]:
@@ -138,7 +138,7 @@ def _lengths(source: PackedSource, split: Split) -> np.ndarray:
 
 
 def _histogram(lengths: np.ndarray) -> Iterator[str]:
-    """Documents by the power of two that their length reaches."""
+    """Yield a histogram of document lengths by powers of two."""
     powers = np.array([int(n).bit_length() - 1 for n in lengths.tolist() if n])
     counts = np.bincount(powers)
     first = int(powers.min())
@@ -148,8 +148,8 @@ def _histogram(lengths: np.ndarray) -> Iterator[str]:
 
 
 def _shown(source: Source, row: Row) -> Iterator[str]:
-    """The documents of a row: where they lie, and how they begin."""
-    first = next(iter(_parts(source).values()), source)  # the parts of a mixture share a tokenizer
+    """Yield position and beginning of each document of a row."""
+    first = next(iter(_parts(source).values()), source)  # parts share one tokenizer
     separator = first.tokenizer.separator if isinstance(first, PackedSource) else None
     segments = np.ones(len(row.tokens), np.int32) if row.segment_ids is None else row.segment_ids
     for segment in range(1, int(segments.max()) + 1):

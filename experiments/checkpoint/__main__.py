@@ -5,8 +5,8 @@
     python -m experiments.checkpoint convert --run.directory runs/pretrain/tiny --quantise w4a8
     python -m experiments.checkpoint verify --run.directory runs/pretrain/tiny
 
-To add a command: `experiments/checkpoint/__main__.py` (a line in `COMMANDS`), and a file with `main`
-beside it.
+To add a command: `experiments/checkpoint/__main__.py` (a line in `COMMANDS`), and a file with
+`main` beside it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ def main(argv: Sequence[str]) -> int:
     """Run the command and return the exit code."""
     listing = "\n".join(f"  {name}  {_about(command)}" for name, command in COMMANDS.items())
     if not argv or argv[0].startswith("-"):
-        write(f"{(__doc__ or '').strip()}\n\nCommands (add --help to one for its flags):\n{listing}")
+        write(
+            f"{(__doc__ or '').strip()}\n\nCommands (add --help to one for its flags):\n{listing}"
+        )
         is_help = list(argv) in (["-h"], ["--help"])
         return int(cli.ExitCode.DONE if is_help else cli.ExitCode.BAD_CONFIGURATION)
     name, *rest = argv

@@ -60,8 +60,8 @@ class ConvertConfig:
     to: str | None = None
     """Directory to write, which must not exist; the run's plus `-<format>` when None."""
     quantise: Format | None = None
-    """Bits of weights (w) and of activations in their products (a; 16: the compute dtype). fp8: both
-    in float8_e4m3fn."""
+    """Bits of weights (w) and of activations in their products (a; 16: the compute dtype). fp8:
+    both in float8_e4m3fn."""
     to_huggingface: ExportFamily | None = None
     """Family of transformers to write; auto: the family that computes the model, or jaxmoe, which
     has its own modelling file."""

@@ -5,8 +5,8 @@
     python -m experiments.checkpoint reshard --run.directory RUN --to DIR --keep params
     python -m experiments.checkpoint reshard --run.directory RUN --to DIR --mapping names.py
 
-A checkpoint restores on any mesh without conversion; this command is for other layouts. A mapping is
-a Python file with `RULES` of jaxmoe/checkpoint/mapping.py, and every array must match one of them.
+A checkpoint restores on any mesh without conversion; this command is for other layouts. A mapping
+is a Python file with `RULES` (see jaxmoe/checkpoint/mapping.py); every array must match one rule.
 The input is verified. The output is a directory of checkpoints with one step and the same config.
 """
 

@@ -5,8 +5,8 @@
     python -m experiments.checkpoint verify --run.directory runs/pretrain/tiny [--level files]
 
 Prints one line per step. Compares every file with its checksum and, without `--level files`, every
-array with its fingerprint. Changes nothing. Exit codes: 0 all steps are whole, 65 a step is damaged,
-2 no such run.
+array with its fingerprint. Changes nothing. Exit codes: 0 all steps are whole, 65 a step is
+damaged, 2 no such run.
 """
 
 from __future__ import annotations

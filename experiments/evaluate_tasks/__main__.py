@@ -1,13 +1,13 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Tasks of the lm-evaluation-harness, on a run.
+"""Evaluates a run on tasks of the lm-evaluation-harness.
 
     python -m experiments.evaluate_tasks --run.directory runs/pretrain/tiny --tasks arc_easy lambada
     python -m experiments.evaluate_tasks --run.directory RUN --tasks mine --include tasks/
 
-The harness computes the metrics; the model answers in process, on the devices of --run.mesh.* (as
-in training, unless others are named). Its own tasks read data sets from the Hugging Face hub; those
-of --include may read local files. What it found is printed as a table, and written whole to --to.
+The harness computes the metrics; the model runs in this process, on the mesh of --run.mesh.* (by
+default that of the training). The harness's tasks read data sets from the Hugging Face hub; those
+of --include may read local files. Results are printed as a table, and written in full to --to.
 """
 
 from __future__ import annotations
@@ -33,30 +33,30 @@ from jaxmoe.run.load import load_run
 from jaxmoe.training.score import Scorer
 
 _MOST = 4096
-"""Tokens of a request, where nobody says how many: its computation has that length."""
+"""Upper bound of the default of --max_length, tokens: every request is padded to that length."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluateTasksConfig:
-    """Which tasks, of which run."""
+    """Tasks, and the run to evaluate."""
 
     run: FinishedRunConfig = FinishedRunConfig()
-    """The run."""
+    """Run to evaluate."""
     tasks: tuple[str, ...] = ()
     """Names of tasks or groups."""
     include: str | None = None
-    """A directory of tasks of one's own: YAML files."""
+    """Directory of further tasks, as YAML files."""
     num_fewshot: int | None = None
-    """Examples before each question; those of the task when None."""
+    """Examples before each question; the task's number when None."""
     limit: int | None = None
-    """Questions of each task; all when None."""
+    """Number of questions per task; all when None."""
     batch_size: int = 8
-    """Rows that are computed together."""
+    """Requests in a batch."""
     max_length: int | None = None
-    """Tokens that are read at once; when None those of a training row, or what an imported model is
-    for, at most 4096."""
+    """Longest request, tokens; None: the length of a training row or of the imported model, at most
+    4096."""
     to: str | None = None
-    """A file for the results, as JSON."""
+    """File for the results, as JSON."""
 
     def __post_init__(self):
         for field in ("limit", "max_length"):
@@ -67,14 +67,14 @@ class EvaluateTasksConfig:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the command; returns the exit code."""
+    """Run the command and return the exit code."""
     prog = "python -m experiments.evaluate_tasks"
     config = cli.parse_flags(EvaluateTasksConfig(), argv, prog, __doc__ or "")
     with cli.exit_on_bad_configuration():
         start_process()
     with cli.exit_on_bad_configuration():
         if config.to is not None and not pathlib.Path(config.to).absolute().parent.is_dir():
-            raise ValueError(f"to={config.to}: its directory is not there, make it first")
+            raise ValueError(f"to={config.to}: its directory does not exist, make it first")
         results = evaluate_tasks(config)
     say(require("lm_eval.utils", extra="lm-eval").make_table(results))
     if config.to is not None:
@@ -84,15 +84,18 @@ def main(argv: Sequence[str]) -> int:
 
 
 def evaluate_tasks(config: EvaluateTasksConfig) -> dict[str, Any]:
-    """What the harness found: its own dictionary.
+    """Return the results of the harness, in its format.
+
+    Args:
+        config: Tasks and run.
 
     Raises:
-        ValueError: no tasks or unknown ones, no run, a run of ids that are no text, or several
-            processes.
-        MissingPackageError: the harness is not installed.
+        ValueError: There are no tasks, unknown tasks, no run, a run whose data is not text, or
+            several processes.
+        MissingPackageError: The harness is not installed.
     """
     if not config.tasks:
-        raise ValueError("tasks is empty: name tasks of the harness with --tasks, arc_easy say")
+        raise ValueError("tasks is empty: name tasks of the harness with --tasks, such as arc_easy")
     if jax.process_count() > 1:
         raise ValueError("evaluate_tasks runs in one process: start it on one host")
     harness = require("lm_eval", extra="lm-eval")

@@ -1,13 +1,13 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""A run as a model of the lm-evaluation-harness, in process.
+"""Adapts a run to the model interface of the lm-evaluation-harness.
 
     model = harness_model(scorer, text)
     lm_eval.simple_evaluate(model, tasks=["arc_easy"])
 
-Texts become tokens by the run's tokenizer, without separators; the separator between documents
-stands before a text that has no context, and ends what is generated. Context and continuation are
-split as the harness does it for its own models, so that numbers compare. Generation is greedy.
+The run's tokenizer encodes texts without separators. The separator between documents precedes a
+text without context, and ends generated text. Context and continuation are split by the harness as
+for its own models, so that results are comparable. Generation is greedy.
 
 The harness (extra `lm-eval`) is imported when a model is made.
 """
@@ -27,23 +27,26 @@ from jaxmoe.training.score import Scorer
 logger = logging.getLogger(__name__)
 
 _MAX_WRITTEN = 256
-"""Tokens of an answer where a task does not say: the harness's own number."""
+"""Default length of an answer, tokens: the harness's default."""
 
 
 class TextTokens(NamedTuple):
-    """Text to token ids and back, without separators."""
+    """Converts text to token ids and back, without separators."""
 
     encode: Callable[[str], list[int]]
     decode: Callable[[Sequence[int]], str]
     separator: int
-    """Stands before every document, and ends it."""
+    """Id before and after every document."""
 
 
 def text_tokens(source: Source) -> TextTokens:
-    """Of the data of a run.
+    """Return the encoder and decoder of a run's data.
+
+    Args:
+        source: Data of the run.
 
     Raises:
-        ValueError: it is no text.
+        ValueError: The data is not text.
     """
     tokenizer = getattr(source, "tokenizer", None)
     if tokenizer is not None and tokenizer.is_text and tokenizer.separator is not None:
@@ -63,21 +66,21 @@ def text_tokens(source: Source) -> TextTokens:
 
 
 def harness_model(scorer: Scorer, text: TextTokens) -> Any:
-    """An `lm_eval.api.model.LM` that answers by a scorer.
+    """Return an `lm_eval.api.model.LM` that computes with a scorer.
 
     Args:
-        scorer: of the model.
-        text: of its tokens.
+        scorer: Scorer of the model.
+        text: Encoder and decoder of its tokens.
 
     Raises:
-        MissingPackageError: the harness is not installed.
+        MissingPackageError: The harness is not installed.
     """
     base = require("lm_eval.api.model", extra="lm-eval").TemplateLM
     tools = require("lm_eval.utils", extra="lm-eval")
     usual = require("lm_eval.models.utils", extra="lm-eval")
 
     class HarnessModel(base):
-        """Requests of the harness in token ids."""
+        """Answers the harness's requests in token ids."""
 
         tokenizer_name = "jaxmoe"
 
@@ -96,7 +99,7 @@ def harness_model(scorer: Scorer, text: TextTokens) -> Any:
         def tok_encode(
             self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
         ) -> list[int]:
-            del add_special_tokens, kwargs  # there are none to add
+            del add_special_tokens, kwargs  # there are no special tokens
             return text.encode(string)
 
         def _loglikelihood_tokens(
@@ -141,7 +144,7 @@ def harness_model(scorer: Scorer, text: TextTokens) -> Any:
             return answers
 
         def _written(self, context: str, asked: dict[str, Any]) -> str:
-            """The answer up to the first of the texts that end it."""
+            """Return the answer up to the first stop text."""
             given = usual.normalize_gen_kwargs(asked, self.max_gen_toks)
             if given.get("do_sample"):
                 raise ValueError(
@@ -153,17 +156,17 @@ def harness_model(scorer: Scorer, text: TextTokens) -> Any:
             def is_done(written: list[int]) -> bool:
                 if written[-1] == text.separator:
                     return True
-                said = text.decode(written)
-                return any(end in said for end in ends)
+                answer = text.decode(written)
+                return any(end in answer for end in ends)
 
             tokens = text.encode(context) or [text.separator]
             written = scorer.greedy(tokens, given["max_gen_toks"], is_done)
             if text.separator in written:
                 written = written[: written.index(text.separator)]
-            said = text.decode(written)
+            answer = text.decode(written)
             for end in ends:
-                said = said.partition(end)[0]
-            return said
+                answer = answer.partition(end)[0]
+            return answer
 
     return HarnessModel()
 
@@ -171,8 +174,8 @@ def harness_model(scorer: Scorer, text: TextTokens) -> Any:
 def _warn(num_truncated: int, num_requests: int, max_length: int) -> None:
     if num_truncated:
         logger.warning(
-            "%d of %d requests are longer than %d tokens: the beginning of their context is not"
-            " read. --max_length reads more, as far as the model was trained on it",
+            "%d of %d requests are longer than %d tokens: the start of their context is cut off."
+            " Raise --max_length up to the length the model was trained on",
             *(num_truncated, num_requests, max_length),
         )
 

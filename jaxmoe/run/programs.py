@@ -30,7 +30,6 @@ RARE: dict[str, str | bool] = {"xla_backend_optimization_level": "0"}
 """Compiler options of programs that run a few times: compilation takes half the time."""
 
 
-
 class Programs:
     """Initial state, training step and evaluation of one model, each compiled on first use.
 

@@ -81,7 +81,7 @@ def test_ids_are_no_text(tmp_path, capsys):
         text_tokens(markov().data.build())
     assert "tasks is empty" in refused(capsys, evaluate_tasks.main, "--run.directory", "none")
     nowhere = ("--run.directory", "none", "--to", str(tmp_path / "none" / "results.json"))
-    assert "its directory is not there, make it first" in refused(
+    assert "its directory does not exist, make it first" in refused(
         capsys, evaluate_tasks.main, *nowhere
     )
 
@@ -137,7 +137,7 @@ def test_against_the_harness_over_transformers(tasks, tmp_path, caplog, capsys):
         )
         ours, samples = asked(harness_model(scorer, text_tokens(assembly.source)))
     wanted, wanted_samples = asked(theirs)
-    assert "the beginning of their context is not read" in caplog.text
+    assert "the start of their context is cut off" in caplog.text
     flags = []
     for name in names:
         for one, other in zip(samples[name], wanted_samples[name], strict=True):

@@ -204,7 +204,7 @@ def test_inspect(tmp_path, capsys):
     parts = json.loads((tmp_path / "mix" / "summary.json").read_text())["parts"]
     assert parts["docs"]["train"] == summary["train"] and parts["lines"]["validation"]["rows"]
     assert data.main(["inspect", "markov", "--run.directory", "other"]) == 0
-    assert "rows without end" in capsys.readouterr().out
+    assert "unlimited rows" in capsys.readouterr().out
 
 
 def test_inspect_spares_the_summary_of_a_run(tmp_path, capsys):

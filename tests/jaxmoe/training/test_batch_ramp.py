@@ -111,7 +111,7 @@ def test_the_position_knows_of_the_ramp():
         ),
         (
             lambda: BatchSizes(((0, 4), (0, 8))),
-            "stages=((0, 4), (0, 8)) must begin at step 0, each stage after the one",
+            "stages=((0, 4), (0, 8)) must begin at step 0, each stage after the one before",
         ),
         (lambda: BatchSizes(((0, 0),)), "stages=((0, 0),): every batch needs at least one row"),
     ],

@@ -147,7 +147,7 @@ def test_bfloat16(torch):
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_gradients(name, torch):
-    """Of the whole loss, balance included: router, attention and experts of the first layer."""
+    """Gradients of the loss with balance: router, attention and experts of the first layer."""
     theirs, tokens = build(CONFIGS[name]), tokens_of(CONFIGS[name])
     ids, is_balanced = torch.tensor(tokens).long(), name in BALANCED
     asked = {"output_router_logits": True} if is_balanced else {}
