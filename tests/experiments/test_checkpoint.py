@@ -83,7 +83,7 @@ def refused(capsys, function, *arguments):
     return capsys.readouterr().err
 
 
-def test_what_is_written_and_said(run, converted):
+def test_quantised_run_has_files_and_summary(run, converted):
     directory, said = converted
     summary = json.loads((directory / "summary.json").read_text())
     assert summary["status"] == "converted" and summary["format"] == "w4a16"
@@ -108,7 +108,7 @@ def test_what_is_written_and_said(run, converted):
     assert not [name for name in summary["rounded"] if "head" in name or "router" in name]
 
 
-def test_evaluate_counts_what_a_cache_would_round(converted, capsys):
+def test_evaluate_reports_cache_rounding(converted, capsys):
     directory, _ = converted
     assert evaluate.main(["--run.directory", str(directory), "--cache", "int4"]) == ExitCode.DONE
     line = capsys.readouterr().out
@@ -119,7 +119,7 @@ def test_evaluate_counts_what_a_cache_would_round(converted, capsys):
     assert 4.0 < bits < 5.0
 
 
-def test_generate_writes_the_tokens_of_the_weights_turned_back(converted, capsys):
+def test_generate_equals_dequantised_weights(converted, capsys):
     directory, _ = converted
     assembly, state, _ = load_run(str(directory), None)
     prompt = jnp.asarray([assembly.source.encode("1 2 3")], jnp.int32)
@@ -141,7 +141,7 @@ def test_generate_writes_the_tokens_of_the_weights_turned_back(converted, capsys
     assert assembly.source.decode(np.asarray(wanted)[0]) in said
 
 
-def test_bad_requests_are_refused_in_words(run, converted, tmp_path, capsys):
+def test_bad_convert_requests_are_refused(run, converted, tmp_path, capsys):
     def words(*arguments):
         return refused(capsys, checkpoint.main, list(arguments))
 
@@ -157,11 +157,11 @@ def test_bad_requests_are_refused_in_words(run, converted, tmp_path, capsys):
     assert "unknown command 'converts': did you mean 'convert'?" in words("converts")
     assert checkpoint.main([]) == ExitCode.BAD_CONFIGURATION
     assert checkpoint.main(["--help"]) == ExitCode.DONE
-    assert "convert  A run in another form: in 8 or 4 bits" in capsys.readouterr().out
+    assert "convert  Converts a run to 8 or 4 bits" in capsys.readouterr().out
     assert not (tmp_path / "new").exists()
 
 
-def test_nobody_trains_it(converted, tmp_path, capsys):
+def test_quantised_run_is_not_trained(converted, tmp_path, capsys):
     directory, _ = converted
     kept = (directory / "config.json").read_text()
     arguments = ["markov", "--run.directory", str(directory)]
@@ -177,7 +177,7 @@ def test_nobody_trains_it(converted, tmp_path, capsys):
 @pytest.mark.large
 @pytest.mark.trains
 @pytest.mark.slow
-def test_four_bits_lose_little_of_what_was_learned(tmp_path, capsys):
+def test_four_bits_lose_little_accuracy(tmp_path, capsys):
     """`tiny`, trained in brief: weights and cache in 4 bits lose at most 0.05 bits per byte."""
     run = tmp_path / "tiny"
     brief = ("--training.steps", "100", "--evaluation.every", "0", "--tracking.sample_length", "0")

@@ -36,7 +36,7 @@ def _refused(main, arguments, capsys):
     return capsys.readouterr().err
 
 
-def test_verify(run, capsys):
+def test_verify_command_reports_damage(run, capsys):
     assert checkpoint_verify.main(["--run.directory", str(run)]) == ExitCode.DONE
     assert capsys.readouterr().out == "1: whole, 3 arrays\n2: whole, 3 arrays\n"
     files = [p for p in (run / "checkpoints" / "1" / "state").rglob("*") if p.is_file()]
@@ -55,7 +55,7 @@ def test_verify(run, capsys):
     assert "the directory does not exist" in text
 
 
-def test_inspect(run, capsys):
+def test_inspect_command_lists_contents(run, capsys):
     assert checkpoint_inspect.main(["--run.directory", str(run)]) == ExitCode.DONE
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == f"{run}/checkpoints: steps 1, 2"

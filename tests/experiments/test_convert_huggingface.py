@@ -113,7 +113,7 @@ def assert_same(actual, desired):
     jax.tree.map(np.testing.assert_array_equal, actual, desired)
 
 
-def test_there_and_back(run, exported, imported):
+def test_run_to_huggingface_and_back_is_bitwise(run, exported, imported):
     """Bit for bit, with the family and the tokenizer it can only have."""
     fields = read_json(exported, "config.json")
     assert fields["model_type"] == "qwen3_moe" and fields["eos_token_id"] == 0
@@ -133,7 +133,7 @@ def test_there_and_back(run, exported, imported):
 
 
 @pytest.mark.slow
-def test_an_imported_run_is_used_like_any(run, imported, capsys):
+def test_imported_run_evaluates_and_generates(run, imported, capsys):
     """The same held-out loss, the same text."""
     said = []
     for directory in (run, imported):
@@ -157,7 +157,7 @@ def test_an_imported_run_is_converted_but_not_trained(run, exported, imported, c
     )
 
 
-def test_bytes_have_their_own_values_as_ids(exported):
+def test_byte_tokenizer_ids_are_byte_values(exported):
     """Whatever the text, special spellings and byte 0 included."""
     tokenizers = pytest.importorskip("tokenizers", reason="not installed: extra train")
     read = tokenizers.Tokenizer.from_file(f"{exported}/tokenizer.json")
@@ -168,7 +168,7 @@ def test_bytes_have_their_own_values_as_ids(exported):
     assert read.get_vocab_size() == 256
 
 
-def test_a_vocabulary_of_ones_own(tmp_path):
+def test_trained_vocabulary_is_exported_and_imported(tmp_path):
     """Trained here, read there, and carried on by the imported run when the files are gone."""
     (tmp_path / "text").mkdir()
     for number in range(40):
@@ -196,7 +196,7 @@ def test_a_vocabulary_of_ones_own(tmp_path):
     assert str(tmp_path / "new") in again.tokenizer.path.as_posix()
 
 
-def test_what_no_family_computes_brings_its_modelling_file(tmp_path, capsys):
+def test_model_of_no_family_is_exported_with_modelling_file(tmp_path, capsys):
     """SqrtGate, and ids that are no text; it comes back only with data that is said."""
     model = model_of(16, gate=SqrtGateConfig())
     run = new_run(tmp_path / "run", markov().data, model)
@@ -221,7 +221,7 @@ def test_what_no_family_computes_brings_its_modelling_file(tmp_path, capsys):
     assert_same(load_run(str(tmp_path / "new"), None)[1].params, load_run(run, None)[1].params)
 
 
-def test_bad_requests_are_refused_in_words(run, exported, tmp_path, capsys, monkeypatch):
+def test_bad_convert_requests_are_refused(run, exported, tmp_path, capsys, monkeypatch):
     """Early, and nothing is left behind."""
 
     def words(*arguments):

@@ -132,7 +132,7 @@ def convert(*arguments: str) -> int:
     ],
 )
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
-def test_within_two_layers(name, constant, tmp_path):
+def test_convert_needs_memory_of_two_layers(name, constant, tmp_path):
     """Import, then export: bit for bit the tensors that there were."""
     layer = write_random(tmp_path / "hf", name)
     bound = 2 * layer + constant

@@ -71,7 +71,7 @@ def tasks(tmp_path, monkeypatch):
     return folder
 
 
-def test_ids_are_no_text(tmp_path, capsys):
+def test_evaluate_tasks_refuses_ids(tmp_path, capsys):
     source = CorpusConfig().build()
     text = text_tokens(source)
     assert text.encode("\u00df\n") == [0xC3, 0x9F, 10] and text.decode([0xC3, 0x9F]) == "\u00df"
@@ -88,7 +88,7 @@ def test_ids_are_no_text(tmp_path, capsys):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")  # the harness's own
-def test_against_the_harness_over_transformers(tasks, tmp_path, caplog, capsys):
+def test_evaluate_tasks_equals_transformers_harness(tasks, tmp_path, caplog, capsys):
     """Log-likelihoods, greedy flags, rolling ones and texts, request by request; then the
     command."""
     torch = pytest.importorskip("torch", reason="PyTorch is not installed: extra hf")

@@ -68,7 +68,7 @@ def _parsed(*words):
         ),
     ],
 )
-def test_a_flag_chooses_the_member_that_has_it(words, expected):
+def test_data_flag_selects_the_source_that_has_it(words, expected):
     assert _parsed(*words.split()) == expected
 
 
@@ -90,14 +90,14 @@ def test_a_flag_chooses_the_member_that_has_it(words, expected):
         ),
     ],
 )
-def test_flags_that_choose_no_member_are_refused(capsys, words, message):
+def test_ambiguous_data_flags_are_refused(capsys, words, message):
     with pytest.raises(SystemExit) as stop:
         _parsed(*words.split())
     assert stop.value.code == 2
     assert capsys.readouterr().err.startswith(f"error: {message}")
 
 
-def test_help_says_so(capsys):
+def test_help_lists_data_flags(capsys):
     with pytest.raises(SystemExit):
         _parsed("--help")
     output = " ".join(capsys.readouterr().out.split())
@@ -187,7 +187,7 @@ def test_data_that_does_not_fit_is_refused_before_compiling(tmp_path, capsys):
     assert not (tmp_path / "run").exists()
 
 
-def test_inspect(tmp_path, capsys):
+def test_inspect_command_lists_contents(tmp_path, capsys):
     words = ["inspect", "--data.path", "docs", "--training.sequence_length", "64"]
     assert data.main([*words, "--run.name", "mine"]) == 0
     output = capsys.readouterr().out
@@ -207,7 +207,7 @@ def test_inspect(tmp_path, capsys):
     assert "unlimited rows" in capsys.readouterr().out
 
 
-def test_inspect_spares_the_summary_of_a_run(tmp_path, capsys):
+def test_inspect_refuses_a_training_run_directory(tmp_path, capsys):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.json").write_text("{}")
     with pytest.raises(SystemExit) as stop:
@@ -217,7 +217,7 @@ def test_inspect_spares_the_summary_of_a_run(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("words", [[], ["look"], ["--data.path", "x"]])
-def test_the_command_is_named(capsys, words):
+def test_unknown_data_command_is_refused(capsys, words):
     with pytest.raises(SystemExit) as stop:
         data.main(words)
     assert stop.value.code == 2

@@ -157,12 +157,12 @@ def test_reading_is_strict_and_says_where(path, value, message):
     assert message in str(error.value)
 
 
-def test_what_is_no_config_value_is_refused():
+def test_invalid_field_values_are_refused():
     with pytest.raises(ValueError, match="layers.0 holds a list"):
         to_json(Model(layers=([1],)))
 
 
-def test_a_tag_that_the_fields_tell():
+def test_missing_tag_is_inferred_from_the_fields():
     """Configs from before there was a choice; not where two members have the same fields."""
     saved = to_json(ModelConfig())
     assert saved["attention"].pop("kind") == "grouped_query"
@@ -172,7 +172,7 @@ def test_a_tag_that_the_fields_tell():
         from_json(ModelConfig, saved)
 
 
-def test_the_tag_is_no_field_name():
+def test_field_named_like_the_tag_is_refused():
     @config
     class Wrong:
         kind: str = "x"

@@ -98,7 +98,7 @@ def _message(function, *arguments, **options) -> str:
     return str(error.value)
 
 
-def test_a_state_goes_round_the_meshes(tmp_path):
+def test_state_restores_bitwise_across_meshes(tmp_path):
     """8x1 -> 4x2 -> no mesh: the same bits, where each target wants them."""
     state = _host_state(7)
     save_checkpoint(tmp_path / "a", _place(state, "data8"), step=7, config=TINY)
@@ -121,7 +121,7 @@ def test_a_state_goes_round_the_meshes(tmp_path):
     assert _layout(fourth) == _layout(target)
 
 
-def test_without_target(tmp_path):
+def test_restore_without_target(tmp_path):
     """Nested dicts; what held no array is left out."""
     state = _host_state(3)
     save_checkpoint(tmp_path, state, step=1, config={})
@@ -133,13 +133,13 @@ def test_without_target(tmp_path):
 
 
 @pytest.mark.parametrize("router_state", [{}, {"a": {}, "b": {"c": jnp.ones(2)}}])
-def test_empty_branches_come_back(tmp_path, router_state):
+def test_empty_branches_are_restored(tmp_path, router_state):
     state = _host_state(3, router_state)
     save_checkpoint(tmp_path, state, step=1, config={})
     _assert_same(load_checkpoint(tmp_path, target=_host_state(0, router_state)), state)
 
 
-def test_every_dtype_is_kept(tmp_path):
+def test_every_dtype_is_restored(tmp_path):
     names = ("bfloat16", "float16", "float32", "int8", "int32", "uint8", "uint32", "bool")
     state = {name: jnp.asarray([0, 1, 1], name) for name in names}
     state |= {"scalar": jnp.float32(2.5), "keys": jax.random.split(jax.random.key(1), 3)}
@@ -151,7 +151,7 @@ def test_every_dtype_is_kept(tmp_path):
     _assert_same(load_checkpoint(tmp_path, target=state), state)
 
 
-def test_the_manifest_tells_what_was_saved(tmp_path):
+def test_manifest_describes_the_saved_state(tmp_path):
     manager = CheckpointManager(tmp_path)
     manager.save(4, _small(4), config={"a": 1}, data={"epoch": 2})
     assert manager.finish()
@@ -165,7 +165,7 @@ def test_the_manifest_tells_what_was_saved(tmp_path):
     manager.close()
 
 
-def test_the_state_may_be_overwritten_once_save_returns(tmp_path):
+def test_state_may_be_donated_after_save_returns(tmp_path):
     """The step donates its state while the save is still being written."""
     manager = CheckpointManager(tmp_path)
     state = {"w": jnp.full((1 << 20,), 1.0)}
@@ -177,7 +177,7 @@ def test_the_state_may_be_overwritten_once_save_returns(tmp_path):
     assert (np.asarray(load_checkpoint(tmp_path)["w"]) == 1.0).all()
 
 
-def test_another_state_is_refused_name_by_name(tmp_path):
+def test_restore_to_another_state_lists_all_differences(tmp_path):
     save_checkpoint(tmp_path, _small(1, old=np.ones(2, np.float32)), step=1, config={})
     target = {
         "w": jnp.zeros((3, 4)),
@@ -201,7 +201,7 @@ def test_another_state_is_refused_name_by_name(tmp_path):
     assert len(message.splitlines()) == 23, "a long list is cut"
 
 
-def test_steps_that_are_not_there(tmp_path):
+def test_missing_steps_are_refused(tmp_path):
     assert _message(load_checkpoint, tmp_path / "none") == (
         f"{tmp_path}/none holds no checkpoints: the directory does not exist"
     )
@@ -216,7 +216,7 @@ def test_steps_that_are_not_there(tmp_path):
     np.testing.assert_array_equal(load_checkpoint(tmp_path, step=3)["w"], _small(3)["w"])
 
 
-def test_a_step_is_never_written_over(tmp_path, caplog):
+def test_existing_step_is_never_overwritten(tmp_path, caplog):
     save_checkpoint(tmp_path, _small(1), step=3, config={})
     assert _message(save_checkpoint, tmp_path, _small(2), step=3, config={}) == (
         f"{tmp_path} already has a checkpoint of step 3"
@@ -259,7 +259,7 @@ def _edit_manifest(directory, **changes):
     checksums.write_list(directory)
 
 
-def test_a_schema_of_the_future_is_refused(tmp_path):
+def test_newer_schema_is_refused(tmp_path):
     save_checkpoint(tmp_path, _small(1), step=1, config={})
     _edit_manifest(tmp_path / "1", schema=99)
     assert _message(load_checkpoint, tmp_path) == (
@@ -308,7 +308,7 @@ def _out_of_order(path):
     ("disk_usage", "reason"),
     [(_nearly_full, "1.0 MB are free, about 4.8 MB are needed"), (_out_of_order, "OSError")],
 )
-def test_too_little_space_is_noticed_before_writing(
+def test_too_little_space_is_detected_before_writing(
     tmp_path, manager, caplog, monkeypatch, disk_usage, reason
 ):
     with monkeypatch.context() as patch:
@@ -340,7 +340,7 @@ leaves_futures_behind = pytest.mark.filterwarnings(
 
 
 @leaves_futures_behind
-def test_a_disk_that_fills_up_while_writing(tmp_path, manager, caplog):
+def test_disk_that_fills_up_while_saving(tmp_path, manager, caplog):
     rng = np.random.default_rng(0)  # noise, which no compression makes small
     state = {f"w{i}": rng.standard_normal(100_000).astype(np.float32) for i in range(4)}
     with _no_file_above(50_000):
@@ -352,7 +352,7 @@ def test_a_disk_that_fills_up_while_writing(tmp_path, manager, caplog):
 
 
 @leaves_futures_behind
-def test_a_failure_in_the_background_is_told_by_the_next_save(tmp_path, manager, caplog):
+def test_background_failure_is_returned_by_the_next_save(tmp_path, manager, caplog):
     rng = np.random.default_rng(0)
     state = {"w": rng.standard_normal(400_000).astype(np.float32)}
     with _no_file_above(50_000):

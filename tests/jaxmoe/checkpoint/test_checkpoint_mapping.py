@@ -28,7 +28,7 @@ def _random(*shape, seed=0):
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
-def test_names_alone():
+def test_rename_without_merge():
     arrays = {"model/layers/3/wq": _random(2, 2), "model/head": _random(3)}
     layer = Rename("model/layers/{i}/wq", "layers/{i}/attention/q")
     with pytest.raises(CheckpointError, match="model/layers/3/wq: matches Rename.*'model/layers"):

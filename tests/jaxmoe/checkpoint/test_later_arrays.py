@@ -30,7 +30,7 @@ def _state(**given) -> TrainState:
     )
 
 
-def test_an_older_checkpoint_is_read(tmp_path, caplog):
+def test_checkpoint_without_a_later_array_is_read(tmp_path, caplog):
     caplog.set_level(logging.WARNING, "jaxmoe")
     save_checkpoint(tmp_path, _state(), step=4, config={})
     whole = NamedSharding(mesh_named("data8"), PartitionSpec())

@@ -64,13 +64,13 @@ def played(monkeypatch):
     return run
 
 
-def test_the_first_process_lists_the_steps(played):
+def test_first_process_lists_the_steps(played):
     assert played(lambda index: reading.shared_steps(lambda: [[1, 2], [1]][index])) == [[1, 2]] * 2
     assert played(lambda index: reading.shared_steps(list)) == [[], []]
 
 
 @pytest.mark.parametrize("kind", [None, CheckpointError, CheckpointDamagedError])
-def test_the_first_process_reads_the_manifest(played, kind):
+def test_first_process_reads_the_manifest(played, kind):
     """And what is wrong with it is wrong for all."""
     manifest = CheckpointManifest(step=3, arrays={"w": {"shape": [2]}}, config={}, data={"a": [1]})
 
@@ -84,7 +84,7 @@ def test_the_first_process_reads_the_manifest(played, kind):
     assert played(lambda index: reading.shared_manifest(lambda: read(index))) == [expected] * 2
 
 
-def test_an_older_listing_of_ones_own_does_not_count(manager, monkeypatch):
+def test_stale_listing_of_another_process_is_ignored(manager, monkeypatch):
     monkeypatch.setattr(room, "shared_steps", lambda find: [1])
     assert manager.restore_newest(_state(0))[0] == 1
     monkeypatch.setattr(room, "shared_steps", lambda find: [1, 2, 3])
@@ -92,7 +92,7 @@ def test_an_older_listing_of_ones_own_does_not_count(manager, monkeypatch):
     assert manager.steps() == [1, 2], "the first process has it already"
 
 
-def test_no_process_waits_for_others_inside_orbax(manager, monkeypatch):
+def test_restore_has_no_barrier_inside_orbax(manager, monkeypatch):
     met = []
 
     def meet(name, processes, **more):
@@ -105,7 +105,7 @@ def test_no_process_waits_for_others_inside_orbax(manager, monkeypatch):
     assert met == [{0}, {0}]
 
 
-def test_a_step_is_read_where_it_lies(manager):
+def test_step_is_read_in_place(manager):
     """Whatever number its manifest has: somebody may have renamed it."""
     (manager.directory / "1").rename(manager.directory / "7")
     step, state = manager.restore_newest(_state(0))
@@ -113,7 +113,7 @@ def test_a_step_is_read_where_it_lies(manager):
     np.testing.assert_array_equal(state["w"], 1)
 
 
-def test_a_bad_sector_is_damage(manager, monkeypatch, caplog):
+def test_bad_sector_is_reported_as_damage(manager, monkeypatch, caplog):
     measure = room.checksums._measure
 
     def failing(path, *more):
@@ -128,7 +128,7 @@ def test_a_bad_sector_is_damage(manager, monkeypatch, caplog):
 
 
 @pytest.mark.parametrize("is_wrong_elsewhere", [False, True])
-def test_the_last_save_is_tried_again_by_all(monkeypatch, is_wrong_elsewhere):
+def test_failed_last_save_is_retried_by_all_processes(monkeypatch, is_wrong_elsewhere):
     saved = []
     monkeypatch.setattr(loop_module, "agree", lambda code: int(code or is_wrong_elsewhere))
     checkpoints = types.SimpleNamespace(finish=lambda: True, latest_step=lambda: 5)

@@ -36,7 +36,7 @@ def saved(tmp_path_factory):
     return directory
 
 
-def test_parameters_alone_on_another_mesh(saved, caplog):
+def test_restore_part_of_parameters_on_another_mesh(saved, caplog):
     caplog.set_level("INFO", "jaxmoe")
     mesh = mesh_named("data4_tensor2")
     spec = NamedSharding(mesh, PartitionSpec(None, ("data", "tensor")))
@@ -51,7 +51,7 @@ def test_parameters_alone_on_another_mesh(saved, caplog):
     assert "not read: opt_state, rng" in caplog.text
 
 
-def test_one_array_and_a_key(saved):
+def test_restore_part_of_one_array_and_a_key(saved):
     restored = restore_part(
         saved, {"params": {"head": {"weight": jnp.zeros((8, 16))}}, "rng": jax.random.key(0)}
     )
@@ -64,7 +64,7 @@ def test_one_array_and_a_key(saved):
     )
 
 
-def test_a_cast_is_asked_for(saved):
+def test_restore_part_casts_only_if_allowed(saved):
     target = {"params": {"head": {"weight": jnp.zeros((8, 16), jnp.bfloat16)}}}
     with pytest.raises(CheckpointError, match="saved float32, wanted bfloat16, not cast unless"):
         restore_part(saved, target)
@@ -72,7 +72,7 @@ def test_a_cast_is_asked_for(saved):
     np.testing.assert_array_equal(cast, _state()["params"]["head"]["weight"].astype(jnp.bfloat16))
 
 
-def test_what_is_not_there_is_said_at_once(saved):
+def test_restore_part_lists_all_missing_arrays(saved):
     target = {
         "params": {
             "heads": {"weight": jnp.zeros((8, 16))},
@@ -88,7 +88,7 @@ def test_what_is_not_there_is_said_at_once(saved):
     )
 
 
-def test_another_layout(tmp_path):
+def test_restore_part_from_another_layout(tmp_path):
     """Two ranks of a padded embedding and of replicated gains, as another framework saves them."""
     rng = np.random.default_rng(1)
     table, gains = rng.standard_normal((10, 4)).astype(np.float32), np.ones(4, np.float32)
@@ -112,7 +112,7 @@ def test_another_layout(tmp_path):
         restore_part(tmp_path, target, step=1, mapping=wrong)
 
 
-def test_damage_is_seen(saved, tmp_path):
+def test_restore_part_detects_damage(saved, tmp_path):
     import json
     import shutil
 

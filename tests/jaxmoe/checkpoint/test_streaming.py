@@ -68,7 +68,7 @@ def saved(tmp_path):
     return tmp_path
 
 
-def test_the_manager_reads_it_as_its_own(saved, tmp_path):
+def test_manager_reads_a_streamed_checkpoint(saved, tmp_path):
     found = load_checkpoint(saved)
     for path, array in ARRAYS.items():
         leaf = found
@@ -84,7 +84,7 @@ def test_the_manager_reads_it_as_its_own(saved, tmp_path):
     assert ours == its
 
 
-def test_layers_are_read_alone(saved):
+def test_stored_layers_are_read_alone(saved):
     step, arrays = open_stored(saved)
     assert step == 4 and arrays.keys() == ARRAYS.keys() | {"step"}  # keys are left out
     for path in STACKED:
@@ -95,7 +95,7 @@ def test_layers_are_read_alone(saved):
     np.testing.assert_array_equal(np.asarray(arrays["params/head"]), ARRAYS["params/head"])
 
 
-def test_a_run_stores_large_stacks_by_layer(tmp_path, monkeypatch):
+def test_manager_stores_large_stacks_by_layer(tmp_path, monkeypatch):
     monkeypatch.setattr(manager_room, "_LARGE", 100)
     save_checkpoint(tmp_path, nested(), step=1, config={})
     _, arrays = open_stored(tmp_path, 1)
@@ -106,7 +106,7 @@ def test_a_run_stores_large_stacks_by_layer(tmp_path, monkeypatch):
     np.testing.assert_array_equal(leaf, ARRAYS["params/blocks/w"])
 
 
-def test_a_fingerprint_in_parts_is_that_of_the_whole(monkeypatch):
+def test_running_fingerprint_equals_the_whole(monkeypatch):
     import jaxmoe.fingerprints as room
 
     monkeypatch.setattr(room, "_BLOCK", 60)
@@ -120,7 +120,7 @@ def test_a_fingerprint_in_parts_is_that_of_the_whole(monkeypatch):
         assert whole.value == running.value
 
 
-def test_what_is_not_as_promised_is_refused(saved, tmp_path):
+def test_streamed_layer_of_another_shape_is_refused(saved, tmp_path):
     arrays, _ = streamed()
     with pytest.raises(CheckpointError, match="already has a checkpoint of step 4"):
         save_streamed(saved, state(), arrays, step=4, config={})

@@ -78,7 +78,7 @@ def test_good_batches_pass():
         ("tokens", np.zeros(4, np.int32), "batch.tokens has shape (4,), which must be [rows,"),
     ],
 )
-def test_bad_batches_are_refused_in_words(field, values, message):
+def test_bad_batches_are_refused(field, values, message):
     with pytest.raises(DataError, match=re.escape(message)):
         validate_batch(_batch(**{field: values}), 256)
 
@@ -110,7 +110,7 @@ def test_bad_extra_arrays_are_refused(values, message):
         validate_batch(_batch(extra=EXTRA | {"task": values}), 9)
 
 
-def test_a_batch_is_a_pytree():
+def test_batch_is_a_pytree():
     shapes = jax.tree.map(lambda leaf: leaf.shape, _batch())
     assert shapes.tokens == (2, 4)
     assert len(jax.tree.leaves(_batch())) == 5

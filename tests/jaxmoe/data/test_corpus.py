@@ -33,13 +33,13 @@ def small_library(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_sizes(corpus):
+def test_corpus_sizes(corpus):
     train, validation = len(corpus.text("train")), len(corpus.text("validation"))
     assert train + validation > 5_000_000
     assert 0.01 < validation / (train + validation) < 0.12
 
 
-def test_splits_are_disjoint_and_stable(corpus):
+def test_corpus_splits_are_disjoint_and_stable(corpus):
     def documents(split):
         return set(corpus.text(split).tobytes().split(b"\0"))
 
@@ -50,7 +50,7 @@ def test_splits_are_disjoint_and_stable(corpus):
     assert again.fingerprint() == corpus.fingerprint()
 
 
-def test_fingerprint_is_the_hash_of_the_bytes(corpus):
+def test_corpus_fingerprint_is_the_hash_of_the_bytes(corpus):
     fingerprint = json.loads(json.dumps(corpus.fingerprint()))
     for split in ("train", "validation"):
         text = corpus.text(split).tobytes()
@@ -61,7 +61,7 @@ def test_fingerprint_is_the_hash_of_the_bytes(corpus):
 
 
 @pytest.mark.parametrize("length", [2, 7, 128])
-def test_rows_predict_every_byte_once(corpus, length):
+def test_corpus_rows_predict_every_byte_once(corpus, length):
     text = corpus.text("validation")
     num_rows = corpus.num_rows("validation", length)
     rows = np.stack([corpus.row("validation", i, length).tokens for i in range(num_rows)])
@@ -71,7 +71,7 @@ def test_rows_predict_every_byte_once(corpus, length):
     assert len(text) - 1 - num_rows * length < length
 
 
-def test_text_survives(corpus):
+def test_corpus_text_round_trip(corpus):
     text = "def f(x):\n    return 'caf\u00e9'\n"
     assert corpus.decode(corpus.encode(text)) == text
     assert corpus.decode(np.array([0x66, 0xFF])) == "f\ufffd"
@@ -79,7 +79,7 @@ def test_text_survives(corpus):
     assert corpus.entropy_bits_per_token(8) is None
 
 
-def test_which_files_are_read(small_library):
+def test_corpus_reads_stdlib_modules_without_tests(small_library):
     _library(
         small_library,
         {
@@ -101,7 +101,7 @@ def test_which_files_are_read(small_library):
     assert sorted(read) == [b"one", b"three three", b"two"]
 
 
-def test_another_file_moves_no_other(small_library):
+def test_adding_a_corpus_file_moves_no_other(small_library):
     files = {f"json/part{i}.py": f"# file number {i}\n" for i in range(60)}
     _library(small_library, files)
     before = set(CorpusConfig().build(0).text("validation").tobytes().split(b"\0"))
@@ -110,7 +110,7 @@ def test_another_file_moves_no_other(small_library):
     assert before and before <= after <= before | {b"# another file\n"}
 
 
-def test_a_stripped_library_is_refused_in_words(tmp_path, monkeypatch):
+def test_stripped_library_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path / "gone"))
     message = (
         f"the embedded corpus is the source of Python's standard library, and {tmp_path / 'gone'} "
@@ -122,7 +122,7 @@ def test_a_stripped_library_is_refused_in_words(tmp_path, monkeypatch):
         CorpusConfig().build(0)
 
 
-def test_an_unreadable_file_is_named(small_library):
+def test_unreadable_corpus_file_is_named(small_library):
     _library(small_library, {"ast.py": "one", "zipfile.py": "three three"})
     (small_library / "json").mkdir()
     (small_library / "json" / "loop.py").symlink_to("loop.py")
@@ -130,7 +130,7 @@ def test_an_unreadable_file_is_named(small_library):
         CorpusConfig().build(0)
 
 
-def test_a_row_that_is_not_there(corpus):
+def test_missing_row_is_refused(corpus):
     num_rows = corpus.num_rows("validation", 128)
     for index in (-1, num_rows):
         with pytest.raises(

@@ -56,7 +56,7 @@ def _tree(root):
     (root / "shard.idx").write_bytes(b"\0\1")
 
 
-def test_paths(tmp_path, caplog):
+def test_paths_match_files_globs_and_directories(tmp_path, caplog):
     root = tmp_path / "tree"
     _tree(root)
     assert _names(f"{root}/*.txt") == ["a.txt"]
@@ -68,7 +68,7 @@ def test_paths(tmp_path, caplog):
     assert _names("tree/a.txt", f"{root}/a.txt") == ["a.txt"]  # however it is spelled
 
 
-def test_a_bucket(tmp_path):
+def test_files_from_a_bucket(tmp_path):
     bucket = tmp_path / "bucket"
     bucket.mkdir()
 
@@ -113,7 +113,7 @@ def test_paths_without_files_are_refused(tmp_path, path, message):
         FilesConfig(path=(path,)).build()
 
 
-def test_it_is_a_source_of_what_the_files_say(tmp_path):
+def test_files_source_returns_the_documents(tmp_path):
     texts = _texts(120)
     source = FilesConfig(path=(_jsonl(tmp_path / "a.jsonl", texts),)).build(0)
     assert isinstance(source, Source)
@@ -127,7 +127,7 @@ def test_it_is_a_source_of_what_the_files_say(tmp_path):
     assert "files: 120 documents" in source.describe(32) and "% full" in source.describe(32)
 
 
-def test_held_out_documents_stay_so_when_others_come(tmp_path):
+def test_held_out_documents_stay_held_out_when_files_are_added(tmp_path):
     def held_out(texts):
         source = FilesConfig(path=(_jsonl(tmp_path / "a.jsonl", texts),)).build()
         return set(source.text("validation").tobytes().split(b"\0"))
@@ -137,7 +137,7 @@ def test_held_out_documents_stay_so_when_others_come(tmp_path):
     assert before <= after and len(after - before) < 20
 
 
-def test_of_few_documents_the_end_is_held_out(tmp_path):
+def test_ends_of_few_documents_are_held_out(tmp_path):
     pathlib.Path("book.txt").write_text("".join(f"{i:03d} " for i in range(1000)))
     source = FilesConfig(path=("book.txt",), validation_fraction=0.1).build()
     train, held_out = (source.text(split).tobytes() for split in ("train", "validation"))
@@ -147,7 +147,7 @@ def test_of_few_documents_the_end_is_held_out(tmp_path):
     assert source.bytes_per_token == pytest.approx((len(held_out) - 1) / len(held_out))
 
 
-def test_of_some_documents_whole_ones_are_held_out(tmp_path):
+def test_whole_documents_are_held_out_of_several(tmp_path):
     texts = _texts(50)
     config = FilesConfig(path=(_jsonl("a.jsonl", texts),), tokenizer=TrainedConfig(vocab_size=400))
     source = config.build()
@@ -158,7 +158,7 @@ def test_of_some_documents_whole_ones_are_held_out(tmp_path):
     assert sorted(trained_on) == sorted(set(texts) - held_out)
 
 
-def test_many_documents_train_without_the_held_out_ones(tmp_path):
+def test_tokenizer_training_excludes_held_out_documents(tmp_path):
     texts = _texts(150)
     config = FilesConfig(path=(_jsonl("a.jsonl", texts),))
     held_out = set(config.build().text("validation").tobytes().decode().split("\0"))
@@ -166,13 +166,13 @@ def test_many_documents_train_without_the_held_out_ones(tmp_path):
     assert sorted(trained_on) == sorted(set(texts) - held_out)
 
 
-def test_ends_too_short_to_measure_are_refused(tmp_path):
+def test_held_out_ends_too_short_to_measure_are_refused(tmp_path):
     path = _jsonl("a.jsonl", ["short"] * 3)
     with pytest.raises(DataError, match="no byte of the validation split is predicted: its docu"):
         FilesConfig(path=(path,), validation_fraction=0.2).build().describe(8)
 
 
-def test_a_validation_path(tmp_path):
+def test_validation_path_is_held_out(tmp_path):
     train, held_out = _jsonl("a.jsonl", _texts(30)), _jsonl("b.jsonl", ["held out"])
     source = FilesConfig(path=(train,), validation_path=(held_out,)).build()
     assert source.text("validation").tobytes() == b"held out"
@@ -208,7 +208,7 @@ def test_every_held_out_byte_is_predicted(tmp_path):
 
 
 @pytest.mark.parametrize("process_count", [1, 2, 4])
-def test_hosts_see_one_batch_whatever_their_number(tmp_path, process_count):
+def test_files_batch_is_independent_of_the_number_of_hosts(tmp_path, process_count):
     source = FilesConfig(path=(_jsonl("a.jsonl", _texts(200)),)).build(3)
     again = FilesConfig(path=("a.jsonl",)).build(3)
     whole = Loader(source, batch_size=8, sequence_length=32, seed=3)
@@ -226,7 +226,7 @@ def test_hosts_see_one_batch_whatever_their_number(tmp_path, process_count):
     check_position(whole.position(5), loader.position(5))  # their number is no part of it
 
 
-def test_the_cache_is_read_again_and_a_changed_file_is_not(tmp_path, monkeypatch):
+def test_cache_is_reused_and_changed_files_are_read_again(tmp_path, monkeypatch):
     path = _jsonl("a.jsonl", _texts(50))
     first = FilesConfig(path=(path,)).build()
     with monkeypatch.context() as patch:
@@ -245,7 +245,7 @@ def test_the_cache_is_read_again_and_a_changed_file_is_not(tmp_path, monkeypatch
         check_position(loaders[0].position(3), loaders[1].position(3))
 
 
-def test_a_cut_cache_is_made_anew(tmp_path):
+def test_truncated_cache_is_rebuilt(tmp_path):
     path = _jsonl("a.jsonl", _texts(50))
     first = FilesConfig(path=(path,), cache=str(tmp_path / "elsewhere")).build()
     held_out = first.text("validation").tobytes()
@@ -260,7 +260,7 @@ def test_a_cut_cache_is_made_anew(tmp_path):
     assert third.text("validation").tobytes() == held_out
 
 
-def test_of_two_processes_the_first_store_stays(tmp_path, monkeypatch):
+def test_concurrent_planning_keeps_the_first_store(tmp_path, monkeypatch):
     path, write, made = _jsonl("a.jsonl", _texts(50)), planning._write, []
 
     def overtaken(*arguments):
@@ -275,7 +275,7 @@ def test_of_two_processes_the_first_store_stays(tmp_path, monkeypatch):
     assert [path.name for path in made[0].parent.iterdir()] == [made[0].name]
 
 
-def test_equal_names_elsewhere_are_other_files(tmp_path, monkeypatch):
+def test_same_names_in_another_folder_are_other_files(tmp_path, monkeypatch):
     held_out = []
     for name, word in (("one", "word"), ("two", "cord")):
         (tmp_path / name).mkdir()
@@ -285,7 +285,7 @@ def test_equal_names_elsewhere_are_other_files(tmp_path, monkeypatch):
     assert held_out[0] != held_out[1]
 
 
-def test_another_separator_reads_anew(tmp_path):
+def test_another_separator_plans_again(tmp_path):
     bpe = TrainedConfig(vocab_size=300).build(lambda: ["word word"], tmp_path)
     (path,) = tmp_path.glob("bpe-*.json")
     texts = _jsonl("a.jsonl", ["word " * 40] * 3)
@@ -297,7 +297,7 @@ def test_another_separator_reads_anew(tmp_path):
     assert first != bpe.separator
 
 
-def test_a_packing_that_cannot_be_kept_is_made_each_time(tmp_path, monkeypatch, caplog):
+def test_packing_without_a_writable_cache_is_repeated(tmp_path, monkeypatch, caplog):
     source = FilesConfig(path=(_jsonl("a.jsonl", _texts(50)),)).build()
     monkeypatch.setattr("jaxmoe.data.packing.os.replace", _full_disk)
     assert source.num_rows("train", 8) > 0
@@ -316,7 +316,7 @@ def _full_disk(*_):
         ({"validation_fraction": 0.2}, "source.validation_fraction: 0.05 in the checkpoint"),
     ],
 )
-def test_a_resume_with_other_reading_is_refused(tmp_path, change, field):
+def test_resume_with_other_reading_fields_is_refused(tmp_path, change, field):
     path = _jsonl("a.jsonl", _texts(80))
     loaders = [
         Loader(config.build(), batch_size=2, sequence_length=16, seed=0)
@@ -326,7 +326,7 @@ def test_a_resume_with_other_reading_is_refused(tmp_path, change, field):
         check_position(loaders[0].position(3), loaders[1].position(3))
 
 
-def test_data_may_move_and_many_files_are_one_hash(tmp_path):
+def test_data_may_move_and_many_files_have_one_hash(tmp_path):
     for root in ("here", "there"):
         (tmp_path / root).mkdir()
         for number in range(20):
@@ -362,13 +362,13 @@ def test_skipped_records_are_counted(tmp_path, caplog):
         (b"abc\xff", "a.txt is not UTF-8: byte 0xff at offset 3"),
     ],
 )
-def test_text_that_cannot_be_used(tmp_path, content, message):
+def test_unusable_text_is_refused(tmp_path, content, message):
     pathlib.Path("a.txt").write_bytes(content)
     with pytest.raises(DataError, match=message):
         FilesConfig(path=("a.txt",)).build()
 
 
-def test_nothing_left_after_skipping(tmp_path):
+def test_data_without_good_records_is_refused(tmp_path):
     pathlib.Path("a.txt").write_bytes(b"\xff")
     with pytest.raises(DataError, match="found 1 records that cannot be used, the first: a.txt"):
         FilesConfig(path=("a.txt",), on_bad_record="skip").build()
@@ -382,7 +382,7 @@ def test_nothing_left_after_skipping(tmp_path):
         ([1, 2, 9], IdsConfig(vocab_size=9), "vocabulary of 9 .ids 0 to 8.: give the tokenizer"),
     ],
 )
-def test_ids_outside_the_vocabulary(tmp_path, ids, tokenizer, message):
+def test_ids_outside_the_vocabulary_are_refused(tmp_path, ids, tokenizer, message):
     np.save("a.npy", np.array(ids, np.int64))
     with pytest.raises(DataError, match=f"a.npy from position 0: .*{message}"):
         FilesConfig(path=("a.npy",), tokenizer=tokenizer).build()
@@ -391,7 +391,7 @@ def test_ids_outside_the_vocabulary(tmp_path, ids, tokenizer, message):
         FilesConfig(path=("b.npy",), tokenizer=tokenizer).build()
 
 
-def test_pre_tokenised_ids(tmp_path):
+def test_pretokenised_ids_are_read(tmp_path):
     np.save("a.npy", np.arange(1000, dtype=np.uint16).reshape(100, 10))
     config = FilesConfig(path=("a.npy",), tokenizer=IdsConfig(vocab_size=1000))
     source = config.build()
@@ -406,7 +406,7 @@ def test_pre_tokenised_ids(tmp_path):
         FilesConfig(path=("b.jsonl",), tokenizer=IdsConfig(vocab_size=1000)).build()
 
 
-def test_fewer_tokens_than_a_batch(tmp_path):
+def test_fewer_rows_than_a_batch_are_refused(tmp_path):
     source = FilesConfig(path=(_jsonl("a.jsonl", _texts(10)),)).build()
     with pytest.raises(
         DataError, match="the train split has .* rows of sequence_length=512, fewer"
@@ -423,17 +423,17 @@ def test_fewer_tokens_than_a_batch(tmp_path):
         ({"text_field": ""}, "data.text_field is empty"),
     ],
 )
-def test_impossible_configs(fields, message):
+def test_invalid_configs_are_refused(fields, message):
     with pytest.raises(ValueError, match=message):
         FilesConfig(**fields)
 
 
-def test_no_path():
+def test_empty_path_is_refused():
     with pytest.raises(DataError, match="data.path is empty: give files, globs or directories"):
         FilesConfig().build()
 
 
-def test_a_full_disk_is_said(tmp_path):
+def test_full_disk_is_reported(tmp_path):
     (tmp_path / "a.txt").write_text("text " * 100)
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match=r"the cache .*file.* cannot be written .*--data.cache"):
@@ -445,14 +445,14 @@ def test_a_full_disk_is_said(tmp_path):
 
 
 @pytest.mark.parametrize("count", [1, 20])
-def test_empty_files_are_named_as_they_were_given(tmp_path, count):
+def test_message_names_empty_files_as_given(tmp_path, count):
     for number in range(count):
         (tmp_path / f"{number}.txt").write_text("")
     with pytest.raises(DataError, match=r"data.path=\*.txt holds no text: found only empty"):
         FilesConfig(path=("*.txt",)).build()
 
 
-def test_messages_name_the_field_of_a_path(tmp_path):
+def test_message_names_the_field_of_a_path(tmp_path):
     (tmp_path / "a.txt").write_text("text " * 100)
     (tmp_path / "lone.idx").write_bytes(b"\0")
     with pytest.raises(DataError, match=r"data.validation_path=nowhere matches no file"):

@@ -65,7 +65,7 @@ def _megatron(path, documents, *, code=8):
     return path
 
 
-def test_text(tmp_path):
+def test_text_files_are_one_document_each(tmp_path):
     (tmp_path / "a.txt").write_text("h\u00e9\n", encoding="utf-8")
     assert _texts(tmp_path / "a.txt") == ["h\u00e9\n"]
     (tmp_path / "a.py.gz").write_bytes(gzip.compress(b"x = 1"))
@@ -75,7 +75,7 @@ def test_text(tmp_path):
 
 
 @pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
-def test_json_lines(tmp_path, suffix):
+def test_json_lines_are_read(tmp_path, suffix):
     content = LINES.encode()
     if suffix == ".gz":
         content = gzip.compress(content[:20]) + gzip.compress(content[20:])  # two members
@@ -86,13 +86,13 @@ def test_json_lines(tmp_path, suffix):
     assert _texts(path) == TEXTS
 
 
-def test_lines_across_chunks_and_without_an_end(tmp_path, monkeypatch):
+def test_lines_across_chunks_and_without_newline(tmp_path, monkeypatch):
     monkeypatch.setattr("jaxmoe.data.formats._CHUNK", 7)
     (tmp_path / "a.jsonl").write_text(LINES.rstrip("\n").replace("\n", "\n\n"), encoding="utf-8")
     assert _texts(tmp_path / "a.jsonl") == TEXTS
 
 
-def test_parquet(tmp_path):
+def test_parquet_is_read(tmp_path):
     path = _parquet(tmp_path / "a.parquet", {"body": TEXTS, "n": [1, 2, 3]})
     assert _texts(path, text_field="body") == TEXTS
     records = _read(_parquet(tmp_path / "b.parquet", {"text": ["x", None]}))
@@ -102,7 +102,7 @@ def test_parquet(tmp_path):
     )
 
 
-def test_token_ids(tmp_path):
+def test_token_id_formats_are_read(tmp_path):
     np.save(tmp_path / "a.npy", np.array([5, 6, 0, 7, 0, 8], np.uint16))
     assert _ids(tmp_path / "a.npy", separator=0) == [[5, 6, 0], [7, 0], [8]]
     assert _ids(tmp_path / "a.npy") == [[5, 6, 0, 7, 0, 8]]
@@ -128,7 +128,7 @@ def test_token_ids(tmp_path):
         (b'{"n": ' + b"1" * 5000 + b"}\n", r"line 1 \(byte 0\) is JSON that cannot be read"),
     ],
 )
-def test_a_bad_record_says_where_and_the_rest_is_read(tmp_path, content, message):
+def test_bad_record_names_its_place_and_reading_continues(tmp_path, content, message):
     path = tmp_path / "a.jsonl"
     path.write_bytes(content + b'{"text": "good"}\n')
     *_, bad, good = _read(path)
@@ -136,13 +136,13 @@ def test_a_bad_record_says_where_and_the_rest_is_read(tmp_path, content, message
     assert isinstance(good, Record) and good.value == "good"
 
 
-def test_bytes_that_are_not_utf8(tmp_path):
+def test_invalid_utf8_names_the_byte(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"good \xc3( bad")
     (bad,) = _read(tmp_path / "a.txt")
     assert re.search(r"a.txt is not UTF-8: byte 0xc3 at offset 5\. Convert it", str(bad))
 
 
-def test_parquet_text_that_is_not_utf8(tmp_path):
+def test_parquet_with_invalid_utf8(tmp_path):
     texts = pyarrow.array([b"good", b"S\xfcd", b"good"], pyarrow.binary()).view(pyarrow.string())
     first, bad, last = _read(_parquet(tmp_path / "a.parquet", {"text": texts}))
     assert isinstance(first, Record) and isinstance(last, Record) and last.value == "good"
@@ -150,7 +150,7 @@ def test_parquet_text_that_is_not_utf8(tmp_path):
     assert re.search(r"a.parquet row 1 is not UTF-8: byte 0xfc at offset 1\.", str(bad))
 
 
-def test_archives_with_a_large_window(tmp_path):
+def test_zstd_archives_with_a_large_window(tmp_path):
     parameters = zstandard.ZstdCompressionParameters(window_log=28, strategy=1, hash_log=6)
     frame = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
     (tmp_path / "a.jsonl.zst").write_bytes(frame.compress(LINES.encode()) + frame.flush())
@@ -236,7 +236,7 @@ def _damage(tmp_path, kind):
         ("absent.txt", r"absent.txt cannot be read: No such file"),
     ],
 )
-def test_a_damaged_file_is_refused_with_its_place(tmp_path, kind, message):
+def test_damaged_file_is_refused_with_its_position(tmp_path, kind, message):
     path = _damage(tmp_path, kind)
     with pytest.raises(DataError, match=message):
         _read(path)
@@ -246,7 +246,7 @@ def test_a_damaged_file_is_refused_with_its_place(tmp_path, kind, message):
     ("name", "package", "extra"),
     [("a.parquet", "pyarrow", "parquet"), ("a.txt.zst", "zstandard", "train")],
 )
-def test_a_package_that_is_not_installed_is_named(tmp_path, monkeypatch, name, package, extra):
+def test_missing_package_is_named(tmp_path, monkeypatch, name, package, extra):
     (tmp_path / name).write_bytes(b"x")
     monkeypatch.setitem(sys.modules, package, None)
     message = rf"{package} is not installed: pip install 'jaxmoe\[{extra}\]'"

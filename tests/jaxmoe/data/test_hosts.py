@@ -25,7 +25,7 @@ def _loader(seed=0):
         _claims((0, 2, 7, 7), (1, 2, 7, 7), (1, 2, 7, 7), (0, 2, 7, 7)),  # pairs share sequences
     ],
 )
-def test_parts_that_make_up_a_batch(claims):
+def test_consistent_host_claims_pass(claims):
     hosts_room.check_claims(claims)
 
 
@@ -46,12 +46,12 @@ def test_parts_that_make_up_a_batch(claims):
         ),
     ],
 )
-def test_parts_that_do_not(claims, message):
+def test_inconsistent_host_claims_are_refused(claims, message):
     with pytest.raises(DataError, match=message):
         hosts_room.check_claims(claims)
 
 
-def test_what_hosts_tell_each_other(monkeypatch):
+def test_hosts_exchange_part_and_fingerprint(monkeypatch):
     check_hosts(_loader(), process_index=0, process_count=1)
     told = []
     monkeypatch.setattr(hosts_room, "gather", lambda values: told.append(values) or values[None])

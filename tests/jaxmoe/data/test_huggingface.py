@@ -30,7 +30,7 @@ def _install(monkeypatch, **functions):
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(**functions))
 
 
-def test_a_hugging_face_data_set(tmp_path, monkeypatch):
+def test_huggingface_data_set_is_read(tmp_path, monkeypatch):
     rows = _FakeRows(
         {"text": text, "id": i} for i, text in enumerate([f"text {i} " * 9 for i in range(30)])
     )
@@ -57,7 +57,7 @@ def test_a_hugging_face_data_set(tmp_path, monkeypatch):
         HuggingFaceConfig(dataset="org/stories", cache=str(tmp_path / "new")).build()
 
 
-def test_a_data_set_that_cannot_be_loaded(monkeypatch):
+def test_unreadable_data_set_is_refused(monkeypatch):
     def load_dataset(*names, **options):
         raise FileNotFoundError("Couldn't find the dataset")
 

@@ -69,11 +69,11 @@ def _assert_same(left: Batch, right: Batch):
     jax.tree.map(np.testing.assert_array_equal, left, right)
 
 
-def test_the_double_is_a_source():
+def test_source_implements_the_protocol():
     assert isinstance(Counting(), Source)
 
 
-def test_fields():
+def test_batch_fields_have_shape_and_dtype():
     batch = _loader().batch(0)
     np.testing.assert_array_equal(batch.targets, batch.tokens + np.int32(1))
     assert batch.positions is None and batch.segment_ids is None  # each row is one segment
@@ -102,20 +102,20 @@ def test_loss_weights_of_rows_weigh_their_targets_within_documents():
 
 
 @pytest.mark.parametrize("source", [Counting(), MarkovConfig().build(0)])
-def test_a_batch_is_a_function_of_seed_and_step(source):
+def test_batch_is_a_function_of_seed_and_step(source):
     forward = [_loader(source).batch(step) for step in range(6)]
     for step in (5, 2, 0, 3):
         _assert_same(_loader(source).batch(step), forward[step])
 
 
-def test_the_seed_changes_the_order():
+def test_seed_changes_the_order():
     tokens = [_loader(seed=seed).batch(0).tokens for seed in range(8)]
     assert len({t.tobytes() for t in tokens}) > 4
 
 
 @pytest.mark.parametrize("source", [Counting(), MarkovConfig().build(0)])
 @pytest.mark.parametrize("process_count", [1, 2, 4])
-def test_hosts_together_hold_the_batch(source, process_count):
+def test_parts_of_hosts_concatenate_to_the_batch(source, process_count):
     loader = _loader(source)
     for step in range(7):
         parts = [
@@ -127,7 +127,7 @@ def test_hosts_together_hold_the_batch(source, process_count):
         _assert_same(whole, loader.batch(step))
 
 
-def test_an_epoch_covers_each_row_once_in_an_order_of_its_own():
+def test_epoch_visits_each_row_once_in_its_own_order():
     # 10 rows in batches of 4: every other epoch begins inside a batch.
     loader = _loader()
     firsts = np.concatenate([loader.batch(step).tokens[:, 0] for step in range(20)])
@@ -136,7 +136,7 @@ def test_an_epoch_covers_each_row_once_in_an_order_of_its_own():
     assert len({epoch.tobytes() for epoch in epochs}) == 8
 
 
-def test_rows_without_end_are_never_repeated():
+def test_unlimited_rows_are_never_repeated():
     loader = _loader(MarkovConfig().build(0), sequence_length=20)
     rows = np.concatenate([loader.batch(step).tokens for step in range(20)])
     assert len(np.unique(rows, axis=0)) == 80
@@ -209,7 +209,7 @@ def _assert_threads_end():
     assert not _data_threads()
 
 
-def test_prefetch_gives_the_steps_in_order():
+def test_prefetch_yields_steps_in_order():
     loader = _loader()
     batches = list(loader.iterate(3, 11, process_index=1, process_count=2))
     assert len(batches) == 8
@@ -236,7 +236,7 @@ def test_prefetch_is_bounded_and_closes():
     assert steps == list(range(len(steps))) and len(steps) <= 4
 
 
-def test_an_error_in_the_thread_is_raised_at_its_step():
+def test_prefetch_error_is_raised_at_its_step():
     # Two steps make one epoch of eight rows: find the one that reads row 6.
     first_rows = [_loader(Counting(rows=8)).batch(step).tokens[:, 0] for step in range(2)]
     step_of_error = [6 in rows for rows in first_rows].index(True)
@@ -248,7 +248,7 @@ def test_an_error_in_the_thread_is_raised_at_its_step():
     _assert_threads_end()
 
 
-def test_a_batch_of_which_nothing_counts_is_refused():
+def test_batch_without_loss_weights_is_refused():
     class Padded(Counting):
         def row(self, split, index, sequence_length, *, epoch=0):
             tokens = np.zeros(sequence_length + 1, np.int32)
@@ -259,18 +259,18 @@ def test_a_batch_of_which_nothing_counts_is_refused():
         _loader(Padded()).batch(2)
 
 
-def test_another_shuffle_is_refused(monkeypatch):
+def test_resume_with_another_shuffle_is_refused(monkeypatch):
     saved = _loader().position(7)
     monkeypatch.setattr("jaxmoe.data.loader.order_digest", lambda: "00000000")
     with pytest.raises(DataError, match="order: 6c375f4b in the checkpoint, 00000000 now"):
         check_position(saved, _loader().position(7))
 
 
-def test_an_endless_source_has_no_order():
+def test_unlimited_source_has_no_order():
     assert "order" not in _loader(MarkovConfig().build(0)).position(7)
 
 
-def test_ids_outside_the_sources_vocabulary_are_refused():
+def test_token_ids_outside_the_vocabulary_are_refused():
     with pytest.raises(DataError, match="outside the vocabulary of 5"):
         _loader(Counting(vocab_size=5)).batch(0)
 
@@ -288,7 +288,7 @@ def test_ids_outside_the_sources_vocabulary_are_refused():
         ),
     ],
 )
-def test_impossible_loaders_are_refused_in_words(changes, message):
+def test_invalid_loaders_are_refused(changes, message):
     with pytest.raises(DataError, match=re.escape(message)):
         _loader(**changes)
 
@@ -305,6 +305,6 @@ def test_impossible_loaders_are_refused_in_words(changes, message):
         (-1, {}, "step=-1 must not be negative"),
     ],
 )
-def test_impossible_batches_are_refused_in_words(step, changes, message):
+def test_invalid_batch_requests_are_refused(step, changes, message):
     with pytest.raises(DataError, match=re.escape(message)):
         _loader().batch(step, **changes)

@@ -40,7 +40,7 @@ def _part_of(source, row):
     return letter
 
 
-def test_every_row_is_of_one_part_in_exact_shares():
+def test_mixture_rows_have_exact_shares():
     source = _build("a=0.7:a.jsonl", "b=0.2:b.jsonl", "c=0.1:c.jsonl")
     assert isinstance(source, Source)
     loader = Loader(source, batch_size=10, sequence_length=32, seed=0)
@@ -54,7 +54,7 @@ def test_every_row_is_of_one_part_in_exact_shares():
     assert "mixture of a 70.0% (files: 130 documents" in source.describe(32)
 
 
-def test_a_part_goes_through_all_its_rows_before_the_next_epoch():
+def test_mixture_part_visits_all_rows_before_its_next_epoch():
     source = _build("a=1:a.jsonl", "b=1:b.jsonl")
     size = source._sources[0].num_rows("train", 64)
     rows = [source.row("train", number, 64) for number in range(4 * size)]
@@ -65,7 +65,7 @@ def test_a_part_goes_through_all_its_rows_before_the_next_epoch():
 
 
 @pytest.mark.parametrize("process_count", [1, 2, 4])
-def test_hosts_see_one_batch(process_count):
+def test_mixture_batch_is_independent_of_the_number_of_hosts(process_count):
     loaders = [
         Loader(_build("a=3:a.jsonl", "b=1:b.jsonl"), batch_size=8, sequence_length=32, seed=0)
         for _ in range(2)
@@ -82,7 +82,7 @@ def test_hosts_see_one_batch(process_count):
             np.testing.assert_array_equal(np.concatenate([part[name] for part in given]), array)
 
 
-def test_held_out_rows_come_in_the_same_shares_none_twice():
+def test_mixture_validation_rows_have_the_same_shares_without_repeats():
     source = _build("a=2:a.jsonl", "b=1:b.jsonl", validation_fraction=0.3)
     length = source.num_rows("validation", 64)
     rows = [source.row("validation", number, 64) for number in range(length)]
@@ -91,7 +91,7 @@ def test_held_out_rows_come_in_the_same_shares_none_twice():
     assert len({row.tokens.tobytes() for row in rows}) == length
 
 
-def test_one_tokenizer_for_all():
+def test_mixture_parts_share_one_tokenizer():
     source = _build("a=1:a.jsonl", "b=1:b.jsonl", tokenizer=TrainedConfig(vocab_size=300))
     kinds = {part.tokenizer.fingerprint()["sha256"] for part in source._sources}
     assert len(kinds) == 1
@@ -100,7 +100,7 @@ def test_one_tokenizer_for_all():
     assert source.bytes_per_token == pytest.approx(np.mean(ratios))
 
 
-def test_weights_are_part_of_the_position():
+def test_mixture_weights_are_part_of_the_position():
     loaders = [
         Loader(
             _build(f"a={weight}:a.jsonl", "b=1:b.jsonl"), batch_size=4, sequence_length=32, seed=0
@@ -117,7 +117,7 @@ def test_a_weight_of_zero_leaves_a_part_out():
     assert set(source.fingerprint()["parts"]) == {"a"}
 
 
-def test_any_sources_mix():
+def test_any_sources_can_be_mixed():
     parts = {str(n): (1.0, MarkovConfig(language_seed=n).build(0)) for n in range(2)}
     mixture = Mixture(parts, seed=0)
     assert mixture.num_rows("validation", 8) is None and mixture.bytes_per_token is None
@@ -143,12 +143,12 @@ def test_any_sources_mix():
         (("a=0:x",), "data.mix: every weight is 0"),
     ],
 )
-def test_impossible_mixtures(mix, message):
+def test_invalid_mixtures_are_refused(mix, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         MixtureConfig(mix=mix)
 
 
-def test_no_parts_and_negative_weights_of_sources():
+def test_mixture_without_parts_or_with_negative_weights_is_refused():
     with pytest.raises(DataError, match="data.mix is empty: give parts as NAME=WEIGHT:PATH"):
         MixtureConfig().build()
     with pytest.raises(DataError, match="the weight of a is -1.0"):

@@ -38,12 +38,12 @@ def _array(text):
 
 
 @pytest.mark.parametrize("order", range(7))
-def test_equals_the_dictionary(order):
+def test_ngram_bits_equal_dictionary_reference(order):
     bits = ngram_bits_per_byte(_array(TRAIN), _array(HELD_OUT), orders=(order,))
     np.testing.assert_allclose(bits[order], _slow_bits(TRAIN, HELD_OUT, order), rtol=1e-12)
 
 
-def test_orders_do_not_change_each_other():
+def test_ngram_orders_are_independent():
     together = ngram_bits_per_byte(_array(TRAIN), _array(HELD_OUT), orders=(3, 1))
     assert list(together) == [3, 1]
     for order in (1, 3):
@@ -61,12 +61,12 @@ def test_probabilities_sum_to_one():
 
 
 @pytest.mark.parametrize(("train", "held_out"), [(b"ab", b"abab"), (b"abab", b"a"), (b"a", b"b")])
-def test_texts_shorter_than_the_context(train, held_out):
+def test_ngram_of_texts_shorter_than_the_context(train, held_out):
     bits = ngram_bits_per_byte(_array(train), _array(held_out), orders=(3,))
     np.testing.assert_allclose(bits[3], _slow_bits(train, held_out, 3), rtol=1e-12)
 
 
-def test_xz():
+def test_xz_bits_per_byte():
     noise = np.random.RandomState(0).randint(0, 256, 20_000).astype(np.uint8)
     assert 8 < xz_bits_per_byte(noise) < 8.1
     assert xz_bits_per_byte(np.zeros(20_000, np.uint8)) < 0.1

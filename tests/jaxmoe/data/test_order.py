@@ -28,24 +28,24 @@ def _epoch(size, seed, epoch=0):
 
 
 @pytest.mark.parametrize("size", [*range(1, 20), 255, 256, 257, 1000])
-def test_every_row_once_in_every_epoch(size):
+def test_shuffle_visits_every_row_once_per_epoch(size):
     for epoch in (0, 1, 7):
         assert sorted(_epoch(size, 3, epoch)) == list(range(size))
 
 
-def test_neighbours_are_torn_apart():
+def test_shuffle_separates_neighbours():
     order = np.array(_epoch(5000, 1))
     assert abs(np.corrcoef(order[:-1], order[1:])[0, 1]) < 0.05
     assert (np.abs(np.diff(order)) == 1).sum() < 12
 
 
-def test_no_epoch_of_a_seed_is_another_epoch_of_the_next():
+def test_shuffle_epochs_differ_between_seeds():
     # Grain alone would add them: epoch 1 of seed 0 would be epoch 0 of seed 1.
     orders = {tuple(_epoch(50, seed, epoch)) for seed in range(3) for epoch in range(3)}
     assert len(orders) == 9
 
 
-def test_the_order_is_watched():
+def test_order_digest_detects_another_shuffle():
     # Not a promise of Grain's: where this fails, checkpoints of before are refused (order_digest).
     assert _epoch(8, 0) == GOLDEN
     assert order_digest() == "6c375f4b"
@@ -60,7 +60,7 @@ def test_more_rows_than_grain_permutes_are_refused():
     ("weights", "whole"),
     [((0.7, 0.3), (7, 3)), ((0.7, 0.2, 0.1), (7, 2, 1)), ((2.0, 4.0), (1, 2)), ((5.0,), (1,))],
 )
-def test_decimal_weights_become_whole_ones(weights, whole):
+def test_decimal_weights_become_integers(weights, whole):
     assert whole_weights(weights) == whole
 
 
@@ -83,7 +83,7 @@ def test_parts_interleave_in_exact_proportions(weights, number):
 @hypothesis.given(
     st.lists(st.tuples(st.integers(0, 30), st.integers(1, 9)), min_size=1, max_size=4)
 )
-def test_the_longest_interleaving_without_repeats(parts):
+def test_interleaved_length_is_the_longest_without_repeats(parts):
     sizes, weights = [size for size, _ in parts], [weight for _, weight in parts]
     length = interleaved_length(sizes, weights)
     fits = lambda n: all(  # noqa: E731

@@ -59,7 +59,7 @@ def test_every_token_but_the_first_is_predicted_once(lengths, sequence_length, e
 
 
 @hypothesis.given(DOCUMENTS, LENGTHS)
-def test_a_segment_is_a_stretch_of_one_document(lengths, sequence_length):
+def test_segments_are_contiguous_within_one_document(lengths, sequence_length):
     plan = BestFit(_documents(lengths), sequence_length=sequence_length, seed=1, file=None)
     for index in range(plan.num_rows):
         row = plan.row(index, 0)
@@ -85,7 +85,7 @@ def _slow_best_fit(lengths, capacity):
 
 
 @hypothesis.given(st.lists(st.integers(2, 17), max_size=60), st.integers(17, 30))
-def test_best_fit_is_the_plain_one(lengths, capacity):
+def test_best_fit_equals_the_reference(lengths, capacity):
     ordered = np.array(sorted(lengths, reverse=True), np.int64)
     rows = collections.defaultdict(list)
     for length, row in zip(ordered.tolist(), best_fit(ordered, capacity).tolist(), strict=True):
@@ -102,7 +102,7 @@ def test_pieces_overlap_by_one():
     assert length.tolist() == [2, 5, 5, 5, 5, 2]
 
 
-def test_epochs_differ_and_are_equally_long():
+def test_epochs_differ_and_have_equal_length():
     # 60 documents of 5 lengths: equal ones change places.
     plan = BestFit(_documents([2, 3, 4, 5, 6] * 12), sequence_length=10, seed=0, file=None)
     epochs = [
@@ -113,7 +113,7 @@ def test_epochs_differ_and_are_equally_long():
     assert len(epochs[0]) == len(epochs[1]) == plan.num_rows
 
 
-def test_the_held_out_split_has_one_plan():
+def test_validation_rows_are_the_same_in_every_epoch():
     documents = _documents([2, 3, 4, 5, 6] * 12)
     plans = [BestFit(documents, sequence_length=10, seed=None, file=None) for _ in range(2)]
     for index in range(plans[0].num_rows):
@@ -121,7 +121,7 @@ def test_the_held_out_split_has_one_plan():
         np.testing.assert_array_equal(first, second)
 
 
-def test_a_packing_is_kept_and_a_damaged_one_made_anew(tmp_path, monkeypatch):
+def test_packing_is_cached_and_repacked_if_damaged(tmp_path, monkeypatch):
     file = tmp_path / "slots.npy"
     documents = _documents([5, 9, 3, 3, 7])
 
@@ -154,7 +154,7 @@ def test_concatenation_cuts_one_stream(lengths, sequence_length, seed):
     assert total - len(seen) < max(sequence_length, 1) or not stream  # only the tail is left out
 
 
-def test_two_separators_that_meet_are_one():
+def test_adjacent_separators_become_one():
     tokens = np.array([0, 5, 6, 0, 0, 7, 0, 0, 8, 9, 0], np.int32)
     documents = DocumentSet(
         tokens=tokens,
@@ -167,7 +167,7 @@ def test_two_separators_that_meet_are_one():
     assert plan.row(0, 0).tokens.tolist() == [5, 6, 0, 7, 0, 8, 9, 0]
 
 
-def test_a_packed_batch_by_hand():
+def test_packed_batch_equals_hand_computed_arrays():
     row = Row(
         np.array([11, 12, 13, 21, 22, 0, 0], np.int32), np.array([1, 1, 1, 2, 2, 0, 0], np.int32)
     )
@@ -180,7 +180,7 @@ def test_a_packed_batch_by_hand():
     assert {batch.segment_ids.dtype, batch.positions.dtype} == {np.dtype(np.int32)}
 
 
-def test_documents_of_a_row_do_not_see_each_other(key):
+def test_documents_of_a_packed_row_are_independent(key):
     model = TINY
     params = init_params(model, key)
     plan = BestFit(_documents([6, 5, 4]), sequence_length=15, seed=0, file=None)
@@ -203,7 +203,7 @@ def test_documents_of_a_row_do_not_see_each_other(key):
     assert (before[is_second] != after[is_second]).any()
 
 
-def test_the_loader_gives_packed_rows_their_epochs():
+def test_loader_passes_epochs_to_packed_rows():
     class Packed:
         vocab_size = 2000
         bytes_per_token = None

@@ -21,7 +21,7 @@ def _rows(loader, steps):
 
 
 @pytest.mark.parametrize("window", [(0, 0), (0, 4), (2, 3), (2, 6), (5, 9)])
-def test_a_window_is_jumped_and_nothing_else(window):
+def test_only_the_skipped_window_is_left_out(window):
     """The rows of some steps, counted in rows: later steps have larger batches."""
     first, last = window
     before = _rows(_loader(), 12)
@@ -38,7 +38,7 @@ def test_a_window_is_jumped_and_nothing_else(window):
     )
 
 
-def test_a_second_window_around_the_first():
+def test_second_skipped_window_around_the_first():
     """What was bad stays jumped."""
     once = _loader().without_steps(4, 6)
     twice = once.without_steps(3, 5)
@@ -48,7 +48,7 @@ def test_a_second_window_around_the_first():
     assert not bad & set(read) and read == sorted(set(read))
 
 
-def test_the_position_tells_of_windows_that_were_passed():
+def test_position_holds_skipped_windows_before_its_step():
     loader = _loader().without_steps(4, 4)
     assert "skipped" not in loader.position(4) and loader.position(5)["skipped"] == [[4, 4]]
     assert SkippedRows.from_json([[4, 4]]) == loader.skipped
@@ -65,6 +65,6 @@ def test_the_position_tells_of_windows_that_were_passed():
         ([[5, 2], [1, 2]], "in the order of the steps"),
     ],
 )
-def test_what_is_no_record_is_refused(windows, text):
+def test_invalid_skipped_rows_are_refused(windows, text):
     with pytest.raises(DataError, match=text):
         SkippedRows.from_json(windows)

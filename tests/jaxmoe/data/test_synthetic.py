@@ -85,7 +85,7 @@ def test_stationary_distribution(config):
 
 
 @pytest.mark.parametrize("split", ["train", "validation"])
-def test_rows_follow_the_law(split):
+def test_sampled_rows_follow_the_distribution(split):
     config = MarkovConfig(order=2, vocab_size=4)
     source = config.build(5)
     (chain,) = source.chains
@@ -130,7 +130,7 @@ def test_rows_are_a_function_of_seed_split_and_index(config):
     assert source.num_rows("train", 32) is None
 
 
-def test_the_rows_are_a_promise():
+def test_synthetic_rows_equal_golden_values():
     # Numbers of papers and golden losses hang on these: they may never change.
     np.testing.assert_array_equal(MarkovConfig().build(0).row("train", 0, 7).tokens, GOLDEN_ROW)
     np.testing.assert_allclose(
@@ -138,13 +138,13 @@ def test_the_rows_are_a_promise():
     )
 
 
-def test_seeds_choose_the_language():
+def test_language_seed_selects_the_language():
     one, other = MarkovConfig().build(0), MarkovConfig(language_seed=1).build(0)
     assert one.fingerprint()["sha256"] != other.fingerprint()["sha256"]
     assert one.fingerprint()["sha256"] == MarkovConfig().build(9).fingerprint()["sha256"]
 
 
-def test_mixture_speaks_one_language_per_row_and_all_of_them():
+def test_language_mixture_has_one_language_per_row_and_uses_all():
     config = LanguageMixtureConfig(num_languages=3, symbols_per_language=5)
     source = config.build(0)
     assert source.vocab_size == 15
@@ -162,7 +162,7 @@ def test_mixture_speaks_one_language_per_row_and_all_of_them():
 
 
 @pytest.mark.parametrize("name", ["markov", "language_mixture"])
-def test_text_and_fingerprint(name):
+def test_synthetic_text_and_fingerprint(name):
     source = DATA_SOURCES[name]().build(0)
     tokens = source.row("train", 0, 9).tokens
     np.testing.assert_array_equal(source.encode(source.decode(tokens)), tokens)
@@ -192,7 +192,7 @@ def test_normalized_mutual_information(counts, wanted):
     np.testing.assert_allclose(normalized_mutual_information(counts), wanted, atol=1e-12)
 
 
-def test_normalized_mutual_information_refuses_nothing_and_negatives():
+def test_normalized_mutual_information_refuses_empty_and_negative_counts():
     for counts in (np.zeros((2, 2)), np.array([[2, -1], [1, 1]])):
         with pytest.raises(DataError, match="must not be negative and must hold at least one"):
             normalized_mutual_information(counts)
@@ -224,7 +224,7 @@ def test_normalized_mutual_information_refuses_nothing_and_negatives():
         ),
     ],
 )
-def test_impossible_languages_are_refused_in_words(config, fields, message):
+def test_invalid_languages_are_refused(config, fields, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         config(**fields)
 

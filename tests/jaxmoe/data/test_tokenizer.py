@@ -32,13 +32,13 @@ def test_configs_are_hashable_and_named():
 
 
 @hypothesis.given(st.text(st.characters(exclude_characters="\0", codec="utf-8")))
-def test_bytes_there_and_back(text):
+def test_bytes_tokenizer_round_trip(text):
     (ids,) = ByteTokenizer().encode_all([text])
     assert ids.tolist() == list(text.encode())
     assert ByteTokenizer().decode(ids).decode() == text
 
 
-def test_trained_there_and_back(trained):
+def test_trained_tokenizer_round_trip(trained):
     assert trained.vocab_size <= 280 and trained.separator == 0
     # Bytes that no training text held, and the separator's own name, are text as well.
     texts = [*TEXTS, "\x7f\u4f60", "<|endoftext|>"]
@@ -48,7 +48,7 @@ def test_trained_there_and_back(trained):
     assert len(encoded[0]) < len(TEXTS[0]) / 2
 
 
-def test_training_is_kept(tmp_path):
+def test_trained_tokenizer_is_cached(tmp_path):
     first = TrainedConfig(vocab_size=270).build(lambda: TEXTS, tmp_path)
 
     def never():
@@ -58,7 +58,7 @@ def test_training_is_kept(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["bpe-270.json"]
 
 
-def test_only_the_train_split_trains(tmp_path):
+def test_tokenizer_is_trained_on_the_train_split_only(tmp_path):
     # The last tenth of the one document holds a word that training must not have seen.
     path = tmp_path / "book.txt"
     path.write_text("abc " * 900 + "xyzzy " * 50)
@@ -80,7 +80,7 @@ def _save(path, special=("</s>",)):
     return path
 
 
-def test_a_tokenizer_file(tmp_path):
+def test_tokenizer_from_a_file(tmp_path):
     path = _save(tmp_path / "tokenizer.json")
     for given in (path, tmp_path):
         tokenizer = FileConfig(path=str(given)).build(list, tmp_path)
@@ -104,7 +104,7 @@ def test_a_tokenizer_file(tmp_path):
         ("saved without", {}, "has no token .* or </s> or .*: name one of its tokens with --data"),
     ],
 )
-def test_files_that_are_no_tokenizer(tmp_path, content, fields, message):
+def test_invalid_tokenizer_files_are_refused(tmp_path, content, fields, message):
     path = tmp_path / "t.json"
     if content is not None:
         path.write_text(content)
@@ -116,7 +116,7 @@ def test_files_that_are_no_tokenizer(tmp_path, content, fields, message):
         FileConfig(path=str(path), **fields).build(list, tmp_path)
 
 
-def test_impossible_configs(tmp_path):
+def test_invalid_configs_are_refused(tmp_path):
     with pytest.raises(DataError, match="data.tokenizer.path is empty"):
         FileConfig().build(list, tmp_path)
     with pytest.raises(ValueError, match="data.tokenizer.vocab_size=256 must be at least 257"):
@@ -127,6 +127,6 @@ def test_impossible_configs(tmp_path):
         IdsConfig(vocab_size=9, separator=9)
 
 
-def test_the_model_file_is_json(trained, tmp_path):
+def test_trained_tokenizer_file_is_json(trained, tmp_path):
     assert json.loads(json.dumps(trained.fingerprint())) == trained.fingerprint()
     assert np.asarray(trained.encode_all(["the"])[0]).dtype == np.int32

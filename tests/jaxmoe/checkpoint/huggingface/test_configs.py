@@ -62,7 +62,7 @@ TENSORS = {"olmoe_1b_7b": 3219, "mixtral_8x7b": 995, "qwen3_30b_a3b": 18_867}
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_as_many_tensors_as_were_published(name):
+def test_number_of_tensors_equals_published_models(name):
     """Norms, attention, router and three matrices for every expert of every layer."""
     text = f"the tensors are not those of the config ({TENSORS[name]} differ)"
     with pytest.raises(ValueError, match=re.escape(text)):
@@ -74,7 +74,7 @@ def variant(name, **changes):
     return FAMILIES[name].model(config)
 
 
-def test_spellings_of_versions_4_and_5():
+def test_fields_of_versions_4_and_5_are_read():
     for name in CONFIGS:
         wanted = variant(name)
         theta = CONFIGS[name]["rope_parameters"]["rope_theta"]
@@ -89,13 +89,13 @@ def test_spellings_of_versions_4_and_5():
         assert variant(name, rope_parameters=...).attention.rope_theta == theta
 
 
-def test_sizes_that_may_be_left_out():
+def test_optional_sizes_have_defaults():
     assert variant("olmoe").attention.head_dim == 12
     assert variant("mixtral", head_dim=None).attention.head_dim == 12
     assert variant("mixtral", num_key_value_heads=None).attention.num_kv_heads == 3
 
 
-def test_dense_layers():
+def test_dense_layers_are_read():
     four = {"num_hidden_layers": 4, "mlp_only_layers": None}
     assert variant("qwen3_moe", **four, decoder_sparse_step=2).dense_layers == (0, 2)
     assert variant("qwen3_moe", **four, decoder_sparse_step=1).dense_layers == ()
@@ -106,7 +106,7 @@ def test_dense_layers():
     assert variant("deepseek_v3", first_k_dense_replace=3).moe is None
 
 
-def test_yarn_as_its_authors_write_it():
+def test_yarn_fields_of_its_authors():
     """DeepSeek-V3's own config, version 4; in the words of version 5 it is the same."""
     words = {
         **{"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0},
@@ -124,7 +124,7 @@ def test_yarn_as_its_authors_write_it():
     assert FAMILIES["deepseek_v3"].model(FAMILIES["deepseek_v3"].fields(old)) == old
 
 
-def test_deepseek_as_its_authors_write_it():
+def test_deepseek_fields_of_its_authors():
     """The config of Moonlight-16B-A3B, of the same architecture: version 4, without YaRN."""
     config = {
         **{"model_type": "deepseek_v3", "vocab_size": 163840, "hidden_size": 2048},
@@ -167,7 +167,7 @@ def test_deepseek_v3_has_671_billion_parameters():
     assert table.active(8, 256) == pytest.approx(37.5e9, rel=0.01)
 
 
-def test_windows():
+def test_attention_windows_are_read():
     assert variant("mixtral").attention.window == 4
     assert variant("mixtral", sliding_window=None).attention.window is None
     assert variant("qwen3_moe", sliding_window=3).attention.window is None
@@ -221,7 +221,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("name", "changes", "text"), REFUSED)
-def test_configs_that_are_refused(name, changes, text):
+def test_unsupported_configs_are_refused(name, changes, text):
     config = {key: value for key, value in {**CONFIGS[name], **changes}.items() if value != ...}
     with pytest.raises(ValueError, match=re.escape(text)):
         from_huggingface(config, {})

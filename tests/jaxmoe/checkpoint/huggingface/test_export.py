@@ -59,7 +59,7 @@ def olmoe():
 
 
 @pytest.mark.parametrize("experts", ["each", "stacked"])
-def test_file_model_file(golden, tmp_path, experts):
+def test_export_import_export_is_identical(golden, tmp_path, experts):
     """Every tensor of transformers comes back with its name, shape and bits."""
     model, params, state = read_huggingface(golden.config, golden.state)
     given = {"router_state": state, "experts": experts}
@@ -85,7 +85,7 @@ def test_file_model_file(golden, tmp_path, experts):
     assert written["architectures"] == [FAMILIES[golden.config["model_type"]].architecture]
 
 
-def test_files_of_any_size(golden, tmp_path):
+def test_export_splits_files_by_size(golden, tmp_path):
     """Odd widths over many files, each no larger than asked for but where one tensor is."""
     model, params, state = read_huggingface(golden.config, golden.state)
     limit = 3_000
@@ -101,7 +101,7 @@ def test_files_of_any_size(golden, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_narrow_dtypes(golden, tmp_path, dtype):
+def test_export_in_narrow_dtypes(golden, tmp_path, dtype):
     """The tensors are float16 in truth: bfloat16 rounds them. Biases stay as they are."""
     model, params, state = read_huggingface(golden.config, golden.state)
     given = {"router_state": state, "dtype": dtype}
@@ -118,7 +118,7 @@ def test_narrow_dtypes(golden, tmp_path, dtype):
     }
 
 
-def test_parameters_on_a_mesh(tmp_path):
+def test_export_of_parameters_on_a_mesh(tmp_path):
     golden = read("mixtral")
     mesh = make_mesh(MeshConfig(data=2), devices=jax.devices()[:2])
     model, params, _ = read_huggingface(golden.config, golden.state, mesh=mesh)
@@ -126,7 +126,7 @@ def test_parameters_on_a_mesh(tmp_path):
     assert_same(read_huggingface(place), read_huggingface(golden.config, golden.state))
 
 
-def test_parameters_of_numpy_in_bfloat16(olmoe, tmp_path):
+def test_export_of_bfloat16_numpy_parameters(olmoe, tmp_path):
     """Anything that can be sliced: memory-mapped files, for one."""
     model, params = olmoe
     narrow = jax.tree.map(lambda x: np.asarray(x).astype(ml_dtypes.bfloat16), params)
@@ -134,7 +134,7 @@ def test_parameters_of_numpy_in_bfloat16(olmoe, tmp_path):
     assert_same(found, jax.tree.map(lambda x: x.astype(np.float32), narrow))
 
 
-def test_files_are_those_of_the_safetensors_package(tmp_path):
+def test_files_equal_those_of_the_safetensors_package(tmp_path):
     from safetensors.numpy import load_file, save_file
 
     rng = np.random.default_rng(0)
@@ -151,7 +151,7 @@ def test_files_are_those_of_the_safetensors_package(tmp_path):
     assert abs(sizes[0] - sizes[1]) < 64  # the same, but for the header's "format"
 
 
-def test_one_layer_at_a_time(tmp_path):
+def test_export_reads_one_layer_at_a_time(tmp_path):
     """No stacked parameter is ever read as a whole."""
     golden = read("deepseek_v3")
     model, params, state = read_huggingface(golden.config, golden.state)
@@ -266,7 +266,7 @@ def test_what_a_family_does_not_compute_is_refused(name, tmp_path):
     assert f"\n  {line}" in text
 
 
-def test_hyperp_is_no_member_of_any_family(tmp_path):
+def test_hyperp_is_refused_by_all_families(tmp_path):
     parts = METHODS["hyperp"]
     hyperp = dataclasses.replace(
         ModelConfig(),
@@ -280,7 +280,7 @@ def test_hyperp_is_no_member_of_any_family(tmp_path):
     assert text.startswith("DeepSeek-V3 has latent attention")
 
 
-def test_every_other_member_of_a_choice_is_refused(tmp_path):
+def test_all_other_members_of_unions_are_refused(tmp_path):
     """Whatever method there is: it is one of a family's own, or refused."""
     known = {"olmoe": "olmoe", "mixtral": "mixtral", "qwen3": "qwen3_moe"}
     norms = {"olmoe": "full", "mixtral": "none", "qwen3_moe": "head"}
@@ -306,7 +306,7 @@ def test_every_other_member_of_a_choice_is_refused(tmp_path):
     assert all(isinstance(router, SoftmaxTopKConfig) for router in routers.values()), found
 
 
-def test_what_only_training_knows_does_not_matter():
+def test_training_only_fields_are_not_compared():
     """Balancers, jitter, and how a bias moves."""
     golden = read("deepseek_v3")
     model = read_huggingface(golden.config, golden.state).model
@@ -328,7 +328,7 @@ def test_what_only_training_knows_does_not_matter():
 # What else can be wrong.
 
 
-def test_everything_wrong_with_parameters_is_said_at_once(olmoe, tmp_path):
+def test_export_lists_all_wrong_parameters(olmoe, tmp_path):
     model, params = olmoe
     params = jax.tree.map(lambda x: x, params)
     block = params["moe_blocks_0"]
@@ -343,7 +343,7 @@ def test_everything_wrong_with_parameters_is_said_at_once(olmoe, tmp_path):
     ]
 
 
-def test_biases_must_be_given(tmp_path):
+def test_export_requires_router_biases(tmp_path):
     golden = read("deepseek_v3")
     model, params, _ = read_huggingface(golden.config, golden.state)
     text = refused(model, params, tmp_path / "it")
@@ -357,7 +357,7 @@ def test_biases_must_be_given(tmp_path):
     assert not np.asarray(read_huggingface(tmp_path / "without")[2]["bias"]).any()
 
 
-def test_places(olmoe, tmp_path, monkeypatch):
+def test_export_refuses_existing_directories(olmoe, tmp_path, monkeypatch):
     model, params = olmoe
     text = refused(model, params, tmp_path / "it", family="olmo")
     assert text == (
@@ -374,7 +374,7 @@ def test_places(olmoe, tmp_path, monkeypatch):
         to_huggingface(model, params, place)
 
 
-def test_nothing_is_left_of_an_export_that_failed(olmoe, tmp_path, monkeypatch):
+def test_failed_export_leaves_no_files(olmoe, tmp_path, monkeypatch):
     model, params = olmoe
 
     def full(*_, **__):
@@ -386,7 +386,7 @@ def test_nothing_is_left_of_an_export_that_failed(olmoe, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-def test_fields_of_the_tokenizer(olmoe, tmp_path):
+def test_export_writes_token_ids_of_the_tokenizer(olmoe, tmp_path):
     model, params = olmoe
     given = {"fields": {"bos_token_id": 3}, "max_length": 77}
     place = to_huggingface(model, params, tmp_path / "it", **given)

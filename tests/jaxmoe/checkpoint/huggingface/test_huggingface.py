@@ -67,7 +67,7 @@ def test_logits_and_balance_loss(golden):
     assert abs(golden.balance - 2.0) > 0.05  # the uniform router's value would prove nothing
 
 
-def test_the_tree_is_that_of_init_params(golden, key):
+def test_imported_tree_is_that_of_init_params(golden, key):
     model, params, state = read_huggingface(golden.config, golden.state)
     wanted = jax.eval_shape(lambda k: (init_params(model, k), initial_router_state(model)), key)
     found = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (params, state))
@@ -75,7 +75,7 @@ def test_the_tree_is_that_of_init_params(golden, key):
     assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(params))
 
 
-def test_the_layout_in_memory(golden):
+def test_import_from_layout_in_memory(golden):
     """Experts stacked, gate before up; Mixtral's router under another name."""
     state = stacked(golden.state)
     assert len(state) < len(golden.state)
@@ -84,7 +84,7 @@ def test_the_layout_in_memory(golden):
     )
 
 
-def test_on_a_mesh(golden):
+def test_import_onto_a_mesh(golden):
     # 36, 26 and 5 divide by little: two devices hold a half each.
     mesh = make_mesh(MeshConfig(data=2), devices=jax.devices()[:2])
     if golden.config["model_type"] == "deepseek_v3":  # its latents divide by nothing
@@ -120,7 +120,7 @@ class Torch:
         raise TypeError("unsupported ScalarType BFloat16")
 
 
-def test_tensors_of_pytorch(golden):
+def test_import_of_pytorch_tensors(golden):
     state = {name: Torch(values) for name, values in golden.state.items()}
     assert_same(
         read_huggingface(golden.config, state), read_huggingface(golden.config, golden.state)
@@ -155,7 +155,7 @@ def halves(state):
 
 
 @pytest.mark.parametrize("num_files", [1, 2])
-def test_a_directory(golden, tmp_path, num_files):
+def test_import_of_a_directory(golden, tmp_path, num_files):
     """In bfloat16, as most weights are published; halves of float16 lose bits in it."""
     state = {name: values.astype(ml_dtypes.bfloat16) for name, values in golden.state.items()}
     place = save(tmp_path / "it", golden.config, [state] if num_files == 1 else halves(state))
@@ -167,7 +167,7 @@ def test_a_directory(golden, tmp_path, num_files):
         assert_same(read_huggingface(place, place / "model.safetensors"), wanted)
 
 
-def test_the_example_in_the_docstring(tmp_path, monkeypatch):
+def test_docstring_example_runs(tmp_path, monkeypatch):
     golden = read("olmoe")
     other = save(tmp_path / "other", read("deepseek_v3").config, [read("deepseek_v3").state])
     monkeypatch.chdir(tmp_path)
@@ -192,7 +192,7 @@ def broken(path, error):
     assert re.search(error, text), text
 
 
-def test_damaged_directories(mixtral, tmp_path):
+def test_damaged_directories_are_refused(mixtral, tmp_path):
     config, state = mixtral
     broken(tmp_path / "nothing", r"^cannot read .*nothing \(No such file or directory\)$")
     place = tmp_path / "it"
@@ -228,7 +228,7 @@ def refused(config, state):
 LAYER = "model.layers.1."
 
 
-def test_everything_wrong_is_said_at_once(mixtral):
+def test_import_lists_all_mismatches(mixtral):
     config, state = mixtral
     state[LAYER + "self_attn.query.weight"] = state.pop(LAYER + "self_attn.q_proj.weight")
     state[LAYER + "self_attn.q_proj.bias"] = np.zeros(24, np.float32)
@@ -251,20 +251,20 @@ def test_everything_wrong_is_said_at_once(mixtral):
     ]
 
 
-def test_long_lists_are_cut(mixtral):
+def test_long_lists_of_mismatches_are_cut(mixtral):
     config, state = mixtral
     lines = refused(config, {"a": state["lm_head.weight"]}).splitlines()
     assert lines[0] == f"the tensors are not those of the config ({len(state) + 1} differ):"
     assert len(lines) == 23 and lines[-2] == "  ..."
 
 
-def test_a_missing_expert_of_many(mixtral):
+def test_missing_expert_is_named(mixtral):
     config, state = mixtral
     del state["model.layers.0.block_sparse_moe.experts.3.w2.weight"]
     assert "experts.3.w2.weight: missing, expected [36, 10]" in refused(config, state)
 
 
-def test_more_experts_than_the_config_says(mixtral):
+def test_unexpected_experts_are_named(mixtral):
     """Reading only the first would be a model that nobody trained."""
     config, state = mixtral
     text = refused({**config, "num_local_experts": 4}, state)
@@ -275,13 +275,13 @@ def test_more_experts_than_the_config_says(mixtral):
     assert "gate_up_proj: found [5, 20, 36], expected [4, 20, 36]" in text
 
 
-def test_both_layouts_at_once(mixtral):
+def test_both_layouts_at_once_are_refused(mixtral):
     config, state = mixtral
     both = {**stacked(state), **state}
     assert "mlp.experts.down_proj: found [5, 36, 10], not in this model" in refused(config, both)
 
 
-def test_a_head_that_is_tied(mixtral):
+def test_tied_head_is_checked(mixtral):
     config, state = mixtral
     tied = {**config, "tie_word_embeddings": True}
     text = "^tie_word_embeddings is set, but lm_head.weight is not model.embed_tokens.weight$"
@@ -293,7 +293,7 @@ def test_a_head_that_is_tied(mixtral):
     assert "lm_head.weight: missing, expected [26, 36]" in refused(config, state)
 
 
-def test_no_tensors(mixtral):
+def test_import_without_tensors_is_refused(mixtral):
     with pytest.raises(CheckpointError, match="^from_huggingface needs tensors: give the model's "):
         from_huggingface(mixtral[0])
 
@@ -317,7 +317,7 @@ def test_biases_are_router_state():
     assert f"{name}: missing, expected [6]" in refused(golden.config, golden.state)
 
 
-def test_further_tokens_are_left_out_with_a_warning(caplog):
+def test_multi_token_prediction_layers_are_left_out_with_a_warning(caplog):
     golden = read("deepseek_v3")
     wanted = read_huggingface(golden.config, golden.state)
     more = {"model.layers.3.eh_proj.weight": np.zeros((36, 72), np.float32)}

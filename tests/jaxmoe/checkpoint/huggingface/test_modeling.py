@@ -107,7 +107,7 @@ def _random(model):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_round_trip(name, tmp_path):
+def test_huggingface_modeling_round_trip(name, tmp_path):
     model = MODELS[name]
     params, state = _random(model)
     given = {"family": "jaxmoe", "router_state": state}
@@ -125,7 +125,7 @@ def test_round_trip(name, tmp_path):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("name", MODELS)
-def test_transformers_computes_the_same_with_it(name, tmp_path, monkeypatch):
+def test_modeling_file_computes_the_same_logits(name, tmp_path, monkeypatch):
     pytest.importorskip("transformers", reason="transformers is not installed: extra hf")
     torch = pytest.importorskip("torch", reason="PyTorch is not installed: extra hf")
     import transformers
@@ -160,7 +160,7 @@ def test_transformers_computes_the_same_with_it(name, tmp_path, monkeypatch):
     jax.tree.map(np.testing.assert_array_equal, found[1:], (params, state))
 
 
-def test_the_way_out_is_named(tmp_path):
+def test_export_error_names_the_modelling_file(tmp_path):
     with pytest.raises(CheckpointError) as caught:
         to_huggingface(HYPERP, {}, tmp_path / "it")
     assert "\n  model.moe.gate: sqrt here, softmax in qwen3_moe" in str(caught.value)
@@ -170,7 +170,7 @@ def test_the_way_out_is_named(tmp_path):
     )
 
 
-def test_what_it_does_not_compute_is_refused(tmp_path):
+def test_modeling_file_refuses_what_it_does_not_compute(tmp_path):
     def text(model, **given):
         with pytest.raises(CheckpointError) as caught:
             to_huggingface(model, {}, tmp_path / "it", family="jaxmoe", **given)

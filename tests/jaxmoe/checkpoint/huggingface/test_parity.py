@@ -106,7 +106,7 @@ def test_logits_and_balance_loss(case, torch):
         assert_close(balance_of(model, ours.statistics), balance, "matmul")
 
 
-def test_padding(torch):
+def test_modeling_file_with_padding(torch):
     """Rows of different length: what is padding is neither seen, nor routed, nor counted."""
     theirs, tokens = build(CONFIGS["olmoe"]), tokens_of(CONFIGS["olmoe"])
     is_real = np.arange(tokens.shape[1])[None, :] < np.array([[9], [5]])
@@ -121,7 +121,7 @@ def test_padding(torch):
     assert_close(balance_of(model, ours.statistics), float(wanted.aux_loss), "matmul")
 
 
-def test_what_it_saves(case, torch, tmp_path, caplog):
+def test_modeling_file_saves_what_it_loads(case, torch, tmp_path, caplog):
     """On disk every expert has tensors of its own, and Mixtral's names are others."""
     theirs, _ = case
     wanted = read_huggingface(theirs.config.to_dict(), theirs.state_dict())
@@ -136,7 +136,7 @@ def test_what_it_saves(case, torch, tmp_path, caplog):
     assert not [record for record in caplog.records if record.name.startswith("jaxmoe")]
 
 
-def test_bfloat16(torch):
+def test_modeling_file_in_bfloat16(torch):
     theirs = build(CONFIGS["olmoe"]).to(torch.bfloat16)
     _, params = from_huggingface(theirs.config.to_dict(), theirs.state_dict())
     wanted = theirs.state_dict()["model.layers.1.self_attn.o_proj.weight"].float().numpy().T
@@ -146,7 +146,7 @@ def test_bfloat16(torch):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_gradients(name, torch):
+def test_gradients_equal_transformers(name, torch):
     """Gradients of the loss with balance: router, attention and experts of the first layer."""
     theirs, tokens = build(CONFIGS[name]), tokens_of(CONFIGS[name])
     ids, is_balanced = torch.tensor(tokens).long(), name in BALANCED
@@ -173,7 +173,7 @@ def test_gradients(name, torch):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_the_golden_arrays_are_what_it_computes(name, torch, tmp_path, request):
+def test_golden_arrays_equal_transformers(name, torch, tmp_path, request):
     from safetensors.numpy import load_file
 
     theirs, tokens = build(CONFIGS[name]), tokens_of(CONFIGS[name])
@@ -196,7 +196,7 @@ def test_the_golden_arrays_are_what_it_computes(name, torch, tmp_path, request):
 
 
 @pytest.mark.parametrize("experts", ["each", "stacked"])
-def test_what_it_reads_of_ours(case, torch, tmp_path, experts):
+def test_transformers_reads_exported_files(case, torch, tmp_path, experts):
     """Random parameters of ours, with which their model computes the same logits: in one file and
     in several, a tensor for each expert and for all."""
     import transformers
@@ -231,7 +231,7 @@ def test_what_it_reads_of_ours(case, torch, tmp_path, experts):
     jax.tree.map(np.testing.assert_array_equal, again[1:], (params, state))
 
 
-def test_its_balance_loss_of_one_and_of_several_layers(torch):
+def test_balance_loss_of_transformers_over_layers(torch):
     """One layer: K times ours. Several: K times ours of all their tokens, which is no function of
     the layers' own losses."""
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
