@@ -7,17 +7,17 @@ r"""Places the experts of a trained run on devices, from a trace of its routing.
     python -m experiments.place --run.directory runs/pretrain/tiny --devices 4 \
         --into runs/pretrain/placed placer:exflow
 
-The first two print what each placement is worth, fitted on the first half of the trace, measured on
-the second. The third writes the run anew with its experts, router and optimiser state in the order
-of the chosen placement; `python -m experiments.pretrain` with the run's recipe and flags continues
-it there. On a mesh with that many devices on the axis `expert` each holds what the placement says;
-the model computes what it did.
+The first two print measures of each placement, fitted on the first half of the trace and measured
+on the second. The third writes a copy of the run with its experts, router and optimiser state in
+the order of the chosen placement; `python -m experiments.pretrain` with the run's recipe and flags
+continues it there. On a mesh with that many devices on the axis `expert`, each device holds the
+experts that the placement gives it; the model computes the same function.
 
-    crossings  pairs of experts of one token in adjacent layers that are on different devices
-    pair       the most crowded pair of devices over the mean pair (1 is even)
-    load       the busiest device of a layer over the mean device, mean over layers (1 is even)
-    local      assignments whose expert is where speculative shuffling has put the token
-    gap        how far the solver's cost may lie above the least one
+    crossings  pairs of experts of one token in adjacent layers on different devices
+    pair       busiest pair of devices over the mean pair (1 is even)
+    load       busiest device of a layer over the mean device, mean over layers (1 is even)
+    local      assignments with the expert on the device of the speculatively shuffled token
+    gap        largest relative distance of the solver's cost from the optimum
 """
 
 from __future__ import annotations
@@ -68,22 +68,22 @@ HEADINGS = ("placement", "crossings", "pair", "load", "local", "seconds", "gap",
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class PlaceConfig:
-    """What to place where."""
+    """Config of `place`."""
 
     run: FinishedRunConfig = FinishedRunConfig()
-    """The run."""
+    """Run with the experts."""
     trace: str | None = None
-    """A trace recorded before; in place of a run."""
+    """Recorded trace, in place of a run."""
     devices: int = 4
     """Devices that share the experts of a layer."""
     placer: PlacerConfig = ExFlowConfig()
-    """The placement that `into` gets; the table has all of them."""
+    """Placement for `into`; the table has all of them."""
     into: str | None = None
-    """New run directory for the run with its experts placed; nothing is written when None."""
+    """New run directory for the run with its experts placed; None writes nothing."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the command; returns the exit code."""
+    """Run the command and return the exit code."""
     prog = "python -m experiments.place"
     config = cli.parse_flags(PlaceConfig(), argv, prog, __doc__ or "")
     with cli.exit_on_bad_configuration():
@@ -108,14 +108,14 @@ def main(argv: Sequence[str]) -> int:
 
 
 def compare(trace: RoutingTrace, num_devices: int) -> list[tuple[str, ...]]:
-    """Headings, then a row for identity, for a random placement and for each solver.
+    """Return headings, then a row for identity, a random placement and each solver.
 
     Args:
-        trace: solvers see its first half, the row is measured on the second.
+        trace: Trace; placements are fitted on its first half and measured on the second.
         num_devices: P.
 
     Raises:
-        ValueError: P does not divide the experts.
+        ValueError: P does not divide the experts, or the trace is too short.
     """
     half = trace.num_tokens // 2 // num_devices * num_devices
     if not half:
@@ -141,12 +141,12 @@ def compare(trace: RoutingTrace, num_devices: int) -> list[tuple[str, ...]]:
 def speculative_devices(
     seen: RoutingTrace, unseen: RoutingTrace, placement: ExpertPlacement
 ) -> np.ndarray:
-    """[L T] where shuffling by the tables of one trace puts the tokens of another.
+    """Return the device of each token [L T] after shuffling by the tables of another trace.
 
     Args:
-        seen: what the tables are made of.
-        unseen: whose tokens are shuffled, all at once; P divides their number.
-        placement: of the experts.
+        seen: Trace from which the tables are made.
+        unseen: Trace with the tokens to shuffle at once; P divides their number.
+        placement: Placement of the experts.
     """
     vocab_size = max(seen.vocab_size, unseen.vocab_size)
     tables = token_tables(seen, placement, vocab_size=vocab_size)
@@ -189,7 +189,7 @@ def _record(assembly: Assembly, state: TrainState) -> RoutingTrace:
 def _write(
     into: str, assembly: Assembly, state: TrainState, step: int, placement: ExpertPlacement
 ) -> None:
-    """A run directory with the config of the run and one checkpoint."""
+    """Write a run directory with the config of the run and one checkpoint."""
     config = assembly.plan.config
     placed = relocate(assembly.plan.model, state, placement)
     directory = RunDirectory(into)

@@ -1,15 +1,14 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Plans a recipe for devices that are not there: mesh, memory, traffic and time of a step.
+"""Plans a recipe for devices that are not attached: mesh, memory, traffic and time of a step.
 
     python -m experiments.plan [recipe] --topology tpu:v5e:16x16 [--dotted.field value ...]
 
-Every mesh of the devices is judged in closed form; the fastest that fit are compiled ahead of time
-until the compiler agrees (TPUs: extra [plan]). With --execution.mesh.AXIS only that mesh is
-planned. GPUs are planned in closed form (--compiles 0). With --topology cpu:8 the plan is also run
-for a few steps, and prediction and measurement stand side by side. What is printed is in
-summary.json, with the flags for pretrain. Exit codes: 0 planned, 2 bad configuration, or nothing
-fits.
+Every mesh of the devices is estimated in closed form; the fastest that fit are compiled ahead of
+time until one fits by the compiler too (TPUs: extra [plan]). With --execution.mesh.AXIS only that
+mesh is planned. GPUs are planned in closed form (--compiles 0). With --topology cpu:8 the plan also
+runs for a few steps, and predictions are printed beside measurements. summary.json holds the
+figures and the flags for pretrain. Exit codes: 0 planned, 2 bad configuration, or nothing fits.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ from sharding.mesh import MeshConfig
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the command; returns the exit code."""
+    """Run the command and return the exit code."""
     prog, started = "python -m experiments.plan", time.perf_counter()
     recipe, config = cli.parse(RECIPES, DEFAULT, argv, prog, __doc__ or "")
     directory = RunDirectory(config.run.directory or f"runs/plan/{config.run.name or recipe}")
@@ -69,21 +68,21 @@ def main(argv: Sequence[str]) -> int:
 
 
 def find(config: PlanConfig, topology: Topology, *, is_fixed: bool) -> Found:
-    """The fastest meshes that fit, by closed form.
+    """Return the fastest meshes that fit, in closed form.
 
     Args:
-        config: what is planned.
-        topology: for which.
-        is_fixed: only the config's own mesh.
+        config: Run to plan.
+        topology: Devices to plan for.
+        is_fixed: Whether to consider only the config's own mesh.
 
     Raises:
-        ValueError: no mesh of so many devices divides what must be divided.
+        ValueError: No mesh of the devices divides the model and the batch.
     """
     number, mesh = topology.num_devices, config.execution.mesh
     if is_fixed:
         meshes = [mesh.resolve(number)]
     else:
-        # One that may cut sequences is free to, unless its recipe says among how many.
+        # A form of sequence parallelism lets the search choose seq, unless the recipe sets it.
         has_form = config.execution.sequence_parallel.name != "none"
         seq = None if has_form and mesh.seq == 1 else max(mesh.seq, 1)
         meshes = list(enumerate_meshes(number, seq))
@@ -92,7 +91,7 @@ def find(config: PlanConfig, topology: Topology, *, is_fixed: bool) -> Found:
     run = dataclasses.replace(config.pretrain, execution=unfolded)
     plan = step_plan(run, topology, MeshConfig())
     if is_fixed:
-        on_mesh(plan, meshes[0], fold)  # what does not divide is said as it is
+        on_mesh(plan, meshes[0], fold)  # raises if it does not divide
     found = search(plan, meshes, topology.chip, keep=max(config.compiles, 1), fold=fold)
     if not found.fitting and found.closest is None:
         examples = "\n  ".join(f"{mesh}: {why}" for mesh, why in list(found.refused.items())[-3:])
@@ -104,12 +103,12 @@ def find(config: PlanConfig, topology: Topology, *, is_fixed: bool) -> Found:
 
 
 def judge(config: PlanConfig, topology: Topology, found: Found) -> tuple[dict[str, Any], str]:
-    """The summary and the page: compiles until one fits.
+    """Return the summary and the page; compile until one mesh fits.
 
     Args:
-        config: what is planned.
-        topology: for which.
-        found: by closed form.
+        config: Run to plan.
+        topology: Devices to plan for.
+        found: Result of `find`.
     """
     about = {
         "topology": topology.text,
@@ -160,13 +159,13 @@ def _fits(compiled: dict[str, Any], topology: Topology) -> bool:
 
 
 def compiled_total(compiled: dict[str, Any]) -> int:
-    """Bytes of one device that a compiled step takes."""
+    """Return the bytes that a compiled step takes on one device."""
     parts = compiled["arguments"], compiled["results"], -compiled["aliased"]
     return sum(parts) + compiled["temporaries"]
 
 
 def _choices(execution: ExecutionConfig) -> list[str]:
-    """The forms that are not the defaults, as a command line has them behind its flags."""
+    """Return the choices that are not the defaults, as words of a command line."""
     usual = ExecutionConfig()
     return [
         f"execution.{field}:{getattr(execution, field).name}"

@@ -1,11 +1,11 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""The child process of `plan`: compiles one mesh and, on fake devices, runs it.
+"""Child process of `plan`: compiles one mesh and, on fake devices, runs it.
 
 python -m experiments.plan.child JOB.json
 
 The job holds a config of pretrain with its mesh, a topology and a number of steps to run; the
-result, beside it, what the compiler said and what was measured. Nobody calls this by hand.
+result, JOB.json.result, holds the compiler's figures and the measurements. Internal to `plan`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from sharding.mesh import make_mesh
 
 
 def main(argv: Sequence[str]) -> int:
-    """Does one job; returns the exit code."""
+    """Do one job and return the exit code."""
     configure_logging()
     file = pathlib.Path(argv[0])
     job = json.loads(file.read_text(encoding="utf-8"))
@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
     plan = step_plan(config, topology, config.execution.mesh)
     try:
         compiled = compile_step(plan, topology)
-    except ValueError as error:  # of the topology; said by the parent
+    except ValueError as error:  # about the topology; the parent raises it
         pathlib.Path(f"{file}.result").write_text(json.dumps({"refused": str(error)}), "utf-8")
         return 0
     result: dict[str, Any] = {"kind": type(compiled).__name__} | dataclasses.asdict(compiled)
@@ -58,12 +58,12 @@ def main(argv: Sequence[str]) -> int:
 
 
 def run_steps(config: PretrainConfig, plan: StepPlan, steps: int) -> dict[str, float]:
-    """Runs the plan on this machine's devices, on random tokens.
+    """Run the plan on this machine's devices with random tokens, and return measurements.
 
     Args:
-        config: whose seed and model are meant.
-        plan: of the step.
-        steps: that are timed, after one that is not.
+        config: Run with the seed.
+        plan: Step to run.
+        steps: Number of timed steps, after one that is not timed.
     """
     mesh = make_mesh(plan.execution.mesh, fold=plan.execution.fold)
     before, _ = peak_memory(jax.local_devices())

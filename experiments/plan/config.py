@@ -1,11 +1,11 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""What `plan` is asked: a recipe of pretrain, and the devices it should run on.
+"""Config of `plan`: a recipe of pretrain, and the devices to plan for.
 
-Every recipe of pretrain is one of plan, and every flag of pretrain one of plan, so that a plan and
-its run differ by the name of the command alone.
+Every recipe and every flag of pretrain is one of plan: a plan and its run differ only in the name of
+the command.
 
-To add a recipe: see `experiments/recipes`.
+To add a recipe: `experiments/recipes/__init__.py`.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ class PlanConfig(PretrainConfig):
     """A pre-training run, planned."""
 
     topology: str = "tpu:v5e:16x16"
-    """The devices, which need not be there: tpu:v5e:16x16, gpu:h100:8, cpu:8."""
+    """Devices, which need not be attached: tpu:v5e:16x16, gpu:h100:8, cpu:8."""
     compiles: int = 1
-    """Meshes that are compiled ahead of time at most, the fastest first, until one fits; 0 plans in
+    """Largest number of meshes to compile ahead of time, fastest first, until one fits; 0 plans in
     closed form only."""
     measured_steps: int = 3
-    """With cpu:N, steps that the plan is run for."""
+    """Steps to run the plan for, with cpu:N."""
 
     def __post_init__(self):
         PretrainConfig.__post_init__(self)
@@ -47,7 +47,7 @@ class PlanConfig(PretrainConfig):
 
     @property
     def pretrain(self) -> PretrainConfig:
-        """The run that is planned."""
+        """Run to plan."""
         names = [field.name for field in dataclasses.fields(PretrainConfig)]
         return PretrainConfig(**{name: getattr(self, name) for name in names})
 
@@ -60,7 +60,7 @@ def _recipe(make: Callable[[], PretrainConfig]) -> PlanConfig:
 
 def _planned(make: Callable[[], PretrainConfig]) -> Callable[[], PlanConfig]:
     recipe = partial(_recipe, make)
-    recipe.__doc__ = make.__doc__  # its first line is shown by --help
+    recipe.__doc__ = make.__doc__  # --help shows its first line
     return recipe
 
 
@@ -70,16 +70,16 @@ RECIPES: dict[str, Callable[[], PlanConfig]] = {
 
 
 def names_mesh(argv: Sequence[str]) -> bool:
-    """Whether a command line says which mesh is meant: then no other is looked at."""
+    """Return whether a command line sets the mesh, which then is the only one considered."""
     return any(word.replace("-", "_").startswith(_MESH_FLAG.replace("-", "_")) for word in argv)
 
 
 def on_platform(config: PretrainConfig, platform: Platform) -> PretrainConfig:
-    """The config with the dtypes that "auto" means on a platform, which need not be this one.
+    """Return the config with every dtype "auto" replaced by that of a platform.
 
     Args:
-        config: of the run.
-        platform: on which it will run.
+        config: Run to plan.
+        platform: Platform to plan for.
     """
     compute = "float32" if platform == "cpu" else "bfloat16"
     execution = config.execution
@@ -91,15 +91,15 @@ def on_platform(config: PretrainConfig, platform: Platform) -> PretrainConfig:
 
 
 def step_plan(config: PretrainConfig, topology: Topology, mesh: MeshConfig) -> StepPlan:
-    """The train step of a run on a mesh, as it would be on a topology.
+    """Return the train step of a run on a mesh of a topology.
 
     Args:
-        config: of the run.
-        topology: for which.
-        mesh: with every size filled in.
+        config: Run to plan.
+        topology: Devices to plan for.
+        mesh: Mesh with every size filled in.
 
     Raises:
-        ValueError: choices that do not fit one another.
+        ValueError: Two choices of the config do not fit.
     """
     config = on_platform(config, topology.chip.platform)
     execution = dataclasses.replace(config.execution, mesh=mesh)

@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""What `plan` prints: memory by category, traffic by axis, time by part; or why nothing fits."""
+"""Formats the output of `plan`: memory, traffic and time of a step, or why nothing fits."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def page_of_plan(
     compiled: Mapping[str, Any] | None,
     summary: Mapping[str, Any],
 ) -> str:
-    """The page of a plan that fits.
+    """Return the page of a plan that fits.
 
     Args:
-        topology: for which.
-        candidate: that was chosen.
-        compiled: what the compiler said; None in closed form.
-        summary: of the plan.
+        topology: Devices of the plan.
+        candidate: Mesh that was chosen.
+        compiled: Figures of the compiler; None in closed form.
+        summary: Summary of the plan.
     """
     chip, plan, seconds = topology.chip, candidate.plan, candidate.time
     head = [
@@ -73,13 +73,13 @@ def page_of_refusal(
     ways: Mapping[str, float],
     rejected: Sequence[Mapping[str, Any]],
 ) -> str:
-    """Why nothing fits, the closest mesh, by how much, and what would help.
+    """Return the page of a plan that does not fit: the closest mesh, and flags that would help.
 
     Args:
-        topology: for which.
-        closest: the mesh that needs least.
-        ways: flags, and the bytes that a device would need with them.
-        rejected: meshes that only the compiler refused.
+        topology: Devices of the plan.
+        closest: Mesh that needs least memory.
+        ways: Bytes that a device would need by flag.
+        rejected: Meshes that only the compiler refused.
     """
     chip, memory = topology.chip, closest.memory
     lines = [f"{one['mesh']}: {_why(one['compiled'])}" for one in rejected]
@@ -147,11 +147,11 @@ def _traffic(candidate: Candidate) -> str:
 
 
 def attention_links(candidate: Candidate, chip: Chip) -> str:
-    """The form of attention, and how ring and token ring would load the links of the chip.
+    """Return the form of attention, and the link loads of ring and token ring.
 
     Args:
-        candidate: whose mesh cuts sequences.
-        chip: of the topology.
+        candidate: Mesh that shards sequences.
+        chip: Properties of each device.
     """
     plan, links = candidate.plan, links_of(chip)
     sizes, mesh = Sizes.of(plan).attention, dict(plan.mesh.shape)
@@ -221,7 +221,7 @@ def _measured(candidate: Candidate, compiled: Mapping[str, Any]) -> str:
 
 
 def size_in_words(number: float) -> str:
-    """Bytes with the unit that suits them."""
+    """Return bytes with a fitting unit."""
     for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if abs(number) >= size:
             return f"{number / size:.2f} {unit}"

@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Which dimensions of a parameter form its matrix, for optimisers that see matrices.
+"""Resolves which dimensions of a parameter form its matrix.
 
 `matrix_axes` of an optimiser is one of
 
@@ -9,7 +9,7 @@
     {"q": ((-3,), (-2, -1)), ...}   a tree like the parameters, with such pairs as leaves;
                                     `table.tree(lambda row: row.declaration.matrix)` makes one
 
-Our kernels are (in, out): x @ W. Every other dimension counts matrices: layers, experts.
+Kernels are (in, out), as in x @ W. Every other dimension counts matrices: layers, experts.
 """
 
 from __future__ import annotations
@@ -26,32 +26,32 @@ from jaxmoe.parameters import Dims
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Matrix:
-    """The dimensions of one parameter, counted from 0."""
+    """Matrix dimensions of one parameter, counted from 0."""
 
     inputs: Dims
     outputs: Dims
     batch: Dims
-    """The others, ascending."""
+    """Remaining dimensions, ascending."""
     fan_in: int
     fan_out: int
 
 
 def is_axes(node: Any) -> bool:
-    """Whether a node is a pair of dimensions, or of tuples of them."""
+    """Return whether a node is a pair of dimensions, or of tuples of dimensions."""
     return isinstance(node, tuple) and len(node) == 2 and all(map(_is_side, node))
 
 
 def matrices_of(params: Any, matrix_axes: Any, optimizer: str) -> Any:
-    """The `Matrix` of every parameter, as a tree like the parameters.
+    """Return the `Matrix` of every parameter, as a tree like the parameters.
 
     Args:
-        params: arrays; nodes that an optax mask left out stay.
-        matrix_axes: see above.
-        optimizer: who asks, for errors.
+        params: Arrays; nodes masked by optax stay.
+        matrix_axes: Pair or tree of pairs; see the module's docstring.
+        optimizer: Name of the optimiser, for errors.
 
     Raises:
-        ValueError: a vector, or dimensions that the parameter does not have; names it. Or neither
-            a pair nor a tree like the parameters.
+        ValueError: A parameter is a vector or lacks a dimension; or `matrix_axes` is neither a pair
+            nor a tree like the parameters.
     """
     if is_axes(matrix_axes):
         return jax.tree_util.tree_map_with_path(
@@ -75,7 +75,7 @@ def matrices_of(params: Any, matrix_axes: Any, optimizer: str) -> Any:
 
 
 def spelled(path: Any) -> str:
-    """Names from the root, joined by '/'."""
+    """Return the names from the root, joined by '/'."""
     return jax.tree_util.keystr(path, simple=True, separator="/") or "the parameter"
 
 
@@ -88,7 +88,7 @@ def _is_axes_leaf(node: Any) -> bool:
 
 
 def _difference(known: list[str], wanted: list[str]) -> str:
-    """The first parameter of which only one of two trees knows."""
+    """Return the first parameter that only one of two trees has."""
     if missing := [path for path in wanted if path not in known]:
         return f": it has no pair for {missing[0]}"
     return f": there is no parameter {next(path for path in known if path not in wanted)}"

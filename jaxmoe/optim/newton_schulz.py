@@ -1,19 +1,19 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Newton-Schulz: the nearest orthogonal matrix, roughly, by matrix products alone.
+"""Newton-Schulz iteration: an approximately orthogonal matrix by matrix products alone.
 
     X = V / (||V|| + epsilon)                       Frobenius norm; a tall matrix is transposed
     for (a, b, c) in coefficients:  A = X X^T,  X = a X + (b A + c A A) X
 
 If V = P S Q^T then the result is P f(S) Q^T, with f the composition of the odd polynomials
 a s + b s^3 + c s^5. Under "dion" f maps [0.01, 1] into [0.978, 1.032]; a singular value of 0.001
-becomes 0.475, so the smallest directions of a square matrix are not lifted wholly.
+becomes 0.475, so the smallest directions of a square matrix stay below 1.
 
 Sources: K. Jordan et al., Muon, 2024; arXiv 2504.05295 (Dion) for the five rows; optax.contrib.muon
-0.2.8, whose two presets these are, by its names. Its other preconditionings (spectral, aol,
-schatten) are not here.
+0.2.8, whose two presets these are. Its other preconditionings (spectral, aol, schatten) are not
+supported.
 
-To add coefficients: a row in COEFFICIENTS and its name in `Coefficients`.
+To add coefficients: COEFFICIENTS and `Coefficients` in `jaxmoe/optim/newton_schulz.py`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ COEFFICIENTS: Final[Mapping[Coefficients, tuple[Triple, ...]]] = {
     ),
     "standard": ((3.4445, -4.7750, 2.0315),) * 5,
 }
-"""(a, b, c) of each iteration. "dion" ends close to 1; "standard" wanders between 0.68 and 1.14."""
+"""(a, b, c) of each iteration. "dion" ends close to 1; "standard" ends between 0.68 and 1.14."""
 
 
 def newton_schulz(
@@ -48,19 +48,19 @@ def newton_schulz(
     epsilon: float = 1e-8,
     dtype: Any = jnp.float32,
 ) -> Float[Array, "... m n"]:
-    """Every matrix of a stack with its singular values brought close to 1; zeros stay zeros.
+    """Return each matrix of a stack with singular values close to 1; zeros stay zeros.
 
     Args:
-        x: matrices in the last two dimensions, each normalised by itself.
-        coefficients: a row of COEFFICIENTS.
-        epsilon: added to the norm.
-        dtype: of the products; their sums are taken as the hardware does.
+        x: Matrices in the last two dimensions, each normalised by itself.
+        coefficients: Row of COEFFICIENTS.
+        epsilon: Number added to the norm.
+        dtype: Dtype of the products; the hardware chooses that of their sums.
 
     Returns:
-        In the dtype of x.
+        Matrices in the dtype of x.
 
     Raises:
-        ValueError: unknown coefficients.
+        ValueError: The coefficients are unknown.
     """
     if coefficients not in COEFFICIENTS:
         raise ValueError(f"coefficients={coefficients!r} must be one of {', '.join(COEFFICIENTS)}")
@@ -75,13 +75,13 @@ def newton_schulz(
         powers = _sum(b, gram, c, _product(gram, gram))
         return _sum(a, y, 1.0, _product(powers, y)), None
 
-    # A loop: five copies of the body compile twice as long, and ran no faster where it was tried.
+    # A scan: five copies of the body took twice as long to compile and ran no faster.
     y, _ = jax.lax.scan(iterate, y, jnp.asarray(COEFFICIENTS[coefficients], jnp.float32))
     return (y.mT if is_tall else y).astype(x.dtype)
 
 
 def _sum(a: Any, x: Array, b: Any, y: Array) -> Array:
-    """a x + b y, rounded once: coefficients rounded to bfloat16 would make all 2% larger."""
+    """Return a x + b y, rounded once; coefficients in bfloat16 would enlarge the result by 2%."""
     return (a * x.astype(jnp.float32) + b * y.astype(jnp.float32)).astype(x.dtype)
 
 

@@ -6,7 +6,8 @@
     cosine   warm-up, then half a cosine to the floor
     wsd      warm-up, stable, then a straight line to the floor over the last `decay_fraction`
 
-To add a schedule: a config with `name` and `build(steps)`, into ScheduleConfig.
+To add a schedule: a config with `name` and `build(steps)`, and the union ScheduleConfig, in
+`jaxmoe/optim/schedules.py`.
 """
 
 from __future__ import annotations
@@ -43,12 +44,12 @@ def _warmup(step: Array, warmup_steps: int) -> Float[Array, ""]:
 
 
 def _progress(step: Array, first: int, last: int) -> Float[Array, ""]:
-    """0 at `first`, 1 at `last`."""
+    """Return the share of the way from `first` (0) to `last` (1)."""
     return jnp.clip((step.astype(jnp.float32) - first) / max(last - first, 1), 0.0, 1.0)
 
 
 def _falling(warmup_steps: int, first: int, last: int, floor: float) -> Schedule:
-    """Warm-up, then a straight line from `first` to the floor at `last`."""
+    """Return warm-up, then a straight line from `first` to the floor at `last`."""
 
     def factor(step: Array) -> Float[Array, ""]:
         fallen = _progress(step, first, last)
@@ -64,14 +65,14 @@ class LinearConfig:
     name: ClassVar[str] = "linear"
 
     warmup_steps: int = 0
-    """Steps of linear warm-up."""
+    """Number of warm-up steps."""
     floor: float = 0.1
-    """Last learning rate over the peak."""
+    """Final learning rate over the peak."""
 
     __post_init__ = _check
 
     def build(self, steps: int) -> Schedule:
-        """The factor at each of `steps` steps."""
+        """Return the factor by step for a run of `steps` steps."""
         _check_steps(self.warmup_steps, steps)
         return _falling(self.warmup_steps, self.warmup_steps, steps, self.floor)
 
@@ -83,14 +84,14 @@ class CosineConfig:
     name: ClassVar[str] = "cosine"
 
     warmup_steps: int = 0
-    """Steps of linear warm-up."""
+    """Number of warm-up steps."""
     floor: float = 0.1
-    """Last learning rate over the peak."""
+    """Final learning rate over the peak."""
 
     __post_init__ = _check
 
     def build(self, steps: int) -> Schedule:
-        """The factor at each of `steps` steps."""
+        """Return the factor by step for a run of `steps` steps."""
         _check_steps(self.warmup_steps, steps)
 
         def factor(step: Array) -> Float[Array, ""]:
@@ -108,11 +109,11 @@ class WarmupStableDecayConfig:
     name: ClassVar[str] = "wsd"
 
     warmup_steps: int = 0
-    """Steps of linear warm-up."""
+    """Number of warm-up steps."""
     decay_fraction: float = 0.2
     """Share of the steps, at the end, over which the rate falls."""
     floor: float = 0.0
-    """Last learning rate over the peak."""
+    """Final learning rate over the peak."""
 
     def __post_init__(self):
         _check(self)
@@ -122,7 +123,7 @@ class WarmupStableDecayConfig:
             )
 
     def build(self, steps: int) -> Schedule:
-        """The factor at each of `steps` steps."""
+        """Return the factor by step for a run of `steps` steps."""
         _check_steps(self.warmup_steps, steps)
         first = steps - round(self.decay_fraction * steps)
         if first < self.warmup_steps:

@@ -1,3 +1,3 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""What a run would need, known before it runs."""
+"""Predicts memory, traffic and time of a train step before it runs."""

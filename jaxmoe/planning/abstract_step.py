@@ -1,12 +1,12 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""A train step of shapes: state and batch as `ShapeDtypeStruct`s on any mesh, and the trace.
+"""Traces a train step on shapes: state and batch as `ShapeDtypeStruct`s on any mesh.
 
-Nothing is computed and no device is asked for: the mesh may be abstract, or of the devices of a
-topology that is not there. The layouts are those that `init_state` and `global_batch` would give,
-because the same functions are traced (`jax.eval_shape`), not a copy of their rules.
+Nothing is computed and no device is needed: the mesh may be abstract, or hold the devices of a
+topology that is not attached. The layouts are those of `init_state` and `global_batch`, because the
+same functions are traced (`jax.eval_shape`).
 
-To add something to the batch: its field in `abstract_batch`.
+To add a field of the batch: `abstract_batch` in `jaxmoe/planning/abstract_step.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import AbstractDevice, AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxmoe.data.batch import Batch
 from jaxmoe.execution import ExecutionConfig
@@ -33,13 +33,10 @@ from sharding.mesh import abstract_mesh
 
 AnyMesh = Mesh | AbstractMesh
 
-# One device of each platform that a step may be lowered for; which of them decides nothing yet.
-_KINDS = {"tpu": "TPU v5 lite", "cuda": "NVIDIA H100 80GB HBM3", "cpu": "cpu"}
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepPlan:
-    """All that decides a train step, without its mesh's devices."""
+    """Everything that decides a train step except the devices of its mesh."""
 
     model: ModelConfig
     table: ParameterTable
@@ -47,9 +44,9 @@ class StepPlan:
     optimizer_config: Optimizer
     """Config that built the optimiser from the table."""
     execution: ExecutionConfig
-    """With every size of the mesh filled in."""
+    """Execution with every size of the mesh filled in."""
     batch_size: int
-    """Sequences of one step."""
+    """Sequences per step."""
     sequence_length: int
     accumulation: int = 1
     clip: float | None = 1.0
@@ -58,16 +55,16 @@ class StepPlan:
 
     @property
     def tokens(self) -> int:
-        """Of one step."""
+        """Tokens per step."""
         return self.batch_size * self.sequence_length
 
     @property
     def mesh(self) -> AbstractMesh:
-        """The mesh without its devices, folded as the execution says."""
+        """Abstract mesh, folded as the execution has it."""
         return abstract_mesh(self.execution.mesh, fold=self.execution.fold)
 
     def on(self, execution: ExecutionConfig) -> StepPlan:
-        """The same step computed in another way, its parameters laid out anew."""
+        """Return the same step under another execution, with new partition specs."""
         rules = execution.axis_rules
         rows = (
             dataclasses.replace(row, spec=rules.resolve(row.declaration.axes)) for row in self.table
@@ -76,11 +73,11 @@ class StepPlan:
 
 
 def abstract_state(plan: StepPlan, mesh: AnyMesh) -> TrainState:
-    """The state before the first step, as shapes with shardings on the mesh.
+    """Return the state before the first step, as shapes with shardings on the mesh.
 
     Args:
-        plan: of the step.
-        mesh: of the plan's sizes.
+        plan: Step to trace.
+        mesh: Mesh with the plan's sizes.
     """
     shapes, execution = plan.mesh, plan.execution
     dtype = execution.precision.parameter_dtype
@@ -110,11 +107,11 @@ def _on(mesh: AnyMesh, leaf: Any, memory_kind: str | None = None) -> jax.ShapeDt
 
 
 def abstract_batch(plan: StepPlan, mesh: AnyMesh) -> Batch:
-    """The batch of a step whose rows are whole documents, as shapes on the mesh.
+    """Return the batch of a step as shapes on the mesh; rows are whole documents.
 
     Args:
-        plan: of the step.
-        mesh: of the plan's sizes.
+        plan: Step to trace.
+        mesh: Mesh with the plan's sizes.
     """
     rows = NamedSharding(mesh, PartitionSpec(pieces(mesh.axis_names, BATCH_AXES), None))
     shape = (plan.batch_size, plan.sequence_length)
@@ -124,10 +121,10 @@ def abstract_batch(plan: StepPlan, mesh: AnyMesh) -> Batch:
 
 
 def planned_step(plan: StepPlan) -> Any:
-    """The jitted training step of a plan.
+    """Return the jitted train step of a plan.
 
     Args:
-        plan: of the step.
+        plan: Step to build.
     """
     return make_train_step(
         plan.model,
@@ -142,30 +139,16 @@ def planned_step(plan: StepPlan) -> Any:
 
 
 def trace_step(plan: StepPlan, mesh: AnyMesh) -> Any:
-    """The traced step (`jax.stages.Traced`): its `lower()` may be compiled, or its HLO read.
+    """Return the traced step (`jax.stages.Traced`), to lower, compile or read as HLO.
 
     Args:
-        plan: of the step; `execution.precision.compute` should not be "auto", which asks for the
-            devices of this process.
-        mesh: of the plan's sizes.
+        plan: Step to trace; `execution.precision.compute` should not be "auto", which resolves by
+            the devices of this process.
+        mesh: Mesh with the plan's sizes.
     """
     step = planned_step(plan)
     state, batch = abstract_state(plan, mesh), abstract_batch(plan, mesh)
-    # Not `set_mesh`: under a mesh of devices that are not there an eager operation would run on
-    # them.
+    # Not `set_mesh`: eager operations would run on devices that are not attached.
     context = mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh
     with jax.sharding.use_abstract_mesh(context):
         return step.trace(state, batch)
-
-
-def lower_abstractly(plan: StepPlan, platform: str) -> Any:
-    """The lowered step on an abstract mesh, for as many devices as its sizes multiply to.
-
-    Args:
-        plan: of the step.
-        platform: "tpu", "cuda" or "cpu".
-    """
-    # The mesh says for which platform the step is traced: its kernels, and its way to the experts.
-    device = AbstractDevice(_KINDS[platform], None, platform) if platform in _KINDS else None
-    traced = trace_step(plan, plan.mesh.update(abstract_device=device))
-    return traced.lower(lowering_platforms=(platform,))

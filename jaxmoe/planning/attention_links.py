@@ -1,19 +1,19 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Ring against token ring: bytes over the busiest link in its busiest direction, by GQA ratio.
+"""Compares ring and token ring by the bytes over the busiest link, by GQA ratio.
 
-Of one attention layer with a fixed number of query heads, whose key heads become fewer:
+For one attention layer with a fixed number of query heads and fewer and fewer key heads:
 
     ring          all heads of keys and values one way round
     ring, both    half of them each way
-    token_ring    queries one way, results the other, or behind them where that loads less
+    token_ring    queries one way, results the other, or behind them if that loads less
 
-Keys grow fewer with the ratio, queries do not: there is a ratio from which on the token ring loads
-the links more. Through a switch (GPU) it is 2, on any number of devices: the token ring's float32
-gradients of queries are half of the ring's of keys and values while both have as many heads, and
-both ways round is no gain there. On a torus (TPU) it is 2 for up to four devices, and 1 beyond,
-where results go farther than keys, which only visit neighbours.
-The bytes are those of `sharding.sequence_parallel.traffic`; no latency, no overlap.
+Keys shrink with the ratio and queries do not, so above some ratio the token ring loads the links
+more. Through a switch (GPU) the ratio is 2 on any number of devices: the token ring's float32
+gradients of queries are half of the ring's of keys and values at equal heads, and both directions
+give no gain there. On a torus (TPU) it is 2 for up to four devices, and 1 beyond, where results
+travel farther than keys, which only visit neighbours.
+Bytes come from `sharding.sequence_parallel.traffic`, without latency or overlap.
 """
 
 from __future__ import annotations
@@ -32,31 +32,31 @@ class RatioRow:
     ratio: int
     ring: float
     both: float | None
-    """None where half of the key heads is no whole number."""
+    """None if the number of key heads is odd."""
     token_ring: float
 
     @property
     def best_ring(self) -> float:
-        """Of the two ways to send keys round."""
+        """Smaller load of the two ring directions."""
         return self.ring if self.both is None else min(self.ring, self.both)
 
 
 def links_of(chip: Chip) -> Links:
-    """How devices of a kind are joined."""
+    """Return how devices of a kind are connected."""
     return "torus" if chip.torus else "switch"
 
 
 def direction_bandwidth(chip: Chip) -> float:
-    """Bytes per second of one link in one direction."""
+    """Return the bytes per second of one link in one direction."""
     return chip.link_bandwidth / (2 if chip.torus else 1)
 
 
 def by_ratio(sizes: AttentionSizes, links: Links) -> list[RatioRow]:
-    """A row for every ratio that leaves each device whole key heads.
+    """Return a row for every ratio that gives each device whole key heads.
 
     Args:
-        sizes: whose query heads are kept.
-        links: between the devices that share a sequence.
+        sizes: Attention with the query heads.
+        links: Links between the devices that share a sequence.
     """
     heads = sizes.local_heads
     return [
@@ -82,10 +82,10 @@ def _row(sizes: AttentionSizes, ratio: int, links: Links) -> RatioRow:
 
 
 def crossover(rows: list[RatioRow]) -> int | None:
-    """The smallest ratio from which on keys are cheaper to send than queries; None: never.
+    """Return the smallest ratio at which keys are cheaper to send than queries, or None.
 
     Args:
-        rows: of `by_ratio`.
+        rows: Result of `by_ratio`.
     """
     dearer = [row.ratio for row in rows if row.token_ring > row.best_ring]
     return dearer[0] if dearer else None

@@ -1,18 +1,18 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""The compiled train step for devices that are not there, and what it says of itself.
+"""Compiles a train step for devices that are not attached, and reads memory and traffic off it.
 
     devices    of a TPU topology from libtpu (extra [plan]), or fake ones of this machine's CPU
-    memory     of one device, by the compiler's own account: arguments, results, temporaries
+    memory     of one device, reported by the compiler: arguments, results, temporaries
     traffic    the collectives of the compiled text, by mesh axes
 
-A process can hold libtpu once, and its start-up reads the environment and writes to standard error:
-call this in a process of its own (`in_child`), whose environment `child_environment` makes.
+A process can load libtpu once, and its start-up reads the environment and writes to standard error:
+call this in a separate process (`in_child`) with the environment of `child_environment`.
 
-GPUs have no description here: their compiler wants a target configuration that no package brings,
-so that plans for them are in closed form alone.
+GPUs are planned in closed form only: their compiler needs a target configuration that no package
+provides.
 
-To add a platform: a case in `topology_devices`.
+To add a platform: `topology_devices` in `jaxmoe/planning/compile_ahead.py`.
 """
 
 from __future__ import annotations
@@ -45,45 +45,45 @@ from sharding.mesh import make_mesh, named_sizes
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class CompiledStep:
-    """What the compiler says of a step; bytes of one device."""
+    """Figures of a compiled step; bytes on one device."""
 
     seconds: float
-    """That it took to trace, lower and compile."""
+    """Time to trace, lower and compile."""
     arguments: int
     results: int
     aliased: int
-    """Results that take the place of arguments."""
+    """Results stored in the memory of arguments."""
     temporaries: int
     expected_results: int
-    """In closed form: `device_bytes` of the results and the table of their addresses."""
+    """Closed form: `device_bytes` of the results and the table of their addresses."""
     flops: float | None
-    """By its cost analysis, which counts the body of a loop once."""
+    """FLOPs by the cost analysis, which counts the body of a loop once."""
     traffic: list[AxisBytes] | None
-    """None where this jaxlib cannot read the program back (v5p, by a libtpu newer than it)."""
+    """None if this jaxlib cannot parse the program (v5p with a newer libtpu)."""
 
     @property
     def total(self) -> int:
-        """Arguments, results that are none, temporaries."""
+        """Arguments, results that are not aliased, and temporaries."""
         return self.arguments + self.results - self.aliased + self.temporaries
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class DoesNotFit:
-    """The compiler refused for lack of memory."""
+    """A step that the compiler refused for lack of memory."""
 
     needed: float | None
-    """Bytes, if it says."""
+    """Bytes needed, if the compiler reports them."""
     available: float | None
     text: str
-    """Its first line."""
+    """First line of the compiler's error."""
 
 
 def check_compiler(topology: Topology) -> None:
-    """Refuses a topology whose compiler is not installed.
+    """Refuse a topology without an installed compiler.
 
     Raises:
-        MissingPackageError: libtpu is not there.
-        ValueError: GPUs, which are planned in closed form only.
+        MissingPackageError: libtpu is not installed.
+        ValueError: The topology is of GPUs, which are planned in closed form only.
     """
     platform = topology.chip.platform
     if platform == "tpu" and importlib.util.find_spec("libtpu") is None:
@@ -104,7 +104,7 @@ def check_compiler(topology: Topology) -> None:
 
 
 def child_environment(topology: Topology) -> dict[str, str]:
-    """The environment of a process that compiles for a topology."""
+    """Return the environment of a process that compiles for a topology."""
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
     if topology.chip.platform == "cpu":
         flags = re.sub(
@@ -114,8 +114,8 @@ def child_environment(topology: Topology) -> dict[str, str]:
         environment["XLA_FLAGS"] = f"{flags} {count}".strip()
     else:
         environment |= {
-            "TPU_SKIP_MDS_QUERY": "1",  # no metadata server is waited for
-            "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # another plan may run beside this one
+            "TPU_SKIP_MDS_QUERY": "1",  # do not wait for a metadata server
+            "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # other plans may run at the same time
             "TPU_ACCELERATOR_TYPE": f"{topology.kind}-{topology.num_devices}",
             "TPU_WORKER_HOSTNAMES": "localhost",
             "TF_CPP_MIN_LOG_LEVEL": "3",
@@ -124,18 +124,18 @@ def child_environment(topology: Topology) -> dict[str, str]:
 
 
 def in_child(module: str, job: dict[str, Any], topology: Topology) -> dict[str, Any]:
-    """Runs `python -m module FILE` on a job, in a process of its own.
+    """Return the result of `python -m module FILE` on a job, in a separate process.
 
     Args:
-        module: that reads the job from `FILE` and writes its result to `FILE.result`, both JSON.
-        job: what to do.
-        topology: for which.
+        module: Module that reads the job from `FILE` and writes `FILE.result`, both JSON.
+        job: Contents of `FILE`.
+        topology: Topology that decides the environment of the process.
 
     Returns:
-        The result. What the child writes to its streams is kept back, unless it fails.
+        Contents of `FILE.result`. The output of the process is discarded unless it fails.
 
     Raises:
-        RuntimeError: it failed, with the end of what it wrote.
+        RuntimeError: The process failed; holds the end of its output.
     """
     with tempfile.TemporaryDirectory() as directory:
         file = os.path.join(directory, "job.json")
@@ -156,10 +156,10 @@ def in_child(module: str, job: dict[str, Any], topology: Topology) -> dict[str, 
 
 
 def topology_devices(topology: Topology) -> Sequence[Any]:
-    """The devices of a topology, as the compiler knows them.
+    """Return the devices of a topology from its compiler.
 
     Raises:
-        ValueError: the compiler does not know this shape, or counts its devices otherwise.
+        ValueError: The compiler does not know this shape, or counts its devices differently.
     """
     if topology.chip.platform == "cpu":
         return jax.devices("cpu")[: topology.num_devices]
@@ -183,28 +183,28 @@ def topology_devices(topology: Topology) -> Sequence[Any]:
 
 
 def topology_mesh(plan: StepPlan, topology: Topology) -> Mesh:
-    """The plan's mesh on the devices of a topology.
+    """Return the plan's mesh on the devices of a topology.
 
     Args:
-        plan: of the step.
-        topology: with as many devices as the mesh has places.
+        plan: Step to compile.
+        topology: Topology with as many devices as the mesh.
     """
     devices, config = topology_devices(topology), plan.execution.mesh
     if topology.chip.platform == "cpu":
         return make_mesh(config, devices, fold=plan.execution.fold)
-    # `make_mesh` lays a torus out by the devices' coordinates, which costs nothing but needs
-    # devices of a running backend in some versions: in the order of the compiler they do as well.
+    # `make_mesh` orders a torus by coordinates, which some versions only do for devices of a
+    # running backend; the compiler's order serves as well.
     names, sizes = named_sizes(config, plan.execution.fold)
     types = (AxisType.Explicit,) * len(names)
     return Mesh(np.asarray(devices).reshape(sizes), names, axis_types=types)
 
 
 def compile_step(plan: StepPlan, topology: Topology) -> CompiledStep | DoesNotFit:
-    """Compiles the train step of a plan for a topology.
+    """Compile the train step of a plan for a topology.
 
     Args:
-        plan: of the step.
-        topology: with as many devices as the plan's mesh.
+        plan: Step to compile.
+        topology: Topology with as many devices as the plan's mesh.
     """
     started = time.perf_counter()
     mesh = topology_mesh(plan, topology)
@@ -217,7 +217,7 @@ def compile_step(plan: StepPlan, topology: Topology) -> CompiledStep | DoesNotFi
         return _out_of_memory(str(error))
     seconds = time.perf_counter() - started
     memory, costs = compiled.memory_analysis(), compiled.cost_analysis()
-    assert memory is not None  # both platforms have one
+    assert memory is not None
     return CompiledStep(
         seconds=seconds,
         arguments=int(memory.argument_size_in_bytes),
@@ -233,17 +233,17 @@ def compile_step(plan: StepPlan, topology: Topology) -> CompiledStep | DoesNotFi
 def _traffic(compiled: Any, mesh: Mesh) -> list[AxisBytes] | None:
     try:
         text = compiled.as_text()
-    except jax.errors.JaxRuntimeError:  # jaxlib does not know what a newer libtpu wrote
+    except jax.errors.JaxRuntimeError:  # jaxlib cannot parse the program of a newer libtpu
         return None
     return bytes_by_axes(collectives(text), dict(mesh.shape))
 
 
 def result_bytes(results: Any, topology: Topology) -> int:
-    """Bytes of a step's results on one device, and of the table of their addresses.
+    """Return the bytes of a step's results on one device and of the table of their addresses.
 
     Args:
-        results: shapes with shardings; metrics without one are whole.
-        topology: whose layouts.
+        results: Shapes with shardings; metrics without one are replicated.
+        topology: Topology with the layouts.
     """
     platform = topology.chip.platform
     leaves = [
@@ -253,7 +253,7 @@ def result_bytes(results: Any, topology: Topology) -> int:
     if platform == "cpu":
         table = 8 * len(leaves)
     else:
-        unit = 32 if topology.chip.torus == 3 else 512  # seen on v5p and on v5e
+        unit = 32 if topology.chip.torus == 3 else 512  # observed on v5p and v5e
         table = -(-4 * len(leaves) // unit) * unit
     return device_bytes(leaves, platform) + table
 

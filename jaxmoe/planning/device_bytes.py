@@ -1,14 +1,14 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes that an array takes on one device, padding of the TPU's tiles included.
+"""Computes the bytes of an array on one device, with the padding of TPU tiles.
 
-A TPU keeps two dimensions of an array in tiles of s x 128, s the least of 1, 2, 4 and 8 that the
-first of them fills (8 from 5 on), and takes the two that waste least; a vector lies in tiles of
-128, 256, 512 or 1024. So [48, 8, 4, 128] takes what it has, [4, 4, 32] in float32 four times as
-much, and a number 512 bytes. Read off compiled programs (libtpu 0.0.52), not taken from a document.
-Elsewhere an array takes its values.
+A TPU stores two dimensions of an array in tiles of s x 128, s the smallest of 1, 2, 4 and 8 that
+holds the first of them (8 from 5 on), for the two dimensions that waste least; a vector is stored
+in tiles of 128, 256, 512 or 1024. So [48, 8, 4, 128] has no padding, [4, 4, 32] in float32 takes
+four times its values, and a scalar 512 bytes. Read off compiled programs (libtpu 0.0.52). Other
+platforms do not pad.
 
-It knows only the layouts of a program's arguments and results; inside, the compiler chooses.
+This holds for a program's arguments and results; inside, the compiler chooses layouts.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _LANES = 128
 
 
 def device_bytes(leaves: Iterable[jax.ShapeDtypeStruct], platform: Platform) -> int:
-    """Bytes on one device of arrays with shardings.
+    """Return the bytes on one device of arrays with shardings.
 
     Args:
-        leaves: shapes whose `sharding` says how they are cut.
-        platform: whose layout.
+        leaves: Shapes with a `sharding`; None means replicated.
+        platform: Platform with the layouts.
     """
     return sum(_one(leaf, platform) for leaf in leaves)
 
@@ -46,11 +46,11 @@ def _one(leaf: jax.ShapeDtypeStruct, platform: Platform) -> int:
 
 
 def padded_bytes(shape: Sequence[int], itemsize: int) -> int:
-    """Bytes of an argument on a TPU.
+    """Return the bytes of an argument on a TPU.
 
     Args:
-        shape: on one device.
-        itemsize: bytes of a value.
+        shape: Shape of the shard on one device.
+        itemsize: Bytes per value.
     """
     if len(shape) < 2:
         size = math.prod(shape)
@@ -63,7 +63,7 @@ def padded_bytes(shape: Sequence[int], itemsize: int) -> int:
 
 
 def _tiled(rows: int, columns: int) -> Fraction:
-    """Values that a tile takes for each one that it holds."""
+    """Return the stored values per value of two tiled dimensions."""
     sublanes = min(8, 1 << (rows - 1).bit_length())
     taken = -(-rows // sublanes) * sublanes * -(-columns // _LANES) * _LANES
     return Fraction(taken, rows * columns)

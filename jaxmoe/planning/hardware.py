@@ -1,23 +1,22 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""What one device of each kind can do, and the topologies that a plan may be made for.
+"""Table of devices with their memory, FLOP/s and links, and the topologies made of them.
 
     tpu:v5e:16x16     a slice of a TPU pod by its torus
-    gpu:h100:8        so many GPUs, eight on each host
+    gpu:h100:8        a number of GPUs, eight per host
     cpu:8             fake devices of this machine
 
-Sources, read for this table: TPU memory, bandwidth, FLOP/s and bandwidth between chips from
+Sources: TPU memory, bandwidth, FLOP/s and bandwidth between chips from
 cloud.google.com/tpu/docs (system architecture, a page for each generation); GPUs from NVIDIA's data
 sheets (dense, SXM form). FLOP/s of the kinds that JAX can name are those of
-`jaxmoe.training.throughput`. Approximate, and marked so in the table: `link_latency` (a few
-microseconds a hop, from common experience and not from a document), `reserved` (what the runtime
-keeps: the compiler of v5e reports 15.75 GiB of 16), the bandwidth of a network card per GPU (one
-400 Gbit/s adapter), and everything of "cpu", which is no accelerator.
+`jaxmoe.training.throughput`. Approximate: `link_latency` (a few microseconds per hop, without a
+source), `reserved` (memory of the runtime: the compiler of v5e reports 15.75 GiB of 16), the
+bandwidth of a network card per GPU (one 400 Gbit/s adapter), and all of "cpu".
 
-Link bandwidth is of one device in one direction along one mesh axis. On a torus an axis that
-spans a ring has two links, one each way round, and both count.
+Link bandwidth is that of one device in one direction along one mesh axis. On a torus an axis that
+spans a ring has two links, one each way round, and both count. DCN between slices is not modelled.
 
-It says nothing of DCN between slices. To add a device: a row in CHIPS.
+To add a device: a row of CHIPS in `jaxmoe/planning/hardware.py`.
 """
 
 from __future__ import annotations
@@ -36,13 +35,13 @@ GIB = 2**30
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Chip:
-    """One device as JAX counts it."""
+    """Properties of one device as JAX counts them."""
 
     platform: Platform
     memory: int
     """Bytes of device memory."""
     reserved: int
-    """Bytes that the runtime keeps; approximate."""
+    """Bytes that the runtime reserves; approximate."""
     flops: float
     """Dense bfloat16 peak, FLOP/s."""
     memory_bandwidth: float
@@ -50,22 +49,22 @@ class Chip:
     link_bandwidth: float
     """Bytes per second that one device sends along one axis, within the fast network."""
     far_bandwidth: float
-    """The same between hosts of GPUs; for TPUs, whose torus spans them, that of the link."""
+    """Bytes per second between hosts of GPUs; for TPUs that of the link, which spans hosts."""
     link_latency: float = 1e-6
     """Seconds for one message to the next device; approximate."""
     domain: int = 0
-    """Devices that the fast network joins; 0: all."""
+    """Devices on the fast network; 0 means all."""
     torus: int = 0
     """Dimensions of the torus of a TPU; 0 for others."""
 
     @property
     def available(self) -> int:
-        """Bytes that a program may use."""
+        """Bytes available to a program."""
         return self.memory - self.reserved
 
 
 def _tpu(memory: float, flops: float, bandwidth: float, link: float, torus: int) -> Chip:
-    """A TPU: GiB, FLOP/s, bytes/s of memory, bytes/s of one link in one direction."""
+    """Return a TPU from GiB, FLOP/s, bytes/s of memory and of one link in one direction."""
     return Chip(
         platform="tpu",
         memory=int(memory * GIB),
@@ -79,7 +78,7 @@ def _tpu(memory: float, flops: float, bandwidth: float, link: float, torus: int)
 
 
 def _gpu(memory: float, flops: float, bandwidth: float, link: float, far: float = 50e9) -> Chip:
-    """An NVIDIA GPU on NVLink: bytes, FLOP/s, bytes/s of memory, of NVLink one way, of its card."""
+    """Return an NVIDIA GPU from bytes, FLOP/s, bytes/s of memory, of NVLink and of its card."""
     return Chip(
         platform="gpu",
         memory=int(memory),
@@ -105,7 +104,7 @@ CHIPS: dict[str, Chip] = {
     "h100": _gpu(80e9, 989.5e12, 3.35e12, 450e9),
     "h200": _gpu(141e9, 989.5e12, 4.8e12, 450e9),
     "b200": _gpu(180e9, 2250e12, 8.0e12, 900e9),
-    # One of several fake devices of a small machine: only relations mean anything.
+    # One of several fake devices of a small machine: only ratios are meaningful.
     "cpu": Chip(
         platform="cpu",
         memory=4 * GIB,
@@ -117,50 +116,50 @@ CHIPS: dict[str, Chip] = {
         link_latency=5e-5,
     ),
 }
-"""By the name that a topology gives them."""
+"""Devices by the name in a topology."""
 
 KNOWN = (
     "tpu:v4:4x4x4, tpu:v5e:16x16, tpu:v5p:4x4x4, tpu:v6e:16x16, tpu:tpu7x:2x2x2,"
     " gpu:h100:8 (a100, h200, b200), cpu:8"
 )
-"""An example of each kind, for messages."""
+"""Examples of topologies, for messages."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Topology:
-    """Devices that need not be there."""
+    """Devices that need not be attached."""
 
     text: str
-    """As the user wrote it."""
+    """Text from the user."""
     kind: str
-    """A row of CHIPS."""
+    """Row of CHIPS."""
     shape: tuple[int, ...]
-    """Devices along each dimension of the torus; a single number elsewhere."""
+    """Devices along each dimension of the torus; one number for other platforms."""
 
     @property
     def chip(self) -> Chip:
-        """What one device can do."""
+        """Properties of one device."""
         return CHIPS[self.kind]
 
     @property
     def num_devices(self) -> int:
-        """Devices, as JAX counts them."""
+        """Number of devices as JAX counts them."""
         return math.prod(self.shape) * (2 if self.kind == "tpu7x" else 1)
 
     @property
     def compiler_name(self) -> str:
-        """What the TPU compiler calls it: `v5e:16x16`."""
+        """Name for the TPU compiler, such as `v5e:16x16`."""
         return f"{self.kind}:{'x'.join(map(str, self.shape))}"
 
 
 def parse_topology(text: str) -> Topology:
-    """The topology of a word on the command line.
+    """Return the topology of a text.
 
     Args:
-        text: such as `tpu:v5e:16x16`, `gpu:h100:8`, `cpu:8`.
+        text: Platform, kind and size, such as `tpu:v5e:16x16`, `gpu:h100:8`, `cpu:8`.
 
     Raises:
-        ValueError: it is none of those known, with the nearest one.
+        ValueError: The text is not a known topology; names the nearest one.
     """
     platform, _, rest = text.partition(":")
     kind, _, size = rest.rpartition(":") if platform != "cpu" else ("cpu", "", rest)

@@ -1,37 +1,35 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Memory of one device in a train step, from the config alone, by category and by phase.
+"""Estimates the memory of one device in a train step, by category and phase, in closed form.
 
     total       = arguments + results that are not arguments + temporaries
     arguments   = state and batch, each array by `device_bytes`: exact
-    temporaries = the largest of the phases, each with the gradients (float32, as the parameters
-                  lie) and the parameters in the dtype of products (as they lie, made once)
+    temporaries = the largest of the phases, each with the gradients (float32, sharded as the
+                  parameters) and the parameters in the dtype of products (sharded, made once)
 
-    layers      what the forward pass saved of all layers, and the working set of one layer's
-                backward pass
-    head        the same savings, the head's matrix and its gradient, the logits of one chunk
-    embedding   the table gathered, and its gradient whole
-    update      the optimiser's directions and, for Muon, the matrices it orthogonalises
+    layers      activations saved of all layers, and the working set of one layer's backward pass
+    head        the same activations, the head's matrix and its gradient, the logits of one chunk
+    embedding   the table gathered, and its whole gradient
+    update      the optimiser's directions, and the matrices that a group brings together whole
 
-Of one layer's backward pass the experts are the largest part: with E' experts on a device and
-A rows, b bytes per value,
+The experts are the largest part of a layer's backward pass: with E' experts on a device, A rows and
+b bytes per value,
 
     gathered  3 E' D F b      their gradients  3 E' D F * 4      rows  (4 A D + 4 A F) b
-    and where products are narrower than parameters, the gradients on their way in b bytes and, as
-    TPUs on a square torus add them up before they cut them, their sum: 2 * 3 E' D F b
+    and if products are narrower than parameters, the gradients in transit in b bytes and, because
+    TPUs on a square torus sum them before scattering, their sum: 2 * 3 E' D F b
 
-and attention without a kernel keeps, once for all layers, a mask of N S^2 * 9/16 bytes for each
-sequence (the compiler hoists it), and about ten arrays [T N H] at a time. What is saved of a layer:
-with remat "full" its input alone; with "dots" the dense products as well; with "none" all that the
+Attention without a kernel keeps, once for all layers, a mask of N S^2 * 9/16 bytes for each
+sequence (the compiler hoists it), and about ten arrays [T N H] at a time. Saved per layer: with
+remat "full" the input; with "dots" the dense products as well; with "none" everything that the
 backward pass reads, gathered expert weights included.
 
-The terms are those that were read off compiled programs; the factors in front of them are counts of
-arrays of one shape that live at the same time, and not fitted. Compilers may do better (fusion) or
-worse (padding of narrow cuts, copies between layouts): see the measurements in
-experiments/README.md for how far off it is. It does not know of fragmentation, nor what a routing
-far from balance adds where rows travel.
+The terms were read off compiled programs; their factors count arrays of one shape that exist at the
+same time, and are not fitted. Compilers may do better (fusion) or worse (padding of narrow shards,
+copies between layouts): experiments/README.md has measurements. Fragmentation and the additional
+rows of an unbalanced routing are not modelled.
 
-To add something that takes memory: a term in `_phases`, and its category.
+To add a term: a field of `MemoryEstimate` and its phase in `jaxmoe/planning/memory.py`.
 """
 
 from __future__ import annotations
@@ -48,7 +46,7 @@ from jaxmoe.planning.hardware import Platform
 from jaxmoe.planning.sizes import Sizes
 from sharding import axes as ax
 
-# Arrays of one shape that live at once in the backward pass of a layer: see the head of this file.
+# Arrays of one shape that exist at once in the backward pass of a layer; see the module docstring.
 _HEAD_ARRAYS = 10
 _STREAM_ARRAYS = 4
 _LOGIT_ARRAYS = 3
@@ -58,36 +56,36 @@ _LANES = 128
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryEstimate:
-    """Bytes of one device."""
+    """Bytes on one device."""
 
     parameters: int
     optimizer: int
-    """On the device: nothing but counters where it waits in the host's memory."""
+    """Optimiser state on the device: only counters if it is kept in the host's memory."""
     batch: int
     other_state: int
-    """Router state, counters, key."""
+    """Router state, counters and key."""
     gradients: float
-    """Float32, of the whole step."""
+    """Float32 gradients of the whole step."""
     copies: float
-    """The parameters in the dtype of products, as they lie."""
+    """Sharded parameters in the dtype of products."""
     saved: float
-    """Activations that the forward pass keeps for the backward pass."""
+    """Activations kept for the backward pass."""
     masks: float
-    """Of attention without a kernel."""
+    """Masks of attention without a kernel."""
     layer: float
     """Working set of one layer's backward pass without its experts."""
     experts: float
-    """Expert weights in use, their gradients, and the experts' rows, of one layer."""
+    """Gathered expert weights, their gradients and the experts' rows, for one layer."""
     logits: float
     """Logits of one chunk, the head's matrix and its gradient."""
     embedding: float
-    """The table of embeddings in use and its gradient."""
+    """Gathered embedding table and its gradient."""
     update: float
-    """Directions of the optimiser."""
+    """Directions of the optimiser and matrices brought together whole."""
 
     @property
     def arguments(self) -> int:
-        """Of the compiled step: exact."""
+        """Arguments of the compiled step; exact."""
         return self.parameters + self.optimizer + self.batch + self.other_state
 
     @property
@@ -103,21 +101,21 @@ class MemoryEstimate:
 
     @property
     def temporaries(self) -> float:
-        """Of the compiled step, approximately."""
+        """Temporaries of the compiled step; approximate."""
         return max(self.phases.values())
 
     @property
     def peak_phase(self) -> str:
-        """In which phase they are largest."""
+        """Phase with the largest temporaries."""
         return max(self.phases, key=self.phases.__getitem__)
 
     @property
     def total(self) -> float:
-        """Of the whole step; its few results beside the state are not counted."""
+        """Bytes of the whole step; its few results beside the state are not counted."""
         return self.arguments + self.temporaries
 
     def categories(self) -> dict[str, float]:
-        """What is held in the peak phase, by name; they add up to `total`."""
+        """Return the bytes held in the peak phase by name; they add up to `total`."""
         state = {
             "parameters": self.parameters,
             "optimizer": self.optimizer,
@@ -138,11 +136,11 @@ class MemoryEstimate:
 
 
 def estimate_memory(plan: StepPlan, platform: Platform) -> MemoryEstimate:
-    """The memory of one device in a train step.
+    """Return the memory of one device in a train step.
 
     Args:
-        plan: of the step.
-        platform: whose layouts.
+        plan: Step to estimate.
+        platform: Platform with the array layouts.
     """
     mesh, sizes = plan.mesh, Sizes.of(plan)
     state = abstract_state(plan, mesh)
@@ -151,7 +149,6 @@ def estimate_memory(plan: StepPlan, platform: Platform) -> MemoryEstimate:
         return device_bytes(jax.tree.leaves(tree), platform)
 
     parameters = of(state.params)
-    # What waits in the host's memory takes none of the device's, but for counters.
     on_device = [
         leaf
         for leaf in jax.tree.leaves(state.opt_state)
@@ -181,7 +178,7 @@ def estimate_memory(plan: StepPlan, platform: Platform) -> MemoryEstimate:
 
 
 def _gradients(sizes: Sizes, platform: Platform) -> float:
-    """As the parameters lie; a TPU fills narrow cuts of stacked experts up to its 128 lanes."""
+    """Return sharded gradients; a TPU pads narrow shards of stacked experts to 128 lanes."""
     total = 0
     for row in sizes.plan.table.trained_rows:
         values, cut = sizes.local(row), row.spec[-1] if len(row.spec) == len(row.shape) else None
@@ -201,7 +198,7 @@ def _saved(sizes: Sizes) -> float:
     if execution.state_layout.gathered == "replica":
         copies = sizes.devices(sizes.pieces(ax.REPLICA))
         secondary = sum(map(sizes.local, _of_layers(plan))) * copies * sizes.itemsize
-    if execution.remat in ("full", "offload"):  # the latter's wait in the host's memory
+    if execution.remat in ("full", "offload"):  # "offload" keeps them on the host
         return secondary + (model.num_layers * stream if execution.remat == "full" else 0.0)
     projected = inner * (sizes.heads + 2 * sizes.kv_heads) * model.attention.head_dim
     dense = 3 * inner * model.dense_dim / sizes.shards(ax.ACT_MLP)
@@ -220,7 +217,7 @@ def _saved(sizes: Sizes) -> float:
 
 def _masks(sizes: Sizes, platform: Platform) -> float:
     plan = sizes.plan
-    # None is a kernel where there is one: `pallas_kernels.OPERATIONS["flash_attention"]`.
+    # None chooses the kernel on a TPU: `pallas_kernels.OPERATIONS["flash_attention"]`.
     without_kernel = ("xla",) if platform == "tpu" else (None, "xla")
     if plan.execution.kernels.attention not in without_kernel:
         return 0.0
@@ -264,7 +261,7 @@ def _embedding(sizes: Sizes) -> float:
 
 
 def _update(sizes: Sizes) -> float:
-    """Two arrays as the parameters; the matrices of Muon, spread over the devices, four more."""
+    """Return two arrays like the parameters, and four of the largest matrix that is whole."""
     rows, optimizer = sizes.plan.table.trained_rows, sizes.plan.optimizer_config
     matrices = [row for row in rows if optimizer.traits(row.hyper.group).has_whole_matrices]
     spread = max(map(sizes.local, matrices), default=0)
@@ -284,7 +281,7 @@ def _of_experts(plan: StepPlan) -> list[ParameterSpec]:
 
 
 def _by_stack(plan: StepPlan) -> dict[str, list[ParameterSpec]]:
-    """The experts' parameters by the stack of layers they belong to."""
+    """Return the experts' parameters by stack of layers."""
     stacks: dict[str, list[ParameterSpec]] = {"": []}
     for row in _of_experts(plan):
         stacks.setdefault(row.path.partition("/")[0], []).append(row)

@@ -1,13 +1,11 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Along which axes of a mesh the collectives of a compiled program run.
+"""Names the mesh axes along which the collectives of a compiled program run.
 
-Devices are numbered by their places in the mesh, the last axis the fastest. A set of groups belongs
-to the axes along which the places of one group differ; a permutation to those along which source
-and target differ. `jaxmoe.planning.hlo` reads the groups; this room only names them.
-
-What a compiler puts in groups that are no product of whole axes (a part of an axis, say) is named
-by the axes that it touches.
+Devices are numbered by their places in the mesh, the last axis fastest. A set of groups belongs to
+the axes along which the places of one group differ; a permutation to those along which source and
+target differ. Groups that are no product of whole axes (a part of an axis) belong to every axis
+along which they differ. `jaxmoe.planning.hlo` reads the groups.
 """
 
 from __future__ import annotations
@@ -28,21 +26,21 @@ class AxisBytes:
 
     kind: str
     axes: tuple[str, ...]
-    """Of the mesh."""
+    """Mesh axes."""
     count: int
-    """Executions; those in loops of unknown length count once."""
+    """Executions; one in a loop with an unknown trip count counts once."""
     result_bytes: int
-    """Of one device, all executions together."""
+    """Bytes of the results on one device, over all executions."""
     wire_bytes: float
-    """Sent by one device, all executions together."""
+    """Bytes that one device sends, over all executions."""
 
 
 def axes_of_groups(groups: Groups, mesh: Mapping[str, int]) -> tuple[str, ...]:
-    """The axes along which the devices of a group differ.
+    """Return the axes along which the devices of a group differ.
 
     Args:
-        groups: numbers of devices.
-        mesh: {axis: size}, in order.
+        groups: Device numbers.
+        mesh: Size by axis, in order.
     """
     if not groups:
         return tuple(axis for axis, size in mesh.items() if size > 1)
@@ -57,11 +55,11 @@ def axes_of_groups(groups: Groups, mesh: Mapping[str, int]) -> tuple[str, ...]:
 
 
 def bytes_by_axes(found: Iterable[Collective], mesh: Mapping[str, int]) -> list[AxisBytes]:
-    """The collectives of a program summed by kind and axes, the most bytes first.
+    """Return the collectives of a program summed by kind and axes, most bytes first.
 
     Args:
-        found: of `collectives`.
-        mesh: {axis: size}, in the order of the devices.
+        found: Result of `collectives`.
+        mesh: Size by axis, in the order of the devices.
     """
     sums: dict[tuple[str, tuple[str, ...]], list[float]] = collections.defaultdict(lambda: [0] * 3)
     for one in found:

@@ -1,19 +1,18 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Which mesh: all of a number of devices, judged in closed form, the fastest that fit first.
+"""Searches the meshes of a number of devices in closed form for the fastest that fit.
 
     enumerate   replica x data x expert x tensor = devices, and seq where it may be above 1
-    refuse      what does not divide: heads, experts, widths, the batch; with the reason
+    refuse      meshes that do not divide heads, experts, widths or the batch; with the reason
     order       by predicted time, then keep the first that fit by predicted memory
 
-Time costs nothing to predict, memory a tenth of a second, so memory is looked at in the order of
-time until enough fit; the first of them is therefore the best of all. Pipette (DATE 2024) and
-Galvatron (arXiv 2211.13878) prune a larger space by the same two estimates. Nothing else is
-changed: remat, chunks, dispatcher and micro-batches are the caller's, and `remedies` says what they
-could do.
+Predicting time costs nothing, memory a tenth of a second, so memory is predicted in the order of
+time until enough meshes fit; the first of them is the best of all. Pipette (DATE 2024) and
+Galvatron (arXiv 2211.13878) prune a larger space by the same two estimates. Remat, chunks,
+dispatcher and micro-batches are not changed; `remedies` lists changes to them that save memory.
 
-To search another axis: a factor in `enumerate_meshes`. To suggest another change: a line in
-`remedies`.
+To search another axis: `enumerate_meshes` in `jaxmoe/planning/search.py`.
+To suggest another change: `remedies` in `jaxmoe/planning/search.py`.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from sharding.mesh import MeshConfig
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A mesh and what it is expected to need."""
+    """A mesh with its predicted time and memory."""
 
     plan: StepPlan
     time: StepTime
@@ -43,34 +42,34 @@ class Candidate:
 
     @property
     def mesh(self) -> MeshConfig:
-        """Sizes of its axes."""
+        """Sizes of the mesh axes."""
         return self.plan.execution.mesh
 
     def excess(self, chip: Chip) -> float:
-        """Bytes that are missing on a device; negative where some are left."""
+        """Return the bytes missing on a device; negative if some are left."""
         return self.memory.total - chip.available
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Found:
-    """What a search came to."""
+    """Result of a search."""
 
     fitting: list[Candidate]
-    """By predicted time; as many as were asked for, if there are."""
+    """Candidates that fit, by predicted time; at most as many as requested."""
     closest: Candidate | None
-    """Where nothing fits: the mesh that needs least."""
+    """Mesh that needs least memory if nothing fits; else None."""
     refused: dict[str, str]
-    """Meshes that do not divide, and why."""
+    """Reason by mesh that does not divide."""
     num_meshes: int
-    """That were looked at."""
+    """Number of meshes considered."""
 
 
 def enumerate_meshes(num_devices: int, seq: int | None = 1) -> Iterator[MeshConfig]:
-    """Every mesh of so many devices.
+    """Yield every mesh of a number of devices.
 
     Args:
-        num_devices: that are all used.
-        seq: devices that share a sequence; None: any number.
+        num_devices: Number of devices, all of them used.
+        seq: Size of the axis seq; None tries every divisor.
     """
     if seq is None:
         for number in _divisors(num_devices):
@@ -87,15 +86,15 @@ def enumerate_meshes(num_devices: int, seq: int | None = 1) -> Iterator[MeshConf
 
 
 def on_mesh(plan: StepPlan, mesh: MeshConfig, fold: MoEMesh | None = None) -> StepPlan:
-    """The plan on another mesh.
+    """Return the plan on another mesh.
 
     Args:
-        plan: of the step.
-        mesh: every size filled in.
-        fold: of the experts.
+        plan: Step to plan.
+        mesh: Mesh with every size filled in.
+        fold: Mesh of the experts within it, if they have their own.
 
     Raises:
-        ValueError: a parameter, the heads or the batch do not divide by it.
+        ValueError: The mesh does not divide a parameter, the heads or the batch.
     """
     own = plan.on(dataclasses.replace(plan.execution, mesh=mesh, fold=fold))
     sizes, rules = dict(own.mesh.shape), own.execution.axis_rules
@@ -121,14 +120,14 @@ def search(
     keep: int = 3,
     fold: MoEMesh | None = None,
 ) -> Found:
-    """The fastest meshes that fit, by closed form.
+    """Return the fastest meshes that fit, in closed form.
 
     Args:
-        plan: of the step; its own mesh is not looked at.
-        meshes: to choose from.
-        chip: what one device can do.
-        keep: how many are wanted.
-        fold: of the experts, on each of them.
+        plan: Step to plan; its own mesh is ignored.
+        meshes: Meshes to choose from.
+        chip: Properties of one device.
+        keep: Largest number of meshes to return.
+        fold: Mesh of the experts within each mesh.
     """
     refused: dict[str, str] = {}
     timed: list[tuple[float, StepPlan, StepTime]] = []
@@ -158,11 +157,11 @@ def search(
 
 
 def remedies(candidate: Candidate, chip: Chip) -> dict[str, float]:
-    """Changes of one field each that need less memory, as flags, with the bytes they would need.
+    """Return flags that need less memory, each with the bytes that a device would need.
 
     Args:
-        candidate: that does not fit.
-        chip: in which it should.
+        candidate: Mesh that does not fit.
+        chip: Properties of one device.
     """
     plan, execution = candidate.plan, candidate.plan.execution
     changes: dict[str, StepPlan] = {}
@@ -194,13 +193,13 @@ def remedies(candidate: Candidate, chip: Chip) -> dict[str, float]:
 
 
 def mesh_in_words(mesh: MeshConfig) -> str:
-    """`data=16 tensor=2`; `one device` where every axis has size 1."""
+    """Return the mesh as `data=16 tensor=2`, or `one device` if every axis has size 1."""
     sizes = mesh.by_axis.items()
     return " ".join(f"{axis}={size}" for axis, size in sizes if size != 1) or "one device"
 
 
 def mesh_flags(mesh: MeshConfig) -> list[str]:
-    """The mesh as words of a command line; every axis, whatever the recipe says."""
+    """Return the mesh as words of a command line."""
     named = {axis: size for axis, size in mesh.by_axis.items() if size != 1 or axis == ax.DATA}
     return [
         word for axis, size in named.items() for word in (f"--execution.mesh.{axis}", str(size))

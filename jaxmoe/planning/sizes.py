@@ -1,16 +1,14 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""The sizes that every formula of a plan is made of: tokens, rows and weights of one device.
+"""Computes the sizes in a plan's formulas: tokens, rows and weights of one device.
 
-All layouts are read from the parameter table and the rules of the execution, none is written down
-here, so that they follow whatever those say:
+All layouts come from the parameter table and the rules of the execution:
 
-    T   tokens of the residual stream of one device in one micro-batch: cut by sequence and position
-    T'  tokens inside a layer, where heads or hidden units are cut instead of positions
-    A   rows of its experts, T K: spread evenly, where rows travel
-    a parameter, cut over the axes of its spec, is gathered over those of them that its use does not
-    keep: the tensor axis of dense layers, and all the experts' own if the dispatcher sends rows to
-    them
+    T   tokens of one device's residual stream in one micro-batch: sharded by sequence and position
+    T'  tokens inside a layer, where heads or hidden units are sharded instead of positions
+    A   rows of its experts, T K: even, if rows are sent
+    a parameter, sharded over the axes of its spec, is gathered for use over all of them but the
+    tensor axis of dense layers, and the experts' own axes if the dispatcher sends rows to them
 """
 
 from __future__ import annotations
@@ -31,27 +29,27 @@ from sharding.sequence_parallel import AttentionSizes
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Of one device, in one micro-batch."""
+    """Sizes of one device in one micro-batch."""
 
     plan: StepPlan
     mesh: dict[str, int]
-    """Devices along each axis of the mesh."""
+    """Devices along each mesh axis."""
     sequences: float
-    """B of one device; a fraction where a sequence is cut."""
+    """B on one device; a fraction if a sequence is sharded."""
     tokens: float
-    """T."""
+    """T: tokens of the residual stream."""
     inner_tokens: float
-    """T'."""
+    """T': tokens inside a layer."""
     heads: float
-    """N of one device."""
+    """N on one device."""
     kv_heads: float
-    """M of one device."""
+    """M on one device."""
     itemsize: int
-    """Bytes of a value in matrix products."""
+    """Bytes per value in matrix products."""
 
     @classmethod
     def of(cls, plan: StepPlan) -> Sizes:
-        """The sizes of a plan."""
+        """Return the sizes of a plan."""
         execution, attention = plan.execution, plan.model.attention
         mesh, rules = dict(plan.mesh.shape), execution.axis_rules
 
@@ -73,14 +71,14 @@ class Sizes:
 
     @property
     def attention(self) -> AttentionSizes:
-        """Of one layer, on the sequences of one device."""
+        """Sizes of one attention layer on the sequences of one device."""
         plan = self.plan
         found = attention_sizes(plan.model.context, plan.execution, plan.sequence_length, self.mesh)
         return dataclasses.replace(found, sequences=self.sequences)
 
     @property
     def rows(self) -> float:
-        """A: rows that a device sends, and receives in a balanced batch."""
+        """Return A, the rows that a device sends, and receives in a balanced batch."""
         moe = self.plan.model.moe
         return self.tokens * moe.top_k if moe else 0.0
 
@@ -103,20 +101,20 @@ class Sizes:
         return rules.mesh_axes(ax.EXPERTS) + rules.mesh_axes(ax.EXPERT_MLP)
 
     def axes_of(self, row: ParameterSpec) -> tuple[str, ...]:
-        """The mesh axes larger than 1 over which a parameter is cut."""
+        """Return the mesh axes larger than 1 over which a parameter is sharded."""
         names = [entry if isinstance(entry, tuple) else (entry,) for entry in row.spec if entry]
         return tuple(axis for axes in names for axis in axes if self.mesh[axis] > 1)
 
     def kept_axes(self, row: ParameterSpec) -> tuple[str, ...]:
-        """Those over which its use leaves it cut."""
+        """Return the axes over which a parameter stays sharded in use."""
         return self._only(row, kept_axes(row, self.plan.execution, self.mesh))
 
     def pieces(self, *axes: str) -> tuple[str, ...]:
-        """Those of the mesh's axes larger than 1 that are one of these or a piece of it."""
+        """Return the mesh axes larger than 1 that are one of these or a piece of one."""
         return tuple(axis for axis in ax.pieces(tuple(self.mesh), axes) if self.mesh[axis] > 1)
 
     def shards(self, name: str) -> int:
-        """Parts into which a logical axis is cut."""
+        """Return the number of shards of a logical axis."""
         return self.devices(self.plan.execution.axis_rules.mesh_axes(name))
 
     def _only(self, row: ParameterSpec, axes: Iterable[str]) -> tuple[str, ...]:
@@ -124,23 +122,23 @@ class Sizes:
         return tuple(axis for axis in self.axes_of(row) if axis in chosen)
 
     def gathered_axes(self, row: ParameterSpec) -> tuple[str, ...]:
-        """Those over which it is gathered to be used."""
+        """Return the axes over which a parameter is gathered for use."""
         kept = self.kept_axes(row)
         return tuple(axis for axis in self.axes_of(row) if axis not in kept)
 
     def local(self, row: ParameterSpec) -> int:
-        """Values of a parameter on one device."""
+        """Return the values of a parameter stored on one device."""
         return row.size // self.devices(self.axes_of(row))
 
     def in_use(self, row: ParameterSpec) -> int:
-        """Values of it on one device while it is used, of all layers."""
+        """Return the values of a parameter on one device in use, summed over layers."""
         return row.size // self.devices(self.kept_axes(row))
 
     def devices(self, axes: Iterable[str]) -> int:
-        """Devices along some axes together."""
+        """Return the devices along some axes together."""
         return math.prod(self.mesh[axis] for axis in axes)
 
     def layers(self, row: ParameterSpec) -> int:
-        """Layers that are stacked in a parameter; 1 for one that stands alone."""
+        """Return the layers stacked in a parameter; 1 if it is not stacked."""
         axes = row.declaration.axes
         return row.shape[axes.index(ax.LAYERS)] if ax.LAYERS in axes else 1

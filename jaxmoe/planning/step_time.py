@@ -8,15 +8,16 @@
     step           between max(compute, memory, communication), everything overlapped, and
                    max(compute, memory) + communication, nothing overlapped
 
-The prediction is the upper end: XLA overlaps some of it, and how much is not known before it runs.
-Memory traffic counts weights in use three times, gradients and optimiser state once each way, and
-about thirty arrays of the size of the residual stream for each layer. EFFICIENCY of matrix products
-is an assumption, not a measurement. So compare meshes by these numbers, and do not promise them.
+The prediction is the upper end: XLA overlaps an unknown part of it. Memory traffic counts weights
+in use three times, gradients and optimiser state once each way, and about thirty arrays of the size
+of the residual stream for each layer. EFFICIENCY of matrix products is an assumption, not a
+measurement: use these numbers to compare meshes.
 
-An axis of a TPU lies along a ring of its torus; an axis of GPUs that spans more than one host is
-bound by the card between hosts. Alpha-beta costs: R. Thakur et al., 2005 (ring algorithms).
+A TPU axis runs along a ring of the torus; a GPU axis that spans more than one host is bound by the
+network card between hosts. Alpha-beta costs: R. Thakur et al., 2005 (ring algorithms).
 
-To add a cost: a field of `StepTime`, and what it is made of in `predict_time`.
+To add a cost: a field of `StepTime` and its value in `predict_time`, in
+`jaxmoe/planning/step_time.py`.
 """
 
 from __future__ import annotations
@@ -32,41 +33,41 @@ from jaxmoe.planning.sizes import Sizes
 from jaxmoe.planning.traffic import Traffic, step_traffic
 
 EFFICIENCY = 0.6
-"""Share of the peak that large matrix products reach: assumed."""
+"""Assumed share of the peak that large matrix products reach."""
 _STREAM_PASSES = 30
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class StepTime:
-    """Seconds of one step."""
+    """Seconds per step."""
 
     compute: float
     memory: float
     communication: dict[str, float]
-    """By reason and axes."""
+    """Seconds by reason and axes."""
 
     @property
     def communicated(self) -> float:
-        """Seconds of all communication, one after the other."""
+        """Seconds of all communication in sequence."""
         return sum(self.communication.values())
 
     @property
     def step(self) -> float:
-        """Nothing overlapped."""
+        """Seconds with nothing overlapped."""
         return max(self.compute, self.memory) + self.communicated
 
     @property
     def overlapped(self) -> float:
-        """Everything overlapped."""
+        """Seconds with everything overlapped."""
         return max(self.compute, self.memory, self.communicated)
 
 
 def predict_time(plan: StepPlan, chip: Chip) -> StepTime:
-    """The time of a train step.
+    """Return the time of a train step.
 
     Args:
-        plan: of the step.
-        chip: of which there are as many as the mesh has places.
+        plan: Step to estimate.
+        chip: Properties of each device.
     """
     sizes = Sizes.of(plan)
     num_devices = math.prod(sizes.mesh.values())
@@ -87,12 +88,12 @@ def predict_time(plan: StepPlan, chip: Chip) -> StepTime:
 
 
 def seconds_of(one: Traffic, mesh: dict[str, int], chip: Chip) -> float:
-    """Of the messages of one reason, one after the other.
+    """Return the seconds of the messages of one reason in sequence.
 
     Args:
-        one: what is sent.
-        mesh: sizes of the axes.
-        chip: with its links.
+        one: Bytes and messages to send.
+        mesh: Size by axis.
+        chip: Properties of each device.
     """
     bandwidth = chip.link_bandwidth
     if chip.domain and _reach(one.axes, mesh) > chip.domain:
@@ -101,7 +102,7 @@ def seconds_of(one: Traffic, mesh: dict[str, int], chip: Chip) -> float:
 
 
 def _reach(axes: Iterable[str], mesh: dict[str, int]) -> int:
-    """Devices from the first to the last of a group, in the order in which they are laid out."""
+    """Return the devices from the first to the last of a group, in mesh order."""
     names = list(mesh)
     reach = 1
     for axis in axes:

@@ -1,30 +1,31 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes that one device sends in a train step, in closed form, by mesh axes and reason.
+"""Computes the bytes that one device sends in a train step, by mesh axes and reason.
 
-With n devices along the axes, W the bytes of what they share whole and f = (n - 1) / n:
+With n devices along the axes, W the bytes of the whole array and f = (n - 1) / n:
 
-    weights      gathered where they are used            f W          forward and backward
-    gradients    scattered where weights were gathered   f W          backward
+    weights      gathered for use                        f W          forward and backward
+    gradients    scattered as weights were gathered      f W          backward
                  all-reduced over the copies             2 f W        backward
     tensor       activations of a layer, in and out      2 f T' D b   forward and backward
-    attention    over cut sequences                      by its form  forward and backward
+    attention    over sharded sequences                  by its form  forward and backward
     rows         to their experts and back, if sent      2 f A D b    forward and backward
     tokens       gathered to experts, sums scattered     2 f n T D b  forward and backward
-    muon         s whole matrices of a device and back   2 f s m n 4  once a step, the others each
-                                                                      micro-batch
+    whole        s matrices that the optimiser brings    2 f s m n 4  once per step, the others per
+    matrices     together on one device, and back                     micro-batch
 
-The recomputation under remat sends rows once more; the weights that it gathers XLA shares with the
-backward pass. Messages are counted as rings make them: n - 1 each way. Sources: Megatron-LM (arXiv
-2104.04473), ZeRO (arXiv 1910.02054), sections on communication; sums over routers' statistics and
-norms are left out (kilobytes).
+Recomputation under remat sends rows once more; XLA shares the weights that it gathers with the
+backward pass. Messages are counted as in rings: n - 1 each way. Sources: Megatron-LM (arXiv
+2104.04473), ZeRO (arXiv 1910.02054), sections on communication. Sums over router statistics and
+norms (kilobytes) are left out.
 
-What each form of attention sends is in `sharding/sequence_parallel/traffic.py`.
+Bytes of each form of attention: `sharding/sequence_parallel/traffic.py`.
 
-The table of embeddings is gathered once per micro-batch; the head, and its gradient scattered, once
-per chunk of the loss and direction.
+The embedding table is gathered once per micro-batch; the head is gathered, and its gradient
+scattered, once per chunk of the loss and direction.
 
-To add a reason: a function that yields `Traffic`, and its line in `step_traffic`.
+To add a reason: a function that yields `Traffic`, and its line in `step_traffic`, in
+`jaxmoe/planning/traffic.py`.
 """
 
 from __future__ import annotations
@@ -43,22 +44,22 @@ from sharding.sequence_parallel.traffic import sent_bytes
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Traffic:
-    """What one device sends for one reason in one step."""
+    """Bytes and messages that one device sends for one reason in one step."""
 
     reason: str
     axes: tuple[str, ...]
-    """Mesh axes over which it travels."""
+    """Mesh axes of the devices that communicate."""
     num_devices: int
-    """Along them together."""
+    """Devices along the axes together."""
     bytes: float
     messages: float
 
 
 def step_traffic(plan: StepPlan) -> list[Traffic]:
-    """All of a step, summed by reason and axes.
+    """Return the traffic of a step, summed by reason and axes.
 
     Args:
-        plan: of the step.
+        plan: Step to estimate.
     """
     sizes = Sizes.of(plan)
     found = [*_weights(sizes), *_tensor(sizes), *_attention(sizes)]
@@ -77,8 +78,8 @@ def step_traffic(plan: StepPlan) -> list[Traffic]:
 
 
 def _traffic(sizes: Sizes, reason: str, axes: tuple[str, ...], shared: float, times: float):
-    """Nothing where the axes hold one device."""
-    axes = tuple(axis for axis in sizes.mesh if axis in axes)  # in one order, to be summed
+    """Yield traffic, or nothing if the axes hold one device."""
+    axes = tuple(axis for axis in sizes.mesh if axis in axes)  # mesh order, for the sums
     num = sizes.devices(axes)
     if num > 1:
         yield Traffic(
@@ -117,7 +118,7 @@ def _weights(sizes: Sizes) -> Iterator[Traffic]:
 
 
 def _gathers(sizes: Sizes, row: ParameterSpec) -> int:
-    """Times that a weight is gathered for one micro-batch."""
+    """Return how often a weight is gathered for one micro-batch."""
     execution = sizes.plan.execution
     if execution.state_layout.gathered == "step":
         return 1
@@ -127,12 +128,12 @@ def _gathers(sizes: Sizes, row: ParameterSpec) -> int:
 
 
 def _chunks(plan: StepPlan) -> int:
-    """Parts of a sequence whose logits are computed one after the other."""
+    """Return the number of chunks of a sequence in the loss."""
     return math.ceil(plan.sequence_length / (plan.execution.loss_chunk or plan.sequence_length))
 
 
 def _passes(sizes: Sizes) -> int:
-    """Passes of the activations over the layers: forward, backward, and again under remat."""
+    """Return the passes over the layers: forward, backward, and recomputation under remat."""
     return 2 if sizes.plan.execution.remat == "none" else 3
 
 

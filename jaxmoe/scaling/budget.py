@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""What a run spends, and the point at which hyperparameters were tuned."""
+"""Token budget of a run, and the point at which hyperparameters were tuned."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ BASE_FIELDS: Final[tuple[BaseField, ...]] = ("num_layers", "embed_dim", "tokens"
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Budget:
-    """What a run spends."""
+    """Tokens of a run and of a step."""
 
     tokens: int
     """Training tokens of the whole run."""
     batch_tokens: int
-    """Tokens of one optimiser step."""
+    """Tokens per optimiser step."""
 
     def __post_init__(self):
         for field, of_what in (("tokens", "the whole run"), ("batch_tokens", "one step")):
@@ -30,22 +30,22 @@ class Budget:
 
     @property
     def steps(self) -> int:
-        """Optimiser steps, the last one included whole."""
+        """Number of optimiser steps, rounded up."""
         return -(-self.tokens // self.batch_tokens)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class BasePoint:
-    """Where the base learning rate was tuned. A rule that needs a number asks for it."""
+    """Point at which the base learning rate was tuned; rules need some of its numbers."""
 
     num_layers: int | None = None
-    """Depth."""
+    """Number of layers of the tuned model."""
     embed_dim: int | None = None
-    """Width."""
+    """Width of the tuned model."""
     tokens: int | None = None
     """Training tokens of the whole run."""
     batch_tokens: int | None = None
-    """Tokens of one step."""
+    """Tokens per optimiser step of the tuned run."""
 
     def __post_init__(self):
         for field in BASE_FIELDS:
@@ -54,14 +54,14 @@ class BasePoint:
                 raise ValueError(f"base.{field}={value} must be at least 1")
 
     def number(self, field: BaseField, rule: str) -> int:
-        """One of the numbers, for a rule that cannot do without it.
+        """Return one of the numbers.
 
         Args:
-            field: which.
-            rule: the parameterisation that asks, for the error.
+            field: Name of the number.
+            rule: Name of the parameterisation, for the error.
 
         Raises:
-            ValueError: it is not given.
+            ValueError: The number is None.
         """
         value = getattr(self, field)
         if value is None:
@@ -74,4 +74,4 @@ class BasePoint:
 
 
 HYPERP_BASE = BasePoint(num_layers=8, embed_dim=1024, tokens=10_400_000_000, batch_tokens=2_097_152)
-"""The paper's (arXiv 2603.28743, section 3): depth 8, 50 tokens per parameter, 2^21 a step."""
+"""Base point of HyperP (arXiv 2603.28743, section 3): 50 tokens per parameter."""

@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""CompleteP with AdamW: rates that hold across width and depth, Adam's epsilon and decay included.
+"""CompleteP with AdamW: rates, epsilon and decay that transfer across width and depth.
 
 m = D / D0, n = L / L0, a = residual_exponent, 1 in CompleteP:
 
@@ -15,18 +15,19 @@ m = D / D0, n = L / L0, a = residual_exponent, 1 in CompleteP:
 
     residual branches times n^-a, logits times 1/m, attention logits times 1/H in place of 1/sqrt(H)
 
-The residual multiplier is relative: 1 at the base depth, where muP++ and HyperP have 1/sqrt(2 L).
+The residual multiplier is relative: 1 at the base depth; muP++ and HyperP have 1/sqrt(2 L) there.
 Coupled decay, lr * decay * w, with lr as 1/m and decay as m stays the same at every width.
 
-Sources: arXiv 2505.01618, and EleutherAI/nanoGPT-mup (model.py at 3904404), where the table was
-read. It has no mixture of experts, gate or untied head: experts and routers follow its hidden
-matrices (an expert's fan_in is not looked at, as the width of an expert should scale with D), and
-the head its embedding. Its final norm has the rate 1 and the embedding's epsilon; here all norms
-are one role, and follow those of the layers, which for a = 1 is the same rate.
+Sources: arXiv 2505.01618, and the table in EleutherAI/nanoGPT-mup (model.py at 3904404). It has no
+mixture of experts, gate or untied head: here experts and routers follow its hidden matrices (an
+expert's fan_in is not used, because the width of an expert should scale with D), and the head its
+embedding. Its final norm has the rate 1 and the embedding's epsilon; here all norms are one role
+and follow those of the layers, which for a = 1 is the same rate.
 
-Laws of batch and tokens are none of CompleteP's: exponents of 0, to be set for comparisons.
+CompleteP has no laws of batch and tokens: their exponents are 0, and can be set for comparisons.
 
-To change a row: `_table`, and its case in tests/jaxmoe/scaling/test_scaling.py.
+To change a row: `_table` in `jaxmoe/scaling/completep.py`, and its case in
+`tests/jaxmoe/scaling/test_scaling.py`.
 """
 
 from __future__ import annotations
@@ -54,9 +55,9 @@ class CompletePConfig:
     matrix_std: float = 0.02
     """Standard deviation of the initial matrices at the base width."""
     batch_exponent: float = 0.0
-    """The rate grows as (batch / base batch) to this power; 0: it does not."""
+    """The rate grows as (batch / base batch) to this power; 0 turns the law off."""
     token_exponent: float = 0.0
-    """The rate falls as (tokens / base tokens) to this power; 0: it does not."""
+    """The rate falls as (tokens / base tokens) to this power; 0 turns the law off."""
 
     def __post_init__(self):
         check_exponents(self)
@@ -64,23 +65,23 @@ class CompletePConfig:
             raise ValueError(f"parameterization.matrix_std={self.matrix_std} must be above 0")
 
     def build(self, model: ModelConfig, budget: Budget, base: BasePoint) -> Parameterization:
-        """See `completep`."""
+        """Return the parameterisation of a model; see `completep`."""
         return completep(model, budget, base, self)
 
 
 def completep(
     model: ModelConfig, budget: Budget, base: BasePoint, options: CompletePConfig | None = None
 ) -> Parameterization:
-    """CompleteP with AdamW.
+    """Return CompleteP with AdamW.
 
     Args:
-        model: what is trained.
-        budget: tokens of the run and of a step.
-        base: where the learning rate was tuned: depth and width.
-        options: exponents; the defaults when None.
+        model: Model to train.
+        budget: Tokens of the run and of a step.
+        base: Point at which the learning rate was tuned: its depth and width.
+        options: Exponents; None is `CompletePConfig()`.
 
     Raises:
-        ValueError: a number of the base point is missing, or the model has multipliers of its own.
+        ValueError: A number of the base point is missing, or the model has other multipliers.
     """
     options, rule = options or CompletePConfig(), "completep"
     rate = laws.batch_factor(budget, base, options.batch_exponent, rule)

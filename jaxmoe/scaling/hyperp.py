@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""HyperP: one learning rate for every size, with each matrix on its sphere.
+"""HyperP: one learning rate for every size, with each matrix on a sphere.
 
     eta = eta0 (B / B0)^0.5 (L0 / L)^0.5 (T / T0)^-0.32         no term of width, experts or top_k
 
@@ -13,41 +13,41 @@
     vectors      1                       adamw    1 (or without tokens)    0
     zeros        0                       adamw    1/sqrt(3 D)              0
 
-    residual branches times 1/sqrt(2 L) of their own depth; logits and router logits as they are
+    residual branches times 1/sqrt(2 L) at the model's own depth; logits and router logits unscaled
     attention logits times sqrt(H0) / H, with H0 = 128: as usual for heads of 128
 
 Width needs no term because a step turns a matrix by the angle eta whatever its size, and a matrix
-of fixed radius, sqrt(fan_out / 3), keeps the size of what goes through it. eta0 tuned at depth 8,
-2^21 tokens a step and 10.4e9 tokens: 0.014 for mixtures of experts, 0.0155 dense. Schedule: no
-warm-up, linear to a tenth. The radius is what initialisation made it; the sphere of an expert
-(each, or the stack) is an option of the optimiser.
+of fixed radius, sqrt(fan_out / 3), preserves the size of its input. eta0 tuned at depth 8, 2^21
+tokens per step and 10.4e9 tokens: 0.014 for mixtures of experts, 0.0155 dense. Schedule: no
+warm-up, linear to a tenth. Initialisation sets the radius; the sphere of an expert (each, or the
+stack) is an option of the optimiser.
 
-Where paper and code differ, the code's choice is the default, because it made the numbers: the
-token factor on all groups (`token_scaling`), the exponent of the batch 0.5 where the paper measures
-0.558 (`batch_exponent`). Provenance of the exponents: `jaxmoe.scaling.laws`. The scale of attention
-is that of ArchScale's muP; the paper has heads of 128 only.
+If paper and code differ, the code's choice is the default, because it produced the numbers: the
+token factor on all groups (`token_scaling`), the batch exponent 0.5 while the paper measures 0.558
+(`batch_exponent`). Provenance of the exponents: `jaxmoe.scaling.laws`. The scale of attention is
+that of ArchScale's muP; the paper has heads of 128 only.
 
-Decided here: matrices on a sphere follow optimizer.weight_decay, which is 0 as in the paper unless
-somebody wants to see that it changes nothing; AdamW's embedding and gains have none; zero-started
-router matrices move as far as MuonH would move them (`zero_start_rate`); tied embeddings are
-refused, for the embedding is off the sphere and the head on it, and `tied_embeddings=adamw` does
-what ArchScale does, one matrix of std 0.02 under AdamW. An embedding of 1e-4 goes with
-model.norm_epsilon 1e-5: see `embedding_std`.
+Choices of this library: matrices on a sphere follow optimizer.weight_decay, which is 0 as in the
+paper; AdamW's embedding and gains have no decay; zero-started router matrices move as far as MuonH
+would move them (`zero_start_rate`); tied embeddings are refused, because the embedding is off the
+sphere and the head on it, unless `tied_embeddings=adamw`, which keeps one matrix of std 0.02 under
+AdamW as ArchScale does. An embedding std of 1e-4 needs model.norm_epsilon 1e-5: see
+`embedding_std`.
 
 The head is the one matrix whose radius depends on width. Behind a norm of gain 1, no logit of a row
 of mean length exceeds |row| |h| = (std sqrt(D)) sqrt(D) = std D: 20.5 at the paper's base width of
-1024, but 1.3 at 64, where a model can say little until AdamW has raised the gains, and a turn of
-the head by eta moves logits in proportion to D. (One sphere holds all rows: it bounds their root
-mean square, and one may grow at the others' cost.) The paper never sweeps width alone.
-`logit_bound` fixes std D instead; 20.48 is the paper's own at its base width. Measured in
-experiments/README.md.
+1024, but 1.3 at 64, which limits a model until AdamW has raised the gains, and a turn of the head
+by eta moves logits in proportion to D. (One sphere holds all rows and bounds their root mean
+square; single rows may grow.) The paper does not sweep width alone. `logit_bound` fixes std D
+instead; 20.48 is the paper's value at its base width. Measurements: experiments/README.md.
 
-Not here: SqrtGate and the balance loss (`METHODS["hyperp"]`), sizes (`jaxmoe.models.sizing`), the
-optimiser (`jaxmoe.optim.MuonHConfig`).
+Other parts of the method: SqrtGate and the balance loss (`METHODS["hyperp"]`), sizes
+(`jaxmoe.models.sizing`), the optimiser (`jaxmoe.optim.MuonHConfig`).
 
 Source: arXiv 2603.28743 and ArchScale at c2ec1d6.
 
-To add an option: a field here, and a row in tests/jaxmoe/scaling/test_scaling.py.
+To add an option: a field in `jaxmoe/scaling/hyperp.py`, a row in
+`tests/jaxmoe/scaling/test_scaling.py`.
 """
 
 from __future__ import annotations
@@ -80,23 +80,23 @@ class HyperPConfig:
     name: ClassVar[str] = "hyperp"
 
     token_exponent: float = laws.TOKEN_EXPONENT
-    """The rate falls as (tokens / base tokens) to this power; 0: it does not."""
+    """The rate falls as (tokens / base tokens) to this power; 0 turns the law off."""
     batch_exponent: float = laws.BATCH_EXPONENT
     """The rate grows as (batch / base batch) to this power; the paper measures 0.558."""
     depth_exponent: float = laws.DEPTH_EXPONENT
     """The rate falls as (depth / base depth) to this power; 1 - residual_exponent in theory."""
     residual_exponent: float = laws.RESIDUAL_EXPONENT
-    """Residual branches are multiplied by (2 depth) to minus this power; 0: by 1."""
+    """Residual branches are multiplied by (2 depth) to minus this power; 0 multiplies by 1."""
     token_scaling: TokenScaling = "all"
-    """Which rates the tokens scale: all, as in the paper's code, or those of hidden matrices alone,
-    as in its Table 1."""
+    """Rates that the tokens scale: all, as in the paper's code, or those of hidden matrices, as in
+    its Table 1."""
     base_head_dim: int = BASE_HEAD_DIM
-    """Width of a head at which attention is scaled as usual; that of your heads, to leave it so."""
+    """Head width at which attention is scaled as usual; set it to the model's to disable."""
     tied_embeddings: TiedEmbeddings = "refuse"
-    """What becomes of a head that is the embedding: an error, or AdamW without a sphere."""
+    """Treatment of a head tied to the embedding: an error, or AdamW without a sphere."""
     logit_bound: float | None = None
-    """Largest logit of a row of mean length of the head, behind a norm of gain 1, the same at every
-    width; None is the paper's fixed std, whose bound grows with width (20.48 at 1024)."""
+    """Largest logit of a head row of mean length behind a norm of gain 1, the same at every width;
+    None is the paper's fixed std, with a bound that grows with width (20.48 at 1024)."""
 
     def __post_init__(self):
         check_exponents(self)
@@ -107,24 +107,24 @@ class HyperPConfig:
             )
 
     def build(self, model: ModelConfig, budget: Budget, base: BasePoint) -> Parameterization:
-        """See `hyperp`."""
+        """Return the parameterisation of a model; see `hyperp`."""
         return hyperp(model, budget, base, self)
 
 
 def hyperp(
     model: ModelConfig, budget: Budget, base: BasePoint, options: HyperPConfig | None = None
 ) -> Parameterization:
-    """HyperP.
+    """Return HyperP.
 
     Args:
-        model: what is trained.
-        budget: tokens of the run and of a step.
-        base: where the learning rate was tuned: depth, tokens and batch; width is not asked for.
-        options: exponents and disputed readings; the defaults when None.
+        model: Model to train.
+        budget: Tokens of the run and of a step.
+        base: Point at which the learning rate was tuned: its depth, tokens and batch.
+        options: Exponents and disputed readings; None is `HyperPConfig()`.
 
     Raises:
-        ValueError: a number of the base point is missing, the embeddings are tied, or the model has
-            multipliers of its own.
+        ValueError: A number of the base point is missing, the embeddings are tied, or the model has
+            other multipliers.
     """
     options, rule = options or HyperPConfig(), "hyperp"
     check_tied(model, options.tied_embeddings, rule)

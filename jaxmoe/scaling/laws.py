@@ -1,12 +1,12 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""The laws by which a learning rate tuned at a base point is carried to another run.
+"""Scaling laws that transfer a learning rate from a base point to another run.
 
     eta = eta0 * (B / B0)^b * (L0 / L)^d * (T / T0)^-t        B tokens a step, L layers, T tokens
-    residual multiplier = (2 L)^-r                            of the depth itself, without a base
+    residual multiplier = (2 L)^-r                            from the depth alone, without a base
 
-An exponent of 0 turns a law off, and its number of the base point is then not asked for. There is
-no law of width: what width does to a parameterisation stands in its own table.
+An exponent of 0 turns a law off and makes its number of the base point optional. There is no law of
+width: each parameterisation's table has its own dependence on width.
 
 Provenance of the defaults (arXiv 2603.28743, its published tables; ArchScale at c2ec1d6):
 
@@ -18,17 +18,17 @@ Provenance of the defaults (arXiv 2603.28743, its published tables; ArchScale at
                       code for all groups: `token_scaling`.
     batch  b = 0.5    the code's rule. The paper measures eta* = 4.66e-6 B^0.558 from 2^18 to 2^21
                       tokens, then keeps B at 2^21; the rule is 10 % above the measured optimum at
-                      2^18. Nothing is known below.
+                      2^18. Not measured below.
     depth  d = 0.5    derived (theorem 3: normalised updates and residual branches times L^-r need
                       L^(r-1)), and swept from depth 8 to 24: the best eta lies between 0.014 and
                       0.016 with it, and falls from 0.016 to 0.008 without. A worst-case bound, and
-                      one seed. Nothing is known below depth 8.
+                      one seed. Not measured below depth 8.
 
 No sweep of the paper varies width alone: it is 128 L throughout. Below the base point in any number
-every law is an extrapolation; `experiments.transfer` measures it on your machine.
+every law is an extrapolation; `experiments.transfer` measures it.
 
-To add a law: a factor here that is 1 at the base point, and its exponent as a field of the
-parameterisations that follow it.
+To add a law: a factor that is 1 at the base point in `jaxmoe/scaling/laws.py`, and its exponent as
+a field of the parameterisations that follow it.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ RESIDUAL_EXPONENT = 0.5
 
 
 def token_factor(budget: Budget, base: BasePoint, exponent: float, rule: str) -> float:
-    """(T / T0)^-exponent.
+    """Return (T / T0)^-exponent, for the tokens of the run.
 
     Args:
-        budget: of the run.
-        base: where the rate was tuned.
-        exponent: 0 turns the law off.
-        rule: the parameterisation that asks, for the error.
+        budget: Tokens of the run.
+        base: Point at which the rate was tuned.
+        exponent: Exponent of the law; 0 turns it off.
+        rule: Name of the parameterisation, for the error.
 
     Raises:
         ValueError: `base.tokens` is missing.
@@ -59,7 +59,7 @@ def token_factor(budget: Budget, base: BasePoint, exponent: float, rule: str) ->
 
 
 def batch_factor(budget: Budget, base: BasePoint, exponent: float, rule: str) -> float:
-    """(B / B0)^exponent, of tokens in one step; see `token_factor`.
+    """Return (B / B0)^exponent, for the tokens of one step; see `token_factor`.
 
     Raises:
         ValueError: `base.batch_tokens` is missing.
@@ -70,7 +70,7 @@ def batch_factor(budget: Budget, base: BasePoint, exponent: float, rule: str) ->
 
 
 def depth_factor(num_layers: int, base: BasePoint, exponent: float, rule: str) -> float:
-    """(L0 / L)^exponent; see `token_factor`.
+    """Return (L0 / L)^exponent, for the depth; see `token_factor`.
 
     Raises:
         ValueError: `base.num_layers` is missing.
@@ -81,5 +81,5 @@ def depth_factor(num_layers: int, base: BasePoint, exponent: float, rule: str) -
 
 
 def residual_multiplier(num_layers: int, exponent: float) -> float:
-    """(2 L)^-exponent: what keeps the residual stream from growing with depth."""
+    """Return (2 L)^-exponent, which bounds the growth of the residual stream with depth."""
     return (2 * num_layers) ** -exponent

@@ -14,9 +14,9 @@
     no forward multipliers; the law of the batch multiplies every rate
 
 Tuned in the paper: eta0 0.01. After "Hyperball" (Wen et al.), as arXiv 2603.28743 describes its
-baseline; no switch of the released code makes it, and the absolute radius is not known: 1/sqrt(fan)
-is the paper's wording. Embedding and head are those of the code's other runs. Zero-started router
-matrices, decay and tied embeddings: as in `jaxmoe.scaling.hyperp`.
+baseline; the released code has no option for it, and the absolute radius is not published:
+1/sqrt(fan) is the paper's wording. Embedding and head are those of the code's other runs.
+Zero-started router matrices, decay and tied embeddings: as in `jaxmoe.scaling.hyperp`.
 """
 
 from __future__ import annotations
@@ -45,30 +45,30 @@ class VanillaMuonHConfig:
     name: ClassVar[str] = "muonh_vanilla"
 
     batch_exponent: float = laws.BATCH_EXPONENT
-    """The rate grows as (batch / base batch) to this power; 0: it does not."""
+    """The rate grows as (batch / base batch) to this power; 0 turns the law off."""
     tied_embeddings: TiedEmbeddings = "refuse"
-    """What becomes of a head that is the embedding: an error, or AdamW without a sphere."""
+    """Treatment of a head tied to the embedding: an error, or AdamW without a sphere."""
 
     __post_init__ = check_exponents
 
     def build(self, model: ModelConfig, budget: Budget, base: BasePoint) -> Parameterization:
-        """See `muonh_vanilla`."""
+        """Return the parameterisation of a model; see `muonh_vanilla`."""
         return muonh_vanilla(model, budget, base, self)
 
 
 def muonh_vanilla(
     model: ModelConfig, budget: Budget, base: BasePoint, options: VanillaMuonHConfig | None = None
 ) -> Parameterization:
-    """MuonH without laws of depth and tokens.
+    """Return MuonH without laws of depth and tokens.
 
     Args:
-        model: returned unchanged.
-        budget: tokens of a step.
-        base: where the learning rate was tuned: the batch.
-        options: the exponent of the batch; the default when None.
+        model: Model to train, returned unchanged.
+        budget: Tokens of the run and of a step.
+        base: Point at which the learning rate was tuned: its batch.
+        options: Exponent of the batch; None is `VanillaMuonHConfig()`.
 
     Raises:
-        ValueError: the batch of the base point is missing, or the embeddings are tied.
+        ValueError: The batch of the base point is missing, or the embeddings are tied.
     """
     options, rule = options or VanillaMuonHConfig(), "muonh_vanilla"
     check_tied(model, options.tied_embeddings, rule)

@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""`Parameterization`: what a scaling rule decides about a model, as data."""
+"""Record of what a scaling rule decides for a model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jaxmoe.parameters import Hyperparameters, Role
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Parameterization:
-    """A model with its forward multipliers filled in, and the hyperparameters of each role."""
+    """Model with its forward multipliers filled in, and the hyperparameters of each role."""
 
     model: ModelConfig
     roles: tuple[tuple[Role, Hyperparameters], ...]
@@ -26,15 +26,15 @@ class Parameterization:
             )
 
     def of(self, role: Role) -> Hyperparameters:
-        """Hyperparameters of one role.
+        """Return the hyperparameters of one role.
 
         Raises:
-            ValueError: the parameterisation says nothing of it.
+            ValueError: The parameterisation has no row for it.
         """
         table = dict(self.roles)
         if role not in table:
             raise ValueError(
-                f"the parameterisation says nothing of the role {role!r}: add it to its `roles`"
-                f" (it knows {', '.join(table)})"
+                f"the parameterisation has no row for the role {role!r}: add it to its `roles`"
+                f" (it has {', '.join(table)})"
             )
         return table[role]

@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""The standard parameterisation: what most people mean by "the usual initialisation".
+"""Standard parameterisation: variance 1/fan_in, one learning rate for every role.
 
     matrices            normal, std 1 / sqrt(fan_in)
     into the residual   the same times 1 / sqrt(2 L), so that the stream does not grow with depth
@@ -8,15 +8,15 @@
     gains               1
 
 One learning rate for every role, no forward multipliers, weight decay on matrices only. A learning
-rate tuned here does not carry over to another width or depth: that is what HyperP is for.
+rate tuned here does not transfer to another width or depth; HyperP's does.
 
 ArchScale's standard one has std 0.02 for every matrix, 1e-4 for the embedding, and the law of the
-batch: matrix_std=0.02, embedding_std=1e-4, batch_exponent=0.5. It decays gains and embedding too,
-which is not to be had here.
+batch: matrix_std=0.02, embedding_std=1e-4, batch_exponent=0.5. It also decays gains and embedding,
+which this one does not.
 
-`matrices` puts the hidden matrices, experts and router into another group, so that any optimiser
-can be tried under the usual initial values: muon, and muonh, whose head then follows AdamH (unless
-it is the embedding). Those that start at zero stay with AdamW.
+`matrices` puts hidden matrices, experts and router into the group of another optimiser under the
+usual initial values, and the head into the group that this optimiser has for it. Matrices that
+start at zero stay with AdamW.
 
 Source: GPT-2 (Radford et al. 2019, section 2.3) for the residual factor.
 """
@@ -53,12 +53,12 @@ class StandardConfig:
     """Optimiser for hidden matrices, experts and router; with muonh the head is in AdamH's
     group."""
     matrix_std: float | None = None
-    """Standard deviation of every initial matrix but the embedding, whatever its size; None:
-    1/sqrt(fan_in), and less into the residual stream."""
+    """Standard deviation of every initial matrix but the embedding; None is 1/sqrt(fan_in), and
+    less into the residual stream."""
     embedding_std: float = EMBEDDING_STD
     """Standard deviation of the initial embedding."""
     batch_exponent: float = 0.0
-    """The rate grows as (batch / base batch) to this power; 0: it does not."""
+    """The rate grows as (batch / base batch) to this power; 0 turns the law off."""
 
     def __post_init__(self):
         check_exponents(self)
@@ -68,7 +68,7 @@ class StandardConfig:
                 raise ValueError(f"parameterization.{field}={value} must be above 0")
 
     def build(self, model: ModelConfig, budget: Budget, base: BasePoint) -> Parameterization:
-        """See `standard`."""
+        """Return the parameterisation of a model; see `standard`."""
         return standard(model, budget, base, self)
 
 
@@ -78,16 +78,16 @@ def standard(
     base: BasePoint | None = None,
     options: StandardConfig | None = None,
 ) -> Parameterization:
-    """The standard parameterisation of a model.
+    """Return the standard parameterisation of a model.
 
     Args:
-        model: returned unchanged, with whatever multipliers it has.
-        budget: for the law of the batch alone, which is off unless asked for.
-        base: likewise.
-        options: groups and initial scales; the defaults when None.
+        model: Model to train, returned unchanged with its multipliers.
+        budget: Tokens of the run and of a step; needed if the batch law is on.
+        base: Point at which the rate was tuned; needed if the batch law is on.
+        options: Groups and initial scales; None is `StandardConfig()`.
 
     Raises:
-        ValueError: the law of the batch is on and lacks its numbers.
+        ValueError: The batch law is on and lacks its numbers.
     """
     options, rate = options or StandardConfig(), 1.0
     if options.batch_exponent != 0.0:

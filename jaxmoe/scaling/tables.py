@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""What the tables of the papers are made of: classes of roles, initial values, multipliers.
+"""Parts of the parameterisations' tables: classes of roles, initial values, multipliers.
 
     class        roles
     embedding    embedding
@@ -11,15 +11,15 @@
     vectors      norm, constant
     zeros        router_residual, router_noise
 
-The papers have rows for the first five and for norms. Decided here: the gate of the attention heads
-is a hidden matrix (as in ArchScale); `constant_mix` of MoE++ is a small matrix of logits, hence a
-router; its `constant` vectors are looked up like embeddings, and follow the gains; matrices that
-start at zero have no radius, and stay with AdamW whatever the others do.
+The papers have rows for the first five and for norms. Choices of this library: the gate of the
+attention heads is a hidden matrix (as in ArchScale); `constant_mix` of MoE++ is a small matrix of
+logits, hence a router; its `constant` vectors are looked up like embeddings, and follow the gains;
+matrices that start at zero have no radius, and stay with AdamW.
 
-`router` of ForwardMultipliers multiplies the input of the router, which is the same as its logits
-wherever they are linear in it.
+`router` of ForwardMultipliers multiplies the input of the router, which equals its logits if they
+are linear in it.
 
-To add a class: a keyword of `table_of`, and its roles here.
+To add a class: a keyword of `table_of` and its roles in ROLE_CLASSES of `jaxmoe/scaling/tables.py`.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ ROLE_CLASSES: Final[dict[Role, str]] = {
 }
 
 KAIMING: Final = Hyperparameters(init_std=1.0 / math.sqrt(3.0), distribution="uniform")
-"""Uniform in +-1/sqrt(fan_in), what PyTorch draws for a linear layer."""
+"""Uniform in +-1/sqrt(fan_in), as PyTorch draws for a linear layer."""
 HEAD_STD: Final = 0.02
 BASE_HEAD_DIM: Final = 128
 
@@ -71,16 +71,16 @@ def table_of(
     zeros: Hyperparameters,
     experts: Hyperparameters | None = None,
 ) -> RoleTable:
-    """The rows of all roles from those of the classes.
+    """Return the rows of all roles from one row per class.
 
     Args:
-        embedding: of the table of tokens.
-        head: of the output matrix.
-        hidden: of the matrices of a layer that every token meets.
-        router: of matrices that make router logits.
-        vectors: of gains and looked-up vectors.
-        zeros: of matrices that start at zero.
-        experts: of the routed experts; as `hidden` when None.
+        embedding: Row for the token embedding.
+        head: Row for the output matrix.
+        hidden: Row for the matrices of a layer that every token uses.
+        router: Row for matrices that compute router logits.
+        vectors: Row for gains and looked-up vectors.
+        zeros: Row for matrices that start at zero.
+        experts: Row for the routed experts; None is `hidden`.
     """
     rows = {
         "embedding": embedding,
@@ -124,27 +124,27 @@ def sphere_table(
 
 
 def fixed(std: float) -> Hyperparameters:
-    """Normal initial values of a standard deviation that no size changes."""
+    """Return normal initial values with a standard deviation independent of any size."""
     return Hyperparameters(init_std=std, fan_in_power=0.0)
 
 
 def embedding_std(model: ModelConfig) -> float:
-    """ArchScale's: 1e-4, and 0.02 where the table is the head as well.
+    """Return ArchScale's embedding std: 1e-4, and 0.02 if the embedding is tied to the head.
 
-    1e-4 belongs together with model.norm_epsilon 1e-5, as on the ladder: there the first norm gives
-    vectors of RMS 0.03 at first, and with 1e-6 of 0.1.
+    1e-4 needs model.norm_epsilon 1e-5, as on the ladder: with it the first norm initially gives
+    vectors of RMS 0.03, and with 1e-6 of 0.1.
     """
     return HEAD_STD if model.has_tied_embeddings else 1e-4
 
 
 def attention_scale(model: ModelConfig, base_head_dim: int) -> float | None:
-    """sqrt(H0) / H; None, which is 1 / sqrt(H), at the base width of a head."""
+    """Return sqrt(H0) / H, or None (which means 1 / sqrt(H)) at the base width of a head."""
     head_dim = model.attention.head_dim
     return None if head_dim == base_head_dim else math.sqrt(base_head_dim) / head_dim
 
 
 def zero_start_rate(model: ModelConfig) -> float:
-    """Learning-rate multiplier of a zero-started router matrix beside matrices on the sphere.
+    """Return the learning-rate multiplier for a zero-started matrix beside matrices on a sphere.
 
     AdamW moves every entry by the whole rate, the sphere a matrix of `KAIMING` by the rate times
     1 / sqrt(3 D) in the root mean square. A router under AdamW at the sphere's rate collapsed in a
@@ -154,15 +154,15 @@ def zero_start_rate(model: ModelConfig) -> float:
 
 
 def with_multipliers(model: ModelConfig, wanted: ForwardMultipliers, rule: str) -> ModelConfig:
-    """The model with its forward multipliers filled in; filling them in twice changes nothing.
+    """Return the model with its forward multipliers filled in; idempotent.
 
     Args:
-        model: with multipliers of 1, or these.
-        wanted: what the parameterisation says.
-        rule: its name, for the error.
+        model: Model with multipliers of 1, or these.
+        wanted: Multipliers of the parameterisation.
+        rule: Name of the parameterisation, for the error.
 
     Raises:
-        ValueError: the model has another value that would be lost.
+        ValueError: The model has another value that would be lost.
     """
     default = ForwardMultipliers()
     for field in (field.name for field in dataclasses.fields(ForwardMultipliers)):
@@ -177,10 +177,15 @@ def with_multipliers(model: ModelConfig, wanted: ForwardMultipliers, rule: str) 
 
 
 def check_tied(model: ModelConfig, tied: TiedEmbeddings, rule: str) -> None:
-    """Refuses tied embeddings where the head belongs on a sphere.
+    """Refuse tied embeddings for a rule with the head on a sphere.
+
+    Args:
+        model: Model to train.
+        tied: Option of the parameterisation.
+        rule: Name of the parameterisation, for the error.
 
     Raises:
-        ValueError: naming the field and both ways out.
+        ValueError: The embeddings are tied; names both ways out.
     """
     if model.has_tied_embeddings and tied == "refuse":
         raise ValueError(
@@ -191,7 +196,7 @@ def check_tied(model: ModelConfig, tied: TiedEmbeddings, rule: str) -> None:
 
 
 def check_exponents(config: object) -> None:
-    """Refuses exponents that are no numbers between -2 and 2, and an impossible head width."""
+    """Refuse exponents outside -2 to 2, and a head width below 1."""
     for field in (field.name for field in dataclasses.fields(config)):  # pyright: ignore[reportArgumentType]
         value = getattr(config, field)
         if field.endswith("_exponent") and not -2.0 <= value <= 2.0:

@@ -258,7 +258,7 @@ def test_a_role_without_hyperparameters_is_refused():
     plain = standard(TINY)
     partial = dataclasses.replace(plain, roles=(("head", plain.of("head")),))
     text = (
-        "the parameterisation says nothing of the role 'embedding': add it to its `roles` (it knows"
+        "the parameterisation has no row for the role 'embedding': add it to its `roles` (it has"
         " head)"
     )
     with refusal(text):

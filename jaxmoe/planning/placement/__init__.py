@@ -1,13 +1,14 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Placement of experts on devices, from a routing trace: solvers, measures, token tables.
+"""Places experts on devices from a routing trace: solvers, measures, token tables.
 
     trace = load_trace("trace.npz")
     solution = PLACERS["exflow"]().solve(trace, num_devices=8)
     state = jaxmoe.planning.placement.relocate.relocate(model, state, solution.placement)
 
-To add a solver: a file with its config (`name`, `solve`), its config into PlacerConfig below, and
-a row in tests/test_architecture.py.
+To add a solver: a config with `name` and `solve` in a file of its own in
+`jaxmoe/planning/placement`, the union PlacerConfig in `jaxmoe/planning/placement/__init__.py`, a
+row of REGISTRIES in `tests/test_architecture.py`.
 """
 
 from jaxmoe.configs import registry_of

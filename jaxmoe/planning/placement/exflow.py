@@ -1,27 +1,26 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""ExFlow: experts that follow one another on the same device, so that tokens seldom cross.
+"""ExFlow: places consecutive experts on the same device, so that few tokens change devices.
 
     x[l, e, c] in {0, 1}     expert e of layer l is on device c
     sum_c x = 1,   sum_e x[l, e, c] = E/P
     max sum over l, a, b, c of affinity[l, a, b] z[l, a, b, c],   z <= x[l, a, c], x[l + 1, b, c]
 
-which is the paper's program (a crossing variable for every traced token, layer and device) with
-equal tokens counted together and the pairs that stay counted instead of those that cross. Devices
-are alike, so expert e of the first layer may be only on devices 0 to e.
+This is the paper's program (a crossing variable for every traced token, layer and device) with
+equal tokens counted together, and with pairs that stay counted instead of pairs that cross. Devices
+are interchangeable, so expert e of the first layer may only be on devices 0 to e.
 
 HiGHS proves the optimum of small cases; its bound is weak (an even spread of every expert over the
-devices has no crossings), and above `integer_program.MOST_ENTRIES` it is not asked. What larger
-cases rest on, and with what HiGHS competes:
+devices has no crossings), and it is skipped above `integer_program.MOST_ENTRIES`. Other candidates:
 
-    identity   experts as they stand
-    greedy     layer by layer, each the best for the layer before (an assignment problem: exact)
-    grown      device by device: whichever expert has most affinity with those already there
+    identity   the order of the model
+    greedy     layer by layer, each optimal given the layer before (an assignment problem)
+    grown      device by device: the expert with most affinity to those already there
 
-each improved layer by layer, given both neighbours, until no layer gains. The best of all, HiGHS's
-included, is returned: never worse than identity or greedy.
+each improved layer by layer, given both neighbours, until no layer gains. The best of all is
+returned: never worse than identity or greedy.
 
-Source: ExFlow (arXiv 2401.08383): affinity, program, equal shares. Not here: its two levels (nodes,
+Source: ExFlow (arXiv 2401.08383): affinity, program, equal shares, without its two levels (nodes,
 then devices of a node).
 """
 
@@ -51,21 +50,21 @@ Affinity = Int[np.ndarray, "M E E"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ExFlowConfig:
-    """Fewest crossings between adjacent layers."""
+    """Minimises crossings between adjacent layers."""
 
     name: ClassVar[str] = "exflow"
 
     time_limit_s: float = 30.0
-    """For HiGHS, seconds; 0 leaves it out."""
+    """Time limit for HiGHS, seconds; 0 skips it."""
 
     def __post_init__(self):
         check_time_limit(self.time_limit_s)
 
     def solve(self, trace: RoutingTrace, num_devices: int) -> Solution:
-        """A placement.
+        """Return a placement.
 
         Args:
-            trace: whose affinity counts.
+            trace: Routing trace with the affinity.
             num_devices: P.
 
         Raises:
@@ -101,7 +100,7 @@ class ExFlowConfig:
 def _follow_layers(
     affinity: Affinity, first: Int[np.ndarray, " E"], num_devices: int
 ) -> Int[np.ndarray, "L E"]:
-    """Each layer the best for the one before it, from a given first layer."""
+    """Return each layer's best devices given the layer before, from a given first layer."""
     layers, is_on = [first], np.eye(num_devices)
     for pairs in affinity:
         layers.append(assign_evenly(pairs.T @ is_on[layers[-1]]))
@@ -111,27 +110,27 @@ def _follow_layers(
 def _grow(
     affinity: Affinity, loads: Int[np.ndarray, "L E"], num_devices: int
 ) -> Int[np.ndarray, "L E"]:
-    """Fills one device after the other, each from the busiest expert of the first layer left."""
+    """Fill one device after another, each from the busiest free expert of the first layer."""
     layers, number = loads.shape
     device_of, share = np.full((layers, number), -1), number // num_devices
     for device in range(num_devices):
-        pull, room = np.zeros((layers, number)), np.full(layers, share)
+        pull, free = np.zeros((layers, number)), np.full(layers, share)
         layer, expert = 0, int(np.argmax(np.where(device_of[0] < 0, loads[0], -1)))
         for _ in range(layers * share):
             device_of[layer, expert] = device
-            room[layer] -= 1
+            free[layer] -= 1
             if layer > 0:
                 pull[layer - 1] += affinity[layer - 1, :, expert]
             if layer + 1 < layers:
                 pull[layer + 1] += affinity[layer, expert]
-            is_open = (device_of < 0) & (room > 0)[:, None]
+            is_open = (device_of < 0) & (free > 0)[:, None]
             best = int(np.argmax(np.where(is_open, pull, -1.0)))
             layer, expert = divmod(best, number)
     return device_of
 
 
 def _improve(affinity: Affinity, devices: Devices, num_devices: int) -> Int[np.ndarray, "L E"]:
-    """Every layer the best for its neighbours, until no layer gains."""
+    """Return devices improved layer by layer, given both neighbours, until no layer gains."""
     devices, is_on, is_better = devices.copy(), np.eye(num_devices), True
     while is_better:
         is_better = False
@@ -154,7 +153,7 @@ def _total(benefit: Float[np.ndarray, "E P"], devices: Int[np.ndarray, " E"]) ->
 def _program(
     affinity: Affinity, num_layers: int, num_devices: int, time_limit_s: float
 ) -> tuple[Int[np.ndarray, "L E"] | None, float]:
-    """HiGHS's placement, if it has one in time, and a number that no crossings are below."""
+    """Return the placement of HiGHS, or None, and a lower bound of the crossings."""
     number, pairs = affinity.shape[1], np.argwhere(affinity > 0)
     if not len(pairs):
         return None, 0.0
@@ -188,7 +187,7 @@ def _program(
     ]
     is_whole = np.arange(len(cost)) < x.size
     found = minimise(cost, constraints, upper=upper, is_whole=is_whole, time_limit_s=time_limit_s)
-    # Crossings are whole numbers from 0 on.
+    # Crossings are integers and not negative.
     bound = found.bound
     if np.isfinite(bound):
         bound = max(float(np.ceil(weight.sum() + bound - 1e-6)), 0.0)

@@ -1,25 +1,25 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Expert grouping of Speculative MoE: token ids and experts in clusters of their own, together.
+"""Expert grouping of Speculative MoE: clusters token ids and experts on devices together.
 
-    a_j = number of tokens of id j,   C_jk = share of them that have expert k,   load_g = sum a_j
+    a_j = number of tokens with id j,   C_jk = share of them with expert k,   load_g = sum a_j
     min   balance * sum_g |load_g - mean| + (1 - balance) * sum over j, k on different devices of
           a_j C_jk
     each id and each expert on one device, E/P experts on each
 
-layer by layer, by turns: ids to devices, the most frequent first and each where it adds least, then
-moved one by one while that helps; experts to devices given the ids (an assignment problem, exact).
-A layer starts from the experts as they stand and from the ids of the layer below, and the better
-ends count, so that it is never worse than identity. Devices are alike: each layer names them so
-that most tokens stay.
+Layers are solved one by one, alternating: ids to devices, the most frequent first and each where it
+adds least, then moved one by one while the objective falls; experts to devices given the ids (an
+assignment problem, exact). A layer starts from the identity and from the ids of the layer below and
+keeps the better result, so it is never worse than identity. Devices are interchangeable: each layer
+numbers them so that most tokens stay.
 
-`token_tables` are what a step predicts each token's device by (`token_shuffle.py`), of a trace and
-any placement: P(device | token id) and P(device | device in the layer below), of each only the
-likeliest device and its probability.
+`token_tables` returns the tables by which a step predicts each token's device (`token_shuffle.py`),
+from a trace and any placement: P(device | token id) and P(device | device in the layer below), with
+only the likeliest device and its probability.
 
-Source: Speculative MoE (arXiv 2503.04398): s-EG, s-TS. Readings taken: `balance` weighs counts of
-tokens against counts of assignments, 0.5 by default (the paper gives no number); the 2-gram is over
-layers, the only devices before this one that are known when a token is shuffled.
+Source: Speculative MoE (arXiv 2503.04398): s-EG, s-TS. Readings: `balance` weighs counts of tokens
+against counts of assignments, 0.5 by default (the paper gives no number); the 2-gram is over
+layers, the only earlier devices that are known when a token is shuffled.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Counts = Int[np.ndarray, "V E"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertGroupingConfig:
-    """Experts that the same token ids choose, on the same device."""
+    """Places experts that the same token ids choose on the same device."""
 
     name: ClassVar[str] = "expert_grouping"
 
@@ -56,10 +56,10 @@ class ExpertGroupingConfig:
             raise ValueError(f"placer.balance={self.balance} must lie between 0 and 1")
 
     def solve(self, trace: RoutingTrace, num_devices: int) -> Solution:
-        """A placement; its cost is the sum of the layers' objectives.
+        """Return a placement; its cost is the sum of the layers' objectives.
 
         Args:
-            trace: whose token ids and experts count.
+            trace: Routing trace with token ids.
             num_devices: P.
 
         Raises:
@@ -100,7 +100,7 @@ class ExpertGroupingConfig:
         experts: Int[np.ndarray, " E"],
         num_devices: int,
     ) -> tuple[float, Int[np.ndarray, " V"], Int[np.ndarray, " E"]]:
-        """Cost, ids and experts once neither turn helps any more."""
+        """Return cost, ids and experts when neither turn lowers the cost."""
         best: tuple[float, np.ndarray, np.ndarray] | None = None
         while True:
             ids = cluster_ids(counts, frequency, experts, num_devices, self.balance)
@@ -119,15 +119,15 @@ def grouping_cost(
     num_devices: int,
     balance: float,
 ) -> float:
-    """The objective of one layer.
+    """Return the objective of one layer.
 
     Args:
         counts: a_j C_jk.
         frequency: a_j.
-        ids: device of each token id.
-        experts: device of each expert.
+        ids: Device of each token id.
+        experts: Device of each expert.
         num_devices: P.
-        balance: weight of equal loads.
+        balance: Weight of equal loads.
     """
     held = np.bincount(ids, weights=frequency, minlength=num_devices)
     uneven = np.abs(held - frequency.sum() / num_devices).sum()
@@ -142,7 +142,7 @@ def cluster_ids(
     num_devices: int,
     balance: float,
 ) -> Int[np.ndarray, " V"]:
-    """The device of each token id for given experts; arguments as for `grouping_cost`."""
+    """Return the device of each token id for given experts; arguments as in `grouping_cost`."""
     local = counts @ np.eye(num_devices)[experts]  # V, P
     mean, held = frequency.sum() / num_devices, np.zeros(num_devices)
     ids, seen = np.full(len(frequency), -1), np.flatnonzero(frequency)
@@ -157,7 +157,7 @@ def cluster_ids(
             added = np.abs(held + frequency[j] - mean) - np.abs(held - mean)
             price = balance * added - (1.0 - balance) * local[j]
             new = int(np.argmin(price))
-            # A first place is no gain over one before; after that only a true gain moves.
+            # After the first assignment only a true gain moves an id.
             if old >= 0 and price[new] >= price[old] - 1e-9:
                 new = old
             is_better |= new != old
@@ -169,19 +169,19 @@ def cluster_ids(
 def _experts_for(
     counts: Counts, ids: Int[np.ndarray, " V"], num_devices: int
 ) -> Int[np.ndarray, " E"]:
-    """The best device of each expert for given ids."""
+    """Return the best device of each expert for given ids."""
     return assign_evenly(counts.T @ np.eye(num_devices)[ids])
 
 
 def token_tables(
     trace: RoutingTrace, placement: ExpertPlacement, *, vocab_size: int
 ) -> TokenTables:
-    """What a trace says of where tokens will go.
+    """Return tables that predict each token's device from a trace.
 
     Args:
-        trace: to count in.
-        placement: of the experts.
-        vocab_size: V; ids that the trace does not have get the confidence 0.
+        trace: Routing trace to count in.
+        placement: Placement of the experts.
+        vocab_size: V; ids that the trace lacks get confidence 0.
     """
     number, layers = placement.num_devices, trace.num_layers
     devices, before = experts_devices(trace, placement), homes(trace, placement)
@@ -190,7 +190,7 @@ def token_tables(
         table = np.zeros((vocab_size, number + 1))
         np.add.at(table, (trace.token_ids[:, None], devices[layer]), 1.0)
         by_id.append(table[:, :-1])
-        # The last row takes the tokens that had no expert below, and all of the first layer.
+        # The last row counts tokens without an expert below, and all of the first layer.
         table = np.zeros((number + 1, number + 1))
         below = before[layer - 1] if layer else np.full(trace.num_tokens, -1)
         np.add.at(table, (below[:, None], devices[layer]), 1.0)
@@ -212,13 +212,13 @@ def _as_before(
     frequency: Int[np.ndarray, " V"],
     num_devices: int,
 ) -> Int[np.ndarray, " P"]:
-    """Other names for the devices of a layer, so that most tokens stay where they were."""
+    """Return new numbers for the devices of a layer, so that most tokens stay."""
     stay = np.zeros((num_devices, num_devices))
     np.add.at(stay, (new, old), frequency)
     return assign_evenly(stay)
 
 
 def _likeliest(counts: Float[np.ndarray, "L n P"]) -> tuple[jnp.ndarray, jnp.ndarray]:
-    """The device of largest count in each row, and its share; share 0 where there is no count."""
+    """Return the device with the largest count in each row, and its share; 0 without counts."""
     share = counts.max(-1) / np.maximum(counts.sum(-1), 1.0)
     return jnp.asarray(counts.argmax(-1), jnp.int32), jnp.asarray(share, jnp.float32)

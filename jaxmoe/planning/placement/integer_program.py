@@ -1,12 +1,12 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Integer linear programs by HiGHS, through `scipy.optimize.milp`, and the assignment problem.
+"""Solves integer linear programs with HiGHS (`scipy.optimize.milp`) and assignment problems.
 
     min c . x    low <= A x <= high,    0 <= x <= upper,    some x whole numbers
 
-HiGHS takes no starting point here, so whoever calls keeps the better of its solution and of his own
-(`Found.values` is None where the time was too short for any). `bound` is what no solution can be
-below, also after the time limit; the relative gap is made of it.
+HiGHS takes no starting point here, so callers keep the better of its solution and their own
+(`Found.values` is None if the time was too short). `bound` is a lower bound of the cost, also after
+the time limit; the relative gap is computed from it.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from jaxtyping import Bool, Float, Int
 from jaxmoe.optional import require
 
 MOST_ENTRIES = 50_000
-"""Nonzero coefficients above which a program is not tried: HiGHS looks at the clock between its
-steps, and the first one alone then takes minutes (80,000: 14 s, nothing found)."""
+"""Nonzero coefficients above which a program is skipped: HiGHS checks the time between its steps,
+and the first step alone then takes minutes (80,000: 14 s, nothing found)."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """Linear constraints of one kind, as coordinates of their nonzero coefficients."""
+    """Linear constraints as coordinates of their nonzero coefficients."""
 
     row: Int[np.ndarray, " N"]
     column: Int[np.ndarray, " N"]
@@ -39,12 +39,12 @@ class Rows:
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """What HiGHS says."""
+    """Result of HiGHS."""
 
     values: Float[np.ndarray, " X"] | None
-    """The best solution found; None without any."""
+    """Best solution found, or None."""
     bound: float
-    """No solution is below it; -inf where HiGHS knows none."""
+    """Lower bound of the cost; -inf if unknown."""
     seconds: float
 
 
@@ -56,14 +56,14 @@ def minimise(
     is_whole: Bool[np.ndarray, " X"],
     time_limit_s: float,
 ) -> Found:
-    """The cheapest solution that HiGHS finds in the time.
+    """Return the cheapest solution that HiGHS finds within the time limit.
 
     Args:
-        cost: of each variable.
-        constraints: all of them hold.
-        upper: of each variable; the lower bound is 0.
-        is_whole: which variables are whole numbers.
-        time_limit_s: seconds; 0 does not try.
+        cost: Cost of each variable.
+        constraints: Constraints that all hold.
+        upper: Upper bound of each variable; the lower bound is 0.
+        is_whole: Whether each variable is an integer.
+        time_limit_s: Time limit in seconds; 0 skips HiGHS.
     """
     started = time.perf_counter()
     entries = sum(len(rows.value) for rows in constraints)
@@ -93,11 +93,11 @@ def minimise(
 
 
 def sums(variables: Int[np.ndarray, "R N"], total: float) -> Rows:
-    """Each row of these variables adds up to a number.
+    """Return the constraints that each row of variables has a given sum.
 
     Args:
-        variables: their columns.
-        total: what each row adds up to.
+        variables: Columns of the variables.
+        total: Sum of each row.
     """
     number, width = variables.shape
     return Rows(
@@ -110,17 +110,17 @@ def sums(variables: Int[np.ndarray, "R N"], total: float) -> Rows:
 
 
 def relative_gap(cost: float, bound: float) -> float | None:
-    """How far a cost may lie above the least one, as a share of it; None without a bound."""
+    """Return the largest relative distance of a cost from the optimum; None without a bound."""
     if not np.isfinite(bound):
         return None
     return max(cost - bound, 0.0) / cost if cost > 0.0 else 0.0
 
 
 def assign_evenly(benefit: Float[np.ndarray, "E P"]) -> Int[np.ndarray, " E"]:
-    """The device of each expert, E/P on every one, of largest total benefit: exact.
+    """Return the device of each expert, E/P on each device, with the largest total benefit.
 
     Args:
-        benefit: of each expert on each device.
+        benefit: Benefit of each expert on each device.
     """
     num_experts, num_devices = benefit.shape
     slots = np.repeat(benefit, num_experts // num_devices, axis=1)

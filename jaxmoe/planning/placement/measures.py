@@ -1,14 +1,14 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""What a placement is worth: traffic between layers, load of the devices, local activation.
+"""Measures a placement: traffic between layers, load of the devices, local assignments.
 
-    crossings     sum over layers of affinity[l, a, b] where a and b stand on different devices
+    crossings     sum over layers of affinity[l, a, b] with a and b on different devices
     pair traffic  the same for each pair of devices, both directions, divided by its bandwidth
     imbalance     sum over layers and devices of |load - mean load of the layer's devices|
-    local share   share of assignments whose expert is on the device where its token is
+    local share   share of assignments with expert and token on the same device
 
-Crossings and pair traffic are for tokens that stay where their experts were (ExFlow); the local
-share is for tokens that are somewhere before they are dispatched (Speculative MoE).
+Crossings and pair traffic assume tokens that stay on the device of their last expert (ExFlow); the
+local share assumes tokens placed before they are dispatched (Speculative MoE).
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ Devices = Int[np.ndarray, "L E"]
 def flows(
     affinity: Int[np.ndarray, "M E E"], device_of: Devices, num_devices: int
 ) -> Int[np.ndarray, "M P P"]:
-    """Pairs of slots that go from each device to each device, between a layer and the next."""
+    """Return the pairs of slots from each device to each device, between adjacent layers."""
     is_on = np.eye(num_devices, dtype=affinity.dtype)[device_of]  # L, E, P
-    # Two products of matrices: einsum over three arrays at once would be slow.
+    # Two matrix products: an einsum over three arrays is slow.
     return is_on[:-1].swapaxes(1, 2) @ affinity @ is_on[1:]
 
 
 def crossings(affinity: Int[np.ndarray, "M E E"], device_of: Devices) -> int:
-    """Pairs of slots whose experts stand on different devices."""
+    """Return the number of pairs of slots with experts on different devices."""
     is_apart = device_of[:-1, :, None] != device_of[1:, None, :]
     return int(np.sum(affinity, where=is_apart))
 
@@ -40,11 +40,11 @@ def crossings(affinity: Int[np.ndarray, "M E E"], device_of: Devices) -> int:
 def pair_traffic(
     flow: Int[np.ndarray, "M P P"], bandwidth: Float[np.ndarray, "P P"] | None = None
 ) -> Float[np.ndarray, "P P"]:
-    """Traffic of each pair of devices over all layers, over its bandwidth; upper triangle.
+    """Return the traffic of each pair of devices over its bandwidth; upper triangle.
 
     Args:
-        flow: from `flows`.
-        bandwidth: of each pair, symmetric; 1 when None.
+        flow: Result of `flows`.
+        bandwidth: Bandwidth of each pair, symmetric; None is 1.
     """
     total = flow.sum(0).astype(float)
     both = np.triu(total + total.T, 1)
@@ -52,7 +52,7 @@ def pair_traffic(
 
 
 def imbalance(loads: Int[np.ndarray, "L E"], device_of: Devices, num_devices: int) -> float:
-    """Distance of the devices' loads from their mean, summed over devices and layers."""
+    """Return |load - mean load| summed over devices and layers."""
     held = device_loads(loads, device_of, num_devices)
     return float(np.abs(held - held.mean(1, keepdims=True)).sum())
 
@@ -60,19 +60,19 @@ def imbalance(loads: Int[np.ndarray, "L E"], device_of: Devices, num_devices: in
 def device_loads(
     loads: Int[np.ndarray, "L E"], device_of: Devices, num_devices: int
 ) -> Int[np.ndarray, "L P"]:
-    """Assignments of each layer that each device computes."""
+    """Return the assignments of each layer on each device."""
     is_on = np.eye(num_devices, dtype=loads.dtype)[device_of]
     return (loads[:, None, :] @ is_on)[:, 0]
 
 
 def experts_devices(trace: RoutingTrace, placement: ExpertPlacement) -> Int[np.ndarray, "L T K"]:
-    """The device of each assignment; P where the slot is empty."""
+    """Return the device of each assignment; P for an empty slot."""
     padded = np.pad(placement.device_of, ((0, 0), (0, 1)), constant_values=placement.num_devices)
     return np.stack([padded[layer][ids] for layer, ids in enumerate(trace.expert_ids)])
 
 
 def homes(trace: RoutingTrace, placement: ExpertPlacement) -> Int[np.ndarray, "L T"]:
-    """The device that has most of a token's experts, the lowest of equals; -1 without experts."""
+    """Return the device with most of a token's experts, the lowest of equals; -1 for none."""
     devices = experts_devices(trace, placement)
     held = np.stack([(devices == c).sum(-1) for c in range(placement.num_devices)])
     return np.where(held.max(0) > 0, held.argmax(0), -1)
@@ -81,12 +81,12 @@ def homes(trace: RoutingTrace, placement: ExpertPlacement) -> Int[np.ndarray, "L
 def local_share(
     trace: RoutingTrace, placement: ExpertPlacement, token_devices: Int[np.ndarray, "L T"]
 ) -> float:
-    """Share of the assignments that need no travel.
+    """Return the share of the assignments on the token's own device.
 
     Args:
-        trace: of the tokens.
-        placement: of the experts.
-        token_devices: where each token is before each layer.
+        trace: Routing trace.
+        placement: Placement of the experts.
+        token_devices: Device of each token before each layer.
     """
     devices = experts_devices(trace, placement)
     is_real = devices < placement.num_devices

@@ -1,28 +1,28 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""MoETuner: experts in clusters of equal load, then clusters on devices so that no link is crowded.
+"""MoETuner: clusters experts by load, then places clusters to minimise the busiest link.
 
-    1.  of each layer      min sum_g |load_g - mean|            P clusters of E/P experts
-    2.  of all layers      min max over pairs of devices {c, d} of
-                           (tokens that go between c and d from a layer to the next) / bandwidth
+    1.  per layer          min sum_g |load_g - mean|            P clusters of E/P experts
+    2.  all layers         min max over pairs of devices {c, d} of
+                           (tokens between c and d from a layer to the next) / bandwidth
 
 The second program has a permutation y[l, k, c] of clusters for each layer, and the traffic from
 cluster k on c to cluster m on d as z[l, k, m, c, d], a transport plan:
 
     sum_d z[l, k, m, c, d] = y[l, k, c],    sum_c z[l, k, m, c, d] = y[l + 1, m, d]
 
-which is y[l, k, c] y[l + 1, m, d] where y is whole. Where all links are alike so are the devices,
-and the clusters of the first layer stay where they are.
+which is y[l, k, c] y[l + 1, m, d] for integer y. With equal links the devices are interchangeable,
+and the clusters of the first layer are fixed.
 
-Beside HiGHS: for 1 the largest load first to the lightest cluster with room, for 2 each layer the
-best for the one before, then swaps of two clusters of a layer while the largest traffic falls (or,
-at the same largest, the sum). Identity competes in both, and the result is never worse than it by
-imbalance and then by largest traffic.
+Other candidates: for 1 the largest load first to the lightest cluster that is not full, for 2 each
+layer the best for the one before, then swaps of two clusters of a layer while the largest traffic
+falls (or the sum, at an equal largest). Identity is a candidate in both, so the result is never
+worse by imbalance and then by largest traffic.
 
-Source: MoETuner (arXiv 2502.06643). Readings taken: clusters of equal size, since the mesh cuts
-experts into equal parts, where the paper asks for clusters that are not empty and equal numbers
-over all layers; traffic of both directions and of all layers added up. Its tolerance of 2.5% is not
-here: the time limit ends the search.
+Source: MoETuner (arXiv 2502.06643). Readings: clusters of equal size, because the mesh splits
+experts evenly, while the paper requires clusters that are not empty and equal numbers over all
+layers; traffic summed over both directions and all layers. The time limit ends the search, in place
+of the paper's tolerance of 2.5%.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ Labels = Int[np.ndarray, "L P"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class MoETunerConfig:
-    """Equal loads of the devices first, then the least crowded pair of devices."""
+    """Equalises the loads of the devices first, then minimises the busiest pair of devices."""
 
     name: ClassVar[str] = "moetuner"
 
     time_limit_s: float = 30.0
-    """For HiGHS, seconds, half for all clusterings and half for the devices; 0 leaves it out."""
+    """Time limit for HiGHS, seconds: half for clusters, half for devices; 0 skips it."""
 
     def __post_init__(self):
         check_time_limit(self.time_limit_s)
@@ -70,12 +70,12 @@ class MoETunerConfig:
         *,
         bandwidth: Float[np.ndarray, "P P"] | None = None,
     ) -> Solution:
-        """A placement; its cost is the largest traffic of a pair of devices.
+        """Return a placement; its cost is the largest traffic of a pair of devices.
 
         Args:
-            trace: whose loads and affinity count.
+            trace: Routing trace with loads and affinity.
             num_devices: P.
-            bandwidth: of each pair of devices, symmetric, in any unit; all alike when None.
+            bandwidth: Bandwidth of each pair of devices, symmetric, in any unit; None is uniform.
 
         Raises:
             ValueError: P does not divide E.
@@ -110,20 +110,20 @@ class MoETunerConfig:
 def cluster_by_load(
     loads: Int[np.ndarray, " E"], num_devices: int, *, time_limit_s: float
 ) -> Int[np.ndarray, " E"]:
-    """The cluster of each expert: E/P in each, loads as equal as is found.
+    """Return the cluster of each expert, E/P in each, with loads as equal as found.
 
     Args:
-        loads: of the experts of one layer.
-        num_devices: P, clusters.
-        time_limit_s: for HiGHS.
+        loads: Assignments of each expert of one layer.
+        num_devices: P, the number of clusters.
+        time_limit_s: Time limit for HiGHS, seconds.
     """
     number, share = len(loads), len(loads) // num_devices
-    greedy, held, room = np.zeros(number, int), np.zeros(num_devices), np.full(num_devices, share)
+    greedy, held, free = np.zeros(number, int), np.zeros(num_devices), np.full(num_devices, share)
     for expert in np.argsort(-loads, kind="stable"):
-        cluster = int(np.argmin(np.where(room > 0, held, np.inf)))
+        cluster = int(np.argmin(np.where(free > 0, held, np.inf)))
         greedy[expert] = cluster
         held[cluster] += loads[expert]
-        room[cluster] -= 1
+        free[cluster] -= 1
     candidates = [np.arange(number) // share, greedy]
     found = _clusters_by_program(loads, num_devices, time_limit_s)
     if found is not None:
@@ -140,7 +140,9 @@ def _clusters_by_program(
     cost = np.concatenate([np.zeros(x.size), np.ones(num_devices)])
     upper = np.ones(x.size + num_devices)
     upper[off] = np.inf
-    upper[x[np.arange(num_devices)[None, :] > np.arange(number)[:, None]]] = 0.0  # clusters: alike
+    upper[x[np.arange(num_devices)[None, :] > np.arange(number)[:, None]]] = (
+        0.0  # symmetry of the clusters
+    )
     clusters = np.arange(num_devices)
     distances = [
         Rows(
@@ -170,13 +172,13 @@ def label_devices(
     bandwidth: Float[np.ndarray, "P P"] | None = None,
     time_limit_s: float,
 ) -> tuple[Labels, float | None]:
-    """The device of each cluster, and the relative gap of the largest traffic.
+    """Return the device of each cluster, and the relative gap of the largest traffic.
 
     Args:
-        flow: between the clusters of each layer and of the next.
+        flow: Pairs of slots between the clusters of adjacent layers.
         num_layers: L.
-        bandwidth: of each pair of devices; all alike when None.
-        time_limit_s: for HiGHS.
+        bandwidth: Bandwidth of each pair of devices; None is uniform.
+        time_limit_s: Time limit for HiGHS, seconds.
     """
     number = flow.shape[1]
     same = np.tile(np.arange(number), (num_layers, 1))
@@ -193,13 +195,13 @@ def label_devices(
 
 
 def _crowding(flow: Flow, labels: Labels, bandwidth: np.ndarray | None) -> tuple[float, float]:
-    """Largest traffic of a pair of devices, and the sum of all."""
+    """Return the largest traffic of a pair of devices, and the sum over pairs."""
     traffic = pair_traffic(flows(flow, labels, flow.shape[1]), bandwidth)
     return float(traffic.max()), float(traffic.sum())
 
 
 def _swap(flow: Flow, labels: Labels, bandwidth: np.ndarray | None) -> Labels:
-    """Two clusters of a layer change places while that helps."""
+    """Return labels improved by swaps of two clusters of a layer."""
     labels, cost, is_better = labels.copy(), _crowding(flow, labels, bandwidth), True
     pairs = np.argwhere(np.triu(np.ones((flow.shape[1],) * 2), 1))
     while is_better:
@@ -264,7 +266,7 @@ def _labels_by_program(
 
 
 def _equals(variables: Int[np.ndarray, "R N"], total: Int[np.ndarray, " R"]) -> Rows:
-    """Each row of these variables adds up to another variable."""
+    """Return the constraints that each row of variables sums to another variable."""
     rows, width = variables.shape
     return Rows(
         row=np.concatenate([np.repeat(np.arange(rows), width), np.arange(rows)]),

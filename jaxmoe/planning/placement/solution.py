@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""What every solver returns, and what their configs check alike."""
+"""Result of the placement solvers, and the check of their time limit."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from sharding.expert_parallel.placement import ExpertPlacement
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Solution:
-    """A placement and how good it is known to be."""
+    """A placement with its cost and gap."""
 
     placement: ExpertPlacement
     found_by: str
-    """Which of the solver's candidates this is."""
+    """Name of the solver's candidate."""
     cost: float
-    """What the solver minimises."""
+    """Objective of the solver."""
     gap: float | None
-    """How far the cost may lie above the least one, as a share of it; None: nobody knows."""
+    """Largest relative distance from the optimal cost; None if unknown."""
     seconds: float
 
 
 def check_time_limit(seconds: float) -> None:
-    """Refuses a time limit that is none.
+    """Refuse a time limit that is negative or not finite.
 
     Raises:
-        ValueError: naming the field.
+        ValueError: The time limit is out of range.
     """
     if not 0.0 <= seconds < float("inf"):
         raise ValueError(

@@ -1,23 +1,23 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""A routing trace: the experts of every token in every MoE layer, as solvers read them.
+"""Reads and writes routing traces: the experts of every token in every MoE layer.
 
 The file is a compressed .npz (`numpy.load` opens it):
 
     token_ids    [T] i32          id of each token in the vocabulary
-    expert_ids   [L T K]          its experts; E where a slot is empty; u8, or u16 from E = 256 on
-    counts       [L E] i64        assignments per expert: those of `expert_ids`, for a reader's use
+    expert_ids   [L T K]          experts; E marks an empty slot; u8, or u16 from E = 256 on
+    counts       [L E] i64        assignments per expert in `expert_ids`, for other readers
     num_experts  [] i64           E
 
-of real tokens alone, in the order of the held-out text: L T K (or 2 L T K) + 4 T bytes before
-compression. What is counted in it:
+for tokens without padding, in the order of the held-out text: L T K (or 2 L T K) + 4 T bytes before
+compression. Counts:
 
-    loads[l, e]      = number of tokens that have e in layer l
-    affinity[l, a, b] = number of pairs (slot of layer l, slot of layer l + 1) of one token whose
-                       experts are a and b; for K = 1 the tokens that go from a to b
+    loads[l, e]       = number of tokens with expert e in layer l
+    affinity[l, a, b] = number of pairs (slot of layer l, slot of layer l + 1) of one token with
+                        experts a and b; for K = 1 the tokens that go from a to b
 
-Source of the affinity: ExFlow (arXiv 2401.08383); pairs of slots are our reading for K > 1.
-`jaxmoe/run/router_trace.py` records it. It holds no text, though token ids can be turned into it.
+Source of the affinity: ExFlow (arXiv 2401.08383); pairs of slots are this library's reading for
+K > 1. `jaxmoe/run/router_trace.py` records traces. Token ids can be decoded into the text.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from jaxtyping import Int
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RoutingTrace:
-    """Who went where.
+    """Experts of every token in every MoE layer.
 
     Raises:
-        ValueError: an expert that is not one of E.
+        ValueError: An expert id is outside 0 to E.
     """
 
     token_ids: Int[np.ndarray, " T"]
     expert_ids: Int[np.ndarray, "L T K"]
-    """E where a slot is empty."""
+    """Expert of each slot; E marks an empty one."""
     num_experts: int
-    """E."""
+    """E: number of experts."""
 
     def __post_init__(self):
         if self.expert_ids.size and not (
@@ -56,27 +56,27 @@ class RoutingTrace:
 
     @property
     def num_layers(self) -> int:
-        """L, MoE layers."""
+        """L: number of MoE layers."""
         return self.expert_ids.shape[0]
 
     @property
     def num_tokens(self) -> int:
-        """T."""
+        """T: number of tokens."""
         return self.expert_ids.shape[1]
 
     def part(self, first: int, last: int) -> RoutingTrace:
-        """The tokens from `first` to before `last`."""
+        """Return the trace of the tokens from `first` to before `last`."""
         ids = self.expert_ids[:, first:last]
         return dataclasses.replace(self, token_ids=self.token_ids[first:last], expert_ids=ids)
 
     def loads(self) -> Int[np.ndarray, "L E"]:
-        """Assignments per layer and expert."""
+        """Return the assignments per layer and expert."""
         shape = (self.num_layers, self.num_experts + 1)
         flat = self.expert_ids.reshape(self.num_layers, -1)
         return np.stack([np.bincount(layer, minlength=shape[1]) for layer in flat])[:, :-1]
 
     def affinity(self) -> Int[np.ndarray, "M E E"]:
-        """Pairs of slots between each MoE layer and the next, M = L - 1; see the module."""
+        """Return the pairs of slots between adjacent MoE layers, M = L - 1; see the module."""
         number, pairs = self.num_experts + 1, []
         for here, there in zip(self.expert_ids[:-1], self.expert_ids[1:], strict=True):
             both = here[:, :, None].astype(np.int64) * number + there[:, None, :]
@@ -86,10 +86,10 @@ class RoutingTrace:
         return np.stack(pairs) if pairs else empty
 
     def by_token(self, layer: int, vocab_size: int) -> Int[np.ndarray, "V E"]:
-        """Assignments of each token id to each expert of a layer.
+        """Return the assignments of each token id to each expert of a layer.
 
         Args:
-            layer: counted over MoE layers.
+            layer: Index among the MoE layers.
             vocab_size: V, above every id of the trace.
         """
         number = self.num_experts + 1
@@ -99,16 +99,16 @@ class RoutingTrace:
 
     @property
     def vocab_size(self) -> int:
-        """One more than the largest token id."""
+        """Largest token id plus one."""
         return int(self.token_ids.max(initial=-1)) + 1
 
 
 def save_trace(path: str | os.PathLike[str], trace: RoutingTrace) -> None:
-    """Writes a trace; its directory is made.
+    """Write a trace, and create its directory.
 
     Args:
-        path: ends in .npz.
-        trace: what is written.
+        path: Path that ends in .npz.
+        trace: Trace to write.
     """
     path = pathlib.Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -123,10 +123,13 @@ def save_trace(path: str | os.PathLike[str], trace: RoutingTrace) -> None:
 
 
 def load_trace(path: str | os.PathLike[str]) -> RoutingTrace:
-    """Reads a trace.
+    """Return the trace in a file.
+
+    Args:
+        path: Path of a file from `save_trace`.
 
     Raises:
-        ValueError: there is no such file, or it is no trace.
+        ValueError: The file does not exist or is not a trace.
     """
     try:
         with np.load(path, allow_pickle=False) as file:

@@ -25,7 +25,6 @@ from jaxmoe.planning.abstract_step import (
     StepPlan,
     abstract_batch,
     abstract_state,
-    lower_abstractly,
 )
 from jaxmoe.planning.device_bytes import device_bytes, padded_bytes
 from jaxmoe.planning.hardware import CHIPS, Chip, parse_topology
@@ -39,6 +38,7 @@ from jaxmoe.scaling.initialize import parameter_table
 from jaxmoe.training.state import init_state
 from sharding.axes import MESH_AXES
 from sharding.mesh import MeshConfig, make_mesh
+from tests.support.abstract_lowering import lower_abstractly
 from tests.support.models import TINY
 
 EIGHT = MeshConfig(data=8)
