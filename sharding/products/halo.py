@@ -33,7 +33,7 @@ class HaloProduct:
     halo: Halo
     """Dtype, rotations and blocks."""
     gathered: Gathered = "codes"
-    """What is gathered where a weight is split further than its product."""
+    """codes or weight: gathered form of a weight that is split further than its product."""
     dense: Implementation | None = None
     """Implementation of `quantized_matmul`."""
     grouped: Implementation | None = None
