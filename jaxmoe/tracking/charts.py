@@ -1,45 +1,67 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Line charts as inline SVG: for pages that are light or dark, on any screen and on paper.
+"""Draws line charts for the HTML pages: matplotlib's SVG, in the colours of the page.
 
-Colours are the page's (`html_page.STYLE`: classes c0 to c7, axis, grid, reference), so that one
-picture serves both themes. At most about 600 points of a curve are drawn, its spikes among them.
-Pictures as files are in `plots.py`.
+Colours are variables of the page (`html_page.STYLE`), so that one chart serves the light and the
+dark theme. About 600 points of a curve are drawn, spikes included. `plots.py` draws PNG files with
+the same panels.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import html
+import io
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
+from jaxmoe.optional import require
+from jaxmoe.tracking.plots import draw_references, figure_of_panels
 from jaxmoe.tracking.smoothing import smooth, thinned
 
 COLORS = 8
-"""Classes c0, c1, ... of the page; more curves begin again."""
+"""Number of line colours of the page; further curves repeat them."""
 
-_LEFT, _RIGHT, _TOP, _BOTTOM = 58, 16, 12, 40
+_DPI = 72.0  # units of an SVG of matplotlib per inch
+_VARIABLES = {f"#c0100{n}": f"var(--c{n})" for n in range(COLORS)} | {
+    "#c02001": "var(--soft)",
+    "#c02002": "var(--line)",
+}
+"""Placeholder colours of the figure, and the variable of the page that replaces each."""
+_SOFT, _LINE = list(_VARIABLES)[COLORS:]
+
+_CLEANING = (
+    (r"<metadata>.*?</metadata>|<defs>\s*<(?:style|clipPath).*?</defs>|<!--.*?-->", ""),
+    (r' (?:xmlns(?::xlink)?|clip-path|version)="[^"]*"| (?:width|height)="[\d.]+pt"', ""),
+    (r"(?<=style=\")font-size: [^;]*; font-family: [^;]*; ", ""),
+    (r'<g id="(line|faint|dots) ', r'<g class="curve \1 '),
+    (r'<g id="reference', '<g class="reference'),
+    (r' id="(?!m[0-9a-f]{10}")[^"]*"', ""),
+    (r"\s+", " "),
+    (r"> <", "><"),
+)
+"""Patterns removed from the SVG or replaced: sizes, fonts and names that the page sets itself."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Line:
-    """A curve of a chart."""
+    """One curve of a chart."""
 
     label: str
-    """In the legend; empty: not there."""
+    """Entry of the legend; empty for none."""
     x: np.ndarray
     y: np.ndarray
     color: int = 0
     kind: Literal["line", "faint", "dots"] = "line"
-    """faint: the raw numbers behind a smoothed curve; dots: with a mark at every point."""
+    """faint: raw values behind a smoothed curve; dots: a marker at every point."""
 
 
 def with_smoothed(label: str, x: np.ndarray, y: np.ndarray, color: int = 0) -> list[Line]:
-    """A noisy curve, faint, and its smoothed form before it."""
+    """Return a faint curve of the raw values and a curve of the smoothed ones."""
     return [
         Line(label="", x=x, y=y, color=color, kind="faint"),
         Line(label=label, x=x, y=smooth(y), color=color),
@@ -47,7 +69,7 @@ def with_smoothed(label: str, x: np.ndarray, y: np.ndarray, color: int = 0) -> l
 
 
 def plain_number(value: float) -> str:
-    """A number on an axis, as short as it can be."""
+    """Return the shortest spelling of a number for an axis."""
     if value != 0.0 and not 1e-3 <= abs(value) < 1e6:
         mantissa, _, exponent = f"{value:.2e}".partition("e")
         return f"{float(mantissa):g}e{int(exponent)}"
@@ -65,165 +87,108 @@ def line_chart(
     size: tuple[int, int] = (480, 230),
     spell_x: Callable[[float], str] = plain_number,
 ) -> str:
-    """A chart with its legend, as HTML.
+    """Return a chart with its legend, as HTML.
 
     Args:
-        lines: Curves; what is not finite (not positive, on a logarithmic axis) is a gap.
-        y_label: Above the vertical axis.
-        x_label: Below the horizontal one.
+        lines: Curves; values that are not finite (not positive, on a log axis) are gaps.
+        y_label: Label of the vertical axis.
+        x_label: Label of the horizontal axis.
         references: Horizontal lines by label.
-        is_log: A logarithmic vertical axis.
-        from_zero: The vertical axis begins at 0.
-        size: Width and height of the picture, in its own units; it grows with the page.
-        spell_x: Spells the numbers of the horizontal axis.
+        is_log: Whether the vertical axis is logarithmic.
+        from_zero: Whether the vertical axis begins at 0.
+        size: Width and height in CSS pixels at the natural size; the chart scales with the page.
+        spell_x: Formats the ticks of the horizontal axis.
 
     Returns:
-        A `figure` element; a sentence instead of the picture if there is nothing to draw.
+        A `figure` element; a sentence instead of the chart if there is nothing to draw.
     """
-    references = dict(references or {})
+    references = {
+        label: value for label, value in (references or {}).items() if value > 0 or not is_log
+    }
     curves = []
     for line in lines:
         x, y = thinned(np.asarray(line.x, float), np.asarray(line.y, float))
         curves.append((line, x, np.where((y > 0) if is_log else np.isfinite(y), y, np.nan)))
     values = np.concatenate([y for _, _, y in curves] + [np.array([*references.values()])])
-    values = values[np.isfinite(values)]
-    xs = np.concatenate([x[np.isfinite(y)] for _, x, y in curves] or [np.zeros(0)])
-    if not len(xs) or not len(values):
-        return f'<figure><p class="soft">{_escape(y_label)}: nothing was recorded</p></figure>'
-    frame = _Frame.around(xs, values, is_log=is_log, from_zero=from_zero, size=size)
-    parts = [frame.axes(x_label, y_label, spell_x)]
-    parts += [_reference_lines(frame, references)]
-    # Faint ones first, so that no raw curve hides another's smoothed one.
+    if not any(np.isfinite(y).any() for _, _, y in curves):
+        return f'<figure><p class="soft">{html.escape(y_label)}: nothing was recorded</p></figure>'
+    figure, (axes,) = figure_of_panels(width=size[0] / _DPI, height=size[1] / _DPI)
+    # Faint curves first, so that none covers a smoothed one.
     for line, x, y in sorted(curves, key=lambda curve: curve[0].kind != "faint"):
-        parts.append(_curve(frame, line, x, y))
-    width, height = size
-    picture = (
-        f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{_escape(y_label)} by'
-        f' {_escape(x_label)}">{"".join(parts)}</svg>'
+        _draw(axes, line, x, y)
+    if is_log:
+        axes.set_yscale("log")
+    axes.set_ylim(*_limits(values[np.isfinite(values)], is_log=is_log, from_zero=from_zero))
+    axes.margins(x=0.02)
+    draw_references(axes, references, color=_SOFT)
+    _style(axes, x_label, y_label, spell_x, is_log=is_log)
+    return f"<figure>{_legend(lines)}{_svg(figure, f'{y_label} by {x_label}')}</figure>"
+
+
+def _draw(axes: Any, line: Line, x: np.ndarray, y: np.ndarray) -> None:
+    """Add one curve; single points between gaps get a marker."""
+    color = f"#c0100{line.color % COLORS}"
+    is_faint = line.kind == "faint"
+    finite = np.concatenate([[False], np.isfinite(y), [False]])
+    alone = finite[1:-1] & ~finite[:-2] & ~finite[2:]
+    marked = np.isfinite(y) if line.kind == "dots" else alone
+    axes.plot(
+        x,
+        y,
+        color=color,
+        linewidth=1.0 if is_faint else 1.8,
+        alpha=0.35 if is_faint else 1.0,
+        marker="o",
+        markersize=5.0,
+        markevery=np.flatnonzero(marked).tolist(),
+        gid=f"{line.kind} c{line.color % COLORS}",
     )
-    return f"<figure>{_legend(lines)}{picture}</figure>"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Frame:
-    """From numbers to places in the picture."""
-
-    x_range: tuple[float, float]
-    y_range: tuple[float, float]
-    is_log: bool
-    size: tuple[int, int]
-
-    @classmethod
-    def around(
-        cls,
-        xs: np.ndarray,
-        values: np.ndarray,
-        *,
-        is_log: bool,
-        from_zero: bool,
-        size: tuple[int, int],
-    ) -> _Frame:
-        low, high = float(values.min()), float(values.max())
-        if is_log:
-            low, high = math.log10(low), math.log10(high)
-        margin = 0.06 * (high - low) or 0.05 * abs(high) or 0.5
-        bottom = 0.0 if from_zero and not is_log and low >= 0.0 else low - margin
-        left, right = float(xs.min()), float(xs.max())
-        if right <= left:
-            left, right = left - 0.5, right + 0.5
-        return cls(x_range=(left, right), y_range=(bottom, high + margin), is_log=is_log, size=size)
-
-    def x(self, value: float) -> float:
-        low, high = self.x_range
-        return _LEFT + (value - low) / (high - low) * (self.size[0] - _LEFT - _RIGHT)
-
-    def y(self, value: float) -> float:
-        low, high = self.y_range
-        place = ((math.log10(value) if self.is_log else value) - low) / (high - low)
-        return self.size[1] - _BOTTOM - place * (self.size[1] - _TOP - _BOTTOM)
-
-    def axes(self, x_label: str, y_label: str, spell_x: Callable[[float], str]) -> str:
-        width, height = self.size
-        base = height - _BOTTOM
-        parts = []
-        for tick in self._y_ticks():
-            y = self.y(tick)
-            parts.append(f'<path class="grid" d="M{_LEFT} {y:.1f}H{width - _RIGHT}"/>')
-            parts.append(_text(_LEFT - 7, y + 3.5, plain_number(tick), "end"))
-        for tick in _ticks(*self.x_range, max(3, (width - 100) // 90)):
-            x = self.x(tick)
-            anchor = "end" if x > width - _RIGHT - 20 else "middle"  # no label out of the picture
-            parts.append(_text(x + 12 * (anchor == "end"), base + 16, spell_x(tick), anchor))
-        parts.append(f'<path class="axis" d="M{_LEFT} {base}H{width - _RIGHT}"/>')
-        middle = (_LEFT + width - _RIGHT) / 2
-        parts.append(_text(middle, height - 6, x_label, "middle"))
-        turned = f'transform="rotate(-90 12 {(_TOP + base) / 2:.0f})"'
-        parts.append(_text(12, (_TOP + base) / 2, y_label, "middle", turned))
-        return "".join(parts)
-
-    def _y_ticks(self) -> list[float]:
-        low, high = self.y_range
-        count = max(3, (self.size[1] - 50) // 45)
-        if not self.is_log:
-            return _ticks(low, high, count)
-        for factors in ((1.0, 2.0, 5.0), (1.0,)):
-            powers = range(math.floor(low), math.ceil(high) + 1)
-            ticks = [factor * 10.0**power for power in powers for factor in factors]
-            ticks = [tick for tick in ticks if low <= math.log10(tick) <= high]
-            if len(ticks) <= 2 * count:
-                break
-        ticks = ticks[:: max(1, len(ticks) // (2 * count))]
-        return ticks or [10.0 ** ((low + high) / 2)]
+def _limits(values: np.ndarray, *, is_log: bool, from_zero: bool) -> tuple[float, float]:
+    """Return the range of the vertical axis with a margin of 6 %."""
+    low, high = float(values.min()), float(values.max())
+    if is_log:
+        low, high = math.log10(low), math.log10(high)
+    margin = 0.06 * (high - low) or 0.05 * abs(high) or 0.5
+    bottom = 0.0 if from_zero and not is_log and low >= 0.0 else low - margin
+    top = high + margin
+    return (10.0**bottom, 10.0**top) if is_log else (bottom, top)
 
 
-def _ticks(low: float, high: float, count: int) -> list[float]:
-    """About `count` round numbers between two."""
-    rough = (high - low) / max(count, 1)
-    power = 10.0 ** math.floor(math.log10(rough))
-    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * 0.999)
-    first = math.ceil(low / step - 1e-9)
-    last = math.floor(high / step + 1e-9)
-    return [round(number * step, 12) for number in range(first, last + 1)]
+def _style(
+    axes: Any, x_label: str, y_label: str, spell_x: Callable[[float], str], *, is_log: bool
+) -> None:
+    """Set labels, ticks and colours."""
+    ticker = require("matplotlib.ticker")
+    axes.set_xlabel(x_label, color=_SOFT)
+    axes.set_ylabel(y_label, color=_SOFT, labelpad=9)
+    axes.xaxis.set_major_locator(ticker.MaxNLocator(nbins="auto", steps=[1, 2, 5, 10]))
+    axes.xaxis.set_major_formatter(lambda value, _: spell_x(value))
+    axes.yaxis.set_major_formatter(lambda value, _: plain_number(value))
+    if is_log:
+        axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1.0, 2.0, 5.0), numticks=8))
+        axes.yaxis.set_minor_locator(ticker.NullLocator())
+    axes.tick_params(colors=_SOFT, labelsize=9, length=0)
+    axes.grid(visible=True, axis="y", color=_LINE, linewidth=0.8)
+    axes.grid(visible=False, axis="x")
+    axes.spines[["left"]].set_visible(False)
+    axes.spines["bottom"].set_color(_SOFT)
 
 
-def _curve(frame: _Frame, line: Line, x: np.ndarray, y: np.ndarray) -> str:
-    commands, is_down = [], False
-    for place, value in zip(x, y, strict=True):
-        if not math.isfinite(value):
-            is_down = False
-            continue
-        commands.append(f"{'L' if is_down else 'M'}{frame.x(place):.1f} {frame.y(value):.1f}")
-        is_down = True
-    color = f"c{line.color % COLORS}"
-    faint = " faint" if line.kind == "faint" else ""
-    parts = [f'<path class="curve {color}{faint}" d="{"".join(commands)}"/>']
-    if line.kind == "dots" or len(commands) == 1:
-        label = f"{line.label} " if line.label else ""
-        parts += [
-            f'<circle class="{color}" cx="{frame.x(place):.1f}" cy="{frame.y(value):.1f}" r="3">'
-            f"<title>{_escape(f'{label}{value:.4g} at {place:,.0f}')}</title></circle>"
-            for place, value in zip(x, y, strict=True)
-            if math.isfinite(value)
-        ]
-    return "".join(parts)
-
-
-def _reference_lines(frame: _Frame, references: Mapping[str, float]) -> str:
-    """Dashed lines with labels where a falling curve is not: low ones left, high ones right."""
-    width, height = frame.size
-    middle, parts, labels = height / 2, [], []
-    at = {True: math.inf, False: math.inf}
-    for label, value in sorted(references.items(), key=lambda pair: pair[1]):
-        if frame.is_log and value <= 0:
-            continue
-        y = frame.y(value)
-        is_low = y > middle
-        at[is_low] = min(y - 4, at[is_low] - 14)  # labels of close lines move apart
-        place, anchor = (_LEFT + 6, "start") if is_low else (width - _RIGHT - 4, "end")
-        parts.append(f'<path class="reference" d="M{_LEFT} {y:.1f}H{width - _RIGHT}"/>')
-        label = f"{label} {value:.3g}"
-        labels.append(_text(place, at[is_low], label, anchor, 'class="reference"'))
-    return "".join([*parts, *labels])  # no line through a label
+def _svg(figure: Any, label: str) -> str:
+    """Return the figure as an inline SVG element without fixed size or embedded style."""
+    matplotlib = require("matplotlib")
+    buffer = io.StringIO()
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": label}):
+        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
+    picture = buffer.getvalue()
+    picture = picture[picture.index("<svg") :]
+    for pattern, new in _CLEANING:
+        picture = re.sub(pattern, new, picture, flags=re.DOTALL)
+    for placeholder, variable in _VARIABLES.items():
+        picture = picture.replace(placeholder, variable)
+    return picture.replace("<svg", f'<svg role="img" aria-label="{html.escape(label)}"', 1)
 
 
 def _legend(lines: Sequence[Line]) -> str:
@@ -231,15 +196,7 @@ def _legend(lines: Sequence[Line]) -> str:
     if not named:
         return ""
     items = "".join(
-        f'<span><i class="c{line.color % COLORS}"></i>{_escape(line.label)}</span>'
+        f'<span><i class="c{line.color % COLORS}"></i>{html.escape(line.label)}</span>'
         for line in named
     )
     return f'<figcaption class="legend">{items}</figcaption>'
-
-
-def _text(x: float, y: float, text: str, anchor: str, more: str = "") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" {more}>{_escape(text)}</text>'
-
-
-def _escape(text: object) -> str:
-    return html.escape(str(text))

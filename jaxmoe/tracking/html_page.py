@@ -46,12 +46,7 @@ dl.fields { display: grid; grid-template-columns: repeat(auto-fill, minmax(15rem
 figure { margin: 0; } svg { display: block; width: 100%; height: auto; }
 figure svg[viewBox^="0 0 960"] { min-width: 38rem; }
 svg text { fill: var(--soft); font: 11px system-ui, sans-serif; }
-svg text.reference { stroke: var(--card); stroke-width: 3px; stroke-dasharray: none;
-                     paint-order: stroke; }
-.grid { stroke: var(--line); } .axis { stroke: var(--soft); }
-path.reference { stroke: var(--soft); stroke-dasharray: 4 3; }
-.curve { fill: none; stroke-width: 1.8; stroke-linejoin: round; } .faint { opacity: 0.35;
-  stroke-width: 1; }
+svg .reference text { stroke: var(--card); stroke-width: 3px; paint-order: stroke; }
 .legend { display: flex; flex-wrap: wrap; gap: 0.2rem 1.1rem; font-size: 0.85rem;
           color: var(--soft); margin: 0 0 0.3rem 3.2rem; }
 .legend i { display: inline-block; width: 1.1rem; height: 0; border-top: 3px solid;
@@ -70,11 +65,7 @@ details > pre, details > dl { margin-top: 0.8rem; }
 @media print { body { max-width: none; padding: 0; } .card { break-inside: avoid; } }
 """.replace(
     "COLORS",
-    "\n".join(
-        f"svg .curve.c{n} {{ stroke: var(--c{n}); }} circle.c{n} {{ fill: var(--c{n}); }}"
-        f" i.c{n} {{ border-color: var(--c{n}); }}"
-        for n in range(8)
-    ),
+    "\n".join(f".legend i.c{n} {{ border-color: var(--c{n}); }}" for n in range(8)),
 )
 
 

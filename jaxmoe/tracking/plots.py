@@ -139,7 +139,7 @@ def plot_loss(
         margin = 0.06 * (high - low) or 0.1
         axes.set_ylim(low - margin, high + margin)
     axes.margins(x=0.01)
-    _draw_references(axes, references)
+    draw_references(axes, references)
     axes.set_xlabel("step")
     axes.set_ylabel("bits per token" if bytes_per_token is None else "bits per byte")
     nats = axes.secondary_yaxis("right", functions=(_times(nats_per_bit), _times(1 / nats_per_bit)))
@@ -344,13 +344,19 @@ def save_figure(figure: Any, path: str | os.PathLike[str]) -> None:
     replace_file(path, buffer.getvalue())
 
 
-def _draw_references(axes: Any, references: Mapping[str, float]) -> None:
-    """Horizontal lines with labels where the falling curve is not: low ones left, high right."""
+def draw_references(axes: Any, references: Mapping[str, float], color: str = GRAY) -> None:
+    """Draw labelled horizontal lines; low labels on the left, high ones on the right.
+
+    Args:
+        axes: Panel with its final limits; its curve falls from left to right.
+        references: Values by label.
+        color: Colour of lines and labels.
+    """
     low, high = axes.get_ylim()
     least = 0.045 * (high - low)
     label_at = -math.inf
     for label, value in sorted(references.items(), key=lambda pair: pair[1]):
-        axes.axhline(value, color=GRAY, linewidth=1.0, linestyle=(0, (4, 3)))
+        axes.axhline(value, color=color, linewidth=1.0, linestyle=(0, (4, 3)), gid="reference")
         label_at = max(value, label_at + least)  # labels of close lines move apart
         is_low = value < 0.5 * (low + high)
         axes.annotate(
@@ -360,8 +366,9 @@ def _draw_references(axes: Any, references: Mapping[str, float]) -> None:
             xytext=(0, 2),
             textcoords="offset points",
             horizontalalignment="left" if is_low else "right",
-            color=GRAY,
+            color=color,
             fontsize=8,
+            gid="reference",
         )
 
 
