@@ -1,10 +1,10 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""`ExecutionConfig`: where and how a model is computed. It never changes the loss beyond rounding,
-but for `precision.matmul`, which rounds to 8 bits where it is asked to; a resumed run must keep it.
+"""Defines `ExecutionConfig`: on which devices and with which kernels a model is computed.
 
-What is computed is `ModelConfig`. The two meet in `Transformer(model, execution)` and nowhere else,
-which is why a checkpoint restores on any mesh.
+It does not change the loss beyond rounding, except `precision.matmul`, which may round products to
+8 bits and must stay the same when a run is resumed. `ModelConfig` says what is computed and names
+no device, so a checkpoint restores on any mesh.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ Remat = Literal["none", "full", "dots", "offload"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class KernelsConfig:
-    """Which implementation of each kernel runs; None picks one that works and says which."""
+    """Implementation of each kernel; None picks one that can run and logs which."""
 
     attention: Implementation | None = None
-    """Of `pallas_kernels.flash_attention`."""
+    """Implementation of `pallas_kernels.flash_attention`."""
     grouped_swiglu: Implementation | None = None
-    """Of `pallas_kernels.grouped_swiglu`, the experts."""
+    """Implementation of `pallas_kernels.grouped_swiglu`, the experts."""
     quantized_matmul: Implementation | None = None
-    """Of `pallas_kernels.quantized_matmul`, dense products in few bits."""
+    """Implementation of `pallas_kernels.quantized_matmul`, dense products in few bits."""
     grouped_matmul: Implementation | None = None
-    """Of `pallas_kernels.grouped_matmul`, the experts in few bits."""
+    """Implementation of `pallas_kernels.grouped_matmul`, the experts in few bits."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,29 +52,28 @@ class ExecutionConfig:
     fold: MoEMesh | None = None
     """Another layout of the same devices for the experts; mesh.expert is then 1."""
     rules: StateLayoutName = "fully_sharded"
-    """How parameters, gradients and optimiser state are cut: sharding/state_layouts.py."""
+    """Layout of parameters, gradients and optimiser state; see sharding/state_layouts.py."""
     dispatcher: DispatcherConfig = LocalConfig()
-    """How rows reach their experts."""
+    """Dispatcher that brings rows to their experts."""
     sequence_parallel: SequenceParallelConfig = NoSequenceParallelConfig()
-    """How attention spreads the positions of a sequence."""
+    """Form of attention over sequences whose positions are sharded."""
     kernels: KernelsConfig = KernelsConfig()
     """Implementations of the kernels."""
     precision: PrecisionPolicy = PrecisionPolicy()
-    """Dtypes."""
+    """Dtypes of parameters, products and caches."""
     remat: Remat = "none"
-    """What the backward pass recomputes: nothing; each whole block; all but matrix products; or
-    each whole block, from an input that waited in the memory of the host."""
+    """Values that the backward pass recomputes: none; each whole block; all but matrix products; or
+    each whole block, from an input kept in host memory."""
     optimizer_memory: Literal["device", "host"] = "device"
-    """Where the optimiser's state is between two updates."""
+    """Memory of the optimiser state between two updates."""
     unroll: int = 1
-    """Layers in one iteration of the loop over equal layers: more compile longer and run faster on
-    a CPU, where the loop copies what it carries."""
+    """Layers in one iteration of the loop over equal layers; more compile longer and run faster on
+    a CPU, where the loop copies its carry."""
     telemetry: Literal["brief", "detailed"] = "brief"
-    """What is measured: the load of the routers; or as well all of
-    jaxmoe/routing/telemetry/detailed.py and, per layer, the indicators of instability of
-    jaxmoe/layers/indicators.py, at the price of a second pass of the experts."""
+    """Extent of the measurements: the load of the routers; or also those of
+    jaxmoe/routing/telemetry/detailed.py and jaxmoe/layers/indicators.py; runs experts twice."""
     loss_chunk: int = 0
-    """Positions whose logits exist at a time in the loss; 0: all at once."""
+    """Positions whose logits are computed at a time in the loss; 0 for all at once."""
 
     def __post_init__(self):
         inner = 1 if self.fold is None else self.fold.seq_inner
@@ -88,7 +87,7 @@ class ExecutionConfig:
             raise ValueError(f"loss_chunk={self.loss_chunk} must be 0 (whole) or positive")
 
     def _check_kernels(self) -> None:
-        """Refuses an implementation that nothing would run."""
+        """Refuse an implementation of a kernel that no product uses."""
         matmul = self.precision.matmul
         for name, other in kernels_of_products().items():
             asked = getattr(self.kernels, name)
@@ -101,7 +100,7 @@ class ExecutionConfig:
 
     @property
     def halo(self) -> HaloProduct | None:
-        """How layers multiply in few bits; None: they do not, or their weights have few bits."""
+        """Product in few bits that layers use; None for products in the compute dtype."""
         product = self.precision.matmul.build()
         if product is None or self.precision.weights != "floating":
             return None
@@ -112,36 +111,36 @@ class ExecutionConfig:
 
     @property
     def state_layout(self) -> StateLayout:
-        """The layout by name, on the axes of the folded mesh if there is a fold.
+        """Layout named by `rules`, on the axes of the folded mesh if there is a fold.
 
         Raises:
-            ValueError: the fold does not fit the mesh, or the mesh has an open size.
+            ValueError: The fold does not fit the mesh, or the mesh has an open size.
         """
         layout = STATE_LAYOUTS[self.rules]
         return layout if self.fold is None else layout.folded(refine(self.mesh.by_axis, self.fold))
 
     @property
     def axis_rules(self) -> LogicalAxisRules:
-        """The rules of parameters and activations."""
+        """Rules from logical axes of parameters and activations to mesh axes."""
         return self.state_layout.parameters
 
     @property
     def placement(self) -> Placement:
-        """The operations that place arrays by these rules."""
+        """Operations that place arrays by `axis_rules`."""
         return Placement(self.axis_rules)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class WholeRowsConfig(ExecutionConfig):
-    """The same with all tokens of a row on every device that shares it: for few new tokens.
+    """The execution of decoding: rows whole on every device that shares them.
 
-    Only a cache of keys and values is cut over `seq` then. Experts are gathered where their tokens
-    are, which stand on several devices at once.
+    Only the caches are cut over `seq`. Experts are gathered to the tokens, because a token is on
+    several devices at once.
     """
 
     @classmethod
     def of(cls, execution: ExecutionConfig) -> WholeRowsConfig:
-        """The execution without the cuts of its rows."""
+        """Return an execution whose rows are whole."""
         fields = dataclasses.fields(ExecutionConfig)
         given: dict[str, Any] = {field.name: getattr(execution, field.name) for field in fields}
         given["dispatcher"] = LocalConfig()
@@ -149,5 +148,5 @@ class WholeRowsConfig(ExecutionConfig):
 
     @property
     def axis_rules(self) -> LogicalAxisRules:
-        """The rules of parameters and activations."""
+        """Rules from logical axes of parameters and activations to mesh axes."""
         return self.state_layout.parameters.replace(act_seq=(), act_seq_inner=())

@@ -1,16 +1,16 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Which dtype holds what. Casts happen at a room's door, never in the middle of its arithmetic.
+"""Defines the dtypes of parameters, matrix products and caches.
 
-Router logits, softmaxes, norms, losses, optimiser state and reductions are always float32 and are
-not a choice.
+Router logits, softmaxes, norms, losses, optimiser state and reductions are always float32.
 
-    full   the products of attention's projections, feed-forward layers and experts in `compute`
-    halo   the same products, forward and backward, in 8 bits (pallas_kernels/halo): numbers beyond
-           rounding, which is why a run that goes on may not change it. Routers, norms, the gate of
-           attention's heads, embedding, head and the softmax of attention stay as they are.
+    full   products of attention projections, feed-forwards and experts in the compute dtype
+    halo   the same products, forward and backward, in 8 bits (pallas_kernels/halo). It changes the
+           loss beyond rounding, so a resumed run must keep it. Routers, norms, head gates,
+           embedding, head and the attention softmax are unchanged.
 
-To add a way to multiply: a class with `build`, a member of `MatmulConfig`.
+To add a matrix product: a config class with `name`, `kernels` and `build` in jaxmoe/precision.py, a
+member of `MatmulConfig` there, and its name in tests/test_architecture.py.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from sharding.sequence_parallel.cache_formats import CacheFormat
 DtypeName = Literal["float32", "bfloat16"]
 
 WeightFormat = Literal["floating", "w8a8", "w4a8", "w8a16", "w4a16", "fp8"]
-"""w: bits of a weight, a: bits of the activations that meet it; 16: the compute dtype."""
+"""Bits of a weight (w) and of the activations multiplied with it (a); 16 is the compute dtype."""
 
 QUANTIZED_WEIGHTS: Final[dict[str, tuple[QuantizedDtype, QuantizedDtype | None]]] = {
     "w8a8": ("int8", "int8"),
@@ -38,7 +38,7 @@ QUANTIZED_WEIGHTS: Final[dict[str, tuple[QuantizedDtype, QuantizedDtype | None]]
     "w4a16": ("int4", None),
     "fp8": ("float8_e4m3fn", "float8_e4m3fn"),
 }
-"""By format the dtypes of weights and of activations; None: these stay in the compute dtype."""
+"""Dtypes of weights and activations by format; None leaves activations in the compute dtype."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,7 +50,7 @@ class FullPrecisionConfig:
     """Fields of `execution.kernels` that compute these products."""
 
     def build(self) -> None:
-        """Nothing stands between a product and `jnp.einsum`."""
+        """Return None: products use `jnp.einsum`."""
         return
 
 
@@ -63,14 +63,14 @@ class HaloConfig:
     """Fields of `execution.kernels` that compute these products."""
 
     dtype: Literal["int8", "float8_e4m3fn"] = "int8"
-    """Of both factors, forward and backward."""
+    """Dtype of both factors, forward and backward."""
     level: Literal[0, 1, 2] = 2
-    """0: no rotation; 1: along features; 2: gradients also over tokens. int8 needs 2; float8 does
-    with 1, or 0."""
+    """Rotations: 0 for none, 1 along features, 2 for gradients also over tokens. int8 needs 2,
+    float8 1 or 0."""
     block: int | None = 128
-    """The most features or tokens that are rotated together; None: all that a device has."""
+    """Maximum of features or tokens rotated together; None for all on a device."""
     gathered: Gathered = "codes"
-    """What of a fully sharded weight travels: its codes in 8 bits, or the weight itself."""
+    """Data gathered of a fully sharded weight: its codes in 8 bits, or the weight itself."""
 
     def __post_init__(self):
         if self.block is not None and self.block < 2:
@@ -80,7 +80,7 @@ class HaloConfig:
             )
 
     def build(self) -> HaloProduct:
-        """What a layer multiplies with."""
+        """Return the product that layers use."""
         halo = Halo(dtype=self.dtype, level=self.level, block=self.block)
         return HaloProduct(halo=halo, gathered=self.gathered)
 
@@ -102,25 +102,25 @@ class PrecisionPolicy:
     compute: Literal["auto", "float32", "bfloat16"] = "auto"
     """Operands of matrix products; auto: bfloat16 on accelerators, float32 on the CPU."""
     matmul: MatmulConfig = FullPrecisionConfig()
-    """How the products of layers are taken; a resumed run must keep it."""
+    """Matrix product of the layers; a resumed run must keep it."""
 
     weights: WeightFormat = "floating"
-    """Matrices of attention, feed-forward layers and experts. Not floating: of a run that
-    `experiments.checkpoint convert` has rounded, for inference alone."""
+    """Format of the matrices of attention, feed-forwards and experts; other than floating only for
+    inference on a run rounded by `experiments.checkpoint convert`."""
     cache: CacheFormat = "compute"
-    """Keys and values that decoding keeps: in the compute dtype or rounded, with a scale for each
-    token and head. Without a cache they are rounded as one would: for inference alone."""
+    """Format of cached keys and values: the compute dtype, or rounded with a scale per token and
+    head, for inference only. A pass without a cache rounds them in the same way."""
 
     @property
     def activations(self) -> QuantizedDtype | None:
-        """What activations are rounded to before they meet a quantised weight."""
+        """Dtype that activations are rounded to before a quantised weight; None for none."""
         return QUANTIZED_WEIGHTS[self.weights][1] if self.weights in QUANTIZED_WEIGHTS else None
 
     def check_trains(self) -> None:
-        """Refuses what has no gradient.
+        """Refuse formats that have no gradient.
 
         Raises:
-            ValueError: quantised weights, or a quantised cache.
+            ValueError: Quantised weights, or a quantised cache.
         """
         for field, floating in (("weights", "floating"), ("cache", "compute")):
             if (value := getattr(self, field)) != floating:
@@ -132,12 +132,12 @@ class PrecisionPolicy:
 
     @property
     def parameter_dtype(self) -> Any:
-        """The dtype of stored parameters."""
+        """Dtype of stored parameters."""
         return jnp.dtype(self.parameters)
 
     @property
     def compute_dtype(self) -> Any:
-        """The dtype of matrix products; asks JAX for its backend when "auto"."""
+        """Dtype of matrix products; "auto" asks JAX for its backend."""
         if self.compute == "auto":
             return jnp.dtype("float32" if jax.default_backend() == "cpu" else "bfloat16")
         return jnp.dtype(self.compute)

@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Indicators of instability, per layer: what to watch while a model trains, and what each means.
+"""Computes indicators of instability per layer during training.
 
     attention_z             mean over tokens and heads of LSE^2, LSE of the scaled, masked logits
     attention_max_logit     largest of these logits
@@ -17,19 +17,20 @@ With u_i = E_i(x) / |E_i(x)| and the K experts of a token, any dispatcher gives 
 
     rho = (|sum_i u_i|^2 - K) / (K (K - 1))          K > 1, after drops
 
-as the experts run once more with gates of 1 and outputs of length 1. With uniform gates and equal
-sizes it is what SqrtGate's argument neglects: RMS of the mixture = r sqrt(1 + rho (K - 1)). There
-is none where K is 1, nor where experts read mixtures of tokens.
+from a second run of the experts with gates of 1 and outputs of length 1. With uniform gates and
+equal sizes SqrtGate's argument neglects it: RMS of the mixture = r sqrt(1 + rho (K - 1)). It is not
+defined where K is 1, nor where experts read mixtures of tokens.
 
-Everything is a sum over real tokens and their number, or a maximum: additive over devices and
-micro-batches, returned by the layers and never sown, so that recomputation counts nothing twice;
-without a gradient, and not computed at all unless `ExecutionConfig(telemetry="detailed")`. That
-costs a second pass of the experts and of q k^T.
+Each is a sum over real tokens and their number, or a maximum: additive over devices and
+micro-batches. Layers return them (not sown, so recomputation counts nothing twice), without a
+gradient, and only with `ExecutionConfig(telemetry="detailed")`. The cost is a second pass of the
+experts and of q k^T.
 
 Source: HyperP (arXiv 2603.28743, section 4 and its code), which takes h after the multiplier. The
 indicators of a step (update over weight, the head's) are in `jaxmoe/training/indicators.py`.
 
-To add one: a value per token, through `token_means`, in the block or in the layer that knows it.
+To add an indicator: a value per token, through `token_means`, in jaxmoe/layers/indicators.py, and a
+call in the layer that has the arrays (jaxmoe/layers/block.py for those of all layers).
 """
 
 from __future__ import annotations
@@ -59,10 +60,10 @@ class Indicators:
     counts: dict[str, Float[Array, "*L"]]
     """Tokens in each sum."""
     peaks: dict[str, Float[Array, "*L"]]
-    """-inf where there was no token."""
+    """Maxima; -inf where there was no token."""
 
     def __add__(self, other: Indicators) -> Indicators:
-        """Of two micro-batches together."""
+        """Return the indicators of two micro-batches together."""
         return Indicators(
             sums=jax.tree.map(jnp.add, self.sums, other.sums),
             counts=jax.tree.map(jnp.add, self.counts, other.counts),
@@ -70,7 +71,7 @@ class Indicators:
         )
 
     def __or__(self, other: Indicators) -> Indicators:
-        """Of two places, whose names differ."""
+        """Return the indicators of two parts of a layer, whose names differ."""
         return Indicators(
             sums=self.sums | other.sums,
             counts=self.counts | other.counts,
@@ -83,18 +84,18 @@ def token_means(
     token_mask: Bool[Array, "B S"],
     peaks: Mapping[str, Float[Array, "B S"]] | None = None,
 ) -> Indicators:
-    """Indicators of values that every token has.
+    """Return indicators of values that every token has.
 
     Args:
-        values: by name; their mean is wanted.
+        values: Values to average, by name.
         token_mask: False leaves a token out.
-        peaks: by name; their largest is wanted.
+        peaks: Values of which the largest is reported, by name.
     """
     values, peaks = jax.lax.stop_gradient((dict(values), dict(peaks or {})))
     number = jnp.sum(token_mask, dtype=jnp.float32)
 
     def masked(value: Array, instead: float) -> Array:
-        # Within a sublayer positions may be cut in fewer parts than in the stream.
+        # Within a sublayer positions may be cut into fewer parts than in the stream.
         return jnp.where(place_like(token_mask, value), value, instead)
 
     return Indicators(
@@ -107,11 +108,11 @@ def token_means(
 def observe_branch(
     name: str, output: Float[Array, "B S D"], token_mask: Bool[Array, "B S"]
 ) -> Indicators:
-    """Size and outliers of what a branch adds to the residual stream.
+    """Return the size and outliers of the output that a branch adds to the residual stream.
 
     Args:
-        name: of the branch.
-        output: before the residual multiplier.
+        name: Name of the branch.
+        output: Output before the residual multiplier.
         token_mask: False for padding.
     """
     h = jax.lax.stop_gradient(output).astype(jnp.float32)
@@ -127,10 +128,10 @@ def observe_branch(
 def observe_attention(
     logits: Mapping[str, Float[Array, "B N S"]], token_mask: Bool[Array, "B S"]
 ) -> Indicators:
-    """Size of the attention logits.
+    """Return the size of the attention logits.
 
     Args:
-        logits: `lse` and `top` of every query, from `AttentionOutputs`.
+        logits: Log-sum-exp `lse` and largest logit `top` of every query.
         token_mask: False for padding.
     """
     return token_means(
@@ -145,11 +146,11 @@ def observe_routing(
     observed: Mapping[str, Float[Array, "B S"]],
     token_mask: Bool[Array, "B S"],
 ) -> Indicators:
-    """Size of the router logits, and correlation of the experts.
+    """Return the size of the router logits and the correlation of the experts.
 
     Args:
-        statistics: of the global batch.
-        observed: of every token, from `RoutingOutputs`.
+        statistics: Routing statistics of the global batch.
+        observed: Values of every token, from `observe_experts`.
         token_mask: False for padding.
     """
     top = {"router_max_logit": observed["router_max_logit"]}
@@ -164,7 +165,7 @@ def observe_routing(
 
 
 def unit_rows(rows: Float[Array, "R D"]) -> Float[Array, "R D"]:
-    """Rows of length 1, f32; a row of zeros stays one."""
+    """Scale rows to length 1, f32; a row of zeros is unchanged."""
     rows = rows.astype(jnp.float32)
     squares = jnp.sum(rows**2, axis=-1, keepdims=True)
     return rows * jax.lax.rsqrt(jnp.where(squares > 0.0, squares, 1.0))
@@ -173,14 +174,14 @@ def unit_rows(rows: Float[Array, "R D"]) -> Float[Array, "R D"]:
 def mean_cosine(
     unit_sum: Float[Array, "T D"], num_rows: Float[Array, " T"]
 ) -> tuple[Float[Array, " T"], Float[Array, " T"]]:
-    """Mean cosine of the pairs among some rows of length 1, from their sum.
+    """Return the mean cosine of the pairs among rows of length 1, from their sum.
 
     Args:
-        unit_sum: sum of the rows of each token.
-        num_rows: how many there were.
+        unit_sum: Sum of the rows of each token.
+        num_rows: Number of rows of each token.
 
     Returns:
-        The mean, 0 where there is no pair; and 1 where there is one.
+        The mean, 0 where there is no pair; and 1 where there is a pair.
     """
     pairs = num_rows * (num_rows - 1.0)
     has_pair = pairs > 0.0
@@ -213,11 +214,11 @@ def interleave(parts: Sequence[Indicators], repeats: int) -> Indicators:
 
 
 def join_stacks(parts: Sequence[tuple[Indicators, int]]) -> Indicators:
-    """Indicators of all layers from those of consecutive stacks.
+    """Return the indicators of all layers from those of consecutive scans.
 
     Args:
-        parts: of each stack, and its number of layers. A layer without some indicator has a count
-            of 0, or a peak of -inf.
+        parts: Indicators of each scan and its number of layers. A layer without an indicator has a
+            count of 0, or a peak of -inf.
     """
 
     def joined(kind: str, fill: float) -> dict[str, Array]:
@@ -240,11 +241,11 @@ def join_stacks(parts: Sequence[tuple[Indicators, int]]) -> Indicators:
 def summarise_indicators(
     indicators: Indicators, *, residual_multiplier: float
 ) -> dict[str, Float[Array, "*L"]]:
-    """The indicators by name; NaN for a layer that does not have one.
+    """Return the indicators by name; NaN for a layer that does not have one.
 
     Args:
-        indicators: of the whole batch.
-        residual_multiplier: of the model.
+        indicators: Indicators of the whole batch.
+        residual_multiplier: Residual multiplier of the model.
     """
     result = {}
     for name, total in indicators.sums.items():

@@ -16,12 +16,12 @@ from sharding import axes as ax
 def rms_norm(
     x: Float[Array, "*B D"], gain: Float[Array, " D"], epsilon: float
 ) -> Float[Array, "*B D"]:
-    """Normalises the last dimension to RMS 1, times the gain; in the dtype of `x`.
+    """Normalise the last dimension to RMS 1, times the gain, in the dtype of `x`.
 
     Args:
-        x: any float dtype.
-        gain: of each feature.
-        epsilon: added to the mean square.
+        x: Array of any float dtype.
+        gain: Factor of each feature.
+        epsilon: Term added to the mean square.
     """
     wide = x.astype(jnp.float32)
     mean_square = jnp.mean(wide * wide, axis=-1, keepdims=True)
@@ -38,7 +38,7 @@ class RMSNorm(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
-        """Normalised `x`."""
+        """Return `x` normalised."""
         gains = Declaration(
             shape=(self.dim,), axes=(ax.NORM,), role="norm", matrix=None, init="ones"
         )

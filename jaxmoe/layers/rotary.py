@@ -5,10 +5,10 @@
 Feature h of the first half is paired with feature h + H/2 of the second (the layout of Hugging
 Face checkpoints), and turns by position * theta^(-2h/H). Angles are computed in f32.
 
-YaRN (arXiv 2309.00071) divides the frequencies of features that turn seldom by a factor s, leaves
-those that turn often, and goes linearly over h from the one to the other. For latent attention
-(DeepSeek-V3) all logits are multiplied by m(a)^2 besides, m(a) = 1 + a log(s) / 10, and turned
-features by m(mscale) / m(a).
+YaRN (arXiv 2309.00071) divides the frequencies of slow features by a factor s, keeps those of fast
+features, and interpolates linearly over h between them. For latent attention (DeepSeek-V3) all
+logits are also multiplied by m(a)^2, m(a) = 1 + a log(s) / 10, and turned features by
+m(mscale) / m(a).
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ class YarnConfig:
 def rotary_angles(
     positions: Int[Array, "#B S"], head_dim: int, theta: float, yarn: YarnConfig | None = None
 ) -> tuple[Float[Array, "#B S 1 H"], Float[Array, "#B S 1 H"]]:
-    """What each feature and its partner are multiplied by, f32: cosines, and sines with a sign.
+    """Return the factors of each feature and its partner, f32: cosines, and sines with a sign.
 
     Args:
-        positions: B may be 1, for positions shared by all rows.
+        positions: Positions of the tokens; B is 1 where all rows share them.
         head_dim: H, even.
-        theta: base of the wavelengths.
-        yarn: for rows longer than those of pretraining.
+        theta: Base of the wavelengths.
+        yarn: Stretching for rows longer than those of pretraining.
     """
     half = head_dim // 2
     exponents = jnp.arange(half, dtype=jnp.float32) / half
@@ -70,15 +70,15 @@ def rotary_angles(
 
 
 def yarn_size(yarn: YarnConfig, mscale: float) -> float:
-    """m(mscale), by which YaRN makes up for the entropy of longer rows."""
+    """Return m(mscale), the factor by which YaRN counters the entropy of longer rows."""
     return 1.0 + 0.1 * mscale * math.log(max(1.0, yarn.factor))
 
 
 def _stretched(half: int, theta: float, yarn: YarnConfig) -> Float[Array, " H"]:
-    """What the frequencies of YaRN are divided by, as factors."""
+    """Return the factors by which YaRN reduces the frequencies."""
 
     def feature(turns: float) -> float:
-        """The one that turns as often as this in the original length."""
+        """Return the feature that turns this often in the original length."""
         return half * math.log(yarn.original_length / (turns * 2.0 * math.pi)) / math.log(theta)
 
     first = max(math.floor(feature(yarn.beta_fast)), 0)
@@ -90,14 +90,14 @@ def _stretched(half: int, theta: float, yarn: YarnConfig) -> Float[Array, " H"]:
 def rotate(
     x: Float[Array, "B S N H"], angles: tuple[Float[Array, "#B S 1 H"], Float[Array, "#B S 1 H"]]
 ) -> Float[Array, "B S N H"]:
-    """Turns queries or keys by their positions.
+    """Turn queries or keys by their positions.
 
     Args:
-        x: heads; H is even.
-        angles: from `rotary_angles`.
+        x: Heads; H is even.
+        angles: Result of `rotary_angles`.
 
     Returns:
-        In the dtype of `x`.
+        The turned heads, in the dtype of `x`.
     """
     cos, sin = angles
     wide = x.astype(jnp.float32)

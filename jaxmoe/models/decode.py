@@ -1,14 +1,14 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Generation with a key-value cache: the prompt in one pass, then one token at a time.
+"""Generates text with a cache: the prompt in one pass, then one token at a time.
 
-On a mesh every device that shares a row (seq, tensor) sees all its new tokens, and holds a part of
-the cache: the slots are cut over `seq`, the heads over `tensor`. The tokens are the same as on one
-device. Long prompts are therefore computed `seq` times over, but for their attention; and experts
-are gathered to the tokens, whatever the dispatcher.
+On a mesh every device that shares a row (seq, tensor) computes all its new tokens and holds a part
+of the cache: the slots are cut over `seq`, the heads over `tensor`. The tokens equal those of one
+device. A prompt is therefore computed `seq` times, except its attention, and experts are gathered
+to the tokens with any dispatcher.
 
-Weights may be quantised (`jaxmoe.models.quantize`), and so may the cache
-(`execution.precision.cache`), whatever the mesh.
+Weights (`jaxmoe.models.quantize`) and the cache (`execution.precision.cache`) may be quantised on
+any mesh.
 """
 
 from __future__ import annotations
@@ -38,27 +38,29 @@ def generate(
     router_state: Any = None,
     execution: ExecutionConfig | None = None,
 ) -> Int[Array, "B num_tokens"]:
-    """Continues prompts of one length.
+    """Continue prompts of one length.
 
     Args:
-        model: of the parameters.
-        params: of the model, on one device or laid out on the current mesh.
-        prompt: at least one token each.
-        num_tokens: to generate.
-        key: of the sampling.
-        temperature: divides the logits; 0 takes the most likely token.
-        router_state: stacked over MoE layers.
-        execution: how it is computed.
+        model: Config of the model.
+        params: Its parameters, on one device or laid out on the current mesh.
+        prompt: Tokens, at least one per row.
+        num_tokens: Number of tokens to generate.
+        key: PRNG key of the sampling.
+        temperature: Divisor of the logits; 0 takes the most likely token.
+        router_state: State of the routers, stacked over MoE layers; fresh when None.
+        execution: How the model is computed.
+
+    Returns:
+        The generated tokens.
 
     Raises:
-        ValueError: an empty prompt, nothing to generate, a negative temperature, or a model that
-            is not causal.
+        ValueError: An empty prompt, num_tokens below 1, a negative temperature, or a model that is
+            not causal.
     """
     if not model.attention.is_causal:
         raise ValueError(
             "model.attention.is_causal=False: this model fills gaps from both sides, and cannot"
-            " write from left to right, where what follows is not there yet: sample it with"
-            " jaxmoe.models.diffuse"
+            " write from left to right: sample it with jaxmoe.models.diffuse"
         )
     if prompt.shape[1] < 1 or num_tokens < 1:
         raise ValueError("generation needs a prompt of at least one token, and a token to generate")
@@ -74,7 +76,7 @@ def generate(
 
 @functools.lru_cache(maxsize=8)
 def _compiled(model: ModelConfig, execution: ExecutionConfig, num_tokens: int, is_greedy: bool):
-    """The jitted generator for one model and length."""
+    """Return the jitted generator for one model and length."""
 
     def decode(params: Any, tokens: Array, cache: Cache, router_state: Any) -> tuple[Any, Any]:
         batch, length = tokens.shape
@@ -89,7 +91,7 @@ def _compiled(model: ModelConfig, execution: ExecutionConfig, num_tokens: int, i
             cache=cache,
         )
         assert output.logits is not None  # asked for by default
-        # Whole on every device, so that all of them draw the same tokens as one would.
+        # Whole on every device, so that all of them draw the same tokens as one device.
         return execution.placement.place(output.logits[:, -1], (None, None)), output.cache
 
     def choose(logits: Array, key: Array, temperature: Array) -> Array:

@@ -1,13 +1,13 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Sampling of masked diffusion: all positions start masked, or all but the given, and fill in.
+"""Samples masked diffusion models: positions start masked, except given ones, and are filled in.
 
     for i = N, ..., 1:  each masked position is filled with probability 1/i, from softmax(logits)
 
-which is the reverse process of the linear schedule from t = i/N to s = (i-1)/N, where a mask goes
-with probability (t - s) / t; the last step fills what is left. Positions that are filled in one
-step do not see one another: the more steps, the closer to the model's own law, and from some
-multiple of S on there is seldom more than one. What is filled or given never changes.
+This is the reverse process of the linear schedule from t = i/N to s = (i-1)/N, where a mask is
+removed with probability (t - s) / t; the last step fills the rest. Positions filled in one step do
+not see one another: with more steps the samples are closer to the model's own distribution, until
+steps seldom fill more than one. Filled and given positions never change.
 
 Source: MDLM (arXiv 2406.07524, section 3.2 and eq. 6). The objective is
 `jaxmoe/training/masked_diffusion.py`; generation from left to right is `decode.py`.
@@ -29,7 +29,7 @@ from jaxmoe.models.embedding import only_predicted
 from jaxmoe.models.transformer import forward
 
 Denoiser = Callable[[Int[Array, "B S"], Float[Array, "B S"]], Float[Array, "B S V"]]
-"""(tokens, share of the row that is masked) -> logits, -inf for the mask token."""
+"""Function (tokens, masked share of the row) -> logits, -inf for the mask token."""
 
 
 def diffuse(
@@ -44,25 +44,29 @@ def diffuse(
     router_state: Any = None,
     execution: ExecutionConfig | None = None,
 ) -> Int[Array, "B S"]:
-    """Fills the positions of rows that are not given.
+    """Fill the positions of rows that are not given.
 
     Args:
-        model: of the parameters, trained by masked diffusion; its last id is the mask.
-        params: of the model, on one device.
-        tokens: rows of the length that is wanted; only those given are read.
-        is_given: a prompt anywhere in the row; all False samples whole rows.
-        num_steps: passes through the model.
-        key: of the sampling.
-        temperature: divides the logits; 0 takes the most likely token.
-        router_state: stacked over MoE layers.
-        execution: how it is computed.
+        model: Config of a model trained by masked diffusion; its last id is the mask.
+        params: Its parameters, on one device.
+        tokens: Rows of the wanted length; only given positions are read.
+        is_given: True for the tokens of a prompt, anywhere; all False samples whole rows.
+        num_steps: Passes through the model.
+        key: PRNG key of the sampling.
+        temperature: Divisor of the logits; 0 takes the most likely token.
+        router_state: State of the routers, stacked over MoE layers; fresh when None.
+        execution: How the model is computed.
+
+    Returns:
+        The filled rows.
 
     Raises:
-        ValueError: a causal model, no step, a negative temperature, or arrays of two shapes.
+        ValueError: A causal model, num_steps below 1, a negative temperature, or arrays of two
+            shapes.
     """
     if model.attention.is_causal:
         raise ValueError(
-            "model.attention.is_causal=True: this model sees only what stands before a gap, and"
+            "model.attention.is_causal=True: this model sees only the tokens before a gap, and"
             " cannot fill it: write with jaxmoe.models.decode.generate"
         )
     if num_steps < 1:
@@ -85,16 +89,19 @@ def ancestral(
     key: Key[Array, ""],
     temperature: Float[Array, ""] | None = None,
 ) -> Int[Array, "B S"]:
-    """The reverse process with any denoiser.
+    """Run the reverse process with any denoiser.
 
     Args:
-        denoise: see `Denoiser`.
-        tokens: see `diffuse`.
-        is_given: see `diffuse`.
-        mask_token: id of the mask.
-        num_steps: N.
-        key: of the sampling.
-        temperature: divides the logits; None takes the most likely token.
+        denoise: Denoiser.
+        tokens: Rows; only given positions are read.
+        is_given: True for the tokens of a prompt.
+        mask_token: Id of the mask.
+        num_steps: Number of steps (N).
+        key: PRNG key of the sampling.
+        temperature: Divisor of the logits; None takes the most likely token.
+
+    Returns:
+        The filled rows.
     """
 
     def body(tokens: Array, given: tuple[Array, Array]) -> tuple[Array, None]:
@@ -120,7 +127,7 @@ def ancestral(
 
 @functools.lru_cache(maxsize=8)
 def _compiled(model: ModelConfig, execution: ExecutionConfig, num_steps: int, is_greedy: bool):
-    """The jitted sampler of one model."""
+    """Return the jitted sampler of one model."""
     mask_token = model.vocab_size - 1
 
     def run(

@@ -1,9 +1,9 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Models by name, at exactly the sizes published: `PRESETS["qwen3_30b_a3b"]()`.
+"""Builds models by name, at their published sizes: `PRESETS["qwen3_30b_a3b"]()`.
 
     tiny              a laptop's CPU
-    d8 d12 ... d24    the ladder of HyperP: one number, the depth, sets every other
+    d8 d12 ... d24    the ladder of HyperP: the depth decides every other size
     olmoe_1b_7b       arXiv 2409.02060
     mixtral_8x7b      arXiv 2401.04088
     qwen3_30b_a3b     arXiv 2505.09388
@@ -15,14 +15,14 @@ The ladder (arXiv 2603.28743, the configuration of its mixture-of-experts runs),
     tokens: 50 per parameter of the dense model of the same width (`jaxmoe.models.sizing`)
 
 The paper counts the shared expert: 8 of 64. Here it is not counted: top_k 7 of 63 routed experts,
-and num_shared_experts 1. The published models have none, so their numbers are their papers'.
+and num_shared_experts 1. The published models have no shared expert.
 
 Router and balance losses come from `jaxmoe.routing.METHODS`, with the papers' coefficients for each
 layer; OLMoE's are those of its training code, which averages over layers. Sizes of published models
 are those of their config.json, which `jaxmoe.checkpoint.huggingface` reads.
 
-To add a preset: a function and a line in PRESETS, and its published parameter counts in
-tests/jaxmoe/models/test_presets.py.
+To add a preset: a function and a line in `PRESETS` in jaxmoe/models/presets.py, and its published
+parameter counts in tests/jaxmoe/models/test_presets.py.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from functools import partial
 from typing import Any, Final
 
 from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
-from jaxmoe.models.sizing import dense_parameters, moe_sizes, training_tokens
+from jaxmoe.models.sizing import moe_sizes, training_tokens
 from jaxmoe.routing import METHODS, LoadBalanceConfig, RouterZConfig
 
 LADDER_DEPTHS: Final = (8, 12, 16, 20, 24)
@@ -42,7 +42,7 @@ _SPARSITY: Final = 8
 
 
 def tiny() -> ModelConfig:
-    """Four layers of eight experts on bytes; 2.7 million parameters, 0.9 million active."""
+    """Return four layers of eight experts on bytes: 2.7 million parameters, 0.9 million active."""
     return ModelConfig(
         vocab_size=256,
         num_layers=4,
@@ -53,13 +53,13 @@ def tiny() -> ModelConfig:
 
 
 def ladder(depth: int) -> ModelConfig:
-    """A rung of the HyperP ladder.
+    """Return a model of the HyperP ladder.
 
     Args:
-        depth: layers; even, because 4 key-value heads must divide 2 * depth query heads.
+        depth: Number of layers; even, because 4 key-value heads must divide 2 * depth query heads.
 
     Raises:
-        ValueError: a depth that is odd or below 2.
+        ValueError: A depth that is odd or below 2.
     """
     if depth < 2 or depth % 2:
         raise ValueError(
@@ -83,18 +83,13 @@ def ladder(depth: int) -> ModelConfig:
     )
 
 
-def ladder_parameters(depth: int) -> int:
-    """Parameters of the dense model of a rung: its active ones but for router, gates and norms."""
-    return dense_parameters(ladder(depth))
-
-
 def ladder_tokens(depth: int) -> int:
-    """Training tokens of a rung: 10.4e9 at depth 8, in proportion to `ladder_parameters`."""
+    """Return the training tokens of a depth: 10.4e9 at 8, in proportion to `dense_parameters`."""
     return training_tokens(ladder(depth))
 
 
 def olmoe_1b_7b() -> ModelConfig:
-    """OLMoE-1B-7B-0924: 6.92e9 parameters, 1.28e9 active; 8 of 64 experts."""
+    """Return OLMoE-1B-7B-0924: 6.92e9 parameters, 1.28e9 active; 8 of 64 experts."""
     layers, top_k = 16, 8
     # Its training code (MegaBlocks with pull request 133) divides both losses by the layers, which
     # are added here, and the z-loss by top_k as well.
@@ -115,7 +110,7 @@ def olmoe_1b_7b() -> ModelConfig:
 
 
 def mixtral_8x7b() -> ModelConfig:
-    """Mixtral-8x7B-v0.1: 46.7e9 parameters, 12.9e9 active; 2 of 8 experts."""
+    """Return Mixtral-8x7B-v0.1: 46.7e9 parameters, 12.9e9 active; 2 of 8 experts."""
     return ModelConfig(
         vocab_size=32_000,
         num_layers=32,
@@ -130,7 +125,7 @@ def mixtral_8x7b() -> ModelConfig:
 
 
 def qwen3_30b_a3b() -> ModelConfig:
-    """Qwen3-30B-A3B: 30.5e9 parameters, 3.3e9 active; 8 of 128 experts."""
+    """Return Qwen3-30B-A3B: 30.5e9 parameters, 3.3e9 active; 8 of 128 experts."""
     return ModelConfig(
         vocab_size=151_936,
         num_layers=48,

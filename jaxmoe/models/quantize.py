@@ -1,22 +1,21 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters in few bits, for inference: the matrices of a trained model as QuantizedArrays.
+"""Quantises parameters for inference: the matrices of a trained model as QuantizedArrays.
 
-    w ~ values * scales        scales: of 128 inputs at a time, for each output
+    w ~ values * scales        one scale for 128 inputs of each output
 
-What is rounded are the matrices of attention, feed-forward layers and experts (`QUANTIZED_ROLES`):
-nearly all of the parameters. What stays as trained:
+The matrices of attention, feed-forwards and experts (`QUANTIZED_ROLES`) are rounded, nearly all of
+the parameters. The others stay as trained:
 
-    router, gates of heads, gains    few, and a small change of theirs moves whole tokens or heads
-    embedding                        is looked up, not multiplied
-    head                             its errors are those of the logits, with no layer behind them;
-                                     and it may be the embedding
+    router, head gates, gains    few parameters, with a large effect on tokens and heads
+    embedding                    looked up, not multiplied
+    head                         its errors appear in the logits directly; may be the embedding
 
-Layers take such parameters in place of floating ones; `execution.precision.weights` says what the
-activations are rounded to there. Rounding is to the nearest, from the weights alone: no data is
-looked at. Nothing here is trained.
+Layers accept such parameters in place of floating ones; `execution.precision.weights` decides what
+activations are rounded to. Values are rounded to nearest, from the weights alone, without data.
 
-To round another role: a name in QUANTIZED_ROLES, and its layer declares it with `declare_matrix`.
+To round another role: its name in `QUANTIZED_ROLES` of jaxmoe/models/quantize.py; its layer must
+declare it with `declare_matrix`.
 """
 
 from __future__ import annotations
@@ -44,38 +43,26 @@ QUANTIZED_ROLES: Final[frozenset[Role]] = frozenset(
     }
 )
 LARGEST_BLOCK: Final = 128
-"""Inputs that share a scale, at most; a divisor of the dimension."""
+"""Largest number of inputs that share a scale; a divisor of the dimension is used."""
 SMALLEST_BLOCK: Final = 16
-"""Inputs that share a scale, at least: scales of fewer would take the room that was gained."""
+"""Smallest number of inputs that share a scale; scales of fewer would cost the memory saved."""
 
 # Dimensions that are cut where a matrix is stored, and whole where it is used.
 _GATHERED = (ax.EMBED, ax.EXPERT_EMBED)
 
 
-def quantize_params(table: ParameterTable, params: Any, form: WeightFormat) -> Any:
-    """The parameters with their matrices in few bits, the others as they are.
-
-    Args:
-        table: of the model.
-        params: floating, on one device.
-        form: a key of `jaxmoe.precision.QUANTIZED_WEIGHTS`.
-
-    Raises:
-        ValueError: another format.
-    """
-    rows = table.tree(lambda row: row)
-    return jax.tree.map(partial(quantize_parameter, form=form), rows, params)
-
-
 def quantize_parameter(
     row: ParameterSpec, value: Float[Array, ...], form: WeightFormat
 ) -> Float[Array, ...] | QuantizedArray:
-    """One parameter, in few bits where its role is among `QUANTIZED_ROLES`.
+    """Quantise one parameter if its role is in `QUANTIZED_ROLES`.
 
     Args:
-        row: of the table.
-        value: floating.
-        form: as for `quantize_params`.
+        row: Row of the parameter in the table.
+        value: Floating value.
+        form: Key of `jaxmoe.precision.QUANTIZED_WEIGHTS`.
+
+    Raises:
+        ValueError: Another format.
     """
     if form not in QUANTIZED_WEIGHTS:
         raise ValueError(f"weights={form!r} is none of {', '.join(QUANTIZED_WEIGHTS)}")
@@ -86,15 +73,15 @@ def quantize_parameter(
 
 
 def _block_size(size: int) -> int | None:
-    """The largest divisor that may share a scale; None, all of them, where that is a few."""
+    """Return the largest divisor that may share a scale; None for all where it is too small."""
     block = max(d for d in range(1, min(size, LARGEST_BLOCK) + 1) if size % d == 0)
     return block if block >= SMALLEST_BLOCK else None
 
 
 def scaled_axis(row: ParameterSpec) -> int | None:
-    """The dimension along which the scales of a parameter lie; None: it stays floating.
+    """Return the dimension along which a parameter is scaled; None if it stays floating.
 
-    The last of those that a product sums over: of [N H D] with N and H summed it is H.
+    It is the last of those that a product sums over: H of [N H D] with N and H summed.
     """
     matrix = row.declaration.matrix
     if row.declaration.role not in QUANTIZED_ROLES or matrix is None:
@@ -105,17 +92,17 @@ def scaled_axis(row: ParameterSpec) -> int | None:
 def abstract_params(
     table: ParameterTable, form: WeightFormat, dtype: Any, rules: LogicalAxisRules, mesh: Mesh
 ) -> Any:
-    """Shapes, dtypes and layout of quantised parameters: what a restore is aimed at.
+    """Return shapes, dtypes and layout of quantised parameters, the target of a restore.
 
     Args:
-        table: of the model.
-        form: as for `quantize_params`.
-        dtype: of the parameters that stay floating.
-        rules: from logical axes to mesh axes.
-        mesh: on which they are meant.
+        table: Parameters of the model.
+        form: Key of `jaxmoe.precision.QUANTIZED_WEIGHTS`.
+        dtype: Dtype of the parameters that stay floating.
+        rules: Rules from logical axes to mesh axes.
+        mesh: Mesh of the layout.
 
     Raises:
-        ValueError: a mesh that cuts a matrix within what shares a scale.
+        ValueError: A mesh that cuts a matrix within a block that shares a scale.
     """
 
     def one(row: ParameterSpec) -> Any:
@@ -137,7 +124,7 @@ def _spec(
     rules: LogicalAxisRules,
     sizes: Mapping[str, int],
 ) -> PartitionSpec:
-    """Where a parameter lies, or its scales, which are fewer along one dimension."""
+    """Return the spec of a parameter, or of its scales, which are fewer along one dimension."""
     names: list[str | None] = []
     for name, whole, size in zip(row.declaration.axes, row.shape, shape, strict=True):
         shards = math.prod(sizes[axis] for axis in rules.mesh_axes(name))
@@ -155,10 +142,10 @@ def _spec(
 
 
 def stored_bytes(tree: Any) -> int:
-    """Bytes of all arrays, two numbers of 4 bits to the byte.
+    """Return the bytes of all arrays, two numbers of 4 bits to the byte.
 
     Args:
-        tree: of arrays.
+        tree: Tree of arrays.
     """
     leaves = jax.tree.leaves(tree)
     return sum(leaf.size * jax.dtypes.itemsize_bits(leaf.dtype) for leaf in leaves) // 8
@@ -167,11 +154,11 @@ def stored_bytes(tree: Any) -> int:
 def largest_error(
     value: Float[Array, ...], rounded: Float[Array, ...]
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """The largest |error| of what was rounded, and the largest |value|.
+    """Return the largest |error| of a rounded array, and the largest |value|.
 
     Args:
-        value: as trained.
-        rounded: turned back.
+        value: Array as trained.
+        rounded: Array rounded and converted back.
     """
     wide = value.astype(jnp.float32)
     return jnp.max(jnp.abs(rounded - wide), initial=0.0), jnp.max(jnp.abs(wide), initial=0.0)

@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Rules of size: experts from granularity and sparsity, tokens and FLOPs from parameters.
+"""Sizes experts from granularity and sparsity, and training tokens from parameters (HyperP).
 
 For a dense model of hidden width G, granularity k and sparsity S (HyperP's, arXiv 2603.28743):
 
@@ -8,18 +8,17 @@ For a dense model of hidden width G, granularity k and sparsity S (HyperP's, arX
     with a shared expert, one of the k: k S - 1 routed, of which k - 1 are chosen
     N = L (3 D G + 2 D H (N + M)) + 2 V D       parameters of the dense model, by which all is sized
     T = T0 N / N0                               tokens: 10.4e9 for the 208,142,336 of depth 8
-    FLOPs = T (6 N + 12 L N H S)                attention without its causal half
 
-(N heads, M key-value heads of width H, S positions.) The paper counts the shared expert among the
-k, this library does not. Gates, norms and routers are left out, embedding and head are counted, and
-a mixture counts as its dense equivalent: these are the paper's numbers, to be compared with its
-tables. `jaxmoe.models.flops` and `ParameterTable` count what runs.
+(N heads, M key-value heads of width H.) The paper counts the shared expert among the k, this
+library does not. Gates, norms and routers are left out, embedding and head are counted, and a
+mixture counts as its dense equivalent: these are the paper's numbers, for comparison with its
+tables. `jaxmoe.models.flops` and `ParameterTable` count what is computed.
 
-At k = 2 with a shared expert one expert is chosen, whose gate is 1 whatever its score: the language
+At k = 2 with a shared expert one expert is chosen, whose gate is 1 for any score: the language
 model's loss then gives the router no gradient (`RoutingWarning`, from MoEConfig), and the paper's
-gain there is that of the mixing with the shared expert alone.
+gain there comes from mixing with the shared expert alone.
 
-To add a rule: a function here, and the table that it must reproduce in
+To add a rule: a function in jaxmoe/models/sizing.py, and the table that it must reproduce in
 tests/jaxmoe/models/test_sizing.py.
 """
 
@@ -30,26 +29,27 @@ from typing import Final
 from jaxmoe.models.config import ModelConfig
 
 BASE_PARAMETERS: Final = 208_142_336
-"""Of depth 8, by `dense_parameters`."""
+"""Parameters of depth 8, by `dense_parameters`."""
 BASE_TOKENS: Final = 10_400_000_000
+"""Training tokens of depth 8."""
 
 
 def moe_sizes(
     dense_dim: int, *, granularity: int, sparsity: int, has_shared_expert: bool = True
 ) -> dict[str, int]:
-    """The sizes of a mixture whose active parameters are those of a dense layer.
+    """Return the sizes of a mixture with the active parameters of a dense layer.
 
     Args:
-        dense_dim: hidden width of the dense layer.
+        dense_dim: Hidden width of the dense layer.
         granularity: k, active experts per token, the shared one included.
-        sparsity: S, total over active experts.
-        has_shared_expert: one of the k is met by every token.
+        sparsity: S, ratio of all experts to active ones.
+        has_shared_expert: Whether one of the k is applied to every token.
 
     Returns:
         The fields num_experts, top_k, expert_dim and num_shared_experts of MoEConfig.
 
     Raises:
-        ValueError: sizes that do not divide, or nothing left for a router to choose.
+        ValueError: Sizes that do not divide, or no expert left for the router to choose.
     """
     if granularity < 1 or sparsity < 1:
         raise ValueError(
@@ -78,9 +78,9 @@ def moe_sizes(
 
 
 def dense_parameters(model: ModelConfig) -> int:
-    """Parameters of the dense model of the same width, as HyperP counts them.
+    """Return the number of parameters of the dense model of the same width, as HyperP counts them.
 
-    Its SwiGLUs, attention projections, embedding and head; gates, norms and routers are left out.
+    Counts SwiGLUs, attention projections, embedding and head; no gates, norms or routers.
     """
     width = model.embed_dim
     mixers = sum(kind.mixer.projection_parameters(width) for kind in model.kinds)
@@ -89,20 +89,5 @@ def dense_parameters(model: ModelConfig) -> int:
 
 
 def training_tokens(model: ModelConfig) -> int:
-    """50 tokens per parameter, as HyperP has it: in proportion to `dense_parameters`."""
+    """Return HyperP's number of training tokens: 50 per parameter of `dense_parameters`."""
     return BASE_TOKENS * dense_parameters(model) // BASE_PARAMETERS
-
-
-def training_flops(model: ModelConfig, tokens: int, sequence_length: int) -> int:
-    """Of a whole run, as HyperP counts them.
-
-    Args:
-        model: what is trained.
-        tokens: of the run.
-        sequence_length: S.
-    """
-    logits = sum(
-        kind.mixer.heads.num_heads * (kind.mixer.heads.head_dim + kind.mixer.heads.value_dim)
-        for kind in model.kinds
-    )
-    return tokens * (6 * dense_parameters(model) + 6 * logits * sequence_length)

@@ -1,10 +1,10 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""The decoder-only transformer: embedding, stacks of blocks, norm, head.
+"""The decoder-only transformer: embedding, layers, norm, head.
 
     Transformer(model, execution).apply({"params": params}, tokens) -> Output
 
-The same call runs with no mesh, inside a user's Auto mesh, and on a mesh of `sharding.make_mesh`.
+The call runs without a mesh, inside a user's Auto mesh, and on a mesh of `sharding.make_mesh`.
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ from sharding.products.tensor_parallel import look_up
 @typing.no_type_check
 @struct.dataclass
 class Output:
-    """What the transformer returns."""
+    """Result of the transformer."""
 
     logits: Float[Array, "B S V"] | None
-    """f32; None when not asked for."""
+    """Logits in f32; None with has_logits=False."""
     losses: dict[str, Float[Array, ""]]
-    """Balancers' losses, weighted and summed over layers: add them to the cross-entropy."""
+    """Losses of the balancers, weighted and summed over layers, to add to the cross-entropy."""
     statistics: RouterStatistics | None
-    """Of the global batch, stacked over MoE layers; None for a dense model."""
+    """Routing statistics of the global batch, stacked over MoE layers; None for a dense model."""
     router_state: Any
-    """As given; routers change it in `update`, once per optimiser step."""
+    """Router state as given; routers change it in `update`, once per optimiser step."""
     hidden: Float[Array, "B S D"]
-    """After the final norm."""
+    """Hidden states after the final norm."""
     cache: Cache | None
-    """With the new keys and values, when one was given."""
+    """Caches with the new entries, when they were given; see `jaxmoe.models.cache`."""
     indicators: Indicators | None = None
-    """Of every layer, with detailed telemetry."""
+    """Indicators of every layer, with detailed telemetry."""
 
 
 class Transformer(nn.Module):
@@ -80,24 +80,24 @@ class Transformer(nn.Module):
         has_logits: bool = True,
         places: Order | None = None,
     ) -> Output:
-        """Logits of the next token at every position.
+        """Compute the logits of the next token at every position.
 
         Args:
-            tokens: ids in [0, V); validated on the host by `jaxmoe.data.batch`.
-            positions: of each token in its document; arange when None.
-            segment_ids: document of each token, 0 for padding: tokens see only their own document,
-                and padding is neither routed nor counted. A document's tokens stand in order.
-            router_state: stacked over MoE layers; fresh when None.
-            cache: keys and values of earlier tokens; needs `positions`.
-            train: routers may behave otherwise in training.
-            key: for routers with noise.
-            row_ids: number of each row in the batch of the step, so that a router's noise does not
+            tokens: Ids in [0, V); validated on the host by `jaxmoe.data.batch`.
+            positions: Position of each token in its document; arange when None.
+            segment_ids: Document of each token, 0 for padding. Tokens see only their own document,
+                whose tokens are in order; padding is neither routed nor counted.
+            router_state: State of the routers, stacked over MoE layers; fresh when None.
+            cache: Caches of earlier tokens, from `initial_cache`; needs `positions`.
+            train: Whether routers behave as in training.
+            key: PRNG key for routers with noise.
+            row_ids: Number of each row in the batch of the step, so that a router's noise does not
                 depend on how the batch was cut; arange when None.
-            context: further [B S] arrays for routers, by name (`mask_ratio`).
+            context: Further [B S] arrays for routers, by name (`mask_ratio`).
             has_logits: False leaves the logits out, for a loss that applies the head itself.
-            places: of each token in its row, where the [B S] arrays are laid out already as
-                `jaxmoe.layers.sequences` has it: so will the results be. None: both are in the
-                order of the tokens.
+            places: Place of each token in its row, where the [B S] arrays are laid out already by
+                `jaxmoe.layers.sequences`; the results then are too. None: both are in the order of
+                the tokens.
         """
         model, execution, shared = self.model, self.execution, self.model.context
         placement, dtype = execution.placement, execution.precision.compute_dtype
@@ -156,15 +156,15 @@ def forward(
     whole: Any = None,
     **given: Any,
 ) -> Output:
-    """`Transformer(model, execution).apply({"params": params}, tokens, **given)`, typed.
+    """Return `Transformer(model, execution).apply({"params": params}, tokens, **given)`, typed.
 
     Args:
-        model: what is computed.
-        execution: how.
-        params: of the model.
-        tokens: ids.
-        whole: gathered parameters for the layers to use, see `jaxmoe.layers.gather`.
-        **given: see `Transformer`.
+        model: Config of the model.
+        execution: How it is computed.
+        params: Parameters of the model.
+        tokens: Ids in [0, V).
+        whole: Gathered parameters for the layers, see `jaxmoe.layers.gather`; or None.
+        **given: Further arguments of `Transformer`.
     """
     variables = {"params": params} | ({} if whole is None else {WHOLE: whole})
     output = Transformer(model, execution).apply(variables, tokens, **given)
@@ -174,11 +174,11 @@ def forward(
 def balance_losses(
     model: ModelConfig, statistics: RouterStatistics | None
 ) -> dict[str, Float[Array, ""]]:
-    """The weighted loss of each balancer of the statistics; none for a dense model.
+    """Return the weighted loss of each balancer that reads statistics; none for a dense model.
 
     Args:
-        model: whose balancers are meant.
-        statistics: of the batch in question, stacked over MoE layers.
+        model: Config of the balancers.
+        statistics: Routing statistics of the batch, stacked over MoE layers.
     """
     if model.moe is None or statistics is None:
         return {}
@@ -190,18 +190,18 @@ def balance_losses(
 
 
 def initial_router_state(model: ModelConfig) -> Any:
-    """Fresh state of all routers, stacked over MoE layers; an empty dict where they keep none."""
+    """Return fresh state of all routers, stacked over MoE layers; empty where they have none."""
     if model.moe is None or not model.num_moe_layers:
         return {}
     router = model.moe.build_router(model.embed_dim)
-    # Each layer has a key of its own, the same on every mesh, for states that start at random.
+    # Each layer has its own key, the same on every mesh, for states that start at random.
     keys = jax.random.split(jax.random.key(0), model.num_moe_layers)
     states = [router.init(key)[1] for key in keys]
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *states)
 
 
 def _check_mesh(length: int, execution: ExecutionConfig) -> None:
-    """Refuses a current mesh that is not this execution's, or sequences that it cannot cut."""
+    """Refuse a current mesh other than this execution's, or sequences that it cannot cut."""
     placement, mesh = execution.placement, jax.sharding.get_abstract_mesh()
     names = {name for axis in ax.LOGICAL_AXES for name in placement.mesh_axes(axis)}
     if missing := sorted(names - set(mesh.axis_names)):
@@ -221,7 +221,7 @@ def _check_mesh(length: int, execution: ExecutionConfig) -> None:
 def _given_of_tokens(
     tokens: Array, positions: Array | None, segment_ids: Array | None, context: Any
 ) -> dict[str, Any]:
-    """The [B S] arrays that there are."""
+    """Return the [B S] arrays that are given."""
     arrays = {"tokens": tokens, "positions": positions, "segment_ids": segment_ids}
     given: dict[str, Any] = {name: x for name, x in arrays.items() if x is not None}
     return given | {"context": dict(context or {})}
@@ -234,7 +234,7 @@ def _router_context(
     placement: Placement,
     order: Order | None,
 ) -> dict[str, Array]:
-    """The [B S] arrays that every router may look at: see `RouterInputs.context`."""
+    """Return the [B S] arrays that every router may read: see `RouterInputs.context`."""
     rows, length = tokens.shape
     row_ids = jnp.arange(rows, dtype=jnp.int32) if row_ids is None else row_ids
     index = row_ids[:, None] * jnp.int32(length) + places_of(order, length)
@@ -245,7 +245,7 @@ def _router_context(
 
 
 def _no_router_logits(model: ModelConfig, x: Array, placement: Placement) -> Array | None:
-    """Zeros before the first MoE layer, for routers that carry logits."""
+    """Return zeros for the first MoE layer, for routers that carry logits."""
     if model.moe is None or not model.moe.router.traits.carries_logits:
         return None
     zeros = jnp.zeros((*x.shape[:2], model.moe.num_routed), jnp.float32)

@@ -14,10 +14,9 @@ from jaxmoe.models.presets import (
     LADDER_DEPTHS,
     PRESETS,
     ladder,
-    ladder_parameters,
     ladder_tokens,
 )
-from jaxmoe.models.sizing import training_flops
+from jaxmoe.models.sizing import dense_parameters
 from jaxmoe.routing import RouterStatistics
 from jaxmoe.scaling.initialize import parameter_table
 
@@ -107,18 +106,19 @@ def test_the_ladder(depth):
     # count leaves out is small.
     left_out = ("router", "attention_gate", "norm")
     small = sum(row.size for row in table if row.declaration.role in left_out)
-    assert ladder_parameters(depth) == dense == table.active(7, 63) - small
+    assert dense_parameters(ladder(depth)) == dense == table.active(7, 63) - small
     assert f"{ladder_tokens(depth) / 1e9:.3f}" == tokens
     assert ladder_tokens(depth) // 2**21 == steps
     # The paper counts the embedding among the products, and attention without its causal half.
-    assert f"{training_flops(model, ladder_tokens(depth), 4096):.3e}" == flops
+    per_token = 6 * dense + 12 * depth * (2 * depth * 128) * 4096
+    assert f"{ladder_tokens(depth) * per_token:.3e}" == flops
 
 
 def test_flops_of_a_rung_by_this_library():
     """Ours leave the embedding out, halve attention, and count the router and the gates."""
     model = ladder(8)
     width, length = 1024, 4096
-    products = ladder_parameters(8) - 32_000 * width + 8 * width * (63 + 16)
+    products = dense_parameters(ladder(8)) - 32_000 * width + 8 * width * (63 + 16)
     wanted = 6 * products + 12 * 8 * (16 * 128) * length / 2
     assert flops_per_token(model, parameter_table(model), length) == wanted
 

@@ -14,7 +14,7 @@ import pytest
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.feed_forwards.moe.experts import apply_experts
 from jaxmoe.models import quantize as rooms
-from jaxmoe.models.quantize import abstract_params, quantize_params, stored_bytes
+from jaxmoe.models.quantize import abstract_params, quantize_parameter, stored_bytes
 from jaxmoe.models.transformer import Transformer
 from jaxmoe.precision import PrecisionPolicy
 from jaxmoe.scaling.initialize import init_params, parameter_table
@@ -24,6 +24,11 @@ from sharding.products.quantized import flattened, quantized_einsum
 from tests.support.meshes import EXECUTIONS, MESHES, mesh_of
 from tests.support.models import FULL, WIDE, WIDE_LENGTH, tokens_for
 from tests.support.tolerances import assert_close
+
+
+def quantize_params(table, params, form):
+    rows = table.tree(lambda row: row)
+    return jax.tree.map(functools.partial(quantize_parameter, form=form), rows, params)
 
 
 def is_quantized(node):

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from jaxmoe.models.config import ModelConfig, MoEConfig
-from jaxmoe.models.presets import ladder, ladder_parameters
+from jaxmoe.models.presets import ladder
 from jaxmoe.models.sizing import (
     BASE_PARAMETERS,
     BASE_TOKENS,
@@ -54,7 +54,7 @@ def test_a_granularity_of_2_leaves_the_router_without_a_gradient():
 
 
 def test_the_base_is_the_rung_of_depth_8():
-    assert ladder_parameters(8) == BASE_PARAMETERS
+    assert dense_parameters(ladder(8)) == BASE_PARAMETERS
     assert training_tokens(ladder(8)) == BASE_TOKENS == HYPERP_BASE.tokens
     assert BASE_TOKENS / BASE_PARAMETERS == pytest.approx(50, rel=1e-3)
     assert (HYPERP_BASE.num_layers, HYPERP_BASE.embed_dim) == (8, ladder(8).embed_dim)
