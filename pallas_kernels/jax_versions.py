@@ -2,11 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Provides names that moved between jax 0.10, 0.11 and 0.12.
 
-Functions are named after what they do and run on all supported versions; each says which name
-moved when. The functions on types of a manual region (`jax.shard_map`) are here too, because their
-spelling moved most: jax 0.9 had `aval.vma`, today it is `jax.typeof(x).mat.varying`.
+Functions are named after what they do and run on all supported versions; each docstring names the
+versions that differ. The functions on types of a manual region (`jax.shard_map`) are here too,
+because their spelling moved most: jax 0.9 had `aval.vma`, today it is `jax.typeof(x).mat.varying`.
 
-To add a name: a function in `pallas_kernels/jax_versions.py` that says which versions differ.
+To add a name: a function in `pallas_kernels/jax_versions.py` that names the versions that differ.
 """
 
 import importlib
@@ -58,7 +58,7 @@ def vary_over(x: Array, axes: tuple[str, ...]) -> Array:
 
 
 def agreed(x: Array) -> Array:
-    """Return an array that is equal on all devices as one whose type says so.
+    """Return an array that is equal on all devices as one of non-varying type.
 
     Args:
         x: Array of equal value everywhere, whose type may say that it varies.

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -53,34 +53,37 @@ def chunks() -> ChunkBenchConfig:
     return ChunkBenchConfig()
 
 
-BENCHES: dict[str, Callable[[], Any]] = {
-    "step": step,
-    "kernels": kernels,
-    "routers": routers,
-    "chunks": chunks,
+class Bench(NamedTuple):
+    """One benchmark of the command."""
+
+    recipe: Callable[[], Any]
+    """Function that returns its config; its docstring is the help text."""
+    measure: Callable[[Any], dict[str, Any]]
+    """Measures, and returns the numbers of summary.json."""
+    in_words: Callable[[dict[str, Any]], str]
+    """Returns the numbers as a table."""
+
+
+BENCHES: dict[str, Bench] = {
+    "step": Bench(step, bench_step.bench_step, bench_step.in_words),
+    "kernels": Bench(kernels, bench_kernels.bench_kernels, bench_kernels.in_words),
+    "routers": Bench(routers, bench_routers.bench_routers, bench_routers.in_words),
+    "chunks": Bench(chunks, bench_chunks.bench_chunks, bench_chunks.in_words),
 }
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the command, and return the exit code."""
-    name, config = cli.parse(BENCHES, "step", argv, "python -m experiments.bench", __doc__ or "")
+    recipes = {name: bench.recipe for name, bench in BENCHES.items()}
+    name, config = cli.parse(recipes, "step", argv, "python -m experiments.bench", __doc__ or "")
+    bench = BENCHES[name]
     with cli.exit_on_bad_configuration():
         start_process()
     directory = RunDirectory(config.run.directory or f"runs/bench/{name}")
     with cli.exit_on_bad_configuration():
         directory.check_free_of_runs()
-        if isinstance(config, KernelBenchConfig):
-            summary = bench_kernels.bench_kernels(config)
-            text = bench_kernels.in_words(summary)
-        elif isinstance(config, RouterBenchConfig):
-            summary = bench_routers.bench_routers(config)
-            text = bench_routers.in_words(summary)
-        elif isinstance(config, ChunkBenchConfig):
-            summary = bench_chunks.bench_chunks(config)
-            text = bench_chunks.in_words(summary)
-        else:
-            summary = bench_step.bench_step(config)
-            text = bench_step.in_words(summary)
+        summary = bench.measure(config)
+        text = bench.in_words(summary)
         directory.write_environment([str(device) for device in jax.devices()])
         directory.write_summary({"status": "done", "bench": name, **summary})
     say(text)

@@ -8,7 +8,7 @@
 
 bfloat16, causal; candidates take turns and medians count. A rate counts only the products of the
 visible half: 2 B N S^2 H forward, two and a half times that backward. The limit is the rate of a
-large dense product in bfloat16. Without a GPU every row says that it is unmeasured.
+large dense product in bfloat16. Without a GPU every row is marked as unmeasured.
 
 To add a candidate: a line in `_candidates` of `experiments/bench/gpu_attention.py`.
 """

@@ -4,7 +4,7 @@
 
 Plain Python, without arrays. At step s rank r has the keys and values of owner r - d*s (modulo N);
 d = +1 where keys go to the next rank, -1 where they go to the previous one. Step 0 is a rank's
-attention to its own tokens. A form says which keys of another owner a rank sees:
+attention to its own tokens. A form defines which keys of another owner a rank sees:
 
     halves     causal, tokens laid out as [low pieces | high pieces] of a zigzag. High queries see
                all low keys; of an earlier owner low queries see low keys, of a later one high

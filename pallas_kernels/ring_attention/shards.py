@@ -139,7 +139,7 @@ def is_one_kernel(ring: Ring) -> bool:
 def numbered_tokens(ids: Ids, ring: Ring, rank: Array, width: int) -> Tokens:
     """Return the tokens of a rank's attention to all ranks.
 
-    Where the mask does not compare positions, numbers that rise along every document stand in.
+    Where the mask does not compare positions, numbers that rise along every document are used.
     """
     positions, segments = (None if x is None else _of_rank(x, rank) for x in ids)
     if not ring.is_by_position:

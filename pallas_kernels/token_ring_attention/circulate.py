@@ -50,7 +50,7 @@ class Results(NamedTuple):
     pack: Callable[[Any], Array]
     """Make a message of a result."""
     unpack: Callable[[Array, Bool[Array, ""] | None], Any]
-    """Read a message; the second argument says whether one arrived, None if every rank gets one."""
+    """Read a message; the second argument is whether one arrived, None if every rank gets one."""
 
 
 Work = Callable[

@@ -297,9 +297,9 @@ def _forget_meeting() -> None:
     import jax
 
     from pallas_kernels.jax_versions import shape_varying_like
-    from pallas_kernels.ring.remote_dma import transfer as room
+    from pallas_kernels.ring.remote_dma import transfer as module
 
-    find_place, is_there = room.mesh_place, threading.Event()
+    find_place, is_there = module.mesh_place, threading.Event()
 
     def come(place: Any) -> Any:
         if not place.any():
@@ -313,15 +313,15 @@ def _forget_meeting() -> None:
         kind = shape_varying_like(place.shape, place.dtype, place)
         return axes, jax.pure_callback(come, kind, place)
 
-    room.mesh_place = late_place
-    room.meet = room.part = lambda *arguments: None
+    module.mesh_place = late_place
+    module.meet = module.part = lambda *arguments: None
 
 
 def _forget_passing() -> None:
     """Fault: no wait at the end for the others to leave the barrier."""
-    from pallas_kernels.ring.remote_dma import transfer as room
+    from pallas_kernels.ring.remote_dma import transfer as module
 
-    room.part = lambda *arguments: None
+    module.part = lambda *arguments: None
 
 
 def _forget_capacity() -> None:
@@ -338,11 +338,11 @@ def _forget_sums() -> None:
     _forget_semaphores(ring_backward)
 
 
-def _forget_semaphores(room: Any) -> None:
+def _forget_semaphores(module: Any) -> None:
     from jax.experimental import pallas as pl
 
     nothing = dict.fromkeys(("semaphore_wait", "semaphore_signal"), lambda *_, **__: None)
-    room.pl = SimpleNamespace(**{**vars(pl), **nothing})
+    module.pl = SimpleNamespace(**{**vars(pl), **nothing})
 
 
 CASES = {

@@ -23,7 +23,7 @@ visible_blocks.py lists the blocks that a block meets; programs with the most wo
 a causal sequence, and start first. Results in float32 are stored straight from registers.
 
 Heads are padded to multiples of 64 and lengths to multiples of 128, with zeros. `reason_against` in
-hopper_tiles.py says what is not taken, and has the tile sizes. On the CPU the kernels run
+hopper_tiles.py has the unsupported cases and the tile sizes. On the CPU the kernels run
 interpreted (`interpret=interpreted_gpu()`).
 """
 

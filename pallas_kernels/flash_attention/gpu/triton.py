@@ -130,6 +130,21 @@ def _whole_row(x: Array) -> pl.BlockSpec:
     return pl.BlockSpec((None, x.shape[1]), lambda i, b, n: (row(b), 0))
 
 
+def _one_block(rows: int, width: int) -> pl.BlockSpec:
+    """Return the spec of the block of one head [B L N width] that a program writes."""
+    return pl.BlockSpec((None, rows, None, width), lambda i, b, n: (b, i, n, 0))
+
+
+def _per_row(rows: int) -> pl.BlockSpec:
+    """Return the spec of one number per row of that block, from [B N L]."""
+    return pl.BlockSpec((None, None, rows), lambda i, b, n: (b, n, i))
+
+
+def _all_keys(length: int, group: int, width: int) -> pl.BlockSpec:
+    """Return the spec of all keys or values of a query head's key head."""
+    return pl.BlockSpec((None, length, None, width), lambda i, b, n: (b, 0, n // group, 0))
+
+
 def _token_specs(tokens: Tokens) -> Any:
     specs: list[Any] = [None if x is None else _whole_row(x) for x in tokens]
     return Tokens(*specs)
@@ -304,26 +319,19 @@ def attend(
     tokens = _fill_tokens(tokens, blocks.kept, blocks.passing)
     filled = _Sizes.of(q, k, v)
     group = sizes.n // sizes.m
-
-    def by_query(width: int) -> pl.BlockSpec:
-        return pl.BlockSpec((None, blocks.kept, None, width), lambda i, b, n: (b, i, n, 0))
-
-    def all_keys(width: int) -> pl.BlockSpec:
-        return pl.BlockSpec((None, filled.u, None, width), lambda i, b, n: (b, 0, n // group, 0))
-
     out, lse = pl.pallas_call(
         functools.partial(_attend_kernel, rules=rules, blocks=blocks, u=sizes.u),
         grid=(filled.s // blocks.kept, sizes.b, sizes.n),
         in_specs=[
-            by_query(filled.h),
-            all_keys(filled.h),
-            all_keys(filled.hv),
+            _one_block(blocks.kept, filled.h),
+            _all_keys(filled.u, group, filled.h),
+            _all_keys(filled.u, group, filled.hv),
             _list_specs(lists),
             _token_specs(tokens),
         ],
         out_specs=[
-            by_query(filled.hv),
-            pl.BlockSpec((None, None, blocks.kept), lambda i, b, n: (b, n, i)),
+            _one_block(blocks.kept, filled.hv),
+            _per_row(blocks.kept),
         ],
         out_shape=[
             shape_varying_like((sizes.b, filled.s, sizes.n, filled.hv), q.dtype, *given),
@@ -373,28 +381,21 @@ def _d_queries(
     tokens = _fill_tokens(tokens, blocks.kept, blocks.passing)
     filled = _Sizes.of(q, k, v)
     group = sizes.n // sizes.m
-
-    def by_query(width: int) -> pl.BlockSpec:
-        return pl.BlockSpec((None, blocks.kept, None, width), lambda i, b, n: (b, i, n, 0))
-
-    def all_keys(width: int) -> pl.BlockSpec:
-        return pl.BlockSpec((None, filled.u, None, width), lambda i, b, n: (b, 0, n // group, 0))
-
-    per_query = pl.BlockSpec((None, None, blocks.kept), lambda i, b, n: (b, n, i))
+    per_query = _per_row(blocks.kept)
     d_q = pl.pallas_call(
         functools.partial(_d_q_kernel, rules=rules, blocks=blocks, u=sizes.u),
         grid=(filled.s // blocks.kept, sizes.b, sizes.n),
         in_specs=[
-            by_query(filled.h),
-            all_keys(filled.h),
-            all_keys(filled.hv),
-            by_query(filled.hv),
+            _one_block(blocks.kept, filled.h),
+            _all_keys(filled.u, group, filled.h),
+            _all_keys(filled.u, group, filled.hv),
+            _one_block(blocks.kept, filled.hv),
             per_query,
             per_query,
             _list_specs(lists),
             _token_specs(tokens),
         ],
-        out_specs=by_query(filled.h),
+        out_specs=_one_block(blocks.kept, filled.h),
         out_shape=shape_varying_like(q.shape, jnp.float32, *given),
         compiler_params=_COMPILER(max(filled.h, filled.hv)),
         interpret=interpret,
@@ -416,9 +417,6 @@ def _d_keys(
     filled = _Sizes.of(q, k, v)
     group = sizes.n // sizes.m
 
-    def by_key(width: int) -> pl.BlockSpec:
-        return pl.BlockSpec((None, blocks.kept, None, width), lambda i, b, m: (b, i, m, 0))
-
     def all_queries(width: int) -> pl.BlockSpec:
         return pl.BlockSpec((None, filled.s, group, width), lambda i, b, m: (b, 0, m, 0))
 
@@ -428,15 +426,15 @@ def _d_keys(
         grid=(filled.u // blocks.kept, sizes.b, sizes.m),
         in_specs=[
             all_queries(filled.h),
-            by_key(filled.h),
-            by_key(filled.hv),
+            _one_block(blocks.kept, filled.h),
+            _one_block(blocks.kept, filled.hv),
             all_queries(filled.hv),
             per_query,
             per_query,
             _list_specs(lists),
             _token_specs(tokens),
         ],
-        out_specs=[by_key(filled.h), by_key(filled.hv)],
+        out_specs=[_one_block(blocks.kept, filled.h), _one_block(blocks.kept, filled.hv)],
         out_shape=[
             shape_varying_like(k.shape, jnp.float32, *given),
             shape_varying_like(v.shape, jnp.float32, *given),

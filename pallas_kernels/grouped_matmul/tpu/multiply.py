@@ -9,7 +9,7 @@ Matrices may come in parts, [G q k n]: with one array of rows each part has its 
 many arrays, [q R s], all add up to one. `follow` sees a tile of float32 sums and of the extra
 operands, so that an activation or its gradient needs no pass through memory.
 
-The grid is (columns, visit, part of the sum): visits.py says which tile of rows a visit has,
+The grid is (columns, visit, part of the sum): visits.py assigns a tile of rows to a visit,
 blocks.py how large tiles are. A tile of rows in one group is one product; otherwise the pieces with
 rows of the group are computed and masked. Rows past the last group are read only where they share a
 piece with other rows, and enter no sum.
