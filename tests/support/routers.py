@@ -1,8 +1,8 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""THE table of routers, and what the contract test needs to run one of them.
+"""Table of router configs for the contract tests, and functions that run one of them.
 
-To add a router: its configs in ROUTER_CASES.
+To add a router: a row in ROUTER_CASES in `tests/support/routers.py`.
 """
 
 import dataclasses
@@ -47,28 +47,28 @@ TOKENS, LENGTH, WIDTH, EXPERTS, VOCAB = 16, 4, 5, 6, 11
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """A router config with K, and where it is peculiar."""
+    """A router config with K, and the parts of the contract that do not apply to it."""
 
     config: Any
     top_k: int = 2
     untrained: tuple[str, ...] = ()
     """Parameters that the gates' gradient does not reach, by definition of the method."""
     reads_only_x: bool = False
-    """Without parameters, yet differentiable in x."""
+    """Has no parameters but is differentiable in x."""
     ties_to_first: bool = True
-    """Among equal scores a token takes the lowest experts."""
+    """Equal tokens have equal scores, and take the lowest experts."""
     is_ordered: bool = False
-    """Takes tokens in their order, so that permuting them is another input."""
+    """Depends on the order of the tokens, so that a permutation is another input."""
     is_wide: bool = False
-    """In training rows are not routed by themselves: a scope wider than a sequence."""
+    """In training rows are not routed separately: the scope is wider than a sequence."""
     has_whole_rows: bool = False
     """Needs all positions of a row on one device."""
     asymmetry: str = ""
-    """Why experts cannot be permuted."""
+    """Reason why experts cannot be permuted; empty if they can."""
 
 
 def each_top_k(config: Any, top_ks: tuple[int, ...] = (1, 2), **peculiar: Any) -> tuple[Case, ...]:
-    """One case for each K."""
+    """Return one case for each K."""
     return tuple(Case(config=config, top_k=top_k, **peculiar) for top_k in top_ks)
 
 
@@ -85,16 +85,16 @@ ROUTER_CASES: dict[str, tuple[Case, ...]] = {
         Case(config=SoftmaxTopKConfig(bias=BipConfig(form="histogram", num_bins=50))),
         Case(config=SoftmaxTopKConfig(bias=BipConfig(form="online", num_bins=50))),
         Case(config=SoftmaxTopKConfig(bias=QuantileConfig(num_bins=50))),
-        # Each micro-batch has a quantile of its own, and they are averaged.
+        # The exact form averages the quantiles of micro-batches.
         Case(config=SoftmaxTopKConfig(bias=QuantileConfig(form="exact")), is_wide=True),
-        Case(config=SoftmaxTopKConfig(groups=GROUPS), asymmetry="groups are of neighbours"),
+        Case(config=SoftmaxTopKConfig(groups=GROUPS), asymmetry="groups are of consecutive ids"),
         Case(config=SoftmaxTopKConfig(jitter=0.1)),
     ),
     "sigmoid_topk": (
         *each_top_k(SigmoidTopKConfig()),
         Case(
             config=SigmoidTopKConfig(bias=LossFreeConfig(), groups=GROUPS, jitter=0.1),
-            asymmetry="groups are of neighbours",
+            asymmetry="groups are of consecutive ids",
         ),
     ),
     "sqrt_softplus_topk": (Case(config=SqrtSoftplusTopKConfig()),),
@@ -144,7 +144,7 @@ CASES = [
 
 
 def with_modes(case: Case) -> tuple[bool, ...]:
-    """Whether to train: both where training routes otherwise than evaluation, else True alone."""
+    """Return the values of `train` to test: both if training routes differently, else True."""
     traits = case.config.traits
     differs = traits.sees_others or traits.evens_load or traits.needs_key
     return (False, True) if differs else (True,)
@@ -158,13 +158,13 @@ MODES = [
 
 
 def build(case: Case) -> Any:
-    """The router."""
+    """Return the router."""
     return case.config.build(num_experts=EXPERTS, top_k=case.top_k, embed_dim=WIDTH)
 
 
 @functools.cache
 def initial(case: Case) -> tuple[dict[str, jax.Array], Any]:
-    """Parameters and state; parameters that start at a constant are moved from it."""
+    """Return parameters, perturbed so that none is constant, and state."""
     params, state = build(case).init(jax.random.key(0))
     rng = np.random.default_rng(0)
     moved = {
@@ -175,7 +175,7 @@ def initial(case: Case) -> tuple[dict[str, jax.Array], Any]:
 
 
 def drawn(seed: int, scale: float = 1.0, tokens: int = TOKENS) -> jax.Array:
-    """Activations [tokens WIDTH]."""
+    """Return normal activations [tokens WIDTH]."""
     values = np.random.default_rng(seed).normal(size=(tokens, WIDTH)) * scale
     return jnp.asarray(values, jnp.float32)
 
@@ -189,15 +189,15 @@ def given(
     extent: Extent | None = None,
     experts: Any = None,
 ) -> RouterInputs:
-    """The record of some tokens, whose vocabulary ids, mask ratios and logits go by number.
+    """Return inputs in which vocabulary ids, mask ratios and previous logits depend on the index.
 
     Args:
-        x: activations.
+        x: Activations.
         mask: False for padding.
-        index: number of each token; arange when None.
-        length: of a sequence.
-        extent: in place of `length`.
-        experts: order of the experts, for the logits of the layer before.
+        index: Number of each token; arange when None.
+        length: Positions of a sequence.
+        extent: Extent in place of `length`.
+        experts: Order of the experts, for the logits of the previous layer.
     """
     index = jnp.arange(x.shape[0], dtype=jnp.int32) if index is None else index
     frequencies = jnp.arange(1.0, EXPERTS + 1.0)[None, :]
@@ -239,17 +239,17 @@ def routed(
     values: Any = None,
     experts: Any = None,
 ) -> tuple[Any, jax.Array, jax.Array]:
-    """(RouterOutput, [T E] what a token gets of each expert, gates [A]).
+    """Return (RouterOutput, weight [T E] of each expert in each token, gates [A]).
 
     Args:
-        case: of the table.
-        x: activations.
+        case: Row of the table.
+        x: Activations.
         mask: False for padding.
-        keep: rows to route alone, in this order; they keep their numbers.
-        length: of a sequence.
-        train: with a key then.
+        keep: Rows to route without the others, in this order; they keep their index.
+        length: Positions of a sequence.
+        train: Whether to train, with a key.
         values: (params, state) if not the initial ones.
-        experts: see `given`.
+        experts: Order of the experts; see `given`.
     """
     index = jnp.arange(x.shape[0], dtype=jnp.int32)
     mask = jnp.ones(x.shape[0], bool) if mask is None else jnp.asarray(mask)
@@ -260,7 +260,7 @@ def routed(
 
 
 def on_eight_devices(case: Case, x: jax.Array, mask: Any, *, train: bool) -> Any:
-    """(dense [T E], summed statistics, updated state) with rows and positions spread."""
+    """Return (dense [T E], summed statistics, updated state) of a run on eight devices."""
     mesh = jax.make_mesh(
         (2, 2, 2), ("data", "expert", "seq"), axis_types=(jax.sharding.AxisType.Auto,) * 3
     )
@@ -300,12 +300,12 @@ def on_eight_devices(case: Case, x: jax.Array, mask: Any, *, train: bool) -> Any
 
 
 def _gates(selection: Any) -> jax.Array:
-    """The router's own scores as gates."""
+    """Return the router's scores as gates."""
     return jnp.exp(selection.scores)
 
 
 def _dense(output: Any, gates: jax.Array, num_tokens: int) -> jax.Array:
-    """[T E]: the weight of each expert in each token; of the experts' slots where it has slots."""
+    """Return the weight [T E] of each expert in each token, through the slots if there are any."""
     selection, slots = output.selection, output.slots
     is_expert = selection.expert_ids[:, None] == jnp.arange(EXPERTS, dtype=jnp.int32)[None, :]
     weighted = jnp.where(is_expert, gates[:, None], 0.0)

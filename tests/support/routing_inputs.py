@@ -1,9 +1,9 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""What a router is told, in small: rows of tokens on one device, or spread over eight.
+"""Small router inputs: rows of tokens on one device, or spread over eight.
 
-Tokens are ROWS rows of LENGTH; on eight devices rows lie over (data, expert) and positions over
-seq, two devices each.
+Tokens are ROWS rows of LENGTH; on eight devices rows are spread over (data, expert) and positions
+over seq, two devices each.
 """
 
 import functools
@@ -21,7 +21,7 @@ TOKENS = ROWS * LENGTH
 
 
 def drawn(seed: int, scale: float = 1.0, tokens: int = TOKENS, width: int = WIDTH) -> jax.Array:
-    """Normal activations [tokens width]."""
+    """Return normal activations [tokens width]."""
     values = np.random.default_rng(seed).normal(size=(tokens, width)) * scale
     return jnp.asarray(values, jnp.float32)
 
@@ -29,7 +29,7 @@ def drawn(seed: int, scale: float = 1.0, tokens: int = TOKENS, width: int = WIDT
 def inputs_of(
     x: jax.Array, *, mask: Any = None, index: Any = None, extent: Extent | None = None
 ) -> RouterInputs:
-    """The record of these tokens, numbered as they come; their ids repeat every 7."""
+    """Return inputs of these tokens, numbered in order; their vocabulary ids repeat every 7."""
     index = jnp.arange(x.shape[0], dtype=jnp.int32) if index is None else index
     return RouterInputs(
         x=x,
@@ -58,7 +58,7 @@ def route(
     key: Any = None,
     extent: Extent | None = None,
 ) -> RouterOutput:
-    """`router.route`, compiled; with a key in training."""
+    """Run `router.route`, compiled; with a key in training."""
     key = jax.random.key(3) if key is None and train else key
     mask = jnp.ones(x.shape[0], bool) if mask is None else jnp.asarray(mask)
     index = jnp.arange(x.shape[0], dtype=jnp.int32) if index is None else jnp.asarray(index)
@@ -69,7 +69,7 @@ def route(
 def route_on_eight_devices(
     router: Any, params: Any, x: jax.Array, *, mask: Any = None, train: bool = True, key: Any = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Expert ids and scores [TOKENS K] of tokens that are spread over data, expert and seq."""
+    """Return expert ids and scores [TOKENS K] of tokens spread over data, expert and seq."""
     mesh = jax.make_mesh(
         (2, 2, 2), ("data", "expert", "seq"), axis_types=(jax.sharding.AxisType.Auto,) * 3
     )
@@ -101,7 +101,7 @@ def route_on_eight_devices(
 
 
 def by_token(output: RouterOutput) -> tuple[np.ndarray, np.ndarray]:
-    """Expert ids and scores [T K]."""
+    """Return expert ids and scores [T K]."""
     selection = output.selection
     assert selection.top_k is not None
     ids, scores = np.asarray(selection.expert_ids), np.asarray(selection.scores)

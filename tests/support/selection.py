@@ -13,7 +13,7 @@ from jaxmoe.routing import Extent, RouterInputs, SoftmaxTopKConfig
 
 
 def skewed(tokens, experts, seed=0, law="softmax"):
-    """Scores in [0, 1] of a router that likes the last experts best."""
+    """Return scores in [0, 1] of a router that prefers the last experts."""
     rng = np.random.default_rng(seed)
     logits = rng.normal(size=(tokens, experts)) + np.linspace(0.0, 3.0, experts)
     scores = jax.nn.softmax if law == "softmax" else jax.nn.sigmoid
@@ -42,7 +42,7 @@ def violation(counts):
 
 @functools.partial(jax.jit, static_argnames=("config", "top_k", "train"))
 def one_step(config, state, scores, mask, step, *, top_k, train=True):
-    """`(preference, new state, RouterOutput)` of one optimiser step on these scores."""
+    """Return (preference, new state, RouterOutput) of one optimiser step on these scores."""
     router = SoftmaxTopKConfig(bias=config).build(
         num_experts=scores.shape[1], top_k=top_k, embed_dim=scores.shape[1]
     )

@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Routing traces with a structure that is known, hidden by renumbering the experts."""
+"""Routing traces with a planted structure, hidden by renumbering the experts."""
 
 import numpy as np
 
@@ -18,9 +18,9 @@ def planted(
     vocab_size: int = 64,
     faithful: float = 0.8,
 ) -> RoutingTrace:
-    """Token id j belongs to group j % G, and so do E/G experts of each layer, under random numbers.
+    """Return a trace in which token id j prefers the E/G experts of group j % G, under random ids.
 
-    Each slot takes an expert of the token's group with probability `faithful`, else any.
+    Each slot takes an expert of the token's group with probability `faithful`, else any expert.
     """
     rng = np.random.default_rng(seed)
     token_ids = rng.integers(vocab_size, size=num_tokens)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxmoe.routing.base import RouterInputs, RouterStatistics
@@ -62,3 +63,20 @@ class SelectionBias(Protocol):
     ) -> dict[str, Array]:
         """Return the state after one optimiser step, from the statistics of its whole batch."""
         ...
+
+
+class SelectionBiasBase:
+    """Base class of bias configs: a bias of zeros that depends on earlier steps alone."""
+
+    __slots__ = ()
+
+    is_score_correction: ClassVar[bool] = False
+
+    @property
+    def sees_others(self) -> bool:
+        """False: the bias of a step depends on the steps before it."""
+        return False
+
+    def init(self, num_experts: int) -> dict[str, Array]:
+        """Return a bias of zeros."""
+        return {"bias": jnp.zeros((num_experts,), jnp.float32)}

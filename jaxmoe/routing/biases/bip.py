@@ -41,17 +41,17 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxmoe.routing.base import RouterInputs, RouterStatistics
+from jaxmoe.routing.biases.base import SelectionBiasBase
 from jaxmoe.routing.biases.dual import between, capacity_of, expert_prices, token_prices
 from jaxmoe.routing.biases.histogram import histogram, kth_smallest
 from jaxmoe.routing.scopes import Scope, is_first, join_scopes, scope_axes, split_scopes, total
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class BipConfig:
+class BipConfig(SelectionBiasBase):
     """Expert prices by alternating exact minimisation of the dual of the balanced assignment."""
 
     name: ClassVar[str] = "bip"
-    is_score_correction: ClassVar[bool] = False
 
     form: Literal["batch", "histogram", "online"] = "batch"
     """Prices from the current tokens, exact or by histogram, or from earlier steps (causal)."""
@@ -82,7 +82,7 @@ class BipConfig:
 
     def init(self, num_experts: int) -> dict[str, Array]:
         """Return prices of zero."""
-        state = {"bias": jnp.zeros((num_experts,), jnp.float32)}
+        state = SelectionBiasBase.init(self, num_experts)
         if self.form == "online":
             state["histogram"] = jnp.zeros((num_experts, self.num_bins), jnp.float32)
         return state

@@ -28,10 +28,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxmoe.routing.base import RouterInputs, RouterStatistics
+from jaxmoe.routing.biases.base import SelectionBiasBase
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class LossFreeConfig:
+class LossFreeConfig(SelectionBiasBase):
     """A bias per expert that rises while the expert has too few tokens, and falls otherwise."""
 
     name: ClassVar[str] = "loss_free"
@@ -58,15 +59,6 @@ class LossFreeConfig:
             raise ValueError(f"bias.stop={self.stop} must be a step from 0 on, or None for never")
         if self.limit is not None and not self.limit > 0.0:
             raise ValueError(f"bias.limit={self.limit} must be above 0, or None for no limit")
-
-    @property
-    def sees_others(self) -> bool:
-        """False: the bias of a step depends on the steps before it."""
-        return False
-
-    def init(self, num_experts: int) -> dict[str, Array]:
-        """Return a bias of zeros."""
-        return {"bias": jnp.zeros((num_experts,), jnp.float32)}
 
     def prefer(
         self,

@@ -35,17 +35,17 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxmoe.routing.base import RouterInputs, RouterStatistics
+from jaxmoe.routing.biases.base import SelectionBiasBase
 from jaxmoe.routing.biases.dual import capacity_of, expert_prices, token_prices
 from jaxmoe.routing.biases.histogram import histogram, kth_smallest
 from jaxmoe.routing.scopes import is_first, scope_axes, total
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class QuantileConfig:
+class QuantileConfig(SelectionBiasBase):
     """The bias that would have given each expert its even share of the step's tokens."""
 
     name: ClassVar[str] = "quantile"
-    is_score_correction: ClassVar[bool] = False
 
     form: Literal["histogram", "exact"] = "histogram"
     """Quantile of the whole step from a histogram, or exact quantile of each micro-batch."""
@@ -61,15 +61,6 @@ class QuantileConfig:
             raise ValueError(
                 f"bias.decay={self.decay} must be at least 0 (no memory) and below 1 (no change)"
             )
-
-    @property
-    def sees_others(self) -> bool:
-        """False: the bias of a step depends on the steps before it."""
-        return False
-
-    def init(self, num_experts: int) -> dict[str, Array]:
-        """Return a bias of zeros."""
-        return {"bias": jnp.zeros((num_experts,), jnp.float32)}
 
     def prefer(
         self,

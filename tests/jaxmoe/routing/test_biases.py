@@ -134,7 +134,7 @@ def test_evaluation_is_by_state_alone(config):
     whole, same, _ = one_step(config, state, scores, mask, jnp.int32(0), top_k=TOP_K, train=False)
     first = one_step(config, state, scores[:3], mask[:3], jnp.int32(0), top_k=TOP_K, train=False)
     np.testing.assert_array_equal(whole[:3], first[0])
-    if config.name != "loss_free":  # which reads the counts, whoever made them
+    if config.name != "loss_free":  # loss_free reads the counts alone
         jax.tree.map(np.testing.assert_array_equal, same, state)
 
 

@@ -194,7 +194,7 @@ def test_probability_0_is_plain_top_k_bit_for_bit(top_k, order, train):
 
 
 def test_the_plan_is_drawn_as_often_as_it_says():
-    """Of 2000 keys, within 4 standard errors; all tokens of a step alike."""
+    """The share of even steps over 2000 keys is within 4 standard errors; all tokens agree."""
     router, params = build(SelectiveSinkhornConfig(probability=0.2))
     params, x = leaning(params), uneven(11)
     always = build(dataclasses.replace(router.config, probability=1.0))[0]

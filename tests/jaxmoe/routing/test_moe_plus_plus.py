@@ -46,7 +46,7 @@ MODEL = dataclasses.replace(TINY, moe=LAYER)
 
 
 def free_output(expert, gate, mix=None, x=None):
-    """What tokens get that are all sent to one expert and to nobody else."""
+    """Return the output of tokens that are all sent to one expert."""
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.normal(size=(TOKENS, WIDTH)), jnp.float32) if x is None else x
     constants = jnp.asarray(rng.normal(size=(2, WIDTH)), jnp.float32)
@@ -152,7 +152,7 @@ def test_moepp_equilibrium_share():
     balancer = HeterogeneousBalanceConfig(coefficient=1.0, computing_share=tau)
 
     def loss(logits):
-        """Of a router whose loads are its probabilities: tokens sample their expert."""
+        """Return the loss of a router whose loads equal its probabilities."""
         probs = jax.nn.softmax(logits)
         zero = jnp.zeros(())
         statistics = moe_module.RouterStatistics(

@@ -1,9 +1,9 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""What every router promises, whatever it computes.
+"""Contract tests that every router of the registry passes.
 
-A router that is in the registry and not in ROUTER_CASES fails the first test, and so cannot skip
-the others. To add a router: its configs in ROUTER_CASES of tests/support/routers.py.
+A router without a row in ROUTER_CASES fails the first test. To add a router: a row in ROUTER_CASES
+of `tests/support/routers.py`.
 
 Tokens are 4 rows of 4, so that they can be spread over a mesh of (data, expert, seq) = (2, 2, 2).
 """
@@ -40,7 +40,7 @@ every_router = pytest.mark.parametrize("case", CASES)
 in_every_mode = pytest.mark.parametrize(("case", "train"), MODES)
 
 
-def test_the_table_is_the_registry():
+def test_case_table_equals_registry():
     assert set(ROUTER_CASES) == set(ROUTERS)
     for name, cases in ROUTER_CASES.items():
         assert {type(case.config) for case in cases} == {ROUTERS[name]}
@@ -49,7 +49,7 @@ def test_the_table_is_the_registry():
 @pytest.mark.rows(51)
 @in_every_mode
 @pytest.mark.parametrize("scale", [0.0, 1.0, 1e4])
-def test_the_records_hold_what_they_say(case, train, scale):
+def test_selection_and_statistics_are_consistent(case, train, scale):
     output, dense, gates = routed(case, drawn(1, scale), train=train)
     selection, statistics = output.selection, output.statistics
     ids, tokens = np.asarray(selection.expert_ids), np.asarray(selection.token_ids)
@@ -69,7 +69,6 @@ def test_the_records_hold_what_they_say(case, train, scale):
     assert_close(output.probs.sum(-1), np.ones(TOKENS), "elementwise")
     assert gates.dtype == jnp.float32 and np.isfinite(gates).all() and (gates >= 0).all()
     assert (gates[~is_chosen] == 0.0).all() and np.isfinite(dense).all()
-    # The statistics are sums over tokens of what the records show of each.
     assert statistics.num_tokens == TOKENS
     counts = np.bincount(ids[is_chosen], minlength=EXPERTS)
     assert statistics.counts.tolist() == statistics.kept.tolist() == counts.tolist()
@@ -84,7 +83,7 @@ def test_the_records_hold_what_they_say(case, train, scale):
 @pytest.mark.rows(34)
 @in_every_mode
 @pytest.mark.parametrize("tokens", [0, 1])
-def test_no_token_and_one_token(case, train, tokens):
+def test_zero_and_one_token(case, train, tokens):
     output, dense, gates = routed(case, drawn(1, tokens=tokens), train=train, length=None)
     assert dense.shape == (tokens, EXPERTS) and np.isfinite(gates).all()
     assert output.statistics.num_tokens == tokens
@@ -94,8 +93,8 @@ def test_no_token_and_one_token(case, train, tokens):
 
 @pytest.mark.rows(34)
 @in_every_mode
-def test_padding_goes_nowhere_and_is_counted_nowhere(case, train):
-    """As if it were not there, whatever stands in it, even where its squares overflow."""
+def test_padding_has_no_effect(case, train):
+    """Results equal those without padding, even if padding holds values whose squares overflow."""
     x = drawn(2)
     mask = np.tile(np.arange(LENGTH) != 1, TOKENS // LENGTH)
     output, dense, _ = routed(case, x, mask=mask, train=train)
@@ -110,8 +109,8 @@ def test_padding_goes_nowhere_and_is_counted_nowhere(case, train):
 
 @pytest.mark.rows(34)
 @in_every_mode
-def test_ties_are_settled_the_same_way_every_time(case, train):
-    """Equal tokens, equal scores: to the lower expert, or to the lower token."""
+def test_ties_are_deterministic(case, train):
+    """Equal tokens with equal scores take the lowest experts."""
     first, second = (routed(case, jnp.zeros((TOKENS, WIDTH)), train=train) for _ in range(2))
     jax.tree.map(np.testing.assert_array_equal, first, second)
     if case.ties_to_first:
@@ -124,7 +123,7 @@ def test_ties_are_settled_the_same_way_every_time(case, train):
     ("case", "train"), [mode for mode in MODES if not mode.values[0].is_ordered]
 )
 def test_permuting_tokens_permutes_the_result(case, train):
-    """Within each row; a token keeps its number, by which it draws."""
+    """Permutations within each row; tokens keep the index that seeds their random numbers."""
     x, rows = drawn(3), np.arange(TOKENS).reshape(-1, LENGTH)
     order = np.random.default_rng(0).permuted(rows, axis=1).ravel()
     plain, dense, _ = routed(case, x, train=train)
@@ -134,7 +133,7 @@ def test_permuting_tokens_permutes_the_result(case, train):
 
 
 def permute_experts(tree, order):
-    """Every dimension of size E in another order; no other dimension has that size."""
+    """Permute every dimension of size E; no other dimension has that size."""
 
     def permute(leaf):
         for axis, size in enumerate(leaf.shape):
@@ -159,7 +158,7 @@ def test_permuting_experts_permutes_the_result(case):
 @pytest.mark.rows(24)
 @pytest.mark.parametrize(("case", "train"), [mode for mode in MODES if not mode.values[0].is_wide])
 def test_statistics_of_two_halves_add_up(case, train):
-    """Rows are routed by themselves, so two micro-batches are one batch."""
+    """Rows are routed separately, so two micro-batches equal one batch."""
     x, half = drawn(5), np.arange(TOKENS) < TOKENS // 2
     parts = [routed(case, x, keep=keep, train=train) for keep in (half, ~half)]
     whole, dense, _ = routed(case, x, train=train)
@@ -167,17 +166,17 @@ def test_statistics_of_two_halves_add_up(case, train):
     assert_close(jnp.concatenate([part[1] for part in parts]), dense, "matmul")
 
 
-@pytest.mark.rows(34)
-@in_every_mode
-def test_narrow_inputs_are_widened_first(case, train):
+@pytest.mark.rows(24)
+@every_router
+def test_bfloat16_inputs_are_cast_to_f32_first(case):
     narrow = drawn(6).astype(jnp.bfloat16)
-    wide = routed(case, narrow.astype(jnp.float32), train=train)
-    assert_close(routed(case, narrow, train=train), wide, "elementwise")
+    wide = routed(case, narrow.astype(jnp.float32), train=True)
+    assert_close(routed(case, narrow, train=True), wide, "elementwise")
 
 
 @every_router
-def test_evaluation_looks_at_no_later_token(case):
-    """Bit for bit, unless the router says otherwise of itself; then it has to be true."""
+def test_evaluation_is_causal_unless_declared_otherwise(case):
+    """A change of a later token leaves earlier ones bitwise the same if `traits.is_causal`."""
     x = drawn(7)
     changed = x.at[LENGTH - 1].set(5.0 * x[LENGTH - 1][::-1] + 1.0)
     (_, dense, _), (_, other, _) = (routed(case, rows) for rows in (x, changed))
@@ -188,21 +187,22 @@ def test_evaluation_looks_at_no_later_token(case):
         np.testing.assert_array_equal(dense[LENGTH:], other[LENGTH:])
 
 
-@pytest.mark.rows(22)
 @every_router
-def test_what_draws_numbers_needs_a_key(case):
-    router, (params, state) = build(case), initial(case)
-    inputs = given(drawn(8))
+def test_missing_key_is_refused_if_the_router_draws_random_numbers(case):
+    def shapes(params, state, inputs):
+        route = functools.partial(build(case).route, train=True, key=None)
+        return jax.eval_shape(route, params, state, inputs)
+
     if case.config.traits.needs_key:
-        with pytest.raises(ValueError, match="key"):
-            router.route(params, state, inputs, train=True, key=None)
+        with pytest.raises(ValueError, match="give `key`"):
+            shapes(*initial(case), given(drawn(8)))
     else:
-        router.route(params, state, inputs, train=True, key=None)
+        shapes(*initial(case), given(drawn(8)))
 
 
 @functools.cache
 def gradients(case):
-    """Of a weighing of the gates in params, float state and x, jitted."""
+    """Return the jitted gradient of a weighted sum of the gates in params, float state and x."""
     cotangent = jnp.asarray(np.random.default_rng(2).normal(size=(TOKENS, EXPERTS)), jnp.float32)
     state = initial(case)[1]
 
@@ -221,8 +221,8 @@ def gradients(case):
 @pytest.mark.rows(44)
 @every_router
 @pytest.mark.parametrize("scale", [1.0, 1e4])
-def test_the_gradient_reaches_the_router_and_nothing_else(case, scale):
-    """Through the gates to every parameter that the method trains, never to the state."""
+def test_gradient_reaches_all_parameters_and_no_state(case, scale):
+    """The gates' gradient reaches every parameter that the method trains, and no state."""
     params, state = initial(case)
     floats = jax.tree.map(
         lambda leaf: leaf if jnp.issubdtype(leaf.dtype, jnp.floating) else None, state
@@ -253,9 +253,9 @@ def test_declarations_and_initial_values_agree(case):
 
 @pytest.mark.rows(24)
 @in_every_mode
-def test_the_same_on_eight_devices(case, train):
-    """Rows over data and expert, positions over seq; the new state is the same on all of them
-    (shard_map's check of varying axes refuses an output that is not)."""
+def test_eight_devices_equal_one(case, train):
+    """Rows over data and expert, positions over seq; the new state is replicated (shard_map checks
+    the varying axes of its outputs)."""
     x, mask = drawn(11), np.arange(TOKENS) % 7 != 3
     output, dense, _ = routed(case, x, mask=mask, train=train)
     state = build(case).update(initial(case)[1], output.statistics, jnp.int32(0))
@@ -269,6 +269,6 @@ def test_the_same_on_eight_devices(case, train):
 
 
 @pytest.mark.parametrize("name", ROUTERS)
-def test_configs_are_values(name):
+def test_configs_are_hashable_and_equal_by_value(name):
     config = ROUTERS[name]()
     assert hash(config) == hash(ROUTERS[name]()) and config == dataclasses.replace(config)

@@ -4,8 +4,8 @@
 
     logits -> scores -> preference (bias, group limit) -> K best -> unbiased scores of the chosen
 
-A member of the family is a config that computes `Scored`, the scores of all pairs (`Scorer`). The
-router `TokenChoice` does the rest: selection bias, group limit, ties to the lower expert, padding,
+A member of the family is a config that computes `Scored`, the scores of all pairs. The router
+`TokenChoice` does the rest: selection bias, group limit, ties to the lower expert, padding,
 statistics.
 
 To add a member: a config in `jaxmoe/routing/routers/token_choice/` that extends
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -60,27 +60,22 @@ class Scored:
     """The scores of the chosen experts are replaced by their softmax over the chosen."""
 
 
-class Scorer(Protocol):
-    """A config of the family."""
+class TokenChoiceBase(RouterBase):
+    """Base class of the family's configs: one matrix from D to E, built into `TokenChoice`.
 
-    @property
-    def bias(self) -> BiasConfig | None:
-        """Selection bias."""
-        ...
+    A member defines `score`, and `bias` (a selection bias or None) and `groups` (a group limit or
+    None) as fields or class variables.
+    """
 
-    @property
-    def groups(self) -> GroupLimitConfig | None:
-        """Group limit."""
-        ...
+    __slots__ = ()
 
-    @property
-    def traits(self) -> Traits:
-        """Properties of the router."""
-        ...
+    def build(self, *, num_experts: int, top_k: int, embed_dim: int) -> TokenChoice:
+        """Return the router for these sizes."""
+        return TokenChoice(self, num_experts, top_k, embed_dim)
 
     def declarations(self, *, num_experts: int, embed_dim: int) -> dict[str, Declaration]:
-        """Return the parameters by name."""
-        ...
+        """Return the parameters by name: by default the matrix `weight [D E]`."""
+        return linear_declarations(num_experts=num_experts, embed_dim=embed_dim)
 
     def score(
         self,
@@ -91,22 +86,8 @@ class Scorer(Protocol):
         train: bool,
         key: Array | None,
     ) -> Scored:
-        """Return the scores of all pairs."""
-        ...
-
-
-class TokenChoiceBase(RouterBase):
-    """Base class of the family's configs: one matrix from D to E, built into `TokenChoice`."""
-
-    __slots__ = ()
-
-    def build(self, *, num_experts: int, top_k: int, embed_dim: int) -> TokenChoice:
-        """Return the router for these sizes."""
-        return TokenChoice(self, num_experts, top_k, embed_dim)
-
-    def declarations(self, *, num_experts: int, embed_dim: int) -> dict[str, Declaration]:
-        """Return the matrix `weight [D E]`."""
-        return linear_declarations(num_experts=num_experts, embed_dim=embed_dim)
+        """Return the scores of all pairs of token and expert."""
+        raise NotImplementedError
 
 
 @dataclasses.dataclass(frozen=True)
