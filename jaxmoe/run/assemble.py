@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""From a config to the things a run needs, with every check that can be made before compiling."""
+"""Turns a configuration into plan, devices and data, with all checks that need no compilation."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ from sharding.mesh import make_mesh
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What a config decides without any device: model, table, optimiser."""
+    """Model, parameter table and optimiser of a configuration, without any device."""
 
     config: PretrainConfig
     model: ModelConfig
-    """With the forward multipliers of the parameterisation."""
+    """Model with the forward multipliers of the parameterisation."""
     parameterization: Parameterization
     table: ParameterTable
     schedule: Schedule
     optimizer: optax.GradientTransformation
 
     def peak_rate(self, row: ParameterSpec) -> float:
-        """What the schedule multiplies for one parameter: its learning rate at the peak."""
+        """Return the peak learning rate of one parameter, which the schedule multiplies."""
         return self.config.optimizer.peak_rate(row)
 
     @property
     def matrix_rate(self) -> float:
-        """The same of the hidden matrices, which all have one multiplier."""
+        """Peak learning rate of the hidden matrices, which share one multiplier."""
         return self.peak_rate(
             next(row for row in self.table if row.declaration.role == "attention_in")
         )
@@ -59,13 +59,13 @@ class Assembly:
 
     plan: Plan
     execution: ExecutionConfig
-    """With the mesh resolved."""
+    """Execution with the mesh resolved."""
     mesh: Mesh
     source: Source
     loader: Loader
 
     def new_state(self) -> TrainState:
-        """The state before the first step."""
+        """Return the state before the first step."""
         key = jax.random.key(self.plan.config.training.seed)
         return init_state(
             self.plan.model,
@@ -77,13 +77,13 @@ class Assembly:
         )
 
     def batch(self, step: int) -> Batch:
-        """The training batch of one step, on the devices."""
+        """Return the training batch of one step, on the devices."""
         index, count = batch_part(self.mesh)
         rows = self.loader.batch(step, process_index=index, process_count=count)
         return global_batch(rows, self.mesh)
 
     def batches(self, first_step: int) -> Generator[Batch, None, None]:
-        """Training batches on the devices, from a step on, read ahead."""
+        """Yield training batches on the devices from a step on; rows are read ahead."""
         index, count = batch_part(self.mesh)
         last_step = self.plan.config.training.steps
         rows = self.loader.iterate(first_step, last_step, process_index=index, process_count=count)
@@ -92,7 +92,7 @@ class Assembly:
                 yield global_batch(batch, self.mesh)
 
     def held_out(self) -> Iterator[Batch]:
-        """The held-out batches on the devices, the same ones every time."""
+        """Return the held-out batches on the devices, the same ones at every call."""
         index, count = batch_part(self.mesh)
         rows = evaluation_batches(
             self.source,
@@ -106,10 +106,13 @@ class Assembly:
 
 
 def make_plan(config: PretrainConfig) -> Plan:
-    """Model, parameter table and optimiser of a config; touches no device.
+    """Return model, parameter table and optimiser of a configuration; touches no device.
+
+    Args:
+        config: Configuration of a run.
 
     Raises:
-        ValueError: a choice that does not fit another.
+        ValueError: Two choices do not fit each other.
     """
     training = config.training
     batch_tokens = training.batch_size * training.sequence_length
@@ -130,15 +133,18 @@ def make_plan(config: PretrainConfig) -> Plan:
 
 
 def assemble(config: PretrainConfig) -> Assembly:
-    """Everything a run needs, checked.
+    """Return everything a run needs, after all checks that need no compilation.
+
+    Args:
+        config: Configuration of a run.
 
     Raises:
-        ValueError: sizes that do not divide, a vocabulary too small for the data, too little data,
-            few bits for an attention that has no such form.
+        ValueError: Sizes do not divide, the vocabulary is too small for the data, there are too few
+            data, or the precision does not fit the attention.
     """
     mesh_config = config.execution.mesh.resolve(jax.device_count())
     execution = dataclasses.replace(config.execution, mesh=mesh_config)
-    if execution.fold is not None:  # its rules need every size
+    if execution.fold is not None:  # the rules of a fold need every size
         config = dataclasses.replace(config, execution=execution)
     plan = make_plan(config)
     for kind in plan.model.kinds:
@@ -184,12 +190,12 @@ def assemble(config: PretrainConfig) -> Assembly:
     index, count = batch_part(mesh)
     check_hosts(loader, process_index=index, process_count=count)
     assembly = Assembly(plan=plan, execution=execution, mesh=mesh, source=source, loader=loader)
-    assembly.held_out()  # too little held-out data is an error here
+    assembly.held_out()  # raises if there are too few held-out data
     return assembly
 
 
 def _check_ramp(training: TrainingConfig, batch_shards: int) -> None:
-    """Refuses a batch of the ramp that devices and micro-batches do not divide."""
+    """Refuse a batch of the ramp that devices and micro-batches do not divide."""
     for _, rows in training.batch_sizes.stages[:-1]:
         accumulation = accumulation_of(rows, training.batch_size, training.accumulation)
         if rows % (batch_shards * accumulation):
@@ -202,7 +208,7 @@ def _check_ramp(training: TrainingConfig, batch_shards: int) -> None:
 
 
 def describe_rates(plan: Plan) -> str:
-    """The peak rate of each role; empty where it is the optimizer's for all."""
+    """Return the peak rate of each role as text; empty if all have the rate of the optimiser."""
     peak, rates = plan.config.optimizer.learning_rate, dict[float, set[str]]()
     for row in plan.table:
         rates.setdefault(plan.peak_rate(row), set()).add(row.declaration.role)
@@ -214,7 +220,7 @@ def describe_rates(plan: Plan) -> str:
 
 
 def sequence_form(assembly: Assembly) -> str:
-    """How attention spreads the positions of a sequence and, where it was chosen, why."""
+    """Return how attention spreads the positions of a sequence and, if chosen, why."""
     plan, length = assembly.plan, assembly.plan.config.training.sequence_length
     return explain_form(plan.model.context, assembly.execution, length, dict(assembly.mesh.shape))
 
@@ -226,11 +232,11 @@ def entropy_floor(assembly: Assembly) -> float | None:
 
 
 def describe_devices(mesh: Mesh) -> list[str]:
-    """The devices of a mesh as strings, for environment.json."""
+    """Return the devices of a mesh as strings, for environment.json."""
     return [f"{device.platform}:{device.id} {device.device_kind}" for device in mesh.devices.flat]
 
 
 def describe_mesh(mesh: Mesh) -> dict[str, Any]:
-    """Axes of the mesh that are larger than 1; all of size 1: {"devices": 1}."""
+    """Return the mesh axes larger than 1, by name; {"devices": 1} if there are none."""
     large = {axis: size for axis, size in mesh.shape.items() if size > 1}
     return large or {"devices": 1}

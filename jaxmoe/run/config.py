@@ -1,9 +1,15 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""`PretrainConfig`: everything that decides a run, as one tree.
+"""`PretrainConfig`: the configuration of a training run, as one tree.
 
-What is computed (`model`), from what (`data`), with what rule (`optimizer`, `schedule`,
-`parameterization`), how long (`training`), where and how (`execution`), and what is kept of it.
+    model data training                       what is computed, on which data, for how long
+    optimizer schedule parameterization base  update rule and learning rates
+    execution                                 mesh, kernels and precision
+    run evaluation checkpoint tracking        directory and outputs
+    profile watch processes                   traces, comparisons and timeouts
+
+To add a field: its config class in `jaxmoe/run/config.py`, and a line for older runs in
+`jaxmoe/checkpoint/migrate.py`.
 """
 
 from __future__ import annotations
@@ -31,25 +37,24 @@ FREE_FIELDS = (
     *("run", "execution", "checkpoint", "tracking", "profile", "watch", "processes", "data.cache"),
     *("training.max_norm_ratio", "training.rollbacks"),
 )
-"""May change when a run is resumed: none of them changes the loss of a good step beyond rounding.
-What is done about bad ones may be set anew where a run has diverged."""
+"""Fields that may change when a run is resumed: none changes the loss of an accepted step beyond
+rounding."""
 FIXED_FIELDS = ("execution.precision.matmul",)
-"""Among these, what may not: it rounds to 8 bits."""
+"""Fields below those that may not change: they round to 8 bits."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RunConfig:
-    """Where the run lives."""
+    """Directory and name of the run."""
 
     directory: str | None = None
     """Run directory; runs/pretrain/<name> when None."""
     name: str | None = None
     """Name of the run; the recipe's when None. The same name continues the same run."""
     lock_heartbeat: float = 10.0
-    """Seconds between signs of life in the run directory; after three without one, a process of
-    another host counts as dead."""
+    """Seconds between heartbeats of the lease; a holder that misses three counts as dead."""
     steal_lock: bool = False
-    """Take the directory from a process that still holds it, which then ends and saves nothing."""
+    """Take the directory from a process that still holds it; that process ends without saving."""
 
     def __post_init__(self):
         if not self.lock_heartbeat > 0:
@@ -58,36 +63,36 @@ class RunConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingConfig:
-    """How long, on how much at a time."""
+    """Length of the run, size of its batches, and guards."""
 
     seed: int = 0
-    """Of the initial values and the order of the data."""
+    """Seed of the initial values and the order of the data."""
     steps: int = 600
-    """Optimiser steps of the whole run."""
+    """Total number of optimiser steps."""
     batch_size: int = 16
-    """Sequences of one step, over all devices and micro-batches."""
+    """Sequences per step, over all devices and micro-batches."""
     sequence_length: int = 128
-    """Tokens of one sequence."""
+    """Tokens per sequence."""
     accumulation: int = 1
-    """Micro-batches of one step."""
+    """Micro-batches per step."""
     accumulated_balance: AccumulatedBalance = "buffer"
-    """Balance loss of the global batch over micro-batches: with the load seen so far, or exactly,
-    at the price of one more forward pass."""
+    """Balance loss over micro-batches: buffer uses the load seen so far; two_pass is exact, at the
+    cost of one more forward pass."""
     batch_ramp: BatchRampConfig | None = None
-    """Smaller batches in the first steps; None: the same at every step."""
+    """Smaller batches in the first steps; None for the same size at every step."""
     clip: float | None = 1.0
     """Largest global gradient norm; None does not clip."""
     max_skipped: int = 5
-    """Steps in a row that are refused before the run goes back, or ends as diverged."""
+    """Refused steps in a row after which the run rolls back, or ends as diverged."""
     max_norm_ratio: float | None = 30.0
-    """Largest gradient norm, in medians of the last accepted steps, above which a step is refused
-    like one that is not finite; None: none is. Comparisons of trials accept every finite step. The
-    largest seen in healthy runs was 3 (next token) and 10 (masked diffusion, of small batches)."""
+    """Largest gradient norm, in medians of the last accepted steps; a step above it is refused.
+    None refuses only steps that are not finite. The largest in healthy runs was 3 (next token) and
+    10 (masked diffusion with small batches)."""
     rollbacks: int = 1
-    """How often, in all, a run restores the last whole checkpoint after `max_skipped` refused steps
-    and jumps their batches; after that it ends as diverged. 0: it ends at once."""
+    """Total number of rollbacks: after `max_skipped` refused steps a run restores the newest valid
+    checkpoint and skips their batches. 0 ends the run as diverged at once."""
     objective: ObjectiveConfig = NextTokenConfig()
-    """What is predicted from what."""
+    """Training objective."""
 
     def __post_init__(self):
         for field in ("steps", "batch_size", "accumulation", "max_skipped"):
@@ -102,22 +107,22 @@ class TrainingConfig:
             raise ValueError(f"training.sequence_length={self.sequence_length} must be at least 2")
         if self.clip is not None and not self.clip > 0:
             raise ValueError(f"training.clip={self.clip} must be above 0, or None not to clip")
-        _ = self.batch_sizes  # a ramp that does not fit is refused here
+        _ = self.batch_sizes  # raises for a ramp that does not fit
 
     @property
     def batch_sizes(self) -> BatchSizes:
-        """Sequences of each step."""
+        """Number of sequences of each step."""
         if self.batch_ramp is None:
             return BatchSizes(((0, self.batch_size),))
         return self.batch_ramp.build(self.steps, self.batch_size)
 
     @property
     def tokens(self) -> int:
-        """Of all steps."""
+        """Number of tokens of all steps."""
         return self.tokens_before(self.steps)
 
     def tokens_before(self, step: int) -> int:
-        """Of the steps before this one."""
+        """Return the number of tokens of all steps before one."""
         return self.batch_sizes.rows_before(step) * self.sequence_length
 
 
@@ -126,12 +131,12 @@ class EvaluationConfig:
     """Held-out loss."""
 
     every: int = 100
-    """Steps between evaluations; 0: only at the end."""
+    """Steps between evaluations; 0 evaluates only at the end."""
     batches: int = 8
-    """Held-out batches; the same ones every time."""
+    """Number of held-out batches; the same ones every time."""
     batch_size: int | None = None
-    """Sequences of a held-out batch, over all devices; as in training when None. It is read whole:
-    no more than a micro-batch fits where that fills a device."""
+    """Sequences per held-out batch, over all devices; training.batch_size when None. It is not cut
+    into micro-batches."""
 
     def __post_init__(self):
         if self.batch_size is not None and self.batch_size < 1:
@@ -145,37 +150,35 @@ class EvaluationConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointConfig:
-    """What is saved."""
+    """Checkpoints and snapshots."""
 
     every: int = 200
-    """Steps between checkpoints; 0: only at the end."""
+    """Steps between checkpoints; 0 saves only at the end."""
     keep: int = 3
-    """Newest checkpoints that are kept; at least 2."""
+    """Number of newest checkpoints to keep; at least 2."""
     verify: Verify = "full"
-    """What a start checks of the checkpoint: checksums of its files and fingerprints of its arrays,
-    the files alone, or nothing."""
+    """Checks before a checkpoint is used: full (checksums of files and fingerprints of arrays),
+    files, or off."""
     on_damage: Literal["previous", "stop"] = "previous"
-    """What a start does when the checkpoint is not what was written: it is set aside, and the one
-    before it continues the run; or the run stops and says so."""
-
+    """Action on a damaged checkpoint: previous sets it aside and continues from the one before;
+    stop ends with an error."""
     max_failed_saves: int = 5
-    """Saves in a row that may fail (a failed one is tried again at the next step) before the run
-    ends, with exit code 74."""
+    """Failed saves in a row after which the run ends (exit code 74); a failed save is repeated at
+    the next step."""
     compare_replicas: int = 100
-    """Steps between comparisons of what devices hold of the same arrays, which a defective one
-    makes different; they are compared at every save as well. 0: only then."""
+    """Steps between comparisons of replicated arrays over devices, which find a defective one; 0
+    compares only at every save."""
     snapshot_every: int = 0
-    """Steps between snapshots in the hosts' memory, with parity: the processes that a supervisor
-    starts again continue from there, though one host be lost. 0: none."""
+    """Steps between snapshots in host memory, with parity, from which processes restarted by a
+    supervisor continue even if one host is lost; 0 keeps none."""
     recompute: int = 0
-    """Steps between steps that are computed twice and must give the same bits, which a chip that
-    computes wrongly does not; the state is then in memory twice. 0: never."""
+    """Steps between steps that are computed twice and must agree bitwise, which finds a chip that
+    computes wrongly; takes the memory of a second state. 0 never does."""
     initial: str | None = None
-    """Another run, or a directory of checkpoints, whose parameters (and router state, where it
-    fits) a new run begins with; its optimizer's state is left behind. A run that has checkpoints of
-    its own continues from those."""
+    """Run directory, or directory of checkpoints, from which a new run takes its parameters (and
+    router state, if it fits) without the optimiser state. Ignored by a run that has checkpoints."""
     initial_step: int | None = None
-    """Its step; the newest that is whole when None."""
+    """Step of the checkpoint in `initial`; the newest valid one when None."""
     initial_mapping: str | None = None
     """Python file with `RULES`, where names or layouts differ: see jaxmoe/checkpoint/mapping.py."""
 
@@ -201,16 +204,16 @@ class CheckpointConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class TrackingConfig:
-    """What is shown and written on the way."""
+    """Progress output, trackers and samples."""
 
     print_every: int = 20
     """Steps between progress lines."""
     console: ConsoleKind = "auto"
-    """rich: a live view; plain: a line of key=value; none: neither. auto: rich on a terminal."""
+    """Progress view: rich (live), plain (lines of key=value) or none; auto: rich on a terminal."""
     trackers: tuple[TrackerConfig, ...] = (TensorBoardConfig(),)
-    """Where the metrics go beside metrics.jsonl; wandb and trackio are extras."""
+    """Trackers beside metrics.jsonl; wandb and trackio need extras."""
     sample_length: int = 400
-    """Tokens of text generated at the end; 0: none."""
+    """Tokens of text to generate at the end; 0 for none."""
 
     def __post_init__(self):
         if self.print_every < 1:
@@ -227,7 +230,7 @@ class ProfileConfig:
     """A trace of a few steps, for xprof or Perfetto."""
 
     steps: str | None = None
-    """First and last traced step as a:b, both included, from 1; None: no trace."""
+    """First and last traced step as a:b, both included, from 1; None for no trace."""
 
     def __post_init__(self):
         if self.steps is None:
@@ -254,13 +257,13 @@ class ProfileConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class WatchConfig:
-    """How far the devices that share a batch agree; their losses are always compared."""
+    """Comparisons of the devices that share a batch; their losses are always compared."""
 
     gradients_every: int = 0
-    """Steps between comparisons of the gradients of workers (the parts of the batch); each costs a
-    backward pass for every worker. 0: never."""
+    """Steps between comparisons of the gradients of workers (the parts of the batch), which cost a
+    backward pass each; 0 never compares."""
     gradient_groups: int = 8
-    """Most parts into which the batch is cut for it; neighboring workers are taken together."""
+    """Largest number of parts for these comparisons; neighbouring workers are merged."""
 
     def __post_init__(self):
         if self.gradients_every < 0:
@@ -274,39 +277,39 @@ class PretrainConfig:
     """A pre-training run."""
 
     run: RunConfig = RunConfig()
-    """Where the run lives."""
+    """Directory and name of the run."""
     model: ModelConfig = ModelConfig()
-    """What is computed."""
+    """Model."""
     data: DataConfig = CorpusConfig()
-    """What is read."""
+    """Training and held-out data."""
     training: TrainingConfig = TrainingConfig()
-    """How long, on how much at a time."""
+    """Length of the run, size of its batches, and guards."""
     optimizer: OptimizerConfig = AdamWConfig()
-    """The rule of the update."""
+    """Optimiser."""
     schedule: ScheduleConfig = LinearConfig()
-    """The learning rate by step."""
+    """Learning rate by step."""
     parameterization: ParameterizationConfig = StandardConfig()
     """Initial scale, learning-rate multipliers and forward multipliers by role."""
     base: BasePoint = HYPERP_BASE
-    """Where optimizer.learning_rate was tuned, for parameterisations that carry it from there."""
+    """Sizes at which optimizer.learning_rate was tuned, for parameterisations that transfer it."""
     execution: ExecutionConfig = ExecutionConfig()
-    """Where and how."""
+    """Mesh, kernels and precision."""
     evaluation: EvaluationConfig = EvaluationConfig()
     """Held-out loss."""
     checkpoint: CheckpointConfig = CheckpointConfig()
-    """What is saved."""
+    """Checkpoints and snapshots."""
     tracking: TrackingConfig = TrackingConfig()
-    """What is shown."""
+    """Progress output, trackers and samples."""
     profile: ProfileConfig = ProfileConfig()
-    """Which steps are traced."""
+    """Traced steps."""
     watch: WatchConfig = WatchConfig()
-    """What is compared between devices."""
+    """Comparisons between devices."""
     processes: ProcessesConfig = ProcessesConfig()
-    """How long anything may take before the run ends with the cause."""
+    """Timeouts of processes."""
 
     @property
     def held_out_batch_size(self) -> int:
-        """Sequences of a held-out batch."""
+        """Number of sequences of a held-out batch."""
         return self.evaluation.batch_size or self.training.batch_size
 
     def __post_init__(self):

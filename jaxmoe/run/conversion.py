@@ -1,7 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""A run directory that a conversion makes, which appears whole or not at all; and what it says of
-the model that came from elsewhere."""
+"""Creates run directories for converted models, whole or not at all, and reads their limits."""
 
 from __future__ import annotations
 
@@ -16,20 +15,20 @@ from jaxmoe.run.directory import RunDirectory
 
 
 def length_of(directory: RunDirectory, config: PretrainConfig) -> int:
-    """Positions that the model of a run is for: what an imported one says, or a training row.
+    """Return the longest sequence of a run: of an imported model, or a training row.
 
     Args:
-        directory: of the run.
-        config: of the run.
+        directory: Run directory.
+        config: Configuration of the run.
     """
     return _imported(directory, "max_length") or config.training.sequence_length
 
 
 def first_token_of(directory: RunDirectory) -> int | None:
-    """The id that begins a text for an imported model which has one.
+    """Return the id that begins a text; None unless an imported model has one.
 
     Args:
-        directory: of the run.
+        directory: Run directory.
     """
     return _imported(directory, "bos_token_id")
 
@@ -41,14 +40,14 @@ def _imported(directory: RunDirectory, field: str) -> int | None:
 
 @contextlib.contextmanager
 def new_run(target: pathlib.Path, config: PretrainConfig) -> Iterator[RunDirectory]:
-    """A directory beside the wanted one, with the config in it, renamed when all went well.
+    """Create a run directory with its config, renamed into place if nothing was raised.
 
     Args:
-        target: where nothing is yet.
-        config: of the run.
+        target: Path of the run directory; must not exist.
+        config: Configuration of the run.
 
     Raises:
-        ValueError: it cannot be written, or something has appeared there meanwhile.
+        ValueError: The directory cannot be written, or the target appeared meanwhile.
     """
     unfinished = RunDirectory(target.with_name(f"{target.name}.unfinished-{os.getpid()}"))
     try:

@@ -1,9 +1,9 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""The directory of one run: where its files are, who may write them, and for which config.
+"""`RunDirectory`: paths, lease and configuration check of the directory of one run.
 
     runs/<experiment>/<name>/
-        config.json        the config, resolved; a later start with another one is refused
+        config.json        the config, resolved; a later start with another one raises
         environment.json   versions, devices, commit, command line of the latest start
         metrics.jsonl      one object per logged step
         tensorboard/       the same, for TensorBoard
@@ -13,20 +13,19 @@
         report.html        everything on one page, self-contained
         samples.txt        generated text
         checkpoints/       what a restart continues from
-        skipped.json       rows that the run has jumped, where it went back
-        bad_data/          the batches of refused steps, and what experiments.replay says of them
-        goodput.jsonl      what each start of the run spent its time on
+        skipped.json       rows that rollbacks have skipped
+        bad_data/          the batches of refused steps, and results of experiments.replay
+        goodput.jsonl      seconds of each start, by kind
         summary.json       the numbers of the finished (or stopped) run
         profile/           the trace of --profile.steps
         trials.jsonl       of a comparison: one object per finished trial
         traces/            of a comparison: routing traces by method
     run.lock           process and host that hold the directory
-    run.lease          the same with its incarnation; run.heartbeat shows that it lives
+    run.lease          the same with its incarnation; run.heartbeat is renewed by the holder
 
-Who holds the directory, and how it is told from somebody who died holding it, is in `lease.py`.
-JSON files are replaced in one rename.
+The lease is in `jaxmoe/resilience/lease.py`. JSON files are replaced in one rename.
 
-To add a file: a property here and a line above.
+To add a file: a property and a line above, in `jaxmoe/run/directory.py`.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ class RunDirectory:
 
     @property
     def config_file(self) -> pathlib.Path:
-        """The resolved config, as `jaxmoe.configs.to_json` writes it."""
+        """Resolved configuration, as `jaxmoe.configs.to_json` writes it."""
         return self.path / "config.json"
 
     @property
@@ -79,7 +78,7 @@ class RunDirectory:
 
     @property
     def tensorboard_directory(self) -> pathlib.Path:
-        """The event files of TensorBoard."""
+        """Event files of TensorBoard."""
         return self.path / "tensorboard"
 
     @property
@@ -99,7 +98,7 @@ class RunDirectory:
 
     @property
     def report_file(self) -> pathlib.Path:
-        """The self-contained page about the run."""
+        """Self-contained page about the run."""
         return self.path / "report.html"
 
     @property
@@ -114,32 +113,32 @@ class RunDirectory:
 
     @property
     def skipped_file(self) -> pathlib.Path:
-        """The rows that the run has jumped: [[step, rows], ...]."""
+        """Rows that rollbacks have skipped: [[step, rows], ...]."""
         return self.path / "skipped.json"
 
     @property
     def bad_data_directory(self) -> pathlib.Path:
-        """The batches of refused steps."""
+        """Batches of refused steps."""
         return self.path / "bad_data"
 
     @property
     def summary_file(self) -> pathlib.Path:
-        """The numbers of the finished or stopped run."""
+        """Numbers of the finished or stopped run."""
         return self.path / "summary.json"
 
     @property
     def goodput_file(self) -> pathlib.Path:
-        """What each start of the run spent its time on."""
+        """Seconds that each start of the run spent, by kind."""
         return self.path / "goodput.jsonl"
 
     @property
     def profile_directory(self) -> pathlib.Path:
-        """The trace of `--profile.steps`."""
+        """Trace of `--profile.steps`."""
         return self.path / "profile"
 
     @property
     def traces_directory(self) -> pathlib.Path:
-        """Of a comparison: routing traces by method."""
+        """Routing traces by method, of a comparison."""
         return self.path / "traces"
 
     @property
@@ -153,10 +152,10 @@ class RunDirectory:
         return self.path / "run.lock"
 
     def check_free_of_runs(self) -> None:
-        """For commands that write a `summary.json` of their own.
+        """Refuse a directory with a run, for commands that write their own `summary.json`.
 
         Raises:
-            ValueError: If a run lives here, whose summary would be lost.
+            ValueError: The directory holds a run, whose summary would be lost.
         """
         if self.config_file.exists():
             raise ValueError(
@@ -171,27 +170,27 @@ class RunDirectory:
         heartbeat: float = 10.0,
         on_lost: Callable[[], None] | None = None,
     ) -> None:
-        """Make the directory and hold it until `release` or the end of the process.
+        """Create the directory and lease it until `release` or the end of the process.
 
         Args:
-            steal: Whether to take it from a process that lives.
-            heartbeat: Seconds between signs of life.
-            on_lost: Called in a thread of its own when another process has taken it.
+            steal: Whether to take it from a process that is alive.
+            heartbeat: Seconds between heartbeats of the lease.
+            on_lost: Called in another thread when another process has taken the directory.
 
         Raises:
-            ValueError: If it cannot be made or written, or if another process holds it.
+            ValueError: The directory cannot be created or written, or another process holds it.
         """
-        with self._in_words():
+        with self._readable_errors():
             self.path.mkdir(parents=True, exist_ok=True)
             lease = Lease(self.path, heartbeat=heartbeat, steal=steal, on_lost=on_lost)
             lease.acquire()
         self._lease = lease
 
     def fence(self) -> None:
-        """Returns while this process holds the directory.
+        """Return if this process holds the directory.
 
         Raises:
-            LeaseLostError: If it does not, or no longer; says who does.
+            LeaseLostError: It does not, or no longer; names the holder.
         """
         if self._lease is None:
             raise LeaseLostError(f"run.directory={self.path} is not held by this process")
@@ -199,7 +198,7 @@ class RunDirectory:
 
     @property
     def is_lost(self) -> bool:
-        """Whether another process has taken the directory from this one, which held it."""
+        """Whether another process has taken the directory, which this one held."""
         if self._lease is None:
             return False
         try:
@@ -207,17 +206,17 @@ class RunDirectory:
         except LeaseLostError:
             return True
         except OSError:
-            return False  # who holds it cannot be known now
+            return False  # the holder cannot be read now
         return False
 
     def release(self) -> None:
-        """Let go of the directory."""
+        """Release the directory."""
         if self._lease is not None:
             self._lease.release()
             self._lease = None
 
     def clear_lock(self) -> None:
-        """Removes what says who held the directory, before it becomes another one."""
+        """Remove the files of the lease, before the directory is renamed."""
         for name in LEASE_FILES:
             (self.path / name).unlink(missing_ok=True)
 
@@ -228,17 +227,17 @@ class RunDirectory:
         fixed: tuple[str, ...] = (),
         way_out: str = "",
     ) -> None:
-        """Record the config of a new run; refuse another one for an old run.
+        """Record the configuration of a new run; refuse another one for an old run.
 
         Args:
-            config: The config of this start.
-            free: Dotted paths (each with all beneath it) that may change from start to start;
-                the file then follows the new config.
-            fixed: Dotted paths beneath those that may not change.
-            way_out: What else can be done, for the message.
+            config: Configuration of this start.
+            free: Dotted paths, each with everything below it, that may change from start to start;
+                the file then follows the new configuration.
+            fixed: Dotted paths below those that may not change.
+            way_out: Alternative to repeating the saved values, for the message.
 
         Raises:
-            ValueError: If another field differs; with one line per field.
+            ValueError: Another field differs; the message has one line per field.
         """
         given = to_json(config)
         if self.config_file.exists():
@@ -255,13 +254,13 @@ class RunDirectory:
         self._write(self.config_file, given)
 
     def load_config(self, cls: type[Config]) -> Config:
-        """The config of the run that was started here.
+        """Return the configuration of the run in this directory.
 
         Args:
-            cls: Its class.
+            cls: Class of the configuration.
 
         Raises:
-            ValueError: If no run was started here, or one whose config `cls` does not know.
+            ValueError: There is no run, or its configuration does not fit `cls`.
         """
         if not self.config_file.exists():
             raise ValueError(
@@ -274,10 +273,10 @@ class RunDirectory:
             raise ValueError(f"{self.config_file}: {error}") from error
 
     def config_json(self) -> dict[str, Any]:
-        """The config as it was written, whichever version wrote it.
+        """Return config.json as it was written, by whichever version.
 
         Raises:
-            ValueError: If no run was started here, or the file is damaged.
+            ValueError: There is no run, or the file is damaged.
         """
         if not self.config_file.exists():
             raise ValueError(
@@ -287,18 +286,18 @@ class RunDirectory:
         return self._read(self.config_file)
 
     def summary(self) -> dict[str, Any] | None:
-        """The content of `summary.json`; None while the run has not ended.
+        """Return the content of `summary.json`; None while the run has not ended.
 
         Raises:
-            ValueError: If the file is damaged.
+            ValueError: The file is damaged.
         """
         return self._read(self.summary_file) if self.summary_file.exists() else None
 
     def skipped(self) -> Any:
-        """The content of `skipped.json`; nothing in a run that never went back.
+        """Return the content of `skipped.json`; empty without a rollback.
 
         Raises:
-            ValueError: If the file is damaged.
+            ValueError: The file is damaged.
         """
         return self._read(self.skipped_file) if self.skipped_file.exists() else []
 
@@ -317,10 +316,10 @@ class RunDirectory:
         """Record what this start runs on.
 
         Args:
-            devices: The devices, in words; the caller asks jax for them, not this file.
+            devices: Names of the devices.
 
         Raises:
-            ValueError: If the file cannot be written.
+            ValueError: The file cannot be written.
         """
         self._write(self.environment_file, describe_environment(devices))
 
@@ -336,7 +335,7 @@ class RunDirectory:
         self._write(self.summary_file, _finite(summary))
 
     def _write(self, file: pathlib.Path, data: Any) -> None:
-        with self._in_words():
+        with self._readable_errors():
             if self._lease is not None:
                 try:
                     self._lease.fence()
@@ -346,14 +345,14 @@ class RunDirectory:
 
     def _read(self, file: pathlib.Path) -> Any:
         try:
-            with self._in_words():
+            with self._readable_errors():
                 return json.loads(file.read_text())
         except json.JSONDecodeError as error:
             raise ValueError(f"{file} is not JSON ({error}): restore or remove it") from error
 
     @contextlib.contextmanager
-    def _in_words(self) -> Iterator[None]:
-        """What the operating system refuses, as a ValueError that a user can act on."""
+    def _readable_errors(self) -> Iterator[None]:
+        """Turn errors of the operating system into ValueErrors that a user can act on."""
         try:
             yield
         except OSError as error:
@@ -370,7 +369,7 @@ class RunDirectory:
 
 
 def _finite(value: Any) -> Any:
-    """The value with null for NaN and infinity, which JSON does not have."""
+    """Return the value with null for NaN and infinity, which JSON lacks."""
     if isinstance(value, Mapping):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

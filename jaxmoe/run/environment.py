@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""What a run runs on: versions, devices, commit, command line; for environment.json."""
+"""Describes versions, devices, commit and command line, for environment.json."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from typing import Any
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "chex", "numpy")
 VARIABLES = ("JAX_PLATFORMS", "XLA_FLAGS", "LIBTPU_INIT_ARGS")
-"""The environment variables that change what a run computes; no others are recorded."""
+"""Environment variables that change what a run computes; no others are recorded."""
 
 
 def describe_environment(devices: Sequence[str]) -> dict[str, Any]:
-    """What this start runs on, as JSON.
+    """Return what this start runs on, as JSON.
 
     Args:
-        devices: in words; the caller asks jax for them, not this file.
+        devices: Names of the devices.
     """
     return {
         "started": _now(),
@@ -53,7 +53,7 @@ def _version(package: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """The commit of this checkout, `+changes` if files differ from it; None outside of one."""
+    """Return the commit of the checkout, with `+changes` if files differ; None outside of one."""
     root = pathlib.Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return None

@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""What is printed before the first step."""
+"""Logs the header of a run before its first step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,14 @@ from jaxmoe.tracking.console import format_count, format_flops
 
 
 def print_header(name: str, directory: RunDirectory, assembly: Assembly, first_step: int) -> None:
-    """What is about to run, before the first step."""
+    """Log devices, model, data and plan of a run, before the first step.
+
+    Args:
+        name: Name of the run.
+        directory: Run directory.
+        assembly: Plan, devices and data of the run.
+        first_step: Number of steps already done.
+    """
     plan, training = assembly.plan, assembly.plan.config.training
     model, moe = plan.model, plan.model.moe
     active = plan.table.active(moe.top_k, moe.num_experts) if moe else plan.table.total
@@ -54,7 +61,13 @@ def print_header(name: str, directory: RunDirectory, assembly: Assembly, first_s
 
 
 def nothing_to_do(directory: RunDirectory, step: int, config: PretrainConfig) -> str:
-    """What is said when there is nothing left to train."""
+    """Return the message for a run that has been trained to its last step.
+
+    Args:
+        directory: Run directory.
+        step: Number of steps done.
+        config: Configuration of this start.
+    """
     return (
         f"nothing to do: {directory.path} has done step {step} of {config.training.steps}."
         " See its report.html, or give another --run.name"
@@ -62,7 +75,7 @@ def nothing_to_do(directory: RunDirectory, step: int, config: PretrainConfig) ->
 
 
 def _data_text(assembly: Assembly) -> str:
-    """The data, with the floor of masked diffusion where that is another than the next token's."""
+    """Return the data as text, with the loss floor of the objective if it differs."""
     training, floor = assembly.plan.config.training, entropy_floor(assembly)
     text = assembly.source.describe(training.sequence_length)
     note = training.objective.floor_note

@@ -49,7 +49,7 @@ def run_steps(
         state: State after these steps; donated.
         saving: Hook that saves checkpoints.
         trace: Profile of some steps; None without one.
-        stop: Request to save and stop, asked after every step.
+        stop: Request to save and stop, read after every step.
         watches: Comparisons of processes and workers, and the clock of the run.
         snapshots: Hook that keeps snapshots in memory; None without one.
 

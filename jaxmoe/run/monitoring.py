@@ -1,9 +1,12 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""What is watched beside the loss: late processes, workers that differ, and the books of the time.
+"""`Watches`: compares processes and workers during a run, and records its goodput.
 
-The rules are in `jaxmoe.training.{stragglers,dispersion,goodput}`; here they meet a run. To add a
-watch: its rule there, its hook in `Watches.hooks`, what it says through `Watches.warn`.
+The rules are in `jaxmoe.resilience.stragglers`, `jaxmoe.training.dispersion` and
+`jaxmoe.resilience.goodput`.
+
+To add a comparison: its rule beside `jaxmoe/resilience/stragglers.py`, and its hook in
+`Watches.hooks` of `jaxmoe/run/monitoring.py`, with warnings through `Watches.warn`.
 """
 
 from __future__ import annotations
@@ -37,19 +40,19 @@ from jaxmoe.training.state import TrainState
 from jaxmoe.training.stopwatch import CHECKPOINT, Stopwatch
 
 _LOSSES, _PROBES = 16, 4
-"""Steps, and probes, over which a worker must stick out."""
+"""Number of steps, and of probes, over which a worker must differ."""
 
 
 class Watches:
-    """Everything that is watched in one start of a run.
+    """Comparisons and records of one start of a run.
 
     Args:
-        directory: of the run.
-        assembly: what runs.
-        reporter: to whom warnings and numbers go.
-        spent: of this process, since it began.
-        first_step: restored.
-        watchdog: told what begins.
+        directory: Run directory.
+        assembly: Plan, devices and data of the run.
+        reporter: Receiver of warnings and numbers.
+        spent: Stopwatch of this process.
+        first_step: Number of steps already done.
+        watchdog: Watchdog of this process, which receives a beat before each activity.
     """
 
     def __init__(
@@ -64,14 +67,14 @@ class Watches:
         self._directory, self._assembly, self.reporter = directory, assembly, reporter
         self.spent, self.watchdog = spent, watchdog
         self.warnings: list[str] = []
-        """What was said in this start."""
+        """Warnings of this start."""
         self._losses, self._norms = OutlierWatch(_LOSSES), OutlierWatch(_PROBES)
         self._ledger = None
         if jax.process_index() == 0:
             self._ledger = Ledger(directory.goodput_file, spent, first_step=first_step)
 
     def hooks(self) -> list[Hook]:
-        """Those of the watches that are hooks; the same on every process."""
+        """Return the hooks of the comparisons; the same on every process."""
         config, hooks = self._assembly.plan.config, list[Hook]()
         if config.watch.gradients_every and self._workers > 1:
             hooks.append(self._gradient_hook())
@@ -81,16 +84,16 @@ class Watches:
         return hooks
 
     def timed(self, hook: Hook, kind: str) -> Hook:
-        """The hook, whose time goes to `kind`.
+        """Return a hook whose time counts as `kind`.
 
         Args:
-            hook: any.
-            kind: of `jaxmoe.training.stopwatch`.
+            hook: Hook of the loop.
+            kind: Kind of time, of `jaxmoe.training.stopwatch`.
         """
         return _Timed(hook, self.spent, kind, self._note if kind == CHECKPOINT else None)
 
     def trained(self, report: Report) -> None:
-        """Passes a report on, looks at the workers' losses, and writes the books."""
+        """Pass a report on, compare the losses of workers, and record the goodput."""
         self.reporter.trained(report)
         for step, metrics in zip(report.steps, report.metrics, strict=True):
             if metrics.worker_loss is not None:
@@ -99,22 +102,22 @@ class Watches:
         self._note(report.steps[-1])
 
     def warn(self, step: int, what: object) -> None:
-        """Says something once, and keeps it for the summary."""
+        """Log a warning and keep it for the summary."""
         self.warnings.append(f"step {step}: {what}")
         self.reporter.warn(step, str(what))
 
     def goodput(self) -> dict[str, Any] | None:
-        """The books of all starts up to now; None but on the first process."""
+        """Return the goodput of all starts up to now; None on all processes but the first."""
         if self._ledger is None:
             return None
         return account(read_ledger(self._directory.goodput_file)).to_json()
 
     def note(self, step: int, status: str) -> None:
-        """Writes how the start ended into the books.
+        """Record how the start ended.
 
         Args:
-            step: done.
-            status: of the loop.
+            step: Number of steps done.
+            status: Status of the loop.
         """
         if self._ledger is not None:
             self._ledger.record(step, status=status)
@@ -130,7 +133,7 @@ class Watches:
     def _gradient_hook(self) -> Hook:
         plan, watch = self._assembly.plan, self._assembly.plan.config.watch
         groups = max(n for n in range(1, watch.gradient_groups + 1) if self._workers % n == 0)
-        groups = groups if groups > 1 else self._workers  # a prime number of workers
+        groups = groups if groups > 1 else self._workers  # the number of workers is prime
         training = plan.config.training
 
         @functools.cache
@@ -174,11 +177,11 @@ class GradientHook:
     """Compares the gradients of the workers on the batch of the next step, every so many steps.
 
     Args:
-        probe: from `make_gradient_probe`.
-        batch: of a step, on the devices.
-        every: steps.
-        last_step: of the run, after which there is no batch.
-        report: called with the step and what was found.
+        probe: Function from `make_gradient_probe`.
+        batch: Returns the batch of a step, on the devices.
+        every: Steps between comparisons.
+        last_step: Last step of the run, after which there is no batch.
+        report: Called with the step and the gradients' statistics.
     """
 
     def __init__(
@@ -194,27 +197,27 @@ class GradientHook:
         self._every, self._last_step = every, last_step
 
     def is_due(self, step: int) -> bool:
-        """Every so many steps, but for the last."""
+        """Return whether to compare after a step; never after the last."""
         return step % self._every == 0 and step < self._last_step
 
     def run(self, step: int, state: TrainState | None) -> None:
-        """Compares and reports."""
+        """Compare and report."""
         self._report(step, jax.device_get(self._probe(state, self._batch(step))))
 
 
 class _Timed:
-    """A hook whose time is kept."""
+    """A hook whose time is recorded."""
 
     def __init__(self, hook: Hook, spent: Stopwatch, kind: str, after: Callable[..., None] | None):
         self._hook, self._spent, self._kind, self._after = hook, spent, kind, after
         self.name = type(hook).__name__
 
     def is_due(self, step: int) -> bool:
-        """As the hook."""
+        """Return whether the hook is due."""
         return self._hook.is_due(step)
 
     def run(self, step: int, state: TrainState) -> None:
-        """Runs it."""
+        """Run the hook."""
         with self._spent.on(self._kind):
             self._hook.run(step, state)
         if self._after is not None:

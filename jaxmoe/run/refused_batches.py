@@ -1,15 +1,13 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""The batches of refused steps on disk.
+"""Writes and reads the batches of refused steps.
 
     <run>/bad_data/step<n>.npz    tokens, targets, loss_weights, segment_ids and positions (where
                                   rows have them): [rows, positions];  rows: their numbers;  step: n
 
-A batch is a function of the step, so that the first process reads all rows of it once more, those
-of the other hosts too. A row's number is its place in the endless sequence of the split
-(`Loader.row`). Dumps are never deleted here.
-
-`experiments/replay.py` says what is wrong with one.
+The first process reads all rows of a batch again, those of other hosts too, because a batch is a
+function of the step. The number of a row is its index in the infinite sequence of the split
+(`Loader.row`). Dumps are never deleted. `experiments/replay.py` analyses them.
 """
 
 from __future__ import annotations
@@ -30,22 +28,22 @@ from jaxmoe.run.directory import RunDirectory
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DumpedBatch:
-    """What one refused step read."""
+    """Batch of a refused step."""
 
     step: int
-    """The step, from 1."""
+    """Number of the step, from 1."""
     rows: np.ndarray
     """Number of each row in the endless sequence of the split."""
     batch: Batch
 
 
 def dump_batches(directory: RunDirectory, loader: Loader, refused: tuple[int, int]) -> None:
-    """Writes what some steps read; a full disk costs the dump and not the run.
+    """Write the batches of some steps; a full disk loses the dump and does not end the run.
 
     Args:
-        directory: of the run.
-        loader: that gave them.
-        refused: first and last step, from 1.
+        directory: Run directory.
+        loader: Loader that produced the batches.
+        refused: First and last step, from 1.
     """
     if jax.process_index() != 0:
         return
@@ -62,21 +60,21 @@ def dump_batches(directory: RunDirectory, loader: Loader, refused: tuple[int, in
 
 
 def dumped_steps(directory: RunDirectory) -> list[int]:
-    """The steps whose batches lie there, ascending."""
+    """Return the steps with a dumped batch, ascending."""
     names = (path.name for path in directory.bad_data_directory.glob("step*.npz"))
     found = (re.fullmatch(r"step(\d+)\.npz", name) for name in names)
     return sorted(int(match[1]) for match in found if match)
 
 
 def read_batch(directory: RunDirectory, step: int) -> DumpedBatch:
-    """What one refused step read.
+    """Return the dumped batch of a refused step.
 
     Args:
-        directory: of the run.
-        step: from 1.
+        directory: Run directory.
+        step: Number of the step, from 1.
 
     Raises:
-        ValueError: it was not dumped, or the file is damaged.
+        ValueError: The step was not dumped, or the file is damaged.
     """
     path = _file(directory, step)
     if not path.exists():

@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""From a run's metrics to its trackers: the console, the files, the last numbers."""
+"""`Reporter`: passes the metrics of a run to console, files and trackers."""
 
 from __future__ import annotations
 
@@ -44,10 +44,13 @@ from jaxmoe.training.throughput import model_flops_utilization
 
 
 def check_packages(tracking: TrackingConfig) -> None:
-    """What the trackers need is installed.
+    """Check that the packages of all trackers are installed.
+
+    Args:
+        tracking: Trackers and console of a run.
 
     Raises:
-        MissingPackageError: with the extra that brings it.
+        MissingPackageError: One is not; names the extra that installs it.
     """
     for tracker in tracking.trackers:
         tracker.check()
@@ -56,43 +59,43 @@ def check_packages(tracking: TrackingConfig) -> None:
 
 
 class Reporter:
-    """Receives what the loop reports and passes it on; only the first process writes.
+    """Receives the metrics of the loop and passes them on; only the first process writes.
 
     Args:
-        name: of the run.
-        directory: of the run.
-        assembly: for the schedule and the data's units.
-        first_step: restored; records after it are dropped.
+        name: Name of the run.
+        directory: Run directory.
+        assembly: Plan and data of the run, for the schedule and the units.
+        first_step: Number of steps already done; records of later ones are dropped.
 
     Raises:
-        MissingPackageError: if a tracker's package is not installed.
-        ValueError: if a tracker cannot start.
+        MissingPackageError: The package of a tracker is not installed.
+        ValueError: A tracker cannot start.
     """
 
     def __init__(self, name: str, directory: RunDirectory, assembly: Assembly, first_step: int):
         plan, training = assembly.plan, assembly.plan.config.training
         self._name, self._directory, self._assembly = name, directory, assembly
         self.skipped = 0
-        """Steps refused by the guard since this start."""
+        """Number of steps refused by the guard in this start."""
         self.flops_per_token = flops_per_token(plan.model, plan.table, training.sequence_length)
         """Model FLOPs of a training step per token."""
         self._seconds = self._tokens = 0.0
         self._training = training
-        # Once, for all steps: a call of the schedule per step would be a wait for the device.
+        # Computed once: calling the schedule at every step would wait for the device.
         steps = np.arange(training.steps, dtype=np.int32)
         factors = jax.vmap(plan.schedule)(jax.numpy.asarray(steps))
         self._learning_rates = plan.matrix_rate * np.asarray(factors, np.float64)
         self._open(first_step)
 
     def _open(self, first_step: int) -> None:
-        """Opens console and files, which hold what was recorded up to a step."""
+        """Open console and files with the records up to a step."""
         config = self._assembly.plan.config
         self._files: Tracker = NullTracker()
         self._console: Console = SilentConsole()
         self._loads: RouterLoadRecorder | None = None
         self._indicators: IndicatorRecorder | None = None
         self.last: dict[str, float] = {}
-        """Latest value of every metric, those of earlier starts among them."""
+        """Latest value of every metric, over all starts."""
         if jax.process_index() == 0:
             directory = self._directory
             run = TrackedRun(
@@ -115,21 +118,21 @@ class Reporter:
         self._first_step = first_step
 
     def go_back(self, step: int) -> None:
-        """The run goes on after this step once more; records of later ones are dropped."""
+        """Continue after an earlier step; records of later ones are dropped."""
         self.close()
         self._open(step)
 
     @property
     def is_live(self) -> bool:
-        """Whether somebody watches a view that wants to be fed."""
+        """Whether the console is a live view, which needs metrics about once a second."""
         return isinstance(self._console, LiveTracker)
 
     def start(self) -> None:
-        """The steps begin."""
+        """Start the console; called before the first step."""
         self._console.start(self._first_step)
 
     def trained(self, report: Report) -> None:
-        """Metrics of consecutive training steps."""
+        """Log the metrics of consecutive training steps."""
         self._seconds += report.seconds
         self._tokens += sum(float(metrics.num_tokens) for metrics in report.metrics)
         load = None
@@ -154,7 +157,7 @@ class Reporter:
         self._console.log(report.steps[-1], self.last)
 
     def evaluated(self, step: int, evaluation: Evaluation) -> None:
-        """A held-out loss."""
+        """Log a held-out loss."""
         values = {BITS_PER_TOKEN: evaluation.bits_per_token}
         if self._assembly.source.bytes_per_token is not None:
             values[BITS_PER_BYTE] = (
@@ -167,27 +170,27 @@ class Reporter:
         self._console.log_text(step, "held out", shown)
 
     def watched(self, step: int, values: Mapping[str, float]) -> None:
-        """Further numbers of a step."""
+        """Log further numbers of a step."""
         self.last.update(values)
         self._files.log(step, values)
 
     def warn(self, step: int, text: str) -> None:
-        """Something that somebody should look at."""
+        """Print a warning on the console."""
         self._console.log_text(step, "warning", text)
 
     def flush(self) -> None:
-        """Writes what belongs to the steps so far, before they are saved."""
+        """Write the records of the steps so far; called before they are saved."""
         for recorder in (self._loads, self._indicators):
             if recorder is not None:
                 recorder.save()
 
     def abandon(self) -> None:
-        """Ends without a word more into files that are another process's by now."""
+        """Close without writing to files that another process holds by now."""
         self._loads = self._indicators = None
         self.close()
 
     def close(self) -> None:
-        """Ends the trackers, and leaves the terminal as it was; once is enough."""
+        """Close trackers and console; further calls do nothing."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -197,17 +200,17 @@ class Reporter:
 
     @property
     def tokens_per_second(self) -> float:
-        """Mean over this start, evaluation and saving left out."""
+        """Mean over this start, without evaluation and saving."""
         return self._tokens / self._seconds if self._seconds else 0.0
 
     @property
     def mfu(self) -> float | None:
-        """Mean model FLOPs utilisation over this start; None where the peak is not known."""
+        """Mean model FLOPs utilisation over this start; None on devices of unknown peak."""
         return self._utilization(self.tokens_per_second)
 
     @property
     def trained_seconds(self) -> float:
-        """Of all steps so far, every start of the run together."""
+        """Training time of all steps so far, over all starts."""
         return self._trained_seconds
 
     def _utilization(self, tokens_per_second: float) -> float | None:
@@ -216,7 +219,7 @@ class Reporter:
         return model_flops_utilization(tokens_per_second, self.flops_per_token, devices, dtype)
 
     def _values(self, step: int, metrics: StepMetrics) -> dict[str, float]:
-        """One step's metrics by the trackers' names."""
+        """Return the metrics of one step by the trackers' names."""
         router: Mapping[str, float] = {
             f"router/{name}": float(value) for name, value in metrics.router.items()
         }

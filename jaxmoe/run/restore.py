@@ -1,10 +1,10 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Where the state of a run comes from: snapshots in memory, a checkpoint, or new; and its data.
+"""Restores the state of a run from a snapshot or a checkpoint, or creates a new one.
 
-A snapshot that is at least as new as the newest checkpoint wins: then nothing of the checkpoints is
-read. The directory of a process's snapshots comes from the supervisor, in $JAXMOE_SNAPSHOTS
-(`experiments/launch/supervise.py`), which deletes it at the end.
+A snapshot at least as new as the newest checkpoint is used, and no checkpoint is read. The
+supervisor (`experiments/launch/supervise.py`) names the directory of a process's snapshots in
+$JAXMOE_SNAPSHOTS and deletes it at the end.
 """
 
 from __future__ import annotations
@@ -38,36 +38,39 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Begun:
-    """Where a run, or what follows a rollback, begins."""
+    """State from which a run, or the part after a rollback, begins."""
 
     assembly: Assembly
-    """With the data that follow."""
+    """Assembly whose loader continues with the data that follow."""
     step: int
-    """Done before."""
+    """Number of steps already done."""
     state: TrainState
     origin: str | None
-    """In words where the state came from; None: it is new."""
+    """Description of the source of the state; None for a new state."""
 
 
 class Lineage:
-    """Which checkpoints a run continues from, and what it then reads.
+    """Checkpoints that a run may continue from, and the data that follow each.
 
     Args:
-        loader: of the run.
-        skipped: what the run has jumped, as its file says.
+        loader: Loader of the run.
+        skipped: Rows that the run has skipped, as recorded in skipped.json.
     """
 
     def __init__(self, loader: Loader, skipped: SkippedRows):
         self._skipped = skipped
         self.loader = dataclasses.replace(loader, skipped=skipped)
-        """Of the checkpoint that was checked last; before any, of a new run."""
+        """Loader that continues the checkpoint checked last, or a new run."""
 
     def check(self, manifest: CheckpointManifest) -> None:
-        """For `CheckpointManager.restore_newest`.
+        """Accept a checkpoint of this lineage; for `CheckpointManager.restore_newest`.
+
+        Args:
+            manifest: Manifest of the checkpoint.
 
         Raises:
-            CheckpointAbandonedError: it has read rows that the run has jumped since.
-            DataError: it was trained on other data.
+            CheckpointAbandonedError: The checkpoint has read rows that were skipped since.
+            DataError: The checkpoint was trained on other data.
         """
         saved = SkippedRows.from_json(manifest.data.get("skipped", []))
         skipped = self._skipped.continued(saved, manifest.step)
@@ -87,14 +90,13 @@ class Lineage:
         snapshots: SnapshotStore | None = None,
         target: Any = None,
     ) -> Begun:
-        """The newest state that is whole and of this lineage, or a new one, which may have the
-        parameters of another run.
+        """Return the newest valid state of this lineage, or a new one.
 
         Args:
-            assembly: of the run.
-            checkpoints: of the run.
-            snapshots: of this process; None: they are not asked.
-            target: what to restore to; a new state when None.
+            assembly: Plan, devices and data of the run.
+            checkpoints: Checkpoint manager of the run.
+            snapshots: Snapshots of this process; None without any.
+            target: Shapes and shardings to restore to; those of a new state when None.
         """
         state = assembly.new_state() if target is None else None
         wanted = state if target is None else target
@@ -111,7 +113,7 @@ class Lineage:
         )
         if found is not None:
             if left := assembly.plan.config.checkpoint.initial:
-                say(f"checkpoint.initial={left} is left aside: the run continues")
+                say(f"checkpoint.initial={left} is ignored: the run continues")
             return self._begun(assembly, *found, f"step {found[0]} from {checkpoints.directory}")
         state = assembly.new_state() if state is None else state
         return self._begun(assembly, 0, initial_state(assembly, state), None)
@@ -122,10 +124,13 @@ class Lineage:
 
 
 def read_skipped(directory: RunDirectory) -> SkippedRows:
-    """What the run has jumped, by its file; every process must call this, and the first reads.
+    """Return the rows that a run has skipped; every process must call this.
+
+    Args:
+        directory: Run directory; the first process reads it.
 
     Raises:
-        ValueError: the file is damaged.
+        ValueError: The file is damaged.
     """
     skipped, problem = SkippedRows(), None
     if jax.process_index() == 0:
@@ -142,11 +147,11 @@ def read_skipped(directory: RunDirectory) -> SkippedRows:
 
 
 def open_snapshots(assembly: Assembly, directory: RunDirectory) -> SnapshotStore | None:
-    """This process's snapshots; None where none are wanted, or nobody would keep them.
+    """Return the snapshots of this process; None if they are off or would not be kept.
 
     Args:
-        assembly: what runs.
-        directory: of the run: snapshots of another one are not used.
+        assembly: Plan, devices and data of the run.
+        directory: Run directory; snapshots of other runs are ignored.
     """
     config = assembly.plan.config
     if not config.checkpoint.snapshot_every:
@@ -169,12 +174,12 @@ def open_snapshots(assembly: Assembly, directory: RunDirectory) -> SnapshotStore
 def make_snapshots(
     assembly: Assembly, store: SnapshotStore | None, reporter: Reporter
 ) -> SnapshotHook | None:
-    """Keeps snapshots in the loop.
+    """Return the hook that keeps snapshots; None without a store.
 
     Args:
-        assembly: what runs.
-        store: where to; None: nowhere.
-        reporter: whose files belong to the steps that are kept.
+        assembly: Plan, devices and data of the run.
+        store: Snapshots of this process.
+        reporter: Reporter whose files are flushed before every snapshot.
     """
     if store is None:
         return None
@@ -190,6 +195,6 @@ def make_snapshots(
 
 
 def _decisive(config: PretrainConfig) -> str:
-    """The fingerprint of what may not change within a run; where it runs, the arrays tell."""
+    """Return the fingerprint of the fields that may not change within a run."""
     free = {field: getattr(PretrainConfig(), field) for field in FREE_FIELDS if "." not in field}
     return fingerprint(dataclasses.replace(config, **free))

@@ -1,22 +1,21 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Going back: what a run does when too many steps in a row were refused.
+"""Rolls a run back to a checkpoint when too many steps in a row were refused.
 
     refused   steps b-k+1 .. b, each of which changed nothing (k = training.max_skipped)
-    dumped    their batches, to bad_data/ (`experiments.replay` looks into them)
-    restored  the newest whole checkpoint that has read none of them, or the initial state
-    jumped    their rows, once: step b-k+1 reads what step b+1 would have read
+    dumped    their batches, to bad_data/ (`experiments.replay` analyses them)
+    restored  the newest valid checkpoint that has read none of them, or the initial state
+    skipped   their rows, once: step b-k+1 reads what step b+1 would have read
 
-The steps between are trained again, on the data that they had. The window does not depend on how
-often metrics are reported. Two records hold what was jumped (see `jaxmoe.data.skipped`):
-`skipped.json`, which is written first of all, and the data position of every checkpoint after that;
-so that a restart at any moment, from any checkpoint, continues as the run itself would have. A
-checkpoint of a step that was since left behind is set aside.
+The steps between are trained again, on the same data. The window does not depend on how often
+metrics are reported. The skipped rows are recorded twice (see `jaxmoe.data.skipped`): first in
+`skipped.json`, and then in the data position of every later checkpoint, so that a restart at any
+moment, from any checkpoint, continues as the run would have. A checkpoint of an abandoned step is
+set aside.
 
 After `training.rollbacks` windows the run ends as diverged. Every process decides from the same
-metrics and the same records; the first one writes.
-
-It does not change the learning rate, the clip or the order of the data after the window.
+metrics and records; the first one writes. Learning rate, clipping and the order of the data after
+the window do not change.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Trained:
-    """How a run ended, with what it last used."""
+    """End of the steps, with the objects last used."""
 
     assembly: Assembly
     result: LoopResult
@@ -75,16 +74,23 @@ def train_with_rollback(
     """Train, and after too many refused steps in a row once more from an earlier step.
 
     Args:
-        directory: of the run.
-        begun: where the run begins; its state is donated.
-        checkpoints: of the run.
-        snapshots: of this process, or None; those of a past that is left are deleted.
-        compiled: from `compile_steps`.
-        stop: asked after every step.
-        watches: of this start; their reporter is left open.
+        directory: Run directory.
+        begun: State to begin from; donated.
+        checkpoints: Checkpoint manager of the run.
+        snapshots: Snapshots of this process; deleted at a rollback. None without any.
+        compiled: Train step from `compile_steps`.
+        stop: Request to save and stop.
+        watches: Comparisons of this start, whose reporter is left open.
+
+    Yields:
+        Each step, as `run_steps` does.
+
+    Returns:
+        The end of the last loop.
 
     Raises:
-        LeaseLostError: another process has the run's directory by now.
+        LeaseLostError: Another process holds the run directory by now.
+        ConfigurationError: No earlier state can be restored.
     """
     reporter, spent = watches.reporter, watches.spent
     assembly, first_step, state = begun.assembly, begun.step, begun.state
@@ -102,7 +108,7 @@ def train_with_rollback(
         ended = Trained(assembly=assembly, result=result, saving=saving, trace=trace)
         if result.refused is None:
             return ended
-        checkpoints.check_held()  # what follows writes
+        checkpoints.check_held()  # the next lines write
         dump_batches(directory, assembly.loader, result.refused)
         if len(assembly.loader.skipped.windows) >= config.training.rollbacks:
             return ended
@@ -110,11 +116,10 @@ def train_with_rollback(
         if lineage is None:
             return ended
         refused, target = result.refused, jax.tree.map(_shape_of, result.state)
-        del state, result, ended  # the device need not hold two states
+        del state, result, ended  # so that the device holds one state only
         checkpoints.finish()
         if snapshots is not None:
             snapshots.keep_only(None)
-        # As at the start, where none of them is whole.
         watches.watchdog.beat("restoring")
         with configuration_errors(), spent.on(RESTORE):
             again = lineage.restore_or_start(assembly, checkpoints, target=target)
@@ -126,13 +131,13 @@ def train_with_rollback(
             compiled_from = first_step
             barrier("before the steps that follow", assembly.plan.config.processes.first)
         reporter.go_back(first_step)
-        say(_in_words(directory, assembly, refused, first_step))
+        say(_rollback_message(directory, assembly, refused, first_step))
 
 
 def _jump(directory: RunDirectory, loader: Loader, refused: tuple[int, int]) -> Lineage | None:
-    """The lineage that jumps some steps' rows, on record; None where it cannot be recorded."""
+    """Record skipped rows and return the lineage without them; None if they cannot be recorded."""
     first, last = refused
-    loader = loader.without_steps(first - 1, last - 1)  # a step reads the batch before its number
+    loader = loader.without_steps(first - 1, last - 1)  # step n reads batch n - 1
     problem = None
     if jax.process_index() == 0:
         try:
@@ -149,14 +154,15 @@ def _shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
 
 
-def _in_words(
+def _rollback_message(
     directory: RunDirectory, assembly: Assembly, refused: tuple[int, int], step: int
 ) -> str:
+    """Return the message about a rollback."""
     windows = assembly.loader.skipped.windows
     first, last = refused
     back = f"the checkpoint of step {step}" if step else "the initial state"
     return (
-        f"rolled back to {back}: steps {first} to {last} were refused, and what they read is jumped"
+        f"rolled back to {back}: steps {first} to {last} were refused, and their data are skipped"
         f" before step {first} (rollback {len(windows)} of at most"
         f" {assembly.plan.config.training.rollbacks}); look into it with python -m"
         f" experiments.replay --run.directory {directory.path} --step {first}"

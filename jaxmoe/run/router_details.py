@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""`evaluate --routing detailed`: what the routers of a trained run do with held-out tokens.
+"""Measures the routers of a trained run on held-out tokens, for `evaluate --routing detailed`.
 
     gamma_eff       congestion coefficient fitted to the loads, with a bootstrap interval
     token           mutual information of token and expert, nats
@@ -8,7 +8,7 @@
     together        largest share of an expert's tokens that one other expert has as well
     window          max violation of all batches together
 
-A domain is a language of the synthetic mixture; other data has none.
+A domain is a language of the synthetic mixture; other data have none.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from jaxmoe.training.state import TrainState
 
 
 def router_details(assembly: Assembly, state: TrainState) -> list[dict[str, Any]]:
-    """One row for each MoE layer; none for a dense model.
+    """Return one row of statistics per MoE layer; none for a dense model.
 
     Args:
-        assembly: of the run; its mesh is current.
-        state: with parameters and router state.
+        assembly: Plan, devices and data of the run; its mesh is current.
+        state: State with parameters and router state.
     """
     per_batch = _statistics(assembly, state, assembly.held_out())
     if not per_batch:
@@ -72,7 +72,7 @@ def router_details(assembly: Assembly, state: TrainState) -> list[dict[str, Any]
 
 
 def format_router_details(rows: list[dict[str, Any]]) -> str:
-    """The rows as a table."""
+    """Return the rows of `router_details` as a table."""
     if not rows:
         return "no MoE layer: there is no router to look at"
     names = list(rows[0])
@@ -86,7 +86,7 @@ def format_router_details(rows: list[dict[str, Any]]) -> str:
 def _statistics(
     assembly: Assembly, state: TrainState, batches: Iterable[Batch]
 ) -> list[RouterStatistics]:
-    """Statistics of each batch, on the host, with everything that detailed telemetry has."""
+    """Return the detailed statistics of each batch, on the host."""
     model = assembly.plan.model
     execution = dataclasses.replace(assembly.execution, telemetry="detailed")
     source = assembly.source

@@ -1,9 +1,9 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Records a routing trace of a model on held-out batches: what placement solvers read.
+"""Records a routing trace of a model on held-out batches, for placement solvers.
 
-The same forward pass as in evaluation, on whatever mesh is current; the file format is in
-`jaxmoe/planning/placement/trace.py`. Batches are taken until there are `MOST_TOKENS` tokens.
+Runs the forward pass of an evaluation on the current mesh until there are `MOST_TOKENS` tokens. The
+file format is in `jaxmoe/planning/placement/trace.py`.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ def record_trace(
     *,
     most_tokens: int = MOST_TOKENS,
 ) -> RoutingTrace:
-    """The experts of the batches' real tokens.
+    """Record the experts of the real tokens of some batches.
 
     Args:
-        model: that was trained.
-        execution: how it is computed.
-        params: of the model.
-        router_state: stacked over MoE layers.
-        batches: all of one shape, nothing in them masked.
-        most_tokens: batches are no longer taken once there are so many.
+        model: Trained model.
+        execution: Execution of the model.
+        params: Parameters of the model.
+        router_state: Router state, stacked over MoE layers.
+        batches: Batches of one shape without masked tokens.
+        most_tokens: Number of tokens after which no further batch is read.
 
     Raises:
-        ValueError: the model has no MoE layer, or a router in which tokens do not choose.
+        ValueError: The model has no MoE layer, or a router in which tokens do not choose.
     """
     moe = model.moe
     if moe is None or not model.num_moe_layers:
@@ -62,7 +62,7 @@ def record_trace(
         if batch.segment_ids is not None:
             is_real = np.asarray(batch.segment_ids).ravel() != 0
         token_ids.append(tokens.ravel()[is_real])
-        # Experts without computation are on every device: nothing of theirs travels.
+        # Experts without computation are on every device and are not dispatched.
         expert_ids.append(np.minimum(chosen[:, is_real], moe.num_experts))
         if sum(map(len, token_ids)) >= most_tokens:
             break
@@ -74,7 +74,7 @@ def record_trace(
 def _look(
     model: ModelConfig, execution: ExecutionConfig, params: Any, router_state: Any, batch: Batch
 ) -> Any:
-    """The statistics of a batch, with the record."""
+    """Return the statistics of a batch with the recorded experts."""
     tokens = jnp.asarray(batch.tokens)
     output = forward(
         model,
@@ -84,7 +84,7 @@ def _look(
         positions=batch.positions,
         segment_ids=batch.segment_ids,
         router_state=router_state,
-        # For schedules that follow the share of masked tokens: nothing is masked.
+        # Nothing is masked; some capacity schedules follow this ratio.
         context={"mask_ratio": jnp.zeros(tokens.shape, jnp.float32)},
         has_logits=False,
     )

@@ -267,7 +267,7 @@ class Run:
             yield supervision
 
     def _load(self, step: int | None) -> _Loaded:
-        """The state of a checkpoint, kept on the devices until training or another step."""
+        """Return the state of a checkpoint, kept on the devices until training or another step."""
         loaded = self._loaded
         if loaded is None or not (loaded.is_newest if step is None else loaded.step == step):
             self._loaded = None

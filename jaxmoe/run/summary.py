@@ -41,7 +41,14 @@ def summarise(
     facts: Mapping[str, Any],
     references: Mapping[str, float],
 ) -> dict[str, Any]:
-    """The numbers of summary.json."""
+    """Return the numbers of summary.json.
+
+    Args:
+        assembly: Plan, devices and data of the run.
+        reporter: Reporter with the last metrics.
+        facts: Status, steps, times and checkpoint step.
+        references: Losses of reference predictors, by label.
+    """
     plan, last = assembly.plan, reporter.last
     training, moe = plan.config.training, plan.model.moe
     active = plan.table.active(moe.top_k, moe.num_experts) if moe else plan.table.total
@@ -86,14 +93,14 @@ def summarise(
 def load_window(
     steps: Shaped[np.ndarray, " n"], load: Float[np.ndarray, "n L E"], length: int = 100
 ) -> dict[str, Any] | None:
-    """The load of the last steps taken together, of the worst layer; None without a step.
+    """Return the load of the last steps together, of the worst layer; None without a step.
 
-    A batch is never quite even by chance: what is uneven over many steps is the router.
+    The load of a single batch is uneven by chance; what remains over many steps is the router's.
 
     Args:
-        steps: numbers of the steps.
-        load: share of the assignments of each expert.
-        length: steps of the window.
+        steps: Numbers of the steps.
+        load: Share of the assignments of each expert.
+        length: Number of steps in the window.
     """
     if not load.size:
         return None
@@ -105,7 +112,7 @@ def load_window(
 
 
 def judge_indicators(directory: RunDirectory) -> dict[str, str]:
-    """Which indicators stayed bounded, with the numbers in words."""
+    """Return for each indicator whether it stayed bounded, with its numbers as text."""
     if not directory.indicators_file.exists():
         return {}
     _, series = read_indicators(directory.indicators_file)
@@ -117,7 +124,7 @@ def judge_indicators(directory: RunDirectory) -> dict[str, str]:
 
 
 def reference_lines(assembly: Assembly) -> dict[str, float]:
-    """Bits per byte (or token) of predictors that everybody knows, by label."""
+    """Return bits per byte (or token) of reference predictors, by label."""
     floor, source = entropy_floor(assembly), assembly.source
     if floor is not None:
         return {"exact entropy": floor}
@@ -130,7 +137,7 @@ def reference_lines(assembly: Assembly) -> dict[str, float]:
 
 
 def implementations(assembly: Assembly) -> dict[str, str]:
-    """Which implementation of each kernel, and of the way to the experts, the run used."""
+    """Return the implementation of each kernel, and of the expert transport, that was used."""
     kernels = assembly.execution.kernels
     asked: dict[str, Implementation | None]
     if assembly.execution.halo is None:
@@ -143,7 +150,7 @@ def implementations(assembly: Assembly) -> dict[str, str]:
     found = {name: OPERATIONS[name].choose(asked[name]).implementation for name in asked}
     if choice := assembly.execution.dispatcher.transport_choice():
         found["expert_transport"] = choice.transport
-    if assembly.mesh.shape.get("seq", 2) > 1:  # a fold may have cut it in pieces
+    if assembly.mesh.shape.get("seq", 2) > 1:  # a fold may have split the axis
         found["sequence_parallel"] = sequence_form(assembly)
     return found
 
@@ -151,7 +158,7 @@ def implementations(assembly: Assembly) -> dict[str, str]:
 def closing_message(
     directory: RunDirectory, summary: Mapping[str, Any], references: Mapping[str, float]
 ) -> str:
-    """The end of the run in a few lines."""
+    """Return the end of the run in a few lines."""
     lines = [f"{summary['status']} at step {summary['steps']}"]
     if summary["checkpoint_step"] is not None and summary["status"] != "done":
         lines[0] += f"; the same command continues from step {summary['checkpoint_step']}"
@@ -162,7 +169,9 @@ def closing_message(
         beside = ", ".join(f"{label} {value:.3f}" for label, value in references.items())
         lines.append(f"held out {bits:.4f} {unit}" + (f"   ({beside})" if beside else ""))
     stability = summary.get("stability", {})
-    if len(stability) > 1 and len(set(stability.values())) == 1:  # of a brief run
+    if (
+        len(stability) > 1 and len(set(stability.values())) == 1
+    ):  # a short run has one verdict for all
         stability = {"indicators": next(iter(stability.values()))}
     lines += [f"{name:24} {words}" for name, words in stability.items()]
     if summary.get("goodput"):

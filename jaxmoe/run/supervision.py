@@ -25,9 +25,9 @@ class Supervision:
     """
 
     watchdog: Watchdog
-    """Told what the run does. Outside of its context it ends nothing."""
+    """Receives a beat before each activity; ends the process only inside of its context."""
     stop: StopRequest
-    """Asked after every step whether to save and stop."""
+    """Request to save and stop, read after every step."""
     stopwatch: Stopwatch
     """Seconds of this start by kind."""
     resources: contextlib.ExitStack

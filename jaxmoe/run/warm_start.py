@@ -1,14 +1,12 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""A new run that begins with the parameters of another.
+"""Starts a new run from the parameters of another.
 
     python -m experiments.pretrain tiny --run.name second --checkpoint.initial runs/pretrain/tiny
 
-What it takes: the parameters, by their names or by a mapping, on whatever mesh they were saved, and
-the router's state where all of it is there in the same shapes. What it leaves, and says so: the
-optimizer's state, which begins anew from these parameters, the step and the position in the data.
-
-To take more: a branch of `TrainState` in `initial_state`.
+Takes the parameters, by name or by a mapping, from any mesh, and the router state if all of it has
+the same shapes. Optimiser state, step and data position start anew; a message lists what was left
+behind.
 """
 
 from __future__ import annotations
@@ -29,15 +27,15 @@ from jaxmoe.training.state import TrainState, state_around
 
 
 def initial_state(assembly: Assembly, state: TrainState) -> TrainState:
-    """The state of a new run: as it is, or around the parameters of `checkpoint.initial`.
+    """Return the state of a new run, with the parameters of `checkpoint.initial` if set.
 
     Args:
-        assembly: of the run.
-        state: before its first step.
+        assembly: Plan, devices and data of the run.
+        state: State before the first step.
 
     Raises:
-        ValueError: no checkpoint there, a mapping that does not fit, or arrays that are missing or
-            of another shape or dtype, all of them at once.
+        ValueError: There is no such checkpoint, the mapping does not fit, or arrays are missing or
+            have another shape or dtype; lists all of them.
     """
     config = assembly.plan.config.checkpoint
     if config.initial is None:
@@ -63,12 +61,12 @@ def initial_state(assembly: Assembly, state: TrainState) -> TrainState:
     with jax.set_mesh(assembly.mesh):
         begun = jax.jit(around)(found["params"])
     begun = begun.replace(router_state=found.get("router_state", begun.router_state))
-    say(_told(directory, manifest, set(target), bool(wanted) or bool(here)))
+    say(_message(directory, manifest, set(target), bool(wanted) or bool(here)))
     return begun
 
 
 def _directory(path: str) -> pathlib.Path:
-    """Of the checkpoints: of a run, or the directory itself."""
+    """Return the directory of checkpoints of a run, or the directory itself."""
     given = pathlib.Path(path).expanduser()
     return given / "checkpoints" if (given / "checkpoints").is_dir() else given
 
@@ -80,7 +78,7 @@ def _rules(config: CheckpointConfig) -> tuple[Rule, ...]:
 
 
 def _manifest(directory: pathlib.Path, config: CheckpointConfig) -> CheckpointManifest:
-    """Of the step that is taken."""
+    """Return the manifest of the step to take."""
     try:
         manager = CheckpointManager(directory, is_writer=False, verify=config.verify)
     except CheckpointError as error:
@@ -96,7 +94,7 @@ def _manifest(directory: pathlib.Path, config: CheckpointConfig) -> CheckpointMa
         manager.close()
 
 
-def _told(
+def _message(
     directory: pathlib.Path, manifest: CheckpointManifest, taken: set[str], has_router: bool
 ) -> str:
     optimizer = manifest.config.get("optimizer", {})

@@ -45,7 +45,7 @@ def test_another_optimizer_takes_the_parameters(tmp_path, capsys):
     assert json.loads((second / "summary.json").read_text())["steps"] == 3
 
     assert pretrain.main(flags(second, 3, *still)) == ExitCode.DONE
-    assert f"checkpoint.initial={first} is left aside: the run continues" in capsys.readouterr().out
+    assert f"checkpoint.initial={first} is ignored: the run continues" in capsys.readouterr().out
 
 
 def test_a_step_of_no_run_is_refused():
