@@ -1,17 +1,17 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: a recipe, then any field of its config.
+"""Parses command lines: a recipe, then any field of its config.
 
     python -m experiments.pretrain [recipe] --model.moe.top_k 4 model.moe.router:sigmoid_topk
 
-The recipe comes first and may be left out. A field is `--dotted.field value`; words of its name
-may be joined by `_` or `-`. A member of a union is `dotted.field:NAME`, where NAME is its key in
+The recipe comes first and is optional. A field is `--dotted.field value`, with `_` or `-` in its
+name. A member of a union is `dotted.field:NAME`, where NAME is its key in
 the registry; its own fields may follow anywhere, and a field that only one member has chooses it
 (`--data.path docs/` means `data:files`). A tuple of members is `--dotted.field NAME ...`
 (none: the empty tuple), and its items are `--dotted.field.0.coefficient 0.02` from then on.
 
-tyro does the parsing; what is added here are the registry's names, the recipes and the tuples.
-Nothing here touches a device. To add a field, add it to a config; to add a recipe, to a mapping.
+tyro parses; this module adds the names of the registries, recipes, implied members and tuples. It
+touches no device.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def parse(
     prog: str,
     description: str,
 ) -> tuple[str, Config]:
-    """The recipe and the config that a command line asks for.
+    """Return the recipe and the config of a command line.
 
     Args:
         recipes: Functions that return a config, by name; the first line of their docstring is
@@ -137,7 +137,7 @@ def fail(message: str) -> NoReturn:
 
 
 def _registry(tyro: Any) -> Any:
-    """tyro's rules, except that the members of unions go by their names in the registry."""
+    """Return tyro's rules, with members of unions under their names in the registry."""
     constructors = tyro.constructors
     registry = constructors.ConstructorRegistry()
     is_inside = False
@@ -174,13 +174,13 @@ def _registry(tyro: Any) -> Any:
 
 
 def _member_name(cls: Any) -> str:
-    """The registry's name; for a lone class in `Config | None`, its name in lower case."""
+    """Return the name in the registry; for a lone class, its own in lower case."""
     return registry_name(cls) or cls.__name__.removesuffix("Config").lower()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Choice:
-    """A field, or an item of a tuple, whose value is chosen among config classes."""
+    """Field, or item of a tuple, whose value is one of several config classes."""
 
     path: str
     members: dict[str, Any]
@@ -189,12 +189,12 @@ class _Choice:
 
     @property
     def is_settled(self) -> bool:
-        """There is one member, and the field is it; tyro knows of no choice then."""
+        """Whether there is one member and the field is it; tyro knows no choice then."""
         return len(self.members) == 1 and not self.is_tuple and not self.is_optional
 
 
 def _choices(config: Any, prefix: str = "") -> Iterator[_Choice]:
-    """The choices of a config and of what it holds, in the order of `--help`."""
+    """Yield the choices of a config and of its fields, in the order of `--help`."""
     for key, hint in field_types(type(config)).items():
         value, path = getattr(config, key), prefix + key
         options = alternatives(hint)
@@ -213,7 +213,7 @@ def _choices(config: Any, prefix: str = "") -> Iterator[_Choice]:
 
 
 def _choose_tuples(config: Config, words: list[str]) -> tuple[Config, list[str]]:
-    """Take `--dotted.tuple NAME ...` out of the words and put these members into the config."""
+    """Put the members of `--dotted.tuple NAME ...` into the config; return the other arguments."""
     tuples = {choice.path: choice.members for choice in _choices(config) if choice.is_tuple}
     rest: list[str] = []
     while words:
@@ -233,18 +233,19 @@ def _choose_tuples(config: Config, words: list[str]) -> tuple[Config, list[str]]
 
 
 def _with_items(config: Any, keys: list[str], classes: list[type]) -> Any:
-    """A copy in which one tuple holds a member of each class; members that were there stay."""
+    """Return a copy in which one tuple holds a member per class; members it had stay."""
     old = functools.reduce(getattr, keys, config)
     new = tuple(next((item for item in old if type(item) is cls), cls()) for cls in classes)
     return _with_value(config, keys, new)
 
 
 def _imply_members(config: Config, words: list[str]) -> Config:
-    """A config whose choices have the fields that the words speak of.
+    """Return a config whose choices have the fields that the arguments name.
 
-    Where the line chooses no member, the one that has all of them; the default where that one does.
+    A choice without `dotted.field:NAME` becomes the only member that has all of them; the default
+    stays if it does.
     """
-    named, chosen = {}, {}  # the first as the words spell them, for the messages
+    named, chosen = {}, {}  # the first with the spelling of the command line, for messages
     for word in words:
         path, colon, name = word.replace("-", "_").partition(":")
         if word.startswith("--"):
@@ -284,13 +285,13 @@ def _fail_implied(
     fields: Mapping[str, set[str]],
     named: Mapping[str, str],
 ) -> NoReturn:
-    """Which member each word belongs to, where they do not agree."""
+    """Exit with the member that each argument belongs to, if they do not agree."""
     owners = {
         field: [f"{path}:{name}" for name, paths in fields.items() if field in paths]
         for field in sorted(wanted)
         if chosen is None or field not in fields.get(chosen, set())
     }
-    lines = [f"{named[field]} is of {' or '.join(names)}" for field, names in owners.items()]
+    lines = [f"{named[field]} belongs to {' or '.join(names)}" for field, names in owners.items()]
     if chosen is not None:
         lines.append(f"{path}:{chosen} is chosen: leave out one of them")
     elif any(wanted <= paths for paths in fields.values()):
@@ -301,8 +302,8 @@ def _fail_implied(
 
 
 def _with_value(config: Any, keys: list[str], value: Any) -> Any:
-    """A copy with another value at a dotted place."""
-    # Not dataclasses.replace: __post_init__ must not judge before the other flags are read.
+    """Return a copy with another value at a dotted path."""
+    # Not dataclasses.replace: __post_init__ must not check before all flags are read.
     changed = copy.copy(config)
     new = value if len(keys) == 1 else _with_value(getattr(config, keys[0]), keys[1:], value)
     object.__setattr__(changed, keys[0], new)
@@ -310,9 +311,9 @@ def _with_value(config: Any, keys: list[str], value: Any) -> Any:
 
 
 def _check_choices(config: Any, words: list[str]) -> list[str]:
-    """Refuse a `dotted.field:NAME` that does not exist; drop one that goes without saying.
+    """Refuse a `dotted.field:NAME` that does not exist and drop one with a single member.
 
-    The others get the registry's spelling, which tyro needs for a choice inside a choice.
+    The others get the spelling of the registry, which tyro needs for a choice inside a choice.
     """
     choices = {choice.path: choice for choice in _choices(config) if not choice.is_tuple}
     rest: list[str] = []
@@ -329,7 +330,7 @@ def _check_choices(config: Any, words: list[str]) -> list[str]:
 
 
 def _check_flags(config: Any, words: list[str], prog: str) -> list[str]:
-    """Refuse a flag that no config beneath this one has; the others as they are."""
+    """Refuse a flag that names no field; return the arguments unchanged."""
     known = {path.replace("_", "-"): path for path in _field_paths(type(config))}
     for word in words:
         name = word[2:].partition("=")[0]
@@ -340,7 +341,7 @@ def _check_flags(config: Any, words: list[str], prog: str) -> list[str]:
 
 
 def _field_paths(cls: Any, prefix: str = "") -> Iterator[str]:
-    """The dotted names of all fields, whichever members the unions have."""
+    """Yield the dotted names of all fields, of all members of unions."""
     for key, hint in field_types(cls).items():
         yield prefix + key
         for option in alternatives(hint):
@@ -353,7 +354,7 @@ def _field_paths(cls: Any, prefix: str = "") -> Iterator[str]:
 
 
 def _last_of_each(words: list[str]) -> list[str]:
-    """The words without the flags that are given again later: the last one counts."""
+    """Drop flags that are repeated later: the last one counts."""
     groups: dict[str, list[str]] = {}
     name = ""
     for word in words:
@@ -367,7 +368,7 @@ def _last_of_each(words: list[str]) -> list[str]:
 
 
 def _listing(config: Any) -> str:
-    """The choices, a line each; tyro shows a nested one only where its parent is chosen."""
+    """Return the choices, one per line; tyro lists a nested one only under a chosen parent."""
     lines = [
         f"  {'--' * choice.is_tuple}{choice.path}{' ' if choice.is_tuple else ':'}"
         + " | ".join([*choice.members, *["none"] * choice.is_optional])
@@ -382,7 +383,7 @@ def _fail_choice(where: str, name: str, members: Mapping[str, type]) -> NoReturn
 
 
 def _known_spelling(word: str, names: Mapping[str, Any]) -> str:
-    """The name that a word means, whichever of `_` and `-` joins it; else the word."""
+    """Return the name that a word spells with `_` or `-`; else the word."""
     return {name.replace("_", "-"): name for name in names}.get(word.replace("_", "-"), word)
 
 

@@ -1,10 +1,9 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Standard output of the commands: the first process speaks, and nobody need listen.
+"""Prints on standard output, on the first process only, and survives a closed pipe.
 
-`python -m experiments.doctor | head -3` closes the pipe early, and a terminal may be closed. The
-command then goes on in silence to its end, so that its files and its exit code are what they would
-have been.
+After `python -m experiments.doctor | head -3`, or when the terminal is closed, a command continues
+without output to its end, with the same files and exit code.
 """
 
 from __future__ import annotations
@@ -23,34 +22,34 @@ from jaxmoe.tracking.console import is_gone
 
 @contextlib.contextmanager
 def without_advice() -> Iterator[None]:
-    """No routing advice on configs that are only on their way to the one that is meant."""
+    """Silence routing advice on configs that are not final yet."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RoutingWarning)
         yield
 
 
 def say(text: str) -> None:
-    """Prints on the first process, at once.
+    """Print on the first process and flush.
 
     Args:
-        text: whole lines.
+        text: One or more lines.
     """
     if jax.process_index() == 0:
         write(text)
 
 
 def write(text: str) -> None:
-    """Prints on this process, without asking JAX which one it is.
+    """Print on this process and flush, without asking JAX for its number.
 
     Args:
-        text: whole lines.
+        text: One or more lines.
     """
     try:
         print(text, flush=True)
     except OSError as error:
         if not is_gone(error):
             raise
-        # What is still in the buffer would fail again when the interpreter exits.
+        # The rest of the buffer would raise again when the interpreter exits.
         silence = os.open(os.devnull, os.O_WRONLY)
         os.dup2(silence, sys.stdout.fileno())
         os.close(silence)

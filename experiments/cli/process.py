@@ -1,8 +1,8 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""What an entry point does to its process before the first contact with devices.
+"""Sets up the process of a command before the first use of devices.
 
-Never at import: a library user's process is his own.
+Called by commands only: the library changes nothing in the process of its user.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from sharding.distributed import start_processes
 _MALLOPT = {-1: -1, -2: 64 * 2**20, -4: 0, -8: 1}
 """glibc's M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD, M_ARENA_MAX.
 
-XLA on the CPU frees its temporary buffer after every step; glibc would give it back to the kernel
-and fetch it again page by page.
+XLA on the CPU frees its temporary buffer after every step; by default glibc returns it to the
+kernel and faults it in again page by page.
 """
 
 
@@ -33,16 +33,16 @@ def start_process(
     start: int = 300,
     heartbeat: int = 100,
 ) -> None:
-    """Logging, allocator, compilation cache, the other processes of the job, and the devices.
+    """Set up logging, allocator and compilation cache, join the other processes, find the devices.
 
     Args:
-        has_steps: the same is computed again and again; False for what should stay small.
-        needs_devices: False leaves them to the caller.
-        start: seconds within which all processes must have come.
-        heartbeat: seconds of silence after which JAX ends the others.
+        has_steps: Whether the same computation repeats; False keeps freed memory small.
+        needs_devices: Whether to find the devices; False leaves them to the caller.
+        start: Seconds within which all processes must join.
+        heartbeat: Seconds of silence after which JAX ends the other processes.
 
     Raises:
-        ValueError: the environment speaks of a job or of devices that are not there.
+        ValueError: The environment describes a job or devices that do not exist.
     """
     configure_logging()
     if has_steps and sys.platform == "linux" and not os.environ.get("MALLOC_ARENA_MAX"):
@@ -56,10 +56,10 @@ def start_process(
 
 
 def _find_devices() -> None:
-    """The first contact with devices, in words where JAX_PLATFORMS names some that are not here."""
+    """Initialise the devices; explain a JAX_PLATFORMS that names missing ones."""
     try:
         jax.local_devices()
-    except (RuntimeError, AssertionError) as error:  # of CUDA without a GPU JAX asserts
+    except (RuntimeError, AssertionError) as error:  # JAX asserts for CUDA without a GPU
         asked = getattr(jax.config, "jax_platforms", None)
         reason = str(error).strip().partition(" (set ")[0] or "there is no such device here"
         raise ValueError(
@@ -69,17 +69,19 @@ def _find_devices() -> None:
 
 
 def configure_logging() -> None:
-    """Warnings on standard error, in words for a user."""
+    """Send warnings to standard error and messages of the library to standard output."""
     logging.basicConfig(level=logging.WARNING)
     for handler in logging.root.handlers:
-        # Importing Orbax has put one there (absl's), and a second basicConfig does nothing.
+        # Importing Orbax added absl's handler, after which basicConfig does nothing.
         if type(handler) is logging.StreamHandler:
             handler.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
     messages = logging.getLogger("jaxmoe.messages")
     messages.setLevel(logging.INFO)
     messages.propagate = False
     messages.handlers = [_Printed()]
-    logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax: we report its failures in words
+    logging.getLogger("absl").setLevel(
+        logging.CRITICAL
+    )  # failures of Orbax are reported by the library
     logging.getLogger("jax").setLevel(logging.ERROR)
 
 
@@ -92,7 +94,7 @@ class _Printed(logging.Handler):
 
 
 def keep_freed_memory() -> bool:
-    """Tells glibc to keep freed memory for the next step; False where there is no glibc."""
+    """Make glibc keep freed memory for the next step; return False without glibc."""
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):

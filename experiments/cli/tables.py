@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Tables of a comparison, for a terminal and in Markdown, and Student's interval of a mean.
+"""Formats tables for terminals and Markdown, and computes Student's interval of a mean.
 
 mean +- t(n - 1) s / sqrt(n),   95%
 """
@@ -16,16 +16,16 @@ from jaxmoe.optional import require
 
 
 def student(degrees: int) -> float:
-    """The 0.975 quantile of Student's distribution.
+    """Return the 0.975 quantile of Student's distribution.
 
     Args:
-        degrees: of freedom, at least 1.
+        degrees: Degrees of freedom, at least 1.
     """
     return float(require("scipy.special").stdtrit(degrees, 0.975))
 
 
 def paired_interval(differences: Sequence[float]) -> tuple[float, float | None]:
-    """Mean and half width of the 95% interval; no width for one pair."""
+    """Return mean and half width of the 95% interval; None as the width of one pair."""
     values = np.asarray(differences, float)
     if len(values) < 2:
         return float(values.mean()), None
@@ -34,10 +34,10 @@ def paired_interval(differences: Sequence[float]) -> tuple[float, float | None]:
 
 
 def text_table(lines: Sequence[Sequence[str]]) -> str:
-    """Aligned columns, the first to the left.
+    """Return aligned columns, the first to the left.
 
     Args:
-        lines: the headings, then the rows. A row of fewer cells is words that need no alignment.
+        lines: Headings, then rows. A shorter row is text without alignment.
     """
     whole = [line for line in lines if len(line) == len(lines[0])]
     widths = [max(len(line[i]) for line in whole) for i in range(len(lines[0]))]
@@ -56,7 +56,11 @@ def text_table(lines: Sequence[Sequence[str]]) -> str:
 
 
 def markdown_table(lines: Sequence[Sequence[str]]) -> str:
-    """The same lines as a Markdown table."""
+    """Return the lines as a Markdown table.
+
+    Args:
+        lines: Headings, then rows.
+    """
     head, *rows = lines
     filled = [[*row, *[""] * (len(head) - len(row))] for row in rows]
     escaped = [[cell.replace("|", "\\|") for cell in row] for row in [head, *filled]]

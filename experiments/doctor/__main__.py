@@ -50,7 +50,7 @@ class DoctorConfig:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the command; returns the exit code."""
+    """Run the command and return its exit code."""
     prog = "python -m experiments.doctor"
     config = cli.parse_flags(DoctorConfig(), argv, prog, __doc__ or "")
     directory = RunDirectory(config.run.directory)
@@ -73,7 +73,7 @@ def main(argv: Sequence[str]) -> int:
     warnings = sum(finding.level == "warning" for finding in findings)
     if not is_first:
         for finding in found:
-            if finding.level != "ok":  # the rest is what the first process says
+            if finding.level != "ok":  # the rest is printed by the first process
                 write(in_words(finding))
         return _exit_code(problems)
     write("\n".join(map(in_words, found)))
@@ -95,7 +95,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _join_and_examine() -> list[Finding]:
-    """Meets the other processes of the job, then looks at the devices."""
+    """Join the other processes of the job, then examine the devices."""
     try:
         start_process(needs_devices=False)
     except (RuntimeError, ValueError) as error:
@@ -116,7 +116,7 @@ _BEFORE_DEVICES = ("coordinator", "packages", "XLA_FLAGS")
 
 
 def in_words(finding: Finding) -> str:
-    """The line of a finding, with its way out."""
+    """Return a finding as a line, with its remedy."""
     remedy = f" -> {finding.remedy}" if finding.remedy else ""
     return f"{finding.level:<8} {finding.what:<18} {finding.text}{remedy}"
 

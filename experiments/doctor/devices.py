@@ -56,7 +56,7 @@ def examine_devices() -> list[Finding]:
 
 
 def devices() -> list[Finding]:
-    """Which devices JAX finds, and their memory."""
+    """Return the devices that JAX finds, and their memory."""
     try:
         found = jax.devices()
     except RuntimeError as error:
@@ -90,7 +90,7 @@ def devices() -> list[Finding]:
 
 
 def default_mesh() -> list[Finding]:
-    """The mesh of a run that asks for none."""
+    """Return the default mesh of a run."""
     mesh = make_mesh(MeshConfig(data=-1))
     text = " ".join(f"{axis}={size}" for axis, size in describe_mesh(mesh).items())
     return [Finding(level="ok", what="default mesh", text=text)]
@@ -101,7 +101,7 @@ def collectives() -> list[Finding]:
     local = jax.local_devices()
     mesh = make_mesh(MeshConfig(data=-1), local)
     n = len(local)
-    # [n n]: row i lives on device i, and no two numbers are equal.
+    # [n n]: row i is on device i, and no two numbers are equal.
     given = np.arange(n * n, dtype=np.float32).reshape(n, n)
     ring = [(i, (i + 1) % n) for i in range(n)]
     checks: dict[str, tuple[Callable[..., jax.Array], np.ndarray]] = {
@@ -154,7 +154,7 @@ def compare(
 
 
 def ragged_exchange() -> list[Finding]:
-    """Whether `ragged_all_to_all` runs here; nothing of ours needs it alone."""
+    """Return whether `ragged_all_to_all` runs here; no path of the library needs it alone."""
     local = jax.local_devices()
     mesh, n = make_mesh(MeshConfig(data=-1), local), len(local)
 
@@ -181,7 +181,7 @@ def ragged_exchange() -> list[Finding]:
 
 
 def kernels() -> list[Finding]:
-    """Which implementation of each kernel runs, and why."""
+    """Return the implementation of each kernel that runs, and why."""
     findings = []
     for name, operation in OPERATIONS.items():
         choice = operation.choose(None)
@@ -193,7 +193,7 @@ def kernels() -> list[Finding]:
 
 
 def cache() -> list[Finding]:
-    """Where compiled programs are kept."""
+    """Return the directory of compiled programs."""
     where = getattr(jax.config, "jax_compilation_cache_dir", None)
     if where is None:
         return [
@@ -244,7 +244,7 @@ def train_step() -> list[Finding]:
 
 
 def tiny_config(num_devices: int) -> PretrainConfig:
-    """A run whose sizes divide by the number of devices."""
+    """Return a run whose sizes divide by the number of devices."""
     model = ModelConfig(
         vocab_size=8,
         num_layers=1,
@@ -263,7 +263,7 @@ def tiny_config(num_devices: int) -> PretrainConfig:
 
 
 def _over(mesh: Mesh, function: Callable[..., jax.Array]) -> Callable[[np.ndarray], jax.Array]:
-    """A function of local rows, as one of host arrays."""
+    """Return a function of local rows as one of host arrays."""
     spec = PartitionSpec(AXIS)
     # check_vma off: whether a result varies over the axis is not the question here.
     mapped = jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)

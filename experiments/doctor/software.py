@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""What the doctor can tell before the first contact with devices: versions, variables, disks.
+"""Examines versions, variables and disks, before the first use of devices.
 
 Every check is a function that returns findings; none raises for what it finds. To add a check: a
 function here, into `examine_software`.
@@ -50,7 +50,7 @@ class Finding:
 
     level: Level
     what: str
-    """Subject, in one or two words."""
+    """Subject in one or two terms."""
     text: str
     """What was found."""
     remedy: str = ""
@@ -83,7 +83,7 @@ def python_version() -> list[Finding]:
 
 
 def package_versions() -> list[Finding]:
-    """The packages that everything needs."""
+    """Return the versions of the required packages."""
     versions = {name: _version(name) for name in (*PACKAGES, "jaxtyping")}
     missing = [name for name, version in versions.items() if version is None]
     text = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
@@ -169,7 +169,7 @@ def plugin_versions(installed: Mapping[str, str], environment: Mapping[str, str]
 
 
 def extras() -> list[Finding]:
-    """Which optional packages are there."""
+    """Return the optional packages that are installed."""
     findings = []
     for extra, modules in EXTRAS.items():
         missing = [name for name in modules if importlib.util.find_spec(name) is None]
@@ -189,7 +189,7 @@ def extras() -> list[Finding]:
 
 
 def variables(environment: Mapping[str, str]) -> list[Finding]:
-    """The variables that change what XLA does."""
+    """Return the environment variables that change what XLA does."""
     findings = []
     names = ("JAX_PLATFORMS", "LIBTPU_INIT_ARGS", "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_FLAGS")
     shown = [f"{name}={environment[name]}" for name in names if environment.get(name)]
@@ -232,11 +232,7 @@ def variables(environment: Mapping[str, str]) -> list[Finding]:
 
 
 def coordinator(environment: Mapping[str, str]) -> list[Finding]:
-    """The address at which the processes of a job meet.
-
-    Args:
-        environment: the environment variables.
-    """
+    """Return the address of the coordinator of a job."""
     address = environment.get("JAX_COORDINATOR_ADDRESS", "")
     counts = {
         name: environment[name]
@@ -336,5 +332,5 @@ def _version(name: str) -> str | None:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """The first three numbers of a version: plugins add a fourth for a rebuild."""
+    """Return the first three numbers of a version; plugins add a fourth for a rebuild."""
     return tuple(int(number) for number in re.findall(r"\d+", version)[:3])

@@ -21,7 +21,7 @@ class Job:
 
     @property
     def words(self) -> list[str]:
-        """Words of the command line."""
+        """Command line split into arguments."""
         return shlex.split(self.command)
 
     @property

@@ -42,10 +42,10 @@ class JobSetConfig:
     image: str = ""
     """Container image that holds this repository, installed; must be given."""
     volume_claim: str | None = None
-    """PersistentVolumeClaim that every pod mounts at /runs, for the run directory; needed by more
-    than one host."""
+    """PersistentVolumeClaim that every pod mounts at /runs, for the run directory; required for
+    more than one host."""
     max_restarts: int = 10
-    """How often the whole set is started again after a failure or a preemption."""
+    """Largest number of restarts of the whole set after a failure or a preemption."""
 
     def __post_init__(self):
         check_at_least("cluster.slices", self.slices, 1)
@@ -65,27 +65,27 @@ class JobSetConfig:
 
     @property
     def chips(self) -> int:
-        """Chips of one slice."""
+        """Number of chips of one slice."""
         return math.prod(int(size) for size in self.topology.split("x"))
 
     @property
     def chips_per_host(self) -> int:
-        """Chips that one pod asks for."""
+        """Number of chips of one pod."""
         return min(self.chips, _CHIPS_PER_HOST)
 
     @property
     def hosts_per_slice(self) -> int:
-        """Pods of one job."""
+        """Number of pods of one job."""
         return self.chips // self.chips_per_host
 
     @property
     def num_hosts(self) -> int:
-        """Machines that run the command."""
+        """Number of hosts."""
         return self.slices * self.hosts_per_slice
 
     @property
     def num_processes(self) -> int:
-        """Processes of JAX in all."""
+        """Number of JAX processes."""
         return self.num_hosts
 
     def check(self, job: Job) -> None:
@@ -119,6 +119,7 @@ class JobSetConfig:
         )
 
     def _manifest(self, job: Job) -> dict[str, Any]:
+        """Return the JobSet as a tree."""
         container: dict[str, Any] = {
             "name": "train",
             "image": self.image,

@@ -26,13 +26,13 @@ class SlurmConfig:
     gpus_per_node: int = 8
     """GPUs of each node, with a process each; 0 for a job on CPUs, one process per node."""
     time: str = "24:00:00"
-    """The longest the job may take, as Slurm spells it: [days-]hours:minutes:seconds."""
+    """Time limit as [days-]hours:minutes:seconds."""
     partition: str | None = None
     """Partition; the cluster's default when None."""
     account: str | None = None
-    """Account that pays; the cluster's default when None."""
+    """Account; the cluster's default when None."""
     grace: int = 300
-    """Seconds before the end at which SIGTERM asks for a last checkpoint."""
+    """Seconds before the time limit at which SIGTERM is sent, to save a last checkpoint."""
     setup: str = "source .venv/bin/activate"
     """Shell line before the command, in the directory from which the job is submitted."""
 
@@ -47,16 +47,16 @@ class SlurmConfig:
         for field in ("partition", "account"):
             value = getattr(self, field)
             if value is not None and not re.fullmatch(r"[\w.,-]+", value):
-                raise ValueError(f"cluster.{field}={value!r} is no name that Slurm could have")
+                raise ValueError(f"cluster.{field}={value!r} is not a name that Slurm accepts")
 
     @property
     def num_hosts(self) -> int:
-        """Machines that run the command."""
+        """Number of hosts."""
         return self.nodes
 
     @property
     def num_processes(self) -> int:
-        """Processes of JAX in all."""
+        """Number of JAX processes."""
         return self.nodes * max(1, self.gpus_per_node)
 
     def check(self, job: Job) -> None:

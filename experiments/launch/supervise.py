@@ -1,28 +1,28 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Starts the processes of a run on this host, and starts them again when one is lost.
+"""Starts the processes of a run on this host, and restarts them when one is lost.
 
     python -m experiments.launch --supervise --processes 4 --command "COMMAND"
 
-A run of JAX is its processes: when one is killed, raises or hangs, the others wait for it in a
-collective. The supervisor sees it end (or all of them silent), says which one and why, ends the
-others, and starts all of them again: the same command continues from the newest checkpoint.
+When one process of a run is killed, raises or hangs, the others wait for it in a collective. The
+supervisor notices the end (or that all are silent), prints which process ended and why, ends the
+others, and restarts all of them: the same command resumes from the newest checkpoint.
 
-    started again   a signal, a traceback, 69 a peer was lost, 74 not saved, 75 preempted after
+    restarted       a signal, a traceback, 69 a peer was lost, 74 not saved, 75 preempted after
                     saving, 124 hung, silence
-    not again       0 done, 2 bad configuration, 3 diverged, 65 damaged, 76 corrupted,
+    not restarted   0 done, 2 bad configuration, 3 diverged, 65 damaged, 76 corrupted,
                     77 taken over by another process, 130 Ctrl-C
 
-SIGTERM and Ctrl-C go on to all processes, which save and stop; a second one ends them at once. What
-the first process writes is passed on; what each writes is in `--run.directory`, with a summary.json
-of every start.
+SIGTERM and Ctrl-C are forwarded to all processes, which save and stop; a second one ends them at
+once. The output of the first process is printed; the output of each is in `--run.directory`, with a
+summary.json of every start.
 
-With `--command "... --checkpoint.snapshot_every 10"` a start continues from the hosts' memory: the
-supervisor keeps a directory for each process there until the end.
+With `--command "... --checkpoint.snapshot_every 10"` a restart continues from host memory, where
+the supervisor keeps a directory for each process until the end.
 
-On several hosts the cluster restarts: see `experiments.launch cluster:jobset`. Or a supervisor on
-each, with the same `--coordinator node0:8476` and `--num_processes`, and its own `--first_process`:
-a lost process ends the others, and each host starts its own again.
+On several hosts, use the restarts of the cluster (`experiments.launch cluster:jobset`), or start a
+supervisor on each with the same `--coordinator node0:8476` and `--num_processes`, and its own
+`--first_process`: a lost process ends the others, and each host restarts its own.
 """
 
 from __future__ import annotations
@@ -55,34 +55,33 @@ FINAL = frozenset(
         *(ExitCode.CORRUPTED, ExitCode.TAKEN_OVER, ExitCode.INTERRUPTED),
     }
 )
-"""Exit codes after which another start would end alike, or is not wanted."""
+"""Exit codes after which a restart would end the same way, or is not wanted."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class SuperviseConfig:
-    """What to start, and how often again."""
+    """Processes to start, and limits of restarts."""
 
     run: LaunchRunConfig = LaunchRunConfig()
-    """Where the supervisor's files go: not the directory of the run that it starts."""
+    """Directory of the supervisor's files, which is not the directory of the run."""
     command: str = "python -m experiments.pretrain"
     """Command of each process."""
     processes: int = 1
     """Processes on this host."""
     max_restarts: int = 10
-    """Starts after the first; a start that lasted `steady` seconds counts as the first again."""
+    """Largest number of restarts; a start that lasted `steady` seconds resets the count."""
     steady: int = 3600
     """Seconds after which a start counts as good."""
     silence: int = 900
-    """Seconds without a line of output from any process after which they count as hung."""
+    """Seconds without output from any process after which they count as hung."""
     grace: int = 5
-    """Seconds that the others have to end when one is lost, before they are killed."""
+    """Seconds for the others to end when one is lost, before they are killed."""
     snapshots: str = PARENT
-    """Directory in memory under which the processes keep their snapshots; all of it is deleted at
-    the end."""
+    """Directory in memory for the snapshots of the processes; deleted at the end."""
     coordinator: str | None = None
-    """host:port of process 0, where there are supervisors on several hosts."""
+    """host:port of process 0, with supervisors on several hosts."""
     num_processes: int | None = None
-    """Processes of all hosts; those of this one when None."""
+    """Number of processes on all hosts; those of this one when None."""
     first_process: int = 0
     """Number of the first process of this host."""
 
@@ -110,7 +109,7 @@ class SuperviseConfig:
 
     @property
     def total(self) -> int:
-        """Processes of all hosts."""
+        """Number of processes on all hosts."""
         return self.processes if self.num_processes is None else self.num_processes
 
     @property
@@ -121,17 +120,17 @@ class SuperviseConfig:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Ended:
-    """How one start ended."""
+    """End of one start."""
 
     code: int
-    """Exit code of the process that ended first with something to say; of a signal 128 + it."""
+    """Exit code of the process that failed first; 128 + number for a signal."""
     cause: str
-    """In words, with the process."""
+    """Cause and process, as text."""
     seconds: float
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the command; returns the exit code of the run."""
+    """Run the command and return the exit code of the run."""
     prog = "python -m experiments.launch --supervise"
     with cli.exit_on_bad_configuration():
         config = cli.parse_flags(SuperviseConfig(), argv, prog, __doc__ or "")
@@ -167,7 +166,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 class _Signals:
-    """Notes SIGTERM and Ctrl-C, and passes them on to the processes that run."""
+    """Notes SIGTERM and Ctrl-C, and forwards them to the running processes."""
 
     def __init__(self) -> None:
         self.number: int | None = None
@@ -185,17 +184,17 @@ class _Signals:
             signal.signal(number, handler)
 
     def add(self, process: subprocess.Popen[str]) -> None:
-        """A process that has been started; a signal that came before goes on to it now.
+        """Forward signals to a started process, including one that came before.
 
         Args:
-            process: to which later ones go on.
+            process: Started process.
         """
         self._running.append(process)
         if self.number is not None and process not in self._reached:
             process.send_signal(self.number)
 
     def forget(self) -> None:
-        """The processes of a start have ended."""
+        """Stop forwarding, because the processes of a start have ended."""
         self._running, self._reached = [], []
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
@@ -207,7 +206,7 @@ class _Signals:
 
 
 class _Start:
-    """The processes of one start."""
+    """Processes of one start."""
 
     def __init__(
         self,
@@ -238,7 +237,7 @@ class _Start:
                 stderr=subprocess.STDOUT,
                 text=True,
                 errors="replace",
-                # A signal to the terminal's group comes once, from the supervisor.
+                # A signal to the process group of the terminal comes once, from the supervisor.
                 start_new_session=True,
             )
             self._running.append(process)
@@ -249,7 +248,7 @@ class _Start:
             self._readers.append(reader)
 
     def wait(self) -> Ended:
-        """Until all of them have ended, by themselves or because one of them was lost."""
+        """Wait until all processes have ended, by themselves or because one was lost."""
         while True:
             codes = [process.poll() for process in self._running]
             bad = {index: code for index, code in enumerate(codes) if code}
@@ -265,12 +264,14 @@ class _Start:
             time.sleep(0.02)
 
     def _end(self, first: int) -> Ended:
-        """Ends the others after one has ended badly; if all were asked to stop, they have time."""
+        """End the other processes after one failed; give them time if all were asked to stop."""
         killed = self._stop(self._config.grace) if self._signals.number is None else set()
         for process in self._running:
             process.wait()
         codes = {index: process.returncode for index, process in enumerate(self._running)}
-        if _consequence(codes[first]) == _FOLLOWED:  # the one that it followed may have ended since
+        if (
+            _consequence(codes[first]) == _FOLLOWED
+        ):  # the process that failed first may have ended since
             bad = [index for index, code in codes.items() if code and index not in killed]
             first = min(bad, key=lambda index: (_consequence(codes[index]), index != first))
         code, process = codes[first], self._config.here[first]
@@ -281,7 +282,7 @@ class _Start:
         return self._ended(code, f"process {process} ended with {code} ({words})")
 
     def _stop(self, grace: int) -> set[int]:
-        """Waits until they have ended, and kills those that have not, which it returns."""
+        """Wait until all have ended, kill those that have not, and return the killed ones."""
         until, killed = time.monotonic() + grace, set[int]()
         for index, process in enumerate(self._running):
             while process.poll() is None and time.monotonic() < until:
@@ -312,13 +313,13 @@ _FOLLOWED = 3
 
 
 def _consequence(code: int) -> int:
-    """Of several that ended at once, how likely it is that this one only followed another."""
+    """Rank an exit code by how likely the process only followed the failure of another."""
     if code in FINAL:
         return 0
     if code == ExitCode.LOST:
         return _FOLLOWED
     if code < 0:
-        return _FOLLOWED if code == -signal.SIGABRT else 1  # JAX aborts where a peer is lost
+        return _FOLLOWED if code == -signal.SIGABRT else 1  # JAX aborts when a peer is lost
     return 2
 
 

@@ -48,19 +48,19 @@ class TpuVmConfig:
 
     @property
     def chips(self) -> int:
-        """Chips of the whole VM."""
+        """Number of chips of the whole VM."""
         kind, _, size = self.accelerator_type.partition("-")
         return int(size) if kind in ("v5litepod", "v6e") else int(size) // 2
 
     @property
     def num_hosts(self) -> int:
-        """Machines that run the command; up to 8 chips of v5e and v6e are one."""
+        """Number of hosts; up to 8 chips of v5e and v6e are one."""
         is_lite = self.accelerator_type.startswith(("v5litepod", "v6e"))
         return 1 if is_lite and self.chips <= 8 else self.chips // 4
 
     @property
     def num_processes(self) -> int:
-        """Processes of JAX in all."""
+        """Number of JAX processes."""
         return self.num_hosts
 
     def check(self, job: Job) -> None:

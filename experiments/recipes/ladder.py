@@ -49,11 +49,11 @@ _BATCH_SIZE = 512
 
 
 def large(model: ModelConfig, learning_rate: float) -> PretrainConfig:
-    """A model of billions of parameters on the corpus: what all large recipes have in common.
+    """Return what recipes of billions of parameters share: corpus, batch and memory savings.
 
     Args:
-        model: what is trained.
-        learning_rate: peak of AdamW.
+        model: Model to train.
+        learning_rate: Peak learning rate of AdamW.
     """
     return PretrainConfig(
         model=model,
@@ -71,7 +71,7 @@ def large(model: ModelConfig, learning_rate: float) -> PretrainConfig:
 
 
 def _rung(depth: int) -> PretrainConfig:
-    """HyperP at one depth, with the paper's batch and tokens."""
+    """Return HyperP at one depth, with the paper's batch and tokens."""
     model = ladder(depth)
     budget = Budget(tokens=ladder_tokens(depth), batch_tokens=_BATCH_SIZE * _SEQUENCE_LENGTH)
     return dataclasses.replace(

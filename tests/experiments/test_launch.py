@@ -184,7 +184,7 @@ REFUSED = {
         "slurm",
         {"time": "1 day"},
     ),
-    "cluster.partition='a b' is no name that Slurm could have": ("slurm", {"partition": "a b"}),
+    "cluster.partition='a b' is not a name that Slurm accepts": ("slurm", {"partition": "a b"}),
     "cluster.topology=4x4 must be 3 sizes for v5p, such as 4x4x4": (
         "jobset",
         {"accelerator": "v5p"},

@@ -13,6 +13,7 @@ from experiments.cli.flags import ExitCode
 from jaxmoe.configs import from_json, to_json
 from jaxmoe.models.config import ForwardMultipliers
 from jaxmoe.optim import MuonConfig
+from jaxmoe.run import run as run_module
 from jaxmoe.run.assemble import describe_rates, make_plan
 from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.directory import RunDirectory
@@ -68,13 +69,13 @@ def test_evaluation_has_them(run, capsys):
 
 def test_generation_has_them(run, monkeypatch):
     models = []
-    continue_rows = generate.continue_rows
+    continue_rows = run_module.continue_rows
 
     def spy(model, *arguments, **given):
         models.append(model)
         return continue_rows(model, *arguments, **given)
 
-    monkeypatch.setattr(generate, "continue_rows", spy)
+    monkeypatch.setattr(run_module, "continue_rows", spy)
     arguments = ["--run.directory", str(run), "--prompt", "1 2", "--length", "2"]
     assert generate.main(arguments) == ExitCode.DONE
     assert [model.multipliers for model in models] == [WANTED]

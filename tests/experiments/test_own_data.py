@@ -77,16 +77,20 @@ def test_data_flag_selects_the_source_that_has_it(words, expected):
     [
         (
             "--data.path x --data.mix a=1:y",
-            "--data.mix is of data:mixture; --data.path is of data:files; choose one",
+            "--data.mix belongs to data:mixture; --data.path belongs to data:files; choose one",
         ),
         (
             "data:corpus --data.path x",
-            "--data.path is of data:files; data:corpus is chosen: leave out one of them",
+            "--data.path belongs to data:files; data:corpus is chosen: leave out one of them",
         ),
-        ("--data.order 3", "--data.order is of data:markov or data:language_mixture; say which"),
+        (
+            "--data.order 3",
+            "--data.order belongs to data:markov or data:language_mixture; say which",
+        ),
         (
             "--data.path x --data.tokenizer.vocab_size 300",
-            "--data.tokenizer.vocab_size is of data.tokenizer:trained or data.tokenizer:ids; say",
+            "--data.tokenizer.vocab_size belongs to data.tokenizer:trained or"
+            " data.tokenizer:ids; say",
         ),
     ],
 )
