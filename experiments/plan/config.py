@@ -2,8 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Config of `plan`: a recipe of pretrain, and the devices to plan for.
 
-Every recipe and every flag of pretrain is one of plan: a plan and its run differ only in the name of
-the command.
+Every recipe and flag of pretrain is one of plan: a plan and its run differ only in the command.
 
 To add a recipe: `experiments/recipes/__init__.py`.
 """

@@ -162,7 +162,7 @@ def values():
 
 
 def test_measured_standard_deviations(values):
-    """Of normal values, sigma / sqrt(2 n) is the standard error of a measured sigma."""
+    """The standard error of a measured sigma of normal values is sigma / sqrt(2 n)."""
     model = TABLES["everything"]
     into_residual = ("attention_out", "mlp_out", "shared_out", "expert_out")
     for row in parameter_table(model):

@@ -167,7 +167,7 @@ def _moves(model: ModelConfig, placement: ExpertPlacement) -> dict[tuple[str, ..
 
 
 def _orders(row: ParameterSpec, own: np.ndarray, before: np.ndarray) -> Orders:
-    """Of one parameter, stacked over the layers of its stack."""
+    """Return the orders of one parameter, stacked over the layers of its stack."""
     orders: list[np.ndarray | None] = []
     for axis, size in zip(row.declaration.axes, row.shape, strict=True):
         has_experts = axis in (ax.EXPERTS, ax.ROUTER_OUT)

@@ -36,7 +36,7 @@ def on_device(tree):
 
 
 def norms(x):
-    """Of every matrix, summed in float64."""
+    """Return the norm of every matrix, summed in float64."""
     return np.sqrt(np.sum(np.asarray(x, np.float64) ** 2, axis=(-2, -1)))
 
 
@@ -187,7 +187,7 @@ def test_a_zero_matrix_is_refused_by_name(name):
 
 @every_optimizer
 def test_a_zero_matrix_stays_finite_where_init_is_traced(name):
-    """Under jit nobody can look: it does not move, and harms no other."""
+    """A traced `init` cannot check values: the matrix does not move, and the others do."""
     params = on_device(random({"w": (3, 4, 6)}, 0))
     params["w"] = params["w"].at[1].set(0.0)
     optimizer = OPTIMIZERS[name][0](0.1)
