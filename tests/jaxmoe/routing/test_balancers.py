@@ -99,7 +99,7 @@ BALANCER_CASES = {
 OF_STATISTICS = [name for name, (reads, _) in BALANCER_CASES.items() if reads == "statistics"]
 
 
-def test_the_table_is_the_registry():
+def test_case_table_equals_registry():
     assert set(BALANCER_CASES) == set(BALANCERS)
     protocols = {"statistics": StatisticsBalancer, "weights": WeightsBalancer}
     for name, (reads, _) in BALANCER_CASES.items():
@@ -127,7 +127,7 @@ def _statistics(logits):
 
 
 def observed(output, inputs):
-    """The statistics with what every balancer wants to see beyond."""
+    """Return the statistics with those that balancers add."""
     seen = [
         b.observe(output, inputs)
         for b in of_statistics(BALANCERS[name]() for name in OF_STATISTICS)
@@ -140,7 +140,7 @@ def observed(output, inputs):
 
 
 def statistics_from(counts, prob_sum, num_tokens) -> RouterStatistics:
-    """Statistics of which only the loads and probabilities matter."""
+    """Return statistics with these loads and probabilities."""
     counts, zero = jnp.asarray(counts, jnp.float32), jnp.zeros(np.shape(num_tokens))
     return RouterStatistics(
         num_tokens=jnp.asarray(num_tokens, jnp.float32),
@@ -166,7 +166,7 @@ def test_against_numpy(name):
 
 
 @pytest.mark.parametrize("name", OF_STATISTICS)
-def test_layers_are_added(name):
+def test_losses_of_layers_are_added(name):
     layers = [statistics_of(drawn(seed)) for seed in range(3)]
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
     balancer = BALANCERS[name]()
@@ -185,7 +185,7 @@ def test_statistics_of_parts_add_up(name, seed):
 
 
 @pytest.mark.parametrize("name", OF_STATISTICS)
-def test_no_token_costs_nothing(name):
+def test_loss_without_tokens_is_zero(name):
     nothing = jax.tree.map(jnp.zeros_like, statistics_of(drawn(0)))
     value, gradient = jax.value_and_grad(BALANCERS[name]().loss)(nothing)
     assert value == 0.0
@@ -203,31 +203,31 @@ def test_coefficients_are_finite_and_not_negative(name, coefficient):
 # The unit of the load-balancing loss.
 
 
-def test_1_for_uniform_probabilities_whatever_the_load():
+def test_load_balance_is_1_for_uniform_probabilities():
     fair = np.full(EXPERTS, TOKENS / EXPERTS)
     loads = np.array([TOKENS, TOKENS, 0, 0, 0, 0])
     assert_close(load_balance(statistics_from(loads, fair, TOKENS)), 1.0, "elementwise")
 
 
-def test_1_for_a_uniform_load_whatever_the_probabilities():
+def test_load_balance_is_1_for_uniform_load():
     probs = np.array([TOKENS, 0, 0, 0, 0, 0])
     fair = np.full(EXPERTS, TOKENS * TOP_K / EXPERTS)
     assert_close(load_balance(statistics_from(fair, probs, TOKENS)), 1.0, "elementwise")
 
 
-def test_e_for_a_collapsed_router():
-    """One expert has all the load and all the probability."""
+def test_load_balance_is_e_for_a_collapsed_router():
+    """One expert has all load and probability."""
     one = np.array([TOKENS, 0, 0, 0, 0, 0])
     assert_close(load_balance(statistics_from(one, one, TOKENS)), float(EXPERTS), "elementwise")
 
 
-def test_it_may_be_below_1():
-    """Every token just prefers one of three experts, yet another has the larger mean."""
+def test_load_balance_may_be_below_1():
+    """Load and mean probability may be anti-correlated."""
     statistics = statistics_from([3, 3, 0], [1.5, 1.5, 3.0], 6)
     assert_close(load_balance(statistics), 0.75, "elementwise")
 
 
-def test_its_gradient_is_that_of_the_probabilities_alone():
+def test_load_balance_gradient_passes_through_probabilities_alone():
     statistics = statistics_of(drawn(1))
     gradient = jax.grad(lambda s: load_balance(s))(statistics)
     assert not gradient.counts.any() and not gradient.kept.any()
@@ -258,8 +258,8 @@ def test_z_loss_gradient():
     assert_close(ours, 2.0 * lse * softmax(logits) / TOKENS, "elementwise")
 
 
-def test_sigma_top1lbl():
-    """1 for an even one-hot router, E for a collapsed one, E for one without an opinion."""
+def test_top_one_balance_of_even_collapsed_and_uniform_routers():
+    """1 for an even one-hot router, E for a collapsed one, E for a uniform one."""
     sure, balancer = 200.0, TopOneBalanceConfig(coefficient=1.0)
     even = sure * np.eye(EXPERTS)[np.arange(TOKENS) % EXPERTS]
     one = sure * np.eye(EXPERTS)[np.zeros(TOKENS, int)]
@@ -272,7 +272,7 @@ def test_sigma_top1lbl():
 
 
 @pytest.mark.parametrize("mask_every", [None, 5])
-def test_the_loss_of_each_row(mask_every):
+def test_sequence_scope_is_the_mean_over_rows(mask_every):
     """Scope `sequence`: the mean over rows of each row's own loss, without rows of padding."""
     logits, length = drawn(7), TOKENS // 4
     mask = np.ones(TOKENS, bool)
@@ -360,7 +360,7 @@ def test_hugging_face_pools_layers():
 
 @pytest.fixture(scope="module")
 def uneven_batch():
-    """Tokens of which every eighth goes its own way, and a router that follows them."""
+    """Return tokens whose preferences differ by device, and a router that follows them."""
     rng = np.random.default_rng(4)
     directions = np.repeat(rng.normal(size=(8, 5)) * 2.0, 16, axis=0)
     x = jnp.asarray(directions + rng.normal(size=(128, 5)), jnp.float32)
@@ -379,8 +379,8 @@ def routed_statistics(weight, x):
     return observed(router.route({"weight": weight}, {}, inputs, train=True, key=None), inputs)
 
 
-def test_one_psum_makes_eight_devices_one(uneven_batch):
-    """In value and in gradient; the mean of the devices' own losses is another number."""
+def test_one_psum_makes_eight_devices_equal_one(uneven_batch):
+    """In value and gradient; the mean of the losses of the devices differs."""
     mesh = jax.make_mesh((8,), ("data",))
     specs = (PartitionSpec(), PartitionSpec("data"))
 
@@ -436,7 +436,7 @@ def test_telemetry_of_a_fair_and_of_a_collapsed_layer():
     assert_close(summary, wanted, "elementwise")
 
 
-def test_telemetry_of_a_router_that_cannot_decide():
+def test_telemetry_of_a_uniform_router():
     summary = telemetry.summarise(statistics_of(np.zeros((TOKENS, EXPERTS))))
     assert_close(summary["router_entropy"], 1.0, "elementwise")
     assert_close(summary["load_balance"], 1.0, "elementwise")

@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Selection biases: the laws of the dual that they descend on, and the loads that they reach.
+"""Selection biases: properties of the dual that they minimise, and the loads that they reach.
 
 To add a bias: its configs in BIAS_CASES.
 """
@@ -57,7 +57,7 @@ every_bias = pytest.mark.parametrize("config", EVERY)
 TOKENS, EXPERTS, TOP_K = 32, 6, 2
 
 
-def test_the_table_is_the_registry():
+def test_case_table_equals_registry():
     assert set(BIAS_CASES) == set(BIASES)
     for name, configs in BIAS_CASES.items():
         assert {type(config) for config in configs} == {BIASES[name]}
@@ -69,7 +69,7 @@ def test_the_table_is_the_registry():
 
 @pytest.mark.rows(4)
 @every_bias
-def test_a_bias_moves_from_its_statistics_and_gives_no_gradient(config):
+def test_bias_is_updated_from_statistics_and_has_no_gradient(config):
     scores, state = skewed(TOKENS, EXPERTS), config.init(EXPERTS)
     mask = jnp.ones(TOKENS, bool)
     new = one_step(config, state, scores, mask, jnp.int32(0), top_k=TOP_K)[1]
@@ -87,7 +87,7 @@ def test_a_bias_moves_from_its_statistics_and_gives_no_gradient(config):
 
 
 @every_bias
-def test_gates_see_the_unbiased_score(config):
+def test_gates_use_the_unbiased_score(config):
     scores = skewed(TOKENS, EXPERTS)
     state = {**config.init(EXPERTS), "bias": jnp.linspace(1.0, -1.0, EXPERTS)}
     mask = jnp.ones(TOKENS, bool)
@@ -98,7 +98,7 @@ def test_gates_see_the_unbiased_score(config):
 
 
 @every_bias
-def test_padding_moves_nothing(config):
+def test_padding_does_not_change_the_state(config):
     """The same real tokens with and without padding among them: the same state, bit by bit."""
     scores = skewed(TOKENS, EXPERTS)
     mask = np.arange(TOKENS) % 4 != 1
@@ -128,7 +128,7 @@ def test_extreme_sizes_stay_finite(config, top_k, tokens):
 
 
 @every_bias
-def test_evaluation_is_by_state_alone(config):
+def test_evaluation_depends_on_the_state_alone(config):
     state = {**config.init(EXPERTS), "bias": jnp.linspace(0.2, -0.2, EXPERTS)}
     scores, mask = skewed(TOKENS, EXPERTS), jnp.ones(TOKENS, bool)
     whole, same, _ = one_step(config, state, scores, mask, jnp.int32(0), top_k=TOP_K, train=False)
@@ -140,7 +140,7 @@ def test_evaluation_is_by_state_alone(config):
 
 @pytest.mark.rows(4)
 @every_bias
-def test_eight_devices_are_one(config):
+def test_eight_devices_equal_one(config):
     """Rows of a batch over (data, expert), positions over seq: the same choice and state."""
     rows, length = 4, TOKENS // 2
     mesh = jax.make_mesh((2, 2, 2), ("data", "expert", "seq"))
@@ -184,7 +184,7 @@ def test_eight_devices_are_one(config):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("config", [BipConfig(scope="batch"), QuantileConfig()], ids=["bip", "qb"])
-def test_on_a_mesh_a_model_routes_as_on_one_device(config):
+def test_model_on_a_mesh_equals_one_device(config):
     moe = dataclasses.replace(TINY.moe, router=SoftmaxTopKConfig(bias=config))
     model = dataclasses.replace(TINY, moe=moe)
     tokens, _ = tokens_for(model)
@@ -211,7 +211,7 @@ def dual(scores, bias, top_k):
 
 @settings(max_examples=20)
 @given(seed=st.integers(0, 2**16), rate=st.sampled_from([1e-3, 1e-2, 0.1]))
-def test_alf_sandwich(seed, rate):
+def test_loss_free_step_is_bounded_by_convexity_of_the_dual(seed, rate):
     """step . (A_old - L) <= D(new) - D(old) <= step . (A_new - L), by convexity."""
     config, tokens, mean = LossFreeConfig(rate=rate), 128, 128 * TOP_K / EXPERTS
     scores = skewed(tokens, EXPERTS, seed)
@@ -228,7 +228,7 @@ def test_alf_sandwich(seed, rate):
 
 @settings(max_examples=20)
 @given(seed=st.integers(0, 2**16))
-def test_alf_preference(seed):
+def test_loss_free_never_moves_tokens_to_overloaded_experts(seed):
     """No token leaves an expert with too few tokens for one with too many."""
     config, tokens = LossFreeConfig(rate=0.05), 64
     scores, state = skewed(tokens, EXPERTS, seed), LossFreeConfig().init(EXPERTS)
@@ -250,7 +250,7 @@ def test_alf_preference(seed):
     assert moves  # or nothing was tried
 
 
-def test_alf_gauge():
+def test_loss_free_is_invariant_under_a_constant():
     """A constant added to all biases changes neither the choice nor the dual."""
     scores, bias = skewed(TOKENS, EXPERTS), jnp.linspace(0.3, -0.3, EXPERTS)
     plain, moved = (jax.lax.top_k(scores + b[None], TOP_K)[1] for b in (bias, bias + 0.5))
@@ -258,7 +258,7 @@ def test_alf_gauge():
     assert_close(dual(scores, bias, TOP_K), dual(scores, bias + 0.5, TOP_K), "matmul")
 
 
-def test_alf_fixed_score_balance():
+def test_loss_free_evens_fixed_scores():
     """With a rate that is small against the gaps of the scores, a few tokens from even."""
     tokens, experts = 2048, 8
     scores, mask = skewed(tokens, experts, seed=1), jnp.ones(tokens, bool)

@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""BIP and Quantile Balancing: the dual that they lower, its optimum, the loads that they reach."""
+"""BIP and Quantile Balancing: the dual they minimise, its optimum, the loads they reach."""
 
 import functools
 
@@ -43,8 +43,8 @@ def lp_optimum(scores, top_k, capacity):
 
 
 @pytest.mark.parametrize("law", ["softmax", "sigmoid"])
-def test_bip_dual_monotone(law):
-    """Every half-step lowers the dual or leaves it, and it stays above the optimum of the LP."""
+def test_bip_iterations_never_increase_the_dual(law):
+    """No half-step increases the dual, and it stays above the optimum of the LP."""
     tokens, experts, top_k = 96, 8, 2
     capacity = tokens * top_k // experts
     scores = skewed(tokens, experts, seed=2, law=law)
@@ -84,7 +84,7 @@ def test_bip_T8(form, bound):
     assert violation(loads(preference, 2)) <= bound
 
 
-def test_bip_leaves_an_even_load_alone():
+def test_bip_does_not_change_an_even_load():
     scores = jnp.asarray(np.tile(np.eye(EXPERTS, dtype=np.float32) * 0.5, (4, 1)))
     q = BipConfig().solve(
         scores[None], jnp.ones((1, scores.shape[0]), bool), jnp.zeros(EXPERTS), top_k=1
@@ -92,7 +92,7 @@ def test_bip_leaves_an_even_load_alone():
     assert not q.any()
 
 
-def test_bip_in_evaluation_has_the_mean_of_the_scopes():
+def test_bip_state_is_the_mean_over_scopes():
     """Two sequences, solved apart in training; the state is the mean of their prices."""
     config, half = BipConfig(), TOKENS // 2
     scores = jnp.concatenate([skewed(half, EXPERTS, 1), skewed(half, EXPERTS, 2)[:, ::-1]])
@@ -110,8 +110,8 @@ def test_bip_in_evaluation_has_the_mean_of_the_scopes():
     assert_close(new["bias"], -prices.mean(0), "elementwise")
 
 
-def test_bip_online_balances_the_steps_that_follow():
-    """Drawn anew each step: the load of unseen tokens is far more even than without a bias."""
+def test_bip_online_balances_later_steps():
+    """With new tokens at each step the load is more even than without a bias."""
     config, tokens, experts = BipConfig(form="online", decay=0.5), 1024, 8
     state, mask = config.init(experts), jnp.ones(tokens, bool)
     for step in range(40):
@@ -146,7 +146,7 @@ def test_qb_T8(form, tokens, bound, law):
     assert violation(loads(preference, 2)) <= bound < 1.0 < violation(loads(scores, 2))
 
 
-def test_qb_gives_no_expert_more_than_its_share():
+def test_quantile_gives_no_expert_more_than_its_share():
     """With a the old token prices, at most c tokens of a column lie above b's threshold."""
     config, tokens = QuantileConfig(form="exact"), 128
     scores = skewed(tokens, EXPERTS)
@@ -165,8 +165,8 @@ def quantile_counts(config, bias, scores):
     return extra["quantile_histogram"]
 
 
-def test_qb_hist_shard_exact():
-    """Bit-equal: eight devices whose tokens differ in kind, micro-batches, and one device."""
+def test_quantile_histogram_is_bitwise_the_same_on_every_mesh():
+    """Eight devices with different tokens, micro-batches, and one device."""
     config, bias = QuantileConfig(), jnp.linspace(0.1, -0.1, EXPERTS)
     scores = jnp.concatenate([skewed(64, EXPERTS, s)[:, :: 1 - 2 * (s % 2)] for s in range(8)])
     mesh = jax.make_mesh((8,), ("data",))
@@ -186,7 +186,7 @@ def test_qb_hist_shard_exact():
 
 @settings(max_examples=10)
 @given(seed=st.integers(0, 2**16), num_bins=st.sampled_from([50, 1000]))
-def test_qb_hist_err_is_within_one_bin(seed, num_bins):
+def test_quantile_histogram_error_is_within_one_bin(seed, num_bins):
     scores = skewed(256, EXPERTS, seed)
     bias = jnp.asarray(np.random.default_rng(seed).normal(size=EXPERTS) * 0.1, jnp.float32)
     mask, step = jnp.ones(256, bool), jnp.int32(0)

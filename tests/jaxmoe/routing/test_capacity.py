@@ -78,7 +78,7 @@ def test_against_loops(keep, seed, factor):
         assert got.tolist() == np.minimum(asked, capacity).tolist()
 
 
-def test_hand_drawn():
+def test_worked_example():
     """S = 3, K = 1, E = 2 and C = 1: both experts are asked, expert 0 by tokens 0 and 2."""
     given = Assignments(
         token_ids=jnp.arange(3, dtype=jnp.int32),
@@ -109,7 +109,7 @@ def test_a_factor_of_e_over_k_drops_nothing(keep):
 
 
 @pytest.mark.parametrize("keep", POLICIES)
-def test_sequences_do_not_see_one_another(keep):
+def test_sequences_are_independent(keep):
     whole, config = drawn(1, sequences=4), CapacityConfig(factor=0.5, keep=keep)
     after = limited(whole, config)
     slots = 2 * LENGTH * TOP_K

@@ -53,7 +53,7 @@ def grouped(**sizes):
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refused_early_and_in_words(name):
+def test_contradicting_parts_are_refused(name):
     make, text = REFUSED[name]
     with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
         make()
@@ -84,7 +84,7 @@ WARNED = {
 
 
 @pytest.mark.parametrize("name", WARNED)
-def test_warned_of(name):
+def test_parts_without_effect_warn(name):
     changes, text = WARNED[name]
     with pytest.warns(RoutingWarning, match=re.escape(text)):
         MoEConfig(**changes)
@@ -100,7 +100,7 @@ def test_warned_of(name):
         (None, True, False),
     ],
 )
-def test_capacity_by_gate_looks_ahead(capacity, is_causal, is_warned):
+def test_capacity_by_gate_warns_in_causal_models(capacity, is_causal, is_warned):
     moe, attention = MoEConfig(capacity=capacity), AttentionConfig(is_causal=is_causal)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", RoutingWarning)

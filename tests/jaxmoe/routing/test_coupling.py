@@ -32,7 +32,7 @@ def weights(seed, experts=EXPERTS):
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_erc_voronoi(seed):
+def test_proxies_stay_nearest_to_their_own_row(seed):
     """A proxy is never nearer to another row than to its own."""
     rows = weights(seed)[0]["weight"].T
     draw = jax.jit(jax.vmap(lambda key: proxy_rows(rows, key)))
@@ -67,7 +67,7 @@ def test_against_loops(alpha):
     assert_close(ours, 2.0 * plain_loss(norms, alpha), "matmul")
 
 
-def test_erc_zero():
+def test_loss_is_zero_for_experts_that_read_only_their_row():
     """Each expert reads only the direction of its own router row."""
     router = {"weight": jnp.eye(WIDTH, EXPERTS)}
     gate = jnp.zeros((EXPERTS, WIDTH, 2, HIDDEN))
@@ -88,7 +88,7 @@ def test_a_smaller_alpha_is_stricter():
     assert (np.diff(losses) < 0).all()
 
 
-def test_gradients_reach_router_and_gates_and_nothing_else():
+def test_gradients_reach_only_router_and_gate_projections():
     router, experts = weights(3)
     loss = lambda *given: CouplingConfig().coupling(*given, jax.random.key(2))  # noqa: E731
     by_router, by_experts = jax.grad(loss, argnums=(0, 1))(router, experts)
@@ -119,7 +119,7 @@ def test_degenerate_weights_stay_finite(case):
         assert value == 0.0
 
 
-def test_erc_sharded():
+def test_experts_over_devices_equal_one_device():
     """Experts spread over devices: each column block by itself, then gathered, is the same."""
     router, experts = weights(6, experts=8)
     proxies = proxy_rows(router["weight"].T, jax.random.key(4))
@@ -155,7 +155,7 @@ def coupling_and_gradient(params, tokens, mesh=None):
 
 
 @pytest.mark.slow
-def test_in_a_model_neither_the_batch_nor_the_mesh_matters():
+def test_loss_in_a_model_is_independent_of_batch_and_mesh():
     tokens, _ = tokens_for(MODEL)
     params = init_params(MODEL, jax.random.key(1))
     value, gradient = coupling_and_gradient(params, tokens)
@@ -167,7 +167,7 @@ def test_in_a_model_neither_the_batch_nor_the_mesh_matters():
     assert_close(coupling_and_gradient(spread, tokens, mesh), (value, gradient), "end_to_end")
 
 
-def test_there_is_none_in_evaluation():
+def test_no_loss_in_evaluation():
     def losses(key):
         tokens = jnp.zeros((1, 4), jnp.int32)
         return forward(MODEL, ExecutionConfig(), init_params(MODEL, key), tokens).losses
@@ -175,7 +175,7 @@ def test_there_is_none_in_evaluation():
     assert jax.eval_shape(losses, jax.random.key(1)) == {}
 
 
-def test_experts_without_computation_are_no_part_of_it():
+def test_experts_without_computation_are_excluded():
     router, experts = weights(7, experts=EXPERTS + 2)
     computing = {"gate_up": experts["gate_up"][:EXPERTS]}
     value = CouplingConfig().coupling(router, computing, jax.random.key(0))

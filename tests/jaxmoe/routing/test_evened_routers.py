@@ -56,7 +56,7 @@ def build(config, top_k=2):
 
 
 def uneven(seed, tokens=TOKENS):
-    """Activations of which most prefer the same expert: the last feature is 1."""
+    """Return activations whose last feature is 1, so that most prefer the same expert."""
     return drawn(seed, tokens=tokens).at[:, -1].set(1.0)
 
 
@@ -110,13 +110,13 @@ def test_sinkhorn_against_loops():
     assert_close(plan_of(cost, 7)[0], u[:, None] * kernel * v[None, :], "matmul")
 
 
-def test_much_entropy_makes_all_experts_alike():
+def test_large_entropy_gives_a_uniform_plan():
     plan = plan_of(costs(3) / 1e6, 5)
     assert_close(plan, np.full(plan.shape, 1.0 / EXPERTS), "matmul")
 
 
 @pytest.mark.parametrize("iterations", [1, 3, 20])
-def test_constants_of_an_expert_leave_the_plan_unchanged(iterations):
+def test_plan_is_invariant_under_constants_of_an_expert(iterations):
     """At every iteration; those of a token only at convergence."""
     cost = costs(4)
     of_expert = jnp.array([3.0, -2.0, 0.5, 10.0])[None, None, :]
@@ -174,7 +174,7 @@ def test_sinkhorn_chooses_by_the_plan_and_weighs_by_the_logits(top_k):
 @pytest.mark.parametrize(("top_k", "order"), [(1, "before"), (2, "after"), (EXPERTS, "after")])
 @pytest.mark.parametrize("train", [False, True])
 def test_probability_0_is_plain_top_k_bit_for_bit(top_k, order, train):
-    """In value and gradient. And every step that the dice leave plain."""
+    """In value and gradient, also in training steps without the plan."""
     plain, params = build(SoftmaxTopKConfig(softmax=order), top_k)
     never, _ = build(SelectiveSinkhornConfig(probability=0.0), top_k)
     seldom, _ = build(SelectiveSinkhornConfig(probability=1e-6), top_k)
@@ -193,7 +193,7 @@ def test_probability_0_is_plain_top_k_bit_for_bit(top_k, order, train):
         jax.tree.map(np.testing.assert_array_equal, gradient(params, router), wanted)
 
 
-def test_the_plan_is_drawn_as_often_as_it_says():
+def test_share_of_even_steps_is_the_probability():
     """The share of even steps over 2000 keys is within 4 standard errors; all tokens agree."""
     router, params = build(SelectiveSinkhornConfig(probability=0.2))
     params, x = leaning(params), uneven(11)
@@ -254,7 +254,7 @@ def test_the_gradient_is_that_of_the_kernel_with_constant_scalings():
 
 
 def plain_assignment(logits, capacity, top_k):
-    """Pairs in the order of falling logit, each taken while both sides have room."""
+    """Take pairs in the order of decreasing logit while both sides have capacity."""
     taken = np.zeros(logits.shape, bool)
     for pair in np.argsort(-logits, axis=None, kind="stable"):
         token, expert = np.unravel_index(pair, logits.shape)
@@ -307,7 +307,7 @@ def test_base_capacity_is_exact(lean):
         assert evaluated.statistics.counts.max() > TOKENS // EXPERTS
 
 
-def test_base_with_two_experts_exceeds_no_share_and_repeats_no_expert():
+def test_base_top_2_keeps_capacity_and_distinct_experts():
     router, params = build(BaseLayerConfig())
     ids, scores = by_token(route(router, leaning(params), uneven(17), train=True))
     for row in ids.reshape(ROWS, -1):
@@ -317,7 +317,7 @@ def test_base_with_two_experts_exceeds_no_share_and_repeats_no_expert():
     assert all(len(set(row[row < EXPERTS])) == (row < EXPERTS).sum() for row in ids)
 
 
-def test_equal_tokens_go_to_the_experts_in_turn():
+def test_base_equal_tokens_fill_experts_in_order():
     """The first tokens to the first expert, until it is full."""
     router, params = build(BaseLayerConfig(), top_k=1)
     ids, _ = by_token(route(router, params, jnp.zeros((TOKENS, WIDTH)), train=True))
@@ -329,7 +329,7 @@ def test_equal_tokens_go_to_the_experts_in_turn():
 
 @pytest.mark.parametrize("name", ["sinkhorn", "selective_sinkhorn", "base_layer"])
 @pytest.mark.parametrize("scope", ["sequence", "batch"])
-def test_the_same_on_eight_devices(name, scope):
+def test_eight_devices_equal_one(name, scope):
     """Rows over data and expert, positions over seq; without its collectives each device would
     even its own tokens, which is another result, as is the other scope."""
     router, params = build(dataclasses.replace(EVENED[name], scope=scope), top_k=1)
@@ -348,7 +348,7 @@ def test_the_same_on_eight_devices(name, scope):
 
 
 @every_evened
-def test_other_sequences_do_not_matter(name):
+def test_sequences_are_independent(name):
     router, params = build(EVENED[name])
     params, x = leaning(params), uneven(19)
     whole = by_token(route(router, params, x, train=True))
@@ -376,7 +376,7 @@ def test_a_balance_loss_is_refused_and_capacity_is_not(name, balancer):
     )
 
 
-def test_selective_sinkhorn_brings_its_gates():
+def test_selective_sinkhorn_refuses_other_gates():
     with pytest.raises(ValueError, match="^moe.router=selective_sinkhorn defines its own gates"):
         MoEConfig(router=ALWAYS, gate=RenormalizedGateConfig(), balancers=())
 

@@ -123,7 +123,7 @@ def test_against_loops_in_value_and_gradient(weights, scope):
 
 
 @pytest.mark.parametrize("top_k", [1, 2, 3, EXPERTS])
-def test_ec_exact_load(top_k):
+def test_every_expert_takes_exactly_c_tokens(top_k):
     """Every expert of every sequence takes exactly c tokens: sum_t k_t = E c."""
     params, x, _ = drawn(2)
     whole = np.ones((ROWS, LENGTH), bool)
@@ -141,7 +141,7 @@ def test_ec_exact_load(top_k):
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_ecdlm_mean_k(schedule):
+def test_mean_k_of_schedules(schedule):
     """The mean over uniform r is (k_min + k_max) / 2; the bell's is 20.03, its reverse's 19.97."""
     ratio = jnp.asarray((np.arange(100_000) + 0.5) / 100_000, jnp.float32)
     k = np.asarray(scheduled_k(ratio, schedule=schedule, k_min=8, k_max=32), np.float64)
@@ -169,7 +169,7 @@ def test_schedules_are_monotone_and_symmetric(schedule):
         assert np.abs(k - mirror).max() <= 1 and (k != mirror).mean() < 0.02  # rounding at halves
 
 
-def test_the_capacity_follows_the_share_of_masks():
+def test_capacity_follows_the_masked_share():
     params, x, ratio = drawn(3)
     config = ExpertChoiceConfig(schedule="linear_reverse", k_min=1)
     whole = np.ones((ROWS, LENGTH), bool)
@@ -198,7 +198,7 @@ def test_empty_slots_have_no_weight_and_no_gradient():
     assert np.isfinite(slopes).all() and (slopes[is_empty] == 0.0).all()
 
 
-def test_sequences_do_not_know_of_one_another():
+def test_sequences_are_independent():
     params, x, _ = drawn(5)
     config = ExpertChoiceConfig()
     alone = [route(config, params, x[i : i + 1], PADDED[i : i + 1])[1] for i in range(ROWS)]
@@ -210,7 +210,7 @@ def test_sequences_do_not_know_of_one_another():
 
 @pytest.mark.parametrize("scope", ["sequence", "batch"])
 @pytest.mark.parametrize("kind", ["drawn", "ties"])
-def test_the_same_spread_over_devices(scope, kind):
+def test_eight_devices_equal_one(scope, kind):
     """Rows over (data, expert), positions over seq; of equals still the first, wherever it is."""
     params, x, ratio = drawn(6)
     if kind == "ties":
@@ -266,7 +266,7 @@ MOE = MoEConfig(
 @pytest.mark.slow
 @pytest.mark.rows(1)
 @pytest.mark.parametrize("mesh", ["replica2_data2_expert2", "data8", "data4_tensor2"])
-def test_a_model_is_the_same_on_every_mesh(mesh):
+def test_model_is_the_same_on_every_mesh(mesh):
     assert_close(loss_on_mesh(MOE, mesh), loss_on_one_device(MOE), "end_to_end")
 
 
@@ -281,7 +281,7 @@ def _refused(text, build):
         build()
 
 
-def test_what_does_not_fit_is_refused():
+def test_incompatible_parts_are_refused():
     def moe(**parts):
         return dataclasses.replace(MOE, **parts)
 

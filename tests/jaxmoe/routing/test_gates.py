@@ -26,7 +26,7 @@ GATE_CASES = {
 every_gate = pytest.mark.parametrize("name", GATES)
 
 
-def test_the_table_is_the_registry():
+def test_case_table_equals_registry():
     assert set(GATE_CASES) == set(GATES)
 
 
@@ -128,7 +128,7 @@ def test_finite_in_value_and_slope_where_probabilities_underflow(name):
         assert np.isfinite(back(cotangent)[0]).all()
 
 
-def test_sqrt_gates_see_probabilities_that_underflow():
+def test_sqrt_gates_are_positive_where_probabilities_underflow():
     gates = gates_of("sqrt", jnp.asarray([[0.0, -160.0]]))
     assert gates[0, 1] == pytest.approx(np.exp(-80.0), rel=1e-4)  # 2e-35; exp(-160) is 0 in f32
 
@@ -169,5 +169,5 @@ def test_mixing_keeps_the_dtype(name):
     assert_close(mixed, wanted, "elementwise", "bfloat16")
 
 
-def test_one_expert_of_one_gets_the_whole_gate():
+def test_single_expert_has_gate_1():
     assert SqrtGateConfig()(selection_of(np.array([[-3.0]])), jnp.array([-3.0])).item() == 1.0

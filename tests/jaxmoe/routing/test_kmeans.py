@@ -44,7 +44,7 @@ def route(router, state, x, mask=None, train=True):
     return router.route({}, state, inputs_for(x, mask), train=train, key=None)
 
 
-def test_it_has_no_parameters():
+def test_no_parameters():
     params, state = build().init(jax.random.key(0))
     assert params == {} == build().declarations()
     assert_close(jnp.linalg.norm(state["centroids"], axis=1), np.ones(EXPERTS), "elementwise")
@@ -74,7 +74,7 @@ def test_permuting_centroids_permutes_the_ids():
     assert_close(permuted.selection.scores, plain.selection.scores, "elementwise")
 
 
-def test_kmeans_ema():
+def test_centroids_follow_the_moving_average():
     """The closed form: decay^n of the start, plus what each step's mean still weighs."""
     router, steps, decay = build(KMeansConfig(decay=0.9)), 5, 0.9
     _, state = router.init(jax.random.key(2))
@@ -108,7 +108,7 @@ def test_statistics_of_evaluation_leave_the_centroids():
     np.testing.assert_array_equal(after["centroids"], state["centroids"])
 
 
-def test_kmeans_sharded():
+def test_eight_devices_equal_one():
     """Eight devices choose, sum and update as one."""
     router, mesh = build(), jax.make_mesh((2, 4), ("data", "expert"))
     spread = PartitionSpec(("data", "expert"))
@@ -131,7 +131,7 @@ def test_kmeans_sharded():
     assert_close(ours, theirs, "matmul")
 
 
-def test_the_size_of_a_token_is_of_no_consequence():
+def test_choice_is_independent_of_the_norm_of_x():
     router = build()
     _, state = router.init(jax.random.key(4))
     x = drawn(4)
@@ -187,7 +187,7 @@ def test_a_bias_evens_the_load_of_a_toy_mixture():
 
 
 @pytest.mark.slow
-def test_it_trains_a_model_and_its_layers_start_apart():
+def test_trains_a_model_with_distinct_centroids_per_layer():
     moe = dataclasses.replace(TINY.moe, router=KMeansConfig(decay=0.5))
     model = dataclasses.replace(TINY, moe=moe)
     first, second = initial_router_state(model)["centroids"]

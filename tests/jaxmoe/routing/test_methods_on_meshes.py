@@ -56,7 +56,7 @@ def model_of(name):
 
 @pytest.mark.parametrize("name", [name for name in LAYERS if name not in METHODS])
 @pytest.mark.large
-def test_the_same_on_a_mesh(name):
+def test_method_is_the_same_on_a_mesh(name):
     done = step_once(model_of(name), batch(), mesh="replica2_data2_expert2")
     assert_close(done, on_one_device(name), "end_to_end")
 
@@ -84,8 +84,8 @@ def test_every_method_is_the_same_on_a_folded_mesh(name):
 
 
 @pytest.mark.parametrize("name", BY_ROWS)
-def test_the_same_in_micro_batches(name):
-    """What routes row by row, draws by token and adds up its statistics does not see the cut."""
+def test_method_is_the_same_in_micro_batches(name):
+    """Routing by row with noise by token does not depend on the micro-batches."""
     form = "buffer" if name == "switch" else "two_pass"
     done, whole = step_once(model_of(name), batch(), parts=2, form=form), on_one_device(name)
     if name == "switch":  # its balance loss is of each micro-batch by definition

@@ -85,8 +85,8 @@ def test_constant_mixes_by_its_own_softmax():
     assert_close(y, 0.6 * (shares[:, :1] * x + shares[:, 1:] * constants[1]), "matmul")
 
 
-def test_assignments_without_computation_never_enter_dispatch(monkeypatch):
-    """Only rows of experts that compute are handed over; all are in the statistics."""
+def test_experts_without_computation_are_not_dispatched(monkeypatch):
+    """Only rows of experts that compute are dispatched; statistics contain all."""
     handed = {}
 
     def recorded(x, assignments, experts, weights, *, num_experts, **given):
@@ -116,7 +116,7 @@ def forward(model, params):
     return jax.jit(Transformer(model).apply)({"params": params}, tokens)
 
 
-def test_a_zero_residual_is_none():
+def test_zero_residual_is_softmax_topk():
     """W_g starts at 0, where the router is softmax top-k."""
     params = init_params(MODEL, jax.random.key(0))
     router = params["moe_blocks_0"]["moe"]["router"]
@@ -127,8 +127,8 @@ def test_a_zero_residual_is_none():
     assert_close(forward(MODEL, params).logits, forward(plain, without).logits, "elementwise")
 
 
-def test_the_residual_carries_the_logits_of_the_layer_before():
-    """It moves the second layer and not the first, and its gradient comes from the second alone."""
+def test_residual_adds_the_logits_of_the_previous_layer():
+    """It changes the second layer only, and its gradient comes from the second alone."""
     params = init_params(MODEL, jax.random.key(0))
     tokens, _ = tokens_for(MODEL)
 
@@ -146,7 +146,7 @@ def test_the_residual_carries_the_logits_of_the_layer_before():
     assert not np.asarray(slope[0]).any() and np.abs(slope[1]).max() > 0.0
 
 
-def test_moepp_equilibrium_share():
+def test_heterogeneous_loss_has_its_minimum_at_the_target_share():
     """Descent on the loss alone: experts that compute end with tau E / (tau E + Z) of the load."""
     computing, free, tau = 16, 4, 0.75
     balancer = HeterogeneousBalanceConfig(coefficient=1.0, computing_share=tau)
@@ -176,7 +176,7 @@ def test_moepp_equilibrium_share():
     assert loss(jnp.zeros(computing + free)) == pytest.approx(1.0, abs=1e-6)
 
 
-def test_one_kind_of_expert_is_the_usual_loss():
+def test_heterogeneous_loss_without_free_experts_is_load_balance():
     logits = np.random.default_rng(4).normal(size=(24, 6))
     counts = np.bincount(logits.argmax(-1), minlength=6)
     probs = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)

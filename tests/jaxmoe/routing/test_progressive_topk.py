@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Progressive sparsification: the table of K, what is active, and what remains after the switch."""
+"""Progressive sparsification: schedule of K, active parameters, the model after the switch."""
 
 import dataclasses
 import re
@@ -46,7 +46,7 @@ def counts_at(step):
 
 @pytest.mark.parametrize(("step", "wanted"), [(0, (3, 1)), (4, (3, 1)), (5, (1, 1))])
 def test_assignments_follow_the_schedule(step, wanted):
-    """So do the parameters that a token meets: the share of each layer's experts."""
+    """Active parameters follow it too."""
     output, _ = counts_at(step)
     assert output.statistics.counts.sum(-1).tolist() == [BATCH * LENGTH * k for k in wanted]
     table = parameter_table(MODEL)
@@ -54,7 +54,7 @@ def test_assignments_follow_the_schedule(step, wanted):
     assert active[3] - active[1] == 2 * 2 * 3 * MODEL.embed_dim * MODEL.moe.expert_dim
 
 
-def test_after_the_switch_it_is_top_1():
+def test_after_the_switch_equals_top_1():
     output, params = counts_at(7)
     plain = dataclasses.replace(
         MODEL, moe=dataclasses.replace(MODEL.moe, router=SoftmaxTopKConfig(), top_k=1)

@@ -37,7 +37,7 @@ def hand_drawn():
     return RoutingTrace(np.array([5, 1, 5]), np.array(ids), 3)
 
 
-def test_what_is_counted():
+def test_trace_counts():
     trace = hand_drawn()
     assert trace.loads().tolist() == [[2, 2, 2], [1, 2, 2]]
     # 0 0: token 0; 0 1: token 1; 0 2: tokens 0 and 1; 1 0, 1 2: token 0; 1 1, 2 1: ...
@@ -48,7 +48,7 @@ def test_what_is_counted():
 
 
 @pytest.mark.parametrize("num_experts", [3, 300])
-def test_a_file_holds_what_was_saved(tmp_path, num_experts):
+def test_file_round_trip(tmp_path, num_experts):
     ids = np.random.default_rng(0).integers(num_experts + 1, size=(2, 9, 2))
     trace = RoutingTrace(np.arange(9) * 1000, ids, num_experts)
     save_trace(tmp_path / "new" / "trace.npz", trace)
@@ -61,8 +61,8 @@ def test_a_file_holds_what_was_saved(tmp_path, num_experts):
         assert file["expert_ids"].itemsize == (1 if num_experts < 256 else 2)
 
 
-def test_the_experts_of_every_token_are_recorded():
-    """Hash routing says by itself where a token goes; padding is left out."""
+def test_experts_of_every_token_are_recorded():
+    """The record equals the known choice of hash routing; padding is left out."""
     rows = batch()
     trace = record_trace(
         HASHED, ExecutionConfig(), params_of(HASHED), initial_router_state(HASHED), [rows]
@@ -78,7 +78,7 @@ def test_the_experts_of_every_token_are_recorded():
     np.testing.assert_array_equal(trace.expert_ids, np.stack([wanted] * 2))
 
 
-def test_the_same_on_a_mesh_and_no_more_than_asked_for():
+def test_trace_on_a_mesh_equals_one_device_and_is_limited():
     given = (params_of(TINY), initial_router_state(TINY))
     rows = batch()
     alone = record_trace(TINY, ExecutionConfig(), *given, [rows, rows], most_tokens=60)
@@ -120,12 +120,12 @@ def test_the_same_on_a_mesh_and_no_more_than_asked_for():
         ),
     ],
 )
-def test_bad_input_is_refused_in_words(make, message):
+def test_bad_input_is_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
 
 
-def test_another_file_is_refused(tmp_path):
+def test_file_of_another_kind_is_refused(tmp_path):
     np.savez(tmp_path / "other.npz", load=np.zeros(3))
     with pytest.raises(ValueError, match="other.npz is no routing trace"):
         load_trace(tmp_path / "other.npz")

@@ -142,7 +142,7 @@ def test_scores_are_finite_in_value_and_slope_everywhere(name, z):
 
 
 @pytest.mark.parametrize("name", SCORERS)
-def test_renorm_equiv(name):
+def test_renormalized_gates_are_the_softmax_over_the_chosen(name):
     """Renormalized gates are the softmax over the chosen of the log scores; of softmax scores, of
     the logits. They sum to the scale."""
     router, params = build(SCORERS[name][0](), top_k=3)
@@ -172,7 +172,7 @@ def test_scale_multiplies_every_gate_and_nothing_else(gate):
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, float("inf"), float("nan")])
-def test_a_scale_that_is_none_is_refused(scale):
+def test_bad_scale_is_refused(scale):
     text = f"gate.scale={scale} must be finite and above 0; 1 leaves the gates alone"
     for gate in (SoftmaxGateConfig, RenormalizedGateConfig):
         with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
@@ -210,7 +210,7 @@ def test_group_limit(name):
 
 
 def test_a_group_is_scored_by_probabilities():
-    """Not by logits: one expert of probability 0.96 outweighs two of 0.02. A bias of 0 is none."""
+    """One expert of probability 0.96 outweighs two of 0.02; a bias of 0 has no effect."""
     limit = GroupLimitConfig(num_groups=2, top_groups=1, best_per_group=2)
     logits = jnp.asarray([[5.0, -10.0, 1.0, 1.0]])
     for bias in (None, LossFreeConfig()):
@@ -227,7 +227,7 @@ def test_a_group_is_scored_by_probabilities():
 
 @pytest.mark.parametrize("name", SCORERS)
 def test_jitter_is_the_same_on_every_mesh(name):
-    """And in training alone, and as wide as it says."""
+    """It applies in training only, with the configured width."""
     config, _ = SCORERS[name]
     router, params = build(config(jitter=0.1))
     x, calm = drawn(7), build(config())[0]
@@ -245,7 +245,7 @@ def test_jitter_is_the_same_on_every_mesh(name):
 
 
 @pytest.mark.parametrize("config", [SigmoidTopKConfig, SqrtSoftplusTopKConfig])
-def test_a_jitter_that_is_no_share_is_refused(config):
+def test_bad_jitter_is_refused(config):
     with pytest.raises(ValueError, match=r"^router.jitter=1.0 must be at least 0"):
         config(jitter=1.0)
 
@@ -280,7 +280,7 @@ def test_noise_to_minus_infinity_is_deterministic(top_k):
         assert_close(output.statistics.extra["smooth_load"], plain.statistics.counts, "elementwise")
 
 
-def test_noise_is_for_training_and_is_drawn_anew():
+def test_noise_is_drawn_in_training_only():
     x, params = with_one(drawn(10)), noisy_params(1.0)
     router = build(NoisyTopKConfig())[0]
     one, again, other = (
@@ -302,7 +302,7 @@ def plain_smooth_load(logits, noisy, sigma, top_k, mask):
 
 
 @pytest.mark.parametrize("top_k", [1, 3])
-def test_load_gradient(top_k):
+def test_smooth_load_gradient_against_loops(top_k):
     """The smooth loads and the gradient of the load loss, against loops and differences in f64."""
     x, params = with_one(drawn(11)), noisy_params(0.3)
     router, mask = build(NoisyTopKConfig(), top_k)[0], np.arange(TOKENS) % 5 != 1
@@ -421,7 +421,7 @@ def test_gshard_keeps_the_second_expert_twice_as_often_as_its_gate():
     assert chance.min() < 0.5 < chance.max()
 
 
-def test_gshard_is_for_two():
+def test_gshard_refuses_other_top_k():
     text = (
         "top_k=1: the router gshard has a first and a second expert: set top_k to 2 or take another"
         " router"
@@ -434,7 +434,7 @@ def test_gshard_is_for_two():
 
 
 @pytest.mark.parametrize("scale", [1e-20, 0.03, 40.0, 1e20])
-def test_cosines_do_not_see_the_size_of_x(scale):
+def test_cosines_are_independent_of_the_norm_of_x(scale):
     router, params = build(CosineTopKConfig(router_dim=3))
     x = drawn(14)
     plain, scaled = (route(router, params, rows) for rows in (x, scale * x))

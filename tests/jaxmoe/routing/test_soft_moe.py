@@ -59,7 +59,7 @@ def drawn(seed=0):
     return jnp.asarray(values, jnp.float32)
 
 
-def test_sums_of_the_weights():
+def test_weights_sum_to_1():
     """`dispatch` sums to 1 over the tokens of a slot, `combine` over the slots of a token."""
     output = route(drawn())
     slots = output.slots
@@ -88,7 +88,7 @@ def test_padding_has_no_effect():
     assert_close(plain.slots.dispatch[1:2, :4], alone.slots.dispatch, "elementwise")
 
 
-def test_the_layer_is_four_einsums():
+def test_layer_equals_four_einsums():
     model, rng = bidirectional(MOE), np.random.default_rng(2)
     width = model.embed_dim
     x = jnp.asarray(rng.normal(size=(ROWS, LENGTH, width)), jnp.float32)
@@ -132,7 +132,7 @@ def test_the_layer_is_four_einsums():
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["data4_tensor2", "replica2_data2_expert2"])
 @pytest.mark.large
-def test_a_model_is_the_same_on_every_mesh(mesh):
+def test_model_is_the_same_on_every_mesh(mesh):
     assert_close(loss_on_mesh(MOE, mesh), loss_on_one_device(MOE), "end_to_end")
 
 
@@ -142,7 +142,7 @@ def test_rematerialisation_changes_nothing():
     assert_close(recomputed, loss_on_one_device(MOE), "end_to_end")
 
 
-def test_what_does_not_fit_is_refused():
+def test_incompatible_parts_are_refused():
     text = "router.slots_per_expert=0 must be at least 1"
     with pytest.raises(ValueError, match=re.escape(text)):
         SoftMoEConfig(slots_per_expert=0)

@@ -53,7 +53,7 @@ def by_token(flat, top_k):
 @pytest.mark.parametrize("order", ["before", "after"])
 @pytest.mark.parametrize("top_k", [1, 2, EXPERTS])
 @pytest.mark.parametrize("gate", GATES)
-def test_the_gradient_through_each_gate(order, top_k, gate):
+def test_gradient_through_each_gate(order, top_k, gate):
     """With one expert chosen, a score that sums to 1 over the chosen is the constant 1: the
     language-model loss teaches such a router nothing, and only the balance losses move it."""
     x, params, config = drawn(7), wide_weight(), SoftmaxTopKConfig(softmax=order)
@@ -93,7 +93,7 @@ def test_softmax_topk_against_loops(order, top_k):
 
 
 @pytest.mark.parametrize("top_k", [1, 2, EXPERTS])
-def test_renormalizing_before_is_after(top_k):
+def test_renormalized_before_equals_after(top_k):
     """softmax over all experts, renormalized over the chosen, is softmax over the chosen."""
     x = drawn(11)
     cotangent = jnp.arange(TOKENS * top_k, dtype=jnp.float32) - 3.0
@@ -139,7 +139,7 @@ def test_after_gives_unchosen_experts_no_gradient_and_before_does():
 
 
 @pytest.mark.parametrize("top_k", [0, EXPERTS + 1])
-def test_more_experts_than_there_are_is_refused(top_k):
+def test_top_k_above_num_experts_is_refused(top_k):
     text = f"top_k={top_k} must lie between 1 and num_experts={EXPERTS}"
     with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
         SoftmaxTopKConfig().build(num_experts=EXPERTS, top_k=top_k, embed_dim=WIDTH)

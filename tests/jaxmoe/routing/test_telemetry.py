@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Telemetry: the identities of its statistics, what it says of planted routers, gamma_eff."""
+"""Telemetry: identities of its statistics, values for planted routers, gamma_eff."""
 
 import dataclasses
 
@@ -64,7 +64,7 @@ def planted(seed):
 
 @settings(max_examples=10)
 @given(seed=st.integers(0, 2**16))
-def test_identities(seed):
+def test_detailed_statistics_satisfy_their_identities(seed):
     logits, mask, domain = planted(seed)
     statistics = watch(logits, mask, domain)
     extra, real = statistics.extra, np.asarray(mask)
@@ -88,7 +88,7 @@ def test_identities(seed):
     assert_close(detailed.domain_information(extra["detail_domains"]), wanted, "matmul")
 
 
-def test_one_psum_is_one_device():
+def test_one_psum_equals_one_device():
     logits, mask, domain = planted(1)
     mesh, spread = jax.make_mesh((8,), ("data",)), PartitionSpec("data")
     local = jax.shard_map(
@@ -105,7 +105,7 @@ def test_one_psum_is_one_device():
 
 
 @pytest.mark.parametrize("is_sharp", [True, False])
-def test_mutual_information_of_routers_that_know_and_do_not(is_sharp):
+def test_mutual_information_of_certain_and_uniform_routers(is_sharp):
     """Certain of a different expert for each token, or uniform for all."""
     kinds = jnp.arange(TOKENS) % EXPERTS
     logits = jax.nn.one_hot(kinds, EXPERTS) * (50.0 if is_sharp else 0.0)
@@ -127,14 +127,14 @@ def test_no_token_gives_finite_scalars():
     assert all(np.isfinite(value) for value in telemetry.summarise(stacked).values())
 
 
-def test_coactivation_of_twins():
-    """Two experts that always come together, and one alone."""
+def test_coactivation_of_two_experts_chosen_together():
+    """Two experts always chosen together, and one alone."""
     together = jnp.asarray([[[4.0, 4.0, 0.0], [4.0, 4.0, 0.0], [0.0, 0.0, 2.0]]])
     assert detailed.coactivation(together).tolist() == [1.0]
 
 
-def test_a_window_adds_loads_before_it_compares_them():
-    """Two experts take turns: every step is as uneven as can be, the window is even."""
+def test_load_window_adds_loads_over_steps():
+    """Two experts alternate: every step is maximally uneven, the window is even."""
     first, second = jnp.asarray([[1.0, 0.0]]), jnp.asarray([[0.0, 1.0]])
     window = telemetry.LoadWindow.empty(first)
     for load in (first, second):
@@ -147,7 +147,7 @@ def test_a_window_adds_loads_before_it_compares_them():
     assert {name: value.tolist() for name, value in window.summarise().items()} == wanted
 
 
-def test_states_and_parameters_are_found_by_name():
+def test_biases_and_router_weights_are_found_by_name():
     state = {"centroids": jnp.ones((2, 3, 4)), "selection": {"bias": jnp.asarray([[1.0, -2.0]])}}
     assert_close(telemetry.watch_state(state), {"bias_range": 3.0, "bias_max": 2.0}, "elementwise")
     assert telemetry.watch_state({}) == {} == telemetry.watch_params({"head": jnp.ones(3)})
@@ -157,8 +157,8 @@ def test_states_and_parameters_are_found_by_name():
 
 
 @pytest.mark.slow
-def test_detail_reaches_the_metrics_of_a_step():
-    """With micro-batches and recomputed layers, which must count nothing twice."""
+def test_detailed_statistics_are_in_the_step_metrics():
+    """With micro-batches and rematerialised layers, which must not count twice."""
     moe = dataclasses.replace(TINY.moe, router=SoftmaxTopKConfig(bias=LossFreeConfig(rate=0.1)))
     model, optimizer = dataclasses.replace(TINY, moe=moe), adamw(1e-3)
     tokens, targets = tokens_for(model)
@@ -227,7 +227,7 @@ def test_equilibrium_spreads_with_gamma():
 
 
 @pytest.mark.parametrize("gamma", [3.0, 27.0])
-def test_gamma_recover(gamma):
+def test_planted_gamma_is_recovered(gamma):
     """A planted coefficient is found, and the interval covers it."""
     rng = np.random.default_rng(3)
     quality = rng.normal(size=64) * 1.5

@@ -55,14 +55,14 @@ def test_k_distinct_experts_of_equal_weight_whatever_x_is(name, top_k, train):
 
 
 @every_control
-def test_the_same_on_every_mesh(name):
+def test_choice_is_the_same_on_every_mesh(name):
     ids, scores = by_token(route(build(name), {}, drawn(0), train=True))
     spread_ids, spread_scores = route_on_eight_devices(build(name), {}, drawn(0))
     assert spread_ids.tolist() == ids.tolist()
     np.testing.assert_array_equal(spread_scores, scores)
 
 
-def test_the_hash_table_is_fixed():
+def test_hash_depends_on_the_token_id_alone():
     """By the token's id alone: not its place, not the step, not the mode; another seed is another
     table, and all experts are in it."""
     router = build("hash", 3)
@@ -83,7 +83,7 @@ def test_the_hash_table_is_fixed():
     assert np.abs(np.asarray(counts) - 1536.0).max() < 5 * np.sqrt(4096 * 3 / 8 * 5 / 8)
 
 
-def test_hash_without_ids_says_so():
+def test_hash_without_ids_is_refused():
     inputs = RouterInputs(
         x=drawn(0), token_mask=jnp.ones(TOKENS, bool), segment_ids=jnp.ones(TOKENS, jnp.int32)
     )
@@ -95,7 +95,7 @@ def test_hash_without_ids_says_so():
         build("hash").route({}, {}, inputs, train=False, key=None)
 
 
-def test_random_experts_are_drawn_anew_in_training_and_never_in_evaluation():
+def test_random_experts_change_in_training_and_not_in_evaluation():
     router = build("uniform_random")
     x = jnp.zeros((4096, WIDTH))
     keys = (jax.random.key(0), jax.random.key(1))
@@ -121,8 +121,8 @@ def test_forced_balance_is_exact(top_k):
 
 
 @every_control
-def test_nothing_learned_is_no_reason_to_warn(name, recwarn):
-    """A constant gate of one expert is what such a router is meant to have."""
+def test_unlearned_routers_do_not_warn(name, recwarn):
+    """A constant gate is intended for a router without parameters."""
     MoEConfig(router=CONFIGS[name], top_k=1, balancers=())
     MoEConfig(router=CONFIGS[name], top_k=1, gate=SoftmaxGateConfig(), balancers=())
     assert not recwarn
