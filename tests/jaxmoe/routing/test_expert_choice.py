@@ -3,6 +3,7 @@
 """Expert choice: against loops, its exact loads, its schedules, and scopes spread over devices."""
 
 import dataclasses
+import functools
 import re
 import typing
 
@@ -56,11 +57,16 @@ def inputs_of(x, mask, ratio, extent):
 
 
 def route(config, params, x, mask=PADDED, ratio=None, extent=None, top_k=TOP_K):
-    """`(RouterOutput, gates [T E])`."""
-    router = config.build(num_experts=EXPERTS, top_k=top_k, embed_dim=WIDTH)
+    """Return (RouterOutput, gates [T E])."""
     ratio = jnp.zeros(x.shape[:2], jnp.float32) if ratio is None else ratio
     extent = extent or Extent(sequence_length=x.shape[1])
-    inputs = inputs_of(x, jnp.asarray(mask), ratio, extent)
+    return _route(config, params, x, jnp.asarray(mask), ratio, extent, top_k)
+
+
+@functools.partial(jax.jit, static_argnames=("config", "extent", "top_k"))
+def _route(config, params, x, mask, ratio, extent, top_k):
+    router = config.build(num_experts=EXPERTS, top_k=top_k, embed_dim=WIDTH)
+    inputs = inputs_of(x, mask, ratio, extent)
     output = router.route(params, {}, inputs, train=True, key=None)
     return output, gates_by_token(output, inputs.x.shape[0])
 

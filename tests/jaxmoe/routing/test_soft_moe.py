@@ -95,7 +95,7 @@ def test_layer_equals_four_einsums():
     mask = jnp.asarray(MASK)
     routing = RoutingInputs(token_mask=mask, segment_ids=mask.astype(jnp.int32), router_state={})
     layer = MoE(MOE, model.context, ExecutionConfig(), True)
-    boxed = layer.init(jax.random.key(0), x, routing)["params"]
+    boxed = jax.jit(layer.init)(jax.random.key(0), x, routing)["params"]
     params = jax.tree.map(
         lambda leaf: leaf.unbox(), boxed, is_leaf=lambda leaf: hasattr(leaf, "unbox")
     )
