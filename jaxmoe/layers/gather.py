@@ -1,16 +1,16 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""When cut parameters are gathered, for the layouts that do not leave it to each use.
+"""Gathers sharded parameters, for the layouts that do not leave it to each use.
 
 `zero2` gathers all parameters once, before the first layer, and the layers use that copy. Gradients
-are taken of the cut parameters: where a layer uses a copy, its gradient is cut at once, so that no
-device ever holds the gradients of more than one layer whole.
+are taken of the sharded parameters: the gradient of a layer's copy is scattered at once, so that no
+device holds the whole gradients of more than one layer.
 
-`hierarchical` gathers a layer's parameters across replicas, once: the result, cut within a replica,
-is a name that every remat policy keeps (`SECONDARY`), so that the backward pass gathers within a
-replica only (arXiv 2306.10209, hpZ).
+`hierarchical` gathers a layer's parameters across replicas once. The result, sharded within a
+replica, has a checkpoint name that every remat policy saves (`SECONDARY`), so that the backward
+pass gathers within a replica only (arXiv 2306.10209, hpZ).
 
-Matrices travel in the compute dtype, in which they are used; routers and gains in their own.
+Matrices are gathered in the compute dtype; routers and gains, which are used as stored, in theirs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from sharding.constrain import Placement, gather_along, place_like
 WHOLE: Final = "whole"
 """Collection of gathered parameters beside "params"."""
 SECONDARY: Final = "secondary"
-"""Name of what was gathered across replicas."""
+"""Checkpoint name of parameters gathered across replicas."""
 
 Tree = dict[str, Any]
 
@@ -56,12 +56,12 @@ def gather_once(params: Tree, declarations: Tree, execution: ExecutionConfig) ->
 
 
 def use_outside_layers(params: Tree, whole: Tree, layers: Collection[str]) -> tuple[Tree, Tree]:
-    """Parameters of which those outside the layers are the gathered ones; and the others gathered.
+    """Return parameters with the gathered copies outside the layers, and the layers' copies.
 
     Args:
-        params: as stored.
-        whole: gathered.
-        layers: names of the stacks of layers, which see to themselves.
+        params: Parameters as stored.
+        whole: Gathered parameters.
+        layers: Names of the scans of layers, which use their copies themselves.
     """
     used = {
         name: params[name]
@@ -73,7 +73,7 @@ def use_outside_layers(params: Tree, whole: Tree, layers: Collection[str]) -> tu
 
 
 def use_whole(block: type[nn.Module]) -> type[nn.Module]:
-    """The block with parameters from the collection WHOLE, whose gradients go to "params"."""
+    """Return the block with parameters from collection WHOLE; their gradients go to "params"."""
 
     def view(variables: Tree) -> Tree:
         return {"params": jax.tree.map(_use, variables[WHOLE], variables["params"]), WHOLE: {}}
@@ -112,7 +112,7 @@ def _as_used(leaf: Array, dtype: Any) -> Array:
 
 @jax.custom_vjp
 def _use(whole: Array, cut: Array) -> Array:
-    """The whole, whose gradient belongs to the cut."""
+    """Return the gathered parameter, whose gradient goes to the sharded one."""
     del cut
     return whole
 

@@ -39,7 +39,7 @@ def error(actual, desired):
     return np.linalg.norm(actual - desired) / np.linalg.norm(desired)
 
 
-def test_it_is_written_and_read():
+def test_matmul_config_survives_json():
     config = PretrainConfig(execution=IN_FEW_BITS)
     assert from_json(PretrainConfig, to_json(config)) == config
     assert IN_FEW_BITS.halo.halo.dtype == "int8"

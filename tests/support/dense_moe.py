@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""The slowest, plainest MoE layer: the oracle of routing, capacity, dispatch, experts and combine.
+"""A dense MoE layer: the oracle of routing, capacity, dispatch, experts and combine.
 
 Who goes where is decided in numpy by loops over tokens and experts; what comes out is computed for
 every token by every expert and multiplied by a gate that is mostly 0. Nothing is sorted, gathered,
@@ -78,7 +78,7 @@ def decide(
     keep: str = "gate",
     sequence_length: int | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Who goes where, which has no gradient: `chosen` and `kept`, both [T E] bool.
+    """Chosen and kept pairs, which have no gradient: `chosen` and `kept`, both [T E] bool.
 
     Args:
         params: see `dense_moe`.

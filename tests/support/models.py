@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Models so small that a test compiles them in seconds, yet with every part that may go wrong.
+"""Small models that compile in seconds and have every part.
 
 Widths divide every mesh of tests/support/meshes.py, and no two dimensions that could be mistaken
 for one another are equal.

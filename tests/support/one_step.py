@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""One training step by SGD of rate 1 without clipping: what the parameters move is the gradient."""
+"""One SGD step of rate 1 without clipping: the change of the parameters is the gradient."""
 
 import functools
 

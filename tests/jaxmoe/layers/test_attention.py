@@ -49,7 +49,7 @@ def _normal(seed: int, *shape: int) -> jax.Array:
 
 
 def _random_params(module: nn.Module, *inputs) -> dict:
-    """Numbers of every parameter's shape; gains as well, which start at 1 and would hide."""
+    """Random values for every parameter, gains included, which start at 1."""
     shapes = jax.eval_shape(module.init, jax.random.key(0), *inputs)["params"]
     leaves, tree = jax.tree.flatten(nn.meta.unbox(shapes))
     values = [0.5 * _normal(i, *leaf.shape) for i, leaf in enumerate(leaves)]
@@ -57,7 +57,7 @@ def _random_params(module: nn.Module, *inputs) -> dict:
 
 
 def turn(head, positions, theta: float):
-    """RoPE of one head [B S H] as it is written: a rotation in the complex plane."""
+    """RoPE of one head [B S H] as a rotation in the complex plane."""
     half = head.shape[-1] // 2
     frequencies = theta ** (-2.0 * np.arange(half) / head.shape[-1])
     turn_by = np.exp(1j * np.asarray(positions)[:, :, None] * frequencies).astype(np.complex64)
@@ -101,7 +101,7 @@ def oracle(params, x, name, positions, segment_ids):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_equals_the_oracle(name):
+def test_attention_equals_oracle(name):
     module = _module(CASES[name], SCALES.get(name))
     x, cotangent = _normal(1, BATCH, LENGTH, WIDTH), _normal(2, BATCH, LENGTH, WIDTH)
     is_packed = "segments" in name
@@ -127,8 +127,8 @@ def test_equals_the_oracle(name):
 
 
 @pytest.mark.parametrize("window", [None, 3])
-def test_equals_jax_nn(window):
-    """Grouped heads and the window against attention that we did not write."""
+def test_attention_equals_jax_nn(window):
+    """Grouped heads and the window against jax.nn."""
     config = AttentionConfig(
         num_heads=4, num_kv_heads=2, head_dim=HEAD, qk_norm="none", window=window
     )

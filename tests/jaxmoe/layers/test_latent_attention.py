@@ -92,7 +92,7 @@ def oracle(params, x, config, positions, segment_ids):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_equals_the_oracle(name):
+def test_latent_attention_equals_oracle(name):
     config, is_packed = CASES[name], name == "interleaved"
     module = _module(config)
     x, cotangent = _normal(1, BATCH, LENGTH, WIDTH), _normal(2, BATCH, LENGTH, WIDTH)
@@ -199,7 +199,7 @@ def _on_mesh(name, params):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MESHES)
-def test_meshes_give_the_same_logits_and_gradients(name, params, tokens):
+def test_latent_attention_on_meshes_gives_the_same_logits_and_gradients(name, params, tokens):
     """Heads over tensor; over seq the values are padded to the width of the keys."""
 
     def loss(execution):
@@ -219,7 +219,7 @@ def test_meshes_give_the_same_logits_and_gradients(name, params, tokens):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MESHES)
-def test_meshes_give_the_same_tokens(name, params, tokens):
+def test_latent_attention_on_meshes_gives_the_same_tokens(name, params, tokens):
     given = {"num_tokens": 4, "key": jax.random.key(0), "temperature": 0.0}
     wanted = generate(MODEL, params, tokens[:, :4], **given)
     mesh, execution, shardings = _on_mesh(name, params)
@@ -229,7 +229,7 @@ def test_meshes_give_the_same_tokens(name, params, tokens):
     np.testing.assert_array_equal(found, wanted)
 
 
-def test_sizes():
+def test_flops_and_cache_bytes_of_deepseek_v3():
     """Products of DeepSeek-V3's attention, by hand; the cache is 71 times smaller than keys and
     values."""
     config = LatentAttentionConfig(
@@ -262,7 +262,7 @@ def test_bad_sizes_are_refused(changes, text):
         LatentAttentionConfig(**changes)
 
 
-def test_what_a_cache_needs():
+def test_cache_needs_positions_and_causality():
     module = _module(MODEL.attention, 16)
     x, positions = _normal(8, BATCH, LENGTH, 16), jnp.asarray(POSITIONS)
     cache = LatentCache(

@@ -65,7 +65,7 @@ def test_rms_norm_starts_with_gains_of_one():
     np.testing.assert_array_equal(nn.meta.unbox(variables)["params"]["gain"], np.ones(WIDTH))
 
 
-def test_swiglu():
+def test_swiglu_equals_numpy():
     x, cotangent = _normal(4, BATCH, LENGTH, WIDTH), _normal(5, BATCH, LENGTH, WIDTH)
     params = {"gate_up": _normal(6, WIDTH, 2, HIDDEN), "down": _normal(7, HIDDEN, WIDTH)}
     layer = FeedForward(WIDTH, HIDDEN, ExecutionConfig())
@@ -100,7 +100,7 @@ def test_experts_are_swiglus_on_their_own_rows():
 
 
 @pytest.mark.parametrize("is_tied", [False, True])
-def test_head(is_tied):
+def test_head_equals_numpy(is_tied):
     multipliers = ForwardMultipliers(logits=0.25)
     model = ModelConfig(
         vocab_size=9, embed_dim=WIDTH, has_tied_embeddings=is_tied, multipliers=multipliers

@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Where a model is computed changes nothing but the rounding.
+"""Losses and gradients do not depend on the mesh, beyond rounding.
 
 One model without a mesh, in a mesh of the user's whose axes are Auto and have names of their own,
 and on every Explicit mesh of the table with both rule sets; its MoE layer against the plainest one;
@@ -116,16 +116,16 @@ CASES += [
 
 
 @pytest.mark.parametrize(("model", "mesh", "rules"), CASES)
-def test_the_same_on_every_mesh(model, mesh, rules):
-    """Losses, statistics and gradients, and each gradient lies where its parameter lies."""
+def test_loss_and_gradients_equal_on_every_mesh(model, mesh, rules):
+    """Losses, statistics and gradients; each gradient has the sharding of its parameter."""
     result = on_mesh(model, mesh, rules)
     assert_close(result, on_one_device(model), "end_to_end")
     specs = parameter_table(model, rules=STATE_LAYOUTS[rules].parameters).tree(lambda row: row.spec)
     assert jax.tree.map(lambda gradient: gradient.sharding.spec, result[1]) == specs
 
 
-def test_the_same_in_a_mesh_of_the_user():
-    """Axes are Auto, and are called fsdp and tp; nothing of ours has ever heard of them."""
+def test_loss_and_gradients_equal_in_a_user_auto_mesh():
+    """A mesh with Auto axes fsdp and tp, which the library does not know."""
     mesh = jax.make_mesh((4, 2), ("fsdp", "tp"), axis_types=(AxisType.Auto,) * 2)
 
     def spread(leaf):
@@ -148,7 +148,7 @@ def test_the_same_in_a_mesh_of_the_user():
 
 
 @pytest.mark.parametrize("remat", ["full", "dots"])
-def test_the_same_when_recomputed(remat):
+def test_loss_and_gradients_equal_under_remat(remat):
     """Statistics too: they are returned, so that recomputing a layer does not count it twice."""
     tokens, targets = tokens_for(MODEL)
     batch = {"tokens": tokens, "targets": targets}
@@ -158,7 +158,7 @@ def test_the_same_when_recomputed(remat):
     assert counts.sum(-1).tolist() == [BATCH * LENGTH * MODEL.moe.top_k] * 2
 
 
-def test_padding_changes_nothing():
+def test_padding_changes_no_loss_or_gradient():
     """Three positions of padding behind every row, filled with tokens like any other."""
     tokens, targets = tokens_for(MODEL)
     other, _ = tokens_for(MODEL, seed=1)
@@ -210,7 +210,7 @@ def apply_layer(moe, params, x, token_mask, execution=ON_ONE):
 
 @pytest.mark.rows(3)
 @pytest.mark.parametrize("moe", LAYERS.values(), ids=LAYERS)
-def test_the_layer_equals_the_plainest_one(moe):
+def test_moe_layer_equals_dense_oracle(moe):
     params, x, token_mask = layer_values(moe)
     gate = "renormalized" if moe.router.softmax == "after" else moe.gate.name
     flat, mask = x.reshape(-1, x.shape[-1]), np.asarray(token_mask).ravel()
@@ -288,7 +288,7 @@ def test_capacity_drops_the_same_when_the_batch_is_split():
 
 
 @pytest.mark.parametrize("keep", ["gate", "position"])
-def test_capacity_of_everything_is_no_capacity(keep):
+def test_capacity_of_all_tokens_equals_dropless(keep):
     plain = layer_case()
     roomy = layer_case(capacity=CapacityConfig(factor=plain.num_experts / plain.top_k, keep=keep))
     params, x, token_mask = layer_values(plain)

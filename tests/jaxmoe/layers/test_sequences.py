@@ -41,7 +41,7 @@ MODEL = dataclasses.replace(TINY, vocab_size=16)
 
 
 def batch_of(step):
-    """Rows of two documents each, which can be learnt: every token says which comes next."""
+    """Rows of two documents each, in which every token decides the next."""
     rng = np.random.default_rng(step)
     start = rng.integers(16, size=(BATCH, 1))
     tokens = ((start + 3 * np.arange(LENGTH + 1)[None, :]) % 16).astype(np.int32)
@@ -134,7 +134,7 @@ def test_rows_are_laid_out_and_back(form):
     np.testing.assert_array_equal(back, jnp.repeat(x[..., :1], 3, axis=-1))
 
 
-def test_without_a_mesh_rows_stay():
+def test_rows_keep_their_order_without_a_mesh():
     execution = ExecutionConfig(mesh=MeshConfig(seq=4), sequence_parallel=RingConfig())
     assert current_order(MODEL.context, execution, LENGTH) is None
 
@@ -212,7 +212,7 @@ REFUSALS = {
 
 
 @pytest.mark.parametrize("name", REFUSALS)
-def test_refusals(name):
+def test_sequences_that_a_form_cannot_cut_are_refused(name):
     changes, form, text = REFUSALS[name]
     execution = ExecutionConfig(mesh=MeshConfig(seq=8), sequence_parallel=form)
     with pytest.raises(ValueError) as error:
@@ -220,7 +220,7 @@ def test_refusals(name):
     assert str(error.value) == text
 
 
-def test_no_form_is_refused_with_the_mesh():
+def test_seq_axis_without_a_form_is_refused():
     with pytest.raises(ValueError) as error:
         ExecutionConfig(mesh=MeshConfig(seq=2))
     assert str(error.value) == (
@@ -229,7 +229,7 @@ def test_no_form_is_refused_with_the_mesh():
     )
 
 
-def test_pieces_that_the_fold_does_not_make():
+def test_usp_without_matching_fold_is_refused():
     with pytest.raises(ValueError) as error:
         ExecutionConfig(mesh=MeshConfig(seq=4), sequence_parallel=UlyssesRingConfig())
     assert str(error.value) == (

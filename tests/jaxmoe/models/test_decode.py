@@ -168,7 +168,7 @@ def test_a_spread_cache_gives_the_same_tokens(name, params, prompt, greedy):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MESHES)
 def test_a_spread_cache_gives_the_same_logits(name, params, prompt):
-    """After the prompt, and after a token behind it that lies on another device."""
+    """After the prompt, and after a further token, which is on another device."""
 
     def both(execution):
         def run(params, prompt):

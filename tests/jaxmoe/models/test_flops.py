@@ -58,13 +58,13 @@ def test_flops_per_token(window, seen):
     assert flops_per_token(model, parameter_table(model), 12) == 6 * (products + scores)
 
 
-def test_a_dense_model():
+def test_flops_of_a_dense_model():
     model = dataclasses.replace(MODEL, moe=None, dense_layers=())
     products = 3 * (ATTENTION + DENSE) + HEAD
     assert matmul_parameters(model, parameter_table(model)) == products
 
 
-def test_xla_counts_what_we_count():
+def test_flops_equal_xla_cost_analysis():
     """A whole forward and backward pass; one layer, because XLA counts the body of a loop once."""
     model = ModelConfig(
         vocab_size=128,

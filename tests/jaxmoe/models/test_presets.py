@@ -54,7 +54,7 @@ def test_published_sizes(name):
     assert counts(name) == COUNTS[name]
 
 
-def test_what_their_names_say():
+def test_published_names_state_total_and_active_parameters():
     """7B with 1B active, 47B with 13B, 30B with 3B."""
     rounded = {name: tuple(round(n / 1e9, 1) for n in counts(name)) for name in COUNTS}
     assert rounded == {
@@ -64,8 +64,8 @@ def test_what_their_names_say():
     }
 
 
-def test_olmoe_weighs_its_balance_losses_as_its_training_code_does():
-    """Of a uniform router 0.01 for all 16 layers together, and 0.001 over top_k of the z-loss."""
+def test_olmoe_balance_losses_equal_its_training_code():
+    """A uniform router gives 0.01 over all 16 layers, and 0.001 / top_k of the z-loss."""
     layers, experts, tokens = 16, 64, 4
     even = RouterStatistics(
         num_tokens=jnp.full(layers, float(tokens)),
@@ -91,13 +91,13 @@ LADDER = {
 }
 
 
-def test_the_ladder_has_all_its_rungs():
+def test_ladder_has_a_preset_per_depth():
     assert tuple(LADDER) == LADDER_DEPTHS
     assert {f"d{depth}" for depth in LADDER_DEPTHS} == {n for n in PRESETS if n[0] == "d"}
 
 
 @pytest.mark.parametrize("depth", LADDER)
-def test_the_ladder(depth):
+def test_ladder_equals_the_tables_of_hyperp(depth):
     dense, total, tokens, steps, flops = LADDER[depth]
     model = ladder(depth)
     table = parameter_table(model)
@@ -114,7 +114,7 @@ def test_the_ladder(depth):
     assert f"{ladder_tokens(depth) * per_token:.3e}" == flops
 
 
-def test_flops_of_a_rung_by_this_library():
+def test_flops_of_ladder_depth_8():
     """Ours leave the embedding out, halve attention, and count the router and the gates."""
     model = ladder(8)
     width, length = 1024, 4096
@@ -124,6 +124,6 @@ def test_flops_of_a_rung_by_this_library():
 
 
 @pytest.mark.parametrize("depth", [0, 7])
-def test_depths_that_are_no_rung(depth):
+def test_odd_or_zero_ladder_depth_is_refused(depth):
     with pytest.raises(ValueError, match=f"^the ladder has even depths from 2 on, not {depth}: "):
         ladder(depth)

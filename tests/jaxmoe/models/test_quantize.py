@@ -13,7 +13,7 @@ import pytest
 
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.feed_forwards.moe.experts import apply_experts
-from jaxmoe.models import quantize as rooms
+from jaxmoe.models import quantize as quantize_module
 from jaxmoe.models.quantize import abstract_params, quantize_parameter, stored_bytes
 from jaxmoe.models.transformer import Transformer
 from jaxmoe.precision import PrecisionPolicy
@@ -44,8 +44,8 @@ def turned_back(params):
 @pytest.fixture
 def small_blocks(monkeypatch):
     """Several blocks in every matrix of the small models."""
-    monkeypatch.setattr(rooms, "LARGEST_BLOCK", 5)
-    monkeypatch.setattr(rooms, "SMALLEST_BLOCK", 1)
+    monkeypatch.setattr(quantize_module, "LARGEST_BLOCK", 5)
+    monkeypatch.setattr(quantize_module, "SMALLEST_BLOCK", 1)
 
 
 @functools.cache
@@ -107,12 +107,12 @@ def test_matrices_are_rounded_and_nothing_else(small_blocks):
         quantize_params(table, values(FULL), "floating")
 
 
-def test_blocks_divide_and_are_no_crumbs():
-    """128 inputs share a scale, or the next divisor; all of them where that would be a few."""
+def test_block_sizes_divide_the_dimension():
+    """128 inputs share a scale, or the next divisor; all of them where the divisor is too small."""
     row = next(row for row in parameter_table(WIDE) if row.path.endswith("experts/down"))
     for size, blocks in {64: 1, 128: 1, 192: 2, 256: 2, 384: 3, 131: 1}.items():
         value = jax.eval_shape(
-            functools.partial(rooms.quantize_parameter, row, form="w4a8"),
+            functools.partial(quantize_module.quantize_parameter, row, form="w4a8"),
             jax.ShapeDtypeStruct((2, 3, size, 8), jnp.float32),
         )
         assert value.scales.shape == (2, 3, blocks, 8), size
@@ -159,7 +159,7 @@ def test_products_equal_those_of_what_is_stored(subscripts, x_shape, shape, axis
 def test_experts_round_rows_before_each_product():
     rng, sizes = np.random.default_rng(0), np.asarray([3, 0, 4], np.int32)
     rows = rng.standard_normal((9, 6)).astype(np.float32)
-    rows[7:] = np.nan  # nobody's
+    rows[7:] = np.nan  # past the groups
     shapes = {"gate_up": (3, 6, 2, 4), "down": (3, 4, 6)}
     weights = {name: rng.standard_normal(s).astype(np.float32) for name, s in shapes.items()}
 
@@ -193,8 +193,8 @@ def test_other_products_are_refused():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["w4a16", "w8a16"])
-def test_floating_activations_meet_what_is_stored(small_blocks, form):
-    """Every kind of layer, scanned: the logits are those of the weights turned back."""
+def test_weight_only_formats_equal_dequantised_weights(small_blocks, form):
+    """Every kind of layer, scanned: the logits equal those of the dequantised weights."""
     params, (tokens, _) = (
         quantize_params(parameter_table(FULL), values(FULL), form),
         tokens_for(FULL),
@@ -213,8 +213,8 @@ WORST = {"w8a8": 0.1, "w4a8": 0.1, "w8a16": 0.1, "fp8": 0.3}
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", WORST)
-def test_few_bits_are_near_floating_ones(form):
-    """The activations' of w4a8, beside the same weights in w4a16; of the others both factors'."""
+def test_quantised_logits_are_near_floating_ones(form):
+    """Error of activations alone for w4a8 (against w4a16 weights), of both factors otherwise."""
     params = init_params(ALL_EXPERTS, jax.random.key(0))  # `values` is chaotic: errors double
     table = parameter_table(ALL_EXPERTS)
     rounded = jax.jit(lambda params: quantize_params(table, params, form))(params)
@@ -255,7 +255,7 @@ def test_every_mesh_gives_the_same_logits(small_blocks, name, form):
 
 
 def test_a_mesh_that_cuts_what_shares_a_scale_is_refused(small_blocks, monkeypatch):
-    monkeypatch.setattr(rooms, "LARGEST_BLOCK", 4)
+    monkeypatch.setattr(quantize_module, "LARGEST_BLOCK", 4)
     execution = EXECUTIONS["tensor4"]
     with pytest.raises(ValueError) as error:
         abstract_params(

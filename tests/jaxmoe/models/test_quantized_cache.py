@@ -99,8 +99,8 @@ def test_each_token_and_head_has_its_scale():
     assert as_cached(x, "compute") is x
 
 
-def test_decoding_sees_what_one_pass_over_rounded_keys_and_values_sees(params, tokens):
-    """The promise that evaluate rests on."""
+def test_decoding_equals_one_pass_over_rounded_keys_and_values(params, tokens):
+    """`evaluate` relies on it."""
     through_cache, cache = step_by_step(INT4, params, tokens)
     for part in cache.values():
         assert isinstance(part.k, QuantizedArray) and part.k.values.dtype == jnp.int4
@@ -108,7 +108,7 @@ def test_decoding_sees_what_one_pass_over_rounded_keys_and_values_sees(params, t
 
 
 @pytest.mark.slow
-def test_rounding_is_felt_and_is_small(params, tokens):
+def test_rounding_error_is_nonzero_and_small(params, tokens):
     full = whole(ExecutionConfig(), params, tokens)
 
     def error(execution):

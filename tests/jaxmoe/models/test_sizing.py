@@ -29,7 +29,7 @@ def refusal(text):
 @pytest.mark.parametrize("granularity", [3, 8])
 @pytest.mark.parametrize("sparsity", [1, 8])
 def test_active_and_total_parameters(granularity, sparsity, has_shared_expert):
-    """Of SwiGLUs: active as in the dense model, in all `sparsity` times as many."""
+    """Active SwiGLU parameters equal the dense model's; the total is `sparsity` times that."""
     sizes = moe_sizes(
         96, granularity=granularity, sparsity=sparsity, has_shared_expert=has_shared_expert
     )
@@ -53,14 +53,14 @@ def test_a_granularity_of_2_leaves_the_router_without_a_gradient():
         MoEConfig(**sizes, **METHODS["hyperp"].parts())
 
 
-def test_the_base_is_the_rung_of_depth_8():
+def test_base_equals_ladder_depth_8():
     assert dense_parameters(ladder(8)) == BASE_PARAMETERS
     assert training_tokens(ladder(8)) == BASE_TOKENS == HYPERP_BASE.tokens
     assert BASE_TOKENS / BASE_PARAMETERS == pytest.approx(50, rel=1e-3)
     assert (HYPERP_BASE.num_layers, HYPERP_BASE.embed_dim) == (8, ladder(8).embed_dim)
 
 
-def test_sizes_that_do_not_divide():
+def test_sizes_that_do_not_divide_are_refused():
     with refusal(
         "granularity=7 must divide model.dense_dim=96, for an expert has dense_dim / granularity"
         " hidden units: choose granularity=6, or a dense_dim that is a multiple of 7"
@@ -68,7 +68,7 @@ def test_sizes_that_do_not_divide():
         moe_sizes(96, granularity=7, sparsity=2)
 
 
-def test_nothing_left_to_choose():
+def test_granularity_1_with_shared_expert_is_refused():
     with refusal(
         "granularity=1 with a shared expert leaves none to be routed: choose granularity of 3 or"
         " more, or has_shared_expert=False"

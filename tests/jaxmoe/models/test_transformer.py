@@ -196,7 +196,7 @@ def plain():
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_equals_the_oracle(name, plain):
+def test_transformer_equals_numpy_oracle(name, plain):
     model, params = MODELS[name], _params(MODELS[name])
     function = plain if name == "plain" else _compiled(model)
     (_, output), grads = function(params, TOKENS, POSITIONS, SEGMENT_IDS)
@@ -305,7 +305,7 @@ def test_remat_changes_nothing(remat, plain):
     (wanted, wanted_output), wanted_grads = plain(*arguments)
     assert_close(number, wanted, kind="end_to_end")
     assert_close(grads, wanted_grads, kind="end_to_end")
-    # Returned, not sown: running a block twice counts nobody twice.
+    # Returned, not sown: running a block twice counts no token twice.
     np.testing.assert_array_equal(output.statistics.counts, wanted_output.statistics.counts)
 
 
@@ -331,7 +331,7 @@ class Biased(TokenChoice):
 
 
 def test_every_layer_gets_its_own_router_state_and_key():
-    """Each MoE layer's state sends all tokens to one expert; a dense layer lies between them."""
+    """Each MoE layer's state sends all tokens to one expert; a dense layer is between them."""
     moe = dataclasses.replace(RICH.moe, router=BiasedConfig(), top_k=1)
     model = dataclasses.replace(RICH, moe=moe)
     state = initial_router_state(model)
@@ -353,7 +353,7 @@ def test_every_layer_gets_its_own_router_state_and_key():
     assert len({tuple(choice) for choice in by_noise.argmax(-1)}) > 1
 
 
-def test_a_model_without_experts():
+def test_dense_model_has_no_statistics_or_losses():
     model = dataclasses.replace(PLAIN, moe=None, dense_dim=16)
 
     def shapes(params):

@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Long proofs: the collectives of a compiled training step are those of the formulas.
+"""The collectives of a compiled training step are those of the formulas.
 
 Everything is f32 and compiled for eight CPU devices, where a reduce-scatter of the partitioner
 (zero1, zero2, and the last step across replicas) is an all-reduce followed by a slice.
@@ -56,7 +56,7 @@ IN_LAYERS = size(row for row in TABLE if row.declaration.matrix and "blocks" in 
 
 @functools.cache
 def step_collectives(execution):
-    """Of a training step with AdamW."""
+    """Compiled text of a training step with AdamW."""
     mesh, optimizer = mesh_of(execution), adamw(1e-3)
     state = init_state(DENSE, optimizer, jax.random.key(0), execution=execution, mesh=mesh)
     tokens = np.zeros((BATCH, LENGTH), np.int32)
@@ -171,7 +171,7 @@ def test_no_collective_is_as_large_as_the_logits():
 
 def test_tensor_parallelism_gathers_and_scatters_once_a_sublayer():
     """Per layer, of the stream: 2 all-gathers and 2 reduce-scatters forward; backward as many, and
-    what rematerialisation repeats, 2 and 1 (nobody needs the last sum again)."""
+    what rematerialisation repeats, 2 and 1 (the last sum is not needed again)."""
     execution = ExecutionConfig(
         mesh=MeshConfig(data=2, tensor=4), rules="data_parallel", remat="full"
     )
@@ -243,8 +243,8 @@ def test_folded_experts_take_the_positions_that_tensor_parallelism_leaves():
 
 
 @pytest.mark.parametrize("rules", ["fully_sharded", "hierarchical"])
-def test_the_partitioner_has_nothing_to_complain_of(rules, capfd):
-    """XLA says on standard error when it must copy a whole array to change its layout."""
+def test_partitioner_logs_no_involuntary_copy(rules, capfd):
+    """XLA warns on standard error when it copies a whole array to change its layout."""
     mesh = MeshConfig(replica=2, data=2, tensor=2)
     step_collectives(ExecutionConfig(mesh=mesh, rules=rules, remat="full"))
     assert "full rematerialization" not in capfd.readouterr().err.lower()

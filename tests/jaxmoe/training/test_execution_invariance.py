@@ -81,13 +81,13 @@ def on_one_device():
 
 
 def rows_of(table, in_short):
-    """Names for `pytest.mark.parametrize`; those that are not `in_short` are long proofs."""
+    """Names for `pytest.mark.parametrize`; those not `in_short` are slow."""
     slow = pytest.mark.slow
     return [pytest.param(name, marks=() if name in in_short else slow) for name in table]
 
 
 @pytest.mark.parametrize("name", rows_of(EXECUTIONS, IN_SHORT))
-def test_the_same_on_every_mesh(name):
+def test_loss_and_gradients_equal_on_every_execution(name):
     execution = EXECUTIONS[name]
     mesh, table = mesh_of(execution), parameter_table(WIDE, rules=execution.axis_rules)
     table.check_divides(execution.axis_rules, dict(mesh.shape))
@@ -139,7 +139,7 @@ def steps_on_one_device():
 
 @pytest.mark.parametrize("name", rows_of(STATES, ()))
 def test_steps_are_the_same_with_every_layout_of_the_state(name):
-    """However parameters, gradients and moments are cut; and each lies where its layout says."""
+    """With every layout of parameters, gradients and moments; each has its layout's sharding."""
     execution = STATES[name]
     state, losses = two_steps(execution, mesh_of(execution))
     wanted, wanted_losses = steps_on_one_device()

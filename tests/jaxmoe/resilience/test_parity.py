@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Parity: any one process's words come back bit for bit, on devices and in numpy; two do not."""
+"""Parity rebuilds the words of any one process bit for bit, on devices and in numpy; not of two."""
 
 import jax
 import numpy as np
@@ -18,7 +18,7 @@ from jaxmoe.resilience.parity import (
 )
 
 PIECE = 20
-"""Words at once: few, so that several pieces and one that is not full are common."""
+"""Words per piece: few, so that several pieces and a partial one are common."""
 
 
 def _words(processes, num_words, seed):
@@ -35,7 +35,7 @@ def _words(processes, num_words, seed):
     seed=st.integers(0, 99),
     data=st.data(),
 )
-def test_any_one_comes_back(processes, num_words, seed, data):
+def test_any_one_process_is_rebuilt(processes, num_words, seed, data):
     lost = data.draw(st.integers(0, processes - 1))
     words = _words(processes, num_words, seed)
     peers = Peers(jax.devices()[:processes], piece=PIECE)
@@ -58,14 +58,14 @@ def test_any_one_comes_back(processes, num_words, seed, data):
     np.testing.assert_array_equal(found[1], parity[lost])
 
 
-def test_two_mirror_one_another():
+def test_two_processes_hold_copies():
     words = _words(2, 9, 0)
     parity = Peers(jax.devices()[:2]).encode(words)
     np.testing.assert_array_equal(parity[0], words[1])
     np.testing.assert_array_equal(parity[1], words[0])
 
 
-def test_a_changed_bit_is_not_hidden():
+def test_changed_bit_shows_in_the_rebuilt_words():
     words = _words(4, 12, 0)
     parity = encode_reference(words, 4)
     words[3][1] ^= 1  # in its block 0, of which process 1 needs the sum
@@ -88,7 +88,7 @@ def test_a_changed_bit_is_not_hidden():
         ((False,), r"1 of 1 processes \(0\) have lost .* none where there is no other process"),
     ],
 )
-def test_more_do_not(has, message):
+def test_two_lost_processes_are_refused(has, message):
     with pytest.raises(TooManyLostError, match=message):
         only_lost(has)
     words = {process: own for process, own in _words(len(has), 3, 0).items() if has[process]}
@@ -96,6 +96,6 @@ def test_more_do_not(has, message):
         rebuild_reference(words, words, len(has))
 
 
-def test_whoever_is_alone_has_no_parity():
+def test_one_process_has_no_parity():
     assert only_lost([True]) is None
     assert Peers(jax.devices()[:1]).encode({0: np.arange(3, dtype=np.uint32)})[0].size == 0
