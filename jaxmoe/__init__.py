@@ -1,11 +1,11 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""jaxmoe: training Mixture-of-Experts language models in JAX.
+"""A JAX library for Mixture-of-Experts language models.
 
     params = init_params(ModelConfig(), jax.random.key(0))
     output = Transformer(ModelConfig()).apply({"params": params}, tokens)
 
-Importing initialises no backend and sets no flag.
+Importing it initialises no backend and sets no flag.
 """
 
 from jaxmoe.checkpoint import load_checkpoint as load_checkpoint

@@ -1,3 +1,3 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Layers: thin Linen modules round functions of arrays."""
+"""Layers of a model: mixers, feed-forwards, and the block that joins them; see README.md."""

@@ -1,3 +1,3 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""The model: its configuration, its modules put together, its parameters."""
+"""Whole models: configuration, forward pass, decoding, sizes; see README.md."""

@@ -71,6 +71,11 @@ def _in_proportion(field: str, old: int, factor: float, value: float, axis: str)
 
 def _width(setting: Setting, value: float) -> Setting:
     model, attention = setting.model, setting.model.attention
+    if model.layers:
+        raise ValueError(
+            "axis width scales model.attention and model.moe, and model.layers names others: leave"
+            " model.layers out, or choose another axis"
+        )
     if value % attention.head_dim:
         raise ValueError(
             f"points: width {value:g} must be a multiple of"

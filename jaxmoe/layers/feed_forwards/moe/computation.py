@@ -30,7 +30,7 @@ from jaxmoe.layers.feed_forwards.moe.zero_computation import apply_zero_computat
 from jaxmoe.routing import Extent, Router
 from jaxmoe.routing.balancers import WeightsBalancer, of_weights
 from pallas_kernels.jax_versions import agreed
-from sharding.assignments import own_assignments, own_positions
+from sharding.assignments import Assignments, own_assignments, own_positions
 from sharding.expert_parallel import expert_parallel
 
 
@@ -127,10 +127,9 @@ class Computation:
             assignments = own_assignments(assignments, batch, layout.own_axes)
 
         # Dispatch, compute and combine.
-        dispatch, experts = self._dispatcher(), self._experts()
         computed = with_computation(assignments, moe.num_experts)
         rows = tokens if output.slots is None else read_slots(tokens, output.slots)
-        y, dropped = dispatch(rows, computed, experts, given.weights)
+        y, dropped = self._dispatcher()(rows, computed, self._experts(), given.weights)
         if output.slots is not None:
             y = write_slots(y, output.slots)
         if moe.zero_computation is not None:
@@ -145,25 +144,13 @@ class Computation:
         statistics = dataclasses.replace(statistics, kept=kept)
         if names := batch_axes + sequence_axes:
             statistics = jax.tree.map(lambda leaf: jax.lax.psum(leaf, names), statistics)
-        observed = {}
-        if self.observed_names:
-            observed = observe_experts(
-                self.observed_names,
-                tokens,
-                logits,
-                computed,
-                moe.num_experts,
-                dispatch,
-                experts,
-                given.weights,
-            )
         carry = output.carry if moe.router.traits.carries_logits else None
         return Computed(
             y=y.reshape(batch, -1, width),
             statistics=statistics,
             logits={} if carry is None else carry.reshape(batch, length, -1),
             losses=self._losses(given, key),
-            observed={name: value.reshape(batch, -1) for name, value in observed.items()},
+            observed=self._observe(tokens, logits, computed, given.weights, batch),
         )
 
     @property
@@ -192,6 +179,24 @@ class Computation:
             halo=self.execution.halo,
             expert_tensor=self.layout.experts.expert_tensor,
         )
+
+    def _observe(
+        self, tokens: Array, logits: Array, computed: Assignments, weights: Any, batch: int
+    ) -> dict[str, Array]:
+        """Return the detailed telemetry of every token [B s]."""
+        if not self.observed_names:
+            return {}
+        observed = observe_experts(
+            self.observed_names,
+            tokens,
+            logits,
+            computed,
+            self.moe.num_experts,
+            self._dispatcher(),
+            self._experts(),
+            weights,
+        )
+        return {name: value.reshape(batch, -1) for name, value in observed.items()}
 
     def _losses(self, given: LocalInputs, key: Array | None) -> dict[str, Array]:
         """Return the losses of weights, which are equal on all devices once gathered."""
