@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""`experiments.checkpoint convert`: a run in few bits that evaluate and generate open like any."""
+"""`experiments.checkpoint convert` to few bits, and evaluate and generate on the result."""
 
 import contextlib
 import dataclasses
@@ -46,7 +46,7 @@ def small_run():
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A finished run that nobody trained: it has its first state."""
+    """A finished run with its initial state."""
     directory = RunDirectory(tmp_path_factory.mktemp("runs") / "small")
     config = small_run()
     directory.acquire()
@@ -69,7 +69,7 @@ def convert(run, form, *more):
 
 @pytest.fixture(scope="module")
 def converted(run):
-    """The run in few bits, and what was said of it."""
+    """The converted run, and the printed text."""
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
         assert convert(run, "w4a16") == ExitCode.DONE
@@ -178,7 +178,7 @@ def test_quantised_run_is_not_trained(converted, tmp_path, capsys):
 @pytest.mark.trains
 @pytest.mark.slow
 def test_four_bits_lose_little_accuracy(tmp_path, capsys):
-    """`tiny`, trained in brief: weights and cache in 4 bits lose at most 0.05 bits per byte."""
+    """`tiny` after a short training: 4 bits of weights and cache cost at most 0.05 bits per byte."""
     run = tmp_path / "tiny"
     brief = ("--training.steps", "100", "--evaluation.every", "0", "--tracking.sample_length", "0")
     assert pretrain.main(["tiny", "--run.directory", str(run), *brief]) == ExitCode.DONE

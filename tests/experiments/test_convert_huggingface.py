@@ -40,7 +40,7 @@ TEXTS = (
 
 
 def model_of(vocab_size: int = 256, **more) -> ModelConfig:
-    """As Qwen3-MoE computes, two layers of odd widths."""
+    """A model of the family Qwen3-MoE: two layers of odd widths."""
     moe = MoEConfig(num_experts=3, top_k=2, expert_dim=10, **more)
     attention = AttentionConfig(num_heads=3, num_kv_heads=1, head_dim=6, qk_norm="head")
     return ModelConfig(
@@ -48,8 +48,21 @@ def model_of(vocab_size: int = 256, **more) -> ModelConfig:
     )
 
 
+def trained_vocabulary(folder) -> FilesConfig:
+    """Texts in a folder, and a vocabulary of 300 ids that is trained on them."""
+    (folder / "text").mkdir()
+    for number in range(40):
+        words = " ".join(f"word{i % 7} and {i * number % 13}" for i in range(60))
+        (folder / "text" / f"{number:02}.txt").write_text(words)
+    return FilesConfig(
+        path=(str(folder / "text"),),
+        tokenizer=TrainedConfig(vocab_size=300),
+        cache=str(folder / "cache"),
+    )
+
+
 def new_run(path, data, model) -> str:
-    """A run that nobody trained, without an optimiser's state."""
+    """A run with initial parameters and without optimiser state."""
     config = dataclasses.replace(
         PretrainConfig(),
         model=model,
@@ -77,7 +90,7 @@ def new_run(path, data, model) -> str:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """Of bytes."""
+    """A run on bytes."""
     return new_run(tmp_path_factory.mktemp("runs") / "bytes", CorpusConfig(), model_of())
 
 
@@ -114,7 +127,7 @@ def assert_same(actual, desired):
 
 
 def test_run_to_huggingface_and_back_is_bitwise(run, exported, imported):
-    """Bit for bit, with the family and the tokenizer it can only have."""
+    """Bitwise, with its family and tokenizer."""
     fields = read_json(exported, "config.json")
     assert fields["model_type"] == "qwen3_moe" and fields["eos_token_id"] == 0
     assert fields["max_position_embeddings"] == 16
@@ -158,7 +171,7 @@ def test_an_imported_run_is_converted_but_not_trained(run, exported, imported, c
 
 
 def test_byte_tokenizer_ids_are_byte_values(exported):
-    """Whatever the text, special spellings and byte 0 included."""
+    """For any text, including special spellings and byte 0."""
     tokenizers = pytest.importorskip("tokenizers", reason="not installed: extra train")
     read = tokenizers.Tokenizer.from_file(f"{exported}/tokenizer.json")
     for text in TEXTS:
@@ -169,16 +182,8 @@ def test_byte_tokenizer_ids_are_byte_values(exported):
 
 
 def test_trained_vocabulary_is_exported_and_imported(tmp_path):
-    """Trained here, read there, and carried on by the imported run when the files are gone."""
-    (tmp_path / "text").mkdir()
-    for number in range(40):
-        words = " ".join(f"word{i % 7} and {i * number % 13}" for i in range(60))
-        (tmp_path / "text" / f"{number:02}.txt").write_text(words)
-    data = FilesConfig(
-        path=(str(tmp_path / "text"),),
-        tokenizer=TrainedConfig(vocab_size=300),
-        cache=str(tmp_path / "cache"),
-    )
+    """Trained here, read by transformers, and copied by the imported run."""
+    data = trained_vocabulary(tmp_path)
     run = new_run(tmp_path / "run", data, model_of(300))
     convert("--run.directory", run, "--to_huggingface", "auto", "--to", str(tmp_path / "hf"))
     source = load_run(run, None)[0].source
@@ -197,7 +202,7 @@ def test_trained_vocabulary_is_exported_and_imported(tmp_path):
 
 
 def test_model_of_no_family_is_exported_with_modelling_file(tmp_path, capsys):
-    """SqrtGate, and ids that are no text; it comes back only with data that is said."""
+    """SqrtGate, and ids that are not text; the import needs explicit data."""
     model = model_of(16, gate=SqrtGateConfig())
     run = new_run(tmp_path / "run", markov().data, model)
     convert("--run.directory", run, "--to_huggingface", "auto")
@@ -222,7 +227,7 @@ def test_model_of_no_family_is_exported_with_modelling_file(tmp_path, capsys):
 
 
 def test_bad_convert_requests_are_refused(run, exported, tmp_path, capsys, monkeypatch):
-    """Early, and nothing is left behind."""
+    """Errors are early and leave no files."""
 
     def words(*arguments):
         return refused(capsys, checkpoint.main, "convert", *arguments)
@@ -254,7 +259,7 @@ def test_bad_convert_requests_are_refused(run, exported, tmp_path, capsys, monke
 
 @pytest.mark.slow
 def test_transformers_reads_model_and_tokenizer(run, exported, tmp_path):
-    """The auto classes, from the directory alone: the same logits, the same ids."""
+    """The auto classes of transformers give the same logits and ids."""
     torch = pytest.importorskip("torch", reason="PyTorch is not installed: extra hf")
     transformers = pytest.importorskip("transformers", reason="not installed: extra hf")
     tokenizer = transformers.AutoTokenizer.from_pretrained(exported)

@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""What a conversion keeps in memory: two of the largest layers and a constant, both ways.
+"""Memory of a conversion in both directions: two of the largest layers and a constant.
 
     peak of the process - what it had after its imports <= 2 x largest layer + constant
 
@@ -48,7 +48,7 @@ VOCABULARY = {"small": 2048, "billion": 50304}
 
 
 def fields_of(name):
-    """As OLMoE."""
+    """A model of the family OLMoE."""
     heads = SIZES[name]["hidden_size"] // 64
     return {
         **SIZES[name],
@@ -111,7 +111,7 @@ def write_random(directory: pathlib.Path, name: str) -> int:
 
 
 def convert(*arguments: str) -> int:
-    """In a process of its own; returns the bytes that it took beyond its imports."""
+    """Run in a separate process; return its peak memory beyond the imports, bytes."""
     done = subprocess.run(
         [sys.executable, "-c", CHILD, "convert", *arguments],
         cwd=ROOT,
@@ -133,7 +133,7 @@ def convert(*arguments: str) -> int:
 )
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
 def test_convert_needs_memory_of_two_layers(name, constant, tmp_path):
-    """Import, then export: bit for bit the tensors that there were."""
+    """Import, then export: the tensors are bitwise equal."""
     layer = write_random(tmp_path / "hf", name)
     bound = 2 * layer + constant
     run = ("--run.directory", str(tmp_path / "run"))

@@ -11,11 +11,15 @@ from experiments.checkpoint import __main__ as checkpoint
 from experiments.cli.flags import ExitCode
 from experiments.evaluate_tasks import __main__ as evaluate_tasks
 from experiments.evaluate_tasks.harness import harness_model, text_tokens
-from jaxmoe.data import CorpusConfig, FilesConfig
-from jaxmoe.data.tokenizer import TrainedConfig
+from jaxmoe.data import CorpusConfig
 from jaxmoe.run.load import load_run
 from jaxmoe.training.score import Scorer
-from tests.experiments.test_convert_huggingface import model_of, new_run, refused
+from tests.experiments.test_convert_huggingface import (
+    model_of,
+    new_run,
+    refused,
+    trained_vocabulary,
+)
 
 TASKS = {
     "choices": """
@@ -42,7 +46,7 @@ metric_list: [{metric: exact_match}]
 
 
 def documents():
-    """Of odd lengths, some longer than the model reads."""
+    """Texts of odd lengths, some longer than the model reads."""
     for number in range(7):
         yield {
             "question": "word3 and 5 " * (number * number) + f"word{number % 7}",
@@ -97,15 +101,7 @@ def test_evaluate_tasks_equals_transformers_harness(tasks, tmp_path, caplog, cap
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 
-    (tmp_path / "text").mkdir()
-    for number in range(40):
-        words = " ".join(f"word{i % 7} and {i * number % 13}" for i in range(60))
-        (tmp_path / "text" / f"{number:02}.txt").write_text(words)
-    data = FilesConfig(
-        path=(str(tmp_path / "text"),),
-        tokenizer=TrainedConfig(vocab_size=300),
-        cache=str(tmp_path / "cache"),
-    )
+    data = trained_vocabulary(tmp_path)
     run = new_run(tmp_path / "run", data, model_of(300))
     place = str(tmp_path / "hf")
     given = ("--to_huggingface", "auto", "--exported.max_length", "48", "--to", place)

@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""A user's own files on the command line: trained on, resumed, evaluated, inspected, refused."""
+"""Files on the command line: train, resume, evaluate, inspect, and errors."""
 
 import json
 

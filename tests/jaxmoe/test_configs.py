@@ -163,7 +163,7 @@ def test_invalid_field_values_are_refused():
 
 
 def test_missing_tag_is_inferred_from_the_fields():
-    """Configs from before there was a choice; not where two members have the same fields."""
+    """Configs saved before the field was a union; an error if two members have the same fields."""
     saved = to_json(ModelConfig())
     assert saved["attention"].pop("kind") == "grouped_query"
     assert from_json(ModelConfig, saved) == ModelConfig()

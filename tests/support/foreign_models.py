@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Three small models that know nothing of meshes, with the trees that Llama, T5 and GPT-J have.
+"""Three small models without meshes, with the parameter trees of Llama, T5 and GPT-J.
 
 Two layers each, in plain jnp, parameters named as their Flax versions name them. No caches, no
 dropout; T5 has one relative bias for all layers of a stack, GPT-J adds both blocks to one input.
@@ -66,7 +66,7 @@ def _turn(x: Array) -> Array:
 
 
 def llama_params(key: Array) -> dict[str, Any]:
-    """As FlaxLlamaForCausalLM names them."""
+    """Parameters with the names of FlaxLlamaForCausalLM."""
     keys = iter(jax.random.split(key, 64))
 
     def layer() -> dict[str, Any]:
@@ -107,7 +107,7 @@ def llama(params: dict[str, Any], tokens: Array) -> Array:
 
 
 def t5_params(key: Array) -> dict[str, Any]:
-    """As FlaxT5ForConditionalGeneration (version 1.1) names them."""
+    """Parameters with the names of FlaxT5ForConditionalGeneration (version 1.1)."""
     keys = iter(jax.random.split(key, 128))
 
     def attention(has_bias: bool = False) -> dict[str, Any]:
@@ -169,7 +169,7 @@ def t5(params: dict[str, Any], tokens: Array) -> Array:
 
 
 def gptj_params(key: Array) -> dict[str, Any]:
-    """As FlaxGPTJForCausalLM names them."""
+    """Parameters with the names of FlaxGPTJForCausalLM."""
     keys = iter(jax.random.split(key, 64))
 
     def layer() -> dict[str, Any]:

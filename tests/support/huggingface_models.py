@@ -103,15 +103,15 @@ BALANCED = tuple(name for name, config in CONFIGS.items() if "router_aux_loss_co
 
 
 class Golden(NamedTuple):
-    """What `transformers` computed, and from what."""
+    """Inputs and outputs of a model of `transformers`."""
 
     config: dict[str, Any]
     state: dict[str, np.ndarray]
-    """As on disk: a tensor for every expert."""
+    """Tensors as on disk: one per expert."""
     tokens: np.ndarray
     logits: np.ndarray
     balance: float
-    """Its load-balancing loss, without coefficient; NaN where the family has none."""
+    """Load-balancing loss without coefficient; NaN if the family has none."""
 
 
 def tokens_of(config: dict[str, Any]) -> np.ndarray:
@@ -121,7 +121,7 @@ def tokens_of(config: dict[str, Any]) -> np.ndarray:
 
 
 def outputs_of(model: Any, tokens: np.ndarray) -> tuple[np.ndarray, float]:
-    """Its logits, and its load-balancing loss (NaN where the family has none)."""
+    """Return logits and load-balancing loss (NaN if the family has none)."""
     import torch
 
     asked = {"output_router_logits": True} if model.config.model_type in BALANCED else {}
@@ -143,7 +143,7 @@ def read(name: str) -> Golden:
 
 
 def write(name: str, golden: Golden) -> None:
-    """Writes them."""
+    """Write the golden arrays."""
     GOLDEN.mkdir(parents=True, exist_ok=True)
     state = {f"state/{key}": value.astype(np.float16) for key, value in golden.state.items()}
     about = {"tokens": golden.tokens, "logits": golden.logits, "balance": golden.balance}
@@ -175,7 +175,7 @@ def stacked(state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def build(config: dict[str, Any]) -> Any:
-    """The model of `transformers`, with random weights; the same ones every time."""
+    """Return the model of `transformers` with deterministic random weights."""
     import torch
     import transformers
 

@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Processes that do nothing but save, one checkpoint after the other, to be killed at any moment.
+"""Processes that save one checkpoint after another, to be killed at any time.
 
     python -m tests.support.killed_saver      a request per line: {"run", "port", "processes"}
 
@@ -35,7 +35,7 @@ _BASE = np.random.default_rng(0).standard_normal(SIZE, np.float32)
 
 
 def values(step: int) -> np.ndarray:
-    """What is saved at a step, whoever saves it."""
+    """Return the state of a step, the same in every process."""
     return np.roll(_BASE, step)
 
 
@@ -54,7 +54,7 @@ def start_server() -> subprocess.Popen[str]:
 
 
 def _end_with_parent() -> None:
-    """Nobody saves for ever because a test was interrupted."""
+    """End the process if the test was interrupted."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 

@@ -84,7 +84,7 @@ class Training:
         )
 
     def run(self, state: Any, steps: int) -> tuple[Any, list[float]]:
-        """The state and the losses after so many more steps; the state given is donated."""
+        """Return the state and the losses after more steps; the given state is donated."""
         losses = []
         with jax.set_mesh(self.mesh):
             rows = global_batch(_rows(int(state.step)), self.mesh)
@@ -99,11 +99,11 @@ class Training:
         return state, losses
 
     def restore(self, directory: Any) -> Any:
-        """The state of a checkpoint where this mesh wants it, verified."""
+        """Return the verified state of a checkpoint on this mesh."""
         return load_checkpoint(directory, target=self.target)
 
     def continue_twice(self, directory: Any) -> dict[str, Any]:
-        """Losses of the steps after a checkpoint, and the final state's fingerprints; again."""
+        """Return the losses after a checkpoint, and the fingerprints of the final state."""
         ends = []
         for _ in range(2):
             state, losses = self.run(self.restore(directory), STEPS)
@@ -126,7 +126,7 @@ def _rows(step: int) -> Batch:
 
 
 def main(directory: pathlib.Path) -> None:
-    """The share of the mesh of two processes."""
+    """Run one of two processes of the mesh."""
     start_processes()
     training = Training(TOGETHER)
     found, state = {}, None

@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints: bitwise round trips over meshes, refusals in words, full disks, processes killed."""
+"""Checkpoints: bitwise round trips over meshes, errors, full disks, killed processes."""
 
 import contextlib
 import dataclasses
@@ -73,7 +73,7 @@ def _place(state: TrainState, mesh_name: str) -> TrainState:
 
 
 def _assert_same(left, right):
-    """Structure, dtypes and every bit; random keys by their words."""
+    """Compare structure, dtypes and every bit; random keys by their data."""
 
     def compare(one, other):
         assert one.dtype == other.dtype
@@ -99,7 +99,7 @@ def _message(function, *arguments, **options) -> str:
 
 
 def test_state_restores_bitwise_across_meshes(tmp_path):
-    """8x1 -> 4x2 -> no mesh: the same bits, where each target wants them."""
+    """8x1 -> 4x2 -> no mesh: the same bits, in the sharding of each target."""
     state = _host_state(7)
     save_checkpoint(tmp_path / "a", _place(state, "data8"), step=7, config=TINY)
 
@@ -122,7 +122,7 @@ def test_state_restores_bitwise_across_meshes(tmp_path):
 
 
 def test_restore_without_target(tmp_path):
-    """Nested dicts; what held no array is left out."""
+    """Nested dicts; empty branches are left out."""
     state = _host_state(3)
     save_checkpoint(tmp_path, state, step=1, config={})
     restored = load_checkpoint(tmp_path)
@@ -276,7 +276,7 @@ def test_newer_schema_is_refused(tmp_path):
 
 @pytest.fixture
 def manager(tmp_path, caplog):
-    """With steps 0 and 1 saved, and no room for a third to be kept."""
+    """Manager with steps 0 and 1, which keeps two steps."""
     caplog.set_level(logging.WARNING)
     manager = CheckpointManager(tmp_path, keep=2)
     for step in (0, 1):
@@ -324,7 +324,7 @@ def test_too_little_space_is_detected_before_writing(
 
 @contextlib.contextmanager
 def _no_file_above(size: int):
-    """The system refuses to write files any longer, as it does on a full disk."""
+    """The system refuses larger files, as on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:

@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""A checkpoint from before a state had an array: it is read, and the array begins empty."""
+"""A checkpoint that lacks a later array is read, and the array starts as zeros."""
 
 import dataclasses
 import logging

@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Configs that older versions saved are brought up to date, and stay what they were."""
+"""Configs of older versions are migrated without changing their meaning."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.directory import RunDirectory
 
 SAVED = sorted(pathlib.Path("tests/golden/configs").glob("*.json"))
-"""Configs of all recipes as the first version wrote them. Never written again."""
+"""Configs of all recipes as the first version wrote them; never regenerate these files."""
 
 
 @pytest.mark.parametrize("file", SAVED, ids=[file.stem for file in SAVED])

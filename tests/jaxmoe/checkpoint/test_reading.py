@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""What several processes must see alike of a step: one decides, and none waits for Orbax alone.
+"""Reading in several processes: all see the same steps and errors, without barriers in Orbax.
 
 Processes are played one after the other; real ones restore in tests/faults/test_rollback.py.
 """
@@ -71,7 +71,7 @@ def test_first_process_lists_the_steps(played):
 
 @pytest.mark.parametrize("kind", [None, CheckpointError, CheckpointDamagedError])
 def test_first_process_reads_the_manifest(played, kind):
-    """And what is wrong with it is wrong for all."""
+    """Its errors are raised on all processes."""
     manifest = CheckpointManifest(step=3, arrays={"w": {"shape": [2]}}, config={}, data={"a": [1]})
 
     def read(index):
@@ -106,7 +106,7 @@ def test_restore_has_no_barrier_inside_orbax(manager, monkeypatch):
 
 
 def test_step_is_read_in_place(manager):
-    """Whatever number its manifest has: somebody may have renamed it."""
+    """The number in its manifest does not matter: the directory may have been renamed."""
     (manager.directory / "1").rename(manager.directory / "7")
     step, state = manager.restore_newest(_state(0))
     assert step == 7

@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Parts of checkpoints, and other layouts: the same bits, or a refusal in words."""
+"""Parts of checkpoints, and other layouts: the same bits, or an error."""
 
 import jax
 import jax.numpy as jnp

@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints written and read a layer at a time are those of the manager."""
+"""Checkpoints written and read layer by layer equal those of the manager."""
 
 import jax
 import jax.numpy as jnp
@@ -30,12 +30,12 @@ STACKED = ("params/blocks/w", "params/blocks/gain")
 
 
 def state():
-    """What is there besides."""
+    """The arrays that are in memory."""
     return {"step": jnp.full((), 4, jnp.int32), "rng": jax.random.key(3), "opt_state": {}}
 
 
 def streamed(**changes):
-    """The arrays, each with the layers that were asked for."""
+    """The streamed arrays, each with the layers that were read."""
     asked: dict[str, list] = {path: [] for path in ARRAYS}
 
     def of(path, array):

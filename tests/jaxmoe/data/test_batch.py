@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""The check of a batch on the host: every row of the bad-input table that is about tokens."""
+"""Validation of batches on the host."""
 
 import re
 

@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Files of one's own: which are meant, what is read, kept, held out, and refused."""
+"""Files: which paths match, what is read, cached and held out, and errors."""
 
 import json
 import os

@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Every format read back, and every way that a file may be wrong, said with its place."""
+"""File formats are read back, and errors name their position."""
 
 import gzip
 import json
@@ -158,7 +158,7 @@ def test_zstd_archives_with_a_large_window(tmp_path):
 
 
 def _damage(tmp_path, kind):
-    """A file of some kind that is cut short or damaged."""
+    """A truncated or damaged file of some kind."""
     path = tmp_path / kind
     if kind == "cut.jsonl.gz":
         path.write_bytes(gzip.compress(LINES.encode() * 50)[:-20])

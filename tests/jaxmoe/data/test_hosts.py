@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Hosts that do not make up a batch are refused before anything is compiled."""
+"""Hosts whose parts do not make up a batch are refused before compiling."""
 
 import numpy as np
 import pytest

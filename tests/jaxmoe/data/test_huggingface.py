@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Hugging Face data sets, with a double of the package: it is not among those the tests install."""
+"""Hugging Face data sets, with a fake of the `datasets` package."""
 
 import sys
 import types
@@ -17,7 +17,7 @@ def _cache(tmp_path, monkeypatch):
 
 
 class _FakeRows(list):
-    """What of `datasets.Dataset` is used."""
+    """The part of `datasets.Dataset` that is used."""
 
     column_names = ("text", "id")
     _fingerprint = "0123"

@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""The loader: purity, hosts, epochs, position, prefetch, and its refusals."""
+"""The loader: purity, hosts, epochs, position, prefetch, and errors."""
 
 import dataclasses
 import json

@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Mixtures: exact shares, each part's epochs whole, any number of hosts; and their refusals."""
+"""Mixtures: exact shares, whole epochs of each part, any number of hosts, and errors."""
 
 import collections
 import json

@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Reference lines: count models against a slow dictionary, and what a compressor gives."""
+"""Reference losses: n-gram models against a dictionary reference, and the xz compressor."""
 
 import collections
 import math

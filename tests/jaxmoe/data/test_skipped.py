@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Rows that are jumped: none is read twice, and none is lost beside them, wherever batches grow."""
+"""Skipped rows: no row is read twice, and no other row is lost, also where batches grow."""
 
 import numpy as np
 import pytest
@@ -39,7 +39,7 @@ def test_only_the_skipped_window_is_left_out(window):
 
 
 def test_second_skipped_window_around_the_first():
-    """What was bad stays jumped."""
+    """The first window stays skipped."""
     once = _loader().without_steps(4, 6)
     twice = once.without_steps(3, 5)
     bad = {row for t, rows in enumerate(_rows(_loader(), 7)) for row in rows if t >= 4}

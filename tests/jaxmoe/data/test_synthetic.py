@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Synthetic languages: the entropy is exact, and the rows are drawn from the stated law."""
+"""Synthetic languages: the entropy is exact, and rows follow the declared distribution."""
 
 import itertools
 import json

@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Tokenizers: there and back, what separates documents, and what is refused."""
+"""Tokenizers: round trips, separators, and errors."""
 
 import json
 

@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Configs of transformers: published ones, the spellings of versions 4 and 5, what is refused."""
+"""Configs of transformers: published ones, names of versions 4 and 5, and errors."""
 
 import dataclasses
 import logging
@@ -61,7 +61,10 @@ def test_published_configs_are_the_presets(name, caplog):
 TENSORS = {"olmoe_1b_7b": 3219, "mixtral_8x7b": 995, "qwen3_30b_a3b": 18_867}
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize(
+    "name",
+    ["olmoe_1b_7b", "mixtral_8x7b", pytest.param("qwen3_30b_a3b", marks=pytest.mark.large)],
+)
 def test_number_of_tensors_equals_published_models(name):
     """Norms, attention, router and three matrices for every expert of every layer."""
     text = f"the tensors are not those of the config ({TENSORS[name]} differ)"
@@ -107,7 +110,7 @@ def test_dense_layers_are_read():
 
 
 def test_yarn_fields_of_its_authors():
-    """DeepSeek-V3's own config, version 4; in the words of version 5 it is the same."""
+    """DeepSeek-V3's published config (version 4), and the same with names of version 5."""
     words = {
         **{"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0},
         "original_max_position_embeddings": 4096,

@@ -86,7 +86,7 @@ def test_export_import_export_is_identical(golden, tmp_path, experts):
 
 
 def test_export_splits_files_by_size(golden, tmp_path):
-    """Odd widths over many files, each no larger than asked for but where one tensor is."""
+    """Odd widths over many files, each within the limit unless one tensor exceeds it."""
     model, params, state = read_huggingface(golden.config, golden.state)
     limit = 3_000
     given = {"router_state": state, "max_shard_bytes": limit}
@@ -102,7 +102,7 @@ def test_export_splits_files_by_size(golden, tmp_path):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_export_in_narrow_dtypes(golden, tmp_path, dtype):
-    """The tensors are float16 in truth: bfloat16 rounds them. Biases stay as they are."""
+    """bfloat16 rounds the float16 values; biases stay float32."""
     model, params, state = read_huggingface(golden.config, golden.state)
     given = {"router_state": state, "dtype": dtype}
     place = to_huggingface(model, params, tmp_path / "it", **given)
@@ -127,7 +127,7 @@ def test_export_of_parameters_on_a_mesh(tmp_path):
 
 
 def test_export_of_bfloat16_numpy_parameters(olmoe, tmp_path):
-    """Anything that can be sliced: memory-mapped files, for one."""
+    """Parameters may be anything that can be sliced, such as memory-mapped files."""
     model, params = olmoe
     narrow = jax.tree.map(lambda x: np.asarray(x).astype(ml_dtypes.bfloat16), params)
     found = read_huggingface(to_huggingface(model, narrow, tmp_path / "it")).params
@@ -152,7 +152,7 @@ def test_files_equal_those_of_the_safetensors_package(tmp_path):
 
 
 def test_export_reads_one_layer_at_a_time(tmp_path):
-    """No stacked parameter is ever read as a whole."""
+    """No stacked parameter is read as a whole."""
     golden = read("deepseek_v3")
     model, params, state = read_huggingface(golden.config, golden.state)
     layers = []
@@ -281,7 +281,7 @@ def test_hyperp_is_refused_by_all_families(tmp_path):
 
 
 def test_all_other_members_of_unions_are_refused(tmp_path):
-    """Whatever method there is: it is one of a family's own, or refused."""
+    """Every routing method is one of a family, or refused."""
     known = {"olmoe": "olmoe", "mixtral": "mixtral", "qwen3": "qwen3_moe"}
     norms = {"olmoe": "full", "mixtral": "none", "qwen3_moe": "head"}
     found = set()
@@ -307,7 +307,7 @@ def test_all_other_members_of_unions_are_refused(tmp_path):
 
 
 def test_training_only_fields_are_not_compared():
-    """Balancers, jitter, and how a bias moves."""
+    """Balancers, jitter, and the update of biases are ignored."""
     golden = read("deepseek_v3")
     model = read_huggingface(golden.config, golden.state).model
     parts = METHODS["deepseek_v3"]

@@ -1,11 +1,12 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Weights of transformers: golden logits, both layouts, files, and tensors that do not fit.
+"""Imported weights: golden logits, both layouts, files, and tensors that do not fit.
 
-The golden arrays come from test_huggingface_parity.py, which compares with transformers itself.
+The golden arrays come from test_parity.py, which compares with transformers itself.
 """
 
 import copy
+import functools
 import json
 import re
 import textwrap
@@ -37,9 +38,15 @@ def golden(request):
     return read(request.param)
 
 
+@functools.cache
+def imported(name):
+    """The golden model of a family; tests do not change it."""
+    return read_huggingface(read(name).config, read(name).state)
+
+
 @pytest.fixture
 def mixtral():
-    """Config and tensors to be spoilt."""
+    """Config and tensors that a test may change."""
     found = read("mixtral")
     return copy.deepcopy(found.config), dict(found.state)
 
@@ -53,7 +60,7 @@ def test_every_family_has_golden_arrays():
 
 
 def test_logits_and_balance_loss(golden):
-    model, params, state = read_huggingface(golden.config, golden.state)
+    model, params, state = imported(golden.config["model_type"])
     forward = jax.jit(
         lambda p, t: Transformer(model).apply({"params": p}, t, router_state=state or None)
     )
@@ -68,7 +75,7 @@ def test_logits_and_balance_loss(golden):
 
 
 def test_imported_tree_is_that_of_init_params(golden, key):
-    model, params, state = read_huggingface(golden.config, golden.state)
+    model, params, state = imported(golden.config["model_type"])
     wanted = jax.eval_shape(lambda k: (init_params(model, k), initial_router_state(model)), key)
     found = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (params, state))
     assert found == wanted
@@ -79,9 +86,7 @@ def test_import_from_layout_in_memory(golden):
     """Experts stacked, gate before up; Mixtral's router under another name."""
     state = stacked(golden.state)
     assert len(state) < len(golden.state)
-    assert_same(
-        read_huggingface(golden.config, state), read_huggingface(golden.config, golden.state)
-    )
+    assert_same(read_huggingface(golden.config, state), imported(golden.config["model_type"]))
 
 
 def test_import_onto_a_mesh(golden):
@@ -95,12 +100,12 @@ def test_import_onto_a_mesh(golden):
     placed = read_huggingface(golden.config, golden.state, mesh=mesh).params
     table = placed["embedding"]["weight"]
     assert table.sharding.mesh == mesh and table.addressable_shards[0].data.size * 2 == table.size
-    params = read_huggingface(golden.config, golden.state).params
+    params = imported(golden.config["model_type"]).params
     assert_same(jax.device_get(placed), jax.device_get(params))
 
 
 class Torch:
-    """What is used of a PyTorch tensor; numpy cannot read one with a gradient or in bfloat16."""
+    """The used part of a PyTorch tensor; numpy cannot read one with a gradient or in bfloat16."""
 
     def __init__(self, values):
         self.values, self.shape, self.dtype = values, values.shape, "torch.bfloat16"
@@ -122,9 +127,7 @@ class Torch:
 
 def test_import_of_pytorch_tensors(golden):
     state = {name: Torch(values) for name, values in golden.state.items()}
-    assert_same(
-        read_huggingface(golden.config, state), read_huggingface(golden.config, golden.state)
-    )
+    assert_same(read_huggingface(golden.config, state), imported(golden.config["model_type"]))
 
 
 # Files.
@@ -265,7 +268,7 @@ def test_missing_expert_is_named(mixtral):
 
 
 def test_unexpected_experts_are_named(mixtral):
-    """Reading only the first would be a model that nobody trained."""
+    """Reading only the first would give another model."""
     config, state = mixtral
     text = refused({**config, "num_local_experts": 4}, state)
     assert "(8 differ)" in text  # three matrices and one router in each of two layers

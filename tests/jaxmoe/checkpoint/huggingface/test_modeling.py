@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Models of no family, with the modelling file that goes with them: what it computes in PyTorch.
+"""Models of no family, exported with the modelling file, computed in PyTorch.
 
 The comparisons need the extra `hf` (PyTorch 2.13.0 for the CPU, on Python 3.11).
 """

@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Against `transformers` itself: logits, balance loss, gradients, in every layout it writes.
+"""Parity with `transformers`: logits, balance loss, gradients, in every layout that it writes.
 
 Needs the extra `hf` (PyTorch 2.13.0 for the CPU, on Python 3.11); the golden arrays that these
 models leave behind are compared in test_huggingface.py without it. To write them anew:
@@ -24,7 +24,7 @@ from tests.support.tolerances import assert_close
 
 pytestmark = [
     pytest.mark.slow,
-    # Of PyTorch and transformers, about themselves.
+    # PyTorch and transformers warn about their own use.
     pytest.mark.filterwarnings("default"),
 ]
 
@@ -91,7 +91,7 @@ def apply(model, params, tokens, router_state=None):
 
 
 def balance_of(model, statistics):
-    """Our loss in the unit of transformers."""
+    """The loss of jaxmoe in the unit of transformers."""
     value = float(load_balance(pool_layers(statistics)))
     return conversions(value, top_k=model.moe.top_k)["huggingface"]
 
@@ -107,7 +107,7 @@ def test_logits_and_balance_loss(case, torch):
 
 
 def test_modeling_file_with_padding(torch):
-    """Rows of different length: what is padding is neither seen, nor routed, nor counted."""
+    """Rows of different length: padding is neither attended to, nor routed, nor counted."""
     theirs, tokens = build(CONFIGS["olmoe"]), tokens_of(CONFIGS["olmoe"])
     is_real = np.arange(tokens.shape[1])[None, :] < np.array([[9], [5]])
     mask = torch.tensor(is_real).long()
@@ -122,7 +122,7 @@ def test_modeling_file_with_padding(torch):
 
 
 def test_modeling_file_saves_what_it_loads(case, torch, tmp_path, caplog):
-    """On disk every expert has tensors of its own, and Mixtral's names are others."""
+    """On disk every expert has its own tensors, and Mixtral has other names."""
     theirs, _ = case
     wanted = read_huggingface(theirs.config.to_dict(), theirs.state_dict())
     theirs.save_pretrained(tmp_path / "whole")
