@@ -178,7 +178,7 @@ def test_quantised_run_is_not_trained(converted, tmp_path, capsys):
 @pytest.mark.trains
 @pytest.mark.slow
 def test_four_bits_lose_little_accuracy(tmp_path, capsys):
-    """`tiny` after a short training: 4 bits of weights and cache cost at most 0.05 bits per byte."""
+    """`tiny` after 100 steps: 4 bits of weights and cache cost at most 0.05 bits per byte."""
     run = tmp_path / "tiny"
     brief = ("--training.steps", "100", "--evaluation.every", "0", "--tracking.sample_length", "0")
     assert pretrain.main(["tiny", "--run.directory", str(run), *brief]) == ExitCode.DONE
