@@ -111,7 +111,7 @@ class KMeans(StatelessRouter):
                 state["selection"], 0.5 + 0.5 * cosines, inputs, top_k=self.top_k, train=train
             )
         logits = cosines / config.temperature
-        scored = score_logits(logits, "softmax")
+        scored = score_logits(logits, "softmax", is_log_first=True)
         selection = choose(scored, preference, inputs, top_k=self.top_k)
         statistics = sum_statistics(logits, scored.probs, selection.expert_ids, inputs.token_mask)
         if train:

@@ -80,4 +80,4 @@ class MoEPlusPlusConfig(TokenChoiceBase):
                 residual,
                 preferred_element_type=jnp.float32,
             )
-        return score_logits(logits, "softmax")
+        return score_logits(logits, "softmax", is_log_first=True)

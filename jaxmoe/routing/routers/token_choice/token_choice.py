@@ -167,6 +167,7 @@ def score_logits(
     *,
     groups: GroupLimitConfig | None = None,
     is_over_chosen: bool = False,
+    is_log_first: bool = False,
 ) -> Scored:
     """Score logits by a function that increases with them.
 
@@ -180,9 +181,14 @@ def score_logits(
             for `probs`.
         groups: Group limit of the router.
         is_over_chosen: See `Scored`.
+        is_log_first: Computes the log scores of a softmax before its probabilities.
     """
     if function == "softmax":
-        log_scores, probs = jax.nn.log_softmax(logits, axis=-1), jax.nn.softmax(logits, axis=-1)
+        # The order of the two decides the order in which their gradients are summed, and with it
+        # the last bits of a run.
+        probs = None if is_log_first else jax.nn.softmax(logits, axis=-1)
+        log_scores = jax.nn.log_softmax(logits, axis=-1)
+        probs = jax.nn.softmax(logits, axis=-1) if probs is None else probs
     else:
         is_sigmoid = function == "sigmoid"
         log_scores = jax.nn.log_sigmoid(logits) if is_sigmoid else 0.5 * log_softplus(logits)
