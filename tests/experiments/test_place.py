@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""`experiments.place`: a run written anew with its experts elsewhere is the same run."""
+"""`experiments.place`: a run written with its experts placed computes the same."""
 
 import dataclasses
 
@@ -51,7 +51,7 @@ def held_out(path):
 
 
 @pytest.mark.large
-def test_a_run_is_written_anew(untrained, tmp_path, capsys):
+def test_a_placed_run_computes_the_same(untrained, tmp_path, capsys):
     into = tmp_path / "placed"
     arguments = ["--run.directory", str(untrained), "--devices", "2", "--into", str(into)]
     assert place.main([*arguments, "placer:expert_grouping"]) == 0

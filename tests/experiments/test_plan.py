@@ -47,7 +47,7 @@ def test_a_plan_in_closed_form(tmp_path, capsys):
     assert summary["execution"]["mesh"]["stage"] == 1 and "--execution.mesh.data" in flags
 
 
-def test_only_the_mesh_that_is_named(tmp_path, capsys):
+def test_only_the_given_mesh_is_planned(tmp_path, capsys):
     argv = ("--topology", "tpu:v5e:2x2", "--compiles", "0", "--execution.mesh.tensor", "2")
     _, _, summary = planned(tmp_path, capsys, "tiny", *argv)
     assert summary["mesh"] == {"data": 2, "tensor": 2} and summary["meshes"] == 1
@@ -55,7 +55,7 @@ def test_only_the_mesh_that_is_named(tmp_path, capsys):
     assert "needs 8 devices, there are 4" in error
 
 
-def test_a_mesh_that_cuts_sequences_explains_itself(tmp_path, capsys):
+def test_a_mesh_that_shards_sequences_prints_its_form(tmp_path, capsys):
     argv = ("--topology", "gpu:h100:8", "--compiles", "0", "--execution.mesh.seq", "8")
     argv += ("execution.sequence-parallel:auto",)
     _, page, summary = planned(tmp_path, capsys, "tiny", *argv)
@@ -71,7 +71,7 @@ def test_a_mesh_that_cuts_sequences_explains_itself(tmp_path, capsys):
         assert words in page, words
 
 
-def test_nothing_fits(tmp_path, capsys):
+def test_nothing_fits_prints_remedies(tmp_path, capsys):
     argv = ("--topology", "tpu:v5e:2x2", "--compiles", "0", "--training.batch_size", "4")
     argv += ("--training.accumulation", "1", "--training.sequence_length", "128")
     code, page, summary = planned(tmp_path, capsys, "mixtral_8x7b", *argv)
@@ -82,7 +82,7 @@ def test_nothing_fits(tmp_path, capsys):
     assert "--execution.precision.parameters bfloat16" in page
 
 
-def test_what_is_refused_before_any_compile(capsys, monkeypatch):
+def test_refusals_before_any_compile(capsys, monkeypatch):
     monkeypatch.setattr(plan, "in_child", None)  # would fail
     assert "did you mean 'v5e'" in refused(capsys, "--topology", "tpu:v5ee:2x2")
     assert "--compiles 0 plans in closed form" in refused(capsys, "--topology", "gpu:h100:8")

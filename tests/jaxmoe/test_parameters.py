@@ -217,7 +217,7 @@ ELSEWHERE = {
 
 
 @pytest.mark.parametrize("model", ELSEWHERE.values(), ids=ELSEWHERE)
-def test_a_change_elsewhere_leaves_the_others_as_they_were(model, tiny_values):
+def test_a_change_elsewhere_leaves_other_values_bitwise(model, tiny_values):
     """Only the depth reaches further: it scales what is added to the residual stream."""
     changed = flat(init_params(model, jax.random.key(7)))
     stds = {row.path: row.init_std for row in parameter_table(TINY)}
@@ -230,7 +230,7 @@ def test_a_change_elsewhere_leaves_the_others_as_they_were(model, tiny_values):
             assert row.declaration.role.endswith("_out")
 
 
-def test_the_dtype_asked_for(tiny_values):
+def test_values_have_the_requested_dtype(tiny_values):
     narrow = flat(init_params(TINY, jax.random.key(7), dtype="bfloat16"))
     for path, value in narrow.items():
         assert value.dtype == jnp.bfloat16
@@ -311,7 +311,7 @@ def test_a_scan_puts_the_layers_in_front():
     assert stacked.remove_axis(0, given) == single
 
 
-# What is refused.
+# Refusals.
 
 
 def test_untyped_keys_are_refused():
@@ -320,7 +320,7 @@ def test_untyped_keys_are_refused():
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
-def test_meshes_of_others_are_refused(axis_type):
+def test_meshes_with_other_axes_are_refused(axis_type):
     mesh = jax.make_mesh((4, 2), ("fsdp", "tp"), axis_types=(axis_type,) * 2)
     text = (
         "init_params lays parameters out on a mesh of sharding.make_mesh (axes replica, stage,"
@@ -331,7 +331,7 @@ def test_meshes_of_others_are_refused(axis_type):
         init_params(TINY, jax.random.key(0), mesh=mesh)
 
 
-def test_a_model_that_does_not_divide_is_refused_before_anything_is_made():
+def test_a_model_that_does_not_divide_is_refused_before_values_are_made():
     model = dataclasses.replace(FULL, embed_dim=12)
     text = (
         "dense_blocks_0/attention/gate: the dimension 'embed' of size 12 must be divisible by"

@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""The sphere: the norm is kept, a step is the learning rate, decay is nothing; MuonH and AdamH
+"""Steps on spheres: constant norm, step by the learning rate, no effect of decay; MuonH and AdamH
 against a loop over matrices in numpy."""
 
 import inspect
@@ -84,10 +84,10 @@ def test_the_norm_is_kept_over_a_thousand_steps(name):
 
     (params, _), squares = steps(params, optimizer.init(params))
     kept = np.sqrt(np.asarray(squares)) / norms(start["w"])
-    np.testing.assert_allclose(kept, 1.0, rtol=0.0, atol=1e-6)  # the promise
+    np.testing.assert_allclose(kept, 1.0, rtol=0.0, atol=1e-6)  # the promised bound
     np.testing.assert_allclose(norms(params["w"]), norms(start["w"]), rtol=1e-6)
     cosine = np.sum(np.asarray(params["w"]) * start["w"], axis=(-2, -1)) / norms(start["w"]) ** 2
-    assert cosine.max() < 0.95  # and it went somewhere
+    assert cosine.max() < 0.95  # and the matrix moved
 
 
 @every_optimizer
@@ -112,7 +112,7 @@ def test_a_step_is_the_learning_rate(name, rate):
     np.testing.assert_allclose(np.arccos(cosine), angle, atol=2e-7 / rate, rtol=1e-6)
 
 
-def test_a_direction_at_right_angles_turns_by_the_arc_tangent():
+def test_an_orthogonal_step_turns_by_the_arc_tangent_of_the_rate():
     start = {"w": np.diag([3.0, 4.0]).astype(np.float32)}
     direction = {"w": np.array([[0.0, 2.0], [7.0, 0.0]], np.float32)}
     [after] = train(on_sphere(0.5, name="test"), start, [direction])
@@ -121,7 +121,7 @@ def test_a_direction_at_right_angles_turns_by_the_arc_tangent():
 
 
 @every_optimizer
-def test_weight_decay_is_nothing_but_to_second_order(name):
+def test_weight_decay_on_a_sphere_is_of_second_order(name):
     """The shift at decay 0.1 is about 0.1 eta^2 of the norm (HyperP's theorem 1), at right angles
     to the matrix: it falls with the square of the rate."""
     start, gradients = random({"w": (16, 24)}, 0), [random({"w": (16, 24)}, 1)]
@@ -134,7 +134,7 @@ def test_weight_decay_is_nothing_but_to_second_order(name):
 
 
 def test_decay_does_not_shrink_the_radius():
-    """The code that HyperP came with takes the norm after the decay: 0.98019 after 20 steps."""
+    """HyperP's code takes the norm after the decay: 0.98019 after 20 steps."""
     start = random({"w": (6, 8)}, 0)
     path = train(muonh(0.01, weight_decay=0.1), start, [random({"w": (6, 8)}, 1)] * 20)
     np.testing.assert_allclose(norms(path[-1]["w"]), norms(start["w"]), rtol=1e-6)
@@ -186,7 +186,7 @@ def test_a_zero_matrix_is_refused_by_name(name):
 
 
 @every_optimizer
-def test_a_zero_matrix_stays_finite_where_init_is_traced(name):
+def test_a_zero_matrix_stays_finite_if_init_is_traced(name):
     """A traced `init` cannot check values: the matrix does not move, and the others do."""
     params = on_device(random({"w": (3, 4, 6)}, 0))
     params["w"] = params["w"].at[1].set(0.0)
@@ -219,7 +219,7 @@ def test_bfloat16_parameters_stay_near_their_sphere(name):
 
 @every_optimizer
 def test_the_radius_is_restored_from_a_checkpoint(name, tmp_path):
-    """It is the initial one, although the weights saved have been moved off the sphere."""
+    """The radius is the initial one, although the saved weights are off the sphere."""
     start = on_device(random(SHAPES, 0))
     optimizer = OPTIMIZERS[name][0](0.1)
     state = optimizer.init(start)

@@ -81,7 +81,7 @@ def test_equals_optax_with_the_same_rms():
     assert_close(train(ours, SHAPES), wanted, "matmul")
 
 
-def test_equals_optax_where_a_side_has_two_dimensions():
+def test_equals_optax_with_two_output_dimensions():
     numbers = optax.contrib.MuonDimensionNumbers
     dims = {"q": numbers((1,), (2, 3)), "o": numbers((1, 2), (3,))}
     ours = muon(0.1, matrix_axes=HEAD_AXES, form="ema", scale="clip_norm")
@@ -98,8 +98,8 @@ def test_the_sum_form_equals_the_oracle():
         assert_close([params[name] for params in path], wanted, "matmul")
 
 
-def test_the_forms_meet_once_the_start_is_forgotten():
-    """They mix the last two gradients differently at first, and alike when mu^t is nothing."""
+def test_momentum_forms_converge_after_the_first_steps():
+    """The forms weight the last two gradients differently until mu^t vanishes."""
     one, other = (muon(0.1, momentum=0.5, form=form) for form in ("sum", "ema"))
     first, second = train(one, SHAPES, steps=30), train(other, SHAPES, steps=30)
 
@@ -115,7 +115,7 @@ def test_the_forms_meet_once_the_start_is_forgotten():
     [("spectral_norm", 2.0), ("rms_norm", 0.8), ("clip_norm", 2.0), (None, 1.0)],
 )
 @pytest.mark.parametrize("is_tall", [False, True])
-def test_the_scale_goes_by_the_shape(scale, wanted, is_tall):
+def test_the_scale_depends_on_the_shape(scale, wanted, is_tall):
     """A matrix of 4 inputs and 16 outputs, and the other way round."""
     if is_tall:
         wanted = {"spectral_norm": 0.5, "clip_norm": 1.0}.get(scale, wanted)
@@ -133,7 +133,7 @@ def test_momentum_is_f32_whatever_the_parameters():
     assert len(floats) == 8 and {leaf.dtype for leaf in floats} == {jnp.dtype("float32")}
 
 
-def test_newton_schulz_in_bfloat16_when_asked():
+def test_newton_schulz_in_bfloat16():
     grads = jax.tree.map(jnp.asarray, random(SHAPES, 1))
     one, other = (muon(1.0, dtype=dtype) for dtype in ("float32", "bfloat16"))
     first, second = (o.update(grads, o.init(grads), grads)[0] for o in (one, other))
@@ -180,7 +180,7 @@ def test_a_vector_is_refused_by_name(axes):
 
 
 @pytest.mark.parametrize("axes", [(-2, -2), (-1, 2), ((-3, -2), (-1,))])
-def test_axes_that_are_not_there_are_refused(axes):
+def test_missing_matrix_axes_are_refused(axes):
     with pytest.raises(ValueError) as error:
         matrices_of({"w": jnp.ones((2, 3))}, axes, "muon")
     assert str(error.value) == (
@@ -198,7 +198,7 @@ def test_axes_that_are_not_there_are_refused(axes):
         ({"w": (0, 1), "v": (0, 1)}, ": there is no parameter v"),
     ],
 )
-def test_axes_that_are_no_tree_of_pairs_are_refused(axes, why):
+def test_matrix_axes_of_another_structure_are_refused(axes, why):
     with pytest.raises(ValueError) as error:
         matrices_of({"w": jnp.ones((2, 3))}, axes, "muon")
     assert str(error.value) == (
@@ -207,7 +207,7 @@ def test_axes_that_are_no_tree_of_pairs_are_refused(axes, why):
     )
 
 
-def test_a_tree_of_axes_may_know_the_parameters_of_other_groups():
+def test_matrix_axes_may_cover_parameters_of_other_groups():
     params = {"gain": jnp.ones(6), "w": jnp.ones((2, 3))}
     labels = {"gain": "adamw", "w": "muon"}
     mine = muon(0.1, matrix_axes={"gain": None, "w": (1, 0)})

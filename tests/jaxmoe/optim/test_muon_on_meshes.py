@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Whole matrices on every mesh: the same optimiser step wherever the parameters lie.
+"""Optimiser steps with whole matrices are the same on every mesh and sharding.
 
 The oracle is the same code without a mesh, which test_muon.py and test_hypersphere.py have against
 optax and numpy.
@@ -78,8 +78,8 @@ def mapped(matrices, way):
         ("replica2_data2_expert2", "fully_sharded", "gathered"),
     ],
 )
-def test_every_parameter_on_every_mesh(mesh, rules, way):
-    """Stacks of 1, 2 and 8 matrices, on up to 8 devices: some divide and some do not."""
+def test_an_update_is_the_same_on_every_mesh(mesh, rules, way):
+    """Stacks of 1, 2 and 8 matrices on up to 8 devices, divisible or not."""
     matrices = matrices_of(FULL, rules)
     tree = values({path: matrix[0] for path, matrix in matrices.items()})
     wanted = mapped(matrices, way)(jax.tree.map(jnp.asarray, tree))
@@ -107,7 +107,7 @@ SPECS = {
 @every_way
 @pytest.mark.parametrize("case", SPECS)
 @pytest.mark.parametrize("size", [6, 16])
-def test_every_way_to_cut_a_stack(case, size, way):
+def test_an_update_is_the_same_for_every_sharding_of_a_stack(case, size, way):
     mesh, spec = SPECS[case]
     x = values({"w": (size, 16, 8)})["w"]
     run = jax.jit(lambda x: map_matrices(cubed, x, inputs=(1,), outputs=(2,), layout=way))
@@ -129,7 +129,7 @@ def test_every_way_to_cut_a_stack(case, size, way):
         ("nothing but copies", "gathered", {}),
     ],
 )
-def test_what_travels(case, way, calls):
+def test_collectives_of_an_update(case, way, calls):
     """The collectives in the docstring of sharding/products/whole_matrices.py, and no others."""
     mesh, spec = SPECS[case]
     placed = NamedSharding(mesh_named(mesh), spec)
@@ -151,7 +151,7 @@ def train(optimizer, params, grads, place=lambda tree: tree):
     return params
 
 
-def test_in_a_mesh_of_the_user():
+def test_an_update_is_the_same_in_an_auto_mesh():
     """Auto axes with names of their own: XLA lays out."""
     params, grads = values({"w": (2, 3, 8, 16)}), values({"w": (3, 2, 16, 8)})
     grads = {"w": grads["w"].reshape(2, 3, 8, 16)}
@@ -165,8 +165,8 @@ def test_in_a_mesh_of_the_user():
 
 
 @pytest.mark.parametrize("make", [muon, muonh])
-def test_inside_a_shard_map_matrices_are_local(make):
-    """Each device has whole matrices of its own: a stack over eight of them."""
+def test_matrices_are_local_inside_a_shard_map(make):
+    """Each of eight devices holds whole matrices of a stack."""
     params, grads = values({"w": (8, 6, 4)}), {"w": values({"w": (8, 4, 6)})["w"].swapaxes(1, 2)}
     wanted = train(make(0.1), params, grads)
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
@@ -269,8 +269,8 @@ def test_training_is_the_same_on_a_mesh(name, execution):
 
 @pytest.mark.slow
 @pytest.mark.large
-def test_training_goes_on_from_a_checkpoint_of_another_mesh(tmp_path):
-    """Radii and momentum come back, where the new mesh wants them; then the same step."""
+def test_training_resumes_from_a_checkpoint_of_another_mesh(tmp_path):
+    """Radii and momentum are restored in the layout of the new mesh; the step is the same."""
     state, _ = begin("muonh", on_mesh("data4_tensor2"))
     radii = [
         np.asarray(leaf)

@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Newton-Schulz as a map of singular values: the table that HyperP's code gives, and the shapes."""
+"""Newton-Schulz as a map of singular values, against the table of HyperP's code; shapes."""
 
 import inspect
 
@@ -15,7 +15,7 @@ from tests.support.tolerances import assert_close
 
 
 def mapped(singular, **options):
-    """What becomes of singular values s, each in a 2 x 2 matrix of norm 1."""
+    """Return the images of singular values s, each in a 2 x 2 matrix of norm 1."""
     s = jnp.asarray(singular, jnp.float32)
     pairs = jnp.stack([s, jnp.sqrt(1.0 - s * s)], axis=-1)
     out = jax.jit(lambda x: newton_schulz(x, **options))(jax.vmap(jnp.diag)(pairs))
@@ -26,7 +26,7 @@ def gaussian(*shape):
     return jnp.asarray(np.random.default_rng(0).standard_normal(shape), jnp.float32)
 
 
-def test_the_table_of_singular_values():
+def test_singular_values_equal_the_published_table():
     got = mapped([1e-4, 1e-3, 3e-3, 1e-2, 0.1, 0.5, 1.0])
     # The table has three decimals.
     np.testing.assert_allclose(
@@ -34,12 +34,12 @@ def test_the_table_of_singular_values():
     )
 
 
-def test_singular_values_from_a_hundredth_on_end_close_to_one():
+def test_singular_values_above_a_hundredth_end_close_to_one():
     got = mapped(np.geomspace(0.01, 1.0, 4001))
     np.testing.assert_allclose([got.min(), got.max()], [0.978, 1.032], rtol=0.0, atol=5e-4)
 
 
-def test_the_standard_coefficients_are_optax_s_five_equal_ones():
+def test_standard_coefficients_equal_optax():
     got = mapped(np.geomspace(0.1, 1.0, 1001), coefficients="standard")
     assert 0.65 < got.min() < 0.75 and 1.1 < got.max() < 1.2
     assert COEFFICIENTS["standard"] == ((3.4445, -4.7750, 2.0315),) * 5
@@ -53,13 +53,13 @@ def test_a_gaussian_matrix_becomes_nearly_orthogonal(shape):
     assert np.linalg.norm(out) / np.sqrt(64) == pytest.approx(1.0, abs=0.005)  # seen: 1.001
 
 
-def test_the_smallest_directions_of_a_square_matrix_are_not_lifted_wholly():
+def test_the_smallest_singular_values_stay_below_one():
     singular = np.linalg.svd(np.asarray(newton_schulz(gaussian(256, 256))), compute_uv=False)
     assert singular.max() < 1.15 and singular.min() < 0.9
     assert np.linalg.norm(singular) / 16.0 == pytest.approx(0.995, abs=0.004)
 
 
-def test_a_stack_is_a_loop_over_its_matrices():
+def test_a_stack_equals_a_loop_over_its_matrices():
     x = gaussian(2, 3, 6, 4) * jnp.asarray([1e-3, 1.0, 1e3]).reshape(1, 3, 1, 1)
     whole = newton_schulz(x)
     for index in np.ndindex(2, 3):
@@ -67,7 +67,7 @@ def test_a_stack_is_a_loop_over_its_matrices():
         assert_close(whole[index], muon_oracle.orthogonal(np.asarray(x[index])), "matmul")
 
 
-def test_a_tall_matrix_is_a_wide_one_on_its_side():
+def test_a_tall_matrix_equals_its_transpose():
     x = gaussian(12, 5)
     assert_close(newton_schulz(x), newton_schulz(x.T).T, "matmul")
 
@@ -89,7 +89,7 @@ def test_bfloat16_products_come_close():
 
 
 def test_bfloat16_does_not_round_the_coefficients():
-    """Rounded, they make every singular value 2% larger; what the values round leaves no bias."""
+    """Rounded coefficients would enlarge every singular value by 2%."""
     singular = np.geomspace(0.01, 1.0, 1001)
     bias = mapped(singular, dtype=jnp.bfloat16).mean() / mapped(singular).mean() - 1.0
     assert abs(bias) < 0.005

@@ -242,7 +242,7 @@ def test_an_independent_decay_does_not_follow_the_learning_rate():
             assert_close(update, np.full(row.shape, wanted), kind="elementwise")
 
 
-def test_weight_decay_spares_gains_and_embeddings():
+def test_weight_decay_excludes_gains_and_embeddings():
     table = parameter_table(MODEL)
     optimizer = AdamWConfig(learning_rate=0.5, weight_decay=0.1).build(table, _constant)
     params = table.tree(lambda row: jnp.ones(row.shape, jnp.float32))

@@ -75,7 +75,7 @@ def test_without_warmup_the_first_step_is_the_peak(name):
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_one_step_is_a_schedule(name):
+def test_a_run_of_one_step_has_a_schedule(name):
     assert np.isfinite(_factors(SCHEDULES[name](), steps=1)).all()
 
 
@@ -97,7 +97,7 @@ def test_bad_fields_are_refused(name):
     )
 
 
-def test_a_run_too_short_for_its_warm_up_and_decay_is_told_the_way_out():
+def test_a_run_shorter_than_warm_up_and_decay_is_refused():
     schedule = WarmupStableDecayConfig(warmup_steps=20, decay_fraction=0.4)
     with pytest.raises(ValueError) as error:
         schedule.build(30)

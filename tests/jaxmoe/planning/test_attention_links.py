@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""What plans say of sequences that are cut: bytes of the links, traffic of a step, meshes."""
+"""Plans with sharded sequences: bytes of the links, traffic of a step, meshes."""
 
 import dataclasses
 
@@ -33,7 +33,7 @@ SIZES = AttentionSizes(num_heads=32, num_kv_heads=32, head_dim=128, length=32768
 @pytest.mark.parametrize(
     "chip, ranks, wanted", [("v5e", 4, 2), ("v5e", 8, 1), ("v5e", 16, 1), ("h100", 8, 2)]
 )
-def test_where_sending_keys_becomes_cheaper(chip, ranks, wanted):
+def test_ratio_at_which_sending_keys_is_cheaper(chip, ranks, wanted):
     rows = by_ratio(dataclasses.replace(SIZES, ranks=ranks), links_of(CHIPS[chip]))
     assert [row.ratio for row in rows] == [1, 2, 4, 8, 16, 32]
     assert crossover(rows) == wanted
@@ -43,7 +43,7 @@ def test_where_sending_keys_becomes_cheaper(chip, ranks, wanted):
     assert rows[-1].both is None and rows[-2].both is not None
 
 
-def test_eight_h100_by_hand():
+def test_link_bytes_of_eight_h100_by_hand():
     """Through a switch a rank's own link carries what it sends: in the mean three quarters of all
     hops, and on the busiest rank not quite all of them."""
     first = by_ratio(SIZES, "switch")[0]
@@ -55,7 +55,7 @@ def test_eight_h100_by_hand():
     assert first.both == first.ring
 
 
-def test_both_ways_round_a_torus_is_a_gain():
+def test_both_directions_of_a_torus_halve_the_load():
     first = by_ratio(SIZES, "torus")[0]
     assert first.both is not None and 0.5 * first.ring < first.both < 0.7 * first.ring
     assert (links_of(CHIPS["v5e"]), links_of(CHIPS["h100"])) == ("torus", "switch")
@@ -74,7 +74,7 @@ def test_traffic_of_an_exchange_by_hand(remat, passes):
     assert found.messages == passes * WIDE.num_layers * 4
 
 
-def test_a_ring_sends_float32_gradients_home():
+def test_a_ring_sends_float32_gradients():
     mesh = MeshConfig(data=2, seq=4)
     plan = plan_of(WIDE, mesh, length=64, sequence_parallel=RingConfig(), compute="bfloat16")
     (found,) = (one for one in step_traffic(plan) if one.reason == "attention")
@@ -82,12 +82,12 @@ def test_a_ring_sends_float32_gradients_home():
     assert found.bytes == WIDE.num_layers * 0.75 * 3 * tokens * keys * (2 + 2 + 4)
 
 
-def test_no_traffic_without_a_cut():
+def test_whole_sequences_send_nothing():
     plan = plan_of(WIDE, MeshConfig(data=8), sequence_parallel=AllGatherKVConfig())
     assert "attention" not in {one.reason for one in step_traffic(plan)}
 
 
-def test_cut_sequences_need_less_memory():
+def test_sharded_sequences_need_less_memory():
     def need(mesh):
         plan = plan_of(WIDE, mesh, batch_size=2, length=512, sequence_parallel=RingConfig())
         return estimate_memory(plan, "cpu")
@@ -96,7 +96,7 @@ def test_cut_sequences_need_less_memory():
     assert cut.saved < 0.5 * whole.saved and cut.masks == whole.masks / 4
 
 
-def test_meshes_that_cut_sequences_are_searched():
+def test_meshes_that_shard_sequences_are_searched():
     """One sequence on eight devices: nothing but its positions and heads can be shared."""
     form = AutoSequenceParallelConfig()
     plan = plan_of(WIDE, MeshConfig(), batch_size=1, length=512, sequence_parallel=form)

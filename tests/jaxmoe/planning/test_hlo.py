@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Reading collectives off HLO: every printed form, and programs of which we know what they do."""
+"""Collectives read from HLO: every printed form, and programs with known collectives."""
 
 import itertools
 import re
@@ -18,7 +18,7 @@ from jaxmoe.planning.hlo import KINDS, collectives, counts
 ROWS = ((0, 1, 2, 3), (4, 5, 6, 7))
 COLUMNS = ((0, 4), (1, 5), (2, 6), (3, 7))
 
-# Replica groups as they are printed, and what they say.
+# Replica groups as printed, and their meaning.
 GROUPS = {
     "{{0,1,2,3},{4,5,6,7}}": ROWS,
     "[2,4]<=[8]": ROWS,
@@ -37,7 +37,7 @@ GROUPS = {
     "{}": ((0, 1, 2, 3, 4, 5, 6, 7),),
 }
 
-# Instructions as they are printed: kind, bytes of the result, bytes of the operands.
+# Instructions as printed: kind, bytes of the result, bytes of the operands.
 INSTRUCTIONS = {
     "f32[64,16]{1,0} all-gather(%x), dimensions={0}": ("all-gather", 4096, 512),
     "f32[64,16]{1,0:T(8,128)(2,1)S(1)} all-gather(f32[8,16]{1,0} %x)": ("all-gather", 4096, 512),
@@ -135,7 +135,7 @@ def test_pairs_of_a_permute():
     assert found.groups == ((0, 1), (1, 0))
 
 
-def test_the_end_of_an_asynchronous_pair_does_not_count():
+def test_only_the_start_of_an_asynchronous_pair_counts():
     computations = """%inner (p: f32[8,16]) -> f32[64,16] {
   %p = f32[8,16] parameter(0)
   ROOT %g = f32[64,16] all-gather(%p), replica_groups=[1,8]<=[8]
@@ -221,7 +221,7 @@ def test_calls_and_branches_are_all_followed():
     assert counts(collectives(module(*lines, computations=computations))) == {"all-reduce": 6}
 
 
-def test_the_reduce_scatter_of_a_tpu_is_one():
+def test_a_fused_tpu_reduce_scatter_counts_once():
     computations = """%all-reduce-scatter.1 (p: f32[9,16]) -> f32[1,16] {
   %p = f32[9,16] parameter(0)
   %g = f32[9,16] all-reduce(%p), replica_groups={{0,1,2,3,4,5,6,7}}, to_apply=%sum
@@ -234,7 +234,7 @@ def test_the_reduce_scatter_of_a_tpu_is_one():
     assert (found.operand_bytes, found.result_bytes) == (576, 64)
 
 
-def test_a_collective_spread_over_fusions_of_a_tpu_is_one():
+def test_a_collective_in_several_tpu_fusions_counts_once():
     bodies = ("fused_computation.1", "async_collective_fusion.2", "fused_computation.3")
     computations = "".join(
         f"""%{body} (p{i}: f32[8,16]) -> f32[64,16] {{
@@ -320,7 +320,7 @@ def test_groups_of_a_compiled_program_are_the_rows_of_the_mesh(axes):
     assert found.groups == tuple(map(tuple, rows.reshape(-1, 2 ** len(axes)).tolist()))
 
 
-def test_a_program_lowered_and_compiled():
+def test_lowered_and_compiled_programs_have_the_same_collectives():
     mesh = jax.make_mesh((2, 4), ("a", "b"))
     spec = PartitionSpec(("a", "b"), None)
     x = jax.ShapeDtypeStruct((64, 16), jnp.float32, sharding=NamedSharding(mesh, spec))

@@ -160,7 +160,7 @@ def test_never_worse_than_identity_or_greedy(seed, sizes):
     assert grouped.cost <= total + 1e-6
 
 
-def test_a_case_too_large_for_highs_is_not_given_to_it(monkeypatch):
+def test_a_case_too_large_for_highs_skips_it(monkeypatch):
     trace = random_trace(0)
     monkeypatch.setattr(integer_program, "MOST_ENTRIES", 10)
     solution = ExFlowConfig().solve(trace, 2)
@@ -222,6 +222,6 @@ def test_the_table_has_a_row_for_every_placement(monkeypatch):
         ),
     ],
 )
-def test_bad_input_is_refused_in_words(make, message):
+def test_bad_input_is_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()

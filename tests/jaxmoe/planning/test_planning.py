@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Plans against what they speak of: real states, brute force, lowered programs."""
+"""Plans against real states, brute force and lowered programs."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_all_meshes_of_a_number():
     bandwidth=st.sampled_from([1e6, 1e9]),
     flops=st.sampled_from([1e9, 1e12]),
 )
-def test_the_search_finds_what_brute_force_finds(memory, bandwidth, flops):
+def test_the_search_equals_brute_force(memory, bandwidth, flops):
     plan = plan_of(WIDE, batch_size=8, length=64)
     everything = _brute_force(plan)
     chip = dataclasses.replace(
@@ -187,7 +187,7 @@ def _brute_force(plan):
     return _KNOWN
 
 
-def test_what_to_change_when_nothing_fits():
+def test_remedies_when_nothing_fits():
     plan = plan_of(WIDE, batch_size=16, length=1024)
     small: Chip = dataclasses.replace(CHIPS["cpu"], memory=1)
     found = search(plan, [MeshConfig(data=8)], small)
@@ -197,14 +197,14 @@ def test_what_to_change_when_nothing_fits():
     assert all(need < found.closest.memory.total for need in ways.values())
 
 
-def test_a_mesh_that_does_not_divide_is_said():
+def test_a_mesh_that_does_not_divide_is_refused_with_its_reason():
     plan = plan_of(WIDE, batch_size=4, length=64)
     found = search(plan, [MeshConfig(tensor=8), MeshConfig(data=8)], CHIPS["cpu"])
     assert "'kv_heads' of size 4 must be divisible by mesh.tensor=8" in found.refused["tensor=8"]
     assert "training.batch_size=4 must be divisible by the 8" in found.refused["data=8"]
 
 
-def test_flat_from_16_to_256_chips():
+def test_predicted_time_is_flat_from_16_to_256_chips():
     """At fixed tokens per chip: FLOPs are the same, bytes grow by (n - 1) / n alone."""
     sent, flops, held = [], [], []
     for devices in (16, 256):
@@ -267,7 +267,7 @@ def test_a_step_for_4096_devices_lowers():
     "text, devices, kind",
     [("tpu:v5e:16x16", 256, "v5e"), ("gpu:h100:16", 16, "h100"), ("cpu:8", 8, "cpu")],
 )
-def test_topologies(text, devices, kind):
+def test_topologies_parse(text, devices, kind):
     topology = parse_topology(text)
     assert (topology.num_devices, topology.kind) == (devices, kind)
     assert 0 < topology.chip.available <= topology.chip.memory
@@ -284,7 +284,7 @@ def test_topologies(text, devices, kind):
         ("v5e", "known are tpu:v4:4x4x4"),
     ],
 )
-def test_an_unknown_topology(text, words):
+def test_an_unknown_topology_is_refused(text, words):
     with pytest.raises(ValueError, match="topology=") as caught:
         parse_topology(text)
     assert words in str(caught.value)

@@ -37,7 +37,7 @@ HALF, DEPTH, TOKENS = 0.5, 0.353553, 0.226880  # batch; and depth; and tokens
 
 KAIMING = ("uniform", 0.577350, -0.5)
 FAN_IN = ("normal", 1.0, -0.5)
-ONES = FAN_IN  # gains start at 1, whatever is said of their scale
+ONES = FAN_IN  # gains start at 1, whatever their scale
 ZERO_RATE = 0.0127578  # 1 / sqrt(3 * 2048)
 
 
@@ -159,7 +159,7 @@ def test_every_role_has_a_class():
 
 
 @every_rule
-def test_the_table_of_its_source(name):
+def test_the_table_equals_its_source(name):
     classes, multipliers = CASES[name]
     built = build(name)
     assert [role for role, _ in built.roles] == list(ROLES)
@@ -226,7 +226,7 @@ def test_the_rates_of_the_ladder(depth):
     assert built.model.multipliers.residual == pytest.approx((2 * depth) ** -0.5)
 
 
-def test_worked_examples():
+def test_published_worked_examples():
     def rate(eta0, depth, batch, tokens):
         budget = Budget(tokens=tokens, batch_tokens=batch)
         model = dataclasses.replace(MODEL, num_layers=depth)
@@ -264,7 +264,7 @@ def test_radii_at_depth_8():
     assert radii["weight"] == pytest.approx(114.5, abs=0.05)
 
 
-# What stays the same, and what does not.
+# Invariance.
 
 
 @every_rule
@@ -283,7 +283,7 @@ def test_at_the_base_point_every_law_is_1(name):
 
 
 @every_rule
-def test_width(name):
+def test_dependence_on_width(name):
     """Rates of hidden matrices: as 1/width under AdamW's rules, untouched under the others."""
     wide = dataclasses.replace(MODEL, embed_dim=8192)
     before, after = build(name), build(name, wide)
@@ -318,7 +318,7 @@ def test_disputed_readings_are_options():
     assert control.of("mlp_in").learning_rate_multiplier == pytest.approx(TOKENS, rel=1e-5)
 
 
-def test_the_largest_logit_of_a_bounded_head_is_that_of_no_width():
+def test_the_logit_bound_is_the_same_at_every_width():
     for width in (64, 1024, 4096):
         model = dataclasses.replace(MODEL, embed_dim=width)
         assert build("hyperp", model).of("head").init_std == 0.02
@@ -328,7 +328,7 @@ def test_the_largest_logit_of_a_bounded_head_is_that_of_no_width():
         assert others == [row for row in build("hyperp", model).roles if row[0] != "head"]
 
 
-def test_heads_of_another_width():
+def test_attention_scale_of_other_head_widths():
     attention = AttentionConfig(num_heads=4, num_kv_heads=4, head_dim=32)
     small = dataclasses.replace(MODEL, attention=attention)
     for name in ("hyperp", "mup", "mup_plus_plus", "mup_muon", "mup_plus_plus_muon"):
@@ -339,7 +339,7 @@ def test_heads_of_another_width():
 
 
 @pytest.mark.parametrize("matrices", ["muon", "muonh"])
-def test_any_optimiser_under_the_usual_initial_values(matrices):
+def test_standard_puts_matrices_into_the_group_of_any_optimizer(matrices):
     usual, other = standard(MODEL), standard(MODEL, options=StandardConfig(matrices=matrices))
     for role, hyper in other.roles:
         assert dataclasses.replace(hyper, group="adamw") == usual.of(role)
@@ -361,7 +361,7 @@ def test_archscales_standard_parameterisation():
     assert built.of("embedding").init_std == 1e-4
 
 
-def test_functions_and_configs_say_the_same():
+def test_functions_and_configs_agree():
     functions = {
         "standard": standard,
         "mup": mup,
@@ -374,7 +374,7 @@ def test_functions_and_configs_say_the_same():
 
 
 @pytest.mark.parametrize("name", ["muonh_vanilla", "hyperp"])
-def test_nothing_without_a_radius_is_on_a_sphere(name):
+def test_vectors_and_zeros_are_on_no_sphere(name):
     """Gains, vectors and what starts at zero stay with AdamW."""
     noisy = MoEConfig(num_experts=4, top_k=2, expert_dim=12, router=NoisyTopKConfig())
     model = ModelConfig(num_layers=3, embed_dim=48, moe=noisy, dense_layers=(0,))

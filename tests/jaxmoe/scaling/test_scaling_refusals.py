@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""What parameterisations refuse, in which words, and that applying one twice is harmless."""
+"""Refusals of parameterisations with their exact text, and idempotence."""
 
 import dataclasses
 import re
@@ -39,7 +39,7 @@ def refusal(text):
 
 
 @every_rule
-def test_applied_twice_it_is_the_same(name):
+def test_a_parameterisation_is_idempotent(name):
     once = build(name)
     assert build(name, once.model) == once
 
@@ -48,7 +48,7 @@ def test_applied_twice_it_is_the_same(name):
 @pytest.mark.parametrize(
     "name", [name for name in PARAMETERIZATIONS if name not in ("standard", "muonh_vanilla")]
 )
-def test_multipliers_of_ones_own_are_not_overwritten(name, field):
+def test_multipliers_of_the_model_are_not_overwritten(name, field):
     own = dataclasses.replace(MODEL, multipliers=ForwardMultipliers(**{field: 0.3}))
     ours = getattr(build(name).model.multipliers, field)
     default = getattr(ForwardMultipliers(), field)
@@ -61,7 +61,7 @@ def test_multipliers_of_ones_own_are_not_overwritten(name, field):
     assert build("standard", own).model == own
 
 
-def test_a_model_without_its_multipliers_is_not_initialised():
+def test_init_refuses_a_model_without_its_multipliers():
     """Only the model that the parameterisation returns has them."""
     small = dataclasses.replace(TINY, num_layers=2)
     built = build("hyperp", small)
@@ -90,7 +90,7 @@ MISSING = {
 
 @pytest.mark.parametrize("name", MISSING)
 @pytest.mark.parametrize("field", ["num_layers", "embed_dim", "tokens", "batch_tokens"])
-def test_a_base_point_without_a_number_that_is_needed(name, field):
+def test_a_missing_number_of_the_base_point_is_refused(name, field):
     base = dataclasses.replace(HYPERP_BASE, **{field: None})
     if field not in MISSING[name]:
         assert build(name, base=base) == build(name)
@@ -102,13 +102,13 @@ def test_a_base_point_without_a_number_that_is_needed(name, field):
         build(name, base=base)
 
 
-def test_a_law_that_is_off_asks_for_nothing():
+def test_a_law_that_is_off_needs_no_base_point():
     off = HyperPConfig(token_exponent=0.0, batch_exponent=0.0, depth_exponent=0.0)
     assert off.build(MODEL, BUDGET, BasePoint()).of("mlp_in").learning_rate_multiplier == 1.0
 
 
 @pytest.mark.parametrize("name", ["hyperp", "muonh_vanilla"])
-def test_tied_embeddings_are_refused_where_the_head_is_on_a_sphere(name):
+def test_tied_embeddings_are_refused_with_the_head_on_a_sphere(name):
     tied = dataclasses.replace(MODEL, has_tied_embeddings=True)
     with refusal(
         f"model.has_tied_embeddings=True: {name} keeps the head on a sphere and the embedding off"
@@ -122,13 +122,13 @@ def test_tied_embeddings_are_refused_where_the_head_is_on_a_sphere(name):
 
 
 @pytest.mark.parametrize("name", ["mup", "mup_plus_plus", "mup_muon", "mup_plus_plus_muon"])
-def test_tied_embeddings_elsewhere_have_the_heads_scale(name):
+def test_tied_embeddings_have_the_scale_of_the_head(name):
     tied = dataclasses.replace(MODEL, has_tied_embeddings=True)
     assert build(name, tied).of("embedding").init_std == 0.02
 
 
 @pytest.mark.parametrize("field", ["tokens", "batch_tokens"])
-def test_a_budget_of_nothing(field):
+def test_an_empty_budget_is_refused(field):
     of_what = {"tokens": "the whole run", "batch_tokens": "one step"}[field]
     with refusal(
         f"budget.{field}=0 must be at least 1: the laws of a learning rate divide by it; give the"
@@ -171,6 +171,6 @@ def test_a_budget_of_nothing(field):
         ),
     ],
 )
-def test_bad_options(make, text):
+def test_bad_options_are_refused(make, text):
     with refusal(text):
         make()
