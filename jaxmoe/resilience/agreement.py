@@ -1,10 +1,10 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Whether all processes of a run were started with the same config, code and versions.
+"""Checks that all processes of a run have the same config, code and package versions.
 
-Processes that compile different programs wait for one another in collectives for ever, or compute
-nonsense. So each compares with process 0 before anything is compiled, and all of them end when one
-differs. What belongs to a process alone (`OWN_FIELDS`) may differ.
+Processes that compile different programs hang in collectives or compute wrong numbers. Each process
+compares itself with process 0 before anything is compiled, and all raise if one differs. Fields of
+one process alone (`OWN_FIELDS`) may differ.
 """
 
 from __future__ import annotations
@@ -22,31 +22,30 @@ from jaxmoe.configs import to_json, varying_fields
 from sharding.coordination import everyones_text, first_text
 
 OWN_FIELDS = ("data.cache", "tracking.console", "tracking.trackers", "tracking.sample_length")
-"""What only decides what one process writes, or where it keeps its copy."""
+"""Fields that may differ: what one process writes, and where it keeps its cache."""
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
-_ROOMS = ("pallas_kernels", "sharding", "jaxmoe", "experiments")
+_PACKAGE_FOLDERS = ("pallas_kernels", "sharding", "jaxmoe", "experiments")
 _SHOWN = 5
 
 
 def check_agreement(config: Any, seconds: float) -> None:
-    """Every process must call this; with one it does nothing.
+    """Raise on all processes if one differs from process 0; a no-op with one process.
 
     Args:
-        config: the resolved config of this process.
-        seconds: that processes wait for one another.
+        config: Resolved config of this process.
+        seconds: Timeout of the exchange between processes.
 
     Raises:
-        ValueError: on all processes, with each process that differs from process 0, the first
-            fields in which it does, and both values.
-        AbsentError: a process did not come.
+        ValueError: With the processes that differ, their first differing fields and both values.
+        AbsentError: A process did not take part within the timeout.
     """
     if jax.process_count() == 1:
         return
     own = facts(config)
     first = json.loads(first_text("the config of process 0", json.dumps(own), seconds))
     lines = disagreement(first, own)
-    said = everyones_text("the comparison of configs", json.dumps(lines), seconds)
-    differing = {process: json.loads(text) for process, text in enumerate(said)}
+    texts = everyones_text("the comparison of configs", json.dumps(lines), seconds)
+    differing = {process: json.loads(text) for process, text in enumerate(texts)}
     differing = {process: lines for process, lines in differing.items() if lines}
     if differing:
         shown = [
@@ -61,7 +60,7 @@ def check_agreement(config: Any, seconds: float) -> None:
 
 
 def facts(config: Any) -> dict[str, Any]:
-    """What must be the same on all processes, as JSON."""
+    """Return what must be the same on all processes, as JSON."""
     tree = to_json(config)
     for path in OWN_FIELDS:
         group, _, field = path.partition(".")
@@ -73,11 +72,11 @@ def facts(config: Any) -> dict[str, Any]:
 
 
 def disagreement(first: dict[str, Any], own: dict[str, Any]) -> list[str]:
-    """The first fields in which two processes differ, with the value here and that of process 0.
+    """Return the first fields in which two processes differ, with both values.
 
     Args:
         first: `facts` of process 0.
-        own: of this process.
+        own: `facts` of this process.
     """
     fields = varying_fields([first, own])
     lines = [
@@ -89,11 +88,11 @@ def disagreement(first: dict[str, Any], own: dict[str, Any]) -> list[str]:
 
 
 def code_hash() -> str:
-    """Of the sources of this library, as they lie on this host."""
+    """Return a hash of this library's sources as installed on this host."""
     root = pathlib.Path(__file__).resolve().parents[2]
     total = hashlib.sha256()
-    for room in _ROOMS:
-        for file in sorted((root / room).rglob("*.py")):
+    for folder in _PACKAGE_FOLDERS:
+        for file in sorted((root / folder).rglob("*.py")):
             total.update(str(file.relative_to(root)).encode())
             total.update(file.read_bytes())
     return total.hexdigest()[:12]

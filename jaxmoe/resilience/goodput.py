@@ -1,27 +1,28 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""The books of a run: where all its wall time went, over all its starts.
+"""Accounts for the wall time of a run over all its starts.
 
-    goodput = seconds of training steps that count / (wall time - time after an end that was meant)
+    goodput = seconds of training steps that count / (wall time - time after an intended end)
 
-Each start keeps `goodput.jsonl` in the run directory: what it had spent (`Stopwatch`) by when it
-was at which step. A line a minute and one for each checkpoint stay; the last one is written over at
-every report, so that a killed start leaves its books as of its last report. `account` adds up:
+Each start appends to `goodput.jsonl` in the run directory: the seconds by kind (`Stopwatch`) and
+the step at that time. One line per minute and one per checkpoint are kept; the last line is
+overwritten at every report, so that a killed start loses at most the time since then. Rows of
+`account`:
 
-    train       steps that count: from handing them over to having their metrics
-    lost        training and waiting for data of steps that a later start (or a rollback) repeated
+    train       steps that count: from dispatch to their metrics
+    lost        training and data time of steps that a later start or a rollback repeated
     data        waiting for batches
-    report evaluate checkpoint hooks    between the steps; what a save does in the background is
-                in none of them
-    start restore compile aftermath     before and after them; restore: the initial state as well
-    down        from the last record of a start that was killed to the start after it
-    preempted   the same after SIGTERM: the time in the queue
-    ended       the same after the end of the run or Ctrl-C: nobody wanted it to run
+    report evaluate checkpoint hooks    between steps; saving in the background is not counted
+    start restore compile finish        before and after the steps
+    down        from the last record of a killed start to the next start
+    preempted   the same after SIGTERM: time in the queue
+    ended       the same after the end of the run or Ctrl-C: not wanted, and not counted
 
-Every second is in one row: a start's rows add up because `Stopwatch` does, the rows between starts
-are differences of wall clocks. What a start spends before it first writes (it has restored by then)
-is known to it; a start that fails earlier is `down`. Kept by the first process; no cloud is needed.
-Cf. ml-goodput of MaxText. To add a row: here, and in `jaxmoe.training.stopwatch`.
+Every second is in one row. The time of a start before its first record is part of that record; a
+start that fails earlier counts as `down`. The first process keeps the file. Cf. ml-goodput of
+MaxText.
+
+To add a row: `jaxmoe/resilience/goodput.py` and `jaxmoe/training/stopwatch.py`.
 """
 
 from __future__ import annotations
@@ -47,36 +48,36 @@ ROWS: Mapping[str, str] = {
     **{kind: kind for kind in (kinds.CHECKPOINT, kinds.HOOKS, kinds.START)},
     **{kind: kind for kind in (kinds.RESTORE, kinds.COMPILE, kinds.FINISH)},
 }
-"""The row of each kind of time."""
+"""Row of each kind of time."""
 _BETWEEN = {"preempted": "preempted", "done": "ended", "interrupted": "ended"}
-"""The row of the time after a start, by how that ended; any other: down."""
+"""Row of the time after a start, by the status of that start; any other: down."""
 _LINE_SECONDS = 60.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Record:
-    """What one start had spent when it was at some step."""
+    """Seconds that one start had spent when it reached a step."""
 
     start: int
     """Number of the start, from 1."""
     began: float
-    """Seconds since 1970 at which it began."""
+    """Time of the start, in seconds since 1970."""
     first_step: int
-    """Restored."""
+    """Restored step."""
     step: int
     status: str
-    """running, or how it ended."""
+    """Status of the start: running, or how it ended."""
     seconds: Mapping[str, float]
-    """By row."""
+    """Seconds by row."""
 
 
 class Ledger:
-    """Writes the books of one start; a full disk costs records and not the run.
+    """Writes the records of one start; a full disk loses records and does not end the run.
 
     Args:
-        path: of the file, new or of the run that is resumed.
-        spent: of this process; counts since the start began.
-        first_step: restored.
+        path: File, new or of the resumed run.
+        spent: Stopwatch of this process, running since the start began.
+        first_step: Restored step.
     """
 
     def __init__(self, path: str | os.PathLike[str], spent: Stopwatch, *, first_step: int):
@@ -91,12 +92,12 @@ class Ledger:
         self.record(first_step)
 
     def record(self, step: int, *, status: str = "running", is_kept: bool = False) -> None:
-        """Writes over the last line, or begins a new one.
+        """Overwrite the last line, or begin a new one.
 
         Args:
-            step: done.
-            status: running, or how the start ended.
-            is_kept: the line stays, as for a step that a later start may continue from.
+            step: Steps done.
+            status: "running", or how the start ended.
+            is_kept: Whether the line stays, as for a step from which a later start may continue.
         """
         if step < self._step:  # rolled back: neither how far it had come nor this is written over
             self._at, self._length, is_kept = self._at + self._length, 0, True
@@ -121,7 +122,7 @@ class Ledger:
 
     def _write(self, text: str) -> None:
         # A line cut by the end of an earlier start stays alone on its line. In one system call, and
-        # never shorter than what it replaces: whoever kills the process finds one or the other.
+        # never shorter than what it replaces: a kill leaves one or the other.
         head = "\n" if self._is_first and self._at else ""
         line = (head + text.ljust(self._length - 1) + "\n").encode()
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -135,26 +136,26 @@ class Ledger:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Goodput:
-    """Where the time of a run went."""
+    """Wall time of a run by row."""
 
     seconds: Mapping[str, float]
-    """By row, largest first."""
+    """Seconds by row, largest first."""
     starts: int
     lost_steps: int
 
     @property
     def wall_seconds(self) -> float:
-        """From the beginning of the first start to the last record."""
+        """Seconds from the first start to the last record."""
         return sum(self.seconds.values())
 
     @property
     def share(self) -> float:
-        """Of the steps that count in the time that somebody wanted the run to run."""
+        """Share of the steps that count in the time in which the run was meant to run."""
         wanted = self.wall_seconds - self.seconds.get("ended", 0.0)
         return self.seconds.get("train", 0.0) / wanted if wanted else 0.0
 
     def to_json(self) -> dict[str, Any]:
-        """For `summary.json`."""
+        """Return the entries of `summary.json`."""
         return {
             "share": self.share,
             "wall_seconds": self.wall_seconds,
@@ -165,10 +166,10 @@ class Goodput:
 
 
 def read_ledger(path: str | os.PathLike[str]) -> list[Record]:
-    """The records of a run, in order; none where there is no file. Damaged lines are passed over.
+    """Return the records of a run in order; damaged lines are skipped.
 
     Args:
-        path: of the file.
+        path: File; may be missing.
     """
     path = pathlib.Path(path)
     records = []
@@ -181,18 +182,18 @@ def read_ledger(path: str | os.PathLike[str]) -> list[Record]:
 
 
 def account(records: Iterable[Record]) -> Goodput:
-    """Adds up the records of a run.
+    """Return the sums over all records of a run.
 
     Args:
-        records: in order, as of `read_ledger`.
+        records: Records in order, from `read_ledger`.
     """
     starts: dict[int, list[Record]] = {}
     for record in records:
         starts.setdefault(record.start, []).append(record)
-    books: dict[str, float] = {}
+    totals: dict[str, float] = {}
 
     def add(row: str, value: float) -> None:
-        books[row] = books.get(row, 0.0) + value
+        totals[row] = totals.get(row, 0.0) + value
 
     before: Record | None = None
     for found in starts.values():
@@ -207,7 +208,7 @@ def account(records: Iterable[Record]) -> Goodput:
     for row, value in lost.items():
         add(row, -value)
         add("lost", value)
-    ordered = sorted(books.items(), key=lambda item: -item[1])
+    ordered = sorted(totals.items(), key=lambda item: -item[1])
     return Goodput(
         seconds={row: value for row, value in ordered if value > 0.0},
         starts=len(starts),
@@ -216,10 +217,10 @@ def account(records: Iterable[Record]) -> Goodput:
 
 
 def _lost(starts: list[list[Record]]) -> tuple[dict[str, float], float]:
-    """Seconds by row, and steps, of the training that a later one repeated.
+    """Return seconds by row, and steps, of the training that was repeated later.
 
-    From the end to the beginning, with the lowest step from which anything later went on; between
-    two records the time of the steps is taken to be even.
+    Goes through the records backwards with the lowest step from which anything later continued;
+    between two records, steps are taken to last equally long.
     """
     lost, steps = {"train": 0.0, kinds.DATA: 0.0}, 0.0
     continued = math.inf
@@ -242,10 +243,10 @@ def _lost(starts: list[list[Record]]) -> tuple[dict[str, float], float]:
 
 
 def format_goodput(goodput: Mapping[str, Any]) -> str:
-    """One line: the share, and the rows that took at least one percent.
+    """Return one line: the share, and the rows above one percent.
 
     Args:
-        goodput: as of `Goodput.to_json`.
+        goodput: Result of `Goodput.to_json`.
     """
     wall = max(goodput["wall_seconds"], 1e-9)
     rows = [f"{row} {value / wall:.0%}" for row, value in goodput["seconds"].items()]

@@ -1,32 +1,31 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""One writer per directory: who holds it, whether he lives, and who took it over.
+"""Leases a run directory to one process at a time.
 
-    run.lock       locked by the kernel (flock) while its holder lives; says who that is
+    run.lock       locked with flock while its holder is alive; names the holder
     run.lease      {run, incarnation, token, host, boot, pid, since, heartbeat, flock}: the holder
     run.heartbeat  {token, count, released}: written by the holder every `heartbeat` seconds
 
-flock is asked first: a process that has it lives, even a stopped one, and is refused at once. Where
-flock does not reach, to other hosts on some shared file systems, the heartbeat decides. Where it
-does, which is known of holders on the same running kernel (`boot`), a free lock means a dead holder
-and nobody waits.
+flock is tried first: if another process holds it, even a stopped one, `acquire` is refused at
+once. If the previous holder ran on the same running kernel (`boot`), a free lock means that it is
+dead and the lease is taken without waiting. On some shared file systems flock does not reach other
+hosts; there the heartbeat decides.
 
-Clocks of hosts differ, so that no two are compared: whoever wants a directory of another host
-watches for three of the holder's heartbeats, by his own clock, whether the count changes. A change
-refuses him at once; none in that time means a holder who is dead, or cut off from the directory,
-and is taken over. This costs a start on another host that wait, unless the holder said that he let
-go. It assumes that what one host writes is seen by the others within two heartbeats.
+Clocks of different hosts are never compared. To take over from another host, `acquire` watches for
+three heartbeats of the holder, by the local clock, whether the count changes. If it does, `acquire`
+is refused; if not, the holder is dead or cut off from the directory, and is replaced. There is no
+wait if the holder released the lease. This assumes that writes of one host are visible to the
+others within two heartbeats.
 
-Each holder has an incarnation, one more than the one before him, and a token of his own. A holder
-may be taken over alive: stopped for a while, cut off, or by `--run.steal_lock`. He finds another
-token in run.lease at his next heartbeat, or when he asks before he commits (`fence`), and must not
-write any more. Only who acquires writes run.lease; of two that do so in the same moment the last
-one holds it, and the other finds out as soon. Heartbeats are a file of their own, so that a late
-one hides nobody's lease.
+Each holder has an incarnation, one more than the previous one, and a token of its own. A holder can
+lose its lease while alive: stopped for a while, cut off, or through `--run.steal_lock`. It finds
+another token in run.lease at its next heartbeat or when it calls `fence` before a commit, and must
+not write any more. Only `acquire` writes run.lease; of two that do so at the same moment the last
+one holds it. The heartbeat is a separate file, so that a late write does not overwrite a lease.
 
-It does not stop writes that are already on their way to the disk.
+Writes that are already on their way to the disk are not prevented.
 
-To add a fact about the holder: a field of `Holder`.
+To add a fact about the holder: a field of `Holder` in `jaxmoe/resilience/lease.py`.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ from jaxmoe.checkpoint import LeaseLostError
 from jaxmoe.messages import write
 
 FILES = ("run.lock", "run.lease", "run.heartbeat")
-"""In the directory."""
+"""Names of the files in the directory."""
 
 STALE = 3
 """Heartbeats without a change after which a holder counts as dead."""
@@ -61,28 +60,28 @@ _BOOT = pathlib.Path("/proc/sys/kernel/random/boot_id")
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Host:
-    """Where a process runs."""
+    """Host of a process."""
 
     name: str
     boot: str
-    """Of the running kernel: another one after a restart; its name where it has none."""
+    """Id of the running kernel, new after a restart; the host name where there is none."""
 
     @classmethod
     def here(cls) -> Host:
-        """This one."""
+        """Return this host."""
         name = platform.node()
         return cls(name=name, boot=_BOOT.read_text().strip() if _BOOT.exists() else name)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Holder:
-    """The content of run.lease."""
+    """Content of run.lease."""
 
     run: str
-    """Of the directory: the same for all who hold it in turn."""
+    """Id of the directory, the same for all holders."""
     incarnation: int
     token: str
-    """Of this holder alone."""
+    """Random id of this holder."""
     host: str
     boot: str
     pid: int
@@ -90,23 +89,23 @@ class Holder:
     heartbeat: float
     """Seconds between heartbeats."""
     flock: bool
-    """Whether he has the kernel's lock as well."""
+    """Whether the holder also has the flock."""
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host} (since {self.since})"
 
 
 class Lease:
-    """The lease on one directory.
+    """A lease on one directory.
 
     Args:
-        directory: which must exist.
-        heartbeat: seconds between heartbeats.
-        steal: whether to take it from a holder who lives.
-        on_lost: called once, in the heartbeat's thread, when another process has taken it.
-        host: where this process runs.
-        flock: locks an open file, or raises BlockingIOError where another has; an OSError of
-            another kind says that the file system has no locks.
+        directory: Existing directory.
+        heartbeat: Seconds between heartbeats.
+        steal: Whether to take the lease from a live holder.
+        on_lost: Called once, in the heartbeat thread, when another process has taken the lease.
+        host: Host of this process.
+        flock: Locks an open file, or raises BlockingIOError if another process has the lock; any
+            other OSError means that the file system has no locks.
     """
 
     def __init__(
@@ -130,14 +129,14 @@ class Lease:
         self._thread: threading.Thread | None = None
         self._count = 0
         self.holder: Holder | None = None
-        """What this process wrote, while it holds the directory."""
+        """Content of run.lease while this process holds the directory."""
 
     def acquire(self) -> None:
-        """Holds the directory until `release`.
+        """Hold the directory until `release`.
 
         Raises:
-            ValueError: another process holds it.
-            OSError: the files cannot be written.
+            ValueError: Another process holds it.
+            OSError: The files cannot be written.
         """
         with contextlib.ExitStack() as undo:
             undo.callback(self._close)
@@ -165,17 +164,19 @@ class Lease:
         self._thread.start()
 
     def fence(self) -> None:
-        """Returns while this process holds the directory.
+        """Return if this process still holds the directory.
 
         Raises:
-            LeaseLostError: it does not, or not any more; says who does.
-            OSError: the file system does not answer.
+            LeaseLostError: It does not; the message names the holder.
+            OSError: The file system does not answer.
         """
         mine, now = self.holder, self._read_holder()
         if mine is not None and now is not None and now.token == mine.token:
             return
         who = (
-            "nobody: run.lease is gone" if now is None else f"{now}, incarnation {now.incarnation}"
+            "no process: run.lease is gone"
+            if now is None
+            else f"{now}, incarnation {now.incarnation}"
         )
         was = "none" if mine is None else f"incarnation {mine.incarnation}"
         raise LeaseLostError(
@@ -184,7 +185,7 @@ class Lease:
         )
 
     def release(self) -> None:
-        """Lets go of the directory; twice does no harm."""
+        """Release the directory; a second call is a no-op."""
         if self._thread is not None:
             self._ended.set()
             self._thread.join()
@@ -202,7 +203,7 @@ class Lease:
             os.close(lock)
 
     def _take_lock(self) -> bool:
-        """Whether the kernel's lock is ours; False where the file system has none.
+        """Take the flock; return False if the file system has none.
 
         Raises:
             ValueError: another process has it.
@@ -216,7 +217,7 @@ class Lease:
                 os.close(lock)
                 if not self._steals:
                     raise ValueError(self._refusal(self._locked_by())) from error
-                # Its lock stays on a file that has no name any more.
+                # The lock stays on the unlinked file.
                 write(f"run.directory={self._directory} is taken from {self._locked_by()}")
                 path.unlink(missing_ok=True)
                 continue
@@ -226,10 +227,10 @@ class Lease:
             if _is_same_file(lock, path):
                 self._lock = lock
                 return True
-            os.close(lock)  # somebody has put another there in between
+            os.close(lock)  # another file took its place meanwhile
 
     def _write_lock(self, holder: Holder) -> None:
-        """Says in run.lock who holds it."""
+        """Write the holder into run.lock."""
         assert self._lock is not None
         text = json.dumps({"pid": holder.pid, "host": holder.host, "since": holder.since})
         os.ftruncate(self._lock, 0)
@@ -237,7 +238,7 @@ class Lease:
         os.fsync(self._lock)
 
     def _write_lease(self, holder: Holder) -> None:
-        """In one rename, of a file that no other process has: pids of two hosts may be the same."""
+        """Replace run.lease by one rename; the temporary name has the token, since pids repeat."""
         pending = self._lease_file.with_name(f"{self._lease_file.name}.{holder.token}")
         try:
             with pending.open("w", encoding="utf-8") as file:
@@ -249,20 +250,20 @@ class Lease:
             pending.unlink(missing_ok=True)
 
     def _watch(self, before: Holder, has_lock: bool) -> bool:
-        """Returns when the holder before may be replaced; whether that took watching him.
+        """Return once the previous holder may be replaced; True if it had to be watched.
 
         Raises:
-            ValueError: he lives.
+            ValueError: The holder is alive.
         """
         is_here = before.boot == self._host.boot
         if self._is_released(before) or (has_lock and before.flock and is_here):
-            return False  # the kernel has let go of what it held for him
+            return False  # the kernel released the lock of the dead holder
         where = f"run.directory={self._directory}"
         if self._steals:
             write(f"{where} is taken from {before}")
             return False
         seconds = STALE * before.heartbeat
-        write(f"{where} was held by {before}: watching {seconds:g} s whether it lives")
+        write(f"{where} was held by {before}: watching {seconds:g} s for its heartbeat")
         seen, looked = self._heartbeat_of(before), time.monotonic()
         # Looks are counted, not time: to stand still here for long costs one look.
         for _ in range(STALE * _LOOKS):
@@ -277,7 +278,7 @@ class Lease:
         return True
 
     def _check_alone(self) -> None:
-        """Refuses where somebody else has watched as long, and has written after us."""
+        """Raise if another process watched at the same time and wrote its lease later."""
         time.sleep(self._heartbeat / _LOOKS)
         try:
             self.fence()
@@ -310,14 +311,14 @@ class Lease:
             os.close(opened)
 
     def _read_holder(self) -> Holder | None:
-        """Of run.lease; None where there is none that this version understands."""
+        """Return the holder in run.lease; None if there is none that this version can read."""
         try:
             return Holder(**_read(self._lease_file))
         except TypeError:
             return None
 
     def _heartbeat_of(self, holder: Holder) -> Any:
-        """His count; None while the file holds somebody else's."""
+        """Return the count of a holder; None while the file has another holder's."""
         beat = _read(self._heartbeat_file)
         return beat.get("count") if beat.get("token") == holder.token else None
 
@@ -328,7 +329,7 @@ class Lease:
     def _locked_by(self) -> str:
         owner = _read(self._lock_file)
         if not {"pid", "host", "since"} <= owner.keys():
-            return "another process"  # it holds the lock and has not yet said who it is
+            return "another process"  # it holds the lock and has not written its name yet
         return f"process {owner['pid']} on {owner['host']} (since {owner['since']})"
 
     def _refusal(self, who: str) -> str:
@@ -347,7 +348,7 @@ def _is_same_file(opened: int, path: pathlib.Path) -> bool:
 
 
 def _read(path: pathlib.Path) -> dict[str, Any]:
-    """A JSON object; empty where there is none."""
+    """Return a JSON object; empty if there is no file."""
     try:
         found = json.loads(path.read_text())
     except (FileNotFoundError, ValueError):

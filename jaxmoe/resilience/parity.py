@@ -1,24 +1,24 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Parity over processes: what any one of them has lost, the others bring back, bit for bit.
+"""Computes parity over processes, from which the words of one lost process are rebuilt.
 
-Each of N processes has as many words of 32 bits, cut into N - 1 blocks with a block of zeros put in
-at its own place; process j keeps the sum of everybody's block j, modulo 2^32:
+Each of N processes has equally many 32-bit words, cut into N - 1 blocks, with a block of zeros
+inserted at its own position; process j keeps the sum over all processes of block j, modulo 2^32:
 
     P_j = sum over i of block(i, j),    block(i, i) = 0            (one `psum_scatter`)
 
-None of the words of process k are in P_k, so that with k its words are lost and nothing that is
-needed to bring them back. In one sum over the others (`psum`)
+P_k contains no words of process k, so losing process k loses nothing that is needed to rebuild it.
+In one sum over the other processes (`psum`)
 
     row j:  P_j - sum over i of block(i, j) = block(k, j)
     row k:      - sum over i of block(i, k) = -P_k
 
 are the lost words and, negated, the lost parity. It costs 1 / (N - 1) of the memory and sends each
-word once; two processes mirror one another. Two losses are one too many (that takes a Reed-Solomon
-code). Words travel by way of one device of each process, a piece at a time.
+word once; two processes mirror each other. Two lost processes cannot be rebuilt (that takes a
+Reed-Solomon code). Words pass through one device of each process, a piece at a time.
 
-`encode_reference` and `rebuild_reference` say the same in numpy. Source: RAID 5, and the in-memory
-checkpoints with erasure codes of REFT (arXiv 2310.12670).
+`encode_reference` and `rebuild_reference` are the numpy references. Source: RAID 5, and the
+in-memory checkpoints with erasure codes of REFT (arXiv 2310.12670).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Words = UInt32[np.ndarray, " words"]
 Block = UInt32[np.ndarray, " block"]
 
 PIECE = 1 << 24
-"""Words of all blocks that are on the device at once, by default: 64 MiB."""
+"""Words of all blocks that are on the device at once by default: 64 MiB."""
 _AXIS = "process"
 
 
@@ -47,22 +47,22 @@ class TooManyLostError(JaxmoeError, ValueError):
 
 
 def padded(num_words: int, processes: int) -> int:
-    """The least multiple of N - 1 blocks that holds so many words."""
+    """Return the least multiple of N - 1 blocks that holds a number of words."""
     blocks = max(processes - 1, 1)
     return -(-num_words // blocks) * blocks
 
 
 def only_lost(has: Sequence[bool]) -> int | None:
-    """The process that has nothing; None: all of them have.
+    """Return the process that has nothing; None if all have their words.
 
     Args:
-        has: for each process whether it has its words and its parity.
+        has: Whether each process has its words and its parity.
 
     Raises:
-        TooManyLostError: more than one has nothing.
+        TooManyLostError: More than one has nothing.
     """
     lost = [process for process, is_there in enumerate(has) if not is_there]
-    # Whoever is alone has no other to ask.
+    # A single process has no peer to rebuild from.
     if len(lost) > (len(has) > 1):
         names = ", ".join(map(str, lost))
         raise TooManyLostError(
@@ -73,22 +73,22 @@ def only_lost(has: Sequence[bool]) -> int | None:
 
 
 def cut(words: Words, own: int, processes: int) -> UInt32[np.ndarray, "processes block"]:
-    """The blocks of one process, with zeros at its own place.
+    """Return the blocks of one process, with zeros at its own place.
 
     Args:
-        words: as many as `padded` says.
-        own: number of the process.
-        processes: all of them.
+        words: As many words as `padded` returns.
+        own: Number of the process.
+        processes: Number of processes.
     """
     return np.insert(words.reshape(processes - 1, -1), own, np.uint32(0), axis=0)
 
 
 def encode_reference(words: Mapping[int, Words], processes: int) -> dict[int, Block]:
-    """The parity of each process, from the words of all of them.
+    """Return the parity of each process from the words of all.
 
     Args:
-        words: by process, all of one length that `padded` gave.
-        processes: all of them.
+        words: Words by process, all of a length from `padded`.
+        processes: Number of processes.
     """
     if processes == 1:
         return {0: np.zeros(0, np.uint32)}
@@ -99,15 +99,15 @@ def encode_reference(words: Mapping[int, Words], processes: int) -> dict[int, Bl
 def rebuild_reference(
     words: Mapping[int, Words], parity: Mapping[int, Block], processes: int
 ) -> tuple[int, Words, Block]:
-    """The process that is missing, its words and its parity.
+    """Return the missing process, its words and its parity.
 
     Args:
-        words: of the others.
-        parity: of the others.
-        processes: all of them.
+        words: Words of the other processes.
+        parity: Parity of the other processes.
+        processes: Number of processes.
 
     Raises:
-        TooManyLostError: more than one is missing.
+        TooManyLostError: More than one is missing.
     """
     lost = only_lost([process in words for process in range(processes)])
     if lost is None:
@@ -119,11 +119,11 @@ def rebuild_reference(
 
 
 class Peers:
-    """The processes, each by one of its devices; all of them must make each call.
+    """Computes parity on one device of each process; all processes make each call.
 
     Args:
-        devices: one for each process, in their order.
-        piece: words of all blocks that are on a device at once.
+        devices: One device of each process, in order.
+        piece: Words of all blocks that are on a device at once.
     """
 
     def __init__(self, devices: Sequence[jax.Device], *, piece: int = PIECE):
@@ -132,14 +132,14 @@ class Peers:
 
     @property
     def count(self) -> int:
-        """Processes."""
+        """Number of processes."""
         return len(self._devices)
 
     def encode(self, words: Mapping[int, Words]) -> dict[int, Block]:
-        """The parity of each process that is here.
+        """Return the parity of each local process.
 
         Args:
-            words: of the processes that are here, of one length on all.
+            words: Words of the local processes, of one length on all.
         """
         if self.count == 1:
             return encode_reference(words, 1)
@@ -158,12 +158,12 @@ class Peers:
     def rebuild(
         self, lost: int, words: Mapping[int, Words], parity: Mapping[int, Block]
     ) -> tuple[Words, Block]:
-        """The lost process's words and parity, on every process.
+        """Return the words and the parity of the lost process, on every process.
 
         Args:
-            lost: its number.
-            words: of the processes that are here; of the lost one anything of that length.
-            parity: likewise.
+            lost: Number of the lost process.
+            words: Words of the local processes; those of the lost one are ignored.
+            parity: Parity of the local processes, likewise.
         """
         block = len(next(iter(words.values()))) // (self.count - 1)
         found = np.empty((self.count, block), np.uint32)
@@ -185,7 +185,7 @@ class Peers:
         here: Mapping[int, Any],
         given: Callable[[int, slice], UInt32[np.ndarray, "processes piece"]],
     ) -> Iterator[tuple[slice, dict[int, np.ndarray]]]:
-        """The pieces of a block one after the other, all of one size; and what came of each."""
+        """Yield the pieces of a block, all of one size, and the result of each."""
         size = max(min(self._piece // self.count, block), 1)
         placed = NamedSharding(self._mesh, PartitionSpec(_AXIS))
         for start in range(0, block, size):
@@ -197,7 +197,7 @@ class Peers:
                 arrays.append(jax.device_put(piece[None], self._devices[own]))
             shape = (self.count, self.count, size)
             whole = jax.make_array_from_single_device_arrays(shape, placed, arrays)
-            # A program of its own mesh, whichever is current.
+            # The program uses its own mesh, not the current one.
             with jax.set_mesh(self._mesh):
                 summed = make(self._mesh)(whole)
             by_device = {shard.device: shard.data for shard in summed.addressable_shards}
@@ -209,7 +209,7 @@ class Peers:
 
 @functools.lru_cache(maxsize=2)
 def _scattered(mesh: Mesh) -> Callable[[Array], Array]:
-    """Row j of the sum on process j."""
+    """Return a program that leaves row j of the sum on process j."""
 
     def local(blocks: UInt32[Array, "1 processes piece"]) -> UInt32[Array, "1 piece"]:
         return jax.lax.psum_scatter(blocks[0], _AXIS, scatter_dimension=0, tiled=True)
@@ -220,7 +220,7 @@ def _scattered(mesh: Mesh) -> Callable[[Array], Array]:
 
 @functools.lru_cache(maxsize=2)
 def _summed(mesh: Mesh) -> Callable[[Array], Array]:
-    """The whole sum on every process."""
+    """Return a program that leaves the whole sum on every process."""
 
     def local(blocks: UInt32[Array, "1 processes piece"]) -> UInt32[Array, "processes piece"]:
         return jax.lax.psum(blocks[0], _AXIS)

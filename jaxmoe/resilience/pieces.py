@@ -1,14 +1,14 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""What one process holds of a state, as words of 32 bits, and the state again.
+"""Packs the part of a state that one process holds into 32-bit words, and unpacks it.
 
-    (pieces, ...) = pieces_of(state, groups) what, where in the whole arrays, where in the words
-    words  = pack_words(state, pieces)       the bits, copied out of the devices
+    (pieces, ...) = pieces_of(state, groups)    part of the whole arrays, and place in the words
+    words  = pack_words(state, pieces)          the bits, copied from the devices
     state  = place_words([(pieces, words)], target)
 
-A process's devices may hold the same part of an array: it is packed once. Which process packs what
-follows from the shardings alone, so that each knows it of all others as well. Every piece begins at
-a whole word.
+If several devices of a process hold the same part of an array, it is packed once. The pieces follow
+from the shardings alone, so that each process knows those of all others. Every piece begins at a
+whole word.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from jaxtyping import UInt32
 from jaxmoe.state_tree import SEPARATOR, pack, unpack
 
 Index = tuple[tuple[int, int], ...]
-"""First and last index, the latter not included, in every dimension of the whole array."""
+"""First index and index after the last, in every dimension of the whole array."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of an array, and its place among the words."""
+    """Part of an array, and its place among the words."""
 
     path: str
     index: Index
@@ -40,22 +40,22 @@ class Piece:
     start: int
     """First word."""
     stop: int
-    """After the last word."""
+    """Index after the last word."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the part."""
+        """Shape of the part."""
         return tuple(last - first for first, last in self.index)
 
 
 def pieces_of(
     state: Any, groups: Sequence[Collection[jax.Device]]
 ) -> tuple[tuple[Piece, ...], ...]:
-    """What each group of devices holds of a state, each part once.
+    """Return the parts of a state that each group of devices holds, each part once.
 
     Args:
-        state: named arrays.
-        groups: the devices of each process.
+        state: Tree of named arrays.
+        groups: Devices of each process.
     """
     group_of = {device: number for number, group in enumerate(groups) for device in group}
     found: list[list[Piece]] = [[] for _ in groups]
@@ -72,17 +72,17 @@ def pieces_of(
 
 
 def num_words(pieces: Sequence[Piece]) -> int:
-    """Words of all pieces."""
+    """Return the number of words of all pieces."""
     return pieces[-1].stop if pieces else 0
 
 
 def pack_words(state: Any, pieces: Sequence[Piece], size: int) -> UInt32[np.ndarray, " size"]:
-    """The bits of the pieces, copied to the host; zeros behind them.
+    """Return the bits of the pieces, copied to the host and padded with zeros.
 
     Args:
-        state: what the pieces are of.
-        pieces: from `pieces_of`, of devices that this process can read.
-        size: words in all.
+        state: Tree of named arrays.
+        pieces: Pieces from `pieces_of` on addressable devices.
+        size: Number of words to return.
     """
     leaves = _leaves(state)
     shards = {}
@@ -102,11 +102,11 @@ def pack_words(state: Any, pieces: Sequence[Piece], size: int) -> UInt32[np.ndar
 def place_words(
     parts: Iterable[tuple[Sequence[Piece], UInt32[np.ndarray, " size"]]], target: Any
 ) -> Any:
-    """The state whose bits were packed.
+    """Return the state whose bits were packed.
 
     Args:
-        parts: pieces and words of the processes that are here.
-        target: a state with the same arrays in the same places.
+        parts: Pieces and words of the local processes.
+        target: State with the same arrays and shardings.
     """
     found = {}
     for pieces, words in parts:

@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""`ProcessesConfig`: how long the processes of a run wait for one another, and for themselves."""
+"""`ProcessesConfig`: timeouts of a run with one or several processes."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ProcessesConfig:
-    """How long anything may take before the run ends with the cause."""
+    """Timeouts after which a run ends with the cause."""
 
     start: int = 300
-    """Seconds within which all processes must have come."""
+    """Timeout for all processes to connect, in seconds."""
     heartbeat: int = 30
-    """Seconds of silence after which a process counts as lost, and the others end."""
+    """Seconds of silence after which a process counts as lost and the others end."""
     barrier: int = 600
-    """Seconds that processes wait for one another at a point with a name."""
+    """Timeout of a named barrier between processes, in seconds."""
     watchdog: int = 900
-    """Seconds that a step, a batch, a save or an evaluation may take: a process that stands still
-    for longer writes where, and ends with 124. 0: never."""
+    """Timeout of a step, batch, save or evaluation, in seconds; then the process writes its stacks
+    and exits with 124. 0 disables it."""
     first: int = 3600
-    """The same of what is done for the first time, which may compile."""
+    """Timeout of the first activity of each kind, which may compile, in seconds."""
 
     def __post_init__(self):
         for field in ("start", "heartbeat", "barrier", "first"):

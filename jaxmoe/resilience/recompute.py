@@ -1,19 +1,17 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""A step computed twice, to find a chip that computes wrongly what no other device computes.
+"""Computes steps twice to find a device that computes wrong numbers.
 
-Replicas that differ are found by comparing them (`ReplicaHook`). A shard that only one device has
-is compared with itself: every so many steps the same compiled step runs twice on the same state and
-batch, and fingerprints of all shards of the two results must be equal. Where they are not, it runs
-a third time, to tell a chip that erred once from one that errs again:
+Replicas that differ are found by comparing them (`ReplicaHook`). A shard that only one device holds
+is compared with itself: every few steps the same compiled step runs twice on the same state and
+batch, and the fingerprints of all shards must be equal. If they are not, it runs a third time:
 
     transient     two of the three results agree
     persistent    all three differ
 
-Source: the rerun state machine of Megatron-LM. A device that errs alike every time is not found,
-nor what is wrong in the loss and nowhere in the state. It needs a program that gives the same bits
-each time: on GPUs XLA_FLAGS=--xla_gpu_deterministic_ops=true. At such a step the state exists twice
-in the memory of the device, and the step takes twice as long.
+Source: the rerun state machine of Megatron-LM. A device that errs in the same way every time is not
+found. The program must be deterministic: on GPUs set XLA_FLAGS=--xla_gpu_deterministic_ops=true. A
+step that is recomputed needs device memory for two states and takes twice as long.
 """
 
 from __future__ import annotations
@@ -41,12 +39,12 @@ class ComputationDiffersError(ReplicasDifferError):
 
 
 class RecomputedStep:
-    """A step that is computed twice every so many steps; every process must call it.
+    """Step function that is computed twice every few steps; every process must call it.
 
     Args:
-        step_function: gives the same bits each time; it is given the state to donate.
-        every: steps; 0: never.
-        first_step: steps already done.
+        step_function: Deterministic step, which donates its state.
+        every: Steps between comparisons; 0 disables them.
+        first_step: Steps already done.
     """
 
     def __init__(
@@ -56,17 +54,17 @@ class RecomputedStep:
         self._step = first_step
 
     def __call__(self, state: TrainState, batch: Batch) -> Any:
-        """As `step_function`.
+        """Return the result of `step_function`.
 
         Raises:
-            ComputationDiffersError: with devices and arrays, and whether it happened again.
+            ComputationDiffersError: Names devices, arrays, and whether the error repeated.
         """
         self._step += 1
         if self._every == 0 or self._step % self._every:
             return self._step_function(state, batch)
         kept = _copy(state)
         first = shard_fingerprints(self._step_function(state, batch)[0])
-        # The first result is gone by now: of the state there are never more than two.
+        # The first result is freed by now: at most two states exist.
         result = self._step_function(_copy(kept), batch)
         second = shard_fingerprints(result[0])
         if first == second:
@@ -77,12 +75,12 @@ class RecomputedStep:
 
 
 def verdict(first: Prints, second: Prints, third: Prints) -> str:
-    """Three results of one step in words.
+    """Return a description of three results of one step.
 
     Args:
-        first: fingerprints by array and shard.
-        second: likewise, not all the same.
-        third: likewise.
+        first: Fingerprints by array and shard.
+        second: Fingerprints of the second run, not all equal to the first.
+        third: Fingerprints of the third run.
     """
     if third == first or third == second:
         kind = "transient, two of three results agree"
@@ -106,7 +104,7 @@ def verdict(first: Prints, second: Prints, third: Prints) -> str:
 
 
 def _copy(state: TrainState) -> TrainState:
-    """Arrays of their own, where the state's lie."""
+    """Return a copy of the state with the same shardings."""
 
     def copy(leaf: Any) -> Any:
         if is_key(leaf):

@@ -9,19 +9,19 @@ from jaxmoe.training.state import TrainState
 
 
 class ReplicaHook:
-    """Compares what devices hold of the same arrays, every so many steps.
+    """Compares the replicas of all arrays every few steps.
 
     Args:
-        every: steps; 0: never.
+        every: Steps between comparisons; 0 disables them.
     """
 
     def __init__(self, every: int):
         self._every = every
 
     def is_due(self, step: int) -> bool:
-        """Every so many steps."""
+        """Return whether `step` is a multiple of `every`."""
         return self._every > 0 and step % self._every == 0
 
     def run(self, step: int, state: TrainState) -> None:
-        """Raises ReplicasDifferError, naming devices and arrays, where they differ."""
+        """Raise ReplicasDifferError, naming devices and arrays, if replicas differ."""
         fingerprints(state)

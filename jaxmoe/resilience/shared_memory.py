@@ -1,12 +1,12 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Directories in this host's memory that outlive the processes which write into them.
+"""Makes directories in shared memory that outlive the processes which write to them.
 
     <parent>/jaxmoe-<id>/process<i>      a directory for each process
-    <parent>/jaxmoe-<id>/held            locked for as long as somebody answers for them
+    <parent>/jaxmoe-<id>/held            locked while the supervisor is alive
 
-They are deleted when the context ends. What a supervisor left that was itself killed holds memory
-until the next one starts, which finds it by the lock that nobody has.
+They are deleted when the context ends. Directories of a supervisor that was killed are deleted by
+the next one, which recognises them by the free lock.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from collections.abc import Iterator, Sequence
 from jaxmoe.messages import write
 
 PARENT = "/dev/shm"
-"""Memory that is a directory, on Linux."""
+"""Directory in memory, on Linux."""
 SNAPSHOTS = "JAXMOE_SNAPSHOTS"
-"""The environment variable with the directory of a process."""
+"""Environment variable with the directory of a process."""
 _PREFIX, _LOCK = "jaxmoe-", "held"
 
 
 @contextlib.contextmanager
 def memory_directories(parent: str, processes: Sequence[int]) -> Iterator[dict[int, pathlib.Path]]:
-    """{process: its directory}, of which nothing is left afterwards.
+    """Yield {process: directory}; delete all of them afterwards.
 
     Args:
-        parent: in memory; another is taken, with a warning, where that is not to be had.
-        processes: numbers of those on this host.
+        parent: Directory in memory; if it is not writable, the temporary directory with a warning.
+        processes: Numbers of the processes on this host.
     """
     where = pathlib.Path(parent)
     _delete_abandoned(where)
@@ -59,7 +59,7 @@ def memory_directories(parent: str, processes: Sequence[int]) -> Iterator[dict[i
 
 @contextlib.contextmanager
 def _held(root: pathlib.Path) -> Iterator[None]:
-    # Locked before it has its name: whoever sees it without a lock may delete the directory.
+    # Locked before it is renamed: a directory with a free lock may be deleted.
     pending = root / f"{_LOCK}.pending"
     with pending.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -69,6 +69,9 @@ def _held(root: pathlib.Path) -> Iterator[None]:
 
 def _delete_abandoned(parent: pathlib.Path) -> None:
     for lock in parent.glob(f"{_PREFIX}*/{_LOCK}"):
-        with contextlib.suppress(OSError), lock.open() as file:  # somebody else's, or just gone
+        with (
+            contextlib.suppress(OSError),
+            lock.open() as file,
+        ):  # held by another supervisor, or deleted meanwhile
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(lock.parent, ignore_errors=True)

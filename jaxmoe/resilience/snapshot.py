@@ -1,24 +1,23 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Snapshots of the state in the hosts' memory, which outlive the processes.
+"""Keeps snapshots of the state in the memory of the hosts, where they outlive the processes.
 
-    <directory>/<step>/words.npy       what this process's devices hold, each part once
-    <directory>/<step>/parity.npy      1 / (N - 1) of that, of the others (`parity.py`)
-    <directory>/<step>/manifest.json   as of a checkpoint: arrays, fingerprints, config, data
-    <directory>/<step>/pieces.json     whose it is, and which part of which array lies where
+    <directory>/<step>/words.npy       what the devices of this process hold, each part once
+    <directory>/<step>/parity.npy      1 / (N - 1) of that, for the other processes (`parity.py`)
+    <directory>/<step>/manifest.json   as in a checkpoint: arrays, fingerprints, config, data
+    <directory>/<step>/pieces.json     run, process, and the place of each part in the words
     <directory>/<step>/files.json      size and checksum of each file
 
-Every process keeps its own, in a directory of shared memory that somebody else (a supervisor) makes
-and deletes. A step is renamed into place when it is whole, and the two newest are kept: while one
-is written there must be room for three. The copy to the host and the parity hold up the run;
-writing does not.
+Every process writes to its own directory in shared memory, which a supervisor makes and deletes. A
+step is renamed into place when it is complete, and the two newest are kept; memory for three is
+needed while one is written. Copying to the host and the parity block the run, writing does not.
 
-A restore takes the newest step that all processes but at most one hold whole, on the same mesh. The
-lost one's part is brought back from the others, nothing is read from anywhere else, and what comes
-back is compared with the fingerprints that the devices took before the copy.
+A restore takes the newest step that all processes but at most one hold completely, on the same
+mesh. The part of a lost process is rebuilt from the others, and the result is compared with the
+fingerprints that the devices computed before the copy.
 
-What all processes hold alike is kept by each of them. Two hosts that are lost at once, another
-mesh, another number of processes: that is what checkpoints are for.
+Replicated arrays are kept by each process. Two hosts lost at once, another mesh or another number
+of processes need a checkpoint.
 """
 
 from __future__ import annotations
@@ -53,37 +52,37 @@ from sharding.distributed import gather, share
 logger = logging.getLogger(__name__)
 
 Pieces = tuple[tuple[Piece, ...], ...]
-"""Of each process."""
+"""Pieces of each process."""
 
 _PENDING = ".pending"
 _COMPARED = 3
-"""Steps that a process may hold: those kept, and one whose successor was about to replace it."""
+"""Steps that a process may hold: those kept, and one about to be replaced."""
 
 
 class Restored(NamedTuple):
-    """What came back."""
+    """Result of a restore."""
 
     step: int
     state: Any
     rebuilt: int | None
-    """The process whose part came from parity."""
+    """Process whose part was rebuilt from parity."""
 
     @property
     def words(self) -> str:
-        """For a log."""
+        """Description for a log."""
         how = "" if self.rebuilt is None else f" (process {self.rebuilt} rebuilt from parity)"
         return f"step {self.step} from snapshots in memory{how}"
 
 
 class SnapshotStore:
-    """The snapshots of this process. Every process must make each call.
+    """Snapshots of this process; every process must make each call.
 
     Args:
-        directory: of this process, in memory. {process: directory} for several, in a test where one
-            process stands for them.
-        run: whose they are; those of another run are not used.
-        keep: newest steps that are kept.
-        process_of: the process of a device.
+        directory: Directory of this process, in memory; {process: directory} for several, in a test
+            where one process stands for them.
+        run: Id of the run; snapshots of another run are not used.
+        keep: Number of newest steps to keep.
+        process_of: Process of a device.
     """
 
     def __init__(
@@ -113,15 +112,15 @@ class SnapshotStore:
     def save(
         self, step: int, state: Any, *, config: Mapping[str, Any], data: Mapping[str, Any]
     ) -> None:
-        """Keeps a state; returns when it has been copied and may be donated.
+        """Keep a state; return when it has been copied and may be donated.
 
-        A snapshot that cannot be written (no room) is reported by the next call.
+        A snapshot that cannot be written (no space) is reported by the next call.
 
         Args:
-            step: names it.
-            state: any tree of named arrays.
-            config: the run's config as JSON.
-            data: data position.
+            step: Name of the snapshot.
+            state: Tree of named arrays.
+            config: Config of the run as JSON.
+            data: Data position.
         """
         self.finish()
         manifest = make_manifest(state, step=step, config=config, data=data)
@@ -136,7 +135,7 @@ class SnapshotStore:
         self._writing.start()
 
     def finish(self) -> None:
-        """Waits for what is being written, and says what could not be."""
+        """Wait for the snapshot being written, and log failures."""
         if self._writing is not None:
             self._writing.join()
             self._writing = None
@@ -151,12 +150,12 @@ class SnapshotStore:
         at_least: int = 0,
         check: Callable[[CheckpointManifest], None] | None = None,
     ) -> Restored | None:
-        """The newest state that can be had; None, with a line why, where there is none.
+        """Return the newest state that can be restored; None, with a warning, if there is none.
 
         Args:
-            target: the state wanted: arrays, as they are to lie.
-            at_least: earlier steps are of no use.
-            check: refuses a manifest with a ValueError of its own.
+            target: State with the arrays and shardings wanted.
+            at_least: First step of interest.
+            check: Raises ValueError for a manifest that must not be used.
         """
         pieces, size = self._pieces(target)
         whole = {own: self._whole_steps(own, pieces[own]) for own in self._directories}
@@ -174,16 +173,16 @@ class SnapshotStore:
                 why = why or f"step {step}: {error}"
                 continue
             return Restored(step, state, lost)
-        # The table is the same on every process; the first speaks.
+        # The table is the same on every process; the first one logs.
         if why and 0 in self._directories:
             logger.warning("no snapshot in memory of %d processes is used: %s", processes, why)
         return None
 
     def keep_only(self, step: int | None) -> None:
-        """Deletes all steps but this one, because the run goes on from it.
+        """Delete all steps but the one from which the run continues.
 
         Args:
-            step: None: deletes them all.
+            step: Step to keep; None deletes all.
         """
         self.finish()
         for own in self._directories:
@@ -201,7 +200,7 @@ class SnapshotStore:
         check: Callable[[CheckpointManifest], None] | None,
         holder: int,
     ) -> Any:
-        """The state of a step, of which at most one process lacks its part."""
+        """Return the state of a step of which at most one process lacks its part."""
         block_size = size // max(len(pieces) - 1, 1)
         nothing = np.zeros(size, np.uint32), np.zeros(block_size, np.uint32)
         read = {own: nothing if own == lost else self._load(own, step) for own in self._directories}
@@ -217,12 +216,12 @@ class SnapshotStore:
                 words[lost] = found
         state = place_words([(pieces[own], words[own]) for own in words], target)
         check_fingerprints(manifest, state, f"the snapshot of step {step} in memory")
-        if lost is not None and lost in words:  # so that the next loss finds it whole
+        if lost is not None and lost in words:  # complete for the next loss
             self._write_all(step, text, pieces, {lost: words[lost]}, {lost: block})
         return state
 
     def _pieces(self, state: Any) -> tuple[Pieces, int]:
-        """Of each process, and the words that the largest of them needs."""
+        """Return the pieces of each process, and the words that the largest needs."""
         leaves = flatten(state)
         shapes = {path: (leaf.shape, leaf.dtype, leaf.sharding) for path, leaf in leaves.items()}
         if self._found is None or self._found[0] != shapes:
@@ -238,7 +237,7 @@ class SnapshotStore:
         return sorted(int(path.name) for path in directory.iterdir() if path.name.isdigit())
 
     def _whole_steps(self, own: int, pieces: tuple[Piece, ...]) -> list[tuple[int, int]]:
-        """Steps that can be used for these pieces, with the checksum of their manifests."""
+        """Return the usable steps of a process, with the checksum of their manifests."""
         whole = []
         for step in self._steps(own)[-_COMPARED:]:
             path = self._directories[own] / str(step)
@@ -262,7 +261,7 @@ class SnapshotStore:
     def _gather_steps(
         self, whole: Mapping[int, list[tuple[int, int]]]
     ) -> list[list[tuple[int, int]]]:
-        """Of every process the steps that it holds."""
+        """Return the steps that each process holds."""
         mine = np.zeros((len(whole), _COMPARED, 3), np.uint32)
         for row, own in enumerate(self._directories):
             for place, (step, digest) in enumerate(whole[own]):
@@ -271,7 +270,7 @@ class SnapshotStore:
         return [[(step, digest) for there, step, digest in row if there] for row in table]
 
     def _share_manifest(self, step: int, holder: int) -> str:
-        """The manifest, which is the same on all processes that have it."""
+        """Return the manifest, which is the same on all processes that have it."""
         mine = b""
         if holder in self._directories:
             mine = (self._directories[holder] / str(step) / "manifest.json").read_bytes()
@@ -282,7 +281,7 @@ class SnapshotStore:
         return np.load(path / "words.npy"), np.load(path / "parity.npy")
 
     def _own(self, own: int, pieces: tuple[Piece, ...]) -> str:
-        """What only this process's snapshot says."""
+        """Return the part of the manifest that belongs to this process alone."""
         listed = [dataclasses.astuple(piece) for piece in pieces]
         return json.dumps({"process": own, "of": len(self._devices), "pieces": listed})
 
@@ -316,7 +315,7 @@ class SnapshotStore:
 
 
 def _spell(manifest: CheckpointManifest, run: str) -> str:
-    """The same on every process."""
+    """Return the manifest as text, the same on every process."""
     return json.dumps({"run": run, "manifest": manifest.to_json()}, sort_keys=True)
 
 
@@ -326,7 +325,7 @@ def _write(
     arrays: Mapping[str, np.ndarray],
     texts: Mapping[str, str],
 ) -> None:
-    """A step, renamed into place when it is whole."""
+    """Write a step, and rename it into place when it is complete."""
     pending = path.with_name(path.name + _PENDING)
     shutil.rmtree(pending, ignore_errors=True)
     pending.mkdir(parents=True)
@@ -345,7 +344,7 @@ def _write(
 
 
 def _delete(path: pathlib.Path) -> None:
-    """Renamed first, so that a step that is there is whole."""
+    """Delete a step after renaming it, so that any step found is complete."""
     if path.exists():
         trash = path.with_name(f"{path.name}.deleted{_PENDING}")
         shutil.rmtree(trash, ignore_errors=True)

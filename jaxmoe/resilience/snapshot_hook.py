@@ -1,9 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""A snapshot of the state in the hosts' memory every so many steps: `checkpoint/snapshot.py`.
-
-Not at the end: there is a checkpoint.
-"""
+"""`SnapshotHook`: takes a snapshot in the memory of the hosts every few steps."""
 
 from __future__ import annotations
 
@@ -15,15 +12,15 @@ from jaxmoe.training.state import TrainState
 
 
 class SnapshotHook:
-    """A hook of the loop.
+    """Saves a snapshot every few steps, except after the last, when a checkpoint is saved.
 
     Args:
-        store: where to.
-        config: the run's config as JSON.
-        position: data position after so many steps.
-        every: steps; 0: never.
-        last_step: of the run.
-        before: called before each snapshot (to flush what belongs to its steps).
+        store: Snapshots of this process.
+        config: Config of the run as JSON.
+        position: Data position after a number of steps.
+        every: Steps between snapshots; 0 disables them.
+        last_step: Last step of the run.
+        before: Called before each snapshot, to flush what belongs to its steps.
     """
 
     def __init__(
@@ -40,10 +37,10 @@ class SnapshotHook:
         self._every, self._last_step, self._before = every, last_step, before
 
     def is_due(self, step: int) -> bool:
-        """Every so many steps, before the last."""
+        """Return whether `step` is a multiple of `every` and not the last."""
         return self._every > 0 and step % self._every == 0 and step < self._last_step
 
     def run(self, step: int, state: TrainState) -> None:
-        """Copies the state; it is written while the next steps run."""
+        """Copy the state; writing continues in the background."""
         self._before()
         self._store.save(step, state, config=self._config, data=self._position(step))

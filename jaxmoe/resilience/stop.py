@@ -1,10 +1,10 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""SIGTERM and Ctrl-C: the first asks the loop to save and stop, the second ends the process.
+"""Turns SIGTERM and Ctrl-C into a request to stop; a second signal ends the process.
 
 Before the first step there is nothing to save, and a compilation may take longer than a scheduler
-waits: there the first signal can end the process. Python's own handlers would not run until the
-compiler returns, so that a thread listens.
+waits, so the first signal can end the process there. Python signal handlers do not run until the
+compiler returns; a thread listens instead.
 
 A run that another process has taken over stops as well, without saving.
 """
@@ -27,14 +27,13 @@ _REASONS: dict[int, Reason] = {signal.SIGTERM: "preempted", signal.SIGINT: "inte
 
 
 class StopRequest:
-    """A context in which the two signals are noted instead of obeyed.
+    """Context in which the two signals set `reason` instead of ending the process.
 
-    The handler only sets a field, so that a step or a save is never torn apart.
+    The handler only sets a field, so that no step or save is interrupted.
 
     Args:
-        before_steps: ends the process, for the reason given; called in a thread of its own, and
-            never once `steps_begin` was. None: a signal waits for the first step.
-        on_second: Called with the number of every signal after the first; None ends the process.
+        before_steps: Ends the process for a reason; called in a thread of its own, and never after
+            `steps_begin`. None: the signal takes effect after the first step.
     """
 
     def __init__(
@@ -46,17 +45,19 @@ class StopRequest:
         self._previous: dict[int, signal._HANDLER] = {}
         self._before_steps = before_steps
         self._on_second = on_second
-        self._obeying = threading.Lock()
-        self._mouth: socket.socket | None = None
+        self._starting = threading.Lock()
+        self._sender: socket.socket | None = None
 
     def __enter__(self) -> StopRequest:
         for number in _REASONS:
             self._previous[number] = signal.signal(number, self._note)
         if self._before_steps is not None:
-            ears, self._mouth = socket.socketpair()
-            self._mouth.setblocking(False)
-            signal.set_wakeup_fd(self._mouth.fileno(), warn_on_full_buffer=False)
-            threading.Thread(target=self._listen, args=(ears,), name="signals", daemon=True).start()
+            receiver, self._sender = socket.socketpair()
+            self._sender.setblocking(False)
+            signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
+            threading.Thread(
+                target=self._listen, args=(receiver,), name="signals", daemon=True
+            ).start()
         return self
 
     def __exit__(
@@ -68,22 +69,22 @@ class StopRequest:
         self.steps_begin()
         for number, handler in self._previous.items():
             signal.signal(number, handler)
-        if self._mouth is not None:
+        if self._sender is not None:
             signal.set_wakeup_fd(-1)
-            self._mouth.close()  # the thread hears the end, and ends
+            self._sender.close()  # the thread ends
 
     def steps_begin(self) -> None:
-        """From here on a signal is obeyed after a step, and what was computed is saved."""
-        with self._obeying:
+        """From now on a signal takes effect after a step, whose state is saved."""
+        with self._starting:
             self._before_steps = None
 
     def agreed(self) -> Reason | None:
-        """The reason that any process was given; every process must ask at the same step."""
+        """Return the reason that any process has; every process must call it at the same step."""
         codes: tuple[Reason | None, ...] = (None, "preempted", "interrupted", "taken_over")
         return codes[agree(codes.index(self.reason))]
 
     def taken_over(self) -> None:
-        """Another process writes to the run's directory; may be called in any thread."""
+        """Stop because another process writes to the run directory; callable in any thread."""
         self.reason = "taken_over"
 
     def _note(self, number: int, frame: FrameType | None) -> None:
@@ -95,11 +96,11 @@ class StopRequest:
             return
         self.reason = _REASONS[number]
 
-    def _listen(self, ears: socket.socket) -> None:
-        """Python writes the number of each signal here at once, whatever its main thread does."""
-        with ears:
-            while heard := ears.recv(1):
-                reason = _REASONS.get(heard[0])
-                with self._obeying:
+    def _listen(self, receiver: socket.socket) -> None:
+        """Receive the number of each signal, which Python writes here at once."""
+        with receiver:
+            while received := receiver.recv(1):
+                reason = _REASONS.get(received[0])
+                with self._starting:
                     if reason is not None and self._before_steps is not None:
                         self._before_steps(reason)

@@ -1,24 +1,23 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Stragglers: the process for which all others wait, named by its time before the collective.
+"""Names stragglers: processes for which all others wait.
 
-The duration of a step is the same on all processes, because they meet in its collectives: it names
-nobody. What differs is the time that each spends on its own before it hands a step over (data,
-hooks, reporting, other Python), and that the others spend waiting. The former is compared, window
-by window, with one small gather where all processes meet anyway:
+The duration of a step is the same on all processes, because they meet in its collectives. What
+differs is the time that each spends on the host before it dispatches a step (data, hooks, reports,
+other Python), and the time that the others wait. The former is compared, window by window, with one
+small gather at a step where all processes report:
 
-    center  lower median over processes: the smaller one of two, so that the rule holds for 2
-    spread  1.4826 x lower median of |time - center|: 0 for two processes, where the floors decide
-    excess  time - center
+    centre  lower median over processes: the smaller one of two, so that the rule holds for 2
+    spread  1.4826 x lower median of |time - centre|: 0 for two processes, where the floors decide
+    excess  time - centre
     outlier excess > max(z x spread, absolute floor, relative floor x time of a step), and
-            excess > its own waiting: who waits longer than it is late is late for nobody
+            excess > its own waiting: a process that waits longer than it is late delays no other
 
 A process is named when it has been an outlier in `windows` windows in a row, or in
-`windows_if_large` where the excess was a large part of the step; once, until it has recovered.
+`windows_if_large` if the excess is a large share of the step; once, until it has recovered.
 
-What it does not see: a slow device or link. The host of a slow device waits as long as the others
-do, and the time of a device before its first collective is not measurable from outside a profile
-(`--profile.steps`).
+A slow device or link is not found: the host of a slow device waits as long as the others, and the
+time of a device before its first collective is visible only in a profile (`--profile.steps`).
 """
 
 from __future__ import annotations
@@ -54,33 +53,33 @@ _WORDS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class StragglerRule:
-    """When a process is named."""
+    """Thresholds above which a process is a straggler."""
 
     z: float = 6.0
-    """Spreads above the center."""
+    """Spreads above the centre."""
     absolute: float = 0.005
-    """Seconds per step above the center."""
+    """Seconds per step above the centre."""
     relative: float = 0.1
-    """Part of a step above the center."""
+    """Share of a step above the centre."""
     windows: int = 3
-    """In a row."""
+    """Number of windows in a row."""
     large: float = 0.5
-    """Part of a step above the center that is a large margin."""
+    """Share of a step above the centre that counts as a large margin."""
     windows_if_large: int = 2
-    """In a row, with a large margin."""
+    """Number of windows in a row with a large margin."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Straggler:
-    """A process that is late."""
+    """Process that is late."""
 
     process: int
     excess: float
-    """Seconds per step above the center."""
+    """Seconds per step above the centre."""
     step_seconds: float
-    """Of a step of the run."""
+    """Seconds of a step of the run."""
     kind: str
-    """What most of the excess goes to."""
+    """Kind of time with most of the excess."""
 
     def __str__(self) -> str:
         return (
@@ -91,14 +90,14 @@ class Straggler:
 
 
 def lower_median(values: np.ndarray) -> Any:
-    """The largest of the smaller half, over the first axis: of two values the smaller one."""
+    """Return the lower median over the first axis."""
     return np.sort(values, axis=0)[(len(values) - 1) // 2]
 
 
 def outliers(
     before: Float[np.ndarray, "P K"], waited: Float[np.ndarray, " P"], rule: StragglerRule
 ) -> tuple[Float[np.ndarray, " P"], float]:
-    """How late each process is: seconds per step above the center, 0 for all that are not late.
+    """Return the seconds per step by which each process is late; 0 for all that are not.
 
     Args:
         before: seconds per step before the collective, by process and kind.
@@ -118,7 +117,7 @@ def outliers(
 
 
 class StragglerWatch:
-    """Windows of all processes, one after the other; every process comes to the same verdicts.
+    """Judges consecutive windows of all processes; every process reaches the same verdicts.
 
     Args:
         rule: what counts as late.
@@ -133,7 +132,7 @@ class StragglerWatch:
     def window(
         self, before: Float[np.ndarray, "P K"], waited: Float[np.ndarray, " P"]
     ) -> list[Straggler]:
-        """The processes that this window shows to be late and that have not been named yet.
+        """Return the processes that are late in this window and have not been named yet.
 
         Args:
             before: seconds per step before the collective, by process and kind of `BEFORE`.
@@ -167,13 +166,13 @@ class StragglerWatch:
 
 
 class StragglerHook:
-    """Compares the processes every so many steps; each of them must have it.
+    """Compares the processes every few steps; every process must have it.
 
     Args:
-        spent: of this process.
-        every: steps of a window.
-        report: called with the step and who is late.
-        rule: what counts as late.
+        spent: Stopwatch of this process.
+        every: Steps of a window.
+        report: Called with the step and each straggler.
+        rule: Thresholds.
     """
 
     def __init__(
@@ -190,12 +189,12 @@ class StragglerHook:
         self._steps = 0
 
     def is_due(self, step: int) -> bool:
-        """Every so many steps."""
+        """Return whether `step` is a multiple of `every`."""
         self._steps += 1
         return step % self._every == 0
 
     def run(self, step: int, state: TrainState | None) -> None:
-        """Gathers the window's times and reports who is late."""
+        """Gather the times of the window and report stragglers."""
         now = self._spent.seconds
         with self._spent.on(kinds.WAIT):
             found = gather(np.asarray([*self._of(now, BEFORE), *self._of(now, WAITING)]))

@@ -1,24 +1,24 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Ends a process that stands still, or whose peers are lost, with the cause: no wait is for ever.
+"""Ends a process that hangs, or whose peers are lost, and prints the cause.
 
-    beat("step", 17)    what this process does now; costs less than a microsecond
+    beat("step", 17)    records the current activity; costs less than a microsecond
 
-Two threads see to it, neither of which computes anything:
+Two threads run beside the main one:
 
-    the watch    looks at the last beat. One that is older than `processes.watchdog` (a kind of
-                 beat that is new: `processes.first`) ends the process with 124, the stacks of all
-                 threads, and what each peer was doing when it was last heard.
-    the pulse    with several processes: tells the coordination service what this one does, and
-                 hears what has become of the others. A peer that raised, or is silent for
-                 `processes.heartbeat`, ends this process with 69 and the peer's number.
+    watch    checks the last beat. If it is older than `processes.watchdog` (`processes.first` for
+             the first activity of a kind), the process ends with `Ending.HUNG`, the stacks of all
+             threads, and the last known activity of each peer.
+    pulse    with several processes: publishes the current activity to the coordination service and
+             reads the others'. A peer that raised, or is silent for `processes.heartbeat`, ends
+             this process with `Ending.LOST` and the number of the peer.
 
-A process that raises says so to the others and ends at once: the way out through `jax.distributed`
-would wait for peers that wait for it. When process 0 is killed the service dies with it, and JAX
-ends the others at once, in its own words. A thread of C that never lets go of the interpreter stops
-the watch as well; its peers then hear nothing from it.
+A process that raises publishes this and ends at once, because the exit handlers of
+`jax.distributed` would wait for peers that wait for it. If process 0 is killed, the service dies
+with it and JAX ends the others with its own message. A C extension that never releases the
+interpreter also stops the watch; its peers then receive no pulse.
 
-To have a new activity watched: call the beat before it.
+To watch a new activity: call `Watchdog.beat` before it.
 """
 
 from __future__ import annotations
@@ -41,23 +41,23 @@ from jaxmoe.resilience.processes_config import ProcessesConfig
 from sharding.coordination import AbsentError, entries, publish, say_of
 
 _POLL = 0.2
-"""Seconds between looks."""
+"""Seconds between checks."""
 _PULSE = 2.0
-"""Seconds between pulses, at most."""
+"""Largest number of seconds between pulses."""
 _OWN_WORDS = 2.5
-"""Seconds that a process has to end in its own words when a peer did."""
+"""Seconds that a process has to print its own error when a peer ended."""
 _MARGIN = _PULSE + _OWN_WORDS + 5 * _POLL
-"""Seconds in which all have heard how a process ended, and have ended as well."""
+"""Seconds within which all processes have seen how a process ended, and have ended."""
 _DONE = "done"
 JAX_LATER = 10
-"""Seconds after our own heartbeat at which that of JAX ends what is left."""
+"""Seconds after our heartbeat timeout at which that of JAX ends the remaining processes."""
 
 
 class Watchdog:
-    """A context around a run, once `jax.distributed` has started. Beats come from the main thread.
+    """Context around a run, entered after `jax.distributed` has started.
 
     Args:
-        config: how long anything may take.
+        config: Timeouts.
         exit_code: Exit code of an ending; None: 1 for each.
     """
 
@@ -91,11 +91,11 @@ class Watchdog:
         self._stop.set()
 
     def beat(self, what: str, step: int = 0) -> None:
-        """This process begins with something.
+        """Record that an activity begins; called by the main thread.
 
         Args:
-            what: the kind, in words; when it is new it may take longer.
-            step: of the run; 0: of none.
+            what: Name of the activity; its first occurrence may take longer.
+            step: Step of the run; 0 for none.
         """
         if what != self._now[0]:
             self._is_new = what not in self._seen
@@ -119,22 +119,22 @@ class Watchdog:
 
     @property
     def config(self) -> ProcessesConfig:
-        """How long anything may take."""
+        """Timeouts."""
         return self._config
 
     def doing(self) -> str:
-        """The last beat in words, with its age."""
+        """Return the last beat and its age as text."""
         what, step, since = self._now
         place = f" (step {step})" if step else ""
         return f"{what}{place} for {time.monotonic() - since:.1f} s"
 
     def end(self, ending: Ending, text: str, *, has_stacks: bool = False) -> None:
-        """Ends this process, unless another thread is about to; does not return if it does.
+        """End this process, unless another thread is ending it.
 
         Args:
             ending: Reason, which gives the exit code.
-            text: the cause.
-            has_stacks: writes where every thread is as well.
+            text: Error message.
+            has_stacks: Whether to write the stacks of all threads.
         """
         if not self._ending.acquire(blocking=False):
             return
@@ -165,16 +165,16 @@ class Watchdog:
                 self.end(Ending.LOST, f"{lost}; this process ends, in {self.doing()}")
 
     def fail(self, error: BaseException) -> None:
-        """The end of the main thread by an error: in its own words, or those of a lost peer.
+        """End this process after an error in the main thread, unless it is the only process.
 
         Args:
-            error: with one process it is left alone.
+            error: Printed, unless a lost peer is the cause, which is named instead.
         """
         peers = self._peers
         if peers is None:
             return
         if isinstance(error, jax.errors.JaxRuntimeError | AbsentError):
-            # A collective that broke: most likely because a peer did, who is about to be named.
+            # A collective failed, probably because of a peer: wait until the watch names it.
             peers.is_suspicious = True
             until = time.monotonic() + self._config.heartbeat + _OWN_WORDS + 1.0
             while time.monotonic() < until and not isinstance(error, AbsentError):
@@ -208,7 +208,7 @@ class Watchdog:
 
 
 class _Peers:
-    """What is heard of the other processes."""
+    """Exchanges activities with the other processes."""
 
     def __init__(self, watchdog: Watchdog):
         self._watchdog = watchdog
@@ -220,27 +220,27 @@ class _Peers:
         self._lost: tuple[str, float] | None = None
         self._heard: dict[int, tuple[str, float]] = {}
         self.is_suspicious = False
-        """Something has broken: less silence is needed to name a peer."""
+        """Whether a collective failed: less silence is needed to name a peer."""
         self._thread = threading.Thread(target=self._pulse, name="pulse", daemon=True)
 
     def start(self) -> None:
-        """From here on the others hear of this process."""
+        """Start to publish the activity of this process."""
         self._thread.start()
 
     def stop(self) -> None:
-        """No more than that."""
+        """Stop to publish."""
         self._stop.set()
         self._thread.join(timeout=_MARGIN)
 
     def say(self, text: str) -> None:
-        """How this process ends."""
+        """Publish how this process ends."""
         try:
             publish("ended", text)
         except jax.errors.JaxRuntimeError:
-            return  # nobody is left to hear it
+            return  # the service is gone
 
     def lost(self, now: float, pause: float) -> str | None:
-        """Which peer is lost and why, once it is time to end for it."""
+        """Return which peer is lost and why, once it is time to end."""
         if self._lost is not None:
             return self._lost[0] if now > self._lost[1] else None
         silent = now - max(self._answered, pause)
@@ -249,7 +249,7 @@ class _Peers:
         return None
 
     def in_words(self) -> str:
-        """What the others were doing when they were last heard; those behind first."""
+        """Return the last known activities of the others, the longest silent first."""
         if not self._heard:  # only process 0 listens all the time
             return "what the others do is in the output of process 0"
         now = time.monotonic()
@@ -269,20 +269,20 @@ class _Peers:
         while not self._stop.wait(self._interval):
             beats += 1
             if time.monotonic() - before > 10 * self._interval:
-                # This process itself was stopped: what it last heard says nothing of the others.
+                # This process itself was stopped: what it last received is out of date.
                 self._heard.clear()
             before = time.monotonic()
             try:
                 publish("pulse", json.dumps([beats, self._watchdog.doing()]))
                 if self._own == 0:
                     self._listen()
-                self._hear_of_ends()
+                self._read_endings()
             except jax.errors.JaxRuntimeError:
-                continue  # without an answer the silence grows, and the watch ends the process
+                continue  # the watch ends the process when this lasts
             self._answered = time.monotonic()
 
     def _listen(self) -> None:
-        """Process 0 hears every pulse, and tells the others which one has stopped."""
+        """Read every pulse on process 0, and publish which peers fell silent."""
         now = time.monotonic()
         found = entries("pulse")
         for process in range(self._count):
@@ -302,21 +302,21 @@ class _Peers:
         for process, text in sorted(entries("ended").items()):
             if process == self._own or text == _DONE or self._lost is not None:
                 continue
-            # One that raised may not be alone: all refuse a bad config, each in its own words.
+            # All processes refuse a bad config: give each time to print its own error.
             grace = 0.0 if text.startswith("has been") else _OWN_WORDS
             self._lost = (f"process {process} is lost: {text}", time.monotonic() + grace)
 
 
 def leave_at_once(code: int) -> None:
-    """Without the exit handlers, of which that of `jax.distributed` waits for the other processes.
+    """Exit without the exit handlers; that of `jax.distributed` waits for other processes.
 
     Args:
-        code: of the exit.
+        code: Exit code.
     """
     for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
         try:
             if stream is not None:
                 stream.flush()
         except (OSError, ValueError):
-            continue  # nobody listens
+            continue  # the stream is closed
     os._exit(int(code))

@@ -1,10 +1,10 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Gradient accumulation: one step over several micro-batches, added up exactly.
+"""Accumulates gradients over the micro-batches of one step.
 
-Micro-batch i holds rows i, i+accumulation, ... of the batch: every device then keeps its own rows,
-and which rows go together does not depend on the mesh. A row keeps its number, so that what a
-router draws for its tokens does not depend on the cut.
+Micro-batch i holds rows i, i+accumulation, ... of the batch, so that every device keeps its own
+rows and the rows of a micro-batch do not depend on the mesh. A row keeps its number, so that the
+noise of routers does not depend on the accumulation.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from sharding.constrain import Placement
 @typing.no_type_check
 @struct.dataclass
 class MicroBatch:
-    """Some rows of a batch."""
+    """Rows of one micro-batch."""
 
     batch: Batch
     row_ids: Int[Array, " B"]
@@ -47,10 +47,10 @@ class Gradients:
     losses: dict[str, Float[Array, ""]]
     statistics: RouterStatistics | None
     indicators: Indicators | None = None
-    """With detailed telemetry."""
+    """Indicators of the layers, with detailed telemetry."""
     row_nll: Float[Array, " B"] | None = None
-    """Where the losses of workers are watched: row i of each micro-batch together, which one worker
-    holds."""
+    """Sum of row i of each micro-batch, which one worker holds, if the losses of workers are
+    reported."""
 
     def __add__(self, other: Gradients) -> Gradients:
         # Some indicators are maxima: the record itself knows how two of them are added.
@@ -73,15 +73,15 @@ def accumulate(
     *,
     statistics_of: Callable[[MicroBatch], RouterStatistics] | None = None,
 ) -> Gradients:
-    """Sums `gradients_of` over micro-batches.
+    """Sum `gradients_of` over micro-batches.
 
     Args:
-        gradients_of: is given the statistics of the micro-batches before, None for the first; or,
-            where there is a `statistics_of`, those of the whole batch.
-        batch: of the step.
-        accumulation: number of micro-batches.
-        placement: where rows lie.
-        statistics_of: makes a pass of its own over all micro-batches before the first gradient.
+        gradients_of: Receives the statistics of the previous micro-batches, None for the first;
+            with `statistics_of`, those of the whole batch.
+        batch: Rows of the step.
+        accumulation: Number of micro-batches.
+        placement: Layout of the rows.
+        statistics_of: Statistics of a micro-batch, in a pass over all of them before the gradients.
 
     Raises:
         ValueError: `accumulation` does not divide the batch.
@@ -109,12 +109,12 @@ def accumulate(
 
 
 def first_micro_batch(rows: Array, accumulation: int, placement: Placement) -> Array:
-    """The rows of an array that the first micro-batch holds.
+    """Return the rows of an array that belong to the first micro-batch.
 
     Args:
         rows: [B ...].
-        accumulation: number of micro-batches.
-        placement: where rows lie.
+        accumulation: Number of micro-batches.
+        placement: Layout of the rows.
     """
     return rows if accumulation == 1 else _split(rows, accumulation, placement)[0]
 

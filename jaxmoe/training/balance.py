@@ -1,15 +1,15 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""The balancers' losses of a micro-batch when the batch in question is the whole step's.
+"""Computes the losses of balancers whose scope is the whole step, over micro-batches.
 
 A loss of the global batch is a function l(S) of statistics S summed over all its tokens. With
-accumulation a micro-batch i knows its own S_i alone. Two forms:
+accumulation, micro-batch i has only its own S_i. Two forms:
 
-    buffer     l of S_i with the counts of micro-batches 1 to i; the mean over micro-batches. The
+    buffer     l of S_i with the counts of micro-batches 1 to i, averaged over micro-batches. The
                first ones see less of the batch than the last.
-    two_pass   a pass without gradient finds S = sum_i S_i; then each micro-batch adds the gradient
-               of <dl/dS (S), S_i>. Their sum is dl(S)/dw exactly, for every loss of the statistics:
-               the gradient of one large batch, at the price of one more forward pass.
+    two_pass   a pass without gradient computes S = sum_i S_i; then each micro-batch adds the
+               gradient of <dl/dS (S), S_i>. Their sum is dl(S)/dw exactly, for every loss of the
+               statistics: the gradient of one large batch, for one more forward pass.
 
 Losses whose scope is the micro-batch or the sequence are averaged over micro-batches in `buffer`;
 `two_pass` is exact for those of sequences as well.
@@ -36,7 +36,7 @@ Losses = dict[str, Float[Array, ""]]
 
 
 def has_wide_balance(model: ModelConfig) -> bool:
-    """Whether some balancer's loss is not that of each micro-batch by itself."""
+    """Return whether some balancer's loss spans more than a micro-batch."""
     wide = any(balancer.scope != "micro_batch" for balancer in _balancers(model))
     return wide and model.num_moe_layers > 0
 
@@ -44,12 +44,12 @@ def has_wide_balance(model: ModelConfig) -> bool:
 def buffered_losses(
     model: ModelConfig, statistics: RouterStatistics, before: RouterStatistics | None
 ) -> Losses:
-    """Form `buffer`: the losses of one micro-batch, with the counts of those before it.
+    """Return the losses of one micro-batch with the counts of those before it (`buffer`).
 
     Args:
-        model: whose balancers are meant.
-        statistics: of this micro-batch, differentiable.
-        before: summed over the micro-batches before it; None for the first.
+        model: Model with the balancers.
+        statistics: Statistics of this micro-batch, differentiable.
+        before: Sum over the previous micro-batches; None for the first.
     """
     wide = statistics
     if before is not None:
@@ -63,13 +63,13 @@ def buffered_losses(
 def linearized_losses(
     model: ModelConfig, statistics: RouterStatistics, whole: RouterStatistics, share: float
 ) -> Losses:
-    """Form `two_pass`: `share` of the whole batch's losses, with this micro-batch's gradient.
+    """Return a share of the whole batch's losses with this micro-batch's gradient (`two_pass`).
 
     Args:
-        model: whose balancers are meant.
-        statistics: of this micro-batch, differentiable.
-        whole: of the whole batch.
-        share: of this micro-batch in the value, and in losses of micro-batches.
+        model: Model with the balancers.
+        statistics: Statistics of this micro-batch, differentiable.
+        whole: Statistics of the whole batch.
+        share: Share of this micro-batch in the value, and in losses of micro-batches.
     """
     losses = {}
     for balancer in _balancers(model):

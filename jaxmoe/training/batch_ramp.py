@@ -1,21 +1,21 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Small batches at first: the batch doubles, stage by stage, up to the run's own.
+"""Ramps the batch size up: it doubles, stage by stage, to the full size.
 
     rows(stage i of n) = batch_size / 2^(n - i)          n equal stages in the first steps, then all
     learning rate      times (rows / batch_size)^exponent meanwhile
 
-A small batch makes more steps of the same tokens while the gradient is still plain to see. The
-stages divide the first `fraction` of the optimiser steps, not of the tokens: the number of steps
-(`training.steps`, to which schedules and checkpoints refer) stays, and the run reads fewer tokens.
-ArchScale's ramp is 5 % of the tokens. A micro-batch keeps its size and there are fewer of them; a
-batch smaller than one is a micro-batch by itself. Every size of batch is compiled once, at the
-start.
+Small batches give more steps for the same tokens early in training. The stages divide the first
+`fraction` of the optimiser steps, not of the tokens: the number of steps (`training.steps`, to
+which schedules and checkpoints refer) does not change, and the run reads fewer tokens. ArchScale
+ramps over 5 % of the tokens. Micro-batches keep their size and there are fewer of them; a batch
+smaller than one micro-batch is one micro-batch. Every batch size is compiled once, at the start.
 
-Source of the rate's law: `jaxmoe.scaling.laws` (exponent 0.5, measured over 2^18 to 2^21 tokens a
-step, between runs and not within one).
+Source of the law of the learning rate: `jaxmoe/scaling/laws.py` (exponent 0.5, measured over 2^18
+to 2^21 tokens a step, between runs and not within one).
 
-To add another shape of ramp: `build` returns any `BatchSizes`.
+To add another shape of ramp: return other `BatchSizes` from `build` in
+`jaxmoe/training/batch_ramp.py`.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class BatchRampConfig:
     """Smaller batches in the first steps."""
 
     fraction: float = 0.05
-    """Share of the steps, at the start, that have smaller batches."""
+    """Share of the steps, at the start, with smaller batches."""
     stages: int = 3
-    """Sizes before the full one, each half of the next."""
+    """Number of smaller sizes, each half of the next."""
     exponent: float = 0.5
-    """The learning rate is multiplied by (batch / full batch) to this power; 0: it is not."""
+    """Exponent of (batch / full batch), by which the learning rate is multiplied; 0 disables it."""
 
     def __post_init__(self):
         if not 0.0 < self.fraction < 1.0:
@@ -53,14 +53,14 @@ class BatchRampConfig:
             )
 
     def build(self, steps: int, batch_size: int) -> BatchSizes:
-        """The rows of each step.
+        """Return the rows of each step.
 
         Args:
-            steps: of the whole run.
-            batch_size: rows of a step after the ramp.
+            steps: Steps of the whole run.
+            batch_size: Rows of a step after the ramp.
 
         Raises:
-            ValueError: a batch that cannot be halved so often, or fewer steps than stages.
+            ValueError: The batch cannot be halved so often, or there are fewer steps than stages.
         """
         if batch_size % 2**self.stages:
             raise ValueError(
@@ -79,11 +79,11 @@ class BatchRampConfig:
         return BatchSizes((*small, (self.stages * length, batch_size)))
 
     def scaled(self, schedule: Schedule, sizes: BatchSizes) -> Schedule:
-        """The schedule with the law of the batch.
+        """Return the schedule multiplied by the law of the batch size.
 
         Args:
-            schedule: of the run without a ramp.
-            sizes: from `build`.
+            schedule: Schedule of the run without a ramp.
+            sizes: Result of `build`.
         """
         _, full = sizes.stages[-1]
 
@@ -97,5 +97,5 @@ class BatchRampConfig:
 
 
 def accumulation_of(rows: int, batch_size: int, accumulation: int) -> int:
-    """Micro-batches of a batch of `rows`, none larger than those of a full batch."""
+    """Return the micro-batches of `rows` rows, none larger than those of a full batch."""
     return -(-accumulation * rows // batch_size)

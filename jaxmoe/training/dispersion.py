@@ -1,26 +1,26 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Dispersion over workers: what a mean over devices hides (silent inconsistency, arXiv 2602.14462).
+"""Compares workers with each other, to find errors that a mean over devices hides.
 
-A worker is a part of the mesh that has rows of its own: a place on the axes replica x data x
-expert. All train the same weights on rows of the same kind, so that their losses and gradients
-differ by chance alone; a worker that computes something else sticks out, long before the mean does.
+A worker is a part of the mesh with rows of its own: a position on the axes replica x data x expert.
+All workers train the same weights on rows of the same distribution, so that their losses and
+gradients differ by chance alone; one that computes something else is an outlier long before the
+mean moves (silent inconsistency, arXiv 2602.14462).
 
     loss_std, loss_range    over workers, of the mean cross-entropy of their rows, at every step
     grad_norm_std           over workers, of the norm of the gradient of that loss
     grad_cosine             mean over pairs: (|sum of g_i/|g_i||^2 - N) / (N (N - 1))
-    grad_cosine_from_sums   (N^2 |mean of g_i|^2 - sum |g_i|^2) / (N (N - 1)) / mean |g_i|^2: no
-                            vectors but the mean; the same where all norms are
+    grad_cosine_from_sums   (N^2 |mean of g_i|^2 - sum |g_i|^2) / (N (N - 1)) / mean |g_i|^2: needs
+                            only the mean vector; equal to grad_cosine if all norms are equal
 
-The losses come with the training step, as sums of rows that it has anyway, and one gather of two
-numbers a row. Gradients of single workers do not exist in it: they are summed where they are made.
-`make_gradient_probe` compiles a program of its own for them: one forward pass over a micro-batch
-and N backward passes on the same mesh and layout, each of which sees the loss of one worker alone.
-So a probe costs about as much as N/1.5 steps of that micro-batch, and memory for two more trees of
-gradients. Only the cross-entropy is compared; the routers' losses are of the whole batch.
+The losses come with the training step, as sums of rows, for one gather of two numbers a row. The
+gradients of single workers do not exist in the step, which sums them. `make_gradient_probe`
+compiles a separate program: one forward pass over a micro-batch and N backward passes on the same
+mesh and layout, each of the loss of one worker. A probe costs about N/1.5 steps of that
+micro-batch, and memory for two more trees of gradients. Only the cross-entropy is compared; the
+routers' losses are of the whole batch.
 
-`OutlierWatch` finds the worker that sticks out. It needs three workers: of two that differ nobody
-knows which one is right.
+`OutlierWatch` names outliers. It needs three workers: of two that differ, either may be wrong.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ COSINE_FROM_SUMS = "workers/grad_cosine_from_sums"
 @typing.no_type_check
 @struct.dataclass
 class WorkerGradients:
-    """What a probe reports."""
+    """Result of a gradient probe."""
 
     loss: Float[Array, " N"]
     """Nats per token of each worker; NaN where it has no token."""
     norm: Float[Array, " N"]
-    """Of the gradient of that loss; 0 where it has no token."""
+    """Norm of the gradient of that loss; 0 for a worker without tokens."""
     cosine: Float[Array, ""]
     """Mean over pairs of workers that have a gradient."""
     cosine_from_sums: Float[Array, ""]
@@ -76,13 +76,13 @@ def worker_losses(
     workers: int,
     placement: Placement,
 ) -> Float[Array, " W"] | None:
-    """Mean loss of each worker's rows, the same array on all devices; None without rows.
+    """Return the mean loss of each worker, replicated on all devices; None without rows.
 
     Args:
-        row_nll: sums of rows, over micro-batches (b = B / micro-batches).
-        row_tokens: what each row is divided by.
-        workers: equal parts of the rows, in order.
-        placement: where rows lie.
+        row_nll: Sums of rows over micro-batches, [B / micro-batches].
+        row_tokens: Divisor of each row.
+        workers: Number of equal parts of the rows, in order.
+        placement: Layout of the rows.
     """
     if row_nll is None or row_tokens is None:
         return None
@@ -93,10 +93,10 @@ def worker_losses(
 
 
 def loss_scalars(worker_loss: Float[HostOrDeviceArray, " W"] | None) -> dict[str, float]:
-    """Standard deviation and range over the workers that have a token; empty without workers.
+    """Return standard deviation and range over the workers that have tokens.
 
     Args:
-        worker_loss: of one step.
+        worker_loss: Losses of one step; None gives no scalars.
     """
     if worker_loss is None:
         return {}
@@ -108,10 +108,10 @@ def loss_scalars(worker_loss: Float[HostOrDeviceArray, " W"] | None) -> dict[str
 
 
 def gradient_scalars(gradients: WorkerGradients) -> dict[str, float]:
-    """What is logged of a probe.
+    """Return the scalars to log for a probe.
 
     Args:
-        gradients: on the host.
+        gradients: Result of a probe, on the host.
     """
     return {
         NORM_STD: float(np.std(np.asarray(gradients.norm, np.float64))),
@@ -123,11 +123,11 @@ def gradient_scalars(gradients: WorkerGradients) -> dict[str, float]:
 def compare_gradients(
     pull_back: Callable[[Float[Array, " N"]], Any], workers: int
 ) -> tuple[Float[Array, " N"], Float[Array, ""], Float[Array, ""]]:
-    """Norms, mean cosine and the one from sums, with two trees in memory beside a gradient.
+    """Return norms, mean cosine and the cosine from sums; holds two trees beside a gradient.
 
     Args:
-        pull_back: the gradient of a weighted sum of the workers' losses, by their weights.
-        workers: N.
+        pull_back: Gradient of a weighted sum of the workers' losses, from the weights.
+        workers: Number of workers N.
     """
 
     def of_one(weights: Array) -> tuple[tuple[Any, Any], Array]:
@@ -161,20 +161,20 @@ def make_gradient_probe(
     accumulation: int = 1,
     objective: ObjectiveConfig | None = None,
 ) -> Callable[[TrainState, Batch], WorkerGradients]:
-    """A jitted function of a state, which is not donated, and the batch of a step.
+    """Return a jitted function of a state, which is not donated, and the batch of a step.
 
     Args:
-        model: what is trained.
-        workers: equal parts of the batch, at least 2; as many backward passes.
-        execution: how it is computed; defaults when None.
-        accumulation: micro-batches of a step, of which the first is looked at.
-        objective: what is predicted from what; the next token when None.
+        model: Model to train.
+        workers: Equal parts of the batch, at least 2; one backward pass each.
+        execution: How it is computed; defaults when None.
+        accumulation: Micro-batches of a step, of which the first is probed.
+        objective: Training objective; the next token when None.
 
     Raises:
-        ValueError: fewer than two workers.
+        ValueError: Fewer than two workers.
     """
     if workers < 2:
-        raise ValueError(f"workers={workers} must be at least 2: one has nobody to differ from")
+        raise ValueError(f"workers={workers} must be at least 2 to be compared")
     execution = execution or ExecutionConfig()
     objective = objective or NextTokenConfig()
 
@@ -200,7 +200,8 @@ def make_gradient_probe(
                 train=True,
                 key=key,
             )
-            # Without rows there is no loss; its NaN would reach the gradients of all others.
+            # A worker without rows has a loss of NaN, which would reach the gradients of all
+            # others.
             found = worker_losses(rows, tokens, workers, placement)
             assert found is not None  # rows were asked for
             return jnp.nan_to_num(found, nan=0.0)
@@ -213,17 +214,17 @@ def make_gradient_probe(
 
 
 def worker_devices(mesh: Mesh, workers: int) -> list[list[jax.Device]]:
-    """The devices that hold the rows of each worker.
+    """Return the devices that hold the rows of each worker.
 
     Args:
-        mesh: of `sharding.make_mesh`.
-        workers: parts of the batch; a multiple or a divisor of the parts that the mesh makes.
+        mesh: Mesh from `sharding.make_mesh`.
+        workers: Parts of the batch; a multiple or a divisor of the parts that the mesh makes.
     """
     spec = PartitionSpec(pieces(mesh.axis_names, BATCH_AXES))
     parts = NamedSharding(mesh, spec).num_devices
     found: list[list[jax.Device]] = [[] for _ in range(workers)]
-    lies = NamedSharding(mesh, spec).devices_indices_map((parts * workers,))
-    for device, (rows,) in lies.items():
+    layout = NamedSharding(mesh, spec).devices_indices_map((parts * workers,))
+    for device, (rows,) in layout.items():
         first, last = rows.start or 0, parts * workers if rows.stop is None else rows.stop
         for worker in range(first // parts, (last - 1) // parts + 1):
             found[worker].append(device)
@@ -232,26 +233,26 @@ def worker_devices(mesh: Mesh, workers: int) -> list[list[jax.Device]]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Outlier:
-    """A worker that sticks out."""
+    """Worker whose values differ from those of the others."""
 
     worker: int
     excess: float
-    """Median over the window of its difference from the median worker."""
+    """Median over the window of the difference from the median worker."""
     spreads: float
-    """The same in spreads."""
+    """The excess in spreads."""
 
 
 class OutlierWatch:
     """Differences of workers from the median worker, over a window of steps.
 
-    A worker sticks out when the median of its differences over the window is more than `z` spreads,
-    1.4826 x the median size of all differences in the window: a batch that is odd once moves
+    A worker is an outlier when the median of its differences over the window is more than `z`
+    spreads, 1.4826 x the median size of all differences in the window: one odd batch moves
     neither. Each is named once.
 
     Args:
-        window: steps; nobody is judged before it is full.
-        z: spreads.
-        relative: part of the median that a difference must have at least.
+        window: Steps; no worker is judged before the window is full.
+        z: Threshold in spreads.
+        relative: Smallest difference, as a share of the median.
     """
 
     def __init__(self, window: int, *, z: float = 4.0, relative: float = 1e-4):
@@ -260,10 +261,10 @@ class OutlierWatch:
         self._named: set[int] = set()
 
     def add(self, values: Float[np.ndarray, " W"]) -> list[Outlier]:
-        """The workers that stick out now and have not been named yet.
+        """Return the outliers that have not been named yet.
 
         Args:
-            values: one for each worker; a step in which one is not finite is passed over.
+            values: One value for each worker; a step with a value that is not finite is skipped.
         """
         values = np.asarray(values, np.float64)
         if len(values) < 3 or not np.isfinite(values).all():

@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Held-out loss: the same batches in the same order give the same number, bit for bit."""
+"""Evaluates the held-out loss; the same batches in the same order give the same bits."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Evaluation:
 
     @property
     def bits_per_token(self) -> float:
-        """The same in bits."""
+        """Held-out loss in bits per token."""
         return self.nats_per_token / math.log(2.0)
 
 
@@ -39,16 +39,16 @@ def make_eval_step(
     execution: ExecutionConfig | None = None,
     objective: ObjectiveConfig | None = None,
 ) -> Callable[[Any, Any, Batch], tuple[Array, Array]]:
-    """A jitted function (params, router_state, batch) -> (sum of nll in nats, sum of weights).
+    """Return a jitted function (params, router_state, batch) -> (summed nll in nats, weights).
 
     Args:
-        model: what is measured.
-        execution: how it is computed; defaults when None.
-        objective: what is predicted from what; the next token when None. Under masked diffusion
-            the sum is the bound on the nll of whole rows.
+        model: Model to evaluate.
+        execution: How it is computed; defaults when None.
+        objective: Training objective; the next token when None. Under masked diffusion the sum is
+            the bound on the nll of whole rows.
 
     Raises:
-        ValueError: the model does not fit the objective.
+        ValueError: The model does not fit the objective.
     """
     execution = execution or ExecutionConfig()
     objective = objective or NextTokenConfig()
@@ -82,16 +82,16 @@ def evaluate(
     router_state: Any,
     batches: Iterable[Batch],
 ) -> Evaluation:
-    """Mean held-out loss over some batches.
+    """Return the mean held-out loss over some batches.
 
     Args:
-        eval_step: from `make_eval_step`.
-        params: of the model.
-        router_state: stacked over MoE layers.
-        batches: on the devices.
+        eval_step: Function from `make_eval_step`.
+        params: Parameters of the model.
+        router_state: Router state, stacked over MoE layers.
+        batches: Batches on the devices.
 
     Raises:
-        ValueError: no token has a weight above 0.
+        ValueError: No token has a weight above 0.
     """
     sums = [eval_step(params, router_state, batch) for batch in batches]
     nll = math.fsum(float(part) for part, _ in sums)

@@ -1,20 +1,20 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Which steps are refused: those that are not finite, and those whose gradient is far too large.
+"""Refuses steps that are not finite, or whose gradient norm is far too large.
 
     good  =  loss, gradient norm and new state all finite
              and  norm <= max_norm_ratio * median(norms of the last WINDOW accepted steps)
 
-A spike is finite, and a clipped one is still a step in a direction that one broken batch or one
-flipped bit chose. The median is of accepted steps alone: what was refused never moves the bound, so
-that neither a NaN nor a series of spikes can lift it. There is no bound before FEWEST steps were
-accepted. A norm of 0 (a batch in which nothing counts) is accepted and not remembered: enough of
-them would make the bound 0 for ever.
+A spike is finite, and clipping keeps the direction that one broken batch or flipped bit chose. The
+median is over accepted steps only, so that neither a NaN nor a series of spikes can raise the
+bound. There is no bound before FEWEST steps were accepted. A norm of 0 (a batch without counted
+tokens) is accepted and not remembered: enough of them would make the bound 0.
 
-It does not judge the loss, which batches differ in more than in their gradients' norm, and does not
-scale anything: a step is taken as it is or not at all.
+The loss is not judged, since batches differ in it more than in the norm of their gradients. Steps
+are never scaled.
 
-To add a rule: a term of `is_good` in `jaxmoe.training.step`, from what the state remembers.
+To add a rule: a term of `is_good` in `jaxmoe/training/step.py`, and a function in
+`jaxmoe/training/guard.py`.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 WINDOW = 16
-"""Accepted steps whose norms are remembered."""
+"""Number of accepted steps whose norms are remembered."""
 FEWEST = 3
-"""Accepted steps from which on there is a bound: the median is then not one odd batch's."""
+"""Number of accepted steps before there is a bound, so that one odd batch is not the median."""
 
 
 def no_norms() -> Float[Array, " window"]:
-    """What a state remembers before its first step: zeros, which stand for nothing."""
+    """Return the initial norms of a state: zeros, which stand for no step."""
     return jnp.zeros((WINDOW,), jnp.float32)
 
 
 def norm_limit(recent: Float[Array, " window"] | None, ratio: float | None) -> Float[Array, ""]:
-    """The largest gradient norm that is accepted; infinite where there is no bound.
+    """Return the largest gradient norm that is accepted; infinite without a bound.
 
     Args:
-        recent: norms of the last accepted steps, the newest last; 0: no step.
-        ratio: times their median; None: no bound.
+        recent: Norms of the last accepted steps, the newest last; 0 stands for no step.
+        ratio: Multiple of their median; None for no bound.
 
     Raises:
-        ValueError: a bound is wanted of a state that remembers nothing.
+        ValueError: A bound is requested and the state has no norms.
     """
     if ratio is None:
         return jnp.full((), jnp.inf, jnp.float32)
@@ -64,13 +64,13 @@ def norm_limit(recent: Float[Array, " window"] | None, ratio: float | None) -> F
 def remember(
     recent: Float[Array, " window"], norm: Float[Array, ""], is_good: Bool[Array, ""]
 ) -> Float[Array, " window"]:
-    """The norms after a step: with its own if it was accepted, in place of the oldest."""
+    """Return the norms after a step: its own replaces the oldest if it was accepted."""
     later = jnp.concatenate([recent[1:], norm[None].astype(recent.dtype)])
     return jnp.where(is_good & (norm > 0.0), later, recent)
 
 
 def all_finite(tree: Any) -> Bool[Array, ""]:
-    """Whether every floating-point number of a tree is finite."""
+    """Return whether every floating-point number of a tree is finite."""
     # 0 * x is 0, or NaN where x is not finite: a sum is several times as fast as `all(isfinite)`.
     sums = [
         jnp.sum(leaf * jnp.zeros((), leaf.dtype))
@@ -81,20 +81,20 @@ def all_finite(tree: Any) -> Bool[Array, ""]:
 
 
 def select(is_good: Bool[Array, ""], new: Any, old: Any) -> Any:
-    """The new state or, bit for bit, the old one."""
+    """Return the new state or, bitwise, the old one."""
     # Never by a product: 0 times NaN is NaN.
     return jax.tree.map(lambda n, o: jnp.where(is_good, n, o), new, old)
 
 
 def check_ratio(ratio: float | None, name: str = "max_norm_ratio") -> None:
-    """Refuses a ratio that would refuse ordinary steps.
+    """Raise if a ratio would refuse ordinary steps.
 
     Args:
-        ratio: of the largest accepted norm to the median.
-        name: as the caller calls it.
+        ratio: Largest accepted norm over the median.
+        name: Name of the argument in the message.
 
     Raises:
-        ValueError: it is not above 1.
+        ValueError: The ratio is not above 1.
     """
     if ratio is not None and not 1 < ratio < math.inf:
         raise ValueError(

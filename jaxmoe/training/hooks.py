@@ -1,10 +1,11 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""What happens around the steps: reporting, evaluating, saving, tracing. The loop calls, hooks
-decide when.
+"""Defines hooks: work after certain steps, such as evaluation and traces.
 
-To add one: a class with `is_due` and `run`, and a line where the hooks are put together
-(`experiments/pretrain.py`).
+`jaxmoe.training.loop.run_loop` calls the hooks that are due. Checkpoints are saved by
+`jaxmoe/checkpoint/hook.py`.
+
+To add a hook: a class with `is_due` and `run`, and a line in `jaxmoe/run/loop.py`.
 """
 
 from __future__ import annotations
@@ -23,35 +24,35 @@ from jaxmoe.training.state import TrainState
 
 @runtime_checkable
 class Hook(Protocol):
-    """Something done after certain steps.
+    """Work after certain steps.
 
-    All processes of a run must agree on them; a hook that is due on some processes only says so by
-    an attribute `is_local = True`, and does nothing that concerns the others.
+    All processes of a run must agree on when a hook is due. A hook that is due on some processes
+    only has an attribute `is_local = True` and may not communicate.
     """
 
     def is_due(self, step: int) -> bool:
-        """Whether to run after this many steps."""
+        """Return whether to run after this step."""
         ...
 
     def run(self, step: int, state: TrainState) -> None:
-        """Runs; the state is only read."""
+        """Run; the state must not be changed."""
         ...
 
 
 def is_every(step: int, every: int, last_step: int) -> bool:
-    """Whether `step` is a multiple of `every`, or the last one; `every` 0: only the last."""
+    """Return whether `step` is the last or a multiple of `every`; 0 means the last only."""
     return step == last_step or (every > 0 and step % every == 0)
 
 
 class EvaluateHook:
-    """Held-out loss, every so many steps and at the end.
+    """Evaluates the held-out loss every few steps and at the end.
 
     Args:
-        eval_step: from `make_eval_step`.
-        batches: makes the held-out batches anew, on the devices.
-        every: steps.
-        last_step: of the run.
-        report: called with the step and the result.
+        eval_step: Function from `make_eval_step`.
+        batches: Returns the held-out batches, on the devices.
+        every: Steps between evaluations.
+        last_step: Last step of the run.
+        report: Called with the step and the result.
     """
 
     def __init__(
@@ -68,24 +69,25 @@ class EvaluateHook:
         self._report = report
 
     def is_due(self, step: int) -> bool:
-        """Every so many steps and at the end."""
+        """Return whether an evaluation is due."""
         return is_every(step, self._every, self._last_step)
 
     def run(self, step: int, state: TrainState) -> None:
-        """Evaluates and reports."""
+        """Evaluate and report."""
         result = evaluate(self._eval_step, state.params, state.router_state, self._batches())
         self._report(step, result)
 
 
 class RefreshHook:
-    """Has the metrics fetched about once a second, for somebody who watches them.
+    """Makes the loop fetch metrics about once a second, for a live view.
 
-    It does nothing itself: the loop reports before any hook that is due. The pace of the last
-    stretch says how many steps a second has, so that the host still runs ahead of the device.
+    The loop reports before any hook that is due; this one does nothing else. The pace since the
+    last call sets the number of steps until the next, so that the host still runs ahead of the
+    device.
 
     Args:
-        first_step: restored.
-        clock: seconds, rising.
+        first_step: Restored step.
+        clock: Monotonic clock, in seconds.
     """
 
     is_local = True
@@ -95,11 +97,11 @@ class RefreshHook:
         self._last, self._steps = (first_step, clock()), 1
 
     def is_due(self, step: int) -> bool:
-        """About once a second."""
+        """Return whether about a second has passed."""
         return step - self._last[0] >= self._steps
 
     def run(self, step: int, state: TrainState) -> None:
-        """Notes the pace."""
+        """Measure the pace."""
         last_step, last_time = self._last
         now = self._clock()
         seconds = max(now - last_time, 1e-6) / (step - last_step)
@@ -107,15 +109,15 @@ class RefreshHook:
 
 
 class Trace:
-    """A profile of consecutive steps, by `jax.profiler`, on one process.
+    """Profiles consecutive steps with `jax.profiler`, on one process.
 
-    Two hooks, because what else is due at its borders (evaluation, saving) is not to be in it:
-    put `start` after them and `stop` before them.
+    It has two hooks, so that evaluation or saving at its borders stay outside: put `start` after
+    the other hooks and `stop` before them.
 
     Args:
-        directory: where to.
-        first: step of the run, from 1; traced itself.
-        last: step of the run; traced itself.
+        directory: Output directory.
+        first: First traced step of the run, from 1.
+        last: Last traced step of the run.
     """
 
     def __init__(self, directory: str | os.PathLike[str], first: int, last: int):
@@ -124,10 +126,10 @@ class Trace:
         self.stop = _TraceBorder(last, self._stop)
         self._is_running = False
         self.is_written = False
-        """Whether there is a trace to look at."""
+        """Whether a trace was written."""
 
     def close(self) -> None:
-        """Ends the trace of a run that ended within it."""
+        """End the trace of a run that ended within it."""
         if self._is_running:
             jax.profiler.stop_trace()
             self._is_running, self.is_written = False, True
@@ -143,7 +145,7 @@ class Trace:
 
 
 class _TraceBorder:
-    """Runs a function after one step."""
+    """Hook that calls a function after one step."""
 
     is_local = True
 
@@ -151,9 +153,9 @@ class _TraceBorder:
         self._step, self._function = step, function
 
     def is_due(self, step: int) -> bool:
-        """After its step."""
+        """Return whether this is the step."""
         return step == self._step
 
     def run(self, step: int, state: TrainState | None) -> None:
-        """Starts or ends the trace."""
+        """Start or end the trace."""
         self._function(state)

@@ -1,15 +1,15 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Indicators of a training step: those of its layers, and what only a step knows.
+"""Computes indicators of instability of a training step.
 
     head_z                 mean over predicted tokens of logsumexp(output logits)^2
     head_max_logit         largest output logit
     update_ratio/<role>    |W' - W| / |W| (Frobenius) of all parameters of one role in one layer;
-                           of the embedding, the head and the last norm by their own names
+                           the embedding, the head and the last norm under their own names
 
-On the sphere of MuonH the ratio of a matrix is its learning rate. All are there with
-`ExecutionConfig(telemetry="detailed")` only; the head's cost one more product of the head. Those of
-the layers are defined in `jaxmoe/layers/indicators.py`.
+Under MuonH the ratio of a matrix is its learning rate. They exist with
+`ExecutionConfig(telemetry="detailed")` only; those of the head cost one more product with the head.
+Indicators of layers are defined in `jaxmoe/layers/indicators.py`.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ def observe_head(
     model: ModelConfig,
     execution: ExecutionConfig,
 ) -> Indicators:
-    """Size of the output logits, with a leading 1 where the layers' have L.
+    """Return indicators of the output logits, with a leading dimension of 1 in place of L.
 
     Args:
-        params: of the model.
-        hidden: after the final norm, in the order of `lay_out_batch`.
-        batch: tokens of weight 0 are left out.
-        model: for the logit multiplier.
-        execution: for `loss_chunk`, dtype and placement.
+        params: Parameters of the model.
+        hidden: Activations after the final norm, in the order of `lay_out_batch`.
+        batch: Rows; tokens with weight 0 are left out.
+        model: Logit multiplier.
+        execution: `loss_chunk`, dtype and placement.
     """
     weight, hidden = jax.lax.stop_gradient((head_weight(params, model), hidden))
 
@@ -116,7 +116,7 @@ def _is_stacked(row: ParameterSpec) -> bool:
 
 
 def _squares(row: ParameterSpec, value: Array) -> Float[Array, " layers"]:
-    """Sum of squares of each layer, on every device."""
+    """Return the sum of squares of each layer, replicated on every device."""
     value = value.astype(jnp.float32)
     if _is_stacked(row):
         return jnp.sum(value**2, axis=tuple(range(1, value.ndim)))

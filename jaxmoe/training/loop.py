@@ -1,9 +1,9 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""The loop: batches in, steps, hooks. It knows no mathematics and no file.
+"""Runs training steps: batches, the step function, hooks and reports.
 
 Metrics stay on the device and are fetched every `report_every` steps, before a hook runs, and at
-the end, so that the host runs ahead of the device. Time stopwatch in hooks is not training time.
+the end, so that the host runs ahead of the device. The time of hooks is not training time.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Report:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of these steps."""
+        """Training throughput of these steps."""
         tokens = sum(float(metrics.num_tokens) for metrics in self.metrics)
         return tokens / max(self.seconds, 1e-9)
 
@@ -82,8 +82,8 @@ class LoopResult:
     step: int
     status: Status
     refused: tuple[int, int] | None = None
-    """Of a diverged run: the first and the last of the steps refused in a row that ended it. Later
-    ones, which a loop that reports seldom has done as well, are not among them."""
+    """First and last of the steps refused in a row that ended a diverged run. Later steps, which
+    the loop may have done before it fetched the metrics, are not counted."""
 
 
 def run_loop(
@@ -107,18 +107,19 @@ def run_loop(
     runs it to its end.
 
     Args:
-        state: donated.
-        step_function: from `make_train_step`.
-        batches: on the devices, from `first_step` on.
-        first_step: steps already done.
-        last_step: steps to do in all.
-        hooks: run after the steps at which they are due, in this order.
-        report: receives the metrics.
-        report_every: steps between reports.
-        max_skipped: steps refused in a row that end the run.
-        stop: asked after every step; by several processes every `report_every` steps.
-        stopwatch: told what the loop's time goes to.
-        beat: told what begins, and of which step.
+        state: Initial state, donated.
+        step_function: Step from `make_train_step`.
+        batches: Batches on the devices, from `first_step` on.
+        first_step: Steps already done.
+        last_step: Total number of steps.
+        hooks: Hooks in the order in which they run after a step.
+        report: Called with the metrics.
+        report_every: Steps between reports.
+        max_skipped: Steps refused in a row that end the run.
+        stop: Request to stop, checked after every step; with several processes, every
+            `report_every` steps.
+        stopwatch: Receives the time of the loop by kind.
+        beat: Called with the name of an activity and its step when it begins.
 
     Yields:
         Number and metrics of each step, on the devices, after its hooks have run.
@@ -132,7 +133,7 @@ def run_loop(
     refused: tuple[int, int] | None = None
 
     def flush() -> None:
-        """Reports what waits, and sees whether too much of it was refused."""
+        """Report the waiting metrics, and check whether too many steps were refused."""
         nonlocal since, refused
         steps = tuple(number for number, _ in waiting)
         with stopwatch.on(WAIT):
@@ -148,7 +149,7 @@ def run_loop(
         refused = refused or _refused(steps, metrics, max_skipped)
 
     stop.steps_begin()
-    # One process can stop at any step; several must ask one another, which costs a collective.
+    # One process can stop at any step; several must agree, which costs a collective.
     asks_alone = jax.process_count() == 1
     while step < last_step and status == "done":
         beat("batch", step + 1)
@@ -164,10 +165,10 @@ def run_loop(
             step, status = step - 1, cast(Status, error.status)
             break
         waiting.append((step, metrics))
-        with stopwatch.on(WAIT):  # some hooks, and signals, ask the other processes
+        with stopwatch.on(WAIT):  # hooks and signals may need a collective
             due = [hook for hook in hooks if hook.is_due(step)]
             reason = stop.agreed() if asks_alone or step % report_every == 0 else None
-        if reason == "taken_over":  # what waits would be written into another's files
+        if reason == "taken_over":  # another process owns the files
             status = reason
             break
         is_shared = bool(reason) or step % report_every == 0 or step == last_step or _shared(due)
@@ -212,14 +213,14 @@ def drain(steps: Generator[Any, Any, Result]) -> Result:
 
 
 def _shared(hooks: Sequence[Hook]) -> bool:
-    """Whether one of them is due on all processes, which then report, and all end, or none."""
+    """Return whether a hook is due on all processes, which then report and end together."""
     return any(not getattr(hook, "is_local", False) for hook in hooks)
 
 
 def _refused(
     steps: Sequence[int], metrics: Sequence[StepMetrics], max_skipped: int
 ) -> tuple[int, int] | None:
-    """The first and the last of the first so many steps that were refused in a row."""
+    """Return the first and last of the first `max_skipped` steps refused in a row."""
     for number, metric in zip(steps, metrics, strict=True):
         if (in_a_row := int(metric.skipped_in_a_row)) >= max_skipped:
             return number - in_a_row + 1, number

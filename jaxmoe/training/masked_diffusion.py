@@ -62,7 +62,7 @@ class MaskedDiffusionConfig:
     min_time: float = 1e-3
     """Smallest share of masked tokens in training; its inverse is the largest weight of a token."""
     eval_times: int = 8
-    """Numbers of masked tokens at which a held-out row is tried."""
+    """Number of mask counts at which a held-out row is evaluated."""
 
     def __post_init__(self):
         if not 0.0 < self.min_time < 1.0:
@@ -79,10 +79,10 @@ class MaskedDiffusionConfig:
         return self.eval_times
 
     def check(self, model: ModelConfig) -> None:
-        """Refuses a model that cannot fill gaps.
+        """Raise if the model is causal or has no id for the mask.
 
         Raises:
-            ValueError: naming the field.
+            ValueError: Names the field.
         """
         if model.attention.is_causal:
             raise ValueError(
@@ -95,11 +95,11 @@ class MaskedDiffusionConfig:
             )
 
     def num_predicted(self, model: ModelConfig) -> int:
-        """All ids but the last, the mask."""
+        """Return the number of ids without the last, the mask."""
         return model.vocab_size - 1
 
     def num_tokens(self, batch: Batch) -> Float[Array, ""]:
-        """Real tokens: what the summed loss is divided by."""
+        """Return the number of real tokens, the divisor of the summed loss."""
         if batch.segment_ids is None:
             return jnp.float32(batch.tokens.size)
         return jnp.sum(jnp.asarray(batch.segment_ids) != 0, dtype=jnp.float32)
@@ -118,7 +118,7 @@ class MaskedDiffusionConfig:
         return source.whole_row_bits_per_token(sequence_length)
 
     def row_tokens(self, batch: Batch) -> Float[Array, " B"]:
-        """The part of each row in `num_tokens`."""
+        """Return the part of each row in `num_tokens`."""
         if batch.segment_ids is None:
             return jnp.sum(jnp.ones_like(jnp.asarray(batch.loss_weights)), axis=1)
         return jnp.sum(jnp.asarray(batch.segment_ids) != 0, axis=1, dtype=jnp.float32)
@@ -135,13 +135,13 @@ class MaskedDiffusionConfig:
     def prepare(
         self, model: ModelConfig, batch: Batch, key: Key[Array, ""], placement: Placement
     ) -> Batch:
-        """The batch with tokens masked, the tokens as targets, and weights 1/t where masked.
+        """Return the batch with tokens masked, the tokens as targets, and weights 1/t.
 
         Args:
-            model: whose last id is the mask.
-            batch: of a whole step.
-            key: of the step.
-            placement: where rows lie.
+            model: Model; its last id is the mask.
+            batch: Rows of a whole step.
+            key: Key of the step.
+            placement: Layout of the rows.
         """
 
         def law(is_real: Array, rows: Array, key: Array):
@@ -157,7 +157,7 @@ class MaskedDiffusionConfig:
     def examine(
         self, model: ModelConfig, batch: Batch, index: Int[Array, ""], placement: Placement
     ) -> Batch:
-        """Trial `index` of a held-out batch: as `prepare`, with a given number of masks a row."""
+        """Return pass `index` over a held-out batch, with a fixed number of masks per row."""
 
         def law(is_real: Array, rows: Array, given: tuple[Array, Array]):
             key, index = given
@@ -174,10 +174,10 @@ class MaskedDiffusionConfig:
 
 
 def radical_inverse(numbers: Int[Array, " B"]) -> UInt[Array, " B"]:
-    """The bits of each number in reverse order; over 2^32, its point of van der Corput's sequence.
+    """Return the bits of each number reversed: 2^32 times its van der Corput point.
 
     Args:
-        numbers: at least 0.
+        numbers: At least 0.
     """
     bits = numbers.astype(jnp.uint32)
     for shift, mask in ((1, 0x55555555), (2, 0x33333333), (4, 0x0F0F0F0F), (8, 0x00FF00FF)):
@@ -187,12 +187,12 @@ def radical_inverse(numbers: Int[Array, " B"]) -> UInt[Array, " B"]:
 
 
 def _fraction(bits: UInt[Array, " B"]) -> Float[Array, " B"]:
-    """In [0, 1), exact: as many bits as f32 holds."""
+    """Return exact f32 values in [0, 1) from the upper 24 bits."""
     return (bits >> jnp.uint32(8)).astype(jnp.float32) * jnp.float32(2.0**-24)
 
 
 def _noise(key: Key[Array, ""], rows: Int[Array, " B"], length: int) -> Float[Array, "B S"]:
-    """Uniform numbers in [0, 1) that belong to the rows, wherever they are."""
+    """Return uniform numbers in [0, 1) that depend on the row number only."""
     keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, rows)
     return jax.vmap(lambda row: jax.random.uniform(row, (length,), jnp.float32))(keys)
 
@@ -204,13 +204,13 @@ def _mask(
     placement: Placement,
     law: Callable[[Array, Array, Any], tuple[Array, Array]],
 ) -> Batch:
-    """The batch with tokens masked by a law of rows.
+    """Return the batch with tokens masked by a function of its rows.
 
     Args:
-        model: whose last id is the mask.
-        batch: of which rows are numbered as they stand.
-        given: scalars that the law is handed.
-        placement: where rows lie.
+        model: Model; its last id is the mask.
+        batch: Rows, numbered as they stand.
+        given: Scalars for `law`.
+        placement: Layout of the rows.
         law: (real tokens [b S], row numbers [b], given) -> (masked [b S], ratio [b]).
     """
     tokens = jnp.asarray(batch.tokens)

@@ -1,11 +1,10 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""The next token: the objective of causal language models.
+"""Next-token prediction: the objective of causal language models.
 
     loss = sum of loss weight * nll(target) / sum of loss weights
 
-The batch is trained on as the loader made it. To add an objective: a config with the members of
-this one, into ObjectiveConfig in `jaxmoe/training/__init__.py`.
+The batch is used as the loader made it.
 """
 
 from __future__ import annotations
@@ -37,10 +36,10 @@ class NextTokenConfig:
         return 1
 
     def check(self, model: ModelConfig) -> None:
-        """Refuses a model that sees what it should predict.
+        """Raise if the model can see the token that it should predict.
 
         Raises:
-            ValueError: naming the field.
+            ValueError: Names the field.
         """
         if not model.attention.is_causal:
             raise ValueError(
@@ -50,11 +49,11 @@ class NextTokenConfig:
             )
 
     def num_predicted(self, model: ModelConfig) -> int:
-        """Ids that the model may predict: those below this number."""
+        """Return the number of ids that may be predicted."""
         return model.vocab_size
 
     def num_tokens(self, batch: Batch) -> Float[Array, ""]:
-        """What the summed loss is divided by."""
+        """Return the divisor of the summed loss."""
         return jnp.sum(jnp.asarray(batch.loss_weights))
 
     def entropy_floor(self, source: Source, sequence_length: int) -> float | None:
@@ -67,7 +66,7 @@ class NextTokenConfig:
         return source.entropy_bits_per_token(sequence_length)
 
     def row_tokens(self, batch: Batch) -> Float[Array, " B"]:
-        """The part of each row in `num_tokens`."""
+        """Return the part of each row in `num_tokens`."""
         return jnp.sum(jnp.asarray(batch.loss_weights), axis=1)
 
     def token_loss(self, nll: Float[Array, "B S"], given: TokenGiven) -> Float[Array, "B S"]:
@@ -80,13 +79,13 @@ class NextTokenConfig:
         return nll * given.weights
 
     def prepare(self, model: ModelConfig, batch: Batch, key: Key[Array, ""], placement: Placement):
-        """The batch of a training step, as it is."""
+        """Return the batch of a training step unchanged."""
         del model, key, placement
         return batch
 
     def examine(
         self, model: ModelConfig, batch: Batch, index: Int[Array, ""], placement: Placement
     ) -> Batch:
-        """A held-out batch, as it is."""
+        """Return a held-out batch unchanged."""
         del model, index, placement
         return batch

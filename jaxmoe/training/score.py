@@ -1,19 +1,18 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""How likely a model finds given continuations, and which one it would write itself.
+"""Scores given continuations, and decodes greedily, for evaluation harnesses.
 
     scorer = Scorer(model, params, max_length=2048)
     [(log_prob, is_greedy)] = scorer.continuations([(context, continuation)])
     tokens = scorer.greedy(context, 64, lambda written: written[-1] == end)
 
-What evaluation harnesses ask of a model, in token ids. Rows of all lengths are computed in a few
-shapes, so that little is compiled: filled up on the right to max_length, its half, its quarter and
-so on, and told apart from their padding, which is neither seen nor routed. A prompt is read in
-pieces of 1, 8, 64, ... tokens, which need no padding. Log-probabilities are float32, their sums
-double.
+Everything is in token ids. Rows are padded on the right to a few shapes (max_length, its half, its
+quarter and so on), so that few programs are compiled; padding is neither attended to nor routed. A
+prompt is read in pieces of 1, 8, 64, ... tokens, without padding. Log-probabilities are float32,
+their sums float64.
 
-Rows longer than `max_length` lose tokens on the left, counted in `num_truncated`; a continuation
-that does not fit by itself is refused. Sampling is in decode.py.
+Rows longer than `max_length` are truncated on the left and counted in `num_truncated`; a
+continuation that is too long by itself is refused. Sampling is in `jaxmoe/models/decode.py`.
 """
 
 from __future__ import annotations
@@ -39,18 +38,18 @@ _SHAPES, _SHORTEST, _PIECE = 4, 32, 8
 
 
 class Scorer:
-    """A model that is asked about token ids.
+    """Scores and decodes token ids with one model.
 
     Args:
-        model: causal.
-        params: of the model, on one device or laid out on the current mesh.
-        max_length: tokens that it may read at once.
-        batch_size: rows that are computed together.
-        router_state: stacked over MoE layers.
-        execution: how it is computed; its mesh must be current in every call.
+        model: Causal model.
+        params: Parameters, on one device or laid out on the current mesh.
+        max_length: Tokens that the model reads at once.
+        batch_size: Rows that are computed together.
+        router_state: Router state, stacked over MoE layers.
+        execution: How it is computed; its mesh must be current in every call.
 
     Raises:
-        ValueError: a model that is not causal, sizes below 1, or a batch that the mesh does not
+        ValueError: A model that is not causal, sizes below 1, or a batch that the mesh does not
             divide.
     """
 
@@ -76,7 +75,7 @@ class Scorer:
             )
         self.max_length, self.batch_size = max_length, batch_size
         self.num_truncated = 0
-        """Rows that lost tokens on the left."""
+        """Number of rows that were truncated on the left."""
         self._model, self._params, self._router_state = model, params, router_state
         self._execution = WholeRowsConfig.of(execution or ExecutionConfig())
         axes = self._execution.placement.mesh_axes(ax.ACT_BATCH)
@@ -91,14 +90,13 @@ class Scorer:
     def continuations(
         self, requests: Sequence[tuple[Sequence[int], Sequence[int]]]
     ) -> list[tuple[float, bool]]:
-        """Of each continuation of its context: log-probability in nats, and whether every token of
-        it is the likeliest.
+        """Return log-probability in nats, and whether every token is the likeliest, per request.
 
         Args:
-            requests: context and continuation, at least one token each.
+            requests: Context and continuation, at least one token each.
 
         Raises:
-            ValueError: an empty context or continuation, or one longer than max_length.
+            ValueError: An empty context or continuation, or one longer than max_length.
         """
         rows = [self._row(context, continuation) for context, continuation in requests]
         order = sorted(range(len(rows)), key=lambda row: -len(rows[row][0]))  # full batches
@@ -117,24 +115,24 @@ class Scorer:
     def greedy(
         self, context: Sequence[int], max_tokens: int, is_done: Callable[[list[int]], bool]
     ) -> list[int]:
-        """The likeliest token after another, by what is kept of keys and values.
+        """Return the greedy continuation of a context.
 
         Args:
-            context: at least one token; so much of its end is read that all fits.
-            max_tokens: to write at most.
-            is_done: of what has been written, after every token.
+            context: At least one token; its beginning is cut if it does not fit.
+            max_tokens: Largest number of tokens to write.
+            is_done: Called with the written tokens after each one; true ends the text.
 
         Raises:
-            ValueError: an empty context, or no room for it beside `max_tokens`.
+            ValueError: An empty context, or one that does not fit beside `max_tokens`.
         """
-        room = self.max_length - max_tokens
-        if not context or max_tokens < 1 or room < 1:
+        space = self.max_length - max_tokens
+        if not context or max_tokens < 1 or space < 1:
             raise ValueError(
                 f"a context of {len(context)} and {max_tokens} tokens to write must be at least 1"
-                f" each, and leave room in max_length={self.max_length}"
+                f" each, and fit together into max_length={self.max_length}"
             )
-        self.num_truncated += len(context) > room
-        left = [int(token) for token in context[-room:]]
+        self.num_truncated += len(context) > space
+        left = [int(token) for token in context[-space:]]
         cache, token, written = self._empty(), 0, list[int]()
         while left:
             piece = max(_PIECE**power for power in range(8) if _PIECE**power <= len(left))
@@ -149,7 +147,7 @@ class Scorer:
     def _row(
         self, context: Sequence[int], continuation: Sequence[int]
     ) -> tuple[np.ndarray, np.ndarray]:
-        """What is read, and what follows each token of its end."""
+        """Return the tokens read, and the targets of the last of them."""
         if not len(context) or not len(continuation):
             raise ValueError("a context and its continuation must have a token at least")
         if len(continuation) > self.max_length:
@@ -162,7 +160,7 @@ class Scorer:
         return whole[-(self.max_length + 1) :][:-1], whole[-len(continuation) :]
 
     def _padded(self, length: int) -> int:
-        """The smallest of the shapes that holds a row."""
+        """Return the smallest of the shapes that holds a row."""
         shapes = [-(-self.max_length // 2**power) for power in range(_SHAPES)]
         shapes = [shape for shape in shapes if shape >= _SHORTEST] or shapes[:1]
         return min(shape for shape in shapes if shape >= length)
@@ -203,7 +201,7 @@ class Scorer:
 
 @functools.lru_cache(maxsize=8)
 def _scored(model: ModelConfig, execution: ExecutionConfig) -> Callable[..., Any]:
-    """Jitted: negative log-likelihoods of targets [B S], and whether each is the likeliest."""
+    """Return a jitted function to nll of targets [B S] and whether each is the likeliest."""
 
     def run(params: Any, router_state: Any, tokens: Array, targets: Array, segments: Array) -> Any:
         given = {"segment_ids": segments, "router_state": router_state}
@@ -217,7 +215,7 @@ def _scored(model: ModelConfig, execution: ExecutionConfig) -> Callable[..., Any
 
 @functools.lru_cache(maxsize=8)
 def _continued(model: ModelConfig, execution: ExecutionConfig) -> Callable[..., Any]:
-    """Jitted: the likeliest token after some more, and the cache with them."""
+    """Return a jitted function to the likeliest next token and the cache."""
 
     def run(params: Any, router_state: Any, tokens: Array, cache: Any) -> Any:
         positions = cache_length(cache) + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]

@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""`TrainState`: everything a run carries from step to step, as one pytree."""
+"""`TrainState`: everything that training carries from step to step, as one pytree."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ from jaxmoe.training.guard import no_norms
 @typing.no_type_check
 @struct.dataclass
 class TrainState:
-    """What a step reads and writes."""
+    """State that a step reads and writes."""
 
     step: Int[Array, ""]
-    """Batches consumed, those of refused steps included: the data position, together with the rows
-    that a run has jumped."""
+    """Batches consumed, including those of refused steps: the data position, together with the rows
+    that a run skipped."""
     params: Any
     opt_state: Any
     router_state: Any
-    """Stacked over MoE layers; an empty dict for routers that keep none."""
+    """Router state, stacked over MoE layers; an empty dict without state."""
     rng: Key[Array, ""]
-    """Never changes: a step folds its number into it."""
+    """Key of the run; constant, a step folds its number into it."""
     skipped: Int[Array, ""]
-    """Steps that the guard refused, in all."""
+    """Steps that the guard refused, in total."""
     skipped_in_a_row: Int[Array, ""]
     """Steps that the guard refused since the last good one."""
     recent_norms: Float[Array, " window"] | None = None
-    """Gradient norms of the last accepted steps, the newest last, 0 where there was none yet; None:
-    not remembered. See `jaxmoe.training.guard`."""
+    """Gradient norms of the last accepted steps, the newest last, 0 for none; None if they are not
+    kept. See `jaxmoe/training/guard.py`."""
 
 
 def init_state(
@@ -116,17 +116,18 @@ def state_around(
 
 
 def put_away(opt_state: Any, execution: ExecutionConfig) -> Any:
-    """The optimiser's state where it waits: see `ExecutionConfig.optimizer_memory`."""
+    """Return the optimiser state in its memory between steps; see
+    `ExecutionConfig.optimizer_memory`."""
     return _moved(opt_state, execution, jax.memory.Space.Host)
 
 
 def fetch(opt_state: Any, execution: ExecutionConfig) -> Any:
-    """The optimiser's state on the device, for an update."""
+    """Return the optimiser state on the device, for an update."""
     return _moved(opt_state, execution, jax.memory.Space.Device)
 
 
 def _moved(opt_state: Any, execution: ExecutionConfig, where: jax.memory.Space) -> Any:
     if execution.optimizer_memory == "device":
         return opt_state
-    # Counters stay: a program can neither branch nor index by what lies in the host's memory.
+    # Counters stay on the device: a program cannot branch or index by values in host memory.
     return jax.tree.map(lambda leaf: jax.device_put(leaf, where) if leaf.ndim else leaf, opt_state)

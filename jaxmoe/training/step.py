@@ -56,7 +56,7 @@ from sharding.constrain import place_like
 @typing.no_type_check
 @struct.dataclass
 class StepMetrics:
-    """What a step reports; arrays stay on the device until somebody looks."""
+    """Metrics of a step; the arrays stay on the device."""
 
     loss: Float[Array, ""]
     """Cross-entropy, nats per token."""
@@ -67,21 +67,21 @@ class StepMetrics:
     num_tokens: Float[Array, ""]
     """Sum of the loss weights."""
     is_skipped: Bool[Array, ""]
-    """The guard refused this step."""
+    """Whether the guard refused this step."""
     skipped_in_a_row: Array
-    """Including this step."""
+    """Steps refused in a row, including this one."""
     router: dict[str, Float[Array, ""]]
-    """`watch_routers` of the whole batch; empty for a dense model."""
+    """Scalars of `watch_routers` for the whole batch; empty for a dense model."""
     load: Float[Array, "L E"] | None
     """Share of the assignments of each expert, per MoE layer."""
     indicators: dict[str, Float[Array, " L"]] = struct.field(default_factory=dict)
-    """With detailed telemetry, per layer; NaN for a layer that lacks one, and a single number for
-    what no layer has: see `jaxmoe.layers.indicators` and `jaxmoe.training.indicators`."""
+    """Indicators per layer, with detailed telemetry; NaN for a layer without one, a single number
+    without layers. See `jaxmoe/layers/indicators.py` and `jaxmoe/training/indicators.py`."""
     norm_limit: Float[Array, ""] | None = None
-    """Above this the guard refuses a gradient norm; infinite where it has no bound."""
+    """Largest gradient norm that the guard accepts; infinite without a bound."""
     worker_loss: Float[Array, " W"] | None = None
-    """Cross-entropy of the rows of each worker, nats per token, where workers are watched; NaN
-    where it has no token. See `jaxmoe.training.dispersion`."""
+    """Cross-entropy of the rows of each worker, nats per token, if workers are watched; NaN without
+    tokens. See `jaxmoe/training/dispersion.py`."""
 
 
 def make_train_step(
@@ -97,7 +97,7 @@ def make_train_step(
     workers: int = 1,
     table: ParameterTable | None = None,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]:
-    """The jitted training step. Its state argument is donated: use only the one returned.
+    """Return the jitted training step; it donates its state.
 
     Args:
         model: what is trained.
@@ -195,7 +195,7 @@ def batch_gradients(
     workers: int = 1,
     table: ParameterTable | None = None,
 ) -> tuple[Float[Array, ""], Gradients, Float[Array, " W"] | None]:
-    """Gradients of the loss of one step, over its micro-batches.
+    """Return the gradients of the loss of one step, over its micro-batches.
 
     Args:
         state: parameters, router state, randomness.
@@ -254,7 +254,7 @@ def compute_gradients(
     has_rows: bool = False,
     table: ParameterTable | None = None,
 ) -> Gradients:
-    """Gradients of one micro-batch's part of the loss.
+    """Return the gradients of one micro-batch's part of the loss.
 
     Args:
         state: parameters, router state, randomness.
@@ -310,7 +310,7 @@ def batch_statistics(
     objective: ObjectiveConfig,
     whole: Any = None,
 ) -> RouterStatistics:
-    """The statistics of some rows as training sees them, without a gradient."""
+    """Return the statistics of some rows as training sees them, without a gradient."""
     _, _, output = _forward(state.params, state, micro, model, execution, objective, whole)
     assert output.statistics is not None  # only models with balancers take two passes
     return jax.lax.stop_gradient(output.statistics)
@@ -345,7 +345,7 @@ def _forward(
 
 
 def _gather_whole(model: ModelConfig, params: Any, execution: ExecutionConfig) -> Any:
-    """All parameters gathered, where the layout says so: see `jaxmoe.layers.gather`."""
+    """Return all parameters gathered, if the layout gathers once a step; None otherwise."""
     if execution.state_layout.gathered != "step":
         return None
     declarations = parameter_table(model).tree(lambda row: row.declaration)
@@ -360,7 +360,7 @@ def update_params(
     state: TrainState,
     table: ParameterTable | None = None,
 ) -> tuple[Any, Any, Any]:
-    """The optimiser's step, on gradients and parameters cut as its state is.
+    """Apply the optimiser to gradients and parameters sharded like its state.
 
     Args:
         model: of the parameters.
@@ -388,7 +388,7 @@ def update_params(
 def update_routers(
     model: ModelConfig, state: TrainState, statistics: RouterStatistics | None
 ) -> Any:
-    """New router state of every MoE layer from the statistics of the whole step."""
+    """Return the new router state of every MoE layer from the statistics of the step."""
     if model.moe is None or statistics is None or not jax.tree.leaves(state.router_state):
         return state.router_state
     router = model.moe.build_router(model.embed_dim)
@@ -398,7 +398,7 @@ def update_routers(
 def watch_routers(
     state: TrainState, statistics: RouterStatistics | None, execution: ExecutionConfig
 ) -> dict[str, Float[Array, ""]]:
-    """Telemetry of the whole step, of the new state and, when detailed, of the parameters."""
+    """Return the telemetry of the step, of the new state and, if detailed, of the parameters."""
     if statistics is None:
         return {}
     scalars = telemetry.summarise(statistics) | telemetry.watch_state(state.router_state)

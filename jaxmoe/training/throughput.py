@@ -47,20 +47,20 @@ PEAKS: tuple[tuple[str, float, float], ...] = (
     ("nvidia h200", 989.5e12, 494.5e12),
     ("nvidia b200", 2250e12, 1125e12),
 )
-"""Beginning of the device kind in lower case, peak in bfloat16, peak in float32, FLOP/s."""
+"""Prefix of the device kind in lower case, peak FLOP/s in bfloat16, and in float32."""
 
 _EXCEPT = ("tpu v4i", "tpu v4 lite")
 
 
 def peak_flops(device_kind: str, dtype: str) -> float | None:
-    """Peak of one device in matrix products.
+    """Return the peak of one device in matrix products.
 
     Args:
-        device_kind: As `jax.Device.device_kind` spells it, such as "TPU v5 lite".
-        dtype: Of the operands: "bfloat16" or "float32".
+        device_kind: Spelling of `jax.Device.device_kind`, such as "TPU v5 lite".
+        dtype: Dtype of the operands: "bfloat16" or "float32".
 
     Returns:
-        FLOP/s, or None where no figure is known.
+        FLOP/s, or None for an unknown device.
     """
     kind = " ".join(device_kind.lower().split())
     if kind.startswith(_EXCEPT) or "mig" in kind.split():
@@ -77,16 +77,16 @@ def model_flops_utilization(
     devices: Sequence[jax.Device],
     dtype: str,
 ) -> float | None:
-    """MFU, a fraction of 1; the definition is at the top of this file.
+    """Return the MFU as a fraction of 1, as defined in the module docstring.
 
     Args:
-        tokens_per_second: Of all devices together.
-        flops_per_token: Of a training step, from `jaxmoe.models.flops`.
+        tokens_per_second: Throughput of all devices together.
+        flops_per_token: FLOPs of a training step, from `jaxmoe.models.flops`.
         devices: All devices of the mesh.
-        dtype: Of the operands of matrix products.
+        dtype: Dtype of the operands of matrix products.
 
     Returns:
-        The fraction, or None where the peak of a device is not known.
+        The fraction, or None if the peak of a device is unknown.
     """
     peaks = [peak_flops(device.device_kind, dtype) for device in devices]
     known = [peak for peak in peaks if peak is not None]
@@ -96,14 +96,14 @@ def model_flops_utilization(
 
 
 def peak_memory(devices: Sequence[jax.Device]) -> tuple[int, str]:
-    """The most memory in use so far.
+    """Return the peak memory so far.
 
     Args:
-        devices: Of this process.
+        devices: Devices of this process.
 
     Returns:
-        Bytes and what they were measured on: "device" (the fullest one, by the allocator of the
-        backend) or, where the backend keeps no such statistics, "process" (resident set).
+        Bytes, and their source: "device" (the fullest one, from the allocator) or, without such
+        statistics, "process" (resident set).
     """
     statistics = [device.memory_stats() or {} for device in devices]
     peaks = [stats["peak_bytes_in_use"] for stats in statistics if "peak_bytes_in_use" in stats]
