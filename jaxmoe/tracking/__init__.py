@@ -1,11 +1,10 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""What a run leaves behind: numbers, pictures and a page about it.
+"""Records a run: trackers, recorders of load and indicators, plots and the report.
 
-Trackers take the metrics while the run goes on; the recorder keeps the load of every expert; plots
-and report are drawn from the files afterwards. `import jaxmoe.tracking` needs none of the optional
-packages: tensorboardX and matplotlib are imported by the parts that use them. Where the files are
-is known to `jaxmoe/run/directory.py` alone.
+Trackers receive the metrics during the run; plots and report are drawn from its files afterwards.
+`import jaxmoe.tracking` needs no optional package: tensorboardX, matplotlib and others are imported
+by the parts that use them. The paths of the files are defined in `jaxmoe/run/directory.py`.
 """
 
 from jaxmoe.configs import registry_of
@@ -33,7 +32,7 @@ from jaxmoe.tracking.trackio import TrackioConfig
 from jaxmoe.tracking.wandb import WandbConfig
 
 TrackerConfig = TensorBoardConfig | WandbConfig | TrackioConfig
-"""Where the metrics go beside `metrics.jsonl`, which every run has."""
+"""Trackers beside `metrics.jsonl`, which every run writes."""
 
 TRACKERS = registry_of(TrackerConfig)
 

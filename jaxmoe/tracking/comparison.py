@@ -1,13 +1,10 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Several runs on one HTML page: curves by step, tokens, FLOPs and time, and what differs.
+"""Writes an HTML page that compares several runs.
 
-A model that wins by FLOPs may lose by the clock; so every curve is drawn four times, behind a
-switch, and the table says which loss each run had when all of them had spent the same. A run that
-does not know its FLOPs or its time is left out of that picture alone.
-
-What it shows is given to it; the files are read by `experiments/report.py`. The page of one run is
-`report.py`.
+Every loss curve is drawn over steps, tokens, FLOPs and time, behind a switch, and a table has the
+loss of each run at equal cost. A run without known FLOPs or time is left out of that chart only.
+`experiments/report.py` reads the files. The page of one run is in `report.py`.
 """
 
 from __future__ import annotations
@@ -48,11 +45,11 @@ STYLE = """
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ComparedRun:
-    """A run, read from its directory."""
+    """Metrics and summary of one run."""
 
     name: str
     summary: Mapping[str, Any]
-    """Of a run that goes on: what is known so far."""
+    """Summary of the run; for an unfinished one, what is known so far."""
     series: Series
     load: np.ndarray | None
     """[L E] shares of the assignments at the last step."""
@@ -69,17 +66,17 @@ class _Axis:
 
 
 def position_by_step(run: ComparedRun, steps: np.ndarray) -> np.ndarray:
-    """Optimiser steps."""
+    """Return optimiser steps."""
     return np.asarray(steps, float)
 
 
 def position_by_tokens(run: ComparedRun, steps: np.ndarray) -> np.ndarray | None:
-    """Tokens after so many steps."""
+    """Return the tokens trained on after some steps."""
     return _recorded(run, TRAINED_TOKENS, steps)
 
 
 def position_by_flops(run: ComparedRun, steps: np.ndarray) -> np.ndarray | None:
-    """Model FLOPs after so many steps."""
+    """Return the model FLOPs after some steps."""
     tokens = position_by_tokens(run, steps)
     if tokens is None or run.flops_per_token is None:
         return None
@@ -87,7 +84,7 @@ def position_by_flops(run: ComparedRun, steps: np.ndarray) -> np.ndarray | None:
 
 
 def position_by_time(run: ComparedRun, steps: np.ndarray) -> np.ndarray | None:
-    """Seconds of training after so many steps."""
+    """Return the seconds of training after some steps."""
     return _recorded(run, TRAINED_SECONDS, steps)
 
 
@@ -159,21 +156,21 @@ def write_comparison(
 
 
 def bits_unit(runs: Sequence[ComparedRun]) -> tuple[str, str]:
-    """The unit in which all runs can be compared, and the metric that has it."""
+    """Return the unit in which all runs can be compared, and its metric."""
     if all(run.bytes_per_token is not None for run in runs):
         return "bits per byte", BITS_PER_BYTE
     return "bits per token", BITS_PER_TOKEN
 
 
 def training_bits(run: ComparedRun, unit: str) -> tuple[np.ndarray, np.ndarray]:
-    """Steps and smoothed training loss."""
+    """Return steps and smoothed training loss."""
     steps, nats = run.series[LOSS]
     per = (run.bytes_per_token or 1.0) if unit == "bits per byte" else 1.0
     return steps, smooth(nats / math.log(2.0) / per)
 
 
 def final_numbers(runs: Sequence[ComparedRun]) -> list[tuple[str, ...]]:
-    """Rows of the table: a label, then a cell per run."""
+    """Return the rows of the table: a label, and a cell per run."""
 
     def row(label: str, cell: Callable[[ComparedRun], Any]) -> tuple[str, ...]:
         return (label, *(html_page.spell(cell(run)) for run in runs))
@@ -218,7 +215,7 @@ def final_numbers(runs: Sequence[ComparedRun]) -> list[tuple[str, ...]]:
 def at_equal_cost(
     runs: Sequence[ComparedRun], axis_name: str
 ) -> tuple[float | None, list[float | None]]:
-    """The smoothed training loss of each run when it had spent what the cheapest spent in all.
+    """Return the smoothed training loss of each run at the total cost of the cheapest.
 
     Args:
         runs: To compare.
@@ -247,7 +244,7 @@ def at_equal_cost(
 
 
 def _switch(runs: Sequence[ComparedRun]) -> str:
-    """The four charts, of which one is shown; no script."""
+    """Return the four charts, of which one is shown, without a script."""
     buttons, views = [], []
     for number, axis in enumerate(AXES):
         checked = " checked" if number == 0 else ""
@@ -282,7 +279,7 @@ def _chart(runs: Sequence[ComparedRun], axis: _Axis) -> str:
 
 
 def _recorded(run: ComparedRun, name: str, steps: np.ndarray) -> np.ndarray | None:
-    """A rising metric at given steps, by interpolation."""
+    """Return an increasing metric at given steps, by interpolation."""
     if name not in run.series:
         return None
     known, values = run.series[name]

@@ -1,14 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""The progress line.
-
-    step=120/300 loss=3.2141 bpb=1.823 lr=8.10e-03 grad_norm=0.412 tokens/s=12.4k ... eta=0:58
-
-Plain `key=value` pairs in a fixed order, one line per logged step, the same on a terminal and in
-a log file; a pair whose number is not known is left out. The time left is reckoned from the steps
-of this process after its first line, so that compilation does not count. The live view for people
-in front of a terminal is in `terminal.py`, which also chooses between the two.
-"""
+"""Writes the progress line of a run to standard output."""
 
 from __future__ import annotations
 
@@ -38,7 +30,7 @@ SIZES = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k
 
 
 def format_count(value: int | float) -> str:
-    """A number in three or four digits: 987, 12.4k, 3.91M, 1.07B."""
+    """Return a number in three or four digits: 987, 12.4k, 3.91M, 1.07B."""
     for size, letter in SIZES:
         if abs(value) >= size * 0.9995:
             return f"{value / size:.3g}{letter}"
@@ -46,26 +38,26 @@ def format_count(value: int | float) -> str:
 
 
 def format_flops(value: int | float) -> str:
-    """Operations with the prefixes of units: 12.5 GFLOP."""
+    """Return operations with unit prefixes: 12.5 GFLOP."""
     number = format_count(value).replace("B", "G")
     return f"{number} FLOP" if number[-1].isdigit() else f"{number[:-1]} {number[-1]}FLOP"
 
 
 def format_bytes(value: int | float) -> str:
-    """Bytes with the prefixes of units, of a thousand each: 1.63 GB."""
+    """Return bytes with decimal unit prefixes: 1.63 GB."""
     number = format_count(value).replace("B", "G")
     return f"{number} B" if number[-1].isdigit() else f"{number[:-1]} {number[-1]}B"
 
 
 def format_duration(seconds: float) -> str:
-    """A time as `m:ss` or `h:mm:ss`."""
+    """Return a time as `m:ss` or `h:mm:ss`."""
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
 
 class TimeLeft:
-    """Seconds until the last step, by the pace since the first report.
+    """Estimates the seconds until the last step from the pace since the first report.
 
     Args:
         total_steps: Of the whole run.
@@ -77,7 +69,7 @@ class TimeLeft:
         self._start: tuple[int, float] | None = None
 
     def at(self, step: int) -> float | None:
-        """Seconds left after a step; None before there is a pace, and at the end."""
+        """Return the seconds left after a step; None before there is a pace, and at the end."""
         now = self._clock()
         if self._start is None:
             self._start = (step, now)
@@ -88,12 +80,12 @@ class TimeLeft:
 
 
 def is_gone(error: OSError) -> bool:
-    """Whether the reader of a pipe has left, or a terminal was closed."""
+    """Return whether the reader of a pipe is gone, or a terminal was closed."""
     return isinstance(error, BrokenPipeError) or error.errno in (errno.EPIPE, errno.EIO)
 
 
 class LastingStream:
-    """A stream whose reader may leave: no reason to end a run. What comes after goes nowhere.
+    """Stream whose reader may go away without an error; later output is dropped.
 
     Args:
         stream: Where to; standard output if None.
@@ -104,13 +96,13 @@ class LastingStream:
         self._is_mute = False
 
     def write(self, text: str) -> int:
-        """Write, while somebody may read."""
+        """Write, unless the reader is gone."""
         with self._while_read():
             self._stream.write(text)
         return len(text)
 
     def flush(self) -> None:
-        """Flush, while somebody may read."""
+        """Flush, unless the reader is gone."""
         with self._while_read():
             self._stream.flush()
 
@@ -126,7 +118,7 @@ class LastingStream:
                 raise
             if not self._is_mute:
                 self._is_mute = True
-                logger.warning("nobody reads standard output: the run goes on without progress")
+                logger.warning("standard output has no reader: the run goes on without progress")
 
 
 FIELDS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
@@ -173,18 +165,18 @@ class ConsoleTracker:
         self._write_line(" ".join(pairs))
 
     def log_text(self, step: int, name: str, text: str) -> None:
-        """Write the text behind its name, or beneath it where it has several lines."""
+        """Write a text after its name, or below it if it has several lines."""
         between = "\n" if "\n" in text else " "
         self._write_line(f"{name} at step {step}:{between}{text}")
 
     def start(self, step: int) -> None:
-        """The steps begin; a line has nothing to prepare."""
+        """Do nothing."""
 
     def show(self, metrics: Mapping[str, float], load: np.ndarray | None = None) -> None:
-        """Nothing: a number has to wait for the next line, which has no room for the load."""
+        """Do nothing: the line does not show the load."""
 
     def close(self) -> None:
-        """Nothing is pending."""
+        """Do nothing."""
 
     def _write_line(self, line: str) -> None:
         self._stream.write(line + "\n")

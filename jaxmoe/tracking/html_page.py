@@ -1,9 +1,9 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""The frame of the HTML pages: style, sections, cards, tables. Nothing is fetched from anywhere.
+"""Makes self-contained HTML pages from sections, cards and tables.
 
-Readable in a light and a dark browser, on a telephone and on paper. Whatever comes from a run goes
-through `escape` here.
+Pages follow the light or dark theme of the browser, fit small screens and print. Text from a run is
+escaped here.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ details > pre, details > dl { margin-top: 0.8rem; }
 
 
 def page(title: str, sections: Iterable[str], *, about: str = "", style: str = "") -> str:
-    """A whole page.
+    """Return a whole page.
 
     Args:
         title: Its heading.
@@ -95,13 +95,13 @@ def page(title: str, sections: Iterable[str], *, about: str = "", style: str = "
 
 
 def section(heading: str, *contents: str) -> str:
-    """A heading and its cards."""
+    """Return a heading with its cards."""
     cards = "".join(f'<div class="card">{content}</div>\n' for content in contents if content)
     return f"<h2>{escape(heading)}</h2>\n{cards}"
 
 
 def cards(items: Sequence[tuple[str, str, str]]) -> str:
-    """Large numbers, each with its label and a note."""
+    """Return large numbers with label and note."""
     return (
         '<div class="cards">'
         + "".join(
@@ -114,12 +114,12 @@ def cards(items: Sequence[tuple[str, str, str]]) -> str:
 
 
 def pair(*figures: str) -> str:
-    """Figures side by side, where there is room."""
+    """Return figures side by side where the page is wide enough."""
     return f'<div class="pair">{"".join(figures)}</div>'
 
 
 def fields(values: Mapping[str, Any]) -> str:
-    """Names and values of a flat record."""
+    """Return names and values of a flat record."""
     pairs = [
         f"<div><dt>{escape(name.replace('_', ' '))}</dt><dd>{escape(spell(value))}</dd></div>"
         for name, value in values.items()
@@ -128,7 +128,7 @@ def fields(values: Mapping[str, Any]) -> str:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table; the first cell of a row is its heading."""
+    """Return a table; the first cell of a row is its heading."""
     top = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in head)
     body = "".join(
         f'<tr><th scope="row">{escape(first)}</th>'
@@ -140,12 +140,12 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def folded(label: str, content: str) -> str:
-    """Content that a click unfolds."""
+    """Return content that a click unfolds."""
     return f"<details><summary>{escape(label)}</summary>{content}</details>"
 
 
 def spell(value: Any) -> str:
-    """A value of summary.json in words."""
+    """Return a value of summary.json as text."""
     if isinstance(value, bool | str):
         return str(value)
     if isinstance(value, int):
@@ -160,5 +160,5 @@ def spell(value: Any) -> str:
 
 
 def escape(text: object) -> str:
-    """Text that HTML takes for text."""
+    """Return text escaped for HTML."""
     return html.escape(str(text))

@@ -4,7 +4,7 @@
 
     <name>[n, l] = the indicator at steps[n] in layer l; NaN where a layer does not have it
 
-written with `--execution.telemetry detailed`. What each means is said in
+written with `--execution.telemetry detailed`. Each is defined in
 `jaxmoe/layers/indicators.py` and `jaxmoe/training/indicators.py`. Past `MAX_RECORDS` every second
 record of the history is let go. Whether a series is bounded is for `stability.py` to say; the
 picture is in `plots.py`.
@@ -29,14 +29,14 @@ logger = logging.getLogger(__name__)
 
 MAX_RECORDS = 2048
 PREFIX = "indicators/"
-"""Of the means over layers among the metrics of a run."""
+"""Prefix of the means over layers among the metrics of a run."""
 
 History = tuple[np.ndarray, dict[str, np.ndarray]]
-"""Steps [n], and by name values [n L]."""
+"""Steps [n], and values [n L] by name."""
 
 
 class IndicatorRecorder:
-    """Keeps the indicators of every layer, and saves them when asked.
+    """Keeps the indicators of every layer and saves them on request.
 
     Args:
         path: The file, new or of the run that is resumed.
@@ -55,7 +55,7 @@ class IndicatorRecorder:
                 self._rows.append({name: values[index] for name, values in series.items()})
 
     def record(self, step: int, indicators: Mapping[str, Any]) -> None:
-        """Add those of a step.
+        """Add the indicators of a step.
 
         Args:
             step: Optimiser steps done.
@@ -72,7 +72,7 @@ class IndicatorRecorder:
             self._steps, self._rows = self._steps[::2], self._rows[::2]
 
     def save(self) -> None:
-        """Write the file, in one piece; a full disk is a warning."""
+        """Replace the file; an error of the disk is a warning."""
         if not self._rows:
             return
         arrays: dict[str, Any] = {"steps": np.array(self._steps)}
@@ -84,7 +84,7 @@ class IndicatorRecorder:
 
 
 def read_indicators(path: str | os.PathLike[str]) -> History:
-    """The content of `indicators.npz`.
+    """Return the content of `indicators.npz`.
 
     Args:
         path: The file.
@@ -102,7 +102,7 @@ def read_indicators(path: str | os.PathLike[str]) -> History:
 
 
 def over_layers(name: str, values: np.ndarray) -> np.ndarray:
-    """One number for all layers: the largest of maxima, the mean of everything else.
+    """Return one number for all layers: the largest maximum, the mean of anything else.
 
     Args:
         name: Of the indicator.
@@ -122,6 +122,6 @@ def over_layers(name: str, values: np.ndarray) -> np.ndarray:
 
 
 def scalars_of(indicators: Mapping[str, Any]) -> dict[str, float]:
-    """The indicators of a step as metrics of the run, one number for all layers each."""
+    """Return the indicators of a step as metrics, one number each."""
     numbers = {name: float(over_layers(name, values)) for name, values in indicators.items()}
     return {f"{PREFIX}{name}": value for name, value in numbers.items() if math.isfinite(value)}

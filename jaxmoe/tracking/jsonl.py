@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""The record of a run: one JSON object per logged step.
+"""Records metrics in `metrics.jsonl`: one JSON object per logged step.
 
     {"step": 20, "train/loss": 3.2137, "train/grad_norm": 0.41}
     {"step": 20, "text": {"sample": "def main("}}
@@ -29,7 +29,7 @@ Series = dict[str, tuple[np.ndarray, np.ndarray]]
 
 
 class JsonlTracker:
-    """Appends to `metrics.jsonl`; a full disk costs lines and not the run.
+    """Appends to `metrics.jsonl`; a full disk loses lines and does not end the run.
 
     Args:
         path: The file, new or of the run that is resumed.
@@ -73,7 +73,7 @@ class JsonlTracker:
 
 
 def read_metrics(path: str | os.PathLike[str]) -> Series:
-    """The numbers of a run, from `metrics.jsonl`.
+    """Return the numbers of a run from `metrics.jsonl`.
 
     Args:
         path: The file; lines that are no JSON object (a cut last line) are passed over.
@@ -92,7 +92,7 @@ def read_metrics(path: str | os.PathLike[str]) -> Series:
 
 
 def _end_of(path: pathlib.Path, step: int) -> int:
-    """The length in bytes of the leading lines that belong to the first `step` steps."""
+    """Return the length in bytes of the lines of the first `step` steps."""
     if step <= 0:
         return 0
     end = 0
@@ -104,7 +104,7 @@ def _end_of(path: pathlib.Path, step: int) -> int:
 
 
 def _records(path: pathlib.Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The whole lines: the byte position after each, and its object."""
+    """Yield the complete lines: the byte position after each, and its object."""
     position = 0
     with path.open("rb") as file:
         for line in file:

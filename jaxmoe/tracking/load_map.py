@@ -1,16 +1,16 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""The load of every expert of every layer, over the run, as a part of an HTML page.
+"""Draws the load of every expert over a run as part of an HTML page.
 
-Two views of `router.npz`. A map of layers by experts at one step, with a slider over the steps: a
-small script draws it from numbers in the page, also from a file and with no network; `#step=120`
-in the address chooses a step. And a strip per layer, experts by time, on which a line marks that
-step. Without the script the map is a picture of the last step.
+There are two views of `router.npz`. A map of layers by experts has a slider over the steps; a small
+script draws it from numbers embedded in the page, so that it works from a file; `#step=120` in the
+address selects a step. A strip per layer shows experts over time, with a line at the selected step.
+Without the script the map is an image of the last step.
 
-    colour = load / fair share, in steps of 1/64:  blue below 1, nothing at 1, red above
+    colour = load / fair share, in steps of 1/64:  blue below 1, transparent at 1, red above
 
-with alpha for the distance from 1, so that fair is the colour of the page, light or dark. What is
-embedded is bounded (`MAX_MAP_BYTES`, `MAX_STRIP_BYTES`): of long runs and large models fewer steps.
+Alpha is the distance from 1, so that fair is the background of the page. The size of the embedded
+data is bounded (`MAX_MAP_BYTES`, `MAX_STRIP_BYTES`): long runs and large models show fewer steps.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ import numpy as np
 from jaxmoe.tracking.smoothing import binned
 
 MAX_MAP_BYTES = 300_000
-"""Of the numbers behind the slider, one per step, layer and expert; a third more as text."""
+"""Bytes of the numbers behind the slider, before base64; one per step, layer and expert."""
 MAX_STRIP_BYTES = 250_000
-"""Of the strips, before compression."""
+"""Bytes of the strips before compression."""
 MAX_FRAMES = 160
 
 UNIT = 64
-"""Levels of a colour per fair share; 255 levels reach 3.98 of them."""
+"""Levels per fair share; 255 levels reach 3.98 fair shares."""
 _LOW, _HIGH = (37, 99, 168), (205, 62, 40)
 
 STYLE = """
@@ -137,7 +137,7 @@ SCRIPT = """
 
 
 def load_map(steps: np.ndarray, load: np.ndarray) -> str:
-    """Both views, as HTML.
+    """Return the map with its slider, as HTML.
 
     Args:
         steps: [n], rising.
@@ -190,7 +190,7 @@ def load_map(steps: np.ndarray, load: np.ndarray) -> str:
 
 
 def load_strips(steps: np.ndarray, load: np.ndarray) -> str:
-    """A strip per layer, experts by time, as HTML.
+    """Return a strip per layer, experts by time, as HTML.
 
     Args:
         steps: [n], rising.
@@ -214,7 +214,7 @@ def load_strips(steps: np.ndarray, load: np.ndarray) -> str:
 
 
 def load_picture(load: np.ndarray) -> str:
-    """One step without a slider, as HTML.
+    """Return the load at one step, as HTML.
 
     Args:
         load: [L E] shares of the assignments.
@@ -231,25 +231,25 @@ def load_picture(load: np.ndarray) -> str:
 
 
 def load_style(layers: int) -> str:
-    """The CSS of both views."""
+    """Return the CSS of both views."""
     return STYLE.replace("SMALLEST", "26rem" if layers <= 8 else "13rem")
 
 
 def frames(count: int, cells: int) -> np.ndarray:
-    """Which of `count` records the slider has: first, last, and evenly spaced ones between."""
-    room = max(1, min(MAX_FRAMES, MAX_MAP_BYTES // max(cells, 1)))
-    if room == 1:
+    """Return the indices of the records on the slider: first, last, and evenly spaced ones."""
+    allowed = max(1, min(MAX_FRAMES, MAX_MAP_BYTES // max(cells, 1)))
+    if allowed == 1:
         return np.array([count - 1])
-    return np.unique(np.linspace(0, count - 1, min(count, room)).round().astype(int))
+    return np.unique(np.linspace(0, count - 1, min(count, allowed)).round().astype(int))
 
 
 def levels(ratio: np.ndarray) -> np.ndarray:
-    """Loads over the fair share as colour levels, of the same shape."""
+    """Return loads over the fair share as colour levels."""
     return np.clip(np.rint(np.nan_to_num(ratio) * UNIT), 0, 255).astype(np.uint8)
 
 
 def palette() -> list[tuple[int, int, int, int]]:
-    """Red, green, blue and alpha of each level."""
+    """Return red, green, blue and alpha of each level."""
     colors = []
     for level in range(256):
         ratio = level / UNIT
@@ -260,7 +260,7 @@ def palette() -> list[tuple[int, int, int, int]]:
 
 
 def png(level: np.ndarray) -> str:
-    """An image of one pixel per cell, as a data address.
+    """Return an image of one pixel per cell as a data URL.
 
     Args:
         level: [rows columns] of `levels`.

@@ -1,16 +1,18 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures of a run: PNG files, drawn with matplotlib's object-oriented interface.
+"""Draws PNG files of a run with matplotlib.
 
     loss.png           training and held-out loss in bits per byte (or token), with reference lines
     router_load.png    load of every expert over the run, one panel per layer, 1.0 = fair
     routing.png        loss, and on the same steps max violation and entropies of the routers
     optimizer.png      learning rate and gradient norm
-    indicators.png     indicators of instability, a line for each layer
+    indicators.png     indicators of instability, one line per layer
 
-No pyplot: no global state, no display, safe in a thread. Each function draws one file from arrays;
-`plot_run` draws all that the files of a run allow. The report has its own (`charts.py`). To add a
-picture: a function here, a line in `plot_run`.
+pyplot is not used: no global state, no display, safe in a thread. Each function draws one file from
+arrays; `plot_run` draws all that the files of a run allow. `charts.py` draws the charts of the
+report with the same panels.
+
+To add a plot: a function and a line in `plot_run`, both in `jaxmoe/tracking/plots.py`.
 """
 
 from __future__ import annotations
@@ -210,7 +212,7 @@ def plot_routing(
     load_entropy: tuple[np.ndarray, np.ndarray],
     max_violation: tuple[np.ndarray, np.ndarray] | None = None,
 ) -> None:
-    """Draw the loss, and beneath it, step by step, what the routers did meanwhile.
+    """Draw the loss, and below it the metrics of the routers on the same steps.
 
     Args:
         path: The PNG file.
@@ -319,7 +321,7 @@ def figure_of_panels(
     columns: int = 1,
     widths: Sequence[float] | None = None,
 ) -> tuple[Any, list[Any]]:
-    """A figure in the style of the house and its panels, row by row.
+    """Return a figure in the common style and its panels, row by row.
 
     Args:
         width: Inches.
@@ -338,7 +340,7 @@ def figure_of_panels(
 
 
 def save_figure(figure: Any, path: str | os.PathLike[str]) -> None:
-    """Write a figure as a PNG file, whole or not at all."""
+    """Replace a PNG file by the figure."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=DPI)
     replace_file(path, buffer.getvalue())

@@ -1,11 +1,12 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""`report.html`: a run on one page.
+"""Writes `report.html`: a run on one self-contained page.
 
-Self-contained: charts and pictures are inside, nothing is fetched, and the only script moves the
-slider of the load map. Cards first; then loss, learning rate and gradient norm; the router;
-samples; every number; the config. What it shows is given to it; the files are read by
-`experiments/`. To add a section: one more in `write_report`.
+Charts and images are embedded, nothing is fetched, and the only script moves the slider of the load
+map. Sections: cards, loss, learning rate and gradient norm, router, samples, all numbers, config.
+The contents are arguments; `jaxmoe/run/report.py` reads the files.
+
+To add a section: append it in `write_report` in `jaxmoe/tracking/report.py`.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ TITLES = {
     "router_load": "Router load",
     "optimizer": "Learning rate and gradient norm",
 }
-"""Headings of known pictures, by the stem of the file; others go by their file name."""
+"""Headings of known images by file stem; others use their file name."""
 
 MFU_DEFINITION = (
     "MFU: tokens/s times model FLOPs per token over the peak FLOP/s of all devices. Model FLOPs are"
@@ -120,14 +121,14 @@ def write_report(
 
 
 def held_out(summary: Mapping[str, Any]) -> tuple[float | None, str]:
-    """The held-out loss of a summary, and its unit."""
+    """Return the held-out loss of a summary, and its unit."""
     if summary.get("eval_bits_per_byte") is not None:
         return summary["eval_bits_per_byte"], "bits/byte"
     return summary.get("eval_bits_per_token"), "bits/token"
 
 
 def headline(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """The cards: label, number and note; what is not known has no card."""
+    """Return the cards: label, number and note; unknown numbers have no card."""
     cards = []
     bits, unit = held_out(summary)
     references = summary.get("references_bits") or {}
@@ -161,7 +162,7 @@ def headline(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
 
 
 def bits_of_training(series: Series, summary: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
-    """The training loss in the unit of the held-out loss."""
+    """Return the training loss in the unit of the held-out loss."""
     steps, nats = series[LOSS]
     return steps, nats / (math.log(2.0) * (summary.get("bytes_per_token") or 1.0))
 
@@ -176,7 +177,7 @@ def _about(summary: Mapping[str, Any]) -> str:
 
 
 def _training(series: Series, summary: Mapping[str, Any]) -> str:
-    """Loss, learning rate and gradient norm."""
+    """Return loss, learning rate and gradient norm."""
     unit = held_out(summary)[1]
     lines = with_smoothed("training, smoothed", *bits_of_training(series, summary))
     name = BITS_PER_BYTE if BITS_PER_BYTE in series else BITS_PER_TOKEN
@@ -198,7 +199,7 @@ def _training(series: Series, summary: Mapping[str, Any]) -> str:
 
 
 def _beside_loss(series: Series, summary: Mapping[str, Any]) -> str:
-    """Loss and max violation above each other, on the same steps and in the same width."""
+    """Return loss and max violation above each other, on the same steps."""
     if LOSS not in series or MAX_VIOLATION not in series:
         return ""
     loss = with_smoothed("", *bits_of_training(series, summary))
@@ -209,7 +210,7 @@ def _beside_loss(series: Series, summary: Mapping[str, Any]) -> str:
 
 
 def _router(series: Series, summary: Mapping[str, Any], steps: np.ndarray, load: np.ndarray) -> str:
-    """The load map with its slider, the strips, and the router's scalars."""
+    """Return the load map, the strips, and the router's scalars."""
     lines = []
     for color, (label, name) in enumerate(
         (("router entropy / log E", ROUTER_ENTROPY), ("load entropy / log E", LOAD_ENTROPY))

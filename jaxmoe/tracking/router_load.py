@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""The load of every expert over the run: `router.npz`.
+"""Records the load of every expert over a run in `router.npz`.
 
     load[n, l, e] = assignments of expert e / assignments of all experts,  in layer l at steps[n]
 
@@ -28,7 +28,7 @@ MAX_RECORDS = 2048
 
 
 class RouterLoadRecorder:
-    """Keeps the load of the experts, and saves it when asked.
+    """Keeps the load of the experts and saves it on request.
 
     Args:
         path: The file, new or of the run that is resumed.
@@ -61,7 +61,7 @@ class RouterLoadRecorder:
             self._steps, self._loads = self._steps[::2], self._loads[::2]
 
     def save(self) -> None:
-        """Write the file, in one piece; a full disk is a warning."""
+        """Replace the file; an error of the disk is a warning."""
         if not self._steps:
             return
         buffer = io.BytesIO()
@@ -71,7 +71,7 @@ class RouterLoadRecorder:
 
 
 def read_router_load(path: str | os.PathLike[str]) -> tuple[np.ndarray, np.ndarray]:
-    """The content of `router.npz`.
+    """Return the content of `router.npz`.
 
     Args:
         path: The file.

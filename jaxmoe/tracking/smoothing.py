@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Long series made short enough to look at: smoothed, binned, or thinned with their spikes kept."""
+"""Smooths, bins and thins long series for charts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 
 def smooth(values: np.ndarray) -> np.ndarray:
-    """A centred mean over a fiftieth of the run; NaN is left out.
+    """Return a centred mean over a fiftieth of the run, without NaN.
 
     Args:
         values: [n].
@@ -27,7 +27,7 @@ def smooth(values: np.ndarray) -> np.ndarray:
 def binned(
     steps: np.ndarray, values: np.ndarray, max_bins: int = 240
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Means in bins of equal length in steps; an empty bin repeats the one before.
+    """Return means in bins of equal length in steps; an empty bin repeats the previous one.
 
     Args:
         steps: [n], rising.
@@ -49,7 +49,7 @@ def binned(
 
 
 def thinned(x: np.ndarray, y: np.ndarray, max_points: int = 600) -> tuple[np.ndarray, np.ndarray]:
-    """Fewer points of a curve: of each stretch its lowest and its highest, and both ends.
+    """Return fewer points of a curve: the lowest and highest of each stretch, and both ends.
 
     Args:
         x: [n], rising.

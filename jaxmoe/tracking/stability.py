@@ -24,18 +24,18 @@ import numpy as np
 MOST_PEAK, MOST_RISE, MOST_GROWTH = 2.0, 0.05, 1.05
 STANDARD_ERRORS = 3.0
 FEWEST = 20
-"""Values below which there is no last tenth to speak of."""
+"""Smallest number of values that can be judged."""
 JUDGED = (
     *("attention_z", "attention_max_logit", "router_z", "router_max_logit"),
     *("attention_rms_scaled", "feed_forward_rms_scaled"),
     *("attention_outliers", "feed_forward_outliers", "head_z"),
 )
-"""The indicators that HyperP's claim is about, and the largest logits."""
+"""Indicators that HyperP's claim is about, and the largest logits."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """Whether a claim holds (None: that cannot be judged), and the numbers in words."""
+    """Whether a claim holds (None if it cannot be judged), and the numbers as text."""
 
     holds: bool | None
     words: str
@@ -43,18 +43,18 @@ class Verdict:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Course:
-    """The numbers of one series over training."""
+    """Statistics of one series over training."""
 
     peak: float
     plateau: float
     rise: float
-    """Of the line through the last half, from its beginning to its end, over the plateau."""
+    """Rise of the line fitted to the last half, from its beginning to its end, over the plateau."""
     error: float
     """Standard error of `rise`."""
 
     @classmethod
     def of(cls, values: Sequence[float] | np.ndarray) -> Course:
-        """Of the values of an indicator, in the order of the steps.
+        """Return the statistics of the values of an indicator, in the order of the steps.
 
         Raises:
             ValueError: too few of them, a negative one, or one that is not finite.
@@ -86,7 +86,7 @@ class Course:
 
 
 def is_bounded(values: Sequence[float] | np.ndarray) -> Verdict:
-    """Whether an indicator stays bounded over training.
+    """Return whether an indicator stays bounded over training.
 
     Args:
         values: in the order of the steps, at least `FEWEST`.
@@ -106,7 +106,7 @@ def is_bounded(values: Sequence[float] | np.ndarray) -> Verdict:
 
 
 def is_non_increasing(series: Mapping[str, Sequence[float] | np.ndarray]) -> Verdict:
-    """Whether the plateau of an indicator does not grow with the size of the model.
+    """Return whether the plateau of an indicator does not grow with the size of the model.
 
     Args:
         series: values over training by the name of the size, in rising order.
@@ -129,7 +129,7 @@ def is_non_increasing(series: Mapping[str, Sequence[float] | np.ndarray]) -> Ver
 
 
 def judge_run(series: Mapping[str, np.ndarray]) -> dict[str, Verdict]:
-    """The verdicts on the indicators of a run.
+    """Return the verdicts on the indicators of a run.
 
     Args:
         series: values over training by indicator, layers taken together.

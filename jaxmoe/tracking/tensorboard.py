@@ -1,11 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Metrics for TensorBoard, as event files written by tensorboardX (no TensorFlow).
-
-Its `SummaryWriter` hands events to a thread through a queue of ten; when the disk is full the
-thread dies, the queue fills and training hangs. So events are written here from the calling
-thread, and a full disk costs points and not the run.
-"""
+"""Writes TensorBoard event files with tensorboardX."""
 
 from __future__ import annotations
 
@@ -20,7 +15,7 @@ from jaxmoe.optional import require
 from jaxmoe.tracking.tracker import TrackedRun, Tracker
 
 DIRECTORY = "tensorboard"
-"""Of the event files, in the directory of the run."""
+"""Folder of the event files in the run directory."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,11 +25,11 @@ class TensorBoardConfig:
     name: ClassVar[str] = "tensorboard"
 
     def check(self) -> None:
-        """Raises MissingPackageError if tensorboardX is not installed."""
+        """Raise MissingPackageError if tensorboardX is not installed."""
         require("tensorboardX")
 
     def build(self, run: TrackedRun) -> Tracker:
-        """The tracker."""
+        """Return the tracker."""
         return TensorBoardTracker(run.directory / DIRECTORY, run.resume_step)
 
 
@@ -70,7 +65,7 @@ class TensorBoardTracker:
         self._write(step, summary=self._summary.Summary(value=values))
 
     def log_text(self, step: int, name: str, text: str) -> None:
-        """Write a text, set as code."""
+        """Write a text as a code block."""
         indented = "\n".join(f"    {line}" for line in text.splitlines())
         self._write(step, summary=self._summary.text(name, indented))
 

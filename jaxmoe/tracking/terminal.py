@@ -58,25 +58,25 @@ ConsoleKind = Literal["auto", "rich", "plain", "none"]
 BLOCKS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
 DEAD = "x"
 MAX_CELLS = 64
-"""Of one layer; more experts share cells."""
+"""Cells of one layer; more experts share cells."""
 MAX_LINES = 8
-"""Of the strip."""
+"""Lines of the load strip."""
 
 
 class Console(Tracker, Protocol):
-    """A tracker that somebody watches."""
+    """Tracker that shows progress to a person."""
 
     def start(self, step: int) -> None:
-        """The steps begin, after this many."""
+        """Called before the first step, with the steps already done."""
         ...
 
     def show(self, metrics: Mapping[str, float], load: np.ndarray | None = None) -> None:
-        """Numbers, and the load [L E], that need no line of their own."""
+        """Show numbers and the load [L E] until the next report."""
         ...
 
 
 class SilentConsole(NullTracker):
-    """Shows nothing: other processes, and `none`."""
+    """Shows nothing: for other processes, and for `none`."""
 
     def start(self, step: int) -> None:
         """Do nothing."""
@@ -86,7 +86,7 @@ class SilentConsole(NullTracker):
 
 
 def open_console(kind: ConsoleKind, total_steps: int, stream: TextIO | None = None) -> Console:
-    """The console for a stream.
+    """Return the console for a stream.
 
     Args:
         kind: "auto": live on a terminal outside of CI, a line elsewhere.
@@ -118,7 +118,7 @@ def open_console(kind: ConsoleKind, total_steps: int, stream: TextIO | None = No
 
 
 def is_watched(stream: TextIO, environment: Mapping[str, str] | None = None) -> bool:
-    """Whether the stream is a terminal that can redraw, with somebody before it."""
+    """Return whether the stream is a terminal that can redraw."""
     environment = os.environ if environment is None else environment
     return (
         stream.isatty()
@@ -162,7 +162,7 @@ class LiveTracker:
         self._moved: list[tuple[logging.StreamHandler[Any], Any]] = []
 
     def start(self, step: int) -> None:
-        """Draw the view; from here on it stays at the bottom of the terminal."""
+        """Draw the view, which then stays at the bottom of the terminal."""
         if self._live is not None:
             return
         self._view.step = self._view.first_step = step
@@ -183,13 +183,13 @@ class LiveTracker:
         self._draw()
 
     def show(self, metrics: Mapping[str, float], load: np.ndarray | None = None) -> None:
-        """Take numbers, and the load [L E], into the next drawing."""
+        """Show numbers and the load [L E] at the next drawing."""
         self._view.metrics.update(metrics)
         if load is not None:
             self._view.load = np.asarray(load)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Redraw; what is not among the numbers keeps its last value."""
+        """Redraw; metrics that are missing keep their last value."""
         self.start(step)
         self._view.step = step
         self._view.metrics.update(metrics)
@@ -202,7 +202,7 @@ class LiveTracker:
         self._console.print(self._text(f"{name} at step {step}: {text}", style=style))
 
     def close(self) -> None:
-        """Leave the last view standing and give the terminal back."""
+        """Keep the last view and restore the terminal."""
         if self._live is None:
             return
         for handler, stream in self._moved:
@@ -221,12 +221,12 @@ class LiveTracker:
 
 
 Span = tuple[str, str]
-"""A piece of text and its style."""
+"""Text and its style."""
 
 
 @dataclasses.dataclass(kw_only=True)
 class View:
-    """What the live view shows, as lines of styled pieces; it knows nothing of rich."""
+    """Content of the live view as lines of styled text, independent of rich."""
 
     total_steps: int
     first_step: int = 0
@@ -237,7 +237,7 @@ class View:
     load: np.ndarray | None = None
 
     def lines(self, width: int) -> list[list[Span]]:
-        """The view for a terminal of so many columns."""
+        """Return the view for a terminal of a width."""
         lines = [self._progress(width), *self._numbers(width)]
         if self.load is not None and self.load.size:
             lines += strip(self.load, width)
@@ -309,7 +309,7 @@ class View:
 
 
 def strip(load: np.ndarray, width: int) -> list[list[Span]]:
-    """The load of every expert as rows of cells, several layers to a line where they fit.
+    """Return the load of every expert as rows of cells, several layers to a line where they fit.
 
     Args:
         load: [L E] shares of the assignments of each layer.
@@ -322,10 +322,10 @@ def strip(load: np.ndarray, width: int) -> list[list[Span]]:
     ratio = worst_of_groups(load * experts, min(MAX_CELLS, max(1, width - 6)))
     label = len(f"L{layers - 1} ")
     per_line = max(1, (width + 3) // (label + ratio.shape[1] + 3))
-    room = MAX_LINES * per_line
+    allowed = MAX_LINES * per_line
     shown = range(layers)
-    if layers > room:
-        shown = sorted({round(i * (layers - 1) / (room - 1)) for i in range(room)})
+    if layers > allowed:
+        shown = sorted({round(i * (layers - 1) / (allowed - 1)) for i in range(allowed)})
     lines: list[list[Span]] = []
     for place, layer in enumerate(shown):
         if place % per_line == 0:
@@ -343,7 +343,7 @@ def strip(load: np.ndarray, width: int) -> list[list[Span]]:
 
 
 def worst_of_groups(ratio: np.ndarray, cells: int) -> np.ndarray:
-    """[L E] loads over the fair share, or [L C] with C at most `cells`: the worst of neighbours."""
+    """Return loads over the fair share, [L E], or [L C] with the worst of neighbours per cell."""
     layers, experts = ratio.shape
     size = -(-experts // cells)
     if size == 1:
@@ -358,7 +358,7 @@ def worst_of_groups(ratio: np.ndarray, cells: int) -> np.ndarray:
 
 
 def cell(ratio: float) -> Span:
-    """One expert: a character whose height is its load over the fair share, and its colour."""
+    """Return the character and colour of one expert; its height is the load over the fair share."""
     if not ratio >= 0.1:
         return (DEAD, "red")
     block = BLOCKS[min(len(BLOCKS) - 1, int(ratio * len(BLOCKS) / 2.0))]
@@ -368,7 +368,7 @@ def cell(ratio: float) -> Span:
 
 
 def _wrapped(items: list[list[Span]], width: int) -> list[list[Span]]:
-    """Items three columns apart, in as many lines as they need."""
+    """Return items three columns apart, in as many lines as they need."""
     lines: list[list[Span]] = []
     used = 0
     for item in items:

@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Where the numbers of a run go: the interface, its two trivial forms, and the names of metrics.
+"""Defines the interface of trackers, two trivial ones, and the names of metrics.
 
 A tracker takes what the training loop has computed anyway. It never decides anything, and on
 several processes only the first one has trackers (the others have a `NullTracker`).
@@ -53,11 +53,11 @@ DROPPED_FRACTION = "router/dropped_fraction"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrackedRun:
-    """What a tracker may want to know of the run."""
+    """Facts about a run that trackers receive."""
 
     name: str
     directory: pathlib.Path
-    """Of the run; a tracker keeps its files beneath."""
+    """Run directory; a tracker keeps its files below it."""
     config: Mapping[str, Any]
     """The resolved config, as JSON."""
     resume_step: int = 0
@@ -65,13 +65,13 @@ class TrackedRun:
 
     @property
     def id(self) -> str:
-        """The same for every start in one directory; short enough for a link."""
+        """Short id, the same for every start in one directory."""
         return hashlib.sha256(str(self.directory.resolve()).encode()).hexdigest()[:16]
 
 
 @runtime_checkable
 class Tracker(Protocol):
-    """A place where metrics and texts go."""
+    """Destination of metrics and texts."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record numbers.
@@ -111,7 +111,7 @@ class NullTracker:
 
 
 class CompositeTracker:
-    """Passes everything on to several trackers.
+    """Passes everything to several trackers.
 
     Args:
         trackers: In the order in which they are called.
@@ -121,16 +121,16 @@ class CompositeTracker:
         self._trackers = trackers
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log to each."""
+        """Log to each tracker."""
         for tracker in self._trackers:
             tracker.log(step, metrics)
 
     def log_text(self, step: int, name: str, text: str) -> None:
-        """Log to each."""
+        """Log to each tracker."""
         for tracker in self._trackers:
             tracker.log_text(step, name, text)
 
     def close(self) -> None:
-        """Close each."""
+        """Close each tracker."""
         for tracker in self._trackers:
             tracker.close()

@@ -24,20 +24,20 @@ class TrackioConfig:
     name: ClassVar[str] = "trackio"
 
     project: str = "jaxmoe"
-    """Project of the run."""
+    """Name of the project."""
     space: str | None = None
-    """A Hugging Face space that holds the dashboard, as user/name; None: this machine."""
+    """Hugging Face space of the dashboard, as user/name; None for this machine."""
 
     def __post_init__(self):
         if not self.project:
             raise ValueError("trackers.trackio.project='' must be a name")
 
     def check(self) -> None:
-        """Raises MissingPackageError if trackio is not installed."""
+        """Raise MissingPackageError if trackio is not installed."""
         require("trackio", "trackio")
 
     def build(self, run: TrackedRun) -> Tracker:
-        """Starts the run, or continues it."""
+        """Start the run, or continue it."""
         trackio = require("trackio", "trackio")
         started = trackio.init(
             project=self.project,
@@ -51,24 +51,19 @@ class TrackioConfig:
 
 
 class TrackioTracker:
-    """Passes numbers and texts on.
-
-    Args:
-        trackio: The package.
-        run: What `trackio.init` returned.
-    """
+    """Passes numbers and texts to Trackio."""
 
     def __init__(self, trackio: Any, run: Any):
         self._trackio, self._run = trackio, run
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """One record."""
+        """Add one record."""
         self._run.log({name: float(v) for name, v in metrics.items()}, step=int(step))
 
     def log_text(self, step: int, name: str, text: str) -> None:
-        """The text, set as code."""
+        """Log the text as a code block."""
         self._run.log({name: self._trackio.Markdown(f"```\n{text}\n```")}, step=int(step))
 
     def close(self) -> None:
-        """Ends the run; waits for what is still to be written."""
+        """End the run, after writing what is pending."""
         self._run.finish()

@@ -27,7 +27,7 @@ class WandbConfig:
     name: ClassVar[str] = "wandb"
 
     project: str = "jaxmoe"
-    """Project of the run."""
+    """Name of the project."""
     entity: str | None = None
     """User or team; the account's default when None."""
     mode: Literal["online", "offline"] = "online"
@@ -38,15 +38,11 @@ class WandbConfig:
             raise ValueError("trackers.wandb.project='' must be a name")
 
     def check(self) -> None:
-        """Raises MissingPackageError if wandb is not installed."""
+        """Raise MissingPackageError if wandb is not installed."""
         require("wandb", "wandb")
 
     def build(self, run: TrackedRun) -> Tracker:
-        """Starts the run, or continues it.
-
-        Raises:
-            ValueError: W&B refuses it, for want of a key or of the network.
-        """
+        """Start the run, or continue it."""
         wandb = require("wandb", "wandb")
         run.directory.mkdir(parents=True, exist_ok=True)
         try:
@@ -72,25 +68,20 @@ class WandbConfig:
 
 
 class WandbTracker:
-    """Passes numbers and texts on.
-
-    Args:
-        wandb: The package.
-        run: What `wandb.init` returned.
-    """
+    """Passes numbers and texts to Weights & Biases."""
 
     def __init__(self, wandb: Any, run: Any):
         self._wandb, self._run = wandb, run
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """One record."""
+        """Add one record."""
         self._run.log({"step": int(step)} | {name: float(v) for name, v in metrics.items()})
 
     def log_text(self, step: int, name: str, text: str) -> None:
-        """The text as a small page."""
+        """Log the text as an HTML page."""
         page = self._wandb.Html(f"<pre>{html.escape(text)}</pre>")
         self._run.log({"step": int(step), name: page})
 
     def close(self) -> None:
-        """Ends the run; waits for what is still to be sent."""
+        """End the run, after sending what is pending."""
         self._run.finish()
