@@ -298,7 +298,7 @@ class _Peers:
                 words = f"has been silent for {now - since:.1f} s, last heard in {text}"
                 say_of("ended", process, words)
 
-    def _hear_of_ends(self) -> None:
+    def _read_endings(self) -> None:
         for process, text in sorted(entries("ended").items()):
             if process == self._own or text == _DONE or self._lost is not None:
                 continue

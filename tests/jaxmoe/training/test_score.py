@@ -86,7 +86,7 @@ def test_what_cannot_be_asked_is_refused(params):
         ValueError, match="a continuation of 41 tokens is longer than the max_length=40"
     ):
         scorer.continuations([([1], [1] * 41)])
-    with pytest.raises(ValueError, match="leave room in max_length=40"):
+    with pytest.raises(ValueError, match="fit together into max_length=40"):
         scorer.greedy([1], 40, lambda _: False)
     with pytest.raises(ValueError, match="max_length=1 must be at least 2"):
         Scorer(MODEL, params, max_length=1)
