@@ -147,7 +147,8 @@ def changes(
     """Return the changes of state that lead from one layout to another, in order.
 
     What makes the array of a device smaller comes first, so that later changes move less; splits
-    are made from the slowest axis on and undone from the fastest.
+    are made from the slowest axis on and undone from the fastest. All-reduces over several axes are
+    counted one after the other; XLA merges them into one, which sends less.
 
     Args:
         before: Layout at the start.

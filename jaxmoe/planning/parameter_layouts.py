@@ -58,11 +58,18 @@ def parameter_layouts(
         mesh: Devices along each axis of the mesh, pieces of a folded one included.
         itemsize: Bytes of a stored value.
     """
-    return [_layouts(row, execution, mesh, row.size * itemsize) for row in table]
+    has_head = any(row.declaration.role == "head" for row in table)
+    found = []
+    for row in table:
+        # The gradient of a look-up does not read the table.
+        is_read_once = row.declaration.role == "embedding" and has_head
+        uses = 1 if is_read_once else 2
+        found.append(_layouts(row, execution, mesh, row.size * itemsize, uses))
+    return found
 
 
 def _layouts(
-    row: ParameterSpec, execution: ExecutionConfig, mesh: Mapping[str, int], size: int
+    row: ParameterSpec, execution: ExecutionConfig, mesh: Mapping[str, int], size: int, uses: int
 ) -> ParameterLayouts:
     layout, axes = execution.state_layout, row.declaration.axes
     stored = ArrayLayout.of_spec(layout.parameters.resolve(axes))
@@ -77,9 +84,10 @@ def _layouts(
         is_once = layout.gathered == "step" or (
             layout.gathered == "replica" and change.axis == ax.REPLICA
         )
-        sent.append((change, 1 if is_once else 2))
-    sent += [(change, 1) for change in changes(gradient, updated, mesh, size)]
-    sent += [(change, 1) for change in changes(updated, stored, mesh, size)]
+        sent.append((change, 1 if is_once else uses))
+    if not row.is_frozen:
+        sent += [(change, 1) for change in changes(gradient, updated, mesh, size)]
+        sent += [(change, 1) for change in changes(updated, stored, mesh, size)]
     return ParameterLayouts(
         path=row.path,
         stored=stored,
