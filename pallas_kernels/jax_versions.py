@@ -133,14 +133,6 @@ def _load(ref: Any, **options: Any) -> Array:
     return mosaic_gpu.load(ref, *([()] if wants_index else []), **options)
 
 
-def interpreted_gpu(**options: Any) -> Any:
-    """Return what makes `plgpu.kernel(interpret=...)` run on the CPU; public from 0.11 on."""
-    if hasattr(mosaic_gpu, "InterpretGPUParams"):
-        return mosaic_gpu.InterpretGPUParams(**options)
-    private = importlib.import_module("jax._src.pallas.mosaic_gpu.interpret.params")
-    return private.InterpretGPUParams(**options)
-
-
 def cuda_version() -> int | None:
     """Return the version of the loaded CUDA runtime, 12090 for 12.9; None without CUDA."""
     versions = getattr(importlib.import_module("jax._src.lib"), "cuda_versions", None)

@@ -95,10 +95,11 @@ def bench_step(config: StepBenchConfig) -> dict[str, Any]:
     assert moe is not None
     tokens = config.batch_size * config.sequence_length
     flops = flops_per_token(model, parameter_table(model), config.sequence_length) * tokens
-    ours = _OurStep(config)
-    candidates: dict[str, Callable[[], float]] = {"jaxmoe": ours.step}
+    # First, so that a peer that does not start is reported before the compile.
     peer = _PeerProcess(config) if config.peer != "none" else None
     try:
+        ours = _OurStep(config)
+        candidates: dict[str, Callable[[], float]] = {"jaxmoe": ours.step}
         facts: dict[str, Any] = {} if peer is None else peer.facts
         if peer is not None:
             candidates[config.peer] = lambda: peer.ask("step")

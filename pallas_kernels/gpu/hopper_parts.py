@@ -7,7 +7,7 @@ shared memory by TMA; a slot has a barrier `full`, at which its copies arrive, a
 at which every computing warpgroup arrives when it has read. WGMMA multiplies out of shared memory
 and adds in registers. See flash_attention/gpu/hopper.py and grouped_matmul/gpu/hopper.py.
 
-All of it also runs interpreted on the CPU (`jax_versions.interpreted_gpu`).
+All of it also runs interpreted on the CPU (`InterpretGPUParams`).
 """
 
 import dataclasses

@@ -44,13 +44,3 @@ def rotation(width: int, most: int | None) -> np.ndarray:
     """
     block = rotated_together(width, most)
     return np.kron(np.eye(width // block), hadamard_matrix(block) / math.sqrt(block))
-
-
-def round_to_integers(x: np.ndarray) -> np.ndarray:
-    """Round to 8 bits with one scale.
-
-    Args:
-        x: Array of any shape.
-    """
-    scale = np.abs(x).max() / 127
-    return np.rint(x / scale) * scale

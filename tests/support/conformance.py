@@ -1,24 +1,24 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""What every implementation of a product must compute: cases as data, and checks against numpy.
+"""Defines conformance cases of products as data, and compares implementations with numpy.
 
-    PAIRS, GROUPED_PAIRS, OUTER_PAIRS    which two factors meet, by name
+    PAIRS, GROUPED_PAIRS, OUTER_PAIRS    pairs of factors, by name
     SIZES                                rows of each group: empty, one hot, off by one of tiles
-    POISONS                              what stands where nobody may read
+    POISONS                              values of rows that must not be read
 
-    check_product(multiply, pair)        `multiply` has the signature of the door: for instance
+    check_product(multiply, pair)        `multiply` has the signature of the public function:
     check_exact_product(multiply, pair)      functools.partial(quantized_matmul, implementation=..)
     check_grouped(multiply, pair)        every group pattern and poison; value and both gradients
     check_exact_grouped(multiply, pair)
-    check_outer(contract, pair)          the same of grouped_outer
+    check_outer(contract, pair)          the same for grouped_outer
     check_exact_outer(contract, pair)
 
-Each check traces its function once for a pair: group sizes and poisons are values. The results are
-compared with sums in float64 over the numbers that the factors stand for (integers: int64, exact),
-by the largest error relative to the largest value. Where a size does not suit a kernel, give
+Each check traces its function once per pair: group sizes and poisons are values. Results are
+compared with float64 sums over the values that the factors represent (integers: int64, exact), by
+the largest error relative to the largest value. Where a size does not suit a kernel, give
 `dims=Dims(...)`; where all patterns take too long, `sizes={"skewed": SIZES["skewed"]}`.
 
-To add a pair, a pattern or a poison: a line in its table.
+To add a pair, a pattern or a poison: a line in its table in `tests/support/conformance.py`.
 """
 
 import functools
@@ -36,13 +36,16 @@ INTEGERS = ("int8", "int4")
 
 
 class Factor(NamedTuple):
-    """How one factor of a product is stored."""
+    """Storage of one factor of a product."""
 
     dtype: str
-    """Of floating numbers, or as `quantize` takes it."""
+    """Floating dtype, or a dtype name of `quantize`."""
     scales: str | int | None = None
-    """None: floating numbers. "tensor": one scale (of each matrix), "channel": one for each row or
-    column, or the size of a block."""
+    """Kind of scales.
+
+    None for floating values, "tensor" for one scale (per matrix), "channel" for one per row or
+    column, or the size of a block.
+    """
 
     @property
     def is_integer(self) -> bool:
@@ -77,7 +80,7 @@ PAIRS: dict[str, tuple[Factor, Factor]] = {
     "mxfp8": (Factor("mxfp8", 32), Factor("mxfp8", 32)),
     "mxfp8_a16": (Factor("bfloat16"), Factor("mxfp8", 32)),
 }
-"""Of quantized_matmul: x [m k], w [k n]."""
+"""Pairs of quantized_matmul: x [m k], w [k n]."""
 
 _GROUPED = ("w8a8_tensor", "w8a8_channel", "w8a8_block", "w4a8_channel", "w4a8_block")
 _GROUPED += ("w8a16_channel", "w8a16_tensor", "w4a16_block", "e4m3_channel", "e5m2_e4m3", "mxfp8")
@@ -86,12 +89,12 @@ GROUPED_PAIRS: dict[str, tuple[Factor, Factor]] = {
     "bfloat16": (Factor("bfloat16"), Factor("bfloat16")),
     **{name: PAIRS[name] for name in _GROUPED},
 }
-"""Of grouped_matmul: rows [R k], weights [G k n]."""
+"""Pairs of grouped_matmul: rows [R k], weights [G k n]."""
 
 OUTER_PAIRS: dict[str, tuple[Factor, Factor]] = {
     name: GROUPED_PAIRS[name] for name in ("float32", "bfloat16", "w8a8_tensor", "e5m2_e4m3")
 }
-"""Of grouped_outer: rows [R k], others [R n], quantised by one scale."""
+"""Pairs of grouped_outer: rows [R k], others [R n], quantised by one scale."""
 
 DIMS = Dims()
 GROUPED_DIMS = Dims(R=600, k=256, n=40, G=4)
@@ -112,15 +115,15 @@ SIZES: dict[str, tuple[int, ...]] = {
     "above_256": (257, 0, 256, 87),
     "above_the_rows": (3, 500, 200, 7),
 }
-"""Rows of the four groups of `GROUPED_DIMS`: 600, past which there are none."""
+"""Rows of the four groups of `GROUPED_DIMS`, which has 600 rows."""
 
 POISONS: dict[str, float] = {"nan": np.nan, "inf": np.inf, "large": 3e38}
-"""What rows past the last group hold, and their gradients."""
+"""Values of rows past the last group, and of their gradients."""
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def operand(key: jax.Array, shape: tuple[int, ...], factor: Factor, axis: int) -> Any:
-    """Normal numbers, stored as `factor` says; of scales that vary by channel."""
+    """Return normal values, stored as `factor`, with scales that vary by channel."""
     spread = np.exp2(np.arange(shape[-1]) % 3).astype(np.float32)
     x = jax.random.normal(key, shape) * spread.reshape(*(1,) * (len(shape) - 1), -1)
     if factor.scales is None:
@@ -134,8 +137,10 @@ def operand(key: jax.Array, shape: tuple[int, ...], factor: Factor, axis: int) -
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def exact_operand(key: jax.Array, shape: tuple[int, ...], factor: Factor, axis: int) -> Any:
-    """Random integers of the whole range, with scales that are powers of two: sums of products are
-    then exact in float32, in whichever order scales come in."""
+    """Return random integers of the whole range, with scales that are powers of two.
+
+    Sums of products are then exact in float32, in any order of scaling.
+    """
     if not factor.is_integer:
         raise ValueError(f"{factor} is of no integers.")
     like = operand(key, shape, factor, axis)
@@ -147,7 +152,7 @@ def exact_operand(key: jax.Array, shape: tuple[int, ...], factor: Factor, axis: 
 
 
 def numbers(x: Any) -> np.ndarray:
-    """What a factor stands for, in float64."""
+    """Return the values that a factor represents, in float64."""
     if not isinstance(x, QuantizedArray):
         return np.asarray(x.astype(jnp.float32)).astype(np.float64)
     values, scales = (np.asarray(a.astype(jnp.float32)).astype(np.float64) for a in _leaves(x))
@@ -157,7 +162,7 @@ def numbers(x: Any) -> np.ndarray:
 
 
 def assert_near(actual: Any, expected: np.ndarray, bound: float, what: str) -> None:
-    """The largest error is at most `bound` of the largest value; what is not finite is as it is."""
+    """Assert that errors are at most `bound` of the largest value, and nonfinite values equal."""
     __tracebackhide__ = True
     actual = np.asarray(actual).astype(np.float64)
     assert actual.shape == expected.shape, f"{what}: {actual.shape} is not {expected.shape}"
@@ -169,8 +174,10 @@ def assert_near(actual: Any, expected: np.ndarray, bound: float, what: str) -> N
 
 
 def bound_of(factors: tuple[Factor, Factor]) -> float:
-    """What rounding allows: sums in float32, of products that are exact; a factor in bfloat16 lets
-    the other one, and the gradients, be rounded to bfloat16 as well."""
+    """Return the error that rounding allows: float32 sums of exact products.
+
+    A factor in bfloat16 allows rounding of the other one, and of gradients, to bfloat16.
+    """
     is_narrow = any(factor.dtype == "bfloat16" for factor in factors)
     return TOLERANCES["bfloat16" if is_narrow else "float32", "matmul"]["rtol"]
 
@@ -178,12 +185,12 @@ def bound_of(factors: tuple[Factor, Factor]) -> float:
 def check_product(
     multiply: Callable[..., Any], pair: tuple[Factor, Factor], dims: Dims = DIMS
 ) -> None:
-    """quantized_matmul: the value, the gradient of what is floating, and one NaN scale.
+    """Check quantized_matmul: value, gradients of floating factors, and one NaN scale.
 
     Args:
         multiply: (x, w, *, out_dtype) -> [m n].
-        pair: A value of `PAIRS`.
-        dims: Sizes.
+        pair: Value of `PAIRS`.
+        dims: Sizes of the product.
     """
     __tracebackhide__ = True
     keys = jax.random.split(jax.random.key(dims.k), 3)
@@ -206,7 +213,7 @@ def check_product(
 def check_exact_product(
     multiply: Callable[..., Any], pair: tuple[Factor, Factor], dims: Dims = DIMS
 ) -> None:
-    """quantized_matmul of integers: equal to numpy's int64."""
+    """Check that quantized_matmul of integers equals numpy's int64."""
     __tracebackhide__ = True
     keys = jax.random.split(jax.random.key(dims.n))
     x = exact_operand(keys[0], (dims.R, dims.k), pair[0], -1)
@@ -221,13 +228,13 @@ def check_grouped(
     dims: Dims = GROUPED_DIMS,
     sizes: dict[str, tuple[int, ...]] | None = None,
 ) -> None:
-    """grouped_matmul: every pattern of groups, rows past them poisoned; value and gradients.
+    """Check grouped_matmul in every pattern of groups with poisoned rows: value and gradients.
 
     Args:
         multiply: (rows, weights, group_sizes, *, out_dtype) -> [R n].
-        pair: A value of `GROUPED_PAIRS`.
-        dims: Sizes.
-        sizes: Rows of each group by name; all of `SIZES` when None.
+        pair: Value of `GROUPED_PAIRS`.
+        dims: Sizes of the product.
+        sizes: Rows of each group by name; None for all of `SIZES`.
     """
     __tracebackhide__ = True
     keys = jax.random.split(jax.random.key(dims.k), 3)
@@ -260,7 +267,7 @@ def check_exact_grouped(
     dims: Dims = GROUPED_DIMS,
     sizes: dict[str, tuple[int, ...]] | None = None,
 ) -> None:
-    """grouped_matmul of integers: equal to numpy's int64, in every pattern of groups."""
+    """Check that grouped_matmul of integers equals numpy's int64 in every pattern of groups."""
     __tracebackhide__ = True
     keys = jax.random.split(jax.random.key(dims.n))
     rows = exact_operand(keys[0], (dims.R, dims.k), pair[0], -1)
@@ -285,14 +292,14 @@ def check_outer(
     sizes: dict[str, tuple[int, ...]] | None = None,
     make: Callable[..., Any] = operand,
 ) -> None:
-    """grouped_outer: every pattern of groups, rows past them poisoned.
+    """Check grouped_outer in every pattern of groups, with poisoned rows past them.
 
     Args:
         contract: (rows, others, group_sizes, *, out_dtype) -> [G k n].
-        pair: A value of `OUTER_PAIRS`.
-        dims: Sizes.
-        sizes: Rows of each group by name; all of `SIZES` when None.
-        make: How operands are made.
+        pair: Value of `OUTER_PAIRS`.
+        dims: Sizes of the product.
+        sizes: Rows of each group by name; None for all of `SIZES`.
+        make: Function that makes operands.
     """
     __tracebackhide__ = True
     keys = jax.random.split(jax.random.key(dims.R))
@@ -315,13 +322,13 @@ def check_exact_outer(
     dims: Dims = GROUPED_DIMS,
     sizes: dict[str, tuple[int, ...]] | None = None,
 ) -> None:
-    """grouped_outer of integers: sums below 2^24 are equal in float64, int64 and float32."""
+    """Check grouped_outer of integers: sums below 2^24 are exact in every dtype."""
     __tracebackhide__ = True
     check_outer(contract, pair, dims, sizes, make=exact_operand)
 
 
 def _with_gradients(function: Callable[..., Any]) -> Callable[..., Any]:
-    """(x, w, d_out, *others) -> the value in float32, and the gradients of what is floating."""
+    """Return (x, w, d_out, *others) -> value in float32 and gradients of floating factors."""
 
     @jax.jit
     def run(x, w, d_out, *others):
@@ -363,8 +370,10 @@ def _joined(num_rows: int, width: int, parts: list[tuple[slice, np.ndarray]]) ->
 
 
 def _poison_rows(x: Any, used: int, poison: float) -> Any:
-    """The array with the poison in its rows past `used`, in scales too where rows have their own;
-    integers, which hold no such number, hold their largest."""
+    """Poison the rows past `used`, in scales too where rows have their own.
+
+    Integers, which have no NaN or infinity, hold their largest value.
+    """
     if not isinstance(x, QuantizedArray):
         return _with_rows(x, used, poison)
     largest = 7 if x.values.dtype == jnp.int4 else 127
@@ -381,7 +390,7 @@ def _with_rows(x: jax.Array, used: int, value: float) -> jax.Array:
 
 
 def _poison_last_column(w: Any) -> Any:
-    """A NaN in the last column's numbers or scales (all of them where there is one scale)."""
+    """Put a NaN in the last column's values or scales (in all where there is one scale)."""
     if not isinstance(w, QuantizedArray):
         return w.at[0, -1].set(jnp.nan)
     scales = w.scales.at[0, -1].set(jnp.array(jnp.nan, w.scales.dtype))
@@ -389,7 +398,7 @@ def _poison_last_column(w: Any) -> Any:
 
 
 def _in_quarters(x: QuantizedArray, w: QuantizedArray, product: Callable[..., Any]) -> np.ndarray:
-    """The product in int64: scales are 1/2, 1 or 2, so twice the numbers are whole."""
+    """Return the product in int64: scales are 1/2, 1 or 2, so twice the values are whole."""
     doubled = [np.rint(2.0 * numbers(a)).astype(np.int64) for a in (x, w)]
     assert all(np.array_equal(d, 2.0 * numbers(a)) for d, a in zip(doubled, (x, w), strict=True))
     return np.asarray(product(*doubled), np.float64) / 4.0

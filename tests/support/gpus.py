@@ -2,6 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Support for tests of GPU kernels: the race detector, and a race that it must report."""
 
+import importlib
+from typing import Any
+
 import pytest
 
 from pallas_kernels.gpu.hopper_parts import Registers
@@ -23,3 +26,11 @@ def plant_a_race(monkeypatch: pytest.MonkeyPatch) -> None:
         mosaic_gpu.barrier_arrive(barrier)
 
     monkeypatch.setattr(Registers, "free", hasty)
+
+
+def interpreted_gpu(**options: Any) -> Any:
+    """Return what makes `plgpu.kernel(interpret=...)` run on the CPU; public from jax 0.11 on."""
+    if hasattr(mosaic_gpu, "InterpretGPUParams"):
+        return mosaic_gpu.InterpretGPUParams(**options)
+    private = importlib.import_module("jax._src.pallas.mosaic_gpu.interpret.params")
+    return private.InterpretGPUParams(**options)

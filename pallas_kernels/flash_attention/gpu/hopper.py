@@ -24,7 +24,7 @@ a causal sequence, and start first. Results in float32 are stored straight from 
 
 Heads are padded to multiples of 64 and lengths to multiples of 128, with zeros. `reason_against` in
 hopper_tiles.py has the unsupported cases and the tile sizes. On the CPU the kernels run
-interpreted (`interpret=interpreted_gpu()`).
+interpreted (`interpret=InterpretGPUParams()`).
 """
 
 import functools

@@ -24,7 +24,7 @@ its own rows, in copies of 64, 32, ... 1 rows. Rows past the last group are a gr
 
 `reason_against` in hopper_tiles.py has the unsupported cases. Rows are padded to a multiple of 8,
 widths to one of 64 (128 for 8 bits), with zeros: a copy where they do not fit. On the CPU it runs
-interpreted (`interpret=interpreted_gpu()`).
+interpreted (`interpret=InterpretGPUParams()`).
 """
 
 import functools

@@ -20,7 +20,7 @@ transpose. Where w is the transpose of a stored [n k], XLA drops both. In the sa
 int8, which Hopper can multiply.
 
 Sizes that fill no whole tiles of 128 are padded with zeros, which copies. It runs on Hopper only;
-on the CPU interpreted (`interpret=interpreted_gpu()`). tiles.py has the tile sizes.
+on the CPU interpreted (`interpret=InterpretGPUParams()`). tiles.py has the tile sizes.
 """
 
 import functools

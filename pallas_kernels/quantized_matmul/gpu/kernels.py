@@ -115,7 +115,7 @@ def run(
         w: Right factor [k n].
         out_dtype: Dtype of the result.
         has_float8: Whether the GPU reads float8.
-        interpret: Interpreter for the CPU: `interpreted_gpu()`, or True for Triton.
+        interpret: Interpreter for the CPU: `InterpretGPUParams()`, or True for Triton.
     """
     factors = Scaled.of(x, w, blocks_of(x, w))
     # Imported on use: the GPU half of Pallas is slow to import.

@@ -22,8 +22,8 @@ Where n is small, programs share the sum over k; XLA adds their parts, as it sca
 transposes the result: 4 bytes times rows times columns for each of them.
 
 Sizes of n that are no multiple of 128, and of k no multiple of 64, are padded with zeros, which
-copies w. It runs on Hopper only; on the CPU interpreted (`interpret=interpreted_gpu()`). tiles.py
-has the tile sizes.
+copies w. It runs on Hopper only; on the CPU interpreted (`interpret=InterpretGPUParams()`). Tile
+sizes are in tiles.py.
 """
 
 import functools

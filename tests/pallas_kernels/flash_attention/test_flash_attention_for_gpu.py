@@ -29,7 +29,6 @@ from pallas_kernels.flash_attention.gpu import triton as pallas_gpu_triton
 from pallas_kernels.flash_attention.gpu.hopper_tiles import reason_against, tiles_backward
 from pallas_kernels.flash_attention.gpu.kernels import kernel_for
 from pallas_kernels.flash_attention.mask import Rules, Tokens
-from pallas_kernels.jax_versions import interpreted_gpu
 from tests.pallas_kernels.flash_attention.test_flash_attention import (
     CASES,
     PACKED,
@@ -39,6 +38,7 @@ from tests.pallas_kernels.flash_attention.test_flash_attention import (
     _inputs,
 )
 from tests.support import gpus
+from tests.support.gpus import interpreted_gpu
 
 pytestmark = gpus.triton_may_go
 

@@ -37,7 +37,6 @@ from pallas_kernels.grouped_matmul.gpu.hopper_tiles import (
 from pallas_kernels.grouped_matmul.gpu.schedule import row_tiles
 from pallas_kernels.grouped_swiglu import gpu as swiglu_gpu
 from pallas_kernels.grouped_swiglu import reference as swiglu_reference
-from pallas_kernels.jax_versions import interpreted_gpu
 from tests.support import conformance, gpus
 from tests.support.conformance import (
     GROUPED_PAIRS,
@@ -50,6 +49,7 @@ from tests.support.conformance import (
     check_outer,
     operand,
 )
+from tests.support.gpus import interpreted_gpu
 from tests.support.tolerances import assert_close
 
 pytestmark = gpus.triton_may_go

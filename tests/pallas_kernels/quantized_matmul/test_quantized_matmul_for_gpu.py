@@ -22,7 +22,6 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import QuantizedArray, quantize, quantize_mixed, quantized_matmul
 from pallas_kernels.gpu.hopper_parts import COMPUTING, SHARED
-from pallas_kernels.jax_versions import interpreted_gpu
 from pallas_kernels.quantized_matmul import api
 from pallas_kernels.quantized_matmul.gpu import kernels as pallas_gpu
 from pallas_kernels.quantized_matmul.gpu import scales as pallas_gpu_scales
@@ -37,6 +36,7 @@ from pallas_kernels.quantized_matmul.gpu.tiles import (
 )
 from tests.support import conformance, gpus
 from tests.support.conformance import PAIRS, Dims, Factor
+from tests.support.gpus import interpreted_gpu
 
 pytestmark = gpus.triton_may_go
 
