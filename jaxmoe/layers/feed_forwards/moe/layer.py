@@ -76,10 +76,8 @@ class MoE(nn.Module):
         params = RouterParameters(router, name="router")()
         weights = Experts(width, moe.num_experts, moe.expert_dim, name="experts")()
         free = ZeroComputationExperts(width, moe.zero_computation, name="zero_computation")()
-        x, layout = (
-            x.astype(self.execution.precision.compute_dtype),
-            moe_layout(moe, self.execution),
-        )
+        x = x.astype(self.execution.precision.compute_dtype)
+        layout = moe_layout(moe, self.execution)
         computation = Computation(
             moe=moe,
             context=self.context,
