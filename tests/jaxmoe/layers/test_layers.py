@@ -75,7 +75,7 @@ def test_swiglu_equals_numpy():
     assert_close(out, (_silu(wide @ gate) * (wide @ up)) @ params["down"], kind="matmul")
 
     def ours(params, x):
-        return jnp.sum(layer.apply({"params": params}, x) * cotangent)
+        return jnp.sum(layer.apply({"params": params}, x)[0] * cotangent)
 
     def theirs(params, x):
         gate, up = x @ params["gate_up"][:, 0], x @ params["gate_up"][:, 1]
