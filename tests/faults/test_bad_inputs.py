@@ -1,14 +1,13 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Bad inputs, one line each: what is given, and the words that it is refused with.
+"""Bad inputs, one row each: what is given, and the message of the refusal.
 
-Each message says where (a dotted path, a file or an array), what was given, what is allowed and,
-where that does not go without saying, the way out. All of them come before the first step, most of
+Each message names the place (a dotted path, a file or an array), the value, what is allowed and,
+unless obvious, what to do. All of them come before the first step, most of
 them before anything is compiled. COMMANDS are flags of `python -m experiments.pretrain`, which ends
 with 2 and the message on stderr; CALLS are calls of the library, which raise.
 
-Where a field has another name than in the literature, or a choice was made otherwise, the house is
-followed: the last of repeated flags counts, -1 fills an axis, batches of training never end (epochs
+Where names or choices differ from the literature, those of this library are tested: the last of repeated flags counts, -1 fills an axis, batches of training never end (epochs
 follow one another), and a failed save is reported and the run goes on. What needs several processes
 (hosts whose configs differ) or a hostile checkpoint has tests of its own.
 
@@ -44,7 +43,7 @@ from tests.support.runs import ROOT, flags
 
 
 def mesh(**sizes):
-    """Flags of a mesh; what is not given is 1."""
+    """Flags of a mesh; sizes that are not given are 1."""
     every = {"data": 1, **sizes}
     return [word for axis, n in every.items() for word in (f"--execution.mesh.{axis}", str(n))]
 
@@ -201,7 +200,7 @@ COMMANDS = {
 
 
 def command_fails(capsys, arguments):
-    """What the command says on stderr, on one line, without tyro's box."""
+    """Return the command's stderr as one line, without tyro's box."""
     with pytest.raises(SystemExit) as stopped:
         pretrain.main(arguments)
     assert stopped.value.code == cli.ExitCode.BAD_CONFIGURATION
@@ -229,13 +228,13 @@ def test_the_command_refuses(name, tmp_path, capsys, never_trains):
 
 
 def test_the_table_can_fail(tmp_path, capsys, never_trains):
-    """A command that nothing is wrong with reaches the first state, and fails its row."""
+    """A valid command reaches the first state, so its row would fail."""
     with pytest.raises(pytest.fail.Exception, match="the first state was reached"):
         command_fails(capsys, flags(tmp_path / "run", 4))
 
 
 def test_an_unknown_platform(tmp_path):
-    """The one row with a process of its own: JAX chooses once."""
+    """In a process of its own, since JAX chooses a platform once."""
     environment = {**os.environ, "JAX_PLATFORMS": "tpuv9", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "experiments.pretrain", *flags(tmp_path / "run", 4)]
     ended = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
@@ -249,7 +248,7 @@ def test_an_unknown_platform(tmp_path):
 
 @pytest.fixture(scope="module")
 def begun(tmp_path_factory):
-    """The directory of a run that has begun."""
+    """Return the directory of a run that has begun."""
     directory = RunDirectory(tmp_path_factory.mktemp("runs") / "run")
     words = flags(directory.path, 4)
     directory.acquire()
@@ -267,7 +266,7 @@ RESUMED = {
 
 
 @pytest.mark.parametrize("name", RESUMED)
-def test_a_run_does_not_go_on_as_another(name, begun, capsys, never_trains):
+def test_resume_with_another_config_is_refused(name, begun, capsys, never_trains):
     more, words = RESUMED[name]
     said = command_fails(capsys, flags(begun, 4, *more))
     assert re.search(
@@ -277,7 +276,7 @@ def test_a_run_does_not_go_on_as_another(name, begun, capsys, never_trains):
     )
 
 
-def test_a_directory_in_use(begun, capsys, never_trains):
+def test_directory_in_use_is_refused(begun, capsys, never_trains):
     held = RunDirectory(begun)
     held.acquire()
     said = command_fails(capsys, flags(begun, 4))
@@ -294,12 +293,12 @@ def batch_of(tokens, **others):
 
 
 def checked(values, dtype=np.int32, **others):
-    """A call that looks at a batch of one row, for a vocabulary of 256."""
+    """Return a call that validates a batch of one row, for a vocabulary of 256."""
     return lambda _: validate_batch(batch_of(np.array([values], dtype), **others), 256)
 
 
 def read(name, content, **fields):
-    """A call that reads one file of the user's."""
+    """Return a call that reads one user file."""
 
     def call(place):
         path = place / name
@@ -310,7 +309,7 @@ def read(name, content, **fields):
 
 
 def ids(values, dtype="<u2", vocab_size=256):
-    """A call that reads a file of token ids."""
+    """Return a call that reads a file of token ids."""
     return read(
         "shard.bin", np.array(values, dtype).tobytes(), tokenizer=IdsConfig(vocab_size=vocab_size)
     )
@@ -335,7 +334,7 @@ CHAINS = MARKOV.build().chains
 
 
 class Padding(SyntheticSource):
-    """A source whose rows are padding alone."""
+    """A source whose rows are all padding."""
 
     def row(self, split, index, sequence_length, *, epoch=0):
         zeros = np.zeros(sequence_length + 1, np.int32)
@@ -348,7 +347,7 @@ def loader(**changes):
 
 
 def resumed(source, other):
-    """A call that continues with another loader than the checkpoint's."""
+    """Return a call that resumes with another loader than the checkpoint's."""
     return lambda place: check_position(source(place).position(3), other(place).position(3))
 
 
@@ -373,7 +372,7 @@ TEXT = b"the quick brown fox jumps over the lazy dog, and " * 40
 
 
 def claims(*rows):
-    """A call that compares what hosts say they read: part, number of parts, hash."""
+    """Return a call that compares the parts that hosts read: part, number of parts, hash."""
     return lambda _: check_claims(np.array(rows, np.int32))
 
 
@@ -654,7 +653,7 @@ def test_checkpoints_are_refused(name, kept, tmp_path):
 
 
 def test_a_full_disk(kept, tmp_path, monkeypatch, caplog):
-    """The run goes on, and the log says what was not saved and why."""
+    """The run goes on, and the log names the file that was not saved."""
     usage = types.SimpleNamespace(total=10**6, used=10**6 - 10, free=10)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
     manager = CheckpointManager(tmp_path)

@@ -1,9 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""One bad step changes nothing: NaN, infinity, what overflows, a finite spike, a NaN loss.
-
-In warm-up and when the memory of norms is full; with clipping and without.
-"""
+"""A bad step (NaN, infinity, overflow, a spike, a NaN loss) changes nothing."""
 
 import math
 
@@ -57,7 +54,7 @@ def steps():
 
 
 def check_bad_step(step, fault: str, at: int) -> None:
-    """One fault: the state is bitwise what it was, one step is counted, the next one trains."""
+    """The state stays bitwise, one step is counted, and the next one trains."""
     state = _state(fault, at)
     for _ in range(at):
         state, metrics = step(state, BATCH)
@@ -82,14 +79,14 @@ def check_bad_step(step, fault: str, at: int) -> None:
 @pytest.mark.parametrize("at", [3, LATER])
 @pytest.mark.parametrize("clip", [1.0, None])
 @pytest.mark.parametrize("fault", [name for name in FAULTS if name != "none"])
-def test_a_bad_step_changes_nothing(steps, fault, clip, at):
+def test_bad_step_leaves_state_bitwise(steps, fault, clip, at):
     check_bad_step(steps[clip], fault, at)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["nan", "inf"])
 def test_a_guard_that_multiplies_by_zero_is_found(monkeypatch, fault):
-    """The test of the test: 0 times NaN is NaN."""
+    """The check can fail: 0 times NaN is NaN."""
 
     def mix(is_good, new, old):
         return jax.tree.map(lambda n, o: o + is_good.astype(o.dtype) * (n - o), new, old)

@@ -101,8 +101,7 @@ def _targets():
 @pytest.mark.slow
 @pytest.mark.trains
 def test_no_damage_is_silent(saved, tmp_path, caplog):
-    """200 faults, restored to two meshes in turn: always bits that were saved, always the newest
-    step that is whole, and a line that names the damage."""
+    """200 faults, restored to two meshes in turn: always bits that were saved."""
     caplog.set_level(logging.WARNING, "jaxmoe")
     rng, targets = np.random.default_rng(0), _targets()
     wanted = {step: _bits(_state(step)) for step in (1, 2)}
@@ -135,7 +134,7 @@ def test_no_damage_is_silent(saved, tmp_path, caplog):
 
 
 def _edit_manifest(step, change):
-    """As a device that computed wrongly would have left it: whole files, other arrays."""
+    """Leave complete files with other arrays, as a device that computed wrongly would."""
     path = step / "manifest" / "metadata"
     manifest = json.loads(path.read_text())
     change(manifest)
@@ -150,7 +149,7 @@ def copy(saved, tmp_path):
 
 
 def test_damage_before_the_files_were_written(copy):
-    """What left the device is not what arrived: only the fingerprints can tell."""
+    """Only the fingerprints can find data that changed between device and file."""
     _edit_manifest(copy / "2", lambda m: m["fingerprints"].update(w3="0" * 16, w1="1" * 16))
     text = f"{copy}/2 is damaged: 2 of 8 arrays have changed since they were saved: w1, w3"
     with pytest.raises(CheckpointDamagedError) as error:
@@ -194,7 +193,7 @@ def test_nothing_whole_is_left(copy):
 
 
 def test_links_are_refused(copy, tmp_path):
-    """They could lead to any file of the machine."""
+    """A link could name any file of the machine."""
     file = next(p for p in (copy / "2" / "state").rglob("*") if p.is_file())
     file.rename(tmp_path / "elsewhere")
     file.symlink_to(tmp_path / "elsewhere")

@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""A run whose newest checkpoint was damaged while nobody looked."""
+"""A run resumes from the previous checkpoint after the newest one was damaged."""
 
 import json
 import pathlib
@@ -22,8 +22,8 @@ def _damage(step: pathlib.Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_checkpoint_before_it_continues_the_run(tmp_path, capsys, caplog):
-    """To the same bits as if nothing had happened; a strict start stops, and says why."""
+def test_resume_from_the_checkpoint_before_a_damaged_one_is_bitwise(tmp_path, capsys, caplog):
+    """Bitwise as without the damage; a strict start stops and gives the reason."""
     run, checkpoints = tmp_path / "run", tmp_path / "run" / "checkpoints"
     command = flags(run, 6, "--checkpoint.every", "2", "--tracking.sample_length", "0")
     assert pretrain.main(command) == ExitCode.DONE

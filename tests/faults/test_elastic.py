@@ -1,11 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""A run that is preempted and goes on with fewer devices, then with more: nothing but rounding.
-
-The same global batch, the same rows in the same order, the same random bits (the router's noise
-depends on the step and the place of a token, not on the devices), losses within 1e-5 of a run that
-stayed where it was.
-"""
+"""A preempted run that continues on fewer devices, then on more, differs by rounding only."""
 
 import json
 import os
@@ -24,7 +19,7 @@ STEPS = 9
 
 
 def preempt_after(step):
-    """The reporter, which asks to be preempted after this step."""
+    """Make the reporter request preemption after a step."""
     trained = Reporter.trained
 
     def trained_and_preempted(self, report):
@@ -58,7 +53,7 @@ def command(run, *mesh):
 
 
 @pytest.mark.slow
-def test_a_run_moves_to_fewer_and_to_more_devices(tmp_path, monkeypatch):
+def test_resume_on_fewer_and_more_devices(tmp_path, monkeypatch):
     eight = ("--execution.mesh.data", "4", "--execution.mesh.expert", "2")
     two = ("--execution.mesh.data", "2", "--execution.rules", "data_parallel")
     stays, moves, told = tmp_path / "stays", tmp_path / "moves", tmp_path / "batches.json"

@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Saves that fail: seen at the next step, tried again there, and never at the cost of a good step.
+"""Failed saves: noticed at the next step and retried there, without losing a good step.
 
 The limit on the size of files stands in for a full disk: it refuses every write, to root as well.
 """
@@ -24,7 +24,7 @@ from jaxmoe.checkpoint.hook import CheckpointHook
 from tests.support.runs import flags
 
 LIMIT = 1 << 17
-"""Bytes of a file; what is captured of a test's output stays below."""
+"""Largest file in bytes; captured output of a test stays below."""
 
 
 def _state(step):
@@ -47,7 +47,7 @@ def _full_disk():
 
 
 def _wait(manager):
-    """Until the background has ended, so that the next step can know."""
+    """Wait for the background save, so that the next step can see its result."""
     until = time.monotonic() + 60
     while manager._manager.is_saving_in_progress():
         assert time.monotonic() < until
@@ -55,7 +55,7 @@ def _wait(manager):
 
 
 class Steps:
-    """A loop of nothing but the hook."""
+    """A loop with only the hook."""
 
     def __init__(self, manager, **given):
         self.step, self.manager, self.saves = 0, manager, []
@@ -114,8 +114,8 @@ def test_too_many_failures_in_a_row_end_the_run(tmp_path):
     manager.close()
 
 
-def test_several_processes_ask_one_another_where_the_loop_does(tmp_path, monkeypatch):
-    """Each at the same steps, and all save again when one has failed."""
+def test_several_processes_agree_on_retrying_a_save(tmp_path, monkeypatch):
+    """All ask at the same steps, and all save again when one has failed."""
     manager, asked = CheckpointManager(tmp_path), []
     hook = Steps(manager, every=100, agree_every=5).hook
 
@@ -156,7 +156,7 @@ def _damage(step):
 
 
 def test_damaged_steps_do_not_count_among_those_kept(tmp_path):
-    """However many of the newest are damaged in turn, the last good one stays."""
+    """The last good step stays, however many newer ones are damaged."""
     manager = CheckpointManager(tmp_path, keep=2)
     for step in (1, 2):
         assert manager.save(step, _state(step), config={}) and manager.finish()

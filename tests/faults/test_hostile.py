@@ -1,11 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints that somebody has made to harm: refused in words, nothing imported, nothing large
-allocated.
-
-Whoever makes them writes the checksums anew, so that only `jaxmoe/checkpoint/bounds.py` stands
-between. To add a kind: a function in HOSTILE, with words of the refusal.
-"""
+"""Malicious checkpoints are refused with a message, without imports or large allocations."""
 
 import json
 import os
@@ -60,7 +55,7 @@ def _edit(path, change):
 
 
 def _in_store(step, key, change):
-    """One value of the store anew, as TensorStore itself would write it."""
+    """Rewrite one value of the store, as TensorStore would."""
     base = {"driver": "file", "path": f"{step}/state/"}
     store = ts.KvStore.open({"driver": "ocdbt", "base": base}).result()
     store.write(key, change(store.read(key).result().value)).result()
@@ -101,7 +96,7 @@ def _large_chunks(step):
 
 
 def _bomb(step, blocks=1 << 15):
-    """4 GiB of zeros in 128 KiB: blocks of one byte, repeated."""
+    """Return 4 GiB of zeros in 128 KiB: repeated blocks of one byte."""
     block = ((1 << 17) << 3 | 1 << 1).to_bytes(3, "little") + b"\0"
     last = (1 << 3 | 1).to_bytes(3, "little") + b"\0"
     frame = b"\x28\xb5\x2f\xfd\x00\x58" + blocks * block + last
@@ -141,7 +136,7 @@ def _large_text(step):
 
 
 def _dotted(step):
-    """Two arrays that the store would take for one."""
+    """Return two arrays with the same name in the store."""
     _edit(
         step / "manifest" / "metadata",
         lambda data: data["arrays"].update({"params.w": data["arrays"]["params/w"]}),
@@ -165,7 +160,7 @@ def _upwards(step):
 
 
 def _another_store(step):
-    """Where Orbax would read other files than those that were looked at."""
+    """Make Orbax read other files than those that were checked."""
     _edit(step / "state" / "_METADATA", lambda data: data.update(use_ocdbt=False))
 
 
@@ -215,7 +210,7 @@ def _forge(hostile, step):
 
 
 @pytest.mark.parametrize("hostile", HOSTILE, ids=lambda hostile: hostile.__name__.strip("_"))
-def test_it_is_refused_in_words(copy, hostile, monkeypatch, tmp_path):
+def test_malicious_checkpoint_is_refused(copy, hostile, monkeypatch, tmp_path):
     (tmp_path / "hostile_reader.py").write_text("raise SystemExit('it was imported')")
     monkeypatch.syspath_prepend(str(tmp_path))
     _forge(hostile, copy / "1")
@@ -232,7 +227,7 @@ def test_it_is_refused_in_words(copy, hostile, monkeypatch, tmp_path):
     assert "hostile_reader" not in sys.modules
 
 
-def test_what_was_written_is_not_refused(saved):
+def test_valid_checkpoint_is_not_refused(saved):
     manager = CheckpointManager(saved, is_writer=False)
     assert manager.damage(1) == []
     manager.close()
@@ -240,7 +235,7 @@ def test_what_was_written_is_not_refused(saved):
 
 
 def test_more_than_the_memory_needs_a_target(saved, monkeypatch):
-    """Honest checkpoints of other machines, or a forger with much patience."""
+    """A valid checkpoint of a larger machine, or a very large forged one."""
     monkeypatch.setattr(os, "sysconf", lambda name: 1000)
     with pytest.raises(CheckpointError, match="this host has 1000000: restore it to a target"):
         load_checkpoint(saved)

@@ -1,11 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Processes killed while they save or delete: what was acknowledged is there, bit for bit.
-
-The processes are forked from one that has imported everything (`tests/support/killed_saver.py`) and
-killed by SIGKILL at a random moment; all kills of a test hit the same run directory in turn, which
-each start takes over from a dead holder, with what the kill before has left in it.
-"""
+"""Processes killed during a save or a deletion: acknowledged steps stay bitwise."""
 
 import contextlib
 import json
@@ -53,14 +48,14 @@ class Savers:
         return max((int(line) for line in lines if line), default=0)
 
     def wait_for(self, condition, seconds: float = 300) -> None:
-        """Until something is so."""
+        """Wait for a condition."""
         until = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < until, "the processes that save do not get on"
             time.sleep(0.001)
 
     def kill(self, *indices: int) -> int:
-        """Kills these, then the others, which wait for them; the newest acknowledged step."""
+        """Kill these, then the others, which wait for them; return the newest acknowledged step."""
         for index in indices:
             os.kill(self.pids[index], signal.SIGKILL)
         if len(indices) < len(self.pids):
@@ -73,7 +68,7 @@ class Savers:
 
 
 def _assert_whole(checkpoints: pathlib.Path, acknowledged: int) -> None:
-    """Every listed step is what was saved, and the newest is no older than acknowledged."""
+    """Check that listed steps are what was saved, and the newest not older than acknowledged."""
     manager = CheckpointManager(checkpoints, is_writer=False)
     steps = manager.steps()
     assert steps and steps[-1] >= acknowledged, "an acknowledged step is lost"
@@ -83,8 +78,8 @@ def _assert_whole(checkpoints: pathlib.Path, acknowledged: int) -> None:
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_killed_in_mid_save(server, tmp_path, processes):
-    """So often that enough of the kills hit a save that was being written."""
+def test_kill_during_save_keeps_acknowledged_steps(server, tmp_path, processes):
+    """Repeated until enough kills hit a save in progress."""
     dice, run, trial, was_mid_save = random.Random(0), tmp_path / "run", 0, 0
     victims = [(0,)] if processes == 1 else [(0,), (1,), (0, 1)]
     num_kills = NUM_KILLS["one process" if processes == 1 else "two processes"]
@@ -105,14 +100,14 @@ def test_killed_in_mid_save(server, tmp_path, processes):
 
 
 def _files_left(trash: pathlib.Path) -> int:
-    """Of those added to the step that is renamed away; all, before it is."""
+    """Return the files left in the step that was renamed away; all, before it is."""
     if (trash.parent / "1").exists():
         return NUM_FILES
     return sum(name.startswith("more") for _, _, names in os.walk(trash) for name in names)
 
 
-def test_killed_in_mid_delete(server, tmp_path):
-    """Of a step of thousands of files, which is no longer listed by then."""
+def test_kill_during_delete_keeps_acknowledged_steps(server, tmp_path):
+    """For a step of thousands of files, which is no longer listed by then."""
     dice, trial, was_mid_delete = random.Random(0), 0, 0
     num_kills = NUM_KILLS["deleting"]
     while trial < num_kills or (2 * was_mid_delete < num_kills and trial < 5 * num_kills):

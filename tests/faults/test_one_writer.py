@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Two writers of one directory: the second is refused, and whoever was replaced commits nothing.
+"""Two writers of one directory: the second is refused, and a replaced holder commits nothing.
 
 Hosts are simulated: each has its own name and boot id, and a flock that the others do not see.
 """
@@ -36,7 +36,7 @@ def _has_no_locks(opened, operation):
 
 
 def _locks_for_itself(opened, operation):
-    """As a file system does whose locks stay on each host."""
+    """Lock as a file system does whose locks stay on each host."""
 
 
 def _lease(path, name, *, flock=_locks_for_itself, heartbeat=HEARTBEAT, **given):
@@ -53,7 +53,7 @@ def _held(lease):
 
 
 def _stop_heart(lease):
-    """As if its process had been stopped, or cut off."""
+    """Stop the heartbeat, as if the process were stopped or cut off."""
     lease._ended.set()
     lease._thread.join()
     lease._ended.clear()
@@ -68,8 +68,8 @@ def _wait_until(condition, seconds=10):
 
 @pytest.mark.parametrize("flock", [_has_no_locks, _locks_for_itself])
 @pytest.mark.parametrize("skew", [-86400, 0, 86400])
-def test_the_heartbeat_decides_where_locks_do_not_reach(tmp_path, capsys, flock, skew):
-    """Whatever the clock of the other host says: only the reader's own counts."""
+def test_heartbeat_decides_without_flock(tmp_path, capsys, flock, skew):
+    """Only the local clock counts, whatever the other host has."""
     with _held(_lease(tmp_path, "one", flock=flock)) as first:
         for name in ("run.lease", "run.heartbeat"):
             os.utime(tmp_path / name, (time.time() + skew,) * 2)
@@ -96,7 +96,7 @@ def test_the_heartbeat_decides_where_locks_do_not_reach(tmp_path, capsys, flock,
             assert json.loads((tmp_path / "run.lock").read_text())["host"] == "two"
 
 
-def test_a_watcher_that_stands_still_takes_nobody_over(tmp_path, monkeypatch):
+def test_stopped_watcher_does_not_take_over(tmp_path, monkeypatch):
     """Between two looks, for longer than it would watch."""
     with _held(_lease(tmp_path, "one")):
         two, seen = _lease(tmp_path, "two"), []
@@ -113,14 +113,14 @@ def test_a_watcher_that_stands_still_takes_nobody_over(tmp_path, monkeypatch):
             two.acquire()
 
 
-def test_who_let_go_is_not_waited_for(tmp_path):
+def test_released_lease_is_taken_without_wait(tmp_path):
     with _held(_lease(tmp_path, "one", heartbeat=60)):
         pass
     with _held(_lease(tmp_path, "two")) as second:
         assert second.holder.incarnation == 2
 
 
-def test_a_dead_holder_on_this_kernel_is_not_waited_for(tmp_path):
+def test_dead_local_holder_is_replaced_without_wait(tmp_path):
     first = Lease(tmp_path, heartbeat=60)
     first.acquire()
     os.close(first._lock)  # the kernel lets go, as when it dies
@@ -130,7 +130,7 @@ def test_a_dead_holder_on_this_kernel_is_not_waited_for(tmp_path):
     first.release()
 
 
-def test_of_two_that_take_over_at_once_one_goes_on(tmp_path):
+def test_one_of_two_simultaneous_takeovers_wins(tmp_path):
     with _held(_lease(tmp_path, "dead")) as dead:
         _stop_heart(dead)
         both = [_lease(tmp_path, name) for name in ("one", "two")]
@@ -194,7 +194,7 @@ def _has_stopped(pid):
     return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
-def test_a_process_that_was_stopped_learns_that_it_was_replaced(tmp_path):
+def test_stopped_holder_detects_takeover(tmp_path):
     command = [sys.executable, "-c", SLEEPER, str(tmp_path)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as one:
@@ -210,7 +210,7 @@ def test_a_process_that_was_stopped_learns_that_it_was_replaced(tmp_path):
     assert one.returncode == 0
 
 
-# What the fence is for: checkpoints of whoever was replaced.
+# The fence protects the checkpoints from a replaced holder.
 
 
 def _state(step):
@@ -218,7 +218,7 @@ def _state(step):
 
 
 @pytest.mark.parametrize("moment", ["before the save", "before the commit", "between the two asks"])
-def test_who_was_replaced_commits_nothing(tmp_path, caplog, moment):
+def test_replaced_holder_commits_nothing(tmp_path, caplog, moment):
     asks = {"before the save": 1, "before the commit": 2, "between the two asks": 3}[moment]
     checkpoints, asked = tmp_path / "checkpoints", []
     with _held(_lease(tmp_path, "one")) as one:
@@ -254,7 +254,7 @@ def test_who_was_replaced_commits_nothing(tmp_path, caplog, moment):
         two.release()
 
 
-def test_who_was_replaced_sets_nothing_aside(tmp_path):
+def test_replaced_holder_moves_nothing(tmp_path):
     with _held(_lease(tmp_path, "one")) as one, _held(_lease(tmp_path, "two", steal=True)):
         zombie = CheckpointManager(tmp_path / "checkpoints")
         assert zombie.save(1, _state(1), config={}) and zombie.finish()

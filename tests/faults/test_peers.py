@@ -1,10 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Two processes of a run, one of which is killed, stopped, raises, is asked to stop, is another.
-
-The run is the real one, started as a user would; each must end in time and say which process it
-was. Times are counted from the fault.
-"""
+"""Two processes of a run: one is killed, stopped, raises, gets a signal, or has another config."""
 
 import json
 import os
@@ -26,7 +22,7 @@ MANY = 10_000
 
 
 class Pair:
-    """Two processes, what they have written, and when."""
+    """Two processes, their output and its times."""
 
     def __init__(self, directory, common, own=((), ()), script=None):
         port = free_port()
@@ -63,7 +59,7 @@ class Pair:
         return self.logs[index].read_text()
 
     def until(self, words, index=0):
-        """Waits for words in what a process writes."""
+        """Wait for words in the output of a process."""
         while words not in self.text(index):
             assert self.processes[index].poll() is None, self.text(0) + self.text(1)
             time.sleep(0.05)
@@ -76,7 +72,7 @@ class Pair:
 @pytest.mark.parametrize(
     ("victim", "number"), [(1, signal.SIGKILL), (1, signal.SIGSTOP), (0, signal.SIGKILL)]
 )
-def test_a_peer_that_is_killed_or_stands_still(tmp_path, victim, number):
+def test_killed_or_stopped_peer_ends_the_other(tmp_path, victim, number):
     """The other is out within the heartbeat and 5 s, and names it; process 0 takes the service that
     knows names with it, and JAX says that it has gone."""
     waits = ("--processes.watchdog", "8") if number == signal.SIGSTOP else ()
@@ -169,7 +165,7 @@ os._exit(0)
 
 
 @pytest.mark.slow
-def test_who_does_not_come_is_named(tmp_path):
+def test_absent_process_is_named(tmp_path):
     with Pair(tmp_path, (), script=ABSENT) as pair:
         assert pair.code(0) == 0
     wanted = "AbsentError process 1 did not come to 'the first step' within 2 s"

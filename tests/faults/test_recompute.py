@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""A chip that computes wrongly: found by computing a step twice, and classified by a third time."""
+"""Computing a step twice finds a device that computes wrongly; a third run classifies it."""
 
 import json
 
@@ -24,7 +24,7 @@ TRIALS = 20
 
 
 def _alter(state, rng):
-    """Flips one random bit of what one device holds of one array; which, and on which device."""
+    """Flip one random bit of one shard; return array and device."""
     leaves = dict(jax.tree_util.tree_leaves_with_path(state.params))
     path = list(leaves)[rng.integers(len(leaves))]
     array = leaves[path]
@@ -43,7 +43,7 @@ def _alter(state, rng):
 
 
 class _Faulty:
-    """The step, altered at some of its calls."""
+    """A step that is altered at some calls."""
 
     def __init__(self, step):
         self._step, self._rng = step, np.random.default_rng(0)

@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Silent corruption of one replica: found with its device and array, and never saved."""
+"""Silent corruption of one replica is found with device and array, and never saved."""
 
 import json
 
@@ -20,7 +20,7 @@ from tests.support.runs import flags
 
 
 def _flip_on(array: jax.Array, device: jax.Device, rng: np.random.Generator) -> jax.Array:
-    """The array with one random bit flipped in what one device holds."""
+    """Return the array with one random bit flipped on one device."""
     shards = []
     for shard in array.addressable_shards:
         data = np.array(shard.data)
@@ -32,7 +32,7 @@ def _flip_on(array: jax.Array, device: jax.Device, rng: np.random.Generator) -> 
 
 
 def _state():
-    """Replicated over 8 devices, over 2 of 4 pieces, and over none."""
+    """Arrays replicated over 8 devices, over 2 of 4 pieces, and over none."""
     mesh, rng = mesh_named("data4_tensor2"), np.random.default_rng(0)
     specs = {
         "whole": PartitionSpec(),
@@ -71,7 +71,7 @@ def test_what_no_other_device_holds_cannot_be_compared():
     assert fingerprints(state | {"cut": flipped}) != fingerprints(state)
 
 
-def test_it_is_never_saved(tmp_path):
+def test_corrupt_replica_is_never_saved(tmp_path):
     state = _state()
     state["whole"] = _flip_on(state["whole"], jax.devices()[5], np.random.default_rng(0))
     manager = CheckpointManager(tmp_path)

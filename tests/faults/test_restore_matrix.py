@@ -1,13 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Every pair of six meshes: saved on the one, restored on the other, bit by bit; then 20 steps.
-
-Six saves of the same state, one from each mesh, and 36 restores, compared by bytes (and, where two
-processes hold the arrays, by their fingerprints, which do not depend on the mesh). Since a target
-has the same bits from whatever source, its next 20 steps are the same for all six sources: they are
-run on each target from one source, against one device. Two runs on a mesh are equal bit by bit.
-MuonH and its spheres go over meshes in tests/jaxmoe/optim/test_muon_on_meshes.py.
-"""
+"""Every pair of six meshes: save on one, restore on the other bitwise, then train 20 steps."""
 
 import json
 import os

@@ -1,11 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Runs that die at any step and are started again: the same bits as one that never did.
-
-Here they die of an exception that nothing catches, at steps drawn anew for each run, which leaves
-of a process what a kill would, the checkpoints on disk, and costs no start of an interpreter; the
-real SIGKILL is tests/experiments/test_pretrain.py's, and below.
-"""
+"""Runs that are killed at any step and started again equal an uninterrupted run bitwise."""
 
 import os
 import pathlib
@@ -24,7 +19,7 @@ STEPS = 12
 
 
 class Death(BaseException):
-    """Nothing catches it."""
+    """An exception that nothing catches."""
 
 
 def command(run, steps=STEPS):
@@ -33,7 +28,7 @@ def command(run, steps=STEPS):
 
 
 def die_at(run, step: int) -> None:
-    """One start of the run, which dies after this step."""
+    """Start the run once, and kill it after a step."""
     trained = Reporter.trained
 
     def trained_and_dead(self, report):
@@ -48,7 +43,7 @@ def die_at(run, step: int) -> None:
 
 
 def check_equals_never_stopped(run, whole, deaths, is_lost=False) -> None:
-    """Parameters, optimiser, randomness, counters, every loss and every batch."""
+    """Compare parameters, optimiser, keys, counters, every loss and every batch."""
     finished, batches = whole
     with read_batches(is_lost=is_lost) as read:
         for step in deaths:
@@ -73,7 +68,7 @@ def whole(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
-def test_two_deaths_change_nothing(whole, tmp_path, seed):
+def test_resume_after_two_kills_is_bitwise(whole, tmp_path, seed):
     deaths = sorted(np.random.default_rng(seed).choice(np.arange(1, STEPS), 2, replace=False))
     check_equals_never_stopped(tmp_path / "run", whole, [int(step) for step in deaths])
 
@@ -85,7 +80,7 @@ def test_a_resume_that_lost_its_data_position_is_found(whole, tmp_path):
         check_equals_never_stopped(tmp_path / "run", whole, [5], is_lost=True)
 
 
-# In a group of its own, so that whoever outlives it can be told from other processes.
+# In a group of its own, so that processes that outlive it can be identified.
 VICTIM = """
 import os, pathlib, signal, sys
 from experiments import pretrain
@@ -107,7 +102,7 @@ pretrain.main(sys.argv[1:])
 
 
 def _alive(group: int) -> list[int]:
-    """Processes of a group."""
+    """Return the processes of a group."""
     found = []
     for path in pathlib.Path("/proc").glob("[0-9]*"):
         try:
@@ -119,7 +114,7 @@ def _alive(group: int) -> list[int]:
 
 
 @pytest.mark.slow
-def test_nobody_and_nothing_outlives_a_killed_run(tmp_path):
+def test_killed_run_leaves_no_process_and_no_file(tmp_path):
     """Batches are read ahead by threads of Grain within the process (`Loader.iterate` asks for no
     workers), which end with it: no orphan can hold its memory, its segments or its pipes."""
     process = start_run(command(tmp_path / "run"), VICTIM)

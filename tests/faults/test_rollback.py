@@ -1,10 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Bad steps that do not end: the run stops, or goes back once and jumps what it read.
-
-The bad rows are those of steps 9 to 11 (8 rows a step), so that the checkpoint of step 10 is saved
-among them, and the report of step 15 is the first that tells of them.
-"""
+"""Repeated bad steps: the run ends, or rolls back once and skips their data."""
 
 import contextlib
 import json
@@ -53,7 +49,7 @@ def check_same(run, other):
 
 @contextlib.contextmanager
 def stopped_after(*calls):
-    """The loop is asked to stop after so many steps of this process, all starts together."""
+    """Request a stop after some steps of this process, over all starts."""
     asked = []
 
     def agreed(self):
@@ -74,8 +70,8 @@ def rolled_back(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_a_run_goes_back_once_and_jumps_the_window(rolled_back, tmp_path):
-    """To the same bits as a run whose loader lacks the window."""
+def test_rollback_skips_the_bad_window_bitwise(rolled_back, tmp_path):
+    """Bitwise as a run whose loader lacks the window."""
     run, read = rolled_back
     numbers = summary(run)
     assert (numbers["status"], numbers["rollbacks"], numbers["skipped_steps"]) == ("done", 1, 3)
@@ -92,7 +88,7 @@ def test_a_run_goes_back_once_and_jumps_the_window(rolled_back, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_restart_after_going_back_reads_what_the_run_would_have(rolled_back, tmp_path):
+def test_restart_after_rollback_reads_the_same_data(rolled_back, tmp_path):
     """Stopped before the window, which only the file tells of then; and after it."""
     run, read = rolled_back
     again = tmp_path / "again"
@@ -125,8 +121,8 @@ def test_the_batches_are_replayed(rolled_back, capsys):
 
 
 @pytest.mark.slow
-def test_a_fault_that_stays_ends_the_run(tmp_path, capsys):
-    """At once without rollbacks; after the one that it is then given; and nothing bad is saved."""
+def test_persistent_fault_ends_the_run(tmp_path, capsys):
+    """At once without rollbacks; otherwise after one; nothing bad is saved."""
     run = tmp_path / "run"
     with poisoned(lambda row: row >= 64):
         assert pretrain.main(command(run, "--training.rollbacks", "0")) == ExitCode.DIVERGED
@@ -154,7 +150,7 @@ with poisoned(lambda row: 64 <= row < 88):
 
 
 @pytest.mark.slow
-def test_two_processes_go_back_together(tmp_path, monkeypatch):
+def test_two_processes_roll_back_together(tmp_path, monkeypatch):
     run = tmp_path / "run"
     monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", f"127.0.0.1:{free_port()}")
     monkeypatch.setenv("JAX_NUM_PROCESSES", "2")

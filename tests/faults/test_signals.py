@@ -1,9 +1,9 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""SIGTERM or Ctrl-C at any moment of a run: it is out in seconds, and goes on bit for bit.
+"""SIGTERM or Ctrl-C at any moment of a run: it ends in seconds and resumes bitwise.
 
-Before the first step nothing has been computed that is not on the disk: the run ends at once, also
-out of a compiler that keeps Python from hearing signals. Later the last finished step is saved.
+Before the first step nothing is lost: the run ends at once, even inside the compiler, which keeps
+Python from handling signals. Later the last finished step is saved.
 """
 
 import json
@@ -73,7 +73,9 @@ def _assert_goes_on(directory, alone):
 
 
 @pytest.mark.parametrize("moment", LATE)
-def test_a_signal_between_steps(moment, alone, tmp_path, monkeypatch, capsys):
+def test_signal_between_steps_saves_and_resumes_bitwise(
+    moment, alone, tmp_path, monkeypatch, capsys
+):
     owner, name, stops, number, code = LATE[moment]
     plain, sent = getattr(owner, name), []
 
@@ -95,7 +97,7 @@ def test_a_signal_between_steps(moment, alone, tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(("number", "code"), [TERM, INT])
-def test_a_signal_while_it_compiles(number, code, alone, tmp_path):
+def test_signal_during_compilation_ends_at_once(number, code, alone, tmp_path):
     directory = tmp_path / "run"
     process = start_run(flags(directory, STEPS, *MORE), BUSY)
     assert process.stdout is not None

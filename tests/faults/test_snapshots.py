@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Snapshots in memory: a lost host's part comes back from the others, without any checkpoint."""
+"""Snapshots in memory: the part of a lost host is rebuilt from the others, without checkpoints."""
 
 import itertools
 import json
@@ -34,7 +34,7 @@ CONFIG = {"model": "small"}
 
 
 def _state(seed=0, data=4, tensor=2):
-    """Cut over all devices, over some, over none; every width of element; a key."""
+    """Arrays sharded over all, some and no devices, of every element width, and a key."""
     key, mesh = jax.random.key(seed), make_mesh(MeshConfig(data=data, tensor=tensor))
     bits = jax.random.bits(key, (16, 6), jnp.uint32)
     arrays = {
@@ -59,7 +59,7 @@ def _is_same(found, wanted):
 
 
 def _store(directory, run="run", processes=4):
-    """This process, standing for several of two devices each."""
+    """One process that stands for several with two devices each."""
     own = {process: directory / f"process{process}" for process in range(processes)}
     per_process = jax.device_count() // processes
     return SnapshotStore(own, run=run, process_of=lambda device: device.id // per_process)
@@ -93,7 +93,7 @@ def test_each_part_is_packed_once(processes):
 
 
 @pytest.mark.parametrize("lost", [None, 0, 1, 2, 3])
-def test_one_lost_host_is_rebuilt(tmp_path, lost):
+def test_lost_host_is_rebuilt_from_parity(tmp_path, lost):
     _save(_store(tmp_path), 3, 6, 9)
     assert sorted(path.name for path in (tmp_path / "process1").iterdir()) == ["6", "9"]
     if lost is not None:
@@ -112,7 +112,7 @@ def test_one_lost_host_is_rebuilt(tmp_path, lost):
 
 
 @pytest.mark.parametrize("file", ["words.npy", "parity.npy", "manifest.json", "files.json"])
-def test_a_damaged_one_counts_as_lost(tmp_path, caplog, file):
+def test_damaged_snapshot_counts_as_lost(tmp_path, caplog, file):
     _save(_store(tmp_path), 3)
     path = tmp_path / "process2" / "3" / file
     data = bytearray(path.read_bytes())
@@ -126,7 +126,7 @@ def test_a_damaged_one_counts_as_lost(tmp_path, caplog, file):
     )
 
 
-def test_the_newest_that_can_be_had(tmp_path, caplog):
+def test_newest_restorable_snapshot_is_used(tmp_path, caplog):
     """Two lost: the step before; that lost twice as well: none, and why."""
     _save(_store(tmp_path), 3, 6)
     for process in (1, 3):
@@ -140,8 +140,8 @@ def test_the_newest_that_can_be_had(tmp_path, caplog):
     _is_same(found.state, _state(3))
 
 
-def test_no_wrong_state_ever_comes_back(tmp_path, caplog):
-    """Where checksums are right and the words are not, the fingerprints say so."""
+def test_corrupt_snapshot_is_never_restored(tmp_path, caplog):
+    """Where checksums match and the words do not, the fingerprints differ."""
     _save(_store(tmp_path), 3, 6)
     step = tmp_path / "process0" / "6"
     words = np.load(step / "words.npy")
@@ -156,7 +156,7 @@ def test_no_wrong_state_ever_comes_back(tmp_path, caplog):
     assert "step 6: the snapshot of step 6 in memory is damaged: 1 of 6 arrays" in caplog.text
 
 
-def test_of_another_run_mesh_or_number_of_processes(tmp_path, caplog):
+def test_snapshots_of_another_run_or_mesh_are_ignored(tmp_path, caplog):
     _save(_store(tmp_path), 3)
     assert _store(tmp_path, run="other").restore_newest(_state()) is None
     assert "it is of another run, or of another config" in caplog.text
@@ -166,7 +166,7 @@ def test_of_another_run_mesh_or_number_of_processes(tmp_path, caplog):
     caplog.clear()
     assert _store(tmp_path, processes=2).restore_newest(_state()) is None
     assert "it is of another mesh, another state or other processes" in caplog.text
-    _save(_store(tmp_path, processes=1), 4)  # whoever is alone keeps one without parity
+    _save(_store(tmp_path, processes=1), 4)  # a single process keeps one without parity
     found = _restore(_store(tmp_path, processes=1))
     assert (found.step, found.rebuilt) == (4, None)
 
@@ -194,7 +194,7 @@ def test_the_data_position_is_checked(tmp_path):
         _store(tmp_path).restore_newest(_state(), check=check)
 
 
-def test_no_room_is_reported_and_the_run_goes_on(tmp_path, caplog, monkeypatch):
+def test_full_memory_is_reported_and_the_run_goes_on(tmp_path, caplog, monkeypatch):
     store, usage = _store(tmp_path), shutil.disk_usage(tmp_path)
     _save(store, 3)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=100))
@@ -317,8 +317,7 @@ sys.exit(pretrain.main(sys.argv[1:]))
 @pytest.mark.slow
 @pytest.mark.timeout(2400)  # four times four processes, one after the other
 def test_a_lost_host_of_four_is_restored_without_the_checkpoints(tmp_path, monkeypatch, capsys):
-    """Its memory is gone, and the checkpoint is spoilt, which nobody looks at. Then two memories
-    are gone, and a checkpoint continues the run: to the bits of a run that was left alone."""
+    """One memory is gone and the checkpoint is damaged; then two memories are gone."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv(  # sixteen processes compile
         "XLA_FLAGS",

@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""The supervisor: lost, raising, hanging and preempted processes, in time and with the cause."""
+"""The supervisor handles lost, failing, hanging and preempted processes, in time."""
 
 import json
 import os
@@ -71,7 +71,7 @@ def test_a_lost_process_ends_the_others_and_all_start_again(tmp_path, capsys, wh
 
 
 @pytest.mark.parametrize("code", [ExitCode.BAD_CONFIGURATION, ExitCode.DIVERGED])
-def test_what_would_end_alike_is_not_started_again(tmp_path, capsys, code):
+def test_permanent_failures_are_not_restarted(tmp_path, capsys, code):
     found, summary, _ = _supervise(tmp_path, str(int(code)))
     assert found == code and len(summary["starts"]) == 1
     words = code.name.lower().replace("_", " ")
@@ -80,13 +80,13 @@ def test_what_would_end_alike_is_not_started_again(tmp_path, capsys, code):
     )
 
 
-def test_silence_counts_as_hanging(tmp_path):
+def test_silent_process_counts_as_hung(tmp_path):
     code, summary, _ = _supervise(tmp_path, "hang", "--silence", "2", "--max_restarts", "0")
     assert code == 128 + signal.SIGKILL
     assert "they hang" in summary["starts"][0]["cause"]
 
 
-def test_signals_go_on_to_the_processes(tmp_path):
+def test_signals_are_forwarded(tmp_path):
     script = (
         "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(75));"
         "print('ready', flush=True); time.sleep(600)"
@@ -142,8 +142,8 @@ def test_a_signal_while_they_are_started_reaches_each_once(tmp_path, monkeypatch
     assert [log.read_text() for log in logs] == ["1 heard\n"] * 2
 
 
-def test_who_only_followed_another_is_not_the_cause(tmp_path):
-    """Process 0 says why and ends last: the others hear from it until then."""
+def test_supervisor_names_the_first_failure(tmp_path):
+    """Process 0 prints the reason and ends last."""
     script = (
         "import os, sys, time; is_first = os.environ['JAX_PROCESS_ID'] == '0';"
         "time.sleep(is_first); sys.exit(2 if is_first else 69)"
@@ -181,7 +181,7 @@ def test_each_of_several_hosts_has_its_own_supervisor(tmp_path):
     assert list(memory.iterdir()) == []
 
 
-def test_where_there_is_no_memory_snapshots_go_elsewhere(tmp_path, capsys, monkeypatch):
+def test_snapshots_fall_back_to_the_temporary_directory(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     script = "import os; print('in', os.environ['JAXMOE_SNAPSHOTS'])"
     given = ["--supervise", "--run.directory", str(tmp_path / "run"), "--snapshots", "/nowhere"]

@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""The watchdog of one process, the config of waits, and what processes compare at their start."""
+"""The watchdog of one process, its timeouts, and the comparison of configs at the start."""
 
 import dataclasses
 import re
@@ -43,7 +43,7 @@ with Watchdog(ProcessesConfig(watchdog=1, first=30), exit_code) as watchdog:
 """
 
 
-def test_a_process_that_stands_still_ends_with_its_stacks():
+def test_hung_process_ends_with_its_stacks():
     began = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-c", HANGING], cwd=ROOT, capture_output=True, text=True, timeout=120
@@ -64,7 +64,7 @@ def test_a_process_that_stands_still_ends_with_its_stacks():
         ({"watchdog": 9, "first": 8}, "processes.watchdog=9 must not exceed processes.first=8"),
     ],
 )
-def test_waits_that_are_none(given, message):
+def test_invalid_timeouts_are_refused(given, message):
     with pytest.raises(ValueError, match=message):
         ProcessesConfig(**given)
 

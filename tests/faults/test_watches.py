@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Real runs under the watches: a late process, a worker that differs, a start that is killed."""
+"""Stragglers, differing workers and goodput in real runs."""
 
 import json
 import math
@@ -49,8 +49,8 @@ sys.exit(pretrain.main(sys.argv[1:]))
 
 
 @pytest.mark.slow
-def test_two_processes_of_which_one_is_late_and_one_device_is_wrong(tmp_path, monkeypatch):
-    """Both are named within 50 steps, with process and device, and nobody before."""
+def test_straggler_and_corrupt_device_are_named(tmp_path, monkeypatch):
+    """Both are named within 50 steps, with process and device, and no other."""
     directory = tmp_path / "run"
     more = ("--execution.mesh.data", "4", "--training.batch_size", "32", "--evaluation.every", "0")
     more += (
@@ -90,12 +90,12 @@ def test_two_processes_of_which_one_is_late_and_one_device_is_wrong(tmp_path, mo
 
 
 class Killed(BaseException):
-    """Ends a start wherever it is, as SIGKILL does; only that the process goes on."""
+    """Ends a start at any point, as SIGKILL does, while the process continues."""
 
 
 @pytest.mark.slow
-def test_the_books_of_a_killed_and_resumed_run_are_its_wall_time(tmp_path, monkeypatch, capsys):
-    """Within 1% of a clock beside it; the steps after the checkpoint are lost, the pause is down"""
+def test_goodput_of_killed_and_resumed_run_is_its_wall_time(tmp_path, monkeypatch, capsys):
+    """Within 1% of an independent clock."""
     directory, trained, record = tmp_path / "run", Reporter.trained, Ledger.record
     recorded = []
 

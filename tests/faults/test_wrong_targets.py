@@ -1,7 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Targets that are not what was saved: refused with name, both values and a hint; nothing is cast,
-cut or filled up. And states that cannot be saved so that they come back.
+"""Targets that differ from the checkpoint are refused with name, both values and a hint.
 
 To add a mismatch: a row in WRONG.
 """
@@ -36,7 +35,7 @@ def _state():
 
 
 def _with(path, value):
-    """The state with one array replaced, or without it."""
+    """Return the state with one array replaced or removed."""
     state = _state()
     *parents, name = path.split("/")
     branch = state
@@ -113,7 +112,7 @@ def saved(tmp_path_factory):
 
 
 @pytest.mark.parametrize("kind", WRONG)
-def test_it_is_refused_with_a_hint(saved, kind):
+def test_wrong_target_is_refused_with_a_hint(saved, kind):
     target, words = WRONG[kind]
     with pytest.raises(CheckpointError) as error:
         load_checkpoint(saved, target=target)
@@ -122,7 +121,7 @@ def test_it_is_refused_with_a_hint(saved, kind):
     assert "jaxmoe.checkpoint.restore.restore_part" in str(error.value)
 
 
-def test_a_step_that_is_not_there(saved):
+def test_missing_step_is_refused(saved):
     with pytest.raises(CheckpointError, match=r"has no checkpoint of step 6 \(has: 7\)"):
         load_checkpoint(saved, step=6, target=_state())
 

@@ -1,9 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Faults of steps and of data, put into the real programs by the tests alone.
-
-To add one: a row of FAULTS, or a context below.
-"""
+"""Faults of steps and data for tests, injected into the real programs."""
 
 from __future__ import annotations
 
@@ -34,13 +31,13 @@ FAULTS = {
 
 
 def fault_key(fault: str, at: int) -> jax.Array:
-    """A state's random key that names a fault and the step at which it comes."""
+    """Return a random key of the state that encodes a fault and its step."""
     words = jnp.asarray([list(FAULTS).index(fault), at], jnp.uint32)
     return jax.random.wrap_key_data(words, impl="threefry2x32")
 
 
 def faulty_step(function, state, batch):
-    """A jitted step, compiled with the fault that the state's key names."""
+    """Return a jitted step with the fault that the state's key encodes."""
     compute = step_module.compute_gradients
 
     def faulty(state, *arguments, **options):
@@ -62,11 +59,7 @@ def faulty_step(function, state, batch):
 
 @contextlib.contextmanager
 def poisoned(is_bad) -> Iterator[None]:
-    """The first row of every training batch that has a bad row counts NaN times.
-
-    Args:
-        is_bad: whether the row of this number is.
-    """
+    """NaN loss weights for the first row of every batch that contains a bad row."""
     read = Loader.batch
 
     def batch(self, step, **given):
@@ -86,11 +79,7 @@ def poisoned(is_bad) -> Iterator[None]:
 
 @contextlib.contextmanager
 def read_batches(*, is_lost: bool = False) -> Iterator[dict[int, str]]:
-    """What each step reads, by a hash of its tokens.
-
-    Args:
-        is_lost: the fault of a resume that does not know its data position: it begins anew.
-    """
+    """Return a hash of the tokens of each step."""
     batches, seen = Assembly.batches, {}
 
     def watched(self, first_step):

@@ -32,7 +32,7 @@ def _each(stack, function):
 
 
 def muon_directions(gradients, momentum=0.95):
-    """Of the sum form with Nesterov, after every step."""
+    """Parameters of the sum form with Nesterov, after every step."""
     buffer = np.zeros_like(gradients[0], dtype=np.float64)
     for gradient in gradients:
         buffer = momentum * buffer + gradient

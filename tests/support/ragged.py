@@ -1,7 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""`jax.lax.ragged_all_to_all` in plain words, for the CPU, which has none: everything is gathered,
-and every place of the output looks for the slice that covers it."""
+"""Reference of `jax.lax.ragged_all_to_all` for the CPU, which lacks it."""
 
 import jax
 import jax.numpy as jnp

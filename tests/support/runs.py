@@ -29,7 +29,7 @@ SMALL = (
 
 
 def flags(directory: pathlib.Path, steps: int, *more: str) -> list[str]:
-    """Of a run in this directory."""
+    """Flags of a run in this directory."""
     where = ("--run.directory", str(directory), "--training.steps", str(steps))
     return [*SMALL, *where, *more]
 

@@ -1,7 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""THE table of tolerances, by dtype and kind of computation. A test writes no number of its own
-without a reason beside it.
+"""Tolerances by dtype and kind of computation; tests state no number of their own.
 
     elementwise   a few operations per value, no long sum
     matmul        one sum of up to some hundred products of order 1

@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""The books of a run: every second in one row, lost steps found, files of killed starts readable.
+"""Goodput: every second is in one row, lost steps are found, files of killed starts are readable.
 
 That they agree with a clock beside a real run is in tests/faults/test_watches.py.
 """

@@ -52,8 +52,8 @@ def test_late_processes_are_named_whoever_and_however_many(processes, seed, shar
 
 @pytest.mark.parametrize("processes", [2, 3, 100])
 def test_who_waits_longer_than_it_is_late_is_not_late(processes):
-    """40 ms late while the devices work for 100: nobody waits for it; 80 ms: it is nearly as slow
-    as they are."""
+    """40 ms late while the devices work for 100: no process waits for it; 80 ms: it is nearly as
+    slow as they are."""
     rng = np.random.default_rng(processes)
     for by, wanted in ((0.04, 0), (0.08, 1)):
         watch = StragglerWatch()

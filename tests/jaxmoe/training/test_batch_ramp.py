@@ -48,7 +48,7 @@ def test_the_rate_follows_the_batch(exponent):
 
 
 def test_micro_batches_keep_their_size():
-    """Of 64 rows in 8 micro-batches of 8; a batch smaller than that is one by itself."""
+    """With 64 rows in 8 micro-batches of 8; a batch smaller than that is one by itself."""
     assert [accumulation_of(rows, 64, 8) for rows in (4, 8, 16, 32, 64)] == [1, 1, 2, 4, 8]
     assert [accumulation_of(rows, 64, 1) for rows in (8, 64)] == [1, 1]
 

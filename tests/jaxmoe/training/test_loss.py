@@ -69,7 +69,7 @@ def test_chunks_equal_the_whole(chunk, whole):
 
 
 @pytest.mark.parametrize("chunk", [0, 4])
-def test_a_weight_of_0_leaves_a_token_out(chunk):
+def test_weight_0_leaves_a_token_out(chunk):
     """Whatever its target, it moves neither the loss nor a gradient."""
     others = np.where(WEIGHTS == 0, (TARGETS + 1) % VOCAB, TARGETS)
     before, after = _value_and_grad(chunk), _value_and_grad(chunk, targets=others)
@@ -110,7 +110,7 @@ def test_token_loss_with_extra_is_the_same_in_chunks(chunk):
     assert_close(value_and_grad(chunk), whole, kind="matmul")
 
 
-def test_nothing_weighs_nothing():
+def test_zero_weights_give_zero_loss():
     value, grads = _value_and_grad(4, weights=np.zeros_like(WEIGHTS))
     assert value == 0.0 and not any(leaf.any() for leaf in jax.tree.leaves(grads))
 
@@ -120,7 +120,7 @@ def test_uniform_logits_cost_the_log_of_the_vocabulary():
     assert_close(nll, np.full((BATCH, LENGTH), math.log(VOCAB)), kind="elementwise")
 
 
-def test_large_logits_are_finite():
+def test_large_logits_give_finite_loss():
     logits = jnp.zeros((1, 2, VOCAB)).at[..., 4].set(1e30)
     targets = jnp.asarray([[4, 5]], jnp.int32)
     nll, slope = jax.value_and_grad(lambda z: token_nll(z, targets)[0, 0])(logits)

@@ -319,7 +319,8 @@ def bigrams(rows, symbols):
 
 
 def total_variation_and_its_error(rows, language):
-    """Of the bigrams from their exact law; the mean of what as many true rows would show."""
+    """Distance of the bigrams from their exact law; the mean of what as many true rows would
+    show."""
     chain = chain_of(language)
     symbols = chain.transitions.shape[1]
     distance = 0.5 * np.abs(bigrams(rows, symbols) - chain.stationary).sum()

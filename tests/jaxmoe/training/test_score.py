@@ -94,7 +94,7 @@ def test_what_cannot_be_asked_is_refused(params):
 
 @pytest.mark.slow
 def test_greedy_is_that_of_generate(params):
-    """Read in pieces; stopped where it is said."""
+    """Reads in pieces, and stops where `is_done` returns true."""
     context = rows_of([(13, 1)])[0][0]
     wanted = decode.generate(
         *(MODEL, params, jnp.asarray([context], jnp.int32)),
