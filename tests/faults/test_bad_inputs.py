@@ -3,13 +3,14 @@
 """Bad inputs, one row each: what is given, and the message of the refusal.
 
 Each message names the place (a dotted path, a file or an array), the value, what is allowed and,
-unless obvious, what to do. All of them come before the first step, most of
-them before anything is compiled. COMMANDS are flags of `python -m experiments.pretrain`, which ends
-with 2 and the message on stderr; CALLS are calls of the library, which raise.
+unless obvious, what to do. All of them come before the first step, most of them before anything is
+compiled. COMMANDS are flags of `python -m experiments.pretrain`, which ends with 2 and the message
+on stderr; CALLS are calls of the library, which raise.
 
-Where names or choices differ from the literature, those of this library are tested: the last of repeated flags counts, -1 fills an axis, batches of training never end (epochs
-follow one another), and a failed save is reported and the run goes on. What needs several processes
-(hosts whose configs differ) or a hostile checkpoint has tests of its own.
+Where names or choices differ from the literature, those of this library are tested: the last of
+repeated flags counts, -1 fills an axis, batches of training never end (epochs follow one another),
+and a failed save is reported and the run goes on. What needs several processes (hosts whose configs
+differ) or a hostile checkpoint has tests of its own.
 
 To add a row: a line in COMMANDS or CALLS.
 """
