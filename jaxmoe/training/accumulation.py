@@ -53,7 +53,7 @@ class Gradients:
     reported."""
 
     def __add__(self, other: Gradients) -> Gradients:
-        # Some indicators are maxima: the record itself knows how two of them are added.
+        # Some indicators are maxima: the record defines its own sum.
         return jax.tree.map(operator.add, self, other, is_leaf=_is_indicators)
 
 

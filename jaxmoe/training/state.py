@@ -55,15 +55,15 @@ def init_state(
     parameterization: Parameterization | None = None,
     mesh: Mesh | None = None,
 ) -> TrainState:
-    """The state before the first step.
+    """Return the state before the first step.
 
     Args:
-        model: what is trained.
-        optimizer: whose state follows the parameters' layout.
-        key: for the initial values and, folded apart, for the run's own randomness.
-        execution: rules and dtype of the parameters.
-        parameterization: initial scale per role; standard when None.
-        mesh: from `sharding.make_mesh`, current when the state is used; one device when None.
+        model: Model to train.
+        optimizer: Optax transformation; its state follows the layout of the parameters.
+        key: Key of the initial values and, folded, of the randomness of the run.
+        execution: Rules and dtype of the parameters.
+        parameterization: Initial scale per role; standard when None.
+        mesh: Mesh from `sharding.make_mesh`, current when the state is used; one device when None.
     """
     execution = execution or ExecutionConfig()
     params = init_params(

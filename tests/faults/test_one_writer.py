@@ -68,8 +68,9 @@ def _wait_until(condition, seconds=10):
 
 @pytest.mark.parametrize("flock", [_has_no_locks, _locks_for_itself])
 @pytest.mark.parametrize("skew", [-86400, 0, 86400])
-def test_heartbeat_decides_without_flock(tmp_path, capsys, flock, skew):
+def test_heartbeat_decides_without_flock(tmp_path, caplog, flock, skew):
     """Only the local clock counts, whatever the other host has."""
+    caplog.set_level("INFO", logger="jaxmoe.messages")
     with _held(_lease(tmp_path, "one", flock=flock)) as first:
         for name in ("run.lease", "run.heartbeat"):
             os.utime(tmp_path / name, (time.time() + skew,) * 2)
@@ -87,7 +88,7 @@ def test_heartbeat_decides_without_flock(tmp_path, capsys, flock, skew):
         with _held(_lease(tmp_path, "two", flock=flock)) as second:
             assert time.monotonic() - began >= STALE * HEARTBEAT
             assert second.holder.incarnation == 2 and second.holder.run == first.holder.run
-            assert "is taken over from process" in capsys.readouterr().out
+            assert "is taken over from process" in caplog.text
             second.fence()
             with pytest.raises(LeaseLostError, match=r"on two.*incarnation 2; this process"):
                 first.fence()
@@ -157,14 +158,15 @@ def test_one_of_two_simultaneous_takeovers_wins(tmp_path):
             lease.release()
 
 
-def test_a_lease_can_be_taken_from_a_live_holder(tmp_path, capsys):
+def test_a_lease_can_be_taken_from_a_live_holder(tmp_path, caplog):
+    caplog.set_level("INFO", logger="jaxmoe.messages")
     lost = threading.Event()
     first, second, third = (RunDirectory(tmp_path) for _ in range(3))
     first.acquire(heartbeat=HEARTBEAT, on_lost=lost.set)
     with pytest.raises(ValueError, match="in use by process"):
         second.acquire()
     second.acquire(steal=True, heartbeat=HEARTBEAT)
-    assert "is taken from process" in capsys.readouterr().out
+    assert "is taken from process" in caplog.text
     assert lost.wait(10), "its heartbeat tells it"
     with pytest.raises(LeaseLostError):
         first.fence()
