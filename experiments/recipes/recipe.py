@@ -16,8 +16,8 @@ def recipe(function: Callable[[], PretrainConfig]) -> Callable[..., PretrainConf
     """Return the function with keyword arguments for the fields of `TrainingConfig`.
 
     `tiny(steps=200, batch_size=4)` is `tiny()` with these values, like the flags
-    `--training.steps 200 --training.batch_size 4`. A warm-up that does not fit in fewer steps is
-    shortened to a fifth of them.
+    `--training.steps 200 --training.batch_size 4`. A warm-up longer than a fifth of the steps is
+    shortened to that.
 
     Args:
         function: Returns the configuration of a run.
@@ -28,7 +28,7 @@ def recipe(function: Callable[[], PretrainConfig]) -> Callable[..., PretrainConf
         config = function()
         changed = dataclasses.replace(config.training, **training)
         schedule = config.schedule
-        if schedule.warmup_steps >= changed.steps:
+        if schedule.warmup_steps > changed.steps // 5:
             schedule = dataclasses.replace(schedule, warmup_steps=changed.steps // 5)
         return dataclasses.replace(config, training=changed, schedule=schedule)
 
