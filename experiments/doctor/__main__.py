@@ -19,7 +19,8 @@ from collections.abc import Iterator, Sequence
 
 import jax
 
-from experiments.cli import flags as cli
+from experiments.cli import flags
+from experiments.cli.exit_codes import ExitCode
 from experiments.cli.output import write
 from experiments.cli.process import start_process
 from experiments.doctor.devices import examine_devices
@@ -52,9 +53,9 @@ class DoctorConfig:
 def main(argv: Sequence[str]) -> int:
     """Run the command and return its exit code."""
     prog = "python -m experiments.doctor"
-    config = cli.parse_flags(DoctorConfig(), argv, prog, __doc__ or "")
+    config = flags.parse_flags(DoctorConfig(), argv, prog, __doc__ or "")
     directory = RunDirectory(config.run.directory)
-    with cli.exit_on_bad_configuration():
+    with flags.exit_on_bad_configuration():
         directory.check_free_of_runs()
     findings = examine_software(directory.path, os.environ)
     write("\n".join(map(in_words, findings)))
@@ -84,7 +85,7 @@ def main(argv: Sequence[str]) -> int:
         "warnings": warnings,
         "findings": [dataclasses.asdict(finding) for finding in findings],
     }
-    with cli.exit_on_bad_configuration():
+    with flags.exit_on_bad_configuration():
         directory.acquire()
         directory.write_summary(summary)
         directory.write_environment(
@@ -133,7 +134,7 @@ def _answer_within(seconds: float) -> Iterator[None]:
             remedy="see that the same command runs on every host; --timeout waits longer",
         )
         write(in_words(finding))
-        os._exit(int(cli.ExitCode.BAD_CONFIGURATION))
+        os._exit(int(ExitCode.BAD_CONFIGURATION))
 
     timer = threading.Timer(seconds, give_up)
     timer.daemon = True
@@ -145,7 +146,7 @@ def _answer_within(seconds: float) -> Iterator[None]:
 
 
 def _exit_code(problems: int) -> int:
-    return int(cli.ExitCode.BAD_CONFIGURATION if problems else cli.ExitCode.DONE)
+    return int(ExitCode.BAD_CONFIGURATION if problems else ExitCode.DONE)
 
 
 def _count(number: int, what: str) -> str:

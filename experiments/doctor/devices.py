@@ -1,10 +1,10 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""What the doctor tells of the devices: which there are, whether they talk to one another, and
-which kernels they run.
+"""Examines devices: memory, mesh, collectives, kernels and compilation cache.
 
-Collectives are run over the devices of this process and compared with numpy. To add a check: a
-function here, into `examine_devices`.
+Collectives run over the devices of this process and are compared with numpy.
+
+To add a check: a function in `experiments/doctor/devices.py`, and a line in its `examine_devices`.
 """
 
 from __future__ import annotations
@@ -133,13 +133,13 @@ def collectives() -> list[Finding]:
 def compare(
     name: str, run: Callable[[np.ndarray], jax.Array], given: np.ndarray, wanted: np.ndarray
 ) -> Finding | None:
-    """A problem, if the collective fails or gives something else.
+    """Return a problem if a collective fails or gives another result than expected.
 
     Args:
-        name: of the collective.
-        run: it, on a host array.
-        given: what to put in.
-        wanted: what must come out.
+        name: Name of the collective.
+        run: Collective on a host array.
+        given: Input.
+        wanted: Expected output.
     """
     remedy = "the devices or their connection are faulty, or the driver and the plugin do not fit"
     try:

@@ -58,11 +58,11 @@ class Finding:
 
 
 def examine_software(directory: pathlib.Path, environment: Mapping[str, str]) -> list[Finding]:
-    """All checks of this file.
+    """Run all checks of this module.
 
     Args:
-        directory: where runs are written.
-        environment: the environment variables.
+        directory: Directory of runs.
+        environment: Environment variables.
     """
     return [
         *python_version(),
@@ -284,11 +284,11 @@ def coordinator(environment: Mapping[str, str]) -> list[Finding]:
 
 
 def writable(directory: pathlib.Path, what: str) -> list[Finding]:
-    """Whether files can be written, and how many.
+    """Check whether files can be written, and the free space.
 
     Args:
-        directory: need not exist; it is not made.
-        what: in the report.
+        directory: Directory, which need not exist and is not created.
+        what: Name of the directory in the report.
     """
     existing = next(path for path in (directory, *directory.absolute().parents) if path.exists())
     try:

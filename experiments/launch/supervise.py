@@ -41,7 +41,7 @@ from collections.abc import Mapping, Sequence
 from types import FrameType
 from typing import Any, TextIO
 
-from experiments.cli import flags as cli
+from experiments.cli import flags
 from experiments.cli.exit_codes import ExitCode
 from experiments.cli.output import write
 from experiments.launch.config import LaunchRunConfig
@@ -132,8 +132,8 @@ class Ended:
 def main(argv: Sequence[str]) -> int:
     """Run the command and return the exit code of the run."""
     prog = "python -m experiments.launch --supervise"
-    with cli.exit_on_bad_configuration():
-        config = cli.parse_flags(SuperviseConfig(), argv, prog, __doc__ or "")
+    with flags.exit_on_bad_configuration():
+        config = flags.parse_flags(SuperviseConfig(), argv, prog, __doc__ or "")
         directory = RunDirectory(config.run.directory or f"runs/launch/{config.run.name}")
         directory.check_free_of_runs()
         directory.acquire()
@@ -264,7 +264,7 @@ class _Start:
             time.sleep(0.02)
 
     def _end(self, first: int) -> Ended:
-        """End the other processes after one failed; give them time if all were asked to stop."""
+        """End the other processes after one failed; give them time if all received a signal."""
         killed = self._stop(self._config.grace) if self._signals.number is None else set()
         for process in self._running:
             process.wait()

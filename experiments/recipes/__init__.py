@@ -1,9 +1,9 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Recipes: functions that return a whole config, named for model, data or hardware.
+"""Recipes: functions that return the configuration of a run, named for model, data or hardware.
 
-To add one: a file with a function whose docstring says command, hardware, time and the number to
-expect, and a line in RECIPES.
+To add a recipe: `experiments/recipes/tiny.py` as the example (its docstring gives command,
+hardware, time and the number to expect), and `_ALL` in `experiments/recipes/__init__.py`.
 """
 
 from experiments.recipes.diffusion import diffusion
