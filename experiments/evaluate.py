@@ -20,7 +20,7 @@ from experiments.cli.exit_codes import ExitCode
 from experiments.cli.process import start_process
 from jaxmoe.errors import ConfigurationError
 from jaxmoe.run import Run
-from jaxmoe.run.router_details import format_router_details
+from jaxmoe.run.diagnostics.router_details import format_router_details
 from sharding.mesh import MeshConfig
 from sharding.sequence_parallel import CacheFormat
 

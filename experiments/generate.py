@@ -20,7 +20,7 @@ from experiments.cli.process import start_process
 from experiments.evaluate import FinishedRunConfig
 from jaxmoe.errors import ConfigurationError
 from jaxmoe.run import Run
-from jaxmoe.run.samples import check_sampling
+from jaxmoe.run.reporting.samples import check_sampling
 from sharding.sequence_parallel import CacheFormat
 
 

@@ -56,9 +56,9 @@ from jaxmoe.planning.placement.measures import (
 )
 from jaxmoe.planning.placement.relocate import relocate
 from jaxmoe.run.assemble import Assembly
+from jaxmoe.run.diagnostics.router_trace import record_trace
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.load import load_run
-from jaxmoe.run.router_trace import record_trace
 from jaxmoe.training.state import TrainState
 from sharding.expert_parallel.placement import ExpertPlacement
 from sharding.expert_parallel.token_shuffle import predict, shuffle

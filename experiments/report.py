@@ -18,9 +18,9 @@ from collections.abc import Sequence
 from experiments.cli import flags
 from experiments.cli.exit_codes import ExitCode
 from experiments.cli.output import write
-from jaxmoe.run.compare import compare_runs
-from jaxmoe.run.recorded import read_run
-from jaxmoe.run.report import rebuild_report
+from jaxmoe.run.reporting.compare import compare_runs
+from jaxmoe.run.reporting.recorded import read_run
+from jaxmoe.run.reporting.report import rebuild_report
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -36,11 +36,11 @@ from jaxmoe.resilience.snapshot import SnapshotStore
 from jaxmoe.resilience.stop import StopRequest
 from jaxmoe.run.assemble import Assembly
 from jaxmoe.run.compile import CompiledStep, compile_steps
+from jaxmoe.run.diagnostics.refused_batches import dump_batches
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.hooks import make_saving, make_trace
 from jaxmoe.run.loop import run_steps
 from jaxmoe.run.monitoring import Watches
-from jaxmoe.run.refused_batches import dump_batches
 from jaxmoe.run.restore import Begun, Lineage, make_snapshots
 from jaxmoe.run.results import TrainedStep
 from jaxmoe.training.hooks import Trace

@@ -32,13 +32,13 @@ from jaxmoe.messages import shown
 from jaxmoe.precision import PrecisionPolicy
 from jaxmoe.run.assemble import Assembly
 from jaxmoe.run.config import FIXED_FIELDS, FREE_FIELDS, PretrainConfig
+from jaxmoe.run.diagnostics.router_details import router_details
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.load import at_execution, describe_precision, restore_run
-from jaxmoe.run.recorded import read_run
-from jaxmoe.run.report import rebuild_report
+from jaxmoe.run.reporting.recorded import read_run
+from jaxmoe.run.reporting.report import rebuild_report
+from jaxmoe.run.reporting.samples import check_sampling, continue_rows
 from jaxmoe.run.results import EvaluateResult, Sample, TrainedStep, TrainResult
-from jaxmoe.run.router_details import router_details
-from jaxmoe.run.samples import check_sampling, continue_rows
 from jaxmoe.run.supervision import Supervision, library_supervision
 from jaxmoe.run.train import Steps, train_steps
 from jaxmoe.tracking.jsonl import Series, read_metrics

@@ -31,12 +31,12 @@ from jaxmoe.run.assemble import assemble, describe_devices
 from jaxmoe.run.compile import compile_steps
 from jaxmoe.run.config import FIXED_FIELDS, FREE_FIELDS, PretrainConfig
 from jaxmoe.run.directory import RunDirectory
-from jaxmoe.run.finish import finish_run
-from jaxmoe.run.header import nothing_to_do, print_header
 from jaxmoe.run.load import check_trains
 from jaxmoe.run.loop import save_last
 from jaxmoe.run.monitoring import Watches
 from jaxmoe.run.reporter import Reporter, check_packages
+from jaxmoe.run.reporting.finish import finish_run
+from jaxmoe.run.reporting.header import nothing_to_do, print_header
 from jaxmoe.run.restore import Begun, Lineage, open_snapshots, read_skipped
 from jaxmoe.run.results import TrainedStep, TrainResult
 from jaxmoe.run.rollback import Trained, train_with_rollback

@@ -14,9 +14,9 @@ import pytest
 from experiments import report
 from experiments.cli.flags import ExitCode
 from jaxmoe.models.config import MoEConfig
-from jaxmoe.run.compare import shortest_names
 from jaxmoe.run.config import PretrainConfig, RunConfig, TrainingConfig
 from jaxmoe.run.directory import RunDirectory
+from jaxmoe.run.reporting.compare import shortest_names
 from jaxmoe.tracking import LOSS, JsonlTracker, RouterLoadRecorder
 from jaxmoe.tracking.tracker import TRAINED_SECONDS, TRAINED_TOKENS
 

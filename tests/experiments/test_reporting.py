@@ -18,7 +18,7 @@ from jaxmoe.run.assemble import assemble, make_plan
 from jaxmoe.run.config import TrackingConfig
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.reporter import Reporter
-from jaxmoe.run.summary import closing_message, judge_indicators, load_window
+from jaxmoe.run.reporting.summary import closing_message, judge_indicators, load_window
 from jaxmoe.scaling import BasePoint, MuPConfig
 from jaxmoe.tracking import MFU, TOKENS_PER_SECOND, read_metrics
 from jaxmoe.tracking.indicators import read_indicators

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxmoe.run.directory import RunDirectory
-from jaxmoe.run.recorded import RecordedRun
+from jaxmoe.run.reporting.recorded import RecordedRun
 from jaxmoe.tracking.jsonl import read_metrics
 from jaxmoe.tracking.plots import plot_run
 from jaxmoe.tracking.report import write_report

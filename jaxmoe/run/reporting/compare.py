@@ -12,7 +12,7 @@ from typing import Any
 
 from jaxmoe.configs import varying_fields
 from jaxmoe.run.directory import RunDirectory
-from jaxmoe.run.recorded import RecordedRun
+from jaxmoe.run.reporting.recorded import RecordedRun
 from jaxmoe.tracking.comparison import ComparedRun, at_equal_cost, write_comparison
 from jaxmoe.tracking.router_load import read_router_load
 

@@ -15,10 +15,10 @@ from jaxmoe.disk import DiskGuard, replace_file
 from jaxmoe.messages import say
 from jaxmoe.run.assemble import Assembly
 from jaxmoe.run.directory import RunDirectory
-from jaxmoe.run.report import write_run_report
 from jaxmoe.run.reporter import Reporter
-from jaxmoe.run.samples import sample_text
-from jaxmoe.run.summary import (
+from jaxmoe.run.reporting.report import write_run_report
+from jaxmoe.run.reporting.samples import sample_text
+from jaxmoe.run.reporting.summary import (
     closing_message,
     judge_indicators,
     load_window,
