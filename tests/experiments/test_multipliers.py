@@ -104,7 +104,7 @@ def test_the_header_says_what_the_rates_become(run):
 
 
 def test_the_checkpoint_has_them(run):
-    """In its own config, for whoever reads it without the run; that config builds the same plan."""
+    """In its own config, for readers without the run; that config builds the same plan."""
     metadata = json.loads((run / "checkpoints" / "3" / "manifest" / "metadata").read_text())
     saved = from_json(PretrainConfig, metadata["config"])
     assert saved.model.multipliers == WANTED

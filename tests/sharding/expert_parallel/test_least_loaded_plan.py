@@ -19,7 +19,7 @@ from sharding.expert_parallel.least_loaded_plan import make_plan
 
 
 def published_plan(loads, num_devices, *, factor=1.0, min_rows=1, threshold=1.3):
-    """Of each expert its parts (device, start, end): the algorithm of arXiv 2601.17111 in loops.
+    """Return the parts (device, start, end) of each expert, by arXiv 2601.17111 in loops.
 
     The mean that the threshold looks at is that of devices.
     """
