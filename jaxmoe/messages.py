@@ -34,8 +34,9 @@ class PrintHandler(logging.Handler):
     """Prints messages on standard output without level or time."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Print one message to the current `sys.stdout`, which a notebook replaces."""
-        print(record.getMessage(), file=sys.stdout, flush=True)
+        """Write one message to the current `sys.stdout`, which a notebook replaces."""
+        sys.stdout.write(record.getMessage() + "\n")
+        sys.stdout.flush()
 
 
 @contextlib.contextmanager

@@ -77,11 +77,6 @@ class RunDirectory:
         return self.path / "metrics.jsonl"
 
     @property
-    def tensorboard_directory(self) -> pathlib.Path:
-        """Event files of TensorBoard."""
-        return self.path / "tensorboard"
-
-    @property
     def router_file(self) -> pathlib.Path:
         """Load per step, layer and expert."""
         return self.path / "router.npz"
