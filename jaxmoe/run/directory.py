@@ -141,11 +141,6 @@ class RunDirectory:
         """One JSON object per finished trial of a comparison."""
         return self.path / "trials.jsonl"
 
-    @property
-    def lock_file(self) -> pathlib.Path:
-        """Process and host that hold the directory, while they do."""
-        return self.path / "run.lock"
-
     def check_free_of_runs(self) -> None:
         """Refuse a directory with a run, for commands that write their own `summary.json`.
 

@@ -54,7 +54,6 @@ def test_the_layout_of_the_contract(tmp_path):
         run.config_file: "config.json",
         run.environment_file: "environment.json",
         run.metrics_file: "metrics.jsonl",
-        run.tensorboard_directory: "tensorboard",
         run.router_file: "router.npz",
         run.indicators_file: "indicators.npz",
         run.plots_directory: "plots",
@@ -79,7 +78,7 @@ def test_a_second_process_is_told_who_holds_the_directory(tmp_path):
     holder.communicate()
     run = RunDirectory(path)
     run.acquire()
-    assert json.loads(run.lock_file.read_text())["pid"] == os.getpid()
+    assert json.loads((run.path / "run.lock").read_text())["pid"] == os.getpid()
     run.release()
 
 
