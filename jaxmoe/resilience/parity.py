@@ -96,28 +96,6 @@ def encode_reference(words: Mapping[int, Words], processes: int) -> dict[int, Bl
     return dict(enumerate(np.asarray(total)))
 
 
-def rebuild_reference(
-    words: Mapping[int, Words], parity: Mapping[int, Block], processes: int
-) -> tuple[int, Words, Block]:
-    """Return the missing process, its words and its parity.
-
-    Args:
-        words: Words of the other processes.
-        parity: Parity of the other processes.
-        processes: Number of processes.
-
-    Raises:
-        TooManyLostError: More than one is missing.
-    """
-    lost = only_lost([process in words for process in range(processes)])
-    if lost is None:
-        raise ValueError("nothing is lost")
-    others = [process for process in range(processes) if process != lost]
-    blocks = [parity[j] - sum(cut(words[i], i, processes)[j] for i in others) for j in others]
-    own = sum(cut(words[i], i, processes)[lost] for i in others)
-    return lost, np.concatenate(blocks).astype(np.uint32), np.asarray(own, np.uint32)
-
-
 class Peers:
     """Computes parity on one device of each process; all processes make each call.
 

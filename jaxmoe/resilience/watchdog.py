@@ -33,6 +33,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from types import TracebackType
+from typing import TextIO
 
 import jax
 
@@ -51,6 +52,12 @@ _MARGIN = _PULSE + _OWN_WORDS + 5 * _POLL
 _DONE = "done"
 JAX_LATER = 10
 """Seconds after our heartbeat timeout at which that of JAX ends the remaining processes."""
+
+
+def _write_error(stream: TextIO, text: str) -> None:
+    """Write the last words of a process that is ending, without the logging of its host program."""
+    stream.write(f"error: {text}\n")
+    stream.flush()
 
 
 class Watchdog:
@@ -111,11 +118,13 @@ class Watchdog:
         Enter it inside every context whose exit waits for other processes. With one process, the
         exception is left alone.
         """
-        try:
+        with contextlib.ExitStack() as stack:
+            stack.push(self._fail_on_exit)
             yield
-        except BaseException as error:
+
+    def _fail_on_exit(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None:
             self.fail(error)
-            raise
 
     @property
     def config(self) -> ProcessesConfig:
@@ -139,7 +148,7 @@ class Watchdog:
         if not self._ending.acquire(blocking=False):
             return
         stream = sys.__stderr__ or sys.stderr
-        print(f"error: {text}", file=stream, flush=True)
+        _write_error(stream, text)
         if has_stacks:
             faulthandler.dump_traceback(file=stream, all_threads=True)
         leave_at_once(self._exit_code(ending))
@@ -185,7 +194,7 @@ class Watchdog:
             code = error.code if isinstance(error.code, int) else 1
         with self._ending:
             if isinstance(error, AbsentError):
-                print(f"error: {error}", file=sys.stderr, flush=True)
+                _write_error(sys.stderr, str(error))
             elif not isinstance(error, SystemExit):
                 traceback.print_exception(error)
             self._say_and_leave(type(error).__name__, code)

@@ -86,6 +86,52 @@ class LoopResult:
     the loop may have done before it fetched the metrics, are not counted."""
 
 
+class _Waiting:
+    """Steps whose metrics have not been fetched yet."""
+
+    def __init__(
+        self,
+        stopwatch: Stopwatch,
+        report: Callable[[Report], None],
+        beat: Callable[[str, int], None],
+        max_skipped: int,
+    ):
+        self._stopwatch, self._report, self._beat = stopwatch, report, beat
+        self._max_skipped = max_skipped
+        self.steps: list[tuple[int, StepMetrics]] = []
+        self.since = time.perf_counter()
+        self.refused: tuple[int, int] | None = None
+
+    def flush(self) -> None:
+        """Report the waiting metrics, and check whether too many steps were refused."""
+        steps = tuple(number for number, _ in self.steps)
+        with self._stopwatch.on(WAIT):
+            for number, metric in self.steps:
+                self._beat("step", number)
+                jax.block_until_ready(metric.loss)
+            metrics = tuple(jax.device_get([metric for _, metric in self.steps]))
+        seconds = time.perf_counter() - self.since
+        with self._stopwatch.on(REPORT):
+            self._report(Report(steps=steps, metrics=metrics, seconds=seconds))
+        self.steps.clear()
+        self.since = time.perf_counter()
+        self.refused = self.refused or _refused(steps, metrics, self._max_skipped)
+
+
+def _run_hooks(
+    hooks: Sequence[Hook], step: int, state: TrainState, beat: Callable[[str, int], None]
+) -> Status | None:
+    """Run the hooks of a step; return the status when one of them ends the run."""
+    try:
+        for hook in hooks:
+            beat(getattr(hook, "name", type(hook).__name__), step)
+            hook.run(step, state)
+    except EndRunError as error:
+        logger.error("step %d: %s", step, error)
+        return cast(Status, error.status)
+    return None
+
+
 def run_loop(
     state: TrainState,
     step_function: Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]],
@@ -128,26 +174,8 @@ def run_loop(
         How the loop ended.
     """
     stopwatch, stop = stopwatch or Stopwatch(), stop or NeverStop()
-    waiting: list[tuple[int, Any]] = []
-    step, status, since = first_step, "done", time.perf_counter()
-    refused: tuple[int, int] | None = None
-
-    def flush() -> None:
-        """Report the waiting metrics, and check whether too many steps were refused."""
-        nonlocal since, refused
-        steps = tuple(number for number, _ in waiting)
-        with stopwatch.on(WAIT):
-            for number, metric in waiting:
-                beat("step", number)
-                jax.block_until_ready(metric.loss)
-            metrics = tuple(jax.device_get([metric for _, metric in waiting]))
-        seconds = time.perf_counter() - since
-        with stopwatch.on(REPORT):
-            report(Report(steps=steps, metrics=metrics, seconds=seconds))
-        waiting.clear()
-        since = time.perf_counter()
-        refused = refused or _refused(steps, metrics, max_skipped)
-
+    waiting = _Waiting(stopwatch, report, beat, max_skipped)
+    step, status = first_step, "done"
     stop.steps_begin()
     # One process can stop at any step; several must agree, which costs a collective.
     asks_alone = jax.process_count() == 1
@@ -164,7 +192,7 @@ def run_loop(
             logger.error("step %d: %s", step, error)
             step, status = step - 1, cast(Status, error.status)
             break
-        waiting.append((step, metrics))
+        waiting.steps.append((step, metrics))
         with stopwatch.on(WAIT):  # hooks and signals may need a collective
             due = [hook for hook in hooks if hook.is_due(step)]
             reason = stop.agreed() if asks_alone or step % report_every == 0 else None
@@ -173,29 +201,25 @@ def run_loop(
             break
         is_shared = bool(reason) or step % report_every == 0 or step == last_step or _shared(due)
         if due or is_shared:
-            flush()
-            if refused is not None and (is_shared or asks_alone):
+            waiting.flush()
+            if waiting.refused is not None and (is_shared or asks_alone):
                 status = "diverged"
                 break
-        try:
-            with stopwatch.on(HOOKS):
-                for hook in due:
-                    beat(getattr(hook, "name", type(hook).__name__), step)
-                    hook.run(step, state)
-        except EndRunError as error:
-            logger.error("step %d: %s", step, error)
-            status = cast(Status, error.status)
+        with stopwatch.on(HOOKS):
+            failure = _run_hooks(due, step, state, beat)
+        if failure is not None:
+            status = failure
             break
         if due:
-            since = time.perf_counter()
+            waiting.since = time.perf_counter()
         status = reason if reason and step < last_step else status
         with stopwatch.on(HOOKS):
             is_left = yield step, metrics
         if is_left and status == "done" and step < last_step:
-            if waiting:
-                flush()
+            if waiting.steps:
+                waiting.flush()
             status = "interrupted"
-    known = refused if status == "diverged" else None  # to all processes
+    known = waiting.refused if status == "diverged" else None  # to all processes
     return LoopResult(state=state, step=step, status=status, refused=known)
 
 

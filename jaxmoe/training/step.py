@@ -17,7 +17,6 @@ two forms, `buffer` and the exact `two_pass` (`jaxmoe.training.balance`).
 from __future__ import annotations
 
 import dataclasses
-import typing
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -25,8 +24,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from flax import struct
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
 from jaxmoe.data.batch import Batch
 from jaxmoe.execution import ExecutionConfig
@@ -48,40 +46,9 @@ from jaxmoe.training.dispersion import worker_losses
 from jaxmoe.training.guard import all_finite, check_ratio, norm_limit, remember, select
 from jaxmoe.training.indicators import observe_head, watch_layers
 from jaxmoe.training.loss import forward_and_row_nll
+from jaxmoe.training.metrics import StepMetrics as StepMetrics
 from jaxmoe.training.state import TrainState, fetch, put_away
 from sharding.constrain import place_like
-
-
-# Records are not checked at run time: tree functions also fill them with shapes and specs.
-@typing.no_type_check
-@struct.dataclass
-class StepMetrics:
-    """Metrics of a step; the arrays stay on the device."""
-
-    loss: Float[Array, ""]
-    """Cross-entropy, nats per token."""
-    losses: dict[str, Float[Array, ""]]
-    """Balancers' losses, weighted, summed over layers."""
-    grad_norm: Float[Array, ""]
-    """Global norm before clipping."""
-    num_tokens: Float[Array, ""]
-    """Sum of the loss weights."""
-    is_skipped: Bool[Array, ""]
-    """Whether the guard refused this step."""
-    skipped_in_a_row: Array
-    """Steps refused in a row, including this one."""
-    router: dict[str, Float[Array, ""]]
-    """Scalars of `watch_routers` for the whole batch; empty for a dense model."""
-    load: Float[Array, "L E"] | None
-    """Share of the assignments of each expert, per MoE layer."""
-    indicators: dict[str, Float[Array, " L"]] = struct.field(default_factory=dict)
-    """Indicators per layer, with detailed telemetry; NaN for a layer without one, a single number
-    without layers. See `jaxmoe/layers/indicators.py` and `jaxmoe/training/indicators.py`."""
-    norm_limit: Float[Array, ""] | None = None
-    """Largest gradient norm that the guard accepts; infinite without a bound."""
-    worker_loss: Float[Array, " W"] | None = None
-    """Cross-entropy of the rows of each worker, nats per token, if workers are watched; NaN without
-    tokens. See `jaxmoe/training/dispersion.py`."""
 
 
 def make_train_step(

@@ -67,9 +67,7 @@ def test_layouts_and_the_collectives_between_them(capsys):
     embedding, expert = "embedding/weight", "moe_blocks_0/moe/experts/down"
     found = layouts(capsys, "tiny", *mesh, *spread)
     assert found[embedding, "data=4"][:4] == ["S(1)", "B", "P", "S(1)"]
-    assert re.fullmatch(
-        r"all-gather \S+ MB, reduce-scatter \S+ MB", found[embedding, "data=4"][4]
-    )
+    assert re.fullmatch(r"all-gather \S+ MB, reduce-scatter \S+ MB", found[embedding, "data=4"][4])
     assert found[expert, "expert=2"] == ["S(1)", "S(1)", "S(1)", "S(1)"]
     found = layouts(capsys, "tiny", *mesh, "--execution.rules", "zero1")
     assert found[embedding, "data=4"][:4] == ["B", "B", "P", "S(1)"]

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from jaxmoe.resilience.parity import (
     Peers,
     TooManyLostError,
+    cut,
     encode_reference,
     only_lost,
     padded,
-    rebuild_reference,
 )
 
 PIECE = 20
@@ -26,6 +26,26 @@ def _words(processes, num_words, seed):
     drawn = rng.integers(0, 2**32, (processes, size), np.uint32)
     drawn[:, num_words:] = 0
     return dict(enumerate(drawn))
+
+
+def rebuild_reference(words: dict, parity: dict, processes: int):
+    """Return the missing process, its words and its parity.
+
+    Args:
+        words: Words of the other processes.
+        parity: Parity of the other processes.
+        processes: Number of processes.
+
+    Raises:
+        TooManyLostError: More than one is missing.
+    """
+    lost = only_lost([process in words for process in range(processes)])
+    if lost is None:
+        raise ValueError("nothing is lost")
+    others = [process for process in range(processes) if process != lost]
+    blocks = [parity[j] - sum(cut(words[i], i, processes)[j] for i in others) for j in others]
+    own = sum(cut(words[i], i, processes)[lost] for i in others)
+    return lost, np.concatenate(blocks).astype(np.uint32), np.asarray(own, np.uint32)
 
 
 @settings(max_examples=40)
