@@ -117,6 +117,25 @@ class _Waiting:
         self.since = time.perf_counter()
         self.refused = self.refused or _refused(steps, metrics, self._max_skipped)
 
+    def finish(self) -> None:
+        """Report what is still waiting, if anything."""
+        if self.steps:
+            self.flush()
+
+
+def _take_step(
+    step_function: Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]],
+    step: int,
+    state: TrainState,
+    batch: Batch,
+) -> tuple[tuple[TrainState, StepMetrics] | None, Status]:
+    """Return the next state and metrics, or None and the status when the step ends the run."""
+    try:
+        return step_function(state, batch), "done"
+    except EndRunError as error:
+        logger.error("step %d: %s", step, error)
+        return None, cast(Status, error.status)
+
 
 def _run_hooks(
     hooks: Sequence[Hook], step: int, state: TrainState, beat: Callable[[str, int], None]
@@ -149,8 +168,7 @@ def run_loop(
 ) -> Generator[tuple[int, StepMetrics], bool | None, LoopResult]:
     """Train until the last step, a signal, too many bad steps in a row, or devices that differ.
 
-    A generator: sending a true value into it stops the loop after the step just yielded. `drain`
-    runs it to its end.
+    Sending a true value into the generator stops it after the step just yielded (see `drain`).
 
     Args:
         state: Initial state, donated.
@@ -162,36 +180,30 @@ def run_loop(
         report: Called with the metrics.
         report_every: Steps between reports.
         max_skipped: Steps refused in a row that end the run.
-        stop: Request to stop, checked after every step; with several processes, every
-            `report_every` steps.
+        stop: Request to stop, checked every step; with several processes every `report_every`.
         stopwatch: Receives the time of the loop by kind.
         beat: Called with the name of an activity and its step when it begins.
 
     Yields:
-        Number and metrics of each step, on the devices, after its hooks have run.
-
-    Returns:
-        How the loop ended.
+        Number and metrics of each step, on the devices, after its hooks have run. The generator
+        returns how the loop ended.
     """
     stopwatch, stop = stopwatch or Stopwatch(), stop or NeverStop()
-    waiting = _Waiting(stopwatch, report, beat, max_skipped)
-    step, status = first_step, "done"
     stop.steps_begin()
-    # One process can stop at any step; several must agree, which costs a collective.
-    asks_alone = jax.process_count() == 1
+    waiting, step, status = _Waiting(stopwatch, report, beat, max_skipped), first_step, "done"
+    asks_alone = jax.process_count() == 1  # several must agree, which costs a collective
     while step < last_step and status == "done":
         beat("batch", step + 1)
         with stopwatch.on(DATA):
             batch = next(batches)
         step += 1
         beat("step", step)
-        try:
-            with stopwatch.on(DISPATCH):
-                state, metrics = step_function(state, batch)
-        except EndRunError as error:
-            logger.error("step %d: %s", step, error)
-            step, status = step - 1, cast(Status, error.status)
+        with stopwatch.on(DISPATCH):
+            after, failure = _take_step(step_function, step, state, batch)
+        if after is None:
+            step, status = step - 1, failure
             break
+        state, metrics = after
         waiting.steps.append((step, metrics))
         with stopwatch.on(WAIT):  # hooks and signals may need a collective
             due = [hook for hook in hooks if hook.is_due(step)]
@@ -210,14 +222,12 @@ def run_loop(
         if failure is not None:
             status = failure
             break
-        if due:
-            waiting.since = time.perf_counter()
+        waiting.since = time.perf_counter() if due else waiting.since
         status = reason if reason and step < last_step else status
         with stopwatch.on(HOOKS):
             is_left = yield step, metrics
         if is_left and status == "done" and step < last_step:
-            if waiting.steps:
-                waiting.flush()
+            waiting.finish()
             status = "interrupted"
     known = waiting.refused if status == "diverged" else None  # to all processes
     return LoopResult(state=state, step=step, status=status, refused=known)
