@@ -28,7 +28,7 @@ def recipe(function: Callable[[], PretrainConfig]) -> Callable[..., PretrainConf
         config = function()
         changed = dataclasses.replace(config.training, **training)
         schedule = config.schedule
-        if schedule.warmup_steps > changed.steps // 5:
+        if "steps" in training and schedule.warmup_steps > changed.steps // 5:
             schedule = dataclasses.replace(schedule, warmup_steps=changed.steps // 5)
         return dataclasses.replace(config, training=changed, schedule=schedule)
 

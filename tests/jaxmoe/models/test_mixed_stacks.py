@@ -132,7 +132,6 @@ def test_mixed_layers_equal_the_same_layers_unrolled():
     assert_close(on_one_device(), wanted, "end_to_end")
 
 
-SLOW_MESHES = ("data2_expert2_zero2", "replica2_data2_hierarchical")
 MESHES = {
     "seq2_tensor2": ExecutionConfig(
         mesh=MeshConfig(seq=2, tensor=2), sequence_parallel=RingConfig()
@@ -144,13 +143,9 @@ MESHES = {
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=() if name == "seq2_tensor2" else pytest.mark.slow)
-        for name in MESHES
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.rows(3)
+@pytest.mark.parametrize("name", MESHES)
 def test_mixed_layers_are_the_same_on_every_mesh(name):
     execution = MESHES[name]
     mesh = make_mesh(execution.mesh, jax.devices()[:4])

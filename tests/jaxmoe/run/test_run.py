@@ -149,6 +149,8 @@ print(run.generate("1 2", length=4).text, run.report())
 """
 
 
+@pytest.mark.slow
+@pytest.mark.trains
 def test_script_on_one_device(tmp_path):
     process = start_run([str(tmp_path / "run")], ON_ONE_DEVICE)
     (output,) = written_by(process)
