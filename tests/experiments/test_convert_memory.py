@@ -26,7 +26,7 @@ from tests.support.runs import ROOT
 CHILD = """
 import os, pathlib, re, sys
 import jax
-from experiments import checkpoint
+from experiments.checkpoint import __main__ as checkpoint
 
 def kilobytes(name):
     text = pathlib.Path("/proc/self/status").read_text()

@@ -56,7 +56,7 @@ def test_a_healthy_machine(tmp_path, capsys, monkeypatch):
 
 def test_help_touches_no_device():
     script = (
-        "import sys; from experiments import doctor\n"
+        "import sys; from experiments.doctor import __main__ as doctor\n"
         "try: doctor.main(['--help'])\n"
         "except SystemExit as stopped: assert stopped.code == 0\n"
         "from jax._src import xla_bridge; assert not xla_bridge.backends_are_initialized()"
@@ -205,7 +205,7 @@ def test_processes_that_cannot_join_are_a_problem(monkeypatch, tmp_path, capsys)
 
 def test_devices_that_hang_end_the_process(tmp_path):
     script = (
-        "import time; from experiments import doctor\n"
+        "import time; from experiments.doctor import __main__ as doctor\n"
         "with doctor._answer_within(0.2): time.sleep(60)"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
