@@ -98,6 +98,7 @@ for line in sys.stdin:
 """
 
 
+@pytest.mark.slow
 def test_step_beside_a_peer(tmp_path, monkeypatch, capsys):
     """A peer that answers 1000 seconds receives the sizes of our model."""
     monkeypatch.setattr("experiments.bench.step._parts", lambda *_, **__: {})  # see test_step_alone

@@ -96,6 +96,7 @@ def test_a_run_says_what_it_used_of_the_machine(finished):
     np.testing.assert_allclose(series["train/learning_rate"][1], wanted, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_chosen_steps_are_traced(tmp_path, capsys):
     directory = tmp_path / "run"
     arguments = flags(directory, 6, "--profile.steps", "3:4", "--tracking.console", "none")
@@ -274,6 +275,7 @@ def test_a_directory_in_use_is_refused(tmp_path, capsys):
     assert str(os.getpid()) in text
 
 
+@pytest.mark.slow
 def test_a_full_disk_in_mid_run_is_said_and_the_run_goes_on(tmp_path, capsys, caplog, monkeypatch):
     checks = iter([0, 0])  # two saves find the disk full, the later ones do not
 
@@ -291,6 +293,7 @@ def test_a_full_disk_in_mid_run_is_said_and_the_run_goes_on(tmp_path, capsys, ca
     assert not (tmp_path / "run" / "checkpoints" / "2").exists()
 
 
+@pytest.mark.slow
 def test_a_last_state_that_cannot_be_saved_has_its_own_code(tmp_path, capsys, monkeypatch):
     class Full:
         free = 0

@@ -398,7 +398,7 @@ def test_help_is_about_the_command(capsys):
     assert stopped.value.code == 0
     words = capsys.readouterr().out
     for part in (
-        "Does the learning rate transfer",
+        "Sweeps the learning rate at several sizes",
         "short",
         "quick",
         "--axis",

@@ -151,6 +151,7 @@ def on_mesh(name, params):
     return mesh, execution, spread
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_a_spread_cache_gives_the_same_tokens(name, params, prompt, greedy):
     mesh, execution, spread = on_mesh(name, params)

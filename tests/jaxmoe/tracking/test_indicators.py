@@ -191,6 +191,7 @@ def test_equal_the_oracle():
     assert (np.abs(wanted["expert_correlation"][1:]) > 1e-3).all()
 
 
+@pytest.mark.slow
 def test_updates_over_weights():
     indicators, old, new = plain_step()
     moved = jax.tree.map(lambda before, after: np.asarray(after) - before, old, new)

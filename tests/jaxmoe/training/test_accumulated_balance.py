@@ -49,6 +49,7 @@ def undivided(model):
     return one_step(model, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "model",
     [
@@ -86,6 +87,7 @@ def micro_statistics(model, params):
         yield output.statistics
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "model", [GLOBAL, pytest.param(MICRO, marks=pytest.mark.large)], ids=["buffer", "micro_batch"]
 )

@@ -202,6 +202,7 @@ def test_a_batch_without_weight_is_no_fault(step):
     assert metrics.loss == 0.0 and not metrics.is_skipped and metrics.num_tokens == 0.0
 
 
+@pytest.mark.slow
 def test_accumulation_is_the_whole_batch(step):
     """Balance losses included: here they are the same in every micro-batch, rows i and i + 4."""
     batch = jax.tree.map(lambda rows: rows[[0, 0, 0, 0, 1, 1, 1, 1]], BATCH)
