@@ -56,7 +56,7 @@ def write(target: pathlib.Path) -> None:
         cls = getattr(importlib.import_module(module), name)
         page = command.replace(" ", "_").replace("-", "")
         names.append(page)
-        text = [f"# {command}", "", f"`python -m experiments.{command}`", ""]
+        text = [f"# `{command}`", "", f"`python -m experiments.{command}`", ""]
         text += _tables(cls)
         (target / f"{page}.md").write_text("\n".join(text) + "\n", encoding="utf-8")
     lines = [
@@ -88,7 +88,8 @@ def _tables(cls: type) -> Iterator[str]:
             for member in members:
                 key = registry_name(member)
                 queue.append((here, f"{here}:{key}" if key and len(members) > 1 else here, member))
-            rows.append(_row(current, name, here, hint, members))
+            if len(members) != 1 or registry_name(members[0]) is not None:
+                rows.append(_row(current, name, here, hint, members))
         if path:
             yield f"## {choice}"
             yield ""

@@ -31,7 +31,8 @@ def write(root: pathlib.Path, target: pathlib.Path) -> None:
     for readme, name in pages.items():
         text = readme.read_text(encoding="utf-8")
         (target / f"{name}.md").write_text(_relinked(text, readme, pages, root), encoding="utf-8")
-    lines = ["# Packages", "", "```{toctree}", ":maxdepth: 1", "", *pages.values(), "```", ""]
+    entries = [f"{name} <{name}>" for name in pages.values()]
+    lines = ["# Packages", "", "```{toctree}", ":maxdepth: 1", "", *entries, "```", ""]
     (target / "index.md").write_text("\n".join(lines), encoding="utf-8")
 
 
