@@ -232,7 +232,7 @@ def test_the_choice_of_a_console(monkeypatch, caplog):
 def test_a_closed_pipe_or_terminal_ends_the_lines_and_not_the_run(tracker, number, caplog):
     class Closed(io.StringIO):
         def write(self, text):
-            raise OSError(number, "nobody is there")
+            raise OSError(number, "the reader is gone")
 
     console = tracker(10, Closed())
     console.start(0)
