@@ -39,6 +39,11 @@ COMMANDS = {
     "transfer": "experiments.studies.transfer.config:TransferConfig",
     "gates": "experiments.studies.gates.config:GatesConfig",
     "routers": "experiments.studies.routers.config:RoutersConfig",
+    "precision": "experiments.studies.precision:PrecisionConfig",
+    "bench step": "experiments.bench.step:StepBenchConfig",
+    "bench kernels": "experiments.bench.kernels:KernelBenchConfig",
+    "bench routers": "experiments.bench.routers:RouterBenchConfig",
+    "bench chunks": "experiments.bench.chunks:ChunkBenchConfig",
 }
 """The config class of each command; `describe` and `data` take the flags of `pretrain`."""
 
