@@ -26,6 +26,7 @@ from pallas_kernels.ring.remote_dma.ring_backward import differentiate_ring
 from pallas_kernels.ring.remote_dma.ring_forward import attend_ring
 from pallas_kernels.ring.remote_dma.transfer import Sender, collective_id
 from pallas_kernels.ring.step import (
+    Links,
     attend_and_send,
     check_transport,
     differentiate_and_send,
@@ -180,17 +181,17 @@ def test_blocks_for_tpus(mesh, width, dtype):
     rules = Rules(causal=True, window=None, softcap=None, scale=width**-0.5)
 
     def step(q, k, v):
-        how = {"axis_name": "seq", "transport": "remote_dma", "kernels": pallas_tpu.KERNELS}
+        links = Links("seq", "remote_dma", pallas_tpu.KERNELS)
         tokens = Tokens(None, None, None, None)
         parcels = [
             Parcel(k, tuple((i, (i + 1) % ranks) for i in range(ranks))),
             Parcel(v, ((1, 0), (3, 2))),
             Parcel(q[:, :, 0, 0], ((0, 2),)),
         ]
-        state, arrived = attend_and_send(q, k, v, tokens, rules, parcels, **how)
+        state, arrived = attend_and_send(q, k, v, tokens, rules, parcels, links)
         delta = softmax_delta(state.out, state.out)
         gradients, again = differentiate_and_send(
-            *(q, k, v, tokens, rules, state.out, state.lse, delta, parcels), **how
+            *(q, k, v, tokens, rules, state.out, state.lse, delta, parcels), links
         )
         return state, arrived, gradients, again, send(parcels, "seq", "remote_dma")
 
