@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from experiments.cli import flags
 from experiments.cli.exit_codes import exit_code
 from experiments.cli.output import say
-from experiments.cli.process import start_process
+from experiments.cli.process import end_at_once, start_process
 from experiments.recipes import DEFAULT, RECIPES
 from jaxmoe.errors import ConfigurationError
 from jaxmoe.optional import MissingPackageError
@@ -57,7 +57,7 @@ def main(argv: Sequence[str], *, age: float = 0.0) -> int:
     run = Run(config, name=config.run.name or recipe)
     with (
         Watchdog(config.processes, exit_code) as watchdog,
-        StopRequest(functools.partial(_end_before_steps, run, watchdog)) as stop,
+        StopRequest(functools.partial(_end_before_steps, run, watchdog), end_at_once) as stop,
         contextlib.ExitStack() as resources,
         watchdog.exit_on_error(),
         flags.exit_on_bad_configuration(ConfigurationError, MissingPackageError),

@@ -13,7 +13,7 @@ and a class with a registry name is tagged with it under `kind` (which no field 
 Reading is strict: every field must be present, with the type of its annotation, and no other. Only
 the tag may be missing if the fields identify the class, because a field may have become a union
 since the config was saved. `jaxmoe/checkpoint/migrate.py` fills in the fields that older configs
-lack. `experiments/cli/flags.py` is the command line.
+lack. `experiments/cli` is the command line.
 
 To add a kind of field value: `jaxmoe/configs.py` (`_encode` and `_decode`),
 `tests/jaxmoe/test_configs.py` (a round trip).

@@ -55,3 +55,23 @@ def shown() -> Iterator[None]:
         logger.removeHandler(handler)
         logger.setLevel(logging.NOTSET)
         logger.propagate = propagated
+
+
+@contextlib.contextmanager
+def muted(name: str, text: str) -> Iterator[None]:
+    """Drop the records of another library's logger that contain a text.
+
+    Args:
+        name: Name of the logger.
+        text: Part of the message.
+    """
+
+    def is_kept(record: logging.LogRecord) -> bool:
+        return text not in record.getMessage()
+
+    noisy = logging.getLogger(name)
+    noisy.addFilter(is_kept)
+    try:
+        yield
+    finally:
+        noisy.removeFilter(is_kept)

@@ -50,6 +50,7 @@ from jaxmoe.checkpoint.reading import (
     shared_steps,
     target_of,
 )
+from jaxmoe.messages import muted
 from jaxmoe.state_tree import is_key, pack, unpack
 from sharding.distributed import agree
 
@@ -90,9 +91,7 @@ class CheckpointManager:
         fence: Fence | None = None,
     ):
         if keep < 2:
-            raise ValueError(
-                f"checkpoint.keep={keep} must be at least 2: the last may be unfinished"
-            )
+            raise ValueError(f"keep={keep} must be at least 2: the last may be unfinished")
         self.directory = epath.Path(directory).expanduser().absolute()
         if not is_writer and not self.directory.exists():
             raise CheckpointError(f"{directory} holds no checkpoints: the directory does not exist")
@@ -106,6 +105,7 @@ class CheckpointManager:
             create=is_writer,
             cleanup_tmp_directories=is_writer,
             read_only=not is_writer,
+            save_interval_steps=1 if is_writer else 0,
             todelete_subdir=TRASH if is_writer else None,
             enable_async_checkpointing=is_writer,
             async_options=ocp.AsyncOptions(
@@ -113,7 +113,8 @@ class CheckpointManager:
                 post_finalization_callback=self._commits.before_commit if is_writer else None,
             ),
         )
-        self._manager = ocp.CheckpointManager(self.directory, options=options)
+        with muted("absl", "directory is read only"):
+            self._manager = ocp.CheckpointManager(self.directory, options=options)
 
     def steps(self) -> list[int]:
         """Return the committed steps, ascending."""

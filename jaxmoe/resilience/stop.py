@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Turns SIGTERM and Ctrl-C into a request to stop; a second signal ends the process.
+"""Turns SIGTERM and Ctrl-C into a request to stop; a second signal raises KeyboardInterrupt.
 
 Before the first step there is nothing to save, and a compilation may take longer than a scheduler
 waits, so the first signal can end the process there. Python signal handlers do not run until the
@@ -11,7 +11,6 @@ A run that another process has taken over stops as well, without saving.
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
 import threading
@@ -34,6 +33,7 @@ class StopRequest:
     Args:
         before_steps: Ends the process for a reason; called in a thread of its own, and never after
             `steps_begin`. None: the signal takes effect after the first step.
+        on_second: Called with the number of a second signal; None raises KeyboardInterrupt.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class StopRequest:
         del frame
         if self.reason is not None:
             if self._on_second is None:
-                os._exit(128 + number)
+                raise KeyboardInterrupt(signal.Signals(number).name)
             self._on_second(number)
             return
         self.reason = _REASONS[number]

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import signal
 import threading
 from collections.abc import Iterator
 
@@ -45,7 +44,7 @@ def library_supervision(config: ProcessesConfig) -> Iterator[Supervision]:
     Args:
         config: Timeouts of processes.
     """
-    stop = StopRequest(on_second=_interrupt)
+    stop = StopRequest()
     is_main = threading.current_thread() is threading.main_thread()
     with contextlib.ExitStack() as resources:
         if is_main:
@@ -56,7 +55,3 @@ def library_supervision(config: ProcessesConfig) -> Iterator[Supervision]:
             stopwatch=Stopwatch(START),
             resources=resources,
         )
-
-
-def _interrupt(number: int) -> None:
-    raise KeyboardInterrupt(signal.Signals(number).name)

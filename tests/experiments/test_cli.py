@@ -5,113 +5,21 @@
 import dataclasses
 import subprocess
 import sys
-from typing import ClassVar, Literal
 
 import pytest
 
 from experiments.cli.flags import ExitCode, exit_on_bad_configuration, fail, parse, parse_flags
 from jaxmoe.tracking import MissingPackageError
-
-
-def config(cls):
-    return dataclasses.dataclass(frozen=True, kw_only=True, slots=True)(cls)
-
-
-@config
-class SoftmaxTopK:
-    """Softmax, then the largest."""
-
-    name: ClassVar[str] = "softmax_topk"
-    softmax: Literal["before", "after"] = "before"
-    """Before or after the choice."""
-    jitter: float = 0.0
-    """Width of the noise."""
-
-    def __post_init__(self):
-        if self.jitter < 0:
-            raise ValueError(f"router.jitter={self.jitter} must be 0 (off) or more")
-
-
-@config
-class SigmoidTopK:
-    """Sigmoid scores."""
-
-    name: ClassVar[str] = "sigmoid_topk"
-    num_groups: int = 1
-    """Groups of experts."""
-
-
-@config
-class SqrtGate:
-    """Square root."""
-
-    name: ClassVar[str] = "sqrt"
-
-
-@config
-class LoadBalance:
-    """Load-balancing loss."""
-
-    name: ClassVar[str] = "load_balance"
-    coefficient: float = 0.01
-    """Its weight."""
-
-
-@config
-class ExpertBias:
-    """Bias without a loss."""
-
-    name: ClassVar[str] = "expert_bias"
-    rate: float = 1e-3
-    """Step of the bias."""
-
-
-@config
-class MoE:
-    """Experts."""
-
-    num_experts: int = 8
-    """Routed experts."""
-    top_k: int = 2
-    """Experts per token."""
-    router: SoftmaxTopK | SigmoidTopK = SoftmaxTopK()
-    """How experts are chosen."""
-    gate: SqrtGate = SqrtGate()
-    """A union with one member so far."""
-    balancers: tuple[LoadBalance | ExpertBias, ...] = (LoadBalance(),)
-    """What keeps the load even."""
-
-    def __post_init__(self):
-        if self.top_k > self.num_experts:
-            raise ValueError(
-                f"moe.top_k={self.top_k} must not exceed moe.num_experts={self.num_experts}"
-            )
-        if len(self.balancers) == 2 and isinstance(self.router, SoftmaxTopK):
-            raise ValueError("two balancers need the sigmoid router")
-
-
-@config
-class Model:
-    """A model."""
-
-    moe: MoE | None = MoE()
-    """Its experts."""
-    dense_layers: tuple[int, ...] = ()
-    """Layers without experts."""
-    window: int | None = None
-    """Positions seen."""
-    is_tied: bool = True
-    """One matrix for both ends."""
-
-
-@config
-class Pretrain:
-    """Everything."""
-
-    model: Model = Model()
-    """What is computed."""
-    steps: int = 100
-    """Optimiser steps."""
+from tests.support.small_configs import (
+    Balance,
+    Bias,
+    Model,
+    MoE,
+    Run,
+    Sigmoid,
+    Softmax,
+    config,
+)
 
 
 def tiny():
@@ -119,16 +27,16 @@ def tiny():
 
     More about it.
     """
-    return Pretrain()
+    return Run()
 
 
-def noisy_router():
+def late_softmax():
     """Another start."""
-    router = SoftmaxTopK(jitter=0.5)
-    return Pretrain(model=Model(moe=MoE(router=router, balancers=(LoadBalance(coefficient=0.7),))))
+    router = Softmax(order="after")
+    return Run(model=Model(moe=MoE(router=router, balancers=(Balance(coefficient=0.7),))))
 
 
-RECIPES = {"tiny": tiny, "noisy_router": noisy_router}
+RECIPES = {"tiny": tiny, "late_softmax": late_softmax}
 
 
 def run(*argv):
@@ -157,14 +65,14 @@ def refused(capsys, *argv):
 
 
 def test_no_arguments_run_the_default_recipe():
-    assert run() == ("tiny", Pretrain())
+    assert run() == ("tiny", Run())
 
 
 def test_the_recipe_comes_first():
-    assert run("noisy_router") == ("noisy_router", noisy_router())
-    assert run("noisy-router", "--steps", "7") == (
-        "noisy_router",
-        dataclasses.replace(noisy_router(), steps=7),
+    assert run("late_softmax") == ("late_softmax", late_softmax())
+    assert run("late-softmax", "--learning_rate", "7") == (
+        "late_softmax",
+        dataclasses.replace(late_softmax(), learning_rate=7.0),
     )
 
 
@@ -176,32 +84,42 @@ def test_fields_in_both_spellings(flag):
 
 def test_fields_of_every_kind():
     _, given = run(
-        *("--model.dense_layers", "0", "2", "--model.window", "16", "--model.is_tied", "False")
+        *("--model.layers", "0", "2", "--model.window", "16", "--model.is_tied", "False")
     )
-    assert given.model == Model(dense_layers=(0, 2), window=16, is_tied=False)
-    assert run("--model.window", "None")[1] == Pretrain()
+    assert given.model == Model(layers=(0, 2), window=16, is_tied=False)
+    assert run("--model.window", "None")[1] == Run()
 
 
 def test_members_by_their_name_in_the_registry_with_flags_anywhere():
-    expected = MoE(router=SigmoidTopK(num_groups=4), top_k=1)
+    expected = MoE(router=Sigmoid(groups=4), top_k=1)
     for name in ("sigmoid_topk", "sigmoid-topk"):
         choice = f"model.moe.router:{name}"
-        groups = ("--model.moe.router.num_groups", "4")
+        groups = ("--model.moe.router.groups", "4")
         assert moe(choice, *groups, "--model.moe.top_k", "1") == expected
         assert moe("--model.moe.top_k", "1", choice, *groups) == expected
 
 
 def test_the_default_member_need_not_be_named():
-    assert moe("--model.moe.router.jitter", "0.1") == MoE(router=SoftmaxTopK(jitter=0.1))
+    assert moe("--model.moe.router.order", "after") == MoE(router=Softmax(order="after"))
 
 
 def test_naming_the_member_of_the_recipe_keeps_its_values():
-    given = moe("noisy_router", "model.moe.router:softmax_topk")
-    assert given == noisy_router().model.moe
+    given = moe("late_softmax", "model.moe.router:softmax")
+    assert given == late_softmax().model.moe
 
 
 def test_the_only_member_may_be_named():
     assert moe("model.moe.gate:sqrt", "--model.moe.top_k", "1") == MoE(top_k=1)
+
+
+def test_choice_after_a_flag_of_several_values():
+    given = run("--model.layers", "0", "2", "model.moe.router:sigmoid_topk")[1].model
+    assert given == Model(layers=(0, 2), moe=MoE(router=Sigmoid()))
+
+
+def test_field_of_one_member_chooses_it_also_in_a_tuple():
+    assert moe("--model.moe.router.groups", "2") == MoE(router=Sigmoid(groups=2))
+    assert moe("--model.moe.balancers.0.rate", "2").balancers == (Bias(rate=2.0),)
 
 
 def test_none_is_a_choice():
@@ -210,26 +128,26 @@ def test_none_is_a_choice():
 
 def test_fields_of_tuple_items():
     given = moe("--model.moe.balancers.0.coefficient", "0.2")
-    assert given.balancers == (LoadBalance(coefficient=0.2),)
-    assert moe("model.moe.balancers.0:expert_bias").balancers == (ExpertBias(),)
+    assert given.balancers == (Balance(coefficient=0.2),)
+    assert moe("model.moe.balancers.0:expert_bias").balancers == (Bias(),)
 
 
 def test_tuples_by_name():
     flag = "--model.moe.balancers"
-    assert moe(flag, "expert-bias").balancers == (ExpertBias(),)
-    assert moe(flag, "--steps", "3").balancers == ()
+    assert moe(flag, "expert-bias").balancers == (Bias(),)
+    assert moe(flag, "--name", "x").balancers == ()
     assert moe(flag).balancers == ()
     given = moe(flag, "expert_bias", "--model.moe.balancers.0.rate", "0.5")
-    assert given.balancers == (ExpertBias(rate=0.5),)
+    assert given.balancers == (Bias(rate=0.5),)
 
 
 def test_tuples_keep_the_items_of_the_recipe_and_are_judged_with_everything_else():
     # Two balancers are an error until the router is read: it comes later on the line.
     given = moe(
-        *("noisy_router", "--model.moe.balancers", "expert_bias", "load_balance"),
+        *("late_softmax", "--model.moe.balancers", "expert_bias", "balance"),
         "model.moe.router:sigmoid_topk",
     )
-    assert given.balancers == (ExpertBias(), LoadBalance(coefficient=0.7))
+    assert given.balancers == (Bias(), Balance(coefficient=0.7))
 
 
 def test_help_shows_recipes_fields_and_registry_names(capsys):
@@ -239,10 +157,10 @@ def test_help_shows_recipes_fields_and_registry_names(capsys):
     text = capsys.readouterr().out
     for line in (
         "  tiny  A small model.",
-        "  noisy_router  Another start.",
-        "  model.moe.router:softmax_topk | sigmoid_topk",
+        "  late_softmax  Another start.",
+        "  model.moe.router:softmax | sigmoid_topk",
         "  model.moe.gate:sqrt",
-        "  --model.moe.balancers load_balance | expert_bias",
+        "  --model.moe.balancers balance | expert_bias",
         "  model.moe:moe | none",
         "--model.moe.top_k INT",
         "Experts per token. (default: 2)",
@@ -252,14 +170,14 @@ def test_help_shows_recipes_fields_and_registry_names(capsys):
 
 def test_unknown_recipe(capsys):
     assert refused(capsys, "tinny") == (
-        "error: unknown recipe 'tinny': did you mean 'tiny'?\nrecipes: tiny, noisy_router\n"
+        "error: unknown recipe 'tinny': did you mean 'tiny'?\nrecipes: tiny, late_softmax\n"
     )
 
 
 def test_unknown_member(capsys):
     assert refused(capsys, "model.moe.router:sigmod_topk") == (
         "error: model.moe.router: has no 'sigmod_topk': did you mean 'sigmoid_topk'?\n"
-        "choices: softmax_topk, sigmoid_topk\n"
+        "choices: softmax, sigmoid_topk\n"
     )
     assert "did you mean 'sqrt'?" in refused(capsys, "model.moe.gate:sqr")
     assert "did you mean 'expert_bias'?" in refused(capsys, "--model.moe.balancers", "expert_bais")
@@ -286,8 +204,8 @@ def test_a_value_of_the_wrong_type(capsys):
 def test_what_a_config_refuses_comes_with_its_path(capsys):
     text = refused(capsys, "--model.moe.top_k", "9")
     assert "Error parsing model.moe: moe.top_k=9 must not exceed moe.num_experts=8" in text
-    text = refused(capsys, "--model.moe.router.jitter", "-1")
-    assert "Error parsing model.moe.router: router.jitter=-1.0 must be 0 (off) or more" in text
+    text = refused(capsys, "--model.moe.router.groups", "0")
+    assert "Error parsing model.moe.router: router.groups=0 must be at least 1" in text
 
 
 def test_commands_without_recipes():
@@ -314,7 +232,7 @@ def test_other_errors_are_not_hidden():
 
 def test_a_recipe_that_is_refused(capsys):
     def wrong():
-        return Pretrain(model=Model(moe=MoE(top_k=9)))
+        return Run(model=Model(moe=MoE(top_k=9)))
 
     with pytest.raises(SystemExit) as stop:
         parse({"wrong": wrong}, "wrong", [], "prog", "d")

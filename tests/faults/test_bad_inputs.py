@@ -638,7 +638,7 @@ CHECKPOINTS = {
     "one checkpoint kept": (
         lambda place: CheckpointManager(place, keep=1),
         ValueError,
-        r"checkpoint\.keep=1 must be at least 2: the last may be unfinished",
+        r"keep=1 must be at least 2: the last may be unfinished",
     ),
 }
 

@@ -4,7 +4,6 @@
 
 import dataclasses
 import json
-from typing import ClassVar, Literal
 
 import pytest
 
@@ -17,64 +16,16 @@ from jaxmoe.configs import (
     varying_fields,
 )
 from jaxmoe.models.config import ModelConfig
-
-
-def config(cls):
-    return dataclasses.dataclass(frozen=True, kw_only=True, slots=True)(cls)
-
-
-@config
-class Softmax:
-    name: ClassVar[str] = "softmax"
-    order: Literal["before", "after"] = "before"
-
-
-@config
-class Sigmoid:
-    name: ClassVar[str] = "sigmoid"
-    groups: int = 1
-
-
-@config
-class Balance:
-    name: ClassVar[str] = "balance"
-    coefficient: float = 0.01
-
-
-@config
-class Bias:
-    name: ClassVar[str] = "bias"
-    rate: float = 1e-3
-
-
-@config
-class MoE:
-    num_experts: int = 8
-    top_k: int = 2
-    router: Softmax | Sigmoid = Softmax()
-    balancers: tuple[Balance | Bias, ...] = (Balance(),)
-
-    def __post_init__(self):
-        if self.top_k > self.num_experts:
-            raise ValueError(f"moe.top_k={self.top_k} exceeds moe.num_experts={self.num_experts}")
-
-
-@config
-class Model:
-    moe: MoE | None = MoE()
-    layers: tuple[int, ...] = ()
-    pair: tuple[int, float] = (1, 2.0)
-    window: int | None = None
-    decay: float | None = None
-    is_tied: bool = False
-
-
-@config
-class Run:
-    name: str = "first"
-    model: Model = Model()
-    learning_rate: float = 1e-3
-
+from tests.support.small_configs import (
+    Balance,
+    Bias,
+    Model,
+    MoE,
+    Run,
+    Sigmoid,
+    Softmax,
+    config,
+)
 
 RUNS = [
     Run(),
@@ -96,6 +47,7 @@ def test_json_is_tagged_with_the_name_in_the_registry():
         "num_experts": 8,
         "top_k": 2,
         "router": {"kind": "softmax", "order": "before"},
+        "gate": {"kind": "sqrt"},
         "balancers": [{"kind": "balance", "coefficient": 0.01}],
     }
     # A field called name is an ordinary field, not a tag.
@@ -105,7 +57,7 @@ def test_json_is_tagged_with_the_name_in_the_registry():
 def test_registry_keeps_the_order_of_the_union():
     assert list(registry_of(Softmax | Sigmoid).items()) == [
         ("softmax", Softmax),
-        ("sigmoid", Sigmoid),
+        ("sigmoid_topk", Sigmoid),
     ]
     assert registry_of(Softmax) == {"softmax": Softmax}
 
@@ -130,13 +82,13 @@ def changed(path, value):
         ("model.moe.top_k", KeyError, "MoE misses model.moe.top_k"),
         ("model.moe.top_k", "2", 'model.moe.top_k="2" must be int'),
         ("model.moe.top_k", True, "model.moe.top_k=true must be int"),
-        ("model.moe.top_k", 9, "model.moe: moe.top_k=9 exceeds moe.num_experts=8"),
+        ("model.moe.top_k", 9, "model.moe: moe.top_k=9 must not exceed moe.num_experts=8"),
         ("model.moe", 3, "model.moe=3 must be MoE or null"),
         (
             "model.moe.router.kind",
             "sofmax",
             "model.moe.router has kind 'sofmax': did you mean 'softmax'? "
-            "(there is softmax, sigmoid)",
+            "(there is softmax, sigmoid_topk)",
         ),
         (
             "model.moe.router.order",
@@ -188,7 +140,7 @@ def test_differences_name_each_field_once():
     expected = [
         'name: saved "a", given "b"',
         "model.moe.top_k: saved 2, given 4",
-        "model.moe.router: saved softmax, given sigmoid",
+        "model.moe.router: saved softmax, given sigmoid_topk",
         "model.moe.balancers.0.coefficient: saved 0.01, given 1.0",
         "model.window: saved null, given 3",
     ]
@@ -202,7 +154,7 @@ def test_differences_name_each_field_once():
 def test_differences_of_unequal_lengths_and_unknown_fields():
     given = Run(model=Model(moe=MoE(balancers=(Balance(), Bias()))))
     assert differences(Run(), given) == [
-        "model.moe.balancers: saved [balance], given [balance, bias]"
+        "model.moe.balancers: saved [balance], given [balance, expert_bias]"
     ]
     old = to_json(Run())
     old["tokens"] = 5
@@ -231,7 +183,7 @@ def test_varying_fields_have_a_value_per_config():
     ]
     assert varying_fields(runs) == {
         "model.moe.top_k": ["2", "1", "2"],
-        "model.moe.router": ["softmax", "sigmoid", "softmax"],
+        "model.moe.router": ["softmax", "sigmoid_topk", "softmax"],
         "learning_rate": ["0.001", "2.0", "0.001"],
         # The second has another router, and so no order.
         "model.moe.router.order": ['"before"', "-", '"after"'],

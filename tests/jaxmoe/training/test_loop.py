@@ -6,8 +6,6 @@ import dataclasses
 import itertools
 import os
 import signal
-import subprocess
-import sys
 import types
 
 import jax
@@ -200,21 +198,13 @@ def test_handlers_are_put_back():
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
 
 
-_TWO_SIGNALS = """
-import os, signal
-from jaxmoe.resilience.stop import StopRequest
-
-with StopRequest() as stop:
-    os.kill(os.getpid(), signal.SIGINT)
-    assert stop.agreed() == "interrupted"
-    os.kill(os.getpid(), signal.SIGINT)
-    raise SystemExit(1)
-"""
-
-
-def test_the_second_signal_ends_the_process(request):
-    command, root = [sys.executable, "-c", _TWO_SIGNALS], request.config.rootpath
-    assert subprocess.run(command, cwd=root, check=False).returncode == 128 + signal.SIGINT
+@pytest.mark.parametrize(("first", "reason"), [("SIGINT", "interrupted"), ("SIGTERM", "preempted")])
+def test_second_signal_raises_keyboard_interrupt(first, reason):
+    with StopRequest() as stop:
+        signal.raise_signal(signal.Signals[first])
+        assert stop.agreed() == reason
+        with pytest.raises(KeyboardInterrupt, match="SIGINT"):
+            signal.raise_signal(signal.SIGINT)
 
 
 def test_too_many_bad_steps_in_a_row_end_the_run(bench):

@@ -1,0 +1,209 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Finds the choices between config classes in a config, and makes those of a command line.
+
+dotted.field:NAME             a member of a union, by its key in the registry
+--dotted.field NAME ...       a tuple of members; none: the empty tuple
+--dotted.field.only_here 3    implies the only member that has such a field
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeVar, get_args, get_origin
+
+from jaxmoe.configs import alternatives, closest, field_types, registry_name
+
+Config = TypeVar("Config")
+
+_LONGEST_TUPLE = 16
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Choice:
+    """Field, or item of a tuple, whose value is one of several config classes."""
+
+    path: str
+    members: Mapping[str, Any]
+    """Config classes by name."""
+    is_tuple: bool = False
+    is_optional: bool = False
+
+    def __str__(self) -> str:
+        names = " | ".join([*self.members, *["none"] * self.is_optional])
+        return f"--{self.path} {names}" if self.is_tuple else f"{self.path}:{names}"
+
+
+def find_choices(config: Any, prefix: str = "") -> Iterator[Choice]:
+    """Yield the choices of a config and of the values chosen, parents first."""
+    for key, hint in field_types(type(config)).items():
+        value, path = getattr(config, key), prefix + key
+        options = alternatives(hint)
+        items = next((get_args(o)[0] for o in options if get_origin(o) is tuple), None)
+        classes = alternatives(hint if items is None else items)
+        members = {_member_name(cls): cls for cls in classes if dataclasses.is_dataclass(cls)}
+        if members and (len(options) > 1 or all(map(registry_name, members.values()))):
+            yield Choice(path, members, items is not None, type(None) in options)
+        for index, item in enumerate(value if items is not None else ()):
+            if dataclasses.is_dataclass(item):
+                yield Choice(f"{path}.{index}", members)
+                yield from find_choices(item, f"{path}.{index}.")
+        if dataclasses.is_dataclass(value):
+            yield from find_choices(value, f"{path}.")
+
+
+def field_paths(cls: Any, prefix: str = "") -> Iterator[str]:
+    """Yield the dotted names of all fields, of all members of unions."""
+    for key, hint in field_types(cls).items():
+        yield prefix + key
+        for option in alternatives(hint):
+            if get_origin(option) is tuple:
+                for member in filter(dataclasses.is_dataclass, alternatives(get_args(option)[0])):
+                    for index in range(_LONGEST_TUPLE):
+                        yield from field_paths(member, f"{prefix}{key}.{index}.")
+            elif dataclasses.is_dataclass(option):
+                yield from field_paths(option, f"{prefix}{key}.")
+
+
+def choose(config: Config, words: Sequence[str]) -> tuple[Config, list[str]]:
+    """Make the choices of a command line.
+
+    Args:
+        config: The config whose values are the defaults. A member it already has keeps its values.
+        words: The arguments. The last of a repeated choice counts.
+
+    Returns:
+        The config with the members that are named or implied, not validated: `__post_init__` must
+        not check before all flags are read. And the other arguments.
+
+    Raises:
+        ValueError: A name is unknown, or a flag belongs to a member that is not chosen.
+    """
+    rest, named = list(words), {}
+    for word in words:
+        spelled = word.partition("=")[0] if word.startswith("--") else word
+        named[_field(spelled.partition(":")[0].removeprefix("--"))] = spelled
+    seen: set[str] = set()
+    while choice := next((c for c in find_choices(config) if c.path not in seen), None):
+        seen.add(choice.path)
+        keys = choice.path.split(".")
+        old = _value_at(config, keys)
+        if choice.is_tuple:
+            names, rest = _take_items(choice, rest)
+            if names is not None:
+                classes = [choice.members[name] for name in names]
+                new = (next((i for i in old if type(i) is cls), None) or cls() for cls in classes)
+                config = _with_value(config, keys, tuple(new))
+            continue
+        chosen, rest = _take_member(choice, rest)
+        current = _member_name(type(old)) if dataclasses.is_dataclass(old) else "none"
+        name = _implied(choice, chosen, current, named)
+        if name != current:
+            config = _with_value(config, keys, None if name == "none" else choice.members[name]())
+    return config, rest
+
+
+def known_spelling(word: str, names: Mapping[str, Any]) -> str:
+    """Return the name that a word spells with `_` or `-`; else the word."""
+    return {_field(name): name for name in names}.get(_field(word), word)
+
+
+def _take_items(choice: Choice, words: list[str]) -> tuple[list[str] | None, list[str]]:
+    """Return the names after the last `--dotted.tuple`, None without one, and the other words."""
+    chosen, rest = None, []
+    while words:
+        word, *words = words
+        if not word.startswith("--") or _field(word[2:]) != choice.path:
+            rest.append(word)
+            continue
+        chosen = []
+        while words and not words[0].startswith("-") and ":" not in words[0]:
+            word, *words = words
+            chosen.append(_name_of(choice, word, f"--{choice.path}"))
+    return chosen, rest
+
+
+def _take_member(choice: Choice, words: list[str]) -> tuple[str | None, list[str]]:
+    """Return the name of the last `dotted.field:NAME`, None without one, and the other words."""
+    chosen, rest = None, []
+    for word in words:
+        path, colon, name = word.partition(":")
+        if colon and _field(path) == choice.path:
+            chosen = _name_of(choice, name, f"{choice.path}:")
+        else:
+            rest.append(word)
+    return chosen, rest
+
+
+def _name_of(choice: Choice, word: str, where: str) -> str:
+    """Return the name that a word spells."""
+    name = known_spelling(word, choice.members)
+    if name in choice.members or (choice.is_optional and name == "none"):
+        return name
+    names = ", ".join(choice.members)
+    raise ValueError(f"{where} has no {word!r}{closest(name, choice.members)}\nchoices: {names}")
+
+
+def _implied(choice: Choice, chosen: str | None, current: str, named: Mapping[str, str]) -> str:
+    """Return the member that has the fields which the arguments name.
+
+    Args:
+        choice: A choice that is no tuple.
+        chosen: The member that the arguments name; None if they leave it open.
+        current: The member of the config, kept if it has the fields.
+        named: The arguments by field, for messages.
+
+    Raises:
+        ValueError: It has not all of them, or several other members have.
+    """
+    fields = {
+        name: set(field_paths(member, f"{choice.path}.")) for name, member in choice.members.items()
+    }
+    wanted = {field for field in named if any(field in own for own in fields.values())}
+    name = chosen or current
+    if wanted <= fields.get(name, set()):
+        return name
+    fitting = [name for name, own in fields.items() if wanted <= own]
+    if chosen is None and len(fitting) == 1:
+        return fitting[0]
+    lines = [
+        f"{named[field]} belongs to "
+        + " or ".join(f"{choice.path}:{name}" for name, own in fields.items() if field in own)
+        for field in sorted(wanted)
+        if chosen is None or field not in fields.get(chosen, set())
+    ]
+    if chosen is not None:
+        lines.append(f"{choice.path}:{chosen} is chosen: leave out one of them")
+    else:
+        lines.append("say which" if fitting else "choose one")
+    raise ValueError("; ".join(lines))
+
+
+def _field(word: str) -> str:
+    return word.replace("-", "_")
+
+
+def _member_name(cls: Any) -> str:
+    """Return the name in the registry; for a lone class, its own in lower case."""
+    return registry_name(cls) or cls.__name__.removesuffix("Config").lower()
+
+
+def _value_at(config: Any, keys: Sequence[str]) -> Any:
+    """Return the value at a dotted path, whose digits are positions in tuples."""
+    for key in keys:
+        config = config[int(key)] if isinstance(config, tuple) else getattr(config, key)
+    return config
+
+
+def _with_value(config: Any, keys: Sequence[str], value: Any) -> Any:
+    """Return a copy with another value at a dotted path."""
+    if not keys:
+        return value
+    new = _with_value(_value_at(config, keys[:1]), keys[1:], value)
+    if isinstance(config, tuple):
+        return (*config[: int(keys[0])], new, *config[int(keys[0]) + 1 :])
+    changed = copy.copy(config)
+    object.__setattr__(changed, keys[0], new)  # dataclasses.replace would validate
+    return changed
