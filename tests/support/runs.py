@@ -34,6 +34,13 @@ def flags(directory: pathlib.Path, steps: int, *more: str) -> list[str]:
     return [*SMALL, *where, *more]
 
 
+def finished_flags(directory: pathlib.Path) -> list[str]:
+    """Flags of the finished run that tests of commands share."""
+    multiplied = ("--base.embed_dim", "8", "--base.num_layers", "4", "--base.batch_tokens", "128")
+    outputs = ("--evaluation.every", "3", "--tracking.sample_length", "5")
+    return flags(directory, 6, *outputs, "parameterization:mup_plus_plus", *multiplied)
+
+
 def start_run(
     arguments: list[str], script: str | None = None, devices: int = 1
 ) -> subprocess.Popen[str]:

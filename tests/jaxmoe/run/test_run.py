@@ -61,8 +61,9 @@ def trained(tmp_path_factory):
     return given, run
 
 
-def test_left_loop_resumes_bitwise(trained, tmp_path):
+def test_left_interrupted_and_threaded_run_equals_whole_bitwise(trained, tmp_path, monkeypatch):
     given, whole = trained
+    monkeypatch.setattr(os, "_exit", lambda code: pytest.fail(f"ended with {code}"))
     run, steps = Run(given, tmp_path / "parts"), []
     handler = signal.getsignal(signal.SIGINT)
     for step in run.steps():
@@ -74,7 +75,18 @@ def test_left_loop_resumes_bitwise(trained, tmp_path):
     assert signal.getsignal(signal.SIGINT) is handler
     assert run.result is not None and run.result.status == "interrupted"
     assert (run.result.step, run.result.checkpoint_step) == (2, 2)
-    steps += [(step.step, step.loss) for step in run.steps()]
+    # A second Ctrl-C is an exception in the loop.
+    with pytest.raises(KeyboardInterrupt, match="SIGINT"):
+        for step in run.steps():
+            steps.append((step.step, step.loss))
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is handler
+    assert (run.result.status, run.result.checkpoint_step) == ("interrupted", 3)
+    # Outside of the main thread there are no signals.
+    thread = threading.Thread(target=lambda: steps.extend((s.step, s.loss) for s in run.steps()))
+    thread.start()
+    thread.join()
     assert run.result.status == "done"
     losses = logged_losses(whole.directory.path)
     assert dict(steps) == pytest.approx(losses, abs=0) and list(losses) == [*range(1, STEPS + 1)]
@@ -164,18 +176,6 @@ def test_script_on_one_device(tmp_path):
     assert "compiled in" in output and "held out at step 6" in output  # without logging set up
 
 
-def test_second_ctrl_c_raises_and_leaves_a_resumable_run(tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "_exit", lambda code: pytest.fail(f"ended with {code}"))
-    run = Run(config(), tmp_path / "run")
-    with pytest.raises(KeyboardInterrupt, match="SIGINT"):
-        for step in run.steps():
-            signal.raise_signal(signal.SIGINT)
-            assert step.step == 1
-            signal.raise_signal(signal.SIGINT)
-    assert run.result is not None and run.result.status == "interrupted"
-    assert run.result.checkpoint_step == 1
-
-
 def test_library_neither_watches_nor_ends_its_process():
     watchdogs = [t for t in threading.enumerate() if t.name == "watchdog"]
     with library_supervision(config().processes) as supervision:
@@ -187,14 +187,6 @@ def test_library_neither_watches_nor_ends_its_process():
         if "os._exit" in path.read_text()
     ]
     assert ends == ["watchdog.py"]
-
-
-def test_trains_outside_of_the_main_thread(tmp_path):
-    run = Run(config(), tmp_path / "run")
-    thread = threading.Thread(target=run.train)
-    thread.start()
-    thread.join()
-    assert run.result is not None and run.result.status == "done"
 
 
 def test_messages_are_printed_without_logging_set_up(monkeypatch):

@@ -226,7 +226,7 @@ def test_updates_of_a_role_are_taken_together():
         lambda row: jnp.full(row.shape, 3.0 if row.path.endswith("/q") else 0.0, jnp.float32)
     )
     params["head"]["weight"] *= 0.0
-    ratios = update_ratios(table, TINY, updates, params)
+    ratios = jax.jit(functools.partial(update_ratios, table, TINY))(updates, params)
     # q has 4 heads, k and v have 2 each: half of the numbers move by three times their size.
     assert_close(ratios["update_ratio/attention_in"], np.full(2, 3 * 0.5**0.5), "elementwise")
     assert_close(ratios["update_ratio/embedding"], np.zeros(1), "elementwise")
@@ -301,7 +301,8 @@ NO_PAIRS = {
 
 @pytest.mark.parametrize("model", NO_PAIRS.values(), ids=NO_PAIRS)
 def test_without_pairs_there_is_no_correlation(model):
-    output = forward(model, DETAILED, params_of(model), jnp.asarray(batch().tokens))
+    observe = functools.partial(forward, model, DETAILED)
+    output = jax.eval_shape(observe, params_of(model), jnp.asarray(batch().tokens))
     assert "expert_correlation" not in output.indicators.sums
     assert "router_z" in output.indicators.sums
 
@@ -315,7 +316,8 @@ def test_correlation_where_experts_choose():
     same = jax.tree.map(lambda w: jnp.broadcast_to(w[:, :1], w.shape), experts)
     params = jax.tree.map(jnp.array, params)
     params["moe_blocks_0"]["moe"]["experts"] = same
-    found = forward(model, DETAILED, params, jnp.asarray(batch().tokens)).indicators
+    observe = jax.jit(lambda params, rows: forward(model, DETAILED, params, rows).indicators)
+    found = observe(params, jnp.asarray(batch().tokens))
     count = np.asarray(found.counts["expert_correlation"])
     assert ((0 < count) & (count < BATCH * LENGTH)).all()
     assert_close(found.sums["expert_correlation"], count, "matmul")
@@ -378,5 +380,6 @@ def test_a_refused_step_moves_nothing():
     params = params_of(TINY)
     moved = jax.tree.map(lambda leaf: jnp.full(leaf.shape, jnp.nan), params)
     nothing = token_means({}, jnp.ones((1, 2), bool))
-    ratios = watch_layers(TINY, nothing, moved, params, jnp.zeros((), bool))
+    watch = jax.jit(functools.partial(watch_layers, TINY))
+    ratios = watch(nothing, moved, params, jnp.zeros((), bool))
     assert (ratios["update_ratio/expert_in"] == 0.0).all()
