@@ -63,6 +63,22 @@ class AttentionHeads:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class FeedForwardSizes:
+    """Sizes of a feed-forward, read by plans of memory and traffic."""
+
+    dense_dim: int = 0
+    """Hidden units of a dense layer; 0 if tokens are routed."""
+    shared_dim: int = 0
+    """Hidden units that every token meets beside the routed experts."""
+    num_experts: int = 0
+    """E; 0 in a dense layer."""
+    top_k: int = 0
+    """K, routed experts per token."""
+    expert_dim: int = 0
+    """F, hidden units of one expert."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class LayerContext:
     """Numbers of a model that its layers share."""
 

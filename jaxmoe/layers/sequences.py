@@ -37,29 +37,22 @@ Order = Int[np.ndarray, " S"] | Int[Array, "B S"]
 
 
 def attention_sizes(
-    context: LayerContext, execution: ExecutionConfig, length: int, mesh: Mapping[str, int]
+    context: LayerContext,
+    execution: ExecutionConfig,
+    length: int,
+    mesh: Mapping[str, int],
+    heads: AttentionHeads | None = None,
 ) -> AttentionSizes:
-    """Return the sizes by which a form of attention is chosen.
-
-    Where mixers differ they are those of the first without a window, which costs most.
+    """Return the sizes of a mixer, or those by which a form of attention is chosen.
 
     Args:
         context: Model-wide numbers, with the heads of every kind of mixer.
         execution: Layout rules and dtype.
         length: Positions of a row.
         mesh: {axis or piece of one: size}.
+        heads: Heads of the mixer; when None those of the first without a window, which costs most.
     """
-    heads = min(context.heads, key=lambda heads: heads.window is not None)
-    return _sizes(heads, context, execution, length, mesh)
-
-
-def _sizes(
-    heads: AttentionHeads,
-    context: LayerContext,
-    execution: ExecutionConfig,
-    length: int,
-    mesh: Mapping[str, int],
-) -> AttentionSizes:
+    heads = heads or min(context.heads, key=lambda heads: heads.window is not None)
     rules = execution.axis_rules
 
     def devices(name: str) -> int:
@@ -96,7 +89,7 @@ def check_rows(
     """
     form = form_of(context, execution, length, mesh)
     for heads in context.heads:
-        sizes = _sizes(heads, context, execution, length, mesh)
+        sizes = attention_sizes(context, execution, length, mesh, heads)
         form.check(sizes)
         if sizes.ranks > 1 and form.layout != "contiguous" and sizes.keeps_order:
             raise ValueError(

@@ -34,11 +34,13 @@ To add a term: a field of `MemoryEstimate` and its phase in `jaxmoe/planning/mem
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 
 import jax
 import jax.numpy as jnp
 
+from jaxmoe.models.stacks import LayerStack
 from jaxmoe.parameters import ParameterSpec
 from jaxmoe.planning.abstract_step import StepPlan, abstract_batch, abstract_state
 from jaxmoe.planning.device_bytes import device_bytes
@@ -143,6 +145,7 @@ def estimate_memory(plan: StepPlan, platform: Platform) -> MemoryEstimate:
         platform: Platform with the array layouts.
     """
     mesh, sizes = plan.mesh, Sizes.of(plan)
+    layer, experts = _largest_layer(sizes)
     state = abstract_state(plan, mesh)
 
     def of(tree: object) -> int:
@@ -169,8 +172,8 @@ def estimate_memory(plan: StepPlan, platform: Platform) -> MemoryEstimate:
         copies=copies,
         saved=_saved(sizes),
         masks=_masks(sizes, platform),
-        layer=_layer(sizes),
-        experts=_experts(sizes),
+        layer=layer,
+        experts=experts,
         logits=_logits(sizes),
         embedding=_embedding(sizes),
         update=_update(sizes),
@@ -193,26 +196,33 @@ def _saved(sizes: Sizes) -> float:
     plan = sizes.plan
     model, execution = plan.model, plan.execution
     token, inner = sizes.tokens * sizes.itemsize, sizes.inner_tokens * sizes.itemsize
-    stream, moe = token * model.embed_dim, model.moe
+    stream = token * model.embed_dim
     secondary = 0.0
     if execution.state_layout.gathered == "replica":
         copies = sizes.devices(sizes.pieces(ax.REPLICA))
         secondary = sum(map(sizes.local, _of_layers(plan))) * copies * sizes.itemsize
     if execution.remat in ("full", "offload"):  # "offload" keeps them on the host
         return secondary + (model.num_layers * stream if execution.remat == "full" else 0.0)
-    projected = inner * (sizes.heads + 2 * sizes.kv_heads) * model.attention.head_dim
-    dense = 3 * inner * model.dense_dim / sizes.shards(ax.ACT_MLP)
-    dense *= model.num_layers - model.num_moe_layers
+    fed = collections.Counter(kind.feed_forward.sizes for kind in model.kinds)
+    mixed = rows = 0.0
+    for heads, layers in collections.Counter(kind.mixer.heads for kind in model.kinds).items():
+        projected = inner * sizes.projected(heads)
+        if execution.remat == "dots":
+            mixed += layers * (2 * stream + projected)
+            continue
+        attended = 2 * projected + inner * sizes.heads(heads) * heads.head_dim
+        attended += 4 * sizes.inner_tokens * sizes.heads(heads)
+        mixed += layers * (4 * stream + attended)
+    dense = sum(
+        3 * inner * one.dense_dim / sizes.shards(ax.ACT_MLP) * layers for one, layers in fed.items()
+    )
     if execution.remat == "dots":
-        return model.num_layers * (2 * stream + projected) + dense + secondary
-    attended = 2 * projected + inner * sizes.heads * model.attention.head_dim
-    attended += 4 * sizes.inner_tokens * sizes.heads
-    every = model.num_layers * (4 * stream + attended) + dense + secondary
-    if moe is None:
-        return every
-    rows = sizes.places * sizes.itemsize * (2 * model.embed_dim + 2 * moe.expert_dim)
+        return mixed + dense + secondary
+    for one, layers in fed.items():
+        width = 2 * model.embed_dim + 2 * one.expert_dim
+        rows += layers * (sizes.places(one) * sizes.itemsize * width)
     weights = sum(map(sizes.in_use, _of_experts(plan))) * sizes.itemsize
-    return every + model.num_moe_layers * rows + weights
+    return mixed + dense + secondary + rows + weights
 
 
 def _masks(sizes: Sizes, platform: Platform) -> float:
@@ -222,27 +232,35 @@ def _masks(sizes: Sizes, platform: Platform) -> float:
     if plan.execution.kernels.attention not in without_kernel:
         return 0.0
     parts = sizes.shards(ax.ACT_SEQ_INNER)  # by queries or by heads
-    return sizes.sequences * sizes.heads * plan.sequence_length**2 * _MASK_SHARE / parts
-
-
-def _layer(sizes: Sizes) -> float:
-    model, inner = sizes.plan.model, sizes.inner_tokens * sizes.itemsize
-    heads = _HEAD_ARRAYS * sizes.heads * model.attention.head_dim
-    return inner * (heads + _STREAM_ARRAYS * model.embed_dim)
-
-
-def _experts(sizes: Sizes) -> float:
-    plan = sizes.plan
-    if plan.model.moe is None:
-        return 0.0
-    weights = max(
-        sum(sizes.in_use(row) / sizes.layers(row) for row in rows)
-        for rows in _by_stack(plan).values()
+    # One for each kind of mixer in a loop, as long as the loop runs.
+    heads = max(
+        sum(map(sizes.heads, {stack.kind.mixer.heads for stack in scan.stacks}))
+        for scan in plan.model.scans
     )
-    width = 4 * plan.model.embed_dim + 4 * plan.model.moe.expert_dim
+    return sizes.sequences * heads * plan.sequence_length**2 * _MASK_SHARE / parts
+
+
+def _largest_layer(sizes: Sizes) -> tuple[float, float]:
+    """Return the working set of the layer that needs most, without its experts and of them."""
+    pairs = [(_layer(sizes, stack), _experts(sizes, stack)) for stack in sizes.plan.model.stacks]
+    return max(pairs, key=sum)
+
+
+def _layer(sizes: Sizes, stack: LayerStack) -> float:
+    heads, inner = stack.kind.mixer.heads, sizes.inner_tokens * sizes.itemsize
+    features = _HEAD_ARRAYS * sizes.heads(heads) * heads.head_dim
+    return inner * (features + _STREAM_ARRAYS * sizes.plan.model.embed_dim)
+
+
+def _experts(sizes: Sizes, stack: LayerStack) -> float:
+    plan, experts = sizes.plan, stack.kind.feed_forward.sizes
+    rows = [row for row in _of_experts(plan) if row.path.startswith(f"{stack.path}/")]
+    weights = sum(sizes.in_use(row) / sizes.layers(row) for row in rows)
+    width = 4 * plan.model.embed_dim + 4 * experts.expert_dim
     narrow = sizes.itemsize < jnp.dtype(plan.execution.precision.parameter_dtype).itemsize
     travelling = 2 * sizes.itemsize if narrow else 0
-    return weights * (sizes.itemsize + 4 + travelling) + sizes.places * width * sizes.itemsize
+    held = sizes.places(experts) * width * sizes.itemsize
+    return weights * (sizes.itemsize + 4 + travelling) + held
 
 
 def _logits(sizes: Sizes) -> float:
@@ -278,11 +296,3 @@ def _of_layers(plan: StepPlan) -> list[ParameterSpec]:
 
 def _of_experts(plan: StepPlan) -> list[ParameterSpec]:
     return [row for row in plan.table if ax.EXPERTS in row.declaration.axes]
-
-
-def _by_stack(plan: StepPlan) -> dict[str, list[ParameterSpec]]:
-    """Return the experts' parameters by stack of layers."""
-    stacks: dict[str, list[ParameterSpec]] = {"": []}
-    for row in _of_experts(plan):
-        stacks.setdefault(row.path.partition("/")[0], []).append(row)
-    return stacks

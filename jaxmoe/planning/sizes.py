@@ -19,6 +19,7 @@ from collections.abc import Iterable
 
 import jax.numpy as jnp
 
+from jaxmoe.layers.context import AttentionHeads, FeedForwardSizes
 from jaxmoe.layers.sequences import attention_sizes
 from jaxmoe.parameters import ParameterSpec
 from jaxmoe.planning.abstract_step import StepPlan
@@ -40,17 +41,13 @@ class Sizes:
     """T: tokens of the residual stream."""
     inner_tokens: float
     """T': tokens inside a layer."""
-    heads: float
-    """N on one device."""
-    kv_heads: float
-    """M on one device."""
     itemsize: int
     """Bytes per value in matrix products."""
 
     @classmethod
     def of(cls, plan: StepPlan) -> Sizes:
         """Return the sizes of a plan."""
-        execution, attention = plan.execution, plan.model.attention
+        execution = plan.execution
         mesh, rules = dict(plan.mesh.shape), execution.axis_rules
 
         def shards(name: str) -> int:
@@ -64,35 +61,44 @@ class Sizes:
             sequences=sequences,
             tokens=tokens / shards(ax.ACT_SEQ),
             inner_tokens=tokens / shards(ax.ACT_SEQ_INNER),
-            heads=attention.num_heads / shards(ax.ACT_HEADS),
-            kv_heads=attention.num_kv_heads / shards(ax.ACT_KV_HEADS),
             itemsize=jnp.dtype(execution.precision.compute_dtype).itemsize,
         )
 
-    @property
-    def attention(self) -> AttentionSizes:
-        """Sizes of one attention layer on the sequences of one device."""
+    def attention(self, heads: AttentionHeads | None = None) -> AttentionSizes:
+        """Return the sizes of one attention layer on the sequences of one device.
+
+        Args:
+            heads: Heads of its mixer; when None those by which the form is chosen.
+        """
         plan = self.plan
-        found = attention_sizes(plan.model.context, plan.execution, plan.sequence_length, self.mesh)
+        found = attention_sizes(
+            plan.model.context, plan.execution, plan.sequence_length, self.mesh, heads
+        )
         return dataclasses.replace(found, sequences=self.sequences)
 
-    @property
-    def rows(self) -> float:
-        """Return A, the rows that a device sends, and receives in a balanced batch."""
-        moe = self.plan.model.moe
-        return self.tokens * moe.top_k if moe else 0.0
+    def heads(self, heads: AttentionHeads) -> float:
+        """Return N of a mixer on one device."""
+        return heads.num_heads / self.shards(ax.ACT_HEADS)
 
-    @property
-    def places(self) -> float:
-        """Rows for which the experts of a device have a place: where rows travel the worst case,
-        P T min(K, E / P) in a chunk, or what a capacity leaves of it."""
-        moe, dispatcher = self.plan.model.moe, self.plan.execution.dispatcher
-        if moe is None:
-            return 0.0
+    def projected(self, heads: AttentionHeads) -> float:
+        """Return the features of a mixer's queries, keys and values on one device."""
+        kv_heads = heads.num_kv_heads / self.shards(ax.ACT_KV_HEADS)
+        return (self.heads(heads) + 2 * kv_heads) * heads.head_dim
+
+    def rows(self, experts: FeedForwardSizes) -> float:
+        """Return A, the rows that a device sends, and receives in a balanced batch."""
+        return self.tokens * experts.top_k
+
+    def places(self, experts: FeedForwardSizes) -> float:
+        """Return the rows for which the experts of a device have a place.
+
+        Where rows travel it is the worst case, P T min(K, E / P) in a chunk, or what a capacity
+        leaves of it.
+        """
         sources = self.devices(self.expert_axes)
-        held = moe.num_experts / self.shards(ax.EXPERTS)
-        worst = sources * self.tokens * min(moe.top_k, held)
-        return dispatcher.arriving_places(sent=self.rows, worst=worst)
+        held = experts.num_experts / self.shards(ax.EXPERTS)
+        worst = sources * self.tokens * min(experts.top_k, held)
+        return self.plan.execution.dispatcher.arriving_places(sent=self.rows(experts), worst=worst)
 
     @property
     def expert_axes(self) -> tuple[str, ...]:

@@ -30,6 +30,7 @@ To add a reason: a function that yields `Traffic`, and its line in `step_traffic
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
 from collections.abc import Iterator
@@ -140,43 +141,48 @@ def _passes(sizes: Sizes) -> int:
 def _tensor(sizes: Sizes) -> Iterator[Traffic]:
     model = sizes.plan.model
     stream = sizes.inner_tokens * model.embed_dim * sizes.itemsize
-    dense = model.num_layers - model.num_moe_layers
-    # Attention, and the feed-forward where it is dense or has shared experts.
-    has_shared = model.moe is not None and model.moe.num_shared_experts > 0
-    sums = model.num_layers + dense + (model.num_moe_layers if has_shared else 0)
+    fed = [kind.feed_forward.sizes for kind in model.kinds]
+    # The mixer, and the feed-forward where it is dense or has shared experts.
+    sums = len(fed) + sum(one.dense_dim + one.shared_dim > 0 for one in fed)
     times = 2 * sums * _passes(sizes) * sizes.plan.accumulation
     yield from _traffic(sizes, "tensor", sizes.pieces(ax.TENSOR), stream, times)
 
 
 def _attention(sizes: Sizes) -> Iterator[Traffic]:
-    plan, attention = sizes.plan, sizes.attention
+    plan = sizes.plan
     form = form_of(plan.model.context, plan.execution, plan.sequence_length, sizes.mesh)
-    forward = (_passes(sizes) - 1) * plan.model.num_layers * plan.accumulation
-    backward = plan.model.num_layers * plan.accumulation
-    if attention.ranks == 1:
-        return
-    total, number = 0.0, 0.0
-    for times, is_backward in ((forward, False), (backward, True)):
-        total += times * sent_bytes(form, attention, is_backward=is_backward)
-        number += times * form.num_messages(attention, is_backward=is_backward)
     axes = sizes.pieces(ax.SEQ)
-    yield Traffic(
-        reason="attention", axes=axes, num_devices=attention.ranks, bytes=total, messages=number
-    )
+    for heads, layers in collections.Counter(kind.mixer.heads for kind in plan.model.kinds).items():
+        attention = sizes.attention(heads)
+        if attention.ranks == 1:
+            return
+        backward = layers * plan.accumulation
+        total, number = 0.0, 0.0
+        for times, is_backward in (((_passes(sizes) - 1) * backward, False), (backward, True)):
+            total += times * sent_bytes(form, attention, is_backward=is_backward)
+            number += times * form.num_messages(attention, is_backward=is_backward)
+        yield Traffic(
+            reason="attention", axes=axes, num_devices=attention.ranks, bytes=total, messages=number
+        )
 
 
 def _rows(sizes: Sizes) -> Iterator[Traffic]:
     plan = sizes.plan
-    if plan.model.moe is None or not plan.execution.dispatcher.spreads_experts:
+    if not plan.execution.dispatcher.spreads_experts:
         return
     value = plan.model.embed_dim * sizes.itemsize
-    times = 2 * plan.model.num_moe_layers * _passes(sizes) * plan.accumulation
     rules, shared = plan.execution.axis_rules, sizes.expert_axes
-    if not plan.execution.dispatcher.gathers_tokens:
-        shared = rules.mesh_axes(ax.EXPERT_MLP)
-        yield from _traffic(sizes, "rows", rules.mesh_axes(ax.EXPERTS), sizes.rows * value, times)
-    everyone = sizes.devices(shared) * sizes.tokens
-    yield from _traffic(sizes, "tokens", shared, everyone * value, times)
+    fed = collections.Counter(
+        kind.feed_forward.sizes for kind in plan.model.kinds if kind.feed_forward.is_routed
+    )
+    for experts, layers in fed.items():
+        times = 2 * layers * _passes(sizes) * plan.accumulation
+        if not plan.execution.dispatcher.gathers_tokens:
+            shared = rules.mesh_axes(ax.EXPERT_MLP)
+            sent = sizes.rows(experts) * value
+            yield from _traffic(sizes, "rows", rules.mesh_axes(ax.EXPERTS), sent, times)
+        everyone = sizes.devices(shared) * sizes.tokens
+        yield from _traffic(sizes, "tokens", shared, everyone * value, times)
 
 
 def _whole_matrices(sizes: Sizes) -> Iterator[Traffic]:

@@ -21,7 +21,7 @@ from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.training.state import TrainState, state_around
 from sharding.mesh import MeshConfig
-from sharding.sequence_parallel import CacheFormat, bytes_per_token
+from sharding.sequence_parallel import CacheFormat
 from sharding.specs import named_shardings
 
 
@@ -192,15 +192,12 @@ def check_trains(directory: RunDirectory, config: PretrainConfig) -> None:
 
 def describe_precision(assembly: Assembly) -> str:
     """Return the format of quantised weights and cache as text; empty without any."""
-    precision, attention = assembly.execution.precision, assembly.plan.model.attention
+    precision = assembly.execution.precision
     words = [] if precision.weights == "floating" else [f"weights={precision.weights}"]
     if precision.cache != "compute":
-        taken = bytes_per_token(
-            num_layers=assembly.plan.model.num_layers,
-            num_kv_heads=attention.num_kv_heads,
-            head_dim=attention.head_dim,
-            form=precision.cache,
-            dtype=precision.compute_dtype,
+        taken = sum(
+            stack.kind.mixer.cache_bytes_per_token(precision, layers=stack.num_layers)
+            for stack in assembly.plan.model.stacks
         )
         words.append(f"cache={precision.cache} cache_bytes_per_token={taken}")
     return " ".join(words)

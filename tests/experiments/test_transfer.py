@@ -23,13 +23,14 @@ from experiments.studies.transfer.trial import (
     program_key,
     schedule_factors,
 )
-from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
+from jaxmoe.models.config import AttentionConfig, DenseConfig, LayerConfig, ModelConfig, MoEConfig
 from jaxmoe.optim import AdamWConfig, LinearConfig
 from jaxmoe.resilience.stop import StopRequest
 from jaxmoe.routing import LoadBalanceConfig
 from jaxmoe.run.config import TrainingConfig
 from jaxmoe.run.programs import Programs
 from jaxmoe.scaling import BasePoint, StandardConfig
+from jaxmoe.scaling.initialize import parameter_table
 from jaxmoe.training.state import TrainState
 
 TINY = (
@@ -277,6 +278,38 @@ def test_axes_change_what_they_say(axis):
             assert len(moe.balancers) == len(SETTING.model.moe.balancers)
     kept = settings[-1].model if axis in ("tokens", "batch") else settings[-1].training
     assert kept == (SETTING.model if axis in ("tokens", "batch") else SETTING.training)
+
+
+SPELLED_OUT = dataclasses.replace(
+    SETTING.model,
+    attention=dataclasses.replace(SETTING.model.attention, num_heads=8),
+    dense_layers=(),
+    dense_dim=1024,
+    layers=(
+        LayerConfig(mixer=SETTING.model.attention, feed_forward=DenseConfig(hidden_dim=96)),
+        *(LayerConfig(mixer=SETTING.model.attention, feed_forward=SETTING.model.moe),) * 3,
+    ),
+)
+"""A dense layer before three of experts, in `layers`."""
+
+
+@pytest.mark.parametrize("axis", ["width", "granularity", "sparsity", "balance"])
+def test_axes_scale_spelled_out_layers_as_the_short_form(axis):
+    short = dataclasses.replace(SETTING.model, dense_layers=(0,), dense_dim=96)
+    for value in AXES[axis].points(SETTING):
+        wanted, found = (
+            AXES[axis].apply(dataclasses.replace(SETTING, model=model), value).model
+            for model in (short, SPELLED_OUT)
+        )
+        assert found.kinds == wanted.kinds and found.stacks == wanted.stacks
+        assert parameter_table(found).rows == parameter_table(wanted).rows
+
+
+def test_width_names_the_layer_that_it_cannot_scale():
+    mixer = AttentionConfig(num_heads=1, num_kv_heads=1, head_dim=384)
+    model = dataclasses.replace(SETTING.model, layers=(LayerConfig(), LayerConfig(mixer=mixer)))
+    with pytest.raises(ValueError, match=r"width 256 must be .* model.layers.1.mixer.head_dim=384"):
+        AXES["width"].apply(dataclasses.replace(SETTING, model=model), 256)
 
 
 def test_the_base_point_is_the_smallest_unless_given():

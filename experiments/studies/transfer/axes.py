@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 from jaxmoe.models.config import ModelConfig, MoEConfig
 from jaxmoe.run.config import TrainingConfig
@@ -70,35 +71,57 @@ def _in_proportion(field: str, old: int, factor: float, value: float, axis: str)
 
 
 def _width(setting: Setting, value: float) -> Setting:
-    model, attention = setting.model, setting.model.attention
-    if model.layers:
-        raise ValueError(
-            "axis width scales model.attention and model.moe, and model.layers names others: leave"
-            " model.layers out, or choose another axis"
-        )
-    if value % attention.head_dim:
-        raise ValueError(
-            f"points: width {value:g} must be a multiple of"
-            f" model.attention.head_dim={attention.head_dim}: heads are added, not widened"
-        )
+    model = setting.model
     factor = value / model.embed_dim
 
-    def scaled(field: str, old: int) -> int:
-        return _in_proportion(field, old, factor, value, "width")
+    def scaled(path: str, config: Any) -> Any:
+        """Return the mixer or feed-forward with its sizes in proportion."""
+        sizes = {
+            field: _in_proportion(f"{path}.{field}", getattr(config, field), factor, value, "width")
+            for field in (config.width_fields if config else ())
+        }
+        return dataclasses.replace(config, **sizes) if sizes else config
 
-    heads = {
-        field: scaled(f"model.attention.{field}", getattr(attention, field))
-        for field in attention.head_fields
+    mixers = {"model.attention": model.attention} | {
+        f"model.layers.{index}.mixer": layer.mixer
+        for index, layer in enumerate(model.layers)
+        if layer.mixer
     }
-    changes = {
-        "embed_dim": int(value),
-        "dense_dim": scaled("model.dense_dim", model.dense_dim),
-        "attention": dataclasses.replace(attention, **heads),
-    }
-    if model.moe is not None:
-        dim = scaled("model.moe.expert_dim", model.moe.expert_dim)
-        changes["moe"] = dataclasses.replace(model.moe, expert_dim=dim)
-    return dataclasses.replace(setting, model=dataclasses.replace(model, **changes))
+    for path, mixer in mixers.items():
+        if value % mixer.heads.head_dim:
+            raise ValueError(
+                f"points: width {value:g} must be a multiple of"
+                f" {path}.head_dim={mixer.heads.head_dim}: heads are added, not widened"
+            )
+    layers = tuple(
+        dataclasses.replace(
+            layer,
+            mixer=scaled(f"model.layers.{index}.mixer", layer.mixer),
+            feed_forward=scaled(f"model.layers.{index}.feed_forward", layer.feed_forward),
+        )
+        for index, layer in enumerate(model.layers)
+    )
+    wide = dataclasses.replace(
+        model,
+        embed_dim=int(value),
+        dense_dim=_in_proportion("model.dense_dim", model.dense_dim, factor, value, "width"),
+        attention=scaled("model.attention", model.attention),
+        moe=scaled("model.moe", model.moe),
+        layers=layers,
+    )
+    return dataclasses.replace(setting, model=wide)
+
+
+def _with_moe(setting: Setting, moe: MoEConfig) -> Setting:
+    """Return the setting with another config of all its MoE layers."""
+    layers = tuple(
+        dataclasses.replace(layer, feed_forward=moe)
+        if layer.feed_forward == setting.model.moe
+        else layer
+        for layer in setting.model.layers
+    )
+    model = dataclasses.replace(setting.model, moe=moe, layers=layers)
+    return dataclasses.replace(setting, model=model)
 
 
 def _depth(setting: Setting, value: float) -> Setting:
@@ -135,13 +158,13 @@ def _granularity(setting: Setting, value: float) -> Setting:
         # Shared experts have the width of routed ones: the sum of their widths stays.
         num_shared_experts=shared and scaled("num_shared_experts", shared, top_k / moe.top_k),
     )
-    return dataclasses.replace(setting, model=dataclasses.replace(setting.model, moe=new))
+    return _with_moe(setting, new)
 
 
 def _sparsity(setting: Setting, value: float) -> Setting:
     moe = _moe(setting, "sparsity")
     new = dataclasses.replace(moe, num_experts=moe.top_k * int(value))
-    return dataclasses.replace(setting, model=dataclasses.replace(setting.model, moe=new))
+    return _with_moe(setting, new)
 
 
 def _balance(setting: Setting, value: float) -> Setting:
@@ -157,7 +180,7 @@ def _balance(setting: Setting, value: float) -> Setting:
         for balancer in moe.balancers
     )
     new = dataclasses.replace(moe, balancers=balancers)
-    return dataclasses.replace(setting, model=dataclasses.replace(setting.model, moe=new))
+    return _with_moe(setting, new)
 
 
 def _times(size: Callable[[Setting], float], *factors: float) -> Callable[[Setting], tuple]:

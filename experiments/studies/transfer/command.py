@@ -38,7 +38,6 @@ from experiments.studies.transfer.config import (
     SPACING,
     Cell,
     TransferConfig,
-    axis_of,
     cells_of,
 )
 from experiments.studies.transfer.fits import Curve, find_optimum, fit_transfer
@@ -161,7 +160,7 @@ class Sweep:
 
     def write(self, status: str, seconds: float) -> str:
         """Write summary.json and the picture; return the tables as text."""
-        config, unit, axis = self._config, self._data.unit, axis_of(self._config)
+        config, unit, axis = self._config, self._data.unit, AXES[self._config.axis]
         points, arms, curves = [], [], self._curves()
         for name, arm in config.chosen_arms.items():
             mine = curves.get(name, {})

@@ -17,7 +17,7 @@ from typing import Literal
 
 from experiments.studies.study import StudyRunConfig
 from experiments.studies.transfer.arms import ARMS, DEFAULT_ARMS, Arm, own_arm
-from experiments.studies.transfer.axes import AXES, Axis, Setting
+from experiments.studies.transfer.axes import AXES, Setting
 from jaxmoe.configs import closest, fingerprint
 from jaxmoe.data import CorpusConfig, DataConfig
 from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
@@ -255,11 +255,6 @@ def _base_of(config: TransferConfig, smallest: Setting) -> BasePoint:
     }
     missing = {field: v for field, v in known.items() if getattr(config.base, field) is None}
     return dataclasses.replace(config.base, **missing)
-
-
-def axis_of(config: TransferConfig) -> Axis:
-    """Return the axis by its name."""
-    return AXES[config.axis]
 
 
 def short() -> TransferConfig:

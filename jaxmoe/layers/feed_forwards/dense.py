@@ -18,7 +18,7 @@ from flax import linen as nn
 from jaxtyping import Array, Float
 
 from jaxmoe.execution import ExecutionConfig
-from jaxmoe.layers.context import LayerContext, require_positive
+from jaxmoe.layers.context import FeedForwardSizes, LayerContext, require_positive
 from jaxmoe.layers.records import FeedForwardOutputs
 from jaxmoe.parameters import Declaration, Role, as_factor, declare_matrix
 from sharding import axes as ax
@@ -33,12 +33,18 @@ class DenseConfig:
     module_name: ClassVar[str] = "feed_forward"
     is_routed: ClassVar[bool] = False
     keeps_order: ClassVar[bool] = False
+    width_fields: ClassVar[tuple[str, ...]] = ("hidden_dim",)
 
     hidden_dim: int = 512
     """Hidden units."""
 
     def __post_init__(self):
         require_positive("dense", self, "hidden_dim")
+
+    @property
+    def sizes(self) -> FeedForwardSizes:
+        """Sizes that plans read."""
+        return FeedForwardSizes(dense_dim=self.hidden_dim)
 
     def build(
         self,

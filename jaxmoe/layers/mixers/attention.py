@@ -42,6 +42,7 @@ from sharding.sequence_parallel import (
     as_cached,
     attend,
     attend_cached,
+    bytes_per_token,
     empty_slots,
 )
 
@@ -52,7 +53,7 @@ class AttentionConfig:
 
     name: ClassVar[str] = "grouped_query"
     module_name: ClassVar[str] = "attention"
-    head_fields: ClassVar[tuple[str, ...]] = ("num_heads", "num_kv_heads")
+    width_fields: ClassVar[tuple[str, ...]] = ("num_heads", "num_kv_heads")
     can_quantize: ClassVar[bool] = True
 
     num_heads: int = 4
@@ -125,6 +126,21 @@ class AttentionConfig:
 
     def check_precision(self, precision: PrecisionPolicy) -> None:
         """Accept every precision."""
+
+    def cache_bytes_per_token(self, precision: PrecisionPolicy, *, layers: int) -> int:
+        """Return the bytes that a cache holds of one token of one sequence.
+
+        Args:
+            precision: Format of the cache.
+            layers: Layers with this mixer.
+        """
+        return bytes_per_token(
+            num_layers=layers,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            form=precision.cache,
+            dtype=precision.compute_dtype,
+        )
 
     def initial_cache(
         self, execution: ExecutionConfig, *, layers: int, batch: int, slots: int

@@ -64,7 +64,7 @@ class LatentAttentionConfig:
 
     name: ClassVar[str] = "latent"
     module_name: ClassVar[str] = "attention"
-    head_fields: ClassVar[tuple[str, ...]] = ("num_heads",)
+    width_fields: ClassVar[tuple[str, ...]] = ("num_heads",)
     can_quantize: ClassVar[bool] = False
 
     num_heads: int = 4
@@ -171,6 +171,15 @@ class LatentAttentionConfig:
                     f"execution.precision.{field}={value} is not for latent attention, whose"
                     f" products and cache are in the compute dtype: set it to {only}"
                 )
+
+    def cache_bytes_per_token(self, precision: PrecisionPolicy, *, layers: int) -> int:
+        """Return the bytes that a cache holds of one token of one sequence.
+
+        Args:
+            precision: Dtype of the cache.
+            layers: Layers with this mixer.
+        """
+        return layers * self.cache_dim * jnp.dtype(precision.compute_dtype).itemsize
 
     def initial_cache(
         self, execution: ExecutionConfig, *, layers: int, batch: int, slots: int

@@ -111,6 +111,6 @@ def test_meshes_that_shard_sequences_are_searched():
 
 def test_sizes_of_one_layer():
     plan = plan_of(WIDE, MeshConfig(data=2, seq=2, tensor=2), sequence_parallel=RingConfig())
-    sizes = Sizes.of(plan).attention
+    sizes = Sizes.of(plan).attention()
     assert (sizes.ranks, sizes.tensor, sizes.sequences) == (2, 2, 4)
     assert (sizes.local_heads, sizes.local_kv_heads, sizes.itemsize) == (4, 2, 4)

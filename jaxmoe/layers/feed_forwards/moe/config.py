@@ -10,7 +10,7 @@ from typing import ClassVar
 from flax import linen as nn
 
 from jaxmoe.execution import ExecutionConfig
-from jaxmoe.layers.context import LayerContext, require_positive
+from jaxmoe.layers.context import FeedForwardSizes, LayerContext, require_positive
 from jaxmoe.routing import (
     BalancerConfig,
     CapacityConfig,
@@ -33,6 +33,7 @@ class MoEConfig:
     name: ClassVar[str] = "moe"
     module_name: ClassVar[str] = "moe"
     is_routed: ClassVar[bool] = True
+    width_fields: ClassVar[tuple[str, ...]] = ("expert_dim",)
 
     num_experts: int = 8
     """Routed experts (E)."""
@@ -71,6 +72,16 @@ class MoEConfig:
     def num_routed(self) -> int:
         """Experts that the router chooses from, those without computation last."""
         return self.num_experts + (self.zero_computation.total if self.zero_computation else 0)
+
+    @property
+    def sizes(self) -> FeedForwardSizes:
+        """Sizes that plans read."""
+        return FeedForwardSizes(
+            shared_dim=self.num_shared_experts * self.expert_dim,
+            num_experts=self.num_experts,
+            top_k=self.top_k,
+            expert_dim=self.expert_dim,
+        )
 
     @property
     def keeps_order(self) -> bool:
