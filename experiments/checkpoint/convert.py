@@ -141,9 +141,10 @@ def convert(config: ConvertConfig) -> str:
             f"run.directory={source} is converted already, to {weights}: convert the run that it"
             " came from"
         )
-    if not all(kind.mixer.can_quantize for kind in given.model.kinds):
+    mixers = [kind.mixer for kind in given.model.kinds if not kind.mixer.can_quantize]
+    if mixers:
         raise ValueError(
-            f"run.directory={source} holds a model whose {given.model.attention.name} attention"
+            f"run.directory={source} holds a model whose {mixers[0].name} attention"
             " cannot be quantised: convert a model with grouped_query attention"
         )
     assembly, state, step = load_run(source, config.run.step, config.run.mesh)

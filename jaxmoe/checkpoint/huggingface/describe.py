@@ -111,6 +111,45 @@ def deepseek_v3(model: ModelConfig) -> dict[str, Any]:
     )
 
 
+def short_form(model: ModelConfig) -> ModelConfig:
+    """Return an equal model without `model.layers`: one mixer, experts, and one dense width.
+
+    The families describe no other models. Parameters of a repeating period have other paths in the
+    short form.
+
+    Raises:
+        CheckpointError: A layer has another mixer or another dense width than those before it.
+    """
+    kinds = [(kind.mixer, kind.feed_forward.sizes) for kind in model.kinds]
+    dense = tuple(index for index, (_, sizes) in enumerate(kinds) if sizes.dense_dim)
+    width = kinds[dense[0]][1].dense_dim if dense else model.dense_dim
+    for index, (mixer, sizes) in enumerate(kinds):
+        if mixer != kinds[0][0]:
+            raise CheckpointError(
+                f"layer {index} of model.layers has another mixer ({mixer.name}) than layer 0"
+                f" ({kinds[0][0].name}), and no family of transformers has two: "
+                + ", ".join(
+                    f"{field} {ours}, {first}"
+                    for field, (ours, first) in varying_fields([mixer, kinds[0][0]]).items()
+                )
+            )
+        if sizes.dense_dim not in (0, width):
+            raise CheckpointError(
+                f"layer {index} of model.layers has a dense feed-forward of"
+                f" {sizes.dense_dim} and layer {dense[0]} one of {width}, and no family of"
+                " transformers has two widths"
+            )
+    is_dense = len(dense) == len(kinds)
+    return dataclasses.replace(
+        model,
+        attention=kinds[0][0],
+        moe=None if is_dense else model.moe,
+        dense_layers=() if is_dense else dense,
+        dense_dim=width,
+        layers=(),
+    )
+
+
 def check_described(model: ModelConfig, read: ModelConfig, family: str) -> None:
     """Raise if the fields written for a model describe another model.
 

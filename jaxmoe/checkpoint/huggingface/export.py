@@ -6,7 +6,8 @@ Export uses the rules of the import in the other direction. One layer of one par
 tensor are in host memory at a time, and files are written sequentially. All files are written to a
 temporary directory, which is renamed when it is complete.
 
-A model is exported as a family only if the family computes the same logits
+A model with `model.layers` is exported in its short form, if it has one (`describe.short_form`). A
+model is exported as a family only if the family computes the same logits
 (`describe.check_described`). Other models are exported with their own modelling file (modeling.py).
 """
 
@@ -26,7 +27,7 @@ import numpy as np
 from flax import traverse_util
 
 from jaxmoe.checkpoint.huggingface import modeling
-from jaxmoe.checkpoint.huggingface.describe import check_described
+from jaxmoe.checkpoint.huggingface.describe import check_described, short_form
 from jaxmoe.checkpoint.huggingface.families import FAMILIES, OWN, Family
 from jaxmoe.checkpoint.huggingface.files import Planned, write_tensors
 from jaxmoe.checkpoint.huggingface.weights import ROUTER_STATE, Piece, pieces_of, state_table
@@ -83,18 +84,19 @@ def to_huggingface(
         The directory.
 
     Raises:
-        CheckpointError: The family does not compute this model, with all differences; parameters
-            are missing, unexpected or of another shape; the directory is not empty, or the disk
-            has not enough space.
+        CheckpointError: The family does not compute this model, with all differences; layers of
+            `model.layers` have several mixers or dense widths; parameters are missing, unexpected
+            or of another shape; the directory is not empty, or the disk has not enough space.
     """
-    name = family or _family_name(model)
+    described = short_form(model)
+    name = family or _family_name(described)
     if name not in FAMILIES and name != modeling.NAME:
         raise CheckpointError(
             f"family={name!r} is not among {', '.join((*FAMILIES, modeling.NAME))}"
             + closest(name, FAMILIES)
         )
     chosen, place = OWN if name == modeling.NAME else FAMILIES[name], pathlib.Path(directory)
-    config = _config(model, name, chosen, dtype, max_length) | dict(fields or {})
+    config = _config(described, name, chosen, dtype, max_length) | dict(fields or {})
     if chosen is not OWN and not len(state_table(model)):
         read = chosen.model(config)
         if len(state_table(read)):  # a family that always has a bias, of zeros where there is none
@@ -133,6 +135,7 @@ def suggest_family(model: ModelConfig) -> tuple[str, str]:
     Raises:
         CheckpointError: No family computes the model.
     """
+    model = short_form(model)
     name = _family_name(model)
     try:
         _config(model, name, FAMILIES[name], "float32", 1)

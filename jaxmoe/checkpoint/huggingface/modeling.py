@@ -79,8 +79,6 @@ def check_computed(model: ModelConfig) -> None:
         for path, names in _COMPUTED.items()
         if chosen.get(path) is not None and chosen[path].name not in names
     ]
-    if model.layers:
-        lines.append("model.layers: only () (layers without mixers or feed-forwards of their own)")
     if not model.attention.is_causal:
         lines.append("model.attention.is_causal: only True")
     if moe is not None:

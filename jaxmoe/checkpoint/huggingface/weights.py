@@ -187,8 +187,7 @@ def pieces_of(
     """
     path, layers = row.path, None
     if path.startswith(f"{ROUTER_STATE}/"):
-        dense = model.dense_layers
-        layers = [layer for layer in range(model.num_layers) if layer not in dense]
+        layers = [i for i, kind in enumerate(model.kinds) if kind.feed_forward.is_routed]
     for stack in model.stacks:
         if path.startswith(f"{stack.path}/"):
             path = path.removeprefix(f"{stack.path}/")

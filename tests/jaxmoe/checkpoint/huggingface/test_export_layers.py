@@ -1,0 +1,82 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Models with `model.layers`, written for transformers in their short form or refused."""
+
+import dataclasses
+import operator
+
+import jax
+import numpy as np
+import pytest
+
+from jaxmoe.checkpoint import CheckpointError, read_huggingface, to_huggingface
+from jaxmoe.checkpoint.huggingface.export import suggest_family
+from jaxmoe.models.config import AttentionConfig, DenseConfig, LayerConfig, ModelConfig
+from jaxmoe.scaling.initialize import init_params
+from tests.support.huggingface_models import CONFIGS, read
+
+
+def spelled_out(model, *first):
+    """Return the model with `layers`, its period given by the first ones."""
+    layers = [
+        LayerConfig(mixer=kind.mixer, feed_forward=kind.feed_forward)
+        for kind in first or model.kinds
+    ]
+    return dataclasses.replace(model, layers=tuple(layers), dense_layers=(), dense_dim=1)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_layers_that_spell_out_a_family_give_the_same_files(name, tmp_path):
+    """The files of the short form, which transformers reads in test_parity.py."""
+    golden = read(name)
+    model, params, state = read_huggingface(golden.config, golden.state)
+    short = to_huggingface(model, params, tmp_path / "short", router_state=state)
+    model = spelled_out(model)
+    assert suggest_family(model) == (golden.config["model_type"], "")
+    long = to_huggingface(model, params, tmp_path / "long", router_state=state)
+    assert {path.name: path.read_bytes() for path in long.iterdir()} == {
+        path.name: path.read_bytes() for path in short.iterdir()
+    }
+
+
+def test_export_of_a_repeating_period_numbers_its_layers(tmp_path):
+    """Experts and dense in turn: stacked as a cycle here, as four stacks when read back."""
+    model = dataclasses.replace(read_huggingface(*read("qwen3_moe")[:2]).model, num_layers=4)
+    model = spelled_out(model, *model.kinds[:2])
+    params = init_params(model, jax.random.key(0))
+    found = read_huggingface(to_huggingface(model, params, tmp_path / "it"))
+    assert found.model.dense_layers == (1, 3) and not found.model.layers
+    for layer, stack in enumerate(found.model.stacks):
+        repeat, place = divmod(layer, 2)
+        wanted = jax.tree.map(
+            operator.itemgetter(slice(repeat, repeat + 1)), params["cycle_0"][str(place)]
+        )
+        jax.tree.map(np.testing.assert_array_equal, found.params[stack.path], wanted)
+
+
+@pytest.mark.parametrize(
+    ("layer", "text"),
+    [
+        (
+            LayerConfig(mixer=AttentionConfig(qk_norm="full", window=3)),
+            r"layer 1 of model.layers has another mixer \(grouped_query\) than layer 0"
+            r" \(grouped_query\), and no family of transformers has two: window 3, null",
+        ),
+        (
+            LayerConfig(feed_forward=DenseConfig(hidden_dim=12)),
+            "layer 3 of model.layers has a dense feed-forward of 24 and layer 1 one of 12, and no",
+        ),
+    ],
+    ids=["mixer", "dense width"],
+)
+def test_export_names_the_layer_that_no_family_has(layer, text, tmp_path):
+    dense = LayerConfig(feed_forward=DenseConfig(hidden_dim=24))
+    model = ModelConfig(
+        attention=AttentionConfig(qk_norm="full"),
+        layers=(LayerConfig(), layer, LayerConfig(), dense),
+    )
+    for family in (None, "jaxmoe"):
+        with pytest.raises(CheckpointError, match=text):
+            to_huggingface(model, {}, tmp_path / "it", family=family)
+    with pytest.raises(CheckpointError, match=text):
+        suggest_family(model)
