@@ -27,7 +27,6 @@ then devices of a node).
 from __future__ import annotations
 
 import dataclasses
-import time
 from typing import ClassVar
 
 import numpy as np
@@ -36,6 +35,7 @@ from jaxtyping import Float, Int
 from jaxmoe.planning.placement.integer_program import (
     Rows,
     assign_evenly,
+    follow_layers,
     minimise,
     relative_gap,
     sums,
@@ -70,13 +70,12 @@ class ExFlowConfig:
         Raises:
             ValueError: P does not divide E.
         """
-        started = time.perf_counter()
         check_devices(trace.num_experts, num_devices)
         affinity, layers = trace.affinity(), trace.num_layers
         identity = ExpertPlacement.identity(layers, trace.num_experts, num_devices).device_of
         candidates = {
             "identity": identity,
-            "greedy": _follow_layers(affinity, identity[0], num_devices),
+            "greedy": follow_layers(affinity, identity[0], num_devices),
             "grown": _grow(affinity, trace.loads(), num_devices),
         }
         candidates |= {
@@ -93,18 +92,7 @@ class ExFlowConfig:
             found_by=best,
             cost=float(costs[best]),
             gap=relative_gap(costs[best], bound),
-            seconds=time.perf_counter() - started,
         )
-
-
-def _follow_layers(
-    affinity: Affinity, first: Int[np.ndarray, " E"], num_devices: int
-) -> Int[np.ndarray, "L E"]:
-    """Return each layer's best devices given the layer before, from a given first layer."""
-    layers, is_on = [first], np.eye(num_devices)
-    for pairs in affinity:
-        layers.append(assign_evenly(pairs.T @ is_on[layers[-1]]))
-    return np.stack(layers)
 
 
 def _grow(

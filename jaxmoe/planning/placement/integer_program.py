@@ -12,7 +12,6 @@ the time limit; the relative gap is computed from it.
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -45,7 +44,6 @@ class Found:
     """Best solution found, or None."""
     bound: float
     """Lower bound of the cost; -inf if unknown."""
-    seconds: float
 
 
 def minimise(
@@ -65,10 +63,9 @@ def minimise(
         is_whole: Whether each variable is an integer.
         time_limit_s: Time limit in seconds; 0 skips HiGHS.
     """
-    started = time.perf_counter()
     entries = sum(len(rows.value) for rows in constraints)
     if time_limit_s <= 0.0 or entries > MOST_ENTRIES:
-        return Found(None, -np.inf, 0.0)
+        return Found(None, -np.inf)
     optimize, sparse = require("scipy.optimize"), require("scipy.sparse")
     given = [
         optimize.LinearConstraint(
@@ -88,8 +85,7 @@ def minimise(
         options={"time_limit": time_limit_s},
     )
     bound = getattr(result, "mip_dual_bound", None)
-    seconds = time.perf_counter() - started
-    return Found(result.x, -np.inf if bound is None else float(bound), seconds)
+    return Found(result.x, -np.inf if bound is None else float(bound))
 
 
 def sums(variables: Int[np.ndarray, "R N"], total: float) -> Rows:
@@ -127,3 +123,19 @@ def assign_evenly(benefit: Float[np.ndarray, "E P"]) -> Int[np.ndarray, " E"]:
     optimize: Any = require("scipy.optimize")
     _, chosen = optimize.linear_sum_assignment(slots, maximize=True)
     return chosen // (num_experts // num_devices)
+
+
+def follow_layers(
+    pairs: Int[np.ndarray, "M E E"], first: Int[np.ndarray, " E"], num_devices: int
+) -> Int[np.ndarray, "L E"]:
+    """Return each layer's best devices given the layer before.
+
+    Args:
+        pairs: Benefit of each two experts of adjacent layers on one device.
+        first: Devices of the first layer.
+        num_devices: P.
+    """
+    layers, is_on = [first], np.eye(num_devices)
+    for benefit in pairs:
+        layers.append(assign_evenly(benefit.T @ is_on[layers[-1]]))
+    return np.stack(layers)

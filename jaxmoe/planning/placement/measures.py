@@ -3,7 +3,7 @@
 """Measures a placement: traffic between layers, load of the devices, local assignments.
 
     crossings     sum over layers of affinity[l, a, b] with a and b on different devices
-    pair traffic  the same for each pair of devices, both directions, divided by its bandwidth
+    pair traffic  the same for each pair of devices, both directions
     imbalance     sum over layers and devices of |load - mean load of the layer's devices|
     local share   share of assignments with expert and token on the same device
 
@@ -37,18 +37,14 @@ def crossings(affinity: Int[np.ndarray, "M E E"], device_of: Devices) -> int:
     return int(np.sum(affinity, where=is_apart))
 
 
-def pair_traffic(
-    flow: Int[np.ndarray, "M P P"], bandwidth: Float[np.ndarray, "P P"] | None = None
-) -> Float[np.ndarray, "P P"]:
-    """Return the traffic of each pair of devices over its bandwidth; upper triangle.
+def pair_traffic(flow: Int[np.ndarray, "M P P"]) -> Float[np.ndarray, "P P"]:
+    """Return the traffic of each pair of devices; upper triangle.
 
     Args:
         flow: Result of `flows`.
-        bandwidth: Bandwidth of each pair, symmetric; None is 1.
     """
     total = flow.sum(0).astype(float)
-    both = np.triu(total + total.T, 1)
-    return both if bandwidth is None else both / bandwidth
+    return np.triu(total + total.T, 1)
 
 
 def imbalance(loads: Int[np.ndarray, "L E"], device_of: Devices, num_devices: int) -> float:

@@ -4,15 +4,15 @@
 
     1.  per layer          min sum_g |load_g - mean|            P clusters of E/P experts
     2.  all layers         min max over pairs of devices {c, d} of
-                           (tokens between c and d from a layer to the next) / bandwidth
+                           (tokens between c and d from a layer to the next)
 
 The second program has a permutation y[l, k, c] of clusters for each layer, and the traffic from
 cluster k on c to cluster m on d as z[l, k, m, c, d], a transport plan:
 
     sum_d z[l, k, m, c, d] = y[l, k, c],    sum_c z[l, k, m, c, d] = y[l + 1, m, d]
 
-which is y[l, k, c] y[l + 1, m, d] for integer y. With equal links the devices are interchangeable,
-and the clusters of the first layer are fixed.
+which is y[l, k, c] y[l + 1, m, d] for integer y. All links are equal (the paper divides by their
+bandwidths), so the devices are interchangeable and the clusters of the first layer are fixed.
 
 Other candidates: for 1 the largest load first to the lightest cluster that is not full, for 2 each
 layer the best for the one before, then swaps of two clusters of a layer while the largest traffic
@@ -28,15 +28,14 @@ of the paper's tolerance of 2.5%.
 from __future__ import annotations
 
 import dataclasses
-import time
 from typing import ClassVar
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Int
 
 from jaxmoe.planning.placement.integer_program import (
     Rows,
-    assign_evenly,
+    follow_layers,
     minimise,
     relative_gap,
     sums,
@@ -63,24 +62,16 @@ class MoETunerConfig:
     def __post_init__(self):
         check_time_limit(self.time_limit_s)
 
-    def solve(
-        self,
-        trace: RoutingTrace,
-        num_devices: int,
-        *,
-        bandwidth: Float[np.ndarray, "P P"] | None = None,
-    ) -> Solution:
+    def solve(self, trace: RoutingTrace, num_devices: int) -> Solution:
         """Return a placement; its cost is the largest traffic of a pair of devices.
 
         Args:
             trace: Routing trace with loads and affinity.
             num_devices: P.
-            bandwidth: Bandwidth of each pair of devices, symmetric, in any unit; None is uniform.
 
         Raises:
             ValueError: P does not divide E.
         """
-        started = time.perf_counter()
         check_devices(trace.num_experts, num_devices)
         loads, affinity, layers = trace.loads(), trace.affinity(), trace.num_layers
         half = self.time_limit_s / 2
@@ -88,12 +79,12 @@ class MoETunerConfig:
             [cluster_by_load(layer, num_devices, time_limit_s=half / layers) for layer in loads]
         )
         flow = flows(affinity, clusters, num_devices)
-        labels, gap = label_devices(flow, layers, bandwidth=bandwidth, time_limit_s=half)
+        labels, gap = label_devices(flow, layers, time_limit_s=half)
         placed = np.take_along_axis(labels, clusters, axis=1)
         identity = ExpertPlacement.identity(layers, trace.num_experts, num_devices).device_of
 
         def cost(devices: np.ndarray) -> tuple[float, float]:
-            traffic = pair_traffic(flows(affinity, devices, num_devices), bandwidth)
+            traffic = pair_traffic(flows(affinity, devices, num_devices))
             return imbalance(loads, devices, num_devices), float(traffic.max())
 
         is_placed = cost(placed) < cost(identity)
@@ -103,7 +94,6 @@ class MoETunerConfig:
             found_by="clusters on devices" if is_placed else "identity",
             cost=cost(best)[1],
             gap=gap if is_placed else None,
-            seconds=time.perf_counter() - started,
         )
 
 
@@ -166,50 +156,42 @@ def _clusters_by_program(
 
 
 def label_devices(
-    flow: Flow,
-    num_layers: int,
-    *,
-    bandwidth: Float[np.ndarray, "P P"] | None = None,
-    time_limit_s: float,
+    flow: Flow, num_layers: int, *, time_limit_s: float
 ) -> tuple[Labels, float | None]:
     """Return the device of each cluster, and the relative gap of the largest traffic.
 
     Args:
         flow: Pairs of slots between the clusters of adjacent layers.
         num_layers: L.
-        bandwidth: Bandwidth of each pair of devices; None is uniform.
         time_limit_s: Time limit for HiGHS, seconds.
     """
     number = flow.shape[1]
     same = np.tile(np.arange(number), (num_layers, 1))
-    follow = [same[0]]
-    for pairs in flow:
-        follow.append(assign_evenly(pairs.T @ np.eye(number)[follow[-1]]))
-    starts = (same, np.stack(follow))
-    candidates = [*starts, *(_swap(flow, labels, bandwidth) for labels in starts)]
-    found, bound = _labels_by_program(flow, num_layers, bandwidth, time_limit_s)
+    starts = (same, follow_layers(flow, same[0], number))
+    candidates = [*starts, *(_swap(flow, labels) for labels in starts)]
+    found, bound = _labels_by_program(flow, num_layers, time_limit_s)
     if found is not None:
         candidates.append(found)
-    best = min(candidates, key=lambda labels: _crowding(flow, labels, bandwidth))
-    return best, relative_gap(_crowding(flow, best, bandwidth)[0], bound)
+    best = min(candidates, key=lambda labels: _crowding(flow, labels))
+    return best, relative_gap(_crowding(flow, best)[0], bound)
 
 
-def _crowding(flow: Flow, labels: Labels, bandwidth: np.ndarray | None) -> tuple[float, float]:
+def _crowding(flow: Flow, labels: Labels) -> tuple[float, float]:
     """Return the largest traffic of a pair of devices, and the sum over pairs."""
-    traffic = pair_traffic(flows(flow, labels, flow.shape[1]), bandwidth)
+    traffic = pair_traffic(flows(flow, labels, flow.shape[1]))
     return float(traffic.max()), float(traffic.sum())
 
 
-def _swap(flow: Flow, labels: Labels, bandwidth: np.ndarray | None) -> Labels:
+def _swap(flow: Flow, labels: Labels) -> Labels:
     """Return labels improved by swaps of two clusters of a layer."""
-    labels, cost, is_better = labels.copy(), _crowding(flow, labels, bandwidth), True
+    labels, cost, is_better = labels.copy(), _crowding(flow, labels), True
     pairs = np.argwhere(np.triu(np.ones((flow.shape[1],) * 2), 1))
     while is_better:
         is_better = False
         for layer in range(len(labels)):
             for one, other in pairs:
                 labels[layer, [one, other]] = labels[layer, [other, one]]
-                new = _crowding(flow, labels, bandwidth)
+                new = _crowding(flow, labels)
                 if new < cost:
                     cost, is_better = new, True
                 else:
@@ -218,7 +200,7 @@ def _swap(flow: Flow, labels: Labels, bandwidth: np.ndarray | None) -> Labels:
 
 
 def _labels_by_program(
-    flow: Flow, num_layers: int, bandwidth: np.ndarray | None, time_limit_s: float
+    flow: Flow, num_layers: int, time_limit_s: float
 ) -> tuple[Labels | None, float]:
     number = flow.shape[1]
     y = np.arange(num_layers * number**2).reshape(num_layers, number, number)
@@ -229,12 +211,9 @@ def _labels_by_program(
     cost[worst] = 1.0
     upper = np.ones(worst + 1)
     upper[worst] = np.inf
-    if bandwidth is None:
-        upper[y[0][~np.eye(number, dtype=bool)]] = 0.0
+    upper[y[0][~np.eye(number, dtype=bool)]] = 0.0
     first, second = np.triu_indices(number, 1)
-    weight = flow[layer, k, m] / (
-        np.ones((len(first), 1)) if bandwidth is None else bandwidth[first, second, None]
-    )  # pairs of devices, flows
+    weight = np.tile(flow[layer, k, m].astype(float), (len(first), 1))  # pairs of devices, flows
     pair = np.arange(len(first))
     crowded = Rows(
         row=np.concatenate([np.repeat(pair, 2 * len(layer)), pair]),

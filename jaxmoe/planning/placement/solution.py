@@ -20,7 +20,6 @@ class Solution:
     """Objective of the solver."""
     gap: float | None
     """Largest relative distance from the optimal cost; None if unknown."""
-    seconds: float
 
 
 def check_time_limit(seconds: float) -> None:

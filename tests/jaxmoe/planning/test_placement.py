@@ -20,8 +20,9 @@ from jaxmoe.planning.placement import (
     RoutingTrace,
     integer_program,
 )
-from jaxmoe.planning.placement import exflow as exflow_room
+from jaxmoe.planning.placement import exflow as exflow_solver
 from jaxmoe.planning.placement.grouping import cluster_ids, grouping_cost
+from jaxmoe.planning.placement.integer_program import follow_layers
 from jaxmoe.planning.placement.measures import (
     crossings,
     flows,
@@ -80,8 +81,6 @@ def test_measures_by_a_loop_over_tokens():
     affinity = trace.affinity()
     assert crossings(affinity, home) == number > 0
     np.testing.assert_array_equal(pair_traffic(flows(affinity, home, 3)), traffic)
-    slow = np.full((3, 3), 2.0)
-    np.testing.assert_array_equal(pair_traffic(flows(affinity, home, 3), slow), traffic / 2)
     expected = np.abs(held - held.mean(1, keepdims=True)).sum()
     assert imbalance(trace.loads(), home, 3) == pytest.approx(expected)
 
@@ -100,7 +99,7 @@ def test_exflow_equals_brute_force(seed):
 def test_highs_alone_equals_brute_force(seed):
     """The program itself, without the candidates beside it."""
     affinity = random_trace(seed, top_k=2, num_layers=3).affinity()
-    found, bound = exflow_room._program(affinity, 3, 2, 30.0)
+    found, bound = exflow_solver._program(affinity, 3, 2, 30.0)
     least = min(crossings(affinity, devices) for devices in every_placement(3, 4, 2))
     assert crossings(affinity, found) == bound == least
 
@@ -117,13 +116,12 @@ def test_moetuner_equals_brute_force(seed):
     assert imbalance(loads, solution.placement.device_of, 2) == pytest.approx(least)
 
 
-@pytest.mark.parametrize("bandwidth", [None, np.array([[1, 3, 1], [3, 1, 2], [1, 2, 1.0]])])
-def test_devices_of_clusters_equal_brute_force(bandwidth):
+def test_devices_of_clusters_equal_brute_force():
     flow = np.random.default_rng(0).integers(20, size=(1, 3, 3))
-    labels, gap = label_devices(flow, 2, bandwidth=bandwidth, time_limit_s=20.0)
+    labels, gap = label_devices(flow, 2, time_limit_s=20.0)
 
     def worst(one):
-        return pair_traffic(flows(flow, np.stack(one), 3), bandwidth).max()
+        return pair_traffic(flows(flow, np.stack(one), 3)).max()
 
     orders = [np.array(order) for order in itertools.permutations(range(3))]
     least = min(worst(one) for one in itertools.product(orders, repeat=2))
@@ -138,7 +136,7 @@ def test_never_worse_than_identity_or_greedy(seed, sizes):
     trace = random_trace(seed, num_layers=3, num_experts=experts, top_k=top_k)
     affinity, loads = trace.affinity(), trace.loads()
     identity = ExpertPlacement.identity(3, experts, devices).device_of
-    greedy = exflow_room._follow_layers(affinity, identity[0], devices)
+    greedy = follow_layers(affinity, identity[0], devices)
     exflow = ExFlowConfig(**QUICK).solve(trace, devices).placement.device_of
     assert crossings(affinity, exflow) <= min(
         crossings(affinity, identity), crossings(affinity, greedy)
