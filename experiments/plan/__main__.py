@@ -153,15 +153,7 @@ def _compile(config: PlanConfig, topology: Topology, candidate: Candidate) -> di
 
 
 def _fits(compiled: dict[str, Any], topology: Topology) -> bool:
-    if compiled["kind"] != "CompiledStep":
-        return False
-    return compiled_total(compiled) <= topology.chip.available
-
-
-def compiled_total(compiled: dict[str, Any]) -> int:
-    """Return the bytes that a compiled step takes on one device."""
-    parts = compiled["arguments"], compiled["results"], -compiled["aliased"]
-    return sum(parts) + compiled["temporaries"]
+    return compiled["kind"] == "CompiledStep" and compiled["total"] <= topology.chip.available
 
 
 def _choices(execution: ExecutionConfig) -> list[str]:

@@ -51,8 +51,10 @@ def main(argv: Sequence[str]) -> int:
         pathlib.Path(f"{file}.result").write_text(json.dumps({"refused": str(error)}), "utf-8")
         return 0
     result: dict[str, Any] = {"kind": type(compiled).__name__} | dataclasses.asdict(compiled)
-    if isinstance(compiled, CompiledStep) and job["steps"]:
-        result["measured"] = run_steps(on_platform(config, "cpu"), plan, job["steps"])
+    if isinstance(compiled, CompiledStep):
+        result["total"] = compiled.total
+        if job["steps"]:
+            result["measured"] = run_steps(on_platform(config, "cpu"), plan, job["steps"])
     pathlib.Path(f"{file}.result").write_text(json.dumps(result), encoding="utf-8")
     return 0
 

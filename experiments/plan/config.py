@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from functools import partial
 
 from experiments.recipes import RECIPES as PRETRAIN_RECIPES
 from jaxmoe.planning.abstract_step import StepPlan
@@ -21,6 +20,7 @@ from jaxmoe.run.config import PretrainConfig
 from sharding.mesh import MeshConfig
 
 _MESH_FLAG = "--execution.mesh."
+_OF_PRETRAIN = tuple(field.name for field in dataclasses.fields(PretrainConfig))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,18 +47,14 @@ class PlanConfig(PretrainConfig):
     @property
     def pretrain(self) -> PretrainConfig:
         """Run to plan."""
-        names = [field.name for field in dataclasses.fields(PretrainConfig)]
-        return PretrainConfig(**{name: getattr(self, name) for name in names})
-
-
-def _recipe(make: Callable[[], PretrainConfig]) -> PlanConfig:
-    config = make()
-    fields = dataclasses.fields(PretrainConfig)
-    return PlanConfig(**{field.name: getattr(config, field.name) for field in fields})
+        return PretrainConfig(**{name: getattr(self, name) for name in _OF_PRETRAIN})
 
 
 def _planned(make: Callable[[], PretrainConfig]) -> Callable[[], PlanConfig]:
-    recipe = partial(_recipe, make)
+    def recipe() -> PlanConfig:
+        config = make()
+        return PlanConfig(**{name: getattr(config, name) for name in _OF_PRETRAIN})
+
     recipe.__doc__ = make.__doc__  # --help shows its first line
     return recipe
 

@@ -115,17 +115,9 @@ def _memory(candidate: Candidate, compiled: Mapping[str, Any] | None) -> str:
     memory = candidate.memory
     rows = [("memory per device", "closed form", "compiled")]
     rows += [(f"  {name}", size_in_words(size), "") for name, size in memory.categories().items()]
-    known = compiled or {}
-    for name, mine in (("arguments", memory.arguments), ("temporaries", memory.temporaries)):
-        other = known.get(name)
-        rows.append((name, size_in_words(mine), "" if other is None else size_in_words(other)))
-    total = None
-    if compiled:
-        total = compiled["arguments"] + compiled["results"] - compiled["aliased"]
-        total += compiled["temporaries"]
-    rows.append(
-        ("total", size_in_words(memory.total), "" if total is None else size_in_words(total))
-    )
+    for name in ("arguments", "temporaries", "total"):
+        other = size_in_words(compiled[name]) if compiled else ""
+        rows.append((name, size_in_words(getattr(memory, name)), other))
     return text_table(rows) + f"\nlargest in the phase of the {memory.peak_phase}"
 
 
@@ -154,7 +146,7 @@ def attention_links(candidate: Candidate, chip: Chip) -> str:
         chip: Properties of each device.
     """
     plan, links = candidate.plan, links_of(chip)
-    sizes, mesh = Sizes.of(plan).attention, dict(plan.mesh.shape)
+    sizes, mesh = Sizes.of(plan).attention(), dict(plan.mesh.shape)
     found = by_ratio(sizes, links)
     rows: list[tuple[str, ...]]
     rows = [("query heads per key head", "ring", "ring, both ways", "token_ring")]

@@ -20,7 +20,6 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 from flax import traverse_util
@@ -79,12 +78,17 @@ def restore_part(
         placed, merged = sharding_of(leaf), sources[path]
         if not merged.is_renamed:
             array = jax.device_put(merged.build(read, path), placed)
-            _check_shape(path, array, describe({"x": leaf})["x"]["shape"], where)
+            shape = describe({"x": leaf})["x"]["shape"]
+            if list(array.shape) != shape:
+                raise CheckpointError(
+                    f"{where}: {path} was merged to {list(array.shape)}, and the target has {shape}"
+                )
         else:
             (name,) = merged.sources
             array = read(name, placed)
         packed[path] = array if is_key(leaf) else array.astype(leaf.dtype)
-    left = sorted({path.split(SEPARATOR)[0] for path in manifest.arrays} - _used(sources, wanted))
+    used = {name.split(SEPARATOR)[0] for path in wanted for name in sources[path].sources}
+    left = sorted({path.split(SEPARATOR)[0] for path in manifest.arrays} - used)
     if left:
         logger.info("%s: not read: %s", where, ", ".join(left))
     return unpack(traverse_util.unflatten_dict(packed, sep=SEPARATOR), target)
@@ -181,10 +185,6 @@ def _sources(manifest: CheckpointManifest, mapping: Sequence[Rule]) -> Mapping[s
     return {path: Merged(Rename(path, path), (path,)) for path in manifest.arrays}
 
 
-def _used(sources: Mapping[str, Merged], wanted: Mapping[str, Any]) -> set[str]:
-    return {name.split(SEPARATOR)[0] for path in wanted for name in sources[path].sources}
-
-
 def _check(
     manifest: CheckpointManifest,
     wanted: Mapping[str, Any],
@@ -216,10 +216,3 @@ def _check(
     if lines:
         shown = "\n  ".join(lines[:20]) + ("\n  ..." if len(lines) > 20 else "")
         raise CheckpointError(f"{where} lacks what is wanted ({len(lines)} arrays):\n  {shown}")
-
-
-def _check_shape(path: str, array: np.ndarray | Array, shape: list[int], where: str) -> None:
-    if list(array.shape) != shape:
-        raise CheckpointError(
-            f"{where}: {path} was merged to {list(array.shape)}, and the target has {shape}"
-        )
