@@ -119,6 +119,7 @@ def test_evaluate_reports_cache_rounding(converted, capsys):
     assert 4.0 < bits < 5.0
 
 
+@pytest.mark.slow
 def test_generate_equals_dequantised_weights(converted, capsys):
     directory, _ = converted
     assembly, state, _ = load_run(str(directory), None)

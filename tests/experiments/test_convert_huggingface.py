@@ -201,6 +201,7 @@ def test_trained_vocabulary_is_exported_and_imported(tmp_path):
     assert str(tmp_path / "new") in again.tokenizer.path.as_posix()
 
 
+@pytest.mark.slow
 def test_model_of_no_family_is_exported_with_modelling_file(tmp_path, capsys):
     """SqrtGate, and ids that are not text; the import needs explicit data."""
     model = model_of(16, gate=SqrtGateConfig())

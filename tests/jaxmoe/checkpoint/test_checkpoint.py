@@ -27,6 +27,7 @@ from jaxmoe.checkpoint import (
 )
 from jaxmoe.optim import AdamWConfig, LinearConfig
 from jaxmoe.scaling.initialize import parameter_table
+from jaxmoe.state_tree import is_key
 from jaxmoe.training.state import TrainState
 from tests.support.meshes import mesh_named
 from tests.support.models import TINY
@@ -63,6 +64,8 @@ def _host_state(seed: int, router_state=None) -> TrainState:
 def _place(state: TrainState, mesh_name: str) -> TrainState:
     """The same state, parameters and moments fully sharded over a mesh."""
     mesh = mesh_named(mesh_name)
+    # From the host: moving an array between devices compiles a program for each shape.
+    state = jax.tree.map(lambda x: x if is_key(x) else np.asarray(x), state)
     whole = NamedSharding(mesh, PartitionSpec())
     spread = parameter_table(TINY).tree(lambda row: NamedSharding(mesh, row.spec))
     adam, *others = jax.device_put(state.opt_state, whole)

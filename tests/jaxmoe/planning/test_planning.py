@@ -69,7 +69,7 @@ def plan_of(model=TINY, mesh=EIGHT, *, batch_size=8, length=8, **fields) -> Step
 @pytest.mark.parametrize(
     "mesh, rules",
     [
-        (MeshConfig(data=8), "fully_sharded"),
+        pytest.param(MeshConfig(data=8), "fully_sharded", marks=pytest.mark.slow),
         (MeshConfig(data=8), "zero1"),
         (MeshConfig(replica=2, data=2, tensor=2), "hybrid"),
     ],

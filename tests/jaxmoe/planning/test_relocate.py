@@ -36,7 +36,8 @@ NAMED = ("hash", "random", "forced_balance")
 """Experts by number: refused."""
 ROUNDED = tuple(name for name in METHODS if name not in EXACT + NAMED)
 """A sum over all experts, whose order changes."""
-IN_SHORT = ("hyperp", "moe_plus_plus")
+IN_SHORT = ("moe_plus_plus",)
+"""Bit for bit with a group limit: `test_a_group_limit_moves_as_a_whole_or_not_at_all`."""
 
 
 @functools.cache

@@ -13,7 +13,7 @@ from jaxmoe.checkpoint import CheckpointError, read_huggingface, to_huggingface
 from jaxmoe.checkpoint.huggingface.export import suggest_family
 from jaxmoe.models.config import AttentionConfig, DenseConfig, LayerConfig, ModelConfig
 from jaxmoe.scaling.initialize import init_params
-from tests.support.huggingface_models import CONFIGS, read
+from tests.support.huggingface_models import read
 
 
 def spelled_out(model, *first):
@@ -25,9 +25,9 @@ def spelled_out(model, *first):
     return dataclasses.replace(model, layers=tuple(layers), dense_layers=(), dense_dim=1)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", ["mixtral", "deepseek_v3"])
 def test_layers_that_spell_out_a_family_give_the_same_files(name, tmp_path):
-    """The files of the short form, which transformers reads in test_parity.py."""
+    """Equal layers, and dense ones first; transformers reads these files in test_parity.py."""
     golden = read(name)
     model, params, state = read_huggingface(golden.config, golden.state)
     short = to_huggingface(model, params, tmp_path / "short", router_state=state)

@@ -170,6 +170,7 @@ def test_import_of_a_directory(golden, tmp_path, num_files):
         assert_same(read_huggingface(place, place / "model.safetensors"), wanted)
 
 
+@pytest.mark.slow
 def test_docstring_example_runs(tmp_path, monkeypatch):
     golden = read("olmoe")
     other = save(tmp_path / "other", read("deepseek_v3").config, [read("deepseek_v3").state])
