@@ -19,8 +19,8 @@ import jax.numpy as jnp
 from pallas_kernels.array_types import Array
 
 
-def match_varying(x: Array, *like: Array) -> Array:
-    """Let `x` vary over every manual mesh axis over which `x` or one of `like` varies.
+def match_varying(x: Any, *like: Any) -> Any:
+    """Let the arrays of `x` vary over every manual mesh axis over which one of `like` varies.
 
     Inside `jax.shard_map` with `check_vma=True` the type of an array names the mesh axes over which
     its values may differ. A constant varies over none, so that it does not fit, for example, as the
@@ -28,22 +28,25 @@ def match_varying(x: Array, *like: Array) -> Array:
     over the same axes: the gradient of a replicated array comes back summed.
 
     Args:
-        x: Any array.
-        like: Arrays that `x` will be combined with.
+        x: Pytree of arrays.
+        like: Pytrees of arrays that `x` will be combined with.
 
     Returns:
         `x`, unchanged in value. Outside a manual region, or without `check_vma`, `x` itself.
     """
-    return vary_over(x, varying_axes(*like))
+    axes = varying_axes(*like)
+    return jax.tree.map(lambda leaf: vary_over(leaf, axes), x)
 
 
-def varying_axes(*arrays: Array) -> tuple[str, ...]:
+def varying_axes(*arrays: Any) -> tuple[str, ...]:
     """Return the manual mesh axes over which one of the arrays varies, sorted by name.
 
     Args:
-        arrays: Arrays in a manual region with `check_vma`; elsewhere the result is empty.
+        arrays: Pytrees of arrays in a manual region with `check_vma`; elsewhere the result is
+            empty.
     """
-    return tuple(sorted(frozenset().union(*(jax.typeof(x).mat.varying for x in arrays))))
+    found = (jax.typeof(leaf).mat.varying for leaf in jax.tree.leaves(arrays))
+    return tuple(sorted(frozenset().union(*found)))
 
 
 def vary_over(x: Array, axes: tuple[str, ...]) -> Array:
@@ -71,7 +74,7 @@ def agreed(x: Array) -> Array:
 
 
 def shape_varying_like(
-    shape: tuple[int, ...], dtype: jnp.dtype | type, *like: Array
+    shape: tuple[int, ...], dtype: jnp.dtype | type, *like: Any
 ) -> jax.ShapeDtypeStruct:
     """Return the shape of a kernel's result, which varies over the mesh axes of all of `like`.
 
@@ -82,9 +85,9 @@ def shape_varying_like(
     Args:
         shape: Shape of the result.
         dtype: Dtype of the result.
-        like: Operands of the kernel.
+        like: Operands of the kernel, as pytrees.
     """
-    varying = frozenset().union(*(jax.typeof(x).mat.varying for x in like))
+    varying = frozenset(varying_axes(*like))
     if not varying:
         return jax.ShapeDtypeStruct(shape, dtype)
     kind = jax.sharding.ManualAxisType(varying=varying)

@@ -23,7 +23,7 @@ import functools
 from pallas_kernels.array_types import Array, Float, Float32, Int
 from pallas_kernels.backend import Implementation, Operation
 from pallas_kernels.flash_attention import kernels, reference, xla
-from pallas_kernels.flash_attention.arguments import check_heads, check_mask, check_tokens
+from pallas_kernels.flash_attention.arguments import check_heads, check_tokens
 from pallas_kernels.flash_attention.gpu import kernels as pallas_gpu
 from pallas_kernels.flash_attention.mask import Rules, Tokens
 from pallas_kernels.flash_attention.tpu import kernels as pallas_tpu
@@ -92,7 +92,7 @@ def flash_attention(
     check_heads("flash_attention", q, k, v)
     check_tokens("flash_attention", "q_", q, q_positions, q_segment_ids)
     check_tokens("flash_attention", "kv_", k, kv_positions, kv_segment_ids)
-    check_mask("flash_attention", window, softcap)
+    rules = Rules.of("flash_attention", q, causal, window, softcap, scale)
     if (q_segment_ids is None) != (kv_segment_ids is None):
         raise ValueError(
             "flash_attention: q_segment_ids and kv_segment_ids come together, and only one of "
@@ -100,13 +100,6 @@ def flash_attention(
         )
 
     tokens = Tokens(q_positions, kv_positions, q_segment_ids, kv_segment_ids)
-    given = [x for x in (q, k, v, *tokens) if x is not None]
-    q, k, v = (match_varying(x, *given) for x in (q, k, v))
-    tokens = Tokens(*(None if x is None else match_varying(x, *given) for x in tokens))
-    rules = Rules(
-        causal=causal,
-        window=window,
-        softcap=softcap,
-        scale=q.shape[-1] ** -0.5 if scale is None else scale,
-    )
+    arrays = (q, k, v, tokens)
+    q, k, v, tokens = match_varying(arrays, arrays)
     return OPERATION.function(implementation)(q, k, v, tokens, rules)

@@ -69,23 +69,3 @@ def check_tokens(
         )
     if segment_ids is not None and segment_ids.shape != (b, length):
         raise ValueError(f"{name}: {side}segment_ids {segment_ids.shape} must be ({b}, {length}).")
-
-
-def check_mask(name: str, window: int | None, softcap: float | None) -> None:
-    """Raise unless a window is at least 1 and a cap above 0.
-
-    Args:
-        name: Operation, for the message.
-        window: Argument of flash_attention.
-        softcap: Argument of flash_attention.
-
-    Raises:
-        ValueError: They are out of range.
-    """
-    if window is not None and window < 1:
-        raise ValueError(
-            f"{name}: window={window} must be at least 1 (the query's own position), "
-            "or None for no window."
-        )
-    if softcap is not None and softcap <= 0:
-        raise ValueError(f"{name}: softcap={softcap} must be above 0, or None for no cap.")

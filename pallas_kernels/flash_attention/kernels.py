@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Defines what an implementation of flash_attention consists of, and the gradient shared by all.
 
-    attend          (q, k, v, tokens, rules) -> (out, lse)
-    differentiate   (q, k, v, tokens, rules, d_out, lse, delta) -> (d_q, d_k, d_v), float32
+    attend          Operands -> (out, lse)
+    differentiate   Operands, OutGradient -> (d_q, d_k, d_v), float32
 
 The backward pass (FlashAttention-2, arXiv 2307.08691, section 3.1) recomputes the scores from the
 log-sum-exp, and takes two numbers per query from the forward pass:
@@ -22,20 +22,37 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.array_types import Array, Float
+from pallas_kernels.array_types import Array, Float, Float32
 from pallas_kernels.flash_attention.mask import Rules, Tokens
+
+
+class Operands(NamedTuple):
+    """Queries, keys and values of one call, and which queries see which keys."""
+
+    q: Float[Array, "B S N H"]
+    k: Float[Array, "B U M H"]
+    v: Float[Array, "B U M Hv"]
+    tokens: Tokens
+    rules: Rules
+
+
+class OutGradient(NamedTuple):
+    """Gradient of the output, and two numbers per query from the forward pass."""
+
+    d_out: Float[Array, "B S N Hv"]
+    lse: Float32[Array, "B N S"]
+    """Log-sum-exp of the whole softmax; -inf where a query sees no key, which then adds 0."""
+    delta: Float32[Array, "B N S"]
+    """Softmax term of the gradient."""
 
 
 class Kernels(NamedTuple):
     """The two passes of one implementation; hashable."""
 
-    attend: Callable[..., tuple[Array, Array]]
-    """Forward pass: (q, k, v, tokens, rules) to out in the dtype of q and lse [B N S] f32."""
-    differentiate: Callable[..., tuple[Array, Array, Array]]
-    """Backward pass; also takes d_out [B S N Hv], lse and delta [B N S] f32.
-
-    lse is -inf where a query sees no key, which then adds 0. Returns d_q, d_k and d_v in float32.
-    """
+    attend: Callable[[Operands], tuple[Array, Array]]
+    """Forward pass: to out in the dtype of q, and lse [B N S] f32."""
+    differentiate: Callable[[Operands, OutGradient], tuple[Array, Array, Array]]
+    """Backward pass: to d_q, d_k and d_v in float32."""
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
@@ -48,7 +65,7 @@ def flash_attention(
     kernels: Kernels,
 ) -> tuple[Float[Array, "B S N Hv"], Float[Array, "B N S"]]:
     """Return attention by one implementation, with its own gradient."""
-    return kernels.attend(q, k, v, tokens, rules)
+    return kernels.attend(Operands(q, k, v, tokens, rules))
 
 
 def softmax_delta(
@@ -59,7 +76,7 @@ def softmax_delta(
 
 
 def _forward(q, k, v, tokens, rules, kernels):
-    out, lse = kernels.attend(q, k, v, tokens, rules)
+    out, lse = kernels.attend(Operands(q, k, v, tokens, rules))
     return (out, lse), (q, k, v, tokens, out, lse)
 
 
@@ -68,8 +85,9 @@ def _backward(rules, kernels, residuals, gradients):
     d_out, d_lse = gradients
     # lse is a constant where a query sees no key.
     delta = softmax_delta(out, d_out) - jnp.where(jnp.isfinite(lse), d_lse, 0.0)
-    d_q, d_k, d_v = kernels.differentiate(q, k, v, tokens, rules, d_out, lse, delta)
-    return d_q.astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype), None
+    operands, gradient = Operands(q, k, v, tokens, rules), OutGradient(d_out, lse, delta)
+    gradients = kernels.differentiate(operands, gradient)
+    return *(d.astype(x.dtype) for d, x in zip(gradients, (q, k, v), strict=True)), None
 
 
 flash_attention.defvjp(_forward, _backward)

@@ -52,9 +52,7 @@ def largest_logits(
         The largest logits; -inf for a query that sees no key.
     """
     (b, s, n, h), (u, m) = q.shape, k.shape[1:3]
-    rules = Rules(
-        causal=causal, window=window, softcap=softcap, scale=h**-0.5 if scale is None else scale
-    )
+    rules = Rules.of("largest_logits", q, causal, window, softcap, scale)
     q, k = jax.lax.stop_gradient((q, k))
     block = min(BLOCK, s)
     blocks = -(-s // block)

@@ -36,6 +36,39 @@ class Rules:
     softcap: float | None
     scale: float
 
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        q: Array,
+        causal: bool,
+        window: int | None,
+        softcap: float | None,
+        scale: float | None,
+    ) -> "Rules":
+        """Return the rules of a call.
+
+        Args:
+            name: Operation, for the message.
+            q: Queries [B S N H].
+            causal: Argument of flash_attention.
+            window: Argument of flash_attention.
+            softcap: Argument of flash_attention.
+            scale: Argument of flash_attention; None is 1 / sqrt(H).
+
+        Raises:
+            ValueError: The window is less than 1, or the cap not above 0.
+        """
+        if window is not None and window < 1:
+            raise ValueError(
+                f"{name}: window={window} must be at least 1 (the query's own position), "
+                "or None for no window."
+            )
+        if softcap is not None and softcap <= 0:
+            raise ValueError(f"{name}: softcap={softcap} must be above 0, or None for no cap.")
+        factor = q.shape[-1] ** -0.5 if scale is None else scale
+        return cls(causal=causal, window=window, softcap=softcap, scale=factor)
+
 
 class Tokens(NamedTuple):
     """Positions and segments of queries and keys: a pytree of [S], [U], [B S] or [B U] i32 arrays.

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.array_types import Array, Float
-from pallas_kernels.flash_attention.kernels import Kernels
+from pallas_kernels.flash_attention.kernels import Kernels, Operands, OutGradient
 from pallas_kernels.flash_attention.mask import Rules, Tokens, visible
 
 
@@ -39,22 +39,15 @@ def flash_attention(
     return out.astype(q.dtype), lse[..., 0]
 
 
-def differentiate(
-    q: Float[Array, "B S N H"],
-    k: Float[Array, "B U M H"],
-    v: Float[Array, "B U M Hv"],
-    tokens: Tokens,
-    rules: Rules,
-    d_out: Float[Array, "B S N Hv"],
-    lse: Float[Array, "B N S"],
-    delta: Float[Array, "B N S"],
-) -> tuple[Float[Array, "B S N H"], Float[Array, "B U M H"], Float[Array, "B U M Hv"]]:
+def differentiate(operands: Operands, gradient: OutGradient) -> tuple[Array, Array, Array]:
     """Return the gradients defined in `pallas_kernels.flash_attention.kernels`.
 
     out' = exp(logits - lse) v is pulled back from d_out through v, and from P (d_out v^T - delta)
     through the logits.
     """
-    q, k, v, d_out = (x.astype(jnp.float32) for x in (q, k, v, d_out))
+    *arrays, tokens, rules = operands
+    d_out, lse, delta = gradient
+    q, k, v, d_out = (x.astype(jnp.float32) for x in (*arrays, d_out))
     logits, pull = jax.vjp(lambda q, k: _logits(q, k, tokens, rules), q, k)
     lse = jnp.where(jnp.isfinite(lse), lse, 0.0)
     weights = jnp.exp(logits - lse[..., None])
@@ -88,4 +81,4 @@ def _repeat(x: Array, q: Array) -> Array:
     return jnp.repeat(x, q.shape[2] // x.shape[2], axis=2)
 
 
-KERNELS = Kernels(flash_attention, differentiate)
+KERNELS = Kernels(lambda operands: flash_attention(*operands), differentiate)

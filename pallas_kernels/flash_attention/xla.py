@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.array_types import Array, Float
-from pallas_kernels.flash_attention.kernels import Kernels
+from pallas_kernels.flash_attention.kernels import Kernels, Operands, OutGradient
 from pallas_kernels.flash_attention.mask import Rules, Tokens, visible
 from pallas_kernels.jax_versions import match_varying
 
@@ -51,14 +51,6 @@ class _Queries(NamedTuple):
     q: Array
     positions: Array
     segment_ids: Array | None
-
-
-class _Results(NamedTuple):
-    """Arrays [blocks r ...] of results that the backward pass needs."""
-
-    d_out: Array
-    lse: Array
-    delta: Array
 
 
 class _Keys(NamedTuple):
@@ -117,7 +109,8 @@ def _tiers(sizes: _Sizes, num_keys: int, tokens: Tokens, rules: Rules) -> list[_
     return tiers
 
 
-def _prepare(q: Array, k: Array, v: Array, tokens: Tokens) -> tuple[_Sizes, _Queries, _Keys]:
+def _prepare(operands: Operands) -> tuple[_Sizes, list[_Tier], _Queries, _Keys]:
+    q, k, v, tokens, rules = operands
     sizes, num_keys = _Sizes.of(q, k), k.shape[1]
 
     def by_query(x: Array) -> Array:
@@ -142,7 +135,7 @@ def _prepare(q: Array, k: Array, v: Array, tokens: Tokens) -> tuple[_Sizes, _Que
         positions=by_key(jnp.arange(num_keys) if kv_positions is None else kv_positions),
         segment_ids=None if kv_segment_ids is None else by_key(kv_segment_ids),
     )
-    return sizes, queries, keys
+    return sizes, _tiers(sizes, num_keys, tokens, rules), queries, keys
 
 
 def _per_head(function: Callable[..., Any], sizes: _Sizes, keys: _Keys, *queries: Any) -> Any:
@@ -186,7 +179,7 @@ def _forward_block(block: _Queries, keys: _Keys, rules: Rules) -> tuple[Array, A
 
 
 def _backward_block(
-    block: _Queries, results: _Results, keys: _Keys, rules: Rules
+    block: _Queries, results: OutGradient, keys: _Keys, rules: Rules
 ) -> tuple[Array, Array, Array]:
     """Return the gradients of one block of queries and its parts of those of its keys, in float32.
 
@@ -209,23 +202,16 @@ def _backward_block(
     return d_q, d_k, d_v
 
 
-def attend(
-    q: Float[Array, "B S N H"],
-    k: Float[Array, "B U M H"],
-    v: Float[Array, "B U M Hv"],
-    tokens: Tokens,
-    rules: Rules,
-) -> tuple[Float[Array, "B S N Hv"], Float[Array, "B N S"]]:
+def attend(operands: Operands) -> tuple[Float[Array, "B S N Hv"], Float[Array, "B N S"]]:
     """Return what `pallas_kernels.flash_attention` returns."""
-    sizes, queries, keys = _prepare(q, k, v, tokens)
-    tiers = _tiers(sizes, k.shape[1], tokens, rules)
+    sizes, tiers, queries, keys = _prepare(operands)
 
     def one_head(keys: _Keys, queries: _Queries) -> tuple[Array, Array]:
         outs, lses = [], []
         for tier in tiers:
             seen = _pick(tier.keys, keys)
             out, lse = jax.lax.map(
-                lambda block, seen=seen: _forward_block(block, seen, rules),
+                lambda block, seen=seen: _forward_block(block, seen, operands.rules),
                 _pick(tier.blocks, queries),
             )
             outs.append(out)
@@ -236,38 +222,32 @@ def attend(
     return out, lse.swapaxes(1, 2)
 
 
-def differentiate(
-    q: Float[Array, "B S N H"],
-    k: Float[Array, "B U M H"],
-    v: Float[Array, "B U M Hv"],
-    tokens: Tokens,
-    rules: Rules,
-    d_out: Float[Array, "B S N Hv"],
-    lse: Float[Array, "B N S"],
-    delta: Float[Array, "B N S"],
-) -> tuple[Float[Array, "B S N H"], Float[Array, "B U M H"], Float[Array, "B U M Hv"]]:
+def differentiate(operands: Operands, gradient: OutGradient) -> tuple[Array, Array, Array]:
     """Return the gradients defined in `pallas_kernels.flash_attention.kernels`."""
-    sizes, queries, keys = _prepare(q, k, v, tokens)
-    tiers = _tiers(sizes, k.shape[1], tokens, rules)
-
+    sizes, tiers, queries, keys = _prepare(operands)
+    d_out, lse, delta = gradient
     # Weights are 0 where a query sees no key; -inf would turn them into NaN.
     lse = jnp.where(jnp.isfinite(lse), lse, 0.0)
     lse, delta = (x.swapaxes(1, 2) for x in (lse, delta))
-    results = _Results(sizes.split(d_out), sizes.split(lse), sizes.split(delta))
+    results = OutGradient(*map(sizes.split, (d_out, lse, delta)))
 
-    def one_head(keys: _Keys, queries: _Queries, results: _Results) -> tuple[Array, Array, Array]:
+    def zeros_like(keys: _Keys) -> tuple[Array, ...]:
+        return tuple(match_varying(jnp.zeros(x.shape), x) for x in (keys.k, keys.v))
+
+    def one_head(
+        keys: _Keys, queries: _Queries, results: OutGradient
+    ) -> tuple[Array, Array, Array]:
         d_qs = []
-        d_k, d_v = (match_varying(jnp.zeros(x.shape), x) for x in (keys.k, keys.v))
+        d_k, d_v = zeros_like(keys)
         for tier in tiers:
             seen = _pick(tier.keys, keys)
 
             def step(sums, block, seen=seen):
-                d_q, d_k, d_v = _backward_block(block[0], block[1], seen, rules)
+                d_q, d_k, d_v = _backward_block(block[0], block[1], seen, operands.rules)
                 return (sums[0] + d_k, sums[1] + d_v), d_q
 
             blocks = _pick(tier.blocks, (queries, results))
-            zeros = tuple(match_varying(jnp.zeros(x.shape), x) for x in (seen.k, seen.v))
-            (tier_d_k, tier_d_v), d_q = jax.lax.scan(step, zeros, blocks)
+            (tier_d_k, tier_d_v), d_q = jax.lax.scan(step, zeros_like(seen), blocks)
             d_qs.append(d_q)
             d_k = _add_to(tier.keys, d_k, tier_d_k)
             d_v = _add_to(tier.keys, d_v, tier_d_v)

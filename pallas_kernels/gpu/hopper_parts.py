@@ -373,6 +373,38 @@ def walk_tiles(total: Array | int, number: int, tile: Callable[[Array, Array], A
     )
 
 
+def run_tiles(
+    warpgroup: Array,
+    total: Array | int,
+    number: int,
+    ring: Ring,
+    compute: Callable[[Array, Array], Array],
+    load: Callable[[Array, Array], Array],
+) -> None:
+    """Visit the tiles of a program with every warpgroup, which compute or load.
+
+    Args:
+        warpgroup: Index of the warpgroup.
+        total: Number of tiles of all programs.
+        number: Number of programs.
+        ring: Slots that are filled and emptied.
+        compute: Maps (index, steps so far) to the steps including its own, where a
+            warpgroup computes.
+        load: The same, where a warpgroup loads.
+    """
+
+    @pl.when(warpgroup < COMPUTING)
+    def _compute() -> None:
+        plgpu.set_max_registers(REGISTERS_COMPUTING, action="increase")
+        walk_tiles(total, number, compute)
+        plgpu.wait_smem_to_gmem(0)
+
+    @pl.when(warpgroup == COMPUTING)
+    def _load() -> None:
+        plgpu.set_max_registers(REGISTERS_LOADING, action="decrease")
+        ring.drain(walk_tiles(total, number, load))
+
+
 def programs(interpret: Any) -> int:
     """Return the number of programs: one per multiprocessor, two when interpreted."""
     if interpret is not None:

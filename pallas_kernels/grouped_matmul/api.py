@@ -32,7 +32,6 @@ import dataclasses
 import functools
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from pallas_kernels.array_types import Array, Float, Int
@@ -103,10 +102,11 @@ def grouped_matmul(
     if out_dtype is None:
         out_dtype = jnp.float32 if isinstance(rows, QuantizedArray) else rows.dtype
     group_sizes = sizes_within(rows.shape[0], group_sizes)
-    rows, weights, group_sizes = _alike(rows, weights, group_sizes)
+    operands = (rows, weights, group_sizes)
+    rows, weights, group_sizes = match_varying(operands, operands)
     if 0 in (*rows.shape, *weights.shape):
         empty = jnp.zeros((rows.shape[0], weights.shape[2]), out_dtype)
-        return match_varying(empty, *jax.tree.leaves((rows, weights, group_sizes)))
+        return match_varying(empty, rows, weights, group_sizes)
     return OPERATION.function(implementation)(rows, weights, group_sizes, jnp.dtype(out_dtype))
 
 
@@ -136,12 +136,13 @@ def grouped_outer(
     """
     _check_outer(rows, others, group_sizes)
     group_sizes = sizes_within(rows.shape[0], group_sizes)
-    rows, others, group_sizes = _alike(rows, others, group_sizes)
+    operands = (rows, others, group_sizes)
+    rows, others, group_sizes = match_varying(operands, operands)
     out_dtype = jnp.dtype(jnp.float32 if out_dtype is None else out_dtype)
     if 0 in (*rows.shape, *others.shape, *group_sizes.shape):
         shape = (group_sizes.shape[0], rows.shape[1], others.shape[1])
         empty = jnp.zeros(shape, out_dtype)
-        return match_varying(empty, *jax.tree.leaves((rows, others, group_sizes)))
+        return match_varying(empty, rows, others, group_sizes)
     contract = OUTER.function(implementation)
     length = largest_sum(rows, others)
     if length is None or rows.shape[0] <= length:
@@ -169,12 +170,6 @@ def sizes_within(num_rows: int, group_sizes: Int[Array, " G"]) -> Int[Array, " G
 
 def _rows_of(x: Any, start: int, stop: int) -> QuantizedArray:
     return dataclasses.replace(x, values=x.values[start:stop])
-
-
-def _alike(*operands: Any) -> Any:
-    """Return the operands, varying over the same manual mesh axes."""
-    leaves = jax.tree.leaves(operands)
-    return jax.tree.map(lambda leaf: match_varying(leaf, *leaves), operands)
 
 
 def _check(rows: Any, weights: Any, group_sizes: Array) -> None:

@@ -20,7 +20,6 @@ To add an implementation: `pallas_kernels/grouped_swiglu/<name>.py` with `groupe
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from pallas_kernels.array_types import Array, Float, Int
@@ -72,11 +71,9 @@ def grouped_swiglu(
     """
     _check(rows, gate_up, down, group_sizes)
     arrays = (rows, gate_up, down, sizes_within(rows.shape[0], group_sizes))
-    leaves = jax.tree.leaves(arrays)
     if 0 in (*rows.shape, *gate_up.shape):
-        return match_varying(jnp.zeros_like(rows), *leaves)
-    arrays = jax.tree.map(lambda leaf: match_varying(leaf, *leaves), arrays)
-    return OPERATION.function(implementation)(*arrays)
+        return match_varying(jnp.zeros_like(rows), arrays)
+    return OPERATION.function(implementation)(*match_varying(arrays, arrays))
 
 
 def _check(rows: Array, gate_up: Any, down: Any, group_sizes: Array) -> None:

@@ -160,8 +160,7 @@ def _multiplied(
 
     multiply.defvjp(forward, backward)
     operands = (x, weight.codes, weight.carrier, sizes)
-    leaves = jax.tree.leaves(operands)
-    return multiply(*jax.tree.map(lambda leaf: match_varying(leaf, *leaves), operands))
+    return multiply(*match_varying(operands, operands))
 
 
 def _dense(

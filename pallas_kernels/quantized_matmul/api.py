@@ -124,10 +124,9 @@ def quantized_matmul(
     _check(x, w)
     if out_dtype is None:
         out_dtype = jnp.float32 if isinstance(x, QuantizedArray) else x.dtype
-    leaves = jax.tree.leaves((x, w))
-    x, w = jax.tree.map(lambda leaf: match_varying(leaf, *leaves), (x, w))
+    x, w = match_varying((x, w), x, w)
     if 0 in (*x.shape, *w.shape):
-        return match_varying(jnp.zeros((x.shape[0], w.shape[1]), out_dtype), *leaves)
+        return match_varying(jnp.zeros((x.shape[0], w.shape[1]), out_dtype), x)
     if isinstance(w, MixedArray):
         multiply = _mixed_product(OPERATION.choose(implementation).implementation)
         return _differentiable(x, w, jnp.dtype(out_dtype), multiply)

@@ -16,7 +16,7 @@ from jax.core import Tracer
 from pallas_kernels.array_types import Array
 from pallas_kernels.backend import Implementation
 from pallas_kernels.flash_attention.api import KERNELS, OPERATION
-from pallas_kernels.flash_attention.arguments import check_heads, check_mask
+from pallas_kernels.flash_attention.arguments import check_heads
 from pallas_kernels.flash_attention.mask import Rules
 from pallas_kernels.ring.step import Links, Transport, check_transport
 from pallas_kernels.sequence_layout import SequenceLayout
@@ -35,18 +35,11 @@ class Call(NamedTuple):
 
 def check_call(
     name: str,
-    q: Array,
-    k: Array,
-    v: Array,
-    *,
+    arrays: tuple[Array, Array, Array],
+    tokens: tuple[Array | None, Array | None],
+    mask: tuple[bool, int | None, float | None, float | None],
     axis_name: str,
-    causal: bool,
     layout: str,
-    positions: Array | None,
-    segment_ids: Array | None,
-    window: int | None,
-    softcap: float | None,
-    scale: float | None,
     transport: str,
     implementation: Implementation | None,
 ) -> Call:
@@ -54,43 +47,32 @@ def check_call(
 
     Args:
         name: Operation, for messages.
-        q: Queries; all further arguments are those of `ring_attention`.
-        k: Keys.
-        v: Values.
+        arrays: q, k and v; all further arguments are those of `ring_attention`.
+        tokens: positions and segment_ids.
+        mask: causal, window, softcap and scale.
         axis_name: Mesh axis of the ring.
-        causal: Whether a query sees no later key.
         layout: Layout of the tokens.
-        positions: Positions of the local tokens.
-        segment_ids: Segments of the local tokens.
-        window: Distance from which keys are hidden.
-        softcap: Bound of the logits.
-        scale: Factor of the logits; None is 1 / sqrt(H).
         transport: Transport of the parcels.
         implementation: Implementation of flash_attention.
 
     Raises:
         ValueError: Shapes, dtypes or options do not fit, or cannot run here.
     """
+    q, positions = arrays[0], tokens[0]
     ranks = num_ranks(name, axis_name)
-    check_arrays(name, q, k, v)
-    check_tokens(name, q, positions, segment_ids, ranks)
-    check_mask(name, window, softcap)
+    check_arrays(name, *arrays)
+    check_tokens(name, q, *tokens, ranks)
+    rules = Rules.of(name, q, *mask)
     check_choice(name, "layout", layout, typing.get_args(SequenceLayout))
     check_layout(name, q.shape[1], ranks, layout)
-    if window is not None and layout == "document_zigzag" and positions is None:
+    if rules.window is not None and layout == "document_zigzag" and positions is None:
         raise ValueError(
-            f"{name}: window={window} counts positions, and with layout='document_zigzag' those "
-            "depend on the documents of the whole sequence: give positions, laid out by the order "
-            "that laid out the tokens."
+            f"{name}: window={rules.window} counts positions, and with layout='document_zigzag'"
+            " those depend on the documents of the whole sequence: give positions, laid out by the"
+            " order that laid out the tokens."
         )
     kernels = KERNELS[OPERATION.choose(implementation).implementation]
     check_transport(name, transport, kernels)
-    rules = Rules(
-        causal=causal,
-        window=window,
-        softcap=softcap,
-        scale=q.shape[-1] ** -0.5 if scale is None else scale,
-    )
     return Call(ranks, rules, Links(axis_name, typing.cast(Transport, transport), kernels))
 
 

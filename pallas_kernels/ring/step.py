@@ -25,8 +25,7 @@ import jax
 from pallas_kernels.array_types import Array
 from pallas_kernels.backend import platform
 from pallas_kernels.flash_attention import OPERATION as FLASH_ATTENTION
-from pallas_kernels.flash_attention.kernels import Kernels
-from pallas_kernels.flash_attention.mask import Rules, Tokens
+from pallas_kernels.flash_attention.kernels import Kernels, Operands, OutGradient
 from pallas_kernels.flash_attention.tpu import kernels as pallas_tpu
 from pallas_kernels.ring.online_softmax import SoftmaxState
 from pallas_kernels.ring.parcel import Parcel
@@ -47,68 +46,46 @@ class Links(NamedTuple):
 
 
 def attend_and_send(
-    q: Array,
-    k: Array,
-    v: Array,
-    tokens: Tokens,
-    rules: Rules,
+    operands: Operands,
     parcels: Sequence[Parcel],
     links: Links,
 ) -> tuple[SoftmaxState, tuple[Array, ...]]:
     """Return attention over one block of keys, and the arrays that arrive meanwhile.
 
     Args:
-        q: Queries [B S N H].
-        k: Keys [B U M H].
-        v: Values [B U M Hv].
-        tokens: Positions and segments of queries and keys.
-        rules: Mask rules.
+        operands: Queries, keys and values of the block, and its mask.
         parcels: Arrays to send.
         links: Mesh axis, transport and implementation.
     """
     axis_name, transport, kernels = links
     if transport == "remote_dma":
         check_transport("attend_and_send", transport, kernels)
-        state, arrived = remote_dma.attend(q, k, v, tokens, rules, parcels, axis_name)
+        state, arrived = remote_dma.attend(operands, parcels, axis_name)
         return SoftmaxState(*state), arrived
     arrived = send(parcels, axis_name)
-    return SoftmaxState(*kernels.attend(q, k, v, tokens, rules)), arrived
+    return SoftmaxState(*kernels.attend(operands)), arrived
 
 
 def differentiate_and_send(
-    q: Array,
-    k: Array,
-    v: Array,
-    tokens: Tokens,
-    rules: Rules,
-    d_out: Array,
-    lse: Array,
-    delta: Array,
+    operands: Operands,
+    gradient: OutGradient,
     parcels: Sequence[Parcel],
     links: Links,
 ) -> tuple[tuple[Array, Array, Array], tuple[Array, ...]]:
     """Return the gradients of one block in float32, and the arrays that arrive meanwhile.
 
     Args:
-        q: Queries [B S N H].
-        k: Keys [B U M H].
-        v: Values [B U M Hv].
-        tokens: Positions and segments of queries and keys.
-        rules: Mask rules.
-        d_out: Gradient of the output [B S N Hv].
-        lse: Log-sum-exp of the whole softmax [B N S].
-        delta: Softmax term of the gradient [B N S]; see flash_attention/kernels.py.
+        operands: Queries, keys and values of the block, and its mask.
+        gradient: Gradient of the output, and numbers of the whole softmax.
         parcels: Arrays to send.
         links: Mesh axis, transport and implementation.
     """
     axis_name, transport, kernels = links
     if transport == "remote_dma":
         check_transport("differentiate_and_send", transport, kernels)
-        return remote_dma.differentiate(
-            q, k, v, tokens, rules, d_out, lse, delta, parcels, axis_name
-        )
+        return remote_dma.differentiate(operands, gradient, parcels, axis_name)
     arrived = send(parcels, axis_name)
-    return kernels.differentiate(q, k, v, tokens, rules, d_out, lse, delta), arrived
+    return kernels.differentiate(operands, gradient), arrived
 
 
 def send(

@@ -23,7 +23,6 @@ To add a form: its name in `Form` and its blocks in `_seen` of
 `pallas_kernels/ring_attention/api.py`.
 """
 
-import functools
 import typing
 from typing import Literal
 
@@ -34,6 +33,7 @@ from pallas_kernels.array_types import Array, Float, Int
 from pallas_kernels.backend import Implementation
 from pallas_kernels.jax_versions import match_varying
 from pallas_kernels.ring import checks
+from pallas_kernels.ring.gradient import Passes, attend
 from pallas_kernels.ring.step import Transport
 from pallas_kernels.ring_attention import backward, forward
 from pallas_kernels.ring_attention.reference import layout_positions
@@ -44,6 +44,7 @@ from pallas_kernels.sequence_layout import SequenceLayout
 Directions = Literal["one", "both"]
 
 NAME = "ring_attention"
+PASSES = Passes(forward.attend, backward.differentiate)
 
 
 def ring_attention(
@@ -95,19 +96,13 @@ def ring_attention(
     """
     call = checks.check_call(
         NAME,
-        q,
-        k,
-        v,
-        axis_name=axis_name,
-        causal=causal,
-        layout=layout,
-        positions=positions,
-        segment_ids=segment_ids,
-        window=window,
-        softcap=softcap,
-        scale=scale,
-        transport=transport,
-        implementation=implementation,
+        (q, k, v),
+        (positions, segment_ids),
+        (causal, window, softcap, scale),
+        axis_name,
+        layout,
+        transport,
+        implementation,
     )
     checks.check_choice(NAME, "directions", directions, typing.get_args(Directions))
     form, reach = _form(call.ranks, q.shape[1], layout, causal, window, positions is not None)
@@ -118,31 +113,10 @@ def ring_attention(
         is_by_position=positions is not None or window is not None,
         links=call.links,
     )
-    given = [x for x in (q, k, v, positions, segment_ids) if x is not None]
-    given.append(jax.lax.axis_index(axis_name))
-    q, k, v = (match_varying(x, *given) for x in (q, k, v))
+    given = (q, k, v, positions, segment_ids, jax.lax.axis_index(axis_name))
+    q, k, v = match_varying((q, k, v), given)
     ids = _ids(positions, segment_ids, ring, layout, (q.shape[0], q.shape[1]))
-    ids = Ids(*(None if x is None else match_varying(x, *given) for x in ids))
-    return _attend(q, k, v, ids, ring)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _attend(q: Array, k: Array, v: Array, ids: Ids, ring: Ring) -> Array:
-    return forward.attend(q, k, v, ids, ring)[0]
-
-
-def _forward(q, k, v, ids, ring):
-    out, lse = forward.attend(q, k, v, ids, ring)
-    return out, (q, k, v, ids, out, lse)
-
-
-def _backward(ring, residuals, d_out):
-    q, k, v, ids, out, lse = residuals
-    gradients = backward.differentiate(q, k, v, ids, out, lse, d_out, ring)
-    return *(d.astype(x.dtype) for d, x in zip(gradients, (q, k, v), strict=True)), None
-
-
-_attend.defvjp(_forward, _backward)
+    return attend(q, k, v, match_varying(ids, given), ring, PASSES)
 
 
 def _form(

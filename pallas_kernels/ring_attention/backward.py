@@ -19,7 +19,7 @@ from typing import Any
 import jax
 
 from pallas_kernels.array_types import Array, Float
-from pallas_kernels.flash_attention.kernels import softmax_delta
+from pallas_kernels.flash_attention.kernels import Operands, OutGradient, softmax_delta
 from pallas_kernels.ring.remote_dma.ring_backward import differentiate_ring, fits
 from pallas_kernels.ring.step import Parcel, differentiate_and_send, send
 from pallas_kernels.ring_attention import shards
@@ -56,8 +56,8 @@ def differentiate(
     delta = softmax_delta(out, d_out)
     if shards.is_one_kernel(ring) and fits(q, k, v, ring.rules):
         tokens = shards.numbered_tokens(ids, ring, rank, q.shape[1])
-        arrays = (q, k, v, tokens, ring.rules, d_out, lse, delta)
-        return differentiate_ring(*arrays, axis_name=ring.axis_name)
+        operands, gradient = Operands(q, k, v, tokens, ring.rules), OutGradient(d_out, lse, delta)
+        return differentiate_ring(operands, gradient, axis_name=ring.axis_name)
     own_q = shards.zip_cuts(
         lambda *queries: queries,
         *(shards.cut(x, ring) for x in (q, d_out)),
@@ -71,10 +71,10 @@ def differentiate(
         queries = (q, d_out, lse, delta)
         if step > 0:
             queries = shards.by_block(ring, step, rank, "q", own_q)
-        (k, v), rules = keys, ring.rules_at(step)
-        q_, *statistics = queries
+        q_, *gradient = queries
+        operands = Operands(q_, *keys, tokens, ring.rules_at(step))
         found, arrived = differentiate_and_send(
-            q_, k, v, tokens, rules, *statistics, parcels=parcels, links=ring.links
+            operands, OutGradient(*gradient), parcels, ring.links
         )
         if step == 0:
             return (shards.cut(found[0], ring), shards.cut(shards.pack(*found[1:]), ring)), arrived

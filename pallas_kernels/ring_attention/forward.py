@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.array_types import Array, Float
+from pallas_kernels.flash_attention.kernels import Operands
 from pallas_kernels.ring.online_softmax import SoftmaxState, merge
 from pallas_kernels.ring.remote_dma.ring_forward import attend_ring, fits
 from pallas_kernels.ring.step import attend_and_send
@@ -46,14 +47,14 @@ def attend(
     rank = jax.lax.axis_index(ring.axis_name)
     if shards.is_one_kernel(ring) and fits(q, k, v, ring.rules):
         tokens = shards.numbered_tokens(ids, ring, rank, q.shape[1])
-        return attend_ring(q, k, v, tokens, ring.rules, axis_name=ring.axis_name)
+        return attend_ring(Operands(q, k, v, tokens, ring.rules), axis_name=ring.axis_name)
     own_q = shards.cut(q, ring)
     states: Cut = []
 
     def compute(step: int, keys: tuple[Array, Array], tokens: Any, parcels: Any) -> Any:
         queries = q if step == 0 else shards.by_block(ring, step, rank, "q", own_q)
-        (k, v), rules = keys, ring.rules_at(step)
-        state, arrived = attend_and_send(queries, k, v, tokens, rules, parcels, ring.links)
+        operands = Operands(queries, *keys, tokens, ring.rules_at(step))
+        state, arrived = attend_and_send(operands, parcels, ring.links)
         return (_by_piece(state, ring) if step == 0 else state), arrived
 
     def absorb(step: int, found: Any, taken: Any) -> None:

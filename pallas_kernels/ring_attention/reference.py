@@ -41,12 +41,7 @@ def ring_attention(
 
     kv_segment_ids = None if segment_ids is None else gather(segment_ids)
     tokens = Tokens(positions, gather(positions), segment_ids, kv_segment_ids)
-    rules = Rules(
-        causal=causal,
-        window=window,
-        softcap=softcap,
-        scale=q.shape[-1] ** -0.5 if scale is None else scale,
-    )
+    rules = Rules.of("ring_attention", q, causal, window, softcap, scale)
     return reference.flash_attention(q, gather(k), gather(v), tokens, rules)[0]
 
 

@@ -21,7 +21,6 @@ To add a form: its name in `Form` and its transfers in `Schedule.homeward` of
 `pallas_kernels/token_ring_attention/circulate.py`.
 """
 
-import functools
 import typing
 
 import jax
@@ -31,6 +30,7 @@ from pallas_kernels.array_types import Array, Float, Int
 from pallas_kernels.backend import Implementation
 from pallas_kernels.jax_versions import match_varying
 from pallas_kernels.ring import checks
+from pallas_kernels.ring.gradient import Passes, attend
 from pallas_kernels.ring.step import Transport
 from pallas_kernels.ring_attention.reference import layout_positions
 from pallas_kernels.sequence_layout import SequenceLayout
@@ -40,6 +40,7 @@ from pallas_kernels.token_ring_attention.circulate import Ring
 from pallas_kernels.token_ring_attention.schedule import Form, Schedule, Visits
 
 NAME = "token_ring_attention"
+PASSES = Passes(forward.attend, backward.differentiate)
 
 
 def token_ring_attention(
@@ -92,19 +93,13 @@ def token_ring_attention(
     """
     call = checks.check_call(
         NAME,
-        q,
-        k,
-        v,
-        axis_name=axis_name,
-        causal=causal,
-        layout=layout,
-        positions=positions,
-        segment_ids=segment_ids,
-        window=window,
-        softcap=softcap,
-        scale=scale,
-        transport=transport,
-        implementation=implementation,
+        (q, k, v),
+        (positions, segment_ids),
+        (causal, window, softcap, scale),
+        axis_name,
+        layout,
+        transport,
+        implementation,
     )
     checks.check_choice(NAME, "form", form, typing.get_args(Form))
     visits: Visits = "every"
@@ -117,29 +112,8 @@ def token_ring_attention(
         positions = layout_positions(call.ranks, q.shape[1], layout)[rank]
     if positions is not None:
         positions = jnp.broadcast_to(positions, q.shape[:2])
-
-    given = [x for x in (q, k, v, positions, segment_ids, rank) if x is not None]
-    q, k, v = (match_varying(x, *given) for x in (q, k, v))
-    tokens = (positions, segment_ids)
-    shard = Shard(*(None if x is None else match_varying(x, *given) for x in tokens))
+    arrays = (q, k, v, Shard(positions, segment_ids))
+    arrays = match_varying(arrays, arrays, rank)
     schedule = Schedule(ranks=call.ranks, visits=visits, form=form)
-    return _attend(q, k, v, shard, Ring(schedule=schedule, rules=call.rules, links=call.links))
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _attend(q: Array, k: Array, v: Array, shard: Shard, ring: Ring) -> Array:
-    return forward.attend(q, k, v, shard, ring)[0]
-
-
-def _forward(q, k, v, shard, ring):
-    out, lse = forward.attend(q, k, v, shard, ring)
-    return out, (q, k, v, shard, out, lse)
-
-
-def _backward(ring, residuals, d_out):
-    q, k, v, shard, out, lse = residuals
-    gradients = backward.differentiate(q, k, v, shard, out, lse, d_out, ring)
-    return *(d.astype(x.dtype) for d, x in zip(gradients, (q, k, v), strict=True)), None
-
-
-_attend.defvjp(_forward, _backward)
+    ring = Ring(schedule=schedule, rules=call.rules, links=call.links)
+    return attend(*arrays, ring, PASSES)

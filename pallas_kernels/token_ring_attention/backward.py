@@ -14,7 +14,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from pallas_kernels.array_types import Array, Float, Float32
-from pallas_kernels.flash_attention.kernels import softmax_delta
+from pallas_kernels.flash_attention.kernels import Operands, OutGradient, softmax_delta
 from pallas_kernels.ring.step import Parcel, differentiate_and_send
 from pallas_kernels.token_ring_attention.blocks import Block, Shard
 from pallas_kernels.token_ring_attention.circulate import Results, Ring, circulate
@@ -77,16 +77,19 @@ def differentiate(
         parcels: Sequence[Parcel],
     ):
         if step == 0:
+            operands, gradient = Operands(q, k, v, shard.tokens, ring.rules), (d_out, lse, delta)
             (d_q, *d_keys), arrived = differentiate_and_send(
-                *(q, k, v, shard.tokens, ring.rules, d_out, lse, delta), parcels, ring.links
+                operands, OutGradient(*gradient), parcels, ring.links
             )
             return d_q, d_keys, arrived
         block = Block.at(ring, step)
         queries = [unpack_queries(x[:messages]) for x in held]
-        q_, lse_, d_out_, delta_ = (block.queries(x) for x in zip(*queries, strict=True))
-        tokens = block.tokens([shard.like(x[messages:]) for x in held], shard)
+        heads, lse_, d_out_, delta_ = zip(*queries, strict=True)
+        tokens = [shard.like(x[messages:]) for x in held]
+        gradient = (block.queries(x) for x in (d_out_, lse_, delta_))
         (d_q, *d_keys), arrived = differentiate_and_send(
-            *(q_, block.keys(k), block.keys(v), tokens, block.rules, d_out_, lse_, delta_),
+            block.operands(heads, k, v, tokens, shard),
+            OutGradient(*gradient),
             parcels,
             ring.links,
         )

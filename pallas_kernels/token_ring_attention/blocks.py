@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.array_types import Array, Bool
+from pallas_kernels.flash_attention.kernels import Operands
 from pallas_kernels.flash_attention.mask import Rules, Tokens
 from pallas_kernels.ring import half_blocks
 from pallas_kernels.ring.half_blocks import Halves, halves
@@ -87,6 +88,26 @@ class Block(NamedTuple):
         if self.visits != "halves":
             return x
         return half_blocks.stack_keys(halves(x), self.is_earlier)
+
+    def operands(
+        self, queries: Sequence[Array], k: Array, v: Array, tokens: Sequence[Shard], own: Shard
+    ) -> Operands:
+        """Return what the block computes.
+
+        Args:
+            queries: Queries, by piece.
+            k: Keys of this rank.
+            v: Values of this rank.
+            tokens: Shards of the queries, by piece.
+            own: Shard of the keys.
+        """
+        return Operands(
+            self.queries(queries),
+            self.keys(k),
+            self.keys(v),
+            self.tokens(tokens, own),
+            self.rules,
+        )
 
     def tokens(self, pieces: Sequence[Shard], own: Shard) -> Tokens:
         """Return positions and segments of the block.

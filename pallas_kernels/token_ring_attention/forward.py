@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 
 from pallas_kernels.array_types import Array, Bool, Float, Float32
+from pallas_kernels.flash_attention.kernels import Operands
 from pallas_kernels.ring import half_blocks
 from pallas_kernels.ring.online_softmax import SoftmaxState, merge
 from pallas_kernels.ring.step import Parcel, attend_and_send
@@ -44,18 +45,12 @@ def attend(
 
     def work(step: int, held: Sequence[tuple[Array, ...]], kept: None, parcels: Sequence[Parcel]):
         if step == 0:
-            state, arrived = attend_and_send(q, k, v, shard.tokens, ring.rules, parcels, ring.links)
-            return state, kept, arrived
-        block = Block.at(ring, step)
-        state, arrived = attend_and_send(
-            block.queries([x for x, *_ in held]),
-            block.keys(k),
-            block.keys(v),
-            block.tokens([shard.like(rest) for _, *rest in held], shard),
-            block.rules,
-            parcels,
-            ring.links,
-        )
+            operands = Operands(q, k, v, shard.tokens, ring.rules)
+        else:
+            operands = Block.at(ring, step).operands(
+                [x for x, *_ in held], k, v, [shard.like(rest) for _, *rest in held], shard
+            )
+        state, arrived = attend_and_send(operands, parcels, ring.links)
         return state, kept, arrived
 
     states, _ = circulate(ring, held, work, _results(q, ring))

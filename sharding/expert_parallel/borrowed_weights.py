@@ -45,8 +45,7 @@ def with_borrowed(weights: Any, plan: Plan, axes: tuple[str, ...]) -> Any:
     Returns:
         Pytree of arrays [e + slots ...]; an empty slot is 0.
     """
-    weights = jax.tree.map(lambda leaf: match_varying(leaf, plan.num_lent), weights)
-    return _borrow(weights, plan, axes)
+    return _borrow(match_varying(weights, plan.num_lent), plan, axes)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))

@@ -128,7 +128,7 @@ def make_plan(
         used=jnp.zeros((num_devices,), jnp.int32),
         plan=Plan(rows, borrowed, lent, jnp.int32(0)),
     )
-    start = jax.tree.map(lambda part: match_varying(part.astype(jnp.int32), rows), start)
+    start = match_varying(jax.tree.map(lambda part: part.astype(jnp.int32), start), rows)
     return jax.lax.while_loop(lambda state: are_waiting(state).any(), spill, start).plan
 
 

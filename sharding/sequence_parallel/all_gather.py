@@ -19,11 +19,10 @@ from collections.abc import Iterator
 from typing import ClassVar, Literal
 
 import jax
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
-from sharding.sequence_parallel.form import Cut, Message, SequenceForm
+from sharding.sequence_parallel.form import HeldAttention, Message, SequenceForm
 from sharding.sequence_parallel.local_attention import (
-    AttentionRules,
     HeldTokens,
     Seen,
     attend_locally,
@@ -40,18 +39,9 @@ class AllGatherKVConfig(SequenceForm):
     layout: Literal["zigzag", "contiguous"] = "zigzag"
     """Which tokens a device holds: the first and last of 2N pieces alike, or the r-th of N."""
 
-    def attend(
-        self,
-        q: Float[Array, "B s N H"],
-        k: Float[Array, "B s M H"],
-        v: Float[Array, "B s M H"],
-        tokens: HeldTokens,
-        rules: AttentionRules,
-        cut: Cut,
-    ) -> tuple[Float[Array, "B s N H"], Seen]:
+    def attend(self, held: HeldAttention) -> tuple[Array, Seen]:
         """Return attention of the queries held here over gathered keys."""
-        tokens = cut.with_positions(tokens, self)
-        return attend_gathered(q, k, v, tokens, rules, axes=cut.axes)
+        return attend_gathered(held, self)
 
     def _messages(self, sizes: AttentionSizes, is_backward: bool) -> Iterator[Message]:
         del is_backward
@@ -68,51 +58,31 @@ class AllGatherKVConfig(SequenceForm):
         return 2 * (sizes.ranks - 1)
 
 
-def attend_gathered(
-    q: Float[Array, "B s N H"],
-    k: Float[Array, "B s M H"],
-    v: Float[Array, "B s M H"],
-    tokens: HeldTokens,
-    rules: AttentionRules,
-    *,
-    axes: tuple[str, ...],
-) -> tuple[Float[Array, "B s N H"], Seen]:
+def attend_gathered(held: HeldAttention, form: SequenceForm) -> tuple[Array, Seen]:
     """Return attention of the queries held here over gathered keys.
 
     Args:
-        q: Queries of this device.
-        k: Keys of this device.
-        v: Values of this device.
-        tokens: Positions, which must be given, and documents of its tokens.
-        rules: Mask and kernel.
-        axes: Mesh axes over which sequences are sharded.
+        held: Arrays of this device.
+        form: The form that laid its tokens out.
     """
+    q, k, v, tokens, rules, cut = held
 
     def gather(x: Array) -> Array:
-        return jax.lax.all_gather(x, axes, axis=x.ndim - 1 if x.ndim < 3 else 1, tiled=True)
+        return jax.lax.all_gather(x, cut.axes, axis=x.ndim - 1 if x.ndim < 3 else 1, tiled=True)
 
+    tokens = cut.with_positions(tokens, form)
     keys = HeldTokens(*(None if x is None else gather(x) for x in tokens))
     return attend_locally(q, gather(k), gather(v), tokens, keys, rules)
 
 
-def observe_gathered(
-    q: Float[Array, "B s N H"],
-    k: Float[Array, "B s M H"],
-    tokens: HeldTokens,
-    rules: AttentionRules,
-    *,
-    axes: tuple[str, ...],
-) -> Seen:
+def observe_gathered(held: HeldAttention, form: SequenceForm) -> Seen:
     """Return the watched logits of a form that does not compute them: a pass over gathered keys.
 
     Args:
-        q: Queries of this device.
-        k: Keys of this device.
-        tokens: Positions, which must be given, and documents of its tokens.
-        rules: Mask and kernel; nothing is computed unless logits are observed.
-        axes: Mesh axes over which sequences are sharded.
+        held: Arrays of this device; nothing is computed unless its rules observe logits.
+        form: The form that laid its tokens out.
     """
-    if not rules.is_observed:
+    if not held.rules.is_observed:
         return {}
-    q, k = jax.lax.stop_gradient((q, k))
-    return attend_gathered(q, k, k, tokens, rules, axes=axes)[1]
+    q, k = jax.lax.stop_gradient((held.q, held.k))
+    return attend_gathered(held._replace(q=q, k=k, v=k), form)[1]

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from sharding import axes as ax
 from sharding.constrain import Placement
-from sharding.sequence_parallel.form import Cut, SequenceForm
+from sharding.sequence_parallel.form import Cut, HeldAttention, SequenceForm
 from sharding.sequence_parallel.local_attention import (
     AttentionRules,
     HeldTokens,
@@ -75,7 +75,7 @@ def attend(
         tokens = HeldTokens(given.get("positions"), given.get("segment_ids"))
         if q.shape[1] == length:
             return attend_locally(q, k, v, tokens, tokens, rules)
-        return config.attend(q, k, v, tokens, rules, Cut(axes, length, q.shape[1]))
+        return config.attend(HeldAttention(q, k, v, tokens, rules, Cut(axes, length, q.shape[1])))
 
     island = placement.island(
         run,

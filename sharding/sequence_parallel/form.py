@@ -127,24 +127,11 @@ class SequenceForm(SequenceParallelism):
         """Check the heads alone, on more than one device; see `check`."""
 
     @abc.abstractmethod
-    def attend(
-        self,
-        q: Float[Array, "B s N H"],
-        k: Float[Array, "B s M H"],
-        v: Float[Array, "B s M Hv"],
-        tokens: HeldTokens,
-        rules: AttentionRules,
-        cut: Cut,
-    ) -> tuple[Float[Array, "B s N Hv"], Seen]:
+    def attend(self, held: HeldAttention) -> tuple[Array, Seen]:
         """Return attention of the queries of this device. Called inside an island.
 
         Args:
-            q: Queries of this device.
-            k: Keys of this device.
-            v: Values of this device.
-            tokens: Positions and documents of its tokens; positions None: their places in the row.
-            rules: Mask and kernel.
-            cut: How sequences are sharded.
+            held: Arrays of this device.
 
         Returns:
             The output and, if observed, the watched logits.
@@ -231,6 +218,18 @@ class Cut:
                 " mesh.seq on; or take all_gather or ulysses"
             )
         return cut[0]
+
+
+class HeldAttention(NamedTuple):
+    """What a device holds of the attention over sharded sequences."""
+
+    q: Float[Array, "B s N H"]
+    k: Float[Array, "B s M H"]
+    v: Float[Array, "B s M Hv"]
+    tokens: HeldTokens
+    """Positions and documents of its tokens; positions None: their places in the row."""
+    rules: AttentionRules
+    cut: Cut
 
 
 def gather_tokens(tokens: HeldTokens, axes: str | tuple[str, ...]) -> HeldTokens:

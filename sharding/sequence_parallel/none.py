@@ -7,11 +7,11 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from pallas_kernels.sequence_layout import SequenceLayout
-from sharding.sequence_parallel.form import Cut, SequenceForm
-from sharding.sequence_parallel.local_attention import AttentionRules, HeldTokens, Seen
+from sharding.sequence_parallel.form import HeldAttention, SequenceForm
+from sharding.sequence_parallel.local_attention import Seen
 from sharding.sequence_parallel.sizes import AttentionSizes
 
 
@@ -39,17 +39,9 @@ class NoSequenceParallelConfig(SequenceForm):
         """Refuse any sharded sequence."""
         self.check_mesh(seq=sizes.ranks, seq_inner=1)
 
-    def attend(
-        self,
-        q: Float[Array, "B s N H"],
-        k: Float[Array, "B s M H"],
-        v: Float[Array, "B s M Hv"],
-        tokens: HeldTokens,
-        rules: AttentionRules,
-        cut: Cut,
-    ) -> tuple[Float[Array, "B s N Hv"], Seen]:
+    def attend(self, held: HeldAttention) -> tuple[Array, Seen]:
         """Refuse sharded sequences; whole ones need no form."""
         raise ValueError(
-            f"the mesh cuts sequences of {cut.length} tokens into parts of {cut.held}, and"
-            " execution.sequence_parallel is 'none': choose a form, or set mesh.seq to 1"
+            f"the mesh cuts sequences of {held.cut.length} tokens into parts of {held.cut.held},"
+            " and execution.sequence_parallel is 'none': choose a form, or set mesh.seq to 1"
         )

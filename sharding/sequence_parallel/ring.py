@@ -13,15 +13,15 @@ import math
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from pallas_kernels import ring_attention
 from pallas_kernels.ring_attention.api import Directions, Transport
 from pallas_kernels.ring_attention.schedule import Form, make_schedule
 from pallas_kernels.sequence_layout import SequenceLayout
 from sharding.sequence_parallel.all_gather import observe_gathered
-from sharding.sequence_parallel.form import Cut, Message, SequenceForm
-from sharding.sequence_parallel.local_attention import AttentionRules, HeldTokens, Seen
+from sharding.sequence_parallel.form import HeldAttention, Message, SequenceForm
+from sharding.sequence_parallel.local_attention import Seen
 from sharding.sequence_parallel.sizes import AttentionSizes
 
 
@@ -40,42 +40,20 @@ class RingConfig(SequenceForm):
     transport: Transport = "ppermute"
     """How keys and values travel: XLA's collectives; or messages of a Pallas kernel, on a TPU."""
 
-    def attend(
-        self,
-        q: Float[Array, "B s N H"],
-        k: Float[Array, "B s M H"],
-        v: Float[Array, "B s M H"],
-        tokens: HeldTokens,
-        rules: AttentionRules,
-        cut: Cut,
-    ) -> tuple[Float[Array, "B s N H"], Seen]:
+    def attend(self, held: HeldAttention) -> tuple[Array, Seen]:
         """Return attention of the queries held here to keys that pass by."""
-        out = self.attend_along(q, k, v, tokens, rules, axis=cut.ring_axis(self))
-        tokens = cut.with_positions(tokens, self)
-        return out, observe_gathered(q, k, tokens, rules, axes=cut.axes)
+        out = self.attend_along(held, axis=held.cut.ring_axis(self))
+        return out, observe_gathered(held, self)
 
-    def attend_along(
-        self,
-        q: Float[Array, "B s N H"],
-        k: Float[Array, "B s M H"],
-        v: Float[Array, "B s M H"],
-        tokens: HeldTokens,
-        rules: AttentionRules,
-        *,
-        axis: str,
-    ) -> Float[Array, "B s N H"]:
+    def attend_along(self, held: HeldAttention, *, axis: str) -> Array:
         """Return the output of the ring alone.
 
         Args:
-            q: Queries of this device.
-            k: Keys of this device.
-            v: Values of this device.
-            tokens: Positions and documents of its tokens; positions None: as the layout has it.
-            rules: Mask and kernel.
+            held: Arrays of this device; positions None: as the layout has it.
             axis: Mesh axis of the ring.
         """
-        given = ring_arguments(self.layout, self.transport, tokens, rules, axis)
-        return ring_attention(q, k, v, directions=self.directions, **given)
+        given = ring_arguments(self, held, axis)
+        return ring_attention(*held[:3], directions=self.directions, **given)
 
     def _messages(self, sizes: AttentionSizes, is_backward: bool) -> Iterator[Message]:
         form, reach = self._schedule_form(sizes)
@@ -101,31 +79,24 @@ class RingConfig(SequenceForm):
         return "near", min(sizes.ranks - 1, math.ceil((sizes.window - 1) / held))
 
 
-def ring_arguments(
-    layout: SequenceLayout,
-    transport: Transport,
-    tokens: HeldTokens,
-    rules: AttentionRules,
-    axis: str,
-) -> dict[str, Any]:
+def ring_arguments(form: Any, held: HeldAttention, axis: str) -> dict[str, Any]:
     """Return the arguments that `ring_attention` and `token_ring_attention` share.
 
     Args:
-        layout: Which tokens a device holds.
-        transport: How arrays travel.
-        tokens: Positions and documents of the tokens of this device.
-        rules: Mask and kernel.
+        form: Either ring; its layout and transport are read.
+        held: Arrays of this device.
         axis: Mesh axis of the ring.
     """
+    rules = held.rules
     return {
         "axis_name": axis,
         "causal": rules.is_causal,
-        "layout": layout,
-        "positions": tokens.positions,
-        "segment_ids": tokens.segment_ids,
+        "layout": form.layout,
+        "positions": held.tokens.positions,
+        "segment_ids": held.tokens.segment_ids,
         "window": rules.window,
         "softcap": rules.softcap,
         "scale": rules.scale,
-        "transport": transport,
+        "transport": form.transport,
         "implementation": rules.implementation,
     }

@@ -12,15 +12,15 @@ import dataclasses
 from collections.abc import Iterator
 from typing import ClassVar
 
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from pallas_kernels import token_ring_attention
 from pallas_kernels.ring.step import Transport
 from pallas_kernels.sequence_layout import SequenceLayout
 from pallas_kernels.token_ring_attention.schedule import Form, Schedule, Visits
 from sharding.sequence_parallel.all_gather import observe_gathered
-from sharding.sequence_parallel.form import Cut, Message, SequenceForm
-from sharding.sequence_parallel.local_attention import AttentionRules, HeldTokens, Seen
+from sharding.sequence_parallel.form import HeldAttention, Message, SequenceForm
+from sharding.sequence_parallel.local_attention import Seen
 from sharding.sequence_parallel.ring import ring_arguments
 from sharding.sequence_parallel.sizes import AttentionSizes
 
@@ -41,20 +41,11 @@ class TokenRingConfig(SequenceForm):
     """How queries and results travel: XLA's collectives; or messages of a Pallas kernel, on a
     TPU."""
 
-    def attend(
-        self,
-        q: Float[Array, "B s N H"],
-        k: Float[Array, "B s M H"],
-        v: Float[Array, "B s M H"],
-        tokens: HeldTokens,
-        rules: AttentionRules,
-        cut: Cut,
-    ) -> tuple[Float[Array, "B s N H"], Seen]:
+    def attend(self, held: HeldAttention) -> tuple[Array, Seen]:
         """Return attention of the queries held here, which visit every device."""
-        given = ring_arguments(self.layout, self.transport, tokens, rules, cut.ring_axis(self))
-        out = token_ring_attention(q, k, v, form=self.form, **given)
-        tokens = cut.with_positions(tokens, self)
-        return out, observe_gathered(q, k, tokens, rules, axes=cut.axes)
+        given = ring_arguments(self, held, held.cut.ring_axis(self))
+        out = token_ring_attention(*held[:3], form=self.form, **given)
+        return out, observe_gathered(held, self)
 
     def _messages(self, sizes: AttentionSizes, is_backward: bool) -> Iterator[Message]:
         visits: Visits = "every"

@@ -23,13 +23,11 @@ from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from pallas_kernels.sequence_layout import SequenceLayout
-from sharding.sequence_parallel.form import Cut, Message, SequenceForm, gather_tokens
+from sharding.sequence_parallel.form import HeldAttention, Message, SequenceForm, gather_tokens
 from sharding.sequence_parallel.local_attention import (
-    AttentionRules,
-    HeldTokens,
     Seen,
     attend_locally,
 )
@@ -78,16 +76,9 @@ class UlyssesConfig(SequenceForm):
                 f"{sizes.num_kv_heads}, mesh.tensor={sizes.tensor}, mesh.seq={sizes.ranks})"
             )
 
-    def attend(
-        self,
-        q: Float[Array, "B s N H"],
-        k: Float[Array, "B s M H"],
-        v: Float[Array, "B s M H"],
-        tokens: HeldTokens,
-        rules: AttentionRules,
-        cut: Cut,
-    ) -> tuple[Float[Array, "B s N H"], Seen]:
+    def attend(self, held: HeldAttention) -> tuple[Array, Seen]:
         """Return attention of some heads over whole sequences, exchanged back."""
+        q, k, v, tokens, rules, cut = held
         axes, whole = cut.axes, gather_tokens(tokens, cut.axes)
 
         def chunk(number: int) -> tuple[Array, Seen]:

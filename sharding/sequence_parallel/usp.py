@@ -19,13 +19,13 @@ from collections.abc import Iterator
 from typing import ClassVar
 
 import jax
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from pallas_kernels.ring_attention.api import Directions, Transport
 from pallas_kernels.sequence_layout import SequenceLayout
 from sharding.sequence_parallel.all_gather import observe_gathered
-from sharding.sequence_parallel.form import Cut, Message, SequenceForm, gather_tokens
-from sharding.sequence_parallel.local_attention import AttentionRules, HeldTokens, Seen
+from sharding.sequence_parallel.form import HeldAttention, Message, SequenceForm, gather_tokens
+from sharding.sequence_parallel.local_attention import Seen
 from sharding.sequence_parallel.ring import RingConfig
 from sharding.sequence_parallel.sizes import AttentionSizes
 from sharding.sequence_parallel.ulysses import UlyssesConfig, to_heads, to_positions
@@ -94,23 +94,13 @@ class UlyssesRingConfig(SequenceForm):
             f" set {ways}"
         )
 
-    def attend(
-        self,
-        q: Float[Array, "B s N H"],
-        k: Float[Array, "B s M H"],
-        v: Float[Array, "B s M H"],
-        tokens: HeldTokens,
-        rules: AttentionRules,
-        cut: Cut,
-    ) -> tuple[Float[Array, "B s N H"], Seen]:
+    def attend(self, held: HeldAttention) -> tuple[Array, Seen]:
         """Return attention of some heads over keys that pass by, exchanged back."""
-        outer, inner = self._two_axes(cut.axes)
-        shared = gather_tokens(tokens, inner)
-        qs, ks, vs = (to_heads(x, inner) for x in (q, k, v))
-        out = self.ring.attend_along(qs, ks, vs, shared, rules, axis=outer)
-        out = to_positions(out, inner)
-        tokens = cut.with_positions(tokens, self)
-        return out, observe_gathered(q, k, tokens, rules, axes=cut.axes)
+        outer, inner = self._two_axes(held.cut.axes)
+        shared = gather_tokens(held.tokens, inner)
+        qs, ks, vs = (to_heads(x, inner) for x in held[:3])
+        out = self.ring.attend_along(held._replace(q=qs, k=ks, v=vs, tokens=shared), axis=outer)
+        return to_positions(out, inner), observe_gathered(held, self)
 
     def _two_axes(self, axes: tuple[str, ...]) -> tuple[str, str]:
         """Return the axis of the ring and that of the exchange, the faster one."""

@@ -126,7 +126,7 @@ def blocks(run) -> None:
     """Attention over a block, and its gradients, beside parcels of several kinds."""
 
     from pallas_kernels.flash_attention import xla
-    from pallas_kernels.flash_attention.kernels import softmax_delta
+    from pallas_kernels.flash_attention.kernels import Operands, OutGradient, softmax_delta
     from pallas_kernels.flash_attention.mask import Rules, Tokens
     from pallas_kernels.flash_attention.tpu import kernels as pallas_tpu
     from pallas_kernels.ring.parcel import Parcel
@@ -137,17 +137,16 @@ def blocks(run) -> None:
     def step(q, k, v, transport):
         kernels = pallas_tpu.KERNELS if transport == "remote_dma" else xla.KERNELS
         links = Links("seq", transport, kernels)
-        tokens = Tokens(None, None, None, None)
+        operands = Operands(q, k, v, Tokens(None, None, None, None), rules)
         parcels = [
             Parcel(k, tuple((i, (i + 1) % RANKS) for i in range(RANKS))),
             Parcel(v, ((1, 0), (3, 2))),
             Parcel(q[:, :, 0, 0], ((0, 2),)),
         ]
-        state, arrived = attend_and_send(q, k, v, tokens, rules, parcels, links)
+        state, arrived = attend_and_send(operands, parcels, links)
         delta = softmax_delta(state.out, state.out)
-        gradients, again = differentiate_and_send(
-            *(q, k, v, tokens, rules, state.out, state.lse, delta, parcels), links
-        )
+        gradient = OutGradient(state.out, state.lse, delta)
+        gradients, again = differentiate_and_send(operands, gradient, parcels, links)
         return state, arrived, gradients, again
 
     run(step, *_heads(), kind="attention")
@@ -172,7 +171,7 @@ def _ring(run, q, k, v) -> None:
     import jax.numpy as jnp
 
     from pallas_kernels.flash_attention import xla
-    from pallas_kernels.flash_attention.kernels import softmax_delta
+    from pallas_kernels.flash_attention.kernels import Operands, OutGradient, softmax_delta
     from pallas_kernels.flash_attention.mask import Rules, Tokens
     from pallas_kernels.ring.remote_dma.ring_backward import differentiate_ring
     from pallas_kernels.ring.remote_dma.ring_forward import attend_ring
@@ -187,15 +186,15 @@ def _ring(run, q, k, v) -> None:
         gather = functools.partial(jax.lax.all_gather, axis_name="seq", axis=1, tiled=True)
         if transport == "remote_dma":
             tokens = Tokens(positions, positions, segment_ids, segment_ids)
-            out, lse = attend_ring(q, k, v, tokens, rules, axis_name="seq")
-            delta = softmax_delta(out, out)
-            arrays = (q, k, v, tokens, rules, out, lse, delta)
-            return out, lse, *differentiate_ring(*arrays, axis_name="seq")
+            operands = Operands(q, k, v, tokens, rules)
+            out, lse = attend_ring(operands, axis_name="seq")
+            gradient = OutGradient(out, lse, softmax_delta(out, out))
+            return out, lse, *differentiate_ring(operands, gradient, axis_name="seq")
         tokens = Tokens(positions, gather(positions), segment_ids, gather(segment_ids))
-        k, v = gather(k), gather(v)
-        out, lse = xla.attend(q, k, v, tokens, rules)
-        delta = softmax_delta(out, out)
-        d_q, *d_keys = xla.differentiate(q, k, v, tokens, rules, out, lse, delta)
+        operands = Operands(q, gather(k), gather(v), tokens, rules)
+        out, lse = xla.attend(operands)
+        gradient = OutGradient(out, lse, softmax_delta(out, out))
+        d_q, *d_keys = xla.differentiate(operands, gradient)
         scatter = functools.partial(jax.lax.psum_scatter, axis_name="seq", tiled=True)
         return out, lse, d_q, *(scatter(x, scatter_dimension=1) for x in d_keys)
 

@@ -38,23 +38,20 @@ from pallas_kernels.array_types import Array, Float
 from pallas_kernels.flash_attention.gpu.hopper_backward import differentiate
 from pallas_kernels.flash_attention.gpu.hopper_parts import (
     LOG2_E,
-    Mask,
+    Call,
     Walk,
     fill,
     fill_tokens,
     load_ring,
     logits_of,
-    split_refs,
 )
 from pallas_kernels.flash_attention.gpu.hopper_tiles import KEPT, tiles_forward
-from pallas_kernels.flash_attention.kernels import Kernels
-from pallas_kernels.flash_attention.mask import Rules, Tokens
+from pallas_kernels.flash_attention.kernels import Kernels, Operands
 from pallas_kernels.flash_attention.visible_blocks import kinds_of_blocks, listed
 from pallas_kernels.gpu.hopper_parts import (
     COMPUTING,
     REGISTERS_COMPUTING,
     ROWS,
-    Registers,
     along,
     call,
     shared,
@@ -64,13 +61,13 @@ from pallas_kernels.jax_versions import mosaic_gpu as plgpu
 
 
 def _attend_kernel(
-    q_ref, k_ref, v_ref, order_ref, counts_ref, *refs, rules, tiles, given, num_keys, group,
-    q_blocks, registers,
+    q_ref, k_ref, v_ref, order_ref, counts_ref, *refs, static, tiles, q_blocks,
 ):  # fmt: skip
-    tokens, refs = split_refs(refs, given)
+    sequence, head = jax.lax.axis_index("b"), jax.lax.axis_index("n")
+    rules, registers, group_of = static.rules, static.registers, jnp.int32(static.group)
+    mask, refs = static.mask(refs, sequence)
     out_ref, lse_ref, q_smem, k_smem, v_smem, out_smem, full_q, full_k, full_v, *barriers = refs
     free_k, free_v, turn = barriers
-    sequence, head, group_of = jax.lax.axis_index("b"), jax.lax.axis_index("n"), jnp.int32(group)
     block = q_blocks - 1 - jax.lax.axis_index("i")
     warpgroup = jax.lax.axis_index("warpgroup")
     walk = Walk.of(order_ref, counts_ref, sequence, block)
@@ -85,9 +82,6 @@ def _attend_kernel(
     def _compute():
         plgpu.set_max_registers(REGISTERS_COMPUTING, action="increase")
         start = block * KEPT + warpgroup * ROWS
-        mask = Mask(
-            rules=rules, registers=registers, refs=tokens, sequence=sequence, num_keys=num_keys
-        )
         own = q_smem.at[warpgroup]
         rows = pl.ds(start, ROWS)
         plgpu.copy_gmem_to_smem(q_ref.at[sequence, rows, head], own, full_q.at[warpgroup])
@@ -142,11 +136,7 @@ def _attend_kernel(
             registers.constant((ROWS,), -jnp.inf),
             registers.constant((ROWS,), 0.0),
         )
-        for first, last, is_masked in walk.phases():
-            carry = jax.lax.fori_loop(
-                first, last, functools.partial(step, is_masked=is_masked), carry
-            )
-        out, top, total = carry
+        out, top, total = walk.fold(step, carry)
         pl.when(warpgroup == 0)(take_turn)
 
         is_seen = total > 0.0
@@ -173,17 +163,11 @@ def _attend_kernel(
 
 
 def attend(
-    q: Float[Array, "B S N H"],
-    k: Float[Array, "B U M H"],
-    v: Float[Array, "B U M Hv"],
-    tokens: Tokens,
-    rules: Rules,
-    *,
-    interpret: Any = None,
+    operands: Operands, *, interpret: Any = None
 ) -> tuple[Float[Array, "B S N Hv"], Float[Array, "B N S"]]:
     """Return what `pallas_kernels.flash_attention` returns."""
-    (b, s, n, _), (_, u, m, hv) = q.shape, v.shape
-    dtype, given = q.dtype, tuple(x is not None for x in tokens)
+    q, k, v, tokens, rules = operands
+    (b, s, n, _), (_, u, _, hv), dtype = q.shape, v.shape, q.dtype
     tiles = tiles_forward(q.shape[3], hv)
     assert tiles is not None  # checked by reason_against
     filled = fill_tokens(tokens)
@@ -194,14 +178,7 @@ def attend(
     free = plgpu.Barrier(num_arrivals=COMPUTING, num_barriers=tiles.stages)
     out, lse = call(
         functools.partial(
-            _attend_kernel,
-            rules=rules,
-            tiles=tiles,
-            given=given,
-            num_keys=None if k.shape[1] == u else u,
-            group=n // m,
-            q_blocks=blocks,
-            registers=Registers(is_interpreted=interpret is not None),
+            _attend_kernel, static=Call.of(operands, interpret), tiles=tiles, q_blocks=blocks
         ),
         (q, k, v, *lists, *filled),
         (

@@ -15,10 +15,10 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_kernels.array_types import Array, Float
+from pallas_kernels.array_types import Array
 from pallas_kernels.flash_attention.gpu.hopper_parts import (
     LOG2_E,
-    Mask,
+    Call,
     Walk,
     fill,
     fill_last,
@@ -26,16 +26,14 @@ from pallas_kernels.flash_attention.gpu.hopper_parts import (
     load_ring,
     logits_of,
     sloped,
-    split_refs,
 )
 from pallas_kernels.flash_attention.gpu.hopper_tiles import KEPT, Tiles, tiles_backward
-from pallas_kernels.flash_attention.mask import Rules, Tokens
+from pallas_kernels.flash_attention.kernels import Operands, OutGradient
 from pallas_kernels.flash_attention.visible_blocks import kinds_of_blocks, listed
 from pallas_kernels.gpu.hopper_parts import (
     COMPUTING,
     REGISTERS_COMPUTING,
     ROWS,
-    Registers,
     along,
     call,
     shared,
@@ -45,12 +43,13 @@ from pallas_kernels.jax_versions import mosaic_gpu as plgpu
 
 
 def _d_q_kernel(
-    q_ref, k_ref, v_ref, d_out_ref, lse_ref, delta_ref, order_ref, counts_ref, *refs, rules, tiles,
-    given, num_keys, group, q_blocks, registers,
+    q_ref, k_ref, v_ref, d_out_ref, lse_ref, delta_ref, order_ref, counts_ref, *refs, static,
+    tiles, q_blocks,
 ):  # fmt: skip
-    tokens, refs = split_refs(refs, given)
+    sequence, head = jax.lax.axis_index("b"), jax.lax.axis_index("n")
+    rules, registers, group_of = static.rules, static.registers, jnp.int32(static.group)
+    mask, refs = static.mask(refs, sequence)
     d_q_ref, q_smem, d_out_smem, k_smem, v_smem, full_q, full, free = refs
-    sequence, head, group_of = jax.lax.axis_index("b"), jax.lax.axis_index("n"), jnp.int32(group)
     block = q_blocks - 1 - jax.lax.axis_index("i")
     warpgroup = jax.lax.axis_index("warpgroup")
     walk = Walk.of(order_ref, counts_ref, sequence, block)
@@ -61,9 +60,6 @@ def _d_q_kernel(
     def _compute():
         plgpu.set_max_registers(REGISTERS_COMPUTING, action="increase")
         start = block * KEPT + warpgroup * ROWS
-        mask = Mask(
-            rules=rules, registers=registers, refs=tokens, sequence=sequence, num_keys=num_keys
-        )
         rows, ready = pl.ds(start, ROWS), full_q.at[warpgroup]
         q, d_out = q_smem.at[warpgroup], d_out_smem.at[warpgroup]
         plgpu.copy_gmem_to_smem(q_ref.at[sequence, rows, head], q, ready)
@@ -89,9 +85,7 @@ def _d_q_kernel(
             return d_q
 
         d_q = registers.constant((ROWS, q_smem.shape[-1]), 0.0)
-        for first, last, is_masked in walk.phases():
-            d_q = jax.lax.fori_loop(first, last, functools.partial(step, is_masked=is_masked), d_q)
-        d_q_ref[sequence, rows, head] = d_q * rules.scale
+        d_q_ref[sequence, rows, head] = walk.fold(step, d_q) * rules.scale
 
     @pl.when(warpgroup == COMPUTING)
     def _load():
@@ -106,13 +100,14 @@ def _d_q_kernel(
 
 
 def _d_kv_kernel(
-    q_ref, k_ref, v_ref, d_out_ref, lse_ref, delta_ref, order_ref, counts_ref, *refs, rules, tiles,
-    given, num_keys, group, registers, wanted,
+    q_ref, k_ref, v_ref, d_out_ref, lse_ref, delta_ref, order_ref, counts_ref, *refs, static,
+    tiles, wanted,
 ):  # fmt: skip
-    tokens, refs = split_refs(refs, given)
+    sequence, head = jax.lax.axis_index("b"), jax.lax.axis_index("m")
+    rules, registers, group = static.rules, static.registers, static.group
+    mask, refs = static.mask(refs, sequence)
     results, refs = refs[: len(wanted)], refs[len(wanted) :]
     k_smem, v_smem, q_smem, d_out_smem, lse_smem, delta_smem, full_k, full, free = refs
-    sequence, head = jax.lax.axis_index("b"), jax.lax.axis_index("m")
     block = jax.lax.axis_index("i")
     warpgroup = jax.lax.axis_index("warpgroup")
     walk = Walk.of(order_ref, counts_ref, sequence, block, heads=group)
@@ -123,9 +118,6 @@ def _d_kv_kernel(
     def _compute():
         plgpu.set_max_registers(REGISTERS_COMPUTING, action="increase")
         start = block * KEPT + warpgroup * ROWS
-        mask = Mask(
-            rules=rules, registers=registers, refs=tokens, sequence=sequence, num_keys=num_keys
-        )
         rows, ready = pl.ds(start, ROWS), full_k.at[warpgroup]
         k, v = k_smem.at[warpgroup], v_smem.at[warpgroup]
         plgpu.copy_gmem_to_smem(k_ref.at[sequence, rows, head], k, ready)
@@ -155,11 +147,7 @@ def _d_kv_kernel(
 
         widths = {"k": k_smem.shape[-1], "v": v_smem.shape[-1]}
         sums = tuple(registers.constant((ROWS, widths[name]), 0.0) for name in wanted)
-        for first, last, is_masked in walk.phases():
-            sums = jax.lax.fori_loop(
-                first, last, functools.partial(step, is_masked=is_masked), sums
-            )
-        for name, ref, total in zip(wanted, results, sums, strict=True):
+        for name, ref, total in zip(wanted, results, walk.fold(step, sums), strict=True):
             ref[sequence, rows, head] = total * rules.scale if name == "k" else total
 
     @pl.when(warpgroup == COMPUTING)
@@ -177,20 +165,12 @@ def _d_kv_kernel(
 
 
 def differentiate(
-    q: Float[Array, "B S N H"],
-    k: Float[Array, "B U M H"],
-    v: Float[Array, "B U M Hv"],
-    tokens: Tokens,
-    rules: Rules,
-    d_out: Float[Array, "B S N Hv"],
-    lse: Float[Array, "B N S"],
-    delta: Float[Array, "B N S"],
-    *,
-    interpret: Any = None,
-) -> tuple[Float[Array, "B S N H"], Float[Array, "B U M H"], Float[Array, "B U M Hv"]]:
+    operands: Operands, gradient: OutGradient, *, interpret: Any = None
+) -> tuple[Array, Array, Array]:
     """Return the gradients defined in `pallas_kernels.flash_attention.kernels`."""
-    (b, s, n, h), (_, u, m, hv) = q.shape, v.shape
-    dtype, given = q.dtype, tuple(x is not None for x in tokens)
+    q, k, v, tokens, rules = operands
+    d_out, lse, delta = gradient
+    (b, s, n, h), (_, u, m, hv), dtype = q.shape, v.shape, q.dtype
     tiles = tiles_backward(h, hv)
     assert tiles is not None  # checked by reason_against
     filled = fill_tokens(tokens)
@@ -198,13 +178,7 @@ def differentiate(
     # Weights are 0 where a query sees no key; -inf - -inf would be NaN.
     lse = fill_last(jnp.where(jnp.isfinite(lse), lse, 0.0) * LOG2_E)
     arrays = (q, k, v, d_out, lse, fill_last(delta))
-    static = {
-        "rules": rules,
-        "given": given,
-        "num_keys": None if k.shape[1] == u else u,
-        "group": n // m,
-        "registers": Registers(is_interpreted=interpret is not None),
-    }
+    static = Call.of(operands, interpret)
     q_blocks, kv_blocks = q.shape[1] // KEPT, k.shape[1] // KEPT
     by_query, by_key = tiles
     kept = tuple(shared((COMPUTING, ROWS, x.shape[3]), dtype) for x in (k, v))
@@ -219,7 +193,7 @@ def differentiate(
 
     lists = listed(kinds_of_blocks(rules, tokens, (s, u), (KEPT, by_query.passing)))
     (d_q,) = call(
-        functools.partial(_d_q_kernel, tiles=by_query, q_blocks=q_blocks, **static),
+        functools.partial(_d_q_kernel, static=static, tiles=by_query, q_blocks=q_blocks),
         (*arrays, *lists, *filled),
         (jax.ShapeDtypeStruct(q.shape, jnp.float32),),
         (*kept, *slots(by_query), both, *ring(by_query, 2)),
@@ -234,7 +208,7 @@ def differentiate(
     d_kv = {}
     for wanted in by_key.together:
         results = call(
-            functools.partial(_d_kv_kernel, tiles=by_key, wanted=wanted, **static),
+            functools.partial(_d_kv_kernel, static=static, tiles=by_key, wanted=wanted),
             (*arrays, *lists, *filled),
             tuple(
                 jax.ShapeDtypeStruct({"k": k, "v": v}[name].shape, jnp.float32) for name in wanted

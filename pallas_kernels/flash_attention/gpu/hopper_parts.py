@@ -6,6 +6,7 @@ hopper.py uses them; pallas_kernels/gpu/hopper_parts.py has the parts shared wit
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.array_types import Array
 from pallas_kernels.flash_attention.gpu.hopper_tiles import KEPT, filled_width
+from pallas_kernels.flash_attention.kernels import Operands
 from pallas_kernels.flash_attention.mask import Rules, Tokens, sees
 from pallas_kernels.gpu.hopper_parts import REGISTERS_LOADING, Registers, along, slot_of
 from pallas_kernels.jax_versions import mosaic_gpu as plgpu
@@ -103,10 +105,14 @@ class Walk:
         row = 0 if order.shape[0] == 1 else sequence
         return cls(order=order, counts=counts, sequence=row, block=block, heads=heads)
 
-    def phases(self) -> tuple[tuple[Array, Array, bool], ...]:
-        """Return (first step, last step + 1, is masked) of WHOLE, then of MASKED blocks."""
+    def fold(self, step: Callable[..., Any], carry: Any) -> Any:
+        """Fold step(at, carry, is_masked) over WHOLE, then over MASKED blocks."""
         whole = self.counts[self.sequence, self.block, 0] * self.heads
-        return (jnp.int32(0), whole, False), (whole, self.steps(), True)
+        for first, last, is_masked in ((jnp.int32(0), whole, False), (whole, self.steps(), True)):
+            carry = jax.lax.fori_loop(
+                first, last, functools.partial(step, is_masked=is_masked), carry
+            )
+        return carry
 
     def steps(self) -> Array:
         """Return the number of steps."""
@@ -121,10 +127,48 @@ class Walk:
         return self.order[self.sequence, self.block, index], jax.lax.rem(step, heads)
 
 
-def split_refs(refs: tuple[Any, ...], given: tuple[bool, ...]) -> tuple[Tokens, tuple[Any, ...]]:
-    """Return the references to the tokens that are given, and the rest."""
-    left = list(refs)
-    return Tokens(*(left.pop(0) if is_given else None for is_given in given)), tuple(left)
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Call:
+    """Static part of a call that all its kernels read."""
+
+    rules: Rules
+    registers: Registers
+    given: tuple[bool, ...]
+    """Whether each field of the tokens is given."""
+    num_keys: int | None
+    """Number of keys without padding; None where there is no padding."""
+    group: int
+    """Query heads of a key head."""
+
+    @classmethod
+    def of(cls, operands: Operands, interpret: Any) -> "Call":
+        """Return the static part of a call."""
+        q, k, _, tokens, rules = operands
+        return cls(
+            rules=rules,
+            registers=Registers(is_interpreted=interpret is not None),
+            given=tuple(x is not None for x in tokens),
+            num_keys=k.shape[1] if k.shape[1] % KEPT else None,
+            group=q.shape[2] // k.shape[2],
+        )
+
+    def mask(self, refs: tuple[Any, ...], sequence: Any) -> tuple[Mask, tuple[Any, ...]]:
+        """Return the mask from the references to the given tokens, which come first, and the rest.
+
+        Args:
+            refs: References, to the tokens and others.
+            sequence: Index of the program's sequence.
+        """
+        left = list(refs)
+        tokens = Tokens(*(left.pop(0) if is_given else None for is_given in self.given))
+        mask = Mask(
+            rules=self.rules,
+            registers=self.registers,
+            refs=tokens,
+            sequence=sequence,
+            num_keys=self.num_keys,
+        )
+        return mask, tuple(left)
 
 
 def load_ring(walk: Walk, stages: int, parts: tuple[tuple[Any, Callable[..., None]], ...]) -> None:

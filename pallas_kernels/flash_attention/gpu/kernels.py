@@ -23,8 +23,7 @@ import jax.numpy as jnp
 from pallas_kernels.array_types import Array, Float
 from pallas_kernels.flash_attention import xla
 from pallas_kernels.flash_attention.gpu.hopper_tiles import reason_against
-from pallas_kernels.flash_attention.kernels import Kernels
-from pallas_kernels.flash_attention.mask import Rules, Tokens
+from pallas_kernels.flash_attention.kernels import Kernels, Operands, OutGradient
 from pallas_kernels.gpu.capability import device_capability
 from pallas_kernels.gpu.choice import KernelChoice, choose_kernel, reason_against_gpu
 from pallas_kernels.jax_versions import cuda_version
@@ -69,33 +68,18 @@ def kernel_for(
     return choose_kernel(capability, against)
 
 
-def attend(
-    q: Float[Array, "B S N H"],
-    k: Float[Array, "B U M H"],
-    v: Float[Array, "B U M Hv"],
-    tokens: Tokens,
-    rules: Rules,
-) -> tuple[Float[Array, "B S N Hv"], Float[Array, "B N S"]]:
+def attend(operands: Operands) -> tuple[Float[Array, "B S N Hv"], Float[Array, "B N S"]]:
     """Return what `pallas_kernels.flash_attention` returns."""
-    return _kernels_for(q, v, backward=False).attend(q, k, v, tokens, rules)
+    return _kernels_for(operands, backward=False).attend(operands)
 
 
-def differentiate(
-    q: Float[Array, "B S N H"],
-    k: Float[Array, "B U M H"],
-    v: Float[Array, "B U M Hv"],
-    tokens: Tokens,
-    rules: Rules,
-    d_out: Float[Array, "B S N Hv"],
-    lse: Float[Array, "B N S"],
-    delta: Float[Array, "B N S"],
-) -> tuple[Float[Array, "B S N H"], Float[Array, "B U M H"], Float[Array, "B U M Hv"]]:
+def differentiate(operands: Operands, gradient: OutGradient) -> tuple[Array, Array, Array]:
     """Return the gradients defined in `pallas_kernels.flash_attention.kernels`."""
-    kernels = _kernels_for(q, v, backward=True)
-    return kernels.differentiate(q, k, v, tokens, rules, d_out, lse, delta)
+    return _kernels_for(operands, backward=True).differentiate(operands, gradient)
 
 
-def _kernels_for(q: Array, v: Array, *, backward: bool) -> Kernels:
+def _kernels_for(operands: Operands, *, backward: bool) -> Kernels:
+    q, _, v, *_ = operands
     choice = kernel_for(
         device_capability("flash_attention"),
         q.dtype,

@@ -31,7 +31,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.array_types import Array, Float
-from pallas_kernels.flash_attention.kernels import Kernels
+from pallas_kernels.flash_attention.kernels import Kernels, Operands, OutGradient
 from pallas_kernels.flash_attention.mask import Rules, Tokens, sees
 from pallas_kernels.flash_attention.visible_blocks import BlockLists, kinds_of_blocks, listed
 from pallas_kernels.jax_versions import shape_varying_like
@@ -143,6 +143,11 @@ def _per_row(rows: int) -> pl.BlockSpec:
 def _all_keys(length: int, group: int, width: int) -> pl.BlockSpec:
     """Return the spec of all keys or values of a query head's key head."""
     return pl.BlockSpec((None, length, None, width), lambda i, b, n: (b, 0, n // group, 0))
+
+
+def _all_queries(length: int, group: int, width: int) -> pl.BlockSpec:
+    """Return the spec of the queries of all query heads of a key head."""
+    return pl.BlockSpec((None, length, group, width), lambda i, b, m: (b, 0, m, 0))
 
 
 def _token_specs(tokens: Tokens) -> Any:
@@ -299,151 +304,82 @@ def _d_kv_kernel(
 
 
 def attend(
-    q: Float[Array, "B S N H"],
-    k: Float[Array, "B U M H"],
-    v: Float[Array, "B U M Hv"],
-    tokens: Tokens,
-    rules: Rules,
-    *,
-    interpret: bool = False,
+    operands: Operands, *, interpret: bool = False
 ) -> tuple[Float[Array, "B S N Hv"], Float[Array, "B N S"]]:
     """Return what `pallas_kernels.flash_attention` returns."""
-    sizes = _Sizes.of(q, k, v)
-    width = _wide(max(sizes.h, sizes.hv))
-    blocks, _ = _block_sizes(width, q.dtype.itemsize)
-    lists = listed(
-        kinds_of_blocks(rules, tokens, (sizes.s, sizes.u), (blocks.kept, blocks.passing))
-    )
-    given = (q, k, v, *(x for x in tokens if x is not None))
-    q, k, v = _fill(q, blocks.kept), _fill(k, blocks.passing), _fill(v, blocks.passing)
-    tokens = _fill_tokens(tokens, blocks.kept, blocks.passing)
-    filled = _Sizes.of(q, k, v)
-    group = sizes.n // sizes.m
-    out, lse = pl.pallas_call(
-        functools.partial(_attend_kernel, rules=rules, blocks=blocks, u=sizes.u),
-        grid=(filled.s // blocks.kept, sizes.b, sizes.n),
-        in_specs=[
-            _one_block(blocks.kept, filled.h),
-            _all_keys(filled.u, group, filled.h),
-            _all_keys(filled.u, group, filled.hv),
-            _list_specs(lists),
-            _token_specs(tokens),
-        ],
-        out_specs=[
-            _one_block(blocks.kept, filled.hv),
-            _per_row(blocks.kept),
-        ],
-        out_shape=[
-            shape_varying_like((sizes.b, filled.s, sizes.n, filled.hv), q.dtype, *given),
-            shape_varying_like((sizes.b, sizes.n, filled.s), jnp.float32, *given),
-        ],
-        compiler_params=_COMPILER(width),
-        interpret=interpret,
-        name="flash_attention",
-    )(q, k, v, lists, tokens)
-    return out[:, : sizes.s, :, : sizes.hv], lse[:, :, : sizes.s]
+    blocks, _ = _block_sizes(*_widths(operands))
+    out, lse = _call(_attend_kernel, operands, (), blocks, ("out", "lse"), interpret)
+    s, hv = operands.q.shape[1], operands.v.shape[3]
+    return out[:, :s, :, :hv], lse[:, :, :s]
 
 
 def differentiate(
-    q: Float[Array, "B S N H"],
-    k: Float[Array, "B U M H"],
-    v: Float[Array, "B U M Hv"],
-    tokens: Tokens,
-    rules: Rules,
-    d_out: Float[Array, "B S N Hv"],
-    lse: Float[Array, "B N S"],
-    delta: Float[Array, "B N S"],
-    *,
-    interpret: bool = False,
-) -> tuple[Float[Array, "B S N H"], Float[Array, "B U M H"], Float[Array, "B U M Hv"]]:
+    operands: Operands, gradient: OutGradient, *, interpret: bool = False
+) -> tuple[Array, Array, Array]:
     """Return the gradients defined in `pallas_kernels.flash_attention.kernels`."""
-    sizes = _Sizes.of(q, k, v)
-    width = _wide(max(sizes.h, sizes.hv))
-    _, blocks = _block_sizes(width, q.dtype.itemsize)
-    given = (q, k, v, d_out, lse, delta, *(x for x in tokens if x is not None))
+    (_, s, _, h), (_, u, _, hv) = operands.q.shape, operands.v.shape
+    _, blocks = _block_sizes(*_widths(operands))
     # Weights are 0 where a query sees no key; -inf - -inf would be NaN.
-    lse = jnp.where(jnp.isfinite(lse), lse, 0.0) * LOG2_E
-    d_q = _d_queries(sizes, blocks, (q, k, v, tokens, d_out, lse, delta), rules, given, interpret)
-    d_k, d_v = _d_keys(sizes, blocks, (q, k, v, tokens, d_out, lse, delta), rules, given, interpret)
-    return d_q, d_k, d_v
+    lse = jnp.where(jnp.isfinite(gradient.lse), gradient.lse, 0.0) * LOG2_E
+    gradient = gradient._replace(lse=lse)
+    (d_q,) = _call(_d_q_kernel, operands, gradient, blocks, ("d_q",), interpret)
+    d_k, d_v = _call(_d_kv_kernel, operands, gradient, blocks, ("d_k", "d_v"), interpret)
+    return d_q[:, :s, :, :h], d_k[:, :u, :, :h], d_v[:, :u, :, :hv]
 
 
-def _d_queries(
-    sizes: _Sizes, blocks: _Blocks, arrays: Any, rules: Rules, given: Any, interpret: bool
-) -> Array:
-    q, k, v, tokens, d_out, lse, delta = arrays
-    lists = listed(
-        kinds_of_blocks(rules, tokens, (sizes.s, sizes.u), (blocks.kept, blocks.passing))
-    )
-    q, d_out = _fill(q, blocks.kept), _fill(d_out, blocks.kept)
-    k, v = _fill(k, blocks.passing), _fill(v, blocks.passing)
-    lse, delta = _fill_last(lse, blocks.kept), _fill_last(delta, blocks.kept)
-    tokens = _fill_tokens(tokens, blocks.kept, blocks.passing)
-    filled = _Sizes.of(q, k, v)
-    group = sizes.n // sizes.m
-    per_query = _per_row(blocks.kept)
-    d_q = pl.pallas_call(
-        functools.partial(_d_q_kernel, rules=rules, blocks=blocks, u=sizes.u),
-        grid=(filled.s // blocks.kept, sizes.b, sizes.n),
-        in_specs=[
-            _one_block(blocks.kept, filled.h),
-            _all_keys(filled.u, group, filled.h),
-            _all_keys(filled.u, group, filled.hv),
-            _one_block(blocks.kept, filled.hv),
-            per_query,
-            per_query,
-            _list_specs(lists),
-            _token_specs(tokens),
-        ],
-        out_specs=_one_block(blocks.kept, filled.h),
-        out_shape=shape_varying_like(q.shape, jnp.float32, *given),
+def _widths(operands: Operands) -> tuple[int, int]:
+    q, _, v, *_ = operands
+    return _wide(max(q.shape[3], v.shape[3])), q.dtype.itemsize
+
+
+def _call(
+    kernel: Callable[..., None],
+    operands: Operands,
+    gradient: OutGradient | tuple[()],
+    blocks: _Blocks,
+    wanted: tuple[str, ...],
+    interpret: bool,
+) -> list[Array]:
+    """Run a kernel whose programs write blocks of queries, or of keys where `wanted` has "d_k"."""
+    q, k, v, tokens, rules = operands
+    sizes, by_key = _Sizes.of(q, k, v), "d_k" in wanted
+    block_q, block_k = (blocks.passing, blocks.kept) if by_key else (blocks.kept, blocks.passing)
+    kinds = kinds_of_blocks(rules, tokens, (sizes.s, sizes.u), (block_q, block_k))
+    lists = listed(kinds.swapaxes(1, 2) if by_key else kinds)
+    q, k, v = _fill(q, block_q), _fill(k, block_k), _fill(v, block_k)
+    filled, group = _Sizes.of(q, k, v), sizes.n // sizes.m
+    queries: Callable[[int], pl.BlockSpec] = functools.partial(_one_block, blocks.kept)
+    keys: Callable[[int], pl.BlockSpec] = functools.partial(_all_keys, filled.u, group)
+    per_query, grid = _per_row(blocks.kept), (filled.s // blocks.kept, sizes.b, sizes.n)
+    if by_key:
+        queries, keys = functools.partial(_all_queries, filled.s, group), queries
+        per_query = pl.BlockSpec((None, group, filled.s), lambda i, b, m: (b, m, 0))
+        grid = (filled.u // blocks.kept, sizes.b, sizes.m)
+    arrays = [q, k, v]
+    in_specs = [queries(filled.h), keys(filled.h), keys(filled.hv)]
+    if gradient:
+        numbers = (_fill_last(x, block_q) for x in (gradient.lse, gradient.delta))
+        arrays += [_fill(gradient.d_out, block_q), *numbers]
+        in_specs += [queries(filled.hv), per_query, per_query]
+    tokens = _fill_tokens(tokens, block_q, block_k)
+    results = {
+        "out": (queries(filled.hv), (*q.shape[:3], filled.hv), q.dtype),
+        "lse": (per_query, (sizes.b, sizes.n, filled.s), jnp.float32),
+        "d_q": (queries(filled.h), q.shape, jnp.float32),
+        "d_k": (keys(filled.h), k.shape, jnp.float32),
+        "d_v": (keys(filled.hv), v.shape, jnp.float32),
+    }
+    like = (operands[:4], gradient)
+    return pl.pallas_call(
+        functools.partial(kernel, rules=rules, blocks=blocks, u=sizes.u),
+        grid=grid,
+        in_specs=[*in_specs, _list_specs(lists), _token_specs(tokens)],
+        out_specs=[results[name][0] for name in wanted],
+        out_shape=[shape_varying_like(*results[name][1:], *like) for name in wanted],
         compiler_params=_COMPILER(max(filled.h, filled.hv)),
         interpret=interpret,
-        name="flash_attention_d_q",
-    )(q, k, v, d_out, lse, delta, lists, tokens)
-    return d_q[:, : sizes.s, :, : sizes.h]
-
-
-def _d_keys(
-    sizes: _Sizes, blocks: _Blocks, arrays: Any, rules: Rules, given: Any, interpret: bool
-) -> tuple[Array, Array]:
-    q, k, v, tokens, d_out, lse, delta = arrays
-    kinds = kinds_of_blocks(rules, tokens, (sizes.s, sizes.u), (blocks.passing, blocks.kept))
-    lists = listed(kinds.swapaxes(1, 2))
-    q, d_out = _fill(q, blocks.passing), _fill(d_out, blocks.passing)
-    k, v = _fill(k, blocks.kept), _fill(v, blocks.kept)
-    lse, delta = _fill_last(lse, blocks.passing), _fill_last(delta, blocks.passing)
-    tokens = _fill_tokens(tokens, blocks.passing, blocks.kept)
-    filled = _Sizes.of(q, k, v)
-    group = sizes.n // sizes.m
-
-    def all_queries(width: int) -> pl.BlockSpec:
-        return pl.BlockSpec((None, filled.s, group, width), lambda i, b, m: (b, 0, m, 0))
-
-    per_query = pl.BlockSpec((None, group, filled.s), lambda i, b, m: (b, m, 0))
-    d_k, d_v = pl.pallas_call(
-        functools.partial(_d_kv_kernel, rules=rules, blocks=blocks, u=sizes.u),
-        grid=(filled.u // blocks.kept, sizes.b, sizes.m),
-        in_specs=[
-            all_queries(filled.h),
-            _one_block(blocks.kept, filled.h),
-            _one_block(blocks.kept, filled.hv),
-            all_queries(filled.hv),
-            per_query,
-            per_query,
-            _list_specs(lists),
-            _token_specs(tokens),
-        ],
-        out_specs=[_one_block(blocks.kept, filled.h), _one_block(blocks.kept, filled.hv)],
-        out_shape=[
-            shape_varying_like(k.shape, jnp.float32, *given),
-            shape_varying_like(v.shape, jnp.float32, *given),
-        ],
-        compiler_params=_COMPILER(max(filled.h, filled.hv)),
-        interpret=interpret,
-        name="flash_attention_d_kv",
-    )(q, k, v, d_out, lse, delta, lists, tokens)
-    return d_k[:, : sizes.u, :, : sizes.h], d_v[:, : sizes.u, :, : sizes.hv]
+        name="flash_attention" + kernel.__name__.removesuffix("_kernel").removeprefix("_attend"),
+    )(*arrays, lists, tokens)
 
 
 KERNELS = Kernels(attend, differentiate)

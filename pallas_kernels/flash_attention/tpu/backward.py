@@ -19,8 +19,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.array_types import Array, Float
-from pallas_kernels.flash_attention.mask import Rules, Tokens
+from pallas_kernels.array_types import Array
+from pallas_kernels.flash_attention.kernels import Operands, OutGradient
+from pallas_kernels.flash_attention.mask import Rules
 from pallas_kernels.flash_attention.tpu import tiles
 from pallas_kernels.flash_attention.tpu.blocks import Sizes, make_plan
 from pallas_kernels.flash_attention.tpu.grid import Grid, mask, when_seen
@@ -29,21 +30,17 @@ from pallas_kernels.jax_versions import match_varying, shape_varying_like
 
 
 def differentiate(
-    q: Float[Array, "B S N H"],
-    k: Float[Array, "B U M H"],
-    v: Float[Array, "B U M Hv"],
-    tokens: Tokens,
-    rules: Rules,
-    d_out: Float[Array, "B S N Hv"],
-    lse: Float[Array, "B N S"],
-    delta: Float[Array, "B N S"],
+    operands: Operands,
+    gradient: OutGradient,
     *,
     pallas_call: Callable[..., Any] = pl.pallas_call,
-) -> tuple[Float[Array, "B S N H"], Float[Array, "B U M H"], Float[Array, "B U M Hv"]]:
+) -> tuple[Array, Array, Array]:
     """Return the gradients defined in `pallas_kernels.flash_attention.kernels`.
 
     `pallas_call` is replaced by kernels that also send (ring/remote_dma/blocks.py).
     """
+    q, k, v, tokens, rules = operands
+    d_out, lse, delta = gradient
     sizes = Sizes.of(q, k, v, rules)
     plan = make_plan(sizes, tokens, rules)
     # Weights are 0 where a query sees no key; -inf would turn them into NaN.
@@ -55,7 +52,7 @@ def differentiate(
         *(lse, delta, plan.row_marks, plan.key_marks),
     )
     like = (q, k, v, d_out, lse, delta)
-    arrays = [match_varying(x, *like) for x in arrays]
+    arrays = match_varying(arrays, like)
 
     def call(kernel: Any, grid: Grid, outs: list[Any], scratch: list[Any], products: int) -> Any:
         specs, shapes = zip(*outs, strict=True)
@@ -106,24 +103,9 @@ def differentiate(
     return sizes.from_rows(d_q), sizes.from_keys(d_k), sizes.from_keys(d_v)
 
 
-def _d_queries_kernel(
-    row_bounds: Any,
-    key_bounds: Any,
-    q: Any,
-    k: Any,
-    v: Any,
-    d_out: Any,
-    lse: Any,
-    delta: Any,
-    row_marks: Any,
-    key_marks: Any,
-    d_q: Any,
-    columns: Any,
-    statistics: Any,
-    *,
-    grid: Grid,
-    rules: Rules,
-) -> None:
+def _d_queries_kernel(*refs: Any, grid: Grid, rules: Rules) -> None:
+    *bounds, q, k, v, d_out, lse, delta, row_marks, key_marks, d_q, columns, statistics = refs
+
     @pl.when(grid.is_first)
     def _():
         grid.keep_columns(columns, row_marks)
@@ -131,11 +113,9 @@ def _d_queries_kernel(
         statistics[1] = tiles.column(delta[...])
         d_q[...] = jnp.zeros(d_q.shape, jnp.float32)
 
-    @functools.partial(when_seen, grid, rules, row_bounds, key_bounds)
+    @functools.partial(when_seen, grid, rules, *bounds)
     def _(key_block: Any):
-        is_visible = None
-        if key_block is not None:
-            is_visible = mask(grid, rules, columns, key_marks, key_block)
+        is_visible = mask(grid, rules, columns, key_marks, key_block)
         _, d_scores = tiles.differentiate_tile(
             (q[...], d_out[...]),
             (k[...], v[...]),
@@ -151,35 +131,18 @@ def _d_queries_kernel(
         d_q[...] *= rules.scale
 
 
-def _d_keys_kernel(
-    row_bounds: Any,
-    key_bounds: Any,
-    q: Any,
-    k: Any,
-    v: Any,
-    d_out: Any,
-    lse: Any,
-    delta: Any,
-    row_marks: Any,
-    key_marks: Any,
-    d_k: Any,
-    d_v: Any,
-    columns: Any,
-    *,
-    grid: Grid,
-    rules: Rules,
-) -> None:
+def _d_keys_kernel(*refs: Any, grid: Grid, rules: Rules) -> None:
+    *bounds, q, k, v, d_out, lse, delta, row_marks, key_marks, d_k, d_v, columns = refs
+
     @pl.when(grid.is_first)
     def _():
         grid.keep_columns(columns, key_marks)
         d_k[...] = jnp.zeros(d_k.shape, jnp.float32)
         d_v[...] = jnp.zeros(d_v.shape, jnp.float32)
 
-    @functools.partial(when_seen, grid, rules, row_bounds, key_bounds)
+    @functools.partial(when_seen, grid, rules, *bounds)
     def _(key_block: Any):
-        is_visible = None
-        if key_block is not None:
-            is_visible = mask(grid, rules, columns, row_marks, key_block)
+        is_visible = mask(grid, rules, columns, row_marks, key_block)
         weights, d_scores = tiles.differentiate_tile(
             (k[...], v[...]), (q[...], d_out[...]), lse[...], delta[...], is_visible, rules
         )

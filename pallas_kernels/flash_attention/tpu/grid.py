@@ -150,15 +150,17 @@ class Grid(NamedTuple):
 
 
 def mask(grid: Grid, rules: Rules, columns: Any, marks: Any, key_block: Any) -> Any:
-    """Return the mask of a tile: [rows keys], or [keys rows] where the grid is by keys.
+    """Return the mask of a tile: [rows keys], or [keys rows] where the grid is by keys, or None.
 
     Args:
         grid: Grid of the kernel.
         rules: Mask rules.
         columns: Marks of the current block, as columns.
         marks: Marks of the other side's block, as rows.
-        key_block: Index of the block of keys.
+        key_block: Index of the block of keys, None where no mask is needed.
     """
+    if key_block is None:
+        return None
     z = grid.sizes
     down = [columns[i][:, :1] for i in range(grid.num_marks)]
     across = [marks[i : i + 1, :] for i in range(grid.num_marks)]

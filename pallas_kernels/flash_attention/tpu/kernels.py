@@ -23,8 +23,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.array_types import Array, Float
-from pallas_kernels.flash_attention.kernels import Kernels
-from pallas_kernels.flash_attention.mask import Rules, Tokens
+from pallas_kernels.flash_attention.kernels import Kernels, Operands
+from pallas_kernels.flash_attention.mask import Rules
 from pallas_kernels.flash_attention.tpu import tiles
 from pallas_kernels.flash_attention.tpu.backward import differentiate
 from pallas_kernels.flash_attention.tpu.blocks import Sizes, make_plan
@@ -34,18 +34,13 @@ from pallas_kernels.jax_versions import match_varying, shape_varying_like
 
 
 def attend(
-    q: Float[Array, "B S N H"],
-    k: Float[Array, "B U M H"],
-    v: Float[Array, "B U M Hv"],
-    tokens: Tokens,
-    rules: Rules,
-    *,
-    pallas_call: Callable[..., Any] = pl.pallas_call,
+    operands: Operands, *, pallas_call: Callable[..., Any] = pl.pallas_call
 ) -> tuple[Float[Array, "B S N Hv"], Float[Array, "B N S"]]:
     """Return what `pallas_kernels.flash_attention` returns.
 
     `pallas_call` is replaced by kernels that also send (ring/remote_dma/blocks.py).
     """
+    q, k, v, tokens, rules = operands
     sizes = Sizes.of(q, k, v, rules)
     plan = make_plan(sizes, tokens, rules)
     grid = Grid.of(sizes, plan, by="rows")
@@ -80,28 +75,13 @@ def attend(
         name="flash_attention",
     )
     given = (plan.row_bounds, plan.key_bounds, *arrays, *marks)
-    out, lse = call(*(match_varying(x, q, k, v) for x in given))
+    out, lse = call(*match_varying(given, q, k, v))
     return sizes.from_rows(out), sizes.from_statistics(lse)
 
 
-def _attend_kernel(
-    row_bounds: Any,
-    key_bounds: Any,
-    q: Any,
-    k: Any,
-    v: Any,
-    row_marks: Any,
-    key_marks: Any,
-    out: Any,
-    lse: Any,
-    columns: Any,
-    top: Any,
-    total: Any,
-    sums: Any,
-    *,
-    grid: Grid,
-    rules: Rules,
-) -> None:
+def _attend_kernel(*refs: Any, grid: Grid, rules: Rules) -> None:
+    *bounds, q, k, v, row_marks, key_marks, out, lse, columns, top, total, sums = refs
+
     def keep(state: RunningSoftmax) -> None:
         top[...] = jnp.broadcast_to(state.top, top.shape)
         total[...] = jnp.broadcast_to(state.total, total.shape)
@@ -115,11 +95,9 @@ def _attend_kernel(
         grid.keep_columns(columns, row_marks)
         keep(tiles.nothing_seen(*sums.shape))
 
-    @functools.partial(when_seen, grid, rules, row_bounds, key_bounds)
+    @functools.partial(when_seen, grid, rules, *bounds)
     def _(key_block: Any):
-        is_visible = None
-        if key_block is not None:
-            is_visible = mask(grid, rules, columns, key_marks, key_block)
+        is_visible = mask(grid, rules, columns, key_marks, key_block)
         keep(tiles.attend_tile(state(), q[...], k[...], v[...], is_visible, rules))
 
     @pl.when(grid.is_last)

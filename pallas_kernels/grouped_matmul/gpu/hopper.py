@@ -37,8 +37,6 @@ from jax.experimental import pallas as pl
 from pallas_kernels.array_types import Array, Int
 from pallas_kernels.gpu.hopper_parts import (
     COMPUTING,
-    REGISTERS_COMPUTING,
-    REGISTERS_LOADING,
     ROWS,
     Registers,
     Ring,
@@ -47,7 +45,7 @@ from pallas_kernels.gpu.hopper_parts import (
     call,
     filled,
     programs,
-    walk_tiles,
+    run_tiles,
 )
 from pallas_kernels.grouped_matmul.gpu.hopper_contract import contract
 from pallas_kernels.grouped_matmul.gpu.hopper_tiles import (
@@ -84,77 +82,64 @@ def _multiply_kernel(
     depth, columns = tiles.depth, tiles.columns
     shape = (ROWS, columns)
 
-    def tile_of(index: Array) -> tuple[Array, Array, Array]:
-        """Return its place in the list, its first column, and the steps of its sum."""
-        at, column = place_of(index, count_ref[0], tiles)
-        return at, column, jnp.where(tiles_ref[at, 0] < num_groups, steps, 0)
+    tile_of = functools.partial(place_of, tiles_ref, count_ref, tiles, steps, num_groups)
 
     total = count_ref[0] * tiles.num_columns
 
-    @pl.when(warpgroup < COMPUTING)
-    def _compute():
-        plgpu.set_max_registers(REGISTERS_COMPUTING, action="increase")
-        stores = Stores(staged=staged.at[warpgroup], cut=cut.at[warpgroup])
-        offset = warpgroup * ROWS
+    stores = Stores(staged=staged.at[warpgroup], cut=cut.at[warpgroup])
+    offset = warpgroup * ROWS
 
-        def product(first: Array, last: Array) -> Array:
-            operands = (rows_smem, warpgroup), (weights_smem, None)
-            return registers.sum_of(shape, ring, first, last, operands, (False, is_turned))
+    def product(first: Array, last: Array) -> Array:
+        operands = (rows_smem, warpgroup), (weights_smem, None)
+        return registers.sum_of(shape, ring, first, last, operands, (False, is_turned))
 
-        def scaled(at: Array, column: Array, block: Array, x: Array) -> Array:
-            x = x.astype(jnp.float32)
-            if not blocks:
-                return x
-            own = row_scales_ref.at[block, pl.ds(tiles_ref[at, 1] + offset, ROWS)]
-            others = weight_scales_ref.at[tiles_ref[at, 0], block, pl.ds(column, columns)]
-            x = x * along(registers.load(own, 0), shape, 0)
-            return x * along(registers.load(others, 1), shape, 1)
+    def scaled(at: Array, column: Array, block: Array, x: Array) -> Array:
+        x = x.astype(jnp.float32)
+        if not blocks:
+            return x
+        own = row_scales_ref.at[block, pl.ds(tiles_ref[at, 1] + offset, ROWS)]
+        others = weight_scales_ref.at[tiles_ref[at, 0], block, pl.ds(column, columns)]
+        x = x * along(registers.load(own, 0), shape, 0)
+        return x * along(registers.load(others, 1), shape, 1)
 
-        def tile(index: Array, first: Array) -> Array:
-            at, column, own_steps = tile_of(index)
-            last = first + own_steps
-            if section == steps and not blocks:
-                out = product(first, last)
-            else:
-                per_block = steps // section // max(1, blocks)
+    def compute(index: Array, first: Array) -> Array:
+        at, column, own_steps = tile_of(index)
+        last = first + own_steps
+        if section == steps and not blocks:
+            out = product(first, last)
+        else:
+            per_block = steps // section // max(1, blocks)
 
-                def add(part: Array, sums: Array) -> Array:
-                    start = first + part * section
-                    block = jax.lax.div(part, jnp.int32(per_block))
-                    return sums + scaled(at, column, block, product(start, start + section))
+            def add(part: Array, sums: Array) -> Array:
+                start = first + part * section
+                block = jax.lax.div(part, jnp.int32(per_block))
+                return sums + scaled(at, column, block, product(start, start + section))
 
-                # Rows without a sum have no section: their scales may be NaN.
-                zeros = registers.constant(shape, 0.0)
-                out = jax.lax.fori_loop(0, jax.lax.div(own_steps, section), add, zeros)
-            low, high = (tiles_ref[at, i] - offset for i in (2, 3))
-            stores.put(out, out_ref, (tiles_ref[at, 1] + offset, column), (low, high))
-            return last
+            # Rows without a sum have no section: their scales may be NaN.
+            zeros = registers.constant(shape, 0.0)
+            out = jax.lax.fori_loop(0, jax.lax.div(own_steps, section), add, zeros)
+        low, high = (tiles_ref[at, i] - offset for i in (2, 3))
+        stores.put(out, out_ref, (tiles_ref[at, 1] + offset, column), (low, high))
+        return last
 
-        walk_tiles(total, num_programs, tile)
-        plgpu.wait_smem_to_gmem(0)
+    def load(index: Array, first: Array) -> Array:
+        at, column, own_steps = tile_of(index)
+        group, row = tiles_ref[at, 0], pl.multiple_of(tiles_ref[at, 1], 8)
 
-    @pl.when(warpgroup == COMPUTING)
-    def _load():
-        plgpu.set_max_registers(REGISTERS_LOADING, action="decrease")
+        @pl.loop(0, own_steps)
+        def _step(step: Array) -> None:
+            slot = ring.acquire(first + step)
+            inner = pl.ds(step * depth, depth)
+            for part in range(COMPUTING):
+                source = rows_ref.at[pl.ds(row + part * ROWS, ROWS), inner]
+                plgpu.copy_gmem_to_smem(source, rows_smem.at[slot, part], full.at[slot])
+            outer = pl.ds(column, columns)
+            source = weights_ref.at[group, *((outer, inner) if is_turned else (inner, outer))]
+            plgpu.copy_gmem_to_smem(source, weights_smem.at[slot], full.at[slot])
 
-        def tile(index: Array, first: Array) -> Array:
-            at, column, own_steps = tile_of(index)
-            group, row = tiles_ref[at, 0], pl.multiple_of(tiles_ref[at, 1], 8)
+        return first + own_steps
 
-            @pl.loop(0, own_steps)
-            def _step(step: Array) -> None:
-                slot = ring.acquire(first + step)
-                inner = pl.ds(step * depth, depth)
-                for part in range(COMPUTING):
-                    source = rows_ref.at[pl.ds(row + part * ROWS, ROWS), inner]
-                    plgpu.copy_gmem_to_smem(source, rows_smem.at[slot, part], full.at[slot])
-                outer = pl.ds(column, columns)
-                source = weights_ref.at[group, *((outer, inner) if is_turned else (inner, outer))]
-                plgpu.copy_gmem_to_smem(source, weights_smem.at[slot], full.at[slot])
-
-            return first + own_steps
-
-        ring.drain(walk_tiles(total, num_programs, tile))
+    run_tiles(warpgroup, total, num_programs, ring, compute, load)
 
 
 def multiply(

@@ -24,8 +24,6 @@ from jax.experimental import pallas as pl
 from pallas_kernels.array_types import Array, Int
 from pallas_kernels.gpu.hopper_parts import (
     COMPUTING,
-    REGISTERS_COMPUTING,
-    REGISTERS_LOADING,
     ROWS,
     Registers,
     Ring,
@@ -33,7 +31,7 @@ from pallas_kernels.gpu.hopper_parts import (
     call,
     filled,
     programs,
-    walk_tiles,
+    run_tiles,
 )
 from pallas_kernels.grouped_matmul.gpu.hopper_tiles import TILE, scratch, tiles_for
 from pallas_kernels.grouped_matmul.gpu.operands import operands_of
@@ -70,70 +68,60 @@ def _contract_kernel(
         """Return the first row of a step, which slides back rather than pass the last row."""
         return jnp.minimum(begin + step * depth, num_rows - depth)
 
-    @pl.when(warpgroup < COMPUTING)
-    def _compute():
-        plgpu.set_max_registers(REGISTERS_COMPUTING, action="increase")
-        stores = Stores(staged=staged.at[warpgroup], cut=cut.at[warpgroup])
+    stores = Stores(staged=staged.at[warpgroup], cut=cut.at[warpgroup])
 
-        def keep(ref: Any, low: Array, high: Array) -> None:
-            """Zero the rows before `low` and from `high` on."""
-            index = registers.index(ref.shape, 0)
-            x = ref[...]
-            ref[...] = jnp.where((index >= low) & (index < high), x, jnp.zeros_like(x))
+    def keep(ref: Any, low: Array, high: Array) -> None:
+        """Zero the rows before `low` and from `high` on."""
+        index = registers.index(ref.shape, 0)
+        x = ref[...]
+        ref[...] = jnp.where((index >= low) & (index < high), x, jnp.zeros_like(x))
 
-        def tile(index: Array, first: Array) -> Array:
-            group, row, column = tile_of(index)
-            begin, steps = steps_of(group)
+    def compute(index: Array, first: Array) -> Array:
+        group, row, column = tile_of(index)
+        begin, steps = steps_of(group)
 
-            def mask(step: Array, slot: Array) -> None:
-                own = first_row(begin, step - first)
-                low = jnp.maximum(begin + (step - first) * depth, starts_ref[group]) - own
-                high = ends_ref[group] - own
+        def mask(step: Array, slot: Array) -> None:
+            own = first_row(begin, step - first)
+            low = jnp.maximum(begin + (step - first) * depth, starts_ref[group]) - own
+            high = ends_ref[group] - own
 
-                @pl.when((low > 0) | (high < depth))
-                def _edge() -> None:
-                    keep(rows_smem.at[slot, warpgroup], low, high)
+            @pl.when((low > 0) | (high < depth))
+            def _edge() -> None:
+                keep(rows_smem.at[slot, warpgroup], low, high)
 
-                    @pl.when(warpgroup == 0)
-                    def _shared() -> None:
-                        keep(others_smem.at[slot], low, high)
+                @pl.when(warpgroup == 0)
+                def _shared() -> None:
+                    keep(others_smem.at[slot], low, high)
 
-                    plgpu.commit_smem()
-                    plgpu.barrier_arrive(masked)
-                    plgpu.barrier_wait(masked)
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(masked)
+                plgpu.barrier_wait(masked)
 
-            operands = (rows_smem, warpgroup), (others_smem, None)
-            last = first + steps
-            out = registers.sum_of(
-                (ROWS, columns), ring, first, last, operands, (True, False), before=mask
-            )
-            stores.put(out, out_ref.at[group], (row + warpgroup * ROWS, column))
-            return last
+        operands = (rows_smem, warpgroup), (others_smem, None)
+        last = first + steps
+        out = registers.sum_of(
+            (ROWS, columns), ring, first, last, operands, (True, False), before=mask
+        )
+        stores.put(out, out_ref.at[group], (row + warpgroup * ROWS, column))
+        return last
 
-        walk_tiles(groups * per_group, num_programs, tile)
-        plgpu.wait_smem_to_gmem(0)
+    def load(index: Array, first: Array) -> Array:
+        group, row, column = tile_of(index)
+        begin, steps = steps_of(group)
 
-    @pl.when(warpgroup == COMPUTING)
-    def _load():
-        plgpu.set_max_registers(REGISTERS_LOADING, action="decrease")
+        @pl.loop(0, steps)
+        def _step(step: Array) -> None:
+            slot = ring.acquire(first + step)
+            own = pl.ds(pl.multiple_of(first_row(begin, step), ALIGNED), depth)
+            for part in range(COMPUTING):
+                source = rows_ref.at[own, pl.ds(row + part * ROWS, ROWS)]
+                plgpu.copy_gmem_to_smem(source, rows_smem.at[slot, part], full.at[slot])
+            source = others_ref.at[own, pl.ds(column, columns)]
+            plgpu.copy_gmem_to_smem(source, others_smem.at[slot], full.at[slot])
 
-        def tile(index: Array, first: Array) -> Array:
-            group, row, column = tile_of(index)
-            begin, steps = steps_of(group)
+        return first + steps
 
-            @pl.loop(0, steps)
-            def _step(step: Array) -> None:
-                slot = ring.acquire(first + step)
-                own = pl.ds(pl.multiple_of(first_row(begin, step), ALIGNED), depth)
-                for part in range(COMPUTING):
-                    source = rows_ref.at[own, pl.ds(row + part * ROWS, ROWS)]
-                    plgpu.copy_gmem_to_smem(source, rows_smem.at[slot, part], full.at[slot])
-                source = others_ref.at[own, pl.ds(column, columns)]
-                plgpu.copy_gmem_to_smem(source, others_smem.at[slot], full.at[slot])
-
-            return first + steps
-
-        ring.drain(walk_tiles(groups * per_group, num_programs, tile))
+    run_tiles(warpgroup, groups * per_group, num_programs, ring, compute, load)
 
 
 def _divided(x: Array, by: int) -> tuple[Array, Array]:

@@ -129,20 +129,26 @@ def tiles_widened(
     )
 
 
-def place_of(index: Any, count: Any, tiles: Any) -> tuple[Any, Any]:
-    """Return a tile's place in the list of row tiles, and its first column.
+def place_of(
+    rows: Any, count: Any, tiles: Any, steps: int, groups: int, index: Any
+) -> tuple[Any, Any, Any]:
+    """Return a tile's place in the list of row tiles, its first column, and the steps of its sum.
 
     Programs go through a panel of column tiles for all rows, then through the next.
 
     Args:
-        index: Index of the tile.
-        count: Number of row tiles.
+        rows: List of row tiles, whose first number is the group; see `row_tiles`.
+        count: Number of row tiles, in memory.
         tiles: Tiles of the kernel.
+        steps: Steps of a whole sum.
+        groups: Number of groups; further rows have no sum.
+        index: Index of the tile.
     """
-    panel = count * tiles.panel
+    panel = count[0] * tiles.panel
     rest, width = jax.lax.rem(index, panel), jnp.int32(tiles.panel)
     column = jax.lax.div(index, panel) * tiles.panel + jax.lax.rem(rest, width)
-    return jax.lax.div(rest, width), column * tiles.step
+    at = jax.lax.div(rest, width)
+    return at, column * tiles.step, jnp.where(rows[at, 0] < groups, steps, 0)
 
 
 def scratch(tiles: Tiles, dtype: Any, out_dtype: Any, right: tuple[int, int]) -> tuple[Any, ...]:

@@ -24,8 +24,6 @@ from jax.experimental import pallas as pl
 from pallas_kernels.array_types import Array
 from pallas_kernels.gpu.hopper_parts import (
     COMPUTING,
-    REGISTERS_COMPUTING,
-    REGISTERS_LOADING,
     ROWS,
     Registers,
     Ring,
@@ -34,9 +32,9 @@ from pallas_kernels.gpu.hopper_parts import (
     call,
     filled,
     programs,
+    run_tiles,
     shared,
     slot_of,
-    walk_tiles,
 )
 from pallas_kernels.grouped_matmul.gpu.hopper_tiles import (
     LINE,
@@ -58,88 +56,75 @@ def _widened_kernel(
     shape = (tiles.rows, tiles.columns)
     total = count_ref[0] * tiles.num_columns
 
-    def tile_of(index: Array) -> tuple[Array, Array, Array]:
-        """Return its place in the list, its first column, and the steps of its sum."""
-        at, column = place_of(index, count_ref[0], tiles)
-        return at, column, jnp.where(tiles_ref[at, 0] < num_groups, steps, 0)
+    tile_of = functools.partial(place_of, tiles_ref, count_ref, tiles, steps, num_groups)
 
-    @pl.when(warpgroup < COMPUTING)
-    def _compute():
-        plgpu.set_max_registers(REGISTERS_COMPUTING, action="increase")
-        stores = Stores(staged=staged.at[warpgroup], cut=cut.at[warpgroup])
+    stores = Stores(staged=staged.at[warpgroup], cut=cut.at[warpgroup])
 
-        def widened(step: Array) -> Any:
-            return wide.at[warpgroup, slot_of(step, 2)]
+    def widened(step: Array) -> Any:
+        return wide.at[warpgroup, slot_of(step, 2)]
 
-        def widen(step: Array) -> None:
-            slot = ring.await_full(step)
-            few_bits = weights_smem.at[slot, warpgroup]
-            widened(step)[...] = registers.widened(few_bits, rows_smem.dtype)
-            plgpu.commit_smem()
+    def widen(step: Array) -> None:
+        slot = ring.await_full(step)
+        few_bits = weights_smem.at[slot, warpgroup]
+        widened(step)[...] = registers.widened(few_bits, rows_smem.dtype)
+        plgpu.commit_smem()
 
-        def tile(index: Array, first: Array) -> Array:
-            at, column, own_steps = tile_of(index)
-            last = first + own_steps
-            column = column + warpgroup * tiles.columns
-            pl.when(own_steps > 0)(lambda: widen(first))
+    def compute(index: Array, first: Array) -> Array:
+        at, column, own_steps = tile_of(index)
+        last = first + own_steps
+        column = column + warpgroup * tiles.columns
+        pl.when(own_steps > 0)(lambda: widen(first))
 
-            def step(at: Array, sums: Array) -> Array:
-                slot = slot_of(at, tiles.stages)
+        def step(at: Array, sums: Array) -> Array:
+            slot = slot_of(at, tiles.stages)
 
-                def widen_next() -> None:
-                    pl.when(at + 1 < last)(lambda: widen(at + 1))
+            def widen_next() -> None:
+                pl.when(at + 1 < last)(lambda: widen(at + 1))
 
-                sums = registers.add_while(sums, rows_smem.at[slot], widened(at), widen_next)
-                registers.free(free.at[slot])
-                return sums
+            sums = registers.add_while(sums, rows_smem.at[slot], widened(at), widen_next)
+            registers.free(free.at[slot])
+            return sums
 
-            per_block = steps // blocks
+        per_block = steps // blocks
 
-            def scaled(block: Array) -> Array:
-                start = first + block * per_block
-                zeros = registers.constant(shape, 0.0)
-                sums = jax.lax.fori_loop(start, start + per_block, step, zeros)
-                scales = scales_ref.at[tiles_ref[at, 0], block, pl.ds(column, tiles.columns)]
-                return sums * along(registers.load(scales, 1), shape, 1)
+        def scaled(block: Array) -> Array:
+            start = first + block * per_block
+            zeros = registers.constant(shape, 0.0)
+            sums = jax.lax.fori_loop(start, start + per_block, step, zeros)
+            scales = scales_ref.at[tiles_ref[at, 0], block, pl.ds(column, tiles.columns)]
+            return sums * along(registers.load(scales, 1), shape, 1)
 
-            # Rows without a sum have no block, and no scales.
-            out = jax.lax.fori_loop(
-                0,
-                jax.lax.div(own_steps, per_block),
-                lambda block, sums: scaled(block) if blocks == 1 else sums + scaled(block),
-                registers.constant(shape, 0.0),
-            )
-            for i in range(0, tiles.rows, ROWS):
-                row = tiles_ref[at, 1] + i
-                some = tiles_ref[at, 2] - i, tiles_ref[at, 3] - i
-                stores.put(out[i : i + ROWS], out_ref, (row, column), some)
-            return last
+        # Rows without a sum have no block, and no scales.
+        out = jax.lax.fori_loop(
+            0,
+            jax.lax.div(own_steps, per_block),
+            lambda block, sums: scaled(block) if blocks == 1 else sums + scaled(block),
+            registers.constant(shape, 0.0),
+        )
+        for i in range(0, tiles.rows, ROWS):
+            row = tiles_ref[at, 1] + i
+            some = tiles_ref[at, 2] - i, tiles_ref[at, 3] - i
+            stores.put(out[i : i + ROWS], out_ref, (row, column), some)
+        return last
 
-        walk_tiles(total, num_programs, tile)
-        plgpu.wait_smem_to_gmem(0)
+    def load(index: Array, first: Array) -> Array:
+        at, column, own_steps = tile_of(index)
+        group, row = tiles_ref[at, 0], pl.multiple_of(tiles_ref[at, 1], ALIGNED)
 
-    @pl.when(warpgroup == COMPUTING)
-    def _load():
-        plgpu.set_max_registers(REGISTERS_LOADING, action="decrease")
+        @pl.loop(0, own_steps)
+        def _step(step: Array) -> None:
+            slot = ring.acquire(first + step)
+            inner = pl.ds(step * tiles.depth, tiles.depth)
+            source = rows_ref.at[pl.ds(row, tiles.rows), inner]
+            plgpu.copy_gmem_to_smem(source, rows_smem.at[slot], full.at[slot])
+            for part in range(COMPUTING):
+                outer = pl.ds(column + part * tiles.columns, tiles.columns)
+                source = weights_ref.at[group, inner, outer]
+                plgpu.copy_gmem_to_smem(source, weights_smem.at[slot, part], full.at[slot])
 
-        def tile(index: Array, first: Array) -> Array:
-            at, column, own_steps = tile_of(index)
-            group, row = tiles_ref[at, 0], pl.multiple_of(tiles_ref[at, 1], ALIGNED)
+        return first + own_steps
 
-            @pl.loop(0, own_steps)
-            def _step(step: Array) -> None:
-                slot = ring.acquire(first + step)
-                inner = pl.ds(step * tiles.depth, tiles.depth)
-                source = rows_ref.at[pl.ds(row, tiles.rows), inner]
-                plgpu.copy_gmem_to_smem(source, rows_smem.at[slot], full.at[slot])
-                for part in range(COMPUTING):
-                    outer = pl.ds(column + part * tiles.columns, tiles.columns)
-                    source = weights_ref.at[group, inner, outer]
-                    plgpu.copy_gmem_to_smem(source, weights_smem.at[slot, part], full.at[slot])
-
-            return first + own_steps
-
-        ring.drain(walk_tiles(total, num_programs, tile))
+    run_tiles(warpgroup, total, num_programs, ring, compute, load)
 
 
 def _scratch(tiles: WidenedTiles, dtype: Any, few_bits: Any, out_dtype: Any) -> tuple[Any, ...]:

@@ -103,7 +103,7 @@ def contract_parts(
             + groups * parts * k * n * jnp.dtype(out_dtype).itemsize,
         ),
         name=name,
-    )(*(match_varying(x, *given) for x in given))
+    )(*match_varying(given, given))
 
 
 def _kernel(

@@ -152,7 +152,7 @@ def multiply_and(
             + num_rows * width * (result_bytes + sum(x.shape[0] * x.itemsize for x in extras)),
         ),
         name=name,
-    )(*(match_varying(x, *given) for x in given))
+    )(*match_varying(given, given))
     return list(results)
 
 

@@ -8,8 +8,8 @@ kernels, and each sends about half of the bytes.
 
 from collections.abc import Sequence
 
-from pallas_kernels.array_types import Array, Float
-from pallas_kernels.flash_attention.mask import Rules, Tokens
+from pallas_kernels.array_types import Array
+from pallas_kernels.flash_attention.kernels import Operands, OutGradient
 from pallas_kernels.flash_attention.tpu import backward as pallas_tpu_backward
 from pallas_kernels.flash_attention.tpu import kernels as pallas_tpu
 from pallas_kernels.ring.parcel import Parcel
@@ -19,35 +19,20 @@ __all__ = ["attend", "differentiate", "send"]
 
 
 def attend(
-    q: Float[Array, "B S N H"],
-    k: Float[Array, "B U M H"],
-    v: Float[Array, "B U M Hv"],
-    tokens: Tokens,
-    rules: Rules,
-    parcels: Sequence[Parcel],
-    axis_name: str,
-) -> tuple[tuple[Float[Array, "B S N Hv"], Float[Array, "B N S"]], tuple[Array, ...]]:
+    operands: Operands, parcels: Sequence[Parcel], axis_name: str
+) -> tuple[tuple[Array, Array], tuple[Array, ...]]:
     """Return (out, lse) of a block, and what arrives; see `ring.step.attend_and_send`."""
     sender = Sender(parcels, axis_name)
-    state = pallas_tpu.attend(q, k, v, tokens, rules, pallas_call=sender.pallas_call)
+    state = pallas_tpu.attend(operands, pallas_call=sender.pallas_call)
     return state, sender.arrived
 
 
 def differentiate(
-    q: Float[Array, "B S N H"],
-    k: Float[Array, "B U M H"],
-    v: Float[Array, "B U M Hv"],
-    tokens: Tokens,
-    rules: Rules,
-    d_out: Float[Array, "B S N Hv"],
-    lse: Float[Array, "B N S"],
-    delta: Float[Array, "B N S"],
-    parcels: Sequence[Parcel],
-    axis_name: str,
+    operands: Operands, gradient: OutGradient, parcels: Sequence[Parcel], axis_name: str
 ) -> tuple[tuple[Array, Array, Array], tuple[Array, ...]]:
     """Return the gradients of a block, and what arrives; see `ring.step`."""
     sender = Sender(parcels, axis_name, num_kernels=2)
     gradients = pallas_tpu_backward.differentiate(
-        q, k, v, tokens, rules, d_out, lse, delta, pallas_call=sender.pallas_call
+        operands, gradient, pallas_call=sender.pallas_call
     )
     return gradients, sender.arrived

@@ -26,8 +26,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.array_types import Array, Float, Float32
-from pallas_kernels.flash_attention.mask import Rules, Tokens
+from pallas_kernels.array_types import Array
+from pallas_kernels.flash_attention.kernels import Operands, OutGradient
+from pallas_kernels.flash_attention.mask import Rules
 from pallas_kernels.flash_attention.tpu.blocks import Sizes
 from pallas_kernels.flash_attention.tpu.tiles import column, differentiate_tile, dot
 from pallas_kernels.jax_versions import shape_varying_like
@@ -42,31 +43,18 @@ from pallas_kernels.ring.remote_dma.ring_keys import (
 
 
 def differentiate_ring(
-    q: Float[Array, "B S N H"],
-    k: Float[Array, "B U M H"],
-    v: Float[Array, "B U M Hv"],
-    tokens: Tokens,
-    rules: Rules,
-    d_out: Float[Array, "B S N Hv"],
-    lse: Float[Array, "B N S"],
-    delta: Float[Array, "B N S"],
-    *,
-    axis_name: str,
-) -> tuple[Float32[Array, "B S N H"], Float32[Array, "B U M H"], Float32[Array, "B U M Hv"]]:
+    operands: Operands, gradient: OutGradient, *, axis_name: str
+) -> tuple[Array, Array, Array]:
     """Return the gradients of attention to the keys of all ranks of an axis, in float32.
 
     Args:
-        q: Queries of this rank.
-        k: Keys of this rank.
-        v: Values of this rank.
-        tokens: Positions of this rank, which must be given, and segments.
-        rules: Mask rules.
-        d_out: Gradient of the output.
-        lse: Log-sum-exp of the whole softmax.
-        delta: Softmax term of the gradient; see flash_attention/kernels.py.
+        operands: Arrays of this rank; its positions must be given, for queries and keys alike.
+        gradient: Gradient of the output, and numbers of the whole softmax.
         axis_name: Mesh axis of the ring.
     """
-    shape, scalars, marks = prepare(q, k, v, tokens, rules, axis_name)
+    shape, scalars, marks = prepare(operands, axis_name)
+    q, k, v, *_ = operands
+    d_out, lse, delta = gradient
     sizes, like = shape.sizes, (q, k, v, d_out, lse, delta, scalars[0])
     # Weights are 0 where a query sees no key; -inf would turn them into NaN.
     lse = jnp.where(jnp.isfinite(lse), lse, 0.0)
@@ -93,14 +81,7 @@ def differentiate_ring(
 
 
 def fits(q: Array, k: Array, v: Array, rules: Rules) -> bool:
-    """Return whether the arrays of the kernel fit VMEM of the chips that it is for.
-
-    Args:
-        q: Queries of a rank [B S N H].
-        k: Keys [B U M H].
-        v: Values [B U M Hv].
-        rules: Mask rules.
-    """
+    """Return whether the arrays of a rank fit VMEM of the chips that the kernel is for."""
     return _vmem_bytes(Sizes.of(q, k, v, rules), q.dtype.itemsize) <= vmem_budget()
 
 

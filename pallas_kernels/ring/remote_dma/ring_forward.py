@@ -14,7 +14,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.array_types import Array, Float, Float32
-from pallas_kernels.flash_attention.mask import Rules, Tokens
+from pallas_kernels.flash_attention.kernels import Operands
+from pallas_kernels.flash_attention.mask import Rules
 from pallas_kernels.flash_attention.tpu.blocks import Sizes
 from pallas_kernels.flash_attention.tpu.tiles import (
     RunningSoftmax,
@@ -36,28 +37,19 @@ from pallas_kernels.ring.remote_dma.ring_keys import (
 
 
 def attend_ring(
-    q: Float[Array, "B S N H"],
-    k: Float[Array, "B U M H"],
-    v: Float[Array, "B U M Hv"],
-    tokens: Tokens,
-    rules: Rules,
-    *,
-    axis_name: str,
+    operands: Operands, *, axis_name: str
 ) -> tuple[Float[Array, "B S N Hv"], Float32[Array, "B N S"]]:
     """Return attention to the keys of all ranks of an axis.
 
     Args:
-        q: Queries of this rank.
-        k: Keys of this rank.
-        v: Values of this rank.
-        tokens: Positions of this rank, which must be given, and segments.
-        rules: Mask rules.
+        operands: Arrays of this rank; its positions must be given, for queries and keys alike.
         axis_name: Mesh axis of the ring.
 
     Returns:
         out in the dtype of q, and lse.
     """
-    shape, scalars, marks = prepare(q, k, v, tokens, rules, axis_name)
+    shape, scalars, marks = prepare(operands, axis_name)
+    q, k, v, *_ = operands
     sizes, like = shape.sizes, (q, k, v, scalars[0])
     out, lse = pl.pallas_call(
         functools.partial(_kernel, shape=shape),
@@ -82,14 +74,7 @@ def attend_ring(
 
 
 def fits(q: Array, k: Array, v: Array, rules: Rules) -> bool:
-    """Return whether the arrays of the kernel fit VMEM of the chips that it is for.
-
-    Args:
-        q: Queries of a rank [B S N H].
-        k: Keys [B U M H].
-        v: Values [B U M Hv].
-        rules: Mask rules.
-    """
+    """Return whether the arrays of a rank fit VMEM of the chips that the kernel is for."""
     return _vmem_bytes(Sizes.of(q, k, v, rules), q.dtype.itemsize) <= vmem_budget()
 
 

@@ -30,7 +30,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.array_types import Array
-from pallas_kernels.flash_attention.mask import Rules, Tokens, sees
+from pallas_kernels.flash_attention.kernels import Operands
+from pallas_kernels.flash_attention.mask import Rules, sees
 from pallas_kernels.flash_attention.tpu.blocks import (
     RECORD,
     Bounds,
@@ -182,18 +183,15 @@ class Shape(NamedTuple):
 
 
 def prepare(
-    q: Array, k: Array, v: Array, tokens: Tokens, rules: Rules, axis_name: str
+    operands: Operands, axis_name: str
 ) -> tuple[Shape, tuple[Array, Array], tuple[Array, Array]]:
     """Return the static part of a kernel, its scalars (place, visits), and marks of rows and keys.
 
     Args:
-        q: Queries of this rank [B S N H].
-        k: Keys of this rank [B U M H].
-        v: Values of this rank [B U M Hv].
-        tokens: Positions, which must be given, and segments.
-        rules: Mask rules.
+        operands: Arrays of this rank; its positions must be given, for queries and keys alike.
         axis_name: Mesh axis of the ring.
     """
+    q, k, v, tokens, rules = operands
     sizes = Sizes.of(q, k, v, rules)
     plan = make_plan(sizes, tokens, rules)
     axes, place = mesh_place()

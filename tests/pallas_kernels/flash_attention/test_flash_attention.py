@@ -23,7 +23,7 @@ from pallas_kernels import OPERATIONS, flash_attention
 from pallas_kernels.backend import interpreted
 from pallas_kernels.flash_attention import OPERATION, xla
 from pallas_kernels.flash_attention.api import KERNELS
-from pallas_kernels.flash_attention.kernels import softmax_delta
+from pallas_kernels.flash_attention.kernels import Operands, OutGradient, softmax_delta
 from pallas_kernels.flash_attention.mask import Rules, Tokens
 from pallas_kernels.flash_attention.tpu import blocks as pallas_tpu_blocks
 from pallas_kernels.flash_attention.tpu.blocks import BlockSizes
@@ -424,17 +424,20 @@ def test_parts_of_the_keys_have_parts_of_the_gradient(implementation, key):
     k, v = (jax.random.normal(k, (2, 16, 2, 8)) for k in keys[2:])
     rules = Rules(causal=True, window=None, softcap=3.0, scale=0.4)
     positions, later = jnp.arange(12) + 2, jnp.arange(16)
-    out, lse = KERNELS["reference"].attend(q, k, v, Tokens(positions, later, None, None), rules)
-    delta = softmax_delta(out, d_out)
+    tokens = Tokens(positions, later, None, None)
+    out, lse = KERNELS["reference"].attend(Operands(q, k, v, tokens, rules))
+    gradient = OutGradient(d_out, lse, softmax_delta(out, d_out))
 
     def differentiate(name, part):
-        tokens = Tokens(positions, later[part], None, None)
-        one = jax.jit(KERNELS[name].differentiate, static_argnums=4)
+        @jax.jit
+        def one(k, v, later):
+            operands = Operands(q, k, v, Tokens(positions, later, None, None), rules)
+            return KERNELS[name].differentiate(operands, gradient)
+
         with on_the_cpu(name):
-            return one(q, k[:, part], v[:, part], tokens, rules, d_out, lse, delta)
+            return one(k[:, part], v[:, part], later[part])
 
     def loss(q, k, v):
-        tokens = Tokens(positions, later, None, None)
         return jnp.vdot(OPERATION.function("reference")(q, k, v, tokens, rules)[0], d_out)
 
     whole = jax.grad(loss, (0, 1, 2))(q, k, v)

@@ -206,7 +206,8 @@ def test_parts_of_the_keys_have_parts_of_the_gradient(name):
     tokens, rules = _arguments(case, case.h)
     out, lse = reference.flash_attention(q, k, v, tokens, rules)
     delta = kernels.softmax_delta(out, d_out)
-    whole = reference.differentiate(q, k, v, tokens, rules, d_out, lse, delta)
+    gradient = kernels.OutGradient(d_out, lse, delta)
+    whole = reference.differentiate(kernels.Operands(q, k, v, tokens, rules), gradient)
 
     def part(keys):
         some = Tokens(
@@ -215,8 +216,13 @@ def test_parts_of_the_keys_have_parts_of_the_gradient(name):
             tokens.q_segment_ids,
             tokens.kv_segment_ids[:, keys],
         )
-        run = jax.jit(INTERPRETED[name].differentiate, static_argnums=4)
-        return run(q, k[:, keys], v[:, keys], some, rules, d_out, lse, delta)
+
+        @jax.jit
+        def run(k, v):
+            operands = kernels.Operands(q, k, v, some, rules)
+            return INTERPRETED[name].differentiate(operands, gradient)
+
+        return run(k[:, keys], v[:, keys])
 
     first, second = part(slice(0, 20)), part(slice(20, 40))
     sums = (
@@ -345,7 +351,7 @@ def test_fallback_warns():
 def test_unsupported_gpu_or_dtype_is_refused():
     q = jnp.zeros((1, 5, 2, 64))
     with pytest.raises(ValueError, match="'pallas_gpu' need a gpu, and this program is for a cpu"):
-        pallas_gpu.attend(q, q, q, *_arguments(HOPPER, 64))
+        pallas_gpu.attend(kernels.Operands(q, q, q, *_arguments(HOPPER, 64)))
     with pytest.raises(ValueError, match="compute capability of a 'NVIDIA X1' is not known"):
         _lowered("NVIDIA X1", **LONG)
 

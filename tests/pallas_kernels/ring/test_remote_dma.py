@@ -17,7 +17,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from pallas_kernels import ring_attention, token_ring_attention
 from pallas_kernels.backend import interpreted
 from pallas_kernels.flash_attention import xla
-from pallas_kernels.flash_attention.kernels import softmax_delta
+from pallas_kernels.flash_attention.kernels import Operands, OutGradient, softmax_delta
 from pallas_kernels.flash_attention.mask import Rules, Tokens
 from pallas_kernels.flash_attention.tpu import kernels as pallas_tpu
 from pallas_kernels.ring.parcel import Parcel
@@ -182,17 +182,16 @@ def test_blocks_for_tpus(mesh, width, dtype):
 
     def step(q, k, v):
         links = Links("seq", "remote_dma", pallas_tpu.KERNELS)
-        tokens = Tokens(None, None, None, None)
+        operands = Operands(q, k, v, Tokens(None, None, None, None), rules)
         parcels = [
             Parcel(k, tuple((i, (i + 1) % ranks) for i in range(ranks))),
             Parcel(v, ((1, 0), (3, 2))),
             Parcel(q[:, :, 0, 0], ((0, 2),)),
         ]
-        state, arrived = attend_and_send(q, k, v, tokens, rules, parcels, links)
+        state, arrived = attend_and_send(operands, parcels, links)
         delta = softmax_delta(state.out, state.out)
-        gradients, again = differentiate_and_send(
-            *(q, k, v, tokens, rules, state.out, state.lse, delta, parcels), links
-        )
+        gradient = OutGradient(state.out, state.lse, delta)
+        gradients, again = differentiate_and_send(operands, gradient, parcels, links)
         return state, arrived, gradients, again, send(parcels, "seq", "remote_dma")
 
     shapes = [(1, 32 * ranks, heads, width) for heads in (4, 2, 2)]
@@ -218,10 +217,10 @@ def test_the_ring_for_tpus(mesh, has_segments):
         segment_ids = positions // 100 if has_segments else None
         tokens = Tokens(positions, positions, segment_ids, segment_ids)
         assert ring_forward.fits(q, k, v, rules) and ring_backward.fits(q, k, v, rules)
-        out, lse = attend_ring(q, k, v, tokens, rules, axis_name="seq")
-        delta = softmax_delta(out, out)
-        arrays = (q, k, v, tokens, rules, out, lse, delta)
-        return out, lse, differentiate_ring(*arrays, axis_name="seq")
+        operands = Operands(q, k, v, tokens, rules)
+        out, lse = attend_ring(operands, axis_name="seq")
+        gradient = OutGradient(out, lse, softmax_delta(out, out))
+        return out, lse, differentiate_ring(operands, gradient, axis_name="seq")
 
     shapes = [(1, 2048 * mesh.size, heads, 128) for heads in (8, 2, 2)]
     text = _compiled(mesh, whole, *shapes)
