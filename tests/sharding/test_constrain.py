@@ -112,7 +112,7 @@ def arrays():
     return jax.random.normal(x, (8, 6, 16)), jax.random.normal(w, (16, 16))
 
 
-@pytest.mark.rows(16)
+@pytest.mark.rows(8)
 @pytest.mark.parametrize(("mesh", "rules"), LAYOUTS)
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_operations_on_every_mesh_equal_one_device(operation, mesh, rules, arrays):

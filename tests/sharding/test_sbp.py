@@ -80,10 +80,16 @@ def test_rows_cover_all_transitions():
 
 
 @pytest.mark.parametrize(("before", "after"), ROWS, ids=str)
-def test_transition_is_one_collective_with_the_bytes_of_the_formula(before, after):
+def test_transition_keeps_the_array_and_is_the_collective_of_the_formula(before, after):
     with jax.set_mesh(mesh()):
-        run = jax.jit(lambda x: box(x, "tensor", after))
-        found = collectives(run.lower(placed(before)).compile().as_text())
+        x = placed(before)
+        assert placement(x, "tensor") == before
+        np.testing.assert_allclose(total(x), X, atol=2e-6)
+        run = jax.jit(lambda x: box(x, "tensor", after)).lower(x).compile()
+        result = run(x)
+        assert placement(result, "tensor") == after
+        np.testing.assert_allclose(total(result), X, atol=2e-6)
+    found = collectives(run.as_text())
     transition = row(before, after)
     on_cpu = ON_CPU.get((before.kind, after.kind), transition.collective)
     assert [one.kind for one in found] == [on_cpu] * (on_cpu is not None)
@@ -93,17 +99,6 @@ def test_transition_is_one_collective_with_the_bytes_of_the_formula(before, afte
         expected *= 2
     assert sent == expected
     assert all(len(group) == DEVICES for one in found for group in one.groups)
-
-
-@pytest.mark.parametrize(("before", "after"), ROWS, ids=str)
-def test_transition_keeps_the_array(before, after):
-    with jax.set_mesh(mesh()):
-        x = placed(before)
-        assert placement(x, "tensor") == before
-        np.testing.assert_allclose(total(x), X, atol=2e-6)
-        result = jax.jit(lambda x: box(x, "tensor", after))(x)
-        assert placement(result, "tensor") == after
-        np.testing.assert_allclose(total(result), X, atol=2e-6)
 
 
 @pytest.mark.parametrize(("before", "after"), ROWS, ids=str)

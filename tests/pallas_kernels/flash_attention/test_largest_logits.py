@@ -17,13 +17,14 @@ CASES = {
     "causal": {},
     "whole": {"causal": False},
     "window_cap_scale": {"window": 40, "softcap": 1.5, "scale": 0.7},
-    "segments": {"q_segment_ids": SEGMENTS, "kv_segment_ids": SEGMENTS},
     "cache": {"q_positions": np.arange(100, 400, dtype=np.int32)},
+    "segments": {"q_segment_ids": SEGMENTS, "kv_segment_ids": SEGMENTS},
     "sees_nothing": {"q_positions": np.arange(-1, 299, dtype=np.int32)},
     "sees_nothing_with_a_cap": {"q_positions": np.arange(-1, 299, dtype=np.int32), "softcap": 1.5},
 }
 
 
+@pytest.mark.rows(4)
 @pytest.mark.parametrize("given", CASES.values(), ids=CASES)
 def test_equals_the_whole_matrix(given):
     """300 queries make three blocks, the last of them padded."""
