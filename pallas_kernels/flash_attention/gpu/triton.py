@@ -339,7 +339,7 @@ def _call(
     blocks: _Blocks,
     wanted: tuple[str, ...],
     interpret: bool,
-) -> list[Array]:
+) -> tuple[Array, ...]:
     """Run a kernel whose programs write blocks of queries, or of keys where `wanted` has "d_k"."""
     q, k, v, tokens, rules = operands
     sizes, by_key = _Sizes.of(q, k, v), "d_k" in wanted

@@ -21,7 +21,7 @@ def _plain_mask(rules, positions, segments):
     return is_visible
 
 
-@settings(max_examples=150)
+@settings(max_examples=50)
 @given(data=st.data())
 def test_blocks_are_what_the_mask_says(data):
     """HIDDEN and WHOLE are correct for any mask, and exact for plain positions."""

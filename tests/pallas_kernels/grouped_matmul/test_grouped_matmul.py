@@ -257,9 +257,9 @@ def test_bad_dtypes_are_refused():
 def test_sizes_of_narrow_integers(implementation):
     """The sum of the sizes, 280, exceeds their dtype."""
     rows, weights, group_sizes, _ = _inputs(300, [120, 100, 60])
+    run = jax.jit(functools.partial(grouped_matmul, implementation=implementation))
     actual, expected = (
-        grouped_matmul(rows, weights, sizes, implementation=implementation)
-        for sizes in (group_sizes.astype(jnp.int8), group_sizes)
+        run(rows, weights, sizes) for sizes in (group_sizes.astype(jnp.int8), group_sizes)
     )
     np.testing.assert_array_equal(actual, expected)
 

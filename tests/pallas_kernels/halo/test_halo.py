@@ -102,7 +102,9 @@ def test_dimensions_of_heads_are_contracted_and_restored(heads):
 SIZES = np.array([7, 0, 20, 5])
 
 
-@pytest.mark.parametrize("dtype", [None, "int8", "float8_e4m3fn"])
+@pytest.mark.parametrize(
+    "dtype", [None, "int8", pytest.param("float8_e4m3fn", marks=pytest.mark.slow)]
+)
 def test_groups_are_products_of_their_own(dtype):
     """Each matrix has its own scale, rows one; rows past the end are not read."""
     rng = np.random.default_rng(2)

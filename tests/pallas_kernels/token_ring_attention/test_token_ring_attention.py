@@ -179,6 +179,7 @@ def _laid_out(case, attend=token_ring_attention):
     return run
 
 
+@functools.cache
 def _spread(case, attend=token_ring_attention):
     """Return attend(q, k, v, **tokens) on whole sequences in their own order."""
     order, run = case.order(), _laid_out(case, attend)
@@ -191,6 +192,7 @@ def _spread(case, attend=token_ring_attention):
     return in_order
 
 
+@functools.cache
 def _dense(case):
     def run(q, k, v, positions=None, segment_ids=None):
         mask = dict.fromkeys(("q_positions", "kv_positions"), positions)
@@ -230,10 +232,15 @@ def test_parity_of_more(name):
     _check_parity(LONG_CASES[name])
 
 
-@pytest.mark.parametrize("form", ["direct", "co_travelling"])
-def test_later_tokens_change_no_earlier_output_bitwise(form):
+THREE = Case(ranks=3, documents=((30, 18),))
+
+
+@pytest.mark.parametrize(
+    "options", [(), pytest.param((CO_TRAVELLING,), marks=pytest.mark.slow)], ids=str
+)
+def test_later_tokens_change_no_earlier_output_bitwise(options):
     """No token before the changed one, or of another document, changes bitwise."""
-    case = Case(ranks=3, documents=((30, 18),), options=(("form", form),))
+    case = dataclasses.replace(THREE, options=options)
     attend, tokens = _spread(case), _tokens(case)
     q, k, v, d_out = _inputs(case)
     before = _value_and_gradients(attend, q, k, v, d_out, tokens)
@@ -248,7 +255,7 @@ def test_later_tokens_change_no_earlier_output_bitwise(form):
 
 def test_gradients_flow_to_earlier_tokens_only():
     """Gradients flow from later to earlier tokens only."""
-    case = Case(ranks=3)
+    case = CASES["four_ranks"]
     q, k, v, _ = _inputs(case)
     d_out = jnp.zeros((case.b, case.s, case.n, case.hv)).at[:, 20].set(1.0)
     found = _value_and_gradients(_spread(case), q, k, v, d_out, {})
@@ -264,14 +271,17 @@ def test_padding_makes_any_length_divide():
     real = slice(0, 43)
     q, k, v, d_out = _inputs(case)
     d_out = d_out.at[:, 43:].set(0.0)
-    actual = _value_and_gradients(_spread(case), q, k, v, d_out, _tokens(case))
+    # The documents are an argument of the program.
+    actual = _value_and_gradients(_spread(THREE), q, k, v, d_out, _tokens(case))
     short = Case(ranks=1, s=43, documents=((20, 23),))
     cut = [x[:, real] for x in (q, k, v, d_out)]
     expected = _value_and_gradients(_dense(short), *cut, _tokens(short))
     assert_close({name: x[:, real] for name, x in actual.items()}, expected, "attention")
 
 
-@pytest.mark.parametrize("name", ["packed_by_document", "window"])
+@pytest.mark.parametrize(
+    "name", ["packed_by_document", pytest.param("window", marks=pytest.mark.slow)]
+)
 def test_the_oracle_is_dense_attention(name):
     case = CASES[name]
     inputs, tokens = _inputs(case), _tokens(case)
@@ -280,7 +290,7 @@ def test_the_oracle_is_dense_attention(name):
 
 
 def test_partial_results_merge_in_any_order():
-    """Four ranks' keys, in all 24 orders and both groupings."""
+    """Four ranks' keys, in five of 24 orders, in each of which another part is first or last."""
     q, k, v, _ = _inputs(Case(ranks=4))
     parts = [np.sort(part) for part in np.split(sequence_order(48, 4, "zigzag"), 4)]
 
@@ -295,7 +305,7 @@ def test_partial_results_merge_in_any_order():
 
     found, join = states(q, k, v), jax.jit(merge)
     whole = SoftmaxState(*flash_attention(q, k, v, implementation="reference"))
-    for a, b, c, d in itertools.permutations(found):
+    for a, b, c, d in list(itertools.permutations(found))[::5]:
         assert_close(join(join(join(a, b), c), d), whole, "attention")
         assert_close(join(join(a, b), join(c, d)), whole, "attention")
 

@@ -221,7 +221,9 @@ def test_dispatcher_equals_a_loop_over_experts(layout, name):
     check(on_mesh(layout, CONFIGS[name]), ROUTINGS)
 
 
-@pytest.mark.parametrize("name", ["all_gather", "equal", "ragged"])
+@pytest.mark.parametrize(
+    "name", ["equal", *(pytest.param(n, marks=pytest.mark.slow) for n in ("all_gather", "ragged"))]
+)
 def test_dispatcher_with_slots_in_any_order(name):
     """As from experts that choose their tokens: top_k is None."""
     config, num_slots = CONFIGS[name], T * K // 8
@@ -249,7 +251,12 @@ def test_dropping_keeps_the_first_rows_for_each_device(expert_ids, most):
 
 
 @pytest.mark.parametrize(
-    ("layout", "name"), [("expert4", "equal"), ("expert4_tensor2", "ragged"), ("expert4", "chunks")]
+    ("layout", "name"),
+    [
+        ("expert4_tensor2", "ragged"),
+        ("expert4", "chunks"),
+        pytest.param("expert4", "equal", marks=pytest.mark.slow),
+    ],
 )
 def test_dropped_rows_contribute_nothing(layout, name):
     """Equal to a batch without these assignments; every one is counted."""
