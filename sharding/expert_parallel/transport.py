@@ -28,7 +28,7 @@ import dataclasses
 import typing
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -131,19 +131,25 @@ def exchange(
     order = sort_by_expert(expert_ids, num_experts)
     sizes = jax.lax.all_gather(order.group_sizes, axes.expert)  # [P E], by sender
     travel = _ragged if choose_transport(transport).transport == "ragged" else _equal
-    return travel(rows, expert_ids.astype(jnp.int32), order, sizes, held, most, axes.expert)
+    ids = expert_ids.astype(jnp.int32)
+    return travel(_Trip(rows, ids, order, sizes, held, most, axes.expert))
 
 
-def _ragged(
-    rows: Float[Array, "A D"],
-    expert_ids: Int[Array, " A"],
-    order: Permutation,
-    sizes: Int[Array, "P E"],
-    held: int,
-    most: int,
-    axes: tuple[str, ...],
-) -> Exchanged:
-    del expert_ids
+class _Trip(NamedTuple):
+    """Rows of this device that are sent."""
+
+    rows: Float[Array, "A D"]
+    expert_ids: Int[Array, " A"]
+    order: Permutation
+    sizes: Int[Array, "P E"]
+    """Rows of each expert, by sender."""
+    held: int
+    most: int
+    axes: tuple[str, ...]
+
+
+def _ragged(trip: _Trip) -> Exchanged:
+    rows, _, order, sizes, held, most, axes = trip
     devices = sizes.shape[0]
     by_receiver = sizes.sum(0).reshape(devices, held)
     # Where the rows of each pair of sender and expert start: at the sender, at the receiver.
@@ -163,15 +169,8 @@ def _ragged(
     )
 
 
-def _equal(
-    rows: Float[Array, "A D"],
-    expert_ids: Int[Array, " A"],
-    order: Permutation,
-    sizes: Int[Array, "P E"],
-    held: int,
-    most: int,
-    axes: tuple[str, ...],
-) -> Exchanged:
+def _equal(trip: _Trip) -> Exchanged:
+    rows, expert_ids, order, sizes, held, most, axes = trip
     devices, nowhere = sizes.shape[0], sizes.shape[0] * most
     sent, received = (part.reshape(devices, held) for part in _of_this_device(sizes, held, axes))
     # Rows sorted by expert are sorted by receiver: its block holds them from `starts` on.
