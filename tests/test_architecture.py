@@ -64,8 +64,9 @@ OPTIONAL_PACKAGES = (
 # The packages of jaxmoe from the lowest to the highest: a package imports lower ones only.
 ORDER = (
     *("errors", "configs", "disk", "optional", "state_tree", "fingerprints", "messages"),
-    *("parameters", "precision", "execution", "routing", "layers", "models", "optim", "scaling"),
-    *("data", "training", "checkpoint", "tracking", "resilience", "planning", "serve", "run"),
+    *("declarations", "parameters", "precision", "execution", "routing", "layers", "models"),
+    *("optim", "scaling", "data", "training", "checkpoint", "tracking", "resilience", "planning"),
+    *("serve", "run"),
 )
 FOLDER_FILES = 22
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from experiments.cli.tables import text_table
-from jaxmoe.layers.sequences import explain_form
+from jaxmoe.layers.sequences import choose_form
 from jaxmoe.planning.attention_links import (
     by_ratio,
     crossover,
@@ -158,7 +158,7 @@ def attention_links(candidate: Candidate, chip: Chip) -> str:
     ends = "token_ring loads the links less at every ratio"
     if turn is not None:
         ends = f"from {turn} query head{'s' * (turn > 1)} per key head on ring loads the links less"
-    form = explain_form(plan.model.context, plan.execution, sizes.length, mesh)
+    form = choose_form(plan.model.context, plan.execution, sizes.length, mesh).reason
     return (
         f"attention over seq   {form}\n"
         f"one layer, forward and backward, over the busiest link in its busiest direction ({links},"

@@ -60,21 +60,17 @@ class Rule:
             raise ValueError(f"{self}: the source has no placeholder {{{min(unknown)}}}")
 
     def merge(self, pieces: Pieces) -> np.ndarray:
-        """Return the target's array.
+        """Return the target's array: by default the one piece.
 
         Raises:
             ValueError: The pieces do not fit together.
         """
-        raise NotImplementedError
+        return pieces[0]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Rename(Rule):
     """Another name for the same array."""
-
-    def merge(self, pieces: Pieces) -> np.ndarray:
-        """Return the one piece."""
-        return pieces[0]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -12,11 +12,12 @@ under rematerialisation the inside runs twice.
 from __future__ import annotations
 
 import dataclasses
-from typing import Final
+from typing import Any, Final
 
 import jax.numpy as jnp
 from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array
 
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.context import LayerContext
@@ -105,12 +106,7 @@ class Block(nn.Module):
         y, outputs = self._mixer(self._mixer_norm(self.residual.read(x)), tokens, layer.cache)
         after = self.residual.write(x, y, self.context.multipliers.residual)
         stream = Stream(x=after, router_logits=stream.router_logits)
-        if self.execution.telemetry == "detailed":
-            branch = observe_branch(self.mixer.module_name, y, tokens.token_mask)
-            known = outputs.indicators
-            found = branch if known is None else known | branch
-            outputs = dataclasses.replace(outputs, indicators=found)
-        return stream, outputs
+        return stream, self._observed(outputs, self.mixer.module_name, y, tokens)
 
     def feed(
         self, stream: Stream, layer: LayerInputs, tokens: TokenInputs
@@ -129,12 +125,14 @@ class Block(nn.Module):
             x=self.residual.write(x, y, self.context.multipliers.residual),
             router_logits=outputs.logits if self.feed_forward.is_routed else stream.router_logits,
         )
-        if self.execution.telemetry == "detailed":
-            branch = observe_branch("feed_forward", y, tokens.token_mask)
-            known = outputs.indicators
-            found = branch if known is None else branch | known
-            outputs = dataclasses.replace(outputs, indicators=found)
-        return stream, outputs
+        return stream, self._observed(outputs, "feed_forward", y, tokens)
+
+    def _observed(self, outputs: Any, name: str, y: Array, tokens: TokenInputs) -> Any:
+        """Return the outputs of a half with the indicators of its branch, if they are detailed."""
+        if self.execution.telemetry != "detailed":
+            return outputs
+        branch, known = observe_branch(name, y, tokens.token_mask), outputs.indicators
+        return dataclasses.replace(outputs, indicators=branch if known is None else known | branch)
 
 
 def _routing_inputs(stream: Stream, layer: LayerInputs, tokens: TokenInputs) -> RoutingInputs:

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,6 +61,29 @@ class AttentionHeads:
         """
         features = self.num_heads * (self.head_dim + self.value_dim)
         return 6.0 * features * self.positions_seen(length)
+
+
+class AttentionMixer:
+    """Base class of the configs of mixers that attend."""
+
+    __slots__ = ()
+
+    module_name: ClassVar[str] = "attention"
+    window: int | None = None
+
+    @property
+    def heads(self) -> AttentionHeads:
+        """Head counts and mask."""
+        names = (field.name for field in dataclasses.fields(AttentionHeads))
+        return AttentionHeads(**{name: getattr(self, name) for name in names})
+
+    def flops_per_token(self, length: int) -> float:
+        """Return the FLOPs per token beyond the parameters', forward and backward.
+
+        Args:
+            length: Positions of a sequence.
+        """
+        return self.heads.flops_per_token(length)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -23,8 +23,8 @@ from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
+from jaxmoe.declarations import Declaration, Deferred
 from jaxmoe.execution import ExecutionConfig
-from jaxmoe.parameters import Declaration, Deferred
 from pallas_kernels import QuantizedArray
 from sharding import axes as ax
 from sharding.constrain import Placement, gather_along, place_like

@@ -36,7 +36,7 @@ call in the layer that has the arrays (jaxmoe/layers/block.py for those of all l
 from __future__ import annotations
 
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -199,18 +199,7 @@ def interleave(parts: Sequence[Indicators], repeats: int) -> Indicators:
     """
     if len(parts) == 1:
         return parts[0]
-
-    def joined(kind: str, fill: float) -> dict[str, Array]:
-        names = dict.fromkeys(name for part in parts for name in getattr(part, kind))
-        absent = jnp.full((repeats,), fill, jnp.float32)
-        return {
-            name: jnp.stack([getattr(p, kind).get(name, absent) for p in parts], 1).reshape(-1)
-            for name in names
-        }
-
-    return Indicators(
-        sums=joined("sums", 0.0), counts=joined("counts", 0.0), peaks=joined("peaks", -jnp.inf)
-    )
+    return _joined(parts, [repeats] * len(parts), lambda rows: jnp.stack(rows, 1).reshape(-1))
 
 
 def join_stacks(parts: Sequence[tuple[Indicators, int]]) -> Indicators:
@@ -220,15 +209,23 @@ def join_stacks(parts: Sequence[tuple[Indicators, int]]) -> Indicators:
         parts: Indicators of each scan and its number of layers. A layer without an indicator has a
             count of 0, or a peak of -inf.
     """
+    found, layers = zip(*parts, strict=True)
+    return _joined(found, layers, jnp.concatenate)
+
+
+def _joined(
+    parts: Sequence[Indicators],
+    layers: Sequence[int],
+    join: Callable[[list[Array]], Array],
+) -> Indicators:
+    """Return the indicators of several scans, each of so many layers, joined by name."""
 
     def joined(kind: str, fill: float) -> dict[str, Array]:
-        names = dict.fromkeys(name for part, _ in parts for name in getattr(part, kind))
+        names = dict.fromkeys(name for part in parts for name in getattr(part, kind))
+        absent = [jnp.full((number,), fill, jnp.float32) for number in layers]
         return {
-            name: jnp.concatenate(
-                [
-                    getattr(part, kind).get(name, jnp.full((layers,), fill, jnp.float32))
-                    for part, layers in parts
-                ]
+            name: join(
+                [getattr(p, kind).get(name, none) for p, none in zip(parts, absent, strict=True)]
             )
             for name in names
         }

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Array, Float
 
-from jaxmoe.parameters import Declaration, declare
+from jaxmoe.declarations import Declaration, declare
 from sharding import axes as ax
 
 

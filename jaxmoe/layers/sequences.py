@@ -28,6 +28,7 @@ from pallas_kernels.sequence_layout import lay_out as in_order
 from sharding import axes as ax
 from sharding.sequence_parallel import (
     AttentionSizes,
+    Choice,
     SequenceForm,
     sequence_ranks,
 )
@@ -87,7 +88,7 @@ def check_rows(
         ValueError: Heads or lengths that the form cannot spread, or a capacity with a form that
             reorders the tokens.
     """
-    form = form_of(context, execution, length, mesh)
+    form = choose_form(context, execution, length, mesh).config
     for heads in context.heads:
         sizes = attention_sizes(context, execution, length, mesh, heads)
         form.check(sizes)
@@ -101,10 +102,10 @@ def check_rows(
     return form
 
 
-def form_of(
+def choose_form(
     context: LayerContext, execution: ExecutionConfig, length: int, mesh: Mapping[str, int]
-) -> SequenceForm:
-    """Return the form of attention on a mesh, unchecked.
+) -> Choice:
+    """Return the form of attention on a mesh, unchecked, and the reason for it.
 
     Args:
         context: Model-wide numbers.
@@ -112,23 +113,7 @@ def form_of(
         length: Positions of a row.
         mesh: {axis or piece of one: size}.
     """
-    sizes = attention_sizes(context, execution, length, mesh)
-    return execution.sequence_parallel.choose(sizes).config
-
-
-def explain_form(
-    context: LayerContext, execution: ExecutionConfig, length: int, mesh: Mapping[str, int]
-) -> str:
-    """Return the name of the form of attention on a mesh and, where it was chosen, the reason.
-
-    Args:
-        context: Model-wide numbers.
-        execution: Form, layout rules and dtype.
-        length: Positions of a row.
-        mesh: {axis or piece of one: size}.
-    """
-    sizes = attention_sizes(context, execution, length, mesh)
-    return execution.sequence_parallel.choose(sizes).reason
+    return execution.sequence_parallel.choose(attention_sizes(context, execution, length, mesh))
 
 
 def current_form(context: LayerContext, execution: ExecutionConfig, length: int) -> SequenceForm:
@@ -165,12 +150,12 @@ def current_order(
 
 
 def lay_out(arrays: Any, order: Order | None, execution: ExecutionConfig) -> Any:
-    """The arrays of a tree with the tokens of each row in this order.
+    """Return the arrays of a tree with the tokens of each row in this order.
 
     Args:
-        arrays: [B S ...] each.
-        order: None leaves them.
-        execution: where they lie.
+        arrays: Arrays [B S ...].
+        order: Order of the tokens; None leaves them.
+        execution: Placement of the arrays.
     """
     if order is None:
         return arrays

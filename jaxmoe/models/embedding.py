@@ -14,9 +14,9 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Array, Float
 
+from jaxmoe.declarations import Declaration, declare
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import ModelConfig
-from jaxmoe.parameters import Declaration, declare
 from sharding import axes as ax
 from sharding.products.tensor_parallel import Product, out_of_stream
 

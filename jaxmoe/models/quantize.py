@@ -30,7 +30,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
-from jaxmoe.parameters import ParameterSpec, ParameterTable, Role
+from jaxmoe.declarations import Role
+from jaxmoe.parameters import ParameterSpec, ParameterTable
 from jaxmoe.precision import QUANTIZED_WEIGHTS, WeightFormat
 from pallas_kernels import QuantizedArray, quantize
 from sharding import axes as ax

@@ -21,6 +21,7 @@ union `OptimizerConfig` in `jaxmoe/optim/__init__.py`, a row of CASES in
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, ClassVar, Literal
@@ -93,7 +94,7 @@ class Members:
         return self.tree(decay)
 
 
-class Optimizer:
+class Optimizer(abc.ABC):
     """Base of the optimiser configs; `jaxmoe.optim.OptimizerConfig` is their union."""
 
     __slots__ = ()
@@ -114,13 +115,13 @@ class Optimizer:
         fields = dataclasses.fields(self)  # pyright: ignore[reportArgumentType]
         check_numbers("optimizer.", **{field.name: getattr(self, field.name) for field in fields})
 
+    @abc.abstractmethod
     def transformation(self, members: Members) -> optax.GradientTransformation:
         """Return the steps of one group.
 
         Args:
             members: Parameters of the group and their rate.
         """
-        raise NotImplementedError
 
     @classmethod
     def traits(cls, group: Group) -> GroupTraits:

@@ -21,7 +21,7 @@ from typing import Any
 import jax
 import optax
 
-from jaxmoe.parameters import Dims
+from jaxmoe.declarations import Dims
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

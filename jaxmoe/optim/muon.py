@@ -48,13 +48,35 @@ Scale = Literal["spectral_norm", "rms_norm", "clip_norm"]
 ComputeDtype = Literal["auto", "float32", "bfloat16"]
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class MatrixOptimizer(Optimizer):
     """Base of optimisers with Muon for matrices and AdamW for all else."""
 
-    __slots__ = ()
-
-    adamw_ratio: float
-    dtype: ComputeDtype
+    learning_rate: float = 0.02
+    """Peak learning rate for matrices; the schedule and the role's multiplier multiply it."""
+    adamw_ratio: float = 1.0
+    """Learning rate of the AdamW group over that of the matrices."""
+    momentum: float = 0.95
+    """Momentum of the matrices' gradients."""
+    is_nesterov: bool = True
+    """Look ahead by one step of momentum."""
+    form: Form = "sum"
+    """Form of the momentum: HyperP's sum of gradients, or optax's bias-corrected average."""
+    coefficients: Coefficients = "dion"
+    """Newton-Schulz coefficients: dion ends close to orthogonal, standard is Muon's first."""
+    beta1: float = 0.9
+    """Decay rate for Adam's first moment."""
+    beta2: float = 0.95
+    """Decay rate for Adam's second moment."""
+    epsilon: float = 1e-8
+    """Epsilon of Adam, times the role's multiplier, and of Newton-Schulz."""
+    weight_decay: float = 1e-3
+    """Decoupled weight decay of all groups, times the role's multiplier. HyperP's Muon baseline has
+    1e-3 and an independent decay; 0.1 is usual if the learning rate multiplies it."""
+    dtype: ComputeDtype = "auto"
+    """Dtype of Newton-Schulz; auto: bfloat16 on accelerators, float32 on the CPU."""
+    layout: MatrixLayout = "spread"
+    """Layout on a mesh: spread the matrices over the devices, or gather and compute all on each."""
 
     def rate_ratio(self, group: Group) -> float:
         """Return `adamw_ratio` for the group of AdamW, 1 for the others."""
@@ -79,34 +101,9 @@ class MuonConfig(MatrixOptimizer):
     matrices: ClassVar[Group] = "muon"
     parameterizations: ClassVar[tuple[str, ...]] = ("mup_muon", "mup_plus_plus_muon")
 
-    learning_rate: float = 0.02
-    """Peak learning rate for matrices; the schedule and the role's multiplier multiply it."""
-    adamw_ratio: float = 1.0
-    """Learning rate of the AdamW group over that of the matrices."""
-    momentum: float = 0.95
-    """Momentum of the matrices' gradients."""
-    is_nesterov: bool = True
-    """Look ahead by one step of momentum."""
-    form: Form = "sum"
-    """Form of the momentum: HyperP's sum of gradients, or optax's bias-corrected average."""
-    coefficients: Coefficients = "dion"
-    """Newton-Schulz coefficients: dion ends close to orthogonal, standard is Muon's first."""
     scale: Scale | None = "spectral_norm"
     """Scale by fan-out and fan-in: spectral_norm sqrt(out / in), rms_norm 0.2 sqrt(max(out, in)),
     clip_norm sqrt(max(1, out / in)), or 1."""
-    beta1: float = 0.9
-    """Decay rate for AdamW's first moment."""
-    beta2: float = 0.95
-    """Decay rate for AdamW's second moment."""
-    epsilon: float = 1e-8
-    """Epsilon of AdamW, times the role's multiplier, and of Newton-Schulz."""
-    weight_decay: float = 1e-3
-    """Decoupled weight decay of all groups, times the role's multiplier. HyperP's Muon baseline has
-    1e-3 and an independent decay; 0.1 is usual if the learning rate multiplies it."""
-    dtype: ComputeDtype = "auto"
-    """Dtype of Newton-Schulz; auto: bfloat16 on accelerators, float32 on the CPU."""
-    layout: MatrixLayout = "spread"
-    """Layout on a mesh: spread the matrices over the devices, or gather and compute all on each."""
 
     def transformation(self, members: Members) -> optax.GradientTransformation:
         """Return Muon or AdamW for the group."""
@@ -121,12 +118,12 @@ class MuonConfig(MatrixOptimizer):
 
 
 def muon_directions(
-    config: Any, members: Members, scale: Scale | None
+    config: MatrixOptimizer, members: Members, scale: Scale | None
 ) -> optax.GradientTransformation:
     """Return Muon's directions for a group.
 
     Args:
-        config: Any config with Muon's fields.
+        config: Optimiser of the group.
         members: The group.
         scale: Scale of the directions.
     """

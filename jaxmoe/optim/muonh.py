@@ -47,31 +47,11 @@ class MuonHConfig(MatrixOptimizer):
     learning_rate: float = 0.014
     """Peak share of a matrix's norm per step; the schedule and the role's multiplier multiply
     it."""
-    adamw_ratio: float = 1.0
-    """Learning rate of the AdamW group over that of the matrices."""
-    momentum: float = 0.95
-    """Momentum of the matrices' gradients."""
-    is_nesterov: bool = True
-    """Look ahead by one step of momentum."""
-    form: Form = "sum"
-    """Form of the momentum: HyperP's sum of gradients, or optax's bias-corrected average."""
-    coefficients: Coefficients = "dion"
-    """Newton-Schulz coefficients: dion ends close to orthogonal, standard is Muon's first."""
-    sphere: Sphere = "matrix"
-    """One sphere per matrix, or one for all experts of a layer (the reading of HyperP's code)."""
-    beta1: float = 0.9
-    """Decay rate for the first moment of AdamH and AdamW."""
-    beta2: float = 0.95
-    """Decay rate for the second moment of AdamH and AdamW."""
-    epsilon: float = 1e-8
-    """Epsilon of AdamH and AdamW, times the role's multiplier, and of Newton-Schulz."""
     weight_decay: float = 0.0
     """Decoupled weight decay of all groups, times the role's multiplier; a change of the second
     order on a sphere."""
-    dtype: ComputeDtype = "auto"
-    """Dtype of Newton-Schulz; auto: bfloat16 on accelerators, float32 on the CPU."""
-    layout: MatrixLayout = "spread"
-    """Layout on a mesh: spread the matrices over the devices, or gather and compute all on each."""
+    sphere: Sphere = "matrix"
+    """One sphere per matrix, or one for all experts of a layer (the reading of HyperP's code)."""
 
     def transformation(self, members: Members) -> optax.GradientTransformation:
         """Return MuonH, AdamH or AdamW for the group."""

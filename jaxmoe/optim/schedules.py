@@ -6,7 +6,7 @@
     cosine   warm-up, then half a cosine to the floor
     wsd      warm-up, stable, then a straight line to the floor over the last `decay_fraction`
 
-To add a schedule: a config with `name` and `build(steps)`, and the union ScheduleConfig, in
+To add a schedule: a config that extends `ScheduleBase`, and the union ScheduleConfig, in
 `jaxmoe/optim/schedules.py`.
 """
 
@@ -24,107 +24,89 @@ from jaxmoe.configs import registry_of
 Schedule = Callable[[Array], Float[Array, ""]]
 
 
-def _check(config: LinearConfig | CosineConfig | WarmupStableDecayConfig) -> None:
-    if config.warmup_steps < 0:
-        raise ValueError(f"schedule.warmup_steps={config.warmup_steps} must be 0 or more")
-    if not 0.0 <= config.floor <= 1.0:
-        raise ValueError(f"schedule.floor={config.floor} must lie between 0 and 1")
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ScheduleBase:
+    """Base class of schedules: warm-up, then a fall to the floor at the last step."""
 
+    name: ClassVar[str]
+    """Key in the registry."""
 
-def _check_steps(warmup_steps: int, steps: int) -> None:
-    if warmup_steps >= steps:
-        raise ValueError(
-            f"schedule.warmup_steps={warmup_steps} must be below the number of steps ({steps}):"
-            " shorten the warm-up, or train longer (training.steps)"
-        )
+    warmup_steps: int = 0
+    """Number of warm-up steps."""
+    floor: float = 0.1
+    """Final learning rate over the peak."""
 
+    def __post_init__(self):
+        if self.warmup_steps < 0:
+            raise ValueError(f"schedule.warmup_steps={self.warmup_steps} must be 0 or more")
+        if not 0.0 <= self.floor <= 1.0:
+            raise ValueError(f"schedule.floor={self.floor} must lie between 0 and 1")
 
-def _warmup(step: Array, warmup_steps: int) -> Float[Array, ""]:
-    return jnp.minimum(1.0, (step.astype(jnp.float32) + 1.0) / max(warmup_steps, 1))
+    def build(self, steps: int) -> Schedule:
+        """Return the factor by step for a run of `steps` steps."""
+        if self.warmup_steps >= steps:
+            raise ValueError(
+                f"schedule.warmup_steps={self.warmup_steps} must be below the number of steps"
+                f" ({steps}): shorten the warm-up, or train longer (training.steps)"
+            )
+        first = self.first_fall(steps)
 
+        def factor(step: Array) -> Float[Array, ""]:
+            count = step.astype(jnp.float32)
+            warmup = jnp.minimum(1.0, (count + 1.0) / max(self.warmup_steps, 1))
+            progress = jnp.clip((count - first) / max(steps - first, 1), 0.0, 1.0)
+            return warmup * self.fallen(progress)
 
-def _progress(step: Array, first: int, last: int) -> Float[Array, ""]:
-    """Return the share of the way from `first` (0) to `last` (1)."""
-    return jnp.clip((step.astype(jnp.float32) - first) / max(last - first, 1), 0.0, 1.0)
+        return factor
 
+    def first_fall(self, steps: int) -> int:
+        """Return the first step of the fall: by default the end of the warm-up."""
+        del steps
+        return self.warmup_steps
 
-def _falling(warmup_steps: int, first: int, last: int, floor: float) -> Schedule:
-    """Return warm-up, then a straight line from `first` to the floor at `last`."""
-
-    def factor(step: Array) -> Float[Array, ""]:
-        fallen = _progress(step, first, last)
-        return _warmup(step, warmup_steps) * (1.0 - (1.0 - floor) * fallen)
-
-    return factor
+    def fallen(self, progress: Float[Array, ""]) -> Float[Array, ""]:
+        """Return the factor at a share of the fall: by default a straight line."""
+        return 1.0 - (1.0 - self.floor) * progress
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class LinearConfig:
+class LinearConfig(ScheduleBase):
     """Warm-up, then a straight line to the floor at the last step."""
 
     name: ClassVar[str] = "linear"
 
-    warmup_steps: int = 0
-    """Number of warm-up steps."""
-    floor: float = 0.1
-    """Final learning rate over the peak."""
-
-    __post_init__ = _check
-
-    def build(self, steps: int) -> Schedule:
-        """Return the factor by step for a run of `steps` steps."""
-        _check_steps(self.warmup_steps, steps)
-        return _falling(self.warmup_steps, self.warmup_steps, steps, self.floor)
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class CosineConfig:
+class CosineConfig(ScheduleBase):
     """Warm-up, then half a cosine to the floor at the last step."""
 
     name: ClassVar[str] = "cosine"
 
-    warmup_steps: int = 0
-    """Number of warm-up steps."""
-    floor: float = 0.1
-    """Final learning rate over the peak."""
-
-    __post_init__ = _check
-
-    def build(self, steps: int) -> Schedule:
-        """Return the factor by step for a run of `steps` steps."""
-        _check_steps(self.warmup_steps, steps)
-
-        def factor(step: Array) -> Float[Array, ""]:
-            half_cosine = 0.5 * (1.0 + jnp.cos(jnp.pi * _progress(step, self.warmup_steps, steps)))
-            fallen = self.floor + (1.0 - self.floor) * half_cosine
-            return _warmup(step, self.warmup_steps) * fallen
-
-        return factor
+    def fallen(self, progress: Float[Array, ""]) -> Float[Array, ""]:
+        """Return the factor at a share of the fall."""
+        return self.floor + (1.0 - self.floor) * (0.5 * (1.0 + jnp.cos(jnp.pi * progress)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class WarmupStableDecayConfig:
+class WarmupStableDecayConfig(ScheduleBase):
     """Warm-up, constant, then a straight line to the floor (WSD, arXiv 2404.06395)."""
 
     name: ClassVar[str] = "wsd"
 
-    warmup_steps: int = 0
-    """Number of warm-up steps."""
-    decay_fraction: float = 0.2
-    """Share of the steps, at the end, over which the rate falls."""
     floor: float = 0.0
     """Final learning rate over the peak."""
+    decay_fraction: float = 0.2
+    """Share of the steps, at the end, over which the rate falls."""
 
     def __post_init__(self):
-        _check(self)
+        ScheduleBase.__post_init__(self)
         if not 0.0 < self.decay_fraction <= 1.0:
             raise ValueError(
                 f"schedule.decay_fraction={self.decay_fraction} must lie above 0 and at most 1"
             )
 
-    def build(self, steps: int) -> Schedule:
-        """Return the factor by step for a run of `steps` steps."""
-        _check_steps(self.warmup_steps, steps)
+    def first_fall(self, steps: int) -> int:
+        """Return the first step of the last `decay_fraction` of the steps."""
         first = steps - round(self.decay_fraction * steps)
         if first < self.warmup_steps:
             raise ValueError(
@@ -132,7 +114,7 @@ class WarmupStableDecayConfig:
                 f" {first}, before schedule.warmup_steps={self.warmup_steps} have passed:"
                 f" set schedule.warmup_steps to {first} or less, or lower schedule.decay_fraction"
             )
-        return _falling(self.warmup_steps, first, steps, self.floor)
+        return first
 
 
 ScheduleConfig = LinearConfig | CosineConfig | WarmupStableDecayConfig

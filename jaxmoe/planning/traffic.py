@@ -35,7 +35,7 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
-from jaxmoe.layers.sequences import form_of
+from jaxmoe.layers.sequences import choose_form
 from jaxmoe.parameters import ParameterSpec
 from jaxmoe.planning.abstract_step import StepPlan
 from jaxmoe.planning.sizes import Sizes
@@ -150,7 +150,7 @@ def _tensor(sizes: Sizes) -> Iterator[Traffic]:
 
 def _attention(sizes: Sizes) -> Iterator[Traffic]:
     plan = sizes.plan
-    form = form_of(plan.model.context, plan.execution, plan.sequence_length, sizes.mesh)
+    form = choose_form(plan.model.context, plan.execution, plan.sequence_length, sizes.mesh).config
     axes = sizes.pieces(ax.SEQ)
     for heads, layers in collections.Counter(kind.mixer.heads for kind in plan.model.kinds).items():
         attention = sizes.attention(heads)

@@ -40,6 +40,7 @@ To add a router: see `jaxmoe/routing/__init__.py`.
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import typing
 from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
@@ -49,9 +50,13 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxmoe.parameters import Declaration
+from jaxmoe.declarations import Declaration
 
 ScoreFunction = Literal["softmax", "sigmoid", "sqrt_softplus"]
+Arrays = dict[str, Array]
+"""Arrays by name: the parameters or the state of one layer, or additive statistics."""
+Key = Array | None
+"""Key of one layer and step; None where no random numbers are drawn."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +88,7 @@ class Traits:
     """Returns the differentiable statistic `smooth_load`, which `load_variation` needs."""
 
 
-class RouterBase:
+class RouterBase(abc.ABC):
     """Base class of router configs, with the defaults of what is asked about a router.
 
     A subclass is a frozen dataclass with `name` and `build`, and `traits` where they are not the
@@ -102,9 +107,9 @@ class RouterBase:
         """Properties of the router."""
         return Traits()
 
+    @abc.abstractmethod
     def build(self, *, num_experts: int, top_k: int, embed_dim: int) -> Router:
         """Return the router for these sizes."""
-        raise NotImplementedError
 
     def last_top_k(self, top_k: int) -> int:
         """Return the experts per token at the end of training.
@@ -167,7 +172,7 @@ class RouterInputs:
     """Document of each token."""
     previous_logits: Float[Array, "T E"] | None = None
     """Logits of the previous MoE layer, for routers with `Traits.carries_logits`."""
-    context: dict[str, Array] = struct.field(default_factory=dict)
+    context: Arrays = struct.field(default_factory=dict)
     """Further inputs by name: `tokens [T] i32`, vocabulary ids; `index [T] i32`, number of each
     token in the whole batch, the same on every mesh and under accumulation; `layer [] i32`, counted
     over MoE layers; `mask_ratio [T] f32` in masked diffusion; `domain [T] i32` where known."""
@@ -195,7 +200,7 @@ class RouterStatistics:
     """Sum of the squared logsumexp of the logits; differentiable."""
     entropy_sum: Float[Array, "*L"]
     """Sum of the entropy of the probabilities, nats; no gradient."""
-    extra: dict[str, Array] = struct.field(default_factory=dict)
+    extra: Arrays = struct.field(default_factory=dict)
     """Further additive statistics by name, for `update`, balancers and detailed telemetry."""
 
     def __add__(self, other: RouterStatistics) -> RouterStatistics:
@@ -249,18 +254,12 @@ class Router(Protocol):
         """Return the parameters by name."""
         ...
 
-    def init(self, key: Array) -> tuple[dict[str, Array], Any]:
+    def init(self, key: Array) -> tuple[Arrays, Any]:
         """Return parameters and state of one layer."""
         ...
 
     def route(
-        self,
-        params: dict[str, Array],
-        state: Any,
-        inputs: RouterInputs,
-        *,
-        train: bool,
-        key: Array | None,
+        self, params: Arrays, state: Any, inputs: RouterInputs, *, train: bool, key: Key
     ) -> RouterOutput:
         """Choose experts; pure, differentiable through scores, probs and statistics."""
         ...

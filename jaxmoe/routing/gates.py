@@ -25,6 +25,7 @@ GateConfig in `jaxmoe/routing/__init__.py`, its row in `tests/jaxmoe/routing/tes
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import math
 from typing import ClassVar
@@ -36,7 +37,7 @@ from jaxtyping import Array, Float
 from jaxmoe.routing.base import Selection
 
 
-class GateBase:
+class GateBase(abc.ABC):
     """Base class of gate configs."""
 
     __slots__ = ()
@@ -49,6 +50,7 @@ class GateBase:
         """Return the gate: it has no sizes, so the config is the gate."""
         return self
 
+    @abc.abstractmethod
     def __call__(self, selection: Selection, scores: Float[Array, " A"]) -> Float[Array, " A"]:
         """Compute the gates of a selection.
 
@@ -60,7 +62,6 @@ class GateBase:
         Returns:
             Gates, f32, exactly 0 where the slot is empty.
         """
-        raise NotImplementedError
 
     def mix_shared(self, routed: Array, shared: Array) -> Array:
         """Combine the outputs of the routed and the shared experts: by default their sum."""

@@ -53,26 +53,22 @@ from jaxmoe.routing.routers.unlearned.uniform_random import UniformRandomConfig
 from jaxmoe.routing.zero_computation import ZeroComputationConfig
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Method:
     """Routing of a MoE layer as published."""
 
+    source: str
     router: Any
+    _: dataclasses.KW_ONLY
     gate: Any = SoftmaxGateConfig()
     balancers: tuple[Any, ...] = ()
     capacity: CapacityConfig | None = None
     zero_computation: ZeroComputationConfig | None = None
-    source: str
 
     def parts(self) -> dict[str, Any]:
         """Return the fields of MoEConfig that the method sets."""
-        return {
-            "router": self.router,
-            "gate": self.gate,
-            "balancers": self.balancers,
-            "capacity": self.capacity,
-            "zero_computation": self.zero_computation,
-        }
+        names = (field.name for field in dataclasses.fields(self) if field.name != "source")
+        return {name: getattr(self, name) for name in names}
 
 
 _RENORMALIZED = RenormalizedGateConfig()
@@ -81,158 +77,142 @@ _BALANCE = LoadBalanceConfig(coefficient=0.01)
 METHODS = {
     # Balance losses.
     "switch": Method(
-        router=SoftmaxTopKConfig(softmax="before", jitter=0.01),
+        "arXiv 2101.03961: top-1, probability as gate, input jitter",
+        SoftmaxTopKConfig(softmax="before", jitter=0.01),
         balancers=(LoadBalanceConfig(coefficient=0.01, scope="micro_batch"),),
-        source="arXiv 2101.03961: top-1, probability as gate, input jitter",
     ),
     "mixtral": Method(
-        router=SoftmaxTopKConfig(softmax="after"),
+        "arXiv 2401.04088, section 2.1",
+        SoftmaxTopKConfig(softmax="after"),
         balancers=(LoadBalanceConfig(coefficient=0.02),),
-        source="arXiv 2401.04088, section 2.1",
     ),
     "olmoe": Method(
-        router=SoftmaxTopKConfig(softmax="before"),
+        "arXiv 2409.02060",
+        SoftmaxTopKConfig(softmax="before"),
         balancers=(LoadBalanceConfig(coefficient=0.01), RouterZConfig(coefficient=0.001)),
-        source="arXiv 2409.02060",
     ),
     "qwen3": Method(
-        router=SoftmaxTopKConfig(softmax="before"),
+        "arXiv 2505.09388, section 2: renormalized top-k, global-batch balance",
+        SoftmaxTopKConfig(softmax="before"),
         gate=_RENORMALIZED,
         balancers=(LoadBalanceConfig(coefficient=0.001),),
-        source="arXiv 2505.09388, section 2: renormalized top-k, global-batch balance",
     ),
     "hyperp": Method(
-        router=SoftmaxTopKConfig(softmax="after"),
+        "arXiv 2603.28743: SqrtGate, balance loss 0.1, no z-loss",
+        SoftmaxTopKConfig(softmax="after"),
         gate=SqrtGateConfig(),
         balancers=(LoadBalanceConfig(coefficient=0.1),),
-        source="arXiv 2603.28743: SqrtGate, balance loss 0.1, no z-loss",
     ),
     "global_balance": Method(
-        router=SoftmaxTopKConfig(softmax="before"),
+        "arXiv 2501.11873: balance over the global batch, weight 0.008",
+        SoftmaxTopKConfig(softmax="before"),
         balancers=(LoadBalanceConfig(coefficient=0.008), RouterZConfig(coefficient=0.001)),
-        source="arXiv 2501.11873: balance over the global batch, weight 0.008",
     ),
     "sequence_balance": Method(
-        router=SoftmaxTopKConfig(softmax="before"),
+        "arXiv 2501.11873: the scope to which the global batch is compared",
+        SoftmaxTopKConfig(softmax="before"),
         balancers=(LoadBalanceConfig(coefficient=0.01, scope="sequence"),),
-        source="arXiv 2501.11873: the scope to which the global batch is compared",
     ),
     "noisy_topk": Method(
-        router=NoisyTopKConfig(),
+        "arXiv 1701.06538: learned noise, importance and load losses of weight 0.1",
+        NoisyTopKConfig(),
         balancers=(ImportanceVariationConfig(), LoadVariationConfig()),
-        source="arXiv 1701.06538: learned noise, importance and load losses of weight 0.1",
     ),
     "gshard": Method(
-        router=GShardConfig(),
+        "arXiv 2006.16668: top-2, the second dropped at random; capacity is set apart",
+        GShardConfig(),
         balancers=(_BALANCE,),
-        source="arXiv 2006.16668: top-2, the second dropped at random; capacity is set apart",
     ),
     "x_moe": Method(
-        router=CosineTopKConfig(),
+        "arXiv 2204.09179: cosine of low-rank projections",
+        CosineTopKConfig(),
         balancers=(_BALANCE,),
-        source="arXiv 2204.09179: cosine of low-rank projections",
     ),
     "erc": Method(
-        router=SoftmaxTopKConfig(softmax="before"),
+        "arXiv 2512.23447: expert-router coupling loss beside the balance loss",
+        SoftmaxTopKConfig(softmax="before"),
         balancers=(_BALANCE, CouplingConfig()),
-        source="arXiv 2512.23447: expert-router coupling loss beside the balance loss",
     ),
     "sigma": Method(
-        router=ProgressiveTopKConfig(early_top_k=(2,), final_top_k=1, switch_step=100),
+        "arXiv 2512.16248: more experts in low layers until switch_step, set by the run",
+        ProgressiveTopKConfig(early_top_k=(2,), final_top_k=1, switch_step=100),
         balancers=(_BALANCE,),
-        source="arXiv 2512.16248: more experts in low layers until switch_step, set by the run",
     ),
     "top_one_balance": Method(
-        router=SoftmaxTopKConfig(softmax="before"),
+        "arXiv 2512.16248, discussion: its loss for one expert per token",
+        SoftmaxTopKConfig(softmax="before"),
         balancers=(TopOneBalanceConfig(coefficient=0.01),),
-        source="arXiv 2512.16248, discussion: its loss for one expert per token",
     ),
     "moe_plus_plus": Method(
-        router=MoEPlusPlusConfig(),
+        "arXiv 2410.07348: experts without computation, gating residuals",
+        MoEPlusPlusConfig(),
         balancers=(HeterogeneousBalanceConfig(),),
         capacity=CapacityConfig(factor=1.1, computing_share=0.75, keep="position"),
         zero_computation=ZeroComputationConfig(),
-        source="arXiv 2410.07348: experts without computation, gating residuals",
     ),
     # Selection biases.
     "deepseek_v3": Method(
-        router=SigmoidTopKConfig(bias=LossFreeConfig(rate=1e-3)),
+        "arXiv 2412.19437, section 2.1.2: sigmoid, loss-free bias, routed scaling 2.5",
+        SigmoidTopKConfig(bias=LossFreeConfig(rate=1e-3)),
         gate=RenormalizedGateConfig(scale=2.5),
         balancers=(LoadBalanceConfig(coefficient=1e-4, scope="sequence"),),
-        source="arXiv 2412.19437, section 2.1.2: sigmoid, loss-free bias, routed scaling 2.5",
     ),
     "deepseek_v4": Method(
-        router=SqrtSoftplusTopKConfig(bias=LossFreeConfig(rate=1e-3)),
+        "arXiv 2408.15664 with the score sqrt(softplus) of later open configurations",
+        SqrtSoftplusTopKConfig(bias=LossFreeConfig(rate=1e-3)),
         gate=_RENORMALIZED,
-        source="arXiv 2408.15664 with the score sqrt(softplus) of later open configurations",
     ),
     "loss_free": Method(
-        router=SigmoidTopKConfig(bias=LossFreeConfig(rate=1e-3)),
+        "arXiv 2408.15664, algorithm 1",
+        SigmoidTopKConfig(bias=LossFreeConfig(rate=1e-3)),
         gate=_RENORMALIZED,
-        source="arXiv 2408.15664, algorithm 1",
     ),
     "loss_free_rms": Method(
-        router=SigmoidTopKConfig(bias=LossFreeConfig(rate=1e-3, rule="rms", is_zero_sum=True)),
+        "arXiv 2408.15664, with the error over its root mean square in place of its sign",
+        SigmoidTopKConfig(bias=LossFreeConfig(rate=1e-3, rule="rms", is_zero_sum=True)),
         gate=_RENORMALIZED,
-        source="arXiv 2408.15664, with the error over its root mean square in place of its sign",
     ),
     "bip": Method(
-        router=SoftmaxTopKConfig(bias=BipConfig(form="batch")),
+        "arXiv 2502.15451: prices of the current rows in training, the last in evaluation",
+        SoftmaxTopKConfig(bias=BipConfig(form="batch")),
         gate=_RENORMALIZED,
-        source="arXiv 2502.15451: prices of the current rows in training, the last in evaluation",
     ),
     "bip_online": Method(
-        router=SoftmaxTopKConfig(bias=BipConfig(form="online")),
+        "arXiv 2502.15451: prices of earlier tokens",
+        SoftmaxTopKConfig(bias=BipConfig(form="online")),
         gate=_RENORMALIZED,
-        source="arXiv 2502.15451: prices of earlier tokens",
     ),
     "quantile": Method(
-        router=SigmoidTopKConfig(bias=QuantileConfig()),
+        "arXiv 2502.15451 without its clips, by histogram, on the bias of the step before",
+        SigmoidTopKConfig(bias=QuantileConfig()),
         gate=_RENORMALIZED,
-        source="arXiv 2502.15451 without its clips, by histogram, on the bias of the step before",
     ),
     # Even assignments in training.
     "base": Method(
-        router=BaseLayerConfig(),
-        source="arXiv 2103.16716: sigmoid gate, balanced assignment in training",
+        "arXiv 2103.16716: sigmoid gate, balanced assignment in training", BaseLayerConfig()
     ),
     "sinkhorn": Method(
-        router=SinkhornConfig(),
-        source="arXiv 2202.01169: choice by a plan in training, softmax over all as gate",
+        "arXiv 2202.01169: choice by a plan in training, softmax over all as gate", SinkhornConfig()
     ),
     "selective_sinkhorn": Method(
-        router=SelectiveSinkhornConfig(),
-        source="arXiv 2511.08972: a plan in few steps, its shares as gates",
+        "arXiv 2511.08972: a plan in few steps, its shares as gates", SelectiveSinkhornConfig()
     ),
     # Without a trained router.
-    "kmeans": Method(
-        router=KMeansConfig(),
-        source="arXiv 2605.12476: centroids of past tokens, loss-free bias",
-    ),
-    "hash": Method(
-        router=HashConfig(),
-        source="arXiv 2106.04426: experts fixed by token, a control",
-    ),
-    "random": Method(
-        router=UniformRandomConfig(),
-        source="arXiv 2110.04260: random experts, a control",
-    ),
+    "kmeans": Method("arXiv 2605.12476: centroids of past tokens, loss-free bias", KMeansConfig()),
+    "hash": Method("arXiv 2106.04426: experts fixed by token, a control", HashConfig()),
+    "random": Method("arXiv 2110.04260: random experts, a control", UniformRandomConfig()),
     "forced_balance": Method(
-        router=ForcedBalanceConfig(),
-        source="no paper: experts in turn, a control for benchmarks",
+        "no paper: experts in turn, a control for benchmarks", ForcedBalanceConfig()
     ),
     # Not causal: for masked diffusion.
     "expert_choice": Method(
-        router=ExpertChoiceConfig(weights="probability", preference="probability"),
-        source="arXiv 2202.09368: each expert takes its best tokens",
+        "arXiv 2202.09368: each expert takes its best tokens",
+        ExpertChoiceConfig(weights="probability", preference="probability"),
     ),
     "ec_dlm": Method(
-        router=ExpertChoiceConfig(schedule="linear_reverse"),
+        "arXiv 2604.01622: more experts where fewer tokens are masked",
+        ExpertChoiceConfig(schedule="linear_reverse"),
         balancers=(RouterZConfig(coefficient=0.001),),
-        source="arXiv 2604.01622: more experts where fewer tokens are masked",
     ),
-    "soft_moe": Method(
-        router=SoftMoEConfig(),
-        source="arXiv 2308.00951: experts read mixtures of tokens",
-    ),
+    "soft_moe": Method("arXiv 2308.00951: experts read mixtures of tokens", SoftMoEConfig()),
 }

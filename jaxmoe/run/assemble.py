@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from jaxmoe.data import Batch, Loader, Source, check_hosts, evaluation_batches
 from jaxmoe.execution import ExecutionConfig
-from jaxmoe.layers.sequences import check_rows, explain_form
+from jaxmoe.layers.sequences import check_rows, choose_form
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.optim.schedules import Schedule
 from jaxmoe.parameters import ParameterSpec, ParameterTable
@@ -222,7 +222,8 @@ def describe_rates(plan: Plan) -> str:
 def sequence_form(assembly: Assembly) -> str:
     """Return how attention spreads the positions of a sequence and, if chosen, why."""
     plan, length = assembly.plan, assembly.plan.config.training.sequence_length
-    return explain_form(plan.model.context, assembly.execution, length, dict(assembly.mesh.shape))
+    mesh = dict(assembly.mesh.shape)
+    return choose_form(plan.model.context, assembly.execution, length, mesh).reason
 
 
 def entropy_floor(assembly: Assembly) -> float | None:

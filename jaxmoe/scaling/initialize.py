@@ -17,10 +17,11 @@ from flax import traverse_util
 from jax.sharding import Mesh
 from jaxtyping import Array
 
+from jaxmoe.declarations import Declared
 from jaxmoe.execution import ExecutionConfig, KernelsConfig
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.models.transformer import Transformer
-from jaxmoe.parameters import Declared, ParameterSpec, ParameterTable
+from jaxmoe.parameters import ParameterSpec, ParameterTable
 from jaxmoe.precision import PrecisionPolicy
 from jaxmoe.scaling.parameterization import Parameterization
 from jaxmoe.scaling.standard import standard

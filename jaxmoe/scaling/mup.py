@@ -54,7 +54,7 @@ row of CASES in `tests/jaxmoe/scaling/test_scaling.py`.
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from jaxmoe.models.config import ForwardMultipliers, ModelConfig
 from jaxmoe.parameters import Hyperparameters
@@ -202,52 +202,32 @@ def mup(
         router=1.0 if options.is_muon else 1.0 / wider,
         attention_scale=attention_scale(model, options.base_head_dim),
     )
-    table = _muon_table if options.is_muon else _adamw_table
     return Parameterization(
-        model=with_multipliers(model, multipliers, rule), roles=table(model, options, rate, wider)
+        model=with_multipliers(model, multipliers, rule), roles=_roles(model, options, rate, wider)
     )
 
 
-def _outer(row: Hyperparameters, options: MuPRule, rate: float) -> Hyperparameters:
-    return dataclasses.replace(
-        row, learning_rate_multiplier=rate, weight_decay_multiplier=options.outer_decay
-    )
-
-
-def _adamw_table(model: ModelConfig, options: MuPRule, rate: float, wider: float) -> RoleTable:
-    def inner(row: Hyperparameters) -> Hyperparameters:
-        return dataclasses.replace(
-            row,
-            learning_rate_multiplier=rate / wider,
-            has_independent_decay=options.has_independent_decay,
+def _roles(model: ModelConfig, options: MuPRule, rate: float, wider: float) -> RoleTable:
+    outer: dict[str, Any] = {
+        "learning_rate_multiplier": rate,
+        "weight_decay_multiplier": options.outer_decay,
+    }
+    inner: dict[str, Any] = {"has_independent_decay": options.has_independent_decay}
+    if options.is_muon:
+        inner |= {"learning_rate_multiplier": rate, "weight_decay_multiplier": 1.0 / wider}
+        hidden = router = dataclasses.replace(KAIMING, group="muon", **inner)
+        zeros = Hyperparameters(
+            learning_rate_multiplier=rate * zero_start_rate(model), weight_decay_multiplier=0.0
         )
-
+    else:
+        inner |= {"learning_rate_multiplier": rate / wider}
+        hidden, router = (dataclasses.replace(row, **inner) for row in (KAIMING, fixed(HEAD_STD)))
+        zeros = Hyperparameters(**inner)
     return table_of(
-        embedding=_outer(fixed(embedding_std(model)), options, rate),
-        head=_outer(fixed(HEAD_STD), options, rate),
-        hidden=inner(KAIMING),
-        router=inner(fixed(HEAD_STD)),
-        vectors=_outer(Hyperparameters(), options, rate),
-        zeros=inner(Hyperparameters()),
-    )
-
-
-def _muon_table(model: ModelConfig, options: MuPRule, rate: float, wider: float) -> RoleTable:
-    matrix = dataclasses.replace(
-        KAIMING,
-        group="muon",
-        learning_rate_multiplier=rate,
-        weight_decay_multiplier=1.0 / wider,
-        has_independent_decay=options.has_independent_decay,
-    )
-    zeros = Hyperparameters(
-        learning_rate_multiplier=rate * zero_start_rate(model), weight_decay_multiplier=0.0
-    )
-    return table_of(
-        embedding=_outer(fixed(embedding_std(model)), options, rate),
-        head=_outer(fixed(HEAD_STD), options, rate),
-        hidden=matrix,
-        router=matrix,
-        vectors=_outer(Hyperparameters(), options, rate),
+        embedding=dataclasses.replace(fixed(embedding_std(model)), **outer),
+        head=dataclasses.replace(fixed(HEAD_STD), **outer),
+        hidden=hidden,
+        router=router,
+        vectors=Hyperparameters(**outer),
         zeros=zeros,
     )

@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import dataclasses
 
+from jaxmoe.declarations import Role
 from jaxmoe.models.config import ModelConfig
-from jaxmoe.parameters import Hyperparameters, Role
+from jaxmoe.parameters import Hyperparameters
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

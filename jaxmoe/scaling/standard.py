@@ -27,9 +27,10 @@ import dataclasses
 import math
 from typing import TYPE_CHECKING, ClassVar, Literal
 
+from jaxmoe.declarations import ROLES, Role
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.optim import OPTIMIZERS
-from jaxmoe.parameters import ROLES, Group, Hyperparameters, Role
+from jaxmoe.parameters import Group, Hyperparameters
 from jaxmoe.scaling import laws
 from jaxmoe.scaling.budget import BasePoint, Budget
 from jaxmoe.scaling.parameterization import Parameterization

@@ -28,8 +28,9 @@ import dataclasses
 import math
 from typing import Final, Literal
 
+from jaxmoe.declarations import ROLES, Role
 from jaxmoe.models.config import ForwardMultipliers, ModelConfig
-from jaxmoe.parameters import ROLES, Group, Hyperparameters, Role
+from jaxmoe.parameters import Group, Hyperparameters
 
 RoleTable = tuple[tuple[Role, Hyperparameters], ...]
 TokenScaling = Literal["all", "hidden"]
@@ -69,24 +70,22 @@ def table_of(
     router: Hyperparameters,
     vectors: Hyperparameters,
     zeros: Hyperparameters,
-    experts: Hyperparameters | None = None,
 ) -> RoleTable:
     """Return the rows of all roles from one row per class.
 
     Args:
         embedding: Row for the token embedding.
         head: Row for the output matrix.
-        hidden: Row for the matrices of a layer that every token uses.
+        hidden: Row for the matrices of a layer, routed experts included.
         router: Row for matrices that compute router logits.
         vectors: Row for gains and looked-up vectors.
         zeros: Row for matrices that start at zero.
-        experts: Row for the routed experts; None is `hidden`.
     """
     rows = {
         "embedding": embedding,
         "head": head,
         "hidden": hidden,
-        "experts": experts or hidden,
+        "experts": hidden,
         "router": router,
         "vectors": vectors,
         "zeros": zeros,

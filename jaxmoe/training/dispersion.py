@@ -55,6 +55,11 @@ NORM_STD = "workers/grad_norm_std"
 COSINE = "workers/grad_cosine"
 COSINE_FROM_SUMS = "workers/grad_cosine_from_sums"
 
+_MOST_SPREADS = 4.0
+"""Difference from the median worker, in spreads, above which a worker is an outlier."""
+_LEAST_SHARE = 1e-4
+"""Smallest difference of an outlier, as a share of the median."""
+
 
 @typing.no_type_check
 @struct.dataclass
@@ -245,18 +250,15 @@ class Outlier:
 class OutlierWatch:
     """Differences of workers from the median worker, over a window of steps.
 
-    A worker is an outlier when the median of its differences over the window is more than `z`
+    A worker is an outlier when the median of its differences over the window is more than 4
     spreads, 1.4826 x the median size of all differences in the window: one odd batch moves
     neither. Each is named once.
 
     Args:
         window: Steps; no worker is judged before the window is full.
-        z: Threshold in spreads.
-        relative: Smallest difference, as a share of the median.
     """
 
-    def __init__(self, window: int, *, z: float = 4.0, relative: float = 1e-4):
-        self._z, self._relative = z, relative
+    def __init__(self, window: int):
         self._rows: collections.deque[np.ndarray] = collections.deque(maxlen=window)
         self._named: set[int] = set()
 
@@ -276,12 +278,12 @@ class OutlierWatch:
         center = np.median(rows, axis=1, keepdims=True)
         differences = rows - center
         spread = 1.4826 * float(np.median(np.abs(differences)))
-        floor = self._relative * float(np.median(np.abs(center)))
-        scale = max(spread, floor / self._z, np.finfo(np.float64).tiny)
+        floor = _LEAST_SHARE * float(np.median(np.abs(center)))
+        scale = max(spread, floor / _MOST_SPREADS, np.finfo(np.float64).tiny)
         excess = np.median(differences, axis=0)
         found = [
             Outlier(worker=int(w), excess=float(excess[w]), spreads=float(abs(excess[w]) / scale))
-            for w in np.flatnonzero(np.abs(excess) > self._z * scale)
+            for w in np.flatnonzero(np.abs(excess) > _MOST_SPREADS * scale)
             if int(w) not in self._named
         ]
         self._named.update(outlier.worker for outlier in found)

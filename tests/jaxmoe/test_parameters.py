@@ -17,10 +17,10 @@ import pytest
 from flax import traverse_util
 from jax.sharding import AxisType
 
+from jaxmoe.declarations import ROLES, Declaration, Declared, draw
 from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
 from jaxmoe.models.presets import ladder, ladder_tokens
 from jaxmoe.models.transformer import Transformer
-from jaxmoe.parameters import ROLES, Declaration, Declared, draw
 from jaxmoe.scaling import HYPERP_BASE, Budget, Parameterization, hyperp, standard
 from jaxmoe.scaling.initialize import init_params, parameter_table
 from sharding import MeshConfig, make_mesh

@@ -32,9 +32,10 @@ from flax import traverse_util
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxmoe.checkpoint.manifest import CheckpointError
+from jaxmoe.declarations import Declaration
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.models.transformer import initial_router_state
-from jaxmoe.parameters import Declaration, Hyperparameters, ParameterSpec, ParameterTable
+from jaxmoe.parameters import Hyperparameters, ParameterSpec, ParameterTable
 from jaxmoe.scaling.initialize import parameter_table
 from sharding import axes as ax
 from sharding.rules import LogicalAxisRules

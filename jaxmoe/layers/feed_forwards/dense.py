@@ -17,10 +17,10 @@ import jax
 from flax import linen as nn
 from jaxtyping import Array, Float
 
+from jaxmoe.declarations import Declaration, Role, as_factor, declare_matrix
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.context import FeedForwardSizes, LayerContext, require_positive
 from jaxmoe.layers.records import FeedForwardOutputs
-from jaxmoe.parameters import Declaration, Role, as_factor, declare_matrix
 from sharding import axes as ax
 from sharding.products.tensor_parallel import Product, into_stream, out_of_stream
 

@@ -23,14 +23,14 @@ from flax import linen as nn
 from flax import struct
 from jaxtyping import Array, Float, Int
 
+from jaxmoe.declarations import Declaration, Role, as_factor, declare, declare_matrix
 from jaxmoe.execution import ExecutionConfig
-from jaxmoe.layers.context import AttentionHeads, LayerContext, require_positive
+from jaxmoe.layers.context import AttentionMixer, LayerContext, require_positive
 from jaxmoe.layers.indicators import observe_attention
 from jaxmoe.layers.norms import rms_norm
 from jaxmoe.layers.records import MixerOutputs, TokenInputs
 from jaxmoe.layers.rotary import rotary_angles, rotate
 from jaxmoe.layers.sequences import current_form, current_order, places_of
-from jaxmoe.parameters import Declaration, Role, as_factor, declare, declare_matrix
 from jaxmoe.precision import PrecisionPolicy
 from pallas_kernels import QuantizedArray
 from sharding import axes as ax
@@ -48,11 +48,10 @@ from sharding.sequence_parallel import (
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class AttentionConfig:
+class AttentionConfig(AttentionMixer):
     """Grouped-query attention with rotary positions."""
 
     name: ClassVar[str] = "grouped_query"
-    module_name: ClassVar[str] = "attention"
     width_fields: ClassVar[tuple[str, ...]] = ("num_heads", "num_kv_heads")
     can_quantize: ClassVar[bool] = True
 
@@ -94,26 +93,6 @@ class AttentionConfig:
     def value_dim(self) -> int:
         """Width of one head's values."""
         return self.head_dim
-
-    @property
-    def heads(self) -> AttentionHeads:
-        """Head counts and mask."""
-        return AttentionHeads(
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-            value_dim=self.value_dim,
-            is_causal=self.is_causal,
-            window=self.window,
-        )
-
-    def flops_per_token(self, length: int) -> float:
-        """Return the FLOPs per token beyond the parameters', forward and backward.
-
-        Args:
-            length: Positions of a sequence.
-        """
-        return self.heads.flops_per_token(length)
 
     def projection_parameters(self, embed_dim: int) -> int:
         """Return the number of parameters in the projections of one layer, gates left out.

@@ -35,14 +35,14 @@ from flax import linen as nn
 from flax import struct
 from jaxtyping import Array, Float, Int
 
+from jaxmoe.declarations import Declaration, Role, declare
 from jaxmoe.execution import ExecutionConfig
-from jaxmoe.layers.context import AttentionHeads, LayerContext, require_positive
+from jaxmoe.layers.context import AttentionMixer, LayerContext, require_positive
 from jaxmoe.layers.indicators import observe_attention
 from jaxmoe.layers.norms import rms_norm
 from jaxmoe.layers.records import MixerOutputs, TokenInputs
 from jaxmoe.layers.rotary import YarnConfig, rotary_angles, rotate, yarn_size
 from jaxmoe.layers.sequences import current_form, current_order, places_of
-from jaxmoe.parameters import Declaration, Role, declare
 from jaxmoe.precision import PrecisionPolicy
 from sharding import axes as ax
 from sharding.products.tensor_parallel import Product, along_stream, into_stream, out_of_stream
@@ -59,11 +59,10 @@ _HEADS = (ax.ACT_BATCH, ax.ACT_SEQ_INNER, ax.ACT_HEADS, None)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class LatentAttentionConfig:
+class LatentAttentionConfig(AttentionMixer):
     """Multi-head latent attention: keys and values are made from one short vector per token."""
 
     name: ClassVar[str] = "latent"
-    module_name: ClassVar[str] = "attention"
     width_fields: ClassVar[tuple[str, ...]] = ("num_heads",)
     can_quantize: ClassVar[bool] = False
 
@@ -116,25 +115,6 @@ class LatentAttentionConfig:
     def cache_dim(self) -> int:
         """Values that a cache holds of one token."""
         return self.latent_dim + self.rope_dim
-
-    @property
-    def heads(self) -> AttentionHeads:
-        """Head counts and mask."""
-        return AttentionHeads(
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-            value_dim=self.value_dim,
-            is_causal=self.is_causal,
-        )
-
-    def flops_per_token(self, length: int) -> float:
-        """Return the FLOPs per token beyond the parameters', forward and backward.
-
-        Args:
-            length: Positions of a sequence.
-        """
-        return self.heads.flops_per_token(length)
 
     def projection_parameters(self, embed_dim: int) -> int:
         """Return the number of parameters in the projections of one layer.

@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Protocols of balancers: auxiliary losses of a MoE layer.
+"""Base classes of balancers: auxiliary losses of a MoE layer.
 
 A balancer is a config and a pure function. Most are functions of the summed statistics
 (`StatisticsBalancer`): the statistics are summed over all devices first, so the loss is that of the
@@ -13,42 +13,59 @@ To add a balancer: see `jaxmoe/routing/balancers/__init__.py`.
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Iterable
-from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
+from typing import Any, ClassVar, Literal
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxmoe.routing.base import RouterInputs, RouterOutput, RouterStatistics
+from jaxmoe.routing.base import Arrays, Key, RouterInputs, RouterOutput, RouterStatistics
 
 BalanceScope = Literal["global", "micro_batch", "sequence"]
 
 
-@runtime_checkable
-class StatisticsBalancer(Protocol):
-    """Loss of the summed statistics."""
+class Balancer(abc.ABC):
+    """Base class of balancer configs, with the defaults of what is asked about a balancer."""
+
+    __slots__ = ()
 
     name: ClassVar[str]
-    reads: ClassVar[Literal["statistics"]]
-    evens_load: ClassVar[bool]
+    reads: ClassVar[Literal["statistics", "weights"]]
+    evens_load: ClassVar[bool] = False
     """Penalises uneven load; refused by routers whose load is even by construction."""
-    is_auxiliary_loss: ClassVar[bool]
+    is_auxiliary_loss: ClassVar[bool] = False
     """The load-balancing loss E sum_i f_i P_i of Switch, whose coefficient other libraries have."""
-    needs_smooth_load: ClassVar[bool]
+    needs_smooth_load: ClassVar[bool] = False
     """Needs a router with `Traits.has_smooth_load`."""
+    coefficient: float
+    """Weight in the loss."""
 
-    @property
-    def coefficient(self) -> float:
-        """Weight in the loss."""
-        ...
+    def __post_init__(self):
+        if not 0.0 <= self.coefficient < float("inf"):
+            raise ValueError(
+                f"coefficient={self.coefficient} of {self.name} must be finite and not negative"
+            )
 
-    @property
-    def scope(self) -> BalanceScope:
-        """Tokens over which the load is summed."""
-        ...
 
-    def observe(self, output: RouterOutput, inputs: RouterInputs) -> dict[str, Array]:
+class StatisticsBalancer(Balancer):
+    """Base class of configs of balancers that read the summed statistics."""
+
+    __slots__ = ()
+
+    reads: ClassVar[Literal["statistics", "weights"]] = "statistics"
+    evens_load: ClassVar[bool] = True
+    scope: BalanceScope = "global"
+    """Tokens over which the load is summed."""
+
+    def observe(self, output: RouterOutput, inputs: RouterInputs) -> Arrays:
         """Return additive, differentiable statistics beyond the fields of `RouterStatistics`."""
-        ...
+        del output, inputs
+        return {}
+
+    @abc.abstractmethod
+    def per_layer(self, statistics: RouterStatistics, *, num_free: int) -> Float[Array, "*L"]:
+        """Return the unweighted loss of each layer, with the arguments of `loss`."""
 
     def loss(self, statistics: RouterStatistics, *, num_free: int = 0) -> Float[Array, ""]:
         """Return the weighted loss, summed over layers.
@@ -57,32 +74,20 @@ class StatisticsBalancer(Protocol):
             statistics: Statistics summed over the tokens of the scope; may be stacked over layers.
             num_free: Number of experts without computation, which have the last ids.
         """
-        ...
+        return self.coefficient * jnp.sum(self.per_layer(statistics, num_free=num_free))
 
 
-@runtime_checkable
-class WeightsBalancer(Protocol):
-    """Loss of the weights of one layer's router and experts."""
+class WeightsBalancer(Balancer):
+    """Base class of configs of balancers that read the weights of one layer."""
 
-    name: ClassVar[str]
-    reads: ClassVar[Literal["weights"]]
-    evens_load: ClassVar[bool]
-    is_auxiliary_loss: ClassVar[bool]
-    needs_smooth_load: ClassVar[bool]
+    __slots__ = ()
+
+    reads: ClassVar[Literal["statistics", "weights"]] = "weights"
     router_parameters: ClassVar[tuple[str, ...]]
     """Names of the matrices [D E] that the router must have."""
 
-    @property
-    def coefficient(self) -> float:
-        """Weight in the loss."""
-        ...
-
-    def coupling(
-        self,
-        router: dict[str, Array],
-        experts: dict[str, Array],
-        key: Array | None,
-    ) -> Float[Array, ""]:
+    @abc.abstractmethod
+    def coupling(self, router: Arrays, experts: Arrays, key: Key) -> Float[Array, ""]:
         """Return the weighted loss of one layer in training.
 
         Args:
@@ -90,29 +95,6 @@ class WeightsBalancer(Protocol):
             experts: Unsharded `gate_up [E D 2 F]` and `down [E F D]`.
             key: Key of the layer and step.
         """
-        ...
-
-
-class BalancerBase:
-    """Base class of balancer configs, with the defaults of what is asked about a balancer."""
-
-    __slots__ = ()
-
-    is_auxiliary_loss: ClassVar[bool] = False
-    needs_smooth_load: ClassVar[bool] = False
-
-
-class StatisticsBalancerBase(BalancerBase):
-    """Base class of configs of balancers that read the statistics."""
-
-    __slots__ = ()
-
-    reads: ClassVar[Literal["statistics"]] = "statistics"
-
-    def observe(self, output: RouterOutput, inputs: RouterInputs) -> dict[str, Array]:
-        """Return no further statistics."""
-        del output, inputs
-        return {}
 
 
 def of_statistics(balancers: Iterable[Any]) -> tuple[StatisticsBalancer, ...]:
@@ -123,13 +105,3 @@ def of_statistics(balancers: Iterable[Any]) -> tuple[StatisticsBalancer, ...]:
 def of_weights(balancers: Iterable[Any]) -> tuple[WeightsBalancer, ...]:
     """Return the balancers that are functions of the weights of router and experts."""
     return tuple(balancer for balancer in balancers if balancer.reads == "weights")
-
-
-def check_coefficient(name: str, coefficient: float) -> None:
-    """Check that the coefficient is finite and not negative.
-
-    Raises:
-        ValueError: it is not.
-    """
-    if not 0.0 <= coefficient < float("inf"):
-        raise ValueError(f"coefficient={coefficient} of {name} must be finite and not negative")

@@ -17,25 +17,24 @@ coefficient is 1. The rows of experts without computation enter eps but not M.
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxmoe.routing.balancers.base import BalancerBase, check_coefficient
+from jaxmoe.routing.balancers.base import WeightsBalancer
+from jaxmoe.routing.base import Arrays, Key
 
 # Distinct from the token numbers that `routers/noise.py` folds into the same key.
 _FOLD = 2**32 - 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class CouplingConfig(BalancerBase):
+class CouplingConfig(WeightsBalancer):
     """Expert-router coupling loss of the weights; for routers with one matrix `weight`."""
 
     name: ClassVar[str] = "coupling"
-    reads: ClassVar[Literal["weights"]] = "weights"
-    evens_load: ClassVar[bool] = False
     router_parameters: ClassVar[tuple[str, ...]] = ("weight",)
 
     coefficient: float = 1.0
@@ -44,13 +43,11 @@ class CouplingConfig(BalancerBase):
     """Share of an expert's own response that no other response may exceed, from 0 to 1."""
 
     def __post_init__(self):
-        check_coefficient(self.name, self.coefficient)
+        WeightsBalancer.__post_init__(self)
         if not 0.0 <= self.alpha <= 1.0:
             raise ValueError(f"alpha={self.alpha} of coupling must lie between 0 and 1")
 
-    def coupling(
-        self, router: dict[str, Array], experts: dict[str, Array], key: Array | None
-    ) -> Float[Array, ""]:
+    def coupling(self, router: Arrays, experts: Arrays, key: Key) -> Float[Array, ""]:
         """Return the weighted loss of one layer.
 
         Raises:

@@ -23,21 +23,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxmoe.routing.balancers.base import (
-    BalanceScope,
-    StatisticsBalancerBase,
-    check_coefficient,
-)
+from jaxmoe.routing.balancers.base import StatisticsBalancer
 from jaxmoe.routing.base import RouterStatistics
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class HeterogeneousBalanceConfig(StatisticsBalancerBase):
+class HeterogeneousBalanceConfig(StatisticsBalancer):
     """Even load among experts that compute, and 1 / computing_share of it for those that do not."""
 
     name: ClassVar[str] = "heterogeneous"
-    evens_load: ClassVar[bool] = True
-    scope: ClassVar[BalanceScope] = "global"
 
     coefficient: float = 0.01
     """Weight in the loss; the unweighted value is 1.0 for a uniform router."""
@@ -45,23 +39,22 @@ class HeterogeneousBalanceConfig(StatisticsBalancerBase):
     """Target tau: load of an expert that computes over that of one that does not."""
 
     def __post_init__(self):
-        check_coefficient(self.name, self.coefficient)
+        StatisticsBalancer.__post_init__(self)
         if not 0.0 < self.computing_share < float("inf"):
             raise ValueError(
                 f"{self.name}.computing_share={self.computing_share} must be finite and above 0"
             )
 
-    def loss(self, statistics: RouterStatistics, *, num_free: int = 0) -> Float[Array, ""]:
-        """Return the weighted loss, summed over layers."""
+    def per_layer(self, statistics: RouterStatistics, *, num_free: int) -> Float[Array, "*L"]:
+        """Return the unweighted loss of each layer."""
         counts = jax.lax.stop_gradient(statistics.counts)
         number = counts.shape[-1]
         is_free = jnp.arange(number) >= number - num_free
         weights = jnp.where(is_free, jnp.float32(self.computing_share), jnp.float32(1.0))
         share = counts / jnp.maximum(counts.sum(-1, keepdims=True), 1.0)
         prob = statistics.prob_sum / jnp.maximum(statistics.num_tokens, 1.0)[..., None]
-        values = (
+        return (
             number**2
             / weights.sum()
             * jnp.sum(share * prob * jnp.broadcast_to(weights, share.shape), axis=-1)
         )
-        return self.coefficient * jnp.sum(values)

@@ -25,21 +25,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxmoe.routing.balancers.base import (
-    BalanceScope,
-    StatisticsBalancerBase,
-    check_coefficient,
-)
-from jaxmoe.routing.base import RouterInputs, RouterOutput, RouterStatistics
+from jaxmoe.routing.balancers.base import BalanceScope, StatisticsBalancer
+from jaxmoe.routing.base import Arrays, RouterInputs, RouterOutput, RouterStatistics
 from jaxmoe.routing.scopes import is_first, split_scopes, total
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class LoadBalanceConfig(StatisticsBalancerBase):
+class LoadBalanceConfig(StatisticsBalancer):
     """Load-balancing loss, over the global batch by default."""
 
     name: ClassVar[str] = "load_balance"
-    evens_load: ClassVar[bool] = True
     is_auxiliary_loss: ClassVar[bool] = True
 
     coefficient: float = 0.01
@@ -47,23 +42,20 @@ class LoadBalanceConfig(StatisticsBalancerBase):
     scope: BalanceScope = "global"
     """Tokens over which the load is summed: the whole batch, each micro-batch, or each row."""
 
-    def __post_init__(self):
-        check_coefficient(self.name, self.coefficient)
-
-    def observe(self, output: RouterOutput, inputs: RouterInputs) -> dict[str, Array]:
+    def observe(self, output: RouterOutput, inputs: RouterInputs) -> Arrays:
         """Return the summed losses of the rows if the scope is `sequence`."""
         return sequence_balance(output, inputs) if self.scope == "sequence" else {}
 
-    def loss(self, statistics: RouterStatistics, *, num_free: int = 0) -> Float[Array, ""]:
-        """Return the weighted loss, summed over layers."""
+    def per_layer(self, statistics: RouterStatistics, *, num_free: int) -> Float[Array, "*L"]:
+        """Return the unweighted loss of each layer."""
         del num_free
         if self.scope != "sequence":
-            return self.coefficient * jnp.sum(load_balance(statistics))
+            return load_balance(statistics)
         rows = jnp.maximum(statistics.extra["num_rows"], 1.0)
-        return self.coefficient * jnp.sum(statistics.extra["row_balance_sum"] / rows)
+        return statistics.extra["row_balance_sum"] / rows
 
 
-def sequence_balance(output: RouterOutput, inputs: RouterInputs) -> dict[str, Array]:
+def sequence_balance(output: RouterOutput, inputs: RouterInputs) -> Arrays:
     """Compute `row_balance_sum`, the sum of the rows' losses, and `num_rows`, the non-empty rows.
 
     Args:

@@ -22,29 +22,20 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxmoe.routing.balancers.base import (
-    BalanceScope,
-    StatisticsBalancerBase,
-    check_coefficient,
-)
-from jaxmoe.routing.base import RouterInputs, RouterOutput, RouterStatistics
+from jaxmoe.routing.balancers.base import StatisticsBalancer
+from jaxmoe.routing.base import Arrays, RouterInputs, RouterOutput, RouterStatistics
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class ImportanceVariationConfig(StatisticsBalancerBase):
+class ImportanceVariationConfig(StatisticsBalancer):
     """Squared coefficient of variation of the experts' summed gates."""
 
     name: ClassVar[str] = "importance_variation"
-    evens_load: ClassVar[bool] = True
-    scope: ClassVar[BalanceScope] = "global"
 
     coefficient: float = 0.1
     """Weight in the loss; the unweighted value is 0 when all experts are equal."""
 
-    def __post_init__(self):
-        check_coefficient(self.name, self.coefficient)
-
-    def observe(self, output: RouterOutput, inputs: RouterInputs) -> dict[str, Array]:
+    def observe(self, output: RouterOutput, inputs: RouterInputs) -> Arrays:
         """Return `importance [E]`, the sum over tokens of their renormalized gates."""
         tokens, num_experts = inputs.x.shape[0], output.logits.shape[1]
         ids = output.selection.expert_ids.reshape(tokens, -1)  # T, K
@@ -57,31 +48,26 @@ class ImportanceVariationConfig(StatisticsBalancerBase):
         is_of = ids[:, :, None] == experts
         return {"importance": jnp.sum(shares[:, :, None], axis=(0, 1), where=is_of)}
 
-    def loss(self, statistics: RouterStatistics, *, num_free: int = 0) -> Float[Array, ""]:
-        """Return the weighted loss, summed over layers."""
+    def per_layer(self, statistics: RouterStatistics, *, num_free: int) -> Float[Array, "*L"]:
+        """Return the unweighted loss of each layer."""
         del num_free
-        return self.coefficient * jnp.sum(squared_variation(statistics.extra["importance"]))
+        return squared_variation(statistics.extra["importance"])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class LoadVariationConfig(StatisticsBalancerBase):
+class LoadVariationConfig(StatisticsBalancer):
     """Squared coefficient of variation of the smooth loads of `noisy_topk`."""
 
     name: ClassVar[str] = "load_variation"
-    evens_load: ClassVar[bool] = True
     needs_smooth_load: ClassVar[bool] = True
-    scope: ClassVar[BalanceScope] = "global"
 
     coefficient: float = 0.1
     """Weight in the loss; the unweighted value is 0 when all loads are equal."""
 
-    def __post_init__(self):
-        check_coefficient(self.name, self.coefficient)
-
-    def loss(self, statistics: RouterStatistics, *, num_free: int = 0) -> Float[Array, ""]:
-        """Return the weighted loss, summed over layers."""
+    def per_layer(self, statistics: RouterStatistics, *, num_free: int) -> Float[Array, "*L"]:
+        """Return the unweighted loss of each layer."""
         del num_free
-        return self.coefficient * jnp.sum(squared_variation(statistics.extra["smooth_load"]))
+        return squared_variation(statistics.extra["smooth_load"])
 
 
 def squared_variation(values: Float[Array, "*L E"]) -> Float[Array, "*L"]:

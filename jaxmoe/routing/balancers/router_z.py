@@ -13,32 +13,24 @@ from typing import ClassVar
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxmoe.routing.balancers.base import (
-    BalanceScope,
-    StatisticsBalancerBase,
-    check_coefficient,
-)
+from jaxmoe.routing.balancers.base import StatisticsBalancer
 from jaxmoe.routing.base import RouterStatistics
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class RouterZConfig(StatisticsBalancerBase):
+class RouterZConfig(StatisticsBalancer):
     """Router z-loss: penalises large logits."""
 
     name: ClassVar[str] = "router_z"
     evens_load: ClassVar[bool] = False
-    scope: ClassVar[BalanceScope] = "global"
 
     coefficient: float = 1e-3
     """Weight in the loss."""
 
-    def __post_init__(self):
-        check_coefficient(self.name, self.coefficient)
-
-    def loss(self, statistics: RouterStatistics, *, num_free: int = 0) -> Float[Array, ""]:
-        """Return the weighted loss, summed over layers."""
+    def per_layer(self, statistics: RouterStatistics, *, num_free: int) -> Float[Array, "*L"]:
+        """Return the unweighted loss of each layer."""
         del num_free
-        return self.coefficient * jnp.sum(router_z(statistics))
+        return router_z(statistics)
 
 
 def router_z(statistics: RouterStatistics) -> Float[Array, "*L"]:

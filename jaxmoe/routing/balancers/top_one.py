@@ -19,21 +19,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxmoe.routing.balancers.base import (
-    BalanceScope,
-    StatisticsBalancerBase,
-    check_coefficient,
-)
-from jaxmoe.routing.base import RouterInputs, RouterOutput, RouterStatistics
+from jaxmoe.routing.balancers.base import StatisticsBalancer
+from jaxmoe.routing.base import Arrays, RouterInputs, RouterOutput, RouterStatistics
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class TopOneBalanceConfig(StatisticsBalancerBase):
+class TopOneBalanceConfig(StatisticsBalancer):
     """Even load and confident choices, for one expert per token."""
 
     name: ClassVar[str] = "top_one_balance"
-    evens_load: ClassVar[bool] = True
-    scope: ClassVar[BalanceScope] = "global"
 
     coefficient: float = 0.01
     """Weight in the loss; the unweighted value is 1.0 for an even one-hot router."""
@@ -41,11 +35,11 @@ class TopOneBalanceConfig(StatisticsBalancerBase):
     """Temperature tau of f; the lower, the closer f is to the load."""
 
     def __post_init__(self):
-        check_coefficient(self.name, self.coefficient)
+        StatisticsBalancer.__post_init__(self)
         if not self.temperature > 0.0:
             raise ValueError(f"{self.name}.temperature={self.temperature} must be above 0")
 
-    def observe(self, output: RouterOutput, inputs: RouterInputs) -> dict[str, Array]:
+    def observe(self, output: RouterOutput, inputs: RouterInputs) -> Arrays:
         """Return the sums of the sharpened and of the largest probabilities."""
         mask = inputs.token_mask
         sharp = jax.nn.softmax(output.logits / self.temperature, axis=-1)
@@ -54,11 +48,10 @@ class TopOneBalanceConfig(StatisticsBalancerBase):
             "top_prob_sum": jnp.sum(output.probs.max(-1), where=mask),
         }
 
-    def loss(self, statistics: RouterStatistics, *, num_free: int = 0) -> Float[Array, ""]:
-        """Return the weighted loss, summed over layers; 0 if there are no tokens but padding."""
+    def per_layer(self, statistics: RouterStatistics, *, num_free: int) -> Float[Array, "*L"]:
+        """Return the unweighted loss of each layer; 0 if there are no tokens but padding."""
         del num_free
         tokens = jnp.maximum(statistics.num_tokens, 1.0)
         share = statistics.extra["sharp_prob_sum"] / tokens[..., None]
         certainty = statistics.extra["top_prob_sum"] / tokens
-        values = share.shape[-1] * jnp.sum(share**2, axis=-1) / jnp.maximum(certainty, 1e-9)
-        return self.coefficient * jnp.sum(values)
+        return share.shape[-1] * jnp.sum(share**2, axis=-1) / jnp.maximum(certainty, 1e-9)

@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Protocol of selection biases.
+"""Base class of selection biases.
 
     preference_ti = score_ti + b_i         criterion by which a token's K experts are chosen
 
@@ -13,39 +13,43 @@ To add a bias: see `jaxmoe/routing/biases/__init__.py`.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Protocol, runtime_checkable
+import abc
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxmoe.routing.base import RouterInputs, RouterStatistics
+from jaxmoe.routing.base import Arrays, RouterInputs, RouterStatistics
 
 
-@runtime_checkable
-class SelectionBias(Protocol):
-    """A bias config; it has no sizes, so the config is the bias."""
+class SelectionBias(abc.ABC):
+    """Base class of bias configs; a bias has no sizes, so the config is the bias."""
 
-    is_score_correction: ClassVar[bool]
+    __slots__ = ()
+
+    name: ClassVar[str]
+    is_score_correction: ClassVar[bool] = False
     """DeepSeek-V3's `e_score_correction_bias`: Hugging Face checkpoints of its family hold it."""
 
     @property
     def sees_others(self) -> bool:
         """Whether in training a token's bias depends on the other tokens of its scope."""
-        ...
+        return False
 
-    def init(self, num_experts: int) -> dict[str, Array]:
-        """Return the initial state of one layer; the leaf `bias [E]` is the bias in evaluation."""
-        ...
+    def init(self, num_experts: int) -> Arrays:
+        """Return the state of one layer, zeros; the leaf `bias [E]` is the bias in evaluation."""
+        return {"bias": jnp.zeros((num_experts,), jnp.float32)}
 
+    @abc.abstractmethod
     def prefer(
         self,
-        state: dict[str, Array],
+        state: Arrays,
         scores: Float[Array, "T E"],
         inputs: RouterInputs,
         *,
         top_k: int,
         train: bool,
-    ) -> tuple[Float[Array, "T E"], dict[str, Array]]:
+    ) -> tuple[Float[Array, "T E"], Arrays]:
         """Return the preference, and the additive statistics that `update` needs.
 
         Args:
@@ -56,27 +60,9 @@ class SelectionBias(Protocol):
             train: Whether to return statistics; in evaluation the preference depends on no other
                 token.
         """
-        ...
 
+    @abc.abstractmethod
     def update(
         self, state: Any, statistics: RouterStatistics, step: Array, *, top_k: int
-    ) -> dict[str, Array]:
+    ) -> Arrays:
         """Return the state after one optimiser step, from the statistics of its whole batch."""
-        ...
-
-
-class SelectionBiasBase:
-    """Base class of bias configs: a bias of zeros that depends on earlier steps alone."""
-
-    __slots__ = ()
-
-    is_score_correction: ClassVar[bool] = False
-
-    @property
-    def sees_others(self) -> bool:
-        """False: the bias of a step depends on the steps before it."""
-        return False
-
-    def init(self, num_experts: int) -> dict[str, Array]:
-        """Return a bias of zeros."""
-        return {"bias": jnp.zeros((num_experts,), jnp.float32)}

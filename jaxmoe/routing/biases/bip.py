@@ -40,15 +40,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxmoe.routing.base import RouterInputs, RouterStatistics
-from jaxmoe.routing.biases.base import SelectionBiasBase
+from jaxmoe.routing.base import Arrays, RouterInputs, RouterStatistics
+from jaxmoe.routing.biases.base import SelectionBias
 from jaxmoe.routing.biases.dual import between, capacity_of, expert_prices, token_prices
 from jaxmoe.routing.biases.histogram import histogram, kth_smallest
 from jaxmoe.routing.scopes import Scope, is_first, join_scopes, scope_axes, split_scopes, total
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class BipConfig(SelectionBiasBase):
+class BipConfig(SelectionBias):
     """Expert prices by alternating exact minimisation of the dual of the balanced assignment."""
 
     name: ClassVar[str] = "bip"
@@ -80,22 +80,22 @@ class BipConfig(SelectionBiasBase):
         """Whether the form is not `online`."""
         return self.form != "online"
 
-    def init(self, num_experts: int) -> dict[str, Array]:
+    def init(self, num_experts: int) -> Arrays:
         """Return prices of zero."""
-        state = SelectionBiasBase.init(self, num_experts)
+        state = SelectionBias.init(self, num_experts)
         if self.form == "online":
             state["histogram"] = jnp.zeros((num_experts, self.num_bins), jnp.float32)
         return state
 
     def prefer(
         self,
-        state: dict[str, Array],
+        state: Arrays,
         scores: Float[Array, "T E"],
         inputs: RouterInputs,
         *,
         top_k: int,
         train: bool,
-    ) -> tuple[Float[Array, "T E"], dict[str, Array]]:
+    ) -> tuple[Float[Array, "T E"], Arrays]:
         """Return scores less prices: the scope's in training, the state's in evaluation."""
         scores = jax.lax.stop_gradient(scores)
         known = scores + state["bias"][None, :]
@@ -118,7 +118,7 @@ class BipConfig(SelectionBiasBase):
 
     def update(
         self, state: Any, statistics: RouterStatistics, step: Array, *, top_k: int
-    ) -> dict[str, Array]:
+    ) -> Arrays:
         """Return the prices of the step, for evaluation and, online, for the next step.
 
         Statistics of evaluation contain no prices and leave the state unchanged.

@@ -27,12 +27,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxmoe.routing.base import RouterInputs, RouterStatistics
-from jaxmoe.routing.biases.base import SelectionBiasBase
+from jaxmoe.routing.base import Arrays, RouterInputs, RouterStatistics
+from jaxmoe.routing.biases.base import SelectionBias
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class LossFreeConfig(SelectionBiasBase):
+class LossFreeConfig(SelectionBias):
     """A bias per expert that rises while the expert has too few tokens, and falls otherwise."""
 
     name: ClassVar[str] = "loss_free"
@@ -62,20 +62,20 @@ class LossFreeConfig(SelectionBiasBase):
 
     def prefer(
         self,
-        state: dict[str, Array],
+        state: Arrays,
         scores: Float[Array, "T E"],
         inputs: RouterInputs,
         *,
         top_k: int,
         train: bool,
-    ) -> tuple[Float[Array, "T E"], dict[str, Array]]:
+    ) -> tuple[Float[Array, "T E"], Arrays]:
         """Return the scores plus the bias."""
         del inputs, top_k, train
         return jax.lax.stop_gradient(scores) + state["bias"][None, :], {}
 
     def update(
         self, state: Any, statistics: RouterStatistics, step: Array, *, top_k: int
-    ) -> dict[str, Array]:
+    ) -> Arrays:
         """Return the bias after one step towards the even load."""
         del top_k
         delta = self.rate_at(step) * self.direction(statistics.counts)

@@ -34,15 +34,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxmoe.routing.base import RouterInputs, RouterStatistics
-from jaxmoe.routing.biases.base import SelectionBiasBase
+from jaxmoe.routing.base import Arrays, RouterInputs, RouterStatistics
+from jaxmoe.routing.biases.base import SelectionBias
 from jaxmoe.routing.biases.dual import capacity_of, expert_prices, token_prices
 from jaxmoe.routing.biases.histogram import histogram, kth_smallest
 from jaxmoe.routing.scopes import is_first, scope_axes, total
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class QuantileConfig(SelectionBiasBase):
+class QuantileConfig(SelectionBias):
     """The bias that would have given each expert its even share of the step's tokens."""
 
     name: ClassVar[str] = "quantile"
@@ -64,13 +64,13 @@ class QuantileConfig(SelectionBiasBase):
 
     def prefer(
         self,
-        state: dict[str, Array],
+        state: Arrays,
         scores: Float[Array, "T E"],
         inputs: RouterInputs,
         *,
         top_k: int,
         train: bool,
-    ) -> tuple[Float[Array, "T E"], dict[str, Array]]:
+    ) -> tuple[Float[Array, "T E"], Arrays]:
         """Return the scores plus the bias; in training also the statistics of the next bias."""
         bias, scores = state["bias"], jax.lax.stop_gradient(scores)
         biased = scores + bias[None, :]
@@ -92,7 +92,7 @@ class QuantileConfig(SelectionBiasBase):
 
     def update(
         self, state: Any, statistics: RouterStatistics, step: Array, *, top_k: int
-    ) -> dict[str, Array]:
+    ) -> Arrays:
         """Return the quantiles of the step less their mean.
 
         Statistics of evaluation contain no quantiles and leave the state unchanged.

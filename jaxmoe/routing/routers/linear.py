@@ -10,8 +10,10 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxmoe.parameters import Declaration, draw
+from jaxmoe.declarations import Declaration, draw
 from jaxmoe.routing.base import (
+    Arrays,
+    Key,
     RouterInputs,
     RouterOutput,
     RouterStatistics,
@@ -41,7 +43,7 @@ class StatelessRouter:
         """Return the matrix `weight [D E]`."""
         return linear_declarations(num_experts=self.num_experts, embed_dim=self.embed_dim)
 
-    def init(self, key: Array) -> tuple[dict[str, Array], Any]:
+    def init(self, key: Array) -> tuple[Arrays, Any]:
         """Return random parameters and an empty state."""
         return draw(self.declarations(), key), {}
 
@@ -80,12 +82,12 @@ def linear_declarations(*, num_experts: int, embed_dim: int) -> dict[str, Declar
 
 
 def linear_logits(
-    params: dict[str, Array],
+    params: Arrays,
     inputs: RouterInputs,
     *,
     jitter: float = 0.0,
     train: bool = False,
-    key: Array | None = None,
+    key: Key = None,
 ) -> Float[Array, "T E"]:
     """Compute z = x W in f32.
 

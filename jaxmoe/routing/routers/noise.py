@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxmoe.routing.base import RouterInputs
+from jaxmoe.routing.base import Key, RouterInputs
 
 
-def require_key(key: Array | None) -> Array:
+def require_key(key: Key) -> Array:
     """Return the key.
 
     Raises:
@@ -35,7 +35,7 @@ def token_index(inputs: RouterInputs) -> Int[Array, " T"]:
 
 
 def token_noise(
-    key: Array | None, inputs: RouterInputs, width: int, law: Literal["normal", "uniform"]
+    key: Key, inputs: RouterInputs, width: int, law: Literal["normal", "uniform"]
 ) -> Float[Array, "T width"]:
     """Draw `width` independent f32 numbers for each token.
 

@@ -24,6 +24,10 @@ from jaxtyping import Float, Shaped
 
 _LARGEST = 1e4
 """Largest gamma of the search; at this value the load is even."""
+_NUM_RESAMPLES = 200
+"""Resamples of the bootstrap over batches."""
+_INTERVAL = (0.025, 0.975)
+"""Quantiles of the bootstrap interval."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,19 +74,12 @@ def equilibrium(
 def fit_congestion(
     load: Shaped[np.ndarray, ...],
     quality: Shaped[np.ndarray, ...],
-    *,
-    num_resamples: int = 200,
-    level: float = 0.95,
-    seed: int = 0,
 ) -> Congestion:
     """Fit gamma_eff of one layer to several batches.
 
     Args:
         load: Assignments [N E] of each expert in each of N batches, in any unit.
         quality: Quality [N E] of each expert in each batch, such as `detail_log_prob / num_tokens`.
-        num_resamples: Resamples of the bootstrap over batches.
-        level: Probability of the interval.
-        seed: Seed of the bootstrap.
 
     Raises:
         ValueError: shapes differ, or a batch has no load.
@@ -95,12 +92,11 @@ def fit_congestion(
     if (load < 0.0).any() or not (load.sum(1) > 0.0).all():
         raise ValueError("load must not be negative, and each batch must hold a token")
 
-    draws = np.random.default_rng(seed).integers(len(load), size=(num_resamples, len(load)))
+    draws = np.random.default_rng(0).integers(len(load), size=(_NUM_RESAMPLES, len(load)))
     rows = np.concatenate([np.arange(len(load))[None], draws])  # the whole, then resamples
     share = load[rows].sum(1)
     gammas, distances = _nearest(share / share.sum(-1, keepdims=True), quality[rows].mean(1))
-    tail = (1.0 - level) / 2.0
-    low, high = np.quantile(gammas[1:], [tail, 1.0 - tail]) if num_resamples else gammas[[0, 0]]
+    low, high = np.quantile(gammas[1:], _INTERVAL)
     return Congestion(
         gamma=float(gammas[0]), low=float(low), high=float(high), distance=float(distances[0])
     )

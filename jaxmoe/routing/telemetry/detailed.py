@@ -31,7 +31,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
-from jaxmoe.routing.base import RouterInputs, RouterOutput, RouterStatistics
+from jaxmoe.routing.base import Arrays, RouterInputs, RouterOutput, RouterStatistics
 
 NUM_DOMAINS = 16
 """Rows of `detail_domains`: one each for domains 0 to 14, one for all others."""
@@ -39,7 +39,7 @@ Z_BINS, Z_LOWEST = 64, -16
 """Bins of `detail_z`, and the power of 2 at the upper edge of the first."""
 
 
-def observe(output: RouterOutput, inputs: RouterInputs) -> dict[str, Array]:
+def observe(output: RouterOutput, inputs: RouterInputs) -> Arrays:
     """Compute the additive statistics of this device's tokens, without gradient and padding.
 
     Args:

@@ -22,8 +22,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from jaxmoe.parameters import Declaration
-from jaxmoe.routing.base import RouterInputs, RouterOutput, RouterStatistics
+from jaxmoe.declarations import Declaration
+from jaxmoe.routing.base import Arrays, Key, RouterInputs, RouterOutput, RouterStatistics
 from pallas_kernels.jax_versions import match_varying
 
 RECORDED = "recorded"
@@ -90,18 +90,12 @@ class Recording:
         """Return the parameters of the wrapped router."""
         return self.router.declarations()
 
-    def init(self, key: Array) -> tuple[dict[str, Array], Any]:
+    def init(self, key: Array) -> tuple[Arrays, Any]:
         """Return parameters and state of the wrapped router."""
         return self.router.init(key)
 
     def route(
-        self,
-        params: dict[str, Array],
-        state: Any,
-        inputs: RouterInputs,
-        *,
-        train: bool,
-        key: Array | None,
+        self, params: Arrays, state: Any, inputs: RouterInputs, *, train: bool, key: Key
     ) -> RouterOutput:
         """Route with the wrapped router, and add the record to its statistics."""
         output = self.router.route(params, state, inputs, train=train, key=key)

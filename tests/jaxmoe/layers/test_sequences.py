@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxmoe.data.batch import Batch
 from jaxmoe.execution import ExecutionConfig
-from jaxmoe.layers.sequences import check_rows, current_order, explain_form, lay_back, lay_out
+from jaxmoe.layers.sequences import check_rows, choose_form, current_order, lay_back, lay_out
 from jaxmoe.models.transformer import Transformer
 from jaxmoe.optim import adamw
 from jaxmoe.routing import ROUTERS, CapacityConfig, SoftmaxGateConfig
@@ -246,7 +246,7 @@ def test_auto_keeps_the_order_where_a_capacity_needs_it():
     )
     assert check_rows(model.context, execution, 64, {"seq": 8}).layout == "contiguous"
     assert check_rows(WIDE.context, execution, 64, {"seq": 8}).layout == "zigzag"
-    assert explain_form(WIDE.context, execution, 64, {"seq": 8}).startswith(
+    assert choose_form(WIDE.context, execution, 64, {"seq": 8}).reason.startswith(
         "ring: mesh.seq=8 does not"
     )
 

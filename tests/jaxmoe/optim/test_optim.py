@@ -11,6 +11,7 @@ import optax
 import optax.contrib
 import pytest
 
+from jaxmoe.declarations import ROLES
 from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
 from jaxmoe.optim import (
     OPTIMIZERS,
@@ -22,7 +23,6 @@ from jaxmoe.optim import (
     adamw,
     muonh,
 )
-from jaxmoe.parameters import ROLES
 from jaxmoe.routing import METHODS
 from jaxmoe.scaling import standard
 from jaxmoe.scaling.initialize import parameter_table

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Array, Float, Int
 
-from jaxmoe.parameters import Declaration, as_factor, declare_matrix
+from jaxmoe.declarations import Declaration, as_factor, declare_matrix
 from pallas_kernels import QuantizedArray, grouped_matmul, grouped_swiglu
 from pallas_kernels.backend import Implementation
 from pallas_kernels.halo import EncodedWeight

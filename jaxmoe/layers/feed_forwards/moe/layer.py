@@ -21,6 +21,7 @@ import jax
 from flax import linen as nn
 from jaxtyping import Array, Float
 
+from jaxmoe.declarations import as_factor, declare
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.context import LayerContext
 from jaxmoe.layers.feed_forwards.dense import FeedForward
@@ -31,7 +32,6 @@ from jaxmoe.layers.feed_forwards.moe.layout import MoELayout, moe_layout
 from jaxmoe.layers.feed_forwards.moe.zero_computation import ZeroComputationExperts
 from jaxmoe.layers.indicators import observe_routing
 from jaxmoe.layers.records import FeedForwardOutputs, RoutingInputs
-from jaxmoe.parameters import as_factor, declare
 from jaxmoe.routing import Router
 from jaxmoe.routing.balancers import of_weights
 from sharding import axes as ax

@@ -34,6 +34,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxmoe.routing.base import (
+    Arrays,
+    Key,
     RouterBase,
     RouterInputs,
     RouterOutput,
@@ -69,13 +71,7 @@ class BaseLayer(StatelessRouter):
     """The router."""
 
     def route(
-        self,
-        params: dict[str, Array],
-        state: Any,
-        inputs: RouterInputs,
-        *,
-        train: bool,
-        key: Array | None,
+        self, params: Arrays, state: Any, inputs: RouterInputs, *, train: bool, key: Key
     ) -> RouterOutput:
         """Return the assigned experts in training, the best ones in evaluation."""
         del state, key

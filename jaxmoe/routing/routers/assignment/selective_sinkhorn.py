@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxmoe.routing.base import RouterBase, RouterInputs, RouterOutput, Traits
+from jaxmoe.routing.base import Arrays, Key, RouterBase, RouterInputs, RouterOutput, Traits
 from jaxmoe.routing.routers.assignment.transport import check_iterations, scalings
 from jaxmoe.routing.routers.linear import StatelessRouter, linear_logits, token_output
 from jaxmoe.routing.routers.noise import require_key
@@ -77,13 +77,7 @@ class SelectiveSinkhorn(StatelessRouter):
     """The router."""
 
     def route(
-        self,
-        params: dict[str, Array],
-        state: Any,
-        inputs: RouterInputs,
-        *,
-        train: bool,
-        key: Array | None,
+        self, params: Arrays, state: Any, inputs: RouterInputs, *, train: bool, key: Key
     ) -> RouterOutput:
         """Choose the K experts of largest q."""
         del state

@@ -20,9 +20,8 @@ import dataclasses
 from typing import ClassVar
 
 import jax
-from jaxtyping import Array
 
-from jaxmoe.routing.base import RouterInputs, Traits
+from jaxmoe.routing.base import Arrays, Key, RouterInputs, Traits
 from jaxmoe.routing.routers.assignment.transport import check_iterations, scalings
 from jaxmoe.routing.routers.linear import linear_logits
 from jaxmoe.routing.routers.token_choice.token_choice import Scored, TokenChoiceBase
@@ -34,8 +33,6 @@ class SinkhornConfig(TokenChoiceBase):
     """The K experts of largest share in an even transport plan; in evaluation, of highest logit."""
 
     name: ClassVar[str] = "sinkhorn"
-    bias: ClassVar[None] = None
-    groups: ClassVar[None] = None
 
     iterations: int = 20
     """Iterations of Sinkhorn's algorithm in training."""
@@ -51,13 +48,7 @@ class SinkhornConfig(TokenChoiceBase):
         return Traits(sees_others=True, evens_load=True)
 
     def score(
-        self,
-        params: dict[str, Array],
-        inputs: RouterInputs,
-        *,
-        top_k: int,
-        train: bool,
-        key: Array | None,
+        self, params: Arrays, inputs: RouterInputs, *, top_k: int, train: bool, key: Key
     ) -> Scored:
         """Return the scores of the logits, and in training the plan as preference."""
         del key

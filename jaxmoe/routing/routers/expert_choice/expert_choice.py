@@ -43,7 +43,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxmoe.routing.base import (
+    Arrays,
     Extent,
+    Key,
     RouterBase,
     RouterInputs,
     RouterOutput,
@@ -154,13 +156,7 @@ class ExpertChoice(StatelessRouter):
     """The router."""
 
     def route(
-        self,
-        params: dict[str, Array],
-        state: Any,
-        inputs: RouterInputs,
-        *,
-        train: bool,
-        key: Array | None,
+        self, params: Arrays, state: Any, inputs: RouterInputs, *, train: bool, key: Key
     ) -> RouterOutput:
         """Choose the tokens that each expert takes."""
         del state, train, key

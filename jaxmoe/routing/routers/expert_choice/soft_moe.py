@@ -27,10 +27,11 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
 
-from jaxmoe.parameters import Declaration
+from jaxmoe.declarations import Declaration
 from jaxmoe.routing.base import (
+    Arrays,
+    Key,
     RouterBase,
     RouterInputs,
     RouterOutput,
@@ -94,13 +95,7 @@ class SoftMoE(StatelessRouter):
         return {"weight": phi}
 
     def route(
-        self,
-        params: dict[str, Array],
-        state: Any,
-        inputs: RouterInputs,
-        *,
-        train: bool,
-        key: Array | None,
+        self, params: Arrays, state: Any, inputs: RouterInputs, *, train: bool, key: Key
     ) -> RouterOutput:
         """Compute both mixtures, softmaxes of the same logits.
 

@@ -23,15 +23,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxmoe.parameters import Declaration
-from jaxmoe.routing.base import RouterInputs, Traits
+from jaxmoe.declarations import Declaration
+from jaxmoe.routing.base import Arrays, Key, RouterInputs
 from jaxmoe.routing.biases import BiasConfig
 from jaxmoe.routing.routers.token_choice.groups import GroupLimitConfig
 from jaxmoe.routing.routers.token_choice.token_choice import (
     Scored,
     TokenChoiceBase,
     score_logits,
-    traits_of,
 )
 from sharding import axes as ax
 
@@ -64,11 +63,6 @@ class CosineTopKConfig(TokenChoiceBase):
                 f"router.temperature={self.temperature} must be finite and at least {lowest}"
             )
 
-    @property
-    def traits(self) -> Traits:
-        """Causal, unless the bias looks at the batch."""
-        return traits_of(self.bias)
-
     def declarations(self, *, num_experts: int, embed_dim: int) -> dict[str, Declaration]:
         """Return the projection, the experts' vectors and the logarithm of the scale."""
         width = self.router_dim or max(1, num_experts // 2)
@@ -85,13 +79,7 @@ class CosineTopKConfig(TokenChoiceBase):
         }
 
     def score(
-        self,
-        params: dict[str, Array],
-        inputs: RouterInputs,
-        *,
-        top_k: int,
-        train: bool,
-        key: Array | None,
+        self, params: Arrays, inputs: RouterInputs, *, top_k: int, train: bool, key: Key
     ) -> Scored:
         """Return the softmax of the cosines over the temperature."""
         del top_k, train, key

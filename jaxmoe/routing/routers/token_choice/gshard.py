@@ -21,9 +21,8 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
 
-from jaxmoe.routing.base import RouterBase, RouterInputs, RouterOutput, Traits
+from jaxmoe.routing.base import Arrays, Key, RouterBase, RouterInputs, RouterOutput, Traits
 from jaxmoe.routing.routers.linear import (
     StatelessRouter,
     check_sizes,
@@ -64,13 +63,7 @@ class GShard(StatelessRouter):
     """The router."""
 
     def route(
-        self,
-        params: dict[str, Array],
-        state: Any,
-        inputs: RouterInputs,
-        *,
-        train: bool,
-        key: Array | None,
+        self, params: Arrays, state: Any, inputs: RouterInputs, *, train: bool, key: Key
     ) -> RouterOutput:
         """Choose the best expert of each token, and the second with its probability."""
         del state

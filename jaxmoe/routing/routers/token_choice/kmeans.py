@@ -28,8 +28,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxmoe.parameters import Declaration
+from jaxmoe.declarations import Declaration
 from jaxmoe.routing.base import (
+    Arrays,
+    Key,
     RouterBase,
     RouterInputs,
     RouterOutput,
@@ -81,7 +83,7 @@ class KMeans(StatelessRouter):
         """Return no parameters."""
         return {}
 
-    def init(self, key: Array) -> tuple[dict[str, Array], Any]:
+    def init(self, key: Array) -> tuple[Arrays, Any]:
         """Return no parameters, and the state: unit vectors `centroids [E D]`, and the bias's."""
         drawn = jax.random.normal(key, (self.num_experts, self.embed_dim), jnp.float32)
         state: dict[str, Any] = {"centroids": _unit(drawn)}
@@ -90,13 +92,7 @@ class KMeans(StatelessRouter):
         return {}, state
 
     def route(
-        self,
-        params: dict[str, Array],
-        state: Any,
-        inputs: RouterInputs,
-        *,
-        train: bool,
-        key: Array | None,
+        self, params: Arrays, state: Any, inputs: RouterInputs, *, train: bool, key: Key
     ) -> RouterOutput:
         """Choose the K nearest experts of each token."""
         del params, key

@@ -21,13 +21,10 @@ import dataclasses
 from typing import ClassVar
 
 import jax.numpy as jnp
-from jaxtyping import Array
 
-from jaxmoe.parameters import Declaration
-from jaxmoe.routing.base import RouterInputs, Traits
-from jaxmoe.routing.biases import BiasConfig
+from jaxmoe.declarations import Declaration
+from jaxmoe.routing.base import Arrays, Key, RouterInputs, Traits
 from jaxmoe.routing.routers.linear import linear_declarations, linear_logits
-from jaxmoe.routing.routers.token_choice.groups import GroupLimitConfig
 from jaxmoe.routing.routers.token_choice.token_choice import (
     Scored,
     TokenChoiceBase,
@@ -41,8 +38,6 @@ class MoEPlusPlusConfig(TokenChoiceBase):
     """Softmax top-k whose logits add those of the previous MoE layer, transformed."""
 
     name: ClassVar[str] = "moe_plus_plus"
-    bias: ClassVar[BiasConfig | None] = None
-    groups: ClassVar[GroupLimitConfig | None] = None
 
     @property
     def traits(self) -> Traits:
@@ -61,13 +56,7 @@ class MoEPlusPlusConfig(TokenChoiceBase):
         return {**plain, "residual": residual}
 
     def score(
-        self,
-        params: dict[str, Array],
-        inputs: RouterInputs,
-        *,
-        top_k: int,
-        train: bool,
-        key: Array | None,
+        self, params: Arrays, inputs: RouterInputs, *, top_k: int, train: bool, key: Key
     ) -> Scored:
         """Return the softmax of the logits with the gating residual."""
         del top_k, train, key

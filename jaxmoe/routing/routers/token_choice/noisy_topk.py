@@ -27,8 +27,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxmoe.parameters import Declaration
-from jaxmoe.routing.base import RouterInputs, Traits, chosen_experts
+from jaxmoe.declarations import Declaration
+from jaxmoe.routing.base import Arrays, Key, RouterInputs, Traits, chosen_experts
 from jaxmoe.routing.routers.linear import linear_declarations, linear_logits
 from jaxmoe.routing.routers.noise import token_noise
 from jaxmoe.routing.routers.token_choice.token_choice import Scored, TokenChoiceBase
@@ -40,8 +40,6 @@ class NoisyTopKConfig(TokenChoiceBase):
     """The K experts of highest logit after learned noise."""
 
     name: ClassVar[str] = "noisy_topk"
-    bias: ClassVar[None] = None
-    groups: ClassVar[None] = None
 
     @property
     def traits(self) -> Traits:
@@ -59,13 +57,7 @@ class NoisyTopKConfig(TokenChoiceBase):
         return linear_declarations(num_experts=num_experts, embed_dim=embed_dim) | {"noise": noise}
 
     def score(
-        self,
-        params: dict[str, Array],
-        inputs: RouterInputs,
-        *,
-        top_k: int,
-        train: bool,
-        key: Array | None,
+        self, params: Arrays, inputs: RouterInputs, *, top_k: int, train: bool, key: Key
     ) -> Scored:
         """Return the softmax of the noisy logits, and the smooth loads."""
         logits = noisy = linear_logits(params, inputs)
@@ -86,10 +78,7 @@ class NoisyTopKConfig(TokenChoiceBase):
 
 
 def stay_probability(
-    logits: Float[Array, "T E"],
-    noisy: Float[Array, "T E"],
-    sigma: Float[Array, "T E"],
-    top_k: int,
+    logits: Float[Array, "T E"], noisy: Float[Array, "T E"], sigma: Float[Array, "T E"], top_k: int
 ) -> Float[Array, "T E"]:
     """Compute the probability that each expert is chosen when its own noise is drawn again.
 

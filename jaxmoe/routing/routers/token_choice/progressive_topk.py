@@ -22,21 +22,27 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from jaxmoe.parameters import Declaration
+from jaxmoe.declarations import draw
 from jaxmoe.routing.base import (
-    RouterBase,
+    Arrays,
+    Key,
     RouterInputs,
     RouterOutput,
     RouterStatistics,
     sum_statistics,
     token_major,
 )
-from jaxmoe.routing.routers.token_choice.token_choice import TokenChoice
-from jaxmoe.routing.routers.token_choice.topk import SoftmaxTopKConfig
+from jaxmoe.routing.routers.linear import linear_logits
+from jaxmoe.routing.routers.token_choice.token_choice import (
+    Scored,
+    TokenChoice,
+    TokenChoiceBase,
+    score_logits,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class ProgressiveTopKConfig(RouterBase):
+class ProgressiveTopKConfig(TokenChoiceBase):
     """Softmax top-k whose K is larger in the lowest layers until a given step."""
 
     name: ClassVar[str] = "progressive_topk"
@@ -71,10 +77,14 @@ class ProgressiveTopKConfig(RouterBase):
                     f" moe.top_k to the largest of the schedule,"
                     f" {max(self.final_top_k, *self.early_top_k, 1)}"
                 )
-        scorer = SoftmaxTopKConfig().build(
-            num_experts=num_experts, top_k=top_k, embed_dim=embed_dim
-        )
-        return ProgressiveTopK(self, scorer)
+        return ProgressiveTopK(self, num_experts, top_k, embed_dim)
+
+    def score(
+        self, params: Arrays, inputs: RouterInputs, *, top_k: int, train: bool, key: Key
+    ) -> Scored:
+        """Return the softmax of the logits."""
+        del top_k, train, key
+        return score_logits(linear_logits(params, inputs), "softmax")
 
     def last_top_k(self, top_k: int) -> int:
         """Return `final_top_k`."""
@@ -88,41 +98,18 @@ class ProgressiveTopKConfig(RouterBase):
 
 
 @dataclasses.dataclass(frozen=True)
-class ProgressiveTopK:
+class ProgressiveTopK(TokenChoice):
     """The router: softmax top-k of K_max experts, cut to the current K."""
 
-    config: ProgressiveTopKConfig
-    scorer: TokenChoice
-
-    @property
-    def num_experts(self) -> int:
-        """E."""
-        return self.scorer.num_experts
-
-    @property
-    def top_k(self) -> int:
-        """K_max, the slots of a token."""
-        return self.scorer.top_k
-
-    def declarations(self) -> dict[str, Declaration]:
-        """Return the matrix `weight [D E]`."""
-        return self.scorer.declarations()
-
-    def init(self, key: Array) -> tuple[dict[str, Array], Any]:
+    def init(self, key: Array) -> tuple[Arrays, Any]:
         """Return random parameters, and the state `step`, 0."""
-        return self.scorer.init(key)[0], {"step": jnp.zeros((), jnp.int32)}
+        return draw(self.declarations(), key), {"step": jnp.zeros((), jnp.int32)}
 
     def route(
-        self,
-        params: dict[str, Array],
-        state: Any,
-        inputs: RouterInputs,
-        *,
-        train: bool,
-        key: Array | None,
+        self, params: Arrays, state: Any, inputs: RouterInputs, *, train: bool, key: Key
     ) -> RouterOutput:
         """Choose the k best experts of each token; `train` and `key` have no effect."""
-        output = self.scorer.route(params, {}, inputs, train=train, key=key)
+        output = TokenChoice.route(self, params, {}, inputs, train=train, key=key)
         ids, scores = (
             flat.reshape(-1, self.top_k)
             for flat in (output.selection.expert_ids, output.selection.scores)

@@ -9,12 +9,13 @@ A member of the family is a config that computes `Scored`, the scores of all pai
 statistics.
 
 To add a member: a config in `jaxmoe/routing/routers/token_choice/` that extends
-`TokenChoiceBase` and defines `name`, `bias`, `groups` and `score`; then the steps in
+`TokenChoiceBase` and defines `name` and `score`; then the steps in
 `jaxmoe/routing/__init__.py`.
 """
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import typing
 from typing import Any
@@ -24,8 +25,10 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float
 
-from jaxmoe.parameters import Declaration, draw
+from jaxmoe.declarations import Declaration, draw
 from jaxmoe.routing.base import (
+    Arrays,
+    Key,
     RouterBase,
     RouterInputs,
     RouterOutput,
@@ -54,7 +57,7 @@ class Scored:
     """Probabilities; each row sums to 1, f32."""
     preference: Float[Array, "T E"]
     """Criterion of the choice where there is no bias; any increasing function of the score."""
-    extra: dict[str, Array] = struct.field(default_factory=dict)
+    extra: Arrays = struct.field(default_factory=dict)
     """Further additive statistics."""
     is_over_chosen: bool = struct.field(pytree_node=False, default=False)
     """The scores of the chosen experts are replaced by their softmax over the chosen."""
@@ -63,11 +66,20 @@ class Scored:
 class TokenChoiceBase(RouterBase):
     """Base class of the family's configs: one matrix from D to E, built into `TokenChoice`.
 
-    A member defines `score`, and `bias` (a selection bias or None) and `groups` (a group limit or
-    None) as fields or class variables.
+    A member defines `score`, and as fields those of `bias` and `groups` that it has.
     """
 
     __slots__ = ()
+
+    bias: BiasConfig | None = None
+    """Selection bias."""
+    groups: GroupLimitConfig | None = None
+    """Limit on the groups of experts that a token may use."""
+
+    @property
+    def traits(self) -> Traits:
+        """Causal, unless the bias looks at the batch."""
+        return traits_of(self.bias)
 
     def build(self, *, num_experts: int, top_k: int, embed_dim: int) -> TokenChoice:
         """Return the router for these sizes."""
@@ -77,17 +89,11 @@ class TokenChoiceBase(RouterBase):
         """Return the parameters by name: by default the matrix `weight [D E]`."""
         return linear_declarations(num_experts=num_experts, embed_dim=embed_dim)
 
+    @abc.abstractmethod
     def score(
-        self,
-        params: dict[str, Array],
-        inputs: RouterInputs,
-        *,
-        top_k: int,
-        train: bool,
-        key: Array | None,
+        self, params: Arrays, inputs: RouterInputs, *, top_k: int, train: bool, key: Key
     ) -> Scored:
         """Return the scores of all pairs of token and expert."""
-        raise NotImplementedError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,19 +109,13 @@ class TokenChoice(StatelessRouter):
         """Return the scorer's parameters by name."""
         return self.config.declarations(num_experts=self.num_experts, embed_dim=self.embed_dim)
 
-    def init(self, key: Array) -> tuple[dict[str, Array], Any]:
+    def init(self, key: Array) -> tuple[Arrays, Any]:
         """Return random parameters, and the state of the bias or an empty one."""
         bias = self.config.bias
         return draw(self.declarations(), key), {} if bias is None else bias.init(self.num_experts)
 
     def route(
-        self,
-        params: dict[str, Array],
-        state: Any,
-        inputs: RouterInputs,
-        *,
-        train: bool,
-        key: Array | None,
+        self, params: Arrays, state: Any, inputs: RouterInputs, *, train: bool, key: Key
     ) -> RouterOutput:
         """Choose the K preferred experts of each token."""
         config = self.config

@@ -32,9 +32,7 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar, Literal
 
-from jaxtyping import Array
-
-from jaxmoe.routing.base import RouterInputs, ScoreFunction, Traits
+from jaxmoe.routing.base import Arrays, Key, RouterInputs, ScoreFunction, Traits
 from jaxmoe.routing.biases import BiasConfig
 from jaxmoe.routing.routers.linear import check_jitter, linear_logits
 from jaxmoe.routing.routers.token_choice.groups import GroupLimitConfig
@@ -71,13 +69,7 @@ class TopKConfig(TokenChoiceBase):
         return False
 
     def score(
-        self,
-        params: dict[str, Array],
-        inputs: RouterInputs,
-        *,
-        top_k: int,
-        train: bool,
-        key: Array | None,
+        self, params: Arrays, inputs: RouterInputs, *, top_k: int, train: bool, key: Key
     ) -> Scored:
         """Score the logits by `score_function`."""
         del top_k

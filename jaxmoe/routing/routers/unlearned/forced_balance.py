@@ -17,7 +17,7 @@ from typing import ClassVar
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from jaxmoe.routing.base import RouterInputs
+from jaxmoe.routing.base import Key, RouterInputs
 from jaxmoe.routing.routers.noise import token_index
 from jaxmoe.routing.routers.unlearned.unlearned import UnlearnedBase
 
@@ -29,13 +29,7 @@ class ForcedBalanceConfig(UnlearnedBase):
     name: ClassVar[str] = "forced_balance"
 
     def choose(
-        self,
-        inputs: RouterInputs,
-        *,
-        num_experts: int,
-        top_k: int,
-        train: bool,
-        key: Array | None,
+        self, inputs: RouterInputs, *, num_experts: int, top_k: int, train: bool, key: Key
     ) -> Int[Array, "T K"]:
         """Return the next K experts."""
         del train, key

@@ -19,7 +19,7 @@ from typing import ClassVar
 import jax
 from jaxtyping import Array, Int
 
-from jaxmoe.routing.base import RouterInputs
+from jaxmoe.routing.base import Key, RouterInputs
 from jaxmoe.routing.routers.noise import token_noise
 from jaxmoe.routing.routers.unlearned.unlearned import UnlearnedBase
 
@@ -34,13 +34,7 @@ class HashConfig(UnlearnedBase):
     """Seed of the hash function."""
 
     def choose(
-        self,
-        inputs: RouterInputs,
-        *,
-        num_experts: int,
-        top_k: int,
-        train: bool,
-        key: Array | None,
+        self, inputs: RouterInputs, *, num_experts: int, top_k: int, train: bool, key: Key
     ) -> Int[Array, "T K"]:
         """Return the K experts of each token's id.
 

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxmoe.routing.base import RouterInputs, Traits
+from jaxmoe.routing.base import Key, RouterInputs, Traits
 from jaxmoe.routing.routers.noise import token_noise
 from jaxmoe.routing.routers.unlearned.unlearned import UnlearnedBase
 
@@ -36,13 +36,7 @@ class UniformRandomConfig(UnlearnedBase):
         return Traits(needs_key=True, is_learned=False)
 
     def choose(
-        self,
-        inputs: RouterInputs,
-        *,
-        num_experts: int,
-        top_k: int,
-        train: bool,
-        key: Array | None,
+        self, inputs: RouterInputs, *, num_experts: int, top_k: int, train: bool, key: Key
     ) -> Int[Array, "T K"]:
         """Return the K largest of E uniform numbers."""
         key = key if train else jax.random.key(self.seed)

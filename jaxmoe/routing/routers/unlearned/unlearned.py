@@ -12,6 +12,7 @@ defines `name` and `choose`; then the steps in `jaxmoe/routing/__init__.py`.
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import math
 from typing import Any
@@ -19,8 +20,10 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxmoe.parameters import Declaration
+from jaxmoe.declarations import Declaration
 from jaxmoe.routing.base import (
+    Arrays,
+    Key,
     RouterBase,
     RouterInputs,
     RouterOutput,
@@ -44,17 +47,11 @@ class UnlearnedBase(RouterBase):
         """Return the router for these sizes."""
         return Unlearned(self, num_experts, top_k, embed_dim)
 
+    @abc.abstractmethod
     def choose(
-        self,
-        inputs: RouterInputs,
-        *,
-        num_experts: int,
-        top_k: int,
-        train: bool,
-        key: Array | None,
+        self, inputs: RouterInputs, *, num_experts: int, top_k: int, train: bool, key: Key
     ) -> Int[Array, "T K"]:
         """Return K distinct experts for each token."""
-        raise NotImplementedError
 
     def probabilities(
         self, expert_ids: Int[Array, "T K"], *, num_experts: int
@@ -75,13 +72,7 @@ class Unlearned(StatelessRouter):
         return {}
 
     def route(
-        self,
-        params: dict[str, Array],
-        state: Any,
-        inputs: RouterInputs,
-        *,
-        train: bool,
-        key: Array | None,
+        self, params: Arrays, state: Any, inputs: RouterInputs, *, train: bool, key: Key
     ) -> RouterOutput:
         """Return the experts that the config names."""
         del params, state

@@ -1,0 +1,194 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Declares the parameters of a layer: shape, logical axes, role, the dimensions of the matrix.
+
+A layer declares each parameter once. Every dimension of a parameter is an input of its matrix, an
+output, or batch (layers, experts). `jaxmoe.parameters` has the table of a whole model.
+
+To add a role: `Role` in `jaxmoe/declarations.py`, its class in ROLE_CLASSES of
+`jaxmoe/scaling/tables.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import zlib
+from collections.abc import Callable, Mapping
+from typing import Any, Final, Literal, cast
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from flax import struct
+from jaxtyping import Array
+
+from pallas_kernels import QuantizedArray
+
+Role = Literal[
+    "embedding",
+    "attention_in",
+    "attention_out",
+    "attention_gate",
+    "mlp_in",
+    "mlp_out",
+    "shared_in",
+    "shared_out",
+    "expert_in",
+    "expert_out",
+    "router",
+    "router_residual",
+    "router_noise",
+    "constant",
+    "constant_mix",
+    "norm",
+    "head",
+]
+ROLES: Final[tuple[Role, ...]] = Role.__args__  # pyright: ignore[reportAttributeAccessIssue]
+
+_OWN_DTYPE_ROLES: Final[frozenset[Role]] = frozenset(
+    ("router", "router_residual", "router_noise", "constant", "constant_mix")
+)
+
+Dims = tuple[int, ...]
+MatrixAxes = tuple[Dims, Dims]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Declaration:
+    """One parameter as its layer declares it, before layers are stacked."""
+
+    shape: tuple[int, ...]
+    axes: tuple[str, ...]
+    """Logical axis of each dimension."""
+    role: Role
+    matrix: MatrixAxes | None = ((-2,), (-1,))
+    """Input and output dimensions of the matrix, negative; None for a vector of gains."""
+    init: Literal["normal", "ones", "zeros"] = "normal"
+
+    def __post_init__(self):
+        if len(self.axes) != len(self.shape):
+            raise ValueError(f"{len(self.shape)} dimensions {self.shape} but axes {self.axes}")
+
+    def fan(self, side: Literal[0, 1]) -> int:
+        """Return the number of inputs (0) or outputs (1) of the matrix; 1 for a vector."""
+        return 1 if self.matrix is None else math.prod(self.shape[d] for d in self.matrix[side])
+
+    def constant(self, dtype: Any) -> Array:
+        """Return the initial value of a parameter that starts at ones or zeros."""
+        return (jnp.ones if self.init == "ones" else jnp.zeros)(self.shape, dtype)
+
+    @property
+    def is_used_as_stored(self) -> bool:
+        """Whether the layer computes with the parameter in its own dtype, as routers do."""
+        return self.role in _OWN_DTYPE_ROLES
+
+
+@struct.dataclass
+class Declared(nn.meta.AxisMetadata[Any]):
+    """Box that holds a parameter and its declaration while Linen initialises."""
+
+    value: Any
+    declaration: Declaration = struct.field(pytree_node=False)
+
+    def unbox(self) -> Any:
+        """Return the bare parameter."""
+        return self.value
+
+    def replace_boxed(self, val: Any) -> Declared:
+        """Return the same box with another value."""
+        return dataclasses.replace(self, value=val)
+
+    def add_axis(self, index: int, params: dict[Any, Any]) -> Declared:
+        """Return the box with the dimension that a scan over layers puts in front."""
+        axes = list(self.declaration.axes)
+        axes.insert(index, params[nn.PARTITION_NAME])
+        shape = list(self.declaration.shape)
+        shape.insert(index, params["size"])
+        stacked = dataclasses.replace(self.declaration, axes=tuple(axes), shape=tuple(shape))
+        return dataclasses.replace(self, declaration=stacked)
+
+    def remove_axis(self, index: int, params: dict[Any, Any]) -> Declared:
+        """Return the inverse of `add_axis`."""
+        del params
+        axes, shape = list(self.declaration.axes), list(self.declaration.shape)
+        del axes[index], shape[index]
+        single = dataclasses.replace(self.declaration, axes=tuple(axes), shape=tuple(shape))
+        return dataclasses.replace(self, declaration=single)
+
+
+@struct.dataclass
+class Deferred:
+    """A stored parameter and the function that a layer applies when it declares it."""
+
+    value: Any
+    read: Callable[[Any, Declaration], Any] = struct.field(pytree_node=False)
+
+
+def declare(module: nn.Module, name: str, declaration: Declaration) -> Array:
+    """Return `module.param` with a declaration; its initial value is f32.
+
+    Args:
+        module: Linen module that owns the parameter.
+        name: Name in the module; changing it changes the initial value.
+        declaration: Shape, axes and role of the parameter.
+    """
+
+    def initialise(key: Array) -> Declared:
+        return Declared(value=_draw_one(declaration, key), declaration=declaration)
+
+    value = module.param(name, initialise)
+    if isinstance(value, Deferred):
+        value = value.read(value.value, declaration)
+    return cast(Array, value)
+
+
+def declare_matrix(
+    module: nn.Module, name: str, declaration: Declaration
+) -> Array | QuantizedArray:
+    """Return `declare` for a matrix that may be quantised; see `jaxmoe.models.quantize`.
+
+    Args:
+        module: Linen module that owns the parameter.
+        name: Name in the module.
+        declaration: Shape, axes and role of the parameter.
+
+    Raises:
+        ValueError: The quantised matrix has another shape.
+    """
+    given = module.get_variable("params", name) if module.has_variable("params", name) else None
+    if isinstance(given, Deferred) and isinstance(given.value, QuantizedArray):
+        given = given.read(given.value, declaration)
+    if not isinstance(given, QuantizedArray):
+        return declare(module, name, declaration)
+    if given.shape != declaration.shape:
+        where = "/".join((*module.path, name))
+        raise ValueError(
+            f"{where}: a quantised matrix {given.shape} was given for {declaration.shape}: use the"
+            " parameters with the model that they were trained with"
+        )
+    return given
+
+
+def as_factor(matrix: Array | QuantizedArray, dtype: Any) -> Array | QuantizedArray:
+    """Return a matrix in the dtype of the activations; a quantised one stays as it is."""
+    return matrix if isinstance(matrix, QuantizedArray) else matrix.astype(dtype)
+
+
+def draw(declarations: Mapping[str, Declaration], key: Array) -> dict[str, Array]:
+    """Return parameters outside a model: normal of variance 1/fan_in, ones, or zeros."""
+    return {
+        name: _draw_one(declaration, fold_path(key, name))
+        for name, declaration in declarations.items()
+    }
+
+
+def _draw_one(declaration: Declaration, key: Array) -> Array:
+    if declaration.init != "normal":
+        return declaration.constant(jnp.float32)
+    return jax.random.normal(key, declaration.shape, jnp.float32) / math.sqrt(declaration.fan(0))
+
+
+def fold_path(key: Array, path: str) -> Array:
+    """Return a key that depends on the given key and the path only."""
+    return jax.random.fold_in(key, zlib.crc32(path.encode()))
