@@ -57,12 +57,12 @@ class Case:
     """Has no parameters but is differentiable in x."""
     ties_to_first: bool = True
     """Equal tokens have equal scores, and take the lowest experts."""
-    is_ordered: bool = False
-    """Depends on the order of the tokens, so that a permutation is another input."""
     is_wide: bool = False
     """In training rows are not routed separately: the scope is wider than a sequence."""
     has_whole_rows: bool = False
     """Needs all positions of a row on one device."""
+    is_fast: bool = False
+    """In the fast tests although it is not the first of its router; the others are large."""
     asymmetry: str = ""
     """Reason why experts cannot be permuted; empty if they can."""
 
@@ -78,13 +78,13 @@ ROUTER_CASES: dict[str, tuple[Case, ...]] = {
     "softmax_topk": (
         *each_top_k(SoftmaxTopKConfig(), (1, 2, EXPERTS)),
         Case(config=SoftmaxTopKConfig(softmax="after"), top_k=1, untrained=("weight",)),
-        Case(config=SoftmaxTopKConfig(softmax="after")),
+        Case(config=SoftmaxTopKConfig(softmax="after"), is_fast=True),
         Case(config=SoftmaxTopKConfig(bias=LossFreeConfig(rate=0.1))),
-        Case(config=SoftmaxTopKConfig(bias=BipConfig(form="batch", start="state"))),
+        Case(config=SoftmaxTopKConfig(bias=BipConfig(form="batch", start="state")), is_fast=True),
         Case(config=SoftmaxTopKConfig(bias=BipConfig(form="batch", scope="batch")), is_wide=True),
         Case(config=SoftmaxTopKConfig(bias=BipConfig(form="histogram", num_bins=50))),
         Case(config=SoftmaxTopKConfig(bias=BipConfig(form="online", num_bins=50))),
-        Case(config=SoftmaxTopKConfig(bias=QuantileConfig(num_bins=50))),
+        Case(config=SoftmaxTopKConfig(bias=QuantileConfig(num_bins=50)), is_fast=True),
         # The exact form averages the quantiles of micro-batches.
         Case(config=SoftmaxTopKConfig(bias=QuantileConfig(form="exact")), is_wide=True),
         Case(config=SoftmaxTopKConfig(groups=GROUPS), asymmetry="groups are of consecutive ids"),
@@ -94,6 +94,7 @@ ROUTER_CASES: dict[str, tuple[Case, ...]] = {
         *each_top_k(SigmoidTopKConfig()),
         Case(
             config=SigmoidTopKConfig(bias=LossFreeConfig(), groups=GROUPS, jitter=0.1),
+            is_fast=True,
             asymmetry="groups are of consecutive ids",
         ),
     ),
@@ -103,7 +104,8 @@ ROUTER_CASES: dict[str, tuple[Case, ...]] = {
     "cosine_topk": (Case(config=CosineTopKConfig(router_dim=3)),),
     "base_layer": each_top_k(BaseLayerConfig(), ties_to_first=False),
     "sinkhorn": (
-        *each_top_k(SinkhornConfig()),
+        Case(config=SinkhornConfig(), top_k=1),
+        Case(config=SinkhornConfig(), is_fast=True),
         Case(config=SinkhornConfig(scope="batch"), is_wide=True),
     ),
     "selective_sinkhorn": (
@@ -124,6 +126,7 @@ ROUTER_CASES: dict[str, tuple[Case, ...]] = {
         Case(config=ExpertChoiceConfig(weights="probability"), ties_to_first=False),
         Case(
             config=ExpertChoiceConfig(weights="sigmoid", schedule="linear_reverse", k_max=2),
+            is_fast=True,
             ties_to_first=False,
         ),
         Case(config=ExpertChoiceConfig(scope="batch"), ties_to_first=False, is_wide=True),
@@ -137,10 +140,15 @@ ROUTER_CASES: dict[str, tuple[Case, ...]] = {
 }
 
 CASES = [
-    pytest.param(case, id=f"{name}-{index}-top{case.top_k}")
+    pytest.param(
+        case,
+        id=f"{name}-{index}-top{case.top_k}",
+        marks=() if index == 0 or case.is_fast else pytest.mark.large,
+    )
     for name, cases in ROUTER_CASES.items()
     for index, case in enumerate(cases)
 ]
+"""The first case of each router is fast, and others that compute something else."""
 
 
 def with_modes(case: Case) -> tuple[bool, ...]:
@@ -151,10 +159,19 @@ def with_modes(case: Case) -> tuple[bool, ...]:
 
 
 MODES = [
-    pytest.param(*param.values, train, id=f"{param.id}-{'train' if train else 'eval'}")
+    pytest.param(
+        *param.values, train, id=f"{param.id}-{'train' if train else 'eval'}", marks=param.marks
+    )
     for param in CASES
     for train in with_modes(param.values[0])
 ]
+
+
+TRAINING_FAST = [
+    mode if mode.values[1] else pytest.param(*mode.values, id=mode.id, marks=pytest.mark.large)
+    for mode in MODES
+]
+"""The modes, of which evaluation is large."""
 
 
 def build(case: Case) -> Any:

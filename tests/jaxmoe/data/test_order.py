@@ -27,7 +27,7 @@ def _epoch(size, seed, epoch=0):
     return [row for _, row in places]
 
 
-@pytest.mark.parametrize("size", [*range(1, 20), 255, 256, 257, 1000])
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 19, 255, 256, 257, 1000])
 def test_shuffle_visits_every_row_once_per_epoch(size):
     for epoch in (0, 1, 7):
         assert sorted(_epoch(size, 3, epoch)) == list(range(size))

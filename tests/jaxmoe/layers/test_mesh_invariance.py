@@ -101,7 +101,7 @@ def on_mesh(model, name, rules):
         return loss_and_gradients(model, execution)(params, batch)
 
 
-IN_SHORT = [("data4_tensor2", "fully_sharded"), ("replica2_data2_expert2", "data_parallel")]
+IN_SHORT = [("data4_tensor2", "fully_sharded")]
 CASES = [
     pytest.param(
         MODEL, *layout, id="-".join(layout), marks=() if layout in IN_SHORT else pytest.mark.slow
@@ -147,7 +147,7 @@ def test_loss_and_gradients_equal_in_a_user_auto_mesh():
     assert_close(result, on_one_device(MODEL), "end_to_end")
 
 
-@pytest.mark.parametrize("remat", ["full", "dots"])
+@pytest.mark.parametrize("remat", ["full", pytest.param("dots", marks=pytest.mark.slow)])
 def test_loss_and_gradients_equal_under_remat(remat):
     """Statistics too: they are returned, so that recomputing a layer does not count it twice."""
     tokens, targets = tokens_for(MODEL)
@@ -261,7 +261,10 @@ def whole_layer(moe, execution=ON_ONE):
 LIMITED = LAYERS["capacity_by_gate"]
 
 
-@pytest.mark.parametrize("mesh", ["data4_tensor2", "replica2_data2_expert2"])
+@pytest.mark.parametrize(
+    "mesh",
+    [pytest.param("data4_tensor2", marks=pytest.mark.slow), "replica2_data2_expert2"],
+)
 def test_capacity_drops_the_same_on_every_mesh(mesh):
     params, x, token_mask = layer_values(LIMITED)
     wanted = whole_layer(LIMITED)(params, x, token_mask)

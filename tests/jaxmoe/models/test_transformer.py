@@ -298,17 +298,6 @@ def test_scan_equals_a_loop(plain):
     np.testing.assert_array_equal(wanted.statistics.counts, counts)
 
 
-@pytest.mark.parametrize("remat", ["full", "dots"])
-def test_remat_changes_nothing(remat, plain):
-    arguments = (_params(PLAIN), TOKENS, POSITIONS, SEGMENT_IDS)
-    (number, output), grads = _compiled(PLAIN, ExecutionConfig(remat=remat))(*arguments)
-    (wanted, wanted_output), wanted_grads = plain(*arguments)
-    assert_close(number, wanted, kind="end_to_end")
-    assert_close(grads, wanted_grads, kind="end_to_end")
-    # Returned, not sown: running a block twice counts no token twice.
-    np.testing.assert_array_equal(output.statistics.counts, wanted_output.statistics.counts)
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class BiasedConfig(SoftmaxTopKConfig):
     """A router whose state is added to its logits."""

@@ -103,7 +103,7 @@ SPECS = {
 }
 
 
-@pytest.mark.rows(12)
+@pytest.mark.rows(8)
 @every_way
 @pytest.mark.parametrize("case", SPECS)
 @pytest.mark.parametrize("size", [6, 16])

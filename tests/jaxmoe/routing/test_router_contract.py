@@ -26,6 +26,7 @@ from tests.support.routers import (
     MODES,
     ROUTER_CASES,
     TOKENS,
+    TRAINING_FAST,
     WIDTH,
     build,
     drawn,
@@ -38,6 +39,7 @@ from tests.support.tolerances import assert_close
 
 every_router = pytest.mark.parametrize("case", CASES)
 in_every_mode = pytest.mark.parametrize(("case", "train"), MODES)
+first_in_training = pytest.mark.parametrize(("case", "train"), TRAINING_FAST)
 
 
 def test_case_table_equals_registry():
@@ -46,11 +48,13 @@ def test_case_table_equals_registry():
         assert {type(case.config) for case in cases} == {ROUTERS[name]}
 
 
-@pytest.mark.rows(51)
 @in_every_mode
-@pytest.mark.parametrize("scale", [0.0, 1.0, 1e4])
-def test_selection_and_statistics_are_consistent(case, train, scale):
-    output, dense, gates = routed(case, drawn(1, scale), train=train)
+def test_selection_and_statistics_are_consistent(case, train):
+    for scale in (0.0, 1.0, 1e4):
+        check_consistent(case, *routed(case, drawn(1, scale), train=train))
+
+
+def check_consistent(case, output, dense, gates):
     selection, statistics = output.selection, output.statistics
     ids, tokens = np.asarray(selection.expert_ids), np.asarray(selection.token_ids)
     is_chosen = ids < EXPERTS
@@ -80,18 +84,16 @@ def test_selection_and_statistics_are_consistent(case, train, scale):
     assert_close(statistics.entropy_sum, entropy, "matmul")
 
 
-@pytest.mark.rows(34)
-@in_every_mode
-@pytest.mark.parametrize("tokens", [0, 1])
-def test_zero_and_one_token(case, train, tokens):
-    output, dense, gates = routed(case, drawn(1, tokens=tokens), train=train, length=None)
-    assert dense.shape == (tokens, EXPERTS) and np.isfinite(gates).all()
-    assert output.statistics.num_tokens == tokens
-    assert output.statistics.counts.sum() <= max(tokens, 1) * EXPERTS
-    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(output.statistics))
+@first_in_training
+def test_zero_and_one_token(case, train):
+    for tokens in (0, 1):
+        output, dense, gates = routed(case, drawn(1, tokens=tokens), train=train, length=None)
+        assert dense.shape == (tokens, EXPERTS) and np.isfinite(gates).all()
+        assert output.statistics.num_tokens == tokens
+        assert output.statistics.counts.sum() <= max(tokens, 1) * EXPERTS
+        assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(output.statistics))
 
 
-@pytest.mark.rows(34)
 @in_every_mode
 def test_padding_has_no_effect(case, train):
     """Results equal those without padding, even if padding holds values whose squares overflow."""
@@ -107,8 +109,7 @@ def test_padding_has_no_effect(case, train):
         assert_close(statistics.statistics, compact.statistics, "matmul")
 
 
-@pytest.mark.rows(34)
-@in_every_mode
+@first_in_training
 def test_ties_are_deterministic(case, train):
     """Equal tokens with equal scores take the lowest experts."""
     first, second = (routed(case, jnp.zeros((TOKENS, WIDTH)), train=train) for _ in range(2))
@@ -119,9 +120,7 @@ def test_ties_are_deterministic(case, train):
         assert used.tolist() == [list(range(used.shape[1]))] * TOKENS
 
 
-@pytest.mark.parametrize(
-    ("case", "train"), [mode for mode in MODES if not mode.values[0].is_ordered]
-)
+@first_in_training
 def test_permuting_tokens_permutes_the_result(case, train):
     """Permutations within each row; tokens keep the index that seeds their random numbers."""
     x, rows = drawn(3), np.arange(TOKENS).reshape(-1, LENGTH)
@@ -155,8 +154,9 @@ def test_permuting_experts_permutes_the_result(case):
     assert other.statistics.counts.sum() > 0
 
 
-@pytest.mark.rows(24)
-@pytest.mark.parametrize(("case", "train"), [mode for mode in MODES if not mode.values[0].is_wide])
+@pytest.mark.parametrize(
+    ("case", "train"), [mode for mode in TRAINING_FAST if not mode.values[0].is_wide]
+)
 def test_statistics_of_two_halves_add_up(case, train):
     """Rows are routed separately, so two micro-batches equal one batch."""
     x, half = drawn(5), np.arange(TOKENS) < TOKENS // 2
@@ -166,7 +166,6 @@ def test_statistics_of_two_halves_add_up(case, train):
     assert_close(jnp.concatenate([part[1] for part in parts]), dense, "matmul")
 
 
-@pytest.mark.rows(24)
 @every_router
 def test_bfloat16_inputs_are_cast_to_f32_first(case):
     narrow = drawn(6).astype(jnp.bfloat16)
@@ -218,22 +217,21 @@ def gradients(case):
     return jax.jit(jax.grad(loss, argnums=(0, 1, 2)))
 
 
-@pytest.mark.rows(44)
 @every_router
-@pytest.mark.parametrize("scale", [1.0, 1e4])
-def test_gradient_reaches_all_parameters_and_no_state(case, scale):
+def test_gradient_reaches_all_parameters_and_no_state(case):
     """The gates' gradient reaches every parameter that the method trains, and no state."""
     params, state = initial(case)
     floats = jax.tree.map(
         lambda leaf: leaf if jnp.issubdtype(leaf.dtype, jnp.floating) else None, state
     )
-    of_params, of_state, of_x = gradients(case)(params, floats, drawn(9, scale))
-    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves((of_params, of_x)))
-    assert all((leaf == 0.0).all() for leaf in jax.tree.leaves(of_state))
-    reached = {name for name, leaf in of_params.items() if np.abs(leaf).max() > 0.0}
-    if scale == 1.0:
-        assert reached == set(params) - set(case.untrained)
-        assert bool(reached) == (np.abs(of_x).max() > 0.0) or case.reads_only_x
+    for scale in (1.0, 1e4):
+        of_params, of_state, of_x = gradients(case)(params, floats, drawn(9, scale))
+        assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves((of_params, of_x)))
+        assert all((leaf == 0.0).all() for leaf in jax.tree.leaves(of_state))
+        reached = {name for name, leaf in of_params.items() if np.abs(leaf).max() > 0.0}
+        if scale == 1.0:
+            assert reached == set(params) - set(case.untrained)
+            assert bool(reached) == (np.abs(of_x).max() > 0.0) or case.reads_only_x
 
 
 @every_router
@@ -251,8 +249,7 @@ def test_declarations_and_initial_values_agree(case):
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(after))
 
 
-@pytest.mark.rows(24)
-@in_every_mode
+@first_in_training
 def test_eight_devices_equal_one(case, train):
     """Rows over data and expert, positions over seq; the new state is replicated (shard_map checks
     the varying axes of its outputs)."""

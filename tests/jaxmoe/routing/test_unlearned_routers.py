@@ -42,8 +42,7 @@ def build(name, top_k=2, **changes):
 
 
 @every_control
-@pytest.mark.parametrize("top_k", [1, 3, EXPERTS])
-@pytest.mark.parametrize("train", [False, True])
+@pytest.mark.parametrize(("top_k", "train"), [(1, True), (3, False), (3, True), (EXPERTS, False)])
 def test_k_distinct_experts_of_equal_weight_whatever_x_is(name, top_k, train):
     router = build(name, top_k)
     assert router.declarations() == {} == router.init(jax.random.key(0))[0]

@@ -10,9 +10,9 @@ import math
 
 import pytest
 
+from jaxmoe.declarations import ROLES
 from jaxmoe.models.config import AttentionConfig, ForwardMultipliers, ModelConfig, MoEConfig
 from jaxmoe.models.presets import ladder, ladder_tokens
-from jaxmoe.parameters import ROLES
 from jaxmoe.routing import METHODS, NoisyTopKConfig
 from jaxmoe.scaling import (
     HYPERP_BASE,
@@ -45,6 +45,12 @@ def normal(std):
     return ("normal", std, 0.0)
 
 
+def classes(embedding, head, hidden, vectors, zeros, router=None):
+    """Name the classes of roles; routed experts are as hidden matrices, and routers usually."""
+    given = {"embedding": embedding, "head": head, "hidden": hidden, "experts": hidden}
+    return given | {"router": router or hidden, "vectors": vectors, "zeros": zeros}
+
+
 # Class of roles: initial values, learning rate, decay, group. Then multipliers: residual, logits,
 # router, attention logits.
 CASES = {
@@ -59,87 +65,75 @@ CASES = {
         (1.0, 1.0, 1.0, None),
     ),
     "mup": (
-        {
-            "embedding": (normal(1e-4), HALF, 1.0, "adamw"),
-            "head": (normal(0.02), HALF, 1.0, "adamw"),
-            "hidden": (KAIMING, HALF / 2, 1.0, "adamw"),
-            "experts": (KAIMING, HALF / 2, 1.0, "adamw"),
-            "router": (normal(0.02), HALF / 2, 1.0, "adamw"),
-            "vectors": (ONES, HALF, 1.0, "adamw"),
-            "zeros": (FAN_IN, HALF / 2, 1.0, "adamw"),
-        },
+        classes(
+            (normal(1e-4), HALF, 1.0, "adamw"),
+            (normal(0.02), HALF, 1.0, "adamw"),
+            (KAIMING, HALF / 2, 1.0, "adamw"),
+            (ONES, HALF, 1.0, "adamw"),
+            (FAN_IN, HALF / 2, 1.0, "adamw"),
+            router=(normal(0.02), HALF / 2, 1.0, "adamw"),
+        ),
         (1.0, 0.5, 0.5, None),
     ),
     "mup_plus_plus": (
-        {
-            "embedding": (normal(1e-4), DEPTH, 0.0, "adamw"),
-            "head": (normal(0.02), DEPTH, 0.0, "adamw"),
-            "hidden": (KAIMING, DEPTH / 2, 1.0, "adamw"),
-            "experts": (KAIMING, DEPTH / 2, 1.0, "adamw"),
-            "router": (normal(0.02), DEPTH / 2, 1.0, "adamw"),
-            "vectors": (ONES, DEPTH, 0.0, "adamw"),
-            "zeros": (FAN_IN, DEPTH / 2, 1.0, "adamw"),
-        },
+        classes(
+            (normal(1e-4), DEPTH, 0.0, "adamw"),
+            (normal(0.02), DEPTH, 0.0, "adamw"),
+            (KAIMING, DEPTH / 2, 1.0, "adamw"),
+            (ONES, DEPTH, 0.0, "adamw"),
+            (FAN_IN, DEPTH / 2, 1.0, "adamw"),
+            router=(normal(0.02), DEPTH / 2, 1.0, "adamw"),
+        ),
         (0.176777, 0.5, 0.5, None),
     ),
     "completep": (
-        {
-            "embedding": (normal(0.02), 1.0, 1.0, "adamw"),
-            "head": (normal(0.02), 1.0, 1.0, "adamw"),
-            "hidden": (normal(0.0141421), 0.5, 2.0, "adamw"),
-            "experts": (normal(0.0141421), 0.5, 2.0, "adamw"),
-            "router": (normal(0.0141421), 0.5, 2.0, "adamw"),
-            "vectors": (ONES, 1.0, 0.0, "adamw"),
-            "zeros": (normal(0.0141421), 0.5, 2.0, "adamw"),
-        },
+        classes(
+            (normal(0.02), 1.0, 1.0, "adamw"),
+            (normal(0.02), 1.0, 1.0, "adamw"),
+            (normal(0.0141421), 0.5, 2.0, "adamw"),
+            (ONES, 1.0, 0.0, "adamw"),
+            (normal(0.0141421), 0.5, 2.0, "adamw"),
+        ),
         (0.5, 0.5, 1.0, 1 / 128),
     ),
     "mup_muon": (
-        {
-            "embedding": (normal(1e-4), HALF, 1.0, "adamw"),
-            "head": (normal(0.02), HALF, 1.0, "adamw"),
-            "hidden": (KAIMING, HALF, 0.5, "muon"),
-            "experts": (KAIMING, HALF, 0.5, "muon"),
-            "router": (KAIMING, HALF, 0.5, "muon"),
-            "vectors": (ONES, HALF, 1.0, "adamw"),
-            "zeros": (FAN_IN, HALF * ZERO_RATE, 0.0, "adamw"),
-        },
+        classes(
+            (normal(1e-4), HALF, 1.0, "adamw"),
+            (normal(0.02), HALF, 1.0, "adamw"),
+            (KAIMING, HALF, 0.5, "muon"),
+            (ONES, HALF, 1.0, "adamw"),
+            (FAN_IN, HALF * ZERO_RATE, 0.0, "adamw"),
+        ),
         (1.0, 0.5, 1.0, None),
     ),
     "mup_plus_plus_muon": (
-        {
-            "embedding": (normal(1e-4), DEPTH, 0.0, "adamw"),
-            "head": (normal(0.02), DEPTH, 0.0, "adamw"),
-            "hidden": (KAIMING, DEPTH, 0.5, "muon"),
-            "experts": (KAIMING, DEPTH, 0.5, "muon"),
-            "router": (KAIMING, DEPTH, 0.5, "muon"),
-            "vectors": (ONES, DEPTH, 0.0, "adamw"),
-            "zeros": (FAN_IN, DEPTH * ZERO_RATE, 0.0, "adamw"),
-        },
+        classes(
+            (normal(1e-4), DEPTH, 0.0, "adamw"),
+            (normal(0.02), DEPTH, 0.0, "adamw"),
+            (KAIMING, DEPTH, 0.5, "muon"),
+            (ONES, DEPTH, 0.0, "adamw"),
+            (FAN_IN, DEPTH * ZERO_RATE, 0.0, "adamw"),
+        ),
         (0.176777, 0.5, 1.0, None),
     ),
     "muonh_vanilla": (
-        {
-            "embedding": (normal(1e-4), HALF, 0.0, "adamw"),
-            "head": (normal(0.02), HALF, 1.0, "adamh"),
-            "hidden": (FAN_IN, HALF, 1.0, "muonh"),
-            "experts": (FAN_IN, HALF, 1.0, "muonh"),
-            "router": (FAN_IN, HALF, 1.0, "muonh"),
-            "vectors": (ONES, HALF, 0.0, "adamw"),
-            "zeros": (FAN_IN, HALF * ZERO_RATE, 0.0, "adamw"),
-        },
+        classes(
+            (normal(1e-4), HALF, 0.0, "adamw"),
+            (normal(0.02), HALF, 1.0, "adamh"),
+            (FAN_IN, HALF, 1.0, "muonh"),
+            (ONES, HALF, 0.0, "adamw"),
+            (FAN_IN, HALF * ZERO_RATE, 0.0, "adamw"),
+        ),
         (1.0, 1.0, 1.0, None),
     ),
     "hyperp": (
-        {
-            "embedding": (normal(1e-4), TOKENS, 0.0, "adamw"),
-            "head": (normal(0.02), TOKENS, 1.0, "adamh"),
-            "hidden": (KAIMING, TOKENS, 1.0, "muonh"),
-            "experts": (KAIMING, TOKENS, 1.0, "muonh"),
-            "router": (KAIMING, TOKENS, 1.0, "muonh"),
-            "vectors": (ONES, TOKENS, 0.0, "adamw"),
-            "zeros": (FAN_IN, TOKENS * ZERO_RATE, 0.0, "adamw"),
-        },
+        classes(
+            (normal(1e-4), TOKENS, 0.0, "adamw"),
+            (normal(0.02), TOKENS, 1.0, "adamh"),
+            (KAIMING, TOKENS, 1.0, "muonh"),
+            (ONES, TOKENS, 0.0, "adamw"),
+            (FAN_IN, TOKENS * ZERO_RATE, 0.0, "adamw"),
+        ),
         (0.176777, 1.0, 1.0, None),
     ),
 }

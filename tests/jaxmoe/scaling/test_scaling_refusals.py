@@ -44,21 +44,21 @@ def test_a_parameterisation_is_idempotent(name):
     assert build(name, once.model) == once
 
 
-@pytest.mark.parametrize("field", ["embedding", "residual", "logits", "router", "attention_scale"])
 @pytest.mark.parametrize(
     "name", [name for name in PARAMETERIZATIONS if name not in ("standard", "muonh_vanilla")]
 )
-def test_multipliers_of_the_model_are_not_overwritten(name, field):
-    own = dataclasses.replace(MODEL, multipliers=ForwardMultipliers(**{field: 0.3}))
-    ours = getattr(build(name).model.multipliers, field)
-    default = getattr(ForwardMultipliers(), field)
-    with refusal(
-        f"model.multipliers.{field}=0.3 would be overwritten: the parameterisation {name} sets it"
-        f" to {ours} for this model; leave model.multipliers.{field} at {default}, or take the"
-        " parameterisation standard, which keeps it"
-    ):
-        build(name, own)
-    assert build("standard", own).model == own
+def test_multipliers_of_the_model_are_not_overwritten(name):
+    for field in ("embedding", "residual", "logits", "router", "attention_scale"):
+        own = dataclasses.replace(MODEL, multipliers=ForwardMultipliers(**{field: 0.3}))
+        ours = getattr(build(name).model.multipliers, field)
+        default = getattr(ForwardMultipliers(), field)
+        with refusal(
+            f"model.multipliers.{field}=0.3 would be overwritten: the parameterisation {name} sets"
+            f" it to {ours} for this model; leave model.multipliers.{field} at {default}, or take"
+            " the parameterisation standard, which keeps it"
+        ):
+            build(name, own)
+        assert build("standard", own).model == own
 
 
 def test_init_refuses_a_model_without_its_multipliers():
@@ -89,17 +89,17 @@ MISSING = {
 
 
 @pytest.mark.parametrize("name", MISSING)
-@pytest.mark.parametrize("field", ["num_layers", "embed_dim", "tokens", "batch_tokens"])
-def test_a_missing_number_of_the_base_point_is_refused(name, field):
-    base = dataclasses.replace(HYPERP_BASE, **{field: None})
-    if field not in MISSING[name]:
-        assert build(name, base=base) == build(name)
-        return
-    with refusal(
-        f"base.{field} is missing: {name} carries a learning rate from the point where it was"
-        f" tuned; give --base.{field} N ({getattr(HYPERP_BASE, field)} in HyperP's paper)"
-    ):
-        build(name, base=base)
+def test_a_missing_number_of_the_base_point_is_refused(name):
+    for field in ("num_layers", "embed_dim", "tokens", "batch_tokens"):
+        base = dataclasses.replace(HYPERP_BASE, **{field: None})
+        if field not in MISSING[name]:
+            assert build(name, base=base) == build(name)
+            continue
+        with refusal(
+            f"base.{field} is missing: {name} carries a learning rate from the point where it was"
+            f" tuned; give --base.{field} N ({getattr(HYPERP_BASE, field)} in HyperP's paper)"
+        ):
+            build(name, base=base)
 
 
 def test_a_law_that_is_off_needs_no_base_point():

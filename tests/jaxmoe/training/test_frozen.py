@@ -46,7 +46,11 @@ def _named(tree):
 
 
 @pytest.mark.parametrize(
-    ("name", "mesh"), [("adamw", None), ("muon", MeshConfig(data=4, tensor=2))]
+    ("name", "mesh"),
+    [
+        ("adamw", None),
+        pytest.param("muon", MeshConfig(data=4, tensor=2), marks=pytest.mark.slow),
+    ],
 )
 def test_frozen_parameters_stay_bitwise_and_have_no_state(name, mesh):
     rules = _rules(name)

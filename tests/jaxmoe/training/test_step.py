@@ -8,6 +8,7 @@ tests/faults/test_bad_steps.py.
 """
 
 import dataclasses
+import functools
 import math
 
 import jax
@@ -117,6 +118,17 @@ def step():
     return faulty_step(make_train_step(MODEL, OPTIMIZER), _state(), BATCH)
 
 
+@functools.cache
+def dense_step(accumulation=1, clip=None):
+    """Return the metrics of one step of DENSE under SGD, and the parameters before and after."""
+    state = _state(DENSE, SGD)
+    before = jax.tree.map(np.array, state.params)
+    step = make_train_step(DENSE, SGD, accumulation=accumulation, clip=clip)
+    state, metrics = step(state, BATCH)
+    assert state.router_state == {}
+    return metrics, before, jax.tree.map(np.asarray, state.params)
+
+
 def _kept(state: TrainState):
     """What the guard protects, copied to the host: the step donates the state."""
     return jax.tree.map(np.array, (state.params, state.opt_state, state.router_state))
@@ -217,14 +229,10 @@ def test_accumulation_is_the_whole_batch(step):
     _assert_same(metrics.load, wanted.load)
 
 
-@pytest.mark.parametrize("accumulation", [2, 8])
+@pytest.mark.parametrize("accumulation", [2, pytest.param(8, marks=pytest.mark.large)])
 def test_accumulation_weighs_tokens(accumulation):
     """Rows of unequal weight: the mean is over the whole batch, not over means of its parts."""
-    ends = [
-        make_train_step(DENSE, SGD, accumulation=parts, clip=None)(_state(DENSE, SGD), BATCH)[0]
-        for parts in (1, accumulation)
-    ]
-    assert_close(ends[1].params, ends[0].params, kind="end_to_end")
+    assert_close(dense_step(accumulation)[2], dense_step()[2], kind="end_to_end")
 
 
 def test_micro_batches_take_every_nth_row():
@@ -250,10 +258,8 @@ def test_clipping():
     """By the global norm, and only from above."""
     moves = {}
     for clip in (None, 0.1, 1e6):
-        state = _state(DENSE, SGD)
-        before = jax.tree.map(np.array, state.params)
-        state, metrics = make_train_step(DENSE, SGD, clip=clip)(state, BATCH)
-        moves[clip] = jax.tree.map(lambda new, old: np.asarray(new) - old, state.params, before)
+        metrics, before, after = dense_step(clip=clip)
+        moves[clip] = jax.tree.map(np.subtract, after, before)
     norms = {clip: optax.tree.norm(move) for clip, move in moves.items()}
     assert norms[0.1] == pytest.approx(0.1, rel=1e-4)
     assert norms[None] == pytest.approx(float(metrics.grad_norm), rel=1e-4) and norms[None] > 0.2
@@ -263,9 +269,8 @@ def test_clipping():
 
 
 def test_a_dense_model_reports_no_router():
-    state, metrics = make_train_step(DENSE, SGD, clip=None)(_state(DENSE, SGD), BATCH)
+    metrics, *_ = dense_step()
     assert metrics.router == {} and metrics.load is None and metrics.losses == {}
-    assert state.router_state == {}
 
 
 def test_bfloat16_parameters_keep_their_dtypes():
@@ -319,7 +324,9 @@ def single(step):
     return _two_steps(step, None, ExecutionConfig())
 
 
-@pytest.mark.parametrize("rules", ["data_parallel", "fully_sharded"])
+@pytest.mark.parametrize(
+    "rules", ["fully_sharded", pytest.param("data_parallel", marks=pytest.mark.slow)]
+)
 def test_eight_devices_equal_one(rules, single):
     mesh = mesh_named("data8")
     execution = ExecutionConfig(rules=rules)
