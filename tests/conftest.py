@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""The ground the tests stand on: devices, strictness, seeds, golden files, an honest summary.
+"""Configures pytest: devices, strictness, seeds, golden files, rotation, and a summary of skips.
 
     pytest                       what is neither slow nor large and needs no accelerator
     pytest --slow                the long proofs as well, of their tables some rows
@@ -64,17 +64,16 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 ROWS = 1
 FAULTS = ROOT / "tests" / "faults"
 
-# Annotations are checked at every call, shapes and all; the long proofs call the same functions
-# without. Not in the trackers: they hold no arrays, take numpy's numbers for floats, and any stream
-# for a text file.
-_rooms = sorted(path.stem for path in (ROOT / "jaxmoe").iterdir() if path.stem[0] not in "_.")
+# Annotations and shapes are checked at every call, except in the long proofs. The trackers are left
+# out: they hold no arrays, and accept NumPy numbers as floats and any stream as a text file.
+_packages = sorted(path.stem for path in (ROOT / "jaxmoe").iterdir() if path.stem[0] not in "_.")
 CHECKED = ("pallas_kernels", "sharding", "experiments") + tuple(
-    f"jaxmoe.{room}" for room in _rooms if room != "tracking"
+    f"jaxmoe.{name}" for name in _packages if name != "tracking"
 )
 pytest.register_assert_rewrite("tests.support")
 importlib.import_module("tests.support.checked_calls")  # the hook looks it up, and imports nothing
 
-# The same examples on every run: a failure is the change's, not the dice's.
+# The same examples on every run, so that a failure comes from the change.
 hypothesis.settings.register_profile("jaxmoe", derandomize=True, deadline=None, database=None)
 hypothesis.settings.load_profile("jaxmoe")
 
@@ -85,7 +84,7 @@ WARNINGS = (
     "ignore:Error reading persistent compilation cache entry:UserWarning",
     # Advice on combinations that tests make on purpose (RoutingWarning; its test asks for it).
     r"ignore:moe\.:UserWarning",
-    # The collector finds a file left open in whichever test runs then: shown, not an error there.
+    # A file left open is found by the garbage collector during an unrelated test: shown only.
     "default::ResourceWarning",
     "default::pytest.PytestUnraisableExceptionWarning",
 )
@@ -110,9 +109,13 @@ def pytest_configure(config):
     if "slow" not in config.option.markexpr.replace("not slow", ""):
         jaxtyping.install_import_hook(CHECKED, "tests.support.checked_calls.check")
     if "not slow" in config.option.markexpr or "not trains" in config.option.markexpr:
-        # Most tests compile much and compute little: this halves the time of a compilation. It
-        # is read when the first backend starts, and inherited by workers and commands.
-        os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0"
+        # Most tests compile much and compute little: these flags cut the time of a compilation to
+        # a fifth. They are read when the first backend starts, and inherited by workers and
+        # commands.
+        os.environ["XLA_FLAGS"] += (
+            " --xla_backend_optimization_level=0"
+            " --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
+        )
 
 
 @pytest.hookimpl(tryfirst=True)
