@@ -62,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
     # Processes that cannot meet would wait for minutes here, and fail without a reason.
     if any(f.level == "problem" and f.what in _BEFORE_DEVICES for f in findings):
         text = "not examined, for the problem above"
-        found = [Finding(level="warning", what="devices", text=text, remedy="mend that first")]
+        found = [Finding("warning", "devices", text, "mend that first")]
         is_first = True
     else:
         with _answer_within(config.timeout):
@@ -102,10 +102,10 @@ def _join_and_examine() -> list[Finding]:
     except (RuntimeError, ValueError) as error:
         return [
             Finding(
-                level="problem",
-                what="devices",
-                text=f"the processes of this job cannot join: {error}",
-                remedy="start it with srun or on every host of the pod, or unset the variables"
+                "problem",
+                "devices",
+                f"the processes of this job cannot join: {error}",
+                "start it with srun or on every host of the pod, or unset the variables"
                 " of a job that it is not part of (JAX_COORDINATOR_ADDRESS, SLURM_*)",
             )
         ]
@@ -128,10 +128,10 @@ def _answer_within(seconds: float) -> Iterator[None]:
 
     def give_up() -> None:
         finding = Finding(
-            level="problem",
-            what="devices",
-            text=f"no answer within {seconds:g} s: a process or a device is missing, or hangs",
-            remedy="see that the same command runs on every host; --timeout waits longer",
+            "problem",
+            "devices",
+            f"no answer within {seconds:g} s: a process or a device is missing, or hangs",
+            "see that the same command runs on every host; --timeout waits longer",
         )
         write(in_words(finding))
         os._exit(int(ExitCode.BAD_CONFIGURATION))

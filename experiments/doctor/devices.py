@@ -15,7 +15,7 @@ import math
 import os
 import pathlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -55,24 +55,23 @@ def examine_devices() -> list[Finding]:
     ]
 
 
-def devices() -> list[Finding]:
+def devices() -> Iterator[Finding]:
     """Return the devices that JAX finds, and their memory."""
     try:
         found = jax.devices()
     except RuntimeError as error:
-        return [
-            Finding(
-                level="problem",
-                what="devices",
-                text=f"no backend starts: {_first_line(error)}",
-                remedy="see the plugins above, or set JAX_PLATFORMS=cpu",
-            )
-        ]
+        yield Finding(
+            "problem",
+            "devices",
+            f"no backend starts: {_first_line(error)}",
+            "see the plugins above, or set JAX_PLATFORMS=cpu",
+        )
+        return
     kinds = collections.Counter(f"{device.platform} ({device.device_kind})" for device in found)
     text = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
     if jax.process_count() > 1:
         text += f" in {jax.process_count()} processes"
-    findings = [Finding(level="ok", what="devices", text=text)]
+    yield Finding("ok", "devices", text)
     first = found[0]
     if first.platform == "cpu":
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -80,20 +79,19 @@ def devices() -> list[Finding]:
     else:
         limits = [(device.memory_stats() or {}).get("bytes_limit", 0) for device in found]
         text = f"{min(limits) / GIGABYTE:.1f} GB that JAX may take on the smallest device"
-    findings.append(Finding(level="ok", what="memory", text=text))
+    yield Finding("ok", "memory", text)
     dtype = PrecisionPolicy().compute_dtype.name
     peak = peak_flops(first.device_kind, dtype)
     text = f"{peak / 1e12:.0f} TFLOP/s a device in {dtype}: MFU will be shown" if peak else ""
     text = text or f"not known for {first.device_kind}: there will be no MFU"
-    findings.append(Finding(level="ok", what="peak", text=text))
-    return findings
+    yield Finding("ok", "peak", text)
 
 
-def default_mesh() -> list[Finding]:
+def default_mesh() -> Iterator[Finding]:
     """Return the default mesh of a run."""
     mesh = make_mesh(MeshConfig(data=-1))
     text = " ".join(f"{axis}={size}" for axis, size in describe_mesh(mesh).items())
-    return [Finding(level="ok", what="default mesh", text=text)]
+    yield Finding("ok", "default mesh", text)
 
 
 def collectives() -> list[Finding]:
@@ -126,7 +124,7 @@ def collectives() -> list[Finding]:
             findings.append(finding)
     if not findings:
         seen = f"{', '.join(checks)} agree with numpy over {n} device{'s' * (n > 1)}"
-        findings.append(Finding(level="ok", what="collectives", text=seen))
+        findings.append(Finding("ok", "collectives", seen))
     return findings
 
 
@@ -146,14 +144,14 @@ def compare(
         found = np.asarray(run(given))
     except (RuntimeError, ValueError) as error:
         text = f"{name} fails: {_first_line(error)}"
-        return Finding(level="problem", what="collectives", text=text, remedy=remedy)
+        return Finding("problem", "collectives", text, remedy)
     if np.array_equal(found, wanted):
         return None
     text = f"{name} gives other numbers than numpy on {int((found != wanted).sum())} places"
-    return Finding(level="problem", what="collectives", text=text, remedy=remedy)
+    return Finding("problem", "collectives", text, remedy)
 
 
-def ragged_exchange() -> list[Finding]:
+def ragged_exchange() -> Iterator[Finding]:
     """Return whether `ragged_all_to_all` runs here; no path of the library needs it alone."""
     local = jax.local_devices()
     mesh, n = make_mesh(MeshConfig(data=-1), local), len(local)
@@ -172,45 +170,45 @@ def ragged_exchange() -> list[Finding]:
     except RuntimeError:  # NotImplementedError is one
         platform = local[0].platform
         text = f"ragged_all_to_all does not exist on {platform}: rows travel by all_to_all"
-        return [Finding(level="ok", what="ragged exchange", text=text)]
+        yield Finding("ok", "ragged exchange", text)
+        return
     if np.array_equal(found, given.T):
-        return [Finding(level="ok", what="ragged exchange", text="ragged_all_to_all works")]
+        yield Finding("ok", "ragged exchange", "ragged_all_to_all works")
+        return
     text = "ragged_all_to_all gives wrong numbers"
     remedy = "do not choose a dispatcher that uses it"
-    return [Finding(level="warning", what="ragged exchange", text=text, remedy=remedy)]
+    yield Finding("warning", "ragged exchange", text, remedy)
 
 
-def kernels() -> list[Finding]:
+def kernels() -> Iterator[Finding]:
     """Return the implementation of each kernel that runs, and why."""
-    findings = []
     for name, operation in OPERATIONS.items():
         choice = operation.choose(None)
         others = [other for other in operation.runnable() if other != choice.implementation]
         text = f"{name}: {choice.implementation}, {choice.reason}"
         text += f"; also {', '.join(others)}" if others else ""
-        findings.append(Finding(level="ok", what="kernel", text=text))
-    return findings
+        yield Finding("ok", "kernel", text)
 
 
-def cache() -> list[Finding]:
+def cache() -> Iterator[Finding]:
     """Return the directory of compiled programs."""
     where = getattr(jax.config, "jax_compilation_cache_dir", None)
     if where is None:
-        return [
-            Finding(
-                level="warning",
-                what="compilation cache",
-                text="none: every start compiles anew",
-                remedy="set JAX_COMPILATION_CACHE_DIR",
-            )
-        ]
+        yield Finding(
+            "warning",
+            "compilation cache",
+            "none: every start compiles anew",
+            "set JAX_COMPILATION_CACHE_DIR",
+        )
+        return
     if "://" in where:
         text = f"{where} (not examined: no local directory)"
-        return [Finding(level="ok", what="compilation cache", text=text)]
-    return writable(pathlib.Path(where), "compilation cache")
+        yield Finding("ok", "compilation cache", text)
+        return
+    yield from writable(pathlib.Path(where), "compilation cache")
 
 
-def train_step() -> list[Finding]:
+def train_step() -> Iterator[Finding]:
     """One step of a tiny model on the default mesh, over all processes."""
     started = time.perf_counter()
     try:
@@ -221,26 +219,24 @@ def train_step() -> list[Finding]:
             _, metrics = step(assembly.new_state(), assembly.batch(0))
             loss, is_skipped = float(metrics.loss), bool(metrics.is_skipped)
     except (RuntimeError, ValueError) as error:
-        return [
-            Finding(
-                level="problem",
-                what="train step",
-                text=f"a tiny model cannot be trained: {_first_line(error)}",
-                remedy="mend the problems above first; otherwise report this as a bug",
-            )
-        ]
+        yield Finding(
+            "problem",
+            "train step",
+            f"a tiny model cannot be trained: {_first_line(error)}",
+            "mend the problems above first; otherwise report this as a bug",
+        )
+        return
     if not math.isfinite(loss) or is_skipped:
-        return [
-            Finding(
-                level="problem",
-                what="train step",
-                text=f"the first loss of a tiny model is {loss}",
-                remedy="the devices compute wrong numbers: try JAX_PLATFORMS=cpu",
-            )
-        ]
+        yield Finding(
+            "problem",
+            "train step",
+            f"the first loss of a tiny model is {loss}",
+            "the devices compute wrong numbers: try JAX_PLATFORMS=cpu",
+        )
+        return
     seconds = time.perf_counter() - started
     text = f"a tiny model trains: loss {loss:.3f}, {seconds:.1f} s with compiling"
-    return [Finding(level="ok", what="train step", text=text)]
+    yield Finding("ok", "train step", text)
 
 
 def tiny_config(num_devices: int) -> PretrainConfig:

@@ -44,7 +44,7 @@ NEEDED = ("train",)
 GIGABYTE = 10**9
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Finding:
     """One line of the doctor's report."""
 
@@ -75,32 +75,31 @@ def examine_software(directory: pathlib.Path, environment: Mapping[str, str]) ->
     ]
 
 
-def python_version() -> list[Finding]:
+def python_version() -> Iterator[Finding]:
     """Python, and which jaxmoe it imports."""
     where = pathlib.Path(jaxmoe.__file__).resolve().parents[1]
     text = f"{platform.python_version()} at {sys.executable}, jaxmoe from {where}"
-    return [Finding(level="ok", what="python", text=text)]
+    yield Finding("ok", "python", text)
 
 
-def package_versions() -> list[Finding]:
+def package_versions() -> Iterator[Finding]:
     """Return the versions of the required packages."""
     versions = {name: _version(name) for name in (*PACKAGES, "jaxtyping")}
     missing = [name for name, version in versions.items() if version is None]
     text = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
-    findings = [Finding(level="ok", what="packages", text=text)]
+    yield Finding("ok", "packages", text)
     if missing:
-        findings.append(
-            Finding(
-                level="problem",
-                what="packages",
-                text=f"not installed: {', '.join(missing)}",
-                remedy=f"pip install {' '.join(missing)}",
-            )
+        yield Finding(
+            "problem",
+            "packages",
+            f"not installed: {', '.join(missing)}",
+            f"pip install {' '.join(missing)}",
         )
-    return findings
 
 
-def plugin_versions(installed: Mapping[str, str], environment: Mapping[str, str]) -> list[Finding]:
+def plugin_versions(
+    installed: Mapping[str, str], environment: Mapping[str, str]
+) -> Iterator[Finding]:
     """jaxlib and the backends' plugins, which have to fit jax.
 
     Args:
@@ -108,130 +107,104 @@ def plugin_versions(installed: Mapping[str, str], environment: Mapping[str, str]
         environment: the environment variables.
     """
     jax, jaxlib = installed.get("jax", "0"), installed.get("jaxlib", "0")
-    findings = []
     if _numbers(jaxlib) > _numbers(jax):
-        findings.append(
-            Finding(
-                level="problem",
-                what="jaxlib",
-                text=f"jaxlib {jaxlib} is newer than jax {jax}",
-                remedy=f"pip install jax=={jaxlib} jaxlib=={jaxlib}",
-            )
+        yield Finding(
+            "problem",
+            "jaxlib",
+            f"jaxlib {jaxlib} is newer than jax {jax}",
+            f"pip install jax=={jaxlib} jaxlib=={jaxlib}",
         )
     elif _numbers(jaxlib) < _numbers(jax):
-        findings.append(
-            Finding(
-                level="warning",
-                what="jaxlib",
-                text=f"jaxlib {jaxlib} is older than jax {jax}",
-                remedy=f"pip install jaxlib=={jax}",
-            )
+        yield Finding(
+            "warning",
+            "jaxlib",
+            f"jaxlib {jaxlib} is older than jax {jax}",
+            f"pip install jaxlib=={jax}",
         )
     plugins = {n: v for n, v in installed.items() if re.fullmatch(r"jax-.*-(plugin|pjrt)", n)}
     for name, version in sorted(plugins.items()):
         if _numbers(version) != _numbers(jaxlib):
             extra = name.removeprefix("jax-").rpartition("-")[0]
-            findings.append(
-                Finding(
-                    level="problem",
-                    what="plugin",
-                    text=f"{name} {version} does not fit jaxlib {jaxlib}: its devices are not"
-                    " found, or crash",
-                    remedy=f"pip install 'jax[{extra}]=={jax}'",
-                )
+            yield Finding(
+                "problem",
+                "plugin",
+                f"{name} {version} does not fit jaxlib {jaxlib}: its devices are not"
+                " found, or crash",
+                f"pip install 'jax[{extra}]=={jax}'",
             )
         else:
-            findings.append(Finding(level="ok", what="plugin", text=f"{name} {version}"))
+            yield Finding("ok", "plugin", f"{name} {version}")
     if "libtpu" in installed:
         text = f"libtpu {installed['libtpu']}"
-        findings.append(Finding(level="ok", what="plugin", text=text))
+        yield Finding("ok", "plugin", text)
     has_gpu = pathlib.Path("/proc/driver/nvidia/version").exists()
     if has_gpu and not any("cuda" in name for name in plugins):
-        findings.append(
-            Finding(
-                level="warning",
-                what="plugin",
-                text="this machine has an NVIDIA driver and JAX has no CUDA plugin: it will run"
-                " on the CPU",
-                remedy="pip install 'jaxmoe[cuda]'",
-            )
+        yield Finding(
+            "warning",
+            "plugin",
+            "this machine has an NVIDIA driver and JAX has no CUDA plugin: it will run on the CPU",
+            "pip install 'jaxmoe[cuda]'",
         )
     if has_gpu and environment.get("JAX_PLATFORMS") == "cpu":
-        findings.append(
-            Finding(
-                level="warning",
-                what="plugin",
-                text="JAX_PLATFORMS=cpu hides the GPU of this machine",
-                remedy="unset JAX_PLATFORMS",
-            )
+        yield Finding(
+            "warning",
+            "plugin",
+            "JAX_PLATFORMS=cpu hides the GPU of this machine",
+            "unset JAX_PLATFORMS",
         )
-    return findings
 
 
-def extras() -> list[Finding]:
+def extras() -> Iterator[Finding]:
     """Return the optional packages that are installed."""
-    findings = []
     for extra, modules in EXTRAS.items():
         missing = [name for name in modules if importlib.util.find_spec(name) is None]
         if not missing:
-            findings.append(Finding(level="ok", what="extra", text=f"{extra}: all there"))
+            yield Finding("ok", "extra", f"{extra}: all there")
             continue
-        findings.append(
-            Finding(
-                level="problem" if extra in NEEDED else "ok",
-                what="extra",
-                text=f"{extra}: not installed: {', '.join(missing)}",
-                remedy=f"pip install 'jaxmoe[{extra}]'"
-                + ("" if extra in NEEDED else ", if it is wanted"),
-            )
+        yield Finding(
+            "problem" if extra in NEEDED else "ok",
+            "extra",
+            f"{extra}: not installed: {', '.join(missing)}",
+            f"pip install 'jaxmoe[{extra}]'" + ("" if extra in NEEDED else ", if it is wanted"),
         )
-    return findings
 
 
-def variables(environment: Mapping[str, str]) -> list[Finding]:
+def variables(environment: Mapping[str, str]) -> Iterator[Finding]:
     """Return the environment variables that change what XLA does."""
-    findings = []
     names = ("JAX_PLATFORMS", "LIBTPU_INIT_ARGS", "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_FLAGS")
     shown = [f"{name}={environment[name]}" for name in names if environment.get(name)]
     text = ", ".join(shown) or "none is set"
-    findings.append(Finding(level="ok", what="variables", text=text))
+    yield Finding("ok", "variables", text)
     flags = environment.get("XLA_FLAGS", "").split()
     if not flags:
-        return findings
+        return
     if not flags[0].startswith("-"):
         if not os.path.exists(flags[0]):
-            findings.append(
-                Finding(
-                    level="problem",
-                    what="XLA_FLAGS",
-                    text=f"XLA takes {flags[0]!r} for a file of flags, and there is none",
-                    remedy="begin every flag with --",
-                )
+            yield Finding(
+                "problem",
+                "XLA_FLAGS",
+                f"XLA takes {flags[0]!r} for a file of flags, and there is none",
+                "begin every flag with --",
             )
-        return findings
+        return
     keys = [flag.partition("=")[0] for flag in flags]
     if odd := [key for key in keys if not key.startswith("--")]:
-        findings.append(
-            Finding(
-                level="problem",
-                what="XLA_FLAGS",
-                text=f"{', '.join(odd)}: XLA ends a process whose flags it does not know",
-                remedy="begin every flag with --, without spaces around =",
-            )
+        yield Finding(
+            "problem",
+            "XLA_FLAGS",
+            f"{', '.join(odd)}: XLA ends a process whose flags it does not know",
+            "begin every flag with --, without spaces around =",
         )
     if twice := sorted({key for key in keys if keys.count(key) > 1}):
-        findings.append(
-            Finding(
-                level="warning",
-                what="XLA_FLAGS",
-                text=f"{', '.join(twice)} is given twice; the last one counts",
-                remedy="drop the others",
-            )
+        yield Finding(
+            "warning",
+            "XLA_FLAGS",
+            f"{', '.join(twice)} is given twice; the last one counts",
+            "drop the others",
         )
-    return findings
 
 
-def coordinator(environment: Mapping[str, str]) -> list[Finding]:
+def coordinator(environment: Mapping[str, str]) -> Iterator[Finding]:
     """Return the address of the coordinator of a job."""
     address = environment.get("JAX_COORDINATOR_ADDRESS", "")
     counts = {
@@ -243,47 +216,45 @@ def coordinator(environment: Mapping[str, str]) -> list[Finding]:
     if not address:
         text = f"{processes} processes, by the cluster's own variables"
         text = text if processes > 1 else "one process: none is needed"
-        return [Finding(level="ok", what="coordinator", text=text)]
+        yield Finding("ok", "coordinator", text)
+        return
     where = f"JAX_COORDINATOR_ADDRESS={address}"
     try:
         host, port = host_and_port(address)
     except ValueError:
-        return [
-            Finding(
-                level="problem",
-                what="coordinator",
-                text=f"{where} is not host:port",
-                remedy="give the first process's host name and a free port, such as node0:8476",
-            )
-        ]
+        yield Finding(
+            "problem",
+            "coordinator",
+            f"{where} is not host:port",
+            "give the first process's host name and a free port, such as node0:8476",
+        )
+        return
     hosts = num_hosts(environment)
     if processes > 1 and is_loopback(host):
-        return [
-            Finding(
-                level="problem" if hosts > 1 else "warning",
-                what="coordinator",
-                text=f"{where} is this very host, for {processes} processes: those on other hosts"
-                " wait for themselves until they give up",
-                remedy="give a name of the first process's host that the others can resolve"
-                + ("" if hosts > 1 else ", unless all of them run here"),
-            )
-        ]
+        yield Finding(
+            "problem" if hosts > 1 else "warning",
+            "coordinator",
+            f"{where} is this very host, for {processes} processes: those on other hosts"
+            " wait for themselves until they give up",
+            "give a name of the first process's host that the others can resolve"
+            + ("" if hosts > 1 else ", unless all of them run here"),
+        )
+        return
     try:
         socket.getaddrinfo(host, port)
     except OSError as error:
-        return [
-            Finding(
-                level="problem",
-                what="coordinator",
-                text=f"{where} cannot be resolved ({error.strerror})",
-                remedy="use an address that every host knows",
-            )
-        ]
+        yield Finding(
+            "problem",
+            "coordinator",
+            f"{where} cannot be resolved ({error.strerror})",
+            "use an address that every host knows",
+        )
+        return
     text = f"{where} for {processes} processes"
-    return [Finding(level="ok", what="coordinator", text=text)]
+    yield Finding("ok", "coordinator", text)
 
 
-def writable(directory: pathlib.Path, what: str) -> list[Finding]:
+def writable(directory: pathlib.Path, what: str) -> Iterator[Finding]:
     """Check whether files can be written, and the free space.
 
     Args:
@@ -296,21 +267,22 @@ def writable(directory: pathlib.Path, what: str) -> list[Finding]:
             pass
         free = shutil.disk_usage(existing).free
     except OSError as error:
-        return [
-            Finding(
-                level="problem",
-                what=what,
-                text=f"{directory} cannot be written ({error.strerror})",
-                remedy="choose another directory, or change its permissions",
-            )
-        ]
+        yield Finding(
+            "problem",
+            what,
+            f"{directory} cannot be written ({error.strerror})",
+            "choose another directory, or change its permissions",
+        )
+        return
     text = f"{directory} is writable, {free / GIGABYTE:.1f} GB free"
     if free < 0.5 * GIGABYTE:
-        return [Finding(level="problem", what=what, text=text, remedy="free some space")]
+        yield Finding("problem", what, text, "free some space")
+        return
     if free < 5 * GIGABYTE:
         remedy = "free some: checkpoints of larger models will not fit"
-        return [Finding(level="warning", what=what, text=text, remedy=remedy)]
-    return [Finding(level="ok", what=what, text=text)]
+        yield Finding("warning", what, text, remedy)
+        return
+    yield Finding("ok", what, text)
 
 
 def _installed() -> dict[str, str]:
