@@ -29,9 +29,8 @@ from experiments.cli.process import end_at_once, start_process
 from experiments.recipes import DEFAULT, RECIPES
 from jaxmoe.errors import ConfigurationError
 from jaxmoe.optional import MissingPackageError
-from jaxmoe.resilience.endings import Ending
 from jaxmoe.resilience.stop import Reason, StopRequest
-from jaxmoe.resilience.watchdog import JAX_LATER, Watchdog
+from jaxmoe.resilience.watchdog import JAX_LATER, Ending, Watchdog
 from jaxmoe.run import Run
 from jaxmoe.run.reporter import check_packages
 from jaxmoe.run.supervision import Supervision

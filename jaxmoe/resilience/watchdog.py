@@ -24,6 +24,7 @@ To watch a new activity: call `Watchdog.beat` before it.
 from __future__ import annotations
 
 import contextlib
+import enum
 import faulthandler
 import json
 import os
@@ -37,7 +38,6 @@ from typing import TextIO
 
 import jax
 
-from jaxmoe.resilience.endings import Ending
 from jaxmoe.resilience.processes_config import ProcessesConfig
 from sharding.coordination import AbsentError, entries, publish, say_of
 
@@ -52,6 +52,21 @@ _MARGIN = _PULSE + _OWN_WORDS + 5 * _POLL
 _DONE = "done"
 JAX_LATER = 10
 """Seconds after our heartbeat timeout at which that of JAX ends the remaining processes."""
+
+
+class Ending(enum.StrEnum):
+    """Reasons for which `Watchdog` ends a process."""
+
+    HUNG = "hung"
+    """Nothing moved within the timeout; the stacks of all threads were written."""
+    LOST = "lost"
+    """Another process of the run ended or fell silent; its number was printed."""
+    FAILED = "failed"
+    """An exception left the run; its traceback was printed."""
+    PREEMPTED = "preempted"
+    """SIGTERM before the first step, when there is nothing to save."""
+    INTERRUPTED = "interrupted"
+    """Ctrl-C before the first step, when there is nothing to save."""
 
 
 def _write_error(stream: TextIO, text: str) -> None:

@@ -43,6 +43,14 @@ FIXED_FIELDS = ("execution.precision.matmul",)
 """Fields below those that may not change: they round to 8 bits."""
 
 
+def _check_least(config: object, group: str, least: int, *fields: str) -> None:
+    """Refuse fields below their least value."""
+    for field in fields:
+        if (value := getattr(config, field)) < least:
+            rule = f"at least {least}" if least else "0 or more"
+            raise ValueError(f"{group}.{field}={value} must be {rule}")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RunConfig:
     """Directory and name of the run."""
@@ -95,16 +103,12 @@ class TrainingConfig:
     """Training objective."""
 
     def __post_init__(self):
-        for field in ("steps", "batch_size", "accumulation", "max_skipped"):
-            if getattr(self, field) < 1:
-                raise ValueError(f"training.{field}={getattr(self, field)} must be at least 1")
-        if self.rollbacks < 0:
-            raise ValueError(f"training.rollbacks={self.rollbacks} must be 0 or more")
+        _check_least(self, "training", 1, "steps", "batch_size", "accumulation", "max_skipped")
+        _check_least(self, "training", 0, "rollbacks")
+        _check_least(self, "training", 2, "sequence_length")
         check_ratio(self.max_norm_ratio, "training.max_norm_ratio")
         if not 0 <= self.seed < 2**31:
             raise ValueError(f"training.seed={self.seed} must lie in [0, 2^31)")
-        if self.sequence_length < 2:
-            raise ValueError(f"training.sequence_length={self.sequence_length} must be at least 2")
         if self.clip is not None and not self.clip > 0:
             raise ValueError(f"training.clip={self.clip} must be above 0, or None not to clip")
         _ = self.batch_sizes  # raises for a ramp that does not fit
@@ -141,11 +145,8 @@ class EvaluationConfig:
     def __post_init__(self):
         if self.batch_size is not None and self.batch_size < 1:
             raise ValueError(f"evaluation.batch_size={self.batch_size} must be at least 1, or None")
-        if self.every < 0 or self.batches < 1:
-            raise ValueError(
-                f"evaluation.every={self.every} must be 0 or more, and"
-                f" evaluation.batches={self.batches} at least 1"
-            )
+        _check_least(self, "evaluation", 0, "every")
+        _check_least(self, "evaluation", 1, "batches")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -183,13 +184,9 @@ class CheckpointConfig:
     """Python file with `RULES`, where names or layouts differ: see jaxmoe/checkpoint/mapping.py."""
 
     def __post_init__(self):
-        for field in ("every", "compare_replicas", "snapshot_every", "recompute"):
-            if getattr(self, field) < 0:
-                raise ValueError(f"checkpoint.{field}={getattr(self, field)} must be 0 or more")
-        if self.max_failed_saves < 1:
-            raise ValueError(
-                f"checkpoint.max_failed_saves={self.max_failed_saves} must be at least 1"
-            )
+        steps = ("every", "compare_replicas", "snapshot_every", "recompute")
+        _check_least(self, "checkpoint", 0, *steps)
+        _check_least(self, "checkpoint", 1, "max_failed_saves")
         for field in ("initial_step", "initial_mapping"):
             if self.initial is None and getattr(self, field) is not None:
                 raise ValueError(
@@ -216,10 +213,8 @@ class TrackingConfig:
     """Tokens of text to generate at the end; 0 for none."""
 
     def __post_init__(self):
-        if self.print_every < 1:
-            raise ValueError(f"tracking.print_every={self.print_every} must be at least 1")
-        if self.sample_length < 0:
-            raise ValueError(f"tracking.sample_length={self.sample_length} must be 0 or more")
+        _check_least(self, "tracking", 1, "print_every")
+        _check_least(self, "tracking", 0, "sample_length")
         names = [tracker.name for tracker in self.trackers]
         if len(set(names)) < len(names):
             raise ValueError(f"tracking.trackers={', '.join(names)}: name each at most once")
@@ -266,10 +261,8 @@ class WatchConfig:
     """Largest number of parts for these comparisons; neighbouring workers are merged."""
 
     def __post_init__(self):
-        if self.gradients_every < 0:
-            raise ValueError(f"watch.gradients_every={self.gradients_every} must be 0 or more")
-        if self.gradient_groups < 2:
-            raise ValueError(f"watch.gradient_groups={self.gradient_groups} must be at least 2")
+        _check_least(self, "watch", 0, "gradients_every")
+        _check_least(self, "watch", 2, "gradient_groups")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

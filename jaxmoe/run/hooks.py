@@ -15,8 +15,7 @@ from jaxmoe.checkpoint import CheckpointManager
 from jaxmoe.checkpoint.hook import CheckpointHook
 from jaxmoe.configs import to_json
 from jaxmoe.messages import say
-from jaxmoe.resilience.replica_hook import ReplicaHook
-from jaxmoe.resilience.snapshot_hook import SnapshotHook
+from jaxmoe.resilience.hooks import ReplicaHook, SnapshotHook
 from jaxmoe.run.assemble import Assembly
 from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.directory import RunDirectory
@@ -29,7 +28,6 @@ from jaxmoe.training.stopwatch import CHECKPOINT, EVALUATE
 
 def make_hooks(
     assembly: Assembly,
-    reporter: Reporter,
     first_step: int,
     saving: CheckpointHook,
     trace: Trace | None,
@@ -40,11 +38,10 @@ def make_hooks(
 
     Args:
         assembly: Plan, devices and data of the run.
-        reporter: Receiver of held-out losses.
         first_step: Number of steps already done.
         saving: Hook that saves checkpoints.
         trace: Profile of some steps; None without one.
-        watches: Comparisons of processes and workers, and the clock of each hook.
+        watches: Comparisons of processes and workers, with the reporter and the clock of the run.
         snapshots: Hook that keeps snapshots in memory; None without one.
     """
     config = assembly.plan.config
@@ -57,7 +54,7 @@ def make_hooks(
         assembly.held_out,
         every=config.evaluation.every,
         last_step=config.training.steps,
-        report=reporter.evaluated,
+        report=watches.reporter.evaluated,
     )
     hooks = [watches.timed(evaluation, EVALUATE), watches.timed(saving, CHECKPOINT)]
     if snapshots is not None:
@@ -67,7 +64,7 @@ def make_hooks(
         hooks.insert(0, ReplicaHook(config.checkpoint.compare_replicas))
     if trace is not None:
         hooks = [trace.stop, *hooks, trace.start]
-    if reporter.is_live:
+    if watches.reporter.is_live:
         hooks.append(RefreshHook(first_step))
     return hooks
 

@@ -55,24 +55,21 @@ def at_execution(
     return dataclasses.replace(config, execution=execution)
 
 
-def assemble_run(
-    path: str, mesh: MeshConfig | None = None, cache: CacheFormat = "compute"
-) -> Assembly:
+def assemble_run(path: str, mesh: MeshConfig | None = None) -> Assembly:
     """Assemble a trained run; reads no checkpoint and writes nothing.
 
     Args:
         path: Run directory.
         mesh: Mesh to use; the one of the run when None.
-        cache: Format of cached keys and values.
 
     Raises:
-        ValueError: There is no run, or `cache` is given for a model that has no cache.
+        ValueError: There is no run.
     """
-    return assemble(at_execution(RunDirectory(path).load_config(PretrainConfig), path, mesh, cache))
+    return assemble(at_execution(RunDirectory(path).load_config(PretrainConfig), path, mesh))
 
 
 def load_run(
-    path: str, step: int | None, mesh: MeshConfig | None = None, cache: CacheFormat = "compute"
+    path: str, step: int | None, mesh: MeshConfig | None = None
 ) -> tuple[Assembly, TrainState, int]:
     """Assemble a trained run and restore one of its checkpoints; writes nothing.
 
@@ -80,17 +77,15 @@ def load_run(
         path: Run directory.
         step: Step of the checkpoint; the newest when None.
         mesh: Mesh to use; the one of the run when None.
-        cache: Format of cached keys and values.
 
     Returns:
         The assembly, the state, and the step of the checkpoint.
 
     Raises:
-        ValueError: There is no run or no checkpoint, the data differ from those of the training,
-            or `cache` is given for a model that has no cache.
+        ValueError: There is no run or no checkpoint, or the data differ from those of the training.
     """
     directory = RunDirectory(path)
-    config = at_execution(directory.load_config(PretrainConfig), path, mesh, cache)
+    config = at_execution(directory.load_config(PretrainConfig), path, mesh)
     return restore_run(config, directory, step)
 
 

@@ -11,14 +11,13 @@ import jax
 
 from jaxmoe.checkpoint import CheckpointManager, SavesFailedError
 from jaxmoe.checkpoint.hook import CheckpointHook
+from jaxmoe.resilience.hooks import SnapshotHook
 from jaxmoe.resilience.recompute import RecomputedStep
-from jaxmoe.resilience.snapshot_hook import SnapshotHook
 from jaxmoe.resilience.stop import StopRequest
 from jaxmoe.run.assemble import Assembly
 from jaxmoe.run.compile import CompiledStep
 from jaxmoe.run.hooks import make_hooks
 from jaxmoe.run.monitoring import Watches
-from jaxmoe.run.reporter import Reporter
 from jaxmoe.run.results import TrainedStep
 from jaxmoe.training.hooks import Trace
 from jaxmoe.training.loop import LoopResult, run_loop
@@ -29,7 +28,6 @@ from sharding.distributed import agree
 
 def run_steps(
     assembly: Assembly,
-    reporter: Reporter,
     compiled: CompiledStep,
     first_step: int,
     state: TrainState,
@@ -43,7 +41,6 @@ def run_steps(
 
     Args:
         assembly: Plan, devices and data of the run.
-        reporter: Receiver of all metrics.
         compiled: Train step from `compile_steps`.
         first_step: Number of steps already done.
         state: State after these steps; donated.
@@ -60,14 +57,14 @@ def run_steps(
         How the loop ended.
     """
     config = assembly.plan.config
-    hooks = make_hooks(assembly, reporter, first_step, saving, trace, watches, snapshots)
+    hooks = make_hooks(assembly, first_step, saving, trace, watches, snapshots)
     with contextlib.ExitStack() as stack:
         batches = stack.enter_context(contextlib.closing(assembly.batches(first_step)))
         if trace is not None:
             stack.callback(trace.close)
             if trace.start.is_due(first_step):
                 trace.start.run(first_step, state)
-        reporter.start()
+        watches.reporter.start()
         stack.enter_context(watches.spent.on(LOOP))
         steps = run_loop(
             state,

@@ -22,9 +22,9 @@ from jaxmoe.checkpoint.manifest import CheckpointManifest
 from jaxmoe.configs import fingerprint, to_json
 from jaxmoe.data import Loader, SkippedRows, check_position
 from jaxmoe.messages import say
+from jaxmoe.resilience.hooks import SnapshotHook
 from jaxmoe.resilience.shared_memory import SNAPSHOTS
 from jaxmoe.resilience.snapshot import SnapshotStore
-from jaxmoe.resilience.snapshot_hook import SnapshotHook
 from jaxmoe.run.assemble import Assembly
 from jaxmoe.run.config import FREE_FIELDS, PretrainConfig
 from jaxmoe.run.directory import RunDirectory

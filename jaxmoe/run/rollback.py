@@ -101,7 +101,7 @@ def train_with_rollback(
             trace = make_trace(directory, config, first_step)
         kept = make_snapshots(assembly, snapshots, reporter)
         result = yield from run_steps(
-            assembly, reporter, compiled, first_step, state, saving, trace, stop, watches, kept
+            assembly, compiled, first_step, state, saving, trace, stop, watches, kept
         )
         if snapshots is not None:
             snapshots.finish()

@@ -63,7 +63,6 @@ class _Ended:
     """End of the steps, for the last files."""
 
     trained: Trained
-    reporter: Reporter
     watches: Watches
     compile_seconds: float
     started: float
@@ -206,7 +205,6 @@ def _train_prepared(
         return _taken_over(directory, result.step, reporter)
     return _Ended(
         trained=trained,
-        reporter=reporter,
         watches=watches,
         compile_seconds=compile_seconds,
         started=started,
@@ -234,7 +232,9 @@ def _finish(
     }
     supervision.watchdog.beat("writing the report")
     with supervision.stopwatch.on(FINISH):
-        summary = finish_run(name, directory, ended.trained.assembly, ended.reporter, result, facts)
+        summary = finish_run(
+            name, directory, ended.trained.assembly, watches.reporter, result, facts
+        )
     watches.note(result.step, result.status)
     status, message = result.status, ""
     if status not in ("diverged", "corrupted") and not ended.is_saved:

@@ -28,7 +28,7 @@ import numpy as np
 
 from jaxmoe.disk import replace_file
 from jaxmoe.optional import require
-from jaxmoe.tracking.indicators import read_indicators
+from jaxmoe.tracking.history import read_history
 from jaxmoe.tracking.jsonl import read_metrics
 from jaxmoe.tracking.router_load import read_router_load
 from jaxmoe.tracking.smoothing import binned, smooth
@@ -99,7 +99,7 @@ def plot_run(
         written.append(directory / "optimizer.png")
         plot_optimizer(written[-1], series[LEARNING_RATE], series[GRADIENT_NORM])
     if indicators_file is not None and pathlib.Path(indicators_file).exists():
-        steps, indicators = read_indicators(indicators_file)
+        steps, indicators = read_history(indicators_file)
         if indicators:
             written.append(directory / "indicators.png")
             plot_indicators(written[-1], steps, indicators)

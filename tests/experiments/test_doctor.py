@@ -149,7 +149,7 @@ def test_flags_of_xla(flags, words):
 def test_missing_extras(monkeypatch):
     extras = {"train": ("no_such_module",), "hf": ("no_such_module",), "plan": ("json",)}
     monkeypatch.setattr(doctor_software, "EXTRAS", extras)
-    findings = doctor_software.extras()
+    findings = list(doctor_software.extras())
     assert levels(findings) == ["problem", "ok", "ok"]
     assert findings[0].remedy == "pip install 'jaxmoe[train]'"
 

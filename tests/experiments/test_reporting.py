@@ -21,7 +21,7 @@ from jaxmoe.run.reporter import Reporter
 from jaxmoe.run.reporting.summary import closing_message, judge_indicators, load_window
 from jaxmoe.scaling import BasePoint, MuPConfig
 from jaxmoe.tracking import MFU, TOKENS_PER_SECOND, read_metrics
-from jaxmoe.tracking.indicators import read_indicators
+from jaxmoe.tracking.history import read_history
 from jaxmoe.tracking.tracker import BITS_PER_TOKEN, TRAINED_SECONDS, TRAINED_TOKENS
 from jaxmoe.training.evaluate import Evaluation
 from jaxmoe.training.loop import Report
@@ -168,7 +168,7 @@ def test_detailed_runs_keep_their_indicators(assembly, tmp_path):
     detailed = tuple(dataclasses.replace(m, indicators=layers) for m in given.metrics)
     reporter.trained(dataclasses.replace(given, metrics=detailed))
     reporter.close()
-    steps, series = read_indicators(directory.indicators_file)
+    steps, series = read_history(directory.indicators_file)
     assert steps.tolist() == list(range(1, 21)) and series["router_z"].shape == (20, 3)
     metrics = read_metrics(directory.metrics_file)
     assert metrics["indicators/router_z"][1].tolist() == [3.0] * 20

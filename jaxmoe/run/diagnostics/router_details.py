@@ -23,7 +23,6 @@ import numpy as np
 
 from jaxmoe.data import Batch
 from jaxmoe.data.synthetic import SyntheticSource
-from jaxmoe.models.transformer import forward
 from jaxmoe.routing import RouterStatistics
 from jaxmoe.routing.telemetry import load
 from jaxmoe.routing.telemetry.congestion import fit_congestion
@@ -33,6 +32,7 @@ from jaxmoe.routing.telemetry.detailed import (
     mutual_information,
 )
 from jaxmoe.run.assemble import Assembly
+from jaxmoe.run.diagnostics.router_statistics import router_statistics
 from jaxmoe.training.state import TrainState
 
 
@@ -87,32 +87,20 @@ def _statistics(
     assembly: Assembly, state: TrainState, batches: Iterable[Batch]
 ) -> list[RouterStatistics]:
     """Return the detailed statistics of each batch, on the host."""
-    model = assembly.plan.model
+    model, source = assembly.plan.model, assembly.source
     execution = dataclasses.replace(assembly.execution, telemetry="detailed")
-    source = assembly.source
     symbols = None
     if isinstance(source, SyntheticSource) and len(source.chains) > 1:
-        symbols = source.chains[0].transitions.shape[1]
-
-    @jax.jit
-    def look(params: Any, router_state: Any, batch: Batch) -> Any:
-        tokens = jnp.asarray(batch.tokens)
-        # Nothing is masked; causal models ignore the ratio.
-        context = {"mask_ratio": jnp.zeros(tokens.shape, jnp.float32)}
-        if symbols is not None:
-            context["domain"] = tokens // jnp.int32(symbols)
-        output = forward(
+        symbols = jnp.int32(source.chains[0].transitions.shape[1])
+    found = [
+        router_statistics(
             model,
             execution,
-            params,
-            tokens,
-            positions=batch.positions,
-            segment_ids=batch.segment_ids,
-            router_state=router_state,
-            context=context,
-            has_logits=False,
+            state.params,
+            state.router_state,
+            batch,
+            None if symbols is None else jnp.asarray(batch.tokens) // symbols,
         )
-        return output.statistics
-
-    found = [look(state.params, state.router_state, batch) for batch in batches]
+        for batch in batches
+    ]
     return [jax.device_get(statistics) for statistics in found if statistics is not None]

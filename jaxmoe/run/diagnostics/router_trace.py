@@ -9,20 +9,18 @@ file format is in `jaxmoe/planning/placement/trace.py`.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Iterable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxmoe.data import Batch
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import ModelConfig
-from jaxmoe.models.transformer import forward
 from jaxmoe.planning.placement import RoutingTrace
 from jaxmoe.routing.telemetry.recording import recorded, recorded_ids
+from jaxmoe.run.diagnostics.router_statistics import router_statistics
 
 MOST_TOKENS = 65_536
 
@@ -56,7 +54,7 @@ def record_trace(
     for batch in batches:
         tokens = np.asarray(batch.tokens)
         watched = dataclasses.replace(model, moe=recorded(moe, tokens.size))
-        statistics = _look(watched, execution, params, router_state, batch)
+        statistics = router_statistics(watched, execution, params, router_state, batch)
         chosen = recorded_ids(jax.device_get(statistics))
         is_real = np.ones(tokens.size, bool)
         if batch.segment_ids is not None:
@@ -68,24 +66,3 @@ def record_trace(
             break
     ids = np.concatenate(expert_ids, axis=1)[:, :most_tokens]
     return RoutingTrace(np.concatenate(token_ids)[:most_tokens], ids, moe.num_experts)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _look(
-    model: ModelConfig, execution: ExecutionConfig, params: Any, router_state: Any, batch: Batch
-) -> Any:
-    """Return the statistics of a batch with the recorded experts."""
-    tokens = jnp.asarray(batch.tokens)
-    output = forward(
-        model,
-        execution,
-        params,
-        tokens,
-        positions=batch.positions,
-        segment_ids=batch.segment_ids,
-        router_state=router_state,
-        # Nothing is masked; some capacity schedules follow this ratio.
-        context={"mask_ratio": jnp.zeros(tokens.shape, jnp.float32)},
-        has_logits=False,
-    )
-    return output.statistics

@@ -18,7 +18,8 @@ from jaxmoe.routing.telemetry import LoadWindow
 from jaxmoe.run.assemble import Assembly, describe_mesh, entropy_floor, sequence_form
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.reporter import Reporter
-from jaxmoe.tracking.indicators import over_layers, read_indicators
+from jaxmoe.tracking.history import read_history
+from jaxmoe.tracking.indicators import over_layers
 from jaxmoe.tracking.stability import judge_run
 from jaxmoe.tracking.tracker import (
     BITS_PER_BYTE,
@@ -115,7 +116,7 @@ def judge_indicators(directory: RunDirectory) -> dict[str, str]:
     """Return for each indicator whether it stayed bounded, with its numbers as text."""
     if not directory.indicators_file.exists():
         return {}
-    _, series = read_indicators(directory.indicators_file)
+    _, series = read_history(directory.indicators_file)
     means = {name: over_layers(name, values) for name, values in series.items()}
     return {
         name: f"{_VERDICTS[verdict.holds]}: {verdict.words}"

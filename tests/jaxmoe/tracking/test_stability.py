@@ -7,13 +7,8 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from jaxmoe.tracking.indicators import (
-    MAX_RECORDS,
-    IndicatorRecorder,
-    over_layers,
-    read_indicators,
-    scalars_of,
-)
+from jaxmoe.tracking.history import MAX_RECORDS, read_history
+from jaxmoe.tracking.indicators import IndicatorRecorder, over_layers, scalars_of
 from jaxmoe.tracking.plots import plot_run
 from jaxmoe.tracking.stability import Course, is_bounded, is_non_increasing, judge_run
 
@@ -124,7 +119,7 @@ def test_records_are_saved_and_resumed(tmp_path):
     resumed = IndicatorRecorder(path, 2)
     resumed.record(3, row(30))
     resumed.save()
-    steps, series = read_indicators(path)
+    steps, series = read_history(path)
     assert steps.tolist() == [1, 2, 3]
     np.testing.assert_array_equal(series["router_z"][:, 1:], [[1, 1], [1, 2], [1, 30]])
     assert series["update_ratio/head"].shape == (3, 1)
@@ -136,9 +131,9 @@ def test_long_histories_are_thinned_and_a_damaged_file_is_a_warning(tmp_path, ca
     for step in range(MAX_RECORDS + 1):
         recorder.record(step, {"x": np.zeros(1)})
     recorder.save()
-    assert len(read_indicators(path)[0]) == MAX_RECORDS // 2 + 1
+    assert len(read_history(path)[0]) == MAX_RECORDS // 2 + 1
     path.write_bytes(b"no archive")
-    steps, series = read_indicators(path)
+    steps, series = read_history(path)
     assert not steps.size and not series and "is not readable" in caplog.text
 
 

@@ -29,9 +29,9 @@ from jaxmoe.tracking import (
     NullTracker,
     RouterLoadRecorder,
     TensorBoardTracker,
+    history,
     read_metrics,
     read_router_load,
-    router_load,
 )
 from jaxmoe.tracking.console import format_bytes, format_count, format_duration
 
@@ -263,7 +263,7 @@ def test_router_load_is_a_share_and_resumes(tmp_path):
 
 
 def test_router_load_stays_small(tmp_path, monkeypatch):
-    monkeypatch.setattr(router_load, "MAX_RECORDS", 8)
+    monkeypatch.setattr(history, "MAX_RECORDS", 8)
     recorder = RouterLoadRecorder(tmp_path / "r.npz")
     for step in range(1, 101):
         recorder.record(step, np.full((1, 2), step))

@@ -1,12 +1,13 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""`SnapshotHook`: takes a snapshot in the memory of the hosts every few steps."""
+"""Hooks of the training loop: snapshots in the memory of the hosts, comparisons of replicas."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
+from jaxmoe.fingerprints import fingerprints
 from jaxmoe.resilience.snapshot import SnapshotStore
 from jaxmoe.training.state import TrainState
 
@@ -44,3 +45,22 @@ class SnapshotHook:
         """Copy the state; writing continues in the background."""
         self._before()
         self._store.save(step, state, config=self._config, data=self._position(step))
+
+
+class ReplicaHook:
+    """Compares the replicas of all arrays every few steps.
+
+    Args:
+        every: Steps between comparisons; 0 disables them.
+    """
+
+    def __init__(self, every: int):
+        self._every = every
+
+    def is_due(self, step: int) -> bool:
+        """Return whether `step` is a multiple of `every`."""
+        return self._every > 0 and step % self._every == 0
+
+    def run(self, step: int, state: TrainState) -> None:
+        """Raise ReplicasDifferError, naming devices and arrays, if replicas differ."""
+        fingerprints(state)
