@@ -43,19 +43,12 @@ def main(argv: Sequence[str]) -> int:
     name = config.run.name or recipe
     directory = RunDirectory(config.run.directory or f"runs/data/{name}")
     with cli.exit_on_bad_configuration():
-        if directory.config_file.exists():
-            raise ValueError(
-                f"run.directory={directory.path} is that of a training run, whose summary.json"
-                " would be lost: choose another directory with --run.directory"
-            )
-        directory.acquire()
-        try:
+        directory.check_free_of_runs()
+        with directory.held():
             source: Source = config.data.build(config.training.seed)
             summary = summarise(config, source)
             print(page(config, source))
             directory.write_summary(summary)
-        finally:
-            directory.release()
     print(f"\nsee {directory.summary_file}")
     return int(cli.ExitCode.DONE)
 

@@ -196,8 +196,7 @@ def _write(
     config = assembly.plan.config
     placed = relocate(assembly.plan.model, state, placement)
     directory = RunDirectory(into)
-    directory.acquire()
-    try:
+    with directory.held():
         directory.check_config(config)
         save_checkpoint(
             directory.checkpoints_directory,
@@ -211,8 +210,6 @@ def _write(
             device_of=placement.device_of,
             num_devices=placement.num_devices,
         )
-    finally:
-        directory.release()
 
 
 if __name__ == "__main__":

@@ -85,13 +85,11 @@ def main(argv: Sequence[str]) -> int:
         "warnings": warnings,
         "findings": [dataclasses.asdict(finding) for finding in findings],
     }
-    with flags.exit_on_bad_configuration():
-        directory.acquire()
+    with flags.exit_on_bad_configuration(), directory.held():
         directory.write_summary(summary)
         directory.write_environment(
             [finding.text for finding in findings if finding.what == "devices"]
         )
-        directory.release()
     return _exit_code(problems)
 
 

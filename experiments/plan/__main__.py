@@ -52,15 +52,12 @@ def main(argv: Sequence[str]) -> int:
         if config.compiles:
             check_compiler(topology)
         directory.check_free_of_runs()
-        directory.acquire()
-        try:
+        with directory.held():
             found = find(config, topology, is_fixed=names_mesh(argv))
             summary, page = judge(config, topology, found)
             summary = {"recipe": recipe} | summary
             directory.write_environment([f"{topology.num_devices} x {topology.kind}, planned"])
             directory.write_summary(summary | {"wall_seconds": time.perf_counter() - started})
-        finally:
-            directory.release()
     write(page)
     if summary["status"] == "done":
         return int(cli.ExitCode.DONE)

@@ -205,6 +205,15 @@ class RunDirectory:
             self._lease.release()
             self._lease = None
 
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Create the directory and lease it within, for commands that write only their summary."""
+        self.acquire()
+        try:
+            yield
+        finally:
+            self.release()
+
     def clear_lock(self) -> None:
         """Remove the files of the lease, before the directory is renamed."""
         for name in LEASE_FILES:
@@ -252,13 +261,9 @@ class RunDirectory:
         Raises:
             ValueError: There is no run, or its configuration does not fit `cls`.
         """
-        if not self.config_file.exists():
-            raise ValueError(
-                f"run.directory={self.path} holds no run ({self.config_file.name} is missing): "
-                "give the directory of a run with --run.directory"
-            )
+        saved = self.config_json()
         try:
-            return from_json(cls, migrate(self._read(self.config_file)))
+            return from_json(cls, migrate(saved))
         except ValueError as error:
             raise ValueError(f"{self.config_file}: {error}") from error
 
@@ -270,8 +275,8 @@ class RunDirectory:
         """
         if not self.config_file.exists():
             raise ValueError(
-                f"run.directory={self.path} holds no run ({self.config_file.name} is missing): "
-                "give the directory of a run"
+                f"run.directory={self.path} holds no run ({self.config_file.name} is missing):"
+                " give the directory of a run"
             )
         return self._read(self.config_file)
 

@@ -217,7 +217,7 @@ def test_inspect_refuses_a_training_run_directory(tmp_path, capsys):
     with pytest.raises(SystemExit) as stop:
         data.main(["inspect", "markov", "--run.directory", "run"])
     assert stop.value.code == 2
-    assert "is that of a training run" in capsys.readouterr().err
+    assert "holds a run, whose summary.json would be lost" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", [[], ["look"], ["--data.path", "x"]])

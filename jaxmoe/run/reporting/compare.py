@@ -62,8 +62,7 @@ def compare_runs(runs: Sequence[RecordedRun], directory: str | None = None) -> C
             )
         )
     differing = varying_fields([_without_run(run.config) for run in runs])
-    target.acquire()
-    try:
+    with target.held():
         write_comparison(
             target.report_file,
             title=" against ".join(names) if len(names) < 4 else f"{len(names)} runs",
@@ -87,8 +86,6 @@ def compare_runs(runs: Sequence[RecordedRun], directory: str | None = None) -> C
                 "notes": notes,
             }
         )
-    finally:
-        target.release()
     return Comparison(report_file=target.report_file, notes=tuple(notes))
 
 
