@@ -78,7 +78,6 @@ def run_study(
     open_study: Callable[[Any, RunDirectory], Study],
     *,
     free: tuple[str, ...],
-    default: str = "short",
     name_of: Callable[[str, Any], str] = lambda recipe, config: recipe,
     check: Callable[[str, Any], None] = lambda recipe, config: None,
 ) -> int:
@@ -91,7 +90,6 @@ def run_study(
         description: Text of `--help`.
         open_study: Function from config and run directory to the study. It may raise ValueError.
         free: Fields of the config that may change when a directory is continued.
-        default: Recipe of a command line that names none.
         name_of: Function from recipe and config to the name of the study.
         check: Checks made before the directory is created; raises ValueError.
 
@@ -99,7 +97,7 @@ def run_study(
         The exit code.
     """
     recipe, config = flags.parse(
-        recipes, default, argv, f"python -m experiments.{command}", description
+        recipes, "short", argv, f"python -m experiments.{command}", description
     )
     with flags.exit_on_bad_configuration():
         start_process()

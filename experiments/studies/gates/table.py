@@ -165,7 +165,7 @@ def _drifts(axis: Axis, rows: Sequence[Row]) -> dict[str, str] | None:
     """Judge whether the RMS after training differs less over K with SqrtGate."""
     spreads = {}
     for gate in COMPARED:
-        sizes = [row["rms_after"] for row in _with_first(rows, gate, "rms_after")]
+        sizes = [row["rms_after"] for row in _with_first(rows, gate)]
         if len(sizes) > 1:
             spreads[gate] = max(sizes) / min(sizes)
     if len(spreads) < 2:
@@ -213,11 +213,10 @@ def _paired(rows: Sequence[Row], key: str) -> tuple[str, str] | None:
     return verdict, f"{mean:+.4f}{width} {{}} over {len(pairs)} pairs of one K and seed"
 
 
-def _with_first(rows: Sequence[Row], gate: Gate, key: str) -> list[Row]:
-    """Return the rows of one gate; K = 1 belongs to both."""
-    return [
-        row for row in rows if row[key] is not None and (row["gate"] == gate or row["top_k"] == 1)
-    ]
+def _with_first(rows: Sequence[Row], gate: Gate) -> list[Row]:
+    """Return the trained rows of one gate; K = 1 belongs to both."""
+    trained = [row for row in rows if row["rms_after"] is not None]
+    return [row for row in trained if row["gate"] == gate or row["top_k"] == 1]
 
 
 TABLE = Table(
