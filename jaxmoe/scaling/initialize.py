@@ -17,7 +17,7 @@ from flax import traverse_util
 from jax.sharding import Mesh
 from jaxtyping import Array
 
-from jaxmoe.declarations import Declared
+from jaxmoe.declarations import Declaration, Declared
 from jaxmoe.execution import ExecutionConfig, KernelsConfig
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.models.transformer import Transformer
@@ -54,16 +54,8 @@ def parameter_table(
         ValueError: The parameterisation has no row for a parameter's role.
     """
     parameterization = parameterization or standard(model)
-    tokens = jax.ShapeDtypeStruct((1, 2), jnp.int32)
-    context = {"mask_ratio": jax.ShapeDtypeStruct((1, 2), jnp.float32)}
-    with without_mesh():
-        key = jax.eval_shape(lambda: jax.random.key(0))
-        init = Transformer(model, _SHAPES_ONLY).init
-        boxed = jax.eval_shape(init, key, tokens, context=context)["params"]
-    flat = traverse_util.flatten_dict(boxed, sep="/", is_leaf=lambda _, n: isinstance(n, Declared))
     rows = []
-    for path, leaf in sorted(flat.items()):
-        declaration = leaf.declaration
+    for path, declaration in _declarations(model).items():
         spec = rules.resolve(declaration.axes)
         try:
             hyper = parameterization.of(declaration.role)
@@ -71,6 +63,19 @@ def parameter_table(
             raise ValueError(f"parameter {path}: {error}") from error
         rows.append(ParameterSpec(path=path, declaration=declaration, hyper=hyper, spec=spec))
     return ParameterTable(tuple(rows))
+
+
+@functools.lru_cache(maxsize=64)
+def _declarations(model: ModelConfig) -> dict[str, Declaration]:
+    """Return the declaration of each parameter by path, sorted; traced once for all rules."""
+    tokens = jax.ShapeDtypeStruct((1, 2), jnp.int32)
+    context = {"mask_ratio": jax.ShapeDtypeStruct((1, 2), jnp.float32)}
+    with without_mesh():
+        key = jax.eval_shape(lambda: jax.random.key(0))
+        init = Transformer(model, _SHAPES_ONLY).init
+        boxed = jax.eval_shape(init, key, tokens, context=context)["params"]
+    flat = traverse_util.flatten_dict(boxed, sep="/", is_leaf=lambda _, n: isinstance(n, Declared))
+    return {path: leaf.declaration for path, leaf in sorted(flat.items())}
 
 
 def init_params(
