@@ -44,8 +44,8 @@ def migrate(config: Mapping[str, Any], added: Sequence[Added] | None = None) -> 
     """Return a config's JSON with the fields that were added since it was saved.
 
     Args:
-        config: JSON of the config of a run, or of a `ModelConfig` alone. Anything else (a caller of
-            `save_checkpoint` may store what it likes) is returned unchanged.
+        config: JSON of the config of a run, or of a `ModelConfig` alone. Other JSON, which callers
+            of `save_checkpoint` may store, is returned unchanged.
         added: Fields to fill in; `ADDED` when None.
 
     Returns:

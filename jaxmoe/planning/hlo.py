@@ -28,11 +28,10 @@ To add a kind of collective: KINDS and `Collective.wire_bytes` in `jaxmoe/planni
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from jaxmoe.planning.hlo_groups import Groups, parse_groups, parse_lists
 from jaxmoe.planning.hlo_text import (
@@ -99,26 +98,6 @@ def collectives(text: str) -> list[Collective]:
         ValueError: The text has no entry computation (StableHLO, or a part of a module).
     """
     return list(_Walk(text).walk())
-
-
-def counts(found: Iterable[Collective]) -> dict[str, int]:
-    """Return the executions of each kind that occurs, such as `{"all-gather": 4}`.
-
-    Args:
-        found: Result of `collectives`.
-
-    Raises:
-        ValueError: A collective is in a loop with an unknown trip count.
-    """
-    result: dict[str, int] = collections.Counter()
-    for one in found:
-        if one.trip_count is None:
-            raise ValueError(
-                f"{one.name} ({one.kind}) is in a loop with an unknown trip count: give the loop a"
-                " constant bound, or count what is outside it"
-            )
-        result[one.kind] += one.trip_count
-    return dict(result)
 
 
 _CALLED = re.compile(r"\b(?:to_apply|calls|true_computation|false_computation)=%?([\w.\-]+)")

@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""How long a train step takes, from its FLOPs, its memory traffic and its messages.
+"""Predicts the time of a train step from its FLOPs, its memory traffic and its messages.
 
     compute        (4/3 under remat "full") * model FLOPs / devices / (peak * efficiency)
     memory         bytes read and written / bandwidth

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jaxmoe.planning.hlo import collectives, counts
+from jaxmoe.planning.hlo import collectives
 from sharding.foreign import foreign_mesh, foreign_specs
 from sharding.specs import named_shardings
+from tests.support.collective_counts import counts
 from tests.support.foreign_models import FOREIGN
 
 COLUMNS, ROWS, WHOLE = PartitionSpec(None, "tensor"), PartitionSpec("tensor", None), PartitionSpec()

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxmoe.planning.hlo import collectives, counts
+from jaxmoe.planning.hlo import collectives
 from sharding import MeshConfig, make_mesh
 from sharding.sbp import BROADCAST, PARTIAL, TRANSITIONS, ArrayLayout, changes, split
 from tests.support.boxing import box, placement
+from tests.support.collective_counts import counts
 from tests.support.tpus import described_tpus
 
 ROWS = [

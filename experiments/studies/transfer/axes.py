@@ -22,7 +22,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from jaxmoe.models.config import ModelConfig, MoEConfig
+from jaxmoe.models.config import LayerConfig, Mixers, ModelConfig, MoEConfig
 from jaxmoe.run.config import TrainingConfig
 
 
@@ -74,40 +74,38 @@ def _width(setting: Setting, value: float) -> Setting:
     model = setting.model
     factor = value / model.embed_dim
 
-    def scaled(path: str, config: Any) -> Any:
-        """Return the mixer or feed-forward with its sizes in proportion."""
-        sizes = {
-            field: _in_proportion(f"{path}.{field}", getattr(config, field), factor, value, "width")
-            for field in (config.width_fields if config else ())
-        }
-        return dataclasses.replace(config, **sizes) if sizes else config
+    def size(field: str, old: int) -> int:
+        return _in_proportion(field, old, factor, value, "width")
 
-    mixers = {"model.attention": model.attention} | {
-        f"model.layers.{index}.mixer": layer.mixer
-        for index, layer in enumerate(model.layers)
-        if layer.mixer
-    }
-    for path, mixer in mixers.items():
-        if value % mixer.heads.head_dim:
+    def scaled(path: str, config: Any) -> Any:
+        """Return a mixer or feed-forward with its sizes in proportion; None is unchanged."""
+        if config is None:
+            return None
+        fields = config.width_fields
+        sizes = {field: size(f"{path}.{field}", getattr(config, field)) for field in fields}
+        return dataclasses.replace(config, **sizes)
+
+    def mixer(path: str, config: Mixers | None) -> Any:
+        if config and value % (head_dim := config.heads.head_dim):
             raise ValueError(
-                f"points: width {value:g} must be a multiple of"
-                f" {path}.head_dim={mixer.heads.head_dim}: heads are added, not widened"
+                f"points: width {value:g} must be a multiple of {path}.head_dim={head_dim}: heads"
+                " are added, not widened"
             )
-    layers = tuple(
-        dataclasses.replace(
-            layer,
-            mixer=scaled(f"model.layers.{index}.mixer", layer.mixer),
-            feed_forward=scaled(f"model.layers.{index}.feed_forward", layer.feed_forward),
-        )
-        for index, layer in enumerate(model.layers)
-    )
+        return scaled(path, config)
+
     wide = dataclasses.replace(
         model,
         embed_dim=int(value),
-        dense_dim=_in_proportion("model.dense_dim", model.dense_dim, factor, value, "width"),
-        attention=scaled("model.attention", model.attention),
+        attention=mixer("model.attention", model.attention),
+        dense_dim=size("model.dense_dim", model.dense_dim),
         moe=scaled("model.moe", model.moe),
-        layers=layers,
+        layers=tuple(
+            LayerConfig(
+                mixer=mixer(f"model.layers.{index}.mixer", layer.mixer),
+                feed_forward=scaled(f"model.layers.{index}.feed_forward", layer.feed_forward),
+            )
+            for index, layer in enumerate(model.layers)
+        ),
     )
     return dataclasses.replace(setting, model=wide)
 

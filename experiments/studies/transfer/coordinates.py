@@ -74,7 +74,7 @@ def observe(
         )
         ((flow, _),) = inside["__call__"]
         stream = flow.x[-1]
-        ((attended, _),) = inside["attention"]["__call__"]
+        ((attended, _),) = inside[stack.kind.mixer.module_name]["__call__"]
         parts["attention"].append(attended)
         ((fed, _),) = inside[stack.kind.feed_forward.module_name]["__call__"]
         parts["feed_forward"].append(fed)

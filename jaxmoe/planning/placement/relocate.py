@@ -1,30 +1,29 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Applies a placement of experts: everything that has a dimension of experts, in another order.
+"""Reorders the experts of a training state by a placement.
 
     w'[l, i] = w[l, order[l, i]]      expert weights, router columns, moments, spheres, biases
 
-so that the model is the same function with its experts renumbered. Nothing is computed: the numbers
-are moved, and the inverse placement moves them back, bit for bit. What is the same and what is not:
+The model computes the same function with its experts renumbered. Numbers are only moved, and the
+inverse placement restores them bit for bit. What is equal to before:
 
-    exactly        the choice of experts (where no two scores are equal), each expert's output, and
-                   every gate that is computed from the chosen scores alone
-    to rounding    sums over all E experts (a softmax over E, a balance loss, Newton-Schulz of the
-                   router's matrix), whose terms now come in another order
-    in law alone   noise that a router or balancer draws for experts by number (noisy_topk,
-                   coupling), in training
+    exactly            the choice of experts (where no two scores are equal), each expert's output,
+                       and every gate that is computed from the chosen scores alone
+    to rounding        sums over all E experts (a softmax over E, a balance loss, Newton-Schulz of
+                       the router's matrix), whose terms are in another order
+    in distribution    noise that a router or balancer draws by the number of an expert (noisy_topk,
+                       coupling), in training
 
-What has a dimension of experts is read off the declarations: the logical axes `experts` and
-`router_out` of a parameter, whose optimiser state lies under the parameter's path; and of router
-state, which has no declarations, the dimensions that double with E. The gating residual of MoE++
-has two, the first of which counts the experts of the MoE layer before. Experts without computation
-stay where they are: every device has them.
+Dimensions of experts are those of the logical axes `experts` and `router_out`; the optimiser state
+of a parameter has the parameter's path. Router state has no declarations: its dimensions of experts
+are those that double with E. The gating residual of MoE++ has two, the first of which counts the
+experts of the MoE layer before. Experts without computation are not moved: every device has them.
 
-Routers that name experts by number (hash, uniform random, forced balance) are another function of
-them afterwards, and are refused; so is a placement that tears a group of `router.groups` apart.
+Routers that name experts by number (hash, uniform random, forced balance) are refused, and so is a
+placement that splits a group of `router.groups`.
 
-Source: ExFlow (arXiv 2401.08383), Speculative MoE (arXiv 2503.04398). To let a new parameter
-follow: declare its dimensions with those axes.
+Sources: ExFlow (arXiv 2401.08383), Speculative MoE (arXiv 2503.04398). A new parameter is moved if
+it declares those axes.
 """
 
 from __future__ import annotations
@@ -45,23 +44,23 @@ from sharding import axes as ax
 from sharding.expert_parallel.placement import ExpertPlacement
 
 Orders = tuple[Int[np.ndarray, "L E"] | None, ...]
-"""For each dimension of an array, the order of its experts in each layer; None: it has none."""
+"""Order of the experts in each layer, by dimension of an array; None for other dimensions."""
 
 
 def relocate(model: ModelConfig, state: TrainState, placement: ExpertPlacement) -> TrainState:
-    """A training state with its experts in the order of a placement.
+    """Return a training state with its experts in the order of a placement.
 
     Args:
-        model: of the state.
-        state: wholly addressable by this process.
-        placement: of all MoE layers.
+        model: Model of the state.
+        state: State whose arrays are fully addressable by this process.
+        placement: Placement of all MoE layers.
 
     Returns:
-        Arrays that lie where those of `state` do; what does not move is shared with it, so a
-        training step may be given only one of the two.
+        A state with the shardings of `state`. Arrays that do not move are shared with it, so that
+        only one of the two may be donated.
 
     Raises:
-        ValueError: the placement does not fit the model, or its router cannot follow one.
+        ValueError: The placement does not fit the model, or the router cannot be reordered.
     """
     moves = _moves(model, placement)
     return dataclasses.replace(
@@ -73,29 +72,29 @@ def relocate(model: ModelConfig, state: TrainState, placement: ExpertPlacement) 
 
 
 def relocate_params(model: ModelConfig, params: Any, placement: ExpertPlacement) -> Any:
-    """The parameters alone; see `relocate`.
+    """Return parameters in the order of a placement.
 
     Args:
-        model: of the parameters.
-        params: nested dict.
-        placement: of all MoE layers.
+        model: Model of the parameters.
+        params: Nested dict of arrays.
+        placement: Placement of all MoE layers.
 
     Raises:
-        ValueError: as for `relocate`.
+        ValueError: See `relocate`.
     """
     return _follow(params, _moves(model, placement))
 
 
 def relocate_router_state(model: ModelConfig, router_state: Any, placement: ExpertPlacement) -> Any:
-    """The router state alone; see `relocate`.
+    """Return router state in the order of a placement.
 
     Args:
-        model: of the state.
-        router_state: stacked over MoE layers.
-        placement: of all MoE layers.
+        model: Model of the state.
+        router_state: State stacked over MoE layers.
+        placement: Placement of all MoE layers.
 
     Raises:
-        ValueError: as for `relocate`.
+        ValueError: See `relocate`.
     """
     check_placement(model, placement)
     moe = model.moe
@@ -115,10 +114,10 @@ def relocate_router_state(model: ModelConfig, router_state: Any, placement: Expe
 
 
 def check_placement(model: ModelConfig, placement: ExpertPlacement) -> None:
-    """Refuses a placement that a model cannot follow.
+    """Refuse a placement that does not fit a model.
 
     Raises:
-        ValueError: in words.
+        ValueError: There are no such MoE layers, or the router cannot be reordered.
     """
     moe = model.moe
     if moe is None or not model.num_moe_layers:
@@ -149,11 +148,11 @@ def check_placement(model: ModelConfig, placement: ExpertPlacement) -> None:
 
 
 def _moves(model: ModelConfig, placement: ExpertPlacement) -> dict[tuple[str, ...], Orders]:
-    """By the path of each parameter that has experts: what moves along which dimension."""
+    """Return the orders of each parameter with experts, by path."""
     check_placement(model, placement)
     assert model.moe is not None
     order = _with_free(placement.order, model.moe.num_routed)
-    # What the first MoE layer is handed by the layer before it is zero whatever the order.
+    # The gating residual of the first MoE layer is zero: any order serves.
     before = np.concatenate([np.arange(order.shape[1])[None], order[:-1]])
     moves = {}
     for stack in model.stacks:
@@ -178,7 +177,7 @@ def _orders(row: ParameterSpec, own: np.ndarray, before: np.ndarray) -> Orders:
 
 
 def _follow(tree: Any, moves: Mapping[tuple[str, ...], Orders]) -> Any:
-    """A tree whose leaves lie under the paths of parameters: parameters, or moments of them."""
+    """Return parameters, or a tree with their paths such as moments, in another order."""
 
     def move(path: Any, leaf: Any) -> Any:
         names = tuple(str(getattr(key, "key", getattr(key, "name", ""))) for key in path)
@@ -191,7 +190,7 @@ def _follow(tree: Any, moves: Mapping[tuple[str, ...], Orders]) -> Any:
 
 
 def _take(leaf: Any, orders: Orders) -> Any:
-    """The array in another order, where it lay; a dimension of size 1 has nothing to reorder."""
+    """Return an array in another order and the same sharding; dimensions of size 1 are skipped."""
     values = np.asarray(jax.device_get(leaf))
     for dim, order in enumerate(orders):
         if order is not None and values.shape[dim] != 1:
@@ -201,7 +200,7 @@ def _take(leaf: Any, orders: Orders) -> Any:
 
 
 def _with_free(order: np.ndarray, num_routed: int) -> np.ndarray:
-    """With the experts without computation, which stay the last."""
+    """Return the order followed by the experts without computation."""
     layers, experts = order.shape
     free = np.tile(np.arange(experts, num_routed), (layers, 1))
     return np.concatenate([order, free], axis=1)

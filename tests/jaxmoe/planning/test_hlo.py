@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxmoe.planning.hlo import KINDS, collectives, counts
+from jaxmoe.planning.hlo import KINDS, collectives
+from tests.support.collective_counts import counts
 
 ROWS = ((0, 1, 2, 3), (4, 5, 6, 7))
 COLUMNS = ((0, 4), (1, 5), (2, 6), (3, 7))

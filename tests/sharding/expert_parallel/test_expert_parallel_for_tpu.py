@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jaxmoe.planning.hlo import collectives, counts
+from jaxmoe.planning.hlo import collectives
 from sharding.assignments import Assignments
 from sharding.expert_parallel import AllToAllConfig, ExpertAxes, expert_parallel
+from tests.support.collective_counts import counts
 from tests.support.tpus import described_tpus
 
 T, K, E, D, F = 1024, 4, 16, 256, 128
