@@ -252,7 +252,7 @@ def test_old_steps_are_deleted(tmp_path):
     assert manager.finish() and manager.steps() == [4, 5] and manager.latest_step() == 5
     manager.close()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["4", "5"]
-    with pytest.raises(ValueError, match="checkpoint.keep=1 must be at least 2: the last may be"):
+    with pytest.raises(ValueError, match="keep=1 must be at least 2: the last may be"):
         CheckpointManager(tmp_path, keep=1)
 
 
