@@ -94,7 +94,7 @@ def test_zero_and_one_token(case, train):
         assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(output.statistics))
 
 
-@in_every_mode
+@first_in_training
 def test_padding_has_no_effect(case, train):
     """Results equal those without padding, even if padding holds values whose squares overflow."""
     x = drawn(2)
@@ -166,9 +166,9 @@ def test_statistics_of_two_halves_add_up(case, train):
     assert_close(jnp.concatenate([part[1] for part in parts]), dense, "matmul")
 
 
-@every_router
-def test_bfloat16_inputs_are_cast_to_f32_first(case):
-    narrow = drawn(6).astype(jnp.bfloat16)
+@pytest.mark.parametrize("name", ROUTER_CASES)
+def test_bfloat16_inputs_are_cast_to_f32_first(name):
+    case, narrow = ROUTER_CASES[name][0], drawn(6).astype(jnp.bfloat16)
     wide = routed(case, narrow.astype(jnp.float32), train=True)
     assert_close(routed(case, narrow, train=True), wide, "elementwise")
 
