@@ -112,7 +112,7 @@ def test_padding_does_not_change_the_state(config):
     np.testing.assert_array_equal(np.asarray(ours[0])[mask], plain[0])
 
 
-@pytest.mark.rows(12)
+@pytest.mark.rows(8)
 @every_bias
 @pytest.mark.parametrize(("tokens", "top_k"), [(0, 1), (1, EXPERTS), (TOKENS, EXPERTS)])
 def test_extreme_sizes_stay_finite(config, top_k, tokens):
