@@ -68,6 +68,11 @@ CapacitySchedule = Literal[
     "gaussian_reverse",
 ]
 
+EXPERT_TRAITS = Traits(
+    is_causal=False, sees_others=True, has_own_gates=True, has_own_load=True, is_token_major=False
+)
+"""Traits of routers in which experts take tokens."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertChoiceConfig(RouterBase):
@@ -100,13 +105,7 @@ class ExpertChoiceConfig(RouterBase):
     @property
     def traits(self) -> Traits:
         """Not causal; its scores are the gates, and its load is even."""
-        return Traits(
-            is_causal=False,
-            sees_others=True,
-            has_own_gates=True,
-            has_own_load=True,
-            is_token_major=False,
-        )
+        return EXPERT_TRAITS
 
     def build(self, *, num_experts: int, top_k: int, embed_dim: int) -> ExpertChoice:
         """Return the router for these sizes.

@@ -40,6 +40,7 @@ from jaxmoe.routing.base import (
     Traits,
     sum_statistics,
 )
+from jaxmoe.routing.routers.expert_choice.expert_choice import EXPERT_TRAITS
 from jaxmoe.routing.routers.linear import StatelessRouter
 from jaxmoe.routing.scopes import join_scopes, split_scopes
 from sharding import axes as ax
@@ -61,14 +62,7 @@ class SoftMoEConfig(RouterBase):
     @property
     def traits(self) -> Traits:
         """Not causal; its scores are the gates, and its load is even; mixes tokens."""
-        return Traits(
-            is_causal=False,
-            sees_others=True,
-            has_own_gates=True,
-            has_own_load=True,
-            is_token_major=False,
-            mixes_tokens=True,
-        )
+        return dataclasses.replace(EXPERT_TRAITS, mixes_tokens=True)
 
     def build(self, *, num_experts: int, top_k: int, embed_dim: int) -> SoftMoE:
         """Return the router for these sizes."""
