@@ -86,7 +86,6 @@ def project_groups(
     group_sizes: Int[Array, " G"],
     halo: Halo,
     *,
-    dtype: Any = None,
     implementation: Implementation | None = None,
 ) -> Float[Array, "R ..."]:
     """Return each group of consecutive rows times its own matrix.
@@ -96,7 +95,6 @@ def project_groups(
         weights: Encoded stack of G matrices.
         group_sizes: Rows of each group.
         halo: Format with which the weights were encoded.
-        dtype: Dtype of the result; None takes that of `rows`.
         implementation: Implementation of `grouped_matmul` and `grouped_outer`.
 
     Returns:
@@ -108,7 +106,7 @@ def project_groups(
         into_weight=partial(_outer_by_group, implementation=implementation),
     )
     sizes = group_sizes.astype(jnp.int32)
-    y = _multiplied(rows, weights, sizes, halo, dtype or rows.dtype, products)
+    y = _multiplied(rows, weights, sizes, halo, rows.dtype, products)
     return y.reshape(rows.shape[0], *weights.outputs)
 
 

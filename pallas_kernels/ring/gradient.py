@@ -14,46 +14,47 @@ import jax
 from pallas_kernels.array_types import Array, Float
 
 
+class Held(NamedTuple):
+    """Arrays of one rank; a pytree."""
+
+    q: Float[Array, "B S N H"]
+    k: Float[Array, "B S M H"]
+    v: Float[Array, "B S M Hv"]
+    tokens: Any
+    """Pytree of positions and segments, as the kind of ring has them."""
+
+
 class Passes(NamedTuple):
     """The two passes of one kind of ring; hashable."""
 
     attend: Callable[..., tuple[Array, Array]]
-    """Forward pass: (q, k, v, tokens, ring) to out in the dtype of q and lse [B N S] f32."""
+    """Forward pass: (given, ring) to out in the dtype of q and lse [B N S] f32."""
     differentiate: Callable[..., tuple[Array, Array, Array]]
-    """Backward pass: (q, k, v, tokens, out, lse, d_out, ring) to d_q, d_k and d_v in float32."""
+    """Backward pass: (given, out, lse, d_out, ring) to d_q, d_k and d_v in float32."""
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def attend(
-    q: Float[Array, "B S N H"],
-    k: Float[Array, "B S M H"],
-    v: Float[Array, "B S M Hv"],
-    tokens: Any,
-    ring: Any,
-    passes: Passes,
-) -> Float[Array, "B S N Hv"]:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def attend(held: Held, ring: Any, passes: Passes) -> Float[Array, "B S N Hv"]:
     """Return attention of this rank's queries to the keys of all ranks.
 
     Args:
-        q: Queries of this rank.
-        k: Keys of this rank.
-        v: Values of this rank.
-        tokens: Pytree of positions and segments.
+        held: Arrays of this rank.
         ring: Static part of the call.
         passes: Both passes.
     """
-    return passes.attend(q, k, v, tokens, ring)[0]
+    return passes.attend(held, ring)[0]
 
 
-def _forward(q, k, v, tokens, ring, passes):
-    out, lse = passes.attend(q, k, v, tokens, ring)
-    return out, (q, k, v, tokens, out, lse)
+def _forward(held, ring, passes):
+    out, lse = passes.attend(held, ring)
+    return out, (held, out, lse)
 
 
 def _backward(ring, passes, residuals, d_out):
-    q, k, v, tokens, out, lse = residuals
-    gradients = passes.differentiate(q, k, v, tokens, out, lse, d_out, ring)
-    return *(d.astype(x.dtype) for d, x in zip(gradients, (q, k, v), strict=True)), None
+    held, *_ = residuals
+    gradients = passes.differentiate(*residuals, d_out, ring)
+    d_q, d_k, d_v = (d.astype(x.dtype) for d, x in zip(gradients, held[:3], strict=True))
+    return (Held(d_q, d_k, d_v, None),)
 
 
 attend.defvjp(_forward, _backward)

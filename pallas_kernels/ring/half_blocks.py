@@ -31,9 +31,9 @@ class Halves(NamedTuple):
     high: Array
 
 
-def halves(x: Array, axis: int = 1) -> Halves:
-    """Split an array with an even number of positions along an axis."""
-    return Halves(*jnp.split(x, 2, axis=axis))
+def halves(x: Array) -> Halves:
+    """Split an array [B S ...] with an even number of positions."""
+    return Halves(*jnp.split(x, 2, axis=1))
 
 
 def stack_queries(x: Halves, is_earlier: Bool[Array, ""]) -> Shaped[Array, "..."]:

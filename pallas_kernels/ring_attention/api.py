@@ -33,7 +33,7 @@ from pallas_kernels.array_types import Array, Float, Int
 from pallas_kernels.backend import Implementation
 from pallas_kernels.jax_versions import match_varying
 from pallas_kernels.ring import checks
-from pallas_kernels.ring.gradient import Passes, attend
+from pallas_kernels.ring.gradient import Held, Passes, attend
 from pallas_kernels.ring.step import Transport
 from pallas_kernels.ring_attention import backward, forward
 from pallas_kernels.ring_attention.reference import layout_positions
@@ -116,7 +116,7 @@ def ring_attention(
     given = (q, k, v, positions, segment_ids, jax.lax.axis_index(axis_name))
     q, k, v = match_varying((q, k, v), given)
     ids = _ids(positions, segment_ids, ring, layout, (q.shape[0], q.shape[1]))
-    return attend(q, k, v, match_varying(ids, given), ring, PASSES)
+    return attend(Held(q, k, v, match_varying(ids, given)), ring, PASSES)
 
 
 def _form(

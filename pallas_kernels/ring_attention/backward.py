@@ -18,37 +18,29 @@ from typing import Any
 
 import jax
 
-from pallas_kernels.array_types import Array, Float
+from pallas_kernels.array_types import Array
 from pallas_kernels.flash_attention.kernels import Operands, OutGradient, softmax_delta
+from pallas_kernels.ring.gradient import Held
 from pallas_kernels.ring.remote_dma.ring_backward import differentiate_ring, fits
 from pallas_kernels.ring.step import Parcel, differentiate_and_send, send
 from pallas_kernels.ring_attention import shards
 from pallas_kernels.ring_attention.rotate import rotate_keys
-from pallas_kernels.ring_attention.shards import Cut, Ids, Ring
+from pallas_kernels.ring_attention.shards import Cut, Ring
 
 
 def differentiate(
-    q: Float[Array, "B S N H"],
-    k: Float[Array, "B S M H"],
-    v: Float[Array, "B S M Hv"],
-    ids: Ids,
-    out: Float[Array, "B S N Hv"],
-    lse: Float[Array, "B N S"],
-    d_out: Float[Array, "B S N Hv"],
-    ring: Ring,
-) -> tuple[Float[Array, "B S N H"], Float[Array, "B S M H"], Float[Array, "B S M Hv"]]:
+    given: Held, out: Array, lse: Array, d_out: Array, ring: Ring
+) -> tuple[Array, Array, Array]:
     """Return the gradients of a rank's queries, keys and values, in float32.
 
     Args:
-        q: Queries of this rank.
-        k: Keys of this rank.
-        v: Values of this rank.
-        ids: Positions and segments of all ranks.
+        given: Arrays of this rank; positions and segments of all ranks.
         out: Output of the forward pass.
         lse: Log-sum-exp of the forward pass.
         d_out: Gradient of the output.
         ring: Static part of the call.
     """
+    q, k, v, ids = given
     # Without the barrier the compiler sees that the forward pass has received the same keys, and
     # keeps those of all ranks until now instead of sending them again.
     q, k, v, d_out = jax.lax.optimization_barrier((q, k, v, d_out))

@@ -17,33 +17,26 @@ import jax.numpy as jnp
 
 from pallas_kernels.array_types import Array, Float
 from pallas_kernels.flash_attention.kernels import Operands
+from pallas_kernels.ring.gradient import Held
 from pallas_kernels.ring.online_softmax import SoftmaxState, merge
 from pallas_kernels.ring.remote_dma.ring_forward import attend_ring, fits
 from pallas_kernels.ring.step import attend_and_send
 from pallas_kernels.ring_attention import shards
 from pallas_kernels.ring_attention.rotate import rotate_keys
-from pallas_kernels.ring_attention.shards import Cut, Ids, Ring
+from pallas_kernels.ring_attention.shards import Cut, Ring
 
 
-def attend(
-    q: Float[Array, "B S N H"],
-    k: Float[Array, "B S M H"],
-    v: Float[Array, "B S M Hv"],
-    ids: Ids,
-    ring: Ring,
-) -> tuple[Float[Array, "B S N Hv"], Float[Array, "B N S"]]:
+def attend(given: Held, ring: Ring) -> tuple[Float[Array, "B S N Hv"], Float[Array, "B N S"]]:
     """Return attention of a rank's queries to the keys of all ranks.
 
     Args:
-        q: Queries of this rank.
-        k: Keys of this rank.
-        v: Values of this rank.
-        ids: Positions and segments of all ranks.
+        given: Arrays of this rank; positions and segments of all ranks.
         ring: Static part of the call.
 
     Returns:
         The output in the dtype of q, and the log-sum-exp in float32.
     """
+    q, k, v, ids = given
     rank = jax.lax.axis_index(ring.axis_name)
     if shards.is_one_kernel(ring) and fits(q, k, v, ring.rules):
         tokens = shards.numbered_tokens(ids, ring, rank, q.shape[1])

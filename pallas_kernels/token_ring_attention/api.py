@@ -30,7 +30,7 @@ from pallas_kernels.array_types import Array, Float, Int
 from pallas_kernels.backend import Implementation
 from pallas_kernels.jax_versions import match_varying
 from pallas_kernels.ring import checks
-from pallas_kernels.ring.gradient import Passes, attend
+from pallas_kernels.ring.gradient import Held, Passes, attend
 from pallas_kernels.ring.step import Transport
 from pallas_kernels.ring_attention.reference import layout_positions
 from pallas_kernels.sequence_layout import SequenceLayout
@@ -112,8 +112,7 @@ def token_ring_attention(
         positions = layout_positions(call.ranks, q.shape[1], layout)[rank]
     if positions is not None:
         positions = jnp.broadcast_to(positions, q.shape[:2])
-    arrays = (q, k, v, Shard(positions, segment_ids))
-    arrays = match_varying(arrays, arrays, rank)
+    held = Held(q, k, v, Shard(positions, segment_ids))
     schedule = Schedule(ranks=call.ranks, visits=visits, form=form)
     ring = Ring(schedule=schedule, rules=call.rules, links=call.links)
-    return attend(*arrays, ring, PASSES)
+    return attend(match_varying(held, held, rank), ring, PASSES)

@@ -13,36 +13,28 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from pallas_kernels.array_types import Array, Float, Float32
+from pallas_kernels.array_types import Array
 from pallas_kernels.flash_attention.kernels import Operands, OutGradient, softmax_delta
+from pallas_kernels.ring.gradient import Held
 from pallas_kernels.ring.step import Parcel, differentiate_and_send
-from pallas_kernels.token_ring_attention.blocks import Block, Shard
+from pallas_kernels.token_ring_attention.blocks import Block
 from pallas_kernels.token_ring_attention.circulate import Results, Ring, circulate
 from pallas_kernels.token_ring_attention.messages import pack, unpack
 
 
 def differentiate(
-    q: Float[Array, "B S N H"],
-    k: Float[Array, "B S M H"],
-    v: Float[Array, "B S M Hv"],
-    shard: Shard,
-    out: Float[Array, "B S N Hv"],
-    lse: Float32[Array, "B N S"],
-    d_out: Float[Array, "B S N Hv"],
-    ring: Ring,
-) -> tuple[Float32[Array, "B S N H"], Float32[Array, "B S M H"], Float32[Array, "B S M Hv"]]:
+    given: Held, out: Array, lse: Array, d_out: Array, ring: Ring
+) -> tuple[Array, Array, Array]:
     """Return the gradients of the local shards, in float32.
 
     Args:
-        q: Queries of this rank.
-        k: Keys of this rank.
-        v: Values of this rank.
-        shard: Positions and segments of this rank.
+        given: Arrays of this rank; positions and segments of its own.
         out: Output of the forward pass.
         lse: Log-sum-exp of the forward pass.
         d_out: Gradient of the output.
         ring: Static part of the call.
     """
+    q, k, v, shard = given
     pieces = len(ring.schedule.pieces)
     length = q.shape[1] // pieces
     delta = softmax_delta(out, d_out)

@@ -14,29 +14,22 @@ import jax.numpy as jnp
 from pallas_kernels.array_types import Array, Bool, Float, Float32
 from pallas_kernels.flash_attention.kernels import Operands
 from pallas_kernels.ring import half_blocks
+from pallas_kernels.ring.gradient import Held
 from pallas_kernels.ring.online_softmax import SoftmaxState, merge
 from pallas_kernels.ring.step import Parcel, attend_and_send
-from pallas_kernels.token_ring_attention.blocks import Block, Shard
+from pallas_kernels.token_ring_attention.blocks import Block
 from pallas_kernels.token_ring_attention.circulate import Results, Ring, circulate
 from pallas_kernels.token_ring_attention.messages import pack, unpack
 
 
-def attend(
-    q: Float[Array, "B S N H"],
-    k: Float[Array, "B S M H"],
-    v: Float[Array, "B S M Hv"],
-    shard: Shard,
-    ring: Ring,
-) -> tuple[Float[Array, "B S N Hv"], Float32[Array, "B N S"]]:
+def attend(given: Held, ring: Ring) -> tuple[Float[Array, "B S N Hv"], Float32[Array, "B N S"]]:
     """Return attention of the local queries to the keys of all ranks, and the log-sum-exp.
 
     Args:
-        q: Queries of this rank.
-        k: Keys of this rank.
-        v: Values of this rank.
-        shard: Positions and segments of this rank.
+        given: Arrays of this rank; positions and segments of its own.
         ring: Static part of the call.
     """
+    q, k, v, shard = given
     pieces = len(ring.schedule.pieces)
     held = [
         (x, *tokens.arrays)
