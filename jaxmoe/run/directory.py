@@ -25,7 +25,7 @@
 
 The lease is in `jaxmoe/resilience/lease.py`. JSON files are replaced in one rename.
 
-To add a file: a property and a line above, in `jaxmoe/run/directory.py`.
+To add a file: an attribute of `RunDirectory` and a line above, in `jaxmoe/run/directory.py`.
 """
 
 from __future__ import annotations
@@ -50,6 +50,16 @@ from jaxmoe.run.environment import describe_environment
 Config = TypeVar("Config")
 
 
+class _Path:
+    """Path of a file of a run directory; of the class, relative to the directory."""
+
+    def __init__(self, name: str):
+        self._name = name
+
+    def __get__(self, directory: RunDirectory | None, cls: type | None = None) -> pathlib.Path:
+        return pathlib.Path(self._name) if directory is None else directory.path / self._name
+
+
 class RunDirectory:
     """The files of one run.
 
@@ -57,89 +67,42 @@ class RunDirectory:
         path: The directory; relative to the working directory. It is made by `acquire`.
     """
 
+    config_file = _Path("config.json")
+    """Resolved configuration, as `jaxmoe.configs.to_json` writes it."""
+    environment_file = _Path("environment.json")
+    """Versions, devices, commit and command line of the latest start."""
+    metrics_file = _Path("metrics.jsonl")
+    """One JSON object per logged step."""
+    router_file = _Path("router.npz")
+    """Load per step, layer and expert."""
+    indicators_file = _Path("indicators.npz")
+    """Indicators of instability per step and layer, with detailed telemetry."""
+    plots_directory = _Path("plots")
+    """PNG files."""
+    report_file = _Path("report.html")
+    """Self-contained page about the run."""
+    samples_file = _Path("samples.txt")
+    """Generated text."""
+    checkpoints_directory = _Path("checkpoints")
+    """One directory per saved step."""
+    skipped_file = _Path("skipped.json")
+    """Rows that rollbacks have skipped: [[step, rows], ...]."""
+    bad_data_directory = _Path("bad_data")
+    """Batches of refused steps."""
+    summary_file = _Path("summary.json")
+    """Numbers of the finished or stopped run."""
+    goodput_file = _Path("goodput.jsonl")
+    """Seconds that each start of the run spent, by kind."""
+    profile_directory = _Path("profile")
+    """Trace of `--profile.steps`."""
+    traces_directory = _Path("traces")
+    """Routing traces by method, of a comparison."""
+    trials_file = _Path("trials.jsonl")
+    """One JSON object per finished trial of a comparison."""
+
     def __init__(self, path: str | os.PathLike[str]):
         self.path = pathlib.Path(path)
         self._lease: Lease | None = None
-
-    @property
-    def config_file(self) -> pathlib.Path:
-        """Resolved configuration, as `jaxmoe.configs.to_json` writes it."""
-        return self.path / "config.json"
-
-    @property
-    def environment_file(self) -> pathlib.Path:
-        """Versions, devices, commit and command line of the latest start."""
-        return self.path / "environment.json"
-
-    @property
-    def metrics_file(self) -> pathlib.Path:
-        """One JSON object per logged step."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def router_file(self) -> pathlib.Path:
-        """Load per step, layer and expert."""
-        return self.path / "router.npz"
-
-    @property
-    def indicators_file(self) -> pathlib.Path:
-        """Indicators of instability per step and layer, with detailed telemetry."""
-        return self.path / "indicators.npz"
-
-    @property
-    def plots_directory(self) -> pathlib.Path:
-        """PNG files."""
-        return self.path / "plots"
-
-    @property
-    def report_file(self) -> pathlib.Path:
-        """Self-contained page about the run."""
-        return self.path / "report.html"
-
-    @property
-    def samples_file(self) -> pathlib.Path:
-        """Generated text."""
-        return self.path / "samples.txt"
-
-    @property
-    def checkpoints_directory(self) -> pathlib.Path:
-        """One directory per saved step."""
-        return self.path / "checkpoints"
-
-    @property
-    def skipped_file(self) -> pathlib.Path:
-        """Rows that rollbacks have skipped: [[step, rows], ...]."""
-        return self.path / "skipped.json"
-
-    @property
-    def bad_data_directory(self) -> pathlib.Path:
-        """Batches of refused steps."""
-        return self.path / "bad_data"
-
-    @property
-    def summary_file(self) -> pathlib.Path:
-        """Numbers of the finished or stopped run."""
-        return self.path / "summary.json"
-
-    @property
-    def goodput_file(self) -> pathlib.Path:
-        """Seconds that each start of the run spent, by kind."""
-        return self.path / "goodput.jsonl"
-
-    @property
-    def profile_directory(self) -> pathlib.Path:
-        """Trace of `--profile.steps`."""
-        return self.path / "profile"
-
-    @property
-    def traces_directory(self) -> pathlib.Path:
-        """Routing traces by method, of a comparison."""
-        return self.path / "traces"
-
-    @property
-    def trials_file(self) -> pathlib.Path:
-        """One JSON object per finished trial of a comparison."""
-        return self.path / "trials.jsonl"
 
     def check_free_of_runs(self) -> None:
         """Refuse a directory with a run, for commands that write their own `summary.json`.
