@@ -34,7 +34,7 @@ demo: $(TRAIN)
 	$(BIN)/python -m experiments.pretrain
 
 test: $(DEV)
-	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow and not accelerator and not large"
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow and not accelerator and not large"
 
 test-slow: $(HF)
 	$(BIN)/python -m pytest -n $(WORKERS) -m "slow and trains and not large and not accelerator"

@@ -95,8 +95,20 @@ class LossFreeConfig(SelectionBias):
 
     def direction(self, counts: Float[Array, " E"]) -> Float[Array, " E"]:
         """Return the step by `rule`, before the rate; 0 where the load is even or zero."""
-        error = counts.mean() - counts
+        sign = _sign_of_error(counts)
         if self.rule == "sign":
-            return jnp.sign(error)
+            return sign
+        error = jnp.where(sign == 0.0, 0.0, counts.mean() - counts)
         size = counts.mean() if self.rule == "proportional" else jnp.sqrt(jnp.mean(error**2))
         return error / jnp.where(size > 0.0, size, 1.0)
+
+
+def _sign_of_error(counts: Float[Array, " E"]) -> Float[Array, " E"]:
+    """Return the sign of mean(counts) - counts, compared in integers.
+
+    The rounded mean of equal counts differs from them where E is not a power of two.
+    """
+    whole = counts.astype(jnp.int32)
+    quotient, rest = jnp.divmod(whole.sum(), jnp.int32(counts.size))
+    is_below = (whole < quotient) | ((whole == quotient) & (rest > 0))
+    return is_below.astype(jnp.float32) - (whole > quotient).astype(jnp.float32)

@@ -303,6 +303,19 @@ def test_rules_against_numpy():
             assert not moved_by(LossFreeConfig(rate=0.5, rule=rule), even).any()
 
 
+@pytest.mark.parametrize("num_experts", [3, 7, 12, 60, 96])
+def test_loss_free_bias_stays_for_equal_loads_of_any_number_of_experts(num_experts):
+    """Under jit XLA multiplies by a rounded 1/E: the mean of equal loads is not the load."""
+    loads = jnp.asarray([1, 3, 5, 11, 13, 1001, 4099, 16_777_213 // num_experts], jnp.float32)
+    for rule in ("sign", "proportional", "rms"):
+        direction = jax.jit(jax.vmap(LossFreeConfig(rule=rule).direction))
+        equal = jnp.broadcast_to(loads[:, None], (loads.size, num_experts))
+        assert not np.asarray(direction(equal)).any(), rule
+        uneven = equal.at[:, 0].add(1.0)
+        assert (np.asarray(direction(uneven))[:, 0] < 0).all(), rule
+        assert (np.asarray(direction(uneven))[:, 1:] > 0).all(), rule
+
+
 @pytest.mark.parametrize(
     ("schedule", "wanted"), [("constant", 1.0), ("inverse", 0.25), ("inverse_sqrt", 0.5)]
 )
