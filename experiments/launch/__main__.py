@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
         directory.acquire()
         for name, text in written.files.items():
             (directory.path / name).write_text(text, encoding="utf-8")
-        start = written.start.format(directory=directory.path)
+        start = written.start_in(str(directory.path))
         directory.write_summary(
             {
                 "status": "done",

@@ -12,7 +12,7 @@ import dataclasses
 import re
 import shlex
 
-from experiments.launch.job import Job
+from experiments.launch.job import Job, check_text
 from experiments.launch.jobset import JobSetConfig
 from experiments.launch.slurm import SlurmConfig
 from experiments.launch.tpu_vm import TpuVmConfig
@@ -35,6 +35,7 @@ class LaunchRunConfig:
     """Name of the job: lower-case letters, digits and hyphens."""
 
     def __post_init__(self):
+        check_text("run.directory", self.directory)
         if not _NAME.fullmatch(self.name):
             raise ValueError(
                 f"run.name={self.name!r} must be 1 to 40 lower-case letters, digits and hyphens,"
@@ -54,6 +55,7 @@ class LaunchConfig:
     """Cluster and its size."""
 
     def __post_init__(self):
+        check_text("command", self.command, is_shell=True)
         try:
             words = shlex.split(self.command)
         except ValueError as error:

@@ -7,7 +7,13 @@ from __future__ import annotations
 import dataclasses
 import re
 import shlex
+import unicodedata
 from collections.abc import Mapping
+
+_CONTROL = ("Cc", "Zl", "Zp")
+"""Unicode categories of control characters and of separators of lines and paragraphs."""
+
+_WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]*")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,6 +45,15 @@ class LaunchFiles:
     start: str
     """Command line that starts the job; `{directory}` stands for the directory of the files."""
 
+    def start_in(self, directory: str) -> str:
+        """Return the command line that starts the job, with the directory quoted for a shell.
+
+        Args:
+            directory: Directory of the files.
+        """
+        place = f"./{directory}" if directory.startswith("-") else directory
+        return self.start.format(directory=shlex.quote(place))
+
 
 def check_at_least(path: str, value: int, lowest: int) -> None:
     """Refuse a value below the lowest.
@@ -53,6 +68,40 @@ def check_at_least(path: str, value: int, lowest: int) -> None:
     """
     if value < lowest:
         raise ValueError(f"{path}={value} must be at least {lowest}")
+
+
+def check_text(path: str, value: str | None, *, is_shell: bool = False) -> None:
+    """Refuse control characters, which would become lines of the written files.
+
+    Args:
+        path: Dotted name of the field.
+        value: Value of the field.
+        is_shell: Whether the value is shell text, in which newlines and tabs are allowed.
+
+    Raises:
+        ValueError: The value has a control character.
+    """
+    allowed = "\n\t" if is_shell else ""
+    if any(unicodedata.category(c) in _CONTROL and c not in allowed for c in value or ""):
+        raise ValueError(f"{path}={value!r} has a control character: remove it")
+
+
+def check_word(path: str, value: str | None, service: str) -> None:
+    """Refuse a value that is not one name.
+
+    Args:
+        path: Dotted name of the field.
+        value: Value of the field; None and empty are accepted.
+        service: Name of the service that takes the value, for the message.
+
+    Raises:
+        ValueError: The value has other characters than names have.
+    """
+    if value and not _WORD.fullmatch(value):
+        raise ValueError(
+            f"{path}={value!r} is not a name that {service} accepts: it has letters, digits and"
+            " . _ : / @ -, and begins with a letter or digit"
+        )
 
 
 def check_directory(job: Job, root: str, where: str) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 from experiments.cli.exit_codes import ExitCode
-from experiments.launch.job import Job, LaunchFiles, check_at_least, check_directory
+from experiments.launch.job import Job, LaunchFiles, check_at_least, check_directory, check_word
 
 _CHIPS_PER_HOST = 4
 
@@ -50,6 +50,8 @@ class JobSetConfig:
     def __post_init__(self):
         check_at_least("cluster.slices", self.slices, 1)
         check_at_least("cluster.max_restarts", self.max_restarts, 0)
+        check_word("cluster.image", self.image, "a container registry")
+        check_word("cluster.volume_claim", self.volume_claim, "Kubernetes")
         dims = 2 if self.accelerator in ("v5e", "v6e") else 3
         if not re.fullmatch("x".join([r"[1-9]\d*"] * dims), self.topology):
             example = "x".join(["4"] * dims)

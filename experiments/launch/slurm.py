@@ -12,7 +12,7 @@ import re
 from typing import ClassVar
 
 from experiments.cli.exit_codes import ExitCode
-from experiments.launch.job import Job, LaunchFiles, check_at_least
+from experiments.launch.job import Job, LaunchFiles, check_at_least, check_text
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,12 +42,13 @@ class SlurmConfig:
         check_at_least("cluster.grace", self.grace, 0)
         if not re.fullmatch(r"(\d+-)?\d+:\d\d:\d\d", self.time):
             raise ValueError(
-                f"cluster.time={self.time} is not [days-]hours:minutes:seconds, such as 24:00:00"
+                f"cluster.time={self.time!r} is not [days-]hours:minutes:seconds, such as 24:00:00"
             )
         for field in ("partition", "account"):
             value = getattr(self, field)
-            if value is not None and not re.fullmatch(r"[\w.,-]+", value):
+            if value is not None and not re.fullmatch(r"\w[\w.,-]*", value):
                 raise ValueError(f"cluster.{field}={value!r} is not a name that Slurm accepts")
+        check_text("cluster.setup", self.setup, is_shell=True)
 
     @property
     def num_hosts(self) -> int:

@@ -12,7 +12,7 @@ import re
 import shlex
 from typing import ClassVar
 
-from experiments.launch.job import Job, LaunchFiles, check_directory
+from experiments.launch.job import Job, LaunchFiles, check_directory, check_text, check_word
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,6 +45,9 @@ class TpuVmConfig:
                 f"cluster.accelerator_type={self.accelerator_type} has {self.chips} chips, which"
                 " must be divisible by the 4 of a host"
             )
+        for field in ("zone", "project", "runtime_version"):
+            check_word(f"cluster.{field}", getattr(self, field), "Google Cloud")
+        check_text("cluster.setup", self.setup, is_shell=True)
 
     @property
     def chips(self) -> int:

@@ -180,7 +180,7 @@ def test_hosts(cluster, fields, hosts):
 
 REFUSED = {
     "cluster.nodes=0 must be at least 1": ("slurm", {"nodes": 0}),
-    "cluster.time=1 day is not [days-]hours:minutes:seconds, such as 24:00:00": (
+    "cluster.time='1 day' is not [days-]hours:minutes:seconds, such as 24:00:00": (
         "slurm",
         {"time": "1 day"},
     ),
@@ -220,6 +220,57 @@ REFUSED = {
         {"command": "it's"},
     ),
 }
+
+
+@pytest.mark.parametrize(
+    ("cluster", "field"),
+    [
+        *(("tpu_vm", field) for field in ("zone", "project", "runtime_version")),
+        *(("jobset", field) for field in ("image", "volume_claim")),
+        *(("slurm", field) for field in ("partition", "account", "time")),
+    ],
+)
+@pytest.mark.parametrize("value", ["a\ntouch bad", "a\r", "a\x1b[0m", "-a", "a b", "$(touch bad)"])
+def test_a_name_in_a_launch_file_is_one_word(cluster, field, value):
+    with pytest.raises(ValueError, match=rf"^cluster\.{field}=.* is not "):
+        config(cluster, **{field: value})
+
+
+def test_a_launch_file_has_no_control_characters():
+    with pytest.raises(ValueError, match="^command='c .x1b' has a control character: remove it$"):
+        config("slurm", command="c \x1b")
+    for cluster in ("slurm", "tpu_vm"):
+        with pytest.raises(ValueError, match="^cluster.setup='a.*b' has a control character"):
+            config(cluster, setup="a\x00b")
+    with pytest.raises(ValueError, match="^run.directory='a.nb' has a control character"):
+        LaunchRunConfig(directory="a\nb")
+
+
+def test_a_line_break_in_the_command_stays_in_its_word(tmp_path):
+    fake(tmp_path, "srun", r'printf "%q\n" "$@"')
+    words = run(text_of("slurm", command="c 'x\ny'", setup=""), tmp_path).stdout.splitlines()
+    assert words[1:] == ["c", r"$'x\ny'"]
+
+
+@pytest.mark.parametrize("cluster", GIVEN)
+def test_the_line_that_starts_a_job_is_quoted(cluster, tmp_path):
+    for program in ("sbatch", "kubectl", "bash"):
+        fake(tmp_path, program, PRINTS)
+    launch_config = config(cluster)
+    written = launch_config.cluster.files(launch_config.job)
+    (file,) = written.files
+    for directory in ("it's $(touch bad); {here} *", "-x"):
+        started = subprocess.run(
+            ["/bin/bash", "-c", written.start_in(directory)],
+            env={"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"},
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        path = f"./{directory}" if directory == "-x" else directory
+        assert f"{path}/{file}" in started.stdout.splitlines()
+    assert not (tmp_path / "bad").exists()
 
 
 @pytest.mark.parametrize("text", REFUSED)
