@@ -73,7 +73,8 @@ class ExecutionConfig:
     """Extent of the measurements: the load of the routers; or also those of
     jaxmoe/routing/telemetry/detailed.py and jaxmoe/layers/indicators.py; runs experts twice."""
     loss_chunk: int = 0
-    """Positions whose logits are computed at a time in the loss; 0 for all at once."""
+    """Positions whose logits are computed at a time in the loss, rounded up to a multiple of the
+    devices that share a sequence; 0 for all at once."""
 
     def __post_init__(self):
         inner = 1 if self.fold is None else self.fold.seq_inner

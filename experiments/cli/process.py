@@ -14,6 +14,7 @@ import sys
 
 import jax
 
+from experiments.cli.absent_tpu import skip_absent_tpu
 from experiments.cli.output import write
 from jaxmoe.disk import cache_directory
 from sharding.distributed import start_processes
@@ -50,6 +51,7 @@ def start_process(
     if getattr(jax.config, "jax_compilation_cache_dir", None) is None:
         jax.config.update("jax_compilation_cache_dir", str(cache_directory() / "compilation"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
+    skip_absent_tpu()
     start_processes(initialization_timeout=start, heartbeat_timeout=heartbeat)
     if needs_devices:
         _find_devices()

@@ -29,7 +29,7 @@ from jaxmoe.models.config import ModelConfig
 from jaxmoe.models.embedding import head_weight, output_logits
 from jaxmoe.parameters import ParameterSpec, ParameterTable
 from jaxmoe.scaling.initialize import parameter_table
-from jaxmoe.training.loss import in_chunks, lay_out_batch
+from jaxmoe.training.loss import chunk_length, in_chunks, lay_out_batch
 from sharding import axes as ax
 
 
@@ -59,8 +59,8 @@ def observe_head(
         )
 
     loss_weights = jnp.asarray(lay_out_batch(batch, model, execution)[0].loss_weights)
-    length, chunk = hidden.shape[1], execution.loss_chunk
-    is_whole = not chunk or chunk >= length
+    chunk = chunk_length(execution, hidden.shape[1])
+    is_whole = chunk == hidden.shape[1]
     if is_whole:
         return jax.tree.map(lambda leaf: leaf[None], observe(hidden, loss_weights))
     rows = (ax.ACT_BATCH, None)

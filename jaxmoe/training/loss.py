@@ -26,6 +26,7 @@ from jaxmoe.models.transformer import Output, forward
 from jaxmoe.training import NextTokenConfig, ObjectiveConfig
 from jaxmoe.training.objective import TokenGiven
 from sharding import axes as ax
+from sharding.sequence_parallel import sequence_ranks
 
 
 def token_nll(
@@ -99,8 +100,8 @@ def summed_loss(
 
     weights, extra = jnp.asarray(batch.loss_weights), jax.tree.map(jnp.asarray, batch.extra)
     arrays = (hidden, jnp.asarray(batch.targets), TokenGiven(weights=weights, extra=extra))
-    length, chunk = hidden.shape[1], execution.loss_chunk
-    is_whole = not chunk or chunk >= length
+    chunk = chunk_length(execution, hidden.shape[1])
+    is_whole = chunk == hidden.shape[1]
     if is_whole:
         return chunk_sum(*arrays)
 
@@ -204,6 +205,18 @@ def lay_out_batch(
     segments = None if batch.segment_ids is None else jnp.asarray(batch.segment_ids)
     order = current_order(model.context, execution, batch.tokens.shape[1], segments)
     return lay_out(batch, order, execution), order
+
+
+def chunk_length(execution: ExecutionConfig, length: int) -> int:
+    """Return the positions whose logits are computed at a time.
+
+    Args:
+        execution: `loss_chunk`, rounded up to a multiple of the devices that share a sequence.
+        length: Positions of a sequence.
+    """
+    ranks = sequence_ranks(execution.placement)
+    chunk = -(-(execution.loss_chunk or length) // ranks) * ranks
+    return min(chunk, length)
 
 
 def in_chunks(arrays: Any, chunk: int) -> Any:

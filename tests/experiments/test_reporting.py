@@ -103,6 +103,8 @@ def test_a_resumed_run_knows_its_last_held_out_loss(assembly, tmp_path, capsys):
     resumed.trained(report(5, 5, 3.0))
     resumed.close()
     assert resumed.last[BITS_PER_TOKEN] == pytest.approx(1.5)
+    printed = capsys.readouterr().out
+    assert "held out at step 4: 1.5000 bits per token" in printed and "eval/" not in printed
 
 
 def test_a_run_that_goes_back_records_its_steps_anew(assembly, tmp_path, capsys):

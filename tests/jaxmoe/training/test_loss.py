@@ -16,8 +16,11 @@ from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import ForwardMultipliers, ModelConfig
 from jaxmoe.precision import PrecisionPolicy
 from jaxmoe.training import NextTokenConfig
+from jaxmoe.training.indicators import observe_head
 from jaxmoe.training.loss import summed_loss, token_nll
 from jaxmoe.training.objective import TokenGiven
+from sharding import MeshConfig, make_mesh
+from sharding.sequence_parallel import AllGatherKVConfig
 from tests.support.losses import summed_nll
 from tests.support.tolerances import assert_close
 
@@ -135,6 +138,31 @@ def test_bfloat16_is_close(chunk, whole):
     value, grads = _value_and_grad(chunk, precision=precision)
     assert value.dtype == jnp.float32 and {g.dtype for g in grads} == {jnp.dtype("float32")}
     assert_close((value, grads), whole, kind="matmul", dtype="bfloat16")
+
+
+@pytest.mark.parametrize("length", [16, 24])
+def test_a_chunk_that_seq_does_not_divide_equals_the_whole(length):
+    """Loss, gradients and indicators with chunks of 3 and 10 positions on 4 devices of a row."""
+    shape = (BATCH - 1, length)
+    targets, weights = TARGETS.ravel()[:1] * np.ones(shape, np.int32), np.ones(shape, np.float32)
+    batch = Batch(tokens=targets, targets=targets, loss_weights=weights)
+
+    def values(execution):
+        def loss(hidden, weight):
+            nll = summed_loss(hidden, weight, batch, model=MODEL, execution=execution)[0]
+            params = {"head": {"weight": weight}}
+            return nll, observe_head(params, hidden, batch, MODEL, execution)
+
+        run = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
+        return run(_normal(2, *shape, WIDTH), _normal(3, WIDTH, VOCAB))
+
+    whole = values(ExecutionConfig())
+    for chunk in (3, 10):
+        execution = ExecutionConfig(
+            mesh=MeshConfig(data=2, seq=4), sequence_parallel=AllGatherKVConfig(), loss_chunk=chunk
+        )
+        with jax.set_mesh(make_mesh(execution.mesh)):
+            assert_close(values(execution), whole, kind="matmul")
 
 
 def test_a_negative_chunk_is_refused():
