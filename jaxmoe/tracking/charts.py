@@ -20,13 +20,15 @@ from typing import Any, Literal
 import numpy as np
 
 from jaxmoe.optional import require
-from jaxmoe.tracking.plots import draw_references, figure_of_panels
+from jaxmoe.tracking.plots import figure_of_panels
+from jaxmoe.tracking.reference_lines import draw_references, loss_limits, note_cut_start
 from jaxmoe.tracking.smoothing import smooth, thinned
 
 COLORS = 8
 """Number of line colours of the page; further curves repeat them."""
 
 _DPI = 72.0  # units of an SVG of matplotlib per inch
+_FONT_SIZE = 11.0  # that the page sets
 _VARIABLES = {f"#c0100{n}": f"var(--c{n})" for n in range(COLORS)} | {
     "#c02001": "var(--soft)",
     "#c02002": "var(--line)",
@@ -84,6 +86,7 @@ def line_chart(
     references: Mapping[str, float] | None = None,
     is_log: bool = False,
     from_zero: bool = False,
+    is_loss: bool = False,
     size: tuple[int, int] = (480, 230),
     spell_x: Callable[[float], str] = plain_number,
 ) -> str:
@@ -96,6 +99,7 @@ def line_chart(
         references: Horizontal lines by label.
         is_log: Whether the vertical axis is logarithmic.
         from_zero: Whether the vertical axis begins at 0.
+        is_loss: Whether the first steps may leave the vertical axis.
         size: Width and height in CSS pixels at the natural size; the chart scales with the page.
         spell_x: Formats the ticks of the horizontal axis.
 
@@ -118,9 +122,13 @@ def line_chart(
         _draw(axes, line, x, y)
     if is_log:
         axes.set_yscale("log")
-    axes.set_ylim(*_limits(values[np.isfinite(values)], is_log=is_log, from_zero=from_zero))
+    drawn = [(x, y) for _, x, y in curves]
+    limits = _limits(values[np.isfinite(values)], is_log=is_log, from_zero=from_zero)
+    axes.set_ylim(*(loss_limits(drawn, references) or limits) if is_loss else limits)
     axes.margins(x=0.02)
-    draw_references(axes, references, color=_SOFT)
+    draw_references(axes, references, curves=drawn, color=_SOFT, size=_FONT_SIZE)
+    if is_loss:
+        note_cut_start(axes, drawn[0], _SOFT, _FONT_SIZE)
     _style(axes, x_label, y_label, spell_x, is_log=is_log)
     return f"<figure>{_legend(lines)}{_svg(figure, f'{y_label} by {x_label}')}</figure>"
 

@@ -30,6 +30,7 @@ from jaxmoe.disk import replace_file
 from jaxmoe.optional import require
 from jaxmoe.tracking.history import read_history
 from jaxmoe.tracking.jsonl import read_metrics
+from jaxmoe.tracking.reference_lines import draw_references, loss_limits, note_cut_start
 from jaxmoe.tracking.router_load import read_router_load
 from jaxmoe.tracking.smoothing import binned, smooth
 from jaxmoe.tracking.tracker import (
@@ -129,19 +130,15 @@ def plot_loss(
     bits = loss / nats_per_bit
     axes.plot(steps, bits, color=BLUE, alpha=0.3, linewidth=1.0)
     axes.plot(steps, smooth(bits), color=BLUE, linewidth=1.8, label="training (smoothed)")
-    points = [bits]
+    curves = [(steps, bits)]
     if held_out is not None:
         axes.plot(*held_out, color=ORANGE, linewidth=1.8, marker="o", ms=4, label="held out")
-        points.append(held_out[1])
-    references = references or {}
-    values = np.concatenate([*points, np.array(list(references.values()))])
-    values = values[np.isfinite(values)]
-    if values.size:
-        low, high = values.min(), values.max()
-        margin = 0.06 * (high - low) or 0.1
-        axes.set_ylim(low - margin, high + margin)
+        curves.append(held_out)
+    if (limits := loss_limits(curves, references)) is not None:
+        axes.set_ylim(*limits)
     axes.margins(x=0.01)
-    draw_references(axes, references)
+    draw_references(axes, references or {}, curves=curves, color=GRAY)
+    note_cut_start(axes, curves[0], GRAY, 8.0)
     axes.set_xlabel("step")
     axes.set_ylabel("bits per token" if bytes_per_token is None else "bits per byte")
     nats = axes.secondary_yaxis("right", functions=(_times(nats_per_bit), _times(1 / nats_per_bit)))
@@ -344,34 +341,6 @@ def save_figure(figure: Any, path: str | os.PathLike[str]) -> None:
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=DPI)
     replace_file(path, buffer.getvalue())
-
-
-def draw_references(axes: Any, references: Mapping[str, float], color: str = GRAY) -> None:
-    """Draw labelled horizontal lines; low labels on the left, high ones on the right.
-
-    Args:
-        axes: Panel with its final limits; its curve falls from left to right.
-        references: Values by label.
-        color: Colour of lines and labels.
-    """
-    low, high = axes.get_ylim()
-    least = 0.045 * (high - low)
-    label_at = -math.inf
-    for label, value in sorted(references.items(), key=lambda pair: pair[1]):
-        axes.axhline(value, color=color, linewidth=1.0, linestyle=(0, (4, 3)), gid="reference")
-        label_at = max(value, label_at + least)  # labels of close lines move apart
-        is_low = value < 0.5 * (low + high)
-        axes.annotate(
-            f"{label}  {value:.2f}",
-            xy=(0.008 if is_low else 0.992, label_at),
-            xycoords=("axes fraction", "data"),
-            xytext=(0, 2),
-            textcoords="offset points",
-            horizontalalignment="left" if is_low else "right",
-            color=color,
-            fontsize=8,
-            gid="reference",
-        )
 
 
 def _times(factor: float) -> Any:

@@ -185,7 +185,11 @@ def _training(series: Series, summary: Mapping[str, Any]) -> str:
         steps, bits = series[name]
         lines.append(Line(label="held out", x=steps, y=bits, color=1, kind="dots"))
     loss = line_chart(
-        lines, y_label=unit, references=summary.get("references_bits"), size=(960, 340)
+        lines,
+        y_label=unit,
+        references=summary.get("references_bits"),
+        is_loss=True,
+        size=(960, 340),
     )
     others = []
     if LEARNING_RATE in series:
@@ -204,7 +208,8 @@ def _beside_loss(series: Series, summary: Mapping[str, Any]) -> str:
         return ""
     loss = with_smoothed("", *bits_of_training(series, summary))
     violation = with_smoothed("", *series[MAX_VIOLATION])
-    return line_chart(loss, y_label=f"training loss, {held_out(summary)[1]}", size=(960, 200)) + (
+    label = f"training loss, {held_out(summary)[1]}"
+    return line_chart(loss, y_label=label, is_loss=True, size=(960, 200)) + (
         line_chart(violation, y_label="max violation, worst layer", from_zero=True, size=(960, 200))
     )
 
