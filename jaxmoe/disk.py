@@ -14,15 +14,34 @@ import contextlib
 import logging
 import os
 import pathlib
+import stat
 from collections.abc import Iterator
 
 logger = logging.getLogger(__name__)
+
+_SPECIAL_FILES = {
+    stat.S_IFIFO: "a FIFO (named pipe)",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a character device",
+    stat.S_IFBLK: "a block device",
+    stat.S_IFDIR: "a directory",
+}
 
 
 def cache_directory() -> pathlib.Path:
     """Return $XDG_CACHE_HOME/jaxmoe, by default ~/.cache/jaxmoe."""
     home = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
     return pathlib.Path(home) / "jaxmoe"
+
+
+def kind_of_special_file(path: str | os.PathLike[str]) -> str | None:
+    """Return what a local path is, such as "a socket"; None for a regular file.
+
+    Raises:
+        OSError: The path does not exist, or is a symbolic link that leads to itself.
+    """
+    mode = os.stat(path).st_mode
+    return None if stat.S_ISREG(mode) else _SPECIAL_FILES.get(stat.S_IFMT(mode), "a special file")
 
 
 def replace_file(path: str | os.PathLike[str], data: bytes | str) -> None:

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Provides sources of rows, and the loader that computes a batch from seed and global step.
 
-Text takes the path file -> record (`formats`) -> document (`documents`, the planning pass) -> row
+Text takes the path file -> record (`reading`) -> document (`documents`, the planning pass) -> row
 (`packing`) -> batch (`loader`).
 
 To add a source: `jaxmoe/data/source.py` (the interface to implement, in a file of its own),

@@ -16,11 +16,7 @@ The key is a hash of the request: names, sizes and modification times of the fil
 fields. The directory is written under a temporary name and renamed, so that it is always whole;
 processes that write it at the same time write the same content.
 
-A document is held out by its own sha256, so that equal documents stay together and adding one moves
-no other. If fewer than five are expected, the fraction is counted off in the order of their sha256;
-if less than one is expected, the end of every document is held out.
-
-To add a collection: `jaxmoe/data/documents.py` (`Collection`, the interface to implement),
+To add a collection: `jaxmoe/data/collection.py` (the interface to implement),
 `jaxmoe/data/packed.py` (`build_sources`, which its config's `build` calls).
 """
 
@@ -30,20 +26,20 @@ import array
 import contextlib
 import dataclasses
 import hashlib
-import itertools
 import json
 import logging
-import math
 import pathlib
 import shutil
 import uuid
 from collections.abc import Iterator
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal
 
 import numpy as np
 
 from jaxmoe.data.batch import DataError
-from jaxmoe.data.formats import BadRecord, Record
+from jaxmoe.data.collection import Collection
+from jaxmoe.data.held_out import digest, held_out
+from jaxmoe.data.reading.formats import BadRecord, Record
 from jaxmoe.data.source import Split
 from jaxmoe.data.tokenizer import ByteTokenizer, Tokenizer
 from pallas_kernels.array_types import Int, Shaped
@@ -52,30 +48,15 @@ logger = logging.getLogger(__name__)
 
 _FORMAT = 1
 """Version of the cache's files; increased when their meaning changes."""
-_FEWEST_BY_DIGEST = 5
-"""Expected number of held-out documents below which they are counted off instead."""
 _BATCH_CHARACTERS = 2**20
 _BATCH_TEXTS = 4096
 _BATCH_IDS = 2**20
+_TOKENIZER_OF_IDS = (
+    "give the tokenizer that made the file (data.tokenizer:file --data.tokenizer.path "
+    "tokenizer.json), or the number of its ids (data.tokenizer:ids --data.tokenizer.vocab_size N)"
+)
 
 BadRecords = Literal["stop", "skip"]
-
-
-@runtime_checkable
-class Collection(Protocol):
-    """Source of documents; its `str` is what the user wrote."""
-
-    def identity(self) -> Any:
-        """Return the key of the cache, cheap to compute, as JSON values."""
-        ...
-
-    def content(self) -> dict[str, Any]:
-        """Return names, sizes and sha256 for the fingerprint."""
-        ...
-
-    def records(self, tokenizer: Tokenizer | None) -> Iterator[Record | BadRecord]:
-        """Yield the documents in order; the tokenizer cuts ids without borders. None: text only."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -141,42 +122,6 @@ class Store:
         )
 
 
-def held_out(digests: Shaped[np.ndarray, " documents"], fraction: float) -> np.ndarray | None:
-    """Return which documents are held out; None if the end of each document is held out instead.
-
-    Args:
-        digests: Digest of each document, 64 bits.
-        fraction: Share of the documents to hold out.
-    """
-    expected = len(digests) * fraction
-    if expected >= _FEWEST_BY_DIGEST:
-        return digests < np.uint64(int(fraction * 2**64))
-    if expected < 1:
-        return None
-    return digests <= np.sort(digests)[round(expected) - 1]
-
-
-def train_texts(collection: Collection, fraction: float) -> Iterator[str]:
-    """Yield the texts on which a vocabulary is trained: those that are not held out."""
-    texts = (
-        record.value
-        for record in collection.records(None)
-        if isinstance(record, Record) and isinstance(record.value, str) and record.value
-    )
-    if not fraction:
-        yield from texts
-        return
-    first = list(itertools.islice(texts, math.ceil(_FEWEST_BY_DIGEST / fraction)))
-    mask = held_out(np.array([_digest(text.encode()) for text in first], np.uint64), fraction)
-    if mask is None:
-        yield from (text[: int(len(text) * (1 - fraction))] for text in first)
-        return
-    yield from (text for text, is_held_out in zip(first, mask, strict=True) if not is_held_out)
-    for text in texts:  # enough documents that each one's digest decides
-        if _digest(text.encode()) >= int(fraction * 2**64):
-            yield text
-
-
 def plan_documents(
     collection: Collection,
     tokenizer: Tokenizer,
@@ -197,9 +142,22 @@ def plan_documents(
     """
     key = cache_key(collection.identity(), tokenizer.fingerprint(), on_bad_record)
     directory = cache / key
-    if (store := _open(directory)) is not None:
-        return store
-    new = cache / f"{key}.{uuid.uuid4().hex}.new"
+    if (store := _open(directory)) is None:
+        store = _written(directory, collection, tokenizer, on_bad_record)
+    for message in store.facts.get("warnings", ()):
+        logger.warning("%s", message)
+    return store
+
+
+def _written(
+    directory: pathlib.Path,
+    collection: Collection,
+    tokenizer: Tokenizer,
+    on_bad_record: BadRecords,
+) -> Store:
+    """Write a store under a temporary name, rename it, and return it."""
+    cache = directory.parent
+    new = cache / f"{directory.name}.{uuid.uuid4().hex}.new"
     with writing_to(cache):
         try:
             new.mkdir(parents=True)
@@ -263,10 +221,10 @@ def _write(
     lengths, digests, sizes = array.array("q"), array.array("Q"), array.array("q")
     skipped: list[str] = []
     with (directory / "tokens.bin").open("wb") as stream:
-        for ids, digest, size in _documents(collection, tokenizer, on_bad_record, skipped):
+        for ids, content_digest, size in _documents(collection, tokenizer, on_bad_record, skipped):
             stream.write(np.ascontiguousarray(ids, dtype).data)
             lengths.append(len(ids))
-            digests.append(digest)
+            digests.append(content_digest)
             sizes.append(size)
     if not lengths:
         found = "only empty documents"
@@ -282,6 +240,7 @@ def _write(
     facts = {
         "content": collection.content(),
         "skipped_records": len(skipped),
+        "warnings": collection.warnings(),
         "documents": len(lengths),
         "tokens": int(offsets[-1]),
         "dtype": np.dtype(dtype).name,
@@ -325,46 +284,46 @@ def _tokenized(
     encoded = tokenizer.encode_all([text for text, _ in texts])
     for ids, (_, content) in zip(encoded, texts, strict=True):
         ends = np.array([tokenizer.separator], ids.dtype)
-        yield np.concatenate([ends, ids, ends]), _digest(content), len(content)
+        yield np.concatenate([ends, ids, ends]), digest(content), len(content)
 
 
 def _checked(record: Record, tokenizer: Tokenizer) -> bytes | np.ndarray | BadRecord:
     """Return UTF-8 text or token ids, or a BadRecord if the tokenizer cannot encode the text."""
     value, size = record.value, tokenizer.vocab_size
+    where = record.where
     if isinstance(value, str):
         if not tokenizer.is_text:
             raise DataError(
-                f"{record.where} holds text, and data.tokenizer:ids reads token ids only: choose "
+                f"{where} holds text, and data.tokenizer:ids reads token ids only: choose "
                 "data.tokenizer:bytes, :file or :trained"
             )
         content = value.encode()
         if isinstance(tokenizer, ByteTokenizer) and (at := content.find(0)) >= 0:
             return BadRecord(
-                f"{record.where}: byte 0 at offset {at} of the text, which separates "
+                f"{where}: byte 0 at offset {at} of the text, which separates "
                 "documents in data.tokenizer:bytes: remove it, or choose another tokenizer"
             )
         return content
+    if isinstance(tokenizer, ByteTokenizer) and value.dtype.itemsize > 1:
+        raise DataError(
+            f"{where} holds token ids of type {value.dtype}, and data.tokenizer:bytes reads bytes "
+            f"(uint8): {_TOKENIZER_OF_IDS}"
+        )
     if len(value) and (value.min() < 0 or value.max() >= size):
         at = int(np.argmax((value < 0) | (value >= size)))
         raise DataError(
-            f"{record.where}: token id {value[at]} at position {record.first + at} of the file is "
-            f"outside the vocabulary of {size} (ids 0 to {size - 1}): give the tokenizer that made "
-            "the file (data.tokenizer:file --data.tokenizer.path tokenizer.json), or the number of "
-            "its ids (data.tokenizer:ids --data.tokenizer.vocab_size N)"
+            f"{where}: token id {value[at]} at position {record.first + at} of the file is outside "
+            f"the vocabulary of {size} (ids 0 to {size - 1}): {_TOKENIZER_OF_IDS}"
         )
     return value
 
 
-def _digest(content: bytes) -> int:
-    return int.from_bytes(hashlib.sha256(content).digest()[:8], "big")
-
-
 def _digest_of_ids(ids: np.ndarray) -> int:
     """Return the digest of ids, the same for any integer type; computed in parts."""
-    digest = hashlib.sha256()
+    total = hashlib.sha256()
     for begin in range(0, len(ids), _BATCH_IDS):
-        digest.update(ids[begin : begin + _BATCH_IDS].astype("<i8").data)
-    return int.from_bytes(digest.digest()[:8], "big")
+        total.update(ids[begin : begin + _BATCH_IDS].astype("<i8").data)
+    return int.from_bytes(total.digest()[:8], "big")
 
 
 def _open(directory: pathlib.Path) -> Store | None:

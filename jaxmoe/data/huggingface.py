@@ -17,8 +17,8 @@ from collections.abc import Iterator
 from typing import Any, ClassVar
 
 from jaxmoe.data.batch import DataError
-from jaxmoe.data.formats import BadRecord, Record, text_record
 from jaxmoe.data.packed import PackedSource, ReadingConfig, build_sources
+from jaxmoe.data.reading.formats import BadRecord, Record, text_record
 from jaxmoe.data.tokenizer import Tokenizer
 from jaxmoe.optional import require
 
@@ -92,6 +92,10 @@ class Rows:
         field = self._config.text_field
         for number, row in enumerate(self._rows.select_columns([field])):
             yield text_record(row[field], field, f"{self._config.dataset} row {number}")
+
+    def warnings(self) -> list[str]:
+        """Return nothing: the `datasets` library verifies its files."""
+        return []
 
     def _load(self) -> Any:
         datasets, config = require("datasets", "datasets"), self._config

@@ -18,16 +18,16 @@ from typing import Any, ClassVar
 import numpy as np
 
 from jaxmoe.data.batch import DataError
+from jaxmoe.data.collection import Collection
 from jaxmoe.data.documents import (
     BadRecords,
-    Collection,
     DocumentSet,
     Store,
     cache_key,
     plan_documents,
-    train_texts,
     writing_to,
 )
+from jaxmoe.data.held_out import train_texts
 from jaxmoe.data.packing import BestFit, Concatenated, Packing
 from jaxmoe.data.source import Row, SourceKind, Split
 from jaxmoe.data.tokenizer import BytesConfig, Tokenizer, TokenizerConfig
@@ -73,10 +73,19 @@ class ReadingConfig(SourceKind):
 
     @property
     def cache_directory(self) -> pathlib.Path:
-        """Directory of cached tokens."""
-        if self.cache is not None:
-            return pathlib.Path(self.cache).expanduser()
-        return cache_directory() / "data"
+        """Directory of cached tokens.
+
+        Raises:
+            DataError: `cache` is empty, a URL, or no path.
+        """
+        if self.cache is None:
+            return cache_directory() / "data"
+        if not self.cache.strip() or "://" in self.cache or "\0" in self.cache:
+            raise DataError(
+                f"data.cache={self.cache!r} must be a local directory, which is created if it does "
+                f"not exist: name one, or leave it out for {cache_directory() / 'data'}"
+            )
+        return pathlib.Path(self.cache).expanduser()
 
 
 def build_sources(
@@ -162,11 +171,17 @@ class PackedSource:
         self._kind, self._config, self.tokenizer = kind, config, tokenizer
         self.documents, self._facts, self._seed = documents, facts, seed
         self._directories = directories
+        counts = ", ".join(
+            f"{split}: {len(lengths)} documents of {lengths.sum()} tokens"
+            for split in _SPLITS
+            for lengths in [documents[split].lengths]
+        )
         for split in _SPLITS:
             if not (documents[split].lengths > 1).any():
                 raise DataError(
-                    f"the {split} split of the data has no text: bring more, or hold out another "
-                    f"part (data.validation_fraction={config.validation_fraction})"
+                    f"the {split} split of the data has no text ({counts}; equal documents are in "
+                    "one split): bring more, or hold out another part "
+                    f"(data.validation_fraction={config.validation_fraction})"
                 )
         self.packed = functools.lru_cache(maxsize=8)(self._pack)
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import itertools
 import json
 import logging
 import os
@@ -30,6 +31,8 @@ import numpy as np
 
 from jaxmoe.configs import registry_of
 from jaxmoe.data.batch import DataError
+from jaxmoe.data.pieces import cuts_at_spaces, pieces
+from jaxmoe.disk import kind_of_special_file
 from jaxmoe.optional import require
 from pallas_kernels.array_types import Int, Shaped
 
@@ -38,6 +41,9 @@ logger = logging.getLogger(__name__)
 _SEPARATOR = "<|endoftext|>"
 _KNOWN_SEPARATORS = (_SEPARATOR, "<|end_of_text|>", "</s>", "<eos>", "[SEP]", "<|im_end|>", "<s>")
 _SMALLEST_TRAINED = 257
+_PIECES_AT_ONCE = 64
+_MOST_IDS = 2**31
+"""Largest vocabulary: token ids are int32."""
 
 Texts = Callable[[], Iterable[str]]
 """Returns the texts of the train split; only tokenizers that are trained call it."""
@@ -167,7 +173,8 @@ class TrainedConfig(_Kind):
                 initial_alphabet=library.pre_tokenizers.ByteLevel.alphabet(),
                 show_progress=False,
             )
-            bpe.train_from_iterator(iter(texts()), trainer)
+            # `tokenizers` buffers 256 texts, and needs about 100 bytes of memory for each byte.
+            bpe.train_from_iterator((p for text in texts() for p in pieces(text)), trainer)
             directory.mkdir(parents=True, exist_ok=True)
             new = path.with_suffix(f".{uuid.uuid4().hex}.new")
             new.write_text(bpe.to_str(), encoding="utf-8")
@@ -190,6 +197,11 @@ class IdsConfig(_Kind):
     def __post_init__(self):
         if self.vocab_size < 2:
             raise ValueError(f"data.tokenizer.vocab_size={self.vocab_size} must be at least 2")
+        if self.vocab_size > _MOST_IDS:
+            raise ValueError(
+                f"data.tokenizer.vocab_size={self.vocab_size} must be at most {_MOST_IDS}, because "
+                "token ids are int32: give the number of ids of the tokenizer that made the files"
+            )
         if self.separator is not None and not 0 <= self.separator < self.vocab_size:
             raise ValueError(
                 f"data.tokenizer.separator={self.separator} must be an id below "
@@ -240,10 +252,15 @@ class SubwordTokenizer:
 
     def __init__(self, path: pathlib.Path, separator: str | None):
         try:
+            if (kind := kind_of_special_file(path)) is not None:
+                raise DataError(
+                    f"data.tokenizer.path={path} is {kind}: expected a regular file. Give the path "
+                    "of a tokenizer.json"
+                )
             content = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise DataError(f"data.tokenizer.path={path} cannot be read: {error}") from error
-        _check_json(path, content)
+        data = _read_json(path, content)
         library = require("tokenizers")
         with _RustErrors(path):
             self._bpe = library.Tokenizer.from_str(content)
@@ -253,7 +270,14 @@ class SubwordTokenizer:
         self.path, self.content = path, content
         self._sha256 = hashlib.sha256(content.encode()).hexdigest()
         vocabulary = self._bpe.get_vocab(with_added_tokens=True)
-        self.vocab_size = max(vocabulary.values()) + 1
+        self.vocab_size = max(vocabulary.values(), default=-1) + 1
+        if not 0 < self.vocab_size <= _MOST_IDS:
+            raise DataError(
+                f"data.tokenizer.path={path} has {len(vocabulary)} tokens and ids below "
+                f"{self.vocab_size}: expected 1 to {_MOST_IDS} ids, because token ids are int32. "
+                "Give another file"
+            )
+        self._cuts_at_spaces = cuts_at_spaces(data)
         candidates = _KNOWN_SEPARATORS if separator is None else (separator,)
         found = next((token for token in candidates if token in vocabulary), None)
         if found is None:
@@ -266,13 +290,24 @@ class SubwordTokenizer:
 
     def encode_all(self, texts: Sequence[str]) -> list[Int[np.ndarray, " S"]]:
         """Return the ids of each text, without special tokens."""
-        encodings = self._bpe.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [np.array(encoding.ids, np.int32) for encoding in encodings]
+        if not self._cuts_at_spaces:
+            return self._encode(texts)
+        ids: list[list[np.ndarray]] = [[] for _ in texts]
+        numbered = ((number, part) for number, text in enumerate(texts) for part in pieces(text))
+        while group := list(itertools.islice(numbered, _PIECES_AT_ONCE)):
+            for (number, _), part in zip(group, self._encode([p for _, p in group]), strict=True):
+                ids[number].append(part)
+        return [np.concatenate(parts) for parts in ids]
 
     def decode(self, tokens: Shaped[np.ndarray, " S"]) -> bytes:
         """Return the text; incomplete characters become U+FFFD, unknown ids are dropped."""
         tokens = np.asarray(tokens)
         return self._bpe.decode(tokens[tokens != self.separator].tolist()).encode()
+
+    def _encode(self, texts: Sequence[str]) -> list[Int[np.ndarray, " S"]]:
+        with _RustErrors(self.path):
+            encodings = self._bpe.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(encoding.ids, np.int32) for encoding in encodings]
 
     def fingerprint(self) -> dict[str, Any]:
         """Return size, separator and the sha256 of the file."""
@@ -334,14 +369,20 @@ class _RustErrors(contextlib.AbstractContextManager[None]):
             ) from error
 
 
-def _check_json(path: pathlib.Path, content: str) -> None:
-    """Raise a DataError unless the content is that of a tokenizer.json."""
+def _read_json(path: pathlib.Path, content: str) -> dict[str, Any]:
+    """Return the object in a tokenizer.json; raise a DataError for other content."""
     try:
         data = json.loads(content)
-    except json.JSONDecodeError as error:
+    except RecursionError as error:
+        raise DataError(
+            f"data.tokenizer.path={path} is JSON nested too deeply to be read: expected a "
+            "tokenizer, as tokenizers.Tokenizer.save writes it"
+        ) from error
+    except ValueError as error:  # not JSON, or an integer of thousands of digits
         raise DataError(f"data.tokenizer.path={path} is not JSON: {error}") from error
     if not isinstance(data, dict) or not isinstance(data.get("model"), dict):
         raise DataError(
             f"data.tokenizer.path={path} is JSON, but not a tokenizer: expected an object with the "
             "key 'model', as tokenizers.Tokenizer.save writes it"
         )
+    return data

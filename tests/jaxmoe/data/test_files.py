@@ -22,8 +22,10 @@ from jaxmoe.data import (
     evaluation_batches,
 )
 from jaxmoe.data import documents as planning
-from jaxmoe.data.files import Files, find_files
-from jaxmoe.data.tokenizer import BytesConfig, FileConfig, IdsConfig, TrainedConfig
+from jaxmoe.data.files import Files
+from jaxmoe.data.held_out import train_texts
+from jaxmoe.data.reading.paths import find_files
+from jaxmoe.data.tokenizer import FileConfig, IdsConfig, TrainedConfig
 
 
 @pytest.fixture(autouse=True)
@@ -154,7 +156,7 @@ def test_whole_documents_are_held_out_of_several(tmp_path):
     held_out = set(source.text("validation").tobytes().decode().split("\0"))
     assert len(held_out) == 2 and held_out < set(texts)
     # The vocabulary was trained on the others alone.
-    trained_on = planning.train_texts(Files(("a.jsonl",), config), 0.05)
+    trained_on = train_texts(Files(("a.jsonl",), config), 0.05)
     assert sorted(trained_on) == sorted(set(texts) - held_out)
 
 
@@ -162,7 +164,7 @@ def test_tokenizer_training_excludes_held_out_documents(tmp_path):
     texts = _texts(150)
     config = FilesConfig(path=(_jsonl("a.jsonl", texts),))
     held_out = set(config.build().text("validation").tobytes().decode().split("\0"))
-    trained_on = planning.train_texts(Files(("a.jsonl",), config), 0.05)
+    trained_on = train_texts(Files(("a.jsonl",), config), 0.05)
     assert sorted(trained_on) == sorted(set(texts) - held_out)
 
 
@@ -377,8 +379,8 @@ def test_data_without_good_records_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("ids", "tokenizer", "message"),
     [
-        ([1, 2, 300], BytesConfig(), "token id 300 at position 2 of the file is outside the voc"),
-        ([1, -2, 3], BytesConfig(), "token id -2 at position 1 of the file"),
+        ([1, 2, 300], IdsConfig(vocab_size=256), "token id 300 at position 2 of the file is out"),
+        ([1, -2, 3], IdsConfig(vocab_size=256), "token id -2 at position 1 of the file"),
         ([1, 2, 9], IdsConfig(vocab_size=9), "vocabulary of 9 .ids 0 to 8.: give the tokenizer"),
     ],
 )

@@ -16,7 +16,7 @@ import zstandard
 from etils import epath
 
 from jaxmoe.data import DataError
-from jaxmoe.data.formats import BadRecord, Record, read_records
+from jaxmoe.data.reading.formats import BadRecord, Record, read_records
 from jaxmoe.tracking import MissingPackageError
 
 TEXTS = ["one", "two\nlines", "drei \u00e4"]
@@ -87,9 +87,27 @@ def test_json_lines_are_read(tmp_path, suffix):
 
 
 def test_lines_across_chunks_and_without_newline(tmp_path, monkeypatch):
-    monkeypatch.setattr("jaxmoe.data.formats._CHUNK", 7)
+    monkeypatch.setattr("jaxmoe.data.reading.compressed._CHUNK", 7)
     (tmp_path / "a.jsonl").write_text(LINES.rstrip("\n").replace("\n", "\n\n"), encoding="utf-8")
     assert _texts(tmp_path / "a.jsonl") == TEXTS
+
+
+@pytest.mark.parametrize("start", ["", "\ufeff"])
+def test_json_lines_from_windows_are_read(tmp_path, start):
+    (tmp_path / "a.jsonl").write_bytes((start + LINES.replace("\n", "\r\n")).encode())
+    assert _texts(tmp_path / "a.jsonl") == TEXTS
+
+
+@pytest.mark.parametrize(
+    "kind", ["string", "large_string", "string_view", "dictionary", "large dictionary"]
+)
+def test_parquet_text_columns_of_any_type_are_read(tmp_path, kind):
+    values = pyarrow.string() if kind == "dictionary" else pyarrow.large_string()
+    if "dictionary" in kind:
+        column = pyarrow.array([*TEXTS, *TEXTS], values).dictionary_encode()
+    else:
+        column = pyarrow.array([*TEXTS, *TEXTS], getattr(pyarrow, kind)())
+    assert _texts(_parquet(tmp_path / "a.parquet", {"text": column})) == [*TEXTS, *TEXTS]
 
 
 def test_parquet_is_read(tmp_path):

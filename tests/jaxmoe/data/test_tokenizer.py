@@ -3,6 +3,8 @@
 """Tokenizers: round trips, separators, and errors."""
 
 import json
+import weakref
+from unittest import mock
 
 import hypothesis
 import hypothesis.strategies as st
@@ -11,6 +13,10 @@ import pytest
 import tokenizers
 
 from jaxmoe.data import TOKENIZERS, DataError, FilesConfig
+from jaxmoe.data import pieces as splitting
+from jaxmoe.data.files import Files
+from jaxmoe.data.held_out import train_texts
+from jaxmoe.data.reading.formats import Record
 from jaxmoe.data.tokenizer import ByteTokenizer, FileConfig, IdsConfig, TrainedConfig
 
 TEXTS = [
@@ -46,6 +52,78 @@ def test_trained_tokenizer_round_trip(trained):
     assert all(0 not in ids for ids in encoded)
     assert [trained.decode(ids).decode() for ids in encoded] == texts
     assert len(encoded[0]) < len(TEXTS[0]) / 2
+
+
+SPACES = " \n\t\r\x0b\x1c\x85\xa0\u3000"
+
+
+@hypothesis.given(
+    st.text(st.sampled_from(SPACES + "abc'st.,12\u00e9\u4f60\u0301"), max_size=60),
+    st.integers(1, 8),
+)
+def test_pieces_are_encoded_as_the_whole_text(trained, text, size):
+    (whole,) = trained.encode_all([text])
+    with mock.patch.object(splitting, "_PIECE", size):
+        assert "".join(splitting.pieces(text)) == text
+        (cut,) = trained.encode_all([text])
+    assert cut.tolist() == whole.tolist()
+
+
+def test_training_on_pieces_gives_the_same_vocabulary(tmp_path, monkeypatch):
+    text = " ".join(f"{word}ing the{' ' * (i % 3)}'s\n" for i, word in enumerate(TEXTS * 30))
+    whole = TrainedConfig(vocab_size=300).build(lambda: [text], tmp_path / "whole")
+    monkeypatch.setattr(splitting, "_PIECE", 20)
+    parts = list(splitting.pieces(text))
+    assert len(parts) > 50 and max(map(len, parts)) < 40
+    cut = TrainedConfig(vocab_size=300).build(lambda: [text], tmp_path / "cut")
+    assert cut.content == whole.content
+
+
+class _Documents(Files):
+    """Documents that count how many of them are in memory."""
+
+    most, alive = 0, 0
+
+    def __init__(self, count):
+        self._count = count
+
+    def records(self, tokenizer):
+        for number in range(self._count):
+            text = _Text(f"document {number}")
+            _Documents.alive += 1
+            _Documents.most = max(_Documents.most, _Documents.alive)
+            weakref.finalize(text, self._forget)
+            yield Record(str(number), text)
+            del text
+
+    @staticmethod
+    def _forget():
+        _Documents.alive -= 1
+
+
+class _Text(str):
+    pass
+
+
+@pytest.mark.parametrize("count", [4, 30, 300])
+def test_training_reads_one_document_at_a_time(count):
+    assert 0.8 * count <= sum(1 for _ in train_texts(_Documents(count), 0.05)) <= count
+    assert _Documents.alive == 0 and _Documents.most <= 3
+
+
+@pytest.mark.parametrize(
+    ("change", "is_cut"),
+    [
+        ({}, True),
+        ({"normalizer": {"type": "NFC"}}, False),
+        ({"pre_tokenizer": {"type": "Whitespace"}}, False),
+        ({"pre_tokenizer": None}, False),
+        ({"added_tokens": [{"content": "a b", "special": False}]}, False),
+    ],
+)
+def test_texts_are_cut_for_byte_level_tokenizers_only(trained, change, is_cut):
+    data = {**json.loads(trained.content), **change}
+    assert splitting.cuts_at_spaces(data) == is_cut
 
 
 def test_trained_tokenizer_is_cached(tmp_path):
@@ -100,6 +178,22 @@ def test_tokenizer_from_a_file(tmp_path):
         ("{", {}, "t.json is not JSON: Expecting"),
         ("[]", {}, "t.json is JSON, but not a tokenizer: expected an object with the key 'model'"),
         ('{"model": {}}', {}, "t.json is not a tokenizer that this version of `tokenizers` reads"),
+        (
+            '{"model":' + "[" * 100_000,
+            {},
+            "t.json is JSON nested too deeply to be read: expected a",
+        ),
+        ('{"model": {}, "n": ' + "1" * 5000 + "}", {}, "t.json is not JSON: Exceeds the limit"),
+        (
+            '{"model": {"type": "BPE", "vocab": {}, "merges": []}}',
+            {},
+            "t.json has 0 tokens and ids below 0: expected 1 to 2147483648 ids",
+        ),
+        (
+            '{"model": {"type": "WordLevel", "vocab": {"</s>": 4294967295}, "unk_token": "</s>"}}',
+            {},
+            "t.json has 1 tokens and ids below 4294967296: .*because token ids are int32",
+        ),
         ("saved", {"separator": "<x>"}, "has no token <x> to separate documents: name one"),
         ("saved without", {}, "has no token .* or </s> or .*: name one of its tokens with --data"),
     ],
@@ -123,6 +217,8 @@ def test_invalid_configs_are_refused(tmp_path):
         TrainedConfig(vocab_size=256)
     with pytest.raises(ValueError, match="data.tokenizer.vocab_size=1 must be at least 2"):
         IdsConfig(vocab_size=1)
+    with pytest.raises(ValueError, match="data.tokenizer.vocab_size=4294967296 must be at most 21"):
+        IdsConfig(vocab_size=2**32)
     with pytest.raises(ValueError, match="data.tokenizer.separator=9 must be an id below"):
         IdsConfig(vocab_size=9, separator=9)
 

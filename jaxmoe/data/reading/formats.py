@@ -14,23 +14,26 @@ separator of the tokenizer. An error in one record (not UTF-8, not an object, no
 a `BadRecord`, so that reading can continue; an error in a file (truncated, damaged, of another
 type) is raised.
 
-To add a format: `jaxmoe/data/formats.py` (a function that yields records, its suffix in
+To add a format: `jaxmoe/data/reading/formats.py` (a function that yields records, its suffix in
 `read_records`), `tests/jaxmoe/data/test_formats.py` (a case).
 """
 
 from __future__ import annotations
 
+import codecs
 import dataclasses
 import json
+import math
 import struct
-import zlib
-from collections.abc import Iterator
-from typing import IO, Any
+import tokenize
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 from etils import epath
 
 from jaxmoe.data.batch import DataError
+from jaxmoe.data.reading.compressed import COMPRESSED, chunks
 from jaxmoe.optional import require
 from pallas_kernels.array_types import Shaped
 
@@ -38,8 +41,7 @@ _CHUNK = 2**20
 _MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
 _MEGATRON_DTYPES = {1: "u1", 2: "i1", 3: "i2", 4: "i4", 5: "i8", 6: "f8", 7: "f4", 8: "u2"}
 _JSON_SUFFIXES = (".jsonl", ".ndjson")
-_COMPRESSED = (".gz", ".zst")
-DATA_SUFFIXES = (*_JSON_SUFFIXES, ".parquet", ".npy", ".bin", ".idx", *_COMPRESSED)
+DATA_SUFFIXES = (*_JSON_SUFFIXES, ".parquet", ".npy", ".bin", ".idx", *COMPRESSED)
 """Suffixes of files that are data even if their first bytes are not text."""
 
 
@@ -58,7 +60,12 @@ class Record:
 
 
 def read_records(
-    path: epath.Path, *, text_field: str, bin_dtype: str, separator: int | None
+    path: epath.Path,
+    *,
+    text_field: str,
+    bin_dtype: str,
+    separator: int | None,
+    on_no_checksum: Callable[[], object] = lambda: None,
 ) -> Iterator[Record | BadRecord]:
     """Yield the records of a file, in order.
 
@@ -67,17 +74,18 @@ def read_records(
         text_field: Field or column of the text.
         bin_dtype: Integer type (numpy name) of a .bin file without .idx.
         separator: Id that ends a document in files of ids without borders; None: one document.
+        on_no_checksum: Function to call when compressed content has no checksum.
 
     Raises:
         DataError: The file as a whole cannot be used.
     """
     name = path.name.lower()
     plain = name
-    for suffix in _COMPRESSED:
+    for suffix in COMPRESSED:
         plain = plain.removesuffix(suffix)
     try:
         if plain.endswith(_JSON_SUFFIXES):
-            yield from _json_lines(path, text_field)
+            yield from _json_lines(path, chunks(path, on_no_checksum), text_field)
         elif name.endswith(".parquet"):
             yield from _parquet(path, text_field)
         elif name.endswith(".npy"):
@@ -87,7 +95,7 @@ def read_records(
         elif name.endswith(".bin"):
             yield from _plain_ids(path, np.dtype(bin_dtype), separator)
         else:
-            yield _text(path)
+            yield _text(path, chunks(path, on_no_checksum))
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
 
@@ -97,18 +105,22 @@ def index_file(path: epath.Path) -> epath.Path:
     return path.with_suffix(".idx")
 
 
-def _text(path: epath.Path) -> Record | BadRecord:
+def _text(path: epath.Path, content: Iterator[bytes]) -> Record | BadRecord:
     try:
-        return Record(str(path), b"".join(_chunks(path)).decode())
+        return Record(str(path), b"".join(content).decode())
     except UnicodeDecodeError as error:
         return _not_utf8(str(path), error.start, error.object)
 
 
-def _json_lines(path: epath.Path, field: str) -> Iterator[Record | BadRecord]:
+def _json_lines(
+    path: epath.Path, content: Iterator[bytes], field: str
+) -> Iterator[Record | BadRecord]:
     offset = 0
-    for number, line in enumerate(_lines(path), start=1):
+    for number, line in enumerate(_lines(content), start=1):
         where = f"{path} line {number} (byte {offset})"
         start, offset = offset, offset + len(line)
+        if number == 1 and line.startswith(codecs.BOM_UTF8):  # written by editors on Windows
+            start, line = start + len(codecs.BOM_UTF8), line[len(codecs.BOM_UTF8) :]
         if not line.strip():
             continue
         try:
@@ -173,18 +185,35 @@ def _parquet(path: epath.Path, field: str) -> Iterator[Record | BadRecord]:
                     "name the column of the text with --data.text_field"
                 )
             kind = schema.field(field).type
-            if not (arrow.types.is_string(kind) or arrow.types.is_large_string(kind)):
-                raise DataError(f"{path}: column {field!r} must hold text, found {kind}")
-            # Arrow does not validate UTF-8: values are read as bytes and decoded here.
-            binary = arrow.binary() if arrow.types.is_string(kind) else arrow.large_binary()
+            is_dictionary = arrow.types.is_dictionary(kind)
+            binary = _binary_type(arrow, kind.value_type if is_dictionary else kind)
+            if binary is None:
+                raise DataError(
+                    f"{path}: column {field!r} must hold text, found {kind}: name another column "
+                    "with --data.text_field"
+                )
             for batch in table.iter_batches(columns=[field]):
-                for value in batch.column(0).cast(binary).to_pylist():
+                column = batch.column(0)
+                column = column.dictionary_decode() if is_dictionary else column
+                for value in column.cast(binary).to_pylist():
                     yield _parquet_text(value, field, f"{path} row {number}")
                     number += 1
     except (arrow.ArrowException, OSError) as error:
         raise DataError(
             f"{path} is damaged or not a Parquet file, found after row {number}: {error}"
         ) from error
+
+
+def _binary_type(arrow: Any, kind: Any) -> Any:
+    """Return the type of the bytes of a type of strings; None for other types.
+
+    Arrow does not validate UTF-8: values are read as bytes, and decoded one by one.
+    """
+    if arrow.types.is_string(kind):
+        return arrow.binary()
+    if arrow.types.is_large_string(kind):
+        return arrow.large_binary()
+    return arrow.binary_view() if arrow.types.is_string_view(kind) else None
 
 
 def _parquet_text(value: bytes | None, field: str, where: str) -> Record | BadRecord:
@@ -196,28 +225,41 @@ def _parquet_text(value: bytes | None, field: str, where: str) -> Record | BadRe
 
 def _numpy(path: epath.Path, separator: int | None) -> Iterator[Record | BadRecord]:
     size = path.stat().length
-    with path.open("rb") as stream:
-        try:
-            version = np.lib.format.read_magic(stream)
-            read = np.lib.format.read_array_header_1_0
-            if version != (1, 0):
-                read = np.lib.format.read_array_header_2_0
-            shape, is_fortran, dtype = read(stream)
-        except ValueError as error:
-            raise DataError(
-                f"{path} is not a .npy file, or truncated in its header: {error}"
-            ) from error
-        start = stream.tell()
-    if len(shape) not in (1, 2) or is_fortran:
+    shape, is_fortran, dtype, start = _numpy_header(path)
+    if len(shape) not in (1, 2) or is_fortran or any(n is True or n < 0 for n in shape):
+        order = " in Fortran order" if is_fortran else ""
         raise DataError(
-            f"{path} has shape {shape}: expected [tokens] or [documents, tokens] in C order"
+            f"{path} has shape {shape}{order}: expected [tokens] or [documents, tokens] "
+            "in C order. Save the ids again with numpy.save"
         )
-    ids = _map(path, dtype, int(np.prod(shape)), start, size)
+    ids = _map(path, dtype, math.prod(shape), start, size)
     if len(shape) == 1:
         yield from _cut(path, ids, separator)
         return
     for number, row in enumerate(ids.reshape(shape)):
         yield Record(f"{path} row {number}", row, number * shape[1])
+
+
+def _numpy_header(path: epath.Path) -> tuple[tuple[int, ...], bool, np.dtype, int]:
+    """Return the shape, the order, the dtype and the offset of the data of a .npy file."""
+    with path.open("rb") as stream:
+        try:
+            version = np.lib.format.read_magic(stream)
+            if version not in ((1, 0), (2, 0), (3, 0)):
+                raise ValueError(f"its version is {version}, expected (1, 0), (2, 0) or (3, 0)")
+            read = np.lib.format.read_array_header_1_0
+            if version != (1, 0):
+                read = np.lib.format.read_array_header_2_0
+            shape, is_fortran, dtype = read(stream)
+        # A header is a Python literal: numpy's reader leaks the errors of Python's parser.
+        except (ValueError, SyntaxError, tokenize.TokenError, MemoryError, RecursionError) as error:
+            found = str(error).partition("\n")[0] or type(error).__name__
+            found = found[:200].removesuffix(".")
+            raise DataError(
+                f"{path} is not a .npy file, or truncated in its header: {found}. Save the "
+                "ids again with numpy.save"
+            ) from error
+        return shape, is_fortran, dtype, stream.tell()
 
 
 def _plain_ids(
@@ -265,8 +307,12 @@ def _megatron(path: epath.Path) -> Iterator[Record | BadRecord]:
 
 def _map(path: epath.Path, dtype: np.dtype, count: int, start: int, size: int) -> np.ndarray:
     """Return the token ids of a file, memory-mapped if the file is local."""
-    if not np.issubdtype(dtype, np.integer):
-        raise DataError(f"{path} holds {dtype}: expected integers, the ids of tokens")
+    if not isinstance(dtype, np.dtype) or dtype.kind not in "iu":  # not timedelta64
+        found = "pickled Python objects" if str(dtype) == "object" else dtype
+        raise DataError(
+            f"{path} holds {found}: expected integers, the ids of tokens. Convert them with "
+            "ids.astype('int32')"
+        )
     wanted = start + count * dtype.itemsize
     if size < wanted:
         raise DataError(
@@ -291,9 +337,9 @@ def _cut(path: epath.Path, ids: np.ndarray, separator: int | None) -> Iterator[R
         yield Record(f"{path} from position {begin}", ids[begin:end], begin)
 
 
-def _lines(path: epath.Path) -> Iterator[bytes]:
+def _lines(content: Iterator[bytes]) -> Iterator[bytes]:
     begun: list[bytes] = []  # parts of a line, joined once: a file may be one line
-    for chunk in _chunks(path):
+    for chunk in content:
         *lines, rest = chunk.split(b"\n")
         for line in lines:
             yield b"".join([*begun, line, b"\n"])
@@ -301,50 +347,6 @@ def _lines(path: epath.Path) -> Iterator[bytes]:
         begun.append(rest)
     if last := b"".join(begun):
         yield last
-
-
-def _chunks(path: epath.Path) -> Iterator[bytes]:
-    """Yield the content of a file, decompressed according to its suffix."""
-    with path.open("rb") as stream:
-        if path.suffix.lower() == ".gz":
-            yield from _decompressed(path, stream, lambda: zlib.decompressobj(wbits=31))
-        elif path.suffix.lower() == ".zst":
-            # Large archives are made with `zstd --long=31`, which needs a window of 2 GB.
-            zstd = require("zstandard").ZstdDecompressor(max_window_size=2**31)
-            yield from _decompressed(path, stream, zstd.decompressobj)
-        else:
-            while chunk := stream.read(_CHUNK):
-                yield chunk
-
-
-def _decompressed(path: epath.Path, stream: IO[bytes], make: Any) -> Iterator[bytes]:
-    """Yield the content of all frames in order; an unfinished frame is an error."""
-    damage = zlib.error
-    if path.suffix.lower() == ".zst":
-        damage = require("zstandard").ZstdError
-    frame: Any = None
-    offset, given, is_open = 0, 0, False
-    while chunk := stream.read(_CHUNK):
-        while chunk:
-            frame = make() if not is_open else frame
-            try:
-                content = frame.decompress(chunk)
-            except damage as error:
-                raise DataError(
-                    f"{path} is damaged near byte {offset} (after {given} bytes of content): "
-                    f"{error}"
-                ) from error
-            is_open = not frame.eof
-            rest = b"" if is_open else frame.unused_data
-            offset, chunk = offset + len(chunk) - len(rest), rest
-            given += len(content)
-            if content:
-                yield content
-    if is_open:
-        raise DataError(
-            f"{path} ends at byte {offset} in the middle of its compressed content (after {given} "
-            "bytes of it): it is truncated, copy it again"
-        )
 
 
 def _not_utf8(where: str, offset: int, content: bytes, at: int | None = None) -> BadRecord:

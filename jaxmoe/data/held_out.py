@@ -1,0 +1,76 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Chooses the documents to hold out, and yields the texts of the others.
+
+A document is held out by its own sha256, so that equal documents stay together and adding one moves
+no other. If fewer than five are expected, the fraction is counted off in the order of their sha256;
+if less than one is expected, the end of every document is held out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import math
+from collections.abc import Iterator
+
+import numpy as np
+
+from jaxmoe.data.collection import Collection
+from jaxmoe.data.reading.formats import Record
+from pallas_kernels.array_types import Shaped
+
+_FEWEST_BY_DIGEST = 5
+"""Expected number of held-out documents below which they are counted off instead."""
+
+
+def held_out(digests: Shaped[np.ndarray, " documents"], fraction: float) -> np.ndarray | None:
+    """Return which documents are held out; None if the end of each document is held out instead.
+
+    Args:
+        digests: Digest of each document, 64 bits.
+        fraction: Share of the documents to hold out.
+    """
+    expected = len(digests) * fraction
+    if expected >= _FEWEST_BY_DIGEST:
+        return digests < np.uint64(int(fraction * 2**64))
+    if expected < 1:
+        return None
+    return digests <= np.sort(digests)[round(expected) - 1]
+
+
+def train_texts(collection: Collection, fraction: float) -> Iterator[str]:
+    """Yield the texts on which a vocabulary is trained: those that are not held out.
+
+    At most one document is in memory.
+
+    Args:
+        collection: All documents.
+        fraction: Share of the documents that is held out; 0: none.
+    """
+    if not fraction:
+        yield from _texts(collection)
+        return
+    first = itertools.islice(_texts(collection), math.ceil(_FEWEST_BY_DIGEST / fraction))
+    mask = held_out(np.array([digest(text.encode()) for text in first], np.uint64), fraction)
+    if mask is None:
+        yield from (text[: int(len(text) * (1 - fraction))] for text in _texts(collection))
+        return
+    for number, text in enumerate(_texts(collection)):
+        if number < len(mask):
+            is_held_out = mask[number]
+        else:  # enough documents that each one's digest decides
+            is_held_out = digest(text.encode()) < int(fraction * 2**64)
+        if not is_held_out:
+            yield text
+
+
+def digest(content: bytes) -> int:
+    """Return the first 8 bytes of the sha256 as an integer."""
+    return int.from_bytes(hashlib.sha256(content).digest()[:8], "big")
+
+
+def _texts(collection: Collection) -> Iterator[str]:
+    for record in collection.records(None):
+        if isinstance(record, Record) and isinstance(record.value, str) and record.value:
+            yield record.value

@@ -1,0 +1,47 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Cuts long texts into pieces that byte-level BPE encodes as it encodes the whole.
+
+`tokenizers` needs about 100 bytes of memory for each byte of a text. Its byte-level pre-tokeniser
+(the regular expression of GPT-2) ends a token wherever white space follows a character that is
+not, and no token depends on what precedes it, so that texts may be cut there.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+_PIECE = 2**16
+"""Characters from which on a piece ends at the next place where it may."""
+_PLACE = re.compile(r"\S(?=[ \n])")
+"""Last character before a cut. Python's white space includes that of the pre-tokeniser."""
+
+
+def pieces(text: str) -> Iterator[str]:
+    """Yield the pieces of a text, in order; a text without white space is one piece."""
+    begin = 0
+    while len(text) - begin > _PIECE and (place := _PLACE.search(text, begin + _PIECE)):
+        yield text[begin : place.end()]
+        begin = place.end()
+    yield text[begin:]
+
+
+def cuts_at_spaces(data: dict[str, Any]) -> bool:
+    """Return whether a tokenizer encodes pieces as it encodes the whole text.
+
+    Args:
+        data: Content of its tokenizer.json.
+    """
+    splitter, model = data.get("pre_tokenizer") or {}, data["model"]
+    added = data.get("added_tokens") or []
+    return (
+        data.get("normalizer") is None
+        and splitter.get("type") == "ByteLevel"
+        and not splitter.get("add_prefix_space", True)
+        and splitter.get("use_regex", True)
+        and model.get("type") == "BPE"
+        and not model.get("dropout")
+        and all(token.get("special") for token in added)  # others are found in text first
+    )
