@@ -191,6 +191,29 @@ def test_data_that_does_not_fit_is_refused_before_compiling(tmp_path, capsys):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--data.path http://h/x.txt", "data.path=http://h/x.txt begins with http://, which"),
+        ("--data.path /dev/zero", "data.path=/dev/zero is a character device: expected"),
+        ("--data.path docs --data.cache=", "data.cache='' must be a local directory"),
+        ("--data.path docs data.tokenizer:file --data.tokenizer.path deep.json", "nested too deep"),
+        (
+            "--data.path docs data.tokenizer:ids --data.tokenizer.vocab_size 4294967296",
+            "data.tokenizer.vocab_size=4294967296 must be at most 2147483648",
+        ),
+    ],
+)
+def test_hostile_data_flags_end_in_one_sentence(tmp_path, capsys, words, message):
+    (tmp_path / "deep.json").write_text("[" * 100_000)
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(SystemExit) as stop:
+        data.main(["inspect", *words.split(), "--run.directory", str(tmp_path / "cache" / "run")])
+    error = " ".join(capsys.readouterr().err.split())
+    assert stop.value.code == 2 and message in error and "Traceback" not in error
+    assert set(tmp_path.iterdir()) - set(before) <= {tmp_path / "cache"}
+
+
 def test_inspect_command_lists_contents(tmp_path, capsys):
     words = ["inspect", "--data.path", "docs", "--training.sequence_length", "64"]
     assert data.main([*words, "--run.name", "mine"]) == 0
