@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """BIP and Quantile Balancing: the dual they minimise, its optimum, the loads they reach."""
 
+import dataclasses
 import functools
 
 import jax
@@ -54,7 +55,7 @@ def test_bip_iterations_never_increase_the_dual(law):
     for iterations in range(1, 9):
         p = jnp.maximum(jnp.sort(scores - q[None], axis=1)[:, -top_k - 1], 0.0)
         values.append(bip_objective(scores, p, q, top_k=top_k, capacity=capacity))
-        config = BipConfig(iterations=iterations)
+        config = BipConfig(iterations=iterations, max_iterations=1)
         ours = config.solve(
             scores[None], jnp.ones((1, tokens), bool), jnp.zeros(experts), top_k=top_k
         )[0]
@@ -82,6 +83,61 @@ def test_bip_T8(form, bound):
         lambda s: config.prefer(config.init(experts), s, inputs_for(s), top_k=2, train=True)
     )(scores)
     assert violation(loads(preference, 2)) <= bound
+
+
+def saturated(tokens, experts, seed, scale, skew):
+    """Return softmax scores of sharp logits of a router that prefers some experts."""
+    rng = np.random.default_rng(seed)
+    logits = rng.normal(size=(tokens, experts)) + np.linspace(0.0, skew, experts)
+    return jax.nn.softmax(jnp.asarray(scale * logits, jnp.float32))
+
+
+SHARPNESS = ((1.0, 3.0), (1.0, 6.0), (4.0, 3.0), (8.0, 3.0), (16.0, 3.0))
+"""Scale of the logits and preference for some experts, as training passes through them."""
+
+
+@pytest.mark.parametrize(
+    ("config", "tokens", "sharpness", "bound"),
+    [
+        (BipConfig(), 512, SHARPNESS, 0.1),
+        (BipConfig(), 32, SHARPNESS, 0.38),
+        (BipConfig(form="histogram", num_bins=8000), 512, SHARPNESS[:2], 0.1),
+    ],
+    ids=["batch", "short", "histogram"],
+)
+def test_bip_max_violation_is_within_bound_while_scores_saturate(config, tokens, sharpness, bound):
+    """The violation of each sequence on its own."""
+    experts, extent = 8, Extent(sequence_length=tokens)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def prefer(config, scores):
+        inputs = inputs_for(scores, extent=extent)
+        return config.prefer(config.init(experts), scores, inputs, top_k=2, train=True)[0]
+
+    fixed = dataclasses.replace(config, max_iterations=1)
+    worst = {config: 0.0, fixed: 0.0}
+    for scale, skew in sharpness:
+        scores = jnp.concatenate([saturated(tokens, experts, i, scale, skew) for i in (0, 1)])
+        for asked in worst:
+            for part in jnp.split(prefer(asked, scores), 2):
+                worst[asked] = max(worst[asked], violation(loads(part, 2)))
+    assert worst[config] <= bound
+    assert worst[fixed] > bound or tokens == 32  # 4 rounds are not enough
+
+
+def test_bip_scopes_do_not_change_each_others_rounds():
+    """A sequence that is even after T rounds has the same prices beside one that is not."""
+    config, extent = BipConfig(), Extent(sequence_length=128)
+    even, uneven = saturated(128, 8, 0, 1.0, 0.1), saturated(128, 8, 1, 1.0, 6.0)
+
+    def prefer(scores):
+        inputs = inputs_for(scores, extent=extent)
+        return jax.jit(lambda s: config.prefer(config.init(8), s, inputs, top_k=2, train=True)[0])(
+            scores
+        )
+
+    both = prefer(jnp.concatenate([even, uneven]))
+    np.testing.assert_array_equal(both, jnp.concatenate([prefer(even), prefer(uneven)]))
 
 
 def test_bip_does_not_change_an_even_load():
