@@ -3,8 +3,9 @@
 """Cuts long texts into pieces that byte-level BPE encodes as it encodes the whole.
 
 `tokenizers` needs about 100 bytes of memory for each byte of a text. Its byte-level pre-tokeniser
-(the regular expression of GPT-2) ends a token wherever white space follows a character that is
-not, and no token depends on what precedes it, so that texts may be cut there.
+(the regular expression of GPT-2) ends a token wherever white space follows another character, or
+punctuation a letter or digit, and no token depends on what precedes it, so that texts may be cut
+there. Chinese and Japanese texts are cut at their punctuation.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from typing import Any
 
 _PIECE = 2**16
 """Characters from which on a piece ends at the next place where it may."""
-_PLACE = re.compile(r"\S(?=[ \n])")
+_PLACE = re.compile(r"\S(?=[ \n])|[^\W_](?=[\u3001\u3002\uff01\uff0c\uff1a\uff1b\uff1f])")
 """Last character before a cut. Python's white space includes that of the pre-tokeniser."""
 
 
 def pieces(text: str) -> Iterator[str]:
-    """Yield the pieces of a text, in order; a text without white space is one piece."""
+    """Yield the pieces of a text, in order; one, if there is no place to cut."""
     begin = 0
     while len(text) - begin > _PIECE and (place := _PLACE.search(text, begin + _PIECE)):
         yield text[begin : place.end()]

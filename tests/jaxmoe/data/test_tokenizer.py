@@ -58,7 +58,10 @@ SPACES = " \n\t\r\x0b\x1c\x85\xa0\u3000"
 
 
 @hypothesis.given(
-    st.text(st.sampled_from(SPACES + "abc'st.,12\u00e9\u4f60\u0301"), max_size=60),
+    st.text(
+        st.sampled_from(SPACES + "abc'st.,12_\u00e9\u4f60\u0301\u3002\uff0c\u2167\u00b2"),
+        max_size=60,
+    ),
     st.integers(1, 8),
 )
 def test_pieces_are_encoded_as_the_whole_text(trained, text, size):
@@ -75,6 +78,7 @@ def test_training_on_pieces_gives_the_same_vocabulary(tmp_path, monkeypatch):
     monkeypatch.setattr(splitting, "_PIECE", 20)
     parts = list(splitting.pieces(text))
     assert len(parts) > 50 and max(map(len, parts)) < 40
+    assert len(list(splitting.pieces("\u4f60\u597d\u3002" * 50))) > 5
     cut = TrainedConfig(vocab_size=300).build(lambda: [text], tmp_path / "cut")
     assert cut.content == whole.content
 
