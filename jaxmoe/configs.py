@@ -214,7 +214,7 @@ def _decode_config(classes: tuple[Any, ...], data: Any, path: str) -> Any:
         # Saved before the field was a union: the one member with exactly these fields.
         fitting = [name for name, cls in registry.items() if field_types(cls).keys() == data.keys()]
         tag = fitting[0] if len(fitting) == 1 and TAG not in data and data else None
-    if tag not in registry:
+    if not isinstance(tag, str | None) or tag not in registry:
         names = [name for name in registry if name is not None]
         raise ValueError(
             f"{where} has {TAG} {tag!r}{closest(str(tag), names)} (there is {', '.join(names)})"

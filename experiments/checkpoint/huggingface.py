@@ -31,7 +31,7 @@ from jaxmoe.checkpoint.huggingface.tokenizer import (
     separator_token,
     tokenizer_files,
 )
-from jaxmoe.checkpoint.huggingface.weights import ROUTER_STATE, Tensors
+from jaxmoe.checkpoint.huggingface.weights import ROUTER_STATE, Nonfinite, Tensors
 from jaxmoe.checkpoint.streaming import Streamed, open_stored, save_streamed
 from jaxmoe.configs import to_json
 from jaxmoe.data import CorpusConfig, DataConfig
@@ -86,6 +86,8 @@ class ImportConfig:
     """Sequences of a batch."""
     sequence_length: int = 128
     """Tokens of a sequence."""
+    nonfinite: Nonfinite = "refuse"
+    """Whether weights that are NaN or infinite are refused or kept."""
 
 
 def export_run(
@@ -158,15 +160,16 @@ def import_run(source: str, target: pathlib.Path, given: ImportConfig) -> str:
         A report for the user.
 
     Raises:
-        ValueError: Tensors are missing, unexpected or of another shape, the model is not supported,
-            or the data has other tokens than the model.
+        ValueError: A file is not a plain file of the directory; tensors are missing, unexpected, of
+            another shape or not finite; the model is not supported; or the data has other tokens
+            than the model.
     """
     place = pathlib.Path(source)
     if not place.is_dir():
         raise ValueError(
             f"from_huggingface={source} is not a directory: give the one with config.json"
         )
-    model, tensors = open_huggingface(place)
+    model, tensors = open_huggingface(place, nonfinite=given.nonfinite)
     texts, fields = read_tokenizer_files(place), read_fields(place)
     config = PretrainConfig(
         run=RunConfig(directory=str(target), name=target.name),

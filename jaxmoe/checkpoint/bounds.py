@@ -34,10 +34,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-MAX_JSON_BYTES = 1 << 24
-MAX_JSON_VALUES = 1 << 19
-"""Largest number of objects and lists in one file."""
-MAX_JSON_DEPTH = 64
+from jaxmoe.json_bounds import MAX_JSON_BYTES, MAX_JSON_DEPTH, parse_json, read_json
+
 MAX_ARRAY_BYTES = 1 << 50
 """Largest size of one array."""
 
@@ -64,18 +62,6 @@ def places(step: pathlib.Path) -> list[str]:
     return sorted(lines)
 
 
-def read_json(path: pathlib.Path) -> Any:
-    """Return the content of a JSON file of a checkpoint.
-
-    Raises:
-        ValueError: The file is too large or too deep, or not JSON.
-    """
-    size = path.stat().st_size
-    if size > MAX_JSON_BYTES:
-        raise ValueError(f"{size} bytes, at most {MAX_JSON_BYTES} are allowed")
-    return _parse(path.read_text(encoding="utf-8"))
-
-
 def texts(step: pathlib.Path, patterns: Sequence[str] = _JSON) -> list[str]:
     """Return one line for each JSON file of a step that must not be parsed.
 
@@ -92,7 +78,7 @@ def texts(step: pathlib.Path, patterns: Sequence[str] = _JSON) -> list[str]:
             try:
                 data = read_json(path)
                 if name == "files.json" and isinstance(inner := data.get("files"), str):
-                    _parse(inner)
+                    parse_json(inner)
             except (OSError, ValueError, AttributeError) as error:
                 lines.append(f"{name}: {str(error)[:200]}")
     return lines
@@ -154,21 +140,6 @@ def beyond_memory(arrays: Mapping[str, Any]) -> str:
     if needed <= memory:
         return ""
     return f"its arrays need {needed} bytes, and this host has {memory}: restore it to a target"
-
-
-def _parse(text: str) -> Any:
-    depth = values = 0
-    for match in re.finditer(r'"(?:[^"\\]|\\.)*"|[\[{]|[\]}]', text):
-        if match[0] in "[{":
-            values, depth = values + 1, depth + 1
-            if depth > MAX_JSON_DEPTH or values > MAX_JSON_VALUES:
-                raise ValueError(
-                    f"more than {MAX_JSON_VALUES} objects and lists, or nested deeper than"
-                    f" {MAX_JSON_DEPTH}"
-                )
-        elif match[0] in "]}":
-            depth -= 1
-    return json.loads(text)
 
 
 def _described(arrays: Any) -> list[str]:
@@ -263,7 +234,7 @@ def _store(step: pathlib.Path, arrays: Mapping[str, Any]) -> list[str]:
             if len(value) > 1 << 16:
                 lines.append(f"{path}: its description in the store has {len(value)} bytes")
                 continue
-            wrong = _described_in_store(_parse(value.decode()), arrays[path])
+            wrong = _described_in_store(parse_json(value.decode()), arrays[path])
             lines += [f"{path}: {wrong}"] if wrong else []
         for key in keys:
             name, _, chunk = key.rpartition("/")

@@ -22,10 +22,10 @@ from typing import Any
 
 import jax
 
-from jaxmoe.checkpoint import bounds
 from jaxmoe.checkpoint.migrate import migrate
 from jaxmoe.errors import JaxmoeError
 from jaxmoe.fingerprints import fingerprints
+from jaxmoe.json_bounds import read_json
 from jaxmoe.state_tree import SEPARATOR, flatten, is_key
 
 logger = logging.getLogger(__name__)
@@ -105,7 +105,7 @@ def read_manifest(step: pathlib.Path) -> CheckpointManifest:
         CheckpointError: The manifest is missing or invalid.
     """
     try:
-        data = bounds.read_json(step / "manifest" / "metadata")
+        data = read_json(step / "manifest" / "metadata")
     except (OSError, ValueError) as error:
         raise CheckpointDamagedError(f"{step} has an invalid manifest: {error}") from error
     return CheckpointManifest.from_json(data, str(step))

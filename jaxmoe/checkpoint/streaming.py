@@ -72,7 +72,8 @@ def save_streamed(
         data: Data position.
 
     Raises:
-        CheckpointError: The step exists, or a layer has another shape than declared.
+        CheckpointError: The step exists, or a layer cannot be read or has another shape than
+            declared. Files may be left in `<directory>/<step>`.
     """
     place = pathlib.Path(directory).absolute() / str(step)
     if place.exists():
@@ -84,14 +85,17 @@ def save_streamed(
     options = {path: ocp.SaveArgs(shard_axes=(0,) if path in stacked else ()) for path in items}
     registry = ocp.type_handlers.create_type_handler_registry((np.ndarray, writer))
     arrays = ocp.Checkpointer(ocp.PyTreeCheckpointHandler(type_handler_registry=registry))
-    arrays.save(
-        place / _STATE,
-        args=ocp.args.PyTreeSave(  # pyright: ignore[reportCallIssue]
-            item=traverse_util.unflatten_dict(items, sep=SEPARATOR),
-            save_args=traverse_util.unflatten_dict(options, sep=SEPARATOR),
-        ),
-    )
-    arrays.close()
+    try:
+        arrays.save(
+            place / _STATE,
+            args=ocp.args.PyTreeSave(  # pyright: ignore[reportCallIssue]
+                item=traverse_util.unflatten_dict(items, sep=SEPARATOR),
+                save_args=traverse_util.unflatten_dict(options, sep=SEPARATOR),
+            ),
+        )
+    finally:
+        arrays.close()
+        writer.check()  # the cause, where Orbax found arrays missing
     manifest = make_manifest(state, step=step, config=config, data=data or {})
     shapes = {
         path: {"shape": list(array.shape), "dtype": array.dtype} for path, array in streamed.items()
@@ -123,6 +127,7 @@ class _Writer(ocp.type_handlers.NumpyHandler):
         self._stand_ins: list[np.ndarray] = []
         self._prints = {path: RunningFingerprint(array.shape) for path, array in streamed.items()}
         self._turn = asyncio.Lock()
+        self._error: CheckpointError | None = None
 
     def stand_in(self, path: str) -> np.ndarray:
         """Return the placeholder of a streamed array."""
@@ -131,6 +136,15 @@ class _Writer(ocp.type_handlers.NumpyHandler):
         self._stand_ins.append(made)  # keeps its id unique
         self._paths[id(made)] = path
         return made
+
+    def check(self) -> None:
+        """Raise the first error of reading, once nothing is being written any more.
+
+        Raised at once, it would leave writers of other arrays behind, which make files in a
+        directory that the caller removes.
+        """
+        if self._error is not None:
+            raise self._error
 
     def fingerprints(self) -> dict[str, str]:
         """Return the fingerprints of the written arrays."""
@@ -150,15 +164,20 @@ class _Writer(ocp.type_handlers.NumpyHandler):
         )
         # One layer of one array in memory at a time; it is not changed, so no copy is needed.
         async with self._turn:
-            if not array.is_stacked:
-                values = _checked(path, array.read(None), array.shape)
-                running.add(values if values.ndim else values[None])
-                await store.write(values, can_reference_source_data_indefinitely=True)
-                return
-            for layer in range(array.shape[0]):
-                values = _checked(path, array.read(layer), array.shape[1:])
-                running.add(values[None], layer)
-                await store[layer].write(values, can_reference_source_data_indefinitely=True)
+            layers = range(array.shape[0]) if array.is_stacked else [None]
+            shape = array.shape[1:] if array.is_stacked else array.shape
+            for layer in layers:
+                if self._error is not None:
+                    return
+                try:
+                    values = _checked(path, array.read(layer), shape)
+                except CheckpointError as error:
+                    self._error = error
+                    return
+                part = store if layer is None else store[layer]
+                is_part = layer is not None or not values.ndim
+                running.add(values[None] if is_part else values, layer or 0)
+                await part.write(values, can_reference_source_data_indefinitely=True)
 
 
 def _checked(path: str, values: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:

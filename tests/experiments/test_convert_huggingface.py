@@ -251,11 +251,30 @@ def test_bad_convert_requests_are_refused(run, exported, tmp_path, capsys, monke
     fields = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps({**fields, "num_hidden_layers": 3}))
     found = words("--from_huggingface", str(other), *new)
-    assert "the tensors are not those of the config (" in found
-    assert "model.layers.2.mlp.gate.weight: missing, expected [3, 24]" in found
+    assert "config.json: config.num_hidden_layers=3, and the tensors are of 2 layers: give" in found
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     assert "convert runs in one process" in words(*here, "--to_huggingface", "auto", *new)
     assert [path.name for path in tmp_path.iterdir()] == ["other"]
+
+
+def test_nonfinite_weights_are_imported_only_if_asked_for(exported, tmp_path, capsys):
+    """A refused import leaves nothing behind."""
+    other = tmp_path / "other"
+    shutil.copytree(exported, other)
+    file = other / "model.safetensors"
+    name = "model.layers.1.mlp.experts.2.up_proj.weight"
+    with file.open("r+b") as stream:
+        stream.seek(open_tensors(file)[name].start)
+        stream.write(np.float32(np.nan).tobytes())
+    asked = ("--from_huggingface", str(other), "--to", str(tmp_path / "new"))
+    small = ("--imported.batch_size", "8", "--imported.sequence_length", "16", *ONE)
+    found = refused(capsys, checkpoint.main, "convert", *asked, *small)
+    assert f"error: {file}: {name} holds 1 of 240 values that are NaN" in found
+    assert found.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["other"]
+    convert(*asked, *small, "--imported.nonfinite", "keep")
+    params = load_run(str(tmp_path / "new"), None)[1].params
+    assert sum(int(np.isnan(np.asarray(leaf)).sum()) for leaf in jax.tree.leaves(params)) == 1
 
 
 @pytest.mark.slow

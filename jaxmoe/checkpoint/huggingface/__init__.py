@@ -25,6 +25,8 @@
     modeling.py   modelling file for models of no family
     tokenizer.py  tokenizer.json and its companions
     files.py      safetensors files
+    paths.py      plain files inside a directory
+    validation.py types and sizes of a config
 
 Config values that this library does not compute, and tensors that are missing, unexpected or of
 another shape, are errors. A model is written as a family only if the family computes it. Parity
@@ -33,7 +35,6 @@ with `transformers` is tested for logits, balance loss and gradients in both dir
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import pathlib
@@ -47,7 +48,9 @@ from jaxmoe.checkpoint.huggingface.export import CONFIG
 from jaxmoe.checkpoint.huggingface.export import to_huggingface as to_huggingface
 from jaxmoe.checkpoint.huggingface.families import Family, family_of
 from jaxmoe.checkpoint.huggingface.files import open_tensors
-from jaxmoe.checkpoint.huggingface.weights import Tensors, load
+from jaxmoe.checkpoint.huggingface.paths import check_plain, plain_file, read_object
+from jaxmoe.checkpoint.huggingface.validation import check_fields, check_sizes
+from jaxmoe.checkpoint.huggingface.weights import Nonfinite, Tensors, load
 from jaxmoe.checkpoint.manifest import CheckpointError
 from jaxmoe.models.config import ModelConfig
 from sharding.rules import FULLY_SHARDED, LogicalAxisRules
@@ -70,6 +73,7 @@ def from_huggingface(
     *,
     mesh: Mesh | None = None,
     rules: LogicalAxisRules = FULLY_SHARDED,
+    nonfinite: Nonfinite = "refuse",
 ) -> tuple[ModelConfig, dict[str, Any]]:
     """Read a model of `transformers`.
 
@@ -83,6 +87,7 @@ def from_huggingface(
         mesh: Mesh of `sharding.make_mesh` on which `rules` place the parameters, one at a time;
             one device when None.
         rules: Rules from logical axes to mesh axes.
+        nonfinite: Whether values that are NaN or infinite are refused or kept.
 
     Returns:
         The model, and parameters with the structure, shapes and dtype (f32) of
@@ -92,10 +97,10 @@ def from_huggingface(
 
     Raises:
         CheckpointError: The family or a config value is not supported; tensors are missing,
-            unexpected, of another shape or not floating point; or the routers have biases, which
-            are state (use `read_huggingface`).
+            unexpected, of another shape, not floating point or not finite; or the routers have
+            biases, which are state (use `read_huggingface`).
     """
-    found = read_huggingface(config, state_dict, mesh=mesh, rules=rules)
+    found = read_huggingface(config, state_dict, mesh=mesh, rules=rules, nonfinite=nonfinite)
     if found.router_state and np.any(found.router_state["bias"]):
         raise CheckpointError(
             "the routers of this model have biases (e_score_correction_bias), which are router"
@@ -111,6 +116,7 @@ def read_huggingface(
     *,
     mesh: Mesh | None = None,
     rules: LogicalAxisRules = FULLY_SHARDED,
+    nonfinite: Nonfinite = "refuse",
 ) -> Imported:
     """Read a model of `transformers` with its router state, such as DeepSeek-V3's biases.
 
@@ -119,7 +125,7 @@ def read_huggingface(
     Raises:
         CheckpointError: See `from_huggingface`.
     """
-    model, tensors = open_huggingface(config, state_dict, rules=rules)
+    model, tensors = open_huggingface(config, state_dict, rules=rules, nonfinite=nonfinite)
     params, state = load(tensors, mesh=mesh, axis_rules=rules)
     return Imported(model, params, state)
 
@@ -129,26 +135,36 @@ def open_huggingface(
     state_dict: Mapping[str, Any] | str | os.PathLike[str] | None = None,
     *,
     rules: LogicalAxisRules = FULLY_SHARDED,
+    nonfinite: Nonfinite = "refuse",
 ) -> tuple[ModelConfig, Tensors]:
     """Return a model and a reader of its parameters, one layer at a time.
 
-    Names and shapes are checked at once. For models larger than memory, see
-    `jaxmoe.checkpoint.streaming`.
+    Types, sizes, names and shapes are checked at once, values when they are read. For models larger
+    than memory, see `jaxmoe.checkpoint.streaming`.
 
     Raises:
         CheckpointError: See `from_huggingface`.
     """
     if state_dict is None and isinstance(config, Mapping):
         raise CheckpointError("from_huggingface needs tensors: give the model's state_dict")
-    fields = config if isinstance(config, Mapping) else read_fields(config)
-    family = family_of(fields)
-    model = family.model(fields)
+    if isinstance(config, Mapping):
+        fields, where = config, ""
+        check_fields(fields)
+    else:
+        fields, where = read_fields(config), f"{_config_file(config)}: "
+    try:
+        family = family_of(fields)
+        model = family.model(fields)
+    except ValueError as error:
+        raise CheckpointError(f"{where}{error}") from error
     if state_dict is None:
         path = pathlib.Path(str(config))
         state_dict = path if path.is_dir() else path.parent
     tensors = state_dict if isinstance(state_dict, Mapping) else open_tensors(state_dict)
+    check_sizes(model, fields, tensors, where)
     tensors = _computed(family, fields, tensors)
-    return model, Tensors(model, family.rules, tensors, axis_rules=rules)
+    opened = Tensors(model, family.rules, tensors, axis_rules=rules, nonfinite=nonfinite)
+    return model, opened
 
 
 def _computed(
@@ -171,16 +187,16 @@ def read_fields(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Return the fields of a config.json, given as a file or its directory.
 
     Raises:
-        CheckpointError: The file cannot be read, or holds no JSON object.
+        CheckpointError: The file cannot be read or is not a plain file, holds no JSON object, or a
+            field has a wrong type.
     """
     place = pathlib.Path(path)
-    file = place / CONFIG if place.is_dir() else place
-    try:
-        fields = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise CheckpointError(f"cannot read {file} ({error.strerror})") from error
-    except ValueError as error:
-        raise CheckpointError(f"{file} is not JSON ({error})") from error
-    if not isinstance(fields, dict):
-        raise CheckpointError(f"{file} must hold a JSON object of fields")
+    file = plain_file(place, CONFIG) if place.is_dir() else check_plain(place)
+    fields = read_object(file)
+    check_fields(fields, f"{file}: ")
     return fields
+
+
+def _config_file(path: str | os.PathLike[str]) -> pathlib.Path:
+    place = pathlib.Path(path)
+    return place / CONFIG if place.is_dir() else place

@@ -31,6 +31,7 @@ from typing import Any, Final, Literal
 
 from jaxmoe.checkpoint.huggingface import describe, modeling
 from jaxmoe.checkpoint.huggingface.fields import Fields
+from jaxmoe.checkpoint.huggingface.paths import shown
 from jaxmoe.checkpoint.huggingface.weights import EMBEDDING, HEAD, ROUTER_STATE, Rule
 from jaxmoe.checkpoint.manifest import CheckpointError
 from jaxmoe.configs import closest
@@ -82,8 +83,8 @@ def family_of(fields: Mapping[str, Any]) -> Family:
         return OWN
     if name not in FAMILIES:
         raise CheckpointError(
-            f"config.model_type={name!r} is not among {', '.join(FAMILIES)}"
-            + closest(str(name), FAMILIES)
+            f"config.model_type={shown(name)} is not among {', '.join(FAMILIES)}"
+            + closest(str(name)[:100], FAMILIES)
         )
     return FAMILIES[name]
 
@@ -109,7 +110,7 @@ def _qwen3_moe(config: Mapping[str, Any]) -> ModelConfig:
     window = fields.get("sliding_window")  # ignored without use_sliding_window
     window = window if fields.get("use_sliding_window") else None
     num_layers, step = fields.size("num_hidden_layers"), fields.get("decoder_sparse_step") or 1
-    named = fields.get("mlp_only_layers") or ()
+    named = frozenset(fields.get("mlp_only_layers") or ())
     dense = tuple(i for i in range(num_layers) if i in named or (i + 1) % step)
     return _model(fields, moe, _grouped(fields, qk_norm="head", window=window), dense=dense)
 
@@ -225,7 +226,7 @@ def _model(
         moe=None if len(dense) == num_layers else moe,
         dense_layers=() if len(dense) == num_layers else dense,
         dense_dim=fields.size("intermediate_size"),
-        norm_epsilon=fields.there("rms_norm_eps"),
+        norm_epsilon=float(fields.there("rms_norm_eps")),
         has_tied_embeddings=fields.get("tie_word_embeddings", default=False),
     )
     fields.warn_of_the_rest()

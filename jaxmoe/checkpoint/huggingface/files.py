@@ -24,9 +24,17 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from jaxmoe.checkpoint.huggingface.paths import (
+    check_plain,
+    kind_of,
+    plain_file,
+    read_object,
+    shown,
+)
 from jaxmoe.checkpoint.manifest import CheckpointError
 from jaxmoe.optional import require
 
+_MAX_INDEX_BYTES = 1 << 28
 INDEX = "model.safetensors.index.json"
 _DTYPES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64"}
 
@@ -53,37 +61,39 @@ def open_tensors(path: str | os.PathLike[str]) -> dict[str, StoredTensor]:
     """Return the tensors of a directory, or of one file.
 
     Raises:
-        CheckpointError: There are no safetensors files, one is missing or damaged, or two files
-            hold the same name.
+        CheckpointError: There are no safetensors files, one is missing, damaged or not a plain
+            file inside the directory, or two files hold the same name.
         MissingPackageError: safetensors is not installed.
     """
     path = pathlib.Path(path)
     found: dict[str, StoredTensor] = {}
-    files = _files(path)
-    for file in files:
+    named = _weight_map(path) if path.is_dir() and (path / INDEX).exists() else {}
+    for file in _files(path, named):
         for name, tensor in _open(file).items():
             if name in found:
-                raise CheckpointError(f"{path}: {name} is in two files, {file.name} and another")
+                raise CheckpointError(
+                    f"{path}: {shown(name)} is in two files, {file.name} and another"
+                )
             found[name] = tensor
-    if path.is_dir() and (path / INDEX).exists():
-        absent = sorted(_weight_map(path).keys() - found.keys())
-        if absent:
-            raise CheckpointError(
-                f"{path / INDEX} names {len(absent)} tensors that no file holds, {absent[0]} first:"
-                " download the files again"
-            )
+    absent = sorted(named.keys() - found.keys())
+    if absent:
+        raise CheckpointError(
+            f"{path / INDEX} names {len(absent)} tensors that no file holds, {absent[0]} first:"
+            " download the files again"
+        )
     return found
 
 
-def _files(path: pathlib.Path) -> list[pathlib.Path]:
+def _files(path: pathlib.Path, named: Mapping[str, str]) -> list[pathlib.Path]:
     """Return the files to open: the path itself, or the shards or the one file in it."""
     if not path.is_dir():
-        return [path]
-    if (path / INDEX).exists():
-        return [path / name for name in sorted(set(_weight_map(path).values()))]
+        return [check_plain(path)]
+    if named:
+        names = sorted(set(named.values()))
+        return [plain_file(path, name, named_in=path / INDEX) for name in names]
     files = sorted(path.glob("*.safetensors"))
     if len(files) == 1:
-        return files
+        return [plain_file(path, files[0].name)]
     if files:
         raise CheckpointError(f"{path} holds {len(files)} safetensors files but no {INDEX}")
     pickled = sorted(file.name for file in path.glob("*.bin"))
@@ -92,10 +102,21 @@ def _files(path: pathlib.Path) -> list[pathlib.Path]:
 
 
 def _weight_map(path: pathlib.Path) -> dict[str, str]:
-    try:
-        return dict(json.loads((path / INDEX).read_text(encoding="utf-8"))["weight_map"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path / INDEX} is no index of safetensors: {error!r}") from error
+    """Return the file of each tensor as the index of a directory names it."""
+    file = plain_file(path, INDEX)
+    found = read_object(file, max_bytes=_MAX_INDEX_BYTES).get("weight_map")
+    if not isinstance(found, dict) or not found:
+        held = "an empty object" if found == {} else kind_of(found)
+        raise CheckpointError(
+            f"{file}: weight_map is {held} and must map tensors to files: download the files again"
+        )
+    for name, place in found.items():
+        if not isinstance(place, str) or not name.isprintable():
+            raise CheckpointError(
+                f"{file}: weight_map[{shown(name)}]={shown(place)} must be the name of a file, and"
+                f" it is {kind_of(place)}: download the files again"
+            )
+    return found
 
 
 def _open(file: pathlib.Path) -> dict[str, StoredTensor]:

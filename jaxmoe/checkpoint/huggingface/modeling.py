@@ -50,7 +50,7 @@ def model_of(fields: Mapping[str, Any]) -> ModelConfig:
     """Return the model of a config.json that `fields_of` wrote."""
     try:
         return from_json(ModelConfig, migrate(fields["jaxmoe"]))
-    except (KeyError, ValueError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         text = f"config.jaxmoe of a model of type {NAME!r} cannot be read: {error!r}"
         raise CheckpointError(text) from error
 

@@ -20,15 +20,19 @@ begins a document; tokenizer.json does not.
 from __future__ import annotations
 
 import json
+import os
 import pathlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from jaxmoe.checkpoint.huggingface.paths import plain_file
 from jaxmoe.checkpoint.manifest import CheckpointError
 from jaxmoe.data import DataConfig
 from jaxmoe.data.tokenizer import SubwordTokenizer
+from jaxmoe.json_bounds import parse_json
 
 TOKENIZER = "tokenizer.json"
+_MAX_BYTES, _MAX_VALUES = 1 << 28, 1 << 24  # an object or a list for each merge
 _SETTINGS = "tokenizer_config.json"
 _BESIDE = (
     *(_SETTINGS, "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
@@ -79,16 +83,21 @@ def tokenizer_files(data: DataConfig, *, seed: int = 0) -> TokenizerFiles:
 
 
 def read_tokenizer_files(directory: pathlib.Path) -> dict[str, str]:
-    """Return the tokenizer files of a directory by name; empty without a tokenizer.json."""
-    if not (directory / TOKENIZER).exists():
+    """Return the tokenizer files of a directory by name; empty without a tokenizer.json.
+
+    Raises:
+        CheckpointError: A file is not a plain file inside the directory, or cannot be read.
+    """
+    if not os.path.lexists(directory / TOKENIZER):
         return {}
-    return {TOKENIZER: _read(directory / TOKENIZER)} | _texts_beside(directory)
+    names = [name for name in (TOKENIZER, *_BESIDE) if os.path.lexists(directory / name)]
+    return {name: _read(plain_file(directory, name)) for name in names}
 
 
 def is_byte_tokenizer(text: str) -> bool:
     """Return whether a tokenizer.json maps every byte to its value, and does nothing else."""
     try:
-        found = json.loads(text)
+        found = parse_json(text, max_values=_MAX_VALUES)
         before = found["pre_tokenizer"]
         ours = byte_tokenizer()
         return (
@@ -112,13 +121,13 @@ def separator_token(text: str, token_id: Any) -> str | None:
     """
     token_id = token_id[0] if isinstance(token_id, list) and token_id else token_id
     try:
-        found = json.loads(text)
+        found = parse_json(text, max_values=_MAX_VALUES)
         names = {entry["id"]: entry["content"] for entry in found.get("added_tokens") or ()}
         vocabulary = found["model"]["vocab"]
-    except (ValueError, KeyError, TypeError) as error:
+        if isinstance(vocabulary, dict):
+            names = {number: name for name, number in vocabulary.items()} | names
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{TOKENIZER} is not a tokenizer: {error!r}") from error
-    if isinstance(vocabulary, dict):
-        names = {number: name for name, number in vocabulary.items()} | names
     return names.get(token_id)
 
 
@@ -163,6 +172,10 @@ def _texts_beside(directory: pathlib.Path) -> dict[str, str]:
 
 def _read(path: pathlib.Path) -> str:
     try:
+        if (size := path.stat().st_size) > _MAX_BYTES:
+            raise CheckpointError(
+                f"{path} has {size} bytes, at most {_MAX_BYTES} are read: download it again"
+            )
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error

@@ -24,7 +24,7 @@ import dataclasses
 import difflib
 import math
 from collections.abc import Container, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -44,6 +44,8 @@ from sharding.specs import named_shardings
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 ROUTER_STATE = "router_state"
 """First part of the paths of router state."""
+Nonfinite = Literal["refuse", "keep"]
+"""What to do with values that are NaN, infinite, or infinite in float32."""
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
 _SHOWN = 20
 _ROWS = 16
@@ -87,6 +89,7 @@ class Tensors:
         rules: Rules of the model's family.
         tensors: Tensors by name: numpy, PyTorch, or anything with shape and dtype that numpy reads.
         axis_rules: Rules from logical axes to mesh axes.
+        nonfinite: Whether values that are NaN or infinite are refused or kept.
 
     Raises:
         CheckpointError: Tensors are missing, unexpected, of another shape or not floating point.
@@ -99,10 +102,11 @@ class Tensors:
         tensors: Mapping[str, Any],
         *,
         axis_rules: LogicalAxisRules,
+        nonfinite: Nonfinite = "refuse",
     ):
         self.table = parameter_table(model, rules=axis_rules)
         self.state_table = state_table(model)
-        self._tensors = tensors
+        self._tensors, self._nonfinite = tensors, nonfinite
         rows = (*self.table, *self.state_table)
         self._pieces = {row.path: list(pieces_of(model, row, rules, tensors)) for row in rows}
         wanted = {piece.key: piece.shape for some in self._pieces.values() for piece in some}
@@ -110,7 +114,8 @@ class Tensors:
             wanted[HEAD] = wanted[EMBEDDING]
         _check(wanted, tensors)
         if HEAD in wanted and model.has_tied_embeddings:
-            if not np.array_equal(_values(tensors[HEAD]), _values(tensors[EMBEDDING])):
+            head, table = _values(tensors[HEAD]), _values(tensors[EMBEDDING])
+            if not np.array_equal(head, table, equal_nan=True):
                 raise CheckpointError(f"tie_word_embeddings is set, but {HEAD} is not {EMBEDDING}")
 
     def is_stacked(self, row: ParameterSpec) -> bool:
@@ -124,6 +129,9 @@ class Tensors:
         Args:
             row: Row of one of the tables.
             layer: Layer of a stacked parameter, from 0; all layers when None.
+
+        Raises:
+            CheckpointError: A value is NaN or infinite, and such values are refused.
         """
         pieces, shape = self._pieces[row.path], row.shape
         if layer is not None:
@@ -133,7 +141,11 @@ class Tensors:
                 for piece in pieces
                 if piece.target[0] == layer
             ]
-        return _fill(row.path, shape, pieces, self._tensors)
+        with np.errstate(over="ignore"):  # float64 beyond float32 becomes infinite
+            values = _fill(row.path, shape, pieces, self._tensors)
+        if self._nonfinite == "refuse":
+            _check_finite(values, pieces, self._tensors)
+        return values
 
 
 def load(
@@ -291,6 +303,25 @@ def _fill(
     if filled != size:
         raise CheckpointError(f"{path}: the family's rules fill {filled} of {size} values")
     return parameter
+
+
+def _check_finite(
+    parameter: np.ndarray, pieces: Sequence[Piece], tensors: Mapping[str, Any]
+) -> None:
+    """Raise for the first tensor with a value that is NaN or infinite."""
+    # NaN is the minimum and the maximum of its array: no array of booleans as large is needed.
+    if not parameter.size or np.isfinite(parameter.min()) and np.isfinite(parameter.max()):
+        return
+    for piece in pieces:
+        view = parameter[piece.target]
+        wrong = view.size - np.count_nonzero(np.isfinite(view))
+        if wrong:
+            file = getattr(tensors[piece.key], "file", None)
+            raise CheckpointError(
+                f"{f'{file}: ' if file else ''}{piece.key} holds {wrong} of {view.size} values that"
+                " are NaN, infinite or too large for float32: download it again, or import it as it"
+                ' is with nonfinite="keep" (--imported.nonfinite keep)'
+            )
 
 
 def _aligned(size: int) -> np.ndarray:

@@ -198,7 +198,7 @@ def broken(path, error):
 
 def test_damaged_directories_are_refused(mixtral, tmp_path):
     config, state = mixtral
-    broken(tmp_path / "nothing", r"^cannot read .*nothing \(No such file or directory\)$")
+    broken(tmp_path / "nothing", r"^cannot read .*nothing: No such file or directory$")
     place = tmp_path / "it"
     save(place, config, halves(state))
     whole = (place / "model-1.safetensors").read_bytes()
@@ -212,7 +212,7 @@ def test_damaged_directories_are_refused(mixtral, tmp_path):
     index.write_text(json.dumps(fields))
     broken(place, r"index\.json names \d+ tensors that no file holds, model\..* first: download")
     index.write_text("{}")
-    broken(place, r"index\.json is no index of safetensors: KeyError\('weight_map'\)$")
+    broken(place, r"index\.json: weight_map is null and must map tensors to files: download")
     index.unlink()
     (place / "model-0.safetensors").rename(place / "pytorch_model.bin")
     broken(place, r"no safetensors file but pytorch_model\.bin: save it again with safe_serial")

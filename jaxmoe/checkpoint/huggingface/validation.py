@@ -1,0 +1,232 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Checks the types and sizes of a config before anything is computed or allocated from them.
+
+`check_fields` compares the fields of config.json with the types in `_RULES`; `check_sizes` compares
+the sizes of the model with the shapes of the tensors, which come from the headers of their files.
+Which values this library computes is the subject of `fields.py`.
+
+To add a field: `jaxmoe/checkpoint/huggingface/validation.py` (`_RULES`),
+`tests/jaxmoe/checkpoint/huggingface/test_hostile.py` (a row with a wrong type).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final, NamedTuple
+
+from jaxmoe.checkpoint.huggingface import modeling
+from jaxmoe.checkpoint.huggingface.paths import shown
+from jaxmoe.checkpoint.huggingface.weights import EMBEDDING
+from jaxmoe.checkpoint.manifest import CheckpointError
+from jaxmoe.models.config import ModelConfig
+
+MAX_SIZE: Final = (1 << 31) - 1
+"""Largest width: arrays are indexed by 32 bits."""
+MAX_LAYERS: Final = 4096
+MAX_HEAD_DIM: Final = 1 << 16
+MAX_EXPERTS: Final = 1 << 20
+"""Largest number of experts of all layers together."""
+
+
+class _Rule(NamedTuple):
+    """Type of fields; null, like an absent field, is allowed by all of them."""
+
+    words: str
+    fits: Callable[[Any], bool]
+    names: str
+    """Names of the fields, separated by spaces."""
+
+
+def _integer(least: int, most: int, names: str) -> _Rule:
+    words = f"{'an integer above 0' if least else 'an integer, 0 or more,'} and at most {most}"
+    return _Rule(words, lambda value: type(value) is int and least <= value <= most, names)
+
+
+def _is_finite(value: Any) -> bool:
+    # Integers are compared, not converted: they may be larger than any float.
+    return type(value) in (int, float) and abs(value) <= 1e300
+
+
+def _is_token(value: Any) -> bool:
+    return type(value) is int and abs(value) <= MAX_SIZE
+
+
+_RULES: Final = (
+    _integer(1, MAX_LAYERS, "num_hidden_layers"),
+    _integer(0, MAX_LAYERS, "num_nextn_predict_layers num_mtp_layers first_k_dense_replace"),
+    _integer(1, MAX_EXPERTS, "num_experts num_local_experts n_routed_experts num_experts_per_tok"),
+    _integer(
+        *(1, MAX_SIZE),
+        "vocab_size hidden_size intermediate_size moe_intermediate_size num_attention_heads"
+        " num_key_value_heads head_dim qk_head_dim qk_nope_head_dim qk_rope_head_dim v_head_dim"
+        " kv_lora_rank q_lora_rank n_shared_experts n_group topk_group max_position_embeddings",
+    ),
+    _integer(0, MAX_SIZE, "sliding_window decoder_sparse_step"),
+    _Rule(
+        "a finite number above 0",
+        lambda value: _is_finite(value) and value > 0,
+        "rms_norm_eps rope_theta",
+    ),
+    _Rule("a finite number", _is_finite, "router_aux_loss_coef routed_scaling_factor"),
+    _Rule(
+        "true or false",
+        lambda value: isinstance(value, bool),
+        "norm_topk_prob tie_word_embeddings use_sliding_window rope_interleave",
+    ),
+    _Rule("a string", lambda value: isinstance(value, str), "model_type"),
+    _Rule(
+        "an object", lambda value: isinstance(value, Mapping), "rope_parameters rope_scaling jaxmoe"
+    ),
+    _Rule(
+        "a list of layers",
+        lambda value: isinstance(value, list | tuple) and all(type(i) is int for i in value),
+        "mlp_only_layers",
+    ),
+    _Rule(
+        "a token id or a list of them",
+        lambda value: all(map(_is_token, value if isinstance(value, list | tuple) else [value])),
+        "bos_token_id eos_token_id",
+    ),
+)
+_OF_ROPE: Final = (
+    _Rule("a string", lambda value: isinstance(value, str), "rope_type type"),
+    _Rule(
+        "0 or a number from 1e-9 to 1e12",
+        lambda value: type(value) in (int, float) and (value == 0 or 1e-9 <= value <= 1e12),
+        "rope_theta factor original_max_position_embeddings beta_fast beta_slow mscale"
+        " mscale_all_dim partial_rotary_factor",
+    ),
+)
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
+_SIZES: Final = {
+    "vocabulary": ("vocab_size",),
+    "width": ("hidden_size",),
+    "layers": ("num_hidden_layers",),
+    "experts": ("num_local_experts", "num_experts", "n_routed_experts"),
+    "head": ("head_dim", "qk_rope_head_dim", "hidden_size"),
+}
+"""Names of sizes in the families."""
+_OWN_SIZES: Final = {
+    "vocabulary": ("jaxmoe.vocab_size",),
+    "width": ("jaxmoe.embed_dim",),
+    "layers": ("jaxmoe.num_layers",),
+    "experts": ("jaxmoe.moe.num_experts",),
+    "head": ("jaxmoe.attention.head_dim",),
+}
+"""Names of the same sizes in a model with its own modelling file."""
+_STACKED = (".experts.gate_up_proj", ".experts.down_proj")
+
+
+def check_fields(fields: Mapping[str, Any], where: str = "") -> None:
+    """Raise for a field of a wrong type or beyond any size.
+
+    Args:
+        fields: Fields of config.json.
+        where: Prefix of messages: the file.
+
+    Raises:
+        CheckpointError: See above.
+    """
+    _check(fields, _RULES, f"{where}config.")
+    for name in ("rope_parameters", "rope_scaling"):
+        _check(fields.get(name) or {}, _OF_ROPE, f"{where}config.{name}.")
+    for path, value in _numbers(fields.get("jaxmoe"), "jaxmoe"):
+        is_seed = path.endswith("seed")
+        if not _is_finite(value) or (type(value) is int and value > MAX_SIZE and not is_seed):
+            raise CheckpointError(
+                f"{where}config.{path}={shown(value)} must be a finite number, and at most"
+                f" {MAX_SIZE} if it is an integer: correct it"
+            )
+
+
+def _check(fields: Mapping[str, Any], rules: tuple[_Rule, ...], prefix: str) -> None:
+    for rule in rules:
+        for name in rule.names.split():
+            value = fields.get(name)
+            if value is not None and not rule.fits(value):
+                raise CheckpointError(
+                    f"{prefix}{name}={shown(value)} must be {rule.words}: correct it, or"
+                    " download the file again"
+                )
+
+
+def _numbers(value: Any, path: str) -> Iterator[tuple[str, int | float]]:
+    """Yield the numbers in a JSON value with their dotted paths."""
+    if isinstance(value, Mapping):
+        for name, inside in value.items():
+            yield from _numbers(inside, f"{path}.{name}")
+    elif isinstance(value, list | tuple):
+        for number, inside in enumerate(value):
+            yield from _numbers(inside, f"{path}.{number}")
+    elif type(value) in (int, float):
+        yield path, value
+
+
+def check_sizes(
+    model: ModelConfig, fields: Mapping[str, Any], tensors: Mapping[str, Any], where: str = ""
+) -> None:
+    """Raise if the model is larger than its tensors, before its parameters are listed.
+
+    Compares the vocabulary, the width and the numbers of layers and experts. Other shapes are
+    compared tensor by tensor in `weights.py`, once the number of parameters is known to be small.
+
+    Args:
+        model: Model of the fields.
+        fields: Fields of config.json.
+        tensors: Tensors by name, with shapes.
+        where: Prefix of messages: the file.
+
+    Raises:
+        CheckpointError: See above.
+    """
+
+    first = next(_too_large(model, tensors), None)
+    if first is None:
+        return
+    what, size, found = first
+    names = (_OWN_SIZES if fields.get("model_type") == modeling.NAME else _SIZES)[what]
+    name = next((name for name in names if name in fields), names[0])
+    raise CheckpointError(
+        f"{where}config.{name}={size}, and {found}: give the config.json that was saved with the"
+        " tensors"
+    )
+
+
+def _too_large(model: ModelConfig, tensors: Mapping[str, Any]) -> Iterator[tuple[str, int, str]]:
+    """Yield what differs: the name of a size, its value in the config, and what was found."""
+    num_layers, num_experts = model.num_layers, model.moe.num_experts if model.moe else 0
+    if num_layers > MAX_LAYERS:
+        yield "layers", num_layers, f"at most {MAX_LAYERS} layers are read"
+    if num_layers * num_experts > MAX_EXPERTS:
+        yield "experts", num_experts, f"{num_layers} layers of them exceed {MAX_EXPERTS} experts"
+    head_dim = model.attention.heads.head_dim
+    if head_dim > MAX_HEAD_DIM:
+        yield "head", head_dim, f"heads of at most {MAX_HEAD_DIM} are read"
+    shape = tuple(tensors[EMBEDDING].shape) if EMBEDDING in tensors else ()
+    if len(shape) == 2:
+        found = f"{EMBEDDING} is {list(shape)}"
+        if model.vocab_size != shape[0]:
+            yield "vocabulary", model.vocab_size, found
+        if model.embed_dim != shape[1]:
+            yield "width", model.embed_dim, found
+    layers = {match[1] for name in tensors if (match := _LAYER.match(name))}
+    if layers and num_layers > len(layers):
+        yield "layers", num_layers, f"the tensors are of {len(layers)} layers"
+    experts = _experts_of(tensors)
+    if experts and num_experts > experts:
+        yield "experts", num_experts, f"the tensors are of {experts} experts"
+
+
+def _experts_of(tensors: Mapping[str, Any]) -> int:
+    """Return the number of experts that tensors name or stack; 0 if there are none."""
+    numbers = {match[1] for name in tensors if (match := _EXPERT.search(name))}
+    stacked = [
+        int(tensor.shape[0])
+        for name, tensor in tensors.items()
+        if name.endswith(_STACKED) and math.prod(tensor.shape)
+    ]
+    return max([len(numbers), *stacked])
