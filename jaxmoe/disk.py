@@ -14,6 +14,7 @@ import contextlib
 import logging
 import os
 import pathlib
+import re
 import stat
 from collections.abc import Iterator
 
@@ -26,6 +27,8 @@ _SPECIAL_FILES = {
     stat.S_IFBLK: "a block device",
     stat.S_IFDIR: "a directory",
 }
+_TEMPORARY = re.compile(r"\..+\.\d+\.tmp")
+"""Names of the temporary files of `replace_file`."""
 
 
 def cache_directory() -> pathlib.Path:
@@ -67,6 +70,18 @@ def replace_file(path: str | os.PathLike[str], data: bytes | str) -> None:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise
+
+
+def remove_leftovers(directory: str | os.PathLike[str]) -> None:
+    """Remove the temporary files of `replace_file` that killed processes have left.
+
+    Args:
+        directory: Directory that this process holds alone.
+    """
+    for path in pathlib.Path(directory).glob(".*.tmp"):
+        if _TEMPORARY.fullmatch(path.name) and path.is_file():
+            with contextlib.suppress(OSError):
+                path.unlink()
 
 
 class DiskGuard:

@@ -35,8 +35,11 @@ class PrintHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write one message to the current `sys.stdout`, which a notebook replaces."""
-        sys.stdout.write(record.getMessage() + "\n")
-        sys.stdout.flush()
+        if sys.stdout is None:  # a process without standard output
+            return
+        with contextlib.suppress(OSError):  # a reader that is gone, or a full disk
+            sys.stdout.write(record.getMessage() + "\n")
+            sys.stdout.flush()
 
 
 @contextlib.contextmanager

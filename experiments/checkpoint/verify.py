@@ -12,6 +12,7 @@ damaged, 2 no such run.
 from __future__ import annotations
 
 import dataclasses
+import os
 import pathlib
 from collections.abc import Sequence
 from typing import Literal
@@ -36,7 +37,7 @@ class CheckpointsConfig:
     def checkpoints(self) -> pathlib.Path:
         """Directory of the steps."""
         inner = RunDirectory(self.directory).checkpoints_directory
-        return inner if inner.is_dir() else pathlib.Path(self.directory)
+        return inner if os.path.isdir(inner) else pathlib.Path(self.directory)
 
     def open(self) -> tuple[CheckpointManager, list[int]]:
         """Open the checkpoints for reading.

@@ -23,7 +23,7 @@ from typing import Any, NoReturn, TypeVar
 
 from experiments.cli.choices import choose, field_paths, find_choices, known_spelling
 from experiments.cli.exit_codes import ExitCode as ExitCode
-from experiments.cli.output import without_advice
+from experiments.cli.output import dropped_output, open_closed_streams, without_advice
 from jaxmoe.configs import closest
 from jaxmoe.optional import MissingPackageError, require
 
@@ -81,6 +81,7 @@ def parse_flags(config: Config, argv: Sequence[str], prog: str, description: str
     Returns:
         The changed config. Exits as `parse` does.
     """
+    open_closed_streams()
     with exit_on_bad_configuration():
         tyro = require("tyro")
         config, flags = choose(config, argv)
@@ -91,15 +92,17 @@ def parse_flags(config: Config, argv: Sequence[str], prog: str, description: str
             "\n\nChoices, as dotted.field:NAME (of a tuple: --dotted.field NAME ...); a flag that"
             " only one NAME has chooses it:\n" + "\n".join(f"  {choice}" for choice in choices)
         )
-    return tyro.cli(
-        type(config),
-        default=config,
-        args=flags,
-        prog=prog,
-        description=description,
-        config=(tyro.conf.AvoidSubcommands, tyro.conf.FlagConversionOff),
-        use_underscores=True,
-    )
+    with dropped_output():  # --help prints
+        return tyro.cli(
+            type(config),
+            default=config,
+            args=flags,
+            prog=prog,
+            description=description,
+            config=(tyro.conf.AvoidSubcommands, tyro.conf.FlagConversionOff),
+            use_underscores=True,
+        )
+    raise SystemExit(int(ExitCode.DONE))
 
 
 @contextlib.contextmanager
@@ -122,7 +125,8 @@ def exit_on_bad_configuration(
 
 def fail(message: str) -> NoReturn:
     """Write `error: message` to stderr and exit with 2."""
-    print(f"error: {message}", file=sys.stderr)
+    with contextlib.suppress(OSError):  # the exit code remains
+        print(f"error: {message}", file=sys.stderr, flush=True)
     raise SystemExit(int(ExitCode.BAD_CONFIGURATION))
 
 

@@ -1,14 +1,16 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Prints on standard output, on the first process only, and survives a closed pipe.
+"""Prints on standard output, on the first process only, and survives output that cannot be written.
 
-After `python -m experiments.doctor | head -3`, or when the terminal is closed, a command continues
-without output to its end, with the same files and exit code.
+After `python -m experiments.doctor | head -3`, on a full disk, or when the terminal is closed, a
+command continues without output to its end, with the same files and exit code. All but a closed
+pipe is one warning on standard error.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import sys
 import warnings
@@ -17,7 +19,9 @@ from collections.abc import Iterator
 import jax
 
 from jaxmoe.routing.composition import RoutingWarning
-from jaxmoe.tracking.console import is_gone
+from jaxmoe.tracking.console import is_gone, why_not_written
+
+logger = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
@@ -44,12 +48,39 @@ def write(text: str) -> None:
     Args:
         text: One or more lines.
     """
+    with dropped_output():
+        print(text)
+
+
+@contextlib.contextmanager
+def dropped_output() -> Iterator[None]:
+    """Print within, and flush; after an error all output of the process is dropped."""
     try:
-        print(text, flush=True)
+        try:
+            yield
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()
     except OSError as error:
         if not is_gone(error):
-            raise
+            logger.warning("%s: the command continues without it", why_not_written(error))
         # The rest of the buffer would raise again when the interpreter exits.
-        silence = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(silence, sys.stdout.fileno())
-        os.close(silence)
+        with contextlib.suppress(OSError):  # a stream that is no file has no such rest
+            silence = os.open(os.devnull, os.O_WRONLY)
+            if sys.stdout is not None:
+                os.dup2(silence, sys.stdout.fileno())
+            os.close(silence)
+
+
+def open_closed_streams() -> None:
+    """Open the null device for standard streams that the process was started without.
+
+    Otherwise the next file takes the number of the stream, and receives what is printed.
+    """
+    while (opened := os.open(os.devnull, os.O_RDWR)) <= 2:
+        continue
+    os.close(opened)
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            stream = open(os.devnull, "w", encoding="utf-8")
+            setattr(sys, name, stream)

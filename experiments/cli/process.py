@@ -16,6 +16,7 @@ import jax
 
 from experiments.cli.absent_tpu import skip_absent_tpu
 from experiments.cli.output import write
+from experiments.cli.xla_flags import check_xla_flags
 from jaxmoe.disk import cache_directory
 from sharding.distributed import start_processes
 
@@ -46,6 +47,7 @@ def start_process(
         ValueError: The environment describes a job or devices that do not exist.
     """
     configure_logging()
+    check_xla_flags()
     if has_steps and sys.platform == "linux" and not os.environ.get("MALLOC_ARENA_MAX"):
         keep_freed_memory()
     if getattr(jax.config, "jax_compilation_cache_dir", None) is None:

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from typing import Any
 
 LIST = "files.json"
-# The commit adds the first file and writes a time to the second; reading a step needs neither.
+# The commit adds the first file and writes a time to the second; a step without them is damaged.
 OF_THE_COMMIT = ("commit_success.txt", "_CHECKPOINT_METADATA")
 _CHUNK = 1 << 22
 

@@ -10,8 +10,8 @@ Orbax (0.12) commits by a rename. It calls `before_commit` in its own thread aft
 and before the rename; an error there leaves the step uncommitted. TensorStore syncs only its
 arrays, so the other files are synced here. After `CheckpointManager.finish` returned True, a step
 survives a loss of power, as far as the disk keeps what it has synced. A step that was committed but
-not finished may be lost, or be listed without the two files of its commit, which are never read;
-the files and arrays of a listed step are whole, or its checksums show the damage.
+not finished may be lost, or be listed without the two files of its commit and then counts as
+damaged; the files and arrays of a listed step are whole, or its checksums show the damage.
 
 A fence checks whether another process has taken the directory over. Orbax writes two small files
 between the last check and the rename: a process that is suspended there and loses its lease finds

@@ -19,26 +19,28 @@ fingerprints after reading. `restore_newest` sets a damaged step aside and uses 
 
 from __future__ import annotations
 
-import json
 import logging
 import pathlib
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
-from etils import epath
 
-from jaxmoe.checkpoint import bounds, checksums
+from jaxmoe.checkpoint import bounds
 from jaxmoe.checkpoint.commit import TRASH, Commits, Fence, LeaseLostError
+from jaxmoe.checkpoint.damage import Verify, check_directory, damage_of_step, opening_errors
 from jaxmoe.checkpoint.later_arrays import with_later, without_later
+from jaxmoe.checkpoint.literal_path import literal_path
 from jaxmoe.checkpoint.manifest import (
     CheckpointAbandonedError,
     CheckpointDamagedError,
     CheckpointError,
     CheckpointManifest,
+    check_arrays,
     check_fingerprints,
     check_global,
+    check_json,
     check_target,
     make_manifest,
     read_manifest,
@@ -65,9 +67,6 @@ _LARGE = 1 << 26
 _PEERS = 600
 """Timeout of a save for the writes of other processes, seconds; below the watchdog's."""
 
-Verify = Literal["full", "files", "off"]
-"""Checks of a restore: file checksums and array fingerprints, file checksums only, or none."""
-
 
 class CheckpointManager:
     """Saves, lists and restores the checkpoints of one run.
@@ -92,12 +91,11 @@ class CheckpointManager:
     ):
         if keep < 2:
             raise ValueError(f"keep={keep} must be at least 2: the last may be unfinished")
-        self.directory = epath.Path(directory).expanduser().absolute()
-        if not is_writer and not self.directory.exists():
-            raise CheckpointError(f"{directory} holds no checkpoints: the directory does not exist")
-        if lines := bounds.before_opening(pathlib.Path(self.directory)):
-            raise CheckpointDamagedError(f"{directory} is damaged: {'; '.join(lines[:5])}")
-        self._is_writer, self._verify = is_writer, verify
+        self.directory = literal_path(directory)
+        with opening_errors(self.directory):
+            check_directory(self.directory, (TRASH, _DAMAGED), is_writer=is_writer)
+        self._is_writer = is_writer
+        self._verify: Verify = verify
         self._commits = Commits(self.directory, fence, is_writer=is_writer)
         self._commits.empty_trash()
         options = ocp.CheckpointManagerOptions(
@@ -113,7 +111,7 @@ class CheckpointManager:
                 post_finalization_callback=self._commits.before_commit if is_writer else None,
             ),
         )
-        with muted("absl", "directory is read only"):
+        with muted("absl", "directory is read only"), opening_errors(self.directory):
             self._manager = ocp.CheckpointManager(self.directory, options=options)
 
     def steps(self) -> list[int]:
@@ -151,6 +149,8 @@ class CheckpointManager:
         Raises:
             LeaseLostError: Another process has taken the directory over; raised on all processes.
         """
+        check_arrays(state)
+        check_json(config=config, data=data or {})
         is_good = not agree(not self.finish())
         is_there = step in self.shared_steps()
         if not is_there:
@@ -256,7 +256,7 @@ class CheckpointManager:
         )
         arguments = ocp.args.StandardRestore(abstract)  # pyright: ignore[reportCallIssue]
         with Reading(where), array_reader(ocp.StandardCheckpointHandler()) as reader:
-            restored = reader.restore(f"{where}/state", args=arguments)
+            restored = reader.restore(self.directory / str(step) / "state", args=arguments)
         state = unpack(restored, target)
         if self._verify == "full":
             check_fingerprints(manifest, state, where)
@@ -334,21 +334,7 @@ class CheckpointManager:
 
     def damage(self, step: int) -> list[str]:
         """Return one line for each damaged file of a step."""
-        try:
-            return self._damage(step)
-        except OSError as error:  # such as a bad sector
-            return [f"{error.filename or step}: cannot be read ({error.strerror or error})"]
-
-    def _damage(self, step: int) -> list[str]:
-        path = pathlib.Path(self.directory) / str(step)
-        has_list = (path / checksums.LIST).exists()
-        lines = bounds.places(path) or bounds.texts(path, (checksums.LIST,))
-        if has_list and self._verify != "off":
-            lines = lines or checksums.damage(path)
-        lines = lines or bounds.texts(path)
-        if not has_list and self._verify != "off" and not _is_of_schema_1(path):
-            lines = lines or checksums.damage(path)
-        return lines or bounds.contents(path)
+        return damage_of_step(pathlib.Path(self.directory) / str(step), self._verify)
 
     def _set_aside(self, step: int, error: CheckpointError) -> None:
         logger.warning("%s; the step before it is used", error)
@@ -376,16 +362,6 @@ class CheckpointManager:
         """Wait for the current save and end Orbax's threads."""
         self.finish()
         self._manager.close()
-
-
-def _is_of_schema_1(step: pathlib.Path) -> bool:
-    """Return whether a step was written with schema 1, which has no list of files."""
-    if (step / checksums.LIST).exists():
-        return False
-    try:
-        return json.loads((step / "manifest" / "metadata").read_text())["schema"] == 1
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return False
 
 
 def _layout_of(leaf: Any) -> ocp.SaveArgs:

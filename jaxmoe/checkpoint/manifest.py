@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import importlib.metadata
+import json
 import logging
 import pathlib
 from collections.abc import Mapping
@@ -207,6 +208,43 @@ def hint_of(saved: Mapping[str, Any], wanted: Mapping[str, Any], config: Mapping
         if len(differing) == 1 and differing[0][0] == size:
             return f" (another {name}: {size}, and {differing[0][1]} here)"
     return ""
+
+
+def check_arrays(state: Any) -> None:
+    """Raise unless all leaves of a state are arrays of numbers.
+
+    Raises:
+        CheckpointError: The message lists the other leaves.
+    """
+    wrong = [
+        f"state.{path.replace(SEPARATOR, '.')} ({type(leaf).__name__})"
+        for path, leaf in flatten(state).items()
+        if not hasattr(leaf, "dtype") or not hasattr(leaf, "shape") or leaf.dtype == object
+    ]
+    if wrong:
+        shown = ", ".join(wrong[:5]) + (", ..." if len(wrong) > 5 else "")
+        raise CheckpointError(
+            f"{shown}: not an array of numbers: convert it with jax.numpy.asarray"
+        )
+
+
+def check_json(**given: Any) -> None:
+    """Raise unless values can be written as JSON.
+
+    Args:
+        **given: Values by the name of the argument of a save.
+
+    Raises:
+        CheckpointError: One cannot; the message has its name and the reason.
+    """
+    for name, value in given.items():
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise CheckpointError(
+                f"{name} cannot be saved as JSON ({error}): give dicts, lists, numbers, text,"
+                " booleans and None"
+            ) from error
 
 
 def check_global(state: Any) -> None:

@@ -29,7 +29,13 @@ import orbax.checkpoint as ocp
 from flax import traverse_util
 
 from jaxmoe.checkpoint import checksums
-from jaxmoe.checkpoint.manifest import CheckpointError, make_manifest
+from jaxmoe.checkpoint.literal_path import literal_path
+from jaxmoe.checkpoint.manifest import (
+    CheckpointError,
+    check_arrays,
+    check_json,
+    make_manifest,
+)
 from jaxmoe.checkpoint.restore import whole_step
 from jaxmoe.fingerprints import RunningFingerprint
 from jaxmoe.optional import require
@@ -75,9 +81,11 @@ def save_streamed(
         CheckpointError: The step exists, or a layer cannot be read or has another shape than
             declared. Files may be left in `<directory>/<step>`.
     """
-    place = pathlib.Path(directory).absolute() / str(step)
+    place = literal_path(directory) / str(step)
     if place.exists():
         raise CheckpointError(f"{directory} already has a checkpoint of step {step}")
+    check_arrays(state)
+    check_json(config=config, data=data or {})
     there = {path: np.asarray(leaf) for path, leaf in flatten(pack(state)).items()}
     writer = _Writer(streamed)
     items = there | {path: writer.stand_in(path) for path in streamed}
@@ -214,7 +222,7 @@ class StoredArray:
                 "driver": "zarr3" if is_third else "zarr",
                 "kvstore": {
                     "driver": "ocdbt",
-                    "base": f"file://{self._state}/",
+                    "base": {"driver": "file", "path": f"{self._state}/"},
                     "path": self._path.replace(SEPARATOR, _FLAT) + "/",
                 },
             }

@@ -42,7 +42,7 @@ from typing import Any, TypeVar
 from jaxmoe.checkpoint import LeaseLostError
 from jaxmoe.checkpoint.migrate import migrate
 from jaxmoe.configs import differences, from_json, to_json
-from jaxmoe.disk import replace_file
+from jaxmoe.disk import remove_leftovers, replace_file
 from jaxmoe.resilience.lease import FILES as LEASE_FILES
 from jaxmoe.resilience.lease import Lease
 from jaxmoe.run.environment import describe_environment
@@ -104,13 +104,22 @@ class RunDirectory:
         self.path = pathlib.Path(path)
         self._lease: Lease | None = None
 
+    def has_config(self) -> bool:
+        """Return whether there is a run in the directory, finished or not.
+
+        Raises:
+            ValueError: The path cannot be used, such as one that is too long.
+        """
+        with self.usable():
+            return self.config_file.exists()
+
     def check_free_of_runs(self) -> None:
         """Refuse a directory with a run, for commands that write their own `summary.json`.
 
         Raises:
             ValueError: The directory holds a run, whose summary would be lost.
         """
-        if self.config_file.exists():
+        if self.has_config():
             raise ValueError(
                 f"run.directory={self.path} holds a run, whose summary.json would be lost: choose"
                 " another directory with --run.directory"
@@ -133,11 +142,13 @@ class RunDirectory:
         Raises:
             ValueError: The directory cannot be created or written, or another process holds it.
         """
-        with self._readable_errors():
+        with self.usable():
             self.path.mkdir(parents=True, exist_ok=True)
             lease = Lease(self.path, heartbeat=heartbeat, steal=steal, on_lost=on_lost)
             lease.acquire()
         self._lease = lease
+        for place in (self.path, self.plots_directory, self.bad_data_directory):
+            remove_leftovers(place)
 
     def fence(self) -> None:
         """Return if this process holds the directory.
@@ -202,7 +213,7 @@ class RunDirectory:
             ValueError: Another field differs; the message has one line per field.
         """
         given = to_json(config)
-        if self.config_file.exists():
+        if self.has_config():
             saved = migrate(self._read(self.config_file))
             if lines := differences(saved, given, free, fixed):
                 raise ValueError(
@@ -236,7 +247,7 @@ class RunDirectory:
         Raises:
             ValueError: There is no run, or the file is damaged.
         """
-        if not self.config_file.exists():
+        if not self.has_config():
             raise ValueError(
                 f"run.directory={self.path} holds no run ({self.config_file.name} is missing):"
                 " give the directory of a run"
@@ -293,7 +304,7 @@ class RunDirectory:
         self._write(self.summary_file, _finite(summary))
 
     def _write(self, file: pathlib.Path, data: Any) -> None:
-        with self._readable_errors():
+        with self.usable():
             if self._lease is not None:
                 try:
                     self._lease.fence()
@@ -303,13 +314,13 @@ class RunDirectory:
 
     def _read(self, file: pathlib.Path) -> Any:
         try:
-            with self._readable_errors():
+            with self.usable():
                 return json.loads(file.read_text())
         except json.JSONDecodeError as error:
             raise ValueError(f"{file} is not JSON ({error}): restore or remove it") from error
 
     @contextlib.contextmanager
-    def _readable_errors(self) -> Iterator[None]:
+    def usable(self) -> Iterator[None]:
         """Turn errors of the operating system into ValueErrors that a user can act on."""
         try:
             yield
@@ -318,6 +329,10 @@ class RunDirectory:
                 rule = "has no space left: free some"
             elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
                 rule = "is not writable: change its permissions"
+            elif error.errno == errno.EFBIG:
+                rule = "needs a larger file than the limit of this process: see ulimit -f"
+            elif error.errno == errno.ENAMETOOLONG:
+                rule = "is longer than the file system allows: shorten it"
             else:
                 rule = f"cannot be used ({error.strerror}: {error.filename}): mend it"
             raise ValueError(

@@ -169,7 +169,7 @@ def check_trains(directory: RunDirectory, config: PretrainConfig) -> None:
             inference.
     """
     config.execution.precision.check_trains()
-    if not directory.config_file.exists():
+    if not directory.has_config():
         return
     if (directory.summary() or {}).get("status") == "imported":
         raise ValueError(

@@ -168,7 +168,7 @@ def _train_prepared(
     started = time.perf_counter()
     begun, checkpoints = prepared.begun, prepared.checkpoints
     watchdog, stopwatch = supervision.watchdog, supervision.stopwatch
-    with configuration_errors():
+    with configuration_errors(), directory.usable():
         reporter = Reporter(name, directory, begun.assembly, begun.step)
         watches = Watches(directory, begun.assembly, reporter, stopwatch, begun.step, watchdog)
     with contextlib.closing(reporter):

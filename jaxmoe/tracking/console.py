@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import logging
 import sys
 import time
@@ -84,25 +85,32 @@ def is_gone(error: OSError) -> bool:
     return isinstance(error, BrokenPipeError) or error.errno in (errno.EPIPE, errno.EIO)
 
 
+def why_not_written(error: OSError) -> str:
+    """Return why standard output cannot be written, as a clause."""
+    if is_gone(error):
+        return "standard output has no reader"
+    return f"standard output cannot be written ({error.strerror or error})"
+
+
 class LastingStream:
-    """Stream whose reader may go away without an error; later output is dropped.
+    """Stream that drops its output after an error, such as a reader that is gone or a full disk.
 
     Args:
         stream: Where to; standard output if None.
     """
 
     def __init__(self, stream: TextIO | None = None):
-        self._stream = stream or sys.stdout
+        self._stream: Any = stream or sys.stdout or io.StringIO()
         self._is_mute = False
 
     def write(self, text: str) -> int:
-        """Write, unless the reader is gone."""
+        """Write, unless an earlier write failed."""
         with self._while_read():
             self._stream.write(text)
         return len(text)
 
     def flush(self) -> None:
-        """Flush, unless the reader is gone."""
+        """Flush, unless an earlier write failed."""
         with self._while_read():
             self._stream.flush()
 
@@ -114,11 +122,9 @@ class LastingStream:
         try:
             yield
         except OSError as error:
-            if not is_gone(error):
-                raise
             if not self._is_mute:
                 self._is_mute = True
-                logger.warning("standard output has no reader: the run goes on without progress")
+                logger.warning("%s: the run goes on without progress", why_not_written(error))
 
 
 FIELDS: tuple[tuple[str, str, Callable[[float], str]], ...] = (

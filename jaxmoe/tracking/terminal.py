@@ -98,7 +98,7 @@ def open_console(kind: ConsoleKind, total_steps: int, stream: TextIO | None = No
         ValueError: If "rich" was asked for and the stream cannot take its characters.
     """
     out = stream or sys.stdout
-    if kind == "none":
+    if kind == "none" or out is None:  # a process without standard output
         return SilentConsole()
     if kind == "plain" or (kind == "auto" and not is_watched(out)):
         return ConsoleTracker(total_steps, stream)

@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an entry point does to its process."""
 
+import contextlib
+import errno
 import io
 import logging
 import os
@@ -9,12 +11,22 @@ import pathlib
 import signal
 import subprocess
 import sys
+import threading
 
 import pytest
 
+from experiments.cli import exit as exit_module
+from experiments.cli import flags
 from experiments.cli.absent_tpu import has_tpu
+from experiments.cli.exit import bounded_exit
+from experiments.cli.output import write
 from experiments.cli.process import configure_logging, end_at_once
+from experiments.cli.xla_flags import check_xla_flags
+from experiments.launch.config import LaunchConfig
 from jaxmoe.resilience.stop import StopRequest
+from jaxmoe.run.directory import RunDirectory
+from jaxmoe.tracking.console import LastingStream
+from jaxmoe.tracking.terminal import open_console
 
 
 def test_warnings_are_plain_words_whoever_was_here_first(monkeypatch):
@@ -77,3 +89,107 @@ def test_second_signal_ends_a_command_with_128_plus_its_number(monkeypatch):
         assert codes == []
         signal.raise_signal(signal.SIGINT)
     assert codes == [128 + signal.SIGINT]
+
+
+def test_an_unknown_flag_in_xla_flags_is_named(monkeypatch):
+    known = "--xla_force_host_platform_device_count=8 --xla_cpu_enable_fast_math=false"
+    for good in ("", known, "flags_in_a_file"):
+        monkeypatch.setenv("XLA_FLAGS", good)
+        check_xla_flags()
+    monkeypatch.setenv("XLA_FLAGS", f"{known} --xla_no_such_flag=1")
+    with pytest.raises(ValueError, match="^XLA_FLAGS has --xla_no_such_flag, which the XLA of"):
+        check_xla_flags()
+
+
+def test_an_exit_that_a_thread_holds_is_ended_with_its_name(monkeypatch):
+    errors, codes, is_ended, is_held = io.StringIO(), [], threading.Event(), threading.Event()
+    monkeypatch.setattr(sys, "__stderr__", errors)
+    monkeypatch.setattr(
+        exit_module, "leave_at_once", lambda code: (codes.append(code), is_ended.set())
+    )
+    holder = threading.Thread(target=is_held.wait, name="a save that never ends")
+    holder.start()
+    try:
+        with pytest.raises(SystemExit), bounded_exit(0.01):
+            sys.exit(74)
+        assert is_ended.wait(10)
+    finally:
+        is_held.set()
+    assert codes == [74] and "a save that never ends" in errors.getvalue()
+    assert "it ends now, with exit code 74" in errors.getvalue()
+
+
+@contextlib.contextmanager
+def _full_stdout(monkeypatch):
+    """Standard output on a full disk; its last flush must not raise."""
+    with open("/dev/full", "w") as stream, monkeypatch.context() as patched:
+        patched.setattr(sys, "stdout", stream)
+        yield
+
+
+def test_output_to_a_full_disk_is_one_warning(monkeypatch, caplog):
+    with _full_stdout(monkeypatch):
+        write("lost")
+        write("lost as well")  # to the null device by now
+    assert [record.getMessage() for record in caplog.records] == [
+        "standard output cannot be written (No space left on device): the command continues"
+        " without it"
+    ]
+
+
+def test_help_to_a_full_disk_ends_in_order(monkeypatch):
+    with _full_stdout(monkeypatch), pytest.raises(SystemExit) as stopped:
+        flags.parse_flags(LaunchConfig(), ["--help"], "prog", "about")
+    assert stopped.value.code == 0
+
+
+def test_progress_to_a_full_disk_is_dropped(caplog):
+    stream = open("/dev/full", "w")
+    lasting = LastingStream(stream)
+    for _ in range(2):
+        lasting.write("step=1")
+        lasting.flush()
+    assert caplog.text.count("standard output cannot be written (No space left on device)") == 1
+    with pytest.raises(OSError, match="No space left"):
+        stream.close()
+
+
+def test_closed_standard_streams_are_the_null_device(tmp_path):
+    script = (
+        "import sys; from experiments.cli.output import open_closed_streams, write\n"
+        "open_closed_streams()\n"
+        f"file = open({str(tmp_path / 'file')!r}, 'w'); assert file.fileno() > 2\n"
+        "write('lost'); print('lost'); print('lost', file=sys.stderr); print('kept', file=file)"
+    )
+    ended = subprocess.run(["bash", "-c", 'exec "$@" >&- 2>&-', "-", sys.executable, "-c", script])
+    assert ended.returncode == 0 and (tmp_path / "file").read_text() == "kept\n"
+
+
+def test_a_console_without_standard_output_is_silent(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", None)
+    open_console("auto", 10).start(0)
+
+
+def test_an_error_is_reported_by_its_exit_code_without_standard_error(monkeypatch):
+    with open("/dev/full", "w", buffering=1) as stream:
+        monkeypatch.setattr(sys, "stderr", stream)
+        with pytest.raises(SystemExit) as stopped:
+            flags.fail("lost")
+        assert stopped.value.code == flags.ExitCode.BAD_CONFIGURATION
+        monkeypatch.undo()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # the rest of its buffer
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [
+        (errno.EROFS, "is not writable: change its permissions"),
+        (errno.EFBIG, "needs a larger file than the limit of this process: see ulimit -f"),
+    ],
+)
+def test_errors_of_storage_are_one_sentence(tmp_path, number, text):
+    with (
+        pytest.raises(ValueError, match=f"^run.directory={tmp_path} {text}, or choose another"),
+        RunDirectory(tmp_path).usable(),
+    ):
+        raise OSError(number, os.strerror(number))

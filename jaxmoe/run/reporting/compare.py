@@ -62,7 +62,7 @@ def compare_runs(runs: Sequence[RecordedRun], directory: str | None = None) -> C
             )
         )
     differing = varying_fields([_without_run(run.config) for run in runs])
-    with target.held():
+    with target.held(), target.usable():
         write_comparison(
             target.report_file,
             title=" against ".join(names) if len(names) < 4 else f"{len(names)} runs",

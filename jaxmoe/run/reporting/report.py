@@ -57,22 +57,26 @@ def rebuild_report(run: RecordedRun) -> pathlib.Path:
 
     Returns:
         The path of report.html.
+
+    Raises:
+        ValueError: The directory cannot be written.
     """
     directory = run.directory
-    plot_run(
-        directory.metrics_file,
-        directory.router_file,
-        directory.plots_directory,
-        indicators_file=directory.indicators_file,
-        references=run.summary.get("references_bits"),
-        bytes_per_token=run.bytes_per_token,
-    )
-    samples = directory.samples_file
-    write_run_report(
-        directory,
-        directory.path.resolve().name,
-        run.summary,
-        samples.read_text() if samples.exists() else "",
-        run.config,
-    )
+    with directory.usable():
+        plot_run(
+            directory.metrics_file,
+            directory.router_file,
+            directory.plots_directory,
+            indicators_file=directory.indicators_file,
+            references=run.summary.get("references_bits"),
+            bytes_per_token=run.bytes_per_token,
+        )
+        samples = directory.samples_file
+        write_run_report(
+            directory,
+            directory.path.resolve().name,
+            run.summary,
+            samples.read_text() if samples.exists() else "",
+            run.config,
+        )
     return directory.report_file

@@ -15,7 +15,13 @@ import numpy as np
 import pytest
 from orbax.checkpoint._src.multihost import multihost
 
-from jaxmoe.checkpoint import CheckpointDamagedError, CheckpointError, CheckpointManager, reading
+from jaxmoe.checkpoint import (
+    CheckpointDamagedError,
+    CheckpointError,
+    CheckpointManager,
+    checksums,
+    reading,
+)
 from jaxmoe.checkpoint import manager as room
 from jaxmoe.checkpoint.manifest import CheckpointManifest
 from jaxmoe.checkpoint.restore import restore_part
@@ -114,14 +120,14 @@ def test_step_is_read_in_place(manager):
 
 
 def test_bad_sector_is_reported_as_damage(manager, monkeypatch, caplog):
-    measure = room.checksums._measure
+    measure = checksums._measure
 
     def failing(path, *more):
         if f"{os.sep}2{os.sep}" in str(path):
             raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
         return measure(path, *more)
 
-    monkeypatch.setattr(room.checksums, "_measure", failing)
+    monkeypatch.setattr(checksums, "_measure", failing)
     assert manager.restore_newest(_state(0))[0] == 1
     assert "cannot be read (Input/output error)" in caplog.text
     assert manager.steps() == [1]

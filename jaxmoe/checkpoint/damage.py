@@ -1,0 +1,100 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Checks the directory of all steps before it is opened, and the files of one step."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pathlib
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+from jaxmoe.checkpoint import bounds, checksums
+from jaxmoe.checkpoint.manifest import CheckpointDamagedError, CheckpointError
+
+Verify = Literal["full", "files", "off"]
+"""Checks of a restore: file checksums and array fingerprints, file checksums only, or none."""
+
+
+def check_directory(directory: Any, shelves: Sequence[str], *, is_writer: bool) -> None:
+    """Raise unless a directory of steps can be opened.
+
+    Args:
+        directory: Directory of all steps.
+        shelves: Names of directories below it, to which a writer moves steps.
+        is_writer: Whether steps will be written; if so, the directory may be missing.
+
+    Raises:
+        CheckpointError: The directory is missing, or a name that it needs is not a directory.
+        CheckpointDamagedError: A step must not be listed.
+    """
+    place = pathlib.Path(directory)
+    if not is_writer and not place.exists():
+        raise CheckpointError(f"{place} holds no checkpoints: the directory does not exist")
+    inner = [place / name for name in shelves] if is_writer else []
+    for path in (place, *inner):
+        if os.path.lexists(path) and not path.is_dir():
+            raise CheckpointError(
+                f"{path} is not a directory, and checkpoints need one of that name: move it away"
+            )
+    if lines := bounds.before_opening(place):
+        raise CheckpointDamagedError(f"{place} is damaged: {'; '.join(lines[:5])}")
+
+
+@contextlib.contextmanager
+def opening_errors(directory: Any) -> Iterator[None]:
+    """Turn errors of the operating system into a CheckpointError that names the directory."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"{directory} cannot be opened ({error.strerror or error}): change its name or its"
+            " permissions, or choose another directory"
+        ) from error
+
+
+def damage_of_step(step: pathlib.Path, verify: Verify) -> list[str]:
+    """Return one line for each damaged or missing file of a step.
+
+    Args:
+        step: Directory of the step.
+        verify: Checks of a restore; without "off", checksums are compared.
+    """
+    try:
+        return _damage(step, verify)
+    except OSError as error:  # such as a bad sector
+        return [f"{error.filename or step.name}: cannot be read ({error.strerror or error})"]
+
+
+def _damage(step: pathlib.Path, verify: Verify) -> list[str]:
+    has_list = (step / checksums.LIST).exists()
+    lines = bounds.places(step) or bounds.texts(step, (checksums.LIST,))
+    if has_list:
+        lines = lines or _uncommitted(step)
+        if verify != "off":
+            lines = lines or checksums.damage(step)
+    lines = lines or bounds.texts(step)
+    if not has_list and verify != "off" and not _is_of_schema_1(step):
+        lines = lines or checksums.damage(step)
+    return lines or bounds.contents(step)
+
+
+def _uncommitted(step: pathlib.Path) -> list[str]:
+    """Return one line for each file of the commit that a step lacks.
+
+    A step of `streaming.py` has these files in each of its items, and in its list of files.
+    """
+    if (step / "state" / checksums.OF_THE_COMMIT[1]).exists():
+        return []
+    missing = [name for name in checksums.OF_THE_COMMIT if not (step / name).is_file()]
+    return [f"{name}: missing, the step was not committed" for name in missing]
+
+
+def _is_of_schema_1(step: pathlib.Path) -> bool:
+    """Return whether a step was written with schema 1, which has no list of files."""
+    try:
+        return json.loads((step / "manifest" / "metadata").read_text())["schema"] == 1
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return False
