@@ -16,6 +16,7 @@ from jaxmoe.optional import require
 from jaxmoe.run.assemble import Assembly
 from jaxmoe.run.config import TrackingConfig
 from jaxmoe.run.directory import RunDirectory
+from jaxmoe.tracking.congestion import CongestionRecorder
 from jaxmoe.tracking.indicators import IndicatorRecorder, scalars_of
 from jaxmoe.tracking.jsonl import JsonlTracker, read_metrics
 from jaxmoe.tracking.router_load import RouterLoadRecorder
@@ -94,6 +95,7 @@ class Reporter:
         self._console: Console = SilentConsole()
         self._loads: RouterLoadRecorder | None = None
         self._indicators: IndicatorRecorder | None = None
+        self._congestion: CongestionRecorder | None = None
         self.last: dict[str, float] = {}
         """Latest value of every metric, over all starts."""
         if jax.process_index() == 0:
@@ -110,6 +112,7 @@ class Reporter:
             self._files = CompositeTracker(record, *trackers)
             self._loads = RouterLoadRecorder(directory.router_file, first_step)
             self._indicators = IndicatorRecorder(directory.indicators_file, first_step)
+            self._congestion = CongestionRecorder(directory.congestion_file, first_step)
             if first_step:
                 recorded = read_metrics(directory.metrics_file)
                 self.last = {name: float(values[-1]) for name, (_, values) in recorded.items()}
@@ -146,6 +149,8 @@ class Reporter:
             if bool(metrics.is_skipped):
                 self.skipped += 1
                 self._console.log_text(step, "warning", _skip_text(metrics))
+            if self._congestion is not None:
+                values |= self._congestion.record(step, metrics.load, metrics.quality)
             self.last.update(values)
             self._files.log(step, values)
             if self._loads is not None and metrics.load is not None:
@@ -181,13 +186,13 @@ class Reporter:
 
     def flush(self) -> None:
         """Write the records of the steps so far; called before they are saved."""
-        for recorder in (self._loads, self._indicators):
+        for recorder in (self._loads, self._indicators, self._congestion):
             if recorder is not None:
                 recorder.save()
 
     def abandon(self) -> None:
         """Close without writing to files that another process holds by now."""
-        self._loads = self._indicators = None
+        self._loads = self._indicators = self._congestion = None
         self.close()
 
     def close(self) -> None:

@@ -6,6 +6,8 @@
     head_max_logit         largest output logit
     update_ratio/<role>    |W' - W| / |W| (Frobenius) of all parameters of one role in one layer;
                            the embedding, the head and the last norm under their own names
+    direction_coupling     mean over experts of the cosine of router row and mean gate neuron, of
+                           the parameters before the step (jaxmoe/routing/telemetry/geometry.py)
 
 Under MuonH the ratio of a matrix is its learning rate. They exist with
 `ExecutionConfig(telemetry="detailed")` only; those of the head cost one more product with the head.
@@ -28,9 +30,11 @@ from jaxmoe.layers.indicators import Indicators, summarise_indicators, token_mea
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.models.embedding import head_weight, output_logits
 from jaxmoe.parameters import ParameterSpec, ParameterTable
+from jaxmoe.routing.telemetry import direction_coupling, gate_directions
 from jaxmoe.scaling.initialize import parameter_table
 from jaxmoe.training.loss import chunk_length, in_chunks, lay_out_batch
 from sharding import axes as ax
+from sharding.constrain import Placement
 
 
 def observe_head(
@@ -129,6 +133,7 @@ def watch_layers(
     updates: Any,
     params: Any,
     is_good: Bool[Array, ""],
+    placement: Placement,
 ) -> dict[str, Float[Array, " L"]]:
     """The indicators of a step by name; none unless telemetry is detailed.
 
@@ -138,10 +143,40 @@ def watch_layers(
         updates: of the parameters; a step that was refused moves nothing.
         params: before the step.
         is_good: whether it was not.
+        placement: Operations that place arrays.
     """
     if indicators is None:
         return {}
     ratios = update_ratios(parameter_table(model), model, updates, params)
-    return summarise_indicators(indicators, residual_multiplier=model.multipliers.residual) | {
-        name: jnp.where(is_good, ratio, 0.0) for name, ratio in ratios.items()
-    }
+    found = summarise_indicators(indicators, residual_multiplier=model.multipliers.residual)
+    found |= {name: jnp.where(is_good, ratio, 0.0) for name, ratio in ratios.items()}
+    return found | coupled_directions(model, params, placement)
+
+
+def coupled_directions(
+    model: ModelConfig, params: Any, placement: Placement
+) -> dict[str, Float[Array, " L"]]:
+    """Return the mean cosine of router rows and their experts' gate neurons, `geometry.py`.
+
+    Args:
+        model: Model that has the parameters.
+        params: Parameters of the model.
+        placement: Operations that place arrays.
+
+    Returns:
+        By `direction_coupling`, NaN for a layer without router matrix or experts; empty if all are.
+    """
+    held: dict[str, Any] = traverse_util.flatten_dict(params, sep="/")
+    coupled = jnp.full((model.num_layers,), jnp.nan, jnp.float32)
+    has_any = False
+    for stack in model.stacks:
+        weight = held.get(f"{stack.path}/moe/router/weight")
+        gate_up = held.get(f"{stack.path}/moe/experts/gate_up")
+        if weight is None or gate_up is None:
+            continue
+        has_any, whole = True, (None, None, None)
+        directions = placement.place(gate_directions(gate_up), whole)
+        rows = placement.place(weight.astype(jnp.float32), whole)[..., : gate_up.shape[1]]
+        cosines = direction_coupling(rows, directions).mean(-1)
+        coupled = coupled.at[np.array(stack.layers)].set(cosines)
+    return {"direction_coupling": coupled} if has_any else {}

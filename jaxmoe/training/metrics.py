@@ -35,6 +35,8 @@ class StepMetrics:
     indicators: dict[str, Float[Array, " L"]] = struct.field(default_factory=dict)
     """Indicators per layer, with detailed telemetry; NaN for a layer without one, a single number
     without layers. See `jaxmoe/layers/indicators.py` and `jaxmoe/training/indicators.py`."""
+    quality: Float[Array, "L E"] | None = None
+    """Mean log probability of each expert, per MoE layer, with detailed telemetry."""
     norm_limit: Float[Array, ""] | None = None
     """Largest gradient norm that the guard accepts; infinite without a bound."""
     worker_loss: Float[Array, " W"] | None = None

@@ -33,6 +33,7 @@ from jaxmoe.models.config import ModelConfig
 from jaxmoe.models.transformer import Output
 from jaxmoe.parameters import ParameterTable
 from jaxmoe.routing import RouterStatistics, telemetry
+from jaxmoe.routing.telemetry.detailed import mean_log_prob
 from jaxmoe.scaling.initialize import lay_out, parameter_table
 from jaxmoe.training import NextTokenConfig, ObjectiveConfig
 from jaxmoe.training.accumulation import Gradients, MicroBatch, accumulate
@@ -141,7 +142,10 @@ def make_train_step(
             skipped_in_a_row=in_a_row,
             router=watch_routers(state, statistics, execution),
             load=None if statistics is None else telemetry.load(statistics),
-            indicators=watch_layers(model, summed.indicators, updates, old[0], is_good),
+            indicators=watch_layers(
+                model, summed.indicators, updates, old[0], is_good, execution.placement
+            ),
+            quality=mean_log_prob(statistics),
             norm_limit=limit,
             worker_loss=worker_loss,
         )

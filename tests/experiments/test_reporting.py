@@ -167,13 +167,19 @@ def test_detailed_runs_keep_their_indicators(assembly, tmp_path):
     reporter = Reporter("r", directory, assembly, 0)
     given = report(1, 20, 1.0)
     layers = {"router_z": np.array([np.nan, 2.0, 4.0]), "head_z": np.array([9.0])}
-    detailed = tuple(dataclasses.replace(m, indicators=layers) for m in given.metrics)
+    load, quality = np.array([[0.4, 0.3, 0.2, 0.1]]), np.log([[0.4, 0.3, 0.2, 0.1]])
+    detailed = tuple(
+        dataclasses.replace(m, indicators=layers, load=load, quality=quality) for m in given.metrics
+    )
     reporter.trained(dataclasses.replace(given, metrics=detailed))
     reporter.close()
     steps, series = read_history(directory.indicators_file)
     assert steps.tolist() == list(range(1, 21)) and series["router_z"].shape == (20, 3)
     metrics = read_metrics(directory.metrics_file)
     assert metrics["indicators/router_z"][1].tolist() == [3.0] * 20
+    steps, congestion = read_history(directory.congestion_file)
+    assert steps.tolist() == [10, 20] == metrics["router/gamma_eff"][0].tolist()
+    np.testing.assert_allclose(congestion["gamma_eff"], 0.0, atol=1e-3)  # the load is the quality
     said = judge_indicators(directory)
     assert set(said) == {"router_z", "head_z"} and said["head_z"].startswith("bounded: peak 9")
 
@@ -192,3 +198,4 @@ def test_brief_runs_have_no_such_file(assembly, tmp_path):
     reporter.trained(report(1, 2, 1.0))
     reporter.close()
     assert not directory.indicators_file.exists() and judge_indicators(directory) == {}
+    assert not directory.congestion_file.exists()

@@ -4,6 +4,7 @@
 
 from jaxmoe.routing.telemetry.geometry import activation_correlation as activation_correlation
 from jaxmoe.routing.telemetry.geometry import direction_coupling as direction_coupling
+from jaxmoe.routing.telemetry.geometry import gate_directions as gate_directions
 from jaxmoe.routing.telemetry.geometry import row_similarity as row_similarity
 from jaxmoe.routing.telemetry.summary import LoadWindow as LoadWindow
 from jaxmoe.routing.telemetry.summary import dropped_fraction as dropped_fraction

@@ -74,12 +74,15 @@ def equilibrium(
 def fit_congestion(
     load: Shaped[np.ndarray, ...],
     quality: Shaped[np.ndarray, ...],
+    *,
+    num_resamples: int = _NUM_RESAMPLES,
 ) -> Congestion:
     """Fit gamma_eff of one layer to several batches.
 
     Args:
         load: Assignments [N E] of each expert in each of N batches, in any unit.
         quality: Quality [N E] of each expert in each batch, such as `detail_log_prob / num_tokens`.
+        num_resamples: Resamples of the bootstrap over batches.
 
     Raises:
         ValueError: shapes differ, or a batch has no load.
@@ -92,7 +95,7 @@ def fit_congestion(
     if (load < 0.0).any() or not (load.sum(1) > 0.0).all():
         raise ValueError("load must not be negative, and each batch must hold a token")
 
-    draws = np.random.default_rng(0).integers(len(load), size=(_NUM_RESAMPLES, len(load)))
+    draws = np.random.default_rng(0).integers(len(load), size=(num_resamples, len(load)))
     rows = np.concatenate([np.arange(len(load))[None], draws])  # the whole, then resamples
     share = load[rows].sum(1)
     gammas, distances = _nearest(share / share.sum(-1, keepdims=True), quality[rows].mean(1))

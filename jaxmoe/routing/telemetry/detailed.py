@@ -105,6 +105,14 @@ def summarise_detailed(statistics: RouterStatistics) -> dict[str, Float[Array, "
     return scalars
 
 
+def mean_log_prob(statistics: RouterStatistics | None) -> Float[Array, "L E"] | None:
+    """Return the mean log probability of each expert, nats; None without detailed statistics."""
+    if statistics is None or "detail_log_prob" not in statistics.extra:
+        return None
+    tokens = jnp.maximum(statistics.num_tokens, 1.0)
+    return statistics.extra["detail_log_prob"] / tokens[..., None]
+
+
 def mutual_information(statistics: RouterStatistics) -> Float[Array, "*L"]:
     """Return I(token; expert) of the probabilities in nats: H(mean p) - mean H(p)."""
     tokens = jnp.maximum(statistics.num_tokens, 1.0)

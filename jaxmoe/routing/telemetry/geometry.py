@@ -32,12 +32,22 @@ def row_similarity(weight: Float[Array, "*L D E"]) -> Float[Array, "*L"]:
     return pairs / max(number * (number - 1), 1)
 
 
+def gate_directions(gate_up: Float[Array, "*L E D 2 F"]) -> Float[Array, "*L E D"]:
+    """Return the mean of each expert's gate neurons, f32."""
+    return gate_up[..., 0, :].astype(jnp.float32).mean(-1)
+
+
 def direction_coupling(
-    weight: Float[Array, "D E"], gate_up: Float[Array, "E D 2 F"]
-) -> Float[Array, " E"]:
-    """Compute the cosine of each router row and the mean of its expert's gate neurons."""
-    gate = _unit(gate_up[:, :, 0, :].mean(-1), axis=-1)  # E, D
-    return jnp.sum(_unit(weight, axis=0).T * gate, axis=-1)
+    weight: Float[Array, "*L D E"], directions: Float[Array, "*L E D"]
+) -> Float[Array, "*L E"]:
+    """Compute the cosine of each router row and the mean of its expert's gate neurons.
+
+    Args:
+        weight: Router matrix, a column for each expert; may be stacked over layers.
+        directions: Means from `gate_directions`.
+    """
+    rows = jnp.moveaxis(_unit(weight, axis=-2), -1, -2)
+    return jnp.sum(rows * _unit(directions, axis=-1), axis=-1)
 
 
 def activation_correlation(

@@ -10,6 +10,7 @@ from typing import Any
 
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.reporting.recorded import RecordedRun
+from jaxmoe.tracking.history import read_history
 from jaxmoe.tracking.jsonl import read_metrics
 from jaxmoe.tracking.plots import plot_run
 from jaxmoe.tracking.report import write_report
@@ -43,6 +44,9 @@ def write_run_report(
         summary=summary,
         metrics=read_metrics(directory.metrics_file),
         load=read_router_load(directory.router_file) if has_loads else None,
+        congestion=read_history(directory.congestion_file)
+        if directory.congestion_file.exists()
+        else None,
         plots=[indicators] if indicators.exists() else (),
         samples=samples,
         config=config,

@@ -23,6 +23,7 @@ from jaxmoe.routing.telemetry.congestion import equilibrium, fit_congestion
 from jaxmoe.routing.telemetry.geometry import (
     activation_correlation,
     direction_coupling,
+    gate_directions,
     row_similarity,
 )
 from jaxmoe.training.state import init_state
@@ -179,6 +180,10 @@ def test_detailed_statistics_are_in_the_step_metrics():
     assert_close(metrics.router["bias_range"], 0.2, "elementwise")
     assert all(np.isfinite(value) for value in metrics.router.values())
     assert 0.5 < metrics.router["topk_mass"] <= 1.0
+    # A mean of logarithms is below the logarithm of the mean.
+    mean = np.log(wanted.prob_sum / wanted.num_tokens[:, None])
+    assert metrics.quality.shape == metrics.load.shape and (metrics.quality < mean).all()
+    assert (np.abs(metrics.indicators["direction_coupling"]) < 1.0).all()
 
 
 # Geometry.
@@ -197,11 +202,11 @@ def test_coupled_experts_score_1_and_uncoupled_ones_less():
     x = jnp.asarray(rng.normal(size=(64, 4)), jnp.float32)
     weight = jnp.eye(4, 3)
     aligned = jnp.broadcast_to(weight.T[:, :, None, None], (3, 4, 2, 5))
-    assert_close(direction_coupling(weight, aligned), np.ones(3), "elementwise")
+    assert_close(direction_coupling(weight, gate_directions(aligned)), np.ones(3), "elementwise")
     of_norm = activation_correlation(x, jnp.abs(x @ weight), aligned)
     assert_close(of_norm, np.ones(3), "matmul")
     strange = jnp.asarray(rng.normal(size=(3, 4, 2, 5)), jnp.float32)
-    assert np.abs(direction_coupling(weight, strange)).max() < 0.99
+    assert np.abs(direction_coupling(weight, gate_directions(strange))).max() < 0.99
     assert not activation_correlation(x, jnp.ones((64, 3)), aligned).any()
 
 

@@ -145,7 +145,21 @@ def oracle(params, rows):
     logits = 1.5 * norm(x, params["final_norm"]["gain"]) @ params["head"]["weight"]
     wanted["head_z"] = np.array([np.mean(logsumexp(logits)[counted] ** 2)])
     wanted["head_max_logit"] = np.array([logits[counted].max()])
+    wanted["direction_coupling"] = np.array([np.nan, *map(directions_of, moe_layers(params))])
     return wanted
+
+
+def moe_layers(params):
+    """Return the parameters of the MoE layers, one after the other."""
+    stack = params["moe_blocks_1"]["moe"]
+    return [jax.tree.map(lambda leaf, i=i: leaf[i], stack) for i in range(2)]
+
+
+def directions_of(moe):
+    """Return the mean cosine of router rows and their experts' mean gate neurons."""
+    rows, gates = moe["router"]["weight"].T, moe["experts"]["gate_up"][:, :, 0].mean(-1)
+    lengths = np.linalg.norm(rows, axis=-1) * np.linalg.norm(gates, axis=-1)
+    return ((rows * gates).sum(-1) / lengths).mean()
 
 
 def one_step(model, *, parts=1, mesh=None, **execution):
