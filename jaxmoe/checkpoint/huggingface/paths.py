@@ -52,13 +52,21 @@ def plain_file(
         real = pathlib.Path(os.path.realpath(path, strict=True))
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
-    is_blob = root.parent.name == "snapshots" and real.parent == root.parent.parent / "blobs"
-    if not real.is_relative_to(root) and not is_blob:
+    if not real.is_relative_to(root) and real.parent != _blobs_of(root):
         raise CheckpointError(
             f"{path} is a link to {real}, outside {directory}: copy the file to {directory} if it"
             " belongs to the model"
         )
     return check_plain(path)
+
+
+def _blobs_of(root: pathlib.Path) -> pathlib.Path | None:
+    """Return the blobs of a resolved directory in the hub's cache; None outside it."""
+    for folder in (root, *root.parents):
+        snapshots = folder.parent
+        if snapshots.name == "snapshots" and snapshots.parent.name.startswith("models--"):
+            return snapshots.parent / "blobs"
+    return None
 
 
 def check_plain(path: pathlib.Path) -> pathlib.Path:

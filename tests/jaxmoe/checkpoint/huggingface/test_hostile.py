@@ -243,6 +243,12 @@ def test_links_of_the_hub_cache_are_read(shards, tmp_path):
     read_huggingface(snapshot)
     (tmp_path / "link").symlink_to(snapshot)
     read_huggingface(tmp_path / "link")
+    (snapshot / "part").mkdir()  # a subfolder of the same model
+    for file in [path for path in snapshot.iterdir() if path.is_symlink()]:
+        (snapshot / "part" / file.name).symlink_to(f"../{os.readlink(file)}")
+    read_huggingface(snapshot / "part")
+    (tmp_path / "models--a--b").rename(tmp_path / "other")
+    assert "is a link to" in refused(read_huggingface, tmp_path / "other/snapshots/0123abc")
 
 
 def test_links_of_the_hub_cache_lead_to_blobs_only(shards, tmp_path):
