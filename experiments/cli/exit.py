@@ -51,8 +51,9 @@ def bounded_exit(seconds: float = EXIT_SECONDS) -> Iterator[None]:
 def _end_after(seconds: float, code: int) -> None:
     time.sleep(max(seconds, _PEERS) if jax.distributed.is_initialized() else seconds)
     main = threading.main_thread()
-    held = [thread.name for thread in threading.enumerate() if not thread.daemon]
-    names = ", ".join(name for name in held if name != main.name) or "the exit handlers"
+    held = dict.fromkeys(thread.name for thread in threading.enumerate() if not thread.daemon)
+    shown = [name for name in held if name != main.name]
+    names = ", ".join(shown[:8]) + (", ..." if len(shown) > 8 else "") or "the exit handlers"
     with contextlib.suppress(OSError):
         print(
             f"error: the process did not exit within {seconds:g} s of its last step, because of"
