@@ -49,7 +49,8 @@ def bounded_exit(seconds: float = EXIT_SECONDS) -> Iterator[None]:
 
 
 def _end_after(seconds: float, code: int) -> None:
-    time.sleep(max(seconds, _PEERS) if jax.distributed.is_initialized() else seconds)
+    seconds = max(seconds, _PEERS) if jax.distributed.is_initialized() else seconds
+    time.sleep(seconds)
     main = threading.main_thread()
     held = dict.fromkeys(thread.name for thread in threading.enumerate() if not thread.daemon)
     shown = [name for name in held if name != main.name]
