@@ -5,7 +5,9 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
+import os
 import pathlib
 
 import numpy as np
@@ -153,3 +155,23 @@ def test_a_config_of_another_version_costs_only_the_flops(tmp_path, capsys):
     arguments = [*map(str, paths), "--run.directory", str(tmp_path / "out")]
     assert report.main(arguments) == ExitCode.DONE
     assert "a: its config is of another version, FLOPs are not known" in capsys.readouterr().out
+
+
+def test_a_report_that_cannot_be_written_is_one_line(tmp_path, capsys, monkeypatch):
+    paths = [str(make_run(tmp_path / name)) for name in ("a", "b")]
+    replace = os.replace
+
+    def refuse(source, target):
+        if "report" in str(target) or "plots" in str(target):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(target))
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", refuse)
+    out = tmp_path / "out"
+    for arguments, directory in (
+        (paths[:1], paths[0]),
+        ([*paths, "--run.directory", str(out)], out),
+    ):
+        error = refused(arguments, capsys)
+        assert error.startswith(f"error: run.directory={directory} is not writable: change its")
+        assert error.count("\n") == 1
