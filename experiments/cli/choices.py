@@ -130,6 +130,11 @@ def _take_member(choice: Choice, words: list[str]) -> tuple[str | None, list[str
     chosen, rest = None, []
     for word in words:
         path, colon, name = word.partition(":")
+        if word.startswith("--") and _field(word[2:].partition("=")[0]) == choice.path:
+            raise ValueError(
+                f"{word} is a choice, written {choice.path}:NAME\nchoices:"
+                f" {', '.join(choice.members)}"
+            )
         if colon and _field(path) == choice.path:
             chosen = _name_of(choice, name, f"{choice.path}:")
         else:

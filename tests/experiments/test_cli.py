@@ -179,6 +179,11 @@ def test_unknown_member(capsys):
         "error: model.moe.router: has no 'sigmod_topk': did you mean 'sigmoid_topk'?\n"
         "choices: softmax, sigmoid_topk\n"
     )
+    for words in (("--model.moe.router", "softmax"), ("--model.moe.router=softmax",)):
+        assert refused(capsys, *words) == (
+            f"error: {words[0]} is a choice, written model.moe.router:NAME\n"
+            "choices: softmax, sigmoid_topk\n"
+        )
     assert "did you mean 'sqrt'?" in refused(capsys, "model.moe.gate:sqr")
     assert "did you mean 'expert_bias'?" in refused(capsys, "--model.moe.balancers", "expert_bais")
 

@@ -394,6 +394,6 @@ def test_a_refused_step_moves_nothing():
     params = params_of(TINY)
     moved = jax.tree.map(lambda leaf: jnp.full(leaf.shape, jnp.nan), params)
     nothing = token_means({}, jnp.ones((1, 2), bool))
-    watch = jax.jit(functools.partial(watch_layers, TINY))
+    watch = jax.jit(functools.partial(watch_layers, TINY, placement=DETAILED.placement))
     ratios = watch(nothing, moved, params, jnp.zeros((), bool))
     assert (ratios["update_ratio/expert_in"] == 0.0).all()
