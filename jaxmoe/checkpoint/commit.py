@@ -146,6 +146,9 @@ class Commits:
                     _sync(path / mark)
             _sync(path)
             _sync(self._directory)
+            # A late write of an earlier save that failed makes its directory anew.
+            if any(self._directory.glob(_UNCOMMITTED)):
+                self._remove_uncommitted()
         self.failures = 0
 
     def failed(self, step: int | None, error: BaseException) -> None:
@@ -164,6 +167,10 @@ class Commits:
         which = "a checkpoint" if step is None else f"the checkpoint of step {step}"
         reason = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
         logger.warning("%s was not saved, the run goes on: %s", which, reason)
+        self._remove_uncommitted()
+
+    def _remove_uncommitted(self) -> None:
+        """Delete the files of saves that failed; no save may be in progress."""
         if not self._clears:
             return
         try:
