@@ -101,7 +101,8 @@ SEVERAL_HOSTS = [
 def test_loopback_on_several_hosts_raises(environment, joined):
     for host in ("localhost", "127.0.0.1", "127.3.4.5", "[::1]", "LocalHost"):
         address = f"{host}:8476"
-        text = f"JAX_COORDINATOR_ADDRESS={address} is this very host, and the job has 2 hosts"
+        text = f"JAX_COORDINATOR_ADDRESS={address} is this very host, and the job has 2 hosts: "
+        text += "those"
         with pytest.raises(ValueError, match=f"^{re.escape(text)}"):
             joined({**environment, "JAX_COORDINATOR_ADDRESS": address})
 
