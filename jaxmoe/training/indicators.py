@@ -135,14 +135,14 @@ def watch_layers(
     is_good: Bool[Array, ""],
     placement: Placement,
 ) -> dict[str, Float[Array, " L"]]:
-    """The indicators of a step by name; none unless telemetry is detailed.
+    """Return the indicators of a step by name; none unless telemetry is detailed.
 
     Args:
-        model: of the parameters.
-        indicators: summed over the batch.
-        updates: of the parameters; a step that was refused moves nothing.
-        params: before the step.
-        is_good: whether it was not.
+        model: Model that has the parameters.
+        indicators: Indicators of the layers, summed over the batch.
+        updates: Updates of the parameters.
+        params: Parameters before the step.
+        is_good: Whether the step is applied; a refused one has update ratios of 0.
         placement: Operations that place arrays.
     """
     if indicators is None:
