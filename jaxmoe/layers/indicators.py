@@ -12,6 +12,8 @@
                             per token over features; no multiplier changes it
     feed_forward_*          the same three of the feed-forward or MoE branch
     expert_correlation      mean over tokens of the mean cosine of two of their experts' outputs
+    activation_correlation  correlation of router logit and norm of the expert's gate neurons over
+                            the tokens of the first row, mean over experts
 
 With u_i = E_i(x) / |E_i(x)| and the K experts of a token, any dispatcher gives the correlation:
 
@@ -158,7 +160,8 @@ def observe_routing(
     z_sum, number = jax.lax.stop_gradient((statistics.z_sum, statistics.num_tokens))
     found.sums["router_z"], found.counts["router_z"] = z_sum, number
     if "cosine" in observed:
-        sums = token_means(observed, token_mask).sums
+        pairs = {name: observed[name] for name in ("cosine", "has_pair")}
+        sums = token_means(pairs, token_mask).sums
         found.sums["expert_correlation"] = sums["cosine"]
         found.counts["expert_correlation"] = sums["has_pair"]
     return found

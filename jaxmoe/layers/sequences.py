@@ -89,6 +89,9 @@ def check_rows(
             reorders the tokens.
     """
     form = choose_form(context, execution, length, mesh).config
+    cut = execution.axis_rules.mesh_axes(ax.ACT_SEQ_INNER)
+    if math.prod(mesh.get(axis, 1) for axis in cut) > 1:
+        form.check_pieces({axis: mesh.get(axis, 1) for axis in cut})
     for heads in context.heads:
         sizes = attention_sizes(context, execution, length, mesh, heads)
         form.check(sizes)

@@ -171,6 +171,7 @@ def assemble(config: PretrainConfig) -> Assembly:
             f" {mesh_config.batch_shards} devices that share a batch (mesh replica x data x"
             f" expert): choose a multiple of {mesh_config.batch_shards}"
         )
+    _check_experts(plan, execution, mesh_config.batch_shards, sizes)
     source: Source = config.data.build(training.seed)
     num_masks = config.model.vocab_size - training.objective.num_predicted(config.model)
     if source.vocab_size + num_masks > config.model.vocab_size:
@@ -192,6 +193,21 @@ def assemble(config: PretrainConfig) -> Assembly:
     assembly = Assembly(plan=plan, execution=execution, mesh=mesh, source=source, loader=loader)
     assembly.held_out()  # raises if there are too few held-out data
     return assembly
+
+
+def _check_experts(
+    plan: Plan, execution: ExecutionConfig, batch_shards: int, mesh: dict[str, int]
+) -> None:
+    """Refuse experts that the dispatcher cannot spread, in training or held-out batches."""
+    training, config = plan.config.training, plan.config
+    for kind in plan.model.kinds:
+        for rows in (training.batch_size // training.accumulation, config.held_out_batch_size):
+            kind.feed_forward.check_execution(
+                execution,
+                sequences=rows // batch_shards,
+                length=training.sequence_length,
+                mesh=mesh,
+            )
 
 
 def _check_ramp(training: TrainingConfig, batch_shards: int) -> None:

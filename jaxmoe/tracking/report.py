@@ -271,12 +271,13 @@ def _congestion(series: Series, steps: np.ndarray, found: Mapping[str, np.ndarra
         (
             ("router row and its expert's gate neurons", "indicators/direction_coupling"),
             ("two router rows", "router/row_similarity"),
+            ("router logit and norm of gate neurons", "indicators/activation_correlation"),
         )
     ):
         if name in series:
             coupled += with_smoothed(label, *series[name], color=color)
     if coupled:
-        charts.append(line_chart(coupled, y_label="mean cosine", size=(960, 200)))
+        charts.append(line_chart(coupled, y_label="mean cosine, correlation", size=(960, 200)))
 
     def spell(estimate: tuple[float, float, float]) -> str:
         return "{:.3g} ({:.3g} to {:.3g})".format(*estimate)

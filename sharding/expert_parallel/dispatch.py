@@ -62,6 +62,7 @@ def expert_parallel(
     chunks = config.chunks if _is_spread(axes) else 1
     if chunks == 1:
         return _send_and_return(outgoing, experts, config)
+    config.check_tokens(x.shape[0], is_token_major=assignments.top_k is not None)
     results = [_send_and_return(part, experts, config) for part in _cut(outgoing, chunks)]
     y, dropped = zip(*results, strict=True)
     return jnp.concatenate(y), jnp.stack(dropped).sum(0)
@@ -70,16 +71,8 @@ def expert_parallel(
 def _cut(outgoing: Outgoing, number: int) -> list[Outgoing]:
     """Return the tokens in a number of equal parts, each with its assignments."""
     x, assignments = outgoing.x, outgoing.assignments
-    where, top_k = f"execution.dispatcher.num_chunks={number}", assignments.top_k
-    if top_k is None:
-        raise ValueError(
-            f"{where} cuts assignments by token, and this router gives them by expert: set it to 1"
-        )
-    if x.shape[0] % number:
-        raise ValueError(
-            f"{where} must divide the tokens of a device ({x.shape[0]}): choose a divisor, 1 for"
-            " all at once"
-        )
+    top_k = assignments.top_k
+    assert top_k is not None  # checked by `check_tokens`
     size = x.shape[0] // number
 
     def part(chunk: int) -> Outgoing:

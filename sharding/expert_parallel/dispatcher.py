@@ -30,6 +30,30 @@ class Dispatcher(abc.ABC):
         """Parts of a device's tokens that are sent, computed and returned one after the other."""
         return 1
 
+    def check_tokens(self, num_tokens: int, *, is_token_major: bool) -> None:
+        """Check that the chunks can cut the tokens of a device.
+
+        Args:
+            num_tokens: Tokens of a device.
+            is_token_major: Whether assignments are in the order of the tokens, K for each.
+
+        Raises:
+            ValueError: They cannot.
+        """
+        where = f"execution.dispatcher.num_chunks={self.chunks}"
+        if self.chunks == 1:
+            return
+        if not is_token_major:
+            raise ValueError(
+                f"{where} cuts assignments by token, and this router gives them by expert: set it"
+                " to 1"
+            )
+        if num_tokens % self.chunks:
+            raise ValueError(
+                f"{where} must divide the tokens of a device ({num_tokens}): choose a divisor, 1"
+                " for all at once"
+            )
+
     @abc.abstractmethod
     def dispatch(self, outgoing: Outgoing) -> Dispatched:
         """Send each row to a device that computes its expert. Called inside an island.

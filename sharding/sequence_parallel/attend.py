@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from sharding import axes as ax
@@ -63,8 +64,13 @@ def attend(
     """
     rows = (ax.ACT_BATCH, ax.ACT_SEQ_INNER)
     heads, kv_heads = (*rows, ax.ACT_HEADS, None), (*rows, ax.ACT_KV_HEADS, None)
-    if config.layout == "document_zigzag" and places is not None and rules.window is not None:
-        positions = places  # its kernels know the order of tokens without them, but no distances
+    if config.layout == "document_zigzag" and rules.window is not None:
+        # Its kernels know the order of tokens without positions, but no distances.
+        order = config.token_order(q.shape[1], sequence_ranks(placement))
+        if places is not None:
+            positions = places
+        elif positions is None and order is not None:  # rows of one document
+            positions = jnp.broadcast_to(jnp.asarray(order)[None, :], q.shape[:2])
     arrays = {"positions": positions, "segment_ids": segment_ids}
     given = {name: array for name, array in arrays.items() if array is not None}
     seen = ("lse", "top") if rules.is_observed else ()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -123,6 +123,13 @@ class SequenceForm(SequenceParallelism):
                 + (way if self.layout != "contiguous" and sizes.length % ranks == 0 else "")
             )
 
+    def check_pieces(self, sizes: Mapping[str, int]) -> None:
+        """Check the pieces into which a fold cuts the axis of positions, where it is cut.
+
+        Args:
+            sizes: {mesh axis: size}, the slowest first.
+        """
+
     def check_heads(self, sizes: AttentionSizes) -> None:
         """Check the heads alone, on more than one device; see `check`."""
 
@@ -208,16 +215,28 @@ class Cut:
         Raises:
             ValueError: A fold has cut the axis into pieces.
         """
-        sizes = {axis: jax.lax.axis_size(axis) for axis in self.axes}
-        cut = [axis for axis, size in sizes.items() if size > 1]
-        if len(cut) > 1:
-            raise ValueError(
-                f"execution.fold cuts mesh.seq into {' x '.join(f'{a}={sizes[a]}' for a in cut)},"
-                f" and execution.sequence_parallel {form.name!r} needs it in one piece: choose"
-                " fold.expert x fold.expert_tensor up to mesh.tensor, or from mesh.tensor x"
-                " mesh.seq on; or take all_gather or ulysses"
-            )
-        return cut[0]
+        return ring_axis({axis: jax.lax.axis_size(axis) for axis in self.axes}, form)
+
+
+def ring_axis(sizes: Mapping[str, int], form: SequenceForm) -> str:
+    """Return the one mesh axis along which a ring runs.
+
+    Args:
+        sizes: {mesh axis over which positions are sharded: size}.
+        form: The form, for the error.
+
+    Raises:
+        ValueError: A fold has cut the axis into pieces.
+    """
+    cut = [axis for axis, size in sizes.items() if size > 1]
+    if len(cut) > 1:
+        raise ValueError(
+            f"execution.fold cuts mesh.seq into {' x '.join(f'{a}={sizes[a]}' for a in cut)},"
+            f" and execution.sequence_parallel {form.name!r} needs it in one piece: choose"
+            " fold.expert x fold.expert_tensor up to mesh.tensor, or from mesh.tensor x"
+            " mesh.seq on; or take all_gather or ulysses"
+        )
+    return cut[0]
 
 
 class HeldAttention(NamedTuple):

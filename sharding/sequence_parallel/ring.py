@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 from jaxtyping import Array
@@ -20,7 +20,7 @@ from pallas_kernels.ring_attention.api import Directions, Transport
 from pallas_kernels.ring_attention.schedule import Form, make_schedule
 from pallas_kernels.sequence_layout import SequenceLayout
 from sharding.sequence_parallel.all_gather import observe_gathered
-from sharding.sequence_parallel.form import HeldAttention, Message, SequenceForm
+from sharding.sequence_parallel.form import HeldAttention, Message, SequenceForm, ring_axis
 from sharding.sequence_parallel.local_attention import Seen
 from sharding.sequence_parallel.sizes import AttentionSizes
 
@@ -39,6 +39,14 @@ class RingConfig(SequenceForm):
     bandwidth in both directions at once."""
     transport: Transport = "ppermute"
     """How keys and values travel: XLA's collectives; or messages of a Pallas kernel, on a TPU."""
+
+    def check_pieces(self, sizes: Mapping[str, int]) -> None:
+        """Check that no fold cuts mesh.seq.
+
+        Raises:
+            ValueError: One does.
+        """
+        ring_axis(sizes, self)
 
     def attend(self, held: HeldAttention) -> tuple[Array, Seen]:
         """Return attention of the queries held here to keys that pass by."""

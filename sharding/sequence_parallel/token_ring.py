@@ -9,7 +9,7 @@ many key heads as query heads, on links with full bandwidth in both directions a
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import ClassVar
 
 from jaxtyping import Array
@@ -19,7 +19,7 @@ from pallas_kernels.ring.step import Transport
 from pallas_kernels.sequence_layout import SequenceLayout
 from pallas_kernels.token_ring_attention.schedule import Form, Schedule, Visits
 from sharding.sequence_parallel.all_gather import observe_gathered
-from sharding.sequence_parallel.form import HeldAttention, Message, SequenceForm
+from sharding.sequence_parallel.form import HeldAttention, Message, SequenceForm, ring_axis
 from sharding.sequence_parallel.local_attention import Seen
 from sharding.sequence_parallel.ring import ring_arguments
 from sharding.sequence_parallel.sizes import AttentionSizes
@@ -40,6 +40,14 @@ class TokenRingConfig(SequenceForm):
     transport: Transport = "ppermute"
     """How queries and results travel: XLA's collectives; or messages of a Pallas kernel, on a
     TPU."""
+
+    def check_pieces(self, sizes: Mapping[str, int]) -> None:
+        """Check that no fold cuts mesh.seq.
+
+        Raises:
+            ValueError: One does.
+        """
+        ring_axis(sizes, self)
 
     def attend(self, held: HeldAttention) -> tuple[Array, Seen]:
         """Return attention of the queries held here, which visit every device."""

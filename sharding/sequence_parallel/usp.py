@@ -15,7 +15,7 @@ Source: USP, arXiv 2405.07719. The mesh cuts the axis: `fold.seq_inner` is U.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import ClassVar
 
 import jax
@@ -75,6 +75,22 @@ class UlyssesRingConfig(SequenceForm):
                 f" set it to {self.ulysses}"
             )
 
+    def check_pieces(self, sizes: Mapping[str, int]) -> None:
+        """Check that mesh.seq is in two pieces, the ring and the exchange.
+
+        Raises:
+            ValueError: It is not.
+        """
+        if len(sizes) != 2 or [*sizes.values()][1] != self.ulysses:
+            alone = [*sizes.values()] == [self.ulysses]
+            raise ValueError(
+                f"execution.sequence_parallel 'usp' needs mesh.seq in two pieces, the faster of"
+                f" {self.ulysses} (sequence_parallel.ulysses), and the mesh has"
+                f" {' x '.join(f'{a}={n}' for a, n in sizes.items())}: set fold.seq_inner to"
+                f" {self.ulysses}, and fold.expert x fold.expert_tensor so that it cuts seq"
+                f" nowhere else{'; or take ulysses, which it is with one piece' * alone}"
+            )
+
     def check_heads(self, sizes: AttentionSizes) -> None:
         """Check that `ulysses` divides the ranks and the heads of a device.
 
@@ -104,15 +120,7 @@ class UlyssesRingConfig(SequenceForm):
 
     def _two_axes(self, axes: tuple[str, ...]) -> tuple[str, str]:
         """Return the axis of the ring and that of the exchange, the faster one."""
-        sizes = {axis: jax.lax.axis_size(axis) for axis in axes}
-        if len(sizes) != 2 or sizes[axes[1]] != self.ulysses:
-            raise ValueError(
-                f"execution.sequence_parallel 'usp' needs mesh.seq in two pieces, the faster of"
-                f" {self.ulysses} (sequence_parallel.ulysses), and the mesh has"
-                f" {' x '.join(f'{a}={n}' for a, n in sizes.items())}: set fold.seq_inner to"
-                f" {self.ulysses}, and fold.expert x fold.expert_tensor so that it cuts seq"
-                " nowhere else"
-            )
+        self.check_pieces({axis: jax.lax.axis_size(axis) for axis in axes})
         return axes[0], axes[1]
 
     def _messages(self, sizes: AttentionSizes, is_backward: bool) -> Iterator[Message]:

@@ -3,6 +3,7 @@
 """One SGD step of rate 1 without clipping: the change of the parameters is the gradient."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -49,8 +50,21 @@ def batch(loss_weight: float = 1.0) -> Batch:
     )
 
 
-def step_once(model, rows, *, parts=1, form="buffer", mesh=None, execution=None):
-    """Losses, gradient, load and new router state of one step from fresh router state.
+def step_once(model, rows, **given):
+    """Losses, gradient, load and new router state of one step; arguments as of `stepped`."""
+    params = params_of(model)
+    state, metrics = stepped(model, rows, **given)
+    return {
+        "loss": metrics.loss,
+        "losses": metrics.losses,
+        "gradient": jax.tree.map(lambda old, new: old - np.asarray(new), params, state.params),
+        "load": metrics.load,
+        "router_state": state.router_state,
+    }
+
+
+def stepped(model, rows, *, parts=1, form="buffer", mesh=None, execution=None):
+    """State and metrics of one step from fresh router state.
 
     Args:
         model: what is trained.
@@ -58,7 +72,7 @@ def step_once(model, rows, *, parts=1, form="buffer", mesh=None, execution=None)
         parts: micro-batches.
         form: of the balance loss over them.
         mesh: a row of tests/support/meshes.py; no mesh when None.
-        execution: in place of such a row, with its mesh.
+        execution: in place of such a row, with its mesh; no mesh for one device.
     """
     params = params_of(model)
     state = TrainState(
@@ -72,7 +86,8 @@ def step_once(model, rows, *, parts=1, form="buffer", mesh=None, execution=None)
     )
     if mesh is not None:
         execution = ExecutionConfig(mesh=MESHES[mesh])
-    made = None if execution is None else mesh_of(execution)
+    is_alone = execution is None or math.prod(execution.mesh.sizes) == 1
+    made = None if is_alone else mesh_of(execution)
     step = make_train_step(
         model, SGD, execution=execution, accumulation=parts, clip=None, accumulated_balance=form
     )
@@ -83,10 +98,4 @@ def step_once(model, rows, *, parts=1, form="buffer", mesh=None, execution=None)
             placed = jax.device_put(state, jax.sharding.NamedSharding(made, jax.P()))
             state, metrics = step(placed, global_batch(rows, made))
     assert not metrics.is_skipped
-    return {
-        "loss": metrics.loss,
-        "losses": metrics.losses,
-        "gradient": jax.tree.map(lambda old, new: old - np.asarray(new), params, state.params),
-        "load": metrics.load,
-        "router_state": state.router_state,
-    }
+    return state, metrics

@@ -11,6 +11,7 @@ over devices without splitting it from its partner.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import jax
@@ -45,6 +46,18 @@ class DenseConfig:
     def sizes(self) -> FeedForwardSizes:
         """Sizes that plans read."""
         return FeedForwardSizes(dense_dim=self.hidden_dim)
+
+    def check_execution(
+        self, execution: ExecutionConfig, *, sequences: int, length: int, mesh: Mapping[str, int]
+    ) -> None:
+        """Accept every execution.
+
+        Args:
+            execution: How it is computed.
+            sequences: Sequences of a device in one pass.
+            length: Tokens of a sequence.
+            mesh: {axis or piece of one: size}.
+        """
 
     def build(
         self,

@@ -3,6 +3,7 @@
 """Routing telemetry: load summaries, detailed statistics, diagnostics and traces."""
 
 from jaxmoe.routing.telemetry.geometry import activation_correlation as activation_correlation
+from jaxmoe.routing.telemetry.geometry import correlation as correlation
 from jaxmoe.routing.telemetry.geometry import direction_coupling as direction_coupling
 from jaxmoe.routing.telemetry.geometry import gate_directions as gate_directions
 from jaxmoe.routing.telemetry.geometry import row_similarity as row_similarity

@@ -16,7 +16,7 @@ Source: arXiv 2605.12476, by secondary accounts.
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 
 def row_similarity(weight: Float[Array, "*L D E"]) -> Float[Array, "*L"]:
@@ -63,10 +63,40 @@ def activation_correlation(
     Returns:
         Correlations; 0 where either does not vary.
     """
-    gate = jnp.einsum("td,edf->tef", x, gate_up[:, :, 0, :], preferred_element_type=jnp.float32)
-    norms = jnp.sqrt(jnp.sum(gate**2, axis=-1))  # T, E
-    score, norm = (values - values.mean(0, keepdims=True) for values in (scores, norms))
-    return jnp.sum(_unit(score, axis=0) * _unit(norm, axis=0), axis=0)
+    norms = jnp.sqrt(squared_norms(x, gate_up[:, :, 0, :]))
+    return correlation(scores, norms, jnp.ones(x.shape[0], bool))
+
+
+def squared_norms(x: Float[Array, "T D"], gate: Float[Array, "E D F"]) -> Float[Array, "T E"]:
+    """Compute the squared norm of the gate neurons of every expert for every token, f32.
+
+    Args:
+        x: Normed input of the layer.
+        gate: Gate neurons, in the dtype of `x`; a part of them gives an addend.
+    """
+    return jnp.sum(
+        jnp.einsum("td,edf->tef", x, gate, preferred_element_type=jnp.float32) ** 2, axis=-1
+    )
+
+
+def correlation(
+    scores: Float[Array, "T E"], norms: Float[Array, "T E"], token_mask: Bool[Array, " T"]
+) -> Float[Array, " E"]:
+    """Compute Pearson's correlation over tokens, per expert; 0 where either does not vary.
+
+    Args:
+        scores: Router scores, f32.
+        norms: Norms of the gate neurons, f32.
+        token_mask: False leaves a token out.
+    """
+    real = token_mask.astype(jnp.float32)[:, None]
+    number = jnp.maximum(real.sum(), 1.0)
+
+    def centred(values: Array) -> Array:
+        mean = jnp.sum(real * values, axis=0, keepdims=True) / number
+        return real * (values - mean)
+
+    return jnp.sum(_unit(centred(scores), axis=0) * _unit(centred(norms), axis=0), axis=0)
 
 
 def _unit(values: Array, *, axis: int) -> Array:

@@ -107,6 +107,9 @@ def mixture(p, x, found, real):
     unit = outputs / np.linalg.norm(outputs, axis=-1, keepdims=True)
     cosines = np.einsum("bsid,bsjd->bsij", unit, unit)[real]
     found["expert_correlation"] = np.mean(cosines[:, ~np.eye(3, dtype=bool)])
+    norms = np.linalg.norm(np.einsum("sd,edf->sef", x[0], experts["gate_up"][:, :, 0]), axis=-1)
+    of_experts = [np.corrcoef(a, b)[0, 1] for a, b in zip(logits[0].T, norms.T, strict=True)]
+    found["activation_correlation"] = np.mean(of_experts)
     return (outputs * gates[..., None]).sum(2) * real[..., None]
 
 

@@ -74,7 +74,7 @@ def arrays():
     return (q, k, v), weight, segments
 
 
-def run(config, rules, *, order=None):
+def run(config, rules, *, order=None, has_documents=True):
     """Return values and gradients of attention on permuted rows, in the original order."""
     given, weight, segments = arrays()
 
@@ -90,7 +90,7 @@ def run(config, rules, *, order=None):
             placement=PLACEMENT,
             config=config,
             positions=None,
-            segment_ids=segments,
+            segment_ids=segments if has_documents else None,
             places=places,
             rules=rules,
         )
@@ -118,6 +118,17 @@ def test_every_form_is_attention_on_one_device(form, mask):
     wanted = run(NoSequenceParallelConfig(), rules)
     with jax.set_mesh(mesh()):
         found = run(config, rules, order=None if order is None else np.asarray(order))
+    assert_close(found, wanted, "attention")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", [RingConfig, TokenRingConfig])
+def test_zigzag_by_document_with_a_window_and_without_documents(form):
+    """Rows of one document: no ids and no places are given."""
+    config, rules = form(layout="document_zigzag"), AttentionRules(window=7)
+    wanted = run(NoSequenceParallelConfig(), rules, has_documents=False)
+    with jax.set_mesh(mesh()):
+        found = run(config, rules, order=config.token_order(S, RANKS), has_documents=False)
     assert_close(found, wanted, "attention")
 
 

@@ -24,7 +24,7 @@ from jaxmoe.layers.feed_forwards.moe.assignment import assign, router_inputs, wi
 from jaxmoe.layers.feed_forwards.moe.config import MoEConfig
 from jaxmoe.layers.feed_forwards.moe.experts import apply_experts
 from jaxmoe.layers.feed_forwards.moe.layout import MoELayout
-from jaxmoe.layers.feed_forwards.moe.observation import observe_experts, observed_names
+from jaxmoe.layers.feed_forwards.moe.observation import observe_experts, observed_axes
 from jaxmoe.layers.feed_forwards.moe.slots import read_slots, write_slots
 from jaxmoe.layers.feed_forwards.moe.zero_computation import apply_zero_computation
 from jaxmoe.routing import Extent, Router
@@ -81,7 +81,7 @@ class Computed:
     losses: dict[str, Any]
     """Losses [] of the balancers that read weights."""
     observed: dict[str, Any]
-    """Detailed telemetry of every token [B s]; see `observation.py`."""
+    """Detailed telemetry of every token [B s] and its logits [B s E]; see `observation.py`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,10 +158,13 @@ class Computation:
         """Balancers that read this layer's weights; none outside training."""
         return of_weights(self.moe.balancers) if self.train else ()
 
-    @property
-    def observed_names(self) -> tuple[str, ...]:
-        """Names in `Computed.observed`; none unless telemetry is detailed."""
-        return observed_names(self.moe) if self.execution.telemetry == "detailed" else ()
+    def observed_axes(self, axes: tuple[str | None, ...]) -> dict[str, tuple[str | None, ...]]:
+        """Return the logical axes of `Computed.observed`; none unless telemetry is detailed.
+
+        Args:
+            axes: Logical axes [B s] of the results.
+        """
+        return observed_axes(self.moe, axes) if self.execution.telemetry == "detailed" else {}
 
     def _dispatcher(self) -> Any:
         return partial(
@@ -184,10 +187,11 @@ class Computation:
         self, tokens: Array, logits: Array, computed: Assignments, weights: Any, batch: int
     ) -> dict[str, Array]:
         """Return the detailed telemetry of every token [B s]."""
-        if not self.observed_names:
+        names = self.observed_axes((None, None))
+        if not names:
             return {}
         observed = observe_experts(
-            self.observed_names,
+            names,
             tokens,
             logits,
             computed,
@@ -195,8 +199,11 @@ class Computation:
             self._dispatcher(),
             self._experts(),
             weights,
+            self.layout.experts.expert_tensor,
         )
-        return {name: value.reshape(batch, -1) for name, value in observed.items()}
+        return {
+            name: value.reshape(batch, -1, *value.shape[1:]) for name, value in observed.items()
+        }
 
     def _losses(self, given: LocalInputs, key: Array | None) -> dict[str, Array]:
         """Return the losses of weights, which are equal on all devices once gathered."""

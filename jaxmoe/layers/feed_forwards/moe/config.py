@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import ClassVar
 
 from flax import linen as nn
@@ -95,6 +96,14 @@ class MoEConfig:
             embed_dim: D.
         """
         return self.router.build(num_experts=self.num_routed, top_k=self.top_k, embed_dim=embed_dim)
+
+    def check_execution(
+        self, execution: ExecutionConfig, *, sequences: int, length: int, mesh: Mapping[str, int]
+    ) -> None:
+        """Check that the experts can be spread; see `check_layout`."""
+        from jaxmoe.layers.feed_forwards.moe.layout import check_layout  # noqa: PLC0415 (as below)
+
+        check_layout(self, execution, sequences=sequences, length=length, mesh=mesh)
 
     def build(
         self,

@@ -29,11 +29,13 @@ from jaxmoe.layers.feed_forwards.moe.computation import Computation, Computed, L
 from jaxmoe.layers.feed_forwards.moe.config import MoEConfig
 from jaxmoe.layers.feed_forwards.moe.experts import WEIGHT_AXES, Experts, encoded
 from jaxmoe.layers.feed_forwards.moe.layout import MoELayout, moe_layout
+from jaxmoe.layers.feed_forwards.moe.observation import observe_activations
 from jaxmoe.layers.feed_forwards.moe.zero_computation import ZeroComputationExperts
 from jaxmoe.layers.indicators import observe_routing
 from jaxmoe.layers.records import FeedForwardOutputs, RoutingInputs
 from jaxmoe.routing import Router
 from jaxmoe.routing.balancers import of_weights
+from pallas_kernels import QuantizedArray
 from sharding import axes as ax
 from sharding.products.quantized import logical_axes
 
@@ -96,7 +98,7 @@ class MoE(nn.Module):
                 statistics=(),
                 logits=(*rows, None) if moe.router.traits.carries_logits else {},
                 losses={balancer.name: () for balancer in computation.coupling_balancers},
-                observed=dict.fromkeys(computation.observed_names, results),
+                observed=computation.observed_axes(results),
             ),
         )
         computed = island(x, given)
@@ -110,6 +112,9 @@ class MoE(nn.Module):
         )
         if self.execution.telemetry == "detailed":
             found = observe_routing(computed.statistics, computed.observed, routing.token_mask)
+            observed, gate_up = computed.observed, weights["gate_up"]
+            if "logits" in observed and not isinstance(gate_up, QuantizedArray):
+                found |= observe_activations(x, observed["logits"], gate_up, routing, placement)
             outputs = dataclasses.replace(outputs, indicators=found)
         y = placement.place(computed.y, (ax.ACT_BATCH, ax.ACT_SEQ, ax.ACT_EMBED))
         if not moe.num_shared_experts:

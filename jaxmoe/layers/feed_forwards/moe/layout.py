@@ -15,6 +15,8 @@ Experts are whole on every device, or spread as the dispatcher does it.
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Mapping
 
 import jax
 
@@ -62,10 +64,50 @@ def moe_layout(moe: MoEConfig, execution: ExecutionConfig) -> MoELayout:
         if moe.capacity is not None:
             return MoELayout((), positions, experts)
         return MoELayout(positions, (), experts)
-    sizes = jax.sharding.get_abstract_mesh().shape
-    if cut := [axis for axis in positions if sizes[axis] > 1 and experts.all]:
+    if experts.all:
+        _check_whole(moe, positions, jax.sharding.get_abstract_mesh().shape)
+    return MoELayout((), (), experts)
+
+
+def check_layout(
+    moe: MoEConfig,
+    execution: ExecutionConfig,
+    *,
+    sequences: int,
+    length: int,
+    mesh: Mapping[str, int],
+) -> None:
+    """Check, before anything is traced, that the dispatcher can spread the experts of a layer.
+
+    Args:
+        moe: Router, which may need whole sequences or assign by expert.
+        execution: Dispatcher and layout rules.
+        sequences: Sequences of a device in one pass.
+        length: Tokens of a sequence.
+        mesh: {axis or piece of one: size}.
+
+    Raises:
+        ValueError: A router that mixes tokens, with experts spread and sequences cut; or
+            assignments that the chunks of the dispatcher cannot cut.
+    """
+    rules, dispatcher = execution.axis_rules, execution.dispatcher
+
+    def devices(*names: str) -> int:
+        return math.prod(mesh.get(axis, 1) for name in names for axis in rules.mesh_axes(name))
+
+    if not dispatcher.spreads_experts:
+        return
+    if moe.router.traits.mixes_tokens:
+        _check_whole(moe, rules.mesh_axes(ax.ACT_SEQ), mesh)
+    elif devices(ax.EXPERTS, ax.EXPERT_MLP) > 1:
+        tokens = sequences * length // devices(ax.ACT_SEQ)
+        dispatcher.check_tokens(tokens, is_token_major=moe.router.traits.is_token_major)
+
+
+def _check_whole(moe: MoEConfig, positions: tuple[str, ...], mesh: Mapping[str, int]) -> None:
+    """Refuse sequences that are cut, for a router that mixes their tokens."""
+    if cut := [axis for axis in positions if mesh.get(axis, 1) > 1]:
         raise ValueError(
             f"model.moe.router {moe.router.name!r} mixes whole sequences, and the mesh cuts them"
             f" along {', '.join(cut)}: set execution.dispatcher to local, or these axes to 1"
         )
-    return MoELayout((), (), experts)
