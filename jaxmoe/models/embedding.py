@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jaxmoe.declarations import Declaration, declare
 from jaxmoe.execution import ExecutionConfig
@@ -91,7 +92,29 @@ def output_logits(
     return logits * jnp.float32(model.multipliers.logits)
 
 
-def only_predicted(logits: Float[Array, "B S V"], num_predicted: int) -> Float[Array, "B S V"]:
-    """Return the logits with -inf for the ids from `num_predicted` on (masks are not predicted)."""
+def only_predicted(
+    logits: Float[Array, "B S V"], num_predicted: int, *, axes: tuple[str, ...] = ()
+) -> Float[Array, "B S V"]:
+    """Return the logits with -inf for the ids from `num_predicted` on (masks are not predicted).
+
+    Args:
+        logits: Logits; those of the local shard if the vocabulary is sharded.
+        num_predicted: Ids that may be predicted.
+        axes: Mesh axes over which the vocabulary is sharded.
+    """
+    if not axes and num_predicted >= logits.shape[-1]:
+        return logits
+    return jnp.where(vocabulary_ids(logits, axes) < num_predicted, logits, -jnp.inf)
+
+
+def vocabulary_ids(logits: Float[Array, "B S V"], axes: tuple[str, ...]) -> Int[Array, "1 1 V"]:
+    """Return the id of each logit.
+
+    Args:
+        logits: Logits; those of the local shard if the vocabulary is sharded.
+        axes: Mesh axes over which the vocabulary is sharded.
+    """
     ids = jnp.arange(logits.shape[-1], dtype=jnp.int32)
-    return jnp.where(ids[None, None, :] < num_predicted, logits, -jnp.inf)
+    if axes:
+        ids = ids + jax.lax.axis_index(axes).astype(jnp.int32) * jnp.int32(logits.shape[-1])
+    return ids[None, None, :]

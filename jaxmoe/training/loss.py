@@ -4,18 +4,20 @@
 
     nll = logsumexp(z) - z[target]
 
-Sums are returned, not means, so that micro-batches and devices add up exactly. With
-`ExecutionConfig.loss_chunk` the logits of only that many positions exist at a time, in the forward
-and in the backward pass. The loss of a token is `token_loss` of the objective.
+Sums are returned, not means, so that micro-batches and devices add up exactly. The loss of a token
+is `token_loss` of the objective. With `ExecutionConfig.loss_chunk` the logits of only that many
+positions exist at a time, once: their gradient is taken while they exist
+(`jaxmoe.training.chunked_loss`).
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from jaxmoe.data.batch import Batch
 from jaxmoe.execution import ExecutionConfig
@@ -24,33 +26,11 @@ from jaxmoe.models.config import ModelConfig
 from jaxmoe.models.embedding import head_weight, only_predicted, output_logits
 from jaxmoe.models.transformer import Output, forward
 from jaxmoe.training import NextTokenConfig, ObjectiveConfig
+from jaxmoe.training.chunked_loss import chunk_length, chunked_loss
+from jaxmoe.training.cross_entropy import token_nll
 from jaxmoe.training.objective import TokenGiven
 from sharding import axes as ax
-from sharding.sequence_parallel import sequence_ranks
-
-
-def token_nll(
-    logits: Float[Array, "B S V"], targets: Int[Array, "B S"], *, axes: tuple[str, ...] = ()
-) -> Float[Array, "B S"]:
-    """Return the negative log-likelihood of each target in nats, f32.
-
-    Args:
-        logits: Logits in f32; those of the local shard if the vocabulary is sharded.
-        targets: Ids in [0, V) of the whole vocabulary.
-        axes: Mesh axes over which the vocabulary is sharded; three numbers per token are reduced.
-    """
-    ids = jnp.arange(logits.shape[-1], dtype=targets.dtype)
-    if axes:
-        ids = ids + jax.lax.axis_index(axes).astype(ids.dtype) * ids.dtype.type(logits.shape[-1])
-    # A masked sum instead of a gather: its gradient is elementwise, and V may be sharded.
-    is_target = ids[None, None, :] == targets[:, :, None]
-    chosen = jnp.sum(jnp.where(is_target, logits, 0.0), axis=-1)
-    if not axes:
-        return jax.nn.logsumexp(logits, axis=-1) - chosen
-    top = jax.lax.pmax(jax.lax.stop_gradient(jnp.max(logits, axis=-1)), axes)
-    total = jnp.sum(jnp.exp(logits - top[:, :, None]), axis=-1)
-    total, chosen = jax.lax.psum((total, chosen), axes)
-    return top + jnp.log(total) - chosen
+from sharding.constrain import Placement
 
 
 def summed_loss(
@@ -78,7 +58,21 @@ def summed_loss(
         The total, and the sums of the rows or None.
     """
     objective = objective or NextTokenConfig()
-    num_predicted = objective.num_predicted(model)
+    weights, extra = jnp.asarray(batch.loss_weights), jax.tree.map(jnp.asarray, batch.extra)
+    targets, given = jnp.asarray(batch.targets), TokenGiven(weights=weights, extra=extra)
+    chunk = chunk_length(execution, hidden.shape[1])
+    if chunk < hidden.shape[1]:
+        return chunked_loss(
+            hidden,
+            weight,
+            targets,
+            given,
+            chunk=chunk,
+            model=model,
+            execution=execution,
+            objective=objective,
+            has_rows=has_rows,
+        )
     placement, rows = execution.placement, (ax.ACT_BATCH, ax.ACT_SEQ_INNER)
     vocab_axes = placement.mesh_axes(ax.ACT_VOCAB)
     island = placement.island(
@@ -86,33 +80,10 @@ def summed_loss(
         in_axes=((*rows, ax.ACT_VOCAB), rows),
         out_axes=rows,
     )
-
-    def place(array: Array, axes: tuple[str | None, ...]) -> Array:
-        return placement.place(array, axes + (None,) * (array.ndim - len(axes)))
-
-    def chunk_sum(hidden: Array, targets: Array, given: TokenGiven) -> tuple[Array, Array | None]:
-        logits = output_logits(hidden, weight, model, execution, is_stream=is_whole)
-        if num_predicted < model.vocab_size:
-            logits = only_predicted(logits, num_predicted)
-        nll = island(logits, targets)
-        losses = objective.token_loss(nll, jax.tree.map(lambda leaf: place(leaf, rows), given))
-        return jnp.sum(losses), jnp.sum(losses, axis=1) if has_rows else None
-
-    weights, extra = jnp.asarray(batch.loss_weights), jax.tree.map(jnp.asarray, batch.extra)
-    arrays = (hidden, jnp.asarray(batch.targets), TokenGiven(weights=weights, extra=extra))
-    chunk = chunk_length(execution, hidden.shape[1])
-    is_whole = chunk == hidden.shape[1]
-    if is_whole:
-        return chunk_sum(*arrays)
-
-    def body(total: Array, part: tuple[Any, ...]) -> tuple[Array, Array | None]:
-        summed, by_row = jax.checkpoint(chunk_sum)(*part)
-        return total + summed, by_row
-
-    arrays = jax.tree.map(lambda leaf: place(leaf, (ax.ACT_BATCH,)), arrays)
-    parts = in_chunks(arrays, chunk)
-    total, by_row = jax.lax.scan(body, jnp.zeros((), jnp.float32), parts)
-    return total, None if by_row is None else jnp.sum(by_row, axis=0)
+    logits = output_logits(hidden, weight, model, execution)
+    nll = island(only_predicted(logits, objective.num_predicted(model)), targets)
+    losses = objective.token_loss(nll, jax.tree.map(partial(_place, placement, rows), given))
+    return jnp.sum(losses), jnp.sum(losses, axis=1) if has_rows else None
 
 
 def forward_and_nll(
@@ -207,31 +178,5 @@ def lay_out_batch(
     return lay_out(batch, order, execution), order
 
 
-def chunk_length(execution: ExecutionConfig, length: int) -> int:
-    """Return the positions whose logits are computed at a time.
-
-    Args:
-        execution: `loss_chunk`, rounded up to a multiple of the devices that share a sequence.
-        length: Positions of a sequence.
-    """
-    ranks = sequence_ranks(execution.placement)
-    chunk = -(-(execution.loss_chunk or length) // ranks) * ranks
-    return min(chunk, length)
-
-
-def in_chunks(arrays: Any, chunk: int) -> Any:
-    """Return a tree of [B S ...] arrays as [S/chunk B chunk ...] arrays.
-
-    Args:
-        arrays: Arrays whose sequences are whole on each device.
-        chunk: Positions per chunk; the last chunk is padded with zeros.
-    """
-
-    def split(array: Array) -> Array:
-        batch, length, *rest = array.shape
-        missing = -length % chunk
-        padded = jnp.pad(array, ((0, 0), (0, missing)) + ((0, 0),) * len(rest))
-        parts = padded.reshape(batch, (length + missing) // chunk, chunk, *rest)
-        return jnp.moveaxis(parts, 1, 0)
-
-    return jax.tree.map(split, arrays)
+def _place(placement: Placement, axes: tuple[str | None, ...], array: Array) -> Array:
+    return placement.place(array, axes + (None,) * (array.ndim - len(axes)))

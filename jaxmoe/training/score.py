@@ -31,7 +31,7 @@ from jaxmoe.execution import ExecutionConfig, WholeRowsConfig
 from jaxmoe.models.cache import cache_length, initial_cache
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.models.transformer import forward
-from jaxmoe.training.loss import token_nll
+from jaxmoe.training.cross_entropy import token_nll
 from sharding import axes as ax
 
 _SHAPES, _SHORTEST, _PIECE = 4, 32, 8

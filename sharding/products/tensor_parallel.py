@@ -94,7 +94,7 @@ def out_of_stream(
         placement: Layout rules.
         is_stream: Whether x is the stream; False: x has been gathered already.
     """
-    names = _positions(placement) if is_stream else ()
+    names = stream_positions(placement) if is_stream else ()
 
     def run(x: Array, weights: dict[str, Any], *, batch_axes: tuple[str, ...]) -> Any:
         del batch_axes
@@ -148,7 +148,7 @@ def into_stream(hidden: Array, product: Product, placement: Placement) -> Float[
         product: Product that sums over the split dimension.
         placement: Layout rules.
     """
-    names = _positions(placement)
+    names = stream_positions(placement)
     others = tuple(axis for axis in _spread(product, placement) if axis not in names)
 
     def run(hidden: Array, weight: Any, *, batch_axes: tuple[str, ...]) -> Array:
@@ -166,7 +166,7 @@ _STREAM = (ax.ACT_BATCH, ax.ACT_SEQ, ax.ACT_EMBED)
 _GATHERED = (ax.ACT_BATCH, ax.ACT_SEQ_INNER, ax.ACT_EMBED)
 
 
-def _positions(placement: Placement) -> tuple[str, ...]:
+def stream_positions(placement: Placement) -> tuple[str, ...]:
     """Return the mesh axes that split positions of the stream but not within a sublayer."""
     inner = placement.mesh_axes(ax.ACT_SEQ_INNER)
     return tuple(axis for axis in placement.mesh_axes(ax.ACT_SEQ) if axis not in inner)
@@ -193,7 +193,7 @@ def look_up(
         placement: Layout rules.
     """
     names = placement.mesh_axes(ax.VOCAB)
-    scattered = _positions(placement)
+    scattered = stream_positions(placement)
 
     def take(table: Array, ids: Array, *, batch_axes: tuple[str, ...]) -> Array:
         del batch_axes

@@ -27,8 +27,9 @@ from jaxmoe.optim import AdamWConfig, LinearConfig
 from jaxmoe.routing import ExpertChoiceConfig, RouterZConfig, SoftmaxGateConfig
 from jaxmoe.scaling.initialize import init_params, parameter_table
 from jaxmoe.training import MaskedDiffusionConfig, NextTokenConfig
+from jaxmoe.training.cross_entropy import token_nll
 from jaxmoe.training.evaluate import evaluate, make_eval_step
-from jaxmoe.training.loss import forward_and_nll, token_nll
+from jaxmoe.training.loss import forward_and_nll
 from jaxmoe.training.masked_diffusion import radical_inverse
 from jaxmoe.training.state import init_state
 from jaxmoe.training.step import make_train_step
