@@ -21,8 +21,8 @@ norms (kilobytes) are left out.
 
 Bytes of each form of attention: `sharding/sequence_parallel/traffic.py`.
 
-The embedding table is gathered once per micro-batch; the head is gathered, and its gradient
-scattered, once per chunk of the loss and direction.
+The embedding table is gathered once per micro-batch; so is the head where the loss is computed in
+chunks, and once per direction otherwise.
 
 To add a reason: a function that yields `Traffic`, and its line in `step_traffic`, in
 `jaxmoe/planning/traffic.py`.
@@ -32,7 +32,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import math
 from collections.abc import Iterator
 
 from jaxmoe.layers.sequences import choose_form
@@ -99,11 +98,10 @@ def _weights(sizes: Sizes) -> Iterator[Traffic]:
         shared = sizes.in_use(row) * sizes.itemsize / layers
         turns = plan.accumulation * layers
         gathers = turns * _gathers(sizes, row)
-        scatters = turns * (_chunks(plan) if row.declaration.role == "head" else 1)
         yield from _traffic(sizes, "weights", axes, shared, gathers)
         if row.is_frozen:
             continue
-        yield from _traffic(sizes, "gradients", axes, shared, scatters)
+        yield from _traffic(sizes, "gradients", axes, shared, turns)
         copies = tuple(
             axis
             for axis in sizes.pieces(*ax.BATCH_AXES, ax.SEQ, ax.TENSOR)
@@ -123,14 +121,11 @@ def _gathers(sizes: Sizes, row: ParameterSpec) -> int:
     execution = sizes.plan.execution
     if execution.state_layout.gathered == "step":
         return 1
-    if row.declaration.role == "embedding" and not sizes.plan.model.has_tied_embeddings:
-        return 1
-    return 2 * (_chunks(sizes.plan) if row.declaration.role in ("head", "embedding") else 1)
-
-
-def _chunks(plan: StepPlan) -> int:
-    """Return the number of chunks of a sequence in the loss."""
-    return math.ceil(plan.sequence_length / (plan.execution.loss_chunk or plan.sequence_length))
+    is_chunked = 0 < execution.loss_chunk < sizes.plan.sequence_length
+    by_role = {"head": 1 if is_chunked else 2, "embedding": 1}
+    if sizes.plan.model.has_tied_embeddings:
+        by_role["embedding"] += by_role["head"]
+    return by_role.get(row.declaration.role, 2)
 
 
 def _passes(sizes: Sizes) -> int:
