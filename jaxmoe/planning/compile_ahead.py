@@ -165,7 +165,7 @@ def topology_devices(topology: Topology) -> Sequence[Any]:
         return jax.devices("cpu")[: topology.num_devices]
     try:
         described = topologies.get_topology_desc(
-            platform="tpu", topology_name=topology.compiler_name
+            platform="tpu", topology_name=topology.compiler_name, **topology.compiler_options
         )
     except jax.errors.JaxRuntimeError as error:
         first = str(error).strip().splitlines()[0]
@@ -176,7 +176,7 @@ def topology_devices(topology: Topology) -> Sequence[Any]:
     if len(described.devices) != topology.num_devices:
         raise ValueError(
             f"topology={topology.text}: the compiler describes {len(described.devices)} devices"
-            f" where a pod has {topology.num_devices} (v4: two cores for each chip):"
+            f" where a pod has {topology.num_devices}:"
             " --compiles 0 plans in closed form"
         )
     return described.devices

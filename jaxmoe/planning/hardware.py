@@ -24,7 +24,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from typing import Literal
+from typing import Any, Literal
 
 from jaxmoe.configs import closest
 
@@ -150,6 +150,21 @@ class Topology:
     def compiler_name(self) -> str:
         """Name for the TPU compiler, such as `v5e:16x16`."""
         return f"{self.kind}:{'x'.join(map(str, self.shape))}"
+
+    @property
+    def compiler_options(self) -> dict[str, Any]:
+        """What the TPU compiler must know beside the name, as an attached pod would say it.
+
+        `wrap`: links close a dimension to a ring; cubes of 4 are joined so in three dimensions, a
+        side of 16 in two. Without them the compiler gathers over a whole 3D torus by all-reduces,
+        which send twice the bytes. `chip_config_name`: two cores of a v4 or v5p are one device.
+        """
+        if len(self.shape) == 3:
+            wrap = (all(size % 4 == 0 for size in self.shape),) * 3
+        else:
+            wrap = (*(size == 16 for size in self.shape), False)
+        has_megacore = self.kind in ("v4", "v5p")
+        return {"wrap": wrap} | ({"chip_config_name": "megacore"} if has_megacore else {})
 
 
 def parse_topology(text: str) -> Topology:

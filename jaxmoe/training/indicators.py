@@ -32,7 +32,7 @@ from jaxmoe.models.embedding import head_weight, output_logits
 from jaxmoe.parameters import ParameterSpec, ParameterTable
 from jaxmoe.routing.telemetry import direction_coupling, gate_directions
 from jaxmoe.scaling.initialize import parameter_table
-from jaxmoe.training.chunked_loss import chunk_length, in_chunks
+from jaxmoe.training.cross_entropy import chunk_length, in_chunks
 from jaxmoe.training.loss import lay_out_batch
 from sharding import axes as ax
 from sharding.constrain import Placement

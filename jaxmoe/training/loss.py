@@ -7,7 +7,7 @@
 Sums are returned, not means, so that micro-batches and devices add up exactly. The loss of a token
 is `token_loss` of the objective. With `ExecutionConfig.loss_chunk` the logits of only that many
 positions exist at a time, once: their gradient is taken while they exist
-(`jaxmoe.training.chunked_loss`).
+(`jaxmoe.training.cross_entropy`).
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ from jaxmoe.models.config import ModelConfig
 from jaxmoe.models.embedding import head_weight, only_predicted, output_logits
 from jaxmoe.models.transformer import Output, forward
 from jaxmoe.training import NextTokenConfig, ObjectiveConfig
-from jaxmoe.training.chunked_loss import chunk_length, chunked_loss
-from jaxmoe.training.cross_entropy import token_nll
+from jaxmoe.training.cross_entropy import chunk_length, chunked_loss, token_nll
 from jaxmoe.training.objective import TokenGiven
 from sharding import axes as ax
 from sharding.constrain import Placement

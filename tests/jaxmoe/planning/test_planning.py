@@ -274,6 +274,26 @@ def test_topologies_parse(text, devices, kind):
 
 
 @pytest.mark.parametrize(
+    "text, wrap",
+    [
+        ("tpu:v5p:4x4x8", (True, True, True)),
+        ("tpu:v5p:2x4x4", (False, False, False)),
+        ("tpu:v5e:16x16", (True, True, False)),
+        ("tpu:v5e:8x16", (False, True, False)),
+        ("tpu:v6e:4x4", (False, False, False)),
+    ],
+)
+def test_compiler_is_told_which_rings_are_closed(text, wrap):
+    """Without, a gather over a whole v5p is compiled as an all-reduce of twice the bytes."""
+    assert parse_topology(text).compiler_options["wrap"] == wrap
+
+
+def test_v4_has_one_device_for_a_chip():
+    assert parse_topology("tpu:v4:4x4x4").compiler_options["chip_config_name"] == "megacore"
+    assert "chip_config_name" not in parse_topology("tpu:v5e:4x4").compiler_options
+
+
+@pytest.mark.parametrize(
     "text, words",
     [
         ("tpu:v5:16x16", "'v5' is no tpu that is known: did you mean 'v5p'?"),

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.extend.core import jaxprs_in_params
 
 from jaxmoe.data.batch import Batch
 from jaxmoe.execution import ExecutionConfig
@@ -164,6 +165,40 @@ def test_a_chunk_that_seq_does_not_divide_equals_the_whole(length):
         )
         with jax.set_mesh(make_mesh(execution.mesh)):
             assert_close(values(execution), whole, kind="matmul")
+
+
+def _equations(jaxpr, is_in_loop=False):
+    for equation in jaxpr.eqns:
+        yield equation, is_in_loop
+        for inner in jaxprs_in_params(equation.params):
+            yield from _equations(inner, is_in_loop or equation.primitive.name == "scan")
+
+
+def test_chunks_compute_logits_once_and_no_device_waits_within_a_chunk():
+    """Three products with the vocabulary, none of them repeated; the head travels once each way."""
+    execution = ExecutionConfig(mesh=MeshConfig(data=8), loss_chunk=2)
+    rows = np.zeros((8, 4), np.int32)
+    batch = Batch(tokens=rows, targets=rows, loss_weights=np.ones(rows.shape, np.float32))
+
+    def loss(hidden, weight):
+        return summed_loss(hidden, weight, batch, model=MODEL, execution=execution)[0]
+
+    with jax.set_mesh(make_mesh(execution.mesh)):
+        hidden = jax.reshard(_normal(2, 8, 4, WIDTH), jax.P("data"))
+        weight = jax.reshard(_normal(3, WIDTH, VOCAB), jax.P("data", "tensor"))
+        jaxpr = jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(hidden, weight).jaxpr
+    # Axes other than data have one device: nothing travels along them.
+    names = [
+        (equation.primitive.name, is_in_loop)
+        for equation, is_in_loop in _equations(jaxpr)
+        if "data" in equation.params.get("axes", equation.params.get("axis_name", ("data",)))
+    ]
+    assert names.count(("dot_general", True)) == 3 and ("dot_general", False) not in names
+    travels = {"all_gather", "reduce_scatter", "psum", "psum_invariant", "all_gather_invariant"}
+    assert [name for name, is_in_loop in names if is_in_loop and name in travels] == []
+    assert names.count(("all_gather", False)) == names.count(("reduce_scatter", False)) == 1
+    # The gradient of the head is reduced before that of the hidden states is used.
+    assert names.count(("optimization_barrier", False)) == 1
 
 
 def test_a_negative_chunk_is_refused():
