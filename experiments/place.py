@@ -5,13 +5,21 @@ r"""Places the experts of a trained run on devices, from a trace of its routing.
     python -m experiments.place --run.directory runs/pretrain/tiny --devices 4
     python -m experiments.place --trace runs/routers/short/traces/mixtral.npz --devices 4
     python -m experiments.place --run.directory runs/pretrain/tiny --devices 4 \
-        --into runs/pretrain/placed placer:exflow
+        --into runs/pretrain/placed --tables runs/pretrain/tables.npz placer:expert_grouping
 
 The first two print measures of each placement, fitted on the first half of the trace and measured
 on the second. The third writes a copy of the run with its experts, router and optimiser state in
 the order of the chosen placement; `python -m experiments.pretrain` with the run's recipe and flags
 continues it there. On a mesh with that many devices on the axis `expert`, each device holds the
-experts that the placement gives it; the model computes the same function.
+experts that the placement gives it; the model computes the same function. `--tables` writes the
+tables by which a step predicts the device of each token's experts, those of the placed run with
+`--into`, else of the run as it is. A run that starts there moves each token to that device first
+(`sharding/expert_parallel/token_shuffle.py`), on as many devices; here on 4:
+
+    python -m experiments.pretrain tiny --run.directory runs/pretrain/moved \
+        --checkpoint.initial runs/pretrain/placed \
+        --execution.mesh.data 1 --execution.mesh.expert 4 execution.dispatcher:all_to_all \
+        --execution.dispatcher.token_tables runs/pretrain/tables.npz
 
     crossings  pairs of experts of one token in adjacent layers on different devices
     pair       busiest pair of devices over the mean pair (1 is even)
@@ -63,6 +71,7 @@ from jaxmoe.run.load import load_run
 from jaxmoe.training.state import TrainState
 from sharding.expert_parallel.placement import ExpertPlacement
 from sharding.expert_parallel.token_shuffle import predict, shuffle
+from sharding.expert_parallel.token_tables import save_tables
 
 HEADINGS = ("placement", "crossings", "pair", "load", "local", "seconds", "gap", "found by")
 
@@ -81,6 +90,9 @@ class PlaceConfig:
     """Placement for `into`; the table has all of them."""
     into: str | None = None
     """New run directory for the run with its experts placed; None writes nothing."""
+    tables: str | None = None
+    """New file for the token tables (`execution.dispatcher.token_tables`): of the placed run with
+    `into`, else of the run as it is; None writes none."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -91,8 +103,14 @@ def main(argv: Sequence[str]) -> int:
         start_process()
         if config.into is not None and config.trace is not None:
             raise ValueError("into writes a run anew, and trace names none: leave trace out")
+        if config.tables is not None and config.trace is not None:
+            raise ValueError(
+                "tables are for the vocabulary of a run, and trace names none: leave trace out"
+            )
         if config.into is not None and pathlib.Path(config.into).exists():
             raise ValueError(f"into={config.into} exists: choose a new directory")
+        if config.tables is not None and pathlib.Path(config.tables).exists():
+            raise ValueError(f"tables={config.tables} exists: choose a new file")
         run = None
         if config.trace is None:
             run = load_run(config.run.directory, config.run.step, config.run.mesh)
@@ -100,12 +118,25 @@ def main(argv: Sequence[str]) -> int:
         else:
             trace = load_trace(config.trace)
         say(text_table(compare(trace, config.devices)))
-        if run is not None and config.into is not None:
-            assembly, state, step = run
-            solution = config.placer.solve(trace, config.devices)
-            _write(config.into, assembly, state, step, solution.placement)
-            say(f"{config.into}: step {step} with its experts placed by {config.placer.name}")
+        if run is not None:
+            _write_files(config, trace, *run)
     return int(cli.ExitCode.DONE)
+
+
+def _write_files(
+    config: PlaceConfig, trace: RoutingTrace, assembly: Assembly, state: TrainState, step: int
+) -> None:
+    """Write the placed run and the token tables, if their paths are given."""
+    placement = ExpertPlacement.identity(trace.num_layers, trace.num_experts, config.devices)
+    if config.into is not None:
+        placement = config.placer.solve(trace, config.devices).placement
+        _write(config.into, assembly, state, step, placement)
+        say(f"{config.into}: step {step} with its experts placed by {config.placer.name}")
+    if config.tables is not None:
+        tables = token_tables(trace, placement, vocab_size=assembly.plan.model.vocab_size)
+        save_tables(config.tables, tables, trace.num_experts)
+        counted = f"{trace.num_tokens} tokens for {config.devices} devices"
+        say(f"{config.tables}: token tables of {counted}")
 
 
 def compare(trace: RoutingTrace, num_devices: int) -> list[tuple[str, ...]]:

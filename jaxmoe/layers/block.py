@@ -105,7 +105,7 @@ class Block(nn.Module):
         x = checkpoint_name(stream.x, STREAM)
         y, outputs = self._mixer(self._mixer_norm(self.residual.read(x)), tokens, layer.cache)
         after = self.residual.write(x, y, self.context.multipliers.residual)
-        stream = Stream(x=after, router_logits=stream.router_logits)
+        stream = dataclasses.replace(stream, x=after)
         return stream, self._observed(outputs, self.mixer.module_name, y, tokens)
 
     def feed(
@@ -121,10 +121,12 @@ class Block(nn.Module):
         x = stream.x
         normed = self._feed_forward_norm(self.residual.read(x))
         y, outputs = self._feed_forward(normed, _routing_inputs(stream, layer, tokens))
-        stream = Stream(
-            x=self.residual.write(x, y, self.context.multipliers.residual),
-            router_logits=outputs.logits if self.feed_forward.is_routed else stream.router_logits,
+        stream = dataclasses.replace(
+            stream, x=self.residual.write(x, y, self.context.multipliers.residual)
         )
+        if self.feed_forward.is_routed:
+            carried = {"router_logits": outputs.logits, "expert_device": outputs.expert_device}
+            stream = dataclasses.replace(stream, **carried)
         return stream, self._observed(outputs, "feed_forward", y, tokens)
 
     def _observed(self, outputs: Any, name: str, y: Array, tokens: TokenInputs) -> Any:
@@ -145,6 +147,7 @@ def _routing_inputs(stream: Stream, layer: LayerInputs, tokens: TokenInputs) -> 
         router_state=layer.router_state,
         key=layer.key,
         previous_logits=stream.router_logits,
+        expert_device=stream.expert_device,
         layer=layer.moe_layer,
         context=tokens.context,
     )

@@ -58,6 +58,9 @@ class Stream:
     """The residual stream."""
     router_logits: Float[Array, "B S E"] | None = None
     """Logits of the last MoE layer, for routers that carry them; zeros before the first."""
+    expert_device: Int[Array, "B S"] | None = None
+    """Device of the expert axes with most of the token's experts in the last MoE layer, for
+    dispatchers that move tokens; -1 before the first."""
 
 
 @typing.no_type_check
@@ -86,6 +89,8 @@ class RoutingInputs:
     """PRNG key of this layer and step, for routers with noise."""
     previous_logits: Float[Array, "B S E"] | None = None
     """Logits of the MoE layer before, for routers that carry them."""
+    expert_device: Int[Array, "B S"] | None = None
+    """`Stream.expert_device` after the MoE layer before."""
     layer: Int[Array, ""] | None = None
     """Number among the MoE layers."""
     context: dict[str, Array] = struct.field(default_factory=dict)
@@ -101,6 +106,8 @@ class FeedForwardOutputs:
     """Routing statistics of the global batch."""
     logits: Float[Array, "B S E"] | None = None
     """Router logits for the next MoE layer, from routers that carry them."""
+    expert_device: Int[Array, "B S"] | None = None
+    """`Stream.expert_device` for the next MoE layer, if the dispatcher moves tokens."""
     losses: dict[str, Float[Array, "*L"]] = struct.field(default_factory=dict)
     """Losses of the balancers that read this layer's weights, in training."""
     indicators: Indicators | None = None

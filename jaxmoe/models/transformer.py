@@ -20,6 +20,7 @@ from flax import struct
 from jaxtyping import Array, Float, Int
 
 from jaxmoe.execution import ExecutionConfig
+from jaxmoe.layers.feed_forwards.moe.layout import check_dispatcher, moves_tokens
 from jaxmoe.layers.gather import WHOLE
 from jaxmoe.layers.indicators import Indicators
 from jaxmoe.layers.norms import RMSNorm
@@ -101,7 +102,7 @@ class Transformer(nn.Module):
         """
         model, execution, shared = self.model, self.execution, self.model.context
         placement, dtype = execution.placement, execution.precision.compute_dtype
-        _check_mesh(tokens.shape[1], execution)
+        _check_mesh(model, tokens.shape[1], execution)
         about, order = _given_of_tokens(tokens, positions, segment_ids, context), places
         if places is None and cache is None:
             order = current_order(shared, execution, tokens.shape[1], segment_ids)
@@ -122,7 +123,7 @@ class Transformer(nn.Module):
         )
         if router_state is None:
             router_state = initial_router_state(model)
-        flow = Stream(x=x, router_logits=_no_router_logits(model, x, placement))
+        flow = _first_stream(model, x, execution)
         outputs = []
         for scan in model.scans:
             inputs = scan_inputs(model, scan, router_state, cache, key)
@@ -200,8 +201,8 @@ def initial_router_state(model: ModelConfig) -> Any:
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *states)
 
 
-def _check_mesh(length: int, execution: ExecutionConfig) -> None:
-    """Refuse a current mesh other than this execution's, or sequences that it cannot cut."""
+def _check_mesh(model: ModelConfig, length: int, execution: ExecutionConfig) -> None:
+    """Refuse a current mesh other than this execution's, or a model or length that it cannot cut."""
     placement, mesh = execution.placement, jax.sharding.get_abstract_mesh()
     names = {name for axis in ax.LOGICAL_AXES for name in placement.mesh_axes(axis)}
     if missing := sorted(names - set(mesh.axis_names)):
@@ -210,6 +211,13 @@ def _check_mesh(length: int, execution: ExecutionConfig) -> None:
             f"{execution.fold} needs {', '.join(missing)}: make it with"
             " make_mesh(execution.mesh, fold=execution.fold)"
         )
+    check_dispatcher(
+        model.moe,
+        execution,
+        num_layers=model.num_moe_layers,
+        vocab_size=model.vocab_size,
+        sizes=mesh.shape,
+    )
     shards = axis_devices(placement, ax.ACT_SEQ)
     if length % shards:
         raise ValueError(
@@ -244,9 +252,13 @@ def _router_context(
     }
 
 
-def _no_router_logits(model: ModelConfig, x: Array, placement: Placement) -> Array | None:
-    """Return zeros for the first MoE layer, for routers that carry logits."""
-    if model.moe is None or not model.moe.router.traits.carries_logits:
-        return None
-    zeros = jnp.zeros((*x.shape[:2], model.moe.num_routed), jnp.float32)
-    return placement.place(zeros, (ax.ACT_BATCH, ax.ACT_SEQ, None))
+def _first_stream(model: ModelConfig, x: Array, execution: ExecutionConfig) -> Stream:
+    """Return the stream before the first layer, with what is carried from MoE layer to MoE layer."""
+    moe, placement, logits, device = model.moe, execution.placement, None, None
+    if moe is not None and moe.router.traits.carries_logits:
+        zeros = jnp.zeros((*x.shape[:2], moe.num_routed), jnp.float32)
+        logits = placement.place(zeros, (ax.ACT_BATCH, ax.ACT_SEQ, None))
+    if model.num_moe_layers and moves_tokens(execution):
+        none = jnp.full(x.shape[:2], -1, jnp.int32)
+        device = placement.place(none, (ax.ACT_BATCH, ax.ACT_SEQ))
+    return Stream(x=x, router_logits=logits, expert_device=device)

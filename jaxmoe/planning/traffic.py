@@ -10,6 +10,7 @@ With n devices along the axes, W the bytes of the whole array and f = (n - 1) / 
     tensor       activations of a layer, in and out      2 f T' D b   forward and backward
     attention    over sharded sequences                  by its form  forward and backward
     rows         to their experts and back, if sent      2 f A D b    forward and backward
+    shuffle      of tokens to their experts' devices     2 f T D b    forward and backward
     tokens       gathered to experts, sums scattered     2 f n T D b  forward and backward
     whole        s matrices that the optimiser brings    2 f s m n 4  once per step, the others per
     matrices     together on one device, and back                     micro-batch
@@ -176,6 +177,9 @@ def _rows(sizes: Sizes) -> Iterator[Traffic]:
             shared = rules.mesh_axes(ax.EXPERT_MLP)
             sent = sizes.rows(experts) * value
             yield from _traffic(sizes, "rows", rules.mesh_axes(ax.EXPERTS), sent, times)
+        if plan.execution.dispatcher.moves_tokens:
+            moved = sizes.tokens * value
+            yield from _traffic(sizes, "shuffle", rules.mesh_axes(ax.EXPERTS), moved, times)
         everyone = sizes.devices(shared) * sizes.tokens
         yield from _traffic(sizes, "tokens", shared, everyone * value, times)
 

@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 
 from jaxmoe.data import Batch, Loader, Source, check_hosts, evaluation_batches
 from jaxmoe.execution import ExecutionConfig
+from jaxmoe.layers.feed_forwards.moe.layout import check_dispatcher
 from jaxmoe.layers.sequences import check_rows, choose_form
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.optim.schedules import Schedule
@@ -156,6 +157,13 @@ def assemble(config: PretrainConfig) -> Assembly:
     length = (training.sequence_length,)
     execution.axis_rules.check_divides("training.sequence_length", length, (ax.ACT_SEQ,), sizes)
     check_rows(plan.model.context, execution, training.sequence_length, sizes)
+    check_dispatcher(
+        plan.model.moe,
+        execution,
+        num_layers=plan.model.num_moe_layers,
+        vocab_size=plan.model.vocab_size,
+        sizes=sizes,
+    )
     parts = mesh_config.batch_shards * training.accumulation
     if training.batch_size % parts:
         raise ValueError(

@@ -18,6 +18,10 @@ to `local` up to rounding for any routing.
 the other in the program, without dependencies between them: a scheduler can compute one while
 another travels. Memory on arrival shrinks with it. For the number that pays see
 `sharding/expert_parallel/chunks.py`. (Tutel, arXiv 2206.03382; FSMoE, arXiv 2501.10714.)
+
+`token_tables` first moves the tokens to the devices where their experts probably are, for the bytes
+in `sharding/expert_parallel/token_shuffle.py`. Exact for any tables. (Speculative MoE, arXiv
+2503.04398.)
 """
 
 from __future__ import annotations
@@ -25,8 +29,12 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
+from jaxtyping import Array, Bool, Int
+
 from sharding.expert_parallel.dispatched import Dispatched, Outgoing
 from sharding.expert_parallel.dispatcher import Dispatcher
+from sharding.expert_parallel.token_shuffle import TokenOrder, order_tokens
+from sharding.expert_parallel.token_tables import load_tables
 from sharding.expert_parallel.transport import (
     Transport,
     TransportChoice,
@@ -46,6 +54,9 @@ class AllToAllConfig(Dispatcher):
     ragged where it exists."""
     num_chunks: int = 1
     """Parts of a device's tokens, one of which can travel while another is computed."""
+    token_tables: str | None = None
+    """File of `experiments.place --tables`, the same on every host, by which tokens first move to
+    the device that probably holds their experts; None: they stay."""
 
     def __post_init__(self):
         check_num_chunks(self.num_chunks)
@@ -54,6 +65,38 @@ class AllToAllConfig(Dispatcher):
     def chunks(self) -> int:
         """Parts of a device's tokens that are sent, computed and returned one after the other."""
         return self.num_chunks
+
+    @property
+    def moves_tokens(self) -> bool:
+        """Tokens first move to the device that probably holds their experts."""
+        return self.token_tables is not None
+
+    def order_tokens(
+        self,
+        layer: Int[Array, ""],
+        token_ids: Int[Array, " T"],
+        token_mask: Bool[Array, " T"],
+        below: Int[Array, " T"],
+        num_devices: int,
+    ) -> TokenOrder:
+        """Return the order of the tokens by the tables of their layer."""
+        assert self.token_tables is not None
+        tables = load_tables(self.token_tables).of_layer(layer)
+        return order_tokens(tables, token_ids, token_mask, below, num_devices)
+
+    def check_model(
+        self, *, num_devices: int, num_layers: int, num_experts: int, vocab_size: int
+    ) -> None:
+        """Check that the tables are those of this model on so many devices."""
+        if self.token_tables is None or num_devices == 1:
+            return
+        wanted = {
+            "num_devices": num_devices,
+            "num_layers": num_layers,
+            "num_experts": num_experts,
+            "vocab_size": vocab_size,
+        }
+        load_tables(self.token_tables).check(self.token_tables, wanted)
 
     def dispatch(self, outgoing: Outgoing) -> Dispatched:
         """Send each row to the device of its expert."""

@@ -14,6 +14,9 @@ its part of the outputs:
 Gathering T tokens instead of their K T rows costs less there, and sends each row n times between
 the devices of `expert`. Megatron gathers rows, behind its all-to-all (arXiv 2504.14960, 3).
 
+Where tokens are shuffled (`token_shuffle.py`) they travel first, with their assignments, and their
+sums return last; what is between does not know.
+
 With chunks, all of this is done for one part of the tokens after the other, and the compiler may
 overlap them. Where every device has all experts, rows are sorted locally, whatever the dispatcher.
 """
@@ -31,6 +34,7 @@ from sharding.assignments import Assignments, combine
 from sharding.expert_parallel.dispatched import ExpertAxes, Experts, Outgoing
 from sharding.expert_parallel.dispatcher import Dispatcher
 from sharding.expert_parallel.local import LocalConfig
+from sharding.expert_parallel.token_shuffle import TokenOrder, return_sums, send_tokens
 
 
 def expert_parallel(
@@ -42,6 +46,7 @@ def expert_parallel(
     num_experts: int,
     config: Dispatcher,
     axes: ExpertAxes,
+    order: TokenOrder | None = None,
 ) -> tuple[Float[Array, "T D"], Float[Array, " E"]]:
     """Apply to each token its assigned experts and sum their outputs by gate.
 
@@ -53,16 +58,30 @@ def expert_parallel(
         num_experts: E.
         config: The dispatcher.
         axes: Mesh axes over which experts are sharded; none: all are here, and none is needed.
+        order: Order in which the tokens first move between the devices of `axes.expert`; None:
+            they stay.
 
     Returns:
         The sums in the dtype of `x`, 0 for a token without assignment; and per expert the number
         of dropped assignments of these tokens, all 0 unless the dispatcher may drop.
     """
     outgoing = Outgoing(x, assignments, weights, num_experts, axes)
+    if order is None or not _is_spread(axes):
+        return _in_chunks(outgoing, experts, config)
+    y, dropped = _in_chunks(send_tokens(outgoing, order), experts, config)
+    return return_sums(y, order, axes), dropped
+
+
+def _in_chunks(
+    outgoing: Outgoing, experts: Experts, config: Dispatcher
+) -> tuple[Float[Array, "T D"], Float[Array, " E"]]:
+    """Return the sums and drop counts of all chunks."""
+    axes = outgoing.axes
     chunks = config.chunks if _is_spread(axes) else 1
     if chunks == 1:
         return _send_and_return(outgoing, experts, config)
-    config.check_tokens(x.shape[0], is_token_major=assignments.top_k is not None)
+    is_token_major = outgoing.assignments.top_k is not None
+    config.check_tokens(outgoing.x.shape[0], is_token_major=is_token_major)
     results = [_send_and_return(part, experts, config) for part in _cut(outgoing, chunks)]
     y, dropped = zip(*results, strict=True)
     return jnp.concatenate(y), jnp.stack(dropped).sum(0)

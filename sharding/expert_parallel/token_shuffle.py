@@ -1,22 +1,37 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Speculative token shuffling: assigns tokens to the devices where their experts probably are.
+"""Speculative token shuffling: moves tokens to the devices where their experts probably are.
 
     device, confidence = predict(...)         by token id, or by the device of the layer below
     order, inverse     = shuffle(...)         T/P tokens for every device
+    moved              = send_tokens(...)     an all-to-all of equal blocks
+    y                  = return_sums(...)     the way back
 
 In Speculative MoE (arXiv 2503.04398, s-TS) the reduce-scatter after attention under tensor
 parallelism and the all-gather before the next layer move tokens in this order, with the same bytes
-as without it, and the all-to-all of the experts between them has fewer rows to move (alpha k S/P of
-each device's, alpha the fraction of assignments that are not local). A wrong prediction costs a
-transfer and changes no result.
+as without it, and the all-to-all of the experts between them has fewer rows to move. Here the axes
+of the experts are batch axes for attention and tokens differ on all of them, so shuffling is an
+all-to-all of its own around the dispatch. With P devices, T tokens of D values of b bytes and K
+experts a token, L the share of assignments whose expert is on the token's device after shuffling,
+a device sends in the forward pass, and as much in the backward pass:
 
-The forward pass does not shuffle. `python -m experiments.place` measures on a routing trace what
-shuffling would gain: its column `local` is the fraction of assignments whose expert is on the
-device that `shuffle` chose. The tables come from `jaxmoe.planning.placement.token_tables`.
+    without            2 K (P - 1)/P T D b                if loads are balanced
+    with               2 K (1 - L) T D b                  rows to experts on other devices
+                     + 2 (P - 1)/P T D b                  tokens and sums
+                     +   (P - 1)/P T 2 K 4                experts and gates, f32
+
+It pays where L - 1/P > (P - 1)/(P K), with a transport that sends rows alone (`ragged`); `equal`
+blocks have the size of the worst case whatever L is, and shuffling only adds bytes. The prediction
+needs no router, so the tokens can travel while the router computes.
+
+Tokens are routed where they were, before they move: experts, gates, statistics, noise and losses
+are those of the unshuffled layer, and a wrong prediction costs a transfer and changes no result.
 
 `shuffle` balances exactly: where more than T/P tokens are predicted for a device the most confident
-stay, and the others fill the remaining places.
+stay, and the others fill the remaining places. Each device balances its own tokens, so that every
+pair of devices exchanges T/P of them (the paper balances the tokens of all devices together).
+`TokenTables` come from `jaxmoe.planning.placement.token_tables`; a file of them is read by
+`token_tables.py`.
 """
 
 from __future__ import annotations
@@ -25,7 +40,10 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
+
+from sharding.expert_parallel.dispatched import ExpertAxes, Outgoing
+from sharding.expert_parallel.permute import permute_rows
 
 
 @jax.tree_util.register_dataclass
@@ -76,11 +94,7 @@ def shuffle(
         ValueError: P does not divide T.
     """
     num_tokens = device.shape[0]
-    if num_tokens % num_devices:
-        raise ValueError(
-            f"token shuffling: {num_tokens} tokens cannot be shared equally by {num_devices}"
-            " devices: make the number of tokens a multiple of it"
-        )
+    check_moved(num_tokens, num_devices, is_token_major=True)
     places = num_tokens // num_devices
     tokens = jnp.arange(num_tokens, dtype=jnp.int32)
     by_device, _, queue = jax.lax.sort((device, -confidence, tokens), num_keys=2, is_stable=True)
@@ -98,3 +112,144 @@ def shuffle(
     place = jnp.where(is_in, wanted, free[jnp.where(is_in, 0, left_over)])
     inverse = jnp.zeros(num_tokens, jnp.int32).at[queue].set(place)
     return jnp.argsort(inverse).astype(jnp.int32), inverse
+
+
+def check_moved(num_tokens: int, num_devices: int, *, is_token_major: bool) -> None:
+    """Check that the tokens of a device can move to other devices.
+
+    Args:
+        num_tokens: T.
+        num_devices: P.
+        is_token_major: Whether tokens choose experts, K for each.
+
+    Raises:
+        ValueError: P does not divide T, or experts choose tokens.
+    """
+    if not is_token_major:
+        raise ValueError(
+            "execution.dispatcher.token_tables moves tokens with their experts, and with this"
+            " router experts choose tokens: leave token_tables out"
+        )
+    if num_tokens % num_devices:
+        raise ValueError(
+            f"token shuffling: {num_tokens} tokens of a device cannot be shared equally by"
+            f" {num_devices} devices of the expert axes: change training.batch_size,"
+            f" training.sequence_length or training.accumulation so that {num_devices} divides"
+            " them, or leave execution.dispatcher.token_tables out"
+        )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TokenOrder:
+    """Order in which the tokens of a device travel: T/P for each device of the expert axes."""
+
+    order: Int[Array, " T"]
+    """Token at each place; those of device c from place c T/P on."""
+    inverse: Int[Array, " T"]
+    """Place of each token."""
+
+
+def order_tokens(
+    tables: TokenTables,
+    token_ids: Int[Array, " T"],
+    token_mask: Bool[Array, " T"],
+    below: Int[Array, " T"],
+    num_devices: int,
+) -> TokenOrder:
+    """Return the order of the tokens of one device by their predicted devices.
+
+    Args:
+        tables: Tables of one layer.
+        token_ids: Values in [0, V).
+        token_mask: False for padding, which takes the places that are left.
+        below: Device in the MoE layer below; -1 where there is none.
+        num_devices: P.
+
+    Raises:
+        ValueError: P does not divide T.
+    """
+    device, confidence = predict(tables, token_ids, below)
+    priority = jnp.where(token_mask, confidence, -1.0)
+    return TokenOrder(*shuffle(device, priority, num_devices))
+
+
+def send_tokens(outgoing: Outgoing, tokens: TokenOrder) -> Outgoing:
+    """Send the tokens of this device with their assignments; return those that arrive, T again.
+
+    Args:
+        outgoing: Tokens and token-major assignments of this device.
+        tokens: Order in which they travel.
+
+    Raises:
+        ValueError: The assignments are not token-major.
+    """
+    given, axes = outgoing.assignments, outgoing.axes
+    top_k, num_tokens = given.top_k, outgoing.x.shape[0]
+    check_moved(num_tokens, 1, is_token_major=top_k is not None)
+    assert top_k is not None
+    # Numbers of experts are exact in f32; one exchange brings them and the gates.
+    slots = [given.expert_ids.astype(jnp.float32), given.gates.astype(jnp.float32)]
+    slots = jnp.concatenate([part.reshape(num_tokens, top_k) for part in slots], axis=1)
+    x, slots = (
+        _swap(permute_rows(rows, tokens.order, tokens.inverse), axes)
+        for rows in (outgoing.x, slots)
+    )
+    assignments = dataclasses.replace(
+        given,
+        expert_ids=slots[:, :top_k].reshape(-1).astype(given.expert_ids.dtype),
+        gates=slots[:, top_k:].reshape(-1).astype(given.gates.dtype),
+    )
+    return dataclasses.replace(outgoing, x=x, assignments=assignments)
+
+
+def return_sums(
+    y: Float[Array, "T D"], tokens: TokenOrder, axes: ExpertAxes
+) -> Float[Array, "T D"]:
+    """Return rows to the devices and places from which `send_tokens` sent them.
+
+    Args:
+        y: Rows of the tokens that arrived.
+        tokens: Order in which the tokens of this device travelled.
+        axes: Mesh axes of the experts.
+    """
+    return permute_rows(_swap(y, axes), tokens.inverse, tokens.order)
+
+
+def _swap(rows: Float[Array, "T n"], axes: ExpertAxes) -> Float[Array, "T n"]:
+    """Exchange equal blocks of rows: block c goes to device c. Its own inverse."""
+    return jax.lax.all_to_all(rows, axes.expert, split_axis=0, concat_axis=0, tiled=True)
+
+
+def count_local(
+    expert_ids: Int[Array, "T K"], tokens: TokenOrder, num_experts: int, axes: ExpertAxes
+) -> Float[Array, " 3"]:
+    """Return the assignments of this device's tokens: all, local after shuffling, and without it.
+
+    Args:
+        expert_ids: Values in [0, E]; E marks an empty slot.
+        tokens: Order in which the tokens travel.
+        num_experts: E.
+        axes: Mesh axes of the experts.
+    """
+    devices = jax.lax.axis_size(axes.expert)
+    holder = expert_ids // axes.experts_held(num_experts)  # of the expert; P for an empty slot
+    moved = tokens.inverse // (tokens.inverse.shape[0] // devices)
+    still = jax.lax.axis_index(axes.expert)
+    found = [expert_ids < num_experts, holder == moved[:, None], holder == still]
+    return jnp.stack([is_one.sum(dtype=jnp.float32) for is_one in found])
+
+
+def homes(expert_ids: Int[Array, "T K"], num_experts: int, axes: ExpertAxes) -> Int[Array, " T"]:
+    """Return the device with most of a token's experts, the lowest of equals; -1 for none.
+
+    Args:
+        expert_ids: Values in [0, E]; E marks an empty slot.
+        num_experts: E.
+        axes: Mesh axes of the experts.
+    """
+    devices = jnp.arange(jax.lax.axis_size(axes.expert), dtype=expert_ids.dtype)
+    holder = expert_ids // axes.experts_held(num_experts)
+    held = (holder[:, :, None] == devices[None, None, :]).sum(1)  # T, P
+    best = jnp.argmax(held, axis=1).astype(jnp.int32)
+    return jnp.where(held.max(1) > 0, best, -1)

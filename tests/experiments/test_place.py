@@ -3,19 +3,25 @@
 """`experiments.place`: a run written with its experts placed computes the same."""
 
 import dataclasses
+import json
+import pathlib
+import re
+import shlex
 
 import jax
 import numpy as np
 import pytest
 
-from experiments import place
+from experiments import place, pretrain
 from experiments.doctor.devices import tiny_config
 from jaxmoe.checkpoint import save_checkpoint
 from jaxmoe.planning.placement import save_trace
 from jaxmoe.run.assemble import assemble
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.load import load_run
+from jaxmoe.tracking import read_metrics
 from jaxmoe.training.evaluate import evaluate, make_eval_step
+from tests.support.runs import SMALL, flags
 from tests.support.tolerances import assert_close
 from tests.support.traces import planted
 
@@ -83,3 +89,54 @@ def test_a_trace_alone_is_compared(tmp_path, capsys):
         with pytest.raises(SystemExit) as stopped:
             place.main(["--trace", str(tmp_path / "trace.npz"), *more])
         assert stopped.value.code == 2 and message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--trace", "trace.npz", "--tables", "x"], "tables are for the vocabulary of a run"),
+        (["--tables", "taken"], "tables=taken exists: choose a new file"),
+    ],
+)
+def test_tables_that_cannot_be_written_are_refused(more, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    pathlib.Path("taken").touch()
+    with pytest.raises(SystemExit) as stopped:
+        place.main(more)
+    assert stopped.value.code == 2 and message in capsys.readouterr().err
+
+
+def documented():
+    """Commands in the docstring of `place`, in order, as (module, flags)."""
+    text = re.sub(r"\\\n\s+", "", place.__doc__)
+    lines = re.findall(r"^    python -m experiments\.(\w+) (.+)$", text, re.MULTILINE)
+    return [(name, shlex.split(words)) for name, words in lines]
+
+
+@pytest.mark.slow
+@pytest.mark.trains
+def test_documented_commands_run(tmp_path, monkeypatch):
+    """As written, with a smaller model in place of the recipe, on 8 devices in place of 4."""
+    monkeypatch.chdir(tmp_path)
+    assert pretrain.main(flags(pathlib.Path("runs/pretrain/tiny"), 4)) == 0
+    trace = planted(0, num_layers=2, num_experts=8, num_tokens=256)
+    save_trace("runs/routers/short/traces/mixtral.npz", trace)
+    commands = documented()
+    assert [name for name, _ in commands] == ["place", "place", "place", "pretrain"]
+    for name, words in commands[:-1]:
+        assert name == "place" and place.main(words) == 0
+    recipe, *words = commands[-1][1]
+    data = words.index("--execution.mesh.data") + 1
+    assert recipe == "tiny" and words[data] == "1"
+    words[data] = "2"
+    small = [*SMALL, "--training.steps", "4"]
+    assert pretrain.main([*small, *words]) == 0
+    run = pathlib.Path("runs/pretrain/moved")
+    series = read_metrics(run / "metrics.jsonl")
+    for name in ("", "_unmoved"):
+        steps, local = series[f"router/local_activation{name}"]
+        assert len(steps) == 4 and np.all((local >= 0.0) & (local <= 0.5))  # one expert a device
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["router_local_activation"] == pytest.approx(
+        series["router/local_activation"][1][-1]
+    )

@@ -11,6 +11,8 @@ effective experts  exp(H(load)); E is balanced
 router entropy     mean over tokens of H(p) / log E
 dropped            1 - sum(kept) / sum(counts)
 dead               share of experts without a token
+local activation   share of the assignments whose expert is on the token's device, where tokens move
+                   to their experts' (sharding/expert_parallel/token_shuffle.py)
 
 `LoadWindow` accumulates loads over steps: experts that are overloaded in turn are balanced over a
 window. `watch_state` and `watch_params` summarise biases and router weights. `detailed.py` has the
@@ -31,6 +33,10 @@ from jaxmoe.routing.balancers import load_balance, pool_layers, router_z
 from jaxmoe.routing.base import RouterStatistics
 from jaxmoe.routing.telemetry.detailed import summarise_detailed
 from jaxmoe.routing.telemetry.geometry import row_similarity
+
+LOCAL_ASSIGNMENTS = "local_assignments"
+"""Statistic in `RouterStatistics.extra` [3]: assignments that are computed, those local after
+tokens have moved, those that would be local without; only where tokens move."""
 
 
 def load(statistics: RouterStatistics) -> Float[Array, "*L E"]:
@@ -73,7 +79,20 @@ def summarise(statistics: RouterStatistics) -> dict[str, Float[Array, ""]]:
         "router_entropy": (statistics.entropy_sum / tokens).mean() / log_experts,
         "dropped_fraction": dropped_fraction(statistics).mean(),
         "dead_fraction": jnp.mean(statistics.counts == 0.0, dtype=jnp.float32),
+        **_local_activation(statistics),
         **summarise_detailed(statistics),
+    }
+
+
+def _local_activation(statistics: RouterStatistics) -> dict[str, Float[Array, ""]]:
+    """Return the local activation after tokens have moved and without; empty if they stay."""
+    if LOCAL_ASSIGNMENTS not in statistics.extra:
+        return {}
+    number, moved, still = jnp.moveaxis(statistics.extra[LOCAL_ASSIGNMENTS], -1, 0)
+    number = jnp.maximum(number, 1.0)
+    return {
+        "local_activation": (moved / number).mean(),
+        "local_activation_unmoved": (still / number).mean(),
     }
 
 

@@ -75,6 +75,7 @@ def summarise(
         "peak_memory_of": measured_on,
         "router_max_violation": last.get(MAX_VIOLATION),
         "router_dropped_fraction": last.get(DROPPED_FRACTION),
+        "router_local_activation": last.get("router/local_activation"),
         "checkpoint_step": facts["checkpoint_step"],
         "restored_from": facts.get("restored_from"),
         "skipped_steps": reporter.skipped,

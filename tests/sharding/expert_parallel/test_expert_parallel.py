@@ -28,6 +28,7 @@ from sharding.expert_parallel import (
 )
 from sharding.expert_parallel.all_to_all_dropping import first_of_each_device
 from sharding.expert_parallel.permute import move_rows
+from sharding.expert_parallel.token_shuffle import TokenOrder, shuffle
 from sharding.expert_parallel.transport import TransportChoice, choose_transport, exchange
 from tests.support import ragged
 from tests.support.dense_moe import swiglu
@@ -128,13 +129,22 @@ def mesh_of(layout):
     return mesh, axes
 
 
-def on_mesh(layout, config, *, order=None):
+def any_order(num_tokens, axes):
+    """An order of the tokens of each device that fills some devices beyond their share."""
+    devices = jax.lax.axis_size(axes.expert)
+    key = jax.random.fold_in(jax.random.key(5), jax.lax.axis_index(axes.expert))
+    wanted = jax.random.randint(key, (num_tokens,), 0, max(1, devices - 1), jnp.int32)
+    return TokenOrder(*shuffle(wanted, jax.random.uniform(key, (num_tokens,)), devices))
+
+
+def on_mesh(layout, config, *, order=None, moves_tokens=False):
     """(x, gates, weights, expert_ids) -> y, dropped [devices E], on the mesh.
 
     Args:
         layout: a row of LAYOUTS.
         config: of the dispatcher.
         order: of the slots of one device, so that they are not token-major.
+        moves_tokens: whether tokens first move between devices, in any order.
     """
     mesh, axes = mesh_of(layout)
     tokens = PartitionSpec(tuple(mesh.axis_names))
@@ -155,8 +165,9 @@ def on_mesh(layout, config, *, order=None):
             gates=gates.reshape(-1)[slots],
             top_k=top_k if order is None else None,
         )
+        moved = any_order(x.shape[0], axes) if moves_tokens else None
         y, dropped = expert_parallel(
-            x, assignments, experts, weights, num_experts=E, config=config, axes=axes
+            x, assignments, experts, weights, num_experts=E, config=config, axes=axes, order=moved
         )
         return y, dropped[None]
 
@@ -248,6 +259,25 @@ def test_dropping_keeps_the_first_rows_for_each_device(expert_ids, most):
     for devices in (1, 2, 4, 8):
         kept = first_of_each_device(ids, E, devices, most)
         assert kept.tolist() == kept_by_hand(expert_ids, devices, most)
+
+
+@pytest.mark.parametrize(
+    ("layout", "name"),
+    [
+        ("expert4", "equal"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("expert4", "chunks"),
+                ("expert4_tensor2", "ragged"),
+                ("expert2x2_reversed", "least_loaded"),
+                ("expert1", "equal"),
+            )
+        ),
+    ],
+)
+def test_tokens_that_move_first_equal_a_loop_over_experts(layout, name):
+    check(on_mesh(layout, CONFIGS[name], moves_tokens=True), ROUTINGS)
 
 
 @pytest.mark.parametrize(
@@ -363,7 +393,7 @@ def test_emulated_ragged_all_to_all_equals_the_documented_example():
     assert np.isnan(run(*arguments)).all()
 
 
-def bytes_by_formula(layout, name):
+def bytes_by_formula(layout, name, *, moves_tokens=False):
     """Return the larger of operand and result bytes of each collective, by kind.
 
     From the docstrings of the backends, times 4 bytes.
@@ -386,27 +416,37 @@ def bytes_by_formula(layout, name):
         found["all-gather"].append(experts * E)
         kind = "ragged-all-to-all" if config.transport == "ragged" else "all-to-all"
         found[kind] += [experts * most * D] * 4
-    return {kind: sorted(4 * n for n in each * number) for kind, each in found.items() if each}
+    found = {kind: each * number for kind, each in found.items()}
+    if moves_tokens:  # tokens and sums, experts with gates; their gradients
+        all_tokens = T // (experts * tensor)
+        found["all-to-all"] += [all_tokens * n for n in (D, D, D, D, 2 * K, 2 * K)]
+    return {kind: sorted(4 * n for n in each) for kind, each in found.items() if each}
 
 
 @pytest.mark.parametrize(
-    ("layout", "name"),
+    ("layout", "name", "moves_tokens"),
     [
-        *(("expert4", name) for name in ("all_gather", "equal", "ragged", "chunks", "tight")),
-        *(("expert4_tensor2", name) for name in ("all_gather", "equal", "ragged", "chunks")),
+        *(
+            ("expert4", name, False)
+            for name in ("all_gather", "equal", "ragged", "chunks", "tight")
+        ),
+        *(("expert4_tensor2", name, False) for name in ("all_gather", "equal", "ragged", "chunks")),
+        *(("expert4", "chunks", True), ("expert4_tensor2", "equal", True)),
     ],
 )
-def test_collectives_are_those_of_the_formulas(layout, name, monkeypatch):
+def test_collectives_are_those_of_the_formulas(layout, name, moves_tokens, monkeypatch):
     monkeypatch.setitem(CONFIGS, "tight", AllToAllDroppingConfig(capacity_factor=0.5))
     monkeypatch.setattr(jax.lax, "ragged_all_to_all", RAGGED)  # it can be lowered, not run
     x, weights, cotangent = tensors()
     expert_ids, gates = routed("even")
-    run = with_gradients(on_mesh(layout, CONFIGS[name]), cotangent)
+    function = on_mesh(layout, CONFIGS[name], moves_tokens=moves_tokens)
+    run = with_gradients(function, cotangent)
     text = run.lower(x, gates, weights, expert_ids).as_text("hlo")
     found = {}
     for one in collectives(text):
         found.setdefault(one.kind, []).append(max(one.operand_bytes, one.result_bytes))
-    assert {kind: sorted(each) for kind, each in found.items()} == bytes_by_formula(layout, name)
+    wanted = bytes_by_formula(layout, name, moves_tokens=moves_tokens)
+    assert {kind: sorted(each) for kind, each in found.items()} == wanted
 
 
 @pytest.mark.parametrize(
@@ -433,6 +473,10 @@ def test_collectives_are_those_of_the_formulas(layout, name, monkeypatch):
             "cuts assignments by token, and this router gives them by expert: set it to 1",
         ),
         (
+            lambda: run_shapes("expert2", AllToAllConfig(), order=np.arange(12), moves_tokens=True),
+            "with this router experts choose tokens: leave token_tables out",
+        ),
+        (
             lambda: run_shapes("expert3", AllToAllConfig()),
             r"model\.moe\.num_experts=8 must be divisible by the 3 devices of the expert axes",
         ),
@@ -444,14 +488,16 @@ def test_refused_in_words(make, words, monkeypatch):
         make()
 
 
-def run_shapes(layout, config, *, order=None):
+def run_shapes(layout, config, *, order=None, moves_tokens=False):
     """Trace a call without computing."""
     num_tokens = 24 if layout == "expert3" else T
     weights = {"gate_up": jnp.zeros((9, D, 2, F)), "down": jnp.zeros((9, F, D))}
     weights = weights if layout == "expert3" else tensors()[1]
     given = (jnp.zeros((num_tokens, D)), jnp.zeros((num_tokens, K)), weights)
     return jax.eval_shape(
-        on_mesh(layout, config, order=order), *given, jnp.zeros((num_tokens, K), jnp.int32)
+        on_mesh(layout, config, order=order, moves_tokens=moves_tokens),
+        *given,
+        jnp.zeros((num_tokens, K), jnp.int32),
     )
 
 

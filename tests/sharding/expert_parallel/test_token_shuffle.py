@@ -8,8 +8,17 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jax.sharding import AxisType, PartitionSpec
 
-from sharding.expert_parallel.token_shuffle import TokenTables, predict, shuffle
+from sharding.expert_parallel import ExpertAxes
+from sharding.expert_parallel.token_shuffle import (
+    TokenTables,
+    count_local,
+    homes,
+    order_tokens,
+    predict,
+    shuffle,
+)
 
 TOKENS, DEVICES = 24, 4
 shuffled = jax.jit(shuffle, static_argnums=2)
@@ -51,5 +60,41 @@ def test_shares_are_equal_and_the_most_confident_stay(seed, popular):
 
 
 def test_unequal_shares_of_tokens_raise():
-    with pytest.raises(ValueError, match="24 tokens cannot be shared equally by 5 devices"):
+    with pytest.raises(ValueError, match="24 tokens of a device cannot be shared equally"):
         shuffled(jnp.zeros(TOKENS, jnp.int32), jnp.ones(TOKENS), 5)
+
+
+def test_a_planted_affinity_makes_assignments_local():
+    """Token id j has the experts of device j % P: all are local after shuffling, 1/P before."""
+    places, experts, vocab_size = 6, 8, 12
+    axes, tokens = ExpertAxes(expert=("expert",)), PartitionSpec("expert")
+    mesh = jax.make_mesh((DEVICES,), ("expert",), (AxisType.Auto,), devices=jax.devices()[:DEVICES])
+    ids = np.tile(np.arange(vocab_size), 2 * DEVICES)  # 24 on every device
+    chosen = np.stack([2 * (ids % DEVICES), 2 * (ids % DEVICES) + 1], 1)
+    chosen[:places] = experts  # padding, of every id
+    tables = TokenTables(
+        id_device=jnp.arange(vocab_size, dtype=jnp.int32) % DEVICES,
+        id_confidence=jnp.ones(vocab_size),
+        next_device=jnp.zeros(DEVICES, jnp.int32),
+        next_confidence=jnp.zeros(DEVICES),
+    )
+
+    def local(ids, chosen):
+        below = jnp.full_like(ids, -1)
+        order = order_tokens(tables, ids, chosen[:, 0] < experts, below, DEVICES)
+        counted = count_local(chosen, order, experts, axes)
+        return jax.lax.psum(counted, "expert"), order.order, homes(chosen, experts, axes)
+
+    run = jax.shard_map(
+        local, mesh=mesh, in_specs=(tokens, tokens), out_specs=(PartitionSpec(), tokens, tokens)
+    )
+    given = (jnp.asarray(ids, jnp.int32), jnp.asarray(chosen, jnp.int32))
+    counted, order, home = map(np.asarray, jax.jit(run)(*given))
+    number, moved, still = counted.tolist()
+    real = ids.size - places
+    assert number == moved == 2 * real
+    assert still == 2 * sum(
+        ids[t] % DEVICES == t // TOKENS and t >= places for t in range(ids.size)
+    )
+    assert np.array_equal(home, np.where(np.arange(ids.size) < places, -1, ids % DEVICES))
+    assert all(sorted(part) == list(range(TOKENS)) for part in order.reshape(DEVICES, TOKENS))

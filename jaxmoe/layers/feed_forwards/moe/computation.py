@@ -29,9 +29,11 @@ from jaxmoe.layers.feed_forwards.moe.slots import read_slots, write_slots
 from jaxmoe.layers.feed_forwards.moe.zero_computation import apply_zero_computation
 from jaxmoe.routing import Extent, Router
 from jaxmoe.routing.balancers import WeightsBalancer, of_weights
+from jaxmoe.routing.telemetry.summary import LOCAL_ASSIGNMENTS
 from pallas_kernels.jax_versions import agreed
 from sharding.assignments import Assignments, own_assignments, own_positions
 from sharding.expert_parallel import expert_parallel
+from sharding.expert_parallel.token_shuffle import TokenOrder, count_local, homes
 
 
 # Records are not checked at run time: tree functions also fill them with shapes, specs and axes.
@@ -65,6 +67,8 @@ class LocalInputs:
     """Number among the MoE layers []; may be absent."""
     previous_logits: Any
     """Router logits of the MoE layer before [B S E]; may be absent."""
+    expert_device: Any
+    """Device with most of the token's experts in the MoE layer before [B S]; may be absent."""
 
 
 @typing.no_type_check
@@ -78,6 +82,8 @@ class Computed:
     """`RouterStatistics`."""
     logits: Any
     """Router logits [B S E] for the next MoE layer; an empty dict if the router carries none."""
+    expert_device: Any
+    """Device [B s] for the next MoE layer; an empty dict unless tokens move."""
     losses: dict[str, Any]
     """Losses [] of the balancers that read weights."""
     observed: dict[str, Any]
@@ -129,7 +135,9 @@ class Computation:
         # Dispatch, compute and combine.
         computed = with_computation(assignments, moe.num_experts)
         rows = tokens if output.slots is None else read_slots(tokens, output.slots)
-        y, dropped = self._dispatcher()(rows, computed, self._experts(), given.weights)
+        order = self._token_order(given) if layout.moves_tokens else None
+        dispatch = partial(self._dispatcher(), order=order)
+        y, dropped = dispatch(rows, computed, self._experts(), given.weights)
         if output.slots is not None:
             y = write_slots(y, output.slots)
         if moe.zero_computation is not None:
@@ -142,6 +150,15 @@ class Computation:
             dropped = jax.lax.psum(dropped, layout.own_axes)
         kept = statistics.kept - jnp.pad(dropped, (0, moe.num_routed - moe.num_experts))
         statistics = dataclasses.replace(statistics, kept=kept)
+        device = {}
+        if order is not None:
+            ids = computed.expert_ids.reshape(-1, moe.top_k)
+            local = count_local(ids, order, moe.num_experts, layout.experts)
+            if layout.own_axes:
+                local = jax.lax.psum(local, layout.own_axes)
+            extra = statistics.extra | {LOCAL_ASSIGNMENTS: local}
+            statistics = dataclasses.replace(statistics, extra=extra)
+            device = homes(ids, moe.num_experts, layout.experts).reshape(batch, -1)
         if names := batch_axes + sequence_axes:
             statistics = jax.tree.map(lambda leaf: jax.lax.psum(leaf, names), statistics)
         carry = output.carry if moe.router.traits.carries_logits else None
@@ -149,9 +166,20 @@ class Computation:
             y=y.reshape(batch, -1, width),
             statistics=statistics,
             logits={} if carry is None else carry.reshape(batch, length, -1),
+            expert_device=device,
             losses=self._losses(given, key),
             observed=self._observe(tokens, logits, computed, given.weights, batch),
         )
+
+    def _token_order(self, given: LocalInputs) -> TokenOrder:
+        """Return the order in which the tokens move, from what is known before routing."""
+        arrays = (given.context["tokens"], given.token_mask, given.expert_device)
+        batch, own_axes = arrays[0].shape[0], self.layout.own_axes
+        arrays = tuple(array.reshape(-1) for array in arrays)
+        if own_axes:
+            arrays = tuple(own_positions(array, batch, own_axes) for array in arrays)
+        devices = jax.lax.axis_size(self.layout.experts.expert)
+        return self.execution.dispatcher.order_tokens(given.layer, *arrays, num_devices=devices)
 
     @property
     def coupling_balancers(self) -> tuple[WeightsBalancer, ...]:

@@ -97,6 +97,7 @@ class MoE(nn.Module):
                 y=(*results, None),
                 statistics=(),
                 logits=(*rows, None) if moe.router.traits.carries_logits else {},
+                expert_device=results if layout.moves_tokens else {},
                 losses={balancer.name: () for balancer in computation.coupling_balancers},
                 observed=computation.observed_axes(results),
             ),
@@ -110,6 +111,9 @@ class MoE(nn.Module):
             logits=logits if moe.router.traits.carries_logits else None,
             losses=computed.losses,
         )
+        if layout.moves_tokens:
+            device = placement.place(computed.expert_device, (ax.ACT_BATCH, ax.ACT_SEQ))
+            outputs = dataclasses.replace(outputs, expert_device=device)
         if self.execution.telemetry == "detailed":
             found = observe_routing(computed.statistics, computed.observed, routing.token_mask)
             observed, gate_up = computed.observed, weights["gate_up"]
@@ -151,6 +155,7 @@ class MoE(nn.Module):
             key=_or_absent(routing.key),
             layer=_or_absent(routing.layer),
             previous_logits=_or_absent(routing.previous_logits),
+            expert_device=_or_absent(routing.expert_device),
         )
         axes = LocalInputs(
             router=_whole(params),
@@ -164,6 +169,7 @@ class MoE(nn.Module):
             key={} if routing.key is None else (),
             layer={} if routing.layer is None else (),
             previous_logits={} if routing.previous_logits is None else (*rows, None),
+            expert_device={} if routing.expert_device is None else rows,
         )
         return given, axes
 

@@ -36,6 +36,8 @@ class MoELayout:
     """Mesh axes over which positions are spread after a router that received whole sequences."""
     experts: ExpertAxes
     """Mesh axes over which experts are spread; empty where every device has all experts."""
+    moves_tokens: bool
+    """Whether tokens move to the device that probably holds their experts."""
 
     @property
     def is_spread(self) -> bool:
@@ -62,11 +64,11 @@ def moe_layout(moe: MoEConfig, execution: ExecutionConfig) -> MoELayout:
         )
     if not moe.router.traits.mixes_tokens:
         if moe.capacity is not None:
-            return MoELayout((), positions, experts)
-        return MoELayout(positions, (), experts)
+            return MoELayout((), positions, experts, moves_tokens(execution))
+        return MoELayout(positions, (), experts, moves_tokens(execution))
     if experts.all:
         _check_whole(moe, positions, jax.sharding.get_abstract_mesh().shape)
-    return MoELayout((), (), experts)
+    return MoELayout((), (), experts, moves_tokens(execution))
 
 
 def check_layout(
@@ -88,7 +90,7 @@ def check_layout(
 
     Raises:
         ValueError: A router that mixes tokens, with experts spread and sequences cut; or
-            assignments that the chunks of the dispatcher cannot cut.
+            assignments that the chunks of the dispatcher cannot cut, or that cannot move.
     """
     rules, dispatcher = execution.axis_rules, execution.dispatcher
 
@@ -99,9 +101,14 @@ def check_layout(
         return
     if moe.router.traits.mixes_tokens:
         _check_whole(moe, rules.mesh_axes(ax.ACT_SEQ), mesh)
-    elif devices(ax.EXPERTS, ax.EXPERT_MLP) > 1:
+    is_cut = dispatcher.moves_tokens or not moe.router.traits.mixes_tokens
+    if is_cut and devices(ax.EXPERTS, ax.EXPERT_MLP) > 1:
         tokens = sequences * length // devices(ax.ACT_SEQ)
-        dispatcher.check_tokens(tokens, is_token_major=moe.router.traits.is_token_major)
+        dispatcher.check_tokens(
+            tokens,
+            is_token_major=moe.router.traits.is_token_major,
+            num_devices=devices(ax.EXPERTS),
+        )
 
 
 def _check_whole(moe: MoEConfig, positions: tuple[str, ...], mesh: Mapping[str, int]) -> None:
@@ -111,3 +118,44 @@ def _check_whole(moe: MoEConfig, positions: tuple[str, ...], mesh: Mapping[str, 
             f"model.moe.router {moe.router.name!r} mixes whole sequences, and the mesh cuts them"
             f" along {', '.join(cut)}: set execution.dispatcher to local, or these axes to 1"
         )
+
+
+def moves_tokens(execution: ExecutionConfig) -> bool:
+    """Return whether the dispatcher moves tokens between devices of the current mesh."""
+    axes = execution.placement.mesh_axes(ax.EXPERTS)
+    sizes = jax.sharding.get_abstract_mesh().shape
+    return execution.dispatcher.moves_tokens and math.prod(sizes[axis] for axis in axes) > 1
+
+
+def check_dispatcher(
+    moe: MoEConfig | None,
+    execution: ExecutionConfig,
+    *,
+    num_layers: int,
+    vocab_size: int,
+    sizes: Mapping[str, int],
+) -> None:
+    """Refuse a dispatcher that does not fit a model on a mesh.
+
+    Args:
+        moe: MoE layers of the model; None: it has none.
+        execution: Dispatcher and rules.
+        num_layers: MoE layers.
+        vocab_size: V.
+        sizes: Size of each mesh axis.
+
+    Raises:
+        ValueError: The tables by which it moves tokens are missing or those of another model or
+            mesh.
+    """
+    dispatcher = execution.dispatcher
+    if moe is None or not dispatcher.moves_tokens:
+        return
+    axes = execution.axis_rules.mesh_axes(ax.EXPERTS)
+    num_devices = math.prod(sizes.get(axis, 1) for axis in axes)
+    dispatcher.check_model(
+        num_devices=num_devices,
+        num_layers=num_layers,
+        num_experts=moe.num_experts,
+        vocab_size=vocab_size,
+    )
