@@ -202,7 +202,7 @@ def initial_router_state(model: ModelConfig) -> Any:
 
 
 def _check_mesh(model: ModelConfig, length: int, execution: ExecutionConfig) -> None:
-    """Refuse a current mesh other than this execution's, or a model or length that it cannot cut."""
+    """Refuse a current mesh other than this execution's, or a model that does not fit it."""
     placement, mesh = execution.placement, jax.sharding.get_abstract_mesh()
     names = {name for axis in ax.LOGICAL_AXES for name in placement.mesh_axes(axis)}
     if missing := sorted(names - set(mesh.axis_names)):
@@ -253,7 +253,7 @@ def _router_context(
 
 
 def _first_stream(model: ModelConfig, x: Array, execution: ExecutionConfig) -> Stream:
-    """Return the stream before the first layer, with what is carried from MoE layer to MoE layer."""
+    """Return the stream before the first layer, with what MoE layers carry to the next one."""
     moe, placement, logits, device = model.moe, execution.placement, None, None
     if moe is not None and moe.router.traits.carries_logits:
         zeros = jnp.zeros((*x.shape[:2], moe.num_routed), jnp.float32)

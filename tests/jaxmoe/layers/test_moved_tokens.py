@@ -40,6 +40,7 @@ from sharding.expert_parallel.placement import ExpertPlacement
 from sharding.expert_parallel.token_shuffle import TokenTables
 from sharding.expert_parallel.token_tables import load_tables, save_tables
 from sharding.mesh import MeshConfig, make_mesh
+from sharding.sequence_parallel import AllGatherKVConfig
 from tests.support.models import FULL, TINY
 from tests.support.tolerances import assert_close
 
@@ -83,9 +84,9 @@ def batch_of(model, length=LENGTH):
     return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "segment_ids": segments}
 
 
-def one_step(model, dispatcher, *, remat="none", accumulation=1, mesh=MESH):
+def one_step(model, dispatcher, *, accumulation=1, mesh=MESH, **fields):
     """Parameters after a step of plain gradient descent, with its metrics."""
-    execution = ExecutionConfig(mesh=mesh, dispatcher=dispatcher, remat=remat)
+    execution = ExecutionConfig(mesh=mesh, dispatcher=dispatcher, **fields)
     made, optimizer = make_mesh(mesh), optax.sgd(0.5)
     with jax.set_mesh(made):
         state = init_state(model, optimizer, jax.random.key(0), execution=execution, mesh=made)
@@ -100,11 +101,14 @@ def one_step(model, dispatcher, *, remat="none", accumulation=1, mesh=MESH):
 @pytest.mark.rows(2)
 @pytest.mark.parametrize(
     "options",
-    [{"remat": "full", "accumulation": 2}, {"mesh": MeshConfig(expert=4, seq=2)}],
+    [
+        {"remat": "full", "accumulation": 2},
+        {"mesh": MeshConfig(expert=4, seq=2), "sequence_parallel": AllGatherKVConfig()},
+    ],
     ids=["remat-micro_batches", "seq"],
 )
 def test_a_step_with_moved_tokens_equals_one_without(options, tmp_path):
-    """Loss, statistics and losses of noisy routers bit for bit; updates up to the order of sums."""
+    """Loss, metrics of a noisy router and updates, up to the order of sums; equal counts."""
     tables = drawn_tables(tmp_path / "tables.npz", NOISY)
     params, metrics = one_step(NOISY, AllToAllConfig(num_chunks=2), **options)
     moved_params, moved = one_step(

@@ -37,6 +37,7 @@ from jaxmoe.precision import PrecisionPolicy
 from jaxmoe.scaling.initialize import parameter_table
 from jaxmoe.training.state import init_state
 from sharding.axes import MESH_AXES
+from sharding.expert_parallel import AllToAllConfig
 from sharding.mesh import MeshConfig, make_mesh
 from tests.support.abstract_lowering import lower_abstractly
 from tests.support.models import TINY
@@ -226,6 +227,15 @@ def test_bytes_of_fully_sharded_parameters_by_hand():
     assert by_reason["gradients"] == pytest.approx(7 / 8 * 4 * cut)
     whole = sum(row.size for row in plan.table) - cut
     assert by_reason["gradients of copies"] == pytest.approx(2 * 7 / 8 * 4 * whole)
+
+
+def test_bytes_of_moved_tokens_are_those_of_one_row_each():
+    """There and back, forward and backward, beside the rows of their K experts."""
+    config = AllToAllConfig(token_tables="tables.npz")
+    plan = plan_of(WIDE, MeshConfig(expert=8), batch_size=8, length=64, dispatcher=config)
+    by_reason = {one.reason: one.bytes for one in step_traffic(plan)}
+    assert by_reason["shuffle"] == 2 * 2 * WIDE.num_layers * 7 / 8 * 64 * WIDE.embed_dim * 4
+    assert by_reason["rows"] == 2 * by_reason["shuffle"]
 
 
 def test_compute_is_model_flops():
