@@ -157,13 +157,6 @@ def assemble(config: PretrainConfig) -> Assembly:
     length = (training.sequence_length,)
     execution.axis_rules.check_divides("training.sequence_length", length, (ax.ACT_SEQ,), sizes)
     check_rows(plan.model.context, execution, training.sequence_length, sizes)
-    check_dispatcher(
-        plan.model.moe,
-        execution,
-        num_layers=plan.model.num_moe_layers,
-        vocab_size=plan.model.vocab_size,
-        sizes=sizes,
-    )
     parts = mesh_config.batch_shards * training.accumulation
     if training.batch_size % parts:
         raise ValueError(
@@ -207,7 +200,14 @@ def _check_experts(
     plan: Plan, execution: ExecutionConfig, batch_shards: int, mesh: dict[str, int]
 ) -> None:
     """Refuse experts that the dispatcher cannot spread, in training or held-out batches."""
-    training, config = plan.config.training, plan.config
+    training, config, model = plan.config.training, plan.config, plan.model
+    check_dispatcher(
+        model.moe,
+        execution,
+        num_layers=model.num_moe_layers,
+        vocab_size=model.vocab_size,
+        sizes=mesh,
+    )
     for kind in plan.model.kinds:
         for rows in (training.batch_size // training.accumulation, config.held_out_batch_size):
             kind.feed_forward.check_execution(

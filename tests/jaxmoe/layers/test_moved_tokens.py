@@ -16,7 +16,7 @@ from experiments.doctor.devices import tiny_config
 from jaxmoe import make_train_step
 from jaxmoe.data.batch import Batch
 from jaxmoe.execution import ExecutionConfig
-from jaxmoe.layers.feed_forwards.moe.layout import check_dispatcher
+from jaxmoe.layers.feed_forwards.moe.layout import check_layout
 from jaxmoe.models.transformer import Transformer
 from jaxmoe.planning.placement import token_tables
 from jaxmoe.routing import (
@@ -235,11 +235,19 @@ def test_routers_in_which_experts_choose_are_refused():
         TINY.moe, router=ExpertChoiceConfig(), gate=SoftmaxGateConfig(), balancers=()
     )
     execution = ExecutionConfig(mesh=MESH, dispatcher=AllToAllConfig(token_tables="any.npz"))
-    with pytest.raises(ValueError, match="router 'expert_choice' tokens do not choose: leave"):
-        check_dispatcher(moe, execution, num_layers=1, vocab_size=8, sizes=MESH.by_axis)
+    with pytest.raises(ValueError, match="router experts choose tokens: leave token_tables out"):
+        check_layout(moe, execution, sequences=1, length=8, mesh=MESH.by_axis)
 
 
 def test_tokens_that_devices_do_not_divide_are_refused(tmp_path):
+    """Before data are read; without a run, when the step is traced."""
+    config, given = tiny_config(8), drawn_tables(tmp_path / "small.npz", tiny_config(8).model)
+    execution = dataclasses.replace(
+        config.execution, mesh=MESH, dispatcher=AllToAllConfig(token_tables=given)
+    )
+    training = dataclasses.replace(config.training, sequence_length=18)
+    with pytest.raises(ValueError, match="18 tokens of a device cannot be shared equally by 4"):
+        assemble(dataclasses.replace(config, execution=execution, training=training))
     tables = drawn_tables(tmp_path / "tables.npz", TINY)
     mesh = make_mesh(MESH)
     execution = ExecutionConfig(mesh=MESH, dispatcher=AllToAllConfig(token_tables=tables))
