@@ -13,6 +13,18 @@ from collections.abc import Iterator
 from typing import ClassVar
 
 
+def printable(text: str, kept: str = "") -> str:
+    """Return a message in which control characters are escaped, as names of files may have them.
+
+    Args:
+        text: Message.
+        kept: Control characters to leave as they are.
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in kept else ascii(c)[1:-1] for c in text)
+
+
 class JaxmoeError(Exception):
     """Base class of the library's exceptions."""
 

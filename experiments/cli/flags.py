@@ -25,6 +25,7 @@ from experiments.cli.choices import choose, field_paths, find_choices, known_spe
 from experiments.cli.exit_codes import ExitCode as ExitCode
 from experiments.cli.output import dropped_output, open_closed_streams, without_advice
 from jaxmoe.configs import closest
+from jaxmoe.errors import printable
 from jaxmoe.optional import MissingPackageError, require
 
 Config = TypeVar("Config")
@@ -126,7 +127,8 @@ def exit_on_bad_configuration(
 def fail(message: str) -> NoReturn:
     """Write `error: message` to stderr and exit with 2."""
     with contextlib.suppress(OSError):  # the exit code remains
-        print(f"error: {message}", file=sys.stderr, flush=True)
+        text = printable(f"error: {message}", kept="\n")
+        print(text, file=sys.stderr, flush=True)
     raise SystemExit(int(ExitCode.BAD_CONFIGURATION))
 
 

@@ -10,8 +10,8 @@ import shlex
 import unicodedata
 from collections.abc import Mapping
 
-_CONTROL = ("Cc", "Zl", "Zp")
-"""Unicode categories of control characters and of separators of lines and paragraphs."""
+_CONTROL = ("Cc", "Cs", "Zl", "Zp")
+"""Unicode categories of control characters, lone surrogates, and separators of lines."""
 
 _WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]*")
 

@@ -50,6 +50,7 @@ class JobSetConfig:
     def __post_init__(self):
         check_at_least("cluster.slices", self.slices, 1)
         check_at_least("cluster.max_restarts", self.max_restarts, 0)
+        check_word("cluster.topology", self.topology, "GKE")
         check_word("cluster.image", self.image, "a container registry")
         check_word("cluster.volume_claim", self.volume_claim, "Kubernetes")
         dims = 2 if self.accelerator in ("v5e", "v6e") else 3

@@ -34,6 +34,7 @@ class TpuVmConfig:
     """Shell line on every host, in the copied directory, before the first run."""
 
     def __post_init__(self):
+        check_word("cluster.accelerator_type", self.accelerator_type, "Google Cloud")
         match = re.fullmatch(r"(v2|v3|v4|v5litepod|v5p|v6e)-([1-9]\d*)", self.accelerator_type)
         if match is None:
             raise ValueError(

@@ -23,7 +23,7 @@ from collections.abc import Mapping
 import flax.struct
 import numpy as np
 
-from jaxmoe.errors import JaxmoeError
+from jaxmoe.errors import JaxmoeError, printable
 from pallas_kernels.array_types import Array, Float, Int, Shaped
 
 HostOrDeviceArray = Array | np.ndarray
@@ -33,7 +33,10 @@ EXTRA = "extra."
 
 
 class DataError(JaxmoeError, ValueError):
-    """Data, or a request for data, that cannot be used as it is."""
+    """Data, or a request for data, that cannot be used as it is; its message is one line."""
+
+    def __init__(self, message: str):
+        super().__init__(printable(message))
 
 
 # Not checked at run time: tree functions also fill a Batch with shapes, specs or micro-batches.

@@ -33,6 +33,7 @@ from jaxmoe.configs import registry_of
 from jaxmoe.data.batch import DataError
 from jaxmoe.data.pieces import cuts_at_spaces, pieces
 from jaxmoe.disk import kind_of_special_file
+from jaxmoe.json_bounds import parse_json
 from jaxmoe.optional import require
 from pallas_kernels.array_types import Int, Shaped
 
@@ -43,6 +44,7 @@ _KNOWN_SEPARATORS = (_SEPARATOR, "<|end_of_text|>", "</s>", "<eos>", "[SEP]", "<
 _SMALLEST_TRAINED = 257
 _PIECES_AT_ONCE = 64
 _MOST_IDS = 2**31
+_MAX_JSON_VALUES = 1 << 24  # an object or a list for each merge
 """Largest vocabulary: token ids are int32."""
 
 Texts = Callable[[], Iterable[str]]
@@ -372,14 +374,14 @@ class _RustErrors(contextlib.AbstractContextManager[None]):
 def _read_json(path: pathlib.Path, content: str) -> dict[str, Any]:
     """Return the object in a tokenizer.json; raise a DataError for other content."""
     try:
-        data = json.loads(content)
-    except RecursionError as error:
+        data = parse_json(content, max_values=_MAX_JSON_VALUES)
+    except json.JSONDecodeError as error:
+        raise DataError(f"data.tokenizer.path={path} is not JSON: {error}") from error
+    except ValueError as error:  # also an integer of thousands of digits
         raise DataError(
-            f"data.tokenizer.path={path} is JSON nested too deeply to be read: expected a "
+            f"data.tokenizer.path={path} is JSON that is not read ({error}): expected a "
             "tokenizer, as tokenizers.Tokenizer.save writes it"
         ) from error
-    except ValueError as error:  # not JSON, or an integer of thousands of digits
-        raise DataError(f"data.tokenizer.path={path} is not JSON: {error}") from error
     if not isinstance(data, dict) or not isinstance(data.get("model"), dict):
         raise DataError(
             f"data.tokenizer.path={path} is JSON, but not a tokenizer: expected an object with the "

@@ -48,6 +48,25 @@ class RingConfig(SequenceForm):
         """
         ring_axis(sizes, self)
 
+    def check_heads(self, sizes: AttentionSizes) -> None:
+        """Check that both directions have as many key heads, and the same way to go.
+
+        Raises:
+            ValueError: They have not.
+        """
+        where = "execution.sequence_parallel.directions='both'"
+        if self.directions == "both" and sizes.local_kv_heads % 2:
+            raise ValueError(
+                f"{where} sends half of the key heads of a device each way, and it has"
+                f" {sizes.local_kv_heads}: set it to 'one', or choose heads and mesh.tensor that"
+                " leave an even number"
+            )
+        if self.directions == "both" and self._schedule_form(sizes)[0] == "near":
+            raise ValueError(
+                f"{where} with model.attention.window={sizes.window} on layout 'contiguous': what a"
+                " query sees is on one side of it: set it to 'one', or layout to zigzag"
+            )
+
     def attend(self, held: HeldAttention) -> tuple[Array, Seen]:
         """Return attention of the queries held here to keys that pass by."""
         out = self.attend_along(held, axis=held.cut.ring_axis(self))

@@ -99,6 +99,9 @@ class UlyssesRingConfig(SequenceForm):
         """
         possible = [n for n in sizes.exchangeable if n > 1 and sizes.ranks % n == 0]
         if self.ulysses in possible:
+            shared = sizes.tensor * self.ulysses  # the ring has the heads left by the exchange
+            groups = sizes.ranks // self.ulysses
+            self.ring.check_heads(dataclasses.replace(sizes, tensor=shared, ranks=groups))
             return
         ways = "execution.sequence_parallel to ring"
         if possible:

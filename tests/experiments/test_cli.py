@@ -230,6 +230,12 @@ def test_bad_configurations_end_with_one_line(capsys, error):
     assert capsys.readouterr().err == f"error: {error}\n"
 
 
+def test_control_characters_of_an_error_are_escaped(capsys):
+    with pytest.raises(SystemExit):
+        fail("a\x1b[2J\ud800\u202e\tb\nsecond line")
+    assert capsys.readouterr().err == "error: a\\x1b[2J\\ud800\\u202e\\tb\nsecond line\n"
+
+
 def test_other_errors_are_not_hidden():
     with pytest.raises(KeyError), exit_on_bad_configuration():
         raise KeyError("a bug")

@@ -242,6 +242,11 @@ def test_a_launch_file_has_no_control_characters():
     for cluster in ("slurm", "tpu_vm"):
         with pytest.raises(ValueError, match="^cluster.setup='a.*b' has a control character"):
             config(cluster, setup="a\x00b")
+    for cluster, field in (("jobset", "topology"), ("tpu_vm", "accelerator_type")):
+        with pytest.raises(ValueError, match=f"^cluster.{field}='4.*x1b' is not a name that G"):
+            config(cluster, **{field: "4\n4\x1b"})
+    with pytest.raises(ValueError, match="^run.directory='a.*ud800' has a control character"):
+        LaunchRunConfig(directory="a\ud800")
     with pytest.raises(ValueError, match="^run.directory='a.nb' has a control character"):
         LaunchRunConfig(directory="a\nb")
 

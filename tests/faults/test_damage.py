@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Damage in finished checkpoints: never silent, and the step before it is taken instead.
 
-To add a kind of damage: a function in DAMAGE.
+To add a kind of damage: a function in DAMAGE of tests/support/damage.py.
 """
 
 import json
@@ -26,43 +26,8 @@ from jaxmoe.checkpoint import (
     save_checkpoint,
 )
 from jaxmoe.fingerprints import fingerprints, shard_fingerprints
+from tests.support.damage import DAMAGE, flip
 from tests.support.meshes import mesh_named
-
-
-def _flip(path, rng):
-    data = bytearray(path.read_bytes())
-    data[rng.integers(len(data))] ^= 1 << int(rng.integers(8))
-    path.write_bytes(data)
-
-
-def _zero_a_page(path, rng):
-    data = bytearray(path.read_bytes())
-    first = int(rng.integers(len(data)))
-    data[first : first + 4096] = bytes(len(data[first : first + 4096]))
-    path.write_bytes(data)
-
-
-def _truncate(path, rng):
-    os.truncate(path, int(rng.integers(path.stat().st_size)))
-
-
-def _delete(path, rng):
-    path.unlink()
-
-
-def _zero(path, rng):
-    path.write_bytes(bytes(path.stat().st_size))
-
-
-def _swap(path, rng):
-    others = sorted(p for p in path.parent.iterdir() if p.is_file() and p != path)
-    if others:
-        other = others[rng.integers(len(others))]
-        one, two = path.read_bytes(), other.read_bytes()
-        path.write_bytes(two), other.write_bytes(one)
-
-
-DAMAGE = (_flip, _zero_a_page, _truncate, _delete, _zero, _swap)
 
 
 def _state(seed):
@@ -167,7 +132,7 @@ def test_a_damaged_file_is_named(copy, caplog):
     files = [p for p in (copy / "2" / "state").rglob("*") if p.is_file()]
     largest = max(files, key=lambda p: p.stat().st_size)
     name, size = largest.relative_to(copy / "2"), largest.stat().st_size
-    _flip(largest, rng)
+    flip(largest, rng)
     text = f"{copy}/2 is damaged: {name}: its content has changed ({size} bytes)"
     manager = CheckpointManager(copy)
     assert manager.damage(2) == [f"{name}: its content has changed ({size} bytes)"]
@@ -223,7 +188,7 @@ def test_orbax_alone_would_not_notice(tmp_path):
         for trial in range(10):
             copy = tmp_path / str(trial)
             shutil.copytree(tmp_path / "saved", copy)
-            _flip(max(copy.rglob("d/*"), key=lambda p: p.stat().st_size), rng)
+            flip(max(copy.rglob("d/*"), key=lambda p: p.stat().st_size), rng)
             try:
                 silent += _bits(checkpointer.restore(copy, state)) != _bits(state)
             except ValueError:  # the flip has hit the few bytes that say how the rest is packed

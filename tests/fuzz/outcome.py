@@ -34,6 +34,23 @@ def is_likely(rng: np.random.Generator, share: float) -> bool:
     return bool(rng.random() < share)
 
 
+def sentence(error: Exception, *, num_lines: int = 1) -> str:
+    """Return the message of an error that a user reads: not empty, not long, printable.
+
+    Args:
+        error: Error of the library.
+        num_lines: Largest number of lines.
+
+    Raises:
+        AssertionError: It is none.
+    """
+    text = str(error)
+    lines = text.split("\n")
+    is_short = 0 < len(text) < 1500 * num_lines and len(lines) <= num_lines
+    assert is_short and all(map(str.isprintable, lines)), f"no sentence: {text[:2000]!r}"
+    return lines[0]
+
+
 def refusal(error: ValueError) -> str:
     """Return the message of a refusal, which is the library's own and was raised outside tracing.
 
@@ -41,9 +58,7 @@ def refusal(error: ValueError) -> str:
         AssertionError: The message is empty, long or JAX's, or was raised while tracing.
     """
     frames = traceback.extract_tb(error.__traceback__)
-    text = str(error)
     assert frames[-1].filename.startswith(_OURS), f"not refused in words: {error!r}"
     traced = [frame.filename for frame in frames if "/jax/_src/" in frame.filename]
     assert not traced, f"refused while tracing: {error!r}"
-    assert text and len(text) < 1500 and text.isprintable(), f"no sentence: {text!r}"
-    return text
+    return sentence(error)

@@ -50,9 +50,10 @@ def test_differences_above_rounding_are_found():
     near = {"metrics": [{"loss": np.float32(2.000001), "nothing": np.float32(np.nan)}]}
     far = {"metrics": [{"loss": np.float32(2.5), "nothing": np.float32(0.0)}]}
     config = PretrainConfig(model=ModelConfig(moe=None))
-    assert meshes.differences(near, wanted, config) == {}
-    names = {f"['metrics'][0]['{name}']" for name in ("loss", "nothing")}
-    assert set(meshes.differences(far, wanted, config)) == names
+    for found, is_far in ((near, False), (far, True)):
+        pairs = meshes.differences(found, wanted, config)
+        assert set(pairs) == {f"['metrics'][0]['{name}']" for name in ("loss", "nothing")}
+        assert all((error > bound) == is_far for error, bound in pairs.values())
 
 
 def test_errors_of_others_are_no_refusal():

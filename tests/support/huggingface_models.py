@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxmoe.checkpoint.huggingface.files import Planned, write_tensors
+
 GOLDEN = pathlib.Path(__file__).resolve().parents[1] / "golden" / "huggingface"
 BATCH, LENGTH = 2, 9
 
@@ -149,6 +151,15 @@ def write(name: str, golden: Golden) -> None:
     about = {"tokens": golden.tokens, "logits": golden.logits, "balance": golden.balance}
     config = np.asarray(json.dumps(golden.config))
     np.savez_compressed(GOLDEN / f"{name}.npz", config=config, **about, **state)
+
+
+def write_directory(place, config, state, shard_bytes=1 << 30):
+    """Write a model as `save_pretrained` does, and return the directory."""
+    place.mkdir(parents=True)
+    (place / "config.json").write_text(json.dumps(config))
+    planned = {name: Planned(values.shape, "float32") for name, values in state.items()}
+    write_tensors(place, planned, state.__getitem__, max_shard_bytes=shard_bytes)
+    return place
 
 
 _EXPERT = re.compile(r"(.*)\.experts\.0\.(?:gate_proj|w1)\.weight")

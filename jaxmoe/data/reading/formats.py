@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads the records of a file, and locates errors in it.
 
-    .jsonl .ndjson           one object per line, the text in one field
+    .jsonl .ndjson           one object per line (ended by LF, CR LF or CR), the text in one field
     .parquet                 one record per row, the text in one column (extra `parquet`)
     .npy                     token ids: [tokens], or [documents, tokens]
     .bin with .idx           token ids of Megatron-LM, with document borders
@@ -124,7 +124,7 @@ def _json_lines(
         if not line.strip():
             continue
         try:
-            record = json.loads(line.decode().rstrip("\n"))
+            record = json.loads(line.decode().rstrip("\r\n"))
         except UnicodeDecodeError as error:
             yield _not_utf8(f"{path} line {number}", start + error.start, error.object, error.start)
         except json.JSONDecodeError as error:
@@ -338,13 +338,24 @@ def _cut(path: epath.Path, ids: np.ndarray, separator: int | None) -> Iterator[R
 
 
 def _lines(content: Iterator[bytes]) -> Iterator[bytes]:
+    """Yield the lines, each with its end: a line feed, a carriage return, or both."""
     begun: list[bytes] = []  # parts of a line, joined once: a file may be one line
-    for chunk in content:
-        *lines, rest = chunk.split(b"\n")
-        for line in lines:
-            yield b"".join([*begun, line, b"\n"])
+    for chunk in filter(None, content):
+        if begun and begun[-1].endswith(b"\r"):  # the end may have been cut in two
+            if chunk.startswith(b"\n"):
+                begun.append(b"\n")
+                chunk = chunk[1:]
+            yield b"".join(begun)
             begun.clear()
-        begun.append(rest)
+        *lines, last = chunk.splitlines(keepends=True) or [b""]
+        for line in lines:
+            yield b"".join([*begun, line])
+            begun.clear()
+        if last.endswith(b"\n"):
+            yield b"".join([*begun, last])
+            begun.clear()
+        elif last:
+            begun.append(last)
     if last := b"".join(begun):
         yield last
 

@@ -98,6 +98,20 @@ def test_json_lines_from_windows_are_read(tmp_path, start):
     assert _texts(tmp_path / "a.jsonl") == TEXTS
 
 
+@pytest.mark.parametrize("chunk", [1, 7, 2**20])
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+def test_json_lines_end_in_any_usual_way(tmp_path, monkeypatch, end, chunk):
+    """Carriage returns alone are those of the classic Mac; ends may be cut by chunks."""
+    monkeypatch.setattr("jaxmoe.data.reading.compressed._CHUNK", chunk)
+    texts = ["a", "b\rc\n", "d\u2028"]
+    lines = [json.dumps({"text": text}, ensure_ascii=False) for text in texts]
+    for last in ("", end, end + end):
+        (tmp_path / "a.jsonl").write_bytes((end.join(lines) + last).encode())
+        assert _texts(tmp_path / "a.jsonl") == texts
+    numbers = [re.search(r"line (\d)", record.where)[1] for record in _read(tmp_path / "a.jsonl")]
+    assert numbers == ["1", "2", "3"]
+
+
 @pytest.mark.parametrize(
     "kind", ["string", "large_string", "string_view", "dictionary", "large dictionary"]
 )

@@ -61,6 +61,14 @@ def test_hostile_path_is_refused_without_reading_it(path, message):
         FilesConfig(path=(path,)).build()
 
 
+@pytest.mark.parametrize("name", ["a\nb", "a\x1b[2Jb", "\udcff", "a\u202eb"])
+def test_control_characters_of_names_are_escaped_in_messages(name):
+    pathlib.Path(f"{name}.jsonl").write_text("{")
+    with pytest.raises(DataError) as error:
+        FilesConfig(path=(f"{name}.jsonl",)).build()
+    assert str(error.value).isprintable() and ascii(name)[1:-1] in str(error.value)
+
+
 def test_fifo_in_a_directory_is_left_out_with_a_warning(caplog):
     assert "files: 1 documents" in FilesConfig(path=("pipes",)).build().describe(16)
     (warning,) = [r.getMessage() for r in caplog.records if r.name == "jaxmoe.data.reading.paths"]

@@ -20,7 +20,7 @@ from sharding.expert_parallel import AllToAllConfig
 from sharding.sequence_parallel import RingConfig, TokenRingConfig, UlyssesConfig, UlyssesRingConfig
 
 
-def config(method="mixtral", **execution):
+def config(method="mixtral", num_kv_heads=8, window=None, **execution):
     """Return a run of 24 sequences of 16 tokens, with 8 experts."""
     moe = MoEConfig(num_experts=8, top_k=2, expert_dim=16, **METHODS[method].parts())
     is_causal = moe.router.traits.is_causal
@@ -32,7 +32,13 @@ def config(method="mixtral", **execution):
             vocab_size=16,
             num_layers=1,
             embed_dim=16,
-            attention=AttentionConfig(num_heads=8, head_dim=8, is_causal=is_causal),
+            attention=AttentionConfig(
+                num_heads=8,
+                num_kv_heads=num_kv_heads,
+                head_dim=8,
+                window=window,
+                is_causal=is_causal,
+            ),
             moe=moe,
         ),
         training=dataclasses.replace(run.training, objective=objective),
@@ -67,6 +73,31 @@ REFUSED = {
         ),
         "the mesh has seq=2: set fold.seq_inner to 2, and fold.expert x fold.expert_tensor so that"
         " it cuts seq nowhere else; or take ulysses, which it is with one piece",
+    ),
+    "ring_of_one_head": (
+        config(
+            mesh=MeshConfig(data=1, seq=2, tensor=4),
+            sequence_parallel=RingConfig(directions="both"),
+            num_kv_heads=4,
+        ),
+        "directions='both' sends half of the key heads of a device each way, and it has 1: set it",
+    ),
+    "usp_of_one_head": (
+        config(
+            mesh=MeshConfig(data=2, seq=4),
+            fold=MoEMesh(seq_inner=2),
+            sequence_parallel=UlyssesRingConfig(directions="both"),
+            num_kv_heads=2,
+        ),
+        "directions='both' sends half of the key heads of a device each way, and it has 1: set it",
+    ),
+    "window_both_ways": (
+        config(
+            mesh=MeshConfig(data=2, seq=4),
+            sequence_parallel=RingConfig(layout="contiguous", directions="both"),
+            window=5,
+        ),
+        "with model.attention.window=5 on layout 'contiguous': what a query sees is on one side",
     ),
     **{
         f"{form.name}_in_two_pieces": (

@@ -15,30 +15,21 @@ import pytest
 from jaxmoe import ModelConfig
 from jaxmoe.checkpoint import CheckpointError, read_huggingface
 from jaxmoe.checkpoint.huggingface import modeling
-from jaxmoe.checkpoint.huggingface.files import INDEX, Planned, write_tensors
+from jaxmoe.checkpoint.huggingface.files import INDEX
 from jaxmoe.checkpoint.huggingface.tokenizer import read_tokenizer_files, separator_token
-from tests.support.huggingface_models import CONFIGS, read
+from tests.support.huggingface_models import CONFIGS, read, write_directory
 
 CONFIG, FILE = "config.json", "model.safetensors"
 DEEP = "[" * 100_000 + "]" * 100_000
 HUGE = 10**400
 
 
-def write(place, config, state, shard_bytes=1 << 30):
-    """Write a model as `save_pretrained` does."""
-    place.mkdir(parents=True)
-    (place / CONFIG).write_text(json.dumps(config))
-    planned = {name: Planned(values.shape, "float32") for name, values in state.items()}
-    write_tensors(place, planned, state.__getitem__, max_shard_bytes=shard_bytes)
-    return place
-
-
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     """A model in one file, and the same in several files."""
     golden, place = read("mixtral"), tmp_path_factory.mktemp("models")
-    write(place / "one", golden.config, golden.state)
-    write(place / "shards", golden.config, golden.state, shard_bytes=30_000)
+    write_directory(place / "one", golden.config, golden.state)
+    write_directory(place / "shards", golden.config, golden.state, shard_bytes=30_000)
     return place
 
 
@@ -297,7 +288,7 @@ GAIN = "model.norm.weight"
 def test_nonfinite_weights_are_refused_unless_kept(tmp_path, name, value):
     golden = read("mixtral")
     golden.state[name].flat[1] = value
-    place = write(tmp_path / "model", golden.config, golden.state)
+    place = write_directory(tmp_path / "model", golden.config, golden.state)
     size = golden.state[name].size
     text = f"{place / FILE}: {name} holds 1 of {size} values that are NaN, infinite or too large"
     message = refused(read_huggingface, place)
