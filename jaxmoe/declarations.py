@@ -23,7 +23,7 @@ from flax import linen as nn
 from flax import struct
 from jaxtyping import Array
 
-from pallas_kernels import QuantizedArray
+from sharding.products.quantized import Packed
 
 Role = Literal[
     "embedding",
@@ -143,9 +143,7 @@ def declare(module: nn.Module, name: str, declaration: Declaration) -> Array:
     return cast(Array, value)
 
 
-def declare_matrix(
-    module: nn.Module, name: str, declaration: Declaration
-) -> Array | QuantizedArray:
+def declare_matrix(module: nn.Module, name: str, declaration: Declaration) -> Array | Packed:
     """Return `declare` for a matrix that may be quantised; see `jaxmoe.models.quantize`.
 
     Args:
@@ -157,9 +155,9 @@ def declare_matrix(
         ValueError: The quantised matrix has another shape.
     """
     given = module.get_variable("params", name) if module.has_variable("params", name) else None
-    if isinstance(given, Deferred) and isinstance(given.value, QuantizedArray):
+    if isinstance(given, Deferred) and isinstance(given.value, Packed):
         given = given.read(given.value, declaration)
-    if not isinstance(given, QuantizedArray):
+    if not isinstance(given, Packed):
         return declare(module, name, declaration)
     if given.shape != declaration.shape:
         where = "/".join((*module.path, name))
@@ -170,9 +168,9 @@ def declare_matrix(
     return given
 
 
-def as_factor(matrix: Array | QuantizedArray, dtype: Any) -> Array | QuantizedArray:
+def as_factor(matrix: Array | Packed, dtype: Any) -> Array | Packed:
     """Return a matrix in the dtype of the activations; a quantised one stays as it is."""
-    return matrix if isinstance(matrix, QuantizedArray) else matrix.astype(dtype)
+    return matrix if isinstance(matrix, Packed) else matrix.astype(dtype)
 
 
 def draw(declarations: Mapping[str, Declaration], key: Array) -> dict[str, Array]:

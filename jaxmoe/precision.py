@@ -16,6 +16,7 @@ member of `MatmulConfig` there, and its name in tests/test_architecture.py.
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, ClassVar, Final, Literal, get_args
 
 import jax
@@ -28,17 +29,23 @@ from sharding.sequence_parallel.cache_formats import CacheFormat
 
 DtypeName = Literal["float32", "bfloat16"]
 
-WeightFormat = Literal["floating", "w8a8", "w4a8", "w8a16", "w4a16", "fp8"]
-"""Bits of a weight (w) and of the activations multiplied with it (a); 16 is the compute dtype."""
+WeightFormat = Literal["floating", "w8a8", "w4a8", "w4ax", "w4a4", "w8a16", "w4a16", "fp8"]
+"""Bits of a weight (w) and of the activations multiplied with it (a); 16 is the compute dtype, x
+8 bits for the channels with outliers and 4 for the others."""
 
 QUANTIZED_WEIGHTS: Final[dict[str, tuple[QuantizedDtype, QuantizedDtype | None]]] = {
     "w8a8": ("int8", "int8"),
     "w4a8": ("int4", "int8"),
+    "w4ax": ("int4", None),
+    "w4a4": ("int4", "int4"),
     "w8a16": ("int8", None),
     "w4a16": ("int4", None),
     "fp8": ("float8_e4m3fn", "float8_e4m3fn"),
 }
-"""Dtypes of weights and activations by format; None leaves activations in the compute dtype."""
+"""Dtypes of weights and activations by format; None leaves activations in the compute dtype, or to
+the matrix itself (w4ax, a `MixedArray`)."""
+MIXED: Final = "w4ax"
+"""Format whose matrices are sorted by a measurement of their activations."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,6 +101,45 @@ def kernels_of_products() -> dict[str, str]:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class MixedConfig:
+    """W4A8 for the input channels with the largest activations, W4A4 for the others (COMET's FMPQ,
+    arXiv 2410.12168)."""
+
+    wide_fraction: float = 0.125
+    """Share of the blocks of input channels whose activations have 8 bits, rounded up; 0 is W4A4 in
+    sorted blocks, 1 is W4A8."""
+    block_size: int | None = None
+    """Largest number of input channels that share a scale; it must divide them. At most 128 and an
+    eighth of the inputs, but at least 16, when None."""
+    batches: int = 4
+    """Held-out batches on which activations are measured, those after the batches of evaluation."""
+
+    def __post_init__(self):
+        if not 0.0 <= self.wide_fraction <= 1.0:
+            raise ValueError(
+                f"mixed.wide_fraction={self.wide_fraction} must be between 0 (all activations in 4"
+                " bits) and 1 (all in 8 bits)"
+            )
+        if self.block_size is not None and self.block_size < 1:
+            raise ValueError(
+                f"mixed.block_size={self.block_size} must be at least 1, or None for a size that"
+                " fits each matrix"
+            )
+        if self.batches < 1:
+            raise ValueError(
+                f"mixed.batches={self.batches} must be at least 1: outliers are found by measuring"
+            )
+
+    def num_wide(self, blocks: int) -> int:
+        """Return the number of blocks whose activations have 8 bits.
+
+        Args:
+            blocks: Number of blocks of a matrix.
+        """
+        return math.ceil(round(self.wide_fraction * blocks, 6))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class PrecisionPolicy:
     """Dtypes of stored parameters and of matrix products."""
 
@@ -107,9 +153,19 @@ class PrecisionPolicy:
     weights: WeightFormat = "floating"
     """Format of the matrices of attention, feed-forwards and experts; other than floating only for
     inference on a run rounded by `experiments.checkpoint convert`."""
+    mixed: MixedConfig = MixedConfig()
+    """Blocks of the format w4ax."""
     cache: CacheFormat = "compute"
     """Format of cached keys and values: the compute dtype, or rounded with a scale per token and
     head, for inference only. A pass without a cache rounds them in the same way."""
+
+    def __post_init__(self):
+        if self.mixed != MixedConfig() and self.weights != MIXED:
+            raise ValueError(
+                f"execution.precision.mixed changes nothing where execution.precision.weights is"
+                f" {self.weights!r}: it is written by `experiments.checkpoint convert --quantise"
+                f" {MIXED}`; leave it out"
+            )
 
     @property
     def activations(self) -> QuantizedDtype | None:

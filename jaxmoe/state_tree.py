@@ -3,8 +3,9 @@
 """Converts a state to nested dicts of plain arrays, the content of a checkpoint, and back.
 
 Flax's serialization turns records, named tuples and lists into dicts, and quantised arrays into
-values and scales. Random keys become integers. Empty branches are left out and restored from the
-target. Names with '/' or '.' are an error, because stores join names with them.
+values, scales and the order of channels. Random keys become integers. Empty branches are left out
+and restored from the target. Names with '/' or '.' are an error, because stores join names with
+them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from flax import serialization, traverse_util
 
-from pallas_kernels import QuantizedArray
+from pallas_kernels import MixedArray, QuantizedArray
 
 SEPARATOR = "/"
 
@@ -24,6 +25,15 @@ serialization.register_serialization_state(
     QuantizedArray,
     lambda array: {"values": array.values, "scales": array.scales},
     lambda target, state: dataclasses.replace(target, **state),
+)
+serialization.register_serialization_state(
+    MixedArray,
+    lambda array: {"weights": serialization.to_state_dict(array.weights), "order": array.order},
+    lambda target, state: dataclasses.replace(
+        target,
+        weights=serialization.from_state_dict(target.weights, state["weights"]),
+        order=state["order"],
+    ),
 )
 
 

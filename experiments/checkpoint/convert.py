@@ -4,6 +4,8 @@
 
     python -m experiments.checkpoint convert --run.directory runs/pretrain/tiny --quantise w4a8
     python -m experiments.generate --run.directory runs/pretrain/tiny-w4a8 --cache int4
+    python -m experiments.checkpoint convert --run.directory RUN --quantise w4ax \\
+        --mixed.wide_fraction 0.125
     python -m experiments.checkpoint convert --run.directory RUN --to_huggingface auto --to DIR
     python -m experiments.checkpoint convert --from_huggingface DIR --to RUN
 
@@ -11,6 +13,9 @@ The result is a run directory for evaluate and generate (config.json, one checkp
 optimiser's state, summary.json with sizes and errors), or a directory that from_pretrained of
 transformers reads. The source is not changed. The result is written under a temporary name and
 renamed at the end.
+
+w4ax (COMET, arXiv 2410.12168) measures the activations of each matrix on held-out batches, and
+keeps 8 bits for the blocks of channels with the largest ones.
 """
 
 from __future__ import annotations
@@ -38,16 +43,25 @@ from experiments.cli.process import start_process
 from experiments.cli.tables import text_table
 from experiments.evaluate import FinishedRunConfig
 from jaxmoe.checkpoint import save_checkpoint
-from jaxmoe.models.quantize import largest_error, quantize_parameter, stored_bytes
+from jaxmoe.models.quantize import (
+    dequantize_parameter,
+    largest_error,
+    mixed_block_size,
+    quantize_parameter,
+    scaled_axis,
+    stored_bytes,
+)
+from jaxmoe.precision import MIXED, MixedConfig
 from jaxmoe.run.assemble import Assembly, describe_devices
+from jaxmoe.run.calibrate import measure_activations
 from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.conversion import new_run
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.load import load_run
 from jaxmoe.training.state import TrainState
-from pallas_kernels import QuantizedArray, dequantize
+from pallas_kernels import MixedArray, QuantizedArray
 
-Format = Literal["w4a8", "w8a8", "w4a16", "w8a16", "fp8"]
+Format = Literal["w4a8", "w8a8", "w4ax", "w4a4", "w4a16", "w8a16", "fp8"]
 _MODES = ("quantise", "to_huggingface", "from_huggingface")
 
 
@@ -60,8 +74,10 @@ class ConvertConfig:
     to: str | None = None
     """Directory to write, which must not exist; the run's plus `-<format>` when None."""
     quantise: Format | None = None
-    """Bits of weights (w) and of activations in their products (a; 16: the compute dtype). fp8:
-    both in float8_e4m3fn."""
+    """Bits of weights (w) and of activations in their products (a; 16: the compute dtype; x: 8 for
+    the channels with outliers, 4 for the others). fp8: both in float8_e4m3fn."""
+    mixed: MixedConfig = MixedConfig()
+    """Blocks and calibration of --quantise w4ax."""
     to_huggingface: ExportFamily | None = None
     """Family of transformers to write; auto: the family that computes the model, or jaxmoe, which
     has its own modelling file."""
@@ -83,6 +99,8 @@ class Rounded:
     bytes_after: int
     largest_error: float
     largest_value: float
+    wide: str = ""
+    """Blocks with 8-bit activations and all blocks, "1/8"; empty except in w4ax."""
 
     @property
     def relative(self) -> float:
@@ -118,11 +136,15 @@ def convert(config: ConvertConfig) -> str:
     modes = [name for name in _MODES if getattr(config, name) is not None]
     if not modes:
         raise ValueError(
-            "convert to what? give --quantise w4a8, w8a8, w4a16, w8a16 or fp8, or --to_huggingface"
-            " auto, or --from_huggingface DIR"
+            "convert to what? give --quantise w4a8, w8a8, w4ax, w4a4, w4a16, w8a16 or fp8, or"
+            " --to_huggingface auto, or --from_huggingface DIR"
         )
     if len(modes) > 1:
         raise ValueError(f"--{' and --'.join(modes)} exclude each other: give one")
+    if config.mixed != MixedConfig() and form != MIXED:
+        raise ValueError(
+            f"--mixed changes nothing without --quantise {MIXED}: leave it out, or ask for {MIXED}"
+        )
     if jax.process_count() > 1:
         raise ValueError("convert runs in one process: start it on one host")
     if config.from_huggingface is not None:
@@ -135,6 +157,12 @@ def convert(config: ConvertConfig) -> str:
         run = config.run
         return export_run(source, run.step, target, config.to_huggingface, config.exported)
     assert form is not None  # the remaining mode
+    return _to_few_bits(config, form, target)
+
+
+def _to_few_bits(config: ConvertConfig, form: Format, target: pathlib.Path) -> str:
+    """Write the run in a format, and return the report."""
+    source = config.run.directory
     given = RunDirectory(source).load_config(PretrainConfig)
     if (weights := given.execution.precision.weights) != "floating":
         raise ValueError(
@@ -148,9 +176,9 @@ def convert(config: ConvertConfig) -> str:
             " cannot be quantised: convert a model with grouped_query attention"
         )
     assembly, state, step = load_run(source, config.run.step, config.run.mesh)
-    params, rounded = _quantise(assembly, state, form)
+    params, rounded = _quantise(assembly, state, form, config.mixed)
     before, after = stored_bytes(state.params), stored_bytes(params)
-    precision = dataclasses.replace(given.execution.precision, weights=form)
+    precision = dataclasses.replace(given.execution.precision, weights=form, mixed=config.mixed)
     execution = dataclasses.replace(given.execution, precision=precision)
     # On the mesh of the other arrays, as a checkpoint requires.
     params = jax.device_put(params, NamedSharding(assembly.mesh, PartitionSpec()))
@@ -164,10 +192,23 @@ def convert(config: ConvertConfig) -> str:
         "parameter_bytes_before": before,
         "parameter_bytes": after,
         "rounded": {
-            one.path: {"largest_error": one.largest_error, "largest_value": one.largest_value}
+            one.path: {
+                "largest_error": one.largest_error,
+                "largest_value": one.largest_value,
+                **({"wide_blocks": one.wide} if one.wide else {}),
+            }
             for one in rounded
         },
     }
+    if form == MIXED:
+        summary["calibration"] = {
+            "batches": config.mixed.batches,
+            "first_batch": given.evaluation.batches,
+            "rows": config.mixed.batches * given.held_out_batch_size,
+            "tokens": config.mixed.batches
+            * given.held_out_batch_size
+            * given.training.sequence_length,
+        }
     config_of_run = dataclasses.replace(given, execution=execution)
     _write(target, state, step, config_of_run, assembly, summary)
     share = sum(one.bytes_before for one in rounded) / before
@@ -181,20 +222,29 @@ def convert(config: ConvertConfig) -> str:
     return "\n".join(lines)
 
 
-def _quantise(assembly: Assembly, state: TrainState, form: Format) -> tuple[Any, list[Rounded]]:
+def _quantise(
+    assembly: Assembly, state: TrainState, form: Format, mixed: MixedConfig
+) -> tuple[Any, list[Rounded]]:
     """Return the rounded parameters, computed one by one on one device, and the errors.
 
     Raises:
-        ValueError: A matrix is not finite.
+        ValueError: A matrix is not finite, or what w4ax needs does not fit the model or the data.
     """
-    rounded = list[Rounded]()
+    rounded, measured = list[Rounded](), dict[str, Any]()
+    if form == MIXED:
+        for row in assembly.plan.table:
+            if scaled_axis(row) is not None:
+                mixed_block_size(row, mixed)  # raises before the passes over data
+        measured = measure_activations(assembly, state, mixed.batches)
 
     def one(row: Any, value: Any) -> Any:
-        held = jnp.asarray(np.asarray(value))
-        new = jax.jit(lambda x: quantize_parameter(row, x, form))(held)
-        if not isinstance(new, QuantizedArray):
+        held, largest = jnp.asarray(np.asarray(value)), measured.get(row.path)
+        new = jax.jit(lambda x, y: quantize_parameter(row, x, form, mixed, y))(held, largest)
+        if not isinstance(new, QuantizedArray | MixedArray):
             return new
-        error, largest = jax.jit(lambda x, new: largest_error(x, dequantize(new)))(held, new)
+        error, largest = jax.jit(lambda x, new: largest_error(x, dequantize_parameter(new)))(
+            held, new
+        )
         if not np.isfinite(largest):
             raise ValueError(
                 f"parameter {row.path} is not finite and cannot be rounded: choose an earlier"
@@ -208,6 +258,7 @@ def _quantise(assembly: Assembly, state: TrainState, form: Format) -> tuple[Any,
                 bytes_after=stored_bytes(new),
                 largest_error=float(error),
                 largest_value=float(largest),
+                wide=_wide(new),
             )
         )
         return new
@@ -215,6 +266,14 @@ def _quantise(assembly: Assembly, state: TrainState, form: Format) -> tuple[Any,
     rows = assembly.plan.table.tree(lambda row: row)
     params = jax.tree.map(one, rows, state.params)
     return params, rounded
+
+
+def _wide(matrix: QuantizedArray | MixedArray) -> str:
+    """Return the wide blocks and all blocks of a matrix."""
+    if not isinstance(matrix, MixedArray):
+        return ""
+    block_size = matrix.weights.values.size // matrix.weights.scales.size
+    return f"{matrix.num_wide}/{matrix.order.shape[-1] // block_size}"
 
 
 def _write(
@@ -248,6 +307,7 @@ def _free(path: str) -> pathlib.Path:
 
 def _table(rounded: list[Rounded]) -> str:
     head = ("matrix", "shape", "kB before", "kB after", "largest error", "of the largest value")
+    has_wide = any(one.wide for one in rounded)
     rows = [
         (
             one.path,
@@ -256,7 +316,8 @@ def _table(rounded: list[Rounded]) -> str:
             f"{one.bytes_after / 1e3:.1f}",
             f"{one.largest_error:.3g}",
             f"{one.relative:.2%}",
+            *([one.wide] if has_wide else []),
         )
         for one in rounded
     ]
-    return text_table([head, *rows])
+    return text_table([(*head, "8-bit blocks") if has_wide else head, *rows])

@@ -36,6 +36,7 @@ class Added:
 ADDED: tuple[Added, ...] = (
     Added("model.layers", []),
     Added("model.moe.kind", "moe"),
+    Added("execution.precision.mixed", {"wide_fraction": 0.125, "block_size": None, "batches": 4}),
 )
 """Fields in the order in which they were added."""
 

@@ -25,9 +25,9 @@ from jaxtyping import Array
 
 from jaxmoe.declarations import Declaration, Deferred
 from jaxmoe.execution import ExecutionConfig
-from pallas_kernels import QuantizedArray
 from sharding import axes as ax
 from sharding.constrain import Placement, gather_along, place_like
+from sharding.products.quantized import Packed
 
 WHOLE: Final = "whole"
 """Collection of gathered parameters beside "params"."""
@@ -89,8 +89,8 @@ def gather_across_replicas(block: type[nn.Module], dtype: Any) -> type[nn.Module
         dtype: Dtype of matrices in products.
     """
 
-    def gather(leaf: Array | QuantizedArray, declaration: Declaration) -> Any:
-        if isinstance(leaf, QuantizedArray):
+    def gather(leaf: Array | Packed, declaration: Declaration) -> Any:
+        if isinstance(leaf, Packed):
             return jax.tree.map(lambda part: gather_along(part, ax.REPLICA), leaf)
         used = leaf if declaration.is_used_as_stored else _as_used(leaf, dtype)
         return checkpoint_name(gather_along(used, ax.REPLICA), SECONDARY)
@@ -101,7 +101,7 @@ def gather_across_replicas(block: type[nn.Module], dtype: Any) -> type[nn.Module
         trans_in_fn=lambda variables: jax.tree.map(
             lambda leaf: Deferred(leaf, read=gather),
             variables,
-            is_leaf=lambda node: isinstance(node, QuantizedArray),
+            is_leaf=lambda node: isinstance(node, Packed),
         ),
     )
 

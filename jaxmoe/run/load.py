@@ -145,6 +145,7 @@ def _target(assembly: Assembly, manager: CheckpointManager, step: int | None) ->
         precision.parameter_dtype,
         execution.axis_rules,
         assembly.mesh,
+        precision.mixed,
     )
     return dataclasses.replace(state, params=params)
 

@@ -11,7 +11,8 @@ forward or backward: G times the work). Each implementation has the gradients of
 forward-mode differentiation works with `reference` only.
 
 Weights may be quantised (`pallas_kernels.quantize`, axis=-2), and then rows too (axis=-1). The
-factors are multiplied as given, as in `quantized_matmul`; only floating operands have gradients.
+factors are multiplied as given, as in `quantized_matmul`; only floating operands have gradients. A
+`MixedArray` determines how floating rows are rounded; they then have no gradient.
 
 `grouped_outer` is the other product that an expert needs, the gradient of its matrix:
 
@@ -42,6 +43,7 @@ from pallas_kernels.grouped_matmul.tpu import kernels as pallas_tpu
 from pallas_kernels.jax_versions import match_varying
 from pallas_kernels.quantized_array import QuantizedArray
 from pallas_kernels.quantized_factors import check_factors, largest_sum
+from pallas_kernels.quantized_matmul.mixed_array import MixedArray, round_group_activations
 
 PRODUCTS: dict[Implementation, products.Products] = {
     "xla": xla.PRODUCTS,
@@ -73,7 +75,7 @@ OUTER = Operation(
 
 def grouped_matmul(
     rows: Float[Array, "R k"] | QuantizedArray,
-    weights: Float[Array, "G k n"] | QuantizedArray,
+    weights: Float[Array, "G k n"] | QuantizedArray | MixedArray,
     group_sizes: Int[Array, " G"],
     *,
     implementation: Implementation | None = None,
@@ -86,7 +88,7 @@ def grouped_matmul(
             Rows
             past the last group are not read. Quantised rows have scales along -1, or one scale.
         weights: One matrix per group, in the dtype of `rows`; or quantised, with scales along -2 or
-            one scale.
+            one scale; or a stack of `quantize_mixed`, with floating rows.
         group_sizes: Number of rows of each group, 0 allowed; groups are cut at R.
         implementation: Implementation to run; None picks the fastest that runs here.
         out_dtype: Dtype of the result; None takes that of `rows`, float32 where they are quantised.
@@ -102,6 +104,9 @@ def grouped_matmul(
     if out_dtype is None:
         out_dtype = jnp.float32 if isinstance(rows, QuantizedArray) else rows.dtype
     group_sizes = sizes_within(rows.shape[0], group_sizes)
+    if isinstance(weights, MixedArray):
+        assert not isinstance(rows, QuantizedArray)  # checked above
+        rows, weights = round_group_activations(rows, weights, group_sizes), weights.weights
     operands = (rows, weights, group_sizes)
     rows, weights, group_sizes = match_varying(operands, operands)
     if 0 in (*rows.shape, *weights.shape):
@@ -189,6 +194,13 @@ def _check(rows: Any, weights: Any, group_sizes: Array) -> None:
             f"grouped_matmul: weights have {weights.shape[0]} groups and group_sizes "
             f"{group_sizes.shape[0]}, in {shapes}: give one size for each matrix, 0 included."
         )
+    if isinstance(weights, MixedArray):
+        if isinstance(rows, QuantizedArray) or not jnp.issubdtype(rows.dtype, jnp.floating):
+            raise ValueError(
+                "grouped_matmul: a MixedArray rounds the rows itself, which must be floating, not "
+                f"{'quantised' if isinstance(rows, QuantizedArray) else rows.dtype}."
+            )
+        weights = weights.weights
     check_factors("grouped_matmul", {"rows": rows, "weights": weights}, (-1, -2))
     _check_integers("grouped_matmul", group_sizes)
 

@@ -14,8 +14,9 @@ the sum: without rounding the result is that of `x @ w`.
 The paper does not say how many blocks are wide. Here it is the smallest number that keeps the error
 on the sample within `tolerance` of the error of 8 bits everywhere, measured for every number.
 
-This module stores and rounds; `quantized_matmul` multiplies. Folding the permutation into the
-weights of the layer before is not done here.
+This module stores and rounds; `quantized_matmul` multiplies, and `grouped_matmul` a stack of
+matrices, each with its own order. Folding the permutation into the weights of the layer before is
+not done here.
 """
 
 import dataclasses
@@ -41,12 +42,12 @@ BLOCK_SIZE = 128
 class MixedArray:
     """Matrix [k n] for `quantized_matmul`, with the rounding of its other factor.
 
-    A pytree, like `QuantizedArray`.
+    A pytree, like `QuantizedArray`. Of a stack [G k n] all matrices have as many wide blocks.
     """
 
     weights: QuantizedArray
     """int4, rows sorted by `order`, with a scale per block of rows and column."""
-    order: Int[Array, " k"] | Any
+    order: Int[Array, "*G k"] | Any
     """Row of the matrix at each place, channels of large activations first."""
     num_wide: int = dataclasses.field(metadata={"static": True})
     """Number of leading blocks that meet activations of 8 bits; the others meet 4."""
@@ -98,13 +99,22 @@ def quantize_mixed(
     """
     _check(weights, sample, block_size, tolerance, num_wide)
     weights, sample = (x.astype(jnp.float32) for x in (weights, sample))
-    order = jnp.argsort(-jnp.max(jnp.abs(sample), axis=0)).astype(jnp.int32)
+    order = channel_order(jnp.max(jnp.abs(sample), axis=0))
     rounded = quantize(weights[order], "int4", axis=-2, block_size=block_size)
     if num_wide is None:
         errors = _errors(weights[order], sample[:, order], rounded)
         is_enough = errors <= tolerance * errors[-1]
         num_wide = int(jnp.argmax(is_enough))
     return MixedArray(weights=rounded, order=order, num_wide=num_wide)
+
+
+def channel_order(largest: Float[Array, "*G k"]) -> Int[Array, "*G k"]:
+    """Return the channels by their largest value, descending; equal ones stay in order.
+
+    Args:
+        largest: Largest |activation| of each channel.
+    """
+    return jnp.argsort(-largest, axis=-1, stable=True).astype(jnp.int32)
 
 
 def round_activations(x: Float[Array, "m k"], w: MixedArray) -> QuantizedArray:
@@ -116,7 +126,27 @@ def round_activations(x: Float[Array, "m k"], w: MixedArray) -> QuantizedArray:
         x: Floating rows.
         w: Matrix that it will be multiplied with.
     """
-    x = x[:, w.order]
+    return _round_sorted(x[:, w.order], w)
+
+
+def round_group_activations(
+    rows: Float[Array, "R k"], w: MixedArray, group_sizes: Int[Array, " G"]
+) -> QuantizedArray:
+    """Return rows sorted by group, each in the order of its group's matrix, in few bits.
+
+    Args:
+        rows: Floating rows; those past the last group are rounded in any order.
+        w: Stack [G k n] of matrices that they will be multiplied with.
+        group_sizes: Number of rows of each group.
+    """
+    ends = jnp.cumsum(group_sizes.astype(jnp.int32))
+    group_ids = jnp.searchsorted(ends, jnp.arange(rows.shape[0]), side="right")
+    order = w.order[jnp.minimum(group_ids, w.shape[0] - 1)]
+    return _round_sorted(jnp.take_along_axis(rows, order, axis=1), w)
+
+
+def _round_sorted(x: Float[Array, "m k"], w: MixedArray) -> QuantizedArray:
+    """Return sorted channels in 8 bits as far as blocks are wide, the others in 4."""
     cut, block_size = w.num_wide_channels, w.shape[-2] // w.num_blocks
     parts = [_round(x[:, :cut], "int8", block_size)] if cut else []
     if cut < x.shape[1]:

@@ -3,14 +3,18 @@
 """Products of activations and a quantised matrix, for inference.
 
     y = x @ (values * scales)                      x not rounded           W8A16, W4A16
-    y = (x / s -> int8) @ values * scales * s      a scale for each row    W8A8, W4A8, FP8
+    y = (x / s -> int8) @ values * scales * s      a scale for each row    W8A8, W4A8, W4A4, FP8
+    y = (x[order] / s -> int8, int4) @ ...         a scale for each block  W4AX (a MixedArray)
 
 The matrix has any number of dimensions, those that are summed over first. Its scales are in blocks
 along the last of these, so that the matrix flattened to [k n] has equal blocks along k. The product
 is `pallas_kernels.quantized_matmul`. Each device rounds its own part of a row: a row that is split
 has a scale for each piece.
 
-The matrix receives no gradient.
+The matrix receives no gradient. `Packed` is every form of a matrix other than a floating array.
+
+To add a form: its class in `Packed` of `sharding/products/quantized.py`, and a branch in
+`quantized_einsum`, `quantized_groups` and `logical_axes` there.
 """
 
 from __future__ import annotations
@@ -19,18 +23,24 @@ import dataclasses
 import math
 from typing import Any
 
-from jaxtyping import Array, Float
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
 
-from pallas_kernels import QuantizedArray, quantize, quantized_matmul
+from pallas_kernels import MixedArray, QuantizedArray, grouped_matmul, quantize, quantized_matmul
+from pallas_kernels.backend import Implementation
 from pallas_kernels.quantized_array import QuantizedDtype
+from sharding.products.observed import ObservedArray, observed_einsum, observed_groups
 
 Axes = tuple[str | None, ...]
+
+Packed = QuantizedArray | MixedArray | ObservedArray
+"""Matrix of a layer that is not a floating array."""
 
 
 def quantized_einsum(
     subscripts: str,
     x: Float[Array, ...],
-    weight: QuantizedArray,
+    weight: Packed,
     *,
     activations: QuantizedDtype | None,
     dtype: Any,
@@ -42,7 +52,8 @@ def quantized_einsum(
             first in the second, in one order.
         x: Activations.
         weight: Matrix with scales along the last dimension that is summed over.
-        activations: Dtype to which x is rounded, with a scale per row; None: not rounded.
+        activations: Dtype to which x is rounded, with a scale per row; None: not rounded. A
+            MixedArray rounds x itself.
         dtype: Dtype of the result.
 
     Raises:
@@ -57,25 +68,47 @@ def quantized_einsum(
             f"{subscripts}: with a quantised matrix, what is summed over must be last in the"
             " first term, first in the second, and nowhere else"
         )
+    if isinstance(weight, ObservedArray):
+        return observed_einsum(subscripts, x, weight, dtype=dtype)
     rows = x.reshape(-1, math.prod(x.shape[len(kept) :]))
     matrix = flattened(weight, len(summed))
-    out = quantized_matmul(rounded(rows, activations), matrix, out_dtype=dtype)
+    if isinstance(weight, QuantizedArray) and activations is not None:
+        rows = quantize(rows, activations, axis=-1)
+    out = quantized_matmul(rows, matrix, out_dtype=dtype)
     return out.reshape(*x.shape[: len(kept)], *weight.shape[len(summed) :])
 
 
-def rounded(
-    rows: Float[Array, "R k"], activations: QuantizedDtype | None
-) -> Float[Array, "R k"] | QuantizedArray:
-    """Return rows quantised with a scale for each.
+def quantized_groups(
+    rows: Float[Array, "R k"],
+    weight: Packed,
+    group_sizes: Int[Array, " G"],
+    *,
+    activations: QuantizedDtype | None,
+    implementation: Implementation | None,
+) -> Float[Array, "R n"]:
+    """Return rows times the quantised matrix of their group, in the dtype of the rows.
 
     Args:
-        rows: Rows of activations.
-        activations: Dtype of the result; None: the rows are returned unchanged.
+        rows: Rows sorted by group.
+        weight: Stack of matrices: G, one dimension that is summed over, the others.
+        group_sizes: Number of rows of each group.
+        activations: Dtype to which rows are rounded, with a scale per row; None: not rounded.
+        implementation: Implementation of `grouped_matmul`.
     """
-    return rows if activations is None else quantize(rows, activations, axis=-1)
+    if isinstance(weight, ObservedArray):
+        return observed_groups(rows, weight, group_sizes, implementation=implementation)
+    given = {"implementation": implementation, "out_dtype": rows.dtype}
+    if isinstance(weight, QuantizedArray) and activations is not None:
+        rounded = quantize(rows, activations, axis=-1)
+        if activations == "int4":  # grouped kernels read rows in 8 bits
+            rounded = dataclasses.replace(rounded, values=rounded.values.astype(jnp.int8))
+        return grouped_matmul(rounded, flattened(weight, 1, num_batch=1), group_sizes, **given)
+    return grouped_matmul(rows, flattened(weight, 1, num_batch=1), group_sizes, **given)
 
 
-def flattened(weight: QuantizedArray, num_summed: int, num_batch: int = 0) -> QuantizedArray:
+def flattened(
+    weight: QuantizedArray | MixedArray, num_summed: int, num_batch: int = 0
+) -> QuantizedArray | MixedArray:
     """Return a quantised matrix flattened to one dimension that is summed over and one that is not.
 
     Args:
@@ -86,6 +119,9 @@ def flattened(weight: QuantizedArray, num_summed: int, num_batch: int = 0) -> Qu
     Raises:
         ValueError: Scales are along another dimension.
     """
+    if isinstance(weight, MixedArray):
+        inner = flattened(weight.weights, num_summed, num_batch)
+        return dataclasses.replace(weight, weights=inner)
     last = num_batch + num_summed - 1
     if weight.axis is None or weight.ndim + weight.axis != last:
         raise ValueError(
@@ -101,13 +137,20 @@ def flattened(weight: QuantizedArray, num_summed: int, num_batch: int = 0) -> Qu
     return QuantizedArray(values=flat(weight.values), scales=flat(weight.scales), axis=-2)
 
 
-def logical_axes(weight: Array | QuantizedArray, axes: Axes) -> Any:
-    """Return the logical axes of a matrix, or of both parts of a quantised one.
+def logical_axes(weight: Array | Packed, axes: Axes) -> Any:
+    """Return the logical axes of a matrix, or of all parts of a quantised one.
 
     Args:
         weight: The matrix.
         axes: Logical axes of the matrix without quantisation.
     """
+    if isinstance(weight, MixedArray):
+        # `order` has the batch dimensions and, whole, one of channels.
+        order = (*axes[: weight.order.ndim - 1], None)
+        return dataclasses.replace(weight, weights=logical_axes(weight.weights, axes), order=order)
+    if isinstance(weight, ObservedArray):
+        largest = (*axes[: weight.largest.ndim - 1], None)
+        return dataclasses.replace(weight, values=axes, largest=largest)
     if not isinstance(weight, QuantizedArray):
         return axes
     scales = tuple(

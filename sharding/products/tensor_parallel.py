@@ -27,12 +27,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import QuantizedArray
 from pallas_kernels.quantized_array import QuantizedDtype
 from sharding import axes as ax
 from sharding.constrain import Encoded, Placement
 from sharding.products.halo import HaloProduct
-from sharding.products.quantized import logical_axes, quantized_einsum
+from sharding.products.quantized import Packed, logical_axes, quantized_einsum
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -41,7 +40,7 @@ class Product:
 
     subscripts: str
     """Subscripts of `jnp.einsum`, activations first."""
-    weight: Array | QuantizedArray
+    weight: Array | Packed
     """Weight in the dtype of the activations, or quantised."""
     weight_axes: tuple[str | None, ...]
     """Logical axes of the weight in use; a dimension that is None here and split in storage is
@@ -73,7 +72,7 @@ class Product:
         """
         if self.halo is not None:
             return self.halo.project(x, weight, self.dtype)
-        if isinstance(weight, QuantizedArray):
+        if isinstance(weight, Packed):
             given = {"activations": self.activations, "dtype": self.dtype or x.dtype}
             return quantized_einsum(self.subscripts, x, weight, **given)
         return placement.einsum(self.subscripts, x, weight, axes=(), dtype=self.dtype)

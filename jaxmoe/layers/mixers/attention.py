@@ -34,6 +34,7 @@ from jaxmoe.layers.sequences import current_form, current_order, places_of
 from jaxmoe.precision import PrecisionPolicy
 from pallas_kernels import QuantizedArray
 from sharding import axes as ax
+from sharding.products.quantized import Packed
 from sharding.products.tensor_parallel import Product, into_stream, out_of_stream
 from sharding.sequence_parallel import (
     CACHE_AXES,
@@ -269,7 +270,7 @@ class Attention(nn.Module):
         )
         return out, logits, KVCache(k=slots.k, v=slots.v, length=slots.length)
 
-    def _declare(self, name, shape, axes, role: Role, matrix) -> Array | QuantizedArray:
+    def _declare(self, name, shape, axes, role: Role, matrix) -> Array | Packed:
         declaration = Declaration(shape=shape, axes=axes, role=role, matrix=matrix)
         return declare_matrix(self, name, declaration)
 

@@ -128,7 +128,7 @@ def by_hand(rows, activations):
     """Rows as a product sees them: a scale for each, the nearest integer."""
     if activations is None:
         return rows
-    scales = np.abs(rows).max(axis=1, keepdims=True) / 127
+    scales = np.abs(rows).max(axis=1, keepdims=True) / {"int8": 127, "int4": 7}[activations]
     return np.round(rows / scales) * scales
 
 
@@ -137,6 +137,7 @@ def by_hand(rows, activations):
     [
         ("bsd,dnh->bsnh", (2, 3, 16), (16, 4, 6), -3, "int8"),
         ("bsnh,nhd->bsd", (2, 3, 4, 6), (4, 6, 10), -2, "int8"),
+        ("bsnh,nhd->bsd", (2, 3, 4, 6), (4, 6, 10), -2, "int4"),
         ("bsnh,nhd->bsd", (2, 3, 4, 6), (4, 6, 10), -2, None),
     ],
 )
@@ -156,7 +157,8 @@ def test_products_equal_those_of_what_is_stored(subscripts, x_shape, shape, axis
     assert_close(out, wanted.reshape(out.shape), kind="matmul")
 
 
-def test_experts_round_rows_before_each_product():
+@pytest.mark.parametrize("activations", ["int8", "int4"])
+def test_experts_round_rows_before_each_product(activations):
     rng, sizes = np.random.default_rng(0), np.asarray([3, 0, 4], np.int32)
     rows = rng.standard_normal((9, 6)).astype(np.float32)
     rows[7:] = np.nan  # past the groups
@@ -167,17 +169,17 @@ def test_experts_round_rows_before_each_product():
     def run(rows, weights):
         axes = {"gate_up": -3, "down": -2}
         held = {n: quantize(w, "int4", axis=axes[n], block_size=2) for n, w in weights.items()}
-        out = apply_experts(held, rows, jnp.asarray(sizes), None, "int8")
+        out = apply_experts(held, rows, jnp.asarray(sizes), None, activations)
         return out, {name: dequantize(weight) for name, weight in held.items()}
 
     out, stored = run(rows, weights)
     stored = {name: np.asarray(weight, np.float64) for name, weight in stored.items()}
     wanted, groups = np.zeros((9, 6)), np.repeat(np.arange(3), sizes)
     for row, group in enumerate(groups):
-        seen = by_hand(rows[row : row + 1].astype(np.float64), "int8")[0]
+        seen = by_hand(rows[row : row + 1].astype(np.float64), activations)[0]
         gate, up = np.einsum("k,kcn->cn", seen, stored["gate_up"][group])
         hidden = gate / (1 + np.exp(-gate)) * up
-        wanted[row] = by_hand(hidden[None], "int8")[0] @ stored["down"][group]
+        wanted[row] = by_hand(hidden[None], activations)[0] @ stored["down"][group]
     assert_close(out, wanted, kind="matmul")
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import quantize, quantize_mixed
+from pallas_kernels import grouped_matmul, quantize, quantize_mixed
 from pallas_kernels import quantized_matmul as unjitted
 from pallas_kernels.quantized_matmul.mixed_array import (
     MixedArray,
@@ -139,6 +139,24 @@ def test_mixed_array_is_a_pytree(key):
     out = jax.vmap(quantized_matmul, in_axes=(None, 0))(x, mixed)
     np.testing.assert_allclose(out[1], 2 * out[0], rtol=1e-6)
     assert isinstance(jax.tree.map(lambda leaf: leaf, mixed), MixedArray)
+
+
+def test_groups_equal_single_products(key):
+    """Each row in the order of its group's matrix; rows past the last group give 0."""
+    weights, x = _problem(key, rows=9)
+    sizes, turn = jnp.asarray([4, 0, 3]), jax.random.permutation(jax.random.key(1), K)
+    parts = [
+        quantize_mixed(weights, x[:, order], num_wide=1) for order in (turn, turn, jnp.arange(K))
+    ]
+    stack = jax.tree.map(lambda *leaves: jnp.stack(leaves), *parts)
+    out = jax.jit(grouped_matmul)(x.at[7:].set(jnp.nan), stack, sizes)
+    wanted = jnp.concatenate(
+        [quantized_matmul(x[:4], parts[0]), quantized_matmul(x[4:7], parts[2])]
+    )
+    np.testing.assert_allclose(out[:7], wanted, rtol=1e-5, atol=1e-5 * float(jnp.abs(wanted).max()))
+    assert (out[7:] == 0.0).all()
+    with pytest.raises(ValueError, match="a MixedArray rounds the rows itself, .* not quantised"):
+        grouped_matmul(quantize(x, "int8", axis=-1), stack, sizes)
 
 
 @pytest.mark.parametrize(

@@ -17,14 +17,14 @@ from flax import linen as nn
 from jaxtyping import Array, Float, Int
 
 from jaxmoe.declarations import Declaration, as_factor, declare_matrix
-from pallas_kernels import QuantizedArray, grouped_matmul, grouped_swiglu
+from pallas_kernels import QuantizedArray, grouped_swiglu
 from pallas_kernels.backend import Implementation
 from pallas_kernels.halo import EncodedWeight
 from pallas_kernels.quantized_array import QuantizedDtype
 from sharding import axes as ax
 from sharding.constrain import Encoded
 from sharding.products.halo import HaloProduct
-from sharding.products.quantized import flattened, rounded
+from sharding.products.quantized import Packed, quantized_groups
 
 WEIGHT_AXES = {
     "gate_up": (ax.EXPERTS, None, None, ax.EXPERT_MLP),
@@ -41,7 +41,7 @@ class Experts(nn.Module):
     expert_dim: int
 
     @nn.compact
-    def __call__(self) -> dict[str, Array | QuantizedArray]:
+    def __call__(self) -> dict[str, Array | Packed]:
         """Return `gate_up [E D 2 F]` and `down [E F D]`, f32 or quantised."""
         num_experts, hidden = self.num_experts, self.expert_dim
         gate_up = Declaration(
@@ -88,22 +88,26 @@ def apply_experts(
         rows: Rows sorted by expert, in the compute dtype.
         group_sizes: Rows of each expert; rows past their sum give 0.
         implementation: Implementation of `grouped_swiglu`, or of `grouped_matmul` where activations
-            are rounded.
+            are rounded or measured.
         activations: Dtype that rows are rounded to before a quantised weight; None for none.
         halo: Product in few bits, in place of the others.
         expert_tensor: Mesh axes over which the hidden units of an expert are cut.
     """
     if halo is not None:
         return _in_few_bits(weights, rows, group_sizes, halo, expert_tensor)
+    gate_up: Any
+    down: Any
     gate_up, down = (as_factor(weights[name], rows.dtype) for name in ("gate_up", "down"))
-    if activations is None or not isinstance(gate_up, QuantizedArray):
+    is_floating = isinstance(gate_up, QuantizedArray) and activations is None
+    if is_floating or not isinstance(gate_up, Packed):
         return grouped_swiglu(rows, gate_up, down, group_sizes, implementation=implementation)
 
-    def multiply(rows: Array, weight: Array | QuantizedArray) -> Array:
-        given = {"implementation": implementation, "out_dtype": rows.dtype}
-        return grouped_matmul(rounded(rows, activations), weight, group_sizes, **given)
+    def multiply(rows: Array, weight: Any) -> Array:
+        return quantized_groups(
+            rows, weight, group_sizes, activations=activations, implementation=implementation
+        )
 
-    gate, up = jnp.split(multiply(rows, flattened(gate_up, 1, num_batch=1)), 2, axis=-1)
+    gate, up = jnp.split(multiply(rows, gate_up), 2, axis=-1)
     return multiply(jax.nn.silu(gate) * up, down)
 
 

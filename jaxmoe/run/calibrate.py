@@ -1,0 +1,151 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Measures the activations of every quantised product on held-out data, for the format w4ax.
+
+The batches are the first ones that evaluation does not read, always the same, so that the held-out
+loss of the converted run is not that of its calibration. The forward pass runs on one device in the
+compute dtype of the run.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from jaxmoe.data import Batch, Loader
+from jaxmoe.execution import ExecutionConfig
+from jaxmoe.models.quantize import channels_shape
+from jaxmoe.parameters import ParameterTable
+from jaxmoe.precision import PrecisionPolicy
+from jaxmoe.run.assemble import Assembly, Plan
+from jaxmoe.training.loss import forward_and_nll
+from jaxmoe.training.state import TrainState
+from sharding.products.observed import ObservedArray
+
+
+def measure_activations(assembly: Assembly, state: TrainState, batches: int) -> dict[str, Any]:
+    """Return the largest |activation| of each input, by path of the matrix.
+
+    Args:
+        assembly: Model and data of the run.
+        state: Floating parameters and router state.
+        batches: Number of held-out batches.
+
+    Returns:
+        Arrays of `jaxmoe.models.quantize.channels_shape`. An expert that was chosen for no token
+        has the largest values of the other experts of its layer.
+
+    Raises:
+        ValueError: There are fewer held-out batches, or an activation is not finite.
+    """
+    plan = assembly.plan
+    held_out = _batches(assembly, batches)
+    params, router_state = jax.device_get((state.params, state.router_state))
+    step = jax.jit(jax.grad(partial(_loss, plan), argnums=0), static_argnums=4)
+    found: dict[str, Any] = {}
+    for batch in held_out:
+        for index in range(plan.config.training.objective.num_examined):
+            measured = step(_zeros(plan.table), params, router_state, batch, index)
+            for path, largest in jax.device_get(measured).items():
+                found[path] = np.maximum(found.get(path, 0.0), largest)
+    for path, largest in found.items():
+        if not np.isfinite(largest).all():
+            raise ValueError(
+                f"the activations of {path} are not finite on held-out data: choose an earlier"
+                " checkpoint with --run.step"
+            )
+    return {path: _filled(largest) for path, largest in found.items()}
+
+
+def _check_held_out(assembly: Assembly, batches: int) -> None:
+    """Raise if evaluation leaves too few held-out batches for a measurement.
+
+    Args:
+        assembly: Data of the run.
+        batches: Number of batches.
+
+    Raises:
+        ValueError: There are fewer.
+    """
+    config = assembly.plan.config
+    have, read = _validation(assembly).num_batches, config.evaluation.batches
+    if have is None or have >= read + batches:
+        return
+    left = max(have - read, 0)
+    way_out = (
+        f"ask for at most {left} with --mixed.batches"
+        if left
+        else "convert to w4a8, which needs no data, or train with fewer --evaluation.batches"
+    )
+    raise ValueError(
+        f"mixed.batches={batches}: outliers are measured on held-out batches that evaluation does"
+        f" not read, and the validation split holds {have} batches, of which evaluation reads the"
+        f" first {read}: {way_out}"
+    )
+
+
+def _batches(assembly: Assembly, batches: int) -> list[Batch]:
+    """Return the batches after those of evaluation."""
+    _check_held_out(assembly, batches)
+    first = assembly.plan.config.evaluation.batches
+    loader = _validation(assembly)
+    return [loader.batch(step) for step in range(first, first + batches)]
+
+
+def _validation(assembly: Assembly) -> Loader:
+    config = assembly.plan.config
+    return Loader(
+        assembly.source,
+        batch_size=config.held_out_batch_size,
+        sequence_length=config.training.sequence_length,
+        seed=0,
+        split="validation",
+    )
+
+
+def _zeros(table: ParameterTable) -> dict[str, Array]:
+    """Return what is differentiated, by path."""
+    shapes = ((row.path, channels_shape(row)) for row in table)
+    return {path: jnp.zeros(shape, jnp.float32) for path, shape in shapes if shape is not None}
+
+
+def _loss(
+    plan: Plan,
+    largest: dict[str, Array],
+    params: Any,
+    router_state: Any,
+    batch: Batch,
+    index: int,
+) -> Array:
+    """Return the held-out loss, whose gradient by `largest` is the measurement."""
+
+    def observed(row: Any, value: Array) -> Any:
+        own = largest.get(row.path)
+        return value if own is None else ObservedArray(values=value, largest=own)
+
+    config = plan.config
+    precision = PrecisionPolicy(compute=config.execution.precision.compute)
+    execution, objective = ExecutionConfig(precision=precision), config.training.objective
+    prepared = objective.examine(plan.model, batch, jnp.int32(index), execution.placement)
+    nll, _ = forward_and_nll(
+        plan.model,
+        execution,
+        jax.tree.map(observed, plan.table.tree(lambda row: row), params),
+        prepared,
+        objective=objective,
+        router_state=router_state,
+    )
+    return nll
+
+
+def _filled(largest: np.ndarray) -> np.ndarray:
+    """Return a measurement in which an expert without rows takes over those of the others."""
+    if largest.ndim < 2:
+        return largest
+    is_empty = largest.max(axis=-1, keepdims=True) == 0.0
+    return np.where(is_empty, largest.max(axis=-2, keepdims=True), largest)

@@ -1,0 +1,118 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Measures the activations of each product: `ObservedArray` in place of a matrix.
+
+    largest[k] = max |x[:, k]|      over the rows x that a matrix is multiplied with
+
+The measurement is returned as the gradient of `largest`, whatever is differentiated: layers return
+no statistic for it, and a scan over layers stacks it like other gradients. Products have no other
+gradient, so that a backward pass multiplies no matrix. A matrix that is used twice adds both
+measurements.
+
+It is meant for one device: the gradient of what several devices share is a sum, not a maximum.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels import grouped_matmul
+from pallas_kernels.backend import Implementation
+
+
+# Not type-checked: tree functions also fill records with shapes, specs and tracers.
+@typing.no_type_check
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ObservedArray:
+    """Floating matrix whose activations are measured."""
+
+    values: Float[Array, ...] | Any
+    """The matrix, of any number of dimensions."""
+    largest: Float[Array, "*G k"] | Any
+    """Any float32; its gradient is the measurement, per matrix of a stack."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the matrix."""
+        return self.values.shape
+
+    @property
+    def ndim(self) -> int:
+        """Number of dimensions of the matrix."""
+        return self.values.ndim
+
+
+def observed_einsum(
+    subscripts: str, x: Float[Array, ...], weight: ObservedArray, *, dtype: Any
+) -> Float[Array, ...]:
+    """Return `jnp.einsum` of activations and a matrix, and measure the activations.
+
+    Args:
+        subscripts: Subscripts of `jnp.einsum`; what is summed over is last in the first term.
+        x: Activations.
+        weight: The matrix.
+        dtype: Dtype of the result.
+    """
+    product = jnp.einsum(
+        subscripts,
+        jax.lax.stop_gradient(x),
+        weight.values.astype(x.dtype),
+        preferred_element_type=dtype,
+    )
+    rows = x.reshape(-1, weight.largest.shape[-1])
+    return _measured(product, rows, weight.largest, jnp.zeros(rows.shape[:1], jnp.int32))
+
+
+def observed_groups(
+    rows: Float[Array, "R k"],
+    weight: ObservedArray,
+    group_sizes: Int[Array, " G"],
+    *,
+    implementation: Implementation | None,
+) -> Float[Array, "R n"]:
+    """Return `grouped_matmul`, and measure the rows of each group.
+
+    Args:
+        rows: Rows sorted by group; those past the last group are not measured.
+        weight: Stack of matrices, G first, then k.
+        group_sizes: Number of rows of each group.
+        implementation: Implementation of `grouped_matmul`.
+    """
+    groups, length = weight.largest.shape
+    matrices = weight.values.reshape(groups, length, -1).astype(rows.dtype)
+    still = jax.lax.stop_gradient(rows)
+    product = grouped_matmul(still, matrices, group_sizes, implementation=implementation)
+    ends = jnp.cumsum(group_sizes.astype(jnp.int32))
+    ids = jnp.searchsorted(ends, jnp.arange(rows.shape[0]), side="right")
+    return _measured(product, rows, weight.largest, ids)
+
+
+@jax.custom_vjp
+def _measured(product: Array, rows: Array, largest: Array, ids: Array) -> Array:
+    """Return the product; the gradient of `largest` is that of each row's matrix."""
+    del rows, largest, ids
+    return product
+
+
+def _forward(product: Array, rows: Array, largest: Array, ids: Array) -> tuple[Array, Any]:
+    num_groups = largest.shape[0] if largest.ndim > 1 else 1
+    own = jax.ops.segment_max(jnp.abs(rows).astype(jnp.float32), ids, num_segments=num_groups)
+    found = jnp.maximum(own, 0.0).reshape(largest.shape)  # groups without rows are -inf
+    return product, (rows, found)
+
+
+def _backward(residuals: tuple[Array, Array], gradient: Array) -> tuple[Any, ...]:
+    """Return zeros for the rows, so that earlier products are reached as well."""
+    del gradient
+    rows, found = residuals
+    return None, jnp.zeros_like(rows), found, None
+
+
+_measured.defvjp(_forward, _backward)
