@@ -22,6 +22,7 @@ from jaxmoe.run.load import load_run
 from jaxmoe.tracking import read_metrics
 from jaxmoe.training.evaluate import evaluate, make_eval_step
 from tests.support.runs import SMALL, flags
+from tests.support.source_tree import PACKAGES, ROOT
 from tests.support.tolerances import assert_close
 from tests.support.traces import planted
 
@@ -106,11 +107,24 @@ def test_tables_that_cannot_be_written_are_refused(more, message, tmp_path, monk
     assert stopped.value.code == 2 and message in capsys.readouterr().err
 
 
-def documented():
-    """Commands in the docstring of `place`, in order, as (module, flags)."""
-    text = re.sub(r"\\\n\s+", "", place.__doc__)
-    lines = re.findall(r"^    python -m experiments\.(\w+) (.+)$", text, re.MULTILINE)
+def documented(text=place.__doc__):
+    """Commands in a text, in order, as (module, flags); in the docstring of `place` by default."""
+    text = re.sub(r"\\\n\s+", "", text)
+    lines = re.findall(r"^ *python -m experiments\.(\w+) (.+)$", text, re.MULTILINE)
     return [(name, shlex.split(words)) for name, words in lines]
+
+
+def test_pages_show_the_commands_of_the_docstring():
+    """Those that `test_documented_commands_run` runs."""
+    pages = [ROOT / "README.md", *(ROOT / ".docs").rglob("*.md")]
+    pages += [page for package in PACKAGES for page in (ROOT / package).rglob("README.md")]
+    shown = [
+        (name, words)
+        for page in pages
+        for name, words in documented(page.read_text(encoding="utf-8"))
+        if name == "place" or "--execution.dispatcher.token_tables" in words
+    ]
+    assert len(shown) >= 3 and all(command in documented() for command in shown)
 
 
 @pytest.mark.slow
