@@ -5,16 +5,20 @@
 It is a separate process, so that the thread pools of two frameworks do not share one. It reads one
 JSON line with the sizes, then a line per request, and answers each with one JSON line:
 
-    rate    FLOP/s of a dense product
-    step    seconds of one step: forward, backward, clipping, AdamW
+    rate DTYPE    FLOP/s of a dense product
+    step DTYPE    seconds and loss of one step: forward, backward, clipping, AdamW
+
+Each dtype has a model of its own; bfloat16 is PyTorch's autocast.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from experiments.cli.process import keep_freed_memory
@@ -27,6 +31,17 @@ def training_data(batch: int, length: int) -> Loader:
     return Loader(CorpusConfig().build(), batch_size=batch, sequence_length=length, seed=0)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Training:
+    """A model in training."""
+
+    model: Any
+    optimizer: Any
+    data: Loader
+    steps: Iterator[int]
+    """Numbers of the steps to come."""
+
+
 class Peer:
     """Model, optimiser and data of the peer.
 
@@ -35,7 +50,7 @@ class Peer:
     """
 
     def __init__(self, sizes: dict[str, Any]):
-        self._torch = torch = require("torch", "hf")
+        self._torch = require("torch", "hf")
         transformers = require("transformers", "hf")
         batch, length, rate = (sizes.pop(key) for key in ("batch", "length", "learning_rate"))
         special = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
@@ -47,40 +62,55 @@ class Peer:
             output_router_logits=True,
             experts_implementation="grouped_mm",
         )
-        torch.manual_seed(0)
-        self._model = transformers.OlmoeForCausalLM(config).train()
-        self._model.set_experts_implementation("grouped_mm")
-        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=rate, weight_decay=0.1)
-        self._data, self._steps = training_data(batch, length), itertools.count()
+        self._make = lambda: transformers.OlmoeForCausalLM(config).train()
+        self._rate, self._batch, self._length = rate, batch, length
+        self._trainings: dict[str, _Training] = {}
 
     def describe(self) -> dict[str, Any]:
         """Return what runs."""
+        model = self._training("float32").model
         return {
             "torch": self._torch.__version__,
             "threads": self._torch.get_num_threads(),
-            "parameters": sum(p.numel() for p in self._model.parameters()),
-            "experts": self._model.config._experts_implementation,
+            "parameters": sum(p.numel() for p in model.parameters()),
+            "experts": model.config._experts_implementation,
         }
 
-    def step(self) -> float:
-        """Return the seconds of one step."""
-        tokens = self._torch.from_numpy(self._data.batch(next(self._steps)).tokens).long()
+    def step(self, dtype: str) -> tuple[float, float]:
+        """Return seconds and cross-entropy of one step."""
+        torch, training = self._torch, self._training(dtype)
+        model, optimizer = training.model, training.optimizer
+        tokens = torch.from_numpy(training.data.batch(next(training.steps)).tokens).long()
         started = time.perf_counter()
-        self._model(input_ids=tokens, labels=tokens).loss.backward()
-        self._torch.nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
-        return time.perf_counter() - started
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16"):
+            output = model(input_ids=tokens, labels=tokens)
+        output.loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        seconds = time.perf_counter() - started
+        balance = model.config.router_aux_loss_coef * output.aux_loss
+        return seconds, float(output.loss - balance)
 
-    def rate(self) -> float:
+    def rate(self, dtype: str) -> float:
         """Return FLOP/s of a dense product."""
-        x = self._torch.ones(2048, 2048)
+        x = self._torch.ones(2048, 2048, dtype=getattr(self._torch, dtype))
         seconds = []
         for _ in range(8):
             started = time.perf_counter()
             self._torch.mm(x, x)
             seconds.append(time.perf_counter() - started)
         return 2.0 * 2048**3 / min(seconds)
+
+    def _training(self, dtype: str) -> _Training:
+        if dtype not in self._trainings:
+            self._torch.manual_seed(0)
+            model = self._make()
+            model.set_experts_implementation("grouped_mm")
+            optimizer = self._torch.optim.AdamW(model.parameters(), lr=self._rate, weight_decay=0.1)
+            data = training_data(self._batch, self._length)
+            self._trainings[dtype] = _Training(model, optimizer, data, itertools.count())
+        return self._trainings[dtype]
 
 
 def main() -> None:
@@ -90,7 +120,8 @@ def main() -> None:
     print(json.dumps(peer.describe()), flush=True)
     answers = {"rate": peer.rate, "step": peer.step}
     for line in sys.stdin:
-        print(json.dumps(answers[line.strip()]()), flush=True)
+        request, dtype = line.split()
+        print(json.dumps(answers[request](dtype)), flush=True)
 
 
 if __name__ == "__main__":

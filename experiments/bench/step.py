@@ -2,9 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures a training step beside a peer, the limit of both, and the step's parts (`bench step`).
 
-The limit is the step's floating-point operations at the rate of a dense product measured in the
-same run. The parts are measured one by one, forward and backward, so that their sum differs a
-little from the whole.
+Both sides train a model in each precision. The limit is the step's floating-point operations at the
+rate of a dense product of that precision, measured in the same run. The parts are measured one by
+one, forward and backward, in the first precision, so that their sum differs a little from the
+whole. The losses are means of the counted steps: with `--rounds 400` they show whether a precision
+costs anything.
 """
 
 from __future__ import annotations
@@ -18,10 +20,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from experiments.bench.measure import Timing, in_turns, matmul_rate, timed, with_gradients
 from experiments.bench.peer import training_data
@@ -32,6 +36,7 @@ from jaxmoe.layers.records import RoutingInputs, TokenInputs
 from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
 from jaxmoe.models.flops import flops_per_token
 from jaxmoe.optim import adamw
+from jaxmoe.precision import DtypeName
 from jaxmoe.scaling.initialize import parameter_table
 from jaxmoe.training.state import TrainState, init_state
 from jaxmoe.training.step import make_train_step
@@ -63,7 +68,9 @@ class StepBenchConfig:
     model: ModelConfig = _MODEL
     """Model to train."""
     execution: ExecutionConfig = ExecutionConfig(unroll=4)
-    """Execution of the model."""
+    """Execution of the model; its compute dtype is that of `precisions`."""
+    precisions: tuple[DtypeName, ...] = ("float32", "bfloat16")
+    """Dtypes of products to train in, on both sides."""
     batch_size: int = 8
     """Sequences per step."""
     sequence_length: int = 512
@@ -74,8 +81,14 @@ class StepBenchConfig:
     """Counted steps of each side."""
     peer: Literal["transformers", "none"] = "transformers"
     """Peer: OLMoE in transformers and PyTorch (extra hf), or none."""
+    peer_python: str | None = None
+    """Interpreter of the peer, of an environment with the extra hf; this one when None."""
 
     def __post_init__(self):
+        if not self.precisions or len(set(self.precisions)) != len(self.precisions):
+            raise ValueError(
+                f"precisions={self.precisions} must name each dtype once, and at least one"
+            )
         for field in ("batch_size", "sequence_length", "rounds"):
             if getattr(self, field) < 1:
                 raise ValueError(f"{field}={getattr(self, field)} must be at least 1")
@@ -98,54 +111,80 @@ def bench_step(config: StepBenchConfig) -> dict[str, Any]:
     # First, so that a peer that does not start is reported before the compile.
     peer = _PeerProcess(config) if config.peer != "none" else None
     try:
-        ours = _OurStep(config)
-        candidates: dict[str, Callable[[], float]] = {"jaxmoe": ours.step}
-        facts: dict[str, Any] = {} if peer is None else peer.facts
+        ours = {dtype: _OurStep(config, dtype) for dtype in config.precisions}
+        rates = {dtype: matmul_rate(jnp.dtype(dtype)) for dtype in config.precisions}
+        candidates: dict[str, Callable[[], float]] = {}
+        facts: dict[str, Any] = {} if peer is None else dict(peer.facts)
+        for dtype, mine in ours.items():
+            candidates[f"jaxmoe {dtype}"] = mine.step
+            if peer is not None:
+                candidates[f"{config.peer} {dtype}"] = partial(peer.step, dtype)
         if peer is not None:
-            candidates[config.peer] = lambda: peer.ask("step")
-            facts["matmul_flops_per_second"] = peer.ask("rate")
-        rate = matmul_rate()
+            facts["matmul_flops_per_second"] = {
+                dtype: peer.ask(f"rate {dtype}") for dtype in config.precisions
+            }
         timings = in_turns(candidates, rounds=config.rounds, warm_up=config.warm_up)
     finally:
         if peer is not None:
             peer.close()
-    limit = flops / rate
-    mine = timings["jaxmoe"]
-    theirs = timings.get(config.peer)
+    losses = {f"jaxmoe {dtype}": mine.losses for dtype, mine in ours.items()}
+    if peer is not None:
+        losses |= {
+            f"{config.peer} {dtype}": all_losses for dtype, all_losses in peer.losses.items()
+        }
+    limits = {dtype: flops / rate for dtype, rate in rates.items()}
+    medians = {name: timing.median for name, timing in timings.items()}
+    fastest = min(medians[f"jaxmoe {dtype}"] for dtype in ours)
+    first = config.precisions[0]
     return {
         "flops": flops,
-        "matmul_flops_per_second": rate,
-        "limit_seconds": limit,
+        "matmul_flops_per_second": rates,
+        "limit_seconds": limits,
         "seconds": {name: _in_json(timing) for name, timing in timings.items()},
-        "times_the_peer": None if theirs is None else theirs.median / mine.median,
-        "fraction_of_limit": limit / mine.median,
-        "tokens_per_second": tokens / mine.median,
-        "compile_seconds": ours.compile_seconds,
-        "temporary_bytes": ours.temporary_bytes,
-        "max_violation": ours.max_violation,
+        "loss": {name: float(np.mean(all_[-config.rounds :])) for name, all_ in losses.items()},
+        "times_the_peer": None if peer is None else _times_the_peer(config, medians),
+        "fraction_of_limit": {d: limits[d] / medians[f"jaxmoe {d}"] for d in ours},
+        "tokens_per_second": tokens / fastest,
+        "compile_seconds": {dtype: mine.compile_seconds for dtype, mine in ours.items()},
+        "temporary_bytes": {dtype: mine.temporary_bytes for dtype, mine in ours.items()},
+        "max_violation": ours[first].max_violation,
         "peer": facts,
-        "parts": _parts(config, ours.state, flops_rate=rate),
+        "parts": _parts(config, ours[first], flops_rate=rates[first]),
     }
+
+
+def _times_the_peer(config: StepBenchConfig, medians: dict[str, float]) -> dict[str, float]:
+    """Return the peer's median over ours for each precision, and for the best of each side."""
+
+    def of(side: str) -> dict[str, float]:
+        found = {dtype: medians[f"{side} {dtype}"] for dtype in config.precisions}
+        return found | {"best": min(found.values())}
+
+    theirs = of(config.peer)
+    return {name: theirs[name] / median for name, median in of("jaxmoe").items()}
 
 
 def in_words(summary: dict[str, Any]) -> str:
     """Return the numbers as a table."""
-    limit = summary["limit_seconds"]
-    lines = [
-        f"limit          {limit:8.3f} s   {summary['flops'] / 1e12:.3f} TFLOP at"
-        f" {summary['matmul_flops_per_second'] / 1e9:.0f} GFLOP/s (dense product, this run)"
-    ]
+    lines = []
+    for dtype, limit in summary["limit_seconds"].items():
+        rate = summary["matmul_flops_per_second"][dtype]
+        lines.append(
+            f"limit {dtype:16} {limit:8.3f} s   {summary['flops'] / 1e12:.3f} TFLOP at"
+            f" {rate / 1e9:.0f} GFLOP/s (dense product, this run)"
+        )
     for name, timing in summary["seconds"].items():
+        limit = summary["limit_seconds"][name.split()[-1]]
         lines.append(
-            f"{name:14} {timing['median']:8.3f} s   median of {timing['runs']}, best"
-            f" {timing['best']:.3f}; {limit / timing['median']:.0%} of the limit"
+            f"{name:22} {timing['median']:8.3f} s   median of {timing['runs']}, best"
+            f" {timing['best']:.3f}; {limit / timing['median']:.0%} of the limit; loss"
+            f" {summary['loss'][name]:.3f}"
         )
-    if summary["times_the_peer"] is not None:
-        rate = summary["peer"]["matmul_flops_per_second"]
-        lines.append(
-            f"jaxmoe is {summary['times_the_peer']:.2f} times as fast as the peer, whose dense"
-            f" product runs at {rate / 1e9:.0f} GFLOP/s"
-        )
+    for dtype, times in (summary["times_the_peer"] or {}).items():
+        words = "each at its best precision" if dtype == "best" else dtype
+        lines.append(f"jaxmoe is {times:.2f} times as fast as the peer, {words}")
+    for dtype, rate in summary["peer"].get("matmul_flops_per_second", {}).items():
+        lines.append(f"the peer's dense product in {dtype} runs at {rate / 1e9:.0f} GFLOP/s")
     lines.append(f"fullest expert {1.0 + summary['max_violation']:8.2f} times its fair share")
     lines.append("parts, forward and backward, all layers:")
     for name, part in summary["parts"].items():
@@ -157,20 +196,23 @@ def in_words(summary: dict[str, Any]) -> str:
 class _OurStep:
     """Training step of this library on fresh random tokens."""
 
-    def __init__(self, config: StepBenchConfig):
+    def __init__(self, config: StepBenchConfig, compute: DtypeName):
         self._data = training_data(config.batch_size, config.sequence_length)
         self._steps = itertools.count()
+        precision = dataclasses.replace(config.execution.precision, compute=compute)
+        self.execution = dataclasses.replace(config.execution, precision=precision)
         optimizer = adamw(_LEARNING_RATE, weight_decay=0.1)
         self.state: TrainState = init_state(
-            config.model, optimizer, jax.random.key(0), execution=config.execution
+            config.model, optimizer, jax.random.key(0), execution=self.execution
         )
         started = time.perf_counter()
-        step = make_train_step(config.model, optimizer, execution=config.execution)
+        step = make_train_step(config.model, optimizer, execution=self.execution)
         self._step = step.lower(self.state, self._batch()).compile()
         self.compile_seconds = time.perf_counter() - started
         memory = self._step.memory_analysis()
         self.temporary_bytes = None if memory is None else memory.temp_size_in_bytes
         self.max_violation = 0.0
+        self.losses: list[float] = []
 
     def step(self) -> float:
         """Return the seconds of one step."""
@@ -180,6 +222,7 @@ class _OurStep:
         jax.block_until_ready(self.state.params)
         elapsed = time.perf_counter() - started
         self.max_violation = float(metrics.router["max_violation_worst"])
+        self.losses.append(float(metrics.loss))
         return elapsed
 
     def _batch(self) -> Batch:
@@ -196,7 +239,7 @@ class _PeerProcess:
     def __init__(self, config: StepBenchConfig):
         self._complaints = tempfile.TemporaryFile("w+")  # an unread pipe would fill up
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "experiments.bench.peer"],
+            [config.peer_python or sys.executable, "-m", "experiments.bench.peer"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._complaints,
@@ -204,6 +247,13 @@ class _PeerProcess:
         )
         self._say(json.dumps(_olmoe_sizes(config)))
         self.facts: dict[str, Any] = self._hear()
+        self.losses: dict[str, list[float]] = {dtype: [] for dtype in config.precisions}
+
+    def step(self, dtype: str) -> float:
+        """Return the seconds of one step in a precision."""
+        seconds, loss = self.ask(f"step {dtype}")
+        self.losses[dtype].append(loss)
+        return seconds
 
     def ask(self, request: str) -> Any:
         """Return the answer to one request."""
@@ -256,10 +306,10 @@ def _olmoe_sizes(config: StepBenchConfig) -> dict[str, Any]:
 
 
 def _parts(
-    config: StepBenchConfig, state: TrainState, *, flops_rate: float
+    config: StepBenchConfig, ours: _OurStep, *, flops_rate: float
 ) -> dict[str, dict[str, float | None]]:
     """Return attention, experts and optimiser of all layers, each measured alone."""
-    model, execution, moe = config.model, config.execution, config.model.moe
+    model, execution, moe, state = config.model, ours.execution, config.model.moe, ours.state
     assert moe is not None
     batch, length = config.batch_size, config.sequence_length
     tokens, layers = batch * length, model.num_layers

@@ -30,9 +30,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from jax.experimental import topologies
-from jax.sharding import AxisType, Mesh
+from jax.sharding import Mesh
 
 from jaxmoe.optional import MissingPackageError
 from jaxmoe.planning.abstract_step import StepPlan, trace_step
@@ -40,7 +39,7 @@ from jaxmoe.planning.device_bytes import device_bytes
 from jaxmoe.planning.hardware import Topology
 from jaxmoe.planning.hlo import collectives
 from jaxmoe.planning.mesh_axes import AxisBytes, bytes_by_axes
-from sharding.mesh import make_mesh, named_sizes
+from sharding.mesh import make_mesh
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -189,14 +188,7 @@ def topology_mesh(plan: StepPlan, topology: Topology) -> Mesh:
         plan: Step to compile.
         topology: Topology with as many devices as the mesh.
     """
-    devices, config = topology_devices(topology), plan.execution.mesh
-    if topology.chip.platform == "cpu":
-        return make_mesh(config, devices, fold=plan.execution.fold)
-    # `make_mesh` orders a torus by coordinates, which some versions only do for devices of a
-    # running backend; the compiler's order serves as well.
-    names, sizes = named_sizes(config, plan.execution.fold)
-    types = (AxisType.Explicit,) * len(names)
-    return Mesh(np.asarray(devices).reshape(sizes), names, axis_types=types)
+    return make_mesh(plan.execution.mesh, topology_devices(topology), fold=plan.execution.fold)
 
 
 def compile_step(plan: StepPlan, topology: Topology) -> CompiledStep | DoesNotFit:

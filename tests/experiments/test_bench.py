@@ -28,7 +28,7 @@ SMALL_STEP = (
 def quick(monkeypatch):
     """Remove pauses and large products."""
     monkeypatch.setattr(measure, "_PAUSE_SECONDS", 0.0)
-    monkeypatch.setattr("experiments.bench.step.matmul_rate", lambda: 1e9)
+    monkeypatch.setattr("experiments.bench.step.matmul_rate", lambda _: 1e9)
     monkeypatch.setattr("experiments.bench.kernels.matmul_rate", lambda: 1e9)
     monkeypatch.setattr("experiments.bench.routers.matmul_rate", lambda: 1e9)
     monkeypatch.setattr("experiments.bench.products.matmul_rate", lambda *_: 1e9)
@@ -80,11 +80,13 @@ def _summary(tmp_path, *arguments):
 def test_step_alone(tmp_path, capsys):
     summary = _summary(tmp_path, "step", "--peer", "none", *SMALL_STEP)
     assert summary["times_the_peer"] is None
-    assert list(summary["seconds"]) == ["jaxmoe"]
-    assert summary["seconds"]["jaxmoe"]["runs"] == 3
-    assert summary["limit_seconds"] == pytest.approx(summary["flops"] / 1e9)
-    median = summary["seconds"]["jaxmoe"]["median"]
-    assert summary["fraction_of_limit"] == pytest.approx(summary["limit_seconds"] / median)
+    assert list(summary["seconds"]) == ["jaxmoe float32", "jaxmoe bfloat16"]
+    for dtype in ("float32", "bfloat16"):
+        seconds, limit = summary["seconds"][f"jaxmoe {dtype}"], summary["limit_seconds"][dtype]
+        assert seconds["runs"] == 3
+        assert limit == pytest.approx(summary["flops"] / 1e9)
+        assert summary["fraction_of_limit"][dtype] == pytest.approx(limit / seconds["median"])
+        assert 5.0 < summary["loss"][f"jaxmoe {dtype}"] < 6.0  # log 256 = 5.55
     assert set(summary["parts"]) == {"attention", "experts and their router", "AdamW"}
     assert "% of the limit" in capsys.readouterr().out
 
@@ -94,7 +96,9 @@ import json, sys
 sizes = json.loads(sys.stdin.readline())
 print(json.dumps({{"sizes": sizes}}), flush=True)
 for line in sys.stdin:
-    print(json.dumps({{"rate": 5e9, "step": 1000.0}}[line.strip()]), flush=True)
+    request, dtype = line.split()
+    step = [1000.0 if dtype == "float32" else 500.0, 5.5]
+    print(json.dumps({{"rate": 5e9, "step": step}}[request]), flush=True)
 """
 
 
@@ -105,14 +109,17 @@ def test_step_beside_a_peer(tmp_path, monkeypatch, capsys):
     peer = tmp_path / "peer"
     peer.write_text(FAKE_PEER.format(python=sys.executable))
     peer.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(peer))
-    summary = _summary(tmp_path, "step", *SMALL_STEP)
-    median = summary["seconds"]["jaxmoe"]["median"]
-    assert summary["times_the_peer"] == pytest.approx(1000.0 / median)
+    summary = _summary(tmp_path, "step", "--peer_python", str(peer), *SMALL_STEP)
+    medians = [summary["seconds"][f"jaxmoe {dtype}"]["median"] for dtype in ("float32", "bfloat16")]
+    wanted = {"float32": 1000.0 / medians[0], "bfloat16": 500.0 / medians[1]}
+    assert summary["times_the_peer"] == pytest.approx(wanted | {"best": 500.0 / min(medians)})
+    assert summary["loss"]["transformers float32"] == 5.5
     sizes = summary["peer"]["sizes"]
     wanted = {"hidden_size": 8, "intermediate_size": 4, "num_experts": 4, "num_experts_per_tok": 2}
     assert {name: sizes[name] for name in wanted} == wanted
-    assert "dense product runs at 5 GFLOP/s" in capsys.readouterr().out.replace("\n", " ")
+    out = " ".join(capsys.readouterr().out.split())
+    assert "dense product in bfloat16 runs at 5 GFLOP/s" in out
+    assert "times as fast as the peer, each at its best precision" in out
 
 
 def test_peer_that_does_not_start_is_reported(tmp_path, monkeypatch, capsys):
