@@ -109,7 +109,7 @@ def chunked_loss(
             by_row = jax.lax.psum(by_row, sequence_axes)
         return total, {} if by_row is None else by_row
 
-    hidden, weight = _reduce_early(hidden, weight)
+    hidden, weight = _apart_from_layers(hidden, weight)
     tokens = (targets, given)
     axes = jax.tree.map(lambda leaf: rows + (None,) * (leaf.ndim - 2), tokens)
     factor = as_factor(weight, execution.precision.compute_dtype)
@@ -169,16 +169,16 @@ _sum_of_chunks.defvjp(_sums_and_gradients, _scale)
 
 
 @jax.custom_vjp
-def _reduce_early(hidden: Array, weight: Any) -> tuple[Array, Any]:
-    """Return both; the gradient of the head is reduced before that of the layers begins.
+def _apart_from_layers(hidden: Array, weight: Any) -> tuple[Array, Any]:
+    """Return both; the head is gathered after the layers, and its gradient reduced before theirs.
 
-    Otherwise the whole gradient of the head stays in memory while the layers are differentiated.
+    Otherwise the whole head, or its whole gradient, stays in memory while the layers are computed.
     """
-    return hidden, weight
+    return jax.lax.optimization_barrier((hidden, weight))
 
 
-_reduce_early.defvjp(
-    lambda hidden, weight: ((hidden, weight), None),
+_apart_from_layers.defvjp(
+    lambda hidden, weight: (_apart_from_layers(hidden, weight), None),
     lambda _, gradients: jax.lax.optimization_barrier(gradients),
 )
 

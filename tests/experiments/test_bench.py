@@ -86,7 +86,8 @@ def test_step_alone(tmp_path, capsys):
         assert seconds["runs"] == 3
         assert limit == pytest.approx(summary["flops"] / 1e9)
         assert summary["fraction_of_limit"][dtype] == pytest.approx(limit / seconds["median"])
-        assert 5.0 < summary["loss"][f"jaxmoe {dtype}"] < 6.0  # log 256 = 5.55
+    losses = [summary["loss"][f"jaxmoe {dtype}"] for dtype in ("float32", "bfloat16")]
+    assert 5.0 < losses[0] < 7.0 and losses[1] == pytest.approx(losses[0], rel=0.01)
     assert set(summary["parts"]) == {"attention", "experts and their router", "AdamW"}
     assert "% of the limit" in capsys.readouterr().out
 
