@@ -10,6 +10,7 @@ several elements are missed with probability 2^-64. A fingerprint finds accident
 memories and chips, not forgery.
 
     fingerprints(tree)          {path: 16 hex digits}, for a manifest
+    begin_fingerprints(tree)    a function that returns them, for another thread
     shard_fingerprints(tree)    fingerprint of each device's shard
     RunningFingerprint(shape)   fingerprint of an array that is read in parts
 
@@ -24,7 +25,7 @@ from __future__ import annotations
 import collections
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -35,7 +36,6 @@ from jaxtyping import Array, UInt32
 
 from jaxmoe.errors import EndRunError
 from jaxmoe.state_tree import flatten, is_key
-from sharding.distributed import gather
 
 _SEEDS = (0x243F6A88, 0x85A308D3)
 _BLOCK = 1 << 22
@@ -68,8 +68,26 @@ def fingerprints(tree: Any) -> dict[str, str]:
     Raises:
         ReplicasDifferError: Replicas differ; the message names devices and arrays.
     """
+    return begin_fingerprints(tree)()
+
+
+def begin_fingerprints(tree: Any) -> Callable[[], dict[str, str]]:
+    """Start to compute what `fingerprints` returns, without waiting for it.
+
+    Every process must call this at the same place among its computations on all devices. The
+    function that it returns computes nothing on devices, so that any thread may call it.
+
+    Args:
+        tree: Tree of named arrays on any mesh.
+    """
+    begun = _begin(tree)
+    return lambda: _joined(_read(begun))
+
+
+def _joined(by_path: Mapping[str, Sequence[ShardFingerprint]]) -> dict[str, str]:
+    """Return the fingerprints of whole arrays; raise if replicas differ."""
     found, odd = {}, {}
-    for path, shards in shard_fingerprints(tree).items():
+    for path, shards in by_path.items():
         if devices := _odd_ones(shards):
             odd[path] = devices
         distinct = {shard.index: shard.value for shard in shards}
@@ -142,16 +160,43 @@ def shard_fingerprints(tree: Any) -> dict[str, list[ShardFingerprint]]:
     Args:
         tree: Tree of named arrays on any mesh.
     """
+    return _read(_begin(tree))
+
+
+class _Group(NamedTuple):
+    """Sums of the arrays of one mesh, or of none, which are being computed."""
+
+    mesh: Mesh | None
+    paths: list[str]
+    places: list[tuple[tuple[int, ...], jax.sharding.Sharding]]
+    """Shape and sharding of each array."""
+    sums: list[Array]
+    """One array for a mesh; otherwise one for each path."""
+
+
+def _begin(tree: Any) -> list[_Group]:
     leaves = {path: _plain(leaf) for path, leaf in sorted(flatten(tree).items())}
     groups: dict[Any, list[str]] = {}
     for path, leaf in leaves.items():
         groups.setdefault(_mesh_of(leaf), []).append(path)
-    found: dict[str, list[ShardFingerprint]] = {}
+    begun = []
     for mesh, paths in groups.items():
         arrays = [leaves[path] for path in paths]
-        sums = _on_one_device(arrays) if mesh is None else _on_a_mesh(arrays, mesh)
-        for place, path in enumerate(paths):
-            found[path] = _named(leaves[path], mesh, sums[:, place])
+        sums = _on_one_device(arrays) if mesh is None else [_on_a_mesh(arrays, mesh)]
+        places = [(array.shape, array.sharding) for array in arrays]
+        begun.append(_Group(mesh, paths, places, sums))
+    return begun
+
+
+def _read(begun: Sequence[_Group]) -> dict[str, list[ShardFingerprint]]:
+    found: dict[str, list[ShardFingerprint]] = {}
+    for mesh, paths, places, arrays in begun:
+        if mesh is None:
+            sums = np.asarray([np.asarray(array) for array in arrays], np.uint32)[None]
+        else:
+            sums = _of_all_devices(arrays[0], mesh)
+        for number, (path, (shape, placed)) in enumerate(zip(paths, places, strict=True)):
+            found[path] = _named(shape, placed, mesh, sums[:, number])
     return found
 
 
@@ -165,29 +210,31 @@ def _plain(leaf: Any) -> Array:
 
 
 def _named(
-    array: Array, mesh: Mesh | None, sums: UInt32[np.ndarray, "devices 2"]
+    shape: tuple[int, ...],
+    placed: jax.sharding.Sharding,
+    mesh: Mesh | None,
+    sums: UInt32[np.ndarray, "devices 2"],
 ) -> list[ShardFingerprint]:
-    where = array.sharding.devices_indices_map(array.shape)
+    where = placed.devices_indices_map(shape)
     devices = list(where) if mesh is None else list(mesh.devices.flat)
     shards = []
     for device, (high, low) in zip(devices, sums.tolist(), strict=True):
         index = tuple(
-            slice(*part.indices(size))
-            for part, size in zip(where[device], array.shape, strict=True)
+            slice(*part.indices(size)) for part, size in zip(where[device], shape, strict=True)
         )
         pairs = tuple((part.start, part.stop) for part in index)
         shards.append(ShardFingerprint(device.id, pairs, (high << 32) | low))
     return shards
 
 
-def _on_one_device(arrays: Sequence[Array]) -> UInt32[np.ndarray, "1 leaves 2"]:
+def _on_one_device(arrays: Sequence[Array]) -> list[Array]:
     for array in arrays:
         if len(array.sharding.device_set) > 1:
             raise ValueError(
                 f"an array of shape {array.shape} is on several devices by {array.sharding}: place"
                 " it with jax.device_put and a NamedSharding"
             )
-    return np.asarray([np.asarray(_whole(array)) for array in arrays], np.uint32)[None]
+    return [_whole(array) for array in arrays]
 
 
 @jax.jit
@@ -200,25 +247,29 @@ def _of_part(part: Array, starts: Array, shape: tuple[int, ...]) -> UInt32[Array
     return _sums(part, list(starts), shape)
 
 
-def _on_a_mesh(arrays: Sequence[Array], mesh: Mesh) -> UInt32[np.ndarray, "devices leaves 2"]:
+def _on_a_mesh(arrays: Sequence[Array], mesh: Mesh) -> Array:
     specs = tuple(cast(NamedSharding, array.sharding).spec for array in arrays)
-    summed = _program(mesh, specs, tuple(array.shape for array in arrays))(*arrays)
-    own = {shard.device: np.asarray(shard.data)[0] for shard in summed.addressable_shards}
-    devices = list(mesh.devices.flat)
-    if len(own) == len(devices):
-        return np.stack([own[device] for device in devices])
-    # Several processes: each contributes its own devices, and 0 for the others.
-    zeros = np.zeros((len(arrays), 2), np.uint32)
-    mine = np.stack([own.get(device, zeros) for device in devices])
-    return gather(mine).sum(0, dtype=np.uint32)
+    return _program(mesh, specs, tuple(array.shape for array in arrays))(*arrays)
+
+
+def _of_all_devices(summed: Array, mesh: Mesh) -> UInt32[np.ndarray, "devices leaves 2"]:
+    """Return the sums of each device of a mesh, which this process may wait for."""
+    parts = {shard.device: np.asarray(shard.data) for shard in summed.addressable_shards}
+    if not summed.is_fully_addressable:
+        return next(iter(parts.values()))  # gathered by the program
+    return np.concatenate([parts[device] for device in mesh.devices.flat])
 
 
 @functools.lru_cache(maxsize=8)
 def _program(mesh: Mesh, specs: tuple[PartitionSpec, ...], shapes: tuple[tuple[int, ...], ...]):
-    """Return one compiled program that sums every device's shards of the whole state."""
-    sizes = dict(mesh.shape)
+    """Return one compiled program that sums every device's shards of the whole state.
 
-    def local(*shards: Array) -> UInt32[Array, "1 leaves 2"]:
+    It returns `[devices, leaves, 2]`: each device has its own row, and with several processes all.
+    """
+    sizes = dict(mesh.shape)
+    is_gathered = len({device.process_index for device in mesh.devices.flat}) > 1
+
+    def local(*shards: Array) -> UInt32[Array, "rows leaves 2"]:
         sums = []
         for shard, spec, shape in zip(shards, specs, shapes, strict=True):
             names = [*spec, *[None] * (len(shape) - len(spec))]
@@ -226,9 +277,10 @@ def _program(mesh: Mesh, specs: tuple[PartitionSpec, ...], shapes: tuple[tuple[i
                 _place(name, sizes) * size for name, size in zip(names, shard.shape, strict=True)
             ]
             sums.append(_sums(shard, starts, shape))
-        return jnp.stack(sums)[None]
+        own = jnp.stack(sums)[None]
+        return jax.lax.all_gather(own, mesh.axis_names, tiled=True) if is_gathered else own
 
-    each = PartitionSpec(mesh.axis_names)
+    each = PartitionSpec() if is_gathered else PartitionSpec(mesh.axis_names)
     return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=each, check_vma=False))
 
 

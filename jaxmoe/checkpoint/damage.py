@@ -11,8 +11,11 @@ import pathlib
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
+import jax
+
 from jaxmoe.checkpoint import bounds, checksums
 from jaxmoe.checkpoint.manifest import CheckpointDamagedError, CheckpointError
+from sharding.distributed import agree
 
 Verify = Literal["full", "files", "off"]
 """Checks of a restore: file checksums and array fingerprints, file checksums only, or none."""
@@ -41,6 +44,22 @@ def check_directory(directory: Any, shelves: Sequence[str], *, is_writer: bool) 
             )
     if lines := bounds.before_opening(place):
         raise CheckpointDamagedError(f"{place} is damaged: {'; '.join(lines[:5])}")
+
+
+def make_directory(directory: Any) -> None:
+    """Make a directory on the first process; every process must call this.
+
+    Raises:
+        OSError: It cannot be made; raised on all processes.
+    """
+    error = None
+    if jax.process_index() == 0:
+        try:
+            pathlib.Path(directory).mkdir(parents=True, exist_ok=True)
+        except OSError as refused:
+            error = refused
+    if agree(error is not None):
+        raise error or OSError("the first process cannot make it")
 
 
 @contextlib.contextmanager

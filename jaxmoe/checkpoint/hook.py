@@ -19,7 +19,8 @@ from sharding.distributed import agree
 class CheckpointHook:
     """Saves every `every` steps, at the last step, and at the next step after a failed save.
 
-    The caller of a loop that was stopped early calls `run` once more to save the last state.
+    Saves before the last step are lazy. The caller of a loop that was stopped early calls `save` to
+    save the last state.
 
     Args:
         manager: Manager of the run's checkpoints.
@@ -30,6 +31,7 @@ class CheckpointHook:
         before: Function called before each save (to flush the records of the saved steps).
         agree_every: Steps between exchanges of failures between processes.
         max_failed: Consecutive failed saves that end the run.
+        is_lazy: Whether a save lets training go on before the state is on the host.
     """
 
     def __init__(
@@ -43,10 +45,12 @@ class CheckpointHook:
         before: Callable[[], None],
         agree_every: int = 1,
         max_failed: int = 5,
+        is_lazy: bool = True,
     ):
         self._manager, self._config, self._position = manager, config, position
         self._every, self._last_step, self._before = every, last_step, before
         self._agree_every, self._max_failed = agree_every, max_failed
+        self._is_lazy = is_lazy
         self.saved_step: int | None = None
 
     def is_due(self, step: int) -> bool:
@@ -63,9 +67,22 @@ class CheckpointHook:
     def run(self, step: int, state: TrainState) -> None:
         """Start a save; the manager logs a failure and the run goes on.
 
+        Raises: see `save`.
+        """
+        self.save(step, state, is_lazy=self._is_lazy and step < self._last_step)
+
+    def save(self, step: int, state: Any, *, is_lazy: bool = False) -> None:
+        """Start a save whether or not it is due.
+
+        Args:
+            step: Number of the step.
+            state: State after it.
+            is_lazy: Whether to return before the state is on the host.
+
         Raises:
             SavesFailedError: Too many consecutive saves have failed.
             LeaseLostError: Another process has taken the directory over.
+            ReplicasDifferError: Devices hold other bits than their replicas.
         """
         if (failed := agree(self._manager.failures)) >= self._max_failed:
             raise SavesFailedError(
@@ -75,5 +92,5 @@ class CheckpointHook:
             )
         self._before()
         position = self._position(step)
-        if self._manager.save(step, state, config=self._config, data=position):
+        if self._manager.save(step, state, config=self._config, data=position, is_lazy=is_lazy):
             self.saved_step = step

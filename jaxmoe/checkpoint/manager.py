@@ -7,11 +7,12 @@
     <directory>/<step>/files.json size and checksum of each file
     <directory>/damaged/<step>    damaged or abandoned steps, set aside
 
-Orbax renames a step into place when all of it is written: a process killed at any time leaves the
-previous step. A save that fails (a full disk) is logged and the run goes on; `is_owed` is True
-until it is repeated (`commit.py` guards the commit). Old steps are renamed before they are deleted,
-so that a listed step is always whole; they are deleted after the commit of a newer step. Steps set
-aside do not count towards `keep`.
+A lazy save copies the state on its devices and returns; a thread transfers and fingerprints the
+copy (`writing.py`). Orbax renames a step into place when all of it is written: a process killed at
+any time leaves the previous step. A save that fails (a full disk) is logged and the run goes on;
+`is_owed` is True until it is repeated (`commit.py` guards the commit). Old steps are renamed before
+they are deleted, so that a listed step is always whole; they are deleted after the commit of a
+newer step. Steps set aside do not count towards `keep`.
 
 Restores are verified by default: files by their checksums before reading, arrays by their
 fingerprints after reading. `restore_newest` sets a damaged step aside and uses the previous one.
@@ -28,8 +29,14 @@ import jax
 import orbax.checkpoint as ocp
 
 from jaxmoe.checkpoint import bounds
-from jaxmoe.checkpoint.commit import TRASH, Commits, Fence, LeaseLostError
-from jaxmoe.checkpoint.damage import Verify, check_directory, damage_of_step, opening_errors
+from jaxmoe.checkpoint.commit import TRASH, Commits, Fence
+from jaxmoe.checkpoint.damage import (
+    Verify,
+    check_directory,
+    damage_of_step,
+    make_directory,
+    opening_errors,
+)
 from jaxmoe.checkpoint.later_arrays import with_later, without_later
 from jaxmoe.checkpoint.literal_path import literal_path
 from jaxmoe.checkpoint.manifest import (
@@ -52,20 +59,15 @@ from jaxmoe.checkpoint.reading import (
     shared_steps,
     target_of,
 )
+from jaxmoe.checkpoint.writing import SAVE_ERRORS, StepWriter, open_manager
+from jaxmoe.fingerprints import ReplicasDifferError
 from jaxmoe.messages import muted
 from jaxmoe.state_tree import is_key, pack, unpack
 from sharding.distributed import agree
 
 logger = logging.getLogger(__name__)
 
-_SAVE_ERRORS = (OSError, ValueError, RuntimeError, LeaseLostError)
 _DAMAGED = "damaged"
-
-_LARGE = 1 << 26
-"""Bytes of an array above which each layer is stored in its own chunk."""
-
-_PEERS = 600
-"""Timeout of a save for the writes of other processes, seconds; below the watchdog's."""
 
 
 class CheckpointManager:
@@ -94,25 +96,17 @@ class CheckpointManager:
         self.directory = literal_path(directory)
         with opening_errors(self.directory):
             check_directory(self.directory, (TRASH, _DAMAGED), is_writer=is_writer)
+            if is_writer:
+                make_directory(self.directory)
         self._is_writer = is_writer
         self._verify: Verify = verify
         self._commits = Commits(self.directory, fence, is_writer=is_writer)
         self._commits.empty_trash()
-        options = ocp.CheckpointManagerOptions(
-            max_to_keep=keep if is_writer else None,
-            create=is_writer,
-            cleanup_tmp_directories=is_writer,
-            read_only=not is_writer,
-            save_interval_steps=1 if is_writer else 0,
-            todelete_subdir=TRASH if is_writer else None,
-            enable_async_checkpointing=is_writer,
-            async_options=ocp.AsyncOptions(
-                timeout_secs=_PEERS,
-                post_finalization_callback=self._commits.before_commit if is_writer else None,
-            ),
-        )
+        self._corrupted: ReplicasDifferError | None = None
         with muted("absl", "directory is read only"), opening_errors(self.directory):
-            self._manager = ocp.CheckpointManager(self.directory, options=options)
+            before_commit = self._commits.before_commit if is_writer else None
+            self._manager = open_manager(self.directory, keep, before_commit)
+        self._writer = StepWriter(self._manager)
 
     def steps(self) -> list[int]:
         """Return the committed steps, ascending."""
@@ -132,7 +126,13 @@ class CheckpointManager:
         return max(self.steps(), default=None)
 
     def save(
-        self, step: int, state: Any, *, config: dict[str, Any], data: dict[str, Any] | None = None
+        self,
+        step: int,
+        state: Any,
+        *,
+        config: dict[str, Any],
+        data: dict[str, Any] | None = None,
+        is_lazy: bool = False,
     ) -> bool:
         """Start saving a state; return when it has been copied and may be donated.
 
@@ -141,6 +141,9 @@ class CheckpointManager:
             state: Tree of named arrays, all on one mesh.
             config: Config of the run as JSON.
             data: Data position.
+            is_lazy: Copy the state on its devices, and return before the transfer to the host and
+                the fingerprints. Where no second state fits, the save waits for them, with a
+                warning.
 
         Returns:
             False if this save, or the previous one that was still being written, failed; the
@@ -148,33 +151,36 @@ class CheckpointManager:
 
         Raises:
             LeaseLostError: Another process has taken the directory over; raised on all processes.
+            ReplicasDifferError: Devices hold other bits than their replicas, in this state or in
+                that of an earlier lazy save; raised on all processes.
         """
         check_arrays(state)
         check_json(config=config, data=data or {})
         is_good = not agree(not self.finish())
-        is_there = step in self.shared_steps()
+        if self._corrupted is not None:
+            raise self._corrupted
+        is_there = self._has(step)
         if not is_there:
             check_global(state)
-        needed = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(pack(state)))
+        packed = pack(state)
+        needed = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(packed))
         if not self._commits.may_save(step, 0 if is_there else needed):
             return False
         if is_there:
             return is_good
         try:
-            manifest = make_manifest(state, step=step, config=config, data=data or {})
-            packed = pack(state)
-            items = ocp.args.Composite(
-                state=ocp.args.StandardSave(  # pyright: ignore[reportCallIssue]
-                    packed, save_args=jax.tree.map(_layout_of, packed)
-                ),
-                manifest=ocp.args.JsonSave(manifest.to_json()),  # pyright: ignore[reportCallIssue]
-            )
-            self._manager.save(step, args=items, force=True)
+            manifest = make_manifest(state, step=step, config=config, data=data or {}, prints={})
+            self._writer.write(manifest, packed, is_lazy=is_lazy)
             self._commits.pending = step
-        except _SAVE_ERRORS as error:
+        except SAVE_ERRORS as error:
             self._commits.failed(step, error)
             return False
         return is_good
+
+    def _has(self, step: int) -> bool:
+        """Return whether the first process has a step; without a list of all, which takes long."""
+        path = self.directory / str(step) / "manifest"
+        return bool(agree(jax.process_index() == 0 and path.exists()))
 
     def finish(self) -> bool:
         """Wait for the current save.
@@ -183,25 +189,33 @@ class CheckpointManager:
             True if it is on the disk, or there was none; False if it failed; the reason is logged.
         """
         try:
-            self._manager.wait_until_finished()
+            self._writer.join()
             self._commits.done()
-        except _SAVE_ERRORS as error:
+        except SAVE_ERRORS as error:
             self._commits.failed(None, error)
+            return False
+        except ReplicasDifferError as error:
+            self._commits.failed(None, error)
+            self._corrupted = error
             return False
         finally:
             self._commits.empty_trash()
         return True
 
+    def is_saving(self) -> bool:
+        """Return whether a save is being written."""
+        return self._writer.is_writing()
+
     @property
     def failures(self) -> int:
         """Consecutive saves that failed, as far as is known without waiting."""
-        if self._commits.pending is not None and not self._manager.is_saving_in_progress():
+        if self._commits.pending is not None and not self.is_saving():
             self.finish()
         return self._commits.failures
 
     def is_owed(self) -> bool:
         """Return whether the last finished save failed; does not wait for the current one."""
-        is_bad = self.failures > 0 or self._commits.lost is not None
+        is_bad = self.failures > 0 or (self._commits.lost or self._corrupted) is not None
         return is_bad and self._commits.pending is None
 
     def manifest(self, step: int) -> CheckpointManifest:
@@ -362,12 +376,6 @@ class CheckpointManager:
         """Wait for the current save and end Orbax's threads."""
         self.finish()
         self._manager.close()
-
-
-def _layout_of(leaf: Any) -> ocp.SaveArgs:
-    """Return how an array is stored: large stacks of matrices with one chunk per matrix."""
-    is_large = leaf.ndim > 2 and leaf.size * leaf.dtype.itemsize > _LARGE
-    return ocp.SaveArgs(shard_axes=(0,) if is_large else ())
 
 
 def sharding_of(leaf: Any) -> Any:

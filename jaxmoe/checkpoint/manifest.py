@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import importlib.metadata
 import json
 import logging
@@ -125,9 +126,22 @@ def _describe(leaf: Any) -> dict[str, Any]:
 
 
 def make_manifest(
-    state: Any, *, step: int, config: Mapping[str, Any], data: Mapping[str, Any]
+    state: Any,
+    *,
+    step: int,
+    config: Mapping[str, Any],
+    data: Mapping[str, Any],
+    prints: Mapping[str, str] | None = None,
 ) -> CheckpointManifest:
-    """Return the manifest of a state to save; every process must call this."""
+    """Return the manifest of a state to save; every process must call this.
+
+    Args:
+        state: State, or its shapes and dtypes if `prints` is given.
+        step: Number of the checkpoint.
+        config: Config of the run as JSON.
+        data: Data position.
+        prints: Fingerprints of the state; computed when None.
+    """
     packages = ("jaxmoe", "jax", "flax", "optax", "orbax-checkpoint")
     versions = {name: _version(name) for name in packages}
     return CheckpointManifest(
@@ -135,11 +149,12 @@ def make_manifest(
         arrays=describe(state),
         config=dict(config),
         data=dict(data),
-        fingerprints=fingerprints(state),
+        fingerprints=fingerprints(state) if prints is None else dict(prints),
         versions=versions,
     )
 
 
+@functools.cache
 def _version(package: str) -> str:
     try:
         return importlib.metadata.version(package)

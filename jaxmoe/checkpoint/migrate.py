@@ -37,6 +37,7 @@ ADDED: tuple[Added, ...] = (
     Added("model.layers", []),
     Added("model.moe.kind", "moe"),
     Added("execution.precision.mixed", {"wide_fraction": 0.125, "block_size": None, "batches": 4}),
+    Added("checkpoint.capture", "lazy"),
 )
 """Fields in the order in which they were added."""
 

@@ -19,16 +19,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-
+from jaxmoe.checkpoint.capture import copy_state
 from jaxmoe.data.batch import Batch
 from jaxmoe.fingerprints import (
     ReplicasDifferError,
     ShardFingerprint,
     shard_fingerprints,
 )
-from jaxmoe.state_tree import is_key
 from jaxmoe.training.state import TrainState
 
 Prints = dict[str, list[ShardFingerprint]]
@@ -62,15 +59,15 @@ class RecomputedStep:
         self._step += 1
         if self._every == 0 or self._step % self._every:
             return self._step_function(state, batch)
-        kept = _copy(state)
+        kept = copy_state(state)
         first = shard_fingerprints(self._step_function(state, batch)[0])
         # The first result is freed by now: at most two states exist.
-        result = self._step_function(_copy(kept), batch)
+        result = self._step_function(copy_state(kept), batch)
         second = shard_fingerprints(result[0])
         if first == second:
             return result
         del result
-        third = shard_fingerprints(self._step_function(_copy(kept), batch)[0])
+        third = shard_fingerprints(self._step_function(copy_state(kept), batch)[0])
         raise ComputationDiffersError(verdict(first, second, third))
 
 
@@ -101,15 +98,3 @@ def verdict(first: Prints, second: Prints, third: Prints) -> str:
         f"device {' and '.join(map(str, sorted(devices)))}: computed other bits from the same"
         f" state and batch ({kind}), in {len(arrays)} of {len(wrong)} arrays: {names}"
     )
-
-
-def _copy(state: TrainState) -> TrainState:
-    """Return a copy of the state with the same shardings."""
-
-    def copy(leaf: Any) -> Any:
-        if is_key(leaf):
-            data = jnp.copy(jax.random.key_data(leaf))
-            return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
-        return jax.device_put(jnp.copy(leaf), leaf.sharding)
-
-    return jax.tree.map(copy, state, is_leaf=is_key)

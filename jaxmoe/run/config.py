@@ -157,6 +157,11 @@ class CheckpointConfig:
     """Steps between checkpoints; 0 saves only at the end."""
     keep: int = 3
     """Number of newest checkpoints to keep; at least 2."""
+    capture: Literal["lazy", "blocking"] = "lazy"
+    """How a save before the last step takes the state: lazy copies it on the devices and lets
+    training go on while the copy is transferred to the host and fingerprinted, which takes the
+    memory of a second state until then (blocking, with a warning, where that does not fit);
+    blocking waits for both."""
     verify: Verify = "full"
     """Checks before a checkpoint is used: full (checksums of files and fingerprints of arrays),
     files, or off."""

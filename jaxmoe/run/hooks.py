@@ -72,7 +72,7 @@ def make_hooks(
 def make_saving(
     assembly: Assembly, checkpoints: CheckpointManager, reporter: Reporter
 ) -> CheckpointHook:
-    """Return the hook that saves checkpoints; it runs once more after a loop that was stopped.
+    """Return the hook that saves checkpoints; its `save` is for a loop that was stopped.
 
     Args:
         assembly: Plan, devices and data of the run.
@@ -90,6 +90,7 @@ def make_saving(
         before=reporter.flush,
         agree_every=config.tracking.print_every,
         max_failed=config.checkpoint.max_failed_saves,
+        is_lazy=config.checkpoint.capture == "lazy",
     )
 
 

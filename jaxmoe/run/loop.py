@@ -103,13 +103,14 @@ def save_last(result: LoopResult, saving: CheckpointHook, checkpoints: Checkpoin
 
     Raises:
         LeaseLostError: Another process holds the run directory by now.
+        ReplicasDifferError: Devices hold other bits than their replicas.
     """
     if result.status in ("diverged", "corrupted", "taken_over", "not_saved"):
         return checkpoints.finish() and result.status != "not_saved"
     for _ in range(2):
         if agree(not checkpoints.finish() or saving.saved_step != result.step):
             try:
-                saving.run(result.step, result.state)
+                saving.save(result.step, result.state)
             except SavesFailedError:  # every failed save was logged
                 return False
     is_there = jax.process_index() != 0 or checkpoints.latest_step() == result.step

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import time
 from collections.abc import Generator
 from typing import TypeVar
@@ -24,6 +25,7 @@ from jax.sharding import Mesh
 
 from jaxmoe.checkpoint import CheckpointManager, LeaseLostError
 from jaxmoe.errors import configuration_errors
+from jaxmoe.fingerprints import ReplicasDifferError
 from jaxmoe.messages import say
 from jaxmoe.resilience.agreement import check_agreement
 from jaxmoe.resilience.snapshot import SnapshotStore
@@ -43,6 +45,8 @@ from jaxmoe.run.rollback import Trained, train_with_rollback
 from jaxmoe.run.supervision import Supervision
 from jaxmoe.training.stopwatch import CHECKPOINT, COMPILE, FINISH, RESTORE
 from sharding.coordination import barrier
+
+logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 Steps = Generator[TrainedStep, bool | None, Result]
@@ -203,6 +207,10 @@ def _train_prepared(
             is_saved = save_last(result, trained.saving, checkpoints)
     except LeaseLostError:
         return _taken_over(directory, result.step, reporter)
+    except ReplicasDifferError as error:
+        logger.error("step %d: %s", result.step, error)
+        result = dataclasses.replace(result, status="corrupted")
+        trained, is_saved = dataclasses.replace(trained, result=result), False
     return _Ended(
         trained=trained,
         watches=watches,

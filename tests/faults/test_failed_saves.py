@@ -49,7 +49,7 @@ def _full_disk():
 def _wait(manager):
     """Wait for the background save, so that the next step can see its result."""
     until = time.monotonic() + 60
-    while manager._manager.is_saving_in_progress():
+    while manager.is_saving():
         assert time.monotonic() < until
         time.sleep(0.01)
 

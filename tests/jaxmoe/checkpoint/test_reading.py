@@ -93,7 +93,7 @@ def test_first_process_reads_the_manifest(played, kind):
 def test_stale_listing_of_another_process_is_ignored(manager, monkeypatch):
     monkeypatch.setattr(room, "shared_steps", lambda find: [1])
     assert manager.restore_newest(_state(0))[0] == 1
-    monkeypatch.setattr(room, "shared_steps", lambda find: [1, 2, 3])
+    monkeypatch.setattr(manager, "_has", lambda step: step == 3)
     assert manager.save(3, _state(3), config={}) and manager.finish()
     assert manager.steps() == [1, 2], "the first process has it already"
 
@@ -138,7 +138,7 @@ def test_failed_last_save_is_retried_by_all_processes(monkeypatch, is_wrong_else
     saved = []
     monkeypatch.setattr(loop_module, "agree", lambda code: int(code or is_wrong_elsewhere))
     checkpoints = types.SimpleNamespace(finish=lambda: True, latest_step=lambda: 5)
-    saving = types.SimpleNamespace(saved_step=5, run=lambda step, state: saved.append(step))
+    saving = types.SimpleNamespace(saved_step=5, save=lambda step, state: saved.append(step))
     result = types.SimpleNamespace(status="done", step=5, state=None)
     save_last = inspect.unwrap(loop_module.save_last)  # plain objects will do
     assert save_last(result, saving, checkpoints) is not is_wrong_elsewhere

@@ -14,8 +14,8 @@ from jaxmoe.checkpoint import (
     CheckpointManager,
     load_checkpoint,
     save_checkpoint,
+    writing,
 )
-from jaxmoe.checkpoint import manager as manager_room
 from jaxmoe.checkpoint.streaming import Streamed, open_stored, save_streamed
 from jaxmoe.fingerprints import RunningFingerprint, fingerprints
 
@@ -96,7 +96,7 @@ def test_stored_layers_are_read_alone(saved):
 
 
 def test_manager_stores_large_stacks_by_layer(tmp_path, monkeypatch):
-    monkeypatch.setattr(manager_room, "_LARGE", 100)
+    monkeypatch.setattr(writing, "_LARGE", 100)
     save_checkpoint(tmp_path, nested(), step=1, config={})
     _, arrays = open_stored(tmp_path, 1)
     assert arrays["params/blocks/w"]._opened().chunk_layout.read_chunk.shape == (1, 5, 7)

@@ -267,13 +267,13 @@ class FullDisk(CheckpointManager):
     def is_owed(self):
         return False
 
-    def save(self, step, state, *, config, data=None):
-        self.diary.append((step, config, data))
+    def save(self, step, state, *, config, data=None, is_lazy=False):
+        self.diary.append((step, config, data, is_lazy))
         return step != 4
 
 
 def test_checkpoint_hook():
-    """What belongs to the steps saved is flushed first; a failed save is not the saved step."""
+    """What belongs to the steps saved is flushed first; the last save and others are not lazy."""
     diary = []
     hook = CheckpointHook(
         FullDisk(diary),
@@ -285,7 +285,10 @@ def test_checkpoint_hook():
     )
     assert [step for step in range(1, 6) if hook.is_due(step)] == [2, 4, 5]
     assert hook.saved_step is None
-    for step in (2, 4):
+    for step in (2, 4, 5):
         hook.run(step, _state(step))
-    assert hook.saved_step == 2
-    assert diary == ["before", (2, {"a": 1}, {"step": 2}), "before", (4, {"a": 1}, {"step": 4})]
+        assert hook.saved_step == (5 if step == 5 else 2)
+    hook.save(3, _state(3))
+    saves = [(2, True), (4, True), (5, False), (3, False)]
+    assert diary[::2] == ["before"] * 4
+    assert diary[1::2] == [(step, {"a": 1}, {"step": step}, is_lazy) for step, is_lazy in saves]

@@ -1,0 +1,163 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Gives states to Orbax with their fingerprints: at once, or lazily in a thread.
+
+at once    the caller waits for the fingerprints and the transfer to the host
+lazily     the caller waits for neither; a thread does both on a copy (`capture.py`)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+from jaxmoe.checkpoint.capture import copy_state, reason_against
+from jaxmoe.checkpoint.commit import TRASH, LeaseLostError
+from jaxmoe.checkpoint.manifest import CheckpointManifest
+from jaxmoe.fingerprints import begin_fingerprints
+from sharding.distributed import agree
+
+logger = logging.getLogger(__name__)
+
+THREAD = "checkpoint save"
+"""Name of the thread of a lazy save, without its number."""
+
+_LARGE = 1 << 26
+"""Bytes of an array above which each layer is stored in its own chunk."""
+
+
+SAVE_ERRORS = (OSError, ValueError, RuntimeError, LeaseLostError)
+"""Exceptions of a save that failed."""
+
+_PEERS = 600
+"""Timeout of a save for the writes of other processes, seconds; below the watchdog's."""
+
+
+def open_manager(
+    directory: Any, keep: int, before_commit: Callable[[], None] | None
+) -> ocp.CheckpointManager:
+    """Return the Orbax manager of a directory, which exists.
+
+    Args:
+        directory: Directory of all steps.
+        keep: Number of newest steps to keep.
+        before_commit: Called in Orbax's thread after the last write of a step and before its
+            commit; None for a manager that only reads.
+    """
+    is_writer = before_commit is not None
+    # Processes that are listed wait for each other without devices, hence in any thread.
+    processes = set(range(jax.process_count())) if is_writer else None
+    options = ocp.CheckpointManagerOptions(
+        max_to_keep=keep if is_writer else None,
+        create=False,
+        cleanup_tmp_directories=is_writer,
+        read_only=not is_writer,
+        save_interval_steps=1 if is_writer else 0,
+        todelete_subdir=TRASH if is_writer else None,
+        enable_async_checkpointing=is_writer,
+        async_options=ocp.AsyncOptions(
+            timeout_secs=_PEERS, post_finalization_callback=before_commit
+        ),
+        multiprocessing_options=ocp.options.MultiprocessingOptions(active_processes=processes),
+    )
+    return ocp.CheckpointManager(directory, options=options)
+
+
+class StepWriter:
+    """Writes one step at a time through an Orbax manager.
+
+    Args:
+        manager: Asynchronous manager, which commits what it has been given.
+    """
+
+    def __init__(self, manager: ocp.CheckpointManager):
+        self._manager = manager
+        self._lazy: Future[None] | None = None
+        self._has_warned = False
+
+    def write(self, manifest: CheckpointManifest, packed: Any, *, is_lazy: bool) -> None:
+        """Begin to write a state; return when it may be donated.
+
+        Every process must call this.
+
+        Args:
+            manifest: Manifest without fingerprints.
+            packed: Nested dicts of plain arrays.
+            is_lazy: Wait neither for the transfer nor for the fingerprints, if devices have memory
+                for a second state.
+
+        Raises:
+            ReplicasDifferError: Devices hold other bits than their replicas. `join` raises it for
+                a lazy save.
+        """
+        if not is_lazy or not self._may_copy(packed):
+            self._give(manifest, packed, begin_fingerprints(packed)())
+            return
+        copies = [copy_state(packed)]
+        # Processes must start their computations in one order, hence in the main thread.
+        begun = begin_fingerprints(copies[0]) if jax.process_count() > 1 else None
+        mesh = jax.sharding.get_mesh()
+
+        def run() -> None:
+            state = copies.pop()
+            with contextlib.suppress(*SAVE_ERRORS):  # raised once per thread; `join` has raised it
+                self._manager.wait_until_finished()
+            # The current mesh is one of the thread, and part of the key of compiled programs.
+            with contextlib.nullcontext() if mesh.empty else jax.set_mesh(mesh):
+                self._give(manifest, state, (begun or begin_fingerprints(state))())
+
+        executor = ThreadPoolExecutor(1, thread_name_prefix=THREAD)
+        self._lazy = executor.submit(run)
+        executor.shutdown(wait=False)  # the thread ends with its function
+
+    def join(self) -> None:
+        """Wait for the current save.
+
+        Raises:
+            ReplicasDifferError: See `write`.
+            Exception: The save failed.
+        """
+        lazy, self._lazy = self._lazy, None
+        if lazy is not None:
+            lazy.result()
+        self._manager.wait_until_finished()
+
+    def is_writing(self) -> bool:
+        """Return whether a save is in progress."""
+        is_lazy = self._lazy is not None and not self._lazy.done()
+        return is_lazy or self._manager.is_saving_in_progress()
+
+    def _give(self, manifest: CheckpointManifest, packed: Any, prints: dict[str, str]) -> None:
+        """Give a state to Orbax; return when it is on the host."""
+        manifest = dataclasses.replace(manifest, fingerprints=prints)
+        items = ocp.args.Composite(
+            state=ocp.args.StandardSave(  # pyright: ignore[reportCallIssue]
+                packed, save_args=jax.tree.map(_layout_of, packed)
+            ),
+            manifest=ocp.args.JsonSave(manifest.to_json()),  # pyright: ignore[reportCallIssue]
+        )
+        self._manager.reload()  # steps that have been deleted, set aside or not committed
+        self._manager.save(manifest.step, args=items, force=True)
+
+    def _may_copy(self, packed: Any) -> bool:
+        reason = reason_against(packed)
+        if not agree(bool(reason)):
+            return True
+        if not self._has_warned:
+            shown = reason or "another process has no memory for a second state"
+            logger.warning("saves wait until the state is on the host: %s", shown)
+        self._has_warned = True
+        return False
+
+
+def _layout_of(leaf: Any) -> ocp.SaveArgs:
+    """Return how an array is stored: large stacks of matrices with one chunk per matrix."""
+    is_large = leaf.ndim > 2 and leaf.size * leaf.dtype.itemsize > _LARGE
+    return ocp.SaveArgs(shard_axes=(0,) if is_large else ())
