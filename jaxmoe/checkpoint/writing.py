@@ -20,6 +20,7 @@ import orbax.checkpoint as ocp
 
 from jaxmoe.checkpoint.capture import copy_state, reason_against
 from jaxmoe.checkpoint.commit import TRASH, LeaseLostError
+from jaxmoe.checkpoint.event_loops import wait_for_all_writes
 from jaxmoe.checkpoint.manifest import CheckpointManifest
 from jaxmoe.fingerprints import begin_fingerprints
 from sharding.distributed import agree
@@ -52,6 +53,8 @@ def open_manager(
             commit; None for a manager that only reads.
     """
     is_writer = before_commit is not None
+    if is_writer:
+        wait_for_all_writes()
     # Processes that are listed wait for each other without devices, hence in any thread.
     processes = set(range(jax.process_count())) if is_writer else None
     options = ocp.CheckpointManagerOptions(

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints: bitwise round trips over meshes, errors, full disks, killed processes."""
 
+import asyncio
 import contextlib
 import dataclasses
 import gc
@@ -9,6 +10,7 @@ import json
 import logging
 import resource
 import shutil
+import sys
 import types
 
 import jax
@@ -25,6 +27,7 @@ from jaxmoe.checkpoint import (
     load_checkpoint,
     save_checkpoint,
 )
+from jaxmoe.checkpoint.event_loops import run_to_the_end
 from jaxmoe.optim import AdamWConfig, LinearConfig
 from jaxmoe.scaling.initialize import parameter_table
 from jaxmoe.state_tree import is_key
@@ -338,13 +341,6 @@ def _no_file_above(size: int):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-# Orbax leaves futures of a closed event loop behind, which complain when they are collected.
-leaves_futures_behind = pytest.mark.filterwarnings(
-    "ignore::pytest.PytestUnraisableExceptionWarning"
-)
-
-
-@leaves_futures_behind
 def test_disk_that_fills_up_while_saving(tmp_path, manager, caplog):
     rng = np.random.default_rng(0)  # noise, which no compression makes small
     state = {f"w{i}": rng.standard_normal(100_000).astype(np.float32) for i in range(4)}
@@ -356,7 +352,41 @@ def test_disk_that_fills_up_while_saving(tmp_path, manager, caplog):
     gc.collect()
 
 
-@leaves_futures_behind
+def test_failed_writes_print_nothing_beside_the_warning(tmp_path, manager, monkeypatch, caplog):
+    """All writes end before Orbax closes their event loop, which they would report to."""
+    printed = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda found: printed.append(str(found.exc_value)))
+    rng = np.random.default_rng(0)
+    state = {f"w{i}": rng.standard_normal(400_000, np.float32) for i in range(6)}
+    state = jax.tree.map(jnp.asarray, state)
+    with _no_file_above(50_000):
+        for step in (2, 3):
+            for is_lazy in (False, True):
+                manager.save(step, state, config={}, is_lazy=is_lazy)
+                assert not manager.finish()
+    gc.collect()
+    text = "was not saved, the run goes on"
+    assert sum(text in record.getMessage() for record in caplog.records) == 4
+    assert printed == []
+    _assert_goes_on(manager, tmp_path)
+
+
+def test_an_event_loop_is_closed_when_all_its_tasks_have_ended():
+    ended = []
+
+    async def write(number):
+        await asyncio.sleep(0.01 * number)
+        ended.append(number)
+        raise OSError(number)
+
+    async def save():
+        await asyncio.gather(*map(write, range(4)))
+
+    with pytest.raises(OSError, match="^0$"):
+        run_to_the_end(save())
+    assert ended == [0, 1, 2, 3]
+
+
 def test_background_failure_is_returned_by_the_next_save(tmp_path, manager, caplog):
     rng = np.random.default_rng(0)
     state = {"w": rng.standard_normal(400_000).astype(np.float32)}
