@@ -11,13 +11,13 @@ way, with the same cache. Compiles nothing. Writes summary.json to runs/data/<na
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from experiments.cli import flags as cli
+from experiments.cli.exit import run_command
 from experiments.recipes import DEFAULT, RECIPES
 from jaxmoe.data import Loader, Mixture, PackedSource, Row, Source, Split
 from jaxmoe.run.config import PretrainConfig
@@ -158,4 +158,4 @@ def _shown(source: Source, row: Row) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_command(main)

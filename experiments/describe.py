@@ -12,10 +12,10 @@ collectives between them.
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Sequence
 
 from experiments.cli import flags as cli
+from experiments.cli.exit import run_command
 from experiments.cli.output import write
 from experiments.recipes import DEFAULT, RECIPES
 from jaxmoe.models.flops import flops_per_token
@@ -118,4 +118,4 @@ def _shards(plan: Plan, rules: LogicalAxisRules) -> dict[str, int]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_command(main)

@@ -11,11 +11,11 @@ one. `--run.mesh.data 1` evaluates on another number of devices than the trainin
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Sequence
 from typing import Literal
 
 from experiments.cli import flags
+from experiments.cli.exit import run_command
 from experiments.cli.exit_codes import ExitCode
 from experiments.cli.process import start_process
 from jaxmoe.errors import ConfigurationError
@@ -75,4 +75,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_command(main)

@@ -11,10 +11,10 @@ in 4 bits. `--run.mesh.data 1` loads the run on another number of devices than t
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Sequence
 
 from experiments.cli import flags
+from experiments.cli.exit import run_command
 from experiments.cli.exit_codes import ExitCode
 from experiments.cli.process import start_process
 from experiments.evaluate import FinishedRunConfig
@@ -67,4 +67,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_command(main)

@@ -32,7 +32,6 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-import sys
 import time
 from collections.abc import Sequence
 
@@ -41,6 +40,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.cli import flags as cli
+from experiments.cli.exit import run_command
 from experiments.cli.output import say
 from experiments.cli.process import start_process
 from experiments.cli.tables import text_table
@@ -244,4 +244,4 @@ def _write(
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_command(main)

@@ -4,9 +4,8 @@
 
 from __future__ import annotations
 
-import sys
-
+from experiments.cli.exit import run_command
 from experiments.studies.precision import main
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_command(main)

@@ -23,7 +23,7 @@ import sys
 from collections.abc import Sequence
 
 from experiments.cli import flags
-from experiments.cli.exit import bounded_exit
+from experiments.cli.exit import run_command
 from experiments.cli.exit_codes import exit_code
 from experiments.cli.output import say
 from experiments.cli.process import end_at_once, start_process
@@ -78,5 +78,4 @@ def _end_before_steps(run: Run, watchdog: Watchdog, reason: Reason) -> None:
 
 
 if __name__ == "__main__":
-    with bounded_exit():
-        sys.exit(main(sys.argv[1:], age=process_age()))
+    run_command(functools.partial(main, age=process_age()))

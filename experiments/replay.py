@@ -17,11 +17,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 from experiments.cli import flags
+from experiments.cli.exit import run_command
 from experiments.cli.exit_codes import ExitCode
 from experiments.cli.output import say
 from experiments.cli.process import start_process
@@ -82,4 +82,4 @@ def format_findings(findings: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_command(main)

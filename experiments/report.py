@@ -12,10 +12,10 @@ that differ; the load of the experts. Runs that have not ended are compared by t
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Sequence
 
 from experiments.cli import flags
+from experiments.cli.exit import run_command
 from experiments.cli.exit_codes import ExitCode
 from experiments.cli.output import write
 from jaxmoe.run.reporting.compare import compare_runs
@@ -76,4 +76,4 @@ def split_words(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_command(main)

@@ -13,7 +13,6 @@ shown beside them. Keep the machine idle otherwise: load changes even the ratios
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -28,6 +27,7 @@ from experiments.bench.kernels import KernelBenchConfig
 from experiments.bench.routers import RouterBenchConfig
 from experiments.bench.step import StepBenchConfig
 from experiments.cli import flags as cli
+from experiments.cli.exit import run_command
 from experiments.cli.output import say
 from experiments.cli.process import start_process
 from jaxmoe.run.directory import RunDirectory
@@ -91,4 +91,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_command(main)

@@ -19,7 +19,7 @@ from experiments.checkpoint import inspect as checkpoint_inspect
 from experiments.checkpoint import resharding as checkpoint_reshard
 from experiments.checkpoint import verify as checkpoint_verify
 from experiments.cli import flags as cli
-from experiments.cli.exit import bounded_exit
+from experiments.cli.exit import run_command
 from experiments.cli.output import write
 from jaxmoe.configs import closest
 
@@ -53,5 +53,4 @@ def _about(command: Callable[..., int]) -> str:
 
 
 if __name__ == "__main__":
-    with bounded_exit():
-        sys.exit(main(sys.argv[1:]))
+    run_command(main)

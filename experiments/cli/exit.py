@@ -2,17 +2,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bounds the time that a process takes to exit after its command has ended.
 
-Python joins all threads before it exits. A thread of a save that failed may wait for a write that
-never ends, such as one whose event loop was closed on an error of the disk.
+Python joins all threads before it exits: those of saves, of Orbax, TensorStore, grain and trackers.
+Any of them may wait for something that never ends, such as a write to a disk that is gone. Every
+command therefore ends through `run_command`:
+
+    threads, exit handlers    a minute; then the process ends with the code of the command, and
+                              names the threads
+    native libraries          ten seconds more, after Python; then SIGALRM ends the process
 """
 
 from __future__ import annotations
 
 import contextlib
+import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import NoReturn
 
 import jax
 
@@ -24,15 +31,32 @@ EXIT_SECONDS = 60.0
 _PEERS = 900.0
 """Timeout of an exit with several processes, which wait for each other, and for the report."""
 
+_NATIVE = 10.0
+"""Seconds after that for the libraries to unload, when no thread of Python runs any more."""
+
+
+def run_command(main: Callable[[Sequence[str]], int]) -> NoReturn:
+    """Run a command on the arguments of this process; exit with its code, whatever hangs.
+
+    Args:
+        main: Function of the command; returns its exit code.
+    """
+    try:
+        with bounded_exit():
+            sys.exit(main(sys.argv[1:]))
+    finally:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_REAL, _timeout(EXIT_SECONDS) + _NATIVE)
+
 
 @contextlib.contextmanager
-def bounded_exit(seconds: float = EXIT_SECONDS) -> Iterator[None]:
+def bounded_exit(seconds: float | None = None) -> Iterator[None]:
     """Run a command within; afterwards, end the process if it does not exit by itself.
 
     The exit code is that of the command. A process that is ended names the threads it waited for.
 
     Args:
-        seconds: Timeout of the exit; longer with several processes.
+        seconds: Timeout of the exit; longer with several processes. `EXIT_SECONDS` when None.
     """
     code = 1
     try:
@@ -43,13 +67,16 @@ def bounded_exit(seconds: float = EXIT_SECONDS) -> Iterator[None]:
         raise
     finally:
         guard = threading.Thread(
-            target=_end_after, args=(seconds, code), name="bounded exit", daemon=True
+            target=_end_after,
+            args=(EXIT_SECONDS if seconds is None else seconds, code),
+            name="bounded exit",
+            daemon=True,
         )
         guard.start()
 
 
 def _end_after(seconds: float, code: int) -> None:
-    seconds = max(seconds, _PEERS) if jax.distributed.is_initialized() else seconds
+    seconds = _timeout(seconds)
     time.sleep(seconds)
     main = threading.main_thread()
     held = dict.fromkeys(thread.name for thread in threading.enumerate() if not thread.daemon)
@@ -63,3 +90,7 @@ def _end_after(seconds: float, code: int) -> None:
             flush=True,
         )
     leave_at_once(code)
+
+
+def _timeout(seconds: float) -> float:
+    return max(seconds, _PEERS) if jax.distributed.is_initialized() else seconds

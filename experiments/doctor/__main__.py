@@ -13,13 +13,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import sys
 import threading
 from collections.abc import Iterator, Sequence
 
 import jax
 
 from experiments.cli import flags
+from experiments.cli.exit import run_command
 from experiments.cli.exit_codes import ExitCode
 from experiments.cli.output import write
 from experiments.cli.process import start_process
@@ -152,4 +152,4 @@ def _count(number: int, what: str) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_command(main)

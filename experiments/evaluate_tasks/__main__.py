@@ -15,13 +15,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 
 from experiments.cli import flags as cli
+from experiments.cli.exit import run_command
 from experiments.cli.output import say
 from experiments.cli.process import start_process
 from experiments.evaluate import FinishedRunConfig
@@ -130,4 +130,4 @@ def evaluate_tasks(config: EvaluateTasksConfig) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_command(main)

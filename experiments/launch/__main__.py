@@ -17,10 +17,10 @@ ended with 2 or 3 (bad configuration, diverged) is not.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
 from experiments.cli import flags
+from experiments.cli.exit import run_command
 from experiments.cli.exit_codes import ExitCode
 from experiments.cli.output import write
 from experiments.launch import supervise
@@ -63,4 +63,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_command(main)

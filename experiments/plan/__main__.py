@@ -14,12 +14,12 @@ figures and the flags for pretrain. Exit codes: 0 planned, 2 bad configuration, 
 from __future__ import annotations
 
 import dataclasses
-import sys
 import time
 from collections.abc import Sequence
 from typing import Any
 
 from experiments.cli import flags as cli
+from experiments.cli.exit import run_command
 from experiments.cli.output import write
 from experiments.plan.config import RECIPES, PlanConfig, names_mesh, step_plan
 from experiments.plan.page import page_of_plan, page_of_refusal
@@ -188,4 +188,4 @@ def _summary(
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_command(main)

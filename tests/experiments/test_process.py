@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an entry point does to its process."""
 
+import ast
 import contextlib
 import errno
 import io
@@ -117,6 +118,54 @@ def test_an_exit_that_a_thread_holds_is_ended_with_its_name(monkeypatch):
         is_held.set()
     assert codes == [74] and "a save that never ends" in errors.getvalue()
     assert "it ends now, with exit code 74" in errors.getvalue()
+
+
+ROOT = pathlib.Path(__file__).parents[2]
+COMMANDS = sorted(
+    path.relative_to(ROOT).as_posix()
+    for path in (*ROOT.glob("experiments/*.py"), *ROOT.glob("experiments/*/__main__.py"))
+    if '__name__ == "__main__"' in path.read_text()
+)
+
+
+@pytest.mark.parametrize("path", COMMANDS)
+def test_every_command_has_a_bounded_exit(path):
+    """Its last statement runs it through `run_command`."""
+    last = ast.parse((ROOT / path).read_text()).body[-1]
+    assert isinstance(last, ast.If) and ast.unparse(last.test) == "__name__ == '__main__'"
+    (ends,) = last.body
+    assert isinstance(ends, ast.Expr) and ast.unparse(ends).startswith("run_command(")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("held", ["thread", "library"])
+def test_a_command_that_cannot_exit_is_ended(held):
+    """A thread that never ends costs a minute, and native code ten seconds; here less."""
+    program = f"""
+import ctypes, threading
+from experiments.cli import exit
+exit.EXIT_SECONDS, exit._NATIVE = 0.5, 0.5
+
+class Library:
+    def __del__(self, sleep=ctypes.PyDLL(None).sleep):
+        sleep(600)  # with the lock of the interpreter
+
+def main(argv):
+    if {held!r} == "thread":
+        threading.Thread(target=threading.Event().wait, name="a write that never ends").start()
+    else:
+        globals()["library"] = Library()
+    return 74
+
+exit.run_command(main)
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    if held == "thread":
+        assert ended.returncode == 74 and "because of a write that never ends" in ended.stderr
+    else:
+        assert ended.returncode == -signal.SIGALRM
 
 
 @contextlib.contextmanager
