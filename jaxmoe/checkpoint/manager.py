@@ -26,9 +26,11 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 
 from jaxmoe.checkpoint import bounds
+from jaxmoe.checkpoint.capture import reason_against
 from jaxmoe.checkpoint.commit import TRASH, Commits, Fence
 from jaxmoe.checkpoint.damage import (
     Verify,
@@ -63,7 +65,7 @@ from jaxmoe.checkpoint.writing import SAVE_ERRORS, StepWriter, open_manager
 from jaxmoe.fingerprints import ReplicasDifferError
 from jaxmoe.messages import muted
 from jaxmoe.state_tree import is_key, pack, unpack
-from sharding.distributed import agree
+from sharding.distributed import agree, gather
 
 logger = logging.getLogger(__name__)
 
@@ -103,6 +105,7 @@ class CheckpointManager:
         self._commits = Commits(self.directory, fence, is_writer=is_writer)
         self._commits.empty_trash()
         self._corrupted: ReplicasDifferError | None = None
+        self._has_warned = False
         with muted("absl", "directory is read only"), opening_errors(self.directory):
             before_commit = self._commits.before_commit if is_writer else None
             self._manager = open_manager(self.directory, keep, before_commit)
@@ -156,31 +159,38 @@ class CheckpointManager:
         """
         check_arrays(state)
         check_json(config=config, data=data or {})
-        is_good = not agree(not self.finish())
+        packed = pack(state)
+        reason = reason_against(packed) if is_lazy else ""
+        is_failed = not self.finish()
+        is_there = jax.process_index() == 0 and self._has(step)
+        # In one exchange, because each takes milliseconds.
+        mine = np.asarray([is_failed, is_there, bool(reason)], np.int32)
+        is_failed, is_there, is_short = np.max(gather(mine), axis=0).astype(bool)
         if self._corrupted is not None:
             raise self._corrupted
-        is_there = self._has(step)
         if not is_there:
             check_global(state)
-        packed = pack(state)
         needed = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(packed))
         if not self._commits.may_save(step, 0 if is_there else needed):
             return False
         if is_there:
-            return is_good
+            return not is_failed
+        if is_short and not self._has_warned:
+            shown = reason or "another process has no memory for a copy of the state"
+            logger.warning("saves wait until the state is on the host: %s", shown)
+            self._has_warned = True
         try:
             manifest = make_manifest(state, step=step, config=config, data=data or {}, prints={})
-            self._writer.write(manifest, packed, is_lazy=is_lazy)
+            self._writer.write(manifest, packed, is_lazy=is_lazy and not is_short)
             self._commits.pending = step
         except SAVE_ERRORS as error:
             self._commits.failed(step, error)
             return False
-        return is_good
+        return not is_failed
 
     def _has(self, step: int) -> bool:
-        """Return whether the first process has a step; without a list of all, which takes long."""
-        path = self.directory / str(step) / "manifest"
-        return bool(agree(jax.process_index() == 0 and path.exists()))
+        """Return whether a step is there; without a list of all, which takes long."""
+        return (self.directory / str(step) / "manifest").exists()
 
     def finish(self) -> bool:
         """Wait for the current save.

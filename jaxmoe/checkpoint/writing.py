@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import logging
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -18,14 +18,11 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from jaxmoe.checkpoint.capture import copy_state, reason_against
+from jaxmoe.checkpoint.capture import copy_state
 from jaxmoe.checkpoint.commit import TRASH, LeaseLostError
 from jaxmoe.checkpoint.event_loops import wait_for_all_writes
 from jaxmoe.checkpoint.manifest import CheckpointManifest
 from jaxmoe.fingerprints import begin_fingerprints
-from sharding.distributed import agree
-
-logger = logging.getLogger(__name__)
 
 THREAD = "checkpoint save"
 """Name of the thread of a lazy save, without its number."""
@@ -36,6 +33,10 @@ _LARGE = 1 << 26
 
 SAVE_ERRORS = (OSError, ValueError, RuntimeError, LeaseLostError)
 """Exceptions of a save that failed."""
+
+_LEAD = 0.02
+"""Seconds before the thread of a lazy save takes the interpreter from the main thread, which has
+the next step to start."""
 
 _PEERS = 600
 """Timeout of a save for the writes of other processes, seconds; below the watchdog's."""
@@ -83,7 +84,6 @@ class StepWriter:
     def __init__(self, manager: ocp.CheckpointManager):
         self._manager = manager
         self._lazy: Future[None] | None = None
-        self._has_warned = False
 
     def write(self, manifest: CheckpointManifest, packed: Any, *, is_lazy: bool) -> None:
         """Begin to write a state; return when it may be donated.
@@ -93,14 +93,14 @@ class StepWriter:
         Args:
             manifest: Manifest without fingerprints.
             packed: Nested dicts of plain arrays.
-            is_lazy: Wait neither for the transfer nor for the fingerprints, if devices have memory
-                for a second state.
+            is_lazy: Wait neither for the transfer nor for the fingerprints; devices must have
+                memory for a copy of the state.
 
         Raises:
             ReplicasDifferError: Devices hold other bits than their replicas. `join` raises it for
                 a lazy save.
         """
-        if not is_lazy or not self._may_copy(packed):
+        if not is_lazy:
             self._give(manifest, packed, begin_fingerprints(packed)())
             return
         copies = [copy_state(packed)]
@@ -110,6 +110,7 @@ class StepWriter:
 
         def run() -> None:
             state = copies.pop()
+            time.sleep(_LEAD)
             with contextlib.suppress(*SAVE_ERRORS):  # raised once per thread; `join` has raised it
                 self._manager.wait_until_finished()
             # The current mesh is one of the thread, and part of the key of compiled programs.
@@ -148,16 +149,6 @@ class StepWriter:
         )
         self._manager.reload()  # steps that have been deleted, set aside or not committed
         self._manager.save(manifest.step, args=items, force=True)
-
-    def _may_copy(self, packed: Any) -> bool:
-        reason = reason_against(packed)
-        if not agree(bool(reason)):
-            return True
-        if not self._has_warned:
-            shown = reason or "another process has no memory for a second state"
-            logger.warning("saves wait until the state is on the host: %s", shown)
-        self._has_warned = True
-        return False
 
 
 def _layout_of(leaf: Any) -> ocp.SaveArgs:
