@@ -25,11 +25,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxmoe.routing.telemetry.congestion import fit_congestion
+from jaxmoe.routing.telemetry.congestion import EVERY, fit_congestion
 from jaxmoe.tracking.history import HistoryRecorder
 
-EVERY = 10
-"""Steps between estimates, and of each."""
 _NUM_RESAMPLES = 50
 NAMES: tuple[str, ...] = ("gamma_eff", "gamma_eff_low", "gamma_eff_high")
 

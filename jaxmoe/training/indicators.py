@@ -7,7 +7,8 @@
     update_ratio/<role>    |W' - W| / |W| (Frobenius) of all parameters of one role in one layer;
                            the embedding, the head and the last norm under their own names
     direction_coupling     mean over experts of the cosine of router row and mean gate neuron, of
-                           the parameters before the step (jaxmoe/routing/telemetry/geometry.py)
+                           the parameters before the step (jaxmoe/routing/telemetry/geometry.py);
+                           in steps 1, 11, 21, ..., NaN in the others
 
 Under MuonH the ratio of a matrix is its learning rate. They exist with
 `ExecutionConfig(telemetry="detailed")` only; those of the head cost one more product with the head.
@@ -22,15 +23,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import traverse_util
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxmoe.data.batch import Batch
+from jaxmoe.declarations import Role
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.indicators import Indicators, summarise_indicators, token_means
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.models.embedding import head_weight, output_logits
 from jaxmoe.parameters import ParameterSpec, ParameterTable
 from jaxmoe.routing.telemetry import direction_coupling, gate_directions
+from jaxmoe.routing.telemetry.congestion import EVERY
 from jaxmoe.scaling.initialize import parameter_table
 from jaxmoe.training.cross_entropy import chunk_length, in_chunks
 from jaxmoe.training.loss import lay_out_batch
@@ -135,6 +138,8 @@ def watch_layers(
     params: Any,
     is_good: Bool[Array, ""],
     placement: Placement,
+    *,
+    step: Int[Array, ""],
 ) -> dict[str, Float[Array, " L"]]:
     """Return the indicators of a step by name; none unless telemetry is detailed.
 
@@ -145,39 +150,63 @@ def watch_layers(
         params: Parameters before the step.
         is_good: Whether the step is applied; a refused one has update ratios of 0.
         placement: Operations that place arrays.
+        step: Optimiser steps done before this one.
     """
     if indicators is None:
         return {}
-    ratios = update_ratios(parameter_table(model), model, updates, params)
+    table = parameter_table(model)
+    ratios = update_ratios(table, model, updates, params)
     found = summarise_indicators(indicators, residual_multiplier=model.multipliers.residual)
     found |= {name: jnp.where(is_good, ratio, 0.0) for name, ratio in ratios.items()}
-    return found | coupled_directions(model, params, placement)
+    return found | coupled_directions(table, model, params, placement, step=step)
 
 
 def coupled_directions(
-    model: ModelConfig, params: Any, placement: Placement
+    table: ParameterTable,
+    model: ModelConfig,
+    params: Any,
+    placement: Placement,
+    *,
+    step: Int[Array, ""],
 ) -> dict[str, Float[Array, " L"]]:
     """Return the mean cosine of router rows and their experts' gate neurons, `geometry.py`.
 
     Args:
+        table: Table of the parameters, which names routers and experts by role.
         model: Model that has the parameters.
         params: Parameters of the model.
         placement: Operations that place arrays.
+        step: Optimiser steps done; the cosines are computed in the first step after each multiple
+            of `EVERY`, and are NaN in the others.
 
     Returns:
         By `direction_coupling`, NaN for a layer without router matrix or experts; empty if all are.
     """
     held: dict[str, Any] = traverse_util.flatten_dict(params, sep="/")
-    coupled = jnp.full((model.num_layers,), jnp.nan, jnp.float32)
-    has_any = False
+    pairs = []
     for stack in model.stacks:
-        weight = held.get(f"{stack.path}/moe/router/weight")
-        gate_up = held.get(f"{stack.path}/moe/experts/gate_up")
-        if weight is None or gate_up is None:
-            continue
-        has_any, whole = True, (None, None, None)
-        directions = placement.place(gate_directions(gate_up), whole)
-        rows = placement.place(weight.astype(jnp.float32), whole)[..., : gate_up.shape[1]]
-        cosines = direction_coupling(rows, directions).mean(-1)
-        coupled = coupled.at[np.array(stack.layers)].set(cosines)
-    return {"direction_coupling": coupled} if has_any else {}
+        rows = [row for row in table if row.path.startswith(f"{stack.path}/")]
+        # Of the matrices of a router, the one that has a row of the stream for each expert.
+        router = [row for row in rows if _has_role(row, "router", ax.EMBED, ax.ROUTER_OUT)]
+        experts = [row for row in rows if row.declaration.role == "expert_in"]
+        if router and experts:
+            weights = (held[router[0].path], held[experts[0].path])
+            pairs.append((np.array(stack.layers), *weights))
+    if not pairs:
+        return {}
+    unknown = jnp.full((model.num_layers,), jnp.nan, jnp.float32)
+
+    def compute() -> Array:
+        coupled, whole = unknown, (None, None, None)
+        for layers, weight, gate_up in pairs:
+            directions = placement.place(gate_directions(gate_up), whole)
+            rows = placement.place(weight.astype(jnp.float32), whole)[..., : gate_up.shape[1]]
+            coupled = coupled.at[layers].set(direction_coupling(rows, directions).mean(-1))
+        return coupled
+
+    return {"direction_coupling": jax.lax.cond(step % EVERY == 0, compute, lambda: unknown)}
+
+
+def _has_role(row: ParameterSpec, role: Role, *axes: str) -> bool:
+    """Return whether a stacked parameter has a role and, after the layers, these logical axes."""
+    return row.declaration.role == role and row.declaration.axes[1:] == axes

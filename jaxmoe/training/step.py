@@ -143,7 +143,13 @@ def make_train_step(
             router=watch_routers(state, statistics, execution),
             load=None if statistics is None else telemetry.load(statistics),
             indicators=watch_layers(
-                model, summed.indicators, updates, old[0], is_good, execution.placement
+                model,
+                summed.indicators,
+                updates,
+                old[0],
+                is_good,
+                execution.placement,
+                step=state.step - 1,
             ),
             quality=mean_log_prob(statistics),
             norm_limit=limit,

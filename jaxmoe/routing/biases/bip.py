@@ -256,6 +256,9 @@ def _loads(
 ) -> Int[Array, "G E"]:
     """Return the tokens of each expert if every token takes its K largest."""
     _, ids = jax.lax.top_k(preference, top_k)
-    experts = jnp.arange(preference.shape[2], dtype=ids.dtype)
-    chosen = (ids[..., None] == experts[None, None, None, :]) & mask[:, :, None, None]
-    return chosen.sum((1, 2), dtype=jnp.int32)
+    num_scopes, num_tokens, num_experts = preference.shape
+    scopes = jnp.arange(num_scopes, dtype=ids.dtype)[:, None, None]
+    bins = (scopes * ids.dtype.type(num_experts) + ids).reshape(-1)
+    ones = jnp.broadcast_to(mask[:, :, None], (num_scopes, num_tokens, top_k)).astype(jnp.int32)
+    counts = jax.ops.segment_sum(ones.reshape(-1), bins, num_segments=num_scopes * num_experts)
+    return counts.reshape(num_scopes, num_experts)

@@ -22,6 +22,8 @@ import dataclasses
 import numpy as np
 from jaxtyping import Float, Shaped
 
+EVERY = 10
+"""Steps between records of gamma_eff and of the coupling of weights, in detailed telemetry."""
 _LARGEST = 1e4
 """Largest gamma of the search; at this value the load is even."""
 _NUM_RESAMPLES = 200

@@ -20,6 +20,7 @@ from jaxmoe.routing import (
     Extent,
     QuantileConfig,
 )
+from jaxmoe.routing.biases import bip
 from tests.support.selection import bip_objective, inputs_for, loads, one_step, skewed, violation
 from tests.support.tolerances import assert_close
 
@@ -254,3 +255,16 @@ def test_quantile_histogram_error_is_within_one_bin(seed, num_bins):
     # Both are less their own mean, which is off by one bin at most as well.
     assert np.abs((new[0] - new[0][0]) - (new[1] - new[1][0])).max() <= 2.0 * width
     assert np.abs(new[0] - new[1]).max() <= 1.0 * width
+
+
+@pytest.mark.parametrize("shape", [(1, 7, 5), (3, 16, 6)])
+def test_bip_loads_equal_a_plain_count(shape):
+    rng = np.random.default_rng(0)
+    preference = rng.normal(size=shape).astype(np.float32)
+    mask = rng.random(shape[:2]) < 0.7
+    wanted = np.zeros((shape[0], shape[2]), np.int32)
+    for scope, token in np.argwhere(mask):
+        wanted[scope, np.argsort(-preference[scope, token])[:2]] += 1
+    found = bip._loads(jnp.asarray(preference), jnp.asarray(mask), top_k=2)
+    np.testing.assert_array_equal(found, wanted)
+    assert found.dtype == jnp.int32

@@ -20,9 +20,10 @@ from jaxmoe.layers.indicators import (
 )
 from jaxmoe.models.config import ForwardMultipliers, ModelConfig, MoEConfig
 from jaxmoe.models.transformer import forward, initial_router_state
-from jaxmoe.routing import ExpertChoiceConfig, SoftmaxGateConfig, SoftMoEConfig
+from jaxmoe.routing import CosineTopKConfig, ExpertChoiceConfig, SoftmaxGateConfig, SoftMoEConfig
+from jaxmoe.routing.telemetry.congestion import EVERY
 from jaxmoe.scaling.initialize import parameter_table
-from jaxmoe.training.indicators import update_ratios, watch_layers
+from jaxmoe.training.indicators import coupled_directions, update_ratios, watch_layers
 from jaxmoe.training.state import TrainState
 from jaxmoe.training.step import make_train_step
 from sharding.distributed import global_batch
@@ -398,5 +399,30 @@ def test_a_refused_step_moves_nothing():
     moved = jax.tree.map(lambda leaf: jnp.full(leaf.shape, jnp.nan), params)
     nothing = token_means({}, jnp.ones((1, 2), bool))
     watch = jax.jit(functools.partial(watch_layers, TINY, placement=DETAILED.placement))
-    ratios = watch(nothing, moved, params, jnp.zeros((), bool))
+    ratios = watch(nothing, moved, params, jnp.zeros((), bool), step=jnp.int32(0))
     assert (ratios["update_ratio/expert_in"] == 0.0).all()
+
+
+def coupled(model, params, step):
+    table = parameter_table(model)
+    return coupled_directions(table, model, params, DETAILED.placement, step=jnp.int32(step))
+
+
+def test_coupling_of_weights_is_computed_in_every_tenth_step():
+    params = params_of(MODEL)
+    watch = jax.jit(functools.partial(coupled, MODEL))
+    found = {step: watch(params, step)["direction_coupling"] for step in (0, 1, EVERY - 1, EVERY)}
+    assert np.isnan(found[1]).all() and np.isnan(found[EVERY - 1]).all()
+    wanted = np.array([np.nan, *map(directions_of, moe_layers(params))])
+    for step in (0, EVERY):
+        assert_close(found[step], wanted, "matmul")
+
+
+def test_routers_without_a_row_for_each_expert_have_no_coupling():
+    """Slots have several rows for each expert, cosine routers compare in another space."""
+    soft = NO_PAIRS["slots"]
+    cosine = with_moe(router=CosineTopKConfig(router_dim=3))
+    for model in (soft, cosine):
+        assert jax.eval_shape(lambda m=model: coupled(m, params_of(m), 0)) == {}
+    plain = jax.eval_shape(lambda: coupled(MODEL, params_of(MODEL), 0))
+    assert plain["direction_coupling"].shape == (3,)

@@ -35,7 +35,6 @@ from jaxmoe.layers.indicators import observe_routing
 from jaxmoe.layers.records import FeedForwardOutputs, RoutingInputs
 from jaxmoe.routing import Router
 from jaxmoe.routing.balancers import of_weights
-from pallas_kernels import QuantizedArray
 from sharding import axes as ax
 from sharding.products.quantized import logical_axes
 
@@ -117,7 +116,7 @@ class MoE(nn.Module):
         if self.execution.telemetry == "detailed":
             found = observe_routing(computed.statistics, computed.observed, routing.token_mask)
             observed, gate_up = computed.observed, weights["gate_up"]
-            if "logits" in observed and not isinstance(gate_up, QuantizedArray):
+            if "logits" in observed and isinstance(gate_up, jax.Array):  # not rounded to few bits
                 found |= observe_activations(x, observed["logits"], gate_up, routing, placement)
             outputs = dataclasses.replace(outputs, indicators=found)
         y = placement.place(computed.y, (ax.ACT_BATCH, ax.ACT_SEQ, ax.ACT_EMBED))
