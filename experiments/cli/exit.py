@@ -8,7 +8,9 @@ command therefore ends through `run_command`:
 
     threads, exit handlers    a minute; then the process ends with the code of the command, and
                               names the threads
-    native libraries          ten seconds more, after Python; then SIGALRM ends the process
+    teardown                  four minutes more for Python's last garbage collection, which takes
+                              seconds on a busy machine, and for native libraries; no thread of
+                              Python runs by then, and SIGALRM ends the process
 """
 
 from __future__ import annotations
@@ -31,8 +33,8 @@ EXIT_SECONDS = 60.0
 _PEERS = 900.0
 """Timeout of an exit with several processes, which wait for each other, and for the report."""
 
-_NATIVE = 10.0
-"""Seconds after that for the libraries to unload, when no thread of Python runs any more."""
+_TEARDOWN = 240.0
+"""Seconds after that for Python to end; 30 were seen on a machine with 14 processes on 2 cores."""
 
 
 def run_command(main: Callable[[Sequence[str]], int]) -> NoReturn:
@@ -46,7 +48,7 @@ def run_command(main: Callable[[Sequence[str]], int]) -> NoReturn:
             sys.exit(main(sys.argv[1:]))
     finally:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.setitimer(signal.ITIMER_REAL, _timeout(EXIT_SECONDS) + _NATIVE)
+        signal.setitimer(signal.ITIMER_REAL, _timeout(EXIT_SECONDS) + _TEARDOWN)
 
 
 @contextlib.contextmanager

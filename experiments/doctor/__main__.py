@@ -135,7 +135,7 @@ def _answer_within(seconds: float) -> Iterator[None]:
         os._exit(int(ExitCode.BAD_CONFIGURATION))
 
     timer = threading.Timer(seconds, give_up)
-    timer.daemon = True
+    timer.name, timer.daemon = "timeout of the doctor", True
     timer.start()
     try:
         yield

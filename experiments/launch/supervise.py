@@ -243,7 +243,12 @@ class _Start:
             self._running.append(process)
             signals.add(process)
             log = directory / f"start{start + 1}-process{index}.log"
-            reader = threading.Thread(target=self._read, args=(process, log, index), daemon=True)
+            reader = threading.Thread(
+                target=self._read,
+                args=(process, log, index),
+                name=f"output of process {index}",
+                daemon=True,
+            )
             reader.start()
             self._readers.append(reader)
 

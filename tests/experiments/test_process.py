@@ -137,14 +137,29 @@ def test_every_command_has_a_bounded_exit(path):
     assert isinstance(ends, ast.Expr) and ast.unparse(ends).startswith("run_command(")
 
 
+def test_every_thread_has_a_name():
+    """A process that cannot exit reports the names of the threads that hold it."""
+    keyword = {"Thread": "name", "ThreadPoolExecutor": "thread_name_prefix"}
+    found = 0
+    for package in ("experiments", "jaxmoe", "sharding", "pallas_kernels"):
+        for path in (ROOT / package).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                name = ast.unparse(node.func).split(".")[-1] if isinstance(node, ast.Call) else ""
+                if name in keyword:
+                    found += 1
+                    given = {word.arg for word in node.keywords}
+                    assert keyword[name] in given, f"{path}:{node.lineno}: a thread without a name"
+    assert found > 5
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("held", ["thread", "library"])
 def test_a_command_that_cannot_exit_is_ended(held):
-    """A thread that never ends costs a minute, and native code ten seconds; here less."""
+    """A thread that never ends costs a minute, and native code four more; here less."""
     program = f"""
 import ctypes, threading
 from experiments.cli import exit
-exit.EXIT_SECONDS, exit._NATIVE = 0.5, 0.5
+exit.EXIT_SECONDS, exit._TEARDOWN = 0.5, 0.5
 
 class Library:
     def __del__(self, sleep=ctypes.PyDLL(None).sleep):
