@@ -33,10 +33,14 @@ EXTRA = "extra."
 
 
 class DataError(JaxmoeError, ValueError):
-    """Data, or a request for data, that cannot be used as it is; its message is one line."""
+    """Data, or a request for data, that cannot be used as it is.
 
-    def __init__(self, message: str):
-        super().__init__(printable(message))
+    Args:
+        lines: Lines of the message; control characters in a line are escaped.
+    """
+
+    def __init__(self, *lines: str):
+        super().__init__("\n".join(map(printable, lines)))
 
 
 # Not checked at run time: tree functions also fill a Batch with shapes, specs or micro-batches.

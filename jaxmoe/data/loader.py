@@ -323,9 +323,9 @@ def check_position(saved: dict[str, Any], current: dict[str, Any]) -> None:
     ]
     if differing:
         raise DataError(
-            "the checkpoint was trained on other data:\n"
-            + "\n".join(differing)
-            + "\nGive the same data, seed, batch size and length, or start a new run directory"
+            "the checkpoint was trained on other data:",
+            *differing,
+            "Give the same data, seed, batch size and length, or start a new run directory",
         )
 
 
