@@ -52,6 +52,10 @@ REFUSED = {
         config("expert_choice", mesh=EXPERTS, dispatcher=AllToAllConfig(num_chunks=2)),
         "num_chunks=2 cuts assignments by token, and this router gives them by expert: set it to 1",
     ),
+    "chunks_of_slots": (
+        config("soft_moe", mesh=EXPERTS, dispatcher=AllToAllConfig(num_chunks=2)),
+        "num_chunks=2 cuts assignments by token, and this router gives them by expert: set it to 1",
+    ),
     "chunks_of_tokens": (
         config(mesh=EXPERTS, dispatcher=AllToAllConfig(num_chunks=5)),
         "num_chunks=5 must divide the tokens of a device (48): choose a divisor, 1 for all at once",

@@ -101,8 +101,7 @@ def check_layout(
         return
     if moe.router.traits.mixes_tokens:
         _check_whole(moe, rules.mesh_axes(ax.ACT_SEQ), mesh)
-    is_cut = dispatcher.moves_tokens or not moe.router.traits.mixes_tokens
-    if is_cut and devices(ax.EXPERTS, ax.EXPERT_MLP) > 1:
+    if devices(ax.EXPERTS, ax.EXPERT_MLP) > 1:
         tokens = sequences * length // devices(ax.ACT_SEQ)
         dispatcher.check_tokens(
             tokens,
