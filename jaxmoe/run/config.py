@@ -209,7 +209,7 @@ class TrackingConfig:
     """Progress output, trackers and samples."""
 
     print_every: int = 20
-    """Steps between progress lines."""
+    """Steps between progress lines, and between the loads of layers and experts in trackers."""
     console: ConsoleKind = "auto"
     """Progress view: rich (live), plain (lines of key=value) or none; auto: rich on a terminal."""
     trackers: tuple[TrackerConfig, ...] = (TensorBoardConfig(),)

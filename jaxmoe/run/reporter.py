@@ -19,7 +19,8 @@ from jaxmoe.run.directory import RunDirectory
 from jaxmoe.tracking.congestion import CongestionRecorder
 from jaxmoe.tracking.indicators import IndicatorRecorder, scalars_of
 from jaxmoe.tracking.jsonl import JsonlTracker, read_metrics
-from jaxmoe.tracking.router_load import RouterLoadRecorder
+from jaxmoe.tracking.load_map import LOAD_IMAGE_CAPTION, LOAD_IMAGE_RECORDS, load_image
+from jaxmoe.tracking.router_load import RouterLoadRecorder, load_metrics
 from jaxmoe.tracking.terminal import Console, LiveTracker, SilentConsole, open_console
 from jaxmoe.tracking.tracker import (
     BITS_PER_BYTE,
@@ -152,14 +153,33 @@ class Reporter:
             if self._congestion is not None:
                 values |= self._congestion.record(step, metrics.load, metrics.quality)
             self.last.update(values)
-            self._files.log(step, values)
             if self._loads is not None and metrics.load is not None:
                 load = np.asarray(metrics.load)
                 self._loads.record(step, load)
+                values |= self._log_load(step, load, self._loads)
+            self._files.log(step, values)
             if self._indicators is not None:
                 self._indicators.record(step, metrics.indicators)
         self._console.show({}, load)
         self._console.log(report.steps[-1], self.last)
+
+    def _log_load(
+        self, step: int, load: np.ndarray, recorder: RouterLoadRecorder
+    ) -> dict[str, float]:
+        """Return the numbers of layers and experts; log histograms and the picture at intervals."""
+        config = self._assembly.plan.config
+        is_last = step == self._training.steps
+        every = config.evaluation.every
+        if is_last or (every and step % every == 0):
+            steps, series = recorder.sampled(LOAD_IMAGE_RECORDS)
+            picture = load_image(steps, series["load"])
+            self._files.log_image(step, "router/load_map", picture, LOAD_IMAGE_CAPTION)
+        if not is_last and step % config.tracking.print_every:
+            return {}
+        scalars, histograms = load_metrics(load)
+        if histograms:
+            self._files.log_histograms(step, histograms)
+        return scalars
 
     def evaluated(self, step: int, evaluation: Evaluation) -> None:
         """Log a held-out loss."""

@@ -23,6 +23,7 @@ from jaxmoe.tracking.tracker import (
     MAX_VIOLATION,
     MFU,
     TOKENS_PER_SECOND,
+    NullTracker,
 )
 
 logger = logging.getLogger(__name__)
@@ -138,7 +139,7 @@ FIELDS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
 )
 
 
-class ConsoleTracker:
+class ConsoleTracker(NullTracker):
     """Writes the progress line.
 
     Args:

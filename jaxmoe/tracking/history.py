@@ -61,6 +61,16 @@ class HistoryRecorder:
         if len(self._steps) > MAX_RECORDS:
             self._steps, self._rows = self._steps[::2], self._rows[::2]
 
+    def sampled(self, number: int) -> History:
+        """Return at most `number` of the records, evenly spaced, the newest included."""
+        count = len(self._steps)
+        chosen = np.unique(np.linspace(count - 1, 0, min(count, number)).round().astype(int))
+        series = {
+            name: np.stack([self._rows[index][name] for index in chosen])
+            for name in (self._rows[0] if self._rows else ())
+        }
+        return np.array(self._steps, np.int64)[chosen], series
+
     def save(self) -> None:
         """Replace the file; an error of the disk is a warning."""
         if not self._rows:

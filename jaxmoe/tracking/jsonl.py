@@ -4,6 +4,7 @@
 
     {"step": 20, "train/loss": 3.2137, "train/grad_norm": 0.41}
     {"step": 20, "text": {"sample": "def main("}}
+    {"step": 20, "histogram": {"router/layer_03/load": {"counts": [9, 7], "edges": [0, 1, 2]}}}
 
 Each line goes to the operating system at once, so that a killed process loses none. A resumed run
 drops the lines after the step it restored, and a last line that was cut in half. NaN and infinity
@@ -23,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from jaxmoe.disk import DiskGuard
+from jaxmoe.tracking.tracker import Histogram
 
 Series = dict[str, tuple[np.ndarray, np.ndarray]]
 """`{metric: (steps [n], values [n])}`."""
@@ -54,6 +56,17 @@ class JsonlTracker:
         """Append a line with the text."""
         self._append({"step": int(step), "text": {name: text}})
 
+    def log_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
+        """Append a line with the histograms."""
+        lists = {
+            name: {"counts": counts.tolist(), "edges": np.round(edges, 4).tolist()}
+            for name, (counts, edges) in histograms.items()
+        }
+        self._append({"step": int(step), "histogram": lists})
+
+    def log_image(self, step: int, name: str, pixels: np.ndarray, caption: str) -> None:
+        """Do nothing: a line holds numbers, and pictures are drawn from the files of the run."""
+
     def close(self) -> None:
         """Close the file."""
         os.close(self._file)
@@ -84,7 +97,7 @@ def read_metrics(path: str | os.PathLike[str]) -> Series:
     series: dict[str, tuple[list[int], list[float]]] = {}
     for _, record in _records(pathlib.Path(path)):
         for name, value in record.items():
-            if name not in ("step", "text"):
+            if name not in ("step", "text", "histogram"):
                 steps, values = series.setdefault(name, ([], []))
                 steps.append(record["step"])
                 values.append(math.nan if value is None else value)

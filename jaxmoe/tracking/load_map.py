@@ -5,7 +5,7 @@
 There are two views of `router.npz`. A map of layers by experts has a slider over the steps; a small
 script draws it from numbers embedded in the page, so that it works from a file; `#step=120` in the
 address selects a step. A strip per layer shows experts over time, with a line at the selected step.
-Without the script the map is an image of the last step.
+Without the script the map is an image of the last step. `load_image` is the picture for trackers.
 
     colour = load / fair share, in steps of 1/64:  blue below 1, transparent at 1, red above
 
@@ -23,13 +23,21 @@ import zlib
 
 import numpy as np
 
-from jaxmoe.tracking.smoothing import binned
+from jaxmoe.tracking.smoothing import binned, worst_of_groups
 
 MAX_MAP_BYTES = 300_000
 """Bytes of the numbers behind the slider, before base64; one per step, layer and expert."""
 MAX_STRIP_BYTES = 250_000
 """Bytes of the strips before compression."""
 MAX_FRAMES = 160
+MAX_IMAGE_ROWS = 512
+"""Rows of `load_image`, without the lines between layers."""
+LOAD_IMAGE_RECORDS = 480
+"""Largest number of records that `load_image` is drawn from."""
+LOAD_IMAGE_CAPTION = (
+    "Load of every expert over the run so far: steps from left to right, layers from top to bottom,"
+    " within a layer its experts. White: fair share; blue: less; red: more."
+)
 
 UNIT = 64
 """Levels per fair share; 255 levels reach 3.98 fair shares."""
@@ -280,3 +288,33 @@ def png(level: np.ndarray) -> str:
         for kind, body in chunks
     )
     return "data:image/png;base64," + base64.b64encode(data).decode()
+
+
+def load_image(steps: np.ndarray, load: np.ndarray) -> np.ndarray:
+    """Return the load of every expert over the run so far as a picture for trackers.
+
+    Steps go from left to right, layers from top to bottom with a line between them, and the experts
+    of a layer from top to bottom. White is the fair share, blue below it, red above.
+
+    Args:
+        steps: [n], rising.
+        load: [n L E] shares of the assignments.
+
+    Returns:
+        [H W 3] uint8. Where the experts of all layers are more than `MAX_IMAGE_ROWS`, a row shows
+        the one of its neighbours that is farthest from the fair share.
+    """
+    _, layers, experts = load.shape
+    _, ratio = binned(steps, load * experts)
+    bins = len(ratio)
+    rows = max(1, min(experts, MAX_IMAGE_ROWS // layers))
+    worst = worst_of_groups(ratio.reshape(bins * layers, experts), rows).reshape(bins, layers, -1)
+    rows = worst.shape[-1]
+    colors = np.asarray(palette(), np.float64)
+    alpha = colors[:, 3:] / 255.0
+    opaque = np.rint(colors[:, :3] * alpha + 255.0 * (1.0 - alpha)).astype(np.uint8)
+    cells = opaque[levels(worst)].transpose(1, 2, 0, 3)  # [L rows bins 3]
+    tall = max(1, min(16, MAX_IMAGE_ROWS // (layers * rows)))
+    cells = cells.repeat(tall, axis=1).repeat(max(1, 480 // bins), axis=2)
+    lined = np.pad(cells, ((0, 0), (0, 2), (0, 0), (0, 0)), constant_values=128)
+    return lined.reshape(-1, *lined.shape[2:])[:-2]

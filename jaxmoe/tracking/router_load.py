@@ -4,8 +4,9 @@
 
     load[n, l, e] = assignments of expert e / assignments of all experts,  in layer l at steps[n]
 
-so that every `load[n, l]` sums to 1 and 1/E is fair. Counts are taken before drops. The picture is
-in `plots.py`, the scalars are in `jaxmoe/routing/telemetry/summary.py`.
+so that every `load[n, l]` sums to 1 and 1/E is fair. Counts are taken before drops. `load_metrics`
+has the numbers per layer and expert for trackers. The pictures are in `plots.py` and `load_map.py`,
+means over layers in `jaxmoe/routing/telemetry/summary.py`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,11 @@ import os
 import numpy as np
 
 from jaxmoe.tracking.history import HistoryRecorder, read_history
+from jaxmoe.tracking.tracker import Histogram
+
+MAX_EXPERT_SCALARS = 256
+"""Largest L * E with one scalar per expert; larger models have one histogram per layer."""
+_BINS = 32
 
 
 class RouterLoadRecorder(HistoryRecorder):
@@ -45,3 +51,41 @@ def read_router_load(path: str | os.PathLike[str]) -> tuple[np.ndarray, np.ndarr
     steps, series = read_history(path)
     load = series.get("load", np.zeros((0, 0, 0), np.float32))
     return steps[: len(load)], load
+
+
+def load_metrics(load: np.ndarray) -> tuple[dict[str, float], dict[str, Histogram]]:
+    """Return the load of every layer and expert under the names that trackers show.
+
+    Loads are multiples of the fair share: 1 is fair, 0 is an expert without a token. Layers are
+    those with a router, numbered from 0 as in the report.
+
+        router/layer_03/max_violation, min_violation, load_entropy    always
+        router/layer_03/load_expert_07      up to `MAX_EXPERT_SCALARS` experts of all layers
+        router/layer_03/load                beyond: a histogram over the experts
+
+    Args:
+        load: [L E] shares of the assignments.
+
+    Returns:
+        Scalars by name, and histograms by name.
+    """
+    layers, experts = load.shape
+    share = np.asarray(load, np.float64)
+    ratio = share * experts
+    entropy = -np.sum(share * np.log(np.where(share > 0.0, share, 1.0)), -1)
+    entropy /= np.log(max(experts, 2))
+    scalars: dict[str, float] = {}
+    histograms: dict[str, Histogram] = {}
+    width = max(2, len(str(experts - 1)))
+    for layer, row in enumerate(ratio):
+        name = f"router/layer_{layer:0{max(2, len(str(layers - 1)))}}"
+        scalars[f"{name}/max_violation"] = float(row.max()) - 1.0
+        scalars[f"{name}/min_violation"] = 1.0 - float(row.min())
+        scalars[f"{name}/load_entropy"] = float(entropy[layer])
+        if layers * experts <= MAX_EXPERT_SCALARS:
+            for expert, value in enumerate(row):
+                scalars[f"{name}/load_expert_{expert:0{width}}"] = float(value)
+        else:
+            top = max(2.0, float(row.max()))
+            histograms[f"{name}/load"] = np.histogram(row, bins=_BINS, range=(0.0, top))
+    return scalars, histograms

@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Smooths, bins and thins long series for charts."""
+"""Smooths, bins and thins long series for charts, and groups experts that share a cell."""
 
 from __future__ import annotations
 
@@ -71,3 +71,18 @@ def thinned(x: np.ndarray, y: np.ndarray, max_points: int = 600) -> tuple[np.nda
         kept.add(int(stretch[y[stretch].argmax()]))
     order = np.array(sorted(kept))
     return x[order], y[order]
+
+
+def worst_of_groups(ratio: np.ndarray, cells: int) -> np.ndarray:
+    """Return loads over the fair share, [L E], or [L C] with the worst of neighbours per cell."""
+    layers, experts = ratio.shape
+    size = -(-experts // cells)
+    if size == 1:
+        return ratio
+    count = -(-experts // size)
+    padded = np.ones((layers, count * size))
+    padded[:, :experts] = ratio
+    groups = padded.reshape(layers, count, size)
+    # As far below the fair share as above it: a tenth is as bad as ten times.
+    badness = np.abs(np.log(np.maximum(groups, 1e-6)))
+    return np.take_along_axis(groups, badness.argmax(-1)[..., None], axis=-1)[..., 0]

@@ -10,9 +10,11 @@ import time
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+import numpy as np
+
 from jaxmoe.disk import DiskGuard
 from jaxmoe.optional import require
-from jaxmoe.tracking.tracker import TrackedRun, Tracker
+from jaxmoe.tracking.tracker import Histogram, TrackedRun, Tracker
 
 DIRECTORY = "tensorboard"
 """Folder of the event files in the run directory."""
@@ -34,7 +36,7 @@ class TensorBoardConfig:
 
 
 class TensorBoardTracker:
-    """Writes scalars and texts for `tensorboard --logdir`.
+    """Writes scalars, texts, histograms and images for `tensorboard --logdir`.
 
     Args:
         directory: Of the event files; every start of a run adds one.
@@ -68,6 +70,29 @@ class TensorBoardTracker:
         """Write a text as a code block."""
         indented = "\n".join(f"    {line}" for line in text.splitlines())
         self._write(step, summary=self._summary.text(name, indented))
+
+    def log_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
+        """Write the histograms; sums are those of the centres of the bins."""
+        values = []
+        for name, (counts, edges) in histograms.items():
+            centers = (edges[1:] + edges[:-1]) / 2.0
+            values += self._summary.histogram_raw(
+                name,
+                min=float(edges[0]),
+                max=float(edges[-1]),
+                num=float(counts.sum()),
+                sum=float(counts @ centers),
+                sum_squares=float(counts @ centers**2),
+                bucket_limits=edges[1:].tolist(),
+                bucket_counts=counts.tolist(),
+            ).value
+        self._write(step, summary=self._summary.Summary(value=values))
+
+    def log_image(self, step: int, name: str, pixels: np.ndarray, caption: str) -> None:
+        """Write the image, with its caption as the description."""
+        summary = self._summary.image(name, pixels, dataformats="HWC")
+        summary.value[0].metadata.summary_description = caption
+        self._write(step, summary=summary)
 
     def close(self) -> None:
         """Close the file."""

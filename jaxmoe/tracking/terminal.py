@@ -36,6 +36,7 @@ from jaxmoe.tracking.console import (
     format_count,
     format_duration,
 )
+from jaxmoe.tracking.smoothing import worst_of_groups
 from jaxmoe.tracking.tracker import (
     BITS_PER_BYTE,
     BITS_PER_TOKEN,
@@ -128,7 +129,7 @@ def is_watched(stream: TextIO, environment: Mapping[str, str] | None = None) -> 
     )
 
 
-class LiveTracker:
+class LiveTracker(NullTracker):
     """The live view.
 
     Args:
@@ -340,21 +341,6 @@ def strip(load: np.ndarray, width: int) -> list[list[Span]]:
     if ratio.shape[1] < experts:
         notes.append(f"{experts} experts, a cell is the worst of {-(-experts // ratio.shape[1])}")
     return lines + _wrapped([[(note, "bright_black")] for note in notes], width)
-
-
-def worst_of_groups(ratio: np.ndarray, cells: int) -> np.ndarray:
-    """Return loads over the fair share, [L E], or [L C] with the worst of neighbours per cell."""
-    layers, experts = ratio.shape
-    size = -(-experts // cells)
-    if size == 1:
-        return ratio
-    count = -(-experts // size)
-    padded = np.ones((layers, count * size))
-    padded[:, :experts] = ratio
-    groups = padded.reshape(layers, count, size)
-    # As far below the fair share as above it: a tenth is as bad as ten times.
-    badness = np.abs(np.log(np.maximum(groups, 1e-6)))
-    return np.take_along_axis(groups, badness.argmax(-1)[..., None], axis=-1)[..., 0]
 
 
 def cell(ratio: float) -> Span:

@@ -5,7 +5,7 @@
 A tracker takes what the training loop has computed anyway. It never decides anything, and on
 several processes only the first one has trackers (the others have a `NullTracker`).
 
-To add a tracker: a file beside this one with a class of these three methods and its config (`name`,
+To add a tracker: a file beside this one with a class of these methods and its config (`name`,
 `check`, `build`), which goes into `TrackerConfig` in `jaxmoe/tracking/__init__.py`.
 """
 
@@ -16,6 +16,8 @@ import hashlib
 import pathlib
 from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
 
 # The metrics that the console line, the plots and the report know; any others may be logged.
 LOSS = "train/loss"
@@ -49,6 +51,10 @@ DEAD_FRACTION = "router/dead_fraction"
 """Share of the experts that no token of the batch was sent to."""
 DROPPED_FRACTION = "router/dropped_fraction"
 """Share of the assignments that were dropped for lack of capacity."""
+
+
+Histogram = tuple[np.ndarray, np.ndarray]
+"""Counts [bins] and edges [bins + 1], as `numpy.histogram` returns them."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -92,6 +98,26 @@ class Tracker(Protocol):
         """
         ...
 
+    def log_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
+        """Record distributions.
+
+        Args:
+            step: Optimiser steps done.
+            histograms: Counts and edges by name.
+        """
+        ...
+
+    def log_image(self, step: int, name: str, pixels: np.ndarray, caption: str) -> None:
+        """Record a picture; trackers without pictures do nothing.
+
+        Args:
+            step: Optimiser steps done.
+            name: Name of the picture.
+            pixels: [H W 3] uint8.
+            caption: How to read it.
+        """
+        ...
+
     def close(self) -> None:
         """Write what is pending; nothing is logged afterwards."""
         ...
@@ -104,6 +130,12 @@ class NullTracker:
         """Do nothing."""
 
     def log_text(self, step: int, name: str, text: str) -> None:
+        """Do nothing."""
+
+    def log_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
+        """Do nothing."""
+
+    def log_image(self, step: int, name: str, pixels: np.ndarray, caption: str) -> None:
         """Do nothing."""
 
     def close(self) -> None:
@@ -129,6 +161,16 @@ class CompositeTracker:
         """Log to each tracker."""
         for tracker in self._trackers:
             tracker.log_text(step, name, text)
+
+    def log_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
+        """Log to each tracker."""
+        for tracker in self._trackers:
+            tracker.log_histograms(step, histograms)
+
+    def log_image(self, step: int, name: str, pixels: np.ndarray, caption: str) -> None:
+        """Log to each tracker."""
+        for tracker in self._trackers:
+            tracker.log_image(step, name, pixels, caption)
 
     def close(self) -> None:
         """Close each tracker."""

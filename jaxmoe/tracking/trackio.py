@@ -13,8 +13,10 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+import numpy as np
+
 from jaxmoe.optional import require
-from jaxmoe.tracking.tracker import TrackedRun, Tracker
+from jaxmoe.tracking.tracker import Histogram, TrackedRun, Tracker
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,7 +53,7 @@ class TrackioConfig:
 
 
 class TrackioTracker:
-    """Passes numbers and texts to Trackio."""
+    """Passes numbers, texts, histograms and images to Trackio."""
 
     def __init__(self, trackio: Any, run: Any):
         self._trackio, self._run = trackio, run
@@ -63,6 +65,15 @@ class TrackioTracker:
     def log_text(self, step: int, name: str, text: str) -> None:
         """Log the text as a code block."""
         self._run.log({name: self._trackio.Markdown(f"```\n{text}\n```")}, step=int(step))
+
+    def log_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
+        """Add one record of histograms."""
+        made = {name: self._trackio.Histogram(np_histogram=h) for name, h in histograms.items()}
+        self._run.log(made, step=int(step))
+
+    def log_image(self, step: int, name: str, pixels: np.ndarray, caption: str) -> None:
+        """Log the image with its caption."""
+        self._run.log({name: self._trackio.Image(pixels, caption=caption)}, step=int(step))
 
     def close(self) -> None:
         """End the run, after writing what is pending."""

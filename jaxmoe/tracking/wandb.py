@@ -16,8 +16,10 @@ import html
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
+import numpy as np
+
 from jaxmoe.optional import require
-from jaxmoe.tracking.tracker import TrackedRun, Tracker
+from jaxmoe.tracking.tracker import Histogram, TrackedRun, Tracker
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,7 +70,7 @@ class WandbConfig:
 
 
 class WandbTracker:
-    """Passes numbers and texts to Weights & Biases."""
+    """Passes numbers, texts, histograms and images to Weights & Biases."""
 
     def __init__(self, wandb: Any, run: Any):
         self._wandb, self._run = wandb, run
@@ -81,6 +83,15 @@ class WandbTracker:
         """Log the text as an HTML page."""
         page = self._wandb.Html(f"<pre>{html.escape(text)}</pre>")
         self._run.log({"step": int(step), name: page})
+
+    def log_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
+        """Add one record of histograms."""
+        made = {name: self._wandb.Histogram(np_histogram=h) for name, h in histograms.items()}
+        self._run.log({"step": int(step)} | made)
+
+    def log_image(self, step: int, name: str, pixels: np.ndarray, caption: str) -> None:
+        """Log the image with its caption."""
+        self._run.log({"step": int(step), name: self._wandb.Image(pixels, caption=caption)})
 
     def close(self) -> None:
         """End the run, after sending what is pending."""

@@ -22,7 +22,7 @@ from jaxmoe.run.assemble import make_plan
 from jaxmoe.run.config import PretrainConfig, ProfileConfig
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.hooks import make_trace
-from jaxmoe.tracking import read_metrics
+from jaxmoe.tracking import read_metrics, read_router_load
 from tests.support.runs import finished_flags, flags, logged_losses, saved_leaves, start_run
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -68,6 +68,18 @@ def test_a_run_leaves_every_file(finished):
         assert router["load"].shape == (6, 1, 4)
         np.testing.assert_allclose(router["load"].sum(-1), 1.0, rtol=1e-6)
     assert sorted(logged_losses(finished)) == [1, 2, 3, 4, 5, 6]
+
+
+def test_trackers_have_the_load_of_every_layer_and_expert(finished):
+    series = read_metrics(finished / "metrics.jsonl")
+    steps, recorded = read_router_load(finished / "router.npz")
+    for expert in range(4):
+        logged, load = series[f"router/layer_00/load_expert_{expert:02}"]
+        assert logged.tolist() == [6]  # every print_every steps, and after the last
+        np.testing.assert_allclose(load, 4 * recorded[steps == 6, 0, expert], rtol=1e-6)
+    written = b"".join(file.read_bytes() for file in (finished / "tensorboard").iterdir())
+    assert b"router/layer_00/load_expert_03" in written
+    assert written.count(b"router/load_map") == 2  # with every evaluation
 
 
 def test_a_run_says_what_it_used_of_the_machine(finished):

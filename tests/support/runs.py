@@ -38,6 +38,7 @@ def finished_flags(directory: pathlib.Path) -> list[str]:
     """Flags of the finished run that tests of commands share."""
     multiplied = ("--base.embed_dim", "8", "--base.num_layers", "4", "--base.batch_tokens", "128")
     outputs = ("--evaluation.every", "3", "--tracking.sample_length", "5")
+    outputs += ("--tracking.trackers", "tensorboard")
     return flags(directory, 6, *outputs, "parameterization:mup_plus_plus", *multiplied)
 
 

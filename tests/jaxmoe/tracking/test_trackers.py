@@ -8,9 +8,11 @@ import pathlib
 import sys
 import types
 
+import numpy as np
 import pytest
 
 from jaxmoe.tracking import LOSS, TRACKERS, MissingPackageError, TrackedRun, Tracker
+from jaxmoe.tracking.router_load import load_metrics
 
 
 class FakeRun:
@@ -25,6 +27,23 @@ class FakeRun:
 
     def finish(self):
         self.calls.append(("finish",))
+
+
+class FakeImage:
+    """wandb.Image (0.31) and trackio.Image (0.43): what both take."""
+
+    def __init__(self, value, caption=None):
+        assert isinstance(value, np.ndarray) and value.dtype == np.uint8
+        self.value, self.caption = value, caption
+
+
+class FakeHistogram:
+    """wandb.Histogram and trackio.Histogram: a pair of counts and edges."""
+
+    def __init__(self, sequence=None, np_histogram=None, num_bins=64):
+        counts, edges = np_histogram
+        assert sequence is None and len(counts) == len(edges) - 1 <= 512
+        self.counts = counts
 
 
 @pytest.fixture
@@ -44,6 +63,7 @@ def packages(monkeypatch):
         module.Settings = lambda **settings: settings
         module.Html = lambda text: ("html", text)
         module.Markdown = lambda text: ("markdown", text)
+        module.Image, module.Histogram = FakeImage, FakeHistogram
         monkeypatch.setitem(sys.modules, name, module)
         made[name] = module
     return made
@@ -105,6 +125,22 @@ def test_trackio_gets_every_step(packages, tmp_path):
         ("log", {"sample": ("markdown", "```\nabc\n```")}, {"step": 3}),
         ("finish",),
     ]
+
+
+@pytest.mark.parametrize("name", ["wandb", "trackio"])
+def test_loads_are_histograms_and_the_load_map_an_image(packages, tmp_path, name):
+    tracker = TRACKERS[name]().build(run_in(tmp_path / "run"))
+    scalars, histograms = load_metrics(np.full((3, 128), 1 / 128))
+    tracker.log(20, scalars)
+    tracker.log_histograms(20, histograms)
+    tracker.log_image(20, "router/load_map", np.zeros((4, 5, 3), np.uint8), "how to read it")
+    logged = [call[1:] for call in packages[name].run.calls if call[0] == "log"]
+    assert all((data.get("step") or more.get("step")) == 20 for data, more in logged)
+    (numbers, _), (distributions, _), (picture, _) = logged
+    assert numbers["router/layer_02/max_violation"] == 0.0
+    assert distributions["router/layer_02/load"].counts.sum() == 128
+    image = picture["router/load_map"]
+    assert image.value.shape == (4, 5, 3) and image.caption == "how to read it"
 
 
 @pytest.mark.parametrize(

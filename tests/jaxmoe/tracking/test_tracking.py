@@ -34,6 +34,8 @@ from jaxmoe.tracking import (
     read_router_load,
 )
 from jaxmoe.tracking.console import format_bytes, format_count, format_duration
+from jaxmoe.tracking.load_map import load_image
+from jaxmoe.tracking.router_load import load_metrics
 
 
 def full_disk(*_):
@@ -50,6 +52,12 @@ class Recording(NullTracker):
     def log_text(self, step, name, text):
         self.calls.append(("text", step, name, text))
 
+    def log_histograms(self, step, histograms):
+        self.calls.append(("histograms", step, list(histograms)))
+
+    def log_image(self, step, name, pixels, caption):
+        self.calls.append(("image", step, name, caption))
+
     def close(self):
         self.calls.append(("close",))
 
@@ -59,8 +67,11 @@ def test_composite_passes_everything_on():
     composite = CompositeTracker(*trackers, NullTracker())
     composite.log(1, {LOSS: 2.0})
     composite.log_text(2, "sample", "abc")
+    composite.log_histograms(3, {"load": (np.ones(2), np.arange(3))})
+    composite.log_image(4, "map", np.zeros((1, 1, 3), np.uint8), "caption")
     composite.close()
-    expected = [("log", 1, {LOSS: 2.0}), ("text", 2, "sample", "abc"), ("close",)]
+    expected = [("log", 1, {LOSS: 2.0}), ("text", 2, "sample", "abc")]
+    expected += [("histograms", 3, ["load"]), ("image", 4, "map", "caption"), ("close",)]
     assert [tracker.calls for tracker in trackers] == [expected, expected]
 
 
@@ -164,6 +175,23 @@ def test_tensorboard_events_are_written_at_once_and_purged_on_resume(tmp_path):
     assert sorted(starts) == [1, 3]
 
 
+def test_tensorboard_has_histograms_and_images(tmp_path):
+    tracker = TensorBoardTracker(tmp_path / "tb")
+    load = np.array([[0.5, 0.25, 0.25, 0.0]])
+    edges = np.linspace(0.0, 2.0, 5)
+    tracker.log_histograms(7, {"router/layer_00/load": np.histogram(load * 4, bins=edges)})
+    tracker.log_image(7, "router/load_map", load_image(np.array([7]), load[None]), "white is fair")
+    _, _, distribution, picture = events(tmp_path / "tb")
+    (value,) = distribution.summary.value
+    assert (distribution.step, value.tag, value.histo.num) == (7, "router/layer_00/load", 4)
+    assert list(value.histo.bucket) == [1, 0, 2, 1] and list(value.histo.bucket_limit)[-1] == 2.0
+    (value,) = picture.summary.value
+    assert value.tag == "router/load_map" and value.metadata.summary_description == "white is fair"
+    assert (value.image.height, value.image.width) == (64, 480)
+    assert value.image.encoded_image_string.startswith(b"\x89PNG")
+    tracker.close()
+
+
 def test_tensorboard_on_a_full_disk_does_not_hang(tmp_path, monkeypatch, caplog):
     tracker = TensorBoardTracker(tmp_path)
     monkeypatch.setattr(os, "fsync", full_disk)
@@ -260,6 +288,47 @@ def test_router_load_is_a_share_and_resumes(tmp_path):
     recorder.record(1, counts)
     recorder.save()
     assert read_router_load(path)[0].tolist() == [1]
+
+
+def test_loads_are_scalars_up_to_a_count_and_histograms_beyond():
+    load = np.array([[0.5, 0.25, 0.25, 0.0], [0.25, 0.25, 0.25, 0.25]])
+    scalars, histograms = load_metrics(load)
+    assert not histograms
+    experts = [scalars[f"router/layer_00/load_expert_{e:02}"] for e in range(4)]
+    assert experts == [2.0, 1.0, 1.0, 0.0]  # 1 is fair
+    assert scalars["router/layer_00/max_violation"] == 1.0
+    assert scalars["router/layer_00/min_violation"] == 1.0
+    assert scalars["router/layer_00/load_entropy"] == pytest.approx(0.75)
+    assert scalars["router/layer_01/load_entropy"] == pytest.approx(1.0)
+    wide = np.full((2, 129), 1 / 129)
+    scalars, histograms = load_metrics(wide)
+    assert len(scalars) == 6 and list(histograms) == [f"router/layer_{n:02}/load" for n in (0, 1)]
+    assert histograms["router/layer_01/load"][0].sum() == 129
+
+
+def test_the_load_picture_has_a_row_for_every_expert_and_a_column_for_every_step():
+    load = np.full((3, 2, 4), 0.25)
+    load[1, 1] = [1.0, 0.0, 0.0, 0.0]  # the second step, in the second layer
+    picture = load_image(np.array([10, 20, 30]), load)
+    assert picture.shape == (2 * 4 * 16 + 2, 480, 3)
+    assert (picture[:64] == 255).all() and (picture[64:66] == 128).all()
+    red, blue = picture[66 + 8, 240].astype(int), picture[66 + 24, 240].astype(int)
+    assert red[0] > red[2] + 100 and blue[2] > blue[0] + 100
+    assert (picture[66:, :160] == 255).all() and (picture[66:, 320:] == 255).all()
+    wide = load_image(np.arange(2), np.full((2, 60, 256), 1 / 256))
+    assert wide.shape[0] <= 512 + 2 * 60  # some experts share a row
+
+
+def test_histograms_in_jsonl_are_no_metrics(tmp_path):
+    tracker = JsonlTracker(tmp_path / "m.jsonl")
+    tracker.log_histograms(20, {"load": np.histogram([0.5, 1.5], bins=2, range=(0.0, 2.0))})
+    tracker.log_image(20, "map", np.zeros((1, 1, 3), np.uint8), "caption")
+    tracker.log(20, {LOSS: 1.0})
+    tracker.close()
+    first = json.loads((tmp_path / "m.jsonl").read_text().splitlines()[0])
+    expected = {"load": {"counts": [1, 1], "edges": [0.0, 1.0, 2.0]}}
+    assert first == {"step": 20, "histogram": expected}
+    assert list(read_metrics(tmp_path / "m.jsonl")) == [LOSS]
 
 
 def test_router_load_stays_small(tmp_path, monkeypatch):
