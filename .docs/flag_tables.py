@@ -7,18 +7,16 @@ To add a command: a row in COMMANDS of .docs/flag_tables.py
 
 from __future__ import annotations
 
-import ast
 import dataclasses
-import functools
 import importlib
 import inspect
 import pathlib
-import textwrap
 import typing
 from collections.abc import Iterator
 from typing import Any
 
 from jaxmoe.configs import alternatives, field_types, registry_name
+from jaxmoe.field_docs import field_docs
 
 COMMANDS = {
     "pretrain": "jaxmoe.run.config:PretrainConfig",
@@ -68,8 +66,8 @@ def write(target: pathlib.Path) -> None:
         "# Flags",
         "",
         "A field of a config is `--dotted.field value`. A member of a union is",
-        "`dotted.field:name`; the fields of the member follow under the same path. `describe` and",
-        "`data inspect` take the flags of `pretrain`.",
+        "`dotted.field:name` or `--dotted.field name`; the fields of the member follow under the",
+        "same path. `describe` and `data inspect` take the flags of `pretrain`.",
         "",
         "```{toctree}",
         ":maxdepth: 1",
@@ -113,7 +111,7 @@ def _row(cls: type, name: str, path: str, hint: Any, members: list[Any]) -> str:
         flag = f"`{path}:NAME`" + "".join(f" `{key}`" for key in named)
     field = next(field for field in dataclasses.fields(cls) if field.name == name)
     default = "" if field.default is dataclasses.MISSING else _spelled(field.default)
-    return f"| {flag} | {default} | {_escaped(_texts(cls).get(name, ''))} |"
+    return f"| {flag} | {default} | {_escaped(field_docs(cls).get(name, ''))} |"
 
 
 def _leaves(hint: Any) -> Iterator[Any]:
@@ -133,23 +131,6 @@ def _spelled(value: Any) -> str:
     if isinstance(value, tuple) and value and dataclasses.is_dataclass(value[0]):
         return " ".join(_spelled(item) for item in value)
     return f"`{value!r}`".replace("|", "\\|")
-
-
-@functools.cache
-def _texts(cls: type) -> dict[str, str]:
-    """Return the text below each field of a config class, its bases included."""
-    found: dict[str, str] = {}
-    for base in reversed(cls.__mro__[:-1]):
-        try:
-            tree = ast.parse(textwrap.dedent(inspect.getsource(base)))
-        except (OSError, TypeError):
-            continue
-        body = tree.body[0].body if isinstance(tree.body[0], ast.ClassDef) else []
-        for field, after in zip(body, body[1:], strict=False):
-            if isinstance(field, ast.AnnAssign) and isinstance(after, ast.Expr):
-                if isinstance(after.value, ast.Constant) and isinstance(field.target, ast.Name):
-                    found[field.target.id] = str(after.value.value)
-    return found
 
 
 def _escaped(text: str) -> str:

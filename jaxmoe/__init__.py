@@ -24,3 +24,5 @@ from jaxmoe.training.state import TrainState as TrainState
 from jaxmoe.training.state import init_state as init_state
 from jaxmoe.training.step import StepMetrics as StepMetrics
 from jaxmoe.training.step import make_train_step as make_train_step
+
+__version__ = "0.1.0"

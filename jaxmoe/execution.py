@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Literal
 
+from jaxmoe.field_docs import with_field_docs
 from jaxmoe.precision import PrecisionPolicy, kernels_of_products
 from pallas_kernels.backend import Implementation
 from sharding.constrain import Placement
@@ -43,6 +44,7 @@ class KernelsConfig:
     """Implementation of `pallas_kernels.grouped_matmul`, the experts in few bits."""
 
 
+@with_field_docs
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ExecutionConfig:
     """Mesh, layout rules, dispatcher, kernels, precision and rematerialisation."""

@@ -63,8 +63,8 @@ OPTIONAL_PACKAGES = (
 
 # The packages of jaxmoe from the lowest to the highest: a package imports lower ones only.
 ORDER = (
-    *("errors", "configs", "disk", "json_bounds", "optional", "state_tree", "fingerprints"),
-    "messages",
+    *("errors", "configs", "field_docs", "disk", "json_bounds", "optional", "state_tree"),
+    *("fingerprints", "messages"),
     *("declarations", "parameters", "precision", "execution", "routing", "layers", "models"),
     *("optim", "scaling", "data", "training", "checkpoint", "tracking", "resilience", "planning"),
     *("serve", "run"),

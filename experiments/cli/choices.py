@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finds the choices between config classes in a config, and makes those of a command line.
 
-dotted.field:NAME             a member of a union, by its key in the registry
+--dotted.field NAME           a member of a union, by its key in the registry
+dotted.field:NAME             the same
 --dotted.field NAME ...       a tuple of members; none: the empty tuple
 --dotted.field.only_here 3    implies the only member that has such a field
 """
@@ -52,6 +53,17 @@ def find_choices(config: Any, prefix: str = "") -> Iterator[Choice]:
                 yield from find_choices(item, f"{path}.{index}.")
         if dataclasses.is_dataclass(value):
             yield from find_choices(value, f"{path}.")
+
+
+def nested_configs(config: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield a config and the configs in its fields and tuples, each after its dotted path."""
+    yield path, config
+    for key in field_types(type(config)):
+        value, below = getattr(config, key), f"{path}.{key}" if path else key
+        items = enumerate(value) if isinstance(value, tuple) else ()
+        for name, item in [(below, value), *((f"{below}.{index}", item) for index, item in items)]:
+            if dataclasses.is_dataclass(item):
+                yield from nested_configs(item, name)
 
 
 def field_paths(cls: Any, prefix: str = "") -> Iterator[str]:
@@ -126,16 +138,22 @@ def _take_items(choice: Choice, words: list[str]) -> tuple[list[str] | None, lis
 
 
 def _take_member(choice: Choice, words: list[str]) -> tuple[str | None, list[str]]:
-    """Return the name of the last `dotted.field:NAME`, None without one, and the other words."""
+    """Return the name that the last word or flag of a choice gives, and the other words.
+
+    The name is None without one. Both `dotted.field:NAME` and `--dotted.field NAME` are read.
+    """
     chosen, rest = None, []
-    for word in words:
+    while words:
+        word, *words = words
         path, colon, name = word.partition(":")
-        if word.startswith("--") and _field(word[2:].partition("=")[0]) == choice.path:
-            raise ValueError(
-                f"{word} is a choice, written {choice.path}:NAME\nchoices:"
-                f" {', '.join(choice.members)}"
-            )
-        if colon and _field(path) == choice.path:
+        flag, equals, value = word.partition("=")
+        if word.startswith("--") and _field(flag[2:]) == choice.path:
+            if not equals:
+                value, words = (words[0], words[1:]) if words else ("", [])
+            if not value or value.startswith("-"):
+                raise ValueError(f"{flag} needs a name\nchoices: {', '.join(choice.members)}")
+            chosen = _name_of(choice, value, flag)
+        elif colon and _field(path) == choice.path:
             chosen = _name_of(choice, name, f"{choice.path}:")
         else:
             rest.append(word)

@@ -5,25 +5,30 @@
     python -m experiments.pretrain [recipe] --model.moe.top_k 4 model.moe.router:sigmoid_topk
 
 The recipe comes first and is optional. A field is `--dotted.field value`, with `_` or `-` in its
-name. A member of a union is `dotted.field:NAME`, where NAME is its key in
+name. A member of a union is `dotted.field:NAME` or `--dotted.field NAME`, where NAME is its key in
 the registry; its own fields may follow anywhere, and a field that only one member has chooses it
 (`--data.path docs/` means `data:files`). A tuple of members is `--dotted.field NAME ...`
 (none: the empty tuple), and its items are `--dotted.field.0.coefficient 0.02` from then on.
 
-`choices.py` makes the choices, and tyro parses the other flags. Touches no device.
+`choices.py` makes the choices, `spelling.py` answers mistakes, `help.py` writes the pages of
+`--help`, and tyro parses the other flags. Touches no device.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
-from experiments.cli.choices import choose, field_paths, find_choices, known_spelling
+from experiments.cli.choices import choose, known_spelling
 from experiments.cli.exit_codes import ExitCode as ExitCode
-from experiments.cli.output import dropped_output, open_closed_streams, without_advice
+from experiments.cli.help import help_page, take_help
+from experiments.cli.output import dropped_output, open_closed_streams, without_advice, write
+from experiments.cli.spelling import check_words, stray_word
+from experiments.cli.warmup import fit_warmup
 from jaxmoe.configs import closest
 from jaxmoe.errors import printable
 from jaxmoe.optional import MissingPackageError, require
@@ -58,6 +63,8 @@ def parse(
     if words and not words[0].startswith("-") and ":" not in words[0]:
         recipe = known_spelling(words.pop(0), recipes)
         if recipe not in recipes:
+            if "/" in recipe or "=" in recipe or os.path.isdir(recipe):
+                fail(stray_word(recipe, recipes[default](), prog, recipes))
             fail(
                 f"unknown recipe {recipe!r}{closest(recipe, recipes)}\n"
                 f"recipes: {', '.join(recipes)}"
@@ -66,11 +73,19 @@ def parse(
     listing = f"Recipes, as the first word (default {default}):\n" + "\n".join(lines)
     with exit_on_bad_configuration():
         config = recipes[recipe]()
-    return recipe, parse_flags(config, words, prog, f"{description}\n\n{listing}")
+    description = f"{description.strip()}\n\n{listing}"
+    return recipe, parse_flags(config, words, prog, description, recipes=recipes)
 
 
 @without_advice()
-def parse_flags(config: Config, argv: Sequence[str], prog: str, description: str) -> Config:
+def parse_flags(
+    config: Config,
+    argv: Sequence[str],
+    prog: str,
+    description: str,
+    *,
+    recipes: Collection[str] = (),
+) -> Config:
     """`parse` for one recipe: for the commands that take a finished run and little else.
 
     Args:
@@ -78,32 +93,30 @@ def parse_flags(config: Config, argv: Sequence[str], prog: str, description: str
         argv: The arguments, without the program.
         prog: How the program is called.
         description: The first paragraph of `--help`.
+        recipes: Names of recipes, for messages.
 
     Returns:
         The changed config. Exits as `parse` does.
     """
     open_closed_streams()
     with exit_on_bad_configuration():
+        group, words = take_help(argv)
+        config, flags = choose(config, words)
+        if group is not None:
+            write(help_page(config, group, prog, description))
+            raise SystemExit(int(ExitCode.DONE))
         tyro = require("tyro")
-        config, flags = choose(config, argv)
-        _check_flags(config, flags, prog)
-    choices = [c for c in find_choices(config) if not c.path.rpartition(".")[2].isdigit()]
-    if choices:
-        description += (
-            "\n\nChoices, as dotted.field:NAME (of a tuple: --dotted.field NAME ...); a flag that"
-            " only one NAME has chooses it:\n" + "\n".join(f"  {choice}" for choice in choices)
-        )
-    with dropped_output():  # --help prints
-        return tyro.cli(
+        check_words(config, flags, prog, recipes)
+    with dropped_output():
+        config = tyro.cli(
             type(config),
             default=config,
             args=flags,
             prog=prog,
-            description=description,
             config=(tyro.conf.AvoidSubcommands, tyro.conf.FlagConversionOff),
             use_underscores=True,
         )
-    raise SystemExit(int(ExitCode.DONE))
+    return fit_warmup(config, flags)
 
 
 @contextlib.contextmanager
@@ -130,16 +143,6 @@ def fail(message: str) -> NoReturn:
         text = printable(f"error: {message}", kept="\n")
         print(text, file=sys.stderr, flush=True)
     raise SystemExit(int(ExitCode.BAD_CONFIGURATION))
-
-
-def _check_flags(config: Any, words: Sequence[str], prog: str) -> None:
-    """Refuse a flag that names no field."""
-    known = {path.replace("_", "-"): path for path in field_paths(type(config))}
-    for word in words:
-        name = word[2:].partition("=")[0]
-        if word.startswith("--") and name != "help" and name.replace("_", "-") not in known:
-            near = closest(name, known.values())
-            raise ValueError(f"there is no field --{name}{near}\nsee {prog} --help for all of them")
 
 
 def _first_line(function: Callable[..., Any]) -> str:

@@ -13,6 +13,7 @@ import dataclasses
 import warnings
 from typing import ClassVar
 
+from jaxmoe.field_docs import with_field_docs
 from jaxmoe.layers.context import ForwardMultipliers as ForwardMultipliers
 from jaxmoe.layers.context import LayerContext, require_positive
 from jaxmoe.layers.feed_forwards import DenseConfig as DenseConfig
@@ -38,6 +39,7 @@ class LayerConfig:
     """Feed-forward of the layer; when None, `model.moe`, or a dense one in `model.dense_layers`."""
 
 
+@with_field_docs
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig:
     """A decoder-only transformer."""

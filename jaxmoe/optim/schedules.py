@@ -13,8 +13,8 @@ To add a schedule: a config that extends `ScheduleBase`, and the union ScheduleC
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import ClassVar
+from collections.abc import Callable, Collection
+from typing import ClassVar, Self
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -58,6 +58,17 @@ class ScheduleBase:
             return warmup * self.fallen(progress)
 
         return factor
+
+    def fitted(self, steps: int, given: Collection[str] = ()) -> Self:
+        """Return the schedule with a warm-up that fits a run; unchanged if it fits already.
+
+        Args:
+            steps: Total number of optimiser steps.
+            given: Names of fields that must stay as they are.
+        """
+        if "warmup_steps" in given or self.warmup_steps < steps:
+            return self
+        return dataclasses.replace(self, warmup_steps=steps // 5)
 
     def first_fall(self, steps: int) -> int:
         """Return the first step of the fall: by default the end of the warm-up."""
@@ -104,6 +115,22 @@ class WarmupStableDecayConfig(ScheduleBase):
             raise ValueError(
                 f"schedule.decay_fraction={self.decay_fraction} must lie above 0 and at most 1"
             )
+
+    def fitted(self, steps: int, given: Collection[str] = ()) -> Self:
+        """Return the schedule with a warm-up, or else a decay, that fits a run.
+
+        Args:
+            steps: Total number of optimiser steps.
+            given: Names of fields that must stay as they are.
+        """
+        first = steps - round(self.decay_fraction * steps)
+        if self.warmup_steps <= first and self.warmup_steps < steps:
+            return self
+        if "warmup_steps" not in given:
+            return dataclasses.replace(self, warmup_steps=min(steps // 5, first))
+        if "decay_fraction" not in given and self.warmup_steps < steps:
+            return dataclasses.replace(self, decay_fraction=1 - self.warmup_steps / steps)
+        return self
 
     def first_fall(self, steps: int) -> int:
         """Return the first step of the last `decay_fraction` of the steps."""

@@ -22,6 +22,7 @@ from jaxmoe.checkpoint.manager import Verify
 from jaxmoe.data import CorpusConfig, DataConfig
 from jaxmoe.data.batch_sizes import BatchSizes
 from jaxmoe.execution import ExecutionConfig
+from jaxmoe.field_docs import with_field_docs
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.optim import AdamWConfig, LinearConfig, OptimizerConfig, ScheduleConfig
 from jaxmoe.resilience.processes_config import ProcessesConfig
@@ -69,6 +70,7 @@ class RunConfig:
             raise ValueError(f"run.lock_heartbeat={self.lock_heartbeat} must be above 0 seconds")
 
 
+@with_field_docs
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingConfig:
     """Length of the run, size of its batches, and guards."""
@@ -270,6 +272,7 @@ class WatchConfig:
         _check_least(self, "watch", 2, "gradient_groups")
 
 
+@with_field_docs
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class PretrainConfig:
     """A pre-training run."""

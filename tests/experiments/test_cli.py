@@ -99,6 +99,14 @@ def test_members_by_their_name_in_the_registry_with_flags_anywhere():
         assert moe("--model.moe.top_k", "1", choice, *groups) == expected
 
 
+def test_members_as_values_of_a_flag():
+    expected = MoE(router=Sigmoid(groups=4), top_k=1)
+    rest = ("--model.moe.router.groups", "4", "--model.moe.top_k", "1")
+    assert moe("--model.moe.router", "sigmoid-topk", *rest) == expected
+    assert moe(*rest, "--model.moe.router=sigmoid_topk") == expected
+    assert run("--model.moe", "none")[1].model == Model(moe=None)
+
+
 def test_the_default_member_need_not_be_named():
     assert moe("--model.moe.router.order", "after") == MoE(router=Softmax(order="after"))
 
@@ -162,10 +170,27 @@ def test_help_shows_recipes_fields_and_registry_names(capsys):
         "  model.moe.gate:sqrt",
         "  --model.moe.balancers balance | expert_bias",
         "  model.moe:moe | none",
-        "--model.moe.top_k INT",
-        "Experts per token. (default: 2)",
+        "  --model.moe.top_k INT\n        Experts per token. (default: 2)",
+        "model.moe.router: Softmax, then the largest. (softmax)",
+        "  --model.layers INT ...",
+        "  --model.window INT|None",
     ):
         assert line in text
+
+
+def test_help_of_a_group_follows_the_choices(capsys):
+    with pytest.raises(SystemExit) as stop:
+        run("--model.moe.router", "sigmoid_topk", "--help", "model.moe.router")
+    assert stop.value.code == 0
+    assert capsys.readouterr().out == (
+        "model.moe.router: Sigmoid scores. (sigmoid_topk)\n"
+        "  --model.moe.router.groups INT\n"
+        "        Groups of experts. (default: 1)\n\n"
+        "Choices, as dotted.field:NAME or --dotted.field NAME (of a tuple: --dotted.field NAME"
+        " ...); a flag\nthat only one NAME has chooses it:\n"
+        "  model.moe.router:softmax | sigmoid_topk\n"
+    )
+    assert "did you mean 'model.moe.router'?" in refused(capsys, "--help", "model.moe.ruter")
 
 
 def test_unknown_recipe(capsys):
@@ -179,10 +204,11 @@ def test_unknown_member(capsys):
         "error: model.moe.router: has no 'sigmod_topk': did you mean 'sigmoid_topk'?\n"
         "choices: softmax, sigmoid_topk\n"
     )
-    for words in (("--model.moe.router", "softmax"), ("--model.moe.router=softmax",)):
+    for words in (("--model.moe.router", "sigmod"), ("--model.moe.router=sigmod",)):
+        assert "did you mean 'sigmoid_topk'?" in refused(capsys, *words)
+    for words in (("--model.moe.router",), ("--model.moe.router", "--learning_rate", "1")):
         assert refused(capsys, *words) == (
-            f"error: {words[0]} is a choice, written model.moe.router:NAME\n"
-            "choices: softmax, sigmoid_topk\n"
+            "error: --model.moe.router needs a name\nchoices: softmax, sigmoid_topk\n"
         )
     assert "did you mean 'sqrt'?" in refused(capsys, "model.moe.gate:sqr")
     assert "did you mean 'expert_bias'?" in refused(capsys, "--model.moe.balancers", "expert_bais")
@@ -190,9 +216,40 @@ def test_unknown_member(capsys):
 
 def test_unknown_field(capsys):
     assert refused(capsys, "--model.moe.topk", "3") == (
-        "error: there is no field --model.moe.topk: did you mean 'model.moe.top_k'?\n"
-        "see python -m experiments.pretrain --help for all of them\n"
+        "error: there is no flag --model.moe.topk: did you mean --model.moe.top_k?\n"
     )
+    assert refused(capsys, "--zzz", "3") == (
+        "error: there is no flag --zzz: python -m experiments.pretrain --help-all lists all of"
+        " them\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--lr 1", "there is no flag --lr: did you mean --learning_rate?"),
+        ("--experts 4", "there is no flag --experts: did you mean --model.moe.num_experts?"),
+        ("--top-k 4", "there is no flag --top-k: did you mean --model.moe.top_k?"),
+        (
+            "--recipe tiny",
+            "there is no flag --recipe: a recipe is the first word: prog tiny",
+        ),
+        (
+            "--learning_rate 1 late-softmax",
+            "'late-softmax' is a recipe, which is the first word: prog late_softmax [flags]",
+        ),
+        ("--name a b", "unexpected word 'b': a field is --dotted.field value, see prog --help"),
+        ("model.moe.ruter:softmax", "there is no choice model.moe.ruter: did you mean"),
+        ("learning_rate=1", "'learning_rate=1' is no flag: did you mean --learning_rate 1?"),
+        ("--learning_rate 1 top_k=1", "'top_k=1' is no flag: did you mean --model.moe.top_k 1?"),
+    ],
+)
+def test_common_mistakes_are_answered_with_the_right_spelling_in_one_line(capsys, words, message):
+    with pytest.raises(SystemExit) as stop:
+        parse(RECIPES, "tiny", words.split(), "prog", "Trains a model.")
+    assert stop.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {message}") and error.count("\n") == 1
 
 
 def test_the_last_of_a_repeated_flag_counts():

@@ -25,6 +25,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxmoe.declarations import Declaration, Role, as_factor, declare, declare_matrix
 from jaxmoe.execution import ExecutionConfig
+from jaxmoe.field_docs import with_field_docs
 from jaxmoe.layers.context import AttentionMixer, LayerContext, require_positive
 from jaxmoe.layers.indicators import observe_attention
 from jaxmoe.layers.norms import rms_norm
@@ -48,6 +49,7 @@ from sharding.sequence_parallel import (
 )
 
 
+@with_field_docs
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionConfig(AttentionMixer):
     """Grouped-query attention with rotary positions."""

@@ -37,6 +37,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxmoe.declarations import Declaration, Role, declare
 from jaxmoe.execution import ExecutionConfig
+from jaxmoe.field_docs import with_field_docs
 from jaxmoe.layers.context import AttentionMixer, LayerContext, require_positive
 from jaxmoe.layers.indicators import observe_attention
 from jaxmoe.layers.norms import rms_norm
@@ -58,6 +59,7 @@ from sharding.sequence_parallel import (
 _HEADS = (ax.ACT_BATCH, ax.ACT_SEQ_INNER, ax.ACT_HEADS, None)
 
 
+@with_field_docs
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class LatentAttentionConfig(AttentionMixer):
     """Multi-head latent attention: keys and values are made from one short vector per token."""

@@ -11,6 +11,7 @@ from typing import ClassVar
 from flax import linen as nn
 
 from jaxmoe.execution import ExecutionConfig
+from jaxmoe.field_docs import with_field_docs
 from jaxmoe.layers.context import FeedForwardSizes, LayerContext, require_positive
 from jaxmoe.routing import (
     BalancerConfig,
@@ -27,6 +28,7 @@ from jaxmoe.routing import (
 from jaxmoe.routing.composition import check_parts
 
 
+@with_field_docs
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class MoEConfig:
     """A Mixture-of-Experts feed-forward layer: router, gate, balancers, capacity, experts."""

@@ -1,0 +1,198 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Writes the pages of `--help`.
+
+--help           the command, its recipes, its own and its commonest fields, groups and choices
+--help GROUP     the fields of one group, such as model.moe
+--help-all       the fields of all groups
+
+A command whose fields fit on one page has them all under `--help`.
+
+To add a field to the commonest: _COMMON in experiments/cli/help.py
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import shutil
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final, Literal, get_args, get_origin
+
+from experiments.cli.choices import find_choices, nested_configs
+from jaxmoe.configs import alternatives, closest, field_types, registry_name
+from jaxmoe.field_docs import field_docs
+
+_COMMON: Final = (
+    *("run.directory", "run.name", "data.path", "training.steps", "training.batch_size"),
+    *("training.sequence_length", "optimizer.learning_rate", "model.num_layers"),
+    *("model.embed_dim", "model.moe.num_experts", "model.moe.top_k", "execution.mesh.data"),
+)
+_MOST_LINES = 115
+"""Lines of a page that has all fields."""
+_PLACEHOLDERS: Final[Mapping[Any, str]] = {
+    **{int: "INT", float: "FLOAT", str: "STR", bool: "True|False", type(None): "None"},
+    Ellipsis: "...",
+}
+
+
+def take_help(words: Sequence[str]) -> tuple[str | None, list[str]]:
+    """Return the group that a command line asks help about, and the other words.
+
+    The group is None without a flag of help, "" for the first page, "all" for all fields.
+    """
+    for index, word in enumerate(words):
+        rest = list(words[:index])
+        if word in ("--help-all", "--help_all"):
+            return "all", [*rest, *words[index + 1 :]]
+        if word in ("-h", "--help"):
+            following = list(words[index + 1 :])
+            if following and not following[0].startswith("-") and ":" not in following[0]:
+                return following[0].replace("-", "_"), [*rest, *following[1:]]
+            return "", [*rest, *following]
+    return None, list(words)
+
+
+def help_page(config: Any, group: str, prog: str, description: str) -> str:
+    """Return a page of help.
+
+    Args:
+        config: The config, with the choices of the command line; its values are the defaults.
+        group: Dotted path of a group; "" for the first page, "all" for all fields.
+        prog: How the program is called.
+        description: Text of the first page, with the recipes.
+
+    Raises:
+        ValueError: There is no such group.
+    """
+    nested = dict(nested_configs(config))
+    groups = {path: value for path, value in nested.items() if list(_flags(value, path))}
+    if group not in ("", "all"):
+        if group not in nested:
+            near = closest(group, groups)
+            raise ValueError(f"there is no group {group}{near}\ngroups: {', '.join(groups)}")
+        beneath = [path for path in groups if f"{path}.".startswith(f"{group}.")]
+        pages = [_group_text(config, path, groups[path]) for path in beneath]
+        return "\n\n".join([*pages, *_choices(config, group)])
+    usage = f"usage: {prog} [--dotted.field value ...]"
+    start = [usage, inspect.cleandoc(description)]
+    everything = "\n\n".join(
+        [*start, *_choices(config), *(_group_text(config, *item) for item in groups.items())]
+    )
+    if group == "all" or everything.count("\n") < _MOST_LINES:
+        return everything
+    own = [_group_text(config, "", config)] if "" in groups else []
+    listed = [
+        f"Commonest fields; {prog} --help GROUP lists those of a group, --help-all all:",
+        *_common(config),
+        "",
+        "Groups:",
+        *_wrapped(f"  {'  '.join(path for path in groups if path)}", "  "),
+    ]
+    return "\n\n".join([*start, *own, "\n".join(listed), *_choices(config)])
+
+
+def _choices(config: Any, group: str = "") -> Iterator[str]:
+    """Yield the list of choices within a group, if there are any."""
+    found = [c for c in find_choices(config) if not c.path.rpartition(".")[2].isdigit()]
+    found = [c for c in found if not group or f"{c.path}.".startswith(f"{group}.")]
+    if found:
+        lines = [line for choice in found for line in _wrapped(f"  {choice}", " " * 8)]
+        yield "\n".join(
+            [
+                *_wrapped(
+                    "Choices, as dotted.field:NAME or --dotted.field NAME (of a tuple:"
+                    " --dotted.field NAME ...); a flag that only one NAME has chooses it:",
+                    "",
+                ),
+                *lines,
+            ]
+        )
+
+
+def _group_text(config: Any, path: str, value: Any) -> str:
+    """Return the heading and the fields of one group."""
+    lines = [f"{path}: {_about(config, path, value)}" if path else "Fields of the command:"]
+    for flag, hint, default, text in _flags(value, path):
+        lines.append(f"  --{flag} {_placeholder(hint)}")
+        shown = f"{text} (default: {_spelled(default)})".strip()
+        lines += _wrapped(" " * 8 + shown, " " * 8)
+    return "\n".join(lines)
+
+
+def _common(config: Any) -> Iterator[str]:
+    """Yield one line for each of the commonest fields that a config has."""
+    for path in _COMMON:
+        cls: Any = type(config)
+        value: Any = config
+        *parents, key = path.split(".")
+        for parent in parents:
+            value = getattr(value, parent, None)
+            cls = _class_with(field_types(cls).get(parent), value, key) if cls else None
+        if cls is None or key not in field_types(cls):
+            continue
+        text = field_docs(cls).get(key, "").partition(";")[0].rstrip(".")
+        default = f" ({_spelled(getattr(value, key))})" if hasattr(value, key) else ""
+        yield from _wrapped(f"  {'--' + path:<28} {text}{default}", " " * 31)
+
+
+def _class_with(hint: Any, value: Any, key: str) -> Any:
+    """Return the class of a value, else the first alternative of its annotation with a field."""
+    if hasattr(value, key):
+        return type(value)
+    for option in alternatives(hint):
+        if isinstance(option, type) and dataclasses.is_dataclass(option):
+            if key in field_types(option):
+                return option
+    return None
+
+
+def _flags(value: Any, path: str) -> Iterator[tuple[str, Any, Any, str]]:
+    """Yield dotted name, annotation, default and text of the fields that are no configs."""
+    docs = field_docs(type(value))
+    for key, hint in field_types(type(value)).items():
+        options = alternatives(hint)
+        items = [i for o in options if get_origin(o) is tuple for i in get_args(o)]
+        inner = [c for item in items for c in alternatives(item)]
+        if not any(map(dataclasses.is_dataclass, (*options, *inner))):
+            yield f"{path}.{key}" if path else key, hint, getattr(value, key), docs.get(key, "")
+
+
+def _about(config: Any, path: str, value: Any) -> str:
+    """Return the text of a group: of a chosen member its own, else that of its field."""
+    if name := registry_name(type(value)):
+        return f"{(inspect.getdoc(type(value)) or '').partition(chr(10))[0]} ({name})"
+    *parents, key = path.split(".")
+    for parent in parents:
+        config = config[int(parent)] if isinstance(config, tuple) else getattr(config, parent)
+    return field_docs(type(config)).get(key, "")
+
+
+def _placeholder(hint: Any) -> str:
+    """Return what stands for the value of a flag."""
+    if get_origin(hint) is Literal:
+        return "|".join(map(str, get_args(hint)))
+    if get_origin(hint) is tuple:
+        return " ".join(map(_placeholder, get_args(hint)))
+    options = alternatives(hint)
+    if len(options) > 1:
+        return "|".join(map(_placeholder, options))
+    return _PLACEHOLDERS.get(hint, "VALUE")
+
+
+def _spelled(value: Any) -> str:
+    """Return a value as it is written on a command line."""
+    return " ".join(map(str, value)) or "empty" if isinstance(value, tuple) else str(value)
+
+
+def _wrapped(line: str, indent: str) -> list[str]:
+    width = min(shutil.get_terminal_size().columns, 100)
+    return textwrap.wrap(
+        line,
+        width,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+        drop_whitespace=True,
+    )

@@ -1,0 +1,173 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""All commands together: their list, their names, the length of their help, short runs."""
+
+from __future__ import annotations
+
+import importlib
+import pathlib
+import subprocess
+import sys
+import tomllib
+
+import pytest
+
+import jaxmoe
+from experiments.__main__ import main
+from experiments.cli import flags
+from experiments.recipes import RECIPES
+from jaxmoe.optim import CosineConfig, WarmupStableDecayConfig
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+COMMANDS = {
+    *("bench", "checkpoint", "data", "describe", "doctor", "evaluate", "evaluate_tasks", "gates"),
+    *("generate", "launch", "place", "plan", "precision", "pretrain", "replay", "report"),
+    *("routers", "transfer"),
+}
+PARTS = {
+    **{"data": [["inspect"]], "launch": [[], ["--supervise"]]},
+    "checkpoint": [[], ["convert"], ["inspect"], ["reshard"], ["verify"]],
+}
+
+
+def listed(capsys):
+    assert main([]) == 0
+    lines = capsys.readouterr().out.splitlines()[2:-2]
+    return {line.split()[0]: line for line in lines}
+
+
+def test_every_command_is_listed_with_a_line(capsys):
+    lines = listed(capsys)
+    assert set(lines) >= COMMANDS
+    assert all(len(line.split()) > 3 for line in lines.values())
+
+
+def test_an_unknown_command_is_answered_with_the_nearest(capsys):
+    assert main(["pretrian"]) == 2
+    assert capsys.readouterr().err.startswith(
+        "error: there is no command 'pretrian': did you mean 'pretrain'?\ncommands: bench,"
+    )
+
+
+def test_the_console_command_runs_a_command_as_the_module_does():
+    words = ["-m", "experiments", "describe", "tiny", "--model.num_layers", "1"]
+    run = subprocess.run([sys.executable, *words], capture_output=True, text=True, cwd=ROOT)
+    assert run.returncode == 0 and run.stdout.startswith("recipe               tiny\n"), run.stderr
+    words = ["-m", "experiments", "describe", "--steps", "1"]
+    run = subprocess.run([sys.executable, *words], capture_output=True, text=True, cwd=ROOT)
+    assert (run.returncode, run.stderr) == (
+        2,
+        "error: there is no flag --steps: did you mean --training.steps?\n",
+    )
+
+
+def test_the_wheel_has_the_command_its_packages_and_the_version(capsys):
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    module, _, name = project["project"]["scripts"]["jaxmoe"].partition(":")
+    assert getattr(importlib.import_module(module), name) is main
+    packages = project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
+    assert packages == ["jaxmoe", "sharding", "pallas_kernels", "experiments"]
+    assert project["tool"]["hatch"]["version"]["path"] == "jaxmoe/__init__.py"
+    assert all((ROOT / package / "py.typed").exists() for package in packages[:3])
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"jaxmoe {jaxmoe.__version__}\n"
+
+
+@pytest.mark.parametrize("name", sorted(COMMANDS))
+def test_help_has_at_most_120_lines_of_100_columns(name, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    try:
+        command = importlib.import_module(f"experiments.{name}.__main__")
+    except ModuleNotFoundError:
+        command = importlib.import_module(f"experiments.{name}")
+    for words in PARTS.get(name, [[]]):
+        try:
+            code = command.main([*words, "--help"])
+        except SystemExit as stop:
+            code = stop.code
+        lines = capsys.readouterr().out.splitlines()
+        assert code == 0 and 5 < len(lines) <= 120, (words, len(lines))
+        assert max(map(len, lines)) <= 110
+
+
+def parsed(*words):
+    return flags.parse(RECIPES, "tiny", words, "prog", "d")[1]
+
+
+def test_the_rest_of_help_is_under_help_all_and_under_its_group(capsys):
+    for words in (["--help-all"], ["--help", "checkpoint"]):
+        with pytest.raises(SystemExit) as stop:
+            parsed(*words)
+        assert stop.value.code == 0
+        assert "--checkpoint.compare_replicas INT\n" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        parsed("--help")
+    text = capsys.readouterr().out
+    assert "--checkpoint.compare_replicas" not in text
+    assert "--training.steps             Total number of optimiser steps (400)" in text
+
+
+def test_choices_are_also_values_of_flags():
+    short = parsed("--optimizer", "muon", "--model.moe.gate", "sqrt")
+    assert short == parsed("optimizer:muon", "model.moe.gate:sqrt")
+    assert (short.optimizer.name, short.model.moe.gate.name) == ("muon", "sqrt")
+
+
+@pytest.mark.parametrize(
+    ("words", "flag"),
+    [
+        ("--steps 10", "--training.steps"),
+        ("--lr 0.1", "--optimizer.learning_rate"),
+        ("--depth 2", "--model.num_layers"),
+        ("runs/pretrain/tiny", "--run.directory runs/pretrain/tiny"),
+        ("--training.steps 3 runs/pretrain/tiny", "--run.directory runs/pretrain/tiny"),
+    ],
+)
+def test_short_spellings_are_answered_in_one_line(words, flag, capsys):
+    with pytest.raises(SystemExit) as stop:
+        parsed(*words.split())
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and error.count("\n") == 1
+    assert error.endswith(f": did you mean {flag}?\n")
+
+
+def test_few_steps_shorten_the_warm_up_of_the_recipe(capsys):
+    assert parsed("--training.steps", "50").schedule.warmup_steps == 20
+    assert capsys.readouterr().err == ""
+    config = parsed("--training.steps", "10")
+    config.schedule.build(10)
+    assert (config.schedule.warmup_steps, config.schedule.decay_fraction) == (2, 0.4)
+    assert capsys.readouterr().err == (
+        "note: schedule.warmup_steps 20 -> 2, to fit training.steps=10\n"
+    )
+
+
+def test_an_explicit_warm_up_stays_and_the_decay_makes_way(capsys):
+    config = parsed("--training.steps", "10", "--schedule.warmup-steps", "8")
+    config.schedule.build(10)
+    assert (config.schedule.warmup_steps, config.schedule.decay_fraction) == (8, pytest.approx(0.2))
+    assert "schedule.decay_fraction 0.4 -> 0.2, to fit" in capsys.readouterr().err
+    both = ("--schedule.warmup_steps=8", "--schedule.decay_fraction", "0.4")
+    for words in (("--schedule.warmup_steps", "10"), both):
+        config = parsed("--training.steps", "10", *words)
+        with pytest.raises(ValueError, match="schedule.warmup_steps"):
+            config.schedule.build(10)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 7, 19, 20, 21, 33, 34])
+def test_a_fitted_schedule_can_be_built(steps):
+    for config in (
+        CosineConfig(warmup_steps=20),
+        WarmupStableDecayConfig(warmup_steps=20, decay_fraction=0.4),
+        WarmupStableDecayConfig(warmup_steps=20, decay_fraction=1.0),
+        WarmupStableDecayConfig(warmup_steps=20, decay_fraction=0.01),
+    ):
+        fitted = config.fitted(steps)
+        fitted.build(steps)
+        assert fitted.fitted(steps) is fitted
+
+
+def test_help_of_a_config_shows_its_fields_with_their_texts():
+    for config in (jaxmoe.ModelConfig, jaxmoe.MoEConfig, jaxmoe.ExecutionConfig):
+        assert "\n\nFields:\n    " in config.__doc__
+    assert "    num_layers: int = 4\n        Number of layers (L).\n" in jaxmoe.ModelConfig.__doc__
