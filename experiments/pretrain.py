@@ -3,8 +3,14 @@
 """Trains a model, or resumes an interrupted run.
 
     python -m experiments.pretrain [recipe] [--dotted.field value ...]
+    python -m experiments.pretrain resume RUN [--training.steps 900 ...]
+    python -m experiments.pretrain branch RUN --run.name NAME [--checkpoint.initial_step 300 ...]
 
-The same command resumes. Progress is a live view on a terminal and lines of key=value elsewhere
+The same command resumes, and so does `resume RUN`. With flags `resume` extends the run: more steps,
+another schedule, learning rate or evaluation, with the optimiser's state. `branch` does so in a new
+run, from any checkpoint of RUN: before the decay of a WSD schedule, say.
+
+Progress is a live view on a terminal and lines of key=value elsewhere
 (`--tracking.console`). `--profile.steps 10:13` traces steps 10 to 13. `--tracking.trackers
 tensorboard wandb` sends metrics to further trackers. After several refused steps in a row a run
 goes back to a checkpoint and skips their data (`jaxmoe/run/rollback.py`).
@@ -23,6 +29,7 @@ import sys
 from collections.abc import Sequence
 
 from experiments.cli import flags
+from experiments.cli.continuation import WORDS, parse_continuation
 from experiments.cli.exit import run_command
 from experiments.cli.exit_codes import exit_code
 from experiments.cli.output import say
@@ -47,14 +54,18 @@ def main(argv: Sequence[str], *, age: float = 0.0) -> int:
     """
     stopwatch = Stopwatch(START, already=age)
     prog, about = "python -m experiments.pretrain", __doc__ or ""
-    recipe, config = flags.parse(RECIPES, DEFAULT, argv, prog, about)
+    extends = bool(argv) and argv[0] in WORDS
+    if extends:
+        recipe, config = None, parse_continuation(argv, prog, about)
+    else:
+        recipe, config = flags.parse(RECIPES, DEFAULT, argv, prog, about)
     with flags.exit_on_bad_configuration():
         check_packages(config.tracking)
         # JAX ends processes itself only where the heartbeat of the watchdog has failed to.
         start_process(
             start=config.processes.start, heartbeat=config.processes.heartbeat + JAX_LATER
         )
-    run = Run(config, name=config.run.name or recipe)
+    run = Run(config, name=config.run.name or recipe, extends=extends)
     with (
         Watchdog(config.processes, exit_code) as watchdog,
         StopRequest(functools.partial(_end_before_steps, run, watchdog), end_at_once) as stop,

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -17,7 +17,7 @@ from sharding.distributed import agree
 
 
 class CheckpointHook:
-    """Saves every `every` steps, at the last step, and at the next step after a failed save.
+    """Saves every `every` steps, at the steps `also`, at the last step, and after a failed save.
 
     Saves before the last step are lazy. The caller of a loop that was stopped early calls `save` to
     save the last state.
@@ -27,6 +27,7 @@ class CheckpointHook:
         config: Config of the run as JSON.
         position: Function from a number of steps to the data position after them.
         every: Steps between saves.
+        also: Further steps to save.
         last_step: Last step of the run.
         before: Function called before each save (to flush the records of the saved steps).
         agree_every: Steps between exchanges of failures between processes.
@@ -41,6 +42,7 @@ class CheckpointHook:
         config: dict[str, Any],
         position: Callable[[int], dict[str, Any]],
         every: int,
+        also: Collection[int] = (),
         last_step: int,
         before: Callable[[], None],
         agree_every: int = 1,
@@ -49,6 +51,7 @@ class CheckpointHook:
     ):
         self._manager, self._config, self._position = manager, config, position
         self._every, self._last_step, self._before = every, last_step, before
+        self._also = also
         self._agree_every, self._max_failed = agree_every, max_failed
         self._is_lazy = is_lazy
         self.saved_step: int | None = None
@@ -58,7 +61,7 @@ class CheckpointHook:
 
         One process repeats a failed save at the next step, several at the next `agree_every`.
         """
-        if is_every(step, self._every, self._last_step):
+        if is_every(step, self._every, self._last_step) or step in self._also:
             return True
         if jax.process_count() > 1 and step % self._agree_every:
             return False

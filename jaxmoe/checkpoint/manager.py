@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import logging
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -80,6 +80,7 @@ class CheckpointManager:
         keep: Number of newest steps to keep, at least 2 (the last may be damaged or unfinished).
         is_writer: False only reads, and creates no files.
         verify: Checks of a restore.
+        kept: Further steps to keep, however old.
         fence: Function that raises LeaseLostError if another process has taken the directory
             over; called before each save and commit and before a step is set aside.
     """
@@ -91,6 +92,7 @@ class CheckpointManager:
         keep: int = 3,
         is_writer: bool = True,
         verify: Verify = "full",
+        kept: Sequence[int] = (),
         fence: Fence | None = None,
     ):
         if keep < 2:
@@ -108,7 +110,7 @@ class CheckpointManager:
         self._has_warned = False
         with muted("absl", "directory is read only"), opening_errors(self.directory):
             before_commit = self._commits.before_commit if is_writer else None
-            self._manager = open_manager(self.directory, keep, before_commit)
+            self._manager = open_manager(self.directory, keep, before_commit, kept)
         self._writer = StepWriter(self._manager)
 
     def steps(self) -> list[int]:

@@ -38,6 +38,7 @@ ADDED: tuple[Added, ...] = (
     Added("model.moe.kind", "moe"),
     Added("execution.precision.mixed", {"wide_fraction": 0.125, "block_size": None, "batches": 4}),
     Added("checkpoint.capture", "lazy"),
+    Added("checkpoint.initial_state", "parameters"),
 )
 """Fields in the order in which they were added."""
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -43,7 +43,10 @@ _PEERS = 600
 
 
 def open_manager(
-    directory: Any, keep: int, before_commit: Callable[[], None] | None
+    directory: Any,
+    keep: int,
+    before_commit: Callable[[], None] | None,
+    kept: Sequence[int] = (),
 ) -> ocp.CheckpointManager:
     """Return the Orbax manager of a directory, which exists.
 
@@ -52,14 +55,19 @@ def open_manager(
         keep: Number of newest steps to keep.
         before_commit: Called in Orbax's thread after the last write of a step and before its
             commit; None for a manager that only reads.
+        kept: Further steps to keep.
     """
     is_writer = before_commit is not None
     if is_writer:
         wait_for_all_writes()
     # Processes that are listed wait for each other without devices, hence in any thread.
     processes = set(range(jax.process_count())) if is_writer else None
+    policies = ocp.checkpoint_managers
+    latest = policies.LatestN(keep)
     options = ocp.CheckpointManagerOptions(
-        max_to_keep=keep if is_writer else None,
+        preservation_policy=policies.AnyPreservationPolicy([latest, policies.CustomSteps(kept)])
+        if is_writer
+        else None,
         create=False,
         cleanup_tmp_directories=is_writer,
         read_only=not is_writer,

@@ -75,6 +75,12 @@ class ScheduleBase:
         del steps
         return self.warmup_steps
 
+    def stable_step(self, steps: int) -> int | None:
+        """Return the last step of a constant rate, from which a longer run can go on; None without
+        one."""
+        del steps
+        return None
+
     def fallen(self, progress: Float[Array, ""]) -> Float[Array, ""]:
         """Return the factor at a share of the fall: by default a straight line."""
         return 1.0 - (1.0 - self.floor) * progress
@@ -142,6 +148,10 @@ class WarmupStableDecayConfig(ScheduleBase):
                 f" set schedule.warmup_steps to {first} or less, or lower schedule.decay_fraction"
             )
         return first
+
+    def stable_step(self, steps: int) -> int | None:
+        """Return the last step before the decay."""
+        return self.first_fall(steps) or None
 
 
 ScheduleConfig = LinearConfig | CosineConfig | WarmupStableDecayConfig

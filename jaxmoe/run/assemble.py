@@ -47,6 +47,12 @@ class Plan:
         return self.config.optimizer.peak_rate(row)
 
     @property
+    def kept_steps(self) -> tuple[int, ...]:
+        """Steps whose checkpoints are saved and kept: the last before the decay of a schedule."""
+        step = self.config.schedule.stable_step(self.config.training.steps)
+        return () if step is None else (step,)
+
+    @property
     def matrix_rate(self) -> float:
         """Peak learning rate of the hidden matrices, which share one multiplier."""
         return self.peak_rate(

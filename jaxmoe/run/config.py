@@ -40,6 +40,13 @@ FREE_FIELDS = (
 )
 """Fields that may change when a run is resumed: none changes the loss of an accepted step beyond
 rounding."""
+EXTENSION_FIELDS = (
+    *("schedule", "evaluation", "optimizer.learning_rate", "optimizer.weight_decay"),
+    *("optimizer.adamw_ratio", "training.steps", "training.clip", "training.max_skipped"),
+    *("training.accumulation", "training.accumulated_balance"),
+)
+"""Fields that may change as well when a run is extended or branched (`jaxmoe/run/lineage.py`):
+parameters, optimiser state and data position keep their meaning."""
 FIXED_FIELDS = ("execution.precision.matmul",)
 """Fields below those that may not change: they round to 8 bits."""
 
@@ -156,9 +163,10 @@ class CheckpointConfig:
     """Checkpoints and snapshots."""
 
     every: int = 200
-    """Steps between checkpoints; 0 saves only at the end."""
+    """Steps between checkpoints; 0 saves only at the end, and before the decay of schedule:wsd."""
     keep: int = 3
-    """Number of newest checkpoints to keep; at least 2."""
+    """Number of newest checkpoints to keep; at least 2. The one before the decay of schedule:wsd is
+    saved and kept as well, so that a longer run can branch there."""
     capture: Literal["lazy", "blocking"] = "lazy"
     """How a save before the last step takes the state: lazy copies it on the devices and lets
     training go on while the copy is transferred to the host and fingerprinted, which takes the
@@ -183,10 +191,15 @@ class CheckpointConfig:
     """Steps between steps that are computed twice and must agree bitwise, which finds a chip that
     computes wrongly; takes the memory of a second state. 0 never does."""
     initial: str | None = None
-    """Run directory, or directory of checkpoints, from which a new run takes its parameters (and
-    router state, if it fits) without the optimiser state. Ignored by a run that has checkpoints."""
+    """Run directory, or directory of checkpoints, from which a new run begins: see
+    `initial_state`. Ignored by a run that has checkpoints."""
     initial_step: int | None = None
     """Step of the checkpoint in `initial`; the newest valid one when None."""
+    initial_state: Literal["parameters", "all"] = "parameters"
+    """What is taken from `initial`: parameters (and router state, if it fits), or all: also the
+    optimiser's state, the step and the data position, so that the new run is a branch that
+    continues there; only the schedule, the learning rate, the number of steps, evaluation and the
+    like may differ."""
     initial_mapping: str | None = None
     """Python file with `RULES`, where names or layouts differ: see jaxmoe/checkpoint/mapping.py."""
 
@@ -200,6 +213,16 @@ class CheckpointConfig:
                     f"checkpoint.{field}={getattr(self, field)} is of another run: name it with"
                     " --checkpoint.initial"
                 )
+        if self.initial_state == "all" and self.initial is None:
+            raise ValueError(
+                "checkpoint.initial_state=all is of another run: name it with --checkpoint.initial"
+            )
+        if self.initial_state == "all" and self.initial_mapping is not None:
+            raise ValueError(
+                f"checkpoint.initial_mapping={self.initial_mapping} maps parameters, and"
+                " checkpoint.initial_state=all takes all arrays under their own names: leave out"
+                " one of them"
+            )
         if self.keep < 2:
             raise ValueError(
                 f"checkpoint.keep={self.keep} must be at least 2: the last may be unfinished"

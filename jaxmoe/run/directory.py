@@ -15,6 +15,7 @@
         samples.txt        generated text
         checkpoints/       what a restart continues from
         skipped.json       rows that rollbacks have skipped
+        lineage.json       how the run was extended, or which run it began from
         bad_data/          the batches of refused steps, and results of experiments.replay
         goodput.jsonl      seconds of each start, by kind
         summary.json       the numbers of the finished (or stopped) run
@@ -90,6 +91,8 @@ class RunDirectory:
     """One directory per saved step."""
     skipped_file = _Path("skipped.json")
     """Rows that rollbacks have skipped: [[step, rows], ...]."""
+    lineage_file = _Path("lineage.json")
+    """How the run was extended, or which run it began from: one object per event."""
     bad_data_directory = _Path("bad_data")
     """Batches of refused steps."""
     summary_file = _Path("summary.json")
@@ -283,6 +286,25 @@ class RunDirectory:
             ValueError: If the file cannot be written.
         """
         self._write(self.skipped_file, windows)
+
+    def lineage(self) -> Any:
+        """Return the content of `lineage.json`; empty for a run that began anew.
+
+        Raises:
+            ValueError: The file is damaged.
+        """
+        return self._read(self.lineage_file) if self.lineage_file.exists() else []
+
+    def write_lineage(self, events: Sequence[Mapping[str, Any]]) -> None:
+        """Write `lineage.json`.
+
+        Args:
+            events: As `jaxmoe.run.lineage` makes them.
+
+        Raises:
+            ValueError: The file cannot be written.
+        """
+        self._write(self.lineage_file, events)
 
     def write_environment(self, devices: Sequence[str]) -> None:
         """Record what this start runs on.

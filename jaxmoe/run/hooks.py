@@ -86,6 +86,7 @@ def make_saving(
         config=to_json(dataclasses.replace(config, model=assembly.plan.model)),
         position=assembly.loader.position,
         every=config.checkpoint.every,
+        also=assembly.plan.kept_steps,
         last_step=config.training.steps,
         before=reporter.flush,
         agree_every=config.tracking.print_every,

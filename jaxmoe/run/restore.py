@@ -28,8 +28,9 @@ from jaxmoe.resilience.snapshot import SnapshotStore
 from jaxmoe.run.assemble import Assembly
 from jaxmoe.run.config import FREE_FIELDS, PretrainConfig
 from jaxmoe.run.directory import RunDirectory
+from jaxmoe.run.lineage import Source
 from jaxmoe.run.reporter import Reporter
-from jaxmoe.run.warm_start import initial_state
+from jaxmoe.run.warm_start import branched_state, initial_state
 from jaxmoe.training.state import TrainState
 from sharding.distributed import agree, gather, share
 
@@ -47,6 +48,8 @@ class Begun:
     state: TrainState
     origin: str | None
     """Description of the source of the state; None for a new state."""
+    source: Source | None = None
+    """Checkpoint of another run that the state is from; None for others."""
 
 
 class Lineage:
@@ -115,12 +118,27 @@ class Lineage:
             if left := assembly.plan.config.checkpoint.initial:
                 say(f"checkpoint.initial={left} is ignored: the run continues")
             return self._begun(assembly, *found, f"step {found[0]} from {checkpoints.directory}")
+        initial = assembly.plan.config.checkpoint
+        if initial.initial_state == "all":
+            source, state = branched_state(assembly, wanted, self.check)
+            origin = f"step {source.step} from {source.path}, of which this run is a branch"
+            return self._begun(assembly, source.step, state, origin, source)
         state = assembly.new_state() if state is None else state
-        return self._begun(assembly, 0, initial_state(assembly, state), None)
+        if initial.initial is None:
+            return self._begun(assembly, 0, state, None)
+        source, state = initial_state(assembly, state)
+        return self._begun(assembly, 0, state, None, source)
 
-    def _begun(self, assembly: Assembly, step: int, state: TrainState, origin: str | None) -> Begun:
+    def _begun(
+        self,
+        assembly: Assembly,
+        step: int,
+        state: TrainState,
+        origin: str | None,
+        source: Source | None = None,
+    ) -> Begun:
         assembly = dataclasses.replace(assembly, loader=self.loader)
-        return Begun(assembly=assembly, step=step, state=state, origin=origin)
+        return Begun(assembly=assembly, step=step, state=state, origin=origin, source=source)
 
 
 def read_skipped(directory: RunDirectory) -> SkippedRows:

@@ -57,6 +57,8 @@ class Run:
         directory: Run directory; `config.run.directory` or runs/pretrain/<name> when None. A run
             that is there already is resumed, if its configuration is the same.
         name: Name in messages and trackers; `config.run.name` or the directory's when None.
+        extends: Whether a run that is there may go on with changed `EXTENSION_FIELDS`, such as more
+            steps, another schedule or another learning rate; lineage.json records it.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class Run:
         directory: str | os.PathLike[str] | None = None,
         *,
         name: str | None = None,
+        extends: bool = False,
     ):
         if directory is not None:
             run = dataclasses.replace(config.run, directory=os.fspath(directory))
@@ -79,6 +82,7 @@ class Run:
         self.result: TrainResult | None = None
         """How the latest call of `train` or `steps` ended; None before."""
         self._loaded: _Loaded | None = None
+        self._extends = extends
 
     @classmethod
     def open(
@@ -255,7 +259,9 @@ class Run:
 
     def _train(self, supervision: Supervision) -> Steps[TrainResult]:
         self._loaded = None
-        return train_steps(self.name, self.config, self.directory, supervision)
+        return train_steps(
+            self.name, self.config, self.directory, supervision, extends=self._extends
+        )
 
     @contextlib.contextmanager
     def _own_supervision(self) -> Generator[Supervision, None, None]:

@@ -31,8 +31,9 @@ from jaxmoe.resilience.agreement import check_agreement
 from jaxmoe.resilience.snapshot import SnapshotStore
 from jaxmoe.run.assemble import assemble, describe_devices
 from jaxmoe.run.compile import compile_steps
-from jaxmoe.run.config import FIXED_FIELDS, FREE_FIELDS, PretrainConfig
+from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.directory import RunDirectory
+from jaxmoe.run.lineage import check_config, record_source
 from jaxmoe.run.load import check_trains
 from jaxmoe.run.loop import save_last
 from jaxmoe.run.monitoring import Watches
@@ -76,7 +77,12 @@ class _Ended:
 
 
 def train_steps(
-    name: str, config: PretrainConfig, directory: RunDirectory, supervision: Supervision
+    name: str,
+    config: PretrainConfig,
+    directory: RunDirectory,
+    supervision: Supervision,
+    *,
+    extends: bool = False,
 ) -> Steps[TrainResult]:
     """Train a run, new or interrupted, to its last step.
 
@@ -85,6 +91,7 @@ def train_steps(
         config: Configuration of this start.
         directory: Run directory.
         supervision: Watchdog, signals and resources of this process.
+        extends: Whether a run in the directory may go on with changed `EXTENSION_FIELDS`.
 
     Yields:
         Each step, once it is dispatched and its hooks have run.
@@ -97,7 +104,7 @@ def train_steps(
     """
     try:
         with configuration_errors():
-            prepared = prepare(config, directory, supervision)
+            prepared = prepare(config, directory, supervision, extends=extends)
     except LeaseLostError:
         return _taken_over(directory, 0)
     begun = prepared.begun
@@ -119,13 +126,20 @@ def train_steps(
     return _finish(name, directory, begun, ended, supervision)
 
 
-def prepare(config: PretrainConfig, directory: RunDirectory, supervision: Supervision) -> Prepared:
+def prepare(
+    config: PretrainConfig,
+    directory: RunDirectory,
+    supervision: Supervision,
+    *,
+    extends: bool = False,
+) -> Prepared:
     """Check the configuration, lease the directory and restore the newest state.
 
     Args:
         config: Configuration of this start.
         directory: Run directory; leased until `supervision.resources` closes.
         supervision: Watchdog, signals and resources of this process.
+        extends: Whether a run in the directory may go on with changed `EXTENSION_FIELDS`.
 
     Raises:
         ValueError: The configuration, the directory or the data cannot be used.
@@ -144,12 +158,12 @@ def prepare(config: PretrainConfig, directory: RunDirectory, supervision: Superv
             on_lost=supervision.stop.taken_over,
         )
         resources.callback(directory.release)
-        way_out = f", and begin there with --checkpoint.initial {directory.path}"
-        directory.check_config(config, FREE_FIELDS, FIXED_FIELDS, way_out)
+        check_config(directory, config, assembly.plan, extends=extends)
     checkpoints = CheckpointManager(
         directory.checkpoints_directory,
         keep=config.checkpoint.keep,
         verify=config.checkpoint.verify,
+        kept=assembly.plan.kept_steps,
         fence=directory.fence if is_first else None,
     )
     resources.callback(checkpoints.close)
@@ -161,6 +175,8 @@ def prepare(config: PretrainConfig, directory: RunDirectory, supervision: Superv
     with supervision.stopwatch.on(RESTORE):
         begun = lineage.restore_or_start(assembly, checkpoints, snapshots=snapshots)
     if is_first:
+        if begun.source is not None:
+            record_source(directory, begun.source, config)
         directory.write_environment(describe_devices(assembly.mesh))
     return Prepared(begun=begun, checkpoints=checkpoints, snapshots=snapshots)
 

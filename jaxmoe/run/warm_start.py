@@ -1,17 +1,22 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Starts a new run from the parameters of another.
+"""Starts a new run from the parameters, or from the whole state, of another.
 
     python -m experiments.pretrain tiny --run.name second --checkpoint.initial runs/pretrain/tiny
+    python -m experiments.pretrain branch runs/pretrain/tiny --run.name longer --training.steps 900
 
-Takes the parameters, by name or by a mapping, from any mesh, and the router state if all of it has
-the same shapes. Optimiser state, step and data position start anew; a message lists what was left
-behind.
+The first takes the parameters, by name or by a mapping, from any mesh, and the router state if all
+of it has the same shapes. Optimiser state, step and data position start anew; a message lists what
+was left behind. The second (`checkpoint.initial_state=all`) takes all arrays, the step and the data
+position.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
+from collections.abc import Callable
+from typing import Any
 
 import jax
 
@@ -23,11 +28,46 @@ from jaxmoe.configs import TAG
 from jaxmoe.messages import say
 from jaxmoe.run.assemble import Assembly
 from jaxmoe.run.config import CheckpointConfig
+from jaxmoe.run.lineage import Source, check_branch
 from jaxmoe.training.state import TrainState, state_around
 
 
-def initial_state(assembly: Assembly, state: TrainState) -> TrainState:
-    """Return the state of a new run, with the parameters of `checkpoint.initial` if set.
+def branched_state(
+    assembly: Assembly, target: Any, check: Callable[[CheckpointManifest], None]
+) -> tuple[Source, TrainState]:
+    """Return the state of a checkpoint of `checkpoint.initial`, which a branch continues.
+
+    Args:
+        assembly: Plan, devices and data of the new run.
+        target: State, or its shapes and shardings.
+        check: Function that raises for the manifest of a checkpoint with other data.
+
+    Raises:
+        ValueError: There is no such checkpoint, or it belongs to another model, optimiser or data.
+    """
+    plan = assembly.plan
+    config, training = plan.config.checkpoint, plan.config.training
+    directory = _directory(str(config.initial))
+    manifest = _manifest(directory, config)
+    # As checkpoints hold it: with the forward multipliers in the model.
+    check_branch(manifest.config, dataclasses.replace(plan.config, model=plan.model))
+    if manifest.step >= training.steps:
+        raise ValueError(
+            f"checkpoint.initial={config.initial} has done step {manifest.step} of"
+            f" training.steps={training.steps}: give more steps, or an earlier"
+            " checkpoint.initial_step"
+        )
+    check(manifest)
+    manager = CheckpointManager(directory, is_writer=False, verify=config.verify)
+    try:
+        state = manager.restore(manifest.step, target)
+    finally:
+        manager.close()
+    return _source(config, manifest), state
+
+
+def initial_state(assembly: Assembly, state: TrainState) -> tuple[Source, TrainState]:
+    """Return the state of a new run with the parameters of `checkpoint.initial`.
 
     Args:
         assembly: Plan, devices and data of the run.
@@ -38,9 +78,7 @@ def initial_state(assembly: Assembly, state: TrainState) -> TrainState:
             have another shape or dtype; lists all of them.
     """
     config = assembly.plan.config.checkpoint
-    if config.initial is None:
-        return state
-    directory, rules = _directory(config.initial), _rules(config)
+    directory, rules = _directory(str(config.initial)), _rules(config)
     manifest = _manifest(directory, config)
     names = plan_mapping(rules, manifest.arrays) if rules else manifest.arrays
     target = {"params": state.params}
@@ -62,7 +100,11 @@ def initial_state(assembly: Assembly, state: TrainState) -> TrainState:
         begun = jax.jit(around)(found["params"])
     begun = begun.replace(router_state=found.get("router_state", begun.router_state))
     say(_message(directory, manifest, set(target), bool(wanted) or bool(here)))
-    return begun
+    return _source(config, manifest), begun
+
+
+def _source(config: CheckpointConfig, manifest: CheckpointManifest) -> Source:
+    return Source(path=str(config.initial), step=manifest.step, config=manifest.config)
 
 
 def _directory(path: str) -> pathlib.Path:

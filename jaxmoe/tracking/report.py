@@ -3,8 +3,8 @@
 """Writes `report.html`: a run on one self-contained page.
 
 Charts and images are embedded, nothing is fetched, and the only script moves the slider of the load
-map. Sections: cards, loss, learning rate and gradient norm, router, samples, all numbers, config.
-The contents are arguments; `jaxmoe/run/report.py` reads the files.
+map. Sections: cards, loss, learning rate and gradient norm, router, samples, lineage, all numbers,
+config. The contents are arguments; `jaxmoe/run/report.py` reads the files.
 
 To add a section: append it in `write_report` in `jaxmoe/tracking/report.py`.
 """
@@ -74,6 +74,7 @@ def write_report(
     plots: Sequence[str | os.PathLike[str]] = (),
     samples: str = "",
     config: Mapping[str, Any] | None = None,
+    lineage: Sequence[tuple[str, str]] = (),
 ) -> None:
     """Write the page.
 
@@ -87,6 +88,7 @@ def write_report(
         plots: Further pictures, PNG files.
         samples: Generated text.
         config: The resolved config, as JSON.
+        lineage: Time and text of each event: how the run was extended, or which run it began from.
 
     Raises:
         OSError: If the file cannot be written, or a picture read.
@@ -116,6 +118,9 @@ def write_report(
     if samples:
         text = f"<pre>{html_page.escape(samples)}</pre>"
         sections.append(html_page.section("Samples", text))
+    if lineage:
+        table = html_page.table(("time", "this run was"), lineage)
+        sections.append(html_page.section("Lineage", table))
     sections.append(html_page.section("All numbers", html_page.fields(summary)))
     if config is not None:
         text = f"<pre>{html_page.escape(json.dumps(config, indent=2))}</pre>"

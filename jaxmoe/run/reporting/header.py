@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+import jax
+
 from jaxmoe.messages import say
 from jaxmoe.models.flops import flops_per_token
 from jaxmoe.routing.composition import advice, causal_advice
@@ -16,6 +18,7 @@ from jaxmoe.run.assemble import (
 )
 from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.directory import RunDirectory
+from jaxmoe.run.lineage import read_lineage
 from jaxmoe.tracking.console import format_count, format_flops
 
 
@@ -45,6 +48,9 @@ def print_header(name: str, directory: RunDirectory, assembly: Assembly, first_s
         f" {format_flops(flops * tokens)} a step",
     )
     say("\n".join(lines))
+    if jax.process_index() == 0:
+        for event in read_lineage(directory):
+            say(f"lineage  {event}")
     if assembly.execution.mesh.seq > 1:
         say(f"seq      {sequence_form(assembly)}")
     if rates := describe_rates(plan):

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxmoe.run.directory import RunDirectory
+from jaxmoe.run.lineage import read_lineage
 from jaxmoe.run.reporting.recorded import RecordedRun
 from jaxmoe.tracking.history import read_history
 from jaxmoe.tracking.jsonl import read_metrics
@@ -35,6 +36,7 @@ def write_run_report(
 
     Raises:
         OSError: The page cannot be written.
+        ValueError: lineage.json is damaged.
     """
     has_loads = directory.router_file.exists()
     indicators = directory.plots_directory / "indicators.png"
@@ -50,6 +52,7 @@ def write_run_report(
         plots=[indicators] if indicators.exists() else (),
         samples=samples,
         config=config,
+        lineage=[(event.time, str(event)) for event in read_lineage(directory)],
     )
 
 

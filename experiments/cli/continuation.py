@@ -1,0 +1,89 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Parses command lines that begin with `resume RUN` or `branch RUN`.
+
+    resume RUN [flags]    the run in RUN; flags extend it: more steps, another schedule, ...
+    branch RUN --run.name NAME [flags]    a new run that continues the state of RUN
+
+The configuration is that of RUN, with the flags.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from collections.abc import Sequence
+
+from experiments.cli import flags
+from jaxmoe.run.config import EXTENSION_FIELDS, PretrainConfig
+from jaxmoe.run.directory import RunDirectory
+
+WORDS = ("resume", "branch")
+"""First words of such command lines."""
+
+
+def parse_continuation(argv: Sequence[str], prog: str, description: str) -> PretrainConfig:
+    """Return the configuration of a run that is resumed or branched.
+
+    Args:
+        argv: Arguments, of which the first is one of `WORDS`.
+        prog: How the program is called.
+        description: First paragraph of `--help`.
+
+    Returns:
+        The configuration. Exits with 2 if RUN holds no run.
+    """
+    word, *rest = argv
+    if not rest or rest[0].startswith("-"):
+        flags.fail(
+            f"{word} needs a run directory: {prog} {word} runs/pretrain/tiny"
+            + (" --run.name NAME" if word == "branch" else "")
+        )
+    path, *words = rest
+    with flags.exit_on_bad_configuration():
+        config = RunDirectory(path).load_config(PretrainConfig)
+        changed = _branched(config, path) if word == "branch" else _resumed(config, path)
+    text = f"{description}\n\nMay change: {', '.join(EXTENSION_FIELDS)}."
+    given = flags.parse_flags(changed, words, prog, text)
+    with flags.exit_on_bad_configuration():
+        if word == "branch":
+            _check_branch(given, path, prog)
+        elif given.run.directory != path:
+            raise ValueError(
+                f"resume {path} continues the run there, and run.directory={given.run.directory}"
+                f" is another: leave it out, or start a branch with {prog} branch {path}"
+            )
+    return given
+
+
+def _resumed(config: PretrainConfig, path: str) -> PretrainConfig:
+    run = dataclasses.replace(config.run, directory=path, steal_lock=False)
+    return dataclasses.replace(config, run=run)
+
+
+def _branched(config: PretrainConfig, path: str) -> PretrainConfig:
+    run = dataclasses.replace(config.run, directory=None, name=None, steal_lock=False)
+    checkpoint = dataclasses.replace(
+        config.checkpoint,
+        initial=path,
+        initial_step=None,
+        initial_mapping=None,
+        initial_state="all",
+    )
+    return dataclasses.replace(config, run=run, checkpoint=checkpoint)
+
+
+def _check_branch(config: PretrainConfig, path: str, prog: str) -> None:
+    """Refuse a branch that has no directory of its own."""
+    name, directory = config.run.name, config.run.directory
+    if name is None and directory is None:
+        raise ValueError(
+            f"a branch is a new run: give it a name, {prog} branch {path} --run.name NAME, or a"
+            " directory with --run.directory"
+        )
+    place = pathlib.Path(directory or f"runs/pretrain/{name}")
+    if place.resolve() == pathlib.Path(path).resolve():
+        raise ValueError(
+            f"run.directory={place} holds the run that is branched: choose another, or extend that"
+            f" run with {prog} resume {path}"
+        )

@@ -1,0 +1,283 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Extends a run with changed fields, and records how it was extended, branched or initialised.
+
+    lineage.json:
+    [{"event": "branched", "source": "runs/a", "step": 300,
+      "changes": ["training.steps: 400 -> 900"], "time": "2026-03-01T12:00:00+00:00"},
+     {"event": "extended", "step": 900, ...}]
+
+Only fields after which parameters, optimiser state and data position keep their meaning may change
+(`EXTENSION_FIELDS`); the schedule is a function of the step, so that it continues at the step of
+the checkpoint.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import shutil
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmoe.checkpoint.migrate import migrate
+from jaxmoe.configs import differences, from_json, to_json, varying_fields
+from jaxmoe.messages import say
+from jaxmoe.run.assemble import Plan, make_plan
+from jaxmoe.run.config import EXTENSION_FIELDS, FIXED_FIELDS, FREE_FIELDS, PretrainConfig
+from jaxmoe.run.directory import RunDirectory
+
+_REASONS = {
+    "model": "the parameters belong to this model",
+    "parameterization": "initial values and multipliers belong to it",
+    "base": "initial values and multipliers belong to it",
+    "data": "the data position counts rows of the saved data",
+    "training.seed": "the order of the data belongs to it",
+    "training.batch_size": "the data position counts rows of this size",
+    "training.batch_ramp": "the data position counts rows of these sizes",
+    "training.sequence_length": "the data position counts rows of this length",
+    "training.objective": "the losses before and after would not compare",
+    "optimizer": "the optimiser's state belongs to it",
+    "execution.precision.matmul": "the products round to other values",
+}
+"""Reasons for which fields may not change, by prefix."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Event:
+    """A run that was extended, or that began from another."""
+
+    event: str
+    """extended, branched (whole state of another run) or initialised (its parameters)."""
+    step: int
+    """Number of steps done before."""
+    source: str | None = None
+    """Run directory that the state is from; None for the run itself."""
+    changes: tuple[str, ...] = ()
+    """Changed fields with both values."""
+    time: str = dataclasses.field(
+        default_factory=lambda: datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    )
+
+    def __str__(self) -> str:
+        where = f"from {self.source} at step" if self.source else "at step"
+        changed = f": {', '.join(self.changes)}" if self.changes else ""
+        return f"{self.event} {where} {self.step}{changed}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Source:
+    """Checkpoint of another run, from which a run begins."""
+
+    path: str
+    """Run directory, or directory of checkpoints."""
+    step: int
+    config: Mapping[str, Any]
+    """Config of the checkpoint, as JSON."""
+
+
+def read_lineage(directory: RunDirectory) -> tuple[Event, ...]:
+    """Return the events of a run, the oldest first.
+
+    Args:
+        directory: Run directory.
+
+    Raises:
+        ValueError: The file is damaged.
+    """
+    try:
+        return tuple(
+            Event(**{**event, "changes": tuple(event["changes"])}) for event in directory.lineage()
+        )
+    except (TypeError, KeyError) as error:
+        raise ValueError(f"{directory.lineage_file} is damaged: restore or remove it") from error
+
+
+def add_event(directory: RunDirectory, event: Event) -> None:
+    """Record an event, unless the last one is the same.
+
+    Args:
+        directory: Run directory.
+        event: Event to append.
+
+    Raises:
+        ValueError: The file cannot be written.
+    """
+    events = read_lineage(directory)
+    if not events or str(events[-1]) != str(event):
+        directory.write_lineage([dataclasses.asdict(each) for each in (*events, event)])
+
+
+def check_config(
+    directory: RunDirectory, config: PretrainConfig, plan: Plan, *, extends: bool
+) -> None:
+    """Record the config of a new run; of an old one, refuse changes or record them.
+
+    Args:
+        directory: Run directory, held by this process.
+        config: Config of this start.
+        plan: Its plan.
+        extends: Whether `EXTENSION_FIELDS` may change.
+
+    Raises:
+        ValueError: A field has changed that may not; the message has one line per field.
+    """
+    way_out = f", and begin there with --checkpoint.initial {directory.path}"
+    saved = migrate(directory.config_json()) if directory.has_config() else to_json(config)
+    changes = differences(saved, config, FREE_FIELDS, FIXED_FIELDS)
+    refused = differences(saved, config, (*FREE_FIELDS, *EXTENSION_FIELDS), FIXED_FIELDS)
+    if changes and not refused and not extends:
+        way_out += (
+            ", or extend the run: python -m experiments.pretrain resume"
+            f" {directory.path} {_flags(saved, config)}"
+        )
+    if not (extends and changes):
+        directory.check_config(config, FREE_FIELDS, FIXED_FIELDS, way_out)
+        return
+    if refused:
+        raise ValueError(f"run.directory={directory.path} {_refusal(refused)}{way_out}")
+    step = _newest_step(directory)
+    if config.training.steps < step:
+        raise ValueError(
+            f"training.steps={config.training.steps} is below step {step}, which the run has done:"
+            f" branch from an earlier checkpoint with python -m experiments.pretrain branch"
+            f" {directory.path} --checkpoint.initial_step STEP --run.name NAME"
+        )
+    if step:
+        _show_rates(directory, make_plan(from_json(PretrainConfig, saved)), plan, step)
+    add_event(directory, Event(event="extended", step=step, changes=_changes(saved, config)))
+    directory.check_config(config, (*FREE_FIELDS, *EXTENSION_FIELDS), FIXED_FIELDS)
+
+
+def record_source(directory: RunDirectory, source: Source, config: PretrainConfig) -> None:
+    """Record which run a new run begins from; a branch gets the metrics up to its step.
+
+    Args:
+        directory: Run directory, held by this process.
+        source: Checkpoint from which the run begins.
+        config: Config of the run.
+
+    Raises:
+        ValueError: A file cannot be read or written.
+    """
+    is_branch, parent = config.checkpoint.initial_state == "all", RunDirectory(source.path)
+    if is_branch and parent.has_config():
+        _copy_records(parent, directory, source.step)
+    event = Event(
+        event="branched" if is_branch else "initialised",
+        step=source.step,
+        source=source.path,
+        changes=_changes(source.config, config) if is_branch else (),
+    )
+    add_event(directory, event)
+
+
+def check_branch(saved: Mapping[str, Any], config: PretrainConfig) -> None:
+    """Refuse to continue the state of another config.
+
+    Args:
+        saved: Config of the checkpoint, as JSON.
+        config: Config of the new run, with the model of its plan.
+
+    Raises:
+        ValueError: A field differs that belongs to the state; the message has one line per field.
+    """
+    free = (*FREE_FIELDS, *EXTENSION_FIELDS)
+    if refused := differences(saved, config, free, FIXED_FIELDS):
+        raise ValueError(
+            f"checkpoint.initial={config.checkpoint.initial} {_refusal(refused)}; or take its"
+            " parameters only, with --checkpoint.initial_state parameters"
+        )
+
+
+def _changes(saved: Mapping[str, Any], config: PretrainConfig) -> tuple[str, ...]:
+    """Return the changed fields with both values as text."""
+    return tuple(f"{path}: {old} -> {new}" for path, old, new in _changed(saved, config))
+
+
+def _newest_step(directory: RunDirectory) -> int:
+    """Return the step of the newest checkpoint, without reading it; 0 without one."""
+    return max(_steps(directory), default=0)
+
+
+def _copy_records(source: RunDirectory, directory: RunDirectory, step: int) -> None:
+    """Copy the records of a run to a branch of it, unless the branch has its own.
+
+    Args:
+        source: Run directory that the state is from.
+        directory: Run directory of the branch.
+        step: Step of the branch. Later records are dropped when the branch opens its files.
+    """
+    files = ("metrics_file", "router_file", "indicators_file", "congestion_file")
+    with directory.usable():
+        for before, after in ((getattr(source, f), getattr(directory, f)) for f in files):
+            if before.exists() and not after.exists():
+                shutil.copyfile(before, after)
+    if not read_lineage(directory):
+        earlier = [event for event in read_lineage(source) if event.step <= step]
+        named = (
+            dataclasses.replace(event, source=event.source or str(source.path)) for event in earlier
+        )
+        directory.write_lineage([dataclasses.asdict(event) for event in named])
+
+
+def _steps(directory: RunDirectory) -> list[int]:
+    """Return the steps of the checkpoints, in any order."""
+    place = directory.checkpoints_directory
+    names = [path.name for path in place.iterdir()] if place.is_dir() else []
+    return [int(name) for name in names if name.isdecimal()]
+
+
+def _changed(saved: Mapping[str, Any], config: PretrainConfig) -> list[tuple[str, str, str]]:
+    """Return path, old and new value of the changed fields that a run records."""
+    lines = differences(saved, config, FREE_FIELDS)
+    paths = {line.partition(":")[0] for line in lines}
+    fields = varying_fields([saved, config])
+    return [(path, fields[path][0], fields[path][1]) for path in sorted(paths)]
+
+
+def _flags(saved: Mapping[str, Any], config: PretrainConfig) -> str:
+    """Return the changes as flags."""
+    return " ".join(
+        f"{path}:{new}" if path == "schedule" else f"--{path} {'None' if new == 'null' else new}"
+        for path, _, new in _changed(saved, config)
+    )
+
+
+def _refusal(lines: list[str]) -> str:
+    """Return why a run cannot go on with changed fields, one line per field."""
+
+    def reason(line: str) -> str:
+        path = line.partition(":")[0]
+        prefixes = [p for p in _REASONS if path == p or path.startswith(f"{p}.")]
+        return f" ({_REASONS[max(prefixes, key=len)]})" if prefixes else ""
+
+    shown = "\n  ".join(line + reason(line) for line in lines)
+    return (
+        f"cannot be continued with these changes:\n  {shown}\n"
+        f"only {', '.join(EXTENSION_FIELDS)} may change; repeat the other saved values, or choose"
+        " another directory with --run.directory"
+    )
+
+
+def _show_rates(directory: RunDirectory, before: Plan, after: Plan, step: int) -> None:
+    """Log the learning rate before and after; if it rises again, with the way to avoid that."""
+    old = before.matrix_rate * float(before.schedule(jnp.asarray(step - 1)))
+    new = after.matrix_rate * float(after.schedule(jnp.asarray(step)))
+    say(f"rate     {old:.3g} at step {step}, {new:.3g} at step {step + 1}")
+    factors = np.asarray(jax.vmap(before.schedule)(jnp.arange(step)))
+    peak = float(factors.max())
+    if new <= 1.01 * old or before.matrix_rate * peak <= 1.01 * old:
+        return
+    earlier = [s for s in _steps(directory) if s <= step and factors[s - 1] >= 0.99 * peak]
+    way_out = "no checkpoint from before that is left"
+    if earlier:
+        way_out = (
+            f"to continue from before that: python -m experiments.pretrain branch {directory.path}"
+            f" --checkpoint.initial_step {max(earlier)} --run.name NAME"
+        )
+    say(f"note     the learning rate had begun to fall, and rises again; {way_out}")

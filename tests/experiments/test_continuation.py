@@ -1,0 +1,178 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Runs that go on with more steps, in their directory or as a branch in another."""
+
+import dataclasses
+import html
+import json
+
+import numpy as np
+import pytest
+
+from experiments import pretrain, recipes
+from experiments.cli.flags import ExitCode
+from jaxmoe.optim import CosineConfig, WarmupStableDecayConfig
+from jaxmoe.run.assemble import make_plan
+from jaxmoe.run.config import CheckpointConfig
+from jaxmoe.run.directory import RunDirectory
+from jaxmoe.run.lineage import check_config, read_lineage
+from tests.support.runs import flags, logged_losses, saved_leaves
+
+WSD = ("schedule:wsd", "--tracking.sample_length", "0", "--evaluation.every", "0")
+
+
+def _same_state(one, other, step):
+    expected, found = saved_leaves(one, step), saved_leaves(other, step)
+    assert expected.keys() == found.keys()
+    for path in expected:
+        np.testing.assert_array_equal(found[path], expected[path], err_msg=path)
+
+
+@pytest.mark.slow
+def test_extended_and_branched_runs_equal_longer_runs_bitwise(tmp_path, capsys):
+    whole, short, branch = tmp_path / "whole", tmp_path / "short", tmp_path / "branch"
+    decayed = (*WSD, "--checkpoint.every", "0")  # only before the decay, and at the end
+    assert pretrain.main(flags(whole, 20, *decayed)) == ExitCode.DONE
+    assert pretrain.main(flags(short, 10, *decayed)) == ExitCode.DONE
+    assert sorted(int(p.name) for p in (short / "checkpoints").glob("[0-9]*")) == [8, 10]
+    capsys.readouterr()
+
+    more = ("--training.steps", "20")
+    named = ("--run.directory", str(branch))
+    words = ["branch", str(short), *named, *more, "--checkpoint.initial_step", "8"]
+    assert pretrain.main(words) == ExitCode.DONE
+    printed = capsys.readouterr().out
+    assert "(continuing after step 8)" in printed
+    event = f"branched from {short} at step 8: training.steps: 10 -> 20"
+    assert f"lineage  {event}" in printed
+    assert html.escape(event) in (branch / "report.html").read_text()
+    assert logged_losses(branch) == logged_losses(whole)  # those up to step 8 were copied
+    _same_state(whole, branch, 20)
+    assert pretrain.main(words) == ExitCode.DONE
+    assert "nothing to do" in capsys.readouterr().out
+
+    # In place, with a rate that stays: the same as if it had been so from the start.
+    stays = (*WSD[1:], "--schedule.floor", "1.0")
+    held, extended = tmp_path / "held", tmp_path / "extended"
+    assert pretrain.main(flags(held, 6, *stays)) == ExitCode.DONE
+    assert pretrain.main(flags(extended, 3, *stays)) == ExitCode.DONE
+    more = ["resume", str(extended), "--training.steps", "6", "--evaluation.every", "2"]
+    assert pretrain.main(more) == ExitCode.DONE
+    printed = capsys.readouterr().out
+    event = "extended at step 3: evaluation.every: 0 -> 2, training.steps: 3 -> 6"
+    assert f"lineage  {event}" in printed
+    assert logged_losses(extended) == logged_losses(held)
+    _same_state(held, extended, 6)
+
+    # After the decay the rate rises again: a note names the checkpoint from before it.
+    more = ["resume", str(short), "--training.steps", "11", "--optimizer.learning_rate", "0.006"]
+    assert pretrain.main(more) == ExitCode.DONE
+    printed = capsys.readouterr().out
+    assert "rate     0.0025 at step 10, 0.003 at step 11" in printed
+    assert f"branch {short} --checkpoint.initial_step 8 --run.name NAME" in printed
+    assert json.loads((short / "summary.json").read_text())["steps"] == 11
+
+
+@pytest.fixture
+def begun(tmp_path):
+    """Run directory with a config and the name of a checkpoint, without any array."""
+    directory = RunDirectory(tmp_path / "run")
+    config = recipes.markov(steps=100)
+    (directory.checkpoints_directory / "50").mkdir(parents=True)
+    check_config(directory, config, make_plan(config), extends=False)
+    return directory, config
+
+
+def _check(directory, config, extends):
+    check_config(directory, config, make_plan(config), extends=extends)
+
+
+def _with(config, group, **changes):
+    part = dataclasses.replace(getattr(config, group), **changes)
+    return dataclasses.replace(config, **{group: part})
+
+
+def test_extension_is_explicit_and_recorded(begun):
+    directory, config = begun
+    longer = _with(config, "training", steps=200)
+    with pytest.raises(ValueError) as refused:
+        _check(directory, longer, extends=False)
+    assert str(refused.value).endswith(
+        f"or extend the run: python -m experiments.pretrain resume {directory.path}"
+        " --training.steps 200"
+    )
+    assert not directory.lineage_file.exists()
+    _check(directory, longer, extends=True)
+    _check(directory, longer, extends=True)
+    _check(directory, longer, extends=False)
+    cosine = dataclasses.replace(longer, schedule=CosineConfig(warmup_steps=10))
+    with pytest.raises(ValueError, match=r"resume \S+ schedule:cosine$"):
+        _check(directory, cosine, extends=False)
+    _check(directory, cosine, extends=True)
+    assert [str(event) for event in read_lineage(directory)] == [
+        "extended at step 50: training.steps: 100 -> 200",
+        "extended at step 50: schedule: linear -> cosine",
+    ]
+
+
+REFUSED = {
+    "model": (
+        lambda config: _with(config, "model", num_layers=3),
+        r"model.num_layers: saved \d, given 3 \(the parameters belong to this model\)",
+    ),
+    "data": (
+        lambda config: _with(config, "training", batch_size=8, steps=200),
+        r"training.batch_size: saved 32, given 8 \(the data position counts rows of this size\)",
+    ),
+    "optimizer": (
+        lambda config: _with(config, "optimizer", beta1=0.8),
+        r"optimizer.beta1: saved 0.9, given 0.8 \(the optimiser's state belongs to it\)",
+    ),
+    "fewer steps": (
+        lambda config: _with(config, "training", steps=40),
+        r"training.steps=40 is below step 50, which the run has done: branch from an earlier",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_extension_refuses_what_the_state_belongs_to(begun, name):
+    directory, config = begun
+    change, words = REFUSED[name]
+    before = directory.config_file.read_bytes()
+    with pytest.raises(ValueError, match=words) as refused:
+        _check(directory, change(config), extends=True)
+    assert "training.steps: saved" not in str(refused.value)  # it may change
+    assert directory.config_file.read_bytes() == before and not directory.lineage_file.exists()
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (["resume"], "resume needs a run directory: python -m experiments.pretrain resume runs"),
+        (["resume", "{run}/none"], "none holds no run"),
+        (["resume", "{run}", "--run.directory", "x"], "run.directory=x is another: leave it out"),
+        (["branch", "{run}"], "a branch is a new run: give it a name"),
+        (["branch", "{run}", "--run.directory", "{run}"], "holds the run that is branched"),
+        (["branch", "{run}", "--run.directory", "{run}-2"], "holds no checkpoint"),
+    ],
+)
+def test_command_lines_that_cannot_continue_a_run(begun, more, words, capsys):
+    directory, _ = begun
+    with pytest.raises(SystemExit) as stopped:
+        pretrain.main([word.format(run=directory.path) for word in more])
+    assert stopped.value.code == ExitCode.BAD_CONFIGURATION
+    assert words in " ".join(capsys.readouterr().err.split())
+
+
+def test_whole_state_needs_a_run_and_no_mapping():
+    with pytest.raises(ValueError, match=r"initial_state=all is of another run: name it with"):
+        CheckpointConfig(initial_state="all")
+    with pytest.raises(ValueError, match=r"initial_mapping=m.py maps parameters, and"):
+        CheckpointConfig(initial="runs/a", initial_state="all", initial_mapping="m.py")
+
+
+def test_stable_step_is_the_last_before_the_decay():
+    assert WarmupStableDecayConfig().stable_step(10) == 8
+    assert WarmupStableDecayConfig(decay_fraction=1.0).stable_step(10) is None
+    assert CosineConfig().stable_step(10) is None
