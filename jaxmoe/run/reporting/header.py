@@ -76,7 +76,8 @@ def nothing_to_do(directory: RunDirectory, step: int, config: PretrainConfig) ->
     """
     return (
         f"nothing to do: {directory.path} has done step {step} of {config.training.steps}."
-        " See its report.html, or give another --run.name"
+        " See its report.html, give another --run.name, or train on: python -m experiments.pretrain"
+        f" resume {directory.path} --training.steps {2 * config.training.steps}"
     )
 
 
