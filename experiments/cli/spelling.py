@@ -126,6 +126,8 @@ def stray_word(word: str, config: Any, prog: str, recipes: Collection[str] = ())
         choices = [choice.path for choice in find_choices(config)]
         near = _nearest(path, choices)
         return f"there is no choice {path}" + (f": did you mean --{near} {value}?" if near else "")
+    if prog.endswith("pretrain") and os.path.isfile(os.path.join(word, "config.json")):
+        return f"{word!r} is a run: continue it with {prog} resume {word}"
     if ("/" in word or os.path.isdir(word)) and "run.directory" in known:
         return f"{word!r} stands alone: did you mean --run.directory {word}?"
     return f"unexpected word {word!r}: a field is --dotted.field value, see {prog} --help"

@@ -152,6 +152,7 @@ def test_extension_refuses_what_the_state_belongs_to(begun, name):
         (["resume"], "resume needs a run directory: python -m experiments.pretrain resume runs"),
         (["resume", "{run}/none"], "none holds no run"),
         (["resume", "{run}", "--run.directory", "x"], "run.directory=x is another: leave it out"),
+        (["{run}"], "is a run: continue it with python -m experiments.pretrain resume /"),
         (["branch", "{run}"], "a branch is a new run: give it a name"),
         (["branch", "{run}", "--run.directory", "{run}"], "holds the run that is branched"),
         (["branch", "{run}", "--run.directory", "{run}-2"], "holds no checkpoint"),
