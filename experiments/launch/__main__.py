@@ -1,15 +1,22 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the files that start a command on every host of a cluster, or supervises it on this host.
+r"""Writes the files that start a command on every host of a cluster, or supervises it on this host.
 
-    python -m experiments.launch cluster:slurm --cluster.nodes 4 --command "COMMAND"
-    python -m experiments.launch cluster:jobset --cluster.topology 16x16 --cluster.image IMAGE
-    python -m experiments.launch cluster:tpu_vm --cluster.accelerator_type v5litepod-64
-    python -m experiments.launch --supervise --processes 4 --command "COMMAND"
+    python -m experiments.launch cluster:slurm --cluster.nodes 4 \
+        --command "python -m experiments.pretrain d16 --run.directory /shared/d16"
+    python -m experiments.launch cluster:jobset --cluster.topology 16x16 \
+        --cluster.image europe-docker.pkg.dev/project/images/jaxmoe --cluster.volume_claim runs \
+        --command "python -m experiments.pretrain d16 --run.directory /runs/d16"
+    python -m experiments.launch cluster:tpu_vm --cluster.accelerator_type v5litepod-64 \
+        --cluster.zone us-central1-a \
+        --command "python3 -m experiments.pretrain d16 --run.directory /mnt/runs/d16"
+    python -m experiments.launch --supervise --processes 4 \
+        --command "python -m experiments.pretrain --run.directory runs/pretrain/four"
 
 Writes a script for sbatch, a JobSet for GKE, or a script around gcloud, and a `summary.json`, into
-`--run.directory`. JAX reads the addresses of its processes from the cluster's environment. The last
-form starts the processes itself, and restarts them when one is lost: see `--supervise --help`.
+`--run.directory`; files of an earlier launch that differ are replaced with `--run.replace True`
+only. JAX reads the addresses of its processes from the cluster's environment. The last form starts
+the processes itself, and restarts them when one is lost: see `--supervise --help`.
 
 A job that ended with 75 (saved after SIGTERM) is restarted where the cluster can do so; one that
 ended with 2 or 3 (bad configuration, diverged) is not.
@@ -17,7 +24,8 @@ ended with 2 or 3 (bad configuration, diverged) is not.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import pathlib
+from collections.abc import Mapping, Sequence
 
 from experiments.cli import flags
 from experiments.cli.exit import run_command
@@ -39,6 +47,8 @@ def main(argv: Sequence[str]) -> int:
         directory.check_free_of_runs()
         cluster = config.cluster
         written = cluster.files(config.job)
+        if not config.run.replace:
+            _check_replaces_nothing(directory.path, written.files)
         directory.acquire()
         for name, text in written.files.items():
             (directory.path / name).write_text(text, encoding="utf-8")
@@ -60,6 +70,17 @@ def main(argv: Sequence[str]) -> int:
     write("\n".join(f"wrote {directory.path / name}" for name in written.files))
     write(f"{hosts}, {processes}; start it with\n  {start}")
     return int(ExitCode.DONE)
+
+
+def _check_replaces_nothing(directory: pathlib.Path, files: Mapping[str, str]) -> None:
+    """Refuse to replace files of another launch."""
+    for name, text in files.items():
+        path = directory / name
+        if path.exists() and path.read_text(encoding="utf-8", errors="replace") != text:
+            raise ValueError(
+                f"{path} is of another launch: choose another --run.name or --run.directory, or"
+                " replace it with --run.replace True"
+            )
 
 
 if __name__ == "__main__":

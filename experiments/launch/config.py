@@ -33,6 +33,8 @@ class LaunchRunConfig:
     """Directory of the files and summary.json; runs/launch/<name> when None."""
     name: str = "jaxmoe"
     """Name of the job: lower-case letters, digits and hyphens."""
+    replace: bool = False
+    """Replace the files of another launch in the directory."""
 
     def __post_init__(self):
         check_text("run.directory", self.directory)

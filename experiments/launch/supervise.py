@@ -1,8 +1,9 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Starts the processes of a run on this host, and restarts them when one is lost.
+r"""Starts the processes of a run on this host, and restarts them when one is lost.
 
-    python -m experiments.launch --supervise --processes 4 --command "COMMAND"
+    python -m experiments.launch --supervise --processes 4 \
+        --command "python -m experiments.pretrain --run.directory runs/pretrain/four"
 
 When one process of a run is killed, raises or hangs, the others wait for it in a collective. The
 supervisor notices the end (or that all are silent), prints which process ended and why, ends the

@@ -14,6 +14,11 @@ from typing import ClassVar
 
 from experiments.launch.job import Job, LaunchFiles, check_directory, check_text, check_word
 
+_LEFT_BEHIND = ("./.venv", "./runs", "./.cache", "./.*_cache", "./.docs/_build", "__pycache__")
+"""Patterns of tar for what stays here when the directory is copied."""
+
+_INTERPRETER = re.compile(r"(/\S*/)?python[\d.]*")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class TpuVmConfig:
@@ -31,7 +36,8 @@ class TpuVmConfig:
     project: str | None = None
     """Project; gcloud's own when None."""
     setup: str = "python3 -m pip install -q -e '.[train,tpu]'"
-    """Shell line on every host, in the copied directory, before the first run."""
+    """Shell line on every host, in the copied directory, after each copy. The Python with which it
+    begins must be 3.11 or newer."""
 
     def __post_init__(self):
         check_word("cluster.accelerator_type", self.accelerator_type, "Google Cloud")
@@ -89,16 +95,26 @@ class TpuVmConfig:
             place.append(f"--project={self.project}")
         name, where = job.name, shlex.join(place)
         # JAX reads the addresses of the processes from the metadata of the VM, given their number.
-        remote = f"cd {name} && JAX_NUM_PROCESSES={self.num_hosts} {job.quoted}"
+        start = f"JAX_NUM_PROCESSES={self.num_hosts} {job.quoted}"
+        remote = " && ".join([f"cd {name}", *_python_check(job.words[0]), start])
+        setup = [self.setup] if self.setup else []
+        unpack = f"mkdir -p {name} && tar -xzf {name}.tgz -C {name} && rm {name}.tgz && cd {name}"
+        ready = " && ".join([*_python_check(*self.setup.split()[:1]), "true"])
         vm = "gcloud compute tpus tpu-vm"
+        left_behind = " ".join(f"--exclude={shlex.quote(pattern)}" for pattern in _LEFT_BEHIND)
         text = f"""#!/bin/bash
 # Usage: tpu_vm.sh create | copy | run | delete, in the directory of the repository.
 # run starts the same command again, which resumes from the last checkpoint.
 set -euo pipefail
 
 copy() {{
-  {vm} scp --recurse . {name}:{name} --worker=all {where}
-  {vm} ssh {name} --worker=all {where} --command={shlex.quote(f"cd {name} && {self.setup}")}
+  {vm} ssh {name} --worker=all {where} --command={shlex.quote(ready)}
+  local packed
+  packed=$(mktemp -d)
+  tar -czf "$packed/{name}.tgz" {left_behind} .
+  {vm} scp "$packed/{name}.tgz" {name}:{name}.tgz --worker=all {where}
+  rm -r "$packed"
+  {vm} ssh {name} --worker=all {where} --command={shlex.quote(" && ".join([unpack, *setup]))}
 }}
 
 case "${{1:-}}" in
@@ -116,3 +132,14 @@ esac
 """
         start = "bash {directory}/tpu_vm.sh create && bash {directory}/tpu_vm.sh run"
         return LaunchFiles(files={"tpu_vm.sh": text}, start=start)
+
+
+def _python_check(*words: str) -> list[str]:
+    """Return shell lines that end with 2 where an interpreter is missing or too old for jaxmoe."""
+    return [
+        f"{{ {word} -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {{ echo"
+        f' "error: $(hostname): {word} is missing or older than Python 3.11: choose another'
+        ' cluster.runtime_version, or name another in command and cluster.setup" >&2; exit 2; }; }'
+        for word in words
+        if _INTERPRETER.fullmatch(word)
+    ]

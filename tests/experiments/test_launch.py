@@ -12,8 +12,9 @@ import subprocess
 
 import pytest
 
-from experiments.cli.flags import ExitCode
+from experiments.cli.flags import ExitCode, parse_flags
 from experiments.launch import __main__ as launch
+from experiments.launch import supervise
 from experiments.launch.config import CLUSTERS, LaunchConfig, LaunchRunConfig
 
 TRICKY = (
@@ -144,19 +145,48 @@ def test_tpu_vm_runs_the_command_on_every_host(tmp_path):
     remote = words[-1].removeprefix("--command=")
     # What the shell of the host makes of it.
     (tmp_path / "job-1").mkdir()
-    fake(tmp_path, "python", f'echo "$JAX_NUM_PROCESSES"; {PRINTS}')
+    fake(tmp_path, "python", f'[ "$1" = -c ] && exit; echo "$JAX_NUM_PROCESSES"; {PRINTS}')
     there = run(f"cd {tmp_path}; {remote}", tmp_path)
     assert there.stdout.splitlines() == ["4", *shlex.split(TRICKY)[1:]]
+    fake(tmp_path, "python", "exit 1")
+    there = run(f"cd {tmp_path}; {remote}", tmp_path)
+    assert there.returncode == 2 and there.stdout == ""
+    assert ": python is missing or older than Python 3.11: choose" in there.stderr
+
+
+def test_tpu_vm_leaves_environments_and_runs_behind(tmp_path):
+    for name in ("jaxmoe/a.py", "jaxmoe/__pycache__/a.pyc", ".venv/x", "runs/x", "tests/runs/y"):
+        (tmp_path / "tree" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "tree" / name).write_text("x")
+    (tmp_path / "host").mkdir()
+    # The host: what is copied lies in its folder, and commands run there.
+    fake(
+        tmp_path,
+        "gcloud",
+        f"""cd {tmp_path}/host
+        case $4 in scp) cp "$5" "${{6#*:}}" ;; ssh) bash -c "${{@: -1:1}}" --command= ;; esac""",
+    )
+    text = text_of("tpu_vm", setup="python3 -m pip > installed").replace("--command=", "")
+    fake(tmp_path, "python3", f'[ "$1" = -c ] && exit {{code}}; {PRINTS}'.format(code=0))
+    result = run(f"cd {tmp_path}/tree\n{text}", tmp_path, "copy")
+    assert result.returncode == 0, result.stderr
+    host = tmp_path / "host"
+    files = {str(p.relative_to(host)) for p in host.rglob("*") if p.is_file()}
+    assert files == {"job-1/jaxmoe/a.py", "job-1/tests/runs/y", "job-1/installed"}
+    fake(tmp_path, "python3", "exit 1")
+    result = run(f"cd {tmp_path}/tree\n{text}", tmp_path, "copy")
+    assert result.returncode == 2 and "python3 is missing or older than" in result.stderr
 
 
 def test_tpu_vm_creates_copies_and_says_how_it_is_used(tmp_path):
     fake(tmp_path, "gcloud", 'echo "$@"')
+    fake(tmp_path, "tar", "exit 0")
     made = run(text_of("tpu_vm", project="p"), tmp_path, "create").stdout.splitlines()
     assert made[0] == (
         "compute tpus tpu-vm create job-1 --zone=us-central1-a --project=p"
         " --accelerator-type=v5litepod-16 --version=v2-alpha-tpuv5-lite"
     )
-    assert [line.split()[3] for line in made] == ["create", "scp", "ssh"]
+    assert [line.split()[3] for line in made] == ["create", "ssh", "scp", "ssh"]
     unknown = run(text_of("tpu_vm"), tmp_path, "start")
     assert unknown.returncode == 2 and unknown.stdout.startswith("Usage: tpu_vm.sh create | copy")
 
@@ -303,6 +333,38 @@ def test_the_command(tmp_path, capsys):
         "srun --kill-on-bad-exit=0 python -m experiments.pretrain d8"
         in (directory / "job.sbatch").read_text()
     )
+
+
+def test_a_second_launch_replaces_nothing_silently(tmp_path, capsys):
+    arguments = ("--run.directory", str(tmp_path / "files"), "cluster:slurm", "--cluster.nodes")
+    assert launch.main([*arguments, "2"]) == 0
+    written = (tmp_path / "files" / "job.sbatch").read_text()
+    assert launch.main([*arguments, "2"]) == 0  # the same file
+    with pytest.raises(SystemExit) as stopped:
+        launch.main([*arguments, "3"])
+    assert stopped.value.code == ExitCode.BAD_CONFIGURATION
+    error = capsys.readouterr().err
+    assert "job.sbatch is of another launch" in error and "--run.replace True" in error
+    assert (tmp_path / "files" / "job.sbatch").read_text() == written
+    assert launch.main([*arguments, "3", "--run.replace", "True"]) == 0
+    assert (tmp_path / "files" / "job.sbatch").read_text() != written
+
+
+@pytest.mark.parametrize("index", range(4))
+def test_the_examples_of_the_help_work(index, tmp_path, monkeypatch, capsys):
+    examples = re.findall(
+        r"^    python -m experiments.launch ((?:.*\\\n)*.*)", launch.__doc__ or "", re.M
+    )
+    assert len(examples) == 4
+    words = shlex.split(examples[index].replace("\\\n", " "))
+    started = []
+    monkeypatch.setattr(launch.supervise, "main", lambda words: started.append(words) or 0)
+    assert launch.main([*words, "--run.directory", str(tmp_path / "files")]) == 0
+    if started:
+        config = parse_flags(supervise.SuperviseConfig(), started[0], "p", "d")
+        assert config.processes == 4
+    else:
+        assert "start it with" in capsys.readouterr().out
 
 
 def test_a_bad_configuration_ends_with_one_line(tmp_path, capsys):
