@@ -8,14 +8,15 @@
 One learning rate for all rungs: HyperP with MuonH, eta0 0.014 (the paper's for mixtures, tuned at
 depth 8), no warm-up, linear to a tenth; the laws carry it to each rung. Shapes, vocabulary,
 sequence length, batch and tokens are the paper's: 50 tokens per parameter of the dense model, 2^21
-a step.
+a step. There are 64 routed experts, which devices divide (`--execution.mesh.expert 8`); with
+`--model.moe.num_experts 63` it is the paper's model.
 
     rung   parameters   active   tokens    steps   learning rate   memory
-    d8         0.91e9   0.21e9    10.4e9    4960         0.01400    15 GB
-    d12        2.95e9   0.57e9    28.5e9   13585         0.00828    48 GB
-    d16        6.88e9   1.24e9    61.9e9   29505         0.00559   111 GB
-    d20       13.33e9   2.32e9   115.6e9   55119         0.00410   214 GB
-    d24       22.93e9   3.90e9   194.7e9   92824         0.00317   368 GB
+    d8         0.93e9   0.21e9    10.4e9    4960         0.01400    15 GB
+    d12        2.99e9   0.57e9    28.5e9   13585         0.00828    48 GB
+    d16        6.98e9   1.24e9    61.9e9   29505         0.00559   112 GB
+    d20       13.53e9   2.32e9   115.6e9   55119         0.00410   217 GB
+    d24       23.27e9   3.90e9   194.7e9   92824         0.00317   373 GB
 
 Memory over all devices: a parameter, its moment and its gradient take 12 bytes (16 under Adam:
 embedding and head), and 4 more while micro-batches are added up; activations come on top. A
@@ -93,7 +94,7 @@ def _rung(depth: int) -> PretrainConfig:
 
 @recipe
 def d8() -> PretrainConfig:
-    """HyperP ladder, depth 8: 0.91e9 parameters, 0.21e9 active.
+    """HyperP ladder, depth 8: 0.93e9 parameters, 0.21e9 active.
 
     python -m experiments.pretrain d8
 
@@ -104,7 +105,7 @@ def d8() -> PretrainConfig:
 
 @recipe
 def d12() -> PretrainConfig:
-    """HyperP ladder, depth 12: 2.95e9 parameters, 0.57e9 active.
+    """HyperP ladder, depth 12: 2.99e9 parameters, 0.57e9 active.
 
     python -m experiments.pretrain d12
 
@@ -115,7 +116,7 @@ def d12() -> PretrainConfig:
 
 @recipe
 def d16() -> PretrainConfig:
-    """HyperP ladder, depth 16: 6.88e9 parameters, 1.24e9 active.
+    """HyperP ladder, depth 16: 6.98e9 parameters, 1.24e9 active.
 
     python -m experiments.pretrain d16
 
@@ -126,7 +127,7 @@ def d16() -> PretrainConfig:
 
 @recipe
 def d20() -> PretrainConfig:
-    """HyperP ladder, depth 20: 13.3e9 parameters, 2.32e9 active.
+    """HyperP ladder, depth 20: 13.5e9 parameters, 2.32e9 active.
 
     python -m experiments.pretrain d20
 
@@ -137,7 +138,7 @@ def d20() -> PretrainConfig:
 
 @recipe
 def d24() -> PretrainConfig:
-    """HyperP ladder, depth 24: 22.9e9 parameters, 3.90e9 active.
+    """HyperP ladder, depth 24: 23.3e9 parameters, 3.90e9 active.
 
     python -m experiments.pretrain d24
 

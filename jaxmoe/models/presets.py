@@ -11,11 +11,13 @@
 The ladder (arXiv 2603.28743, the configuration of its mixture-of-experts runs), for depth d:
 
     width 128 d, 2 d query heads and 4 key-value heads of 128, a gate per head, QK-norm per head
-    dense hidden width 4 * 128 d, granularity 8 and sparsity 8, one expert shared
+    dense hidden width 4 * 128 d, granularity 8: 7 of 64 routed experts, and one shared
     tokens: 50 per parameter of the dense model of the same width (`jaxmoe.models.sizing`)
 
-The paper counts the shared expert: 8 of 64. Here it is not counted: top_k 7 of 63 routed experts,
-and num_shared_experts 1. The published models have no shared expert.
+The paper counts the shared expert, 8 of 64 at sparsity 8, and so routes to 63, a number that no
+usual number of devices divides. Here 64 are routed: active parameters, tokens and rates are the
+paper's, sparsity is 65/8, and `ladder(depth, num_experts=63)` is the paper's model. The published
+models have no shared expert.
 
 Router and balance losses come from `jaxmoe.routing.METHODS`, with the papers' coefficients for each
 layer; OLMoE's are those of its training code, which averages over layers. Sizes of published models
@@ -38,7 +40,7 @@ from jaxmoe.routing import METHODS, LoadBalanceConfig, RouterZConfig
 LADDER_DEPTHS: Final = (8, 12, 16, 20, 24)
 _LADDER_VOCAB: Final = 32_000
 _GRANULARITY: Final = 8
-_SPARSITY: Final = 8
+_ROUTED_EXPERTS: Final = 64
 
 
 def tiny() -> ModelConfig:
@@ -52,11 +54,12 @@ def tiny() -> ModelConfig:
     )
 
 
-def ladder(depth: int) -> ModelConfig:
+def ladder(depth: int, *, num_experts: int = _ROUTED_EXPERTS) -> ModelConfig:
     """Return a model of the HyperP ladder.
 
     Args:
         depth: Number of layers; even, because 4 key-value heads must divide 2 * depth query heads.
+        num_experts: Number of routed experts; 63 in the paper.
 
     Raises:
         ValueError: A depth that is odd or below 2.
@@ -67,6 +70,7 @@ def ladder(depth: int) -> ModelConfig:
             " 2 * depth query heads"
         )
     width = 128 * depth
+    sizes = moe_sizes(4 * width, granularity=_GRANULARITY, sparsity=_GRANULARITY)
     return ModelConfig(
         vocab_size=_LADDER_VOCAB,
         num_layers=depth,
@@ -75,7 +79,7 @@ def ladder(depth: int) -> ModelConfig:
             num_heads=2 * depth, num_kv_heads=4, head_dim=128, qk_norm="head", is_gated=True
         ),
         moe=MoEConfig(
-            **moe_sizes(4 * width, granularity=_GRANULARITY, sparsity=_SPARSITY),
+            **(sizes | {"num_experts": num_experts}),
             **METHODS["hyperp"].parts(),
         ),
         dense_dim=4 * width,

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection
-from typing import ClassVar, Self
+from typing import ClassVar, TypeVar
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -22,6 +22,7 @@ from jaxtyping import Array, Float
 from jaxmoe.configs import registry_of
 
 Schedule = Callable[[Array], Float[Array, ""]]
+Fitted = TypeVar("Fitted", bound="ScheduleBase")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,7 +60,7 @@ class ScheduleBase:
 
         return factor
 
-    def fitted(self, steps: int, given: Collection[str] = ()) -> Self:
+    def fitted(self: Fitted, steps: int, given: Collection[str] = ()) -> Fitted:
         """Return the schedule with a warm-up that fits a run; unchanged if it fits already.
 
         Args:
@@ -122,7 +123,7 @@ class WarmupStableDecayConfig(ScheduleBase):
                 f"schedule.decay_fraction={self.decay_fraction} must lie above 0 and at most 1"
             )
 
-    def fitted(self, steps: int, given: Collection[str] = ()) -> Self:
+    def fitted(self, steps: int, given: Collection[str] = ()) -> WarmupStableDecayConfig:
         """Return the schedule with a warm-up, or else a decay, that fits a run.
 
         Args:

@@ -6,6 +6,8 @@ Totals of the published models are the parameter counts of their repositories on
 the active ones are worked out beside them. To add a preset: a row in COUNTS.
 """
 
+import dataclasses
+
 import jax.numpy as jnp
 import pytest
 
@@ -99,7 +101,7 @@ def test_ladder_has_a_preset_per_depth():
 @pytest.mark.parametrize("depth", LADDER)
 def test_ladder_equals_the_tables_of_hyperp(depth):
     dense, total, tokens, steps, flops = LADDER[depth]
-    model = ladder(depth)
+    model = ladder(depth, num_experts=63)
     table = parameter_table(model)
     assert f"{table.total / 1e9:.3f}" == total
     # 8 experts of half the width are the dense model's one of four times the width. What the dense
@@ -114,11 +116,20 @@ def test_ladder_equals_the_tables_of_hyperp(depth):
     assert f"{ladder_tokens(depth) * per_token:.3e}" == flops
 
 
+@pytest.mark.parametrize("depth", LADDER)
+def test_the_experts_of_the_ladder_divide_over_powers_of_two_of_devices(depth):
+    model, paper = ladder(depth), ladder(depth, num_experts=63)
+    assert (model.moe.num_experts, model.moe.top_k, model.moe.num_shared_experts) == (64, 7, 1)
+    assert dataclasses.replace(model, moe=paper.moe) == paper
+    # Tokens, steps and rates follow from the dense equivalent.
+    assert dense_parameters(model) == dense_parameters(paper)
+
+
 def test_flops_of_ladder_depth_8():
     """Ours leave the embedding out, halve attention, and count the router and the gates."""
     model = ladder(8)
     width, length = 1024, 4096
-    products = dense_parameters(ladder(8)) - 32_000 * width + 8 * width * (63 + 16)
+    products = dense_parameters(ladder(8)) - 32_000 * width + 8 * width * (64 + 16)
     wanted = 6 * products + 12 * 8 * (16 * 128) * length / 2
     assert flops_per_token(model, parameter_table(model), length) == wanted
 

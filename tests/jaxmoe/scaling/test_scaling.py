@@ -241,7 +241,7 @@ def test_published_worked_examples():
 
 def test_radii_at_depth_8():
     """The Frobenius norm that initial values of these scales have: section 2.4 of the notes."""
-    model = dataclasses.replace(ladder(8), dense_layers=(0,))
+    model = dataclasses.replace(ladder(8, num_experts=63), dense_layers=(0,))
     built = hyperp(model, Budget(tokens=1, batch_tokens=1), HYPERP_BASE)
     radii = {}
     for row in parameter_table(built.model, built):
