@@ -32,7 +32,7 @@ from experiments.cli import flags
 from experiments.cli.continuation import WORDS, parse_continuation
 from experiments.cli.exit import run_command
 from experiments.cli.exit_codes import exit_code
-from experiments.cli.output import say
+from experiments.cli.output import say, write
 from experiments.cli.process import end_at_once, start_process
 from experiments.recipes import DEFAULT, RECIPES
 from jaxmoe.errors import ConfigurationError
@@ -59,6 +59,7 @@ def main(argv: Sequence[str], *, age: float = 0.0) -> int:
         recipe, config = None, parse_continuation(argv, prog, about)
     else:
         recipe, config = flags.parse(RECIPES, DEFAULT, argv, prog, about)
+    write(f"pretrain {recipe or argv[0]}: finding devices, reading data, building the model ...")
     with flags.exit_on_bad_configuration():
         check_packages(config.tracking)
         # JAX ends processes itself only where the heartbeat of the watchdog has failed to.

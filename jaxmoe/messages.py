@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
+import time
 from collections.abc import Iterator
 
 import jax
@@ -28,6 +29,29 @@ def say(text: str) -> None:
 def write(text: str) -> None:
     """Log a message of one or more lines, without asking JAX for the number of the process."""
     logger.info("%s", text)
+
+
+class Progress:
+    """Messages about long work: none for the first seconds, then one every few seconds.
+
+    Args:
+        first: Seconds before the first message.
+        every: Seconds between messages.
+    """
+
+    def __init__(self, first: float = 1.5, every: float = 10.0):
+        self._due, self._every = time.monotonic() + first, every
+
+    def at(self, text: str, *numbers: float) -> None:
+        """Log a message if one is due.
+
+        Args:
+            text: Message, with a field of `str.format` for each number.
+            *numbers: Amounts done so far.
+        """
+        if (now := time.monotonic()) >= self._due:
+            self._due = now + self._every
+            say(text.format(*numbers))
 
 
 class PrintHandler(logging.Handler):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, Literal
 
 import jax
@@ -184,38 +184,57 @@ class ParameterTable:
         return self.total - routed + routed * top_k // max(num_experts, 1)
 
     def text(self) -> str:
-        """Return the table as aligned text, one parameter per line."""
-        head = ("path", "shape", "axes", "matrix", "fan_in", "fan_out", "role", "init_std")
-        head += ("lr", "decay", "group", "spec")
-        lines = [head, *(_cells(row) for row in self)]
-        widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
-        return "\n".join(
-            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-            for line in lines
-        )
+        """Return two tables as aligned text: values by parameter, and axes by parameter."""
+        values = [_VALUE_HEADINGS, *(_values(row) for row in self)]
+        axes = [_AXES_HEADINGS, *((row.path, _axes(row)) for row in self)]
+        return f"{_VALUE_LEGEND}\n\n{_aligned(values)}\n\n{_AXES_LEGEND}\n\n{_aligned(axes)}"
 
 
-def _cells(row: ParameterSpec) -> tuple[str, ...]:
+_VALUE_HEADINGS = ("path", "shape", "role", "group", "init_std", "lr", "decay", "fans")
+_VALUE_LEGEND = """\
+role: selects the initial scale and multipliers; group: optimiser; init_std: standard deviation of
+initial values (u: uniform; ones, zeros: constant); lr, decay: multipliers of the learning rate and
+of weight decay; fans: input -> output size of the matrix"""
+_AXES_HEADINGS = ("path", "axes")
+_AXES_LEGEND = """\
+axes: stacked axes: input axes -> output axes of the matrix; =data+expert: mesh axes that an axis
+is sharded over"""
+
+
+def _aligned(lines: Sequence[Sequence[str]]) -> str:
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in lines
+    )
+
+
+def _axes(row: ParameterSpec) -> str:
+    """Return logical axes and the mesh axes of each, with an arrow between the matrix's sides."""
+    declaration = row.declaration
+    names = []
+    for name, place in zip(declaration.axes, row.spec, strict=True):
+        over = "" if place is None else place if isinstance(place, str) else "+".join(place)
+        names.append(f"{name}={over}" if over else name)
+    if declaration.matrix is None:
+        return ", ".join(names) or "-"
+    sides = [", ".join(names[dim] for dim in dims) for dims in declaration.matrix]
+    inside = {dim % len(names) for dims in declaration.matrix for dim in dims}
+    stacked = ", ".join(name for dim, name in enumerate(names) if dim not in inside)
+    return f"{stacked}: {' -> '.join(sides)}" if stacked else " -> ".join(sides)
+
+
+def _values(row: ParameterSpec) -> tuple[str, ...]:
     declaration, hyper, initial = row.declaration, row.hyper, row.declaration.init
     if initial == "normal":
         initial = f"{'u' if hyper.distribution == 'uniform' else ''}{row.init_std:.6g}"
-    if declaration.matrix is None:
-        matrix = "-"
-    else:
-        sides = ("*".join(declaration.axes[d] for d in dims) for dims in declaration.matrix)
-        matrix = "->".join(sides)
-    places = ["-" if e is None else e if isinstance(e, str) else "+".join(e) for e in row.spec]
     return (
         row.path,
         "x".join(map(str, row.shape)),
-        ",".join(declaration.axes),
-        matrix,
-        str(declaration.fan(0)),
-        str(declaration.fan(1)),
         declaration.role,
+        hyper.group,
         initial,
         f"{hyper.learning_rate_multiplier:g}",
         f"{hyper.weight_decay_multiplier:g}",
-        hyper.group,
-        f"P({', '.join(places)})",
+        f"{declaration.fan(0)}->{declaration.fan(1)}",
     )

@@ -24,6 +24,7 @@ from experiments.bench import routers as bench_routers
 from experiments.bench import step as bench_step
 from experiments.bench.chunks import ChunkBenchConfig
 from experiments.bench.kernels import KernelBenchConfig
+from experiments.bench.measure import OtherLoad, describe_load
 from experiments.bench.routers import RouterBenchConfig
 from experiments.bench.step import StepBenchConfig
 from experiments.cli import flags as cli
@@ -79,13 +80,14 @@ def main(argv: Sequence[str]) -> int:
     bench = BENCHES[name]
     with cli.exit_on_bad_configuration():
         start_process()
-    directory = RunDirectory(config.run.directory or f"runs/bench/{name}")
+    directory, load = RunDirectory(config.run.directory or f"runs/bench/{name}"), OtherLoad()
     with cli.exit_on_bad_configuration():
         directory.check_free_of_runs()
         summary = bench.measure(config)
-        text = bench.in_words(summary)
+        share = load.share()
+        text = f"{bench.in_words(summary)}\n{describe_load(share)}"
         directory.write_environment([str(device) for device in jax.devices()])
-        directory.write_summary({"status": "done", "bench": name, **summary})
+        directory.write_summary({"status": "done", "bench": name, "other_load": share, **summary})
     say(text)
     return int(cli.ExitCode.DONE)
 

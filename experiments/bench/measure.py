@@ -9,6 +9,8 @@ cores from the next candidate.
 from __future__ import annotations
 
 import dataclasses
+import os
+import pathlib
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -36,6 +38,50 @@ class Timing:
 
 
 _PAUSE_SECONDS = 0.25
+_CPU_TIMES = pathlib.Path("/proc/stat")
+
+
+class OtherLoad:
+    """Processor time that other processes take from its construction on."""
+
+    def __init__(self):
+        self._since, self._start = time.monotonic(), self._times()
+
+    def share(self) -> float | None:
+        """Return the share of all processors that others used; None where it is not known."""
+        seconds, now = time.monotonic() - self._since, self._times()
+        if self._start is None or now is None or not seconds:
+            return None
+        processors = os.cpu_count() or 1
+        return min(1.0, max(0.0, (now - self._start) / (seconds * processors)))
+
+    @staticmethod
+    def _times() -> float | None:
+        """Return the busy seconds of all processors without those of this process."""
+        try:
+            # user nice system idle iowait irq softirq steal, in ticks
+            ticks = [int(word) for word in _CPU_TIMES.read_text().split("\n", 1)[0].split()[1:9]]
+        except (OSError, ValueError):
+            return None
+        busy = sum(ticks[:3] + ticks[5:]) / os.sysconf("SC_CLK_TCK")
+        return busy - sum(os.times()[:4])
+
+
+def describe_load(share: float | None) -> str:
+    """Return how busy the machine was, and what that does to the numbers.
+
+    Args:
+        share: Share of all processors that other processes used; None where it is not known.
+    """
+    if share is None:
+        return "machine: how busy other processes kept it is not known here"
+    text = f"machine: other processes used {share:.0%} of its {os.cpu_count()} processors meanwhile"
+    if share > 0.05:
+        text += (
+            "\n  the limit was measured at one moment and the rest at others: a share of the limit"
+            "\n  above 100% is a limit that was measured while the machine was busier; repeat idle"
+        )
+    return text
 
 
 def timed(function: Callable[..., Any], *arguments: Any) -> Callable[[], float]:

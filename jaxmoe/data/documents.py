@@ -42,6 +42,7 @@ from jaxmoe.data.held_out import digest, held_out
 from jaxmoe.data.reading.formats import BadRecord, Record
 from jaxmoe.data.source import Split
 from jaxmoe.data.tokenizer import ByteTokenizer, Tokenizer
+from jaxmoe.messages import Progress
 from pallas_kernels.array_types import Int, Shaped
 
 logger = logging.getLogger(__name__)
@@ -220,12 +221,15 @@ def _write(
     )
     lengths, digests, sizes = array.array("q"), array.array("Q"), array.array("q")
     skipped: list[str] = []
+    progress, tokens = Progress(), 0
     with (directory / "tokens.bin").open("wb") as stream:
         for ids, content_digest, size in _documents(collection, tokenizer, on_bad_record, skipped):
             stream.write(np.ascontiguousarray(ids, dtype).data)
             lengths.append(len(ids))
             digests.append(content_digest)
             sizes.append(size)
+            tokens += len(ids)
+            progress.at("reading data: {:,} documents, {:,} tokens", len(lengths), tokens)
     if not lengths:
         found = "only empty documents"
         if skipped:

@@ -11,8 +11,10 @@ there. Chinese and Japanese texts are cut at their punctuation.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
+
+from jaxmoe.messages import Progress, say
 
 _PIECE = 2**16
 """Characters from which on a piece ends at the next place where it may."""
@@ -46,3 +48,14 @@ def cuts_at_spaces(data: dict[str, Any]) -> bool:
         and not model.get("dropout")
         and all(token.get("special") for token in added)  # others are found in text first
     )
+
+
+def announced_pieces(texts: Iterable[str]) -> Iterator[str]:
+    """Yield the pieces of the texts, and log how many characters were read."""
+    progress, characters = Progress(), 0
+    for text in texts:
+        for piece in pieces(text):
+            characters += len(piece)
+            progress.at("tokenizer: {:.0f} million characters read", characters / 1e6)
+            yield piece
+    say(f"tokenizer: {characters / 1e6:.0f} million characters read, merging ...")

@@ -31,9 +31,10 @@ import numpy as np
 
 from jaxmoe.configs import registry_of
 from jaxmoe.data.batch import DataError
-from jaxmoe.data.pieces import cuts_at_spaces, pieces
+from jaxmoe.data.pieces import announced_pieces, cuts_at_spaces, pieces
 from jaxmoe.disk import kind_of_special_file
 from jaxmoe.json_bounds import parse_json
+from jaxmoe.messages import say
 from jaxmoe.optional import require
 from pallas_kernels.array_types import Int, Shaped
 
@@ -175,8 +176,9 @@ class TrainedConfig(_Kind):
                 initial_alphabet=library.pre_tokenizers.ByteLevel.alphabet(),
                 show_progress=False,
             )
+            say(f"training a tokenizer of {self.vocab_size} tokens ...")
             # `tokenizers` buffers 256 texts, and needs about 100 bytes of memory for each byte.
-            bpe.train_from_iterator((p for text in texts() for p in pieces(text)), trainer)
+            bpe.train_from_iterator(announced_pieces(texts()), trainer)
             directory.mkdir(parents=True, exist_ok=True)
             new = path.with_suffix(f".{uuid.uuid4().hex}.new")
             new.write_text(bpe.to_str(), encoding="utf-8")

@@ -24,10 +24,11 @@ from sharding import axes as ax
 from sharding.sbp import ArrayLayout, Change, changes
 
 LEGEND = (
-    "layouts on each mesh axis: S(i) split along dimension i, B the same on every device, P terms"
-    " of a sum (arXiv 2110.15032)"
+    "layouts on each mesh axis: S(i) split along dimension i, B the same on every device, P terms\n"
+    "of a sum (arXiv 2110.15032); stored: between steps; used: in forward and backward passes;\n"
+    "grad: gradient; updated: in the optimiser"
 )
-_HEADINGS = ("parameter", "axis", "stored", "used", "gradient", "updated", "sent by a device")
+_HEADINGS = ("parameter", "axis", "stored", "used", "grad", "updated", "MB sent by a device")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,7 +133,7 @@ def layouts_text(
                     *(str(layout.state(axis)) for layout in states),
                     ", ".join(
                         f"{change.collective}{f' x{times}' if times > 1 else ''}"
-                        f" {times * change.bytes / 1e6:.3g} MB"
+                        f" {times * change.bytes / 1e6:.3g}"
                         for change, times in one.sent
                         if change.axis == axis
                     ),

@@ -13,7 +13,8 @@ overwritten at every report, so that a killed start loses at most the time since
     lost        training and data time of steps that a later start or a rollback repeated
     data        waiting for batches
     report evaluate checkpoint hooks    between steps; saving in the background is not counted
-    start restore compile finish        before and after the steps
+    start restore compile finish        before and after the steps; `restore` reads a checkpoint,
+                                        initial values of a new run belong to `start`
     down        from the last record of a killed start to the next start
     preempted   the same after SIGTERM: time in the queue
     ended       the same after the end of the run or Ctrl-C: not wanted, and not counted

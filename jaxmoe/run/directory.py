@@ -268,6 +268,14 @@ class RunDirectory:
         """
         return self._read(self.summary_file) if self.summary_file.exists() else None
 
+    def environment(self) -> dict[str, Any] | None:
+        """Return the content of `environment.json`; None if there is none, or it is damaged."""
+        try:
+            found = json.loads(self.environment_file.read_text())
+        except (OSError, ValueError):
+            return None
+        return found if isinstance(found, dict) else None
+
     def skipped(self) -> Any:
         """Return the content of `skipped.json`; empty without a rollback.
 

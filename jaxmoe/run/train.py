@@ -44,7 +44,7 @@ from jaxmoe.run.restore import Begun, Lineage, open_snapshots, read_skipped
 from jaxmoe.run.results import TrainedStep, TrainResult
 from jaxmoe.run.rollback import Trained, train_with_rollback
 from jaxmoe.run.supervision import Supervision
-from jaxmoe.training.stopwatch import CHECKPOINT, COMPILE, FINISH, RESTORE
+from jaxmoe.training.stopwatch import CHECKPOINT, COMPILE, FINISH, RESTORE, START
 from sharding.coordination import barrier
 
 logger = logging.getLogger(__name__)
@@ -172,7 +172,10 @@ def prepare(
     if (snapshots := open_snapshots(assembly, directory)) is not None:
         resources.callback(snapshots.finish)
     lineage = Lineage(assembly.loader, read_skipped(directory))
-    with supervision.stopwatch.on(RESTORE):
+    # Initial values of a new run belong to its start.
+    restores = checkpoints.latest_step() is not None or snapshots is not None
+    kind = RESTORE if restores or config.checkpoint.initial is not None else START
+    with supervision.stopwatch.on(kind):
         begun = lineage.restore_or_start(assembly, checkpoints, snapshots=snapshots)
     if is_first:
         if begun.source is not None:
@@ -193,6 +196,7 @@ def _train_prepared(
         watches = Watches(directory, begun.assembly, reporter, stopwatch, begun.step, watchdog)
     with contextlib.closing(reporter):
         watchdog.beat("compiling")
+        say("compiling the training step ...")
         compiling = time.perf_counter()
         with stopwatch.on(COMPILE):
             compiled = compile_steps(begun.assembly, begun.step, begun.state)

@@ -3,8 +3,9 @@
 """Writes `report.html`: a run on one self-contained page.
 
 Charts and images are embedded, nothing is fetched, and the only script moves the slider of the load
-map. Sections: cards, loss, learning rate and gradient norm, router, samples, lineage, all numbers,
-config. The contents are arguments; `jaxmoe/run/report.py` reads the files.
+map. Sections: cards, command and machine, loss, learning rate and gradient norm, router, time,
+samples, lineage, all numbers, config, terms. The contents are arguments;
+`jaxmoe/run/report.py` reads the files.
 
 To add a section: append it in `write_report` in `jaxmoe/tracking/report.py`.
 """
@@ -62,6 +63,37 @@ UNITS_NOTE = (
     " assignments, so that a uniform router has top_k. All before their coefficients."
 )
 
+TIME_ROWS = {
+    "train": "training steps that count, from dispatch to their metrics",
+    "lost": "training of steps that a later start or a rollback repeated",
+    "data": "waiting for batches",
+    "report": "progress lines and trackers",
+    "evaluate": "held-out loss",
+    "checkpoint": "the part of saves that training waits for",
+    "hooks": "other work between steps",
+    "start": "imports, reading data, building the model and its initial values",
+    "restore": "reading a checkpoint",
+    "compile": "compiling the training step",
+    "finish": "samples, plots and this report",
+    "down": "from the end of a killed start to the next start",
+    "preempted": "from SIGTERM to the next start",
+    "ended": "between the end of the run and a later start; not counted",
+}
+"""Meaning of the rows of goodput, for the table."""
+TERMS = {
+    "bits/byte": "held-out cross-entropy per byte of text; lower is better, and tokenizers compare",
+    "max violation": "load of the busiest expert over the fair share, minus 1: 0 is balanced, 1 is"
+    " twice its share; of the worst layer",
+    "load entropy": "entropy of the load over log E (E experts): 1 is balanced",
+    "router entropy": "entropy of the router's probabilities over log E: 1 is undecided",
+    "dropped": "assignments of tokens to experts that exceeded a capacity and were not computed",
+    "MFU": MFU_DEFINITION.removeprefix("MFU: "),
+    "goodput": "share of the time, over all starts, spent on training steps that count",
+    "gradient norm": "norm of all gradients before clipping",
+    "tokens per second": "training throughput without compiling, evaluating and saving",
+}
+"""Meaning of the words of the page."""
+
 
 def write_report(
     path: str | os.PathLike[str],
@@ -75,6 +107,7 @@ def write_report(
     samples: str = "",
     config: Mapping[str, Any] | None = None,
     lineage: Sequence[tuple[str, str]] = (),
+    environment: Mapping[str, Any] | None = None,
 ) -> None:
     """Write the page.
 
@@ -89,11 +122,14 @@ def write_report(
         samples: Generated text.
         config: The resolved config, as JSON.
         lineage: Time and text of each event: how the run was extended, or which run it began from.
+        environment: Command, date, commit, versions and host, of `environment.json`.
 
     Raises:
         OSError: If the file cannot be written, or a picture read.
     """
     sections = [html_page.cards(headline(summary))]
+    if environment:
+        sections.append(_environment(environment))
     series = metrics or {}
     if LOSS in series:
         sections.append(_training(series, summary))
@@ -126,7 +162,7 @@ def write_report(
         text = f"<pre>{html_page.escape(json.dumps(config, indent=2))}</pre>"
         folded = html_page.folded("All fields", text)
         sections.append(html_page.section("Configuration", folded))
-    sections.append(f'<p class="soft small">{html_page.escape(MFU_DEFINITION)}</p>\n')
+    sections.append(html_page.section("Terms", html_page.table(("term", "meaning"), TERMS.items())))
     about = _about(summary)
     replace_file(path, html_page.page(title, sections, about=about, style=style))
 
@@ -185,6 +221,26 @@ def _about(summary: Mapping[str, Any]) -> str:
     if summary.get("implementations"):
         words.append(", ".join(f"{k}: {v}" for k, v in summary["implementations"].items()))
     return "; ".join(words)
+
+
+def _environment(environment: Mapping[str, Any]) -> str:
+    """Return command, date, commit, versions and host of the latest start."""
+    packages = environment.get("packages") or {}
+    versions = {"python": environment.get("python"), **packages}
+    rows = (
+        ("command", environment.get("command")),
+        ("in directory", environment.get("working_directory")),
+        ("started", environment.get("started")),
+        ("commit", environment.get("commit") or "not from a git checkout"),
+        ("host", environment.get("host")),
+        ("platform", environment.get("platform")),
+        ("processors", environment.get("processors")),
+        ("devices", environment.get("devices")),
+        ("versions", {name: version for name, version in versions.items() if version}),
+        ("variables", environment.get("variables")),
+    )
+    known = [(name, html_page.spell(value)) for name, value in rows if value]
+    return html_page.section("Command and machine", html_page.table(("latest start", ""), known))
 
 
 def _training(series: Series, summary: Mapping[str, Any]) -> str:
@@ -311,14 +367,15 @@ def _units(units: Mapping[str, float]) -> str:
 def _goodput(goodput: Mapping[str, Any]) -> str:
     wall = max(goodput["wall_seconds"], 1e-9)
     rows = [
-        (row, format_duration(seconds), f"{seconds / wall:.1%}")
+        (row, format_duration(seconds), f"{seconds / wall:.1%}", TIME_ROWS.get(row, ""))
         for row, seconds in goodput["seconds"].items()
     ]
-    rows.append(("all", format_duration(wall), "100.0%"))
-    table = html_page.table(("where the time went", "time", "share"), rows)
+    rows.append(("all", format_duration(wall), "100.0%", ""))
+    table = html_page.table(("where the time went", "time", "share", "meaning"), rows)
+    starts, lost = goodput["starts"], goodput["lost_steps"]
     text = (
-        f"goodput {goodput['share']:.1%}, {goodput['starts']} starts,"
-        f" {goodput['lost_steps']} steps lost"
+        f"goodput {goodput['share']:.1%} (share of the training steps that count);"
+        f" {starts} start{'s' * (starts != 1)}; {lost} step{'s' * (lost != 1)} repeated"
     )
     note = f'<p class="soft small">{html_page.escape(text)}</p>'
     return html_page.section("Time of all starts", table + note)

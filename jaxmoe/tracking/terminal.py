@@ -5,12 +5,13 @@
     step 120/300 ---------------               40%   0:31 gone   eta 0:58
     loss 3.2140   held out 1.823 bits/byte   lr 8.10e-03   grad norm 0.412   12.4k tokens/s
     L0 ########   L1 ########   L2 ########   L3 ########
-    max violation 0.31 in layer 3   dead 0%   dropped 0%   balance 1.02
+    max violation 0.31 in layer 3   dead 0 of 32   dropped 0%   balance 1.02
 
 One cell per expert, its height the load over the fair share (full at twice the share): green from
-half to one and a half of it, yellow beyond, red over twice; a red x has less than a tenth. Rows of
-many experts share cells, and a cell then shows whichever of its experts is worst; of many layers
-some are shown. Drawing is `rich`'s; what is logged or printed meanwhile appears above the view.
+half to one and a half of it, yellow beyond, red over twice and under a tenth. A red x is an expert
+without a token; `dead` counts them over all layers. Rows of many experts share cells, and a cell
+then shows the worst of its experts; of many layers some are shown. Drawing is `rich`'s; what is
+logged or printed meanwhile appears above the view.
 
 The cursor is never hidden, and no terminal mode is changed: whatever ends the process, the
 terminal needs no repair.
@@ -40,7 +41,6 @@ from jaxmoe.tracking.smoothing import worst_of_groups
 from jaxmoe.tracking.tracker import (
     BITS_PER_BYTE,
     BITS_PER_TOKEN,
-    DEAD_FRACTION,
     DROPPED_FRACTION,
     GRADIENT_NORM,
     LEARNING_RATE,
@@ -298,11 +298,13 @@ class View:
                 (f" in layer {worst}" if len(ratio) > 1 else "", "bright_black"),
             ]
         ]
-        for label, name in (("dead", DEAD_FRACTION), ("dropped", DROPPED_FRACTION)):
-            if name in self.metrics:
-                value = self.metrics[name]
-                style = "red" if value > 0.0 else "green"
-                items.append([(f"{label} ", "bright_black"), (f"{value:.1%}", style)])
+        dead = int(np.sum(~(self.load > 0.0)))
+        style = "red" if dead else "green"
+        items.append([("dead ", "bright_black"), (f"{dead} of {self.load.size}", style)])
+        if DROPPED_FRACTION in self.metrics:
+            value = self.metrics[DROPPED_FRACTION]
+            style = "red" if value > 0.0 else "green"
+            items.append([("dropped ", "bright_black"), (f"{value:.1%}", style)])
         if LOAD_BALANCE in self.metrics:
             items.append([("balance ", "bright_black"), (f"{self.metrics[LOAD_BALANCE]:.3f}", "")])
             items[-1].append((" (1 = uniform)", "bright_black"))
@@ -345,10 +347,10 @@ def strip(load: np.ndarray, width: int) -> list[list[Span]]:
 
 def cell(ratio: float) -> Span:
     """Return the character and colour of one expert; its height is the load over the fair share."""
-    if not ratio >= 0.1:
+    if not ratio > 0.0:
         return (DEAD, "red")
     block = BLOCKS[min(len(BLOCKS) - 1, int(ratio * len(BLOCKS) / 2.0))]
-    if ratio > 2.0:
+    if not 0.1 <= ratio <= 2.0:
         return (block, "red")
     return (block, "green" if 0.5 <= ratio <= 1.5 else "yellow")
 

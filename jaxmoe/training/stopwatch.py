@@ -26,8 +26,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Final
 
-START: Final = "start"  # imports, initialisation, files of the run
-RESTORE: Final = "restore"  # initial state, or the checkpoint that replaces it
+START: Final = "start"  # imports, data, initial state, files of the run
+RESTORE: Final = "restore"  # state of a checkpoint or snapshot
 COMPILE: Final = "compile"
 DATA: Final = "data"  # waiting for the next batch and placing it on the devices
 DISPATCH: Final = "dispatch"  # calling the compiled step; blocks when too many are in flight

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One finished run of the command, which several files read."""
 
+import contextlib
 import pathlib
 
 import pytest
@@ -13,7 +14,10 @@ from tests.support.runs import finished_flags
 
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory) -> pathlib.Path:
-    """A run of 6 steps, evaluated every 3, with forward multipliers; not to be changed."""
+    """A run of 6 steps, evaluated every 3, with forward multipliers; not to be changed. Its output
+    is in printed.txt beside it."""
     directory = tmp_path_factory.mktemp("runs") / "finished"
-    assert pretrain.main(finished_flags(directory)) == ExitCode.DONE
+    with (directory.parent / "printed.txt").open("w") as printed:
+        with contextlib.redirect_stdout(printed):
+            assert pretrain.main(finished_flags(directory)) == ExitCode.DONE
     return directory

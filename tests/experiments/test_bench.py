@@ -4,6 +4,7 @@
 
 import dataclasses
 import json
+import os
 import sys
 
 import pytest
@@ -13,6 +14,7 @@ from experiments.bench import gpu_attention as bench_gpu_attention
 from experiments.bench import measure
 from experiments.bench import products as bench_products
 from experiments.bench.kernels import loads
+from experiments.bench.measure import OtherLoad, describe_load
 from jaxmoe.routing import METHODS, GroupLimitConfig, SoftmaxTopKConfig
 from pallas_kernels import flash_attention
 
@@ -57,6 +59,26 @@ def test_candidates_take_turns_and_warm_up_does_not_count():
     assert calls == ["a", "b"] * 4
     assert timings["a"].seconds == (3.0, 5.0, 7.0)
     assert (timings["b"].median, timings["b"].best) == (6.0, 4.0)
+
+
+def test_the_load_of_other_processes_is_told_apart_from_our_own(tmp_path, monkeypatch):
+    times = tmp_path / "stat"
+    monkeypatch.setattr(measure, "_CPU_TIMES", times)
+    monkeypatch.setattr(measure.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(measure.os, "times", lambda: (own["seconds"], 0.0, 0.0, 0.0, 0.0))
+    monkeypatch.setattr(measure.time, "monotonic", lambda: own["now"])
+    tick = os.sysconf("SC_CLK_TCK")
+    own = {"seconds": 1.0, "now": 100.0}
+    times.write_text(f"cpu  {5 * tick} 0 0 900 0 0 0 0 0 0\ncpu0 1 1 1 1\n")
+    load = OtherLoad()
+    own.update(seconds=6.0, now=110.0)
+    times.write_text(f"cpu  {16 * tick} 0 0 999 7 0 0 {tick} 0 0\n")  # 12 busy seconds, 5 our own
+    assert load.share() == pytest.approx((12 - 5) / 20)
+    text = describe_load(0.35)
+    assert "other processes used 35% of its 2 processors" in text and "above 100%" in text
+    assert "above 100%" not in describe_load(0.01)
+    times.unlink()
+    assert OtherLoad().share() is None and "not known" in describe_load(None)
 
 
 def test_matmul_rate_is_positive():

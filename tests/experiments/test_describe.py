@@ -51,7 +51,7 @@ def test_moments_stay_wide_when_parameters_are_narrow(capsys):
 def layouts(capsys, *argv):
     """Rows of the table of layouts: {(parameter, axis): [states..., what is sent]}."""
     assert describe.main(argv) == 0
-    rows = capsys.readouterr().out.partition("layouts on each mesh axis")[2].splitlines()[3:]
+    rows = capsys.readouterr().out.partition("layouts on each mesh axis")[2].splitlines()[5:]
     found, path = {}, ""
     for row in rows:
         words = row.split(maxsplit=6 if row[0] != " " else 5)
@@ -67,11 +67,11 @@ def test_layouts_and_the_collectives_between_them(capsys):
     embedding, expert = "embedding/weight", "moe_blocks_0/moe/experts/down"
     found = layouts(capsys, "tiny", *mesh, *spread)
     assert found[embedding, "data=4"][:4] == ["S(1)", "B", "P", "S(1)"]
-    assert re.fullmatch(r"all-gather \S+ MB, reduce-scatter \S+ MB", found[embedding, "data=4"][4])
+    assert re.fullmatch(r"all-gather \S+, reduce-scatter \S+", found[embedding, "data=4"][4])
     assert found[expert, "expert=2"] == ["S(1)", "S(1)", "S(1)", "S(1)"]
     found = layouts(capsys, "tiny", *mesh, "--execution.rules", "zero1")
     assert found[embedding, "data=4"][:4] == ["B", "B", "P", "S(1)"]
-    assert re.match(r"reduce-scatter \S+ MB, all-gather \S+ MB", found[embedding, "data=4"][4])
+    assert re.match(r"reduce-scatter \S+, all-gather \S+", found[embedding, "data=4"][4])
     assert found[expert, "expert=2"][:4] == ["S(1)", "B", "P", "S(1)"]
     found = layouts(capsys, "tiny", *mesh, *rules)
     assert found[embedding, "replica=2"][4].startswith("all-gather 0")
@@ -97,3 +97,13 @@ def test_no_device_and_no_reader():
         os.close(reading)
         _, errors = process.communicate(timeout=600)
     assert (process.returncode, errors) == (0, "")
+
+
+def test_tables_fit_120_columns_and_their_columns_are_explained(capsys):
+    for flags in (("d20",), ("tiny", "--execution.mesh.data", "8")):
+        assert describe.main(flags) == 0
+        out = capsys.readouterr().out
+        assert max(map(len, out.splitlines())) <= 120
+    for heading in re.search(r"^path +shape (.*)$", out, re.MULTILINE)[1].split():
+        assert re.search(rf"\b{heading}(, decay)?:", out), heading
+    assert "layers: heads=tensor, head_dim -> embed=data+expert+seq" in out

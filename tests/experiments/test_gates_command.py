@@ -5,6 +5,7 @@
 import dataclasses
 import json
 import math
+import re
 
 import jax
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 
 from experiments.studies.gates import command as gates
 from experiments.studies.gates.config import GatesConfig, Point, model_of, points_of
-from experiments.studies.gates.table import TABLE, rows_of, verdicts
+from experiments.studies.gates.table import LEGEND, TABLES, rows_of, verdicts
 from experiments.studies.gates.trial import GatePrograms, load_task
 from experiments.studies.study import StoppedError
 from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
@@ -120,7 +121,11 @@ def test_the_claim_of_two_percent(sizes, others, verdict):
     rows = rows_of(config, {Point("top_k", "sqrt", k): record(rms) for k, rms in at.items()})
     (claim,) = verdicts(rows)
     assert (claim["verdict"], claim["axis"]) == (verdict, "top_k")
-    assert TABLE.as_text(rows).count("\n") == 3 and TABLE.as_markdown(rows).count("\n") == 4
+    for table in TABLES.values():
+        assert table.as_text(rows).count("\n") == 3 and table.as_markdown(rows).count("\n") == 4
+        heading, *lines = table.as_text(rows).splitlines()
+        assert all(len(line) < 120 for line in (heading, *lines, *LEGEND.splitlines()))
+        assert set(heading.split()) <= set(re.findall(r"[\w=]+", f"gate {LEGEND}"))  # explained
 
 
 def test_sizes_are_compared_seed_by_seed():

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import dataclasses
+import html
 import json
 import os
 import pathlib
@@ -127,6 +128,30 @@ def test_a_tracker_that_is_not_installed_is_refused_at_once(tmp_path, capsys, mo
     text = _refused([*arguments, "--tracking.trackers", "wandb"], capsys)
     assert "wandb is not installed: pip install 'jaxmoe[wandb]'" in text
     assert not (tmp_path / "run").exists()
+
+
+def test_a_line_is_printed_before_every_silent_stretch(finished):
+    lines = (finished.parent / "printed.txt").read_text().splitlines()
+    expected = (
+        *("pretrain markov: finding devices", "jaxmoe pretrain", "compiling the training step"),
+        *("compiled in", "step=6/6", "computing reference losses", "writing samples"),
+        *("drawing plots and the report", "done at step 6", "see "),
+    )
+    found = [next(i for i, line in enumerate(lines) if line.startswith(s)) for s in expected]
+    assert found == sorted(found) and found[0] == 0
+
+
+def test_time_of_a_new_run_is_not_booked_as_restoring(finished):
+    seconds = json.loads((finished / "summary.json").read_text())["goodput"]["seconds"]
+    assert "restore" not in seconds and {"start", "compile", "train"} <= seconds.keys()
+
+
+def test_the_report_has_command_date_commit_versions_and_host(finished):
+    page = (finished / "report.html").read_text()
+    environment = json.loads((finished / "environment.json").read_text())
+    for value in (environment["host"], environment["started"], environment["packages"]["jax"]):
+        assert value in page
+    assert html.escape(environment["command"]) in page and (environment["commit"] or "") in page
 
 
 def test_a_finished_run_says_so_and_exits_with_0(finished, capsys):

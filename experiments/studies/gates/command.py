@@ -20,7 +20,7 @@ from typing import Any
 from experiments.cli.output import say
 from experiments.studies.gates.config import FREE_FIELDS, RECIPES, GatesConfig, Point, points_of
 from experiments.studies.gates.picture import draw_gates
-from experiments.studies.gates.table import TABLE, TITLES, rows_of, verdicts
+from experiments.studies.gates.table import LEGEND, TABLES, TITLES, rows_of, verdicts
 from experiments.studies.gates.trial import GatePrograms, load_task, point_json, run_trial
 from experiments.studies.study import StoppedError, run_study
 from experiments.studies.trials import Record, TrialsFile
@@ -81,8 +81,12 @@ class GatesStudy:
         for axis, title in TITLES.items():
             mine = [row for row in rows if row["axis"] == axis]
             if mine:
-                texts.append(f"{title}\n\n{TABLE.as_text(mine)}")
-                pages.append(f"### {title[0].upper()}{title[1:]}\n\n{TABLE.as_markdown(mine)}")
+                pages.append(f"### {title[0].upper()}{title[1:]}")
+                for when, table in TABLES.items():
+                    texts.append(f"{title}; {when}\n\n{table.as_text(mine)}")
+                    pages.append(f"{when.capitalize()}:\n\n{table.as_markdown(mine)}")
+        if rows:
+            texts.append(LEGEND)
         found = verdicts(rows)
         texts += [
             f"{v['axis']}: {v['claim']}: {v['verdict'].upper()} ({v['words']})" for v in found

@@ -15,7 +15,7 @@
 This claim and those about the loss and the router Z are decided only where an interval is on one
 side of the limit. The other claims have no interval and follow the estimate of one training.
 
-To add a column: a row of TABLE in experiments/studies/gates/table.py; a claim: `verdicts` there.
+To add a column: a row of TABLES in experiments/studies/gates/table.py; a claim: `verdicts` there.
 """
 
 from __future__ import annotations
@@ -219,20 +219,36 @@ def _with_first(rows: Sequence[Row], gate: Gate) -> list[Row]:
     return [row for row in trained if row["gate"] == gate or row["top_k"] == 1]
 
 
-TABLE = Table(
-    (
-        Column("gate", lambda row: "both" if row["top_k"] == 1 else row["gate"]),
-        Column("K", number("top_k", "{}")),
-        Column("experts", lambda row: f"{row['num_experts']} x {row['expert_dim']}"),
-        Column("RMS at first", number_with_interval("rms", "{:.4f}")),
-        Column("to K=1", number_with_interval("ratio", "{:.3f}")),
-        Column("correlation", number_with_interval("correlation", "{:.4f}")),
-        Column("neglected", number("neglected", "{:.3f}")),
-        Column("RMS after", number("rms_after", "{:.3f}")),
-        Column("drift", number("drift", "{:.2f}x")),
-        Column("correlation after", number("correlation_after", "{:.3f}")),
-        Column("bits", number("bits", "{:.4f}")),
-        Column("router Z", number("router_z", "{:.1f}")),
-        Column("peak", number("router_z_peak", "{:.1f}")),
-    )
+_POINT = (
+    Column("gate", lambda row: "both" if row["top_k"] == 1 else row["gate"]),
+    Column("K", number("top_k", "{}")),
+    Column("experts", lambda row: f"{row['num_experts']} x {row['expert_dim']}"),
 )
+TABLES = {
+    "before training": Table(
+        (
+            *_POINT,
+            Column("RMS", number_with_interval("rms", "{:.4f}")),
+            Column("to K=1", number_with_interval("ratio", "{:.3f}")),
+            Column("correlation", number_with_interval("correlation", "{:.4f}")),
+            Column("neglected", number("neglected", "{:.3f}")),
+        )
+    ),
+    "after training": Table(
+        (
+            *_POINT,
+            Column("RMS", number("rms_after", "{:.3f}")),
+            Column("drift", number("drift", "{:.2f}x")),
+            Column("correlation", number("correlation_after", "{:.3f}")),
+            Column("bits", number("bits", "{:.4f}")),
+            Column("router Z", number("router_z", "{:.1f}")),
+            Column("peak", number("router_z_peak", "{:.1f}")),
+        )
+    ),
+}
+LEGEND = """\
+K: experts per token; experts: number x width; RMS: of the output of the routed experts; to K=1:
+over that of one expert; correlation: of the outputs of two chosen experts; neglected: factor by
+which it raises the RMS; drift: RMS after training over before; bits: held-out loss, bits per
+token; router Z: mean square of the logits' logsumexp at the end, and its peak over training; +-:
+95% interval"""

@@ -77,7 +77,7 @@ def _mean(values: Sequence[float | None] | None) -> float | None:
 
 def _violation(row: Row) -> str:
     values = row["max_violation"].values()
-    return " / ".join("-" if value is None else f"{value:.2f}" for value in values)
+    return "/".join("-" if value is None else f"{value:.2f}" for value in values)
 
 
 def _causal(row: Row) -> str:
@@ -97,8 +97,8 @@ TABLE = Table(
         Column("method", lambda row: row["method"]),
         Column("bits/byte", number("bits", "{:.4f}")),
         Column("to baseline", number_with_interval("difference", "{:+.4f}", "half_width")),
-        Column("excess bits", number("excess_bits", "{:.4f}")),
-        Column("language MI", number("mutual_information", "{:.3f}")),
+        Column("excess", number("excess_bits", "{:.4f}")),
+        Column("MI", number("mutual_information", "{:.3f}")),
         Column("max violation", _violation),
         Column("dropped", number("dropped_fraction", "{:.1%}")),
         Column("step", number("step_ratio", "{:.2f}x")),
@@ -107,8 +107,9 @@ TABLE = Table(
     ),
     _without_numbers,
 )
-LEGEND = (
-    "to baseline: paired by seed, 95% interval; excess bits: above the exact entropy of the"
-    " languages;\nlanguage MI: normalized, of language and expert; max violation: mean / last / sup"
-    " over training;\nstep: time over the baseline's; experts: FLOPs over the baseline's"
-)
+LEGEND = """\
+bits/byte: held-out loss; to baseline: difference, paired by seed, 95% interval; excess: bits per
+token above the exact entropy of the languages; MI: mutual information of language and expert, 1 is
+the largest; max violation: busiest expert over the fair share, minus 1, mean/last/largest over
+training; dropped: assignments that exceeded a capacity; step: time over the baseline's; experts:
+FLOPs over the baseline's; causal: whether a token's experts depend on earlier tokens only"""

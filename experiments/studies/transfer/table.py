@@ -24,12 +24,11 @@ _EDGES = {
     "divergence": "at the edge: higher ones diverge",
 }
 LEAST_FALL = 5.0
-LEGEND = (
-    "best rate: vertex of a parabola in log rate, 95% interval by bootstrap; at the edge: a bound,"
-    " nothing is extrapolated;\nshift: of the best rate from the smallest to the largest point, in"
-    " factors of two, at most 1 transfers;\nexponent: best rate ~ value^exponent; regret: of the"
-    " smallest point's best rate at the largest point"
-)
+LEGEND = """\
+best rate: vertex of a parabola in log rate, 95% interval by bootstrap; at the edge: a bound,
+nothing is extrapolated; shift: of the best rate from the smallest to the largest point, in factors
+of two, at most 1 transfers; exponent: best rate ~ value^exponent; regret: of the smallest point's
+best rate at the largest point, in the unit of the loss"""
 
 
 def curve_of(records: Iterable[Mapping[str, Any]], seeds: Sequence[int]) -> Curve | None:

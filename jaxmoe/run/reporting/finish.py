@@ -56,6 +56,7 @@ def finish_run(
     reporter.close()
     if jax.process_index() != 0:
         return {}
+    say("computing reference losses ...")
     references = reference_lines(assembly)
     summary = summarise(assembly, reporter, facts, references)
     if directory.router_file.exists():
@@ -65,9 +66,11 @@ def finish_run(
     samples = ""
     length = assembly.plan.config.tracking.sample_length
     if result.status == "done" and length and jax.process_count() == 1:
+        say("writing samples ...")
         samples = sample_text(assembly, result.state, length)
         with DiskGuard(directory.samples_file).warning_once():
             replace_file(directory.samples_file, samples)
+    say("drawing plots and the report ...")
     with DiskGuard(directory.report_file).warning_once():
         plot_run(
             directory.metrics_file,

@@ -53,6 +53,7 @@ def write_run_report(
         samples=samples,
         config=config,
         lineage=[(event.time, str(event)) for event in read_lineage(directory)],
+        environment=directory.environment(),
     )
 
 

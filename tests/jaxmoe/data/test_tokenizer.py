@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tokenizers: round trips, separators, and errors."""
 
+import itertools
 import json
 import weakref
 from unittest import mock
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import tokenizers
 
+from jaxmoe import messages
 from jaxmoe.data import TOKENIZERS, DataError, FilesConfig
 from jaxmoe.data import pieces as splitting
 from jaxmoe.data.files import Files
@@ -234,3 +236,16 @@ def test_invalid_configs_are_refused(tmp_path):
 def test_trained_tokenizer_file_is_json(trained, tmp_path):
     assert json.loads(json.dumps(trained.fingerprint())) == trained.fingerprint()
     assert np.asarray(trained.encode_all(["the"])[0]).dtype == np.int32
+
+
+def test_training_a_tokenizer_reports_its_progress(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(messages.time, "monotonic", itertools.count(step=4.0).__next__)
+    with caplog.at_level("INFO", logger="jaxmoe.messages"):
+        TrainedConfig(vocab_size=300).build(lambda: ["abc " * 50_000] * 6, tmp_path)
+    lines = [record.getMessage() for record in caplog.records]
+    assert lines[0] == "training a tokenizer of 300 tokens ..."
+    assert any(line.startswith("tokenizer: 1 million characters read") for line in lines[1:-1])
+    assert lines[-1] == "tokenizer: 1 million characters read, merging ..."
+    caplog.clear()
+    TrainedConfig(vocab_size=300).build(lambda: [], tmp_path)  # kept: nothing is trained
+    assert not caplog.records

@@ -60,7 +60,8 @@ def text_of(lines):
     ("ratio", "expected"),
     [
         (0.0, (DEAD, "red")),
-        (0.09, (DEAD, "red")),
+        (1e-4, (BLOCKS[0], "red")),
+        (0.09, (BLOCKS[0], "red")),
         (float("nan"), (DEAD, "red")),
         (0.1, (BLOCKS[0], "yellow")),
         (0.49, (BLOCKS[1], "yellow")),
@@ -111,11 +112,18 @@ def test_the_view_says_it_all():
     assert lines[0].endswith("  40%   0:31 gone   eta 0:58")
     assert lines[1] == "loss 3.2141   held out 1.8231 bits/byte   12.4k tokens/s   mfu 41.2%"
     assert lines[2] == f"L0 {BLOCKS[4] * 4}   L1 {BLOCKS[7]}{BLOCKS[1]}{BLOCKS[3]}{DEAD}"
-    assert lines[3] == "max violation 1.80 in layer 1   dead 0.0%   dropped 25.0%"
+    assert lines[3] == "max violation 1.80 in layer 1   dead 1 of 8   dropped 25.0%"
     styles = dict(view.lines(100)[3])
-    assert styles["1.80"] == "red" and styles["0.0%"] == "green" and styles["25.0%"] == "red"
+    assert styles["1.80"] == "red" and styles["1 of 8"] == "red" and styles["25.0%"] == "red"
     for width in (20, 40, 60):
         assert all(len(line) <= max(width, 60) for line in text_of(view.lines(width)))
+
+
+def test_every_x_of_the_view_is_a_dead_expert():
+    for load in ([0.0, 0.5, 0.5, 0.0], [1e-3, 0.5, 0.499, 0.0], [0.25] * 4):
+        view = View(total_steps=10, metrics=NUMBERS, load=np.array([load]))
+        strip, *_, numbers = text_of(view.lines(100))[2:4]
+        assert f"dead {strip.count(DEAD)} of 4" in numbers and strip.count(DEAD) == load.count(0.0)
 
 
 def test_a_run_without_bytes_or_experts_shows_what_there_is():
