@@ -68,6 +68,7 @@ from jaxmoe.run.assemble import Assembly
 from jaxmoe.run.diagnostics.router_trace import record_trace
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.load import load_run
+from jaxmoe.run.provenance.kept_tokenizer import copy_tokenizer
 from jaxmoe.training.state import TrainState
 from sharding.expert_parallel.placement import ExpertPlacement
 from sharding.expert_parallel.token_shuffle import predict, shuffle
@@ -130,7 +131,8 @@ def _write_files(
     placement = ExpertPlacement.identity(trace.num_layers, trace.num_experts, config.devices)
     if config.into is not None:
         placement = config.placer.solve(trace, config.devices).placement
-        _write(config.into, assembly, state, step, placement)
+        source = RunDirectory(config.run.directory)
+        _write(config.into, source, assembly, state, step, placement)
         say(f"{config.into}: step {step} with its experts placed by {config.placer.name}")
     if config.tables is not None:
         tables = token_tables(trace, placement, vocab_size=assembly.plan.model.vocab_size)
@@ -221,7 +223,12 @@ def _record(assembly: Assembly, state: TrainState) -> RoutingTrace:
 
 
 def _write(
-    into: str, assembly: Assembly, state: TrainState, step: int, placement: ExpertPlacement
+    into: str,
+    source: RunDirectory,
+    assembly: Assembly,
+    state: TrainState,
+    step: int,
+    placement: ExpertPlacement,
 ) -> None:
     """Write a run directory with the config of the run and one checkpoint."""
     config = assembly.plan.config
@@ -229,6 +236,7 @@ def _write(
     directory = RunDirectory(into)
     with directory.held():
         directory.check_config(config)
+        copy_tokenizer(source, directory)
         save_checkpoint(
             directory.checkpoints_directory,
             placed,

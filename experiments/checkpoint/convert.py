@@ -43,6 +43,7 @@ from experiments.cli.process import start_process
 from experiments.cli.tables import text_table
 from experiments.evaluate import FinishedRunConfig
 from jaxmoe.checkpoint import save_checkpoint
+from jaxmoe.checkpoint.manifest import read_manifest
 from jaxmoe.models.quantize import (
     dequantize_parameter,
     largest_error,
@@ -58,6 +59,7 @@ from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.conversion import new_run
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.load import load_run
+from jaxmoe.run.provenance.kept_tokenizer import copy_tokenizer
 from jaxmoe.training.state import TrainState
 from pallas_kernels import MixedArray, QuantizedArray
 
@@ -175,7 +177,10 @@ def _to_few_bits(config: ConvertConfig, form: Format, target: pathlib.Path) -> s
             f"run.directory={source} holds a model whose {mixers[0].name} attention"
             " cannot be quantised: convert a model with grouped_query attention"
         )
-    assembly, state, step = load_run(source, config.run.step, config.run.mesh)
+    needs_data = form == MIXED  # to measure activations
+    assembly, state, step = load_run(
+        source, config.run.step, config.run.mesh, needs_data=needs_data
+    )
     params, rounded = _quantise(assembly, state, form, config.mixed)
     before, after = stored_bytes(state.params), stored_bytes(params)
     precision = dataclasses.replace(given.execution.precision, weights=form, mixed=config.mixed)
@@ -210,7 +215,7 @@ def _to_few_bits(config: ConvertConfig, form: Format, target: pathlib.Path) -> s
             * given.training.sequence_length,
         }
     config_of_run = dataclasses.replace(given, execution=execution)
-    _write(target, state, step, config_of_run, assembly, summary)
+    _write(target, RunDirectory(source), state, step, config_of_run, assembly, summary)
     share = sum(one.bytes_before for one in rounded) / before
     lines = [
         _table(rounded),
@@ -278,20 +283,23 @@ def _wide(matrix: QuantizedArray | MixedArray) -> str:
 
 def _write(
     target: pathlib.Path,
+    source: RunDirectory,
     state: TrainState,
     step: int,
     config: PretrainConfig,
     assembly: Assembly,
     summary: dict[str, Any],
 ) -> None:
-    """Write the run directory."""
+    """Write the run directory, with the data position and the tokenizer of the source."""
+    manifest = read_manifest(source.checkpoints_directory / str(step))
     with new_run(target, config) as unfinished:
+        copy_tokenizer(source, unfinished)
         save_checkpoint(
             unfinished.checkpoints_directory,
             state,
             step=step,
             config=config,
-            data=assembly.loader.position(step),
+            data=manifest.data,
         )
         unfinished.write_environment(describe_devices(assembly.mesh))
         unfinished.write_summary(summary)

@@ -40,6 +40,7 @@ from jaxmoe.run.assemble import Assembly, assemble, describe_devices, make_plan
 from jaxmoe.run.config import EvaluationConfig, PretrainConfig, RunConfig, TrainingConfig
 from jaxmoe.run.conversion import first_token_of, length_of, new_run
 from jaxmoe.run.directory import RunDirectory
+from jaxmoe.run.provenance.kept_tokenizer import own_data
 from jaxmoe.tracking.console import format_bytes
 from jaxmoe.training.state import state_around
 
@@ -118,7 +119,7 @@ def export_run(
         )
     model = make_plan(config).model
     name, why = suggest_family(model) if family == "auto" else (family, "")
-    files = tokenizer_files(config.data, seed=config.training.seed)
+    files = tokenizer_files(own_data(config, directory), seed=config.training.seed)
     step, arrays = open_stored(directory.checkpoints_directory, step)
     params, state = _under(arrays, _PARAMS), _under(arrays, f"{ROUTER_STATE}/")
     length = given.max_length or length_of(directory, config)

@@ -106,7 +106,9 @@ def evaluate_tasks(config: EvaluateTasksConfig) -> dict[str, Any]:
             f"the harness has no task {', '.join(unknown)}: `lm-eval ls tasks` lists its own, and"
             " --include DIR reads yours"
         )
-    assembly, state, _ = load_run(config.run.directory, config.run.step, config.run.mesh)
+    assembly, state, _ = load_run(
+        config.run.directory, config.run.step, config.run.mesh, needs_data=False
+    )
     usual = min(length_of(RunDirectory(config.run.directory), assembly.plan.config), _MOST)
     text = text_tokens(assembly.source)
     with jax.set_mesh(assembly.mesh):

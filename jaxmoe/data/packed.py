@@ -30,7 +30,8 @@ from jaxmoe.data.documents import (
 from jaxmoe.data.held_out import train_texts
 from jaxmoe.data.packing import BestFit, Concatenated, Packing
 from jaxmoe.data.source import Row, SourceKind, Split
-from jaxmoe.data.tokenizer import BytesConfig, Tokenizer, TokenizerConfig
+from jaxmoe.data.text_only import TextOnly, encode_document
+from jaxmoe.data.tokenizer import BytesConfig, FileConfig, Tokenizer, TokenizerConfig
 from jaxmoe.disk import cache_directory
 from pallas_kernels.array_types import Int, Shaped
 
@@ -61,6 +62,28 @@ class ReadingConfig(SourceKind):
 
     def __post_init__(self):
         self.check()
+
+    def with_tokenizer(self, path: pathlib.Path) -> Any:
+        """Return the config with a copy of its tokenizer.json, if it has one."""
+        if not self.tokenizer.is_text or self.tokenizer.is_bytes:
+            return self
+        separator = getattr(self.tokenizer, "separator", None)
+        tokenizer = FileConfig(path=str(path), separator=separator)
+        return dataclasses.replace(self, tokenizer=tokenizer)
+
+    def build_text(self, seed: int = 0) -> Any:
+        """Return a source that encodes and decodes; it reads data only to train a tokenizer.
+
+        Args:
+            seed: Seed of the order of documents.
+
+        Raises:
+            DataError: The tokenizer cannot be read, or the data that it is trained on.
+        """
+        if self.tokenizer.is_trained:
+            config: Any = self
+            return config.build(seed)
+        return TextOnly(self.tokenizer.build(lambda: (), pathlib.Path()))
 
     def check(self) -> None:
         """Raise a ValueError for invalid values."""
@@ -278,10 +301,7 @@ class PackedSource:
 
     def encode(self, text: str) -> Int[np.ndarray, " S"]:
         """Return the ids of a text, after the separator that begins every document."""
-        ids = self.tokenizer.encode_all([text])[0].astype(np.int32)
-        if not self.tokenizer.is_text:
-            return ids
-        return np.concatenate([np.array([self.tokenizer.separator], np.int32), ids])
+        return encode_document(self.tokenizer, text)
 
     def decode(self, tokens: Int[np.ndarray, " S"]) -> str:
         """Return the text of the tokens; invalid UTF-8 becomes U+FFFD."""

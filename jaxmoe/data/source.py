@@ -15,6 +15,7 @@ class with the interface `Source`; `jaxmoe/data/__init__.py` (a place in the uni
 from __future__ import annotations
 
 import dataclasses
+import pathlib
 from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import numpy as np
@@ -46,6 +47,24 @@ class SourceKind:
     """Config of the tokenizer; None where rows are not made from text."""
     takes_tokenizer: ClassVar[bool] = False
     """Whether `tokenizer` is a field of the config, which may hold any."""
+
+    def with_tokenizer(self, path: pathlib.Path) -> Any:
+        """Return the config with a copy of its tokenizer.json: itself, where it reads none.
+
+        Args:
+            path: The copy.
+        """
+        del path
+        return self
+
+    def build_text(self, seed: int = 0) -> Any:
+        """Return a source that encodes and decodes, and needs no files: by default `build`.
+
+        Args:
+            seed: Seed of the order of rows.
+        """
+        config: Any = self
+        return config.build(seed)
 
 
 @runtime_checkable

@@ -13,7 +13,7 @@ import jax
 import optax
 from jax.sharding import Mesh
 
-from jaxmoe.data import Batch, Loader, Source, check_hosts, evaluation_batches
+from jaxmoe.data import Batch, DataConfig, Loader, Source, check_hosts, evaluation_batches
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.feed_forwards.moe.layout import check_dispatcher
 from jaxmoe.layers.sequences import check_rows, choose_form
@@ -139,11 +139,16 @@ def make_plan(config: PretrainConfig) -> Plan:
     )
 
 
-def assemble(config: PretrainConfig) -> Assembly:
+def assemble(
+    config: PretrainConfig, *, data: DataConfig | None = None, needs_data: bool = True
+) -> Assembly:
     """Return everything a run needs, after all checks that need no compilation.
 
     Args:
         config: Configuration of a run.
+        data: Config to read the data with, such as one with a copy of the tokenizer; that of the
+            run when None.
+        needs_data: Whether rows will be read; False reads the tokenizer alone where it can.
 
     Raises:
         ValueError: Sizes do not divide, the vocabulary is too small for the data, there are too few
@@ -179,7 +184,9 @@ def assemble(config: PretrainConfig) -> Assembly:
             f" expert): choose a multiple of {mesh_config.batch_shards}"
         )
     _check_experts(plan, execution, mesh_config.batch_shards, sizes)
-    source: Source = config.data.build(training.seed)
+    data = config.data if data is None else data
+    build = data.build if needs_data else data.build_text
+    source: Source = build(training.seed)
     num_masks = config.model.vocab_size - training.objective.num_predicted(config.model)
     if source.vocab_size + num_masks > config.model.vocab_size:
         with_mask = " and the mask" if num_masks else ""

@@ -45,8 +45,8 @@ EXTENSION_FIELDS = (
     *("optimizer.adamw_ratio", "training.steps", "training.clip", "training.max_skipped"),
     *("training.accumulation", "training.accumulated_balance"),
 )
-"""Fields that may change as well when a run is extended or branched (`jaxmoe/run/lineage.py`):
-parameters, optimiser state and data position keep their meaning."""
+"""Fields that may change as well when a run is extended or branched: parameters, optimiser state
+and data position keep their meaning. See `jaxmoe/run/provenance/lineage.py`."""
 FIXED_FIELDS = ("execution.precision.matmul",)
 """Fields below those that may not change: they round to 8 bits."""
 

@@ -14,6 +14,7 @@
         report.html        everything on one page, self-contained
         samples.txt        generated text
         checkpoints/       what a restart continues from
+        tokenizer/         tokenizer.json and its companions, if the data has one
         skipped.json       rows that rollbacks have skipped
         lineage.json       how the run was extended, or which run it began from
         bad_data/          the batches of refused steps, and results of experiments.replay
@@ -89,6 +90,8 @@ class RunDirectory:
     """Generated text."""
     checkpoints_directory = _Path("checkpoints")
     """One directory per saved step."""
+    tokenizer_directory = _Path("tokenizer")
+    """Copy of the tokenizer.json of the data, and its companions."""
     skipped_file = _Path("skipped.json")
     """Rows that rollbacks have skipped: [[step, rows], ...]."""
     lineage_file = _Path("lineage.json")
@@ -307,7 +310,7 @@ class RunDirectory:
         """Write `lineage.json`.
 
         Args:
-            events: As `jaxmoe.run.lineage` makes them.
+            events: As `jaxmoe.run.provenance.lineage` makes them.
 
         Raises:
             ValueError: The file cannot be written.

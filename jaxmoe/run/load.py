@@ -14,11 +14,12 @@ import jax
 
 from jaxmoe.checkpoint import CheckpointManager
 from jaxmoe.checkpoint.manifest import CheckpointManifest
-from jaxmoe.data import SkippedRows, check_position
+from jaxmoe.data import DataError, SkippedRows, check_position
 from jaxmoe.models.quantize import abstract_params
 from jaxmoe.run.assemble import Assembly, assemble
 from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.directory import RunDirectory
+from jaxmoe.run.provenance.kept_tokenizer import own_data
 from jaxmoe.training.state import TrainState, state_around
 from sharding.mesh import MeshConfig
 from sharding.sequence_parallel import CacheFormat
@@ -55,8 +56,23 @@ def at_execution(
     return dataclasses.replace(config, execution=execution)
 
 
+def _assemble(config: PretrainConfig, directory: RunDirectory, needs_data: bool) -> Assembly:
+    """Assemble a trained run with its own copy of the tokenizer.
+
+    Raises:
+        DataError: The data is needed and cannot be read.
+    """
+    try:
+        return assemble(config, data=own_data(config, directory), needs_data=needs_data)
+    except DataError as error:
+        what = "its data, which this command reads," if needs_data else "its tokenizer"
+        raise DataError(
+            f"run.directory={directory.path}: {what} cannot be read: {error}"
+        ) from error
+
+
 def assemble_run(path: str, mesh: MeshConfig | None = None) -> Assembly:
-    """Assemble a trained run; reads no checkpoint and writes nothing.
+    """Assemble a trained run without its data; reads no checkpoint and writes nothing.
 
     Args:
         path: Run directory.
@@ -65,11 +81,13 @@ def assemble_run(path: str, mesh: MeshConfig | None = None) -> Assembly:
     Raises:
         ValueError: There is no run.
     """
-    return assemble(at_execution(RunDirectory(path).load_config(PretrainConfig), path, mesh))
+    directory = RunDirectory(path)
+    config = at_execution(directory.load_config(PretrainConfig), path, mesh)
+    return _assemble(config, directory, needs_data=False)
 
 
 def load_run(
-    path: str, step: int | None, mesh: MeshConfig | None = None
+    path: str, step: int | None, mesh: MeshConfig | None = None, *, needs_data: bool = True
 ) -> tuple[Assembly, TrainState, int]:
     """Assemble a trained run and restore one of its checkpoints; writes nothing.
 
@@ -77,6 +95,7 @@ def load_run(
         path: Run directory.
         step: Step of the checkpoint; the newest when None.
         mesh: Mesh to use; the one of the run when None.
+        needs_data: Whether rows will be read; False reads the tokenizer alone.
 
     Returns:
         The assembly, the state, and the step of the checkpoint.
@@ -86,11 +105,15 @@ def load_run(
     """
     directory = RunDirectory(path)
     config = at_execution(directory.load_config(PretrainConfig), path, mesh)
-    return restore_run(config, directory, step)
+    return restore_run(config, directory, step, needs_data=needs_data)
 
 
 def restore_run(
-    config: PretrainConfig, directory: RunDirectory, step: int | None
+    config: PretrainConfig,
+    directory: RunDirectory,
+    step: int | None,
+    *,
+    needs_data: bool = True,
 ) -> tuple[Assembly, TrainState, int]:
     """Like `load_run`, for a configuration that the caller has.
 
@@ -98,11 +121,14 @@ def restore_run(
         config: Configuration of the run.
         directory: Run directory.
         step: Step of the checkpoint; the newest when None.
+        needs_data: Whether rows will be read; False reads the tokenizer alone.
     """
-    assembly = assemble(config)
+    assembly = _assemble(config, directory, needs_data)
     manager = CheckpointManager(directory.checkpoints_directory, is_writer=False)
 
     def check(manifest: CheckpointManifest) -> None:
+        if not needs_data:
+            return
         skipped = SkippedRows.from_json(manifest.data.get("skipped", []))
         loader = dataclasses.replace(assembly.loader, skipped=skipped)
         check_position(manifest.data, loader.position(manifest.step))

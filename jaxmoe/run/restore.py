@@ -28,9 +28,9 @@ from jaxmoe.resilience.snapshot import SnapshotStore
 from jaxmoe.run.assemble import Assembly
 from jaxmoe.run.config import FREE_FIELDS, PretrainConfig
 from jaxmoe.run.directory import RunDirectory
-from jaxmoe.run.lineage import Source
+from jaxmoe.run.provenance.lineage import Source
+from jaxmoe.run.provenance.warm_start import branched_state, initial_state
 from jaxmoe.run.reporter import Reporter
-from jaxmoe.run.warm_start import branched_state, initial_state
 from jaxmoe.training.state import TrainState
 from sharding.distributed import agree, gather, share
 

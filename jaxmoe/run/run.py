@@ -204,7 +204,7 @@ class Run:
         """
         with configuration_errors():
             check_sampling(prompt, length, temperature)
-        loaded = self._load(step)
+        loaded = self._load(step, needs_data=False)
         assembly, source = loaded.assembly, loaded.assembly.source
         try:
             tokens = source.encode(prompt)
@@ -272,29 +272,38 @@ class Run:
         ):
             yield supervision
 
-    def _load(self, step: int | None) -> _Loaded:
+    def _load(self, step: int | None, *, needs_data: bool) -> _Loaded:
         """Return the state of a checkpoint, kept on the devices until training or another step."""
         loaded = self._loaded
-        if loaded is None or not (loaded.is_newest if step is None else loaded.step == step):
+        is_it = loaded is not None and (loaded.is_newest if step is None else loaded.step == step)
+        if loaded is None or not is_it or (needs_data and not loaded.has_data):
             self._loaded = None
             with configuration_errors():
-                loaded = self._restore(step)
+                loaded = self._restore(step, needs_data)
             self._loaded = loaded
         return loaded
 
-    def _restore(self, step: int | None) -> _Loaded:
+    def _restore(self, step: int | None, needs_data: bool) -> _Loaded:
         saved = self.directory.config_json()
         if lines := differences(saved, to_json(self.config), FREE_FIELDS, FIXED_FIELDS):
             raise ValueError(
                 f"run.directory={self.directory.path} belongs to a run with another config:\n  "
                 + "\n  ".join(lines)
             )
-        assembly, state, found = restore_run(self.config, self.directory, step)
-        return _Loaded(assembly=assembly, state=state, step=found, is_newest=step is None)
+        assembly, state, found = restore_run(
+            self.config, self.directory, step, needs_data=needs_data
+        )
+        return _Loaded(
+            assembly=assembly,
+            state=state,
+            step=found,
+            is_newest=step is None,
+            has_data=needs_data,
+        )
 
     @contextlib.contextmanager
     def _restored(self, step: int | None) -> Generator[_Loaded, None, None]:
-        loaded = self._load(step)
+        loaded = self._load(step, needs_data=True)
         with jax.set_mesh(loaded.assembly.mesh):
             yield loaded
 
@@ -307,3 +316,5 @@ class _Loaded:
     state: TrainState
     step: int
     is_newest: bool
+    has_data: bool
+    """Whether rows can be read."""

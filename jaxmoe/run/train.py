@@ -33,10 +33,11 @@ from jaxmoe.run.assemble import assemble, describe_devices
 from jaxmoe.run.compile import compile_steps
 from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.directory import RunDirectory
-from jaxmoe.run.lineage import check_config, record_source
 from jaxmoe.run.load import check_trains
 from jaxmoe.run.loop import save_last
 from jaxmoe.run.monitoring import Watches
+from jaxmoe.run.provenance.kept_tokenizer import keep_tokenizer
+from jaxmoe.run.provenance.lineage import check_config, record_source
 from jaxmoe.run.reporter import Reporter, check_packages
 from jaxmoe.run.reporting.finish import finish_run
 from jaxmoe.run.reporting.header import nothing_to_do, print_header
@@ -180,6 +181,7 @@ def prepare(
     if is_first:
         if begun.source is not None:
             record_source(directory, begun.source, config)
+        keep_tokenizer(directory, config, assembly.source)
         directory.write_environment(describe_devices(assembly.mesh))
     return Prepared(begun=begun, checkpoints=checkpoints, snapshots=snapshots)
 

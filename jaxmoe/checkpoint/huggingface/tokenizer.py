@@ -74,12 +74,22 @@ def tokenizer_files(data: DataConfig, *, seed: int = 0) -> TokenizerFiles:
     else:
         read = kind.build(lambda: (), pathlib.Path())
     assert isinstance(read, SubwordTokenizer)
-    texts = {TOKENIZER: read.content}
-    if not kind.is_trained:
-        texts |= _texts_beside(read.path.parent)
-    texts.setdefault(_SETTINGS, _dump(_settings(eos_token=read.separator_token)))
     words = f"documents are separated by {read.separator_token!r} (id {read.separator})"
-    return TokenizerFiles(texts, read.separator, words)
+    return TokenizerFiles(tokenizer_texts(read, is_trained=kind.is_trained), read.separator, words)
+
+
+def tokenizer_texts(tokenizer: SubwordTokenizer, *, is_trained: bool) -> dict[str, str]:
+    """Return the files of a tokenizer by name.
+
+    Args:
+        tokenizer: Tokenizer that was read from a file.
+        is_trained: Whether it was trained here; if not, its companions are beside its file.
+    """
+    texts = {TOKENIZER: tokenizer.content}
+    if not is_trained:
+        texts |= _texts_beside(tokenizer.path.parent)
+    texts.setdefault(_SETTINGS, _dump(_settings(eos_token=tokenizer.separator_token)))
+    return texts
 
 
 def read_tokenizer_files(directory: pathlib.Path) -> dict[str, str]:

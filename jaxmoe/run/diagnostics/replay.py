@@ -132,7 +132,7 @@ def _load(
         step = max(before, default=None)
         manager.close()
     if step is not None:
-        return load_run(path, step, mesh)
+        return load_run(path, step, mesh, needs_data=False)
     assembly = assemble_run(path, mesh)
     return assembly, assembly.new_state(), 0
 

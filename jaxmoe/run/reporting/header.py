@@ -18,7 +18,7 @@ from jaxmoe.run.assemble import (
 )
 from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.directory import RunDirectory
-from jaxmoe.run.lineage import read_lineage
+from jaxmoe.run.provenance.lineage import read_lineage
 from jaxmoe.tracking.console import format_count, format_flops
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxmoe.run.directory import RunDirectory
-from jaxmoe.run.lineage import read_lineage
+from jaxmoe.run.provenance.lineage import read_lineage
 from jaxmoe.run.reporting.recorded import RecordedRun
 from jaxmoe.tracking.history import read_history
 from jaxmoe.tracking.jsonl import read_metrics

@@ -28,7 +28,7 @@ from jaxmoe.configs import TAG
 from jaxmoe.messages import say
 from jaxmoe.run.assemble import Assembly
 from jaxmoe.run.config import CheckpointConfig
-from jaxmoe.run.lineage import Source, check_branch
+from jaxmoe.run.provenance.lineage import Source, check_branch
 from jaxmoe.training.state import TrainState, state_around
 
 

@@ -1,0 +1,82 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Provides the text of a source without its rows: for runs whose data has moved.
+
+Encodes prompts and decodes tokens as the source of the documents does; reading a row is an error.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NoReturn
+
+import numpy as np
+
+from jaxmoe.data.batch import DataError
+from jaxmoe.data.source import Split
+from jaxmoe.data.tokenizer import Tokenizer
+from pallas_kernels.array_types import Int
+
+
+def encode_document(tokenizer: Tokenizer, text: str) -> Int[np.ndarray, " S"]:
+    """Return the ids of a text, after the separator that begins every document.
+
+    Args:
+        tokenizer: Tokenizer of the documents; numbers that are ids get no separator.
+        text: Text to encode.
+    """
+    ids = tokenizer.encode_all([text])[0].astype(np.int32)
+    if not tokenizer.is_text:
+        return ids
+    return np.concatenate([np.array([tokenizer.separator], np.int32), ids])
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TextOnly:
+    """A tokenizer in the place of a source of documents."""
+
+    tokenizer: Tokenizer
+
+    @property
+    def vocab_size(self) -> int:
+        """Vocabulary of the tokenizer."""
+        return self.tokenizer.vocab_size
+
+    @property
+    def bytes_per_token(self) -> None:
+        """None: there is no text to count."""
+        return None
+
+    def num_rows(self, split: Split, sequence_length: int) -> None:
+        """Return None: there are no rows to count."""
+        del split, sequence_length
+
+    def row(self, split: Split, index: int, sequence_length: int, *, epoch: int = 0) -> NoReturn:
+        """Raise a DataError."""
+        del index, sequence_length, epoch
+        raise DataError(f"the run was opened without its data: there is no {split} row to read")
+
+    def entropy_bits_per_token(self, sequence_length: int) -> None:
+        """Return None: there is no text."""
+        del sequence_length
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Return the tokenizer's fingerprint."""
+        return {"kind": "text_only", "tokenizer": self.tokenizer.fingerprint()}
+
+    def describe(self, sequence_length: int) -> str:
+        """Return the tokenizer in one line."""
+        del sequence_length
+        return f"{self.fingerprint()['tokenizer']['kind']} tokenizer of {self.vocab_size:,} ids"
+
+    def text(self, split: Split) -> None:
+        """Return None: there is no text."""
+        del split
+
+    def encode(self, text: str) -> Int[np.ndarray, " S"]:
+        """Return the ids of a text, after the separator that begins every document."""
+        return encode_document(self.tokenizer, text)
+
+    def decode(self, tokens: Int[np.ndarray, " S"]) -> str:
+        """Return the text of the tokens; invalid UTF-8 becomes U+FFFD."""
+        return self.tokenizer.decode(np.asarray(tokens)).decode("utf-8", errors="replace")
