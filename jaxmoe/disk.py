@@ -27,6 +27,12 @@ _SPECIAL_FILES = {
     stat.S_IFBLK: "a block device",
     stat.S_IFDIR: "a directory",
 }
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+_COPY = {
+    "gs": "`gcloud storage rsync --recursive runs/mine {}` (the two swapped: back)",
+    "s3": "`aws s3 sync runs/mine {}` (the two swapped: back)",
+}
+"""Command that copies a directory into an object store, by scheme."""
 _TEMPORARY = re.compile(r"\..+\.\d+\.tmp")
 """Names of the temporary files of `replace_file`."""
 
@@ -35,6 +41,26 @@ def cache_directory() -> pathlib.Path:
     """Return $XDG_CACHE_HOME/jaxmoe, by default ~/.cache/jaxmoe."""
     home = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
     return pathlib.Path(home) / "jaxmoe"
+
+
+def check_local(name: str, path: str | os.PathLike[str]) -> None:
+    """Refuse a path that is in an object store, or another URL, where a file system is needed.
+
+    Args:
+        name: What the path is, for the message.
+        path: Path that is to be written, or read with file operations.
+
+    Raises:
+        ValueError: It is a URL.
+    """
+    text = os.fspath(path)
+    if (scheme := _URL.match(text)) is None:
+        return
+    tool = _COPY.get(scheme[1], "the tool of that store")
+    raise ValueError(
+        f"{name}={text} is not in a file system, and runs and checkpoints need one (rename, append,"
+        f" leases): give a local directory, such as runs/mine, and copy it with {tool.format(text)}"
+    )
 
 
 def kind_of_special_file(path: str | os.PathLike[str]) -> str | None:

@@ -26,6 +26,7 @@ from typing import Any, NoReturn, TypeVar
 from experiments.cli.choices import choose, known_spelling
 from experiments.cli.exit_codes import ExitCode as ExitCode
 from experiments.cli.help import help_page, take_help
+from experiments.cli.local_paths import check_local_paths
 from experiments.cli.output import dropped_output, open_closed_streams, without_advice, write
 from experiments.cli.spelling import check_words, stray_word
 from experiments.cli.warmup import fit_warmup
@@ -116,6 +117,8 @@ def parse_flags(
             config=(tyro.conf.AvoidSubcommands, tyro.conf.FlagConversionOff),
             use_underscores=True,
         )
+    with exit_on_bad_configuration():
+        check_local_paths(config)
     return fit_warmup(config, flags)
 
 

@@ -17,17 +17,20 @@ from typing import Any
 from etils import epath
 from etils.epath import gpath
 
+from jaxmoe.disk import check_local
+
 
 def literal_path(path: Any) -> epath.Path:
     """Return the absolute path of a directory, in which `glob` takes only its argument as pattern.
 
     Args:
-        path: Directory, local or of a remote file system.
+        path: Local directory.
+
+    Raises:
+        ValueError: The path is in an object store.
     """
-    whole = epath.Path(path).expanduser().absolute()
-    if type(whole) is not gpath.PosixGPath or "://" in os.fspath(whole):
-        return whole
-    return _LiteralPath(whole)
+    check_local("directory", path)
+    return _LiteralPath(epath.Path(path).expanduser().absolute())
 
 
 class _LiteralPath(gpath.PosixGPath):

@@ -45,7 +45,7 @@ from typing import Any, TypeVar
 from jaxmoe.checkpoint import LeaseLostError
 from jaxmoe.checkpoint.migrate import migrate
 from jaxmoe.configs import differences, from_json, to_json
-from jaxmoe.disk import remove_leftovers, replace_file
+from jaxmoe.disk import check_local, remove_leftovers, replace_file
 from jaxmoe.resilience.lease import FILES as LEASE_FILES
 from jaxmoe.resilience.lease import Lease
 from jaxmoe.run.environment import describe_environment
@@ -68,6 +68,9 @@ class RunDirectory:
 
     Args:
         path: The directory; relative to the working directory. It is made by `acquire`.
+
+    Raises:
+        ValueError: The path is in an object store.
     """
 
     config_file = _Path("config.json")
@@ -110,6 +113,7 @@ class RunDirectory:
     """One JSON object per finished trial of a comparison."""
 
     def __init__(self, path: str | os.PathLike[str]):
+        check_local("run.directory", path)
         self.path = pathlib.Path(path)
         self._lease: Lease | None = None
 
