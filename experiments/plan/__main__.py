@@ -4,11 +4,12 @@
 
     python -m experiments.plan [recipe] --topology tpu:v5e:16x16 [--dotted.field value ...]
 
-Every mesh of the devices is estimated in closed form; the fastest that fit are compiled ahead of
-time until one fits by the compiler too (TPUs: extra [plan]). With --execution.mesh.AXIS only that
-mesh is planned. GPUs are planned in closed form (--compiles 0). With --topology cpu:8 the plan also
-runs for a few steps, and predictions are printed beside measurements. summary.json holds the
-figures and the flags for pretrain. Exit codes: 0 planned, 2 bad configuration, or nothing fits.
+Every mesh of the devices and every number of micro-batches is estimated in closed form; the fastest
+that fit are compiled ahead of time until one fits by the compiler too (TPUs: extra [plan]). With
+--execution.mesh.AXIS only that mesh is planned, with --training.accumulation only that number. GPUs
+are planned in closed form (--compiles 0). With --topology cpu:8 the plan also runs for a few steps,
+and predictions are printed with their error. summary.json holds the figures and the flags for
+pretrain. Exit codes: 0 planned, 2 bad configuration, or nothing fits.
 """
 
 from __future__ import annotations
@@ -21,7 +22,13 @@ from typing import Any
 from experiments.cli import flags as cli
 from experiments.cli.exit import run_command
 from experiments.cli.output import write
-from experiments.plan.config import RECIPES, PlanConfig, names_mesh, step_plan
+from experiments.plan.config import (
+    RECIPES,
+    PlanConfig,
+    names_accumulation,
+    names_mesh,
+    step_plan,
+)
 from experiments.plan.page import page_of_plan, page_of_refusal
 from experiments.recipes import DEFAULT
 from jaxmoe.configs import to_json
@@ -53,7 +60,12 @@ def main(argv: Sequence[str]) -> int:
             check_compiler(topology)
         directory.check_free_of_runs()
         with directory.held():
-            found = find(config, topology, is_fixed=names_mesh(argv))
+            found = find(
+                config,
+                topology,
+                is_fixed=names_mesh(argv),
+                searches_accumulation=not names_accumulation(argv),
+            )
             summary, page = judge(config, topology, found)
             summary = {"recipe": recipe} | summary
             directory.write_environment([f"{topology.num_devices} x {topology.kind}, planned"])
@@ -64,13 +76,17 @@ def main(argv: Sequence[str]) -> int:
     return int(cli.ExitCode.BAD_CONFIGURATION)
 
 
-def find(config: PlanConfig, topology: Topology, *, is_fixed: bool) -> Found:
+def find(
+    config: PlanConfig, topology: Topology, *, is_fixed: bool, searches_accumulation: bool
+) -> Found:
     """Return the fastest meshes that fit, in closed form.
 
     Args:
         config: Run to plan.
         topology: Devices to plan for.
         is_fixed: Whether to consider only the config's own mesh.
+        searches_accumulation: Whether to consider every number of micro-batches. A batch that
+            grows keeps the config's, which divides each of its sizes.
 
     Raises:
         ValueError: No mesh of the devices divides the model and the batch.
@@ -87,9 +103,18 @@ def find(config: PlanConfig, topology: Topology, *, is_fixed: bool) -> Found:
     unfolded = dataclasses.replace(config.execution, mesh=MeshConfig(), fold=None)
     run = dataclasses.replace(config.pretrain, execution=unfolded)
     plan = step_plan(run, topology, MeshConfig())
+    searches_accumulation = searches_accumulation and config.training.batch_ramp is None
     if is_fixed:
-        on_mesh(plan, meshes[0], fold)  # raises if it does not divide
-    found = search(plan, meshes, topology.chip, keep=max(config.compiles, 1), fold=fold)
+        least = dataclasses.replace(plan, accumulation=1) if searches_accumulation else plan
+        on_mesh(least, meshes[0], fold)  # raises if it does not divide
+    found = search(
+        plan,
+        meshes,
+        topology.chip,
+        keep=max(config.compiles, 1),
+        fold=fold,
+        searches_accumulation=searches_accumulation,
+    )
     if not found.fitting and found.closest is None:
         examples = "\n  ".join(f"{mesh}: {why}" for mesh, why in list(found.refused.items())[-3:])
         raise ValueError(
@@ -119,9 +144,10 @@ def judge(config: PlanConfig, topology: Topology, found: Found) -> tuple[dict[st
         if config.compiles:
             compiled = _compile(config, topology, candidate)
             if not _fits(compiled, topology):
-                rejected.append({"mesh": mesh_in_words(candidate.mesh), "compiled": compiled})
+                rejected.append({"mesh": _in_words(candidate), "compiled": compiled})
                 continue
-        summary = about | _summary(config, candidate, compiled) | {"rejected": rejected}
+        summary = about | _summary(config, candidate, compiled, topology.chip.available)
+        summary |= {"rejected": rejected}
         return summary, page_of_plan(topology, candidate, compiled, summary)
     closest = found.closest or found.fitting[0]
     ways = remedies(closest, topology.chip)
@@ -137,16 +163,27 @@ def judge(config: PlanConfig, topology: Topology, found: Found) -> tuple[dict[st
     return summary, page_of_refusal(topology, closest, ways, rejected)
 
 
+def _in_words(candidate: Candidate) -> str:
+    """Return the mesh and the number of micro-batches."""
+    number = candidate.plan.accumulation
+    return mesh_in_words(candidate.mesh) + (f", {number} micro-batches" if number > 1 else "")
+
+
 def _compile(config: PlanConfig, topology: Topology, candidate: Candidate) -> dict[str, Any]:
-    write(f"compiling {mesh_in_words(candidate.mesh)} for {topology.text} (minutes)")
+    write(f"compiling {_in_words(candidate)} for {topology.text}, in another process")
     execution = dataclasses.replace(config.execution, mesh=candidate.mesh)
-    planned = dataclasses.replace(config.pretrain, execution=execution)
+    training = dataclasses.replace(config.training, accumulation=candidate.plan.accumulation)
+    planned = dataclasses.replace(config.pretrain, execution=execution, training=training)
     steps = config.measured_steps if topology.chip.platform == "cpu" else 0
     job = {"config": to_json(planned), "topology": topology.text, "steps": steps}
-    result = in_child("experiments.plan.child", job, topology)
+    result = in_child("experiments.plan.child", job, topology, on_wait=_say_phase)
     if "refused" in result:
         raise ValueError(result["refused"])
     return result
+
+
+def _say_phase(seconds: float, phase: str) -> None:
+    write(f"  {seconds:.0f} s: {phase}")
 
 
 def _fits(compiled: dict[str, Any], topology: Topology) -> bool:
@@ -163,20 +200,34 @@ def _choices(execution: ExecutionConfig) -> list[str]:
     ]
 
 
+def _batch_flags(config: PlanConfig, candidate: Candidate) -> list[str]:
+    """Return the flags that make batches fit the mesh, where the config's do not."""
+    flags, shards = [], candidate.mesh.batch_shards
+    if candidate.plan.accumulation != config.training.accumulation:
+        flags += ["--training.accumulation", str(candidate.plan.accumulation)]
+    if config.held_out_batch_size % shards:
+        rows = -(-config.held_out_batch_size // shards) * shards
+        flags += ["--evaluation.batch_size", str(rows)]
+    return flags
+
+
 def _summary(
-    config: PlanConfig, candidate: Candidate, compiled: dict[str, Any] | None
+    config: PlanConfig, candidate: Candidate, compiled: dict[str, Any] | None, available: int
 ) -> dict[str, Any]:
     execution = dataclasses.replace(config.execution, mesh=candidate.mesh)
     memory, seconds = candidate.memory, candidate.time
     return {
         "status": "done",
         "mesh": {axis: size for axis, size in candidate.mesh.by_axis.items() if size > 1},
-        "flags": [*mesh_flags(candidate.mesh), *_choices(execution)],
+        "accumulation": candidate.plan.accumulation,
+        "flags": [*mesh_flags(candidate.mesh), *_batch_flags(config, candidate)]
+        + _choices(execution),
         "execution": to_json(execution),
         "memory": memory.categories(),
         "arguments": memory.arguments,
         "temporaries": memory.temporaries,
         "total": memory.total,
+        "available": available,
         "step_seconds": seconds.step,
         "step_seconds_overlapped": seconds.overlapped,
         "compute_seconds": seconds.compute,

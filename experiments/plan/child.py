@@ -45,8 +45,9 @@ def main(argv: Sequence[str]) -> int:
     topology = parse_topology(job["topology"])
     config = from_json(PretrainConfig, job["config"])
     plan = step_plan(config, topology, config.execution.mesh)
+    phase = pathlib.Path(f"{file}.phase")
     try:
-        compiled = compile_step(plan, topology)
+        compiled = compile_step(plan, topology, on_phase=phase.write_text)
     except ValueError as error:  # about the topology; the parent raises it
         pathlib.Path(f"{file}.result").write_text(json.dumps({"refused": str(error)}), "utf-8")
         return 0
@@ -54,6 +55,7 @@ def main(argv: Sequence[str]) -> int:
     if isinstance(compiled, CompiledStep):
         result["total"] = compiled.total
         if job["steps"]:
+            phase.write_text(f"running {job['steps']} steps")
             result["measured"] = run_steps(on_platform(config, "cpu"), plan, job["steps"])
     pathlib.Path(f"{file}.result").write_text(json.dumps(result), encoding="utf-8")
     return 0

@@ -20,6 +20,7 @@ from jaxmoe.run.config import PretrainConfig
 from sharding.mesh import MeshConfig
 
 _MESH_FLAG = "--execution.mesh."
+_ACCUMULATION_FLAG = "--training.accumulation"
 _OF_PRETRAIN = tuple(field.name for field in dataclasses.fields(PretrainConfig))
 
 
@@ -66,7 +67,16 @@ RECIPES: dict[str, Callable[[], PlanConfig]] = {
 
 def names_mesh(argv: Sequence[str]) -> bool:
     """Return whether a command line sets the mesh, which then is the only one considered."""
-    return any(word.replace("-", "_").startswith(_MESH_FLAG.replace("-", "_")) for word in argv)
+    return _names(argv, _MESH_FLAG)
+
+
+def names_accumulation(argv: Sequence[str]) -> bool:
+    """Return whether a command line sets the number of micro-batches, which then is kept."""
+    return _names(argv, _ACCUMULATION_FLAG)
+
+
+def _names(argv: Sequence[str], flag: str) -> bool:
+    return any(word.replace("-", "_").startswith(flag.replace("-", "_")) for word in argv)
 
 
 def on_platform(config: PretrainConfig, platform: Platform) -> PretrainConfig:

@@ -47,7 +47,8 @@ def page_of_plan(
         f"mesh                 {mesh_in_words(candidate.mesh)}, of {summary['meshes']} meshes"
         f" ({summary['meshes_refused']} do not divide)",
         f"step                 {plan.batch_size} x {plan.sequence_length} tokens,"
-        f" {plan.accumulation} micro-batch{'es' * (plan.accumulation > 1)}",
+        f" {plan.accumulation} micro-batch{'es' * (plan.accumulation > 1)} of"
+        f" {plan.batch_size // plan.accumulation}",
     ]
     head += [
         f"rejected             {one['mesh']}: {_why(one['compiled'])}"
@@ -60,8 +61,10 @@ def page_of_plan(
     if compiled is not None:
         parts.append(_collectives(compiled))
         if "measured" in compiled:
-            parts.append(_measured(candidate, compiled))
+            parts.append(measured_table(candidate, compiled))
     spread = f"{seconds.overlapped:.3g} s if all communication were hidden"
+    if chip.platform == "cpu":
+        spread += ", by nominal rates of a core"
     parts.append(f"predicted step       {seconds.step:.3g} s, {spread}")
     parts.append(f"flags for pretrain   {' '.join(summary['flags'])}")
     return "\n\n".join(parts)
@@ -188,28 +191,33 @@ def _collectives(compiled: Mapping[str, Any]) -> str:
     return text_table(rows) + f"\ncompiled in {compiled['seconds']:.0f} s"
 
 
-def _measured(candidate: Candidate, compiled: Mapping[str, Any]) -> str:
+def measured_table(candidate: Candidate, compiled: Mapping[str, Any]) -> str:
+    """Return predictions beside measurements, with their error.
+
+    Args:
+        candidate: Mesh that was run.
+        compiled: Figures of the child process, with `measured`.
+    """
     measured = compiled["measured"]
     rate = measured["matmul_rate"] / math.prod(candidate.mesh.sizes)
     here = dataclasses.replace(CHIPS["cpu"], flops=rate)
+    step, memory = predict_time(candidate.plan, here).step, candidate.memory.total
+    taken, grown = measured["step_seconds"], measured["memory"]
     rows = [
-        ("predicted and measured", "predicted", "measured"),
-        (
-            "  step, seconds",
-            f"{predict_time(candidate.plan, here).step:.3g}",
-            f"{measured['step_seconds']:.3g}",
-        ),
-        (
-            "  memory per device",
-            size_in_words(candidate.memory.total),
-            size_in_words(measured["memory"]),
-        ),
+        ("predicted and measured", "predicted", "measured", "error"),
+        ("  step, seconds", f"{step:.3g}", f"{taken:.3g}", _error(step, taken)),
+        ("  memory per device", size_in_words(memory), size_in_words(grown), _error(memory, grown)),
     ]
     note = (
-        "the step by the rate of matrix products measured here; memory is the growth of the process"
-        " at its peak, shared out over the devices"
+        "error: prediction over measurement, less one. The step is predicted from the rate of\n"
+        "matrix products measured here; memory is the growth of the process at its peak over the\n"
+        "number of devices. Fake devices share the cores: only ratios between plans carry over."
     )
     return text_table(rows) + f"\n{note}"
+
+
+def _error(predicted: float, measured: float) -> str:
+    return f"{100 * (predicted / measured - 1):+.0f}%" if measured > 0 else ""
 
 
 def size_in_words(number: float) -> str:

@@ -26,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -122,13 +122,23 @@ def child_environment(topology: Topology) -> dict[str, str]:
     return environment
 
 
-def in_child(module: str, job: dict[str, Any], topology: Topology) -> dict[str, Any]:
+def in_child(
+    module: str,
+    job: dict[str, Any],
+    topology: Topology,
+    *,
+    on_wait: Callable[[float, str], object] | None = None,
+    seconds: float = 15.0,
+) -> dict[str, Any]:
     """Return the result of `python -m module FILE` on a job, in a separate process.
 
     Args:
         module: Module that reads the job from `FILE` and writes `FILE.result`, both JSON.
         job: Contents of `FILE`.
         topology: Topology that decides the environment of the process.
+        on_wait: Called while the process runs, with the seconds so far and its phase, the contents
+            of `FILE.phase`.
+        seconds: Seconds between the calls of `on_wait`.
 
     Returns:
         Contents of `FILE.result`. The output of the process is discarded unless it fails.
@@ -140,18 +150,38 @@ def in_child(module: str, job: dict[str, Any], topology: Topology) -> dict[str, 
         file = os.path.join(directory, "job.json")
         with open(file, "w", encoding="utf-8") as stream:
             json.dump(job, stream)
-        done = subprocess.run(
+        started = time.perf_counter()
+        with subprocess.Popen(
             [sys.executable, "-m", module, file],
             env=child_environment(topology),
-            capture_output=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
-            check=False,
-        )
-        if done.returncode:
-            last = "\n".join((done.stderr or done.stdout).strip().splitlines()[-15:])
-            raise RuntimeError(f"{module} ended with {done.returncode}:\n{last}")
+        ) as child:
+            output = errors = None
+            try:
+                while output is None:
+                    try:
+                        output, errors = child.communicate(timeout=seconds)
+                    except subprocess.TimeoutExpired:
+                        if on_wait is not None:
+                            on_wait(time.perf_counter() - started, _phase(file))
+            finally:
+                child.kill()  # after an interrupt
+        if child.returncode:
+            last = "\n".join((errors or output or "").strip().splitlines()[-15:])
+            raise RuntimeError(f"{module} ended with {child.returncode}:\n{last}")
         with open(f"{file}.result", encoding="utf-8") as stream:
             return json.load(stream)
+
+
+def _phase(file: str) -> str:
+    """Return the phase that a child process has written last."""
+    try:
+        with open(f"{file}.phase", encoding="utf-8") as stream:
+            return stream.read() or "starting"
+    except OSError:
+        return "starting"
 
 
 def topology_devices(topology: Topology) -> Sequence[Any]:
@@ -191,23 +221,32 @@ def topology_mesh(plan: StepPlan, topology: Topology) -> Mesh:
     return make_mesh(plan.execution.mesh, topology_devices(topology), fold=plan.execution.fold)
 
 
-def compile_step(plan: StepPlan, topology: Topology) -> CompiledStep | DoesNotFit:
+def compile_step(
+    plan: StepPlan, topology: Topology, *, on_phase: Callable[[str], object] = len
+) -> CompiledStep | DoesNotFit:
     """Compile the train step of a plan for a topology.
 
     Args:
         plan: Step to compile.
         topology: Topology with as many devices as the plan's mesh.
+        on_phase: Called with a description of each phase when it begins.
     """
     started = time.perf_counter()
+    on_phase("loading the compiler")
     mesh = topology_mesh(plan, topology)
+    on_phase("tracing the step")
     traced = trace_step(plan, mesh)
+    on_phase("lowering the step")
+    lowered = traced.lower()
+    on_phase("compiling with XLA")
     try:
-        compiled = traced.lower().compile()
+        compiled = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         return _out_of_memory(str(error))
     seconds = time.perf_counter() - started
+    on_phase("reading the compiled program")
     memory, costs = compiled.memory_analysis(), compiled.cost_analysis()
     assert memory is not None
     return CompiledStep(

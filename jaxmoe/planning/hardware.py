@@ -167,6 +167,11 @@ class Topology:
         return {"wrap": wrap} | ({"chip_config_name": "megacore"} if has_megacore else {})
 
 
+def _example(kind: str) -> str:
+    """Return a kind with a usual size."""
+    return f"{kind}:{ {0: '8', 2: '16x16', 3: '4x4x4'}[CHIPS[kind].torus] }"
+
+
 def parse_topology(text: str) -> Topology:
     """Return the topology of a text.
 
@@ -177,7 +182,7 @@ def parse_topology(text: str) -> Topology:
         ValueError: The text is not a known topology; names the nearest one.
     """
     platform, _, rest = text.partition(":")
-    kind, _, size = rest.rpartition(":") if platform != "cpu" else ("cpu", "", rest)
+    kind, _, size = rest.partition(":") if platform != "cpu" else ("cpu", "", rest)
     names = [name for name, chip in CHIPS.items() if chip.platform == platform]
     if not names:
         raise ValueError(
@@ -185,17 +190,18 @@ def parse_topology(text: str) -> Topology:
             f"{closest(platform, ('tpu', 'gpu', 'cpu'))}; known are {KNOWN}"
         )
     if kind not in names:
+        near = closest(kind, [name for name in names if name[:2] == kind[:2]])
         raise ValueError(
-            f"topology={text!r}: {kind!r} is no {platform} that is known"
-            f"{closest(kind, names)}; there are {', '.join(names)}, as in {KNOWN}"
+            f"topology={text!r}: there is no {platform.upper()} {kind!r}{near}; known are"
+            f" {', '.join(names)}, such as {platform}:{_example(names[1])}"
         )
     wanted = CHIPS[kind].torus or 1
     if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", size) or size.count("x") + 1 != wanted:
-        example = {1: "8", 2: "16x16", 3: "4x4x4"}[wanted]
+        given = f"has the size {size!r}" if size else "has no size"
         raise ValueError(
-            f"topology={text!r}: {size!r} must be {wanted} whole"
+            f"topology={text!r} {given}: give {wanted} whole"
             f" number{'s joined by x' if wanted > 1 else ''}, such as"
-            f" {f'{platform}:{kind}' if kind != platform else kind}:{example}"
+            f" {f'{platform}:' if kind != platform else ''}{_example(kind)}"
         )
     shape = tuple(map(int, size.split("x")))
     if CHIPS[kind].domain and math.prod(shape) > 8 and math.prod(shape) % 8:

@@ -119,6 +119,7 @@ def search(
     *,
     keep: int = 3,
     fold: MoEMesh | None = None,
+    searches_accumulation: bool = False,
 ) -> Found:
     """Return the fastest meshes that fit, in closed form.
 
@@ -128,23 +129,44 @@ def search(
         chip: Properties of one device.
         keep: Largest number of meshes to return.
         fold: Mesh of the experts within each mesh.
+        searches_accumulation: Whether to try every number of micro-batches that divides the batch,
+            instead of the plan's own.
     """
     refused: dict[str, str] = {}
     timed: list[tuple[float, StepPlan, StepTime]] = []
+    if searches_accumulation:
+        plan = dataclasses.replace(plan, accumulation=1)
     for mesh in meshes:
         try:
             own = on_mesh(plan, mesh, fold)
         except ValueError as error:
             refused[mesh_in_words(mesh)] = str(error)
             continue
-        time = predict_time(own, chip)
-        timed.append((time.step, own, time))
+        most = own.batch_size // mesh.batch_shards
+        for number in _divisors(most) if searches_accumulation else [own.accumulation]:
+            option = dataclasses.replace(own, accumulation=number)
+            time = predict_time(option, chip)
+            timed.append((time.step, option, time))
     timed.sort(key=lambda entry: entry[0])
     fitting: list[Candidate] = []
     others: list[Candidate] = []
+    smallest = _smallest_steps([own for _, own, _ in timed])
+    too_large: set[MeshConfig] = set()
     for _, own, time in timed:
+        mesh = own.execution.mesh
+        if mesh in too_large:
+            continue
         candidate = Candidate(plan=own, time=time, memory=estimate_memory(own, chip.platform))
-        (fitting if candidate.excess(chip) <= 0 else others).append(candidate)
+        if candidate.excess(chip) <= 0:
+            fitting.append(candidate)
+        else:
+            others.append(candidate)
+            if (least := smallest.pop(mesh, None)) is not None:
+                memory = estimate_memory(least, chip.platform)
+                least = Candidate(plan=least, time=predict_time(least, chip), memory=memory)
+                if least.excess(chip) > 0:
+                    too_large.add(mesh)
+                    others.append(least)
         if len(fitting) == keep:
             break
     closest = min(others, key=lambda one: one.memory.total, default=None)
@@ -154,6 +176,16 @@ def search(
         refused=refused,
         num_meshes=len(meshes),
     )
+
+
+def _smallest_steps(plans: Sequence[StepPlan]) -> dict[MeshConfig, StepPlan]:
+    """Return the plan with most micro-batches of each mesh, which needs least memory."""
+    found: dict[MeshConfig, StepPlan] = {}
+    for plan in plans:
+        other = found.get(plan.execution.mesh)
+        if other is None or plan.accumulation > other.accumulation:
+            found[plan.execution.mesh] = plan
+    return found
 
 
 def remedies(candidate: Candidate, chip: Chip) -> dict[str, float]:

@@ -8,6 +8,7 @@ import importlib.util
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -15,7 +16,10 @@ import pytest
 
 from experiments.cli.flags import ExitCode
 from experiments.plan import __main__ as plan
-from experiments.plan.page import size_in_words
+from experiments.plan.config import RECIPES as PLANNED
+from experiments.plan.page import measured_table, size_in_words
+from jaxmoe.planning.compile_ahead import in_child
+from jaxmoe.planning.hardware import parse_topology
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
@@ -71,6 +75,55 @@ def test_a_mesh_that_shards_sequences_prints_its_form(tmp_path, capsys):
         assert words in page, words
 
 
+def test_the_number_of_micro_batches_is_searched(tmp_path, capsys):
+    argv = ("d8", "--topology", "tpu:v5e:4x4", "--compiles", "0", "--execution.mesh.data", "16")
+    _, page, summary = planned(tmp_path, capsys, *argv)
+    number = summary["accumulation"]
+    assert 1 < number < 32 and f"--training.accumulation {number}" in page
+    assert f"512 x 4096 tokens, {number} micro-batches of {512 // number}" in page
+    kept = planned(tmp_path, capsys, *argv, "--training.accumulation", "32")[2]
+    assert kept["accumulation"] == 32 and "--training.accumulation" not in kept["flags"]
+    assert kept["step_seconds"] > summary["step_seconds"]
+    assert kept["total"] < summary["total"] <= summary["available"]
+
+
+def test_flags_of_a_plan_make_the_held_out_batch_divide(tmp_path, capsys):
+    argv = ("d8", "--topology", "tpu:v5e:4x4", "--compiles", "0", "--execution.mesh.data", "16")
+    summary = planned(tmp_path, capsys, *argv)[2]
+    assert summary["flags"][-2:] == ["--evaluation.batch_size", "16"]
+
+
+def test_predictions_for_this_machine_carry_their_error():
+    config, topology = PLANNED["tiny"](), parse_topology("cpu:8")
+    found = plan.find(config, topology, is_fixed=False, searches_accumulation=True)
+    candidate = found.fitting[0]
+    half = {"matmul_rate": 1e11, "step_seconds": 0.25, "memory": candidate.memory.total / 2}
+    step, memory = measured_table(candidate, {"measured": half}).splitlines()[1:3]
+    assert memory.split()[-1] == "+100%"
+    assert step.split()[-1] == f"{100 * (float(step.split()[2]) / 0.25 - 1):+.0f}%"
+
+
+def test_a_long_compile_shows_its_phase(tmp_path, monkeypatch):
+    (tmp_path / "slow.py").write_text(
+        "import pathlib, sys, time\n"
+        "file = sys.argv[1]\n"
+        "pathlib.Path(file + '.phase').write_text('compiling with XLA')\n"
+        "time.sleep(1)\n"
+        "pathlib.Path(file + '.result').write_text('{\"done\": true}')\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    seen = []
+    result = in_child(
+        "slow",
+        {},
+        parse_topology("cpu:2"),
+        on_wait=lambda seconds, phase: seen.append((seconds, phase)),
+        seconds=0.2,
+    )
+    assert result == {"done": True} and seen[-1][1] == "compiling with XLA"
+    assert 0.2 <= seen[0][0] < seen[-1][0]
+
+
 def test_nothing_fits_prints_remedies(tmp_path, capsys):
     argv = ("--topology", "tpu:v5e:2x2", "--compiles", "0", "--training.batch_size", "4")
     argv += ("--training.accumulation", "1", "--training.sequence_length", "128")
@@ -121,6 +174,7 @@ def test_the_plan_of_this_machine_runs(tmp_path):
     assert compiled["expected_results"] == compiled["results"]
     assert summary["temporaries"] == pytest.approx(compiled["temporaries"], rel=0.25)
     assert compiled["measured"]["step_seconds"] > 0 and compiled["traffic"]
+    assert re.search(r"^  step, seconds .* [+-]\d+%$", done.stdout, re.M)
 
 
 @pytest.mark.large

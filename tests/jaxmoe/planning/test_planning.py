@@ -188,6 +188,29 @@ def _brute_force(plan):
     return _KNOWN
 
 
+@pytest.mark.parametrize("share", [0.2, 0.5, 0.8, 1.0])
+def test_the_search_over_micro_batches_equals_brute_force(share):
+    plan = plan_of(WIDE, batch_size=64, length=256)
+    meshes = [MeshConfig(data=8), MeshConfig(data=4, tensor=2), MeshConfig(expert=8)]
+    needs = {
+        (mesh, number): (predict_time(own, CHIPS["cpu"]).step, estimate_memory(own, "cpu").total)
+        for mesh in meshes
+        for number in (1, 2, 4, 8, 16)
+        if 64 % (number * mesh.batch_shards) == 0
+        for own in [dataclasses.replace(on_mesh(plan, mesh), accumulation=number)]
+    }
+    sizes = sorted(need for _, need in needs.values())
+    memory = int(sizes[0] + share * (sizes[-1] - sizes[0])) + 1
+    chip = dataclasses.replace(CHIPS["cpu"], memory=memory)
+    # The plan's own number is one of those that are tried.
+    own = dataclasses.replace(plan, accumulation=4)
+    found = search(own, meshes, chip, keep=3, searches_accumulation=True)
+    fitting = sorted(time for time, need in needs.values() if need <= chip.available)
+    assert [one.time.step for one in found.fitting] == fitting[:3]
+    kept = search(own, meshes, chip, keep=3)
+    assert {one.plan.accumulation for one in kept.fitting} <= {4}
+
+
 def test_remedies_when_nothing_fits():
     plan = plan_of(WIDE, batch_size=16, length=1024)
     small: Chip = dataclasses.replace(CHIPS["cpu"], memory=1)
@@ -306,11 +329,16 @@ def test_v4_has_one_device_for_a_chip():
 @pytest.mark.parametrize(
     "text, words",
     [
-        ("tpu:v5:16x16", "'v5' is no tpu that is known: did you mean 'v5p'?"),
-        ("tpu:v5p:16x16", "must be 3 whole numbers joined by x, such as tpu:v5p:4x4x4"),
+        ("tpu:v5:16x16", "there is no TPU 'v5': did you mean 'v5p'?; known are v4, v5e,"),
+        (
+            "tpu:v5p:16x16",
+            "'16x16': give 3 whole numbers joined by x, such as tpu:v5p:4x4x4",
+        ),
         ("tup:v5e:4x4", "'tup' is no kind of machine: did you mean 'tpu'?; known are tpu:v4"),
+        ("tpu:v9", "there is no TPU 'v9'; known are v4, v5e, v5p, v6e, tpu7x, such as tpu:v5e:"),
+        ("tpu:v5e", "has no size: give 2 whole numbers joined by x, such as tpu:v5e:16x16"),
         ("gpu:h100:12", "12 GPUs do not fill hosts of 8"),
-        ("cpu:0", "must be 1 whole number, such as cpu:8"),
+        ("cpu:0", "has the size '0': give 1 whole number, such as cpu:8"),
         ("v5e", "known are tpu:v4:4x4x4"),
     ],
 )
