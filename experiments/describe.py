@@ -1,8 +1,13 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Prints a recipe's parameter table, sizes, FLOPs and memory, without touching a device.
+"""Prints the parameter table, sizes, FLOPs and memory of a recipe or model, without a device.
 
-python -m experiments.describe [recipe] [--dotted.field value ...]
+    python -m experiments.describe [recipe] [--dotted.field value ...]
+    python -m experiments.describe --run.directory RUN
+    python -m experiments.describe --run.directory OLMoE-1B-7B-0924 [--execution.mesh.data 8 ...]
+
+`--run.directory` describes a run (unless other flags describe a new one), or the model of a Hugging
+Face directory, or of its name on the hub, with the other flags.
 
 With a mesh of known sizes (for example --execution.mesh.data 8) a second table follows: for every
 parameter and mesh axis its layout when stored, used, differentiated and updated, and the
@@ -11,17 +16,23 @@ collectives between them.
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import pathlib
 from collections.abc import Sequence
 
 from experiments.cli import flags as cli
 from experiments.cli.exit import run_command
 from experiments.cli.output import write
 from experiments.recipes import DEFAULT, RECIPES
+from jaxmoe.checkpoint.huggingface import open_huggingface
+from jaxmoe.checkpoint.huggingface.hub import is_huggingface, model_directory
 from jaxmoe.models.flops import flops_per_token
 from jaxmoe.parameters import ParameterSpec
 from jaxmoe.planning.parameter_layouts import layouts_text
 from jaxmoe.run.assemble import Plan, describe_rates, make_plan
+from jaxmoe.run.config import PretrainConfig
+from jaxmoe.run.directory import RunDirectory
 from jaxmoe.tracking.console import format_flops
 from sharding.mesh import named_sizes
 from sharding.rules import LogicalAxisRules
@@ -34,6 +45,7 @@ def main(argv: Sequence[str]) -> int:
     prog, about = "python -m experiments.describe", __doc__ or ""
     recipe, config = cli.parse(RECIPES, DEFAULT, argv, prog, about)
     with cli.exit_on_bad_configuration():
+        recipe, config = _described(recipe, config)
         plan = make_plan(config)
         if -1 not in config.execution.mesh.sizes:
             layout = config.execution.state_layout
@@ -42,6 +54,25 @@ def main(argv: Sequence[str]) -> int:
         page = describe(recipe, plan)
     write(page)
     return int(cli.ExitCode.DONE)
+
+
+def _described(recipe: str, config: PretrainConfig) -> tuple[str, PretrainConfig]:
+    """Return name and config of what --run.directory holds; those of the recipe otherwise."""
+    if config.run.directory is None:
+        return recipe, config
+    path = model_directory(config.run.directory, "run.directory")
+    usual = RECIPES[recipe]()
+    if is_huggingface(path):
+        if config.model != usual.model:
+            raise ValueError(
+                f"run.directory={path} brings a model, and --model flags change another: leave"
+                " them out"
+            )
+        model, _ = open_huggingface(path)
+        return pathlib.Path(path).resolve().name, dataclasses.replace(config, model=model)
+    if dataclasses.replace(config, run=usual.run) == usual and RunDirectory(path).has_config():
+        return path, RunDirectory(path).load_config(PretrainConfig)
+    return recipe, config
 
 
 def _moment_bytes(plan: Plan, row: ParameterSpec) -> int:
@@ -54,7 +85,7 @@ def describe(recipe: str, plan: Plan) -> str:
     """Return the whole page.
 
     Args:
-        recipe: Name of the recipe.
+        recipe: Name of the recipe, the run or the model.
         plan: Model and parameter table.
     """
     config, model, table = plan.config, plan.model, plan.table

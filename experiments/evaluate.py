@@ -4,8 +4,12 @@
 
     python -m experiments.evaluate --run.directory runs/pretrain/tiny [--routing detailed]
 
-`--cache int4` rounds keys and values like a 4-bit cache; the loss is then that of decoding with
-one. `--run.mesh.data 1` evaluates on another number of devices than the training used.
+    python -m experiments.evaluate --run.directory OLMoE-1B-7B-0924 --data.path 'docs/**/*.md'
+
+`--data.path` evaluates on other text than the run's own, in its tokens; a Hugging Face model has
+no data of its own. `--cache int4` rounds keys and values like a 4-bit cache; the loss is then that
+of decoding with one. `--run.mesh.data 1` evaluates on another number of devices than the training
+used.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from experiments.cli import flags
 from experiments.cli.exit import run_command
 from experiments.cli.exit_codes import ExitCode
 from experiments.cli.process import start_process
+from jaxmoe.data import DataConfig
 from jaxmoe.errors import ConfigurationError
 from jaxmoe.run import Run
 from jaxmoe.run.diagnostics.router_details import format_router_details
@@ -30,7 +35,7 @@ class FinishedRunConfig:
     """Trained run and checkpoint."""
 
     directory: str = "runs/pretrain/tiny"
-    """Run directory."""
+    """Run directory; or directory, or name on the hub, of a Hugging Face model."""
     step: int | None = None
     """Step of the checkpoint; the newest when None."""
     mesh: MeshConfig | None = None
@@ -47,6 +52,13 @@ class EvaluateConfig:
     """Table of what the routers do with the held-out tokens, layer by layer."""
     cache: CacheFormat = "compute"
     """Format that keys and values are rounded to; compute does not round."""
+    data: DataConfig | None = None
+    """Data to evaluate on, all of it where it is files; the run's held-out data when None."""
+    sequence_length: int | None = None
+    """Tokens of a held-out sequence; when None those of a training row, 128 for an imported
+    model."""
+    batches: int | None = None
+    """Number of held-out batches; that of the run when None."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -57,7 +69,14 @@ def main(argv: Sequence[str]) -> int:
     with flags.exit_on_bad_configuration():
         start_process()
     with flags.exit_on_bad_configuration(ConfigurationError):
-        run = Run.open(config.run.directory, mesh=config.run.mesh, cache=config.cache)
+        run = Run.open(
+            config.run.directory,
+            mesh=config.run.mesh,
+            cache=config.cache,
+            data=config.data,
+            sequence_length=config.sequence_length,
+            batches=config.batches,
+        )
         result = run.evaluate(step=config.run.step)
         if config.routing == "detailed":
             details = run.router_details(step=config.run.step)

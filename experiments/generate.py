@@ -1,8 +1,14 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Generates text from a run.
+"""Generates text from a run, or from a Hugging Face model.
 
-python -m experiments.generate --run.directory runs/pretrain/tiny --prompt "def main("
+    python -m experiments.generate --run.directory runs/pretrain/tiny --prompt "def main("
+    python -m experiments.generate --run.directory RUN --prompt "def f(" "class A" --top_p 0.9
+    python -m experiments.generate --run.directory allenai/OLMoE-1B-7B-0924 --prompt "Once"
+
+A single text appears while it is generated. `--top_k`, `--top_p` and `--min_p` leave out unlikely
+tokens, `--stop` names strings that end a text. Lengths are rounded up, so that other prompts of
+about the same length compile nothing.
 
 Works for quantised runs too (experiments.checkpoint convert); `--cache int4` keeps keys and values
 in 4 bits. `--run.mesh.data 1` loads the run on another number of devices than the training used.
@@ -12,15 +18,19 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 from experiments.cli import flags
 from experiments.cli.exit import run_command
 from experiments.cli.exit_codes import ExitCode
+from experiments.cli.output import dropped_output, write
 from experiments.cli.process import start_process
 from experiments.evaluate import FinishedRunConfig
 from jaxmoe.errors import ConfigurationError
+from jaxmoe.generation.text import GenerationConfig, Sample
+from jaxmoe.models.sampling import SamplingConfig
 from jaxmoe.run import Run
-from jaxmoe.run.reporting.samples import check_sampling
+from jaxmoe.run.run import Ends
 from sharding.sequence_parallel import CacheFormat
 
 
@@ -30,19 +40,35 @@ class GenerateConfig:
 
     run: FinishedRunConfig = FinishedRunConfig()
     """Trained run and checkpoint."""
-    prompt: str = "def "
-    """Text to continue."""
+    prompt: tuple[str, ...] = ("def ",)
+    """Text to continue; several texts, of any lengths, are continued together."""
     length: int = 300
-    """Number of tokens to generate."""
+    """Largest number of tokens to generate."""
     temperature: float = 0.8
     """Divisor of the logits; 0 takes the most likely token."""
+    top_k: int | None = None
+    """Number of most likely tokens to choose from; all when None."""
+    top_p: float | None = None
+    """Probability that the most likely tokens to choose from have together; all when None."""
+    min_p: float | None = None
+    """Smallest probability of a token to choose from, divided by the largest; all when None."""
     seed: int = 0
     """Seed of the sampling."""
+    stop: tuple[str, ...] = ()
+    """Strings that end a text, which is cut before them."""
+    eos: Ends = "auto"
+    """Whether the end-of-text token ends a text: stop, ignore, or auto, which stops for models that
+    were imported."""
     cache: CacheFormat = "compute"
     """Format of cached keys and values: the compute dtype, or 8 or 4 bits with scales."""
 
     def __post_init__(self):
-        check_sampling(self.prompt, self.length, self.temperature)
+        if not self.prompt or not all(self.prompt):
+            raise ValueError("prompt is empty: give at least one character")
+        sampling = SamplingConfig(
+            temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p
+        )
+        GenerationConfig(length=self.length, sampling=sampling, stop=self.stop)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -53,17 +79,43 @@ def main(argv: Sequence[str]) -> int:
         start_process()
     with flags.exit_on_bad_configuration(ConfigurationError):
         run = Run.open(config.run.directory, mesh=config.run.mesh, cache=config.cache)
-        sample = run.generate(
-            config.prompt,
-            length=config.length,
-            temperature=config.temperature,
-            seed=config.seed,
-            step=config.run.step,
-        )
-    if sample.precision:
-        print(sample.precision)
-    print(sample)
+        given = {
+            "length": config.length,
+            "temperature": config.temperature,
+            "top_k": config.top_k,
+            "top_p": config.top_p,
+            "min_p": config.min_p,
+            "seed": config.seed,
+            "stop": config.stop,
+            "eos": config.eos,
+            "step": config.run.step,
+        }
+        if len(config.prompt) == 1:
+            _print_streamed(run, config.prompt[0], given)
+            return int(ExitCode.DONE)
+        samples = run.generate(config.prompt, **given)
+    if samples[0].precision:
+        write(samples[0].precision)
+    for sample in samples:
+        write(str(sample))
     return int(ExitCode.DONE)
+
+
+def _print_streamed(run: Run, prompt: str, given: dict[str, Any]) -> None:
+    """Print the continuation of a prompt while it is generated."""
+    shown: str | None = None
+
+    def show(sample: Sample) -> None:
+        nonlocal shown
+        with dropped_output():
+            if shown is None:
+                head = f"{sample.precision}\n" if sample.precision else ""
+                print(f"{head}{sample.head}", end="")
+            print(sample.text[len(shown or "") :], end="")
+        shown = sample.text
+
+    show(run.generate(prompt, on_sample=show, **given))
+    write("\n")
 
 
 if __name__ == "__main__":

@@ -11,6 +11,8 @@ Importing it initialises no backend and sets no flag.
 from jaxmoe.checkpoint import load_checkpoint as load_checkpoint
 from jaxmoe.checkpoint import save_checkpoint as save_checkpoint
 from jaxmoe.execution import ExecutionConfig as ExecutionConfig
+from jaxmoe.generation.pretrained import Pretrained as Pretrained
+from jaxmoe.generation.pretrained import from_huggingface as from_huggingface
 from jaxmoe.models.config import AttentionConfig as AttentionConfig
 from jaxmoe.models.config import LatentAttentionConfig as LatentAttentionConfig
 from jaxmoe.models.config import ModelConfig as ModelConfig

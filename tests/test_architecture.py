@@ -66,8 +66,8 @@ ORDER = (
     *("errors", "configs", "field_docs", "disk", "json_bounds", "optional", "state_tree"),
     *("fingerprints", "messages"),
     *("declarations", "parameters", "precision", "execution", "routing", "layers", "models"),
-    *("optim", "scaling", "data", "training", "checkpoint", "tracking", "resilience", "planning"),
-    *("serve", "run"),
+    *("optim", "scaling", "data", "training", "checkpoint", "generation", "tracking"),
+    *("resilience", "planning", "serve", "run"),
 )
 FOLDER_FILES = 22
 
@@ -80,7 +80,15 @@ EMPTY_NAMES = {"utils", "util", "common", "helpers", "helper", "misc"}
 REGISTRIES = {
     "experiments.launch.config:CLUSTERS": {"slurm", "jobset", "tpu_vm"},
     "jaxmoe.data:DATA_SOURCES": {
-        *("corpus", "files", "mixture", "huggingface", "markov", "language_mixture"),
+        *(
+            "corpus",
+            "files",
+            "mixture",
+            "huggingface",
+            "markov",
+            "language_mixture",
+            "tokenizer_only",
+        ),
     },
     "jaxmoe.data.tokenizer:TOKENIZERS": {"bytes", "file", "trained", "ids"},
     "jaxmoe.layers.feed_forwards:FeedForwards": {"dense", "moe"},

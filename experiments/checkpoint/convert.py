@@ -58,7 +58,7 @@ from jaxmoe.run.calibrate import measure_activations
 from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.conversion import new_run
 from jaxmoe.run.directory import RunDirectory
-from jaxmoe.run.load import load_run
+from jaxmoe.run.load import load_run, saved_config
 from jaxmoe.run.provenance.kept_tokenizer import copy_tokenizer
 from jaxmoe.training.state import TrainState
 from pallas_kernels import MixedArray, QuantizedArray
@@ -165,7 +165,7 @@ def convert(config: ConvertConfig) -> str:
 def _to_few_bits(config: ConvertConfig, form: Format, target: pathlib.Path) -> str:
     """Write the run in a format, and return the report."""
     source = config.run.directory
-    given = RunDirectory(source).load_config(PretrainConfig)
+    given = saved_config(source)
     if (weights := given.execution.precision.weights) != "floating":
         raise ValueError(
             f"run.directory={source} is converted already, to {weights}: convert the run that it"

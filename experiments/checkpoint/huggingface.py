@@ -23,19 +23,20 @@ from flax import traverse_util
 
 from jaxmoe.checkpoint.huggingface import open_huggingface, read_fields, to_huggingface
 from jaxmoe.checkpoint.huggingface.export import suggest_family
+from jaxmoe.checkpoint.huggingface.hub import model_directory
 from jaxmoe.checkpoint.huggingface.tokenizer import (
     TOKENIZER,
     TokenizerFiles,
+    bundled_data,
     is_byte_tokenizer,
+    own_tokenizer,
     read_tokenizer_files,
-    separator_token,
     tokenizer_files,
 )
 from jaxmoe.checkpoint.huggingface.weights import ROUTER_STATE, Nonfinite, Tensors
 from jaxmoe.checkpoint.streaming import Streamed, open_stored, save_streamed
 from jaxmoe.configs import to_json
-from jaxmoe.data import CorpusConfig, DataConfig
-from jaxmoe.data.tokenizer import FileConfig
+from jaxmoe.data import DataConfig
 from jaxmoe.run.assemble import Assembly, assemble, describe_devices, make_plan
 from jaxmoe.run.config import EvaluationConfig, PretrainConfig, RunConfig, TrainingConfig
 from jaxmoe.run.conversion import first_token_of, length_of, new_run
@@ -79,8 +80,8 @@ class ImportConfig:
     """Evaluation data of an imported run."""
 
     data: DataConfig | None = None
-    """Data in the tokens of the model; files of text use its tokenizer.json. None: the embedded
-    corpus, for a model of bytes."""
+    """Data in the tokens of the model; files of text use its tokenizer.json. None: no data, only
+    the tokenizer (the embedded corpus, for a model of bytes)."""
     batches: int = 8
     """Number of held-out batches."""
     batch_size: int = 8
@@ -165,10 +166,11 @@ def import_run(source: str, target: pathlib.Path, given: ImportConfig) -> str:
             another shape or not finite; the model is not supported; or the data has other tokens
             than the model.
     """
-    place = pathlib.Path(source)
+    place = pathlib.Path(model_directory(source, "from_huggingface"))
     if not place.is_dir():
         raise ValueError(
-            f"from_huggingface={source} is not a directory: give the one with config.json"
+            f"from_huggingface={source} is not a directory: give the one with config.json, or a"
+            " name on the Hugging Face hub, such as allenai/OLMoE-1B-7B-0924"
         )
     model, tensors = open_huggingface(place, nonfinite=given.nonfinite)
     texts, fields = read_tokenizer_files(place), read_fields(place)
@@ -202,7 +204,7 @@ def import_run(source: str, target: pathlib.Path, given: ImportConfig) -> str:
         [
             f"{source} ({fields['model_type']}, {tensors.table.total:,} parameters) is in {target},"
             " at step 0, without an optimiser's state",
-            f"held out: {assembly.source.describe(given.sequence_length)}",
+            f"data: {assembly.source.describe(given.sequence_length)}",
         ]
     )
 
@@ -230,22 +232,15 @@ def _data(
     texts: Mapping[str, str],
     fields: Mapping[str, Any],
 ) -> DataConfig:
-    """Return the data in the tokens of the model.
+    """Return the data in the tokens of the model; its tokenizer alone if there is none.
 
     Raises:
         ValueError: The data has other tokens, or the tokenizer of the model is unknown.
     """
+    if data is None:
+        return bundled_data(place, fields)
     is_bytes = TOKENIZER in texts and is_byte_tokenizer(texts[TOKENIZER])
     has_other = TOKENIZER in texts and not is_bytes
-    if data is None:
-        if is_bytes:
-            return CorpusConfig()
-        what = "has a tokenizer of its own" if has_other else f"has no {TOKENIZER}"
-        raise ValueError(
-            f"from_huggingface={place} {what}, and the embedded corpus is in bytes: choose the"
-            " evaluation data with imported.data:files --imported.data.path 'docs/**/*.md'"
-            + ("" if has_other else f", and {_HOW_TO_NAME}")
-        )
     reads_bytes = data.tokenizer is not None and data.tokenizer.is_bytes
     if not has_other:
         is_of_bytes = is_bytes or fields["vocab_size"] == _BYTES
@@ -261,9 +256,7 @@ def _data(
             f" {TOKENIZER}: choose imported.data:files --imported.data.path 'docs/**/*.md'"
         )
     if reads_bytes:
-        eos = separator_token(texts[TOKENIZER], fields.get("eos_token_id"))
-        tokenizer = FileConfig(path=str(place / TOKENIZER), separator=eos)
-        return dataclasses.replace(data, tokenizer=tokenizer)
+        return dataclasses.replace(data, tokenizer=own_tokenizer(place, texts[TOKENIZER], fields))
     return data
 
 

@@ -4,6 +4,7 @@
 
     python -m experiments.evaluate_tasks --run.directory runs/pretrain/tiny --tasks arc_easy lambada
     python -m experiments.evaluate_tasks --run.directory RUN --tasks mine --include tasks/
+    python -m experiments.evaluate_tasks --run.directory OLMoE-1B-7B-0924 --tasks arc_easy
 
 The harness computes the metrics; the model runs in this process, on the mesh of --run.mesh.* (by
 default that of the training). The harness's tasks read data sets from the Hugging Face hub; those
@@ -26,6 +27,7 @@ from experiments.cli.output import say
 from experiments.cli.process import start_process
 from experiments.evaluate import FinishedRunConfig
 from experiments.evaluate_tasks.harness import harness_model, text_tokens
+from jaxmoe.checkpoint.huggingface.hub import model_directory
 from jaxmoe.optional import require
 from jaxmoe.run.conversion import length_of
 from jaxmoe.run.directory import RunDirectory
@@ -106,10 +108,9 @@ def evaluate_tasks(config: EvaluateTasksConfig) -> dict[str, Any]:
             f"the harness has no task {', '.join(unknown)}: `lm-eval ls tasks` lists its own, and"
             " --include DIR reads yours"
         )
-    assembly, state, _ = load_run(
-        config.run.directory, config.run.step, config.run.mesh, needs_data=False
-    )
-    usual = min(length_of(RunDirectory(config.run.directory), assembly.plan.config), _MOST)
+    path = model_directory(config.run.directory, "run.directory")
+    assembly, state, _ = load_run(path, config.run.step, config.run.mesh, needs_data=False)
+    usual = min(length_of(RunDirectory(path), assembly.plan.config), _MOST)
     text = text_tokens(assembly.source)
     with jax.set_mesh(assembly.mesh):
         scorer = Scorer(

@@ -26,6 +26,7 @@ from jaxmoe.data.synthetic import (
     MarkovConfig,
     normalized_mutual_information,
 )
+from jaxmoe.data.text_only import TextOnlyConfig
 from jaxmoe.data.tokenizer import TOKENIZERS, TokenizerConfig
 
 DataConfig = (
@@ -35,6 +36,7 @@ DataConfig = (
     | HuggingFaceConfig
     | MarkovConfig
     | LanguageMixtureConfig
+    | TextOnlyConfig
 )
 DATA_SOURCES = registry_of(DataConfig)
 
@@ -52,6 +54,7 @@ __all__ = [
     "MarkovConfig",
     "Mixture",
     "MixtureConfig",
+    "TextOnlyConfig",
     "PackedSource",
     "Row",
     "SkippedRows",

@@ -56,6 +56,10 @@ class FilesConfig(FileReadingConfig):
     validation_path: tuple[str, ...] = ()
     """Files to hold out; a fraction of the documents of `path` when empty."""
 
+    def for_evaluation(self) -> FilesConfig:
+        """Return the config that holds out all files, unless it names held-out files."""
+        return dataclasses.replace(self, validation_path=self.validation_path or self.path)
+
     def build(self, seed: int = 0) -> PackedSource:
         """Read, tokenise and plan the documents, or read them from the cache.
 

@@ -296,8 +296,8 @@ def evaluation_batches(
         raise DataError(
             f"num_batches={num_batches} of batch_size={batch_size} and sequence_length="
             f"{sequence_length} are more than the validation split holds "
-            f"({loader.num_batches}): ask for at most {loader.num_batches} (--evaluation.batches), "
-            "or hold out more"
+            f"({loader.num_batches}): ask for at most {loader.num_batches} (--evaluation.batches; "
+            "--batches of evaluate), or hold out more"
         )
     return loader.iterate(0, num_batches, process_index=process_index, process_count=process_count)
 

@@ -30,8 +30,8 @@ from jaxmoe.data.documents import (
 from jaxmoe.data.held_out import train_texts
 from jaxmoe.data.packing import BestFit, Concatenated, Packing
 from jaxmoe.data.source import Row, SourceKind, Split
-from jaxmoe.data.text_only import TextOnly, encode_document
-from jaxmoe.data.tokenizer import BytesConfig, FileConfig, Tokenizer, TokenizerConfig
+from jaxmoe.data.text_only import TextOnly, copied, encode_document
+from jaxmoe.data.tokenizer import BytesConfig, Tokenizer, TokenizerConfig
 from jaxmoe.disk import cache_directory
 from pallas_kernels.array_types import Int, Shaped
 
@@ -65,11 +65,7 @@ class ReadingConfig(SourceKind):
 
     def with_tokenizer(self, path: pathlib.Path) -> Any:
         """Return the config with a copy of its tokenizer.json, if it has one."""
-        if not self.tokenizer.is_text or self.tokenizer.is_bytes:
-            return self
-        separator = getattr(self.tokenizer, "separator", None)
-        tokenizer = FileConfig(path=str(path), separator=separator)
-        return dataclasses.replace(self, tokenizer=tokenizer)
+        return dataclasses.replace(self, tokenizer=copied(self.tokenizer, path))
 
     def build_text(self, seed: int = 0) -> Any:
         """Return a source that encodes and decodes; it reads data only to train a tokenizer.

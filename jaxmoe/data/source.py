@@ -47,6 +47,12 @@ class SourceKind:
     """Config of the tokenizer; None where rows are not made from text."""
     takes_tokenizer: ClassVar[bool] = False
     """Whether `tokenizer` is a field of the config, which may hold any."""
+    has_rows: ClassVar[bool] = True
+    """Whether there is data to train and evaluate on."""
+
+    def for_evaluation(self) -> Any:
+        """Return the config that holds out all of its data, where it can; else itself."""
+        return self
 
     def with_tokenizer(self, path: pathlib.Path) -> Any:
         """Return the config with a copy of its tokenizer.json: itself, where it reads none.

@@ -1,20 +1,23 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Provides the text of a source without its rows: for runs whose data has moved.
+"""Provides the text of a source without its rows: for runs whose data has moved, and models that
+were imported without any.
 
-Encodes prompts and decodes tokens as the source of the documents does; reading a row is an error.
+Encodes prompts and decodes tokens as the source of the documents does, or, for imported models, as
+`transformers` does; reading a row is an error.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NoReturn
+import pathlib
+from typing import Any, ClassVar, NoReturn
 
 import numpy as np
 
 from jaxmoe.data.batch import DataError
-from jaxmoe.data.source import Split
-from jaxmoe.data.tokenizer import Tokenizer
+from jaxmoe.data.source import SourceKind, Split
+from jaxmoe.data.tokenizer import BytesConfig, FileConfig, Tokenizer, TokenizerConfig
 from pallas_kernels.array_types import Int
 
 
@@ -36,6 +39,9 @@ class TextOnly:
     """A tokenizer in the place of a source of documents."""
 
     tokenizer: Tokenizer
+    is_imported: bool = False
+    """Whether prompts have the ids that `transformers` gives them: special tokens that they spell
+    are recognised, and those of the tokenizer's post-processor are added."""
 
     @property
     def vocab_size(self) -> int:
@@ -74,9 +80,56 @@ class TextOnly:
         del split
 
     def encode(self, text: str) -> Int[np.ndarray, " S"]:
-        """Return the ids of a text, after the separator that begins every document."""
+        """Return the ids of a prompt; of a run, after the separator that begins every document."""
+        if self.is_imported:
+            return self.tokenizer.encode_prompt(text).astype(np.int32)
         return encode_document(self.tokenizer, text)
 
     def decode(self, tokens: Int[np.ndarray, " S"]) -> str:
         """Return the text of the tokens; invalid UTF-8 becomes U+FFFD."""
         return self.tokenizer.decode(np.asarray(tokens)).decode("utf-8", errors="replace")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class TextOnlyConfig(SourceKind):
+    """No rows, only a tokenizer: for models that generate and are not trained."""
+
+    name: ClassVar[str] = "tokenizer_only"
+    takes_tokenizer: ClassVar[bool] = True
+    has_rows: ClassVar[bool] = False
+
+    tokenizer: TokenizerConfig = BytesConfig()
+    """Tokenizer of prompts and text."""
+
+    def with_tokenizer(self, path: pathlib.Path) -> TextOnlyConfig:
+        """Return the config with a copy of its tokenizer.json, if it has one."""
+        return dataclasses.replace(self, tokenizer=copied(self.tokenizer, path))
+
+    def build(self, seed: int = 0) -> TextOnly:
+        """Read the tokenizer.
+
+        Args:
+            seed: Unused; there are no rows to order.
+
+        Raises:
+            DataError: The tokenizer cannot be read, or would have to be trained.
+        """
+        del seed
+        if self.tokenizer.is_trained:
+            raise DataError(
+                "data:tokenizer_only has no text to train a tokenizer on: choose"
+                " data.tokenizer:file"
+            )
+        return TextOnly(self.tokenizer.build(lambda: (), pathlib.Path()), is_imported=True)
+
+
+def copied(tokenizer: TokenizerConfig, path: pathlib.Path) -> TokenizerConfig:
+    """Return the config of a copy of a tokenizer.json; the config itself without such a file.
+
+    Args:
+        tokenizer: Config of the tokenizer.
+        path: Path of the copy.
+    """
+    if not tokenizer.is_text or tokenizer.is_bytes:
+        return tokenizer
+    return FileConfig(path=str(path), separator=getattr(tokenizer, "separator", None))

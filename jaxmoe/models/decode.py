@@ -1,6 +1,11 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Generates text with a cache: the prompt in one pass, then one token at a time.
+"""Generates tokens with a cache: the prompts in one pass, then one token at a time.
+
+Prompts of unequal length are padded on the right. Padding is neither attended to nor routed: the
+next token of a row takes the slot after its prompt. Lengths are rounded up to a few sizes (32, 48,
+64, 96, 128, ...), so that a new prompt, another number of tokens, or another value of a filter
+compiles nothing.
 
 On a mesh every device that shares a row (seq, tensor) computes all its new tokens and holds a part
 of the cache: the slots are cut over `seq`, the heads over `tensor`. The tokens equal those of one
@@ -13,40 +18,59 @@ any mesh.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Int, Key
 
 from jaxmoe.execution import ExecutionConfig, WholeRowsConfig
-from jaxmoe.models.cache import Cache, cache_length, initial_cache
+from jaxmoe.models.cache import Cache, initial_cache
 from jaxmoe.models.config import ModelConfig
+from jaxmoe.models.sampling import Limits, SamplingConfig, choose
 from jaxmoe.models.transformer import forward
 from sharding import axes as ax
+
+_SHORTEST = 32
+_AT_ONCE = 64
+"""Most tokens that the program generates between two looks of the host."""
+
+Prompts = Int[Array, "..."] | Int[np.ndarray, "..."] | Sequence[Any]
+"""Token ids [B, S], or a list of rows of any lengths."""
 
 
 def generate(
     model: ModelConfig,
     params: Any,
-    prompt: Int[Array, "B S"],
+    prompt: Prompts,
     *,
     num_tokens: int,
     key: Key[Array, ""],
     temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    eos_ids: Sequence[int] = (),
     router_state: Any = None,
     execution: ExecutionConfig | None = None,
 ) -> Int[Array, "B num_tokens"]:
-    """Continue prompts of one length.
+    """Continue prompts.
 
     Args:
         model: Config of the model.
         params: Its parameters, on one device or laid out on the current mesh.
-        prompt: Tokens, at least one per row.
+        prompt: Tokens, at least one per row; an array, or a list of prompts of any lengths.
         num_tokens: Number of tokens to generate.
         key: PRNG key of the sampling.
         temperature: Divisor of the logits; 0 takes the most likely token.
+        top_k: Number of most likely tokens to choose from; all when None.
+        top_p: Probability that the most likely tokens to choose from have together.
+        min_p: Smallest probability to choose from, divided by the largest.
+        eos_ids: Tokens that end a row; the rest of it repeats the first of them.
         router_state: State of the routers, stacked over MoE layers; fresh when None.
         execution: How the model is computed.
 
@@ -54,65 +78,231 @@ def generate(
         The generated tokens.
 
     Raises:
-        ValueError: An empty prompt, num_tokens below 1, a negative temperature, or a model that is
-            not causal.
+        ValueError: An empty prompt or one with ids outside the vocabulary, num_tokens below 1, a
+            value of the sampling out of range, or a model that is not causal.
+    """
+    sampling = SamplingConfig(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    parts = stream(
+        *(model, params, prompt),
+        num_tokens=num_tokens,
+        key=key,
+        sampling=sampling,
+        eos_ids=eos_ids,
+        router_state=router_state,
+        execution=execution,
+        at_once=_AT_ONCE,
+    )
+    written = np.concatenate([*parts], axis=1)
+    missing = num_tokens - written.shape[1]
+    fill = eos_ids[0] if missing else 0
+    return jax.device_put(np.pad(written, ((0, 0), (0, missing)), constant_values=fill))
+
+
+def stream(
+    model: ModelConfig,
+    params: Any,
+    prompt: Prompts,
+    *,
+    num_tokens: int,
+    key: Key[Array, ""],
+    sampling: SamplingConfig,
+    eos_ids: Sequence[int] = (),
+    router_state: Any = None,
+    execution: ExecutionConfig | None = None,
+    at_once: int = 1,
+) -> Iterator[Int[np.ndarray, "B n"]]:
+    """Yield the tokens of `generate` as they are computed, and end when all rows have ended.
+
+    Args:
+        model: Config of the model.
+        params: Its parameters, on one device or laid out on the current mesh.
+        prompt: Tokens, as for `generate`.
+        num_tokens: Number of tokens to generate.
+        key: PRNG key of the sampling.
+        sampling: Temperature and filters.
+        eos_ids: Tokens that end a row; the rest of it repeats the first of them.
+        router_state: State of the routers, stacked over MoE layers; fresh when None.
+        execution: How the model is computed.
+        at_once: Tokens of one part, at most 64; the first part has one.
+
+    Raises:
+        ValueError: As `generate`; raised before the first part.
     """
     if not model.attention.is_causal:
         raise ValueError(
             "model.attention.is_causal=False: this model fills gaps from both sides, and cannot"
             " write from left to right: sample it with jaxmoe.models.diffuse"
         )
-    if prompt.shape[1] < 1 or num_tokens < 1:
-        raise ValueError("generation needs a prompt of at least one token, and a token to generate")
-    if not temperature >= 0.0:
-        raise ValueError(f"temperature={temperature} must be 0 (greedy) or above")
+    rows = _rows(prompt, model.vocab_size)
+    if num_tokens < 1:
+        raise ValueError(f"num_tokens={num_tokens}: generation needs a token to generate")
     execution = WholeRowsConfig.of(execution or ExecutionConfig())
     if execution.placement.mesh_axes(ax.ACT_BATCH):
         sizes = jax.sharding.get_abstract_mesh().shape
-        execution.axis_rules.check_divides("prompt", prompt.shape, (ax.ACT_BATCH, None), sizes)
-    run = _compiled(model, execution, num_tokens, temperature == 0.0)
-    return run(params, prompt, router_state, key, jnp.float32(temperature))
+        axes = (ax.ACT_BATCH, None)
+        execution.axis_rules.check_divides("prompt", (len(rows), len(rows[0])), axes, sizes)
+    return _stream(
+        model, params, rows, num_tokens, key, sampling, eos_ids, router_state, execution, at_once
+    )
 
 
-@functools.lru_cache(maxsize=8)
-def _compiled(model: ModelConfig, execution: ExecutionConfig, num_tokens: int, is_greedy: bool):
-    """Return the jitted generator for one model and length."""
+def _stream(
+    model: ModelConfig,
+    params: Any,
+    rows: list[np.ndarray],
+    num_tokens: int,
+    key: Array,
+    sampling: SamplingConfig,
+    eos_ids: Sequence[int],
+    router_state: Any,
+    execution: ExecutionConfig,
+    at_once: int,
+) -> Iterator[np.ndarray]:
+    """Run the programs for checked arguments."""
+    lengths = np.array([len(row) for row in rows], np.int32)
+    tokens = np.zeros((len(rows), _rounded(int(lengths.max()))), np.int32)
+    for row, ids in zip(tokens, rows, strict=True):
+        row[: len(ids)] = ids
+    num_keys = _rounded(num_tokens)
+    capacity = tokens.shape[1] + num_keys
+    programs = _compiled(model, execution, capacity, sampling.is_greedy, sampling.has_filters)
+    limits = sampling.limits(model.vocab_size)
+    keys, ends = jax.random.split(key, num_keys), np.asarray(eos_ids, np.int32)
+    state = programs.read(params, router_state, tokens, lengths, keys, limits, ends)
+    yield np.asarray(state.token)[:, None]
+    done = 1
+    while done < num_tokens and not (len(ends) and np.asarray(state.is_done).all()):
+        count = min(at_once, _AT_ONCE, num_tokens - done)
+        given = (keys, np.int32(done), np.int32(count), limits, ends)
+        state, written = programs.write(params, router_state, state, *given)
+        yield np.asarray(written)[:, :count]
+        done += count
 
-    def decode(params: Any, tokens: Array, cache: Cache, router_state: Any) -> tuple[Any, Any]:
-        batch, length = tokens.shape
-        positions = cache_length(cache) + jnp.arange(length, dtype=jnp.int32)[None, :]
+
+class _State(NamedTuple):
+    """Rows between two calls of the program."""
+
+    token: Int[Array, " B"]
+    """Latest token, which the cache lacks."""
+    length: Int[Array, " B"]
+    """Number of tokens in the cache."""
+    is_done: Array
+    """Whether the row has ended [B]."""
+    cache: Cache
+
+
+class _Programs(NamedTuple):
+    """Jitted functions of one model and cache size."""
+
+    read: Callable[..., Any]
+    """Reads prompts and chooses the first tokens."""
+    write: Callable[..., Any]
+    """Chooses up to `_AT_ONCE` further tokens."""
+
+
+@functools.lru_cache(maxsize=16)
+def _compiled(
+    model: ModelConfig,
+    execution: ExecutionConfig,
+    capacity: int,
+    is_greedy: bool,
+    has_filters: bool,
+) -> _Programs:
+    """Return the jitted programs for one model, cache size and kind of sampling."""
+    pick = functools.partial(choose, is_greedy=is_greedy, has_filters=has_filters)
+
+    def logits_of(params: Any, tokens: Array, cache: Cache, router_state: Any, **given: Any) -> Any:
         output = forward(
-            model,
-            execution,
-            params,
-            tokens,
-            positions=jnp.broadcast_to(positions, (batch, length)),
-            router_state=router_state,
-            cache=cache,
+            model, execution, params, tokens, router_state=router_state, cache=cache, **given
         )
         assert output.logits is not None  # asked for by default
+        return output.logits, output.cache
+
+    def whole(logits: Array) -> Array:
         # Whole on every device, so that all of them draw the same tokens as one device.
-        return execution.placement.place(output.logits[:, -1], (None, None)), output.cache
+        return execution.placement.place(logits, (None, None))
 
-    def choose(logits: Array, key: Array, temperature: Array) -> Array:
-        if is_greedy:
-            return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-        return jax.random.categorical(key, logits / temperature, axis=-1).astype(jnp.int32)
+    def read(
+        params: Any,
+        router_state: Any,
+        tokens: Array,
+        lengths: Array,
+        keys: Array,
+        limits: Limits,
+        ends: Array,
+    ) -> _State:
+        batch, length = tokens.shape
+        cache = initial_cache(model, execution, batch=batch, length=capacity)
+        places = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length))
+        mask = places < lengths[:, None]
+        given = {"positions": places, "token_mask": mask, "logits_at": lengths - 1}
+        logits, cache = logits_of(params, tokens, cache, router_state, **given)
+        token = pick(whole(logits[:, -1]), keys[0], limits)
+        cache = {path: _filled(part, lengths, execution) for path, part in cache.items()}
+        return _State(token, lengths, jnp.isin(token, ends), cache)
 
-    def run(params: Any, prompt: Array, router_state: Any, key: Array, temperature: Array) -> Array:
-        batch, length = prompt.shape
-        cache = initial_cache(model, execution, batch=batch, length=length + num_tokens)
-        logits, cache = decode(params, prompt, cache, router_state)
-        keys = jax.random.split(key, num_tokens)
-        token = choose(logits, keys[0], temperature)
+    def write(
+        params: Any,
+        router_state: Any,
+        state: _State,
+        keys: Array,
+        first: Array,
+        count: Array,
+        limits: Limits,
+        ends: Array,
+    ) -> tuple[_State, Array]:
+        def body(index: Array, carry: tuple[_State, Array]) -> tuple[_State, Array]:
+            (token, length, is_done, cache), written = carry
+            logits, cache = logits_of(
+                params, token[:, None], cache, router_state, positions=length[:, None]
+            )
+            new = pick(whole(logits[:, -1]), keys[first + index], limits)
+            if len(ends):
+                new = jnp.where(is_done, ends[0], new)
+                is_done = is_done | jnp.isin(new, ends)
+            written = jax.lax.dynamic_update_slice(written, new[:, None], (jnp.int32(0), index))
+            return _State(new, length + 1, is_done, cache), written
 
-        def body(carry: tuple[Array, Cache], key: Array) -> tuple[Any, Array]:
-            token, cache = carry
-            logits, cache = decode(params, token[:, None], cache, router_state)
-            new = choose(logits, key, temperature)
-            return (new, cache), new
+        nothing = jnp.zeros((len(state.token), _AT_ONCE), jnp.int32)
+        return jax.lax.fori_loop(jnp.int32(0), count, body, (state, nothing))
 
-        _, rest = jax.lax.scan(body, (token, cache), keys[1:])
-        return jnp.concatenate([token[:, None], rest.T], axis=1)
+    return _Programs(jax.jit(read), jax.jit(write, donate_argnums=2))
 
-    return jax.jit(run)
+
+def _filled(part: Any, lengths: Array, execution: ExecutionConfig) -> Any:
+    """Return a cache whose rows are filled up to their own lengths."""
+    each = jnp.broadcast_to(lengths, (*part.length.shape[:1], *lengths.shape))
+    return dataclasses.replace(part, length=execution.placement.place(each, (None, ax.ACT_BATCH)))
+
+
+def _rows(prompt: Any, vocab_size: int) -> list[np.ndarray]:
+    """Return the prompts as arrays of ids.
+
+    Raises:
+        ValueError: There is no prompt, one is empty, or it is not a row of ids of the vocabulary.
+    """
+    if getattr(prompt, "ndim", 2) != 2 or not len(prompt) or np.ndim(prompt[0]) != 1:
+        raise ValueError(
+            "prompt must be rows of token ids: an array [B, S], or a list of lists such as"
+            " [[1, 2, 3]]"
+        )
+    rows = [np.asarray(row) for row in prompt]
+    for number, row in enumerate(rows):
+        if not len(row):
+            raise ValueError(
+                f"generation needs a prompt of at least one token: row {number} is empty"
+            )
+        if not np.issubdtype(row.dtype, np.integer) or row.min() < 0 or row.max() >= vocab_size:
+            raise ValueError(
+                f"prompt row {number} must be token ids from 0 to {vocab_size - 1}, and holds"
+                f" {row.min()} to {row.max()} ({row.dtype})"
+            )
+    return rows
+
+
+def _rounded(length: int) -> int:
+    """Return the smallest of the sizes 32, 48, 64, 96, 128, ... that is at least `length`."""
+    size = _SHORTEST
+    while size < length:
+        size *= 2
+    return size * 3 // 4 if size > _SHORTEST and length <= size * 3 // 4 else size

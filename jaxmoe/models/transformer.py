@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from flax import struct
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.feed_forwards.moe.layout import check_dispatcher, moves_tokens
@@ -72,6 +72,7 @@ class Transformer(nn.Module):
         *,
         positions: Int[Array, "B S"] | None = None,
         segment_ids: Int[Array, "B S"] | None = None,
+        token_mask: Bool[Array, "B S"] | None = None,
         router_state: Any = None,
         cache: Cache | None = None,
         train: bool = False,
@@ -79,6 +80,7 @@ class Transformer(nn.Module):
         row_ids: Int[Array, " B"] | None = None,
         context: Mapping[str, Array] | None = None,
         has_logits: bool = True,
+        logits_at: Int[Array, " B"] | None = None,
         places: Order | None = None,
     ) -> Output:
         """Compute the logits of the next token at every position.
@@ -88,6 +90,7 @@ class Transformer(nn.Module):
             positions: Position of each token in its document; arange when None.
             segment_ids: Document of each token, 0 for padding. Tokens see only their own document,
                 whose tokens are in order; padding is neither routed nor counted.
+            token_mask: False for padding after a row's tokens, with a cache; it is not routed.
             router_state: State of the routers, stacked over MoE layers; fresh when None.
             cache: Caches of earlier tokens, from `initial_cache`; needs `positions`.
             train: Whether routers behave as in training.
@@ -96,14 +99,15 @@ class Transformer(nn.Module):
                 depend on how the batch was cut; arange when None.
             context: Further [B S] arrays for routers, by name (`mask_ratio`).
             has_logits: False leaves the logits out, for a loss that applies the head itself.
+            logits_at: Index in each row whose logits are computed, alone [B 1 V]; all when None.
             places: Place of each token in its row, where the [B S] arrays are laid out already by
                 `jaxmoe.layers.sequences`; the results then are too. None: both are in the order of
                 the tokens.
         """
         model, execution, shared = self.model, self.execution, self.model.context
-        placement, dtype = execution.placement, execution.precision.compute_dtype
+        placement, dtype, order = execution.placement, execution.precision.compute_dtype, places
         _check_mesh(model, tokens.shape[1], execution)
-        about, order = _given_of_tokens(tokens, positions, segment_ids, context), places
+        about = _given_of_tokens((tokens, positions, segment_ids, token_mask), context)
         if places is None and cache is None:
             order = current_order(shared, execution, tokens.shape[1], segment_ids)
             about = lay_out(about, order, execution)
@@ -112,32 +116,28 @@ class Transformer(nn.Module):
         table = Embedding(model, name="embedding")()
         x = look_up(table.astype(dtype), tokens, placement)
         x = x * jnp.asarray(model.multipliers.embedding, dtype)
-
-        mask = jnp.ones_like(tokens, dtype=bool) if segment_ids is None else segment_ids != 0
         about = TokenInputs(
             positions=about.get("positions"),
             segment_ids=segment_ids,
-            token_mask=mask,
+            token_mask=_token_mask(about),
             places=order if isinstance(order, jax.Array) else None,
             context=_router_context(tokens, row_ids, about["context"], placement, order),
         )
-        if router_state is None:
-            router_state = initial_router_state(model)
+        router_state = initial_router_state(model) if router_state is None else router_state
         flow = _first_stream(model, x, execution)
-        outputs = []
+        outputs, is_gathered = [], WHOLE in self.variables
         for scan in model.scans:
+            layers = scan_layers(scan, shared, execution, train=train, is_gathered=is_gathered)
             inputs = scan_inputs(model, scan, router_state, cache, key)
-            layers = scan_layers(
-                scan, shared, execution, train=train, is_gathered=WHOLE in self.variables
-            )
             flow, output = layers(flow, inputs, about)
             outputs.append(output)
         statistics, losses, caches, indicators = join_outputs(model.scans, outputs)
         x = flow.x if places is not None else lay_back(flow.x, order, execution)
         x = RMSNorm(model.embed_dim, model.norm_epsilon, name="final_norm")(x)
+        read = _read_at(x, logits_at, placement)
         weight = table.T if model.has_tied_embeddings else Head(model, name="head")()
         return Output(
-            logits=output_logits(x, weight, model, execution) if has_logits else None,
+            logits=output_logits(read, weight, model, execution) if has_logits else None,
             losses=balance_losses(model, statistics)
             | {name: jnp.sum(values) for name, values in losses.items()},
             statistics=statistics,
@@ -226,13 +226,29 @@ def _check_mesh(model: ModelConfig, length: int, execution: ExecutionConfig) -> 
         )
 
 
-def _given_of_tokens(
-    tokens: Array, positions: Array | None, segment_ids: Array | None, context: Any
-) -> dict[str, Any]:
-    """Return the [B S] arrays that are given."""
-    arrays = {"tokens": tokens, "positions": positions, "segment_ids": segment_ids}
-    given: dict[str, Any] = {name: x for name, x in arrays.items() if x is not None}
+def _given_of_tokens(arrays: tuple[Array | None, ...], context: Any) -> dict[str, Any]:
+    """Return the [B S] arrays that are given, of tokens, positions, segments and mask."""
+    names = ("tokens", "positions", "segment_ids", "token_mask")
+    given: dict[str, Any] = dict(zip(names, arrays, strict=True))
+    given = {name: array for name, array in given.items() if array is not None}
     return given | {"context": dict(context or {})}
+
+
+def _token_mask(about: Mapping[str, Any]) -> Bool[Array, "B S"]:
+    """Return which tokens are not padding."""
+    segment_ids = about.get("segment_ids")
+    if "token_mask" in about:
+        return about["token_mask"]
+    return jnp.ones_like(about["tokens"], dtype=bool) if segment_ids is None else segment_ids != 0
+
+
+def _read_at(x: Float[Array, "B S D"], index: Array | None, placement: Placement) -> Array:
+    """Return the hidden states that the head reads: all, or one of each row."""
+    if index is None:
+        return x
+    x = placement.place(x, (None, None, None))
+    x = jnp.take_along_axis(x, index[:, None, None], axis=1)
+    return placement.place(x, (ax.ACT_BATCH, None, None))
 
 
 def _router_context(

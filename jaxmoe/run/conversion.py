@@ -10,6 +10,8 @@ import pathlib
 import shutil
 from collections.abc import Iterator
 
+from jaxmoe.checkpoint.huggingface import read_fields
+from jaxmoe.checkpoint.huggingface.hub import is_huggingface
 from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.directory import RunDirectory
 
@@ -18,10 +20,14 @@ def length_of(directory: RunDirectory, config: PretrainConfig) -> int:
     """Return the longest sequence of a run: of an imported model, or a training row.
 
     Args:
-        directory: Run directory.
+        directory: Run directory, or directory of a Hugging Face model.
         config: Configuration of the run.
     """
-    return _imported(directory, "max_length") or config.training.sequence_length
+    if is_huggingface(directory.path):
+        length = read_fields(directory.path).get("max_position_embeddings")
+    else:
+        length = _imported(directory, "max_length")
+    return length or config.training.sequence_length
 
 
 def first_token_of(directory: RunDirectory) -> int | None:

@@ -3,27 +3,65 @@
 """Loads a trained run: its configuration, data and the state of a checkpoint.
 
 The weights may have been quantised since (`experiments.checkpoint convert`): there is no optimiser
-state then, and the run serves inference only.
+state then, and the run serves inference only. A directory of a Hugging Face model is opened as such
+a run, at step 0, and nothing is written into it.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import os
+import pathlib
 
 import jax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxmoe.checkpoint import CheckpointManager
+from jaxmoe.checkpoint.huggingface import open_huggingface, read_fields
+from jaxmoe.checkpoint.huggingface.hub import is_huggingface, model_directory
+from jaxmoe.checkpoint.huggingface.tokenizer import bundled_data
+from jaxmoe.checkpoint.huggingface.weights import load
 from jaxmoe.checkpoint.manifest import CheckpointManifest
-from jaxmoe.data import DataError, SkippedRows, check_position
+from jaxmoe.data import DataConfig, DataError, SkippedRows, check_position
 from jaxmoe.models.quantize import abstract_params
 from jaxmoe.run.assemble import Assembly, assemble
-from jaxmoe.run.config import PretrainConfig
+from jaxmoe.run.config import EvaluationConfig, PretrainConfig, RunConfig, TrainingConfig
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.provenance.kept_tokenizer import own_data
 from jaxmoe.training.state import TrainState, state_around
 from sharding.mesh import MeshConfig
 from sharding.sequence_parallel import CacheFormat
 from sharding.specs import named_shardings
+
+BATCHES, BATCH_SIZE, SEQUENCE_LENGTH = 8, 8, 128
+"""Held-out batches, their sequences and their tokens, for models that were imported."""
+
+
+def saved_config(path: str | os.PathLike[str]) -> PretrainConfig:
+    """Return the configuration of a run directory, or of a directory of a Hugging Face model.
+
+    Args:
+        path: Directory.
+
+    Raises:
+        ValueError: There is neither a run nor a model that this library computes.
+    """
+    if not is_huggingface(path):
+        return RunDirectory(path).load_config(PretrainConfig)
+    place = pathlib.Path(path)
+    model, _ = open_huggingface(place)
+    config = PretrainConfig(
+        run=RunConfig(directory=str(place), name=place.resolve().name),
+        model=model,
+        data=bundled_data(place, read_fields(place)),
+        training=TrainingConfig(batch_size=BATCH_SIZE, sequence_length=SEQUENCE_LENGTH),
+        evaluation=EvaluationConfig(batches=BATCHES),
+    )
+    shards = config.execution.mesh.resolve(jax.device_count()).batch_shards
+    rows = -(-BATCH_SIZE // shards) * shards
+    return dataclasses.replace(
+        config, training=dataclasses.replace(config.training, batch_size=rows)
+    )
 
 
 def at_execution(
@@ -71,6 +109,45 @@ def _assemble(config: PretrainConfig, directory: RunDirectory, needs_data: bool)
         ) from error
 
 
+def on_data(
+    config: PretrainConfig,
+    directory: RunDirectory,
+    data: DataConfig | None = None,
+    sequence_length: int | None = None,
+    batches: int | None = None,
+) -> PretrainConfig:
+    """Return the configuration of a trained run with other held-out data.
+
+    Args:
+        config: Configuration of the run.
+        directory: Run directory.
+        data: Data to evaluate on, all of it where it is files; the run's held-out data when None.
+        sequence_length: Tokens of a sequence; those of a training row when None.
+        batches: Number of held-out batches; that of the run when None.
+
+    Raises:
+        ValueError: The data has other tokens than the run.
+    """
+    if data is not None:
+        tokenizer = own_data(config, directory).tokenizer
+        reads_bytes = data.tokenizer is not None and data.tokenizer.is_bytes
+        if tokenizer is not None and not tokenizer.is_bytes and reads_bytes:
+            if not data.takes_tokenizer or tokenizer.is_trained:
+                raise ValueError(
+                    f"data:{data.name} is in bytes, and the tokens of this run are those of"
+                    f" {tokenizer}: choose --data.path 'docs/**/*.md', and name the run's"
+                    " tokenizer.json with --data.tokenizer.path if it was trained"
+                )
+            data = dataclasses.replace(data, tokenizer=tokenizer)
+        config = dataclasses.replace(config, data=data.for_evaluation())
+    training, evaluation = config.training, config.evaluation
+    if sequence_length is not None:
+        training = dataclasses.replace(training, sequence_length=sequence_length)
+    if batches is not None:
+        evaluation = dataclasses.replace(evaluation, batches=batches)
+    return dataclasses.replace(config, training=training, evaluation=evaluation)
+
+
 def assemble_run(path: str, mesh: MeshConfig | None = None) -> Assembly:
     """Assemble a trained run without its data; reads no checkpoint and writes nothing.
 
@@ -81,9 +158,8 @@ def assemble_run(path: str, mesh: MeshConfig | None = None) -> Assembly:
     Raises:
         ValueError: There is no run.
     """
-    directory = RunDirectory(path)
-    config = at_execution(directory.load_config(PretrainConfig), path, mesh)
-    return _assemble(config, directory, needs_data=False)
+    config = at_execution(saved_config(path), path, mesh)
+    return _assemble(config, RunDirectory(path), needs_data=False)
 
 
 def load_run(
@@ -92,7 +168,7 @@ def load_run(
     """Assemble a trained run and restore one of its checkpoints; writes nothing.
 
     Args:
-        path: Run directory.
+        path: Run directory; or directory, or name on the hub, of a Hugging Face model.
         step: Step of the checkpoint; the newest when None.
         mesh: Mesh to use; the one of the run when None.
         needs_data: Whether rows will be read; False reads the tokenizer alone.
@@ -103,9 +179,9 @@ def load_run(
     Raises:
         ValueError: There is no run or no checkpoint, or the data differ from those of the training.
     """
-    directory = RunDirectory(path)
-    config = at_execution(directory.load_config(PretrainConfig), path, mesh)
-    return restore_run(config, directory, step, needs_data=needs_data)
+    path = model_directory(path, "run.directory")
+    config = at_execution(saved_config(path), path, mesh)
+    return restore_run(config, RunDirectory(path), step, needs_data=needs_data)
 
 
 def restore_run(
@@ -114,6 +190,7 @@ def restore_run(
     step: int | None,
     *,
     needs_data: bool = True,
+    has_own_data: bool = True,
 ) -> tuple[Assembly, TrainState, int]:
     """Like `load_run`, for a configuration that the caller has.
 
@@ -122,12 +199,20 @@ def restore_run(
         directory: Run directory.
         step: Step of the checkpoint; the newest when None.
         needs_data: Whether rows will be read; False reads the tokenizer alone.
+        has_own_data: Whether the data must be those of the training.
     """
+    if is_huggingface(directory.path):
+        if step:
+            raise ValueError(
+                f"run.step={step}: {directory.path} holds a Hugging Face model, which has no steps:"
+                " leave it out"
+            )
+        return *_load_huggingface(config, directory.path, needs_data), 0
     assembly = _assemble(config, directory, needs_data)
     manager = CheckpointManager(directory.checkpoints_directory, is_writer=False)
 
     def check(manifest: CheckpointManifest) -> None:
-        if not needs_data:
+        if not needs_data or not has_own_data:
             return
         skipped = SkippedRows.from_json(manifest.data.get("skipped", []))
         loader = dataclasses.replace(assembly.loader, skipped=skipped)
@@ -146,6 +231,37 @@ def restore_run(
         return assembly, state, step
     finally:
         manager.close()
+
+
+def _load_huggingface(
+    config: PretrainConfig, path: pathlib.Path, needs_data: bool
+) -> tuple[Assembly, TrainState]:
+    """Assemble the model of a directory and read its weights onto the mesh.
+
+    Args:
+        config: Configuration from `saved_config`, with any mesh.
+        path: Directory of the model.
+        needs_data: Whether rows will be read.
+
+    Returns:
+        The assembly, and a state without an optimiser's.
+
+    Raises:
+        ValueError: The weights cannot be read, or do not fit the mesh.
+    """
+    assembly = assemble(config, needs_data=needs_data)
+    execution, mesh = assembly.execution, assembly.mesh
+    _, tensors = open_huggingface(path, rules=execution.axis_rules)
+    params, router_state = load(tensors, mesh=mesh, axis_rules=execution.axis_rules)
+    dtype = jax.numpy.dtype(execution.precision.parameter_dtype)
+    params = jax.tree.map(lambda value: value.astype(dtype), params)
+    key = jax.random.key(config.training.seed)
+    with jax.set_mesh(mesh):
+        state = state_around(assembly.plan.model, None, execution, params, key)
+    if router_state:
+        whole = NamedSharding(mesh, PartitionSpec())
+        state = dataclasses.replace(state, router_state=jax.device_put(router_state, whole))
+    return assembly, state
 
 
 def _target(assembly: Assembly, manager: CheckpointManager, step: int | None) -> TrainState:
@@ -196,6 +312,16 @@ def check_trains(directory: RunDirectory, config: PretrainConfig) -> None:
             inference.
     """
     config.execution.precision.check_trains()
+    if not config.data.has_rows:
+        raise ValueError(
+            f"data:{config.data.name} has no rows to train on: choose data, such as data:files"
+            " --data.path 'docs/**/*.md'"
+        )
+    if is_huggingface(directory.path):
+        raise ValueError(
+            f"run.directory={directory.path} holds a Hugging Face model: choose another directory"
+            " with --run.directory"
+        )
     if not directory.has_config():
         return
     if (directory.summary() or {}).get("status") == "imported":

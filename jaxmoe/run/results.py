@@ -57,17 +57,3 @@ class EvaluateResult:
     """The same per byte of text; None for data without bytes."""
     precision: str = ""
     """Formats of quantised weights and cache; empty without any."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Sample:
-    """A prompt and the text that a model generated after it."""
-
-    prompt: str
-    text: str
-    """Continuation, without the prompt."""
-    precision: str = ""
-    """Formats of quantised weights and cache; empty without any."""
-
-    def __str__(self) -> str:
-        return f"--- prompt\n{self.prompt}\n--- continued\n{self.text}\n"

@@ -18,27 +18,36 @@ import contextlib
 import dataclasses
 import os
 import pathlib
-from collections.abc import Generator
-from typing import Any
+from collections.abc import Generator, Sequence
+from typing import Any, Literal
 
 import jax
-import numpy as np
 
+from jaxmoe.checkpoint.huggingface import read_fields
+from jaxmoe.checkpoint.huggingface.hub import is_huggingface, model_directory
+from jaxmoe.checkpoint.huggingface.tokenizer import eos_ids
 from jaxmoe.configs import differences, to_json
-from jaxmoe.data import DataError
+from jaxmoe.data import DataConfig, Source
 from jaxmoe.errors import ConfigurationError, configuration_errors
 from jaxmoe.execution import ExecutionConfig
+from jaxmoe.generation.text import (
+    GenerationConfig,
+    OnSample,
+    continue_texts,
+    encode_prompts,
+    separator_of,
+)
 from jaxmoe.messages import shown
+from jaxmoe.models.sampling import SamplingConfig
 from jaxmoe.precision import PrecisionPolicy
 from jaxmoe.run.assemble import Assembly
 from jaxmoe.run.config import FIXED_FIELDS, FREE_FIELDS, PretrainConfig
 from jaxmoe.run.diagnostics.router_details import router_details
 from jaxmoe.run.directory import RunDirectory
-from jaxmoe.run.load import at_execution, describe_precision, restore_run
+from jaxmoe.run.load import at_execution, describe_precision, on_data, restore_run, saved_config
 from jaxmoe.run.reporting.recorded import read_run
 from jaxmoe.run.reporting.report import rebuild_report
-from jaxmoe.run.reporting.samples import check_sampling, continue_rows
-from jaxmoe.run.results import EvaluateResult, Sample, TrainedStep, TrainResult
+from jaxmoe.run.results import EvaluateResult, TrainedStep, TrainResult
 from jaxmoe.run.supervision import Supervision, library_supervision
 from jaxmoe.run.train import Steps, train_steps
 from jaxmoe.tracking.jsonl import Series, read_metrics
@@ -47,6 +56,9 @@ from jaxmoe.training.loop import drain
 from jaxmoe.training.state import TrainState
 from sharding.mesh import MeshConfig
 from sharding.sequence_parallel import CacheFormat
+
+Ends = Literal["auto", "stop", "ignore"]
+"""Whether the end-of-text token ends a text; auto: only for models that were imported."""
 
 
 class Run:
@@ -83,6 +95,7 @@ class Run:
         """How the latest call of `train` or `steps` ended; None before."""
         self._loaded: _Loaded | None = None
         self._extends = extends
+        self._has_own_data = True
 
     @classmethod
     def open(
@@ -91,20 +104,30 @@ class Run:
         *,
         mesh: MeshConfig | None = None,
         cache: CacheFormat = "compute",
+        data: DataConfig | None = None,
+        sequence_length: int | None = None,
+        batches: int | None = None,
     ) -> Run:
         """Open a finished or interrupted run by its directory.
 
         Args:
-            directory: Run directory.
+            directory: Run directory; or directory, or name on the hub, of a Hugging Face model.
             mesh: Mesh to use; the one of the run when None.
             cache: Format of cached keys and values, of `evaluate` and `generate`.
+            data: Held-out data of `evaluate`, in the tokens of the run; its own when None.
+            sequence_length: Tokens of a held-out sequence; those of a training row when None.
+            batches: Number of held-out batches; that of the run when None.
 
         Raises:
-            ConfigurationError: There is no run, or `cache` does not fit the model.
+            ConfigurationError: There is no run, or `cache` or `data` does not fit the model.
         """
         with configuration_errors():
-            config = RunDirectory(directory).load_config(PretrainConfig)
-            return cls(at_execution(config, os.fspath(directory), mesh, cache), directory)
+            path = model_directory(directory, "run.directory")
+            saved = saved_config(path)
+            config = on_data(saved, RunDirectory(path), data, sequence_length, batches)
+            run = cls(at_execution(config, path, mesh, cache), path)
+        run._has_own_data = config == saved
+        return run
 
     def train(self, supervision: Supervision | None = None) -> TrainResult:
         """Train to the last step, or resume an interrupted run.
@@ -182,49 +205,86 @@ class Run:
 
     def generate(
         self,
-        prompt: str,
+        prompt: str | list[str] | tuple[str, ...],
         *,
         length: int = 300,
         temperature: float = 0.8,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
         seed: int = 0,
+        stop: Sequence[str] = (),
+        eos: Ends = "auto",
         step: int | None = None,
-    ) -> Sample:
-        """Continue a text, on one device.
+        on_sample: OnSample | None = None,
+    ) -> Any:
+        """Continue a text, or several together, on one device.
 
         Args:
-            prompt: Text to continue.
-            length: Number of tokens to generate.
+            prompt: Text to continue, or several of any lengths.
+            length: Largest number of tokens to generate.
             temperature: Divisor of the logits; 0 takes the most likely token.
+            top_k: Number of most likely tokens to choose from; all when None.
+            top_p: Probability that the most likely tokens to choose from have together.
+            min_p: Smallest probability to choose from, divided by the largest.
             seed: Seed of the sampling.
+            stop: Strings that end a text, which is cut before them.
+            eos: Whether the end-of-text token ends a text: stop, ignore, or auto, which stops for
+                models that were imported.
             step: Step of the checkpoint; the newest when None.
+            on_sample: Called with the sample of a single prompt as its text grows.
+
+        Returns:
+            A sample, or a list of them for several prompts.
 
         Raises:
-            ConfigurationError: An argument is out of range, the prompt cannot be encoded, or
-                there is no such checkpoint.
+            ConfigurationError: An argument is out of range, a prompt cannot be encoded, or there is
+                no such checkpoint.
         """
         with configuration_errors():
-            check_sampling(prompt, length, temperature)
-        loaded = self._load(step, needs_data=False)
-        assembly, source = loaded.assembly, loaded.assembly.source
-        try:
-            tokens = source.encode(prompt)
-        except DataError as error:
-            raise ConfigurationError(f"prompt={prompt!r}: {error}") from error
-        precision = assembly.execution.precision
-        (sample,) = continue_rows(
-            assembly.plan.model,
-            source,
-            jax.device_get(loaded.state.params),
-            jax.device_get(loaded.state.router_state),
-            np.asarray(tokens, np.int32)[None, :],
-            length,
-            temperature=temperature,
-            seed=seed,
-            execution=ExecutionConfig(
-                precision=PrecisionPolicy(weights=precision.weights, cache=precision.cache)
-            ),
-        )
-        return dataclasses.replace(sample, precision=describe_precision(assembly))
+            sampling = SamplingConfig(
+                temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p
+            )
+            given = GenerationConfig(length=length, sampling=sampling, seed=seed, stop=tuple(stop))
+            loaded = self._load(step, needs_data=False)
+            assembly, source = loaded.assembly, loaded.assembly.source
+            prompts = encode_prompts(source, [prompt] if isinstance(prompt, str) else prompt)
+            given = dataclasses.replace(given, eos_ids=self._eos_ids(source, eos))
+            precision = assembly.execution.precision
+            samples = continue_texts(
+                assembly.plan.model,
+                source,
+                jax.device_get(loaded.state.params),
+                jax.device_get(loaded.state.router_state),
+                prompts,
+                given,
+                execution=ExecutionConfig(
+                    precision=PrecisionPolicy(weights=precision.weights, cache=precision.cache)
+                ),
+                on_sample=on_sample,
+                precision=describe_precision(assembly),
+            )
+        return samples[0] if isinstance(prompt, str) else samples
+
+    def _eos_ids(self, source: Source, eos: Ends) -> tuple[int, ...]:
+        """Return the ids that end a text.
+
+        Raises:
+            ValueError: eos="stop", and the data has no end-of-text token.
+        """
+        is_imported = is_huggingface(self.directory.path)
+        if eos == "ignore" or (
+            eos == "auto" and not (is_imported or not self.config.data.has_rows)
+        ):
+            return ()
+        if is_imported:
+            return eos_ids(read_fields(self.directory.path))
+        separator = separator_of(source)
+        if separator is None and eos == "stop":
+            raise ValueError(
+                "eos=stop: the data of this run has no token that ends a text: leave it out"
+            )
+        return () if separator is None else (separator,)
 
     def router_details(self, *, step: int | None = None) -> list[dict[str, Any]]:
         """Measure what the routers do with the held-out tokens: one row per MoE layer.
@@ -284,14 +344,17 @@ class Run:
         return loaded
 
     def _restore(self, step: int | None, needs_data: bool) -> _Loaded:
-        saved = self.directory.config_json()
-        if lines := differences(saved, to_json(self.config), FREE_FIELDS, FIXED_FIELDS):
-            raise ValueError(
-                f"run.directory={self.directory.path} belongs to a run with another config:\n  "
-                + "\n  ".join(lines)
-            )
+        if self._has_own_data and not is_huggingface(self.directory.path):
+            saved = self.directory.config_json()
+            if lines := differences(saved, to_json(self.config), FREE_FIELDS, FIXED_FIELDS):
+                raise ValueError(
+                    f"run.directory={self.directory.path} belongs to a run with another config:\n  "
+                    + "\n  ".join(lines)
+                )
         assembly, state, found = restore_run(
-            self.config, self.directory, step, needs_data=needs_data
+            *(self.config, self.directory, step),
+            needs_data=needs_data,
+            has_own_data=self._has_own_data,
         )
         return _Loaded(
             assembly=assembly,
@@ -303,6 +366,11 @@ class Run:
 
     @contextlib.contextmanager
     def _restored(self, step: int | None) -> Generator[_Loaded, None, None]:
+        if not self.config.data.has_rows:
+            raise ConfigurationError(
+                f"run.directory={self.directory.path} holds a model without data of its own: give"
+                " held-out data, such as --data.path 'docs/**/*.md'"
+            )
         loaded = self._load(step, needs_data=True)
         with jax.set_mesh(loaded.assembly.mesh):
             yield loaded

@@ -41,8 +41,8 @@ class CacheSlots(NamedTuple):
 
     k: Float[Array, "B U M H"] | QuantizedArray
     v: Float[Array, "B U M H"] | QuantizedArray
-    length: Int[Array, ""]
-    """Filled slots."""
+    length: Int[Array, "*B"]
+    """Filled slots, of all rows or of each."""
 
 
 CACHE_AXES = (ax.ACT_BATCH, ax.ACT_CACHE, ax.ACT_KV_HEADS, None)
@@ -76,7 +76,7 @@ def attend_cached(
     heads, kv_heads = ((ax.ACT_BATCH, None, axis, None) for axis in (ax.ACT_HEADS, ax.ACT_KV_HEADS))
     axes = placement.mesh_axes(ax.ACT_CACHE)
     # Scales have as many dimensions as values.
-    slots: Any = jax.tree.map(lambda part: CACHE_AXES if part.ndim else (), cache)
+    slots: Any = jax.tree.map(lambda part: CACHE_AXES[: part.ndim], cache)
     seen = ("lse", "top") if rules.is_observed else ()
 
     def run(q, k, v, cache, positions, *, batch_axes):
@@ -111,9 +111,16 @@ def write_slots(held: Array, new: Array, start: Array, *, is_cut: bool) -> Array
     Args:
         held: Slots of this device [B u M H]; or their scales.
         new: New entries [B S M H] in the same dtype.
-        start: Slot of the first new entry, counted from the first that is held.
+        start: Slot of the first new entry, counted from the first that is held; of all rows, or of
+            each [B].
         is_cut: Whether other devices hold other slots.
     """
+    if start.ndim:
+
+        def write_row(held: Array, new: Array, start: Array) -> Array:
+            return write_slots(held[None], new[None], start, is_cut=is_cut)[0]
+
+        return jax.vmap(write_row)(held, new, start)
     slots, number = held.shape[1], new.shape[1]
     if not is_cut:
         return jax.lax.dynamic_update_slice_in_dim(held, new, start, axis=1)

@@ -29,8 +29,8 @@ class LatentSlots(NamedTuple):
     """Cached latents of one layer, a slot per position."""
 
     entries: Float[Array, "B U 1 H"]
-    length: Int[Array, ""]
-    """Filled slots."""
+    length: Int[Array, "*B"]
+    """Filled slots, of all rows or of each."""
 
 
 LATENT_CACHE_AXES = (ax.ACT_BATCH, ax.ACT_CACHE, None, None)
@@ -64,7 +64,7 @@ def attend_latent(
     """
     heads = (ax.ACT_BATCH, None, ax.ACT_HEADS, None)
     axes = placement.mesh_axes(ax.ACT_CACHE)
-    slots: Any = LatentSlots(LATENT_CACHE_AXES, ())  # pyright: ignore[reportArgumentType]
+    slots: Any = jax.tree.map(lambda part: LATENT_CACHE_AXES[: part.ndim], cache)
     seen = ("lse", "top") if rules.is_observed else ()
 
     def run(q, new, cache, positions, *, batch_axes):

@@ -10,6 +10,7 @@ import jax
 from experiments import generate
 from experiments.cli.flags import ExitCode
 from jaxmoe.configs import from_json, to_json
+from jaxmoe.generation.text import Sample
 from jaxmoe.models.config import ForwardMultipliers
 from jaxmoe.optim import MuonConfig
 from jaxmoe.run import run as run_module
@@ -17,7 +18,6 @@ from jaxmoe.run.assemble import describe_rates, make_plan
 from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.load import load_run
-from jaxmoe.run.results import Sample
 from jaxmoe.scaling import StandardConfig
 from jaxmoe.training.evaluate import evaluate as evaluate_batches
 from jaxmoe.training.evaluate import make_eval_step
@@ -45,11 +45,11 @@ def test_evaluation_without_multipliers_gives_another_loss(finished):
 def test_generation_has_them(finished, monkeypatch):
     models = []
 
-    def continue_rows(model, *arguments, **given):
+    def continue_texts(model, *arguments, **given):
         models.append(model)
         return [Sample(prompt="1 2", text="3")]
 
-    monkeypatch.setattr(run_module, "continue_rows", continue_rows)
+    monkeypatch.setattr(run_module, "continue_texts", continue_texts)
     arguments = ["--run.directory", str(finished), "--prompt", "1 2", "--length", "2"]
     assert generate.main(arguments) == ExitCode.DONE
     assert [model.multipliers for model in models] == [WANTED]

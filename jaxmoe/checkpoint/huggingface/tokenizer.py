@@ -27,8 +27,8 @@ from typing import Any, NamedTuple
 
 from jaxmoe.checkpoint.huggingface.paths import plain_file
 from jaxmoe.checkpoint.manifest import CheckpointError
-from jaxmoe.data import DataConfig
-from jaxmoe.data.tokenizer import SubwordTokenizer
+from jaxmoe.data import CorpusConfig, DataConfig, TextOnlyConfig
+from jaxmoe.data.tokenizer import FileConfig, IdsConfig, SubwordTokenizer
 from jaxmoe.json_bounds import parse_json
 
 TOKENIZER = "tokenizer.json"
@@ -122,6 +122,16 @@ def is_byte_tokenizer(text: str) -> bool:
         return False
 
 
+def eos_ids(fields: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the ids that end a text, of which a config names one, several or none.
+
+    Args:
+        fields: Fields of config.json.
+    """
+    found = fields.get("eos_token_id")
+    return tuple(found) if isinstance(found, list) else () if found is None else (found,)
+
+
 def separator_token(text: str, token_id: Any) -> str | None:
     """Return how a tokenizer.json spells an id, such as the eos_token_id of a config.
 
@@ -139,6 +149,39 @@ def separator_token(text: str, token_id: Any) -> str | None:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{TOKENIZER} is not a tokenizer: {error!r}") from error
     return names.get(token_id)
+
+
+def bundled_data(directory: pathlib.Path, fields: Mapping[str, Any]) -> DataConfig:
+    """Return the data config of a model that brings no data: its tokenizer, and no rows.
+
+    A model of bytes has the embedded corpus, which is in bytes. Without a tokenizer.json, text is
+    numbers: token ids.
+
+    Args:
+        directory: Directory of the model.
+        fields: Fields of its config.json.
+
+    Raises:
+        CheckpointError: The tokenizer.json cannot be read.
+    """
+    texts = read_tokenizer_files(directory)
+    if TOKENIZER not in texts:
+        return TextOnlyConfig(tokenizer=IdsConfig(vocab_size=fields["vocab_size"]))
+    if is_byte_tokenizer(texts[TOKENIZER]):
+        return CorpusConfig()
+    return TextOnlyConfig(tokenizer=own_tokenizer(directory, texts[TOKENIZER], fields))
+
+
+def own_tokenizer(directory: pathlib.Path, text: str, fields: Mapping[str, Any]) -> FileConfig:
+    """Return the config of a model's tokenizer, with its end of text as separator.
+
+    Args:
+        directory: Directory of the model.
+        text: Content of its tokenizer.json.
+        fields: Fields of its config.json.
+    """
+    separator = separator_token(text, fields.get("eos_token_id"))
+    return FileConfig(path=str(directory / TOKENIZER), separator=separator)
 
 
 def byte_tokenizer() -> dict[str, Any]:

@@ -163,7 +163,7 @@ class KVCache:
     k: Float[Array, "*L B U M H"] | QuantizedArray
     v: Float[Array, "*L B U M H"] | QuantizedArray
     length: Int[Array, "*L"]
-    """Number of positions filled."""
+    """Number of positions filled; with a trailing B where rows have their own."""
 
 
 class Attention(nn.Module):

@@ -231,7 +231,15 @@ def test_invalid_languages_are_refused(config, fields, message):
 
 def test_configs_are_hashable_and_named():
     assert list(DATA_SOURCES) == [
-        *("corpus", "files", "mixture", "huggingface", "markov", "language_mixture")
+        *(
+            "corpus",
+            "files",
+            "mixture",
+            "huggingface",
+            "markov",
+            "language_mixture",
+            "tokenizer_only",
+        )
     ]
     for name, config in DATA_SOURCES.items():
         assert config.name == name

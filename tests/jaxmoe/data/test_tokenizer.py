@@ -15,11 +15,11 @@ import tokenizers
 
 from jaxmoe import messages
 from jaxmoe.data import TOKENIZERS, DataError, FilesConfig
-from jaxmoe.data import pieces as splitting
 from jaxmoe.data.files import Files
 from jaxmoe.data.held_out import train_texts
 from jaxmoe.data.reading.formats import Record
 from jaxmoe.data.tokenizer import ByteTokenizer, FileConfig, IdsConfig, TrainedConfig
+from jaxmoe.data.tokenizer import cutting as splitting
 
 TEXTS = [
     "the cat sat on the mat",

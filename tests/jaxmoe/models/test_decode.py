@@ -120,11 +120,64 @@ def test_temperature_divides_the_logits(params, prompt, whole):
     assert (sample(1.0) != sample(1.0, seed=1)).any()
 
 
+def test_prompts_of_unequal_length_equal_each_alone(params, prompt, greedy):
+    """Also past the window, in the cache of a row that is shorter than others."""
+    key = jax.random.key(0)
+    rows = [[*map(int, row[: 1 + number])] for number, row in enumerate(prompt)]
+    given = {"num_tokens": NEW, "key": key, "temperature": 0.0}
+    together = generate(MODEL, params, rows, **given)
+    for row, tokens in zip(rows, together, strict=True):
+        np.testing.assert_array_equal(generate(MODEL, params, [row], **given)[0], tokens)
+    again = generate(MODEL, params, [*map(list, np.asarray(prompt))], **given)
+    np.testing.assert_array_equal(again, greedy)
+
+
+def test_end_of_text_fills_the_rest_of_a_row(params, prompt, greedy):
+    key, end = jax.random.key(0), int(greedy[0, 2])
+    given = {"num_tokens": NEW, "key": key, "temperature": 0.0, "eos_ids": (end, VOCAB - 1)}
+    wanted = np.asarray(greedy).copy()
+    for row in wanted:
+        ends = np.flatnonzero(np.isin(row, given["eos_ids"]))
+        row[ends[0] + 1 if len(ends) else NEW :] = end
+    np.testing.assert_array_equal(generate(MODEL, params, prompt, **given), wanted)
+
+
+def test_another_prompt_compiles_nothing(params):
+    """Other lengths, numbers of tokens and values of the sampling, up to the next size."""
+    compiled = []
+
+    def listen(event: str, duration: float, **about) -> None:
+        compiled.extend([event] * (event == "/jax/core/compile/backend_compile_duration"))
+
+    def run(rows, num_tokens, **given):
+        key = jax.random.key(len(rows[0]))
+        generate(MODEL, params, rows, num_tokens=num_tokens, key=key, **given)
+
+    run([[1, 2], [3]], 5, temperature=0.7, top_k=3)
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        run([[4, 5, 6, 7, 8], [1] * 30], 32, temperature=0.9, top_p=0.9)
+        run([[4], [1, 2, 3]], 1, min_p=0.1)
+        run([[4, 5], [1, 2, 3]], 9, temperature=0.1, top_k=2, top_p=0.5, min_p=0.2)
+        assert not compiled
+        run([[1] * 33, [1]], 9, top_k=2)  # the next size: the test can fail
+        assert compiled
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+
+
 def test_bad_requests_are_refused(params, prompt):
     key = jax.random.key(0)
     for text, changes in {
-        "a prompt of at least one token, and a token to generate": {"prompt": prompt[:, :0]},
-        "generation needs a prompt": {"num_tokens": 0},
+        "generation needs a prompt of at least one token: row 0 is empty": {
+            "prompt": prompt[:, :0]
+        },
+        "num_tokens=0: generation needs a token to generate": {"num_tokens": 0},
+        "prompt must be rows of token ids": {"prompt": prompt[0]},
+        "prompt row 1 must be token ids from 0 to 23, and holds 0 to 24": {
+            "prompt": [[1], [24, 0]]
+        },
+        "top_p=0.0 must be above 0": {"top_p": 0.0},
         "temperature=-0.5 must be 0 (greedy) or above": {"temperature": -0.5},
     }.items():
         arguments = {"prompt": prompt, "num_tokens": 2, "temperature": 1.0, "key": key} | changes

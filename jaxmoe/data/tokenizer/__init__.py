@@ -9,18 +9,13 @@ The `tokenizers` package reads and trains subword vocabularies.
 
 Text that spells a special token, such as <|endoftext|>, is encoded as text, not as that token.
 
-To add a tokenizer: `jaxmoe/data/tokenizer.py` (a config with `name` and `build`, a place in the
-union), `tests/test_architecture.py` (its name).
+To add a tokenizer: `jaxmoe/data/tokenizer/__init__.py` (a config with `name` and `build`, a place
+in the union), `tests/test_architecture.py` (its name).
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import hashlib
-import itertools
-import json
-import logging
 import os
 import pathlib
 import uuid
@@ -31,22 +26,14 @@ import numpy as np
 
 from jaxmoe.configs import registry_of
 from jaxmoe.data.batch import DataError
-from jaxmoe.data.pieces import announced_pieces, cuts_at_spaces, pieces
-from jaxmoe.disk import kind_of_special_file
-from jaxmoe.json_bounds import parse_json
+from jaxmoe.data.tokenizer.cutting import announced_pieces
+from jaxmoe.data.tokenizer.subword import MOST_IDS, SEPARATOR
+from jaxmoe.data.tokenizer.subword import SubwordTokenizer as SubwordTokenizer
 from jaxmoe.messages import say
 from jaxmoe.optional import require
 from pallas_kernels.array_types import Int, Shaped
 
-logger = logging.getLogger(__name__)
-
-_SEPARATOR = "<|endoftext|>"
-_KNOWN_SEPARATORS = (_SEPARATOR, "<|end_of_text|>", "</s>", "<eos>", "[SEP]", "<|im_end|>", "<s>")
 _SMALLEST_TRAINED = 257
-_PIECES_AT_ONCE = 64
-_MOST_IDS = 2**31
-_MAX_JSON_VALUES = 1 << 24  # an object or a list for each merge
-"""Largest vocabulary: token ids are int32."""
 
 Texts = Callable[[], Iterable[str]]
 """Returns the texts of the train split; only tokenizers that are trained call it."""
@@ -73,6 +60,10 @@ class Tokenizer(Protocol):
 
     def encode_all(self, texts: Sequence[str]) -> list[Shaped[np.ndarray, " S"]]:
         """Return the ids of each text without separators, of any integer type."""
+        ...
+
+    def encode_prompt(self, text: str) -> Shaped[np.ndarray, " S"]:
+        """Return the ids of a prompt, with the special tokens that begin one."""
         ...
 
     def decode(self, tokens: Shaped[np.ndarray, " S"]) -> bytes:
@@ -172,7 +163,7 @@ class TrainedConfig(_Kind):
             bpe.decoder = library.decoders.ByteLevel()
             trainer = library.trainers.BpeTrainer(
                 vocab_size=self.vocab_size,
-                special_tokens=[_SEPARATOR],
+                special_tokens=[SEPARATOR],
                 initial_alphabet=library.pre_tokenizers.ByteLevel.alphabet(),
                 show_progress=False,
             )
@@ -183,7 +174,7 @@ class TrainedConfig(_Kind):
             new = path.with_suffix(f".{uuid.uuid4().hex}.new")
             new.write_text(bpe.to_str(), encoding="utf-8")
             os.replace(new, path)
-        return SubwordTokenizer(path, _SEPARATOR)
+        return SubwordTokenizer(path, SEPARATOR)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -201,9 +192,9 @@ class IdsConfig(_Kind):
     def __post_init__(self):
         if self.vocab_size < 2:
             raise ValueError(f"data.tokenizer.vocab_size={self.vocab_size} must be at least 2")
-        if self.vocab_size > _MOST_IDS:
+        if self.vocab_size > MOST_IDS:
             raise ValueError(
-                f"data.tokenizer.vocab_size={self.vocab_size} must be at most {_MOST_IDS}, because "
+                f"data.tokenizer.vocab_size={self.vocab_size} must be at most {MOST_IDS}, because "
                 "token ids are int32: give the number of ids of the tokenizer that made the files"
             )
         if self.separator is not None and not 0 <= self.separator < self.vocab_size:
@@ -234,6 +225,10 @@ class ByteTokenizer:
         """Return the bytes of each text."""
         return [np.frombuffer(text.encode(), np.uint8) for text in texts]
 
+    def encode_prompt(self, text: str) -> Shaped[np.ndarray, " S"]:
+        """Return the bytes of a text."""
+        return self.encode_all([text])[0]
+
     def decode(self, tokens: Shaped[np.ndarray, " S"]) -> bytes:
         """Return the bytes that are not separators."""
         tokens = np.asarray(tokens)
@@ -242,85 +237,6 @@ class ByteTokenizer:
     def fingerprint(self) -> dict[str, Any]:
         """Return kind and size."""
         return {"kind": BytesConfig.name, "vocab_size": self.vocab_size}
-
-
-class SubwordTokenizer:
-    """Tokenizer of the `tokenizers` package, from a file.
-
-    Args:
-        path: Path of the tokenizer.json.
-        separator: Token between documents; the usual end-of-text token when None.
-    """
-
-    is_text = True
-
-    def __init__(self, path: pathlib.Path, separator: str | None):
-        try:
-            if (kind := kind_of_special_file(path)) is not None:
-                raise DataError(
-                    f"data.tokenizer.path={path} is {kind}: expected a regular file. Give the path "
-                    "of a tokenizer.json"
-                )
-            content = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise DataError(f"data.tokenizer.path={path} cannot be read: {error}") from error
-        data = _read_json(path, content)
-        library = require("tokenizers")
-        with _RustErrors(path):
-            self._bpe = library.Tokenizer.from_str(content)
-        self._bpe.encode_special_tokens = True
-        self._bpe.no_truncation()
-        self._bpe.no_padding()
-        self.path, self.content = path, content
-        self._sha256 = hashlib.sha256(content.encode()).hexdigest()
-        vocabulary = self._bpe.get_vocab(with_added_tokens=True)
-        self.vocab_size = max(vocabulary.values(), default=-1) + 1
-        if not 0 < self.vocab_size <= _MOST_IDS:
-            raise DataError(
-                f"data.tokenizer.path={path} has {len(vocabulary)} tokens and ids below "
-                f"{self.vocab_size}: expected 1 to {_MOST_IDS} ids, because token ids are int32. "
-                "Give another file"
-            )
-        self._cuts_at_spaces = cuts_at_spaces(data)
-        candidates = _KNOWN_SEPARATORS if separator is None else (separator,)
-        found = next((token for token in candidates if token in vocabulary), None)
-        if found is None:
-            raise DataError(
-                f"{path} has no token {' or '.join(candidates)} to separate documents: name "
-                "one of its tokens with --data.tokenizer.separator"
-            )
-        self.separator_token = found
-        self.separator: int | None = vocabulary[found]
-
-    def encode_all(self, texts: Sequence[str]) -> list[Int[np.ndarray, " S"]]:
-        """Return the ids of each text, without special tokens."""
-        if not self._cuts_at_spaces:
-            return self._encode(texts)
-        ids: list[list[np.ndarray]] = [[] for _ in texts]
-        numbered = ((number, part) for number, text in enumerate(texts) for part in pieces(text))
-        while group := list(itertools.islice(numbered, _PIECES_AT_ONCE)):
-            for (number, _), part in zip(group, self._encode([p for _, p in group]), strict=True):
-                ids[number].append(part)
-        return [np.concatenate(parts) for parts in ids]
-
-    def decode(self, tokens: Shaped[np.ndarray, " S"]) -> bytes:
-        """Return the text; incomplete characters become U+FFFD, unknown ids are dropped."""
-        tokens = np.asarray(tokens)
-        return self._bpe.decode(tokens[tokens != self.separator].tolist()).encode()
-
-    def _encode(self, texts: Sequence[str]) -> list[Int[np.ndarray, " S"]]:
-        with _RustErrors(self.path):
-            encodings = self._bpe.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [np.array(encoding.ids, np.int32) for encoding in encodings]
-
-    def fingerprint(self) -> dict[str, Any]:
-        """Return size, separator and the sha256 of the file."""
-        return {
-            "kind": "subword",
-            "vocab_size": self.vocab_size,
-            "separator": self.separator,
-            "sha256": self._sha256,
-        }
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -334,6 +250,10 @@ class IdTokenizer:
     def encode_all(self, texts: Sequence[str]) -> list[Int[np.ndarray, " S"]]:
         """Return the numbers in each text."""
         return [np.array([*self._numbers(text)], np.int32) for text in texts]
+
+    def encode_prompt(self, text: str) -> Int[np.ndarray, " S"]:
+        """Return the numbers in a text."""
+        return self.encode_all([text])[0]
 
     def decode(self, tokens: Shaped[np.ndarray, " S"]) -> bytes:
         """Return the numbers as text."""
@@ -352,41 +272,3 @@ class IdTokenizer:
                     "(data.tokenizer:file)"
                 )
             yield int(word)
-
-
-class _RustErrors(contextlib.AbstractContextManager[None]):
-    """Turns errors of `tokenizers`, which raises plain `Exception`, into a DataError.
-
-    Args:
-        path: File that is read, for messages.
-    """
-
-    def __init__(self, path: pathlib.Path):
-        self._path = path
-
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        """Raise a DataError for a plain Exception; others pass unchanged."""
-        if kind is Exception:
-            raise DataError(
-                f"data.tokenizer.path={self._path} is not a tokenizer that this version of "
-                f"`tokenizers` reads: {error}"
-            ) from error
-
-
-def _read_json(path: pathlib.Path, content: str) -> dict[str, Any]:
-    """Return the object in a tokenizer.json; raise a DataError for other content."""
-    try:
-        data = parse_json(content, max_values=_MAX_JSON_VALUES)
-    except json.JSONDecodeError as error:
-        raise DataError(f"data.tokenizer.path={path} is not JSON: {error}") from error
-    except ValueError as error:  # also an integer of thousands of digits
-        raise DataError(
-            f"data.tokenizer.path={path} is JSON that is not read ({error}): expected a "
-            "tokenizer, as tokenizers.Tokenizer.save writes it"
-        ) from error
-    if not isinstance(data, dict) or not isinstance(data.get("model"), dict):
-        raise DataError(
-            f"data.tokenizer.path={path} is JSON, but not a tokenizer: expected an object with the "
-            "key 'model', as tokenizers.Tokenizer.save writes it"
-        )
-    return data

@@ -1,0 +1,276 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Continues texts: encodes prompts, generates, cuts at stop strings, streams what is certain."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import numpy as np
+
+from jaxmoe.data import DataError, Source
+from jaxmoe.execution import ExecutionConfig
+from jaxmoe.models.config import ModelConfig
+from jaxmoe.models.decode import stream
+from jaxmoe.models.diffuse import diffuse
+from jaxmoe.models.sampling import SamplingConfig
+
+_AT_ONCE = 8
+"""Tokens between two looks for stop strings, and two pieces of a stream."""
+_BROKEN = "\ufffd"
+"""Replacement of bytes that are not UTF-8, such as the first ones of a character."""
+
+
+@runtime_checkable
+class Codec(Protocol):
+    """What a `jaxmoe.data.Source` has for text."""
+
+    def encode(self, text: str) -> Any:
+        """Return the token ids of a prompt."""
+        ...
+
+    def decode(self, tokens: Any) -> str:
+        """Return the text of token ids."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Sample:
+    """A prompt and the text that a model generated after it."""
+
+    prompt: str
+    text: str
+    """Continuation, without the prompt, cut before a stop string or the end of text."""
+    precision: str = ""
+    """Formats of quantised weights and cache; empty without any."""
+    token_ids: tuple[int, ...] = dataclasses.field(default=(), compare=False, repr=False)
+    """Generated ids, up to the end of text."""
+
+    def __str__(self) -> str:
+        return f"{self.head}{self.text}\n"
+
+    @property
+    def head(self) -> str:
+        """Lines before the continuation."""
+        return f"--- prompt\n{self.prompt}\n--- continued\n"
+
+
+OnSample = Callable[[Sample], None]
+"""Called with the sample so far, whose text only grows."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class GenerationConfig:
+    """Length, sampling and ends of generated texts."""
+
+    length: int = 300
+    """Largest number of tokens to generate."""
+    sampling: SamplingConfig = SamplingConfig(temperature=0.8)
+    """Temperature and filters."""
+    seed: int = 0
+    """Seed of the sampling."""
+    eos_ids: tuple[int, ...] = ()
+    """Token ids that end a text."""
+    stop: tuple[str, ...] = ()
+    """Strings that end a text, which is cut before them."""
+
+    def __post_init__(self):
+        if self.length < 1:
+            raise ValueError(f"length={self.length} must be at least 1")
+        if not all(self.stop):
+            raise ValueError("stop holds an empty string, which every text contains: leave it out")
+
+
+def separator_of(source: Source) -> int | None:
+    """Return the id between the documents of a source; None if it is not text.
+
+    Args:
+        source: Data of a run.
+    """
+    tokenizer = getattr(source, "tokenizer", None)
+    if tokenizer is not None:
+        return tokenizer.separator if tokenizer.is_text else None
+    return 0 if source.bytes_per_token == 1.0 else None
+
+
+def encode_prompts(codec: Codec, prompts: Sequence[str]) -> list[np.ndarray]:
+    """Return the token ids of prompts.
+
+    Args:
+        codec: Encoder of the text.
+        prompts: Texts to continue.
+
+    Raises:
+        ValueError: A prompt is empty or cannot be encoded.
+    """
+    rows = []
+    for prompt in prompts:
+        if not prompt:
+            raise ValueError("prompt is empty: give at least one character")
+        try:
+            row = np.asarray(codec.encode(prompt), np.int32)
+        except DataError as error:
+            raise ValueError(f"prompt={prompt!r}: {error}") from error
+        if not len(row):
+            raise ValueError(f"prompt={prompt!r} has no token: give more text")
+        rows.append(row)
+    if not rows:
+        raise ValueError("there is no prompt: give at least one text")
+    return rows
+
+
+def continue_texts(
+    model: ModelConfig,
+    codec: Codec,
+    params: Any,
+    router_state: Any,
+    prompts: Sequence[Sequence[int] | np.ndarray],
+    given: GenerationConfig,
+    *,
+    execution: ExecutionConfig | None = None,
+    on_sample: OnSample | None = None,
+    precision: str = "",
+) -> list[Sample]:
+    """Continue prompts of any lengths together.
+
+    Args:
+        model: Model of the parameters.
+        codec: Decoder of tokens.
+        params: Parameters of the model.
+        router_state: Router state.
+        prompts: Token ids of each prompt.
+        given: Length, sampling and ends.
+        execution: Execution of the model; defaults when None.
+        on_sample: Called with the only sample as it grows; text that may still change, or begins a
+            stop string, is held back.
+        precision: Formats of weights and cache, for the samples.
+
+    Raises:
+        ValueError: Several prompts are streamed, or prompts of several lengths are given to a model
+            that is not causal.
+    """
+    if on_sample is not None and len(prompts) > 1:
+        raise ValueError(f"{len(prompts)} prompts cannot be streamed together: stream one")
+    texts = [_Text(codec, given, prompt, precision, on_sample) for prompt in prompts]
+    shared: dict[str, Any] = {
+        "num_tokens": given.length,
+        "key": jax.random.key(given.seed),
+        "router_state": router_state,
+        "execution": execution,
+    }
+    if model.attention.is_causal:
+        looks = bool(on_sample or given.stop)
+        parts = stream(
+            *(model, params, list(prompts)),
+            sampling=given.sampling,
+            eos_ids=given.eos_ids,
+            at_once=_AT_ONCE if looks else given.length,
+            **shared,
+        )
+    else:
+        parts = iter([_fill_after(model, params, prompts, given, shared)])
+    for part in parts:
+        for text, tokens in zip(texts, part, strict=True):
+            text.add(tokens)
+        if all(text.is_done for text in texts):
+            break
+    return [text.finished() for text in texts]
+
+
+class _Text:
+    """One continuation, as its tokens arrive."""
+
+    def __init__(
+        self,
+        codec: Codec,
+        given: GenerationConfig,
+        prompt: Sequence[int] | np.ndarray,
+        precision: str,
+        on_sample: OnSample | None,
+    ):
+        self._codec, self._given, self._on_sample = codec, given, on_sample
+        self._sample = Sample(
+            prompt=codec.decode(np.asarray(prompt, np.int32)), text="", precision=precision
+        )
+        self._tokens: list[int] = []
+        self.is_done = False
+
+    def add(self, tokens: np.ndarray) -> None:
+        """Take further tokens, unless the text has ended."""
+        for token in tokens.tolist():
+            if self.is_done:
+                return
+            self.is_done = token in self._given.eos_ids
+            if not self.is_done:
+                self._tokens.append(token)
+        if not self._given.stop and self._on_sample is None:
+            return
+        text = self._decoded()
+        cut = _first(text, self._given.stop)
+        self.is_done = self.is_done or cut < len(text)
+        if self._on_sample is not None and not self.is_done:
+            text = text[: _certain(text, self._given.stop)]
+            if len(text) > len(self._sample.text):
+                self._sample = dataclasses.replace(self._sample, text=text)
+                self._on_sample(self._sample)
+
+    def finished(self) -> Sample:
+        """Return the sample, cut before a stop string."""
+        text = self._decoded()
+        text = text[: _first(text, self._given.stop)]
+        return dataclasses.replace(self._sample, text=text, token_ids=tuple(self._tokens))
+
+    def _decoded(self) -> str:
+        return self._codec.decode(np.asarray(self._tokens, np.int32))
+
+
+def _first(text: str, stop: Sequence[str]) -> int:
+    """Return the index of the first stop string in a text; its length without any."""
+    found = (text.find(end) for end in stop)
+    return min((index for index in found if index >= 0), default=len(text))
+
+
+def _certain(text: str, stop: Sequence[str]) -> int:
+    """Return the length of a text that further tokens do not change."""
+    whole = len(text.rstrip(_BROKEN))
+    for end in stop:
+        for size in range(min(len(end) - 1, len(text)), 0, -1):
+            if text.endswith(end[:size]):
+                whole = min(whole, len(text) - size)
+                break
+    return whole
+
+
+def _fill_after(
+    model: ModelConfig,
+    params: Any,
+    prompts: Sequence[Sequence[int] | np.ndarray],
+    given: GenerationConfig,
+    shared: dict[str, Any],
+) -> np.ndarray:
+    """Return what masked diffusion fills in after prompts of one length: [rows, length]."""
+    if len({len(prompt) for prompt in prompts}) > 1:
+        raise ValueError(
+            "model.attention.is_causal=False: this model continues prompts of one length together,"
+            " and these have several: give them one at a time"
+        )
+    if given.sampling.has_filters:
+        raise ValueError(
+            "model.attention.is_causal=False: this model samples with a temperature alone: leave"
+            " top_k, top_p and min_p out"
+        )
+    rows, num_tokens = np.stack(prompts), given.length
+    padding = ((0, 0), (0, num_tokens))
+    shared = {name: value for name, value in shared.items() if name != "num_tokens"}
+    filled = diffuse(
+        *(model, params, jax.numpy.asarray(np.pad(rows, padding))),
+        jax.numpy.asarray(np.pad(np.ones_like(rows, bool), padding)),
+        # With twice as many steps as tokens, two are seldom filled in at once.
+        num_steps=2 * num_tokens,
+        temperature=given.sampling.temperature,
+        **shared,
+    )
+    return np.asarray(filled)[:, rows.shape[1] :]
