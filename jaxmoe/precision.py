@@ -22,6 +22,7 @@ from typing import Any, ClassVar, Final, Literal, get_args
 import jax
 import jax.numpy as jnp
 
+from jaxmoe.processor import multiplies_bfloat16_fast
 from pallas_kernels.halo import Halo
 from pallas_kernels.quantized_array import QuantizedDtype
 from sharding.products.halo import Gathered, HaloProduct
@@ -146,7 +147,8 @@ class PrecisionPolicy:
     parameters: DtypeName = "float32"
     """Stored parameters; the optimiser's moments are float32."""
     compute: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Operands of matrix products; auto: bfloat16 on accelerators, float32 on the CPU."""
+    """Operands of matrix products; auto: bfloat16 on accelerators and on a CPU that multiplies it
+    fast (`jaxmoe/processor.py`), float32 on others."""
     matmul: MatmulConfig = FullPrecisionConfig()
     """Matrix product of the layers; a resumed run must keep it."""
 
@@ -193,7 +195,8 @@ class PrecisionPolicy:
 
     @property
     def compute_dtype(self) -> Any:
-        """Dtype of matrix products; "auto" asks JAX for its backend."""
+        """Dtype of matrix products; "auto" asks JAX for its backend, and a CPU for its kind."""
         if self.compute == "auto":
-            return jnp.dtype("float32" if jax.default_backend() == "cpu" else "bfloat16")
+            is_slow = jax.default_backend() == "cpu" and not multiplies_bfloat16_fast()
+            return jnp.dtype("float32" if is_slow else "bfloat16")
         return jnp.dtype(self.compute)

@@ -321,16 +321,17 @@ class RunDirectory:
         """
         self._write(self.lineage_file, events)
 
-    def write_environment(self, devices: Sequence[str]) -> None:
+    def write_environment(self, devices: Sequence[str], compute: str | None = None) -> None:
         """Record what this start runs on.
 
         Args:
             devices: Names of the devices.
+            compute: Dtype of matrix products; None where nothing is multiplied.
 
         Raises:
             ValueError: The file cannot be written.
         """
-        self._write(self.environment_file, describe_environment(devices))
+        self._write(self.environment_file, describe_environment(devices, compute))
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write `summary.json`.

@@ -182,7 +182,8 @@ def prepare(
         if begun.source is not None:
             record_source(directory, begun.source, config)
         keep_tokenizer(directory, config, assembly.source)
-        directory.write_environment(describe_devices(assembly.mesh))
+        compute = assembly.execution.precision.compute_dtype.name
+        directory.write_environment(describe_devices(assembly.mesh), compute)
     return Prepared(begun=begun, checkpoints=checkpoints, snapshots=snapshots)
 
 

@@ -130,7 +130,7 @@ def test_a_layer_computes_in_the_compute_dtype_and_keeps_f32_parameters():
     assert {leaf.dtype for leaf in jax.tree.leaves(variables)} == {jnp.dtype("float32")}
 
 
-def test_precision_auto_is_f32_on_the_cpu():
+def test_precision_auto_is_f32_on_devices_of_the_cpu():
     assert PrecisionPolicy().compute_dtype == jnp.float32
     bf16 = dataclasses.replace(PrecisionPolicy(), compute="bfloat16")
     assert bf16.compute_dtype == jnp.bfloat16 and bf16.parameter_dtype == jnp.float32
