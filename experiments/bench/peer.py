@@ -3,7 +3,7 @@
 """Peer of `bench step`: training steps of OLMoE in transformers and PyTorch, on request.
 
 It is a separate process, so that the thread pools of two frameworks do not share one. It reads one
-JSON line with the sizes, then a line per request, and answers each with one JSON line:
+JSON line with the model and sizes, then a line per request, and answers each with one JSON line:
 
     rate DTYPE    FLOP/s of a dense product
     step DTYPE    seconds and loss of one step: forward, backward, clipping, AdamW
@@ -46,24 +46,20 @@ class Peer:
     """Model, optimiser and data of the peer.
 
     Args:
-        sizes: Sizes of the model and batch of `bench step`, by the names of the OLMoE config.
+        given: Directory of the model (`model`), `batch`, `length` and `learning_rate`.
     """
 
-    def __init__(self, sizes: dict[str, Any]):
+    def __init__(self, given: dict[str, Any]):
         self._torch = require("torch", "hf")
         transformers = require("transformers", "hf")
-        batch, length, rate = (sizes.pop(key) for key in ("batch", "length", "learning_rate"))
-        special = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
-        config = transformers.OlmoeConfig(
-            **sizes,
-            **special,
-            max_position_embeddings=length,
+        self._make = lambda: transformers.OlmoeForCausalLM.from_pretrained(
+            given["model"],
+            dtype=self._torch.float32,
             use_cache=False,
             output_router_logits=True,
             experts_implementation="grouped_mm",
-        )
-        self._make = lambda: transformers.OlmoeForCausalLM(config).train()
-        self._rate, self._batch, self._length = rate, batch, length
+        ).train()
+        self._given = given
         self._trainings: dict[str, _Training] = {}
 
     def describe(self) -> dict[str, Any]:
@@ -80,10 +76,11 @@ class Peer:
         """Return seconds and cross-entropy of one step."""
         torch, training = self._torch, self._training(dtype)
         model, optimizer = training.model, training.optimizer
-        tokens = torch.from_numpy(training.data.batch(next(training.steps)).tokens).long()
+        batch = training.data.batch(next(training.steps))
+        tokens, targets = (torch.from_numpy(x).long() for x in (batch.tokens, batch.targets))
         started = time.perf_counter()
         with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16"):
-            output = model(input_ids=tokens, labels=tokens)
+            output = model(input_ids=tokens, labels=targets, shift_labels=targets)
         output.loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -104,11 +101,14 @@ class Peer:
 
     def _training(self, dtype: str) -> _Training:
         if dtype not in self._trainings:
-            self._torch.manual_seed(0)
             model = self._make()
-            model.set_experts_implementation("grouped_mm")
-            optimizer = self._torch.optim.AdamW(model.parameters(), lr=self._rate, weight_decay=0.1)
-            data = training_data(self._batch, self._length)
+            optimizer = self._torch.optim.AdamW(
+                model.parameters(),
+                lr=self._given["learning_rate"],
+                betas=(0.9, 0.95),
+                weight_decay=0.1,
+            )
+            data = training_data(self._given["batch"], self._given["length"])
             self._trainings[dtype] = _Training(model, optimizer, data, itertools.count())
         return self._trainings[dtype]
 

@@ -5,8 +5,8 @@
 Both sides train a model in each precision. The limit is the step's floating-point operations at the
 rate of a dense product of that precision, measured in the same run. The parts are measured one by
 one, forward and backward, in the first precision, so that their sum differs a little from the
-whole. The losses are means of the counted steps: with `--rounds 400` they show whether a precision
-costs anything.
+whole. Both sides begin with the same parameters and read the same batches. The losses are means of
+the counted steps: with `--rounds 400` they show whether a side or a precision costs anything.
 """
 
 from __future__ import annotations
@@ -26,9 +26,11 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from experiments.bench.measure import Timing, in_turns, matmul_rate, timed, with_gradients
 from experiments.bench.peer import training_data
+from jaxmoe.checkpoint.huggingface import to_huggingface
 from jaxmoe.data.batch import Batch
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.feed_forwards.moe.layer import MoE
@@ -193,6 +195,15 @@ def in_words(summary: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def _optimizer() -> optax.GradientTransformation:
+    return adamw(_LEARNING_RATE, weight_decay=0.1)
+
+
+def _initial_state(model: ModelConfig) -> TrainState:
+    """Return the state that both sides begin with."""
+    return init_state(model, _optimizer(), jax.random.key(0))
+
+
 class _OurStep:
     """Training step of this library on fresh random tokens."""
 
@@ -201,13 +212,10 @@ class _OurStep:
         self._steps = itertools.count()
         precision = dataclasses.replace(config.execution.precision, compute=compute)
         self.execution = dataclasses.replace(config.execution, precision=precision)
-        optimizer = adamw(_LEARNING_RATE, weight_decay=0.1)
-        self.state: TrainState = init_state(
-            config.model, optimizer, jax.random.key(0), execution=self.execution
-        )
+        self.state = _initial_state(config.model)
         started = time.perf_counter()
-        step = make_train_step(config.model, optimizer, execution=self.execution)
-        self._step = step.lower(self.state, self._batch()).compile()
+        step = make_train_step(config.model, _optimizer(), execution=self.execution)
+        self._step = step.lower(self.state, self._data.batch(0)).compile()
         self.compile_seconds = time.perf_counter() - started
         memory = self._step.memory_analysis()
         self.temporary_bytes = None if memory is None else memory.temp_size_in_bytes
@@ -230,13 +238,22 @@ class _OurStep:
 
 
 class _PeerProcess:
-    """The peer in its own process.
+    """The peer in its own process, with our initial parameters.
 
     Raises:
         ValueError: It does not start.
+        CheckpointError: The model is not the peer's.
     """
 
     def __init__(self, config: StepBenchConfig):
+        self._place = tempfile.TemporaryDirectory()
+        to_huggingface(
+            config.model,
+            _initial_state(config.model).params,
+            f"{self._place.name}/model",
+            family="olmoe",
+            max_length=config.sequence_length,
+        )
         self._complaints = tempfile.TemporaryFile("w+")  # an unread pipe would fill up
         self._process = subprocess.Popen(
             [config.peer_python or sys.executable, "-m", "experiments.bench.peer"],
@@ -245,7 +262,13 @@ class _PeerProcess:
             stderr=self._complaints,
             text=True,
         )
-        self._say(json.dumps(_olmoe_sizes(config)))
+        given = {
+            "model": f"{self._place.name}/model",
+            "batch": config.batch_size,
+            "length": config.sequence_length,
+            "learning_rate": _LEARNING_RATE,
+        }
+        self._say(json.dumps(given))
         self.facts: dict[str, Any] = self._hear()
         self.losses: dict[str, list[float]] = {dtype: [] for dtype in config.precisions}
 
@@ -265,6 +288,7 @@ class _PeerProcess:
         self._process.kill()
         self._process.communicate()
         self._complaints.close()
+        self._place.cleanup()
 
     def _say(self, line: str) -> None:
         assert self._process.stdin is not None
@@ -285,24 +309,6 @@ class _PeerProcess:
                 " extra hf (Python 3.11), or give --peer none"
             )
         return json.loads(line)
-
-
-def _olmoe_sizes(config: StepBenchConfig) -> dict[str, Any]:
-    model, moe = config.model, config.model.moe
-    assert moe is not None
-    return {
-        "vocab_size": model.vocab_size,
-        "hidden_size": model.embed_dim,
-        "intermediate_size": moe.expert_dim,
-        "num_hidden_layers": model.num_layers,
-        "num_attention_heads": model.attention.num_heads,
-        "num_key_value_heads": model.attention.num_kv_heads,
-        "num_experts": moe.num_experts,
-        "num_experts_per_tok": moe.top_k,
-        "batch": config.batch_size,
-        "length": config.sequence_length,
-        "learning_rate": _LEARNING_RATE,
-    }
 
 
 def _parts(
@@ -328,7 +334,7 @@ def _parts(
         out, _ = MoE(moe, model.context, execution, True).apply({"params": params}, x, given)
         return out
 
-    optimizer = adamw(_LEARNING_RATE, weight_decay=0.1)
+    optimizer = _optimizer()
     update = timed(optimizer.update, state.params, state.opt_state, state.params)
     timings = in_turns(
         {

@@ -20,7 +20,7 @@ from pallas_kernels import flash_attention
 
 SMALL_STEP = (
     *("--model.num_layers", "1", "--model.embed_dim", "8", "--model.moe.expert_dim", "4"),
-    *("--model.attention.num_heads", "1", "--model.attention.num_kv_heads", "1"),
+    *("--model.attention.num_heads", "2", "--model.attention.num_kv_heads", "2"),
     *("--model.attention.head_dim", "4", "--model.moe.num_experts", "4"),
     *("--batch_size", "2", "--sequence_length", "8", "--warm_up", "1", "--rounds", "3"),
 )
@@ -115,9 +115,10 @@ def test_step_alone(tmp_path, capsys):
 
 
 FAKE_PEER = """#!{python}
-import json, sys
-sizes = json.loads(sys.stdin.readline())
-print(json.dumps({{"sizes": sizes}}), flush=True)
+import json, pathlib, sys
+given = json.loads(sys.stdin.readline())
+config = json.loads((pathlib.Path(given["model"]) / "config.json").read_text())
+print(json.dumps({{"sizes": config}}), flush=True)
 for line in sys.stdin:
     request, dtype = line.split()
     step = [1000.0 if dtype == "float32" else 500.0, 5.5]
@@ -143,6 +144,26 @@ def test_step_beside_a_peer(tmp_path, monkeypatch, capsys):
     out = " ".join(capsys.readouterr().out.split())
     assert "dense product in bfloat16 runs at 5 GFLOP/s" in out
     assert "times as fast as the peer, each at its best precision" in out
+
+
+@pytest.mark.slow
+def test_losses_are_those_of_transformers(tmp_path, monkeypatch):
+    """The same parameters, batches and optimiser: both sides see the same losses."""
+    pytest.importorskip("transformers", reason="transformers is not installed: extra hf")
+    monkeypatch.setattr("experiments.bench.step._parts", lambda *_, **__: {})
+    sizes = ("--model.embed_dim", "32", "--model.attention.head_dim", "16", "--rounds", "20")
+    step = ("step", *SMALL_STEP, *sizes, "--precisions", "float32", "--sequence_length", "32")
+    loss = _summary(tmp_path, *step)["loss"]
+    assert loss["jaxmoe float32"] == pytest.approx(loss["transformers float32"], rel=2e-4)
+
+
+def test_peer_of_another_model_is_refused(tmp_path, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        bench.main(
+            ["step", *SMALL_STEP, "--model.embed_dim", "12", "--run.directory", str(tmp_path)]
+        )
+    assert stopped.value.code == 2
+    assert "head_dim" in capsys.readouterr().err
 
 
 def test_peer_that_does_not_start_is_reported(tmp_path, monkeypatch, capsys):
