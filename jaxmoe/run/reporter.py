@@ -147,9 +147,7 @@ class Reporter:
                 values[TOKENS_PER_SECOND] = report.tokens_per_second
                 if (mfu := self._utilization(report.tokens_per_second)) is not None:
                     values[MFU] = mfu
-            if bool(metrics.is_skipped):
-                self.skipped += 1
-                self._console.log_text(step, "warning", _skip_text(metrics))
+            self.skipped += bool(metrics.is_skipped)
             if self._congestion is not None:
                 values |= self._congestion.record(step, metrics.load, metrics.quality)
             self.last.update(values)
@@ -160,6 +158,8 @@ class Reporter:
             self._files.log(step, values)
             if self._indicators is not None:
                 self._indicators.record(step, metrics.indicators)
+        for refused in _refused_in_a_row(report, self._training.max_skipped):
+            self._console.log_text(refused[0][0], "warning", _skip_text(refused))
         self._console.show({}, load)
         self._console.log(report.steps[-1], self.last)
 
@@ -265,14 +265,35 @@ class Reporter:
         }
 
 
-def _skip_text(metrics: StepMetrics) -> str:
+def _refused_in_a_row(report: Report, most: int) -> list[list[tuple[int, StepMetrics]]]:
+    """Return the steps of a report that were refused, grouped by neighbours.
+
+    Args:
+        report: Metrics of consecutive steps.
+        most: Refused steps in a row that end the run; those that follow are left out.
+    """
+    groups: list[list[tuple[int, StepMetrics]]] = []
+    for step, metrics in zip(report.steps, report.metrics, strict=True):
+        if not bool(metrics.is_skipped) or int(metrics.skipped_in_a_row) > most:
+            continue
+        if groups and groups[-1][-1][0] == step - 1:
+            groups[-1].append((step, metrics))
+        else:
+            groups.append([(step, metrics)])
+    return groups
+
+
+def _skip_text(refused: list[tuple[int, StepMetrics]]) -> str:
+    """Return the message about refused steps, with the cause of the first."""
+    (first, metrics), (last, latest) = refused[0], refused[-1]
     loss, norm = float(metrics.loss), float(metrics.grad_norm)
     limit = math.inf if metrics.norm_limit is None else float(metrics.norm_limit)
     cause = "loss" if not math.isfinite(loss) else "gradient norm or new state"
     cause = f"the {cause} is not finite"
     if math.isfinite(loss) and limit < norm < math.inf:
         cause = f"the gradient norm is above {limit:g}, the bound that recent steps set"
+    which = "this step" if first == last else f"steps {first} to {last}"
     return (
-        f"{cause} (loss {loss:g}, gradient norm {norm:g}); this step changed"
-        f" nothing ({int(metrics.skipped_in_a_row)} in a row)"
+        f"{cause} (loss {loss:g}, gradient norm {norm:g}); {which} changed"
+        f" nothing ({int(latest.skipped_in_a_row)} in a row)"
     )

@@ -39,6 +39,7 @@ from jaxmoe.run.monitoring import Watches
 from jaxmoe.run.provenance.kept_tokenizer import keep_tokenizer
 from jaxmoe.run.provenance.lineage import check_config, record_source
 from jaxmoe.run.reporter import Reporter, check_packages
+from jaxmoe.run.reporting.advice import divergence_advice
 from jaxmoe.run.reporting.finish import finish_run
 from jaxmoe.run.reporting.header import nothing_to_do, print_header
 from jaxmoe.run.restore import Begun, Lineage, open_snapshots, read_skipped
@@ -268,6 +269,9 @@ def _finish(
         )
     watches.note(result.step, result.status)
     status, message = result.status, ""
+    if status == "diverged" and result.refused is not None:
+        config = begun.assembly.plan.config
+        message = divergence_advice(directory, config, result.refused, ended.checkpoint_step)
     if status not in ("diverged", "corrupted") and not ended.is_saved:
         status = "not_saved"
         message = (

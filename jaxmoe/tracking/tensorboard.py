@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import time
 from collections.abc import Mapping
@@ -59,11 +60,13 @@ class TensorBoardTracker:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write one scalar per number."""
-        values = [
-            value
-            for name, number in metrics.items()
-            for value in self._summary.scalar(name, float(number)).value
-        ]
+        values = []
+        for name, number in metrics.items():
+            # tensorboardX warns of every number that is not finite; the run does so itself.
+            is_finite = math.isfinite(number)
+            (value,) = self._summary.scalar(name, float(number) if is_finite else 0.0).value
+            value.simple_value = float(number)
+            values.append(value)
         self._write(step, summary=self._summary.Summary(value=values))
 
     def log_text(self, step: int, name: str, text: str) -> None:

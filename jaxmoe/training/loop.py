@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, Literal, Protocol, TypeVar, cast, runtime_checkable
 
@@ -86,6 +87,10 @@ class LoopResult:
     the loop may have done before it fetched the metrics, are not counted."""
 
 
+_LAG = 2
+"""Steps after which the loop reads whether a step was refused; the device stays busy meanwhile."""
+
+
 class _Waiting:
     """Steps whose metrics have not been fetched yet."""
 
@@ -101,6 +106,19 @@ class _Waiting:
         self.steps: list[tuple[int, StepMetrics]] = []
         self.since = time.perf_counter()
         self.refused: tuple[int, int] | None = None
+        self._latest: deque[StepMetrics] = deque(maxlen=_LAG + 1)
+
+    def add(self, step: int, metrics: StepMetrics) -> bool:
+        """Add a step; return whether too many were refused in a row, `_LAG` steps ago.
+
+        The answer is the same on all processes.
+        """
+        self.steps.append((step, metrics))
+        self._latest.append(metrics)
+        if len(self._latest) <= _LAG:
+            return False
+        with self._stopwatch.on(WAIT):
+            return int(self._latest[0].skipped_in_a_row) >= self._max_skipped
 
     def flush(self) -> None:
         """Report the waiting metrics, and check whether too many steps were refused."""
@@ -204,14 +222,14 @@ def run_loop(
             step, status = step - 1, failure
             break
         state, metrics = after
-        waiting.steps.append((step, metrics))
+        is_over = waiting.add(step, metrics) or step == last_step
         with stopwatch.on(WAIT):  # hooks and signals may need a collective
             due = [hook for hook in hooks if hook.is_due(step)]
             reason = stop.agreed() if asks_alone or step % report_every == 0 else None
         if reason == "taken_over":  # another process owns the files
             status = reason
             break
-        is_shared = bool(reason) or step % report_every == 0 or step == last_step or _shared(due)
+        is_shared = is_over or bool(reason) or step % report_every == 0 or _shared(due)
         if due or is_shared:
             waiting.flush()
             if waiting.refused is not None and (is_shared or asks_alone):

@@ -9,6 +9,7 @@ import html
 import json
 import os
 import pathlib
+import re
 import signal
 import sys
 
@@ -218,10 +219,15 @@ def test_killed_at_any_moment_and_resumed_equals_never_stopped(tmp_path):
 def test_a_diverged_run_ends_with_its_own_code_and_keeps_the_last_good_state(tmp_path, capsys):
     arguments = flags(tmp_path / "run", 50, "--optimizer.learning_rate", "1e38")
     more = ("--training.max_skipped", "3", "--training.rollbacks", "0")
-    more += ("--tracking.print_every", "1")
     assert pretrain.main([*arguments, *more]) == ExitCode.DIVERGED
-    output = capsys.readouterr().out
-    assert "is not finite" in output and "this step changed nothing (3 in a row)" in output
+    output, errors = capsys.readouterr()
+    warnings = [line for line in output.splitlines() if line.startswith("warning")]
+    assert len(warnings) == 1 and "is not finite" in warnings[0]
+    first, last = map(int, re.findall(r"steps (\d+) to (\d+) changed nothing", warnings[0])[0])
+    assert last == first + 2 and warnings[0].endswith("(3 in a row)")
+    assert f"error: diverged: steps {first} to {last} were refused" in errors
+    resume = f"python -m experiments.pretrain resume {tmp_path / 'run'}"
+    assert f"{resume} --optimizer.learning_rate 3.3e+37 goes on from the start" in errors
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "diverged"
 
 

@@ -175,6 +175,16 @@ def test_tensorboard_events_are_written_at_once_and_purged_on_resume(tmp_path):
     assert sorted(starts) == [1, 3]
 
 
+def test_tensorboard_writes_nan_without_warnings(tmp_path, caplog):
+    tracker = TensorBoardTracker(tmp_path / "tb")
+    tracker.log(1, {LOSS: math.nan, GRADIENT_NORM: math.inf})
+    tracker.close()
+    *_, numbers = events(tmp_path / "tb")
+    found = {value.tag: value.simple_value for value in numbers.summary.value}
+    assert math.isnan(found[LOSS]) and found[GRADIENT_NORM] == math.inf
+    assert not caplog.records
+
+
 def test_tensorboard_has_histograms_and_images(tmp_path):
     tracker = TensorBoardTracker(tmp_path / "tb")
     load = np.array([[0.5, 0.25, 0.25, 0.0]])

@@ -174,7 +174,7 @@ def test_a_signal_stops_after_the_step(bench, number, status):
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_hook_of_one_process_does_not_end_the_run_alone(bench, processes):
-    """Where others train on until all of them report, it waits for them."""
+    """All end two steps later, when each of them reads the same metrics."""
     bench.monkeypatch.setattr(jax, "process_count", lambda: processes)
     bench.monkeypatch.setattr(StopRequest, "agreed", lambda self: None)
     bench.bad_steps = frozenset((3, 4, 5))
@@ -182,7 +182,7 @@ def test_a_hook_of_one_process_does_not_end_the_run_alone(bench, processes):
     local.is_local = True
     result = bench.run(local, last=12, report_every=4)
     assert (result.status, result.refused) == ("diverged", (3, 5))
-    assert result.step == {1: 5, 2: 8}[processes]
+    assert result.step == {1: 5, 2: 7}[processes]
 
 
 def test_a_signal_in_the_last_step_comes_too_late(bench):
@@ -213,6 +213,12 @@ def test_too_many_bad_steps_in_a_row_end_the_run(bench):
     result = bench.run(bench.hook("a", 5))
     assert (result.status, result.step, result.refused) == ("diverged", 5, (2, 4))
     assert bench.diary[-1] == "report 1,2,3,4,5 in 10 s"
+
+
+def test_a_run_ends_soon_after_the_refused_steps(bench):
+    bench.bad_steps = frozenset(range(2, 100))
+    result = bench.run(last=100, report_every=50)
+    assert (result.status, result.step, result.refused) == ("diverged", 6, (2, 4))
 
 
 def test_what_is_refused_does_not_depend_on_the_reports(bench):
