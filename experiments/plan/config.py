@@ -108,17 +108,4 @@ def step_plan(config: PretrainConfig, topology: Topology, mesh: MeshConfig) -> S
     """
     config = on_platform(config, topology.chip.platform)
     execution = dataclasses.replace(config.execution, mesh=mesh)
-    plan, training = make_plan(dataclasses.replace(config, execution=execution)), config.training
-    return StepPlan(
-        model=plan.model,
-        table=plan.table,
-        optimizer=plan.optimizer,
-        optimizer_config=config.optimizer,
-        execution=execution,
-        batch_size=training.batch_size,
-        sequence_length=training.sequence_length,
-        accumulation=training.accumulation,
-        clip=training.clip,
-        accumulated_balance=training.accumulated_balance,
-        objective=training.objective,
-    )
+    return make_plan(dataclasses.replace(config, execution=execution)).step_plan(execution)

@@ -20,6 +20,7 @@ from jaxmoe.layers.sequences import check_rows, choose_form
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.optim.schedules import Schedule
 from jaxmoe.parameters import ParameterSpec, ParameterTable
+from jaxmoe.planning.abstract_step import StepPlan
 from jaxmoe.run.config import PretrainConfig, TrainingConfig
 from jaxmoe.scaling import Budget, Parameterization
 from jaxmoe.scaling.initialize import parameter_table
@@ -51,6 +52,27 @@ class Plan:
         """Steps whose checkpoints are saved and kept: the last before the decay of a schedule."""
         step = self.config.schedule.stable_step(self.config.training.steps)
         return () if step is None else (step,)
+
+    def step_plan(self, execution: ExecutionConfig) -> StepPlan:
+        """Return the train step, to be estimated or compiled without data.
+
+        Args:
+            execution: Execution with every size of the mesh filled in.
+        """
+        training = self.config.training
+        return StepPlan(
+            model=self.model,
+            table=self.table,
+            optimizer=self.optimizer,
+            optimizer_config=self.config.optimizer,
+            execution=execution,
+            batch_size=training.batch_size,
+            sequence_length=training.sequence_length,
+            accumulation=training.accumulation,
+            clip=training.clip,
+            accumulated_balance=training.accumulated_balance,
+            objective=training.objective,
+        )
 
     @property
     def matrix_rate(self) -> float:

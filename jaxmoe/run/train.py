@@ -27,6 +27,7 @@ from jaxmoe.checkpoint import CheckpointManager, LeaseLostError
 from jaxmoe.errors import configuration_errors
 from jaxmoe.fingerprints import ReplicasDifferError
 from jaxmoe.messages import say
+from jaxmoe.planning.attached import memory_warning
 from jaxmoe.resilience.agreement import check_agreement
 from jaxmoe.resilience.snapshot import SnapshotStore
 from jaxmoe.run.assemble import assemble, describe_devices
@@ -154,6 +155,9 @@ def prepare(
     assembly = assemble(config)
     is_first = jax.process_index() == 0
     if is_first:
+        step_plan = assembly.plan.step_plan(assembly.execution)
+        if text := memory_warning(step_plan, jax.local_devices()):
+            logger.warning("%s", text)
         directory.acquire(
             steal=config.run.steal_lock,
             heartbeat=config.run.lock_heartbeat,

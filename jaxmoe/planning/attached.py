@@ -1,0 +1,60 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Compares the memory that a train step needs with that of the attached devices."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from jaxmoe.planning.abstract_step import StepPlan
+from jaxmoe.planning.memory import estimate_memory
+
+
+def memory_warning(plan: StepPlan, devices: Sequence[Any]) -> str:
+    """Return why a train step will probably not fit the devices of this process; empty if it fits.
+
+    Args:
+        plan: Step with its mesh.
+        devices: `jax.Device`s of this process. Those of a CPU share the memory of the machine;
+            those whose memory JAX does not report always fit.
+    """
+    platform = devices[0].platform
+    name = platform if platform in ("tpu", "cpu") else "gpu"
+    if name == "cpu":
+        number, available, owner = len(devices), _machine_memory(), "this machine has"
+    else:
+        limits = [(device.memory_stats() or {}).get("bytes_limit", 0) for device in devices]
+        number, available, owner = 1, min(limits), "a device has"
+    memory = estimate_memory(plan, name)
+    needed = number * memory.total
+    if not available or needed <= available:
+        return ""
+    largest = sorted(memory.categories().items(), key=lambda part: -part[1])[:3]
+    parts = ", ".join(f"{part} {_gigabytes(number * size)}" for part, size in largest)
+    each = "a device" if number == 1 else f"{number} devices"
+    return (
+        f"this run will probably not fit: a train step needs about {_gigabytes(needed)} on {each}"
+        f" ({parts}), and {owner} {_gigabytes(available)}. Choose a smaller model, more"
+        " training.accumulation, execution.remat=full or more devices; `experiments.plan` finds a"
+        " mesh"
+    )
+
+
+def _machine_memory() -> int:
+    """Return the memory of the machine, or of the control group of this process if it is less."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            with open(path, encoding="ascii") as stream:
+                text = stream.read().strip()
+        except OSError:
+            continue
+        if text.isdigit():
+            memory = min(memory, int(text))
+    return memory
+
+
+def _gigabytes(number: float) -> str:
+    return f"{number / 1e9:.1f} GB"
