@@ -18,6 +18,7 @@ import numpy as np
 
 from experiments.cli import flags as cli
 from experiments.cli.exit import run_command
+from experiments.cli.process import configure_logging
 from experiments.recipes import DEFAULT, RECIPES
 from jaxmoe.data import Loader, Mixture, PackedSource, Row, Source, Split
 from jaxmoe.run.config import PretrainConfig
@@ -42,6 +43,7 @@ def main(argv: Sequence[str]) -> int:
     recipe, config = cli.parse(RECIPES, DEFAULT, words[1:], prog, __doc__ or "")
     name = config.run.name or recipe
     directory = RunDirectory(config.run.directory or f"runs/data/{name}")
+    configure_logging()  # shows how much of long data has been read
     with cli.exit_on_bad_configuration():
         directory.check_free_of_runs()
         with directory.held():

@@ -21,6 +21,7 @@ from typing import Literal
 from experiments.cli import flags
 from experiments.cli.exit import run_command
 from experiments.cli.exit_codes import ExitCode
+from experiments.cli.output import announce
 from experiments.cli.process import start_process
 from jaxmoe.data import DataConfig
 from jaxmoe.errors import ConfigurationError
@@ -66,6 +67,7 @@ def main(argv: Sequence[str]) -> int:
     prog = "python -m experiments.evaluate"
     config = flags.parse_flags(EvaluateConfig(), argv, prog, __doc__ or "")
     details = None
+    announce(f"evaluating {config.run.directory}: reading the checkpoint, compiling ...")
     with flags.exit_on_bad_configuration():
         start_process()
     with flags.exit_on_bad_configuration(ConfigurationError):

@@ -23,7 +23,7 @@ from typing import Any
 from experiments.cli import flags
 from experiments.cli.exit import run_command
 from experiments.cli.exit_codes import ExitCode
-from experiments.cli.output import dropped_output, write
+from experiments.cli.output import announce, dropped_output, write
 from experiments.cli.process import start_process
 from experiments.evaluate import FinishedRunConfig
 from jaxmoe.errors import ConfigurationError
@@ -75,6 +75,7 @@ def main(argv: Sequence[str]) -> int:
     """Run the command and return its exit code."""
     prog = "python -m experiments.generate"
     config = flags.parse_flags(GenerateConfig(), argv, prog, __doc__ or "")
+    announce(f"generating with {config.run.directory}: reading the checkpoint, compiling ...")
     with flags.exit_on_bad_configuration():
         start_process()
     with flags.exit_on_bad_configuration(ConfigurationError):

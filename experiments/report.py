@@ -50,6 +50,7 @@ def main(argv: Sequence[str]) -> int:
                 "no run is given: name run directories, such as runs/pretrain/a runs/pretrain/b"
             )
         runs = [read_run(path) for path in paths]
+        write("drawing plots and the report ...")
         if len(runs) == 1 and config.run.directory is None:
             page, notes = rebuild_report(runs[0]), runs[0].notes
         else:

@@ -83,6 +83,7 @@ def main(argv: Sequence[str]) -> int:
     directory, load = RunDirectory(config.run.directory or f"runs/bench/{name}"), OtherLoad()
     with cli.exit_on_bad_configuration():
         directory.check_free_of_runs()
+        say(f"bench {name}: {(bench.recipe.__doc__ or '').strip()}\ncompiling and measuring ...")
         summary = bench.measure(config)
         share = load.share()
         text = f"{bench.in_words(summary)}\n{describe_load(share)}"

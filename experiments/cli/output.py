@@ -52,6 +52,17 @@ def write(text: str) -> None:
         print(text)
 
 
+def announce(text: str) -> None:
+    """Print what takes time on standard error, if that is a terminal: the output may be parsed.
+
+    Args:
+        text: One line.
+    """
+    with contextlib.suppress(OSError):
+        if sys.stderr is not None and sys.stderr.isatty():
+            print(text, file=sys.stderr, flush=True)
+
+
 @contextlib.contextmanager
 def dropped_output() -> Iterator[None]:
     """Print within, and flush; after an error all output of the process is dropped."""

@@ -4,8 +4,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import html
+import io
 import json
 import os
 import pathlib
@@ -160,6 +162,19 @@ def test_a_finished_run_says_so_and_exits_with_0(finished, capsys):
     assert pretrain.main(finished_flags(finished)) == ExitCode.DONE
     assert "nothing to do" in capsys.readouterr().out
     assert (finished / "summary.json").read_bytes() == before
+
+
+def test_commands_announce_long_work_to_a_person_only(finished, capsys, monkeypatch):
+    line = ["--run.directory", str(finished), "--run.step", "99"]
+    for is_terminal in (False, True):
+        for command, word in ((evaluate, "evaluating"), (generate, "generating with")):
+            stream = io.StringIO()
+            monkeypatch.setattr(stream, "isatty", lambda is_terminal=is_terminal: is_terminal)
+            with contextlib.redirect_stderr(stream), pytest.raises(SystemExit):
+                command.main(line)
+            announced = f"{word} {finished}: reading the checkpoint, compiling ..."
+            assert (announced in stream.getvalue()) == is_terminal
+    assert capsys.readouterr().out == ""
 
 
 def test_evaluate_gives_the_number_that_training_logged(finished, capsys):
