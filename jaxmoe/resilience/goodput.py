@@ -259,6 +259,7 @@ def format_goodput(goodput: Mapping[str, Any]) -> str:
     starts = f"{goodput['starts']} start" + "s" * (goodput["starts"] != 1)
     lost = f", {goodput['lost_steps']} steps lost" if goodput["lost_steps"] else ""
     return (
-        f"goodput {goodput['share']:.1%} of {goodput['wall_seconds']:.1f} s in {starts}{lost}:"
+        f"goodput {goodput['share']:.1%} (training steps that count) of"
+        f" {goodput['wall_seconds']:.1f} s in {starts}{lost}:"
         f" {', '.join(shown)}"
     )

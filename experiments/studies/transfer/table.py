@@ -26,9 +26,10 @@ _EDGES = {
 LEAST_FALL = 5.0
 LEGEND = """\
 best rate: vertex of a parabola in log rate, 95% interval by bootstrap; at the edge: a bound,
-nothing is extrapolated; shift: of the best rate from the smallest to the largest point, in factors
-of two, at most 1 transfers; exponent: best rate ~ value^exponent; regret: of the smallest point's
-best rate at the largest point, in the unit of the loss"""
+nothing is extrapolated; shift: of the best rate from the smallest to the largest point, in
+factors of two, at most 1 transfers; exponent: best rate ~ value^exponent; regret: of the
+smallest point's best rate at the largest point, in the unit of the loss; max violation: busiest
+expert over the fair share, minus 1"""
 
 
 def curve_of(records: Iterable[Mapping[str, Any]], seeds: Sequence[int]) -> Curve | None:
@@ -100,8 +101,8 @@ def arm_row(arm: str, transfer: Transfer, claims: bool, bytes_per_unit: float) -
 
 
 def point_lines(rows: Sequence[Mapping[str, Any]], axis: str, unit: str) -> list[list[str]]:
-    """Return headings and cells of the points."""
-    lines = [["arm", axis, "best rate", "95% interval", unit, "max violation", "remarks"]]
+    """Return headings and cells of the points; remarks on one are a line of text below it."""
+    lines = [["arm", axis, "best rate", "95% interval", unit, "max violation"]]
     for row in rows:
         remarks = [] if row["edge"] is None else [_EDGES[row["edge"]]]
         if row["best_rate"] is None:
@@ -116,9 +117,10 @@ def point_lines(rows: Sequence[Mapping[str, Any]], axis: str, unit: str) -> list
                 _interval(row["interval"], "{:.3g}"),
                 _number(row["loss"], "{:.4f}"),
                 _number(row["max_violation"], "{:.2f}"),
-                "; ".join(remarks) or "-",
             ]
         )
+        if remarks:
+            lines.append(["", "; ".join(remarks)])
     return lines
 
 

@@ -14,6 +14,7 @@ import pytest
 
 from jaxmoe.resilience import goodput
 from jaxmoe.resilience.goodput import ROWS, Ledger, Record, account, format_goodput, read_ledger
+from jaxmoe.tracking.report import TIME_ROWS
 from jaxmoe.training import stopwatch
 from jaxmoe.training.stopwatch import Stopwatch, process_age
 
@@ -123,7 +124,9 @@ def test_a_killed_start_costs_the_steps_after_its_checkpoint(clock, tmp_path):
     )
     assert books.share == pytest.approx(60.0 / (clock.now - began - 1000.0))
     words = format_goodput(json.loads(json.dumps(books.to_json())))
-    assert words.startswith("goodput 38.5% of 1155.8 s in 4 starts, 5 steps lost: ended 87%, train")
+    assert words.startswith(
+        "goodput 38.5% (training steps that count) of 1155.8 s in 4 starts, 5 steps lost: ended 87%"
+    )
 
 
 def test_steps_of_two_starts_can_be_lost_at_once(clock, tmp_path):
@@ -209,3 +212,8 @@ def test_no_ledger_is_an_empty_one(tmp_path):
     assert account(read_ledger(tmp_path / "goodput.jsonl")).to_json() == {
         **{"share": 0.0, "wall_seconds": 0, "starts": 0, "lost_steps": 0, "seconds": {}}
     }
+
+
+def test_the_report_explains_every_row():
+    rows = {*ROWS.values(), *goodput._BETWEEN.values(), "down", "lost"}
+    assert rows == TIME_ROWS.keys()
