@@ -65,7 +65,16 @@ OPTIONAL_PACKAGES = (
 ORDER = (
     *("errors", "configs", "field_docs", "disk", "json_bounds", "optional", "state_tree"),
     *("fingerprints", "messages"),
-    *("declarations", "parameters", "precision", "execution", "routing", "layers", "models"),
+    *(
+        "declarations",
+        "parameters",
+        "processor",
+        "precision",
+        "execution",
+        "routing",
+        "layers",
+        "models",
+    ),
     *("optim", "scaling", "data", "training", "checkpoint", "generation", "tracking"),
     *("resilience", "planning", "serve", "run"),
 )
