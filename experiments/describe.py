@@ -103,7 +103,7 @@ def describe(recipe: str, plan: Plan) -> str:
     )
     gradients = sum(row.size * width / shards[row.path] for row in table)
     mesh = " ".join(
-        f"{axis}={'the rest' if size == -1 else size}"
+        f"{axis}={'all remaining devices' if size == -1 else size}"
         for axis, size in config.execution.mesh.by_axis.items()
         if size != 1
     )

@@ -103,10 +103,14 @@ def main(argv: Sequence[str]) -> int:
     with cli.exit_on_bad_configuration():
         start_process()
         if config.into is not None and config.trace is not None:
-            raise ValueError("into writes a run anew, and trace names none: leave trace out")
+            raise ValueError(
+                "into rewrites the run of run.directory, and a trace alone has no run: leave trace"
+                " out"
+            )
         if config.tables is not None and config.trace is not None:
             raise ValueError(
-                "tables are for the vocabulary of a run, and trace names none: leave trace out"
+                "tables need the vocabulary of run.directory, and a trace alone has no run: leave"
+                " trace out"
             )
         if config.into is not None and pathlib.Path(config.into).exists():
             raise ValueError(f"into={config.into} exists: choose a new directory")

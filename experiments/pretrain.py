@@ -84,7 +84,7 @@ def main(argv: Sequence[str], *, age: float = 0.0) -> int:
 
 def _end_before_steps(run: Run, watchdog: Watchdog, reason: Reason) -> None:
     """End the process on a signal that comes before the first step."""
-    say(f"{reason} before the first step: nothing to save, the same command goes on")
+    say(f"{reason} before the first step: nothing to save; run the same command to start again")
     run.directory.release()
     watchdog.leave(Ending(reason))
 

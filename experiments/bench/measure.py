@@ -74,12 +74,12 @@ def describe_load(share: float | None) -> str:
         share: Share of all processors that other processes used; None where it is not known.
     """
     if share is None:
-        return "machine: how busy other processes kept it is not known here"
+        return "machine: its use by other processes is unknown here"
     text = f"machine: other processes used {share:.0%} of its {os.cpu_count()} processors meanwhile"
     if share > 0.05:
         text += (
-            "\n  the limit was measured at one moment and the rest at others: a share of the limit"
-            "\n  above 100% is a limit that was measured while the machine was busier; repeat idle"
+            "\n  the limit is measured at another time than the rest: a share above 100% means"
+            "\n  that the machine was busier then; repeat on an idle machine"
         )
     return text
 

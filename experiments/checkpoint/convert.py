@@ -138,8 +138,8 @@ def convert(config: ConvertConfig) -> str:
     modes = [name for name in _MODES if getattr(config, name) is not None]
     if not modes:
         raise ValueError(
-            "convert to what? give --quantise w4a8, w8a8, w4ax, w4a4, w4a16, w8a16 or fp8, or"
-            " --to_huggingface auto, or --from_huggingface DIR"
+            "convert needs a target: give --quantise w4a8, w8a8, w4ax, w4a4, w4a16, w8a16 or fp8,"
+            " or --to_huggingface auto, or --from_huggingface DIR"
         )
     if len(modes) > 1:
         raise ValueError(f"--{' and --'.join(modes)} exclude each other: give one")

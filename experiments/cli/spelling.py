@@ -120,7 +120,7 @@ def stray_word(word: str, config: Any, prog: str, recipes: Collection[str] = ())
         return f"{word!r} is a recipe, which is the first word: {prog} {name} [flags]"
     path, equals, value = word.lstrip("-").partition("=")
     if equals and (near := _nearest(path, known)):
-        return f"{word!r} is no flag: did you mean --{near} {value}?"
+        return f"{word!r} is not a flag: did you mean --{near} {value}?"
     path, colon, value = word.partition(":")
     if colon and value and "/" not in word:
         choices = [choice.path for choice in find_choices(config)]

@@ -61,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
     write("\n".join(map(in_words, findings)))
     # Processes that cannot meet would wait for minutes here, and fail without a reason.
     if any(f.level == "problem" and f.what in _BEFORE_DEVICES for f in findings):
-        text = "not examined, for the problem above"
+        text = "not examined, because of the problem above"
         found = [Finding("warning", "devices", text, "mend that first")]
         is_first = True
     else:
@@ -129,7 +129,7 @@ def _answer_within(seconds: float) -> Iterator[None]:
             "problem",
             "devices",
             f"no answer within {seconds:g} s: a process or a device is missing, or hangs",
-            "see that the same command runs on every host; --timeout waits longer",
+            "check that the same command runs on every host; --timeout sets a longer limit",
         )
         write(in_words(finding))
         os._exit(int(ExitCode.BAD_CONFIGURATION))

@@ -82,8 +82,8 @@ def devices() -> Iterator[Finding]:
     yield Finding("ok", "memory", text)
     dtype = PrecisionPolicy().compute_dtype.name
     peak = peak_flops(first.device_kind, dtype)
-    text = f"{peak / 1e12:.0f} TFLOP/s a device in {dtype}: MFU will be shown" if peak else ""
-    text = text or f"not known for {first.device_kind}: there will be no MFU"
+    text = f"{peak / 1e12:.0f} TFLOP/s a device in {dtype}: MFU is shown" if peak else ""
+    text = text or f"not known for {first.device_kind}: MFU is not shown"
     yield Finding("ok", "peak", text)
 
 
@@ -197,7 +197,7 @@ def cache() -> Iterator[Finding]:
         yield Finding(
             "warning",
             "compilation cache",
-            "none: every start compiles anew",
+            "none: every start compiles again",
             "set JAX_COMPILATION_CACHE_DIR",
         )
         return
@@ -223,7 +223,7 @@ def train_step() -> Iterator[Finding]:
             "problem",
             "train step",
             f"a tiny model cannot be trained: {_first_line(error)}",
-            "mend the problems above first; otherwise report this as a bug",
+            "fix the problems above first; otherwise report this as a bug",
         )
         return
     if not math.isfinite(loss) or is_skipped:

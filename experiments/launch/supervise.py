@@ -162,7 +162,9 @@ def main(argv: Sequence[str]) -> int:
             write(f"supervisor: {ended.cause}; start {len(starts) + 1} follows")
     directory.release()
     if ended.code != ExitCode.DONE:
-        write(f"supervisor: {ended.cause}; ended after {len(starts)} starts")
+        write(
+            f"supervisor: {ended.cause}; ended after {len(starts)} start{'s' * (len(starts) != 1)}"
+        )
     return ended.code
 
 

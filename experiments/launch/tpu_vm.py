@@ -44,7 +44,7 @@ class TpuVmConfig:
         match = re.fullmatch(r"(v2|v3|v4|v5litepod|v5p|v6e)-([1-9]\d*)", self.accelerator_type)
         if match is None:
             raise ValueError(
-                f"cluster.accelerator_type={self.accelerator_type} is not one: give a kind (v2, v3,"
+                f"cluster.accelerator_type={self.accelerator_type} is unknown: give a kind (v2, v3,"
                 " v4, v5litepod, v5p, v6e) and a size, such as v5litepod-16"
             )
         if (self.chips > 8 or "lite" not in match[1] and match[1] != "v6e") and self.chips % 4:

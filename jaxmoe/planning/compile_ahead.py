@@ -87,8 +87,8 @@ def check_compiler(topology: Topology) -> None:
     platform = topology.chip.platform
     if platform == "tpu" and importlib.util.find_spec("libtpu") is None:
         raise MissingPackageError(
-            f"topology={topology.text}: libtpu, which compiles for a TPU that is not there, is not"
-            " installed: pip install 'jaxmoe[plan]'; --compiles 0 plans in closed form"
+            f"topology={topology.text}: libtpu, which compiles for a TPU that is not attached, is"
+            " not installed: pip install 'jaxmoe[plan]'; --compiles 0 plans in closed form"
         )
     if platform == "gpu":
         has = importlib.util.find_spec("jax_plugins") is not None and any(
@@ -96,9 +96,9 @@ def check_compiler(topology: Topology) -> None:
         )
         missing = "" if has else "the CUDA plugin is not installed (extra [cuda]), and "
         raise ValueError(
-            f"topology={topology.text} cannot be compiled for here: {missing}a GPU that is not"
-            " there needs a description of it, which no package brings: --compiles 0 plans in"
-            " closed form"
+            f"topology={topology.text} cannot be compiled for here: {missing}compiling"
+            " for a GPU that is not attached needs a description of it, which no package provides:"
+            " --compiles 0 plans in closed form"
         )
 
 

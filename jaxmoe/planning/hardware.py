@@ -186,7 +186,7 @@ def parse_topology(text: str) -> Topology:
     names = [name for name, chip in CHIPS.items() if chip.platform == platform]
     if not names:
         raise ValueError(
-            f"topology={text!r}: {platform!r} is no kind of machine"
+            f"topology={text!r}: {platform!r} is not a platform"
             f"{closest(platform, ('tpu', 'gpu', 'cpu'))}; known are {KNOWN}"
         )
     if kind not in names:

@@ -272,9 +272,9 @@ class Lease:
                 return True
             if self._heartbeat_of(before) != seen:
                 ago = time.monotonic() - looked
-                raise ValueError(self._refusal(f"{before}, last sign of life {ago:.1f} s ago"))
+                raise ValueError(self._refusal(f"{before}, last heartbeat {ago:.1f} s ago"))
             looked = time.monotonic()
-        write(f"{where} is taken over from {before}: no sign of life for {seconds:g} s")
+        write(f"{where} is taken over from {before}: no heartbeat for {seconds:g} s")
         return True
 
     def _check_alone(self) -> None:

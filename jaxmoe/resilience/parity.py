@@ -66,8 +66,8 @@ def only_lost(has: Sequence[bool]) -> int | None:
     if len(lost) > (len(has) > 1):
         names = ", ".join(map(str, lost))
         raise TooManyLostError(
-            f"{len(lost)} of {len(has)} processes ({names}) have lost their words: parity brings"
-            f" back {'one' if len(has) > 1 else 'none where there is no other process'}"
+            f"{len(lost)} of {len(has)} processes ({names}) have lost their snapshots: parity"
+            f" restores {'one' if len(has) > 1 else 'none without another process'}"
         )
     return lost[0] if lost else None
 

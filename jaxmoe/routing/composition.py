@@ -106,8 +106,8 @@ def causal_advice(moe: Any) -> list[str]:
         return []
     return [
         "moe.capacity.keep=gate in a causal model: of the tokens of a row an expert keeps those of"
-        " largest gate, so a later token can push an earlier one out, and held-out losses know"
-        " what comes; set keep to position, or moe.capacity to None"
+        " largest gate, so a later token can displace an earlier one, and held-out losses depend"
+        " on future tokens; set keep to position, or moe.capacity to None"
     ]
 
 

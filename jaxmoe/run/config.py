@@ -267,8 +267,8 @@ class ProfileConfig:
         first, last = map(int, self.steps.split(":"))
         if not 1 <= first < last:
             raise ValueError(
-                f"profile.steps={self.steps} must have 1 <= a < b: the first step is 1, and one"
-                " step alone is not worth much"
+                f"profile.steps={self.steps} must have 1 <= a < b: the first step is 1, and a"
+                " trace needs two steps or more"
             )
 
     @property

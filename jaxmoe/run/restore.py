@@ -181,7 +181,7 @@ def open_snapshots(assembly: Assembly, directory: RunDirectory) -> SnapshotStore
             lacking = f"; {SNAPSHOTS} is not set for {int((has == 0).sum())} processes"
             logger.warning(
                 "checkpoint.snapshot_every=%d keeps nothing: start the run with `python -m"
-                " experiments.launch --supervise`, whose memory outlives it%s",
+                " experiments.launch --supervise`, which keeps snapshots in memory%s",
                 config.checkpoint.snapshot_every,
                 lacking if has.any() else "",
             )

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The live view of a run on a terminal, and the choice between it and the plain line.
 
-    step 120/300 ---------------               40%   0:31 gone   eta 0:58
+    step 120/300 ---------------               40%   0:31 elapsed   eta 0:58
     loss 3.2140   held out 1.823 bits/byte   lr 8.10e-03   grad norm 0.412   12.4k tokens/s
     L0 ########   L1 ########   L2 ########   L3 ########
     max violation 0.31 in layer 3   dead 0 of 32   dropped 0%   balance 1.02
@@ -248,7 +248,7 @@ class View:
     def _progress(self, width: int) -> list[Span]:
         share = min(1.0, self.step / max(self.total_steps, 1))
         before = f"step {self.step}/{self.total_steps} "
-        after = f" {share:4.0%}   {format_duration(self.seconds_gone)} gone"
+        after = f" {share:4.0%}   {format_duration(self.seconds_gone)} elapsed"
         if self.seconds_left is not None:
             after += f"   eta {format_duration(self.seconds_left)}"
         length = max(0, min(48, width - len(before) - len(after) - 12))

@@ -78,7 +78,7 @@ def test_the_load_of_other_processes_is_told_apart_from_our_own(tmp_path, monkey
     assert "other processes used 35% of its 2 processors" in text and "above 100%" in text
     assert "above 100%" not in describe_load(0.01)
     times.unlink()
-    assert OtherLoad().share() is None and "not known" in describe_load(None)
+    assert OtherLoad().share() is None and "is unknown" in describe_load(None)
 
 
 def test_matmul_rate_is_positive():

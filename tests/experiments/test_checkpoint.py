@@ -151,7 +151,7 @@ def test_bad_convert_requests_are_refused(run, converted, tmp_path, capsys):
     again = ("convert", "--run.directory", str(directory), "--quantise", "w8a8")
     assert f"{directory} is converted already, to w4a16: convert the" in words(*again)
     assert "small-w4a16 exists already: remove it" in words(*here, "--quantise", "w4a16")
-    assert "convert to what? give --quantise w4a8, w8a8" in words(*here)
+    assert "convert needs a target: give --quantise w4a8, w8a8" in words(*here)
     assert "w4a8" in words(*here, "--quantise", "w2a2")
     empty = ("convert", "--run.directory", str(tmp_path), "--to", str(tmp_path / "new"))
     assert "holds no run (config.json is missing)" in words(*empty, "--quantise", "w4a8")

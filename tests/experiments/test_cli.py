@@ -240,8 +240,8 @@ def test_unknown_field(capsys):
         ),
         ("--name a b", "unexpected word 'b': a field is --dotted.field value, see prog --help"),
         ("model.moe.ruter:softmax", "there is no choice model.moe.ruter: did you mean"),
-        ("learning_rate=1", "'learning_rate=1' is no flag: did you mean --learning_rate 1?"),
-        ("--learning_rate 1 top_k=1", "'top_k=1' is no flag: did you mean --model.moe.top_k 1?"),
+        ("learning_rate=1", "'learning_rate=1' is not a flag: did you mean --learning_rate 1?"),
+        ("--learning_rate 1 top_k=1", "'top_k=1' is not a flag: did you mean --model.moe.top_k 1?"),
     ],
 )
 def test_common_mistakes_are_answered_with_the_right_spelling_in_one_line(capsys, words, message):

@@ -235,7 +235,7 @@ REFUSED = {
     "command has no --run.directory, which would lie on each host's own disk: give one beneath /,"
     " that all hosts have mounted": ("tpu_vm", {"command": "python -m experiments.pretrain"}),
     "cluster.zone must be given, such as us-central1-a": ("tpu_vm", {"zone": ""}),
-    "cluster.accelerator_type=v9-8 is not one: give a kind (v2, v3, v4, v5litepod, v5p, v6e) and a"
+    "cluster.accelerator_type=v9-8 is unknown: give a kind (v2, v3, v4, v5litepod, v5p, v6e) and a"
     " size, such as v5litepod-16": ("tpu_vm", {"accelerator_type": "v9-8"}),
     "cluster.accelerator_type=v4-12 has 6 chips, which must be divisible by the 4 of a host": (
         "tpu_vm",

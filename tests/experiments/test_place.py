@@ -85,7 +85,7 @@ def test_a_trace_alone_is_compared(tmp_path, capsys):
     assert capsys.readouterr().out.count("%") == 10
     for more, message in (
         (["--devices", "3"], "3 devices cannot hold equal parts of 8 experts"),
-        (["--into", "x"], "trace names none"),
+        (["--into", "x"], "a trace alone has no run"),
     ):
         with pytest.raises(SystemExit) as stopped:
             place.main(["--trace", str(tmp_path / "trace.npz"), *more])
@@ -95,7 +95,7 @@ def test_a_trace_alone_is_compared(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--trace", "trace.npz", "--tables", "x"], "tables are for the vocabulary of a run"),
+        (["--trace", "trace.npz", "--tables", "x"], "tables need the vocabulary of run.directory"),
         (["--tables", "taken"], "tables=taken exists: choose a new file"),
     ],
 )

@@ -177,7 +177,7 @@ def test_grids_are_extended_and_nothing_is_trained_twice(tmp_path, monkeypatch, 
         run(tmp_path / "run", "--budget", "None", "--training.steps", "8", *more)
     assert stopped.value.code == 2
     assert "training.steps: saved 6, given 8" in capsys.readouterr().err
-    # Another smallest point is another base point: said, and run anew.
+    # Another smallest point is another base point, and is repeated.
     run(tmp_path / "run", *STEPS, "--points", "16", "32", "--rates", "3", "--seeds", "1")
     assert "earlier trials were of other settings" in capsys.readouterr().out
 
@@ -192,7 +192,7 @@ def test_a_budget_decides_once(tmp_path, monkeypatch, capsys):
     # 0.9 * 240 s; 18 runs (a sixth rate, beyond an edge) of 0.03 s a step and 0.2 s of evaluation
     assert summary["steps"] == int((216 - 3.6) / (18 * 0.03)) // 16 * 16 == 384
     words = capsys.readouterr().out
-    assert "4 minutes buy 36 trials of 384 steps" in words and "standard 8: 10 ms" in words
+    assert "4 minutes allow 36 trials of 384 steps" in words and "standard 8: 10 ms" in words
     known = len(calls)
     seconds[8.0] = (1.0, 0.1)  # a slower machine keeps the steps
     _, summary = run(tmp_path / "run", *more, "--budget", "4")

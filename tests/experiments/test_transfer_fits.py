@@ -199,8 +199,8 @@ def test_tables_and_sentences():
     points, arm = rows_of({64.0: curve(8e-3), 256.0: curve(2e-3, diverged=RATES[-1:])})
     words = sentence(arm, "width", (64.0, 256.0), "bits per byte")
     assert words.startswith(
-        "arm: does not transfer over width 64 to 256 (a factor of 4): the best rate moved by -2.00"
-        " factor-of-two steps (95% -2.00 to -2.00); using the rate of 64 at 256 costs 0.4"
+        "arm: does not transfer over width 64 to 256 (a factor of 4): the best rate changed by a"
+        " factor of 2^-2.00 (95% 2^-2.00 to 2^-2.00); using the rate of 64 at 256 costs 0.4"
     )
     assert arm["regret_nats_per_token"] == pytest.approx(arm["regret"] * math.log(2.0))
     lines = point_lines(points, "width", "bits per byte")
@@ -219,7 +219,7 @@ def test_sentences_of_doubt():
     assert "at the edge: the highest rate" in point_lines(points, "width", "x")[2][-1]
     given = {"shift": 0.9, "shift_interval": (0.5, 1.3), "verdict": "transfers"}
     words = sentence(arm | given | {"shift_bound": "exact"}, "width", (64.0, 256.0), "bits")
-    assert "the interval reaches over the rule of 1" in words
+    assert "the interval exceeds the limit of 2^1" in words
     given = {"shift": -1.4, "shift_interval": (-2.0, -1.1), "verdict": "does not transfer"}
     words = sentence(arm | given | {"shift_bound": "exact"}, "width", (64.0, 256.0), "bits")
     assert "reaches over" not in words

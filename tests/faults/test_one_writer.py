@@ -78,7 +78,7 @@ def test_heartbeat_decides_without_flock(tmp_path, caplog, flock, skew):
             _lease(tmp_path, "two", flock=flock).acquire()
         text = str(refused.value)
         assert f"run.directory={tmp_path} is in use by process {os.getpid()} on one" in text
-        assert "last sign of life 0." in text and "--run.steal_lock True" in text
+        assert "last heartbeat 0." in text and "--run.steal_lock True" in text
         first.fence()
         assert str(os.getpid()) in (tmp_path / "run.lock").read_text(), "who was refused wiped it"
 

@@ -75,7 +75,7 @@ def test_permanent_failures_are_not_restarted(tmp_path, capsys, code):
     found, summary, _ = _supervise(tmp_path, str(int(code)))
     assert found == code and len(summary["starts"]) == 1
     words = code.name.lower().replace("_", " ")
-    assert f"process 1 ended with {int(code)} ({words}); ended after 1 starts" in (
+    assert f"process 1 ended with {int(code)} ({words}); ended after 1 start" in (
         capsys.readouterr().out
     )
 

@@ -64,7 +64,7 @@ def draw_comparison(
     panels[0].axvline(0.0, color=GRAY, linewidth=1.0, linestyle=(0, (4, 3)))
     panels[0].set_xlabel(f"bits per byte above {baseline}\n(paired, 95% interval over seeds)")
     panels[1].set_xlabel("excess bits per token\n(languages)")
-    panels[2].set_xlabel("language-expert MI\n(1: each tells the other)")
+    panels[2].set_xlabel("language-expert MI\n(1: each determines the other)")
     panels[2].set_xlim(0.0, 1.0)
     panels[2].set_xticks([0.0, 0.5, 1.0])
     panels[3].set_xlabel("max violation over training\n(mean; line to the largest)")

@@ -84,8 +84,8 @@ def size_of(
     )
     minutes = (steps * per_step + fixed) / 60.0
     words = (
-        f"a step takes ({each}); {config.budget:g} minutes buy {number} trials of {steps} steps,"
-        f" one rate beyond the grid at each point among them,"
+        f"time of a step: {each}. {config.budget:g} minutes allow {number} trials of {steps} steps,"
+        " one rate beyond the grid at each point included:"
         f" about {minutes:.0f} minutes"
     )
     return Sizes(steps=steps, words=words)

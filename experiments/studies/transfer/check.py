@@ -101,7 +101,7 @@ class CoordinateCheck:
         """Write summary.json and the picture; return the table as text."""
         del seconds
         if status not in ("done", "failed"):
-            return f"{status}: nothing is kept of a check; the same command begins anew"
+            return f"{status}: a check saves nothing; run the same command to repeat it"
         config = self._config
         picture = self._directory.plots_directory / PICTURE
         draw_coordinates(picture, self._measured, config.chosen_points, axis=config.axis)

@@ -221,7 +221,7 @@ class Sweep:
         )
         stale = sum(not self._is_current(cell, r) for cell in self._cells for r in self._mine(cell))
         if stale:
-            say(f"{stale} earlier trials were of other settings (steps, base point) and run anew")
+            say(f"{stale} earlier trials had other settings (steps, base point) and are repeated")
 
     def _rates(self, cell: Cell) -> Iterator[float]:
         """Yield the rates of a cell, then rates beyond an edge of the grid where the best one

@@ -163,11 +163,11 @@ def sentence(row: Mapping[str, Any], axis: str, values: Sequence[float], unit: s
         )
     bound = "at least " if row["shift_bound"] == "at least" else ""
     words = (
-        f"{row['arm']}: {row['verdict']} {where}: the best rate moved by {bound}"
-        f"{row['shift']:+.2f} factor-of-two steps{_between(row['shift_interval'], '{:+.2f}')}"
+        f"{row['arm']}: {row['verdict']} {where}: the best rate changed by a factor of {bound}"
+        f"2^{row['shift']:.2f}{_between(row['shift_interval'], '2^{:.2f}')}"
     )
     if _is_doubtful(row["shift"], row["shift_interval"]):
-        words += ", and the interval reaches over the rule of 1"
+        words += ", and the interval exceeds the limit of 2^1"
     if row["regret"] is None:
         return f"{words}; the best rate of {first:g} is outside the rates that ended at {last:g}"
     return (

@@ -131,8 +131,8 @@ def check_placement(model: ModelConfig, placement: ExpertPlacement) -> None:
     router = moe.router
     if not router.traits.is_learned:
         raise ValueError(
-            f"placement: the router {router.name} names experts by number, and would name others"
-            " after they have moved: there is nothing to place by"
+            f"placement: the router {router.name} assigns tokens to expert numbers, which change"
+            " when experts move: its experts cannot be placed"
         )
     groups = getattr(router, "groups", None)
     if groups is not None:
@@ -141,7 +141,7 @@ def check_placement(model: ModelConfig, placement: ExpertPlacement) -> None:
         if (blocks != blocks[:, :, :1]).any():
             layer = int(np.argmax((blocks != blocks[:, :, :1]).any((1, 2))))
             raise ValueError(
-                f"placement: in layer {layer} it tears groups of model.moe.router.groups apart"
+                f"placement: in layer {layer} it splits groups of model.moe.router.groups"
                 f" ({groups.num_groups} groups of {size} neighbours): place whole groups, or train"
                 " without a group limit"
             )

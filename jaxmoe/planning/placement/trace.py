@@ -137,13 +137,13 @@ def load_trace(path: str | os.PathLike[str]) -> RoutingTrace:
             parts = {name: file[name] for name in ("token_ids", "expert_ids", "num_experts")}
     except (OSError, KeyError, ValueError, zipfile.BadZipFile) as error:
         raise ValueError(
-            f"{path} is no routing trace ({error}): write one with"
+            f"{path} is not a routing trace ({error}): write one with"
             " python -m experiments.routers --trace METHOD"
         ) from error
     token_ids, expert_ids = parts["token_ids"], parts["expert_ids"].astype(np.int32)
     if expert_ids.shape[1:2] != token_ids.shape:
         raise ValueError(
-            f"{path} is no routing trace: token_ids {token_ids.shape} must be [T], and expert_ids"
-            f" {expert_ids.shape} [L T K]"
+            f"{path} is not a routing trace: token_ids {token_ids.shape} must be [T], and"
+            f" expert_ids {expert_ids.shape} [L T K]"
         )
     return RoutingTrace(token_ids, expert_ids, int(parts["num_experts"]))

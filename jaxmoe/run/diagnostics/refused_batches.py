@@ -88,7 +88,7 @@ def read_batch(directory: RunDirectory, step: int) -> DumpedBatch:
         rows, number = arrays.pop("rows"), int(arrays.pop("step"))
         return DumpedBatch(step=number, rows=rows, batch=Batch.from_arrays(arrays))
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is no dump of a batch ({error}): remove it") from error
+        raise ValueError(f"{path} is not a dump of a batch ({error}): remove it") from error
 
 
 def _file(directory: RunDirectory, step: int) -> pathlib.Path:

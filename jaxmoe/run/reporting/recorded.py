@@ -77,7 +77,9 @@ def read_run(path: str | os.PathLike[str]) -> RecordedRun:
     """
     directory = RunDirectory(path)
     if not directory.path.is_dir():
-        raise ValueError(f"{path} is no directory: give that of a run, such as runs/pretrain/tiny")
+        raise ValueError(
+            f"{path} is not a directory: give that of a run, such as runs/pretrain/tiny"
+        )
     config = directory.config_json()
     try:
         series = read_metrics(directory.metrics_file)

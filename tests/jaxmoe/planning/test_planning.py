@@ -334,7 +334,7 @@ def test_v4_has_one_device_for_a_chip():
             "tpu:v5p:16x16",
             "'16x16': give 3 whole numbers joined by x, such as tpu:v5p:4x4x4",
         ),
-        ("tup:v5e:4x4", "'tup' is no kind of machine: did you mean 'tpu'?; known are tpu:v4"),
+        ("tup:v5e:4x4", "'tup' is not a platform: did you mean 'tpu'?; known are tpu:v4"),
         ("tpu:v9", "there is no TPU 'v9'; known are v4, v5e, v5p, v6e, tpu7x, such as tpu:v5e:"),
         ("tpu:v5e", "has no size: give 2 whole numbers joined by x, such as tpu:v5e:16x16"),
         ("gpu:h100:12", "12 GPUs do not fill hosts of 8"),

@@ -206,7 +206,7 @@ def test_training_continues(name):
 def test_experts_by_number_are_refused(name):
     model = model_of(name)
     router = METHODS[name].router.name
-    with pytest.raises(ValueError, match=f"the router {router} names experts by number"):
+    with pytest.raises(ValueError, match=f"the router {router} assigns tokens to expert numbers"):
         relocate_params(model, {}, placement_of(model))
 
 
@@ -222,7 +222,7 @@ def test_a_group_limit_moves_as_a_whole_or_not_at_all():
     others, _ = look(relocate_params(model, params, whole), state)
     np.testing.assert_array_equal(others, logits)
     torn = ExpertPlacement(np.array([[0, 0, 1, 1, 2, 2, 3, 3], [0, 1, 0, 1, 2, 2, 3, 3]]), DEVICES)
-    with pytest.raises(ValueError, match="in layer 1 it tears groups of model.moe.router.groups"):
+    with pytest.raises(ValueError, match="in layer 1 it splits groups of model.moe.router.groups"):
         relocate_params(model, params, torn)
 
 

@@ -99,13 +99,13 @@ def test_changed_bit_shows_in_the_rebuilt_words():
     [
         (
             (True, False, True, False),
-            r"2 of 4 processes \(1, 3\) have lost their words: parity",
+            r"2 of 4 processes \(1, 3\) have lost their snapshots: parity",
         ),
         (
             (False, False),
-            r"2 of 2 processes \(0, 1\) have lost .* parity brings back one",
+            r"2 of 2 processes \(0, 1\) have lost .* parity restores one",
         ),
-        ((False,), r"1 of 1 processes \(0\) have lost .* none where there is no other process"),
+        ((False,), r"1 of 1 processes \(0\) have lost .* none without another process"),
     ],
 )
 def test_two_lost_processes_are_refused(has, message):

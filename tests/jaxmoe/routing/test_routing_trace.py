@@ -101,7 +101,7 @@ def test_trace_on_a_mesh_equals_one_device_and_is_limited():
             lambda: RoutingTrace(np.arange(1), np.full((1, 1, 1), 5), 4),
             "expert ids lie in 5 to 5, and must in 0 to 4, where 4 means none",
         ),
-        (lambda: load_trace("nowhere.npz"), "nowhere.npz is no routing trace"),
+        (lambda: load_trace("nowhere.npz"), "nowhere.npz is not a routing trace"),
         (
             lambda: record_trace(
                 dataclasses.replace(TINY, moe=None), ExecutionConfig(), {}, {}, []
@@ -127,10 +127,10 @@ def test_bad_input_is_refused(make, message):
 
 def test_file_of_another_kind_is_refused(tmp_path):
     np.savez(tmp_path / "other.npz", load=np.zeros(3))
-    with pytest.raises(ValueError, match="other.npz is no routing trace"):
+    with pytest.raises(ValueError, match="other.npz is not a routing trace"):
         load_trace(tmp_path / "other.npz")
     (tmp_path / "words.npz").write_text("words")
-    with pytest.raises(ValueError, match="words.npz is no routing trace"):
+    with pytest.raises(ValueError, match="words.npz is not a routing trace"):
         load_trace(tmp_path / "words.npz")
     parts = {"token_ids": np.arange(3), "expert_ids": np.zeros((1, 2, 1)), "num_experts": 4}
     np.savez(tmp_path / "torn.npz", **parts)

@@ -109,7 +109,7 @@ def test_the_view_says_it_all():
     )
     lines = text_of(view.lines(100))
     assert lines[0].startswith("step 120/300 ")
-    assert lines[0].endswith("  40%   0:31 gone   eta 0:58")
+    assert lines[0].endswith("  40%   0:31 elapsed   eta 0:58")
     assert lines[1] == "loss 3.2141   held out 1.8231 bits/byte   12.4k tokens/s   mfu 41.2%"
     assert lines[2] == f"L0 {BLOCKS[4] * 4}   L1 {BLOCKS[7]}{BLOCKS[1]}{BLOCKS[3]}{DEAD}"
     assert lines[3] == "max violation 1.80 in layer 1   dead 1 of 8   dropped 25.0%"
