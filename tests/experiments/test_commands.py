@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import pathlib
 import subprocess
@@ -104,7 +105,8 @@ def test_the_rest_of_help_is_under_help_all_and_under_its_group(capsys):
         parsed("--help")
     text = capsys.readouterr().out
     assert "--checkpoint.compare_replicas" not in text
-    assert "--training.steps             Total number of optimiser steps (400)" in text
+    steps = RECIPES["tiny"]().training.steps
+    assert f"--training.steps             Total number of optimiser steps ({steps})" in text
 
 
 def test_choices_are_also_values_of_flags():
@@ -131,10 +133,18 @@ def test_short_spellings_are_answered_in_one_line(words, flag, capsys):
     assert error.endswith(f": did you mean {flag}?\n")
 
 
+def with_warm_up(*words):
+    def recipe():
+        schedule = WarmupStableDecayConfig(warmup_steps=20, decay_fraction=0.4)
+        return dataclasses.replace(RECIPES["tiny"](), schedule=schedule)
+
+    return flags.parse({"recipe": recipe}, "recipe", words, "prog", "d")[1]
+
+
 def test_few_steps_shorten_the_warm_up_of_the_recipe(capsys):
-    assert parsed("--training.steps", "50").schedule.warmup_steps == 20
+    assert with_warm_up("--training.steps", "50").schedule.warmup_steps == 20
     assert capsys.readouterr().err == ""
-    config = parsed("--training.steps", "10")
+    config = with_warm_up("--training.steps", "10")
     config.schedule.build(10)
     assert (config.schedule.warmup_steps, config.schedule.decay_fraction) == (2, 0.4)
     assert capsys.readouterr().err == (
@@ -143,13 +153,13 @@ def test_few_steps_shorten_the_warm_up_of_the_recipe(capsys):
 
 
 def test_an_explicit_warm_up_stays_and_the_decay_makes_way(capsys):
-    config = parsed("--training.steps", "10", "--schedule.warmup-steps", "8")
+    config = with_warm_up("--training.steps", "10", "--schedule.warmup-steps", "8")
     config.schedule.build(10)
     assert (config.schedule.warmup_steps, config.schedule.decay_fraction) == (8, pytest.approx(0.2))
     assert "schedule.decay_fraction 0.4 -> 0.2, to fit" in capsys.readouterr().err
     both = ("--schedule.warmup_steps=8", "--schedule.decay_fraction", "0.4")
     for words in (("--schedule.warmup_steps", "10"), both):
-        config = parsed("--training.steps", "10", *words)
+        config = with_warm_up("--training.steps", "10", *words)
         with pytest.raises(ValueError, match="schedule.warmup_steps"):
             config.schedule.build(10)
 
