@@ -64,17 +64,8 @@ OPTIONAL_PACKAGES = (
 # The packages of jaxmoe from the lowest to the highest: a package imports lower ones only.
 ORDER = (
     *("errors", "configs", "field_docs", "disk", "json_bounds", "optional", "state_tree"),
-    *("fingerprints", "messages"),
-    *(
-        "declarations",
-        "parameters",
-        "processor",
-        "precision",
-        "execution",
-        "routing",
-        "layers",
-        "models",
-    ),
+    *("fingerprints", "messages", "processor"),
+    *("declarations", "parameters", "precision", "execution", "routing", "layers", "models"),
     *("optim", "scaling", "data", "training", "checkpoint", "generation", "tracking"),
     *("resilience", "planning", "serve", "run"),
 )
