@@ -1,6 +1,7 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the Python blocks of every page as written, and builds the reference and the flag tables.
+"""Runs the Python blocks of every page as written, builds the reference and the flag tables, and
+checks what the table of features names.
 
 The blocks of a page are one script. The pages run one after the other in one process with 8 CPU
 devices and JAX's default settings, each in an empty working directory.
@@ -8,6 +9,7 @@ devices and JAX's default settings, each in an empty working directory.
 
 from __future__ import annotations
 
+import collections
 import json
 import os
 import pathlib
@@ -17,6 +19,9 @@ import sys
 
 import pytest
 
+from experiments.recipes import RECIPES
+from experiments.studies.transfer import config as transfer
+from jaxmoe.routing import METHODS
 from tests.support.source_tree import PACKAGES, ROOT
 
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -91,6 +96,12 @@ def test_examples_of_all_other_pages_run_as_written():
     assert not failed, "\n".join(failed.values())
 
 
+def commands() -> set[str]:
+    """Return the names of all commands."""
+    found = {path.stem for path in (ROOT / "experiments").glob("*.py")}
+    return found | {path.parent.name for path in (ROOT / "experiments").glob("*/__main__.py")}
+
+
 def test_pages_name_commands_that_exist():
     pages = [ROOT / "README.md", *(ROOT / ".docs").glob("**/*.md")]
     pages += [path for package in PACKAGES for path in (ROOT / package).rglob("README.md")]
@@ -100,23 +111,139 @@ def test_pages_name_commands_that_exist():
         if "generated" not in page.parts and "_build" not in page.parts
         for name in re.findall(r"python -m experiments\.(\w+)", page.read_text(encoding="utf-8"))
     }
-    commands = {path.stem for path in (ROOT / "experiments").glob("*.py")}
-    commands |= {path.parent.name for path in (ROOT / "experiments").glob("*/__main__.py")}
-    missing = sorted((name, page) for name, page in named if name not in {*commands, "NAME", "X"})
+    known = {*commands(), "NAME", "X"}
+    missing = sorted((name, page) for name, page in named if name not in known)
     assert named and not missing, missing
 
 
-def test_the_flag_tables_and_the_reference_cover_the_sources(tmp_path, monkeypatch):
+@pytest.fixture(scope="module")
+def flag_pages(tmp_path_factory):
+    """Return the text of the flag table of each command."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / ".docs"))
+        import flag_tables
+    target = tmp_path_factory.mktemp("flags")
+    flag_tables.write(target)
+    return {page.stem: page.read_text(encoding="utf-8") for page in target.glob("*.md")}
+
+
+def test_the_flag_tables_and_the_reference_cover_the_sources(tmp_path, monkeypatch, flag_pages):
     monkeypatch.syspath_prepend(str(ROOT / ".docs"))
-    import flag_tables
     import reference_pages
 
-    flag_tables.write(tmp_path / "flags")
-    pretrain = (tmp_path / "flags" / "pretrain.md").read_text()
     for flag in ("--training.steps", "model.moe.router:NAME", "--execution.mesh.data"):
-        assert f"`{flag}`" in pretrain
+        assert f"`{flag}`" in flag_pages["pretrain"]
     reference_pages.write(ROOT, tmp_path / "reference")
     pages = "".join(page.read_text() for page in (tmp_path / "reference").glob("*.md"))
     for name in ("jaxmoe.training.step.make_train_step", "sharding.mesh.MeshConfig"):
         assert name in pages
     assert pathlib.Path(tmp_path / "reference" / "jaxmoe.routing.md").exists()
+
+
+FEATURES = ROOT / ".docs" / "features.md"
+FEATURE = re.compile(r"^\| (?!feature |---)(.+?) \| (.+?) \| (.*?) ?\|$", re.MULTILINE)
+TEST = re.compile(r"(tests/[\w/]+\.py)::(test_\w+)")
+
+
+def fault_of_words(words: list[str], page: str) -> str | None:
+    """Return what is wrong with the flags and members of a command line, if anything.
+
+    Args:
+        words: Command line after the name of the command.
+        page: Flag table of the command.
+    """
+    flags = set(re.findall(r"^\| `--([\w.]+)`", page, re.MULTILINE))
+    members = collections.defaultdict(set)
+    for path, names in re.findall(r"^\| `([\w.]+):NAME`((?: `\w+`)+)", page, re.MULTILINE):
+        members[path] |= set(re.findall(r"\w+", names))
+    flag, values = None, 0
+    for word in words:
+        path, _, name = word.partition(":")
+        if word.startswith("--"):
+            flag, values = word[2:], 0
+            if flag not in flags and flag not in members:
+                return f"{word} is no flag"
+        elif path in members:
+            if name not in members[path]:
+                return f"{word}: no such member"
+        elif flag is None:
+            if word not in {*RECIPES, *transfer.RECIPES}:
+                return f"{word} is no recipe"
+        else:
+            values += 1
+            if flag in members and word not in members[flag]:
+                return f"--{flag} {word}: no such member"
+            if flag in ("methods", "trace") and word not in METHODS:
+                return f"--{flag} {word}: no such method"
+            if values > 1 and flag not in (*members, "methods", "trace"):
+                return f"{word} belongs to no flag"
+    return None
+
+
+def fault_of_code(code: str, pages: dict[str, str]) -> str | None:
+    """Return what is wrong with a piece of code on the page of features, if anything.
+
+    Args:
+        code: A test, command line, flags of pretrain, target of make, or path.
+        pages: Flag table of each command.
+    """
+    if test := TEST.fullmatch(code):
+        path, name = ROOT / test[1], test[2]
+        exists = path.exists() and re.search(rf"^def {name}\(", path.read_text(), re.MULTILINE)
+        return None if exists else f"{code}: no such test"
+    words = code.split()
+    if code.startswith("python -m experiments."):
+        command, words = words[2].removeprefix("experiments."), words[3:]
+        if command not in commands():
+            return f"{code}: no such command"
+        if words and f"{command}_{words[0]}" in pages:
+            command, words = f"{command}_{words[0]}", words[1:]
+        fault = fault_of_words(words, pages[command])
+    elif words[0] == "make":
+        targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        fault = None if words[1:] and {*words[1:]} <= {*targets} else "no such target"
+    elif words[0].startswith("--") or ":" in words[0]:
+        fault = fault_of_words(words, pages["pretrain"])
+    else:
+        fault = None if "/" in code and (ROOT / code).exists() else "no such path"
+    return fault and f"{code}: {fault}"
+
+
+def test_the_features_have_their_states_and_evidence():
+    text = FEATURES.read_text(encoding="utf-8")
+    rows = FEATURE.findall(text)
+    assert len(rows) == 100 == len({feature for feature, _, _ in rows})
+    states = collections.Counter(state for _, state, _ in rows)
+    assert set(states) == {"yes", "in part", "no"}
+    counts = ", ".join(f"{states[state]} {state}" for state in ("yes", "in part", "no"))
+    assert f"100 features: {counts}." in text
+    unproved = [row for row in rows if row[1] != "no" and not TEST.search(row[2])]
+    assert not unproved, unproved
+
+
+def test_what_the_features_name_exists(flag_pages):
+    found = re.findall(r"`([^`]+)`", FEATURES.read_text(encoding="utf-8"))
+    faults = [fault for code in found if (fault := fault_of_code(code, flag_pages))]
+    assert len(found) > 150 and not faults, "\n".join(faults)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "tests/test_documentation.py::test_of_nothing",
+        "tests/test_of_nothing.py::test_of_nothing",
+        "python -m experiments.nothing",
+        "python -m experiments.pretrain nothing",
+        "python -m experiments.routers --methods nothing",
+        "python -m experiments.checkpoint convert --nothing",
+        "--model.moe.nothing 1",
+        "--model.moe.top_k 1 2",
+        "--execution.dispatcher nothing",
+        "model.moe.router:nothing",
+        "make nothing",
+        "jaxmoe/nothing.py",
+        "nothing",
+    ],
+)
+def test_names_of_nothing_are_found(code, flag_pages):
+    assert fault_of_code(code, flag_pages)
