@@ -32,7 +32,7 @@ import pathlib
 import shutil
 import uuid
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -256,7 +256,7 @@ def _documents(
     collection: Collection, tokenizer: Tokenizer, on_bad_record: BadRecords, skipped: list[str]
 ) -> Iterator[tuple[np.ndarray, int, int]]:
     """Yield tokens, digest and bytes of each non-empty document."""
-    waiting: list[tuple[str, bytes]] = []
+    waiting: list[_Text] = []
     characters = 0
     for record in collection.records(tokenizer):
         checked = record if isinstance(record, BadRecord) else _checked(record, tokenizer)
@@ -268,8 +268,9 @@ def _documents(
             text = record.value if isinstance(record, Record) else ""
             assert isinstance(text, str)
             if text:
-                waiting.append((text, checked))
+                waiting.append(_Text(text, digest(checked), len(checked)))
                 characters += len(text)
+            del record, checked, text  # a document may be large, and is encoded below
             if characters >= _BATCH_CHARACTERS or len(waiting) >= _BATCH_TEXTS:
                 yield from _tokenized(waiting, tokenizer)
                 waiting, characters = [], 0
@@ -280,15 +281,25 @@ def _documents(
     yield from _tokenized(waiting, tokenizer)
 
 
-def _tokenized(
-    texts: list[tuple[str, bytes]], tokenizer: Tokenizer
-) -> Iterator[tuple[np.ndarray, int, int]]:
+class _Text(NamedTuple):
+    """A document that waits for the tokenizer."""
+
+    text: str
+    digest: int
+    size: int
+    """Bytes in UTF-8."""
+
+
+def _tokenized(texts: list[_Text], tokenizer: Tokenizer) -> Iterator[tuple[np.ndarray, int, int]]:
     if not texts:
         return
-    encoded = tokenizer.encode_all([text for text, _ in texts])
-    for ids, (_, content) in zip(encoded, texts, strict=True):
+    encoded = tokenizer.encode_all([one.text for one in texts])
+    encoded.reverse()
+    for one in texts:
+        ids = encoded.pop()  # freed before the next
         ends = np.array([tokenizer.separator], ids.dtype)
-        yield np.concatenate([ends, ids, ends]), digest(content), len(content)
+        ids = np.concatenate([ends, ids, ends])
+        yield ids, one.digest, one.size
 
 
 def _checked(record: Record, tokenizer: Tokenizer) -> bytes | np.ndarray | BadRecord:

@@ -18,14 +18,23 @@ from jaxmoe.messages import Progress, say
 
 _PIECE = 2**16
 """Characters from which on a piece ends at the next place where it may."""
-_PLACE = re.compile(r"\S(?=[ \n])|[^\W_](?=[\u3001\u3002\uff01\uff0c\uff1a\uff1b\uff1f])")
+_ANYWHERE = re.compile(r"\S(?=[ \n])|[^\W_](?=[\u3001\u3002\uff01\uff0c\uff1a\uff1b\uff1f])")
 """Last character before a cut. Python's white space includes that of the pre-tokeniser."""
+BEFORE_SPACES = re.compile(r"\S(?= [\s\S])")
+"""Last character before a cut that is followed by a space, which does not end the text."""
+USUAL = re.compile(r"\S(?= )|[^\W_](?=[\n\u3001\u3002\uff01\uff0c\uff1a\uff1b\uff1f])")
+"""Last character before a cut where most pre-tokenisers end a word."""
 
 
-def pieces(text: str) -> Iterator[str]:
-    """Yield the pieces of a text, in order; one, if there is no place to cut."""
+def pieces(text: str, places: re.Pattern[str] = _ANYWHERE) -> Iterator[str]:
+    """Yield the pieces of a text, in order; one, if there is no place to cut.
+
+    Args:
+        text: Text to cut.
+        places: Pattern of the last character of a piece.
+    """
     begin = 0
-    while len(text) - begin > _PIECE and (place := _PLACE.search(text, begin + _PIECE)):
+    while len(text) - begin > _PIECE and (place := places.search(text, begin + _PIECE)):
         yield text[begin : place.end()]
         begin = place.end()
     yield text[begin:]

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import itertools
 import json
 import pathlib
 from collections.abc import Sequence
@@ -15,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from jaxmoe.data.batch import DataError
-from jaxmoe.data.tokenizer.cutting import cuts_at_spaces, pieces
+from jaxmoe.data.tokenizer.encoding import Kind, encode_pieces, kind_of
 from jaxmoe.disk import kind_of_special_file
 from jaxmoe.json_bounds import parse_json
 from jaxmoe.optional import require
@@ -24,7 +23,6 @@ from pallas_kernels.array_types import Int, Shaped
 SEPARATOR = "<|endoftext|>"
 """Separator of vocabularies that are trained here."""
 _KNOWN_SEPARATORS = (SEPARATOR, "<|end_of_text|>", "</s>", "<eos>", "[SEP]", "<|im_end|>", "<s>")
-_PIECES_AT_ONCE = 64
 MOST_IDS = 2**31
 """Largest vocabulary: token ids are int32."""
 _MAX_JSON_VALUES = 1 << 24  # an object or a list for each merge
@@ -67,7 +65,7 @@ class SubwordTokenizer:
                 f"{self.vocab_size}: expected 1 to {MOST_IDS} ids, because token ids are int32. "
                 "Give another file"
             )
-        self._cuts_at_spaces = cuts_at_spaces(data)
+        self._kind: Kind = kind_of(data)
         candidates = _KNOWN_SEPARATORS if separator is None else (separator,)
         found = next((token for token in candidates if token in vocabulary), None)
         if found is None:
@@ -80,14 +78,7 @@ class SubwordTokenizer:
 
     def encode_all(self, texts: Sequence[str]) -> list[Int[np.ndarray, " S"]]:
         """Return the ids of each text, without special tokens."""
-        if not self._cuts_at_spaces:
-            return self._encode(texts)
-        ids: list[list[np.ndarray]] = [[] for _ in texts]
-        numbered = ((number, part) for number, text in enumerate(texts) for part in pieces(text))
-        while group := list(itertools.islice(numbered, _PIECES_AT_ONCE)):
-            for (number, _), part in zip(group, self._encode([p for _, p in group]), strict=True):
-                ids[number].append(part)
-        return [np.concatenate(parts) for parts in ids]
+        return encode_pieces(self._kind, texts, self._encodings, self._encode)
 
     def encode_prompt(self, text: str) -> Int[np.ndarray, " S"]:
         """Return the ids of a prompt as `transformers` does: special tokens that the text spells
@@ -108,6 +99,10 @@ class SubwordTokenizer:
         with _RustErrors(self.path):
             encodings = self._bpe.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, np.int32) for encoding in encodings]
+
+    def _encodings(self, texts: Sequence[str]) -> list[Any]:
+        with _RustErrors(self.path):
+            return self._bpe.encode_batch(list(texts), add_special_tokens=False)
 
     def fingerprint(self) -> dict[str, Any]:
         """Return size, separator and the sha256 of the file."""

@@ -4,6 +4,8 @@
 
 import itertools
 import json
+import subprocess
+import sys
 import weakref
 from unittest import mock
 
@@ -18,7 +20,7 @@ from jaxmoe.data import TOKENIZERS, DataError, FilesConfig
 from jaxmoe.data.files import Files
 from jaxmoe.data.held_out import train_texts
 from jaxmoe.data.reading.formats import Record
-from jaxmoe.data.tokenizer import ByteTokenizer, FileConfig, IdsConfig, TrainedConfig
+from jaxmoe.data.tokenizer import ByteTokenizer, FileConfig, IdsConfig, TrainedConfig, encoding
 from jaxmoe.data.tokenizer import cutting as splitting
 
 TEXTS = [
@@ -72,6 +74,135 @@ def test_pieces_are_encoded_as_the_whole_text(trained, text, size):
         assert "".join(splitting.pieces(text)) == text
         (cut,) = trained.encode_all([text])
     assert cut.tolist() == whole.tolist()
+
+
+LLAMA_3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def _tokenizer(kind):
+    """A small vocabulary with a published chain of normalizer, pre-tokenizer and model."""
+    library, pre, norm = tokenizers, tokenizers.pre_tokenizers, tokenizers.normalizers
+    bpe, special = library.Tokenizer(library.models.BPE(fuse_unk=True)), ["</s>"]
+    alphabet = [*SPACES, *"abcdefghijklmnopqrstuvwxyz'.,12\u2581\u00e9\u4f60\u3002"]
+    if kind == "llama_3":
+        split = pre.Split(library.Regex(LLAMA_3), "isolated")
+        bpe.pre_tokenizer = pre.Sequence(
+            [split, pre.ByteLevel(add_prefix_space=False, use_regex=False)]
+        )
+        bpe.normalizer, alphabet = norm.NFC(), pre.ByteLevel.alphabet()
+    elif kind == "llama_2":
+        bpe.normalizer = norm.Sequence([norm.Prepend("\u2581"), norm.Replace(" ", "\u2581")])
+    elif kind == "metaspace":
+        bpe.pre_tokenizer = pre.Metaspace(prepend_scheme="always")
+    elif kind == "words":
+        bpe.normalizer, bpe.pre_tokenizer = norm.Lowercase(), pre.Whitespace()
+    elif kind == "added":
+        bpe.pre_tokenizer = pre.ByteLevel(add_prefix_space=False)
+        alphabet = pre.ByteLevel.alphabet()
+    trainer = library.trainers.BpeTrainer(
+        vocab_size=330, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    # SentencePiece cuts its training text at spaces.
+    texts = [f"\u2581{w}" for t in TEXTS for w in t.split()] if kind == "llama_2" else TEXTS
+    if kind == "llama_2":
+        normalizer, bpe.normalizer = bpe.normalizer, None
+        bpe.train_from_iterator(texts * 9, trainer)
+        bpe.normalizer = normalizer
+    else:
+        bpe.train_from_iterator(texts * 9, trainer)
+    if kind == "added":
+        bpe.add_tokens(["a b", "  ", "the\n"])
+    return bpe
+
+
+KINDS = {
+    "llama_3": "verified",
+    "llama_2": "prepended",
+    "metaspace": "verified",
+    "words": "verified",
+    "added": "verified",
+    "none": "verified",
+}
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def published(request, tmp_path_factory):
+    path = tmp_path_factory.mktemp(request.param) / "tokenizer.json"
+    _tokenizer(request.param).save(str(path))
+    return request.param, FileConfig(path=str(path)).build(list, path)
+
+
+WORDS = ["the", " the", " cat", "a b", "  ", "\n", "the\n", " 's", "\u4f60\u3002", "e\u0301"]
+WORDS += [".\n ", "1234", " x."]
+
+
+@hypothesis.settings(deadline=None, max_examples=60)
+@hypothesis.given(st.lists(st.sampled_from(WORDS), min_size=2, max_size=90), st.integers(1, 30))
+def test_every_tokenizer_encodes_pieces_as_the_whole_text(published, words, size):
+    kind, tokenizer = published
+    text = "".join(words)
+    (whole,) = tokenizer._encode([text])
+    assert encoding.kind_of(json.loads(tokenizer.content)) == KINDS[kind]
+    with mock.patch.object(splitting, "_PIECE", size):
+        cut, again = tokenizer.encode_all([text, "short"])
+    assert cut.tolist() == whole.tolist()
+    assert again.tolist() == tokenizer._encode(["short"])[0].tolist()
+
+
+def test_long_texts_are_encoded_in_small_pieces(published, monkeypatch, caplog):
+    """The library sees no more than two pieces at once, except where nothing splits a text."""
+    kind, tokenizer = published
+    lines = ("the cat sat on the mat, " * (1 + number % 5) + "12 more\n" for number in range(150))
+    text = "".join(lines)
+    seen = []
+    for name in ("_encode", "_encodings"):
+        method = getattr(tokenizer, name)
+        monkeypatch.setattr(
+            tokenizer, name, lambda texts, m=method: seen.extend(map(len, texts)) or m(texts)
+        )
+    monkeypatch.setattr(splitting, "_PIECE", 200)
+    monkeypatch.setattr(encoding, "Progress", lambda: messages.Progress(0.0, 0.0))
+    with caplog.at_level("INFO"):
+        (ids,) = tokenizer.encode_all([text])
+    assert len(ids) > 1000
+    if kind == "none":
+        assert max(seen) > len(text) / 2
+    else:
+        assert max(seen) < 600 and sum(seen) < 2 * len(text)
+        assert any("tokenizing: 0.0 million characters" in text for text in caplog.messages)
+
+
+MEASURE = """
+import resource, sys
+from jaxmoe.data import FilesConfig
+from jaxmoe.data.tokenizer import FileConfig
+
+text, tokenizer, cache = sys.argv[1:]
+FilesConfig(path=(tokenizer,), cache=cache, validation_fraction=0.5).build()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+FilesConfig(path=(text,), tokenizer=FileConfig(path=tokenizer), cache=cache).build()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+@pytest.mark.slow
+def test_one_large_document_is_read_in_bounded_memory(tmp_path):
+    """At once it takes 0.8 GB: 140 bytes for each byte of the text."""
+    _tokenizer("llama_3").save(str(tmp_path / "tokenizer.json"))
+    text = "".join(f"the cat sat on {number} mats, and then more.\n" for number in range(150_000))
+    (tmp_path / "text.txt").write_text(text)
+    assert len(text) > 6_000_000
+    names = ("text.txt", "tokenizer.json", "cache")
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE, *(str(tmp_path / name) for name in names)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert int(done.stdout) < 300_000, "kB"
 
 
 def test_training_on_pieces_gives_the_same_vocabulary(tmp_path, monkeypatch):

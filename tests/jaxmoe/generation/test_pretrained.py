@@ -194,7 +194,8 @@ def test_text_equals_that_of_transformers(place, pretrained):
     """Greedy text after prompts, one of which spells a special token."""
     torch = pytest.importorskip("torch", reason="PyTorch is not installed: extra hf")
     transformers = pytest.importorskip("transformers", reason="not installed: extra hf")
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(place, attn_implementation="eager")
+    eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(place, **eager)
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(place / "tokenizer.json"))
     for prompt in (*PROMPTS, f"the {END}quick"):
         ids = tokenizer(prompt)["input_ids"]
