@@ -19,11 +19,13 @@ from __future__ import annotations
 import dataclasses
 import typing
 from collections.abc import Mapping
+from typing import Any
 
 import flax.struct
 import numpy as np
 
 from jaxmoe.errors import JaxmoeError, printable
+from jaxmoe.models.token_checks import check_tokens
 from pallas_kernels.array_types import Array, Float, Int, Shaped
 
 HostOrDeviceArray = Array | np.ndarray
@@ -83,6 +85,27 @@ class Batch:
         fields = {name: array for name, array in arrays.items() if not name.startswith(EXTRA)}
         names = arrays.keys() - fields.keys()
         return cls(**fields, extra={name[len(EXTRA) :]: arrays[name] for name in sorted(names)})
+
+
+def check_batch(batch: Any, vocab_size: int, *, has_ids: bool = True) -> None:
+    """Raise if a train step cannot read a batch.
+
+    Args:
+        batch: Argument of a caller.
+        vocab_size: Number of token ids that the model has.
+        has_ids: Whether to compare ids on devices, which waits for them; those of numpy arrays are
+            compared at any rate.
+
+    Raises:
+        ValueError: It is no `Batch`, tokens or targets are no rows of ids, or an id is outside.
+    """
+    if not isinstance(batch, Batch):
+        raise DataError(
+            f"batch has type {type(batch).__name__}, which must be a jaxmoe.data.Batch: give"
+            " Batch(tokens=..., targets=..., loss_weights=...), each [B, S]"
+        )
+    for name in ("tokens", "targets"):
+        check_tokens(getattr(batch, name), vocab_size, f"batch.{name}", has_ids=has_ids)
 
 
 def validate_batch(batch: Batch, vocab_size: int) -> None:

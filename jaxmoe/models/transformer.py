@@ -30,6 +30,7 @@ from jaxmoe.models.cache import Cache, axis_devices
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.models.embedding import Embedding, Head, output_logits
 from jaxmoe.models.layer_scan import join_outputs, scan_inputs, scan_layers
+from jaxmoe.models.token_checks import check_tokens
 from jaxmoe.routing import RouterStatistics
 from jaxmoe.routing.balancers import of_statistics
 from sharding import axes as ax
@@ -86,7 +87,7 @@ class Transformer(nn.Module):
         """Compute the logits of the next token at every position.
 
         Args:
-            tokens: Ids in [0, V); validated on the host by `jaxmoe.data.batch`.
+            tokens: Ids in [0, V); inside of jit they are not compared with V.
             positions: Position of each token in its document; arange when None.
             segment_ids: Document of each token, 0 for padding. Tokens see only their own document,
                 whose tokens are in order; padding is neither routed nor counted.
@@ -106,7 +107,7 @@ class Transformer(nn.Module):
         """
         model, execution, shared = self.model, self.execution, self.model.context
         placement, dtype, order = execution.placement, execution.precision.compute_dtype, places
-        _check_mesh(model, tokens.shape[1], execution)
+        _check_call(model, tokens, execution)
         about = _given_of_tokens((tokens, positions, segment_ids, token_mask), context)
         if places is None and cache is None:
             order = current_order(shared, execution, tokens.shape[1], segment_ids)
@@ -201,8 +202,10 @@ def initial_router_state(model: ModelConfig) -> Any:
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *states)
 
 
-def _check_mesh(model: ModelConfig, length: int, execution: ExecutionConfig) -> None:
-    """Refuse a current mesh other than this execution's, or a model that does not fit it."""
+def _check_call(model: ModelConfig, tokens: Array, execution: ExecutionConfig) -> None:
+    """Refuse tokens that are no rows of ids, and a current mesh that does not fit."""
+    check_tokens(tokens, model.vocab_size)
+    length = tokens.shape[1]
     placement, mesh = execution.placement, jax.sharding.get_abstract_mesh()
     names = {name for axis in ax.LOGICAL_AXES for name in placement.mesh_axes(axis)}
     if missing := sorted(names - set(mesh.axis_names)):

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float
 
-from jaxmoe.data.batch import Batch
+from jaxmoe.data.batch import Batch, check_batch
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.gather import gather_once, use_outside_layers
 from jaxmoe.models.config import ModelConfig
@@ -157,7 +157,22 @@ def make_train_step(
         )
         return state, metrics
 
-    return jax.jit(step, donate_argnums=0)
+    return _CheckedStep(jax.jit(step, donate_argnums=0), model.vocab_size)
+
+
+class _CheckedStep:
+    """Jitted step that checks its arguments, and the ids of the first batch and of numpy arrays."""
+
+    def __init__(self, jitted: Any, vocab_size: int):
+        self._jitted, self._vocab_size, self._has_run = jitted, vocab_size, False
+        self.lower, self.trace = jitted.lower, jitted.trace
+
+    def __call__(self, state: Any, batch: Any) -> Any:
+        if not isinstance(state, TrainState):
+            raise ValueError(f"state has type {type(state).__name__}: give that of init_state")
+        check_batch(batch, self._vocab_size, has_ids=not self._has_run)
+        self._has_run = True
+        return self._jitted(state, batch)
 
 
 def batch_gradients(
