@@ -14,14 +14,17 @@ import json
 import os
 import pathlib
 import re
+import shlex
 import subprocess
 import sys
 
 import pytest
 
-from experiments.recipes import RECIPES
+from experiments.cli import flags as cli
+from experiments.recipes import DEFAULT, RECIPES
 from experiments.studies.transfer import config as transfer
 from jaxmoe.routing import METHODS
+from jaxmoe.run.assemble import make_plan
 from tests.support.source_tree import PACKAGES, ROOT
 
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -247,3 +250,22 @@ def test_what_the_features_name_exists(flag_pages):
 )
 def test_names_of_nothing_are_found(code, flag_pages):
     assert fault_of_code(code, flag_pages)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", ["features.md", "systems.md"])
+def test_pretrain_commands_of_the_tables_can_be_typed_as_they_are(page):
+    """Every choice fits the recipe that the command takes where none is named."""
+    faults, count = [], 0
+    for code in re.findall(r"`([^`]+)`", (ROOT / ".docs" / page).read_text(encoding="utf-8")):
+        words = shlex.split(code.removeprefix("python -m experiments."))
+        if words[0] == "pretrain":
+            words = words[1:]
+        elif not re.match(r"--|[a-z_.]+:[a-z0-9_]+( |$)", code):
+            continue
+        count += 1
+        try:
+            make_plan(cli.parse(RECIPES, DEFAULT, words, "pretrain", "")[1])
+        except (SystemExit, ValueError) as error:
+            faults.append(f"{code}: {error}")
+    assert count > 20 and not faults, "\n".join(faults)
