@@ -138,6 +138,9 @@ def _unknown_flag(name: str, known: Sequence[str], prog: str, recipes: Collectio
         return (
             f"there is no flag --{name}: a recipe is the first word: {prog} {next(iter(recipes))}"
         )
+    path, colon, value = name.partition(":")
+    if colon and (near := _nearest(path, known)):
+        return f"there is no flag --{name}: did you mean --{near} {value}?"
     near = _nearest(name, known)
     if near:
         return f"there is no flag --{name}: did you mean --{near}?"

@@ -229,6 +229,7 @@ def test_unknown_field(capsys):
     [
         ("--lr 1", "there is no flag --lr: did you mean --learning_rate?"),
         ("--experts 4", "there is no flag --experts: did you mean --model.moe.num_experts?"),
+        ("--model.moe:none", "there is no flag --model.moe:none: did you mean --model.moe none?"),
         ("--top-k 4", "there is no flag --top-k: did you mean --model.moe.top_k?"),
         (
             "--recipe tiny",
