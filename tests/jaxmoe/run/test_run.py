@@ -202,7 +202,7 @@ def test_messages_are_printed_without_logging_set_up(monkeypatch):
 
 
 def test_recipes_take_training_fields():
-    assert recipes.tiny().training.steps == 240
+    assert recipes.tiny().training.steps == 300
     changed = recipes.tiny(steps=200, batch_size=4)
     assert (changed.training.steps, changed.training.batch_size) == (200, 4)
     assert changed.model == recipes.tiny().model
