@@ -160,5 +160,9 @@ def test_evaluate_tasks_equals_transformers_harness(tasks, tmp_path, caplog, cap
     assert "own_choices" in capsys.readouterr().out
     found = json.loads((tmp_path / "found.json").read_text())["results"]["own_choices"]
     assert found["acc,none"] == ours["own_choices"]["acc,none"]
+    # The exported directory itself, without a run.
+    assert evaluate_tasks.main(["--run.directory", place, *command[2:]]) == ExitCode.DONE
+    again = json.loads((tmp_path / "found.json").read_text())["results"]["own_choices"]
+    assert again["acc,none"] == found["acc,none"]
     unknown = refused(capsys, evaluate_tasks.main, *command, "--tasks", "own_choicez")
     assert "the harness has no task own_choicez" in unknown

@@ -1,0 +1,77 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Texts of models that are not causal, and what a stream holds back."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxmoe import init_params
+from jaxmoe.generation.text import GenerationConfig, _certain, _first, continue_texts
+from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
+from jaxmoe.models.diffuse import diffuse
+from jaxmoe.models.sampling import SamplingConfig
+
+MODEL = ModelConfig(
+    vocab_size=12,
+    num_layers=1,
+    embed_dim=16,
+    attention=AttentionConfig(num_heads=1, num_kv_heads=1, head_dim=16, is_causal=False),
+    moe=MoEConfig(num_experts=2, top_k=1, expert_dim=8),
+)
+
+
+class Numbers:
+    """Token ids as text."""
+
+    def encode(self, text):
+        return np.array(text.split(), np.int32)
+
+    def decode(self, tokens):
+        return " ".join(map(str, np.asarray(tokens).tolist()))
+
+
+def test_masked_diffusion_fills_in_after_prompts_of_one_length():
+    params, seen = init_params(MODEL, jax.random.key(0)), []
+    prompts = [np.array([1, 2], np.int32), np.array([3, 4], np.int32)]
+    given = GenerationConfig(length=3, sampling=SamplingConfig(temperature=0.8), seed=5)
+    found = continue_texts(MODEL, Numbers(), params, None, prompts, given)
+    rows = jnp.pad(jnp.asarray(np.stack(prompts)), ((0, 0), (0, 3)))
+    wanted = diffuse(
+        *(MODEL, params, rows, jnp.arange(5)[None, :] < jnp.full((2, 1), 2)),
+        num_steps=6,
+        key=jax.random.key(5),
+        temperature=0.8,
+    )
+    assert [sample.token_ids for sample in found] == [tuple(row) for row in wanted[:, 2:].tolist()]
+    assert [sample.prompt for sample in found] == ["1 2", "3 4"]
+    (one,) = continue_texts(
+        MODEL, Numbers(), params, None, prompts[:1], given, on_sample=seen.append
+    )
+    assert seen[-1] == one
+    with pytest.raises(ValueError, match="continues prompts of one length together"):
+        continue_texts(MODEL, Numbers(), params, None, [prompts[0], prompts[1][:1]], given)
+    filtered = GenerationConfig(length=3, sampling=SamplingConfig(top_k=2))
+    with pytest.raises(ValueError, match="samples with a temperature alone"):
+        continue_texts(MODEL, Numbers(), params, None, prompts, filtered)
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "certain"),
+    [
+        ("abc", (), 3),
+        ("abc\ufffd\ufffd", (), 3),
+        ("abcEN", ("END",), 3),
+        ("abcE", ("END", "cEf"), 2),
+        ("abcx", ("END",), 4),
+        ("aaa", ("aab",), 1),
+    ],
+)
+def test_text_that_may_change_or_begin_a_stop_string_is_held_back(text, stop, certain):
+    assert _certain(text, stop) == certain
+
+
+def test_the_earliest_stop_string_ends_a_text():
+    assert _first("one two", ("two", "e t", "none")) == 2
+    assert _first("one", ()) == 3
