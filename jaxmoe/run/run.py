@@ -230,7 +230,7 @@ class Run:
             seed: Seed of the sampling.
             stop: Strings that end a text, which is cut before them.
             eos: Whether the end-of-text token ends a text: stop, ignore, or auto, which stops for
-                models that were imported.
+                Hugging Face models, and for those imported without data of their own.
             step: Step of the checkpoint; the newest when None.
             on_sample: Called with the sample of a single prompt as its text grows.
 
