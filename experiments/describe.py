@@ -20,6 +20,7 @@ import dataclasses
 import math
 import pathlib
 from collections.abc import Sequence
+from typing import Literal
 
 from experiments.cli import flags as cli
 from experiments.cli.exit import run_command
@@ -33,6 +34,7 @@ from jaxmoe.planning.parameter_layouts import layouts_text
 from jaxmoe.run.assemble import Plan, describe_rates, make_plan
 from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.directory import RunDirectory
+from jaxmoe.run.provenance.lineage import read_lineage
 from jaxmoe.tracking.console import format_flops
 from sharding.mesh import named_sizes
 from sharding.rules import LogicalAxisRules
@@ -45,21 +47,34 @@ def main(argv: Sequence[str]) -> int:
     prog, about = "python -m experiments.describe", __doc__ or ""
     recipe, config = cli.parse(RECIPES, DEFAULT, argv, prog, about)
     with cli.exit_on_bad_configuration():
-        recipe, config = _described(recipe, config)
+        subject = _subject(recipe, config)
+        config = subject.config
         plan = make_plan(config)
         if -1 not in config.execution.mesh.sizes:
             layout = config.execution.state_layout
             for rules in (layout.parameters, layout.optimizer):
                 plan.table.check_divides(rules, _mesh_shape(plan))
-        page = describe(recipe, plan)
+        page = describe(subject, plan)
     write(page)
     return int(cli.ExitCode.DONE)
 
 
-def _described(recipe: str, config: PretrainConfig) -> tuple[str, PretrainConfig]:
-    """Return name and config of what --run.directory holds; those of the recipe otherwise."""
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Subject:
+    """What a page describes."""
+
+    kind: Literal["recipe", "run", "model"]
+    name: str
+    config: PretrainConfig
+    lineage: tuple[str, ...] = ()
+    """How a run was extended, or which run it began from."""
+
+
+def _subject(recipe: str, config: PretrainConfig) -> Subject:
+    """Return what --run.directory holds; the recipe with the flags otherwise."""
+    asked = Subject(kind="recipe", name=recipe, config=config)
     if config.run.directory is None:
-        return recipe, config
+        return asked
     path = model_directory(config.run.directory, "run.directory")
     usual = RECIPES[recipe]()
     if is_huggingface(path):
@@ -69,10 +84,15 @@ def _described(recipe: str, config: PretrainConfig) -> tuple[str, PretrainConfig
                 " them out"
             )
         model, _ = open_huggingface(path)
-        return pathlib.Path(path).resolve().name, dataclasses.replace(config, model=model)
-    if dataclasses.replace(config, run=usual.run) == usual and RunDirectory(path).has_config():
-        return path, RunDirectory(path).load_config(PretrainConfig)
-    return recipe, config
+        config, name = dataclasses.replace(config, model=model), pathlib.Path(path).resolve().name
+        return Subject(kind="model", name=name, config=config)
+    run = RunDirectory(path)
+    if dataclasses.replace(config, run=usual.run) == usual and run.has_config():
+        lineage = tuple(map(str, read_lineage(run)))
+        return Subject(
+            kind="run", name=path, config=run.load_config(PretrainConfig), lineage=lineage
+        )
+    return asked
 
 
 def _moment_bytes(plan: Plan, row: ParameterSpec) -> int:
@@ -81,11 +101,11 @@ def _moment_bytes(plan: Plan, row: ParameterSpec) -> int:
     return traits.moments_per_parameter * _BYTES["float32"]
 
 
-def describe(recipe: str, plan: Plan) -> str:
+def describe(subject: Subject, plan: Plan) -> str:
     """Return the whole page.
 
     Args:
-        recipe: Name of the recipe, the run or the model.
+        subject: What to describe.
         plan: Model and parameter table.
     """
     config, model, table = plan.config, plan.model, plan.table
@@ -108,7 +128,8 @@ def describe(recipe: str, plan: Plan) -> str:
         if size != 1
     )
     lines = (
-        f"recipe               {recipe}",
+        f"{subject.kind:<20} {subject.name}",
+        *(f"lineage              {event}" for event in subject.lineage),
         f"parameters           {table.total:,} total, {active:,} active",
         f"FLOPs                {format_flops(flops)} per token, {format_flops(flops * tokens)} per"
         f" step of {tokens} tokens, {format_flops(flops * training.tokens)} in"

@@ -57,8 +57,8 @@ class GenerateConfig:
     stop: tuple[str, ...] = ()
     """Strings that end a text, which is cut before them."""
     eos: Ends = "auto"
-    """Whether the end-of-text token ends a text: stop, ignore, or auto, which stops for Hugging Face
-    models, and for those imported without data of their own."""
+    """Whether the end-of-text token ends a text: stop, ignore, or auto, which stops for Hugging
+    Face models, and for those imported without data of their own."""
     cache: CacheFormat = "compute"
     """Format of cached keys and values: the compute dtype, or 8 or 4 bits with scales."""
 

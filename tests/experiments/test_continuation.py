@@ -9,7 +9,7 @@ import json
 import numpy as np
 import pytest
 
-from experiments import pretrain, recipes
+from experiments import describe, pretrain, recipes
 from experiments.cli.flags import ExitCode
 from jaxmoe.optim import CosineConfig, WarmupStableDecayConfig
 from jaxmoe.run.assemble import make_plan
@@ -92,7 +92,7 @@ def _with(config, group, **changes):
     return dataclasses.replace(config, **{group: part})
 
 
-def test_extension_is_explicit_and_recorded(begun):
+def test_extension_is_explicit_and_recorded(begun, capsys):
     directory, config = begun
     longer = _with(config, "training", steps=200)
     with pytest.raises(ValueError) as refused:
@@ -113,6 +113,9 @@ def test_extension_is_explicit_and_recorded(begun):
         "extended at step 50: training.steps: 100 -> 200",
         "extended at step 50: schedule: linear -> cosine",
     ]
+    assert describe.main(["--run.directory", str(directory.path)]) == 0
+    shown = "lineage              extended at step 50: schedule: linear -> cosine\n"
+    assert shown in capsys.readouterr().out
 
 
 REFUSED = {
