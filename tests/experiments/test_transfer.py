@@ -179,7 +179,7 @@ def test_grids_are_extended_and_nothing_is_trained_twice(tmp_path, monkeypatch, 
     assert "training.steps: saved 6, given 8" in capsys.readouterr().err
     # Another smallest point is another base point, and is repeated.
     run(tmp_path / "run", *STEPS, "--points", "16", "32", "--rates", "3", "--seeds", "1")
-    assert "earlier trials were of other settings" in capsys.readouterr().out
+    assert "earlier trials had other settings" in capsys.readouterr().out
 
 
 def test_a_budget_decides_once(tmp_path, monkeypatch, capsys):

@@ -52,7 +52,7 @@ def mesh(**sizes):
 COMMANDS = {
     "an unknown field": (
         ["--optimizer.learning_rte", "0.1"],
-        r"no field --optimizer\.learning_rte: did you mean 'optimizer\.learning_rate'\?.*--help",
+        r"no flag --optimizer\.learning_rte: did you mean --optimizer\.learning_rate\?",
     ),
     "an unknown recipe": (["tinny"], r"unknown recipe 'tinny'.*did you mean 'tiny'.*recipes: "),
     "an unknown member": (
@@ -164,7 +164,7 @@ COMMANDS = {
     "an axis of 0": (mesh(data=0), r"mesh\.data=0 must be at least 1, or -1 for the remaining"),
     "an unknown axis": (
         mesh(tensr=2),
-        r"no field --execution\.mesh\.tensr: did you mean .execution\.mesh\.tensor.*--help",
+        r"no flag --execution\.mesh\.tensr: did you mean --execution\.mesh\.tensor\?",
     ),
     "stages": (mesh(stage=2, data=4), r"mesh\.stage=2: there are no pipelines.*mesh\.stage to 1"),
     "experts that do not divide": (

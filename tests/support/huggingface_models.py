@@ -1,69 +1,210 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Directories of tiny Hugging Face models, written without `transformers`."""
+"""Tiny models of `transformers`: their configs, their golden arrays, and the models themselves.
 
-from __future__ import annotations
+No two widths are equal or powers of two, and none is what it would be by default. Every parameter
+is random, gains included, of a size at which RoPE, norms and gates matter, and exact in float16, as
+which the golden files hold it.
+
+`transformers` and PyTorch are imported by `build` alone. To add a case: a row in CONFIGS, and
+`pytest -m slow --regenerate-golden tests/jaxmoe/checkpoint/huggingface/test_parity.py`.
+"""
 
 import json
 import pathlib
+import re
+from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
 
-from jaxmoe.checkpoint import to_huggingface
-from jaxmoe.checkpoint.huggingface.tokenizer import byte_tokenizer
-from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
-from jaxmoe.scaling.initialize import parameter_table
+from jaxmoe.checkpoint.huggingface.files import Planned, write_tensors
 
-END = "<|end|>"
-"""Special token of the tokenizer, and end of text of the model."""
+GOLDEN = pathlib.Path(__file__).resolve().parents[1] / "golden" / "huggingface"
+BATCH, LENGTH = 2, 9
 
-
-def tokenizer_json() -> dict:
-    """Bytes, merges of some English words, and one special token."""
-    found = byte_tokenizer()
-    vocabulary, merges = found["model"]["vocab"], []
-    for word in ("the", "\u0120the", "and", "\u0120and", "quick"):
-        left = word[0]
-        for character in word[1:]:
-            if f"{left} {character}" not in merges:
-                merges.append(f"{left} {character}")
-                vocabulary.setdefault(left + character, len(vocabulary))
-            left += character
-    end = len(vocabulary)
-    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    found["added_tokens"] = [{"id": end, "content": END, "special": True, **flags}]
-    found["model"]["merges"] = merges
-    return found
+_SIZES = {
+    "vocab_size": 26,
+    "hidden_size": 36,
+    "intermediate_size": 10,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 1,
+    "num_experts_per_tok": 2,
+    "rms_norm_eps": 1e-3,
+    "hidden_act": "silu",
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
 
 
-def write_model(place: pathlib.Path, *, has_tokenizer: bool = True) -> ModelConfig:
-    """Write an OLMoE model of two layers whose values are not small, and its tokenizer."""
-    tokenizer = tokenizer_json()
-    end = tokenizer["added_tokens"][0]["id"]
-    model = ModelConfig(
-        vocab_size=end + 3,
-        num_layers=2,
-        embed_dim=24,
-        attention=AttentionConfig(num_heads=2, num_kv_heads=1, head_dim=12, qk_norm="full"),
-        moe=MoEConfig(num_experts=4, top_k=2, expert_dim=10),
-    )
+def _rope(theta: float) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": theta}}
+
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "olmoe": {
+        **_SIZES,
+        **_rope(70.0),
+        "model_type": "olmoe",
+        "num_experts": 5,
+        "norm_topk_prob": False,
+        "router_aux_loss_coef": 0.3,
+    },
+    "mixtral": {
+        **_SIZES,
+        **_rope(300.0),
+        "model_type": "mixtral",
+        "num_local_experts": 5,
+        "head_dim": 8,  # not 36 / 3
+        "sliding_window": 4,
+        "router_aux_loss_coef": 0.2,
+    },
+    "qwen3_moe": {
+        **_SIZES,
+        **_rope(50.0),
+        "model_type": "qwen3_moe",
+        "num_hidden_layers": 3,
+        "num_local_experts": 5,
+        "moe_intermediate_size": 10,
+        "intermediate_size": 14,
+        "mlp_only_layers": [1],
+        "head_dim": 8,
+        "norm_topk_prob": True,
+        "tie_word_embeddings": True,
+        "router_aux_loss_coef": 0.1,
+    },
+    "deepseek_v3": {
+        **_SIZES,
+        **_rope(40.0),
+        "model_type": "deepseek_v3",
+        "num_hidden_layers": 3,
+        "num_key_value_heads": 3,
+        "n_routed_experts": 6,
+        "n_shared_experts": 2,
+        "moe_intermediate_size": 10,
+        "intermediate_size": 14,
+        "first_k_dense_replace": 1,
+        "n_group": 3,
+        "topk_group": 2,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.7,
+        "kv_lora_rank": 7,
+        "q_lora_rank": 9,
+        "qk_nope_head_dim": 5,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 6,
+        "rope_interleave": True,
+        "num_nextn_predict_layers": 0,
+    },
+}
+
+
+BALANCED = tuple(name for name, config in CONFIGS.items() if "router_aux_loss_coef" in config)
+"""Families with a load-balancing loss."""
+
+
+class Golden(NamedTuple):
+    """Inputs and outputs of a model of `transformers`."""
+
+    config: dict[str, Any]
+    state: dict[str, np.ndarray]
+    """Tensors as on disk: one per expert."""
+    tokens: np.ndarray
+    logits: np.ndarray
+    balance: float
+    """Load-balancing loss without coefficient; NaN if the family has none."""
+
+
+def tokens_of(config: dict[str, Any]) -> np.ndarray:
+    """Tokens [BATCH LENGTH]."""
+    drawn = np.random.default_rng(1).integers(config["vocab_size"], size=(BATCH, LENGTH))
+    return drawn.astype(np.int32)
+
+
+def outputs_of(model: Any, tokens: np.ndarray) -> tuple[np.ndarray, float]:
+    """Return logits and load-balancing loss (NaN if the family has none)."""
+    import torch
+
+    asked = {"output_router_logits": True} if model.config.model_type in BALANCED else {}
+    with torch.no_grad():
+        output = model(torch.tensor(tokens).long(), **asked)
+    return output.logits.numpy(), float(output.aux_loss) if asked else float("nan")
+
+
+def read(name: str) -> Golden:
+    """The golden arrays of a case."""
+    with np.load(GOLDEN / f"{name}.npz") as arrays:
+        state = {
+            key.removeprefix("state/"): arrays[key].astype(np.float32)
+            for key in arrays.files
+            if key.startswith("state/")
+        }
+        config = json.loads(str(arrays["config"]))
+        return Golden(config, state, arrays["tokens"], arrays["logits"], float(arrays["balance"]))
+
+
+def write(name: str, golden: Golden) -> None:
+    """Write the golden arrays."""
+    GOLDEN.mkdir(parents=True, exist_ok=True)
+    state = {f"state/{key}": value.astype(np.float16) for key, value in golden.state.items()}
+    about = {"tokens": golden.tokens, "logits": golden.logits, "balance": golden.balance}
+    config = np.asarray(json.dumps(golden.config))
+    np.savez_compressed(GOLDEN / f"{name}.npz", config=config, **about, **state)
+
+
+def write_directory(place, config, state, shard_bytes=1 << 30):
+    """Write a model as `save_pretrained` does, and return the directory."""
+    place.mkdir(parents=True)
+    (place / "config.json").write_text(json.dumps(config))
+    planned = {name: Planned(values.shape, "float32") for name, values in state.items()}
+    write_tensors(place, planned, state.__getitem__, max_shard_bytes=shard_bytes)
+    return place
+
+
+_EXPERT = re.compile(r"(.*)\.experts\.0\.(?:gate_proj|w1)\.weight")
+
+
+def stacked(state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The layout in memory of transformers 5: experts stacked, gate before up."""
+    state, names = dict(state), ("gate_proj", "up_proj", "down_proj")
+    for block in [match[1] for key in list(state) if (match := _EXPERT.fullmatch(key))]:
+        if block.endswith("block_sparse_moe"):
+            names = ("w1", "w3", "w2")
+        experts: dict[str, list[np.ndarray]] = {name: [] for name in names}
+        expert = 0
+        while f"{block}.experts.{expert}.{names[0]}.weight" in state:
+            for name in names:
+                experts[name].append(state.pop(f"{block}.experts.{expert}.{name}.weight"))
+            expert += 1
+        gate, up, down = (np.stack(experts[name]) for name in names)
+        mlp = block.replace("block_sparse_moe", "mlp")
+        state[f"{mlp}.experts.gate_up_proj"] = np.concatenate([gate, up], axis=1)
+        state[f"{mlp}.experts.down_proj"] = down
+        state[f"{mlp}.gate.weight"] = state.pop(f"{block}.gate.weight")
+    return state
+
+
+def build(config: dict[str, Any]) -> Any:
+    """Return the model of `transformers` with deterministic random weights."""
+    import torch
+    import transformers
+
+    fields = {key: value for key, value in config.items() if key != "model_type"}
+    # Its faster experts want rows of whole multiples of 16 bytes.
+    eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    made = transformers.AutoConfig.for_model(config["model_type"], **eager, **fields)
+    model = transformers.AutoModelForCausalLM.from_config(made).eval()
     rng = np.random.default_rng(0)
-
-    def value(row):
-        if row.declaration.init == "ones":
-            return jnp.ones(row.shape, jnp.float32)
-        size = 2.0 / row.declaration.fan(0) ** 0.5
-        return jnp.asarray(size * rng.standard_normal(row.shape), jnp.float32)
-
-    params = parameter_table(model).tree(value)
-    texts = {"tokenizer.json": json.dumps(tokenizer)} if has_tokenizer else {}
-    to_huggingface(
-        model,
-        params,
-        place,
-        max_length=64,
-        fields={"eos_token_id": end},
-        texts=texts,
-    )
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            is_gain = parameter.ndim == 1
+            values = rng.normal(size=parameter.shape) * (0.3 if is_gain else 0.4) + is_gain
+            if "gate.weight" in name:
+                values *= 0.3  # an uneven router, yet one without certainty
+            parameter.copy_(torch.tensor(values.astype(np.float16).astype(np.float32)))
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):  # of the size of differences of scores
+                values = (0.2 * rng.normal(size=buffer.shape)).astype(np.float16)
+                buffer.copy_(torch.tensor(values.astype(np.float32)))
     return model

@@ -15,18 +15,42 @@ from experiments.recipes import RECIPES
 from jaxmoe.checkpoint.manifest import SCHEMA, CheckpointManifest
 from jaxmoe.checkpoint.migrate import ADDED, Added, migrate
 from jaxmoe.configs import from_json, to_json
+from jaxmoe.models import presets
 from jaxmoe.models.config import ModelConfig
+from jaxmoe.optim import AdamWConfig, WarmupStableDecayConfig
 from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.directory import RunDirectory
+from jaxmoe.scaling import HYPERP_BASE, StandardConfig
 
 SAVED = sorted(pathlib.Path("tests/golden/configs").glob("*.json"))
 """Configs of all recipes as the first version wrote them; never regenerate these files."""
 
 
+def first_recipe(name: str) -> PretrainConfig:
+    """Return a recipe as it was in the first version."""
+    config = RECIPES[name]()
+    if name == "tiny":  # AdamW, more steps
+        return dataclasses.replace(
+            config,
+            model=presets.tiny(),
+            training=dataclasses.replace(config.training, steps=400),
+            optimizer=AdamWConfig(learning_rate=4e-3, weight_decay=0.1),
+            schedule=WarmupStableDecayConfig(warmup_steps=20, decay_fraction=0.4, floor=0.05),
+            parameterization=StandardConfig(),
+            base=HYPERP_BASE,
+            evaluation=dataclasses.replace(config.evaluation, every=80),
+            checkpoint=dataclasses.replace(config.checkpoint, every=120),
+        )
+    if name in ("d8", "d12", "d16", "d20", "d24"):  # 63 experts
+        moe = dataclasses.replace(config.model.moe, num_experts=63)
+        return dataclasses.replace(config, model=dataclasses.replace(config.model, moe=moe))
+    return config
+
+
 @pytest.mark.parametrize("file", SAVED, ids=[file.stem for file in SAVED])
 def test_config_saved_by_the_first_version_equals_the_recipe(file):
     config = from_json(PretrainConfig, migrate(json.loads(file.read_text())))
-    assert config == RECIPES[file.stem]()
+    assert config == first_recipe(file.stem)
 
 
 def test_every_recipe_of_the_first_version_has_a_saved_config():
@@ -59,7 +83,7 @@ CHANGES = (
 
 
 def test_missing_fields_are_filled_in_where_their_object_exists():
-    old = to_json(RECIPES["tiny"]()) | {"data": {"kind": "mixture", "parts": [{"name": "a"}, {}]}}
+    old = to_json(RECIPES["markov"]()) | {"data": {"kind": "mixture", "parts": [{"name": "a"}, {}]}}
     before = copy.deepcopy(old)
     new = migrate(old, CHANGES)
     assert old == before

@@ -16,7 +16,7 @@ from jaxmoe.checkpoint.huggingface import hub
 from jaxmoe.errors import ConfigurationError
 from jaxmoe.optional import MissingPackageError
 from jaxmoe.run import Run
-from tests.support.huggingface_models import END, write_model
+from tests.support.huggingface_directories import END, write_model
 
 GREEDY = {"length": 12, "temperature": 0.0}
 PROMPTS = ["the quick", "and then the longer \u00e9 prompt", "x"]
