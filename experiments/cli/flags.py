@@ -17,8 +17,10 @@ the registry; its own fields may follow anywhere, and a field that only one memb
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import os
+import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
@@ -27,7 +29,7 @@ from experiments.cli.choices import choose, known_spelling
 from experiments.cli.exit_codes import ExitCode as ExitCode
 from experiments.cli.help import help_page, take_help
 from experiments.cli.local_paths import check_local_paths
-from experiments.cli.output import dropped_output, open_closed_streams, without_advice, write
+from experiments.cli.output import open_closed_streams, without_advice, write
 from experiments.cli.spelling import check_words, stray_word
 from experiments.cli.warmup import fit_warmup
 from jaxmoe.configs import closest
@@ -37,6 +39,8 @@ from jaxmoe.optional import MissingPackageError, require
 Config = TypeVar("Config")
 
 logger = logging.getLogger(__name__)
+
+_RULE = re.compile(r"^ *-{8,} *$", re.MULTILINE)
 
 
 def parse(
@@ -108,15 +112,19 @@ def parse_flags(
             raise SystemExit(int(ExitCode.DONE))
         tyro = require("tyro")
         check_words(config, flags, prog, recipes)
-    with dropped_output():
-        config = tyro.cli(
-            type(config),
-            default=config,
-            args=flags,
-            prog=prog,
-            config=(tyro.conf.AvoidSubcommands, tyro.conf.FlagConversionOff),
-            use_underscores=True,
-        )
+    try:
+        with contextlib.redirect_stderr(io.StringIO()) as page:
+            config = tyro.cli(
+                type(config),
+                default=config,
+                args=flags,
+                prog=prog,
+                config=(tyro.conf.AvoidSubcommands, tyro.conf.FlagConversionOff),
+                use_underscores=True,
+            )
+    except SystemExit:
+        fail(_in_one_line(page.getvalue()))
+    sys.stderr.write(page.getvalue())
     with exit_on_bad_configuration():
         check_local_paths(config)
     return fit_warmup(config, flags)
@@ -146,6 +154,12 @@ def fail(message: str) -> NoReturn:
         text = printable(f"error: {message}", kept="\n")
         print(text, file=sys.stderr, flush=True)
     raise SystemExit(int(ExitCode.BAD_CONFIGURATION))
+
+
+def _in_one_line(page: str) -> str:
+    """Return the message of a page of tyro's: its text between the first two rules."""
+    message = (*_RULE.split(page), page)[1]
+    return " ".join(message.split()).removeprefix("Error parsing ")
 
 
 def _first_line(function: Callable[..., Any]) -> str:

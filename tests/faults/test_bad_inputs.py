@@ -61,7 +61,7 @@ COMMANDS = {
     ),
     "a word for a number": (
         ["--training.steps", "many"],
-        r"--training\.steps.*'many'.*--training\.steps INT",
+        r"--training\.steps: invalid literal for int\(\) with base 10: 'many'",
     ),
     "a negative learning rate": (
         ["--optimizer.learning_rate", "-1"],
