@@ -1,0 +1,44 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""GPipe: all forward passes of a step, then all backward passes (arXiv 1811.06965, section 2.3).
+
+It idles as long as 1F1B and keeps the inputs of every micro-batch: use it as a reference, or where
+memory does not matter.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+from sharding.pipeline.schedule import Schedule, forward_times, from_times
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class GPipeConfig:
+    """All F, then all B."""
+
+    name: ClassVar[str] = "gpipe"
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of layers on each stage."""
+        return 1
+
+    def check(self, stages: int, micro_batches: int) -> None:
+        """Accept any number of stages and micro-batches."""
+        del stages, micro_batches
+
+    def schedule(self, stages: int, micro_batches: int) -> Schedule:
+        """Return the table of one step.
+
+        Args:
+            stages: Stages of the pipeline.
+            micro_batches: Micro-batches of a step.
+        """
+        times = forward_times(stages, self.chunks, micro_batches)
+        length = micro_batches + stages - 1
+        for stage in range(stages):
+            for micro in range(micro_batches):
+                times["B", stage, 0, micro] = length + micro + stages - 1 - stage
+        return from_times(self.name, stages, self.chunks, micro_batches, times)

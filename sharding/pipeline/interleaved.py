@@ -1,0 +1,70 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Interleaved: F and B share ticks, and each stage holds several chunks of layers.
+
+With one chunk it is 1F1B, with more the interleaved order of Megatron-LM (arXiv 2104.04473,
+section 2.2). A tick has a forward and a backward slot, so no stage waits for a slower kind of work:
+idle over useful time is (stages - 1) / (chunks * micro_batches) for any ratio of F to B.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+from sharding.pipeline.schedule import Schedule, forward_times, from_times, position
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class InterleavedConfig:
+    """F of one micro-batch and B of another in one tick."""
+
+    name: ClassVar[str] = "interleaved"
+
+    chunks: int = 1
+    """Chunks of layers on each stage; n chunks divide idle time by n, and send activations n times
+    as often. Above 1, training.accumulation must be a multiple of mesh.stage."""
+
+    def __post_init__(self):
+        if self.chunks < 1:
+            raise ValueError(f"execution.pipeline.chunks={self.chunks} must be at least 1")
+
+    def check(self, stages: int, micro_batches: int) -> None:
+        """Check that micro-batches fill whole turns through the chunks.
+
+        Args:
+            stages: execution.mesh.stage.
+            micro_batches: training.accumulation.
+
+        Raises:
+            ValueError: They do not.
+        """
+        if self.chunks == 1 or micro_batches % stages == 0:
+            return
+        above = -(-micro_batches // stages) * stages
+        below = above - stages
+        raise ValueError(
+            f"training.accumulation={micro_batches} must be a multiple of"
+            f" execution.mesh.stage={stages} with execution.pipeline.chunks={self.chunks}: set"
+            f" training.accumulation to {f'{below} or ' if below else ''}{above}, or"
+            " execution.pipeline.chunks to 1"
+        )
+
+    def schedule(self, stages: int, micro_batches: int) -> Schedule:
+        """Return the table of one step.
+
+        Args:
+            stages: Stages of the pipeline.
+            micro_batches: Micro-batches of a step.
+
+        Raises:
+            ValueError: See `check`.
+        """
+        self.check(stages, micro_batches)
+        times = forward_times(stages, self.chunks, micro_batches)
+        # The last group does B in the tick of its F, each group before it one tick later.
+        first = stages * self.chunks - 1
+        for _, stage, chunk, micro in list(times):
+            place = position(stages, self.chunks, self.chunks - 1 - chunk, micro)
+            times["B", stage, chunk, micro] = first + place + stages - 1 - stage
+        return from_times(self.name, stages, self.chunks, micro_batches, times)

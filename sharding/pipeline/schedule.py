@@ -1,0 +1,351 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Schedule tables of pipelines: which stage does which work in which tick.
+
+A tick is a forward slot followed by a backward slot, and all stages pass through it together. F is
+the forward pass of one micro-batch through one chunk of layers, B the backward pass. An activation
+reaches the next stage at the end of its tick, a gradient at the beginning of the next tick.
+
+A group is the layers that one stage holds as one chunk. Groups go round the stages:
+group = chunk * stages + stage.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import string
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Literal, NamedTuple
+
+Kind = Literal["F", "B"]
+KINDS: tuple[Kind, ...] = ("F", "B")
+"""Kinds of work in the order in which a tick does them."""
+
+
+class Work(NamedTuple):
+    """Work of one stage in one tick."""
+
+    kind: Kind
+    """F: forward pass; B: backward pass."""
+    chunk: int
+    micro: int
+    """Micro-batch."""
+
+
+class Run(NamedTuple):
+    """Consecutive ticks with the same kinds of work."""
+
+    kinds: str
+    """Kinds that some stage does: F, FB or B."""
+    first: int
+    """First tick."""
+    length: int
+    """Ticks."""
+
+
+class Stay(NamedTuple):
+    """Time during which a stage keeps an array, both ends included.
+
+    Times count half ticks: 2 t is during tick t, 2 t + 1 between it and the next.
+    """
+
+    first: int
+    last: int
+    chunk: int
+    micro: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """Timetable of a pipeline; see `from_times`."""
+
+    name: str
+    stages: int
+    chunks: int
+    micro_batches: int
+    ticks: tuple[tuple[tuple[Work, ...], ...], ...]
+    """Works by [tick][stage], F before B."""
+
+    def group(self, stage: int, chunk: int) -> int:
+        """Return the group that a stage holds as a chunk."""
+        return chunk * self.stages + stage
+
+    def place(self, group: int) -> tuple[int, int]:
+        """Return the (stage, chunk) that holds a group."""
+        chunk, stage = divmod(group, self.stages)
+        return stage, chunk
+
+    @property
+    def num_groups(self) -> int:
+        """Number of groups of layers."""
+        return self.stages * self.chunks
+
+    def works(self) -> Iterator[tuple[int, int, Work]]:
+        """Yield every (tick, stage, work) of the table."""
+        for tick, row in enumerate(self.ticks):
+            for stage, works in enumerate(row):
+                for work in works:
+                    yield tick, stage, work
+
+    @functools.cached_property
+    def when(self) -> Mapping[tuple[Kind, int, int], int]:
+        """{(kind, group, micro-batch): tick}.
+
+        Raises:
+            ValueError: A work stands in the table twice.
+        """
+        found: dict[tuple[Kind, int, int], int] = {}
+        for tick, stage, work in self.works():
+            key = (work.kind, self.group(stage, work.chunk), work.micro)
+            if key in found:
+                raise ValueError(f"{self._say(key)} is in ticks {found[key]} and {tick}")
+            found[key] = tick
+        return MappingProxyType(found)
+
+    @functools.cached_property
+    def has_backward(self) -> bool:
+        """Whether there is any B."""
+        return any(work.kind == "B" for _, _, work in self.works())
+
+    def check(self) -> None:
+        """Check that each work is done once, on its stage, after the works that it needs.
+
+        F of a group needs F of the group before in an earlier tick. B of a group needs B of the
+        group after in an earlier tick; B of the last group needs its own F in the same tick or an
+        earlier one.
+
+        Raises:
+            ValueError: A work is missing, unknown, repeated, too early, or a stage has two works
+                of one kind in a tick.
+        """
+        self._check_rows()
+        kinds = KINDS if self.has_backward else KINDS[:1]
+        last = self.num_groups - 1
+        for kind, group, micro in itertools.product(
+            kinds, range(self.num_groups), range(self.micro_batches)
+        ):
+            key = (kind, group, micro)
+            if key not in self.when:
+                raise ValueError(f"{self._say(key)} is missing")
+            if kind == "F" and group > 0:
+                self._check_after(key, ("F", group - 1, micro), is_same_tick_allowed=False)
+            if kind == "B" and group < last:
+                self._check_after(key, ("B", group + 1, micro), is_same_tick_allowed=False)
+            if kind == "B" and group == last:
+                self._check_after(key, ("F", group, micro), is_same_tick_allowed=True)
+
+    def _check_rows(self) -> None:
+        """Check sizes, numbers and the order of works in each tick."""
+        if min(self.stages, self.chunks, self.micro_batches) < 1:
+            raise ValueError(
+                f"{self.name}: stages={self.stages}, chunks={self.chunks} and"
+                f" micro_batches={self.micro_batches} must be at least 1"
+            )
+        for tick, row in enumerate(self.ticks):
+            where = f"{self.name}: tick {tick}"
+            if len(row) != self.stages:
+                raise ValueError(f"{where} has {len(row)} stages instead of {self.stages}")
+            for stage, works in enumerate(row):
+                if [work.kind for work in works] not in ([], ["F"], ["B"], ["F", "B"]):
+                    raise ValueError(
+                        f"{where}, stage {stage} has {[work.kind for work in works]}: at most one"
+                        " F, then at most one B"
+                    )
+                for work in works:
+                    if not (0 <= work.chunk < self.chunks and 0 <= work.micro < self.micro_batches):
+                        raise ValueError(
+                            f"{where}, stage {stage} has chunk {work.chunk} of micro-batch"
+                            f" {work.micro}, of {self.chunks} chunks and {self.micro_batches}"
+                            " micro-batches"
+                        )
+
+    def _check_after(
+        self,
+        key: tuple[Kind, int, int],
+        needed: tuple[Kind, int, int],
+        *,
+        is_same_tick_allowed: bool,
+    ) -> None:
+        """Check that one work is in the table, and before another."""
+        if needed not in self.when:
+            raise ValueError(f"{self._say(needed)} is missing")
+        if self.when[key] < self.when[needed] + (not is_same_tick_allowed):
+            raise ValueError(
+                f"{self._say(key)} is in tick {self.when[key]}, and needs"
+                f" {needed[0]} of group {needed[1]}, which is in tick {self.when[needed]}"
+            )
+
+    def _say(self, key: tuple[Kind, int, int]) -> str:
+        kind, group, micro = key
+        return f"{self.name}: {kind} of group {group}, micro-batch {micro}"
+
+    def seconds(self, forward: float = 1.0, backward: float = 2.0) -> float:
+        """Return the time of the table. A kind that any stage does in a tick costs all stages.
+
+        Args:
+            forward: Time of F of one micro-batch through all chunks of a stage.
+            backward: Time of B likewise.
+        """
+        costs = {"F": forward, "B": backward}
+        return sum(run.length * sum(costs[kind] for kind in run.kinds) for run in self.runs()) / (
+            self.chunks
+        )
+
+    def bubble(self, forward: float = 1.0, backward: float = 2.0) -> float:
+        """Return idle over useful time.
+
+        Args:
+            forward: Time of F of one micro-batch through all chunks of a stage.
+            backward: Time of B likewise.
+        """
+        useful = self.micro_batches * (forward + (backward if self.has_backward else 0.0))
+        return self.seconds(forward, backward) / useful - 1.0
+
+    def input_stays(self, stage: int) -> list[Stay]:
+        """Return when a stage keeps the inputs of its chunks.
+
+        An input arrives at the end of the tick of F of the group before; that of group 0, the
+        embedding, at the beginning of its own F. It is kept until its own B, without any B until
+        its own F.
+
+        Args:
+            stage: Number of the stage.
+        """
+        last = "B" if self.has_backward else "F"
+        stays = []
+        for chunk, micro in itertools.product(range(self.chunks), range(self.micro_batches)):
+            group = self.group(stage, chunk)
+            first = (
+                2 * self.when["F", group - 1, micro] + 1 if group else 2 * self.when["F", 0, micro]
+            )
+            stays.append(Stay(first, 2 * self.when[last, group, micro], chunk, micro))
+        return stays
+
+    def kept(self) -> tuple[int, ...]:
+        """Return for each stage the largest number of chunk inputs that it keeps at once."""
+        return tuple(most_at_once(self.input_stays(stage)) for stage in range(self.stages))
+
+    def runs(self) -> tuple[Run, ...]:
+        """Return the table as runs of ticks that do the same kinds of work on some stage."""
+        present = (
+            "".join(
+                kind for kind in KINDS if any(work.kind == kind for works in row for work in works)
+            )
+            for row in self.ticks
+        )
+        found, first = [], 0
+        for kinds, same in itertools.groupby(present):
+            length = len(list(same))
+            found.append(Run(kinds, first, length))
+            first += length
+        return tuple(found)
+
+    def text(self) -> str:
+        """Return the timetable as text: a line for each stage, a column for each tick.
+
+        F3b is the forward pass of micro-batch 3 through the second chunk; . is an idle tick.
+        """
+        cells = [["+".join(map(self._cell, works)) or "." for works in row] for row in self.ticks]
+        widths = [max(map(len, row)) for row in cells]
+        return "\n".join(
+            f"stage {stage}  "
+            + " ".join(
+                row[stage].ljust(width) for row, width in zip(cells, widths, strict=True)
+            ).rstrip()
+            for stage in range(self.stages)
+        )
+
+    def _cell(self, work: Work) -> str:
+        if self.chunks == 1:
+            return f"{work.kind}{work.micro}"
+        turns, letter = divmod(work.chunk, 26)
+        return f"{work.kind}{work.micro}{string.ascii_lowercase[letter] * (turns + 1)}"
+
+
+def most_at_once(stays: list[Stay]) -> int:
+    """Return the largest number of arrays kept at one time."""
+    changes = [(stay.first, 1) for stay in stays] + [(stay.last + 1, -1) for stay in stays]
+    return max(itertools.accumulate(change for _, change in sorted(changes)), default=0)
+
+
+def from_times(
+    name: str,
+    stages: int,
+    chunks: int,
+    micro_batches: int,
+    times: Mapping[tuple[Kind, int, int, int], int],
+) -> Schedule:
+    """Return the schedule with works at given times, checked.
+
+    Args:
+        name: Name for messages.
+        stages: Stages of the pipeline.
+        chunks: Chunks of layers on each stage.
+        micro_batches: Micro-batches of a step.
+        times: {(kind, stage, chunk, micro-batch): tick}.
+
+    Raises:
+        ValueError: See `Schedule.check`.
+    """
+    rows: list[list[list[Work]]] = [
+        [[] for _ in range(stages)] for _ in range(max(times.values(), default=-1) + 1)
+    ]
+    for (kind, stage, chunk, micro), tick in times.items():
+        rows[tick][stage].append(Work(kind, chunk, micro))
+    ticks = tuple(
+        tuple(tuple(sorted(works, key=lambda work: KINDS.index(work.kind))) for works in row)
+        for row in rows
+    )
+    schedule = Schedule(name, stages, chunks, micro_batches, ticks)
+    schedule.check()
+    return schedule
+
+
+def position(stages: int, chunks: int, chunk: int, micro: int) -> int:
+    """Return the place of a micro-batch's pass through a chunk in the order of a stage.
+
+    As many micro-batches as there are stages pass through each chunk in turn (Megatron-LM,
+    arXiv 2104.04473, section 2.2).
+
+    Args:
+        stages: Stages of the pipeline.
+        chunks: Chunks of layers on each stage.
+        chunk: Number of the chunk.
+        micro: Number of the micro-batch.
+    """
+    block, place = divmod(micro, stages)
+    return (block * chunks + chunk) * stages + place
+
+
+def forward_times(
+    stages: int, chunks: int, micro_batches: int
+) -> dict[tuple[Kind, int, int, int], int]:
+    """Return the earliest ticks of F in the order of `position`, for `from_times`.
+
+    Args:
+        stages: Stages of the pipeline.
+        chunks: Chunks of layers on each stage.
+        micro_batches: Micro-batches of a step.
+    """
+    return {
+        ("F", stage, chunk, micro): position(stages, chunks, chunk, micro) + stage
+        for stage in range(stages)
+        for chunk in range(chunks)
+        for micro in range(micro_batches)
+    }
+
+
+def forward_schedule(stages: int, chunks: int, micro_batches: int) -> Schedule:
+    """Return a table of forward passes alone, for evaluation.
+
+    Args:
+        stages: Stages of the pipeline.
+        chunks: Chunks of layers on each stage.
+        micro_batches: Micro-batches; any number, but only multiples of stages leave no gaps where
+            chunks is above 1.
+    """
+    times = forward_times(stages, chunks, micro_batches)
+    return from_times("forward", stages, chunks, micro_batches, times)
