@@ -125,6 +125,7 @@ REGISTRIES = {
     "sharding.expert_parallel:DispatcherConfig": {
         *("local", "all_gather", "all_to_all", "all_to_all_dropping", "least_loaded"),
     },
+    "sharding.pipeline:PIPELINES": {"interleaved", "gpipe"},
     "sharding.sequence_parallel:SequenceParallelConfig": {
         *("none", "auto", "all_gather", "ulysses", "usp", "ring", "token_ring"),
     },

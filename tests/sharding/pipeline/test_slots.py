@@ -1,0 +1,205 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Slots of a schedule: an executor in plain Python reads the right array in every tick."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sharding.pipeline import GPipeConfig, InterleavedConfig, forward_schedule, plan_slots
+from sharding.pipeline.schedule import from_times
+
+
+class Buffers:
+    """One buffer on each stage; counts the arrays that are kept and still needed."""
+
+    def __init__(self, stages, size):
+        self.held = [[None] * size for _ in range(stages)]
+        self.needed = [set() for _ in range(stages)]
+        self.most = [0] * stages
+
+    def store(self, stage, slot, label):
+        assert label is not None
+        assert self.held[stage][slot] not in self.needed[stage], "overwrites what is still needed"
+        self.held[stage][slot] = label
+        self.needed[stage].add(label)
+        self.most[stage] = max(self.most[stage], len(self.needed[stage]))
+
+    def read(self, stage, slot, *, is_last):
+        label = self.held[stage][slot]
+        if is_last:
+            self.needed[stage].remove(label)
+        return label
+
+
+def execute(schedule, slots):
+    """Execute a schedule from its slots alone, with (group, micro-batch) labels for arrays.
+
+    Returns:
+        Everything done as (kind, group, micro-batch), and the buffers X, G and H.
+    """
+    p, last = schedule.stages, schedule.num_groups - 1
+    x = Buffers(p, slots.num_inputs)
+    g = Buffers(p, slots.num_gradients)
+    h = Buffers(p, slots.num_heads)
+    done = []
+    made = [None] * p  # gradients made in the tick before
+    for t in range(len(schedule.ticks)):
+        for s in range(p):
+            if slots.g_arrives[t, s] >= 0:
+                g.store(s, slots.g_arrives[t, s], made[(s + 1) % p])
+            if slots.g_own[t, s] >= 0:
+                g.store(s, slots.g_own[t, s], made[s])
+            if slots.enter_slot[t, s] >= 0:
+                x.store(s, slots.enter_slot[t, s], (0, slots.enters[t]))
+        made, sent, head = [None] * p, [None] * p, None
+        for s in range(p):
+            if slots.f_input[t, s] >= 0:
+                label = x.read(s, slots.f_input[t, s], is_last=not schedule.has_backward)
+                assert label == (schedule.group(s, int(slots.f_chunk[t, s])), slots.f_micro[t, s])
+                done.append(("F", *label))
+                if label[0] == last:
+                    head = label
+                else:
+                    sent[s] = (label[0] + 1, label[1])
+        assert slots.leaves[t] == (-1 if head is None else head[1])
+        for s in range(p):
+            if slots.head_in[t, s] >= 0:
+                h.store(s, slots.head_in[t, s], head)
+            if slots.b_input[t, s] >= 0:
+                label = x.read(s, slots.b_input[t, s], is_last=True)
+                assert label == (schedule.group(s, int(slots.b_chunk[t, s])), slots.b_micro[t, s])
+                if slots.b_gradient[t, s] >= 0:
+                    assert slots.head_out[t, s] == -1
+                    gradient = g.read(s, slots.b_gradient[t, s], is_last=True)
+                elif slots.head_out[t, s] >= 0:
+                    gradient = h.read(s, slots.head_out[t, s], is_last=True)
+                else:
+                    gradient = head
+                assert gradient == label, "the gradient of another output"
+                done.append(("B", *label))
+                if label[0] > 0:
+                    made[s] = (label[0] - 1, label[1])
+        for s in range(p):
+            if slots.arrives[t, s] >= 0:
+                x.store(s, slots.arrives[t, s], sent[(s - 1) % p])
+            if slots.f_own[t, s] >= 0:
+                x.store(s, slots.f_own[t, s], sent[s])
+    return done, (x, g, h)
+
+
+def assert_slots_execute(schedule):
+    """Every work is done once on the right arrays, in as few slots as arrays are needed at once."""
+    slots = plan_slots(schedule)
+    done, buffers = execute(schedule, slots)
+    assert sorted(done) == sorted(schedule.when)
+    sizes = (slots.num_inputs, slots.num_gradients, slots.num_heads)
+    assert sizes == tuple(max(buffer.most) for buffer in buffers)
+    assert tuple(buffers[0].most) == schedule.kept()
+    assert slots.num_inputs == max(schedule.kept())
+    assert not any(buffer.needed[s] for buffer in buffers for s in range(schedule.stages))
+    elsewhere = [slots.arrives, slots.g_arrives]
+    own = [slots.f_own, slots.g_own]
+    assert all((array == -1).all() for array in (elsewhere if schedule.stages == 1 else own))
+    tick_of = schedule.when
+    for names, key in (("enters", ("F", 0)), ("returns", ("B", 0))):
+        wanted = np.full(len(schedule.ticks), -1)
+        for micro in range(schedule.micro_batches):
+            if (*key, micro) in tick_of:
+                wanted[tick_of[*key, micro]] = micro
+        np.testing.assert_array_equal(getattr(slots, names), wanted)
+    return slots
+
+
+@st.composite
+def tables(draw):
+    """Name, stages, chunks and micro-batches of a table of the library."""
+    name = draw(st.sampled_from(["interleaved", "gpipe", "forward"]))
+    stages = draw(st.integers(1, 8))
+    chunks = 1 if name == "gpipe" else draw(st.integers(1, 4))
+    if name == "interleaved" and chunks > 1:
+        return name, stages, chunks, stages * draw(st.integers(1, 64 // stages))
+    return name, stages, chunks, draw(st.integers(1, 64))
+
+
+def build(name, stages, chunks, micro_batches):
+    """A table of the library."""
+    if name == "forward":
+        return forward_schedule(stages, chunks, micro_batches)
+    config = GPipeConfig() if name == "gpipe" else InterleavedConfig(chunks=chunks)
+    return config.schedule(stages, micro_batches)
+
+
+def random_table(stages, chunks, micro_batches, seed):
+    """A table in which each stage does any work that it can, or waits."""
+    rng = random.Random(seed)
+    last = stages * chunks - 1
+    ready = {("F", 0, micro) for micro in range(micro_batches)}
+    times, tick = {}, 0
+    while ready:
+        after = set()
+        for kind in "FB":
+            for stage in range(stages):
+                own = sorted(
+                    work for work in ready if work[0] == kind and work[1] % stages == stage
+                )
+                if not own or rng.random() < 0.3:
+                    continue
+                _, group, micro = work = rng.choice(own)
+                ready.remove(work)
+                times[kind, stage, group // stages, micro] = tick
+                if kind == "B":
+                    after |= {("B", group - 1, micro)} if group else set()
+                elif group < last:
+                    after.add(("F", group + 1, micro))
+                else:
+                    ready.add(("B", last, micro))  # may be in the same tick
+        ready |= after
+        tick += 1
+    return from_times("random", stages, chunks, micro_batches, times)
+
+
+@settings(max_examples=50)
+@given(tables())
+def test_every_table_reads_the_right_slots_and_the_fewest(table):
+    name, stages, chunks, micro_batches = table
+    slots = assert_slots_execute(build(*table))
+    assert slots.num_heads == (micro_batches if name == "gpipe" else 0)
+    assert slots.num_gradients == (name != "forward" and stages * chunks > 1)
+
+
+@settings(max_examples=40)
+@given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 8), st.integers(0, 10**6))
+def test_irregular_tables_read_the_right_slots_and_the_fewest(stages, chunks, micro_batches, seed):
+    assert_slots_execute(random_table(stages, chunks, micro_batches, seed))
+
+
+def test_arrays_are_int32_by_tick_and_stage():
+    schedule = GPipeConfig().schedule(2, 3)
+    slots = plan_slots(schedule)
+    ticks = len(schedule.ticks)
+    assert slots.f_chunk.dtype == slots.enters.dtype == np.int32
+    assert slots.f_chunk.shape == slots.enter_slot.shape == (ticks, 2)
+    assert slots.enters.shape == slots.leaves.shape == slots.returns.shape == (ticks,)
+
+
+def test_slots_of_two_stages():
+    """Literal rows of a small step: arrivals at the end of F, gradients a tick after B."""
+    slots = plan_slots(InterleavedConfig().schedule(2, 3))
+    assert slots.f_micro.T.tolist() == [[0, 1, 2, -1, -1], [-1, 0, 1, 2, -1]]
+    assert slots.b_micro.T.tolist() == [[-1, -1, 0, 1, 2], [-1, 0, 1, 2, -1]]
+    assert slots.f_input.T.tolist() == [[0, 1, 2, -1, -1], [-1, 0, 0, 0, -1]]
+    assert slots.b_input.T.tolist() == [[-1, -1, 0, 1, 2], [-1, 0, 0, 0, -1]]
+    assert slots.arrives.T.tolist() == [[-1] * 5, [0, 0, 0, -1, -1]]
+    assert slots.g_arrives.T.tolist() == [[-1, -1, 0, 0, 0], [-1] * 5]
+    assert slots.b_gradient.T.tolist() == [[-1, -1, 0, 0, 0], [-1] * 5]
+    assert slots.enter_slot.T.tolist() == [[0, 1, 2, -1, -1], [-1] * 5]
+    assert slots.enters.tolist() == [0, 1, 2, -1, -1]
+    assert slots.leaves.tolist() == [-1, 0, 1, 2, -1]
+    assert slots.returns.tolist() == [-1, -1, 0, 1, 2]
+    for unused in (slots.f_own, slots.g_own, slots.head_in, slots.head_out):
+        assert (unused == -1).all()
