@@ -298,13 +298,12 @@ def test_a_run_that_was_taken_over_ends_and_writes_nothing(tmp_path, capsys, mon
         trained(self, report)
         steps.extend(report.steps)
         if not before and report.steps[-1] >= 3:
+            (robbed,) = (one for one in threading.enumerate() if one.name == "lease")
             thief.acquire(steal=True)
             files = [file for file in path.rglob("*") if file.is_file()]
             before.update({file: file.read_bytes() for file in files if file.parent == path})
             if heard == "by the heartbeat":
-                # Of the two threads that renew a lease the robbed one's ends.
-                leases = [one for one in threading.enumerate() if one.name == "lease"]
-                _wait_until(lambda: not all(one.is_alive() for one in leases), 60)
+                _wait_until(lambda: not robbed.is_alive(), 60)
 
     monkeypatch.setattr(Reporter, "trained", trained_and_robbed)
     if heard == "at a save":
