@@ -23,6 +23,7 @@ from flax import linen as nn
 from flax import struct
 from jaxtyping import Array
 
+from sharding import axes as ax
 from sharding.products.quantized import Packed
 
 Role = Literal[
@@ -77,6 +78,11 @@ class Declaration:
     def constant(self, dtype: Any) -> Array:
         """Return the initial value of a parameter that starts at ones or zeros."""
         return (jnp.ones if self.init == "ones" else jnp.zeros)(self.shape, dtype)
+
+    @property
+    def is_stacked(self) -> bool:
+        """Whether the first dimension counts layers."""
+        return self.axes[:1] in ((ax.LAYERS,), (ax.OTHER_LAYERS,))
 
     @property
     def is_used_as_stored(self) -> bool:

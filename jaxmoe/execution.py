@@ -19,6 +19,7 @@ from sharding.constrain import Placement
 from sharding.expert_parallel import DispatcherConfig, LocalConfig
 from sharding.fold import MoEMesh, refine
 from sharding.mesh import MeshConfig
+from sharding.pipeline import InterleavedConfig, PipelineConfig
 from sharding.products.halo import HaloProduct
 from sharding.rules import LogicalAxisRules
 from sharding.sequence_parallel import (
@@ -59,6 +60,8 @@ class ExecutionConfig:
     """Dispatcher that brings rows to their experts."""
     sequence_parallel: SequenceParallelConfig = NoSequenceParallelConfig()
     """Form of attention over sequences whose positions are sharded."""
+    pipeline: PipelineConfig = InterleavedConfig()
+    """Order of the micro-batches on the stages of mesh.stage."""
     kernels: KernelsConfig = KernelsConfig()
     """Implementations of the kernels."""
     precision: PrecisionPolicy = PrecisionPolicy()
@@ -120,6 +123,8 @@ class ExecutionConfig:
             ValueError: The fold does not fit the mesh, or the mesh has an open size.
         """
         layout = STATE_LAYOUTS[self.rules]
+        if self.mesh.stage != 1:
+            layout = layout.staged()
         return layout if self.fold is None else layout.folded(refine(self.mesh.by_axis, self.fold))
 
     @property

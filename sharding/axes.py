@@ -26,7 +26,8 @@ MESH_AXES: Final = (REPLICA, STAGE, DATA, EXPERT, SEQ, TENSOR)
 BATCH_AXES: Final = (REPLICA, DATA, EXPERT)  # the axes over which sequences are spread
 
 # Dimensions of parameters.
-LAYERS: Final = "layers"  # the layers of one scanned stack
+LAYERS: Final = "layers"  # the layers of the longest stack, which pipelines cut
+OTHER_LAYERS: Final = "other_layers"  # the layers of any other stack
 EMBED: Final = "embed"  # D, model width
 VOCAB: Final = "vocab"  # V
 HEADS: Final = "heads"  # N, query heads
@@ -68,6 +69,7 @@ ACTIVATION_AXES: Final = (
 
 LOGICAL_AXES: Final = (
     LAYERS,
+    OTHER_LAYERS,
     EMBED,
     VOCAB,
     HEADS,

@@ -7,7 +7,9 @@ One model runs in three surroundings, distinguished while tracing by the current
   none      no mesh, or inside a user's shard_map: arrays are local, no sharding is stated.
   auto      a user's mesh with Auto axes of any name: the compiler lays out, no sharding is stated.
   explicit  a mesh from `sharding.mesh.make_mesh`: shardings are part of the types, and the
-            functions here state the ones that JAX cannot infer.
+            functions here state the ones that JAX cannot infer. In a region
+            (`sharding/regions.py`) one axis is Manual and the others are Explicit: arrays are
+            local in that axis, and no sharding names it.
 
 `Placement` carries the rules and offers the operations a layer needs. `Placement.island` runs a
 function on local shards: routing, sorting, dispatch and kernels run there.
@@ -27,7 +29,7 @@ from jaxtyping import Array
 
 from pallas_kernels.jax_versions import match_varying, vary_over
 from sharding.axes import ACT_BATCH, ACTIVATION_AXES, is_our_mesh
-from sharding.rules import LogicalAxisRules
+from sharding.rules import LogicalAxisRules, spec_entry
 
 Surroundings = Literal["none", "auto", "explicit"]
 LogicalAxes = tuple[str | None, ...]
@@ -43,16 +45,27 @@ def surroundings() -> Surroundings:
     """
     mesh = jax.sharding.get_abstract_mesh()
     types = set(mesh.axis_types) if not mesh.empty else set()
-    if not types or AxisType.Manual in types:
-        return "none"
     if types == {AxisType.Auto}:
         return "auto"
-    if types == {AxisType.Explicit} and is_our_mesh(mesh.axis_names):
+    is_explicit = AxisType.Explicit in types and AxisType.Auto not in types
+    if is_explicit and is_our_mesh(mesh.axis_names):
         return "explicit"
+    if not types or AxisType.Manual in types:
+        return "none"
     raise ValueError(
         f"the current mesh has axes {mesh.axis_names} of types"
         f" {tuple(t.name for t in mesh.axis_types)}: jaxmoe needs either a mesh from"
         " sharding.make_mesh(MeshConfig(...)), or one whose axes are all Auto"
+    )
+
+
+def manual_axes() -> tuple[str, ...]:
+    """Return the axes of the current mesh in which arrays are local."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return tuple(
+        name
+        for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
+        if kind == AxisType.Manual
     )
 
 
@@ -124,18 +137,28 @@ class Placement:
         dtype = dtype or x.dtype
         if surroundings() != "explicit":
             return _local_einsum(subscripts, x, weight, dtype)
-        spec = self.rules.resolve(axes)
+        spec = self.spec(axes)
         return jnp.einsum(subscripts, x, weight, preferred_element_type=dtype, out_sharding=spec)
 
     def mesh_axes(self, name: str) -> tuple[str, ...]:
         """Return the mesh axes that split a logical axis; none outside an Explicit mesh."""
-        return self.rules.mesh_axes(name) if surroundings() == "explicit" else ()
+        return self._free(self.rules.mesh_axes(name)) if surroundings() == "explicit" else ()
+
+    def spec(self, axes: LogicalAxes) -> PartitionSpec:
+        """Return the spec of these logical axes, without mesh axes that are Manual here."""
+        entries = map(_axes_of, self.rules.resolve(axes))
+        return PartitionSpec(*(spec_entry(self._free(names)) for names in entries))
+
+    @staticmethod
+    def _free(names: tuple[str, ...]) -> tuple[str, ...]:
+        manual = manual_axes()
+        return tuple(name for name in names if name not in manual)
 
     def place(self, x: Array, axes: LogicalAxes) -> Array:
         """Return the array laid out by these logical axes."""
         if surroundings() != "explicit":
             return x
-        return jax.sharding.reshard(x, self.rules.resolve(axes))
+        return jax.sharding.reshard(x, self.spec(axes))
 
     def island(
         self,
@@ -170,11 +193,11 @@ class Placement:
 
             return run_here
 
-        names = self.rules.mesh_axes(ACT_BATCH)
+        names = self.mesh_axes(ACT_BATCH)
 
         def run(*arguments):
             spread = _names_in(
-                self.rules.resolve(axes)
+                self.spec(axes)
                 for axes in jax.tree.leaves(tuple(in_axes), is_leaf=_is_axes)
                 if not isinstance(axes, Encoded) and any(n in ACTIVATION_AXES for n in axes)
             )
@@ -198,7 +221,7 @@ class Placement:
                 )
                 return function(*whole, batch_axes=names)
 
-            out_specs = jax.tree.map(self.rules.resolve, out_axes, is_leaf=_is_axes)
+            out_specs = jax.tree.map(self.spec, out_axes, is_leaf=_is_axes)
             return jax.shard_map(body, in_specs=specs, out_specs=out_specs)(*placed)
 
         return run
@@ -213,7 +236,7 @@ class Placement:
         """
         if isinstance(axes, Encoded):
             return dataclasses.replace(self._entry(axes.axes, x, spread), encode=axes.encode)
-        spec = self.rules.resolve(axes)
+        spec = self.spec(axes)
         stored = jax.typeof(x).sharding.spec
         if any(name in ACTIVATION_AXES for name in axes) or len(stored) != len(spec):
             return _Entry(spec, ())
@@ -246,6 +269,38 @@ def gather_along(x: Array, axis: str) -> Array:
         return tuple(name for name in _axes_of(entry) if name != axis) or None
 
     return jax.sharding.reshard(x, PartitionSpec(*map(left, jax.typeof(x).sharding.spec)))
+
+
+def lie_at(
+    function: Callable[..., Any], *, axes: tuple[str, ...], specs: Any
+) -> Callable[..., Any]:
+    """Return `function` under Auto axes, with results that lie as these specs say.
+
+    Args:
+        function: Function of arrays.
+        axes: Explicit axes that are Auto while it is traced.
+        specs: Specs of its results.
+    """
+    return jax.sharding.auto_axes(function, axes=axes, out_sharding=specs)
+
+
+def reshape_to(x: Array, shape: tuple[int, ...], spec: PartitionSpec) -> Array:
+    """Return an array in another shape and layout; the compiler chooses the collectives."""
+    names = jax.sharding.get_abstract_mesh().axis_names
+    return lie_at(lambda x: x.reshape(shape), axes=names, specs=spec)(x)
+
+
+def zeros_of(shape: jax.ShapeDtypeStruct, *leading: int) -> Array:
+    """Return zeros laid out as an array of this shape, with further dimensions in front.
+
+    Args:
+        shape: Shape, dtype and, on an Explicit mesh, layout, from `jax.eval_shape`.
+        *leading: Sizes of the dimensions in front, which are not split.
+    """
+    if surroundings() != "explicit":
+        return jnp.zeros((*leading, *shape.shape), shape.dtype)
+    spec = PartitionSpec(*(None,) * len(leading), *jax.typeof(shape).sharding.spec)
+    return jnp.zeros((*leading, *shape.shape), shape.dtype, out_sharding=spec)
 
 
 def _local_einsum(subscripts: str, x: Array, weight: Array, dtype: Any) -> Array:

@@ -31,7 +31,7 @@ class MeshConfig:
     replica: int = 1
     """Copies of the model, across slices; only gradients travel between them."""
     stage: int = 1
-    """Pipeline stages; more than 1 is refused until there are pipelines."""
+    """Pipeline stages, each with a part of the layers; see sharding/pipeline."""
     data: int = 1
     """Devices that share the sequences of a batch and, fully sharded, the parameters."""
     expert: int = 1
@@ -50,10 +50,6 @@ class MeshConfig:
                 )
         if sizes.count(-1) > 1:
             raise ValueError("only one mesh axis may be -1 (the remaining devices)")
-        if self.stage != 1:
-            raise ValueError(
-                f"mesh.stage={self.stage}: there are no pipelines yet; set mesh.stage to 1"
-            )
 
     @property
     def sizes(self) -> tuple[int, ...]:

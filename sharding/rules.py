@@ -74,7 +74,7 @@ class LogicalAxisRules:
                         f" mesh axis {axis!r}: give one of them another rule"
                     )
                 seen[axis] = name
-        return PartitionSpec(*(_entry(mesh_axes) for mesh_axes in entries))
+        return PartitionSpec(*(spec_entry(mesh_axes) for mesh_axes in entries))
 
     def check_divides(
         self,
@@ -141,6 +141,13 @@ class LogicalAxisRules:
             )
         )
 
+    def staged(self) -> LogicalAxisRules:
+        """Return the same layout with layers and vocabulary split over pipeline stages."""
+        vocab, predicted = self.mesh_axes(ax.VOCAB), self.mesh_axes(ax.ACT_VOCAB)
+        return self.replace(
+            layers=(ax.STAGE,), vocab=(ax.STAGE, *vocab), act_vocab=(ax.STAGE, *predicted)
+        )
+
     def replace(self, **changes: tuple[str, ...]) -> LogicalAxisRules:
         """Return the same rules with some rows changed."""
         for name in changes:
@@ -156,7 +163,8 @@ def _or(numbers: Sequence[int]) -> str:
     return f"{', '.join(some)} or {last}" if some else last
 
 
-def _entry(mesh_axes: tuple[str, ...]) -> str | tuple[str, ...] | None:
+def spec_entry(mesh_axes: tuple[str, ...]) -> str | tuple[str, ...] | None:
+    """Return these mesh axes as the entry of a PartitionSpec for one dimension."""
     if not mesh_axes:
         return None
     return mesh_axes[0] if len(mesh_axes) == 1 else mesh_axes
@@ -165,6 +173,7 @@ def _entry(mesh_axes: tuple[str, ...]) -> str | tuple[str, ...] | None:
 DATA_PARALLEL = LogicalAxisRules(
     rules=(
         (ax.LAYERS, ()),
+        (ax.OTHER_LAYERS, ()),
         (ax.EMBED, ()),
         (ax.VOCAB, (ax.TENSOR,)),
         (ax.HEADS, (ax.TENSOR,)),

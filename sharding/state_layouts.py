@@ -53,6 +53,12 @@ class StateLayout:
     """When split parameters are gathered. layer: each where it is used; step: all once a step;
     replica: across replicas once a step, and within a replica where each is used."""
 
+    def staged(self) -> StateLayout:
+        """Return the same layout with layers and vocabulary split over pipeline stages."""
+        return dataclasses.replace(
+            self, parameters=self.parameters.staged(), optimizer=self.optimizer.staged()
+        )
+
     def folded(self, refinement: Refinement) -> StateLayout:
         """Return the same layout on a folded mesh."""
         return dataclasses.replace(

@@ -64,12 +64,20 @@ def use_outside_layers(params: Tree, whole: Tree, layers: Collection[str]) -> tu
         layers: Names of the scans of layers, which use their copies themselves.
     """
     used = {
-        name: params[name]
-        if name in layers
-        else jax.tree.map(_use, jax.lax.stop_gradient(whole[name]), params[name])
+        name: params[name] if name in layers else use_copies(params[name], whole[name])
         for name in params
     }
     return used, {name: whole[name] for name in layers}
+
+
+def use_copies(params: Tree, whole: Tree) -> Tree:
+    """Return gathered parameters whose gradients go to the parameters as stored.
+
+    Args:
+        params: Parameters as stored.
+        whole: The same, gathered.
+    """
+    return jax.tree.map(_use, jax.lax.stop_gradient(whole), params)
 
 
 def use_whole(block: type[nn.Module]) -> type[nn.Module]:

@@ -21,7 +21,6 @@ from jaxmoe.layers.records import LayerInputs, LayerOutputs, Stream, TokenInputs
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.models.stacks import Layer, LayerStack, Scan
 from jaxmoe.routing import RouterStatistics
-from sharding import axes as ax
 
 
 class Cycle(nn.Module):
@@ -90,7 +89,7 @@ def scan_layers(
         out_axes=0,
         length=scan.length,
         unroll=min(execution.unroll, scan.length),
-        metadata_params={nn.PARTITION_NAME: ax.LAYERS, "size": scan.length},
+        metadata_params={nn.PARTITION_NAME: scan.axis, "size": scan.length},
     )
     if scan.is_cycle:
         kinds = tuple(stack.kind for stack in scan.stacks)

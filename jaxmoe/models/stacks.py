@@ -16,6 +16,7 @@ import functools
 
 from jaxmoe.layers.feed_forwards import FeedForwards
 from jaxmoe.layers.mixers import Mixers
+from sharding import axes as ax
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -55,6 +56,9 @@ class Scan:
     """Name of the loop's module, the first part of the paths of its parameters."""
     stacks: tuple[LayerStack, ...]
     """The stacks of one iteration: one of equal layers, or one for each layer of a period."""
+    axis: str = ax.LAYERS
+    """Logical axis of the iterations: `ax.LAYERS` for the first scan with the most layers, which
+    pipelines cut into stages, `ax.OTHER_LAYERS` for others."""
 
     @property
     def length(self) -> int:
@@ -89,7 +93,11 @@ def group_layers(kinds: tuple[Layer, ...], *, has_cycles: bool) -> tuple[Scan, .
         scans.append(scan)
         num_moe += sum(len(stack.moe_layers) for stack in scan.stacks)
         start += period * repeats
-    return tuple(scans)
+    longest = max(scans, key=lambda scan: scan.num_layers)
+    return tuple(
+        scan if scan is longest else dataclasses.replace(scan, axis=ax.OTHER_LAYERS)
+        for scan in scans
+    )
 
 
 def _period(kinds: tuple[Layer, ...]) -> int:

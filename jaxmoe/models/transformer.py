@@ -106,26 +106,16 @@ class Transformer(nn.Module):
                 the tokens.
         """
         model, execution, shared = self.model, self.execution, self.model.context
-        placement, dtype, order = execution.placement, execution.precision.compute_dtype, places
-        _check_call(model, tokens, execution)
+        placement, order = execution.placement, places
+        check_call(model, tokens, execution)
         about = _given_of_tokens((tokens, positions, segment_ids, token_mask), context)
         if places is None and cache is None:
             order = current_order(shared, execution, tokens.shape[1], segment_ids)
             about = lay_out(about, order, execution)
-        about = jax.tree.map(lambda x: placement.place(x, (ax.ACT_BATCH, ax.ACT_SEQ)), about)
-        tokens, segment_ids = about["tokens"], about.get("segment_ids")
+        about = token_inputs(about, row_ids, order, placement)
         table = Embedding(model, name="embedding")()
-        x = look_up(table.astype(dtype), tokens, placement)
-        x = x * jnp.asarray(model.multipliers.embedding, dtype)
-        about = TokenInputs(
-            positions=about.get("positions"),
-            segment_ids=segment_ids,
-            token_mask=_token_mask(about),
-            places=order if isinstance(order, jax.Array) else None,
-            context=_router_context(tokens, row_ids, about["context"], placement, order),
-        )
         router_state = initial_router_state(model) if router_state is None else router_state
-        flow = _first_stream(model, x, execution)
+        flow = first_stream(model, table, about.context["tokens"], execution)
         outputs, is_gathered = [], WHOLE in self.variables
         for scan in model.scans:
             layers = scan_layers(scan, shared, execution, train=train, is_gathered=is_gathered)
@@ -202,7 +192,7 @@ def initial_router_state(model: ModelConfig) -> Any:
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *states)
 
 
-def _check_call(model: ModelConfig, tokens: Array, execution: ExecutionConfig) -> None:
+def check_call(model: ModelConfig, tokens: Array, execution: ExecutionConfig) -> None:
     """Refuse tokens that are no rows of ids, and a current mesh that does not fit."""
     check_tokens(tokens, model.vocab_size)
     length = tokens.shape[1]
@@ -254,26 +244,53 @@ def _read_at(x: Float[Array, "B S D"], index: Array | None, placement: Placement
     return placement.place(x, (ax.ACT_BATCH, None, None))
 
 
-def _router_context(
-    tokens: Int[Array, "B S"],
+def token_inputs(
+    about: Mapping[str, Any],
     row_ids: Int[Array, " B"] | None,
-    context: Mapping[str, Array] | None,
-    placement: Placement,
     order: Order | None,
-) -> dict[str, Array]:
-    """Return the [B S] arrays that every router may read: see `RouterInputs.context`."""
-    rows, length = tokens.shape
+    placement: Placement,
+) -> TokenInputs:
+    """Return what every layer receives of the tokens, laid out as the residual stream.
+
+    Args:
+        about: Arrays [B S] in this order: `tokens`, those of `positions`, `segment_ids` and
+            `token_mask` that are given, and further ones for routers in a dict `context`.
+        row_ids: Number of each row in the batch of the step; arange when None.
+        order: Order of the tokens in a row; None is their own.
+        placement: Layout rules.
+    """
+    about = jax.tree.map(lambda x: placement.place(x, (ax.ACT_BATCH, ax.ACT_SEQ)), dict(about))
+    rows, length = about["tokens"].shape
     row_ids = jnp.arange(rows, dtype=jnp.int32) if row_ids is None else row_ids
     index = row_ids[:, None] * jnp.int32(length) + places_of(order, length)
-    arrays = {"tokens": tokens, "index": index, **(context or {})}
-    return {
-        name: placement.place(array, (ax.ACT_BATCH, ax.ACT_SEQ)) for name, array in arrays.items()
-    }
+    index = placement.place(index, (ax.ACT_BATCH, ax.ACT_SEQ))
+    return TokenInputs(
+        positions=about.get("positions"),
+        segment_ids=about.get("segment_ids"),
+        token_mask=_token_mask(about),
+        places=order if isinstance(order, jax.Array) else None,
+        context={"tokens": about["tokens"], "index": index, **about["context"]},
+    )
 
 
-def _first_stream(model: ModelConfig, x: Array, execution: ExecutionConfig) -> Stream:
-    """Return the stream before the first layer, with what MoE layers carry to the next one."""
+def first_stream(
+    model: ModelConfig,
+    table: Float[Array, "V D"],
+    ids: Int[Array, "B S"],
+    execution: ExecutionConfig,
+) -> Stream:
+    """Return the stream before the first layer, with what MoE layers carry to the next one.
+
+    Args:
+        model: Model with the layers.
+        table: Embedding of each token.
+        ids: Tokens; the embedding is 0 for ids that a table split by vocabulary does not have.
+        execution: How the model is computed.
+    """
     moe, placement, logits, device = model.moe, execution.placement, None, None
+    dtype = execution.precision.compute_dtype
+    x = look_up(table.astype(dtype), ids, placement)
+    x = x * jnp.asarray(model.multipliers.embedding, dtype)
     if moe is not None and moe.router.traits.carries_logits:
         zeros = jnp.zeros((*x.shape[:2], moe.num_routed), jnp.float32)
         logits = placement.place(zeros, (ax.ACT_BATCH, ax.ACT_SEQ, None))

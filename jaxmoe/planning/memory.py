@@ -291,7 +291,7 @@ def _of_role(plan: StepPlan, role: str) -> list[ParameterSpec]:
 
 
 def _of_layers(plan: StepPlan) -> list[ParameterSpec]:
-    return [row for row in plan.table if ax.LAYERS in row.declaration.axes]
+    return [row for row in plan.table if row.declaration.is_stacked]
 
 
 def _of_experts(plan: StepPlan) -> list[ParameterSpec]:

@@ -146,5 +146,4 @@ class Sizes:
 
     def layers(self, row: ParameterSpec) -> int:
         """Return the layers stacked in a parameter; 1 if it is not stacked."""
-        axes = row.declaration.axes
-        return row.shape[axes.index(ax.LAYERS)] if ax.LAYERS in axes else 1
+        return row.shape[0] if row.declaration.is_stacked else 1

@@ -25,6 +25,7 @@ from jaxmoe.run.config import PretrainConfig, TrainingConfig
 from jaxmoe.scaling import Budget, Parameterization
 from jaxmoe.scaling.initialize import parameter_table
 from jaxmoe.training.batch_ramp import accumulation_of
+from jaxmoe.training.pipeline import check_pipeline
 from jaxmoe.training.state import TrainState, init_state
 from sharding import axes as ax
 from sharding.distributed import batch_part, global_batch
@@ -185,6 +186,9 @@ def assemble(
         kind.mixer.check_precision(execution.precision)
     mesh, training = make_mesh(mesh_config, fold=execution.fold), config.training
     sizes = dict(mesh.shape)
+    for _, rows in training.batch_sizes.stages:
+        number = accumulation_of(rows, training.batch_size, training.accumulation)
+        check_pipeline(plan.model, execution, number)
     for rules in (execution.axis_rules, execution.state_layout.optimizer):
         plan.table.check_divides(rules, sizes)
     length = (training.sequence_length,)

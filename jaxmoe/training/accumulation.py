@@ -92,7 +92,7 @@ def accumulate(
         return gradients_of(whole, 1.0, None)
     if rows % accumulation:
         raise ValueError(f"accumulation={accumulation} must divide the batch of {rows} sequences")
-    parts = jax.tree.map(lambda rows: _split(rows, accumulation, placement), whole)
+    parts = jax.tree.map(lambda rows: split_rows(rows, accumulation, placement), whole)
     first, rest = jax.tree.map(lambda a: a[0], parts), jax.tree.map(lambda a: a[1:], parts)
     share, summed = 1.0 / accumulation, None
     if statistics_of is not None:
@@ -116,10 +116,17 @@ def first_micro_batch(rows: Array, accumulation: int, placement: Placement) -> A
         accumulation: Number of micro-batches.
         placement: Layout of the rows.
     """
-    return rows if accumulation == 1 else _split(rows, accumulation, placement)[0]
+    return rows if accumulation == 1 else split_rows(rows, accumulation, placement)[0]
 
 
-def _split(rows: Array, accumulation: int, placement: Placement) -> Array:
+def split_rows(rows: Array, accumulation: int, placement: Placement) -> Array:
+    """Return the rows of every micro-batch, [accumulation B/accumulation ...].
+
+    Args:
+        rows: [B ...].
+        accumulation: Number of micro-batches; divides B.
+        placement: Layout of the rows.
+    """
     strided = rows.reshape(rows.shape[0] // accumulation, accumulation, *rows.shape[1:])
     micro = jnp.moveaxis(strided, 1, 0)
     return placement.place(micro, (None, ax.ACT_BATCH) + (None,) * (micro.ndim - 2))

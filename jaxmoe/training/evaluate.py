@@ -18,6 +18,7 @@ from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.training import NextTokenConfig, ObjectiveConfig
 from jaxmoe.training.loss import forward_and_nll
+from jaxmoe.training.pipeline import pipeline_forward
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,6 +58,16 @@ def make_eval_step(
     def step(params: Any, router_state: Any, batch: Batch) -> tuple[Array, Array]:
         def one(index: Array) -> Array:
             prepared = objective.examine(model, batch, index, execution.placement)
+            if execution.mesh.stage > 1:
+                nll, _ = pipeline_forward(
+                    params,
+                    router_state,
+                    prepared,
+                    model=model,
+                    execution=execution,
+                    objective=objective,
+                )
+                return nll
             nll, _ = forward_and_nll(
                 model,
                 execution,

@@ -32,11 +32,13 @@ from jaxmoe.layers.indicators import Indicators, summarise_indicators, token_mea
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.models.embedding import head_weight, output_logits
 from jaxmoe.parameters import ParameterSpec, ParameterTable
+from jaxmoe.routing import RouterStatistics, telemetry
 from jaxmoe.routing.telemetry import direction_coupling, gate_directions
 from jaxmoe.routing.telemetry.congestion import EVERY
 from jaxmoe.scaling.initialize import parameter_table
 from jaxmoe.training.cross_entropy import chunk_length, in_chunks
 from jaxmoe.training.loss import lay_out_batch
+from jaxmoe.training.state import TrainState
 from sharding import axes as ax
 from sharding.constrain import Placement
 
@@ -104,7 +106,7 @@ def update_ratios(
     squares: dict[str, Array] = {}
     for row in table:
         both = jnp.stack([_squares(row, tree[row.path]) for tree in (moved, held)])  # 2, layers
-        if not _is_stacked(row):
+        if not row.declaration.is_stacked:
             top = row.path.partition("/")[0]
             squares[top] = squares.get(top, jnp.zeros((2, 1), jnp.float32)) + both
             continue
@@ -119,16 +121,24 @@ def update_ratios(
     return ratios
 
 
-def _is_stacked(row: ParameterSpec) -> bool:
-    return row.declaration.axes[:1] == (ax.LAYERS,)
-
-
 def _squares(row: ParameterSpec, value: Array) -> Float[Array, " layers"]:
     """Return the sum of squares of each layer, replicated on every device."""
     value = value.astype(jnp.float32)
-    if _is_stacked(row):
+    if row.declaration.is_stacked:
         return jnp.sum(value**2, axis=tuple(range(1, value.ndim)))
     return jnp.sum(value**2)[None]
+
+
+def watch_routers(
+    state: TrainState, statistics: RouterStatistics | None, execution: ExecutionConfig
+) -> dict[str, Float[Array, ""]]:
+    """Return the telemetry of the step, of the new state and, if detailed, of the parameters."""
+    if statistics is None:
+        return {}
+    scalars = telemetry.summarise(statistics) | telemetry.watch_state(state.router_state)
+    if execution.telemetry == "detailed":
+        scalars |= telemetry.watch_params(state.params)
+    return scalars
 
 
 def watch_layers(

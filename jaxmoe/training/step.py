@@ -45,9 +45,10 @@ from jaxmoe.training.balance import (
 )
 from jaxmoe.training.dispersion import worker_losses
 from jaxmoe.training.guard import all_finite, check_ratio, norm_limit, remember, select
-from jaxmoe.training.indicators import observe_head, watch_layers
+from jaxmoe.training.indicators import observe_head, watch_layers, watch_routers
 from jaxmoe.training.loss import forward_and_row_nll
 from jaxmoe.training.metrics import StepMetrics as StepMetrics
+from jaxmoe.training.pipeline import pipeline_gradients
 from jaxmoe.training.state import TrainState, fetch, put_away
 from sharding.constrain import place_like
 
@@ -211,22 +212,33 @@ def batch_gradients(
     given = {"model": model, "execution": execution, "objective": objective}
     given["whole"] = _gather_whole(model, state.params, execution)
     has_two_passes = accumulated_balance == "two_pass" and has_wide_balance(model)
-    gradients_of = partial(
-        compute_gradients,
-        state,
-        total_weight,
-        is_whole=has_two_passes,
-        has_rows=workers > 1,
-        table=table,
-        **given,
-    )
-    summed = accumulate(
-        gradients_of,
-        batch,
-        accumulation,
-        execution.placement,
-        statistics_of=partial(batch_statistics, state, **given) if has_two_passes else None,
-    )
+    if execution.mesh.stage > 1:
+        summed = pipeline_gradients(
+            state,
+            batch,
+            total_weight,
+            accumulation=accumulation,
+            has_two_passes=has_two_passes,
+            has_rows=workers > 1,
+            table=table,
+            **given,
+        )
+    else:
+        summed = accumulate(
+            partial(
+                compute_gradients,
+                state,
+                total_weight,
+                is_whole=has_two_passes,
+                has_rows=workers > 1,
+                table=table,
+                **given,
+            ),
+            batch,
+            accumulation,
+            execution.placement,
+            statistics_of=partial(batch_statistics, state, **given) if has_two_passes else None,
+        )
     found = worker_losses(summed.row_nll, row_tokens, workers, execution.placement)
     return weight, summed, found
 
@@ -385,15 +397,3 @@ def update_routers(
         return state.router_state
     router = model.moe.build_router(model.embed_dim)
     return jax.vmap(router.update, in_axes=(0, 0, None))(state.router_state, statistics, state.step)
-
-
-def watch_routers(
-    state: TrainState, statistics: RouterStatistics | None, execution: ExecutionConfig
-) -> dict[str, Float[Array, ""]]:
-    """Return the telemetry of the step, of the new state and, if detailed, of the parameters."""
-    if statistics is None:
-        return {}
-    scalars = telemetry.summarise(statistics) | telemetry.watch_state(state.router_state)
-    if execution.telemetry == "detailed":
-        scalars |= telemetry.watch_params(state.params)
-    return scalars

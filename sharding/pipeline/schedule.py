@@ -204,6 +204,12 @@ class Schedule:
         useful = self.micro_batches * (forward + (backward if self.has_backward else 0.0))
         return self.seconds(forward, backward) / useful - 1.0
 
+    @property
+    def idle_share(self) -> float:
+        """Idle over total time of a stage, for any ratio of F to B that the schedule allows."""
+        bubble = self.bubble()
+        return bubble / (1.0 + bubble)
+
     def input_stays(self, stage: int) -> list[Stay]:
         """Return when a stage keeps the inputs of its chunks.
 

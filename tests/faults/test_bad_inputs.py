@@ -166,7 +166,11 @@ COMMANDS = {
         mesh(tensr=2),
         r"no flag --execution\.mesh\.tensr: did you mean --execution\.mesh\.tensor\?",
     ),
-    "stages": (mesh(stage=2, data=4), r"mesh\.stage=2: there are no pipelines.*mesh\.stage to 1"),
+    "stages": (
+        mesh(stage=8),
+        r"equal layers of moe_blocks_0 cannot be cut into execution\.mesh\.stage x"
+        r" execution\.pipeline\.chunks = 8 equal groups",
+    ),
     "experts that do not divide": (
         ["--model.moe.num_experts", "6", *mesh(expert=4, data=2)],
         r"'experts' of size 6 must be divisible by mesh\.expert=4: set model\.moe\.num_experts to a"

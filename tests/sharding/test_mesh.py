@@ -16,7 +16,6 @@ REFUSED_SIZES = {
     "mesh.data=0 must be at least 1, or -1 for the remaining devices": {"data": 0},
     "mesh.tensor=-2 must be at least 1, or -1 for the remaining devices": {"tensor": -2},
     "only one mesh axis may be -1 (the remaining devices)": {"data": -1, "tensor": -1},
-    "mesh.stage=2: there are no pipelines yet; set mesh.stage to 1": {"stage": 2},
 }
 
 REFUSED_ON_EIGHT = {

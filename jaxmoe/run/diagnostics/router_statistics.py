@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -15,6 +16,8 @@ from jaxmoe.data import Batch
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.models.transformer import forward
+from jaxmoe.training import NextTokenConfig
+from jaxmoe.training.pipeline import pipeline_forward
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -41,6 +44,17 @@ def router_statistics(
     context: dict[str, Array] = {"mask_ratio": jnp.zeros(tokens.shape, jnp.float32)}
     if domain is not None:
         context["domain"] = domain
+    if execution.mesh.stage > 1:
+        _, statistics = pipeline_forward(
+            params,
+            router_state,
+            dataclasses.replace(batch, mask_ratio=None),
+            model=model,
+            execution=execution,
+            objective=NextTokenConfig(),
+            context=context,
+        )
+        return statistics
     output = forward(
         model,
         execution,

@@ -1,0 +1,7 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Pipelines of a model: its stages, and the gradients of a step."""
+
+from jaxmoe.training.pipeline.gradients import pipeline_forward as pipeline_forward
+from jaxmoe.training.pipeline.gradients import pipeline_gradients as pipeline_gradients
+from jaxmoe.training.pipeline.stages import check_pipeline as check_pipeline

@@ -1,0 +1,269 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""`PipelinedModel`: the functions of a model that a pipeline executes, in a region over `stage`."""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+import typing
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Bool, Float
+
+from jaxmoe.execution import ExecutionConfig
+from jaxmoe.layers.gather import WHOLE, use_copies
+from jaxmoe.layers.records import Stream, TokenInputs
+from jaxmoe.models.config import ModelConfig
+from jaxmoe.models.stacks import Scan
+from jaxmoe.models.transformer import first_stream
+from jaxmoe.training import ObjectiveConfig
+from jaxmoe.training.pipeline.head import HeadLoss, HeadTokens, head_loss
+from jaxmoe.training.pipeline.stages import Layers, LayerSums, ModelParts, cut_scan
+from sharding import axes as ax
+from sharding.pipeline.executor import Number, PipelineParts, PipelineSums
+
+
+@typing.no_type_check
+@struct.dataclass
+class MicroBatches:
+    """Arrays of the tokens of all micro-batches, [m B S ...], in the order of the stream."""
+
+    about: TokenInputs
+    head: HeadTokens
+
+
+@typing.no_type_check
+@struct.dataclass
+class EndSums:
+    """Sums over micro-batches of what is computed before the stages, or after them."""
+
+    layers: dict[str, LayerSums]
+    """Sums of the scans there, by name."""
+    gradients: Any
+    """Gradients of the parameters there; None without backward."""
+    head: HeadLoss | None = None
+    """Loss; None before the stages."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class PipelinedModel:
+    """A model in a pipeline, on the arrays of one stage."""
+
+    model: ModelConfig
+    execution: ExecutionConfig
+    objective: ObjectiveConfig
+    params: Any
+    """Parameters; those of the staged scan are [chunks, layers of a group ...]."""
+    gathered: Any
+    """Parameters gathered once a step, in the same form; or None."""
+    rows: MicroBatches
+    layers: Layers
+    """Layers of the staged scan."""
+    scale: Float[Array, ""]
+    """Factor on the gradient of the summed loss."""
+    has_backward: bool
+
+    @property
+    def parts(self) -> ModelParts:
+        """The model in three parts."""
+        return ModelParts.of(self.model)
+
+    @property
+    def groups(self) -> int:
+        """Groups of layers: stages times chunks."""
+        return self.execution.mesh.stage * self.execution.pipeline.chunks
+
+    def functions(self) -> PipelineParts:
+        """Return the functions for the executor."""
+        return PipelineParts(
+            enter=self.enter,
+            forward=self.forward,
+            backward=self.backward,
+            leave=self.leave,
+            home=self.home,
+        )
+
+    @property
+    def staged(self) -> dict[str, Any]:
+        """Variables of the staged scan: parameters, and gathered ones beside them."""
+        name = self.parts.staged.name
+        variables = {"params": self.params[name]}
+        return variables if self.gathered is None else variables | {WHOLE: self.gathered[name]}
+
+    def enter(self, micro: Number) -> Stream:
+        """Return the stream before the stages, equal on all of them."""
+        about = self._about(micro)
+        params = self._of(("embedding", *(scan.name for scan in self.parts.before)))
+        stream = self._summed(self._embed(params, about))
+        stream, _ = self._run(self.parts.before, params, stream, about, None)
+        return stream
+
+    def home(self, gradient: Stream, micro: Number, past: EndSums | None) -> EndSums:
+        """Return the gradients of embedding and layers before the stages, and their sums."""
+        about, scans = self._about(micro), self.parts.before
+        params = self._of(("embedding", *(scan.name for scan in scans)))
+        embedded, pull_embedding = jax.vjp(lambda params: self._embed(params, about), params)
+        if not scans:
+            (found,) = pull_embedding(gradient)
+            return EndSums(layers={}, gradients=found)
+        stream = self._summed(embedded)
+        run = partial(self._run, scans, about=about, past=past)
+        (_, total), pull_back, sums = jax.vjp(
+            lambda params, stream: _with_loss(run(params=params, stream=stream)),
+            params,
+            stream,
+            has_aux=True,
+        )
+        of_layers, gradient = pull_back((gradient, jnp.ones_like(total)))
+        (of_embedding,) = pull_embedding(gradient)
+        return EndSums(
+            layers=jax.lax.stop_gradient(sums),
+            gradients=jax.tree.map(operator.add, of_layers, of_embedding),
+        )
+
+    def forward(
+        self, params: Any, stream: Stream, micro: Number, chunk: Number
+    ) -> tuple[Stream, LayerSums]:
+        """Return the stream after one group of layers, and its sums."""
+        return self.layers(params, stream, self._about(micro), self._first(chunk), None)
+
+    def backward(
+        self,
+        params: Any,
+        stream: Stream,
+        micro: Number,
+        chunk: Number,
+        past: LayerSums,
+        gradient: Stream,
+        has_work: Bool[Array, ""],
+    ) -> tuple[Any, Stream, LayerSums]:
+        """Return the gradients of one group of layers and of its input, and its sums."""
+        about, first = self._about(micro), self._first(chunk)
+
+        def run(trained: Any, stream: Stream) -> Any:
+            variables = params | {"params": trained}
+            return _with_loss(self.layers(variables, stream, about, first, past))
+
+        (_, total), pull_back, sums = jax.vjp(run, params["params"], stream, has_aux=True)
+        d_params, d_stream = pull_back((gradient, has_work.astype(total.dtype)))
+        return d_params, d_stream, jax.lax.stop_gradient(sums)
+
+    def leave(
+        self, stream: Stream, micro: Number, past: EndSums | None
+    ) -> tuple[EndSums, Stream | None]:
+        """Return the loss of a micro-batch with gradients, and the gradient of the stream."""
+        scans, about = self.parts.after, self._about(micro)
+        params = self._of(tuple(scan.name for scan in scans))
+        run = partial(self._run, scans, about=about, past=past)
+        (last, total), pull_back, sums = jax.vjp(
+            lambda params, stream: _with_loss(run(params=params, stream=stream)),
+            params,
+            stream,
+            has_aux=True,
+        )
+        head = "embedding" if self.model.has_tied_embeddings else "head"
+        loss, d_x = head_loss(
+            last.x,
+            self._of(("final_norm", head)),
+            jax.tree.map(lambda x: _at(x, micro), self.rows.head),
+            self.scale,
+            model=self.model,
+            execution=self.execution,
+            objective=self.objective,
+            has_gradient=self.has_backward,
+            used=self._used,
+        )
+        sums = EndSums(layers=jax.lax.stop_gradient(sums), gradients=None, head=loss)
+        if not self.has_backward:
+            return sums, None
+        gradient = replace(jax.tree.map(jnp.zeros_like, last), x=d_x)
+        d_params, d_stream = pull_back((gradient, jnp.ones_like(total)))
+        return replace(sums, gradients=d_params), d_stream
+
+    def totals(self, sums: PipelineSums) -> PipelineSums:
+        """Return the sums with those addends summed that differ between stages."""
+        stages = replace(sums.stages, losses=jax.lax.psum(sums.stages.losses, ax.STAGE))
+        left = sums.left
+        if self.has_backward:
+            gradients = dict(left.head.gradients)
+            gradients["final_norm"] = jax.lax.psum(gradients["final_norm"], ax.STAGE)
+            left = replace(left, head=replace(left.head, gradients=gradients))
+        return replace(sums, stages=stages, left=left)
+
+    def _first(self, chunk: Number) -> Any:
+        """Return the number of the first iteration of a group of this stage."""
+        stages = self.execution.mesh.stage
+        return (chunk * stages + jax.lax.axis_index(ax.STAGE)) * self.layers.scan.length
+
+    def _about(self, micro: Number) -> TokenInputs:
+        """Return the arrays of the tokens of a micro-batch, laid out as the stream."""
+        placement = self.execution.placement
+
+        def place(rows: Array) -> Array:
+            return placement.place(_at(rows, micro), (ax.ACT_BATCH, ax.ACT_SEQ))
+
+        return jax.tree.map(place, self.rows.about)
+
+    def _of(self, names: tuple[str, ...]) -> dict[str, Any]:
+        return {name: self.params[name] for name in names}
+
+    def _used(self, params: dict[str, Any]) -> dict[str, Any]:
+        """Return parameters as products read them: gathered, with gradients of the cut ones."""
+        if self.gathered is None:
+            return params
+        return use_copies(params, {name: self.gathered[name] for name in params})
+
+    def _embed(self, params: dict[str, Any], about: TokenInputs) -> Stream:
+        """Return this stage's addend of the stream before the first layer."""
+        table = self._used({"embedding": params["embedding"]})["embedding"]["weight"]
+        here = jax.lax.axis_index(ax.STAGE) * table.shape[0]
+        ids = about.context["tokens"] - here.astype(jnp.int32)
+        return first_stream(self.model, table, ids, self.execution)
+
+    @staticmethod
+    def _summed(stream: Stream) -> Stream:
+        return replace(stream, x=jax.lax.psum(stream.x, ax.STAGE))
+
+    def _run(
+        self,
+        scans: tuple[Scan, ...],
+        params: dict[str, Any],
+        stream: Stream,
+        about: TokenInputs,
+        past: EndSums | None,
+    ) -> tuple[Stream, dict[str, LayerSums]]:
+        """Return the stream after whole scans, which all stages compute alike."""
+        sums = {}
+        for scan in scans:
+            variables = {"params": params[scan.name]}
+            if self.gathered is not None:
+                variables[WHOLE] = self.gathered[scan.name]
+            layers = dataclasses.replace(self.layers, scan=scan)
+            before = None if past is None else past.layers[scan.name]
+            stream, sums[scan.name] = layers(variables, stream, about, 0, before)
+        return stream, sums
+
+
+def staged_scan(model: ModelConfig, execution: ExecutionConfig) -> Scan:
+    """Return the layers of one group of the staged scan."""
+    groups = execution.mesh.stage * execution.pipeline.chunks
+    return cut_scan(ModelParts.of(model).staged, groups)
+
+
+def _with_loss(result: tuple[Stream, Any]) -> tuple[tuple[Stream, Array], Any]:
+    """Return (stream, sum of the losses) to differentiate, and the sums aside."""
+    stream, sums = result
+    records = sums.values() if isinstance(sums, dict) else (sums,)
+    losses = [loss for record in records for loss in record.losses.values()]
+    return (stream, sum(losses, jnp.zeros((), jnp.float32))), sums
+
+
+def _at(rows: Array, micro: Number) -> Array:
+    """Return the rows of one micro-batch; of the first for -1."""
+    return jax.lax.dynamic_index_in_dim(rows, jnp.maximum(micro, 0), 0, keepdims=False)

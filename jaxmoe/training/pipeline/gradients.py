@@ -1,0 +1,324 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Computes the gradients of a step, and the loss of held-out rows, in a pipeline over `stage`.
+
+The result is that of `jaxmoe.training.accumulation.accumulate`: micro-batch i has the rows i,
+i + m, ... of the batch; router state, keys, numbers of rows and both forms of the accumulated
+balance losses are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float
+
+from jaxmoe.data.batch import Batch
+from jaxmoe.execution import ExecutionConfig
+from jaxmoe.layers.sequences import lay_out
+from jaxmoe.models.config import ModelConfig
+from jaxmoe.models.transformer import check_call, token_inputs
+from jaxmoe.parameters import ParameterTable
+from jaxmoe.routing import RouterStatistics
+from jaxmoe.scaling.initialize import lay_out as lay_out_params
+from jaxmoe.training import ObjectiveConfig
+from jaxmoe.training.accumulation import Gradients, split_rows
+from jaxmoe.training.loss import lay_out_batch
+from jaxmoe.training.objective import TokenGiven
+from jaxmoe.training.pipeline.functions import EndSums, MicroBatches, PipelinedModel, staged_scan
+from jaxmoe.training.pipeline.head import HeadLoss, HeadTokens
+from jaxmoe.training.pipeline.stages import Layers, LayerSums, ModelParts, check_pipeline
+from jaxmoe.training.state import TrainState
+from sharding import axes as ax
+from sharding.constrain import reshape_to
+from sharding.pipeline import forward_schedule
+from sharding.pipeline.executor import PipelineSums, execute
+from sharding.regions import region
+
+
+def pipeline_gradients(
+    state: TrainState,
+    batch: Batch,
+    total_weight: Float[Array, ""],
+    *,
+    model: ModelConfig,
+    execution: ExecutionConfig,
+    objective: ObjectiveConfig,
+    accumulation: int,
+    has_two_passes: bool,
+    has_rows: bool,
+    whole: Any,
+    table: ParameterTable | None,
+) -> Gradients:
+    """Return the sums over the micro-batches of one step.
+
+    Args:
+        state: Parameters, router state, randomness.
+        batch: Prepared by the objective.
+        total_weight: Divisor of the summed loss.
+        model: Model to train.
+        execution: Mesh with stages, and schedule.
+        objective: What is predicted from what.
+        accumulation: Micro-batches.
+        has_two_passes: Whether balance losses are linearized at the statistics of the whole batch.
+        has_rows: Whether the cross-entropy of single rows is kept.
+        whole: Gathered parameters, with a layout that gathers them once a step.
+        table: Groups of the parameters; None trains all.
+    """
+    check_pipeline(model, execution, accumulation)
+    key = jax.random.fold_in(state.rng, state.step)
+    given = {"model": model, "execution": execution, "objective": objective}
+    rows = _micro_batches(batch, accumulation, model, execution)
+    run = partial(
+        _execute,
+        state.params,
+        whole,
+        rows,
+        state.router_state,
+        total_weight,
+        key=key,
+        micro_batches=accumulation,
+        **given,
+    )
+    statistics = None
+    if has_two_passes:
+        statistics = _statistics(run(has_backward=False), model, execution)
+    sums = run(has_backward=True, statistics=statistics)
+    grads = _gradients(sums, model)
+    losses = _losses(sums)
+    return Gradients(
+        grads=grads if table is None else table.trained(grads),
+        loss=sums.left.head.loss / total_weight,
+        losses=losses,
+        statistics=_statistics(sums, model, execution),
+        row_nll=sums.left.head.row_loss if has_rows else None,
+    )
+
+
+def pipeline_forward(
+    params: Any,
+    router_state: Any,
+    batch: Batch,
+    *,
+    model: ModelConfig,
+    execution: ExecutionConfig,
+    objective: ObjectiveConfig,
+    context: Mapping[str, Array] | None = None,
+) -> tuple[Float[Array, ""], RouterStatistics | None]:
+    """Return the summed loss of held-out rows in nats, and their routing statistics.
+
+    Args:
+        params: Parameters of the model.
+        router_state: State of the routers.
+        batch: Rows, as one micro-batch: what routers do may depend on the rows beside them.
+        model: Model to evaluate.
+        execution: Mesh with stages.
+        objective: What is predicted from what.
+        context: Further [B S] arrays for routers, by name.
+    """
+    sums = _execute(
+        params,
+        None,
+        _micro_batches(batch, 1, model, execution, context),
+        router_state,
+        jnp.ones((), jnp.float32),
+        key=None,
+        micro_batches=1,
+        model=model,
+        execution=execution,
+        objective=objective,
+        has_backward=False,
+        train=False,
+    )
+    return sums.left.head.loss, _statistics(sums, model, execution)
+
+
+def _micro_batches(
+    batch: Batch,
+    number: int,
+    model: ModelConfig,
+    execution: ExecutionConfig,
+    context: Mapping[str, Array] | None = None,
+) -> MicroBatches:
+    """Return the arrays of all micro-batches, with the tokens in the order of the stream."""
+    given: dict[str, Any] = {**(context or {})}
+    if batch.mask_ratio is not None:
+        given["mask_ratio"] = batch.mask_ratio
+    batch, order = lay_out_batch(batch, model, execution)
+    given = lay_out(jax.tree.map(jnp.asarray, given), order, execution)
+    tokens, placement = jnp.asarray(batch.tokens), execution.placement
+    if tokens.shape[0] % number:
+        raise ValueError(
+            f"accumulation={number} must divide the batch of {tokens.shape[0]} sequences"
+        )
+    arrays = {"tokens": tokens, "positions": batch.positions, "segment_ids": batch.segment_ids}
+    about = {name: jnp.asarray(array) for name, array in arrays.items() if array is not None}
+    rows = MicroBatches(
+        about=token_inputs(about | {"context": given}, None, order, placement),
+        head=HeadTokens(
+            targets=jnp.asarray(batch.targets),
+            given=TokenGiven(
+                weights=jnp.asarray(batch.loss_weights),
+                extra=jax.tree.map(jnp.asarray, batch.extra),
+            ),
+        ),
+    )
+    return jax.tree.map(lambda rows: split_rows(rows, number, placement), rows)
+
+
+def _execute(
+    params: Any,
+    whole: Any,
+    rows: MicroBatches,
+    router_state: Any,
+    total_weight: Array,
+    *,
+    key: Array | None,
+    micro_batches: int,
+    model: ModelConfig,
+    execution: ExecutionConfig,
+    objective: ObjectiveConfig,
+    has_backward: bool,
+    statistics: RouterStatistics | None = None,
+    train: bool = True,
+) -> PipelineSums:
+    """Execute the pipeline; parameters are cut into chunks outside of the region."""
+    check_call(model, rows.about.context["tokens"][0], execution)
+    stages, pipeline = execution.mesh.stage, execution.pipeline
+    if has_backward:
+        schedule = pipeline.schedule(stages, micro_batches)
+    else:
+        schedule = forward_schedule(stages, pipeline.chunks, micro_batches)
+    key_data = None if key is None else jax.random.key_data(key)
+    scan = staged_scan(model, execution)
+
+    def run(
+        params: Any,
+        whole: Any,
+        rows: MicroBatches,
+        router_state: Any,
+        total_weight: Array,
+        statistics: RouterStatistics | None,
+        key_data: Array | None,
+    ) -> PipelineSums:
+        pipelined = PipelinedModel(
+            model=model,
+            execution=execution,
+            objective=objective,
+            params=params,
+            gathered=whole,
+            rows=rows,
+            layers=Layers(
+                scan=scan,
+                model=model,
+                execution=execution,
+                router_state=router_state,
+                key=None if key_data is None else jax.random.wrap_key_data(key_data),
+                share=1.0 / micro_batches,
+                whole=statistics,
+                train=train,
+            ),
+            scale=1.0 / total_weight,
+            has_backward=has_backward,
+        )
+        return pipelined.totals(execute(schedule, pipelined.functions(), pipelined.staged))
+
+    params = lay_out_params(model, params, rules=execution.axis_rules)
+    chunked = _in_chunks(params, model, execution)
+    specs = _out_specs(chunked, model, execution, has_backward)
+    return region(run, axis=ax.STAGE, out_specs=specs)(
+        chunked,
+        None if whole is None else _in_chunks(whole, model, execution),
+        rows,
+        router_state,
+        total_weight,
+        statistics,
+        key_data,
+    )
+
+
+def _out_specs(
+    params: Any, model: ModelConfig, execution: ExecutionConfig, has_backward: bool
+) -> PipelineSums:
+    """Return the specs of the sums, as prefixes of their trees."""
+    parts = ModelParts.of(model)
+    alike: Any = PartitionSpec()
+    by_layer: Any = PartitionSpec(None, ax.STAGE)
+    by_row: Any = execution.placement.spec((ax.ACT_BATCH,))
+    specs = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, params)
+
+    def of(*names: str) -> Any:
+        return {name: specs[name] for name in names} if has_backward else None
+
+    head = "embedding" if model.has_tied_embeddings else "head"
+    loss = HeadLoss(loss=alike, row_loss=by_row, gradients=of("final_norm", head))
+    after = of(*(scan.name for scan in parts.after))
+    before = of("embedding", *(scan.name for scan in parts.before))
+    return PipelineSums(
+        stages=LayerSums(statistics=by_layer, losses=alike),
+        gradients=specs[parts.staged.name] if has_backward else None,
+        left=EndSums(layers=alike, gradients=after, head=loss),
+        came_home=EndSums(layers=alike, gradients=before) if has_backward else None,
+    )
+
+
+def _in_chunks(params: Any, model: ModelConfig, execution: ExecutionConfig) -> Any:
+    """Return parameters whose staged scan is [chunks, layers of a chunk on all stages ...]."""
+    name, chunks = ModelParts.of(model).staged.name, execution.pipeline.chunks
+
+    def cut(x: Array) -> Array:
+        spec = (None, *jax.typeof(x).sharding.spec)
+        return reshape_to(x, (chunks, x.shape[0] // chunks, *x.shape[1:]), PartitionSpec(*spec))
+
+    return params | {name: jax.tree.map(cut, params[name])}
+
+
+def _gradients(sums: PipelineSums, model: ModelConfig) -> dict[str, Any]:
+    """Return the gradients of all parameters as they are stored."""
+    parts = ModelParts.of(model)
+
+    def join(x: Array) -> Array:
+        spec = jax.typeof(x).sharding.spec[1:]
+        return reshape_to(x, (x.shape[0] * x.shape[1], *x.shape[2:]), PartitionSpec(*spec))
+
+    staged = jax.tree.map(join, sums.gradients)
+    found = dict(sums.came_home.gradients) | {parts.staged.name: staged} | sums.left.gradients
+    for name, gradient in sums.left.head.gradients.items():
+        known = found.get(name)
+        found[name] = gradient if known is None else jax.tree.map(jnp.add, known, gradient)
+    return found
+
+
+def _losses(sums: PipelineSums) -> dict[str, Array]:
+    """Return the losses of the balancers, summed over all layers."""
+    records = [sums.stages, *sums.came_home.layers.values(), *sums.left.layers.values()]
+    names = dict.fromkeys(name for record in records for name in record.losses)
+    return {
+        name: jnp.sum(jnp.stack([jnp.sum(r.losses[name]) for r in records if name in r.losses]))
+        for name in names
+    }
+
+
+def _statistics(
+    sums: PipelineSums, model: ModelConfig, execution: ExecutionConfig
+) -> RouterStatistics | None:
+    """Return the routing statistics of the step, stacked over the MoE layers."""
+    parts, placement = ModelParts.of(model), execution.placement
+
+    def join(leaf: Array) -> Array:
+        whole = placement.place(leaf, (None,) * leaf.ndim)
+        return whole.reshape(-1, *leaf.shape[2:])
+
+    before = {} if sums.came_home is None else sums.came_home.layers
+    found = [before[scan.name].statistics for scan in parts.before if scan.name in before]
+    found.append(jax.tree.map(join, sums.stages.statistics))
+    found += [sums.left.layers[scan.name].statistics for scan in parts.after]
+    routed = [statistics for statistics in found if statistics is not None]
+    if not routed:
+        return None
+    return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *routed)

@@ -1,0 +1,189 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Computes the loss of a micro-batch with the vocabulary split over stages, and its gradient.
+
+Each stage multiplies the hidden states by its part of the head. Three numbers per token are reduced
+over stages, and the gradient of the hidden states; no logits travel. The gradient is written out,
+because no collective over stages may be differentiated:
+
+    nll = log sum exp z - z[target],    dz = weight (softmax(z) - onehot(target))
+"""
+
+from __future__ import annotations
+
+import operator
+import typing
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Float, Int
+
+from jaxmoe.execution import ExecutionConfig
+from jaxmoe.layers.norms import RMSNorm
+from jaxmoe.models.cache import axis_devices
+from jaxmoe.models.config import ModelConfig
+from jaxmoe.models.embedding import head_weight, output_logits
+from jaxmoe.training import ObjectiveConfig
+from jaxmoe.training.cross_entropy import chunk_length, in_chunks
+from jaxmoe.training.objective import TokenGiven
+from sharding import axes as ax
+from sharding.constrain import Placement, zeros_of
+
+
+@typing.no_type_check
+@struct.dataclass
+class HeadTokens:
+    """Arrays of the tokens that the loss reads, of one micro-batch or of some positions."""
+
+    targets: Int[Array, "B S"]
+    given: TokenGiven
+
+
+@typing.no_type_check
+@struct.dataclass
+class HeadLoss:
+    """Loss of a micro-batch, equal on all stages, and its gradients."""
+
+    loss: Float[Array, ""]
+    """Sum over tokens."""
+    row_loss: Float[Array, " B"]
+    """Sum of each row."""
+    gradients: Any
+    """Gradients of norm and head of this stage; None if they are not asked for. Those of the norm
+    are addends: their sum over stages is the gradient."""
+
+
+def head_loss(
+    stream: Float[Array, "B S D"],
+    params: dict[str, Any],
+    tokens: HeadTokens,
+    scale: Float[Array, ""],
+    *,
+    model: ModelConfig,
+    execution: ExecutionConfig,
+    objective: ObjectiveConfig,
+    has_gradient: bool,
+    used: Callable[[dict[str, Any]], dict[str, Any]],
+) -> tuple[HeadLoss, Float[Array, "B S D"] | None]:
+    """Return the loss of a micro-batch, and the gradient of the stream.
+
+    Args:
+        stream: Residual stream after the last layer, equal on all stages.
+        params: Final norm, and this stage's part of the head, or of a tied embedding.
+        tokens: Targets and other arrays of the tokens, in the order of the stream.
+        scale: Factor on the gradients.
+        model: Model with the head.
+        execution: `loss_chunk`, dtype and placement.
+        objective: Loss of a token and range of its predictions.
+        has_gradient: Whether the gradients are computed.
+        used: Returns the parameters as products read them.
+    """
+    length, placement = stream.shape[1], execution.placement
+    chunk = chunk_length(execution, length)
+    local = -(-chunk // axis_devices(placement, ax.ACT_SEQ))
+
+    def part(stream: Array, tokens: HeadTokens) -> tuple[HeadLoss, Array | None]:
+        return _loss_of_positions(
+            stream, params, tokens, scale, model, execution, objective, has_gradient, used
+        )
+
+    if chunk >= length:
+        return part(stream, tokens)
+    stream_parts, token_parts = _chunked((stream, tokens), local, placement)
+    first = jax.eval_shape(part, *jax.tree.map(lambda x: x[0], (stream_parts, token_parts)))
+
+    def body(total: HeadLoss, of_chunk: tuple[Array, HeadTokens]) -> tuple[HeadLoss, Array | None]:
+        loss, gradient = part(*of_chunk)
+        return jax.tree.map(operator.add, total, loss), gradient
+
+    total, gradients = jax.lax.scan(
+        body, jax.tree.map(zeros_of, first[0]), (stream_parts, token_parts)
+    )
+    return total, None if gradients is None else _joined(gradients, length, placement)
+
+
+def _chunked(tree: Any, local: int, placement: Placement) -> Any:
+    """Return [B S ...] arrays as [chunks B c ...]: each device cuts its own positions.
+
+    Args:
+        tree: Arrays; their positions are laid out as those of the stream.
+        local: Positions of a chunk on one device; the last chunk is padded with zeros.
+        placement: Layout rules.
+    """
+
+    def axes(array: Array) -> tuple[str | None, ...]:
+        return (ax.ACT_BATCH, ax.ACT_SEQ) + (None,) * (array.ndim - 2)
+
+    island = placement.island(
+        lambda tree, batch_axes: in_chunks(tree, local),
+        in_axes=(jax.tree.map(axes, tree),),
+        out_axes=jax.tree.map(lambda array: (None, *axes(array)), tree),
+    )
+    return island(tree)
+
+
+def _joined(parts: Array, length: int, placement: Placement) -> Array:
+    """Return the inverse of `_chunked`, for the gradient of a stream of this length."""
+    local = length // axis_devices(placement, ax.ACT_SEQ)
+
+    def join(parts: Array, *, batch_axes: tuple[str, ...]) -> Array:
+        del batch_axes
+        whole = jnp.moveaxis(parts, 0, 1)
+        return whole.reshape(whole.shape[0], -1, whole.shape[-1])[:, :local]
+
+    rows = (ax.ACT_BATCH, ax.ACT_SEQ, None)
+    return placement.island(join, in_axes=((None, *rows),), out_axes=rows)(parts)
+
+
+def _loss_of_positions(
+    stream: Array,
+    params: dict[str, Any],
+    tokens: HeadTokens,
+    scale: Array,
+    model: ModelConfig,
+    execution: ExecutionConfig,
+    objective: ObjectiveConfig,
+    has_gradient: bool,
+    used: Callable[[dict[str, Any]], dict[str, Any]],
+) -> tuple[HeadLoss, Array | None]:
+    """Return the same for positions whose logits exist at one time."""
+    placement, rows = execution.placement, (ax.ACT_BATCH, ax.ACT_SEQ_INNER)
+
+    def logits_of(stream: Array, params: dict[str, Any]) -> Array:
+        params, norm = used(params), RMSNorm(model.embed_dim, model.norm_epsilon)
+        hidden: Any = norm.apply({"params": params["final_norm"]}, stream)
+        return output_logits(hidden, head_weight(params, model), model, execution)
+
+    logits, pull_back = jax.vjp(logits_of, stream, params)
+    num_here = logits.shape[-1]
+    first = jax.lax.axis_index(ax.STAGE) * num_here
+    ids = placement.place(jnp.arange(num_here, dtype=jnp.int32), (ax.ACT_VOCAB,)) + first
+    ids = ids[None, None, :]
+    num_predicted = objective.num_predicted(model)
+    if num_predicted < model.vocab_size:
+        logits = jnp.where(ids < num_predicted, logits, -jnp.inf)
+    targets, given = jax.tree.map(
+        lambda x: placement.place(x, rows + (None,) * (x.ndim - 2)), (tokens.targets, tokens.given)
+    )
+    is_target = ids == targets[:, :, None]
+    top = jax.lax.pmax(jnp.max(logits, axis=-1), ax.STAGE)
+    exponentials = jnp.exp(logits - top[:, :, None])
+    total, chosen = jax.lax.psum(
+        (jnp.sum(exponentials, axis=-1), jnp.sum(jnp.where(is_target, logits, 0.0), axis=-1)),
+        ax.STAGE,
+    )
+    nll = top + jnp.log(total) - chosen
+    losses, pull_weights = jax.vjp(lambda nll: objective.token_loss(nll, given), nll)
+    loss = HeadLoss(loss=jnp.sum(losses), row_loss=jnp.sum(losses, axis=1), gradients=None)
+    if not has_gradient:
+        return loss, None
+    (weights,) = pull_weights(jnp.ones_like(losses) * scale)
+    d_logits = weights[:, :, None] * (
+        exponentials / total[:, :, None] - is_target.astype(jnp.float32)
+    )
+    d_stream, d_params = pull_back(d_logits)
+    return replace(loss, gradients=d_params), jax.lax.psum(d_stream, ax.STAGE)

@@ -1,0 +1,314 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Executes a schedule of a pipeline, in a region over `stage`.
+
+One loop for each run of ticks with the same kinds of work. A tick:
+
+    gradients that the next stage made in the tick before arrive, while F computes
+    enter   if a micro-batch enters: its stream, equal on all stages; the first group keeps it
+    F       forward of one group
+    leave   if a micro-batch leaves: its loss and the gradient of its stream, on all stages
+    B       backward of one group, computing its forward again from the kept input
+    home    if a gradient arrives at the first group: what it gives the embedding
+    activations of F arrive at the next stage
+
+All stages execute a kind of work that any stage has in the tick, so that no branch depends on the
+stage and every collective may stand inside. A stage without work computes on zeros or on old
+values, with the gradient zero; what it computes is stored where no stage reads.
+
+The executor moves arrays. `PipelineParts` computes them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int
+
+from sharding.axes import STAGE
+from sharding.constrain import zeros_of
+from sharding.pipeline.schedule import Schedule
+from sharding.pipeline.slots import Slots, plan_slots
+
+Stream = Any
+"""What flows from layer to layer: a tree of floating-point arrays of one micro-batch."""
+Number = Int[Array, ""]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class PipelineParts:
+    """A model in three parts; each function is called by all stages in the same tick."""
+
+    enter: Callable[[Number], Stream]
+    """micro-batch -> the stream before the first group, equal on all stages."""
+    forward: Callable[[Any, Stream, Number, Number], tuple[Stream, Any]]
+    """(parameters of the group, stream, micro-batch, chunk) -> (stream, sums)."""
+    backward: Callable[[Any, Stream, Number, Number, Any, Stream, Bool[Array, ""]], Any]
+    """(parameters of the group, stream, micro-batch, chunk, sums of the micro-batches before,
+    gradient of the result, whether there is work) -> (gradient of the parameters, gradient of the
+    stream, sums). Without work the gradients must be zero, and the sums are ignored."""
+    leave: Callable[[Stream, Number, Any], tuple[Any, Stream]]
+    """(stream after the last group, equal on all stages; micro-batch; sums of the micro-batches
+    before, None while shapes are found) -> (sums, gradient of the stream, equal on all stages; None
+    if the schedule has no backward pass)."""
+    home: Callable[[Stream, Number, Any], Any]
+    """(gradient of what entered, equal on all stages; micro-batch; sums of the micro-batches
+    before, None while shapes are found) -> sums."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PipelineSums:
+    """Sums over the micro-batches."""
+
+    stages: Any
+    """Sums of the groups of this stage, with a leading dimension of chunks."""
+    gradients: Any
+    """Gradients of the parameters of this stage, [chunks ...]; None without backward."""
+    left: Any
+    """Sums of `leave`."""
+    came_home: Any
+    """Sums of `home`; None without backward."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Carry:
+    inputs: Any
+    """Streams that groups wait to read: slots, and one that no group reads."""
+    arrived: Any
+    """Gradients of streams, the same way; None if there is one group."""
+    heads: Any
+    """Gradients from `leave` that wait for their B; None if they never do."""
+    sent: Any
+    """Gradient of the stream that B made last."""
+    sums: PipelineSums
+
+
+@dataclasses.dataclass(frozen=True)
+class _Executor:
+    schedule: Schedule
+    slots: Slots
+    parts: PipelineParts
+    parameters: Any
+    """Parameters of the stage, [chunks ...]."""
+    stream: Any
+    """Shapes of a stream."""
+
+    def start(self) -> _Carry:
+        """Return the carry before the first tick: zeros."""
+        slots, number = self.slots, jax.ShapeDtypeStruct((), jnp.int32)
+        of_stream = partial(_zeros, self.stream)
+        chunk = jax.eval_shape(lambda: self.group(jnp.int32(0)))
+        left, _ = jax.eval_shape(self.parts.leave, self.stream, number, None)
+        _, sums = jax.eval_shape(self.parts.forward, chunk, self.stream, number, number)
+        gradients = came_home = None
+        if self.schedule.has_backward:
+            came_home = _zeros(jax.eval_shape(self.parts.home, self.stream, number, None))
+            has_work = jax.ShapeDtypeStruct((), jnp.bool_)
+            gradients, *_ = jax.eval_shape(
+                self.parts.backward, chunk, self.stream, number, number, sums, self.stream, has_work
+            )
+            gradients = _zeros(gradients, self.schedule.chunks)
+        return _Carry(
+            inputs=of_stream(slots.num_inputs + 1),
+            arrived=of_stream(slots.num_gradients + 1) if slots.num_gradients else None,
+            heads=of_stream(slots.num_heads + 1) if slots.num_heads else None,
+            sent=of_stream() if self.schedule.has_backward else None,
+            sums=PipelineSums(
+                stages=_zeros(sums, self.schedule.chunks),
+                gradients=gradients,
+                left=_zeros(left),
+                came_home=came_home,
+            ),
+        )
+
+    def group(self, chunk: Number) -> Any:
+        """Return the parameters of one group of this stage."""
+        return _get(self.parameters, chunk)
+
+    def tick(self, kinds: str, carry: _Carry, row: dict[str, Array]) -> tuple[_Carry, None]:
+        """Return the carry after one tick.
+
+        Args:
+            kinds: Kinds of work in the tick.
+            carry: The carry before.
+            row: Row of each array of the slots, one number per stage or one for all.
+        """
+        stage = jax.lax.axis_index(STAGE)
+        row = {
+            name: jax.lax.dynamic_index_in_dim(value, stage, 0, keepdims=False)
+            if value.ndim
+            else value
+            for name, value in row.items()
+        }
+        if carry.arrived is not None:
+            came = self._send(carry.sent, -1)
+            carry = replace(carry, arrived=_put(carry.arrived, came, row["g_arrives"]))
+        result = gradient = None
+        if "F" in kinds:
+            carry, result = self._forward(carry, row)
+            sent = self._send(result, 1)
+            carry, gradient = self._leave(carry, row, result)
+            if carry.heads is not None:
+                carry = replace(carry, heads=_put(carry.heads, gradient, row["head_in"]))
+                gradient = None
+        if "B" in kinds:
+            if carry.heads is not None:
+                gradient = _get(carry.heads, row["head_out"])
+            carry = self._backward(
+                carry, row, _zeros(self.stream) if gradient is None else gradient
+            )
+        if "F" in kinds:
+            carry = replace(carry, inputs=_put(carry.inputs, sent, row["arrives"]))
+        return carry, None
+
+    def _forward(self, carry: _Carry, row: dict[str, Array]) -> tuple[_Carry, Stream]:
+        entered = jax.lax.cond(
+            row["enters"] >= 0,
+            lambda: self.parts.enter(row["enters"]),
+            lambda: _zeros(self.stream),
+        )
+        inputs = _put(carry.inputs, entered, row["enter_slot"])
+        chunk, stream = jnp.maximum(row["f_chunk"], 0), _get(inputs, row["f_input"])
+        micro = jnp.maximum(row["f_micro"], 0)
+        result, sums = self.parts.forward(self.group(chunk), stream, micro, chunk)
+        carry = replace(carry, inputs=inputs)
+        if not self.schedule.has_backward:  # otherwise B sums them, in order
+            stages = _add(carry.sums.stages, _where(row["f_input"] >= 0, sums), chunk)
+            carry = replace(carry, sums=replace(carry.sums, stages=stages))
+        return carry, result
+
+    def _leave(
+        self, carry: _Carry, row: dict[str, Array], result: Stream
+    ) -> tuple[_Carry, Stream | None]:
+        last, _ = self.schedule.place(self.schedule.num_groups - 1)
+
+        def leave(result: Stream, left: Any) -> tuple[Any, Stream | None]:
+            sums, gradient = self.parts.leave(_from_stage(result, last), row["leaves"], left)
+            return jax.tree.map(operator.add, left, sums), gradient
+
+        def stay(result: Stream, left: Any) -> tuple[Any, Stream | None]:
+            del result
+            return left, _zeros(self.stream) if self.schedule.has_backward else None
+
+        left, gradient = jax.lax.cond(row["leaves"] >= 0, leave, stay, result, carry.sums.left)
+        return replace(carry, sums=replace(carry.sums, left=left)), gradient
+
+    def _backward(self, carry: _Carry, row: dict[str, Array], from_head: Stream) -> _Carry:
+        has_work, chunk = row["b_input"] >= 0, jnp.maximum(row["b_chunk"], 0)
+        gradient = from_head
+        if carry.arrived is not None:
+            arrived = _get(carry.arrived, row["b_gradient"])
+            is_inner = row["b_gradient"] >= 0
+            gradient = jax.tree.map(lambda a, h: jnp.where(is_inner, a, h), arrived, from_head)
+        d_group, d_stream, sums = self.parts.backward(
+            self.group(chunk),
+            _get(carry.inputs, row["b_input"]),
+            jnp.maximum(row["b_micro"], 0),
+            chunk,
+            _get(carry.sums.stages, chunk),
+            _where(has_work, gradient),
+            has_work,
+        )
+        first, _ = self.schedule.place(0)
+
+        def come_home(d_stream: Stream, total: Any) -> Any:
+            added = self.parts.home(_from_stage(d_stream, first), row["returns"], total)
+            return jax.tree.map(operator.add, total, added)
+
+        totals = carry.sums
+        came_home = jax.lax.cond(
+            row["returns"] >= 0, come_home, lambda _, total: total, d_stream, totals.came_home
+        )
+        totals = replace(
+            totals,
+            stages=_add(totals.stages, _where(has_work, sums), chunk),
+            gradients=_add(totals.gradients, d_group, chunk),
+            came_home=came_home,
+        )
+        return replace(carry, sent=d_stream, sums=totals)
+
+    def _send(self, stream: Stream, step: int) -> Stream:
+        """Return what the stage `step` before this one holds; stages form a ring."""
+        number = self.schedule.stages
+        pairs = [(stage, (stage + step) % number) for stage in range(number)]
+        return jax.tree.map(lambda x: jax.lax.ppermute(x, STAGE, pairs), stream)
+
+
+def execute(schedule: Schedule, parts: PipelineParts, parameters: Any) -> PipelineSums:
+    """Execute a schedule; called in a region over `stage`.
+
+    Args:
+        schedule: Table of the work, for as many stages as the mesh has.
+        parts: Functions of the model.
+        parameters: Parameters of the groups of this stage, [chunks ...].
+
+    Returns:
+        The sums over micro-batches. What `leave` and `home` return is summed over micro-batches,
+        not over stages.
+    """
+    slots = plan_slots(schedule)
+    stream = jax.eval_shape(parts.enter, jax.ShapeDtypeStruct((), jnp.int32))
+    executor = _Executor(schedule, slots, parts, parameters, stream)
+    carry = executor.start()
+    for run in schedule.runs():
+        rows = _rows(slots, run.first, run.length)
+        carry, _ = jax.lax.scan(partial(executor.tick, run.kinds), carry, rows)
+    return carry.sums
+
+
+def _rows(slots: Slots, first: int, length: int) -> dict[str, Array]:
+    """Return the rows of some ticks of every array of the slots."""
+    fields = {field.name: getattr(slots, field.name) for field in dataclasses.fields(slots)}
+    return {
+        name: jnp.asarray(value[first : first + length])
+        for name, value in fields.items()
+        if isinstance(value, np.ndarray)
+    }
+
+
+def _from_stage(stream: Stream, stage: int) -> Stream:
+    """Return what one stage holds, on all stages."""
+    is_here = jax.lax.axis_index(STAGE) == stage
+    return jax.tree.map(
+        lambda x: jax.lax.psum(jnp.where(is_here, x, jnp.zeros_like(x)), STAGE), stream
+    )
+
+
+def _get(tree: Any, index: Number) -> Any:
+    """Return one entry of the leading dimension; the first for -1."""
+    index = jnp.maximum(index, 0)
+    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, 0, keepdims=False), tree)
+
+
+def _put(slots: Any, tree: Any, index: Number) -> Any:
+    """Return the slots with one of them replaced; -1 replaces the last, which no stage reads."""
+
+    def put(slots: Array, x: Array) -> Array:
+        at = jnp.where(index < 0, slots.shape[0] - 1, index)
+        return jax.lax.dynamic_update_index_in_dim(slots, x, at, 0)
+
+    return jax.tree.map(put, slots, tree)
+
+
+def _add(totals: Any, tree: Any, chunk: Number) -> Any:
+    """Return totals with a leading dimension of chunks, with the tree added to one of them."""
+    return _put(totals, jax.tree.map(operator.add, _get(totals, chunk), tree), chunk)
+
+
+def _where(condition: Bool[Array, ""], tree: Any) -> Any:
+    """Return the tree, or zeros."""
+    return jax.tree.map(lambda x: jnp.where(condition, x, jnp.zeros_like(x)), tree)
+
+
+def _zeros(shapes: Any, *leading: int) -> Any:
+    return jax.tree.map(lambda shape: zeros_of(shape, *leading), shapes)

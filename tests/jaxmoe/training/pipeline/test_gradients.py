@@ -1,0 +1,156 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""A step on a mesh with stages: loss, gradient, load and router state as without a mesh."""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from jaxmoe.execution import ExecutionConfig
+from jaxmoe.routing import METHODS
+from jaxmoe.training.pipeline import check_pipeline
+from sharding import MeshConfig
+from sharding.expert_parallel import AllToAllConfig
+from sharding.pipeline import GPipeConfig, InterleavedConfig
+from sharding.sequence_parallel import RingConfig, UlyssesConfig
+from tests.support import one_step
+from tests.support.models import FULL, TINY
+
+FOUR = dataclasses.replace(TINY, num_layers=4)
+DENSE_FIRST = dataclasses.replace(FULL, num_layers=5)
+"""A dense layer before four MoE layers, tied embeddings."""
+DENSE_LAST = dataclasses.replace(FULL, num_layers=5, dense_layers=(4,), has_tied_embeddings=False)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Row:
+    model: object = FOUR
+    parts: int = 4
+    form: str = "buffer"
+    mesh: MeshConfig
+    execution: dict = dataclasses.field(default_factory=dict)
+
+
+def _method(name):
+    return dataclasses.replace(FOUR, moe=dataclasses.replace(FOUR.moe, **METHODS[name].parts()))
+
+
+FAST = {
+    "interleaved, dense first": Row(
+        model=DENSE_FIRST, mesh=MeshConfig(stage=2, data=2, tensor=2), form="two_pass"
+    ),
+    "two chunks": Row(
+        parts=2,
+        mesh=MeshConfig(stage=2, data=2, expert=2),
+        execution={"pipeline": InterleavedConfig(chunks=2), "dispatcher": AllToAllConfig()},
+    ),
+}
+SLOW = {
+    "four stages": Row(mesh=MeshConfig(stage=4, data=2)),
+    "gpipe": Row(mesh=MeshConfig(stage=4, data=2), execution={"pipeline": GPipeConfig()}),
+    "dense last": Row(model=DENSE_LAST, mesh=MeshConfig(stage=4, data=2)),
+    "tensor, remat": Row(mesh=MeshConfig(stage=2, data=2, tensor=2), execution={"remat": "full"}),
+    "tensor, chunks of the loss": Row(
+        mesh=MeshConfig(stage=2, data=2, tensor=2), execution={"loss_chunk": 2}
+    ),
+    "ring, chunks of the loss": Row(
+        mesh=MeshConfig(stage=2, data=2, seq=2),
+        execution={"sequence_parallel": RingConfig(layout="contiguous"), "loss_chunk": 4},
+    ),
+    "ulysses, one micro-batch": Row(
+        parts=1,
+        mesh=MeshConfig(stage=4, seq=2),
+        execution={"sequence_parallel": UlyssesConfig()},
+    ),
+    "replicas": Row(mesh=MeshConfig(replica=2, stage=2, data=2), execution={"rules": "hybrid"}),
+    "hierarchical": Row(
+        mesh=MeshConfig(replica=2, stage=2, data=2), execution={"rules": "hierarchical"}
+    ),
+    "zero1": Row(mesh=MeshConfig(stage=4, data=2), execution={"rules": "zero1"}),
+    "zero2, dense first": Row(
+        model=DENSE_FIRST, mesh=MeshConfig(stage=4, data=2), execution={"rules": "zero2"}
+    ),
+    "two passes": Row(form="two_pass", mesh=MeshConfig(stage=4, data=2)),
+    "noise": Row(model=_method("noisy_topk"), mesh=MeshConfig(stage=2, data=2)),
+    "bias": Row(model=_method("loss_free"), mesh=MeshConfig(stage=2, data=2)),
+}
+
+
+@functools.cache
+def _alone(model, parts, form):
+    return one_step.step_once(model, one_step.batch(), parts=parts, form=form)
+
+
+def _check(row):
+    wanted = _alone(row.model, row.parts, row.form)
+    execution = ExecutionConfig(mesh=row.mesh, **row.execution)
+    found = one_step.step_once(
+        row.model, one_step.batch(), parts=row.parts, form=row.form, execution=execution
+    )
+    for name in ("loss", "losses", "load", "router_state"):
+        jax.tree.map(
+            functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6),
+            found[name],
+            wanted[name],
+        )
+    largest = max(np.abs(leaf).max() for leaf in jax.tree.leaves(wanted["gradient"]))
+
+    def close(found, wanted):
+        np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-6 * largest)
+
+    jax.tree.map(close, found["gradient"], wanted["gradient"])
+
+
+@pytest.mark.parametrize("row", FAST.values(), ids=FAST)
+def test_gradients_equal_those_without_stages(row):
+    _check(row)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", SLOW.values(), ids=SLOW)
+def test_gradients_equal_those_without_stages_on_more_meshes(row):
+    _check(row)
+
+
+@pytest.mark.parametrize(
+    ("given", "accumulation", "message"),
+    [
+        (
+            {"mesh": MeshConfig(stage=3)},
+            3,
+            r"the 4 equal layers of moe_blocks_0 cannot be cut into execution\.mesh\.stage x"
+            r" execution\.pipeline\.chunks = 3 equal groups: choose a product that divides 4",
+        ),
+        (
+            {"mesh": MeshConfig(stage=2), "pipeline": InterleavedConfig(chunks=2)},
+            3,
+            r"training\.accumulation=3 must be a multiple of execution\.mesh\.stage=2",
+        ),
+        (
+            {"mesh": MeshConfig(), "pipeline": InterleavedConfig(chunks=2)},
+            4,
+            r"execution\.pipeline\.chunks=2 cuts the layers of a stage, and execution\.mesh\.stage"
+            r" is 1",
+        ),
+        (
+            {"mesh": MeshConfig(stage=2), "telemetry": "detailed"},
+            4,
+            r"execution\.telemetry=detailed compares layers of all stages",
+        ),
+        (
+            {
+                "mesh": MeshConfig(stage=2),
+                "dispatcher": AllToAllConfig(token_tables="tables.npz"),
+            },
+            4,
+            r"with token_tables moves tokens from layer to layer",
+        ),
+    ],
+    ids=["layers", "micro-batches", "chunks alone", "telemetry", "tables"],
+)
+def test_what_a_pipeline_cannot_train_is_refused(given, accumulation, message):
+    with pytest.raises(ValueError, match=message):
+        check_pipeline(FOUR, ExecutionConfig(**given), accumulation)
