@@ -12,6 +12,7 @@ Rules inside:
     no array from outside is closed over: pass it as an argument, PRNG keys as key data
     no branch depends on the place in the axis: a collective permute in such a branch computes wrong
     numbers (jax 0.10.2 and 0.12.0 on CPUs)
+    sums over the axis are those of `sum_over`
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec, explicit_axes
+from jaxtyping import Array
 
 from sharding.constrain import lie_at
 
@@ -61,6 +64,29 @@ def region(function: Callable[..., Any], *, axis: str, out_specs: Any) -> Callab
         return lie_at(mapped, axes=others, specs=out_specs)(*arguments)
 
     return run
+
+
+def sum_over(axis: str, tree: Any) -> Any:
+    """Return the sums of arrays over the axis of a region, equal at every place.
+
+    Args:
+        axis: Axis of the region.
+        tree: Arrays that are local in the axis.
+    """
+
+    def add(x: Array) -> Array:
+        return jax.lax.psum(x, axis)
+
+    def add_wide(x: Array) -> Array:
+        return add(x.astype(jnp.float32)).astype(x.dtype)
+
+    def one(x: Array) -> Array:
+        if x.dtype != jnp.bfloat16:
+            return add(x)
+        # XLA for CPUs aborts where it widens this sum: the reducer in a region has a constraint.
+        return jax.lax.platform_dependent(x, cpu=add_wide, default=add)
+
+    return jax.tree.map(one, tree)
 
 
 def _split(spec: PartitionSpec, axis: str) -> tuple[PartitionSpec, PartitionSpec]:

@@ -3,7 +3,7 @@
 """Layouts of every parameter during a training step, and the collectives between them.
 
     stored     between steps                                rules of the parameters
-    used       in a layer                                   split over tensor and expert axes only
+    used       in a layer                                   split over tensor, expert, stage only
     gradient   of a layer, before it is reduced             P wherever it is not split in use
     updated    gradient, parameter and optimiser state      rules of the optimiser state
                during the update
@@ -78,7 +78,9 @@ def _layouts(
     kept = kept_axes(row, execution, mesh)
     splits = tuple(tuple(axis for axis in split if axis in kept) for split in stored.splits)
     used = ArrayLayout(splits)
-    left = tuple(a for a, n in mesh.items() if n > 1 and a not in used.split_axes())
+    # Every stage computes the layers alike that are not split over stages.
+    alike = (ax.STAGE,) if row.declaration.is_stacked else ()
+    left = tuple(a for a, n in mesh.items() if n > 1 and a not in used.split_axes() + alike)
     gradient = ArrayLayout(splits, partial=left)
     sent = []
     for change in changes(stored, used, mesh, size):
@@ -110,11 +112,11 @@ def kept_axes(
         mesh: Devices along each axis of the mesh.
     """
     if ax.EXPERTS not in row.declaration.axes:
-        return ax.pieces(tuple(mesh), (ax.TENSOR,))
+        return (ax.STAGE, *ax.pieces(tuple(mesh), (ax.TENSOR,)))
     if not execution.dispatcher.spreads_experts:
-        return ()
+        return (ax.STAGE,)
     rules = execution.axis_rules
-    return rules.mesh_axes(ax.EXPERTS) + rules.mesh_axes(ax.EXPERT_MLP)
+    return (ax.STAGE, *rules.mesh_axes(ax.EXPERTS), *rules.mesh_axes(ax.EXPERT_MLP))
 
 
 def layouts_text(

@@ -189,6 +189,12 @@ def assemble(
     for _, rows in training.batch_sizes.stages:
         number = accumulation_of(rows, training.batch_size, training.accumulation)
         check_pipeline(plan.model, execution, number)
+    if execution.mesh.stage > 1 and (every := config.watch.gradients_every):
+        raise ValueError(
+            f"watch.gradients_every={every} compares gradients of whole layers, and"
+            f" execution.mesh.stage={execution.mesh.stage} separates them: set"
+            " watch.gradients_every to 0"
+        )
     for rules in (execution.axis_rules, execution.state_layout.optimizer):
         plan.table.check_divides(rules, sizes)
     length = (training.sequence_length,)

@@ -30,6 +30,7 @@ from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.provenance.kept_tokenizer import own_data
 from jaxmoe.training.state import TrainState, state_around
 from sharding.mesh import MeshConfig
+from sharding.pipeline import InterleavedConfig
 from sharding.sequence_parallel import CacheFormat
 from sharding.specs import named_shardings
 
@@ -89,8 +90,10 @@ def at_execution(
     precision = dataclasses.replace(config.execution.precision, cache=cache)
     execution = dataclasses.replace(config.execution, precision=precision)
     if mesh is not None:
-        # A fold belongs to the mesh of the training.
-        execution = dataclasses.replace(execution, mesh=mesh, fold=None)
+        # A fold and a pipeline belong to the mesh of the training.
+        execution = dataclasses.replace(
+            execution, mesh=mesh, fold=None, pipeline=InterleavedConfig()
+        )
     return dataclasses.replace(config, execution=execution)
 
 

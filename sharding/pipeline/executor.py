@@ -37,6 +37,7 @@ from sharding.axes import STAGE
 from sharding.constrain import zeros_of
 from sharding.pipeline.schedule import Schedule
 from sharding.pipeline.slots import Slots, plan_slots
+from sharding.regions import sum_over
 
 Stream = Any
 """What flows from layer to layer: a tree of floating-point arrays of one micro-batch."""
@@ -279,9 +280,7 @@ def _rows(slots: Slots, first: int, length: int) -> dict[str, Array]:
 def _from_stage(stream: Stream, stage: int) -> Stream:
     """Return what one stage holds, on all stages."""
     is_here = jax.lax.axis_index(STAGE) == stage
-    return jax.tree.map(
-        lambda x: jax.lax.psum(jnp.where(is_here, x, jnp.zeros_like(x)), STAGE), stream
-    )
+    return sum_over(STAGE, _where(is_here, stream))
 
 
 def _get(tree: Any, index: Number) -> Any:

@@ -166,6 +166,22 @@ COMMANDS = {
         mesh(tensr=2),
         r"no flag --execution\.mesh\.tensr: did you mean --execution\.mesh\.tensor\?",
     ),
+    "chunks without stages": (
+        [*mesh(data=8), "--execution.pipeline.chunks", "2"],
+        r"execution\.pipeline\.chunks=2 cuts .* and execution\.mesh\.stage is 1: set",
+    ),
+    "stages that do not divide the vocabulary": (
+        [*mesh(stage=2, data=4), "--model.num_layers", "2", "--model.vocab_size", "17"],
+        r"17 .*must be divisible by .*stage.* 2",
+    ),
+    "stages and rows": (
+        [*mesh(stage=2, data=4), "--model.num_layers", "2", "--training.accumulation", "4"],
+        r"training\.batch_size=8 must be divisible by the 4 devices .* choose a multiple of 16",
+    ),
+    "comparisons of gradients on stages": (
+        [*mesh(stage=2, data=4), "--model.num_layers", "2", "--watch.gradients_every", "3"],
+        r"watch\.gradients_every=3 compares .* execution\.mesh\.stage=2 .* to 0",
+    ),
     "stages": (
         mesh(stage=8),
         r"equal layers of moe_blocks_0 cannot be cut into execution\.mesh\.stage x"

@@ -8,7 +8,8 @@ Where a value differs by more, the steps are run again on one device with parame
 their last bits: what moves as much by that is decided by rounding (a tie of a router), and counts
 as `unstable` instead of a difference.
 
-To add a choice: its draw in `tests/fuzz/meshes.py`, in the function of its subject.
+To add a choice: its draw in `tests/fuzz/meshes.py`, in the function of its subject; of pipelines in
+`tests/fuzz/stages.py`.
 """
 
 from __future__ import annotations
@@ -61,6 +62,7 @@ from sharding.sequence_parallel import (
 )
 from sharding.state_layouts import STATE_LAYOUTS
 from tests.fuzz.outcome import Outcome, is_likely, pick, refusal
+from tests.fuzz.stages import draw_stages
 from tests.support.routers import ROUTER_CASES
 from tests.support.tolerances import TOLERANCES
 
@@ -108,6 +110,7 @@ def check(rng: np.random.Generator, place: pathlib.Path) -> Outcome:
     far = {name: pair for name, pair in errors.items() if pair[0] > pair[1]}
     if not far:
         return Outcome("equal")
+    unstable = far
     epsilon = 2.0**-9 if is_narrow(config) else 2.0**-20
     for doubled in range(4):  # a mesh rounds sums elsewhere, by more than one rounding of a value
         moved = steps.run(nudged(values, rng, epsilon * 2.0**doubled), rows)
@@ -120,7 +123,8 @@ def check(rng: np.random.Generator, place: pathlib.Path) -> Outcome:
     if far:
         lines = [f"  {name}: {error:.3g}, allowed {b:.3g}" for name, (error, b) in far.items()]
         raise AssertionError("\n".join(["differs from one device:", *lines[:40]]))
-    return Outcome("unstable", "rounding decides")
+    name, (error, bound) = max(unstable.items(), key=lambda item: item[1][0] / item[1][1])
+    return Outcome("unstable", f"{len(unstable)} values, {name} {error:.3g} > {bound:.3g}")
 
 
 # Draws.
@@ -162,7 +166,7 @@ def draw(rng: np.random.Generator) -> PretrainConfig:
         max_norm_ratio=None,
         objective=MaskedDiffusionConfig() if is_diffusion else NextTokenConfig(),
     )
-    return PretrainConfig(
+    config = PretrainConfig(
         model=model,
         data=MarkovConfig(order=1, vocab_size=16),
         training=training,
@@ -172,6 +176,7 @@ def draw(rng: np.random.Generator) -> PretrainConfig:
         execution=execution,
         evaluation=EvaluationConfig(batches=1, batch_size=8),
     )
+    return draw_stages(rng.spawn(1)[0], config)
 
 
 def draw_execution(rng: np.random.Generator) -> ExecutionConfig:
@@ -431,6 +436,7 @@ def describe(config: PretrainConfig) -> str:
         model.attention.name,
         f"layers={model.num_layers}",
         f"{sizes}" if execution.fold is None else f"{sizes} fold={execution.fold}",
+        f"{execution.pipeline}" if execution.mesh.stage > 1 else "",
         *(execution.rules, execution.dispatcher.name, execution.sequence_parallel.name),
         f"remat={execution.remat} chunk={execution.loss_chunk} {execution.telemetry}",
         f"{execution.precision.compute}/{execution.precision.matmul.name}",

@@ -99,10 +99,14 @@ def _pipeline_text(assembly: Assembly) -> str:
     schedule = execution.pipeline.schedule(stages, training.accumulation)
     scan = ModelParts.of(assembly.plan.model).staged
     others = assembly.plan.model.num_layers - scan.num_layers
-    layers = f"{scan.num_layers // (stages * chunks)} layers"
+    number = scan.num_layers // (stages * chunks)
+    layers = f"{number} layer{'s' * (number > 1)}"
     if chunks > 1:
         layers = f"{chunks} chunks of {layers}"
-    extra = f", {others} layers with the embedding or the head on every stage" if others else ""
+    plural = "s" * (others > 1)
+    extra = (
+        f", {others} layer{plural} with the embedding or the head on every stage" if others else ""
+    )
     return (
         f"{stages} with {layers} each{extra}; {execution.pipeline.name}, {training.accumulation}"
         f" micro-batches: {schedule.idle_share:.0%} of the time idle, at most"

@@ -27,6 +27,7 @@ from jaxmoe.training.pipeline.head import HeadLoss, HeadTokens, head_loss
 from jaxmoe.training.pipeline.stages import Layers, LayerSums, ModelParts, cut_scan
 from sharding import axes as ax
 from sharding.pipeline.executor import Number, PipelineParts, PipelineSums
+from sharding.regions import sum_over
 
 
 @typing.no_type_check
@@ -188,11 +189,11 @@ class PipelinedModel:
 
     def totals(self, sums: PipelineSums) -> PipelineSums:
         """Return the sums with those addends summed that differ between stages."""
-        stages = replace(sums.stages, losses=jax.lax.psum(sums.stages.losses, ax.STAGE))
+        stages = replace(sums.stages, losses=sum_over(ax.STAGE, sums.stages.losses))
         left = sums.left
         if self.has_backward:
             gradients = dict(left.head.gradients)
-            gradients["final_norm"] = jax.lax.psum(gradients["final_norm"], ax.STAGE)
+            gradients["final_norm"] = sum_over(ax.STAGE, gradients["final_norm"])
             left = replace(left, head=replace(left.head, gradients=gradients))
         return replace(sums, stages=stages, left=left)
 
@@ -228,7 +229,7 @@ class PipelinedModel:
 
     @staticmethod
     def _summed(stream: Stream) -> Stream:
-        return replace(stream, x=jax.lax.psum(stream.x, ax.STAGE))
+        return replace(stream, x=sum_over(ax.STAGE, stream.x))
 
     def _run(
         self,

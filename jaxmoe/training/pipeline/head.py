@@ -32,6 +32,7 @@ from jaxmoe.training.cross_entropy import chunk_length, in_chunks
 from jaxmoe.training.objective import TokenGiven
 from sharding import axes as ax
 from sharding.constrain import Placement, zeros_of
+from sharding.regions import sum_over
 
 
 @typing.no_type_check
@@ -172,9 +173,9 @@ def _loss_of_positions(
     is_target = ids == targets[:, :, None]
     top = jax.lax.pmax(jnp.max(logits, axis=-1), ax.STAGE)
     exponentials = jnp.exp(logits - top[:, :, None])
-    total, chosen = jax.lax.psum(
-        (jnp.sum(exponentials, axis=-1), jnp.sum(jnp.where(is_target, logits, 0.0), axis=-1)),
+    total, chosen = sum_over(
         ax.STAGE,
+        (jnp.sum(exponentials, axis=-1), jnp.sum(jnp.where(is_target, logits, 0.0), axis=-1)),
     )
     nll = top + jnp.log(total) - chosen
     losses, pull_weights = jax.vjp(lambda nll: objective.token_loss(nll, given), nll)
@@ -186,4 +187,4 @@ def _loss_of_positions(
         exponentials / total[:, :, None] - is_target.astype(jnp.float32)
     )
     d_stream, d_params = pull_back(d_logits)
-    return replace(loss, gradients=d_params), jax.lax.psum(d_stream, ax.STAGE)
+    return replace(loss, gradients=d_params), sum_over(ax.STAGE, d_stream)

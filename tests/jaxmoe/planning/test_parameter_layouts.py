@@ -64,3 +64,14 @@ def test_every_parameter_returns_to_its_stored_layout(rules):
         axes = next(row.declaration.axes for row in plan.table if row.path == one.path)
         for splits, table in ((one.stored, layout.parameters), (one.updated, layout.optimizer)):
             assert splits.splits == tuple(table.mesh_axes(name) for name in axes)
+
+
+def test_stages_send_only_the_gradient_of_the_final_norm():
+    plan = plan_of(mesh=MeshConfig(stage=2, data=4))
+    found = {
+        one.path: change.collective
+        for one in parameter_layouts(plan.table, plan.execution, dict(plan.mesh.shape), 4)
+        for change, _ in one.sent
+        if change.axis == "stage"
+    }
+    assert found == {"final_norm/gain": "all-reduce"}

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from jaxmoe.execution import ExecutionConfig
-from jaxmoe.routing import METHODS
+from jaxmoe.routing import METHODS, CapacityConfig
 from jaxmoe.training.pipeline import check_pipeline
 from sharding import MeshConfig
-from sharding.expert_parallel import AllToAllConfig
+from sharding.expert_parallel import AllGatherConfig, AllToAllConfig
 from sharding.pipeline import GPipeConfig, InterleavedConfig
 from sharding.sequence_parallel import RingConfig, UlyssesConfig
 from tests.support import one_step
@@ -74,6 +74,28 @@ SLOW = {
         model=DENSE_FIRST, mesh=MeshConfig(stage=4, data=2), execution={"rules": "zero2"}
     ),
     "two passes": Row(form="two_pass", mesh=MeshConfig(stage=4, data=2)),
+    "expert choice": Row(
+        model=dataclasses.replace(
+            FOUR,
+            attention=dataclasses.replace(FOUR.attention, is_causal=False),
+            moe=dataclasses.replace(FOUR.moe, **METHODS["expert_choice"].parts()),
+        ),
+        parts=2,
+        mesh=MeshConfig(stage=2, data=2, expert=2),
+        execution={"dispatcher": AllGatherConfig()},
+    ),
+    "capacity": Row(
+        model=dataclasses.replace(
+            FOUR, moe=dataclasses.replace(FOUR.moe, capacity=CapacityConfig(factor=1.0))
+        ),
+        mesh=MeshConfig(stage=2, data=2, expert=2),
+        execution={"dispatcher": AllToAllConfig()},
+    ),
+    "carried logits": Row(
+        model=_method("moe_plus_plus"),
+        mesh=MeshConfig(stage=2, data=2, tensor=2),
+        execution={"pipeline": InterleavedConfig(chunks=2)},
+    ),
     "noise": Row(model=_method("noisy_topk"), mesh=MeshConfig(stage=2, data=2)),
     "bias": Row(model=_method("loss_free"), mesh=MeshConfig(stage=2, data=2)),
 }
