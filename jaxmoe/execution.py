@@ -73,7 +73,7 @@ class ExecutionConfig:
     """Memory of the optimiser state between two updates."""
     unroll: int = 1
     """Layers in one iteration of the loop over equal layers; more compile longer and run faster on
-    a CPU, where the loop copies its carry."""
+    a CPU, where the loop copies its carry. Stages of a pipeline do not unroll."""
     telemetry: Literal["brief", "detailed"] = "brief"
     """Extent of the measurements: the load of the routers; or also those of
     jaxmoe/routing/telemetry/detailed.py and jaxmoe/layers/indicators.py; runs experts twice."""

@@ -98,7 +98,8 @@ class Layers:
         layers = scan_layers(
             self.scan,
             self.model.context,
-            self.execution,
+            # The TPU compiler (libtpu 0.0.42) aborts at an unrolled loop in a region.
+            dataclasses.replace(self.execution, unroll=1),
             train=self.train,
             is_gathered=WHOLE in params,
         )
