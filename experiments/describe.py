@@ -35,7 +35,9 @@ from jaxmoe.run.assemble import Plan, describe_rates, make_plan
 from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.provenance.lineage import read_lineage
+from jaxmoe.run.reporting.pipelines import pipeline_in_words
 from jaxmoe.tracking.console import format_flops
+from jaxmoe.training.pipeline import check_pipeline
 from sharding.mesh import named_sizes
 from sharding.rules import LogicalAxisRules
 
@@ -136,6 +138,7 @@ def describe(subject: Subject, plan: Plan) -> str:
         f" {training.steps} steps",
         f"learning rate        {describe_rates(plan) or f'{config.optimizer.learning_rate:g}'}",
         f"mesh                 {mesh or 'one device'}, rules {config.execution.rules}",
+        *_stages(plan),
         f"memory per device    {_size(state)} parameters and optimizer, {_size(gradients)}"
         " gradients; activations not counted"
         + ("; on one device" if -1 in config.execution.mesh.sizes else ""),
@@ -145,6 +148,15 @@ def describe(subject: Subject, plan: Plan) -> str:
     if -1 not in config.execution.mesh.sizes and max(_mesh_shape(plan).values()) > 1:
         lines = (*lines, "", layouts_text(table, config.execution, _mesh_shape(plan), width))
     return "\n".join(lines)
+
+
+def _stages(plan: Plan) -> list[str]:
+    """Return the line about the pipeline; none without stages or with their number left open."""
+    execution, accumulation = plan.config.execution, plan.config.training.accumulation
+    if execution.mesh.stage <= 1:
+        return []
+    check_pipeline(plan.model, execution, accumulation)
+    return [f"stages               {pipeline_in_words(plan.model, execution, accumulation)}"]
 
 
 def _size(num_bytes: float) -> str:

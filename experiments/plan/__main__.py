@@ -34,16 +34,17 @@ from experiments.recipes import DEFAULT
 from jaxmoe.configs import to_json
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.planning.compile_ahead import check_compiler, in_child
-from jaxmoe.planning.hardware import Topology, parse_topology
+from jaxmoe.planning.hardware import Chip, Topology, parse_topology
+from jaxmoe.planning.pipelines_compared import compare_schedules
 from jaxmoe.planning.search import (
     Candidate,
     Found,
     enumerate_meshes,
     mesh_flags,
     mesh_in_words,
-    on_mesh,
     remedies,
     search,
+    search_with_stages,
 )
 from jaxmoe.run.directory import RunDirectory
 from sharding.mesh import MeshConfig
@@ -92,29 +93,29 @@ def find(
         ValueError: No mesh of the devices divides the model and the batch.
     """
     number, mesh = topology.num_devices, config.execution.mesh
-    if is_fixed:
-        meshes = [mesh.resolve(number)]
-    else:
-        # A form of sequence parallelism lets the search choose seq, unless the recipe sets it.
-        has_form = config.execution.sequence_parallel.name != "none"
-        seq = None if has_form and mesh.seq == 1 else max(mesh.seq, 1)
-        meshes = list(enumerate_meshes(number, seq))
-    fold = config.execution.fold
+    # A form of sequence parallelism lets the search choose seq, unless the recipe sets it.
+    has_form = config.execution.sequence_parallel.name != "none"
+    seq = None if has_form and mesh.seq == 1 else max(mesh.seq, 1)
     unfolded = dataclasses.replace(config.execution, mesh=MeshConfig(), fold=None)
     run = dataclasses.replace(config.pretrain, execution=unfolded)
     plan = step_plan(run, topology, MeshConfig())
     searches_accumulation = searches_accumulation and config.training.batch_ramp is None
+    options: dict[str, Any] = {
+        "keep": max(config.compiles, 1),
+        "fold": config.execution.fold,
+        "searches_accumulation": searches_accumulation,
+    }
     if is_fixed:
-        least = dataclasses.replace(plan, accumulation=1) if searches_accumulation else plan
-        on_mesh(least, meshes[0], fold)  # raises if it does not divide
-    found = search(
-        plan,
-        meshes,
-        topology.chip,
-        keep=max(config.compiles, 1),
-        fold=fold,
-        searches_accumulation=searches_accumulation,
-    )
+        found = search(plan, [mesh.resolve(number)], topology.chip, **options)
+        for reason in found.refused.values():
+            raise ValueError(reason)
+    elif mesh.stage > 1:
+        meshes = list(enumerate_meshes(number, seq, [mesh.stage]))
+        found = search(plan, meshes, topology.chip, **options)
+    elif config.watch.gradients_every:  # needs all layers on one stage
+        found = search(plan, list(enumerate_meshes(number, seq)), topology.chip, **options)
+    else:
+        found = search_with_stages(plan, number, topology.chip, seq=seq, **options)
     if not found.fitting and found.closest is None:
         examples = "\n  ".join(f"{mesh}: {why}" for mesh, why in list(found.refused.items())[-3:])
         raise ValueError(
@@ -146,7 +147,7 @@ def judge(config: PlanConfig, topology: Topology, found: Found) -> tuple[dict[st
             if not _fits(compiled, topology):
                 rejected.append({"mesh": _in_words(candidate), "compiled": compiled})
                 continue
-        summary = about | _summary(config, candidate, compiled, topology.chip.available)
+        summary = about | _summary(config, candidate, compiled, topology.chip)
         summary |= {"rejected": rejected}
         return summary, page_of_plan(topology, candidate, compiled, summary)
     closest = found.closest or found.fitting[0]
@@ -193,11 +194,14 @@ def _fits(compiled: dict[str, Any], topology: Topology) -> bool:
 def _choices(execution: ExecutionConfig) -> list[str]:
     """Return the choices that are not the defaults, as words of a command line."""
     usual = ExecutionConfig()
-    return [
+    words = [
         f"execution.{field}:{getattr(execution, field).name}"
-        for field in ("dispatcher", "sequence_parallel")
+        for field in ("dispatcher", "sequence_parallel", "pipeline")
         if type(getattr(execution, field)) is not type(getattr(usual, field))
     ]
+    if execution.pipeline.chunks > 1:
+        words += ["--execution.pipeline.chunks", str(execution.pipeline.chunks)]
+    return words
 
 
 def _batch_flags(config: PlanConfig, candidate: Candidate) -> list[str]:
@@ -212,7 +216,7 @@ def _batch_flags(config: PlanConfig, candidate: Candidate) -> list[str]:
 
 
 def _summary(
-    config: PlanConfig, candidate: Candidate, compiled: dict[str, Any] | None, available: int
+    config: PlanConfig, candidate: Candidate, compiled: dict[str, Any] | None, chip: Chip
 ) -> dict[str, Any]:
     execution = dataclasses.replace(config.execution, mesh=candidate.mesh)
     memory, seconds = candidate.memory, candidate.time
@@ -227,7 +231,7 @@ def _summary(
         "arguments": memory.arguments,
         "temporaries": memory.temporaries,
         "total": memory.total,
-        "available": available,
+        "available": chip.available,
         "step_seconds": seconds.step,
         "step_seconds_overlapped": seconds.overlapped,
         "compute_seconds": seconds.compute,
@@ -235,7 +239,18 @@ def _summary(
         "communication_seconds": seconds.communication,
         "tokens_per_second": candidate.plan.tokens / seconds.step,
         "compiled": compiled,
+        "schedules": _schedules(candidate, chip),
     }
+
+
+def _schedules(candidate: Candidate, chip: Chip) -> list[dict[str, Any]]:
+    """Return the figures of the schedules that fit a mesh with stages; none without stages."""
+    if candidate.mesh.stage == 1:
+        return []
+    return [
+        dataclasses.asdict(one) | {"pipeline": to_json(one.pipeline)}
+        for one in compare_schedules(candidate.plan, chip)
+    ]
 
 
 if __name__ == "__main__":

@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from experiments.cli.tables import text_table
+from experiments.plan.pipeline_part import pipeline_part
+from experiments.plan.units import size_in_words
 from jaxmoe.layers.sequences import choose_form
 from jaxmoe.planning.attention_links import (
     by_ratio,
@@ -58,6 +60,8 @@ def page_of_plan(
     parts.append(_traffic(candidate))
     if candidate.mesh.seq > 1:
         parts.append(attention_links(candidate, chip))
+    if candidate.mesh.stage > 1:
+        parts.append(pipeline_part(candidate, chip))
     if compiled is not None:
         parts.append(_collectives(compiled))
         if "measured" in compiled:
@@ -218,11 +222,3 @@ def measured_table(candidate: Candidate, compiled: Mapping[str, Any]) -> str:
 
 def _error(predicted: float, measured: float) -> str:
     return f"{100 * (predicted / measured - 1):+.0f}%" if measured > 0 else ""
-
-
-def size_in_words(number: float) -> str:
-    """Return bytes with a fitting unit."""
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if abs(number) >= size:
-            return f"{number / size:.2f} {unit}"
-    return f"{number:.0f} B"

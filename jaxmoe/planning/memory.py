@@ -12,6 +12,15 @@
     embedding   the table gathered, and its whole gradient
     update      the optimiser's directions, and the matrices that a group brings together whole
 
+On a mesh with stages the layers are those of one group, and a pipeline holds, in every phase but
+the update, with a = T D b of one micro-batch,
+
+    (inputs kept + gradients and head gradients that wait + 4) a
+
+each buffer has a slot that no stage reads, and two streams are on their way. The backward pass adds
+the gradients of a group to those of the step; more than one chunk brings the parameters to their
+stages. Layers before the stages belong to the phase of the embedding, those after it to the head's.
+
 The experts are the largest part of a layer's backward pass: with E' experts on a device, A rows and
 b bytes per value,
 
@@ -29,23 +38,28 @@ same time, and are not fitted. Compilers may do better (fusion) or worse (paddin
 copies between layouts): experiments/README.md has measurements. Fragmentation and the additional
 rows of an unbalanced routing are not modelled.
 
-To add a term: a field of `MemoryEstimate` and its phase in `jaxmoe/planning/memory.py`.
+To add a term: a field of `MemoryEstimate` and its phase in `jaxmoe/planning/memory_estimate.py`,
+its value in `jaxmoe/planning/memory.py`.
 """
 
 from __future__ import annotations
 
-import collections
-import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jaxmoe.models.stacks import LayerStack
+from jaxmoe.models.stacks import LayerStack, Scan
 from jaxmoe.parameters import ParameterSpec
 from jaxmoe.planning.abstract_step import StepPlan, abstract_batch, abstract_state
 from jaxmoe.planning.device_bytes import device_bytes
 from jaxmoe.planning.hardware import Platform
+from jaxmoe.planning.memory_estimate import MemoryEstimate
+from jaxmoe.planning.pipelines import counts
 from jaxmoe.planning.sizes import Sizes
+from jaxmoe.training.pipeline.stages import ModelParts
+from jaxmoe.training.state import TrainState
 from sharding import axes as ax
 
 # Arrays of one shape that exist at once in the backward pass of a layer; see the module docstring.
@@ -56,97 +70,28 @@ _MASK_SHARE = 9 / 16
 _LANES = 128
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class MemoryEstimate:
-    """Bytes on one device."""
+class Held(NamedTuple):
+    """Layers whose activations exist at one time."""
 
-    parameters: int
-    optimizer: int
-    """Optimiser state on the device: only counters if it is kept in the host's memory."""
-    batch: int
-    other_state: int
-    """Router state, counters and key."""
-    gradients: float
-    """Float32 gradients of the whole step."""
-    copies: float
-    """Sharded parameters in the dtype of products."""
-    saved: float
-    """Activations kept for the backward pass."""
-    masks: float
-    """Masks of attention without a kernel."""
-    layer: float
-    """Working set of one layer's backward pass without its experts."""
-    experts: float
-    """Gathered expert weights, their gradients and the experts' rows, for one layer."""
-    logits: float
-    """Logits of one chunk, the head's matrix and its gradient."""
-    embedding: float
-    """Gathered embedding table and its gradient."""
-    update: float
-    """Directions of the optimiser and matrices brought together whole."""
-
-    @property
-    def arguments(self) -> int:
-        """Arguments of the compiled step; exact."""
-        return self.parameters + self.optimizer + self.batch + self.other_state
-
-    @property
-    def phases(self) -> dict[str, float]:
-        """Temporaries in each phase of the step."""
-        held = self.gradients + self.copies
-        return {
-            "layers": held + self.saved + self.masks + self.layer + self.experts,
-            "head": held + self.saved + self.masks + self.logits,
-            "embedding": held + self.embedding,
-            "update": self.gradients + self.update,
-        }
-
-    @property
-    def temporaries(self) -> float:
-        """Temporaries of the compiled step; approximate."""
-        return max(self.phases.values())
-
-    @property
-    def peak_phase(self) -> str:
-        """Phase with the largest temporaries."""
-        return max(self.phases, key=self.phases.__getitem__)
-
-    @property
-    def total(self) -> float:
-        """Bytes of the whole step; its few results beside the state are not counted."""
-        return self.arguments + self.temporaries
-
-    def categories(self) -> dict[str, float]:
-        """Return the bytes held in the peak phase by name; they add up to `total`."""
-        state = {
-            "parameters": self.parameters,
-            "optimizer": self.optimizer,
-            "batch and counters": self.batch + self.other_state,
-            "gradients": self.gradients,
-        }
-        held = {"parameters for products": self.copies}
-        saved = {"saved activations": self.saved, "attention masks": self.masks}
-        match self.peak_phase:
-            case "layers":
-                return state | held | saved | {"experts": self.experts, "one layer": self.layer}
-            case "head":
-                return state | held | saved | {"logits and head": self.logits}
-            case "embedding":
-                return state | held | {"embedding": self.embedding}
-            case _:
-                return state | {"update": self.update}
+    stack: LayerStack
+    layers: float
+    """Layers on one device."""
+    share: float = 1.0
+    """Part of the stack's layers on the device."""
 
 
-def estimate_memory(plan: StepPlan, platform: Platform) -> MemoryEstimate:
+def estimate_memory(
+    plan: StepPlan, platform: Platform, state: TrainState | None = None
+) -> MemoryEstimate:
     """Return the memory of one device in a train step.
 
     Args:
         plan: Step to estimate.
         platform: Platform with the array layouts.
+        state: `abstract_state` of the plan, where it is known; it costs most of the time.
     """
     mesh, sizes = plan.mesh, Sizes.of(plan)
-    layer, experts = _largest_layer(sizes)
-    state = abstract_state(plan, mesh)
+    state = abstract_state(plan, mesh) if state is None else state
 
     def of(tree: object) -> int:
         return device_bytes(jax.tree.leaves(tree), platform)
@@ -158,32 +103,89 @@ def estimate_memory(plan: StepPlan, platform: Platform) -> MemoryEstimate:
         if plan.execution.optimizer_memory == "device" or not leaf.ndim
     ]
     optimizer, elsewhere = of(on_device), of(state.opt_state) - of(on_device)
-    copies = 0.0
-    if sizes.itemsize < jnp.dtype(plan.execution.precision.parameter_dtype).itemsize:
-        copies = float(sum(map(sizes.local, _of_layers(plan))) * sizes.itemsize)
-    if plan.execution.state_layout.gathered == "step":
-        copies = float(sum(map(sizes.in_use, plan.table)) * sizes.itemsize)
     return MemoryEstimate(
         parameters=parameters,
         optimizer=optimizer,
         batch=of(abstract_batch(plan, mesh)),
         other_state=of(state) - parameters - optimizer - elsewhere,
-        gradients=_gradients(sizes, platform) * (2 if plan.accumulation > 1 else 1),
-        copies=copies,
-        saved=_saved(sizes),
-        masks=_masks(sizes, platform),
-        layer=layer,
-        experts=experts,
         logits=_logits(sizes),
         embedding=_embedding(sizes),
         update=_update(sizes),
+        **(_without_stages if plan.execution.mesh.stage == 1 else _with_stages)(sizes, platform),
     )
 
 
-def _gradients(sizes: Sizes, platform: Platform) -> float:
+def _without_stages(sizes: Sizes, platform: Platform) -> dict[str, float]:
+    """Return the fields about layers of a step that passes through all of them at once."""
+    plan = sizes.plan
+    held = [Held(stack, stack.num_layers) for stack in plan.model.stacks]
+    gradients = _gradients(sizes, plan.table.trained_rows, platform)
+    layer, experts = _largest_layer(sizes, held)
+    return {
+        "gradients": gradients * (2 if plan.accumulation > 1 else 1),
+        "copies": _copies(sizes),
+        "saved": _saved(sizes, held),
+        "masks": _masks(sizes, plan.model.scans, platform),
+        "layer": layer,
+        "experts": experts,
+    }
+
+
+def _with_stages(sizes: Sizes, platform: Platform) -> dict[str, float]:
+    """Return the same of a pipeline, and its own fields."""
+    plan = sizes.plan
+    execution, parts = plan.execution, ModelParts.of(plan.model)
+    stages, chunks = execution.mesh.stage, execution.pipeline.chunks
+    number = stages * chunks
+    group = [Held(one, one.num_layers / number, 1 / chunks) for one in parts.staged.stacks]
+    staged = [row for row in plan.table if ax.LAYERS in row.declaration.axes]
+    trained = [row for row in staged if not row.is_frozen]
+    gradients = _gradients(sizes, plan.table.trained_rows, platform)
+    copies, layers = _copies(sizes), _largest_layer(sizes, group)
+    if chunks > 1:  # parameters at the stages of their chunks
+        is_whole = execution.state_layout.gathered == "step"
+        width = jnp.dtype(execution.precision.parameter_dtype).itemsize
+        values, size = (sizes.in_use, sizes.itemsize) if is_whole else (sizes.local, width)
+        copies += sum(map(values, staged)) * size
+    found = counts(execution.pipeline, stages, plan.accumulation)
+    slots = found.inputs + found.gradients + (found.heads + 1 if found.heads else 0) + 2
+    stream = sizes.tokens * plan.model.embed_dim * sizes.itemsize
+    return {
+        "gradients": gradients + _gradients(sizes, trained, platform) / chunks,
+        "copies": copies,
+        "saved": _saved(sizes, group),
+        "masks": _masks(sizes, (parts.staged,), platform),
+        "layer": layers[0],
+        "experts": layers[1],
+        "streams": (slots + 2) * stream,
+        "before": _outside(sizes, parts.before, platform),
+        "after": _outside(sizes, parts.after, platform),
+    }
+
+
+def _outside(sizes: Sizes, scans: tuple[Scan, ...], platform: Platform) -> float:
+    """Return the activations and the working set of layers that no stage has alone."""
+    held = [Held(stack, stack.num_layers) for scan in scans for stack in scan.stacks]
+    if not held:
+        return 0.0
+    needed = _saved(sizes, held) + _masks(sizes, scans, platform)
+    return needed + sum(_largest_layer(sizes, held))
+
+
+def _copies(sizes: Sizes) -> float:
+    """Return the parameters in the dtype of products, made once a step."""
+    plan = sizes.plan
+    if plan.execution.state_layout.gathered == "step":
+        return float(sum(map(sizes.in_use, plan.table)) * sizes.itemsize)
+    if sizes.itemsize < jnp.dtype(plan.execution.precision.parameter_dtype).itemsize:
+        return float(sum(map(sizes.local, _of_layers(plan))) * sizes.itemsize)
+    return 0.0
+
+
+def _gradients(sizes: Sizes, rows: Iterable[ParameterSpec], platform: Platform) -> float:
     """Return sharded gradients; a TPU pads narrow shards of stacked experts to 128 lanes."""
     total = 0
-    for row in sizes.plan.table.trained_rows:
+    for row in rows:
         values, cut = sizes.local(row), row.spec[-1] if len(row.spec) == len(row.shape) else None
         if platform == "tpu" and cut is not None and ax.EXPERTS in row.declaration.axes:
             width = row.shape[-1] // sizes.devices(cut if isinstance(cut, tuple) else (cut,))
@@ -192,7 +194,7 @@ def _gradients(sizes: Sizes, platform: Platform) -> float:
     return 4.0 * total
 
 
-def _saved(sizes: Sizes) -> float:
+def _saved(sizes: Sizes, held: Sequence[Held]) -> float:
     plan = sizes.plan
     model, execution = plan.model, plan.execution
     token, inner = sizes.tokens * sizes.itemsize, sizes.inner_tokens * sizes.itemsize
@@ -200,32 +202,45 @@ def _saved(sizes: Sizes) -> float:
     secondary = 0.0
     if execution.state_layout.gathered == "replica":
         copies = sizes.devices(sizes.pieces(ax.REPLICA))
-        secondary = sum(map(sizes.local, _of_layers(plan))) * copies * sizes.itemsize
+        secondary = _of_held(plan, held, sizes.local) * copies * sizes.itemsize
+    num_layers = sum(one.layers for one in held)
     if execution.remat in ("full", "offload"):  # "offload" keeps them on the host
-        return secondary + (model.num_layers * stream if execution.remat == "full" else 0.0)
-    fed = collections.Counter(kind.feed_forward.sizes for kind in model.kinds)
-    mixed = rows = 0.0
-    for heads, layers in collections.Counter(kind.mixer.heads for kind in model.kinds).items():
+        return secondary + (num_layers * stream if execution.remat == "full" else 0.0)
+    total = secondary
+    for one in held:
+        heads, fed = one.stack.kind.mixer.heads, one.stack.kind.feed_forward.sizes
         projected = inner * sizes.projected(heads)
+        total += one.layers * 3 * inner * fed.dense_dim / sizes.shards(ax.ACT_MLP)
         if execution.remat == "dots":
-            mixed += layers * (2 * stream + projected)
+            total += one.layers * (2 * stream + projected)
             continue
         attended = 2 * projected + inner * sizes.heads(heads) * heads.head_dim
         attended += 4 * sizes.inner_tokens * sizes.heads(heads)
-        mixed += layers * (4 * stream + attended)
-    dense = sum(
-        3 * inner * one.dense_dim / sizes.shards(ax.ACT_MLP) * layers for one, layers in fed.items()
+        width = 2 * model.embed_dim + 2 * fed.expert_dim
+        rows = sizes.places(fed) * sizes.itemsize * width
+        total += one.layers * (4 * stream + attended + rows)
+    if execution.remat == "none":
+        total += _of_held(plan, held, sizes.in_use, ax.EXPERTS) * sizes.itemsize
+    return total
+
+
+def _of_held(
+    plan: StepPlan,
+    held: Sequence[Held],
+    values: Callable[[ParameterSpec], int],
+    axis: str | None = None,
+) -> float:
+    """Return the values of the parameters of layers; with an axis, of those that have it."""
+    return sum(
+        one.share * values(row)
+        for one in held
+        for row in plan.table
+        if row.path.startswith(f"{one.stack.path}/")
+        and (axis is None or axis in row.declaration.axes)
     )
-    if execution.remat == "dots":
-        return mixed + dense + secondary
-    for one, layers in fed.items():
-        width = 2 * model.embed_dim + 2 * one.expert_dim
-        rows += layers * (sizes.places(one) * sizes.itemsize * width)
-    weights = sum(map(sizes.in_use, _of_experts(plan))) * sizes.itemsize
-    return mixed + dense + secondary + rows + weights
 
 
-def _masks(sizes: Sizes, platform: Platform) -> float:
+def _masks(sizes: Sizes, scans: Sequence[Scan], platform: Platform) -> float:
     plan = sizes.plan
     # None chooses the kernel on a TPU: `pallas_kernels.OPERATIONS["flash_attention"]`.
     without_kernel = ("xla",) if platform == "tpu" else (None, "xla")
@@ -234,15 +249,14 @@ def _masks(sizes: Sizes, platform: Platform) -> float:
     parts = sizes.shards(ax.ACT_SEQ_INNER)  # by queries or by heads
     # One for each kind of mixer in a loop, as long as the loop runs.
     heads = max(
-        sum(map(sizes.heads, {stack.kind.mixer.heads for stack in scan.stacks}))
-        for scan in plan.model.scans
+        sum(map(sizes.heads, {stack.kind.mixer.heads for stack in scan.stacks})) for scan in scans
     )
     return sizes.sequences * heads * plan.sequence_length**2 * _MASK_SHARE / parts
 
 
-def _largest_layer(sizes: Sizes) -> tuple[float, float]:
+def _largest_layer(sizes: Sizes, held: Sequence[Held]) -> tuple[float, float]:
     """Return the working set of the layer that needs most, without its experts and of them."""
-    pairs = [(_layer(sizes, stack), _experts(sizes, stack)) for stack in sizes.plan.model.stacks]
+    pairs = [(_layer(sizes, one.stack), _experts(sizes, one.stack)) for one in held]
     return max(pairs, key=sum)
 
 

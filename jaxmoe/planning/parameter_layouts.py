@@ -62,8 +62,10 @@ def parameter_layouts(
     has_head = any(row.declaration.role == "head" for row in table)
     found = []
     for row in table:
-        # The gradient of a look-up does not read the table.
-        is_read_once = row.declaration.role == "embedding" and has_head
+        # The gradient of a look-up does not read the table; layers that are not recomputed keep
+        # what they gathered.
+        is_kept = row.declaration.is_stacked and execution.remat == "none"
+        is_read_once = is_kept or (row.declaration.role == "embedding" and has_head)
         uses = 1 if is_read_once else 2
         found.append(_layouts(row, execution, mesh, row.size * itemsize, uses))
     return found

@@ -2,8 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Searches the meshes of a number of devices in closed form for the fastest that fit.
 
-    enumerate   replica x data x expert x tensor = devices, and seq where it may be above 1
-    refuse      meshes that do not divide heads, experts, widths or the batch; with the reason
+    enumerate   replica x data x expert x tensor = devices, and seq and stage where they may be
+                above 1
+    refuse      meshes that do not divide heads, experts, widths or the batch, and stages that
+                do not divide the layers or the micro-batches; with the reason
     order       by predicted time, then keep the first that fit by predicted memory
 
 Predicting time costs nothing, memory a tenth of a second, so memory is predicted in the order of
@@ -20,13 +22,19 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
+from typing import Any
 
+from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.sequences import check_rows
-from jaxmoe.planning.abstract_step import StepPlan
+from jaxmoe.planning.abstract_step import StepPlan, abstract_state
 from jaxmoe.planning.hardware import Chip
-from jaxmoe.planning.memory import MemoryEstimate, estimate_memory
+from jaxmoe.planning.memory import estimate_memory
+from jaxmoe.planning.memory_estimate import MemoryEstimate
 from jaxmoe.planning.step_time import StepTime, predict_time
 from jaxmoe.precision import PrecisionPolicy
+from jaxmoe.training.pipeline import check_pipeline
+from jaxmoe.training.pipeline.stages import ModelParts
+from jaxmoe.training.state import TrainState
 from sharding import axes as ax
 from sharding.fold import MoEMesh
 from sharding.mesh import MeshConfig
@@ -64,25 +72,47 @@ class Found:
     """Number of meshes considered."""
 
 
-def enumerate_meshes(num_devices: int, seq: int | None = 1) -> Iterator[MeshConfig]:
+def enumerate_meshes(
+    num_devices: int, seq: int | None = 1, stages: Sequence[int] = (1,)
+) -> Iterator[MeshConfig]:
     """Yield every mesh of a number of devices.
 
     Args:
         num_devices: Number of devices, all of them used.
         seq: Size of the axis seq; None tries every divisor.
+        stages: Sizes of the axis stage; those that do not divide the devices are left out.
     """
-    if seq is None:
-        for number in _divisors(num_devices):
-            yield from enumerate_meshes(num_devices, number)
-        return
-    free, rest = divmod(num_devices, seq)
-    if rest:
-        return
-    for data in _divisors(free):
-        for tensor in _divisors(free // data):
-            for expert in _divisors(free // data // tensor):
-                replica = free // data // tensor // expert
-                yield MeshConfig(replica=replica, data=data, expert=expert, seq=seq, tensor=tensor)
+    for stage in stages:
+        if num_devices % stage:
+            continue
+        number = num_devices // stage
+        for length in _divisors(number) if seq is None else [seq]:
+            if number % length:
+                continue
+            free = number // length
+            for data in _divisors(free):
+                for tensor in _divisors(free // data):
+                    for expert in _divisors(free // data // tensor):
+                        yield MeshConfig(
+                            replica=free // data // tensor // expert,
+                            stage=stage,
+                            data=data,
+                            expert=expert,
+                            seq=length,
+                            tensor=tensor,
+                        )
+
+
+def stages_of(plan: StepPlan, num_devices: int) -> list[int]:
+    """Return the sizes above 1 of the axis stage that divide devices and layers, by size.
+
+    Args:
+        plan: Step to plan.
+        num_devices: Number of devices.
+    """
+    length = ModelParts.of(plan.model).staged.length
+    chunks = plan.execution.pipeline.chunks
+    return [n for n in _divisors(num_devices) if n > 1 and length % (n * chunks) == 0]
 
 
 def on_mesh(plan: StepPlan, mesh: MeshConfig, fold: MoEMesh | None = None) -> StepPlan:
@@ -94,11 +124,13 @@ def on_mesh(plan: StepPlan, mesh: MeshConfig, fold: MoEMesh | None = None) -> St
         fold: Mesh of the experts within it, if they have their own.
 
     Raises:
-        ValueError: The mesh does not divide a parameter, the heads or the batch.
+        ValueError: The mesh does not divide a parameter, the heads, the layers or the batch.
     """
     own = plan.on(dataclasses.replace(plan.execution, mesh=mesh, fold=fold))
+    check_pipeline(own.model, own.execution, own.accumulation)
     sizes, rules = dict(own.mesh.shape), own.execution.axis_rules
-    own.table.check_divides(rules, sizes)
+    for layout in (rules, own.execution.state_layout.optimizer):
+        own.table.check_divides(layout, sizes)
     length = (plan.sequence_length,)
     rules.check_divides("training.sequence_length", length, (ax.ACT_SEQ,), sizes)
     check_rows(plan.model.context, own.execution, plan.sequence_length, sizes)
@@ -110,6 +142,47 @@ def on_mesh(plan: StepPlan, mesh: MeshConfig, fold: MoEMesh | None = None) -> St
             f" training.accumulation={plan.accumulation}: choose a multiple of {parts}"
         )
     return own
+
+
+def search_with_stages(
+    plan: StepPlan,
+    num_devices: int,
+    chip: Chip,
+    *,
+    seq: int | None = 1,
+    **options: Any,
+) -> Found:
+    """Return the fastest meshes that fit, with stages where they may help.
+
+    Meshes with stages are tried if nothing fits without, or if the devices span several networks:
+    a pipeline sends little between stages.
+
+    Args:
+        plan: Step to plan; its own mesh is ignored.
+        num_devices: Number of devices, all of them used.
+        chip: Properties of one device.
+        seq: Size of the axis seq; None tries every divisor.
+        options: Further arguments of `search`.
+    """
+    staged = list(enumerate_meshes(num_devices, seq, stages_of(plan, num_devices)))
+    plain = list(enumerate_meshes(num_devices, seq))
+    if chip.domain and num_devices > chip.domain:
+        return search(plan, [*plain, *staged], chip, **options)
+    found = search(plan, plain, chip, **options)
+    if found.fitting or not staged:
+        return found
+    other = search(plan, staged, chip, **options)
+    closest = [one for one in (found.closest, other.closest) if one is not None]
+    return Found(
+        fitting=other.fitting,
+        closest=None if other.fitting else min(closest, key=_need, default=None),
+        refused=found.refused | other.refused,
+        num_meshes=found.num_meshes + other.num_meshes,
+    )
+
+
+def _need(candidate: Candidate) -> float:
+    return candidate.memory.total
 
 
 def search(
@@ -134,48 +207,73 @@ def search(
     """
     refused: dict[str, str] = {}
     timed: list[tuple[float, StepPlan, StepTime]] = []
-    if searches_accumulation:
-        plan = dataclasses.replace(plan, accumulation=1)
     for mesh in meshes:
         try:
-            own = on_mesh(plan, mesh, fold)
+            options = _options(plan, mesh, fold, searches_accumulation)
         except ValueError as error:
             refused[mesh_in_words(mesh)] = str(error)
             continue
-        most = own.batch_size // mesh.batch_shards
-        for number in _divisors(most) if searches_accumulation else [own.accumulation]:
-            option = dataclasses.replace(own, accumulation=number)
+        for option in options:
             time = predict_time(option, chip)
             timed.append((time.step, option, time))
     timed.sort(key=lambda entry: entry[0])
     fitting: list[Candidate] = []
     others: list[Candidate] = []
     smallest = _smallest_steps([own for _, own, _ in timed])
+    states: dict[MeshConfig, TrainState] = {}  # does not depend on the micro-batches
+
+    def candidate_of(plan: StepPlan, time: StepTime) -> Candidate:
+        mesh = plan.execution.mesh
+        if mesh not in states:
+            states[mesh] = abstract_state(plan, plan.mesh)
+        memory = estimate_memory(plan, chip.platform, states[mesh])
+        return Candidate(plan=plan, time=time, memory=memory)
+
     too_large: set[MeshConfig] = set()
     for _, own, time in timed:
         mesh = own.execution.mesh
         if mesh in too_large:
             continue
-        candidate = Candidate(plan=own, time=time, memory=estimate_memory(own, chip.platform))
+        candidate = candidate_of(own, time)
         if candidate.excess(chip) <= 0:
             fitting.append(candidate)
         else:
             others.append(candidate)
             if (least := smallest.pop(mesh, None)) is not None:
-                memory = estimate_memory(least, chip.platform)
-                least = Candidate(plan=least, time=predict_time(least, chip), memory=memory)
+                least = candidate_of(least, predict_time(least, chip))
                 if least.excess(chip) > 0:
                     too_large.add(mesh)
                     others.append(least)
         if len(fitting) == keep:
             break
-    closest = min(others, key=lambda one: one.memory.total, default=None)
+    closest = min(others, key=_need, default=None)
     return Found(
         fitting=fitting,
         closest=None if fitting else closest,
         refused=refused,
         num_meshes=len(meshes),
     )
+
+
+def _options(
+    plan: StepPlan, mesh: MeshConfig, fold: MoEMesh | None, searches_accumulation: bool
+) -> list[StepPlan]:
+    """Return the plan on a mesh, with every number of micro-batches if they are searched.
+
+    Raises:
+        ValueError: See `on_mesh`.
+    """
+    if not searches_accumulation:
+        return [on_mesh(plan, mesh, fold)]
+    least = _fewest_micro_batches(mesh, plan.execution)
+    own = on_mesh(dataclasses.replace(plan, accumulation=least), mesh, fold)
+    numbers = _divisors(own.batch_size // mesh.batch_shards)
+    return [dataclasses.replace(own, accumulation=n) for n in numbers if n % least == 0]
+
+
+def _fewest_micro_batches(mesh: MeshConfig, execution: ExecutionConfig) -> int:
+    """Return the number whose multiples a step may have as micro-batches."""
+    return mesh.stage if execution.pipeline.chunks > 1 else 1
 
 
 def _smallest_steps(plans: Sequence[StepPlan]) -> dict[MeshConfig, StepPlan]:
@@ -215,7 +313,8 @@ def remedies(candidate: Candidate, chip: Chip) -> dict[str, float]:
         narrow = PrecisionPolicy(parameters="bfloat16", compute=execution.precision.compute)
         execute("--execution.precision.parameters bfloat16", precision=narrow)
     most = plan.batch_size // candidate.mesh.batch_shards
-    if more := [a for a in _divisors(most) if a > plan.accumulation]:
+    unit = _fewest_micro_batches(candidate.mesh, execution)
+    if more := [a for a in _divisors(most) if a > plan.accumulation and a % unit == 0]:
         flag = f"--training.accumulation {more[-1]}"
         changes[flag] = dataclasses.replace(plan, accumulation=more[-1])
     needs = {

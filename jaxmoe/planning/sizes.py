@@ -9,11 +9,13 @@ All layouts come from the parameter table and the rules of the execution:
     A   rows of its experts, T K: even, if rows are sent
     a parameter, sharded over the axes of its spec, is gathered for use over all of them but the
     tensor axis of dense layers, and the experts' own axes if the dispatcher sends rows to them
+    the layers of the staged scan are sharded over stages, also in use, and so is the vocabulary
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterable
 
@@ -21,9 +23,11 @@ import jax.numpy as jnp
 
 from jaxmoe.layers.context import AttentionHeads, FeedForwardSizes
 from jaxmoe.layers.sequences import attention_sizes
+from jaxmoe.models.stacks import LayerStack
 from jaxmoe.parameters import ParameterSpec
 from jaxmoe.planning.abstract_step import StepPlan
 from jaxmoe.planning.parameter_layouts import kept_axes
+from jaxmoe.planning.pipelines import Passes, passes
 from sharding import axes as ax
 from sharding.sequence_parallel import AttentionSizes
 
@@ -145,5 +149,26 @@ class Sizes:
         return math.prod(self.mesh[axis] for axis in axes)
 
     def layers(self, row: ParameterSpec) -> int:
-        """Return the layers stacked in a parameter; 1 if it is not stacked."""
-        return row.shape[0] if row.declaration.is_stacked else 1
+        """Return the layers stacked in a parameter on one device; 1 if it is not stacked."""
+        if not row.declaration.is_stacked:
+            return 1
+        return row.shape[0] // self.shards(row.declaration.axes[0])
+
+    def row_passes(self, row: ParameterSpec) -> Passes:
+        """Return how often a step uses the parameters of one layer, or one that is not stacked."""
+        return self._passes(row.path, row.shape[0] if row.declaration.is_stacked else 1)
+
+    def stack_passes(self, stack: LayerStack) -> Passes:
+        """Return the passes of a device through the layers of a stack in a step."""
+        return self._passes(stack.path, stack.num_layers)
+
+    def _passes(self, path: str, layers: int) -> Passes:
+        plan, key = self.plan, (path.partition("/")[0], layers)
+        if key not in self._known_passes:
+            self._known_passes[key] = passes(plan.model, plan.execution, plan.accumulation, *key)
+        return self._known_passes[key]
+
+    @functools.cached_property
+    def _known_passes(self) -> dict[tuple[str, int], Passes]:
+        """{(name of a scan, layers): passes}; filled as they are asked for."""
+        return {}

@@ -8,6 +8,10 @@
     step           between max(compute, memory, communication), everything overlapped, and
                    max(compute, memory) + communication, nothing overlapped
 
+With stages, which recompute the forward pass of every group from its kept input, the layers of the
+stages take a third longer (FLOPs: 4 for 3; 5 under remat "full") and 1 + bubble times that; other
+layers are computed by all stages alike, those before the stages forward once more.
+
 The prediction is the upper end: XLA overlaps an unknown part of it. Memory traffic counts weights
 in use three times, gradients and optimiser state once each way, and about thirty arrays of the size
 of the residual stream for each layer. EFFICIENCY of matrix products is an assumption, not a
@@ -26,11 +30,14 @@ import dataclasses
 import math
 from collections.abc import Iterable
 
-from jaxmoe.models.flops import flops_per_token
+from jaxmoe.models.flops import flops_per_token, matmul_parameters
+from jaxmoe.models.stacks import LayerStack
+from jaxmoe.parameters import ParameterTable
 from jaxmoe.planning.abstract_step import StepPlan
 from jaxmoe.planning.hardware import Chip
 from jaxmoe.planning.sizes import Sizes
 from jaxmoe.planning.traffic import Traffic, step_traffic
+from sharding import axes as ax
 
 EFFICIENCY = 0.6
 """Assumed share of the peak that large matrix products reach."""
@@ -71,20 +78,54 @@ def predict_time(plan: StepPlan, chip: Chip) -> StepTime:
     """
     sizes = Sizes.of(plan)
     num_devices = math.prod(sizes.mesh.values())
-    again = 4 / 3 if plan.execution.remat in ("full", "offload") else 1.0
-    flops = flops_per_token(plan.model, plan.table, plan.sequence_length) * plan.tokens * again
     local = sum(map(sizes.local, plan.table))
-    weights = sum(map(sizes.in_use, plan.table)) * sizes.itemsize * plan.accumulation
-    stream = sizes.tokens * plan.model.embed_dim * sizes.itemsize * plan.accumulation
-    moved = 3 * weights + 4 * 8 * local + _STREAM_PASSES * plan.model.num_layers * stream
+    weights = sum(
+        sizes.in_use(row) / sizes.layers(row) * (passes.forward + 3 * passes.trained)
+        for row in plan.table
+        for passes in [sizes.row_passes(row)]
+    )
+    stream = sizes.tokens * plan.model.embed_dim * sizes.itemsize
+    streams = sum(
+        passes.forward / 3 + passes.trained for passes in map(sizes.stack_passes, plan.model.stacks)
+    )
+    moved = weights * sizes.itemsize + 4 * 8 * local + _STREAM_PASSES * streams * stream
     return StepTime(
-        compute=flops / num_devices / (chip.flops * EFFICIENCY),
+        compute=executed_flops(sizes) / num_devices / (chip.flops * EFFICIENCY),
         memory=moved / chip.memory_bandwidth,
         communication={
             f"{one.reason} over {' x '.join(one.axes)}": seconds_of(one, sizes.mesh, chip)
             for one in step_traffic(plan)
         },
     )
+
+
+def executed_flops(sizes: Sizes) -> float:
+    """Return the FLOPs of a step on all devices: recomputation and idle ticks included.
+
+    Args:
+        sizes: Sizes of the step.
+    """
+    plan = sizes.plan
+    model, stages = plan.model, sizes.mesh[ax.STAGE]
+    again = 4 / 3 if plan.execution.remat in ("full", "offload") else 1.0
+    whole = flops_per_token(model, plan.table, plan.sequence_length) * plan.tokens * again
+    if stages == 1:
+        return whole
+    total = whole
+    for stack in model.stacks:
+        # Three passes: one forward, and backward the time of two.
+        own = _stack_flops(plan, stack) * plan.tokens
+        passes = sizes.stack_passes(stack)
+        useful = plan.accumulation * stack.num_layers
+        total += own * stages * (passes.forward / 3 + passes.trained * again) / useful - own * again
+    return total
+
+
+def _stack_flops(plan: StepPlan, stack: LayerStack) -> float:
+    """Return the FLOPs per token of the layers of a stack, forward and backward."""
+    rows = [row for row in plan.table if row.path.startswith(f"{stack.path}/")]
+    mixing = stack.num_layers * stack.kind.mixer.flops_per_token(plan.sequence_length)
+    return 6.0 * matmul_parameters(plan.model, ParameterTable(tuple(rows))) + mixing
 
 
 def seconds_of(one: Traffic, mesh: dict[str, int], chip: Chip) -> float:

@@ -4,7 +4,8 @@
 
 With n devices along the axes, W the bytes of the whole array and f = (n - 1) / n:
 
-    weights      gathered for use                        f W          forward and backward
+    weights      gathered for use                        f W          forward, and in a backward
+                                                                      pass that recomputes
     gradients    scattered as weights were gathered      f W          backward
                  all-reduced over the copies             2 f W        backward
     tensor       activations of a layer, in and out      2 f T' D b   forward and backward
@@ -14,11 +15,17 @@ With n devices along the axes, W the bytes of the whole array and f = (n - 1) / 
     tokens       gathered to experts, sums scattered     2 f n T D b  forward and backward
     whole        s matrices that the optimiser brings    2 f s m n 4  once per step, the others per
     matrices     together on one device, and back                     micro-batch
+    activations  from stage to stage                     T D b        every tick of a pipeline
+    vocabulary   sums over the stages of what enters,    8 f T D b    micro-batch
+                 leaves, and of both gradients
+    chunks       layers to the stages of their chunks    2 f W        once per step
 
-Recomputation under remat sends rows once more; XLA shares the weights that it gathers with the
-backward pass. Messages are counted as in rings: n - 1 each way. Sources: Megatron-LM (arXiv
-2104.04473), ZeRO (arXiv 1910.02054), sections on communication. Sums over router statistics and
-norms (kilobytes) are left out.
+Recomputation under remat sends rows once more, and gathers weights that are otherwise kept for the
+backward pass. Layers are passed through as often as `jaxmoe/planning/pipelines.py` counts, idle
+ticks included; layouts that gather once a step do so whatever the number of micro-batches.
+Messages are counted as in rings: n - 1 each way. Sources: Megatron-LM (arXiv 2104.04473), ZeRO
+(arXiv 1910.02054), sections on communication. Sums over router statistics and norms (kilobytes) are
+left out.
 
 Bytes of each form of attention: `sharding/sequence_parallel/traffic.py`.
 
@@ -31,13 +38,16 @@ To add a reason: a function that yields `Traffic`, and its line in `step_traffic
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 from collections.abc import Iterator
 
+import jax.numpy as jnp
+
 from jaxmoe.layers.sequences import choose_form
+from jaxmoe.models.stacks import LayerStack
 from jaxmoe.parameters import ParameterSpec
 from jaxmoe.planning.abstract_step import StepPlan
+from jaxmoe.planning.pipelines import counts
 from jaxmoe.planning.sizes import Sizes
 from sharding import axes as ax
 from sharding.sequence_parallel.traffic import sent_bytes
@@ -64,7 +74,7 @@ def step_traffic(plan: StepPlan) -> list[Traffic]:
     """
     sizes = Sizes.of(plan)
     found = [*_weights(sizes), *_tensor(sizes), *_attention(sizes)]
-    found += [*_rows(sizes), *_whole_matrices(sizes)]
+    found += [*_rows(sizes), *_whole_matrices(sizes), *_stages(sizes)]
     sums: dict[tuple[str, tuple[str, ...]], Traffic] = {}
     for one in found:
         key = one.reason, one.axes
@@ -97,19 +107,21 @@ def _weights(sizes: Sizes) -> Iterator[Traffic]:
     for row in plan.table:
         axes, layers = sizes.gathered_axes(row), sizes.layers(row)
         shared = sizes.in_use(row) * sizes.itemsize / layers
-        turns = plan.accumulation * layers
-        gathers = turns * _gathers(sizes, row)
+        passes = sizes.row_passes(row)
+        gathers = passes.forward + passes.trained * _gathers(sizes, row)
+        if plan.execution.state_layout.gathered == "step":
+            gathers = layers
         yield from _traffic(sizes, "weights", axes, shared, gathers)
         if row.is_frozen:
             continue
-        yield from _traffic(sizes, "gradients", axes, shared, turns)
+        yield from _traffic(sizes, "gradients", axes, shared, passes.trained)
         copies = tuple(
             axis
             for axis in sizes.pieces(*ax.BATCH_AXES, ax.SEQ, ax.TENSOR)
             if axis not in sizes.axes_of(row)
         )
         local = sizes.local(row) * sizes.itemsize / layers
-        yield from _traffic(sizes, "gradients of copies", copies, local, 2 * turns)
+        yield from _traffic(sizes, "gradients of copies", copies, local, 2 * passes.trained)
     if plan.execution.rules == "zero1":
         inner = sizes.pieces(ax.DATA, ax.EXPERT, ax.SEQ)
         yield from _traffic(
@@ -118,29 +130,36 @@ def _weights(sizes: Sizes) -> Iterator[Traffic]:
 
 
 def _gathers(sizes: Sizes, row: ParameterSpec) -> int:
-    """Return how often a weight is gathered for one micro-batch."""
+    """Return how often a weight is gathered for one forward and backward pass."""
     execution = sizes.plan.execution
-    if execution.state_layout.gathered == "step":
-        return 1
     is_chunked = 0 < execution.loss_chunk < sizes.plan.sequence_length
+    layers = 1 if execution.remat == "none" else 2
     by_role = {"head": 1 if is_chunked else 2, "embedding": 1}
     if sizes.plan.model.has_tied_embeddings:
         by_role["embedding"] += by_role["head"]
-    return by_role.get(row.declaration.role, 2)
+    return by_role.get(row.declaration.role, layers)
 
 
-def _passes(sizes: Sizes) -> int:
-    """Return the passes over the layers: forward, backward, and recomputation under remat."""
-    return 2 if sizes.plan.execution.remat == "none" else 3
+def _forward(sizes: Sizes, stack: LayerStack) -> float:
+    """Return the forward passes through a stack's layers, recomputation under remat included."""
+    passes = sizes.stack_passes(stack)
+    return passes.forward + passes.trained * (1 if sizes.plan.execution.remat == "none" else 2)
+
+
+def _both(sizes: Sizes, stack: LayerStack) -> float:
+    """Return the forward and backward passes through a stack's layers."""
+    return _forward(sizes, stack) + sizes.stack_passes(stack).trained
 
 
 def _tensor(sizes: Sizes) -> Iterator[Traffic]:
     model = sizes.plan.model
     stream = sizes.inner_tokens * model.embed_dim * sizes.itemsize
-    fed = [kind.feed_forward.sizes for kind in model.kinds]
-    # The mixer, and the feed-forward where it is dense or has shared experts.
-    sums = len(fed) + sum(one.dense_dim + one.shared_dim > 0 for one in fed)
-    times = 2 * sums * _passes(sizes) * sizes.plan.accumulation
+    times = 0.0
+    for stack in model.stacks:
+        # The mixer, and the feed-forward where it is dense or has shared experts.
+        fed = stack.kind.feed_forward.sizes
+        sums = 1 + (fed.dense_dim + fed.shared_dim > 0)
+        times += 2 * sums * _both(sizes, stack)
     yield from _traffic(sizes, "tensor", sizes.pieces(ax.TENSOR), stream, times)
 
 
@@ -148,13 +167,13 @@ def _attention(sizes: Sizes) -> Iterator[Traffic]:
     plan = sizes.plan
     form = choose_form(plan.model.context, plan.execution, plan.sequence_length, sizes.mesh).config
     axes = sizes.pieces(ax.SEQ)
-    for heads, layers in collections.Counter(kind.mixer.heads for kind in plan.model.kinds).items():
-        attention = sizes.attention(heads)
+    for stack in plan.model.stacks:
+        attention = sizes.attention(stack.kind.mixer.heads)
         if attention.ranks == 1:
             return
-        backward = layers * plan.accumulation
+        backward = sizes.stack_passes(stack).trained
         total, number = 0.0, 0.0
-        for times, is_backward in (((_passes(sizes) - 1) * backward, False), (backward, True)):
+        for times, is_backward in ((_forward(sizes, stack), False), (backward, True)):
             total += times * sent_bytes(form, attention, is_backward=is_backward)
             number += times * form.num_messages(attention, is_backward=is_backward)
         yield Traffic(
@@ -168,11 +187,10 @@ def _rows(sizes: Sizes) -> Iterator[Traffic]:
         return
     value = plan.model.embed_dim * sizes.itemsize
     rules, shared = plan.execution.axis_rules, sizes.expert_axes
-    fed = collections.Counter(
-        kind.feed_forward.sizes for kind in plan.model.kinds if kind.feed_forward.is_routed
-    )
-    for experts, layers in fed.items():
-        times = 2 * layers * _passes(sizes) * plan.accumulation
+    for stack in plan.model.stacks:
+        if not stack.kind.feed_forward.is_routed:
+            continue
+        experts, times = stack.kind.feed_forward.sizes, 2 * _both(sizes, stack)
         if not plan.execution.dispatcher.gathers_tokens:
             shared = rules.mesh_axes(ax.EXPERT_MLP)
             sent = sizes.rows(experts) * value
@@ -196,3 +214,32 @@ def _whole_matrices(sizes: Sizes) -> Iterator[Traffic]:
         names = [e if isinstance(e, tuple) else (e,) for e in entries if e is not None]
         axes = tuple(axis for name in names for axis in name if sizes.mesh[axis] > 1)
         yield from _traffic(sizes, "whole matrices", axes, sizes.local(row) * 4.0, 2)
+
+
+def _stages(sizes: Sizes) -> Iterator[Traffic]:
+    plan = sizes.plan
+    stages, pipeline = sizes.mesh[ax.STAGE], plan.execution.pipeline
+    if stages == 1:
+        return
+    stream = sizes.tokens * plan.model.embed_dim * sizes.itemsize
+    found, axes = counts(pipeline, stages, plan.accumulation), (ax.STAGE,)
+    sent = found.forward + found.backward
+    yield Traffic(
+        reason="activations",
+        axes=axes,
+        num_devices=stages,
+        bytes=sent * stream,
+        messages=float(sent),
+    )
+    yield from _traffic(sizes, "vocabulary", axes, stream, 4 * 2 * plan.accumulation)
+    if pipeline.chunks == 1:
+        return
+    is_whole = plan.execution.state_layout.gathered == "step"
+    staged = [row for row in plan.table if ax.LAYERS in row.declaration.axes]
+    width = jnp.dtype(plan.execution.precision.parameter_dtype).itemsize
+    held = width * sum(map(sizes.local, staged))
+    if is_whole:
+        held = sizes.itemsize * sum(map(sizes.in_use, staged))
+    yield from _traffic(sizes, "chunks", axes, held, 1)
+    trained = [row for row in staged if not row.is_frozen]
+    yield from _traffic(sizes, "chunks", axes, 4.0 * sum(map(sizes.local, trained)), 1)

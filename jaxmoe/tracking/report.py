@@ -4,7 +4,7 @@
 
 Charts and images are embedded, nothing is fetched, and the only script moves the slider of the load
 map. Sections: cards, command and machine, loss, learning rate and gradient norm, router, time,
-samples, lineage, all numbers, config, terms. The contents are arguments;
+pipeline, samples, lineage, all numbers, config, terms. The contents are arguments;
 `jaxmoe/run/report.py` reads the files.
 
 To add a section: append it in `write_report` in `jaxmoe/tracking/report.py`.
@@ -110,6 +110,7 @@ def write_report(
     config: Mapping[str, Any] | None = None,
     lineage: Sequence[tuple[str, str]] = (),
     environment: Mapping[str, Any] | None = None,
+    pipeline: tuple[str, str] | None = None,
 ) -> None:
     """Write the page.
 
@@ -125,6 +126,7 @@ def write_report(
         config: The resolved config, as JSON.
         lineage: Time and text of each event: how the run was extended, or which run it began from.
         environment: Command, date, commit, versions and host, of `environment.json`.
+        pipeline: Description and timetable of the pipeline, the timetable empty if it is too long.
 
     Raises:
         OSError: If the file cannot be written, or a picture read.
@@ -145,6 +147,8 @@ def write_report(
         sections.append(_units(units))
     if goodput := summary.get("goodput"):
         sections.append(_goodput(goodput))
+    if pipeline is not None:
+        sections.append(_pipeline(*pipeline))
     for plot in map(pathlib.Path, plots):
         image = base64.b64encode(plot.read_bytes()).decode()
         heading = TITLES.get(plot.stem, plot.stem.replace("_", " ").capitalize())
@@ -167,6 +171,19 @@ def write_report(
     sections.append(html_page.section("Terms", html_page.table(("term", "meaning"), TERMS.items())))
     about = _about(summary)
     replace_file(path, html_page.page(title, sections, about=about, style=style))
+
+
+def _pipeline(description: str, timetable: str) -> str:
+    """Return the section of the pipeline."""
+    text = f"<p>{html_page.escape(description)}</p>"
+    if not timetable:
+        return html_page.section("Pipeline", text)
+    note = (
+        "A line for each stage, a column for each tick. F3b: forward pass of micro-batch 3 through"
+        " the second chunk of layers; B: backward pass; a dot: idle."
+    )
+    drawn = f"<p>{note}</p><pre style='white-space: pre'>{html_page.escape(timetable)}</pre>"
+    return html_page.section("Pipeline", text, drawn)
 
 
 def held_out(summary: Mapping[str, Any]) -> tuple[float | None, str]:

@@ -107,3 +107,16 @@ def test_tables_fit_120_columns_and_their_columns_are_explained(capsys):
     for heading in re.search(r"^path +shape (.*)$", out, re.MULTILINE)[1].split():
         assert re.search(rf"\b{heading}(, decay)?:", out), heading
     assert "layers: heads=tensor, head_dim -> embed=data+expert+seq" in out
+
+
+def test_stages_and_their_idle_share(capsys):
+    flags = ("--execution.mesh.stage", "2", "--execution.mesh.data", "2", "--model.num_layers", "4")
+    lines = page(capsys, "tiny", *flags, "--training.accumulation", "4")
+    assert lines["stages"].split(maxsplit=1)[1].startswith("2 with 2 layers each; interleaved, 4")
+    assert "20% of the time idle, at most 3 inputs kept" in lines["stages"]
+    assert "stages" not in page(capsys, "tiny", *flags, "--execution.mesh.stage", "1")
+    found = layouts(capsys, "tiny", *flags)
+    # Layers and vocabulary stay on their stage; a gain behind the stages is summed over them.
+    assert found["moe_blocks_0/attention/q", "stage=2"] == ["S(0)", "S(0)", "S(0)", "S(0)"]
+    assert found["head/weight", "stage=2"] == ["S(1)", "S(1)", "S(1)", "S(1)"]
+    assert found["final_norm/gain", "stage=2"][:3] == ["B", "B", "P"]

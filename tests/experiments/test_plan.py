@@ -17,7 +17,8 @@ import pytest
 from experiments.cli.flags import ExitCode
 from experiments.plan import __main__ as plan
 from experiments.plan.config import RECIPES as PLANNED
-from experiments.plan.page import measured_table, size_in_words
+from experiments.plan.page import measured_table
+from experiments.plan.units import size_in_words
 from jaxmoe.planning.compile_ahead import in_child
 from jaxmoe.planning.hardware import parse_topology
 
@@ -73,6 +74,29 @@ def test_a_mesh_that_shards_sequences_prints_its_form(tmp_path, capsys):
         "--execution.mesh.seq 8 execution.sequence_parallel:auto",
     ):
         assert words in page, words
+
+
+def test_a_mesh_with_stages_prints_its_schedules(tmp_path, capsys):
+    argv = ("--topology", "gpu:h100:8", "--compiles", "0", "--execution.mesh.stage", "2")
+    argv += ("--execution.mesh.data", "4", "--training.accumulation", "4", "--model.num_layers")
+    argv += ("4", "--execution.pipeline.chunks", "2", "--training.batch_size", "32")
+    _, page, summary = planned(tmp_path, capsys, "tiny", *argv)
+    assert summary["mesh"] == {"stage": 2, "data": 4}
+    assert [round(one["idle"], 3) for one in summary["schedules"]] == [0.2, 0.2, 0.111]
+    for words in (
+        "gpipe ",
+        "interleaved ",
+        "interleaved x2 (this plan)",
+        "streams of the pipeline",
+        "activations over stage",
+        "vocabulary over stage",
+        "stage 0  F0a F1a F0b F1b",
+        "--execution.rules zero2 gathers them once a step",
+        "--execution.mesh.stage 2 --execution.mesh.data 4 --execution.pipeline.chunks 2",
+    ):
+        assert words in page, words
+    error = refused(capsys, "tiny", *argv, "--model.num_layers", "6")
+    assert "cannot be cut into execution.mesh.stage x execution.pipeline.chunks = 4" in error
 
 
 def test_the_number_of_micro_batches_is_searched(tmp_path, capsys):

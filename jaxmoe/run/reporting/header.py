@@ -19,8 +19,8 @@ from jaxmoe.run.assemble import (
 from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.provenance.lineage import read_lineage
+from jaxmoe.run.reporting.pipelines import pipeline_in_words
 from jaxmoe.tracking.console import format_count, format_flops
-from jaxmoe.training.pipeline.stages import ModelParts
 
 
 def print_header(name: str, directory: RunDirectory, assembly: Assembly, first_step: int) -> None:
@@ -55,7 +55,7 @@ def print_header(name: str, directory: RunDirectory, assembly: Assembly, first_s
     if assembly.execution.mesh.seq > 1:
         say(f"seq      {sequence_form(assembly)}")
     if assembly.execution.mesh.stage > 1:
-        say(f"stages   {_pipeline_text(assembly)}")
+        say(f"stages   {pipeline_in_words(model, assembly.execution, training.accumulation)}")
     if rates := describe_rates(plan):
         say(f"rates    {rates}; lr= below is that of the hidden matrices")
     if training.batch_ramp is not None:
@@ -90,28 +90,6 @@ def _data_text(assembly: Assembly) -> str:
     text = assembly.source.describe(training.sequence_length)
     note = training.objective.floor_note
     return text if floor is None or note is None else f"{text}; {floor:.4f} {note}"
-
-
-def _pipeline_text(assembly: Assembly) -> str:
-    """Return the layers of a stage, the idle share and the inputs that a stage keeps."""
-    execution, training = assembly.execution, assembly.plan.config.training
-    stages, chunks = execution.mesh.stage, execution.pipeline.chunks
-    schedule = execution.pipeline.schedule(stages, training.accumulation)
-    scan = ModelParts.of(assembly.plan.model).staged
-    others = assembly.plan.model.num_layers - scan.num_layers
-    number = scan.num_layers // (stages * chunks)
-    layers = f"{number} layer{'s' * (number > 1)}"
-    if chunks > 1:
-        layers = f"{chunks} chunks of {layers}"
-    plural = "s" * (others > 1)
-    extra = (
-        f", {others} layer{plural} with the embedding or the head on every stage" if others else ""
-    )
-    return (
-        f"{stages} with {layers} each{extra}; {execution.pipeline.name}, {training.accumulation}"
-        f" micro-batches: {schedule.idle_share:.0%} of the time idle, at most"
-        f" {max(schedule.kept())} inputs kept"
-    )
 
 
 def _mesh_text(assembly: Assembly) -> str:

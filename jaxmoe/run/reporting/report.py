@@ -10,6 +10,7 @@ from typing import Any
 
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.provenance.lineage import read_lineage
+from jaxmoe.run.reporting.pipelines import pipeline_of_report
 from jaxmoe.run.reporting.recorded import RecordedRun
 from jaxmoe.tracking.history import read_history
 from jaxmoe.tracking.jsonl import read_metrics
@@ -54,6 +55,7 @@ def write_run_report(
         config=config,
         lineage=[(event.time, str(event)) for event in read_lineage(directory)],
         environment=directory.environment(),
+        pipeline=pipeline_of_report(summary, config),
     )
 
 

@@ -241,12 +241,15 @@ def test_predicted_time_is_flat_from_16_to_256_chips():
 
 
 def test_bytes_of_fully_sharded_parameters_by_hand():
-    """Gathered forward and backward, scattered once: 3 (n - 1) / n of the values cut."""
+    """Gathered forward, and where layers are recomputed; scattered once."""
     plan = plan_of(WIDE, MeshConfig(data=8), batch_size=8, length=64)
     cut = sum(row.size for row in plan.table if any(row.spec))
-    embedding = 512 * 256  # its gradient needs no values of it
+    embedding = head = 512 * 256  # the gradient of the embedding needs no values of it
     by_reason = {one.reason: one.bytes for one in step_traffic(plan)}
-    assert by_reason["weights"] == pytest.approx(7 / 8 * 4 * (2 * cut - embedding))
+    assert by_reason["weights"] == pytest.approx(7 / 8 * 4 * (cut + head))
+    again = plan_of(WIDE, MeshConfig(data=8), batch_size=8, length=64, remat="full")
+    recomputed = {one.reason: one.bytes for one in step_traffic(again)}["weights"]
+    assert recomputed == pytest.approx(7 / 8 * 4 * (2 * cut - embedding))
     assert by_reason["gradients"] == pytest.approx(7 / 8 * 4 * cut)
     whole = sum(row.size for row in plan.table) - cut
     assert by_reason["gradients of copies"] == pytest.approx(2 * 7 / 8 * 4 * whole)

@@ -1,0 +1,60 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Formats the part of a plan about its pipeline: schedules compared, timetable, layout of weights.
+
+To compare another schedule: `choices` in `jaxmoe/planning/pipelines_compared.py`.
+"""
+
+from __future__ import annotations
+
+import shutil
+
+from experiments.cli.tables import text_table
+from experiments.plan.units import size_in_words
+from jaxmoe.planning.hardware import Chip
+from jaxmoe.planning.pipelines_compared import (
+    compare_layouts,
+    compare_schedules,
+    schedule_in_words,
+    timetable,
+)
+from jaxmoe.planning.search import Candidate
+
+
+def pipeline_part(candidate: Candidate, chip: Chip) -> str:
+    """Return the schedules that fit the mesh, the timetable, and the cheaper layout of weights.
+
+    Args:
+        candidate: Mesh with stages.
+        chip: Properties of each device.
+    """
+    plan = candidate.plan
+    rows = [("schedule", "idle", "inputs kept", "memory", "over stage", "step, seconds")]
+    for one in compare_schedules(plan, chip):
+        mark = " (this plan)" if one.pipeline == plan.execution.pipeline else ""
+        rows.append(
+            (
+                f"  {schedule_in_words(one.pipeline)}{mark}",
+                f"{one.idle:.1%}",
+                str(one.inputs),
+                size_in_words(one.memory),
+                size_in_words(one.sent),
+                f"{one.seconds:.4g}",
+            )
+        )
+    text = (
+        f"{text_table(rows)}\nidle: share of a step in which a stage waits; inputs kept: most"
+        " streams of a\nmicro-batch that wait on a stage for their backward pass"
+    )
+    if drawn := timetable(plan, width=shutil.get_terminal_size((100, 24)).columns):
+        text += f"\n\n{drawn}"
+    found = compare_layouts(plan, chip)
+    if found is not None and found.once < found.always:
+        verdict = "fits" if found.memory <= chip.available else "does not fit"
+        text += (
+            f"\n\nweights              {plan.execution.rules} gathers them in every tick and sends"
+            f" {size_in_words(found.always)};\n                     --execution.rules zero2 gathers"
+            f" them once a step and sends {size_in_words(found.once)},\n                    "
+            f" with {size_in_words(found.memory)} of memory, which {verdict}"
+        )
+    return text

@@ -1,0 +1,127 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Counts what a pipeline repeats in a step: ticks, arrays kept, passes through each layer.
+
+A stage recomputes the forward pass of a group of layers from the kept input, in every tick of B,
+and does so on old values where it has no work. With p stages, v chunks, m micro-batches and n
+layers in the staged scan, a device passes through
+
+    staged layers    (v m + p - 1) n / (p v)   times forward alone, as often forward and backward
+    layers before    m of each                 forward alone, as often forward and backward
+    layers after     m of each                 forward and backward
+
+Counts are those of the schedule's table. They grow linearly with m once every stage is busy, so
+those of a large table follow from two smaller ones.
+
+To add a count: a field of `Counts` and its value in `_count`, in `jaxmoe/planning/pipelines.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+from jaxmoe.execution import ExecutionConfig
+from jaxmoe.models.config import ModelConfig
+from jaxmoe.models.stacks import Scan
+from jaxmoe.training.pipeline.stages import ModelParts
+from sharding.pipeline import PipelineConfig, plan_slots
+
+
+class Counts(NamedTuple):
+    """Numbers of a schedule table."""
+
+    ticks: int
+    forward: int
+    """Ticks in which some stage does F."""
+    backward: int
+    """Ticks in which some stage does B."""
+    inputs: int
+    """Most inputs of groups that a stage keeps."""
+    gradients: int
+    """Most gradients that arrived from the next stage and wait."""
+    heads: int
+    """Most gradients of the head that wait."""
+
+
+class Passes(NamedTuple):
+    """Passes of one device through some layers in a step: layers times repetitions."""
+
+    forward: float
+    """Forward alone."""
+    trained: float
+    """Forward, then backward."""
+
+
+def counts(pipeline: PipelineConfig, stages: int, micro_batches: int) -> Counts:
+    """Return the counts of a schedule.
+
+    Args:
+        pipeline: Schedule.
+        stages: Stages of the pipeline.
+        micro_batches: Micro-batches of a step.
+
+    Raises:
+        ValueError: The schedule does not fit the micro-batches.
+    """
+    pipeline.check(stages, micro_batches)
+    few = 4 * stages
+    if micro_batches <= few + stages:
+        return _count(pipeline, stages, micro_batches)
+    one, two = _count(pipeline, stages, few), _count(pipeline, stages, few + stages)
+    more = micro_batches - few
+    return Counts(*(a + (b - a) * more // stages for a, b in zip(one, two, strict=True)))
+
+
+@functools.lru_cache(maxsize=1024)
+def _count(pipeline: PipelineConfig, stages: int, micro_batches: int) -> Counts:
+    schedule = pipeline.schedule(stages, micro_batches)
+    runs, slots = schedule.runs(), plan_slots(schedule)
+    return Counts(
+        ticks=len(schedule.ticks),
+        forward=sum(run.length for run in runs if "F" in run.kinds),
+        backward=sum(run.length for run in runs if "B" in run.kinds),
+        inputs=slots.num_inputs,
+        gradients=slots.num_gradients,
+        heads=slots.num_heads,
+    )
+
+
+def idle_over_useful(pipeline: PipelineConfig, stages: int, micro_batches: int) -> float:
+    """Return the time of idle ticks over that of useful ones; 0 with one stage.
+
+    Args:
+        pipeline: Schedule.
+        stages: Stages of the pipeline.
+        micro_batches: Micro-batches of a step.
+    """
+    if stages == 1:
+        return 0.0
+    return counts(pipeline, stages, micro_batches).forward / (pipeline.chunks * micro_batches) - 1.0
+
+
+def passes(
+    model: ModelConfig, execution: ExecutionConfig, accumulation: int, name: str, layers: int
+) -> Passes:
+    """Return the passes of one device through the layers of one stack in a step.
+
+    Args:
+        model: Model with the scans.
+        execution: Mesh with stages, and schedule.
+        accumulation: Micro-batches of a step.
+        name: Name of the scan of the stack; another one for parameters outside of layers.
+        layers: Layers of the stack in the whole model.
+    """
+    stages, pipeline = execution.mesh.stage, execution.pipeline
+    if stages == 1:
+        return Passes(0.0, float(accumulation * layers))
+    parts = ModelParts.of(model)
+    if name == parts.staged.name:
+        found, group = counts(pipeline, stages, accumulation), layers / (stages * pipeline.chunks)
+        return Passes(found.forward * group, found.backward * group)
+    once = float(accumulation * layers)
+    return Passes(once if name in _names(parts.before) else 0.0, once)
+
+
+def _names(scans: tuple[Scan, ...]) -> tuple[str, ...]:
+    return tuple(scan.name for scan in scans)

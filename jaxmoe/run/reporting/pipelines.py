@@ -1,0 +1,68 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Describes the pipeline of a run for its header, `describe` and report.html."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxmoe.configs import from_json
+from jaxmoe.execution import ExecutionConfig
+from jaxmoe.models.config import ModelConfig
+from jaxmoe.training.pipeline.stages import ModelParts
+from sharding import axes as ax
+
+_MOST_TICKS = 200
+"""Ticks of the longest timetable in a report."""
+
+
+def pipeline_in_words(
+    model: ModelConfig, execution: ExecutionConfig, accumulation: int, *, stages: int | None = None
+) -> str:
+    """Return the layers of a stage, the idle share and the inputs that a stage keeps.
+
+    Args:
+        model: Model with the layers.
+        execution: Schedule, and mesh with stages.
+        accumulation: Micro-batches of a step.
+        stages: Stages of the mesh in use; when None those of the execution.
+    """
+    stages, chunks = stages or execution.mesh.stage, execution.pipeline.chunks
+    schedule = execution.pipeline.schedule(stages, accumulation)
+    scan = ModelParts.of(model).staged
+    others = model.num_layers - scan.num_layers
+    number = scan.num_layers // (stages * chunks)
+    layers = f"{number} layer{'s' * (number > 1)}"
+    if chunks > 1:
+        layers = f"{chunks} chunks of {layers}"
+    plural = "s" * (others > 1)
+    extra = (
+        f", {others} layer{plural} with the embedding or the head on every stage" if others else ""
+    )
+    return (
+        f"{stages} with {layers} each{extra}; {execution.pipeline.name}, {accumulation}"
+        f" micro-batches: {schedule.idle_share:.0%} of the time idle, at most"
+        f" {max(schedule.kept())} inputs kept"
+    )
+
+
+def pipeline_of_report(
+    summary: Mapping[str, Any], config: Mapping[str, Any]
+) -> tuple[str, str] | None:
+    """Return words and timetable of the pipeline of a recorded run; None without stages.
+
+    Args:
+        summary: Content of summary.json.
+        config: Configuration of the run as JSON.
+    """
+    stages = (summary.get("mesh") or {}).get(ax.STAGE, 1)
+    if stages == 1:
+        return None
+    execution = from_json(ExecutionConfig, config["execution"])
+    model = from_json(ModelConfig, config["model"])
+    accumulation = config["training"]["accumulation"]
+    words = pipeline_in_words(model, execution, accumulation, stages=stages)
+    schedule = execution.pipeline.schedule(stages, accumulation)
+    text = schedule.text() if len(schedule.ticks) <= _MOST_TICKS else ""
+    return f"Stages: {words}.", text
