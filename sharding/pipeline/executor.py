@@ -136,11 +136,14 @@ class _Executor:
         """Return the parameters of one group of this stage."""
         return _get(self.parameters, chunk)
 
-    def tick(self, kinds: str, carry: _Carry, row: dict[str, Array]) -> tuple[_Carry, None]:
+    def tick(
+        self, kinds: str, has_arrivals: bool, carry: _Carry, row: dict[str, Array]
+    ) -> tuple[_Carry, None]:
         """Return the carry after one tick.
 
         Args:
             kinds: Kinds of work in the tick.
+            has_arrivals: Whether gradients arrive.
             carry: The carry before.
             row: Row of each array of the slots, one number per stage or one for all.
         """
@@ -151,7 +154,7 @@ class _Executor:
             else value
             for name, value in row.items()
         }
-        if carry.arrived is not None:
+        if has_arrivals:
             came = self._send(carry.sent, -1)
             carry = replace(carry, arrived=_put(carry.arrived, came, row["g_arrives"]))
         result = gradient = None
@@ -263,7 +266,8 @@ def execute(schedule: Schedule, parts: PipelineParts, parameters: Any) -> Pipeli
     carry = executor.start()
     for run in schedule.runs():
         rows = _rows(slots, run.first, run.length)
-        carry, _ = jax.lax.scan(partial(executor.tick, run.kinds), carry, rows)
+        has_arrivals = bool((slots.g_arrives[run.first : run.first + run.length] >= 0).any())
+        carry, _ = jax.lax.scan(partial(executor.tick, run.kinds, has_arrivals), carry, rows)
     return carry.sums
 
 

@@ -32,6 +32,11 @@ SMALL = (
 # Processes, devices of each, and the mesh. The rows of a process are its own, or those of others.
 LAYOUTS = {
     "shared": (2, 1, ("--execution.mesh.data=1",)),
+    "stages": (
+        2,
+        2,
+        ("--execution.mesh.stage=2", "--execution.mesh.data=1", "--training.accumulation=4"),
+    ),
     "own": (4, 2, ("--execution.mesh.data=2", "--execution.mesh.expert=2")),
 }
 
@@ -77,7 +82,8 @@ def _losses(directory: pathlib.Path) -> dict[int, float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rows", ["shared", "own"])
+@pytest.mark.rows(2)
+@pytest.mark.parametrize("rows", ["shared", "stages", "own"])
 def test_processes_train_to_the_loss_of_one(tmp_path, rows):
     """Two that are fully sharded are in tests/faults/test_restore_matrix.py."""
     alone, (processes, devices, mesh) = tmp_path / "alone", LAYOUTS[rows]

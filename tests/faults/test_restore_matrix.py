@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Every pair of six meshes: save on one, restore on the other bitwise, then train 20 steps."""
+"""Every pair of seven meshes: save on one, restore on the other bitwise, then train 20 steps."""
 
 import json
 import os

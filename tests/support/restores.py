@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""A small training on any of six meshes, for the matrix of restores; one mesh has two processes.
+"""A small training on any of seven meshes, for the matrix of restores; one mesh has two processes.
 
 As a module it is that mesh's share: two processes restore what the others saved, save their own,
 continue, and the first prints what became of it as JSON.
@@ -44,6 +44,7 @@ MESHES = {
     "8 fully sharded": MeshConfig(data=8),
     "expert 4": MeshConfig(data=2, expert=4),
     "tensor 2": MeshConfig(tensor=2),
+    "2 stages": MeshConfig(stage=2, data=2, tensor=2),
     TOGETHER: MeshConfig(data=4, expert=2),
 }
 STEPS, LENGTH = 20, 8

@@ -1,0 +1,118 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Compiled steps on stages: what travels between devices, and memory by micro-batches."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxmoe.data.batch import Batch
+from jaxmoe.execution import ExecutionConfig
+from jaxmoe.models.config import AttentionConfig, ModelConfig
+from jaxmoe.planning.hlo import collectives
+from jaxmoe.training.state import init_state
+from jaxmoe.training.step import make_train_step
+from sharding import MeshConfig
+from sharding.distributed import global_batch
+from sharding.pipeline import GPipeConfig, InterleavedConfig
+from sharding.regions import region
+from tests.support.meshes import mesh_of
+from tests.support.one_step import SGD
+
+MODEL = ModelConfig(
+    vocab_size=2048,
+    num_layers=4,
+    embed_dim=64,
+    dense_dim=96,
+    moe=None,
+    attention=AttentionConfig(num_heads=4, num_kv_heads=4, head_dim=8, qk_norm="none"),
+)
+STAGES, LENGTH = 4, 128
+MESH = MeshConfig(stage=STAGES, data=2)
+ACTIVATION = 4 * LENGTH * MODEL.embed_dim
+"""Bytes of the stream of a micro-batch on a device, which has one row."""
+LOGITS = 4 * LENGTH * MODEL.vocab_size // STAGES
+
+
+@functools.cache
+def _compiled(pipeline, parts):
+    """A compiled step with one row of each micro-batch on a device."""
+    execution = ExecutionConfig(mesh=MESH, pipeline=pipeline, rules="data_parallel")
+    mesh = mesh_of(execution)
+    state = init_state(MODEL, SGD, jax.random.key(0), execution=execution, mesh=mesh)
+    tokens = np.zeros((2 * parts, LENGTH), np.int32)
+    rows = Batch(tokens=tokens, targets=tokens, loss_weights=np.ones(tokens.shape, np.float32))
+    step = make_train_step(MODEL, SGD, execution=execution, accumulation=parts, clip=None)
+    with jax.set_mesh(mesh):
+        return step.lower(state, global_batch(rows, mesh)).compile()
+
+
+def _permuted(pipeline, parts):
+    """Executions and bytes of the permutes of a step, on one device."""
+    found = [
+        one
+        for one in collectives(_compiled(pipeline, parts).as_text())
+        if one.kind == "collective-permute"
+    ]
+    assert all(one.result_bytes == ACTIVATION for one in found)
+    assert {pair for one in found for pair in one.groups} <= {
+        (a, b) for a in range(8) for b in range(8) if a != b and (a - b) % 2 == 0
+    }
+    return sum(one.trip_count for one in found)
+
+
+def _expected(pipeline, parts):
+    runs = pipeline.schedule(STAGES, parts).runs()
+    return sum(run.length * len(run.kinds) for run in runs)
+
+
+def test_one_activation_is_permuted_for_each_kind_of_work_in_a_tick():
+    assert _permuted(InterleavedConfig(), 8) == _expected(InterleavedConfig(), 8)
+
+
+def test_no_collective_has_the_size_of_logits():
+    found = collectives(_compiled(InterleavedConfig(), 8).as_text())
+    assert max(one.result_bytes for one in found) < LOGITS
+
+
+@pytest.mark.slow
+def test_gpipe_permutes_as_often():
+    assert _permuted(GPipeConfig(), 8) == _expected(GPipeConfig(), 8)
+
+
+@pytest.mark.slow
+def test_memory_grows_with_micro_batches_in_gpipe_only():
+    def temporaries(pipeline, parts):
+        return _compiled(pipeline, parts).memory_analysis().temp_size_in_bytes
+
+    few, many = (temporaries(InterleavedConfig(), parts) for parts in (8, 16))
+    assert many - few < ACTIVATION, (few, many)
+    few, many = (temporaries(GPipeConfig(), parts) for parts in (8, 16))
+    assert many - few >= 2 * 8 * ACTIVATION, (few, many)
+
+
+def test_the_border_of_a_region_moves_nothing():
+    execution = ExecutionConfig(mesh=MESH)
+    mesh = mesh_of(execution)
+    spec = PartitionSpec("stage", "data", None)
+    x = jax.ShapeDtypeStruct((4, 8, 8), jnp.float32, sharding=NamedSharding(mesh, spec))
+
+    def double(x):
+        return 2 * x
+
+    def product(x):
+        whole = jax.sharding.reshard(x, PartitionSpec(None, None, None))
+        return whole + 1
+
+    with jax.set_mesh(mesh):
+        texts = [
+            jax.jit(region(function, axis="stage", out_specs=out)).lower(x).compile().as_text()
+            for function, out in ((double, spec), (product, PartitionSpec("stage", None, None)))
+        ]
+    assert collectives(texts[0]) == []
+    (gather,) = collectives(texts[1])
+    assert gather.kind == "all-gather" and len(gather.groups[0]) == 2
