@@ -18,7 +18,7 @@ from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.training import NextTokenConfig, ObjectiveConfig
 from jaxmoe.training.loss import forward_and_nll
-from jaxmoe.training.pipeline import pipeline_forward
+from jaxmoe.training.pipeline import held_out_parts, pipeline_forward
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,6 +66,7 @@ def make_eval_step(
                     model=model,
                     execution=execution,
                     objective=objective,
+                    micro_batches=held_out_parts(model, execution, batch.tokens.shape[0]),
                 )
                 return nll
             nll, _ = forward_and_nll(

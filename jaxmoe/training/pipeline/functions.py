@@ -5,10 +5,9 @@
 from __future__ import annotations
 
 import dataclasses
-import operator
 import typing
+from collections.abc import Iterable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import jax
@@ -75,11 +74,6 @@ class PipelinedModel:
         """The model in three parts."""
         return ModelParts.of(self.model)
 
-    @property
-    def groups(self) -> int:
-        """Groups of layers: stages times chunks."""
-        return self.execution.mesh.stage * self.execution.pipeline.chunks
-
     def functions(self) -> PipelineParts:
         """Return the functions for the executor."""
         return PipelineParts(
@@ -100,33 +94,24 @@ class PipelinedModel:
     def enter(self, micro: Number) -> Stream:
         """Return the stream before the stages, equal on all of them."""
         about = self._about(micro)
-        params = self._of(("embedding", *(scan.name for scan in self.parts.before)))
-        stream = self._summed(self._embed(params, about))
-        stream, _ = self._run(self.parts.before, params, stream, about, None)
+        scans = self.parts.before
+        stream = self._summed(self._embed(self._of(("embedding",)), about))
+        stream, _ = self._run(scans, self._of(scan.name for scan in scans), stream, about, None)
         return stream
 
     def home(self, gradient: Stream, micro: Number, past: EndSums | None) -> EndSums:
         """Return the gradients of embedding and layers before the stages, and their sums."""
         about, scans = self._about(micro), self.parts.before
-        params = self._of(("embedding", *(scan.name for scan in scans)))
-        embedded, pull_embedding = jax.vjp(lambda params: self._embed(params, about), params)
-        if not scans:
-            (found,) = pull_embedding(gradient)
-            return EndSums(layers={}, gradients=found)
-        stream = self._summed(embedded)
-        run = partial(self._run, scans, about=about, past=past)
-        (_, total), pull_back, sums = jax.vjp(
-            lambda params, stream: _with_loss(run(params=params, stream=stream)),
-            params,
-            stream,
-            has_aux=True,
-        )
+        embedding, layers = self._of(("embedding",)), self._of(scan.name for scan in scans)
+        addend, pull_embedding = jax.vjp(lambda params: self._embed(params, about), embedding)
+
+        def run(params: dict[str, Any], stream: Stream) -> Any:
+            return _with_loss(self._run(scans, params, stream, about, past))
+
+        (_, total), pull_back, sums = jax.vjp(run, layers, self._summed(addend), has_aux=True)
         of_layers, gradient = pull_back((gradient, jnp.ones_like(total)))
         (of_embedding,) = pull_embedding(gradient)
-        return EndSums(
-            layers=jax.lax.stop_gradient(sums),
-            gradients=jax.tree.map(operator.add, of_layers, of_embedding),
-        )
+        return EndSums(layers=jax.lax.stop_gradient(sums), gradients=of_layers | of_embedding)
 
     def forward(
         self, params: Any, stream: Stream, micro: Number, chunk: Number
@@ -160,14 +145,12 @@ class PipelinedModel:
     ) -> tuple[EndSums, Stream | None]:
         """Return the loss of a micro-batch with gradients, and the gradient of the stream."""
         scans, about = self.parts.after, self._about(micro)
-        params = self._of(tuple(scan.name for scan in scans))
-        run = partial(self._run, scans, about=about, past=past)
-        (last, total), pull_back, sums = jax.vjp(
-            lambda params, stream: _with_loss(run(params=params, stream=stream)),
-            params,
-            stream,
-            has_aux=True,
-        )
+
+        def run(params: dict[str, Any], stream: Stream) -> Any:
+            return _with_loss(self._run(scans, params, stream, about, past))
+
+        params = self._of(scan.name for scan in scans)
+        (last, total), pull_back, sums = jax.vjp(run, params, stream, has_aux=True)
         head = "embedding" if self.model.has_tied_embeddings else "head"
         loss, d_x = head_loss(
             last.x,
@@ -211,7 +194,7 @@ class PipelinedModel:
 
         return jax.tree.map(place, self.rows.about)
 
-    def _of(self, names: tuple[str, ...]) -> dict[str, Any]:
+    def _of(self, names: Iterable[str]) -> dict[str, Any]:
         return {name: self.params[name] for name in names}
 
     def _used(self, params: dict[str, Any]) -> dict[str, Any]:

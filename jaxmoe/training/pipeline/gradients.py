@@ -109,26 +109,28 @@ def pipeline_forward(
     execution: ExecutionConfig,
     objective: ObjectiveConfig,
     context: Mapping[str, Array] | None = None,
+    micro_batches: int = 1,
 ) -> tuple[Float[Array, ""], RouterStatistics | None]:
     """Return the summed loss of held-out rows in nats, and their routing statistics.
 
     Args:
         params: Parameters of the model.
         router_state: State of the routers.
-        batch: Rows, as one micro-batch: what routers do may depend on the rows beside them.
+        batch: Rows.
         model: Model to evaluate.
         execution: Mesh with stages.
         objective: What is predicted from what.
         context: Further [B S] arrays for routers, by name.
+        micro_batches: Parts of the rows, see `held_out_parts`; their statistics are added.
     """
     sums = _execute(
         params,
         None,
-        _micro_batches(batch, 1, model, execution, context),
+        _micro_batches(batch, micro_batches, model, execution, context),
         router_state,
         jnp.ones((), jnp.float32),
         key=None,
-        micro_batches=1,
+        micro_batches=micro_batches,
         model=model,
         execution=execution,
         objective=objective,
@@ -136,6 +138,23 @@ def pipeline_forward(
         train=False,
     )
     return sums.left.head.loss, _statistics(sums, model, execution)
+
+
+def held_out_parts(model: ModelConfig, execution: ExecutionConfig, rows: int) -> int:
+    """Return the micro-batches into which held-out rows are cut, at most two per stage.
+
+    Rows stay together where the experts of a token may depend on those of other rows.
+
+    Args:
+        model: Model with the routers.
+        execution: Mesh with stages.
+        rows: Rows of a batch.
+    """
+    moe, mesh = model.moe, execution.mesh
+    if moe is not None and (moe.capacity is not None or not moe.router.traits.is_causal):
+        return 1
+    numbers = range(1, 2 * mesh.stage + 1)
+    return max(number for number in numbers if rows % (number * mesh.batch_shards) == 0)
 
 
 def _micro_batches(

@@ -10,13 +10,17 @@ import numpy as np
 import pytest
 
 from jaxmoe.execution import ExecutionConfig
+from jaxmoe.models.transformer import initial_router_state
 from jaxmoe.routing import METHODS, CapacityConfig
-from jaxmoe.training.pipeline import check_pipeline
+from jaxmoe.training.evaluate import make_eval_step
+from jaxmoe.training.pipeline import check_pipeline, held_out_parts
 from sharding import MeshConfig
+from sharding.distributed import global_batch
 from sharding.expert_parallel import AllGatherConfig, AllToAllConfig
 from sharding.pipeline import GPipeConfig, InterleavedConfig
 from sharding.sequence_parallel import RingConfig, UlyssesConfig
 from tests.support import one_step
+from tests.support.meshes import mesh_of
 from tests.support.models import FULL, TINY
 
 FOUR = dataclasses.replace(TINY, num_layers=4)
@@ -135,6 +139,23 @@ def test_gradients_equal_those_without_stages(row):
 @pytest.mark.parametrize("row", SLOW.values(), ids=SLOW)
 def test_gradients_equal_those_without_stages_on_more_meshes(row):
     _check(row)
+
+
+@pytest.mark.parametrize(
+    ("capacity", "parts"), [(None, 4), (CapacityConfig(factor=1.0), 1)], ids=["parts", "whole"]
+)
+def test_held_out_loss_equals_that_without_stages(capacity, parts):
+    moe, rows = dataclasses.replace(FOUR.moe, capacity=capacity), one_step.batch()
+    model = dataclasses.replace(FOUR, moe=moe)
+    execution = ExecutionConfig(mesh=MeshConfig(stage=4, data=2))
+    assert held_out_parts(model, execution, rows.tokens.shape[0]) == parts
+    given = one_step.params_of(model), initial_router_state(model)
+    wanted, weight = make_eval_step(model)(*given, rows)
+    mesh = mesh_of(execution)
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(given, jax.sharding.NamedSharding(mesh, jax.P()))
+        found = make_eval_step(model, execution=execution)(*placed, global_batch(rows, mesh))
+    np.testing.assert_allclose(found, (wanted, weight), rtol=1e-5)
 
 
 @pytest.mark.parametrize(
