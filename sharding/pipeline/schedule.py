@@ -256,8 +256,9 @@ class Schedule:
         """
         cells = [["+".join(map(self._cell, works)) or "." for works in row] for row in self.ticks]
         widths = [max(map(len, row)) for row in cells]
+        digits = len(str(self.stages - 1))
         return "\n".join(
-            f"stage {stage}  "
+            f"stage {stage:<{digits}}  "
             + " ".join(
                 row[stage].ljust(width) for row, width in zip(cells, widths, strict=True)
             ).rstrip()

@@ -228,3 +228,5 @@ def test_the_timetable_is_cut_to_the_width_and_left_out_when_long():
     assert lines[0].startswith("stage 0  F0 F1 F2 F3") and lines[0].endswith("...")
     assert "..." not in timetable(staged_plan(micro_batches=2), width=200)
     assert timetable(staged_plan(micro_batches=64), width=30) == ""
+    rows = GPipeConfig().schedule(11, 2).text().splitlines()  # numbers of two digits align
+    assert [row.index("F0") for row in (rows[0], rows[9], rows[10])] == [10, 37, 40]
