@@ -224,3 +224,22 @@ def test_large_models_compile_within_a_chip(tmp_path, argv):
     assert summary["arguments"] == compiled["arguments"]
     assert compiled["expected_results"] == compiled["results"]
     assert summary["temporaries"] == pytest.approx(compiled["temporaries"], rel=0.25)
+
+
+@pytest.mark.large
+@pytest.mark.timeout(1600)
+def test_a_large_pipeline_compiles_as_planned(tmp_path):
+    """Memory of a v5p within a tenth; what stages send exactly."""
+    pytest.importorskip("libtpu", reason="compiling for a TPU needs libtpu (extra [plan])")
+    mesh = ("--execution.mesh.stage", "4", "--execution.mesh.data", "16")
+    batch = ("--training.batch_size", "128", "--training.accumulation", "8")
+    topology = ("--topology", "tpu:v5p:4x4x4")
+    done = command("qwen3_30b_a3b", *topology, *mesh, *batch, "--run.directory", str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    compiled = summary["compiled"]
+    assert summary["arguments"] == compiled["arguments"]
+    assert summary["temporaries"] == pytest.approx(compiled["temporaries"], rel=0.1)
+    sent = {one["kind"]: one for one in compiled["traffic"] if one["axes"] == ["stage"]}
+    # Eleven ticks with F and eleven with B; a sequence of 4096 tokens of width 2048 in bfloat16.
+    assert sent["collective-permute"]["wire_bytes"] == 22 * 4096 * 2048 * 2
