@@ -34,7 +34,7 @@ from jaxmoe.models.token_checks import check_tokens
 from jaxmoe.routing import RouterStatistics
 from jaxmoe.routing.balancers import of_statistics
 from sharding import axes as ax
-from sharding.constrain import Placement
+from sharding.constrain import Placement, surroundings
 from sharding.products.tensor_parallel import look_up
 
 
@@ -108,6 +108,7 @@ class Transformer(nn.Module):
         model, execution, shared = self.model, self.execution, self.model.context
         placement, order = execution.placement, places
         check_call(model, tokens, execution)
+        _check_stages(execution)
         about = _given_of_tokens((tokens, positions, segment_ids, token_mask), context)
         if places is None and cache is None:
             order = current_order(shared, execution, tokens.shape[1], segment_ids)
@@ -216,6 +217,16 @@ def check_call(model: ModelConfig, tokens: Array, execution: ExecutionConfig) ->
         raise ValueError(
             f"sequences of {length} tokens must be divisible by the {shards} devices that share"
             " their positions (mesh seq x tensor): choose another length, or set these axes to 1"
+        )
+
+
+def _check_stages(execution: ExecutionConfig) -> None:
+    """Refuse a mesh whose devices have some of the layers each."""
+    stages = execution.mesh.stage
+    if stages > 1 and surroundings() == "explicit":
+        raise ValueError(
+            f"execution.mesh.stage={stages} splits the layers, and this computes all of them on"
+            " every device: set mesh.stage to 1, and mesh.data to more"
         )
 
 

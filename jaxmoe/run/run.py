@@ -372,6 +372,13 @@ class Run:
                 " held-out data, such as --data.path 'docs/**/*.md'"
             )
         loaded = self._load(step, needs_data=True)
+        execution = loaded.assembly.execution
+        if execution.mesh.stage > 1 and execution.precision.weights != "floating":
+            raise ConfigurationError(
+                f"run.directory={self.directory.path} holds weights={execution.precision.weights},"
+                f" which cannot be computed on execution.mesh.stage={execution.mesh.stage}: give a"
+                " mesh without stages, such as run.mesh.data=1"
+            )
         with jax.set_mesh(loaded.assembly.mesh):
             yield loaded
 

@@ -94,6 +94,19 @@ def test_a_run_on_stages_opens_on_devices_without(moved, capsys):
     assert texts[0] == texts[1]
 
 
+def test_a_quantised_run_on_stages_is_evaluated_without(moved, tmp_path, capsys):
+    where = ["--run.directory", str(tmp_path / "x")]
+    words = ["--run.directory", str(moved), "--quantise", "w4a8", "--to", where[1]]
+    assert convert.main(words) == ExitCode.DONE
+    with pytest.raises(SystemExit) as ended:
+        evaluate.main(where)
+    assert ended.value.code == ExitCode.BAD_CONFIGURATION
+    assert "weights=w4a8, which cannot be computed on execution.mesh.stage=2" in (
+        capsys.readouterr().err
+    )
+    assert generate.main([*where, "--prompt", "1 2", *GREEDY]) == ExitCode.DONE
+
+
 def test_a_run_on_stages_is_exported(moved, tmp_path):
     words = ["--run.directory", str(moved), "--to_huggingface", "auto", "--to", str(tmp_path / "x")]
     assert convert.main(words) == ExitCode.DONE

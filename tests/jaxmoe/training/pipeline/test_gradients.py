@@ -10,18 +10,18 @@ import numpy as np
 import pytest
 
 from jaxmoe.execution import ExecutionConfig
-from jaxmoe.models.transformer import initial_router_state
+from jaxmoe.models.transformer import Transformer, initial_router_state
 from jaxmoe.routing import METHODS, CapacityConfig
 from jaxmoe.training.evaluate import make_eval_step
 from jaxmoe.training.pipeline import check_pipeline, held_out_parts
 from sharding import MeshConfig
 from sharding.distributed import global_batch
-from sharding.expert_parallel import AllGatherConfig, AllToAllConfig
+from sharding.expert_parallel import AllToAllConfig
 from sharding.pipeline import GPipeConfig, InterleavedConfig
 from sharding.sequence_parallel import RingConfig, UlyssesConfig
 from tests.support import one_step
 from tests.support.meshes import mesh_of
-from tests.support.models import FULL, TINY
+from tests.support.models import FULL, TINY, tokens_for
 
 FOUR = dataclasses.replace(TINY, num_layers=4)
 DENSE_FIRST = dataclasses.replace(FULL, num_layers=5)
@@ -69,29 +69,22 @@ SLOW = {
         mesh=MeshConfig(stage=4, seq=2),
         execution={"sequence_parallel": UlyssesConfig()},
     ),
-    "replicas": Row(mesh=MeshConfig(replica=2, stage=2, data=2), execution={"rules": "hybrid"}),
+    "replicas": Row(
+        parts=2, mesh=MeshConfig(replica=2, stage=2, data=2), execution={"rules": "hybrid"}
+    ),
     "hierarchical": Row(
-        mesh=MeshConfig(replica=2, stage=2, data=2), execution={"rules": "hierarchical"}
+        parts=2, mesh=MeshConfig(replica=2, stage=2, data=2), execution={"rules": "hierarchical"}
     ),
     "zero1": Row(mesh=MeshConfig(stage=4, data=2), execution={"rules": "zero1"}),
     "zero2, dense first": Row(
         model=DENSE_FIRST, mesh=MeshConfig(stage=4, data=2), execution={"rules": "zero2"}
     ),
     "two passes": Row(form="two_pass", mesh=MeshConfig(stage=4, data=2)),
-    "expert choice": Row(
-        model=dataclasses.replace(
-            FOUR,
-            attention=dataclasses.replace(FOUR.attention, is_causal=False),
-            moe=dataclasses.replace(FOUR.moe, **METHODS["expert_choice"].parts()),
-        ),
-        parts=2,
-        mesh=MeshConfig(stage=2, data=2, expert=2),
-        execution={"dispatcher": AllGatherConfig()},
-    ),
     "capacity": Row(
         model=dataclasses.replace(
             FOUR, moe=dataclasses.replace(FOUR.moe, capacity=CapacityConfig(factor=1.0))
         ),
+        parts=2,
         mesh=MeshConfig(stage=2, data=2, expert=2),
         execution={"dispatcher": AllToAllConfig()},
     ),
@@ -139,6 +132,16 @@ def test_gradients_equal_those_without_stages(row):
 @pytest.mark.parametrize("row", SLOW.values(), ids=SLOW)
 def test_gradients_equal_those_without_stages_on_more_meshes(row):
     _check(row)
+
+
+def test_a_forward_pass_of_all_layers_is_refused_on_stages():
+    execution = ExecutionConfig(mesh=MeshConfig(stage=2, data=4))
+    tokens, _ = tokens_for(FOUR)
+    with (
+        jax.set_mesh(mesh_of(execution)),
+        pytest.raises(ValueError, match=r"execution\.mesh\.stage=2 splits the layers"),
+    ):
+        Transformer(FOUR, execution).apply({"params": one_step.params_of(FOUR)}, tokens)
 
 
 @pytest.mark.parametrize(

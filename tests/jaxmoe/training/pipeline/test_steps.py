@@ -18,6 +18,7 @@ from jaxmoe.models.config import (
 )
 from jaxmoe.optim import AdamWConfig, LinearConfig, MuonHConfig
 from jaxmoe.precision import HaloConfig, PrecisionPolicy
+from jaxmoe.routing import METHODS
 from jaxmoe.run.assemble import assemble, make_plan
 from jaxmoe.run.config import EvaluationConfig, PretrainConfig, TrainingConfig
 from jaxmoe.scaling import HyperPConfig
@@ -48,6 +49,7 @@ NOT_CAUSAL = dataclasses.replace(
     dense_layers=(0,),
     dense_dim=24,
     attention=dataclasses.replace(HEADS, is_causal=False),
+    moe=dataclasses.replace(MOE, **METHODS["expert_choice"].parts()),
 )
 ROWS = {
     "muonh and a cycle of layers": (
@@ -57,7 +59,7 @@ ROWS = {
         {"mesh": MeshConfig(stage=2, data=4)},
         5,
     ),
-    "masked diffusion": (
+    "masked diffusion, expert choice": (
         dataclasses.replace(
             RUN,
             model=NOT_CAUSAL,
