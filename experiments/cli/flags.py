@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import logging
 import os
 import re
@@ -40,7 +41,7 @@ Config = TypeVar("Config")
 
 logger = logging.getLogger(__name__)
 
-_RULE = re.compile(r"^ *-{8,} *$", re.MULTILINE)
+_SIDES, _RULE = " \u2502", "-\u2500\u2570\u256f"
 
 
 def parse(
@@ -157,9 +158,18 @@ def fail(message: str) -> NoReturn:
 
 
 def _in_one_line(page: str) -> str:
-    """Return the message of a page of tyro's: its text between the first two rules."""
-    message = (*_RULE.split(page), page)[1]
-    return " ".join(message.split()).removeprefix("Error parsing ")
+    """Return the message of a framed page of tyro's: the lines from the title to the next rule.
+
+    The frame is of box characters where standard output is UTF-8, of hyphens elsewhere; in hyphens
+    another rule follows the title.
+    """
+    lines = [line.strip(_SIDES) for line in page.splitlines()[1:]]
+    is_rule = [bool(line) and not line.strip(_RULE) for line in lines]
+    first = 1 if is_rule[:1] == [True] else 0
+    message = itertools.takewhile(lambda i: not is_rule[i], range(first, len(lines)))
+    text = " ".join((" ".join(lines[i] for i in message) or page).split())
+    # A line of the page may begin with the full stop of the sentence before.
+    return re.sub(r" \.(?= |$)", ".", text).removeprefix("Error parsing ")
 
 
 def _first_line(function: Callable[..., Any]) -> str:

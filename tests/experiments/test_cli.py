@@ -3,6 +3,7 @@
 """The command line: recipes, fields, unions, tuples, and what is said of mistakes."""
 
 import dataclasses
+import os
 import subprocess
 import sys
 
@@ -360,5 +361,20 @@ def test_without_tyro_the_way_out_is_named():
     ],
     ids=["value", "none", "choice"],
 )
-def test_a_wrong_value_is_answered_in_one_line(words, wanted, capsys):
+@pytest.mark.parametrize("frame", ["hyphens", "boxes"])
+def test_a_wrong_value_is_answered_in_one_line(words, wanted, frame, capsys, monkeypatch):
+    # tyro draws boxes where standard output is UTF-8.
+    monkeypatch.setattr("tyro._fmtlib._should_use_utf8_drawing_chars", lambda: frame == "boxes")
     assert refused(capsys, *words) == f"error: {wanted}\n"
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
+def test_a_process_answers_a_wrong_value_in_one_line(encoding):
+    result = subprocess.run(
+        [sys.executable, "-m", "experiments.pretrain", "--training.steps", "many"],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONIOENCODING": encoding},
+    )
+    wanted = "error: --training.steps: invalid literal for int() with base 10: 'many'\n"
+    assert (result.returncode, result.stderr) == (2, wanted)
