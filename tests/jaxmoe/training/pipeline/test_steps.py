@@ -49,8 +49,9 @@ NOT_CAUSAL = dataclasses.replace(
     dense_layers=(0,),
     dense_dim=24,
     attention=dataclasses.replace(HEADS, is_causal=False),
-    moe=dataclasses.replace(MOE, **METHODS["expert_choice"].parts()),
+    moe=dataclasses.replace(MOE, **METHODS["expert_choice"].parts(), top_k=4),
 )
+"""Every expert takes every token: among masked tokens rounding would decide."""
 ROWS = {
     "muonh and a cycle of layers": (
         dataclasses.replace(
