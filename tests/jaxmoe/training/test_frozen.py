@@ -50,6 +50,7 @@ def _named(tree):
     [
         ("adamw", None),
         pytest.param("muon", MeshConfig(data=4, tensor=2), marks=pytest.mark.slow),
+        pytest.param("adamw", MeshConfig(stage=2, data=4), marks=pytest.mark.slow),
     ],
 )
 def test_frozen_parameters_stay_bitwise_and_have_no_state(name, mesh):
