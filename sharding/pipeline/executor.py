@@ -48,8 +48,9 @@ Number = Int[Array, ""]
 class PipelineParts:
     """A model in three parts; each function is called by all stages in the same tick."""
 
-    enter: Callable[[Number], Stream]
-    """micro-batch -> the stream before the first group, equal on all stages."""
+    enter: Callable[[Number], tuple[Stream, Any]]
+    """micro-batch -> (the stream before the first group, equal on all stages; sums, which are added
+    if the schedule has no backward pass: `home` has them otherwise)."""
     forward: Callable[[Any, Stream, Number, Number], tuple[Stream, Any]]
     """(parameters of the group, stream, micro-batch, chunk) -> (stream, sums)."""
     backward: Callable[[Any, Stream, Number, Number, Any, Stream, Bool[Array, ""]], Any]
@@ -76,8 +77,8 @@ class PipelineSums:
     """Gradients of the parameters of this stage, [chunks ...]; None without backward."""
     left: Any
     """Sums of `leave`."""
-    came_home: Any
-    """Sums of `home`; None without backward."""
+    entered: Any
+    """Sums of `home`; without backward those of `enter`."""
 
 
 @jax.tree_util.register_dataclass
@@ -111,9 +112,10 @@ class _Executor:
         chunk = jax.eval_shape(lambda: self.group(jnp.int32(0)))
         left, _ = jax.eval_shape(self.parts.leave, self.stream, number, None)
         _, sums = jax.eval_shape(self.parts.forward, chunk, self.stream, number, number)
-        gradients = came_home = None
+        _, entered = jax.eval_shape(self.parts.enter, number)
+        gradients = None
         if self.schedule.has_backward:
-            came_home = _zeros(jax.eval_shape(self.parts.home, self.stream, number, None))
+            entered = jax.eval_shape(self.parts.home, self.stream, number, None)
             has_work = jax.ShapeDtypeStruct((), jnp.bool_)
             gradients, *_ = jax.eval_shape(
                 self.parts.backward, chunk, self.stream, number, number, sums, self.stream, has_work
@@ -128,7 +130,7 @@ class _Executor:
                 stages=_zeros(sums, self.schedule.chunks),
                 gradients=gradients,
                 left=_zeros(left),
-                came_home=came_home,
+                entered=_zeros(entered),
             ),
         )
 
@@ -176,12 +178,20 @@ class _Executor:
         return carry, None
 
     def _forward(self, carry: _Carry, row: dict[str, Array]) -> tuple[_Carry, Stream]:
-        entered = jax.lax.cond(
+        def enter(total: Any) -> tuple[Stream, Any]:
+            stream, sums = self.parts.enter(row["enters"])
+            if self.schedule.has_backward:
+                return stream, total
+            return stream, jax.tree.map(operator.add, total, sums)
+
+        stream, entered = jax.lax.cond(
             row["enters"] >= 0,
-            lambda: self.parts.enter(row["enters"]),
-            lambda: _zeros(self.stream),
+            enter,
+            lambda total: (_zeros(self.stream), total),
+            carry.sums.entered,
         )
-        inputs = _put(carry.inputs, entered, row["enter_slot"])
+        carry = replace(carry, sums=replace(carry.sums, entered=entered))
+        inputs = _put(carry.inputs, stream, row["enter_slot"])
         chunk, stream = jnp.maximum(row["f_chunk"], 0), _get(inputs, row["f_input"])
         micro = jnp.maximum(row["f_micro"], 0)
         result, sums = self.parts.forward(self.group(chunk), stream, micro, chunk)
@@ -230,14 +240,14 @@ class _Executor:
             return jax.tree.map(operator.add, total, added)
 
         totals = carry.sums
-        came_home = jax.lax.cond(
-            row["returns"] >= 0, come_home, lambda _, total: total, d_stream, totals.came_home
+        entered = jax.lax.cond(
+            row["returns"] >= 0, come_home, lambda _, total: total, d_stream, totals.entered
         )
         totals = replace(
             totals,
             stages=_add(totals.stages, _where(has_work, sums), chunk),
             gradients=_add(totals.gradients, d_group, chunk),
-            came_home=came_home,
+            entered=entered,
         )
         return replace(carry, sent=d_stream, sums=totals)
 
@@ -261,7 +271,7 @@ def execute(schedule: Schedule, parts: PipelineParts, parameters: Any) -> Pipeli
         not over stages.
     """
     slots = plan_slots(schedule)
-    stream = jax.eval_shape(parts.enter, jax.ShapeDtypeStruct((), jnp.int32))
+    stream, _ = jax.eval_shape(parts.enter, jax.ShapeDtypeStruct((), jnp.int32))
     executor = _Executor(schedule, slots, parts, parameters, stream)
     carry = executor.start()
     for run in schedule.runs():

@@ -91,13 +91,14 @@ class PipelinedModel:
         variables = {"params": self.params[name]}
         return variables if self.gathered is None else variables | {WHOLE: self.gathered[name]}
 
-    def enter(self, micro: Number) -> Stream:
-        """Return the stream before the stages, equal on all of them."""
+    def enter(self, micro: Number) -> tuple[Stream, EndSums]:
+        """Return the stream before the stages, equal on all of them, and sums of its layers."""
         about = self._about(micro)
         scans = self.parts.before
         stream = self._summed(self._embed(self._of(("embedding",)), about))
-        stream, _ = self._run(scans, self._of(scan.name for scan in scans), stream, about, None)
-        return stream
+        params = self._of(scan.name for scan in scans)
+        stream, sums = self._run(scans, params, stream, about, None)
+        return stream, EndSums(layers=sums, gradients=None)
 
     def home(self, gradient: Stream, micro: Number, past: EndSums | None) -> EndSums:
         """Return the gradients of embedding and layers before the stages, and their sums."""

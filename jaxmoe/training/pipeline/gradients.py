@@ -282,7 +282,7 @@ def _out_specs(
         stages=LayerSums(statistics=by_layer, losses=alike),
         gradients=specs[parts.staged.name] if has_backward else None,
         left=EndSums(layers=alike, gradients=after, head=loss),
-        came_home=EndSums(layers=alike, gradients=before) if has_backward else None,
+        entered=EndSums(layers=alike, gradients=before),
     )
 
 
@@ -306,7 +306,7 @@ def _gradients(sums: PipelineSums, model: ModelConfig) -> dict[str, Any]:
         return reshape_to(x, (x.shape[0] * x.shape[1], *x.shape[2:]), PartitionSpec(*spec))
 
     staged = jax.tree.map(join, sums.gradients)
-    found = dict(sums.came_home.gradients) | {parts.staged.name: staged} | sums.left.gradients
+    found = dict(sums.entered.gradients) | {parts.staged.name: staged} | sums.left.gradients
     for name, gradient in sums.left.head.gradients.items():
         known = found.get(name)
         found[name] = gradient if known is None else jax.tree.map(jnp.add, known, gradient)
@@ -315,7 +315,7 @@ def _gradients(sums: PipelineSums, model: ModelConfig) -> dict[str, Any]:
 
 def _losses(sums: PipelineSums) -> dict[str, Array]:
     """Return the losses of the balancers, summed over all layers."""
-    records = [sums.stages, *sums.came_home.layers.values(), *sums.left.layers.values()]
+    records = [sums.stages, *sums.entered.layers.values(), *sums.left.layers.values()]
     names = dict.fromkeys(name for record in records for name in record.losses)
     return {
         name: jnp.sum(jnp.stack([jnp.sum(r.losses[name]) for r in records if name in r.losses]))
@@ -333,8 +333,7 @@ def _statistics(
         whole = placement.place(leaf, (None,) * leaf.ndim)
         return whole.reshape(-1, *leaf.shape[2:])
 
-    before = {} if sums.came_home is None else sums.came_home.layers
-    found = [before[scan.name].statistics for scan in parts.before if scan.name in before]
+    found = [sums.entered.layers[scan.name].statistics for scan in parts.before]
     found.append(jax.tree.map(join, sums.stages.statistics))
     found += [sums.left.layers[scan.name].statistics for scan in parts.after]
     routed = [statistics for statistics in found if statistics is not None]

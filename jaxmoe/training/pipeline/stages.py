@@ -73,8 +73,7 @@ class Layers:
     share: float
     """Share of a micro-batch in the step."""
     whole: RouterStatistics | None
-    """Statistics of the whole batch for the MoE layers of the scan before it was cut, if balance
-    losses are linearized at them."""
+    """Statistics of the whole batch, of all MoE layers, if balance losses are linearized there."""
     train: bool
 
     def __call__(
@@ -115,16 +114,17 @@ class Layers:
         statistics, losses, _, _ = join_outputs((self.scan,), [outputs])
         losses = {name: self.share * jnp.sum(values) for name, values in losses.items()}
         if statistics is not None and self.train:
-            losses |= self._balance(statistics, first, before)
+            losses |= self._balance(statistics, full, first, before)
         return stream, LayerSums(statistics=statistics, losses=losses)
 
     def _balance(
-        self, statistics: RouterStatistics, first: Any, before: LayerSums | None
+        self, statistics: RouterStatistics, full: Scan, first: Any, before: LayerSums | None
     ) -> dict[str, Array]:
         """Return the balancers' losses of these layers; they are sums over layers."""
         if self.whole is not None:
             number = statistics.counts.shape[0]
-            start = first * (number // self.scan.length)
+            start = min(stack.moe_layers.start for stack in full.stacks if stack.moe_layers)
+            start += first * (number // self.scan.length)
             whole = jax.tree.map(
                 lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, start, number, 0), self.whole
             )

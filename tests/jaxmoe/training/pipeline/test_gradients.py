@@ -12,6 +12,7 @@ import pytest
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.transformer import Transformer, initial_router_state
 from jaxmoe.routing import METHODS, CapacityConfig
+from jaxmoe.run.diagnostics.router_statistics import router_statistics
 from jaxmoe.training.evaluate import make_eval_step
 from jaxmoe.training.pipeline import check_pipeline, held_out_parts
 from sharding import MeshConfig
@@ -27,6 +28,12 @@ FOUR = dataclasses.replace(TINY, num_layers=4)
 DENSE_FIRST = dataclasses.replace(FULL, num_layers=5)
 """A dense layer before four MoE layers, tied embeddings."""
 DENSE_LAST = dataclasses.replace(FULL, num_layers=5, dense_layers=(4,), has_tied_embeddings=False)
+
+
+AROUND = dataclasses.replace(
+    FULL, num_layers=6, dense_layers=(1, 4), has_tied_embeddings=False, dense_dim=24
+)
+"""A MoE and a dense layer before two MoE layers, and after them."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,6 +60,12 @@ FAST = {
     ),
 }
 SLOW = {
+    "MoE layers around the stages": Row(
+        model=AROUND, mesh=MeshConfig(stage=2, data=2), form="two_pass"
+    ),
+    "MoE layers around the stages, gpipe": Row(
+        model=AROUND, mesh=MeshConfig(stage=2), execution={"pipeline": GPipeConfig()}
+    ),
     "four stages": Row(mesh=MeshConfig(stage=4, data=2)),
     "gpipe": Row(mesh=MeshConfig(stage=4, data=2), execution={"pipeline": GPipeConfig()}),
     "dense last": Row(model=DENSE_LAST, mesh=MeshConfig(stage=4, data=2)),
@@ -159,6 +172,19 @@ def test_held_out_loss_equals_that_without_stages(capacity, parts):
         placed = jax.device_put(given, jax.sharding.NamedSharding(mesh, jax.P()))
         found = make_eval_step(model, execution=execution)(*placed, global_batch(rows, mesh))
     np.testing.assert_allclose(found, (wanted, weight), rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_routing_statistics_equal_those_without_stages():
+    rows, execution = one_step.batch(), ExecutionConfig(mesh=MeshConfig(stage=2, data=4))
+    given = one_step.params_of(AROUND), initial_router_state(AROUND)
+    wanted = router_statistics(AROUND, ExecutionConfig(), *given, rows)
+    mesh = mesh_of(execution)
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(given, jax.sharding.NamedSharding(mesh, jax.P()))
+        found = router_statistics(AROUND, execution, *placed, global_batch(rows, mesh))
+    np.testing.assert_array_equal(found.counts, wanted.counts)
+    np.testing.assert_allclose(found.prob_sum, wanted.prob_sum, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
