@@ -39,6 +39,7 @@ ADDED: tuple[Added, ...] = (
     Added("execution.precision.mixed", {"wide_fraction": 0.125, "block_size": None, "batches": 4}),
     Added("checkpoint.capture", "lazy"),
     Added("checkpoint.initial_state", "parameters"),
+    Added("execution.pipeline", {"kind": "interleaved", "chunks": 1}),
 )
 """Fields in the order in which they were added."""
 

@@ -22,6 +22,7 @@ The executor moves arrays. `PipelineParts` computes them.
 from __future__ import annotations
 
 import dataclasses
+import math
 import operator
 from collections.abc import Callable
 from dataclasses import replace
@@ -270,6 +271,7 @@ def execute(schedule: Schedule, parts: PipelineParts, parameters: Any) -> Pipeli
         The sums over micro-batches. What `leave` and `home` return is summed over micro-batches,
         not over stages.
     """
+    _store_no_programs_on_cpus()
     slots = plan_slots(schedule)
     stream, _ = jax.eval_shape(parts.enter, jax.ShapeDtypeStruct((), jnp.int32))
     executor = _Executor(schedule, slots, parts, parameters, stream)
@@ -279,6 +281,16 @@ def execute(schedule: Schedule, parts: PipelineParts, parameters: Any) -> Pipeli
         has_arrivals = bool((slots.g_arrives[run.first : run.first + run.length] >= 0).any())
         carry, _ = jax.lax.scan(partial(executor.tick, run.kinds, has_arrivals), carry, rows)
     return carry.sums
+
+
+def _store_no_programs_on_cpus() -> None:
+    """Keep the programs of this process out of JAX's compilation cache, on CPUs.
+
+    A program from the cache hangs there (jax 0.10.2): its collectives that do not depend on one
+    another begin in another order on each device.
+    """
+    if jax.default_backend() == "cpu":
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", math.inf)
 
 
 def _rows(slots: Slots, first: int, length: int) -> dict[str, Array]:
