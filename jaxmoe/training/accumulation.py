@@ -90,8 +90,6 @@ def accumulate(
     whole = MicroBatch(batch=batch, row_ids=jnp.arange(rows, dtype=jnp.int32))
     if accumulation == 1:
         return gradients_of(whole, 1.0, None)
-    if rows % accumulation:
-        raise ValueError(f"accumulation={accumulation} must divide the batch of {rows} sequences")
     parts = jax.tree.map(lambda rows: split_rows(rows, accumulation, placement), whole)
     first, rest = jax.tree.map(lambda a: a[0], parts), jax.tree.map(lambda a: a[1:], parts)
     share, summed = 1.0 / accumulation, None
@@ -124,9 +122,15 @@ def split_rows(rows: Array, accumulation: int, placement: Placement) -> Array:
 
     Args:
         rows: [B ...].
-        accumulation: Number of micro-batches; divides B.
+        accumulation: Number of micro-batches.
         placement: Layout of the rows.
+
+    Raises:
+        ValueError: `accumulation` does not divide B.
     """
-    strided = rows.reshape(rows.shape[0] // accumulation, accumulation, *rows.shape[1:])
+    number = rows.shape[0]
+    if number % accumulation:
+        raise ValueError(f"accumulation={accumulation} must divide the batch of {number} sequences")
+    strided = rows.reshape(number // accumulation, accumulation, *rows.shape[1:])
     micro = jnp.moveaxis(strided, 1, 0)
     return placement.place(micro, (None, ax.ACT_BATCH) + (None,) * (micro.ndim - 2))

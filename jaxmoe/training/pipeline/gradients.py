@@ -171,10 +171,6 @@ def _micro_batches(
     batch, order = lay_out_batch(batch, model, execution)
     given = lay_out(jax.tree.map(jnp.asarray, given), order, execution)
     tokens, placement = jnp.asarray(batch.tokens), execution.placement
-    if tokens.shape[0] % number:
-        raise ValueError(
-            f"accumulation={number} must divide the batch of {tokens.shape[0]} sequences"
-        )
     arrays = {"tokens": tokens, "positions": batch.positions, "segment_ids": batch.segment_ids}
     about = {name: jnp.asarray(array) for name, array in arrays.items() if array is not None}
     rows = MicroBatches(
