@@ -28,8 +28,8 @@ PerTickAndStage = Int32[np.ndarray, "T p"]
 class Slots:
     """Integers of a schedule for every tick [T], or tick and stage [T p]; -1 for nothing.
 
-    Order of a tick: `g_arrives` and `g_own` are stored, `enter_slot` is stored, F, the head of
-    `leaves` and `head_in`, B, then `arrives` and `f_own` are stored.
+    Order of a tick: `g_arrives` is stored, `enter_slot` is stored, F, the head of `leaves` and
+    `head_in`, B, then `arrives` is stored. One stage is a ring of itself.
     """
 
     f_chunk: PerTickAndStage
@@ -52,10 +52,6 @@ class Slots:
     g_arrives: PerTickAndStage
     """Slot of G into which the gradient that stage + 1 (in a ring) made in the tick before is
     stored at the beginning of this one."""
-    f_own: PerTickAndStage
-    """As `arrives`, from the stage itself: with one stage only."""
-    g_own: PerTickAndStage
-    """As `g_arrives`, from the stage itself: with one stage only."""
     head_in: PerTickAndStage
     """Slot of H into which the head's gradient is stored; -1 everywhere if B of the last group is
     always in the tick of its F."""
@@ -163,8 +159,7 @@ def plan_slots(schedule: Schedule) -> Slots:
                 by_stage["head_in"][tick, stage] = heads.slots.get(key, -1)
             else:
                 after, its_chunk = schedule.place(group + 1)
-                name = "f_own" if after == stage else "arrives"
-                by_stage[name][tick, after] = inputs.slots[after, its_chunk, micro]
+                by_stage["arrives"][tick, after] = inputs.slots[after, its_chunk, micro]
         else:
             by_stage["b_chunk"][tick, stage] = chunk
             by_stage["b_micro"][tick, stage] = micro
@@ -175,8 +170,7 @@ def plan_slots(schedule: Schedule) -> Slots:
                 by_tick["returns"][tick] = micro
             else:
                 before, its_chunk = schedule.place(group - 1)
-                name = "g_own" if before == stage else "g_arrives"
-                by_stage[name][tick + 1, before] = gradients.slots[before, its_chunk, micro]
+                by_stage["g_arrives"][tick + 1, before] = gradients.slots[before, its_chunk, micro]
     return Slots(
         **by_stage,
         **by_tick,

@@ -52,8 +52,6 @@ def execute(schedule, slots):
         for s in range(p):
             if slots.g_arrives[t, s] >= 0:
                 g.store(s, slots.g_arrives[t, s], made[(s + 1) % p])
-            if slots.g_own[t, s] >= 0:
-                g.store(s, slots.g_own[t, s], made[s])
             if slots.enter_slot[t, s] >= 0:
                 x.store(s, slots.enter_slot[t, s], (0, slots.enters[t]))
         made, sent, head = [None] * p, [None] * p, None
@@ -87,8 +85,6 @@ def execute(schedule, slots):
         for s in range(p):
             if slots.arrives[t, s] >= 0:
                 x.store(s, slots.arrives[t, s], sent[(s - 1) % p])
-            if slots.f_own[t, s] >= 0:
-                x.store(s, slots.f_own[t, s], sent[s])
     return done, (x, g, h)
 
 
@@ -102,9 +98,6 @@ def assert_slots_execute(schedule):
     assert tuple(buffers[0].most) == schedule.kept()
     assert slots.num_inputs == max(schedule.kept())
     assert not any(buffer.needed[s] for buffer in buffers for s in range(schedule.stages))
-    elsewhere = [slots.arrives, slots.g_arrives]
-    own = [slots.f_own, slots.g_own]
-    assert all((array == -1).all() for array in (elsewhere if schedule.stages == 1 else own))
     tick_of = schedule.when
     for names, key in (("enters", ("F", 0)), ("returns", ("B", 0))):
         wanted = np.full(len(schedule.ticks), -1)
@@ -201,5 +194,5 @@ def test_slots_of_two_stages():
     assert slots.enters.tolist() == [0, 1, 2, -1, -1]
     assert slots.leaves.tolist() == [-1, 0, 1, 2, -1]
     assert slots.returns.tolist() == [-1, -1, 0, 1, 2]
-    for unused in (slots.f_own, slots.g_own, slots.head_in, slots.head_out):
+    for unused in (slots.head_in, slots.head_out):
         assert (unused == -1).all()
