@@ -15,9 +15,9 @@ from sharding.pipeline.interleaved import InterleavedConfig as InterleavedConfig
 from sharding.pipeline.schedule import Run as Run
 from sharding.pipeline.schedule import Schedule as Schedule
 from sharding.pipeline.schedule import Work as Work
-from sharding.pipeline.schedule import forward_schedule as forward_schedule
 from sharding.pipeline.slots import Slots as Slots
 from sharding.pipeline.slots import plan_slots as plan_slots
+from sharding.pipeline.times import forward_schedule as forward_schedule
 
 PipelineConfig = InterleavedConfig | GPipeConfig
 """Order of the micro-batches on the stages of a pipeline."""

@@ -11,7 +11,8 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
-from sharding.pipeline.schedule import Schedule, forward_times, from_times
+from sharding.pipeline.schedule import Schedule
+from sharding.pipeline.times import forward_times, from_times
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,14 +5,20 @@
 With one chunk it is 1F1B, with more the interleaved order of Megatron-LM (arXiv 2104.04473,
 section 2.2). A tick has a forward and a backward slot, so no stage waits for a slower kind of work:
 idle over useful time is (stages - 1) / (chunks * micro_batches) for any ratio of F to B.
+
+Deferred weight gradients fill idle ticks as zero-bubble schedules do (arXiv 2401.10241), in one
+program without a branch on the stage: W of a chunk of layers is on all stages in the tick of B on
+the first stage, so no tick with W idles. Idle over useful time falls to
+(stages - 1) (F + B) / (chunks * micro_batches * (F + B + W)).
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from typing import ClassVar, Literal
 
-from sharding.pipeline.schedule import Schedule, forward_times, from_times, position
+from sharding.pipeline.schedule import Schedule
+from sharding.pipeline.times import forward_times, from_times, position
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,6 +30,9 @@ class InterleavedConfig:
     chunks: int = 1
     """Chunks of layers on each stage; n chunks divide idle time by n, and send activations n times
     as often. Above 1, training.accumulation must be a multiple of mesh.stage."""
+    weight_gradients: Literal["at_once", "deferred"] = "at_once"
+    """When gradients of weights are computed: in the backward pass, or later, which idles a third
+    less and keeps inputs and gradients of the products of up to mesh.stage micro-batches."""
 
     def __post_init__(self):
         if self.chunks < 1:
@@ -67,4 +76,6 @@ class InterleavedConfig:
         for _, stage, chunk, micro in list(times):
             place = position(stages, self.chunks, self.chunks - 1 - chunk, micro)
             times["B", stage, chunk, micro] = first + place + stages - 1 - stage
+            if self.weight_gradients == "deferred":
+                times["W", stage, chunk, micro] = first + place + stages - 1
         return from_times(self.name, stages, self.chunks, micro_batches, times)

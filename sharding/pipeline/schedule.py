@@ -2,9 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Schedule tables of pipelines: which stage does which work in which tick.
 
-A tick is a forward slot followed by a backward slot, and all stages pass through it together. F is
-the forward pass of one micro-batch through one chunk of layers, B the backward pass. An activation
-reaches the next stage at the end of its tick, a gradient at the beginning of the next tick.
+A tick is a forward slot, a backward slot and a slot for weights, and all stages pass through it
+together. F is the forward pass of one micro-batch through one chunk of layers, B the backward pass.
+W is the part of the backward pass that gives the gradients of the weights, in schedules that defer
+it; B is then without it. An activation reaches the next stage at the end of its tick, a gradient at
+the beginning of the next tick.
 
 A group is the layers that one stage holds as one chunk. Groups go round the stages:
 group = chunk * stages + stage.
@@ -20,8 +22,8 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
-Kind = Literal["F", "B"]
-KINDS: tuple[Kind, ...] = ("F", "B")
+Kind = Literal["F", "B", "W"]
+KINDS: tuple[Kind, ...] = ("F", "B", "W")
 """Kinds of work in the order in which a tick does them."""
 
 
@@ -29,7 +31,7 @@ class Work(NamedTuple):
     """Work of one stage in one tick."""
 
     kind: Kind
-    """F: forward pass; B: backward pass."""
+    """F: forward pass; B: backward pass; W: gradients of weights that B left out."""
     chunk: int
     micro: int
     """Micro-batch."""
@@ -39,7 +41,7 @@ class Run(NamedTuple):
     """Consecutive ticks with the same kinds of work."""
 
     kinds: str
-    """Kinds that some stage does: F, FB or B."""
+    """Kinds that some stage does, as FB."""
     first: int
     """First tick."""
     length: int
@@ -60,14 +62,14 @@ class Stay(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """Timetable of a pipeline; see `from_times`."""
+    """Timetable of a pipeline; see sharding/pipeline/times.py."""
 
     name: str
     stages: int
     chunks: int
     micro_batches: int
     ticks: tuple[tuple[tuple[Work, ...], ...], ...]
-    """Works by [tick][stage], F before B."""
+    """Works by [tick][stage], in the order of `KINDS`."""
 
     def group(self, stage: int, chunk: int) -> int:
         """Return the group that a stage holds as a chunk."""
@@ -110,22 +112,31 @@ class Schedule:
         """Whether there is any B."""
         return any(work.kind == "B" for _, _, work in self.works())
 
+    @functools.cached_property
+    def has_deferred(self) -> bool:
+        """Whether there is any W."""
+        return any(work.kind == "W" for _, _, work in self.works())
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """Kinds of work of the table."""
+        return KINDS[: 1 + self.has_backward + self.has_deferred]
+
     def check(self) -> None:
         """Check that each work is done once, on its stage, after the works that it needs.
 
         F of a group needs F of the group before in an earlier tick. B of a group needs B of the
         group after in an earlier tick; B of the last group needs its own F in the same tick or an
-        earlier one.
+        earlier one. W needs its own B in the same tick or an earlier one.
 
         Raises:
             ValueError: A work is missing, unknown, repeated, too early, or a stage has two works
                 of one kind in a tick.
         """
         self._check_rows()
-        kinds = KINDS if self.has_backward else KINDS[:1]
         last = self.num_groups - 1
         for kind, group, micro in itertools.product(
-            kinds, range(self.num_groups), range(self.micro_batches)
+            self.kinds, range(self.num_groups), range(self.micro_batches)
         ):
             key = (kind, group, micro)
             if key not in self.when:
@@ -136,6 +147,8 @@ class Schedule:
                 self._check_after(key, ("B", group + 1, micro), is_same_tick_allowed=False)
             if kind == "B" and group == last:
                 self._check_after(key, ("F", group, micro), is_same_tick_allowed=True)
+            if kind == "W":
+                self._check_after(key, ("B", group, micro), is_same_tick_allowed=True)
 
     def _check_rows(self) -> None:
         """Check sizes, numbers and the order of works in each tick."""
@@ -149,10 +162,11 @@ class Schedule:
             if len(row) != self.stages:
                 raise ValueError(f"{where} has {len(row)} stages instead of {self.stages}")
             for stage, works in enumerate(row):
-                if [work.kind for work in works] not in ([], ["F"], ["B"], ["F", "B"]):
+                kinds = [work.kind for work in works]
+                if kinds != [kind for kind in KINDS if kind in kinds]:
                     raise ValueError(
-                        f"{where}, stage {stage} has {[work.kind for work in works]}: at most one"
-                        " F, then at most one B"
+                        f"{where}, stage {stage} has {kinds}: at most one F, then at most one B,"
+                        " then at most one W"
                     )
                 for work in works:
                     if not (0 <= work.chunk < self.chunks and 0 <= work.micro < self.micro_batches):
@@ -182,31 +196,32 @@ class Schedule:
         kind, group, micro = key
         return f"{self.name}: {kind} of group {group}, micro-batch {micro}"
 
-    def seconds(self, forward: float = 1.0, backward: float = 2.0) -> float:
+    def seconds(
+        self, forward: float = 1.0, backward: float = 2.0, weights: float | None = None
+    ) -> float:
         """Return the time of the table. A kind that any stage does in a tick costs all stages.
 
         Args:
             forward: Time of F of one micro-batch through all chunks of a stage.
-            backward: Time of B likewise.
+            backward: Time of its backward pass likewise: of B, or of B and W.
+            weights: Time of W, if there is any; half of `backward` when None.
         """
-        costs = {"F": forward, "B": backward}
+        weights = (backward / 2 if weights is None else weights) if self.has_deferred else 0.0
+        costs = {"F": forward, "B": backward - weights, "W": weights}
         return sum(run.length * sum(costs[kind] for kind in run.kinds) for run in self.runs()) / (
             self.chunks
         )
 
-    def bubble(self, forward: float = 1.0, backward: float = 2.0) -> float:
-        """Return idle over useful time.
-
-        Args:
-            forward: Time of F of one micro-batch through all chunks of a stage.
-            backward: Time of B likewise.
-        """
+    def bubble(
+        self, forward: float = 1.0, backward: float = 2.0, weights: float | None = None
+    ) -> float:
+        """Return idle over useful time; the arguments are those of `seconds`."""
         useful = self.micro_batches * (forward + (backward if self.has_backward else 0.0))
-        return self.seconds(forward, backward) / useful - 1.0
+        return self.seconds(forward, backward, weights) / useful - 1.0
 
     @property
     def idle_share(self) -> float:
-        """Idle over total time of a stage, for any ratio of F to B that the schedule allows."""
+        """Idle over total time of a stage; with W, if F, B and W take as long as one another."""
         bubble = self.bubble()
         return bubble / (1.0 + bubble)
 
@@ -222,7 +237,7 @@ class Schedule:
         """
         last = "B" if self.has_backward else "F"
         stays = []
-        for chunk, micro in itertools.product(range(self.chunks), range(self.micro_batches)):
+        for chunk, micro in self._passes():
             group = self.group(stage, chunk)
             first = (
                 2 * self.when["F", group - 1, micro] + 1 if group else 2 * self.when["F", 0, micro]
@@ -230,9 +245,31 @@ class Schedule:
             stays.append(Stay(first, 2 * self.when[last, group, micro], chunk, micro))
         return stays
 
+    def deferred_stays(self, stage: int) -> list[Stay]:
+        """Return when a stage keeps what B leaves for W: from B to W.
+
+        Args:
+            stage: Number of the stage.
+        """
+        if not self.has_deferred:
+            return []
+        return [
+            Stay(2 * self.when["B", group, micro], 2 * self.when["W", group, micro], chunk, micro)
+            for chunk, micro in self._passes()
+            for group in [self.group(stage, chunk)]
+        ]
+
     def kept(self) -> tuple[int, ...]:
         """Return for each stage the largest number of chunk inputs that it keeps at once."""
         return tuple(most_at_once(self.input_stays(stage)) for stage in range(self.stages))
+
+    def deferred(self) -> tuple[int, ...]:
+        """Return for each stage the largest number of W that wait at once."""
+        return tuple(most_at_once(self.deferred_stays(stage)) for stage in range(self.stages))
+
+    def _passes(self) -> Iterator[tuple[int, int]]:
+        """Yield every (chunk, micro-batch)."""
+        return itertools.product(range(self.chunks), range(self.micro_batches))
 
     def runs(self) -> tuple[Run, ...]:
         """Return the table as runs of ticks that do the same kinds of work on some stage."""
@@ -276,83 +313,3 @@ def most_at_once(stays: list[Stay]) -> int:
     """Return the largest number of arrays kept at one time."""
     changes = [(stay.first, 1) for stay in stays] + [(stay.last + 1, -1) for stay in stays]
     return max(itertools.accumulate(change for _, change in sorted(changes)), default=0)
-
-
-def from_times(
-    name: str,
-    stages: int,
-    chunks: int,
-    micro_batches: int,
-    times: Mapping[tuple[Kind, int, int, int], int],
-) -> Schedule:
-    """Return the schedule with works at given times, checked.
-
-    Args:
-        name: Name for messages.
-        stages: Stages of the pipeline.
-        chunks: Chunks of layers on each stage.
-        micro_batches: Micro-batches of a step.
-        times: {(kind, stage, chunk, micro-batch): tick}.
-
-    Raises:
-        ValueError: See `Schedule.check`.
-    """
-    rows: list[list[list[Work]]] = [
-        [[] for _ in range(stages)] for _ in range(max(times.values(), default=-1) + 1)
-    ]
-    for (kind, stage, chunk, micro), tick in times.items():
-        rows[tick][stage].append(Work(kind, chunk, micro))
-    ticks = tuple(
-        tuple(tuple(sorted(works, key=lambda work: KINDS.index(work.kind))) for works in row)
-        for row in rows
-    )
-    schedule = Schedule(name, stages, chunks, micro_batches, ticks)
-    schedule.check()
-    return schedule
-
-
-def position(stages: int, chunks: int, chunk: int, micro: int) -> int:
-    """Return the place of a micro-batch's pass through a chunk in the order of a stage.
-
-    As many micro-batches as there are stages pass through each chunk in turn (Megatron-LM,
-    arXiv 2104.04473, section 2.2).
-
-    Args:
-        stages: Stages of the pipeline.
-        chunks: Chunks of layers on each stage.
-        chunk: Number of the chunk.
-        micro: Number of the micro-batch.
-    """
-    block, place = divmod(micro, stages)
-    return (block * chunks + chunk) * stages + place
-
-
-def forward_times(
-    stages: int, chunks: int, micro_batches: int
-) -> dict[tuple[Kind, int, int, int], int]:
-    """Return the earliest ticks of F in the order of `position`, for `from_times`.
-
-    Args:
-        stages: Stages of the pipeline.
-        chunks: Chunks of layers on each stage.
-        micro_batches: Micro-batches of a step.
-    """
-    return {
-        ("F", stage, chunk, micro): position(stages, chunks, chunk, micro) + stage
-        for stage in range(stages)
-        for chunk in range(chunks)
-        for micro in range(micro_batches)
-    }
-
-
-def forward_schedule(stages: int, chunks: int, micro_batches: int) -> Schedule:
-    """Return a table of forward passes alone, for evaluation.
-
-    Args:
-        stages: Stages of the pipeline.
-        chunks: Chunks of layers on each stage.
-        micro_batches: Micro-batches; any number, but only multiples of stages leave no gaps where
-            chunks is above 1.
-    """
-    times = forward_times(stages, chunks, micro_batches)
-    return from_times("forward", stages, chunks, micro_batches, times)

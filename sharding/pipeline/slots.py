@@ -3,9 +3,10 @@
 """Turns a schedule table into integer arrays: work, buffer slots and arrivals of every tick.
 
 Each stage has a buffer X of chunk inputs, a buffer G of gradients that arrived from the next stage,
-and the last group's stage a buffer H of gradients from the head that wait for B. Slots are assigned
-by colouring the intervals in which an array is kept, on each stage alone, so a buffer is as large
-as the most arrays kept at once.
+and the last group's stage a buffer H of gradients from the head that wait for B. With deferred
+weight gradients each stage has a buffer R of what B leaves for W. Slots are assigned by colouring
+the intervals in which an array is kept, on each stage alone, so a buffer is as large as the most
+arrays kept at once.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class Slots:
     """Integers of a schedule for every tick [T], or tick and stage [T p]; -1 for nothing.
 
     Order of a tick: `g_arrives` is stored, `enter_slot` is stored, F, the head of `leaves` and
-    `head_in`, B, then `arrives` is stored. One stage is a ring of itself.
+    `head_in`, B, `w_in` is stored, W, then `arrives` is stored. One stage is a ring of itself.
     """
 
     f_chunk: PerTickAndStage
@@ -46,6 +47,12 @@ class Slots:
     """Slot of X that B reads."""
     b_gradient: PerTickAndStage
     """Slot of G that B reads; -1 for the last group, whose gradient is the head's."""
+    w_chunk: PerTickAndStage
+    """Chunk of W."""
+    w_in: PerTickAndStage
+    """Slot of R into which B stores what it leaves for W."""
+    w_out: PerTickAndStage
+    """Slot of R that W reads."""
     arrives: PerTickAndStage
     """Slot of X into which the activation that stage - 1 (in a ring) makes in this tick is stored
     at its end."""
@@ -71,6 +78,8 @@ class Slots:
     """Slots of G."""
     num_heads: int
     """Slots of H; 0 if no gradient of the head waits."""
+    num_deferred: int
+    """Slots of R; 0 without W."""
 
 
 class _Colours(NamedTuple):
@@ -144,6 +153,7 @@ def plan_slots(schedule: Schedule) -> Slots:
     heads = _colour_stages(
         [[] for _ in stages[1:]] + [_head_stays(schedule) if schedule.has_backward else []]
     )
+    deferred = _colour_stages([schedule.deferred_stays(stage) for stage in stages])
     by_stage, by_tick = _empty(schedule)
     for tick, stage, (kind, chunk, micro) in schedule.works():
         group, key = schedule.group(stage, chunk), (stage, chunk, micro)
@@ -160,7 +170,11 @@ def plan_slots(schedule: Schedule) -> Slots:
             else:
                 after, its_chunk = schedule.place(group + 1)
                 by_stage["arrives"][tick, after] = inputs.slots[after, its_chunk, micro]
+        elif kind == "W":
+            by_stage["w_chunk"][tick, stage] = chunk
+            by_stage["w_out"][tick, stage] = deferred.slots[key]
         else:
+            by_stage["w_in"][tick, stage] = deferred.slots.get(key, -1)
             by_stage["b_chunk"][tick, stage] = chunk
             by_stage["b_micro"][tick, stage] = micro
             by_stage["b_input"][tick, stage] = inputs.slots[key]
@@ -177,6 +191,7 @@ def plan_slots(schedule: Schedule) -> Slots:
         num_inputs=inputs.size,
         num_gradients=gradients.size,
         num_heads=heads.size,
+        num_deferred=deferred.size,
     )
 
 

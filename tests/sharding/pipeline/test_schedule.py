@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 
 import pytest
@@ -20,10 +21,15 @@ from sharding.pipeline import (
     Work,
     forward_schedule,
 )
-from sharding.pipeline.schedule import Kind, from_times
+from sharding.pipeline.schedule import Kind
+from sharding.pipeline.times import from_times
 
 CONFIGS = {
-    "interleaved": [InterleavedConfig(chunks=chunks) for chunks in (1, 2, 3, 4)],
+    "interleaved": [
+        InterleavedConfig(chunks=chunks, weight_gradients=when)
+        for chunks in (1, 2, 3, 4)
+        for when in ("at_once", "deferred")
+    ],
     "gpipe": [GPipeConfig()],
 }
 
@@ -44,13 +50,16 @@ def assert_is_a_pipeline(schedule, *, kinds):
     micro_batches = range(schedule.micro_batches)
     reached = {micro: -1 for micro in micro_batches}  # last group whose F is done
     returned = {micro: last + 1 for micro in micro_batches}  # lowest whose B is done
+    deferred = set()  # whose W is done
     for row in schedule.ticks:
         assert len(row) == schedule.stages
-        forward, backward = [], []
+        forward, backward, weights = [], [], []
         for stage, works in enumerate(row):
-            assert [work.kind for work in works] in ([], ["F"], ["B"], ["F", "B"])
+            assert [work.kind for work in works] in [
+                list(some) for n in range(4) for some in itertools.combinations(kinds, n)
+            ]
             for work in works:
-                done = {"F": forward, "B": backward}[work.kind]
+                done = {"F": forward, "B": backward, "W": weights}[work.kind]
                 done.append((work.micro, work.chunk * schedule.stages + stage))
         for done, step, state in ((forward, 1, reached), (backward, -1, returned)):
             assert len({micro for micro, _ in done}) == len(done), "two groups in one tick"
@@ -58,8 +67,14 @@ def assert_is_a_pipeline(schedule, *, kinds):
                 assert group == state[micro] + step
                 state[micro] = group
         assert all(reached[micro] == last for micro, _ in backward)
+        assert all(returned[micro] <= group for micro, group in weights)
+        assert deferred.isdisjoint(weights)
+        deferred.update(weights)
+        if weights:
+            assert len(weights) == schedule.stages, "a stage idles in a tick with W"
     assert set(reached.values()) == {last}
-    assert set(returned.values()) == {0 if kinds == "FB" else last + 1}
+    assert set(returned.values()) == {0 if "B" in kinds else last + 1}
+    assert len(deferred) == ("W" in kinds) * (last + 1) * schedule.micro_batches
 
 
 def test_every_schedule_is_tested():
@@ -67,16 +82,21 @@ def test_every_schedule_is_tested():
 
 
 @settings(max_examples=60)
-@given(steps(), st.floats(0.1, 10), st.floats(0.1, 10))
-def test_every_table_is_a_pipeline_with_the_idle_time_of_the_formula(step, forward, backward):
+@given(steps(), st.floats(0.1, 10), st.floats(0.1, 10), st.floats(0, 1))
+def test_every_table_is_a_pipeline_with_the_idle_time_of_the_formula(
+    step, forward, backward, share
+):
     config, stages, micro_batches = step
     schedule = config.schedule(stages, micro_batches)
-    assert_is_a_pipeline(schedule, kinds="FB")
+    assert_is_a_pipeline(schedule, kinds="FBW" if schedule.has_deferred else "FB")
     assert schedule.has_backward
+    given = forward, backward, share * backward
     wanted = (stages - 1) / (config.chunks * micro_batches)
-    assert schedule.bubble(forward, backward) == pytest.approx(wanted, abs=1e-12)
+    if schedule.has_deferred:
+        wanted *= (forward + backward - given[2]) / (forward + backward)
+    assert schedule.bubble(*given) == pytest.approx(wanted, abs=1e-12)
     useful = micro_batches * (forward + backward)
-    assert schedule.seconds(forward, backward) == pytest.approx(useful * (1 + wanted))
+    assert schedule.seconds(*given) == pytest.approx(useful * (1 + wanted))
     runs = schedule.runs()
     assert [run.first for run in runs] == [
         sum(run.length for run in runs[:i]) for i in range(len(runs))
@@ -114,6 +134,23 @@ def test_forward_tables_take_any_number_of_micro_batches(stages, chunks, micro_b
         assert schedule.bubble() > (stages - 1) / (chunks * micro_batches)
 
 
+@settings(max_examples=20)
+@given(st.integers(1, 8), st.integers(1, 4), st.integers(1, 8))
+def test_deferred_gradients_wait_for_the_first_stage(stages, chunks, turns):
+    config = InterleavedConfig(chunks=chunks, weight_gradients="deferred")
+    schedule = config.schedule(stages, turns * stages)
+    assert schedule.deferred() == tuple(range(1, stages + 1))
+
+
+def test_deferred_gradients_idle_as_zero_bubble_schedules():
+    """ZB-H1's (p - 1) / (3 m) with two chunks, and half of it with four (arXiv 2401.10241)."""
+    found = [
+        InterleavedConfig(chunks=chunks, weight_gradients="deferred").schedule(8, 32).bubble()
+        for chunks in (1, 2, 4)
+    ]
+    assert found == pytest.approx([7 / 48, 7 / 96, 7 / 192])
+
+
 def test_groups_go_round_the_stages():
     schedule = InterleavedConfig(chunks=2).schedule(3, 3)
     assert schedule.num_groups == 6
@@ -128,6 +165,9 @@ def test_groups_go_round_the_stages():
 def test_runs_of_ticks():
     assert InterleavedConfig().schedule(4, 6).runs() == (
         *(Run("F", 0, 3), Run("FB", 3, 6), Run("B", 9, 3)),
+    )
+    assert InterleavedConfig(weight_gradients="deferred").schedule(4, 6).runs() == (
+        *(Run("F", 0, 3), Run("FB", 3, 3), Run("FBW", 6, 3), Run("BW", 9, 3)),
     )
     assert GPipeConfig().schedule(4, 6).runs() == (Run("F", 0, 9), Run("B", 9, 9))
 
@@ -162,6 +202,12 @@ GOLDEN = {
         "stage 1  .  F0 F1 F2    F3    F4+B0 F5+B1 F6+B2 F7+B3 B4    B5    B6 B7 .",
         "stage 2  .  .  F0 F1    F2+B0 F3+B1 F4+B2 F5+B3 F6+B4 F7+B5 B6    B7 .  .",
         "stage 3  .  .  .  F0+B0 F1+B1 F2+B2 F3+B3 F4+B4 F5+B5 F6+B6 F7+B7 .  .  .",
+    ],
+    (InterleavedConfig(weight_gradients="deferred"), 4): [
+        "stage 0  F0 F1 F2 F3    .     .     B0+W0    B1+W1 B2+W2 B3+W3",
+        "stage 1  .  F0 F1 F2    F3    B0    B1+W0    B2+W1 B3+W2 W3",
+        "stage 2  .  .  F0 F1    F2+B0 F3+B1 B2+W0    B3+W1 W2    W3",
+        "stage 3  .  .  .  F0+B0 F1+B1 F2+B2 F3+B3+W0 W1    W2    W3",
     ],
     (GPipeConfig(), 4): [
         "stage 0  F0 F1 F2 F3 .  .  .  .  .  .  B0 B1 B2 B3",
@@ -238,6 +284,14 @@ WRONG: dict[str, tuple[dict[tuple[Kind, int, int, int], int | None], str]] = {
         {("B", 0, 0, 0): 1},
         "t: B of group 0, micro-batch 0 is in tick 1, and needs B of group 1, which is in tick 1",
     ),
+    "W too early": (
+        {("W", 1, 0, 0): 1, ("W", 0, 0, 0): 1},
+        "t: W of group 0, micro-batch 0 is in tick 1, and needs B of group 0, which is in tick 2",
+    ),
+    "missing W": (
+        {("W", 1, 0, 0): 1},
+        "t: W of group 0, micro-batch 0 is missing",
+    ),
     "B before the head": (
         {("B", 1, 0, 0): 0},
         "t: B of group 1, micro-batch 0 is in tick 0, and needs F of group 1, which is in tick 1",
@@ -248,7 +302,7 @@ WRONG: dict[str, tuple[dict[tuple[Kind, int, int, int], int | None], str]] = {
     ),
     "two F": (
         {("F", 0, 0, 1): 0},
-        "t: tick 0, stage 0 has ['F', 'F']: at most one F, then at most one B",
+        "t: tick 0, stage 0 has ['F', 'F']: at most one F, then at most one B, then at most one W",
     ),
 }
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sharding.pipeline import GPipeConfig, InterleavedConfig, forward_schedule, plan_slots
-from sharding.pipeline.schedule import from_times
+from sharding.pipeline.times import from_times
 
 
 class Buffers:
@@ -40,12 +40,13 @@ def execute(schedule, slots):
     """Execute a schedule from its slots alone, with (group, micro-batch) labels for arrays.
 
     Returns:
-        Everything done as (kind, group, micro-batch), and the buffers X, G and H.
+        Everything done as (kind, group, micro-batch), and the buffers X, G, H and R.
     """
     p, last = schedule.stages, schedule.num_groups - 1
     x = Buffers(p, slots.num_inputs)
     g = Buffers(p, slots.num_gradients)
     h = Buffers(p, slots.num_heads)
+    r = Buffers(p, slots.num_deferred)
     done = []
     made = [None] * p  # gradients made in the tick before
     for t in range(len(schedule.ticks)):
@@ -82,10 +83,16 @@ def execute(schedule, slots):
                 done.append(("B", *label))
                 if label[0] > 0:
                     made[s] = (label[0] - 1, label[1])
+                if slots.w_in[t, s] >= 0:
+                    r.store(s, slots.w_in[t, s], label)
+            if slots.w_out[t, s] >= 0:
+                label = r.read(s, slots.w_out[t, s], is_last=True)
+                assert label[0] == schedule.group(s, int(slots.w_chunk[t, s]))
+                done.append(("W", *label))
         for s in range(p):
             if slots.arrives[t, s] >= 0:
                 x.store(s, slots.arrives[t, s], sent[(s - 1) % p])
-    return done, (x, g, h)
+    return done, (x, g, h, r)
 
 
 def assert_slots_execute(schedule):
@@ -93,7 +100,7 @@ def assert_slots_execute(schedule):
     slots = plan_slots(schedule)
     done, buffers = execute(schedule, slots)
     assert sorted(done) == sorted(schedule.when)
-    sizes = (slots.num_inputs, slots.num_gradients, slots.num_heads)
+    sizes = (slots.num_inputs, slots.num_gradients, slots.num_heads, slots.num_deferred)
     assert sizes == tuple(max(buffer.most) for buffer in buffers)
     assert tuple(buffers[0].most) == schedule.kept()
     assert slots.num_inputs == max(schedule.kept())
@@ -111,10 +118,10 @@ def assert_slots_execute(schedule):
 @st.composite
 def tables(draw):
     """Name, stages, chunks and micro-batches of a table of the library."""
-    name = draw(st.sampled_from(["interleaved", "gpipe", "forward"]))
+    name = draw(st.sampled_from(["interleaved", "deferred", "gpipe", "forward"]))
     stages = draw(st.integers(1, 8))
     chunks = 1 if name == "gpipe" else draw(st.integers(1, 4))
-    if name == "interleaved" and chunks > 1:
+    if name in ("interleaved", "deferred") and chunks > 1:
         return name, stages, chunks, stages * draw(st.integers(1, 64 // stages))
     return name, stages, chunks, draw(st.integers(1, 64))
 
@@ -123,11 +130,13 @@ def build(name, stages, chunks, micro_batches):
     """A table of the library."""
     if name == "forward":
         return forward_schedule(stages, chunks, micro_batches)
-    config = GPipeConfig() if name == "gpipe" else InterleavedConfig(chunks=chunks)
+    when = "deferred" if name == "deferred" else "at_once"
+    interleaved = InterleavedConfig(chunks=chunks, weight_gradients=when)
+    config = GPipeConfig() if name == "gpipe" else interleaved
     return config.schedule(stages, micro_batches)
 
 
-def random_table(stages, chunks, micro_batches, seed):
+def random_table(stages, chunks, micro_batches, seed, *, has_deferred):
     """A table in which each stage does any work that it can, or waits."""
     rng = random.Random(seed)
     last = stages * chunks - 1
@@ -135,7 +144,7 @@ def random_table(stages, chunks, micro_batches, seed):
     times, tick = {}, 0
     while ready:
         after = set()
-        for kind in "FB":
+        for kind in "FBW" if has_deferred else "FB":
             for stage in range(stages):
                 own = sorted(
                     work for work in ready if work[0] == kind and work[1] % stages == stage
@@ -145,7 +154,11 @@ def random_table(stages, chunks, micro_batches, seed):
                 _, group, micro = work = rng.choice(own)
                 ready.remove(work)
                 times[kind, stage, group // stages, micro] = tick
+                if kind == "W":
+                    continue
                 if kind == "B":
+                    if has_deferred:
+                        ready.add(("W", group, micro))  # may be in the same tick
                     after |= {("B", group - 1, micro)} if group else set()
                 elif group < last:
                     after.add(("F", group + 1, micro))
@@ -166,9 +179,14 @@ def test_every_table_reads_the_right_slots_and_the_fewest(table):
 
 
 @settings(max_examples=40)
-@given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 8), st.integers(0, 10**6))
-def test_irregular_tables_read_the_right_slots_and_the_fewest(stages, chunks, micro_batches, seed):
-    assert_slots_execute(random_table(stages, chunks, micro_batches, seed))
+@given(
+    *(st.integers(1, 4), st.integers(1, 3), st.integers(1, 8), st.integers(0, 10**6)), st.booleans()
+)
+def test_irregular_tables_read_the_right_slots_and_the_fewest(
+    stages, chunks, micro_batches, seed, has_deferred
+):
+    table = random_table(stages, chunks, micro_batches, seed, has_deferred=has_deferred)
+    assert_slots_execute(table)
 
 
 def test_arrays_are_int32_by_tick_and_stage():
