@@ -148,3 +148,15 @@ def coordination_client() -> Any:
     JAX has it under a private name only, the same in 0.10 to 0.12.
     """
     return importlib.import_module("jax._src.distributed").global_state.client
+
+
+def loop_counts(params: dict[str, Any]) -> tuple[int, int]:
+    """Return the numbers of constants and of carried values of a `scan`.
+
+    Args:
+        params: Parameters of its equation; jax 0.11 and newer have trees instead.
+    """
+    if "ft_in" in params:
+        constants, carry, _ = params["ft_in"].unpack()
+        return len(constants), len(carry)
+    return params["num_consts"], params["num_carry"]

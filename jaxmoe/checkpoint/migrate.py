@@ -40,6 +40,7 @@ ADDED: tuple[Added, ...] = (
     Added("checkpoint.capture", "lazy"),
     Added("checkpoint.initial_state", "parameters"),
     Added("execution.pipeline", {"kind": "interleaved", "chunks": 1}),
+    Added("execution.pipeline[interleaved].weight_gradients", "at_once"),
 )
 """Fields in the order in which they were added."""
 

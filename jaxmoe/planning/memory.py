@@ -150,6 +150,7 @@ def _with_stages(sizes: Sizes, platform: Platform) -> dict[str, float]:
     found = counts(execution.pipeline, stages, plan.accumulation)
     slots = found.inputs + found.gradients + (found.heads + 1 if found.heads else 0) + 2
     stream = sizes.tokens * plan.model.embed_dim * sizes.itemsize
+    deferred = (found.deferred + 1) * _deferred(sizes, group, platform) if found.deferred else 0.0
     return {
         "gradients": gradients + _gradients(sizes, trained, platform) / chunks,
         "copies": copies,
@@ -157,10 +158,29 @@ def _with_stages(sizes: Sizes, platform: Platform) -> dict[str, float]:
         "masks": _masks(sizes, (parts.staged,), platform),
         "layer": layers[0],
         "experts": layers[1],
-        "streams": (slots + 2) * stream,
+        "streams": (slots + 2) * stream + deferred,
         "before": _outside(sizes, parts.before, platform),
         "after": _outside(sizes, parts.after, platform),
     }
+
+
+def _deferred(sizes: Sizes, held: Sequence[Held], platform: Platform) -> float:
+    """Return what B leaves for W: inputs of products, and gradients of their results."""
+    width, total = sizes.plan.model.embed_dim, 0.0
+    # The fused experts of the XLA implementation, which CPUs use, are not split.
+    is_fused = platform == "cpu" and sizes.plan.execution.kernels.grouped_swiglu in (None, "xla")
+    for one in held:
+        heads, fed = one.stack.kind.mixer.heads, one.stack.kind.feed_forward.sizes
+        values = sizes.projected(heads) + sizes.heads(heads) * heads.head_dim + 2 * width
+        if fed.dense_dim:
+            values += 2 * width + 3 * fed.dense_dim / sizes.shards(ax.ACT_MLP)
+        layer = sizes.inner_tokens * values
+        if fed.num_experts:
+            layer += sizes.tokens * (width + fed.num_experts)
+            if not is_fused:
+                layer += sizes.places(fed) * (2 * width + 3 * fed.expert_dim)
+        total += one.layers * layer
+    return total * sizes.itemsize
 
 
 def _outside(sizes: Sizes, scans: tuple[Scan, ...], platform: Platform) -> float:

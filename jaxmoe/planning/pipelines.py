@@ -3,8 +3,9 @@
 """Counts what a pipeline repeats in a step: ticks, arrays kept, passes through each layer.
 
 A stage recomputes the forward pass of a group of layers from the kept input, in every tick of B,
-and does so on old values where it has no work. With p stages, v chunks, m micro-batches and n
-layers in the staged scan, a device passes through
+and does so on old values where it has no work. Deferred gradients of weights are computed where
+there is work alone. With p stages, v chunks, m micro-batches and n layers in the staged scan, a
+device passes through
 
     staged layers    (v m + p - 1) n / (p v)   times forward alone, as often forward and backward
     layers before    m of each                 forward alone, as often forward and backward
@@ -42,6 +43,10 @@ class Counts(NamedTuple):
     """Most gradients that arrived from the next stage and wait."""
     heads: int
     """Most gradients of the head that wait."""
+    weights: int
+    """Ticks in which some stage computes gradients of weights: those of W, or of B."""
+    deferred: int
+    """Most W that wait on a stage."""
 
 
 class Passes(NamedTuple):
@@ -51,6 +56,13 @@ class Passes(NamedTuple):
     """Forward alone."""
     trained: float
     """Forward, then backward."""
+    weights: float
+    """Gradients of the weights, which are part of the backward passes or deferred."""
+
+    @property
+    def time(self) -> float:
+        """Time of the passes, in that of one forward."""
+        return self.forward + 2 * self.trained + self.weights
 
 
 def counts(pipeline: PipelineConfig, stages: int, micro_batches: int) -> Counts:
@@ -84,6 +96,8 @@ def _count(pipeline: PipelineConfig, stages: int, micro_batches: int) -> Counts:
         inputs=slots.num_inputs,
         gradients=slots.num_gradients,
         heads=slots.num_heads,
+        weights=sum(run.length for run in runs if schedule.kinds[-1] in run.kinds),
+        deferred=slots.num_deferred,
     )
 
 
@@ -97,7 +111,9 @@ def idle_over_useful(pipeline: PipelineConfig, stages: int, micro_batches: int) 
     """
     if stages == 1:
         return 0.0
-    return counts(pipeline, stages, micro_batches).forward / (pipeline.chunks * micro_batches) - 1.0
+    found = counts(pipeline, stages, micro_batches)
+    time = Passes(found.forward, found.backward, found.weights).time
+    return time / (4.0 * pipeline.chunks * micro_batches) - 1.0
 
 
 def passes(
@@ -114,13 +130,15 @@ def passes(
     """
     stages, pipeline = execution.mesh.stage, execution.pipeline
     if stages == 1:
-        return Passes(0.0, float(accumulation * layers))
+        once = float(accumulation * layers)
+        return Passes(0.0, once, once)
     parts = ModelParts.of(model)
     if name == parts.staged.name:
         found, group = counts(pipeline, stages, accumulation), layers / (stages * pipeline.chunks)
-        return Passes(found.forward * group, found.backward * group)
+        ticks = found.forward, found.backward, found.weights
+        return Passes(*(number * group for number in ticks))
     once = float(accumulation * layers)
-    return Passes(once if name in _names(parts.before) else 0.0, once)
+    return Passes(once if name in _names(parts.before) else 0.0, once, once)
 
 
 def _names(scans: tuple[Scan, ...]) -> tuple[str, ...]:

@@ -56,7 +56,11 @@ def choices(plan: StepPlan) -> list[StepPlan]:
     """Return the plan with every schedule to compare that its layers and micro-batches allow."""
     own = plan.execution.pipeline
     usual: list[PipelineConfig] = [GPipeConfig()]
-    usual += [InterleavedConfig(chunks=chunks) for chunks in (1, 2, 4)]
+    usual += [
+        InterleavedConfig(chunks=chunks, weight_gradients=when)
+        for when in ("at_once", "deferred")
+        for chunks in (1, 2, 4)
+    ]
     found = []
     for pipeline in [*usual, *([] if own in usual else [own])]:
         execution = dataclasses.replace(plan.execution, pipeline=pipeline)
@@ -114,8 +118,9 @@ def _weights(plan: StepPlan) -> float:
 
 
 def schedule_in_words(pipeline: PipelineConfig) -> str:
-    """Return a schedule as `gpipe` or `interleaved x2`."""
-    return pipeline.name + (f" x{pipeline.chunks}" if pipeline.chunks > 1 else "")
+    """Return a schedule as `gpipe` or `interleaved x2, deferred`."""
+    chunks = f" x{pipeline.chunks}" if pipeline.chunks > 1 else ""
+    return pipeline.name + chunks + (", deferred" if pipeline.is_deferred else "")
 
 
 def timetable(plan: StepPlan, width: int) -> str:

@@ -80,14 +80,10 @@ def predict_time(plan: StepPlan, chip: Chip) -> StepTime:
     num_devices = math.prod(sizes.mesh.values())
     local = sum(map(sizes.local, plan.table))
     weights = sum(
-        sizes.in_use(row) / sizes.layers(row) * (passes.forward + 3 * passes.trained)
-        for row in plan.table
-        for passes in [sizes.row_passes(row)]
+        sizes.in_use(row) / sizes.layers(row) * sizes.row_passes(row).time for row in plan.table
     )
     stream = sizes.tokens * plan.model.embed_dim * sizes.itemsize
-    streams = sum(
-        passes.forward / 3 + passes.trained for passes in map(sizes.stack_passes, plan.model.stacks)
-    )
+    streams = sum(sizes.stack_passes(stack).time / 3 for stack in plan.model.stacks)
     moved = weights * sizes.itemsize + 4 * 8 * local + _STREAM_PASSES * streams * stream
     return StepTime(
         compute=executed_flops(sizes) / num_devices / (chip.flops * EFFICIENCY),
@@ -117,7 +113,8 @@ def executed_flops(sizes: Sizes) -> float:
         own = _stack_flops(plan, stack) * plan.tokens
         passes = sizes.stack_passes(stack)
         useful = plan.accumulation * stack.num_layers
-        total += own * stages * (passes.forward / 3 + passes.trained * again) / useful - own * again
+        executed = passes.time / 3 + passes.trained * (again - 1)
+        total += own * stages * executed / useful - own * again
     return total
 
 

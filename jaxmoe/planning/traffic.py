@@ -114,7 +114,7 @@ def _weights(sizes: Sizes) -> Iterator[Traffic]:
         yield from _traffic(sizes, "weights", axes, shared, gathers)
         if row.is_frozen:
             continue
-        yield from _traffic(sizes, "gradients", axes, shared, passes.trained)
+        yield from _traffic(sizes, "gradients", axes, shared, passes.weights)
         copies = tuple(
             axis
             for axis in sizes.pieces(*ax.BATCH_AXES, ax.SEQ, ax.TENSOR)

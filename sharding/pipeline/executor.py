@@ -9,6 +9,7 @@ One loop for each run of ticks with the same kinds of work. A tick:
     F       forward of one group
     leave   if a micro-batch leaves: its loss and the gradient of its stream, on all stages
     B       backward of one group, computing its forward again from the kept input
+    W       gradients of the weights of one group, where the schedule defers them
     home    if a gradient arrives at the first group: what it gives the embedding
     activations of F arrive at the next stage
 
@@ -27,7 +28,7 @@ import operator
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +39,7 @@ from sharding.axes import STAGE
 from sharding.constrain import zeros_of
 from sharding.pipeline.schedule import Schedule
 from sharding.pipeline.slots import Slots, plan_slots
+from sharding.pipeline.split import Halves, split
 from sharding.regions import sum_over
 
 Stream = Any
@@ -91,12 +93,14 @@ class _Carry:
     """Gradients of streams, the same way; None if there is one group."""
     heads: Any
     """Gradients from `leave` that wait for their B; None if they never do."""
+    deferred: Any
+    """What B left for W, the same way; None without W."""
     sent: Any
     """Gradient of the stream that B made last."""
     sums: PipelineSums
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class _Executor:
     schedule: Schedule
     slots: Slots
@@ -105,27 +109,50 @@ class _Executor:
     """Parameters of the stage, [chunks ...]."""
     stream: Any
     """Shapes of a stream."""
+    arguments: tuple[Any, ...]
+    """Shapes of the arguments of `PipelineParts.backward`."""
+    halves: Halves | None
+    """The backward pass of a group in two halves, B and W; None if there is no W."""
+
+    @classmethod
+    def of(cls, schedule: Schedule, parts: PipelineParts, parameters: Any) -> _Executor:
+        """Return the executor of a schedule; see `execute`."""
+        number = jax.ShapeDtypeStruct((), jnp.int32)
+        stream, _ = jax.eval_shape(parts.enter, number)
+        group = jax.eval_shape(lambda: _get(parameters, jnp.int32(0)))
+        _, sums = jax.eval_shape(parts.forward, group, stream, number, number)
+        has_work = jax.ShapeDtypeStruct((), jnp.bool_)
+        arguments = (group, stream, number, number, sums, stream, has_work)
+        halves = None
+        if schedule.has_deferred:
+            is_kept = [argument is group for argument in arguments]
+            halves = split(parts.backward, arguments, is_kept=is_kept, is_late=_is_of_matrix)
+        return cls(
+            schedule=schedule,
+            slots=plan_slots(schedule),
+            parts=parts,
+            parameters=parameters,
+            stream=stream,
+            arguments=arguments,
+            halves=halves,
+        )
 
     def start(self) -> _Carry:
         """Return the carry before the first tick: zeros."""
         slots, number = self.slots, jax.ShapeDtypeStruct((), jnp.int32)
-        of_stream = partial(_zeros, self.stream)
-        chunk = jax.eval_shape(lambda: self.group(jnp.int32(0)))
+        of_stream, sums = partial(_zeros, self.stream), self.arguments[4]
         left, _ = jax.eval_shape(self.parts.leave, self.stream, number, None)
-        _, sums = jax.eval_shape(self.parts.forward, chunk, self.stream, number, number)
         _, entered = jax.eval_shape(self.parts.enter, number)
         gradients = None
         if self.schedule.has_backward:
             entered = jax.eval_shape(self.parts.home, self.stream, number, None)
-            has_work = jax.ShapeDtypeStruct((), jnp.bool_)
-            gradients, *_ = jax.eval_shape(
-                self.parts.backward, chunk, self.stream, number, number, sums, self.stream, has_work
-            )
+            gradients, *_ = jax.eval_shape(self.parts.backward, *self.arguments)
             gradients = _zeros(gradients, self.schedule.chunks)
         return _Carry(
             inputs=of_stream(slots.num_inputs + 1),
             arrived=of_stream(slots.num_gradients + 1) if slots.num_gradients else None,
             heads=of_stream(slots.num_heads + 1) if slots.num_heads else None,
+            deferred=self.halves and _zeros(self.halves.handed, slots.num_deferred + 1),
             sent=of_stream() if self.schedule.has_backward else None,
             sums=PipelineSums(
                 stages=_zeros(sums, self.schedule.chunks),
@@ -174,6 +201,8 @@ class _Executor:
             carry = self._backward(
                 carry, row, _zeros(self.stream) if gradient is None else gradient
             )
+        if "W" in kinds:
+            carry = self._weights(carry, row)
         if "F" in kinds:
             carry = replace(carry, inputs=_put(carry.inputs, sent, row["arrives"]))
         return carry, None
@@ -225,7 +254,7 @@ class _Executor:
             arrived = _get(carry.arrived, row["b_gradient"])
             is_inner = row["b_gradient"] >= 0
             gradient = jax.tree.map(lambda a, h: jnp.where(is_inner, a, h), arrived, from_head)
-        d_group, d_stream, sums = self.parts.backward(
+        arguments = (
             self.group(chunk),
             _get(carry.inputs, row["b_input"]),
             jnp.maximum(row["b_micro"], 0),
@@ -234,6 +263,11 @@ class _Executor:
             _where(has_work, gradient),
             has_work,
         )
+        if self.halves is None:
+            d_group, d_stream, sums = self.parts.backward(*arguments)
+        else:
+            (d_group, d_stream, sums), handed = self.halves.early(*arguments)
+            carry = replace(carry, deferred=_put(carry.deferred, handed, row["w_in"]))
         first, _ = self.schedule.place(0)
 
         def come_home(d_stream: Stream, total: Any) -> Any:
@@ -251,6 +285,13 @@ class _Executor:
             entered=entered,
         )
         return replace(carry, sent=d_stream, sums=totals)
+
+    def _weights(self, carry: _Carry, row: dict[str, Array]) -> _Carry:
+        chunk, waited = jnp.maximum(row["w_chunk"], 0), _get(carry.deferred, row["w_out"])
+        d_group, _, _ = cast("Halves", self.halves).late(waited, self.group(chunk))
+        d_group = _where(row["w_out"] >= 0, d_group)
+        gradients = _add(carry.sums.gradients, d_group, chunk)
+        return replace(carry, sums=replace(carry.sums, gradients=gradients))
 
     def _send(self, stream: Stream, step: int) -> Stream:
         """Return what the stage `step` before this one holds; stages form a ring."""
@@ -272,10 +313,8 @@ def execute(schedule: Schedule, parts: PipelineParts, parameters: Any) -> Pipeli
         not over stages.
     """
     _store_no_programs_on_cpus()
-    slots = plan_slots(schedule)
-    stream, _ = jax.eval_shape(parts.enter, jax.ShapeDtypeStruct((), jnp.int32))
-    executor = _Executor(schedule, slots, parts, parameters, stream)
-    carry = executor.start()
+    executor = _Executor.of(schedule, parts, parameters)
+    slots, carry = executor.slots, executor.start()
     for run in schedule.runs():
         rows = _rows(slots, run.first, run.length)
         has_arrivals = bool((slots.g_arrives[run.first : run.first + run.length] >= 0).any())
@@ -326,8 +365,25 @@ def _put(slots: Any, tree: Any, index: Number) -> Any:
 
 
 def _add(totals: Any, tree: Any, chunk: Number) -> Any:
-    """Return totals with a leading dimension of chunks, with the tree added to one of them."""
-    return _put(totals, jax.tree.map(operator.add, _get(totals, chunk), tree), chunk)
+    """Return totals with a leading dimension of chunks, with the tree added to one of them.
+
+    A total stays where the tree has None.
+    """
+
+    def add(x: Array | None, total: Array) -> Array:
+        return total if x is None else _put(total, _get(total, chunk) + x, chunk)
+
+    return jax.tree.map(add, tree, totals, is_leaf=lambda x: x is None)
+
+
+def _is_of_matrix(results: tuple[Any, Stream, Any]) -> Any:
+    """Return for each result of the backward pass whether it is the gradient of matrices.
+
+    Those have three dimensions, layers included. Gradients of vectors are cheap, and their inputs
+    are not.
+    """
+    d_group, *others = results
+    return jax.tree.map(lambda x: x.ndim >= 3, d_group), *jax.tree.map(lambda _: False, others)
 
 
 def _where(condition: Bool[Array, ""], tree: Any) -> Any:

@@ -26,6 +26,11 @@ class GPipeConfig:
         """Chunks of layers on each stage."""
         return 1
 
+    @property
+    def is_deferred(self) -> bool:
+        """Whether gradients of weights are deferred."""
+        return False
+
     def check(self, stages: int, micro_batches: int) -> None:
         """Accept any number of stages and micro-batches."""
         del stages, micro_batches

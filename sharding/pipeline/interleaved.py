@@ -31,12 +31,17 @@ class InterleavedConfig:
     """Chunks of layers on each stage; n chunks divide idle time by n, and send activations n times
     as often. Above 1, training.accumulation must be a multiple of mesh.stage."""
     weight_gradients: Literal["at_once", "deferred"] = "at_once"
-    """When gradients of weights are computed: in the backward pass, or later, which idles a third
-    less and keeps inputs and gradients of the products of up to mesh.stage micro-batches."""
+    """When gradients of weights are computed: in the backward pass, or deferred, which idles a
+    quarter less and keeps inputs and gradients of products for mesh.stage micro-batches."""
 
     def __post_init__(self):
         if self.chunks < 1:
             raise ValueError(f"execution.pipeline.chunks={self.chunks} must be at least 1")
+
+    @property
+    def is_deferred(self) -> bool:
+        """Whether gradients of weights are deferred."""
+        return self.weight_gradients == "deferred"
 
     def check(self, stages: int, micro_batches: int) -> None:
         """Check that micro-batches fill whole turns through the chunks.
@@ -76,6 +81,6 @@ class InterleavedConfig:
         for _, stage, chunk, micro in list(times):
             place = position(stages, self.chunks, self.chunks - 1 - chunk, micro)
             times["B", stage, chunk, micro] = first + place + stages - 1 - stage
-            if self.weight_gradients == "deferred":
+            if self.is_deferred:
                 times["W", stage, chunk, micro] = first + place + stages - 1
         return from_times(self.name, stages, self.chunks, micro_batches, times)

@@ -196,32 +196,31 @@ class Schedule:
         kind, group, micro = key
         return f"{self.name}: {kind} of group {group}, micro-batch {micro}"
 
-    def seconds(
-        self, forward: float = 1.0, backward: float = 2.0, weights: float | None = None
-    ) -> float:
+    def seconds(self, forward: float = 1.0, backward: float = 3.0, weights: float = 1.0) -> float:
         """Return the time of the table. A kind that any stage does in a tick costs all stages.
+
+        The defaults count products: a backward pass has those of the forward pass again, and for
+        each of them one for the stream and one for weights.
 
         Args:
             forward: Time of F of one micro-batch through all chunks of a stage.
             backward: Time of its backward pass likewise: of B, or of B and W.
-            weights: Time of W, if there is any; half of `backward` when None.
+            weights: Time of W, if there is any.
         """
-        weights = (backward / 2 if weights is None else weights) if self.has_deferred else 0.0
+        weights = weights if self.has_deferred else 0.0
         costs = {"F": forward, "B": backward - weights, "W": weights}
         return sum(run.length * sum(costs[kind] for kind in run.kinds) for run in self.runs()) / (
             self.chunks
         )
 
-    def bubble(
-        self, forward: float = 1.0, backward: float = 2.0, weights: float | None = None
-    ) -> float:
+    def bubble(self, forward: float = 1.0, backward: float = 3.0, weights: float = 1.0) -> float:
         """Return idle over useful time; the arguments are those of `seconds`."""
         useful = self.micro_batches * (forward + (backward if self.has_backward else 0.0))
         return self.seconds(forward, backward, weights) / useful - 1.0
 
     @property
     def idle_share(self) -> float:
-        """Idle over total time of a stage; with W, if F, B and W take as long as one another."""
+        """Idle over total time of a stage, with the default times of `seconds`."""
         bubble = self.bubble()
         return bubble / (1.0 + bubble)
 

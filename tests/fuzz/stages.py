@@ -51,7 +51,8 @@ def _execution(rng: np.random.Generator, execution: ExecutionConfig) -> Executio
     pipeline = pick(
         rng,
         (InterleavedConfig(), InterleavedConfig(chunks=2), InterleavedConfig(chunks=3))
-        + (GPipeConfig(),),
+        + (GPipeConfig(), InterleavedConfig(weight_gradients="deferred"))
+        + (InterleavedConfig(chunks=2, weight_gradients="deferred"),),
     )
     return dataclasses.replace(
         execution,

@@ -40,8 +40,9 @@ def pipeline_in_words(
     extra = (
         f", {others} layer{plural} with the embedding or the head on every stage" if others else ""
     )
+    deferred = " with deferred weight gradients" * execution.pipeline.is_deferred
     return (
-        f"{stages} with {layers} each{extra}; {execution.pipeline.name}, {accumulation}"
+        f"{stages} with {layers} each{extra}; {execution.pipeline.name}{deferred}, {accumulation}"
         f" micro-batches: {schedule.idle_share:.0%} of the time idle, at most"
         f" {max(schedule.kept())} inputs kept"
     )

@@ -52,6 +52,7 @@ def bytes_of(plan):
         (InterleavedConfig(), 4, 37),
         (InterleavedConfig(chunks=2), 4, 48),
         (InterleavedConfig(chunks=4), 2, 30),
+        (InterleavedConfig(chunks=2, weight_gradients="deferred"), 4, 48),
         (GPipeConfig(), 3, 41),
     ],
 )
@@ -66,6 +67,8 @@ def test_counts_of_a_large_table_are_those_of_the_table(pipeline, stages, micro_
         inputs=slots.num_inputs,
         gradients=slots.num_gradients,
         heads=slots.num_heads,
+        weights=sum(run.length for run in runs if schedule.kinds[-1] in run.kinds),
+        deferred=slots.num_deferred,
     )
     assert idle_over_useful(pipeline, stages, micro_batches) == pytest.approx(schedule.bubble())
 
@@ -206,14 +209,23 @@ def test_the_search_proposes_only_pipelines_that_train():
 def test_schedules_that_fit_are_compared():
     plan = staged_plan(micro_batches=8, model=EIGHT_LAYERS)
     found = {schedule_in_words(one.pipeline): one for one in compare_schedules(plan, CHIPS["h100"])}
-    assert list(found) == ["gpipe", "interleaved", "interleaved x2"]  # eight layers, four stages
+    # Eight layers on four stages.
+    both = ["interleaved", "interleaved x2"]
+    assert list(found) == ["gpipe", *both, *(f"{name}, deferred" for name in both)]
+    assert found["interleaved, deferred"].idle < found["interleaved"].idle
+    assert found["interleaved, deferred"].seconds < found["interleaved"].seconds
+    assert found["interleaved, deferred"].memory > found["interleaved"].memory
     idle = [round(one.idle, 4) for one in found.values()]
-    assert idle == [round(3 / 11, 4), round(3 / 11, 4), round(3 / 19, 4)]
-    assert [one.inputs for one in found.values()] == [8, 7, 11]
+    deferred = [9 / 32, 9 / 64]  # (p - 1) (F + B) / (v m (F + B + W)) with B = 2 F, W = F
+    assert idle == [
+        *(round(3 / 11, 4), round(3 / 11, 4), round(3 / 19, 4)),
+        *(round(bubble / (1 + bubble), 4) for bubble in deferred),
+    ]
+    assert [one.inputs for one in found.values()] == [8, 7, 11, 7, 11]
     assert found["gpipe"].memory > found["interleaved"].memory
     assert found["interleaved x2"].sent > found["interleaved"].sent
     odd = dataclasses.replace(plan, accumulation=2)  # no multiple of four
-    assert len(compare_schedules(odd, CHIPS["h100"])) == 2
+    assert len(compare_schedules(odd, CHIPS["h100"])) == 3
     layouts = compare_layouts(plan, CHIPS["h100"])
     assert layouts is not None and layouts.once < layouts.always
     assert compare_layouts(staged_plan(rules="zero2"), CHIPS["h100"]) is None

@@ -143,9 +143,9 @@ def test_deferred_gradients_wait_for_the_first_stage(stages, chunks, turns):
 
 
 def test_deferred_gradients_idle_as_zero_bubble_schedules():
-    """ZB-H1's (p - 1) / (3 m) with two chunks, and half of it with four (arXiv 2401.10241)."""
+    """ZB-H1's (p - 1) / (3 m) with two chunks, half of it with four, where F, B and W are equal."""
     found = [
-        InterleavedConfig(chunks=chunks, weight_gradients="deferred").schedule(8, 32).bubble()
+        InterleavedConfig(chunks=chunks, weight_gradients="deferred").schedule(8, 32).bubble(1, 2)
         for chunks in (1, 2, 4)
     ]
     assert found == pytest.approx([7 / 48, 7 / 96, 7 / 192])

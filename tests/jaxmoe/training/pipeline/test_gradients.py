@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxmoe.execution import ExecutionConfig
+from jaxmoe.execution import ExecutionConfig, KernelsConfig
 from jaxmoe.models.transformer import Transformer, initial_router_state
 from jaxmoe.routing import METHODS, CapacityConfig
 from jaxmoe.run.diagnostics.router_statistics import router_statistics
@@ -29,6 +29,9 @@ DENSE_FIRST = dataclasses.replace(FULL, num_layers=5)
 """A dense layer before four MoE layers, tied embeddings."""
 DENSE_LAST = dataclasses.replace(FULL, num_layers=5, dense_layers=(4,), has_tied_embeddings=False)
 
+DEFERRED = InterleavedConfig(weight_gradients="deferred")
+SPLIT = KernelsConfig(grouped_swiglu="reference")
+"""Experts whose backward pass can be split: not the fused one that CPUs use."""
 
 AROUND = dataclasses.replace(
     FULL, num_layers=6, dense_layers=(1, 4), has_tied_embeddings=False, dense_dim=24
@@ -67,6 +70,24 @@ SLOW = {
         model=AROUND, mesh=MeshConfig(stage=2), execution={"pipeline": GPipeConfig()}
     ),
     "four stages": Row(mesh=MeshConfig(stage=4, data=2)),
+    "deferred": Row(
+        mesh=MeshConfig(stage=4, data=2),
+        execution={"pipeline": DEFERRED, "kernels": SPLIT, "rules": "zero2", "remat": "full"},
+    ),
+    "deferred, dense first": Row(
+        model=DENSE_FIRST,
+        mesh=MeshConfig(stage=2, data=2, tensor=2),
+        form="two_pass",
+        execution={"pipeline": DEFERRED, "kernels": SPLIT},
+    ),
+    "deferred, two chunks": Row(
+        parts=2,
+        mesh=MeshConfig(stage=2, data=2, expert=2),
+        execution={
+            "pipeline": InterleavedConfig(chunks=2, weight_gradients="deferred"),
+            "dispatcher": AllToAllConfig(),
+        },
+    ),
     "gpipe": Row(mesh=MeshConfig(stage=4, data=2), execution={"pipeline": GPipeConfig()}),
     "dense last": Row(model=DENSE_LAST, mesh=MeshConfig(stage=4, data=2)),
     "tensor, remat": Row(mesh=MeshConfig(stage=2, data=2, tensor=2), execution={"remat": "full"}),
