@@ -215,11 +215,11 @@ def fault_of_code(code: str, pages: dict[str, str]) -> str | None:
 def test_the_features_have_their_states_and_evidence():
     text = FEATURES.read_text(encoding="utf-8")
     rows = FEATURE.findall(text)
-    assert len(rows) == 100 == len({feature for feature, _, _ in rows})
+    assert 100 <= len(rows) == len({feature for feature, _, _ in rows})
     states = collections.Counter(state for _, state, _ in rows)
     assert set(states) == {"yes", "in part", "no"}
     counts = ", ".join(f"{states[state]} {state}" for state in ("yes", "in part", "no"))
-    assert f"100 features: {counts}." in text
+    assert f"{len(rows)} features: {counts}." in text
     unproved = [row for row in rows if row[1] != "no" and not TEST.search(row[2])]
     assert not unproved, unproved
 

@@ -39,6 +39,9 @@ from jaxmoe.json_bounds import MAX_JSON_BYTES, MAX_JSON_DEPTH, parse_json, read_
 MAX_ARRAY_BYTES = 1 << 50
 """Largest size of one array."""
 
+MAX_DESCRIPTION = 1 << 16
+"""Largest description of an array in the store, bytes."""
+
 _MANIFEST = pathlib.PurePath("manifest", "metadata")
 _STORE = pathlib.PurePath("state", "_METADATA")
 _HANDLERS = "_CHECKPOINT_METADATA"
@@ -106,11 +109,12 @@ def before_opening(directory: pathlib.Path) -> list[str]:
     return lines
 
 
-def contents(step: pathlib.Path) -> list[str]:
+def contents(step: pathlib.Path, *, has_store: bool = True) -> list[str]:
     """Return one line for each difference between the files of a step and its manifest.
 
     Args:
         step: Directory of the step; `places` and `texts` must have found nothing.
+        has_store: Whether the store of the arrays is compared, too.
     """
     if not (step / _MANIFEST).is_file():
         return []  # written by another tool, which is refused elsewhere
@@ -126,7 +130,7 @@ def contents(step: pathlib.Path) -> list[str]:
     if held > 2 * needed + 8 * MAX_JSON_BYTES:
         return [f"its files have {held} bytes, and its arrays need {needed}"]
     lines = [*_handlers(step), *_names(step, arrays)]
-    return lines or _store(step, arrays)
+    return lines or (_store(step, arrays) if has_store else [])
 
 
 def beyond_memory(arrays: Mapping[str, Any]) -> str:
@@ -231,10 +235,10 @@ def _store(step: pathlib.Path, arrays: Mapping[str, Any]) -> list[str]:
         keys: list[str] = [key.decode(errors="replace") for key in store.list().result()]
         for name, path in by_name.items():
             value = store.read(f"{name}/.zarray").result().value
-            if len(value) > 1 << 16:
+            if len(value) > MAX_DESCRIPTION:
                 lines.append(f"{path}: its description in the store has {len(value)} bytes")
                 continue
-            wrong = _described_in_store(parse_json(value.decode()), arrays[path])
+            wrong = differs_in_store(parse_json(value.decode()), arrays[path])
             lines += [f"{path}: {wrong}"] if wrong else []
         for key in keys:
             name, _, chunk = key.rpartition("/")
@@ -245,7 +249,7 @@ def _store(step: pathlib.Path, arrays: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def _described_in_store(stored: Mapping[str, Any], array: Mapping[str, Any]) -> str:
+def differs_in_store(stored: Mapping[str, Any], array: Mapping[str, Any]) -> str:
     """Return the difference between a stored array and the manifest; empty if there is none."""
     dtype = _dtype(array["dtype"])
     assert dtype is not None

@@ -49,12 +49,7 @@ def damage(step: Any) -> list[str]:
     step = pathlib.Path(step)
     if not (step / LIST).exists():
         return [f"{LIST}: missing, the list of files"]
-    try:
-        outer = json.loads((step / LIST).read_text(encoding="utf-8"))
-        is_whole = zlib.crc32(outer["files"].encode()) == outer["crc32"]
-        listed = json.loads(outer["files"]) if is_whole else None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        listed = None
+    listed = _listed(step)
     if listed is None:
         return [f"{LIST}: the list of files is damaged"]
     found, lines = set(_names(step)), []
@@ -68,6 +63,37 @@ def damage(step: Any) -> list[str]:
         elif _measure(step / name)[1] != crc:
             lines.append(f"{name}: its content has changed ({size} bytes)")
     return [*lines, *(f"{name}: was not written with it" for name in sorted(found - set(listed)))]
+
+
+def whole_files(step: Any) -> list[str] | None:
+    """Return the names of the files that are as they were written; None if the list is damaged.
+
+    Args:
+        step: Directory of the step.
+    """
+    step = pathlib.Path(step)
+    listed = _listed(step)
+    if listed is None:
+        return None
+    names = sorted(listed.keys() & set(_names(step)))
+    return [name for name in names if _is_whole(step / name, listed[name])]
+
+
+def _is_whole(path: pathlib.Path, wanted: list[int]) -> bool:
+    try:
+        return path.stat().st_size == wanted[0] and list(_measure(path)) == wanted
+    except OSError:  # such as a bad sector
+        return False
+
+
+def _listed(step: pathlib.Path) -> dict[str, list[int]] | None:
+    """Return size and CRC-32 by name; None if the list is missing or damaged."""
+    try:
+        outer = json.loads((step / LIST).read_text(encoding="utf-8"))
+        is_whole = zlib.crc32(outer["files"].encode()) == outer["crc32"]
+        return json.loads(outer["files"]) if is_whole else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
 
 
 def _names(step: pathlib.Path) -> Iterator[str]:

@@ -22,23 +22,34 @@ from jaxmoe.checkpoint.manifest import CheckpointManifest
 
 logger = logging.getLogger(__name__)
 
-LATER = {"recent_norms": "gradient norms of the last steps, which bound that of the next"}
+LATER = {
+    "recent_norms": "gradient norms of the last steps, which bound that of the next",
+    "layer_norms": "gradient norms of the layers, by which neighbours of a lost one are weighted",
+}
 """Fields of the state, and their meaning."""
+_CHOSEN = ("layer_norms",)
+"""Fields that a run may stop to keep; a checkpoint that has them is read without them."""
 
 
 def without_later(manifest: CheckpointManifest, target: Any) -> Any:
-    """Return the target without the arrays that the checkpoint lacks because of its age.
+    """Return the target with the later arrays that the checkpoint has.
 
     Args:
         manifest: Manifest of the checkpoint.
         target: State; anything else is returned unchanged.
     """
-    missing = _missing(manifest, target)
-    return dataclasses.replace(target, **dict.fromkeys(missing)) if missing else target
+    changed: dict[str, Any] = dict.fromkeys(_missing(manifest, target))
+    for name in _unwanted(manifest, target):
+        saved = manifest.arrays[name]
+        placed = getattr(target.step, "sharding", None)
+        changed[name] = jax.ShapeDtypeStruct(saved["shape"], saved["dtype"], sharding=placed)
+    return dataclasses.replace(target, **changed) if changed else target
 
 
 def with_later(manifest: CheckpointManifest, state: Any, target: Any, where: str) -> Any:
-    """Return the restored state with zeros for those arrays, and log a warning for each.
+    """Return the restored state with the later arrays of the target.
+
+    Those that the checkpoint lacks are zeros, with a warning for each.
 
     Args:
         manifest: Manifest of the checkpoint.
@@ -46,12 +57,13 @@ def with_later(manifest: CheckpointManifest, state: Any, target: Any, where: str
         target: State with all arrays, or `jax.ShapeDtypeStruct`.
         where: Name of the checkpoint in messages.
     """
-    missing = _missing(manifest, target)
-    if not missing:
+    missing, unwanted = _missing(manifest, target), _unwanted(manifest, target)
+    if not missing and not unwanted:
         return state
     for name in missing:
         logger.warning("%s has no %s (%s): it starts as zeros", where, name, LATER[name])
-    return dataclasses.replace(state, **{name: _empty(getattr(target, name)) for name in missing})
+    empty = {name: _empty(getattr(target, name)) for name in missing}
+    return dataclasses.replace(state, **(empty | dict.fromkeys(unwanted)))
 
 
 def _missing(manifest: CheckpointManifest, target: Any) -> list[str]:
@@ -59,6 +71,12 @@ def _missing(manifest: CheckpointManifest, target: Any) -> list[str]:
         name
         for name in LATER
         if getattr(target, name, None) is not None and name not in manifest.arrays
+    ]
+
+
+def _unwanted(manifest: CheckpointManifest, target: Any) -> list[str]:
+    return [
+        name for name in _CHOSEN if name in manifest.arrays and getattr(target, name, 0) is None
     ]
 
 

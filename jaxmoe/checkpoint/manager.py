@@ -46,6 +46,7 @@ from jaxmoe.checkpoint.manifest import (
     CheckpointDamagedError,
     CheckpointError,
     CheckpointManifest,
+    CheckpointsLostError,
     check_arrays,
     check_fingerprints,
     check_global,
@@ -102,6 +103,7 @@ class CheckpointManager:
             check_directory(self.directory, (TRASH, _DAMAGED), is_writer=is_writer)
             if is_writer:
                 make_directory(self.directory)
+        self.damaged_directory = self.directory / _DAMAGED
         self._is_writer = is_writer
         self._verify: Verify = verify
         self._commits = Commits(self.directory, fence, is_writer=is_writer)
@@ -307,7 +309,8 @@ class CheckpointManager:
             is_strict: Raise at the first damaged step.
 
         Raises:
-            CheckpointError: The arrays differ from the target's, or all steps are damaged.
+            CheckpointsLostError: All steps are damaged.
+            CheckpointError: The arrays differ from the target's.
             LeaseLostError: Another process has taken the directory over.
         """
         steps, abandoned = self.shared_steps(), 0
@@ -326,7 +329,7 @@ class CheckpointManager:
                     raise
                 self._set_aside(step, error)
         if len(steps) > abandoned:
-            raise CheckpointError(
+            raise CheckpointsLostError(
                 f"{self.directory}: all steps are damaged ({', '.join(map(str, steps))}): start in"
                 " another directory, or restore a copy"
             )
@@ -368,7 +371,7 @@ class CheckpointManager:
             return
         self._commits.check_held()  # a barrier: all processes have stopped reading
         if jax.process_index() == 0:
-            shelf = self.directory / _DAMAGED
+            shelf = self.damaged_directory
             shelf.mkdir(exist_ok=True)
             names = [str(step), *(f"{step}-{number}" for number in range(2, 1000))]
             free = next(name for name in names if not (shelf / name).exists())

@@ -43,6 +43,10 @@ class CheckpointDamagedError(CheckpointError):
     """A checkpoint whose files or arrays have changed since they were written."""
 
 
+class CheckpointsLostError(CheckpointError):
+    """A run all of whose checkpoints are damaged."""
+
+
 class CheckpointAbandonedError(CheckpointError):
     """A checkpoint that its run has abandoned by a rollback."""
 

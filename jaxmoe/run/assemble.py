@@ -104,6 +104,7 @@ class Assembly:
             execution=self.execution,
             parameterization=self.plan.parameterization,
             mesh=self.mesh,
+            keeps_layer_norms=self.plan.config.checkpoint.keeps_layer_norms,
         )
 
     def batch(self, step: int) -> Batch:

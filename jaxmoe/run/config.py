@@ -187,6 +187,13 @@ class CheckpointConfig:
     snapshot_every: int = 0
     """Steps between snapshots in host memory, with parity, from which processes restarted by a
     supervisor continue even if one host is lost; 0 keeps none."""
+    on_lost_stage: Literal["fail", "average"] = "fail"
+    """Action where neither a snapshot nor any checkpoint is whole: fail, or average, which takes
+    the newest checkpoint that lacks files of a pipeline stage and replaces each lost layer by the
+    mean of its neighbours (CheckFree). It changes the model; average also keeps the gradient norms
+    of the layers in the state."""
+    recovery_steps: int = 100
+    """Steps after such a replacement with 1.1 times the learning rate; 0 for none."""
     recompute: int = 0
     """Steps between steps that are computed twice and must agree bitwise, which finds a chip that
     computes wrongly; takes the memory of a second state. 0 never does."""
@@ -203,8 +210,13 @@ class CheckpointConfig:
     initial_mapping: str | None = None
     """Python file with `RULES`, where names or layouts differ: see jaxmoe/checkpoint/mapping.py."""
 
+    @property
+    def keeps_layer_norms(self) -> bool:
+        """Whether the state has the gradient norms of the layers."""
+        return self.on_lost_stage == "average"
+
     def __post_init__(self):
-        steps = ("every", "compare_replicas", "snapshot_every", "recompute")
+        steps = ("every", "compare_replicas", "snapshot_every", "recovery_steps", "recompute")
         _check_least(self, "checkpoint", 0, *steps)
         _check_least(self, "checkpoint", 1, "max_failed_saves")
         for field in ("initial_step", "initial_mapping"):

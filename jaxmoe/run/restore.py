@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Restores the state of a run from a snapshot or a checkpoint, or creates a new one.
 
-A snapshot at least as new as the newest checkpoint is used, and no checkpoint is read. The
+A snapshot at least as new as the newest checkpoint is used, and no checkpoint is read. Where
+neither is whole, `checkpoint.on_lost_stage=average` takes the newest damaged checkpoint. The
 supervisor (`experiments/launch/supervise.py`) names the directory of a process's snapshots in
 $JAXMOE_SNAPSHOTS and deletes it at the end.
 """
@@ -18,7 +19,7 @@ import jax
 import numpy as np
 
 from jaxmoe.checkpoint import CheckpointAbandonedError, CheckpointManager
-from jaxmoe.checkpoint.manifest import CheckpointManifest
+from jaxmoe.checkpoint.manifest import CheckpointManifest, CheckpointsLostError
 from jaxmoe.configs import fingerprint, to_json
 from jaxmoe.data import Loader, SkippedRows, check_position
 from jaxmoe.messages import say
@@ -30,6 +31,7 @@ from jaxmoe.run.config import FREE_FIELDS, PretrainConfig
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.provenance.lineage import Source
 from jaxmoe.run.provenance.warm_start import branched_state, initial_state
+from jaxmoe.run.recovery import Averaged, restore_averaged, with_raised_rate
 from jaxmoe.run.reporter import Reporter
 from jaxmoe.training.state import TrainState
 from sharding.distributed import agree, gather, share
@@ -50,6 +52,8 @@ class Begun:
     """Description of the source of the state; None for a new state."""
     source: Source | None = None
     """Checkpoint of another run that the state is from; None for others."""
+    averaged: Averaged | None = None
+    """What was replaced in the state, of which files were lost; None for others."""
 
 
 class Lineage:
@@ -109,22 +113,34 @@ class Lineage:
             snapshots.keep_only(None if kept is None else kept.step)
             if kept is not None:
                 return self._begun(assembly, kept.step, kept.state, kept.words)
-        found = checkpoints.restore_newest(
-            wanted,
-            check=self.check,
-            is_strict=assembly.plan.config.checkpoint.on_damage == "stop",
-        )
+        config = assembly.plan.config.checkpoint
+        try:
+            found = checkpoints.restore_newest(
+                wanted, check=self.check, is_strict=config.on_damage == "stop"
+            )
+        except CheckpointsLostError:
+            if config.on_lost_stage == "fail":
+                raise
+            found = None
         if found is not None:
-            if left := assembly.plan.config.checkpoint.initial:
+            if left := config.initial:
                 say(f"checkpoint.initial={left} is ignored: the run continues")
             return self._begun(assembly, *found, f"step {found[0]} from {checkpoints.directory}")
-        initial = assembly.plan.config.checkpoint
-        if initial.initial_state == "all":
+        if config.on_lost_stage == "average":
+            state = assembly.new_state() if state is None else state
+            shelf, table = checkpoints.damaged_directory, assembly.plan.table
+            averaged = restore_averaged(shelf, state, table, self.check)
+            if averaged is not None:
+                origin = f"step {averaged.step} from {averaged.where}, which lacks files"
+                begun = self._begun(assembly, averaged.step, averaged.state, origin)
+                raised = with_raised_rate(begun.assembly, (averaged.step,))
+                return dataclasses.replace(begun, assembly=raised, averaged=averaged)
+        if config.initial_state == "all":
             source, state = branched_state(assembly, wanted, self.check)
             origin = f"step {source.step} from {source.path}, of which this run is a branch"
             return self._begun(assembly, source.step, state, origin, source)
         state = assembly.new_state() if state is None else state
-        if initial.initial is None:
+        if config.initial is None:
             return self._begun(assembly, 0, state, None)
         source, state = initial_state(assembly, state)
         return self._begun(assembly, 0, state, None, source)

@@ -41,6 +41,7 @@ from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.hooks import make_saving, make_trace
 from jaxmoe.run.loop import run_steps
 from jaxmoe.run.monitoring import Watches
+from jaxmoe.run.recovery import record_averaged
 from jaxmoe.run.restore import Begun, Lineage, make_snapshots
 from jaxmoe.run.results import TrainedStep
 from jaxmoe.training.hooks import Trace
@@ -123,6 +124,8 @@ def train_with_rollback(
         watches.watchdog.beat("restoring")
         with configuration_errors(), spent.on(RESTORE):
             again = lineage.restore_or_start(assembly, checkpoints, target=target)
+        if again.averaged is not None and jax.process_index() == 0:
+            record_averaged(directory, again.averaged)
         assembly, first_step, state = again.assembly, again.step, again.state
         if first_step < compiled_from:
             watches.watchdog.beat("compiling")

@@ -39,6 +39,7 @@ from jaxmoe.run.loop import save_last
 from jaxmoe.run.monitoring import Watches
 from jaxmoe.run.provenance.kept_tokenizer import keep_tokenizer
 from jaxmoe.run.provenance.lineage import check_config, record_source
+from jaxmoe.run.recovery import averaged_events, averaged_steps, record_averaged, with_raised_rate
 from jaxmoe.run.reporter import Reporter, check_packages
 from jaxmoe.run.reporting.advice import divergence_advice
 from jaxmoe.run.reporting.finish import finish_run
@@ -181,9 +182,12 @@ def prepare(
     # Initial values of a new run belong to its start.
     restores = checkpoints.latest_step() is not None or snapshots is not None
     kind = RESTORE if restores or config.checkpoint.initial is not None else START
+    assembly = with_raised_rate(assembly, averaged_steps(directory))
     with supervision.stopwatch.on(kind):
         begun = lineage.restore_or_start(assembly, checkpoints, snapshots=snapshots)
     if is_first:
+        if begun.averaged is not None:
+            record_averaged(directory, begun.averaged)
         if begun.source is not None:
             record_source(directory, begun.source, config)
         keep_tokenizer(directory, config, assembly.source)
@@ -265,6 +269,7 @@ def _finish(
         "profile": str(trace.directory) if trace is not None and trace.is_written else None,
         "goodput": watches.goodput(),
         "warnings": watches.warnings,
+        "averaged": averaged_events(directory),
     }
     supervision.watchdog.beat("writing the report")
     with supervision.stopwatch.on(FINISH):

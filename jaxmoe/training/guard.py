@@ -62,9 +62,11 @@ def norm_limit(recent: Float[Array, " window"] | None, ratio: float | None) -> F
 
 
 def remember(
-    recent: Float[Array, " window"], norm: Float[Array, ""], is_good: Bool[Array, ""]
-) -> Float[Array, " window"]:
+    recent: Float[Array, " window"] | None, norm: Float[Array, ""], is_good: Bool[Array, ""]
+) -> Float[Array, " window"] | None:
     """Return the norms after a step: its own replaces the oldest if it was accepted."""
+    if recent is None:
+        return None
     later = jnp.concatenate([recent[1:], norm[None].astype(recent.dtype)])
     return jnp.where(is_good & (norm > 0.0), later, recent)
 

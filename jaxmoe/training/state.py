@@ -20,6 +20,7 @@ from jaxmoe.models.transformer import initial_router_state
 from jaxmoe.scaling.initialize import init_params, lay_out
 from jaxmoe.scaling.parameterization import Parameterization
 from jaxmoe.training.guard import no_norms
+from sharding import axes as ax
 
 
 # Not checked at run time: tree functions also fill records with shapes, specs and tracers.
@@ -44,6 +45,9 @@ class TrainState:
     recent_norms: Float[Array, " window"] | None = None
     """Gradient norms of the last accepted steps, the newest last, 0 for none; None if they are not
     kept. See `jaxmoe/training/guard.py`."""
+    layer_norms: Float[Array, " layers"] | None = None
+    """Clipped gradient norm of each layer of the longest scan in the last accepted step; None if
+    they are not kept. See `jaxmoe/training/pipeline/recovery.py`."""
 
 
 def init_state(
@@ -54,6 +58,7 @@ def init_state(
     execution: ExecutionConfig | None = None,
     parameterization: Parameterization | None = None,
     mesh: Mesh | None = None,
+    keeps_layer_norms: bool = False,
 ) -> TrainState:
     """Return the state before the first step.
 
@@ -64,6 +69,7 @@ def init_state(
         execution: Rules and dtype of the parameters.
         parameterization: Initial scale per role; standard when None.
         mesh: Mesh from `sharding.make_mesh`, current when the state is used; one device when None.
+        keeps_layer_norms: Whether steps keep the gradient norms of the layers.
     """
     execution = execution or ExecutionConfig()
     params = init_params(
@@ -76,7 +82,7 @@ def init_state(
     )
 
     def rest(params: Any) -> TrainState:
-        return state_around(model, optimizer, execution, params, key)
+        return state_around(model, optimizer, execution, params, key, keeps_layer_norms)
 
     if mesh is None:
         return jax.jit(rest)(params)
@@ -90,6 +96,7 @@ def state_around(
     execution: ExecutionConfig,
     params: Any,
     key: Key[Array, ""],
+    keeps_layer_norms: bool = False,
 ) -> TrainState:
     """The state before the first step of parameters that are there.
 
@@ -99,6 +106,7 @@ def state_around(
         execution: with the layout.
         params: of the model.
         key: as for `init_state`.
+        keeps_layer_norms: Whether steps keep the gradient norms of the layers.
     """
     opt_state = {}
     if optimizer is not None:
@@ -112,7 +120,14 @@ def state_around(
         skipped=jnp.zeros((), jnp.int32),
         skipped_in_a_row=jnp.zeros((), jnp.int32),
         recent_norms=no_norms(),
+        layer_norms=jnp.zeros(_longest(model)) if keeps_layer_norms else None,
     )
+
+
+def _longest(model: ModelConfig) -> int:
+    """Return the length of the scan that pipelines cut."""
+    (length,) = (scan.length for scan in model.scans if scan.axis == ax.LAYERS)
+    return length
 
 
 def put_away(opt_state: Any, execution: ExecutionConfig) -> Any:

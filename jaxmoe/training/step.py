@@ -48,7 +48,7 @@ from jaxmoe.training.guard import all_finite, check_ratio, norm_limit, remember,
 from jaxmoe.training.indicators import observe_head, watch_layers, watch_routers
 from jaxmoe.training.loss import forward_and_row_nll
 from jaxmoe.training.metrics import StepMetrics as StepMetrics
-from jaxmoe.training.pipeline import pipeline_gradients
+from jaxmoe.training.pipeline import pipeline_gradients, remember_layers
 from jaxmoe.training.state import TrainState, fetch, put_away
 from sharding.constrain import place_like
 
@@ -130,10 +130,9 @@ def make_train_step(
             router_state=kept[2],
             skipped=state.skipped + (~is_good).astype(jnp.int32),
             skipped_in_a_row=in_a_row,
+            recent_norms=remember(state.recent_norms, grad_norm, is_good),
         )
-        if state.recent_norms is not None:
-            recent = remember(state.recent_norms, grad_norm, is_good)
-            state = dataclasses.replace(state, recent_norms=recent)
+        state = remember_layers(model, state, grads, is_good)
         metrics = StepMetrics(
             loss=summed.loss,
             losses=summed.losses,

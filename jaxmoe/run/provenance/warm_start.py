@@ -94,7 +94,9 @@ def initial_state(assembly: Assembly, state: TrainState) -> tuple[Source, TrainS
     execution = assembly.execution
 
     def around(params):
-        return state_around(plan.model, plan.optimizer, execution, params, key)
+        return state_around(
+            plan.model, plan.optimizer, execution, params, key, config.keeps_layer_norms
+        )
 
     with jax.set_mesh(assembly.mesh):
         begun = jax.jit(around)(found["params"])

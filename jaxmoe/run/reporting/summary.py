@@ -55,6 +55,7 @@ def summarise(
     active = plan.table.active(moe.top_k, moe.num_experts) if moe else plan.table.total
     balance, pooled = last.get(LOAD_BALANCE), last.get("router/load_balance_pooled")
     units = conversions(balance, top_k=moe.top_k, pooled=pooled) if moe and balance else {}
+    averaged = {"averaged": facts["averaged"]} if facts.get("averaged") else {}
     memory, measured_on = peak_memory(jax.local_devices())
     return {
         "status": facts["status"],
@@ -89,6 +90,7 @@ def summarise(
         "profile": facts.get("profile"),
         "goodput": facts.get("goodput"),
         "warnings": facts.get("warnings", []),
+        **averaged,
     }
 
 

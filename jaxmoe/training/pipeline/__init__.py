@@ -1,8 +1,9 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Pipelines of a model: its stages, and the gradients of a step."""
+"""Pipelines of a model: its stages, the gradients of a step, and the recovery of lost layers."""
 
 from jaxmoe.training.pipeline.gradients import held_out_parts as held_out_parts
 from jaxmoe.training.pipeline.gradients import pipeline_forward as pipeline_forward
 from jaxmoe.training.pipeline.gradients import pipeline_gradients as pipeline_gradients
+from jaxmoe.training.pipeline.recovery import remember_layers as remember_layers
 from jaxmoe.training.pipeline.stages import check_pipeline as check_pipeline

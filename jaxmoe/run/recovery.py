@@ -1,0 +1,259 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Restores a step that lacks files of a pipeline stage (`checkpoint.on_lost_stage=average`).
+
+Used only where no snapshot and no checkpoint is whole. What is lost is replaced:
+
+    layers of the pipeline     the weighted mean of their neighbours (CheckFree, arXiv 2506.15461);
+                               a layer of which any parameter is lost is replaced altogether
+    their optimiser state      that of a new run
+    everything else            the values of a new run: no mean replaces rows of the embedding or of
+                               the head
+    counters                   nothing: the step is refused
+
+The learning rate is higher for `checkpoint.recovery_steps` steps. A log line, the run's lineage and
+its summary record what was replaced.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import traverse_util
+from jaxtyping import Array, Float
+
+from jaxmoe.checkpoint.later_arrays import without_later
+from jaxmoe.checkpoint.manifest import (
+    CheckpointAbandonedError,
+    CheckpointDamagedError,
+    CheckpointError,
+    CheckpointManifest,
+    check_target,
+)
+from jaxmoe.checkpoint.surviving import Box, Survey, Survivors, damaged_steps, opened, survey
+from jaxmoe.parameters import ParameterTable
+from jaxmoe.run.assemble import Assembly
+from jaxmoe.run.directory import RunDirectory
+from jaxmoe.run.provenance.lineage import Event, add_event, read_lineage
+from jaxmoe.state_tree import SEPARATOR, pack, unpack
+from jaxmoe.training.pipeline.recovery import RATE, Sources, sources_of
+from jaxmoe.training.state import TrainState
+from sharding import axes as ax
+from sharding.distributed import share
+
+logger = logging.getLogger(__name__)
+
+AVERAGED = "averaged"
+"""Event of the lineage."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Averaged:
+    """A state with parts that were replaced."""
+
+    step: int
+    state: TrainState
+    changes: tuple[str, ...]
+    """What was replaced, as text."""
+    where: str
+    """Step that was read."""
+
+
+def restore_averaged(
+    directory: Any,
+    state: TrainState,
+    table: ParameterTable,
+    check: Callable[[CheckpointManifest], None],
+) -> Averaged | None:
+    """Return the newest damaged step with its lost parts replaced; None if none was set aside.
+
+    Args:
+        directory: Directory to which damaged steps are moved.
+        state: State before the first step, on its devices.
+        table: Parameters of the model.
+        check: Function that raises a ValueError to refuse a manifest.
+
+    Raises:
+        CheckpointError: No step can be restored in this way; the message has the reasons.
+    """
+    reasons = []
+    for step in damaged_steps(directory):
+        try:
+            found = survey(step)
+            check(found.manifest)
+            return _restore(found, state, table)
+        except CheckpointAbandonedError:
+            continue
+        except CheckpointDamagedError as error:
+            reasons.append(str(error))
+    if reasons:
+        raise CheckpointError(
+            "checkpoint.on_lost_stage=average cannot replace what is lost:"
+            f" {'; '.join(reasons)}: start in another directory, or restore a copy"
+        )
+    return None
+
+
+def _restore(found: Survey, state: TrainState, table: ParameterTable) -> Averaged:
+    where, target = str(found.step), without_later(found.manifest, state)
+    check_target(found.manifest, target, where)
+    stacked = {
+        f"params{SEPARATOR}{row.path}": row.shape[0]
+        for row in table
+        if row.declaration.axes[:1] == (ax.LAYERS,)
+    }
+    with opened(found) as survivors:
+        sources = _sources(survivors, stacked)
+        flat: dict[str, Any] = dict(traverse_util.flatten_dict(pack(state), sep=SEPARATOR))
+        scalars = []
+        for path, leaf in flat.items():
+            if path not in found.manifest.arrays:
+                continue
+            if not leaf.ndim and found.num_lost(path):
+                scalars.append(path)
+                continue
+            lost = _layers_of(path, stacked, sources)
+            flat[path] = _filled(survivors, path, leaf, lost, is_averaged=path in stacked)
+    if scalars:
+        raise CheckpointDamagedError(f"{where} has lost counters: {', '.join(scalars[:5])}")
+    changes = _changes(found, stacked, sources)
+    for change in changes:
+        logger.warning("%s lacks files: %s", where, change)
+    restored = unpack(traverse_util.unflatten_dict(flat, sep=SEPARATOR), state)
+    return Averaged(step=found.manifest.step, state=restored, changes=changes, where=where)
+
+
+def _sources(survivors: Survivors, stacked: Mapping[str, int]) -> Sources:
+    """Return the lost layers, and those from which each is made."""
+    lost = {
+        layer
+        for path in stacked
+        for (first, last), *_ in survivors.found.lost.get(path, ())
+        for layer in range(first, last)
+    }
+    (length,) = set(stacked.values())
+    norms = np.zeros(length, np.float32)
+    if "layer_norms" in survivors.found.manifest.arrays:
+        norms = survivors.read("layer_norms", ((0, length),), norms)
+    try:
+        return sources_of(lost, norms)
+    except ValueError as error:
+        raise CheckpointDamagedError(f"{survivors.found.step}: {error}") from error
+
+
+def _layers_of(path: str, stacked: Mapping[str, int], sources: Sources) -> Sources:
+    """Return the lost layers of an array; none if it has no layers of the pipeline."""
+    is_stacked = path in stacked or (
+        path.startswith("opt_state")
+        and any(path.endswith(name.removeprefix("params")) for name in stacked)
+    )
+    return sources if is_stacked else {}
+
+
+def _filled(
+    survivors: Survivors, path: str, leaf: Array, lost: Sources, *, is_averaged: bool
+) -> Array:
+    """Return an array with what survives, means or new values of lost layers, or new values."""
+    new = {_box_of(shard.index, leaf.shape): shard.data for shard in leaf.addressable_shards}
+
+    def part(index: Any) -> np.ndarray:
+        box = _box_of(index, leaf.shape)
+        own = np.asarray(new[box])
+        values = survivors.read(path, box, own)
+        for layer, sources in lost.items():
+            first, last = box[0]
+            if not first <= layer < last:
+                continue
+            if not is_averaged:
+                values[layer - first] = own[layer - first]
+                continue
+            mean = np.zeros(values.shape[1:], np.float64)
+            for source, weight in sources:
+                there = ((source, source + 1), *box[1:])
+                nothing = np.zeros((1, *values.shape[1:]), values.dtype)
+                mean += weight * survivors.read(path, there, nothing)[0].astype(np.float64)
+            values[layer - first] = mean.astype(values.dtype)
+        return values
+
+    return jax.make_array_from_callback(leaf.shape, leaf.sharding, part)
+
+
+def _box_of(index: Any, shape: tuple[int, ...]) -> Box:
+    parts = (part.indices(size) for part, size in zip(index, shape, strict=True))
+    return tuple((first, last) for first, last, _ in parts)
+
+
+def _changes(found: Survey, stacked: Mapping[str, int], sources: Sources) -> tuple[str, ...]:
+    """Return what was replaced, as text."""
+    changes = []
+    for layer, made_of in sources.items():
+        names = " and ".join(f"{weight:.3f} of layer {source}" for source, weight in made_of)
+        changes.append(f"layer {layer} is {names}, with new optimiser state")
+    for path in found.lost:
+        if path in stacked or not path.startswith(("params", "router_state")):
+            continue
+        total = int(np.prod(found.manifest.arrays[path]["shape"]))
+        changes.append(f"{found.num_lost(path)} of {total} values of {path} are new")
+    return tuple(changes) or ("optimiser state or records are new where they are lost",)
+
+
+def averaged_steps(directory: RunDirectory) -> tuple[int, ...]:
+    """Return the steps at which the run was averaged; every process must call this.
+
+    Args:
+        directory: Run directory; the first process reads it.
+    """
+    is_first = jax.process_index() == 0
+    events = read_lineage(directory) if is_first else ()
+    steps = [event.step for event in events if event.event == AVERAGED]
+    return tuple(share(np.asarray(steps, np.int32), is_first).tolist())
+
+
+def averaged_events(directory: RunDirectory) -> list[str]:
+    """Return what was replaced in the run so far, as text; empty on all processes but the first.
+
+    Args:
+        directory: Run directory.
+    """
+    events = read_lineage(directory) if jax.process_index() == 0 else ()
+    return [str(event) for event in events if event.event == AVERAGED]
+
+
+def record_averaged(directory: RunDirectory, averaged: Averaged) -> None:
+    """Record in the lineage what was replaced.
+
+    Args:
+        directory: Run directory, held by this process.
+        averaged: Result of `restore_averaged`.
+    """
+    add_event(directory, Event(event=AVERAGED, step=averaged.step, changes=averaged.changes))
+
+
+def with_raised_rate(assembly: Assembly, steps: tuple[int, ...]) -> Assembly:
+    """Return an assembly whose learning rate is higher after some steps.
+
+    Args:
+        assembly: Plan, devices and data of the run.
+        steps: Steps at which the run was averaged.
+    """
+    plan = assembly.plan
+    length = plan.config.checkpoint.recovery_steps
+    if not steps or not length:
+        return assembly
+    before = plan.schedule
+
+    def factor(step: Array) -> Float[Array, ""]:
+        is_raised = jnp.zeros((), jnp.bool_)
+        for first in steps:
+            is_raised |= (step >= first) & (step < first + length)
+        return before(step) * jnp.where(is_raised, jnp.float32(RATE), jnp.float32(1.0))
+
+    optimizer = plan.config.optimizer.build(plan.table, factor)
+    plan = dataclasses.replace(plan, schedule=factor, optimizer=optimizer)
+    return dataclasses.replace(assembly, plan=plan)

@@ -1,0 +1,92 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Runs whose only checkpoint lacks the files of a stage (`checkpoint.on_lost_stage`)."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+from experiments import pretrain
+from experiments.cli.flags import ExitCode
+from jaxmoe.tracking.tracker import LEARNING_RATE
+from tests.support.runs import flags, logged_losses, saved_leaves
+from tests.support.stage_files import lose_stage, split_by_stage
+
+pytestmark = [pytest.mark.slow, pytest.mark.trains]
+
+STAGES, FIRST, LAST, LOST = 4, 16, 24, 1
+AVERAGE = ("--checkpoint.on_lost_stage", "average", "--checkpoint.recovery_steps", "4")
+
+
+def _command(run, *more):
+    words = ("--execution.mesh.stage", str(STAGES), "--execution.mesh.data", "2")
+    words += ("--training.accumulation", "2", "--training.batch_size", "16")
+    words += ("--model.num_layers", "4", "--checkpoint.every", str(FIRST))
+    words += ("--tracking.print_every", "1", "--evaluation.every", "0")
+    return flags(run, LAST, *words, "--tracking.sample_length", "0", *more)
+
+
+def _rates(run):
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return {line["step"]: line[LEARNING_RATE] for line in lines if LEARNING_RATE in line}
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    run = tmp_path_factory.mktemp("runs") / "plain"
+    assert pretrain.main(_command(run)) == ExitCode.DONE
+    return run
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory):
+    """The same run, which keeps the gradient norms of its layers."""
+    run = tmp_path_factory.mktemp("runs") / "kept"
+    assert pretrain.main(_command(run, *AVERAGE)) == ExitCode.DONE
+    return run
+
+
+@pytest.fixture
+def damaged(kept, tmp_path):
+    """A copy whose only checkpoint lacks a stage."""
+    run = tmp_path / "run"
+    shutil.copytree(kept, run)
+    shutil.rmtree(run / "checkpoints" / str(LAST))
+    split_by_stage(run / "checkpoints" / str(FIRST), STAGES)
+    lose_stage(run / "checkpoints" / str(FIRST), LOST)
+    return run
+
+
+def test_a_run_that_loses_nothing_is_bitwise_the_run_without_the_choice(plain, kept):
+    assert logged_losses(kept) == logged_losses(plain)
+    wanted, found = saved_leaves(plain, LAST), saved_leaves(kept, LAST)
+    assert found.keys() - wanted.keys() == {"['layer_norms']"}
+    assert (found["['layer_norms']"] > 0).all()
+    for path, leaf in wanted.items():
+        np.testing.assert_array_equal(found[path], leaf, err_msg=path)
+    assert "averaged" not in json.loads((kept / "summary.json").read_text())
+
+
+def test_a_run_goes_on_with_the_mean_of_the_neighbours_of_a_lost_stage(damaged, kept, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        pretrain.main(_command(damaged))
+    assert stopped.value.code == ExitCode.BAD_CONFIGURATION
+    assert "all steps are damaged (16)" in capsys.readouterr().err
+
+    before = logged_losses(kept)
+    assert pretrain.main(_command(damaged, *AVERAGE)) == ExitCode.DONE
+    out = capsys.readouterr().out
+    assert f"restored step {FIRST} from {damaged}/checkpoints/damaged/{FIRST}" in out
+    after = logged_losses(damaged)
+    for step in range(1, 5):
+        assert after[FIRST + step] < before[step], "below a fresh start"
+    raised = {step: rate / _rates(kept)[step] for step, rate in _rates(damaged).items()}
+    wanted = {step: 1.1 if FIRST < step <= FIRST + 4 else 1.0 for step in range(1, LAST + 1)}
+    assert raised == pytest.approx(wanted)
+    (event,) = json.loads((damaged / "summary.json").read_text())["averaged"]
+    assert event.startswith(f"averaged at step {FIRST}: layer {LOST} is 0.")
+    assert "of layer 0 and 0." in event and "values of params/embedding/weight are new" in event
+    (lineage,) = json.loads((damaged / "lineage.json").read_text())
+    assert lineage["event"] == "averaged" and lineage["step"] == FIRST

@@ -1,0 +1,199 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Lost layers are means of their neighbours, and everything that survives is bitwise the same."""
+
+import logging
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import traverse_util
+from jax.sharding import NamedSharding
+
+from jaxmoe.checkpoint import CheckpointAbandonedError, CheckpointError, save_checkpoint
+from jaxmoe.checkpoint.surviving import opened, survey
+from jaxmoe.execution import ExecutionConfig
+from jaxmoe.models.config import AttentionConfig, ModelConfig
+from jaxmoe.run.recovery import restore_averaged
+from jaxmoe.scaling.initialize import parameter_table
+from jaxmoe.training.guard import no_norms
+from jaxmoe.training.pipeline import remember_layers
+from jaxmoe.training.pipeline.recovery import sources_of
+from jaxmoe.training.state import TrainState
+from sharding import MeshConfig
+from tests.support.meshes import mesh_of
+from tests.support.stage_files import lose_stage, split_by_stage
+
+STAGES, LAYERS = 4, 4
+MODEL = ModelConfig(
+    vocab_size=16,
+    num_layers=LAYERS,
+    embed_dim=8,
+    dense_dim=8,
+    moe=None,
+    attention=AttentionConfig(num_heads=2, num_kv_heads=2, head_dim=4, qk_norm="none"),
+)
+EXECUTION = ExecutionConfig(mesh=MeshConfig(stage=STAGES, data=2))
+TABLE = parameter_table(MODEL, rules=EXECUTION.axis_rules)
+NORMS = np.asarray([3.0, 100.0, 1.0, 2.0], np.float32)
+WEIGHTS = (3.0 + 1e-4) / (4.0 + 2e-4), (1.0 + 1e-4) / (4.0 + 2e-4)
+
+
+def _state(seed: int, step: int) -> TrainState:
+    rng, mesh = np.random.default_rng(seed), mesh_of(EXECUTION)
+
+    def place(row):
+        values = rng.standard_normal(row.shape).astype(np.float32)
+        return jax.device_put(values, NamedSharding(mesh, row.spec))
+
+    adam = optax.ScaleByAdamState(count=jnp.int32(step), mu=TABLE.tree(place), nu=TABLE.tree(place))
+    state = TrainState(
+        step=jnp.int32(step),
+        params=TABLE.tree(place),
+        opt_state=(adam,),
+        router_state={},
+        rng=jax.random.key(seed),
+        skipped=jnp.int32(0),
+        skipped_in_a_row=jnp.int32(0),
+        recent_norms=no_norms(),
+        layer_norms=jnp.asarray(NORMS),
+    )
+    whole = NamedSharding(mesh, jax.P())
+    return jax.tree.map(lambda x: x if len(x.devices()) > 1 else jax.device_put(x, whole), state)
+
+
+def _flat(tree) -> dict[str, np.ndarray]:
+    return {path: np.asarray(x) for path, x in traverse_util.flatten_dict(tree, sep="/").items()}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A step as four processes write it, among the damaged ones, and its state."""
+    directory, state = tmp_path_factory.mktemp("saved"), _state(0, 7)
+    save_checkpoint(directory, state, step=7, config={})
+    shelf = directory / "damaged"
+    shelf.mkdir()
+    (directory / "7").rename(shelf / "7")
+    split_by_stage(shelf / "7", STAGES)
+    return shelf, state
+
+
+@pytest.fixture
+def shelf(saved, tmp_path):
+    shutil.copytree(saved[0], tmp_path / "damaged")
+    return tmp_path / "damaged"
+
+
+def _restore(shelf, check=lambda manifest: None):
+    return restore_averaged(shelf, _state(1, 0), TABLE, check)
+
+
+@pytest.mark.parametrize(
+    ("stage", "sources"), [(1, ((0, WEIGHTS[0]), (2, WEIGHTS[1]))), (3, ((2, 1.0),))]
+)
+def test_a_lost_stage_is_the_weighted_mean_of_its_neighbours(stage, sources, shelf, saved, caplog):
+    """At the end, a copy of the only neighbour; everything else survives or is new."""
+    caplog.set_level(logging.WARNING, "jaxmoe")
+    lose_stage(shelf / "7", stage)
+    found, old, new = _restore(shelf), saved[1], _state(1, 0)
+    assert found is not None and found.step == 7
+    assert int(found.state.step) == int(found.state.opt_state[0].count) == 7
+    assert f"layer {stage} is " in caplog.text and "32 of 128 values of params/head" in caplog.text
+    names = {row.path for row in TABLE if row.declaration.axes[:1] == ("layers",)}
+    trees = ("params", lambda s: s.params), ("mu", lambda s: s.opt_state[0].mu)
+    for kind, of in trees:
+        before, initial, after = (_flat(of(s)) for s in (old, new, found.state))
+        for path, array in after.items():
+            wanted = before[path].copy()
+            if path in names and kind == "params":
+                wanted[stage] = sum(w * before[path][s].astype(np.float64) for s, w in sources)
+            elif path in names:
+                wanted[stage] = initial[path][stage]
+            elif path in ("embedding/weight", "head/weight"):
+                rows = slice(4 * stage, 4 * stage + 4)
+                rows = (slice(None), rows) if path.startswith("head") else rows
+                wanted[rows] = initial[path][rows]
+            np.testing.assert_array_equal(array, wanted, err_msg=f"{kind}/{path}")
+    for path, array in _flat(found.state.params).items():
+        assert array.dtype == np.float32, path
+    layout = jax.tree.map(lambda x: x.sharding, found.state.params)
+    assert layout == jax.tree.map(lambda x: x.sharding, new.params)
+
+
+def test_changed_bits_count_as_lost(shelf, saved):
+    """Only the file with the wrong checksum is left out."""
+    files = (shelf / "7" / "state" / "ocdbt.process_2" / "d").iterdir()
+    largest = max(files, key=lambda path: path.stat().st_size)
+    data = bytearray(largest.read_bytes())
+    data[len(data) // 2] ^= 1
+    largest.write_bytes(data)
+    found = survey(shelf / "7")
+    assert all(
+        box[0] == (2, 3) for path in found.lost if "blocks" in path for box in found.lost[path]
+    )
+    assert found.num_lost("params/embedding/weight") == 4 * 8
+    with opened(found) as survivors:
+        read = survivors.read(
+            "params/embedding/weight", ((2, 12), (1, 8)), np.full((10, 7), 5.0, np.float32)
+        )
+    wanted = np.asarray(saved[1].params["embedding"]["weight"])[2:12, 1:].copy()
+    wanted[6:] = 5.0
+    np.testing.assert_array_equal(read, wanted)
+
+
+@pytest.mark.parametrize(
+    ("lost", "message"),
+    [((1, 2), "layers 1 to 2 of 4 are lost, and neither"), ((), "files.json is missing")],
+)
+def test_too_much_damage_is_refused(shelf, lost, message):
+    for stage in lost:
+        lose_stage(shelf / "7", stage)
+    if not lost:
+        (shelf / "7" / "files.json").unlink()
+    with pytest.raises(CheckpointError, match=message) as refused:
+        _restore(shelf)
+    assert "on_lost_stage=average cannot replace what is lost" in str(refused.value)
+
+
+def test_abandoned_steps_are_not_restored(shelf, tmp_path):
+    def abandon(manifest):
+        raise CheckpointAbandonedError("skipped since")
+
+    assert _restore(shelf, abandon) is None
+    assert _restore(tmp_path / "nothing") is None
+
+
+def test_sources_follow_lost_layers():
+    """A stage of two layers, and the stages of a ring: each as many layers before and after."""
+    norms = np.arange(1.0, 9.0)
+    g, h = np.hypot(1, 2) + 1e-4, np.hypot(5, 6) + 1e-4
+    pair = {2: ((0, g / (g + h)), (4, h / (g + h))), 3: ((1, g / (g + h)), (5, h / (g + h)))}
+    found = sources_of({3, 2}, norms)
+    assert found.keys() == pair.keys()
+    for layer, sources in pair.items():
+        np.testing.assert_allclose(found[layer], sources, rtol=1e-12)
+    assert sources_of({0, 1}, norms) == {0: ((2, 1.0),), 1: ((3, 1.0),)}
+    assert sources_of({1, 3}, norms[:4])[3] == ((2, 1.0),)
+    assert sources_of({1}, np.zeros(3)) == {1: ((0, 0.5), (2, 0.5))}
+    with pytest.raises(ValueError, match="layers 0 to 2 of 4 are lost"):
+        sources_of({0, 1, 2}, norms[:4])
+
+
+def test_norms_of_layers_are_those_of_the_gradients():
+    state = _state(0, 3)
+    grads = state.params
+    total = sum(
+        np.square(np.asarray(x).reshape(LAYERS, -1)).sum(1)
+        for path, x in traverse_util.flatten_dict(grads, sep="/").items()
+        if "blocks" in path
+    )
+    with jax.set_mesh(mesh_of(EXECUTION)):
+        keep = jax.jit(lambda state, grads, good: remember_layers(MODEL, state, grads, good))
+        good, bad = (keep(state, grads, is_good).layer_norms for is_good in (True, False))
+    np.testing.assert_allclose(good, np.sqrt(total), rtol=1e-6)
+    np.testing.assert_array_equal(bad, NORMS)
+    assert state.layer_norms is not None
+    assert good.sharding.is_equivalent_to(state.layer_norms.sharding, 1)
