@@ -40,5 +40,56 @@ ADDED: tuple[Added, ...] = (
     Added("checkpoint.capture", "lazy"),
     Added("checkpoint.initial_state", "parameters"),
     Added("execution.pipeline", {"kind": "interleaved", "chunks": 1}),
+    Added("execution.pipeline[interleaved].weight_gradients", "at_once"),
     Added("checkpoint.on_lost_stage", "fail"),
     Added("checkpoint.recovery_steps", 100),
+)
+"""Fields in the order in which they were added."""
+
+
+def migrate(config: Mapping[str, Any], added: Sequence[Added] | None = None) -> dict[str, Any]:
+    """Return a config's JSON with the fields that were added since it was saved.
+
+    Args:
+        config: JSON of the config of a run, or of a `ModelConfig` alone. Other JSON, which callers
+            of `save_checkpoint` may store, is returned unchanged.
+        added: Fields to fill in; `ADDED` when None.
+
+    Returns:
+        A copy in which each missing field has its value. Fields that are there keep theirs.
+    """
+    fields = ADDED if added is None else added
+    run = copy.deepcopy(dict(config))
+    if _is_model(run):
+        return _filled({"model": run}, fields)["model"]
+    return _filled(run, fields) if isinstance(run.get("model"), dict) else run
+
+
+def _is_model(config: Mapping[str, Any]) -> bool:
+    return {"vocab_size", "embed_dim", "num_layers"} <= config.keys()
+
+
+def _filled(run: dict[str, Any], added: Sequence[Added]) -> dict[str, Any]:
+    """Fill in the fields, in place, where the object that holds them exists."""
+    for field in added:
+        *parents, name = field.path.split(".")
+        for holder in _objects(run, parents):
+            holder.setdefault(name, copy.deepcopy(field.value))
+    return run
+
+
+def _objects(value: Any, segments: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Yield the objects at a path, if any."""
+    if not segments:
+        if isinstance(value, dict):
+            yield value
+        return
+    segment, rest = segments[0], segments[1:]
+    if segment == "*":
+        for item in value if isinstance(value, list) else ():
+            yield from _objects(item, rest)
+        return
+    name, _, member = segment.removesuffix("]").partition("[")
+    child = value.get(name) if isinstance(value, dict) else None
+    if not member or (isinstance(child, dict) and child.get(TAG) == member):
+        yield from _objects(child, rest)

@@ -370,7 +370,7 @@ def _add(totals: Any, tree: Any, chunk: Number) -> Any:
     A total stays where the tree has None.
     """
 
-    def add(x: Array | None, total: Array) -> Array:
+    def add(x: Array | None, total: Any) -> Any:
         return total if x is None else _put(total, _get(total, chunk) + x, chunk)
 
     return jax.tree.map(add, tree, totals, is_leaf=lambda x: x is None)
