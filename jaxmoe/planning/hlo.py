@@ -14,7 +14,8 @@ execution. Forms that the walk understands:
     groups               lists `{{0,1},{2,3}}`, iota `[2,2]<=[2,2]T(1,0)`, and mesh axes
                          `mesh['a'=2,'b'=2] {'b'}` with parts of axes `'b':(1)2` and device ids.
     tuples               results of an all-to-all or a combined all-reduce: summed.
-    loops                `known_trip_count`, or a counter that is compared with a constant.
+    loops                `known_trip_count`, or a counter that is compared with a constant; either
+                         may stand behind sharding constraints.
     all-reduce-scatter   a TPU fusion: one reduce-scatter, not the all-reduce inside it.
     async collectives    fused with overlapping work on the TPU: only the fusion that starts one
                          counts, not those that continue and end it.
@@ -37,6 +38,7 @@ from jaxmoe.planning.hlo_groups import Groups, parse_groups, parse_lists
 from jaxmoe.planning.hlo_text import (
     Computation,
     Instruction,
+    Module,
     bytes_of,
     constant_value,
     elements_of,
@@ -108,8 +110,8 @@ class _Walk:
     """The walk through a module's computations."""
 
     def __init__(self, text: str):
-        module = parse_module(text)
-        self.computations, self.roots = module.computations, module.roots
+        self.module = module = parse_module(text)
+        self.computations = module.computations
         self.entry, self.num_devices = module.entry, module.num_devices
 
     def walk(self, name: str | None = None, turns: int | None = 1) -> Iterator[Collective]:
@@ -126,10 +128,7 @@ class _Walk:
             elif instruction.opcode == "fusion" and self.is_reduce_scatter(instruction):
                 yield from self.fused_reduce_scatter(instruction, turns)
             elif not instruction.opcode.endswith(("-done", "-update")):
-                called = _CALLED.findall(instruction.attributes)
-                for branches in _BRANCHES.findall(instruction.attributes):
-                    called += [branch.strip(" %") for branch in branches.split(",")]
-                for inner in called:
+                for inner in called_by(instruction):
                     yield from self.walk(inner, turns)
 
     def collective(
@@ -172,36 +171,51 @@ class _Walk:
     def loop(
         self, loop: Instruction, computation: Computation, turns: int | None
     ) -> Iterator[Collective]:
-        count = self.trip_count(loop, computation)
+        count = trip_count(self.module, loop, computation)
         tests = bodies = None
         if turns is not None and count is not None:
             tests, bodies = turns * (count + 1), turns * count
         yield from self.walk(loop.attribute("condition"), tests)
         yield from self.walk(loop.attribute("body"), bodies)
 
-    def trip_count(self, loop: Instruction, computation: Computation) -> int | None:
-        """Return the turns of `while counter < bound: counter += step` with constants, or None."""
-        if known := re.search(r"known_trip_count\D*(\d+)", loop.attributes):
-            return int(known[1])
-        body, condition = loop.attribute("body") or "", loop.attribute("condition") or ""
-        test, result = self.roots.get(condition), self.roots.get(body)
-        start = computation.get(loop.operands[0])
-        if not (test and result and start and test.attribute("direction") == "LT"):
-            return None
-        counter = source(test.operands[0], self.computations[condition])
-        index = int(counter.attribute("index") or -1) if counter else -1
-        if index < 0 or start.opcode != "tuple" or result.opcode != "tuple":
-            return None
-        step = source(result.operands[index], self.computations[body])
-        if step is None or step.opcode != "add":
-            return None
-        bound = constant_value(test.operands[1], self.computations[condition])
-        first = constant_value(start.operands[index], computation)
-        steps = [constant_value(name, self.computations[body]) for name in step.operands]
-        by = next((value for value in steps if value is not None), None)
-        if bound is None or first is None or not by or by < 0:
-            return None
-        return max(0, math.ceil((bound - first) / by))
+
+def trip_count(module: Module, loop: Instruction, computation: Computation) -> int | None:
+    """Return the turns of `while counter < bound: counter += step` with constants, or None.
+
+    Args:
+        module: Module with the loop.
+        loop: The while instruction.
+        computation: Computation that has it.
+    """
+    if known := re.search(r"known_trip_count\D*(\d+)", loop.attributes):
+        return int(known[1])
+    body, condition = loop.attribute("body") or "", loop.attribute("condition") or ""
+    test, result = module.roots.get(condition), module.roots.get(body)
+    start = computation.get(loop.operands[0])
+    if not (test and result and start and test.attribute("direction") == "LT"):
+        return None
+    tests, steps = module.computations[condition], module.computations[body]
+    counter = source(test.operands[0], tests)
+    index = int(counter.attribute("index") or -1) if counter else -1
+    if index < 0 or start.opcode != "tuple" or result.opcode != "tuple":
+        return None
+    step = source(result.operands[index], steps)
+    if step is None or step.opcode != "add":
+        return None
+    bound = constant_value(test.operands[1], tests)
+    first = constant_value(start.operands[index], computation)
+    by = next((n for name in step.operands if (n := constant_value(name, steps)) is not None), None)
+    if bound is None or first is None or not by or by < 0:
+        return None
+    return max(0, math.ceil((bound - first) / by))
+
+
+def called_by(instruction: Instruction) -> list[str]:
+    """Return the computations that an instruction calls, all branches included."""
+    called = _CALLED.findall(instruction.attributes)
+    for branches in _BRANCHES.findall(instruction.attributes):
+        called += [branch.strip(" %") for branch in branches.split(",")]
+    return called
 
 
 def _is_continued(fusion: Instruction) -> bool:

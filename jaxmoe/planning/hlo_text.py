@@ -104,11 +104,17 @@ def _closing(text: str, start: int) -> int:
 
 
 def source(name: str, computation: Computation) -> Instruction | None:
-    """Return the instruction that computes a value, behind copies of it."""
+    """Return the instruction that computes a value, behind copies and sharding constraints."""
     instruction = computation.get(name)
-    while instruction and instruction.opcode in _SAME_VALUE:
+    while instruction and _has_same_value(instruction):
         instruction = computation.get(instruction.operands[0])
     return instruction
+
+
+def _has_same_value(instruction: Instruction) -> bool:
+    """Return whether the result is the operand; lowered text has constraints on counters, too."""
+    is_constraint = '"Sharding"' in instruction.attributes and instruction.opcode == "custom-call"
+    return is_constraint or instruction.opcode in _SAME_VALUE
 
 
 def constant_value(name: str, computation: Computation) -> int | None:

@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Compiled steps on stages: what travels between devices, and memory by micro-batches."""
+"""Compiled steps on stages: what travels between devices, products, memory by micro-batches."""
 
 import functools
 
@@ -18,10 +18,11 @@ from jaxmoe.training.state import init_state
 from jaxmoe.training.step import make_train_step
 from sharding import MeshConfig
 from sharding.distributed import global_batch
-from sharding.pipeline import GPipeConfig, InterleavedConfig
+from sharding.pipeline import GPipeConfig, InterleavedConfig, plan_slots
 from sharding.regions import region
 from tests.support.meshes import mesh_of
 from tests.support.one_step import SGD
+from tests.support.products import products
 
 MODEL = ModelConfig(
     vocab_size=2048,
@@ -38,17 +39,22 @@ ACTIVATION = 4 * LENGTH * MODEL.embed_dim
 LOGITS = 4 * LENGTH * MODEL.vocab_size // STAGES
 
 
+def _lowered(pipeline, parts, mesh_config=MESH, model=MODEL):
+    """A lowered step with one row of each micro-batch on a device."""
+    execution = ExecutionConfig(mesh=mesh_config, pipeline=pipeline, rules="data_parallel")
+    mesh = mesh_of(execution)
+    make = functools.partial(init_state, model, SGD, jax.random.key(0), execution=execution)
+    state = make(mesh=mesh)
+    tokens = np.zeros((mesh_config.data * parts, LENGTH), np.int32)
+    rows = Batch(tokens=tokens, targets=tokens, loss_weights=np.ones(tokens.shape, np.float32))
+    step = make_train_step(model, SGD, execution=execution, accumulation=parts, clip=None)
+    with jax.set_mesh(mesh):
+        return step.lower(state, global_batch(rows, mesh))
+
+
 @functools.cache
 def _compiled(pipeline, parts):
-    """A compiled step with one row of each micro-batch on a device."""
-    execution = ExecutionConfig(mesh=MESH, pipeline=pipeline, rules="data_parallel")
-    mesh = mesh_of(execution)
-    state = init_state(MODEL, SGD, jax.random.key(0), execution=execution, mesh=mesh)
-    tokens = np.zeros((2 * parts, LENGTH), np.int32)
-    rows = Batch(tokens=tokens, targets=tokens, loss_weights=np.ones(tokens.shape, np.float32))
-    step = make_train_step(MODEL, SGD, execution=execution, accumulation=parts, clip=None)
-    with jax.set_mesh(mesh):
-        return step.lower(state, global_batch(rows, mesh)).compile()
+    return _lowered(pipeline, parts).compile()
 
 
 def _permuted(pipeline, parts):
@@ -93,6 +99,66 @@ def test_memory_grows_with_micro_batches_in_gpipe_only():
     assert many - few < ACTIVATION, (few, many)
     few, many = (temporaries(GPipeConfig(), parts) for parts in (8, 16))
     assert many - few >= 2 * 8 * ACTIVATION, (few, many)
+
+
+LINEAR = 2 * LENGTH * MODEL.embed_dim * (4 * 4 * 8 + 3 * 96)
+"""Operations of the products by weights of a layer, forward, for a micro-batch of one row."""
+SCORES = 2 * 2 * LENGTH * LENGTH * 4 * 8
+"""Operations of the scores of a layer, and of the sums of values, likewise."""
+WORK = {
+    "F": LINEAR + SCORES,
+    # Forward again, then the gradients of both factors. Attention computes its scores once more,
+    # and for each row the sum of result times gradient.
+    "B": LINEAR + SCORES + 2 * LINEAR + 5 * SCORES // 2 + 2 * LENGTH * 4 * 8,
+}
+HEAD = 3 * 2 * LENGTH * MODEL.embed_dim * MODEL.vocab_size
+"""Operations of the head for a micro-batch: forward, and both gradients."""
+
+
+@functools.cache
+def _executed(pipeline, stages, parts):
+    """Products of the layers, and of the head, that a device executes in a lowered step."""
+    lowered = _lowered(pipeline, parts, MeshConfig(stage=stages))
+    found = products(lowered.as_text("hlo"))
+    vocabulary = {MODEL.vocab_size, MODEL.vocab_size // stages}
+    head = [one for one in found if one.sizes & vocabulary]
+    return [one for one in found if not one.sizes & vocabulary], head
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "stages", "parts"),
+    [
+        (InterleavedConfig(), 4, 8),
+        (InterleavedConfig(chunks=2), 2, 4),
+        (GPipeConfig(), 4, 6),
+        pytest.param(InterleavedConfig(weight_gradients="deferred"), 4, 8, marks=pytest.mark.slow),
+    ],
+    ids=["1f1b", "two chunks", "gpipe", "deferred"],
+)
+def test_executed_products_are_those_of_the_schedule(pipeline, stages, parts):
+    """Each slot of a tick once, and so 1 + bubble times those that are needed."""
+    schedule, (layers, head) = pipeline.schedule(stages, parts), _executed(pipeline, stages, parts)
+    runs = schedule.runs()
+    ticks = {kind: sum(run.length for run in runs if kind in run.kinds) for kind in "FBW"}
+    work = dict(WORK)
+    if ticks["W"]:
+        work |= {"B": WORK["B"] - LINEAR, "W": LINEAR}
+    of_group = MODEL.num_layers // schedule.num_groups
+    executed = sum(one.total for one in layers)
+    assert executed == of_group * sum(work[kind] * ticks[kind] for kind in work)
+    needed = parts * MODEL.num_layers * (WORK["F"] + WORK["B"]) / stages
+    bubble = schedule.bubble(WORK["F"], WORK["B"], LINEAR)
+    assert executed / needed == pytest.approx(1 + bubble, rel=1e-12)
+    assert all(one.is_in_branch for one in head) and not any(one.is_in_branch for one in layers)
+    assert sum(one.total for one in head) == ticks["F"] * HEAD // stages
+    assert (plan_slots(schedule).leaves >= 0).sum() == parts, "executions of that branch"
+
+
+def test_products_without_stages_are_those_of_one_backward_pass():
+    """So that a stage executes 1 + bubble times its part of them and of one more forward pass."""
+    layers, head = _executed(InterleavedConfig(), 1, 8)
+    assert sum(one.total for one in layers) == 8 * MODEL.num_layers * WORK["B"]
+    assert sum(one.total for one in head) == 8 * HEAD
 
 
 def test_the_border_of_a_region_moves_nothing():
