@@ -7,6 +7,9 @@ over stages, and the gradient of the hidden states; no logits travel. The gradie
 because no collective over stages may be differentiated:
 
     nll = log sum exp z - z[target],    dz = weight (softmax(z) - onehot(target))
+
+Each device gathers the head once for a micro-batch and adds up the head's gradient over chunks of
+positions in f32; one reduction over devices follows, in the dtype of the head in products.
 """
 
 from __future__ import annotations
@@ -30,8 +33,10 @@ from jaxmoe.models.embedding import head_weight, output_logits
 from jaxmoe.training import ObjectiveConfig
 from jaxmoe.training.cross_entropy import chunk_length, in_chunks
 from jaxmoe.training.objective import TokenGiven
+from pallas_kernels.jax_versions import match_varying
 from sharding import axes as ax
 from sharding.constrain import Placement, zeros_of
+from sharding.products.tensor_parallel import stream_positions
 from sharding.regions import sum_over
 
 
@@ -86,25 +91,59 @@ def head_loss(
     length, placement = stream.shape[1], execution.placement
     chunk = chunk_length(execution, length)
     local = -(-chunk // axis_devices(placement, ax.ACT_SEQ))
+    norm, matrix = {"final_norm": params["final_norm"]}, dict(params)
+    del matrix["final_norm"]
+
+    def copies(matrix: dict[str, Any]) -> Array:
+        weight = head_weight(used(matrix), model).astype(execution.precision.compute_dtype)
+        return _own_copies(weight, tokens.targets, placement)
+
+    weight, pull_weight = jax.vjp(copies, matrix)
 
     def part(stream: Array, tokens: HeadTokens) -> tuple[HeadLoss, Array | None]:
         return _loss_of_positions(
-            stream, params, tokens, scale, model, execution, objective, has_gradient, used
+            stream, (norm, weight), tokens, scale, model, execution, objective, has_gradient, used
         )
 
     if chunk >= length:
-        return part(stream, tokens)
-    stream_parts, token_parts = _chunked((stream, tokens), local, placement)
-    first = jax.eval_shape(part, *jax.tree.map(lambda x: x[0], (stream_parts, token_parts)))
+        total, gradient = part(stream, tokens)
+    else:
+        parts = _chunked((stream, tokens), local, placement)
+        first = jax.eval_shape(part, *jax.tree.map(lambda x: x[0], parts))
 
-    def body(total: HeadLoss, of_chunk: tuple[Array, HeadTokens]) -> tuple[HeadLoss, Array | None]:
-        loss, gradient = part(*of_chunk)
-        return jax.tree.map(operator.add, total, loss), gradient
+        def body(total: HeadLoss, of_chunk: tuple[Array, HeadTokens]) -> tuple[HeadLoss, Any]:
+            loss, gradient = part(*of_chunk)
+            return jax.tree.map(operator.add, total, loss), gradient
 
-    total, gradients = jax.lax.scan(
-        body, jax.tree.map(zeros_of, first[0]), (stream_parts, token_parts)
+        total, gradient = jax.lax.scan(body, jax.tree.map(zeros_of, first[0]), parts)
+        gradient = None if gradient is None else _joined(gradient, length, placement)
+    if total.gradients is None:
+        return total, None
+    of_norm, of_weight = total.gradients
+    (of_matrix,) = pull_weight(of_weight.astype(weight.dtype))
+    return replace(total, gradients=of_norm | of_matrix), gradient
+
+
+def _own_copies(weight: Array, targets: Array, placement: Placement) -> Float[Array, "b s D V"]:
+    """Return the gathered head, with one copy for each device that has other tokens.
+
+    The gradient of a device's copy is of its own tokens.
+
+    Args:
+        weight: Matrix [D V] as stored.
+        targets: Any [B S] array of the tokens.
+        placement: Layout rules.
+    """
+
+    def run(weight: Array, targets: Array, *, batch_axes: tuple[str, ...]) -> Array:
+        del batch_axes
+        return match_varying(weight, targets)[None, None]
+
+    rows = (ax.ACT_BATCH, ax.ACT_SEQ_INNER)
+    island = placement.island(
+        run, in_axes=((None, ax.VOCAB), rows), out_axes=(*rows, None, ax.VOCAB)
     )
-    return total, None if gradients is None else _joined(gradients, length, placement)
+    return island(weight, targets)
 
 
 def _chunked(tree: Any, local: int, placement: Placement) -> Any:
@@ -142,7 +181,7 @@ def _joined(parts: Array, length: int, placement: Placement) -> Array:
 
 def _loss_of_positions(
     stream: Array,
-    params: dict[str, Any],
+    params: tuple[dict[str, Any], Array],
     tokens: HeadTokens,
     scale: Array,
     model: ModelConfig,
@@ -151,13 +190,29 @@ def _loss_of_positions(
     has_gradient: bool,
     used: Callable[[dict[str, Any]], dict[str, Any]],
 ) -> tuple[HeadLoss, Array | None]:
-    """Return the same for positions whose logits exist at one time."""
-    placement, rows = execution.placement, (ax.ACT_BATCH, ax.ACT_SEQ_INNER)
+    """Return the same for positions whose logits exist at one time; gradients are a pair, in f32.
 
-    def logits_of(stream: Array, params: dict[str, Any]) -> Array:
-        params, norm = used(params), RMSNorm(model.embed_dim, model.norm_epsilon)
-        hidden: Any = norm.apply({"params": params["final_norm"]}, stream)
-        return output_logits(hidden, head_weight(params, model), model, execution)
+    `params` are the norm and the copies of the head.
+    """
+    placement, rows = execution.placement, (ax.ACT_BATCH, ax.ACT_SEQ_INNER)
+    gathered = stream_positions(placement)
+
+    def multiply(hidden: Array, weight: Array, *, batch_axes: tuple[str, ...]) -> Array:
+        del batch_axes
+        if gathered:
+            hidden = jax.lax.all_gather(hidden, gathered, axis=1, tiled=True)
+        return output_logits(hidden, weight[0, 0], model, execution, is_stream=False)
+
+    product = placement.island(
+        multiply,
+        in_axes=((ax.ACT_BATCH, ax.ACT_SEQ, None), (*rows, None, ax.VOCAB)),
+        out_axes=(*rows, ax.ACT_VOCAB),
+    )
+
+    def logits_of(stream: Array, params: tuple[dict[str, Any], Array]) -> Array:
+        norm = RMSNorm(model.embed_dim, model.norm_epsilon)
+        hidden: Any = norm.apply({"params": used(params[0])["final_norm"]}, stream)
+        return product(hidden.astype(execution.precision.compute_dtype), params[1])
 
     logits, pull_back = jax.vjp(logits_of, stream, params)
     num_here = logits.shape[-1]
@@ -186,5 +241,6 @@ def _loss_of_positions(
     d_logits = weights[:, :, None] * (
         exponentials / total[:, :, None] - is_target.astype(jnp.float32)
     )
-    d_stream, d_params = pull_back(d_logits)
-    return replace(loss, gradients=d_params), sum_over(ax.STAGE, d_stream)
+    d_stream, (d_norm, d_weight) = pull_back(d_logits)
+    gradients = d_norm, d_weight.astype(jnp.float32)
+    return replace(loss, gradients=gradients), sum_over(ax.STAGE, d_stream)

@@ -36,12 +36,18 @@ STAGES, LENGTH = 4, 128
 MESH = MeshConfig(stage=STAGES, data=2)
 ACTIVATION = 4 * LENGTH * MODEL.embed_dim
 """Bytes of the stream of a micro-batch on a device, which has one row."""
-LOGITS = 4 * LENGTH * MODEL.vocab_size // STAGES
+CHUNKS = 4
+LOGITS = 4 * LENGTH * MODEL.vocab_size // STAGES // CHUNKS
+"""Bytes of the logits that exist at one time on a device."""
+VOCABULARY = 4 * MODEL.embed_dim * MODEL.vocab_size // STAGES
+"""Bytes of the head of a stage, and of its part of the embedding."""
 
 
-def _lowered(pipeline, parts, mesh_config=MESH, model=MODEL):
+def _lowered(pipeline, parts, mesh_config=MESH, model=MODEL, **fields):
     """A lowered step with one row of each micro-batch on a device."""
-    execution = ExecutionConfig(mesh=mesh_config, pipeline=pipeline, rules="data_parallel")
+    execution = ExecutionConfig(
+        mesh=mesh_config, pipeline=pipeline, rules="data_parallel", **fields
+    )
     mesh = mesh_of(execution)
     make = functools.partial(init_state, model, SGD, jax.random.key(0), execution=execution)
     state = make(mesh=mesh)
@@ -54,7 +60,8 @@ def _lowered(pipeline, parts, mesh_config=MESH, model=MODEL):
 
 @functools.cache
 def _compiled(pipeline, parts):
-    return _lowered(pipeline, parts).compile()
+    """The same compiled, with the loss in chunks."""
+    return _lowered(pipeline, parts, loss_chunk=LENGTH // CHUNKS).compile()
 
 
 def _permuted(pipeline, parts):
@@ -81,8 +88,17 @@ def test_one_activation_is_permuted_for_each_kind_of_work_in_a_tick():
 
 
 def test_no_collective_has_the_size_of_logits():
+    """Those of a chunk exist at one time; gradients of parameters are larger."""
     found = collectives(_compiled(InterleavedConfig(), 8).as_text())
-    assert max(one.result_bytes for one in found) < LOGITS
+    sizes = {one.result_bytes for one in found}
+    assert LOGITS not in sizes and max(sizes) < CHUNKS * LOGITS
+
+
+def test_gradients_of_head_and_embedding_are_reduced_once_for_a_micro_batch():
+    """A branch counts in each turn of its loop: once in each tick, for any chunks of the loss."""
+    found = collectives(_compiled(InterleavedConfig(), 8).as_text())
+    times = [one.trip_count for one in found if one.result_bytes == VOCABULARY]
+    assert sum(times) == _expected(InterleavedConfig(), 8)
 
 
 @pytest.mark.slow
