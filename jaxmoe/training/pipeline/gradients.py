@@ -34,11 +34,31 @@ from jaxmoe.training.pipeline.functions import EndSums, MicroBatches, PipelinedM
 from jaxmoe.training.pipeline.head import HeadLoss, HeadTokens
 from jaxmoe.training.pipeline.stages import Layers, LayerSums, ModelParts, check_pipeline
 from jaxmoe.training.state import TrainState
+from pallas_kernels.backend import platform
 from sharding import axes as ax
 from sharding.constrain import reshape_to
 from sharding.pipeline import forward_schedule
 from sharding.pipeline.executor import PipelineSums, execute
 from sharding.regions import region
+
+
+def check_compiler(execution: ExecutionConfig) -> None:
+    """Refuse a program that the compiler of older versions of JAX does not survive.
+
+    With jax 0.10 and libtpu 0.0.42 a backward pass in two halves that computes layers once more
+    ends the process (`spmd_partitioner.cc`, IsManualSubgroup); libtpu 0.0.48 compiles it.
+
+    Raises:
+        ValueError: Weight gradients are deferred, with remat, on TPUs, before jax 0.11.
+    """
+    if not execution.pipeline.is_deferred or execution.remat == "none":
+        return
+    if platform() == "tpu" and jax.__version_info__ < (0, 11):
+        raise ValueError(
+            "execution.pipeline.weight_gradients=deferred with"
+            f" execution.remat={execution.remat} on TPUs needs jax 0.11 or newer, this is"
+            f" {jax.__version__}: install it, or set execution.remat to none"
+        )
 
 
 def pipeline_gradients(
@@ -71,6 +91,7 @@ def pipeline_gradients(
         table: Groups of the parameters; None trains all.
     """
     check_pipeline(model, execution, accumulation)
+    check_compiler(execution)
     key = jax.random.fold_in(state.rng, state.step)
     given = {"model": model, "execution": execution, "objective": objective}
     rows = _micro_batches(batch, accumulation, model, execution)

@@ -14,7 +14,7 @@ from jaxmoe.models.transformer import Transformer, initial_router_state
 from jaxmoe.routing import METHODS, CapacityConfig
 from jaxmoe.run.diagnostics.router_statistics import router_statistics
 from jaxmoe.training.evaluate import make_eval_step
-from jaxmoe.training.pipeline import check_pipeline, held_out_parts
+from jaxmoe.training.pipeline import check_pipeline, gradients, held_out_parts
 from sharding import MeshConfig
 from sharding.distributed import global_batch
 from sharding.expert_parallel import AllToAllConfig
@@ -247,3 +247,14 @@ def test_routing_statistics_equal_those_without_stages():
 def test_what_a_pipeline_cannot_train_is_refused(given, accumulation, message):
     with pytest.raises(ValueError, match=message):
         check_pipeline(FOUR, ExecutionConfig(**given), accumulation)
+
+
+def test_deferred_gradients_that_a_compiler_does_not_survive_are_refused(monkeypatch):
+    monkeypatch.setattr(gradients, "platform", lambda: "tpu")
+    monkeypatch.setattr(jax, "__version_info__", (0, 10, 2))
+    execution = ExecutionConfig(mesh=MeshConfig(stage=2), pipeline=DEFERRED, remat="full")
+    with pytest.raises(ValueError, match="needs jax 0.11 or newer"):
+        gradients.check_compiler(execution)
+    gradients.check_compiler(dataclasses.replace(execution, remat="none"))
+    monkeypatch.setattr(jax, "__version_info__", (0, 11, 0))
+    gradients.check_compiler(execution)
