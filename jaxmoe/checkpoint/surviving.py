@@ -6,12 +6,13 @@ A step is written by several processes, each with its own files. Where some are 
 the chunks of arrays in the others are intact: their files have the checksums of the step's list.
 Only such files are opened, through a directory of links, so that reading any other chunk fails.
 
-    survey(step)          which files are whole, and which boxes of arrays are lost
-    Survivors(survey)     reads the rest
+    survey(step)     which files are whole, and which boxes of arrays are lost
+    opened(survey)   reads the rest
 """
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import dataclasses
 import itertools
@@ -146,7 +147,23 @@ def _stored(place: pathlib.Path, manifest: CheckpointManifest) -> dict[str, dict
     return found
 
 
-class Survivors:
+class Survivors(abc.ABC):
+    """What is left of a checkpoint or a snapshot."""
+
+    found: Survey
+
+    @abc.abstractmethod
+    def read(self, path: str, box: Box, instead: np.ndarray) -> np.ndarray:
+        """Return a part of an array.
+
+        Args:
+            path: Name of the array.
+            box: The part.
+            instead: Values of the part where they are lost.
+        """
+
+
+class SurvivingFiles(Survivors):
     """Reads what is left of a step.
 
     Args:
@@ -159,22 +176,11 @@ class Survivors:
         self._stores: dict[str, Any] = {}
 
     def read(self, path: str, box: Box, instead: np.ndarray) -> np.ndarray:
-        """Return a part of an array.
-
-        Args:
-            path: Name of the array.
-            box: The part.
-            instead: Values of the part where they are lost.
-        """
+        """Return a part of an array; see `Survivors`."""
         values, lost = np.array(instead), set(self.found.lost.get(path, ()))
         for chunk in self._chunks(path, box):
-            if chunk in lost:
-                continue
-            both = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, chunk, strict=True)]
-            inside = tuple(
-                slice(a - first, b - first) for (a, b), (first, _) in zip(both, box, strict=True)
-            )
-            values[inside] = self._read(path, both)
+            if chunk not in lost and (both := overlap(box, chunk)) is not None:
+                values[inside(both, box)] = self._read(path, both)
         return values
 
     def unreadable(self, path: str) -> list[Box]:
@@ -215,11 +221,11 @@ class Survivors:
             }
             opened = tensorstore.open(spec, open=True, assume_metadata=True, read=True)
             self._stores[path] = opened.result()
-        return self._stores[path][tuple(slice(a, b) for a, b in box)].read().result()
+        return self._stores[path][tuple(slice(*ends) for ends in box)].read().result()
 
 
 @contextlib.contextmanager
-def opened(found: Survey) -> Iterator[Survivors]:
+def opened(found: Survey) -> Iterator[SurvivingFiles]:
     """Open what is left of a step, through a directory of links to the files that are whole.
 
     Args:
@@ -231,7 +237,21 @@ def opened(found: Survey) -> Iterator[Survivors]:
             if (source := found.step.absolute() / file).exists():
                 (place / file).parent.mkdir(parents=True, exist_ok=True)
                 (place / file).symlink_to(source)
-        yield Survivors(found, place)
+        yield SurvivingFiles(found, place)
+
+
+def overlap(one: Box, other: Box) -> Box | None:
+    """Return the part that two boxes share; None if there is none."""
+    both = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
+    return both if all(first < last for first, last in both) else None
+
+
+def inside(part: Box, box: Box) -> tuple[slice, ...]:
+    """Return the place of a part in an array that holds a box."""
+    return tuple(
+        slice(first - start, last - start)
+        for (first, last), (start, _) in zip(part, box, strict=True)
+    )
 
 
 def _key(path: str) -> str:

@@ -47,7 +47,7 @@ from jaxmoe.checkpoint.manifest import (
 from jaxmoe.resilience.parity import Block, Peers, TooManyLostError, Words, only_lost, padded
 from jaxmoe.resilience.pieces import Piece, num_words, pack_words, pieces_of, place_words
 from jaxmoe.state_tree import flatten
-from sharding.distributed import gather, share
+from sharding.distributed import agree, gather, share
 
 logger = logging.getLogger(__name__)
 
@@ -176,6 +176,50 @@ class SnapshotStore:
         # The table is the same on every process; the first one logs.
         if why and 0 in self._directories:
             logger.warning("no snapshot in memory of %d processes is used: %s", processes, why)
+        return None
+
+    def copy_newest(
+        self,
+        target: Any,
+        directory: pathlib.Path,
+        check: Callable[[CheckpointManifest], None],
+    ) -> tuple[CheckpointManifest, Pieces, list[int]] | None:
+        """Copy the words of the newest step of which any process has its part to files.
+
+        Args:
+            target: State with the arrays and shardings wanted.
+            directory: Existing directory that all processes share; gets `<process>.npy`.
+            check: Raises ValueError for a manifest that must not be used.
+
+        Returns:
+            The manifest, the pieces of each process, and the processes that have theirs; None
+            without a step, or if a file cannot be written.
+        """
+        pieces, _ = self._pieces(target)
+        whole = {own: self._whole_steps(own, pieces[own]) for own in self._directories}
+        held = self._gather_steps(whole)
+        for step in sorted({step for steps in held for step, _ in steps}, reverse=True):
+            digests = [dict(steps).get(step) for steps in held]
+            known = [digest for digest in digests if digest is not None]
+            digest = max(known, key=known.count)
+            text = self._share_manifest(step, digests.index(digest))
+            manifest = CheckpointManifest.from_json(json.loads(text)["manifest"], "the snapshot")
+            try:
+                check(manifest)
+            except CheckpointAbandonedError:
+                continue
+            holders = [process for process, other in enumerate(digests) if other == digest]
+            problem = None
+            try:
+                for own in self._directories.keys() & set(holders):
+                    words = self._directories[own] / str(step) / "words.npy"
+                    shutil.copyfile(words, directory / f"{own}.npy")
+            except OSError as error:
+                problem = error
+            if agree(problem is not None):
+                logger.warning("the snapshot of step %d cannot be copied: %s", step, problem)
+                return None
+            return manifest, pieces, holders
         return None
 
     def keep_only(self, step: int | None) -> None:

@@ -189,9 +189,9 @@ class CheckpointConfig:
     supervisor continue even if one host is lost; 0 keeps none."""
     on_lost_stage: Literal["fail", "average"] = "fail"
     """Action where neither a snapshot nor any checkpoint is whole: fail, or average, which takes
-    the newest checkpoint that lacks files of a pipeline stage and replaces each lost layer by the
-    mean of its neighbours (CheckFree). It changes the model; average also keeps the gradient norms
-    of the layers in the state."""
+    the newest that lost a pipeline stage and replaces each lost layer by the mean of its neighbours
+    (CheckFree). That changes the model; average also keeps the gradient norms of the layers in the
+    state."""
     recovery_steps: int = 100
     """Steps after such a replacement with 1.1 times the learning rate; 0 for none."""
     recompute: int = 0

@@ -1,8 +1,9 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Restores a step that lacks files of a pipeline stage (`checkpoint.on_lost_stage=average`).
+"""Restores a step that lacks a part, such as a pipeline stage (`checkpoint.on_lost_stage=average`).
 
-Used only where no snapshot and no checkpoint is whole. What is lost is replaced:
+Used only where no snapshot and no checkpoint is whole: with the newest snapshot of which several
+processes are lost, or else with the newest damaged checkpoint. What is lost is replaced:
 
     layers of the pipeline     the weighted mean of their neighbours (CheckFree, arXiv 2506.15461);
                                a layer of which any parameter is lost is replaced altogether
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -36,9 +38,18 @@ from jaxmoe.checkpoint.manifest import (
     CheckpointManifest,
     check_target,
 )
-from jaxmoe.checkpoint.surviving import Box, Survey, Survivors, damaged_steps, opened, survey
+from jaxmoe.checkpoint.surviving import (
+    Box,
+    Survey,
+    Survivors,
+    damaged_steps,
+    opened,
+    survey,
+)
 from jaxmoe.parameters import ParameterTable
-from jaxmoe.run.assemble import Assembly
+from jaxmoe.resilience.shared_snapshot import shared_snapshot
+from jaxmoe.resilience.snapshot import SnapshotStore
+from jaxmoe.run.assemble import Assembly, make_plan
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.provenance.lineage import Event, add_event, read_lineage
 from jaxmoe.state_tree import SEPARATOR, pack, unpack
@@ -62,7 +73,7 @@ class Averaged:
     changes: tuple[str, ...]
     """What was replaced, as text."""
     where: str
-    """Step that was read."""
+    """What was read."""
 
 
 def restore_averaged(
@@ -87,7 +98,8 @@ def restore_averaged(
         try:
             found = survey(step)
             check(found.manifest)
-            return _restore(found, state, table)
+            with opened(found) as survivors:
+                return _restore(survivors, state, table, str(step))
         except CheckpointAbandonedError:
             continue
         except CheckpointDamagedError as error:
@@ -100,36 +112,61 @@ def restore_averaged(
     return None
 
 
-def _restore(found: Survey, state: TrainState, table: ParameterTable) -> Averaged:
-    where, target = str(found.step), without_later(found.manifest, state)
-    check_target(found.manifest, target, where)
+def restore_averaged_snapshot(
+    snapshots: SnapshotStore,
+    directory: pathlib.Path,
+    state: TrainState,
+    table: ParameterTable,
+    check: Callable[[CheckpointManifest], None],
+) -> Averaged | None:
+    """Return the newest snapshot of which several processes are lost, with these parts replaced.
+
+    None, with a warning, if there is none, or too much is lost.
+
+    Args:
+        snapshots: Snapshots of this process.
+        directory: Directory on a disk that all processes share, for the time of the restore.
+        state: State before the first step, on its devices.
+        table: Parameters of the model.
+        check: Function that raises a ValueError to refuse a manifest.
+    """
+    try:
+        with shared_snapshot(snapshots, directory, state, check) as survivors:
+            if survivors is None:
+                return None
+            return _restore(survivors, state, table, "the snapshots in memory")
+    except CheckpointDamagedError as error:
+        if jax.process_index() == 0:
+            logger.warning("%s", error)
+        return None
+
+
+def _restore(
+    survivors: Survivors, state: TrainState, table: ParameterTable, where: str
+) -> Averaged:
+    found = survivors.found
+    check_target(found.manifest, without_later(found.manifest, state), where)
     stacked = {
         f"params{SEPARATOR}{row.path}": row.shape[0]
         for row in table
         if row.declaration.axes[:1] == (ax.LAYERS,)
     }
-    with opened(found) as survivors:
-        sources = _sources(survivors, stacked)
-        flat: dict[str, Any] = dict(traverse_util.flatten_dict(pack(state), sep=SEPARATOR))
-        scalars = []
-        for path, leaf in flat.items():
-            if path not in found.manifest.arrays:
-                continue
-            if not leaf.ndim and found.num_lost(path):
-                scalars.append(path)
-                continue
-            lost = _layers_of(path, stacked, sources)
-            flat[path] = _filled(survivors, path, leaf, lost, is_averaged=path in stacked)
-    if scalars:
+    flat: dict[str, Any] = dict(traverse_util.flatten_dict(pack(state), sep=SEPARATOR))
+    saved = [path for path in flat if path in found.manifest.arrays]
+    if scalars := [path for path in saved if not flat[path].ndim and found.num_lost(path)]:
         raise CheckpointDamagedError(f"{where} has lost counters: {', '.join(scalars[:5])}")
+    sources = _sources(survivors, stacked, where)
+    for path in saved:
+        lost = _layers_of(path, stacked, sources)
+        flat[path] = _filled(survivors, path, flat[path], lost, is_averaged=path in stacked)
     changes = _changes(found, stacked, sources)
     for change in changes:
-        logger.warning("%s lacks files: %s", where, change)
+        logger.warning("a part of %s is lost: %s", where, change)
     restored = unpack(traverse_util.unflatten_dict(flat, sep=SEPARATOR), state)
     return Averaged(step=found.manifest.step, state=restored, changes=changes, where=where)
 
 
-def _sources(survivors: Survivors, stacked: Mapping[str, int]) -> Sources:
+def _sources(survivors: Survivors, stacked: Mapping[str, int], where: str) -> Sources:
     """Return the lost layers, and those from which each is made."""
     lost = {
         layer
@@ -144,7 +181,7 @@ def _sources(survivors: Survivors, stacked: Mapping[str, int]) -> Sources:
     try:
         return sources_of(lost, norms)
     except ValueError as error:
-        raise CheckpointDamagedError(f"{survivors.found.step}: {error}") from error
+        raise CheckpointDamagedError(f"{where}: {error}") from error
 
 
 def _layers_of(path: str, stacked: Mapping[str, int], sources: Sources) -> Sources:
@@ -243,17 +280,17 @@ def with_raised_rate(assembly: Assembly, steps: tuple[int, ...]) -> Assembly:
         steps: Steps at which the run was averaged.
     """
     plan = assembly.plan
-    length = plan.config.checkpoint.recovery_steps
-    if not steps or not length:
+    length, raised = plan.config.checkpoint.recovery_steps, tuple(sorted({*plan.raised, *steps}))
+    if not length or raised == plan.raised:
         return assembly
-    before = plan.schedule
+    before = make_plan(plan.config).schedule
 
     def factor(step: Array) -> Float[Array, ""]:
         is_raised = jnp.zeros((), jnp.bool_)
-        for first in steps:
+        for first in raised:
             is_raised |= (step >= first) & (step < first + length)
         return before(step) * jnp.where(is_raised, jnp.float32(RATE), jnp.float32(1.0))
 
     optimizer = plan.config.optimizer.build(plan.table, factor)
-    plan = dataclasses.replace(plan, schedule=factor, optimizer=optimizer)
+    plan = dataclasses.replace(plan, schedule=factor, optimizer=optimizer, raised=raised)
     return dataclasses.replace(assembly, plan=plan)

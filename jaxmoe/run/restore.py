@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import pathlib
 from typing import Any
 
 import jax
@@ -31,7 +32,12 @@ from jaxmoe.run.config import FREE_FIELDS, PretrainConfig
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.provenance.lineage import Source
 from jaxmoe.run.provenance.warm_start import branched_state, initial_state
-from jaxmoe.run.recovery import Averaged, restore_averaged, with_raised_rate
+from jaxmoe.run.recovery import (
+    Averaged,
+    restore_averaged,
+    restore_averaged_snapshot,
+    with_raised_rate,
+)
 from jaxmoe.run.reporter import Reporter
 from jaxmoe.training.state import TrainState
 from sharding.distributed import agree, gather, share
@@ -105,15 +111,16 @@ class Lineage:
             snapshots: Snapshots of this process; None without any.
             target: Shapes and shardings to restore to; those of a new state when None.
         """
+        config = assembly.plan.config.checkpoint
         state = assembly.new_state() if target is None else None
         wanted = state if target is None else target
         if snapshots is not None:
             newest = agree(checkpoints.latest_step() or 0)
             kept = snapshots.restore_newest(wanted, at_least=newest, check=self.check)
-            snapshots.keep_only(None if kept is None else kept.step)
+            if kept is not None or config.on_lost_stage == "fail":
+                snapshots.keep_only(None if kept is None else kept.step)
             if kept is not None:
                 return self._begun(assembly, kept.step, kept.state, kept.words)
-        config = assembly.plan.config.checkpoint
         try:
             found = checkpoints.restore_newest(
                 wanted, check=self.check, is_strict=config.on_damage == "stop"
@@ -125,16 +132,13 @@ class Lineage:
         if found is not None:
             if left := config.initial:
                 say(f"checkpoint.initial={left} is ignored: the run continues")
+            if snapshots is not None:
+                snapshots.keep_only(None)
             return self._begun(assembly, *found, f"step {found[0]} from {checkpoints.directory}")
         if config.on_lost_stage == "average":
             state = assembly.new_state() if state is None else state
-            shelf, table = checkpoints.damaged_directory, assembly.plan.table
-            averaged = restore_averaged(shelf, state, table, self.check)
-            if averaged is not None:
-                origin = f"step {averaged.step} from {averaged.where}, which lacks files"
-                begun = self._begun(assembly, averaged.step, averaged.state, origin)
-                raised = with_raised_rate(begun.assembly, (averaged.step,))
-                return dataclasses.replace(begun, assembly=raised, averaged=averaged)
+            if (begun := self._averaged(assembly, checkpoints, snapshots, state)) is not None:
+                return begun
         if config.initial_state == "all":
             source, state = branched_state(assembly, wanted, self.check)
             origin = f"step {source.step} from {source.path}, of which this run is a branch"
@@ -144,6 +148,28 @@ class Lineage:
             return self._begun(assembly, 0, state, None)
         source, state = initial_state(assembly, state)
         return self._begun(assembly, 0, state, None, source)
+
+    def _averaged(
+        self,
+        assembly: Assembly,
+        checkpoints: CheckpointManager,
+        snapshots: SnapshotStore | None,
+        state: TrainState,
+    ) -> Begun | None:
+        """Return a state with its lost parts replaced; None if nothing was saved."""
+        averaged, table, shelf = None, assembly.plan.table, checkpoints.damaged_directory
+        if snapshots is not None:
+            shared = pathlib.Path(checkpoints.directory).with_name("snapshots")
+            averaged = restore_averaged_snapshot(snapshots, shared, state, table, self.check)
+            snapshots.keep_only(None)
+        if averaged is None:
+            averaged = restore_averaged(shelf, state, table, self.check)
+        if averaged is None:
+            return None
+        origin = f"step {averaged.step} from {averaged.where}, of which a part was lost"
+        begun = self._begun(assembly, averaged.step, averaged.state, origin)
+        raised = with_raised_rate(begun.assembly, (averaged.step,))
+        return dataclasses.replace(begun, assembly=raised, averaged=averaged)
 
     def _begun(
         self,

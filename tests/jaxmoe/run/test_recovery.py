@@ -13,11 +13,15 @@ import pytest
 from flax import traverse_util
 from jax.sharding import NamedSharding
 
+from experiments.cli import flags as cli
+from experiments.recipes import DEFAULT, RECIPES
 from jaxmoe.checkpoint import CheckpointAbandonedError, CheckpointError, save_checkpoint
 from jaxmoe.checkpoint.surviving import opened, survey
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import AttentionConfig, ModelConfig
-from jaxmoe.run.recovery import restore_averaged
+from jaxmoe.resilience.snapshot import SnapshotStore
+from jaxmoe.run.assemble import assemble
+from jaxmoe.run.recovery import restore_averaged, restore_averaged_snapshot, with_raised_rate
 from jaxmoe.scaling.initialize import parameter_table
 from jaxmoe.training.guard import no_norms
 from jaxmoe.training.pipeline import remember_layers
@@ -25,6 +29,7 @@ from jaxmoe.training.pipeline.recovery import sources_of
 from jaxmoe.training.state import TrainState
 from sharding import MeshConfig
 from tests.support.meshes import mesh_of
+from tests.support.runs import flags
 from tests.support.stage_files import lose_stage, split_by_stage
 
 STAGES, LAYERS = 4, 4
@@ -102,25 +107,75 @@ def test_a_lost_stage_is_the_weighted_mean_of_its_neighbours(stage, sources, she
     assert found is not None and found.step == 7
     assert int(found.state.step) == int(found.state.opt_state[0].count) == 7
     assert f"layer {stage} is " in caplog.text and "32 of 128 values of params/head" in caplog.text
-    names = {row.path for row in TABLE if row.declaration.axes[:1] == ("layers",)}
-    trees = ("params", lambda s: s.params), ("mu", lambda s: s.opt_state[0].mu)
-    for kind, of in trees:
-        before, initial, after = (_flat(of(s)) for s in (old, new, found.state))
-        for path, array in after.items():
-            wanted = before[path].copy()
-            if path in names and kind == "params":
-                wanted[stage] = sum(w * before[path][s].astype(np.float64) for s, w in sources)
-            elif path in names:
-                wanted[stage] = initial[path][stage]
-            elif path in ("embedding/weight", "head/weight"):
-                rows = slice(4 * stage, 4 * stage + 4)
-                rows = (slice(None), rows) if path.startswith("head") else rows
-                wanted[rows] = initial[path][rows]
-            np.testing.assert_array_equal(array, wanted, err_msg=f"{kind}/{path}")
+    _check(found.state, old, new, {stage: sources})
     for path, array in _flat(found.state.params).items():
         assert array.dtype == np.float32, path
     layout = jax.tree.map(lambda x: x.sharding, found.state.params)
     assert layout == jax.tree.map(lambda x: x.sharding, new.params)
+
+
+def _check(found, old, new, sources):
+    """Lost layers are means, with new moments; their rows of the vocabulary are new."""
+    names = {row.path for row in TABLE if row.declaration.axes[:1] == ("layers",)}
+    trees = ("params", lambda s: s.params), ("mu", lambda s: s.opt_state[0].mu)
+    for kind, of in trees:
+        before, initial, after = (_flat(of(s)) for s in (old, new, found))
+        for path, array in after.items():
+            wanted = before[path].copy()
+            for stage, made_of in sources.items():
+                if path in names and kind == "params":
+                    values = (w * before[path][s].astype(np.float64) for s, w in made_of)
+                    wanted[stage] = sum(values)
+                elif path in names:
+                    wanted[stage] = initial[path][stage]
+                elif path in ("embedding/weight", "head/weight"):
+                    rows = slice(4 * stage, 4 * stage + 4)
+                    rows = (slice(None), rows) if path.startswith("head") else rows
+                    wanted[rows] = initial[path][rows]
+            np.testing.assert_array_equal(array, wanted, err_msg=f"{kind}/{path}")
+
+
+def _store(directory):
+    own = {process: directory / f"process{process}" for process in range(STAGES)}
+    return SnapshotStore(own, run="run", process_of=lambda device: device.id // 2)
+
+
+def test_a_snapshot_that_lost_two_stages_is_averaged(tmp_path, caplog):
+    """Parity restores one process; the others share what they hold through files."""
+    caplog.set_level(logging.WARNING, "jaxmoe")
+    state, new, shared = _state(0, 7), _state(1, 0), tmp_path / "shared"
+    store = _store(tmp_path)
+    store.save(7, state, config={}, data={})
+    store.finish()
+    for process in (1, 3):
+        shutil.rmtree(tmp_path / f"process{process}")
+    assert store.restore_newest(new) is None
+    given = shared, new, TABLE, lambda manifest: None
+    found = restore_averaged_snapshot(_store(tmp_path), *given)
+    assert found is not None and found.step == 7 and not shared.exists()
+    _check(found.state, state, new, {1: ((0, WEIGHTS[0]), (2, WEIGHTS[1])), 3: ((2, 1.0),)})
+    assert int(found.state.opt_state[0].count) == 7
+    np.testing.assert_array_equal(*map(jax.random.key_data, (found.state.rng, state.rng)))
+    shutil.rmtree(tmp_path / "process2")
+    assert restore_averaged_snapshot(_store(tmp_path), *given) is None
+    assert "layers 1 to 3 of 4 are lost" in caplog.text and not shared.exists()
+    shutil.rmtree(tmp_path / "process0")
+    assert restore_averaged_snapshot(_store(tmp_path), *given) is None
+
+
+def test_the_rate_is_raised_once_for_each_step_that_was_averaged(tmp_path):
+    words = ("--checkpoint.on_lost_stage", "average", "--checkpoint.recovery_steps", "3")
+    _, config = cli.parse(RECIPES, DEFAULT, flags(tmp_path, 12, *words), "pretrain", "")
+    plain = assemble(config)
+    raised = plain
+    for steps in ((4,), (4,), (6,)):
+        raised = with_raised_rate(raised, steps)
+    both = with_raised_rate(plain, (4, 6))
+    for assembly in (raised, both):
+        counts = jnp.arange(12)
+        factor = jax.vmap(assembly.plan.schedule)(counts) / jax.vmap(plain.plan.schedule)(counts)
+        np.testing.assert_allclose(factor, [1.0] * 4 + [1.1] * 5 + [1.0] * 3, rtol=1e-6)
+    assert with_raised_rate(plain, ()) is plain
 
 
 def test_changed_bits_count_as_lost(shelf, saved):

@@ -1,0 +1,104 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Reads what is left of a snapshot of which more processes are lost than parity restores.
+
+Every process that has its part copies it to a directory that all processes share, from which each
+reads what it needs: arrays that are replicated, and parts of arrays that others hold.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import pathlib
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmoe.checkpoint.manifest import CheckpointManifest
+from jaxmoe.checkpoint.surviving import Box, Survey, Survivors, inside, overlap
+from jaxmoe.resilience.pieces import Piece
+from jaxmoe.resilience.snapshot import Pieces, SnapshotStore
+from jaxmoe.training.state import TrainState
+from sharding.distributed import agree
+
+
+class SurvivingPieces(Survivors):
+    """Reads the pieces of some processes.
+
+    Args:
+        found: What is left.
+        pieces: Pieces of the processes whose words are there.
+    """
+
+    def __init__(self, found: Survey, pieces: Mapping[int, tuple[Piece, ...]]):
+        self.found = found
+        self._files: dict[int, np.ndarray] = {}
+        self._pieces: dict[str, dict[Box, tuple[int, Piece]]] = {}
+        for process, own in pieces.items():
+            for piece in own:
+                self._pieces.setdefault(piece.path, {})[piece.index] = process, piece
+
+    def read(self, path: str, box: Box, instead: np.ndarray) -> np.ndarray:
+        """Return a part of an array, with `instead` where it is lost."""
+        values = np.array(instead)
+        for index, (process, piece) in self._pieces.get(path, {}).items():
+            if (both := overlap(box, index)) is None:
+                continue
+            dtype = jnp.dtype(piece.dtype)
+            words = self._words(process)[piece.start : piece.stop]
+            data = np.ascontiguousarray(words).view(np.uint8)
+            data = data[: math.prod(piece.shape) * dtype.itemsize].view(dtype)
+            values[inside(both, box)] = data.reshape(piece.shape)[inside(both, index)]
+        return values
+
+    def _words(self, process: int) -> np.ndarray:
+        if process not in self._files:
+            file = self.found.step / f"{process}.npy"
+            self._files[process] = np.load(file, mmap_mode="r")
+        return self._files[process]
+
+
+@contextlib.contextmanager
+def shared_snapshot(
+    store: SnapshotStore,
+    directory: pathlib.Path,
+    target: TrainState,
+    check: Callable[[CheckpointManifest], None],
+) -> Iterator[SurvivingPieces | None]:
+    """Open what is left of the newest snapshot; None without any. Every process must call this.
+
+    Args:
+        store: Snapshots of this process.
+        directory: Directory that all processes share; made for the time of the context.
+        target: State with the arrays and shardings wanted.
+        check: Raises ValueError for a manifest that must not be used.
+    """
+    if jax.process_index() == 0:
+        shutil.rmtree(directory, ignore_errors=True)
+        directory.mkdir(parents=True)
+    agree(0)  # a barrier: the directory is there
+    try:
+        copied = store.copy_newest(target, directory, check)
+        yield None if copied is None else _open(directory, *copied)
+        agree(0)  # a barrier: all processes have read
+    finally:
+        if jax.process_index() == 0:
+            shutil.rmtree(directory, ignore_errors=True)
+
+
+def _open(
+    directory: pathlib.Path, manifest: CheckpointManifest, pieces: Pieces, holders: list[int]
+) -> SurvivingPieces:
+    left = {process: pieces[process] for process in holders}
+    held = {(piece.path, piece.index) for own in left.values() for piece in own}
+    lost: dict[str, tuple[Box, ...]] = {}
+    for path, index in sorted(
+        {(piece.path, piece.index) for own in pieces for piece in own} - held
+    ):
+        lost[path] = (*lost.get(path, ()), index)
+    found = Survey(step=directory, manifest=manifest, files=(), stored={}, lost=lost)
+    return SurvivingPieces(found, left)
