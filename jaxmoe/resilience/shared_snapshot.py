@@ -9,6 +9,7 @@ reads what it needs: arrays that are replicated, and parts of arrays that others
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import pathlib
 import shutil
@@ -24,6 +25,8 @@ from jaxmoe.resilience.pieces import Piece
 from jaxmoe.resilience.snapshot import Pieces, SnapshotStore
 from jaxmoe.training.state import TrainState
 from sharding.distributed import agree
+
+logger = logging.getLogger(__name__)
 
 
 class SurvivingPieces(Survivors):
@@ -69,7 +72,9 @@ def shared_snapshot(
     target: TrainState,
     check: Callable[[CheckpointManifest], None],
 ) -> Iterator[SurvivingPieces | None]:
-    """Open what is left of the newest snapshot; None without any. Every process must call this.
+    """Open what is left of the most complete snapshot; every process must call this.
+
+    Yields None, with a warning where there is a reason, if there is none that all can read.
 
     Args:
         store: Snapshots of this process.
@@ -77,16 +82,23 @@ def shared_snapshot(
         target: State with the arrays and shardings wanted.
         check: Raises ValueError for a manifest that must not be used.
     """
-    if jax.process_index() == 0:
-        shutil.rmtree(directory, ignore_errors=True)
-        directory.mkdir(parents=True)
-    agree(0)  # a barrier: the directory is there
+    is_first, problem = jax.process_index() == 0, None
+    if is_first:
+        try:
+            shutil.rmtree(directory, ignore_errors=True)
+            directory.mkdir(parents=True)
+        except OSError as error:
+            problem = error
+            logger.warning("snapshots cannot be shared: %s", error)
+    if agree(problem is not None):
+        yield None
+        return
     try:
-        copied = store.copy_newest(target, directory, check)
+        copied = store.copy_fullest(target, directory, check)
         yield None if copied is None else _open(directory, *copied)
-        agree(0)  # a barrier: all processes have read
     finally:
-        if jax.process_index() == 0:
+        agree(0)  # a barrier: all processes have read, or failed
+        if is_first:
             shutil.rmtree(directory, ignore_errors=True)
 
 

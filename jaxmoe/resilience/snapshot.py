@@ -178,13 +178,13 @@ class SnapshotStore:
             logger.warning("no snapshot in memory of %d processes is used: %s", processes, why)
         return None
 
-    def copy_newest(
+    def copy_fullest(
         self,
         target: Any,
         directory: pathlib.Path,
         check: Callable[[CheckpointManifest], None],
     ) -> tuple[CheckpointManifest, Pieces, list[int]] | None:
-        """Copy the words of the newest step of which any process has its part to files.
+        """Copy the words of the step of which the most processes have their part to files.
 
         Args:
             target: State with the arrays and shardings wanted.
@@ -193,34 +193,45 @@ class SnapshotStore:
 
         Returns:
             The manifest, the pieces of each process, and the processes that have theirs; None
-            without a step, or if a file cannot be written.
+            without a step, or if a process cannot write its file or see those of others. Of
+            several such steps the newest.
         """
         pieces, _ = self._pieces(target)
         whole = {own: self._whole_steps(own, pieces[own]) for own in self._directories}
         held = self._gather_steps(whole)
-        for step in sorted({step for steps in held for step, _ in steps}, reverse=True):
+        found = []
+        for step in {step for steps in held for step, _ in steps}:
             digests = [dict(steps).get(step) for steps in held]
             known = [digest for digest in digests if digest is not None]
             digest = max(known, key=known.count)
-            text = self._share_manifest(step, digests.index(digest))
+            found.append((known.count(digest), step, [digest == other for other in digests]))
+        for _, step, has in sorted(found, reverse=True):
+            holders = [process for process, is_there in enumerate(has) if is_there]
+            text = self._share_manifest(step, holders[0])
             manifest = CheckpointManifest.from_json(json.loads(text)["manifest"], "the snapshot")
             try:
                 check(manifest)
             except CheckpointAbandonedError:
                 continue
-            holders = [process for process, other in enumerate(digests) if other == digest]
-            problem = None
-            try:
-                for own in self._directories.keys() & set(holders):
-                    words = self._directories[own] / str(step) / "words.npy"
-                    shutil.copyfile(words, directory / f"{own}.npy")
-            except OSError as error:
-                problem = error
-            if agree(problem is not None):
-                logger.warning("the snapshot of step %d cannot be copied: %s", step, problem)
-                return None
-            return manifest, pieces, holders
+            is_shared = self._copy(step, directory, holders)
+            return (manifest, pieces, holders) if is_shared else None
         return None
+
+    def _copy(self, step: int, directory: pathlib.Path, holders: list[int]) -> bool:
+        """Copy the words of a step to files; return whether every process sees all of them."""
+        problem = None
+        try:
+            for own in self._directories.keys() & set(holders):
+                words = self._directories[own] / str(step) / "words.npy"
+                shutil.copyfile(words, directory / f"{own}.npy")
+        except OSError as error:
+            problem = str(error)
+        agree(0)  # a barrier: all files are written
+        if problem is None and not all((directory / f"{own}.npy").exists() for own in holders):
+            problem = f"{directory} is not on a disk that all processes share"
+        if problem is not None:
+            logger.warning("the snapshot of step %d cannot be shared: %s", step, problem)
+        return not agree(problem is not None)
 
     def keep_only(self, step: int | None) -> None:
         """Delete all steps but the one from which the run continues.

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Restores a step that lacks a part, such as a pipeline stage (`checkpoint.on_lost_stage=average`).
 
-Used only where no snapshot and no checkpoint is whole: with the newest snapshot of which several
+Used only where no snapshot and no checkpoint is whole: with the snapshot of which the fewest
 processes are lost, or else with the newest damaged checkpoint. What is lost is replaced:
 
     layers of the pipeline     the weighted mean of their neighbours (CheckFree, arXiv 2506.15461);
@@ -119,7 +119,7 @@ def restore_averaged_snapshot(
     table: ParameterTable,
     check: Callable[[CheckpointManifest], None],
 ) -> Averaged | None:
-    """Return the newest snapshot of which several processes are lost, with these parts replaced.
+    """Return the most complete snapshot of several processes, with its lost parts replaced.
 
     None, with a warning, if there is none, or too much is lost.
 

@@ -3,8 +3,9 @@
 """Restores the state of a run from a snapshot or a checkpoint, or creates a new one.
 
 A snapshot at least as new as the newest checkpoint is used, and no checkpoint is read. Where
-neither is whole, `checkpoint.on_lost_stage=average` takes the newest damaged checkpoint. The
-supervisor (`experiments/launch/supervise.py`) names the directory of a process's snapshots in
+neither is whole, `checkpoint.on_lost_stage=average` takes an older snapshot, then one of which
+several processes are lost, then the newest damaged checkpoint. The supervisor
+(`experiments/launch/supervise.py`) names the directory of a process's snapshots in
 $JAXMOE_SNAPSHOTS and deletes it at the end.
 """
 
@@ -156,9 +157,13 @@ class Lineage:
         snapshots: SnapshotStore | None,
         state: TrainState,
     ) -> Begun | None:
-        """Return a state with its lost parts replaced; None if nothing was saved."""
+        """Return a snapshot, or a state with its lost parts replaced; None if nothing was saved."""
         averaged, table, shelf = None, assembly.plan.table, checkpoints.damaged_directory
         if snapshots is not None:
+            kept = snapshots.restore_newest(state, check=self.check)  # older than the checkpoints
+            if kept is not None:
+                snapshots.keep_only(kept.step)
+                return self._begun(assembly, kept.step, kept.state, kept.words)
             shared = pathlib.Path(checkpoints.directory).with_name("snapshots")
             averaged = restore_averaged_snapshot(snapshots, shared, state, table, self.check)
             snapshots.keep_only(None)

@@ -3,15 +3,18 @@
 """Runs whose only checkpoint lacks the files of a stage (`checkpoint.on_lost_stage`)."""
 
 import json
+import shlex
 import shutil
+import sys
 
 import numpy as np
 import pytest
 
 from experiments import pretrain
 from experiments.cli.flags import ExitCode
+from experiments.launch import __main__ as launch
 from jaxmoe.tracking.tracker import LEARNING_RATE
-from tests.support.runs import flags, logged_losses, saved_leaves
+from tests.support.runs import ROOT, flags, logged_losses, saved_leaves
 from tests.support.stage_files import lose_stage, split_by_stage
 
 pytestmark = [pytest.mark.slow, pytest.mark.trains]
@@ -90,3 +93,72 @@ def test_a_run_goes_on_with_the_mean_of_the_neighbours_of_a_lost_stage(damaged, 
     assert "of layer 0 and 0." in event and "values of params/embedding/weight are new" in event
     (lineage,) = json.loads((damaged / "lineage.json").read_text())
     assert lineage["event"] == "averaged" and lineage["step"] == FIRST
+
+
+VICTIM = """
+import os, pathlib, shutil, signal, sys, time
+directory = pathlib.Path(sys.argv[sys.argv.index("--run.directory") + 1])
+memory = pathlib.Path(os.environ["JAXMOE_SNAPSHOTS"])
+marks = [directory.with_suffix(f".killed{kill}") for kill in range(2)]
+start = sum(mark.exists() for mark in marks)
+
+from experiments import pretrain
+from jaxmoe.run.reporter import Reporter
+
+trained = Reporter.trained
+
+def kill(lost, *needed):
+    while not all(path.exists() for path in needed):
+        time.sleep(0.01)
+    for path in lost:
+        shutil.rmtree(path)
+    marks[start].touch()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def trained_and_killed(self, report):
+    trained(self, report)
+    memories = [memory.with_name(f"process{process}") for process in range(4)]
+    if (start, memory.name) == (0, "process1") and report.steps[-1] >= 4:
+        kill([memories[1], memories[3]], *(own / "3" for own in memories))
+    if (start, memory.name) == (1, "process2") and report.steps[-1] >= 7:
+        step = directory / "checkpoints" / "6"
+        lost = step / "state" / "ocdbt.process_1"
+        kill([*memories, lost], step / "files.json", step / "manifest")
+
+Reporter.trained = trained_and_killed
+sys.exit(pretrain.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.large  # three times four processes, one after the other
+@pytest.mark.timeout(2400)
+def test_four_processes_average_a_snapshot_and_then_a_checkpoint(tmp_path, monkeypatch, capsys):
+    """Two memories are lost before there is a checkpoint; later all, and the files of a stage."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv(
+        "XLA_FLAGS",
+        "--xla_force_host_platform_device_count=1 --xla_backend_optimization_level=0",
+    )
+    victim = tmp_path / "victim.py"
+    victim.write_text(VICTIM)
+    words = ("--execution.mesh.stage", "4", "--training.accumulation", "2")
+    words += ("--model.num_layers", "4", "--checkpoint.every", "6", "--evaluation.every", "0")
+    words += ("--checkpoint.snapshot_every", "3", "--tracking.print_every", "1", *AVERAGE)
+    given = flags(tmp_path / "run", 9, *words)
+    experts = given.index("--model.moe.expert_dim")
+    given = [*given[:experts], *given[experts + 2 :], "model.moe:none"]
+    command = shlex.join([sys.executable, str(victim), *given])
+    launched = ["--run.directory", str(tmp_path / "launch"), "--command", command]
+    memory = ["--snapshots", str(tmp_path)]
+    code = launch.main(["--supervise", "--processes", "4", *memory, *launched])
+    out = capsys.readouterr().out
+    assert code == ExitCode.DONE, out
+    assert "restored step 3 from the snapshots in memory, of which a part was lost" in out
+    damaged = tmp_path / "run" / "checkpoints" / "damaged" / "6"
+    assert f"restored step 6 from {damaged}, of which a part was lost" in out
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    first, second = summary["averaged"]
+    assert first.startswith("averaged at step 3: layer 1 is 0.") and "layer 3 is 1.000" in first
+    assert second.startswith("averaged at step 6: layer 1 is 0.") and "layer 3" not in second
+    assert sorted(logged_losses(tmp_path / "run")) == list(range(1, 10))
+    assert not (tmp_path / "run" / "snapshots").exists()
