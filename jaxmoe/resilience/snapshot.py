@@ -158,33 +158,24 @@ class SnapshotStore:
             check: Raises ValueError for a manifest that must not be used.
         """
         pieces, size = self._pieces(target)
-        whole = {own: self._whole_steps(own, pieces[own]) for own in self._directories}
-        held = self._gather_steps(whole)
-        processes, why = len(held), ""
-        steps = {step for steps in held for step, _ in steps if step >= at_least}
-        for step in sorted(steps, reverse=True):
-            digests = [dict(steps).get(step) for steps in held]
-            known = [digest for digest in digests if digest is not None]
-            digest = max(known, key=known.count)
+        held, why = self._holders(pieces), ""
+        for step in sorted((step for step in held if step >= at_least), reverse=True):
             try:
-                lost = only_lost([digest == other for other in digests])
-                state = self._read(step, target, pieces, size, lost, check, digests.index(digest))
+                lost = only_lost(held[step])
+                state = self._read(step, target, pieces, size, lost, check, held[step].index(True))
             except (TooManyLostError, CheckpointDamagedError, CheckpointAbandonedError) as error:
                 why = why or f"step {step}: {error}"
                 continue
             return Restored(step, state, lost)
         # The table is the same on every process; the first one logs.
         if why and 0 in self._directories:
-            logger.warning("no snapshot in memory of %d processes is used: %s", processes, why)
+            logger.warning("no snapshot in memory of %d processes is used: %s", len(pieces), why)
         return None
 
     def copy_fullest(
-        self,
-        target: Any,
-        directory: pathlib.Path,
-        check: Callable[[CheckpointManifest], None],
+        self, target: Any, directory: pathlib.Path, check: Callable[[CheckpointManifest], None]
     ) -> tuple[CheckpointManifest, Pieces, list[int]] | None:
-        """Copy the words of the step of which the most processes have their part to files.
+        """Copy the words of the newest step of which the most processes have their part to files.
 
         Args:
             target: State with the arrays and shardings wanted.
@@ -193,20 +184,12 @@ class SnapshotStore:
 
         Returns:
             The manifest, the pieces of each process, and the processes that have theirs; None
-            without a step, or if a process cannot write its file or see those of others. Of
-            several such steps the newest.
+            without a step, or if a process cannot write its file or see those of others.
         """
         pieces, _ = self._pieces(target)
-        whole = {own: self._whole_steps(own, pieces[own]) for own in self._directories}
-        held = self._gather_steps(whole)
-        found = []
-        for step in {step for steps in held for step, _ in steps}:
-            digests = [dict(steps).get(step) for steps in held]
-            known = [digest for digest in digests if digest is not None]
-            digest = max(known, key=known.count)
-            found.append((known.count(digest), step, [digest == other for other in digests]))
-        for _, step, has in sorted(found, reverse=True):
-            holders = [process for process, is_there in enumerate(has) if is_there]
+        held = self._holders(pieces)
+        for step in sorted(held, key=lambda step: (sum(held[step]), step), reverse=True):
+            holders = [process for process, has in enumerate(held[step]) if has]
             text = self._share_manifest(step, holders[0])
             manifest = CheckpointManifest.from_json(json.loads(text)["manifest"], "the snapshot")
             try:
@@ -312,6 +295,16 @@ class SnapshotStore:
             else:
                 whole.append((step, digest))
         return whole
+
+    def _holders(self, pieces: Pieces) -> dict[int, list[bool]]:
+        """Return for each step which processes have their part, of the manifest that most have."""
+        whole = {own: self._whole_steps(own, pieces[own]) for own in self._directories}
+        held, found = self._gather_steps(whole), {}
+        for step in {step for steps in held for step, _ in steps}:
+            digests = [dict(steps).get(step) for steps in held]
+            digest = max((one for one in digests if one is not None), key=digests.count)
+            found[step] = [digest == other for other in digests]
+        return found
 
     def _gather_steps(
         self, whole: Mapping[int, list[tuple[int, int]]]
