@@ -66,7 +66,7 @@ ORDER = (
     *("errors", "configs", "field_docs", "disk", "json_bounds", "optional", "state_tree"),
     *("fingerprints", "messages", "processor"),
     *("declarations", "parameters", "precision", "execution", "routing", "layers", "models"),
-    *("optim", "scaling", "data", "training", "checkpoint", "generation", "tracking"),
+    *("optim", "scaling", "data", "replicas", "training", "checkpoint", "generation", "tracking"),
     *("resilience", "planning", "serve", "run"),
 )
 FOLDER_FILES = 22
@@ -117,6 +117,7 @@ REGISTRIES = {
         *("expert_choice", "soft_moe"),
     },
     "jaxmoe.training:OBJECTIVES": {"next_token", "masked_diffusion"},
+    "jaxmoe.replicas:REPLICAS": {"none", "diloco"},
     "jaxmoe.tracking:TRACKERS": {"tensorboard", "wandb", "trackio"},
     "jaxmoe.scaling:PARAMETERIZATIONS": {
         *("standard", "mup", "mup_plus_plus", "completep", "mup_muon", "mup_plus_plus_muon"),

@@ -71,6 +71,7 @@ def accumulate(
     accumulation: int,
     placement: Placement,
     *,
+    first_row: Any = 0,
     statistics_of: Callable[[MicroBatch], RouterStatistics] | None = None,
 ) -> Gradients:
     """Sum `gradients_of` over micro-batches.
@@ -81,13 +82,14 @@ def accumulate(
         batch: Rows of the step.
         accumulation: Number of micro-batches.
         placement: Layout of the rows.
+        first_row: Number of the first row.
         statistics_of: Statistics of a micro-batch, in a pass over all of them before the gradients.
 
     Raises:
         ValueError: `accumulation` does not divide the batch.
     """
     rows = batch.tokens.shape[0]
-    whole = MicroBatch(batch=batch, row_ids=jnp.arange(rows, dtype=jnp.int32))
+    whole = MicroBatch(batch=batch, row_ids=first_row + jnp.arange(rows, dtype=jnp.int32))
     if accumulation == 1:
         return gradients_of(whole, 1.0, None)
     parts = jax.tree.map(lambda rows: split_rows(rows, accumulation, placement), whole)

@@ -42,3 +42,6 @@ class StepMetrics:
     worker_loss: Float[Array, " W"] | None = None
     """Cross-entropy of the rows of each worker, nats per token, if workers are watched; NaN without
     tokens. See `jaxmoe/training/dispersion.py`."""
+    exchange: dict[str, Float[Array, " R"]] = struct.field(default_factory=dict)
+    """Measures of the last exchange between workers; empty without. See
+    `jaxmoe/training/workers/step.py`."""

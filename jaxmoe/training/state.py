@@ -48,6 +48,9 @@ class TrainState:
     layer_norms: Float[Array, " layers"] | None = None
     """Clipped gradient norm of each layer of the longest scan in the last accepted step; None if
     they are not kept. See `jaxmoe/training/pipeline/recovery.py`."""
+    local: Any = None
+    """States of workers that communicate rarely; None without. See
+    `jaxmoe/training/workers/state.py`."""
 
 
 def init_state(

@@ -17,7 +17,7 @@ import pytest
 
 from jaxmoe.data import Loader
 from jaxmoe.run.assemble import Assembly
-from jaxmoe.training import step as step_module
+from jaxmoe.training import gradients as gradients_module
 
 # Added to one element of a gradient; added to the loss; times the whole gradient.
 FAULTS = {
@@ -38,7 +38,7 @@ def fault_key(fault: str, at: int) -> jax.Array:
 
 def faulty_step(function, state, batch):
     """Return a jitted step with the fault that the state's key encodes."""
-    compute = step_module.compute_gradients
+    compute = gradients_module.compute_gradients
 
     def faulty(state, *arguments, **options):
         gradients = compute(state, *arguments, **options)
@@ -52,7 +52,7 @@ def faulty_step(function, state, batch):
         return dataclasses.replace(gradients, grads=grads, loss=gradients.loss + loss)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(step_module, "compute_gradients", faulty)
+        patch.setattr(gradients_module, "compute_gradients", faulty)
         function(state, batch)  # traced while the patch holds
     return function
 

@@ -26,9 +26,9 @@ from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.load import assemble_run, load_run
 from jaxmoe.state_tree import flatten
 from jaxmoe.training.batch_ramp import accumulation_of
+from jaxmoe.training.gradients import batch_gradients
 from jaxmoe.training.guard import norm_limit
 from jaxmoe.training.state import TrainState
-from jaxmoe.training.step import batch_gradients
 from sharding.distributed import batch_part, global_batch
 from sharding.mesh import MeshConfig
 

@@ -18,8 +18,9 @@ from jaxmoe.planning.memory import estimate_memory
 from jaxmoe.scaling import StandardConfig, standard
 from jaxmoe.scaling.initialize import parameter_table
 from jaxmoe.training import NextTokenConfig
+from jaxmoe.training.gradients import batch_gradients
 from jaxmoe.training.state import init_state
-from jaxmoe.training.step import batch_gradients, make_train_step
+from jaxmoe.training.step import make_train_step
 from sharding import MeshConfig, make_mesh
 from sharding.distributed import global_batch
 from tests.support.models import TINY

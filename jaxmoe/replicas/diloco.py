@@ -1,0 +1,47 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""DiLoCo: workers train alone and average every few hundred steps (arXiv 2311.08105).
+
+delta = mean(slow - own);  slow = slow - lr * (delta + m),  m Nesterov momentum;  own = slow
+
+The optimiser of each worker is never exchanged nor reset.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import ClassVar
+
+import optax
+
+from jaxmoe.replicas.base import ReplicasBase
+from jaxmoe.replicas.codec import plain
+from jaxmoe.replicas.exchange import mean
+from jaxmoe.replicas.fragments import Leaf
+from jaxmoe.replicas.method import Method
+from jaxmoe.replicas.timing import Timing
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class DiLoCoConfig(ReplicasBase):
+    """Averages all parameters every few hundred steps, with Nesterov momentum."""
+
+    name: ClassVar[str] = "diloco"
+
+    every: int = 500
+    """Steps between two exchanges."""
+    learning_rate: float = 0.7
+    """Learning rate of the outer optimiser."""
+    momentum: float = 0.9
+    """Nesterov momentum of the outer optimiser."""
+
+    def build(self, leaves: Sequence[Leaf]) -> Method:
+        """Return the method for these parameters."""
+        del leaves
+        return Method(
+            timing=Timing(every=self.every),
+            codec=lambda leaf: plain(),
+            exchange=lambda leaf: mean(),
+            outer=optax.sgd(self.learning_rate, self.momentum, nesterov=True),
+        )

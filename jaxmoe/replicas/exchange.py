@@ -1,0 +1,107 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Exchanges: the only functions of a method that communicate between workers.
+
+`mix` takes the payload of this worker and returns the pseudo-gradient of one parameter. It runs
+with the axis `About.axis` of workers, under `vmap` or on a mesh, on what a device holds of the
+parameter. What it returns is equal on all workers where `is_shared` says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int, Key
+
+from jaxmoe.replicas.codec import Payload
+
+Decode = Callable[[Payload, Array], Array]
+
+
+class About(NamedTuple):
+    """What all workers know about an exchange."""
+
+    round: Int[Array, ""]
+    """Number of the exchange of this fragment, from 0."""
+    key: Key[Array, ""]
+    """Key of this exchange and parameter, equal on all workers."""
+    axis: str
+    """Name of the axis of workers."""
+    workers: int
+    """Number of workers."""
+    axes: tuple[str | None, ...]
+    """Logical axes of the parameter."""
+    split: tuple[tuple[str, ...], ...]
+    """Mesh axes that split each dimension of the parameter."""
+
+
+class Exchange(NamedTuple):
+    """Way of payloads between workers, for one parameter."""
+
+    init: Callable[[Array], Any]
+    """Parameter -> state of a worker: arrays of the shape of the parameter, or scalars; zeros."""
+    mix: Callable[[Payload, Decode, Array, About, Any], tuple[Array, Any]]
+    """(payload, decode, slow parameters, about, state) -> (pseudo-gradient, state)."""
+    is_shared: bool = True
+    """Whether the pseudo-gradient is equal on all workers."""
+
+
+def no_state(x: Array) -> tuple[()]:
+    """Return the state of an exchange or codec that has none."""
+    del x
+    return ()
+
+
+def mean() -> Exchange:
+    """Return the exchange whose pseudo-gradient is the mean of the messages, by one all-reduce.
+
+    Payloads must be sums' addends; see `gathered_mean` for others.
+    """
+
+    def mix(payload: Payload, decode: Decode, slow: Array, about: About, state: Any) -> Any:
+        return jax.lax.psum(decode(payload, slow), about.axis) / about.workers, state
+
+    return Exchange(init=no_state, mix=mix)
+
+
+def gathered_mean() -> Exchange:
+    """Return the exchange in which payloads travel encoded, and receivers decode and average."""
+
+    def mix(payload: Payload, decode: Decode, slow: Array, about: About, state: Any) -> Any:
+        gathered = gather_around(payload, about)
+
+        def add(total: Array, one: Payload) -> tuple[Array, None]:
+            return total + decode(one, slow).astype(total.dtype), None
+
+        total, _ = jax.lax.scan(add, jnp.zeros(slow.shape, jnp.float32), gathered)
+        return (total / about.workers).astype(slow.dtype), state
+
+    return Exchange(init=no_state, mix=mix)
+
+
+def gather_around(payload: Payload, about: About) -> Payload:
+    """Return the payloads of all workers in their order, [workers ...], by permutes in a ring.
+
+    Each worker sends workers - 1 payloads. Permutes are asynchronous on accelerators, and carry
+    any dtype as it is.
+
+    Args:
+        payload: Payload of this worker.
+        about: Axis of the workers.
+    """
+    number = about.workers
+    pairs = [(worker, (worker + 1) % number) for worker in range(number)]
+    me = jax.lax.axis_index(about.axis)
+
+    def gather(x: Array) -> Array:
+        held = jnp.zeros((number, *x.shape), x.dtype)
+        for hop in range(number):
+            held = jax.lax.dynamic_update_index_in_dim(held, x, (me - hop) % number, 0)
+            if hop < number - 1:
+                x = jax.lax.ppermute(x, about.axis, pairs)
+        return held
+
+    return jax.tree.map(gather, payload)

@@ -1,0 +1,205 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""The law of methods that exchange parameters: send, then merge.
+
+    send    message = slow - own parameters, encoded and exchanged: the pseudo-gradient
+    merge   slow = slow + outer(pseudo-gradient);  own = keep * own + (1 - keep) * slow
+
+Every function takes one fragment, {path: array}. Arrays of workers have a leading [R]; arrays that
+are equal on all workers are shared and have none.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import struct
+from jaxtyping import Array, Int, Key
+
+from jaxmoe.replicas.codec import Codec
+from jaxmoe.replicas.exchange import About, Exchange
+from jaxmoe.replicas.fragments import Arrays, Fragment, Leaf, cut_fragments
+from jaxmoe.replicas.timing import Timing
+from sharding.workers import Workers
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Method:
+    """A method that exchanges parameters, as its config builds it."""
+
+    timing: Timing
+    codec: Callable[[Leaf], Codec]
+    """Encoding of each parameter."""
+    exchange: Callable[[Leaf], Exchange]
+    """Exchange of each parameter."""
+    outer: optax.GradientTransformation | None
+    """Update of the slow parameters from the pseudo-gradient; None: what arrives replaces them."""
+    is_shared: bool = True
+    """Whether the slow parameters are equal on all workers; all exchanges must say the same."""
+    anchor: Literal["sent", "merged"] = "sent"
+    """When own parameters are subtracted from the slow ones: as they are sent; or as they are
+    merged, so that the parameters themselves travel."""
+
+    def __post_init__(self):
+        if self.outer is None and self.anchor == "sent":
+            raise ValueError("a method without outer optimiser sends parameters: set anchor")
+
+    def fragments(self, leaves: Sequence[Leaf]) -> tuple[Fragment, ...]:
+        """Return the fragments of the parameters."""
+        return cut_fragments(leaves, self.timing.fragments)
+
+
+@typing.no_type_check
+@struct.dataclass
+class Talk:
+    """State of the exchanges of one fragment."""
+
+    codec: Any
+    """{path: state} of each worker, [R ...]."""
+    exchange: Any
+    """{path: state} of each worker, [R ...]."""
+    arrived: Any
+    """{path: pseudo-gradient} that waits to be merged; None without delay."""
+    slow: Any
+    """{path: slow parameters} of each worker, [R ...]; None if they are shared."""
+    outer: Any
+    """State of the outer optimiser of each worker; None if it is shared."""
+
+
+def begin(method: Method, leaves: Mapping[str, Leaf], params: Arrays, workers: Workers) -> Talk:
+    """Return the state of the exchanges of a fragment before the first step.
+
+    Args:
+        method: Method.
+        leaves: What is known of each parameter.
+        params: The fragment's parameters, equal on all workers.
+        workers: Workers.
+    """
+    exchanges = {path: method.exchange(leaves[path]) for path in params}
+    codecs = {path: method.codec(leaves[path]) for path in params}
+    own = workers.stack(dict(params))
+    zeros = jax.tree.map(jnp.zeros_like, dict(params) if method.is_shared else own)
+    return Talk(
+        codec=workers.stack({path: codecs[path].init(x) for path, x in params.items()}),
+        exchange=workers.stack({path: exchanges[path].init(x) for path, x in params.items()}),
+        arrived=zeros if method.timing.delay else None,
+        slow=None if method.is_shared else own,
+        outer=None if method.is_shared else begin_outer(method, own),
+    )
+
+
+def begin_outer(method: Method, slow: Arrays) -> Any:
+    """Return the state of the outer optimiser of a fragment before the first step."""
+    return () if method.outer is None else method.outer.init(dict(slow))
+
+
+def send(
+    method: Method,
+    leaves: Mapping[str, Leaf],
+    talk: Talk,
+    params: Arrays,
+    slow: Arrays | None,
+    workers: Workers,
+    *,
+    number: Int[Array, ""],
+    key: Key[Array, ""],
+) -> tuple[dict[str, Array], Talk]:
+    """Return the pseudo-gradient of a fragment, and the state after the exchange.
+
+    Args:
+        method: Method.
+        leaves: What is known of each parameter.
+        talk: State of the exchanges of the fragment.
+        params: Parameters of the workers, [R ...].
+        slow: Shared slow parameters; None if every worker has its own.
+        workers: Workers.
+        number: Number of the exchange, from 0.
+        key: Key of the exchange.
+    """
+    splits = {path: _split(x) for path, x in params.items()}
+
+    def mix(own: Any, shared: Any) -> Any:
+        here, number = shared["slow"], shared["number"]
+        key = jax.random.wrap_key_data(shared["key"])
+        mixed, codec, exchange = {}, {}, {}
+        for index, (path, x) in enumerate(own["params"].items()):
+            leaf, state = leaves[path], own["talk"]
+            anchor = here[path] if own["slow"] is None else own["slow"][path]
+            codec_of, exchange_of = method.codec(leaf), method.exchange(leaf)
+            one = jax.random.fold_in(key, index)
+            message = anchor - x if method.anchor == "sent" else x
+            payload, codec[path] = codec_of.encode(message, state.codec[path], one)
+            about = About(number, one, workers.axis, workers.number, leaf.axes, splits[path])
+            mixed[path], exchange[path] = exchange_of.mix(
+                payload, codec_of.decode, anchor, about, state.exchange[path]
+            )
+        after = state_of(codec, exchange)
+        return ((mixed, after), ()) if own["slow"] is not None else (((), after), mixed)
+
+    def state_of(codec: Any, exchange: Any) -> Talk:
+        return Talk(codec=codec, exchange=exchange, arrived=None, slow=None, outer=None)
+
+    state = state_of(talk.codec, talk.exchange)
+    own = {"params": dict(params), "talk": state, "slow": talk.slow}
+    shared = {"slow": slow, "number": number, "key": jax.random.key_data(key)}
+    like = (((), state), slow) if talk.slow is None else ((dict(params), state), ())
+    (mine, state), common = workers.together(mix, like)(own, shared)
+    result = common if talk.slow is None else mine
+    return result, replace(talk, codec=state.codec, exchange=state.exchange)
+
+
+def merge(
+    method: Method,
+    talk: Talk,
+    pseudo: Arrays,
+    params: Arrays,
+    slow: Arrays | None,
+    outer: Any,
+    workers: Workers,
+) -> tuple[dict[str, Array], dict[str, Array] | None, Any, Talk]:
+    """Return (own parameters, shared slow parameters, their outer state, talk) after a merge.
+
+    Args:
+        method: Method.
+        talk: State of the exchanges of the fragment.
+        pseudo: Pseudo-gradient.
+        params: Parameters of the workers, [R ...].
+        slow: Shared slow parameters; None if every worker has its own.
+        outer: State of the shared outer optimiser; None without.
+        workers: Workers.
+    """
+    before = talk.slow if slow is None else dict(slow)
+    state = outer if talk.slow is None else talk.outer
+    after = dict(pseudo)
+    if method.outer is not None:
+        if method.anchor == "merged":
+            pseudo = jax.tree.map(jnp.subtract, before, after)
+        with jax.numpy_dtype_promotion("standard"):
+            updates, state = method.outer.update(dict(pseudo), state, before)
+        after = jax.tree.map(lambda x, u: x + u.astype(x.dtype), before, updates)
+    target = workers.stack(after) if talk.slow is None else after
+    keep = method.timing.keep
+    # Copied without arithmetic where nothing is kept, so that workers are bitwise equal.
+    own = (
+        target
+        if keep == 0.0
+        else jax.tree.map(
+            lambda x, t: (keep * x + (1.0 - keep) * t).astype(x.dtype), dict(params), target
+        )
+    )
+    if talk.slow is None:
+        return own, after, state, talk
+    return own, None, None, replace(talk, slow=after, outer=state)
+
+
+def _split(x: Array) -> tuple[tuple[str, ...], ...]:
+    """Return the mesh axes that split each dimension of a parameter, without that of workers."""
+    entries = jax.typeof(x).sharding.spec[1:]
+    return tuple((e,) if isinstance(e, str) else tuple(e or ()) for e in entries)

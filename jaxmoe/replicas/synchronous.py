@@ -1,0 +1,16 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""No method: the mesh axis `replica` splits the batch, and gradients are summed in every step."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar, Literal
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class SynchronousConfig:
+    """Sums gradients over all devices in every step."""
+
+    name: ClassVar[str] = "none"
+    exchanges: ClassVar[Literal["nothing", "parameters", "gradients"]] = "nothing"

@@ -1,0 +1,59 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""When workers exchange fragments of their parameters.
+
+Fragment f of P is sent after step t where (t - o) mod H = 0 and t >= o, with the offset
+o = floor((f + 1) H / P), and merged `delay` steps later. All fragments are sent once in H steps.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Timing:
+    """Period, fragments and delay of the exchanges."""
+
+    every: int = 1
+    """Steps between two exchanges of one fragment (H)."""
+    fragments: int = 1
+    """Parts of the parameters that are exchanged at different steps (P)."""
+    delay: int = 0
+    """Steps between sending a fragment and merging what came back."""
+    keep: float = 0.0
+    """Share of its own parameters that a worker keeps at a merge."""
+
+    def __post_init__(self):
+        if self.every < 1:
+            raise ValueError(f"replicas.every={self.every} must be at least 1 step")
+        if not 1 <= self.fragments <= self.every:
+            raise ValueError(
+                f"replicas.fragments={self.fragments} must be at least 1 and at most"
+                f" replicas.every={self.every}: a step exchanges one fragment"
+            )
+        if not 0 <= self.delay <= self.every:
+            raise ValueError(
+                f"replicas.delay={self.delay} must be from 0 to replicas.every={self.every}: one"
+                " message of a fragment is under way at a time"
+            )
+        if not 0.0 <= self.keep <= 1.0:
+            raise ValueError(f"replicas.keep={self.keep} must lie in [0, 1]")
+
+    def offset(self, fragment: int) -> int:
+        """Return the first step after which a fragment is sent."""
+        return (fragment + 1) * self.every // self.fragments
+
+    def sends(self, fragment: int, step: Any) -> Any:
+        """Return whether a fragment is sent after a step; steps may be traced."""
+        offset = self.offset(fragment)
+        return (step >= offset) & ((step - offset) % self.every == 0)
+
+    def merges(self, fragment: int, step: Any) -> Any:
+        """Return whether a fragment is merged after a step; steps may be traced."""
+        return self.sends(fragment, step - self.delay)
+
+    def round(self, fragment: int, step: Any) -> Any:
+        """Return the number of exchanges of a fragment before one that is sent after a step."""
+        return (step - self.offset(fragment)) // self.every

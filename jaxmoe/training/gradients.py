@@ -1,0 +1,217 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Gradients of one step: the loss of the micro-batches, differentiated and summed."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jaxmoe.data.batch import Batch
+from jaxmoe.execution import ExecutionConfig
+from jaxmoe.layers.gather import gather_once, use_outside_layers
+from jaxmoe.models.config import ModelConfig
+from jaxmoe.models.transformer import Output
+from jaxmoe.parameters import ParameterTable
+from jaxmoe.routing import RouterStatistics
+from jaxmoe.scaling.initialize import parameter_table
+from jaxmoe.training import ObjectiveConfig
+from jaxmoe.training.accumulation import Gradients, MicroBatch, accumulate
+from jaxmoe.training.balance import (
+    AccumulatedBalance,
+    buffered_losses,
+    has_wide_balance,
+    linearized_losses,
+)
+from jaxmoe.training.dispersion import worker_losses
+from jaxmoe.training.indicators import observe_head
+from jaxmoe.training.loss import forward_and_row_nll
+from jaxmoe.training.pipeline import pipeline_gradients
+from jaxmoe.training.state import TrainState
+
+
+def batch_gradients(
+    state: TrainState,
+    batch: Batch,
+    *,
+    model: ModelConfig,
+    execution: ExecutionConfig,
+    objective: ObjectiveConfig,
+    accumulation: int = 1,
+    accumulated_balance: AccumulatedBalance = "buffer",
+    workers: int = 1,
+    table: ParameterTable | None = None,
+    first_row: Any = 0,
+) -> tuple[Float[Array, ""], Gradients, Float[Array, " W"] | None]:
+    """Return the gradients of the loss of one step, over its micro-batches.
+
+    Args:
+        state: parameters, router state, randomness.
+        batch: of the step.
+        model: what is trained.
+        execution: how.
+        objective: what is predicted from what.
+        accumulation: micro-batches.
+        accumulated_balance: how a balance loss is taken over them.
+        workers: equal parts of the batch whose losses are reported apart; 1: none are.
+        table: Groups of the parameters; None trains all.
+        first_row: Number of the first row, where the batch is part of a larger one.
+
+    Returns:
+        The sum of the loss weights, the sums over the micro-batches, and the workers' losses.
+    """
+    weight = objective.num_tokens(batch)
+    key = jax.random.fold_in(state.rng, state.step)
+    row_tokens = objective.row_tokens(batch) if workers > 1 else None
+    batch = objective.prepare(model, batch, key, execution.placement)
+    total_weight = jnp.where(weight > 0.0, weight, 1.0)
+    given = {"model": model, "execution": execution, "objective": objective}
+    given["whole"] = _gather_whole(model, state.params, execution)
+    has_two_passes = accumulated_balance == "two_pass" and has_wide_balance(model)
+    if execution.mesh.stage > 1:
+        summed = pipeline_gradients(
+            state,
+            batch,
+            total_weight,
+            accumulation=accumulation,
+            has_two_passes=has_two_passes,
+            has_rows=workers > 1,
+            table=table,
+            **given,
+        )
+    else:
+        summed = accumulate(
+            partial(
+                compute_gradients,
+                state,
+                total_weight,
+                is_whole=has_two_passes,
+                has_rows=workers > 1,
+                table=table,
+                **given,
+            ),
+            batch,
+            accumulation,
+            execution.placement,
+            first_row=first_row,
+            statistics_of=partial(batch_statistics, state, **given) if has_two_passes else None,
+        )
+    found = worker_losses(summed.row_nll, row_tokens, workers, execution.placement)
+    return weight, summed, found
+
+
+def compute_gradients(
+    state: TrainState,
+    total_weight: Float[Array, ""],
+    micro: MicroBatch,
+    share: float,
+    others: RouterStatistics | None,
+    *,
+    is_whole: bool,
+    model: ModelConfig,
+    execution: ExecutionConfig,
+    objective: ObjectiveConfig,
+    whole: Any = None,
+    has_rows: bool = False,
+    table: ParameterTable | None = None,
+) -> Gradients:
+    """Return the gradients of one micro-batch's part of the loss.
+
+    Args:
+        state: parameters, router state, randomness.
+        total_weight: sum of the loss weights of the whole batch.
+        micro: the rows.
+        share: of this micro-batch in the step.
+        others: statistics of the micro-batches before this one, or of the whole batch; or None.
+        is_whole: which of the two they are.
+        model: what is trained.
+        execution: how.
+        objective: that prepared the batch.
+        whole: gathered parameters, with a layout that gathers them once a step.
+        has_rows: whether the cross-entropy of single rows is kept.
+        table: Groups of the parameters; None trains all.
+    """
+
+    def loss_of(trained: Any) -> tuple[Array, tuple[Array, dict[str, Array], Any, Any, Any]]:
+        params = trained if table is None else table.merged(trained, state.params)
+        nll, rows, output = _forward(
+            params, state, micro, model, execution, objective, whole, has_rows=has_rows
+        )
+        loss, losses = nll / total_weight, output.losses
+        if output.statistics is not None and others is not None and is_whole:
+            wide = linearized_losses(model, output.statistics, others, share)
+            losses = {name: share * value for name, value in losses.items()} | wide
+        elif output.statistics is not None:
+            losses = losses | buffered_losses(model, output.statistics, others)
+            losses = {name: share * value for name, value in losses.items()}
+        indicators = output.indicators
+        if indicators is not None:
+            indicators |= observe_head(params, output.hidden, micro.batch, model, execution)
+        return loss + sum(losses.values()), (loss, losses, output.statistics, indicators, rows)
+
+    trained = state.params if table is None else table.trained(state.params)
+    grads, (loss, losses, *aside) = jax.grad(loss_of, has_aux=True)(trained)
+    statistics, indicators, rows = jax.lax.stop_gradient(aside)
+    return Gradients(
+        grads=grads,
+        loss=loss,
+        losses=losses,
+        statistics=statistics,
+        indicators=indicators,
+        row_nll=rows,
+    )
+
+
+def batch_statistics(
+    state: TrainState,
+    micro: MicroBatch,
+    *,
+    model: ModelConfig,
+    execution: ExecutionConfig,
+    objective: ObjectiveConfig,
+    whole: Any = None,
+) -> RouterStatistics:
+    """Return the statistics of some rows as training sees them, without a gradient."""
+    _, _, output = _forward(state.params, state, micro, model, execution, objective, whole)
+    assert output.statistics is not None  # only models with balancers take two passes
+    return jax.lax.stop_gradient(output.statistics)
+
+
+def _forward(
+    params: Any,
+    state: TrainState,
+    micro: MicroBatch,
+    model: ModelConfig,
+    execution: ExecutionConfig,
+    objective: ObjectiveConfig,
+    whole: Any,
+    *,
+    has_rows: bool = False,
+) -> tuple[Array, Array | None, Output]:
+    if whole is not None:
+        params, whole = use_outside_layers(params, whole, [scan.name for scan in model.scans])
+    return forward_and_row_nll(
+        model,
+        execution,
+        params,
+        micro.batch,
+        has_rows=has_rows,
+        objective=objective,
+        router_state=state.router_state,
+        row_ids=micro.row_ids,
+        train=True,
+        key=jax.random.fold_in(state.rng, state.step),
+        whole=whole,
+    )
+
+
+def _gather_whole(model: ModelConfig, params: Any, execution: ExecutionConfig) -> Any:
+    """Return all parameters gathered, if the layout gathers once a step; None otherwise."""
+    if execution.state_layout.gathered != "step":
+        return None
+    declarations = parameter_table(model).tree(lambda row: row.declaration)
+    return gather_once(params, declarations, execution)

@@ -1,0 +1,7 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Training steps of workers that communicate rarely: states, local steps, exchanges, metrics."""
+
+from jaxmoe.training.workers.state import WorkerStates as WorkerStates
+from jaxmoe.training.workers.state import WorkerTraining as WorkerTraining
+from jaxmoe.training.workers.step import make_worker_step as make_worker_step

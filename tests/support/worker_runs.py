@@ -1,0 +1,162 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Workers on a linear regression: the methods of jaxmoe/replicas without a model.
+
+Four workers see different rows. Parameters: a matrix, a vector, and a stack of two matrices of
+four experts, which adds to the same prediction.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxmoe.replicas.fragments import Leaf
+from jaxmoe.training.state import TrainState
+from jaxmoe.training.workers.state import WorkerTraining
+from jaxmoe.training.workers.step import exchange_late, exchange_now
+from sharding.workers import Workers
+
+WORKERS, STEPS, INPUTS, OUTPUTS = 4, 12, 8, 3
+SGD = optax.sgd(0.05)
+LEAVES = (
+    Leaf("a", (INPUTS, OUTPUTS), ("embed", "mlp"), "mlp_in", False),
+    Leaf("b", (OUTPUTS,), ("norm",), "norm", False),
+    Leaf(
+        "experts",
+        (2, 4, INPUTS, OUTPUTS),
+        ("layers", "experts", "expert_embed", "expert_mlp"),
+        "expert_in",
+        True,
+    ),
+)
+
+
+def parameters(dtype=jnp.float32):
+    rng = np.random.default_rng(0)
+    return {leaf.path: jnp.asarray(0.5 * rng.standard_normal(leaf.shape), dtype) for leaf in LEAVES}
+
+
+@functools.cache
+def data():
+    """Inputs [W, 32, INPUTS] and targets [W, 32, OUTPUTS] of the workers."""
+    rng = np.random.default_rng(1)
+    x = rng.standard_normal((WORKERS, 32, INPUTS)) + 0.3 * np.arange(WORKERS)[:, None, None]
+    return x, rng.standard_normal((WORKERS, 32, OUTPUTS))
+
+
+def rows(worker, step):
+    """Inputs and targets of a worker in a step; both may be traced."""
+    x, y = (jnp.asarray(part[worker] if isinstance(worker, int) else part) for part in data())
+    if not isinstance(worker, int):
+        x, y = x[worker], y[worker]
+    start = (step * 8) % 32
+    return tuple(jax.lax.dynamic_slice_in_dim(part, start, 8, 0) for part in (x, y))
+
+
+def loss(params, x, y):
+    matrix = params["a"] + jnp.sum(params["experts"], axis=(0, 1)) / 8
+    error = x.astype(matrix.dtype) @ matrix + params["b"][None] - y.astype(matrix.dtype)
+    return 0.5 * jnp.mean(jnp.sum(error**2, axis=-1))
+
+
+def training_of(config, workers=WORKERS):
+    """The method of a config on the parameters of this file."""
+    method = config.build(LEAVES)
+    return WorkerTraining(
+        method=method,
+        workers=Workers(workers, is_spread=False),
+        leaves={leaf.path: leaf for leaf in LEAVES},
+        fragments=method.fragments(LEAVES),
+    )
+
+
+def new_state(params, inner):
+    return TrainState(
+        step=jnp.zeros((), jnp.int32),
+        params=params,
+        opt_state=inner.init(params),
+        router_state={},
+        rng=jax.random.key(7),
+        skipped=jnp.zeros((), jnp.int32),
+        skipped_in_a_row=jnp.zeros((), jnp.int32),
+    )
+
+
+def train(config, *, steps=STEPS, inner=SGD, params=None, workers=WORKERS, watch=None):
+    """State of all workers after some steps.
+
+    Args:
+        config: of the method.
+        steps: local steps.
+        inner: optimiser of each worker.
+        params: initial values; those of this file when None.
+        workers: number of workers.
+        watch: called with the state after every step.
+    """
+    training = training_of(config, workers)
+    state = training.begin(new_state(parameters() if params is None else params, inner))
+    step = jax.jit(functools.partial(one_step, training, inner))
+    for _ in range(steps):
+        state = step(state)
+        if watch is not None:
+            watch(state)
+    return state
+
+
+def one_step(training, inner, state):
+    """A local step of every worker, and the exchanges around it."""
+    if training.method.timing.delay:
+        state = exchange_late(training, state)
+    local, number = state.local, training.workers.number
+
+    def one(worker, params, opt_state):
+        grads = jax.grad(loss)(params, *rows(worker, state.step))
+        with jax.numpy_dtype_promotion("standard"):
+            updates, opt_state = inner.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    params, opt_state = jax.vmap(one)(jnp.arange(number), local.params, local.opt_state)
+    local = dataclasses.replace(local, params=params, opt_state=opt_state)
+    state = dataclasses.replace(state, local=local, step=state.step + 1)
+    return state if training.method.timing.delay else exchange_now(training, state)
+
+
+def alone(worker, *, steps=STEPS, inner=SGD, params=None):
+    """Parameters of one worker that never exchanges anything."""
+    params = parameters() if params is None else params
+    opt_state = inner.init(params)
+    for step in range(steps):
+        grads = jax.grad(loss)(params, *rows(worker, step))
+        with jax.numpy_dtype_promotion("standard"):
+            updates, opt_state = inner.update(grads, opt_state, params)
+        params = optax.apply_updates(params, updates)
+    return params
+
+
+def synchronous(*, steps=STEPS, inner=SGD, workers=WORKERS):
+    """Parameters after synchronous steps: the mean gradient of all workers in each."""
+    params = parameters()
+    opt_state = inner.init(params)
+    for step in range(steps):
+        grads = [jax.grad(loss)(params, *rows(worker, step)) for worker in range(workers)]
+        mean = jax.tree.map(lambda *g: sum(g) / workers, *grads)
+        updates, opt_state = inner.update(mean, opt_state, params)
+        params = optax.apply_updates(params, updates)
+    return params
+
+
+def distance(one, other):
+    """Largest difference of two trees."""
+    pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
+    return max(float(np.abs(np.asarray(a) - np.asarray(b)).max()) for a, b in pairs)
+
+
+def spread(stacked):
+    """Largest difference between workers, of arrays [W ...]."""
+    return max(
+        float(np.abs(np.asarray(x) - np.asarray(x)[:1]).max()) for x in jax.tree.leaves(stacked)
+    )
