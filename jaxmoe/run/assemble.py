@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Generator, Iterator
+import functools
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import jax
@@ -27,6 +28,8 @@ from jaxmoe.scaling.initialize import parameter_table
 from jaxmoe.training.batch_ramp import accumulation_of
 from jaxmoe.training.pipeline import check_pipeline
 from jaxmoe.training.state import TrainState, init_state
+from jaxmoe.training.step import CheckedStep, TrainStep
+from jaxmoe.training.workers import WorkerTraining, jitted_step, training_of
 from sharding import axes as ax
 from sharding.distributed import batch_part, global_batch
 from sharding.mesh import make_mesh
@@ -96,8 +99,71 @@ class Assembly:
     source: Source
     loader: Loader
 
+    def step(self, accumulation: int | None = None) -> TrainStep:
+        """Return the step of the run, or of one worker.
+
+        Args:
+            accumulation: Micro-batches of a step; those of the config when None.
+        """
+        plan, training = self.plan, self.plan.config.training
+        return TrainStep(
+            model=plan.model,
+            optimizer=plan.optimizer,
+            execution=self.execution,
+            accumulation=training.accumulation if accumulation is None else accumulation,
+            clip=training.clip,
+            accumulated_balance=training.accumulated_balance,
+            objective=training.objective,
+            max_norm_ratio=training.max_norm_ratio,
+            workers=self.num_compared if plan.config.replicas.exchanges == "nothing" else 1,
+            table=plan.table,
+        )
+
+    @property
+    def num_compared(self) -> int:
+        """Number of parts of a batch whose losses are compared: those of devices, or workers."""
+        mesh, replicas = self.execution.mesh, self.plan.config.replicas
+        if replicas.exchanges == "nothing":
+            return mesh.batch_shards
+        return replicas.num_workers(mesh.replica)
+
+    @functools.cached_property
+    def worker_training(self) -> WorkerTraining | None:
+        """Method with which workers communicate; None for ordinary steps."""
+        return training_of(self.plan.config.replicas, self.plan.table, self.step())
+
+    def jitted_step(self, accumulation: int) -> CheckedStep:
+        """Return the jitted step of the run; it donates its state.
+
+        Args:
+            accumulation: Micro-batches of a step.
+        """
+        plan = self.plan
+        return jitted_step(plan.config.replicas, plan.table, self.step(accumulation))
+
+    @functools.cached_property
+    def publish(self) -> Callable[[TrainState], TrainState] | None:
+        """Function that brings the parameters up to date that the world sees; None where every
+        step does."""
+        training = self.worker_training
+        if training is None or training.method.is_shared:
+            return None
+        return jax.jit(training.publish, donate_argnums=0)
+
     def new_state(self) -> TrainState:
         """Return the state before the first step."""
+        return self.with_workers(self.new_world())
+
+    def with_workers(self, state: TrainState) -> TrainState:
+        """Return a state without workers as that of equal workers, if the run has any."""
+        training = self.worker_training
+        if training is None:
+            return state
+        with jax.set_mesh(self.mesh):
+            return jax.jit(training.begin)(state)
+
+    def new_world(self) -> TrainState:
+        """Return the state before the first step, without workers."""
         key = jax.random.key(self.plan.config.training.seed)
         return init_state(
             self.plan.model,
@@ -192,6 +258,7 @@ def assemble(
     for _, rows in training.batch_sizes.stages:
         number = accumulation_of(rows, training.batch_size, training.accumulation)
         check_pipeline(plan.model, execution, number)
+    _check_workers(plan.config, mesh_config.replica)
     if execution.mesh.stage > 1 and (every := config.watch.gradients_every):
         raise ValueError(
             f"watch.gradients_every={every} compares gradients of whole layers, and"
@@ -242,6 +309,32 @@ def assemble(
     assembly = Assembly(plan=plan, execution=execution, mesh=mesh, source=source, loader=loader)
     assembly.held_out()  # raises if there are too few held-out data
     return assembly
+
+
+def _check_workers(config: PretrainConfig, places: int) -> None:
+    """Refuse batches that workers cannot share, and features that need one state."""
+    replicas, training = config.replicas, config.training
+    if replicas.exchanges == "nothing":
+        return
+    number = replicas.num_workers(places)
+    for _, rows in training.batch_sizes.stages:
+        accumulation = accumulation_of(rows, training.batch_size, training.accumulation)
+        if rows % (number * accumulation):
+            raise ValueError(
+                f"training.batch_size={rows} must be divisible by the {number} workers of replicas"
+                f" {replicas.name!r} times training.accumulation={accumulation}: choose a multiple"
+                f" of {number * accumulation}"
+            )
+    if config.checkpoint.on_lost_stage == "average":
+        raise ValueError(
+            "checkpoint.on_lost_stage=average weighs layers by the gradients of one model, and"
+            f" replicas {replicas.name!r} trains {number}: set checkpoint.on_lost_stage to fail"
+        )
+    if every := config.watch.gradients_every:
+        raise ValueError(
+            f"watch.gradients_every={every} compares gradients of equal parameters, and workers of"
+            f" replicas {replicas.name!r} have their own: set watch.gradients_every to 0"
+        )
 
 
 def _check_experts(
