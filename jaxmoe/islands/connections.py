@@ -75,8 +75,10 @@ class Connection:
         Raises:
             TransportError: The peer is gone, or does not read.
         """
-        self._socket.settimeout(self._timeout + sum(map(len, parts)) / SLOWEST)
         try:
+            self._socket.settimeout(self._timeout + sum(map(len, parts)) / SLOWEST)
+            if sum(map(len, parts)) <= _SMALL:
+                parts = (b"".join(parts),)
             for part in parts:
                 self._socket.sendall(part)
         except OSError as error:
@@ -117,8 +119,8 @@ class Connection:
         self._socket.close()
 
     def _wait(self, idle: float) -> None:
-        self._socket.settimeout(idle)
         try:
+            self._socket.settimeout(idle)
             is_there = self._socket.recv(1, socket.MSG_PEEK)
         except OSError as error:
             raise TransportError(f"no request within {idle:g} s: {error}") from error
@@ -129,8 +131,8 @@ class Connection:
         left = min(self._timeout, self._until - time.monotonic())
         if left <= 0:
             raise TransportError("the peer sends too slowly")
-        self._socket.settimeout(left)
         try:
+            self._socket.settimeout(left)
             return self._socket.recv(min(most, _SMALL * 4))
         except OSError as error:
             raise TransportError(f"connection lost while receiving: {error}") from error
