@@ -24,6 +24,7 @@ import re
 import socket
 import struct
 import threading
+import time
 
 from jaxmoe.islands.connections import COLLECT_BYTES, Connection, decode_collect, encode_found
 from jaxmoe.islands.errors import FrameError, LeftOutError, TransportError
@@ -42,6 +43,7 @@ logger = logging.getLogger(__name__)
 
 _PENDING = 64
 _OPEN_ROUNDS = 3
+_PAUSE = 0.05
 EPOCH = struct.Struct("!Q")
 """Payload of the answer to HELLO."""
 
@@ -171,7 +173,8 @@ class Coordinator:
             except OSError:
                 if self._is_closed:
                     return
-                continue  # the peer was gone before it was accepted
+                time.sleep(_PAUSE)  # the peer was gone before, or there are too many open files
+                continue
             connection = Connection(connected, self._timeout, self._key)
             with self._lock:
                 if self._is_closed:

@@ -26,6 +26,7 @@ round.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Mapping
 
@@ -214,8 +215,9 @@ class Rounds:
                     continue
             number = 0 if newest is None else newest + 1
             if number != announced:
-                self._transport.post(number, Kind.JOIN, b"")
-                announced = number
+                with contextlib.suppress(LeftOutError):  # that round has ended meanwhile
+                    self._transport.post(number, Kind.JOIN, b"")
+                    announced = number
             self._clock.sleep(self._rules.poll)
         raise QuorumError(
             f"island {self._member} was not admitted within {self._rules.timeout:g} s: no round has"

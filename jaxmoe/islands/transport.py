@@ -101,11 +101,6 @@ class Collected:
     newest: int | None = None
     """Newest round that has ended, whose fingerprints were compared; None if none has."""
 
-    @property
-    def closed_members(self) -> tuple[int, ...] | None:
-        """Members whose message counts; None while the step is open."""
-        return None if self.closing is None else self.closing.members
-
 
 @runtime_checkable
 class Transport(Protocol):

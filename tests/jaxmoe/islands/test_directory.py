@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Directories: damaged and planted files are ignored, and a round closes once whoever closes it."""
+"""Directories: damaged and planted files are ignored, and a round closes once."""
 
 import functools
 import os

@@ -90,7 +90,7 @@ def _kill_one(kind, folder, seed, returns):
 
 
 def _check(victim, logs):
-    """All have the same members and bytes in each round, and none waited longer than the grace."""
+    """All have the same members and bytes in each round; none waited much longer than the grace."""
     rounds = {}
     for member, lines in logs.items():
         for line in lines:
@@ -101,11 +101,11 @@ def _check(victim, logs):
         ((members, _),) = set(found.values())
         assert set(found) - {victim} == set(logs) - {victim} and set(members) >= {*found} - {victim}
     longest = max(line["seconds"] for m, lines in logs.items() if m != victim for line in lines)
-    assert longest < GRACE + 1.5, longest
+    assert longest < GRACE + 3, longest
     return rounds
 
 
-@pytest.mark.parametrize("kind", ["tcp", "directory"])
+@pytest.mark.parametrize("kind", ["tcp", pytest.param("directory", marks=pytest.mark.slow)])
 def test_a_killed_island_is_left_out_and_joins_again(kind, tmp_path):
     victim, logs = _kill_one(kind, tmp_path, seed=0, returns=True)
     rounds = _check(victim, logs)

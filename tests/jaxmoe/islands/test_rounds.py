@@ -116,7 +116,7 @@ def test_an_island_that_dies_before_it_confirms_is_left_out():
 
 
 def test_no_island_confirms_what_it_does_not_hold():
-    """The receipts decide alike for all: whoever is in the round holds all its updates."""
+    """The receipts decide alike for all: each member of the round holds all updates."""
     board = Board()
     board.hidden |= {(0, 1), (3, 1)}
     limits = rules(grace=0.6, poll=0.01, quorum=2)

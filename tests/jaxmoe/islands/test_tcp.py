@@ -1,12 +1,13 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""TCP: hostile peers disturb nobody, one coordinator closes rounds, a new one is followed."""
+"""TCP: hostile peers disturb no island, one coordinator closes rounds, a new one is followed."""
 
 import contextlib
 import dataclasses
 import functools
 import socket
 import threading
+import time
 
 import pytest
 
@@ -78,7 +79,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("what", HOSTILE)
-def test_a_hostile_peer_is_dropped_and_disturbs_nobody(what, coordinator):
+def test_a_hostile_peer_is_dropped_and_disturbs_no_island(what, coordinator):
     ended = threading.Event()
 
     def attack():
@@ -148,6 +149,16 @@ def test_a_slow_peer_is_dropped(coordinator):
     with _socket(coordinator) as peer:
         peer.sendall(b"j")
         assert _is_dropped(peer)
+
+
+def test_an_island_connects_again_after_a_long_pause():
+    """Inner steps take longer than a connection may be idle."""
+    with Coordinator("127.0.0.1:0", SIZES, key=KEY, idle=0.1) as coordinator:
+        with _island(coordinator, 1) as transport:
+            for number in range(2):
+                transport.post(number, Kind.UPDATE, b"x")
+                time.sleep(0.3)
+            assert transport.collect(0, Kind.UPDATE).payloads == {1: b"x"}
 
 
 def test_rounds_far_ahead_are_refused(coordinator):

@@ -60,7 +60,7 @@ def test_what_is_posted_is_collected_by_all(transport_of):
     for transport in (one, two, transport_of(3)):
         for _ in range(2):
             found = transport.collect(0, Kind.UPDATE)
-            assert found.payloads == {1: payload, 2: b""} and found.closed_members is None
+            assert found.payloads == {1: payload, 2: b""} and found.closing is None
         assert transport.collect(1, Kind.UPDATE).payloads == {}
         assert transport.collect(0, Kind.FINGERPRINT).payloads == {}
 
