@@ -47,6 +47,8 @@ class Exchange(NamedTuple):
     """(payload, decode, slow parameters, about, state) -> (pseudo-gradient, state)."""
     is_shared: bool = True
     """Whether the pseudo-gradient is equal on all workers."""
+    is_mean: bool = False
+    """Whether the pseudo-gradient is the mean of the decoded messages."""
 
 
 def no_state(x: Array) -> tuple[()]:
@@ -64,7 +66,7 @@ def mean() -> Exchange:
     def mix(payload: Payload, decode: Decode, slow: Array, about: About, state: Any) -> Any:
         return jax.lax.psum(decode(payload, slow), about.axis) / about.workers, state
 
-    return Exchange(init=no_state, mix=mix)
+    return Exchange(init=no_state, mix=mix, is_mean=True)
 
 
 def gathered_mean() -> Exchange:
@@ -79,7 +81,7 @@ def gathered_mean() -> Exchange:
         total, _ = jax.lax.scan(add, jnp.zeros(slow.shape, jnp.float32), gathered)
         return (total / about.workers).astype(slow.dtype), state
 
-    return Exchange(init=no_state, mix=mix)
+    return Exchange(init=no_state, mix=mix, is_mean=True)
 
 
 def gather_around(payload: Payload, about: About) -> Payload:

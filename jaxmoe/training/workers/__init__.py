@@ -14,7 +14,7 @@ from jaxmoe.training.workers.step import make_worker_step as make_worker_step
 
 
 def training_of(
-    config: ReplicasConfig, table: ParameterTable, step: TrainStep
+    config: ReplicasConfig, table: ParameterTable, step: TrainStep, island: int | None = None
 ) -> WorkerTraining | None:
     """Return how the workers of a run train; None for ordinary steps.
 
@@ -22,22 +22,28 @@ def training_of(
         config: Method.
         table: Parameters.
         step: Step of one worker; every size of its mesh is filled in.
+        island: Number of the one worker of this job; None if all workers are in it.
 
     Raises:
         ValueError: The method does not fit the mesh.
     """
     if config.exchanges == "nothing":
         return None
-    return WorkerTraining.of(cast("ReplicasBase", config), table, step)
+    return WorkerTraining.of(cast("ReplicasBase", config), table, step, island)
 
 
-def jitted_step(config: ReplicasConfig, table: ParameterTable, step: TrainStep) -> CheckedStep:
+def jitted_step(
+    config: ReplicasConfig, table: ParameterTable, step: TrainStep, island: int | None = None
+) -> CheckedStep:
     """Return the jitted step of a run, (state, batch) -> (state, metrics).
 
     Args:
         config: Method.
         table: Parameters.
         step: Ordinary step, or that of one worker.
+        island: See `training_of`; the exchanges of an island are not in its step.
     """
-    training = training_of(config, table, step)
-    return step.jitted() if training is None else make_worker_step(training)
+    training = training_of(config, table, step, island)
+    if training is None:
+        return step.jitted()
+    return make_worker_step(training, exchanges=island is None)

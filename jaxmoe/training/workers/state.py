@@ -92,15 +92,24 @@ class WorkerTraining:
     fragments: tuple[Fragment, ...]
     step: TrainStep | None = None
     """Step of a worker; None in tests without a model."""
+    first_worker: int = 0
+    """Number of the first worker of this job, in the order in which workers share a batch."""
 
     @classmethod
-    def of(cls, config: ReplicasBase, table: ParameterTable, step: TrainStep) -> WorkerTraining:
+    def of(
+        cls,
+        config: ReplicasBase,
+        table: ParameterTable,
+        step: TrainStep,
+        island: int | None = None,
+    ) -> WorkerTraining:
         """Return the method of a config.
 
         Args:
             config: Method.
             table: Parameters.
             step: Step of one worker; every size of its mesh is filled in.
+            island: Number of the one worker of this job; None if all workers are in it.
 
         Raises:
             ValueError: The mesh has places for another number of workers, or the layout of the
@@ -108,13 +117,13 @@ class WorkerTraining:
         """
         execution = step.execution
         places = execution.mesh.replica
-        number = config.num_workers(places)
+        number = config.num_workers(places) if island is None else 1
         if places not in (1, number):
             raise ValueError(
                 f"execution.mesh.replica={places} must be replicas.workers={number}, or 1, which"
                 " trains all workers on the same devices"
             )
-        if number < 2:
+        if number < 2 and island is None:
             raise ValueError(
                 f"replicas {config.name!r} needs at least 2 workers, there is {number}: set"
                 " execution.mesh.replica, or replicas.workers to train several on the same devices"
@@ -148,6 +157,7 @@ class WorkerTraining:
             step=replace(
                 step, execution=replace(execution, mesh=replace(execution.mesh, replica=1))
             ),
+            first_worker=island or 0,
         )
 
     def begin(self, state: TrainState) -> TrainState:

@@ -28,11 +28,12 @@ from jaxmoe.training.workers.routers import remember_statistics, replay, total_o
 from jaxmoe.training.workers.state import Arrived, WorkerStates, WorkerTraining, flat, nested
 
 
-def make_worker_step(training: WorkerTraining) -> CheckedStep:
+def make_worker_step(training: WorkerTraining, *, exchanges: bool = True) -> CheckedStep:
     """Return the jitted step of all workers; it donates its state.
 
     Args:
         training: Method and the step of one worker.
+        exchanges: Whether the step exchanges and merges; False where that leaves the program.
 
     Returns:
         (state, batch) -> (state, metrics). Metrics of workers have a leading [R].
@@ -41,13 +42,14 @@ def make_worker_step(training: WorkerTraining) -> CheckedStep:
     assert step is not None  # only tests without a model have none
 
     def run(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
-        if has_delay:
+        if has_delay and exchanges:
             state = exchange_late(training, state)
         state, metrics = local_steps(step, training, state, batch)
-        if not has_delay:
+        if not has_delay and exchanges:
             state = exchange_now(training, state)
         measured = {"spread": state.local.spread, "outer_norm": state.local.outer_norm}
-        metrics = replace(metrics, skipped_in_a_row=state.skipped_in_a_row, exchange=measured)
+        in_a_row = state.skipped_in_a_row if exchanges else metrics.skipped_in_a_row[0]
+        metrics = replace(metrics, skipped_in_a_row=in_a_row, exchange=measured)
         return state, metrics
 
     return CheckedStep(jax.jit(run, donate_argnums=0), step.model.vocab_size)
@@ -72,7 +74,7 @@ def local_steps(
     def one(number: Int[Array, ""], own: Any, rows: Batch, shared: Any) -> tuple[Any, Any]:
         rng = jax.random.wrap_key_data(shared["key"])
         before = TrainState(step=shared["step"], rng=rng, **own)
-        first = number * rows.tokens.shape[0]
+        first = (training.first_worker + number) * rows.tokens.shape[0]
         after, metrics, statistics = step(before, rows, first)
         results = (metrics, None if local.past is None else statistics)
         return {name: getattr(after, name) for name in fields}, results
@@ -91,7 +93,7 @@ def exchange_now(training: WorkerTraining, state: TrainState) -> TrainState:
 
         def both(state: TrainState, fragment: Fragment = fragment) -> TrainState:
             arrived, state = _send(training, fragment, state)
-            return _merge(training, fragment, arrived, state)
+            return merge_arrived(training, fragment, arrived, state)
 
         is_due = training.method.timing.sends(fragment.number, state.step)
         state = jax.lax.cond(is_due, both, lambda state: state, state)
@@ -118,7 +120,7 @@ def exchange_late(training: WorkerTraining, state: TrainState) -> TrainState:
         )
         state = jax.lax.cond(
             timing.merges(number, before.step),
-            partial(_merge, training, fragment, waiting),
+            partial(merge_arrived, training, fragment, waiting),
             lambda state: state,
             state,
         )
@@ -157,7 +159,7 @@ def _send(
     return Arrived(pseudo=pseudo, total=total, last=state.step), state
 
 
-def _merge(
+def merge_arrived(
     training: WorkerTraining, fragment: Fragment, arrived: Arrived, state: TrainState
 ) -> TrainState:
     """Return the state with what an exchange has brought."""
