@@ -336,8 +336,9 @@ def assemble(
     )
     if assembly.island is not None:
         _check_island(config, assembly.island, mesh_config)
-    index, count = assembly.batch_part
-    check_hosts(loader, process_index=index, process_count=count)
+    else:
+        index, count = assembly.batch_part
+        check_hosts(loader, process_index=index, process_count=count)
     assembly.held_out()  # raises if there are too few held-out data
     return assembly
 

@@ -34,5 +34,5 @@ def compile_steps(assembly: Assembly, first_step: int, state: TrainState) -> Com
         number = accumulation_of(rows, training.batch_size, training.accumulation)
         step_function = assembly.jitted_step(number)
         batch = assembly.batch(max(first, first_step))
-        programs[rows] = step_function.lower(state, batch).compile()
+        programs[batch.tokens.shape[0]] = step_function.lower(state, batch).compile()
     return lambda state, batch: programs[batch.tokens.shape[0]](state, batch)

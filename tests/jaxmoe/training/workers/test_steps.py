@@ -26,7 +26,7 @@ from sharding import MeshConfig, make_mesh
 from sharding.distributed import global_batch
 from sharding.expert_parallel import AllToAllConfig
 from tests.support import one_step
-from tests.support.models import BATCH, TINY
+from tests.support.models import BATCH, MOE, TINY
 
 WORKERS, EVERY, STEPS = 2, 2, 3
 ADAM = adamw(1e-2)
@@ -88,8 +88,8 @@ class Trained:
         self.mesh = make_mesh(execution.mesh, jax.devices()[:size]) if size > 1 else None
         params = one_step.params_of(model)
         with self.current():
-            if self.mesh is not None:
-                where = table.tree(lambda row: jax.NamedSharding(self.mesh, row.spec))
+            if (mesh := self.mesh) is not None:
+                where = table.tree(lambda row: jax.NamedSharding(mesh, row.spec))
                 params = jax.device_put(params, where)
             state = state_around(model, inner, execution, jax.tree.map(jnp.array, params), KEY)
             self.state = jax.jit(self.training.begin)(state)
@@ -174,7 +174,7 @@ def test_whole_matrices_of_muon_stay_those_of_a_worker():
 
 @pytest.mark.slow
 def test_router_state_of_a_round_is_that_of_the_summed_statistics():
-    moe = dataclasses.replace(TINY.moe, **METHODS["loss_free"].parts())
+    moe = dataclasses.replace(MOE, **METHODS["loss_free"].parts())
     model = dataclasses.replace(TINY, moe=moe)
     config = DiLoCoConfig(every=1, workers=2, learning_rate=1.0, momentum=0.0)
     rows = dataclasses.replace(one_step.batch(), segment_ids=None)
