@@ -44,6 +44,10 @@ ADDED: tuple[Added, ...] = (
     Added("checkpoint.on_lost_stage", "fail"),
     Added("checkpoint.recovery_steps", 100),
     Added("replicas", {"kind": "none"}),
+    *(
+        Added(f"data[{source}].partition", None)
+        for source in ("corpus", "files", "mixture", "huggingface", "language_mixture")
+    ),
 )
 """Fields in the order in which they were added."""
 

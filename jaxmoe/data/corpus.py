@@ -25,7 +25,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from jaxmoe.data.batch import DataError
-from jaxmoe.data.source import Row, SourceKind, Split
+from jaxmoe.data.partition import Partition, PartitionedConfig, part_of_documents
+from jaxmoe.data.source import Row, Split
 from jaxmoe.data.tokenizer import BytesConfig, TokenizerConfig
 from pallas_kernels.array_types import Int, Shaped
 
@@ -39,7 +40,7 @@ _EXCLUDED = frozenset({"test", "tests", "idlelib", "lib2to3", "site-packages", "
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class CorpusConfig(SourceKind):
+class CorpusConfig(PartitionedConfig):
     """The source code of the running Python's standard library, byte level, no download."""
 
     name: ClassVar[str] = "corpus"
@@ -55,11 +56,18 @@ class CorpusConfig(SourceKind):
             DataError: The library's source is missing, stripped or unreadable.
         """
         del seed
+        partition = None
         documents: dict[Split, list[bytes]] = {"train": [], "validation": []}
         for document in _read_documents():
             digest = hashlib.sha256(document).digest()
             held_out = int.from_bytes(digest[:8], "big") % VALIDATION_EVERY == 0
             documents["validation" if held_out else "train"].append(document)
+        if self.partition is not None:
+            train = documents["train"]
+            partition, numbers = part_of_documents(
+                self.partition, lambda n: np.frombuffer(train[n], np.uint8), len(train)
+            )
+            documents["train"] = [train[number] for number in numbers]
         joined: dict[Split, bytes] = {
             split: bytes([SEPARATOR]).join(parts) for split, parts in documents.items()
         }
@@ -67,6 +75,7 @@ class CorpusConfig(SourceKind):
             joined={split: np.frombuffer(part, np.uint8) for split, part in joined.items()},
             num_documents={split: len(parts) for split, parts in documents.items()},
             sha256={split: hashlib.sha256(part).hexdigest() for split, part in joined.items()},
+            partition=partition,
         )
 
 
@@ -77,6 +86,8 @@ class Corpus:
     joined: dict[Split, Shaped[np.ndarray, " length"]]
     num_documents: dict[Split, int]
     sha256: dict[Split, str]
+    partition: Partition | None = None
+    """Part to which the training documents belong, if they are partitioned."""
 
     @property
     def vocab_size(self) -> int:
@@ -120,13 +131,16 @@ class Corpus:
                 }
                 for split, text in self.joined.items()
             },
+            **({} if self.partition is None else {"partition": self.partition.fingerprint()}),
         }
 
     def describe(self, sequence_length: int) -> str:
         """Return the number of documents and bytes of both splits together."""
         del sequence_length
         size = sum(len(text) for text in self.joined.values()) / 1e6
-        return f"corpus: {sum(self.num_documents.values())} files, {size:.1f} MB, byte level"
+        part = "" if self.partition is None else f"{self.partition.describe()}, "
+        count = sum(self.num_documents.values())
+        return f"corpus: {part}{count} files, {size:.1f} MB, byte level"
 
     def text(self, split: Split) -> Shaped[np.ndarray, " length"]:
         """Return the bytes of a split."""

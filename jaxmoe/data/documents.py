@@ -11,6 +11,7 @@ $XDG_CACHE_HOME/jaxmoe/data/<key>:
     sizes.npy      bytes of text of each document; -1 where the record was already token ids
     facts.json     sizes and sha256 of what was read, and the number of skipped records
     slots-*.npy    the packing of a split into rows of one length (see `packing.py`)
+    parts-*.npz    centroids of a partition, and the part of each document (see `partition.py`)
 
 The key is a hash of the request: names, sizes and modification times of the files, tokenizer,
 fields. The directory is written under a temporary name and renamed, so that it is always whole;
@@ -74,6 +75,15 @@ class DocumentSet:
         """Return the tokens of a document, separators included."""
         start = int(self.starts[number])
         return self.tokens[start : start + int(self.lengths[number])]
+
+    def members(self, numbers: Int[np.ndarray, " members"]) -> DocumentSet:
+        """Return some of the documents."""
+        return DocumentSet(
+            tokens=self.tokens,
+            starts=self.starts[numbers],
+            lengths=self.lengths[numbers],
+            sizes=self.sizes[numbers],
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -56,6 +56,11 @@ class MixtureConfig(FileReadingConfig):
         """Raise a ValueError for invalid values."""
         # Not super(): a dataclass with slots is created twice, and the first is not an ancestor.
         FileReadingConfig.check(self)
+        if self.partition is not None:
+            raise ValueError(
+                f"data.partition={self.partition}: a mixture divides its rows by weight, not by"
+                " content: give all files to one data.path (data:files), or leave it out"
+            )
         parts = [_part(text) for text in self.mix]
         names = [name for name, _, _ in parts]
         if len(set(names)) < len(names):

@@ -29,7 +29,8 @@ from jaxmoe.data.documents import (
 )
 from jaxmoe.data.held_out import train_texts
 from jaxmoe.data.packing import BestFit, Concatenated, Packing
-from jaxmoe.data.source import Row, SourceKind, Split
+from jaxmoe.data.partition import Partition, PartitionedConfig, part_of_documents
+from jaxmoe.data.source import Row, Split
 from jaxmoe.data.text_only import TextOnly, copied, encode_document
 from jaxmoe.data.tokenizer import BytesConfig, Tokenizer, TokenizerConfig
 from jaxmoe.disk import cache_directory
@@ -41,7 +42,7 @@ _SPLITS: tuple[Split, Split] = ("train", "validation")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class ReadingConfig(SourceKind):
+class ReadingConfig(PartitionedConfig):
     """Fields of all sources that read documents."""
 
     takes_tokenizer: ClassVar[bool] = True
@@ -83,6 +84,7 @@ class ReadingConfig(SourceKind):
 
     def check(self) -> None:
         """Raise a ValueError for invalid values."""
+        self.check_partition()
         if not 0.0 < self.validation_fraction < 1.0:
             raise ValueError(
                 f"data.validation_fraction={self.validation_fraction} must lie between 0 and 1"
@@ -151,6 +153,16 @@ def build_sources(
             documents["validation"] = other.split(0.0)["train"]
             facts["validation"] = other.facts
             directories["validation"] = other.directory
+        partition = None
+        if config.partition is not None:
+            train = documents["train"]
+            partition, numbers = part_of_documents(
+                config.partition,
+                train.document,
+                len(train.lengths),
+                file=store.directory / f"parts-{fraction}-{config.partition.split('/')[1]}.npz",
+            )
+            documents["train"] = train.members(numbers)
         sources[name] = PackedSource(
             kind=kind,
             config=config,
@@ -159,6 +171,7 @@ def build_sources(
             facts=facts,
             directories=directories,
             seed=seed,
+            partition=partition,
         )
     return sources
 
@@ -174,6 +187,7 @@ class PackedSource:
         facts: Sizes and sha256 of what was read, by split.
         directories: Directories for cached packings, by split.
         seed: Seed of the order of documents.
+        partition: Part to which the training documents belong, if they are partitioned.
     """
 
     def __init__(
@@ -186,10 +200,11 @@ class PackedSource:
         facts: dict[str, dict[str, Any]],
         directories: dict[Split, pathlib.Path],
         seed: int,
+        partition: Partition | None = None,
     ):
         self._kind, self._config, self.tokenizer = kind, config, tokenizer
         self.documents, self._facts, self._seed = documents, facts, seed
-        self._directories = directories
+        self._directories, self.partition = directories, partition
         counts = ", ".join(
             f"{split}: {len(lengths)} documents of {lengths.sum()} tokens"
             for split in _SPLITS
@@ -268,6 +283,7 @@ class PackedSource:
             "validation_fraction": self._config.validation_fraction,
             "packing": self._config.packing,
             "tokenizer": self.tokenizer.fingerprint(),
+            **({} if self.partition is None else {"partition": self.partition.fingerprint()}),
         }
 
     def describe(self, sequence_length: int) -> str:
@@ -281,6 +297,7 @@ class PackedSource:
             + (f" ({skipped:,} records left out)" if skipped else "")
             + f", {self.tokenizer.fingerprint()['kind']} tokenizer of {self.vocab_size:,} ids"
             + ("" if ratio is None else f", {ratio:.2f} bytes/token")
+            + ("" if self.partition is None else f", {self.partition.describe()}")
             + f", {self._config.packing} rows"
             + f" {self.packed('train', sequence_length).efficiency():.1%} full"
         )
@@ -314,7 +331,10 @@ class PackedSource:
                 separator=self.tokenizer.separator,
             )
         fraction = self._config.validation_fraction if len(self._facts) == 1 else 0.0
-        kept = f"slots-{split}-{fraction}-{sequence_length}.npy"
+        part = ""
+        if split == "train" and self.partition is not None:
+            part = f"{self.partition.part + 1}of{self.partition.clusters.num_parts}-"
+        kept = f"slots-{split}-{fraction}-{part}{sequence_length}.npy"
         return BestFit(
             documents,
             sequence_length=sequence_length,

@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import functools
 import hashlib
 import math
 from typing import Any, ClassVar
@@ -40,6 +41,7 @@ import numpy as np
 
 from jaxmoe.data.batch import DataError
 from jaxmoe.data.order import frozen_generator
+from jaxmoe.data.partition import Partition, PartitionedConfig, PartRows, partition_of_rows
 from jaxmoe.data.source import Row, SourceKind, Split
 from pallas_kernels.array_types import Float, Int, Shaped
 
@@ -75,7 +77,7 @@ class MarkovConfig(SourceKind):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class LanguageMixtureConfig(SourceKind):
+class LanguageMixtureConfig(PartitionedConfig):
     """Disjoint languages, one per row: the ideal expert of every token is known."""
 
     name: ClassVar[str] = "language_mixture"
@@ -94,6 +96,7 @@ class LanguageMixtureConfig(SourceKind):
     def __post_init__(self):
         if self.num_languages < 1:
             raise ValueError(f"num_languages={self.num_languages} must be at least 1")
+        self.check_partition()
         _check_chain(self, self.symbols_per_language, "symbols_per_language")
 
     def build(self, seed: int = 0) -> SyntheticSource:
@@ -102,7 +105,8 @@ class LanguageMixtureConfig(SourceKind):
             _draw_chain(self, self.symbols_per_language, language=language)
             for language in range(self.num_languages)
         )
-        return SyntheticSource(config=self, seed=seed, chains=chains)
+        source = SyntheticSource(config=self, seed=seed, chains=chains)
+        return source if self.partition is None else source.partitioned(self.partition)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -167,6 +171,10 @@ class SyntheticSource:
     config: MarkovConfig | LanguageMixtureConfig
     seed: int
     chains: tuple[Chain, ...]
+    partition: Partition | None = None
+    """Part to which the rows of the train split belong, if they are partitioned."""
+    part_rows: PartRows | None = None
+    """Rows of the train split in that part."""
 
     @property
     def bytes_per_token(self) -> float | None:
@@ -185,12 +193,32 @@ class SyntheticSource:
     def row(self, split: Split, index: int, sequence_length: int, *, epoch: int = 0) -> Row:
         """Return row `index`: its language is drawn first, then S + 1 of its symbols."""
         del epoch
+        if split == "train" and self.part_rows is not None:
+            index = self.part_rows.number(index, sequence_length)
         seed = self.seed if split == "train" else 0
+        return Row(self._draw(split, seed, index, sequence_length))
+
+    def partitioned(self, part: str) -> SyntheticSource:
+        """Return the source whose training rows are those of one part.
+
+        Args:
+            part: Part of the rows, such as 3/8; the same rows define the parts for every seed.
+
+        Raises:
+            DataError: There are fewer different rows than parts.
+        """
+        partition = partition_of_rows(part, functools.partial(self._draw, "train", 0))
+        rows = PartRows(partition, functools.partial(self._draw, "train", self.seed))
+        return dataclasses.replace(self, partition=partition, part_rows=rows)
+
+    def _draw(
+        self, split: Split, seed: int, index: int, sequence_length: int
+    ) -> Int[np.ndarray, " row"]:
         generator = frozen_generator(self.config.language_seed, _SPLIT_KEYS[split], seed, index)
         uniforms = generator.random_sample(sequence_length + 2)
         language = int(uniforms[0] * len(self.chains))
         symbols = self.chains[language].sample(uniforms[1:])
-        return Row(symbols + np.int32(language * self.chains[0].transitions.shape[1]))
+        return symbols + np.int32(language * self.chains[0].transitions.shape[1])
 
     def entropy_bits_per_token(self, sequence_length: int) -> float:
         """Return the exact mean bits per predicted token, the floor of the loss."""
@@ -213,11 +241,14 @@ class SyntheticSource:
         for chain in self.chains:
             # Rounded, because the last bit differs between machines.
             digest.update(np.round(chain.transitions * 1e9).astype("<i8").tobytes())
+        fields = dataclasses.asdict(self.config)
+        fields.pop("partition", None)
         return {
             "kind": self.config.name,
-            **dataclasses.asdict(self.config),
+            **fields,
             "seed": self.seed,
             "sha256": digest.hexdigest(),
+            **({} if self.partition is None else {"partition": self.partition.fingerprint()}),
         }
 
     def language_of(self, tokens: Int[np.ndarray, "*shape"]) -> Int[np.ndarray, "*shape"]:
@@ -227,7 +258,8 @@ class SyntheticSource:
     def describe(self, sequence_length: int) -> str:
         """Return name and exact entropy."""
         floor = self.entropy_bits_per_token(sequence_length)
-        return f"{self.config.name}, exact entropy {floor:.4f} bits/token"
+        part = "" if self.partition is None else f", {self.partition.describe()}"
+        return f"{self.config.name}{part}, exact entropy {floor:.4f} bits/token"
 
     def text(self, split: Split) -> None:
         """Return None: symbols are not text."""

@@ -15,6 +15,7 @@
         samples.txt        generated text
         checkpoints/       what a restart continues from
         tokenizer/         tokenizer.json and its companions, if the data has one
+        partition.npz      centroids of the parts of the documents, with data.partition
         skipped.json       rows that rollbacks have skipped
         lineage.json       how the run was extended, or which run it began from
         bad_data/          the batches of refused steps, and results of experiments.replay
@@ -95,6 +96,8 @@ class RunDirectory:
     """One directory per saved step."""
     tokenizer_directory = _Path("tokenizer")
     """Copy of the tokenizer.json of the data, and its companions."""
+    partition_file = _Path("partition.npz")
+    """Centroids of the parts of the documents."""
     skipped_file = _Path("skipped.json")
     """Rows that rollbacks have skipped: [[step, rows], ...]."""
     lineage_file = _Path("lineage.json")

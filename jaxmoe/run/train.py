@@ -39,6 +39,7 @@ from jaxmoe.run.islands import Island
 from jaxmoe.run.load import check_trains
 from jaxmoe.run.loop import save_last
 from jaxmoe.run.monitoring import Watches
+from jaxmoe.run.provenance.kept_partition import keep_partition
 from jaxmoe.run.provenance.kept_tokenizer import keep_tokenizer
 from jaxmoe.run.provenance.lineage import check_config, record_source
 from jaxmoe.run.recovery import averaged_events, averaged_steps, record_averaged, with_raised_rate
@@ -200,6 +201,7 @@ def prepare(
         if begun.source is not None:
             record_source(directory, begun.source, config)
         keep_tokenizer(directory, config, assembly.source)
+        keep_partition(directory, assembly.source)
         compute = assembly.execution.precision.compute_dtype.name
         directory.write_environment(describe_devices(assembly.mesh), compute)
     return Prepared(begun=begun, checkpoints=checkpoints, snapshots=snapshots, island=island)
