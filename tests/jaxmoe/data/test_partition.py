@@ -19,7 +19,7 @@ from jaxmoe.data import partition as partitions
 from jaxmoe.data.corpus import CorpusConfig
 from jaxmoe.data.partition import PartRows, parse_part
 
-WORDS = ("alpha beta gamma delta", "one two three four", "rouge vert bleu jaune")
+WORDS = ("alpha beta gamma delta", "one two three four", "noir vert bleu jaune")
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,205 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Opens runs on parts of one partition, and computes the loss of each held-out token under each.
+
+One run is in memory at a time. All runs are computed on the held-out batches of the first.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxmoe.configs import varying_fields
+from jaxmoe.data import Batch, evaluation_batches
+from jaxmoe.data.clusters import Clusters
+from jaxmoe.data.partition import Partition
+from jaxmoe.run.assemble import Assembly, entropy_floor
+from jaxmoe.run.config import PretrainConfig
+from jaxmoe.run.directory import RunDirectory
+from jaxmoe.run.load import at_execution, on_data, restore_run, saved_config
+from jaxmoe.run.provenance.kept_partition import partition_of
+from jaxmoe.training.ensemble import make_token_nll
+from jaxmoe.training.state import TrainState
+from sharding.distributed import global_batch
+from sharding.mesh import MeshConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Member:
+    """One run, and its loss of each held-out token."""
+
+    path: str
+    """Run directory."""
+    step: int
+    """Step of the checkpoint."""
+    partition: Partition
+    """Part of the data that it was trained on."""
+    nll: np.ndarray
+    """Nll of each target [batches B S], nats."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Members:
+    """Runs on parts of one partition, and their common held-out batches."""
+
+    members: tuple[Member, ...]
+    batches: tuple[Batch, ...]
+    bytes_per_token: float | None
+    """Bytes of held-out text per token; None where tokens are not text."""
+    entropy_floor: float | None
+    """Lowest possible loss in bits per token; None where it is unknown."""
+
+    @property
+    def clusters(self) -> Clusters:
+        """Centroids of all parts."""
+        return self.members[0].partition.clusters
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """Part of each member, from 0."""
+        return tuple(member.partition.part for member in self.members)
+
+
+def open_members(
+    paths: Sequence[str], *, batches: int | None = None, mesh: MeshConfig | None = None
+) -> Members:
+    """Return the losses of runs on parts of one partition.
+
+    Args:
+        paths: Run directories.
+        batches: Number of held-out batches; that of the first run when None.
+        mesh: Mesh to use; that of each run when None.
+
+    Raises:
+        ValueError: A run has no partition, or differs from the first in tokens, held-out data,
+            length or centroids; there is no checkpoint; or several processes are used.
+    """
+    if jax.process_count() > 1:
+        raise ValueError("an ensemble is evaluated by one process: start the command on one host")
+    configs = [at_execution(saved_config(path), path, mesh) for path in paths]
+    for path, config in zip(paths, configs, strict=True):
+        _check_config(path, config, paths[0], configs[0])
+    first: Assembly | None = None
+    rows: tuple[Batch, ...] = ()
+    members = []
+    for path, config in zip(paths, configs, strict=True):
+        config = on_data(config, RunDirectory(path), batches=batches)
+        assembly, state, step = restore_run(config, RunDirectory(path), None)
+        if first is None:
+            first, rows = assembly, _held_out(assembly)
+        partition = _checked_partition(path, assembly, paths[0], first)
+        nll = _token_nll(assembly, state, rows)
+        members.append(Member(path=path, step=step, partition=partition, nll=nll))
+    assert first is not None  # the command refuses an empty list
+    return Members(
+        members=tuple(members),
+        batches=rows,
+        bytes_per_token=first.source.bytes_per_token,
+        entropy_floor=entropy_floor(first),
+    )
+
+
+def _check_config(path: str, config: PretrainConfig, other: str, first: PretrainConfig) -> None:
+    """Refuse a run that cannot be a member, before anything of it is read.
+
+    Args:
+        path: Run directory.
+        config: Its configuration.
+        other: Run directory of the first member.
+        first: Its configuration.
+    """
+    if getattr(config.data, "partition", None) is None:
+        raise ValueError(
+            f"{path} was trained on all of its data (data:{config.data.name} without"
+            " data.partition), and has no part to be routed by: train each member with"
+            " --data.partition 1/4 and so on"
+        )
+    if not config.model.attention.is_causal:
+        raise ValueError(
+            f"{path} holds a model that is not causal (model.attention.is_causal=False), which has"
+            " no likelihood of the next token"
+        )
+    if config.execution.mesh.stage > 1:
+        raise ValueError(
+            f"{path} has execution.mesh.stage={config.execution.mesh.stage}, and an ensemble is"
+            " computed without stages: give a mesh, such as --mesh.data -1"
+        )
+    here, there = config.training.sequence_length, first.training.sequence_length
+    if here != there:
+        raise ValueError(
+            f"{path} has training.sequence_length={here}, and {other} {there}: an ensemble predicts"
+            " the same tokens from the same rows"
+        )
+
+
+def _checked_partition(path: str, assembly: Assembly, other: str, first: Assembly) -> Partition:
+    """Return the partition of a member, the centroids as its directory keeps them.
+
+    Raises:
+        ValueError: It differs from the first member in vocabulary, data or centroids.
+    """
+    here, there = assembly.source, first.source
+    if here.vocab_size != there.vocab_size:
+        raise ValueError(
+            f"{path} has a vocabulary of {here.vocab_size} ids, and {other} of {there.vocab_size}:"
+            " an ensemble needs one tokenizer"
+        )
+    prints = [_held_out_print(source.fingerprint()) for source in (there, here)]
+    if differing := varying_fields(prints):
+        lines = [
+            f"  {name}: {one} in {other}, {two} in {path}" for name, (one, two) in differing.items()
+        ]
+        raise ValueError("\n".join(["the runs were trained on other data:", *lines]))
+    partition, wanted = partition_of(here), partition_of(there)
+    assert partition is not None and wanted is not None  # their configs have a part
+    file = RunDirectory(path).partition_file
+    if file.exists():
+        partition = dataclasses.replace(partition, clusters=Clusters.read(file))
+    one, two = (each.clusters for each in (partition, wanted))
+    if one.digest() != two.digest():
+        raise ValueError(
+            f"{path} is {partition.describe()} with centroids {one.digest()[:12]}, and {other} is"
+            f" {wanted.describe()} with centroids {two.digest()[:12]}: the members of an ensemble"
+            " share one partition"
+        )
+    return partition
+
+
+def _held_out_print(fingerprint: dict[str, Any]) -> dict[str, Any]:
+    """Return what identifies tokens and held-out data in a fingerprint.
+
+    The training data are identified by the centroids, and the order of rows may differ.
+    """
+    left_out = {"partition", "seed", *(("train",) if "validation" in fingerprint else ())}
+    return {key: value for key, value in fingerprint.items() if key not in left_out}
+
+
+def _held_out(assembly: Assembly) -> tuple[Batch, ...]:
+    """Return the held-out batches of a run on the host."""
+    config = assembly.plan.config
+    return tuple(
+        evaluation_batches(
+            assembly.source,
+            batch_size=config.held_out_batch_size,
+            sequence_length=config.training.sequence_length,
+            num_batches=config.evaluation.batches,
+        )
+    )
+
+
+def _token_nll(assembly: Assembly, state: TrainState, batches: Sequence[Batch]) -> np.ndarray:
+    """Return the nll of each target [batches B S] in float64."""
+    with jax.set_mesh(assembly.mesh):
+        step = make_token_nll(assembly.plan.model, assembly.execution)
+        losses = [
+            jax.device_get(
+                step(state.params, state.router_state, global_batch(batch, assembly.mesh))
+            )
+            for batch in batches
+        ]
+    return np.stack(losses).astype(np.float64)
