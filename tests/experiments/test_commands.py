@@ -21,8 +21,19 @@ from jaxmoe.optim import CosineConfig, WarmupStableDecayConfig
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 COMMANDS = {
-    *("bench", "checkpoint", "data", "describe", "doctor", "evaluate", "evaluate_tasks", "gates"),
-    *("generate", "launch", "place", "plan", "precision", "pretrain", "replay", "report"),
+    *("bench", "checkpoint", "data", "describe", "doctor", "ensemble", "evaluate"),
+    *(
+        "evaluate_tasks",
+        "gates",
+        "generate",
+        "launch",
+        "place",
+        "plan",
+        "precision",
+        "pretrain",
+        "replay",
+        "report",
+    ),
     *("routers", "transfer"),
 }
 PARTS = {

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxmoe.run.ensemble.members import Members
-from jaxmoe.training.ensemble import (
+from jaxmoe.run.ensemble.mixture import (
     ensemble_nll,
     member_log_weights,
     part_distances,
@@ -58,11 +58,6 @@ class EnsembleResult:
     """Probabilities of the members weighted by the router."""
     positions: tuple[PositionBin, ...]
 
-    @property
-    def best_member(self) -> int:
-        """Number of the member with the lowest loss."""
-        return int(np.argmin(self.member_bits))
-
 
 def evaluate_ensemble(
     members: Members, *, top: int = 2, temperature: float | None = None
@@ -97,31 +92,29 @@ def evaluate_ensemble(
         return member_log_weights(log_probs, members.parts, top)
 
     scored, spare = slice(0, number - num_calibration), slice(number - num_calibration, number)
-    if temperature is None:
-        losses = [
-            _bits(ensemble_nll(nll[spare], log_weights(spare, value)), weights[spare])
-            for value in TEMPERATURES
-        ]
-        temperature = TEMPERATURES[int(np.argmin(losses))]
-    nll, weights = nll[scored], weights[scored]
-    routing = log_weights(scored, temperature)
-    routed = ensemble_nll(nll, routing)
-    uniform = ensemble_nll(nll, np.full_like(nll, -math.log(nll.shape[-1])))
-    alone = np.moveaxis(nll, -1, 0)
-    shares = np.moveaxis(np.exp(routing), -1, 0)
-    member_bits = tuple(_bits(each, weights) for each in alone)
+
+    def spare_bits(value: float) -> float:
+        return _bits(ensemble_nll(nll[spare], log_weights(spare, value)), weights[spare])
+
+    chosen = min(TEMPERATURES, key=spare_bits) if temperature is None else temperature
+    losses, counted = nll[scored], weights[scored]
+    routing = log_weights(scored, chosen)
+    routed = ensemble_nll(losses, routing)
+    uniform = ensemble_nll(losses, np.full_like(losses, -math.log(losses.shape[-1])))
+    alone, shares = np.moveaxis(losses, -1, 0), np.moveaxis(np.exp(routing), -1, 0)
+    member_bits = tuple(_bits(each, counted) for each in alone)
     return EnsembleResult(
-        num_tokens=round(float(weights.sum())),
+        num_tokens=round(float(counted.sum())),
         num_scored=number - num_calibration,
         num_calibration=num_calibration,
-        temperature=temperature,
+        temperature=chosen,
         member_bits=member_bits,
-        member_weights=tuple(float((w * weights).sum() / weights.sum()) for w in shares),
-        uniform_bits=_bits(uniform, weights),
-        routed_bits=_bits(routed, weights),
+        member_weights=tuple(float((w * counted).sum() / counted.sum()) for w in shares),
+        uniform_bits=_bits(uniform, counted),
+        routed_bits=_bits(routed, counted),
         positions=_by_position(
             _positions(members)[scored],
-            weights,
+            counted,
             (alone[int(np.argmin(member_bits))], uniform, routed),
         ),
     )

@@ -21,9 +21,9 @@ from jaxmoe.data.partition import Partition
 from jaxmoe.run.assemble import Assembly, entropy_floor
 from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.directory import RunDirectory
+from jaxmoe.run.ensemble.mixture import make_token_nll
 from jaxmoe.run.load import at_execution, on_data, restore_run, saved_config
 from jaxmoe.run.provenance.kept_partition import partition_of
-from jaxmoe.training.ensemble import make_token_nll
 from jaxmoe.training.state import TrainState
 from sharding.distributed import global_batch
 from sharding.mesh import MeshConfig
@@ -92,7 +92,7 @@ def open_members(
         assembly, state, step = restore_run(config, RunDirectory(path), None)
         if first is None:
             first, rows = assembly, _held_out(assembly)
-        partition = _checked_partition(path, assembly, paths[0], first)
+        partition = checked_partition(path, assembly, paths[0], first)
         nll = _token_nll(assembly, state, rows)
         members.append(Member(path=path, step=step, partition=partition, nll=nll))
     assert first is not None  # the command refuses an empty list
@@ -137,7 +137,7 @@ def _check_config(path: str, config: PretrainConfig, other: str, first: Pretrain
         )
 
 
-def _checked_partition(path: str, assembly: Assembly, other: str, first: Assembly) -> Partition:
+def checked_partition(path: str, assembly: Assembly, other: str, first: Assembly) -> Partition:
     """Return the partition of a member, the centroids as its directory keeps them.
 
     Raises:
