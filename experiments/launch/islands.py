@@ -70,7 +70,7 @@ class IslandsConfig:
     islands_address: str | None = None
     """host:port of the coordinator, or the shared directory; on this host when None."""
     islands_quorum: int | None = None
-    """Fewest islands of a round; more than half of them when None."""
+    """Fewest islands that must be there for a round to close; more than half of them when None."""
     islands_grace: float = 60.0
     """Seconds that a round waits for islands after its first message."""
     islands_of: int | None = None

@@ -44,7 +44,8 @@ class IslandConfig:
     transport: str
     """tcp://host:port of the coordinator, or directory:PATH of a shared directory."""
     quorum: int | None = None
-    """Fewest members of a round; more than half of the islands when None."""
+    """Fewest islands that must be there for a round to close, those that wait to join included;
+    more than half of them when None."""
     grace: float = 60.0
     """Seconds that a round waits for members after its first message."""
     timeout: float = 3600.0

@@ -11,13 +11,15 @@ Rules (after PCCL, arXiv 2505.14065):
 
 - Membership changes between rounds only.
 - A step closes when all members have posted, or `grace` seconds after its first message, and never
-  with fewer members than `quorum`. A member that is missing is out, and the others continue.
+  while fewer islands than `quorum` are there: have posted, or wait to join. A member that is
+  missing is out, and the others continue.
 - An update counts if all members that confirm the round hold it. One that a member cannot read is
   left out of the round, and so is a member that does not confirm.
 - The fingerprints after each round name the majority; the others fetch its state. A tie goes to the
   group with the lowest member.
 - An island that was left out, or started later, announces itself, is admitted when a round ends,
-  and receives the state with which the next round starts.
+  and receives the state with which the next round starts. The lowest member of the majority posts
+  it; the others take its place one by one, each after another `grace`.
 
 All decisions are recorded once by the transport, so that members with different views follow one.
 With the default quorum, more than half of the islands, two separate groups never both close a
@@ -112,11 +114,13 @@ class Rounds:
         self._number, self._members = number, members
         return None
 
-    def exchange(self, update: bytes) -> Round:
+    def exchange(self, update: bytes, state: Callable[[], bytes] | None = None) -> Round:
         """Post the update of this round and return the updates of all members.
 
         Args:
             update: Encoded outer gradient.
+            state: Returns the state after the last round. Called when islands still wait for it
+                after a grace, because the one that was to post it is gone.
 
         Raises:
             LeftOutError: The round closed without this island: `join` again.
@@ -124,7 +128,8 @@ class Rounds:
             TransportError: The transport failed.
         """
         self._check_turn(exchanges=True)
-        closed = self._step(Kind.UPDATE, update, self._members, _present)
+        posting = None if state is None else self._deputy(state)
+        closed = self._step(Kind.UPDATE, update, self._members, _present, posting)
         payloads = self._read(closed.members)
         held = tuple(sorted(payloads))
         ended = self._step(Kind.RECEIPT, encode_numbers(held), closed.members, _confirmed)
@@ -240,6 +245,7 @@ class Rounds:
         payload: bytes,
         expected: tuple[int, ...],
         propose: Callable[[Mapping[int, bytes]], Closing],
+        meanwhile: Callable[[Mapping[int, bytes]], None] | None = None,
     ) -> Closing:
         """Post a message and return how the step closed, with this island in it."""
         rules, number = self._rules, self._number
@@ -255,13 +261,7 @@ class Rounds:
                 first = now
             is_late = first is not None and now - first >= rules.grace
             if closing is None and (len(present) == len(expected) or is_late):
-                proposal = propose(present)
-                if len(proposal.members) >= rules.quorum:
-                    closing = self._transport.decide(number, kind, proposal)
-                    if missing := set(expected) - set(closing.members):
-                        logger.warning(
-                            "round %d goes on without islands %s", number, listed(missing)
-                        )
+                closing = self._decide(kind, propose(present), set(present), expected)
             if closing is not None:
                 if self._member not in closing.members:
                     raise LeftOutError(
@@ -269,12 +269,45 @@ class Rounds:
                         f" {self._member}"
                     )
                 return closing
+            if meanwhile is not None:
+                meanwhile(present)
             if now - began >= rules.timeout:
                 raise QuorumError(
                     f"round {number} has {len(present)} of at least {rules.quorum} islands"
                     f" ({listed(present)}) after {rules.timeout:g} s"
                 )
             self._clock.sleep(rules.poll)
+
+    def _decide(
+        self, kind: Kind, proposal: Closing, there: set[int], expected: tuple[int, ...]
+    ) -> Closing | None:
+        """Record a closing if enough islands are there; those that wait to join are."""
+        number = self._number
+        if len(there) < self._rules.quorum:
+            there |= self._transport.collect(number, Kind.JOIN).payloads.keys()
+        if not proposal.members or len(there) < self._rules.quorum:
+            return None
+        closing = self._transport.decide(number, kind, proposal)
+        if missing := set(expected) - set(closing.members):
+            logger.warning("round %d goes on without islands %s", number, listed(missing))
+        return closing
+
+    def _deputy(self, state: Callable[[], bytes]) -> Callable[[Mapping[int, bytes]], None]:
+        """Return what posts the state in place of members of the majority before this one."""
+        ended, began, has_posted = self._ended, self._clock.now(), False
+        if ended is None or self._member not in ended.majority:
+            return lambda present: None
+        waiting = {*ended.members} - {*ended.majority} | {*ended.joined}
+        rank = ended.majority.index(self._member)
+
+        def post(present: Mapping[int, bytes]) -> None:
+            nonlocal has_posted
+            is_due = self._clock.now() - began >= rank * self._rules.grace
+            if rank and is_due and not has_posted and waiting - set(present):
+                has_posted = True
+                self.post_state(state())
+
+        return post
 
     def _read(self, members: tuple[int, ...]) -> dict[int, bytes]:
         """Return the updates of members; after half of the grace without those still missing."""

@@ -54,7 +54,7 @@ class RoundRules:
     founders: int
     """Number of islands that start the run; their members are 0 to founders - 1."""
     quorum: int
-    """Fewest members of a round."""
+    """Fewest islands that must be there for a round to close, those that wait to join included."""
     grace: float
     """Seconds that a step waits for members after its first message."""
     timeout: float

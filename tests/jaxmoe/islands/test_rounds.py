@@ -177,6 +177,34 @@ def test_the_minority_fetches_the_state_of_the_majority():
     assert in_threads(functools.partial(run, island) for island in islands) == [b"right"] * 4
 
 
+def test_another_island_posts_the_state_when_the_one_that_should_is_gone():
+    """Island 0 is the second of the majority; 3 waits for the state, and 1 and 2 are dead."""
+    scene = Scene()
+    scene.board.post(1, 0, Kind.UPDATE)
+    ended = Closing(members=(0, 2), majority=(2, 0), joined=(3,))
+    scene.post(0, (1, 2, 3), Kind.UPDATE)
+    scene.post(0, (1, 2, 3), Kind.RECEIPT, ALL)
+    scene.clock.sleep(1)
+    scene.rounds.exchange(b"mine")
+    scene.board.closings.decide(0, Kind.FINGERPRINT, ended)
+    scene.rounds.agree(b"same")
+    asked = []
+    with pytest.raises(QuorumError):
+        scene.rounds.exchange(b"mine", lambda: asked.append(scene.clock.now()) or b"state")
+    assert asked == [1 + 10], "once, after the grace"
+    assert scene.board.seen_by(3, 0, Kind.STATE) == {0: b"state"}
+
+
+def test_islands_that_wait_to_join_count_for_the_quorum():
+    """Three of four were started again; the one that is left takes them in."""
+    scene = Scene()
+    scene.post(3, (1, 2), Kind.JOIN)
+    assert scene.rounds.exchange(b"mine").members == (0,)
+    agreement = scene.rounds.agree(b"same")
+    assert agreement.joined == (1, 2) and agreement.sends_state
+    assert scene.rounds.members == (0, 1, 2) and scene.clock.now() == 10, "one grace"
+
+
 def test_a_joiner_is_admitted_at_the_next_round_with_its_state():
     board = Board()
     limits = rules(founders=3, quorum=2, grace=5.0, poll=0.005)
