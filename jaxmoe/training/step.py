@@ -49,6 +49,7 @@ from jaxmoe.training.indicators import observe_head, watch_layers, watch_routers
 from jaxmoe.training.loss import forward_and_row_nll
 from jaxmoe.training.metrics import StepMetrics as StepMetrics
 from jaxmoe.training.pipeline import pipeline_gradients, remember_layers
+from jaxmoe.training.skipping import SkippingConfig, kept_groups
 from jaxmoe.training.state import TrainState, fetch, put_away
 from sharding.constrain import place_like
 
@@ -65,6 +66,7 @@ def make_train_step(
     max_norm_ratio: float | None = None,
     workers: int = 1,
     table: ParameterTable | None = None,
+    skipping: SkippingConfig | None = None,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]:
     """Return the jitted training step; it donates its state.
 
@@ -81,6 +83,7 @@ def make_train_step(
         workers: equal parts of the batch whose losses are reported apart; 1: none are.
         table: Groups of the parameters, from which the optimiser was built; those of the group
             `frozen` are not differentiated and stay bitwise. None trains all.
+        skipping: Layers that micro-batches leave out; None for none.
 
     Raises:
         ValueError: `accumulation` below 1, `clip` not above 0, `max_norm_ratio` not above 1, a
@@ -108,6 +111,7 @@ def make_train_step(
             accumulated_balance=accumulated_balance,
             workers=workers,
             table=table,
+            skipping=skipping,
         )
         grads, statistics = summed.grads, summed.statistics
         grad_norm = optax.tree.norm(grads)
@@ -186,6 +190,7 @@ def batch_gradients(
     accumulated_balance: AccumulatedBalance = "buffer",
     workers: int = 1,
     table: ParameterTable | None = None,
+    skipping: SkippingConfig | None = None,
 ) -> tuple[Float[Array, ""], Gradients, Float[Array, " W"] | None]:
     """Return the gradients of the loss of one step, over its micro-batches.
 
@@ -199,10 +204,13 @@ def batch_gradients(
         accumulated_balance: how a balance loss is taken over them.
         workers: equal parts of the batch whose losses are reported apart; 1: none are.
         table: Groups of the parameters; None trains all.
+        skipping: Layers that micro-batches leave out; None for none.
 
     Returns:
         The sum of the loss weights, the sums over the micro-batches, and the workers' losses.
     """
+    if skipping is not None:
+        skipping.check(model, execution, accumulation, accumulated_balance)
     weight = objective.num_tokens(batch)
     key = jax.random.fold_in(state.rng, state.step)
     row_tokens = objective.row_tokens(batch) if workers > 1 else None
@@ -220,6 +228,7 @@ def batch_gradients(
             has_two_passes=has_two_passes,
             has_rows=workers > 1,
             table=table,
+            paths=None if skipping is None else skipping.paths(accumulation),
             **given,
         )
     else:
@@ -237,6 +246,7 @@ def batch_gradients(
             accumulation,
             execution.placement,
             statistics_of=partial(batch_statistics, state, **given) if has_two_passes else None,
+            kept=kept_groups(skipping, accumulation),
         )
     found = worker_losses(summed.row_nll, row_tokens, workers, execution.placement)
     return weight, summed, found
@@ -341,6 +351,7 @@ def _forward(
         objective=objective,
         router_state=state.router_state,
         row_ids=micro.row_ids,
+        kept=micro.kept,
         train=True,
         key=jax.random.fold_in(state.rng, state.step),
         whole=whole,

@@ -4,14 +4,18 @@
 
 One loop for each run of ticks with the same kinds of work. A tick:
 
-    gradients that the next stage made in the tick before arrive, while F computes
-    enter   if a micro-batch enters: its stream, equal on all stages; the first group keeps it
+    gradients that later stages made in the tick before arrive, while F computes
+    enter   if a micro-batch enters: its stream, equal on all stages; its first group keeps it
     F       forward of one group
     leave   if a micro-batch leaves: its loss and the gradient of its stream, on all stages
     B       backward of one group, computing its forward again from the kept input
     W       gradients of the weights of one group, where the schedule defers them
-    home    if a gradient arrives at the first group: what it gives the embedding
+    home    if the backward pass of a micro-batch ends: what it gives the embedding
     activations of F arrive at the next stage
+
+In a partial pipeline micro-batches leave out groups. Activations and gradients are then sent for
+each hop of the table, to the next stage and to the one after it, and as many micro-batches may
+enter, leave and end in one tick: one for each hop from the embedding and to the head.
 
 All stages execute a kind of work that any stage has in the tick, so that no branch depends on the
 stage and every collective may stand inside. A stage without work computes on zeros or on old
@@ -32,7 +36,6 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from sharding.axes import STAGE
@@ -167,7 +170,7 @@ class _Executor:
         return _get(self.parameters, chunk)
 
     def tick(
-        self, kinds: str, has_arrivals: bool, carry: _Carry, row: dict[str, Array]
+        self, kinds: str, has_arrivals: bool, carry: _Carry, row: dict[str, Any]
     ) -> tuple[_Carry, None]:
         """Return the carry after one tick.
 
@@ -175,26 +178,27 @@ class _Executor:
             kinds: Kinds of work in the tick.
             has_arrivals: Whether gradients arrive.
             carry: The carry before.
-            row: Row of each array of the slots, one number per stage or one for all.
+            row: Row of each array of the slots, one number per stage or one for all; a tuple of
+                them for fields by hop.
         """
         stage = jax.lax.axis_index(STAGE)
-        row = {
-            name: jax.lax.dynamic_index_in_dim(value, stage, 0, keepdims=False)
-            if value.ndim
-            else value
-            for name, value in row.items()
-        }
+        row = jax.tree.map(
+            lambda value: (
+                jax.lax.dynamic_index_in_dim(value, stage, 0, keepdims=False)
+                if value.ndim
+                else value
+            ),
+            row,
+        )
         if has_arrivals:
-            came = self._send(carry.sent, -1)
-            carry = replace(carry, arrived=_put(carry.arrived, came, row["g_arrives"]))
-        result = gradient = None
+            for hop, slot in enumerate(row["g_arrives"], 1):
+                came = self._send(carry.sent, -hop)
+                carry = replace(carry, arrived=_put(carry.arrived, came, slot))
+        sent, gradient = [], None
         if "F" in kinds:
             carry, result = self._forward(carry, row)
-            sent = self._send(result, 1)
+            sent = [self._send(result, hop) for hop, _ in enumerate(row["arrives"], 1)]
             carry, gradient = self._leave(carry, row, result)
-            if carry.heads is not None:
-                carry = replace(carry, heads=_put(carry.heads, gradient, row["head_in"]))
-                gradient = None
         if "B" in kinds:
             if carry.heads is not None:
                 gradient = _get(carry.heads, row["head_out"])
@@ -203,51 +207,65 @@ class _Executor:
             )
         if "W" in kinds:
             carry = self._weights(carry, row)
-        if "F" in kinds:
-            carry = replace(carry, inputs=_put(carry.inputs, sent, row["arrives"]))
+        for stream, slot in zip(sent, row["arrives"], strict=False):
+            carry = replace(carry, inputs=_put(carry.inputs, stream, slot))
         return carry, None
 
-    def _forward(self, carry: _Carry, row: dict[str, Array]) -> tuple[_Carry, Stream]:
+    def _enter(self, carry: _Carry, micro: Number, slot: Number) -> _Carry:
         def enter(total: Any) -> tuple[Stream, Any]:
-            stream, sums = self.parts.enter(row["enters"])
+            stream, sums = self.parts.enter(micro)
             if self.schedule.has_backward:
                 return stream, total
             return stream, jax.tree.map(operator.add, total, sums)
 
         stream, entered = jax.lax.cond(
-            row["enters"] >= 0,
+            micro >= 0,
             enter,
             lambda total: (_zeros(self.stream), total),
             carry.sums.entered,
         )
-        carry = replace(carry, sums=replace(carry.sums, entered=entered))
-        inputs = _put(carry.inputs, stream, row["enter_slot"])
+        inputs = _put(carry.inputs, stream, slot)
+        return replace(carry, inputs=inputs, sums=replace(carry.sums, entered=entered))
+
+    def _forward(self, carry: _Carry, row: dict[str, Any]) -> tuple[_Carry, Stream]:
+        for micro, slot in zip(row["enters"], row["enter_slot"], strict=True):
+            carry = self._enter(carry, micro, slot)
+        inputs = carry.inputs
         chunk, stream = jnp.maximum(row["f_chunk"], 0), _get(inputs, row["f_input"])
         micro = jnp.maximum(row["f_micro"], 0)
         result, sums = self.parts.forward(self.group(chunk), stream, micro, chunk)
-        carry = replace(carry, inputs=inputs)
         if not self.schedule.has_backward:  # otherwise B sums them, in order
             stages = _add(carry.sums.stages, _where(row["f_input"] >= 0, sums), chunk)
             carry = replace(carry, sums=replace(carry.sums, stages=stages))
         return carry, result
 
     def _leave(
-        self, carry: _Carry, row: dict[str, Array], result: Stream
+        self, carry: _Carry, row: dict[str, Any], result: Stream
     ) -> tuple[_Carry, Stream | None]:
-        last, _ = self.schedule.place(self.schedule.num_groups - 1)
-
-        def leave(result: Stream, left: Any) -> tuple[Any, Stream | None]:
-            sums, gradient = self.parts.leave(_from_stage(result, last), row["leaves"], left)
-            return jax.tree.map(operator.add, left, sums), gradient
+        """Return the gradient of the head, or None where it waits in the carry."""
+        gradient = None
 
         def stay(result: Stream, left: Any) -> tuple[Any, Stream | None]:
             del result
             return left, _zeros(self.stream) if self.schedule.has_backward else None
 
-        left, gradient = jax.lax.cond(row["leaves"] >= 0, leave, stay, result, carry.sums.left)
-        return replace(carry, sums=replace(carry.sums, left=left)), gradient
+        for hop, micro in enumerate(row["leaves"], 1):
+            last, _ = self.schedule.place(self.schedule.num_groups - hop)
 
-    def _backward(self, carry: _Carry, row: dict[str, Array], from_head: Stream) -> _Carry:
+            def leave(
+                result: Stream, left: Any, micro: Number = micro, last: int = last
+            ) -> tuple[Any, Stream | None]:
+                sums, gradient = self.parts.leave(_from_stage(result, last), micro, left)
+                return jax.tree.map(operator.add, left, sums), gradient
+
+            left, gradient = jax.lax.cond(micro >= 0, leave, stay, result, carry.sums.left)
+            carry = replace(carry, sums=replace(carry.sums, left=left))
+            if carry.heads is not None:
+                slot = row["head_in"][hop - 1]
+                carry = replace(carry, heads=_put(carry.heads, gradient, slot))
+        return carry, gradient if carry.heads is None else None
+
+    def _backward(self, carry: _Carry, row: dict[str, Any], from_head: Stream) -> _Carry:
         has_work, chunk = row["b_input"] >= 0, jnp.maximum(row["b_chunk"], 0)
         gradient = from_head
         if carry.arrived is not None:
@@ -268,16 +286,17 @@ class _Executor:
         else:
             (d_group, d_stream, sums), handed = self.halves.early(*arguments)
             carry = replace(carry, deferred=_put(carry.deferred, handed, row["w_in"]))
-        first, _ = self.schedule.place(0)
+        totals, entered = carry.sums, carry.sums.entered
+        for hop, micro in enumerate(row["returns"], 1):
+            first, _ = self.schedule.place(hop - 1)
 
-        def come_home(d_stream: Stream, total: Any) -> Any:
-            added = self.parts.home(_from_stage(d_stream, first), row["returns"], total)
-            return jax.tree.map(operator.add, total, added)
+            def come_home(
+                d_stream: Stream, total: Any, micro: Number = micro, first: int = first
+            ) -> Any:
+                added = self.parts.home(_from_stage(d_stream, first), micro, total)
+                return jax.tree.map(operator.add, total, added)
 
-        totals = carry.sums
-        entered = jax.lax.cond(
-            row["returns"] >= 0, come_home, lambda _, total: total, d_stream, totals.entered
-        )
+            entered = jax.lax.cond(micro >= 0, come_home, lambda _, total: total, d_stream, entered)
         totals = replace(
             totals,
             stages=_add(totals.stages, _where(has_work, sums), chunk),
@@ -286,7 +305,7 @@ class _Executor:
         )
         return replace(carry, sent=d_stream, sums=totals)
 
-    def _weights(self, carry: _Carry, row: dict[str, Array]) -> _Carry:
+    def _weights(self, carry: _Carry, row: dict[str, Any]) -> _Carry:
         chunk, waited = jnp.maximum(row["w_chunk"], 0), _get(carry.deferred, row["w_out"])
         d_group, _, _ = cast("Halves", self.halves).late(waited, self.group(chunk))
         d_group = _where(row["w_out"] >= 0, d_group)
@@ -317,7 +336,8 @@ def execute(schedule: Schedule, parts: PipelineParts, parameters: Any) -> Pipeli
     slots, carry = executor.slots, executor.start()
     for run in schedule.runs():
         rows = _rows(slots, run.first, run.length)
-        has_arrivals = bool((slots.g_arrives[run.first : run.first + run.length] >= 0).any())
+        has_arrivals = any((hop >= 0).any() for hop in rows["g_arrives"])
+        rows = jax.tree.map(jnp.asarray, rows)
         carry, _ = jax.lax.scan(partial(executor.tick, run.kinds, has_arrivals), carry, rows)
     return carry.sums
 
@@ -332,14 +352,11 @@ def _store_no_programs_on_cpus() -> None:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", math.inf)
 
 
-def _rows(slots: Slots, first: int, length: int) -> dict[str, Array]:
+def _rows(slots: Slots, first: int, length: int) -> dict[str, Any]:
     """Return the rows of some ticks of every array of the slots."""
     fields = {field.name: getattr(slots, field.name) for field in dataclasses.fields(slots)}
-    return {
-        name: jnp.asarray(value[first : first + length])
-        for name, value in fields.items()
-        if isinstance(value, np.ndarray)
-    }
+    arrays = {name: value for name, value in fields.items() if not isinstance(value, int)}
+    return jax.tree.map(lambda value: value[first : first + length], arrays)
 
 
 def _from_stage(stream: Stream, stage: int) -> Stream:
