@@ -152,11 +152,14 @@ def describe(subject: Subject, plan: Plan) -> str:
 
 def _stages(plan: Plan) -> list[str]:
     """Return the line about the pipeline; none without stages or with their number left open."""
-    execution, accumulation = plan.config.execution, plan.config.training.accumulation
+    execution, training = plan.config.execution, plan.config.training
+    given = plan.model, execution, training.accumulation
+    if training.skipping is not None:
+        training.skipping.check(*given, training.accumulated_balance)
     if execution.mesh.stage <= 1:
         return []
-    check_pipeline(plan.model, execution, accumulation)
-    return [f"stages               {pipeline_in_words(plan.model, execution, accumulation)}"]
+    check_pipeline(*given)
+    return [f"stages               {pipeline_in_words(*given, skipping=training.skipping)}"]
 
 
 def _size(num_bytes: float) -> str:

@@ -75,6 +75,7 @@ class Plan:
             clip=training.clip,
             accumulated_balance=training.accumulated_balance,
             objective=training.objective,
+            skipping=training.skipping,
         )
 
     @property
@@ -192,6 +193,9 @@ def assemble(
     for _, rows in training.batch_sizes.stages:
         number = accumulation_of(rows, training.batch_size, training.accumulation)
         check_pipeline(plan.model, execution, number)
+        if training.skipping is not None:
+            form = training.accumulated_balance
+            training.skipping.check(plan.model, execution, number, form)
     if execution.mesh.stage > 1 and (every := config.watch.gradients_every):
         raise ValueError(
             f"watch.gradients_every={every} compares gradients of whole layers, and"

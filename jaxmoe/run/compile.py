@@ -42,6 +42,7 @@ def compile_steps(assembly: Assembly, first_step: int, state: TrainState) -> Com
             max_norm_ratio=training.max_norm_ratio,
             workers=assembly.execution.mesh.batch_shards,
             table=plan.table,
+            skipping=training.skipping,
         )
         batch = assembly.batch(max(first, first_step))
         programs[rows] = step_function.lower(state, batch).compile()

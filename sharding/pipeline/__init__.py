@@ -3,9 +3,9 @@
 """Pipelines: schedules of micro-batches over the mesh axis `stage`.
 
 To add a schedule: a file in sharding/pipeline/ with a config class that has `name`, `chunks`,
-`check`, `check_paths` and `schedule` (as sharding/pipeline/gpipe.py), its class in `PipelineConfig` in
-sharding/pipeline/__init__.py, a row in REGISTRIES of tests/test_architecture.py, a row in CONFIGS
-of tests/sharding/pipeline/test_schedule.py.
+`check`, `check_paths` and `schedule` (as sharding/pipeline/gpipe.py), its class in
+`PipelineConfig` in sharding/pipeline/__init__.py, a row in REGISTRIES of
+tests/test_architecture.py, a row in CONFIGS of tests/sharding/pipeline/test_schedule.py.
 """
 
 import typing

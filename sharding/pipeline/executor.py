@@ -36,10 +36,11 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool
 
 from sharding.axes import STAGE
-from sharding.constrain import zeros_of
+from sharding.pipeline.buffers import Number as Number
+from sharding.pipeline.buffers import add_to, read, store, where, zeros
 from sharding.pipeline.schedule import Schedule
 from sharding.pipeline.slots import Slots, plan_slots
 from sharding.pipeline.split import Halves, split
@@ -47,7 +48,6 @@ from sharding.regions import sum_over
 
 Stream = Any
 """What flows from layer to layer: a tree of floating-point arrays of one micro-batch."""
-Number = Int[Array, ""]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,7 +122,7 @@ class _Executor:
         """Return the executor of a schedule; see `execute`."""
         number = jax.ShapeDtypeStruct((), jnp.int32)
         stream, _ = jax.eval_shape(parts.enter, number)
-        group = jax.eval_shape(lambda: _get(parameters, jnp.int32(0)))
+        group = jax.eval_shape(lambda: read(parameters, jnp.int32(0)))
         _, sums = jax.eval_shape(parts.forward, group, stream, number, number)
         has_work = jax.ShapeDtypeStruct((), jnp.bool_)
         arguments = (group, stream, number, number, sums, stream, has_work)
@@ -143,31 +143,31 @@ class _Executor:
     def start(self) -> _Carry:
         """Return the carry before the first tick: zeros."""
         slots, number = self.slots, jax.ShapeDtypeStruct((), jnp.int32)
-        of_stream, sums = partial(_zeros, self.stream), self.arguments[4]
+        of_stream, sums = partial(zeros, self.stream), self.arguments[4]
         left, _ = jax.eval_shape(self.parts.leave, self.stream, number, None)
         _, entered = jax.eval_shape(self.parts.enter, number)
         gradients = None
         if self.schedule.has_backward:
             entered = jax.eval_shape(self.parts.home, self.stream, number, None)
             gradients, *_ = jax.eval_shape(self.parts.backward, *self.arguments)
-            gradients = _zeros(gradients, self.schedule.chunks)
+            gradients = zeros(gradients, self.schedule.chunks)
         return _Carry(
             inputs=of_stream(slots.num_inputs + 1),
             arrived=of_stream(slots.num_gradients + 1) if slots.num_gradients else None,
             heads=of_stream(slots.num_heads + 1) if slots.num_heads else None,
-            deferred=self.halves and _zeros(self.halves.handed, slots.num_deferred + 1),
+            deferred=self.halves and zeros(self.halves.handed, slots.num_deferred + 1),
             sent=of_stream() if self.schedule.has_backward else None,
             sums=PipelineSums(
-                stages=_zeros(sums, self.schedule.chunks),
+                stages=zeros(sums, self.schedule.chunks),
                 gradients=gradients,
-                left=_zeros(left),
-                entered=_zeros(entered),
+                left=zeros(left),
+                entered=zeros(entered),
             ),
         )
 
     def group(self, chunk: Number) -> Any:
         """Return the parameters of one group of this stage."""
-        return _get(self.parameters, chunk)
+        return read(self.parameters, chunk)
 
     def tick(
         self, kinds: str, has_arrivals: bool, carry: _Carry, row: dict[str, Any]
@@ -193,7 +193,7 @@ class _Executor:
         if has_arrivals:
             for hop, slot in enumerate(row["g_arrives"], 1):
                 came = self._send(carry.sent, -hop)
-                carry = replace(carry, arrived=_put(carry.arrived, came, slot))
+                carry = replace(carry, arrived=store(carry.arrived, came, slot))
         sent, gradient = [], None
         if "F" in kinds:
             carry, result = self._forward(carry, row)
@@ -201,14 +201,12 @@ class _Executor:
             carry, gradient = self._leave(carry, row, result)
         if "B" in kinds:
             if carry.heads is not None:
-                gradient = _get(carry.heads, row["head_out"])
-            carry = self._backward(
-                carry, row, _zeros(self.stream) if gradient is None else gradient
-            )
+                gradient = read(carry.heads, row["head_out"])
+            carry = self._backward(carry, row, zeros(self.stream) if gradient is None else gradient)
         if "W" in kinds:
             carry = self._weights(carry, row)
         for stream, slot in zip(sent, row["arrives"], strict=False):
-            carry = replace(carry, inputs=_put(carry.inputs, stream, slot))
+            carry = replace(carry, inputs=store(carry.inputs, stream, slot))
         return carry, None
 
     def _enter(self, carry: _Carry, micro: Number, slot: Number) -> _Carry:
@@ -221,21 +219,21 @@ class _Executor:
         stream, entered = jax.lax.cond(
             micro >= 0,
             enter,
-            lambda total: (_zeros(self.stream), total),
+            lambda total: (zeros(self.stream), total),
             carry.sums.entered,
         )
-        inputs = _put(carry.inputs, stream, slot)
+        inputs = store(carry.inputs, stream, slot)
         return replace(carry, inputs=inputs, sums=replace(carry.sums, entered=entered))
 
     def _forward(self, carry: _Carry, row: dict[str, Any]) -> tuple[_Carry, Stream]:
         for micro, slot in zip(row["enters"], row["enter_slot"], strict=True):
             carry = self._enter(carry, micro, slot)
         inputs = carry.inputs
-        chunk, stream = jnp.maximum(row["f_chunk"], 0), _get(inputs, row["f_input"])
+        chunk, stream = jnp.maximum(row["f_chunk"], 0), read(inputs, row["f_input"])
         micro = jnp.maximum(row["f_micro"], 0)
         result, sums = self.parts.forward(self.group(chunk), stream, micro, chunk)
         if not self.schedule.has_backward:  # otherwise B sums them, in order
-            stages = _add(carry.sums.stages, _where(row["f_input"] >= 0, sums), chunk)
+            stages = add_to(carry.sums.stages, where(row["f_input"] >= 0, sums), chunk)
             carry = replace(carry, sums=replace(carry.sums, stages=stages))
         return carry, result
 
@@ -247,7 +245,7 @@ class _Executor:
 
         def stay(result: Stream, left: Any) -> tuple[Any, Stream | None]:
             del result
-            return left, _zeros(self.stream) if self.schedule.has_backward else None
+            return left, zeros(self.stream) if self.schedule.has_backward else None
 
         for hop, micro in enumerate(row["leaves"], 1):
             last, _ = self.schedule.place(self.schedule.num_groups - hop)
@@ -262,30 +260,30 @@ class _Executor:
             carry = replace(carry, sums=replace(carry.sums, left=left))
             if carry.heads is not None:
                 slot = row["head_in"][hop - 1]
-                carry = replace(carry, heads=_put(carry.heads, gradient, slot))
+                carry = replace(carry, heads=store(carry.heads, gradient, slot))
         return carry, gradient if carry.heads is None else None
 
     def _backward(self, carry: _Carry, row: dict[str, Any], from_head: Stream) -> _Carry:
         has_work, chunk = row["b_input"] >= 0, jnp.maximum(row["b_chunk"], 0)
         gradient = from_head
         if carry.arrived is not None:
-            arrived = _get(carry.arrived, row["b_gradient"])
+            arrived = read(carry.arrived, row["b_gradient"])
             is_inner = row["b_gradient"] >= 0
             gradient = jax.tree.map(lambda a, h: jnp.where(is_inner, a, h), arrived, from_head)
         arguments = (
             self.group(chunk),
-            _get(carry.inputs, row["b_input"]),
+            read(carry.inputs, row["b_input"]),
             jnp.maximum(row["b_micro"], 0),
             chunk,
-            _get(carry.sums.stages, chunk),
-            _where(has_work, gradient),
+            read(carry.sums.stages, chunk),
+            where(has_work, gradient),
             has_work,
         )
         if self.halves is None:
             d_group, d_stream, sums = self.parts.backward(*arguments)
         else:
             (d_group, d_stream, sums), handed = self.halves.early(*arguments)
-            carry = replace(carry, deferred=_put(carry.deferred, handed, row["w_in"]))
+            carry = replace(carry, deferred=store(carry.deferred, handed, row["w_in"]))
         totals, entered = carry.sums, carry.sums.entered
         for hop, micro in enumerate(row["returns"], 1):
             first, _ = self.schedule.place(hop - 1)
@@ -299,17 +297,17 @@ class _Executor:
             entered = jax.lax.cond(micro >= 0, come_home, lambda _, total: total, d_stream, entered)
         totals = replace(
             totals,
-            stages=_add(totals.stages, _where(has_work, sums), chunk),
-            gradients=_add(totals.gradients, d_group, chunk),
+            stages=add_to(totals.stages, where(has_work, sums), chunk),
+            gradients=add_to(totals.gradients, d_group, chunk),
             entered=entered,
         )
         return replace(carry, sent=d_stream, sums=totals)
 
     def _weights(self, carry: _Carry, row: dict[str, Any]) -> _Carry:
-        chunk, waited = jnp.maximum(row["w_chunk"], 0), _get(carry.deferred, row["w_out"])
+        chunk, waited = jnp.maximum(row["w_chunk"], 0), read(carry.deferred, row["w_out"])
         d_group, _, _ = cast("Halves", self.halves).late(waited, self.group(chunk))
-        d_group = _where(row["w_out"] >= 0, d_group)
-        gradients = _add(carry.sums.gradients, d_group, chunk)
+        d_group = where(row["w_out"] >= 0, d_group)
+        gradients = add_to(carry.sums.gradients, d_group, chunk)
         return replace(carry, sums=replace(carry.sums, gradients=gradients))
 
     def _send(self, stream: Stream, step: int) -> Stream:
@@ -362,35 +360,7 @@ def _rows(slots: Slots, first: int, length: int) -> dict[str, Any]:
 def _from_stage(stream: Stream, stage: int) -> Stream:
     """Return what one stage holds, on all stages."""
     is_here = jax.lax.axis_index(STAGE) == stage
-    return sum_over(STAGE, _where(is_here, stream))
-
-
-def _get(tree: Any, index: Number) -> Any:
-    """Return one entry of the leading dimension; the first for -1."""
-    index = jnp.maximum(index, 0)
-    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, 0, keepdims=False), tree)
-
-
-def _put(slots: Any, tree: Any, index: Number) -> Any:
-    """Return the slots with one of them replaced; -1 replaces the last, which no stage reads."""
-
-    def put(slots: Array, x: Array) -> Array:
-        at = jnp.where(index < 0, slots.shape[0] - 1, index)
-        return jax.lax.dynamic_update_index_in_dim(slots, x, at, 0)
-
-    return jax.tree.map(put, slots, tree)
-
-
-def _add(totals: Any, tree: Any, chunk: Number) -> Any:
-    """Return totals with a leading dimension of chunks, with the tree added to one of them.
-
-    A total stays where the tree has None.
-    """
-
-    def add(x: Array | None, total: Any) -> Any:
-        return total if x is None else _put(total, _get(total, chunk) + x, chunk)
-
-    return jax.tree.map(add, tree, totals, is_leaf=lambda x: x is None)
+    return sum_over(STAGE, where(is_here, stream))
 
 
 def _is_of_matrix(results: tuple[Any, Stream, Any]) -> Any:
@@ -401,12 +371,3 @@ def _is_of_matrix(results: tuple[Any, Stream, Any]) -> Any:
     """
     d_group, *others = results
     return jax.tree.map(lambda x: x.ndim >= 3, d_group), *jax.tree.map(lambda _: False, others)
-
-
-def _where(condition: Bool[Array, ""], tree: Any) -> Any:
-    """Return the tree, or zeros."""
-    return jax.tree.map(lambda x: jnp.where(condition, x, jnp.zeros_like(x)), tree)
-
-
-def _zeros(shapes: Any, *leading: int) -> Any:
-    return jax.tree.map(lambda shape: zeros_of(shape, *leading), shapes)

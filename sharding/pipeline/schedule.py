@@ -292,8 +292,8 @@ class Schedule:
         """Return when a stage keeps the inputs of its chunks.
 
         An input arrives at the end of the tick of F of the group before; that of the first group,
-        the embedding, at the beginning of its own F. It is kept until its own B, without any B until
-        its own F.
+        the embedding, at the beginning of its own F. It is kept until its own B, without any B
+        until its own F.
 
         Args:
             stage: Number of the stage.

@@ -3,10 +3,10 @@
 """Turns a schedule table into integer arrays: work, buffer slots and arrivals of every tick.
 
 Each stage has a buffer X of chunk inputs, a buffer G of gradients that arrived from other stages,
-and the stage of the last group of a path a buffer H of gradients from the head that wait for B. With deferred
-weight gradients each stage has a buffer R of what B leaves for W. Slots are assigned by colouring
-the intervals in which an array is kept, on each stage alone, so a buffer is as large as the most
-arrays kept at once.
+and the stage of the last group of a path a buffer H of gradients from the head that wait for B.
+With deferred weight gradients each stage has a buffer R of what B leaves for W. Slots are assigned
+by colouring the intervals in which an array is kept, on each stage alone, so a buffer is as large
+as the most arrays kept at once.
 """
 
 from __future__ import annotations

@@ -41,6 +41,7 @@ _REASONS = {
     "training.batch_ramp": "the data position counts rows of these sizes",
     "training.sequence_length": "the data position counts rows of this length",
     "training.objective": "the losses before and after would not compare",
+    "training.skipping": "the losses before and after would not compare",
     "optimizer": "the optimiser's state belongs to it",
     "execution.precision.matmul": "the products round to other values",
 }

@@ -19,7 +19,7 @@ from jaxmoe.run.assemble import (
 from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.provenance.lineage import read_lineage
-from jaxmoe.run.reporting.pipelines import pipeline_in_words
+from jaxmoe.run.reporting.pipelines import pipeline_in_words, skipping_in_words
 from jaxmoe.tracking.console import format_count, format_flops
 
 
@@ -55,7 +55,11 @@ def print_header(name: str, directory: RunDirectory, assembly: Assembly, first_s
     if assembly.execution.mesh.seq > 1:
         say(f"seq      {sequence_form(assembly)}")
     if assembly.execution.mesh.stage > 1:
-        say(f"stages   {pipeline_in_words(model, assembly.execution, training.accumulation)}")
+        given = model, assembly.execution, training.accumulation
+        say(f"stages   {pipeline_in_words(*given, skipping=training.skipping)}")
+    if training.skipping is not None:
+        given = training.skipping, assembly.execution, training.accumulation
+        say(f"skipping {skipping_in_words(*given)}")
     if rates := describe_rates(plan):
         say(f"rates    {rates}; lr= below is that of the hidden matrices")
     if training.batch_ramp is not None:

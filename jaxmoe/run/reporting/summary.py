@@ -18,6 +18,7 @@ from jaxmoe.routing.telemetry import LoadWindow
 from jaxmoe.run.assemble import Assembly, describe_mesh, entropy_floor, sequence_form
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.reporter import Reporter
+from jaxmoe.run.reporting.pipelines import saved_by_skipping
 from jaxmoe.tracking.history import read_history
 from jaxmoe.tracking.indicators import over_layers
 from jaxmoe.tracking.stability import judge_run
@@ -82,6 +83,7 @@ def summarise(
         "skipped_steps": reporter.skipped,
         "rollbacks": len(assembly.loader.skipped.windows),
         "mesh": describe_mesh(assembly.mesh),
+        "skipping": _skipping(assembly),
         "implementations": implementations(assembly),
         "references_bits": dict(references),
         "bytes_per_token": assembly.source.bytes_per_token,
@@ -91,6 +93,19 @@ def summarise(
         "goodput": facts.get("goodput"),
         "warnings": facts.get("warnings", []),
         **averaged,
+    }
+
+
+def _skipping(assembly: Assembly) -> dict[str, Any] | None:
+    """Return what micro-batches leave out, and the share of the layers' time that this saves."""
+    training, execution = assembly.plan.config.training, assembly.execution
+    skipping = training.skipping
+    if skipping is None:
+        return None
+    return {
+        "groups": skipping.groups,
+        "left_out": skipping.num_left_out,
+        "time_saved": saved_by_skipping(skipping, execution, training.accumulation),
     }
 
 
