@@ -26,7 +26,7 @@ from jaxmoe.optim import Optimizer
 from jaxmoe.parameters import ParameterTable
 from jaxmoe.training import ObjectiveConfig
 from jaxmoe.training.balance import AccumulatedBalance
-from jaxmoe.training.skipping import SkippingConfig
+from jaxmoe.training.pipeline.skipping import SkippingConfig
 from jaxmoe.training.state import TrainState, state_around
 from jaxmoe.training.step import make_train_step
 from sharding.axes import BATCH_AXES, pieces

@@ -33,7 +33,7 @@ from jaxmoe.training import NextTokenConfig, ObjectiveConfig
 from jaxmoe.training.balance import AccumulatedBalance
 from jaxmoe.training.batch_ramp import BatchRampConfig
 from jaxmoe.training.guard import check_ratio
-from jaxmoe.training.skipping import SkippingConfig
+from jaxmoe.training.pipeline.skipping import SkippingConfig
 
 FREE_FIELDS = (
     *("run", "execution", "checkpoint", "tracking", "profile", "watch", "processes", "data.cache"),

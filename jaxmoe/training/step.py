@@ -34,7 +34,7 @@ from jaxmoe.models.transformer import Output
 from jaxmoe.parameters import ParameterTable
 from jaxmoe.routing import RouterStatistics, telemetry
 from jaxmoe.routing.telemetry.detailed import mean_log_prob
-from jaxmoe.scaling.initialize import parameter_table
+from jaxmoe.scaling.initialize import lay_out, parameter_table
 from jaxmoe.training import NextTokenConfig, ObjectiveConfig
 from jaxmoe.training.accumulation import Gradients, MicroBatch, accumulate
 from jaxmoe.training.balance import (
@@ -49,9 +49,9 @@ from jaxmoe.training.indicators import observe_head, watch_layers, watch_routers
 from jaxmoe.training.loss import forward_and_row_nll
 from jaxmoe.training.metrics import StepMetrics as StepMetrics
 from jaxmoe.training.pipeline import pipeline_gradients, remember_layers
-from jaxmoe.training.skipping import SkippingConfig, kept_groups
-from jaxmoe.training.state import TrainState, fetch, put_away
-from jaxmoe.training.update import update_params, update_routers
+from jaxmoe.training.pipeline.skipping import SkippingConfig, kept_groups
+from jaxmoe.training.state import TrainState, fetch, put_away, update_routers
+from sharding.constrain import place_like
 
 
 def make_train_step(
@@ -364,3 +364,36 @@ def _gather_whole(model: ModelConfig, params: Any, execution: ExecutionConfig) -
         return None
     declarations = parameter_table(model).tree(lambda row: row.declaration)
     return gather_once(params, declarations, execution)
+
+
+def update_params(
+    model: ModelConfig,
+    optimizer: optax.GradientTransformation,
+    execution: ExecutionConfig,
+    grads: Any,
+    state: TrainState,
+    table: ParameterTable | None = None,
+) -> tuple[Any, Any, Any]:
+    """Apply the optimiser to gradients and parameters sharded like its state.
+
+    Args:
+        model: of the parameters.
+        optimizer: an optax transformation.
+        execution: whose layout says how they are cut.
+        grads: laid out as the parameters.
+        state: before the step.
+        table: Groups of the parameters; None trains all.
+
+    Returns:
+        What is added to the parameters; the sums, laid out as before; the optimiser's new state.
+    """
+    cut = partial(lay_out, model, rules=execution.state_layout.optimizer)
+    old = state.params if table is None else table.trained(state.params)
+    held = cut(old)
+    updates, opt_state = optimizer.update(cut(grads), state.opt_state, held)
+    params = jax.tree.map(lambda p, u: p + u.astype(p.dtype), held, updates)
+    params = jax.tree.map(place_like, params, old)
+    if table is not None and table.has_frozen:
+        params = table.merged(params, state.params)
+        updates = table.merged(updates, jax.tree.map(jnp.zeros_like, state.params))
+    return updates, params, opt_state

@@ -10,8 +10,8 @@ from typing import Any
 from jaxmoe.configs import from_json
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import ModelConfig
+from jaxmoe.training.pipeline.skipping import SkippingConfig
 from jaxmoe.training.pipeline.stages import ModelParts
-from jaxmoe.training.skipping import SkippingConfig
 from sharding import axes as ax
 
 _MOST_TICKS = 200

@@ -69,6 +69,7 @@ def test_counts_of_a_large_table_are_those_of_the_table(pipeline, stages, micro_
         heads=slots.num_heads,
         weights=sum(run.length for run in runs if schedule.kinds[-1] in run.kinds),
         deferred=slots.num_deferred,
+        hops=1,
     )
     assert idle_over_useful(pipeline, stages, micro_batches) == pytest.approx(schedule.bubble())
 

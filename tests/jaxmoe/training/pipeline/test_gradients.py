@@ -15,7 +15,7 @@ from jaxmoe.routing import METHODS, CapacityConfig
 from jaxmoe.run.diagnostics.router_statistics import router_statistics
 from jaxmoe.training.evaluate import make_eval_step
 from jaxmoe.training.pipeline import check_pipeline, gradients, held_out_parts
-from jaxmoe.training.skipping import SkippingConfig
+from jaxmoe.training.pipeline.skipping import SkippingConfig
 from sharding import MeshConfig
 from sharding.distributed import global_batch
 from sharding.expert_parallel import AllToAllConfig
@@ -35,7 +35,7 @@ SPLIT = KernelsConfig(grouped_swiglu="reference")
 """Experts whose backward pass can be split: not the fused one that CPUs use."""
 
 HALF = SkippingConfig(groups=2, ratio=0.5)
-"""Of two stages each micro-batch passes through one."""
+"""Each micro-batch passes through one of two stages."""
 
 AROUND = dataclasses.replace(
     FULL, num_layers=6, dense_layers=(1, 4), has_tied_embeddings=False, dense_dim=24
