@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from sharding.pipeline import GPipeConfig, InterleavedConfig, choose_paths
 from sharding.pipeline.first_come import first_come_schedule
+from sharding.pipeline.schedule import Kind
 from sharding.pipeline.times import from_times
 from tests.sharding.pipeline.test_slots import assert_slots_execute
 
@@ -181,7 +182,7 @@ def test_schedules_without_partial_tables_refuse_paths(pipeline, message):
 
 
 def test_tables_beside_their_paths_are_refused():
-    times = {("F", 0, 0, 0): 0, ("B", 0, 0, 0): 0}
+    times: dict[tuple[Kind, int, int, int], int] = {("F", 0, 0, 0): 0, ("B", 0, 0, 0): 0}
     build = from_times("t", 2, 1, 1, times, ((True, False),))
     assert (build.before(0, 0), build.after(0, 0), build.num_hops) == (-1, 2, 2)
     for paths, message in [

@@ -3,6 +3,7 @@
 """Layers that micro-batches leave out: against models without them; refusals; balancers."""
 
 import dataclasses
+import functools
 import re
 
 import jax
@@ -75,12 +76,12 @@ def test_a_step_is_the_mean_of_those_of_models_without_the_layers():
     (first, layer_1), (second, layer_0) = gradients
     wanted = jax.tree.map(np.add, first, second)
     wanted["moe_blocks_0"] = jax.tree.map(lambda *x: np.concatenate(x), layer_0, layer_1)
-    close = dict(rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(found["loss"], np.mean(losses), **close)
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
+    close(found["loss"], np.mean(losses))
     for name, value in found["losses"].items():
-        np.testing.assert_allclose(value, np.mean([one[name] for one in balance]), **close)
-    np.testing.assert_allclose(found["load"], np.concatenate(loads[::-1]), **close)
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, **close), found["gradient"], wanted)
+        close(value, np.mean([one[name] for one in balance]))
+    close(found["load"], np.concatenate(loads[::-1]))
+    jax.tree.map(close, found["gradient"], wanted)
 
 
 def test_a_ratio_that_leaves_out_nothing_is_the_ordinary_step():
