@@ -18,6 +18,7 @@ from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.feed_forwards.moe.layout import check_dispatcher
 from jaxmoe.layers.sequences import check_rows, choose_form
 from jaxmoe.models.config import ModelConfig
+from jaxmoe.models.flops import flops_per_token
 from jaxmoe.optim.schedules import Schedule
 from jaxmoe.parameters import ParameterSpec, ParameterTable
 from jaxmoe.planning.abstract_step import StepPlan
@@ -77,6 +78,14 @@ class Plan:
             objective=training.objective,
             skipping=training.skipping,
         )
+
+    @property
+    def flops_per_token(self) -> float:
+        """FLOPs of a training step per token, without those of layers that are left out."""
+        training = self.config.training
+        left_out = 0.0 if training.skipping is None else training.skipping.share_left_out
+        length = training.sequence_length
+        return flops_per_token(self.model, self.table, length, left_out=left_out)
 
     @property
     def matrix_rate(self) -> float:

@@ -11,7 +11,6 @@ import jax
 import numpy as np
 
 from jaxmoe.configs import to_json
-from jaxmoe.models.flops import flops_per_token
 from jaxmoe.optional import require
 from jaxmoe.run.assemble import Assembly
 from jaxmoe.run.config import TrackingConfig
@@ -79,7 +78,7 @@ class Reporter:
         self._name, self._directory, self._assembly = name, directory, assembly
         self.skipped = 0
         """Number of steps refused by the guard in this start."""
-        self.flops_per_token = flops_per_token(plan.model, plan.table, training.sequence_length)
+        self.flops_per_token = plan.flops_per_token
         """Model FLOPs of a training step per token."""
         self._seconds = self._tokens = 0.0
         self._training = training

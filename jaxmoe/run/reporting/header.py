@@ -7,7 +7,6 @@ from __future__ import annotations
 import jax
 
 from jaxmoe.messages import say
-from jaxmoe.models.flops import flops_per_token
 from jaxmoe.routing.composition import advice, causal_advice
 from jaxmoe.run.assemble import (
     Assembly,
@@ -36,7 +35,6 @@ def print_header(name: str, directory: RunDirectory, assembly: Assembly, first_s
     model, moe = plan.model, plan.model.moe
     active = plan.table.active(moe.top_k, moe.num_experts) if moe else plan.table.total
     experts = f"{moe.num_experts} experts, top-{moe.top_k}" if moe else "dense"
-    flops = flops_per_token(model, plan.table, training.sequence_length)
     tokens = training.batch_size * training.sequence_length
     resumed = f"continuing after step {first_step}" if first_step else "new run"
     lines = (
@@ -46,7 +44,7 @@ def print_header(name: str, directory: RunDirectory, assembly: Assembly, first_s
         f" {format_count(plan.table.total)} parameters, {format_count(active)} active",
         f"data     {_data_text(assembly)}",
         f"plan     {training.steps} steps of {tokens} tokens,"
-        f" {format_flops(flops * tokens)} a step",
+        f" {format_flops(plan.flops_per_token * tokens)} a step",
     )
     say("\n".join(lines))
     if jax.process_index() == 0:

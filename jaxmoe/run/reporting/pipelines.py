@@ -85,7 +85,7 @@ def skipping_in_words(
         accumulation: Micro-batches of a step.
     """
     saved = saved_by_skipping(skipping, execution, accumulation)
-    words = f"{skipping.num_left_out / skipping.groups:.0%} of {skipping.groups} groups of layers"
+    words = f"{skipping.share_left_out:.0%} of {skipping.groups} groups of layers"
     if execution.mesh.stage == 1:
         return f"{words}, masked: no time saved without stages"
     return f"{words}: {abs(saved):.0%} {'less' if saved >= 0 else 'more'} time in layers planned"

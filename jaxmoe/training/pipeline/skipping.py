@@ -55,6 +55,11 @@ class SkippingConfig:
         """Number of groups that a micro-batch leaves out."""
         return round(self.ratio * self.groups)
 
+    @property
+    def share_left_out(self) -> float:
+        """Share of the groups that a micro-batch leaves out."""
+        return self.num_left_out / self.groups
+
     def paths(self, micro_batches: int) -> Paths | None:
         """Return the paths of the micro-batches of a step; None if they leave out nothing.
 

@@ -72,6 +72,7 @@ SLOW = {
     "skipping, four stages": Row(mesh=MeshConfig(stage=4, data=2), skipping=SkippingConfig()),
     "skipping, experts, bias": Row(
         model=_method("loss_free"),
+        parts=2,
         mesh=MeshConfig(stage=2, data=2, expert=2),
         execution={"dispatcher": AllToAllConfig(), "remat": "full"},
         skipping=HALF,
