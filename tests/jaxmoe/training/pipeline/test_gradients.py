@@ -87,8 +87,9 @@ SLOW = {
         mesh=MeshConfig(stage=4, data=2),
         skipping=SkippingConfig(),
     ),
-    "skipping, MoE layers around the stages": Row(
-        model=AROUND, mesh=MeshConfig(stage=2, data=2), skipping=HALF
+    "skipping, MoE layers around the stages": pytest.param(
+        Row(model=AROUND, mesh=MeshConfig(stage=2, data=2), skipping=HALF),
+        marks=pytest.mark.large,
     ),
     "MoE layers around the stages": Row(
         model=AROUND, mesh=MeshConfig(stage=2, data=2), form="two_pass"
