@@ -31,9 +31,9 @@ from jaxmoe.checkpoint.huggingface.hub import is_huggingface, model_directory
 from jaxmoe.models.flops import flops_per_token
 from jaxmoe.parameters import ParameterSpec
 from jaxmoe.planning.parameter_layouts import layouts_text
-from jaxmoe.run.assemble import Plan, describe_rates, make_plan
 from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.directory import RunDirectory
+from jaxmoe.run.plan import Plan, describe_rates, make_plan
 from jaxmoe.run.provenance.lineage import read_lineage
 from jaxmoe.run.reporting.pipelines import pipeline_in_words
 from jaxmoe.tracking.console import format_flops
@@ -152,11 +152,14 @@ def describe(subject: Subject, plan: Plan) -> str:
 
 def _stages(plan: Plan) -> list[str]:
     """Return the line about the pipeline; none without stages or with their number left open."""
-    execution, accumulation = plan.config.execution, plan.config.training.accumulation
+    execution, training = plan.config.execution, plan.config.training
+    given = plan.model, execution, training.accumulation
+    if training.skipping is not None:
+        training.skipping.check(*given, training.accumulated_balance)
     if execution.mesh.stage <= 1:
         return []
-    check_pipeline(plan.model, execution, accumulation)
-    return [f"stages               {pipeline_in_words(plan.model, execution, accumulation)}"]
+    check_pipeline(*given)
+    return [f"stages               {pipeline_in_words(*given, skipping=training.skipping)}"]
 
 
 def _size(num_bytes: float) -> str:

@@ -260,6 +260,11 @@ def place_like(x: Array, other: Array) -> Array:
     return jax.sharding.reshard(x, jax.typeof(other).sharding.spec)
 
 
+def place_at(x: Array, spec: PartitionSpec) -> Array:
+    """Return `x` laid out by a spec; unchanged outside an Explicit mesh."""
+    return jax.sharding.reshard(x, spec) if surroundings() == "explicit" else x
+
+
 def gather_along(x: Array, axis: str) -> Array:
     """Return `x` gathered along one mesh axis; unchanged outside an Explicit mesh."""
     if surroundings() != "explicit":

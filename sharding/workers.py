@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Int
 
 from sharding.axes import BATCH_AXES, REPLICA, pieces
-from sharding.constrain import reshape_to, surroundings
+from sharding.constrain import place_at, reshape_to, surroundings
 from sharding.regions import region
 
 Tree = Any
@@ -49,10 +49,7 @@ class Workers:
         """Return arrays of which every worker has an equal copy, [R ...]."""
 
         def copies(x: Array) -> Array:
-            shape = (self.number, *x.shape)
-            if surroundings() != "explicit":
-                return jnp.broadcast_to(x, shape)
-            return jax.sharding.reshard(jnp.broadcast_to(x, shape), self.spec(x))
+            return place_at(jnp.broadcast_to(x, (self.number, *x.shape)), self.spec(x))
 
         return jax.tree.map(copies, tree)
 

@@ -24,7 +24,7 @@ from experiments.cli import flags as cli
 from experiments.recipes import DEFAULT, RECIPES
 from experiments.studies.transfer import config as transfer
 from jaxmoe.routing import METHODS
-from jaxmoe.run.assemble import make_plan
+from jaxmoe.run.plan import make_plan
 from tests.support.source_tree import PACKAGES, ROOT
 
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)

@@ -37,10 +37,11 @@ from jaxmoe.checkpoint.huggingface.weights import ROUTER_STATE, Nonfinite, Tenso
 from jaxmoe.checkpoint.streaming import Streamed, open_stored, save_streamed
 from jaxmoe.configs import to_json
 from jaxmoe.data import DataConfig
-from jaxmoe.run.assemble import Assembly, assemble, describe_devices, make_plan
+from jaxmoe.run.assemble import Assembly, assemble, describe_devices
 from jaxmoe.run.config import EvaluationConfig, PretrainConfig, RunConfig, TrainingConfig
 from jaxmoe.run.conversion import first_token_of, length_of, new_run
 from jaxmoe.run.directory import RunDirectory
+from jaxmoe.run.plan import make_plan
 from jaxmoe.run.provenance.kept_tokenizer import own_data
 from jaxmoe.tracking.console import format_bytes
 from jaxmoe.training.state import state_around

@@ -29,8 +29,8 @@ from jaxmoe.optim import LinearConfig
 from jaxmoe.precision import PrecisionPolicy
 from jaxmoe.run.assemble import assemble, describe_mesh
 from jaxmoe.run.config import EvaluationConfig, PretrainConfig, TrainingConfig
+from jaxmoe.training.measures.throughput import peak_flops
 from jaxmoe.training.step import make_train_step
-from jaxmoe.training.throughput import peak_flops
 from pallas_kernels import OPERATIONS
 from sharding import axes
 from sharding.mesh import MeshConfig, make_mesh

@@ -31,8 +31,8 @@ from jaxmoe.planning.abstract_step import StepPlan, planned_step
 from jaxmoe.planning.compile_ahead import CompiledStep, compile_step
 from jaxmoe.planning.hardware import parse_topology
 from jaxmoe.run.config import PretrainConfig
+from jaxmoe.training.measures.throughput import peak_memory
 from jaxmoe.training.state import init_state
-from jaxmoe.training.throughput import peak_memory
 from sharding.distributed import global_batch
 from sharding.mesh import make_mesh
 

@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from experiments.recipes import RECIPES as PRETRAIN_RECIPES
 from jaxmoe.planning.abstract_step import StepPlan
 from jaxmoe.planning.hardware import KNOWN, Platform, Topology
-from jaxmoe.run.assemble import make_plan
 from jaxmoe.run.config import PretrainConfig
+from jaxmoe.run.plan import make_plan
 from sharding.mesh import MeshConfig
 
 _MESH_FLAG = "--execution.mesh."

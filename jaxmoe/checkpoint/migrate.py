@@ -48,6 +48,7 @@ ADDED: tuple[Added, ...] = (
         Added(f"data[{source}].partition", None)
         for source in ("corpus", "files", "mixture", "huggingface", "language_mixture")
     ),
+    Added("training.skipping", None),
 )
 """Fields in the order in which they were added."""
 

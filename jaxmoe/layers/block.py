@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Final
 
+import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
@@ -80,17 +81,19 @@ class Block(nn.Module):
             layer: Inputs of this layer.
             tokens: Inputs of all layers.
         """
+        before = stream
         stream, mixed = self.mix(stream, layer, tokens)
         stream, fed = self.feed(stream, layer, tokens)
         indicators = None
         if mixed.indicators is not None and fed.indicators is not None:
             indicators = mixed.indicators | fed.indicators
-        return stream, LayerOutputs(
+        outputs = LayerOutputs(
             statistics=fed.statistics,
             cache=mixed.cache,
             losses=fed.losses,
             indicators=indicators,
         )
+        return _where_kept(layer.is_kept, stream, before, outputs)
 
     def mix(
         self, stream: Stream, layer: LayerInputs, tokens: TokenInputs
@@ -135,6 +138,19 @@ class Block(nn.Module):
             return outputs
         branch, known = observe_branch(name, y, tokens.token_mask), outputs.indicators
         return dataclasses.replace(outputs, indicators=branch if known is None else known | branch)
+
+
+def _where_kept(
+    is_kept: Array | None, stream: Stream, before: Stream, outputs: LayerOutputs
+) -> tuple[Stream, LayerOutputs]:
+    """Return the results of a layer; if it is left out, the stream before it and no sums."""
+    if is_kept is None:
+        return stream, outputs
+    stream = jax.tree.map(lambda new, old: jnp.where(is_kept, new, old), stream, before)
+    statistics, losses = jax.tree.map(
+        lambda x: jnp.where(is_kept, x, jnp.zeros_like(x)), (outputs.statistics, outputs.losses)
+    )
+    return stream, dataclasses.replace(outputs, statistics=statistics, losses=losses)
 
 
 def _routing_inputs(stream: Stream, layer: LayerInputs, tokens: TokenInputs) -> RoutingInputs:

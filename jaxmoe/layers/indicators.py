@@ -29,7 +29,8 @@ gradient, and only with `ExecutionConfig(telemetry="detailed")`. The cost is a s
 experts and of q k^T.
 
 Source: HyperP (arXiv 2603.28743, section 4 and its code), which takes h after the multiplier. The
-indicators of a step (update over weight, the head's) are in `jaxmoe/training/indicators.py`.
+indicators of a step (update over weight, the head's) are in
+`jaxmoe/training/measures/indicators.py`.
 
 To add an indicator: a value per token, through `token_means`, in jaxmoe/layers/indicators.py, and a
 call in the layer that has the arrays (jaxmoe/layers/block.py for those of all layers).

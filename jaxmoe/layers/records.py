@@ -47,6 +47,8 @@ class LayerInputs:
     """PRNG key of this layer and step, for routers with noise."""
     moe_layer: Int[Array, "*L"]
     """Number among the MoE layers; meaningless in a dense layer."""
+    is_kept: Bool[Array, "*L"] | None = None
+    """False where the layer is left out and passes the stream on; None where no layer is."""
 
 
 @typing.no_type_check

@@ -36,13 +36,25 @@ def matmul_parameters(model: ModelConfig, table: ParameterTable) -> int:
     return total
 
 
-def flops_per_token(model: ModelConfig, table: ParameterTable, sequence_length: int) -> float:
+def flops_per_token(
+    model: ModelConfig, table: ParameterTable, sequence_length: int, *, left_out: float = 0.0
+) -> float:
     """Return the FLOPs of one training step per token, forward and backward.
 
     Args:
         model: Layers.
         table: Parameters of the model.
         sequence_length: Positions of a sequence (S).
+        left_out: Share of the layers of the longest scan that a token does not pass through.
     """
     mixing = sum(kind.mixer.flops_per_token(sequence_length) for kind in model.kinds)
-    return 6.0 * matmul_parameters(model, table) + mixing
+    whole = 6.0 * matmul_parameters(model, table) + mixing
+    if not left_out:
+        return whole
+    (scan,) = (scan for scan in model.scans if scan.axis == ax.LAYERS)
+    rows = ParameterTable(tuple(row for row in table if ax.LAYERS in row.declaration.axes))
+    mixing = sum(
+        stack.num_layers * stack.kind.mixer.flops_per_token(sequence_length)
+        for stack in scan.stacks
+    )
+    return whole - left_out * (6.0 * matmul_parameters(model, rows) + mixing)

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from jaxtyping import Array
+from jaxtyping import Array, Bool
 
 from jaxmoe.execution import ExecutionConfig, Remat
 from jaxmoe.layers.block import STREAM, Block
@@ -21,6 +21,7 @@ from jaxmoe.layers.records import LayerInputs, LayerOutputs, Stream, TokenInputs
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.models.stacks import Layer, LayerStack, Scan
 from jaxmoe.routing import RouterStatistics
+from sharding import axes as ax
 
 
 class Cycle(nn.Module):
@@ -100,7 +101,12 @@ def scan_layers(
 
 
 def scan_inputs(
-    model: ModelConfig, scan: Scan, router_state: Any, cache: Any, key: Array | None
+    model: ModelConfig,
+    scan: Scan,
+    router_state: Any,
+    cache: Any,
+    key: Array | None,
+    kept: Bool[Array, " groups"] | None = None,
 ) -> Any:
     """Return the inputs of a scan's layers: a record, or in a cycle one by place in the period.
 
@@ -110,7 +116,11 @@ def scan_inputs(
         router_state: State of the routers, stacked over MoE layers.
         cache: Caches by path of the stack, or None.
         key: PRNG key of the step, or None.
+        kept: Groups of layers of the longest scan that are not left out; None for all.
     """
+    is_kept = None
+    if kept is not None and scan.axis == ax.LAYERS:
+        is_kept = jnp.repeat(kept, scan.length // kept.shape[0])
     keys = None if key is None else jax.random.split(key, model.num_layers)
 
     def of(stack: LayerStack) -> LayerInputs:
@@ -119,6 +129,7 @@ def scan_inputs(
             cache=None if cache is None else cache[stack.path],
             key=None if keys is None else _part(keys, stack.layers),
             moe_layer=_numbers(stack),
+            is_kept=is_kept,
         )
 
     if not scan.is_cycle:

@@ -83,6 +83,7 @@ class Transformer(nn.Module):
         has_logits: bool = True,
         logits_at: Int[Array, " B"] | None = None,
         places: Order | None = None,
+        kept: Bool[Array, " groups"] | None = None,
     ) -> Output:
         """Compute the logits of the next token at every position.
 
@@ -104,6 +105,8 @@ class Transformer(nn.Module):
             places: Place of each token in its row, where the [B S] arrays are laid out already by
                 `jaxmoe.layers.sequences`; the results then are too. None: both are in the order of
                 the tokens.
+            kept: Equal groups of the layers of the longest scan; those that are False are left out.
+                None computes all layers.
         """
         model, execution, shared = self.model, self.execution, self.model.context
         placement, order = execution.placement, places
@@ -120,7 +123,7 @@ class Transformer(nn.Module):
         outputs, is_gathered = [], WHOLE in self.variables
         for scan in model.scans:
             layers = scan_layers(scan, shared, execution, train=train, is_gathered=is_gathered)
-            inputs = scan_inputs(model, scan, router_state, cache, key)
+            inputs = scan_inputs(model, scan, router_state, cache, key, kept)
             flow, output = layers(flow, inputs, about)
             outputs.append(output)
         statistics, losses, caches, indicators = join_outputs(model.scans, outputs)

@@ -26,10 +26,12 @@ from jaxmoe.optim import Optimizer
 from jaxmoe.parameters import ParameterTable
 from jaxmoe.training import ObjectiveConfig
 from jaxmoe.training.balance import AccumulatedBalance
+from jaxmoe.training.pipeline.skipping import SkippingConfig
 from jaxmoe.training.state import TrainState, state_around
 from jaxmoe.training.step import make_train_step
 from sharding.axes import BATCH_AXES, pieces
 from sharding.mesh import abstract_mesh
+from sharding.pipeline import Paths
 
 AnyMesh = Mesh | AbstractMesh
 
@@ -52,6 +54,12 @@ class StepPlan:
     clip: float | None = 1.0
     accumulated_balance: AccumulatedBalance = "buffer"
     objective: ObjectiveConfig | None = None
+    skipping: SkippingConfig | None = None
+
+    @property
+    def paths(self) -> Paths | None:
+        """Groups of layers that each micro-batch passes through; None for all."""
+        return None if self.skipping is None else self.skipping.paths(self.accumulation)
 
     @property
     def tokens(self) -> int:
@@ -135,6 +143,7 @@ def planned_step(plan: StepPlan) -> Any:
         accumulated_balance=plan.accumulated_balance,
         objective=plan.objective,
         table=plan.table,
+        skipping=plan.skipping,
     )
 
 

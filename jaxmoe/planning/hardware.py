@@ -6,15 +6,14 @@
     gpu:h100:8        a number of GPUs, eight per host
     cpu:8             fake devices of this machine
 
-Sources: TPU memory, bandwidth, FLOP/s and bandwidth between chips from
-cloud.google.com/tpu/docs (system architecture, a page for each generation); GPUs from NVIDIA's data
-sheets (dense, SXM form). FLOP/s of the kinds that JAX can name are those of
-`jaxmoe.training.throughput`. Approximate: `link_latency` (a few microseconds per hop, without a
-source), `reserved` (memory of the runtime: the compiler of v5e reports 15.75 GiB of 16), the
-bandwidth of a network card per GPU (one 400 Gbit/s adapter), and all of "cpu".
-
-Link bandwidth is that of one device in one direction along one mesh axis. On a torus an axis that
-spans a ring has two links, one each way round, and both count. DCN between slices is not modelled.
+Sources: TPU memory, bandwidth, FLOP/s and bandwidth between chips from cloud.google.com/tpu/docs
+(system architecture, a page for each generation); GPUs from NVIDIA's data sheets (dense, SXM form).
+FLOP/s of the kinds that JAX can name are those of `jaxmoe.training.measures.throughput`.
+Approximate: `link_latency` (a few microseconds per hop, without a source), `reserved` (memory of
+the runtime: the compiler of v5e reports 15.75 GiB of 16), the bandwidth of a network card per GPU
+(one 400 Gbit/s adapter), and all of "cpu". Link bandwidth is that of one device in one direction
+along one mesh axis. On a torus an axis that spans a ring has two links, one each way round, and
+both count. DCN between slices is not modelled.
 
 To add a device: a row of CHIPS in `jaxmoe/planning/hardware.py`.
 """

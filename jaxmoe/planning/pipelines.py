@@ -12,7 +12,8 @@ device passes through
     layers after     m of each                 forward and backward
 
 Counts are those of the schedule's table. They grow linearly with m once every stage is busy, so
-those of a large table follow from two smaller ones.
+those of a large table follow from two smaller ones. Where micro-batches leave out groups, the table
+itself is counted, and each activation is sent to the next stage and to the one after it.
 
 To add a count: a field of `Counts` and its value in `_count`, in `jaxmoe/planning/pipelines.py`.
 """
@@ -26,7 +27,7 @@ from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.models.stacks import Scan
 from jaxmoe.training.pipeline.stages import ModelParts
-from sharding.pipeline import PipelineConfig, plan_slots
+from sharding.pipeline import Paths, PipelineConfig, plan_slots
 
 
 class Counts(NamedTuple):
@@ -47,6 +48,8 @@ class Counts(NamedTuple):
     """Ticks in which some stage computes gradients of weights: those of W, or of B."""
     deferred: int
     """Most W that wait on a stage."""
+    hops: int
+    """Stages to which each activation and each gradient is sent."""
 
 
 class Passes(NamedTuple):
@@ -65,29 +68,34 @@ class Passes(NamedTuple):
         return self.forward + 2 * self.trained + self.weights
 
 
-def counts(pipeline: PipelineConfig, stages: int, micro_batches: int) -> Counts:
+def counts(
+    pipeline: PipelineConfig, stages: int, micro_batches: int, paths: Paths | None = None
+) -> Counts:
     """Return the counts of a schedule.
 
     Args:
         pipeline: Schedule.
         stages: Stages of the pipeline.
         micro_batches: Micro-batches of a step.
+        paths: Groups that each micro-batch passes through; None for all.
 
     Raises:
         ValueError: The schedule does not fit the micro-batches.
     """
     pipeline.check(stages, micro_batches)
     few = 4 * stages
-    if micro_batches <= few + stages:
-        return _count(pipeline, stages, micro_batches)
+    if micro_batches <= few + stages or paths is not None:
+        return _count(pipeline, stages, micro_batches, paths)
     one, two = _count(pipeline, stages, few), _count(pipeline, stages, few + stages)
     more = micro_batches - few
     return Counts(*(a + (b - a) * more // stages for a, b in zip(one, two, strict=True)))
 
 
 @functools.lru_cache(maxsize=1024)
-def _count(pipeline: PipelineConfig, stages: int, micro_batches: int) -> Counts:
-    schedule = pipeline.schedule(stages, micro_batches)
+def _count(
+    pipeline: PipelineConfig, stages: int, micro_batches: int, paths: Paths | None = None
+) -> Counts:
+    schedule = pipeline.schedule(stages, micro_batches, paths)
     runs, slots = schedule.runs(), plan_slots(schedule)
     return Counts(
         ticks=len(schedule.ticks),
@@ -98,26 +106,38 @@ def _count(pipeline: PipelineConfig, stages: int, micro_batches: int) -> Counts:
         heads=slots.num_heads,
         weights=sum(run.length for run in runs if schedule.kinds[-1] in run.kinds),
         deferred=slots.num_deferred,
+        hops=schedule.num_hops,
     )
 
 
-def idle_over_useful(pipeline: PipelineConfig, stages: int, micro_batches: int) -> float:
+def idle_over_useful(
+    pipeline: PipelineConfig, stages: int, micro_batches: int, paths: Paths | None = None
+) -> float:
     """Return the time of idle ticks over that of useful ones; 0 with one stage.
 
     Args:
         pipeline: Schedule.
         stages: Stages of the pipeline.
         micro_batches: Micro-batches of a step.
+        paths: Groups that each micro-batch passes through; None for all.
     """
     if stages == 1:
         return 0.0
-    found = counts(pipeline, stages, micro_batches)
+    found = counts(pipeline, stages, micro_batches, paths)
     time = Passes(found.forward, found.backward, found.weights).time
-    return time / (4.0 * pipeline.chunks * micro_batches) - 1.0
+    works = pipeline.chunks * micro_batches
+    if paths is not None:
+        works = sum(map(sum, paths)) / stages
+    return time / (4.0 * works) - 1.0
 
 
 def passes(
-    model: ModelConfig, execution: ExecutionConfig, accumulation: int, name: str, layers: int
+    model: ModelConfig,
+    execution: ExecutionConfig,
+    accumulation: int,
+    name: str,
+    layers: int,
+    paths: Paths | None = None,
 ) -> Passes:
     """Return the passes of one device through the layers of one stack in a step.
 
@@ -127,6 +147,8 @@ def passes(
         accumulation: Micro-batches of a step.
         name: Name of the scan of the stack; another one for parameters outside of layers.
         layers: Layers of the stack in the whole model.
+        paths: Groups that each micro-batch passes through; None for all. Without stages layers that
+            are left out are computed and masked.
     """
     stages, pipeline = execution.mesh.stage, execution.pipeline
     if stages == 1:
@@ -134,7 +156,8 @@ def passes(
         return Passes(0.0, once, once)
     parts = ModelParts.of(model)
     if name == parts.staged.name:
-        found, group = counts(pipeline, stages, accumulation), layers / (stages * pipeline.chunks)
+        found = counts(pipeline, stages, accumulation, paths)
+        group = layers / (stages * pipeline.chunks)
         ticks = found.forward, found.backward, found.weights
         return Passes(*(number * group for number in ticks))
     once = float(accumulation * layers)

@@ -66,6 +66,8 @@ def choices(plan: StepPlan) -> list[StepPlan]:
         execution = dataclasses.replace(plan.execution, pipeline=pipeline)
         try:
             check_pipeline(plan.model, execution, plan.accumulation)
+            if plan.skipping is not None:
+                plan.skipping.check(plan.model, execution, plan.accumulation)
         except ValueError:
             continue
         found.append(dataclasses.replace(plan, execution=execution))
@@ -82,12 +84,12 @@ def compare_schedules(plan: StepPlan, chip: Chip) -> list[ScheduleCost]:
     found = []
     for one in choices(plan):
         pipeline, stages = one.execution.pipeline, one.execution.mesh.stage
-        bubble = idle_over_useful(pipeline, stages, one.accumulation)
+        bubble = idle_over_useful(pipeline, stages, one.accumulation, one.paths)
         found.append(
             ScheduleCost(
                 pipeline=pipeline,
                 idle=bubble / (1.0 + bubble),
-                inputs=counts(pipeline, stages, one.accumulation).inputs,
+                inputs=counts(pipeline, stages, one.accumulation, one.paths).inputs,
                 memory=estimate_memory(one, chip.platform).total,
                 sent=sum(each.bytes for each in step_traffic(one) if each.axes == (ax.STAGE,)),
                 seconds=predict_time(one, chip).step,
@@ -131,9 +133,9 @@ def timetable(plan: StepPlan, width: int) -> str:
         width: Most characters of a line.
     """
     pipeline, stages = plan.execution.pipeline, plan.execution.mesh.stage
-    if counts(pipeline, stages, plan.accumulation).ticks > MOST_TICKS:
+    if counts(pipeline, stages, plan.accumulation, plan.paths).ticks > MOST_TICKS:
         return ""
-    return cut(pipeline.schedule(stages, plan.accumulation).text(), width)
+    return cut(pipeline.schedule(stages, plan.accumulation, plan.paths).text(), width)
 
 
 def cut(text: str, width: int) -> str:

@@ -128,6 +128,8 @@ def on_mesh(plan: StepPlan, mesh: MeshConfig, fold: MoEMesh | None = None) -> St
     """
     own = plan.on(dataclasses.replace(plan.execution, mesh=mesh, fold=fold))
     check_pipeline(own.model, own.execution, own.accumulation)
+    if own.skipping is not None:
+        own.skipping.check(own.model, own.execution, own.accumulation, own.accumulated_balance)
     sizes, rules = dict(own.mesh.shape), own.execution.axis_rules
     for layout in (rules, own.execution.state_layout.optimizer):
         own.table.check_divides(layout, sizes)
@@ -266,9 +268,12 @@ def _options(
     if not searches_accumulation:
         return [on_mesh(plan, mesh, fold)]
     least = _fewest_micro_batches(mesh, plan.execution)
-    own = on_mesh(dataclasses.replace(plan, accumulation=least), mesh, fold)
+    first = least if plan.skipping is None else max(least, 2)
+    own = on_mesh(dataclasses.replace(plan, accumulation=first), mesh, fold)
     numbers = _divisors(own.batch_size // mesh.batch_shards)
-    return [dataclasses.replace(own, accumulation=n) for n in numbers if n % least == 0]
+    return [
+        dataclasses.replace(own, accumulation=n) for n in numbers if n % least == 0 and n >= first
+    ]
 
 
 def _fewest_micro_batches(mesh: MeshConfig, execution: ExecutionConfig) -> int:

@@ -165,7 +165,8 @@ class Sizes:
     def _passes(self, path: str, layers: int) -> Passes:
         plan, key = self.plan, (path.partition("/")[0], layers)
         if key not in self._known_passes:
-            self._known_passes[key] = passes(plan.model, plan.execution, plan.accumulation, *key)
+            given = plan.model, plan.execution, plan.accumulation
+            self._known_passes[key] = passes(*given, *key, plan.paths)
         return self._known_passes[key]
 
     @functools.cached_property

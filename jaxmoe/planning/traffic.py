@@ -222,8 +222,8 @@ def _stages(sizes: Sizes) -> Iterator[Traffic]:
     if stages == 1:
         return
     stream = sizes.tokens * plan.model.embed_dim * sizes.itemsize
-    found, axes = counts(pipeline, stages, plan.accumulation), (ax.STAGE,)
-    sent = found.forward + found.backward
+    found, axes = counts(pipeline, stages, plan.accumulation, plan.paths), (ax.STAGE,)
+    sent = (found.forward + found.backward) * found.hops
     yield Traffic(
         reason="activations",
         axes=axes,

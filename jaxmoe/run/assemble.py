@@ -11,21 +11,16 @@ from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import jax
-import optax
 from jax.sharding import Mesh
 
 from jaxmoe.data import Batch, DataConfig, Loader, Source, check_hosts, evaluation_batches
 from jaxmoe.execution import ExecutionConfig
-from jaxmoe.islands.config import VARIABLE, IslandConfig
+from jaxmoe.islands.config import IslandConfig
 from jaxmoe.layers.feed_forwards.moe.layout import check_dispatcher
 from jaxmoe.layers.sequences import check_rows, choose_form
-from jaxmoe.models.config import ModelConfig
-from jaxmoe.optim.schedules import Schedule
-from jaxmoe.parameters import ParameterSpec, ParameterTable
-from jaxmoe.planning.abstract_step import StepPlan
 from jaxmoe.run.config import PretrainConfig, TrainingConfig
-from jaxmoe.scaling import Budget, Parameterization
-from jaxmoe.scaling.initialize import parameter_table
+from jaxmoe.run.plan import Plan, make_plan
+from jaxmoe.run.replicas.checks import check_island, check_workers
 from jaxmoe.training.batch_ramp import accumulation_of
 from jaxmoe.training.pipeline import check_pipeline
 from jaxmoe.training.state import TrainState, init_state
@@ -34,59 +29,6 @@ from jaxmoe.training.workers import WorkerTraining, jitted_step, training_of
 from sharding import axes as ax
 from sharding.distributed import batch_part, global_batch
 from sharding.mesh import MeshConfig, make_mesh
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan:
-    """Model, parameter table and optimiser of a configuration, without any device."""
-
-    config: PretrainConfig
-    model: ModelConfig
-    """Model with the forward multipliers of the parameterisation."""
-    parameterization: Parameterization
-    table: ParameterTable
-    schedule: Schedule
-    optimizer: optax.GradientTransformation
-    raised: tuple[int, ...] = ()
-    """Steps after which the learning rate is higher for a while; see `jaxmoe/run/recovery.py`."""
-
-    def peak_rate(self, row: ParameterSpec) -> float:
-        """Return the peak learning rate of one parameter, which the schedule multiplies."""
-        return self.config.optimizer.peak_rate(row)
-
-    @property
-    def kept_steps(self) -> tuple[int, ...]:
-        """Steps whose checkpoints are saved and kept: the last before the decay of a schedule."""
-        step = self.config.schedule.stable_step(self.config.training.steps)
-        return () if step is None else (step,)
-
-    def step_plan(self, execution: ExecutionConfig) -> StepPlan:
-        """Return the train step, to be estimated or compiled without data.
-
-        Args:
-            execution: Execution with every size of the mesh filled in.
-        """
-        training = self.config.training
-        return StepPlan(
-            model=self.model,
-            table=self.table,
-            optimizer=self.optimizer,
-            optimizer_config=self.config.optimizer,
-            execution=execution,
-            batch_size=training.batch_size,
-            sequence_length=training.sequence_length,
-            accumulation=training.accumulation,
-            clip=training.clip,
-            accumulated_balance=training.accumulated_balance,
-            objective=training.objective,
-        )
-
-    @property
-    def matrix_rate(self) -> float:
-        """Peak learning rate of the hidden matrices, which share one multiplier."""
-        return self.peak_rate(
-            next(row for row in self.table if row.declaration.role == "attention_in")
-        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -118,6 +60,7 @@ class Assembly:
             accumulated_balance=training.accumulated_balance,
             objective=training.objective,
             max_norm_ratio=training.max_norm_ratio,
+            skipping=training.skipping,
             workers=self.num_compared if plan.config.replicas.exchanges == "nothing" else 1,
             table=plan.table,
         )
@@ -159,12 +102,11 @@ class Assembly:
         return batch_part(self.mesh)
 
     @functools.cached_property
-    def publish(self) -> Callable[[TrainState], TrainState] | None:
-        """Function that brings the parameters up to date that the world sees; None where every
-        step does."""
+    def publish(self) -> Callable[[TrainState], TrainState]:
+        """Function that brings the parameters up to date that the world sees."""
         training = self.worker_training
         if training is None or training.method.is_shared:
-            return None
+            return lambda state: state
         return jax.jit(training.publish, donate_argnums=0)
 
     def new_state(self) -> TrainState:
@@ -221,33 +163,6 @@ class Assembly:
         return (global_batch(batch, self.mesh) for batch in rows)
 
 
-def make_plan(config: PretrainConfig) -> Plan:
-    """Return model, parameter table and optimiser of a configuration; touches no device.
-
-    Args:
-        config: Configuration of a run.
-
-    Raises:
-        ValueError: Two choices do not fit each other.
-    """
-    training = config.training
-    batch_tokens = training.batch_size * training.sequence_length
-    budget = Budget(tokens=training.tokens, batch_tokens=batch_tokens)
-    parameterization = config.parameterization.build(config.model, budget, config.base)
-    table = parameter_table(parameterization.model, parameterization, config.execution.axis_rules)
-    schedule = config.schedule.build(training.steps)
-    if training.batch_ramp is not None:
-        schedule = training.batch_ramp.scaled(schedule, training.batch_sizes)
-    return Plan(
-        config=config,
-        model=parameterization.model,
-        parameterization=parameterization,
-        table=table,
-        schedule=schedule,
-        optimizer=config.optimizer.build(table, schedule),
-    )
-
-
 def assemble(
     config: PretrainConfig,
     *,
@@ -280,7 +195,10 @@ def assemble(
     for _, rows in training.batch_sizes.stages:
         number = accumulation_of(rows, training.batch_size, training.accumulation)
         check_pipeline(plan.model, execution, number)
-    _check_workers(plan.config, mesh_config.replica)
+        if training.skipping is not None:
+            form = training.accumulated_balance
+            training.skipping.check(plan.model, execution, number, form)
+    check_workers(plan.config, mesh_config.replica)
     if execution.mesh.stage > 1 and (every := config.watch.gradients_every):
         raise ValueError(
             f"watch.gradients_every={every} compares gradients of whole layers, and"
@@ -292,33 +210,9 @@ def assemble(
     length = (training.sequence_length,)
     execution.axis_rules.check_divides("training.sequence_length", length, (ax.ACT_SEQ,), sizes)
     check_rows(plan.model.context, execution, training.sequence_length, sizes)
-    parts = mesh_config.batch_shards * training.accumulation
-    if training.batch_size % parts:
-        raise ValueError(
-            f"training.batch_size={training.batch_size} must be divisible by the"
-            f" {mesh_config.batch_shards} devices that share a batch (mesh replica x data x"
-            f" expert) times training.accumulation={training.accumulation}: choose a multiple of"
-            f" {parts}"
-        )
-    _check_ramp(training, mesh_config.batch_shards)
-    if config.held_out_batch_size % mesh_config.batch_shards:
-        raise ValueError(
-            f"evaluation.batch_size={config.evaluation.batch_size} must be divisible by the"
-            f" {mesh_config.batch_shards} devices that share a batch (mesh replica x data x"
-            f" expert): choose a multiple of {mesh_config.batch_shards}"
-        )
+    _check_batches(config, mesh_config)
     _check_experts(plan, execution, mesh_config.batch_shards, sizes)
-    data = config.data if data is None else data
-    build = data.build if needs_data else data.build_text
-    source: Source = build(training.seed)
-    num_masks = config.model.vocab_size - training.objective.num_predicted(config.model)
-    if source.vocab_size + num_masks > config.model.vocab_size:
-        with_mask = " and the mask" if num_masks else ""
-        raise ValueError(
-            f"model.vocab_size={config.model.vocab_size} is smaller than the vocabulary of the data"
-            f" ({source.vocab_size} token ids){with_mask}: give --model.vocab_size"
-            f" {source.vocab_size + num_masks}"
-        )
+    source = _source(config, data, needs_data=needs_data)
     loader = Loader(
         source,
         batch_size=training.batch_size,
@@ -335,7 +229,7 @@ def assemble(
         island=IslandConfig.from_environment() if trains else None,
     )
     if assembly.island is not None:
-        _check_island(config, assembly.island, mesh_config)
+        check_island(config, assembly.island, mesh_config)
     else:
         index, count = assembly.batch_part
         check_hosts(loader, process_index=index, process_count=count)
@@ -343,57 +237,41 @@ def assemble(
     return assembly
 
 
-def _check_island(config: PretrainConfig, island: IslandConfig, mesh: MeshConfig) -> None:
-    """Refuse what a run whose replicas are jobs of their own cannot do."""
-    where = f"{VARIABLE} makes this run island {island.member} of {island.of}"
-    if config.replicas.exchanges != "parameters":
+def _check_batches(config: PretrainConfig, mesh_config: MeshConfig) -> None:
+    """Refuse batches that devices and micro-batches do not divide."""
+    training = config.training
+    parts = mesh_config.batch_shards * training.accumulation
+    if training.batch_size % parts:
         raise ValueError(
-            f"{where}, and replicas {config.replicas.name!r} exchanges {config.replicas.exchanges}:"
-            " choose replicas:diloco"
+            f"training.batch_size={training.batch_size} must be divisible by the"
+            f" {mesh_config.batch_shards} devices that share a batch (mesh replica x data x"
+            f" expert) times training.accumulation={training.accumulation}: choose a multiple of"
+            f" {parts}"
         )
-    if mesh.replica > 1 or jax.process_count() > 1:
+    _check_ramp(training, mesh_config.batch_shards)
+    if config.held_out_batch_size % mesh_config.batch_shards:
         raise ValueError(
-            f"{where}, and an island is one worker in one process: execution.mesh.replica="
-            f"{mesh.replica} must be 1, and {jax.process_count()} processes must be 1"
-        )
-    parts = island.of * config.training.accumulation
-    if config.training.batch_size % (parts * mesh.batch_shards):
-        raise ValueError(
-            f"{where}: training.batch_size={config.training.batch_size} must be divisible by the"
-            f" islands times micro-batches times devices that share a batch"
-            f" ({parts * mesh.batch_shards})"
-        )
-    if config.checkpoint.recompute:
-        raise ValueError(
-            f"{where}, and checkpoint.recompute={config.checkpoint.recompute} repeats steps with"
-            " their exchanges: set checkpoint.recompute to 0"
+            f"evaluation.batch_size={config.evaluation.batch_size} must be divisible by the"
+            f" {mesh_config.batch_shards} devices that share a batch (mesh replica x data x"
+            f" expert): choose a multiple of {mesh_config.batch_shards}"
         )
 
 
-def _check_workers(config: PretrainConfig, places: int) -> None:
-    """Refuse batches that workers cannot share, and features that need one state."""
-    replicas, training = config.replicas, config.training
-    if replicas.exchanges == "nothing":
-        return
-    number = replicas.num_workers(places)
-    for _, rows in training.batch_sizes.stages:
-        accumulation = accumulation_of(rows, training.batch_size, training.accumulation)
-        if rows % (number * accumulation):
-            raise ValueError(
-                f"training.batch_size={rows} must be divisible by the {number} workers of replicas"
-                f" {replicas.name!r} times training.accumulation={accumulation}: choose a multiple"
-                f" of {number * accumulation}"
-            )
-    if config.checkpoint.on_lost_stage == "average":
+def _source(config: PretrainConfig, data: DataConfig | None, *, needs_data: bool) -> Source:
+    """Return the data, of which the vocabulary of the model holds all ids."""
+    training = config.training
+    data = config.data if data is None else data
+    build = data.build if needs_data else data.build_text
+    source: Source = build(training.seed)
+    num_masks = config.model.vocab_size - training.objective.num_predicted(config.model)
+    if source.vocab_size + num_masks > config.model.vocab_size:
+        with_mask = " and the mask" if num_masks else ""
         raise ValueError(
-            "checkpoint.on_lost_stage=average weighs layers by the gradients of one model, and"
-            f" replicas {replicas.name!r} trains {number}: set checkpoint.on_lost_stage to fail"
+            f"model.vocab_size={config.model.vocab_size} is smaller than the vocabulary of the data"
+            f" ({source.vocab_size} token ids){with_mask}: give --model.vocab_size"
+            f" {source.vocab_size + num_masks}"
         )
-    if every := config.watch.gradients_every:
-        raise ValueError(
-            f"watch.gradients_every={every} compares gradients of equal parameters, and workers of"
-            f" replicas {replicas.name!r} have their own: set watch.gradients_every to 0"
-        )
+    return source
 
 
 def _check_experts(
@@ -429,18 +307,6 @@ def _check_ramp(training: TrainingConfig, batch_shards: int) -> None:
                 " devices that share a batch must divide: choose fewer training.batch_ramp.stages"
                 " or a larger batch"
             )
-
-
-def describe_rates(plan: Plan) -> str:
-    """Return the peak rate of each role as text; empty if all have the rate of the optimiser."""
-    peak, rates = plan.config.optimizer.learning_rate, dict[float, set[str]]()
-    for row in plan.table:
-        rates.setdefault(plan.peak_rate(row), set()).add(row.declaration.role)
-    if set(rates) == {peak}:
-        return ""
-    each = [f"{rate:.3g} {', '.join(sorted(roles))}" for rate, roles in rates.items()]
-    here = f"{next(iter(rates)):.3g}" if len(rates) == 1 else "; ".join(each)
-    return f"{peak:g} at the base point, here {here}"
 
 
 def sequence_form(assembly: Assembly) -> str:

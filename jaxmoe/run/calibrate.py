@@ -22,7 +22,8 @@ from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.quantize import channels_shape
 from jaxmoe.parameters import ParameterTable
 from jaxmoe.precision import PrecisionPolicy
-from jaxmoe.run.assemble import Assembly, Plan
+from jaxmoe.run.assemble import Assembly
+from jaxmoe.run.plan import Plan
 from jaxmoe.training.loss import forward_and_nll
 from jaxmoe.training.state import TrainState
 from sharding.products.observed import ObservedArray

@@ -35,6 +35,7 @@ from jaxmoe.training import NextTokenConfig, ObjectiveConfig
 from jaxmoe.training.balance import AccumulatedBalance
 from jaxmoe.training.batch_ramp import BatchRampConfig
 from jaxmoe.training.guard import check_ratio
+from jaxmoe.training.pipeline.skipping import SkippingConfig
 
 FREE_FIELDS = (
     *("run", "execution", "checkpoint", "tracking", "profile", "watch", "processes", "data.cache"),
@@ -112,6 +113,8 @@ class TrainingConfig:
     checkpoint and skips their batches. 0 ends the run as diverged at once."""
     objective: ObjectiveConfig = NextTokenConfig()
     """Training objective."""
+    skipping: SkippingConfig | None = None
+    """Layers that micro-batches leave out (SkipPipe); None for none."""
 
     def __post_init__(self):
         _check_least(self, "training", 1, "steps", "batch_size", "accumulation", "max_skipped")

@@ -28,7 +28,7 @@ from jaxmoe.run.assemble import Assembly, assemble
 from jaxmoe.run.config import EvaluationConfig, PretrainConfig, RunConfig, TrainingConfig
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.provenance.kept_tokenizer import own_data
-from jaxmoe.run.workers import has_workers, world_of_workers
+from jaxmoe.run.replicas.workers import has_workers, world_of_workers
 from jaxmoe.training.state import TrainState, state_around
 from sharding.mesh import MeshConfig
 from sharding.pipeline import InterleavedConfig

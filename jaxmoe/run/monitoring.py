@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`Watches`: compares processes and workers during a run, and records its goodput.
 
-The rules are in `jaxmoe.resilience.stragglers`, `jaxmoe.training.dispersion` and
+The rules are in `jaxmoe.resilience.stragglers`, `jaxmoe.training.measures.dispersion` and
 `jaxmoe.resilience.goodput`.
 
 To add a comparison: its rule beside `jaxmoe/resilience/stragglers.py`, and its hook in
@@ -26,7 +26,9 @@ from jaxmoe.run.assemble import Assembly
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.reporter import Reporter
 from jaxmoe.training.batch_ramp import accumulation_of
-from jaxmoe.training.dispersion import (
+from jaxmoe.training.hooks import Hook
+from jaxmoe.training.loop import Report
+from jaxmoe.training.measures.dispersion import (
     Outlier,
     OutlierWatch,
     WorkerGradients,
@@ -34,8 +36,6 @@ from jaxmoe.training.dispersion import (
     make_gradient_probe,
     worker_devices,
 )
-from jaxmoe.training.hooks import Hook
-from jaxmoe.training.loop import Report
 from jaxmoe.training.state import TrainState
 from jaxmoe.training.stopwatch import CHECKPOINT, Stopwatch
 

@@ -99,6 +99,7 @@ class Programs:
             clip=self._training.clip,
             accumulated_balance=self._training.accumulated_balance,
             objective=self.objective,
+            skipping=self._training.skipping,
         )
 
     @functools.cached_property

@@ -49,8 +49,9 @@ from jaxmoe.checkpoint.surviving import (
 from jaxmoe.parameters import ParameterTable
 from jaxmoe.resilience.shared_snapshot import shared_snapshot
 from jaxmoe.resilience.snapshot import SnapshotStore
-from jaxmoe.run.assemble import Assembly, make_plan
+from jaxmoe.run.assemble import Assembly
 from jaxmoe.run.directory import RunDirectory
+from jaxmoe.run.plan import make_plan
 from jaxmoe.run.provenance.lineage import Event, add_event, read_lineage
 from jaxmoe.state_tree import SEPARATOR, pack, unpack
 from jaxmoe.training.pipeline.recovery import RATE, Sources, sources_of

@@ -11,7 +11,6 @@ import jax
 import numpy as np
 
 from jaxmoe.configs import to_json
-from jaxmoe.models.flops import flops_per_token
 from jaxmoe.optional import require
 from jaxmoe.run.assemble import Assembly
 from jaxmoe.run.config import TrackingConfig
@@ -38,11 +37,11 @@ from jaxmoe.tracking.tracker import (
     TrackedRun,
     Tracker,
 )
-from jaxmoe.training.dispersion import loss_scalars
 from jaxmoe.training.evaluate import Evaluation
 from jaxmoe.training.loop import Report
+from jaxmoe.training.measures.dispersion import loss_scalars
+from jaxmoe.training.measures.throughput import model_flops_utilization
 from jaxmoe.training.step import StepMetrics
-from jaxmoe.training.throughput import model_flops_utilization
 
 
 def check_packages(tracking: TrackingConfig) -> None:
@@ -79,7 +78,7 @@ class Reporter:
         self._name, self._directory, self._assembly = name, directory, assembly
         self.skipped = 0
         """Number of steps refused by the guard in this start."""
-        self.flops_per_token = flops_per_token(plan.model, plan.table, training.sequence_length)
+        self.flops_per_token = plan.flops_per_token
         """Model FLOPs of a training step per token."""
         self._seconds = self._tokens = 0.0
         self._training = training

@@ -39,8 +39,8 @@ from jaxmoe.run.recovery import (
     restore_averaged_snapshot,
     with_raised_rate,
 )
+from jaxmoe.run.replicas.workers import with_other_workers
 from jaxmoe.run.reporter import Reporter
-from jaxmoe.run.workers import with_other_workers
 from jaxmoe.training.state import TrainState
 from sharding.distributed import agree, gather, share
 

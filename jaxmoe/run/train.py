@@ -35,7 +35,6 @@ from jaxmoe.run.assemble import assemble, describe_devices
 from jaxmoe.run.compile import compile_steps
 from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.directory import RunDirectory
-from jaxmoe.run.islands import Island
 from jaxmoe.run.load import check_trains
 from jaxmoe.run.loop import save_last
 from jaxmoe.run.monitoring import Watches
@@ -43,6 +42,7 @@ from jaxmoe.run.provenance.kept_partition import keep_partition
 from jaxmoe.run.provenance.kept_tokenizer import keep_tokenizer
 from jaxmoe.run.provenance.lineage import check_config, record_source
 from jaxmoe.run.recovery import averaged_events, averaged_steps, record_averaged, with_raised_rate
+from jaxmoe.run.replicas.islands import Island
 from jaxmoe.run.reporter import Reporter, check_packages
 from jaxmoe.run.reporting.advice import divergence_advice
 from jaxmoe.run.reporting.finish import finish_run

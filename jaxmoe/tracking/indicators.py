@@ -5,8 +5,8 @@
     <name>[n, l] = the indicator at steps[n] in layer l; NaN where a layer does not have it
 
 written with `--execution.telemetry detailed`. Each is defined in
-`jaxmoe/layers/indicators.py` and `jaxmoe/training/indicators.py`. `stability.py` judges whether a
-series is bounded; the picture is in `plots.py`.
+`jaxmoe/layers/indicators.py` and `jaxmoe/training/measures/indicators.py`. `stability.py` judges
+whether a series is bounded; the picture is in `plots.py`.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ noise of routers does not depend on the accumulation.
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 import typing
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxmoe.data.batch import Batch
 from jaxmoe.layers.indicators import Indicators
@@ -35,6 +36,8 @@ class MicroBatch:
     batch: Batch
     row_ids: Int[Array, " B"]
     """Number of each row in the whole batch."""
+    kept: Bool[Array, " groups"] | None = None
+    """Groups of layers that the micro-batch passes through; None for all."""
 
 
 @typing.no_type_check
@@ -73,6 +76,7 @@ def accumulate(
     *,
     first_row: Any = 0,
     statistics_of: Callable[[MicroBatch], RouterStatistics] | None = None,
+    kept: Bool[Array, "m groups"] | None = None,
 ) -> Gradients:
     """Sum `gradients_of` over micro-batches.
 
@@ -84,6 +88,7 @@ def accumulate(
         placement: Layout of the rows.
         first_row: Number of the first row.
         statistics_of: Statistics of a micro-batch, in a pass over all of them before the gradients.
+        kept: Groups of layers that each micro-batch passes through; None for all.
 
     Raises:
         ValueError: `accumulation` does not divide the batch.
@@ -93,6 +98,7 @@ def accumulate(
     if accumulation == 1:
         return gradients_of(whole, 1.0, None)
     parts = jax.tree.map(lambda rows: split_rows(rows, accumulation, placement), whole)
+    parts = dataclasses.replace(parts, kept=kept)
     first, rest = jax.tree.map(lambda a: a[0], parts), jax.tree.map(lambda a: a[1:], parts)
     share, summed = 1.0 / accumulation, None
     if statistics_of is not None:

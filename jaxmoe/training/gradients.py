@@ -27,10 +27,11 @@ from jaxmoe.training.balance import (
     has_wide_balance,
     linearized_losses,
 )
-from jaxmoe.training.dispersion import worker_losses
-from jaxmoe.training.indicators import observe_head
 from jaxmoe.training.loss import forward_and_row_nll
+from jaxmoe.training.measures.dispersion import worker_losses
+from jaxmoe.training.measures.indicators import observe_head
 from jaxmoe.training.pipeline import pipeline_gradients
+from jaxmoe.training.pipeline.skipping import SkippingConfig, kept_groups
 from jaxmoe.training.state import TrainState
 
 
@@ -45,6 +46,7 @@ def batch_gradients(
     accumulated_balance: AccumulatedBalance = "buffer",
     workers: int = 1,
     table: ParameterTable | None = None,
+    skipping: SkippingConfig | None = None,
     first_row: Any = 0,
 ) -> tuple[Float[Array, ""], Gradients, Float[Array, " W"] | None]:
     """Return the gradients of the loss of one step, over its micro-batches.
@@ -59,11 +61,14 @@ def batch_gradients(
         accumulated_balance: how a balance loss is taken over them.
         workers: equal parts of the batch whose losses are reported apart; 1: none are.
         table: Groups of the parameters; None trains all.
+        skipping: Layers that micro-batches leave out; None for none.
         first_row: Number of the first row, where the batch is part of a larger one.
 
     Returns:
         The sum of the loss weights, the sums over the micro-batches, and the workers' losses.
     """
+    if skipping is not None:
+        skipping.check(model, execution, accumulation, accumulated_balance)
     weight = objective.num_tokens(batch)
     key = jax.random.fold_in(state.rng, state.step)
     row_tokens = objective.row_tokens(batch) if workers > 1 else None
@@ -81,6 +86,7 @@ def batch_gradients(
             has_two_passes=has_two_passes,
             has_rows=workers > 1,
             table=table,
+            paths=None if skipping is None else skipping.paths(accumulation),
             **given,
         )
     else:
@@ -99,6 +105,7 @@ def batch_gradients(
             execution.placement,
             first_row=first_row,
             statistics_of=partial(batch_statistics, state, **given) if has_two_passes else None,
+            kept=kept_groups(skipping, accumulation),
         )
     found = worker_losses(summed.row_nll, row_tokens, workers, execution.placement)
     return weight, summed, found
@@ -203,6 +210,7 @@ def _forward(
         objective=objective,
         router_state=state.router_state,
         row_ids=micro.row_ids,
+        kept=micro.kept,
         train=True,
         key=jax.random.fold_in(state.rng, state.step),
         whole=whole,

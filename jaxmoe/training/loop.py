@@ -181,14 +181,14 @@ def run_loop(
     report: Callable[[Report], None],
     report_every: int,
     max_skipped: int,
-    publish: Callable[[TrainState], TrainState] | None = None,
+    publish: Callable[[TrainState], TrainState] = lambda state: state,
     stop: Stop | None = None,
     stopwatch: Stopwatch | None = None,
     beat: Callable[[str, int], None] = lambda what, step: None,
 ) -> Generator[tuple[int, StepMetrics], bool | None, LoopResult]:
     """Train until the last step, a signal, too many bad steps in a row, or devices that differ.
 
-    Sending a true value into the generator stops it after the step just yielded (see `drain`).
+    A true value sent into the generator stops it after the step just yielded (see `drain`).
 
     Args:
         state: Initial state, donated.
@@ -200,15 +200,13 @@ def run_loop(
         report: Called with the metrics.
         report_every: Steps between reports.
         max_skipped: Steps refused in a row that end the run.
-        publish: Brings the parameters that the world sees up to date, before hooks that read them;
-            None where every step does.
+        publish: Brings the parameters that the world sees up to date.
         stop: Request to stop, checked every step; with several processes every `report_every`.
         stopwatch: Receives the time of the loop by kind.
-        beat: Called with the name of an activity and its step when it begins.
+        beat: Called with an activity and its step when it begins.
 
     Yields:
-        Number and metrics of each step, on the devices, after its hooks have run. The generator
-        returns how the loop ended.
+        Number and metrics of each step, after its hooks; the generator returns how it ended.
     """
     stopwatch, stop = stopwatch or Stopwatch(), stop or NeverStop()
     stop.steps_begin()
@@ -223,25 +221,22 @@ def run_loop(
         with stopwatch.on(DISPATCH):
             after, failure = _take_step(step_function, step, state, batch)
         if after is None:
-            step, status = step - 1, failure
-            break
+            return LoopResult(state=state, step=step - 1, status=failure)
         state, metrics = after
         is_over = waiting.add(step, metrics) or step == last_step
         with stopwatch.on(WAIT):  # hooks and signals may need a collective
             due = [hook for hook in hooks if hook.is_due(step)]
             reason = stop.agreed() if asks_alone or step % report_every == 0 else None
         if reason == "taken_over":  # another process owns the files
-            status = reason
-            break
+            return LoopResult(state=state, step=step, status=reason)
         is_shared = is_over or bool(reason) or step % report_every == 0 or _shared(due)
         if due or is_shared:
             waiting.flush()
-            if waiting.refused is not None and (is_shared or asks_alone):
-                status = "diverged"
-                break
+        if waiting.refused is not None and (is_shared or due and asks_alone):
+            status = "diverged"
+            break
         with stopwatch.on(HOOKS):
-            if publish is not None and (is_over or reason or _shared(due)):
-                state = publish(state)
+            state = publish(state) if is_over or reason or _shared(due) else state
             failure = _run_hooks(due, step, state, beat)
         if failure is not None:
             status = failure
@@ -253,8 +248,8 @@ def run_loop(
         if is_left and status == "done" and step < last_step:
             waiting.finish()
             status = "interrupted"
-    known = waiting.refused if status == "diverged" else None  # to all processes
-    return LoopResult(state=state, step=step, status=status, refused=known)
+    refused = waiting.refused if status == "diverged" else None
+    return LoopResult(state=state, step=step, status=status, refused=refused)
 
 
 def drain(steps: Generator[Any, Any, Result]) -> Result:

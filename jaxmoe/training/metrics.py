@@ -39,14 +39,15 @@ class StepMetrics:
     """Share of the assignments of each expert, per MoE layer."""
     indicators: dict[str, Float[Array, " L"]] = struct.field(default_factory=dict)
     """Indicators per layer, with detailed telemetry; NaN for a layer without one, a single number
-    without layers. See `jaxmoe/layers/indicators.py` and `jaxmoe/training/indicators.py`."""
+    without layers. See `jaxmoe/layers/indicators.py` and
+    `jaxmoe/training/measures/indicators.py`."""
     quality: Float[Array, "L E"] | None = None
     """Mean log probability of each expert, per MoE layer, with detailed telemetry."""
     norm_limit: Float[Array, ""] | None = None
     """Largest gradient norm that the guard accepts; infinite without a bound."""
     worker_loss: Float[Array, " W"] | None = None
     """Cross-entropy of the rows of each worker, nats per token, if workers are watched; NaN without
-    tokens. See `jaxmoe/training/dispersion.py`."""
+    tokens. See `jaxmoe/training/measures/dispersion.py`."""
     exchange: dict[str, Float[Array, " R"]] = struct.field(default_factory=dict)
     """Measures of the last exchange between workers; empty without. See
     `jaxmoe/training/workers/step.py`."""

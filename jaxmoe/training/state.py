@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int, Key
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.models.transformer import initial_router_state
+from jaxmoe.routing import RouterStatistics
 from jaxmoe.scaling.initialize import init_params, lay_out
 from jaxmoe.scaling.parameterization import Parameterization
 from jaxmoe.training.guard import no_norms
@@ -131,6 +132,16 @@ def _longest(model: ModelConfig) -> int:
     """Return the length of the scan that pipelines cut."""
     (length,) = (scan.length for scan in model.scans if scan.axis == ax.LAYERS)
     return length
+
+
+def update_routers(
+    model: ModelConfig, state: TrainState, statistics: RouterStatistics | None
+) -> Any:
+    """Return the new router state of every MoE layer from the statistics of the step."""
+    if model.moe is None or statistics is None or not jax.tree.leaves(state.router_state):
+        return state.router_state
+    router = model.moe.build_router(model.embed_dim)
+    return jax.vmap(router.update, in_axes=(0, 0, None))(state.router_state, statistics, state.step)
 
 
 def put_away(opt_state: Any, execution: ExecutionConfig) -> Any:

@@ -38,10 +38,11 @@ from jaxmoe.training.accumulation import Gradients
 from jaxmoe.training.balance import AccumulatedBalance
 from jaxmoe.training.gradients import batch_gradients
 from jaxmoe.training.guard import all_finite, check_ratio, norm_limit, remember, select
-from jaxmoe.training.indicators import watch_layers, watch_routers
+from jaxmoe.training.measures.indicators import watch_layers, watch_routers
 from jaxmoe.training.metrics import StepMetrics as StepMetrics
 from jaxmoe.training.pipeline import remember_layers
-from jaxmoe.training.state import TrainState, fetch, put_away
+from jaxmoe.training.pipeline.skipping import SkippingConfig
+from jaxmoe.training.state import TrainState, fetch, put_away, update_routers
 from sharding.constrain import place_like
 
 
@@ -59,6 +60,7 @@ class TrainStep:
     max_norm_ratio: float | None = None
     workers: int = 1
     table: ParameterTable | None = None
+    skipping: SkippingConfig | None = None
 
     def __post_init__(self):
         if self.accumulation < 1:
@@ -105,6 +107,7 @@ class TrainStep:
             accumulated_balance=self.accumulated_balance,
             workers=self.workers,
             table=self.table,
+            skipping=self.skipping,
             first_row=first_row,
         )
 
@@ -187,6 +190,7 @@ def make_train_step(
     max_norm_ratio: float | None = None,
     workers: int = 1,
     table: ParameterTable | None = None,
+    skipping: SkippingConfig | None = None,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]:
     """Return the jitted training step; it donates its state.
 
@@ -203,6 +207,7 @@ def make_train_step(
         workers: equal parts of the batch whose losses are reported apart; 1: none are.
         table: Groups of the parameters, from which the optimiser was built; those of the group
             `frozen` are not differentiated and stay bitwise. None trains all.
+        skipping: Layers that micro-batches leave out; None for none.
 
     Raises:
         ValueError: `accumulation` below 1, `clip` not above 0, `max_norm_ratio` not above 1, a
@@ -219,6 +224,7 @@ def make_train_step(
         max_norm_ratio=max_norm_ratio,
         workers=workers,
         table=table,
+        skipping=skipping,
     )
     return one_step.jitted()
 
@@ -270,13 +276,3 @@ def update_params(
         params = table.merged(params, state.params)
         updates = table.merged(updates, jax.tree.map(jnp.zeros_like, state.params))
     return updates, params, opt_state
-
-
-def update_routers(
-    model: ModelConfig, state: TrainState, statistics: RouterStatistics | None
-) -> Any:
-    """Return the new router state of every MoE layer from the statistics of the step."""
-    if model.moe is None or statistics is None or not jax.tree.leaves(state.router_state):
-        return state.router_state
-    router = model.moe.build_router(model.embed_dim)
-    return jax.vmap(router.update, in_axes=(0, 0, None))(state.router_state, statistics, state.step)

@@ -4,14 +4,18 @@
 
 One loop for each run of ticks with the same kinds of work. A tick:
 
-    gradients that the next stage made in the tick before arrive, while F computes
-    enter   if a micro-batch enters: its stream, equal on all stages; the first group keeps it
+    gradients that later stages made in the tick before arrive, while F computes
+    enter   if a micro-batch enters: its stream, equal on all stages; its first group keeps it
     F       forward of one group
     leave   if a micro-batch leaves: its loss and the gradient of its stream, on all stages
     B       backward of one group, computing its forward again from the kept input
     W       gradients of the weights of one group, where the schedule defers them
-    home    if a gradient arrives at the first group: what it gives the embedding
+    home    if the backward pass of a micro-batch ends: what it gives the embedding
     activations of F arrive at the next stage
+
+In a partial pipeline micro-batches leave out groups. Activations and gradients are then sent for
+each hop of the table, to the next stage and to the one after it, and as many micro-batches may
+enter, leave and end in one tick: one for each hop from the embedding and to the head.
 
 All stages execute a kind of work that any stage has in the tick, so that no branch depends on the
 stage and every collective may stand inside. A stage without work computes on zeros or on old
@@ -32,11 +36,11 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool
 
 from sharding.axes import STAGE
-from sharding.constrain import zeros_of
+from sharding.pipeline.buffers import Number as Number
+from sharding.pipeline.buffers import add_to, read, store, where, zeros
 from sharding.pipeline.schedule import Schedule
 from sharding.pipeline.slots import Slots, plan_slots
 from sharding.pipeline.split import Halves, split
@@ -44,7 +48,6 @@ from sharding.regions import sum_over
 
 Stream = Any
 """What flows from layer to layer: a tree of floating-point arrays of one micro-batch."""
-Number = Int[Array, ""]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,7 +122,7 @@ class _Executor:
         """Return the executor of a schedule; see `execute`."""
         number = jax.ShapeDtypeStruct((), jnp.int32)
         stream, _ = jax.eval_shape(parts.enter, number)
-        group = jax.eval_shape(lambda: _get(parameters, jnp.int32(0)))
+        group = jax.eval_shape(lambda: read(parameters, jnp.int32(0)))
         _, sums = jax.eval_shape(parts.forward, group, stream, number, number)
         has_work = jax.ShapeDtypeStruct((), jnp.bool_)
         arguments = (group, stream, number, number, sums, stream, has_work)
@@ -140,34 +143,34 @@ class _Executor:
     def start(self) -> _Carry:
         """Return the carry before the first tick: zeros."""
         slots, number = self.slots, jax.ShapeDtypeStruct((), jnp.int32)
-        of_stream, sums = partial(_zeros, self.stream), self.arguments[4]
+        of_stream, sums = partial(zeros, self.stream), self.arguments[4]
         left, _ = jax.eval_shape(self.parts.leave, self.stream, number, None)
         _, entered = jax.eval_shape(self.parts.enter, number)
         gradients = None
         if self.schedule.has_backward:
             entered = jax.eval_shape(self.parts.home, self.stream, number, None)
             gradients, *_ = jax.eval_shape(self.parts.backward, *self.arguments)
-            gradients = _zeros(gradients, self.schedule.chunks)
+            gradients = zeros(gradients, self.schedule.chunks)
         return _Carry(
             inputs=of_stream(slots.num_inputs + 1),
             arrived=of_stream(slots.num_gradients + 1) if slots.num_gradients else None,
             heads=of_stream(slots.num_heads + 1) if slots.num_heads else None,
-            deferred=self.halves and _zeros(self.halves.handed, slots.num_deferred + 1),
+            deferred=self.halves and zeros(self.halves.handed, slots.num_deferred + 1),
             sent=of_stream() if self.schedule.has_backward else None,
             sums=PipelineSums(
-                stages=_zeros(sums, self.schedule.chunks),
+                stages=zeros(sums, self.schedule.chunks),
                 gradients=gradients,
-                left=_zeros(left),
-                entered=_zeros(entered),
+                left=zeros(left),
+                entered=zeros(entered),
             ),
         )
 
     def group(self, chunk: Number) -> Any:
         """Return the parameters of one group of this stage."""
-        return _get(self.parameters, chunk)
+        return read(self.parameters, chunk)
 
     def tick(
-        self, kinds: str, has_arrivals: bool, carry: _Carry, row: dict[str, Array]
+        self, kinds: str, has_arrivals: bool, carry: _Carry, row: dict[str, Any]
     ) -> tuple[_Carry, None]:
         """Return the carry after one tick.
 
@@ -175,122 +178,136 @@ class _Executor:
             kinds: Kinds of work in the tick.
             has_arrivals: Whether gradients arrive.
             carry: The carry before.
-            row: Row of each array of the slots, one number per stage or one for all.
+            row: Row of each array of the slots, one number per stage or one for all; a tuple of
+                them for fields by hop.
         """
         stage = jax.lax.axis_index(STAGE)
-        row = {
-            name: jax.lax.dynamic_index_in_dim(value, stage, 0, keepdims=False)
-            if value.ndim
-            else value
-            for name, value in row.items()
-        }
+        row = jax.tree.map(
+            lambda value: (
+                jax.lax.dynamic_index_in_dim(value, stage, 0, keepdims=False)
+                if value.ndim
+                else value
+            ),
+            row,
+        )
         if has_arrivals:
-            came = self._send(carry.sent, -1)
-            carry = replace(carry, arrived=_put(carry.arrived, came, row["g_arrives"]))
-        result = gradient = None
+            for hop, slot in enumerate(row["g_arrives"], 1):
+                came = self._send(carry.sent, -hop)
+                carry = replace(carry, arrived=store(carry.arrived, came, slot))
+        sent, gradient = [], None
         if "F" in kinds:
             carry, result = self._forward(carry, row)
-            sent = self._send(result, 1)
+            sent = [self._send(result, hop) for hop, _ in enumerate(row["arrives"], 1)]
             carry, gradient = self._leave(carry, row, result)
-            if carry.heads is not None:
-                carry = replace(carry, heads=_put(carry.heads, gradient, row["head_in"]))
-                gradient = None
         if "B" in kinds:
             if carry.heads is not None:
-                gradient = _get(carry.heads, row["head_out"])
-            carry = self._backward(
-                carry, row, _zeros(self.stream) if gradient is None else gradient
-            )
+                gradient = read(carry.heads, row["head_out"])
+            carry = self._backward(carry, row, zeros(self.stream) if gradient is None else gradient)
         if "W" in kinds:
             carry = self._weights(carry, row)
-        if "F" in kinds:
-            carry = replace(carry, inputs=_put(carry.inputs, sent, row["arrives"]))
+        for stream, slot in zip(sent, row["arrives"], strict=False):
+            carry = replace(carry, inputs=store(carry.inputs, stream, slot))
         return carry, None
 
-    def _forward(self, carry: _Carry, row: dict[str, Array]) -> tuple[_Carry, Stream]:
+    def _enter(self, carry: _Carry, micro: Number, slot: Number) -> _Carry:
         def enter(total: Any) -> tuple[Stream, Any]:
-            stream, sums = self.parts.enter(row["enters"])
+            stream, sums = self.parts.enter(micro)
             if self.schedule.has_backward:
                 return stream, total
             return stream, jax.tree.map(operator.add, total, sums)
 
         stream, entered = jax.lax.cond(
-            row["enters"] >= 0,
+            micro >= 0,
             enter,
-            lambda total: (_zeros(self.stream), total),
+            lambda total: (zeros(self.stream), total),
             carry.sums.entered,
         )
-        carry = replace(carry, sums=replace(carry.sums, entered=entered))
-        inputs = _put(carry.inputs, stream, row["enter_slot"])
-        chunk, stream = jnp.maximum(row["f_chunk"], 0), _get(inputs, row["f_input"])
+        inputs = store(carry.inputs, stream, slot)
+        return replace(carry, inputs=inputs, sums=replace(carry.sums, entered=entered))
+
+    def _forward(self, carry: _Carry, row: dict[str, Any]) -> tuple[_Carry, Stream]:
+        for micro, slot in zip(row["enters"], row["enter_slot"], strict=True):
+            carry = self._enter(carry, micro, slot)
+        inputs = carry.inputs
+        chunk, stream = jnp.maximum(row["f_chunk"], 0), read(inputs, row["f_input"])
         micro = jnp.maximum(row["f_micro"], 0)
         result, sums = self.parts.forward(self.group(chunk), stream, micro, chunk)
-        carry = replace(carry, inputs=inputs)
         if not self.schedule.has_backward:  # otherwise B sums them, in order
-            stages = _add(carry.sums.stages, _where(row["f_input"] >= 0, sums), chunk)
+            stages = add_to(carry.sums.stages, where(row["f_input"] >= 0, sums), chunk)
             carry = replace(carry, sums=replace(carry.sums, stages=stages))
         return carry, result
 
     def _leave(
-        self, carry: _Carry, row: dict[str, Array], result: Stream
+        self, carry: _Carry, row: dict[str, Any], result: Stream
     ) -> tuple[_Carry, Stream | None]:
-        last, _ = self.schedule.place(self.schedule.num_groups - 1)
-
-        def leave(result: Stream, left: Any) -> tuple[Any, Stream | None]:
-            sums, gradient = self.parts.leave(_from_stage(result, last), row["leaves"], left)
-            return jax.tree.map(operator.add, left, sums), gradient
+        """Return the gradient of the head, or None where it waits in the carry."""
+        gradient = None
 
         def stay(result: Stream, left: Any) -> tuple[Any, Stream | None]:
             del result
-            return left, _zeros(self.stream) if self.schedule.has_backward else None
+            return left, zeros(self.stream) if self.schedule.has_backward else None
 
-        left, gradient = jax.lax.cond(row["leaves"] >= 0, leave, stay, result, carry.sums.left)
-        return replace(carry, sums=replace(carry.sums, left=left)), gradient
+        for hop, micro in enumerate(row["leaves"], 1):
+            last, _ = self.schedule.place(self.schedule.num_groups - hop)
 
-    def _backward(self, carry: _Carry, row: dict[str, Array], from_head: Stream) -> _Carry:
+            def leave(
+                result: Stream, left: Any, micro: Number = micro, last: int = last
+            ) -> tuple[Any, Stream | None]:
+                sums, gradient = self.parts.leave(_from_stage(result, last), micro, left)
+                return jax.tree.map(operator.add, left, sums), gradient
+
+            left, gradient = jax.lax.cond(micro >= 0, leave, stay, result, carry.sums.left)
+            carry = replace(carry, sums=replace(carry.sums, left=left))
+            if carry.heads is not None:
+                slot = row["head_in"][hop - 1]
+                carry = replace(carry, heads=store(carry.heads, gradient, slot))
+        return carry, gradient if carry.heads is None else None
+
+    def _backward(self, carry: _Carry, row: dict[str, Any], from_head: Stream) -> _Carry:
         has_work, chunk = row["b_input"] >= 0, jnp.maximum(row["b_chunk"], 0)
         gradient = from_head
         if carry.arrived is not None:
-            arrived = _get(carry.arrived, row["b_gradient"])
+            arrived = read(carry.arrived, row["b_gradient"])
             is_inner = row["b_gradient"] >= 0
             gradient = jax.tree.map(lambda a, h: jnp.where(is_inner, a, h), arrived, from_head)
         arguments = (
             self.group(chunk),
-            _get(carry.inputs, row["b_input"]),
+            read(carry.inputs, row["b_input"]),
             jnp.maximum(row["b_micro"], 0),
             chunk,
-            _get(carry.sums.stages, chunk),
-            _where(has_work, gradient),
+            read(carry.sums.stages, chunk),
+            where(has_work, gradient),
             has_work,
         )
         if self.halves is None:
             d_group, d_stream, sums = self.parts.backward(*arguments)
         else:
             (d_group, d_stream, sums), handed = self.halves.early(*arguments)
-            carry = replace(carry, deferred=_put(carry.deferred, handed, row["w_in"]))
-        first, _ = self.schedule.place(0)
+            carry = replace(carry, deferred=store(carry.deferred, handed, row["w_in"]))
+        totals, entered = carry.sums, carry.sums.entered
+        for hop, micro in enumerate(row["returns"], 1):
+            first, _ = self.schedule.place(hop - 1)
 
-        def come_home(d_stream: Stream, total: Any) -> Any:
-            added = self.parts.home(_from_stage(d_stream, first), row["returns"], total)
-            return jax.tree.map(operator.add, total, added)
+            def come_home(
+                d_stream: Stream, total: Any, micro: Number = micro, first: int = first
+            ) -> Any:
+                added = self.parts.home(_from_stage(d_stream, first), micro, total)
+                return jax.tree.map(operator.add, total, added)
 
-        totals = carry.sums
-        entered = jax.lax.cond(
-            row["returns"] >= 0, come_home, lambda _, total: total, d_stream, totals.entered
-        )
+            entered = jax.lax.cond(micro >= 0, come_home, lambda _, total: total, d_stream, entered)
         totals = replace(
             totals,
-            stages=_add(totals.stages, _where(has_work, sums), chunk),
-            gradients=_add(totals.gradients, d_group, chunk),
+            stages=add_to(totals.stages, where(has_work, sums), chunk),
+            gradients=add_to(totals.gradients, d_group, chunk),
             entered=entered,
         )
         return replace(carry, sent=d_stream, sums=totals)
 
-    def _weights(self, carry: _Carry, row: dict[str, Array]) -> _Carry:
-        chunk, waited = jnp.maximum(row["w_chunk"], 0), _get(carry.deferred, row["w_out"])
+    def _weights(self, carry: _Carry, row: dict[str, Any]) -> _Carry:
+        chunk, waited = jnp.maximum(row["w_chunk"], 0), read(carry.deferred, row["w_out"])
         d_group, _, _ = cast("Halves", self.halves).late(waited, self.group(chunk))
-        d_group = _where(row["w_out"] >= 0, d_group)
-        gradients = _add(carry.sums.gradients, d_group, chunk)
+        d_group = where(row["w_out"] >= 0, d_group)
+        gradients = add_to(carry.sums.gradients, d_group, chunk)
         return replace(carry, sums=replace(carry.sums, gradients=gradients))
 
     def _send(self, stream: Stream, step: int) -> Stream:
@@ -317,7 +334,8 @@ def execute(schedule: Schedule, parts: PipelineParts, parameters: Any) -> Pipeli
     slots, carry = executor.slots, executor.start()
     for run in schedule.runs():
         rows = _rows(slots, run.first, run.length)
-        has_arrivals = bool((slots.g_arrives[run.first : run.first + run.length] >= 0).any())
+        has_arrivals = any((hop >= 0).any() for hop in rows["g_arrives"])
+        rows = jax.tree.map(jnp.asarray, rows)
         carry, _ = jax.lax.scan(partial(executor.tick, run.kinds, has_arrivals), carry, rows)
     return carry.sums
 
@@ -332,48 +350,17 @@ def _store_no_programs_on_cpus() -> None:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", math.inf)
 
 
-def _rows(slots: Slots, first: int, length: int) -> dict[str, Array]:
+def _rows(slots: Slots, first: int, length: int) -> dict[str, Any]:
     """Return the rows of some ticks of every array of the slots."""
     fields = {field.name: getattr(slots, field.name) for field in dataclasses.fields(slots)}
-    return {
-        name: jnp.asarray(value[first : first + length])
-        for name, value in fields.items()
-        if isinstance(value, np.ndarray)
-    }
+    arrays = {name: value for name, value in fields.items() if not isinstance(value, int)}
+    return jax.tree.map(lambda value: value[first : first + length], arrays)
 
 
 def _from_stage(stream: Stream, stage: int) -> Stream:
     """Return what one stage holds, on all stages."""
     is_here = jax.lax.axis_index(STAGE) == stage
-    return sum_over(STAGE, _where(is_here, stream))
-
-
-def _get(tree: Any, index: Number) -> Any:
-    """Return one entry of the leading dimension; the first for -1."""
-    index = jnp.maximum(index, 0)
-    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, 0, keepdims=False), tree)
-
-
-def _put(slots: Any, tree: Any, index: Number) -> Any:
-    """Return the slots with one of them replaced; -1 replaces the last, which no stage reads."""
-
-    def put(slots: Array, x: Array) -> Array:
-        at = jnp.where(index < 0, slots.shape[0] - 1, index)
-        return jax.lax.dynamic_update_index_in_dim(slots, x, at, 0)
-
-    return jax.tree.map(put, slots, tree)
-
-
-def _add(totals: Any, tree: Any, chunk: Number) -> Any:
-    """Return totals with a leading dimension of chunks, with the tree added to one of them.
-
-    A total stays where the tree has None.
-    """
-
-    def add(x: Array | None, total: Any) -> Any:
-        return total if x is None else _put(total, _get(total, chunk) + x, chunk)
-
-    return jax.tree.map(add, tree, totals, is_leaf=lambda x: x is None)
+    return sum_over(STAGE, where(is_here, stream))
 
 
 def _is_of_matrix(results: tuple[Any, Stream, Any]) -> Any:
@@ -384,12 +371,3 @@ def _is_of_matrix(results: tuple[Any, Stream, Any]) -> Any:
     """
     d_group, *others = results
     return jax.tree.map(lambda x: x.ndim >= 3, d_group), *jax.tree.map(lambda _: False, others)
-
-
-def _where(condition: Bool[Array, ""], tree: Any) -> Any:
-    """Return the tree, or zeros."""
-    return jax.tree.map(lambda x: jnp.where(condition, x, jnp.zeros_like(x)), tree)
-
-
-def _zeros(shapes: Any, *leading: int) -> Any:
-    return jax.tree.map(lambda shape: zeros_of(shape, *leading), shapes)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
+from sharding.pipeline.paths import Paths
 from sharding.pipeline.schedule import Schedule
 from sharding.pipeline.times import forward_times, from_times
 
@@ -35,13 +36,30 @@ class GPipeConfig:
         """Accept any number of stages and micro-batches."""
         del stages, micro_batches
 
-    def schedule(self, stages: int, micro_batches: int) -> Schedule:
+    def check_paths(self) -> None:
+        """Refuse micro-batches that leave out groups.
+
+        Raises:
+            ValueError: Always.
+        """
+        raise ValueError(
+            "execution.pipeline gpipe has no timetable for training.skipping: set"
+            " execution.pipeline to interleaved"
+        )
+
+    def schedule(self, stages: int, micro_batches: int, paths: Paths | None = None) -> Schedule:
         """Return the table of one step.
 
         Args:
             stages: Stages of the pipeline.
             micro_batches: Micro-batches of a step.
+            paths: None; others are refused.
+
+        Raises:
+            ValueError: There are paths.
         """
+        if paths is not None:
+            self.check_paths()
         times = forward_times(stages, self.chunks, micro_batches)
         length = micro_batches + stages - 1
         for stage in range(stages):

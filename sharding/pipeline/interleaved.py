@@ -10,6 +10,8 @@ Deferred weight gradients fill idle ticks as zero-bubble schedules do (arXiv 240
 program without a branch on the stage: W of a chunk of layers is on all stages in the tick of B on
 the first stage, so no tick with W idles. Idle over useful time falls to
 (stages - 1) (F + B) / (chunks * micro_batches * (F + B + W)).
+
+Micro-batches that leave out groups are in the order of `sharding/pipeline/first_come.py`.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar, Literal
 
+from sharding.pipeline.first_come import first_come_schedule
+from sharding.pipeline.paths import Paths
 from sharding.pipeline.schedule import Schedule
 from sharding.pipeline.times import forward_times, from_times, position
 
@@ -64,17 +68,33 @@ class InterleavedConfig:
             " execution.pipeline.chunks to 1"
         )
 
-    def schedule(self, stages: int, micro_batches: int) -> Schedule:
+    def check_paths(self) -> None:
+        """Check that micro-batches may leave out groups.
+
+        Raises:
+            ValueError: Gradients of weights are deferred.
+        """
+        if self.is_deferred:
+            raise ValueError(
+                "execution.pipeline.weight_gradients=deferred is not available with"
+                " training.skipping, whose timetable has idle ticks elsewhere: set it to at_once"
+            )
+
+    def schedule(self, stages: int, micro_batches: int, paths: Paths | None = None) -> Schedule:
         """Return the table of one step.
 
         Args:
             stages: Stages of the pipeline.
             micro_batches: Micro-batches of a step.
+            paths: Groups that each micro-batch passes through; None for all.
 
         Raises:
-            ValueError: See `check`.
+            ValueError: See `check`, and with paths `check_paths`.
         """
         self.check(stages, micro_batches)
+        if paths is not None:
+            self.check_paths()
+            return first_come_schedule(self.name, stages, self.chunks, paths)
         times = forward_times(stages, self.chunks, micro_batches)
         # The last group does B in the tick of its F, each group before it one tick later.
         first = stages * self.chunks - 1

@@ -10,6 +10,10 @@ the beginning of the next tick.
 
 A group is the layers that one stage holds as one chunk. Groups go round the stages:
 group = chunk * stages + stage.
+
+A micro-batch passes through all groups, or in a partial pipeline through those on its path. Its hop
+to the next group counts stages in their ring. The embedding counts as the group before the first,
+and the head as the one after the last.
 """
 
 from __future__ import annotations
@@ -21,6 +25,8 @@ import string
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Literal, NamedTuple
+
+from sharding.pipeline.paths import Paths
 
 Kind = Literal["F", "B", "W"]
 KINDS: tuple[Kind, ...] = ("F", "B", "W")
@@ -70,6 +76,8 @@ class Schedule:
     micro_batches: int
     ticks: tuple[tuple[tuple[Work, ...], ...], ...]
     """Works by [tick][stage], in the order of `KINDS`."""
+    paths: Paths | None = None
+    """Groups that each micro-batch passes through; None for all."""
 
     def group(self, stage: int, chunk: int) -> int:
         """Return the group that a stage holds as a chunk."""
@@ -84,6 +92,43 @@ class Schedule:
     def num_groups(self) -> int:
         """Number of groups of layers."""
         return self.stages * self.chunks
+
+    def path(self, micro: int) -> tuple[int, ...]:
+        """Return the groups that a micro-batch passes through, in order."""
+        groups = range(self.num_groups)
+        if self.paths is None:
+            return tuple(groups)
+        return tuple(itertools.compress(groups, self.paths[micro]))
+
+    @functools.cached_property
+    def _neighbours(self) -> Mapping[tuple[int, int], tuple[int, int]]:
+        """{(micro-batch, group): group before, group after}, on the path of the micro-batch."""
+        found = {}
+        for micro in range(self.micro_batches):
+            path = (-1, *self.path(micro), self.num_groups)
+            for before, group, after in zip(path, path[1:], path[2:], strict=False):
+                found[micro, group] = before, after
+        return MappingProxyType(found)
+
+    def passes(self, group: int, micro: int) -> bool:
+        """Return whether a micro-batch passes through a group."""
+        return (micro, group) in self._neighbours
+
+    def before(self, group: int, micro: int) -> int:
+        """Return the group before on the path of a micro-batch; -1 for its first."""
+        return self._neighbours[micro, group][0]
+
+    def after(self, group: int, micro: int) -> int:
+        """Return the group after on the path of a micro-batch; `num_groups` for its last."""
+        return self._neighbours[micro, group][1]
+
+    @functools.cached_property
+    def num_hops(self) -> int:
+        """Largest hop of a micro-batch, from the embedding and to the head included."""
+        return max(
+            max(group - before, after - group)
+            for (_, group), (before, after) in self._neighbours.items()
+        )
 
     def works(self) -> Iterator[tuple[int, int, Work]]:
         """Yield every (tick, stage, work) of the table."""
@@ -127,25 +172,30 @@ class Schedule:
 
         F of a group needs F of the group before in an earlier tick. B of a group needs B of the
         group after in an earlier tick; B of the last group needs its own F in the same tick or an
-        earlier one. W needs its own B in the same tick or an earlier one.
+        earlier one. W needs its own B in the same tick or an earlier one. Groups before and after
+        are those on the path of the micro-batch.
 
         Raises:
-            ValueError: A work is missing, unknown, repeated, too early, or a stage has two works
-                of one kind in a tick.
+            ValueError: A work is missing, unknown, repeated, too early, not on the path of its
+                micro-batch, or a stage has two works of one kind in a tick.
         """
         self._check_rows()
-        last = self.num_groups - 1
         for kind, group, micro in itertools.product(
             self.kinds, range(self.num_groups), range(self.micro_batches)
         ):
             key = (kind, group, micro)
+            if not self.passes(group, micro):
+                if key in self.when:
+                    raise ValueError(f"{self._say(key)} is not on its path")
+                continue
             if key not in self.when:
                 raise ValueError(f"{self._say(key)} is missing")
-            if kind == "F" and group > 0:
-                self._check_after(key, ("F", group - 1, micro), is_same_tick_allowed=False)
-            if kind == "B" and group < last:
-                self._check_after(key, ("B", group + 1, micro), is_same_tick_allowed=False)
-            if kind == "B" and group == last:
+            before, after = self.before(group, micro), self.after(group, micro)
+            if kind == "F" and before >= 0:
+                self._check_after(key, ("F", before, micro), is_same_tick_allowed=False)
+            if kind == "B" and after < self.num_groups:
+                self._check_after(key, ("B", after, micro), is_same_tick_allowed=False)
+            if kind == "B" and after == self.num_groups:
                 self._check_after(key, ("F", group, micro), is_same_tick_allowed=True)
             if kind == "W":
                 self._check_after(key, ("B", group, micro), is_same_tick_allowed=True)
@@ -157,6 +207,8 @@ class Schedule:
                 f"{self.name}: stages={self.stages}, chunks={self.chunks} and"
                 f" micro_batches={self.micro_batches} must be at least 1"
             )
+        if self.paths is not None:
+            self._check_paths(self.paths)
         for tick, row in enumerate(self.ticks):
             where = f"{self.name}: tick {tick}"
             if len(row) != self.stages:
@@ -175,6 +227,17 @@ class Schedule:
                             f" {work.micro}, of {self.chunks} chunks and {self.micro_batches}"
                             " micro-batches"
                         )
+
+    def _check_paths(self, paths: Paths) -> None:
+        """Check the sizes of the paths, and that each has a group."""
+        if len(paths) != self.micro_batches or {*map(len, paths)} != {self.num_groups}:
+            raise ValueError(
+                f"{self.name}: paths must say for {self.micro_batches} micro-batches and"
+                f" {self.num_groups} groups which of them are passed"
+            )
+        if not all(map(any, paths)):
+            empty = [any(path) for path in paths].index(False)
+            raise ValueError(f"{self.name}: the path of micro-batch {empty} has no group")
 
     def _check_after(
         self,
@@ -215,7 +278,8 @@ class Schedule:
 
     def bubble(self, forward: float = 1.0, backward: float = 3.0, weights: float = 1.0) -> float:
         """Return idle over useful time; the arguments are those of `seconds`."""
-        useful = self.micro_batches * (forward + (backward if self.has_backward else 0.0))
+        whole = len(self._neighbours) / self.num_groups  # micro-batches through all groups
+        useful = whole * (forward + (backward if self.has_backward else 0.0))
         return self.seconds(forward, backward, weights) / useful - 1.0
 
     @property
@@ -227,20 +291,20 @@ class Schedule:
     def input_stays(self, stage: int) -> list[Stay]:
         """Return when a stage keeps the inputs of its chunks.
 
-        An input arrives at the end of the tick of F of the group before; that of group 0, the
-        embedding, at the beginning of its own F. It is kept until its own B, without any B until
-        its own F.
+        An input arrives at the end of the tick of F of the group before; that of the first group,
+        the embedding, at the beginning of its own F. It is kept until its own B, without any B
+        until its own F.
 
         Args:
             stage: Number of the stage.
         """
         last = "B" if self.has_backward else "F"
         stays = []
-        for chunk, micro in self._passes():
-            group = self.group(stage, chunk)
-            first = (
-                2 * self.when["F", group - 1, micro] + 1 if group else 2 * self.when["F", 0, micro]
-            )
+        for group, chunk, micro in self._visits(stage):
+            before = self.before(group, micro)
+            first = 2 * self.when["F", group, micro]
+            if before >= 0:
+                first = 2 * self.when["F", before, micro] + 1
             stays.append(Stay(first, 2 * self.when[last, group, micro], chunk, micro))
         return stays
 
@@ -254,8 +318,7 @@ class Schedule:
             return []
         return [
             Stay(2 * self.when["B", group, micro], 2 * self.when["W", group, micro], chunk, micro)
-            for chunk, micro in self._passes()
-            for group in [self.group(stage, chunk)]
+            for group, chunk, micro in self._visits(stage)
         ]
 
     def kept(self) -> tuple[int, ...]:
@@ -266,9 +329,12 @@ class Schedule:
         """Return for each stage the largest number of W that wait at once."""
         return tuple(most_at_once(self.deferred_stays(stage)) for stage in range(self.stages))
 
-    def _passes(self) -> Iterator[tuple[int, int]]:
-        """Yield every (chunk, micro-batch)."""
-        return itertools.product(range(self.chunks), range(self.micro_batches))
+    def _visits(self, stage: int) -> Iterator[tuple[int, int, int]]:
+        """Yield (group, chunk, micro-batch) of all that passes through a stage."""
+        for chunk, micro in itertools.product(range(self.chunks), range(self.micro_batches)):
+            group = self.group(stage, chunk)
+            if self.passes(group, micro):
+                yield group, chunk, micro
 
     def runs(self) -> tuple[Run, ...]:
         """Return the table as runs of ticks that do the same kinds of work on some stage."""

@@ -2,11 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Turns a schedule table into integer arrays: work, buffer slots and arrivals of every tick.
 
-Each stage has a buffer X of chunk inputs, a buffer G of gradients that arrived from the next stage,
-and the last group's stage a buffer H of gradients from the head that wait for B. With deferred
-weight gradients each stage has a buffer R of what B leaves for W. Slots are assigned by colouring
-the intervals in which an array is kept, on each stage alone, so a buffer is as large as the most
-arrays kept at once.
+Each stage has a buffer X of chunk inputs, a buffer G of gradients that arrived from other stages,
+and the stage of the last group of a path a buffer H of gradients from the head that wait for B.
+With deferred weight gradients each stage has a buffer R of what B leaves for W. Slots are assigned
+by colouring the intervals in which an array is kept, on each stage alone, so a buffer is as large
+as the most arrays kept at once.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import heapq
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Int32
@@ -23,6 +23,9 @@ from sharding.pipeline.schedule import Schedule, Stay
 
 PerTick = Int32[np.ndarray, " T"]
 PerTickAndStage = Int32[np.ndarray, "T p"]
+ByHop = tuple[PerTickAndStage, ...]
+"""For each hop, the smallest first: where all micro-batches pass through all groups, only hop 1."""
+TicksByHop = tuple[PerTick, ...]
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True, slots=True)
@@ -30,7 +33,8 @@ class Slots:
     """Integers of a schedule for every tick [T], or tick and stage [T p]; -1 for nothing.
 
     Order of a tick: `g_arrives` is stored, `enter_slot` is stored, F, the head of `leaves` and
-    `head_in`, B, `w_in` is stored, W, then `arrives` is stored. One stage is a ring of itself.
+    `head_in`, B, `w_in` is stored, W, then `arrives` is stored. One stage is a ring of itself. What
+    has several hops is done for the smallest first.
     """
 
     f_chunk: PerTickAndStage
@@ -53,25 +57,26 @@ class Slots:
     """Slot of R into which B stores what it leaves for W."""
     w_out: PerTickAndStage
     """Slot of R that W reads."""
-    arrives: PerTickAndStage
-    """Slot of X into which the activation that stage - 1 (in a ring) makes in this tick is stored
+    arrives: ByHop
+    """Slot of X into which the activation that stage - hop (in a ring) makes in this tick is stored
     at its end."""
-    g_arrives: PerTickAndStage
-    """Slot of G into which the gradient that stage + 1 (in a ring) made in the tick before is
+    g_arrives: ByHop
+    """Slot of G into which the gradient that stage + hop (in a ring) made in the tick before is
     stored at the beginning of this one."""
-    head_in: PerTickAndStage
-    """Slot of H into which the head's gradient is stored; -1 everywhere if B of the last group is
-    always in the tick of its F."""
+    head_in: ByHop
+    """Slot of H into which the head's gradient of `leaves` is stored; -1 everywhere if B of the
+    last group is always in the tick of its F, and one micro-batch leaves in a tick."""
     head_out: PerTickAndStage
-    """Slot of H that B of the last group reads; -1 everywhere as above."""
-    enter_slot: PerTickAndStage
+    """Slot of H that B of the last group on a path reads; -1 everywhere as above."""
+    enter_slot: ByHop
     """Slot of X into which the embedding of `enters` is stored at the beginning of the tick."""
-    enters: PerTick
-    """Micro-batch whose F of group 0 is in this tick."""
-    leaves: PerTick
-    """Micro-batch whose F of the last group is in this tick."""
-    returns: PerTick
-    """Micro-batch whose B of group 0 is in this tick."""
+    enters: TicksByHop
+    """Micro-batch whose path begins with group hop - 1, and whose F of it is in this tick."""
+    leaves: TicksByHop
+    """Micro-batch whose path ends with group num_groups - hop, and whose F of it is in this
+    tick."""
+    returns: TicksByHop
+    """Micro-batch whose path begins with group hop - 1, and whose B of it is in this tick."""
     num_inputs: int
     """Slots of X."""
     num_gradients: int
@@ -120,23 +125,30 @@ def _colour_stages(stays: list[list[Stay]]) -> _Colours:
 
 def _gradient_stays(schedule: Schedule, stage: int) -> list[Stay]:
     """Return when a stage keeps gradients from other groups: from the tick after B there to B."""
+    when, stays = schedule.when, []
+    for kind, group, micro in when:
+        its_stage, chunk = schedule.place(group)
+        after = schedule.after(group, micro)
+        if kind == "B" and its_stage == stage and after < schedule.num_groups:
+            first, last = 2 * when["B", after, micro] + 1, 2 * when["B", group, micro]
+            stays.append(Stay(first, last, chunk, micro))
+    return stays
+
+
+def _head_stays(schedule: Schedule) -> list[list[Stay]]:
+    """Return when gradients of the head wait on each stage; none if none waits.
+
+    With several hops they are kept as well, because two may come in one tick.
+    """
     when = schedule.when
-    return [
-        Stay(2 * when["B", group + 1, micro] + 1, 2 * when["B", group, micro], chunk, micro)
-        for chunk in range(schedule.chunks)
-        if (group := schedule.group(stage, chunk)) < schedule.num_groups - 1
-        for micro in range(schedule.micro_batches)
-    ]
-
-
-def _head_stays(schedule: Schedule) -> list[Stay]:
-    """Return when gradients of the head wait on the last stage; none if none waits."""
-    when, last = schedule.when, schedule.num_groups - 1
-    stays = [
-        Stay(2 * when["F", last, micro], 2 * when["B", last, micro], schedule.chunks - 1, micro)
-        for micro in range(schedule.micro_batches)
-    ]
-    return stays if any(stay.last > stay.first for stay in stays) else []
+    found: list[list[Stay]] = [[] for _ in range(schedule.stages)]
+    for micro in range(schedule.micro_batches if schedule.has_backward else 0):
+        group = schedule.path(micro)[-1]
+        stage, chunk = schedule.place(group)
+        first, last = 2 * when["F", group, micro], 2 * when["B", group, micro]
+        found[stage].append(Stay(first, last, chunk, micro))
+    waits = any(stay.last > stay.first for stays in found for stay in stays)
+    return found if waits or schedule.num_hops > 1 else [[] for _ in found]
 
 
 def plan_slots(schedule: Schedule) -> Slots:
@@ -147,47 +159,45 @@ def plan_slots(schedule: Schedule) -> Slots:
     """
     stages = range(schedule.stages)
     inputs = _colour_stages([schedule.input_stays(stage) for stage in stages])
-    gradients = _colour_stages(
-        [_gradient_stays(schedule, stage) if schedule.has_backward else [] for stage in stages]
-    )
-    heads = _colour_stages(
-        [[] for _ in stages[1:]] + [_head_stays(schedule) if schedule.has_backward else []]
-    )
+    gradients = _colour_stages([_gradient_stays(schedule, stage) for stage in stages])
+    heads = _colour_stages(_head_stays(schedule))
     deferred = _colour_stages([schedule.deferred_stays(stage) for stage in stages])
-    by_stage, by_tick = _empty(schedule)
+    fields = _empty(schedule)
     for tick, stage, (kind, chunk, micro) in schedule.works():
         group, key = schedule.group(stage, chunk), (stage, chunk, micro)
+        before, after = schedule.before(group, micro), schedule.after(group, micro)
+        hop_in, hop_out = group - before - 1, after - group - 1  # places in fields by hop
         if kind == "F":
-            by_stage["f_chunk"][tick, stage] = chunk
-            by_stage["f_micro"][tick, stage] = micro
-            by_stage["f_input"][tick, stage] = inputs.slots[key]
-            if group == 0:
-                by_tick["enters"][tick] = micro
-                by_stage["enter_slot"][tick, stage] = inputs.slots[key]
-            if group == schedule.num_groups - 1:
-                by_tick["leaves"][tick] = micro
-                by_stage["head_in"][tick, stage] = heads.slots.get(key, -1)
+            fields["f_chunk"][tick, stage] = chunk
+            fields["f_micro"][tick, stage] = micro
+            fields["f_input"][tick, stage] = inputs.slots[key]
+            if before < 0:
+                fields["enters"][hop_in][tick] = micro
+                fields["enter_slot"][hop_in][tick, stage] = inputs.slots[key]
+            if after == schedule.num_groups:
+                fields["leaves"][hop_out][tick] = micro
+                fields["head_in"][hop_out][tick, stage] = heads.slots.get(key, -1)
             else:
-                after, its_chunk = schedule.place(group + 1)
-                by_stage["arrives"][tick, after] = inputs.slots[after, its_chunk, micro]
+                there, its_chunk = schedule.place(after)
+                fields["arrives"][hop_out][tick, there] = inputs.slots[there, its_chunk, micro]
         elif kind == "W":
-            by_stage["w_chunk"][tick, stage] = chunk
-            by_stage["w_out"][tick, stage] = deferred.slots[key]
+            fields["w_chunk"][tick, stage] = chunk
+            fields["w_out"][tick, stage] = deferred.slots[key]
         else:
-            by_stage["w_in"][tick, stage] = deferred.slots.get(key, -1)
-            by_stage["b_chunk"][tick, stage] = chunk
-            by_stage["b_micro"][tick, stage] = micro
-            by_stage["b_input"][tick, stage] = inputs.slots[key]
-            by_stage["b_gradient"][tick, stage] = gradients.slots.get(key, -1)
-            by_stage["head_out"][tick, stage] = heads.slots.get(key, -1)
-            if group == 0:
-                by_tick["returns"][tick] = micro
+            fields["w_in"][tick, stage] = deferred.slots.get(key, -1)
+            fields["b_chunk"][tick, stage] = chunk
+            fields["b_micro"][tick, stage] = micro
+            fields["b_input"][tick, stage] = inputs.slots[key]
+            fields["b_gradient"][tick, stage] = gradients.slots.get(key, -1)
+            fields["head_out"][tick, stage] = heads.slots.get(key, -1)
+            if before < 0:
+                fields["returns"][hop_in][tick] = micro
             else:
-                before, its_chunk = schedule.place(group - 1)
-                by_stage["g_arrives"][tick + 1, before] = gradients.slots[before, its_chunk, micro]
+                there, its_chunk = schedule.place(before)
+                slot = gradients.slots[there, its_chunk, micro]
+                fields["g_arrives"][hop_in][tick + 1, there] = slot
     return Slots(
-        **by_stage,
-        **by_tick,
+        **fields,
         num_inputs=inputs.size,
         num_gradients=gradients.size,
         num_heads=heads.size,
@@ -195,14 +205,20 @@ def plan_slots(schedule: Schedule) -> Slots:
     )
 
 
-def _empty(schedule: Schedule) -> tuple[dict[str, PerTickAndStage], dict[str, PerTick]]:
-    """Return arrays of -1 for the fields of `Slots`: by tick and stage, and by tick."""
-    ticks = len(schedule.ticks)
-    names = [field.name for field in dataclasses.fields(Slots)]
-    per_tick = ("enters", "leaves", "returns")
-    by_stage = {
-        name: np.full((ticks, schedule.stages), -1, np.int32)
-        for name in names
-        if not name.startswith("num_") and name not in per_tick
-    }
-    return by_stage, {name: np.full(ticks, -1, np.int32) for name in per_tick}
+_BY_HOP = ("arrives", "g_arrives", "head_in", "enter_slot")
+_TICKS_BY_HOP = ("enters", "leaves", "returns")
+
+
+def _empty(schedule: Schedule) -> dict[str, Any]:
+    """Return arrays of -1 for the fields of `Slots`."""
+    ticks, hops = len(schedule.ticks), range(schedule.num_hops)
+
+    def of(name: str) -> Any:
+        if name in _TICKS_BY_HOP:
+            return tuple(np.full(ticks, -1, np.int32) for _ in hops)
+        if name in _BY_HOP:
+            return tuple(np.full((ticks, schedule.stages), -1, np.int32) for _ in hops)
+        return np.full((ticks, schedule.stages), -1, np.int32)
+
+    names = (field.name for field in dataclasses.fields(Slots))
+    return {name: of(name) for name in names if not name.startswith("num_")}

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from sharding.pipeline.paths import Paths
 from sharding.pipeline.schedule import KINDS, Kind, Schedule, Work
 
 
@@ -15,6 +16,7 @@ def from_times(
     chunks: int,
     micro_batches: int,
     times: Mapping[tuple[Kind, int, int, int], int],
+    paths: Paths | None = None,
 ) -> Schedule:
     """Return the schedule with works at given times, checked.
 
@@ -24,6 +26,7 @@ def from_times(
         chunks: Chunks of layers on each stage.
         micro_batches: Micro-batches of a step.
         times: {(kind, stage, chunk, micro-batch): tick}.
+        paths: Groups that each micro-batch passes through; None for all.
 
     Raises:
         ValueError: See `Schedule.check`.
@@ -37,7 +40,7 @@ def from_times(
         tuple(tuple(sorted(works, key=lambda work: KINDS.index(work.kind))) for works in row)
         for row in rows
     )
-    schedule = Schedule(name, stages, chunks, micro_batches, ticks)
+    schedule = Schedule(name, stages, chunks, micro_batches, ticks, paths)
     schedule.check()
     return schedule
 

@@ -13,9 +13,10 @@ from experiments import pretrain
 from experiments.cli.flags import ExitCode
 from jaxmoe import load_checkpoint
 from jaxmoe.resilience import stop
-from jaxmoe.run.assemble import assemble, make_plan
+from jaxmoe.run.assemble import assemble
 from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.directory import RunDirectory
+from jaxmoe.run.plan import make_plan
 from jaxmoe.tracking import read_metrics
 
 # Batches of 8 rows of 8 tokens in steps 1 and 2, and of 16 in two micro-batches in 3 and 4.

@@ -12,9 +12,9 @@ import pytest
 from experiments import describe, pretrain, recipes
 from experiments.cli.flags import ExitCode
 from jaxmoe.optim import CosineConfig, WarmupStableDecayConfig
-from jaxmoe.run.assemble import make_plan
 from jaxmoe.run.config import CheckpointConfig
 from jaxmoe.run.directory import RunDirectory
+from jaxmoe.run.plan import make_plan
 from jaxmoe.run.provenance.lineage import check_config, read_lineage
 from tests.support.runs import flags, logged_losses, saved_leaves
 

@@ -14,10 +14,10 @@ from jaxmoe.generation.text import Sample
 from jaxmoe.models.config import ForwardMultipliers
 from jaxmoe.optim import MuonConfig
 from jaxmoe.run import run as run_module
-from jaxmoe.run.assemble import describe_rates, make_plan
 from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.load import load_run
+from jaxmoe.run.plan import describe_rates, make_plan
 from jaxmoe.scaling import StandardConfig
 from jaxmoe.training.evaluate import evaluate as evaluate_batches
 from jaxmoe.training.evaluate import make_eval_step

@@ -22,10 +22,10 @@ import pytest
 from experiments import evaluate, generate, pretrain
 from experiments.cli.flags import ExitCode
 from jaxmoe.models.flops import flops_per_token
-from jaxmoe.run.assemble import make_plan
 from jaxmoe.run.config import PretrainConfig, ProfileConfig
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.hooks import make_trace
+from jaxmoe.run.plan import make_plan
 from jaxmoe.tracking import read_metrics, read_router_load
 from tests.support.runs import finished_flags, flags, logged_losses, saved_leaves, start_run
 

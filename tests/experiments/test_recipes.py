@@ -11,7 +11,7 @@ import pytest
 from experiments.recipes import RECIPES
 from jaxmoe.data import evaluation_batches
 from jaxmoe.models.presets import ladder_tokens
-from jaxmoe.run.assemble import make_plan
+from jaxmoe.run.plan import make_plan
 
 
 @pytest.mark.parametrize("name", RECIPES)

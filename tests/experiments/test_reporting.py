@@ -14,9 +14,10 @@ import pytest
 
 from experiments.doctor.devices import tiny_config
 from jaxmoe.run import reporter as reporting
-from jaxmoe.run.assemble import assemble, make_plan
+from jaxmoe.run.assemble import assemble
 from jaxmoe.run.config import TrackingConfig
 from jaxmoe.run.directory import RunDirectory
+from jaxmoe.run.plan import make_plan
 from jaxmoe.run.reporter import Reporter
 from jaxmoe.run.reporting.summary import closing_message, judge_indicators, load_window
 from jaxmoe.scaling import BasePoint, MuPConfig

@@ -20,8 +20,8 @@ from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.monitoring import GradientHook, Watches
 from jaxmoe.run.reporter import Reporter
 from jaxmoe.tracking import read_metrics
-from jaxmoe.training.dispersion import COSINE, LOSS_RANGE, LOSS_STD, WorkerGradients
 from jaxmoe.training.loop import Report
+from jaxmoe.training.measures.dispersion import COSINE, LOSS_RANGE, LOSS_STD, WorkerGradients
 from jaxmoe.training.step import StepMetrics
 from jaxmoe.training.stopwatch import Stopwatch
 

@@ -12,7 +12,7 @@ from experiments import pretrain
 from experiments.cli.flags import ExitCode
 from jaxmoe.resilience.goodput import Ledger, account, read_ledger
 from jaxmoe.run.reporter import Reporter
-from jaxmoe.training.dispersion import LOSS_RANGE, LOSS_STD
+from jaxmoe.training.measures.dispersion import LOSS_RANGE, LOSS_STD
 from tests.support.ports import free_port
 from tests.support.runs import flags, start_run
 

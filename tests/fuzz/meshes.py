@@ -37,8 +37,9 @@ from jaxmoe.models.config import (
 from jaxmoe.optim import OPTIMIZERS, LinearConfig
 from jaxmoe.precision import HaloConfig, PrecisionPolicy
 from jaxmoe.routing import BALANCERS, GATES, METHODS, CapacityConfig, SoftmaxGateConfig
-from jaxmoe.run.assemble import Plan, assemble, make_plan
+from jaxmoe.run.assemble import assemble
 from jaxmoe.run.config import EvaluationConfig, PretrainConfig, TrainingConfig
+from jaxmoe.run.plan import Plan, make_plan
 from jaxmoe.scaling import PARAMETERIZATIONS
 from jaxmoe.training import MaskedDiffusionConfig, NextTokenConfig
 from jaxmoe.training.state import state_around

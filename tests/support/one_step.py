@@ -63,7 +63,7 @@ def step_once(model, rows, **given):
     }
 
 
-def stepped(model, rows, *, parts=1, form="buffer", mesh=None, execution=None):
+def stepped(model, rows, *, parts=1, form="buffer", mesh=None, execution=None, skipping=None):
     """State and metrics of one step from fresh router state.
 
     Args:
@@ -73,6 +73,7 @@ def stepped(model, rows, *, parts=1, form="buffer", mesh=None, execution=None):
         form: of the balance loss over them.
         mesh: a row of tests/support/meshes.py; no mesh when None.
         execution: in place of such a row, with its mesh; no mesh for one device.
+        skipping: layers that micro-batches leave out.
     """
     params = params_of(model)
     state = TrainState(
@@ -89,7 +90,13 @@ def stepped(model, rows, *, parts=1, form="buffer", mesh=None, execution=None):
     is_alone = execution is None or math.prod(execution.mesh.sizes) == 1
     made = None if is_alone else mesh_of(execution)
     step = make_train_step(
-        model, SGD, execution=execution, accumulation=parts, clip=None, accumulated_balance=form
+        model,
+        SGD,
+        execution=execution,
+        accumulation=parts,
+        clip=None,
+        accumulated_balance=form,
+        skipping=skipping,
     )
     if made is None:
         state, metrics = step(state, rows)

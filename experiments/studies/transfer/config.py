@@ -23,8 +23,8 @@ from jaxmoe.data import CorpusConfig, DataConfig
 from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
 from jaxmoe.optim import LinearConfig, OptimizerConfig, ScheduleConfig
 from jaxmoe.routing import METHODS
-from jaxmoe.run.assemble import Plan, make_plan
 from jaxmoe.run.config import EvaluationConfig, PretrainConfig, TrainingConfig
+from jaxmoe.run.plan import Plan, make_plan
 from jaxmoe.scaling import BasePoint, ParameterizationConfig
 
 FREE_FIELDS = ("run", "arms", "points", "rates", "extend", "seeds")

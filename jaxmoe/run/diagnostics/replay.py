@@ -151,6 +151,7 @@ def _measured(assembly: Assembly, num_rows: int) -> Callable[[TrainState, Batch]
             accumulation=accumulation_of(num_rows, training.batch_size, training.accumulation),
             accumulated_balance=training.accumulated_balance,
             table=assembly.plan.table,
+            skipping=training.skipping,
         )
         return summed.loss, {
             path: (jnp.linalg.norm(g.astype(jnp.float32)), jnp.sum(~jnp.isfinite(g)))

@@ -27,9 +27,9 @@ import numpy as np
 from jaxmoe.checkpoint.migrate import migrate
 from jaxmoe.configs import differences, from_json, to_json, varying_fields
 from jaxmoe.messages import say
-from jaxmoe.run.assemble import Plan, make_plan
 from jaxmoe.run.config import EXTENSION_FIELDS, FIXED_FIELDS, FREE_FIELDS, PretrainConfig
 from jaxmoe.run.directory import RunDirectory
+from jaxmoe.run.plan import Plan, make_plan
 
 _REASONS = {
     "model": "the parameters belong to this model",
@@ -41,6 +41,7 @@ _REASONS = {
     "training.batch_ramp": "the data position counts rows of these sizes",
     "training.sequence_length": "the data position counts rows of this length",
     "training.objective": "the losses before and after would not compare",
+    "training.skipping": "the losses before and after would not compare",
     "optimizer": "the optimiser's state belongs to it",
     "execution.precision.matmul": "the products round to other values",
 }

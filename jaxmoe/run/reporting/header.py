@@ -7,20 +7,14 @@ from __future__ import annotations
 import jax
 
 from jaxmoe.messages import say
-from jaxmoe.models.flops import flops_per_token
 from jaxmoe.routing.composition import advice, causal_advice
-from jaxmoe.run.assemble import (
-    Assembly,
-    describe_mesh,
-    describe_rates,
-    entropy_floor,
-    sequence_form,
-)
+from jaxmoe.run.assemble import Assembly, describe_mesh, entropy_floor, sequence_form
 from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.directory import RunDirectory
+from jaxmoe.run.plan import describe_rates
 from jaxmoe.run.provenance.lineage import read_lineage
-from jaxmoe.run.reporting.pipelines import pipeline_in_words
-from jaxmoe.run.workers import describe_workers
+from jaxmoe.run.replicas.workers import describe_workers
+from jaxmoe.run.reporting.pipelines import pipeline_in_words, skipping_in_words
 from jaxmoe.tracking.console import format_count, format_flops
 
 
@@ -37,7 +31,6 @@ def print_header(name: str, directory: RunDirectory, assembly: Assembly, first_s
     model, moe = plan.model, plan.model.moe
     active = plan.table.active(moe.top_k, moe.num_experts) if moe else plan.table.total
     experts = f"{moe.num_experts} experts, top-{moe.top_k}" if moe else "dense"
-    flops = flops_per_token(model, plan.table, training.sequence_length)
     tokens = training.batch_size * training.sequence_length
     resumed = f"continuing after step {first_step}" if first_step else "new run"
     lines = (
@@ -47,7 +40,7 @@ def print_header(name: str, directory: RunDirectory, assembly: Assembly, first_s
         f" {format_count(plan.table.total)} parameters, {format_count(active)} active",
         f"data     {_data_text(assembly)}",
         f"plan     {training.steps} steps of {tokens} tokens,"
-        f" {format_flops(flops * tokens)} a step",
+        f" {format_flops(plan.flops_per_token * tokens)} a step",
     )
     say("\n".join(lines))
     if jax.process_index() == 0:
@@ -56,7 +49,11 @@ def print_header(name: str, directory: RunDirectory, assembly: Assembly, first_s
     if assembly.execution.mesh.seq > 1:
         say(f"seq      {sequence_form(assembly)}")
     if assembly.execution.mesh.stage > 1:
-        say(f"stages   {pipeline_in_words(model, assembly.execution, training.accumulation)}")
+        given = model, assembly.execution, training.accumulation
+        say(f"stages   {pipeline_in_words(*given, skipping=training.skipping)}")
+    if training.skipping is not None:
+        given = training.skipping, assembly.execution, training.accumulation
+        say(f"skipping {skipping_in_words(*given)}")
     if assembly.worker_training is not None:
         say(f"replicas {describe_workers(assembly)}")
     if rates := describe_rates(plan):

@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Describes the pipeline of a run for its header, `describe` and report.html."""
+"""Describes the pipeline of a run, and layers left out, for header, `describe` and report.html."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 from jaxmoe.configs import from_json
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import ModelConfig
+from jaxmoe.training.pipeline.skipping import SkippingConfig
 from jaxmoe.training.pipeline.stages import ModelParts
 from sharding import axes as ax
 
@@ -18,7 +19,12 @@ _MOST_TICKS = 200
 
 
 def pipeline_in_words(
-    model: ModelConfig, execution: ExecutionConfig, accumulation: int, *, stages: int | None = None
+    model: ModelConfig,
+    execution: ExecutionConfig,
+    accumulation: int,
+    *,
+    stages: int | None = None,
+    skipping: SkippingConfig | None = None,
 ) -> str:
     """Return the layers of a stage, the idle share and the inputs that a stage keeps.
 
@@ -27,9 +33,11 @@ def pipeline_in_words(
         execution: Schedule, and mesh with stages.
         accumulation: Micro-batches of a step.
         stages: Stages of the mesh in use; when None those of the execution.
+        skipping: Layers that micro-batches leave out, or None.
     """
     stages, chunks = stages or execution.mesh.stage, execution.pipeline.chunks
-    schedule = execution.pipeline.schedule(stages, accumulation)
+    paths = None if skipping is None else skipping.paths(accumulation)
+    schedule = execution.pipeline.schedule(stages, accumulation, paths)
     scan = ModelParts.of(model).staged
     others = model.num_layers - scan.num_layers
     number = scan.num_layers // (stages * chunks)
@@ -48,6 +56,41 @@ def pipeline_in_words(
     )
 
 
+def saved_by_skipping(
+    skipping: SkippingConfig, execution: ExecutionConfig, accumulation: int
+) -> float:
+    """Return the share of the layers' time that the timetable saves; 0 without stages.
+
+    Args:
+        skipping: Layers that micro-batches leave out.
+        execution: Schedule, and mesh with every size filled in.
+        accumulation: Micro-batches of a step.
+    """
+    stages, paths = execution.mesh.stage, skipping.paths(accumulation)
+    if stages == 1 or paths is None:
+        return 0.0
+    tables = [execution.pipeline.schedule(stages, accumulation, some) for some in (paths, None)]
+    partial, whole = (table.seconds() for table in tables)
+    return 1.0 - partial / whole
+
+
+def skipping_in_words(
+    skipping: SkippingConfig, execution: ExecutionConfig, accumulation: int
+) -> str:
+    """Return what micro-batches leave out, and the time that this saves.
+
+    Args:
+        skipping: Layers that micro-batches leave out.
+        execution: Schedule, and mesh with every size filled in.
+        accumulation: Micro-batches of a step.
+    """
+    saved = saved_by_skipping(skipping, execution, accumulation)
+    words = f"{skipping.share_left_out:.0%} of {skipping.groups} groups of layers"
+    if execution.mesh.stage == 1:
+        return f"{words}, masked: no time saved without stages"
+    return f"{words}: {abs(saved):.0%} {'less' if saved >= 0 else 'more'} time in layers planned"
+
+
 def pipeline_of_report(
     summary: Mapping[str, Any], config: Mapping[str, Any]
 ) -> tuple[str, str] | None:
@@ -63,7 +106,10 @@ def pipeline_of_report(
     execution = from_json(ExecutionConfig, config["execution"])
     model = from_json(ModelConfig, config["model"])
     accumulation = config["training"]["accumulation"]
-    words = pipeline_in_words(model, execution, accumulation, stages=stages)
-    schedule = execution.pipeline.schedule(stages, accumulation)
+    saved = config["training"].get("skipping")
+    skipping = None if saved is None else from_json(SkippingConfig, saved)
+    words = pipeline_in_words(model, execution, accumulation, stages=stages, skipping=skipping)
+    paths = None if skipping is None else skipping.paths(accumulation)
+    schedule = execution.pipeline.schedule(stages, accumulation, paths)
     text = schedule.text() if len(schedule.ticks) <= _MOST_TICKS else ""
     return f"Stages: {words}.", text

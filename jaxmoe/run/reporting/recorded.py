@@ -13,10 +13,9 @@ import numpy as np
 
 from jaxmoe.checkpoint.migrate import migrate
 from jaxmoe.configs import from_json
-from jaxmoe.models.flops import flops_per_token
-from jaxmoe.run.assemble import make_plan
 from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.directory import RunDirectory
+from jaxmoe.run.plan import make_plan
 from jaxmoe.tracking.jsonl import Series, read_metrics
 from jaxmoe.tracking.tracker import (
     BITS_PER_BYTE,
@@ -52,8 +51,7 @@ class RecordedRun:
             config = from_json(PretrainConfig, migrate(self.config))
         except ValueError:
             return None
-        plan = make_plan(config)
-        return flops_per_token(plan.model, plan.table, config.training.sequence_length)
+        return make_plan(config).flops_per_token
 
     @property
     def bytes_per_token(self) -> float | None:

@@ -17,8 +17,9 @@ from jaxmoe.routing.balancers import conversions
 from jaxmoe.routing.telemetry import LoadWindow
 from jaxmoe.run.assemble import Assembly, describe_mesh, entropy_floor, sequence_form
 from jaxmoe.run.directory import RunDirectory
+from jaxmoe.run.replicas.workers import describe_workers
 from jaxmoe.run.reporter import Reporter
-from jaxmoe.run.workers import describe_workers
+from jaxmoe.run.reporting.pipelines import saved_by_skipping
 from jaxmoe.tracking.history import read_history
 from jaxmoe.tracking.indicators import over_layers
 from jaxmoe.tracking.stability import judge_run
@@ -30,7 +31,7 @@ from jaxmoe.tracking.tracker import (
     LOSS,
     MAX_VIOLATION,
 )
-from jaxmoe.training.throughput import peak_memory
+from jaxmoe.training.measures.throughput import peak_memory
 from pallas_kernels import OPERATIONS, Implementation
 
 _VERDICTS = {True: "bounded", False: "NOT bounded", None: "not judged"}
@@ -84,6 +85,7 @@ def summarise(
         "rollbacks": len(assembly.loader.skipped.windows),
         "mesh": describe_mesh(assembly.mesh),
         "replicas": describe_workers(assembly) if assembly.worker_training else None,
+        "skipping": _skipping(assembly),
         "implementations": implementations(assembly),
         "references_bits": dict(references),
         "bytes_per_token": assembly.source.bytes_per_token,
@@ -93,6 +95,19 @@ def summarise(
         "goodput": facts.get("goodput"),
         "warnings": facts.get("warnings", []),
         **averaged,
+    }
+
+
+def _skipping(assembly: Assembly) -> dict[str, Any] | None:
+    """Return what micro-batches leave out, and the share of the layers' time that this saves."""
+    training, execution = assembly.plan.config.training, assembly.execution
+    skipping = training.skipping
+    if skipping is None:
+        return None
+    return {
+        "groups": skipping.groups,
+        "left_out": skipping.num_left_out,
+        "time_saved": saved_by_skipping(skipping, execution, training.accumulation),
     }
 
 

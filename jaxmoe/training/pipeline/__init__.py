@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Pipelines of a model: its stages, the gradients of a step, and the recovery of lost layers."""
+"""Pipelines of a model: stages, gradients of a step, layers left out, recovery of lost layers."""
 
 from jaxmoe.training.pipeline.gradients import held_out_parts as held_out_parts
 from jaxmoe.training.pipeline.gradients import pipeline_forward as pipeline_forward

@@ -37,7 +37,7 @@ from jaxmoe.training.state import TrainState
 from pallas_kernels.backend import platform
 from sharding import axes as ax
 from sharding.constrain import reshape_to
-from sharding.pipeline import forward_schedule
+from sharding.pipeline import Paths, forward_schedule
 from sharding.pipeline.executor import PipelineSums, execute
 from sharding.regions import region
 
@@ -74,6 +74,7 @@ def pipeline_gradients(
     has_rows: bool,
     whole: Any,
     table: ParameterTable | None,
+    paths: Paths | None = None,
 ) -> Gradients:
     """Return the sums over the micro-batches of one step.
 
@@ -89,6 +90,7 @@ def pipeline_gradients(
         has_rows: Whether the cross-entropy of single rows is kept.
         whole: Gathered parameters, with a layout that gathers them once a step.
         table: Groups of the parameters; None trains all.
+        paths: Groups of layers that each micro-batch passes through; None for all.
     """
     check_pipeline(model, execution, accumulation)
     check_compiler(execution)
@@ -109,7 +111,7 @@ def pipeline_gradients(
     statistics = None
     if has_two_passes:
         statistics = _statistics(run(has_backward=False), model, execution)
-    sums = run(has_backward=True, statistics=statistics)
+    sums = run(has_backward=True, statistics=statistics, paths=paths)
     grads = _gradients(sums, model)
     losses = _losses(sums)
     return Gradients(
@@ -222,12 +224,13 @@ def _execute(
     has_backward: bool,
     statistics: RouterStatistics | None = None,
     train: bool = True,
+    paths: Paths | None = None,
 ) -> PipelineSums:
     """Execute the pipeline; parameters are cut into chunks outside of the region."""
     check_call(model, rows.about.context["tokens"][0], execution)
     stages, pipeline = execution.mesh.stage, execution.pipeline
     if has_backward:
-        schedule = pipeline.schedule(stages, micro_batches)
+        schedule = pipeline.schedule(stages, micro_batches, paths)
     else:
         schedule = forward_schedule(stages, pipeline.chunks, micro_batches)
     key_data = None if key is None else jax.random.key_data(key)

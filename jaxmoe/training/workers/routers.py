@@ -25,8 +25,7 @@ from jaxmoe.routing import RouterStatistics
 from jaxmoe.training import ObjectiveConfig
 from jaxmoe.training.accumulation import MicroBatch
 from jaxmoe.training.gradients import batch_statistics
-from jaxmoe.training.state import TrainState
-from jaxmoe.training.step import update_routers
+from jaxmoe.training.state import TrainState, update_routers
 from sharding import MeshConfig
 from sharding.constrain import without_mesh
 from sharding.workers import Workers

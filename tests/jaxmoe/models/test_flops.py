@@ -89,3 +89,10 @@ def test_flops_equal_xla_cost_analysis():
     masked = batch * length * 12 * 4 * 16 * (length / 2)
     # What is left is norms, rotations, softmax and activations.
     assert 1.0 <= counted / (ours + masked) <= 1.08
+
+
+def test_flops_of_layers_that_are_left_out_are_not_counted():
+    """Half of the longest scan: one of the two MoE layers."""
+    table = parameter_table(MODEL)
+    left_out = flops_per_token(MODEL, table, 12) - flops_per_token(MODEL, table, 12, left_out=0.5)
+    assert left_out == 6 * (ATTENTION + MOE + (4 * 2 * 6) * 2)

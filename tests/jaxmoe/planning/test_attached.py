@@ -15,7 +15,7 @@ from jaxmoe.planning.attached import memory_warning
 from jaxmoe.planning.memory import estimate_memory
 from jaxmoe.routing import METHODS
 from jaxmoe.run import Run, train
-from jaxmoe.run.assemble import make_plan
+from jaxmoe.run.plan import make_plan
 
 
 class Accelerator:

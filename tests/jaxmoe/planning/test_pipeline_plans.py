@@ -26,8 +26,9 @@ from jaxmoe.planning.sizes import Sizes
 from jaxmoe.planning.step_time import executed_flops, predict_time
 from jaxmoe.planning.traffic import step_traffic
 from jaxmoe.training.pipeline import check_pipeline
+from jaxmoe.training.pipeline.skipping import SkippingConfig
 from sharding.mesh import MeshConfig
-from sharding.pipeline import GPipeConfig, InterleavedConfig, plan_slots
+from sharding.pipeline import GPipeConfig, InterleavedConfig, choose_paths, plan_slots
 from tests.jaxmoe.planning.test_planning import WIDE, plan_of
 
 EIGHT_LAYERS = dataclasses.replace(WIDE, num_layers=8)
@@ -69,8 +70,32 @@ def test_counts_of_a_large_table_are_those_of_the_table(pipeline, stages, micro_
         heads=slots.num_heads,
         weights=sum(run.length for run in runs if schedule.kinds[-1] in run.kinds),
         deferred=slots.num_deferred,
+        hops=1,
     )
     assert idle_over_useful(pipeline, stages, micro_batches) == pytest.approx(schedule.bubble())
+
+
+def test_counts_of_a_partial_table():
+    """Each array is sent over two hops, and there are fewer ticks."""
+    paths = choose_paths(4, 37, 0.25)
+    schedule = InterleavedConfig().schedule(4, 37, paths)
+    found, whole = (counts(InterleavedConfig(), 4, 37, some) for some in (paths, None))
+    assert found.ticks == len(schedule.ticks) < whole.ticks
+    assert (found.hops, whole.hops) == (2, 1)
+    bubble = idle_over_useful(InterleavedConfig(), 4, 37, paths)
+    assert bubble == pytest.approx(schedule.bubble())
+
+
+def test_a_plan_knows_what_micro_batches_leave_out():
+    whole = staged_plan()
+    partial = dataclasses.replace(whole, skipping=SkippingConfig(groups=4))
+    found = counts(InterleavedConfig(), 4, whole.accumulation, partial.paths)
+    ticks = found.forward + found.backward
+    assert bytes_of(partial)["activations"] == 2 * ticks / 22 * bytes_of(whole)["activations"]
+    times = [predict_time(plan, CHIPS["h100"]).step for plan in (partial, whole)]
+    assert times[0] < times[1]
+    (only,) = compare_schedules(partial, CHIPS["h100"])
+    assert (only.pipeline, only.inputs) == (InterleavedConfig(), found.inputs)
 
 
 def test_bytes_between_stages_by_hand():

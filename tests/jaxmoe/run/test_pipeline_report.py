@@ -7,15 +7,20 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 
+import pytest
+
 from experiments.recipes import RECIPES
 from jaxmoe.configs import to_json
+from jaxmoe.execution import ExecutionConfig
 from jaxmoe.run.directory import RunDirectory
+from jaxmoe.run.reporting.pipelines import skipping_in_words
 from jaxmoe.run.reporting.report import write_run_report
+from jaxmoe.training.pipeline.skipping import SkippingConfig
 from sharding.mesh import MeshConfig
 from sharding.pipeline import InterleavedConfig
 
 
-def report(tmp_path, mesh, *, micro_batches=4, chunks=1):
+def report(tmp_path, mesh, *, micro_batches=4, chunks=1, skipping=None):
     """Return the page of a run without metrics."""
     config = RECIPES["tiny"]()
     execution = dataclasses.replace(
@@ -24,7 +29,9 @@ def report(tmp_path, mesh, *, micro_batches=4, chunks=1):
     config = dataclasses.replace(
         config,
         model=dataclasses.replace(config.model, num_layers=8),
-        training=dataclasses.replace(config.training, accumulation=micro_batches),
+        training=dataclasses.replace(
+            config.training, accumulation=micro_batches, skipping=skipping
+        ),
         execution=execution,
     )
     resolved = {axis: size for axis, size in mesh.resolve(8).by_axis.items() if size > 1}
@@ -43,6 +50,29 @@ def test_the_report_shows_the_schedule(tmp_path):
     assert "\nstage 3  .  .  .  F0+B0 F1+B1 F2+B2 F3+B3" in page
     page = report(tmp_path, MeshConfig(stage=2, data=4), chunks=2)
     assert "Stages: 2 with 2 chunks of 2 layers each" in page and "F0b" in page
+
+
+def test_the_report_shows_the_schedule_of_what_is_left(tmp_path):
+    page = report(tmp_path, MeshConfig(stage=4, data=-1), skipping=SkippingConfig())
+    assert "\nstage 3  .  .  F0+B0 F1+B1 F2+B2 ." in page
+
+
+@pytest.mark.parametrize(
+    ("skipping", "stages", "words"),
+    [
+        (SkippingConfig(groups=8), 8, "25% of 8 groups of layers: 20% less time in layers planned"),
+        (
+            SkippingConfig(groups=8, never=(0, 7)),
+            8,
+            "25% of 8 groups of layers: 0% less time in layers planned",
+        ),
+        (SkippingConfig(), 1, "25% of 4 groups of layers, masked: no time saved without stages"),
+        (SkippingConfig(ratio=0.1), 4, "0% of 4 groups of layers: 0% less time in layers planned"),
+    ],
+)
+def test_what_is_left_out_in_words(skipping, stages, words):
+    execution = ExecutionConfig(mesh=MeshConfig(stage=stages))
+    assert skipping_in_words(skipping, execution, 64) == words
 
 
 def test_a_long_timetable_is_left_out_of_the_report(tmp_path):

@@ -23,7 +23,7 @@ from jaxmoe.models.transformer import forward, initial_router_state
 from jaxmoe.routing import CosineTopKConfig, ExpertChoiceConfig, SoftmaxGateConfig, SoftMoEConfig
 from jaxmoe.routing.telemetry.congestion import EVERY
 from jaxmoe.scaling.initialize import parameter_table
-from jaxmoe.training.indicators import coupled_directions, update_ratios, watch_layers
+from jaxmoe.training.measures.indicators import coupled_directions, update_ratios, watch_layers
 from jaxmoe.training.state import TrainState
 from jaxmoe.training.step import make_train_step
 from sharding.distributed import global_batch

@@ -13,7 +13,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.transformer import initial_router_state
-from jaxmoe.training.dispersion import (
+from jaxmoe.training.loss import forward_and_nll
+from jaxmoe.training.measures.dispersion import (
     COSINE,
     LOSS_RANGE,
     LOSS_STD,
@@ -27,7 +28,6 @@ from jaxmoe.training.dispersion import (
     worker_devices,
     worker_losses,
 )
-from jaxmoe.training.loss import forward_and_nll
 from jaxmoe.training.state import TrainState
 from jaxmoe.training.step import make_train_step
 from sharding import MeshConfig, MoEMesh, make_mesh

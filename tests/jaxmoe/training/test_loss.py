@@ -18,8 +18,8 @@ from jaxmoe.models.config import ForwardMultipliers, ModelConfig
 from jaxmoe.precision import PrecisionPolicy
 from jaxmoe.training import NextTokenConfig
 from jaxmoe.training.cross_entropy import token_nll
-from jaxmoe.training.indicators import observe_head
 from jaxmoe.training.loss import summed_loss
+from jaxmoe.training.measures.indicators import observe_head
 from jaxmoe.training.objective import TokenGiven
 from sharding import MeshConfig, make_mesh
 from sharding.sequence_parallel import AllGatherKVConfig

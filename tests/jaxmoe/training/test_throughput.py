@@ -7,7 +7,7 @@ import inspect
 import jax
 import pytest
 
-from jaxmoe.training.throughput import (
+from jaxmoe.training.measures.throughput import (
     PEAKS,
     model_flops_utilization,
     peak_flops,

@@ -36,13 +36,20 @@ class Buffers:
         return label
 
 
+def hops(arrays, tick, stage):
+    """Hop and slot of what happens in a tick on a stage."""
+    return [
+        (hop, array[tick, stage]) for hop, array in enumerate(arrays, 1) if array[tick, stage] >= 0
+    ]
+
+
 def execute(schedule, slots):
     """Execute a schedule from its slots alone, with (group, micro-batch) labels for arrays.
 
     Returns:
         Everything done as (kind, group, micro-batch), and the buffers X, G, H and R.
     """
-    p, last = schedule.stages, schedule.num_groups - 1
+    p = schedule.stages
     x = Buffers(p, slots.num_inputs)
     g = Buffers(p, slots.num_gradients)
     h = Buffers(p, slots.num_heads)
@@ -51,24 +58,26 @@ def execute(schedule, slots):
     made = [None] * p  # gradients made in the tick before
     for t in range(len(schedule.ticks)):
         for s in range(p):
-            if slots.g_arrives[t, s] >= 0:
-                g.store(s, slots.g_arrives[t, s], made[(s + 1) % p])
-            if slots.enter_slot[t, s] >= 0:
-                x.store(s, slots.enter_slot[t, s], (0, slots.enters[t]))
-        made, sent, head = [None] * p, [None] * p, None
+            for hop, slot in hops(slots.g_arrives, t, s):
+                g.store(s, slot, made[(s + hop) % p])
+            for hop, slot in hops(slots.enter_slot, t, s):
+                x.store(s, slot, (hop - 1, int(slots.enters[hop - 1][t])))
+        made, sent, heads = [None] * p, [None] * p, {}
         for s in range(p):
             if slots.f_input[t, s] >= 0:
                 label = x.read(s, slots.f_input[t, s], is_last=not schedule.has_backward)
                 assert label == (schedule.group(s, int(slots.f_chunk[t, s])), slots.f_micro[t, s])
                 done.append(("F", *label))
-                if label[0] == last:
-                    head = label
+                after = schedule.after(*label)
+                if after == schedule.num_groups:
+                    heads[after - label[0]] = label
                 else:
-                    sent[s] = (label[0] + 1, label[1])
-        assert slots.leaves[t] == (-1 if head is None else head[1])
+                    sent[s] = (after, label[1])
+        for hop, leaves in enumerate(slots.leaves, 1):
+            assert leaves[t] == heads.get(hop, (None, -1))[1]
         for s in range(p):
-            if slots.head_in[t, s] >= 0:
-                h.store(s, slots.head_in[t, s], head)
+            for hop, slot in hops(slots.head_in, t, s):
+                h.store(s, slot, heads[hop])
             if slots.b_input[t, s] >= 0:
                 label = x.read(s, slots.b_input[t, s], is_last=True)
                 assert label == (schedule.group(s, int(slots.b_chunk[t, s])), slots.b_micro[t, s])
@@ -78,11 +87,11 @@ def execute(schedule, slots):
                 elif slots.head_out[t, s] >= 0:
                     gradient = h.read(s, slots.head_out[t, s], is_last=True)
                 else:
-                    gradient = head
+                    (gradient,) = heads.values()
                 assert gradient == label, "the gradient of another output"
                 done.append(("B", *label))
-                if label[0] > 0:
-                    made[s] = (label[0] - 1, label[1])
+                if (before := schedule.before(*label)) >= 0:
+                    made[s] = (before, label[1])
                 if slots.w_in[t, s] >= 0:
                     r.store(s, slots.w_in[t, s], label)
             if slots.w_out[t, s] >= 0:
@@ -90,8 +99,8 @@ def execute(schedule, slots):
                 assert label[0] == schedule.group(s, int(slots.w_chunk[t, s]))
                 done.append(("W", *label))
         for s in range(p):
-            if slots.arrives[t, s] >= 0:
-                x.store(s, slots.arrives[t, s], sent[(s - 1) % p])
+            for hop, slot in hops(slots.arrives, t, s):
+                x.store(s, slot, sent[(s - hop) % p])
     return done, (x, g, h, r)
 
 
@@ -106,11 +115,12 @@ def assert_slots_execute(schedule):
     assert slots.num_inputs == max(schedule.kept())
     assert not any(buffer.needed[s] for buffer in buffers for s in range(schedule.stages))
     tick_of = schedule.when
-    for names, key in (("enters", ("F", 0)), ("returns", ("B", 0))):
-        wanted = np.full(len(schedule.ticks), -1)
+    for names, key in (("enters", "F"), ("returns", "B")):
+        wanted = np.full((schedule.num_hops, len(schedule.ticks)), -1)
         for micro in range(schedule.micro_batches):
-            if (*key, micro) in tick_of:
-                wanted[tick_of[*key, micro]] = micro
+            first = schedule.path(micro)[0]
+            if (key, first, micro) in tick_of:
+                wanted[first, tick_of[key, first, micro]] = micro
         np.testing.assert_array_equal(getattr(slots, names), wanted)
     return slots
 
@@ -193,9 +203,10 @@ def test_arrays_are_int32_by_tick_and_stage():
     schedule = GPipeConfig().schedule(2, 3)
     slots = plan_slots(schedule)
     ticks = len(schedule.ticks)
-    assert slots.f_chunk.dtype == slots.enters.dtype == np.int32
-    assert slots.f_chunk.shape == slots.enter_slot.shape == (ticks, 2)
-    assert slots.enters.shape == slots.leaves.shape == slots.returns.shape == (ticks,)
+    assert slots.f_chunk.dtype == slots.enters[0].dtype == np.int32
+    assert slots.f_chunk.shape == slots.enter_slot[0].shape == (ticks, 2)
+    for (field,) in (slots.enters, slots.leaves, slots.returns):
+        assert field.shape == (ticks,)
 
 
 def test_slots_of_two_stages():
@@ -205,12 +216,12 @@ def test_slots_of_two_stages():
     assert slots.b_micro.T.tolist() == [[-1, -1, 0, 1, 2], [-1, 0, 1, 2, -1]]
     assert slots.f_input.T.tolist() == [[0, 1, 2, -1, -1], [-1, 0, 0, 0, -1]]
     assert slots.b_input.T.tolist() == [[-1, -1, 0, 1, 2], [-1, 0, 0, 0, -1]]
-    assert slots.arrives.T.tolist() == [[-1] * 5, [0, 0, 0, -1, -1]]
-    assert slots.g_arrives.T.tolist() == [[-1, -1, 0, 0, 0], [-1] * 5]
+    assert slots.arrives[0].T.tolist() == [[-1] * 5, [0, 0, 0, -1, -1]]
+    assert slots.g_arrives[0].T.tolist() == [[-1, -1, 0, 0, 0], [-1] * 5]
     assert slots.b_gradient.T.tolist() == [[-1, -1, 0, 0, 0], [-1] * 5]
-    assert slots.enter_slot.T.tolist() == [[0, 1, 2, -1, -1], [-1] * 5]
-    assert slots.enters.tolist() == [0, 1, 2, -1, -1]
-    assert slots.leaves.tolist() == [-1, 0, 1, 2, -1]
-    assert slots.returns.tolist() == [-1, -1, 0, 1, 2]
-    for unused in (slots.head_in, slots.head_out):
+    assert slots.enter_slot[0].T.tolist() == [[0, 1, 2, -1, -1], [-1] * 5]
+    assert slots.enters[0].tolist() == [0, 1, 2, -1, -1]
+    assert slots.leaves[0].tolist() == [-1, 0, 1, 2, -1]
+    assert slots.returns[0].tolist() == [-1, -1, 0, 1, 2]
+    for unused in (*slots.head_in, slots.head_out):
         assert (unused == -1).all()

@@ -15,6 +15,7 @@ from jaxmoe.routing import METHODS, CapacityConfig
 from jaxmoe.run.diagnostics.router_statistics import router_statistics
 from jaxmoe.training.evaluate import make_eval_step
 from jaxmoe.training.pipeline import check_pipeline, gradients, held_out_parts
+from jaxmoe.training.pipeline.skipping import SkippingConfig
 from sharding import MeshConfig
 from sharding.distributed import global_batch
 from sharding.expert_parallel import AllToAllConfig
@@ -33,6 +34,9 @@ DEFERRED = InterleavedConfig(weight_gradients="deferred")
 SPLIT = KernelsConfig(grouped_swiglu="reference")
 """Experts whose backward pass can be split: not the fused one that CPUs use."""
 
+HALF = SkippingConfig(groups=2, ratio=0.5)
+"""Each micro-batch passes through one of two stages."""
+
 AROUND = dataclasses.replace(
     FULL, num_layers=6, dense_layers=(1, 4), has_tied_embeddings=False, dense_dim=24
 )
@@ -46,6 +50,7 @@ class Row:
     form: str = "buffer"
     mesh: MeshConfig
     execution: dict = dataclasses.field(default_factory=dict)
+    skipping: SkippingConfig | None = None
 
 
 def _method(name):
@@ -61,8 +66,31 @@ FAST = {
         mesh=MeshConfig(stage=2, data=2, expert=2),
         execution={"pipeline": InterleavedConfig(chunks=2), "dispatcher": AllToAllConfig()},
     ),
+    "skipping": Row(mesh=MeshConfig(stage=2, data=2), skipping=HALF),
 }
 SLOW = {
+    "skipping, four stages": Row(mesh=MeshConfig(stage=4, data=2), skipping=SkippingConfig()),
+    "skipping, experts, bias": Row(
+        model=_method("loss_free"),
+        parts=2,
+        mesh=MeshConfig(stage=2, data=2, expert=2),
+        execution={"dispatcher": AllToAllConfig(), "remat": "full"},
+        skipping=HALF,
+    ),
+    "skipping, two chunks": Row(
+        mesh=MeshConfig(stage=2, data=2, tensor=2),
+        execution={"pipeline": InterleavedConfig(chunks=2), "rules": "zero2"},
+        skipping=SkippingConfig(never=(0,)),
+    ),
+    "skipping, noise and carried logits": Row(
+        model=dataclasses.replace(_method("moe_plus_plus"), num_layers=4),
+        mesh=MeshConfig(stage=4, data=2),
+        skipping=SkippingConfig(),
+    ),
+    "skipping, MoE layers around the stages": pytest.param(
+        Row(model=AROUND, mesh=MeshConfig(stage=2, data=2), skipping=HALF),
+        marks=pytest.mark.large,
+    ),
     "MoE layers around the stages": Row(
         model=AROUND, mesh=MeshConfig(stage=2, data=2), form="two_pass"
     ),
@@ -133,15 +161,20 @@ SLOW = {
 
 
 @functools.cache
-def _alone(model, parts, form):
-    return one_step.step_once(model, one_step.batch(), parts=parts, form=form)
+def _alone(model, parts, form, skipping=None):
+    return one_step.step_once(model, one_step.batch(), parts=parts, form=form, skipping=skipping)
 
 
 def _check(row):
-    wanted = _alone(row.model, row.parts, row.form)
+    wanted = _alone(row.model, row.parts, row.form, row.skipping)
     execution = ExecutionConfig(mesh=row.mesh, **row.execution)
     found = one_step.step_once(
-        row.model, one_step.batch(), parts=row.parts, form=row.form, execution=execution
+        row.model,
+        one_step.batch(),
+        parts=row.parts,
+        form=row.form,
+        execution=execution,
+        skipping=row.skipping,
     )
     for name in ("loss", "losses", "load", "router_state"):
         jax.tree.map(

@@ -19,8 +19,9 @@ from jaxmoe.models.config import (
 from jaxmoe.optim import AdamWConfig, LinearConfig, MuonHConfig
 from jaxmoe.precision import HaloConfig, PrecisionPolicy
 from jaxmoe.routing import METHODS
-from jaxmoe.run.assemble import assemble, make_plan
+from jaxmoe.run.assemble import assemble
 from jaxmoe.run.config import EvaluationConfig, PretrainConfig, TrainingConfig
+from jaxmoe.run.plan import make_plan
 from jaxmoe.scaling import HyperPConfig
 from jaxmoe.training import MaskedDiffusionConfig
 from sharding import MeshConfig, MoEMesh

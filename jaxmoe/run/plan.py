@@ -1,0 +1,120 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Turns a configuration into model, parameter table and optimiser, without any device."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import optax
+
+from jaxmoe.execution import ExecutionConfig
+from jaxmoe.models.config import ModelConfig
+from jaxmoe.models.flops import flops_per_token
+from jaxmoe.optim.schedules import Schedule
+from jaxmoe.parameters import ParameterSpec, ParameterTable
+from jaxmoe.planning.abstract_step import StepPlan
+from jaxmoe.run.config import PretrainConfig
+from jaxmoe.scaling import Budget, Parameterization
+from jaxmoe.scaling.initialize import parameter_table
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Model, parameter table and optimiser of a configuration, without any device."""
+
+    config: PretrainConfig
+    model: ModelConfig
+    """Model with the forward multipliers of the parameterisation."""
+    parameterization: Parameterization
+    table: ParameterTable
+    schedule: Schedule
+    optimizer: optax.GradientTransformation
+    raised: tuple[int, ...] = ()
+    """Steps after which the learning rate is higher for a while; see `jaxmoe/run/recovery.py`."""
+
+    def peak_rate(self, row: ParameterSpec) -> float:
+        """Return the peak learning rate of one parameter, which the schedule multiplies."""
+        return self.config.optimizer.peak_rate(row)
+
+    @property
+    def kept_steps(self) -> tuple[int, ...]:
+        """Steps whose checkpoints are saved and kept: the last before the decay of a schedule."""
+        step = self.config.schedule.stable_step(self.config.training.steps)
+        return () if step is None else (step,)
+
+    def step_plan(self, execution: ExecutionConfig) -> StepPlan:
+        """Return the train step, to be estimated or compiled without data.
+
+        Args:
+            execution: Execution with every size of the mesh filled in.
+        """
+        training = self.config.training
+        return StepPlan(
+            model=self.model,
+            table=self.table,
+            optimizer=self.optimizer,
+            optimizer_config=self.config.optimizer,
+            execution=execution,
+            batch_size=training.batch_size,
+            sequence_length=training.sequence_length,
+            accumulation=training.accumulation,
+            clip=training.clip,
+            accumulated_balance=training.accumulated_balance,
+            objective=training.objective,
+            skipping=training.skipping,
+        )
+
+    @property
+    def flops_per_token(self) -> float:
+        """FLOPs of a training step per token, without those of layers that are left out."""
+        training = self.config.training
+        left_out = 0.0 if training.skipping is None else training.skipping.share_left_out
+        length = training.sequence_length
+        return flops_per_token(self.model, self.table, length, left_out=left_out)
+
+    @property
+    def matrix_rate(self) -> float:
+        """Peak learning rate of the hidden matrices, which share one multiplier."""
+        return self.peak_rate(
+            next(row for row in self.table if row.declaration.role == "attention_in")
+        )
+
+
+def make_plan(config: PretrainConfig) -> Plan:
+    """Return model, parameter table and optimiser of a configuration; touches no device.
+
+    Args:
+        config: Configuration of a run.
+
+    Raises:
+        ValueError: Two choices do not fit each other.
+    """
+    training = config.training
+    batch_tokens = training.batch_size * training.sequence_length
+    budget = Budget(tokens=training.tokens, batch_tokens=batch_tokens)
+    parameterization = config.parameterization.build(config.model, budget, config.base)
+    table = parameter_table(parameterization.model, parameterization, config.execution.axis_rules)
+    schedule = config.schedule.build(training.steps)
+    if training.batch_ramp is not None:
+        schedule = training.batch_ramp.scaled(schedule, training.batch_sizes)
+    return Plan(
+        config=config,
+        model=parameterization.model,
+        parameterization=parameterization,
+        table=table,
+        schedule=schedule,
+        optimizer=config.optimizer.build(table, schedule),
+    )
+
+
+def describe_rates(plan: Plan) -> str:
+    """Return the peak rate of each role as text; empty if all have the rate of the optimiser."""
+    peak, rates = plan.config.optimizer.learning_rate, dict[float, set[str]]()
+    for row in plan.table:
+        rates.setdefault(plan.peak_rate(row), set()).add(row.declaration.role)
+    if set(rates) == {peak}:
+        return ""
+    each = [f"{rate:.3g} {', '.join(sorted(roles))}" for rate, roles in rates.items()]
+    here = f"{next(iter(rates)):.3g}" if len(rates) == 1 else "; ".join(each)
+    return f"{peak:g} at the base point, here {here}"

@@ -1,0 +1,135 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Leaves out layers: each micro-batch passes through some groups of layers only (SkipPipe).
+
+The longest scan of equal layers is cut into equal groups, and a micro-batch leaves out the same
+ones in every step (`sharding/pipeline/paths.py`). A layer that is left out passes the stream on. It
+has no routing statistics, no balance losses and no gradient from that micro-batch. Held-out losses
+and generation use all layers.
+
+Without stages all layers are computed and those left out are masked, which saves no time. With
+stages there is no work for them in the timetable (`sharding/pipeline/first_come.py`).
+
+Source: arXiv 2502.19913, section 4. It never leaves out the first groups; here any may be, because
+embedding and head belong to no group. A stage whose only group is never left out works on every
+micro-batch, and then no time is saved.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool
+
+from jaxmoe.execution import ExecutionConfig
+from jaxmoe.models.config import ModelConfig
+from jaxmoe.training.balance import AccumulatedBalance, has_wide_balance
+from sharding import axes as ax
+from sharding.pipeline import Paths, choose_paths
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class SkippingConfig:
+    """Layers that a micro-batch leaves out (SkipPipe)."""
+
+    ratio: float = 0.25
+    """Share of the groups that a micro-batch leaves out, rounded to whole groups."""
+    never: tuple[int, ...] = ()
+    """Groups, from 0, that no micro-batch leaves out."""
+    groups: int = 4
+    """Equal groups into which the layers are cut; on a mesh with stages execution.mesh.stage times
+    execution.pipeline.chunks."""
+
+    def __post_init__(self):
+        if not 0.0 < self.ratio <= 0.5:
+            raise ValueError(
+                f"training.skipping.ratio={self.ratio} must be above 0 and at most 0.5"
+            )
+        if self.groups < 2:
+            raise ValueError(f"training.skipping.groups={self.groups} must be at least 2")
+        choose_paths(self.groups, 1, self.ratio, self.never)  # raises where there are none
+
+    @property
+    def num_left_out(self) -> int:
+        """Number of groups that a micro-batch leaves out."""
+        return round(self.ratio * self.groups)
+
+    @property
+    def share_left_out(self) -> float:
+        """Share of the groups that a micro-batch leaves out."""
+        return self.num_left_out / self.groups
+
+    def paths(self, micro_batches: int) -> Paths | None:
+        """Return the paths of the micro-batches of a step; None if they leave out nothing.
+
+        Args:
+            micro_batches: Micro-batches of a step.
+        """
+        if self.num_left_out == 0:
+            return None
+        return choose_paths(self.groups, micro_batches, self.ratio, self.never)
+
+    def check(
+        self,
+        model: ModelConfig,
+        execution: ExecutionConfig,
+        accumulation: int,
+        balance: AccumulatedBalance = "buffer",
+    ) -> None:
+        """Check, before anything is traced, that a model can be trained with it.
+
+        Args:
+            model: Model to train.
+            execution: Mesh with every size filled in, and schedule.
+            accumulation: Micro-batches of a step.
+            balance: Form of the balance losses over micro-batches.
+
+        Raises:
+            ValueError: The groups divide neither the layers nor fit the stages, there is one
+                micro-batch, or a feature needs every layer of every micro-batch.
+        """
+        if accumulation < 2:
+            raise ValueError(
+                "training.skipping leaves out other layers in each micro-batch, and"
+                f" training.accumulation is {accumulation}: set it to 2 or more"
+            )
+        (scan,) = (scan for scan in model.scans if scan.axis == ax.LAYERS)
+        if scan.length % self.groups:
+            kind = "periods of layers" if scan.is_cycle else "equal layers"
+            raise ValueError(
+                f"training.skipping.groups={self.groups} must divide the {scan.length} {kind} of"
+                f" {scan.name}"
+            )
+        stages, chunks = execution.mesh.stage, execution.pipeline.chunks
+        if stages > 1:
+            if self.groups != stages * chunks:
+                raise ValueError(
+                    f"training.skipping.groups={self.groups} must be execution.mesh.stage x"
+                    f" execution.pipeline.chunks = {stages} x {chunks}: set it to"
+                    f" {stages * chunks}, or other stages or chunks"
+                )
+            execution.pipeline.check_paths()
+        if balance == "two_pass" and has_wide_balance(model):
+            raise ValueError(
+                "training.accumulated_balance=two_pass takes balance losses of whole batches, and"
+                " with training.skipping layers see parts of them: set it to buffer"
+            )
+        if execution.telemetry == "detailed":
+            raise ValueError(
+                "execution.telemetry=detailed observes every layer, and training.skipping leaves"
+                " out some: set it to brief"
+            )
+
+
+def kept_groups(
+    skipping: SkippingConfig | None, accumulation: int
+) -> Bool[Array, "m groups"] | None:
+    """Return which groups each micro-batch passes through; None for all.
+
+    Args:
+        skipping: Layers that are left out, or None.
+        accumulation: Micro-batches of a step.
+    """
+    paths = None if skipping is None else skipping.paths(accumulation)
+    return None if paths is None else jnp.asarray(paths)

@@ -1,0 +1,74 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Chooses the groups of layers that each micro-batch passes through, in a partial pipeline.
+
+With k of F groups left out, counted without those that are never left out, micro-batch i leaves out
+
+    group j    where (j - i) k mod F < k
+
+Each micro-batch leaves out k groups that lie F / k apart, and the next one leaves out those after
+them. So no path leaves out two neighbouring groups if k is at most F / 2, each group is left out
+equally often, within 1, in any run of micro-batches, and the work of a stage arrives evenly.
+
+Source: SkipPipe (arXiv 2502.19913), which searches for such paths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+Paths = tuple[tuple[bool, ...], ...]
+"""Whether each micro-batch passes through each group: [micro-batches][groups]."""
+
+
+def choose_paths(groups: int, micro_batches: int, ratio: float, never: Sequence[int] = ()) -> Paths:
+    """Return the paths of the micro-batches of a step.
+
+    Args:
+        groups: Equal groups of layers.
+        micro_batches: Micro-batches of a step.
+        ratio: Share of the groups that a micro-batch leaves out, rounded to whole groups.
+        never: Groups that no micro-batch leaves out.
+
+    Raises:
+        ValueError: `never` has a group that does not exist, a path would leave out two neighbouring
+            groups, or a group would be on no path.
+    """
+    unknown = sorted(group for group in set(never) if not 0 <= group < groups)
+    if unknown:
+        raise ValueError(
+            f"training.skipping.never={tuple(never)} has the group {unknown[0]}, and"
+            f" training.skipping.groups={groups} are numbered 0 to {groups - 1}"
+        )
+    left_out = round(ratio * groups)
+    free = [group for group in range(groups) if group not in never]
+    if left_out >= max(len(free), 1) or _has_neighbours(free, left_out):
+        raise ValueError(
+            f"training.skipping.ratio={ratio} leaves out {left_out} of"
+            f" training.skipping.groups={groups}, of which {len(free)} may be left out"
+            f" (training.skipping.never={tuple(never)}), and no two neighbours at once: choose a"
+            " smaller ratio, or fewer groups in never"
+        )
+    places = {group: place for place, group in enumerate(free)}
+    return tuple(
+        tuple(
+            group not in places or not _is_left_out(places[group], micro, left_out, len(free))
+            for group in range(groups)
+        )
+        for micro in range(micro_batches)
+    )
+
+
+def _is_left_out(place: int, micro: int, left_out: int, free: int) -> bool:
+    """Return whether a micro-batch leaves out the group at a place among the free ones."""
+    return (place - micro) * left_out % free < left_out
+
+
+def _has_neighbours(free: list[int], left_out: int) -> bool:
+    """Return whether some path leaves out two neighbouring groups."""
+    return any(
+        after == before + 1
+        and all(_is_left_out(place, micro, left_out, len(free)) for place in (at, at + 1))
+        for at, (before, after) in enumerate(zip(free, free[1:], strict=False))
+        for micro in range(len(free))
+    )
