@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.parameters import ParameterTable
-from jaxmoe.replicas.base import ReplicasBase
+from jaxmoe.replicas.base import ReplicasBase, TrainingFacts
 from jaxmoe.replicas.fragments import Fragment, Leaf
 from jaxmoe.replicas.method import Method, Talk, begin, begin_outer
 from jaxmoe.training.state import TrainState
@@ -73,7 +73,7 @@ class WorkerTraining:
 
     @classmethod
     def of(
-        cls, config: ReplicasBase, table: ParameterTable, execution: ExecutionConfig
+        cls, config: ReplicasBase, table: ParameterTable, execution: ExecutionConfig, steps: int
     ) -> WorkerTraining:
         """Return the method of a config.
 
@@ -81,6 +81,7 @@ class WorkerTraining:
             config: Method.
             table: Parameters.
             execution: Execution with every size of the mesh filled in.
+            steps: Steps of the run.
 
         Raises:
             ValueError: The mesh has places for another number of workers, or the layout of the
@@ -118,7 +119,7 @@ class WorkerTraining:
             )
             for row in table.trained_rows
         ]
-        method = config.build(leaves)
+        method = config.build(TrainingFacts(leaves, number, steps))
         return cls(
             method=method,
             workers=Workers(number, places > 1),

@@ -21,7 +21,7 @@ from jaxtyping import Array, Int
 
 from jaxmoe.data.batch import Batch
 from jaxmoe.replicas.fragments import Fragment
-from jaxmoe.replicas.method import Talk, merge, send
+from jaxmoe.replicas.method import Talk, mask_foreign, merge, send
 from jaxmoe.training.state import TrainState
 from jaxmoe.training.step import CheckedStep, StepMetrics, TrainStep
 from jaxmoe.training.workers.state import WorkerStates, WorkerTraining, flat, nested
@@ -80,12 +80,37 @@ def local_steps(
         rng = jax.random.wrap_key_data(shared["key"])
         before = TrainState(step=shared["step"], rng=rng, **own)
         first = number * rows.tokens.shape[0]
-        after, metrics, _ = step(before, rows, first)
+        if training.method.trains is None:
+            after, metrics, _ = step(before, rows, first)
+        else:
+            after, metrics = _step_of_own(step, training, number, before, rows, first)
         return {name: getattr(after, name) for name in fields}, metrics
 
     rows = training.workers.rows(jax.tree.map(jnp.asarray, batch))
     own, metrics = training.workers.each(one)(own, rows, shared)
     return replace(state, step=state.step + 1, local=replace(local, **own)), metrics
+
+
+def _step_of_own(
+    step: TrainStep,
+    training: WorkerTraining,
+    number: Int[Array, ""],
+    state: TrainState,
+    rows: Batch,
+    first: Any,
+) -> tuple[TrainState, StepMetrics]:
+    """Return the state after a step that leaves the parameters of other workers as they are."""
+
+    def own(tree: Any, otherwise: Any) -> Any:
+        arrays, others = flat(tree), flat(otherwise)
+        trained = {path: arrays[path] for path in training.leaves}
+        masked = mask_foreign(training.method, training.leaves, number, trained, others)
+        return nested(arrays | masked)
+
+    weight, summed, losses = step.gradients(state, rows, first)
+    grads = own(summed.grads, jax.tree.map(jnp.zeros_like, summed.grads))
+    after, metrics, _ = step.finish(state, weight, replace(summed, grads=grads), losses)
+    return replace(after, params=own(after.params, state.params)), metrics
 
 
 def exchange_now(training: WorkerTraining, state: TrainState) -> TrainState:
@@ -172,6 +197,7 @@ def _merge(
         slow,
         state.opt_state[number] if method.is_shared else None,
         training.workers,
+        number=method.timing.round(number, state.step - method.timing.delay),
     )
     state = _with_talk(state, number, talk)
     state = replace(
