@@ -9,10 +9,11 @@ tests/test_architecture.py, a row in METHODS of tests/jaxmoe/replicas/test_metho
 
 from jaxmoe.configs import registry_of
 from jaxmoe.replicas.diloco import DiLoCoConfig as DiLoCoConfig
+from jaxmoe.replicas.sparse import SparseConfig as SparseConfig
 from jaxmoe.replicas.streaming import StreamingConfig as StreamingConfig
 from jaxmoe.replicas.synchronous import SynchronousConfig as SynchronousConfig
 
-ReplicasConfig = SynchronousConfig | DiLoCoConfig | StreamingConfig
+ReplicasConfig = SynchronousConfig | DiLoCoConfig | StreamingConfig | SparseConfig
 """How the workers of a run communicate."""
 
 REPLICAS = registry_of(ReplicasConfig)

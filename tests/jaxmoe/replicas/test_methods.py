@@ -13,7 +13,7 @@ import numpy as np
 import optax
 import pytest
 
-from jaxmoe.replicas import REPLICAS, DiLoCoConfig, StreamingConfig
+from jaxmoe.replicas import REPLICAS, DiLoCoConfig, SparseConfig, StreamingConfig
 from jaxmoe.replicas.cost import cost
 from tests.support import worker_runs as wr
 
@@ -50,6 +50,11 @@ METHODS = {
         ),
         usual=StreamingConfig(every=4, fragments=2, delay=3),
         alone=StreamingConfig(every=4, fragments=2, delay=3, keep=1.0),
+    ),
+    "sparse": Row(
+        degenerate=SparseConfig(every=1, kept=4096, values="float32"),
+        usual=SparseConfig(every=3, kept=1024),
+        is_equal_after=(3, 6, 9, 12),
     ),
 }
 
