@@ -36,6 +36,8 @@ class About(NamedTuple):
     """Logical axes of the parameter."""
     split: tuple[tuple[str, ...], ...]
     """Mesh axes that split each dimension of the parameter."""
+    is_spread: bool = False
+    """Whether each worker has its own devices; under `vmap` a permute needs all workers."""
 
 
 class Exchange(NamedTuple):

@@ -143,7 +143,10 @@ def send(
             one = jax.random.fold_in(key, index)
             message = anchor - x if method.anchor == "sent" else x
             payload, codec[path] = codec_of.encode(message, state.codec[path], one)
-            about = About(number, one, workers.axis, workers.number, leaf.axes, splits[path])
+            about = About(
+                *(number, one, workers.axis, workers.number),
+                *(leaf.axes, splits[path], workers.is_spread),
+            )
             mixed[path], exchange[path] = exchange_of.mix(
                 payload, codec_of.decode, anchor, about, state.exchange[path]
             )

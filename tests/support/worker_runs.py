@@ -93,7 +93,17 @@ def new_state(params, inner):
     )
 
 
-def train(config, *, steps=STEPS, inner=SGD, params=None, workers=WORKERS, watch=None, state=None):
+def train(
+    config,
+    *,
+    steps=STEPS,
+    inner=SGD,
+    params=None,
+    workers=WORKERS,
+    watch=None,
+    state=None,
+    run=None,
+):
     """State of all workers after some steps.
 
     Args:
@@ -104,8 +114,9 @@ def train(config, *, steps=STEPS, inner=SGD, params=None, workers=WORKERS, watch
         workers: number of workers.
         watch: called with the state after every step.
         state: state to go on from; a new one when None.
+        run: steps of the whole run that the method is built for; `steps` when None.
     """
-    training = training_of(config, workers, steps)
+    training = training_of(config, workers, run or steps)
     if state is None:
         state = training.begin(new_state(parameters() if params is None else params, inner))
     step = jax.jit(functools.partial(one_step, training, inner))
