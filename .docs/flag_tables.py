@@ -34,6 +34,7 @@ COMMANDS = {
     "doctor": "experiments.doctor.__main__:DoctorConfig",
     "launch": "experiments.launch.__main__:LaunchConfig",
     "launch --supervise": "experiments.launch.supervise:SuperviseConfig",
+    "launch --islands": "experiments.launch.islands:IslandsConfig",
     "transfer": "experiments.studies.transfer.config:TransferConfig",
     "gates": "experiments.studies.gates.config:GatesConfig",
     "routers": "experiments.studies.routers.config:RoutersConfig",

@@ -64,7 +64,7 @@ OPTIONAL_PACKAGES = (
 # The packages of jaxmoe from the lowest to the highest: a package imports lower ones only.
 ORDER = (
     *("errors", "configs", "field_docs", "disk", "json_bounds", "optional", "state_tree"),
-    *("fingerprints", "messages", "processor"),
+    *("fingerprints", "messages", "processor", "islands"),
     *("declarations", "parameters", "precision", "execution", "routing", "layers", "models"),
     *("optim", "scaling", "data", "replicas", "training", "checkpoint", "generation", "tracking"),
     *("resilience", "planning", "serve", "run"),

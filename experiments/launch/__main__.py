@@ -12,11 +12,14 @@ r"""Writes the files that start a command on every host of a cluster, or supervi
         --command "python3 -m experiments.pretrain d16 --run.directory /mnt/runs/d16"
     python -m experiments.launch --supervise --processes 4 \
         --command "python -m experiments.pretrain --run.directory runs/pretrain/four"
+    python -m experiments.launch --islands 4 \
+        --command "python -m experiments.pretrain --run.directory runs/pretrain/four"
 
 Writes a script for sbatch, a JobSet for GKE, or a script around gcloud, and a `summary.json`, into
 `--run.directory`; files of an earlier launch that differ are replaced with `--run.replace True`
-only. JAX reads the addresses of its processes from the cluster's environment. The last form starts
-the processes itself, and restarts them when one is lost: see `--supervise --help`.
+only. JAX reads the addresses of its processes from the cluster's environment. The last two forms
+start the processes themselves, and restart them when one is lost: see `--supervise --help` for the
+processes of one run, `--islands 4 --help` for replicas that are jobs of their own.
 
 A job that ended with 75 (saved after SIGTERM) is restarted where the cluster can do so; one that
 ended with 2 or 3 (bad configuration, diverged) is not.
@@ -31,7 +34,7 @@ from experiments.cli import flags
 from experiments.cli.exit import run_command
 from experiments.cli.exit_codes import ExitCode
 from experiments.cli.output import write
-from experiments.launch import supervise
+from experiments.launch import islands, supervise
 from experiments.launch.config import LaunchConfig
 from jaxmoe.run.directory import RunDirectory
 
@@ -40,6 +43,8 @@ def main(argv: Sequence[str]) -> int:
     """Run the command and return its exit code."""
     if "--supervise" in argv:
         return supervise.main([word for word in argv if word != "--supervise"])
+    if any(word.partition("=")[0] == "--islands" for word in argv):
+        return islands.main(argv)
     prog = "python -m experiments.launch"
     with flags.exit_on_bad_configuration():
         config = flags.parse_flags(LaunchConfig(), argv, prog, __doc__ or "")

@@ -38,7 +38,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import Any, TextIO
 
@@ -138,15 +138,45 @@ def main(argv: Sequence[str]) -> int:
         directory = RunDirectory(config.run.directory or f"runs/launch/{config.run.name}")
         directory.check_free_of_runs()
         directory.acquire()
+    with Signals() as signals:
+        ended = supervise(config, directory, signals)
+    directory.release()
+    return ended.code
+
+
+def supervise(
+    config: SuperviseConfig,
+    directory: RunDirectory,
+    signals: Signals,
+    *,
+    name: str = "supervisor",
+    environment: Mapping[str, str] | None = None,
+    is_shown: bool = True,
+    is_wanted: Callable[[], bool] = lambda: True,
+) -> Ended:
+    """Start the processes until they end for good; return how.
+
+    Args:
+        config: Processes and limits of restarts.
+        directory: Held directory of the logs and of summary.json.
+        signals: Signals that are forwarded.
+        name: Name in messages.
+        environment: Variables of the processes beside those of this process.
+        is_shown: Whether the output of the first process is printed.
+        is_wanted: Returns whether a restart is of use.
+    """
     starts: list[dict[str, Any]] = []
     restarts = 0
-    with _Signals() as signals, memory_directories(config.snapshots, config.here) as memory:
+    with memory_directories(config.snapshots, config.here) as memory:
         while True:
-            ended = _Start(config, directory.path, memory, len(starts), signals).wait()
+            start = _Start(
+                config, directory.path, memory, len(starts), signals, environment or {}, is_shown
+            )
+            ended = start.wait()
             starts.append(dataclasses.asdict(ended))
             is_final = ended.code in FINAL or signals.number is not None
             restarts = 0 if ended.seconds >= config.steady else restarts
-            may_restart = not is_final and restarts < config.max_restarts
+            may_restart = not is_final and restarts < config.max_restarts and is_wanted()
             directory.write_summary(
                 {
                     "status": "running" if may_restart else "ended",
@@ -159,16 +189,13 @@ def main(argv: Sequence[str]) -> int:
             if not may_restart:
                 break
             restarts += 1
-            write(f"supervisor: {ended.cause}; start {len(starts) + 1} follows")
-    directory.release()
+            write(f"{name}: {ended.cause}; start {len(starts) + 1} follows")
     if ended.code != ExitCode.DONE:
-        write(
-            f"supervisor: {ended.cause}; ended after {len(starts)} start{'s' * (len(starts) != 1)}"
-        )
-    return ended.code
+        write(f"{name}: {ended.cause}; ended after {len(starts)} start{'s' * (len(starts) != 1)}")
+    return ended
 
 
-class _Signals:
+class Signals:
     """Notes SIGTERM and Ctrl-C, and forwards them to the running processes."""
 
     def __init__(self) -> None:
@@ -177,7 +204,7 @@ class _Signals:
         self._reached: list[subprocess.Popen[str]] = []
         self._previous: dict[int, Any] = {}
 
-    def __enter__(self) -> _Signals:
+    def __enter__(self) -> Signals:
         for number in (signal.SIGTERM, signal.SIGINT):
             self._previous[number] = signal.signal(number, self._pass_on)
         return self
@@ -196,9 +223,13 @@ class _Signals:
         if self.number is not None and process not in self._reached:
             process.send_signal(self.number)
 
-    def forget(self) -> None:
-        """Stop forwarding, because the processes of a start have ended."""
-        self._running, self._reached = [], []
+    def forget(self, processes: Sequence[subprocess.Popen[str]]) -> None:
+        """Stop forwarding to processes of a start that has ended.
+
+        Args:
+            processes: Ended processes.
+        """
+        self._running = [process for process in self._running if process not in processes]
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
         del frame
@@ -217,12 +248,14 @@ class _Start:
         directory: pathlib.Path,
         memory: Mapping[int, pathlib.Path],
         start: int,
-        signals: _Signals,
+        signals: Signals,
+        environment: Mapping[str, str],
+        is_shown: bool,
     ):
-        self._config, self._signals = config, signals
+        self._config, self._signals, self._is_shown = config, signals, is_shown
         self._began = self._heard = time.monotonic()
         self._readers: list[threading.Thread] = []
-        environment = dict(os.environ)
+        environment = {**os.environ, **environment}
         if config.total > 1:
             environment |= {
                 "JAX_COORDINATOR_ADDRESS": config.coordinator or f"127.0.0.1:{_free_port()}",
@@ -261,7 +294,7 @@ class _Start:
             codes = [process.poll() for process in self._running]
             bad = {index: code for index, code in enumerate(codes) if code}
             if bad:
-                return self._end(min(bad, key=lambda index: _consequence(bad[index])))
+                return self._end(min(bad, key=lambda index: consequence(bad[index])))
             if all(code == 0 for code in codes):
                 return self._ended(ExitCode.DONE, "done")
             silent = time.monotonic() - self._heard
@@ -278,10 +311,10 @@ class _Start:
             process.wait()
         codes = {index: process.returncode for index, process in enumerate(self._running)}
         if (
-            _consequence(codes[first]) == _FOLLOWED
+            consequence(codes[first]) == _FOLLOWED
         ):  # the process that failed first may have ended since
             bad = [index for index, code in codes.items() if code and index not in killed]
-            first = min(bad, key=lambda index: (_consequence(codes[index]), index != first))
+            first = min(bad, key=lambda index: (consequence(codes[index]), index != first))
         code, process = codes[first], self._config.here[first]
         if code < 0:
             return self._ended(128 - code, f"process {process} was killed by {_name(-code)}")
@@ -304,7 +337,7 @@ class _Start:
         for process, reader in zip(self._running, self._readers, strict=True):
             process.wait()
             reader.join(timeout=5)
-        self._signals.forget()
+        self._signals.forget(self._running)
         return Ended(int(code), cause, time.monotonic() - self._began)
 
     def _read(self, process: subprocess.Popen[str], log: pathlib.Path, index: int) -> None:
@@ -313,14 +346,14 @@ class _Start:
             for line in process.stdout:
                 self._heard = time.monotonic()
                 _append(file, line)
-                if index == self._config.first_process:
+                if self._is_shown and index == self._config.first_process:
                     write(line.rstrip("\n"))
 
 
 _FOLLOWED = 3
 
 
-def _consequence(code: int) -> int:
+def consequence(code: int) -> int:
     """Rank an exit code by how likely the process only followed the failure of another."""
     if code in FINAL:
         return 0

@@ -43,6 +43,7 @@ ADDED: tuple[Added, ...] = (
     Added("execution.pipeline[interleaved].weight_gradients", "at_once"),
     Added("checkpoint.on_lost_stage", "fail"),
     Added("checkpoint.recovery_steps", 100),
+    Added("replicas", {"kind": "none"}),
 )
 """Fields in the order in which they were added."""
 

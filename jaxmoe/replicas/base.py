@@ -40,6 +40,14 @@ class ReplicasBase(ABC):
         if self.workers is not None and self.workers < 1:
             raise ValueError(f"replicas.workers={self.workers} must be at least 1, or None")
 
+    def num_workers(self, places: int) -> int:
+        """Return the number of workers.
+
+        Args:
+            places: Size of mesh.replica.
+        """
+        return places if self.workers is None else self.workers
+
     @abstractmethod
     def build(self, facts: TrainingFacts) -> Method:
         """Return the method for a run.

@@ -51,6 +51,8 @@ class Exchange(NamedTuple):
     """Whether the pseudo-gradient is equal on all workers."""
     copies: Callable[[int], float] = lambda workers: 2 * (workers - 1) / workers
     """Number of workers -> payloads that a worker sends in a mean exchange."""
+    is_mean: bool = False
+    """Whether the pseudo-gradient is the mean of the decoded messages."""
 
 
 def no_state(x: Array) -> tuple[()]:
@@ -68,7 +70,7 @@ def mean() -> Exchange:
     def mix(payload: Payload, decode: Decode, slow: Array, about: About, state: Any) -> Any:
         return jax.lax.psum(decode(payload, slow), about.axis) / about.workers, state
 
-    return Exchange(init=no_state, mix=mix)
+    return Exchange(init=no_state, mix=mix, is_mean=True)
 
 
 def gathered_mean(reduce: Literal["workers", "senders"] = "workers") -> Exchange:
@@ -96,7 +98,12 @@ def gathered_mean(reduce: Literal["workers", "senders"] = "workers") -> Exchange
         (total, count), _ = jax.lax.scan(add, sums, gathered)
         return (total / jnp.maximum(count, 1)).astype(slow.dtype), state
 
-    return Exchange(init=no_state, mix=mix, copies=lambda workers: workers - 1)
+    return Exchange(
+        init=no_state,
+        mix=mix,
+        copies=lambda workers: workers - 1,
+        is_mean=reduce == "workers",
+    )
 
 
 def gather_around(payload: Payload, about: About) -> Payload:

@@ -72,8 +72,6 @@ class Talk:
     """{path: state} of each worker, [R ...]."""
     exchange: Any
     """{path: state} of each worker, [R ...]."""
-    arrived: Any
-    """{path: pseudo-gradient} that waits to be merged; None without delay."""
     slow: Any
     """{path: slow parameters} of each worker, [R ...]; None if they are shared."""
     outer: Any
@@ -92,11 +90,9 @@ def begin(method: Method, leaves: Mapping[str, Leaf], params: Arrays, workers: W
     exchanges = {path: method.exchange(leaves[path]) for path in params}
     codecs = {path: method.codec(leaves[path]) for path in params}
     own = workers.stack(dict(params))
-    zeros = jax.tree.map(jnp.zeros_like, dict(params) if method.is_shared else own)
     return Talk(
         codec=workers.stack({path: codecs[path].init(x) for path, x in params.items()}),
         exchange=workers.stack({path: exchanges[path].init(x) for path, x in params.items()}),
-        arrived=zeros if method.timing.delay else None,
         slow=None if method.is_shared else own,
         outer=None if method.is_shared else begin_outer(method, own),
     )
@@ -154,7 +150,7 @@ def send(
         return ((mixed, after), ()) if own["slow"] is not None else (((), after), mixed)
 
     def state_of(codec: Any, exchange: Any) -> Talk:
-        return Talk(codec=codec, exchange=exchange, arrived=None, slow=None, outer=None)
+        return Talk(codec=codec, exchange=exchange, slow=None, outer=None)
 
     state = state_of(talk.codec, talk.exchange)
     own = {"params": dict(params), "talk": state, "slow": talk.slow}

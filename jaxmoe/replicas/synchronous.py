@@ -14,3 +14,8 @@ class SynchronousConfig:
 
     name: ClassVar[str] = "none"
     exchanges: ClassVar[Literal["nothing", "parameters", "gradients"]] = "nothing"
+
+    def num_workers(self, places: int) -> int:
+        """Return 1: all devices train one copy of the parameters."""
+        del places
+        return 1

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Generator, Iterator
+import functools
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ from jax.sharding import Mesh
 
 from jaxmoe.data import Batch, DataConfig, Loader, Source, check_hosts, evaluation_batches
 from jaxmoe.execution import ExecutionConfig
+from jaxmoe.islands.config import VARIABLE, IslandConfig
 from jaxmoe.layers.feed_forwards.moe.layout import check_dispatcher
 from jaxmoe.layers.sequences import check_rows, choose_form
 from jaxmoe.models.config import ModelConfig
@@ -27,9 +29,11 @@ from jaxmoe.scaling.initialize import parameter_table
 from jaxmoe.training.batch_ramp import accumulation_of
 from jaxmoe.training.pipeline import check_pipeline
 from jaxmoe.training.state import TrainState, init_state
+from jaxmoe.training.step import CheckedStep, TrainStep
+from jaxmoe.training.workers import WorkerTraining, jitted_step, training_of
 from sharding import axes as ax
 from sharding.distributed import batch_part, global_batch
-from sharding.mesh import make_mesh
+from sharding.mesh import MeshConfig, make_mesh
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -95,9 +99,96 @@ class Assembly:
     mesh: Mesh
     source: Source
     loader: Loader
+    island: IslandConfig | None = None
+    """This job as one of several islands; None for a job that has all workers."""
+
+    def step(self, accumulation: int | None = None) -> TrainStep:
+        """Return the step of the run, or of one worker.
+
+        Args:
+            accumulation: Micro-batches of a step; those of the config when None.
+        """
+        plan, training = self.plan, self.plan.config.training
+        return TrainStep(
+            model=plan.model,
+            optimizer=plan.optimizer,
+            execution=self.execution,
+            accumulation=training.accumulation if accumulation is None else accumulation,
+            clip=training.clip,
+            accumulated_balance=training.accumulated_balance,
+            objective=training.objective,
+            max_norm_ratio=training.max_norm_ratio,
+            workers=self.num_compared if plan.config.replicas.exchanges == "nothing" else 1,
+            table=plan.table,
+        )
+
+    @property
+    def num_compared(self) -> int:
+        """Number of parts of a batch whose losses are compared: those of devices, or workers."""
+        mesh, replicas = self.execution.mesh, self.plan.config.replicas
+        if replicas.exchanges == "nothing":
+            return mesh.batch_shards
+        return replicas.num_workers(mesh.replica) if self.island is None else 1
+
+    @functools.cached_property
+    def worker_training(self) -> WorkerTraining | None:
+        """Method with which workers communicate; None for ordinary steps."""
+        plan = self.plan
+        return training_of(
+            plan.config.replicas,
+            plan.table,
+            self.step(),
+            self._member,
+            steps=plan.config.training.steps,
+        )
+
+    def jitted_step(self, accumulation: int) -> CheckedStep:
+        """Return the jitted step of the run; it donates its state.
+
+        Args:
+            accumulation: Micro-batches of a step.
+        """
+        plan = self.plan
+        step = self.step(accumulation)
+        return jitted_step(
+            plan.config.replicas, plan.table, step, self._member, steps=plan.config.training.steps
+        )
+
+    @property
+    def _member(self) -> int | None:
+        """Number of this island among those that share a batch."""
+        return None if self.island is None else self.island.member % self.island.of
+
+    @property
+    def batch_part(self) -> tuple[int, int]:
+        """Part of every batch that this process reads, and the number of parts."""
+        if self.island is not None:
+            return self.island.member % self.island.of, self.island.of
+        return batch_part(self.mesh)
+
+    @functools.cached_property
+    def publish(self) -> Callable[[TrainState], TrainState] | None:
+        """Function that brings the parameters up to date that the world sees; None where every
+        step does."""
+        training = self.worker_training
+        if training is None or training.method.is_shared:
+            return None
+        return jax.jit(training.publish, donate_argnums=0)
 
     def new_state(self) -> TrainState:
         """Return the state before the first step."""
+        return self.with_workers(self.new_world())
+
+    def with_workers(self, state: TrainState) -> TrainState:
+        """Return a state without workers as that of equal workers, if the run has any."""
+        training = self.worker_training
+        if training is None:
+            return state
+        with jax.set_mesh(self.mesh):
+            return jax.jit(training.begin)(state)
+
+    def new_world(self) -> TrainState:
+        """Return the state before the first step, without workers."""
         key = jax.random.key(self.plan.config.training.seed)
         return init_state(
             self.plan.model,
@@ -111,13 +202,13 @@ class Assembly:
 
     def batch(self, step: int) -> Batch:
         """Return the training batch of one step, on the devices."""
-        index, count = batch_part(self.mesh)
+        index, count = self.batch_part
         rows = self.loader.batch(step, process_index=index, process_count=count)
         return global_batch(rows, self.mesh)
 
     def batches(self, first_step: int) -> Generator[Batch, None, None]:
         """Yield training batches on the devices from a step on; rows are read ahead."""
-        index, count = batch_part(self.mesh)
+        index, count = self.batch_part
         last_step = self.plan.config.training.steps
         rows = self.loader.iterate(first_step, last_step, process_index=index, process_count=count)
         with contextlib.closing(rows):
@@ -166,7 +257,11 @@ def make_plan(config: PretrainConfig) -> Plan:
 
 
 def assemble(
-    config: PretrainConfig, *, data: DataConfig | None = None, needs_data: bool = True
+    config: PretrainConfig,
+    *,
+    data: DataConfig | None = None,
+    needs_data: bool = True,
+    trains: bool = False,
 ) -> Assembly:
     """Return everything a run needs, after all checks that need no compilation.
 
@@ -175,6 +270,7 @@ def assemble(
         data: Config to read the data with, such as one with a copy of the tokenizer; that of the
             run when None.
         needs_data: Whether rows will be read; False reads the tokenizer alone where it can.
+        trains: Whether the run is trained, so that an island takes its part of each batch.
 
     Raises:
         ValueError: Sizes do not divide, the vocabulary is too small for the data, there are too few
@@ -192,6 +288,7 @@ def assemble(
     for _, rows in training.batch_sizes.stages:
         number = accumulation_of(rows, training.batch_size, training.accumulation)
         check_pipeline(plan.model, execution, number)
+    _check_workers(plan.config, mesh_config.replica)
     if execution.mesh.stage > 1 and (every := config.watch.gradients_every):
         raise ValueError(
             f"watch.gradients_every={every} compares gradients of whole layers, and"
@@ -237,11 +334,73 @@ def assemble(
         seed=training.seed,
         batch_sizes=training.batch_sizes if training.batch_ramp else None,
     )
-    index, count = batch_part(mesh)
+    assembly = Assembly(
+        plan=plan,
+        execution=execution,
+        mesh=mesh,
+        source=source,
+        loader=loader,
+        island=IslandConfig.from_environment() if trains else None,
+    )
+    if assembly.island is not None:
+        _check_island(config, assembly.island, mesh_config)
+    index, count = assembly.batch_part
     check_hosts(loader, process_index=index, process_count=count)
-    assembly = Assembly(plan=plan, execution=execution, mesh=mesh, source=source, loader=loader)
     assembly.held_out()  # raises if there are too few held-out data
     return assembly
+
+
+def _check_island(config: PretrainConfig, island: IslandConfig, mesh: MeshConfig) -> None:
+    """Refuse what a run whose replicas are jobs of their own cannot do."""
+    where = f"{VARIABLE} makes this run island {island.member} of {island.of}"
+    if config.replicas.exchanges != "parameters":
+        raise ValueError(
+            f"{where}, and replicas {config.replicas.name!r} exchanges {config.replicas.exchanges}:"
+            " choose replicas:diloco"
+        )
+    if mesh.replica > 1 or jax.process_count() > 1:
+        raise ValueError(
+            f"{where}, and an island is one worker in one process: execution.mesh.replica="
+            f"{mesh.replica} must be 1, and {jax.process_count()} processes must be 1"
+        )
+    parts = island.of * config.training.accumulation
+    if config.training.batch_size % (parts * mesh.batch_shards):
+        raise ValueError(
+            f"{where}: training.batch_size={config.training.batch_size} must be divisible by the"
+            f" islands times micro-batches times devices that share a batch"
+            f" ({parts * mesh.batch_shards})"
+        )
+    if config.checkpoint.recompute:
+        raise ValueError(
+            f"{where}, and checkpoint.recompute={config.checkpoint.recompute} repeats steps with"
+            " their exchanges: set checkpoint.recompute to 0"
+        )
+
+
+def _check_workers(config: PretrainConfig, places: int) -> None:
+    """Refuse batches that workers cannot share, and features that need one state."""
+    replicas, training = config.replicas, config.training
+    if replicas.exchanges == "nothing":
+        return
+    number = replicas.num_workers(places)
+    for _, rows in training.batch_sizes.stages:
+        accumulation = accumulation_of(rows, training.batch_size, training.accumulation)
+        if rows % (number * accumulation):
+            raise ValueError(
+                f"training.batch_size={rows} must be divisible by the {number} workers of replicas"
+                f" {replicas.name!r} times training.accumulation={accumulation}: choose a multiple"
+                f" of {number * accumulation}"
+            )
+    if config.checkpoint.on_lost_stage == "average":
+        raise ValueError(
+            "checkpoint.on_lost_stage=average weighs layers by the gradients of one model, and"
+            f" replicas {replicas.name!r} trains {number}: set checkpoint.on_lost_stage to fail"
+        )
+    if every := config.watch.gradients_every:
+        raise ValueError(
+            f"watch.gradients_every={every} compares gradients of equal parameters, and workers of"
+            f" replicas {replicas.name!r} have their own: set watch.gradients_every to 0"
+        )
 
 
 def _check_experts(

@@ -10,7 +10,7 @@ from jaxmoe.data import Batch
 from jaxmoe.run.assemble import Assembly
 from jaxmoe.training.batch_ramp import accumulation_of
 from jaxmoe.training.state import TrainState
-from jaxmoe.training.step import StepMetrics, make_train_step
+from jaxmoe.training.step import StepMetrics
 
 CompiledStep = Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]
 """A train step that picks its program by the number of rows of the batch; donates the state."""
@@ -24,25 +24,15 @@ def compile_steps(assembly: Assembly, first_step: int, state: TrainState) -> Com
         first_step: Number of steps already done.
         state: State whose shapes and shardings the programs take; not donated.
     """
-    plan, training = assembly.plan, assembly.plan.config.training
+    training = assembly.plan.config.training
     programs = {}
     stages = training.batch_sizes.stages
     ends = [first for first, _ in stages[1:]] + [training.steps]
     for (first, rows), end in zip(stages, ends, strict=True):
         if end <= first_step:
             continue
-        step_function = make_train_step(
-            plan.model,
-            plan.optimizer,
-            execution=assembly.execution,
-            accumulation=accumulation_of(rows, training.batch_size, training.accumulation),
-            clip=training.clip,
-            accumulated_balance=training.accumulated_balance,
-            objective=training.objective,
-            max_norm_ratio=training.max_norm_ratio,
-            workers=assembly.execution.mesh.batch_shards,
-            table=plan.table,
-        )
+        number = accumulation_of(rows, training.batch_size, training.accumulation)
+        step_function = assembly.jitted_step(number)
         batch = assembly.batch(max(first, first_step))
         programs[rows] = step_function.lower(state, batch).compile()
     return lambda state, batch: programs[batch.tokens.shape[0]](state, batch)

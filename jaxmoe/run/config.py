@@ -4,6 +4,7 @@
 
     model data training                       what is computed, on which data, for how long
     optimizer schedule parameterization base  update rule and learning rates
+    replicas                                  what workers exchange, and when
     execution                                 mesh, kernels and precision
     run evaluation checkpoint tracking        directory and outputs
     profile watch processes                   traces, comparisons and timeouts
@@ -25,6 +26,7 @@ from jaxmoe.execution import ExecutionConfig
 from jaxmoe.field_docs import with_field_docs
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.optim import AdamWConfig, LinearConfig, OptimizerConfig, ScheduleConfig
+from jaxmoe.replicas import ReplicasConfig, SynchronousConfig
 from jaxmoe.resilience.processes_config import ProcessesConfig
 from jaxmoe.scaling import HYPERP_BASE, BasePoint, ParameterizationConfig, StandardConfig
 from jaxmoe.tracking import TensorBoardConfig, TrackerConfig
@@ -328,6 +330,9 @@ class PretrainConfig:
     """Initial scale, learning-rate multipliers and forward multipliers by role."""
     base: BasePoint = HYPERP_BASE
     """Sizes at which optimizer.learning_rate was tuned, for parameterisations that transfer it."""
+    replicas: ReplicasConfig = SynchronousConfig()
+    """Training with workers that communicate rarely or briefly; none sums gradients in every step.
+    """
     execution: ExecutionConfig = ExecutionConfig()
     """Mesh, kernels and precision."""
     evaluation: EvaluationConfig = EvaluationConfig()

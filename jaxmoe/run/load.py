@@ -28,6 +28,7 @@ from jaxmoe.run.assemble import Assembly, assemble
 from jaxmoe.run.config import EvaluationConfig, PretrainConfig, RunConfig, TrainingConfig
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.provenance.kept_tokenizer import own_data
+from jaxmoe.run.workers import has_workers, world_of_workers
 from jaxmoe.training.state import TrainState, state_around
 from sharding.mesh import MeshConfig
 from sharding.pipeline import InterleavedConfig
@@ -222,6 +223,10 @@ def restore_run(
         check_position(manifest.data, loader.position(manifest.step))
 
     try:
+        newest = max(manager.shared_steps(), default=None) if step is None else step
+        if newest is not None and has_workers(manifest := manager.shared_manifest(newest)):
+            check(manifest)
+            return assembly, world_of_workers(assembly, manager, newest), newest
         if step is not None:
             check(manager.shared_manifest(step))
             return assembly, manager.restore(step, _target(assembly, manager, step)), step

@@ -76,6 +76,7 @@ def run_steps(
             report=watches.trained,
             report_every=config.tracking.print_every,
             max_skipped=config.training.max_skipped,
+            publish=assembly.publish,
             stop=stop,
             stopwatch=watches.spent,
             beat=watches.watchdog.beat,

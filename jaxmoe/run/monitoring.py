@@ -124,7 +124,7 @@ class Watches:
 
     @property
     def _workers(self) -> int:
-        return self._assembly.execution.mesh.batch_shards
+        return self._assembly.num_compared
 
     def _note(self, step: int, *, is_kept: bool = False) -> None:
         if self._ledger is not None and not self._directory.is_lost:

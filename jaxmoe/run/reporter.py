@@ -261,6 +261,7 @@ class Reporter:
             TRAINED_TOKENS: float(self._training.tokens_before(step)),
             **scalars_of(metrics.indicators),
             **loss_scalars(metrics.worker_loss),
+            **{f"replicas/{name}": float(value) for name, value in metrics.exchange.items()},
             TRAINED_SECONDS: self._trained_seconds,
         }
 

@@ -40,6 +40,7 @@ from jaxmoe.run.recovery import (
     with_raised_rate,
 )
 from jaxmoe.run.reporter import Reporter
+from jaxmoe.run.workers import with_other_workers
 from jaxmoe.training.state import TrainState
 from sharding.distributed import agree, gather, share
 
@@ -122,6 +123,11 @@ class Lineage:
                 snapshots.keep_only(None if kept is None else kept.step)
             if kept is not None:
                 return self._begun(assembly, kept.step, kept.state, kept.words)
+        if (newest := checkpoints.latest_step()) is not None and state is not None:
+            other = with_other_workers(assembly, checkpoints, newest, state)
+            if other is not None:
+                self.check(checkpoints.shared_manifest(newest))
+                return self._begun(assembly, newest, other, f"step {newest}, with other workers")
         try:
             found = checkpoints.restore_newest(
                 wanted, check=self.check, is_strict=config.on_damage == "stop"

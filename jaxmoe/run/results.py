@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxmoe.training.loop import Status
-from jaxmoe.training.step import StepMetrics
+from jaxmoe.training.metrics import StepMetrics, fetch_metrics
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,7 +24,7 @@ class TrainedStep:
     @property
     def loss(self) -> float:
         """Cross-entropy in nats per token."""
-        return float(self.metrics.loss)
+        return float(fetch_metrics([self.metrics])[0].loss)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -113,6 +113,8 @@ def train_with_rollback(
         dump_batches(directory, assembly.loader, result.refused)
         if len(assembly.loader.skipped.windows) >= config.training.rollbacks:
             return ended
+        if assembly.island is not None:  # the others do not go back
+            return ended
         lineage = _jump(directory, assembly.loader, result.refused)
         if lineage is None:
             return ended

@@ -26,6 +26,7 @@ from jax.sharding import Mesh
 from jaxmoe.checkpoint import CheckpointManager, LeaseLostError
 from jaxmoe.errors import configuration_errors
 from jaxmoe.fingerprints import ReplicasDifferError
+from jaxmoe.islands.config import IslandConfig
 from jaxmoe.messages import say
 from jaxmoe.planning.attached import memory_warning
 from jaxmoe.resilience.agreement import check_agreement
@@ -34,6 +35,7 @@ from jaxmoe.run.assemble import assemble, describe_devices
 from jaxmoe.run.compile import compile_steps
 from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.directory import RunDirectory
+from jaxmoe.run.islands import Island
 from jaxmoe.run.load import check_trains
 from jaxmoe.run.loop import save_last
 from jaxmoe.run.monitoring import Watches
@@ -65,6 +67,8 @@ class Prepared:
     begun: Begun
     checkpoints: CheckpointManager
     snapshots: SnapshotStore | None
+    island: Island | None
+    """Rounds with the other islands; None for a job that has all workers."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -153,7 +157,7 @@ def prepare(
     check_packages(config.tracking)
     check_agreement(config, config.processes.barrier)
     check_trains(directory, config)
-    assembly = assemble(config)
+    assembly = assemble(config, trains=True)
     is_first = jax.process_index() == 0
     if is_first:
         step_plan = assembly.plan.step_plan(assembly.execution)
@@ -185,6 +189,11 @@ def prepare(
     assembly = with_raised_rate(assembly, averaged_steps(directory))
     with supervision.stopwatch.on(kind):
         begun = lineage.restore_or_start(assembly, checkpoints, snapshots=snapshots)
+    island = None
+    if assembly.island is not None and begun.step < config.training.steps:
+        watchdog.beat("waiting for the other islands")
+        island, begun = _join(assembly.island, begun)
+        resources.callback(island.close)
     if is_first:
         if begun.averaged is not None:
             record_averaged(directory, begun.averaged)
@@ -193,7 +202,17 @@ def prepare(
         keep_tokenizer(directory, config, assembly.source)
         compute = assembly.execution.precision.compute_dtype.name
         directory.write_environment(describe_devices(assembly.mesh), compute)
-    return Prepared(begun=begun, checkpoints=checkpoints, snapshots=snapshots)
+    return Prepared(begun=begun, checkpoints=checkpoints, snapshots=snapshots, island=island)
+
+
+def _join(config: IslandConfig, begun: Begun) -> tuple[Island, Begun]:
+    """Return the rounds of an island, and the state that the islands begin with."""
+    training = begun.assembly.worker_training
+    assert training is not None  # checked by `assemble`
+    with jax.set_mesh(begun.assembly.mesh):
+        island = Island(config, training, begun.state)
+        step, state = island.start(begun.step, begun.state)
+    return island, dataclasses.replace(begun, step=step, state=state)
 
 
 def _train_prepared(
@@ -212,6 +231,8 @@ def _train_prepared(
         compiling = time.perf_counter()
         with stopwatch.on(COMPILE):
             compiled = compile_steps(begun.assembly, begun.step, begun.state)
+        if prepared.island is not None:
+            compiled = prepared.island.around(compiled)
         compile_seconds = time.perf_counter() - compiling
         say(f"compiled in {compile_seconds:.1f} s")
         watchdog.beat("waiting for the first step")

@@ -20,6 +20,7 @@ import jax
 from jaxmoe.data.batch import Batch
 from jaxmoe.errors import EndRunError
 from jaxmoe.training.hooks import Hook
+from jaxmoe.training.metrics import fetch_metrics
 from jaxmoe.training.state import TrainState
 from jaxmoe.training.step import StepMetrics
 from jaxmoe.training.stopwatch import DATA, DISPATCH, HOOKS, REPORT, WAIT, Stopwatch
@@ -127,7 +128,7 @@ class _Waiting:
             for number, metric in self.steps:
                 self._beat("step", number)
                 jax.block_until_ready(metric.loss)
-            metrics = tuple(jax.device_get([metric for _, metric in self.steps]))
+            metrics = fetch_metrics([metric for _, metric in self.steps])
         seconds = time.perf_counter() - self.since
         with self._stopwatch.on(REPORT):
             self._report(Report(steps=steps, metrics=metrics, seconds=seconds))
@@ -180,6 +181,7 @@ def run_loop(
     report: Callable[[Report], None],
     report_every: int,
     max_skipped: int,
+    publish: Callable[[TrainState], TrainState] | None = None,
     stop: Stop | None = None,
     stopwatch: Stopwatch | None = None,
     beat: Callable[[str, int], None] = lambda what, step: None,
@@ -198,6 +200,8 @@ def run_loop(
         report: Called with the metrics.
         report_every: Steps between reports.
         max_skipped: Steps refused in a row that end the run.
+        publish: Brings the parameters that the world sees up to date, before hooks that read them;
+            None where every step does.
         stop: Request to stop, checked every step; with several processes every `report_every`.
         stopwatch: Receives the time of the loop by kind.
         beat: Called with the name of an activity and its step when it begins.
@@ -236,6 +240,8 @@ def run_loop(
                 status = "diverged"
                 break
         with stopwatch.on(HOOKS):
+            if publish is not None and (is_over or reason or _shared(due)):
+                state = publish(state)
             failure = _run_hooks(due, step, state, beat)
         if failure is not None:
             status = failure

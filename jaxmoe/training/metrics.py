@@ -5,7 +5,12 @@
 from __future__ import annotations
 
 import typing
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
+import jax
+import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float
 
@@ -45,3 +50,45 @@ class StepMetrics:
     exchange: dict[str, Float[Array, " R"]] = struct.field(default_factory=dict)
     """Measures of the last exchange between workers; empty without. See
     `jaxmoe/training/workers/step.py`."""
+
+
+def fetch_metrics(metrics: Sequence[StepMetrics]) -> tuple[StepMetrics, ...]:
+    """Return the metrics of steps on the host, those of workers put together.
+
+    Of workers, the loss is the mean over their tokens, tokens are added up, a step counts as
+    refused if all refused it, and everything else is a mean. A process sees the workers whose
+    devices it holds.
+
+    Args:
+        metrics: Metrics of steps, on the devices.
+    """
+    return tuple(map(_over_workers, jax.device_get(jax.tree.map(_here, list(metrics)))))
+
+
+def _here(x: Any) -> Any:
+    """Return an array, or the part of an array of workers that this process holds."""
+    if not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated:
+        return x
+    parts = {shard.index[0].start or 0: shard.data for shard in x.addressable_shards}
+    return np.concatenate([np.asarray(parts[start]) for start in sorted(parts)])
+
+
+def _over_workers(metrics: StepMetrics) -> StepMetrics:
+    """Return the metrics of one step of all workers, [R ...], as those of one."""
+    if np.ndim(metrics.loss) == 0:
+        return metrics
+    in_a_row, losses, tokens = metrics.skipped_in_a_row, metrics.loss, metrics.num_tokens
+    mean = jax.tree.map(
+        lambda x: np.mean(x, axis=0), replace(metrics, skipped_in_a_row=np.zeros(1))
+    )
+    refused = np.asarray(metrics.is_skipped)
+    counted = np.where(refused, 0.0, tokens) if not refused.all() else np.asarray(tokens)
+    return replace(
+        mean,
+        loss=np.sum(np.where(counted > 0, losses * counted, 0.0)) / max(np.sum(counted), 1.0),
+        num_tokens=np.sum(tokens),
+        is_skipped=refused.all(),
+        skipped_in_a_row=in_a_row,
+        worker_loss=losses,
+        exchange=mean.exchange | {"refused": np.sum(refused)},
+    )

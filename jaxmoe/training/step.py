@@ -82,6 +82,15 @@ class TrainStep:
         weight, summed, worker_loss = self.gradients(state, batch, first_row)
         return self.finish(state, weight, summed, worker_loss)
 
+    def jitted(self) -> CheckedStep:
+        """Return the jitted (state, batch) -> (state, metrics); it donates its state."""
+
+        def step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
+            state, metrics, _ = self(state, batch)
+            return state, metrics
+
+        return CheckedStep(jax.jit(step, donate_argnums=0), self.model.vocab_size)
+
     def gradients(
         self, state: TrainState, batch: Batch, first_row: Any = 0
     ) -> tuple[Float[Array, ""], Gradients, Float[Array, " W"] | None]:
@@ -211,12 +220,7 @@ def make_train_step(
         workers=workers,
         table=table,
     )
-
-    def step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
-        state, metrics, _ = one_step(state, batch)
-        return state, metrics
-
-    return CheckedStep(jax.jit(step, donate_argnums=0), model.vocab_size)
+    return one_step.jitted()
 
 
 class CheckedStep:

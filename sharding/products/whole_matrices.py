@@ -31,7 +31,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from sharding.constrain import surroundings
+from sharding.constrain import manual_axes, surroundings
 
 MatrixLayout = Literal["spread", "gathered"]
 Dims = tuple[int, ...]
@@ -74,7 +74,9 @@ def map_matrices(
     spec = jax.typeof(x).sharding.spec
     cut = [tuple(a for a in _names(spec[d]) if mesh.shape[a] > 1) for d in range(x.ndim)]
     taken = {axis for axes in cut for axis in axes}
-    idle = tuple(a for a in mesh.axis_names if mesh.shape[a] > 1 and a not in taken)
+    # Places of a Manual axis, such as the workers of a region, hold other matrices.
+    busy = taken.union(manual_axes())
+    idle = tuple(a for a in mesh.axis_names if mesh.shape[a] > 1 and a not in busy)
     cuts = [(i, cut[d]) for i, d in enumerate(inputs + outputs, 1) if cut[d]]
 
     def body(local: Array) -> Array:

@@ -101,6 +101,7 @@ def initial_state(assembly: Assembly, state: TrainState) -> tuple[Source, TrainS
     with jax.set_mesh(assembly.mesh):
         begun = jax.jit(around)(found["params"])
     begun = begun.replace(router_state=found.get("router_state", begun.router_state))
+    begun = assembly.with_workers(begun)
     say(_message(directory, manifest, set(target), bool(wanted) or bool(here)))
     return _source(config, manifest), begun
 

@@ -20,6 +20,7 @@ from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.provenance.lineage import read_lineage
 from jaxmoe.run.reporting.pipelines import pipeline_in_words
+from jaxmoe.run.workers import describe_workers
 from jaxmoe.tracking.console import format_count, format_flops
 
 
@@ -56,6 +57,8 @@ def print_header(name: str, directory: RunDirectory, assembly: Assembly, first_s
         say(f"seq      {sequence_form(assembly)}")
     if assembly.execution.mesh.stage > 1:
         say(f"stages   {pipeline_in_words(model, assembly.execution, training.accumulation)}")
+    if assembly.worker_training is not None:
+        say(f"replicas {describe_workers(assembly)}")
     if rates := describe_rates(plan):
         say(f"rates    {rates}; lr= below is that of the hidden matrices")
     if training.batch_ramp is not None:

@@ -18,6 +18,7 @@ from jaxmoe.routing.telemetry import LoadWindow
 from jaxmoe.run.assemble import Assembly, describe_mesh, entropy_floor, sequence_form
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.reporter import Reporter
+from jaxmoe.run.workers import describe_workers
 from jaxmoe.tracking.history import read_history
 from jaxmoe.tracking.indicators import over_layers
 from jaxmoe.tracking.stability import judge_run
@@ -82,6 +83,7 @@ def summarise(
         "skipped_steps": reporter.skipped,
         "rollbacks": len(assembly.loader.skipped.windows),
         "mesh": describe_mesh(assembly.mesh),
+        "replicas": describe_workers(assembly) if assembly.worker_training else None,
         "implementations": implementations(assembly),
         "references_bits": dict(references),
         "bytes_per_token": assembly.source.bytes_per_token,

@@ -10,17 +10,121 @@ exchange. The result is that of one large batch with the same statistics.
 
 from __future__ import annotations
 
-import typing
+import dataclasses
+from functools import partial
+from typing import Any
 
-from flax import struct
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
 
+from jaxmoe.data.batch import Batch
+from jaxmoe.execution import ExecutionConfig
+from jaxmoe.models.config import ModelConfig
 from jaxmoe.routing import RouterStatistics
+from jaxmoe.training import ObjectiveConfig
+from jaxmoe.training.accumulation import MicroBatch
+from jaxmoe.training.gradients import batch_statistics
+from jaxmoe.training.state import TrainState
+from jaxmoe.training.step import update_routers
+from sharding import MeshConfig
+from sharding.constrain import without_mesh
+from sharding.workers import Workers
+
+Past = RouterStatistics
+"""Statistics of each worker in the last H steps, [R H L ...]; step t is at t mod H."""
+Total = RouterStatistics
+"""Statistics of the last H steps, [H L ...], the oldest first."""
 
 
-@typing.no_type_check
-@struct.dataclass
-class Past:
-    """Routing statistics of the last steps."""
+def begin_past(
+    model: ModelConfig,
+    execution: ExecutionConfig,
+    objective: ObjectiveConfig,
+    state: TrainState,
+    every: int,
+    workers: Workers,
+) -> Past | None:
+    """Return statistics of no step; None for routers without state.
 
-    statistics: RouterStatistics
-    """Of each worker and step, [R H L ...]; step t is at t mod H."""
+    Args:
+        model: Model to train.
+        execution: Execution, of which precision and telemetry matter.
+        objective: What is predicted from what.
+        state: State of one worker.
+        every: Steps between exchanges (H).
+        workers: Workers.
+    """
+    if not jax.tree.leaves(state.router_state):
+        return None
+    alone = ExecutionConfig(
+        mesh=MeshConfig(), precision=execution.precision, telemetry=execution.telemetry
+    )
+    ids = jax.ShapeDtypeStruct((1, 4), jnp.int32)
+    weights = jax.ShapeDtypeStruct((1, 4), jnp.float32)
+    rows = Batch(tokens=ids, targets=ids, loss_weights=weights)  # pyright: ignore[reportArgumentType]
+
+    def of_rows(state: TrainState, rows: Batch) -> RouterStatistics:
+        batch = objective.prepare(model, rows, state.rng, alone.placement)
+        micro = MicroBatch(batch=batch, row_ids=jnp.zeros((1,), jnp.int32))
+        given: Any = {"model": model, "execution": alone, "objective": objective}
+        return batch_statistics(state, micro, **given)
+
+    bare = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
+    with without_mesh():
+        shapes = jax.eval_shape(of_rows, bare, rows)
+    return workers.stack(jax.tree.map(lambda x: jnp.zeros((every, *x.shape), x.dtype), shapes))
+
+
+def remember_statistics(
+    past: Past, statistics: RouterStatistics, step: Int[Array, ""], is_skipped: Bool[Array, " R"]
+) -> Past:
+    """Return the statistics with those of one more step, zeros where it was refused.
+
+    Args:
+        past: Statistics of the steps before.
+        statistics: Statistics of each worker, [R L ...].
+        step: Number of the step, from 1.
+        is_skipped: Whether the guard of each worker refused it.
+    """
+
+    def put(past: Array, now: Array) -> Array:
+        refused = is_skipped.reshape(-1, *(1,) * (now.ndim - 1))
+        now = jnp.where(refused, jnp.zeros_like(now), now)
+        return jax.lax.dynamic_update_index_in_dim(past, now, step % past.shape[1], 1)
+
+    return jax.tree.map(put, past, statistics)
+
+
+def total_of(past: Past, step: Int[Array, ""]) -> Total:
+    """Return the statistics of all workers in the last H steps, the oldest first.
+
+    Args:
+        past: Statistics of each worker.
+        step: Number of the last step.
+    """
+    return jax.tree.map(
+        lambda x: jnp.roll(jnp.sum(x, axis=0), -(step + 1) % x.shape[1], axis=0), past
+    )
+
+
+def replay(model: ModelConfig, state: TrainState, total: Total, last: Int[Array, ""]) -> Any:
+    """Return the router state after the updates of the last H steps, from that of the world.
+
+    Args:
+        model: Model with the routers.
+        state: State of the world.
+        total: Statistics of the steps.
+        last: Number of the last of them.
+    """
+    (every, *_) = {leaf.shape[0] for leaf in jax.tree.leaves(total)}
+
+    def update(router_state: Any, given: Any) -> tuple[Any, None]:
+        number, statistics = given
+        before = dataclasses.replace(state, router_state=router_state, step=number - 1)
+        after = update_routers(model, before, statistics)
+        return jax.tree.map(partial(jnp.where, number > 0), after, router_state), None
+
+    numbers = last - every + 1 + jnp.arange(every, dtype=jnp.int32)
+    router_state, _ = jax.lax.scan(update, state.router_state, (numbers, total))
+    return router_state

@@ -18,14 +18,27 @@ import jax.numpy as jnp
 from flax import struct, traverse_util
 from jaxtyping import Array, Float, Int
 
-from jaxmoe.execution import ExecutionConfig
 from jaxmoe.parameters import ParameterTable
 from jaxmoe.replicas.base import ReplicasBase, TrainingFacts
 from jaxmoe.replicas.fragments import Fragment, Leaf
 from jaxmoe.replicas.method import Method, Talk, begin, begin_outer
 from jaxmoe.training.state import TrainState
-from jaxmoe.training.workers.routers import Past
+from jaxmoe.training.step import TrainStep
+from jaxmoe.training.workers.routers import Past, Total, begin_past, total_of
 from sharding.workers import Workers
+
+
+@typing.no_type_check
+@struct.dataclass
+class Arrived:
+    """What an exchange of a fragment brings."""
+
+    pseudo: Any
+    """{path: pseudo-gradient}."""
+    total: Total | None
+    """Routing statistics since the last exchange, with the first fragment; None otherwise."""
+    last: Int[Array, ""]
+    """Step after which it was sent."""
 
 
 @typing.no_type_check
@@ -42,8 +55,11 @@ class WorkerStates:
     recent_norms: Float[Array, "R window"] | None
     talks: tuple[Talk, ...]
     """State of the exchanges of each fragment."""
+    arrived: tuple[Arrived, ...] | None
+    """What waits to be merged, by fragment; None without delay."""
     past: Past | None
-    """Routing statistics since the last exchange; None for routers without state."""
+    """Routing statistics since the last exchange; None for routers without state, and where
+    workers never become equal."""
     spread: Float[Array, " R"]
     """Distance of each worker's message from the pseudo-gradient at the last exchange, over the
     norm of the latter."""
@@ -51,14 +67,18 @@ class WorkerStates:
     """Norm of the last pseudo-gradient."""
 
 
+_SEPARATOR = ":"
+"""Stands between the names of a path, in place of the slash, which no saved name may hold."""
+
+
 def flat(tree: Any) -> dict[str, Any]:
     """Return parameters as {path: array}."""
-    return traverse_util.flatten_dict(tree, sep="/")
+    return traverse_util.flatten_dict(tree, sep=_SEPARATOR)
 
 
 def nested(arrays: dict[str, Any]) -> Any:
     """Return {path: array} as nested parameters."""
-    return traverse_util.unflatten_dict(arrays, sep="/")
+    return traverse_util.unflatten_dict(arrays, sep=_SEPARATOR)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,31 +90,43 @@ class WorkerTraining:
     leaves: dict[str, Leaf]
     """{path: what is known of a parameter}."""
     fragments: tuple[Fragment, ...]
+    step: TrainStep | None = None
+    """Step of a worker; None in tests without a model."""
+    first_worker: int = 0
+    """Number of the first worker of this job, in the order in which workers share a batch."""
 
     @classmethod
     def of(
-        cls, config: ReplicasBase, table: ParameterTable, execution: ExecutionConfig, steps: int
+        cls,
+        config: ReplicasBase,
+        table: ParameterTable,
+        step: TrainStep,
+        island: int | None = None,
+        *,
+        steps: int,
     ) -> WorkerTraining:
         """Return the method of a config.
 
         Args:
             config: Method.
             table: Parameters.
-            execution: Execution with every size of the mesh filled in.
+            step: Step of one worker; every size of its mesh is filled in.
+            island: Number of the one worker of this job; None if all workers are in it.
             steps: Steps of the run.
 
         Raises:
             ValueError: The mesh has places for another number of workers, or the layout of the
                 state spans workers.
         """
+        execution = step.execution
         places = execution.mesh.replica
-        number = places if config.workers is None else config.workers
+        number = config.num_workers(places) if island is None else 1
         if places not in (1, number):
             raise ValueError(
                 f"execution.mesh.replica={places} must be replicas.workers={number}, or 1, which"
                 " trains all workers on the same devices"
             )
-        if number < 2:
+        if number < 2 and island is None:
             raise ValueError(
                 f"replicas {config.name!r} needs at least 2 workers, there is {number}: set"
                 " execution.mesh.replica, or replicas.workers to train several on the same devices"
@@ -111,7 +143,7 @@ class WorkerTraining:
             )
         leaves = [
             Leaf(
-                path=row.path,
+                path=row.path.replace("/", _SEPARATOR),
                 shape=row.shape,
                 axes=row.declaration.axes,
                 role=row.declaration.role,
@@ -125,6 +157,10 @@ class WorkerTraining:
             workers=Workers(number, places > 1),
             leaves={leaf.path: leaf for leaf in leaves},
             fragments=method.fragments(leaves),
+            step=replace(
+                step, execution=replace(execution, mesh=replace(execution.mesh, replica=1))
+            ),
+            first_worker=island or 0,
         )
 
     def begin(self, state: TrainState) -> TrainState:
@@ -139,7 +175,14 @@ class WorkerTraining:
             begin(method, self.leaves, fragment.take(params), self.workers)
             for fragment in self.fragments
         )
-        zeros = stack(jnp.zeros(()))
+        past, step, zeros = None, self.step, stack(jnp.zeros(()))
+        if method.is_shared and step is not None:
+            past = begin_past(
+                step.model, step.execution, step.objective, state, method.timing.every, self.workers
+            )
+        arrived = None
+        if method.timing.delay:
+            arrived = tuple(self._nothing(fragment, params, past) for fragment in self.fragments)
         local = WorkerStates(
             params=stack(state.params),
             opt_state=stack(state.opt_state),
@@ -148,7 +191,8 @@ class WorkerTraining:
             skipped_in_a_row=stack(state.skipped_in_a_row),
             recent_norms=stack(state.recent_norms),
             talks=talks,
-            past=None,
+            past=past,
+            arrived=arrived,
             spread=zeros,
             outer_norm=zeros,
         )
@@ -157,6 +201,32 @@ class WorkerTraining:
             outer = tuple(begin_outer(method, part.take(params)) for part in self.fragments)
         return replace(state, opt_state=outer, recent_norms=None, local=local)
 
-    def mean(self, states: WorkerStates) -> Any:
-        """Return the mean of the workers' parameters, as the world sees methods without a copy."""
-        return jax.tree.map(lambda x: jnp.mean(x, axis=0), states.params)
+    def _nothing(self, fragment: Fragment, params: dict[str, Array], past: Past | None) -> Arrived:
+        """Return what has arrived before the first exchange: zeros."""
+        zeros = jax.tree.map(jnp.zeros_like, fragment.take(params))
+        step = jnp.zeros((), jnp.int32)
+        total = None if past is None or fragment.number else total_of(past, step)
+        return Arrived(
+            pseudo=zeros if self.method.is_shared else self.workers.stack(zeros),
+            total=total,
+            last=step,
+        )
+
+    def publish(self, state: TrainState) -> TrainState:
+        """Return the state with what the world sees of workers that have no common copy: means.
+
+        Args:
+            state: State of a method whose slow parameters are not shared.
+        """
+        local = state.local
+
+        def mean(x: Array) -> Array:
+            return jnp.mean(x, axis=0) if jnp.issubdtype(x.dtype, jnp.floating) else x[0]
+
+        return replace(
+            state,
+            params=jax.tree.map(mean, local.params),
+            router_state=jax.tree.map(mean, local.router_state),
+            skipped=jnp.sum(local.skipped),
+            skipped_in_a_row=jnp.min(local.skipped_in_a_row),
+        )

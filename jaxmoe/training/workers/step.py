@@ -24,37 +24,32 @@ from jaxmoe.replicas.fragments import Fragment
 from jaxmoe.replicas.method import Talk, mask_foreign, merge, send
 from jaxmoe.training.state import TrainState
 from jaxmoe.training.step import CheckedStep, StepMetrics, TrainStep
-from jaxmoe.training.workers.state import WorkerStates, WorkerTraining, flat, nested
+from jaxmoe.training.workers.routers import remember_statistics, replay, total_of
+from jaxmoe.training.workers.state import Arrived, WorkerStates, WorkerTraining, flat, nested
 
 
-def make_worker_step(step: TrainStep, training: WorkerTraining) -> Any:
+def make_worker_step(training: WorkerTraining, *, exchanges: bool = True) -> CheckedStep:
     """Return the jitted step of all workers; it donates its state.
 
     Args:
-        step: Step of one worker.
-        training: Method.
+        training: Method and the step of one worker.
+        exchanges: Whether the step exchanges and merges; False where that leaves the program.
 
     Returns:
         (state, batch) -> (state, metrics). Metrics of workers have a leading [R].
     """
-    inner = replace(
-        step,
-        execution=replace(step.execution, mesh=replace(step.execution.mesh, replica=1)),
-    )
-    has_delay = training.method.timing.delay > 0
+    step, has_delay = training.step, training.method.timing.delay > 0
+    assert step is not None  # only tests without a model have none
 
     def run(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
-        if has_delay:
+        if has_delay and exchanges:
             state = exchange_late(training, state)
-        state, metrics = local_steps(inner, training, state, batch)
-        if not has_delay:
+        state, metrics = local_steps(step, training, state, batch)
+        if not has_delay and exchanges:
             state = exchange_now(training, state)
-        local = state.local
-        metrics = replace(
-            metrics,
-            skipped_in_a_row=state.skipped_in_a_row,
-            exchange={"spread": local.spread, "outer_norm": local.outer_norm},
-        )
+        measured = {"spread": state.local.spread, "outer_norm": state.local.outer_norm}
+        in_a_row = state.skipped_in_a_row if exchanges else metrics.skipped_in_a_row[0]
+        metrics = replace(metrics, skipped_in_a_row=in_a_row, exchange=measured)
         return state, metrics
 
     return CheckedStep(jax.jit(run, donate_argnums=0), step.model.vocab_size)
@@ -79,27 +74,28 @@ def local_steps(
     def one(number: Int[Array, ""], own: Any, rows: Batch, shared: Any) -> tuple[Any, Any]:
         rng = jax.random.wrap_key_data(shared["key"])
         before = TrainState(step=shared["step"], rng=rng, **own)
-        first = number * rows.tokens.shape[0]
-        if training.method.trains is None:
-            after, metrics, _ = step(before, rows, first)
-        else:
-            after, metrics = _step_of_own(step, training, number, before, rows, first)
-        return {name: getattr(after, name) for name in fields}, metrics
+        first = (training.first_worker + number) * rows.tokens.shape[0]
+        one_step = step if training.method.trains is None else own_step(step, training, number)
+        after, metrics, statistics = one_step(before, rows, first)
+        results = (metrics, None if local.past is None else statistics)
+        return {name: getattr(after, name) for name in fields}, results
 
     rows = training.workers.rows(jax.tree.map(jnp.asarray, batch))
-    own, metrics = training.workers.each(one)(own, rows, shared)
-    return replace(state, step=state.step + 1, local=replace(local, **own)), metrics
+    own, (metrics, statistics) = training.workers.each(one)(own, rows, shared)
+    number, past = state.step + 1, local.past
+    if past is not None:
+        past = remember_statistics(past, statistics, number, metrics.is_skipped)
+    return replace(state, step=number, local=replace(local, past=past, **own)), metrics
 
 
-def _step_of_own(
-    step: TrainStep,
-    training: WorkerTraining,
-    number: Int[Array, ""],
-    state: TrainState,
-    rows: Batch,
-    first: Any,
-) -> tuple[TrainState, StepMetrics]:
-    """Return the state after a step that leaves the parameters of other workers as they are."""
+def own_step(step: TrainStep, training: WorkerTraining, number: Int[Array, ""]) -> Any:
+    """Return a step that leaves parameters as they are that other workers train.
+
+    Args:
+        step: Step of one worker.
+        training: Method.
+        number: Number of the worker.
+    """
 
     def own(tree: Any, otherwise: Any) -> Any:
         arrays, others = flat(tree), flat(otherwise)
@@ -107,10 +103,13 @@ def _step_of_own(
         masked = mask_foreign(training.method, training.leaves, number, trained, others)
         return nested(arrays | masked)
 
-    weight, summed, losses = step.gradients(state, rows, first)
-    grads = own(summed.grads, jax.tree.map(jnp.zeros_like, summed.grads))
-    after, metrics, _ = step.finish(state, weight, replace(summed, grads=grads), losses)
-    return replace(after, params=own(after.params, state.params)), metrics
+    def run(state: TrainState, rows: Batch, first: Any) -> Any:
+        weight, summed, losses = step.gradients(state, rows, first)
+        grads = own(summed.grads, jax.tree.map(jnp.zeros_like, summed.grads))
+        after, *rest = step.finish(state, weight, replace(summed, grads=grads), losses)
+        return replace(after, params=own(after.params, state.params)), *rest
+
+    return run
 
 
 def exchange_now(training: WorkerTraining, state: TrainState) -> TrainState:
@@ -118,8 +117,8 @@ def exchange_now(training: WorkerTraining, state: TrainState) -> TrainState:
     for fragment in training.fragments:
 
         def both(state: TrainState, fragment: Fragment = fragment) -> TrainState:
-            pseudo, state = _send(training, fragment, state)
-            return _merge(training, fragment, state, pseudo)
+            arrived, state = _send(training, fragment, state)
+            return merge_arrived(training, fragment, arrived, state)
 
         is_due = training.method.timing.sends(fragment.number, state.step)
         state = jax.lax.cond(is_due, both, lambda state: state, state)
@@ -131,38 +130,36 @@ def exchange_late(training: WorkerTraining, state: TrainState) -> TrainState:
     timing, before = training.method.timing, state
     for fragment in training.fragments:
         number = fragment.number
-        waiting = before.local.talks[number]
-
-        def sending(state: TrainState, fragment: Fragment = fragment) -> tuple[Any, TrainState]:
-            return _send(training, fragment, state)
-
-        def silent(state: TrainState, waiting: Talk = waiting) -> tuple[Any, TrainState]:
-            return waiting.arrived, state
-
+        waiting = before.local.arrived[number]
         # A message is made of what enters the step, not of what is merged beside it.
-        arrived, sent = jax.lax.cond(timing.sends(number, before.step), sending, silent, before)
-        talk, after = sent.local.talks[number], sent.local
-        state = _with_talk(state, number, talk, spread=after.spread, outer_norm=after.outer_norm)
+        arrived, sent = jax.lax.cond(
+            timing.sends(number, before.step),
+            partial(_send, training, fragment),
+            lambda state, waiting=waiting: (waiting, state),
+            before,
+        )
+        state = replace(
+            _with_talk(state, number, sent.local.talks[number]),
+            skipped=sent.skipped,
+            skipped_in_a_row=sent.skipped_in_a_row,
+        )
         state = jax.lax.cond(
             timing.merges(number, before.step),
-            partial(_merge_arrived, training, fragment),
+            partial(merge_arrived, training, fragment, waiting),
             lambda state: state,
             state,
         )
-        talk = replace(state.local.talks[number], arrived=arrived)
-        state = _with_talk(state, number, talk)
+        local, measured = state.local, (sent.local.spread, sent.local.outer_norm)
+        news = tuple(arrived if i == number else a for i, a in enumerate(local.arrived))
+        local = replace(local, arrived=news, spread=measured[0], outer_norm=measured[1])
+        state = replace(state, local=local)
     return state
-
-
-def _merge_arrived(training: WorkerTraining, fragment: Fragment, state: TrainState) -> TrainState:
-    arrived = state.local.talks[fragment.number].arrived
-    return _merge(training, fragment, state, arrived)
 
 
 def _send(
     training: WorkerTraining, fragment: Fragment, state: TrainState
-) -> tuple[dict[str, Array], TrainState]:
-    """Return the pseudo-gradient of a fragment, and the state after the exchange."""
+) -> tuple[Arrived, TrainState]:
+    """Return what an exchange of a fragment brings, and the state after it."""
     method, local, number = training.method, state.local, fragment.number
     slow = fragment.take(flat(state.params)) if method.is_shared else None
     params = fragment.take(flat(local.params), leading=1)
@@ -176,23 +173,28 @@ def _send(
         number=method.timing.round(number, state.step),
         key=jax.random.fold_in(jax.random.fold_in(state.rng, state.step), number),
     )
-    state = _with_talk(state, number, talk, **_measure(training, talk, params, slow, pseudo))
-    return pseudo, replace(
-        state, skipped=jnp.sum(local.skipped), skipped_in_a_row=jnp.min(local.skipped_in_a_row)
+    total = None if local.past is None or number else total_of(local.past, state.step)
+    state = replace(
+        _with_talk(state, number, talk),
+        skipped=jnp.sum(local.skipped),
+        skipped_in_a_row=jnp.min(local.skipped_in_a_row),
     )
+    measured = _measure(training, talk, params, slow, pseudo)
+    state = replace(state, local=replace(state.local, **measured))
+    return Arrived(pseudo=pseudo, total=total, last=state.step), state
 
 
-def _merge(
-    training: WorkerTraining, fragment: Fragment, state: TrainState, pseudo: dict[str, Array]
+def merge_arrived(
+    training: WorkerTraining, fragment: Fragment, arrived: Arrived, state: TrainState
 ) -> TrainState:
-    """Return the state with a pseudo-gradient merged."""
+    """Return the state with what an exchange has brought."""
     method, local, number = training.method, state.local, fragment.number
     slow = fragment.take(flat(state.params)) if method.is_shared else None
     mine = flat(local.params)
     own, slow, outer, talk = merge(
         method,
         local.talks[number],
-        pseudo,
+        arrived.pseudo,
         fragment.take(mine, leading=1),
         slow,
         state.opt_state[number] if method.is_shared else None,
@@ -200,14 +202,16 @@ def _merge(
         number=method.timing.round(number, state.step - method.timing.delay),
     )
     state = _with_talk(state, number, talk)
-    state = replace(
-        state, local=replace(state.local, params=nested(fragment.put(mine, own, leading=1)))
-    )
-    if slow is None:
-        return state
-    outers = tuple(outer if i == number else o for i, o in enumerate(state.opt_state))
-    params = nested(fragment.put(flat(state.params), slow))
-    return replace(state, params=params, opt_state=outers)
+    local = replace(state.local, params=nested(fragment.put(mine, own, leading=1)))
+    if arrived.total is not None and training.step is not None:
+        routers = replay(training.step.model, state, arrived.total, arrived.last)
+        local = replace(local, router_state=training.workers.stack(routers))
+        state = replace(state, router_state=routers)
+    if slow is not None:
+        outers = tuple(outer if i == number else o for i, o in enumerate(state.opt_state))
+        params = nested(fragment.put(flat(state.params), slow))
+        state = replace(state, params=params, opt_state=outers)
+    return replace(state, local=local)
 
 
 def _measure(
@@ -232,6 +236,6 @@ def _norms(tree: Any) -> Array:
     return jnp.sqrt(sum(squares[1:], squares[0]))
 
 
-def _with_talk(state: TrainState, number: int, talk: Talk, **fields: Array) -> TrainState:
+def _with_talk(state: TrainState, number: int, talk: Talk) -> TrainState:
     talks = tuple(talk if i == number else t for i, t in enumerate(state.local.talks))
-    return replace(state, local=replace(state.local, talks=talks, **fields))
+    return replace(state, local=replace(state.local, talks=talks))

@@ -1,0 +1,294 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+r"""Starts islands on this host: replicas of a run that are jobs of their own.
+
+    python -m experiments.launch --islands 4 \
+        --command "python -m experiments.pretrain --run.directory runs/pretrain/four"
+
+Each island runs the command with `$JAXMOE_ISLAND` (its number and where the islands meet) and
+`$JAXMOE_ISLANDS_KEY`. In the command, `{island}` becomes the number; without it, `--run.directory
+DIR` becomes DIR-island0, DIR-island1, and so on. An island may have several processes.
+
+Islands are supervised one by one, with the restarts and exit codes of `--supervise --help`: one
+that is restarted joins the others. None is restarted after all others have ended. The exit code is
+0 if all islands ended with 0, otherwise that of an island that failed, as with `--supervise`.
+
+The output of the first island is printed. That of each is in `--run.directory`, under island<i>,
+with a summary.json.
+
+On several hosts, give all the same key in `$JAXMOE_ISLANDS_KEY`, `--islands_of` and
+`--islands_address`, and each its own `--islands_first`; the host with `--islands_first 0` runs the
+coordinator. `--islands 0` runs the coordinator alone. A coordinator that is started again with the
+same `--run.directory` knows how rounds closed, unless it starts all islands anew.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import os
+import pathlib
+import secrets
+import shlex
+import shutil
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal
+
+from experiments.cli import flags
+from experiments.cli.exit_codes import ExitCode
+from experiments.cli.output import write
+from experiments.launch.config import LaunchRunConfig
+from experiments.launch.supervise import Ended, Signals, SuperviseConfig, consequence, supervise
+from jaxmoe.islands.config import KEY_VARIABLE, VARIABLE, IslandConfig, key_of
+from jaxmoe.islands.coordinator import Coordinator
+from jaxmoe.islands.directory import DirectoryClosings
+from jaxmoe.islands.errors import TransportError
+from jaxmoe.islands.lease import CoordinatorLease
+from jaxmoe.islands.transport import MessageSizes
+from jaxmoe.resilience.shared_memory import PARENT
+from jaxmoe.run.directory import RunDirectory
+
+_PLACE = "{island}"
+_EXCHANGE = "exchange"
+"""Folder of the directory transport, and of the coordinator's closings."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class IslandsConfig:
+    """Islands to start, where they meet, and limits of restarts."""
+
+    run: LaunchRunConfig = LaunchRunConfig()
+    """Directory of the launcher's files, which is not the directory of a run."""
+    command: str = "python -m experiments.pretrain --run.directory runs/pretrain/islands"
+    """Command of each process of each island."""
+    islands: int = 1
+    """Islands on this host; 0 runs the coordinator alone."""
+    islands_transport: Literal["tcp", "directory"] = "tcp"
+    """Connection between the islands: a coordinator, or a shared directory."""
+    islands_address: str | None = None
+    """host:port of the coordinator, or the shared directory; on this host when None."""
+    islands_quorum: int | None = None
+    """Fewest islands of a round; more than half of them when None."""
+    islands_grace: float = 60.0
+    """Seconds that a round waits for islands after its first message."""
+    islands_of: int | None = None
+    """Islands on all hosts; those of this one when None."""
+    islands_first: int = 0
+    """Number of the first island of this host."""
+    islands_max_bytes: int = 1 << 34
+    """Largest message that the coordinator accepts, in bytes."""
+    processes: int = 1
+    """Processes of each island."""
+    max_restarts: int = 10
+    """Largest number of restarts of an island; a start of `steady` seconds resets the count."""
+    steady: int = 3600
+    """Seconds after which a start counts as good."""
+    silence: int = 900
+    """Seconds without output after which the processes of an island count as hung."""
+    grace: int = 5
+    """Seconds for the other processes of an island to end when one is lost, before a kill."""
+    snapshots: str = PARENT
+    """Directory in memory for the snapshots of the processes; deleted at the end."""
+
+    def __post_init__(self):
+        if self.islands < 0:
+            raise ValueError(f"islands={self.islands} must be at least 0")
+        if self.islands == 0 and (self.islands_of is None or self.islands_address is None):
+            raise ValueError(
+                "islands=0 runs the coordinator alone: give --islands_of and --islands_address,"
+                " such as --islands_of 4 --islands_address 10.0.0.1:8477"
+            )
+        if self.islands == 0 and self.islands_transport == "directory":
+            raise ValueError("islands=0 has nothing to run: a directory needs no coordinator")
+        if not 0 <= self.islands_first <= self.of - self.islands:
+            raise ValueError(
+                f"islands_first={self.islands_first} and islands={self.islands} must lie within"
+                f" islands_of={self.of}: islands count from 0, over all hosts"
+            )
+        if self.of > self.islands and self.islands_address is None:
+            raise ValueError(
+                f"islands_of={self.of} are more than the islands={self.islands} of this host: give"
+                " the --islands_address at which they meet"
+            )
+        if self.islands_max_bytes < 1:
+            raise ValueError(f"islands_max_bytes={self.islands_max_bytes} must be at least 1")
+        self.supervised("true")
+        self.island(0, "directory:.")
+        if _PLACE not in self.command and self.islands and _directory(self.words) is None:
+            if any(word.startswith("experiments.") for word in self.words):
+                raise ValueError(
+                    "command has no --run.directory, and islands cannot share the default one: add"
+                    " one, which gets the suffix -island0, -island1, ..."
+                )
+
+    @property
+    def of(self) -> int:
+        """Number of islands on all hosts."""
+        return self.islands if self.islands_of is None else self.islands_of
+
+    @property
+    def here(self) -> range:
+        """Numbers of the islands of this host."""
+        return range(self.islands_first, self.islands_first + self.islands)
+
+    @property
+    def words(self) -> list[str]:
+        """Command split into words."""
+        return shlex.split(self.command)
+
+    def command_of(self, member: int) -> str:
+        """Return the command of an island.
+
+        Args:
+            member: Number of the island.
+        """
+        if _PLACE in self.command:
+            return self.command.replace(_PLACE, str(member))
+        words = self.words
+        if (place := _directory(words)) is not None:
+            words[place] = f"{words[place].rstrip('/')}-island{member}"
+        return shlex.join(words)
+
+    def supervised(self, command: str) -> SuperviseConfig:
+        """Return the config of the supervisor of an island.
+
+        Args:
+            command: Command of the island.
+        """
+        return SuperviseConfig(
+            run=self.run,
+            command=command,
+            processes=self.processes,
+            max_restarts=self.max_restarts,
+            steady=self.steady,
+            silence=self.silence,
+            grace=self.grace,
+            snapshots=self.snapshots,
+        )
+
+    def island(self, member: int, transport: str) -> IslandConfig:
+        """Return what an island reads from its environment.
+
+        Args:
+            member: Number of the island.
+            transport: Where the islands meet, as `IslandConfig.transport`.
+        """
+        return IslandConfig(
+            member=member,
+            of=self.of,
+            transport=transport,
+            quorum=self.islands_quorum,
+            grace=self.islands_grace,
+        )
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command and return the exit code of the islands."""
+    prog = "python -m experiments.launch --islands"
+    with flags.exit_on_bad_configuration():
+        config = flags.parse_flags(IslandsConfig(), argv, prog, __doc__ or "")
+        if config.of > config.islands and not os.environ.get(KEY_VARIABLE):
+            raise ValueError(
+                f"islands on several hosts need the same secret in ${KEY_VARIABLE} on each, such as"
+                " that of `openssl rand -hex 32`"
+            )
+        directory = RunDirectory(config.run.directory or f"runs/launch/{config.run.name}")
+        directory.check_free_of_runs()
+        directory.acquire()
+        exchange = directory.path / _EXCHANGE
+        if config.islands == config.of:
+            shutil.rmtree(exchange, ignore_errors=True)  # of islands that ended before
+    environment = {KEY_VARIABLE: os.environ.get(KEY_VARIABLE) or secrets.token_hex(32)}
+    with Signals() as signals, _meeting(config, exchange, environment) as transport:
+        if config.islands == 0:
+            write(f"islands: coordinator on {transport}")
+            while signals.number is None:
+                time.sleep(0.1)
+            ended: dict[int, Ended] = {}
+        else:
+            ended = _supervise_all(config, directory, signals, transport, environment)
+    bad = {member: end for member, end in ended.items() if end.code != ExitCode.DONE}
+    first = min(bad, key=lambda member: consequence(bad[member].code)) if bad else None
+    code = int(ExitCode.DONE) if first is None else ended[first].code
+    directory.write_summary(
+        {
+            "status": "ended",
+            "command": config.command,
+            "islands": {str(member): dataclasses.asdict(end) for member, end in ended.items()},
+            "code": code,
+        }
+    )
+    directory.release()
+    return code
+
+
+@contextlib.contextmanager
+def _meeting(
+    config: IslandsConfig, exchange: pathlib.Path, environment: Mapping[str, str]
+) -> Iterator[str]:
+    """Yield where the islands meet; the coordinator runs meanwhile, if it is on this host."""
+    if config.islands_transport == "directory":
+        yield f"directory:{pathlib.Path(config.islands_address or exchange).absolute()}"
+    elif config.islands_first > 0:
+        yield f"tcp://{config.islands_address}"
+    else:
+        with _coordinator(config, exchange, key_of(environment)) as coordinator:
+            yield f"tcp://{config.islands_address or coordinator.address}"
+
+
+def _coordinator(config: IslandsConfig, exchange: pathlib.Path, key: bytes | None) -> Coordinator:
+    sizes = MessageSizes(update=config.islands_max_bytes, state=config.islands_max_bytes)
+    with flags.exit_on_bad_configuration(ValueError, TransportError):
+        return Coordinator(
+            config.islands_address or "127.0.0.1:0",
+            sizes,
+            key=key,
+            lease=CoordinatorLease(exchange / "lease"),
+            closings=DirectoryClosings(exchange / "closings", 0, key),
+        )
+
+
+def _supervise_all(
+    config: IslandsConfig,
+    directory: RunDirectory,
+    signals: Signals,
+    transport: str,
+    environment: Mapping[str, str],
+) -> dict[int, Ended]:
+    """Supervise each island in a thread; return how each ended."""
+    ended: dict[int, Ended] = {}
+
+    def is_wanted() -> bool:
+        # Without others an island that is started again would wait for rounds that never end.
+        return config.of > config.islands or len(ended) < config.islands - 1 or config.of == 1
+
+    def run(member: int) -> None:
+        own = RunDirectory(directory.path / f"island{member}")
+        own.acquire()
+        ended[member] = supervise(
+            config.supervised(config.command_of(member)),
+            own,
+            signals,
+            name=f"island {member}",
+            environment={**environment, VARIABLE: config.island(member, transport).to_text()},
+            is_shown=member == config.islands_first,
+            is_wanted=is_wanted,
+        )
+        own.release()
+
+    with concurrent.futures.ThreadPoolExecutor(config.islands, "island") as pool:
+        for done in [pool.submit(run, member) for member in config.here]:
+            done.result()
+    return ended
+
+
+def _directory(words: Sequence[str]) -> int | None:
+    """Return the place of the word that ends with the run directory; None without one."""
+    for place, word in enumerate(words):
+        if word.startswith("--run.directory="):
+            return place
+        if word == "--run.directory" and place + 1 < len(words):
+            return place + 1
+    return None

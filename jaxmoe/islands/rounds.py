@@ -1,0 +1,318 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Runs the rounds of an island: exchange updates, compare fingerprints, join.
+
+    start                            as a founding member, or join
+    exchange(update)                 -> the updates of all members, alike on all of them
+    agree(fingerprint)               -> who has the state of the majority, who joined
+    post_state, fetch_state          the state for those who differ or joined
+
+Rules (after PCCL, arXiv 2505.14065):
+
+- Membership changes between rounds only.
+- A step closes when all members have posted, or `grace` seconds after its first message, and never
+  with fewer members than `quorum`. A member that is missing is out, and the others continue.
+- An update counts if all members that confirm the round hold it. One that a member cannot read is
+  left out of the round, and so is a member that does not confirm.
+- The fingerprints after each round name the majority; the others fetch its state. A tie goes to the
+  group with the lowest member.
+- An island that was left out, or started later, announces itself, is admitted when a round ends,
+  and receives the state with which the next round starts.
+
+All decisions are recorded once by the transport, so that members with different views follow one.
+With the default quorum, more than half of the islands, two separate groups never both close a
+round.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Mapping
+
+from jaxmoe.islands.errors import LeftOutError, QuorumError
+from jaxmoe.islands.frames import Kind, encode_numbers
+from jaxmoe.islands.rules import (
+    Agreement,
+    Clock,
+    Round,
+    RoundRules,
+    SystemClock,
+    confirmed,
+    listed,
+    majority,
+)
+from jaxmoe.islands.transport import Closing, Transport
+
+logger = logging.getLogger(__name__)
+
+
+class Rounds:
+    """Rounds of one island; used by one thread.
+
+    Args:
+        member: Number of this island.
+        transport: Board that all islands share.
+        rules: Limits, the same on all islands.
+        clock: Source of time.
+    """
+
+    def __init__(
+        self, member: int, transport: Transport, rules: RoundRules, clock: Clock | None = None
+    ):
+        self._member, self._transport, self._rules = member, transport, rules
+        self._clock: Clock = clock or SystemClock()
+        self._number = 0
+        self._members: tuple[int, ...] = ()
+        self._ended: Closing | None = None
+        self._has_exchanged = False
+
+    @property
+    def member(self) -> int:
+        """Number of this island."""
+        return self._member
+
+    @property
+    def number(self) -> int:
+        """Number of the next round to end."""
+        return self._number
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Members of that round, while it is not decided who is out; empty before `start`."""
+        return self._members
+
+    def start(self, number: int = 0) -> bytes | None:
+        """Begin with a round, as a member if this island is one, else by joining.
+
+        Args:
+            number: Round that the own state is at the start of: 0 in a new run, or that of the
+                checkpoint from which the run resumes.
+
+        Returns:
+            State to begin with; None to keep the own one.
+
+        Raises:
+            TimeoutError: It was not admitted in time.
+            TransportError: The transport failed.
+        """
+        newest = self._transport.collect(number, Kind.JOIN).newest
+        founders = tuple(range(self._rules.founders))
+        if newest is None or newest < number - 1:
+            members = founders
+        elif newest == number - 1:
+            ended = self._transport.collect(newest, Kind.FINGERPRINT).closing
+            # An island that has just been admitted does not have the state.
+            is_in = ended is not None and self._member in {*ended.majority} - {*ended.joined}
+            members = ended.following if ended is not None and is_in else ()
+        else:
+            members = ()
+        if self._member not in members:
+            return self.join()
+        self._number, self._members = number, members
+        return None
+
+    def exchange(self, update: bytes) -> Round:
+        """Post the update of this round and return the updates of all members.
+
+        Args:
+            update: Encoded outer gradient.
+
+        Raises:
+            LeftOutError: The round closed without this island: `join` again.
+            QuorumError: Too few members posted within the timeout.
+            TransportError: The transport failed.
+        """
+        self._check_turn(exchanges=True)
+        closed = self._step(Kind.UPDATE, update, self._members, _present)
+        payloads = self._read(closed.members)
+        held = tuple(sorted(payloads))
+        ended = self._step(Kind.RECEIPT, encode_numbers(held), closed.members, _confirmed)
+        self._members, self._has_exchanged = ended.members, True
+        return Round(
+            number=self._number,
+            members=ended.members,
+            payloads={member: payloads[member] for member in ended.members},
+        )
+
+    def agree(self, fingerprint: bytes) -> Agreement:
+        """Compare the state after a round with that of the other members, and end the round.
+
+        Args:
+            fingerprint: Digest of the slow copy after the update of this round was applied.
+
+        Raises:
+            LeftOutError: The round closed without this island: `join` again.
+            QuorumError: Too few members posted within the timeout.
+            TransportError: The transport failed.
+        """
+        self._check_turn(exchanges=False)
+        number = self._number
+        ended = self._step(Kind.FINGERPRINT, fingerprint, self._members, self._compared)
+        self._transport.forget(number)
+        self._ended, self._members = ended, ended.following
+        self._number, self._has_exchanged = number + 1, False
+        if ended.members != ended.majority:
+            logger.warning(
+                "round %d: islands %s differ from the majority %s",
+                number,
+                *(listed(set(ended.members) - set(ended.majority)), listed(ended.majority)),
+            )
+        return Agreement(
+            number=number,
+            member=self._member,
+            members=ended.members,
+            majority=ended.majority,
+            joined=ended.joined,
+        )
+
+    def post_state(self, state: bytes) -> None:
+        """Post the state after the last round, for islands that joined or differ.
+
+        Args:
+            state: Slow copy and outer state.
+
+        Raises:
+            TransportError: The transport failed.
+        """
+        self._transport.post(self._number - 1, Kind.STATE, state)
+
+    def fetch_state(self) -> bytes:
+        """Return the state of the majority after the last round.
+
+        Raises:
+            LeftOutError: The next round ended before it came: `join` again.
+            QuorumError: It did not come within the timeout.
+            TransportError: The transport failed.
+        """
+        if self._ended is None:
+            raise RuntimeError("fetch_state comes after agree")
+        until = self._clock.now() + self._rules.timeout
+        state = self._fetch(self._number - 1, self._ended, until)
+        if state is None:
+            raise LeftOutError(f"round {self._number} ended before the state of the majority came")
+        return state
+
+    def join(self) -> bytes:
+        """Ask to be admitted, wait for it, and return the state with which the next round starts.
+
+        Raises:
+            QuorumError: It was not admitted within the timeout.
+            TransportError: The transport failed.
+        """
+        until = self._clock.now() + self._rules.timeout
+        announced, self._has_exchanged = None, False
+        while self._clock.now() < until:
+            newest = self._transport.collect(announced or 0, Kind.JOIN).newest
+            if newest is not None and newest == announced:
+                ended = self._transport.collect(newest, Kind.FINGERPRINT).closing
+                if ended is not None and self._member in ended.joined:
+                    state = self._fetch(newest, ended, until)
+                    if state is not None:
+                        self._number, self._members = newest + 1, ended.following
+                        self._ended = ended
+                        return state
+                    continue
+            number = 0 if newest is None else newest + 1
+            if number != announced:
+                with contextlib.suppress(LeftOutError):  # that round has ended meanwhile
+                    self._transport.post(number, Kind.JOIN, b"")
+                    announced = number
+            self._clock.sleep(self._rules.poll)
+        raise QuorumError(
+            f"island {self._member} was not admitted within {self._rules.timeout:g} s: no round has"
+            " ended; if all islands were restarted, give them a new directory or coordinator"
+        )
+
+    def close(self) -> None:
+        """Release the transport."""
+        self._transport.close()
+
+    def _check_turn(self, *, exchanges: bool) -> None:
+        if not self._members:
+            raise RuntimeError("start comes before the first exchange")
+        if self._has_exchanged == exchanges:
+            raise RuntimeError("exchange and agree take turns: each round has one of both")
+
+    def _step(
+        self,
+        kind: Kind,
+        payload: bytes,
+        expected: tuple[int, ...],
+        propose: Callable[[Mapping[int, bytes]], Closing],
+    ) -> Closing:
+        """Post a message and return how the step closed, with this island in it."""
+        rules, number = self._rules, self._number
+        self._transport.post(number, kind, payload)
+        began, first = self._clock.now(), None
+        while True:
+            found = self._transport.collect(number, kind)
+            closing, now = found.closing, self._clock.now()
+            present = {m: found.payloads[m] for m in expected if m in found.payloads}
+            if closing is None and found.newest is not None and found.newest >= number:
+                raise LeftOutError(f"round {number} ended without island {self._member}")
+            if present and first is None:
+                first = now
+            is_late = first is not None and now - first >= rules.grace
+            if closing is None and (len(present) == len(expected) or is_late):
+                proposal = propose(present)
+                if len(proposal.members) >= rules.quorum:
+                    closing = self._transport.decide(number, kind, proposal)
+                    if missing := set(expected) - set(closing.members):
+                        logger.warning(
+                            "round %d goes on without islands %s", number, listed(missing)
+                        )
+            if closing is not None:
+                if self._member not in closing.members:
+                    raise LeftOutError(
+                        f"round {number} closed with islands {listed(closing.members)}, without"
+                        f" {self._member}"
+                    )
+                return closing
+            if now - began >= rules.timeout:
+                raise QuorumError(
+                    f"round {number} has {len(present)} of at least {rules.quorum} islands"
+                    f" ({listed(present)}) after {rules.timeout:g} s"
+                )
+            self._clock.sleep(rules.poll)
+
+    def _read(self, members: tuple[int, ...]) -> dict[int, bytes]:
+        """Return the updates of members; after half of the grace without those still missing."""
+        until = self._clock.now() + self._rules.grace / 2
+        while True:
+            found = self._transport.collect(self._number, Kind.UPDATE).payloads
+            payloads = {member: found[member] for member in members if member in found}
+            if len(payloads) == len(members) or self._clock.now() >= until:
+                return payloads
+            self._clock.sleep(self._rules.poll)
+
+    def _compared(self, found: Mapping[int, bytes]) -> Closing:
+        joined = self._transport.collect(self._number, Kind.JOIN).payloads
+        return Closing(
+            members=tuple(sorted(found)),
+            majority=majority(found),
+            joined=tuple(sorted(joined)),
+        )
+
+    def _fetch(self, number: int, ended: Closing, until: float) -> bytes | None:
+        """Return the state after a round; None if the next round ends before it comes."""
+        while self._clock.now() < until:
+            found = self._transport.collect(number, Kind.STATE)
+            for member in ended.majority:
+                if member in found.payloads:
+                    return found.payloads[member]
+            if found.newest is not None and found.newest > number:
+                return None
+            self._clock.sleep(self._rules.poll)
+        raise QuorumError(
+            f"none of the islands {listed(ended.majority)} posted the state after round {number}"
+            f" within {self._rules.timeout:g} s"
+        )
+
+
+def _present(found: Mapping[int, bytes]) -> Closing:
+    return Closing(members=tuple(sorted(found)))
+
+
+def _confirmed(found: Mapping[int, bytes]) -> Closing:
+    return Closing(members=confirmed(found))

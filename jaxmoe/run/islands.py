@@ -1,0 +1,138 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""A run whose replicas are jobs of their own: its rounds with the other islands.
+
+An island trains alone. After the steps at which the method exchanges, it posts its message, waits
+for those of the other members, updates the common parameters, and compares a fingerprint of them.
+An island that differs takes the state of the majority; one that starts late, or again, takes the
+state of a member, with its step.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from jaxmoe.errors import EndRunError
+from jaxmoe.islands import IslandConfig, MessageSizes, Rounds, connect
+from jaxmoe.islands.errors import IslandError
+from jaxmoe.messages import say
+from jaxmoe.replicas.fragments import Fragment
+from jaxmoe.training.state import TrainState
+from jaxmoe.training.workers.between_jobs import (
+    BetweenJobs,
+    digest,
+    from_bytes,
+    num_bytes,
+    to_bytes,
+)
+from jaxmoe.training.workers.state import WorkerTraining
+
+logger = logging.getLogger(__name__)
+
+StepOf = Callable[[TrainState, Any], tuple[TrainState, Any]]
+
+
+class IslandLeftError(EndRunError):
+    """The other islands went on without this one, or cannot be reached: a restart joins them."""
+
+    status: ClassVar[str] = "preempted"
+
+
+class Island:
+    """Rounds of one island with the others.
+
+    Args:
+        config: Number of the island, and where islands meet.
+        training: Method, with one worker.
+        state: State from which shapes and sizes are taken.
+    """
+
+    def __init__(self, config: IslandConfig, training: WorkerTraining, state: TrainState):
+        self._config, self._training = config, training
+        self._between = BetweenJobs(training)
+        self._like = {part.number: self._between.like(part, state) for part in training.fragments}
+        self._layout = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
+        )
+        sizes = MessageSizes(
+            update=max(map(num_bytes, self._like.values())), state=num_bytes(state)
+        )
+        self._rounds: Rounds = connect(config, sizes)
+        self._step = self._exchanged = 0
+
+    def start(self, step: int, state: TrainState) -> tuple[int, TrainState]:
+        """Return step and state to begin with: the own ones, or those of the other islands.
+
+        Args:
+            step: Number of steps done.
+            state: State after them.
+
+        Raises:
+            IslandError: The others cannot be reached, or did not admit this island in time.
+        """
+        say(f"island   {self._config.member} of {self._config.of}: waiting for the others")
+        found = self._rounds.start(self._between.rounds_before(step))
+        if found is not None:
+            state = self._placed(found)
+            step = int(state.step)
+            say(f"island   joined the others at step {step}")
+        self._step = self._exchanged = step
+        return step, state
+
+    def around(self, step_function: StepOf) -> StepOf:
+        """Return the step of a worker with the exchanges after it."""
+
+        def step(state: TrainState, batch: Any) -> tuple[TrainState, Any]:
+            state, metrics = step_function(state, batch)
+            self._step += 1
+            if (fragment := self._between.due(self._step)) is not None:
+                try:
+                    state = self._exchange(fragment, state)
+                except IslandError as error:
+                    way = "it joins when it is started again"
+                    raise IslandLeftError(
+                        f"island {self._config.member}: {error}; {way}"
+                    ) from error
+            return state, metrics
+
+        return step
+
+    def close(self) -> None:
+        """Leave the other islands."""
+        self._rounds.close()
+
+    def _exchange(self, fragment: Fragment, state: TrainState) -> TrainState:
+        message, state = self._between.encode(fragment, state)
+        closed = self._rounds.exchange(to_bytes(message), partial(self._before, state))
+        like = self._like[fragment.number]
+        messages = [from_bytes(data, like) for data in closed.payloads.values()]
+        state = self._between.merge(fragment, state, messages)
+        agreement = self._rounds.agree(digest(state))
+        if agreement.sends_state:
+            self._rounds.post_state(to_bytes(state))
+        if not agreement.is_same:
+            logger.warning("island %d takes the state of the majority", self._config.member)
+            state = self._placed(self._rounds.fetch_state())
+        self._exchanged = self._step
+        return state
+
+    def _before(self, state: TrainState) -> bytes:
+        """Return the state after the last exchange, for islands that still wait for it.
+
+        The common arrays are as they were; the optimiser is as it is now.
+        """
+        local = replace(state.local, params=self._training.workers.stack(state.params))
+        step = jnp.asarray(self._exchanged, state.step.dtype)
+        return to_bytes(replace(state, step=step, local=local))
+
+    def _placed(self, data: bytes) -> TrainState:
+        """Return a state from its bytes, laid out as that of this run."""
+        arrays = from_bytes(data, self._layout)
+        return jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), arrays, self._layout)

@@ -1,0 +1,107 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Reads checkpoints of runs whose workers communicate rarely, and describes such runs.
+
+A run is read without the states of its workers to be evaluated, generated from or exported. It
+continues with another number of workers as well: each new worker begins with the parameters that
+the world sees and the optimiser of worker i mod R of the checkpoint; messages under way and errors
+that codecs had kept are dropped.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxmoe.checkpoint import CheckpointManager
+from jaxmoe.checkpoint.manifest import CheckpointManifest
+from jaxmoe.checkpoint.restore import restore_part
+from jaxmoe.run.assemble import Assembly
+from jaxmoe.training.state import TrainState
+
+logger = logging.getLogger(__name__)
+
+_LOCAL = "local/"
+
+
+def has_workers(manifest: CheckpointManifest) -> bool:
+    """Return whether a checkpoint holds states of workers that communicate rarely."""
+    return any(name.startswith(_LOCAL) for name in manifest.arrays)
+
+
+def world_of_workers(assembly: Assembly, manager: CheckpointManager, step: int) -> TrainState:
+    """Return what the world sees of a run, without the states of its workers.
+
+    Args:
+        assembly: Plan and devices.
+        manager: Checkpoints of the run.
+        step: Step to read.
+    """
+    state = dataclasses.replace(assembly.new_world(), opt_state={})
+    names = ("params", "router_state", "step", "rng", "skipped", "skipped_in_a_row")
+    target = {name: getattr(state, name) for name in names}
+    return dataclasses.replace(state, **restore_part(manager.directory, target, step=step))
+
+
+def with_other_workers(
+    assembly: Assembly, manager: CheckpointManager, step: int, state: TrainState
+) -> TrainState | None:
+    """Return a checkpoint's state for another number of workers; None where the number is equal.
+
+    Args:
+        assembly: Plan and devices of this start.
+        manager: Checkpoints of the run.
+        step: Step to read.
+        state: New state of this start.
+    """
+    manifest, name = manager.shared_manifest(step), "local/skipped"
+    if state.local is None or name not in manifest.arrays:
+        return None
+    (before,), number = manifest.arrays[name]["shape"], state.local.skipped.shape[0]
+    if before == number:
+        return None
+    logger.warning(
+        "the checkpoint of step %d has %d workers, and this run %d: each begins with the common"
+        " parameters, and what was under way between workers is dropped",
+        *(step, before, number),
+    )
+
+    def saved(leaf: Any) -> jax.ShapeDtypeStruct:
+        spec = PartitionSpec(None, *leaf.sharding.spec[1:])
+        where = NamedSharding(assembly.mesh, spec) if assembly.mesh.size > 1 else None
+        return jax.ShapeDtypeStruct((before, *leaf.shape[1:]), leaf.dtype, sharding=where)
+
+    names = ("opt_state", "router_state", "recent_norms")
+    own = {name: getattr(state.local, name) for name in names}
+    fields = ("params", "opt_state", "router_state", "step", "rng", "skipped", "skipped_in_a_row")
+    target = {name: getattr(state, name) for name in fields}
+    found = restore_part(manager.directory, target | {"local": jax.tree.map(saved, own)}, step=step)
+    taken = jnp.arange(number) % before
+    local = found.pop("local")
+    with jax.set_mesh(assembly.mesh):
+        mine = jax.tree.map(lambda x, like: jax.device_put(x[taken], like.sharding), local, own)
+        world = dataclasses.replace(state, **found, local=None)
+        begun = assembly.with_workers(world)
+    return dataclasses.replace(
+        begun,
+        opt_state=found["opt_state"],
+        local=dataclasses.replace(begun.local, **mine),
+    )
+
+
+def describe_workers(assembly: Assembly) -> str:
+    """Return method, number of workers and timing of a run, for its header."""
+    training = assembly.worker_training
+    assert training is not None
+    config, timing = assembly.plan.config.replicas, training.method.timing
+    number = training.workers.number
+    where = "" if training.workers.is_spread else ", one after another on the same devices"
+    parts = f"{timing.fragments} fragments" if timing.fragments > 1 else "all parameters"
+    often = "every step" if timing.every == 1 else f"every {timing.every} steps"
+    delay = f", merged {timing.delay} steps later" if timing.delay else ""
+    return f"{number}, {config.name}{where}: {parts} {often}{delay}"

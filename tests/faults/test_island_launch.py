@@ -1,0 +1,151 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""The launcher of islands: environment, directories, restarts, exit codes."""
+
+import json
+import os
+import shlex
+import signal
+import sys
+import threading
+
+import pytest
+
+from experiments.cli.flags import ExitCode
+from experiments.cli.output import write
+from experiments.launch import __main__ as launch
+from experiments.launch import islands
+from experiments.launch.islands import IslandsConfig
+from jaxmoe.islands.config import KEY_VARIABLE, VARIABLE, IslandConfig
+from tests.support.runs import ROOT
+
+
+def _launch(folder, *more, command=None):
+    given = ["--islands", "2", "--run.directory", str(folder / "run"), "--snapshots", str(folder)]
+    code = launch.main([*given, "--command", command, *more])
+    return code, json.loads((folder / "run" / "summary.json").read_text())
+
+
+def test_each_island_has_its_environment_and_is_restarted_alone(tmp_path, capsys):
+    """Real islands: one is killed in its first round, is started again, and joins."""
+    script = ROOT / "tests" / "support" / "island_process.py"
+    killed = (
+        f"mark={tmp_path}/mark; if [ {{island}} = 2 ] && [ ! -e $mark ]; then touch $mark;"
+        f" {sys.executable} {script} {tmp_path}/killed & sleep 1; kill -9 $!; kill -9 $$; fi;"
+        f" exec {sys.executable} {script} {tmp_path}/log{{island}}"
+    )
+    given = ["--islands", "4", "--islands_grace", "1", "--run.directory", str(tmp_path / "run")]
+    code = launch.main([*given, "--snapshots", str(tmp_path), "--command", f"bash -c '{killed}'"])
+    assert code == ExitCode.DONE
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["status"] == "ended" and set(summary["islands"]) == {"0", "1", "2", "3"}
+    assert "island 2: process 0 was killed by SIGKILL; start 2 follows" in capsys.readouterr().out
+    lines = [(tmp_path / f"log{m}").read_text().splitlines()[-1] for m in range(4)]
+    ends = [json.loads(line) for line in lines]
+    assert len({end["state"] for end in ends}) == 1
+    assert [end["members"] for end in ends] == [[0, 1, 2, 3]] * 4
+
+
+def test_run_directories_and_variables_of_islands(tmp_path, monkeypatch):
+    monkeypatch.delenv(KEY_VARIABLE, raising=False)
+    script = (
+        "import json, os, sys; names = ('JAXMOE_ISLAND', 'JAXMOE_ISLANDS_KEY');"
+        "print(json.dumps([*(os.environ[name] for name in names), *sys.argv[1:]]))"
+    )
+    command = shlex.join([sys.executable, "-c", script, "--run.directory", "runs/my run/"])
+    code, summary = _launch(
+        tmp_path, "--islands_transport", "directory", "--islands_quorum", "1", command=command
+    )
+    assert code == ExitCode.DONE and summary["code"] == 0
+    keys = set()
+    for member in range(2):
+        log = tmp_path / "run" / f"island{member}" / "start1-process0.log"
+        island, key, flag, directory = json.loads(log.read_text())
+        assert (flag, directory) == ("--run.directory", f"runs/my run-island{member}")
+        assert IslandConfig.from_text(island) == IslandConfig(
+            member=member, of=2, quorum=1, transport=f"directory:{tmp_path}/run/exchange"
+        )
+        keys.add(key)
+    assert len(keys) == 1 and len(keys.pop()) == 64
+
+
+@pytest.mark.parametrize(("code", "starts"), [(ExitCode.DIVERGED, 1), (ExitCode.NOT_SAVED, 2)])
+def test_the_exit_code_is_that_of_the_island_that_failed(tmp_path, code, starts):
+    """And of one that may be restarted only while others are there to join."""
+    script = (
+        "import os, sys, time; is_bad = 'member=1' in os.environ['JAXMOE_ISLAND'];"
+        f"time.sleep(not is_bad and 1.5); sys.exit(is_bad and {int(code)})"
+    )
+    found, summary = _launch(
+        tmp_path, "--max_restarts", "1", command=shlex.join([sys.executable, "-c", script])
+    )
+    assert found == code == summary["code"] and summary["islands"]["0"]["code"] == 0
+    own = json.loads((tmp_path / "run" / "island1" / "summary.json").read_text())
+    assert len(own["starts"]) == starts
+
+
+def test_a_signal_reaches_all_islands(tmp_path):
+    script = (
+        "import os, pathlib, signal, sys, time;"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(75));"
+        f"pathlib.Path({str(tmp_path)!r}, os.environ['JAXMOE_ISLAND'].split()[0]).touch();"
+        "is_first = 'member=0' in os.environ['JAXMOE_ISLAND'];"
+        f"\nwhile len(list(pathlib.Path({str(tmp_path)!r}).glob('member=*'))) < 2: time.sleep(.01)"
+        "\nif is_first: os.kill(os.getppid(), signal.SIGTERM)"
+        "\ntime.sleep(60)"
+    )
+    code, _ = _launch(tmp_path, command=shlex.join([sys.executable, "-c", script]))
+    assert code == ExitCode.PREEMPTED
+    ends = json.loads((tmp_path / "run" / "summary.json").read_text())["islands"]
+    assert [ends[member]["code"] for member in "01"] == [75, 75]
+
+
+def test_the_coordinator_runs_alone_until_a_signal(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv(KEY_VARIABLE, "secret")
+    timer = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM))
+    monkeypatch.setattr(islands, "write", lambda text: (timer.start(), write(text)))
+    given = ["--islands", "0", "--islands_of", "4", "--islands_address", "127.0.0.1:0"]
+    assert launch.main([*given, "--run.directory", str(tmp_path)]) == ExitCode.DONE
+    assert "islands: coordinator on tcp://127.0.0.1:" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (("--islands", "-1"), "islands=-1 must be at least 0"),
+        (("--islands", "0"), "islands=0 runs the coordinator alone: give --islands_of"),
+        (("--islands", "2", "--islands_quorum", "3"), "island quorum=3 must be from 1 to of=2"),
+        (("--islands", "2", "--islands_grace", "0"), "island grace=0.0 must be more than 0 s"),
+        (("--islands", "2", "--islands_of", "4"), "give the --islands_address at which they meet"),
+        (("--islands", "2", "--islands_first", "1"), "islands_first=1 and islands=2 must lie"),
+        (
+            ("--islands=2", "--islands_of", "4", "--islands_address", "10.0.0.1:84"),
+            "islands on several hosts need the same secret in $JAXMOE_ISLANDS_KEY",
+        ),
+        (
+            ("--islands", "2", "--command", "python -m experiments.pretrain"),
+            "command has no --run.directory, and islands cannot share the default one",
+        ),
+        (("--islands", "2", "--islands_address", "node0"), "address=node0 is not host:port"),
+    ],
+)
+def test_bad_input(tmp_path, capsys, monkeypatch, given, message):
+    monkeypatch.delenv(KEY_VARIABLE, raising=False)
+    with pytest.raises(SystemExit) as stopped:
+        launch.main(["--run.directory", str(tmp_path / "run"), *given])
+    assert stopped.value.code == ExitCode.BAD_CONFIGURATION
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "wanted"),
+    [
+        ("x --run.directory runs/a", "x --run.directory runs/a-island3"),
+        ("x --run.directory=runs/a/ -y", "x --run.directory=runs/a-island3 -y"),
+        ("x --run.directory runs/{island}/a", "x --run.directory runs/3/a"),
+        ("x 'a b'", "x 'a b'"),
+    ],
+)
+def test_the_command_of_an_island(command, wanted):
+    assert IslandsConfig(command=command, islands=4).command_of(3) == wanted
+    assert VARIABLE == "JAXMOE_ISLAND"

@@ -1,0 +1,208 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Steps of workers with a model: equal to separate runs with the outer step by hand."""
+
+import dataclasses
+import functools
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxmoe.execution import ExecutionConfig
+from jaxmoe.optim import adamw, muon
+from jaxmoe.replicas import DiLoCoConfig
+from jaxmoe.routing import METHODS
+from jaxmoe.scaling.initialize import parameter_table
+from jaxmoe.training.metrics import fetch_metrics
+from jaxmoe.training.state import state_around
+from jaxmoe.training.step import TrainStep
+from jaxmoe.training.workers import WorkerTraining, make_worker_step
+from sharding import MeshConfig, make_mesh
+from sharding.distributed import global_batch
+from sharding.expert_parallel import AllToAllConfig
+from tests.support import one_step
+from tests.support.models import BATCH, TINY
+
+WORKERS, EVERY, STEPS = 2, 2, 3
+ADAM = adamw(1e-2)
+OUTER = optax.sgd(0.7, 0.9, nesterov=True)
+CONFIG = DiLoCoConfig(every=EVERY, workers=WORKERS)
+KEY = jax.random.key(0)
+
+
+def _kinds(params):
+    return jax.tree.map(lambda x: "matrix" if x.ndim >= 2 else "vector", params)
+
+
+OPTIMIZERS = {
+    "adam": ADAM,
+    "muon": optax.partition({"matrix": muon(0.02), "vector": ADAM}, _kinds),
+}
+
+
+def _part(rows, worker):
+    size = BATCH // WORKERS
+    return jax.tree.map(lambda x: x[worker * size : (worker + 1) * size], rows)
+
+
+@functools.cache
+def _by_hand(name):
+    """Slow and own parameters after separate runs on one device, the outer step between them."""
+    rows, inner = one_step.batch(), OPTIMIZERS[name]
+    step = TrainStep(model=TINY, optimizer=inner)
+    params = one_step.params_of(TINY)
+    jitted = jax.jit(lambda state, rows, first: step(state, rows, first)[0])
+    slow, outer = params, OUTER.init(params)
+    states = [
+        state_around(TINY, inner, ExecutionConfig(), jax.tree.map(jnp.array, params), KEY)
+        for _ in range(WORKERS)
+    ]
+    for number in range(STEPS):
+        for worker, state in enumerate(states):
+            first = jnp.int32(worker * BATCH // WORKERS)
+            states[worker] = jitted(state, _part(rows, worker), first)
+        if (number + 1) % EVERY == 0:
+            own = [state.params for state in states]
+            delta = jax.tree.map(lambda s, *w: s - sum(w) / WORKERS, slow, *own)
+            updates, outer = OUTER.update(delta, outer, slow)
+            slow = optax.apply_updates(slow, updates)
+            states = [dataclasses.replace(state, params=slow) for state in states]
+    return slow, [state.params for state in states]
+
+
+class Trained:
+    """Workers on a mesh, compiled once."""
+
+    def __init__(self, mesh=None, inner=ADAM, config=CONFIG, model=TINY, rows=None, **fields):
+        execution = ExecutionConfig(mesh=mesh or MeshConfig(), **fields)
+        step = TrainStep(model=model, optimizer=inner, execution=execution)
+        table = parameter_table(model, None, execution.axis_rules)
+        self.training = WorkerTraining.of(config, table, step, steps=100)
+        rows = one_step.batch() if rows is None else rows
+        size = math.prod(execution.mesh.sizes)
+        self.mesh = make_mesh(execution.mesh, jax.devices()[:size]) if size > 1 else None
+        params = one_step.params_of(model)
+        with self.current():
+            if self.mesh is not None:
+                where = table.tree(lambda row: jax.NamedSharding(self.mesh, row.spec))
+                params = jax.device_put(params, where)
+            state = state_around(model, inner, execution, jax.tree.map(jnp.array, params), KEY)
+            self.state = jax.jit(self.training.begin)(state)
+            jitted = make_worker_step(self.training)
+            self.compiled = jitted.lower(self.state, self.rows(rows)).compile()
+
+    def current(self):
+        return (
+            jax.set_mesh(self.mesh) if self.mesh is not None else jax.numpy_rank_promotion("raise")
+        )
+
+    def rows(self, rows):
+        return rows if self.mesh is None else global_batch(rows, self.mesh)
+
+    def steps(self, state, number=STEPS, rows=None):
+        metrics = []
+        with self.current():
+            for _ in range(number):
+                state = jax.tree.map(jnp.copy, state)
+                given = self.rows(one_step.batch() if rows is None else rows)
+                state, metric = self.compiled(state, given)
+                metrics += fetch_metrics([metric])
+        return state, metrics
+
+
+def _check(trained, name="adam"):
+    state, metrics = trained.steps(trained.state)
+    slow, own = _by_hand(name)
+    for wanted, got in zip(jax.tree.leaves(slow), jax.tree.leaves(state.params), strict=True):
+        np.testing.assert_allclose(got, wanted, atol=1e-5)
+    for worker, params in enumerate(own):
+        mine = jax.tree.leaves(state.local.params)
+        for wanted, got in zip(jax.tree.leaves(params), mine, strict=True):
+            np.testing.assert_allclose(np.asarray(got)[worker], wanted, atol=1e-5)
+    assert all(np.isfinite(metric.loss) for metric in metrics)
+    return state, metrics
+
+
+def test_workers_on_one_device_equal_separate_runs():
+    _check(Trained())
+
+
+def test_workers_on_a_mesh_equal_separate_runs_and_are_silent_between():
+    trained = Trained(MeshConfig(replica=2))
+    state, metrics = _check(trained)
+    assert metrics[0].exchange["spread"] == 0.0 and metrics[1].exchange["spread"] > 0.0
+    # Collectives stand in the branch of the exchange, and nowhere else.
+    text = trained.compiled.as_text()
+    entry = text[text.index("\nENTRY ") :]
+    entry = entry[: entry.index("\n}")]
+    collective = r" (all-reduce|all-gather|collective-permute|all-to-all|reduce-scatter)(-start)?\("
+    assert re.search(collective, text) and not re.search(collective, entry)
+    # A worker whose rows are broken refuses its step alone.
+    rows = one_step.batch()
+    weights = np.where(np.arange(BATCH)[:, None] < BATCH // 2, rows.loss_weights, np.nan)
+    broken = dataclasses.replace(rows, loss_weights=weights.astype(np.float32))
+    after, (metric,) = trained.steps(state, 1, broken)
+    assert metric.exchange["refused"] == 1 and not metric.is_skipped
+    assert np.isfinite(metric.loss)
+    assert list(np.asarray(after.local.skipped)) == [0, 1]
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(after.params))
+
+
+MORE = {
+    "expert": lambda: Trained(MeshConfig(replica=2, data=2, expert=2), dispatcher=AllToAllConfig()),
+    "tensor": lambda: Trained(MeshConfig(replica=2, data=2, tensor=2), rules="zero2"),
+    "data_of_all_workers": lambda: Trained(MeshConfig(data=2)),
+    "remat": lambda: Trained(MeshConfig(replica=2, expert=2), remat="full", rules="zero1"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", MORE)
+def test_workers_on_more_meshes_equal_separate_runs(row):
+    _check(MORE[row]())
+
+
+@pytest.mark.slow
+def test_whole_matrices_of_muon_stay_those_of_a_worker():
+    _check(Trained(MeshConfig(replica=2, data=2), OPTIMIZERS["muon"]), "muon")
+
+
+@pytest.mark.slow
+def test_router_state_of_a_round_is_that_of_the_summed_statistics():
+    moe = dataclasses.replace(TINY.moe, **METHODS["loss_free"].parts())
+    model = dataclasses.replace(TINY, moe=moe)
+    config = DiLoCoConfig(every=1, workers=2, learning_rate=1.0, momentum=0.0)
+    rows = dataclasses.replace(one_step.batch(), segment_ids=None)
+    rows = dataclasses.replace(rows, loss_weights=np.ones_like(rows.loss_weights))
+    trained = Trained(config=config, model=model, inner=optax.sgd(0.1), rows=rows)
+    state, _ = trained.steps(trained.state, rows=rows)
+    alone = TrainStep(model=model, optimizer=optax.sgd(0.1)).jitted()
+    wanted = state_around(model, optax.sgd(0.1), ExecutionConfig(), one_step.params_of(model), KEY)
+    wanted = jax.tree.map(jnp.array, wanted)
+    for _ in range(STEPS):
+        wanted, _ = alone(wanted, rows)
+    assert any(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(wanted.router_state))
+    for one, other in zip(
+        jax.tree.leaves(wanted.router_state), jax.tree.leaves(state.router_state), strict=True
+    ):
+        np.testing.assert_allclose(one, other, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "config", "fields", "message"),
+    [
+        (MeshConfig(), DiLoCoConfig(), {}, "needs at least 2 workers, there is 1"),
+        (MeshConfig(replica=2), DiLoCoConfig(workers=4), {}, "must be replicas.workers=4, or 1"),
+        (MeshConfig(replica=2, stage=2), DiLoCoConfig(), {}, "cannot be a pipeline yet"),
+        (MeshConfig(replica=2), DiLoCoConfig(), {"rules": "hybrid"}, "shares the state of all"),
+    ],
+)
+def test_meshes_that_do_not_fit_the_workers_are_refused(mesh, config, fields, message):
+    step = TrainStep(model=TINY, optimizer=ADAM, execution=ExecutionConfig(mesh=mesh, **fields))
+    with pytest.raises(ValueError, match=message):
+        WorkerTraining.of(config, parameter_table(TINY), step, steps=100)
