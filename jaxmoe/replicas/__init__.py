@@ -13,6 +13,7 @@ from jaxmoe.replicas.diloco import DiLoCoConfig as DiLoCoConfig
 from jaxmoe.replicas.noloco import NoLoCoConfig as NoLoCoConfig
 from jaxmoe.replicas.single_merge import SingleMergeConfig as SingleMergeConfig
 from jaxmoe.replicas.sparse import SparseConfig as SparseConfig
+from jaxmoe.replicas.spes import SpesConfig as SpesConfig
 from jaxmoe.replicas.streaming import StreamingConfig as StreamingConfig
 from jaxmoe.replicas.synchronous import SynchronousConfig as SynchronousConfig
 
@@ -24,6 +25,7 @@ ReplicasConfig = (
     | NoLoCoConfig
     | CO2Config
     | SingleMergeConfig
+    | SpesConfig
 )
 """How the workers of a run communicate."""
 

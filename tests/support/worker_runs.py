@@ -164,13 +164,22 @@ def alone(worker, *, steps=STEPS, inner=SGD, params=None):
     return params
 
 
-def synchronous(*, steps=STEPS, inner=SGD, workers=WORKERS):
-    """Parameters after synchronous steps: the mean gradient of all workers in each."""
+def synchronous(*, steps=STEPS, inner=SGD, workers=WORKERS, owned=None):
+    """Parameters after synchronous steps: the mean gradient of all workers in each.
+
+    Args:
+        steps: number of steps.
+        inner: optimiser.
+        workers: number of workers.
+        owned: parameter [L, W, ...] whose row w has the gradient of worker w alone.
+    """
     params = parameters()
     opt_state = inner.init(params)
     for step in range(steps):
         grads = [jax.grad(loss)(params, *rows(worker, step)) for worker in range(workers)]
         mean = jax.tree.map(lambda *g: sum(g) / workers, *grads)
+        if owned is not None:
+            mean[owned] = jnp.stack([g[owned][:, w] for w, g in enumerate(grads)], axis=1)
         updates, opt_state = inner.update(mean, opt_state, params)
         params = optax.apply_updates(params, updates)
     return params

@@ -20,6 +20,7 @@ from jaxmoe.replicas import (
     NoLoCoConfig,
     SingleMergeConfig,
     SparseConfig,
+    SpesConfig,
     StreamingConfig,
 )
 from jaxmoe.replicas.cost import cost
@@ -32,6 +33,8 @@ class Row:
 
     degenerate: object
     """Config with which it equals synchronous SGD."""
+    expected: object = wr.synchronous
+    """Synchronous steps that it equals."""
     usual: object
     """Config for short runs, with which fragments are under way after `saved_at` steps if the
     method has a delay."""
@@ -79,6 +82,12 @@ METHODS = {
         alone=SingleMergeConfig(every=3, peers=0.0, complete_from=1.0),
         is_equal_after=(12,),
     ),
+    "spes": Row(
+        degenerate=SpesConfig(every=1, merging=0.0),
+        expected=functools.partial(wr.synchronous, owned="experts"),
+        usual=SpesConfig(every=3, merging=0.1, merging_every=6, merging_steps=10),
+        is_equal_after=(3, 6, 9, 12),
+    ),
 }
 
 
@@ -113,7 +122,7 @@ def test_every_method_has_a_row():
 def test_degenerate_settings_equal_synchronous_steps(name):
     row = METHODS[name]
     state = wr.train(row.degenerate, workers=row.workers)
-    expected = wr.synchronous(workers=row.workers)
+    expected = row.expected(workers=row.workers)
     assert wr.spread(state.local.params) < 1e-6
     assert wr.distance(jax.tree.map(lambda x: x[0], state.local.params), expected) < 1e-6
     if wr.training_of(row.degenerate).method.is_shared:

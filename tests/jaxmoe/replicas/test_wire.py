@@ -16,11 +16,13 @@ from jaxmoe.replicas import (
     NoLoCoConfig,
     SingleMergeConfig,
     SparseConfig,
+    SpesConfig,
     StreamingConfig,
 )
 from jaxmoe.replicas.cost import cost
-from jaxmoe.replicas.method import begin, send
+from jaxmoe.replicas.method import begin, merge, send
 from sharding import MeshConfig, make_mesh
+from sharding import axes as ax
 from sharding.workers import Workers
 from tests.support import worker_runs as wr
 
@@ -75,3 +77,32 @@ def test_bytes_of_an_exchange_are_those_of_its_codec(name):
         for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-6)
     assert seen == kinds
+
+
+def test_experts_of_a_sharded_worker_come_from_their_owner():
+    """Two workers of two devices, each with half of the experts of its worker; with merging."""
+    config = SpesConfig(every=3, merging=0.5, merging_every=3)
+    training = wr.training_of(config, workers=2)
+    mesh = make_mesh(MeshConfig(replica=2, expert=2), jax.devices()[:4])
+
+    def run(params, workers):
+        pseudo, talk = exchange(training, workers, 0, params)
+        own, slow, _, _ = merge(
+            *(training.method, talk, pseudo, workers.stack(params), params, (), workers),
+            number=jnp.zeros((), jnp.int32),
+        )
+        return pseudo, own, slow
+
+    expected = jax.jit(functools.partial(run, workers=training.workers))(wr.parameters())
+    params = wr.parameters()
+    with jax.set_mesh(mesh):
+        spec = jax.P(None, ax.EXPERT)
+        params["experts"] = jax.device_put(params["experts"], jax.NamedSharding(mesh, spec))
+        got = jax.jit(functools.partial(run, workers=Workers(2, is_spread=True)))(params)
+    assert got[2]["experts"].sharding.spec[1] == ax.EXPERT
+    assert wr.distance(got[0], wr.parameters()) > 0.1
+    assert wr.distance(got[0], got[2]) > 0.01
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+    owned = wr.parameters()["experts"] * jnp.asarray([1.1, 1.1, 1.2, 1.2])[None, :, None, None]
+    np.testing.assert_allclose(got[0]["experts"], owned, rtol=1e-6)
