@@ -118,7 +118,17 @@ REGISTRIES = {
     },
     "jaxmoe.training:OBJECTIVES": {"next_token", "masked_diffusion"},
     "jaxmoe.replicas:REPLICAS": {
-        *("none", "diloco", "streaming", "sparse", "noloco", "co2", "single_merge", "spes"),
+        *(
+            "none",
+            "diloco",
+            "streaming",
+            "sparse",
+            "noloco",
+            "co2",
+            "single_merge",
+            "spes",
+            "dadao",
+        ),
     },
     "jaxmoe.tracking:TRACKERS": {"tensorboard", "wandb", "trackio"},
     "jaxmoe.scaling:PARAMETERIZATIONS": {

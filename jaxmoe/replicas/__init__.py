@@ -9,6 +9,7 @@ tests/test_architecture.py, a row in METHODS of tests/jaxmoe/replicas/test_metho
 
 from jaxmoe.configs import registry_of
 from jaxmoe.replicas.co2 import CO2Config as CO2Config
+from jaxmoe.replicas.dadao import DadaoConfig as DadaoConfig
 from jaxmoe.replicas.diloco import DiLoCoConfig as DiLoCoConfig
 from jaxmoe.replicas.noloco import NoLoCoConfig as NoLoCoConfig
 from jaxmoe.replicas.single_merge import SingleMergeConfig as SingleMergeConfig
@@ -26,6 +27,7 @@ ReplicasConfig = (
     | CO2Config
     | SingleMergeConfig
     | SpesConfig
+    | DadaoConfig
 )
 """How the workers of a run communicate."""
 

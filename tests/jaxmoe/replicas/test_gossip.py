@@ -8,8 +8,9 @@ import numpy as np
 import optax
 import pytest
 
-from jaxmoe.replicas import CO2Config, NoLoCoConfig, SingleMergeConfig
-from jaxmoe.replicas.gossip import random_pairs, random_peers
+from jaxmoe.replicas import CO2Config, DadaoConfig, NoLoCoConfig, SingleMergeConfig
+from jaxmoe.replicas.dadao import edges_of
+from jaxmoe.replicas.gossip import matched_pairs, random_pairs, random_peers
 from tests.support import worker_runs as wr
 
 INNER = optax.adam(0.03)
@@ -64,10 +65,34 @@ def test_noloco_equals_a_loop_over_pairs():
 
 
 def test_noloco_keeps_the_mean_of_slow_parameters():
-    """Workers that do not train: the mean stays, and the distance between workers shrinks."""
-    config, spreads, means = NoLoCoConfig(every=1), [], []
+    spreads = still_workers(NoLoCoConfig(every=1), 40)
+    assert spreads[-1] < 1e-3 * spreads[0]
+
+
+def test_a_second_copy_speeds_gossip_on_a_ring():
+    """Eight workers on a ring: the mean stays, and the distance shrinks faster than without."""
+    spreads = {
+        gossip: still_workers(DadaoConfig(gossip=gossip), 80, workers=8)
+        for gossip in ("continuous", "none")
+    }
+    assert spreads["continuous"][-1] < 0.5 * spreads["none"][-1] < 0.1 * spreads["none"][0]
+
+
+@pytest.mark.parametrize("graph", ["ring", "complete"])
+def test_matchings_follow_the_edges_of_a_graph(graph):
+    edges = edges_of(graph, 6)
+    assert len(edges) == {"ring": 6, "complete": 15}[graph]
+    for pairs in matched_pairs(6, edges, 16, seed=0):
+        peer = dict(pairs)
+        assert all(peer[peer[worker]] == worker for worker in range(6))
+        assert all(tuple(sorted(p)) in edges for p in pairs if p[0] != p[1])
+
+
+def still_workers(config, steps, workers=4):
+    """Largest distance of workers that do not train, before and after each step; the mean stays."""
+    spreads, means = [], []
     still = optax.sgd(0.0)
-    training = wr.training_of(config)
+    training = wr.training_of(config, workers)
     state = training.begin(wr.new_state(wr.parameters(), still))
     noise = jax.tree.map(
         lambda x: x + jax.random.normal(jax.random.key(x.ndim), x.shape), state.local.params
@@ -79,9 +104,11 @@ def test_noloco_keeps_the_mean_of_slow_parameters():
         spreads.append(wr.spread(state.local.params))
         means.append(jax.tree.map(lambda x: x.mean(0), state.local.params))
 
-    wr.train(config, inner=still, state=state.replace(local=local), steps=40, watch=watch)
+    first = state.replace(local=local)
+    spreads.append(wr.spread(noise))
+    wr.train(config, inner=still, state=first, steps=steps, workers=workers, watch=watch)
     assert wr.distance(means[-1], jax.tree.map(lambda x: x.mean(0), noise)) < 1e-5
-    assert spreads[-1] < 1e-3 * wr.spread(noise)
+    return spreads
 
 
 @pytest.mark.parametrize("clip", [None, 0.02])

@@ -16,6 +16,7 @@ import pytest
 from jaxmoe.replicas import (
     REPLICAS,
     CO2Config,
+    DadaoConfig,
     DiLoCoConfig,
     NoLoCoConfig,
     SingleMergeConfig,
@@ -49,6 +50,11 @@ class Row:
 
 
 METHODS = {
+    "dadao": Row(
+        degenerate=DadaoConfig(every=1, gossip="none"),
+        workers=2,
+        usual=DadaoConfig(every=2),
+    ),
     "diloco": Row(
         degenerate=DiLoCoConfig(every=1, learning_rate=1.0, momentum=0.0),
         usual=DiLoCoConfig(every=3),
